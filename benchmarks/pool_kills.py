@@ -31,7 +31,7 @@ from tests.support.pool_runs import PoolRun
 from tests.support.tiny_models import save_tiny
 
 from teneral import cli
-from teneral.handlers.pool.memory import OVERHEAD_BYTES, tree_pss_bytes
+from teneral.handlers.pool.process import OVERHEAD_BYTES, tree_pss_bytes
 
 NUM_MODELS = 6
 NUM_FIT = 3

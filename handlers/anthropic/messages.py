@@ -24,9 +24,8 @@ from ..openai.generation import Outcome, Step, respond
 from ..openai.parameters import own_names
 from ..openai.prompts import mentions
 from ..openai.responses import Usage
-from .bodies import CountBody, MessagesBody, PromptBody, chat_of
+from .bodies import COUNT_TOKENS, MESSAGES, CountBody, MessagesBody, PromptBody, chat_of
 from .errors import error_body
-from .fields import COUNT_TOKENS, MESSAGES
 
 if TYPE_CHECKING:
     from ...runtime.text.settings import TextSettings

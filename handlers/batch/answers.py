@@ -3,34 +3,60 @@
 Requests in OpenAI's form go through the HTTP API's own routes, inside this process, so that they
 are answered as by a server; plain requests go to the model as a handler's do. An error of a line
 becomes an error record; an error of the instance is raised. This module does not know parts.
+
+The output line of each input record.
+
+A request in OpenAI's form is answered in the form of OpenAI's batch output; a plain one by a small
+flat record. A record is one line of JSON, which shows whether it is an error. This module does not
+know where records are written.
+
+Retries of a line, and the attribution of errors to the line or the instance.
+
+A line refused by an overloaded instance is retried with growing delays. After an error of the
+instance, the line is retried without other failed lines in parallel: a line that breaks the model
+breaks the step that others share. If it still fails, the error is the line's own if the model
+answers a simple request at that moment; otherwise the instance is broken, and no line is at fault.
+This module does not know the requests.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
 import msgspec
 
 from ...loader.errors import TeneralError
-from ...runtime.errors import CapacityError, ContextLengthError, ModelError, RequestError
+from ...runtime.errors import (
+    WEIGHTS_LOST,
+    CapacityError,
+    ContextLengthError,
+    DrainingError,
+    ModelError,
+    RequestError,
+)
+from ...runtime.state import State
 from ...runtime.step.requests import Priority
 from ..function.context import Context
 from ..function.options import check_options
 from ..http.keys import parse_keys
-from . import records
+from .errors import ModelBrokenError
 from .index import JobIndex
-from .lines import Call, Embed, Generate, Line, Problem
-from .patience import LineFault, Patience
-from .records import Record
+from .input import Call, Embed, Generate, Line, Problem
 
 if TYPE_CHECKING:
     import numpy as np
 
     from ...runtime.instance import Instance
+    from ..function.streams import Completion
+
 
 # The job as a whole may have a deadline.
 REQUEST_TIMEOUT_S = 86_400.0
@@ -46,7 +72,7 @@ class Answers:
         self._headers = {"Content-Type": "application/json"}
         if host.config.api_key is not None:
             self._headers["Authorization"] = f"Bearer {parse_keys(host.config.api_key)[0]}"
-        self._patience = Patience(host, self._probe)
+        self._retrier = LineRetrier(host, self._probe)
 
     async def one(self, line: Line) -> Record:
         """The record of any line. Raises the instance's own errors, `DrainingError` among them."""
@@ -67,7 +93,7 @@ class Answers:
             vectors = await self._context(lines[0]).model.aembed(texts)
         except (RequestError, CapacityError, ModelError):
             return [await self.one(line) for line in lines]
-        return [records.embedded(line, vector) for line, vector in zip(lines, vectors, strict=True)]
+        return [embedded(line, vector) for line, vector in zip(lines, vectors, strict=True)]
 
     async def _generate(self, line: Line, request: Generate) -> Record:
         options = dict(request.options)
@@ -77,16 +103,16 @@ class Answers:
         if options.get("priority") is None:
             options["priority"] = str(Priority.BATCH)
         completion = await self._context(line).model.agenerate(request.prompt, **options)
-        return records.generated(line, completion)
+        return generated(line, completion)
 
     async def _embed(self, line: Line, request: Embed) -> Record:
         vectors: np.ndarray = await self._context(line).model.aembed([request.text])
-        return records.embedded(line, vectors[0])
+        return embedded(line, vectors[0])
 
     async def _plain(self, line: Line, ask: Callable[[], Awaitable[Record]]) -> Record:
         try:
-            return await self._patience.until_answered(ask)
-        except LineFault as fault:
+            return await self._retrier.until_answered(ask)
+        except LineError as fault:
             return self._failed(line, _problem_of(fault.error))
 
     async def _call(self, line: Line, call: Call) -> Record:
@@ -109,11 +135,11 @@ class Answers:
                 raise ModelError(f"the instance answered {status} to line {line.number}: {text}")
 
         try:
-            await self._patience.until_answered(post)
-        except LineFault as fault:
+            await self._retrier.until_answered(post)
+        except LineError as fault:
             if not answer:
                 return self._failed(line, _problem_of(fault.error))
-        return records.answered_call(line, record_id, status, answer)
+        return answered_call(line, record_id, status, answer)
 
     def _with_defaults(self, line: Line, call: Call) -> dict[str, object]:
         """The body with a default seed and the priority of batch work."""
@@ -142,7 +168,7 @@ class Answers:
         return Context(self._host, request_id=f"batch-{self._index.record_id(line.number)}")
 
     def _failed(self, line: Line, problem: Problem) -> Record:
-        return records.failed(line, self._index.record_id(line.number), problem)
+        return failed(line, self._index.record_id(line.number), problem)
 
 
 def _problem_of(error: TeneralError) -> Problem:
@@ -177,3 +203,182 @@ async def answering(host: Instance, index: JobIndex, *, window: int) -> AsyncIte
     )
     async with serving_inside(make_application(host, openai_routes, limits=limits)) as session:
         yield Answers(host, session, index)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A record. `data` ends with a line end."""
+
+    data: bytes
+    is_failed: bool
+    num_tokens: int = 0  # generated tokens
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+
+
+class _Body(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+_BODY = msgspec.json.Decoder(_Body)
+
+
+def answered_call(line: Line, record_id: str, status: int, body: bytes) -> Record:
+    """The record of an HTTP API answer. `body` is its unchanged JSON on one line."""
+    try:
+        usage = _BODY.decode(body).usage
+    # Our own routes never return that.
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        usage, body = None, msgspec.json.encode(body.decode(errors="replace"))
+    response = {"status_code": status, "request_id": f"req_{record_id}", "body": msgspec.Raw(body)}
+    return Record(
+        _line(_openai(line, record_id, response, None)),
+        is_failed=status != 200,
+        num_tokens=usage.completion_tokens if usage is not None else 0,
+    )
+
+
+def generated(line: Line, completion: Completion) -> Record:
+    record = {"custom_id": line.custom_id, **completion.to_dict()}
+    return Record(_line(record), is_failed=False, num_tokens=completion.usage.completion_tokens)
+
+
+def embedded(line: Line, vector: np.ndarray) -> Record:
+    return Record(_line({"custom_id": line.custom_id, "embedding": vector.tolist()}), is_failed=False)
+
+
+def failed(line: Line, record_id: str, problem: Problem) -> Record:
+    error = {"code": problem.code, "message": problem.message}
+    if line.is_openai:
+        return Record(_line(_openai(line, record_id, None, error)), is_failed=True)
+    return Record(_line({"custom_id": line.custom_id, "error": error}), is_failed=True)
+
+
+def _openai(
+    line: Line, record_id: str, response: dict[str, Any] | None, error: dict[str, str] | None
+) -> dict[str, Any]:
+    return {
+        "id": f"batch_req_{record_id}",
+        "custom_id": line.custom_id,
+        "response": response,
+        "error": error,
+    }
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    return msgspec.json.encode(record) + b"\n"
+
+
+MAX_TRIES_AS_SUSPECT = 2
+# The time in which a failed instance reports it.
+SUSPECT_PAUSE_S = 0.05
+# Of a line that finds no capacity although no other request of the job uses any.
+MAX_TRIES_ALONE = 20
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 5.0
+
+T = TypeVar("T")
+
+
+class LineError(Exception):
+    """A line's own error: `error`."""
+
+    def __init__(self, error: TeneralError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+class LineRetrier:
+    """The retry policy of one job. Lives on one event loop. `probe` sends a request that the model
+    can always answer.
+    """
+
+    def __init__(self, host: Instance, probe: Callable[[], Awaitable[object]]) -> None:
+        self._host = host
+        self._probe = probe
+        self._suspects = asyncio.Lock()
+        self._num_asking = 0
+
+    async def until_answered(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Call `ask` until it has a result.
+
+        Raises `LineError`, or the error that keeps this instance from answering any line:
+        `DrainingError`, its failure, or `ModelBrokenError`.
+        """
+        try:
+            return await self._once(ask)
+        except (LineError, DrainingError):
+            raise
+        except TeneralError as error:
+            last = error
+        async with self._suspects:
+            for _ in range(MAX_TRIES_AS_SUSPECT):
+                await asyncio.sleep(SUSPECT_PAUSE_S)
+                self._check_host(last)
+                try:
+                    return await self._once(ask)
+                except (LineError, DrainingError):
+                    raise
+                except TeneralError as error:
+                    last = error
+            self._check_host(last)
+            await self._check_model(last)
+        raise LineError(last)
+
+    async def _once(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Retry until there is capacity.
+
+        `CapacityError` is the line's own error only if it repeats while no other request of this
+        job uses any capacity: the line then needs more than there is.
+        """
+        pause_s, num_alone = FIRST_PAUSE_S, 0
+        self._num_asking += 1
+        try:
+            while True:
+                try:
+                    return await ask()
+                except CapacityError as error:
+                    num_alone += self._num_asking == 1
+                    if num_alone >= MAX_TRIES_ALONE:
+                        raise LineError(error) from error
+                except RequestError as error:
+                    raise LineError(error) from error
+                except ModelError as error:
+                    if not self._is_refused(error):
+                        raise
+                    raise LineError(RequestError(error.message, hint=error.hint)) from error
+                # jittered, to not retry all at once
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+        finally:
+            self._num_asking -= 1
+
+    def _is_refused(self, error: ModelError) -> bool:
+        """Whether this kind of model does not support it, however often it is retried."""
+        parts: tuple[Future[Any], ...] = (self._host.engine, self._host.embedder)
+        return error is not self._host.failure and any(
+            part.done() and part.exception() is error for part in parts
+        )
+
+    def _check_host(self, error: TeneralError) -> None:
+        """Raise if the instance itself reports that it cannot answer."""
+        if self._host.failure is not None:
+            raise self._host.failure
+        if isinstance(error, WEIGHTS_LOST):
+            raise error
+        if self._host.state is State.DRAINING:
+            raise DrainingError("the instance is shutting down")
+
+    async def _check_model(self, error: TeneralError) -> None:
+        """Raise `ModelBrokenError` if the model does not answer the simple request either."""
+        try:
+            await self._once(self._probe)
+        except DrainingError:
+            raise
+        except (LineError, TeneralError) as failure:
+            self._check_host(error)
+            raise ModelBrokenError(
+                f"the model has stopped answering: {error.message}",
+                hint="Finished parts are kept: run the job again, here or on another machine.",
+            ) from failure

@@ -22,10 +22,8 @@ from ...loader.sources.base import ObjectInfo
 from ...loader.sources.http.retry import pause_s
 from .errors import JobFormatError, JobMismatchError
 from .index import FORMAT_NAME, FORMAT_VERSION, JobIndex
-from .partial import PARTIAL_FOLDER
-from .parts import PartInfo, part_name, read_input, read_part, remove_quietly
-from .places import Input, Places
-from .scan import MAX_PARTS
+from .input import MAX_PARTS
+from .parts import PARTIAL_FOLDER, Input, PartInfo, Places, part_name, read_input, read_part, remove_quietly
 
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 4 << 20

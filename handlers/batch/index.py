@@ -19,7 +19,7 @@ from typing import Any
 
 from ...loader.format.json_object import Document, JsonObject, is_text
 from .errors import JobFormatError, JobMismatchError
-from .scan import MAX_PARTS, PartSpan, Scanned
+from .input import MAX_PARTS, PartSpan, Scanned
 from .spec import MAX_LINE_BYTES, MAX_LINES
 
 INDEX_NAME = "job.json"

@@ -1,27 +1,147 @@
-"""Parts: ranges of the input whose records are one object of the output, written once.
+"""The stored parts of a job: their places, their objects, and what is left of an incomplete one.
+
+The stores and object names of a job, from its addresses.
+
+If the output is a folder or prefix, the job's own objects are in it. If it is a name that ends in
+`.jsonl`, they are in a folder next to it, `NAME.jsonl.parts/`, and the file comes last.
+
+Parts: ranges of the input whose records are one object of the output, written once.
 
 A part is a checkpoint. Its object appears as a whole, by a conditional put: of two workers that
-compute the same one, the first wins, and the other's is discarded. This module does not know how
-records are made.
+compute the same one, the first wins, and the other's is discarded.
+
+Finished records of an incomplete part, kept by a stopped worker for its successor.
+
+Without them, a job whose parts take longer than its workers live would never end. They are an
+optimisation: missing or damaged ones are computed again. Records are used unchanged, so a part is
+the same whichever worker completes it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-from ...loader.errors import AlreadyExistsError, NotFoundError, SourceError
-from ...loader.sources.base import Source, Store
+from ...loader.errors import (
+    AlreadyExistsError,
+    ChangedError,
+    FormatError,
+    NotFoundError,
+    SourceError,
+    UsageError,
+)
+from ...loader.format.json_object import is_text
+from ...loader.sources.base import ObjectInfo, Source, SourceOptions, Store, check_name
+from ...loader.sources.open import open_source, open_store, scheme_of
+from .answers import Record
 from .errors import JobFormatError
 from .index import JobIndex
-from .lines import Line, parse_line
-from .places import Input
-from .spec import Share
-from .splitter import LineSplitter, RawLine
+from .input import Line, LineSplitter, RawLine, parse_line
+from .spec import JobSpec, Share
+
+WORK_SUFFIX = ".parts"
+FILE_SUFFIX = ".jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """The object to read. `address` identifies it for as long as its content is the same."""
+
+    source: Source
+    name: str
+    address: str
+    version: str | None  # the expected one
+
+    def look(self) -> ObjectInfo:
+        """The current object. Raises `ChangedError` if it is not the expected version."""
+        info = self.source.stat(self.name)
+        if self.version is not None and self.version.strip('"') != info.version.strip('"'):
+            raise ChangedError(
+                f"{self.address} has the version {info.version}, not the expected {self.version}",
+                source=self.source.url,
+                name=self.name,
+                hint="It was replaced: the newer version is a job of its own.",
+            )
+        return info
+
+    def identity_of(self, info: ObjectInfo) -> str:
+        """The version in the job's identity: for a file without its inode, which differs between
+        nodes that mount the same folder.
+        """
+        version = info.version.strip('"')
+        return version.rpartition("-")[0] if scheme_of(self.address) == "" else version
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The open stores of a job. A context manager, which closes them."""
+
+    input: Input
+    output: str  # as configured
+    work: Store  # of the job's own objects
+    # Of the one output file, if one is configured.
+    final: Store | None
+    final_name: str = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for store in (self.input.source, self.work, self.final):
+            if store is not None:
+                store.close()
+
+
+def open_places(spec: JobSpec, default: SourceOptions) -> Places:
+    """Open the stores, without I/O. Raises `UsageError` for invalid addresses."""
+    options = spec.source_options or default
+    folder, name = _folder_and_name(spec.input, "input")
+    given = Input(open_source(folder, options), name, _plain(folder, name), spec.input_version)
+    if not is_text(given.address):
+        raise UsageError(
+            f"the address of the input is too long or not printable: {spec.input[:80]!r}", key="input"
+        )
+    if not spec.output.endswith(FILE_SUFFIX):
+        return Places(given, spec.output, open_store(spec.output, options), None)
+    folder, name = _folder_and_name(spec.output, "output")
+    if _plain(folder, name) == given.address:
+        raise UsageError("the output is the input", key="output", hint="Choose another file for the answers.")
+    work = open_store(spec.output + WORK_SUFFIX, options)
+    return Places(given, spec.output, work, open_store(folder, options), name)
+
+
+def _folder_and_name(address: str, key: str) -> tuple[str, str]:
+    """The folder and the name in it."""
+    scheme = scheme_of(address)
+    if scheme in ("", "file"):
+        path = unquote(urlsplit(address).path) if scheme else os.path.expanduser(address)
+        if not path or path.endswith("/") or "\0" in path:
+            raise UsageError(f"{address!r} does not name a file", key=key)
+        folder, name = os.path.split(os.path.abspath(path))
+        return folder, check_name(name)
+    folder, _, name = address.rpartition("/")
+    if folder.endswith("/") or not name:  # s3://bucket, or s3://bucket/folder/
+        raise UsageError(
+            f"{address} does not name an object",
+            key=key,
+            hint="Write s3://bucket/key, gs://bucket/key, or the path of a file.",
+        )
+    return folder, check_name(name)
+
+
+def _plain(folder: str, name: str) -> str:
+    return f"{folder.rstrip('/')}/{name}"
+
 
 PARTS_FOLDER = "parts/"
 READ_BYTES = 8 << 20  # of the input at a time
@@ -202,3 +322,56 @@ def remove_quietly(work: Store, name: str) -> None:
         work.delete(name)
     except SourceError:
         return
+
+
+PARTIAL_FOLDER = "partial/"
+MAX_PARTIAL_BYTES = 256 << 20
+
+_Entry = tuple[int, bool, int, msgspec.Raw]  # line number, whether it is an error, tokens, the record
+_ENTRY = msgspec.json.Decoder(_Entry)
+
+
+def partial_name(number: int) -> str:
+    return f"{PARTIAL_FOLDER}{number:06}.jsonl"
+
+
+def list_partials(work: Store) -> frozenset[int]:
+    """The parts with partial records. Blocks."""
+    try:
+        names = [
+            info.name.removeprefix(PARTIAL_FOLDER).removesuffix(".jsonl")
+            for info in work.list(PARTIAL_FOLDER)
+        ]
+    except NotFoundError:
+        return frozenset()
+    return frozenset(int(name) for name in names if len(name) == 6 and name.isascii() and name.isdigit())
+
+
+def write_partial(work: Store, number: int, lines: Sequence[Line], records: Sequence[Record | None]) -> None:
+    """Store these records, replacing those of another worker for the same part. Blocks."""
+    entries = [
+        msgspec.json.encode(
+            (line.number, record.is_failed, record.num_tokens, msgspec.Raw(record.data.rstrip()))
+        )
+        for line, record in zip(lines, records, strict=True)
+        if record is not None
+    ]
+    work.put(partial_name(number), b"\n".join(entries))
+
+
+def read_partial(work: Store, number: int, lines: Sequence[Line]) -> list[Record | None]:
+    """A record for each of the part's lines, None if unknown. Blocks."""
+    found: dict[int, Record] = {}
+    try:
+        data, _ = work.read(partial_name(number), max_bytes=MAX_PARTIAL_BYTES)
+        for entry in data.split(b"\n"):
+            line_number, is_failed, num_tokens, record = _ENTRY.decode(entry)
+            found[line_number] = Record(bytes(record) + b"\n", is_failed, num_tokens)
+    except (SourceError, FormatError, msgspec.DecodeError, UnicodeDecodeError):
+        return [None] * len(lines)
+    return [found.get(line.number) for line in lines]
+
+
+def remove_partial(work: Store, number: int) -> None:
+    """Remove a part's partial records. Blocks."""
+    remove_quietly(work, partial_name(number))

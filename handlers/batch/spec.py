@@ -1,9 +1,15 @@
-"""The specification and the report of a batch job: values without connections or I/O."""
+"""The specification and the report of a batch job: values without connections or I/O.
+
+This worker's share in an array job, where a platform starts several workers: AWS Batch.
+
+Pure: reads the environment variables that AWS Batch sets in each child of an array job.
+"""
 
 from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -138,3 +144,22 @@ class JobReport:
 def _check_range(key: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
         raise UsageError(f"{key} is {value}, but must be from {low} to {high}", key=key)
+
+
+INDEX_VARIABLE = "AWS_BATCH_JOB_ARRAY_INDEX"
+SIZE_VARIABLE = "AWS_BATCH_JOB_ARRAY_SIZE"
+
+
+def share_of(environment: Mapping[str, str]) -> Share | None:
+    """The share; None outside an array job. Raises `UsageError` for invalid variables."""
+    index, size = environment.get(INDEX_VARIABLE, ""), environment.get(SIZE_VARIABLE, "")
+    if not index:
+        return None
+    try:
+        return Share.parse(f"{index}/{size}")
+    except UsageError as error:
+        raise UsageError(
+            f"{INDEX_VARIABLE} is {index[:20]!r} and {SIZE_VARIABLE} is {size[:20]!r}",
+            key=INDEX_VARIABLE,
+            hint="Set --worker I/N for this worker's share, or --worker 0/1 for all parts.",
+        ) from error

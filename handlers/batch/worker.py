@@ -4,6 +4,8 @@ A few parts are open at a time, so that the last lines of one share the engine w
 next; at most that many parts of work are lost if the process is killed. There are no locks: a part
 computed by two workers is written once (`parts.put_part`). This module does not know how lines are
 answered, nor how a job begins and ends.
+
+The decision whether there is time for another part, from the times of earlier ones. Pure.
 """
 
 from __future__ import annotations
@@ -16,15 +18,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..function.lifetime import Lifetime, calling_on_loop
-from .answers import Answers
+from .answers import Answers, Record
 from .index import JobIndex
-from .lines import Embed, Line
-from .meter import Meter
-from .pace import PartPace
-from .partial import read_partial, remove_partial, write_partial
-from .parts import PartInfo, describe_part, is_there, put_part, read_lines
-from .places import Places
-from .records import Record
+from .input import Embed, Line
+from .parts import (
+    PartInfo,
+    Places,
+    describe_part,
+    is_there,
+    put_part,
+    read_lines,
+    read_partial,
+    remove_partial,
+    write_partial,
+)
+from .progress import Meter
 
 MIN_OPEN_PARTS = 2
 # Of one call: of similar length, so that few tokens are padding.
@@ -236,3 +244,32 @@ def _raise_first(task: asyncio.Task[None]) -> None:
         error = error.exceptions[0]
     if error is not None:
         raise error
+
+
+NUM_RECENT = 32
+# For reporting, and for one slow operation of the store.
+MIN_MARGIN_S = 3.0
+MARGIN = 0.25  # in addition, as a share of a part's time
+
+
+class PartPace:
+    """The times of the parts of one worker."""
+
+    def __init__(self) -> None:
+        self._recent_s: deque[float] = deque(maxlen=NUM_RECENT)
+
+    def note(self, seconds: float) -> None:
+        self._recent_s.append(seconds)
+
+    def expected_s(self) -> float:
+        """An upper bound for nearly all parts: the longest but one in twenty. 0 before the first."""
+        if not self._recent_s:
+            return 0.0
+        ordered = sorted(self._recent_s)
+        return ordered[min(len(ordered) - 1, math.ceil(0.95 * len(ordered)) - 1)]
+
+    def has_time(self, remaining_s: float) -> bool:
+        """Whether a part started now would probably finish. Before the first part: whether there is
+        time to try.
+        """
+        return remaining_s > (1 + MARGIN) * self.expected_s() + MIN_MARGIN_S

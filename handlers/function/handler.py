@@ -25,10 +25,9 @@ from typing import Any
 
 from ...loader.errors import TeneralError
 from ...runtime.errors import CancelledError, HandlerError, ResultError
-from .calls import DEFAULT_MAX_CALLS, FunctionCall, FunctionCalls
+from .calls import DEFAULT_MAX_CALLS, CallThreads, FunctionCall, FunctionCalls, LoopThread
 from .context import LOGGER_NAME, Context
 from .outlet import Outlet, OutletClosedError
-from .threads import CallThreads, LoopThread
 
 MAX_MESSAGE_CHARS = 1_000
 

@@ -1,14 +1,25 @@
-"""`teneral pool check`: reads a pool file and prints what it describes, or what is wrong with it."""
+"""The commands of `teneral pool` that read: check and status.
+
+`teneral pool check`: reads a pool file and prints what it describes, or what is wrong with it.
+
+`teneral pool status`: a table of a running pool's models and instances, from its `/v1/pool`.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from .codes import PoolFileError, PoolWarning
+from ...loader.errors import UnavailableError, UsageError
+from ...runtime.config import PREFIX
+from ..http.keys import parse_keys
 from .file import read_pool
-from .values import Model, Pool
+from .values import Model, Pool, PoolFileError, PoolWarning
 
 EXIT_USAGE = 2
 Limits = Callable[
@@ -59,3 +70,71 @@ def _line(model: Model) -> str:
     warm = f"{model.min_warm} to {model.max_instances} instances"
     buffer = f" and {model.buffer} spare while busy" if model.buffer else ""
     return f"{model.name}: {warm}{buffer}, ended after {model.idle_timeout_s:g} s idle; {model.source}"
+
+
+MAX_BYTES = 64 << 20
+TIMEOUT_S = 10.0
+
+
+def status(url: str, *, as_json: bool) -> int:
+    """Prints it. Returns 0; raises `UsageError` or `UnavailableError` for an address without a pool."""
+    if not url.startswith(("http://", "https://")):
+        raise UsageError(f"{url} is not an address of a pool", key="url", hint="Give http://host:port.")
+    headers = {}
+    if key := os.environ.get(f"{PREFIX}API_KEY"):
+        headers["Authorization"] = f"Bearer {parse_keys(key)[0]}"
+    request = urllib.request.Request(f"{url.rstrip('/')}/v1/pool", headers=headers)  # noqa: S310 - checked above
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:  # noqa: S310 - as above
+            pool = json.loads(answer.read(MAX_BYTES))
+        text = json.dumps(pool, indent=2) if as_json else render(pool)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UnavailableError(
+            f"no pool answers at {url}: {error}", source=url, hint="Start one: teneral pool run pool.toml"
+        ) from error
+    print(text)
+    return 0
+
+
+def render(pool: dict[str, Any]) -> str:
+    """The table, and the memory below it."""
+    rows = [("MODEL", "STATE", "READY", "STARTING", "DESIRED", "WAITING", "IN WORK", "MEMORY")]
+    reasons = []
+    for name, model in pool["models"].items():
+        if not model["versions"]:
+            rows.append((name, model["state"], "0", "0", "0", "0", "0", "0 MiB"))
+        for version in model["versions"]:
+            instances = version["instances"]
+            rows.append(
+                (
+                    version["name"],
+                    version["state"],
+                    str(len(instances)),
+                    str(version["starting"]),
+                    str(version["desired"]),
+                    str(version["waiting"]),
+                    str(sum(each["in_work"] for each in instances)),
+                    _mib(sum(each["memory_bytes"] for each in instances)),
+                )
+            )
+            if version.get("reason"):
+                reasons.append(f"{version['name']}: {version['reason']}")
+        if model.get("trouble"):
+            reasons.append(f"{name}: {model['trouble']}")
+        reasons += [
+            f"{name}@{version} is rolled back: {why}" for version, why in model.get("rejected", {}).items()
+        ]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    memory = pool["memory"]
+    lines.append(
+        f"memory: {_mib(memory['reserved_bytes'])} of {_mib(memory['budget_bytes'])} reserved, "
+        f"{_mib(memory['used_bytes'])} used"
+    )
+    return "\n".join([*lines, *reasons])
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / (1 << 20):,.0f} MiB"

@@ -13,10 +13,8 @@ from dataclasses import dataclass, field
 
 from ...loader.errors import TeneralError
 from ...runtime.config import ServeConfig
-from .idle_gaps import IdleGaps, Window
-from .memory import DEFAULT_KV_BYTES, OVERHEAD_BYTES
-from .policy import Candidate, Demand, Load, Quiet, route
-from .process import ServerProcess
+from .policy import Candidate, Demand, IdleGaps, Load, Quiet, Window, route
+from .process import DEFAULT_KV_BYTES, OVERHEAD_BYTES, ServerProcess
 from .repository import Release
 from .values import Model
 

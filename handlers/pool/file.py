@@ -16,9 +16,20 @@ from ...loader.errors import UsageError
 from ...loader.pin import split_pin
 from ...loader.sources.open import scheme_of
 from . import keys
-from .codes import Code, Place, PoolFileError
-from .key_lines import KeyLines
-from .values import InstanceSize, Model, Node, Patch, Pool, Shadow, Slo, Versions
+from .values import (
+    Code,
+    InstanceSize,
+    KeyLines,
+    Model,
+    Node,
+    Patch,
+    Place,
+    Pool,
+    PoolFileError,
+    Shadow,
+    Slo,
+    Versions,
+)
 
 DEFAULT_FILE = "pool.toml"
 MAX_FILE_BYTES = 1 << 20

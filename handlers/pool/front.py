@@ -29,9 +29,8 @@ from ..http.edge import request_id_of
 from ..http.errors import SERVER_ERROR, ApiError, as_api_error, retry_after
 from ..http.keys import ApiKeys, given_key
 from ..http.limits import MAX_HEAD_BYTES, PIECE_BYTES
-from .body import MAX_KEY_CHARS, Body
 from .deployment import Affinity, Deployment, FailingError, Lease
-from .routing import Chooser
+from .routing import MAX_KEY_CHARS, Body, Chooser
 from .shadow import Seen, Shadows
 from .supervisor import Supervisor
 from .versions import ModelState

@@ -22,10 +22,16 @@ import aiohttp
 from ...loader.errors import TeneralError, UsageError
 from ...runtime.config import ServeConfig
 from .file import read_pool
-from .memory import process_tree, tree_pss_bytes
-from .process import ServerProcess, StandbyPool, start_server
+from .process import (
+    ServerProcess,
+    StandbyPool,
+    inherited_environment,
+    instance_config,
+    process_tree,
+    start_server,
+    tree_pss_bytes,
+)
 from .repository import Release, Repository
-from .settings import inherited_environment, instance_config
 from .values import Model, Pool
 
 SCHEMA = 1

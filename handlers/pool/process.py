@@ -1,4 +1,11 @@
-"""The processes of a pool: `teneral serve` on a loopback port, adopted from a standby process or
+"""One machine's memory for instances: a ledger of what is reserved, and the measured proportional set size (PSS).
+
+A reservation is made before a process starts and lasts until it has ended, so two starts never count on the same
+bytes. Sizes are bytes. Used on the event loop only, but for `tree_pss_bytes`, which blocks.
+
+The configuration of one instance on this machine, from the pool file and the environment.
+
+The processes of a pool: `teneral serve` on a loopback port, adopted from a standby process or
 started anew, and the standby pool itself.
 
 Each is watched by its pidfd, so a signal never reaches another process that has reused its number.
@@ -25,9 +32,140 @@ import aiohttp
 
 from ...loader.errors import TeneralError
 from ...loader.process.helper import ProcessContext
-from ...runtime.config import ServeConfig
+from ...runtime.config import PREFIX, ServeConfig
 from ..http.sockets import listen
 from ..standby.handover import Channel, HandoverError, Order
+from .repository import Release
+from .values import Code, Model, Pool
+
+# Of a server, in addition to its weights and KV pool.
+OVERHEAD_BYTES = 250 << 20
+DEFAULT_KV_BYTES = (
+    256 << 20
+)  # of an instance whose model does not say: a share of what is free would take all of it
+
+
+class Budget:
+    """Reservations by key. What a process was measured to use counts where it is more than its reservation."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._reserved: dict[str, int] = {}
+        self._measured: dict[str, int] = {}
+        self._changed = asyncio.Event()
+
+    @property
+    def charged_bytes(self) -> int:
+        return sum(max(size, self._measured.get(key, 0)) for key, size in self._reserved.items())
+
+    @property
+    def free_bytes(self) -> int:
+        return self.limit_bytes - self.charged_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """As measured."""
+        return sum(self._measured.values())
+
+    def charge_of(self, key: str) -> int:
+        return max(self._reserved.get(key, 0), self._measured.get(key, 0))
+
+    def reserve(self, key: str, size_bytes: int) -> bool:
+        """Whether it fits; then it is reserved."""
+        if size_bytes > self.free_bytes:
+            return False
+        self._reserved[key] = size_bytes
+        return True
+
+    def keep(self, key: str, size_bytes: int) -> None:
+        """Reserve for what runs already, whether it fits or not."""
+        self._reserved[key] = size_bytes
+        self.notify()
+
+    def measure(self, key: str, used_bytes: int) -> None:
+        if key in self._reserved:
+            self._measured[key] = used_bytes
+
+    def release(self, key: str) -> None:
+        """Idempotent."""
+        self._reserved.pop(key, None)
+        self._measured.pop(key, None)
+        self.notify()
+
+    def notify(self) -> None:
+        """Wake all that wait for memory: something has become free, or idle."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def changed(self, timeout_s: float) -> None:
+        """Returns at the next `notify`, or after `timeout_s`."""
+        event = self._changed
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await event.wait()
+
+
+def tree_pss_bytes(pid: int) -> int:
+    """The memory of a process and its descendants, each shared page counted by its share. 0 when they are gone."""
+    return sum(map(_pss_bytes, process_tree(pid)))
+
+
+def _pss_bytes(pid: int) -> int:
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    with suppress(OSError, ValueError, IndexError):  # where it may not be read: all of what it shares, too
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def process_tree(pid: int) -> list[int]:
+    """The process and all its descendants that are there."""
+    found = [pid]
+    pending = [pid]
+    while pending:
+        with suppress(OSError, ValueError):
+            for task in Path(f"/proc/{pending.pop()}/task").iterdir():
+                with suppress(OSError, ValueError):
+                    children = [int(text) for text in (task / "children").read_text().split()]
+                    found += children
+                    pending += children
+    return found
+
+
+def instance_config(
+    pool: Pool,
+    model: Model,
+    release: Release,
+    state_folder: Path,
+    environment: Mapping[str, str],
+    *,
+    log_format: str = "text",
+) -> ServeConfig:
+    """Settings of a release's instances. What was computed is kept below `state_folder` when one ends; logs have
+    `log_format` unless the file says another.
+
+    Raises `PoolFileError` where a secret's variable is not set.
+    """
+    settings = model.serve_settings()
+    for name, variable in model.secrets.items():
+        if not environment.get(variable):
+            place = ("models", model.name, "serve", f"{name}_env")
+            raise pool.error(Code.E2, f"names the variable {variable}, which is not set", *place)
+        settings[name] = environment[variable]
+    settings.setdefault("log_format", log_format)
+    settings.setdefault("kv_bytes", DEFAULT_KV_BYTES)
+    version = "" if release.version is None else f"@{release.version}"
+    settings.setdefault("kv_snapshot_sessions", True)
+    settings.setdefault("kv_snapshot", str(state_folder / "kv" / f"{model.name}{version}"))
+    return ServeConfig(model=release.address, platform="http", **settings)
+
+
+def inherited_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of instances: everything except server settings, which come from the file."""
+    return {name: value for name, value in environment.items() if not name.startswith(PREFIX)}
+
 
 HOST = "127.0.0.1"
 STANDBY_ANSWER_S = 5.0  # for a standby process that is still being forked: far less than a start without one

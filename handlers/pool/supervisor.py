@@ -19,10 +19,9 @@ import aiohttp
 from ...loader.errors import InsufficientMemoryError, TeneralError
 from ...runtime.errors import CapacityError
 from .deployment import Affinity, Deployment, FailingError, Lease, Server, Waiter
-from .memory import Budget, tree_pss_bytes
 from .metrics import PoolMetrics
 from .policy import Candidate, Idle, desired, to_end, value_of, victim
-from .process import ServerProcess, StandbyPool, StartError, start_server
+from .process import Budget, ServerProcess, StandbyPool, StartError, start_server, tree_pss_bytes
 from .values import Pool
 from .versions import ModelState
 

@@ -1,4 +1,12 @@
-"""A pool file's frozen values: every consumer (check, render, plan, run, Ray) takes these.
+"""The codes of everything that can be wrong with a pool file, and the errors and warnings that carry them.
+
+Knows no platform: `teneral pool render` raises and returns these values as well, with its own messages.
+
+The line of each key of a TOML text, which `tomllib` does not keep.
+
+Reads texts that `tomllib` has accepted: it looks at statements, not at values, and never raises.
+
+A pool file's frozen values: every consumer (check, render, plan, run, Ray) takes these.
 
 Units are in the names; memory is in bytes. A value is complete: defaults are applied, so that a consumer never looks at
 `[defaults]`. `Pool.place` finds the line of a key for an error or a warning.
@@ -6,13 +14,185 @@ Units are in the names; memory is in bytes. A value is complete: defaults are ap
 
 from __future__ import annotations
 
+import enum
+import re
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .codes import Code, Place, PoolFileError, PoolWarning
-from .key_lines import KeyLines
+from ...loader.errors import UsageError
+
+
+class Code(enum.StrEnum):
+    """E: the command ends with status 2. W: printed to standard error; with `--strict`, an error."""
+
+    E0 = "E0"  # the file cannot be read, or is not TOML
+    E1 = "E1"  # unknown key
+    E2 = "E2"  # wrong type or out of range, or a required key is missing
+    E3 = "E3"  # min_warm > max_instances
+    E4 = "E4"  # max_concurrency < target_concurrency
+    E5 = "E5"  # traffic, shadow or pins name a version that is not served, or weights do not sum to 100
+    E6 = "E6"  # beyond the platform's limit
+    E7 = "E7"  # scale to zero on a platform where nothing holds the request
+    E8 = "E8"  # min_warm + buffer > max_instances
+    E9 = "E9"  # the same served name twice
+    E10 = "E10"  # `pool run`: the warm instances do not fit in the node's memory
+    E11 = "E11"  # the file's version is newer than this program
+    W1 = "W1"  # not available on this platform, left out
+    W2 = "W2"  # approximated by something else
+    W3 = "W3"  # requests fail while the model wakes
+    W4 = "W4"  # a patch changes a value that a key of the file sets
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The position of a key in a pool file. `line` counts from 1; 0 means that the key is not written there."""
+
+    file: str
+    key: str
+    line: int = 0
+
+    def __str__(self) -> str:
+        where = f"{self.file}:{self.line}" if self.line else self.file
+        return f"{where}: {self.key}" if self.key else where
+
+
+class PoolFileError(UsageError):
+    """A pool file that cannot be used. `code` and `place` say why and where, for machines."""
+
+    def __init__(self, code: Code, place: Place, message: str, *, hint: str = "") -> None:
+        """`message` continues a sentence that begins with the key: 'must be a whole number from 0 to 1000'."""
+        super().__init__(f"{place}: {message} [{code}]", key=place.key, hint=hint)
+        self.code = code
+        self.place = place
+        self.detail = message
+
+    def as_json(self) -> dict[str, Any]:
+        return _as_json(self.code, self.place, self.detail, self.hint)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolWarning:
+    """Something in a pool file that a platform cannot do, or not exactly."""
+
+    code: Code
+    place: Place
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.message} [{self.code}]"
+
+    def as_error(self) -> PoolFileError:
+        """The same as an error, for `--strict`."""
+        return PoolFileError(self.code, self.place, self.message, hint="--strict makes warnings errors.")
+
+    def as_json(self) -> dict[str, Any]:
+        return _as_json(self.code, self.place, self.message, "")
+
+
+def _as_json(code: Code, place: Place, message: str, hint: str) -> dict[str, Any]:
+    report = {"code": str(code), "file": place.file, "key": place.key, "line": place.line, "message": message}
+    return {**report, "hint": hint} if hint else report
+
+
+_PIECE = re.compile(
+    r'"""(?:[^\\]|\\.)*?"{3,5}'
+    r"|'''.*?'{3,5}"
+    r'|"(?:[^"\\\n]|\\.)*"'
+    r"|'[^'\n]*'"
+    r"|\#[^\n]*"
+    r"|\n"
+    r"|[^\n\"'\#\[\]{}=]+"
+    r"|.",
+    re.DOTALL,
+)
+
+
+class KeyLines:
+    """Lines by path: `("models", "a", "min_warm")` → 12. An array of tables has its index in the path, from 0."""
+
+    def __init__(self, text: str) -> None:
+        self._lines: dict[tuple[str, ...], int] = {}
+        self._arrays: dict[tuple[str, ...], int] = {}
+        table: tuple[str, ...] = ()
+        for line, statement, is_header in _statements(text):
+            if is_header and statement.startswith("[["):
+                table = self._inside(_split(statement[2:-2]))
+                index = self._arrays.get(table, -1) + 1
+                self._arrays[table] = index
+                table = (*table, str(index))
+                self._lines[table] = line
+            elif is_header:
+                table = self._inside(_split(statement[1:-1]))
+                self._keep(table, line)
+            else:
+                self._keep((*table, *_split(statement)), line)
+
+    def line_of(self, path: tuple[str, ...]) -> int:
+        """Of the key itself, or of the nearest thing around it that is written; 0 when nothing is."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self._lines:
+                return self._lines[path[:length]]
+        return 0
+
+    def has(self, path: tuple[str, ...]) -> bool:
+        """Whether this very key is written outside of an inline table."""
+        return path in self._lines
+
+    def _keep(self, path: tuple[str, ...], line: int) -> None:
+        for length in range(1, len(path) + 1):
+            self._lines.setdefault(path[:length], line)
+        self._lines[path] = line
+
+    def _inside(self, path: tuple[str, ...]) -> tuple[str, ...]:
+        """The path with the index of the last element of each array of tables on the way."""
+        full: tuple[str, ...] = ()
+        for place, name in enumerate(path):
+            full = (*full, name)
+            if full in self._arrays and place < len(path) - 1:
+                full = (*full, str(self._arrays[full]))
+        return full
+
+
+def _statements(text: str) -> list[tuple[int, str, bool]]:
+    """(line, header or key, whether it is a header) of each statement, in order."""
+    found: list[tuple[int, str, bool]] = []
+    line, depth = 1, 0
+    start, current, in_value = 1, "", False
+    for match in _PIECE.finditer(text):
+        piece = match.group()
+        if piece == "\n" and depth == 0:
+            if current.strip().startswith("["):
+                found.append((start, current.strip(), True))
+            current, in_value = "", False
+        elif in_value:
+            depth += (piece in "[{") - (piece in "]}") if len(piece) == 1 else 0
+        elif piece == "=" and not current.strip().startswith("["):
+            found.append((start, current.strip(), False))
+            current, in_value = "", True
+        elif not piece.startswith("#") and piece != "\n":
+            start = start if current.strip() else line
+            current += piece
+        line += piece.count("\n")
+    if current.strip().startswith("["):
+        found.append((start, current.strip(), True))
+    return found
+
+
+def _split(dotted: str) -> tuple[str, ...]:
+    """The names of a dotted key, read as TOML reads them."""
+    try:
+        table = tomllib.loads(f"{dotted} = 0")
+    except tomllib.TOMLDecodeError:
+        return (dotted.strip(),)
+    path: list[str] = []
+    while isinstance(table, dict):
+        name, table = next(iter(table.items()))
+        path.append(name)
+    return tuple(path)
+
 
 MAX_RUNNING = 32  # sequences that decode at the same time, as `teneral serve` has it by default
 

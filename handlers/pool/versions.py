@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ...loader.errors import TeneralError
 from ...runtime.config import ServeConfig
 from .deployment import Deployment
-from .idle_gaps import IdleGaps
+from .policy import IdleGaps
 from .repository import Release
 from .routing import Chooser
 from .values import Model

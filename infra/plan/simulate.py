@@ -13,8 +13,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...handlers.pool.idle_gaps import IdleGaps, Window
-from ...handlers.pool.policy import Demand, Quiet, desired, idle_limit_s
+from ...handlers.pool.policy import Demand, IdleGaps, Quiet, Window, desired, idle_limit_s
 from ...handlers.pool.values import Model
 from .instance_model import Profile
 from .trace import Request

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ...handlers.pool.codes import Code
-from ...handlers.pool.values import Model
+from ...handlers.pool.values import Code, Model
 from .documents import Document, Rendering
 from .units import Unit
 

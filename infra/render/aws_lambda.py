@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ...handlers.pool.codes import Code
-from ...handlers.pool.values import Model
+from ...handlers.pool.values import Code, Model
 from .aws import (
     check_image,
     environment,

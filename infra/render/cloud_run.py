@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...handlers.pool.codes import Code
-from ...handlers.pool.values import Model
+from ...handlers.pool.values import Code, Model
 from .documents import Document, Rendering
 from .limits import READ, check_limits
 from .pods import PORT, cpu_quantity, memory_quantity, whole_seconds

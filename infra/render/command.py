@@ -8,9 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...handlers.pool.codes import PoolWarning
 from ...handlers.pool.file import read_pool
-from ...handlers.pool.values import Model, Pool
+from ...handlers.pool.values import Model, Pool, PoolWarning
 from ...loader.errors import NoSpaceError, UsageError
 from ...loader.sources.base import SourceOptions
 from .documents import Options

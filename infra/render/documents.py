@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...handlers.pool.codes import Code, PoolFileError, PoolWarning
-from ...handlers.pool.values import Model, Pool
+from ...handlers.pool.values import Code, Model, Pool, PoolFileError, PoolWarning
 
 MAX_NAME_CHARS = 40  # of a deployment's name: platforms add suffixes of their own, up to 63
 SCRATCH_BYTES = 1 << 30  # for temporary files of a read-only container

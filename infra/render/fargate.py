@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...handlers.pool.codes import Code
-from ...handlers.pool.values import Model
+from ...handlers.pool.values import Code, Model
 from .aws import (
     _ECR,
     log_group,

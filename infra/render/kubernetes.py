@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...handlers.pool.codes import Code
-from ...handlers.pool.values import Model
+from ...handlers.pool.values import Code, Model
 from .documents import Document, Rendering
 from .limits import check_limits
 from .pods import PORT, container, labels, metadata, probes, service_account, volumes, whole_seconds

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...handlers.pool.codes import Code
+from ...handlers.pool.values import Code
 from .documents import Document, Rendering
 
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from typing import NamedTuple
 
-from ...handlers.pool.codes import PoolWarning
-from ...handlers.pool.values import Model, Pool
+from ...handlers.pool.values import Model, Pool, PoolWarning
 from ...loader.errors import UsageError
 from . import aws_lambda, cloud_run, fargate, helm, knative, kserve, kubernetes, ray, sagemaker
 from .documents import Document, Options, Rendering

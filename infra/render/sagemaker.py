@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...handlers.pool.codes import Code
-from ...handlers.pool.values import Model
+from ...handlers.pool.values import Code, Model
 from .aws import (
     check_image,
     environment,

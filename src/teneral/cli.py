@@ -401,8 +401,7 @@ def _invoke(options: argparse.Namespace) -> int:
 
 
 def _batch(options: argparse.Namespace) -> int:
-    from .handlers.batch.array_job import share_of
-    from .handlers.batch.spec import JobSpec, Share
+    from .handlers.batch.spec import JobSpec, Share, share_of
     from .handlers.platforms.settings import resolve
 
     config = resolve({**_settings(options), "model": options.artifact}, os.environ, options.config)

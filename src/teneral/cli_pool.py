@@ -236,7 +236,7 @@ def _add_status(command: argparse.ArgumentParser) -> None:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from .handlers.pool.status import status
+    from .handlers.pool.command import status
 
     return status(options.url, as_json=options.json)
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from tests.support.load import patience_s
 
-from teneral.handlers.function import threads as threads_module
-from teneral.handlers.function.threads import MAX_IDLE, CallThreads
+from teneral.handlers.function import calls as threads_module
+from teneral.handlers.function.calls import MAX_IDLE, CallThreads
 
 NAME = "a-test-of-threads"
 

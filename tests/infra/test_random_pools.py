@@ -20,7 +20,7 @@ from tests.support.infra_validators import (
 )
 from tests.support.pool_files import IMAGE, models, pool_files, render_text, toml
 
-from teneral.handlers.pool.codes import PoolFileError
+from teneral.handlers.pool.values import PoolFileError
 from teneral.infra.render.limits import LIMITS
 from teneral.infra.render.render import RENDERERS
 

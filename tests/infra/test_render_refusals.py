@@ -6,7 +6,7 @@ import pytest
 from tests.support.pool_files import IMAGE, PLAIN, VERSIONED, render_text
 
 from teneral.cli import run
-from teneral.handlers.pool.codes import PoolFileError
+from teneral.handlers.pool.values import PoolFileError
 from teneral.infra.render.limits import LIMITS
 from teneral.infra.render.render import RENDERERS
 

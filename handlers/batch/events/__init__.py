@@ -2,8 +2,8 @@
 (docs/batch.md).
 
 `parse.py` parses events and `outputs.py` chooses the outputs so that these start no jobs, both
-pure; `requests.py` answers single requests, `desk.py` those from a queue; `queue.py` reports the
-failed messages.
+pure; `requests.py` answers single requests and those from a queue, and `handler.py` reports the failed
+messages.
 """
 
 from __future__ import annotations

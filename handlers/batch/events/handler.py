@@ -6,6 +6,12 @@ and Pub/Sub, items of Step Functions, and jobs by name. Every job runs through `
 same event may arrive any number of times, also concurrently. A second before its deadline, it
 returns the unfinished work: as an error worth a retry, a failed message, or a report, in the form
 that the event's sender understands. This module knows no platform.
+
+The messages of one batch of SQS, and the report of the failed ones for Lambda.
+
+Messages without a group run concurrently. Those of a group run one after another, and after the
+first failure the rest fail untried: they are redelivered in order. This module does not know the
+requests of a message.
 """
 
 from __future__ import annotations
@@ -13,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,29 +30,31 @@ from ....runtime.errors import CancelledError
 from ...function.lifetime import Lifetime
 from ..job import arun_job
 from ..spec import Status
-from .desk import Desk, open_desk
-from .errors import EventError, JobFailedError, JobRetryError, as_job_error
 from .outputs import Outputs
 from .parse import (
     Asked,
     Call,
+    EventError,
     Handshake,
     Ignored,
     Items,
     Job,
+    JobFailedError,
+    JobRetryError,
     Message,
     Notice,
     Queue,
     Request,
+    as_job_error,
     parse_event,
     parse_message,
 )
-from .queue import work_off
-from .requests import answering_requests, lines_of
+from .requests import QueuedRequests, answering_requests, lines_of, open_queued_requests
 
 if TYPE_CHECKING:
     from ....runtime.instance import Instance
     from ...function.context import Context
+
 
 HAND_BACK_S = 1.0  # before the deadline: the time to return the result
 # At most this share of the time.
@@ -122,15 +130,15 @@ class _Run:
         asked = {message.id: _asked_by(message) for message in messages}
         has_requests = any(isinstance(of, Request) for parts in asked.values() for of in parts)
         async with AsyncExitStack() as stack:
-            desk: Desk | None = None
+            queued: QueuedRequests | None = None
             if has_requests and self._outputs.answers is not None:
-                desk = await stack.enter_async_context(open_desk(self._host, self._outputs))
+                queued = await stack.enter_async_context(open_queued_requests(self._host, self._outputs))
 
             async def do(message: Message) -> None:
                 parts = asked[message.id]
-                if desk is not None and any(isinstance(of, Request) for of in parts):
+                if queued is not None and any(isinstance(of, Request) for of in parts):
                     async with self._in_time():
-                        await desk.answer(message, parts)
+                        await queued.answer(message, parts)
                 else:
                     await self.each_of(parts)
 
@@ -215,3 +223,49 @@ def _lifetime_of(context: Context) -> Lifetime:
     if left_s <= 0:
         raise CancelledError("the invocation has no time left")
     return Lifetime(left_s - min(HAND_BACK_S, HAND_BACK_SHARE * left_s))
+
+
+async def work_off(
+    messages: Sequence[Message], do: Callable[[Message], Awaitable[object]]
+) -> dict[str, list[dict[str, str]]]:
+    """Run `do` for all messages. Returns the partial batch response: the failed messages, in the
+    order of the batch.
+
+    Raises nothing except cancellation: an error of one message, of any kind, must not redeliver the
+    others.
+    """
+    lanes: dict[str, list[Message]] = {}
+    for number, message in enumerate(messages):
+        name = f"message {number}" if message.group is None else f"group {message.group}"
+        lanes.setdefault(name, []).append(message)
+    failed: set[str] = set()
+
+    async def work(lane: list[Message]) -> None:
+        for done, message in enumerate(lane):
+            try:
+                await do(message)
+            except Exception as error:  # noqa: BLE001 - as above
+                _tell(message, error)
+                failed.update(left.id for left in lane[done:])
+                return
+
+    async with asyncio.TaskGroup() as group:
+        for lane in lanes.values():
+            group.create_task(work(lane))
+    return response_of([message.id for message in messages if message.id in failed])
+
+
+def response_of(failed: Sequence[str]) -> dict[str, Any]:
+    return {"batchItemFailures": [{"itemIdentifier": message_id} for message_id in failed]}
+
+
+def _tell(message: Message, error: Exception) -> None:
+    """Log the error, for the reader of a dead-letter queue."""
+    if not isinstance(error, TeneralError):
+        _log.error("message %s of %s failed", message.id, message.queue, exc_info=error)
+        return
+    found = as_job_error(error)
+    if isinstance(found, JobFailedError):
+        _log.error("message %s of %s can never succeed: %s", message.id, message.queue, found)
+    else:
+        _log.warning("message %s of %s will be redelivered: %s", message.id, message.queue, found)

@@ -12,9 +12,8 @@ from typing import Self
 
 from ....loader.sources.base import MAX_NAME_BYTES
 from ....runtime.address_template import AddressTemplate
-from ...function.object_ref import ObjectRef
-from .errors import EventError, JobFailedError
-from .parse import Ignored, Job
+from ...function.object_events import ObjectRef
+from .parse import EventError, Ignored, Job, JobFailedError
 
 OUTPUT_FIELDS = ("account", "bucket", "key", "etag")
 ANSWER_FIELDS = ("queue", "id")

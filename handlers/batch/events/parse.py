@@ -3,6 +3,14 @@
 Events come wrapped in each other: S3's in SNS's in SQS's, Cloud Storage's in Pub/Sub's. For any
 event `parse_event` returns valid values or raises `EventError`. It does no I/O, and does not know
 the use of an answer.
+
+Errors of events, with two names that a platform's retry rules can distinguish.
+
+    JobRetryError    worth another run, which continues from this one
+    JobFailedError   another run fails in the same way
+    └── EventError   … because the event is invalid
+
+On Lambda these are the `errorType`, the names in Step Functions' `ErrorEquals`.
 """
 
 from __future__ import annotations
@@ -14,15 +22,21 @@ from typing import Any
 
 import msgspec
 
-from ....loader.errors import UsageError
+from ....loader.errors import TeneralError, UsageError
 from ....loader.sources.base import check_name
 from ....loader.sources.open import check_bucket
-from ....runtime.errors import RequestError
-from ...function import az_events, gs_events
-from ...function.object_ref import FORMS, MAX_ADDRESS_CHARS, ObjectRef
-from ...function.s3_events import CREATED, TEST_EVENT, created_objects
+from ....runtime.errors import RequestError, TryAgainError
+from ...function import object_events
+from ...function.object_events import (
+    FORMS,
+    MAX_ADDRESS_CHARS,
+    S3_CREATED,
+    TEST_EVENT,
+    ObjectRef,
+    created_objects,
+)
+from ..errors import WORTH_ANOTHER_RUN
 from ..spec import JobSpec, Share
-from .errors import EventError
 
 # Of one batch: SQS's maximum for a function.
 MAX_MESSAGES = 10_000
@@ -138,7 +152,7 @@ def parse_message(body: Any) -> tuple[Asked, ...]:
 
 
 def _parse(event: Any, depth: int) -> Event:
-    if isinstance(event, list) and event and all(map(az_events.is_grid_event, event)):
+    if isinstance(event, list) and event and all(map(object_events.is_grid_event, event)):
         return _grid(event)
     if not isinstance(event, dict):
         raise EventError(f"the event must be an object, not {type(event).__name__}")
@@ -154,7 +168,7 @@ def _parse(event: Any, depth: int) -> Event:
         return _cloudevent(event, depth)
     if "message" in event and "subscription" in event:
         return _pubsub(event["message"], depth)
-    if az_events.is_grid_event(event):
+    if object_events.is_grid_event(event):
         return _grid([event])
     if "Items" in event:
         return _items(event)
@@ -166,14 +180,14 @@ def _parse(event: Any, depth: int) -> Event:
 def _cloudevent(event: dict[str, Any], depth: int) -> Event:
     kind = _text(event, "type")
     try:
-        if kind.startswith(gs_events.EVENT_TYPES):
-            return Notice((_news(gs_events.finalized_object(event)),))
-        if kind.startswith(az_events.EVENT_TYPES):
-            return Notice((_news(az_events.created_blob(event)),))
+        if kind.startswith(object_events.GS_EVENT_TYPES):
+            return Notice((_news(object_events.finalized_object(event)),))
+        if kind.startswith(object_events.EVENT_GRID_TYPES):
+            return Notice((_news(object_events.created_blob(event)),))
     except RequestError as error:
         raise EventError(error.message, param=error.param, hint=error.hint) from error
     data = event.get("data")
-    if kind == gs_events.PUBSUB_TYPE:
+    if kind == object_events.PUBSUB_TYPE:
         return _pubsub(data.get("message") if isinstance(data, dict) else None, depth)
     brought = _parse(data, depth + 1)
     # A CloudEvent's answer is only used for requests. A job must fail to be sent again.
@@ -186,9 +200,9 @@ def _pubsub(message: Any, depth: int) -> Notice:
     read.
     """
     try:
-        if gs_events.is_notification(message):
-            return Notice((_news(gs_events.notified_object(message)),))
-        text = gs_events.message_text(message)
+        if object_events.is_notification(message):
+            return Notice((_news(object_events.notified_object(message)),))
+        text = object_events.message_text(message)
     except RequestError as error:
         raise EventError(error.message, param=error.param) from error
     return Notice(_flat(_parse(_decoded(text, "data"), depth + 1)))
@@ -200,9 +214,9 @@ def _grid(events: list[dict[str, Any]]) -> Notice | Handshake:
         raise EventError(f"the delivery has more than {MAX_GRID_EVENTS} events")
     try:
         for event in events:
-            if event["eventType"] == az_events.VALIDATION:
-                return Handshake(az_events.validation_code(event))
-        return Notice(tuple(_news(az_events.created_blob(event)) for event in events))
+            if event["eventType"] == object_events.VALIDATION:
+                return Handshake(object_events.validation_code(event))
+        return Notice(tuple(_news(object_events.created_blob(event)) for event in events))
     except RequestError as error:
         raise EventError(error.message, param=error.param) from error
 
@@ -273,7 +287,7 @@ def _message(record: dict[str, Any], number: int) -> Message:
 def _eventbridge(event: dict[str, Any], depth: int) -> Event:
     if event.get("source") != "aws.s3":
         return Notice(_flat(_parse(event["detail"], depth + 1)))
-    if event.get("detail-type") != CREATED:
+    if event.get("detail-type") != S3_CREATED:
         return Notice((Ignored("the S3 event is not for a new object"),))
     return Notice(_uploads(event))
 
@@ -371,3 +385,45 @@ def _checked(ref: ObjectRef, param: str) -> ObjectRef:
     except (UsageError, ValueError) as error:
         raise EventError(f"{ref.url[:MAX_ADDRESS_CHARS]!r} is invalid: {error}", param=param) from error
     return ref
+
+
+class JobRetryError(TryAgainError):
+    """The job is not complete; another run continues it. Finished parts are kept."""
+
+    code = "job_retry"
+
+
+class JobFailedError(RequestError):
+    """The job cannot be done, no matter how often it is retried."""
+
+    code = "job_failed"
+
+
+class EventError(JobFailedError):
+    """An invalid event. `param` names the place. Lone surrogates in the event's text are shown as
+    numbers, because they cannot be encoded.
+    """
+
+    code = "bad_event"
+
+    def __init__(self, message: str, *, param: str = "", hint: str = "") -> None:
+        super().__init__(_sendable(message), param=_sendable(param), hint=hint)
+
+
+def as_job_error(error: TeneralError) -> JobRetryError | JobFailedError:
+    """The error under one of the two names."""
+    if isinstance(error, JobRetryError | JobFailedError):
+        return error
+    kind = type(error).__name__
+    if isinstance(error, WORTH_ANOTHER_RUN):
+        found: JobRetryError | JobFailedError = JobRetryError(f"{kind}: {error.message}", hint=error.hint)
+    elif isinstance(error, UsageError):
+        found = EventError(error.message, param=error.key, hint=error.hint)
+    else:
+        found = JobFailedError(f"{kind}: {error.message}", hint=error.hint)
+    found.__cause__ = error
+    return found
+
+
+def _sendable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from ....loader.errors import AlreadyExistsError, NotFoundError, UnavailableError
 from ....runtime.errors import RequestError
-from ...function.s3_events import ObjectRef, created_objects
+from ...function.object_events import ObjectRef, created_objects
 
 __all__ = [
     "DerivedObject", "ObjectRef", "created_objects", "current", "json_lines", "lines_of", "read_bytes", "read_text",

@@ -21,9 +21,9 @@ from typing import Protocol
 from ....loader.errors import TeneralError
 from ....runtime.errors import DrainingError
 from ...function.lifetime import calling_on_loop
+from .answers import Reply
 from .invocation import Invocation
 from .logs import REQUEST_ID
-from .reply import Reply
 from .runtime_api import RuntimeApi, RuntimeApiError
 
 logger = logging.getLogger("teneral.lambda")

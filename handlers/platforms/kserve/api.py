@@ -14,11 +14,27 @@ from ...http.json_bodies import encode
 from ...http.service import CALL, Service
 from ...openai.generation import respond
 from .inference import Inference
-from .metadata import VERSION, Counts, model_config, model_metadata, model_statistics, server_metadata
-from .options import generation_body, split_parameters, timeout_s
-from .repository import Repository
+from .metadata import (
+    VERSION,
+    Counts,
+    Repository,
+    model_config,
+    model_metadata,
+    model_statistics,
+    server_metadata,
+)
 from .schemas import Live, ModelReady, Ready
-from .texts import FRAMING, GenerateFormat, options_of, read_generate, takes_prompt_back, wants_stream
+from .texts import (
+    FRAMING,
+    GenerateFormat,
+    generation_body,
+    options_of,
+    read_generate,
+    split_parameters,
+    takes_prompt_back,
+    timeout_s,
+    wants_stream,
+)
 
 if TYPE_CHECKING:
     from ....runtime.onnx.spec import OnnxSpec

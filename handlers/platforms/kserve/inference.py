@@ -26,11 +26,19 @@ from ...http.service import CALL, Call, Service
 from ...openai.generation import generate
 from ...openai.parameters import tokens_of
 from .metadata import datatype_of
-from .options import flag, generation_body, split_parameters, timeout_s
 from .schemas import InferenceRequest, InferenceResponse, RequestOutput, ResponseOutput
-from .tensors import BYTES, MAX_TENSORS, Tensor, binary_data, json_data, read_tensors
-from .texts import TextRequest, options_of, prompts_of, takes_prompt_back, wants_stream
-from .values import event_of, tensors_of
+from .tensors import BYTES, MAX_TENSORS, Tensor, binary_data, event_of, json_data, read_tensors, tensors_of
+from .texts import (
+    TextRequest,
+    flag,
+    generation_body,
+    options_of,
+    prompts_of,
+    split_parameters,
+    takes_prompt_back,
+    timeout_s,
+    wants_stream,
+)
 
 # Of the JSON, if bytes follow it.
 HEADER_LENGTH = "Inference-Header-Content-Length"

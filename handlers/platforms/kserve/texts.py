@@ -1,28 +1,106 @@
-"""Prompts and generated texts: the decoder's side of `infer` and of Triton's `generate`."""
+"""The options of a request: the protocol's parameters, Triton's, and those of a generation.
+
+The names of generation options are those of /v1/completions, with Teneral's own on the same level.
+Unsupported options that would change the answer are refused, not ignored. Pure.
+
+Prompts and generated texts: the decoder's side of `infer` and of Triton's `generate`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from msgspec import UNSET
 
 from ....runtime.errors import RequestError
 from ....runtime.step.requests import FirstToken, GenerationRequest
-from ...http.json_bodies import Decoder, encode
+from ...http.json_bodies import Decoder, encode, invalid_field
 from ...http.sse import SSE, Framing
 from ...openai.generation import Outcome, Step
 from ...openai.parameters import check_extras, prompt_tokens, sequences, wanted_first_token
 from ...openai.responses import Usage
-from ...openai.schemas import GenerationBody
+from ...openai.schemas import Extras, GenerationBody
 from ...openai.structured import grammar_of
 from .errors import error_body
-from .options import DEFAULT_MAX_TOKENS, OPTIONS, flag
 from .schemas import GenerateResponse
 from .tensors import BYTES, Tensor
 
 if TYPE_CHECKING:
     from ....runtime.text.tokenizer import TextTokenizer
+
+
+# The default of /v1/completions, and of Triton's text models.
+DEFAULT_MAX_TOKENS = 16
+MAX_TIMEOUT_S = 86_400.0
+
+_EXTRAS = frozenset(Extras.__struct_fields__)
+_NOT_THERE = {"model", "n", "stream", "stream_options", "prompt_logprobs", "teneral"}
+OPTIONS = (frozenset(GenerationBody.__struct_fields__) - _NOT_THERE) | _EXTRAS
+# Those of the protocol itself; the third is that of a request, the rest are Triton's.
+_REFUSED = ("sequence_id", "sequence_start", "sequence_end")
+_IGNORED = ("binary_data_output", "timeout", "headers")
+_IGNORED_PREFIX = "triton_"
+
+
+def split_parameters(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The model's own parameters, without the protocol's. Raises `RequestError` for unsupported
+    ones.
+    """
+    given = dict(parameters or {})
+    for name in _REFUSED:
+        if given.pop(name, None):
+            raise RequestError(
+                "sequences of requests are not supported", param=name, hint="Name a session instead."
+            )
+    if isinstance(given.get("priority"), int):
+        del given["priority"]  # Triton's is a level; ours has names
+    return {
+        name: value
+        for name, value in given.items()
+        if name not in _IGNORED and not name.startswith(_IGNORED_PREFIX)
+    }
+
+
+def timeout_s(parameters: Mapping[str, Any] | None) -> float | None:
+    """Triton's `timeout`, which is in microseconds; None without one."""
+    given = (parameters or {}).get("timeout")
+    if given is None or given == 0:
+        return None
+    if isinstance(given, bool) or not isinstance(given, int) or given < 0:
+        raise RequestError("timeout must be a whole number of microseconds", param="timeout")
+    return min(given / 1e6, MAX_TIMEOUT_S)
+
+
+def flag(parameters: Mapping[str, Any] | None, name: str, *, default: bool = False) -> bool:
+    """A boolean parameter. Raises `RequestError` for any other value."""
+    given = (parameters or {}).get(name)
+    if given is None:
+        return default
+    if not isinstance(given, bool):
+        raise RequestError(f"{name} must be true or false", param=name)
+    return given
+
+
+def generation_body(options: Mapping[str, Any], *, stream: bool) -> GenerationBody:
+    """The options of a generation. Raises `RequestError`, naming the first that is unknown or of
+    the wrong type.
+    """
+    for name in options:
+        if name not in OPTIONS:
+            raise RequestError(
+                f"unknown parameter {name[:100]!r}",
+                param=name[:100],
+                hint=f"There are {', '.join(sorted(OPTIONS))}.",
+            )
+    own = {name: value for name, value in options.items() if name not in _EXTRAS}
+    extras = {name: value for name, value in options.items() if name in _EXTRAS}
+    try:
+        return msgspec.convert({**own, "teneral": extras, "stream": stream}, GenerationBody, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise invalid_field(error) from None
+
 
 TEXT_INPUTS = ("text_input", "text")  # the names of a prompt's tensor
 FRAMING = Framing(

@@ -9,8 +9,7 @@ import pytest
 from tests.support.batch_jobs import prompts, read_records, write_lines
 
 from teneral.cli import run as teneral
-from teneral.handlers.batch.array_job import share_of
-from teneral.handlers.batch.spec import Share
+from teneral.handlers.batch.spec import Share, share_of
 from teneral.loader.errors import UsageError
 
 FLAGS = ["--loader", "thread", "--threads", "1", "--log-level", "error", "--part-lines", "2"]

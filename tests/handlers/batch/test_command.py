@@ -15,8 +15,7 @@ from tests.support.tiny_models import save_tiny
 
 from teneral.cli import run as teneral
 from teneral.handlers.batch.command import exit_code
-from teneral.handlers.batch.meter import JobProgress, Meter
-from teneral.handlers.batch.progress import LINE_S, ProgressLines, render
+from teneral.handlers.batch.progress import LINE_S, JobProgress, Meter, ProgressLines, render
 from teneral.handlers.batch.spec import JobReport, Status
 from teneral.loader.errors import LoadError, NoSpaceError, TeneralError, UnavailableError
 

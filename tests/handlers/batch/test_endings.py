@@ -30,10 +30,10 @@ from teneral.cli import exit_code
 from teneral.handlers.batch.errors import ModelBrokenError
 from teneral.handlers.batch.index import INDEX_NAME
 from teneral.handlers.batch.job import arun_job
-from teneral.handlers.batch.meter import JobProgress
-from teneral.handlers.batch.pace import MIN_MARGIN_S, PartPace
 from teneral.handlers.batch.parts import plan_order
+from teneral.handlers.batch.progress import JobProgress
 from teneral.handlers.batch.spec import JobReport, JobSpec, Share, Status
+from teneral.handlers.batch.worker import MIN_MARGIN_S, PartPace
 from teneral.handlers.function.lifetime import Lifetime
 from teneral.loader.errors import NoSpaceError, UnavailableError
 from teneral.runtime.instance import Instance

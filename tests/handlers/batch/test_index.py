@@ -19,7 +19,7 @@ from teneral.handlers.batch.index import (
     make_index,
     parse_index,
 )
-from teneral.handlers.batch.scan import Scanner
+from teneral.handlers.batch.input import Scanner
 
 IDENTITY = Identity("s3://bucket/in.jsonl", "abc", "f" * 64, {"max_line_bytes": "1024", "name": "m"})
 

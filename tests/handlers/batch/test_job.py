@@ -14,7 +14,7 @@ import pytest
 from tests.support.batch_jobs import prompts, read_records, write_lines
 
 from teneral.handlers.batch.errors import JobFormatError, JobMismatchError
-from teneral.handlers.batch.meter import JobProgress
+from teneral.handlers.batch.progress import JobProgress
 from teneral.handlers.batch.spec import JobReport, JobSpec, Share, Status
 from teneral.loader.errors import ChangedError, NotFoundError, UsageError
 from teneral.runtime.instance import Instance

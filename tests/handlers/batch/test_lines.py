@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teneral.handlers.batch.lines import Call, Embed, Generate, Line, Problem, parse_line
-from teneral.handlers.batch.splitter import RawLine
+from teneral.handlers.batch.input import Call, Embed, Generate, Line, Problem, RawLine, parse_line
 from teneral.handlers.batch.worker import units_of
 
 

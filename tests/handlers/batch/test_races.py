@@ -12,10 +12,17 @@ from teneral.handlers.batch import parts
 from teneral.handlers.batch.errors import JobMismatchError
 from teneral.handlers.batch.finish import finish_job, read_finished
 from teneral.handlers.batch.index import INDEX_NAME, Identity, JobIndex, dump_index, make_index
-from teneral.handlers.batch.open_job import find_index, publish_index
-from teneral.handlers.batch.parts import describe_part, list_parts, part_name, put_part, read_part
-from teneral.handlers.batch.places import Input, Places
-from teneral.handlers.batch.scan import Scanned, Scanner
+from teneral.handlers.batch.input import Scanned, Scanner
+from teneral.handlers.batch.job import find_index, publish_index
+from teneral.handlers.batch.parts import (
+    Input,
+    Places,
+    describe_part,
+    list_parts,
+    part_name,
+    put_part,
+    read_part,
+)
 from teneral.loader.errors import AlreadyExistsError, ChangedError, SourceError
 from teneral.loader.sources.base import ObjectInfo, Store
 from teneral.loader.sources.memory import MemoryStore

@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teneral.handlers.batch import scan
-from teneral.handlers.batch.lines import Problem, parse_line
-from teneral.handlers.batch.scan import Scanned, Scanner, merged
-from teneral.handlers.batch.splitter import LineSplitter, RawLine
+from teneral.handlers.batch import input
+from teneral.handlers.batch.input import LineSplitter, Problem, RawLine, Scanned, Scanner, merged, parse_line
 from teneral.loader.errors import UsageError
 
 MAX_LINE = 64
@@ -141,7 +139,7 @@ def test_lines_that_have_no_usable_custom_id_are_nobodys_duplicates() -> None:
 
 
 def test_a_large_line_is_a_part_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scan, "MAX_PART_BYTES", 200)
+    monkeypatch.setattr(input, "MAX_PART_BYTES", 200)
     found = scanned(
         [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c" * 300}, {"prompt": "d"}], part_lines=100
     )

@@ -12,8 +12,7 @@ import pytest
 from tests.support.chat_families import family_parts, scripted
 from tests.support.instances import TinyParts
 
-from teneral.handlers.anthropic.bodies import CountBody, MessagesBody
-from teneral.handlers.anthropic.fields import COUNT_TOKENS, MESSAGES, ROUTES
+from teneral.handlers.anthropic.bodies import COUNT_TOKENS, MESSAGES, ROUTES, CountBody, MessagesBody
 from teneral.handlers.openai.fields import Effect, as_markdown
 
 HELLO: dict[str, Any] = {

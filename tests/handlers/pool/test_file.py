@@ -15,10 +15,16 @@ from hypothesis import strategies as st
 
 from teneral import cli
 from teneral.handlers.pool import keys
-from teneral.handlers.pool.codes import Code, PoolFileError, PoolWarning
 from teneral.handlers.pool.file import MAX_FILE_BYTES, parse_pool, read_pool
-from teneral.handlers.pool.key_lines import KeyLines
-from teneral.handlers.pool.values import InstanceSize, Shadow, Versions
+from teneral.handlers.pool.values import (
+    Code,
+    InstanceSize,
+    KeyLines,
+    PoolFileError,
+    PoolWarning,
+    Shadow,
+    Versions,
+)
 from teneral.runtime.config import ServeConfig
 
 EXAMPLE = """\

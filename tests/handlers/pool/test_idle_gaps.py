@@ -10,8 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teneral.handlers.pool.deployment import Deployment
-from teneral.handlers.pool.idle_gaps import BIN_S, MAX_GAPS, NUM_BINS, IdleGaps, Window
-from teneral.handlers.pool.policy import Demand, Idle, Quiet, desired, idle_limit_s, num_to_start, to_end
+from teneral.handlers.pool.policy import (
+    BIN_S,
+    MAX_GAPS,
+    NUM_BINS,
+    Demand,
+    Idle,
+    IdleGaps,
+    Quiet,
+    Window,
+    desired,
+    idle_limit_s,
+    num_to_start,
+    to_end,
+)
 from teneral.handlers.pool.repository import Release
 from teneral.handlers.pool.values import Model
 from teneral.runtime.config import ServeConfig

@@ -9,13 +9,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from teneral.handlers.pool.idle_gaps import IdleGaps, Window
 from teneral.handlers.pool.policy import (
     Candidate,
     Demand,
     Idle,
+    IdleGaps,
     Load,
     Quiet,
+    Window,
     desired,
     num_to_start,
     route,

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from teneral.handlers.pool.state_folder import FOLDER_PREFIX, LOCK_NAME, MIN_AGE_S, state_folder
+from teneral.handlers.pool.run import FOLDER_PREFIX, LOCK_NAME, MIN_AGE_S, state_folder
 from teneral.loader.errors import UsageError
 
 RUN = """
 import sys, time
-from teneral.handlers.pool.state_folder import state_folder
+from teneral.handlers.pool.run import state_folder
 with state_folder(None) as folder:
     print(folder, flush=True)
     time.sleep(600)

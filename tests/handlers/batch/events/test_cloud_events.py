@@ -19,21 +19,22 @@ from tests.support.cloud_events import (
     pubsub_event,
 )
 
-from teneral.handlers.batch.events.errors import EventError, JobFailedError
 from teneral.handlers.batch.events.outputs import Outputs
 from teneral.handlers.batch.events.parse import (
     Call,
+    EventError,
     Handshake,
     Ignored,
     Items,
     Job,
+    JobFailedError,
     Notice,
     Queue,
     Request,
     parse_event,
     parse_message,
 )
-from teneral.handlers.function.object_ref import ObjectRef
+from teneral.handlers.function.object_events import ObjectRef
 
 KEYS = ["in.jsonl", "in/a b+c%2B&=ä 😀.jsonl", "100%/ü.jsonl"]
 ACCOUNT = "teneralaccount"

@@ -8,10 +8,16 @@ from pathlib import Path
 
 from teneral.cli import exit_code
 from teneral.handlers.batch.command import EXIT_INCOMPLETE, EXIT_TERMINATED
-from teneral.handlers.batch.events import errors
-from teneral.handlers.batch.events.errors import JobFailedError, JobRetryError
+from teneral.handlers.batch.events import parse
 from teneral.handlers.batch.events.outputs import Outputs
-from teneral.handlers.batch.events.parse import _JOB_KEYS, Call, Job, parse_event
+from teneral.handlers.batch.events.parse import (
+    _JOB_KEYS,
+    Call,
+    Job,
+    JobFailedError,
+    JobRetryError,
+    parse_event,
+)
 
 PAGE = (Path(__file__).parents[4] / "docs" / "batch.md").read_text(encoding="utf-8")
 JSON_BLOCKS = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)]
@@ -28,7 +34,7 @@ def test_the_state_machine_names_the_errors_and_sends_a_job() -> None:
     (machine,) = [block for block in JSON_BLOCKS if "Answer" in block]
     state = machine["Answer"]
     named = {name for rule in (*state["Retry"], *state["Catch"]) for name in rule["ErrorEquals"]}
-    assert {name for name in vars(errors) if re.fullmatch(r"(Job|Event)\w*Error", name)} <= named
+    assert {name for name in vars(parse) if re.fullmatch(r"(Job|Event)\w*Error", name)} <= named
     payload = {key.removesuffix(".$"): "s3://bucket/a.jsonl" for key in state["Parameters"]["Payload"]}
     found = parse_event(payload)
     assert isinstance(found, Call)

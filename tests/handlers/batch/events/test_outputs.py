@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teneral.handlers.batch.events.errors import EventError, JobFailedError
 from teneral.handlers.batch.events.outputs import Outputs
-from teneral.handlers.batch.events.parse import Ignored, Job
-from teneral.handlers.function.s3_events import ObjectRef
+from teneral.handlers.batch.events.parse import EventError, Ignored, Job, JobFailedError
+from teneral.handlers.function.object_events import ObjectRef
 
 
 def upload(url: str, etag: str = "e1") -> Job:

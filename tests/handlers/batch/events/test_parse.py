@@ -29,10 +29,10 @@ from tests.support.batch_events import (
     sqs_record,
 )
 
-from teneral.handlers.batch.events.errors import EventError
 from teneral.handlers.batch.events.outputs import Outputs
 from teneral.handlers.batch.events.parse import (
     Call,
+    EventError,
     Ignored,
     Items,
     Job,
@@ -44,7 +44,7 @@ from teneral.handlers.batch.events.parse import (
 )
 from teneral.handlers.batch.events.requests import lines_of
 from teneral.handlers.batch.spec import JobSpec, Share
-from teneral.handlers.function.s3_events import ObjectRef
+from teneral.handlers.function.object_events import ObjectRef
 
 JOB = {"input": "s3://bucket/in.jsonl", "output": "s3://bucket/out.jsonl"}
 PROMPT = {"custom_id": "a", "prompt": "Hello", "max_tokens": 3}

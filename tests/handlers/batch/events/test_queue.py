@@ -20,10 +20,10 @@ from tests.handlers.batch.events.conftest import Cloud, Invoke
 from tests.support.batch_events import eventbridge, s3_event, sns_envelope, sqs_event, sqs_record
 from tests.support.batch_jobs import prompts
 
-from teneral.handlers.batch.events.desk import open_desk
+from teneral.handlers.batch.events.handler import work_off
 from teneral.handlers.batch.events.outputs import Outputs
 from teneral.handlers.batch.events.parse import Message, Queue, Request, parse_event
-from teneral.handlers.batch.events.queue import work_off
+from teneral.handlers.batch.events.requests import open_queued_requests
 from teneral.runtime.errors import CancelledError
 from teneral.runtime.instance import Instance
 
@@ -142,16 +142,16 @@ async def test_of_two_answers_to_a_message_the_first_stays(cloud: Cloud, instanc
     outputs = Outputs.of(None, "s3://results/answers/{queue}/{id}.json")
     key = "answers/race/m.json"
 
-    async with open_desk(instance, outputs) as desk:
-        requests = desk._requests
+    async with open_queued_requests(instance, outputs) as queued:
+        requests = queued._requests
 
         class Overtaken:
             async def answer(self, lines: Any) -> Any:
                 cloud.s3.put_object(Bucket="results", Key=key, Body=b"the other's")
                 return await requests.answer(lines)
 
-        desk._requests = Overtaken()  # type: ignore[assignment]
-        await desk.answer(Message("m", "race", None, ""), [Request(PROMPT)])
+        queued._requests = Overtaken()  # type: ignore[assignment]
+        await queued.answer(Message("m", "race", None, ""), [Request(PROMPT)])
     assert cloud.read(f"s3://results/{key}") == b"the other's"
 
 

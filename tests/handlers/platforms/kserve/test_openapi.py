@@ -14,8 +14,8 @@ from tests.support.instances import StagedInstance, TinyParts
 from teneral.handlers.app import create_app, edge_rules
 from teneral.handlers.openai.routes import COHERE_RERANK
 from teneral.handlers.platforms import HTTP
-from teneral.handlers.platforms.kserve import schemas
-from teneral.handlers.platforms.kserve.repository import _STATES
+from teneral.handlers.platforms.kserve import metadata
+from teneral.handlers.platforms.kserve.metadata import _STATES
 from teneral.handlers.platforms.kserve.tensors import DATATYPES
 
 DOCUMENT: dict[str, Any] = yaml.safe_load(
@@ -23,7 +23,7 @@ DOCUMENT: dict[str, Any] = yaml.safe_load(
 )
 SCHEMAS = DOCUMENT["components"]["schemas"]
 STRUCTS = [
-    each for each in vars(schemas).values() if isinstance(each, type) and issubclass(each, msgspec.Struct)
+    each for each in vars(metadata).values() if isinstance(each, type) and issubclass(each, msgspec.Struct)
 ]
 
 OPEN_PATHS = edge_rules(HTTP).open_paths

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from teneral.handlers.platforms.kserve.tensors import Tensor, json_data
-from teneral.handlers.platforms.kserve.values import event_of, tensors_of
+from teneral.handlers.platforms.kserve.tensors import Tensor, event_of, json_data, tensors_of
 from teneral.runtime.errors import RequestError
 
 

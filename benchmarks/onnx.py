@@ -6,7 +6,10 @@ Models are encoders with random weights: one of BERT base's shape (435 MB of fp3
 MiniLM's (90 MB) in a local folder. Compared are `teneral serve` on the packed artifact, over HTTP, and a process that
 imports onnxruntime, makes an InferenceSession and runs it once, after boto3 has downloaded the files where these are in
 the store. They take turns. "wire" is the time that a way's own bytes take at the link's rate. A warm call is measured
-in one process, without HTTP: the instance's runner and a default InferenceSession of the original file, in turns.
+in one process, without HTTP: the instance's runner and a default InferenceSession of the original file, whose calls
+alternate. Rows with more words are the same in another order: turns of 30 calls each, of which the first 5 do not
+count, and calls after 50 ms of rest. "in a thread" is a second InferenceSession that another thread runs, as the runner
+does: it shows what the change of threads costs without Teneral.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +32,8 @@ from benchmarks.store import StoreProcess
 
 TOKENS = 32
 WARM_CALLS = 30
+SKIPPED_CALLS = 5  # of each turn
+REST_S = 0.05
 SHAPES = {"bert-base": (12, 768, 12, 30_522), "minilm": (6, 384, 12, 30_522)}
 
 BARE = f"""
@@ -138,7 +144,7 @@ def local(folder: Path, rounds: int) -> dict[str, float]:
 
 
 def warm(folder: Path, rounds: int) -> dict[str, float]:
-    """Milliseconds of a call, medians over all rounds, which take turns."""
+    """Milliseconds of a call, medians over all turns, and ratios."""
     import onnxruntime
 
     from teneral.runtime.config import ServeConfig
@@ -146,24 +152,51 @@ def warm(folder: Path, rounds: int) -> dict[str, float]:
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = machine()["cores"]
-    session = onnxruntime.InferenceSession(str(folder / "model" / "model.onnx"), options)
+    session, second = (
+        onnxruntime.InferenceSession(str(folder / "model" / "model.onnx"), options) for _ in range(2)
+    )
     ids = np.arange(1, TOKENS + 1, dtype="i8")[None]
     inputs = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
-    ours: list[float] = []
-    theirs: list[float] = []
-    with Instance(ServeConfig(model=str(folder / "artifact"), threads=machine()["cores"])) as instance:
+    config = ServeConfig(model=str(folder / "artifact"), threads=machine()["cores"])
+    with ThreadPoolExecutor(1) as other_thread, Instance(config) as instance:
         runner = instance.onnx.result(60)
         while not runner.statistics().is_whole:
             time.sleep(0.01)
-        for _ in range(rounds * WARM_CALLS):
-            begin_s = time.perf_counter()
-            runner.submit(inputs).result(60)
-            middle_s = time.perf_counter()
-            session.run(None, inputs)
-            ours.append(middle_s - begin_s)
-            theirs.append(time.perf_counter() - middle_s)
-    mine, other = 1e3 * statistics.median(ours), 1e3 * statistics.median(theirs)
-    return {"teneral ms": mine, "InferenceSession ms": other, "teneral / InferenceSession": mine / other}
+
+        ways: dict[str, Callable[[], object]] = {
+            "teneral": lambda: runner.submit(inputs).result(60),
+            "in a thread": lambda: other_thread.submit(second.run, None, inputs).result(60),
+        }
+
+        def plain() -> object:
+            return session.run(None, inputs)
+
+        report: dict[str, float] = {}
+        for name, way in ways.items():
+            mine, other = _warm_calls(way, plain, rounds=rounds * WARM_CALLS)
+            report |= {f"{name} ms": mine, f"InferenceSession ms, against {name}": other}
+            report[f"{name} / InferenceSession"] = mine / other
+            mine, other = _warm_calls(way, plain, rounds=rounds * WARM_CALLS, rest_s=REST_S)
+            report[f"{name} / InferenceSession, after a rest"] = mine / other
+            mine, other = _warm_calls(way, plain, rounds=4 * rounds, calls=WARM_CALLS, skipped=SKIPPED_CALLS)
+            report[f"{name} / InferenceSession, turns of {WARM_CALLS}"] = mine / other
+    return report
+
+
+def _warm_calls(
+    *ways: Callable[[], object], rounds: int, calls: int = 1, skipped: int = 0, rest_s: float = 0.0
+) -> list[float]:
+    """Milliseconds of a call, the median of each way. A turn has `calls`, of which the first ones are skipped."""
+    times: list[list[float]] = [[] for _ in ways]
+    for _ in range(rounds):
+        for way, kept in zip(ways, times, strict=True):
+            for number in range(calls):
+                time.sleep(rest_s)
+                begin_s = time.perf_counter()
+                way()
+                if number >= skipped:
+                    kept.append(time.perf_counter() - begin_s)
+    return [1e3 * statistics.median(kept) for kept in times]
 
 
 def memory(folder: Path) -> dict[str, float]:

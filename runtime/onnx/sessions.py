@@ -182,6 +182,10 @@ class WholeModel:
         """
         options = _options(threads)
         by_name = load.manifest.by_name
+        if any(by_name[name].dtype == "F16" for name in spec.weights):
+            # In the packed graph fp16 products have their casts, so this one would move a scale behind a sum. A session
+            # of the original file casts after it, and leaves the scale where it is.
+            options.add_session_config_entry("optimization.disable_specified_optimizers", "MatMulScaleFusion")
         folder = Placeholder(max((by_name[name].size_bytes for name in spec.weights), default=0))
         try:
             options.add_session_config_entry(FOLDER_KEY, folder.path)

@@ -205,7 +205,4 @@ def test_an_exported_model_computes_what_onnxruntime_does(make: Any, tmp_path: P
         f"whole {all(same_late.values())}"
     )
     assert all(same.values()), same
-    if make is fp16:  # ONNX Runtime's casts to fp32 are in the packed graph: docs/onnx.md
-        assert all(np.allclose(late[name], array, rtol=1e-2, atol=1e-3) for name, array in default.items())
-    else:
-        assert all(same_late.values()), same_late
+    assert all(same_late.values()), same_late

@@ -65,6 +65,25 @@ def test_segments_and_the_whole_session_compute_what_onnxruntime_does(packed: Pa
     assert same_bits(whole.run(inputs, Run()), expected(packed.path, inputs))
 
 
+def test_scales_of_fp16_products_stay_where_they_were(tmp_path: Path) -> None:
+    """As of attention. A scale that is no power of two rounds elsewhere when it moves behind the product."""
+    net = Net()
+    x = net.input("x", ["n", 64, 64], onnx.TensorProto.FLOAT16)
+    scale = net.constant(np.array(0.3535, "f2"))
+    queries, keys = (net.op("Mul", net.linear(x, 64, 64, dtype="f2"), scale) for _ in range(2))
+    net.op("MatMul", queries, net.op("Transpose", keys, perm=[0, 2, 1]), name="y")
+    net.output("y", ["n", 64, 64], onnx.TensorProto.FLOAT16)
+    inputs = {"x": np.random.default_rng(1).standard_normal((32, 64, 64)).astype("f2")}
+    packed = pack_model(Made(net.model(), inputs), tmp_path)
+    with WeightLoad(packed.source, packed.manifest) as load:
+        load.start()
+        for group in {tensor.group for tensor in packed.manifest.tensors}:
+            load.wait(group, timeout_s=WAIT_S)
+        files = packed.files(packed.source)
+        whole = WholeModel(packed.spec, files, load, threads=1, providers=[CPU_PROVIDER])
+    assert same_bits(whole.run(inputs, Run()), expected(packed.path, inputs))
+
+
 def test_weights_are_stored_once_in_the_order_of_their_use(packed: Packed) -> None:
     manifest, spec = packed.manifest, packed.spec
     assert [tensor.name for tensor in manifest.tensors] == list(spec.weights)

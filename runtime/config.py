@@ -443,6 +443,9 @@ class ServeConfig:
         _flag,
         "on AWS Lambda, stream answers: for function URLs with InvokeMode RESPONSE_STREAM",
     )
+    emf: bool = _setting(
+        False, _flag, "figures of requests and starts for CloudWatch, one JSON line each on standard output"
+    )
     log_format: str = _setting("text", _choice("text", "json"), "a line as text, or as a JSON object")
     log_level: str = _setting("info", _choice(*_LOG_LEVELS), "debug, info, warning or error")
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ...runtime.config import ServeConfig
     from ...runtime.instance import Instance
     from ..function.handler import Handler
+    from .emf import EmfWriter
 
 
 def make_application(
@@ -47,7 +48,7 @@ def make_application(
     """
     make_instance = make_instance or partial(_another, instance.config)
     limits = (limits or Limits()).within_files(max_files())
-    service = Service(instance, limits, Metrics(), make_instance=make_instance)
+    service = Service(instance, limits, Metrics(), make_instance=make_instance, emf=_emf(instance.config))
     api_key = instance.config.api_key
     keys = None if api_key is None else ApiKeys(parse_keys(api_key))
     origins = Origins(parse_origins(instance.config.cors_origin))
@@ -87,6 +88,14 @@ def _another(config: ServeConfig) -> Instance:
 
     timeline = Timeline(started_at=time.monotonic())  # this process started long before
     return Instance(config, timeline=timeline)
+
+
+def _emf(config: ServeConfig) -> EmfWriter | None:
+    if not config.emf:
+        return None
+    from .emf import EmfWriter  # rarely used
+
+    return EmfWriter(config.served_name)
 
 
 def _without_function(service: Service) -> RouteHandler:

@@ -73,6 +73,15 @@ def edge(service: Service, keys: ApiKeys | None, origins: Origins, rules: EdgeRu
             service.connections.request_ends(request.protocol, request.content)
             service.metrics.request_ended(_route_of(request), status, call.age_s())
             _log_access(request, status, size_bytes, call, rules)
+            if service.emf is not None and request.method == "POST":
+                service.emf.request_ended(
+                    status,
+                    call.age_s(),
+                    prompt_tokens=call.prompt_tokens,
+                    generated_tokens=call.generated_tokens,
+                    first_token_s=call.first_token_s,
+                    request_id=call.request_id,
+                )
 
     return middleware
 

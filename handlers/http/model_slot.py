@@ -27,6 +27,7 @@ from .inflight import InFlight, Work, finish
 if TYPE_CHECKING:
     from ...runtime.instance import Instance
     from ...runtime.metrics import Metrics
+    from .emf import EmfWriter
 
 logger = logging.getLogger("teneral.http")
 
@@ -211,7 +212,7 @@ def _trim_heap() -> None:
 STANDBY_MARK = "taken over by a standby"
 
 
-def count_start(metrics: Metrics, instance: Instance, is_first: bool) -> None:
+def count_start(metrics: Metrics, emf: EmfWriter | None, instance: Instance, is_first: bool) -> None:
     """Count this instance's start when it ends. `is_first`: the process's first instance, else it
     is a reload.
 
@@ -223,7 +224,10 @@ def count_start(metrics: Metrics, instance: Instance, is_first: bool) -> None:
 
     def ended(outcome: str) -> None:
         if done.acquire(blocking=False):
-            metrics.start_ended(_kind(instance, is_first), outcome, instance.timeline.now_s())
+            kind, seconds = _kind(instance, is_first), instance.timeline.now_s()
+            metrics.start_ended(kind, outcome, seconds)
+            if emf is not None:
+                emf.start_ended(kind, outcome, seconds)
 
     def can_answer(future: Future[Any]) -> None:
         if future.exception() is None:

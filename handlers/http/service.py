@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ...runtime.instance import Instance
     from ...runtime.metrics import Metrics
     from ...runtime.text.tokenizer import TextTokenizer
+    from .emf import EmfWriter
 
 logger = logging.getLogger("teneral.http")
 
@@ -102,14 +103,23 @@ class Service:
     """
 
     def __init__(
-        self, instance: Instance, limits: Limits, metrics: Metrics, *, make_instance: Callable[[], Instance]
+        self,
+        instance: Instance,
+        limits: Limits,
+        metrics: Metrics,
+        *,
+        make_instance: Callable[[], Instance],
+        emf: EmfWriter | None = None,
     ) -> None:
         """`make_instance` makes another of the same configuration, to reload an unloaded model."""
         self.limits = limits
         self.metrics = metrics
+        self.emf = emf
         self.admission = Admission(limits, self._num_in_engine, self._retry_after_s, self._body_is_there)
         self.in_flight = InFlight(limits.max_in_flight, self._retry_after_s)
-        self.slot = ModelSlot(instance, make_instance, self.in_flight, started=partial(count_start, metrics))
+        self.slot = ModelSlot(
+            instance, make_instance, self.in_flight, started=partial(count_start, metrics, emf)
+        )
         self.connections = Connections(
             max_connections=limits.max_connections,
             max_head_bytes=MAX_HEAD_BYTES,

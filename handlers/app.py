@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -51,13 +52,15 @@ def create_app(
             yield from console_routes(service, has_page=instance.config.console)
         for row in platforms.PLATFORMS:
             yield from _platform_routes(row, service, handler)
+        yield web.get("/openapi.json", _document_route(rules.open_paths))
 
+    rules = edge_rules(platform, has_console=instance.config.console)
     return make_application(
         instance,
         routes,
         handler=handler,
         limits=limits,
-        rules=edge_rules(platform, has_console=instance.config.console),
+        rules=rules,
         ping_while_loading=platform.ping_while_loading,
         make_instance=make_instance,
     )
@@ -93,6 +96,27 @@ def _platform_routes(platform: Platform, service: Service, handler: Handler | No
             yield web.get(route.path, to(route.name))
         else:
             yield web.route(route.method, route.path, to(route.name))
+
+
+def _document_route(open_paths: frozenset[str]) -> RouteHandler:
+    """The OpenAPI document, made by its first request."""
+    made: list[bytes] = []
+
+    async def get(request: web.Request) -> web.Response:
+        if not made:
+            # It imports the types of all bodies, in a thread: requests go on meanwhile.
+            made.append(await asyncio.to_thread(_document, open_paths))
+        return web.Response(body=made[0], content_type="application/json")
+
+    return get
+
+
+def _document(open_paths: frozenset[str]) -> bytes:
+    # Few clients read it.
+    from .api_document import document
+    from .http.json_bodies import encode
+
+    return encode(document(open_paths))
 
 
 def _pattern(route: Route) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +49,11 @@ def anchors(page: Path) -> set[str]:
             )
         )
     return found
+
+
+def test_reference_pages_are_those_of_the_code() -> None:
+    command = [sys.executable, "scripts/reference.py", "--check"]
+    subprocess.run(command, cwd=ROOT, check=True)
 
 
 def test_every_page_has_one_place_in_the_sites_order() -> None:

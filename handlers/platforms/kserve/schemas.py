@@ -1,7 +1,7 @@
 """Requests and responses of the Open Inference Protocol and of Triton's extensions, as values.
 
 Unknown fields are ignored, as by the protocol's servers; parameters are checked where they are
-used. docs/openapi-kserve.yaml is the public description, and a test compares the two.
+used. The document at /openapi.json is made from these types.
 """
 
 from __future__ import annotations

@@ -1,0 +1,154 @@
+"""The document at /openapi.json: valid, complete, and true of real answers."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jsonschema_rs
+import msgspec
+import pytest
+from openapi_spec_validator import OpenAPIV31SpecValidator
+from tests.support.instances import StagedInstance, TinyParts
+
+from teneral.handlers import api_document
+from teneral.handlers.anthropic.bodies import ROUTES as ANTHROPIC_FIELDS
+from teneral.handlers.app import create_app, edge_rules
+from teneral.handlers.openai.fields import ROUTES as OPENAI_FIELDS
+from teneral.handlers.platforms import HTTP
+from teneral.handlers.platforms.kserve import schemas
+from teneral.handlers.platforms.kserve.metadata import _STATES
+from teneral.handlers.platforms.kserve.tensors import DATATYPES
+from teneral.handlers.pool.overview import Overview
+from teneral.runtime.state import State
+
+OPEN_PATHS = edge_rules(HTTP).open_paths
+DOCUMENT = api_document.document(OPEN_PATHS)
+SCHEMAS = DOCUMENT["components"]["schemas"]
+STRUCTS = [
+    each for each in vars(schemas).values() if isinstance(each, type) and issubclass(each, msgspec.Struct)
+]
+POOL = {(each.method, each.path) for each in api_document.OPERATIONS if each.tag == api_document.POOL}
+
+
+def documented() -> set[tuple[str, str]]:
+    return {(method.upper(), path) for path, item in DOCUMENT["paths"].items() for method in item}
+
+
+def check(answer: Any, path: str, method: str = "get") -> None:
+    """Raises unless the body is valid by the schema of its status."""
+    described = DOCUMENT["paths"][path][method]["responses"]
+    response = described.get(str(answer.status), described["default"])
+    schema = response["content"]["application/json"]["schema"]
+    jsonschema_rs.Draft202012Validator({**schema, "components": DOCUMENT["components"]}).validate(answer.json)
+
+
+def test_it_is_valid_openapi() -> None:
+    OpenAPIV31SpecValidator(DOCUMENT).validate()
+
+
+def test_it_has_the_routes_of_a_server_and_no_others(tiny_parts: TinyParts) -> None:
+    served = {
+        (route.method, route.resource.canonical)
+        for route in create_app(StagedInstance(tiny_parts)).router.routes()
+        if route.resource and route.method != "HEAD"
+    }
+    assert documented() - POOL == served
+
+
+def test_it_has_the_routes_of_a_pool() -> None:
+    routes = Overview(None, None, may_control=True).routes()  # type: ignore[arg-type]
+    served = {(route.method, re.sub(r"{(\w+):[^{}]*}", r"{\1}", route.path)) for route in routes}
+    assert served <= documented()
+    assert served >= POOL
+
+
+def test_routes_without_a_key_are_those_of_the_edge() -> None:
+    without = {
+        path
+        for path, item in DOCUMENT["paths"].items()
+        if any(operation.get("security") == [] for operation in item.values())
+    }
+    assert without == OPEN_PATHS
+
+
+@pytest.mark.parametrize("path", [*OPENAI_FIELDS, *ANTHROPIC_FIELDS])
+def test_a_body_has_the_fields_of_its_table(path: str) -> None:
+    schema = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    body = SCHEMAS[schema["$ref"].rpartition("/")[2]]
+    fields = {**OPENAI_FIELDS, **ANTHROPIC_FIELDS}[path]
+    assert set(body["properties"]) == set(fields)
+
+
+@pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)
+def test_it_has_each_body_of_the_open_inference_protocol(struct: type[msgspec.Struct]) -> None:
+    fields = msgspec.structs.fields(struct)
+    assert set(SCHEMAS[struct.__name__]["properties"]) == {field.name for field in fields}
+
+
+def test_it_has_every_state_and_datatype() -> None:
+    assert set(SCHEMAS["RequestInput"]["properties"]["datatype"]["enum"]) == set(DATATYPES)
+    assert set(SCHEMAS["ModelIndex"]["properties"]["state"]["enum"]) == set(_STATES.values())
+    ready = DOCUMENT["paths"]["/readyz"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+    assert set(ready["properties"]["state"]["enum"]) == {str(state) for state in State}
+
+
+async def test_a_server_sends_it_behind_its_key(start: Any) -> None:
+    async with start(api_key="secret") as server:
+        assert (await server.get("/openapi.json")).status == 401
+        answer = await server.get("/openapi.json", headers={"Authorization": "Bearer secret"})
+        assert answer.json["paths"].keys() == DOCUMENT["paths"].keys()
+        check(await server.get("/v1/models"), "/v1/models")  # an error
+
+
+async def test_answers_are_as_documented(start: Any) -> None:
+    chat = {"messages": [{"role": "user", "content": "Once"}], "max_tokens": 4, "logprobs": True}
+    turns = {"messages": [{"role": "user", "content": "Once"}], "model": "x"}
+    prompt = {"prompt": "Once", "max_tokens": 4, "logprobs": 2, "n": 2}
+    tensor = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["Once"]}
+    async with start() as server:
+        name = server.instance.model_name
+        for path in (
+            "/livez",
+            "/readyz",
+            "/health",
+            "/version",
+            "/timeline",
+            "/debug/kv",
+            "/v1/models",
+            "/v2",
+        ):
+            answer = await server.get(path)
+            assert answer.status == 200, path
+            check(answer, path)
+        check(await server.get(f"/v1/models/{name}"), "/v1/models/{id}")
+        check(await server.get("/v1/models/other"), "/v1/models/{id}")
+        check(await server.get(f"/v2/models/{name}"), "/v2/models/{name}")
+        check(await server.get(f"/v2/models/{name}/ready"), "/v2/models/{name}/ready")
+        check(await server.get("/v2/models/other/config"), "/v2/models/{name}/config")
+        for path, body, status in (
+            ("/v1/chat/completions", chat, 200),
+            ("/v1/completions", prompt, 200),
+            ("/v1/completions", {"suffix": "x", "prompt": "y"}, 400),
+            ("/v1/responses", {"input": "Once", "max_output_tokens": 4}, 200),
+            ("/v1/messages", {**turns, "model": name, "max_tokens": 4}, 200),
+            ("/v1/messages", {"max_tokens": 4}, 400),
+            ("/v1/messages/count_tokens", {**turns, "model": name}, 200),
+            ("/tokenize", {"prompt": "Once"}, 200),
+            ("/detokenize", {"tokens": [5, 6]}, 200),
+            ("/v1/embeddings", {"input": 7}, 400),
+        ):
+            answer = await server.post(path, body)
+            assert answer.status == status, (path, answer.body)
+            check(answer, path, "post")
+        infer = {"inputs": [tensor], "parameters": {"max_tokens": 4}}
+        check(await server.post(f"/v2/models/{name}/infer", infer), "/v2/models/{name}/infer", "post")
+        whole = await server.post(f"/v2/models/{name}/generate", {"text_input": "Once"})
+        check(whole, "/v2/models/{name}/generate", "post")
+
+
+async def test_vectors_are_as_documented(start: Any, encoder_parts: TinyParts) -> None:
+    async with start(parts=encoder_parts) as server:
+        answer = await server.post("/v1/embeddings", {"input": ["a", "b"]})
+        assert answer.status == 200
+        check(answer, "/v1/embeddings", "post")

@@ -446,6 +446,7 @@ class ServeConfig:
     emf: bool = _setting(
         False, _flag, "figures of requests and starts for CloudWatch, one JSON line each on standard output"
     )
+    otel: bool = _setting(False, _flag, "export OpenTelemetry spans of requests, as the OTEL_* variables say")
     log_format: str = _setting("text", _choice("text", "json"), "a line as text, or as a JSON object")
     log_level: str = _setting("info", _choice(*_LOG_LEVELS), "debug, info, warning or error")
 

@@ -5,6 +5,7 @@ Knows no platform and no API; `handlers/app.py` assembles the whole.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from ...runtime.instance import Instance
     from ..function.handler import Handler
     from .emf import EmfWriter
+    from .spans import SpanExport
 
 
 def make_application(
@@ -48,12 +50,17 @@ def make_application(
     """
     make_instance = make_instance or partial(_another, instance.config)
     limits = (limits or Limits()).within_files(max_files())
-    service = Service(instance, limits, Metrics(), make_instance=make_instance, emf=_emf(instance.config))
+    spans = _spans(instance.config)
+    service = Service(
+        instance, limits, Metrics(), make_instance=make_instance, emf=_emf(instance.config), spans=spans
+    )
     api_key = instance.config.api_key
     keys = None if api_key is None else ApiKeys(parse_keys(api_key))
     origins = Origins(parse_origins(instance.config.cors_origin))
     app = web.Application(middlewares=[edge(service, keys, origins, rules or EdgeRules())])
     app[SERVICE] = service
+    if spans is not None:
+        app.on_cleanup.append(lambda _: asyncio.to_thread(spans.close))
     app.on_response_prepare.append(stamp(origins))
     calls = None if handler is None else handler.calls
     health = HealthRoutes(service, ping_while_loading=ping_while_loading, calls=calls)
@@ -88,6 +95,14 @@ def _another(config: ServeConfig) -> Instance:
 
     timeline = Timeline(started_at=time.monotonic())  # this process started long before
     return Instance(config, timeline=timeline)
+
+
+def _spans(config: ServeConfig) -> SpanExport | None:
+    if not config.otel:
+        return None
+    from .spans import SpanExport  # rarely used
+
+    return SpanExport()
 
 
 def _emf(config: ServeConfig) -> EmfWriter | None:

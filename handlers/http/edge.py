@@ -9,6 +9,7 @@ import logging
 import re
 import secrets
 import socket
+import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -22,6 +23,7 @@ from .errors import ApiError
 from .inflight import deadline_of
 from .keys import ApiKeys, given_key
 from .service import CALL, SERVICE, Call, Service
+from .spans import SAMPLED, RequestTimes, TraceParent
 
 # Probes have no key.
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping"})
@@ -31,7 +33,7 @@ MAX_LOGGED_PATH_CHARS = 200
 CLIENT_GONE = 499
 access_logger = logging.getLogger("teneral.http.access")
 _TRACEPARENT = re.compile(
-    r"(?P<version>[0-9a-f]{2})-(?P<trace>[0-9a-f]{32})-(?P<span>[0-9a-f]{16})-[0-9a-f]{2}(?P<rest>(?:-.{0,200})?)\Z"
+    r"(?P<version>[0-9a-f]{2})-(?P<trace>[0-9a-f]{32})-(?P<span>[0-9a-f]{16})-(?P<flags>[0-9a-f]{2})(?P<rest>(?:-.{0,200})?)\Z"
 )
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
@@ -60,7 +62,7 @@ def edge(service: Service, keys: ApiKeys | None, origins: Origins, rules: EdgeRu
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        call = Call(request_id_of(request), trace_id=trace_id_of(request))
+        call = Call(request_id_of(request), parent=trace_parent_of(request))
         CALL.set(call)
         status, size_bytes = CLIENT_GONE, 0
         service.connections.request_begins(request.protocol, body_is_to_come=_body_is_to_come(request))
@@ -82,6 +84,8 @@ def edge(service: Service, keys: ApiKeys | None, origins: Origins, rules: EdgeRu
                     first_token_s=call.first_token_s,
                     request_id=call.request_id,
                 )
+            if service.spans is not None and request.method == "POST" and service.spans.wants(call.parent):
+                service.spans.add(_times_of(request, status, call, service.instance.model_name))
 
     return middleware
 
@@ -170,20 +174,39 @@ def _fields_of(
     return fields
 
 
+def _times_of(request: web.Request, status: int, call: Call, model: str) -> RequestTimes:
+    first_token_s = None if call.first_token_s is None else call.arrived_s + call.first_token_s
+    return RequestTimes(
+        method=request.method,
+        route=_route_of(request),
+        status=status,
+        request_id=call.request_id,
+        model=model,
+        parent=call.parent,
+        arrived_s=call.arrived_s,
+        ended_s=time.monotonic(),
+        first_step_s=call.first_step_s,
+        first_token_s=first_token_s,
+        prompt_tokens=call.prompt_tokens,
+        generated_tokens=call.generated_tokens,
+        load=call.load,
+    )
+
+
 def request_id_of(request: web.BaseRequest) -> str:
     """The caller's own id if it is valid, so that logs can be joined; else a new one."""
     given = request.headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
 
 
-def trace_id_of(request: web.BaseRequest) -> str:
-    """The trace's id in the caller's `traceparent` (W3C Trace Context); '' without one, or for an invalid one."""
+def trace_parent_of(request: web.BaseRequest) -> TraceParent | None:
+    """The caller's `traceparent` (W3C Trace Context); None without one, or for an invalid one."""
     found = _TRACEPARENT.match(request.headers.get("traceparent", ""))
     if found is None or found["version"] == "ff" or not int(found["trace"], 16) or not int(found["span"], 16):
-        return ""
+        return None
     if found["version"] == "00" and found["rest"]:
-        return ""  # later versions may have more behind it
-    return found["trace"]
+        return None  # later versions may have more behind it
+    return TraceParent(found["trace"], found["span"], bool(int(found["flags"], 16) & SAMPLED))
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +239,7 @@ async def _guarded(
                 service.slot.check()
                 if service.state is State.LOADING:
                     service.metrics.cold_request()
+                    call.load = service.instance.timeline
             if is_from_outside:
                 check_media_type(request, takes_any=guards.rules.takes_any_media)
             return await handler(request)

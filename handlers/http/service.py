@@ -28,11 +28,13 @@ from .mailbox import Bridge
 from .model_slot import ModelSlot, count_start
 
 if TYPE_CHECKING:
+    from ...loader.timeline import Timeline
     from ...runtime.engine.engine import EngineStatistics
     from ...runtime.instance import Instance
     from ...runtime.metrics import Metrics
     from ...runtime.text.tokenizer import TextTokenizer
     from .emf import EmfWriter
+    from .spans import SpanExport, TraceParent
 
 logger = logging.getLogger("teneral.http")
 
@@ -49,12 +51,19 @@ class Call:
     arrived_s: float = field(default_factory=time.monotonic)
     work: Work | None = None
     deadline: Deadline | None = None
-    trace_id: str = ""  # of the caller's trace, if it sent a W3C traceparent
+    parent: TraceParent | None = None  # the caller's span, if it sent a W3C traceparent
+    load: Timeline | None = None  # of the load under way when it came
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    first_step_s: float | None = None  # of its first sequence that ended, on the clock of time.monotonic
     first_token_s: float | None = None  # since the arrival
     # Of the error sent to the client, which may be an item of a stream.
     error_status: int | None = None
+
+    @property
+    def trace_id(self) -> str:
+        """Of the caller's trace; '' without one."""
+        return "" if self.parent is None else self.parent.trace_id
 
     def age_s(self) -> float:
         return time.monotonic() - self.arrived_s
@@ -110,11 +119,13 @@ class Service:
         *,
         make_instance: Callable[[], Instance],
         emf: EmfWriter | None = None,
+        spans: SpanExport | None = None,
     ) -> None:
         """`make_instance` makes another of the same configuration, to reload an unloaded model."""
         self.limits = limits
         self.metrics = metrics
         self.emf = emf
+        self.spans = spans
         self.admission = Admission(limits, self._num_in_engine, self._retry_after_s, self._body_is_there)
         self.in_flight = InFlight(limits.max_in_flight, self._retry_after_s)
         self.slot = ModelSlot(

@@ -218,6 +218,8 @@ class Sequences:
         timings = generation.timings
         if timings.started_s is None or timings.first_token_s is None or timings.finished_s is None:
             return  # it ended without a token
+        if self._call.first_step_s is None:
+            self._call.first_step_s = timings.started_s
         self._metrics.sequence_ended(
             queued_s=timings.started_s - timings.queued_s,
             generated_s=max(0.0, timings.finished_s - timings.first_token_s),

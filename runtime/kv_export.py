@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from .engine.engine import Engine
-    from .kv.snapshots.generation import Chain
+    from .kv.snapshots.writer import Chain
     from .text.tokenizer import TextTokenizer
 
 MAX_FILE_BYTES = 4 << 20
@@ -121,12 +121,12 @@ def export_prefixes(
                 key="artifact",
                 hint="Pack it first: teneral pack MODEL ARTIFACT.",
             )
-        from .kv.snapshots.generation import (
+        from .kv.snapshots.service import identity_of
+        from .kv.snapshots.writer import (  # imports numpy while weights were arriving
+            find_published,
             plan_generation,
             write_generation,
-        )  # imports numpy while weights were arriving
-        from .kv.snapshots.service import identity_of
-        from .kv.snapshots.writer import find_published
+        )
 
         computing = _Computing(engine, cache_salt)
         tokens = {prefix.name: computing.add(prefix, tokenizer) for prefix in prefixes}

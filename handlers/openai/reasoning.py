@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...runtime.text.stop import open_length
+from ...runtime.text.detokenizer import open_length
 from .deltas import Delta, ReasoningDelta, TextDelta
 
 BREAKS = "\r\n"

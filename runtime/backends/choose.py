@@ -85,7 +85,7 @@ class BackendChoice:
         if self.asked == TORCH or (self.asked == AUTO and has_torch()):
             self.import_torch()
             from .torch.backend import TorchBackend
-            from .torch.compute_dtype import ComputePolicy
+            from .torch.tensors import ComputePolicy
 
             yield TorchBackend(ComputePolicy.of_this_machine(self.compute_dtype))
         if self.asked != TORCH:
@@ -143,7 +143,7 @@ def pool_bytes(model: Any, weight_bytes: int, max_running: int) -> int:
     """
     if model.device == CPU:
         from ...loader.memory.limits import available_bytes
-        from ..kv.sizing import default_kv_bytes
+        from ..kv.storage import default_kv_bytes
 
         return default_kv_bytes(weight_bytes, available_bytes())
     # Only models on a device need it.

@@ -7,8 +7,7 @@ from typing import Any
 
 from ...loader.timeline import Timeline
 from ..step.backend import BackendOptions, DeviceStatistics, OnLayer
-from ..step.batch import StepBatch
-from ..step.rows import Rows, build_batch
+from ..step.batch import Rows, StepBatch, build_batch
 from ..step.sampling import choose_tokens
 from ..step.state import Chosen, SamplingState
 

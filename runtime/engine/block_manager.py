@@ -19,8 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
 from ..kv.blocks import BlockAllocator
-from ..kv.prefix_ledger import PrefixLedger
-from ..kv.prefixes import PrefixCache
+from ..kv.prefixes import PrefixCache, PrefixLedger
 from ..kv.sessions import SessionPins
 from ..kv.spill.media import open_media
 from ..kv.spill.spill import BlockContent, Spill

@@ -30,16 +30,14 @@ from ...loader.format.manifest import Tier
 from ...loader.load.options import Order
 from ..errors import GrammarError
 from ..step.backend import Backend, OnLayer
-from ..step.batch import Epoch, StepBatch
+from ..step.batch import Epoch, Rows, StepBatch
 from ..step.requests import FirstToken, GenerationEvent
-from ..step.rows import Rows
 from ..step.state import Choice, Chosen
 from .accept import accept
 from .arrival import Arrival
-from .exact_passes import ExactPasses, PassLike, Sent
 from .sequence import Lane
 from .sequence import Sequence as TokenSequence
-from .speculation import Acceptance, catch_up_s, max_proposals, may_draft
+from .speculation import Acceptance, ExactPasses, PassLike, Sent, catch_up_s, max_proposals, may_draft
 from .state import SchedulerState
 from .trace import EngineTimeline
 

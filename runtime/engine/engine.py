@@ -37,22 +37,20 @@ from ..kv.kinds import KVKind
 from ..kv.prefix_pool import PrefixPool
 from ..kv.view import PoolView, view_pool
 from ..step.backend import BackendOptions, MakeBackend
+from ..step.batch import Rows
 from ..step.requests import FinishReason, GenerationEvent, GenerationRequest, Priority
-from ..step.rows import Rows
 from ..step.state import Chosen, SamplingState
 from ..text.detokenizer import DetokenizerSource
 from .accept import accept, as_teneral_error, error_event
 from .adapters import AdapterSource, HeldAdapter, OvertakenError, RequestAdapters, followed
-from .arrival import Arrival
-from .decoder_like import DecoderLike
+from .arrival import Arrival, DecoderLike
 from .early import EarlyPhase, TieredDecoder
-from .exhaustion import is_exhaustion, largest_first
 from .generation import Generation, OnEvent
+from .oom import is_out_of_memory, largest_first
 from .options import EngineOptions, EngineStatistics
 from .scheduler import Preempted, Share, StepPlan, make_way, plan_step
 from .sequence import Sequence as TokenSequence
-from .state import SchedulerState
-from .statistics import statistics_of
+from .state import SchedulerState, statistics_of
 from .trace import EngineTimeline
 
 __all__ = ["DecoderLike", "Engine", "EngineOptions", "EngineStatistics"]
@@ -328,7 +326,7 @@ class Engine:
             self._early = None
             return
         except Exception as error:  # noqa: BLE001 - of the model's code, its weights, or memory
-            if not is_exhaustion(error):
+            if not is_out_of_memory(error):
                 members = early.members
                 early.reset()
                 self._fail_step(as_teneral_error(error), members)
@@ -426,7 +424,7 @@ class Engine:
                 self._state.preempt([share.sequence for share in reversed(shares)], Preempted.ADAPTER)
             return
         except Exception as error:  # noqa: BLE001 - of the model's code, its weights, or memory
-            if not is_exhaustion(error):
+            if not is_out_of_memory(error):
                 self._fail_step(as_teneral_error(error), [share.sequence for share in shares])
                 return
             # Without its traceback, which keeps the step's memory alive.

@@ -5,7 +5,7 @@ over values.
   again) take the rest, in chunks; while another sequence decodes no more than `max_prefill_tokens`
   of a step, so that the pauses between tokens stay short. With none decoding they may fill the
   step, so that a prompt follows arriving weights in one pass.
-- Prompts are served in the order of turns (`fairness.py`), running ones before waiting ones; but
+- Prompts are served in the order of turns (`waiting.py`), running ones before waiting ones; but
   within each tenant the one with the least left to compute takes the first of the tenant's turns,
   and so on. The oldest prompt of all keeps a part of each step, `1/OLDEST_SHARE`: however many
   short ones arrive, it takes at most that many times as long.

@@ -15,8 +15,7 @@ from ..step.batch import Epoch
 from ..step.logprobs import PromptScores
 from ..step.requests import FinishReason, GenerationEvent, Priority
 from ..step.state import Choice, SamplingState
-from ..text.detokenizer import Detokenizer, DetokenizerSource
-from ..text.stop import StopStrings
+from ..text.detokenizer import Detokenizer, DetokenizerSource, StopStrings
 from .generation import Generation
 
 

@@ -3,6 +3,8 @@
 Invariants: all state is read and changed under `changed`, whose waiters are notified of arrivals
 and ends. A sequence's blocks are free before its last event is visible; if it ends during a step,
 at the end of that step. Nothing is computed or delivered here, and no scheduling decision is made.
+
+The statistics of an engine, read from its state.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from ...loader.errors import TeneralError
+from ..step.backend import DeviceStatistics
 from ..step.batch import Epoch
 from ..step.requests import FinishReason, GenerationEvent, Priority
 from .block_manager import BlockManager, CopyTokens
-from .capacity import Capacity
-from .expected_wait import steps_until_place
+from .capacity import Capacity, steps_until_place
 from .generation import Generation
-from .options import EngineOptions
+from .options import EngineOptions, EngineStatistics
 from .scheduler import Preempted, Prospect, StepPlan, shortest_first
 from .sequence import Sequence
 from .waiting import WaitingList
@@ -322,3 +324,46 @@ class SchedulerState:
             assert sequence.exact.epoch is Epoch.EXACT
         assert not any(lane.blocks or lane.num_computed for each in self.waiting for lane in each.lanes)
         assert len(self.running) <= self.options.max_running
+
+
+def statistics_of(
+    state: SchedulerState, *, kv_bytes: int, max_context: int, device: DeviceStatistics | None
+) -> EngineStatistics:
+    """Take a snapshot under the scheduler state's lock."""
+    blocks = state.blocks
+    with state.changed:
+        prefixes, sessions = blocks.prefixes.statistics(), blocks.sessions.statistics()
+        return EngineStatistics(
+            running=len(state.running),
+            queued=len(state.waiting),
+            num_blocks=blocks.allocator.num_blocks,
+            free_blocks=blocks.num_available,
+            block_size=state.options.block_size,
+            kv_bytes=kv_bytes,
+            max_context=max_context,
+            steps_total=state.num_steps,
+            forward_s_total=state.forward_s,
+            prompt_tokens_total=state.num_prompt_tokens,
+            output_tokens_total=state.num_output_tokens,
+            computed_tokens_total=state.num_computed_tokens,
+            preemptions_total=state.num_preemptions.total(),
+            ended_total=dict(state.num_ended),
+            drafted_tokens_total=state.num_drafted_tokens,
+            accepted_proposals_total=state.num_accepted_proposals,
+            rejected_proposals_total=state.num_rejected_proposals,
+            cached_blocks=prefixes.num_cached,
+            idle_blocks=prefixes.num_idle,
+            prefix_hit_tokens_total=prefixes.hit_tokens_total,
+            prefix_lookup_tokens_total=prefixes.lookup_tokens_total,
+            prefix_evictions_total=prefixes.evictions_total,
+            spill=None if blocks.spill is None else blocks.spill.statistics(),
+            device=device,
+            exhausted_total=state.num_exhausted,
+            queued_by_priority=state.waiting.num_by_priority(),
+            tenants_waiting=state.waiting.num_tenants(),
+            preemptions_by_reason_total=dict(state.num_preemptions),
+            sessions=sessions.num_sessions,
+            pinned_blocks=sessions.num_pinned_blocks,
+            sessions_unpinned_total=sessions.unpinned_total,
+            retry_after_s=state.retry_after_s,
+        )

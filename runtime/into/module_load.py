@@ -24,11 +24,10 @@ from ...loader.load.accounting import LoadProgress
 from ...loader.load.load import WeightLoad
 from ...loader.load.options import LoadOptions
 from ...loader.sources.base import Source, SourceOptions
-from .address import Address, open_weights
-from .binding import Action, bind, check_bindable
+from .files import Address, open_weights
 from .gates import Gate, find_gates
 from .hooks import GateHooks
-from .match import Filling, Rename, match_weights
+from .match import Action, Filling, Rename, bind, check_bindable, match_weights
 from .slots import check_module, find_slots
 
 

@@ -1,4 +1,14 @@
-"""A module's slots: its parameters and persistent buffers, with tied ones as one slot.
+"""Construction of a module to be loaded, without the cost of random numbers and memory that are
+never read.
+
+Tensors over a load's memory, each with a storage of its own size.
+
+torch's operations on storages therefore apply to one tensor, not to its whole group: saving,
+copying and sharing it, and detecting tied tensors.
+
+The tensors of one group as views of its slab, on any device.
+
+A module's slots: its parameters and persistent buffers, with tied ones as one slot.
 
 Tied means the same object under several names, or several objects over exactly the same memory.
 This module does not know the source of the values.
@@ -7,14 +17,116 @@ This module does not know the source of the values.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ...loader.errors import UsageError
+from ...loader.format.manifest import Manifest, Tensor
+from ...loader.load.load import WeightLoad
+from ..backends.torch.tensors import TORCH_DTYPES
 from ..errors import ModelError
+
+_RANDOM_FILLS = frozenset({
+    "normal_", "uniform_", "random_", "bernoulli_", "log_normal_", "exponential_", "geometric_", "cauchy_",
+    # The only function of torch.nn.init whose calls a mode does not see.
+    "kaiming_uniform_",
+})  # fmt: skip
+_GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+@contextmanager
+def empty_weights() -> Iterator[None]:
+    """Skip the random initialisation of parameters of modules built inside, in this thread.
+
+    Everything else is unchanged: parameters are real and on their usual device, buffers are
+    computed, and so are constants, such as a norm's ones. Untouched memory is not taken from the
+    system. So
+
+        with teneral.empty_weights():
+            model = AutoModel.from_config(config)
+        load = teneral.load_into(model, "s3://bucket/model")
+
+    builds a model of any size in the time and memory of its skeleton. Parameters that a file then
+    does not fill are undefined.
+    """
+    with _SkipRandomFills():
+        yield
+
+
+class _SkipRandomFills(TorchFunctionMode):
+    """A mode that ignores in-place random fills of parameters, and of `.data` of parameters."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _RANDOM_FILLS:
+            target = args[0] if args else kwargs.get("tensor")  # torch.nn.init passes it by name
+            if isinstance(target, nn.Parameter) or getattr(target, "_teneral_is_data", False):
+                return target
+        result = func(*args, **kwargs)
+        if func == _GET_DATA and isinstance(args[0], nn.Parameter):
+            result._teneral_is_data = True
+        return result
+
+
+def torch_dtype(entry: Tensor) -> torch.dtype:
+    """The torch dtype of an entry. Raises `ModelError` for a dtype that torch, or this version,
+    does not know.
+    """
+    try:
+        return TORCH_DTYPES[entry.dtype]
+    except KeyError:
+        raise ModelError(
+            f"tensor {entry.name} has dtype {entry.dtype}, which cannot become a tensor"
+        ) from None
+
+
+def tensor_over(load: WeightLoad, entry: Tensor) -> torch.Tensor:
+    """The tensor in its dtype and shape, on the CPU, contiguous; unfilled until its group arrives.
+
+    It keeps the memory of the whole load alive.
+    """
+    dtype = torch_dtype(entry)
+    if entry.size_bytes == 0:
+        return torch.empty(entry.shape, dtype=dtype)
+    stored = load.slab(entry.group)[entry.offset_bytes : entry.offset_bytes + entry.size_bytes]
+    return torch.frombuffer(stored, dtype=torch.uint8).view(dtype).view(entry.shape)
+
+
+def tensors_in(
+    manifest: Manifest, group: int, slab: torch.Tensor, names: dict[int, list[str]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The group's tensors in slab order, each under all of its `names`. `slab`: (slab_bytes,)
+    uint8, on any device.
+
+    They share the slab's storage. Raises `ModelError` for a dtype that torch does not know.
+    """
+    for index in manifest.groups[group].tensors:
+        entry = manifest.tensors[index]
+        stored = slab[entry.offset_bytes : entry.offset_bytes + entry.size_bytes]
+        tensor = stored.view(torch_dtype(entry)).view(entry.shape)
+        for name in names[index]:
+            yield name, tensor
+
+
+def names_of(manifest: Manifest) -> dict[int, list[str]]:
+    """All names of each tensor, by its number: its own, then its aliases."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, tensor in manifest.by_name.items():
+        names[tensor.index].append(name)
+    return names
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from .blocks import BlockAllocator
-from .prefix_ledger import PrefixLedger
-from .prefixes import PrefixCache, chain_hash, seed_hash
+from .prefixes import PrefixCache, PrefixLedger, chain_hash, seed_hash
 
 if TYPE_CHECKING:
     import threading
 
     from numpy.typing import NDArray
 
-    from .pool import KVPool
+    from .storage import KVPool
 
 PIECE_BYTES = 1 << 20  # bytes copied at a time, unless one block is larger
 

@@ -1,4 +1,19 @@
-"""The prefix cache: blocks of keys and values that can be reused, found by the hashes of their
+"""An index of cached blocks by their predecessor and tokens.
+
+Where a prompt leaves a chain in the middle of a block, one of these blocks may begin with its next
+tokens. A block is listed under the hash of its predecessor, or under the seed of its chain, so it
+cannot be found without that, just like whole blocks. There is at most one entry for each block, and
+a search looks at `MAX_SEEN` successors of one predecessor: its time is bounded, however many of
+them a client makes. This module knows nothing of the owners of blocks.
+
+Usage counts of a pool's prefixes: the order of blocks, and the number of requests that found
+each.
+
+Counts are of this process. A request that finds a block has found all those before it, so no block
+counts more than its predecessor. This module knows nothing of tokens, block numbers or contents;
+the caller serialises access.
+
+The prefix cache: blocks of keys and values that can be reused, found by the hashes of their
 tokens.
 
 A full block's key is a chain of hashes: SHA-256 over the hash of the block before it and its own
@@ -8,7 +23,7 @@ mean equal keys and values, and without a seed its blocks cannot be named, found
 The cache holds one reference to each of its blocks. A block without other references is *idle*: it
 can be found again, or evicted for new content, least recently used first. A block is evicted before
 its predecessor, so a find always returns a whole beginning. Where a chain is left in the middle of
-a block, a block that begins in the same way can be found, too (`followers.py`), to copy that part
+a block, a block that begins in the same way can be found, too, to copy that part
 of it. Blocks may be *pinned* (`sessions.py`): these are evicted only when no other idle block is
 left, and the pins' owner chooses which. This module knows nothing of tensors, sequences or threads;
 the caller serialises access.
@@ -17,15 +32,179 @@ the caller serialises access.
 from __future__ import annotations
 
 import hashlib
+import time
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
 from ..step.batch import Epoch
 from .blocks import BlockAllocator
-from .followers import Followers
+
+# Successors of one predecessor to look at, the most recently used ones.
+MAX_SEEN = 16
+
+
+class Followers:
+    """The index of one pool. `tokens` are all tokens of a block."""
+
+    def __init__(self) -> None:
+        # By predecessor; each with its tokens, least recently used first.
+        self._tokens: dict[bytes, OrderedDict[int, array[int]]] = {}
+        self._previous: dict[int, bytes] = {}  # by block
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._previous
+
+    def add(self, block: int, previous: bytes, tokens: Sequence[int]) -> None:
+        """List this new block, with these tokens, under `previous`."""
+        self._previous[block] = previous
+        self._tokens.setdefault(previous, OrderedDict())[block] = array("q", tokens)
+
+    def discard(self, block: int) -> None:
+        previous = self._previous.pop(block, None)
+        if previous is None:
+            return
+        siblings = self._tokens[previous]
+        del siblings[block]
+        if not siblings:
+            del self._tokens[previous]
+
+    def clear(self) -> None:
+        self._tokens.clear()
+        self._previous.clear()
+
+    def note_use(self, block: int) -> None:
+        """Mark this block as the most recently used of its siblings."""
+        previous = self._previous.get(block)
+        if previous is not None:
+            self._tokens[previous].move_to_end(block)
+
+    def find(self, previous: bytes, tokens: Sequence[int]) -> tuple[int, int] | None:
+        """Find the block after `previous` that shares the longest beginning with these tokens.
+
+        Returns the block and the number of shared tokens; ties go to the most recently used one.
+        None: no block begins with the first token.
+        """
+        best: tuple[int, int] | None = None
+        siblings = self._tokens.get(previous)
+        if siblings is None:
+            return None
+        for block, own in islice(reversed(siblings.items()), MAX_SEEN):
+            num_equal = _num_equal(own, tokens)
+            if num_equal > (best[1] if best is not None else 0):
+                best = block, num_equal
+        return best
+
+    def entries(self) -> Mapping[int, tuple[bytes, Sequence[int]]]:
+        """Each block's predecessor and tokens. O(blocks); for tests."""
+        return {block: (each, self._tokens[each][block]) for block, each in self._previous.items()}
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the two maps disagree. For tests."""
+        listed = {block: each for each, siblings in self._tokens.items() for block in siblings}
+        assert listed == self._previous
+        assert all(self._tokens.values()), "a predecessor has no successors"
+
+
+def _num_equal(some: Sequence[int], others: Sequence[int]) -> int:
+    """The length of their common beginning."""
+    number = 0
+    for one, other in zip(some, others, strict=False):
+        if one != other:
+            break
+        number += 1
+    return number
+
+
+@dataclass(slots=True)
+class Entry:
+    """The usage of one block."""
+
+    parent: bytes | None  # None: the block is the first of its chain
+    depth: int
+    used_s: float  # when the block was added, or last found
+    num_hits: int = 0
+
+
+class PrefixLedger:
+    """The usage of at most `max_entries` blocks; beyond them, blocks for which `is_there` is False
+    are forgotten.
+    """
+
+    def __init__(self, max_entries: int, is_there: Callable[[bytes], bool]) -> None:
+        self._max_entries = max_entries
+        self._is_there = is_there
+        self._entries: dict[bytes, Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, hashes: Sequence[bytes], first: int = 0) -> None:
+        """Record that the blocks of this chain from number `first` on can be found from now on."""
+        now_s = time.monotonic()
+        for depth in range(first, len(hashes)):
+            if hashes[depth] not in self._entries:
+                self._entries[hashes[depth]] = Entry(hashes[depth - 1] if depth else None, depth, now_s)
+        if len(self._entries) > self._max_entries:
+            self._forget()
+
+    def count_hits(self, hashes: Sequence[bytes]) -> None:
+        """Count a request that found these blocks, from the first of a chain on."""
+        now_s = time.monotonic()
+        for each in hashes:
+            entry = self._entries.get(each)
+            if entry is not None:
+                entry.num_hits += 1
+                entry.used_s = now_s
+
+    def entry(self, block_hash: bytes) -> Entry | None:
+        """The usage of this block, read-only."""
+        return self._entries.get(block_hash)
+
+    def most_wanted(self, max_blocks: int, pinned: Collection[bytes] = ()) -> list[tuple[bytes, ...]]:
+        """Chains of the present blocks that were found most often, in descending order.
+
+        Together they have at most `max_blocks` different blocks, each found at least once; `pinned`
+        blocks count as found. None of the chains is the beginning of another.
+        """
+        num_hits = self._hits_of_whole(pinned)
+        ranked = sorted(num_hits, key=lambda each: (-num_hits[each], self._entries[each].depth))
+        # With each block its predecessors, which rank before it.
+        chosen = dict.fromkeys(ranked[:max_blocks])
+        inner = {self._entries[each].parent for each in chosen}
+        return [self._chain(each) for each in chosen if each not in inner]
+
+    def _hits_of_whole(self, pinned: Collection[bytes]) -> dict[bytes, int]:
+        """The hits of blocks that were found at least once and are present with all their
+        predecessors.
+
+        A block's hits are capped by those of its predecessors.
+        """
+        num_hits: dict[bytes, int] = {}
+        for each, entry in sorted(self._entries.items(), key=lambda item: item[1].depth):
+            own = entry.num_hits + (each in pinned)
+            at_most = own if entry.parent is None else num_hits.get(entry.parent, 0)
+            if own and at_most and self._is_there(each):
+                num_hits[each] = min(own, at_most)
+        return num_hits
+
+    def _chain(self, last: bytes) -> tuple[bytes, ...]:
+        chain: list[bytes] = []
+        each: bytes | None = last
+        while each is not None:
+            chain.append(each)
+            each = self._entries[each].parent
+        return tuple(reversed(chain))
+
+    def _forget(self) -> None:
+        """Make room for as many entries again. If all blocks are present, the newest are forgotten:
+        only their future hits are lost.
+        """
+        kept = [(each, entry) for each, entry in self._entries.items() if self._is_there(each)]
+        self._entries = dict(kept[: self._max_entries // 2])
+
 
 HASH_BYTES = 32
 

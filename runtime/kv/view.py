@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .blocks import BlockAllocator
-from .prefix_ledger import PrefixLedger
-from .prefixes import PrefixCache
+from .prefixes import PrefixCache, PrefixLedger
 from .sessions import SessionStatistics
 
 MAX_CHAINS = 64

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ..errors import ModelError
 from .fields import Fields
 
-# What each architecture means by an activation's name; `activations.py` computes them.
+# What each architecture means by an activation's name; `backends/torch/layers.py` computes them.
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_python", "gelu_new", "gelu_pytorch_tanh", "relu")
 
 MAX_LAYERS = 1_024

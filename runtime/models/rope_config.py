@@ -1,7 +1,7 @@
 """Rotary position embedding as a model's config.json asks for it, and how far it lets a context reach.
 
 It reads both spellings: `rope_parameters` (transformers 5), and `rope_theta` with `rope_scaling`
-(transformers 4). It computes no frequencies: `rope.py` does, once torch is there.
+(transformers 4). It computes no frequencies: `backends/torch/layers.py` does, once torch is there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RopeType(enum.StrEnum):
 
     DEFAULT = "default"
     LINEAR = "linear"  # all divided by `factor`
-    DYNAMIC = "dynamic"  # NTK: the base grows with the context (see `rope.py` for when)
+    DYNAMIC = "dynamic"  # NTK: the base grows with the context (see `backends/torch/layers.py` for when)
     LLAMA3 = "llama3"  # low ones divided, high ones kept, those between interpolated
     YARN = "yarn"  # likewise by rotations within the pretraining's context, and the result is scaled
     LONGROPE = "longrope"  # each divided by a factor of its own, with others beyond the pretraining's context

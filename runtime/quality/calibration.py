@@ -20,7 +20,7 @@ from ...loader.memory.limits import available, check_fits
 from ...loader.process.cpu import available_cores
 from ...loader.sources.base import Source
 from ..backends.torch.decoder import DecoderLayer, GatedMLP, TorchExecutor
-from ..backends.torch.linear import Product
+from ..backends.torch.layers import Product
 from ..models.decoder import Decoder
 from ..step.batch import SequenceSpan, StepBatch
 from .decoders import WINDOW_TOKENS

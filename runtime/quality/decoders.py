@@ -20,7 +20,7 @@ import torch
 from ..errors import ModelError
 from ..kv.kinds import KVKind
 from ..models.decoder import Decoder
-from .listening import ListeningHead, listening_head
+from .hidden_states import HiddenStatesHead, hidden_states_head
 from .sequences import Sequences
 
 WINDOW_TOKENS = 512
@@ -154,7 +154,7 @@ def _judge_window(approximate: Decoder, exact: Decoder, window: Sequence[int], k
     num_rows = max(1, _MAX_SLICE_ELEMENTS // exact.config.vocab_size)
     run, exact_run = Sequences(approximate, 1, len(inputs), kv), Sequences(exact, 1, len(inputs))
     figures = []
-    with listening_head(approximate) as head, listening_head(exact) as exact_head:
+    with hidden_states_head(approximate) as head, hidden_states_head(exact) as exact_head:
         for begin in range(0, len(inputs), num_rows):
             rows = inputs[begin : begin + num_rows]
             logits, states = _read(run, head, rows)
@@ -165,7 +165,7 @@ def _judge_window(approximate: Decoder, exact: Decoder, window: Sequence[int], k
     return torch.cat(figures)
 
 
-def _read(run: Sequences, head: ListeningHead, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def _read(run: Sequences, head: HiddenStatesHead, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits (T, vocab_size) fp32 and hidden states (T, hidden_size) of these tokens."""
     return run.feed({0: tokens}, num_logits=len(tokens)), head.states
 

@@ -8,7 +8,7 @@ from ...loader.load.options import LoadOptions
 from ...loader.sources.base import Source
 from ...loader.tools.part_reader import PartReader
 from ..backends.torch.backend import TorchBackend
-from ..backends.torch.compute_dtype import ComputePolicy
+from ..backends.torch.tensors import ComputePolicy
 from ..files import ModelFiles
 from ..models.build import build_model
 from ..models.decoder import Decoder

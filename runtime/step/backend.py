@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ...loader.timeline import Timeline
-from .batch import StepBatch
-from .rows import Rows
+from .batch import Rows, StepBatch
 from .state import Chosen, SamplingState
 
 # Called after each piece of work with (index, name, start_s, end_s), on time.monotonic()'s clock,

@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .runtime.into.empty import empty_weights
     from .runtime.into.files import load_file
     from .runtime.into.module_load import load_into
+    from .runtime.into.slots import empty_weights
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "empty_weights", "load_file", "load_into"]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teneral.runtime.engine.expected_wait import (
+from teneral.runtime.engine.capacity import (
     MIN_MEANS,
     NUM_MEANS,
     STEPS_OF_A_MEAN,

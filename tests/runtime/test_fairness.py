@@ -8,8 +8,14 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teneral.runtime.engine.fairness import MAX_DEBTORS, MAX_PASSED_OVER, Account, Accounts, fair_order
-from teneral.runtime.engine.waiting import WaitingList
+from teneral.runtime.engine.waiting import (
+    MAX_DEBTORS,
+    MAX_PASSED_OVER,
+    Account,
+    Accounts,
+    WaitingList,
+    fair_order,
+)
 from teneral.runtime.step.requests import Priority
 
 

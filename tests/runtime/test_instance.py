@@ -27,7 +27,7 @@ from teneral.loader.tools.pack.pack import pack
 from teneral.runtime.config import ServeConfig, resolve
 from teneral.runtime.errors import DrainingError, ModelError
 from teneral.runtime.instance import Instance
-from teneral.runtime.kv.sizing import DEFAULT_KV_BYTES, default_kv_bytes
+from teneral.runtime.kv.storage import DEFAULT_KV_BYTES, default_kv_bytes
 from teneral.runtime.state import State
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 

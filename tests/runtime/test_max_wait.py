@@ -11,8 +11,7 @@ from tests.support.engine_rig import BLOCK_SIZE, TIMEOUT_S, EngineRig, finish
 from tests.support.toy_decoder import ToyDecoder
 
 from teneral.loader.errors import UsageError
-from teneral.runtime.engine.capacity import Capacity
-from teneral.runtime.engine.expected_wait import MIN_MEANS, STEPS_OF_A_MEAN
+from teneral.runtime.engine.capacity import MIN_MEANS, STEPS_OF_A_MEAN, Capacity
 from teneral.runtime.engine.generation import Generation
 from teneral.runtime.engine.options import EngineOptions
 from teneral.runtime.errors import CapacityError

@@ -24,10 +24,9 @@ from teneral.runtime.engine.generation import GenerationResult
 from teneral.runtime.engine.sequence import Lane
 from teneral.runtime.errors import ContextLengthError, RequestError
 from teneral.runtime.step import logprobs
-from teneral.runtime.step.batch import Epoch, join, select
+from teneral.runtime.step.batch import Epoch, Rows, build_batch, join, select
 from teneral.runtime.step.logprobs import PromptScores, token_logprob
 from teneral.runtime.step.requests import FinishReason, FirstToken, GenerationRequest, SamplingParams
-from teneral.runtime.step.rows import Rows, build_batch
 from teneral.runtime.step.state import SamplingState
 
 PROMPT = tuple(number * 7 % 60 for number in range(5 * BLOCK_SIZE + 2))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teneral.runtime.text.stop import StopStrings
+from teneral.runtime.text.detokenizer import StopStrings
 
 
 def run(stop, pieces):

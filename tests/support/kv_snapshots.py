@@ -12,14 +12,12 @@ import numpy as np
 from teneral.loader.sources.base import Store
 from teneral.runtime.dtypes import DType
 from teneral.runtime.kv.blocks import BlockAllocator
-from teneral.runtime.kv.prefix_ledger import PrefixLedger
 from teneral.runtime.kv.prefix_pool import PrefixPool
-from teneral.runtime.kv.prefixes import PrefixCache
-from teneral.runtime.kv.snapshots.generation import write_generation
+from teneral.runtime.kv.prefixes import PrefixCache, PrefixLedger
 from teneral.runtime.kv.snapshots.parts import open_snapshot
 from teneral.runtime.kv.snapshots.service import identity_of
 from teneral.runtime.kv.snapshots.snapshot import Identity, Snapshot
-from teneral.runtime.kv.snapshots.writer import NamedChain, find_published
+from teneral.runtime.kv.snapshots.writer import NamedChain, find_published, write_generation
 from teneral.runtime.kv.storage import KVStorage
 
 MODEL = bytes(range(32))

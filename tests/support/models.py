@@ -10,9 +10,8 @@ import torch
 
 from teneral.runtime import weights
 from teneral.runtime.backends.torch.backend import TorchBackend
-from teneral.runtime.backends.torch.compute_dtype import ComputePolicy
-from teneral.runtime.backends.torch.linear import product_of
-from teneral.runtime.backends.torch.tensors import from_torch, to_torch
+from teneral.runtime.backends.torch.layers import product_of
+from teneral.runtime.backends.torch.tensors import ComputePolicy, from_torch, to_torch
 from teneral.runtime.models import build
 from teneral.runtime.models.executor import ExecutorFactory
 from teneral.runtime.models.matrices import Projection

@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from ....runtime.into.address import open_weights
+from ....runtime.into.files import open_weights
 from .settings import parse_settings
 from .share import Peers
 from .weight_stream import WeightStream

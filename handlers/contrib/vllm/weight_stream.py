@@ -16,8 +16,8 @@ from ....loader.load.windows import SuccessiveLoad, SuccessiveStatistics
 from ....loader.sources.base import SourceOptions
 from ....loader.timeline import Timeline
 from ....loader.tools.progress_bar import format_bytes
-from ....runtime.into.address import open_weights
-from ....runtime.into.slab_tensors import names_of, tensors_in
+from ....runtime.into.files import open_weights
+from ....runtime.into.slots import names_of, tensors_in
 from .settings import LoaderSettings
 from .share import Peers, assign_groups, shared_slabs
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection
 
-from ....runtime.text.stop import open_length
+from ....runtime.text.detokenizer import open_length
 from ..deltas import Delta, TextDelta, ToolCallDelta
 from .format import SPACES, Block, Call, NotACallError, ToolFormat
 from .json_text import JsonScanner

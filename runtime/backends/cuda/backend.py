@@ -19,8 +19,7 @@ import torch
 
 from ....loader.timeline import Timeline
 from ...step.backend import Backend, BackendOptions, DeviceStatistics, OnLayer
-from ...step.batch import StepBatch
-from ...step.rows import Rows
+from ...step.batch import Rows, StepBatch
 from ...step.state import Chosen, SamplingState
 from .budget import activation_bytes
 from .decoder import DeviceKernels

@@ -14,12 +14,12 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from ...kv.pool import KVPool
+from ...kv.storage import KVPool
 from ...models.decoder_config import LayerRotary, Norm
 from ...models.executor import Accepts, any_value, one_of, refusal_of
 from ...step.batch import StepBatch
 from ..torch.decoder import DecoderLayer, GatedMLP, TorchExecutor
-from ..torch.norm import RMSNorm
+from ..torch.layers import RMSNorm
 from . import variants as v
 from .launch import Launcher
 from .products import RowProducts

@@ -21,8 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ...step.batch import StepBatch
-from ...step.rows import Rows
+from ...step.batch import Rows, StepBatch
 from .decoder import DeviceKernels
 from .packing import NUM_PARTS, StepPacker
 from .storage import DeviceKVStorage

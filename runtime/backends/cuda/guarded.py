@@ -16,8 +16,7 @@ import torch
 
 from ...errors import DeviceLostError
 from ...step.backend import Backend, DeviceStatistics, OnLayer
-from ...step.batch import StepBatch
-from ...step.rows import Rows
+from ...step.batch import Rows, StepBatch
 from ...step.state import Chosen, SamplingState
 from .launch import OUT_OF_MEMORY, LaunchError
 

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ...step.batch import SequenceSpan, StepBatch
-from ...step.rows import Rows
+from ...step.batch import Rows, SequenceSpan, StepBatch
 from .tables import DeviceBatch, TableCache, as_tables, pack
 from .transfer import Numbers, Uplink
 

@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 import torch
 
 from ..torch.decoder import GatedMLP, TorchExecutor
-from ..torch.linear import Linear
+from ..torch.layers import Linear
 from .launch import Launcher
 from .variants import PRODUCT_ROWS, Variant, product_variant
 

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from ...dtypes import DType
-from ...kv.pool import Bytes, layout_of
-from ...kv.storage import KVStorage
+from ...kv.storage import Bytes, KVStorage, layout_of
 from ...step.batch import SequenceSpan
 from ..torch.storage import Extent, extent_of
 from ..torch.tensors import torch_dtype

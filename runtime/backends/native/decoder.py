@@ -298,7 +298,7 @@ class NativeDecoder:
         self._parts[index] = (*parts.values(), *itertools.chain(*experts))
 
     def _forget_unsettled(self, index: int) -> None:
-        """Converted matrices are made anew until they are exact."""
+        """ConvertedMatrix matrices are made anew until they are exact."""
         layer = self._weights.layers[index]
         own = (layer.qkv, layer.output, layer.gate_up, layer.down)
         of_experts = itertools.chain(*((expert.gate_up, expert.down) for expert in layer.experts))

@@ -7,9 +7,9 @@ from ...models.executor import ComputeDtype, refusal_of
 from ...models.matrices import DecoderWeights, EncoderWeights
 from ...models.spec import DecoderSpec, EncoderSpec
 from . import decoder, encoder
-from .compute_dtype import ComputePolicy
 from .decoder import TorchExecutor
 from .encoder import TorchEncoderExecutor
+from .tensors import ComputePolicy
 
 
 class TorchBackend:

@@ -17,11 +17,8 @@ from ...models.parameters import COMPUTE_DTYPES
 from ...models.spec import Activation, DecoderSpec
 from ...step.batch import Int64s, StepBatch
 from ...tensors import Tensor
-from .activations import activation
 from .attention import SpanPlan, paged_attention, plan_attention
-from .linear import Linear, product_of
-from .norm import HeadNorm, RMSNorm
-from .rope import RopeTable, rotation
+from .layers import HeadNorm, Linear, RMSNorm, RopeTable, activation, product_of, rotation
 from .storage import TorchInt8KVStorage, TorchKVStorage, TorchPool
 from .tensors import int64s, to_numpy, to_torch, torch_dtype
 

@@ -11,10 +11,8 @@ from ...models.executor import Accepts, Floats, TextBatch, any_value, one_of
 from ...models.matrices import EncoderLayerWeights, EncoderWeights, LayerNormWeights, StoredProjection, Tensor
 from ...models.parameters import COMPUTE_DTYPES
 from ...models.spec import Activation, EncoderSpec, Pooling
-from .activations import activation
 from .encoder_positions import LayerDistances, Rotations
-from .linear import product_of
-from .norm import LayerNorm
+from .layers import LayerNorm, activation, product_of
 from .tensors import int64s, to_numpy, to_torch, torch_dtype
 
 IMPLEMENTED: Mapping[str, Accepts] = {

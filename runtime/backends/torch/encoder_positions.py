@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from ...models.relative_positions import bias_buckets, disentangled_buckets
 from ...models.rotary import Rotary
 from ...models.spec import EncoderSpec
-from .linear import Product
-from .norm import LayerNorm
+from .layers import LayerNorm, Product
 from .tensors import int64s
 
 

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from ...dtypes import DType
-from ...kv.pool import Bytes, KVPool, layout_of
-from ...kv.storage import Int8KVStorage, KVStorage
+from ...kv.storage import Bytes, Int8KVStorage, KVPool, KVStorage, layout_of
 from ...step.batch import SequenceSpan
 from .tensors import torch_dtype
 

@@ -18,8 +18,7 @@ from ...models.executor import ComputeDtype
 from ...models.parameters import COMPUTE_DTYPES
 from ...models.pooling_config import sentence_of
 from ...weights import Weights
-from ..torch.compute_dtype import ComputePolicy
-from ..torch.tensors import to_torch, torch_dtype
+from ..torch.tensors import ComputePolicy, to_torch, torch_dtype
 from .decoder import TransformersDecoder
 from .encoder import TransformersEncoder
 

@@ -1,4 +1,7 @@
-"""Encoders and classifiers computed by transformers, text by text."""
+"""Dense layers of sentence-transformers after the pooling, in fp32.
+
+Encoders and classifiers computed by transformers, text by text.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,36 @@ import torch.nn.functional as F
 import transformers
 
 from ...dtypes import DType
+from ...models.encoder_tensors import take_dense
 from ...models.executor import ComputeDtype
 from ...models.fields import Fields
 from ...models.pooling_config import SentenceConfig
 from ...models.rope_config import MAX_POSITIONS
-from ...models.spec import Pooling
+from ...models.spec import Pooling, activation_of
 from ...weights import Weights
 from ..torch.encoder import pool_states
+from ..torch.layers import activation
+from ..torch.tensors import to_torch
 from .decoder import Named
 from .limits import limits_of
-from .sentence import SentenceLayers
+
+
+class SentenceLayers:
+    """The dense layers in sequence."""
+
+    def __init__(self, sentence: SentenceConfig, weights: Mapping[str, Weights]) -> None:
+        """Raises `ModelError` for weights that are missing or do not fit."""
+        self._layers = [
+            (take_dense(layer, weights), activation_of(layer.activation)) for layer in sentence.dense
+        ]
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """(N, num_in) fp32 → (N, num_out)."""
+        for matrix, name in self._layers:
+            bias = None if matrix.bias is None else to_torch(matrix.bias).float()
+            rows = F.linear(rows, to_torch(matrix.weight).float(), bias)
+            rows = rows if name is None else activation(name)(rows)
+        return rows
 
 
 class TransformersEncoder:

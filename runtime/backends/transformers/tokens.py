@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...dtypes import DType
-from ...kv.pool import Bytes
+from ...kv.storage import Bytes
 from ...step.batch import Int64s, SequenceSpan
 from ...tensors import reserved
 

@@ -5,7 +5,7 @@ by the time the engine is made is in its pool before the first request, and the 
 snapshot never delays or fails an instance: a missing or damaged one, or one of another model, costs
 a log line, a mark on the timeline and a count.
 
-Saving writes a new generation (`generation.py`) within its time limit, or changes nothing.
+Saving writes a new generation (`writer.py`) within its time limit, or changes nothing.
 """
 
 from __future__ import annotations
@@ -274,8 +274,7 @@ class SnapshotService:
 
     def _save_once(self, store: Store, pool: PrefixPool, here: Identity, deadline_s: float) -> bool:
         # Imports numpy: at the end, not on the way to the first token.
-        from .generation import plan_generation, write_generation
-        from .writer import find_published
+        from .writer import find_published, plan_generation, write_generation
 
         wanted = pool.most_wanted(self._limit_bytes, with_sessions=self._saves_sessions)
         if not wanted:

@@ -11,8 +11,7 @@ from tests.support.instances import TinyParts
 from tests.support.load import patience_s
 
 from teneral.handlers.http.limits import Limits
-from teneral.runtime.engine.capacity import NUM_RECENT_ENDS, Capacity
-from teneral.runtime.engine.expected_wait import MIN_MEANS, STEPS_OF_A_MEAN
+from teneral.runtime.engine.capacity import MIN_MEANS, NUM_RECENT_ENDS, STEPS_OF_A_MEAN, Capacity
 from teneral.runtime.engine.options import EngineOptions
 
 BODY = {"prompt": "x", "max_tokens": 2, "ignore_eos": True}

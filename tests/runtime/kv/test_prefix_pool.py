@@ -9,7 +9,7 @@ import pytest
 from tests.support.kv_snapshots import BLOCK_SIZE, SEED, Pool, contents_of, tokens_of
 
 from teneral.runtime.kv import prefix_pool
-from teneral.runtime.kv.prefix_ledger import PrefixLedger
+from teneral.runtime.kv.prefixes import PrefixLedger
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from teneral.runtime.kv.blocks import BlockAllocator
-from teneral.runtime.kv.followers import MAX_SEEN, Followers
-from teneral.runtime.kv.prefixes import PrefixCache, chain_hash, seed_hash
+from teneral.runtime.kv.prefixes import MAX_SEEN, Followers, PrefixCache, chain_hash, seed_hash
 from teneral.runtime.step.batch import Epoch
 
 SEED = seed_hash(b"model")

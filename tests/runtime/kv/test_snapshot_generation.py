@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.support.kv_snapshots import Pool, tokens_of, write
 
 from teneral.loader.sources.memory import MemoryStore
-from teneral.runtime.kv.snapshots.generation import MAX_RECENT, plan_generation
+from teneral.runtime.kv.snapshots.writer import MAX_RECENT, plan_generation
 
 POOL = Pool()
 

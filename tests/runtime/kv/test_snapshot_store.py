@@ -28,12 +28,11 @@ from teneral.loader.sources.file.store import FileStore
 from teneral.loader.sources.memory import MemoryStore
 from teneral.loader.sources.s3.store import S3Store
 from teneral.loader.timeline import Timeline
-from teneral.runtime.kv.snapshots.generation import write_generation
 from teneral.runtime.kv.snapshots.parts import SnapshotReader, decode_blocks, open_snapshot, place_part
 from teneral.runtime.kv.snapshots.service import SnapshotService
 from teneral.runtime.kv.snapshots.snapshot import SNAPSHOT_NAME
 from teneral.runtime.kv.snapshots.tools import copy_snapshot, describe, render_table, verify_snapshot
-from teneral.runtime.kv.snapshots.writer import NamedChain, SnapshotWriter, find_published
+from teneral.runtime.kv.snapshots.writer import NamedChain, SnapshotWriter, find_published, write_generation
 
 POOL = Pool()
 IDENTITY = POOL.identity

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from teneral.runtime.backends.torch.compute_dtype import ComputePolicy, CpuDtypes
+from teneral.runtime.backends.torch.tensors import ComputePolicy, CpuDtypes
 from teneral.runtime.dtypes import DType
 from teneral.runtime.models.executor import ComputeDtype
 from teneral.runtime.models.parameters import COMPUTE_DTYPES

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teneral.runtime.backends.torch.activations import activation
+from teneral.runtime.backends.torch.layers import activation
 from teneral.runtime.errors import ModelError
 from teneral.runtime.models import spec
 from teneral.runtime.models.config import is_encoder

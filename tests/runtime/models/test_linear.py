@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.support.models import DictWeights, arrays_of, product
 
-from teneral.runtime.backends.torch.linear import Linear, SideBySide
+from teneral.runtime.backends.torch.layers import Linear, SideBySide
 from teneral.runtime.backends.torch.tensors import stacked_view
 from teneral.runtime.dtypes import DType
 from teneral.runtime.models.parameters import Parameters

@@ -19,7 +19,7 @@ from tests.support.tiny_models import save_tiny, tiny_model
 
 from teneral import cli
 from teneral.loader.format.nibbles import pack_nibbles, unpack_nibbles
-from teneral.runtime.backends.torch.linear import Linear, SideBySide
+from teneral.runtime.backends.torch.layers import Linear, SideBySide
 from teneral.runtime.backends.torch.quantized import QuantizedLinear, dequantize
 from teneral.runtime.dtypes import DType
 from teneral.runtime.errors import ModelError

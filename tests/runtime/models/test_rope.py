@@ -10,7 +10,7 @@ from tests.support.decoding import Stepper, oracle_logits, prompt_of
 from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 
-from teneral.runtime.backends.torch.rope import RopeTable, rotate_
+from teneral.runtime.backends.torch.layers import RopeTable, rotate_
 from teneral.runtime.models.decoder_config import DecoderConfig
 from teneral.runtime.models.rope_config import RopeConfig, RopeType
 from teneral.runtime.models.rotary import Rotary

@@ -1,6 +1,6 @@
 """The operations on a layer's rows other than products and attention, each in one pass.
 
-Results are rounded where torch rounds (`backends/torch/norm.py`, `rope.py`), so that both compute
+Results are rounded where torch rounds (`backends/torch/layers.py`), so that both compute
 the same step.
 
 No `from __future__ import annotations` here: Triton reads the annotations.

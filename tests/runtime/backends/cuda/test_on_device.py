@@ -34,9 +34,8 @@ from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.engine.sequence import Lane
 from teneral.runtime.errors import CapacityError
 from teneral.runtime.step import sampling
-from teneral.runtime.step.batch import Epoch
+from teneral.runtime.step.batch import Epoch, Rows
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
-from teneral.runtime.step.rows import Rows
 from teneral.runtime.step.state import SamplingState
 from teneral.runtime.weights import DictWeights
 

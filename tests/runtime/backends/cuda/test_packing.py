@@ -15,9 +15,8 @@ from teneral.runtime.backends.cuda.packing import NUM_PARTS, StepPacker
 from teneral.runtime.backends.cuda.tables import tables_of
 from teneral.runtime.backends.cuda.variants import TILE_ROWS
 from teneral.runtime.engine.sequence import Lane
-from teneral.runtime.step.batch import Epoch
+from teneral.runtime.step.batch import Epoch, Rows, build_batch
 from teneral.runtime.step.requests import GenerationRequest
-from teneral.runtime.step.rows import Rows, build_batch
 from teneral.runtime.step.state import SamplingState
 
 BLOCK_SIZE = 4

@@ -9,7 +9,7 @@ from tests.support.reference_kernels import ReferenceKernels
 
 from teneral.runtime.backends.cuda import products as products_module
 from teneral.runtime.backends.cuda.products import RowProducts
-from teneral.runtime.backends.torch.linear import Linear
+from teneral.runtime.backends.torch.layers import Linear
 
 PROMPT = (7, 11, 13, 17)
 

@@ -2,7 +2,7 @@
 
 Both pack numbers of 4 or 8 bits into int32. GPTQ packs neighbours along the columns K of a matrix (N, K) and stores it
 transposed; AWQ packs along its rows N, in an order of its own. Pure functions on arrays that are there; shapes were
-checked before (`converted.py`), content is checked here.
+checked before (`gptq_awq_linear.py`), content is checked here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class ForeignMatrix:
+class GptqAwqMatrix:
     """The tensors of one matrix (num_out, num_in), called `name`, and how to read them."""
 
     name: str
@@ -49,7 +49,7 @@ class ForeignMatrix:
 
 
 @dataclass(frozen=True, slots=True)
-class Converted:
+class ConvertedMatrix:
     """`weight`, `scale` (fp32) and `zero` as `IntegerMatrix` has them, for columns in the order `columns`, (num_in,);
     None is the order in which they come.
     """
@@ -60,7 +60,7 @@ class Converted:
     columns: Int64s | None
 
 
-def convert(matrix: ForeignMatrix) -> Converted:
+def convert(matrix: GptqAwqMatrix) -> ConvertedMatrix:
     """The same matrix in new memory: as much as `matrix` takes, and some MiB meanwhile.
 
     Raises `ModelError` when its columns are in groups of different sizes, or in none that there is.
@@ -79,10 +79,10 @@ def convert(matrix: ForeignMatrix) -> Converted:
     if size != share:  # small groups are fastest: the same scale for several of them
         scale = scale.repeat(share // size, axis=1)
         own_zero = own_zero.repeat(share // size, axis=1) if own_zero is not None else None
-    return Converted(weight, scale, own_zero, columns)
+    return ConvertedMatrix(weight, scale, own_zero, columns)
 
 
-def _columns(matrix: ForeignMatrix) -> Int64s | None:
+def _columns(matrix: GptqAwqMatrix) -> Int64s | None:
     """The columns, group by group."""
     if matrix.order is None:
         return None
@@ -97,7 +97,7 @@ def _columns(matrix: ForeignMatrix) -> Int64s | None:
     return None if np.array_equal(own, wanted) else columns
 
 
-def _zeros(matrix: ForeignMatrix) -> npt.NDArray[np.int16]:
+def _zeros(matrix: GptqAwqMatrix) -> npt.NDArray[np.int16]:
     """(num_out, groups), from 0 to 2^bits - 1."""
     words = matrix.qzeros.on_host().view(np.uint32)
     if matrix.stores_zero_minus_one:
@@ -108,7 +108,7 @@ def _zeros(matrix: ForeignMatrix) -> npt.NDArray[np.int16]:
     return np.ascontiguousarray(levels.reshape(len(words), -1).T).astype(np.int16)
 
 
-def _weights(matrix: ForeignMatrix, columns: Int64s | None, zero: npt.NDArray[np.int16]) -> npt.NDArray[Any]:
+def _weights(matrix: GptqAwqMatrix, columns: Int64s | None, zero: npt.NDArray[np.int16]) -> npt.NDArray[Any]:
     """The integers as `IntegerMatrix` has them, made for some rows at a time."""
     is_packed = matrix.bits == 4 and matrix.num_in % RUN == 0
     width = matrix.num_in // 2 if is_packed else matrix.num_in
@@ -136,7 +136,7 @@ def _weights(matrix: ForeignMatrix, columns: Int64s | None, zero: npt.NDArray[np
     return out
 
 
-def _unpacked(words: npt.NDArray[np.uint32], matrix: ForeignMatrix, *, axis: int) -> npt.NDArray[np.uint8]:
+def _unpacked(words: npt.NDArray[np.uint32], matrix: GptqAwqMatrix, *, axis: int) -> npt.NDArray[np.uint8]:
     """Words with a dimension of size 1 at `axis` → uint8, with the numbers of each word there."""
     places = _AWQ_PLACES if matrix.is_awq else range(32 // matrix.bits)
     shape = [1, 1, 1]

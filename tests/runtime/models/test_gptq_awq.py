@@ -24,13 +24,13 @@ from teneral.loader.load.load import WeightLoad
 from teneral.loader.sources.open import open_source, open_store
 from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.unpack import unpack
-from teneral.runtime.backends.torch.compute_dtype import ComputePolicy, CpuDtypes
+from teneral.runtime.backends.torch.tensors import ComputePolicy, CpuDtypes
 from teneral.runtime.dtypes import DType
 from teneral.runtime.errors import ModelError
 from teneral.runtime.models import projections
-from teneral.runtime.models.converted import ConvertedProjection
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.models.fields import Fields
+from teneral.runtime.models.gptq_awq_linear import GptqAwqProjection
 from teneral.runtime.models.parameters import Parameters
 from teneral.runtime.models.quantization_config import QuantizationConfig
 from teneral.runtime.weights import StreamedWeights
@@ -126,7 +126,7 @@ def test_integers_and_zeros_are_kept_as_they_are(note):
     matrix = Matrix(16, 128, note)
     tensors = matrix.tensors("x")
     projection = projections.take_linear(parameters_of(tensors, note), "x", 128, 16, bias=False)
-    assert isinstance(projection, ConvertedProjection)
+    assert isinstance(projection, GptqAwqProjection)
 
     (found,) = projection.matrices()
 

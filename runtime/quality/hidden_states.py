@@ -11,7 +11,7 @@ from ..backends.torch.decoder import TorchExecutor
 from ..models.decoder import Decoder
 
 
-class ListeningHead:
+class HiddenStatesHead:
     """A wrapper of an executor's norm and head. `states` is its last input, (R, hidden_size)."""
 
     __slots__ = ("_head_of", "_norm", "states")
@@ -27,14 +27,14 @@ class ListeningHead:
 
 
 @contextmanager
-def listening_head(decoder: Decoder) -> Iterator[ListeningHead]:
+def hidden_states_head(decoder: Decoder) -> Iterator[HiddenStatesHead]:
     """Wrap the decoder's head inside the context. The decoder must have no other users."""
     executor = decoder.executor
     assert isinstance(executor, TorchExecutor)
     own = vars(executor)
     # The wrapper of an outer context, if the decoder is compared with itself.
     further_out = own.get("head_of")
-    listener = own["head_of"] = ListeningHead(executor)
+    listener = own["head_of"] = HiddenStatesHead(executor)
     try:
         yield listener
     finally:

@@ -19,7 +19,7 @@ def largest_first(members: Sequence[tuple[T, int]]) -> list[T]:
     return [members[number][0] for number in order]
 
 
-def is_exhaustion(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out, here or on a device. torch's error is detected by its name, to not
     import it here.
     """

@@ -15,7 +15,7 @@ from ..dtypes import DType, from_float32, to_float32
 from ..errors import ModelError
 from ..tensors import Tensor, aligned_empty
 from ..weights import Gate
-from .foreign import Converted, ForeignMatrix, convert
+from .gptq_awq import ConvertedMatrix, GptqAwqMatrix, convert
 from .matrices import IntegerMatrix
 from .parameters import Parameters
 from .quantization_config import QuantizationConfig
@@ -23,14 +23,14 @@ from .quantization_config import QuantizationConfig
 _ZEROS = {np.dtype(np.uint8): DType.U8, np.dtype(np.int16): DType.I16}
 
 
-class ConvertedProjection:
+class GptqAwqProjection:
     """Several matrices of the same input, one below the other: a `Projection`."""
 
     def __init__(
-        self, matrices: Sequence[ForeignMatrix], biases: Sequence[Tensor | None], gate: Gate
+        self, matrices: Sequence[GptqAwqMatrix], biases: Sequence[Tensor | None], gate: Gate
     ) -> None:
         """`gate` is that of the matrices' tensors."""
-        self._foreign = tuple(matrices)
+        self._matrices = tuple(matrices)
         self._biases = tuple(biases)
         self._gate = gate
         self._converting = threading.Lock()  # so that there is one copy
@@ -38,11 +38,11 @@ class ConvertedProjection:
 
     @property
     def num_in(self) -> int:
-        return self._foreign[0].num_in
+        return self._matrices[0].num_in
 
     @property
     def num_out(self) -> int:
-        return sum(matrix.num_out for matrix in self._foreign)
+        return sum(matrix.num_out for matrix in self._matrices)
 
     @property
     def is_settled(self) -> bool:
@@ -59,15 +59,15 @@ class ConvertedProjection:
             return matrices
 
     def _convert(self) -> tuple[IntegerMatrix, ...]:
-        found = [convert(matrix) for matrix in self._foreign]
+        found = [convert(matrix) for matrix in self._matrices]
         if len(found) > 1 and _can_join(found):
-            found, biases = [_joined(found)], [_joined_biases(self._foreign, self._biases)]
+            found, biases = [_joined(found)], [_joined_biases(self._matrices, self._biases)]
         else:
             biases = list(self._biases)
         return tuple(map(_as_matrix, found, biases))
 
 
-def _as_matrix(converted: Converted, bias: Tensor | None) -> IntegerMatrix:
+def _as_matrix(converted: ConvertedMatrix, bias: Tensor | None) -> IntegerMatrix:
     weight, zero = converted.weight, converted.zero
     return IntegerMatrix(
         Tensor(DType.U8 if weight.dtype == np.uint8 else DType.I8, weight),
@@ -78,11 +78,11 @@ def _as_matrix(converted: Converted, bias: Tensor | None) -> IntegerMatrix:
     )
 
 
-def _can_join(found: Sequence[Converted]) -> bool:
+def _can_join(found: Sequence[ConvertedMatrix]) -> bool:
     """Whether they are of one kind, with their columns in one order, as q, k and v have them."""
     first = found[0]
 
-    def is_alike(other: Converted) -> bool:
+    def is_alike(other: ConvertedMatrix) -> bool:
         if first.columns is None or other.columns is None:
             is_ordered_alike = first.columns is other.columns
         else:
@@ -97,11 +97,11 @@ def _can_join(found: Sequence[Converted]) -> bool:
     return all(map(is_alike, found[1:]))
 
 
-def _joined(found: Sequence[Converted]) -> Converted:
+def _joined(found: Sequence[ConvertedMatrix]) -> ConvertedMatrix:
     zeros = [one.zero for one in found if one.zero is not None]
     num_out = sum(len(one.weight) for one in found)
     weight = aligned_empty((num_out, found[0].weight.shape[1]), found[0].weight.dtype)
-    return Converted(
+    return ConvertedMatrix(
         np.concatenate([one.weight for one in found], out=weight),
         np.concatenate([one.scale for one in found]),
         np.concatenate(zeros) if zeros else None,
@@ -109,7 +109,7 @@ def _joined(found: Sequence[Converted]) -> Converted:
     )
 
 
-def _joined_biases(matrices: Sequence[ForeignMatrix], biases: Sequence[Tensor | None]) -> Tensor | None:
+def _joined_biases(matrices: Sequence[GptqAwqMatrix], biases: Sequence[Tensor | None]) -> Tensor | None:
     there = [bias for bias in biases if bias is not None]
     if not there:
         return None
@@ -121,23 +121,23 @@ def _joined_biases(matrices: Sequence[ForeignMatrix], biases: Sequence[Tensor | 
     return Tensor(dtype, from_float32(np.concatenate(parts), dtype))
 
 
-def take_converted(
+def take_gptq_awq(
     parameters: Parameters, names_and_sizes: Sequence[tuple[str, int]], num_in: int, *, bias: bool
-) -> ConvertedProjection:
+) -> GptqAwqProjection:
     """One projection to all the (name, num_out), whose tensors are `name`.qweight and so on. A bias that is there
     counts even if the model has none without being quantised: some tools write it. Raises `ModelError`.
     """
-    matrices = [_take_foreign(parameters, name, num_in, num_out) for name, num_out in names_and_sizes]
+    matrices = [_take_matrix(parameters, name, num_in, num_out) for name, num_out in names_and_sizes]
     biases = [
         parameters.take(f"{name}.bias", num_out) if bias or f"{name}.bias" in parameters else None
         for name, num_out in names_and_sizes
     ]
     kinds = ("qweight", "qzeros", "scales", "g_idx")
     gate = parameters.gate_of([f"{name}.{kind}" for name, _ in names_and_sizes for kind in kinds])
-    return ConvertedProjection(matrices, biases, gate)
+    return GptqAwqProjection(matrices, biases, gate)
 
 
-def _take_foreign(parameters: Parameters, name: str, num_in: int, num_out: int) -> ForeignMatrix:
+def _take_matrix(parameters: Parameters, name: str, num_in: int, num_out: int) -> GptqAwqMatrix:
     config = parameters.quantization
     full_name = parameters.full_name(name)
     if config is None or config.method not in ("gptq", "awq"):
@@ -153,7 +153,7 @@ def _take_foreign(parameters: Parameters, name: str, num_in: int, num_out: int) 
         raise ModelError(f"{full_name} of shape ({num_out}, {num_in}) does not fill whole words of 32 bits")
     shape = (num_in, num_out // per_word) if is_awq else (num_in // per_word, num_out)
     order_name = f"{name}.g_idx"
-    return ForeignMatrix(
+    return GptqAwqMatrix(
         full_name,
         parameters.take_as(f"{name}.qweight", shape, DType.I32),
         parameters.take_as(f"{name}.qzeros", (num_groups, num_out // per_word), DType.I32),

@@ -1,0 +1,290 @@
+"""The layers that torch computes: activations, norms, rotary positions and projections.
+
+The activation functions of a spec, in torch.
+
+Normalisation. Statistics are fp32; results are rounded where transformers rounds, so that tokens
+agree.
+
+Rotary embeddings in torch: tables of cosines and sines, and the rotation.
+
+A table grows on demand, and is rounded to the compute dtype, as in transformers. Nothing is
+computed before the first forward pass: torch's thread pool must not have run in a process that may
+still fork.
+
+Products of a model's projections in torch, over weights at the loader's addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from ...models.decoder_config import Norm
+from ...models.matrices import DenseMatrix, IntegerMatrix, Matrix, Projection
+from ...models.rotary import Rotary
+from ...models.spec import Activation
+from ...tensors import Tensor
+from .quantized import QuantizedLinear
+from .tensors import to_torch
+
+
+def activation(name: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
+    functions: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+        Activation.SILU: F.silu,
+        Activation.GELU: F.gelu,
+        Activation.GELU_TANH: _gelu_tanh,
+        Activation.RELU: F.relu,
+        Activation.TANH: torch.tanh,
+    }
+    return functions[name]
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+class RMSNorm:
+    """A norm over the last dimension, of one of the kinds of `Norm`. `weight` is (size,)."""
+
+    __slots__ = ("eps", "kind", "weight")
+
+    def __init__(self, weight: torch.Tensor, eps: float, kind: Norm = Norm.RMS) -> None:
+        self.weight = weight
+        self.eps = eps
+        self.kind = kind
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind is Norm.RMS:
+            return unit_rms(x, self.eps).mul_(self.weight.to(x.dtype))
+        wide, factor = x.float(), self.weight.float()
+        if self.kind is Norm.LAYER:
+            wide = wide - wide.mean(-1, keepdim=True)
+        elif self.kind is Norm.RMS_PLUS_ONE:
+            factor = 1.0 + factor
+        return unit_rms(wide, self.eps).mul_(factor).to(x.dtype)
+
+
+class HeadNorm:
+    """Norms of queries and keys, of each head separately or of all heads of a row together."""
+
+    __slots__ = ("is_joint", "keys", "num_heads", "queries")
+
+    def __init__(self, queries: RMSNorm, keys: RMSNorm, num_heads: int, *, is_joint: bool) -> None:
+        self.queries = queries
+        self.keys = keys
+        self.num_heads = num_heads
+        self.is_joint = is_joint
+
+    def apply_(self, heads: torch.Tensor) -> None:
+        """Normalise in place: (T, num_heads query heads, then the key heads, head_dim)."""
+        queries, keys = heads[:, : self.num_heads], heads[:, self.num_heads :]
+        if self.queries.kind is Norm.RMS and not self.is_joint:  # one pass for both
+            unit = unit_rms(heads, self.queries.eps)
+            torch.mul(unit[:, : self.num_heads], self.queries.weight.to(heads.dtype), out=queries)
+            torch.mul(unit[:, self.num_heads :], self.keys.weight.to(heads.dtype), out=keys)
+            return
+        for norm, part in ((self.queries, queries), (self.keys, keys)):
+            rows = part.reshape(len(part), 1, -1) if self.is_joint else part
+            part.copy_(norm(rows).view(part.shape))
+
+
+class LayerNorm:
+    """(x - mean) / deviation * weight + bias over the last dimension. `weight` and `bias` are (size,); None is 0."""
+
+    __slots__ = ("bias", "eps", "weight")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.eps = eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), bias, self.eps)
+
+
+def unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """x scaled to a root mean square of 1 over its last dimension: a new tensor of x's shape and dtype."""
+    wide = x.float()
+    # Not mean(): on a CPU it takes as long as everything else together.
+    mean_square = (wide * wide).sum(-1, keepdim=True).mul_(1.0 / x.shape[-1])
+    return (wide * mean_square.add_(eps).rsqrt_()).to(x.dtype)
+
+
+Rotation = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+SMALLEST_TABLE = 512  # positions
+
+
+class RopeTable:
+    """Cosines and sines, (positions, rotary_dim) each. Not thread-safe: one forward pass at a time."""
+
+    def __init__(self, rotary: Rotary, max_context: int, dtype: torch.dtype) -> None:
+        self._rotary = rotary
+        self._max_context = max_context
+        self._dtype = dtype
+        self._cos = torch.empty(0)
+        self._sin = torch.empty(0)
+
+    def rows(self, positions: torch.Tensor, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, sin) of these positions, all below `end`: (T, 1, rotary_dim) each, to broadcast
+        over heads.
+
+        The first half of each sine is negated, as `rotate_` expects.
+        """
+        if end > len(self._cos) or self._cos.device != positions.device:
+            self._grow(end, positions.device)
+        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+
+    @property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The current cosines and sines. Growing replaces them and does not change them."""
+        return self._cos, self._sin
+
+    def _grow(self, end: int, device: torch.device) -> None:
+        doubled = 1 << (max(end, SMALLEST_TABLE) - 1).bit_length()
+        length = max(end, min(doubled, self._max_context))
+        cos, sin = (torch.from_numpy(table) for table in self._rotary.tables(0, length))
+        self._cos = torch.cat((cos, cos), dim=-1).to(device, self._dtype)
+        self._sin = torch.cat((-sin, sin), dim=-1).to(device, self._dtype)
+
+
+def rotation(*, interleaved: bool, wide: bool) -> Rotation:
+    """The function that rotates heads in place: `rotate_` or a variant.
+
+    A wide one rotates in fp32, by cosines and sines in fp32, and rounds once.
+    """
+    turn = rotate_neighbours_ if interleaved else rotate_
+    return partial(_rotate_wide, turn) if wide else turn
+
+
+def _rotate_wide(turn: Rotation, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    wide = x[..., : cos.shape[-1]].float()
+    turn(wide, cos, sin)
+    x[..., : cos.shape[-1]] = wide
+
+
+def rotate_neighbours_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotate like `rotate_`, but dimension 2 i pairs with 2 i + 1."""
+    size = cos.shape[-1]
+    low, high = x[..., 0:size:2], x[..., 1:size:2]
+    cos, sin = cos[..., : size // 2], sin[..., size // 2 :]
+    turned_low, turned_high = low * cos - high * sin, high * cos + low * sin
+    low.copy_(turned_low)
+    high.copy_(turned_high)
+
+
+def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotate in place the first rotary_dim dimensions of each head of x (T, heads, head_dim).
+
+    `cos` and `sin` are from `RopeTable.rows`. Dimension i pairs with i + rotary_dim / 2, as in the
+    checkpoints that transformers writes.
+    """
+    part = x[..., : cos.shape[-1]]
+    crossed = part.roll(cos.shape[-1] // 2, -1).mul_(sin)
+    part.mul_(cos).add_(crossed)
+
+
+Product = Callable[[torch.Tensor], torch.Tensor]  # (T, in) → (T, out)
+
+# Weights that exist twice at a time; a longer row gets scratch of its own size.
+SCRATCH_ELEMENTS = 1 << 20
+
+
+class Linear:
+    """x @ weight.T + bias. `weight` is (out, in), `bias` (out,) or None.
+
+    Weights of another dtype than x are multiplied in fp32, a stretch of rows at a time, so that
+    none of them is rounded.
+    """
+
+    __slots__ = ("bias", "weight")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    @property
+    def num_in(self) -> int:
+        return self.weight.shape[1]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype is self.weight.dtype:
+            return F.linear(x, self.weight, self.bias)
+        return self.in_float32(x).to(x.dtype)
+
+    def in_float32(self, x: torch.Tensor) -> torch.Tensor:
+        """The product in fp32, unrounded."""
+        wide = x.float()
+        num_out, num_in = self.weight.shape
+        out = wide.new_empty(*x.shape[:-1], num_out)
+        step = max(1, SCRATCH_ELEMENTS // num_in)
+        for begin in range(0, num_out, step):
+            out[..., begin : begin + step] = F.linear(wide, self.weight[begin : begin + step].float())
+        return out if self.bias is None else out.add_(self.bias.float())
+
+
+class SideBySide:
+    """Several products of one input, concatenated: the same result as one product with the stacked
+    weights.
+    """
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: Sequence[Product]) -> None:
+        self.parts = tuple(parts)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part(x) for part in self.parts], dim=-1)
+
+
+class LateProduct:
+    """A projection whose matrices are converted at the first use."""
+
+    __slots__ = ("_device", "_kept", "_projection")
+
+    def __init__(self, projection: Projection, device: torch.device) -> None:
+        self._projection = projection
+        self._device = device
+        self._kept: Product | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._kept is not None:
+            return self._kept(x)
+        product = _product_over(self._projection.matrices(), self._device)
+        if self._projection.is_settled:
+            self._kept = product
+        return product(x)
+
+
+def product_of(projection: Projection, device: torch.device) -> Product:
+    """The product that computes this projection on the weights' device."""
+    if projection.is_settled:
+        return _product_over(projection.matrices(), device)
+    return LateProduct(projection, device)
+
+
+def _product_over(matrices: Sequence[Matrix], device: torch.device) -> Product:
+    parts = [_product(matrix, device) for matrix in matrices]
+    return parts[0] if len(parts) == 1 else SideBySide(parts)
+
+
+def _product(matrix: Matrix, device: torch.device) -> Product:
+    if isinstance(matrix, DenseMatrix):
+        return Linear(to_torch(matrix.weight), _there(matrix.bias, device))
+    assert isinstance(matrix, IntegerMatrix)
+    columns = None if matrix.columns is None else torch.from_numpy(matrix.columns).to(device)
+    return QuantizedLinear(
+        to_torch(matrix.weight).to(device),
+        to_torch(matrix.scale).to(device),
+        _there(matrix.zero, device),
+        _there(matrix.bias, device),
+        columns,
+    )
+
+
+def _there(tensor: Tensor | None, device: torch.device) -> torch.Tensor | None:
+    return None if tensor is None else to_torch(tensor).to(device)

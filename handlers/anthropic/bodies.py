@@ -1,6 +1,6 @@
-"""Each field of /v1/messages and its effect; docs/openai.md has the table.
+"""Bodies of /v1/messages, and the chat that each comes to.
 
-Bodies of /v1/messages, and the chat that each comes to.
+Each field of /v1/messages and its effect; docs/openai.md has the table.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""The histogram of a model's idle gaps, and the window in which its next request is expected.
+"""The scaling policy: how many instances a model should have, and which idle one gives up its memory.
+
+Pure functions of numbers. `teneral pool run`, the simulator of `teneral pool plan` and the policy for Ray call these
+and nothing else: what is planned is what runs.
+
+The histogram of a model's idle gaps, and the window in which its next request is expected.
 
 The hybrid histogram policy of "Serverless in the Wild" (Shahrad et al., USENIX ATC 2020): gaps between the end of a
 model's last request and the arrival of its next one, in bins of a minute over four hours. An idle model has an instance
 from the 5th to the 99th percentile of them. Pure: it knows neither a clock nor instances.
-
-The scaling policy: how many instances a model should have, and which idle one gives up its memory.
-
-Pure functions of numbers. `teneral pool run`, the simulator of `teneral pool plan` and the policy for Ray call these
-and nothing else: what is planned is what runs.
 """
 
 from __future__ import annotations

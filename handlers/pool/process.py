@@ -1,15 +1,15 @@
-"""One machine's memory for instances: a ledger of what is reserved, and the measured proportional set size (PSS).
+"""The processes of a pool: `teneral serve` on a loopback port, adopted from a standby process or
+started anew, and the standby pool itself.
+
+Each is watched by its pidfd, so a signal never reaches another process that has reused its number.
+Linux only.
+
+One machine's memory for instances: a ledger of what is reserved, and the measured proportional set size (PSS).
 
 A reservation is made before a process starts and lasts until it has ended, so two starts never count on the same
 bytes. Sizes are bytes. Used on the event loop only, but for `tree_pss_bytes`, which blocks.
 
 The configuration of one instance on this machine, from the pool file and the environment.
-
-The processes of a pool: `teneral serve` on a loopback port, adopted from a standby process or
-started anew, and the standby pool itself.
-
-Each is watched by its pidfd, so a signal never reaches another process that has reused its number.
-Linux only.
 """
 
 from __future__ import annotations

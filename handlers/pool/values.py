@@ -1,15 +1,15 @@
-"""The codes of everything that can be wrong with a pool file, and the errors and warnings that carry them.
+"""A pool file's frozen values: every consumer (check, render, plan, run, Ray) takes these.
+
+Units are in the names; memory is in bytes. A value is complete: defaults are applied, so that a consumer never looks at
+`[defaults]`. `Pool.place` finds the line of a key for an error or a warning.
+
+The codes of everything that can be wrong with a pool file, and the errors and warnings that carry them.
 
 Knows no platform: `teneral pool render` raises and returns these values as well, with its own messages.
 
 The line of each key of a TOML text, which `tomllib` does not keep.
 
 Reads texts that `tomllib` has accepted: it looks at statements, not at values, and never raises.
-
-A pool file's frozen values: every consumer (check, render, plan, run, Ray) takes these.
-
-Units are in the names; memory is in bytes. A value is complete: defaults are applied, so that a consumer never looks at
-`[defaults]`. `Pool.place` finds the line of a key for an error or a warning.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""The engine's view of a decoder, and of weights that are still arriving.
-
-The protocol of a decoder, as the engine uses it.
-
-The engine's view of weights that are still arriving.
-"""
+"""The engine's view of a decoder, and of weights that are still arriving."""
 
 from __future__ import annotations
 

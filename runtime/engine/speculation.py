@@ -1,7 +1,6 @@
 """Speculation ahead of the exact weights: the length of drafts, and the exact passes that confirm them.
 
-The length of drafts ahead of the exact weights: pure decisions over measured times.
-
+The length of drafts is a pure decision over measured times.
 A proposal that the exact weights confirm saves a decode step. It costs a row in the pass that
 confirms, and is lost with the first wrong proposal before it. All proposals must have caught up
 with that pass when the last exact weights arrive, or they would delay the first exact token.

@@ -1,10 +1,8 @@
-"""The waiting and running sequences.
+"""The waiting and running sequences, and the engine's statistics.
 
 Invariants: all state is read and changed under `changed`, whose waiters are notified of arrivals
 and ends. A sequence's blocks are free before its last event is visible; if it ends during a step,
 at the end of that step. Nothing is computed or delivered here, and no scheduling decision is made.
-
-The statistics of an engine, read from its state.
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""Fair queueing among waiting tenants: shares of tokens, not of requests.
+"""The waiting sequences of the engine, in the order of their turns.
+
+Interactive work comes before all batch work; within each of the two, tenants take turns
+(fair queueing), and a tenant's own requests keep their order of arrival. A preempted sequence is the
+first of its tenant. Running sequences are known only as a count. This module knows nothing of
+blocks, bounds or threads; the caller serialises access.
+
+Fair queueing among waiting tenants: shares of tokens, not of requests.
 
 Each tenant has an account of its served tokens, and the lowest goes next. That is start-time fair
 queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with the costs of "Fairness in Serving Large Language
@@ -13,14 +20,7 @@ over at most `MAX_PASSED_OVER` times for each waiting tenant; then only tenants 
 over more often go before it, with one request each.
 
 A tenant's own requests keep their order here; the scheduler gives its turns to the shortest prompts
-first. This module knows nothing of priorities, blocks or threads.
-
-The waiting sequences of the engine, in the order of their turns.
-
-Interactive work comes before all batch work; within each of the two, tenants take turns
-(fair queueing), and a tenant's own requests keep their order of arrival. A preempted sequence is the
-first of its tenant. Running sequences are known only as a count. This module knows nothing of
-blocks, bounds or threads; the caller serialises access.
+first.
 """
 
 from __future__ import annotations

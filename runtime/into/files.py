@@ -1,7 +1,7 @@
-"""The addresses of weights: an artifact, a model directory, or one safetensors file.
-
-`load_file`: all weights at an address as a dict of tensors; a replacement of
+"""All weights at an address as a dict of tensors: `load_file`, a replacement of
 `safetensors.torch.load_file`.
+
+The addresses of weights: an artifact, a model directory, or one safetensors file.
 """
 
 from __future__ import annotations

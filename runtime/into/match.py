@@ -1,6 +1,6 @@
 """The matching of a file's tensors to a module's slots, by names, shapes and dtypes alone.
 
-Nothing is read or changed here. A file often holds a model with a head, and the module is the model
+The matching reads and changes nothing. A file often holds a model with a head, and the module is the model
 without it, or the other way round: then one prefix distinguishes all their names, and it is found.
 
 The binding of slots to values: tensors are laid over the load's memory, or values are copied

@@ -1,14 +1,11 @@
-"""Construction of a module to be loaded, without the cost of random numbers and memory that are
-never read.
+"""A module's slots: its parameters and persistent buffers, with tied ones as one slot, and the tensors
+that are laid into them.
 
-Tensors over a load's memory, each with a storage of its own size.
+A module to be loaded is constructed without random numbers and memory that are never read.
 
-torch's operations on storages therefore apply to one tensor, not to its whole group: saving,
-copying and sharing it, and detecting tied tensors.
-
-The tensors of one group as views of its slab, on any device.
-
-A module's slots: its parameters and persistent buffers, with tied ones as one slot.
+Each tensor over a load's memory has a storage of its own size: torch's operations on storages
+therefore apply to one tensor, not to its whole group: saving, copying and sharing it, and detecting
+tied tensors.
 
 Tied means the same object under several names, or several objects over exactly the same memory.
 This module does not know the source of the values.

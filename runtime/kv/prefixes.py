@@ -1,19 +1,4 @@
-"""An index of cached blocks by their predecessor and tokens.
-
-Where a prompt leaves a chain in the middle of a block, one of these blocks may begin with its next
-tokens. A block is listed under the hash of its predecessor, or under the seed of its chain, so it
-cannot be found without that, just like whole blocks. There is at most one entry for each block, and
-a search looks at `MAX_SEEN` successors of one predecessor: its time is bounded, however many of
-them a client makes. This module knows nothing of the owners of blocks.
-
-Usage counts of a pool's prefixes: the order of blocks, and the number of requests that found
-each.
-
-Counts are of this process. A request that finds a block has found all those before it, so no block
-counts more than its predecessor. This module knows nothing of tokens, block numbers or contents;
-the caller serialises access.
-
-The prefix cache: blocks of keys and values that can be reused, found by the hashes of their
+"""The prefix cache: blocks of keys and values that can be reused, found by the hashes of their
 tokens.
 
 A full block's key is a chain of hashes: SHA-256 over the hash of the block before it and its own
@@ -27,6 +12,20 @@ a block, a block that begins in the same way can be found, too, to copy that par
 of it. Blocks may be *pinned* (`sessions.py`): these are evicted only when no other idle block is
 left, and the pins' owner chooses which. This module knows nothing of tensors, sequences or threads;
 the caller serialises access.
+
+An index of cached blocks by their predecessor and tokens.
+
+Where a prompt leaves a chain in the middle of a block, one of these blocks may begin with its next
+tokens. A block is listed under the hash of its predecessor, or under the seed of its chain, so it
+cannot be found without that, just like whole blocks. There is at most one entry for each block, and
+a search looks at `MAX_SEEN` successors of one predecessor: its time is bounded, however many of
+them a client makes.
+
+Usage counts of a pool's prefixes: the order of blocks, and the number of requests that found
+each.
+
+Counts are of this process. A request that finds a block has found all those before it, so no block
+counts more than its predecessor.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The storage protocol of keys and values, as models and the engine use it.
+"""The storage of keys and values: its protocol, as models and the engine use it, its default size, and
+the host's pool.
 
 A pool has blocks of a fixed number of tokens. Allocation is separate (`blocks.py`). Every kind of
 pool passes the one contract suite in `tests/runtime/kv/test_storage.py`.
-
-The default size of a KV pool.
 
 The host storage of keys and values: one array for all layers, cut into blocks of a fixed number
 of tokens.

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["__version__", "empty_weights", "load_file", "load_into"]
 
-_HOMES = {"empty_weights": "empty", "load_file": "files", "load_into": "module_load"}
+_HOMES = {"empty_weights": "slots", "load_file": "files", "load_into": "module_load"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,9 +1,9 @@
-"""The options of a request: the protocol's parameters, Triton's, and those of a generation.
+"""Prompts and generated texts: the decoder's side of `infer` and of Triton's `generate`.
+
+The options of a request: the protocol's parameters, Triton's, and those of a generation.
 
 The names of generation options are those of /v1/completions, with Teneral's own on the same level.
 Unsupported options that would change the answer are refused, not ignored. Pure.
-
-Prompts and generated texts: the decoder's side of `infer` and of Triton's `generate`.
 """
 
 from __future__ import annotations

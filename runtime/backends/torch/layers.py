@@ -1,17 +1,13 @@
 """The layers that torch computes: activations, norms, rotary positions and projections.
 
-The activation functions of a spec, in torch.
-
-Normalisation. Statistics are fp32; results are rounded where transformers rounds, so that tokens
+Statistics of norms are fp32; their results are rounded where transformers rounds, so that tokens
 agree.
 
-Rotary embeddings in torch: tables of cosines and sines, and the rotation.
-
-A table grows on demand, and is rounded to the compute dtype, as in transformers. Nothing is
+A table of cosines and sines grows on demand, and is rounded to the compute dtype, as in transformers. Nothing is
 computed before the first forward pass: torch's thread pool must not have run in a process that may
 still fork.
 
-Products of a model's projections in torch, over weights at the loader's addresses.
+Products read weights at the loader's addresses.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""The choice of a model's compute dtype, from the dtype of its weights and the CPU's capabilities.
+"""torch tensors over numpy's memory, without copies, and the choice of a model's compute dtype.
 
-A CPU may have no products in half precision, and their emulation takes many times as long. fp32
-holds every bf16 and fp16 number, so computing in it changes none of the weights. The choice is a
-pure function; only `CpuDtypes.of_this_machine` inspects a machine. This module knows nothing of
-models.
-
-torch tensors over numpy's memory, without copies and with torch's own bfloat16.
+The dtype follows from that of the weights and the CPU's capabilities. A CPU may have no products in
+half precision, and their emulation takes many times as long. fp32 holds every bf16 and fp16 number,
+so computing in it changes none of the weights. The choice is a pure function; only
+`CpuDtypes.of_this_machine` inspects a machine. This module knows nothing of models.
 """
 
 from __future__ import annotations

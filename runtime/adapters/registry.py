@@ -3,16 +3,21 @@
 Invariants: the bytes of all adapters in memory and of those under way never exceed the budget. An adapter that a
 request holds is never given up; of the others, the one used longest ago goes first. A load that finds no room waits
 until requests end: an adapter that has room needs no more of it, so some request always can. What failed is forgotten
-at once, and tried again by the next request. It knows no engine, no step and no HTTP.
+at once, and tried again by the next request. Bytes count until the arrays are freed: a step may compute with those of a
+request that has been cancelled. It knows no engine, no step and no HTTP.
 """
 
 from __future__ import annotations
 
+import copy
+import gc
 import logging
 import queue
 import re
 import threading
 import time
+import traceback
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +36,12 @@ MAX_LOADED = 4096
 MAX_REGISTERED = 16_384
 MAX_LOADS = 4  # at the same time
 FIELD = "{name}"
+FREED_WITHIN_S = 1.0  # of the end of the last request that held an adapter
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+class _UnwantedError(AdapterUnavailableError):
+    """All requests for an adapter have ended before there was room for it."""
 
 
 class LoadedAdapter:
@@ -41,6 +51,7 @@ class LoadedAdapter:
         self.name = name
         self.address = address
         self.created_unix_s = int(time.time())
+        self.queued_s = time.monotonic()
         self.size_bytes = 0  # that the budget counts for it
         self.num_pins = 0  # requests that hold it
         self.is_listed = True  # found by its name
@@ -72,7 +83,8 @@ class LoadedAdapter:
         with self._changed:
             self._changed.wait_for(lambda: self.failure or self._num_layers > layer, timeout_s)
             if self.failure is not None:
-                raise self.failure.with_traceback(None)
+                # A copy: its traceback has frames that refer to this adapter's arrays.
+                raise copy.copy(self.failure) from self.failure.__cause__
             return self._num_layers > layer
 
     def when_changed(self, callback: Callable[[], None]) -> None:
@@ -118,11 +130,16 @@ class AdapterStatistics:
     """A moment's view; totals count from the start."""
 
     loaded: int
-    loaded_bytes: int
+    loaded_bytes: int  # with those under way
     max_bytes: int
     pinned: int
+    loading: int  # queued or under way
+    waiting_for_room: int  # of these
+    hits_total: int  # requests whose adapter was there, or on its way
+    misses_total: int  # requests that had it loaded
     loads_total: int
-    failures_total: int
+    load_seconds_total: float  # from a load's queueing to its last byte
+    failures_total: int  # without those given up because their requests had ended
     evictions_total: int
 
 
@@ -157,6 +174,8 @@ class AdapterRegistry:
         self._num_threads = self._num_pending = 0  # pending: queued or under way
         self._is_closed = False
         self._num_loads = self._num_failures = self._num_evictions = 0
+        self._num_hits = self._num_misses = self._num_waiting = 0
+        self._load_s = 0.0
 
     # -- for requests ------------------------------------------------------------------------------------------
 
@@ -188,8 +207,11 @@ class AdapterRegistry:
             if adapter is None:
                 address = self._addresses.get(name) or (self._template or "").replace(FIELD, name)
                 adapter = self._adapters[name] = LoadedAdapter(name, address)
+                self._num_misses += 1
                 self._queue.put(adapter)
                 self._start_thread()
+            else:
+                self._num_hits += 1
             self._adapters.move_to_end(name)
             adapter.num_pins += 1
             return adapter
@@ -198,8 +220,6 @@ class AdapterRegistry:
         with self._changed:
             adapter.num_pins -= 1
             assert adapter.num_pins >= 0, f"the adapter {adapter.name} was released too often"
-            if not adapter.is_listed:
-                self._free(adapter)
             self._changed.notify_all()
 
     # -- for an operator ---------------------------------------------------------------------------------------
@@ -259,7 +279,12 @@ class AdapterRegistry:
                 loaded_bytes=self._used_bytes,
                 max_bytes=self._max_bytes,
                 pinned=sum(each.num_pins > 0 for each in self._adapters.values()),
+                loading=len(self._adapters) - len(there),
+                waiting_for_room=self._num_waiting,
+                hits_total=self._num_hits,
+                misses_total=self._num_misses,
                 loads_total=self._num_loads,
+                load_seconds_total=self._load_s,
                 failures_total=self._num_failures,
                 evictions_total=self._num_evictions,
             )
@@ -311,6 +336,7 @@ class AdapterRegistry:
             else:
                 with self._changed:
                     self._num_loads += 1
+                    self._load_s += time.monotonic() - adapter.queued_s
                 adapter.finish(digest, None)
             del adapter  # it may be given up while this waits
             with self._changed:
@@ -332,7 +358,12 @@ class AdapterRegistry:
         started_s = time.monotonic()
         opened = open_adapter(source, folder, self._base, max_bytes=self._max_bytes)
         self._make_room(adapter, opened.plan.size_bytes)
-        weights = opened.plan.allocate()
+        try:
+            weights = opened.plan.allocate()
+        except BaseException:
+            self._freed(opened.plan.size_bytes)
+            raise
+        weakref.finalize(weights, self._freed, opened.plan.size_bytes).atexit = False
         adapter.begin(weights)
         digest = read_adapter(opened, weights, adapter.note_layer)
         logger.info(
@@ -347,51 +378,75 @@ class AdapterRegistry:
         """Count these bytes for the adapter, once there is room for them. Waits for requests to end."""
         if size_bytes > self._max_bytes:
             raise too_big(size_bytes, self._max_bytes)
+        is_late = False  # arrays of adapters that made way have not been freed in time
         with self._changed:
             while True:
                 self._require_open()
                 if not adapter.is_listed or not adapter.num_pins:
                     if adapter.is_listed:
                         self._drop(adapter.name)  # under this lock: no request can pin it before it fails
-                    raise AdapterUnavailableError(f"nothing asks for the adapter {adapter.name!r} any more")
-                idle = [each for each in self._adapters.values() if each.is_complete and not each.num_pins]
-                num_there = len(self._adapters)
-                while idle and (self._used_bytes + size_bytes > self._max_bytes or num_there > MAX_LOADED):
-                    self._num_evictions += 1
-                    num_there -= 1
-                    self._drop(idle.pop(0).name)
+                    raise _UnwantedError(f"nothing asks for the adapter {adapter.name!r} any more")
+                self._give_up(size_bytes, also_for_freed=is_late)
                 if self._used_bytes + size_bytes <= self._max_bytes:
                     break
-                self._changed.wait()
+                self._num_waiting += 1
+                is_late = not self._changed.wait(FREED_WITHIN_S)
+                self._num_waiting -= 1
+                if is_late and sum(each.num_pins > 0 for each in self._adapters.values()) == 1:
+                    gc.collect()  # only this one is held: a cycle of references keeps the others' arrays
             adapter.size_bytes = size_bytes
             self._used_bytes += size_bytes
 
     def _fail(self, adapter: LoadedAdapter, error: TeneralError) -> None:
-        logger.warning("%s", error.message)
+        is_unwanted = isinstance(error, _UnwantedError)
+        logger.log(logging.INFO if is_unwanted else logging.WARNING, "%s", error.message)
+        _clear_frames(error)
         with self._changed:
-            self._num_failures += 1
+            self._num_failures += not is_unwanted
             if self._adapters.get(adapter.name) is adapter:
                 self._drop(adapter.name)
         adapter.finish(None, error)
 
     # -- under the lock ----------------------------------------------------------------------------------------
 
+    def _give_up(self, size_bytes: int, *, also_for_freed: bool) -> None:
+        """Have idle adapters make way for that many bytes, those that were not used for longest first. The arrays of
+        others that have made way are about to be freed, unless `also_for_freed`.
+        """
+        idle = [each.name for each in self._adapters.values() if each.is_complete and not each.num_pins]
+        for name in idle:
+            listed_bytes = sum(each.size_bytes for each in self._adapters.values())
+            taken_bytes = self._used_bytes if also_for_freed else listed_bytes
+            if taken_bytes + size_bytes <= self._max_bytes and len(self._adapters) <= MAX_LOADED:
+                return
+            self._num_evictions += 1
+            self._drop(name)
+
     def _drop(self, name: str) -> None:
-        """No longer found by its name; its bytes are counted until no request holds it."""
+        """No longer found by its name; its bytes are counted until its arrays are freed."""
         adapter = self._adapters.pop(name, None)
         if adapter is not None:
             adapter.is_listed = False
-            self._free(adapter)
             self._changed.notify_all()
 
-    def _free(self, adapter: LoadedAdapter) -> None:
-        if not adapter.num_pins:
-            self._used_bytes -= adapter.size_bytes
-            adapter.size_bytes = 0
+    def _freed(self, size_bytes: int) -> None:
+        """Count arrays as freed. May be called by the collector, in any thread: nothing is done under this lock that
+        waits for another.
+        """
+        with self._changed:
+            self._used_bytes -= size_bytes
+            self._changed.notify_all()
 
     def _require_open(self) -> None:
         if self._is_closed:
             raise AdapterUnavailableError("the instance is shutting down")
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Drop what the frames of the tracebacks refer to: the error is kept, their arrays need not be."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def split_template(template: str) -> tuple[str, str]:

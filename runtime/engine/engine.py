@@ -315,6 +315,7 @@ class Engine:
                     self._stop_spill()
                     return
                 self._execute(plan.shares)
+                del plan  # its sequences have adapters, whose memory others may need while this waits
             except Exception as error:  # a bug: no caller may be left waiting forever
                 logger.exception("the engine failed")
                 self._fail_all(as_teneral_error(error))

@@ -188,8 +188,9 @@ class Generation:
                 # From here on no other thread adds an event.
                 self._ended = True
         if event.finish_reason is not None:
-            if self._on_end is not None:
-                self._on_end(self, event.finish_reason)
+            on_end, self._on_end = self._on_end, None  # it keeps the request's adapter in memory
+            if on_end is not None:
+                on_end(self, event.finish_reason)
             with self._changed:
                 self._append(event)
         self._deliver()

@@ -51,7 +51,7 @@ class AdapterSite:
     parts: tuple[AdapterPart, ...]  # ascending by `first`, none over another
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class AdapterWeights:
     layers: tuple[
         Mapping[Place, AdapterSite], ...

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.batch_jobs import prompts, read_records, write_lines
+from tests.support.adapters import greedy, merged, save_adapter
+from tests.support.batch_jobs import config_of, prompts, read_records, write_lines
+from tests.support.tiny_models import save_tiny, tiny_model
 
 from teneral.handlers.batch.errors import JobFormatError, JobMismatchError
 from teneral.handlers.batch.progress import JobProgress
@@ -20,6 +22,7 @@ from teneral.loader.errors import ChangedError, NotFoundError, UsageError
 from teneral.runtime.instance import Instance
 
 Run = Callable[..., JobReport]
+ROOM_BYTES = 60_000  # for two tiny adapters
 
 
 def call(custom_id: Any, url: str, body: Any) -> dict[str, Any]:
@@ -64,6 +67,33 @@ def test_calls_are_answered_as_the_server_does_in_the_order_of_the_input(run: Ru
         == 14
     )
     assert (report.status, report.records, report.failed) == (Status.COMPLETE, 7, 4)
+
+
+def test_calls_name_adapters(run: Run, tmp_path: Path) -> None:
+    base = save_tiny("llama", tmp_path / "base")
+    model = tiny_model("llama")
+    adapters = {f"a{seed}": save_adapter(tmp_path / f"a{seed}", model, seed=seed) for seed in range(3)}
+    prompt = [(number * 7) % 90 for number in range(20)]
+    models = {"base": model} | {f"base:{name}": merged(model, own) for name, own in adapters.items()}
+    body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    names = [*models, "base:none"] * 4
+    lines = [call(str(line), "/v1/completions", {**body, "model": name}) for line, name in enumerate(names)]
+    settings = {"name": "base", "backend": "native", "adapters": f"{tmp_path}/{{name}}"}
+    with Instance(config_of(base, max_queued=64, adapters_bytes=ROOM_BYTES, **settings)) as host:
+        report = run(write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", host=host)
+        tokenizer = host.tokenizer.result()
+        expected = {name: tokenizer.decode(greedy(each, prompt, 6)) for name, each in models.items()}
+        assert host.adapters is not None
+        host.adapters.check_integrity()
+        assert host.adapters.statistics().evictions_total > 0
+    assert len(set(expected.values())) == len(models)
+    assert (report.status, report.records, report.failed) == (Status.COMPLETE, 20, 4)
+    for name, record in zip(names, read_records(tmp_path / "out.jsonl"), strict=True):
+        if name == "base:none":
+            assert record["response"]["status_code"] == 404
+        else:
+            text = record["response"]["body"]["choices"][0]["text"]
+            assert text.rstrip("\ufffd") == expected[name].rstrip("\ufffd")  # or a cut character
 
 
 def test_plain_lines_are_answered_flat(run: Run, tmp_path: Path) -> None:

@@ -213,6 +213,34 @@ async def test_models_lists_adapters_that_are_there(rig: Rig) -> None:
         assert [each["id"] for each in models] == ["base", "base:german"]
 
 
+async def test_metrics_count_adapters(rig: Rig) -> None:
+    async with rig.serve() as server:
+        for name in ("german", "legal-v2", "german", "missing"):
+            await server.post("/v1/completions", {**BODY, "model": f"base:{name}"})
+        lines = (await server.get("/metrics")).body.decode().splitlines()
+        found = dict(line.rsplit(" ", 1) for line in lines if line.startswith("teneral_adapters_"))
+        sizes = [each.size_bytes for each, _ in server.instance.adapters.listed()]
+        expected = {
+            "loaded": 2,
+            "loaded_bytes": sum(sizes),
+            "max_bytes": 1 << 30,
+            "pinned": 0,
+            "loading": 0,
+            "waiting_for_room": 0,
+            "hits_total": 1,
+            "misses_total": 3,
+            "loads_total": 2,
+            "failures_total": 1,
+            "evictions_total": 0,
+        }
+        assert float(found.pop("teneral_adapters_load_seconds_total")) > 0
+        assert {name: float(value) for name, value in found.items()} == {
+            f"teneral_adapters_{name}": value for name, value in expected.items()
+        }
+    async with rig.serve(adapters=None) as server:
+        assert "teneral_adapters" not in (await server.get("/metrics")).body.decode()
+
+
 async def test_a_backend_without_adapters_refuses_by_name(rig: Rig) -> None:
     async with rig.serve(backend="torch") as server:
         answer = await server.post("/v1/completions", {**BODY, "model": "base:german"})

@@ -25,6 +25,7 @@ MAX_WHITESPACE_CHARS = 128
 MAX_COMPOSED_CHARS = 256 << 10  # of a grammar composed of several schemas
 # Total symbols of nested and consecutive counts such as (a{20}){30}.
 MAX_REPETITION = 5_000
+MAX_DEPENDENTS = 8  # of one schema: each doubles the forms of an object
 # A whitespace pattern: no whitespace between the tokens of JSON.
 COMPACT = ""
 # Bounded, because a model could otherwise continue with spaces forever.
@@ -64,6 +65,8 @@ class GrammarSpec:
                 schema = json.loads(schema)
             except (ValueError, RecursionError) as error:
                 raise RequestError(f"{param} is not JSON: {error}", param=param) from None
+        if schema is True:
+            schema = {}
         if not isinstance(schema, Mapping | bool):
             raise RequestError(f"{param} must be a JSON schema: an object", param=param)
         try:
@@ -156,8 +159,8 @@ FORMATS = {
 
 
 def _enforceable(schema: Any) -> Any:
-    """An equivalent schema that the library enforces: `oneOf` over types that overlap, and the formats whose
-    patterns are in `FORMATS`.
+    """An equivalent schema that the library enforces, as far as one is known. Other keywords stay, for the library
+    to refuse.
     """
     if isinstance(schema, list | tuple):
         return [_enforceable(each) for each in schema]
@@ -171,11 +174,120 @@ def _enforceable(schema: Any) -> Any:
             rewritten[key] = value if key in DATA_KEYWORDS else _enforceable(value)
     if isinstance(rewritten.get("oneOf"), list):
         rewritten["oneOf"] = _disjoint(rewritten["oneOf"])
+    _drop_without_effect(rewritten)
+    _rewrite_applicators(rewritten)
     name = rewritten.get("format")
     if isinstance(name, str) and name in FORMATS and "pattern" not in rewritten:
         del rewritten["format"]
         rewritten["pattern"] = FORMATS[name]
     return rewritten
+
+
+# With one of these, the properties or items that a schema evaluates are not those of its own keywords alone.
+_EVALUATING = frozenset(
+    {
+        *("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "contains"),
+        *("$ref", "$dynamicRef", "$recursiveRef", "dependentSchemas", "dependencies"),
+    }
+)
+_TYPES = ("null", "boolean", "number", "string", "array", "object")
+
+
+def _drop_without_effect(schema: dict[str, Any]) -> None:
+    """Remove the keywords that every value fulfils. A reference into one of them is refused as dangling."""
+    counts = {"unevaluatedProperties", "unevaluatedItems"} & schema.keys()  # what `if` evaluates counts there
+    if "if" not in schema or (not counts and not {"then", "else"} & schema.keys()):
+        for key in ("if", "then", "else"):
+            schema.pop(key, None)
+    least, most = schema.get("minContains"), schema.get("maxContains")
+    if "contains" not in schema or (_is_number(least, 0) and most is None):
+        for key in ("contains", "minContains", "maxContains"):
+            schema.pop(key, None)
+    if schema.get("uniqueItems") is False or _is_number(schema.get("maxItems"), 0, 1):
+        schema.pop("uniqueItems", None)
+    for key in ("unevaluatedProperties", "unevaluatedItems", "propertyNames"):
+        if key in schema and (schema[key] is True or schema[key] == {}):
+            del schema[key]
+    if schema.get("propertyNames") == {"type": "string"}:
+        del schema["propertyNames"]
+    if schema.get("not") is False:
+        del schema["not"]
+
+
+def _rewrite_applicators(schema: dict[str, Any]) -> None:
+    """Express keywords that the library lacks in those it has."""
+    if not _EVALUATING & schema.keys() and not isinstance(schema.get("items"), list):  # a list: older drafts
+        for key, own in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
+            if key in schema:
+                rest = schema.pop(key)
+                schema.setdefault(own, rest)
+    _rewrite_property_names(schema)
+    _rewrite_not(schema)
+    _rewrite_dependents(schema)
+
+
+def _rewrite_property_names(schema: dict[str, Any]) -> None:
+    """Names of a list or of a pattern, in a schema that names no properties itself."""
+    names = schema.get("propertyNames")
+    if not isinstance(names, dict) or {"properties", "patternProperties"} & schema.keys():
+        return
+    rest = schema.get("additionalProperties", True)
+    if names.keys() == {"enum"} and isinstance(names["enum"], list):
+        schema["properties"] = {name: rest for name in names["enum"] if isinstance(name, str)}
+    elif isinstance(names.get("pattern"), str) and names.keys() <= {"type", "pattern"}:
+        if names.get("type", "string") != "string":
+            return
+        schema["patternProperties"] = {names["pattern"]: rest}
+    else:
+        return
+    del schema["propertyNames"]
+    schema["additionalProperties"] = False
+
+
+def _rewrite_not(schema: dict[str, Any]) -> None:
+    """`not` of types: the other types. A number that is no integer has no type of its own: `not` integer excludes
+    all numbers.
+    """
+    excluded = schema.get("not")
+    if not isinstance(excluded, dict) or "type" not in excluded or not ANNOTATIONS.issuperset(excluded):
+        return
+    names = excluded["type"] if isinstance(excluded["type"], list) else [excluded["type"]]
+    if not names or not all(isinstance(name, str) and name in {*_TYPES, "integer"} for name in names):
+        return
+    if "type" in schema:
+        return
+    gone = {"number" if name == "integer" else name for name in names}
+    kept = [name for name in _TYPES if name not in gone]
+    if kept:
+        del schema["not"]
+        schema["type"] = kept
+
+
+def _rewrite_dependents(schema: dict[str, Any]) -> None:
+    """Either a property is absent, or what depends on it holds."""
+    rules: list[Any] = []
+    for key in ("dependentRequired", "dependentSchemas"):
+        dependents = schema.get(key)
+        if not isinstance(dependents, dict):
+            if dependents is not None:
+                return
+            continue
+        if key == "dependentRequired" and not all(isinstance(each, list) for each in dependents.values()):
+            return
+        for name, each in dependents.items():
+            then = {"required": each} if isinstance(each, list) else each
+            if then != {"required": []}:
+                rules.append({"anyOf": [{"properties": {name: False}}, then]})
+    if len(rules) > MAX_DEPENDENTS or not isinstance(schema.get("allOf", []), list):
+        return
+    schema.pop("dependentRequired", None)
+    schema.pop("dependentSchemas", None)
+    if rules:
+        schema["allOf"] = [*schema.get("allOf", []), *rules]
+
+
+def _is_number(value: Any, *numbers: int) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value in numbers
 
 
 def _disjoint(alternatives: list[Any]) -> list[Any]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from typing import Any
 
+import jsonschema_rs
 import numpy as np
 import pytest
 from tests.support.instances import TinyParts
@@ -166,6 +167,7 @@ def test_hostile_grammars_neither_end_the_process_nor_take_its_memory(
 
 HOSTILE = r"""
 import json, resource, sys, threading
+import jsonschema_rs
 import numpy as np
 from teneral.runtime.errors import RequestError
 from teneral.runtime.grammar.compiler import GrammarCompiler
@@ -293,3 +295,73 @@ def test_a_day_is_a_date_where_the_calendar_has_it() -> None:
             for day in range(1, 32):
                 is_date = day <= calendar.monthrange(year, month)[1]
                 assert bool(pattern.match(f"{year}-{month:02}-{day:02}")) is is_date
+
+
+REWRITTEN: list[tuple[Any, list[str], list[str]]] = [
+    (True, ["1", "{}"], []),
+    ({"not": {"type": "string"}}, ["1", "null"], ['"a"']),
+    ({"not": {"type": ["integer", "null"]}}, ['"a"'], ["1", "null"]),
+    ({"if": {"type": "string"}, "type": "integer"}, ["1"], ['"a"']),
+    ({"then": {"type": "string"}, "type": "integer"}, ["1"], ['"a"']),
+    ({"minContains": 2, "type": "array"}, ["[]"], ["1"]),
+    (
+        {"type": "object", "properties": {"a": {"type": "integer"}}, "unevaluatedProperties": False},
+        ['{"a":1}', "{}"],
+        ['{"b":1}', '{"a":1,"b":1}'],
+    ),
+    (
+        {"type": "array", "prefixItems": [{"type": "integer"}], "unevaluatedItems": False},
+        ["[1]", "[]"],
+        ["[1,2]"],
+    ),
+    (
+        {
+            "type": "object",
+            "propertyNames": {"enum": ["a", "b"]},
+            "additionalProperties": {"type": "integer"},
+        },
+        ['{"a":1}', '{"a":1,"b":2}'],
+        ['{"c":1}', '{"a":"x"}'],
+    ),
+    ({"type": "object", "propertyNames": {"pattern": "^x+$"}}, ['{"xx":1}'], ['{"y":1}']),
+    (
+        {"type": "object", "properties": {"a": True, "b": True}, "dependentRequired": {"a": ["b"]}},
+        ["{}", '{"b":1}', '{"a":1,"b":1}'],
+        ['{"a":1}'],
+    ),
+    (
+        {"properties": {"a": True}, "dependentSchemas": {"a": {"properties": {"b": {"type": "integer"}}}}},
+        ['{"b":"x"}', '{"a":1,"b":2}'],
+        ['{"a":1,"b":"x"}'],
+    ),
+]
+
+
+@pytest.mark.parametrize(("schema", "valid", "invalid"), REWRITTEN)
+def test_rewritten_keywords_allow_what_the_schema_allows(
+    parts: TinyParts, compiler: GrammarCompiler, schema: Any, valid: list[str], invalid: list[str]
+) -> None:
+    judge = jsonschema_rs.validator_for(schema)
+    for text in valid:
+        assert judge.is_valid(json.loads(text))
+        assert accepts(parts, compiler, schema, text), text
+    for text in invalid:
+        assert not judge.is_valid(json.loads(text))
+        assert not accepts(parts, compiler, schema, text), text
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"properties": {"a": True}}], "unevaluatedProperties": False},
+        {"items": [{"type": "integer"}], "unevaluatedItems": False},
+        {"if": {"properties": {"a": True}}, "unevaluatedProperties": False},
+        {"type": "array", "uniqueItems": True},
+        {"type": "array", "contains": {"const": 1}},
+        {"propertyNames": {"maxLength": 3}},
+        {"not": {"const": 1}},
+    ],
+)
+def test_keywords_without_an_equivalent_are_refused(compiler: GrammarCompiler, schema: Any) -> None:
+    with pytest.raises(GrammarError):
+        compiler.compile(GrammarSpec.json_schema(schema))

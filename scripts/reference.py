@@ -17,10 +17,11 @@ from teneral.handlers.api_document import document
 from teneral.handlers.app import edge_rules
 from teneral.handlers.function.context import Context
 from teneral.handlers.platforms import HTTP
-from teneral.runtime.config import PREFIX, SETTINGS, Setting
+from teneral.runtime.config import PREFIX, SETTINGS
 from teneral.runtime.into.files import load_file
 from teneral.runtime.into.module_load import load_into
 from teneral.runtime.into.slots import empty_weights
+from teneral.runtime.setting import Setting
 
 DOCS = Path(__file__).parent.parent / "docs"
 MADE = "<!-- Made by `python scripts/reference.py`: change the code, not this page. -->"

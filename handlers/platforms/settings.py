@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ...runtime import config
+from ...runtime import resolve as configuration
 from ...runtime.config import ServeConfig
 from . import AUTO, PLATFORMS
 
@@ -23,13 +23,13 @@ MODEL_SIGNS = ("manifest.json", "config.json")
 def resolve(
     flags: Mapping[str, Any], environment: Mapping[str, str], config_file: str | Path | None = None
 ) -> ServeConfig:
-    """`runtime.config.resolve` with the platforms' settings. Their variables override the file, and
+    """`runtime.resolve.resolve` with the platforms' settings. Their variables override the file, and
     are overridden by ours.
 
     Raises `UsageError`, naming the unknown or invalid flag, variable or key.
     """
     variables = tuple(pair for row in PLATFORMS for pair in row.variables)
-    return config.resolve(
+    return configuration.resolve(
         flags, environment, config_file, platform_variables=variables, defaults=_model_folder
     )
 

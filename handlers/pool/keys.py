@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ...runtime.config import parse_bytes
+from ...runtime.setting import parse_bytes
 
 FILE_VERSION = 1
 PLATFORMS = (

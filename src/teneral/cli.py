@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from .cli_errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_TERMINATED, exit_code, report_error
 from .cli_flags import parse
 from .cli_source import source_options
 from .loader import errors as loading
@@ -25,40 +26,7 @@ if TYPE_CHECKING:
     from .loader.sources.base import Source
     from .loader.tools.pack.quantize_plan import MomentsOf, QuantizeOptions
 
-# One table: errors become exit codes here and nowhere else. The first class that fits counts; documented in
-# docs/cli.md.
-EXIT_INTERNAL = 1
-EXIT_USAGE = 2
-EXIT_CODES: tuple[tuple[type[loading.TeneralError], int], ...] = (
-    (loading.UsageError, EXIT_USAGE),
-    (loading.NotFoundError, 3),
-    (loading.AccessDeniedError, 4),
-    (loading.UnavailableError, 5),
-    (loading.AlreadyExistsError, 6),
-    (loading.NoSpaceError, 7),
-    (loading.IntegrityError, 8),
-    (loading.ManifestError, 9),
-    (loading.CheckpointError, 10),
-    (loading.ChangedError, 11),
-    (loading.InsufficientMemoryError, 16),
-    (loading.LoadError, 17),
-    (loading.SourceError, 5),
-    (loading.FormatError, 9),
-)
-EXIT_CODES_BY_NAME = {  # classes of the runtime, by name so that `teneral pack` need not import it
-    "ModelBrokenError": 75,  # a batch job's: worth another run, elsewhere
-    "JobRetryError": 75,
-    "ModelError": 12,
-    "PortInUseError": 13,
-    "DeviceLostError": 18,
-    "HandlerError": 14,
-    "CancelledError": 14,  # the handler's time was up
-    "RequestError": 15,
-    "ContextLengthError": 15,
-}
 UNPACKED_SUFFIXES = (".onnx", ".pt", ".pth", ".torchscript", ".pt2", ".pb", ".tflite")
-EXIT_INTERRUPTED = 130
-EXIT_TERMINATED = 143
 
 
 class Terminated(KeyboardInterrupt):
@@ -129,20 +97,6 @@ def _sigterm_raising() -> Iterator[None]:
 def _discard_output() -> None:
     """Or Python would try to write it once more when it ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def report_error(error: loading.TeneralError) -> int:
-    """Say it to the person at the terminal. Returns the exit code that it means."""
-    notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-    print(f"teneral: {error}{notes}", file=sys.stderr)
-    return exit_code(error)
-
-
-def exit_code(error: loading.TeneralError) -> int:
-    for kind in type(error).__mro__:
-        if kind.__name__ in EXIT_CODES_BY_NAME:
-            return EXIT_CODES_BY_NAME[kind.__name__]
-    return next((code for kind, code in EXIT_CODES if isinstance(error, kind)), EXIT_INTERNAL)
 
 
 # commands
@@ -383,7 +337,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _standby(options: argparse.Namespace) -> int:
     from .handlers.serve import run_standby
-    from .runtime.config import parse_bytes
+    from .runtime.setting import parse_bytes
 
     try:
         reserve_bytes = 0 if options.memory is None else parse_bytes(options.memory)
@@ -430,67 +384,9 @@ def _batch(options: argparse.Namespace) -> int:
 
 
 def _kv(options: argparse.Namespace) -> int:
-    return {"export": _kv_export, "inspect": _kv_inspect, "verify": _kv_verify, "import": _kv_import}[
-        options.action
-    ](options)
+    from .cli_kv import run_kv_command
 
-
-def _kv_export(options: argparse.Namespace) -> int:
-    from .runtime.config import resolve
-    from .runtime.kv_export import export_prefixes, read_prefix
-
-    prefixes = [read_prefix(given, is_system=False) for given in options.prefix]
-    prefixes += [read_prefix(given, is_system=True) for given in options.chat_system]
-    settings = {**_settings(options), "model": options.artifact, "draft_ahead": False}
-    config = resolve({name: value for name, value in settings.items() if value is not None}, {})
-    report = export_prefixes(
-        config, options.snapshot, prefixes, cache_salt=options.cache_salt, force=options.force
-    )
-    print(report.render())
-    return 0
-
-
-def _kv_inspect(options: argparse.Namespace) -> int:
-    from .loader.pin import split_pin
-    from .loader.sources.open import open_source
-    from .runtime.kv.snapshots.parts import open_snapshot
-    from .runtime.kv.snapshots.tools import describe, render_table
-
-    address, digest = split_pin(options.snapshot)
-    source = open_source(address, source_options(options))
-    snapshot, _ = open_snapshot(source, digest=digest)
-    description = describe(snapshot, source.url)
-    _print_json(description) if options.json else print(render_table(description))
-    return 0
-
-
-def _kv_verify(options: argparse.Namespace) -> int:
-    from .loader.pin import split_pin
-    from .loader.sources.open import open_source
-    from .loader.tools.progress_bar import ProgressBar
-    from .runtime.kv.snapshots.tools import verify_snapshot
-
-    address, digest = split_pin(options.snapshot)
-    source = open_source(address, source_options(options))
-    with ProgressBar("verifying", quiet=options.quiet) as bar:
-        report = verify_snapshot(source, digest=digest, progress=bar.update)
-    print(report.render())
-    return 0 if report.ok else exit_code(loading.IntegrityError("damaged"))
-
-
-def _kv_import(options: argparse.Namespace) -> int:
-    from .loader.pin import split_pin
-    from .loader.sources.open import open_source, open_store
-    from .loader.tools.progress_bar import ProgressBar
-    from .runtime.kv.snapshots.tools import copy_snapshot
-
-    address, digest = split_pin(options.source)
-    source = open_source(address, source_options(options))
-    store = open_store(options.snapshot, source_options(options))
-    with ProgressBar("importing", quiet=options.quiet) as bar:
-        report = copy_snapshot(source, store, digest=digest, force=options.force, progress=bar.update)
-    print(report.render())
-    return 0
+    return run_kv_command(options)
 
 
 def _timeline(options: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import pytest
 
 from teneral.loader.errors import UsageError
 from teneral.runtime.address_template import MAX_TEMPLATE_CHARS, AddressTemplate
-from teneral.runtime.config import resolve
+from teneral.runtime.resolve import resolve
 
 
 def parse(text: str) -> AddressTemplate:

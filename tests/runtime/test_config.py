@@ -9,7 +9,9 @@ import pytest
 
 from teneral.loader.errors import UsageError
 from teneral.loader.sources.base import SourceOptions
-from teneral.runtime.config import SETTINGS, ServeConfig, parse_bytes, resolve
+from teneral.runtime.config import SETTINGS, ServeConfig
+from teneral.runtime.resolve import resolve
+from teneral.runtime.setting import parse_bytes
 
 
 def test_flags_win_over_the_environment_over_the_file_over_the_defaults(tmp_path: Path) -> None:

@@ -24,10 +24,11 @@ from teneral.loader.format.manifest import Manifest, Tier
 from teneral.loader.sources.file.store import FileStore
 from teneral.loader.sources.memory import MemoryStore
 from teneral.loader.tools.pack.pack import pack
-from teneral.runtime.config import ServeConfig, resolve
+from teneral.runtime.config import ServeConfig
 from teneral.runtime.errors import DrainingError, ModelError
 from teneral.runtime.instance import Instance
 from teneral.runtime.kv.storage import DEFAULT_KV_BYTES, default_kv_bytes
+from teneral.runtime.resolve import resolve
 from teneral.runtime.state import State
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 

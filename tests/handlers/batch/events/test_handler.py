@@ -19,7 +19,7 @@ from tests.support.batch_events import (
 )
 from tests.support.batch_jobs import config_of, prompts
 
-from teneral.cli import exit_code
+from teneral.cli_errors import exit_code
 from teneral.handlers.batch.events.parse import EventError, JobFailedError, JobRetryError
 from teneral.handlers.http.errors import as_api_error
 from teneral.handlers.platforms.aws_lambda.errors import report as lambda_report

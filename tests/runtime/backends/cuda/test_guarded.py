@@ -9,7 +9,7 @@ import torch
 from tests.support.device_engine import TIMEOUT_S, DeviceRig, decoder_of
 from tests.support.reference_kernels import ReferenceKernels
 
-from teneral.cli import exit_code
+from teneral.cli_errors import exit_code
 from teneral.runtime.backends.cuda.guarded import GuardedBackend, is_out_of_memory
 from teneral.runtime.backends.cuda.launch import Driver, LaunchError
 from teneral.runtime.backends.cuda.library import Binary

@@ -1,0 +1,124 @@
+"""A setting, and the parsers of the values that users write: each returns the value, or raises
+ValueError with what is allowed.
+
+Knows no setting by name; `config.py` has the table.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+_SIZE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def text(value: Any) -> str:
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise ValueError("must be a text")
+    return value
+
+
+def boolean(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    table = {
+        "1": True,
+        "true": True,
+        "yes": True,
+        "on": True,
+        "0": False,
+        "false": False,
+        "no": False,
+        "off": False,
+    }
+    if not isinstance(value, str) or value.lower() not in table:
+        raise ValueError("must be true or false")
+    return table[value.lower()]
+
+
+def integer(low: int, high: int) -> Callable[[Any], int]:
+    def parse(value: Any) -> int:
+        if isinstance(value, str) and re.fullmatch(r"[+-]?\d{1,18}", value.strip()):
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ValueError(f"must be a whole number from {low} to {high}")
+        return value
+
+    return parse
+
+
+def seconds(low: float, high: float) -> Callable[[Any], float]:
+    def parse(value: Any) -> float:
+        if isinstance(value, str):
+            try:
+                value = float(value)
+            except ValueError:
+                value = None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise ValueError(f"must be a number of seconds from {low:g} to {high:g}")
+        return float(value)
+
+    return parse
+
+
+def parse_bytes(value: Any) -> int:
+    """Bytes from a whole number or a text like '512MiB' or '2 GB'. Raises ValueError saying what is
+    allowed.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 50:
+        return value
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d{1,15})(\.\d{1,6})?\s*([A-Za-z]{0,3})\s*", value)
+        if match and match[3].lower() in _SIZE_UNITS:
+            size_bytes = int(float(match[1] + (match[2] or "")) * _SIZE_UNITS[match[3].lower()])
+            if 0 < size_bytes < 1 << 50:
+                return size_bytes
+    raise ValueError("must be a size such as 512MiB, 2GB or a number of bytes")
+
+
+def choice(*allowed: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        if value not in allowed:
+            raise ValueError(f"must be one of {', '.join(allowed)}")
+        return str(value)
+
+    return parse
+
+
+def names(*allowed: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        given = [name.strip().lower() for name in value.split(",")] if isinstance(value, str) else []
+        if not given or len(set(given)) != len(given) or not set(given) <= set(allowed):
+            raise ValueError(f"must be some of {', '.join(allowed)}, with commas between them")
+        return ",".join(given)
+
+    return parse
+
+
+def template(*allowed: str, required: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        # Few configurations have such a setting.
+        from .address_template import AddressTemplate
+
+        return AddressTemplate.parse(value, allowed=allowed, required=required).text
+
+    return parse
+
+
+class Setting(NamedTuple):
+    """A setting. `parse` makes its value from the user's text, or raises ValueError with the
+    allowed values.
+    """
+
+    default: Any
+    parse: Callable[[Any], Any]
+    help: str
+    metavar: str
+    secret: bool  # masked in output
+
+
+def setting(
+    default: Any, parse: Callable[[Any], Any], help: str, *, metavar: str = "", secret: bool = False
+) -> Any:
+    return Setting(default, parse, help, metavar, secret)

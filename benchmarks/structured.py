@@ -249,6 +249,8 @@ def judge(server: Server, num_answers: int) -> dict[str, Any]:
             thread.start()
         for thread in threads:
             thread.join()
+        if not answers:
+            raise SystemExit("the model refuses chats; it needs a chat template")
         for name, answer in answers:
             counts["answers"] += 1
             if answer.finish_reason != "stop":

@@ -91,6 +91,10 @@ class ChatRequest:
         """The form of every answer, whatever the model's family; None where calls or reasoning may come first."""
         return self._form if self._plan.mode is ToolMode.NONE else None
 
+    def begins_with_answer(self, templates: Mapping[str, str]) -> bool:
+        """True if no reasoning can come first. False without a chat template: the request is refused then."""
+        return bool(self._prompt.templates(templates)) and not self.may_reason(templates)
+
     def may_reason(self, templates: Mapping[str, str]) -> bool:
         """True if the model's chat templates let an answer begin with reasoning."""
         tags = reasoning_tags(self._prompt.templates(templates), self._settings.reasoning_parser)

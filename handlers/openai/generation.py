@@ -336,7 +336,7 @@ async def _send_steps(
 ) -> None:
     bound = service.limits.max_pending_events
     with Sequences(service, call, max_pending_events=bound, on_overflow=stream.abort) as sequences:
-        beginning = await _beginning(service, fmt, body_bytes)
+        beginning = await _beginning(service, call, fmt, body_bytes)
         if beginning is not None:
             await stream.send(*_chunks(fmt, beginning.steps(fmt.num_sequences)))
         await _submit(service, call, fmt, sequences, body_bytes)
@@ -373,11 +373,12 @@ class Beginning:
         return (index, replace(event, text=event.text[num_sent:])) if num_sent else step
 
 
-async def _beginning(service: Service, fmt: Format, body_bytes: int) -> Beginning | None:
-    """Text that can be sent while there is no engine yet. None where it is, where nothing is forced, and where stop
-    strings, logprobs or a limit might take some of it back. Raises `GrammarError`.
+async def _beginning(service: Service, call: Call, fmt: Format, body_bytes: int) -> Beginning | None:
+    """Text that can be sent while there is no engine yet, or no vocabulary for its grammar. None where both are there,
+    where nothing is forced, and where stop strings, logprobs or a limit might take some of it back. Raises
+    `GrammarError`.
     """
-    if fmt.grammar is None or service.instance.engine.done() or fmt.looks_up_tokens:
+    if fmt.grammar is None or fmt.looks_up_tokens or not _is_cold(service, call):
         return None
     if forced_text_may_change(fmt.body):
         return None
@@ -389,6 +390,18 @@ async def _beginning(service: Service, fmt: Format, body_bytes: int) -> Beginnin
         return None
     service.instance.timeline.mark("request", "forced text", characters=len(text))
     return Beginning(text, fmt.num_sequences)
+
+
+def _is_cold(service: Service, call: Call) -> bool:
+    """True where the first token is some time off: the model loads, or did when the request came and its vocabulary is
+    yet to be prepared for grammars, which takes tenths of a second.
+    """
+    if not service.instance.engine.done():
+        return True
+    tokenizer = service.instance.tokenizer
+    if call.load is None or not tokenizer.done() or tokenizer.exception() is not None:
+        return False
+    return not tokenizer.result().is_ready_for_grammars
 
 
 def _chunks(fmt: Format, steps: Sequence[Step]) -> list[bytes]:

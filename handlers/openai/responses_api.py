@@ -119,7 +119,7 @@ class ResponsesFormat:
 
     @property
     def begins_with_grammar(self) -> Callable[[TextSettings], bool]:
-        return lambda settings: not self._chat.may_reason(settings.templates)
+        return lambda settings: self._chat.begins_with_answer(settings.templates)
 
     def chunks(self, step: Step) -> list[bytes]:
         index, event = step

@@ -65,6 +65,11 @@ class GrammarCompiler:
         self._preparing = threading.Lock()
         self._lock = threading.Lock()  # held while compiling
 
+    @property
+    def is_prepared(self) -> bool:
+        """True once `prepare` has returned or raised."""
+        return self._tokenizer is not None or self._failure is not None
+
     def prepare(self) -> None:
         """Read the vocabulary, once. Blocks. Raises `RequestError` if the library does not support
         it.

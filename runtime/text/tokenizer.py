@@ -140,6 +140,11 @@ class TextTokenizer:
                 hint="Send less.",
             )
 
+    @property
+    def is_ready_for_grammars(self) -> bool:
+        """False until the first grammar has been compiled, or its vocabulary prepared."""
+        return self._grammars.is_prepared
+
     def compile_grammar(self, spec: GrammarSpec) -> Grammar:
         """Compile the grammar over this vocabulary. The first call takes up to a second and
         releases the GIL.

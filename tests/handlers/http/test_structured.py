@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
 import pytest
 from tests.support.http_server import events
+from tests.support.instances import TinyParts
+from tests.support.load import patience_s
+from tests.support.tiny_models import save_tiny, tiny_model
+
+from teneral.runtime.grammar.compiler import GrammarCompiler
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 100}
 TEXT = {"prompt": "Hello", "max_tokens": 100}
@@ -142,6 +151,60 @@ async def test_the_forced_text_comes_before_there_is_an_engine(start: Any) -> No
         assert is_early
         whole = (await server.post("/v1/chat/completions", body)).json
         assert texts == [choice["message"]["content"] for choice in whole["choices"]]
+
+
+async def test_the_forced_text_comes_before_the_vocabulary_is_prepared(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = threading.Event()
+    prepare = GrammarCompiler.prepare
+
+    def prepare_later(compiler: GrammarCompiler) -> None:
+        assert began.wait(patience_s(30)), "no text came before the vocabulary was prepared"
+        prepare(compiler)
+
+    monkeypatch.setattr(GrammarCompiler, "prepare", prepare_later)
+    body = {**CHAT, "response_format": FORMAT, "temperature": 0, "stream": True}
+
+    async with start(loaded=False) as server:
+
+        async def body_in_two() -> AsyncIterator[bytes]:
+            data = json.dumps(body).encode()
+            yield data[:10]
+            await server.eventually(lambda: len(server.service.in_flight) == 1)
+            server.instance.let_in()
+            await server.eventually(server.instance.engine.done)
+            yield data[10:]
+
+        text = ""
+        headers = {"Content-Type": "application/json"}
+        async with server.client.post(
+            "/v1/chat/completions", data=body_in_two(), headers=headers
+        ) as response:
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    text += json.loads(line[6:])["choices"][0]["delta"].get("content", "")
+                if text == '{"kind":"':
+                    began.set()
+        whole = (await server.post("/v1/chat/completions", {**body, "stream": False})).json
+        assert text == content_of(whole)
+
+
+async def test_a_model_without_a_chat_template_is_refused_before_any_text(start: Any, tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    parts = TinyParts.read(tmp_path, tiny_model("llama"))
+    async with start(loaded=False, parts=parts) as server:
+        body = {**CHAT, "response_format": FORMAT, "stream": True}
+        request = asyncio.ensure_future(server.post("/v1/chat/completions", body))
+        await server.eventually(lambda: len(server.service.in_flight) == 1)
+        server.instance.let_in()
+        answer = await request
+    parts.tokenizer.close()
+    assert "chat template" in answer.body.decode()
+    assert b'{\\"kind' not in answer.body
 
 
 @pytest.mark.parametrize("fields", [{"stop": "kind"}, {"max_tokens": 3}, {"logprobs": True}])

@@ -414,7 +414,6 @@ def test_planning_needs_no_torch():
         "engine.sequence",
         "engine.generation",
         "text.detokenizer",
-        "text.stop",
         "kv.blocks",
     )
     names = ", ".join(f"teneral.runtime.{name}" for name in modules)

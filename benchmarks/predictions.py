@@ -41,7 +41,7 @@ class Prediction:
 
 
 def is_complete(timeline: Mapping[str, Any]) -> bool:
-    """Whether the load is over, and with it what the engine did with the draft."""
+    """True if the load is over, and with it what the engine did with the draft."""
     spans = timeline["spans"]
     names = {span["name"] for span in spans}
     has_drafted = any(span["lane"] == "draft" for span in spans)

@@ -56,7 +56,7 @@ def is_gguf(url: str) -> bool:
 
 
 def is_artifact(source: Source) -> bool:
-    """Whether the folder has a manifest. Does not read it. Raises `AccessDeniedError` where that is
+    """True if the folder has a manifest. Does not read it. Raises `AccessDeniedError` where that is
     denied.
     """
     try:

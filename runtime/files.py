@@ -21,12 +21,12 @@ MAX_LOOK_BYTES = 1 << 20
 
 
 def is_onnx(manifest: Manifest) -> bool:
-    """Whether the artifact holds a packed ONNX model."""
+    """True if the artifact holds a packed ONNX model."""
     return any(file.name == ONNX_NAME for file in manifest.files)
 
 
 def seems_onnx(address: str) -> bool:
-    """Whether a local folder seems to be such an artifact. Only a hint, for the order of imports."""
+    """True if a local folder seems to be such an artifact. Only a hint, for the order of imports."""
     path = address.partition("@b3:")[0].removeprefix("file://")
     try:
         with open(f"{path}/manifest.json", "rb") as file:

@@ -128,7 +128,7 @@ def launch_helpers(
 
 
 def _loads_in_process(config: ServeConfig, device: str) -> bool:
-    """Whether another process should read the weights, because the import of torch would block
+    """True if another process should read the weights, because the import of torch would block
     threads.
     """
     if config.loader == "process":

@@ -24,5 +24,5 @@ class State(enum.StrEnum):
 
     @property
     def can_answer(self) -> bool:
-        """Whether a request sent now is processed at once."""
+        """True if a request sent now is processed at once."""
         return self in (State.PARTIAL, State.READY)

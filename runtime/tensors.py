@@ -42,7 +42,7 @@ class Tensor:
         return array
 
     def is_at(self, other: Tensor) -> bool:
-        """Whether both begin at the same address."""
+        """True if both begin at the same address."""
         return _address(self.array) == _address(other.array)
 
     def stacked_with(self, others: Sequence[Tensor]) -> Tensor | None:

@@ -41,7 +41,7 @@ class Gate(Protocol):
         """Block until they are exact. Raises the load's error."""
 
     def opens(self, timeout_s: float, tier: Tier = Tier.REFINE) -> bool:
-        """Whether they have at least `tier` now, or within this time. Raises the load's error."""
+        """True if they have at least `tier` now, or within this time. Raises the load's error."""
 
     def reading(self, tier: Tier) -> AbstractContextManager[None]:
         """Block until they have at least `tier`. They do not change inside the context. One thread

@@ -38,7 +38,7 @@ OWN = ("scripts/english.py", "tests/test_english.py", "runtime/quality/text.py")
 WORDS = ("nobody", "whoever", "who asks", "beside", "so many", "told", "said", "what stands", "be meant")
 _GAP = r"(?:_|[\s#]+)"  # of an identifier, or of a comment that goes on in its next line
 PRIVATE = re.compile(rf"(?i:(?<![a-z])(?:{'|'.join(word.replace(' ', _GAP) for word in WORDS)})(?![a-z]))")
-RIDDLE = re.compile(r"(?:What|Who|Whose|Which|Where)\b")
+RIDDLE = re.compile(r"(?:What|Who|Whose|Which|Where|Whether)\b")
 
 
 def private_words(text: str) -> list[int]:

@@ -41,4 +41,4 @@ def test_docstrings_that_begin_with_a_question_word_are_riddles() -> None:
     program = (
         '"""What waits."""\ndef f():\n    """Whether it waits."""\nclass A:\n    """Whose turn it is."""\n'
     )
-    assert riddles(program) == [1, 5]
+    assert riddles(program) == [1, 3, 5]

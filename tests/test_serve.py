@@ -162,7 +162,7 @@ def test_a_signal_that_meets_an_import_is_not_swallowed_by_it(
 
 
 def holds_weights(process_id: int) -> bool:
-    """Whether the process has the memory file open that weights are loaded into."""
+    """True if the process has the memory file open that weights are loaded into."""
     try:
         files = list(Path(f"/proc/{process_id}/fd").iterdir())
         return any("teneral-weights" in os.readlink(file) for file in files)

@@ -157,7 +157,7 @@ def is_right(
     count: int,
     word_bytes: int,
 ) -> bool:
-    """Whether the first and the last frame are what numpy makes of the same planes and of what was there."""
+    """True if the first and the last frame are what numpy makes of the same planes and of what was there."""
     (launch,) = plan.launches
     last = count // FRAME_ELEMENTS - 1
     for number, was, became in ((0, before[0], after[0]), (last, before[1], after[1])):

@@ -355,7 +355,7 @@ class LineRetrier:
             self._num_asking -= 1
 
     def _is_refused(self, error: ModelError) -> bool:
-        """Whether this kind of model does not support it, however often it is retried."""
+        """True if this kind of model does not support the request: a retry cannot help."""
         parts: tuple[Future[Any], ...] = (self._host.engine, self._host.embedder)
         return error is not self._host.failure and any(
             part.done() and part.exception() is error for part in parts

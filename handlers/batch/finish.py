@@ -133,7 +133,7 @@ def _create_file(places: Places, index: JobIndex, finished: Finished) -> None:
 
 
 def is_file_there(places: Places, finished: Finished) -> bool:
-    """Whether the output file exists, by reading it. Raises `JobMismatchError` if it is another
+    """True if the output file exists, by reading it. Raises `JobMismatchError` if it is another
     file.
     """
     assert places.final is not None
@@ -152,7 +152,7 @@ def is_file_there(places: Places, finished: Finished) -> bool:
 
 
 def _holds_parts(places: Places, found: ObjectInfo, finished: Finished) -> bool:
-    """Whether the file consists of these parts, by their digests."""
+    """True if the file consists of these parts, by their digests."""
     assert places.final is not None
     if found.size_bytes != finished.size_bytes:
         return False

@@ -392,7 +392,7 @@ class Scanner:
         self._num_records += 1
 
     def _is_full(self, raw: RawLine) -> bool:
-        """Whether the open part ends before this line."""
+        """True if the open part ends before this line."""
         start_byte, _, first_record = self._starts[-1]
         size_bytes = raw.start_byte + len(raw.data or b"") - start_byte
         return self._num_records - first_record >= self._part_lines or size_bytes > MAX_PART_BYTES

@@ -289,7 +289,7 @@ _RECORD = msgspec.json.Decoder(_Record)
 
 
 def is_failed_record(record: bytes) -> bool:
-    """Whether the record is an error. Raises `msgspec.DecodeError` for an invalid record."""
+    """True if the record is an error. Raises `msgspec.DecodeError` for an invalid record."""
     read = _RECORD.decode(record)
     has_error = bytes(read.error) != b"null"
     return has_error or (read.response is not None and read.response.status_code != 200)

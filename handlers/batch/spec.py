@@ -119,7 +119,7 @@ class JobReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is left for this worker."""
+        """True if nothing is left for this worker."""
         return self.status is not Status.INCOMPLETE
 
     def as_json(self) -> dict[str, Any]:

@@ -269,7 +269,7 @@ class PartPace:
         return ordered[min(len(ordered) - 1, math.ceil(0.95 * len(ordered)) - 1)]
 
     def has_time(self, remaining_s: float) -> bool:
-        """Whether a part started now would probably finish. Before the first part: whether there is
+        """True if a part started now would probably finish. Before the first part: whether there is
         time to try.
         """
         return remaining_s > (1 + MARGIN) * self.expected_s() + MIN_MARGIN_S

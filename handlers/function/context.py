@@ -72,7 +72,7 @@ class Context:
 
     @property
     def cancelled(self) -> bool:
-        """Whether the client has disconnected. Calls of the model then raise `CancelledError`; long
+        """True if the client has disconnected. Calls of the model then raise `CancelledError`; long
         work should stop.
         """
         return self._lifetime.cancelled

@@ -46,7 +46,7 @@ class HandlerKind(enum.StrEnum):
 
     @property
     def is_generator(self) -> bool:
-        """Whether it is defined as a generator. A plain function may still return an iterator,
+        """True if it is defined as a generator. A plain function may still return an iterator,
         which is only known then.
         """
         return self in (HandlerKind.GENERATOR, HandlerKind.ASYNC_GENERATOR)

@@ -176,7 +176,7 @@ class _Connection(asyncio.Protocol):
             self.protocol.connection_lost(error)
 
     def _is_behind_a_head(self, data: bytes) -> bool:
-        """Whether this data belongs to a request with a complete head, or follows it.
+        """True if this data belongs to a request with a complete head, or follows it.
 
         A client that was answered before it had sent its body continues to send. aiohttp reads that
         for some seconds, and discards it: closing at once would lose the answer, too. The end of

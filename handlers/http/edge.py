@@ -252,7 +252,7 @@ async def _guarded(
 
 
 def _is_open(request: web.Request, rules: EdgeRules) -> bool:
-    """Whether no key is needed. By the matched route, not the spelling of its path; and only for
+    """True if no key is needed. By the matched route, not the spelling of its path; and only for
     reading: a path that is open for probes may also accept work.
     """
     return request.method in ("GET", "HEAD") and _route_of(request) in rules.open_paths
@@ -311,7 +311,7 @@ class Origins:
         self._named = frozenset(named)
 
     def names(self, origin: str) -> bool:
-        """Whether the operator named it. Case-insensitive."""
+        """True if the operator named it. Case-insensitive."""
         return ANY_ORIGIN in self._named or origin.lower() in self._named
 
     def check(self, request: web.Request) -> None:
@@ -376,13 +376,13 @@ def check_media_type(request: web.Request, *, takes_any: bool) -> None:
 
 
 def is_from_inside(request: web.Request) -> bool:
-    """Whether it came over the local socket of `inside.py`."""
+    """True if it came over the local socket of `inside.py`."""
     sock = None if request.transport is None else request.transport.get_extra_info("socket")
     return sock is not None and sock.family == socket.AF_UNIX
 
 
 def _is_own(origin: str, host: str) -> bool:
-    """Whether the page came from this server's own address, not a name: any name may be made to
+    """True if the page came from this server's own address, not a name: any name may be made to
     resolve to it.
     """
     _, _, place = origin.partition("://")

@@ -47,7 +47,7 @@ class Values(AsyncIterator[Any]):
 
     @property
     def is_stream(self) -> bool:
-        """Whether the function yields, or returned an iterator."""
+        """True if the function yields, or returned an iterator."""
         return self._is_stream.is_set()
 
     async def __anext__(self) -> Any:

@@ -70,7 +70,7 @@ def _structure(data: bytes | bytearray, max_items: int) -> bytes | bytearray:
 
 
 def _is_within(structure: bytes | bytearray, max_depth: int) -> bool:
-    """Whether it is nested no deeper: removing its innermost pairs `max_depth` times leaves nothing
+    """True if it is nested no deeper: removing its innermost pairs `max_depth` times leaves nothing
     open.
     """
     brackets = structure.translate(_AS_ARRAYS, b",")

@@ -72,7 +72,7 @@ class EventStream:
 
     @property
     def started(self) -> bool:
-        """Whether the client has the status line; later errors can only be items."""
+        """True if the client has the status line; later errors can only be items."""
         return self._response.prepared
 
     async def __aenter__(self) -> Self:

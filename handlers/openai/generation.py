@@ -265,7 +265,7 @@ class Format(Asked, Protocol):
 
     @property
     def looks_up_tokens(self) -> bool:
-        """Whether `chunks` and `whole` ask the tokenizer, which blocks: then they are called in a thread."""
+        """True if `chunks` and `whole` ask the tokenizer, which blocks: then they are called in a thread."""
 
     @property
     def begins_with_grammar(self) -> Callable[[TextSettings], bool] | None:

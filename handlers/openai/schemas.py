@@ -111,7 +111,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream is to end with its usage. Its other chunks then have it as null."""
+        """True if a stream is to end with its usage. Its other chunks then have it as null."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 

@@ -71,7 +71,7 @@ class Budget:
         return max(self._reserved.get(key, 0), self._measured.get(key, 0))
 
     def reserve(self, key: str, size_bytes: int) -> bool:
-        """Whether it fits; then it is reserved."""
+        """Reserve it if it fits; False if it does not."""
         if size_bytes > self.free_bytes:
             return False
         self._reserved[key] = size_bytes

@@ -125,7 +125,7 @@ class Supervisor:
 
     @property
     def is_warm(self) -> bool:
-        """Whether every model has its `min_warm` instances."""
+        """True if every model has its `min_warm` instances."""
         return all(
             len(deployment.ready) >= deployment.scaled.min_warm
             for state in self.models.values()
@@ -145,7 +145,7 @@ class Supervisor:
         return max(wanted, 1) if deployment.pending else wanted
 
     def _gives_way(self, state: ModelState, deployment: Deployment) -> bool:
-        """Whether a new version that is to take its place waits for memory."""
+        """True if a new version that is to take its place waits for memory."""
         successors = [d for d in state.targets() if d.pending and d is not deployment]
         return any(key in self._claims for successor in successors for key in successor.starting)
 

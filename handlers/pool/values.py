@@ -138,7 +138,7 @@ class KeyLines:
         return 0
 
     def has(self, path: tuple[str, ...]) -> bool:
-        """Whether this very key is written outside of an inline table."""
+        """True if this very key is written outside of an inline table."""
         return path in self._lines
 
     def _keep(self, path: tuple[str, ...], line: int) -> None:
@@ -301,7 +301,7 @@ class Model:
 
     @property
     def is_versioned(self) -> bool:
-        """Whether its source has one folder a version."""
+        """True if its source has one folder a version."""
         return "{version}" in self.source
 
     @property

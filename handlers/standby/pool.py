@@ -374,7 +374,7 @@ def _wait_and_exit(ends: PoolEnds, reserve_bytes: int, serving: Serving) -> None
 
 
 def _has_room(reserve_bytes: int) -> bool:
-    """Whether as much memory again would remain for the running processes."""
+    """True if as much memory again would remain for the running processes."""
     left = available()
     return left is None or left.size_bytes >= 2 * reserve_bytes
 

@@ -1,4 +1,4 @@
-"""Whether the server in this container lives: exit status 0 when `/livez` answers 200 within 4 seconds.
+"""The liveness of the server in this container: exit status 0 when `/livez` answers 200 within 4 seconds.
 
 Runs on a bare interpreter (`python -IS`), so that asking costs 20 ms.
 """

@@ -121,7 +121,7 @@ class CacheFolder:
         return stat_modes.S_ISREG(status.st_mode)
 
     def has_refused(self, size_bytes: int) -> bool:
-        """Whether there was no room for a part of that size or a smaller one, and so there will be
+        """True if there was no room for a part of that size or a smaller one, and so there will be
         none.
         """
         return self._refused_bytes is not None and size_bytes >= self._refused_bytes

@@ -78,7 +78,7 @@ class PartCache:
         return True
 
     def holds(self, digest: bytes) -> bool:
-        """Whether `read_into` would look for the part here and find it, as far as is known without
+        """True if `read_into` would look for the part here and find it, as far as is known without
         reading it.
         """
         if not self._is_readable or digest in self._rejected:

@@ -86,7 +86,7 @@ class ReadGate:
         self._slow = False
 
     def enter(self) -> bool:
-        """Whether the caller may read from the disk now; it must `leave` then."""
+        """True if the caller may read from the disk now; it must `leave` then."""
         if self._places.acquire(blocking=False):
             return True
         return not self._slow and self._places.acquire(timeout=WAIT_S)
@@ -101,7 +101,7 @@ class ReadGate:
 
 
 def is_crawling(size_bytes: int, elapsed_s: float) -> bool:
-    """Whether a read of `size_bytes` that is not done after so long is not worth waiting for."""
+    """True if a read of `size_bytes` that is not done after so long is not worth waiting for."""
     return elapsed_s > CRAWL_GRACE_S + size_bytes / CRAWL_BYTES_S
 
 

@@ -104,7 +104,7 @@ class Device(Protocol):
 
     @property
     def decompresses(self) -> bool:
-        """Whether images may be `coded`."""
+        """True if images may be `coded`."""
 
     def free_bytes(self) -> int:
         """The device memory that is free now, in bytes."""

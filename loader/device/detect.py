@@ -69,7 +69,7 @@ def _lacks(control_files: tuple[str, ...]) -> str:
 
 
 def _is_for_cuda(folder: str) -> bool:
-    """Whether torch's own note of how it was built names a CUDA version."""
+    """True if torch's own note of how it was built names a CUDA version."""
     try:
         with open(os.path.join(folder, "version.py"), encoding="utf-8") as file:
             return re.search(r"^cuda\b[^=\n]*=\s*['\"]\d", file.read(65_536), re.MULTILINE) is not None

@@ -114,7 +114,7 @@ def check_placeable(manifest: Manifest) -> None:
 
 
 def is_flat(encoding: Encoding, element_bytes: int) -> bool:
-    """Whether the one plane of a tensor is the tensor itself: it is copied, and needs no recipe."""
+    """True if the one plane of a tensor is the tensor itself: it is copied, and needs no recipe."""
     return encoding.is_whole or (encoding.float_format is None and element_bytes == 1)
 
 
@@ -353,7 +353,7 @@ def _pieces(part: Part, tensors: Sequence[Tensor], coded: bool) -> list[_Piece]:
 
 
 def _has_checked_bytes(tensor: Tensor) -> bool:
-    """Whether bytes of its planes may be wrong though decompressed: who decompresses must look at
+    """True if bytes of its planes may be wrong though decompressed: who decompresses must look at
     them.
     """
     float_format = tensor.encoding.float_format

@@ -167,7 +167,7 @@ class Placement:
 
     @property
     def is_done(self) -> bool:
-        """Whether the device has done all that there is to place."""
+        """True if the device has done all that there is to place."""
         return self._done.is_set() and self._error is None
 
     @contextmanager
@@ -422,7 +422,7 @@ class _Speed:
 
 
 def _refines(manifest: Manifest, part: Part) -> bool:
-    """Whether the part replaces bits that may be in use."""
+    """True if the part replaces bits that may be in use."""
     return any(
         manifest.tensors[segment.tensor].encoding.tiers[0] is not part.tier for segment in part.segments
     )

@@ -85,7 +85,7 @@ def refuse(message: str, where: str, *, hint: str = DAMAGED) -> NoReturn:
 
 
 def is_unicode(value: Any) -> bool:
-    """Whether it is a string that can be written as UTF-8, so one without half of a surrogate pair."""
+    """True if it is a string that can be written as UTF-8, so one without half of a surrogate pair."""
     try:
         return type(value) is str and (value.isascii() or bool(value.encode()))
     except UnicodeEncodeError:
@@ -93,7 +93,7 @@ def is_unicode(value: Any) -> bool:
 
 
 def is_text(value: Any) -> bool:
-    """Whether it is a string of 1 to `MAX_TEXT_BYTES` bytes of UTF-8 that `is_showable`."""
+    """True if it is a string of 1 to `MAX_TEXT_BYTES` bytes of UTF-8 that `is_showable`."""
     if not is_unicode(value) or not 0 < len(value) <= MAX_TEXT_BYTES:
         return False
     if value.isascii() and value.isprintable():
@@ -102,7 +102,7 @@ def is_text(value: Any) -> bool:
 
 
 def is_digest(value: Any) -> bool:
-    """Whether it is 32 bytes, written as 64 lower-case hexadecimal digits."""
+    """True if it is 32 bytes, written as 64 lower-case hexadecimal digits."""
     return type(value) is str and _DIGEST.fullmatch(value) is not None
 
 

@@ -91,7 +91,7 @@ class Part(NamedTuple):
 
     @property
     def has_delta(self) -> bool:
-        """Whether it needs all of its elements' base, and comes after that in its tier."""
+        """True if it needs all of its elements' base, and comes after that in its tier."""
         return any(segment.is_delta for segment in self.segments)
 
 

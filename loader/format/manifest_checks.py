@@ -1,4 +1,4 @@
-"""Whether the values of a packed artifact's manifest fit together: tensors, names, blobs, parts,
+"""Consistency of the values of a packed artifact's manifest: tensors, names, blobs, parts,
 planes.
 
 Everything lies in one prescribed order, so a check is a cursor that each item must meet exactly:

@@ -68,7 +68,7 @@ def unpack(plane: Bytes, bits: int, out: Bytes, *, up: int = 0) -> None:
 
 
 def has_unused_bits(plane: Bytes, bits: int, count: int) -> bool:
-    """Whether bits behind the last of `count` elements are not 0: those of the last frame, where it
+    """True if bits behind the last of `count` elements are not 0: those of the last frame, where it
     is shorter.
     """
     share, rest = 8 // bits, count % FRAME_ELEMENTS

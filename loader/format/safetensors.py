@@ -303,12 +303,12 @@ def _check_layout(entries: list[Entry], data_start: int, file_size_bytes: int, w
 
 
 def is_tensor_name(name: str) -> bool:
-    """Whether a name is of bounded length and `is_showable`: it will end up in terminals and logs."""
+    """True if a name is of bounded length and `is_showable`: it will end up in terminals and logs."""
     return is_showable(name) and 0 < len(name.encode()) <= MAX_NAME_BYTES
 
 
 def _are_sizes(value: Any) -> bool:
-    """Whether it is a list of numbers from 0 to what 63 bits hold. `True` is no number here."""
+    """True if it is a list of numbers from 0 to what 63 bits hold. `True` is no number here."""
     return isinstance(value, list) and all(type(size) is int and 0 <= size < 1 << 63 for size in value)
 
 

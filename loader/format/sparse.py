@@ -52,7 +52,7 @@ def take_apart(words: Words) -> SparseElements:
 
 
 def has_bits_behind(plane: Bytes, num_bits: int) -> bool:
-    """Whether bits behind the last one are set, in the last byte of a mask or of signs."""
+    """True if bits behind the last one are set, in the last byte of a mask or of signs."""
     return num_bits % 8 != 0 and bool(plane[-1] >> num_bits % 8)
 
 

@@ -87,7 +87,7 @@ def main(socket_fd: int, memory_fd: int, files_fd: int) -> None:
 
 
 def _has_come(sock: socket.socket) -> bool:
-    """Whether there is something to be read."""
+    """True if there is something to be read."""
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     return bool(poll.poll(0))

@@ -82,7 +82,7 @@ class Decoder:
                 self._settle(step)
 
     def _verify(self, step: Step, stored: memoryview) -> bool:
-        """Whether the part may be decoded; if not, it is fetched again. Raises when that was tried
+        """True if the part may be decoded; if not, it is fetched again. Raises when that was tried
         before.
         """
         part = step.part

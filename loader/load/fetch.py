@@ -244,7 +244,7 @@ class Fetcher:
                 self._settle(step)
 
     def _fill(self, read: Read, memory: memoryview) -> bool:
-        """Whether all of it had to come from the source, now."""
+        """True if all of it had to come from the source, now."""
         missing = [piece for piece in read.pieces if not self._is_cached(piece, read, memory)]
         if len(missing) == len(read.pieces):
             return self._read_source(read.blob, read.start_bytes, memory)
@@ -271,7 +271,7 @@ class Fetcher:
         return len(rest) == len(memory)
 
     def _is_cached(self, piece: Piece, read: Read, memory: memoryview) -> bool:
-        """Whether the cache has filled the memory; verified or not is for the decoder to say, as
+        """True if the cache has filled the memory; verified or not is for the decoder to say, as
         always.
         """
         digest = self._plan.steps[piece.step].part.digest

@@ -49,7 +49,7 @@ class Prepared:
 
 
 def is_possible() -> bool:
-    """Whether this system has memory that can be shared without a name (Linux: memfd)."""
+    """True if this system has memory that can be shared without a name (Linux: memfd)."""
     return hasattr(os, "memfd_create")
 
 

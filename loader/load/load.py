@@ -139,7 +139,7 @@ class WeightLoad(ThreadedLoad):
 
     @property
     def has_all_pages(self) -> bool:
-        """Whether the system has given all of the weights' memory: mapping it elsewhere is cheap
+        """True if the system has given all of the weights' memory: mapping it elsewhere is cheap
         then.
         """
         return self._has_all_pages
@@ -343,7 +343,7 @@ class WeightLoad(ThreadedLoad):
         self._timeline.mark("process", f"{prediction.order}: {prediction.why}", **prediction._asdict())
 
     def _is_cached(self) -> bool:
-        """Whether the node's cache has all that is left."""
+        """True if the node's cache has all that is left."""
         cache = self._cache
         return cache is not None and all(
             part.digest is not None and cache.holds(part.digest) for part in self._work.left_parts()

@@ -93,7 +93,7 @@ def plan_load(manifest: Manifest, order: Order, *, tables_last: bool = False, di
 
 
 def follows(before: Step, step: Step) -> bool:
-    """Whether one range can read both parts: of one group and tier, one behind the other in their
+    """True if one range can read both parts: of one group and tier, one behind the other in their
     blob, and with one piece of memory to go to.
     """
     one, other = before.part, step.part

@@ -108,7 +108,7 @@ class ThreadedLoad(ABC):
         self._readiness.wait(group, tier, timeout_s)
 
     def is_ready(self, group: int, tier: Tier = Tier.REFINE) -> bool:
-        """Whether the group holds that tier's values."""
+        """True if the group holds that tier's values."""
         return self._readiness.is_open(group, tier)
 
     def wait_parts(self, numbers: Collection[int], timeout_s: float | None = None) -> None:

@@ -122,7 +122,7 @@ class RefineLocks:
 
 
 def _has_file_locks(fd: int, unused_byte: int) -> bool:
-    """Whether the system has locks that belong to open files."""
+    """True if the system has locks that belong to open files."""
     import fcntl
 
     try:

@@ -145,7 +145,7 @@ def _by_planes(function: Callable[..., int] | None, out: Bytes, planes: Sequence
 
 
 def can_scatter(out: Bytes) -> bool:
-    """Whether the native core is there, and takes the words `out`."""
+    """True if the native core is there, and takes the words `out`."""
     return _scatter_function() is not None and bool(out.flags.aligned)
 
 

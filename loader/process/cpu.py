@@ -40,7 +40,7 @@ def _read(root: str | os.PathLike[str], *names: str) -> str:
 
 
 def has_idle_core() -> bool:
-    """Whether fewer threads run or could run on this machine, the calling one included, than there
+    """True if fewer threads run or could run on this machine, the calling one included, than there
     are cores, or the system does not say.
     """
     return _num_running() <= available_cores()

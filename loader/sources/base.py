@@ -227,7 +227,7 @@ def byte_view(buffer: memoryview) -> memoryview:
 
 
 def is_name(name: str) -> bool:
-    """Whether a listed name is one that the loader could ask for again."""
+    """True if a listed name is one that the loader could ask for again."""
     try:
         check_name(name)
     except UsageError:
@@ -270,7 +270,7 @@ LIST_HINT = (
 
 
 def is_listed(source: Source, name: str) -> bool | None:
-    """Whether the folder's list has the object; None where the folder cannot be listed. Blocks for
+    """True if the folder's list has the object; None where the folder cannot be listed. Blocks for
     one request.
 
     Raises `AccessDeniedError` for credentials that are not valid, and the source's other errors.
@@ -287,7 +287,7 @@ def is_listed(source: Source, name: str) -> bool | None:
 
 
 def denies_absent(source: Source) -> bool:
-    """Whether the source denies an object that surely does not exist. Blocks for one request.
+    """True if the source denies an object that surely does not exist. Blocks for one request.
     Raises as `is_listed`.
     """
     try:

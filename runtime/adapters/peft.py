@@ -125,7 +125,7 @@ class PeftConfig:
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def wants(self, layer: int, module: str) -> bool:
-        """Whether the adapter changes this module of this layer."""
+        """True if the adapter changes this module of this layer."""
         if self.layers is not None and layer not in self.layers:
             return False
         return self.targets is None or any(_ends(module, target) for target in self.targets)

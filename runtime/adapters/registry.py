@@ -69,7 +69,7 @@ class LoadedAdapter:
 
     @property
     def has_begun(self) -> bool:
-        """Whether its layers are on their way: a forward pass may follow them."""
+        """True if its layers are on their way: a forward pass may follow them."""
         return self._weights is not None
 
     @property
@@ -194,7 +194,7 @@ class AdapterRegistry:
             )
 
     def is_registered(self, name: str) -> bool:
-        """Whether `load` named it."""
+        """True if `load` named it."""
         with self._changed:
             return name in self._addresses
 

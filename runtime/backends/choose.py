@@ -35,7 +35,7 @@ class BackendChoice:
 
     @property
     def is_torch(self) -> bool:
-        """Whether torch computes any model, so that its import need not wait for the model's
+        """True if torch computes any model, so that its import need not wait for the model's
         config.
         """
         return self.device != CPU or self.asked in (TORCH, TRANSFORMERS)

@@ -50,13 +50,13 @@ class Arrival(Protocol):
     """The arrival of weights. Cheap calls, from any thread."""
 
     def is_exact(self) -> bool:
-        """Whether all weights are exact."""
+        """True if all weights are exact."""
 
     def holds(self, tier: Tier) -> bool:
-        """Whether all weights have at least this tier."""
+        """True if all weights have at least this tier."""
 
     def order(self) -> Order:
-        """Whether the whole draft comes before the refining bytes; AUTO while undecided."""
+        """True if the whole draft comes before the refining bytes; AUTO while undecided."""
 
     def left_s(self) -> float:
         """The measured estimate of the time until all weights are exact; infinity without

@@ -298,7 +298,7 @@ class BlockManager:
         return num_new + self.prefixes.num_idle_among(found)
 
     def _send_for_more(self, sequence: Sequence, hashes: list[bytes], num_found: int) -> bool:
-        """Whether spilled blocks after the found ones are being fetched; starts the fetch once."""
+        """True if spilled blocks after the found ones are being fetched; starts the fetch once."""
         if self.spill is not None and sequence.fetch is None:
             generation = sequence.generation
             sequence.fetch = self.spill.fetch(hashes, num_found, lambda: not generation.ended)

@@ -216,7 +216,7 @@ class EarlyPhase:
         return new
 
     def _has_time(self, member: _Member) -> bool:
-        """Whether a draft is useful. One that is overtaken while it computes the prompt is not; and
+        """True if a draft is useful. One that is overtaken while it computes the prompt is not; and
         its later tokens are useful only if they are sent, since proposals have to follow the prompt
         through the exact layers.
         """

@@ -291,7 +291,7 @@ class Engine:
 
     @property
     def owes_first_token(self) -> bool:
-        """Whether a sequence waits for its first token."""
+        """True if a sequence waits for its first token."""
         with self._state.changed:
             return self._state.owes_first_token
 
@@ -481,7 +481,7 @@ class Engine:
             self._timeline.add_step(step, batch, start_s, end_s)
 
     def _is_overtaken(self) -> bool:
-        """Whether there is something to do that need not wait for an adapter."""
+        """True if there is something to do that need not wait for an adapter."""
         state = self._state
         with state.changed:
             return bool(state.ready()) or state.some_ended_early or state.is_stopping

@@ -20,7 +20,7 @@ def largest_first(members: Sequence[tuple[T, int]]) -> list[T]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, here or on a device. torch's error is detected by its name, to not
+    """True if memory ran out, here or on a device. torch's error is detected by its name, to not
     import it here.
     """
     return isinstance(error, MemoryError) or any(

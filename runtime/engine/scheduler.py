@@ -51,7 +51,7 @@ class Schedulable(Protocol):
 
     @property
     def is_batch(self) -> bool:
-        """Whether it yields to interactive sequences."""
+        """True if it yields to interactive sequences."""
 
 
 class Preempted(enum.StrEnum):

@@ -28,11 +28,11 @@ class AdapterLike(Protocol):
 
     @property
     def has_begun(self) -> bool:
-        """Whether its layers are on their way, so that a forward pass may follow them."""
+        """True if its layers are on their way, so that a forward pass may follow them."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether it is loaded completely."""
+        """True if it is loaded completely."""
 
 
 class Lane:
@@ -159,12 +159,12 @@ class Sequence:
 
     @property
     def waits_for_blocks(self) -> bool:
-        """Whether some of its blocks are being fetched."""
+        """True if some of its blocks are being fetched."""
         return self.fetch is not None and not self.fetch.is_done
 
     @property
     def waits_for_adapter(self) -> bool:
-        """Whether its adapter is loading: until then it takes part in no step with others."""
+        """True if its adapter is loading: until then it takes part in no step with others."""
         return self.adapter is not None and not self.adapter.is_complete
 
     def begin(self) -> GenerationEvent | None:

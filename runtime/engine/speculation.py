@@ -67,7 +67,7 @@ def catch_up_s(num_rows: int, step_s: float) -> float:
 
 
 def may_draft(num_pending: int, left_s: float, step_s: float) -> bool:
-    """Whether there is time for another draft step before the `num_pending` tokens, and its own, must catch up."""
+    """True if there is time for another draft step before the `num_pending` tokens, and its own, must catch up."""
     return left_s > step_s + catch_up_s(num_pending + 1, step_s)
 
 
@@ -119,7 +119,7 @@ class ExactPasses:
         self._passes.append(Sent(under_way, parts))
 
     def can_advance(self) -> bool:
-        """Whether some pass can compute its next layer now. Raises the load's error."""
+        """True if some pass can compute its next layer now. Raises the load's error."""
         return any(self._may_advance(number) for number in range(len(self._passes)))
 
     def wait(self, timeout_s: float) -> None:
@@ -155,7 +155,7 @@ class ExactPasses:
         self._passes = []
 
     def _may_advance(self, number: int) -> bool:
-        """Whether that pass can compute its next layer: it is exact, and the previous pass has
+        """True if that pass can compute its next layer: it is exact, and the previous pass has
         computed it.
         """
         under_way = self._passes[number].under_way

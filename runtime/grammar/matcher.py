@@ -23,7 +23,7 @@ class Matcher(Protocol):
 
     @property
     def is_finished(self) -> bool:
-        """Whether the answer is complete and can only end."""
+        """True if the answer is complete and can only end."""
 
     def mask_into(self, words: MaskWords) -> None:
         """Write the mask of tokens that may come next, including end tokens where the answer may

@@ -73,12 +73,12 @@ class _Walk:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether the module is ever called, unlike lists and dicts of modules or parameters."""
+    """True if the module is ever called, unlike lists and dicts of modules or parameters."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def is_stack(module: nn.Module) -> bool:
-    """Whether the module holds blocks that run one after another. Blocks have modules of their own."""
+    """True if the module holds blocks that run one after another. Blocks have modules of their own."""
     blocks = [child for child in module.children() if next(child.children(), None) is not None]
     if isinstance(module, nn.ModuleList):
         return bool(blocks)

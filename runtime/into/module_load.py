@@ -146,7 +146,7 @@ class ModuleLoad:
         self._thread.join()
 
     def is_ready(self) -> bool:
-        """Whether all weights have arrived."""
+        """True if all weights have arrived."""
         return all(self._settled)
 
     def progress(self) -> LoadProgress:
@@ -250,7 +250,7 @@ def _groups_by_tensor(fillings: Iterable[Filling]) -> dict[int, set[int]]:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether calling it, or a part of it, runs compiled code, which bypasses the gates."""
+    """True if calling it, or a part of it, runs compiled code, which bypasses the gates."""
     return any(
         type(each).__name__ == "OptimizedModule" or each._compiled_call_impl is not None
         for each in module.modules()

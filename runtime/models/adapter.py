@@ -73,10 +73,10 @@ class Adapter(Protocol):
 
     @property
     def is_complete(self) -> bool:
-        """Whether all layers are there."""
+        """True if all layers are there."""
 
     def opens(self, layer: int, timeout_s: float | None) -> bool:
-        """Whether that layer is there, now or within this time; None: however long. Raises the load's error."""
+        """True if that layer is there, now or within this time; None: however long. Raises the load's error."""
 
 
 @dataclass(frozen=True, slots=True)

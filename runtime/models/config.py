@@ -12,5 +12,5 @@ from .fields import Fields
 
 
 def is_encoder(data: Mapping[str, Any]) -> bool:
-    """Whether a config.json describes an encoder. Raises `ModelError` for families not supported."""
+    """True if a config.json describes an encoder. Raises `ModelError` for families not supported."""
     return family_of(Fields(data), DECODER_FAMILIES | ENCODERS) in ENCODERS

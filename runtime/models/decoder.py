@@ -72,7 +72,7 @@ class Decoder:
 
     @property
     def is_exact(self) -> bool:
-        """Whether all weights hold their exact values, as they then do for good. Raises the load's error."""
+        """True if all weights hold their exact values, as they then do for good. Raises the load's error."""
         self._is_exact = self._is_exact or self.weights.all_gate.opens(0.0)
         return self._is_exact
 
@@ -160,7 +160,7 @@ class ForwardPass:
         return self._x
 
     def can_advance(self, timeout_s: float = 0.0) -> bool:
-        """Whether the next stage's weights hold the tier, now or within this time. Raises the load's error."""
+        """True if the next stage's weights hold the tier, now or within this time. Raises the load's error."""
         decoder = self._decoder
         if self.stage == 0:
             return decoder.weights.entry_gate.opens(self.batch.tokens, timeout_s, self._tier)
@@ -217,7 +217,7 @@ class ForwardPass:
         return weights.layers[self.stage - 1].gate if self.stage <= decoder.num_layers else weights.head_gate
 
     def _opens_adapters(self, timeout_s: float | None) -> bool:
-        """Whether all adapters of the rows have the next stage's layer. Raises what their loads failed with."""
+        """True if all adapters of the rows have the next stage's layer. Raises what their loads failed with."""
         layer = self.stage - 1
         is_layer = 0 <= layer < self._decoder.num_layers
         return not is_layer or all(adapter.opens(layer, timeout_s) for adapter in self._adapters)

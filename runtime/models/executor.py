@@ -47,11 +47,11 @@ class Executor(Protocol):
 
     @property
     def runs_layers_together(self) -> bool:
-        """Whether one call for several layers is faster than a call for each."""
+        """True if one call for several layers is faster than a call for each."""
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether a step's spans may have adapters (`models/adapter.py`). Others are given none."""
+        """True if a step's spans may have adapters (`models/adapter.py`). Others are given none."""
 
     def embed(self, batch: StepBatch) -> Activations:
         """The rows of the batch's tokens. Reads no other rows of the embeddings."""

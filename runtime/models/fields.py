@@ -32,7 +32,7 @@ class Fields:
         return self._data.get(key) is not None
 
     def states(self, key: str) -> bool:
-        """Whether the key is there at all: for the few where `null` says something else than nothing does."""
+        """True if the key is there at all: for the few where `null` says something else than nothing does."""
         return key in self._data
 
     def get(self, key: str) -> Any:

@@ -79,7 +79,7 @@ def _as_matrix(converted: ConvertedMatrix, bias: Tensor | None) -> IntegerMatrix
 
 
 def _can_join(found: Sequence[ConvertedMatrix]) -> bool:
-    """Whether they are of one kind, with their columns in one order, as q, k and v have them."""
+    """True if they are of one kind, with their columns in one order, as q, k and v have them."""
     first = found[0]
 
     def is_alike(other: ConvertedMatrix) -> bool:

@@ -98,7 +98,7 @@ class Projection(Protocol):
 
     @property
     def is_settled(self) -> bool:
-        """Whether `matrices` gives the same objects from now on. Always so of matrices that are used as stored."""
+        """True if `matrices` gives the same objects from now on. Always so of matrices that are used as stored."""
 
     def matrices(self) -> tuple[Matrix, ...]:
         """The matrices to multiply with, behind the layer's open gate. Matrices of GPTQ and AWQ are

@@ -48,7 +48,7 @@ class Backend(Protocol):
 
     @property
     def returns_early(self) -> bool:
-        """Whether `forward` returns while the device still computes: `choose` then ends the step."""
+        """True if `forward` returns while the device still computes: `choose` then ends the step."""
 
     def build(self, parts: Sequence[Rows]) -> StepBatch:
         """Build the batch of these rows on the model's device; all lanes must be of one epoch.
@@ -65,7 +65,7 @@ class Backend(Protocol):
         """Choose the next token of each row. The step then has ended on the device, too."""
 
     def wants_idle_time(self, *, has_running: bool) -> bool:
-        """Whether there is work now that is worth its time and makes later steps faster."""
+        """True if there is work now that is worth its time and makes later steps faster."""
 
     def work_when_idle(self) -> None:
         """Do one piece of that work, which takes up to a second."""

@@ -49,7 +49,7 @@ class FirstToken(enum.StrEnum):
 
     @property
     def sends_drafts(self) -> bool:
-        """Whether a client may get tokens that exact weights have not confirmed."""
+        """True if a client may get tokens that exact weights have not confirmed."""
         return self is not FirstToken.EXACT
 
 

@@ -74,7 +74,7 @@ def _flat(step: Mapping[str, Any] | None, key: str) -> Iterator[Mapping[str, Any
 
 
 def _keeps_text(normalizer: Mapping[str, Any]) -> bool:
-    """Whether it never shortens a text, NFC aside."""
+    """True if it never shortens a text, NFC aside."""
     if normalizer["type"] == "Replace":
         pattern = normalizer["pattern"].get("String")
         return isinstance(pattern, str) and len(pattern.encode()) <= len(normalizer["content"].encode())

@@ -1,4 +1,4 @@
-"""Whether the time of an answer tells one tenant what another has asked.
+"""The time of an answer tells no tenant what another has asked.
 
 An attacker probes with a prompt that it guesses, and looks at how long the first token takes. In each pair of trials
 the victim has asked that very prompt just before one probe, and another of the same length before the other one; which

@@ -238,7 +238,7 @@ def test_a_killed_standby_is_an_error_that_says_so(pool: Pool, model: Path) -> N
 
 
 def _listens(process_id: int, port: int) -> bool:
-    """Whether the process holds the socket that listens at this port."""
+    """True if the process holds the socket that listens at this port."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     nodes = {
         f"socket:[{row[9]}]" for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port

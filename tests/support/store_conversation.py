@@ -74,7 +74,7 @@ class Conversation:
                 return
 
     def _answer(self, request: Request, stream: RequestStream) -> bool:
-        """Whether the connection can be used again."""
+        """True if the connection can be used again."""
         fault = (self._service.fault(request) if self._service.fault else None) or Fault()
         if fault.drop or not self._wait(fault.first_byte_s):
             self._note(request, status=0).done_s = time.monotonic()

@@ -170,7 +170,7 @@ def abort_upload(objects: Objects, request: Request, stream: RequestStream) -> A
 
 
 def _condition(request: Request) -> Callable[[str | None], bool]:
-    """Whether the request's conditions allow to replace what has this ETag (None: nothing is there)."""
+    """True if the request's conditions allow to replace what has this ETag (None: nothing is there)."""
     if request.headers.get("if-none-match") == "*":
         return lambda present: present is None
     wanted = request.headers.get("if-match")

@@ -330,7 +330,7 @@ def _asked(fields: dict[str, Any]) -> Job | Request:
 
 
 def _is_job(fields: dict[str, Any]) -> bool:
-    """Whether it is a job. A text to embed may be anything except an address in a store, which is a
+    """True if it is a job. A text to embed may be anything except an address in a store, which is a
     job's input.
     """
     if "custom_id" in fields:

@@ -116,7 +116,7 @@ class DerivedObject:
         self._replaced_etag: str | None = None
 
     def is_done(self) -> bool:
-        """Whether it was made from this version; one made from another version will be replaced."""
+        """True if it was made from this version; one made from another version will be replaced."""
         try:
             with _translated(self._ref):
                 head = self._client.head_object(Bucket=self._ref.bucket, Key=self._ref.key)

@@ -88,7 +88,7 @@ def first_window_chars(budget: int) -> int:
 
 
 def is_enough(spans: list[tuple[int, int]], budget: int, window_chars: int) -> bool:
-    """Whether `budget` of the window's tokens are clear of its end, or no larger window is
+    """True if `budget` of the window's tokens are clear of its end, or no larger window is
     possible.
     """
     settled = len(spans) > budget and spans[max(0, budget)][0] + EDGE_CHARS <= window_chars

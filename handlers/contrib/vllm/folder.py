@@ -30,7 +30,7 @@ class SmallFiles(NamedTuple):
 
 
 def is_model_folder(address: str) -> bool:
-    """Whether vLLM can use the address directly: a local folder with a configuration, and not an
+    """True if vLLM can use the address directly: a local folder with a configuration, and not an
     artifact.
     """
     return os.path.isfile(os.path.join(address, CONFIG_NAME)) and not os.path.exists(

@@ -63,7 +63,7 @@ class TeneralModelLoader(BaseModelLoader):
         return address
 
     def _is_main(self, model_config: Any) -> bool:
-        """Whether this is the served model, which all workers load, and not a draft model."""
+        """True if this is the served model, which all workers load, and not a draft model."""
         served = get_current_vllm_config().model_config
         return served is None or served.model == model_config.model
 

@@ -48,7 +48,7 @@ class Reply:
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything was sent, so that an error can only follow it."""
+        """True if anything was sent, so that an error can only follow it."""
         return self._stream is not None or self._is_over
 
     async def whole(self, body: bytes, content_type: str = "application/json") -> None:

@@ -43,7 +43,7 @@ class RuntimeApiError(TeneralError):
 
     @property
     def is_fatal(self) -> bool:
-        """Whether the instance cannot continue: a refusal of one answer (4xx) is not fatal."""
+        """True if the instance cannot continue: a refusal of one answer (4xx) is not fatal."""
         return not 400 <= self.status < 500
 
 
@@ -133,7 +133,7 @@ class RuntimeApi:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the other side has closed the connection."""
+        """True if the other side has closed the connection."""
         return self._reader is None or self._reader.at_eof()
 
     def close(self) -> None:

@@ -107,7 +107,7 @@ def _leaves(value: list[Any] | tuple[Any, ...]) -> tuple[list[Any], tuple[int, .
 
 
 def _is_huge(elements: list[Any]) -> bool:
-    """Whether there is an integer beyond the range of floats."""
+    """True if there is an integer beyond the range of floats."""
     try:
         return any(not np.isfinite(float(element)) for element in elements)
     except OverflowError:

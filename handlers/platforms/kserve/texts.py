@@ -237,7 +237,7 @@ def options_of(tensors: Mapping[str, Tensor], parameters: Mapping[str, Any]) -> 
 
 
 def takes_prompt_back(options: dict[str, Any]) -> bool:
-    """Whether the answer begins with the prompt, by `exclude_input_in_output` = false. Removes that
+    """True if the answer begins with the prompt, by `exclude_input_in_output` = false. Removes that
     from the options, and `stream`, which the path determines.
     """
     flag(options, _STREAM)

@@ -82,7 +82,7 @@ def code_of(body: bytes) -> str:
 
 
 def is_lost(status: int, code: str) -> bool:
-    """Whether a write's condition did not hold."""
+    """True if a write's condition did not hold."""
     return status == 412 or code in _LOST
 
 

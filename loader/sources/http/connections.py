@@ -64,7 +64,7 @@ class Connection:
 
     @property
     def is_reusable(self) -> bool:
-        """Whether the last answer was read to its end, nothing came behind it, and the server keeps
+        """True if the last answer was read to its end, nothing came behind it, and the server keeps
         on.
         """
         return self._keeps_alive and self._remaining == 0 and not self._buffer
@@ -157,7 +157,7 @@ class Connection:
         return bytes(body[:max_bytes])
 
     def looks_alive(self) -> bool:
-        """Whether an idle connection is still open, as far as this side can tell. Does not block."""
+        """True if an idle connection is still open, as far as this side can tell. Does not block."""
         # Anything that arrives while nothing was asked for is the end, or an answer to no request.
         return self.is_reusable and self._wire.is_connected and not self._wire.has_arrivals()
 

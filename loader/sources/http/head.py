@@ -155,12 +155,12 @@ def parse_date(value: str) -> int | None:
 
 
 def is_strong_etag(value: str) -> bool:
-    """Whether a server can be asked to compare this byte for byte (If-Match)."""
+    """True if a server can be asked to compare this byte for byte (If-Match)."""
     return _STRONG_ETAG.fullmatch(value) is not None
 
 
 def is_header(name: str, value: str) -> bool:
-    """Whether a user's header can be sent without breaking out of its line."""
+    """True if a user's header can be sent without breaking out of its line."""
     return bool(_TOKEN.fullmatch(name) and _VALUE.fullmatch(value))
 
 

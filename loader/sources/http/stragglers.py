@@ -95,7 +95,7 @@ class Stragglers:
         return max(self.hedge_after_s, PATIENCE_FACTOR * usual_s)
 
     def may_hedge(self, watch: Watch, *, is_alone: bool) -> bool:
-        """Whether the reader may ask a second time; if so, that is paid for."""
+        """True if the reader may ask a second time; if so, that is paid for."""
         with self._lock:
             if is_alone and self.prober not in (None, watch):
                 return False
@@ -127,7 +127,7 @@ class Watch:
             self._restart(self._stragglers.clock())  # all that could come: nothing to compare
 
     def wants_hedge(self) -> bool:
-        """Whether the reader is behind the others, and may do something about it. Cheap when it is
+        """True if the reader is behind the others, and may do something about it. Cheap when it is
         not.
         """
         now_s = self._stragglers.clock()

@@ -241,7 +241,7 @@ class Wire:
             return count
 
     def has_arrivals(self) -> bool:
-        """Whether bytes, an error or the connection's end are waiting to be read. Does not block."""
+        """True if bytes, an error or the connection's end are waiting to be read. Does not block."""
         poll = select.poll()
         poll.register(self._held(), select.POLLIN)
         return bool(poll.poll(0))

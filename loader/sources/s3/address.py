@@ -99,7 +99,7 @@ def address_of(bucket: str, region: str, settings: S3Settings) -> BucketAddress:
 
 
 def is_region(name: str) -> bool:
-    """Whether a region's name, which may come from a server, can become part of a host name."""
+    """True if a region's name, which may come from a server, can become part of a host name."""
     return _REGION.fullmatch(name) is not None
 
 

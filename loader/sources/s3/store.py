@@ -36,7 +36,7 @@ ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 
 def uses_tls() -> bool:
-    """Whether a bucket is reached over TLS, as far as the environment shows it; an endpoint of
+    """True if a bucket is reached over TLS, as far as the environment shows it; an endpoint of
     one's own may be not.
     """
     return not any(os.environ.get(name) for name in ENDPOINT_VARIABLES)
@@ -197,7 +197,7 @@ class S3Store:
         return Request("GET", address.origin, target, extra, headers)
 
     def _goes_elsewhere(self, request: Request, region: str) -> bool:
-        """Whether the request should be made again because the bucket is in this region."""
+        """True if the request should be made again because the bucket is in this region."""
         with self._lock:
             if region != self._region:
                 self._region = region

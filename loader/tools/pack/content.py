@@ -53,7 +53,7 @@ class ContentReader:
             self._pruner.prune(stretch, data)
 
     def is_quantized(self, name: str) -> bool:
-        """Whether it is made of the checkpoint's tensors, and can be read only once."""
+        """True if it is made of the checkpoint's tensors, and can be read only once."""
         return self._quantizing is not None and name in self._quantizing
 
     def stop(self) -> None:

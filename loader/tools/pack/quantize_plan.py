@@ -183,7 +183,7 @@ def piece_name(name: str, piece: Piece) -> str:
 
 
 def is_scale(name: str, checkpoint: Checkpoint) -> bool:
-    """Whether these are the scales of integers: they must be exact as soon as they are there, as
+    """True if these are the scales of integers: they must be exact as soon as they are there, as
     those are.
     """
     if name.endswith(".scales"):  # GPTQ and AWQ

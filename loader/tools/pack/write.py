@@ -304,7 +304,7 @@ def publish(store: Store, writer: BlobWriter, data: bytes, replaced: Replaced | 
 
 
 def _is_published(store: Store, data: bytes, error: BaseException) -> bool:
-    """Whether our manifest is there. Where that is unknown, raises `error` and leaves the blobs
+    """True if our manifest is there. Where that is unknown, raises `error` and leaves the blobs
     alone.
     """
     try:

@@ -123,7 +123,7 @@ class CudaBackend:
         return self._sampler.choose(logits, states)
 
     def wants_idle_time(self, *, has_running: bool) -> bool:
-        """Whether a graph is worth recording now. Never before the first step: a new server's first
+        """True if a graph is worth recording now. Never before the first step: a new server's first
         request is likely to arrive soon.
         """
         return self._num_eager_steps > 0 and self._size_to_record(has_running=has_running) is not None

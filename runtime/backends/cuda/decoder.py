@@ -129,7 +129,7 @@ class DeviceKernels:
         )
 
     def takes(self, batch: StepBatch, kv: KVPool) -> bool:
-        """Whether the kernels compute a step over this batch."""
+        """True if the kernels compute a step over this batch."""
         return (
             isinstance(kv, DeviceKVStorage) and kv.block_size == self.shape.block_size and bool(batch.spans)
         )

@@ -38,7 +38,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_of_the_device(error: BaseException) -> bool:
-    """Whether CUDA or one of its libraries reported the error."""
+    """True if CUDA or one of its libraries reported the error."""
     if isinstance(error, LaunchError):
         return error.result != 0
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OF_THE_DEVICE)

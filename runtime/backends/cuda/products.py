@@ -98,6 +98,6 @@ def _shape(matrix: torch.Tensor) -> tuple[int, int]:
 
 
 def is_aligned(matrix: torch.Tensor) -> bool:
-    """Whether all rows are aligned for the kernel. Matrices lie at the loader's addresses."""
+    """True if all rows are aligned for the kernel. Matrices lie at the loader's addresses."""
     row_bytes = matrix.shape[1] * matrix.element_size()
     return not (matrix.data_ptr() % ALIGNMENT_BYTES or row_bytes % ALIGNMENT_BYTES) and matrix.is_contiguous()

@@ -296,7 +296,7 @@ def usual_variants(block_size: int = 16) -> tuple[Variant, ...]:
 
 
 def is_aligned(name: str, kind: str) -> bool:
-    """Whether this argument is aligned to 16 bytes, as all computed tensors are.
+    """True if this argument is aligned to 16 bytes, as all computed tensors are.
 
     Weights lie at the loader's addresses, and integers next to each other.
     """

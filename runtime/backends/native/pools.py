@@ -53,7 +53,7 @@ class Pool:
         return cls(kv.data, None, kv.block_size)
 
     def takes(self, dtype: DType) -> bool:
-        """Whether rows of this dtype go in and come out."""
+        """True if rows of this dtype go in and come out."""
         return dtype in (self.record.dtype, self.record.scale_dtype if self.record.scale else -1)
 
 

@@ -59,7 +59,7 @@ class LinearArgs(ctypes.Structure):
 
 
 def is_group_count(num_groups: int, columns: int) -> bool:
-    """Whether the core takes rows cut into that many groups."""
+    """True if the core takes rows cut into that many groups."""
     if num_groups < 1 or columns % num_groups:
         return False
     return num_groups == 1 or columns // num_groups % _GROUP_STEP == 0

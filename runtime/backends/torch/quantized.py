@@ -88,7 +88,7 @@ class QuantizedLinear:
         )
 
     def _takes_integers(self, x: torch.Tensor) -> bool:
-        """Whether torch's own product with int8 rows gives the same result, without rounding a
+        """True if torch's own product with int8 rows gives the same result, without rounding a
         scale.
         """
         return (

@@ -76,7 +76,7 @@ class SnapshotPrefix:
 
     @property
     def is_automatic(self) -> bool:
-        """Whether a server kept it automatically, without a named export."""
+        """True if a server kept it automatically, without a named export."""
         return self.name.startswith(RECENT)
 
 

@@ -81,7 +81,7 @@ def plan_fetch(
 def is_worth_writing(
     rate: ReadRate | None, *, block_bytes: int, block_tokens: int, prefill_tokens_s: float | None
 ) -> bool:
-    """Whether a block on this medium could be fetched sooner than computed, given a long enough
+    """True if a block on this medium could be fetched sooner than computed, given a long enough
     chain.
     """
     if rate is None or prefill_tokens_s is None:

@@ -219,7 +219,7 @@ print(json.dumps({"tried": tried, "grown_mb": (resource.getrusage(resource.RUSAG
 
 
 def accepts(parts: TinyParts, compiler: GrammarCompiler, schema: Any, text: str) -> bool:
-    """Whether the whole text is an answer of this schema."""
+    """True if the whole text is an answer of this schema."""
     (eos, *_) = parts.tokenizer.eos_token_ids
     matcher = compiler.compile(GrammarSpec.json_schema(schema)).start()
     try:

@@ -145,26 +145,8 @@ class Front:
             self._connections.request_ends(request.protocol, request.content)
             seconds = time.monotonic() - began_s
             self._supervisor.metrics.request_ended(model, status, seconds)
-            path = ascii(request.path[:200])[1:-1]
-            access_logger.info(
-                "%s %s %d %.1f ms %s %s",
-                request.method,
-                path,
-                status,
-                seconds * 1000,
-                model,
-                request_id,
-                extra={
-                    "fields": {
-                        "method": request.method,
-                        "path": path,
-                        "status": status,
-                        "duration_s": round(seconds, 6),
-                        "model": model,
-                        "request_id": request_id,
-                    }
-                },
-            )
+            if access_logger.isEnabledFor(logging.INFO):
+                _log_access(request, status, seconds, model, request_id)
 
     # understanding
 
@@ -363,6 +345,29 @@ async def _pour(answer: aiohttp.ClientResponse, response: web.StreamResponse) ->
         await response.write(b"data: " + lost.body() + b"\n\n")
         return False
     return True
+
+
+def _log_access(request: web.Request, status: int, seconds: float, model: str, request_id: str) -> None:
+    """One line for each request, without the query, which may contain a secret."""
+    path = ascii(request.path[:200])[1:-1]
+    fields = {
+        "method": request.method,
+        "path": path,
+        "status": status,
+        "duration_s": round(seconds, 6),
+        "model": model,
+        "request_id": request_id,
+    }
+    access_logger.info(
+        "%s %s %d %.1f ms %s %s",
+        request.method,
+        path,
+        status,
+        seconds * 1000,
+        model,
+        request_id,
+        extra={"fields": fields},
+    )
 
 
 def _understand(request: web.Request, data: bytes) -> Asked:

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -170,6 +170,7 @@ class AdapterRegistry:
         self._adapters: OrderedDict[str, LoadedAdapter] = OrderedDict()  # the one used longest ago first
         self._addresses: dict[str, str] = {}  # of what `load` named
         self._used_bytes = 0
+        self._freed_bytes: deque[int] = deque()  # not yet taken off `_used_bytes`
         self._queue: queue.SimpleQueue[LoadedAdapter | None] = queue.SimpleQueue()
         self._num_threads = self._num_pending = 0  # pending: queued or under way
         self._is_closed = False
@@ -273,6 +274,7 @@ class AdapterRegistry:
 
     def statistics(self) -> AdapterStatistics:
         with self._changed:
+            self._gather_freed()
             there = [each for each in self._adapters.values() if each.is_complete]
             return AdapterStatistics(
                 loaded=len(there),
@@ -309,6 +311,7 @@ class AdapterRegistry:
     def check_integrity(self) -> None:
         """Raises AssertionError unless the books agree. For tests."""
         with self._changed:
+            self._gather_freed()
             listed = sum(each.size_bytes for each in self._adapters.values())
             assert listed <= self._used_bytes <= self._max_bytes
             assert all(each.is_listed and each.num_pins >= 0 for each in self._adapters.values())
@@ -381,6 +384,7 @@ class AdapterRegistry:
         is_late = False  # arrays of adapters that made way have not been freed in time
         with self._changed:
             while True:
+                self._gather_freed()
                 self._require_open()
                 if not adapter.is_listed or not adapter.num_pins:
                     if adapter.is_listed:
@@ -407,6 +411,18 @@ class AdapterRegistry:
                 self._drop(adapter.name)
         adapter.finish(None, error)
 
+    def _freed(self, size_bytes: int) -> None:
+        """Count arrays as freed. The collector calls it in any thread, whatever that thread holds, so it waits for no
+        lock: where another thread has it, that one or the next counts them.
+        """
+        self._freed_bytes.append(size_bytes)
+        if self._changed.acquire(blocking=False):
+            try:
+                self._gather_freed()
+                self._changed.notify_all()
+            finally:
+                self._changed.release()
+
     # -- under the lock ----------------------------------------------------------------------------------------
 
     def _give_up(self, size_bytes: int, *, also_for_freed: bool) -> None:
@@ -429,13 +445,9 @@ class AdapterRegistry:
             adapter.is_listed = False
             self._changed.notify_all()
 
-    def _freed(self, size_bytes: int) -> None:
-        """Count arrays as freed. May be called by the collector, in any thread: nothing is done under this lock that
-        waits for another.
-        """
-        with self._changed:
-            self._used_bytes -= size_bytes
-            self._changed.notify_all()
+    def _gather_freed(self) -> None:
+        while self._freed_bytes:
+            self._used_bytes -= self._freed_bytes.popleft()
 
     def _require_open(self) -> None:
         if self._is_closed:

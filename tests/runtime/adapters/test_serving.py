@@ -258,6 +258,22 @@ def test_a_request_that_comes_as_an_unwanted_adapter_is_given_up_loads_it_anew(
         instance.adapters.check_integrity()
 
 
+def test_arrays_freed_by_a_thread_wait_for_no_lock_of_another(rig: Rig) -> None:
+    """As the collector may free them, in a thread that the lock's holder waits for."""
+    with rig.instance() as instance:
+        tokens(submit(instance, "a1"))
+        registry = instance.adapters
+        used_bytes = registry.statistics().loaded_bytes
+        with registry._changed:
+            thread = threading.Thread(target=registry._freed, args=(used_bytes,))
+            thread.start()
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+        assert registry.statistics().loaded_bytes == 0
+        registry._freed(-used_bytes)  # they are there in fact
+        registry.check_integrity()
+
+
 def test_a_store_that_fails_fails_the_adapters_requests_and_no_others(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

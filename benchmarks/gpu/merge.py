@@ -20,9 +20,9 @@ import numpy as np
 from benchmarks.gpu.check import claim
 from benchmarks.gpu.planes import empty_parts, open_device
 from benchmarks.report import machine, table, versions
+from tests.support.image_programs import run_launch
 
 from teneral.loader.device.image import PartImage, pack_tables, plan_image, slab_starts
-from teneral.loader.device.interpret import run_launch
 from teneral.loader.format.manifest import FRAME_ELEMENTS
 
 GOAL = 0.8

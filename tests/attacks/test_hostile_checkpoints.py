@@ -12,12 +12,12 @@ from tests.support.checkpoints import (
     random_content,
     safetensors_file,
 )
+from tests.support.memory_store import MemoryStore
 
 from teneral.loader.errors import ChangedError, CheckpointError, FormatError
 from teneral.loader.format import checkpoint as checkpoint_module
 from teneral.loader.format.checkpoint import open_checkpoint, parse_index
 from teneral.loader.sources.file.store import FileStore
-from teneral.loader.sources.memory import MemoryStore
 
 INDEX = "model.safetensors.index.json"
 ONE = safetensors_file({"a": random_content("U8", (4,))})

@@ -19,11 +19,11 @@ from tests.support.gguf_files import (
     metadata,
     text,
 )
+from tests.support.memory_store import MemoryStore
 
 from teneral.loader.errors import CheckpointError, TeneralError
 from teneral.loader.format.gguf.directory import GgufDirectory
 from teneral.loader.format.gguf.reader import MAX_HEADER_BYTES, read_gguf
-from teneral.loader.sources.memory import MemoryStore
 
 NAME = "evil.gguf"
 SMALL = RawTensor("x", (4,), 0, bytes(16))

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.checkpoints import raw_file
+from tests.support.memory_store import MemoryStore
 
 from teneral.loader.errors import CheckpointError
 from teneral.loader.format.safetensors import MAX_HEADER_BYTES, parse_header, read_header
-from teneral.loader.sources.memory import MemoryStore
 
 NAME = "evil.safetensors"
 

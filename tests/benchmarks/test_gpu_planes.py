@@ -12,11 +12,11 @@ import pytest
 from benchmarks.gpu import stream
 from benchmarks.gpu.merge import _by_numpy
 from benchmarks.gpu.planes import coded_parts, empty_parts
+from tests.support.image_programs import run_launch
 from tests.support.load import patience_s
+from tests.support.simulated_device import SimulatedDevice
 
 from teneral.loader.device.image import pack_tables, plan_image, slab_starts
-from teneral.loader.device.interpret import run_launch
-from teneral.loader.device.simulated import SimulatedDevice
 from teneral.loader.format.manifest import FRAME_ELEMENTS, Tier
 from teneral.loader.memory.arena import map_bytes
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.checkpoints import SMALL_FILES, llama_contents, model_objects, model_store
+from tests.support.memory_store import MemoryStore
 
 from teneral.loader.artifact import find_file, is_artifact, open_artifact, read_file
 from teneral.loader.errors import (
@@ -21,7 +22,6 @@ from teneral.loader.errors import (
 )
 from teneral.loader.pin import split_pin
 from teneral.loader.sources.base import ObjectInfo
-from teneral.loader.sources.memory import MemoryStore
 from teneral.loader.tools.pack.pack import pack
 
 

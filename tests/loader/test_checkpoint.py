@@ -17,6 +17,7 @@ from tests.support.checkpoints import (
     safetensors_file,
 )
 from tests.support.load import patience_s
+from tests.support.memory_store import MemoryStore
 
 from teneral.loader.errors import AccessDeniedError, CheckpointError, NotFoundError, UsageError
 from teneral.loader.format.checkpoint import MIN_DIRECT_BYTES, manifest_of, open_checkpoint
@@ -24,7 +25,6 @@ from teneral.loader.format.manifest import Codec, Encoding, Manifest, Tier
 from teneral.loader.format.safetensors import FIRST_READ_BYTES
 from teneral.loader.sources.base import ObjectInfo
 from teneral.loader.sources.file.store import FileStore
-from teneral.loader.sources.memory import MemoryStore
 
 WAIT_S = patience_s(30)
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from tests.support.artifacts import BuiltArtifact, build_artifact
 from tests.support.faulty_loads import faulty_store, first_ranges
+from tests.support.memory_store import MemoryStore
 from tests.support.paced import WAIT_S
 from tests.support.store_faults import Fault
 
 from teneral.loader.errors import IntegrityError
 from teneral.loader.format.manifest import Part
 from teneral.loader.load.load import LoadOptions, WeightLoad
-from teneral.loader.sources.memory import MemoryStore
 
 ONE_AT_A_TIME = LoadOptions(connections=1, decode_threads=1)
 

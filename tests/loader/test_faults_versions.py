@@ -18,6 +18,7 @@ from tests.support.artifacts import build_artifact
 from tests.support.aws_environment import use_test_credentials
 from tests.support.checkpoints import llama_contents, model_store
 from tests.support.faulty_loads import FaultyStore, faulty_store
+from tests.support.memory_store import MemoryStore
 from tests.support.paced import WAIT_S
 from tests.support.store_faults import Fault
 from tests.support.store_http import Request
@@ -30,7 +31,6 @@ from teneral.loader.load.load import LoadOptions, WeightLoad
 from teneral.loader.sources.base import Source, SourceOptions
 from teneral.loader.sources.file.store import FileStore
 from teneral.loader.sources.http.source import HttpSource
-from teneral.loader.sources.memory import MemoryStore
 from teneral.loader.sources.s3.store import S3Store
 from teneral.loader.tools.pack.pack import pack
 

@@ -20,6 +20,7 @@ from tests.support.checkpoints import (
     read_back,
 )
 from tests.support.load import patience_s
+from tests.support.memory_store import MemoryStore
 from tests.support.native import ISAS
 from tests.support.native import loaded as loaded_library
 from tests.support.paced import PacedSource
@@ -51,7 +52,6 @@ from teneral.loader.native import merge
 from teneral.loader.sources.base import Source, SourceOptions
 from teneral.loader.sources.based import BasedSource
 from teneral.loader.sources.file.store import FileStore
-from teneral.loader.sources.memory import MemoryStore
 from teneral.loader.timeline import Timeline
 from teneral.loader.tools.inspect import describe, render_table
 from teneral.loader.tools.pack.base import Base

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from tests.support.artifacts import coarse
 from tests.support.format_artifacts import MIXED_LAYOUT, FormatArtifact, build_format_artifact
+from tests.support.memory_store import MemoryStore
 from tests.support.reference_reader import read_files, read_weights
 
 from teneral.loader.format.manifest import FRAME_ELEMENTS, Tier
-from teneral.loader.sources.memory import MemoryStore
 from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.pack.plan import TierOptions
 

@@ -22,6 +22,7 @@ from tests.support.gguf_files import (
     gguf_file,
     metadata,
 )
+from tests.support.memory_store import MemoryStore
 from tests.support.quantized import slow_dequantize
 from tests.support.store_server import StoreServer
 from tokenizers import Tokenizer
@@ -30,7 +31,6 @@ from teneral.loader.artifact import open_artifact, open_model
 from teneral.loader.format.gguf import directory
 from teneral.loader.format.gguf.blocks import BLOCK_TYPES, BlockType
 from teneral.loader.format.gguf.directory import GgufDirectory
-from teneral.loader.sources.memory import MemoryStore
 from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.pack.quantize import to_float32
 from teneral.loader.tools.pack.quantize_plan import QuantizeOptions

@@ -6,10 +6,10 @@ import json
 
 import pytest
 from tests.support.checkpoints import llama_contents, model_store, random_content
+from tests.support.memory_store import MemoryStore
 
 from teneral.loader.artifact import open_artifact
 from teneral.loader.format.manifest import Tier
-from teneral.loader.sources.memory import MemoryStore
 from teneral.loader.tools.inspect import describe, render_table
 from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.pack.plan import TierOptions

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.artifacts import BuiltArtifact, build_artifact
 from tests.support.checkpoints import llama_contents, model_store
+from tests.support.memory_store import MemoryStore
 from tests.support.paced import WAIT_S, PacedSource, reads_of
 
 from teneral.loader.artifact import open_artifact
@@ -22,7 +23,6 @@ from teneral.loader.load.accounting import LoadState
 from teneral.loader.load.load import LoadOptions, WeightLoad
 from teneral.loader.load.options import Order
 from teneral.loader.load.plan import RowParts
-from teneral.loader.sources.memory import MemoryStore
 from teneral.loader.timeline import Timeline
 from teneral.loader.tools.pack.pack import pack
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from blake3 import blake3
 from tests.support.artifacts import BuiltArtifact, build_artifact
+from tests.support.memory_store import MemoryStore
 from tests.support.paced import WAIT_S, PacedSource, reads_of
 
 from teneral.loader.errors import (
@@ -22,7 +23,6 @@ from teneral.loader.errors import (
 from teneral.loader.format.manifest import Tier
 from teneral.loader.load.accounting import LoadState
 from teneral.loader.load.load import LoadOptions, WeightLoad
-from teneral.loader.sources.memory import MemoryStore
 from teneral.loader.timeline import Timeline
 
 LAYERS = [(f"layers.{number}", {f"w{number}": ("BF16", (100, 100))}) for number in range(4)]

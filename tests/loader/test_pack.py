@@ -19,6 +19,7 @@ from tests.support.checkpoints import (
     random_content,
 )
 from tests.support.load import patience_s
+from tests.support.memory_store import MemoryStore, MemoryWriter
 from tests.support.tiny_disk import tiny_disk
 
 from teneral.loader.artifact import open_artifact, read_file
@@ -39,7 +40,6 @@ from teneral.loader.format.manifest_json import dump_manifest
 from teneral.loader.format.tensor_digests import FILE_NAME as DIGESTS_NAME
 from teneral.loader.sources.base import ObjectInfo
 from teneral.loader.sources.file.store import FileStore
-from teneral.loader.sources.memory import MemoryStore, MemoryWriter
 from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.pack.plan import TierOptions, find_aliases
 from teneral.loader.tools.pack.write import BlobWriter

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.checkpoints import Contents, llama_contents, model_objects, random_content, read_back
+from tests.support.memory_store import MemoryStore
 from tests.support.quantized import slow_dequantize
 
 from teneral.loader.artifact import open_artifact, read_file
@@ -20,7 +21,6 @@ from teneral.loader.format import layout
 from teneral.loader.format.manifest import FRAME_ELEMENTS, Encoding, Manifest, Tier
 from teneral.loader.load.options import Order
 from teneral.loader.load.plan import plan_load
-from teneral.loader.sources.memory import MemoryStore
 from teneral.loader.tools.inspect import describe
 from teneral.loader.tools.pack import quantize_plan as quantizing_reader
 from teneral.loader.tools.pack.pack import pack

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from tests.support.checkpoints import Contents, llama_contents, model_store, random_content
+from tests.support.memory_store import MemoryStore
 
 from teneral.loader.artifact import open_artifact
 from teneral.loader.device.ring import ring_bytes
@@ -12,7 +13,6 @@ from teneral.loader.errors import UsageError
 from teneral.loader.format.manifest import Manifest
 from teneral.loader.load.load import WeightLoad
 from teneral.loader.load.options import LoadOptions, Order
-from teneral.loader.sources.memory import MemoryStore
 from teneral.loader.tools.inspect import describe, render_table
 from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.pack.plan import TierOptions

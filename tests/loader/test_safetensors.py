@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.checkpoints import raw_file, safetensors_file
+from tests.support.memory_store import MemoryStore
 
 from teneral.loader.errors import ChangedError, CheckpointError
 from teneral.loader.format.manifest import DTYPE_BITS
@@ -21,7 +22,6 @@ from teneral.loader.format.safetensors import (
     read_header,
 )
 from teneral.loader.sources.base import ObjectInfo
-from teneral.loader.sources.memory import MemoryStore
 from teneral.runtime.backends.torch.tensors import TORCH_DTYPES
 
 

@@ -14,6 +14,7 @@ from moto.server import ThreadedMotoServer
 from tests.support.aws_environment import use_test_credentials
 from tests.support.az_server import ACCOUNT, AzServer, use_az_account
 from tests.support.gs_server import GsServer, use_gs_account
+from tests.support.memory_store import MemoryStore
 from tests.support.store_server import StoreServer
 
 from teneral.loader.errors import (
@@ -30,7 +31,6 @@ from teneral.loader.sources.base import Source, SourceOptions, Store
 from teneral.loader.sources.file.store import FileStore
 from teneral.loader.sources.gs.store import GsStore
 from teneral.loader.sources.http.source import HttpSource
-from teneral.loader.sources.memory import MemoryStore
 from teneral.loader.sources.s3.store import S3Store
 
 DATA = bytes(range(256)) * 1200  # 300 KiB: more than arrives along with a head

@@ -6,12 +6,12 @@ import pytest
 from blake3 import blake3
 from tests.support.checkpoints import llama_contents, model_store
 from tests.support.load import patience_s
+from tests.support.memory_store import MemoryStore
 
 from teneral.loader.artifact import open_artifact, read_file
 from teneral.loader.errors import ManifestError
 from teneral.loader.format.tensor_digests import FILE_NAME, parse_tensor_digests, wrong_tensors
 from teneral.loader.load.load import WeightLoad
-from teneral.loader.sources.memory import MemoryStore
 from teneral.loader.tools.pack.pack import pack
 
 

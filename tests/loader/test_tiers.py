@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.artifacts import BuiltArtifact, build_artifact, coarse
 from tests.support.checkpoints import Contents, llama_contents, model_store, random_content, read_back
+from tests.support.memory_store import MemoryStore
 from tests.support.paced import WAIT_S, PacedSource, reads_of
 
 from teneral.loader.artifact import open_artifact
@@ -22,7 +23,6 @@ from teneral.loader.load.options import Order
 from teneral.loader.load.plan import Plan, RowParts, plan_load
 from teneral.loader.load.process_load import ProcessLoad
 from teneral.loader.sources.file.store import FileStore
-from teneral.loader.sources.memory import MemoryStore
 from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.pack.plan import TierOptions
 from teneral.loader.tools.part_reader import PartReader

@@ -27,6 +27,7 @@ from tests.support.checkpoints import (
     read_back,
 )
 from tests.support.load import patience_s
+from tests.support.memory_store import MemoryStore
 from tests.support.paced import PacedSource, reads_of
 from tests.support.tiny_disk import tiny_disk
 
@@ -41,7 +42,6 @@ from teneral.loader.errors import (
 from teneral.loader.format import layout
 from teneral.loader.format.manifest import DTYPE_BITS, FRAME_ELEMENTS, Tier
 from teneral.loader.format.manifest_json import dump_manifest
-from teneral.loader.sources.memory import MemoryStore
 from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.part_reader import map_in_order
 from teneral.loader.tools.unpack import plan_shards, unpack

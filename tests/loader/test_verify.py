@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from blake3 import blake3
 from tests.support.checkpoints import llama_contents, model_store
+from tests.support.memory_store import MemoryStore
 
 from teneral.loader.artifact import open_artifact
 from teneral.loader.errors import (
@@ -17,7 +18,6 @@ from teneral.loader.errors import (
 from teneral.loader.format import layout
 from teneral.loader.format.manifest import FRAME_ELEMENTS, Codec, Manifest, Tier
 from teneral.loader.format.manifest_json import dump_manifest
-from teneral.loader.sources.memory import MemoryStore
 from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.progress_bar import TransferProgress
 from teneral.loader.tools.verify import verify

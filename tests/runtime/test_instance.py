@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.load import patience_s
+from tests.support.memory_store import MemoryStore
 from tests.support.paced import PacedSource, reads_of
 from tests.support.tiny_models import save_tiny
 
@@ -22,7 +23,6 @@ from teneral.loader.errors import (
 )
 from teneral.loader.format.manifest import Manifest, Tier
 from teneral.loader.sources.file.store import FileStore
-from teneral.loader.sources.memory import MemoryStore
 from teneral.loader.tools.pack.pack import pack
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.errors import DrainingError, ModelError

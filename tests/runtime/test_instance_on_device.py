@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from tests.support.load import patience_s
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.store_faults import Fault
 from tests.support.store_server import StoreServer
 from tests.support.tiny_models import save_tiny
 
-from teneral.loader.device.simulated import SimulatedDevice
 from teneral.loader.errors import InsufficientMemoryError, LoadError, TeneralError
 from teneral.loader.load.device_load import DeviceLoad
 from teneral.loader.load.launch import Prepared, Task, is_possible, launch

@@ -13,9 +13,9 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from tests.support.memory_store import MemoryStore
 from torch import nn
 
-from teneral.loader.sources.memory import MemoryStore
 from teneral.loader.tools.pack.pack import pack
 
 with warnings.catch_warnings():

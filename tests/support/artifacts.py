@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
+from tests.support.memory_store import MemoryStore
 
 from teneral.loader.format import codec
 from teneral.loader.format.manifest import (
@@ -31,7 +32,6 @@ from teneral.loader.format.manifest import (
     place_tensors,
     tensor_bytes,
 )
-from teneral.loader.sources.memory import MemoryStore
 
 Bytes = npt.NDArray[np.uint8]
 Shape = tuple[int, ...]

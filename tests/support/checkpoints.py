@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+from tests.support.memory_store import MemoryStore
 
 from teneral.loader.format.manifest import DTYPE_BITS
-from teneral.loader.sources.memory import MemoryStore
 
 Content = tuple[str, tuple[int, ...], bytes]  # dtype, shape, bytes
 Contents = dict[str, Content]

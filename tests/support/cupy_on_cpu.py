@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import zstandard
 from tests.support.kernels_on_cpu import KernelsOnCpu, aligned_zeros
+from tests.support.simulated_device import SimulatedTicket, _Stream
 
 from teneral.loader.device.image import Launch
-from teneral.loader.device.simulated import SimulatedTicket, _Stream
 
 NAMES = (
     "ndarray", "uint8", "RawModule", "cuda.Device", "cuda.Stream", "cuda.Event", "cuda.Memory", "cuda.MemoryPointer",

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.support.memory_store import MemoryStore
 
 from teneral.handlers.batch import parts
 from teneral.handlers.batch.errors import JobMismatchError
@@ -25,7 +26,6 @@ from teneral.handlers.batch.parts import (
 )
 from teneral.loader.errors import AlreadyExistsError, ChangedError, SourceError
 from teneral.loader.sources.base import ObjectInfo, Store
-from teneral.loader.sources.memory import MemoryStore
 
 IDENTITY = Identity("/in.jsonl", "1", "f" * 64, {"max_line_bytes": "1024"})
 RECORD = b'{"custom_id":"1","text":"a"}\n'

@@ -8,9 +8,9 @@ import pytest
 import torch
 from tests.support.encoder_families import save_sentence_model
 from tests.support.http_server import running_server
+from tests.support.memory_store import MemoryStore
 
 from teneral.loader.sources.file.store import FileStore
-from teneral.loader.sources.memory import MemoryStore
 from teneral.loader.tools.pack.pack import pack
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.instance import Instance

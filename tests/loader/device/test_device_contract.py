@@ -17,11 +17,11 @@ from tests.support.artifacts import build_artifact
 from tests.support.cupy_on_cpu import NAMES, CupyOnCpu, ZstdOnCpu
 from tests.support.device_parts import CodedTensors, code_tensors, weights_like
 from tests.support.kernels_on_cpu import KernelsOnCpu, compiler
+from tests.support.simulated_device import SimulatedDevice
 
 from teneral.loader.device import ring as device_pieces
 from teneral.loader.device.base import Device, Placed, Ticket
 from teneral.loader.device.image import PartImage, plan_image, slab_starts
-from teneral.loader.device.simulated import SimulatedDevice
 from teneral.loader.device.sink import fill_image
 from teneral.loader.errors import InsufficientMemoryError, LoadError
 from teneral.loader.format.manifest import FRAME_ELEMENTS, Part, Tier, align

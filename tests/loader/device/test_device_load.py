@@ -15,6 +15,7 @@ from tests.support.artifacts import BuiltArtifact, Layout, build_artifact
 from tests.support.checkpoints import llama_contents, model_store
 from tests.support.faulty_loads import first_ranges
 from tests.support.paced import WAIT_S, PacedSource, reads_of
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.store_faults import Fault
 from tests.support.store_server import StoreServer
 
@@ -26,7 +27,6 @@ from teneral.loader.device.paths import Choice, DeviceSpeed
 from teneral.loader.device.paths import Path as ChosenPath
 from teneral.loader.device.paths import Path as DecompressionPath
 from teneral.loader.device.ring import ring_bytes
-from teneral.loader.device.simulated import SimulatedDevice
 from teneral.loader.device.sink import ImageSink
 from teneral.loader.errors import (
     InsufficientMemoryError,

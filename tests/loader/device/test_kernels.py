@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import zstandard
 from tests.support.device_parts import CodedTensors, code_tensors, every_word, weights_like
+from tests.support.image_programs import run_launch
 from tests.support.kernels_on_cpu import KernelsOnCpu, aligned_zeros, compiler
 
 from teneral.loader.device.image import (
@@ -19,7 +20,6 @@ from teneral.loader.device.image import (
     recipe_for,
     slab_starts,
 )
-from teneral.loader.device.interpret import run_launch
 from teneral.loader.device.sink import fill_image
 from teneral.loader.errors import LoadError
 from teneral.loader.format.manifest import DTYPE_BITS, FRAME_ELEMENTS, Encoding, Tier

@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 from tests.support.any_modules import BY_NAME, original, randomize, save
 from tests.support.load import patience_s
+from tests.support.memory_store import MemoryStore
 from tests.support.paced import reads_of
 from tests.support.poisoned import PoisonedLoad
 from torch import nn
@@ -27,7 +28,6 @@ from teneral.loader.errors import (
 from teneral.loader.format.manifest import Tier
 from teneral.loader.load.options import LoadOptions
 from teneral.loader.sources.file.store import FileStore
-from teneral.loader.sources.memory import MemoryStore
 from teneral.loader.tools.pack.pack import pack
 from teneral.runtime.errors import ModelError
 from teneral.runtime.into.match import WeightsMismatchError

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.support.kv_snapshots import Pool, tokens_of, write
+from tests.support.memory_store import MemoryStore
 
-from teneral.loader.sources.memory import MemoryStore
 from teneral.runtime.kv.snapshots.writer import MAX_RECENT, plan_generation
 
 POOL = Pool()

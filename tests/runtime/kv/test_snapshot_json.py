@@ -12,9 +12,9 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.kv_snapshots import Pool, tokens_of, write
+from tests.support.memory_store import MemoryStore
 
 from teneral.loader.errors import FormatError, IntegrityError
-from teneral.loader.sources.memory import MemoryStore
 from teneral.runtime.errors import SnapshotError, SnapshotMismatchError
 from teneral.runtime.kv.snapshots import snapshot_json
 from teneral.runtime.kv.snapshots.snapshot import SNAPSHOT_NAME, require_same, require_same_model

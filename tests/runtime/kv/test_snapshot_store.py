@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from moto.server import ThreadedMotoServer
 from tests.support.aws_environment import use_test_credentials
 from tests.support.kv_snapshots import MODEL, Opened, Pool, contents_of, tokens_of, write
+from tests.support.memory_store import MemoryStore
 
 from teneral.loader.errors import (
     AlreadyExistsError,
@@ -25,7 +26,6 @@ from teneral.loader.errors import (
 )
 from teneral.loader.sources.base import SourceOptions, Store
 from teneral.loader.sources.file.store import FileStore
-from teneral.loader.sources.memory import MemoryStore
 from teneral.loader.sources.s3.store import S3Store
 from teneral.loader.timeline import Timeline
 from teneral.runtime.kv.snapshots.parts import SnapshotReader, decode_blocks, open_snapshot, place_part

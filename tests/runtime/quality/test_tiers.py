@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from tests.support.artifacts import BuiltArtifact, build_artifact
+from tests.support.memory_store import MemoryStore
 
 from teneral.loader.errors import IntegrityError
 from teneral.loader.format.manifest import Part, Tier
-from teneral.loader.sources.memory import MemoryStore
 from teneral.loader.tools.part_reader import PartReader
 from teneral.runtime.quality.tiers import TieredWeights, usable_tiers
 

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..errors import LoadError, TeneralError
-from .base import DeviceStatistics, Placed, Ticket, check_device_fits
-from .image import PartImage
+from teneral.loader.device.base import DeviceStatistics, Placed, Ticket, check_device_fits
+from teneral.loader.device.image import PartImage
+from teneral.loader.errors import LoadError, TeneralError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -79,7 +79,7 @@ class _Stream:
                     work()
                 except TeneralError as error:
                     self._error = error
-                except Exception as error:  # noqa: BLE001 - as a device's own error: raised to the waiting thread
+                except Exception as error:
                     self._error = LoadError(f"the simulated device failed: {type(error).__name__}: {error}")
 
 
@@ -210,7 +210,7 @@ class SimulatedDevice:
             self._weights[copy.weights_bytes : copy.weights_bytes + copy.size_bytes] = data
 
     def _merge(self, image: PartImage, offset_bytes: int, *, fails: bool) -> None:
-        from .interpret import decompress_chunks, run_launch
+        from tests.support.image_programs import decompress_chunks, run_launch
 
         if fails:
             raise LoadError("the simulated device is set to fail here")

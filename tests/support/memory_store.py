@@ -9,10 +9,10 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ..errors import AlreadyExistsError, NotFoundError
-from . import base
-from .base import ObjectInfo, check_name
-from .writer import Writer
+from teneral.loader.errors import AlreadyExistsError, NotFoundError
+from teneral.loader.sources import base
+from teneral.loader.sources.base import ObjectInfo, check_name
+from teneral.loader.sources.writer import Writer
 
 
 @dataclass

@@ -8,7 +8,14 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from .image import CHUNK_ENTRY_BYTES, FRAME_ENTRY_BYTES, RECIPE_BYTES, Chunks, Launch, Recipe
+from teneral.loader.device.image import (
+    CHUNK_ENTRY_BYTES,
+    FRAME_ENTRY_BYTES,
+    RECIPE_BYTES,
+    Chunks,
+    Launch,
+    Recipe,
+)
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -54,6 +61,6 @@ def _merge(
     for plane, (value, bits, up) in enumerate(zip(values, recipe.bits, recipe.ups, strict=True)):
         if plane == recipe.sign_plane:
             merged |= value >> np.uint64(bits - 1) << np.uint64(recipe.sign_up)
-            value = value & np.uint64((1 << bits - 1) - 1)  # noqa: PLW2901 - what is left of it
+            value = value & np.uint64((1 << bits - 1) - 1)
         merged |= value << np.uint64(up)
     return merged.astype(words.dtype)

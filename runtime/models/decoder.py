@@ -8,6 +8,7 @@ they arrive. It does not know where weights come from, how they are computed wit
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
@@ -18,6 +19,7 @@ import numpy as np
 
 from ...loader.format.manifest import Tier
 from ..dtypes import DType
+from ..errors import ModelError
 from ..kv.kinds import KVKind
 from ..step.backend import OnLayer
 from ..step.batch import Int64s, StepBatch, join, select
@@ -33,6 +35,11 @@ from .spec import DecoderSpec
 
 if TYPE_CHECKING:
     from .adapter import Adapter  # of the few servers that have some
+
+
+_LAYER = re.compile(r"(?:model\.)?layers\.[0-9]+\.")
+# What some checkpoints have and models compute by themselves, or not at all: scales are of keys and values in 8 bits.
+_WITHOUT_EFFECT = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
 
 
 class Decoder:
@@ -263,8 +270,11 @@ def take_decoder(config: DecoderConfig, weights: Weights) -> tuple[DecoderWeight
     root = "" if "embed_tokens.weight" in weights else "model."
     stored = _stored_dtype(config, weights, f"{root}embed_tokens")
 
+    made: list[Parameters] = []
+
     def parameters(prefix: str) -> Parameters:
-        return Parameters(weights, prefix, stored, config.quantization)
+        made.append(Parameters(weights, prefix, stored, config.quantization))
+        return made[-1]
 
     entry = parameters(root)
     embeddings = take_embeddings(entry, "embed_tokens", config.vocab_size, config.hidden_size)
@@ -276,6 +286,8 @@ def take_decoder(config: DecoderConfig, weights: Weights) -> tuple[DecoderWeight
     norm = final.take_norm(f"{root}norm.weight", config.hidden_size)
     head_name = _head_name(config, weights, f"{root}embed_tokens")
     head = take_linear(final, head_name, config.hidden_size, config.vocab_size, bias=False)
+    if config.quantization is not None and config.quantization.method != "teneral":
+        _check_none_left(weights, made)
     taken = DecoderWeights(
         embeddings=embeddings,
         layers=layers,
@@ -357,6 +369,21 @@ def _take_mlp(
     )
 
 
+def _check_none_left(weights: Weights, taken: Sequence[Parameters]) -> None:
+    """Raises `ModelError` for a tensor of a layer that nothing computes with: tools of quantisation move scales into
+    tensors of their own, without which the others would mean something else.
+    """
+    prefixes = {parameters.prefix for parameters in taken if ".layers." in f".{parameters.prefix}"}
+    used = {name for parameters in taken for name in parameters.taken}
+    for name in sorted(set(weights.names()) - used):
+        layer = _LAYER.match(name)
+        if layer is not None and layer[0] in prefixes and not name.endswith(_WITHOUT_EFFECT):
+            raise ModelError(
+                f"the quantised checkpoint has a tensor {name}, which is of no known use",
+                hint="Pack the original model with `teneral pack --quantize int8` or `int4`.",
+            )
+
+
 def _take_norm(parameters: Parameters, name: str | None, size: int) -> Tensor | None:
     return None if name is None else parameters.take_norm(f"{name}.weight", size)
 
@@ -383,6 +410,8 @@ def _head_name(config: DecoderConfig, weights: Weights, embeddings: str) -> str:
     if not config.tie_word_embeddings:
         return "lm_head"
     own, shared = "lm_head.weight", f"{embeddings}.weight"
+    if "lm_head.qweight" in weights:
+        return "lm_head"
     if own not in weights or shared not in weights:
         return embeddings
     return embeddings if weights.tensor(own).is_at(weights.tensor(shared)) else "lm_head"

@@ -38,6 +38,11 @@ class GptqAwqMatrix:
     bits: int
     is_awq: bool
     stores_zero_minus_one: bool
+    reorders_columns: bool = False  # what config.json says of `order`
+
+    @property
+    def may_reorder_columns(self) -> bool:
+        return self.order is not None and self.reorders_columns
 
     @property
     def num_out(self) -> int:

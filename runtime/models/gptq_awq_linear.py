@@ -48,6 +48,10 @@ class GptqAwqProjection:
     def is_settled(self) -> bool:
         return self._kept is not None
 
+    @property
+    def may_reorder_columns(self) -> bool:
+        return any(matrix.may_reorder_columns for matrix in self._matrices)
+
     def matrices(self) -> tuple[IntegerMatrix, ...]:
         """Blocks for the conversion the first time. Raises `ModelError` for invalid content."""
         if self._kept is not None:
@@ -164,6 +168,7 @@ def _take_matrix(parameters: Parameters, name: str, num_in: int, num_out: int) -
         config.bits,
         is_awq,
         config.stores_zero_minus_one,
+        config.reorders_columns,
     )
 
 

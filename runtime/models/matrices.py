@@ -100,6 +100,10 @@ class Projection(Protocol):
     def is_settled(self) -> bool:
         """True if `matrices` gives the same objects from now on. Always so of matrices that are used as stored."""
 
+    @property
+    def may_reorder_columns(self) -> bool:
+        """True if `IntegerMatrix.columns` may be there (GPTQ's `desc_act`). Known before the content."""
+
     def matrices(self) -> tuple[Matrix, ...]:
         """The matrices to multiply with, behind the layer's open gate. Matrices of GPTQ and AWQ are
         converted by the first call, which takes a while, and again by each call until their content
@@ -124,6 +128,10 @@ class StoredProjection:
     @property
     def is_settled(self) -> bool:
         return True
+
+    @property
+    def may_reorder_columns(self) -> bool:
+        return False
 
     def matrices(self) -> tuple[Matrix, ...]:
         return self.parts

@@ -7,7 +7,7 @@ dtypes are looked at here: content may still be missing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ..dtypes import DType
 from ..errors import ModelError
@@ -69,6 +69,15 @@ class Parameters:
     def peek(self, name: str) -> Tensor:
         """The tensor, unchecked, and not counted as taken. Raises `ModelError` when there is none."""
         return self._weights.tensor(self._prefix + name)
+
+    @property
+    def prefix(self) -> str:
+        return self._prefix
+
+    @property
+    def taken(self) -> Sequence[str]:
+        """The full names of all that has been taken so far."""
+        return self._taken
 
     def full_name(self, name: str) -> str:
         return self._prefix + name

@@ -40,6 +40,10 @@ class JoinedProjection:
     def is_settled(self) -> bool:
         return all(part.is_settled for part in self.parts)
 
+    @property
+    def may_reorder_columns(self) -> bool:
+        return any(part.may_reorder_columns for part in self.parts)
+
     def matrices(self) -> tuple[Matrix, ...]:
         return tuple(matrix for part in self.parts for matrix in part.matrices())
 

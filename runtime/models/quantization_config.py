@@ -28,6 +28,7 @@ class QuantizationConfig:
     group_size: int | None
     symmetric: bool  # no zeros of their own are needed
     stores_zero_minus_one: bool = False  # GPTQ's first format
+    reorders_columns: bool = False  # GPTQ's `desc_act`: columns are in groups by their order of activation
 
     @classmethod
     def from_fields(cls, config: Fields) -> QuantizationConfig | None:
@@ -73,6 +74,7 @@ def _read_gptq(fields: Fields) -> QuantizationConfig:
         _group_size(fields),
         symmetric=fields.boolean("sym", default=True),
         stores_zero_minus_one=form == "gptq",
+        reorders_columns=fields.boolean("desc_act", default=False),
     )
 
 

@@ -6,12 +6,18 @@ import copy
 import json
 import math
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
+
+from teneral.loader.sources.open import open_source
+from teneral.runtime.adapters.load import open_adapter, read_adapter
+from teneral.runtime.adapters.registry import LoadedAdapter
+from teneral.runtime.models.decoder_config import DecoderConfig
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -132,6 +138,17 @@ def save_adapter(
     tensors = make_tensors(model, config, seed=seed, dtype=dtype, size=size)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def load_adapter(folder: Path, base: DecoderConfig) -> LoadedAdapter:
+    """The adapter in this folder, complete."""
+    with closing(open_source(str(folder))) as source:
+        opened = open_adapter(source, "", base, max_bytes=1 << 24)
+        adapter = LoadedAdapter(folder.name, str(folder))
+        weights = opened.plan.allocate()
+        adapter.begin(weights)
+        adapter.finish(read_adapter(opened, weights, adapter.note_layer), None)
+    return adapter
 
 
 def merged(model: Any, folder: Path) -> Any:

@@ -3,7 +3,7 @@ mixture of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -123,7 +123,9 @@ def pool_of_shape(
 
 
 class NativeStepper:
-    """Holds the keys and values of some sequences. Blocks are handed out in `block_order` as sequences grow."""
+    """Holds the keys and values of some sequences. Blocks are handed out in `block_order` as sequences grow;
+    `adapters` are those of sequences, by their names.
+    """
 
     def __init__(
         self,
@@ -131,7 +133,9 @@ class NativeStepper:
         pool: Any,
         *,
         block_order: Iterable[int] | None = None,
+        adapters: Mapping[str, Any] | None = None,
     ) -> None:
+        self._adapters = adapters or {}
         self.executor = executor
         self.pool = pool
         num_blocks = pool.num_slots // pool.block_size
@@ -174,7 +178,9 @@ class NativeStepper:
             blocks = self._blocks.setdefault(name, [])
             while len(blocks) * size < end:
                 blocks.append(self._free.pop(0))
-            spans.append(SequenceSpan(len(tokens), len(new), end, tuple(blocks)))
+            spans.append(
+                SequenceSpan(len(tokens), len(new), end, tuple(blocks), adapter=self._adapters.get(name))
+            )
             tokens += new
             positions += range(cached, end)
             slots += [blocks[at // size] * size + at % size for at in range(cached, end)]

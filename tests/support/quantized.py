@@ -4,8 +4,14 @@ from the documents, without the code that is tested.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import torch
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight neighbours a nibble holds, from the lowest on
 
@@ -81,3 +87,54 @@ def dense(levels: np.ndarray, zeros: np.ndarray, scales: np.ndarray, order: np.n
     return torch.from_numpy((levels.astype(np.float32) - zeros[:, order]) * scales[:, order]).to(
         torch.float32
     )
+
+
+class ForeignMatrix:
+    """A matrix of GPTQ or AWQ: random integers (N, K), zeros and scales (N, groups); columns in groups that `act_order`
+    shuffles.
+    """
+
+    def __init__(
+        self, rows: int, columns: int, note: dict[str, Any], *, seed: int = 0, act_order: bool = False
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        self.note = note
+        self.bits = note["bits"]
+        size = columns if note["group_size"] == -1 else note["group_size"]
+        shape = (rows, columns // size)
+        self.levels = rng.integers(0, 1 << self.bits, (rows, columns))
+        middle = np.full(shape, 1 << (self.bits - 1))
+        self.zeros = middle if note.get("sym") else rng.integers(0, 1 << self.bits, shape)
+        self.scales = rng.uniform(0.5, 1.5, shape) * 0.5 / (1 << self.bits)
+        self.order = np.arange(columns) // size
+        self.act_order = act_order
+        if act_order:
+            np.random.default_rng(123).shuffle(self.order)
+
+    def tensors(self, name: str) -> dict[str, torch.Tensor]:
+        parts = (self.levels, self.zeros, self.scales)
+        if self.note["quant_method"] == "awq":
+            return awq_tensors(name, *parts)
+        is_first = self.note.get("checkpoint_format", "gptq") == "gptq"
+        order = self.order if self.act_order else None
+        return gptq_tensors(name, *parts, bits=self.bits, order=order, minus_one=is_first)
+
+    def weight(self) -> torch.Tensor:
+        return dense(self.levels, self.zeros, self.scales, self.order)
+
+
+def meant(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights that those of an artifact mean, in fp32."""
+
+    def array(name: str) -> np.ndarray:
+        return tensors[name].float().numpy()
+
+    found = {}
+    for name, tensor in tensors.items():
+        if f"{name}_scale" in tensors:
+            zero = f"{name.removesuffix('weight')}weight_zero"
+            parts = tensor.numpy(), array(f"{name}_scale"), array(zero) if zero in tensors else None
+            found[name] = torch.from_numpy(slow_dequantize(*parts))
+        elif not name.endswith((".weight_scale", ".weight_zero")):
+            found[name] = tensor.float()
+    return found

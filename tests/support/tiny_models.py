@@ -6,10 +6,12 @@ model object. All random numbers come from a fixed seed. Importing this module i
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,28 +19,12 @@ with warnings.catch_warnings():
     # transformers' own deprecations while it is imported are not ours to answer for
     warnings.simplefilter("ignore", DeprecationWarning)
     import transformers
+
+from teneral.runtime.models.decoder_config import DECODER_FAMILIES
+
 transformers.utils.logging.disable_progress_bar()
 
-DECODERS = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma2",
-    "gemma3_text",
-    "granite",
-    "olmo2",
-    "phi3",
-    "smollm3",
-    "ministral",
-    "glm",
-    "glm4",
-    "cohere",
-    "cohere2",
-    "mixtral",
-    "qwen3_moe",
-    "olmoe",
-)
+DECODERS = tuple(DECODER_FAMILIES)  # so that a new family is in every test of all of them
 ENCODERS = ("bert", "roberta", "xlm-roberta")
 FAMILIES = DECODERS + ENCODERS
 
@@ -162,20 +148,53 @@ def tensors_of(model: Any) -> dict[str, torch.Tensor]:
     return _with_experts_apart(state, model.config.model_type)
 
 
+def with_tensors(model: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The model with these weights, named as `tensors_of` names them, in fp32. Every one of its own is replaced."""
+    parts = _parts_of_experts(model.config.model_type)
+    other = copy.deepcopy(model).float()
+    left = dict(tensors)
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            layer, is_of_experts, which = name.partition(".mlp.experts.")
+            if not is_of_experts:
+                parameter.copy_(left.pop(name.replace(".mlp.gate.weight", f".{parts.block}.gate.weight")))
+                continue
+            names = parts.gate_up if which == "gate_up_proj" else (parts.down,)
+            for number in range(len(parameter)):
+                prefix = f"{layer}.{parts.block}.experts.{number}"
+                rows = [left.pop(f"{prefix}.{part}.weight") for part in names]
+                parameter[number].copy_(torch.cat(rows))
+    assert not left, f"the model has no {sorted(left)}"
+    return other
+
+
+class _ExpertParts(NamedTuple):
+    """Names of a checkpoint's experts."""
+
+    block: str
+    gate_up: tuple[str, str]
+    down: str
+
+
+def _parts_of_experts(family: str) -> _ExpertParts:
+    if family == "mixtral":
+        return _ExpertParts("block_sparse_moe", ("w1", "w3"), "w2")
+    return _ExpertParts("mlp", ("gate_proj", "up_proj"), "down_proj")
+
+
 def _with_experts_apart(state: dict[str, torch.Tensor], family: str) -> dict[str, torch.Tensor]:
     """Experts as checkpoints have them; transformers holds all of a layer in one tensor."""
-    block = "block_sparse_moe" if family == "mixtral" else "mlp"
-    gate, up, down = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    parts = _parts_of_experts(family)
     apart: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
         layer, is_of_experts, which = name.partition(".mlp.experts.")
         if not is_of_experts:
-            apart[name.replace(".mlp.gate.weight", f".{block}.gate.weight")] = tensor
+            apart[name.replace(".mlp.gate.weight", f".{parts.block}.gate.weight")] = tensor
             continue
         for number, matrix in enumerate(tensor):
-            names = (gate, up) if which == "gate_up_proj" else (down,)
+            names = parts.gate_up if which == "gate_up_proj" else (parts.down,)
             for part, rows in zip(names, matrix.chunk(len(names)), strict=True):
-                apart[f"{layer}.{block}.experts.{number}.{part}.weight"] = rows.clone()
+                apart[f"{layer}.{parts.block}.experts.{number}.{part}.weight"] = rows.clone()
     return apart
 
 

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 NAME = "native"
 
+_REORDERED = "experts with columns in an order of their own (GPTQ's desc_act)"
+
 IMPLEMENTED: Mapping[str, Accepts] = {
     **dict.fromkeys(
         (
@@ -89,7 +91,20 @@ IMPLEMENTED: Mapping[str, Accepts] = {
 
 def refusal(spec: DecoderSpec, weights: DecoderWeights) -> str | None:
     """Why the core cannot compute this model; None where it can."""
-    return refusal_of_spec(spec) or refusal_of_tensors([weights.embeddings.weight])
+    return (
+        refusal_of_spec(spec)
+        or refusal_of_tensors([weights.embeddings.weight])
+        or (f"{NAME} does not implement {_REORDERED}" if _may_reorder_experts(weights) else None)
+    )
+
+
+def _may_reorder_experts(weights: DecoderWeights) -> bool:
+    mixtures = [layer for layer in weights.layers if layer.experts]
+    experts = itertools.chain(*(layer.experts for layer in mixtures))
+    products = itertools.chain(
+        (layer.router for layer in mixtures), *((expert.gate_up, expert.down) for expert in experts)
+    )
+    return any(each is not None and each.may_reorder_columns for each in products)
 
 
 def refusal_of_spec(spec: DecoderSpec) -> str | None:
@@ -284,7 +299,7 @@ class NativeDecoder:
         ]
         if any(part.permuted_size for part in (*itertools.chain(*experts), *_of(parts, "router"))):
             raise ModelError(
-                f"experts of layer {index} have columns in an order of their own, which the native core lacks",
+                f"layer {index}: {NAME} does not implement {_REORDERED}",
                 hint="Use --backend torch.",
             )
         if experts:
@@ -300,7 +315,7 @@ class NativeDecoder:
     def _forget_unsettled(self, index: int) -> None:
         """ConvertedMatrix matrices are made anew until they are exact."""
         layer = self._weights.layers[index]
-        own = (layer.qkv, layer.output, layer.gate_up, layer.down)
+        own = (layer.qkv, layer.output, layer.gate_up, layer.down, layer.router)
         of_experts = itertools.chain(*((expert.gate_up, expert.down) for expert in layer.experts))
         if not all(each.is_settled for each in (*own, *of_experts) if each is not None):
             del self._parts[index]

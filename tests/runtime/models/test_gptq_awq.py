@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tests.support.decoding import Stepper, prompt_of
 from tests.support.models import DictWeights, build_model, product
-from tests.support.quantized import awq_tensors, dense, gptq_tensors
-from tests.support.tiny_models import config_json, tensors_of, tiny_model
+from tests.support.gptq_awq_checkpoints import foreign_checkpoint
+from tests.support.quantized import AWQ, GPTQ
+from tests.support.quantized import ForeignMatrix as Matrix
+from tests.support.tiny_models import tiny_model
 
 from teneral.loader.artifact import open_artifact
 from teneral.loader.format.manifest import Tier
@@ -35,41 +37,6 @@ from teneral.runtime.models.parameters import Parameters
 from teneral.runtime.models.quantization_config import QuantizationConfig
 from teneral.runtime.weights import StreamedWeights
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
-
-
-class Matrix:
-    """Random integers (N, K), zeros and scales (N, groups); columns in groups that `act_order` shuffles."""
-
-    def __init__(
-        self, rows: int, columns: int, note: dict[str, Any], *, seed: int = 0, act_order: bool = False
-    ) -> None:
-        rng = np.random.default_rng(seed)
-        self.note = note
-        self.bits = note["bits"]
-        size = columns if note["group_size"] == -1 else note["group_size"]
-        shape = (rows, columns // size)
-        self.levels = rng.integers(0, 1 << self.bits, (rows, columns))
-        middle = np.full(shape, 1 << (self.bits - 1))
-        self.zeros = middle if note.get("sym") else rng.integers(0, 1 << self.bits, shape)
-        self.scales = rng.uniform(0.5, 1.5, shape) * 0.5 / (1 << self.bits)
-        self.order = np.arange(columns) // size
-        self.act_order = act_order
-        if act_order:
-            np.random.default_rng(123).shuffle(self.order)
-
-    def tensors(self, name: str) -> dict[str, torch.Tensor]:
-        parts = (self.levels, self.zeros, self.scales)
-        if self.note["quant_method"] == "awq":
-            return awq_tensors(name, *parts)
-        is_first = self.note.get("checkpoint_format", "gptq") == "gptq"
-        order = self.order if self.act_order else None
-        return gptq_tensors(name, *parts, bits=self.bits, order=order, minus_one=is_first)
-
-    def weight(self) -> torch.Tensor:
-        return dense(self.levels, self.zeros, self.scales, self.order)
 
 
 def take_linear(*arguments: Any, bias: bool) -> Any:
@@ -268,19 +235,9 @@ def test_a_compressed_tensors_config_is_refused_by_name():
 
 
 def foreign_model(note: dict[str, Any], *, act_order: bool = False) -> tuple[dict[str, Any], Any, Any]:
-    """config.json, the checkpoint's tensors, and the same as floats: fp16 but for the integers' meaning."""
+    """config.json, the checkpoint's tensors, and the same as floats."""
     model = tiny_model("llama", intermediate_size=128, num_hidden_layers=2, tie_word_embeddings=True)
-    config = {**config_json(model), "quantization_config": note, "torch_dtype": "float16"}
-    checkpoint, floats = {}, {}
-    for seed, (name, tensor) in enumerate(tensors_of(model).items()):
-        if name.removesuffix(".weight").endswith(PROJECTIONS):
-            matrix = Matrix(*tensor.shape, note, seed=seed, act_order=act_order)
-            checkpoint |= matrix.tensors(name.removesuffix(".weight"))
-            floats[name] = matrix.weight()
-        else:
-            checkpoint[name] = tensor.to(torch.float32)
-            floats[name] = checkpoint[name]
-    return config, checkpoint, floats
+    return foreign_checkpoint(model, note, act_order=act_order)
 
 
 MODELS = {
@@ -361,6 +318,31 @@ def test_a_checkpoint_is_packed_and_served_as_it_is(tmp_path, kind, way):
 
     expected = logits_of(build_model(config, DictWeights(checkpoint)))
     torch.testing.assert_close(ours, expected, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("note", [GPTQ, AWQ])
+def test_a_quantised_head_counts_where_the_config_says_tied(note):
+    config, checkpoint, floats = foreign_model(note)
+    head = Matrix(320, 64, note, seed=99)
+    checkpoint |= head.tensors("lm_head")
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+
+    ours = logits_of(build_model(config, DictWeights(checkpoint)))
+
+    untied = {**floats, "lm_head.weight": head.weight()}
+    expected = logits_of(build_model({**plain, "tie_word_embeddings": False}, DictWeights(untied)))
+    torch.testing.assert_close(ours, expected, atol=2e-3, rtol=2e-3)
+
+
+def test_a_tensor_of_a_layer_that_nothing_computes_with_is_refused_by_name():
+    """AWQ divides the inputs of some activations by scales that lie next to them."""
+    config, checkpoint, _ = foreign_model(AWQ)
+    without_effect = {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    build_model(config, DictWeights(checkpoint | without_effect))
+
+    scales = {"model.layers.1.mlp.act.scales": torch.ones(128)}
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.act\.scales"):
+        build_model(config, DictWeights(checkpoint | scales))
 
 
 def test_what_was_converted_from_a_draft_is_not_kept():

@@ -1,0 +1,191 @@
+"""Every family with all that changes its weights, as transformers computes the weights that are meant.
+
+The families are those of `FAMILY_MODULES`: one that is added is in each of these tests, and fails where a combination is
+wrong or refused. A refusal that is meant is stated here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.support.adapters import load_adapter, merged, save_adapter
+from tests.support.decoding import Stepper, oracle_greedy, oracle_logits, prompt_of
+from tests.support.models import DictWeights, build_model
+from tests.support.native_decoder import NativeStepper, new_pool
+from tests.support.gptq_awq_checkpoints import foreign_checkpoint, is_projection
+from tests.support.quantized import AWQ, GPTQ, meant
+from tests.support.tiny_models import DECODERS, config_json, tensors_of, tiny_model, with_tensors
+
+from teneral.loader.native.library import library
+from teneral.loader.sources.open import open_source, open_store
+from teneral.loader.tools.pack.pack import pack
+from teneral.loader.tools.pack.prune import PruneOptions
+from teneral.loader.tools.pack.quantize_plan import QuantizeOptions
+from teneral.loader.tools.unpack import unpack
+from teneral.runtime.backends.native.backend import NativeBackend, ReferenceBackend
+from teneral.runtime.backends.torch.backend import TorchBackend
+from teneral.runtime.errors import ModelError
+from teneral.runtime.models.decoder import Decoder
+from teneral.runtime.models.decoder_config import DecoderConfig
+
+PROMPTS = {"a": prompt_of(40), "b": prompt_of(7, seed=1)}
+
+
+class Checkpoint(NamedTuple):
+    """What a model directory holds, and transformers' model with the weights that it means."""
+
+    config: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    oracle: Any
+
+
+@functools.cache
+def base_of(family: str) -> Any:
+    """A model whose matrices have groups of 32 columns, and some of them runs of 64."""
+    is_small = family == "qwen3_moe"
+    return tiny_model(family, **({"moe_intermediate_size": 64} if is_small else {}))
+
+
+def has_experts(family: str) -> bool:
+    return DecoderConfig.from_json(config_json(base_of(family))).experts is not None
+
+
+# -- ways to change the weights
+
+
+def foreign(note: dict[str, Any], *, act_order: bool = False) -> Callable[[str, Path], Checkpoint]:
+    def make(family: str, folder: Path) -> Checkpoint:
+        config, tensors, floats = foreign_checkpoint(base_of(family), note, act_order=act_order)
+        return Checkpoint(config, tensors, with_tensors(base_of(family), floats))
+
+    return make
+
+
+def packed(**options: Any) -> Callable[[str, Path], Checkpoint]:
+    """What `teneral pack` with these options makes of a model, as `teneral unpack` gives it back."""
+
+    def make(family: str, folder: Path) -> Checkpoint:
+        plain = folder / "plain"
+        plain.mkdir()
+        save_file(tensors_of(base_of(family)), plain / "model.safetensors")
+        (plain / "config.json").write_text(json.dumps(config_json(base_of(family))))
+        pack(open_source(str(plain)), open_store(str(folder / "packed")), **options)
+        unpack(open_source(str(folder / "packed")), folder / "out")
+        tensors = {
+            name: tensor
+            for path in sorted((folder / "out").glob("*.safetensors"))
+            for name, tensor in load_file(path).items()
+        }
+        config = json.loads((folder / "out" / "config.json").read_text())
+        return Checkpoint(config, tensors, with_tensors(base_of(family), meant(tensors)))
+
+    return make
+
+
+WAYS: dict[str, Callable[[str, Path], Checkpoint]] = {
+    "gptq": foreign(GPTQ),
+    "gptq act-order": foreign({**GPTQ, "desc_act": True}, act_order=True),
+    "gptq 8 bits": foreign({**GPTQ, "bits": 8, "sym": True}),
+    "awq": foreign(AWQ),
+    "int8": packed(quantize=QuantizeOptions(8)),
+    "int4": packed(quantize=QuantizeOptions(4)),
+    "int4 asymmetric": packed(quantize=QuantizeOptions(4, 32, asymmetric=True)),
+    "prune half": packed(prune=PruneOptions(0.5)),
+    "prune 2:4": packed(prune=PruneOptions(None)),
+}
+
+BACKENDS: list[Any] = [TorchBackend(), ReferenceBackend()]
+if library() is not None:
+    BACKENDS.append(NativeBackend())
+
+
+def decoder_of(made: Checkpoint, backend: Any) -> Decoder:
+    decoder = build_model(made.config, DictWeights(made.tensors), backends=[backend])
+    assert isinstance(decoder, Decoder)
+    return decoder
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", DECODERS)
+def test_each_backend_computes_the_weights_that_are_meant(family: str, way: str, tmp_path: Path) -> None:
+    made = WAYS[way](family, tmp_path)
+    expected = {name: oracle_logits(made.oracle, prompt) for name, prompt in PROMPTS.items()}
+    continued = {name: oracle_greedy(made.oracle, prompt, 4) for name, prompt in PROMPTS.items()}
+    plain = oracle_logits(base_of(family), PROMPTS["a"])
+    assert (plain - expected["a"]).abs().max() > 1e-3, "the weights are others than before"
+
+    for backend in BACKENDS:
+        if way == "gptq act-order" and has_experts(family) and backend.name == "native":
+            with pytest.raises(ModelError, match="experts with columns in an order"):
+                decoder_of(made, backend)
+            continue
+        stepper = Stepper(decoder_of(made, backend))
+        ours = stepper.step(PROMPTS)
+        for name in PROMPTS:
+            torch.testing.assert_close(ours[name], expected[name], atol=1e-3, rtol=1e-3, msg=backend.name)
+        if backend.name != "numpy":
+            assert Stepper(decoder_of(made, backend)).greedy(PROMPTS, 4) == continued, backend.name
+
+
+@pytest.mark.parametrize("way", ["gptq", "awq"])
+@pytest.mark.parametrize("family", DECODERS)
+def test_fp16_checkpoints_in_bf16_are_as_close_as_transformers_is(
+    family: str, way: str, tmp_path: Path
+) -> None:
+    made = WAYS[way](family, tmp_path)
+    halves = {name: each.half() if each.is_floating_point() else each for name, each in made.tensors.items()}
+    truth = oracle_logits(made.oracle, PROMPTS["a"])
+    rounded = with_tensors(made.oracle, tensors_of(made.oracle)).to(torch.bfloat16)
+    theirs = (oracle_logits(rounded, PROMPTS["a"]) - truth).pow(2).mean(-1).sqrt()
+
+    for backend in BACKENDS[2:]:
+        native = NativeBackend("bfloat16")
+        ours = Stepper(decoder_of(made._replace(tensors=halves), native)).step(PROMPTS)["a"]
+        error = (ours - truth).pow(2).mean(-1).sqrt()
+        share = 0.25 if has_experts(family) else 0.5  # of rows for which rounding chooses no other expert
+        assert error.quantile(share) < 1.25 * theirs.quantile(share), backend.name
+
+
+@pytest.mark.parametrize("way", ["prune half", "prune 2:4"])
+@pytest.mark.parametrize("family", DECODERS)
+def test_half_of_each_projection_and_nothing_else_is_pruned(family: str, way: str, tmp_path: Path) -> None:
+    before, after = tensors_of(base_of(family)), WAYS[way](family, tmp_path).tensors
+
+    projections = {name for name in before if is_projection(name)}
+    assert len(projections) >= 3 * 4
+    for name, tensor in after.items():
+        if name in projections:
+            zeros = (tensor == 0).float().mean().item()
+            assert zeros == pytest.approx(0.5, abs=0.02), name
+            assert torch.equal(tensor[tensor != 0], before[name][tensor != 0]), name
+        else:
+            assert torch.equal(tensor, before[name]), name
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_an_adapter_of_all_linear_modules_gives_the_merged_model(family: str, tmp_path: Path) -> None:
+    base = base_of(family)
+    folder = save_adapter(tmp_path / "a", base, target_modules="all-linear", size=0.15)
+    config = DecoderConfig.from_json(config_json(base))
+    adapter = load_adapter(folder, config)
+    oracle = merged(base, folder)
+    expected, plain = oracle_logits(oracle, PROMPTS["a"]), oracle_logits(base, PROMPTS["a"])
+    assert (plain - expected).abs().max() > 0.05
+
+    for backend in BACKENDS[1:]:
+        decoder = build_model(config_json(base), DictWeights(tensors_of(base)), backends=[backend])
+        assert decoder.executor.takes_adapters
+        stepper = NativeStepper(decoder.executor, new_pool(decoder.spec, 16, 4), adapters={"a": adapter})
+        ours = stepper.step(PROMPTS)
+        np.testing.assert_allclose(ours["a"], expected, atol=1e-3, rtol=1e-3, err_msg=backend.name)
+        np.testing.assert_allclose(
+            ours["b"], oracle_logits(base, PROMPTS["b"]), atol=1e-3, rtol=1e-3, err_msg=backend.name
+        )

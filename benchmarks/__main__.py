@@ -40,6 +40,9 @@ BENCHMARKS = {
     "batch": "10,000 prompts as a batch job, killed 20 times and undisturbed: equality and time",
     "structured": "a schema request's first text in a cold start, the cost of grammars, 2,000 answers checked",
     "onnx": "ONNX models: cold behind a link, local, warm, and memory; compared with onnxruntime",
+    "stories.aws_lambda": "a function on Lambda: init, first token, after a freeze; and transformers",
+    "stories.kubernetes": "scale to zero: rendered containers, started and probed as the platform does",
+    "stories.fine_tunes": "a thousand adapters on one base: first tokens, evictions, memory",
     "embeddings": "an encoder's batching: texts/s for one and for many callers",
 }
 

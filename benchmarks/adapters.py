@@ -21,6 +21,7 @@ import json
 import random
 import statistics
 import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -99,7 +100,7 @@ def write_adapter(folder: Path, base: Path, rank: int) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     options = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [*_PLACES]}
     (folder / "adapter_config.json").write_text(json.dumps(options))
-    chance = np.random.default_rng(len(folder.name))
+    chance = np.random.default_rng(zlib.crc32(folder.name.encode()))  # each of its own
     with path.open("wb") as file:
         writer = SafetensorsWriter(file, specs)
         for spec in specs:

@@ -69,9 +69,11 @@ def serve(
     num_tokens: int = 1,
     counter: Counter | None = None,
     wants_timeline: bool = False,
+    asked: str = "model",
 ) -> ColdStart:
-    """`teneral serve MODEL`, and one request; it ends `settle_s` after the answer, or after its timeline is complete.
-    With `pool`, a process of it serves. Raises `RunError`.
+    """`teneral serve MODEL`, and one request for the model, or the adapter of it, with the name `asked`; it ends
+    `settle_s` after the answer, or after its timeline is complete. With `pool`, a process of it serves. Raises
+    `RunError`.
     """
     port = _free_port()
     if pool:
@@ -82,7 +84,9 @@ def serve(
     roots = [pool.process_id] if pool else []
     with _started(command, variables, roots, watch=watch, counter=counter) as run:
         connection = _connect(port, run.process)
-        connection.request("POST", "/v1/completions", json.dumps(_request(num_tokens)), _JSON)
+        connection.request(
+            "POST", "/v1/completions", json.dumps({**_request(num_tokens), "model": asked}), _JSON
+        )
         response = connection.getresponse()
         if response.status != http.HTTPStatus.OK:
             raise RunError(f"{model}: {response.status} {response.read(500)!r}")

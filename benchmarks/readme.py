@@ -1,5 +1,5 @@
-"""The figures of the README (between its `figures` marks) and of `docs/benchmarks.md` (`benchmark`), from the latest
-results.
+"""The figures of the README (between its `figures` marks), of `docs/benchmarks.md` (`benchmark`) and of the stories in
+`docs/stories/` (`figures`), from the latest results.
 
     python -m benchmarks.readme [--check]
 
@@ -18,13 +18,16 @@ from typing import Any
 from benchmarks.cold_start import BASE, PACKED, PLAIN, STANDBY
 from benchmarks.draft import AHEAD, DRAFT, WITHOUT, wire_s
 from benchmarks.draft_picture import nearest
-from benchmarks.report import RESULTS, newest, table
+from benchmarks.report import RESULTS, newest, table, where
+from benchmarks.stories import aws_lambda, fine_tunes, kubernetes
 from benchmarks.throughput import BASE as RUNAI
 from benchmarks.throughput import import_during
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "benchmarks.md"
+STORIES = ROOT / "docs" / "stories"
+_STORIES = {"lambda.md": aws_lambda, "scale-to-zero.md": kubernetes, "fine-tunes.md": fine_tunes}
 RATE_MB_S = 200.0
 IMPORT_TORCH = "import torch"
 LLAMA_SERVER = "llama.cpp's server, bf16"
@@ -42,7 +45,8 @@ def main() -> int:
     )
     options = parser.parse_args()
     stale = False
-    for page, mark, text in ((README, "figures", figures()), (PAGE, "benchmark", section())):
+    stories = [(STORIES / page, "figures", story(module)) for page, module in _STORIES.items()]
+    for page, mark, text in ((README, "figures", figures()), (PAGE, "benchmark", section()), *stories):
         before = page.read_text(encoding="utf-8")
         after = filled(before, mark, text)
         if options.check and before != after:
@@ -127,6 +131,12 @@ def section() -> str:
     if any(RESULTS.glob("prefix-*.json")):
         parts.append(prefix(newest("prefix")))
     return "\n\n".join(parts) + "\n"
+
+
+def story(module: Any) -> str:
+    """A story's own run; empty until one was kept."""
+    name = module.NAME.replace("_", "-")
+    return f"\n{module.section(newest(module.NAME))}\n" if any(RESULTS.glob(f"{name}-*.json")) else ""
 
 
 def filled(page: str, mark: str, text: str) -> str:
@@ -311,12 +321,7 @@ def prefix(report: dict[str, Any]) -> str:
 
 
 def _where(report: dict[str, Any]) -> str:
-    machine = report["machine"]
-    rounds = f"medians of {report['rounds']} rounds in turns" if report["rounds"] > 1 else "one round"
-    how = f"`{report['command']}`; {rounds}, {report['date'][:10]}"
-    if report["date"] < NATIVE_SINCE:
-        how += "; before the native core"
-    return f"on {machine['cores']} cores ({machine['cpu']}) without a GPU ({how})"
+    return where(report, *["before the native core"] * (report["date"] < NATIVE_SINCE))
 
 
 def _day(report: dict[str, Any]) -> str:

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+# A load average from which on a page says that the machine had other work: a benchmark before this one leaves 2 to 3.
+BUSY = 4.0
 PACKAGES = ("torch", "transformers", "numpy", "zstandard", "blake3", "boto3", "safetensors")
 
 
@@ -90,6 +92,16 @@ def title(report: Mapping[str, Any], *words: str) -> str:
     """The line above a table: what the benchmark did, where and when."""
     where = f"{report['machine']['name']} ({report['machine']['cpu']}), {report['date']}"
     return f"{', '.join(words)}\n{where}, load average {report['load_average']:.1f} when it began\n"
+
+
+def where(report: Mapping[str, Any], *notes: str) -> str:
+    """The machine, the command and the day, for a sentence in a page."""
+    at = report["machine"]
+    rounds = f"medians of {report['rounds']} rounds in turns" if report["rounds"] > 1 else "one round"
+    how = f"`{report['command']}`; {rounds}, {report['date'][:10]}"
+    if report["load_average"] >= BUSY:
+        notes = (*notes, f"other work on the machine, load average {report['load_average']:.1f}")
+    return f"on {at['cores']} cores ({at['cpu']}) without a GPU ({'; '.join([how, *notes])})"
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -16,10 +16,12 @@ import yaml
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
+OTHERS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 SITE: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 _FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _INDENTED = re.compile(r"(?:(?<=\n\n)|\A)(?:    .*(?:\n|\Z)|\n)+")
 _LINK = re.compile(r"\]\(<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\)")
+_REFERENCE = re.compile(r"[\w`)]\]\[([\w-]+)\]")
 _HEADING = re.compile(r"^#{1,6} (.+)$", re.MULTILINE)
 
 
@@ -61,16 +63,21 @@ def test_every_page_has_one_place_in_the_sites_order() -> None:
     assert listed == Counter(str(page.relative_to(DOCS)) for page in PAGES)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_somewhere(page: Path) -> None:
     broken = []
+    inside = ROOT if page in OTHERS else DOCS  # the site holds docs/ alone
     for target in _LINK.findall(prose(page)):
         if re.match(r"(?:https?|mailto):", target):
             continue
         path, _, anchor = target.partition("#")
         place = (page.parent / path).resolve() if path else page
-        if not place.exists() or not place.is_relative_to(DOCS):
-            broken.append(target)  # the site holds docs/ alone
-        elif anchor and place.suffix == ".md" and anchor not in anchors(place):
+        if not place.exists():
             broken.append(target)
+            continue
+        is_lost = bool(anchor) and place.suffix == ".md" and anchor not in anchors(place)
+        if is_lost or not place.is_relative_to(inside):
+            broken.append(target)
+    text = page.read_text(encoding="utf-8")
+    broken += [name for name in _REFERENCE.findall(prose(page)) if f"\n[{name}]: " not in text]
     assert broken == []

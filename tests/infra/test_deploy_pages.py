@@ -1,8 +1,9 @@
-"""The commands and fragments of docs/deploy: pool files render, commands are ones that their programs have."""
+"""The commands and fragments of docs/deploy: pool files render, commands are ones that their programs have. Those of
+Teneral and requests are tested with all pages' in `tests/test_doc_fragments.py`.
+"""
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import shlex
@@ -11,10 +12,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import yaml
 from tests.support.infra_validators import check_cloudformation
 
-from teneral.cli_flags import parse
 from teneral.handlers.pool.file import parse_pool
 from teneral.infra.render.render import RENDERERS, render
 
@@ -28,7 +27,6 @@ FLAGS = {
 OF_EVERY_AWS_COMMAND = {"--cli-binary-format", "--region", "--output", "--query"}
 ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")  # a variable in front of a command
 PROGRAMS = {"teneral", "docker", "kubectl", "helm", "aws", "gcloud", "sam", "curl", "ray", "serve", "pip"}
-ROUTES = r"/(v1/(chat/completions|completions|embeddings|models)|v2/models/\w+|invoke)"
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -74,11 +72,6 @@ def test_only_known_programs_are_used():
     assert {command[0] for _, command in COMMANDS} <= PROGRAMS
 
 
-@pytest.mark.parametrize("command", of("teneral"))
-def test_a_command_of_ours_is_understood(command):
-    parse(command[1:])
-
-
 @pytest.mark.parametrize("page", PLATFORM_PAGES, ids=lambda page: page.stem)
 def test_a_pages_pool_file_renders_there_and_names_its_files(page):
     for block in blocks(page, "toml"):
@@ -116,15 +109,6 @@ def test_a_command_of_aws_is_in_its_api(command):
     assert {f"--{xform_name(name, '-')}" for name in shape.required_members} <= given
 
 
-@pytest.mark.parametrize("command", of("curl"))
-def test_a_request_goes_to_a_route_that_there_is(command):
-    (address,) = [word for word in command if word.startswith("http")]
-    assert re.fullmatch(rf"https?://[\w.:-]+{ROUTES}", address)
-    for word, following in itertools.pairwise(command):
-        if word == "-d":
-            assert yaml.safe_load(following)["model"]
-
-
 @pytest.mark.parametrize("program", ["kubectl", "helm", "sam", "docker", "gcloud"])
 @pytest.mark.timeout(600)
 def test_a_program_knows_its_commands_and_flags(program, tmp_path):
@@ -156,10 +140,3 @@ def test_fragments_of_templates_in_other_pages_are_whole_and_valid():
     assert found
     for block in found:
         check_cloudformation(block)
-
-
-def test_links_between_pages_lead_somewhere():
-    for page in PAGES:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
-            if "://" not in target:
-                assert (page.parent / target).exists(), (page.name, target)

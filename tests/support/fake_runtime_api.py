@@ -39,13 +39,14 @@ class Trouble:
 
 @dataclass
 class Outcome:
-    """What became of an invocation. `pieces` are the chunks of a streamed answer, with the moments they came at."""
+    """An invocation and its answer; `pieces` are the chunks of a streamed one, `piece_times_s` when they came."""
 
     request_id: str
     kind: str = ""  # response or error
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b""
     pieces: list[bytes] = field(default_factory=list)
+    piece_times_s: list[float] = field(default_factory=list)  # on time.monotonic()'s clock
     trailers: dict[str, str] = field(default_factory=dict)
     first_piece: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
@@ -261,6 +262,7 @@ def _read_body(
         assert reader.readline() == b"\r\n"
         if outcome is not None:
             outcome.pieces = pieces
+            outcome.piece_times_s.append(time.monotonic())
             outcome.first_piece.set()
     trailers = _read_headers(reader)
     announced = {name.strip().lower() for name in headers.get("trailer", "").split(",")}

@@ -38,7 +38,6 @@ from teneral.runtime.models.quantization_config import QuantizationConfig
 from teneral.runtime.weights import StreamedWeights
 
 
-
 def take_linear(*arguments: Any, bias: bool) -> Any:
     return product(projections.take_linear(*arguments, bias=bias))
 

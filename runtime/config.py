@@ -68,7 +68,7 @@ class ServeConfig:
     model_control: bool = setting(
         False,
         boolean,
-        "let clients unload the model and load it again, through /v2/repository, and load and unload adapters",
+        "let clients unload and load the model, switch to its fine-tunes (/v2/repository), and load adapters",
     )
     # The store
     base: str | None = setting(

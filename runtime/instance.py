@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from .models.decoder import Decoder
     from .models.encoder import Encoder
     from .onnx.runner import OnnxRunner
+    from .resident import BaseInMemory
     from .text.settings import TextSettings
     from .text.tokenizer import TextTokenizer
     from .weights import AnyLoad, Weights
@@ -78,9 +79,12 @@ class Instance:
         timeline: Timeline | None = None,
         source: Source | None = None,
         helpers: Helpers | None = None,
+        base: BaseInMemory | None = None,
     ) -> None:
         """With `source`, the model is read from there instead of `config.model`; `helpers` are the
-        processes that load it, if they were started already. The instance closes both.
+        processes that load it, if they were started already. The instance closes both. With `base`,
+        the model is a fine-tune of it, of which only the differences are read; the base's instance
+        must be closed after this one.
         """
         self.config = config
         self.timeline = timeline or Timeline()
@@ -93,10 +97,11 @@ class Instance:
         self.onnx: Future[OnnxRunner] = Future()
         self.kind: Future[str] = Future()
         self.ended: Future[TeneralError | None] = Future()  # resolves when the instance fails or is closed
-        self._opened: Future[tuple[Source, Manifest]] = Future()
-        self._exact: Future[None] = Future()
+        self.opening: Future[tuple[Source, Manifest]] = Future()  # when the manifest was read, and fits
+        self.exact: Future[None] = Future()  # when all weights are
         self._source = source
         self._helpers = helpers
+        self._base = base
         self._load: AnyLoad | None = helpers.load if helpers else None
         self._snapshots: SnapshotService | None = None
         # Set together with the engine, if adapters are configured.
@@ -111,7 +116,7 @@ class Instance:
 
     def start(self) -> Instance:
         """Start everything; return at once. Startup errors fail the instance like later ones."""
-        if self._helpers is None and self._source is None:
+        if self._helpers is None and self._source is None and self._base is None:
             # Before all imports, to run in parallel to them.
             self._run(self._start_helpers)
         if self.config.kv_snapshot is not None:
@@ -154,7 +159,7 @@ class Instance:
         failure.
         """
         try:
-            self._opened.result(timeout_s)
+            self.opening.result(timeout_s)
         except TimeoutError:
             return False
         return True
@@ -167,7 +172,7 @@ class Instance:
         self._closed.set()
         self._settle(DrainingError("the instance was closed"))
         tokenizer = _result_or_none(self.tokenizer)
-        if tokenizer is not None:
+        if tokenizer is not None and (self._base is None or tokenizer is not self._base.tokenizer):
             tokenizer.close()
         for worker in self._workers():
             # Waiting callers have their answer now; the pass itself may wait at a gate, which …
@@ -198,10 +203,10 @@ class Instance:
         if self._helpers is not None and self._helpers.load is not None:
             # The process that launched them may still reference them.
             self._helpers.load.release()
-        self.text_settings, self.tokenizer, self._opened = Future(), Future(), Future()
+        self.text_settings, self.tokenizer, self.opening = Future(), Future(), Future()
         self.engine, self.embedder, self.onnx = Future(), Future(), Future()
         self._settle(DrainingError("the instance was closed"))
-        self._load = self._helpers = self._source = self._snapshots = self.adapters = None
+        self._load = self._helpers = self._source = self._snapshots = self.adapters = self._base = None
 
     def __enter__(self) -> Instance:
         return self.start()
@@ -214,9 +219,25 @@ class Instance:
         or at the time limit.
         """
         try:
-            return self._exact.exception(timeout_s) is None
+            return self.exact.exception(timeout_s) is None
         except TimeoutError:
             return False
+
+    def as_base(self) -> BaseInMemory:
+        """This instance's model, for instances of its fine-tunes. Blocks until all of it is exact.
+
+        Raises the instance's failure, and `UsageError` for a model that cannot be a base.
+        """
+        self.exact.result()
+        if self.kind.result() == "onnx":
+            raise UsageError(
+                "an ONNX model cannot be the base of a fine-tune that is switched to", key="model"
+            )
+        from .resident import base_in_memory
+
+        assert self._load is not None
+        model = self.engine.result().model if self.kind.result() == "decoder" else None
+        return base_in_memory(self._load, self.text_settings.result(), self.tokenizer.result(), model)
 
     # state
 
@@ -229,7 +250,7 @@ class Instance:
         """The digest of the manifest, once a load could begin; None for plain safetensors. Raises
         the failure.
         """
-        return self._opened.result()[1].digest
+        return self.opening.result()[1].digest
 
     @property
     def state(self) -> State:
@@ -261,13 +282,13 @@ class Instance:
         """The model's source and manifest; None before the manifest was read, and after a failed
         read.
         """
-        return _result_or_none(self._opened)
+        return _result_or_none(self.opening)
 
     def forecast(self) -> Forecast | None:
         """The load's rate, and the time of a first token at it; None while unknown, and once
         everything is loaded.
         """
-        if self._load is None or not self._opened.done() or self._opened.exception() is not None:
+        if self._load is None or not self.opening.done() or self.opening.exception() is not None:
             return None
         progress = self._load.progress()
         left_s = progress.left_s
@@ -324,7 +345,7 @@ class Instance:
             saves_sessions=self.config.kv_snapshot_sessions,
             timeline=self.timeline,
         )
-        self._snapshots.start(self._opened)
+        self._snapshots.start(self.opening)
 
     def _open(self) -> None:
         address, digest = split_pin(self.config.model)
@@ -333,9 +354,10 @@ class Instance:
             show_outages(self._source, self.timeline)
         if self._load is None:
             reserve = self._helpers.reserve if self._helpers is not None else None
-            self._load = load_here(self._source, digest, self.config, self.timeline, reserve)
+            base = None if self._base is None else self._base.weights
+            self._load = load_here(self._source, digest, self.config, self.timeline, reserve, base)
         manifest = self._load.manifest
-        self._opened.set_result((self._source, manifest))
+        self.opening.set_result((self._source, manifest))
         expected = None
         if self.config.verify_exact:
             expected = tensor_digests(ModelFiles(self._source, manifest, self.config.load_options), manifest)
@@ -350,14 +372,14 @@ class Instance:
         if expected is not None:
             with self.timeline.span("process", "verify exact"):
                 verify_exact(load, expected)
-        _resolve(self._exact, None)
+        _resolve(self.exact, None)
         if self.config.cache_dir is not None:
             # Until everything is written to the cache for the next container.
             load.join()
             warn_of_cache(load)
 
     def _load_tokenizer(self) -> None:
-        source, manifest = self._opened.result()
+        source, manifest = self.opening.result()
         if is_onnx(manifest) and not any(file.name == TOKENIZER_NAME for file in manifest.files):
             refuse = ModelError(f"{self.model_name} takes tensors and has no tokenizer")
             self.text_settings.set_exception(refuse)
@@ -365,6 +387,13 @@ class Instance:
             if self._helpers is not None:
                 self._helpers.tokenizer.close()
             return
+        if self._base is not None:
+            files = ModelFiles(source, manifest, self.config.load_options)
+            shared = self._base.tokenizer_for(manifest, files, self._adjust_settings)
+            if shared is not None:
+                _resolve(self.text_settings, self._base.text_settings)
+                _resolve(self.tokenizer, shared)
+                return
         if self._helpers is not None:
             _resolve(self.tokenizer, self._helpers.tokenizer.load(manifest, adjust=self._adjust_settings))
             return
@@ -389,7 +418,7 @@ class Instance:
             from .onnx.start import import_ahead
 
             import_ahead(self.timeline)  # while the manifest is being parsed
-            if is_onnx(self._opened.result()[1]):
+            if is_onnx(self.opening.result()[1]):
                 self._start_onnx()  # without the modules of other models
                 return
         from ..loader.device.detect import choose_device
@@ -415,7 +444,7 @@ class Instance:
             from .models.encoder import Encoder
             from .sentence_files import sentence_files
         self._warm_device_up(choice.device)
-        source, manifest = self._opened.result()
+        source, manifest = self.opening.result()
         load = self._load
         assert load is not None
         if is_onnx(manifest):
@@ -443,7 +472,10 @@ class Instance:
         if is_encoder:
             self._start_embedder(model, model_config)
         else:
-            self._start_engine(model, manifest)
+            drafter = None
+            if self._base is not None and config.draft_ahead:
+                drafter = self._base.drafter_for(model, model_config, choice, config.max_context)
+            self._start_engine(model, manifest, drafter)
 
     def _warm_device_up(self, device: str) -> None:
         """Start a GPU's one-time preparations, in parallel to the fetch. Returns at once."""
@@ -455,9 +487,9 @@ class Instance:
 
             start_warm_up(torch.device(device), torch.bfloat16, timeline=self.timeline)
 
-    def _start_engine(self, model: Decoder, manifest: Manifest) -> None:
+    def _start_engine(self, model: Decoder, manifest: Manifest, drafter: Decoder | None) -> None:
         from .backends.choose import pool_bytes, step_backend
-        from .engine.arrival import LoadArrival
+        from .engine.arrival import BasedArrival, LoadArrival
         from .engine.engine import Engine, EngineOptions
         from .kv.kinds import KVKind
         from .models.decoder import Decoder
@@ -497,7 +529,10 @@ class Instance:
             timeline=self.timeline,
             eos_token_ids=tokenizer.eos_token_ids,
             # transformers supports no draft, and its weights have all arrived.
-            arrival=LoadArrival(self._load) if isinstance(model, Decoder) else None,
+            arrival=(LoadArrival if drafter is None else BasedArrival)(self._load)
+            if isinstance(model, Decoder)
+            else None,
+            drafter=drafter,
             prefix_seed=_prefix_seed(manifest, model),
             make_backend=step_backend,
             on_device_lost=self._fail,
@@ -568,7 +603,7 @@ class Instance:
     def _start_onnx(self) -> None:
         from .onnx.start import open_runner
 
-        source, manifest = self._opened.result()
+        source, manifest = self.opening.result()
         assert self._load is not None
         with self.timeline.span("model", "build") as attributes:
             files = ModelFiles(source, manifest, self.config.load_options)
@@ -623,8 +658,8 @@ class Instance:
     def _settle(self, error: TeneralError) -> None:
         """Answer everything that waits, with this error."""
         futures = (
-            self._opened,
-            self._exact,
+            self.opening,
+            self.exact,
             self.text_settings,
             self.tokenizer,
             self.engine,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..loader.device.detect import CPU, choose_device
 from ..loader.errors import IntegrityError, UnavailableError, UsageError
+from ..loader.load.options import Order
 from ..loader.sources.base import Mappable, Remote
 from .files import is_onnx
 from .start import opener
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from ..loader.load.load import WeightLoad
     from ..loader.load.mapped_load import MappedLoad
     from ..loader.load.options import LoadOptions
+    from ..loader.load.resident import ResidentBase
     from ..loader.memory.arena import Reserve
     from ..loader.sources.base import Source
     from ..loader.timeline import Timeline
@@ -35,9 +37,11 @@ def load_here(
     config: ServeConfig,
     timeline: Timeline,
     reserve: Reserve | None = None,
+    base: ResidentBase | None = None,
 ) -> WeightLoad | MappedLoad | DeviceLoad:
     """Start a load in this process's own threads. It uses the memory of `reserve`, which is
-    returned to the system if weights are mapped.
+    returned to the system if weights are mapped. Of a fine-tune whose `base` is in memory, only the
+    differences are read.
     """
     from ..loader.artifact import (
         # The loader's process imports these, if there is one.
@@ -48,7 +52,13 @@ def load_here(
     in_place = config.mmap and device == CPU and isinstance(source, Mappable)
     prefetcher = _Prefetcher(source, options, timeline, device, 0 if reserve is None else reserve.taken_bytes)
     with timeline.span("manifest", "open"):
-        manifest = open_artifact(source, digest=digest, look=prefetcher.look, in_place=in_place)
+        manifest = open_artifact(
+            source, digest=digest, look=prefetcher.look, in_place=in_place, without_base=base is not None
+        )
+    if base is not None:
+        manifest = base.join(manifest, source.url)
+        # The base drafts, and layers follow one another.
+        options = type(options)(**{**options._asdict(), "order": Order.EXACT})
     if is_onnx(manifest):  # ONNX Runtime's own providers copy to devices
         device = CPU
         # No rows of an embedding are asked for: the order of the file is that of the segments.
@@ -65,7 +75,13 @@ def load_here(
     from ..loader.load.load import WeightLoad  # as above
 
     load = WeightLoad(
-        source, manifest, options=options, timeline=timeline, reserve=reserve, prefetch=prefetcher.found
+        source,
+        manifest,
+        options=options,
+        timeline=timeline,
+        reserve=reserve,
+        prefetch=prefetcher.found,
+        base=base,
     )
     load.start()
     return load

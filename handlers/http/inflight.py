@@ -144,16 +144,17 @@ async def finish(works: Collection[Work], timeout_s: float, reason: TeneralError
     """Wait for these requests; end those still running after `timeout_s`. Returns True if none was
     ended.
     """
-    if await _all_ended(works, timeout_s):
+    if await all_ended(works, timeout_s):
         return True
     for work in works:
         work.end(reason)
     # Otherwise their clients do not read; the drain closes the connections.
-    await _all_ended(works, CUT_GRACE_S)
+    await all_ended(works, CUT_GRACE_S)
     return False
 
 
-async def _all_ended(works: Collection[Work], timeout_s: float) -> bool:
+async def all_ended(works: Collection[Work], timeout_s: float) -> bool:
+    """Wait for these requests; False after `timeout_s`."""
     try:
         async with asyncio.timeout(timeout_s):
             for work in works:

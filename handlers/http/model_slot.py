@@ -1,11 +1,13 @@
-"""The slot of a server's model: its current instance, and its unloading and reloading while the
-server runs.
+"""The slot of a server's model: its current instance, and its unloading, reloading and switching
+while the server runs.
 
 Invariant: there is always an instance to query. One that was never started stands in for a model
 that is not loaded, and while it does, `check` refuses work. Changes are serialised, and continue if
 their client disconnects. An instance that serves and then ends, ends the server, both the first one
-and each reloaded one; one that was unloaded does not, nor one whose load failed. Reasons:
-docs/decisions/0018. This module knows no protocol.
+and each reloaded one; one that was unloaded does not, nor one whose load failed. A switch to a
+fine-tune of the model keeps its instance, whose weights are the base that differences are added to,
+and whose place the fine-tune's instance takes while it loads; where that fails, the one before is
+there again. Reasons: docs/decisions/0018 and 0038. This module knows no protocol.
 """
 
 from __future__ import annotations
@@ -14,15 +16,23 @@ import asyncio
 import gc
 import logging
 import threading
-from collections.abc import Callable, Coroutine
+import time
+from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from ...loader.errors import TeneralError
-from ...runtime.errors import DrainingError, UnloadedError
+from ...loader.errors import (
+    FormatError,
+    InsufficientMemoryError,
+    NotFoundError,
+    TeneralError,
+    UsageError,
+)
+from ...loader.timeline import Timeline
+from ...runtime.errors import DrainingError, RequestError, UnloadedError
 from ...runtime.state import State
 from ..function.lifetime import calling_on_loop
-from .inflight import InFlight, Work, finish
+from .inflight import InFlight, Work, all_ended, finish
 
 if TYPE_CHECKING:
     from ...runtime.instance import Instance
@@ -51,6 +61,9 @@ class ModelSlot:
         started(instance, True)
         self.reason = ""  # the reason why no model is loaded
         self._first = instance
+        self._base: Instance | None = None  # of the current instance, where that is a fine-tune's
+        self._tuned: set[Instance] = set()  # of fine-tunes, open
+        self._retiring: asyncio.Task[None] | None = None  # ends the fine-tune from before a switch
         self._make = make
         self._in_flight = in_flight
         self._absence: State | None = (
@@ -67,7 +80,9 @@ class ModelSlot:
 
     @property
     def state(self) -> State:
-        return self._absence or self.instance.state
+        state = self._absence or self.instance.state
+        # A fine-tune's engine is built within a moment: a request sent now is processed at once.
+        return State.PARTIAL if state is State.LOADING and self._base is not None else state
 
     def check(self) -> None:
         """Raise `UnloadedError` while the model is unloaded on request."""
@@ -93,15 +108,27 @@ class ModelSlot:
         """
         await self._change(work, self._load())
 
+    async def switch(self, work: Work | None, address: str, *, drain_timeout_s: float) -> None:
+        """Serve the fine-tune at `address`, which is read as differences to the model in memory, or
+        that model again. Returns once all of it is exact.
+
+        Requests from then on, and from the time on when its manifest was read, are the fine-tune's;
+        running ones end with the instance that has them: another fine-tune's is closed
+        `drain_timeout_s` later at the latest. Raises `RequestError` where nothing was changed because the artifact
+        cannot be taken up, and the error of its load, after which the model from before serves.
+        """
+        await self._change(work, self._switch(address, drain_timeout_s))
+
     async def close(self) -> None:
-        """At the end of the server: cancel a running change, and close the instance loaded since
+        """At the end of the server: cancel a running change, and close the instances loaded since
         the first.
         """
         for task in self._changes:
             task.cancel()
         await asyncio.gather(*self._changes, return_exceptions=True)
-        if self.instance is not self._first:
-            await asyncio.to_thread(self.instance.close)
+        for instance in (*self._tuned, self._base or self.instance):
+            if instance is not self._first:
+                await asyncio.to_thread(instance.close)
 
     async def _change(self, work: Work | None, change: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(self._in_turn(change))
@@ -155,11 +182,78 @@ class ModelSlot:
         self._absence = None
         self._watch(instance)
 
+    async def _switch(self, address: str, drain_timeout_s: float) -> None:
+        if self._absence is not None:
+            raise UnloadedError(
+                f"the model {self.instance.model_name!r} is not loaded, so it cannot be a base"
+            )
+        await self._retired()  # or there would be memory for one fine-tune more
+        before, base = self.instance, self._base or self.instance
+        if address == before.config.model:
+            await _exact(before)
+            return
+        works = self._in_flight.works - self._askers
+        if address == base.config.model:
+            self.instance, self._base = base, None
+            logger.info("switching to %s", address)
+        else:
+            await self._take_up(address, before, base)
+        if before is not base:
+            self._retiring = asyncio.create_task(self._retire(before, works, drain_timeout_s))
+            self._changes.add(self._retiring)
+            self._retiring.add_done_callback(self._forget)
+
+    async def _retire(self, tuned: Instance, works: Collection[Work], drain_timeout_s: float) -> None:
+        """End a fine-tune's instance when those requests have ended, or with its own after that time."""
+        await all_ended(works, drain_timeout_s)
+        await self._end_tuned(tuned)
+
+    async def _retired(self) -> None:
+        if self._retiring is not None:
+            await asyncio.wait([self._retiring])
+
+    async def _take_up(self, address: str, before: Instance, base: Instance) -> None:
+        """Load the fine-tune over its base, and serve it. After an error, `before` serves."""
+        tuned: Instance | None = None
+        try:
+            tuned = await asyncio.to_thread(_make_tuned, address, base)
+            self._tuned.add(tuned)
+            tuned.start()
+            await _done(tuned.opening)
+        except (UsageError, FormatError, NotFoundError, InsufficientMemoryError) as error:
+            await self._end_tuned(tuned)
+            raise RequestError(error.message, param="model", hint=error.hint) from error
+        except TeneralError:
+            await self._end_tuned(tuned)
+            raise
+        logger.info("switching to %s", address)
+        self.instance, self._base = tuned, base
+        self._started(tuned, False)
+        try:
+            await _can_answer(tuned)
+            await _exact(tuned)
+        except TeneralError as error:
+            logger.warning("the switch failed, and %s serves again: %s", before.config.model, error)
+            self.instance, self._base = before, base if before is not base else None
+            await self._end_tuned(tuned)
+            raise
+        self._watch(tuned)
+
+    async def _end_tuned(self, instance: Instance | None) -> None:
+        if instance is not None:
+            await asyncio.to_thread(_give_back, instance, 0.0)
+            self._tuned.discard(instance)
+
     async def _take_out(self, drain_timeout_s: float, *, reason: str) -> None:
         """Replace the instance by one that was not started, and free its memory."""
+        await self._retired()
         instance, self.instance = self.instance, self._make()
+        base, self._base = self._base, None
         try:
             await asyncio.to_thread(_give_back, instance, drain_timeout_s)
+            self._tuned.discard(instance)
+            if base is not None:
+                await asyncio.to_thread(_give_back, base, drain_timeout_s)
         finally:
             self._absence, self.reason = State.UNLOADED, reason
 
@@ -180,6 +274,23 @@ async def _can_answer(instance: Instance) -> None:
         return
     await _done(instance.tokenizer)
     await _done(instance.engine if kind == "decoder" else instance.embedder)
+
+
+async def _exact(instance: Instance) -> None:
+    """Wait until all of its weights are exact. Raises the error of its load."""
+    await _done(instance.exact)
+
+
+def _make_tuned(address: str, base: Instance) -> Instance:
+    """The instance of a fine-tune, not started. Blocks until all of the base is exact. Raises
+    `UsageError` for a model that cannot be a base.
+    """
+    from ...runtime.instance import Instance  # imported already, for the first instance
+
+    config = base.config.replace(model=address, name=base.model_name, base=None)
+    weights = base.as_base()
+    timeline = Timeline(started_at=time.monotonic())
+    return Instance(config, timeline=timeline, base=weights)
 
 
 async def _done(future: Future[Any]) -> Any:

@@ -411,13 +411,14 @@ def _chunks(fmt: Format, steps: Sequence[Step]) -> list[bytes]:
 async def _submit(service: Service, call: Call, fmt: Asked, sequences: Sequences, body_bytes: int) -> None:
     """All that comes before the engine has the request; its sequences count as waiting meanwhile."""
     adapter = service.adapter_of(fmt.body.model, fmt.body.lora)
+    instance = service.instance  # one for tokenizer and engine, even if another takes its place
     with service.admission.waiting(fmt.num_sequences):
         service.require_room(queue_of(fmt.body), priority_of(fmt.body), fmt.num_sequences)
         if fmt.body.truncate_prompt_tokens == WHOLE_CONTEXT:
-            await service.ready(service.instance.engine)  # which knows how many tokens there is room for
-        tokenizer = await service.tokenizer()
+            await service.ready(instance.engine)  # which knows how many tokens there is room for
+        tokenizer = await service.ready(instance.tokenizer)
         requests = await service.text_threads.run(body_bytes, fmt.prepare, tokenizer, service.max_context)
-        engine = await service.ready(service.instance.engine)
+        engine = await service.ready(instance.engine)
         if adapter:
             requests = [replace(each, adapter=adapter) for each in requests]
         sequences.submit(engine, requests)

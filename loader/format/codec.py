@@ -197,10 +197,12 @@ def decode_planes(
     stored: memoryview,
     out: memoryview | Bytes,
     scratch: Scratch,
+    base: Bytes | None = None,
 ) -> None:
     """Write what one tier says about a segment into `out`, the segment's own bytes in the slab.
 
-    `stored` is its whole part, already verified. Differences to a base are added to `out`: once.
+    `stored` is its whole part, already verified. Differences are added to the `base`'s bytes where they
+    are given, else to `out`, which holds them: once.
     Else the first tier that an encoding has makes usable weights, their missing bits at the
     midpoint; a later one replaces these bits, so it needs the tiers before it there. Each may be
     repeated until the next one was decoded. Raises `IntegrityError` when a plane does not decode to
@@ -210,7 +212,7 @@ def decode_planes(
     elements = np.frombuffer(out, np.uint8)
     encoding = tensor.encoding
     if segment.is_delta or encoding is Encoding.DELTA:
-        _add_differences(tensor, segment, stored, elements, scratch, where)
+        _add_differences(tensor, segment, stored, elements, scratch, where, base)
         return
     if encoding.is_whole:
         np.copyto(elements, _raw_plane(stored, segment.planes[0], elements.size, where))
@@ -240,7 +242,13 @@ def decode_planes(
 
 
 def _add_differences(
-    tensor: Tensor, segment: Segment, stored: memoryview, elements: Bytes, scratch: Scratch, where: str
+    tensor: Tensor,
+    segment: Segment,
+    stored: memoryview,
+    elements: Bytes,
+    scratch: Scratch,
+    where: str,
+    base: Bytes | None,
 ) -> None:
     """As `decode_planes`, of differences: they are put together batch by batch, and added."""
     width = tensor.element_bytes
@@ -255,6 +263,8 @@ def _add_differences(
     begin = 0
     for count, *pieces in zip(counts, *planes, strict=True):
         out = elements[begin : begin + count * width]
+        if base is not None:
+            np.copyto(out, base[begin : begin + out.size])
         if not native.add_differences(out, pieces):
             differences = scratch.room.words[: out.size]
             _merge_bytes(differences, pieces)

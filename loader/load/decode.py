@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..cache.part_cache import PartCache
     from ..device.sink import ImageSink
     from ..format import codec
+    from .resident import ResidentBase
 
 
 class Decoder:
@@ -44,9 +45,10 @@ class Decoder:
         refine_locks: RefineLocks,
         cache: PartCache | None = None,
         images: ImageSink | None = None,
+        base: ResidentBase | None = None,
     ) -> None:
         """`settle` takes each step whose values are in its slab; `cache` every part that was found
-        right.
+        right. `base` has the values that differences are added to, if they are in memory already.
 
         With `images`, the slabs are another device's, and parts are made images of, which are
         delivered there.
@@ -61,6 +63,7 @@ class Decoder:
         self._refine_locks = refine_locks
         self._cache = cache
         self._images = images
+        self._base = base
         self._suspect: set[int] = set()  # steps whose digest was wrong once
 
     def run(self) -> None:
@@ -120,8 +123,14 @@ class Decoder:
         from ..format.codec import decode_planes
 
         for segment in part.segments:
-            tensor = self._manifest.tensors[segment.tensor]
-            decode_planes(tensor, segment, part.tier, stored, self._place(segment), scratch)
+            tensor, out = self._manifest.tensors[segment.tensor], self._place(segment)
+            if self._base is None:
+                decode_planes(tensor, segment, part.tier, stored, out, scratch)
+            elif segment.planes:
+                base = self._base.values(tensor, segment) if segment.is_delta else None
+                decode_planes(tensor, segment, part.tier, stored, out, scratch, base)
+            else:
+                self._base.copy(tensor, segment, out)
 
     def _add_span(self, phase: Phase, part: Part, begun_at_s: float, **attributes: object) -> None:
         add_part_span(

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from ..cache.part_cache import PartCache
     from ..device.sink import ImageSink
     from .fetch import Prefetch
+    from .resident import ResidentBase
 
 MIN_WATCHED_S, MAX_WATCHED_S = 0.2, 1.0  # of a load, before it is decided which tier comes first
 
@@ -76,9 +77,10 @@ class WeightLoad(ThreadedLoad):
         images: ImageSink | None = None,
         prefetch: Prefetch | None = None,
         versions: BlobVersions | None = None,
+        base: ResidentBase | None = None,
     ) -> None:
         """Take the memory, in the memory file `shared_fd` if there is one, or that of `reserve`.
-        Nothing is read yet.
+        Nothing is read yet. With `base`, the manifest is one that it has joined.
 
         With `images`, the weights are another device's: parts are delivered there, a gate opens
         when all of its parts were, and there are no slabs here. What was read `ahead` is not read
@@ -87,9 +89,10 @@ class WeightLoad(ThreadedLoad):
         """
         options = options or LoadOptions()
         plan = plan_load(manifest, options.order, tables_last=options.rows_on_demand, direct=images is None)
-        super().__init__(manifest, plan, options, timeline)
+        super().__init__(manifest, plan, options, timeline, only_exact=base is not None)
         self._source = source
         self._images = images
+        self._base = base
         self._prefetch = prefetch
         self._versions = versions or BlobVersions(manifest, source.url)
         is_helper = shared_fd is not None or images is not None
@@ -289,6 +292,7 @@ class WeightLoad(ThreadedLoad):
             refine_locks=self._refine_locks,
             cache=self._cache,
             images=self._images,
+            base=self._base,
         )
         self._fetch = fetcher.run
         num_ranges = max(len(self._plan.steps), -(-self._stored_bytes // MIN_RANGE_BYTES))
@@ -401,7 +405,7 @@ def _open_cache(options: LoadOptions, manifest: Manifest) -> PartCache | None:
     from ..cache.part_cache import PartCache  # most loads have none
 
     cache = PartCache(options.cache_dir, budget_bytes=options.cache_bytes)
-    if any(part.digest is None for part in manifest.parts):
+    if any(part.digest is None and part.size_bytes for part in manifest.parts):
         cache.turn_off(
             "plain safetensors are not cached, as nothing says what their bytes should be: pack the model"
         )

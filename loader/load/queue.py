@@ -55,7 +55,11 @@ class FetchOrder:
         self._steps = plan.steps
         self._upcoming = deque(range(len(plan.steps)))
         self._sooner: deque[int] = deque()
-        self._had: dict[int, int] = {}  # number of the turn, by step
+        # Number of the turn, by step. What has no bytes need not be read.
+        self._had: dict[int, int] = {
+            number: turn
+            for turn, number in enumerate(step.number for step in plan.steps if not step.part.size_bytes)
+        }
         self._were_sooner: set[int] = set()  # of those that had their turn
         self._wished = _Awaited()  # what was asked for
         self._first = _Awaited()  # the group that comes first
@@ -204,6 +208,12 @@ class WorkQueue:
         self._ready: list[tuple[int, int]] = []  # heap of steps to decode, by their turns
         self._num_left = len(plan.steps)
         self._stopped = False
+        with self._lock:
+            for step in plan.steps:
+                if not step.part.size_bytes:  # a copy of what is in memory
+                    self._memory[step.number] = memoryview(b"")
+                    self._arrived.add(step.number)
+                    self._offer(step.number)
         self.memory_wait_s = 0.0  # spent waiting for staging, summed over threads
 
     @property

@@ -31,8 +31,15 @@ class ThreadedLoad(ABC):
     reserved_bytes = 0  # of their memory, that had been taken from the system when the load began
 
     def __init__(
-        self, manifest: Manifest, plan: Plan, options: LoadOptions | None, timeline: Timeline | None
+        self,
+        manifest: Manifest,
+        plan: Plan,
+        options: LoadOptions | None,
+        timeline: Timeline | None,
+        *,
+        only_exact: bool = False,
     ) -> None:
+        """With `only_exact`, no tier but the exact one is usable: its gates open for all of them."""
         self.manifest = manifest
         self._plan = plan
         self._options = options or LoadOptions()
@@ -40,7 +47,8 @@ class ThreadedLoad(ABC):
         self._stored_bytes = plan.stored_bytes
         self._meter = Meter()
         self._readiness = Readiness(
-            len(manifest.groups), [(part.group, part.tier) for part in manifest.parts]
+            len(manifest.groups),
+            [(part.group, Tier.REFINE if only_exact else part.tier) for part in manifest.parts],
         )
         self._threads: list[threading.Thread] = []
         self._lifecycle = threading.Lock()  # guards starting against cancelling

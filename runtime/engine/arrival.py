@@ -98,3 +98,15 @@ class LoadArrival:
 
     def refine_wait_s(self) -> float:
         return self._load.refine_wait_s
+
+
+class BasedArrival(LoadArrival):
+    """The arrival of a fine-tune's weights while its base drafts: the draft is there from the
+    beginning.
+    """
+
+    def holds(self, tier: Tier) -> bool:
+        return tier is not Tier.REFINE or super().holds(tier)
+
+    def order(self) -> Order:
+        return Order.DRAFT_FIRST

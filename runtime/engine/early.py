@@ -108,8 +108,13 @@ class EarlyPhase:
         *,
         timeline: EngineTimeline,
         backend: Backend,
+        drafter: TieredDecoder | None = None,
     ) -> None:
+        """`drafter` computes the draft lanes: an exact model that shares the KV storage. By default
+        the model itself does, with the weights that it has.
+        """
         self._model = model
+        self._drafter = drafter
         self._kv = kv
         self._state = state
         self._arrival = arrival
@@ -356,10 +361,10 @@ class EarlyPhase:
             num_rows += end - lane.num_computed
         start_s = time.monotonic()
         batch = self._backend.build(parts)
-        under_way = self._model.begin(
+        under_way = (self._drafter or self._model).begin(
             batch,
             self._kv,
-            tier=max(member.tier for member in members),
+            tier=Tier.REFINE if self._drafter else max(member.tier for member in members),
             on_layer=self._timeline.on_draft_layer(),
         )
         if not self._complete(under_way):

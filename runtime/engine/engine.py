@@ -79,6 +79,7 @@ class Engine:
         make_backend: MakeBackend,
         on_device_lost: Callable[[DeviceLostError], None] | None = None,
         adapters: AdapterSource | None = None,
+        drafter: TieredDecoder | None = None,
     ) -> None:
         """Reserve the KV pool. Raises UsageError if `kv_bytes` does not hold one sequence of two
         tokens.
@@ -86,7 +87,8 @@ class Engine:
         `on_device_lost` is called, on the engine's thread, when the device cannot compute any more.
         With `arrival`, the model must be a `TieredDecoder`: a draft that comes first is used
         (`early.py`). `prefix_seed` identifies the model of the pool's keys and values; by default
-        they are private to this engine. `adapters` are those that requests may name.
+        they are private to this engine. `adapters` are those that requests may name. `drafter` drafts in
+        place of the model, with weights of its own (`EarlyPhase`).
         """
         self.options = options
         self._model = model
@@ -143,10 +145,20 @@ class Engine:
         if arrival is not None:
             tiered = cast("TieredDecoder", model)
             self._early = EarlyPhase(
-                tiered, self._kv, self._state, arrival, timeline=self._timeline, backend=self._backend
+                tiered,
+                self._kv,
+                self._state,
+                arrival,
+                timeline=self._timeline,
+                backend=self._backend,
+                drafter=drafter,
             )
 
     # -- for any thread --------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> DecoderLike:
+        return self._model
 
     def start(self) -> None:
         """Start the thread, which sleeps while idle."""

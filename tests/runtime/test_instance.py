@@ -261,7 +261,7 @@ def test_a_tensor_that_is_not_what_was_packed_fails_the_instance_by_its_name(art
     with Instance(VERIFIED, source=source) as instance:
         last.wait_reached()
         tensor = next(each for each in manifest.tensors if "layers.1.mlp.down" in each.name)
-        instance._opened.result(WAIT_S)
+        instance.opening.result(WAIT_S)
         load = instance._load
         load.wait(tensor.group, timeout_s=WAIT_S)
         load.slab(tensor.group)[tensor.offset_bytes + 7] ^= 1

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ....runtime.onnx.spec import OnnxSpec, Value
 
 
+MAX_ADDRESS_CHARS = 2048
 VERSION = "1"  # artifacts do not number theirs
 PLATFORM = "teneral"
 EXTENSIONS = [
@@ -172,14 +173,17 @@ class Repository:
         service, call = self._service, CALL.get()
         async with service.admission.body(request) as data:
             asked = self._change.decode(data) if data else ChangeRequest()
-        self._check(action, asked)
+        address = self._check(action, asked)
         if action == "unload":
             await service.slot.unload(call.work, drain_timeout_s=service.limits.unload_drain_s)
+        elif address is not None:
+            await service.slot.switch(call.work, address, drain_timeout_s=service.limits.unload_drain_s)
         else:
             await service.slot.load(call.work)
         return web.Response(status=200)
 
-    def _check(self, action: str, asked: ChangeRequest) -> None:
+    def _check(self, action: str, asked: ChangeRequest) -> str | None:
+        """The address of a fine-tune to switch to, if there is one. Raises what is wrong."""
         if not self._service.instance.config.model_control:
             raise ApiError(
                 403,
@@ -190,6 +194,14 @@ class Repository:
         if action == "unload":
             flag(parameters, "unload_dependents")
             parameters.pop("unload_dependents", None)  # there are none
+        address = parameters.pop("model", None) if action == "load" else None
+        if address is not None and (
+            not isinstance(address, str) or not 0 < len(address) <= MAX_ADDRESS_CHARS or "\0" in address
+        ):
+            raise ApiError(
+                400, "model must be the address of a fine-tune of the model in memory", param="model"
+            )
         for name in parameters:
             message = f"{name[:100]!r} is not a parameter of {action}: the server's configuration determines the model"
             raise ApiError(400, message, param="parameters")
+        return address

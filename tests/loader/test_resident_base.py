@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tests.loader.test_fine_tunes import BASE, FINE_TUNE, WAIT_S, bytes_of, objects_of, tuned
 from tests.support.checkpoints import Contents, llama_contents, model_store, random_content
+from tests.support.memory_store import MemoryStore
 from tests.support.paced import PacedSource, every_read
 
 from teneral.loader.artifact import open_artifact
@@ -19,7 +20,6 @@ from teneral.loader.load.options import LoadOptions, Order
 from teneral.loader.load.plan import RowParts
 from teneral.loader.load.resident import ResidentBase
 from teneral.loader.sources.base import Source
-from tests.support.memory_store import MemoryStore
 from teneral.loader.tools.pack.base import Base
 from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.pack.plan import TierOptions

@@ -79,6 +79,9 @@ class ReferenceBackend(NativeBackend):
 
     name = "numpy"
 
+    def refuses_decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> str | None:
+        return self._lacks(weights.device) or decoder.refusal_of_spec(spec)
+
     def decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> Executor:
         from .reference_models import ReferenceDecoder  # few have no library
 

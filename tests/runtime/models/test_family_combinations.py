@@ -1,7 +1,7 @@
 """Every family with all that changes its weights, as transformers computes the weights that are meant.
 
-The families are those of `FAMILY_MODULES`: one that is added is in each of these tests, and fails where a combination is
-wrong or refused. A refusal that is meant is stated here.
+The families are those of `FAMILY_MODULES`: one that is added is in each of these tests, and fails where a
+combination is wrong or refused. A refusal that is meant is stated here.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.support.adapters import load_adapter, merged, save_adapter
 from tests.support.decoding import Stepper, oracle_greedy, oracle_logits, prompt_of
+from tests.support.gptq_awq_checkpoints import foreign_checkpoint, is_projection
 from tests.support.models import DictWeights, build_model
 from tests.support.native_decoder import NativeStepper, new_pool
-from tests.support.gptq_awq_checkpoints import foreign_checkpoint, is_projection
 from tests.support.quantized import AWQ, GPTQ, meant
 from tests.support.tiny_models import DECODERS, config_json, tensors_of, tiny_model, with_tensors
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tests.support.decoding import Stepper, prompt_of
-from tests.support.models import DictWeights, build_model, product
 from tests.support.gptq_awq_checkpoints import foreign_checkpoint
+from tests.support.models import DictWeights, build_model, product
 from tests.support.quantized import AWQ, GPTQ
 from tests.support.quantized import ForeignMatrix as Matrix
 from tests.support.tiny_models import tiny_model

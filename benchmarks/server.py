@@ -111,7 +111,13 @@ class Server(Program):
         raise RunError(f"not ready after {START_TIMEOUT_S:g} s\n{self._last_words()}")
 
     def complete(
-        self, prompt: Sequence[int], num_tokens: int, *, since_s: float | None = None, model: str = "model"
+        self,
+        prompt: Sequence[int],
+        num_tokens: int,
+        *,
+        since_s: float | None = None,
+        model: str = "model",
+        first_token: str = "exact",
     ) -> Answer:
         """Greedily, over a connection of its own; token times count from `since_s`, or from when the request was sent.
         Raises `RunError`.
@@ -122,13 +128,34 @@ class Server(Program):
             connection.request(
                 "POST",
                 "/v1/completions",
-                json.dumps({**completion(prompt, num_tokens), "model": model}),
+                json.dumps(
+                    {
+                        **completion(prompt, num_tokens),
+                        "model": model,
+                        "teneral": {"first_token": first_token},
+                    }
+                ),
                 _JSON,
             )
             response = connection.getresponse()
             if response.status != http.HTTPStatus.OK:
                 raise RunError(f"{response.status} {response.read(500)!r}")
             return answers.of_stream(response, lambda: time.monotonic() - start_s, lambda: None)
+        except (OSError, http.client.HTTPException) as error:
+            raise RunError(f"{error}\n{self._last_words()}") from error
+        finally:
+            connection.close()
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """What a route answers, None where that is nothing. Raises `RunError` for all but 200."""
+        connection = self.connect()
+        try:
+            connection.request("POST", path, json.dumps(body), _JSON)
+            response = connection.getresponse()
+            data = response.read()
+            if response.status != http.HTTPStatus.OK:
+                raise RunError(f"{path}: {response.status} {data[:500]!r}")
+            return json.loads(data) if data else None
         except (OSError, http.client.HTTPException) as error:
             raise RunError(f"{error}\n{self._last_words()}") from error
         finally:

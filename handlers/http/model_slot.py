@@ -59,7 +59,8 @@ class ModelSlot:
         self.instance = instance
         self._started = started
         started(instance, True)
-        self.reason = ""  # the reason why no model is loaded
+        # Why no model is loaded, which is being switched to, or why a switch failed.
+        self.reason = ""
         self._first = instance
         self._base: Instance | None = None  # of the current instance, where that is a fine-tune's
         self._tuned: set[Instance] = set()  # of fine-tunes, open
@@ -194,7 +195,7 @@ class ModelSlot:
             return
         works = self._in_flight.works - self._askers
         if address == base.config.model:
-            self.instance, self._base = base, None
+            self.instance, self._base, self.reason = base, None, ""
             logger.info("switching to %s", address)
         else:
             await self._take_up(address, before, base)
@@ -227,7 +228,7 @@ class ModelSlot:
             await self._end_tuned(tuned)
             raise
         logger.info("switching to %s", address)
-        self.instance, self._base = tuned, base
+        self.instance, self._base, self.reason = tuned, base, f"switching to {address}"
         self._started(tuned, False)
         try:
             await _can_answer(tuned)
@@ -235,8 +236,10 @@ class ModelSlot:
         except TeneralError as error:
             logger.warning("the switch failed, and %s serves again: %s", before.config.model, error)
             self.instance, self._base = before, base if before is not base else None
+            self.reason = f"the switch to {address} failed: {error.message}"
             await self._end_tuned(tuned)
             raise
+        self.reason = ""
         self._watch(tuned)
 
     async def _end_tuned(self, instance: Instance | None) -> None:

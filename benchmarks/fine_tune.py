@@ -4,7 +4,7 @@
 
 The base has the shape of --like. Its fine-tune adds to every matrix what 40 steps of Adam with random gradients add at
 the learning rate, in fp32, rounded to bf16 at the end. Sizes of differences depend on both (docs/fine-tunes.md), and
-trained models have smaller weights: the times by wire are what carries over. A store gives --rate MB/s; rows take turns:
+trained models have smaller weights: times by wire are what carries over. A store gives --rate MB/s; rows take turns:
 
     switch, drafted   a warm server of the base; from the request to switch, sent after the manifest was read to a
                       client that allows drafts: its first token
@@ -101,7 +101,7 @@ def prepare(like: str, root: Path, learning_rate: float, num_layers: int | None)
 
 
 def adam_updates(learning_rate: float) -> Floats:
-    """What Adam with the usual constants adds to a weight in 40 steps of standard normal gradients."""
+    """The sum of the updates of Adam with the usual constants for a weight in 40 steps of standard normal gradients."""
     chance = np.random.default_rng(0)
     mean, square, total = (np.zeros(POOL_ELEMENTS, np.float32) for _ in range(3))
     for step in range(1, STEPS + 1):
@@ -170,8 +170,8 @@ def measure(store: StoreProcess, rounds: int) -> dict[str, list[float]]:
                 first_s, all_s, num_drafted = switch(
                     server, random_prompt(chance, PROMPT_TOKENS), first_token
                 )
-                add(f"switch, {'drafted' if first_token == 'draft' else first_token}", first_s)  # noqa: S105
-                if num_drafted != (first_token == "draft"):  # noqa: S105 - not that kind of token
+                add(f"switch, {'drafted' if first_token == 'draft' else first_token}", first_s)
+                if num_drafted != (first_token == "draft"):
                     raise RunError(f"{num_drafted} drafted tokens, where {first_token} was asked for")
                 add("switch", all_s)
                 begun_s = time.monotonic()
@@ -233,7 +233,8 @@ def render(report: dict[str, Any]) -> str:
     words = [
         report["model"],
         f"learning rate {report['learning_rate']:g}",
-        f"differences of {sizes['tuned'] / 1e6:.0f} MB, base {sizes['base'] / 1e6:.0f}, whole {sizes['whole'] / 1e6:.0f}",
+        f"differences of {sizes['tuned'] / 1e6:.0f} MB",
+        f"base {sizes['base'] / 1e6:.0f}, whole {sizes['whole'] / 1e6:.0f}",
         f"{report['rounds']} rounds",
     ]
     return "\n".join([title(report, *words), table(["row", "median (s)", "from–to", "by wire time"], rows)])

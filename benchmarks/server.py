@@ -147,7 +147,7 @@ class Server(Program):
             connection.close()
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """What a route answers, None where that is nothing. Raises `RunError` for all but 200."""
+        """A route's answer, None for an empty one. Raises `RunError` for all but 200."""
         connection = self.connect()
         try:
             connection.request("POST", path, json.dumps(body), _JSON)

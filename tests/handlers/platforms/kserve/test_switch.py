@@ -219,6 +219,8 @@ async def test_the_base_drafts_for_its_fine_tune_at_once(models: Models, held: A
         await answer(server)
         changing = asyncio.create_task(switch(server, models.folder / "one"))
         await server.eventually(lambda: server.service.instance is not server.instance)
+        (entry,) = (await server.request("POST", "/v2/repository/index")).json
+        assert entry["reason"] == f"switching to {models.folder / 'one'}"
         # Not a byte of the differences is there: the drafted tokens are the base's, and marked.
         body = {**BODY, **DRAFT, "logprobs": None}
         async with server.stream("/v1/completions", body) as response:

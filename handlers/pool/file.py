@@ -295,7 +295,20 @@ class _Reader:
 
     def _check_source(self, model: Model) -> None:
         path = ("models", model.name, "source")
-        scheme = scheme_of(model.source)
+        digest = self._check_address(model.source, *path)
+        if digest is not None and model.is_versioned:
+            raise self._error(
+                Code.E2,
+                "cannot pin {version}: each version has a digest of its own",
+                *path,
+                hint=f"Pin them in [models.{model.name}.pins].",
+            )
+        if model.base is not None:
+            self._check_address(model.base, "models", model.name, "base")
+
+    def _check_address(self, address: str, *path: str) -> bytes | None:
+        """The digest that the address is pinned to."""
+        scheme = scheme_of(address)
         if scheme not in _SCHEMES:
             raise self._error(
                 Code.E2,
@@ -304,16 +317,9 @@ class _Reader:
                 hint="Give a path, s3://…, gs://…, az://… or http(s)://….",
             )
         try:
-            _, digest = split_pin(model.source)
+            return split_pin(address)[1]
         except UsageError as error:
             raise self._error(Code.E2, "does not end in a whole pin", *path, hint=error.hint) from error
-        if digest is not None and model.is_versioned:
-            raise self._error(
-                Code.E2,
-                "cannot pin {version}: each version has a digest of its own",
-                *path,
-                hint=f"Pin them in [models.{model.name}.pins].",
-            )
 
     def _check_versions(self, model: Model) -> None:
         path = ("models", model.name)
@@ -437,6 +443,7 @@ def _versions(written: Any) -> Versions:
 
 _POOL_HINTS = {
     "model": "Write source.",
+    "base": "Write base of the model, above its serve table.",
     "max_queued": "Write max_concurrency.",
     "request_timeout_s": "Write request_timeout_s of the model, above its serve table.",
     "drain_timeout_s": "Write drain_s.",

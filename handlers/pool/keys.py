@@ -34,6 +34,7 @@ ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 POOL_SETTINGS = frozenset(
     {
         "model",
+        "base",
         "name",
         "host",
         "port",
@@ -135,6 +136,14 @@ def source(value: Any) -> str:
     return address
 
 
+def base(value: Any) -> str:
+    """An address without `{version}`: all versions of a model have the same base."""
+    address = text(value)
+    if set("{}") & set(address):
+        raise ValueError("must contain no braces: all versions have one base")
+    return address
+
+
 def versions(value: Any) -> Any:
     """A text, `{latest = N}` or a list, as `Versions` takes them."""
     if value in ("latest", "all"):
@@ -167,6 +176,7 @@ MODEL_KEYS: dict[str, Key] = {
     "source": Key(
         source, REQUIRED, "address", "artifact or model folder; {version} at most once; @b3: pins it"
     ),
+    "base": Key(base, None, "address", "artifact that the source's holds differences to; @b3: pins it"),
     "versions": Key(
         versions, "latest", "", 'version folders that are served: "latest", {latest=N}, "all" or a list'
     ),

@@ -154,6 +154,8 @@ def instance_config(
             place = ("models", model.name, "serve", f"{name}_env")
             raise pool.error(Code.E2, f"names the variable {variable}, which is not set", *place)
         settings[name] = environment[variable]
+    if release.base is not None:
+        settings["base"] = release.base
     settings.setdefault("log_format", log_format)
     settings.setdefault("kv_bytes", DEFAULT_KV_BYTES)
     version = "" if release.version is None else f"@{release.version}"

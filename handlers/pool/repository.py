@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ...loader.artifact import open_artifact
+from ...loader.artifact import open_artifact, open_model
 from ...loader.errors import NotFoundError, TeneralError, UsageError
 from ...loader.format.limits import MANIFEST_NAME
 from ...loader.pin import split_pin
@@ -35,6 +35,7 @@ class Release(NamedTuple):
     address: str
     revision: str
     weight_bytes: int
+    base: str | None = None  # the address of the artifact that it holds differences to
 
 
 class Repository:
@@ -43,7 +44,7 @@ class Repository:
     def __init__(self, folder: Path) -> None:
         """Relative addresses are relative to `folder`."""
         self._folder = folder
-        self._opened: dict[str, tuple[str, Release | TeneralError]] = {}
+        self._opened: dict[tuple[str, str | None], tuple[str, Release | TeneralError]] = {}
 
     def releases(
         self, model: Model, *, without: frozenset[tuple[int | None, str]] = frozenset()
@@ -53,7 +54,8 @@ class Repository:
 
         Raises the error of a source that cannot be listed, and of a model without any usable release.
         """
-        options = ServeConfig(model="unused", **model.serve).source_options
+        base = None if model.base is None else self.absolute(model.base)
+        options = ServeConfig(model="unused", base=base, **model.serve).source_options
         if not model.is_versioned:
             return (self._open(None, self.absolute(model.source), options),), ""
         present = set(_present(self.absolute(model.source), options, model))
@@ -90,18 +92,22 @@ class Repository:
 
     def _open(self, version: int | None, address: str, options: SourceOptions) -> Release:
         url, digest = split_pin(address)
-        source = open_source(url, options)
+        source = open_model(url, options)
+        key = (address, options.base)
         try:
             stamp = _stamp(source)
-            known, found = self._opened.get(address, ("", None))
-            if found is None or known != stamp:
+            known, found = self._opened.get(key, ("", None))
+            # Its base may have come since.
+            may_be_whole_now = options.base is not None and isinstance(found, TeneralError)
+            if found is None or known != stamp or may_be_whole_now:
                 found = _opened(source, version, address, digest, stamp)
-                self._opened[address] = (stamp, found)
+                self._opened[key] = (stamp, found)
         finally:
             source.close()
         if isinstance(found, TeneralError):
             raise found
-        return found._replace(version=version)  # another model may have it as another version
+        # Another model may have it as another version.
+        return found._replace(version=version, base=options.base)
 
 
 def _opened(

@@ -277,6 +277,7 @@ class Model:
     name: str
     source: str
     versions: Versions = Versions()
+    base: str | None = None  # the artifact that the source's holds differences to
     traffic: Mapping[int, int] | None = None
     shadow: Shadow | None = None
     min_warm: int = 0
@@ -340,6 +341,8 @@ class Model:
         }
         if self.drain_s is not None:
             settings["drain_timeout_s"] = self.drain_s
+        if self.base is not None:
+            settings["base"] = self.base
         return settings
 
     def serve_environment(self) -> dict[str, str]:

@@ -101,10 +101,11 @@ def store_statements(units: list[Unit]) -> list[dict[str, Any]]:
 
 def _read_addresses(unit: Unit) -> list[tuple[str, bool]]:
     found = []
-    for address in (unit.address, str(unit.model.serve.get("kv_snapshot") or "")):
+    snapshot = str(unit.model.serve.get("kv_snapshot") or "")
+    for address in (unit.address, unit.model.base or "", snapshot):
         if address.startswith("s3://"):
             plain, mark, _ = address.removeprefix("s3://").partition("@b3:")
-            is_snapshot = address is not unit.address
+            is_snapshot = address is snapshot
             found.append((plain.partition("?")[0].rstrip("/"), bool(mark) or is_snapshot))
     return found
 

@@ -112,16 +112,18 @@ def _read(path: Path) -> str | None:
 
 def weight_bytes(models: Sequence[Model], pool: Pool, options: SourceOptions) -> dict[str, int]:
     """Decoded size of each model's weights: the largest of its versions. Reads manifests, never weights."""
-    from ...loader.artifact import open_artifact  # only where sizes are wanted
+    from ...loader.artifact import open_artifact, open_model  # only where sizes are wanted
     from ...loader.pin import split_pin
-    from ...loader.sources.open import open_source
+
+    def local(address: str) -> str:
+        return address if "://" in address else str(pool.folder / address)
 
     sizes: dict[str, int] = {}
     for model in models:
         addresses = [model.address(version) for version in model.named_versions() or ()]
         for address in addresses or ([] if model.is_versioned else [model.address()]):
             plain, digest = split_pin(address)
-            local = plain if "://" in plain else str(pool.folder / plain)
-            manifest = open_artifact(open_source(local, options), digest=digest)
+            own = options._replace(base=None if model.base is None else local(model.base))
+            manifest = open_artifact(open_model(local(plain), own), digest=digest)
             sizes[model.name] = max(sizes.get(model.name, 0), manifest.weight_bytes)
     return sizes

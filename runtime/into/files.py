@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...loader.artifact import open_artifact
+from ...loader.artifact import open_artifact, open_model
 from ...loader.errors import NotFoundError, UsageError
 from ...loader.format.checkpoint import SUFFIX, Checkpoint, StoredTensor, manifest_of
 from ...loader.format.manifest import Manifest
@@ -34,8 +34,11 @@ class OpenedWeights(NamedTuple):
     manifest: Manifest
 
 
-def open_weights(address: Address, options: SourceOptions | None = None) -> OpenedWeights:
-    """Read the manifest, or the safetensors headers, at an address; no weights.
+def open_weights(
+    address: Address, options: SourceOptions | None = None, base: Address | None = None
+) -> OpenedWeights:
+    """Read the manifest, or the safetensors headers, at an address; no weights. `base` is the
+    artifact that it holds differences to, if it does.
 
     Raises `UsageError` for an invalid address, `NotFoundError`, `FormatError` for damaged files,
     and the source's own errors.
@@ -47,7 +50,12 @@ def open_weights(address: Address, options: SourceOptions | None = None) -> Open
             f"{url} is one file, and only packed artifacts can be pinned",
             hint="Pack the model and give the artifact's folder, or remove the pin.",
         )
-    source = open_source(folder, options)
+    options = options or SourceOptions()
+    if base is not None:
+        options = options._replace(base=os.fspath(base))
+    if options.base is not None and file_name:
+        raise UsageError(f"{url} is one file, which has no base", key="base", hint="Leave base out.")
+    source = open_source(folder, options) if options.base is None else open_model(folder, options)
     try:
         manifest = _read_file(source, file_name) if file_name else open_artifact(source, digest=digest)
     except BaseException:
@@ -79,10 +87,14 @@ BACKENDS = ("mmap", "pread")  # of safetensors 0.8
 
 
 def load_file(
-    filename: Address, device: str | int | torch.device = "cpu", *, backend: str = "mmap"
+    filename: Address,
+    device: str | int | torch.device = "cpu",
+    *,
+    backend: str = "mmap",
+    base: Address | None = None,
 ) -> dict[str, torch.Tensor]:
     """Read all tensors of a safetensors file, a model directory, or an artifact at any address.
-    Blocks.
+    Blocks. `base` is the address of the artifact that a fine-tune's holds differences to.
 
     The tensors are contiguous and writable, and own their memory: the file may be removed or
     replaced. On the CPU they share one allocation, which is freed with the last of them; clone one
@@ -106,7 +118,7 @@ def load_file(
         )
     target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     try:
-        opened = open_weights(filename)
+        opened = open_weights(filename, base=base)
     except NotFoundError as error:
         if scheme_of(os.fspath(filename)) or os.path.exists(filename):
             raise

@@ -39,12 +39,14 @@ def load_into(
     rename: Rename | None = None,
     source_options: SourceOptions | None = None,
     options: LoadOptions | None = None,
+    base: Address | None = None,
 ) -> ModuleLoad:
     """Begin to stream the weights at `source` into `module`; return as soon as the module can be
     called.
 
     `source` is the address of a packed artifact (pinned or not) or of plain safetensors: a folder
-    or one file. Blocks while the manifest or the headers are read. The module's parameters and
+    or one file. `base` is the address of the artifact that a fine-tune's holds differences to; both
+    are read. Blocks while the manifest or the headers are read. The module's parameters and
     persistent buffers stay the same objects and keep their dtype and device; if the file has
     another dtype, values are converted as they arrive. Buffers that no file holds stay as the
     module made them. A module wrapped by `torch.compile` is loaded completely before this returns.
@@ -59,7 +61,7 @@ def load_into(
     module that is being loaded already, and the errors of the source. The module is then unchanged.
     """
     check_module(module)
-    opened = open_weights(source, source_options)
+    opened = open_weights(source, source_options, base)
     try:
         load = ModuleLoad(
             module,

@@ -72,8 +72,20 @@ class TieredWeights:
     def _add(
         self, tier: Tier, reader: PartReader, threads: int | None, on_part: Callable[[Part], None] | None
     ) -> None:
-        parts = [part for part in self._manifest.parts if part.tier is tier]
+        """All parts of a tier; differences to a base after the base's own values are there."""
+        for has_delta in (False, True):
+            parts = [
+                part for part in self._manifest.parts if part.tier is tier and part.has_delta is has_delta
+            ]
+            self._add_parts(parts, reader, threads, on_part)
 
+    def _add_parts(
+        self,
+        parts: list[Part],
+        reader: PartReader,
+        threads: int | None,
+        on_part: Callable[[Part], None] | None,
+    ) -> None:
         def place(part: Part) -> None:
             stored = reader.read(part)
             for segment in part.segments:

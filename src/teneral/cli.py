@@ -303,14 +303,16 @@ def _eval(options: argparse.Namespace) -> int:
 
     text = read_text(options.text)
 
-    def candidate(argument: str) -> Candidate:
+    own = source_options(options)
+
+    def candidate(argument: str, base: str | None) -> Candidate:
         address, digest = split_pin(argument)
-        return Candidate(open_model(address, source_options(options)), digest)
+        return Candidate(open_model(address, own._replace(base=base)), digest)
 
     with ProgressBar("reading", quiet=options.quiet) as bar:
         report = evaluate_against(
-            candidate(options.artifact),
-            candidate(options.against),
+            candidate(options.artifact, options.base),
+            candidate(options.against, None),
             text,
             max_tokens=options.max_tokens,
             kv=KVKind(options.kv_dtype),

@@ -189,6 +189,7 @@ def _add_text_flags(command: argparse.ArgumentParser) -> None:
 
 def _eval(command: argparse.ArgumentParser) -> None:
     command.add_argument("artifact", metavar="ARTIFACT", help="an artifact, or a directory of safetensors")
+    add_base_flag(command)
     command.add_argument(
         "--against", metavar="ORIGINAL", required=True, help="what it was made of: another of the two"
     )

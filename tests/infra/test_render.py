@@ -121,6 +121,20 @@ def test_a_role_reads_its_model_and_nothing_else():
     assert whole[1]["Condition"] == {"StringLike": {"s3:prefix": "*"}}
 
 
+def test_a_base_reaches_every_platform_and_its_role_may_read_it():
+    text = PLAIN.replace('source = "s3://bucket/m"', 'source = "s3://bucket/m"\nbase = "s3://bases/b"')
+    assert text != PLAIN
+    for platform in RENDERERS:
+        body = render_text(text, platform).stream()
+        assert "TENERAL_BASE" in body, platform
+        assert "s3://bases/b" in body, platform
+    template = yaml.safe_load(render_text(text, "lambda").stream())
+    statements = template["Resources"]["Role"]["Properties"]["Policies"][0]["PolicyDocument"]["Statement"]
+    read = next(each for each in statements if each["Action"] == ["s3:GetObject"])
+    names = [each["Fn::Sub"].rpartition(":::")[2] for each in read["Resource"]]
+    assert names == ["bucket/m/*", "bases/b/*"]
+
+
 def test_versions_share_instances_by_their_weights():
     text = VERSIONED.replace("min_warm = 1", "min_warm = 4\nmax_instances = 10")
     documents = {document.name: document.body for document in render_text(text, "kubernetes").documents}

@@ -50,7 +50,7 @@ def write_small_files(
     url, digest = split_pin(address)
     source = open_source(url, options)
     try:
-        manifest = open_artifact(source, digest=digest)
+        manifest = open_artifact(source, digest=digest, without_base=True)
         files = {
             file.name: read_file(source, manifest, file.name)
             for file in manifest.files

@@ -32,15 +32,16 @@ class TeneralModelLoader(BaseModelLoader):
 
     def download_model(self, model_config: Any) -> None:
         """Check that the model exists; nothing is downloaded."""
-        open_weights(self._address(model_config)).source.close()
+        base = self._settings.base if self._is_main(model_config) else None
+        open_weights(self._address(model_config), base=base).source.close()
 
     def get_all_weights(self, model_config: Any, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights. Raises Teneral's errors."""
         is_whole_group = self._is_main(model_config)
         peers = _peers() if self._settings.share and is_whole_group else None
-        stream = WeightStream(
-            self._address(model_config), replace(self._settings, artifact=None), peers=peers
-        )
+        base = self._settings.base if is_whole_group else None
+        settings = replace(self._settings, artifact=None, base=base)
+        stream = WeightStream(self._address(model_config), settings, peers=peers)
         yield from stream
         (_log.info if stream.digest is not None else _log.warning)("teneral: %s", stream.summary())
         for trouble in stream.statistics.troubles if stream.statistics is not None else ():

@@ -15,6 +15,7 @@ _FLAG = "--model-loader-extra-config"
 _MIN_MEMORY_BYTES, _MAX_MEMORY_BYTES = MIB, 1 << 50
 _KINDS = {
     "artifact": str,
+    "base": str,
     "share": bool,
     "memory_bytes": int,
     "connections": int,
@@ -28,6 +29,7 @@ class LoaderSettings:
     """The settings. Raises `UsageError` for invalid values."""
 
     artifact: str | None = None  # the weights' address; None: the model's own path
+    base: str | None = None  # the address of the artifact that the weights are differences to
     # Workers of a tensor-parallel group share the reads: each weight is read once.
     share: bool = True
     # For weights on their way into the model, for each worker.

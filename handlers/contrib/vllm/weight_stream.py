@@ -54,7 +54,7 @@ class WeightStream:
         Raises `InsufficientMemoryError`, `ModelError` for a dtype that torch lacks, the errors of
         the format and of the source, and `LoadError` if another worker's read failed.
         """
-        source, manifest = open_weights(self._address, self._source_options)
+        source, manifest = open_weights(self._address, self._source_options, self._settings.base)
         self.digest, self.url = manifest.digest, source.url
         names, peers = names_of(manifest), self._peers
         readers = assign_groups(manifest, 1 if peers is None else peers.size)

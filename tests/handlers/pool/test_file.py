@@ -114,6 +114,14 @@ def test_the_settings_of_an_instance_are_those_of_serve() -> None:
     assert helper.serve_environment()["TENERAL_MAX_QUEUED"] == "28"
 
 
+def test_a_base_reaches_every_instance() -> None:
+    text = EXAMPLE.replace("idle_timeout_s = 60", 'base = "s3://bucket/base"', 1)
+    pool = parse_pool(text.replace("buffer = 1", 'base = "../bases/own"'))
+    assert pool.models["my-model"].serve_settings()["base"] == "../bases/own"
+    assert pool.models["helper"].serve_environment()["TENERAL_BASE"] == "s3://bucket/base"
+    assert "TENERAL_BASE" not in parse_pool(EXAMPLE).models["helper"].serve_environment()
+
+
 def test_keys_that_come_from_elsewhere_are_found_there() -> None:
     pool = parse_pool(EXAMPLE)
     assert str(pool.place("models", "my-model", "idle_timeout_s")) == "pool.toml:4: defaults.idle_timeout_s"
@@ -134,6 +142,16 @@ CASES: list[tuple[Code, str, str, str]] = [
     (Code.E1, "[slo]", "[sloo]", "Did you mean slo?"),
     (Code.E1, "max_running = 4", "max_runing = 4", "Did you mean max_running?"),
     (Code.E1, "max_running = 4", "max_queued = 4", "Write max_concurrency."),
+    (Code.E1, "max_running = 4", 'base = "s3://bucket/base"', "Write base of the model"),
+    (Code.E2, "buffer = 1", 'base = "s3://bucket/{version}"', "models.my-model.base: must contain no braces"),
+    (Code.E2, "buffer = 1", 'base = "ftp://bucket/base"', "models.my-model.base: has an unknown kind"),
+    (
+        Code.E2,
+        "buffer = 1",
+        'base = "s3://b/base@b3:12"',
+        "models.my-model.base: does not end in a whole pin",
+    ),
+    (Code.E2, "buffer = 1", "base = 1", "models.my-model.base: must be a text"),
     (Code.E1, "standby = 2", "standbys = 2", "node.standbys: is not a known key"),
     (Code.E2, "version = 1", "version = 0", "version: must be 1"),
     (Code.E2, "min_warm = 1", 'min_warm = "1"', "must be a whole number from 0 to 1,000; it is '1'"),
@@ -425,5 +443,5 @@ def test_a_warning_becomes_an_error_when_asked() -> None:
     assert warning.as_error().code is Code.W1
 
 
-def test_a_model_has_sixteen_keys() -> None:
-    assert len(keys.MODEL_KEYS) == 16
+def test_a_model_has_seventeen_keys() -> None:
+    assert len(keys.MODEL_KEYS) == 17

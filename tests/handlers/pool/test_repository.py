@@ -108,3 +108,31 @@ def test_models_of_a_repository_are_found_and_take_the_files_defaults(repository
         models_in("https://host/models")
     with pytest.raises(PoolFileError):
         parse_pool("version = 1\n", found={})
+
+
+def test_a_fine_tune_is_whole_when_its_base_is_there(tmp_path: Path) -> None:
+    for name, seed in (("base-plain", 0), ("plain", 1)):
+        save_tiny("llama", tmp_path / name, seed=seed)
+    pack = ["pack", str(tmp_path / "base-plain"), str(tmp_path / "base"), "--quiet"]
+    assert cli.run(pack) == 0
+    # Of other weights nearly all is stored whole: the norms' differences are not.
+    (tmp_path / "plain" / "model.safetensors").unlink()
+    shutil.copy(tmp_path / "base-plain" / "model.safetensors", tmp_path / "plain")
+    pack = ["pack", str(tmp_path / "plain"), str(tmp_path / "tuned" / "3"), "--quiet"]
+    assert cli.run([*pack, "--base", str(tmp_path / "base")]) == 0
+
+    known = Repository(tmp_path)
+    with pytest.raises(UsageError, match="only the differences to"):
+        known.releases(Model("m", "tuned/3"))
+    model = Model("m", "tuned/{version}", base="base")
+    (release,), trouble = known.releases(model)
+    assert (release.base, trouble) == (str(tmp_path / "base"), "")
+    assert release.weight_bytes == known.releases(Model("m", "base"))[0][0].weight_bytes
+    assert release.address == str(tmp_path / "tuned" / "3")
+
+    (tmp_path / "base").rename(tmp_path / "away")
+    fresh = Repository(tmp_path)
+    with pytest.raises(NotFoundError):
+        fresh.releases(model)
+    (tmp_path / "away").rename(tmp_path / "base")
+    assert fresh.releases(model)[0] == (release,)

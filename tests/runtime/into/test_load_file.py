@@ -10,6 +10,7 @@ import torch
 import teneral
 from teneral.loader.errors import CheckpointError, IntegrityError, NotFoundError, UsageError
 from teneral.loader.sources.file.store import FileStore
+from teneral.loader.tools.pack.base import Base
 from teneral.loader.tools.pack.pack import pack
 
 TENSORS = {
@@ -144,3 +145,52 @@ def test_other_backends_are_refused_before_anything_is_read(tmp_path, backend):
 def test_the_backend_cannot_be_given_by_position(path):
     with pytest.raises(TypeError):
         teneral.load_file(path, "cpu", "mmap")
+
+
+# -- fine-tunes stored as differences
+
+
+@pytest.fixture
+def based(tmp_path):
+    """A base and the differences of a fine-tune to it, with the fine-tune's tensors."""
+    tuned = {
+        name: tensor * 1.01 if tensor.dtype in (torch.float32, torch.bfloat16) else tensor
+        for name, tensor in TENSORS.items()
+    }
+    for name, tensors in (("base", TENSORS), ("tuned", tuned)):
+        (tmp_path / name).mkdir()
+        safetensors.torch.save_file(tensors, tmp_path / name / "model.safetensors")
+    pack(FileStore(tmp_path / "base"), FileStore(tmp_path / "packed"))
+    pack(
+        FileStore(tmp_path / "tuned"),
+        FileStore(tmp_path / "differences"),
+        base=Base(FileStore(tmp_path / "packed")),
+    )
+    return tmp_path, tuned
+
+
+def test_differences_and_their_base_give_the_fine_tune(based):
+    folder, tuned = based
+    assert_same(teneral.load_file(folder / "differences", base=folder / "packed"), tuned)
+    with pytest.raises(UsageError, match="only the differences to"):
+        teneral.load_file(folder / "differences")
+    with pytest.raises(IntegrityError, match="is not the base"):
+        teneral.load_file(folder / "differences", base=folder / "base")
+    with pytest.raises(UsageError, match="it has no base"):
+        teneral.load_file(folder / "packed", base=folder / "packed")
+    with pytest.raises(UsageError, match="is one file"):
+        teneral.load_file(folder / "base" / "model.safetensors", base=folder / "packed")
+
+
+def test_a_module_gets_differences_added_to_their_base(based):
+    folder, tuned = based
+    module = torch.nn.Module()
+    module.layers = torch.nn.ModuleList(
+        torch.nn.Linear(columns, rows, bias=False, dtype=dtype)
+        for rows, columns, dtype in ((300, 200, torch.float32), (500, 301, torch.bfloat16))
+    )
+    load = teneral.load_into(module, folder / "differences", strict=False, base=folder / "packed")
+    with load:
+        load.wait()
+    for name, parameter in module.named_parameters():
+        assert parameter.equal(tuned[name]), name

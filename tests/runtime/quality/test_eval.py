@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.support.tiny_models import save_tiny
 
 from teneral import cli
@@ -135,3 +136,22 @@ def test_a_quantised_directory_without_its_note_still_runs(folder, capsys, tmp_p
     quality = evaluated(capsys, tmp_path / "plain", folder / "int8")["quality"]
 
     assert quality["perplexity_ratio"] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_a_fine_tune_is_read_over_its_base(folder, capsys, tmp_path):
+    save_tiny("llama", tmp_path / "tuned", dtype=torch.bfloat16, intermediate_size=128)
+    weights = load_file(tmp_path / "tuned" / "model.safetensors")
+    tuned = {name: tensor * 1.02 for name, tensor in weights.items()}
+    save_file(tuned, tmp_path / "tuned" / "model.safetensors", metadata={"format": "pt"})
+    base, differences = tmp_path / "base", tmp_path / "differences"
+    assert cli.run(["pack", str(folder / "original"), str(base), "--quiet"]) == 0
+    pack = ["pack", str(tmp_path / "tuned"), str(differences), "--base", str(base), "--quiet"]
+    assert cli.run(pack) == 0
+
+    against_itself = evaluated(capsys, differences, tmp_path / "tuned", "--base", str(base))["quality"]
+    against_its_base = evaluated(capsys, differences, base, "--base", str(base))["quality"]
+
+    assert against_itself["kl_nats"] == pytest.approx(0.0, abs=1e-6)
+    assert against_its_base["kl_nats"] > 1e-4
+    refused = fails(capsys, 2, str(differences), "--against", str(base))
+    assert "only the differences to" in refused

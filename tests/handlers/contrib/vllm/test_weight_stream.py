@@ -18,6 +18,7 @@ from teneral.handlers.contrib.vllm.weight_stream import WeightStream
 from teneral.loader.errors import CheckpointError, IntegrityError, NotFoundError, UsageError
 from teneral.loader.load.options import MIB
 from teneral.loader.sources.file.store import FileStore
+from teneral.loader.tools.pack.base import Base
 from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.pack.plan import TierOptions
 
@@ -226,3 +227,19 @@ def test_invalid_settings_are_refused_by_name():
         parse_settings({"memory_bytes": 5})
     with pytest.raises(UsageError, match="connections must be between"):
         parse_settings({"connections": 0})
+
+
+@pytest.mark.parametrize("memory_bytes", [MIB, 64 * MIB])
+def test_a_fine_tune_streams_over_its_base(tmp_path, memory_bytes):
+    base = model(torch.bfloat16)
+    tuned = {name: tensor * 1.01 if "layers.1" in name else tensor for name, tensor in base.items()}
+    pack(FileStore(save(base, tmp_path / "plain")), FileStore(tmp_path / "base"))
+    pack(
+        FileStore(save(tuned, tmp_path / "tuned")),
+        FileStore(tmp_path / "differences"),
+        base=Base(FileStore(tmp_path / "base")),
+    )
+    settings = parse_settings({"base": str(tmp_path / "base"), "memory_bytes": memory_bytes})
+    assert_same(taken(WeightStream(str(tmp_path / "differences"), settings)), tuned)
+    with pytest.raises(UsageError, match="only the differences to"):
+        taken(WeightStream(str(tmp_path / "differences"), SMALL))

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import begin, finish, note, title
+from benchmarks.schema_sets import kubernetes, suite
 from benchmarks.server import Server
 from benchmarks.store import StoreProcess, prepare_own
 
@@ -90,7 +91,6 @@ EMAIL = {
 }
 SCHEMAS: dict[str, Any] = {"person": PERSON, "order": ORDER, "tree": TREE, "email": EMAIL}
 MESSAGES = [{"role": "user", "content": "Describe Ada Lovelace as JSON."}]
-END = 0  # for --suite: the token that ends an answer
 ANYTHING = "(.|\\n)*"
 
 
@@ -263,135 +263,6 @@ def judge(server: Server, num_answers: int) -> dict[str, Any]:
                 counts["invalid"] += 1
                 note(f"{name}: {answer.text!r}: {error}")
     return counts
-
-
-def suite(folder: Path, tokenizer_json: Path) -> dict[str, Any]:
-    """Each schema of the suite by itself. Instances are compact JSON with properties in the order of the schema where
-    it names them: Teneral promises that order, and no other.
-    """
-    import tokenizers
-
-    from teneral.runtime.errors import RequestError
-    from teneral.runtime.grammar.compiler import GrammarCompiler
-    from teneral.runtime.grammar.spec import GrammarSpec
-
-    tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer_json))
-    compiler = GrammarCompiler(tokenizer_json.read_bytes, [END])
-    counts = dict.fromkeys(
-        ("schemas", "compiled", "right", "valid", "valid_refused", "invalid", "invalid_accepted"), 0
-    )
-    refused: dict[str, int] = {}
-    for file in sorted(folder.glob("*.json")):
-        for case in json.loads(file.read_bytes()):
-            counts["schemas"] += 1
-            try:
-                grammar = compiler.compile(GrammarSpec.json_schema(case["schema"], param="schema"))
-            except RequestError:
-                refused[file.stem] = refused.get(file.stem, 0) + 1
-                continue
-            counts["compiled"] += 1
-            wrong = 0
-            for test in case["tests"]:
-                text = json.dumps(
-                    _in_order(test["data"], case["schema"]), ensure_ascii=False, separators=(",", ":")
-                )
-                accepted = _accepts(grammar, tokenizer.encode(text, add_special_tokens=False).ids)
-                kind = "valid" if test["valid"] else "invalid"
-                counts[kind] += 1
-                if accepted != test["valid"]:
-                    wrong += 1
-                    counts["valid_refused" if test["valid"] else "invalid_accepted"] += 1
-                    note(f"{file.stem}: {case['description']}: {test['description']}: {text}")
-            counts["right"] += not wrong
-    return {
-        "draft": folder.name,
-        **counts,
-        "compiled_share": round(counts["compiled"] / max(1, counts["schemas"]), 3),
-        "right_share": round(counts["right"] / max(1, counts["schemas"]), 3),
-        "refused": refused,
-    }
-
-
-def kubernetes(tokenizer_json: Path) -> dict[str, Any]:
-    """The newest version's objects, each with the definitions that it refers to, without descriptions."""
-    import kubernetes_validate
-
-    from teneral.runtime.errors import RequestError
-    from teneral.runtime.grammar.compiler import GrammarCompiler
-    from teneral.runtime.grammar.spec import GrammarSpec
-
-    package = Path(kubernetes_validate.__file__).parent / "kubernetes-json-schema"
-    folder = max(
-        package.glob("v*-local-strict"),
-        key=lambda path: [int(n) for n in path.name[1:].split("-")[0].split(".")],
-    )
-    definitions = json.loads((folder / "_definitions.json").read_bytes())["$defs"]
-    compiler = GrammarCompiler(tokenizer_json.read_bytes, [END])
-    counts = {"schemas": 0, "compiled": 0}
-    for file in sorted(folder.glob("*.json")):
-        if file.name in ("_definitions.json", "all.json"):
-            continue
-        needed: dict[str, Any] = {}
-        schema = _local(json.loads(file.read_bytes()), definitions, needed)
-        schema.pop("$id", None)
-        counts["schemas"] += 1
-        try:
-            compiler.compile(GrammarSpec.json_schema({**schema, "$defs": needed}, param="schema"))
-            counts["compiled"] += 1
-        except RequestError as error:
-            note(f"{file.name}: {error}")
-    return {
-        "version": folder.name,
-        **counts,
-        "compiled_share": round(counts["compiled"] / counts["schemas"], 3),
-    }
-
-
-def _local(schema: Any, definitions: dict[str, Any], needed: dict[str, Any]) -> Any:
-    """The schema with references into itself; `needed` gets the definitions that they lead to."""
-    if isinstance(schema, list):
-        return [_local(each, definitions, needed) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    local = {}
-    for key, value in schema.items():
-        if key == "description" and isinstance(value, str):
-            continue
-        if key == "$ref" and isinstance(value, str):
-            name = value.rpartition("/")[2]
-            local[key] = f"#/$defs/{name}"
-            if name not in needed:
-                needed[name] = None
-                needed[name] = _local(definitions[name], definitions, needed)
-        else:
-            local[key] = _local(value, definitions, needed)
-    return local
-
-
-def _in_order(data: Any, schema: Any) -> Any:
-    properties = schema.get("properties") if isinstance(schema, dict) else None
-    if not isinstance(data, dict) or not isinstance(properties, dict):
-        return data
-    return {name: data[name] for name in (*(n for n in properties if n in data), *data)}
-
-
-def _accepts(grammar: Any, tokens: Sequence[int]) -> bool:
-    """Every token follows, and the end of the answer is allowed then."""
-    import numpy as np
-
-    from teneral.runtime.errors import GrammarError
-
-    matcher = grammar.start()
-    try:
-        for token in tokens:
-            matcher.accept(token)
-    except GrammarError:
-        return False
-    if matcher.is_finished:
-        return True
-    words = np.zeros(matcher.num_mask_words, np.uint32)
-    matcher.mask_into(words)
-    return bool(words[END // 32] >> (END % 32) & 1)
 
 
 def main() -> None:

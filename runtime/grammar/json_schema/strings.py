@@ -1,0 +1,82 @@
+"""Formats of strings as expressions, and the expression for all strings but a few."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from .algebra import SchemaError
+
+MAX_EXCLUDED_CHARS = 2_000  # of the strings that an expression excludes
+ANY = r"(?:.|\n)"
+_D = "[0-9]"
+_LEAP_YEAR = f"(?:{_D}{{2}}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
+_DATE = (
+    f"(?:{_D}{{4}}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]{_D}|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]{_D}|30)"
+    f"|02-(?:0[1-9]|1{_D}|2[0-8]))|{_LEAP_YEAR}-02-29)"
+)
+_TIME = f"(?:[01]{_D}|2[0-3]):[0-5]{_D}"
+# RFC 3986, with the characters that every host may have.
+_SEGMENT = r"(?:[A-Za-z0-9\-._~!$&'()*+,;=@]|%[0-9A-Fa-f]{2})"
+_PATH = f"(?:/(?:{_SEGMENT}|:)*)"
+_REST = rf"(?:\?(?:{_SEGMENT}|[:/?])*)?(?:#(?:{_SEGMENT}|[:/?])*)?"
+_HOST = r"(?:[A-Za-z0-9](?:[A-Za-z0-9]{0,30}[A-Za-z0-9])?)(?:\.[A-Za-z](?:[A-Za-z0-9]{0,30}[A-Za-z0-9])?)*"
+_URI = f"[A-Za-z][A-Za-z0-9+.\\-]*:(?://{_HOST}(?::{_D}{{1,4}})?{_PATH}*|(?:/?{_SEGMENT}(?:{_SEGMENT}|[:])*{_PATH}*))"
+_POINTER = "(?:/(?:[^/~]|~[01])*)*"
+_UUID = "[0-9a-f]{8}-[0-9a-f]{4}-%s[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}"
+# RFC 3339, section 5.6, without leap seconds. The library's own `date` has a 29 February in every year.
+FORMATS = {
+    "date": f"^{_DATE}$",
+    "date-time": f"^{_DATE}T{_TIME}:[0-5]{_D}(?:\\.{_D}{{1,9}})?(?:Z|[+-]{_TIME})$",
+    # OpenAPI's name for base64 with its padding (RFC 4648, section 4).
+    "byte": "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$",
+    "uri-reference": f"^(?:{_URI}|{_PATH}+|{_SEGMENT}+{_PATH}*)?{_REST}$",
+    "iri": f"^{_URI}{_REST}$",
+    "iri-reference": f"^(?:{_URI}|{_PATH}+|{_SEGMENT}+{_PATH}*)?{_REST}$",
+    "json-pointer": f"^{_POINTER}$",
+    "relative-json-pointer": f"^(?:0|[1-9]{_D}*)(?:#|{_POINTER})$",
+    "uri-template": r"^(?:[A-Za-z0-9\-._~:/?#@!$&()*+,;=]|\{[+#./;?&]?[A-Za-z0-9_]+(?:,[A-Za-z0-9_]+)*\})*$",
+    # Literals, classes, groups and repetitions that every dialect has.
+    "regex": (
+        r"^\^?(?:(?:[A-Za-z0-9 _:,@/.\-]|\\[dDsSwW.*+?^$()\[\]{}|\\/]|\[\^?(?:[A-Za-z0-9_]|\\[dsw])+\]"
+        r"|\((?:[A-Za-z0-9_]|\\[dsw])+(?:\|(?:[A-Za-z0-9_]|\\[dsw])+)*\))(?:[*+?]|\{[1-9]\})?)*\$?$"
+    ),
+    "idn-hostname": f"^{_HOST}$",
+    "idn-email": f"^[A-Za-z0-9_+\\-]+(?:\\.[A-Za-z0-9_+\\-]+)*@{_HOST}$",
+    **{f"uuid{version}": "^" + _UUID % version + "$" for version in (1, 3, 4, 5)},
+}
+# OpenAPI's formats of numbers as bounds, and formats that are hints and exclude nothing.
+NUMBER_FORMATS: dict[str, dict[str, Any]] = {
+    "int32": {"minimum": -(1 << 31), "maximum": (1 << 31) - 1},
+    # Those that a double has exactly: beyond them readers of JSON differ.
+    "int64": {"minimum": 1 - (1 << 53), "maximum": (1 << 53) - 1},
+}
+HINTS = frozenset({"password", "binary", "float", "double", "path", "file-path", "directory-path"})
+
+
+def other_than_strings(texts: Iterable[str]) -> str:
+    """An expression that matches every text but these. Raises `SchemaError` if it would be too long."""
+    chosen = sorted(set(texts))
+    if sum(map(len, chosen)) > MAX_EXCLUDED_CHARS or max(map(len, chosen)) > MAX_EXCLUDED_CHARS // 20:
+        raise SchemaError(f"not excludes strings of more than {MAX_EXCLUDED_CHARS} characters together")
+    return f"^{_other_than(chosen)}$"
+
+
+def _other_than(texts: list[str]) -> str:
+    """The same for sorted texts, of which several may begin alike."""
+    by_first: dict[str, list[str]] = {}
+    for text in texts:
+        if text:
+            by_first.setdefault(text[0], []).append(text[1:])
+    parts = [f"[^{''.join(map(_in_class, by_first))}]{ANY}*"] if by_first else [f"{ANY}+"]
+    parts += [f"{_in_class(first)}{_other_than(rest)}" for first, rest in by_first.items()]
+    return f"(?:{'|'.join(parts)})" + ("" if "" in texts else "?")
+
+
+def _in_class(character: str) -> str:
+    return character if character.isalnum() or character in " _" else f"\\x{{{ord(character):x}}}"
+
+
+def length_pattern(least: int, most: int | None) -> str:
+    """An expression for texts of so many characters."""
+    return f"^{ANY}{{{least},{'' if most is None else most}}}$"

@@ -53,6 +53,8 @@ typedef struct {
     int64_t head_dim;
     float scale;
     float cap; /* 0: none */
+    tn_vector sinks; /* of all heads, or none */
+    int64_t first_head;
     int dtype;
 } sequence_t;
 
@@ -427,10 +429,19 @@ static void load_query(const sequence_t *of, rows_t *task, int row, int64_t pair
 
 static void store_output(const sequence_t *of, const rows_t *task, int row, int64_t pair) {
     const int64_t place = row_of(of, pair) * of->out_stride + head_of(of, pair) * of->head_dim;
-    for (int64_t d = 0; d < of->head_dim; d += TN_LANES)
-        store_elements(of->out, of->dtype, place + d,
-                       vf_div(vf_load(task->outputs + row * task->stride + d), vf_set(task->total[row])),
-                       lanes_left(of->head_dim - d));
+    float total = task->total[row], factor = 1.0f;
+    if (of->sinks.data != NULL) {
+        const int64_t head = of->first_head + head_of(of, pair);
+        const float sink = vf_sum(load_elements(of->sinks.data, of->sinks.dtype, head, 1));
+        const float largest = task->largest[row];
+        const float most = sink > largest ? sink : largest;
+        factor = exp_of(largest - most);
+        total = total * factor + exp_of(sink - most);
+    }
+    for (int64_t d = 0; d < of->head_dim; d += TN_LANES) {
+        const vf output = vf_mul(vf_load(task->outputs + row * task->stride + d), vf_set(factor));
+        store_elements(of->out, of->dtype, place + d, vf_div(output, vf_set(total)), lanes_left(of->head_dim - d));
+    }
 }
 
 /* Of the keys [first, last) that a row sees, those in the chunk that begins with `chunk`. */
@@ -513,6 +524,8 @@ static sequence_t sequence_of(const tn_attention_args *args, const tn_span *span
         .head_dim = args->head_dim,
         .scale = args->scale,
         .cap = args->cap,
+        .sinks = args->sinks,
+        .first_head = kv_head * group,
         .dtype = args->dtype,
     };
 }

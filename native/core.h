@@ -34,6 +34,8 @@ typedef enum tn_dtype {
     TN_U8 = 4,
     TN_I16 = 5,
     TN_U4 = 6, /* two a byte, in runs of 64 columns (docs/quantize.md, "The layout") */
+    TN_E2M1 = 7, /* MXFP4's elements, two neighbours a byte, the first one in its low half */
+    TN_E8M0 = 8, /* MXFP4's scales: 2^(byte - 127); 255 is NaN */
 } tn_dtype;
 
 /* ---- the library ---- */
@@ -53,19 +55,20 @@ TN_EXPORT int32_t tn_num_threads(void);
 
 /* Weights (num_out, num_in) of a product, as they were loaded.
  *
- * Integers mean (q - zero) * scale, a scale for each group of columns. */
+ * Integers mean (q - zero) * scale, a scale for each group of columns; E2M1 mean their value times the scale. */
 typedef struct tn_matrix {
-    const void *data;   /* (num_out, num_in) F32, BF16, F16, I8; or U4, num_in / 2 bytes a row, num_in % 64 == 0 */
-    const void *scale;  /* (num_out, num_in / group_size) F32, BF16 or F16; NULL for floats */
+    const void *data;   /* (num_out, num_in) F32, BF16, F16, I8; or U4 or E2M1, num_in / 2 bytes a row, num_in a
+                         * multiple of 64 or 32 */
+    const void *scale;  /* (num_out, num_in / group_size) F32, BF16 or F16, of E2M1 E8M0; NULL for floats */
     const void *zero;   /* like scale: U8 with U4, at most 16; I16 with I8, |q - zero| <= 256. NULL: 8 or 0 */
     const void *bias;   /* (num_out,) F32, BF16 or F16; or NULL */
     int64_t num_out;
     int64_t num_in;
-    int64_t group_size; /* a multiple of 32 that divides num_in, or num_in itself; 0 for floats */
+    int64_t group_size; /* a multiple of 32 that divides num_in, or num_in itself; of E2M1 32; 0 for floats */
     int32_t dtype;
     int32_t scale_dtype;
     int32_t bias_dtype;
-    int32_t reserved;   /* 0 */
+    int32_t row_step;   /* of E2M1: from one row to the next in data, scale and bias, in rows. Of others 0: adjacent */
 } tn_matrix;
 
 /* out = x @ w.T + bias: fp32 sums, rounded once where `out` is bf16. */
@@ -319,6 +322,7 @@ typedef struct tn_attention_args {
     int32_t dtype;        /* F32 or BF16 */
     float cap;            /* scaled scores s become cap * tanh(s / cap); 0: they do not */
     int32_t reserved;     /* 0 */
+    tn_vector sinks;      /* (num_heads,) or none: one more score of each head, of a key without a value */
 } tn_attention_args;
 
 TN_EXPORT int tn_attention(const tn_attention_args *args);
@@ -396,6 +400,7 @@ typedef struct tn_decoder_layer {
     tn_projection down;
     tn_projection router;            /* to the experts' scores, in layers with a mixture */
     const tn_expert *experts;        /* (num_experts,) in place of gate_up and down; or NULL */
+    tn_vector sinks;                 /* as in tn_attention_args */
     int64_t window;                  /* 0: all */
     int32_t rotary;                  /* tn_rotary */
     int32_t reserved;                /* 0 */
@@ -426,6 +431,8 @@ typedef struct tn_decoder {
     int32_t parallel;               /* the MLP takes what attention takes; there is no mlp_norm */
     int32_t expert_weights_sum_to_1; /* otherwise they are shares of all experts */
     int32_t expert_weights_rounded; /* to `dtype` */
+    float swiglu_alpha;             /* experts compute g / (1 + e^(-alpha * g)) * (u + 1), rounded once, of */
+    float swiglu_limit;             /* g = min(gate, limit) and u = up clipped to +-limit; 0: the activation */
     int32_t reserved;               /* 0 */
 } tn_decoder;
 

@@ -170,6 +170,7 @@ static void attention_stage(const step_t *step, const tn_decoder_layer *layer, i
         .scale = model->attention_scale,
         .dtype = model->dtype,
         .cap = model->score_cap,
+        .sinks = layer->sinks,
     };
     tn_attention_stage(&attention, region);
     tn_barrier(region);

@@ -105,9 +105,13 @@ static void gate_up_columns(const tn_mixture *mixture, const tn_decoder *model, 
     tn_product_columns(&product, inner + begin, inner + end);
     for (int64_t row = first; row < first + num_rows; row++) {
         const int64_t gate = row * 2 * inner + begin;
-        tn_activate_row(element_at(mixture->inner, dtype, row * inner + begin),
-                        element_at(mixture->gate_up, dtype, gate), element_at(mixture->gate_up, dtype, gate + inner),
-                        end - begin, model->activation, dtype);
+        void *out = element_at(mixture->inner, dtype, row * inner + begin);
+        const void *gates = element_at(mixture->gate_up, dtype, gate);
+        const void *ups = element_at(mixture->gate_up, dtype, gate + inner);
+        if (model->swiglu_limit != 0.0f)
+            tn_clamped_swiglu_row(out, gates, ups, end - begin, model->swiglu_alpha, model->swiglu_limit, dtype);
+        else
+            tn_activate_row(out, gates, ups, end - begin, model->activation, dtype);
     }
 }
 

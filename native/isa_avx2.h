@@ -83,6 +83,17 @@ TN_INLINE void vf_load_u4(const uint8_t *from, vf *low, vf *high) {
     *high = _mm256_cvtepi32_ps(_mm256_srli_epi32(bytes, 4));
 }
 
+/* TN_LANES numbers of 4 bits, two neighbours a byte: a sign, two bits of exponent and one of mantissa. */
+TN_INLINE vf vf_load_e2m1(const uint8_t *from) {
+    int four;
+    memcpy(&four, from, sizeof four);
+    const __m256i bytes = _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(four));
+    const __m256i both = _mm256_or_si256(bytes, _mm256_slli_epi64(bytes, 28)); /* the first one's, the second one's */
+    const vf table = _mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f);
+    const __m256i sign = _mm256_slli_epi32(_mm256_and_si256(both, _mm256_set1_epi32(8)), 28);
+    return _mm256_xor_ps(_mm256_permutevar8x32_ps(table, both), _mm256_castsi256_ps(sign));
+}
+
 /* ---- over lanes ---- */
 
 TN_INLINE __m128 v_halves(__m256 a) { /* 8 lanes → 4 */

@@ -76,6 +76,15 @@ TN_INLINE void vf_load_u4(const uint8_t *from, vf *low, vf *high) {
     *high = _mm512_cvtepi32_ps(_mm512_srli_epi32(bytes, 4));
 }
 
+/* TN_LANES numbers of 4 bits, two neighbours a byte: a sign, two bits of exponent and one of mantissa. */
+TN_INLINE vf vf_load_e2m1(const uint8_t *from) {
+    const __m512i bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const void *)from));
+    const __m512i both = _mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28)); /* the first one's, the second one's */
+    const vf table = _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f,
+                                    -3.0f, -4.0f, -6.0f);
+    return _mm512_permutexvar_ps(both, table); /* which looks at the lowest 4 bits of each */
+}
+
 /* ---- over lanes ---- */
 
 TN_INLINE __m128 v_halves(__m512 a) { /* 16 lanes → 4 */
@@ -158,6 +167,16 @@ TN_INLINE void vb_expand_u4(uint16_t *low, uint16_t *high, const uint8_t *from, 
 #define TN_INTEGER_TILES 1
 TN_INLINE vb vb_load_i8(const int8_t *from) {
     return v_of_i8(_mm_loadu_si128((const void *)from), _mm_loadu_si128((const void *)(from + 16)));
+}
+TN_INLINE vb vb_load_e2m1(const uint8_t *from) { /* 16 bytes */
+    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)from));
+    const __m512i both = _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));
+    const __m512i table = _mm512_set_epi16(
+        (short)0xc0c0, (short)0xc080, (short)0xc040, (short)0xc000, (short)0xbfc0, (short)0xbf80, (short)0xbf00,
+        (short)0x8000, 0x40c0, 0x4080, 0x4040, 0x4000, 0x3fc0, 0x3f80, 0x3f00, 0x0000, (short)0xc0c0, (short)0xc080,
+        (short)0xc040, (short)0xc000, (short)0xbfc0, (short)0xbf80, (short)0xbf00, (short)0x8000, 0x40c0, 0x4080, 0x4040,
+        0x4000, 0x3fc0, 0x3f80, 0x3f00, 0x0000); /* twice: five bits are looked at, of which one is the neighbour's */
+    return (vb)_mm512_permutexvar_epi16(both, table);
 }
 TN_INLINE vb vb_load_i8_part(const int8_t *from, int count) { /* count < 32 */
     const __m256i bytes = _mm256_maskz_loadu_epi8((1u << count) - 1, from);

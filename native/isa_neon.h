@@ -81,6 +81,14 @@ TN_INLINE void vf_load_u4(const uint8_t *from, vf *low, vf *high) {
     *high = vcvtq_f32_u32(vshrq_n_u32(bytes, 4));
 }
 
+/* TN_LANES numbers of 4 bits, two neighbours a byte: a sign, two bits of exponent and one of mantissa. */
+TN_INLINE vf vf_load_e2m1(const uint8_t *from) {
+    static const float table[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
+                                    -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+    const float lanes[TN_LANES] = {table[from[0] & 15], table[from[0] >> 4], table[from[1] & 15], table[from[1] >> 4]};
+    return vld1q_f32(lanes);
+}
+
 /* ---- over lanes ---- */
 
 TN_INLINE float vf_sum(vf a) {

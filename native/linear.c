@@ -82,6 +82,23 @@ TN_INLINE void sum_bf16(const int rows, const bool ahead, vf sums[][QUAD], const
 #endif
 
 #if TN_INTEGER_TILES
+/* The same with E2M1 of whole groups. */
+TN_INLINE void sum_e2m1(const int rows, vf sums[][QUAD], const uint16_t *x, int64_t x_stride, const quartet_t *w,
+                        int begin, int end) {
+    const uint8_t *column[QUAD] = {w->column[0], w->column[1], w->column[2], w->column[3]};
+    for (int k = begin; k < end; k += 32) {
+        vb weights[QUAD];
+        for (int j = 0; j < QUAD; j++) {
+            __builtin_prefetch(column[j] + k / 2 + AHEAD_BYTES);
+            weights[j] = vb_load_e2m1(column[j] + k / 2);
+        }
+        for (int i = 0; i < rows; i++) {
+            const vb inputs = vb_load(x + i * x_stride + k);
+            for (int j = 0; j < QUAD; j++) sums[i][j] = vb_dot(sums[i][j], inputs, weights[j]);
+        }
+    }
+}
+
 /* The same with I8 that have no zeros. */
 TN_INLINE void sum_i8(const int rows, vf sums[][QUAD], const uint16_t *x, int64_t x_stride, const quartet_t *w,
                       int begin, int end) {
@@ -162,7 +179,7 @@ TN_INLINE void sum_f32(const int rows, const bool is_bf16, const bool ahead, vf 
 }
 
 /* Of the inputs, and of the weights as the tile takes them. */
-typedef enum { BF16_PAIRS, BF16_AND_I8, BF16_AND_U4, BF16_IN_F32, F32_IN_F32 } way_t;
+typedef enum { BF16_PAIRS, BF16_AND_I8, BF16_AND_U4, BF16_AND_E2M1, BF16_IN_F32, F32_IN_F32 } way_t;
 
 /* Lanes of elements [begin, end) of the block. `ahead`: the weights come from memory, and are asked for some steps
  * before. */
@@ -179,6 +196,10 @@ TN_INLINE void sum_lanes(const int rows, const way_t way, const bool ahead, vf s
 #if TN_INTEGER_TILES
     if (way == BF16_AND_I8) {
         sum_i8(rows, sums, x, x_stride, w, begin, end);
+        return;
+    }
+    if (way == BF16_AND_E2M1) {
+        sum_e2m1(rows, sums, x, x_stride, w, begin, end);
         return;
     }
     if (way == BF16_AND_U4) {
@@ -255,6 +276,7 @@ TILE(scaled_f32, scaled_tile, SCALED_TILE_ROWS, F32_IN_F32)
 #if TN_INTEGER_TILES
 TILE(scaled_i8, scaled_tile, SCALED_TILE_ROWS, BF16_AND_I8)
 TILE(scaled_u4, scaled_tile, SCALED_TILE_ROWS, BF16_AND_U4)
+TILE(scaled_e2m1, scaled_tile, SCALED_TILE_ROWS, BF16_AND_E2M1)
 #endif
 
 static tile_t tile_for(way_t way, bool is_scaled) {
@@ -264,6 +286,7 @@ static tile_t tile_for(way_t way, bool is_scaled) {
 #if TN_INTEGER_TILES
     case BF16_AND_I8: return scaled_i8;
     case BF16_AND_U4: return scaled_u4;
+    case BF16_AND_E2M1: return scaled_e2m1;
 #endif
     default: return is_scaled ? scaled_f32 : tile_f32;
     }
@@ -375,6 +398,18 @@ static void expand_u4(void *to, const tn_matrix *w, const uint8_t *from, int cou
     }
 }
 
+/* `count` elements of E2M1, a multiple of 32. */
+static void expand_e2m1(void *to, const uint8_t *from, int count, bool to_bf16) {
+    for (int k = 0; k < count; k += TN_LANES) {
+        if (k % 32 == 0) __builtin_prefetch(from + k / 2 + AHEAD_BYTES);
+        const vf values = vf_load_e2m1(from + k / 2);
+        if (to_bf16)
+            vf_store_bf16((uint16_t *)to + k, values);
+        else
+            vf_store((float *)to + k, values);
+    }
+}
+
 /* A block of K, and its groups. */
 typedef struct {
     int64_t begin;       /* elements [begin, begin + count) of K */
@@ -396,9 +431,17 @@ static block_t block_at(const tn_matrix *w, int64_t begin) {
     return block;
 }
 
+/* The row of the stored matrix that holds a column's elements, scales and bias. */
+static int64_t stored_row(const tn_matrix *w, int64_t column) { return w->row_step ? column * w->row_step : column; }
+
+/* 2^(byte - 127), the smallest of which is no normal number. */
+static float scale_of_e8m0(uint8_t byte) {
+    return f32_of_bits(byte == 0 ? 0x400000u : byte == 255 ? 0x7fc00000u : (uint32_t)byte << 23);
+}
+
 /* A column's elements of a block: where they are if a tile can take them, else written to `to`. */
 static const void *weights_of(void *to, const tn_matrix *w, int64_t column, const block_t *block, way_t way) {
-    const int64_t place = column * w->num_in + block->begin;
+    const int64_t place = stored_row(w, column) * w->num_in + block->begin;
     const int64_t zero_place = column * block->num_groups + block->first_group;
     const bool to_bf16 = way == BF16_PAIRS;
     switch (w->dtype) {
@@ -412,6 +455,10 @@ static const void *weights_of(void *to, const tn_matrix *w, int64_t column, cons
         if (way == BF16_AND_I8) return (const int8_t *)w->data + place;
         expand_i8(to, w, (const int8_t *)w->data + place, block->count, zero_place, block->left, to_bf16);
         return to;
+    case TN_E2M1:
+        if (way == BF16_AND_E2M1) return (const uint8_t *)w->data + place / 2;
+        expand_e2m1(to, (const uint8_t *)w->data + place / 2, block->count, to_bf16);
+        return to;
     default:
         if (way == BF16_AND_U4) return (const uint8_t *)w->data + place / 2;
         expand_u4(to, w, (const uint8_t *)w->data + place / 2, block->count, zero_place, block->left, to_bf16);
@@ -424,7 +471,7 @@ static void take_groups(strip_t *strip, int n, const tn_matrix *w, int64_t colum
     quartet_t *quad = &strip->quad[n / QUAD];
     float(*scale)[QUAD] = strip->scale[n / QUAD];
     int16_t(*zero)[QUAD] = strip->zero[n / QUAD];
-    const int64_t place = column * block->num_groups + block->first_group;
+    const int64_t place = stored_row(w, column) * block->num_groups + block->first_group;
     const int num_groups = block->groups, j = n % QUAD;
     quad->scale = (const float(*)[QUAD])scale;
     quad->zero = (const int16_t(*)[QUAD])zero;
@@ -435,6 +482,9 @@ static void take_groups(strip_t *strip, int n, const tn_matrix *w, int64_t colum
             scale[group][j] = f32_of_bf16(((const uint16_t *)w->scale)[place + group]);
     else if (w->scale_dtype == TN_F32)
         for (int group = 0; group < num_groups; group++) scale[group][j] = ((const float *)w->scale)[place + group];
+    else if (w->scale_dtype == TN_E8M0)
+        for (int group = 0; group < num_groups; group++)
+            scale[group][j] = scale_of_e8m0(((const uint8_t *)w->scale)[place + group]);
     else
         for (int group = 0; group < num_groups; group += TN_LANES) {
             const int count = num_groups - group < TN_LANES ? num_groups - group : TN_LANES;
@@ -468,9 +518,10 @@ static way_t way_of(const tn_linear_args *args) {
     const tn_matrix *w = args->weight;
 #if TN_INTEGER_TILES
     if (args->num_rows <= SCALED_TILE_ROWS && w->dtype == TN_U4) return BF16_AND_U4;
+    if (args->num_rows <= SCALED_TILE_ROWS && w->dtype == TN_E2M1) return BF16_AND_E2M1;
     if (args->num_rows <= SCALED_TILE_ROWS && w->dtype == TN_I8 && w->zero == NULL) return BF16_AND_I8;
 #endif
-    if (w->dtype == TN_BF16 || w->dtype == TN_I8 || w->dtype == TN_U4) return BF16_PAIRS;
+    if (w->dtype == TN_BF16 || w->dtype == TN_I8 || w->dtype == TN_U4 || w->dtype == TN_E2M1) return BF16_PAIRS;
 #endif
     return BF16_IN_F32;
 }
@@ -508,8 +559,9 @@ static void finish_panel(const float *panel, const tn_linear_args *args, int64_t
     const tn_matrix *w = args->weight;
     float bias[STRIP_COLUMNS] = {0};
     for (int n = 0; n < num && w->bias != NULL; n++) {
-        const uint16_t *half = (const uint16_t *)w->bias + first + n;
-        bias[n] = w->bias_dtype == TN_F32    ? ((const float *)w->bias)[first + n]
+        const int64_t place = stored_row(w, first + n);
+        const uint16_t *half = (const uint16_t *)w->bias + place;
+        bias[n] = w->bias_dtype == TN_F32    ? ((const float *)w->bias)[place]
                   : w->bias_dtype == TN_BF16 ? f32_of_bf16(*half)
                                              : vf_sum(vf_load_f16_part(half, 1));
     }
@@ -560,13 +612,15 @@ static void linear_body(void *arg, tn_region *region, int id) {
 int tn_linear_check(const tn_linear_args *args) {
     if (args->size != sizeof *args) return TN_REFUSED;
     const tn_matrix *w = args->weight;
-    const bool is_integer = w->dtype == TN_I8 || w->dtype == TN_U4;
+    const bool is_integer = w->dtype == TN_I8 || w->dtype == TN_U4 || w->dtype == TN_E2M1;
     if (!is_integer && w->dtype != TN_F32 && w->dtype != TN_BF16 && w->dtype != TN_F16) return TN_REFUSED;
     if (is_integer != (w->scale != NULL)) return TN_REFUSED;
     if (args->x_dtype != TN_F32 && args->x_dtype != TN_BF16) return TN_REFUSED;
     if (args->out_dtype != TN_F32 && args->out_dtype != TN_BF16) return TN_REFUSED;
     assert(!is_integer || (w->num_in % w->group_size == 0 && (w->group_size % GROUP_STEP == 0 || w->group_size == w->num_in)));
     assert(w->dtype != TN_U4 || w->num_in % 64 == 0);
+    if ((w->dtype == TN_E2M1) != (w->scale != NULL && w->scale_dtype == TN_E8M0)) return TN_REFUSED;
+    assert(w->dtype == TN_E2M1 ? w->group_size == GROUP_STEP && w->num_in % GROUP_STEP == 0 : w->row_step == 0);
     return TN_OK;
 }
 

@@ -134,6 +134,19 @@ TN_INLINE void activate_row(void *out, const void *gate, const void *up, int64_t
     }
 }
 
+void tn_clamped_swiglu_row(void *out, const void *gate, const void *up, int64_t num, float alpha, float limit,
+                           int dtype) {
+    const vf one = vf_set(1.0f), most = vf_set(limit), least = vf_set(-limit);
+    for (int64_t place = 0; place < num; place += TN_LANES) {
+        const int count = lanes_left(num - place);
+        /* The limit first, so that a NaN passes. */
+        const vf g = vf_min(most, load_elements(gate, dtype, place, count));
+        const vf u = vf_max(least, vf_min(most, load_elements(up, dtype, place, count)));
+        const vf grown = vf_add(one, vf_exp(vf_mul(g, vf_set(-alpha))));
+        store_elements(out, dtype, place, vf_mul(vf_div(g, grown), vf_add(u, one)), count);
+    }
+}
+
 /* A loop for each function, so that nothing is decided within. */
 #define EACH_ACTIVATION(dtype)                                                                 \
     switch (activation) {                                                                      \

@@ -19,6 +19,9 @@ void tn_add_row(void *x, const void *more, int64_t num, int dtype);
 void tn_scale_row(void *x, float factor, int64_t num, int dtype);
 
 /* out = activation(gate), rounded, times up, rounded; `up` may be NULL, and out one of them. */
+/* g / (1 + e^(-alpha g)) (u + 1) of g = min(gate, limit) and u = up clipped to +-limit, rounded once. */
+void tn_clamped_swiglu_row(void *out, const void *gate, const void *up, int64_t num, float alpha, float limit, int dtype);
+
 void tn_activate_row(void *out, const void *gate, const void *up, int64_t num, int activation, int dtype);
 
 /* Numbers i and i + half of a head turn by cos[i] and sin[i]: in fp32, rounded once. */

@@ -327,11 +327,12 @@ def _take_layer(config: DecoderConfig, index: int, parameters: Parameters) -> De
         mlp_norm=_take_norm(parameters, names.mlp_norm, hidden_size),
         gate_up=None if own is None else own.gate_up,
         down=None if own is None else own.down,
-        router=take_linear(parameters, names.router, hidden_size, mixture.num, bias=False)
+        router=take_linear(parameters, names.router, hidden_size, mixture.num, bias=mixture.has_bias)
         if mixture
         else None,
         experts=_take_experts(config, mixture, parameters) if mixture else (),
         mlp_output_norm=_take_norm(parameters, names.mlp_output_norm, hidden_size),
+        sinks=parameters.take_norm("self_attn.sinks", config.num_heads) if config.has_sinks else None,
         gate=parameters.gate(),
     )
 
@@ -340,6 +341,10 @@ def _take_experts(
     config: DecoderConfig, mixture: Experts, parameters: Parameters
 ) -> tuple[ExpertWeights, ...]:
     names = config.names
+    if names.stacked_experts is not None:
+        from .stacked_experts import take_stacked_experts  # of one family
+
+        return take_stacked_experts(parameters, names.stacked_experts, mixture, config.hidden_size)
     return tuple(
         _take_mlp(
             config,

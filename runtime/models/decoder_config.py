@@ -39,6 +39,7 @@ FAMILY_MODULES: dict[str, tuple[str, str]] = {
     "olmoe": ("olmoe", "OlmoeForCausalLM"),
     "phi3": ("phi3", "Phi3ForCausalLM"),
     "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
+    "gpt_oss": ("gpt_oss", "GptOssForCausalLM"),
 }
 DECODER_FAMILIES = {family: (architecture,) for family, (_, architecture) in FAMILY_MODULES.items()}
 
@@ -61,6 +62,14 @@ class LayerRotary(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class ClampedSwiglu:
+    """g / (1 + exp(-alpha · g)) · (u + 1), rounded once, of g = min(gate, limit) and u = up clipped to ±limit."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts in place of a layer's MLP: each token goes through those few whose scores are highest.
 
@@ -74,6 +83,8 @@ class Experts:
     layers: tuple[bool, ...]  # whether each layer has them; others have an MLP
     sum_to_1: bool  # the weights of those that are used; otherwise they are shares of all
     rounds_weights: bool  # to the model's dtype
+    has_bias: bool = False  # the router and each expert's gate, up and down
+    swiglu: ClampedSwiglu | None = None  # in place of activation(gate) · up
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +101,7 @@ class LayerNames:
     expert: str = "mlp.experts.{}."
     expert_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
+    stacked_experts: str | None = None  # all of a layer's in one tensor each: `stacked_experts.py`
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +129,7 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: bool = False  # queries and keys are normalised, head by head
     joint_qk_norm: bool = False  # all heads of a row as one instead
+    has_sinks: bool = False  # each head has one more score, of a key without a value
     norm: Norm = Norm.RMS
     names: LayerNames = LayerNames()
     local_rope: RopeConfig | None = None
@@ -216,7 +229,14 @@ def windows_by_type(
 
 
 def read_experts(
-    config: Fields, *, size_key: str, layers: Sequence[bool], sum_to_1: bool, rounds_weights: bool
+    config: Fields,
+    *,
+    size_key: str,
+    layers: Sequence[bool],
+    sum_to_1: bool,
+    rounds_weights: bool,
+    has_bias: bool = False,
+    swiglu: ClampedSwiglu | None = None,
 ) -> Experts:
     """A mixture in these layers. Files of transformers 5 say `num_local_experts`, others mostly `num_experts`."""
     key = "num_experts" if "num_experts" in config else "num_local_experts"
@@ -228,6 +248,8 @@ def read_experts(
         tuple(layers),
         sum_to_1,
         rounds_weights,
+        has_bias,
+        swiglu,
     )
 
 

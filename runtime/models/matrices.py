@@ -28,6 +28,7 @@ __all__ = [
     "IntegerMatrix",
     "LayerNormWeights",
     "Matrix",
+    "Mxfp4Matrix",
     "Projection",
     "StoredProjection",
     "Tensor",
@@ -84,7 +85,26 @@ class IntegerMatrix:
         return self.num_in // self.scale.shape[1]
 
 
-Matrix = DenseMatrix | IntegerMatrix
+@dataclass(frozen=True, slots=True, eq=False)
+class Mxfp4Matrix:
+    """y = x @ w.T + bias of w (N, K) in MXFP4, as the OCP's Microscaling Formats 1.0 define it: E2M1 elements, and an
+    E8M0 scale for each 32 columns. Rows of all tensors may lie apart, equally far.
+    """
+
+    weight: Tensor  # (N, K / 2) U8: columns 2 i and 2 i + 1 in the low and the high half of byte i
+    scale: Tensor  # (N, K / 32) U8: 2 ** (scale - 127); 255 is NaN
+    bias: Tensor | None = None  # (N,) BF16, F16 or F32
+
+    @property
+    def num_in(self) -> int:
+        return self.weight.shape[1] * 2
+
+    @property
+    def num_out(self) -> int:
+        return self.weight.shape[0]
+
+
+Matrix = DenseMatrix | IntegerMatrix | Mxfp4Matrix
 
 
 class Projection(Protocol):
@@ -168,6 +188,7 @@ class DecoderLayerWeights:
     experts: tuple[ExpertWeights, ...] = ()
     attention_output_norm: Tensor | None = None  # (hidden,)
     mlp_output_norm: Tensor | None = None
+    sinks: Tensor | None = None  # (num_heads,)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ..errors import ModelError
 from .fields import Fields
 
-METHODS = ("teneral", "gptq", "awq")
+METHODS = ("teneral", "gptq", "awq", "mxfp4")
 COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 
 _HINT = (
@@ -44,7 +44,7 @@ class QuantizationConfig:
         method = fields.text("quant_method")
         if method not in METHODS:
             raise fields.wrong("quant_method", "which is not supported", hint=_HINT)
-        read = {"teneral": _read_teneral, "gptq": _read_gptq, "awq": _read_awq}[method]
+        read = {"teneral": _read_teneral, "gptq": _read_gptq, "awq": _read_awq, "mxfp4": _read_mxfp4}[method]
         return read(fields)
 
 
@@ -85,6 +85,10 @@ def _read_awq(fields: Fields) -> QuantizationConfig:
     if not fields.boolean("zero_point", default=True):
         raise fields.wrong("zero_point", "and only weights with zero points are supported", hint=_HINT)
     return QuantizationConfig("awq", _bits(fields, 4), _group_size(fields), symmetric=False)
+
+
+def _read_mxfp4(fields: Fields) -> QuantizationConfig:
+    return QuantizationConfig("mxfp4", 4, 32, symmetric=True)
 
 
 def _bits(fields: Fields, *allowed: int) -> int:

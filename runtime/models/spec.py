@@ -105,6 +105,7 @@ class DecoderSpec:
     joint_head_norms: (
         bool  # all heads of a row as one instead, with weights of (num_heads * head_dim,) and likewise
     )
+    sinks: bool  # exp(sink) of each head is added to the sum that its exponentials are divided by
     tied_head: bool  # the head's matrix is the embeddings'
 
     @classmethod
@@ -147,6 +148,7 @@ class DecoderSpec:
             mlp_bias=config.mlp_bias,
             head_norms=config.qk_norm,
             joint_head_norms=config.joint_qk_norm,
+            sinks=config.has_sinks,
             tied_head=config.tie_word_embeddings,
         )
 

@@ -59,13 +59,16 @@ typedef struct {
 static weights_t make_weights(int dtype, int num_out, int num_in, int group_size, bool has_zero) {
     weights_t made = {{.num_out = num_out, .num_in = num_in, .dtype = dtype}, exactly(sizeof(double) * num_out * num_in)};
     const int item_bits = dtype == TN_F32 ? 32 : dtype == TN_BF16 || dtype == TN_F16 ? 16 : dtype == TN_I8 ? 8 : 4;
+    const double e2m1[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
     const int num_groups = num_in / group_size;
     uint8_t *data = exactly((size_t)num_out * num_in * item_bits / 8);
     float *scale = exactly(sizeof(float) * num_out * num_groups);
+    uint8_t *powers = exactly(num_out * num_groups);
     uint8_t *zero4 = exactly(num_out * num_groups);
     int16_t *zero8 = exactly(sizeof(int16_t) * num_out * num_groups);
     for (int group = 0; group < num_out * num_groups; group++) {
         scale[group] = random_float();
+        powers[group] = (uint8_t)(120 + random_below(16));
         zero4[group] = (uint8_t)random_below(16);
         zero8[group] = (int16_t)(random_below(257) - 128);
     }
@@ -96,6 +99,12 @@ static weights_t make_weights(int dtype, int num_out, int num_in, int group_size
                 *byte = (uint8_t)(column < 32 ? level : (*byte & 15) | level << 4);
                 mean = (level - (has_zero ? zero4[group] : 8)) * (double)scale[group];
             }
+            if (dtype == TN_E2M1) {
+                const int level = random_below(16);
+                uint8_t *byte = data + place / 2;
+                *byte = (uint8_t)(k % 2 ? (*byte & 15) | level << 4 : level);
+                mean = ldexp(level & 8 ? -e2m1[level & 7] : e2m1[level & 7], powers[group] - 127);
+            }
             made.means[place] = mean;
         }
     }
@@ -104,6 +113,12 @@ static weights_t make_weights(int dtype, int num_out, int num_in, int group_size
         made.matrix.scale = scale;
         made.matrix.group_size = group_size;
         if (has_zero) made.matrix.zero = dtype == TN_I8 ? (void *)zero8 : (void *)zero4;
+    }
+    if (dtype == TN_E2M1) {
+        made.matrix.scale = powers;
+        made.matrix.scale_dtype = TN_E8M0;
+        made.matrix.group_size = group_size;
+        made.matrix.row_step = 1;
     }
     return made;
 }
@@ -143,13 +158,17 @@ static void check_product(const weights_t *weights, int rows, int x_dtype) {
 }
 
 static void check_products(int cases) {
-    const int dtypes[] = {TN_F32, TN_BF16, TN_F16, TN_I8, TN_U4};
+    const int dtypes[] = {TN_F32, TN_BF16, TN_F16, TN_I8, TN_U4, TN_E2M1};
     for (int number = 0; number < cases; number++) {
-        const int dtype = dtypes[number % 5], num_out = 1 + random_below(70);
+        const int dtype = dtypes[number % 6], num_out = 1 + random_below(70);
         int group_size = 1 + random_below(1200), num_in = group_size;
         if (dtype == TN_U4 || (dtype == TN_I8 && random_below(2))) {
             group_size = 32 * (1 + random_below(5));
             num_in = group_size * 2 * (1 + random_below(6));
+        }
+        if (dtype == TN_E2M1) {
+            group_size = 32;
+            num_in = group_size * (1 + random_below(50));
         }
         const weights_t weights = make_weights(dtype, num_out, num_in, group_size, random_below(2));
         check_product(&weights, 1 + random_below(number % 7 ? 20 : 210), number % 2 ? TN_F32 : TN_BF16);

@@ -117,6 +117,7 @@ static void check_decoder(int dtype, bool int8) {
         model.num_experts_used = 1 + random_below((int)model.num_experts);
         model.expert_size = 1 + random_below(40);
         model.expert_weights_sum_to_1 = random_below(2), model.expert_weights_rounded = random_below(2);
+        if (random_below(2)) model.swiglu_alpha = 1.7f, model.swiglu_limit = 0.4f;
     }
     const bool has_input_norms = random_below(3), has_output_norms = random_below(2);
     const int64_t attended = model.num_heads * head_dim;
@@ -138,6 +139,7 @@ static void check_decoder(int dtype, bool int8) {
             .gate_up = projection(2, hidden, 2 * inner, dtype, true),
             .down = projection(1, inner, hidden, dtype, true),
             .window = n ? 1 + random_below(300) : 0,
+            .sinks = random_below(2) ? vector(model.num_heads, dtype) : none,
             .rotary = random_below(3)};
         if (!model.num_experts || random_below(3) == 0) continue; /* some layers have an MLP */
         tn_expert *experts = exactly(sizeof(tn_expert) * (size_t)model.num_experts);

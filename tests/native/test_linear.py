@@ -16,7 +16,7 @@ from teneral.runtime.backends.native.products import Weight
 
 Array = NDArray[Any]
 
-KINDS = ("fp32", "bf16", "fp16", "int8", "int4")
+KINDS = ("fp32", "bf16", "fp16", "int8", "int4", "mxfp4")
 
 
 class Case(NamedTuple):
@@ -68,6 +68,26 @@ def make_integers(
     return Case(Weight(data, scale=scale, zero=zero, bias=bias), means)
 
 
+def make_mxfp4(
+    rng: np.random.Generator, shape: tuple[int, int], bias: Array | None, *, step: int = 1
+) -> Case:
+    """Rows of data and scales `step` rows apart."""
+    num_out, num_in = shape
+    data = rng.integers(0, 256, (num_out * step, num_in // 2), dtype=np.uint8)
+    scale = rng.integers(110, 140, (num_out * step, num_in // 32), dtype=np.uint8)
+    apart = None
+    if bias is not None:
+        apart = np.repeat(bias, step)[::step]
+    weight = Weight(data[::step], scale=scale[::step], bias=apart)
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    means = np.empty(shape)
+    for column in range(num_in):
+        level = data[::step, column // 2] >> 4 * (column % 2) & 15
+        power = 2.0 ** (scale[::step, column // 32].astype(np.float64) - 127)
+        means[:, column] = values[level & 7] * np.where(level & 8, -1.0, 1.0) * power
+    return Case(weight, means)
+
+
 @st.composite
 def cases(draw: st.DrawFn, with_bias: bool = False) -> Case:
     kind = draw(st.sampled_from(KINDS))
@@ -76,6 +96,8 @@ def cases(draw: st.DrawFn, with_bias: bool = False) -> Case:
     bias = floats(rng, (num_out,)) if with_bias else None
     if kind in ("fp32", "bf16", "fp16"):
         return make_float(rng, kind, (num_out, draw(st.integers(1, 2200))), bias)
+    if kind == "mxfp4":
+        return make_mxfp4(rng, (num_out, 32 * draw(st.integers(1, 68))), bias, step=draw(st.integers(1, 3)))
     if kind == "int8" and draw(st.booleans()):  # one scale a row, of any length
         num_in = group_size = draw(st.integers(1, 2200))
     else:
@@ -125,6 +147,8 @@ def test_prompts_of_any_length_are_what_numpy_computes(isa: str, kind: str, num_
     shape = (37, 1152)
     if kind in ("int8", "int4"):
         case = make_integers(rng, kind, shape, group_size=96, has_zero=True, scale_kind="bf16", bias=None)
+    elif kind == "mxfp4":
+        case = make_mxfp4(rng, shape, None, step=2)
     else:
         case = make_float(rng, kind, shape, None)
     for x in (floats(rng, (num_rows, 1152)), arrays.to_bf16(floats(rng, (num_rows, 1152)))):
@@ -170,6 +194,20 @@ def test_what_is_no_number_stays_in_its_own_sums(isa: str, kind: str) -> None:
         assert np.array_equal(np.isneginf(out), np.isneginf(expected))
         finite = np.isfinite(expected)
         assert np.allclose(out[finite], expected[finite], rtol=1e-4, atol=1e-4)
+
+
+@each_isa
+def test_scales_of_mxfp4_are_powers_of_two_to_the_smallest_and_nan(isa: str) -> None:
+    data = np.full((3, 16), 0x22, np.uint8)  # ones
+    scale = np.array([[0], [254], [255]], np.uint8)
+    x = np.zeros((1, 32), np.float32)
+    x[0, 7] = 2.0
+    for held in (x, arrays.to_bf16(x)):
+        out = product(isa, held, Weight(data, scale=scale))[0]
+        assert out[0] == np.ldexp(np.float32(1), -126)
+        assert out[1] == np.inf
+        assert np.isnan(out[2])
+    assert product(isa, x / 2, Weight(data, scale=scale))[0, 1] == np.ldexp(np.float32(1), 127)
 
 
 @each_isa

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tests.native.test_linear import Case, cases, inputs, make_float, make_integers
+from tests.native.test_linear import KINDS, Case, cases, inputs, make_float, make_integers, make_mxfp4
 from tests.support.native import each_isa, product, threads
 
 from teneral.runtime.backends.native import arrays
@@ -40,11 +40,13 @@ def large_case(kind: str) -> Case:
         return make_integers(
             rng, kind, (333, 1536), group_size=64, has_zero=True, scale_kind="fp16", bias=None
         )
+    if kind == "mxfp4":
+        return make_mxfp4(rng, (333, 1536), None, step=2)
     return make_float(rng, kind, (333, 1536), None)
 
 
 @each_isa
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16", "int8", "int4"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("in_bf16", [True, False])
 def test_any_number_of_threads_gives_the_same_bits(isa: str, kind: str, in_bf16: bool) -> None:
     case = large_case(kind)
@@ -57,7 +59,7 @@ def test_any_number_of_threads_gives_the_same_bits(isa: str, kind: str, in_bf16:
 
 
 @each_isa
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16", "int8", "int4"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_one_row_among_hundreds_has_the_bits_that_it_has_alone(isa: str, kind: str) -> None:
     case = large_case(kind)
     x = arrays.to_bf16(np.random.default_rng(1).standard_normal((401, 1536)).astype(np.float32))

@@ -96,6 +96,22 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     },
     "olmoe": {"num_experts": 5, "num_experts_per_tok": 3},
     "cohere": {"logit_scale": 0.25},
+    "gpt_oss": {
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 12,
+        "swiglu_limit": 1.5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150_000.0,
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "cohere2": {"logit_scale": 0.25, "sliding_window": 12, "sliding_window_pattern": 2},
 }
 
@@ -156,8 +172,9 @@ def with_tensors(model: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     with torch.no_grad():
         for name, parameter in other.named_parameters():
             layer, is_of_experts, which = name.partition(".mlp.experts.")
-            if not is_of_experts:
-                parameter.copy_(left.pop(name.replace(".mlp.gate.weight", f".{parts.block}.gate.weight")))
+            if not is_of_experts or parts is None:
+                prefix = "mlp" if parts is None else parts.block
+                parameter.copy_(left.pop(name.replace(".mlp.gate.weight", f".{prefix}.gate.weight")))
                 continue
             names = parts.gate_up if which == "gate_up_proj" else (parts.down,)
             for number in range(len(parameter)):
@@ -176,7 +193,10 @@ class _ExpertParts(NamedTuple):
     down: str
 
 
-def _parts_of_experts(family: str) -> _ExpertParts:
+def _parts_of_experts(family: str) -> _ExpertParts | None:
+    """None where a checkpoint has them as transformers does."""
+    if family == "gpt_oss":
+        return None
     if family == "mixtral":
         return _ExpertParts("block_sparse_moe", ("w1", "w3"), "w2")
     return _ExpertParts("mlp", ("gate_proj", "up_proj"), "down_proj")
@@ -185,6 +205,8 @@ def _parts_of_experts(family: str) -> _ExpertParts:
 def _with_experts_apart(state: dict[str, torch.Tensor], family: str) -> dict[str, torch.Tensor]:
     """Experts as checkpoints have them; transformers holds all of a layer in one tensor."""
     parts = _parts_of_experts(family)
+    if parts is None:
+        return state
     apart: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
         layer, is_of_experts, which = name.partition(".mlp.experts.")

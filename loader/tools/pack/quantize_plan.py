@@ -63,6 +63,7 @@ _PROJECTION = re.compile(
     r"mlp\.(?:experts\.[0-9]+\.)?(?:gate|up|gate_up|down)_proj|"
     r"block_sparse_moe\.experts\.[0-9]+\.w[123])\.weight"
 )
+_STACKED_EXPERTS = re.compile(r"\.mlp\.experts\.(?:gate_up|down)_proj(?:_blocks)?$")
 _TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -163,6 +164,14 @@ def plan_quantize(source: Source, checkpoint: Checkpoint, options: QuantizeOptio
             key="quantize",
             hint="Pack it without --quantize (docs/models.md has the families). GPTQ and AWQ checkpoints are packed "
             "as they are.",
+        )
+    stacked = next(filter(_STACKED_EXPERTS.search, checkpoint.tensors), None)
+    if stacked is not None:
+        raise UsageError(
+            f"{checkpoint.url} has all experts of a layer in one tensor, {stacked}, "
+            "which --quantize does not take apart",
+            key="quantize",
+            hint="Pack it without --quantize: gpt-oss is published in MXFP4, and served in it.",
         )
     matrices = {name: _plan_matrix(checkpoint, name, options) for name in names}
     pieces = {

@@ -68,6 +68,7 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     "mlp_bias": any_value,
     "head_norms": any_value,
     "joint_head_norms": one_of(False),
+    "sinks": one_of(False),
     "tied_head": any_value,
 }
 

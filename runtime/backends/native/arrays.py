@@ -28,6 +28,8 @@ class DType(enum.IntEnum):
     U8 = 4
     I16 = 5
     U4 = 6
+    E2M1 = 7
+    E8M0 = 8
 
 
 _DTYPES = {

@@ -67,6 +67,11 @@ IMPLEMENTED: Mapping[str, Accepts] = {
             "experts.layers",
             "experts.sum_to_1",
             "experts.rounds_weights",
+            "experts.has_bias",
+            "experts.swiglu",
+            "experts.swiglu.alpha",
+            "experts.swiglu.limit",
+            "sinks",
             "rotary.interleaved",
             "max_context",
             "windows",
@@ -290,6 +295,7 @@ class NativeDecoder:
             attention_output_norm=vector_of(layer.attention_output_norm),
             mlp_norm=vector_of(layer.mlp_norm),
             mlp_output_norm=vector_of(layer.mlp_output_norm),
+            sinks=vector_of(layer.sinks),
             window=self._spec.windows[index] or 0,
             rotary=ROTARIES[self._spec.layer_rotary[index]],
             **{name: part.record for name, part in parts.items()},
@@ -325,7 +331,7 @@ def _of(parts: Mapping[str, Parts], name: str) -> list[Parts]:
     return [parts[name]] if name in parts else []
 
 
-def _mixture(spec: DecoderSpec) -> dict[str, int]:
+def _mixture(spec: DecoderSpec) -> dict[str, float]:
     """Fields of the record about experts."""
     experts = spec.experts
     if experts is None:
@@ -336,4 +342,6 @@ def _mixture(spec: DecoderSpec) -> dict[str, int]:
         "expert_size": experts.size,
         "expert_weights_sum_to_1": experts.sum_to_1,
         "expert_weights_rounded": experts.rounds_weights,
+        "swiglu_alpha": 0.0 if experts.swiglu is None else experts.swiglu.alpha,
+        "swiglu_limit": 0.0 if experts.swiglu is None else experts.swiglu.limit,
     }

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _GROUP_STEP = 32
 _RUN = 64  # columns of 4 bits whose bytes lie together
 _ZERO_RANGE = (-129, 128)  # of I16: less one of these, 8 bits are still exact as bf16
+_E2M1_GROUP = 32  # columns that share a scale
 _FLOATS = (DType.F32, DType.BF16, DType.F16)
 
 
@@ -38,7 +39,7 @@ class Matrix(ctypes.Structure):
         ("dtype", ctypes.c_int32),
         ("scale_dtype", ctypes.c_int32),
         ("bias_dtype", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("row_step", ctypes.c_int32),
     )
 
 
@@ -78,22 +79,28 @@ class Weight:
     ) -> None:
         """`data`: (N, K) float32, uint16 (bf16), float16 or int8, or (N, K / 2) uint8 of two numbers each.
 
-        `scale`: (N, groups) of integers; `zero` likewise, uint8 with 4 bits and int16 with 8; `bias`: (N,).
+        `scale`: (N, groups) of integers; `zero` likewise, uint8 with 4 bits and int16 with 8; `bias`: (N,). With scales
+        of uint8 the numbers are MXFP4's, and rows of data, scale and bias may lie equally far apart.
         Raises `ValueError` for what the core does not take.
         """
         dtype = arrays.dtype_of(data)
         if data.ndim != 2 or 0 in data.shape:
             raise ValueError(f"weights must be (num_out, num_in), not {data.shape}")
         if dtype is DType.U8:
-            dtype = DType.U4
+            is_e2m1 = scale is not None and arrays.dtype_of(scale) is DType.U8
+            dtype = DType.E2M1 if is_e2m1 else DType.U4
         self.num_out = int(data.shape[0])
-        self.num_in = int(data.shape[1]) * (2 if dtype is DType.U4 else 1)
-        if dtype not in (*_FLOATS, DType.I8, DType.U4):
+        self.num_in = int(data.shape[1]) * (2 if dtype in (DType.U4, DType.E2M1) else 1)
+        if dtype not in (*_FLOATS, DType.I8, DType.U4, DType.E2M1):
             raise ValueError(f"no product with weights of {data.dtype}")
         self._arrays = (data, scale, zero, bias)
-        for array, what in zip(self._arrays, ("weights", "scale", "zero", "bias"), strict=True):
-            if array is not None:
-                arrays.check_contiguous(array, what)
+        if dtype is DType.E2M1:
+            row_step = _row_step(data, scale, bias)
+        else:
+            row_step = 0
+            for array, what in zip(self._arrays, ("weights", "scale", "zero", "bias"), strict=True):
+                if array is not None:
+                    arrays.check_contiguous(array, what)
         if bias is not None and (bias.shape != (self.num_out,) or arrays.dtype_of(bias) not in _FLOATS):
             raise ValueError(f"bias must be ({self.num_out},) floats, not {bias.shape} {bias.dtype}")
         self.record = Matrix(
@@ -105,7 +112,8 @@ class Weight:
             num_in=self.num_in,
             group_size=self._check_groups(dtype, scale, zero),
             dtype=dtype,
-            scale_dtype=0 if scale is None else arrays.dtype_of(scale),
+            scale_dtype=_scale_dtype(dtype, scale),
+            row_step=row_step,
             bias_dtype=0 if bias is None else arrays.dtype_of(bias),
         )
 
@@ -115,6 +123,14 @@ class Weight:
             if scale is not None or zero is not None:
                 raise ValueError("weights of floats have no scales and no zeros")
             return 0
+        if dtype is DType.E2M1:
+            if scale is None or scale.shape != (self.num_out, self.num_in // _E2M1_GROUP) or zero is not None:
+                raise ValueError(
+                    f"MXFP4 needs a scale for each {_E2M1_GROUP} of {self.num_in} columns, and no zeros"
+                )
+            if self.num_in % _E2M1_GROUP:
+                raise ValueError(f"rows of MXFP4 must be a multiple of {_E2M1_GROUP}, not {self.num_in}")
+            return _E2M1_GROUP
         if dtype is DType.U4 and self.num_in % _RUN:
             raise ValueError(f"rows of 4 bits must be a multiple of {_RUN}, not {self.num_in}")
         if scale is None or scale.ndim != 2 or len(scale) != self.num_out or not scale.shape[1]:
@@ -137,6 +153,23 @@ class Weight:
         least, most = _ZERO_RANGE
         if expected is DType.I16 and not (least <= int(zero.min()) and int(zero.max()) <= most):
             raise ValueError(f"zeros of 8 bits must be from {least} to {most}")
+
+
+def _scale_dtype(dtype: DType, scale: Array | None) -> DType:
+    if scale is None:
+        return DType.F32  # not looked at
+    return DType.E8M0 if dtype is DType.E2M1 else arrays.dtype_of(scale)
+
+
+def _row_step(data: Array, scale: Array | None, bias: Array | None) -> int:
+    """From one row to the next, in rows: the same in all of them. Raises `ValueError` where they differ."""
+    steps = {arrays.row_stride(each, "rows") / each.shape[1] for each in (data, scale) if each is not None}
+    if bias is not None:
+        steps.add(bias.strides[0] / bias.itemsize if bias.ndim == 1 else 0)
+    step = steps.pop()
+    if steps or step != int(step):
+        raise ValueError("rows of MXFP4, its scales and its bias must lie equally far apart")
+    return int(step)
 
 
 class Products:

@@ -160,6 +160,7 @@ class AttentionArgs(ctypes.Structure):
         ("dtype", _INT32),
         ("cap", _FLOAT),
         ("reserved", _INT32),
+        ("sinks", Vector),
     )
 
 
@@ -232,6 +233,7 @@ class DecoderLayer(ctypes.Structure):
         ("down", Projection),
         ("router", Projection),
         ("experts", ctypes.POINTER(Expert)),
+        ("sinks", Vector),
         ("window", _INT64),
         ("rotary", _INT32),
         ("reserved", _INT32),
@@ -266,6 +268,8 @@ class Decoder(ctypes.Structure):
         ("parallel", _INT32),
         ("expert_weights_sum_to_1", _INT32),
         ("expert_weights_rounded", _INT32),
+        ("swiglu_alpha", _FLOAT),
+        ("swiglu_limit", _FLOAT),
         ("reserved", _INT32),
     )
 

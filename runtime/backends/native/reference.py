@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...dtypes import DType, from_float32, to_float32
-from ...models.decoder_config import Experts, Norm
-from ...models.matrices import DenseMatrix, Matrix, Tensor
+from ...models.decoder_config import ClampedSwiglu, Experts, Norm
+from ...models.matrices import DenseMatrix, IntegerMatrix, Matrix, Mxfp4Matrix, Tensor
 from ...models.spec import Activation
 from ...step.batch import Int64s
 
@@ -23,6 +23,9 @@ Floats = npt.NDArray[np.float32]
 CHUNK = 256  # keys, at absolute positions
 MAX_CODE = 127
 _MIDDLE_4 = 8  # the level that means 0, where there is no zero of its own
+_E2M1 = np.array(
+    [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32
+)  # MXFP4's elements
 _RUN = 64  # elements whose nibbles lie in the same 32 bytes
 
 
@@ -43,6 +46,8 @@ def floats_of(matrix: Matrix) -> Floats:
     """The dequantised matrix, (N, K)."""
     if isinstance(matrix, DenseMatrix):
         return to_float32(matrix.weight.array, matrix.weight.dtype)
+    if isinstance(matrix, Mxfp4Matrix):
+        return _of_mxfp4(matrix)
     levels = matrix.weight.array
     if matrix.bits == 4:
         runs = levels.reshape(len(levels), -1, _RUN // 2)
@@ -57,10 +62,19 @@ def floats_of(matrix: Matrix) -> Floats:
     return grouped.reshape(levels.shape)
 
 
+def _of_mxfp4(matrix: Mxfp4Matrix) -> Floats:
+    packed, scale = matrix.weight.array, matrix.scale.array
+    values = _E2M1[np.stack([packed & 15, packed >> 4], axis=2)].reshape(*scale.shape, -1)
+    exponents = scale.astype(np.int32) - 127
+    powers = np.where(scale == 255, np.float32(np.nan), np.ldexp(np.float32(1.0), exponents))
+    meant: Floats = (values * powers[:, :, None]).reshape(len(packed), -1)
+    return meant
+
+
 def product(x: Floats, matrix: Matrix, dtype: DType) -> Floats:
     """x @ w.T + bias, rounded once: (T, K) → (T, N)."""
     weights = floats_of(matrix)
-    columns = None if isinstance(matrix, DenseMatrix) else matrix.columns
+    columns = matrix.columns if isinstance(matrix, IntegerMatrix) else None
     inputs = x if columns is None else x[:, columns]
     out = np.empty((len(x), len(weights)), np.float32)
     for number, row in enumerate(inputs):  # by itself: BLAS sums in another order where there are more
@@ -110,6 +124,14 @@ def activate(gate: Floats, up: Floats | None, activation: Activation, dtype: DTy
     with np.errstate(over="ignore"):
         active = rounded(_activation(gate, activation), dtype)
     return active if up is None else rounded(active * up, dtype)
+
+
+def clamped_swiglu(gate: Floats, up: Floats, swiglu: ClampedSwiglu, dtype: DType) -> Floats:
+    g = np.minimum(gate, np.float32(swiglu.limit))
+    u = np.clip(up, np.float32(-swiglu.limit), np.float32(swiglu.limit))
+    with np.errstate(over="ignore"):
+        active = g / (np.float32(1.0) + np.exp(np.float32(-swiglu.alpha) * g))
+    return rounded(active * (u + np.float32(1.0)), dtype)
 
 
 def _activation(x: Floats, activation: Activation) -> Floats:
@@ -188,10 +210,11 @@ def attention(
     dtype: DType,
     cap: float | None = None,
     more: Floats | None = None,
+    sinks: Floats | None = None,
 ) -> Floats:
     """One row's queries (heads, head_dim) over keys and values (kv_heads, num_keys, head_dim) of which it sees the
     range `seen`: (heads, head_dim), chunk by chunk. With a `cap` scores s become cap · tanh(s / cap); `more`
-    (heads, num_keys) is added to scaled scores.
+    (heads, num_keys) is added to scaled scores; `sinks` (heads,) are scores of a key without a value.
     """
     num_kv_heads, _, head_dim = keys.shape
     grouped = queries.reshape(num_kv_heads, -1, head_dim)
@@ -211,4 +234,9 @@ def attention(
         total = total * before + powers.sum(-1, keepdims=True) * now
         out = out * before + np.einsum("hgk,hkd->hgd", powers, values[:, part]) * now
         largest = most
+    if sinks is not None:
+        sink = sinks.reshape(largest.shape)
+        most = np.maximum(largest, sink)
+        out = out * np.exp(largest - most)
+        total = total * np.exp(largest - most) + np.exp(sink - most)
     return rounded((out / total).reshape(queries.shape), dtype)

@@ -85,7 +85,11 @@ class ReferenceDecoder:
             assert isinstance(layer, DecoderLayerWeights)
             return self._mixture(layer, x)
         gate, up = np.split(at(Place.GATE_UP, x, _project(x, layer.gate_up, dtype)), 2, axis=1)
-        inner = reference.activate(gate, up, self._spec.activation, dtype)
+        experts = self._spec.experts
+        if experts is not None and experts.swiglu is not None and isinstance(layer, ExpertWeights):
+            inner = reference.clamped_swiglu(gate, up, experts.swiglu, dtype)
+        else:
+            inner = reference.activate(gate, up, self._spec.activation, dtype)
         return at(Place.DOWN, inner, _project(inner, layer.down, dtype))
 
     def _mixture(self, layer: DecoderLayerWeights, x: Floats) -> Floats:
@@ -157,11 +161,20 @@ class ReferenceDecoder:
         slots = np.array(span.blocks)[tokens // pool.block_size] * pool.block_size + tokens % pool.block_size
         keys, values = _read(pool, index, slots, spec.dtype)
         window = spec.windows[index] or span.context_len
+        stored = self._weights.layers[index].sinks
+        sinks = None if stored is None else to_float32(stored.array, stored.dtype)
         for row in range(span.start, span.start + span.length):
             end = span.context_len - span.length + row - span.start + 1
             seen = (max(0, end - window), end)
             out[row] = reference.attention(
-                queries[row], keys, values, seen, spec.attention_scale, spec.dtype, spec.score_cap
+                queries[row],
+                keys,
+                values,
+                seen,
+                spec.attention_scale,
+                spec.dtype,
+                spec.score_cap,
+                sinks=sinks,
             )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...errors import ModelError
-from ...models.matrices import DenseMatrix, IntegerMatrix, Matrix, Tensor
+from ...models.matrices import DenseMatrix, IntegerMatrix, Matrix, Mxfp4Matrix, Tensor
 from . import arrays, records
 from .products import Weight
 
@@ -68,6 +68,8 @@ def _weight_of(matrix: Matrix) -> Weight:
     try:
         if isinstance(matrix, DenseMatrix):
             return Weight(matrix.weight.array, bias=_array_of(matrix.bias))
+        if isinstance(matrix, Mxfp4Matrix):
+            return Weight(matrix.weight.array, scale=matrix.scale.array, bias=_array_of(matrix.bias))
         return Weight(
             matrix.weight.array,
             scale=matrix.scale.array,

@@ -78,14 +78,21 @@ def paged_attention(
     plans: Sequence[SpanPlan],
     scale: float,
     cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of queries (T, heads, head_dim), as (T, heads * head_dim).
 
-    Keys and values must have been written. With a `cap`, scores s become cap · tanh(s / cap).
+    Keys and values must have been written. With a `cap`, scores s become cap · tanh(s / cap); with `sinks`, (heads,),
+    each head has one more score, of a key without a value.
     """
     outputs = [
         _attend(
-            queries[plan.start : plan.start + plan.length], *kv.read(layer, plan.extent), plan, scale, cap
+            queries[plan.start : plan.start + plan.length],
+            *kv.read(layer, plan.extent),
+            plan,
+            scale,
+            cap,
+            sinks,
         )
         for plan in plans
     ]
@@ -99,6 +106,7 @@ def _attend(
     plan: SpanPlan,
     scale: float,
     cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """queries (L, heads, d), keys and values (kv_heads, keys, d) → (L, heads * d)."""
     num_rows, num_heads, head_dim = queries.shape
@@ -109,35 +117,54 @@ def _attend(
     grouped = queries.view(num_rows, num_kv_heads, group, head_dim).transpose(0, 1)  # (kv_heads, L, group, d)
     if plan.folded:
         rows = grouped.reshape(num_kv_heads, 1, num_rows * group, head_dim)
-        if cap is None:
+        if cap is None and sinks is None:
             out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=plan.mask, scale=scale)
         else:
-            out = _capped_attention(rows, keys, values, plan, scale, cap)
+            of_rows = None if sinks is None else sinks.view(num_kv_heads, 1, 1, group, 1)
+            of_rows = (
+                None
+                if of_rows is None
+                else of_rows.expand(-1, 1, num_rows, -1, -1).reshape(*rows.shape[:3], 1)
+            )
+            out = _plain_attention(rows, keys, values, plan, scale, cap, of_rows)
         out = out.view(num_kv_heads, num_rows, group, head_dim)
     else:
         keys, values = keys.expand(-1, group, -1, -1), values.expand(-1, group, -1, -1)
         heads = grouped.transpose(1, 2)
-        if cap is None:
+        if cap is None and sinks is None:
             out = F.scaled_dot_product_attention(
                 heads, keys, values, attn_mask=plan.mask, is_causal=plan.is_causal, scale=scale
             ).transpose(1, 2)
         else:
-            out = _capped_attention(heads, keys, values, plan, scale, cap).transpose(1, 2)
+            of_heads = None if sinks is None else sinks.view(num_kv_heads, group, 1, 1)
+            out = _plain_attention(heads, keys, values, plan, scale, cap, of_heads).transpose(1, 2)
     return out.transpose(0, 1).reshape(num_rows, num_heads * head_dim)
 
 
-def _capped_attention(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: SpanPlan, scale: float, cap: float
+def _plain_attention(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan: SpanPlan,
+    scale: float,
+    cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of (…, rows, d) over (…, keys, d) with capped scores, which torch's own does not
-    support.
+    """Attention of (…, rows, d) over (…, keys, d) with capped scores or with sinks, which torch's own
+    does not support. `sinks` (…, rows or 1, 1) are scores of a key without a value.
 
     Scores and their exponentials are fp32.
     """
-    scores = (queries.float() @ keys.float().transpose(-1, -2)).mul_(scale / cap).tanh_().mul_(cap)
+    scores = queries.float() @ keys.float().transpose(-1, -2)
+    scores = scores.mul_(scale) if cap is None else scores.mul_(scale / cap).tanh_().mul_(cap)
     if plan.mask is not None:
         scores += plan.mask
     elif plan.is_causal:
         length = range(plan.length)
         scores.masked_fill_(_hidden(length, length, None).to(scores.device), float("-inf"))
-    return (torch.softmax(scores, dim=-1) @ values.float()).to(queries.dtype)
+    if sinks is None:
+        weights = torch.softmax(scores, dim=-1)
+    else:
+        own = sinks.float().expand(*scores.shape[:-1], 1)
+        weights = torch.softmax(torch.cat([scores, own], dim=-1), dim=-1)[..., :-1]
+    return (weights @ values.float()).to(queries.dtype)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ...kv.kinds import KVKind
-from ...models.decoder_config import LayerRotary, Norm
+from ...models.decoder_config import ClampedSwiglu, LayerRotary, Norm
 from ...models.executor import Accepts, any_value, one_of
 from ...models.matrices import DecoderLayerWeights, DecoderWeights, EmbeddingTable, Projection
 from ...models.parameters import COMPUTE_DTYPES
@@ -18,7 +18,7 @@ from ...models.spec import Activation, DecoderSpec
 from ...step.batch import Int64s, StepBatch
 from ...tensors import Tensor
 from .attention import SpanPlan, paged_attention, plan_attention
-from .layers import HeadNorm, Linear, RMSNorm, RopeTable, activation, product_of, rotation
+from .layers import HeadNorm, Linear, RMSNorm, RopeTable, activation, clamped_swiglu, product_of, rotation
 from .storage import TorchInt8KVStorage, TorchKVStorage, TorchPool
 from .tensors import int64s, to_numpy, to_torch, torch_dtype
 
@@ -43,6 +43,11 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     "experts.layers": any_value,
     "experts.sum_to_1": any_value,
     "experts.rounds_weights": any_value,
+    "experts.has_bias": any_value,
+    "experts.swiglu": any_value,
+    "experts.swiglu.alpha": any_value,
+    "experts.swiglu.limit": any_value,
+    "sinks": any_value,
     "attention_scale": any_value,
     "score_cap": any_value,
     "logit_cap": any_value,
@@ -276,6 +281,7 @@ class Attention:
         if queries is not None and keys is not None:
             self.head_norm = HeadNorm(queries, keys, spec.num_heads, is_joint=spec.joint_head_norms)
         self.output = product_of(weights.output, device)
+        self.sinks = None if weights.sinks is None else to_torch(weights.sinks)
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         heads = self.qkv(x).view(len(x), -1, self.head_dim)  # (T, query + key + value heads, head_dim)
@@ -287,25 +293,33 @@ class Attention:
         step.kv.write(self.layer, step.slots, heads[:, self.num_heads :])
         queries = heads[:, : self.num_heads]
         attended = paged_attention(
-            queries, step.kv, self.layer, step.plans[self.window], self.scale, self.cap
+            queries, step.kv, self.layer, step.plans[self.window], self.scale, self.cap, self.sinks
         )
         return self.output(attended)
 
 
 class GatedMLP:
-    """down(activation(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x)), or with `swiglu` down(swiglu(gate(x), up(x)))."""
 
     def __init__(
-        self, spec: DecoderSpec, gate_up: Projection | None, down: Projection | None, device: torch.device
+        self,
+        spec: DecoderSpec,
+        gate_up: Projection | None,
+        down: Projection | None,
+        device: torch.device,
+        swiglu: ClampedSwiglu | None = None,
     ) -> None:
         assert gate_up is not None
         assert down is not None
         self.gate_up = product_of(gate_up, device)
         self.activation = activation(spec.activation)
         self.down = product_of(down, device)
+        self.swiglu = swiglu
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
+        if self.swiglu is not None:
+            return self.down(clamped_swiglu(gate, up, self.swiglu))
         return self.down(self.activation(gate).mul_(up))
 
 
@@ -317,7 +331,9 @@ class Mixture:
         assert weights.router is not None
         self.settings = spec.experts
         self.router = product_of(weights.router, device)
-        self.experts = [GatedMLP(spec, each.gate_up, each.down, device) for each in weights.experts]
+        self.experts = [
+            GatedMLP(spec, each.gate_up, each.down, device, spec.experts.swiglu) for each in weights.experts
+        ]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         shares = torch.softmax(self.router(x), dim=-1, dtype=torch.float32)

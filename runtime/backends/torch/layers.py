@@ -18,12 +18,12 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from ...models.decoder_config import Norm
-from ...models.matrices import DenseMatrix, IntegerMatrix, Matrix, Projection
+from ...models.decoder_config import ClampedSwiglu, Norm
+from ...models.matrices import DenseMatrix, IntegerMatrix, Matrix, Mxfp4Matrix, Projection
 from ...models.rotary import Rotary
 from ...models.spec import Activation
 from ...tensors import Tensor
-from .quantized import QuantizedLinear
+from .quantized import Mxfp4Linear, QuantizedLinear
 from .tensors import to_torch
 
 
@@ -40,6 +40,13 @@ def activation(name: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh")
+
+
+def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, swiglu: ClampedSwiglu) -> torch.Tensor:
+    """In fp32, rounded once."""
+    g = gate.float().clamp_(max=swiglu.limit)
+    u = up.float().clamp_(-swiglu.limit, swiglu.limit)
+    return (g * torch.sigmoid(g * swiglu.alpha) * (u + 1.0)).to(gate.dtype)
 
 
 class RMSNorm:
@@ -271,6 +278,8 @@ def _product_over(matrices: Sequence[Matrix], device: torch.device) -> Product:
 def _product(matrix: Matrix, device: torch.device) -> Product:
     if isinstance(matrix, DenseMatrix):
         return Linear(to_torch(matrix.weight), _there(matrix.bias, device))
+    if isinstance(matrix, Mxfp4Matrix):
+        return Mxfp4Linear(to_torch(matrix.weight), to_torch(matrix.scale), _there(matrix.bias, device))
     assert isinstance(matrix, IntegerMatrix)
     columns = None if matrix.columns is None else torch.from_numpy(matrix.columns).to(device)
     return QuantizedLinear(

@@ -15,6 +15,7 @@ from ....loader.format.nibbles import RUN
 _SCRATCH_ELEMENTS = 1 << 20  # weights dequantised at a time
 # The 4-bit level of the number 0, without zero points.
 _MIDDLE_4 = 8
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _ALIGNMENT = 64  # bytes
 # Up to this many rows of input, a product without dequantised weights is faster.
 _MAX_PACKED_ROWS = 16
@@ -104,6 +105,40 @@ class QuantizedLinear:
             and x.is_contiguous()
             and x.data_ptr() % _ALIGNMENT == 0
         )
+
+
+class Mxfp4Linear:
+    """x @ w.T + bias, where w (N, K) is in MXFP4 (`Mxfp4Matrix`): `weight` (N, K / 2) and `scale` (N, K / 32) uint8."""
+
+    __slots__ = ("_values", "bias", "num_in", "num_out", "scale", "weight")
+
+    def __init__(self, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weight = weight
+        self.scale = scale
+        self.bias = bias
+        self.num_out = weight.shape[0]
+        self.num_in = weight.shape[1] * 2
+        self._values = torch.tensor(_E2M1, dtype=torch.float32, device=weight.device)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """(T, K) bf16, fp16 or fp32 → (T, N) of the same dtype; the weights' numbers are exact in bf16 and fp32."""
+        own = x.float() if x.dtype == torch.float16 else x
+        out = own.new_empty(len(x), self.num_out)
+        step = max(1, _SCRATCH_ELEMENTS // self.num_in)
+        for begin in range(0, self.num_out, step):
+            end = min(begin + step, self.num_out)
+            out[:, begin:end] = F.linear(own, self.rows(begin, end).to(own.dtype))
+        return (out if self.bias is None else out.add_(self.bias.to(out.dtype))).to(x.dtype)
+
+    def rows(self, begin: int, end: int) -> torch.Tensor:
+        """Rows [begin, end) of w, (rows, K) fp32."""
+        packed, scale = self.weight[begin:end], self.scale[begin:end]
+        levels = torch.stack([packed & 15, packed >> 4], dim=2).to(torch.int32)
+        values = self._values[levels.view(*scale.shape, -1)]
+        bits = scale.to(torch.int32) << 23  # 2 ** (scale - 127), the smallest of which is no normal number
+        bits = bits.masked_fill_(scale == 0, 0x400000).masked_fill_(scale == 255, 0x7FC00000)
+        powers = bits.view(torch.float32)
+        return (values * powers.unsqueeze(-1)).view(len(packed), -1)
 
 
 def dequantize(weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None) -> torch.Tensor:

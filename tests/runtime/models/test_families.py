@@ -87,6 +87,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {}),
     "qwen3_moe, plain layers": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": False}),
     "olmoe": ("olmoe", {}),
+    "gpt_oss": ("gpt_oss", {}),
+    "gpt_oss, few biases": (
+        "gpt_oss",
+        {
+            "attention_bias": False,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "swiglu_alpha": 0.7,
+        },
+    ),
     "smollm3": ("smollm3", {}),
     "smollm3, windows": (
         "smollm3",
@@ -113,7 +122,7 @@ def oracle_of(variant: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def family_has_experts(variant: str) -> bool:
-    return VARIANTS[variant][0] in ("mixtral", "qwen3_moe", "olmoe")
+    return DecoderConfig.from_json(config_json(oracle_of(variant))).experts is not None
 
 
 def decoder_of(oracle: Any, backend: Any) -> Decoder:
@@ -226,7 +235,7 @@ def test_no_context_is_admitted_that_the_rotary_embedding_was_not_made_for(famil
 
 
 @pytest.mark.parametrize(
-    "family", ["gemma2", "gemma3_text", "granite", "olmo2", "smollm3", "glm", "cohere", "mixtral"]
+    "family", ["gemma2", "gemma3_text", "granite", "olmo2", "smollm3", "glm", "cohere", "mixtral", "gpt_oss"]
 )
 def test_a_devices_kernels_refuse_what_they_do_not_implement(family):
     spec = DecoderSpec.of(DecoderConfig.from_json(config_json(tiny_model(family))), DType.BF16)

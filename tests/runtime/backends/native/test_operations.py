@@ -276,15 +276,18 @@ def test_what_is_not_finite_comes_back_from_8_bits_as_nan(isa):
     block_size=st.sampled_from([1, 8, 16, 32]),
     window=st.sampled_from([0, 1, 5, 256, 300]),
     cap=st.sampled_from([0.0, 0.0, 0.7]),
+    sink=st.sampled_from([None, 0.3, -50.0, 50.0]),
 )
 def test_attention_is_that_of_fp64(
-    isa, dtype, int8, lengths, group, num_kv_heads, head_dim, block_size, window, cap
+    isa, dtype, int8, lengths, group, num_kv_heads, head_dim, block_size, window, cap, sink
 ):
     num_rows, num_heads = sum(length for length, _ in lengths), group * num_kv_heads
     num_blocks = sum(-(-(length + past) // block_size) for length, past in lengths)
     pool = pool_of_shape((1, num_kv_heads, head_dim), num_blocks, block_size, dtype, int8=int8)
     order = np.random.default_rng(0).permutation(num_blocks).tolist()
     queries = normals(1, num_rows, num_heads, head_dim, dtype=dtype)
+    sinks = None if sink is None else normals(2, num_heads, dtype=dtype) + np.float32(sink)
+    sinks = None if sinks is None else reference.rounded(sinks, dtype)
     expected = np.empty(queries.shape)
     spans, start = [], 0
     for length, past in lengths:
@@ -294,10 +297,11 @@ def test_attention_is_that_of_fp64(
         for row in range(length):
             seen = slice(max(0, past + row + 1 - window) if window else 0, past + row + 1)
             own = queries[start + row]
-            expected[start + row] = softmax_attention(own, keys_values[:, :, seen], 0.1, cap)
+            expected[start + row] = softmax_attention(own, keys_values[:, :, seen], 0.1, cap, sinks)
         spans.append(span)
         start += length
     held, out = from_float32(queries, dtype), fresh(dtype, *queries.shape)
+    held_sinks = None if sinks is None else Tensor(dtype, from_float32(sinks, dtype))
     spans_record = Spans(spans, num_rows, pool)
     args = records.AttentionArgs(
         kv=ctypes.pointer(pool.record),
@@ -315,6 +319,7 @@ def test_attention_is_that_of_fp64(
         scale=0.1,
         dtype=arrays.dtype_of(out),
         cap=cap,
+        sinks=vector_of(held_sinks),
     )
     with threads(isa, 2):
         operations(isa).call("tn_attention", args)
@@ -336,14 +341,21 @@ def fill(pool: Pool, span: SequenceSpan, dtype: DType) -> Any:
     return reference.of_codes(codes, scales, dtype)
 
 
-def softmax_attention(queries: Any, keys_values: Any, scale: float, cap: float = 0.0) -> Any:
+def softmax_attention(
+    queries: Any, keys_values: Any, scale: float, cap: float = 0.0, sinks: Any = None
+) -> Any:
     keys, values = keys_values.astype(np.float64)
     grouped = queries.astype(np.float64).reshape(len(keys), -1, queries.shape[-1])
     scores = grouped @ keys.transpose(0, 2, 1) * scale
     if cap:
         scores = cap * np.tanh(scores / cap)
-    powers = np.exp(scores - scores.max(-1, keepdims=True))
-    return (powers @ values / powers.sum(-1, keepdims=True)).reshape(queries.shape)
+    more = (
+        np.full((*scores.shape[:-1], 1), -np.inf) if sinks is None else sinks.reshape(*scores.shape[:-1], 1)
+    )
+    most = np.maximum(scores.max(-1, keepdims=True), more)
+    powers = np.exp(scores - most)
+    total = powers.sum(-1, keepdims=True) + np.exp(more - most)
+    return (powers @ values / total).reshape(queries.shape)
 
 
 @each_isa

@@ -28,10 +28,9 @@ from tests.support.pool_runs import PoolRun
 
 from teneral.handlers.pool.file import parse_pool
 from teneral.handlers.pool.measure import measure
-from teneral.infra.plan.arrivals import synthesize
 from teneral.infra.plan.instance_model import Profile, read_profiles
 from teneral.infra.plan.simulate import Outcome, simulate
-from teneral.infra.plan.trace import Request, in_order
+from teneral.infra.plan.trace import Request, in_order, synthesize
 
 TRACES = {
     "poisson, slow": "poisson:rate=0.15,prompt=64,output=32",
@@ -201,8 +200,7 @@ async def _ask(session: aiohttp.ClientSession, port: int, request: Request) -> t
 def _search_speed() -> dict[str, float]:
     requests = synthesize("bursty:rate=60,on=40,off=60,duration=4200,seed=1", model="m")[:100_000]
     from teneral.handlers.pool.values import Model
-    from teneral.infra.plan.cost import Price
-    from teneral.infra.plan.search import search
+    from teneral.infra.plan.search import Price, search
 
     profile = Profile(start_s=1.0, prefill_tokens_s=5000, decode_tokens_s=((1, 100.0), (8, 400.0)))
     began_s = time.process_time()

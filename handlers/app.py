@@ -128,7 +128,7 @@ def _error_response(request: web.Request, error: ApiError) -> web.Response:
     """The error in the protocol of the requested path."""
     if f"{request.path}/".startswith(PREFIX):
         # Rarely used.
-        from .anthropic.errors import error_response
+        from .anthropic.messages import error_response
 
         return error_response(error)
     for row in () if request.path == COHERE_RERANK else platforms.PLATFORMS:

@@ -21,7 +21,7 @@ from ..loader.errors import TeneralError
 from ..loader.timeline import Timeline
 from ..runtime.config import ServeConfig
 from ..runtime.start import LaunchedHelpers, launch_helpers
-from .http.sockets import listen, max_files, require_files
+from .http.limits import listen, max_files, require_files
 from .platforms import Platform, imported, platform_of
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def _run(config: ServeConfig, ending: Ending) -> int:
         timeline.mark("process", "port open")
         if config.standby_socket is not None:
             # Few servers have a pool.
-            from .standby.client import hand_over
+            from .standby.handover import hand_over
 
             status = hand_over(config, sock, timeline)
             if status is not None:

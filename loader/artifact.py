@@ -43,7 +43,7 @@ def open_model(url: str, options: SourceOptions | None = None, *, keep_integers:
 
 def _with_base(source: Source, options: SourceOptions) -> Source:
     from .format.delta import BASE_PREFIX  # most models have no base
-    from .sources.based import BasedSource
+    from .sources.base import BasedSource
 
     assert options.base is not None
     address, digest = split_pin(options.base)
@@ -126,7 +126,7 @@ def _has_base(source: Source) -> bool:
 
 def _join_base(source: Source, manifest: Manifest, without_base: bool) -> Manifest:
     from .format.delta import join
-    from .sources.based import BasedSource
+    from .sources.base import BasedSource
 
     if manifest.base is None:
         raise UsageError(

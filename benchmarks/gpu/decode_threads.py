@@ -40,7 +40,7 @@ def rate(made: Any, num_threads: int) -> float:
     from teneral.loader.device.sink import ImageSink, SentImage
     from teneral.loader.format.manifest import Tier
     from teneral.loader.memory.arena import map_bytes
-    from teneral.loader.process.quick_turns import quick_turns
+    from teneral.loader.process.cpu import quick_turns
     from teneral.loader.timeline import Timeline
 
     ring = ImageRing(map_bytes(DEFAULT_BYTES, what="a benchmark's ring"))

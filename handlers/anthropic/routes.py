@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from ..http.later import later
+from ..http.service import later
 
 if TYPE_CHECKING:
     from ..http.service import Service

@@ -47,9 +47,9 @@ from ...runtime.step.requests import Priority
 from ..function.context import Context
 from ..function.options import check_options
 from ..http.keys import parse_keys
-from .errors import ModelBrokenError
 from .index import JobIndex
 from .input import Call, Embed, Generate, Line, Problem
+from .spec import ModelBrokenError
 
 if TYPE_CHECKING:
     import numpy as np

@@ -20,10 +20,10 @@ from ...loader.errors import AlreadyExistsError, NotFoundError, SourceError, Una
 from ...loader.format.json_object import Document, JsonObject
 from ...loader.sources.base import ObjectInfo
 from ...loader.sources.http.retry import pause_s
-from .errors import JobFormatError, JobMismatchError
 from .index import FORMAT_NAME, FORMAT_VERSION, JobIndex
 from .input import MAX_PARTS
 from .parts import PARTIAL_FOLDER, Input, PartInfo, Places, part_name, read_input, read_part, remove_quietly
+from .spec import JobFormatError, JobMismatchError
 
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 4 << 20

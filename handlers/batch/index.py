@@ -18,9 +18,8 @@ from itertools import pairwise
 from typing import Any
 
 from ...loader.format.json_object import Document, JsonObject, is_text
-from .errors import JobFormatError, JobMismatchError
 from .input import MAX_PARTS, PartSpan, Scanned
-from .spec import MAX_LINE_BYTES, MAX_LINES
+from .spec import MAX_LINE_BYTES, MAX_LINES, JobFormatError, JobMismatchError
 
 INDEX_NAME = "job.json"
 FORMAT_NAME = "teneral-batch"

@@ -30,7 +30,6 @@ from ...runtime.config import ServeConfig
 from ...runtime.errors import CancelledError, DrainingError
 from ..function.lifetime import Lifetime, refuse_to_block_a_loop
 from .answers import answering
-from .errors import JobMismatchError
 from .finish import MANIFEST_NAME, Finished, finish_job
 from .index import (
     INDEX_NAME,
@@ -46,7 +45,7 @@ from .index import (
 from .input import Scanned, Scanner
 from .parts import PartInfo, Places, list_partials, list_parts, open_places, plan_order, read_input
 from .progress import JobProgress, Meter
-from .spec import JobReport, JobSpec, Status
+from .spec import JobMismatchError, JobReport, JobSpec, Status
 from .worker import Worker
 
 if TYPE_CHECKING:

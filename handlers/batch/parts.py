@@ -42,10 +42,9 @@ from ...loader.format.json_object import is_text
 from ...loader.sources.base import ObjectInfo, Source, SourceOptions, Store, check_name
 from ...loader.sources.open import open_source, open_store, scheme_of
 from .answers import Record
-from .errors import JobFormatError
 from .index import JobIndex
 from .input import Line, LineSplitter, RawLine, parse_line
-from .spec import JobSpec, Share
+from .spec import JobFormatError, JobSpec, Share
 
 WORK_SUFFIX = ".parts"
 FILE_SUFFIX = ".jsonl"

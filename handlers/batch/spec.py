@@ -1,8 +1,7 @@
-"""The specification and the report of a batch job: values without connections or I/O.
+"""A batch job's specification, the share of one worker, its report, and its errors: values without I/O.
 
-This worker's share in an array job, where a platform starts several workers: AWS Batch.
-
-Pure: reads the environment variables that AWS Batch sets in each child of an array job.
+Where a platform starts several workers, each takes its share from the variables that AWS Batch sets in a child of
+an array job.
 """
 
 from __future__ import annotations
@@ -13,9 +12,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...loader.errors import UsageError
+from ...loader.errors import (
+    AlreadyExistsError,
+    FormatError,
+    LoadError,
+    NoSpaceError,
+    SourceClosedError,
+    UnavailableError,
+    UsageError,
+)
 from ...loader.sources.base import SourceOptions
 from ...loader.tools.progress_bar import format_duration
+from ...runtime.errors import CancelledError, CapacityError, DrainingError, ModelError, UnloadedError
 
 # Of any job: a hash of 16 bytes for each is held during the scan.
 MAX_LINES = 5_000_000
@@ -163,3 +171,33 @@ def share_of(environment: Mapping[str, str]) -> Share | None:
             key=INDEX_VARIABLE,
             hint="Set --worker I/N for this worker's share, or --worker 0/1 for all parts.",
         ) from error
+
+
+class JobMismatchError(AlreadyExistsError):
+    """The output belongs to a job of another input, model or options, or is not a job's."""
+
+
+class JobFormatError(FormatError):
+    """A file in the job's work folder is damaged, hostile, or from a newer version. It was not
+    used.
+    """
+
+
+class ModelBrokenError(ModelError):
+    """The model stopped answering while it ran. Finished parts are kept; another instance can
+    continue.
+    """
+
+
+# Errors after which another run can continue: exit code 75, and `JobRetryError` for events.
+WORTH_ANOTHER_RUN = (
+    UnavailableError,
+    NoSpaceError,
+    SourceClosedError,
+    LoadError,
+    DrainingError,
+    CapacityError,
+    UnloadedError,
+    CancelledError,
+    ModelBrokenError,
+)

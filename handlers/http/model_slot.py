@@ -37,7 +37,7 @@ from .inflight import InFlight, Work, all_ended, finish
 if TYPE_CHECKING:
     from ...runtime.instance import Instance
     from ...runtime.metrics import Metrics
-    from .emf import EmfWriter
+    from .logs import EmfWriter
 
 logger = logging.getLogger("teneral.http")
 

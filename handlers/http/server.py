@@ -1,7 +1,7 @@
 """The serving of an application on open sockets until a signal, and to other parts of the same
 process.
 
-The caller opens the sockets (`sockets.listen`) before anything heavy is imported: early clients
+The caller opens the sockets (`limits.listen`) before anything heavy is imported: early clients
 wait in the backlog. `serving_inside` sends events that did not arrive by HTTP through all steps of
 an HTTP request, over a local socket in a folder that only this user can enter.
 """

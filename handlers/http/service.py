@@ -1,4 +1,6 @@
-"""The state shared by all routes, and the record of each request."""
+"""The state shared by all routes, the record of each request, and route handlers whose module is imported by
+their first request, and not during a cold start.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from aiohttp import web
@@ -28,12 +31,14 @@ from .mailbox import Bridge
 from .model_slot import ModelSlot, count_start
 
 if TYPE_CHECKING:
+    from aiohttp.typedefs import Handler
+
     from ...loader.timeline import Timeline
     from ...runtime.engine.engine import EngineStatistics
     from ...runtime.instance import Instance
     from ...runtime.metrics import Metrics
     from ...runtime.text.tokenizer import TextTokenizer
-    from .emf import EmfWriter
+    from .logs import EmfWriter
     from .spans import SpanExport, TraceParent
 
 logger = logging.getLogger("teneral.http")
@@ -308,3 +313,18 @@ class TextThreads:
         threads = self._long if body_bytes > LONG_BYTES else self._short
         call = functools.partial(function, *args, **options)
         return await asyncio.get_running_loop().run_in_executor(threads, call)
+
+
+def later(service: Service, module: str, kind: str, method: str) -> Handler:
+    """A route handler that calls `method` of an object of class `kind`, made from the service;
+    `module` is its full name.
+    """
+    made: list[object] = []
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        if not made:
+            made.append(getattr(import_module(module), kind)(service))
+        response: web.StreamResponse = await getattr(made[0], method)(request)
+        return response
+
+    return handle

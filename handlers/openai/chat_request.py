@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 from ...runtime.errors import RequestError
 from ...runtime.grammar.spec import GrammarSpec
 from ...runtime.step.requests import FinishReason, FirstToken, GenerationEvent, GenerationRequest
-from .deltas import Answer, Delta, Finish, TextDelta
+from .deltas import Answer, Delta, Finish, ReasoningReader, ReasoningTags, TextDelta, reasoning_tags
 from .fields import CHAT, refuse_unsupported
 from .generation import Outcome
-from .messages import template_messages, with_ids
 from .parameters import (
     check_extras,
     check_stream,
@@ -23,14 +22,12 @@ from .parameters import (
     sequences,
     wanted_first_token,
 )
-from .prompts import ChatPrompt, ChatSettings, mentions
-from .reasoning import ReasoningReader, ReasoningTags, reasoning_tags
+from .prompts import ChatPrompt, ChatSettings, mentions, template_messages, with_ids
 from .schemas import ChatBody
 from .structured import grammar_of
 from .tools.choose import tool_format
-from .tools.described import described
 from .tools.format import ToolFormat
-from .tools.functions import ToolMode, ToolPlan, tool_plan
+from .tools.functions import ToolMode, ToolPlan, described, tool_plan
 from .tools.grammar import calls_grammar, reasoning_grammar
 from .tools.reader import CallReader
 

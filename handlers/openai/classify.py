@@ -13,8 +13,8 @@ from ...runtime.errors import RequestError
 from ..http.json_bodies import Decoder, encode
 from ..http.service import Service
 from .embeddings import rows_of
-from .encoder_texts import EncoderBody, EncoderUsage, as_texts, check_encoder_body, within
 from .fields import CLASSIFY
+from .rerank import EncoderBody, EncoderUsage, as_texts, check_encoder_body, within
 
 
 class ClassifyBody(EncoderBody, kw_only=True, frozen=True, forbid_unknown_fields=True):

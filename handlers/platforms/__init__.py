@@ -74,7 +74,7 @@ PLATFORMS: tuple[Platform, ...] = (
         routes=".kserve.routes:ROUTES",
         api=".kserve.api:KServeRoutes",
         error_prefix="/v2/",
-        error_response=".kserve.errors:error_response",
+        error_response=".kserve.routes:error_response",
     ),
     Platform(
         "sagemaker",

@@ -1,5 +1,5 @@
 """SageMaker real-time endpoints: POST /invocations. The rest of the contract is elsewhere: /ping in
-`http/health.py`, the port and 30 s from SIGTERM to SIGKILL in the platform's row, the model's
+`http/application.py`, the port and 30 s from SIGTERM to SIGKILL in the platform's row, the model's
 folder in `settings.py`.
 
 With a user's function, the body is its event, of the type in `Content-Type`, and its result has the

@@ -33,7 +33,7 @@ import aiohttp
 from ...loader.errors import TeneralError
 from ...loader.process.helper import ProcessContext
 from ...runtime.config import PREFIX, ServeConfig
-from ..http.sockets import listen
+from ..http.limits import listen
 from ..standby.handover import Channel, HandoverError, Order
 from .repository import Release
 from .values import Code, Model, Pool

@@ -36,9 +36,8 @@ from ...runtime.config import PREFIX, ServeConfig
 from ..console.routes import PageRoutes
 from ..http.errors import as_api_error
 from ..http.keys import ApiKeys, parse_keys
-from ..http.limits import IDLE_CONNECTION_S, MAX_HEADER_BYTES, MAX_HEADERS, MAX_REQUEST_LINE_BYTES
+from ..http.limits import IDLE_CONNECTION_S, MAX_HEADER_BYTES, MAX_HEADERS, MAX_REQUEST_LINE_BYTES, listen
 from ..http.logs import write_json
-from ..http.sockets import listen
 from .deployment import Deployment
 from .file import read_pool
 from .front import Front, max_connections

@@ -162,7 +162,7 @@ def import_everything(import_server: Callable[[], None]) -> None:
     from ...runtime.backends.native import backend, encoder  # noqa: F401
     from ...runtime.engine import embedder, engine  # noqa: F401
     from ...runtime.models import build  # noqa: F401
-    from ...runtime.text import growing, remote, settings, tokenizer_child  # noqa: F401
+    from ...runtime.text import remote, settings, subset, tokenizer_child  # noqa: F401
 
     import_all()
     # The process that computes makes its threads.

@@ -1,23 +1,139 @@
-"""`teneral pool plan`: a pool file, a trace and measured figures become cold share, first-token times and cost."""
+"""`teneral pool plan`: a pool file, a trace and measured figures become cold share, first-token times and cost, as
+text, JSON and a page.
+"""
 
 from __future__ import annotations
 
+import html
 import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ...handlers.pool.file import read_pool
-from ...handlers.pool.values import Pool
+from ...handlers.pool.values import Model, Pool
 from ...loader.errors import UsageError
-from .arrivals import synthesize
-from .cost import Price, parse_price
 from .instance_model import Profile, parse_assumptions, profile_of, read_profiles
-from .report import Plan, page
-from .search import search, try_out
-from .trace import Request, in_order, read_trace
+from .search import Choice, Price, cheapest, pareto, parse_price, search, try_out
+from .trace import Request, in_order, read_trace, synthesize
 
 DEFAULT_MEASURED = "pool.measured.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One model's: the pool as the file has it, and the grid."""
+
+    model: Model
+    profile: Profile
+    num_requests: int
+    duration_s: float
+    as_written: Choice
+    choices: list[Choice]
+    ttft_p99_s: float | None  # the objective
+    price: Price
+
+    @property
+    def advice(self) -> Choice | None:
+        """The cheapest pool that meets the objective."""
+        return None if self.ttft_p99_s is None else cheapest(self.choices, self.ttft_p99_s)
+
+    def as_json(self) -> dict[str, Any]:
+        advice = self.advice
+        return {
+            "model": self.model.name,
+            "requests": self.num_requests,
+            "duration_s": round(self.duration_s, 3),
+            "profile": self.profile.as_json(),
+            "as_written": _row(self.as_written),
+            "pareto": [_row(choice) for choice in pareto(self.choices)],
+            "objective_ttft_p99_s": self.ttft_p99_s,
+            "cheapest": None if advice is None else _row(advice),
+            "cost_unit": self.price.unit,
+        }
+
+    def render(self) -> str:
+        lines = [
+            f"{self.model.name}: {self.num_requests:,} requests in {self.duration_s:,.0f} s",
+            _HEADER.format(cost=self.price.unit),
+            _line(self.as_written, "as written"),
+            *(_line(choice, "") for choice in pareto(self.choices)),
+        ]
+        if self.ttft_p99_s is not None:
+            advice = self.advice
+            cheapest = "none of these pools" if advice is None else advice.settings
+            lines.append(f"cheapest with a first token's p99 of at most {self.ttft_p99_s:g} s: {cheapest}")
+        return "\n".join(lines)
+
+
+_HEADER = "  {:>10} {:>7} {:>6}  {:>7} {:>8} {:>8} {:>11} {:>7} {{cost:>11}}".format(
+    "min_warm", "buffer", "idle s", "cold", "p50 s", "p99 s", "instance-h", "refused"
+)
+
+
+def _line(choice: Choice, mark: str) -> str:
+    model, outcome = choice.model, choice.outcome
+    kept = "hybrid" if model.policy == "hybrid" else f"{model.idle_timeout_s:g}"
+    row = (
+        f"  {model.min_warm:>10} {model.buffer:>7} {kept:>6}  {100 * outcome.cold_share:>6.2f}%"
+        f" {choice.ttft_p50_s:>8.3f} {choice.ttft_p99_s:>8.3f} {outcome.instance_s / 3600:>11.3f}"
+        f" {outcome.refused:>7} {choice.cost:>11.4f}"
+    )
+    return f"{row}  {mark}".rstrip()
+
+
+def _row(choice: Choice) -> dict[str, Any]:
+    model, outcome = choice.model, choice.outcome
+    return {
+        "min_warm": model.min_warm,
+        "buffer": model.buffer,
+        "idle_timeout_s": model.idle_timeout_s,
+        "policy": model.policy,
+        "cold_share": round(outcome.cold_share, 5),
+        "ttft_p50_s": round(choice.ttft_p50_s, 4),
+        "ttft_p99_s": round(choice.ttft_p99_s, 4),
+        "instance_s": round(outcome.instance_s, 1),
+        "busy_s": round(outcome.busy_s, 1),
+        "most_instances": outcome.most,
+        "refused": outcome.refused,
+        "cost": round(choice.cost, 6),
+    }
+
+
+def page(plans: list[Plan]) -> str:
+    """A self-contained page: for each model its table, and the grid by cost and p99."""
+    parts = [
+        f"<h2>{html.escape(plan.model.name)}</h2>{_picture(plan)}<pre>{html.escape(plan.render())}</pre>"
+        for plan in plans
+    ]
+    return (
+        "<!doctype html><meta charset=utf-8><title>Pool plan</title>"
+        "<style>body{font:15px system-ui;margin:2em auto;max-width:60em}circle{fill:#888}.front{fill:#06c}"
+        ".written{fill:#c30}</style><h1>Pool plan</h1>"
+        "<p>Each dot is a pool: cost to the right, the first token's p99 upwards. Blue: no other is better in both. "
+        "Red: as the file has it.</p>" + "".join(parts)
+    )
+
+
+def _picture(plan: Plan) -> str:
+    front = {id(choice) for choice in pareto(plan.choices)}
+    dots = [(choice, "front" if id(choice) in front else "") for choice in plan.choices]
+    dots.append((plan.as_written, "written"))
+    most_cost = max(choice.cost for choice, _ in dots) or 1.0
+    most_s = max(choice.ttft_p99_s for choice, _ in dots) or 1.0
+    circles = "".join(
+        f'<circle class="{kind}" r="4" cx="{40 + 540 * choice.cost / most_cost:.1f}" '
+        f'cy="{250 - 230 * choice.ttft_p99_s / most_s:.1f}"><title>{html.escape(choice.settings)}: '
+        f"{choice.cost:.4g} {html.escape(plan.price.unit)}, p99 {choice.ttft_p99_s:.3g} s</title></circle>"
+        for choice, kind in dots
+    )
+    return (
+        f'<svg viewBox="0 0 620 280" width="620" role="img"><line x1="40" y1="250" x2="600" y2="250" stroke="#444"/>'
+        f'<line x1="40" y1="10" x2="40" y2="250" stroke="#444"/>{circles}'
+        f'<text x="600" y="270" text-anchor="end">{most_cost:.4g} {html.escape(plan.price.unit)}</text>'
+        f'<text x="44" y="14">{most_s:.3g} s</text></svg>'
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...handlers.pool.values import Code, Model
 from .documents import Document, Rendering
-from .units import Unit
+from .limits import Unit
 
 POLICY_VERSION = "2012-10-17"
 TEMPLATE_VERSION = "2010-09-09"

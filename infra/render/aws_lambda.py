@@ -18,9 +18,8 @@ from .aws import (
     template_document,
 )
 from .documents import SCRATCH_BYTES, Document, Rendering
-from .limits import check_limits
+from .limits import MIB, Unit, check_limits, units_of
 from .pods import whole_seconds
-from .units import MIB, Unit, units_of
 
 MB_PER_CORE = 1769  # of memory, for each of which Lambda gives a core
 MAX_ENVIRONMENT_BYTES = 4096

@@ -10,9 +10,8 @@ from typing import Any
 
 from ...handlers.pool.values import Code, Model
 from .documents import Document, Rendering
-from .limits import READ, check_limits
+from .limits import MIB, READ, Unit, check_limits, units_of
 from .pods import PORT, cpu_quantity, memory_quantity, whole_seconds
-from .units import MIB, Unit, units_of
 
 GIB = 1 << 30
 CORES = (1, 2, 4, 6, 8)

@@ -20,9 +20,8 @@ from .aws import (
     template_document,
 )
 from .documents import SCRATCH_BYTES, Document, Rendering
-from .limits import READ, check_limits
+from .limits import MIB, READ, Unit, check_limits, units_of
 from .pods import PORT, whole_seconds
-from .units import MIB, Unit, units_of
 
 GIB = 1 << 30
 # Cores → least, most and step of memory in GiB, as docs.aws.amazon.com/AmazonECS "task CPU and memory" has them.

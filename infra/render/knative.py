@@ -6,9 +6,8 @@ from typing import Any
 
 from ...handlers.pool.values import Code, Model
 from .documents import Document, Rendering
-from .limits import check_limits
+from .limits import Unit, check_limits, units_of
 from .pods import container, labels, probes, service_account, volumes, whole_seconds
-from .units import Unit, units_of
 
 API = "serving.knative.dev/v1"
 

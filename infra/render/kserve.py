@@ -11,9 +11,8 @@ from typing import Any
 from ...handlers.pool.values import Model
 from .documents import Document, Rendering
 from .knative import check_drain, scaling_annotations
-from .limits import check_limits
+from .limits import Unit, check_limits, units_of
 from .pods import container, labels, probes, service_account, volumes, whole_seconds
-from .units import Unit, units_of
 
 
 def render_model(rendering: Rendering, model: Model) -> list[Document]:

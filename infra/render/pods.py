@@ -7,7 +7,7 @@ from typing import Any
 
 from ...handlers.pool.values import Model
 from .documents import SCRATCH_BYTES
-from .units import MIB, Unit
+from .limits import MIB, Unit
 
 PORT = 8080
 USER_ID = 10001  # of the image

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...handlers.pool.values import Code, Model
 from .documents import Document, Rendering
-from .limits import check_limits
+from .limits import Unit, check_limits, units_of
 from .pods import (
     USER_ID,
     cpu_quantity,
@@ -20,7 +20,6 @@ from .pods import (
     security_context,
     whole_seconds,
 )
-from .units import Unit, units_of
 from .yaml_text import yaml_text
 
 PORT = 8000

@@ -1,19 +1,88 @@
-"""From a pool and a platform's name to documents and their texts: the table of renderers. No I/O."""
+"""Documents and their texts, from a pool and a platform's name: the table of renderers, and `[[patch]]`.
+
+A patch is a JSON merge patch (RFC 7386) on a rendered document; patches are applied last. No I/O.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import PurePath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ...handlers.pool.values import Model, Pool, PoolWarning
+from ...handlers.pool.values import Code, Model, Pool, PoolWarning
 from ...loader.errors import UsageError
-from . import aws_lambda, cloud_run, fargate, helm, knative, kserve, kubernetes, ray, sagemaker
+from . import aws_lambda, cloud_run, fargate, knative, kserve, kubernetes, ray, sagemaker
 from .documents import Document, Options, Rendering
-from .patch import apply_patches
 from .yaml_text import yaml_text
 
 Renderer = Callable[[Rendering, Sequence[Model]], list[Document]]
+
+
+def merge_patch(target: Any, patch: Any) -> Any:
+    """RFC 7386's result: mappings are merged, null removes, everything else replaces. Changes neither argument."""
+    if not isinstance(patch, Mapping):
+        return patch
+    merged = dict(target) if isinstance(target, Mapping) else {}
+    for key, value in patch.items():
+        if value is None:
+            merged.pop(key, None)
+        else:
+            merged[key] = merge_patch(merged.get(key), value)
+    return merged
+
+
+def apply_patches(
+    rendering: Rendering, documents: Iterable[Document], *, every: bool = True
+) -> list[Document]:
+    """The documents with the file's patches for this platform. A patch that changes a rendered value, instead of adding
+    one, is W4; one that fits no document is E2 where these are `every` document of the pool.
+    """
+    patched = list(documents)
+    for patch in rendering.pool.patches:
+        if patch.platform != rendering.platform:
+            continue
+        fits = [
+            number
+            for number, document in enumerate(patched)
+            if document.kind == patch.kind and patch.name in (None, document.name)
+        ]
+        if not fits and every:
+            named = sorted({f"{document.kind} {document.name}" for document in patched})
+            raise rendering.pool.error(
+                Code.E2,
+                f"fits none of {rendering.platform}'s documents",
+                "patch",
+                str(patch.index),
+                hint=f"There are {', '.join(named)}.",
+            )
+        for number in fits:
+            document = patched[number]
+            for path in changed_values(document.body, patch.merge):
+                warning = rendering.pool.warning(
+                    Code.W4,
+                    f"changes {'.'.join(path)} of {document.kind} {document.name}",
+                    "patch",
+                    str(patch.index),
+                )
+                if warning not in rendering.warnings:
+                    rendering.warnings.append(warning)
+            patched[number] = replace(document, body=merge_patch(document.body, patch.merge))
+    return patched
+
+
+def changed_values(
+    target: Any, patch: Mapping[str, Any], path: tuple[str, ...] = ()
+) -> Iterator[tuple[str, ...]]:
+    """Paths of values that are there and that the patch changes or removes."""
+    for key, value in patch.items():
+        if not isinstance(target, Mapping) or key not in target:
+            continue
+        here, before = (*path, key), target[key]
+        if isinstance(value, Mapping) and isinstance(before, Mapping):
+            yield from changed_values(before, value, here)
+        elif before != value:
+            yield here
 
 
 def _each(render_model: Callable[[Rendering, Model], list[Document]]) -> Renderer:
@@ -27,7 +96,7 @@ RENDERERS: dict[str, Renderer] = {
     "knative": _each(knative.render_model),
     "kserve": _each(kserve.render_model),
     "kubernetes": _each(kubernetes.render_model),
-    "helm": helm.render_pool,
+    "helm": kubernetes.render_pool,
     "cloud-run": _each(cloud_run.render_model),
     "lambda": _each(aws_lambda.render_model),
     "sagemaker": _each(sagemaker.render_model),

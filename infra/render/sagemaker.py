@@ -21,9 +21,8 @@ from .aws import (
     template_document,
 )
 from .documents import Document, Rendering
-from .limits import READ, check_limits
+from .limits import MIB, READ, Unit, check_limits, units_of
 from .pods import whole_seconds
-from .units import MIB, Unit, units_of
 
 GIB = 1 << 30
 # Type → cores, GiB of memory, GPUs, smallest first; docs.aws.amazon.com/sagemaker "instance types".

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from ..errors import LoadCancelledError, LoadError, TeneralError
 from ..format.manifest import Manifest, Part
 from ..memory.refine_locks import RefineLocks
-from ..process.quick_turns import quick_turns
+from ..process.cpu import quick_turns
 from ..timeline import Timeline
 from .base import Device, DeviceStatistics, Placed, Ticket
 from .image import PartImage, plan_image, slab_starts

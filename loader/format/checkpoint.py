@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from ..errors import AccessDeniedError, CheckpointError, NotFoundError, TeneralError, UsageError
-from ..process.parallel_map import parallel_map
+from ..process.cpu import parallel_map
 from ..sources.base import ObjectInfo, Remote, Source, check_name
 from .layout import Stretch, arrange_tensors, cut_parts, fine_part_elements, group_tensors
 from .limits import MAX_SMALL_FILE_BYTES

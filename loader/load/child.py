@@ -242,7 +242,7 @@ def _send_images(
     from ..device.sink import ImageSink, SentImage
     from ..memory.arena import map_shared
     from ..memory.limits import available_bytes
-    from ..process.quick_turns import QUICK_S
+    from ..process.cpu import QUICK_S
 
     sys.setswitchinterval(QUICK_S)  # for good: this process ends with the load
     size_bytes = ring_bytes(manifest, room_bytes=available_bytes())

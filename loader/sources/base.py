@@ -1,4 +1,5 @@
-"""The protocols `Source` and `Store`, and the checks and errors that all kinds of sources share.
+"""The protocols `Source` and `Store`, the base of all object writers, and the checks and errors
+that all kinds of sources share.
 
 A source is opened on one folder (an artifact, or a model directory); names are relative to it, with
 '/' between their components, and were validated by `check_name`. A source knows nothing of
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self, runtime_checkable
@@ -310,3 +312,116 @@ def undecided(source: Source, names: str) -> AccessDeniedError:
         name=names,
         hint=LIST_HINT,
     )
+
+
+class Writer(ABC):
+    """The life of an `ObjectWriter`: open, then committed or aborted for good. Used by one thread.
+
+    When a subclass fails in `_append` or `_finish`, what was written is discarded here, so that a
+    failed write leaves nothing behind even where its caller does not clean up.
+    """
+
+    def __init__(self) -> None:
+        self._info: ObjectInfo | None = None
+        self._is_open = True
+
+    @abstractmethod
+    def _append(self, data: bytes | bytearray | memoryview) -> None: ...
+
+    @abstractmethod
+    def _finish(self) -> ObjectInfo: ...
+
+    @abstractmethod
+    def _discard(self) -> None:
+        """Remove what was written. Called at most once, and never after `_finish` returned."""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Append. The data may be reused as soon as this returns."""
+        self._check_open()
+        try:
+            self._append(data)
+        except BaseException:
+            self.abort()
+            raise
+
+    def commit(self) -> ObjectInfo:
+        """Make the object appear. A second call returns the same value again."""
+        if self._info is not None:
+            return self._info
+        self._check_open()
+        try:
+            self._info = self._finish()
+        except BaseException:
+            self.abort()
+            raise
+        self._is_open = False
+        return self._info
+
+    def abort(self) -> None:
+        """Remove what was written. Idempotent; does nothing after `commit`."""
+        if self._is_open:
+            self._is_open = False
+            self._discard()
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise ValueError("this writer was committed or aborted already")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.abort()
+        elif self._is_open:
+            self.commit()
+
+
+class BasedSource:
+    """Owns both sources, and closes them."""
+
+    def __init__(
+        self, source: Source, base: Source, *, prefix: str, base_digest: bytes | None = None
+    ) -> None:
+        """`base_digest`: the one that the base's address was pinned to."""
+        self._source = source
+        self.base = base
+        self.base_digest = base_digest
+        self._prefix = prefix
+
+    @property
+    def url(self) -> str:
+        return self._source.url
+
+    def stat(self, name: str) -> ObjectInfo:
+        source, name = self._find(name)
+        return source.stat(name)
+
+    def read(self, name: str, *, max_bytes: int) -> tuple[bytes, ObjectInfo]:
+        source, name = self._find(name)
+        return source.read(name, max_bytes=max_bytes)
+
+    def read_into(
+        self, name: str, start: int, buffer: memoryview, *, version: str | None = None
+    ) -> str | None:
+        source, name = self._find(name)
+        return source.read_into(name, start, buffer, version=version)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        return self._source.list(prefix)
+
+    def close(self) -> None:
+        self._source.close()
+        self.base.close()
+
+    def quiesce(self) -> None:
+        for source in (self._source, self.base):
+            if isinstance(source, Remote):
+                source.quiesce()
+
+    def _find(self, name: str) -> tuple[Source, str]:
+        if name.startswith(self._prefix):
+            return self.base, name.removeprefix(self._prefix)
+        return self._source, name

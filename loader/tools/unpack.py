@@ -34,7 +34,7 @@ from ..format.manifest import Manifest, Part, Segment, Tensor, Tier
 from ..format.safetensors import TensorSpec, make_header
 from ..format.tensor_digests import FILE_NAME as DIGESTS_NAME
 from ..sources.base import Source
-from ..sources.file.folder import Folder
+from ..sources.file.writer import Folder
 from .part_reader import PartReader, map_in_order
 from .progress_bar import TransferProgress, format_bytes, format_duration
 

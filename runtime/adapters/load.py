@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ...loader.errors import AccessDeniedError, FormatError, NotFoundError, TeneralError
 from ...loader.format.safetensors import SafetensorsFile, read_header
-from ...loader.process.parallel_map import parallel_map
+from ...loader.process.cpu import parallel_map
 from ...loader.sources.base import ObjectInfo, Source
 from ..errors import AdapterError, AdapterNotFoundError, AdapterUnavailableError
 from ..models.adapter import AdapterWeights

@@ -147,7 +147,7 @@ def pool_bytes(model: Any, weight_bytes: int, max_running: int) -> int:
 
         return default_kv_bytes(weight_bytes, available_bytes())
     # Only models on a device need it.
-    from .cuda.budget import pool_bytes_on
+    from .cuda.storage import pool_bytes_on
 
     return pool_bytes_on(model.device, model.spec, max_rows=max_running)
 

@@ -25,8 +25,7 @@ from ...loader.load.load import WeightLoad
 from ...loader.load.options import LoadOptions
 from ...loader.sources.base import Source, SourceOptions
 from .files import Address, open_weights
-from .gates import Gate, find_gates
-from .hooks import GateHooks
+from .gates import Gate, GateHooks, find_gates
 from .match import Action, Filling, Rename, bind, check_bindable, match_weights
 from .slots import check_module, find_slots
 

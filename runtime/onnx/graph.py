@@ -1,33 +1,25 @@
-"""An ONNX file into segments: checked, optimised offline, cut, and written as skeletons and one file of weights.
+"""An ONNX file into segments: checked, optimised offline, put in order, cut, and written as
+skeletons and one file of weights.
 
-Everything about the file is distrusted: where its external data lie, how long they are, what its shapes and names say.
-ONNX Runtime reads it only after that, and its own parser and constant folding run in a process with limits
-(`pack.py`). Imports onnx and onnxruntime.
+Everything about the file is distrusted: where its external data lie, how long they are, what its
+shapes and names say. ONNX Runtime reads it only after that, and its own parser and constant folding
+run in a process with limits (`pack.py`). Imports onnx and onnxruntime.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import onnx
 import onnxruntime as ort
 
 from ...loader.errors import CheckpointError
-from .check import (
-    DTYPES,
-    check_model,
-    external_of,
-    locations,
-    read_model,
-    refuse,
-    tensor_bytes,
-)
-from .order import Node, late_constants, nodes_of
+from .check import DTYPES, check_model, external_of, locations, read_model, refuse, tensor_bytes
 from .spec import (
     FILE_NAME,
     MIN_EXTERNAL_BYTES,
@@ -45,6 +37,57 @@ MAX_INLINE_BYTES = 64 << 20  # of what stays in one skeleton
 GROWTH = 1.02  # folding constants may make as much more of the weights
 FOLDED_BYTES = 64 << 10  # else: the largest constant that folding may make
 WEIGHTS_NAME, TENSORS_NAME = "weights.bin", "tensors.json"
+
+
+class Node(NamedTuple):
+    """A node and all values that it takes, those of graphs in it included."""
+
+    proto: onnx.NodeProto
+    uses: tuple[str, ...]
+
+
+def nodes_of(graph: onnx.GraphProto) -> list[Node]:
+    """The graph's nodes, in its order."""
+    return [Node(node, tuple(dict.fromkeys(_uses(node)))) for node in graph.node]
+
+
+def late_constants(nodes: Sequence[Node], initializers: Collection[str]) -> list[Node]:
+    """The nodes in an order in which those that depend on initialisers alone, such as casts of weights, come right
+    before the first node that needs them: in ONNX Runtime's order they may all come first, and with them all weights.
+    """
+    constant_values = set(initializers)
+    is_constant: list[bool] = []
+    for node in nodes:
+        is_constant.append(all(name in constant_values for name in node.uses))
+        if is_constant[-1]:
+            constant_values.update(node.proto.output)
+    needed_at = list(range(len(nodes)))
+    first_use: dict[str, int] = {}
+    for number in reversed(range(len(nodes))):
+        node = nodes[number]
+        if is_constant[number]:
+            uses = [first_use[name] for name in node.proto.output if name in first_use]
+            needed_at[number] = min(uses, default=len(nodes))
+        for name in node.uses:
+            first_use[name] = min(first_use.get(name, len(nodes)), needed_at[number])
+    order = sorted(range(len(nodes)), key=lambda number: (needed_at[number], not is_constant[number], number))
+    return [nodes[number] for number in order]
+
+
+def _uses(node: onnx.NodeProto) -> Iterator[str]:
+    """Names of values that a node takes, also by graphs in it."""
+    yield from (name for name in node.input if name)
+    for attribute in node.attribute:
+        for graph in (*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs):
+            yield from _captured(graph)
+
+
+def _captured(graph: onnx.GraphProto) -> Iterable[str]:
+    """Names that a graph in a node takes from outside."""
+    own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+    own.update(name for inner in graph.node for name in inner.output)
+    wanted = [name for inner in graph.node for name in _uses(inner)]
+    return [name for name in (*wanted, *(value.name for value in graph.output)) if name not in own]
 
 
 def optimise(path: Path, out: Path, size_bytes: int) -> Path:

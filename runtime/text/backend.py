@@ -1,23 +1,70 @@
 """The tokenizer protocol, and the one in this process (`LocalBackend`); `remote.py` has one in a
 child process.
+
+Encoders take texts, and pairs of texts, with their special tokens and segments. A text that is too
+long is truncated at its end, and keeps its special tokens; in a pair the second text is shortened
+first.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from ..errors import ModelError, RequestError
-from .pairs import SPECIAL, EncodedPair
-from .token_bytes import max_token_bytes
+from ..errors import ContextLengthError, ModelError, RequestError
+from .pieces import max_token_bytes
 
 if TYPE_CHECKING:
     import tokenizers
 
+# The part of a token that belongs to neither text.
+SPECIAL = -1
 MAX_TOKEN = 1 << 32
 # Of a tokenizer.json that is fast enough to be read twice.
 MAX_SMALL_FILE_BYTES = 256 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPair:
+    """N tokens. A single text is a pair without its second part."""
+
+    tokens: tuple[int, ...]
+    types: tuple[int, ...]  # row of each token in the model's table of types
+    # 0 or 1: the text of each token; or SPECIAL.
+    parts: tuple[int, ...]
+
+    def within(self, max_tokens: int) -> EncodedPair:
+        """The pair truncated to `max_tokens`. Raises `ContextLengthError` if the special tokens
+        alone are more.
+        """
+        excess = len(self.tokens) - max_tokens
+        if excess <= 0:
+            return self
+        kept = [place for place, part in enumerate(self.parts) if part == SPECIAL]
+        if len(kept) > max_tokens:
+            raise ContextLengthError(
+                f"max_tokens {max_tokens} is less than the {len(kept)} special tokens",
+                param="truncate_prompt_tokens",
+            )
+        for part in (0, 1):
+            own = [place for place, other in enumerate(self.parts) if other == part]
+            kept += own[: max_tokens - len(kept)]
+        return self._at(sorted(kept))
+
+    def with_part(self, part: int, max_tokens: int) -> EncodedPair:
+        """The pair with at most `max_tokens` of one of the texts."""
+        gone = {place for place, other in enumerate(self.parts) if other == part}
+        gone -= set(sorted(gone)[:max_tokens])
+        return self._at([place for place in range(len(self.tokens)) if place not in gone]) if gone else self
+
+    def _at(self, places: Sequence[int]) -> EncodedPair:
+        return EncodedPair(
+            tuple(self.tokens[place] for place in places),
+            tuple(self.types[place] for place in places),
+            tuple(self.parts[place] for place in places),
+        )
 
 
 class Backend(Protocol):

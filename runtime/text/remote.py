@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from ...loader.errors import TeneralError
 from ...loader.timeline import Timeline
 from ..errors import ModelError
+from .backend import EncodedPair
 from .launch import LaunchedTokenizer, PreparedTokenizer
-from .pairs import EncodedPair
 from .tokenizer import TextTokenizer, make_chat_template
 
 if TYPE_CHECKING:

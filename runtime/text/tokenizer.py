@@ -14,9 +14,8 @@ from ..errors import ContextLengthError, RequestError
 from ..grammar.compiler import GrammarCompiler
 from ..grammar.matcher import Grammar
 from ..grammar.spec import GrammarSpec
-from .backend import MAX_TOKEN, Backend, LocalBackend
+from .backend import MAX_TOKEN, Backend, EncodedPair, LocalBackend
 from .chat import ChatTemplate, ChatWorker, Message
-from .pairs import EncodedPair
 from .settings import Files, TextSettings, read_tokenizer_file
 
 # Tokenising this many takes up to 0.7 s, and superlinear time beyond.

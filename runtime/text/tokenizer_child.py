@@ -33,10 +33,9 @@ if TYPE_CHECKING:
     from ...loader.format.manifest import Manifest
     from ...loader.timeline import Timeline
     from .backend import LocalBackend
-    from .growing import GrowingBackend
     from .launch import TokenizerTask
     from .pieces import PieceTable
-    from .subset import SubsetTokenizer
+    from .subset import GrowingBackend, SubsetTokenizer
 
 # Taking the vocabulary out of the tokenizer holds the GIL for 0.1 s, and parsing it uses the core
 # for 0.3 s: not while the first text is computed or arrives. A server that generates no texts, only
@@ -111,8 +110,8 @@ def _load(
         from ...loader.artifact import open_model
         from ...loader.sources.http.outage import show_outages
         from ..files import ModelFiles
-        from .growing import GrowingBackend
         from .settings import TextSettings, read_tokenizer_file
+        from .subset import GrowingBackend
     source = open_model(task.url, task.source_options)
     show_outages(source, timeline)
     files = ModelFiles(source, manifest, task.load_options).read

@@ -1,8 +1,9 @@
-"""The content of a timeline's picture: rows of bars and marks, and the figures above them, as
-values.
+"""The conversion of a timeline's snapshot to its picture: rows of bars and marks, and the figures
+above them, as values.
 
-Both drawings, for a terminal and for a browser, are made from it; `reading.py` makes it. This
-module does not know lanes, or how things are drawn.
+The picture is that of the cold start: it ends when the load and the first requests have, so that a
+server which has been up for a day still shows its first seconds. `docs/timeline.md` lists the lanes
+and attributes. Both drawings, for a terminal and for a browser, are made from it.
 """
 
 from __future__ import annotations
@@ -10,8 +11,19 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from ...loader.timeline import Span
+from .snapshot import Snapshot, clean_text, whole_number
+
+MAX_REQUEST_ROWS = 12
+MAX_TASK_ROWS = 40
+LOAD_LANES = ("fetch", "verify", "decode", "place")
+DECISIONS = ("draft-first: ", "exact: ")  # prefixes of the mark that names the first tier
+OTHER_LANES = (*LOAD_LANES, "ready", "execute", "request")
+SMALLEST_END_S = 1e-3
 
 
 class Kind(enum.StrEnum):
@@ -184,3 +196,202 @@ def _spread(bins: list[float], steps: list[float], bar: Bar, width_s: float) -> 
     bins[last] += rate * (bar.end_s - last * width_s)
     steps[first + 1] += rate * width_s
     steps[last] -= rate * width_s
+
+
+REQUEST_KINDS = {"queued": Kind.QUEUED, "prefill": Kind.PREFILL, "decode": Kind.GENERATE}
+REQUEST_MARKS = {"first token": MarkKind.FIRST_TOKEN, "last token": MarkKind.LAST_TOKEN}
+
+
+def picture_of(snapshot: Snapshot, *, max_layer_rows: int) -> Picture:
+    """The picture of a snapshot. Neighbouring layers share rows, so that `max_layer_rows` are enough."""
+    lanes: dict[str, list[Span]] = defaultdict(list)
+    for span in snapshot.spans:
+        lanes[span.lane].append(span)
+    tasks, layers = _task_rows(lanes), _layer_rows(lanes)
+    loaded_s = _loaded_s(snapshot.now_s, [*tasks, *layers], lanes["fetch"])
+    requests, num_hidden = _request_rows(lanes["request"], latest_s=1.5 * loaded_s)
+    rows = [*tasks, *share_rows(layers, max_layer_rows), *_step_row(lanes["execute"]), *requests]
+    # A long answer, or a first request that came late, must not squeeze what went before.
+    rows = [clipped for row in rows if (clipped := _clip(row, 2 * loaded_s)).bars or clipped.marks]
+    return Picture(
+        end_s=max([loaded_s, *(_last_s(row) for row in rows)]),
+        figures=_figures(lanes, snapshot.now_s),
+        rows=tuple(rows),
+        num_hidden_requests=num_hidden,
+        num_dropped_spans=snapshot.num_dropped,
+        started_unix_s=snapshot.started_unix_s,
+    )
+
+
+# The rows.
+
+
+def _task_rows(lanes: dict[str, list[Span]]) -> list[Row]:
+    """The process's own work: a row for each lane; in the lane "process", shared by threads, a row
+    for each name.
+    """
+    rows: dict[str, list[Bar]] = {}
+    for span in sorted((span for lane in lanes.values() for span in lane), key=lambda span: span.start_s):
+        if span.lane in OTHER_LANES or span.end_s == span.start_s:
+            continue
+        label = span.name if span.lane == "process" else span.lane
+        title = f"{label}: {span.name}" if label != span.name else label
+        bar = Bar(Kind.TASK, span.start_s, span.end_s, f"{title}, {format_s(span.end_s - span.start_s)}")
+        rows.setdefault(label, []).append(bar)
+    return [
+        Row(Section.START, label, tuple(bars), note=format_s(sum(bar.end_s - bar.start_s for bar in bars)))
+        for label, bars in list(rows.items())[:MAX_TASK_ROWS]
+    ]
+
+
+@dataclass(slots=True)
+class _Layer:
+    """The spans of one layer group."""
+
+    order: float = math.inf  # number of its first part: parts are numbered in forward order
+    bars: list[Bar] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+
+
+def _layer_rows(lanes: dict[str, list[Span]]) -> list[Row]:
+    layers: dict[str, _Layer] = defaultdict(_Layer)
+    for lane in LOAD_LANES:
+        for span in lanes[lane]:
+            group = span.attributes.get("group")
+            if isinstance(group, str):
+                layer = layers[group]
+                layer.bars.append(_part_bar(Kind(lane), group, span))
+                part = whole_number(span.attributes.get("part"))
+                layer.order = min(layer.order, math.inf if part is None else part)
+    for span in lanes["ready"]:
+        group, tier = span.attributes.get("group"), span.attributes.get("tier")
+        if isinstance(group, str) and tier in ("draft", "exact"):
+            layers[group].marks.append(
+                Mark(MarkKind(tier), span.start_s, f"{group}: {tier}, {format_s(span.start_s)}")
+            )
+    for span in lanes["execute"]:
+        if "layer" in span.attributes:
+            layer = layers[span.name]
+            title = f"{span.name}: executed in {format_s(span.end_s - span.start_s)}"
+            layer.bars.append(Bar(Kind.EXECUTE, span.start_s, span.end_s, title))
+            if span.attributes["layer"] == -1:  # the embeddings, which may lie in the store as the head
+                layer.order = -1
+    ordered = sorted(layers.items(), key=lambda item: item[1].order)
+    return [
+        Row(Section.WEIGHTS, name, tuple(layer.bars), tuple(layer.marks), note=_exact_note(layer.marks))
+        for name, layer in ordered
+    ]
+
+
+def _part_bar(kind: Kind, group: str, span: Span) -> Bar:
+    size_bytes = whole_number(span.attributes.get("bytes")) or 0
+    tier = span.attributes.get("tier")
+    tier = tier if tier in ("draft", "refine") else ""
+    part = whole_number(span.attributes.get("part"))
+    whose = f"{group} {tier}" if tier else group
+    what = kind.value if part is None else f"{kind.value} part {part}"
+    title = f"{whose}: {what}, {format_bytes(size_bytes)} in {format_s(span.end_s - span.start_s)}"
+    return Bar(kind, span.start_s, span.end_s, clean_text(title), tier, size_bytes)
+
+
+def _exact_note(marks: Iterable[Mark]) -> str:
+    exact_s = [mark.at_s for mark in marks if mark.kind is MarkKind.EXACT]
+    return f"exact {format_s(max(exact_s))}" if exact_s else ""
+
+
+def _step_row(spans: Iterable[Span]) -> list[Row]:
+    """The first passes through the whole model."""
+    bars = []
+    for span in spans:
+        if "layer" not in span.attributes:
+            tokens = whole_number(span.attributes.get("tokens")) or 0
+            title = f"{span.name}: {tokens} tokens in {format_s(span.end_s - span.start_s)}"
+            bars.append(Bar(Kind.EXECUTE, span.start_s, span.end_s, title))
+    return [Row(Section.REQUESTS, "forward passes", tuple(bars))] if bars else []
+
+
+def _request_rows(spans: Iterable[Span], *, latest_s: float) -> tuple[list[Row], int]:
+    """Requests that came before `latest_s`, and how many are left out."""
+    by_request: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        name = span.attributes.get("request")
+        by_request[name if isinstance(name, str) else ""].append(span)
+    early = [item for item in by_request.items() if item[1][0].start_s <= latest_s][:MAX_REQUEST_ROWS]
+    rows = [_request_row(f"request {number}", *item) for number, item in enumerate(early, start=1)]
+    return rows, len(by_request) - len(rows)
+
+
+def _request_row(label: str, request: str, spans: list[Span]) -> Row:
+    bars, marks = [], []
+    for span in spans:
+        if span.name in REQUEST_KINDS:
+            title = clean_text(f"{request}: {span.name} for {format_s(span.end_s - span.start_s)}")
+            bars.append(Bar(REQUEST_KINDS[span.name], span.start_s, span.end_s, title))
+        elif span.name in REQUEST_MARKS:
+            title = clean_text(f"{request}: {span.name} after {format_s(span.start_s - spans[0].start_s)}")
+            marks.append(Mark(REQUEST_MARKS[span.name], span.start_s, title))
+    first_s = [mark.at_s for mark in marks if mark.kind is MarkKind.FIRST_TOKEN]
+    note = f"token {format_s(min(first_s))}" if first_s else ""
+    return Row(Section.REQUESTS, label, tuple(bars), tuple(marks), note)
+
+
+def _clip(row: Row, end_s: float) -> Row:
+    """The row without the part after `end_s`."""
+    bars = tuple(replace(bar, end_s=min(bar.end_s, end_s)) for bar in row.bars if bar.start_s < end_s)
+    return replace(row, bars=bars, marks=tuple(mark for mark in row.marks if mark.at_s <= end_s))
+
+
+# The figures.
+
+
+def _figures(lanes: dict[str, list[Span]], now_s: float) -> Figures:
+    moments = {span.name: span.start_s for span in reversed(lanes["process"]) if span.start_s == span.end_s}
+    first_tokens = [span.start_s for span in lanes["request"] if span.name == "first token"]
+    failed = next((span for span in lanes["process"] if span.name == "failed"), None)
+    failure = failed.attributes.get("error", "failed") if failed else ""
+    figures = Figures(
+        first_token_s=min(first_tokens, default=None),
+        can_answer_s=moments.get("can answer"),
+        exact_s=moments.get("all weights exact"),
+        failure=failure if isinstance(failure, str) else "failed",
+        decision=next((span.name for span in lanes["process"] if span.name.startswith(DECISIONS)), ""),
+        outcome=_outcome(lanes["draft"]),
+    )
+    load = next((span for span in lanes["fetch"] if span.name == "load"), None)
+    if load is not None:
+        return replace(
+            figures,
+            stored_bytes=whole_number(load.attributes.get("stored_bytes")) or 0,
+            weight_bytes=whole_number(load.attributes.get("weight_bytes")) or 0,
+            fetch_s=load.end_s - load.start_s,
+        )
+    parts = [span for span in lanes["fetch"] if "part" in span.attributes]
+    if not parts:
+        return figures
+    arrived = sum(whole_number(span.attributes.get("bytes")) or 0 for span in parts)
+    return replace(figures, stored_bytes=arrived, fetch_s=max(0.0, now_s - parts[0].start_s))
+
+
+def _outcome(spans: Iterable[Span]) -> str:
+    """Of drafting ahead, in words; empty when it did not come to an end."""
+    last = next((span for span in spans if span.name == "exact from here on"), None)
+    if last is None:
+        return ""
+    keys = ("num_draft_steps", "num_accepted", "num_judged")
+    steps, accepted, judged = (whole_number(last.attributes.get(key)) or 0 for key in keys)
+    return f"drafted in {steps:,} steps, {accepted:,} of {judged:,} proposals confirmed"
+
+
+def _loaded_s(now_s: float, rows: Iterable[Row], fetches: list[Span]) -> float:
+    """The time when the process had started and the weights had arrived; now, while they are still
+    arriving. Never 0.
+    """
+    if fetches and not any(span.name == "load" for span in fetches):
+        return max(now_s, SMALLEST_END_S)
+    loading = [bar.end_s for row in rows for bar in row.bars if bar.kind is not Kind.EXECUTE]
+    ready = [mark.at_s for row in rows for mark in row.marks]
+    return max([SMALLEST_END_S, *loading, *ready])
+
+
+def _last_s(row: Row) -> float:
+    return max([bar.end_s for bar in row.bars] + [mark.at_s for mark in row.marks])

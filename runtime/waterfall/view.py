@@ -21,10 +21,10 @@ from .picture import (
     Section,
     format_bytes,
     format_s,
+    picture_of,
     throughput,
     tick_step_s,
 )
-from .reading import picture_of
 from .snapshot import parse_snapshot
 
 DEFAULT_MAX_ROWS = 40

@@ -372,7 +372,7 @@ def _batch(options: argparse.Namespace) -> int:
     )
     from .handlers.batch.command import EXIT_INCOMPLETE, run_batch  # imports the server
     from .handlers.batch.command import exit_code as batch_exit_code
-    from .handlers.batch.errors import WORTH_ANOTHER_RUN
+    from .handlers.batch.spec import WORTH_ANOTHER_RUN
 
     try:
         report = run_batch(spec, config, deadline_s=options.deadline_s, quiet=options.quiet)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from teneral.handlers.function.context import Model
 from teneral.handlers.function.handler import load_handler, run
-from teneral.handlers.function.model import Model
 from teneral.handlers.function.options import GenerateOptions
 
 PAGE = (Path(__file__).parents[2] / "docs" / "handlers.md").read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ from tests.support.cold_start import cold_start
 
 from teneral.handlers.console.files import standalone
 from teneral.loader.timeline import MAX_SPANS, Timeline
-from teneral.runtime.waterfall.exports import checked_snapshot, chrome_trace
+from teneral.runtime.waterfall.command import checked_snapshot, chrome_trace
 
 
 class Page(HTMLParser):

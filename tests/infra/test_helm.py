@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from tests.support.infra_validators import read_documents
 from tests.support.pool_files import PLAIN, VERSIONED, pool_files, render_text
 
-from teneral.infra.render.helm import values_schema
+from teneral.infra.render.kubernetes import values_schema
 
 CHART = Path(__file__).parents[2] / "infra" / "helm" / "teneral"
 REFERENCE = Path(__file__).parents[2] / "infra" / "examples" / "reference.pool.toml"

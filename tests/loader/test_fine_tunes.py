@@ -49,8 +49,7 @@ from teneral.loader.load.options import LoadOptions, Order
 from teneral.loader.load.plan import RowParts
 from teneral.loader.load.process_load import ProcessLoad
 from teneral.loader.native import merge
-from teneral.loader.sources.base import Source, SourceOptions
-from teneral.loader.sources.based import BasedSource
+from teneral.loader.sources.base import BasedSource, Source, SourceOptions
 from teneral.loader.sources.file.store import FileStore
 from teneral.loader.timeline import Timeline
 from teneral.loader.tools.inspect import describe, render_table

@@ -7,7 +7,7 @@ import threading
 import pytest
 from tests.support.load import patience_s
 
-from teneral.loader.process.parallel_map import parallel_map
+from teneral.loader.process.cpu import parallel_map
 
 
 @pytest.mark.parametrize("num_things", [0, 1, 2, 40])

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from teneral.runtime.errors import ModelError
-from teneral.runtime.synth_tokenizer import tokenizer_files
+from teneral.runtime.synth import tokenizer_files
 from teneral.runtime.text.backend import LocalBackend
-from teneral.runtime.text.growing import GrowingBackend
+from teneral.runtime.text.subset import GrowingBackend
 
 TEXTS = ["", "the rain in Spain stays", "<|im_end|> and l'été 蜻蛉", "no " * 50_000]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from teneral.runtime.errors import ContextLengthError
-from teneral.runtime.text.pairs import SPECIAL, EncodedPair
+from teneral.runtime.text.backend import SPECIAL, EncodedPair
 
 # [CLS] a a a [SEP] b b b b [SEP]
 PAIR = EncodedPair(

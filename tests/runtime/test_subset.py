@@ -25,7 +25,7 @@ from tokenizers import (
 )
 
 from teneral.runtime.errors import ModelError, RequestError
-from teneral.runtime.synth_tokenizer import tokenizer_files
+from teneral.runtime.synth import tokenizer_files
 from teneral.runtime.text import subset
 from teneral.runtime.text.backend import LocalBackend
 from teneral.runtime.text.subset import SubsetTokenizer

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from teneral.loader.errors import FormatError
 from teneral.loader.timeline import MAX_SPANS, Timeline
-from teneral.runtime.waterfall.exports import checked_snapshot, chrome_trace
+from teneral.runtime.waterfall.command import checked_snapshot, chrome_trace
 from teneral.runtime.waterfall.snapshot import MAX_NAME_CHARS, clean_text, parse_snapshot
 from teneral.runtime.waterfall.view import render
 

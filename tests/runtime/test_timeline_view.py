@@ -6,8 +6,7 @@ import pytest
 from tests.support.cold_start import cold_start
 
 from teneral.loader.timeline import MAX_SPANS, Timeline
-from teneral.runtime.waterfall.picture import format_bytes, format_s, throughput, tick_step_s
-from teneral.runtime.waterfall.reading import picture_of
+from teneral.runtime.waterfall.picture import format_bytes, format_s, picture_of, throughput, tick_step_s
 from teneral.runtime.waterfall.snapshot import parse_snapshot
 from teneral.runtime.waterfall.view import render
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from teneral.runtime.text.backend import LocalBackend
-from teneral.runtime.text.token_bytes import NFC_FACTOR
+from teneral.runtime.text.pieces import NFC_FACTOR
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
@@ -123,6 +123,6 @@ def test_there_is_none_where_text_may_be_dropped(tokenizer: Tokenizer) -> None:
 def test_a_file_of_another_shape_has_none() -> None:
     file = json.loads(byte_level().to_str())
     file["added_tokens"] = [{"id": 400, "content": "x", "special": True, "single_word": False}]
-    from teneral.runtime.text.token_bytes import max_token_bytes
+    from teneral.runtime.text.pieces import max_token_bytes
 
     assert max_token_bytes(file, 4, lambda _: True) is None

@@ -23,7 +23,7 @@ from teneral.loader.sources.base import SourceOptions
 from teneral.loader.sources.file.store import FileStore
 from teneral.loader.timeline import Timeline
 from teneral.runtime.errors import ModelError, RequestError
-from teneral.runtime.synth_tokenizer import tokenizer_files
+from teneral.runtime.synth import tokenizer_files
 from teneral.runtime.text.backend import LocalBackend
 from teneral.runtime.text.launch import PreparedTokenizer, TokenizerTask
 from teneral.runtime.text.remote import TokenizerProcess

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
-from teneral.runtime.synth_tokenizer import tokenizer_files
+from teneral.runtime.synth import tokenizer_files
 from teneral.runtime.text.vocabulary import UnusualFileError, Vocabulary
 
 STYLES: dict[str, dict[str, Any]] = {

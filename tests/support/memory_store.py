@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from teneral.loader.errors import AlreadyExistsError, NotFoundError
 from teneral.loader.sources import base
-from teneral.loader.sources.base import ObjectInfo, check_name
-from teneral.loader.sources.writer import Writer
+from teneral.loader.sources.base import ObjectInfo, Writer, check_name
 
 
 @dataclass

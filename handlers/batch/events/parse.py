@@ -35,8 +35,7 @@ from ...function.object_events import (
     ObjectRef,
     created_objects,
 )
-from ..errors import WORTH_ANOTHER_RUN
-from ..spec import JobSpec, Share
+from ..spec import WORTH_ANOTHER_RUN, JobSpec, Share
 
 # Of one batch: SQS's maximum for a function.
 MAX_MESSAGES = 10_000

@@ -1,5 +1,5 @@
 // A timeline's snapshot → what there is to draw: rows of bars and marks, and the figures above them.
-// docs/timeline.md has the lanes. `runtime/waterfall/reading.py` does the same for the terminal.
+// docs/timeline.md has the lanes. `runtime/waterfall/picture.py` does the same for the terminal.
 
 const LOAD_LANES = ["fetch", "verify", "decode", "place"];
 const OTHER_LANES = new Set([...LOAD_LANES, "ready", "execute", "request", "draft"]);

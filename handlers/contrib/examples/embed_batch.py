@@ -22,8 +22,13 @@ from typing import IO, Any
 
 from teneral.handlers.contrib import processing
 from teneral.handlers.contrib.processing import objects
-from teneral.handlers.contrib.processing.objects import DerivedObject, ObjectRef, s3_client
-from teneral.handlers.contrib.processing.vectors import CONTENT_TYPES, vector_writer
+from teneral.handlers.contrib.processing.objects import (
+    CONTENT_TYPES,
+    DerivedObject,
+    ObjectRef,
+    s3_client,
+    vector_writer,
+)
 from teneral.handlers.function.context import Context
 from teneral.runtime.errors import RequestError
 

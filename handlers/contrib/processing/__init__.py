@@ -8,24 +8,37 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .actions import act, post_json, publish_sns, send_sqs
-    from .chunking import Chunk, Chunker, achunks, chunks
-    from .combine import amap_reduce, embed_long, map_reduce, mean_vector
+    from .chunking import Chunk, Chunker, achunks, acount_tokens, atruncate, chunks, count_tokens, truncate
     from .filters import Redact, Refuse
     from .images import Normalisation, center_crop, decode_image, resize, stack_images, to_array
-    from .labels import Prediction, Prototypes, achoose, choose, decide, sigmoid, softmax
+    from .labels import (
+        Prediction,
+        Prototypes,
+        achoose,
+        amap_reduce,
+        choose,
+        decide,
+        embed_long,
+        map_reduce,
+        mean_vector,
+        sigmoid,
+        softmax,
+    )
     from .pipeline import handler
-    from .tokens import acount_tokens, atruncate, count_tokens, truncate
 
 _HOMES = {
     "actions": ("act", "post_json", "publish_sns", "send_sqs"),
-    "chunking": ("Chunk", "Chunker", "achunks", "chunks"),
-    "combine": ("amap_reduce", "embed_long", "map_reduce", "mean_vector"),
+    "chunking": (
+        "Chunk", "Chunker", "achunks", "acount_tokens", "atruncate", "chunks", "count_tokens", "truncate",
+    ),
     "filters": ("Redact", "Refuse"),
     "images": ("Normalisation", "center_crop", "decode_image", "resize", "stack_images", "to_array"),
-    "labels": ("Prediction", "Prototypes", "achoose", "choose", "decide", "sigmoid", "softmax"),
+    "labels": (
+        "Prediction", "Prototypes", "achoose", "amap_reduce", "choose", "decide", "embed_long",
+        "map_reduce", "mean_vector", "sigmoid", "softmax",
+    ),
     "pipeline": ("handler",),
-    "tokens": ("acount_tokens", "atruncate", "count_tokens", "truncate"),
-}
+}  # fmt: skip
 
 __all__ = [
     "Chunk", "Chunker", "Normalisation", "Prediction", "Prototypes", "Redact", "Refuse", "achoose",

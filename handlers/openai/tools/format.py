@@ -1,7 +1,8 @@
-"""Formats of calls, a family's each, and reading the calls in a block of one.
+"""Formats of calls, each of a family of models, and reading the calls in a block of one.
 
-A block is one or more calls that belong together, from its opening on. Text that only looks like one is not a call:
-`NotACallError` says so, and the text stays text.
+A block is one or more calls that belong together, from its opening on. Text that only looks like
+one is not a call: `NotACallError` says so, and the text stays text. A model's text arrives in
+pieces, so the end of a JSON value in it is found piece by piece.
 """
 
 from __future__ import annotations
@@ -14,13 +15,50 @@ from typing import Any
 
 import msgspec
 
-from .json_text import JsonScanner
-
+_STRUCTURE = re.compile(r'["{}\[\]]')
+_IN_STRING = re.compile(r'["\\]')
 SPACES = " \t\r\n"
 # Keys with which an object that is a call may begin. Any other tells at once that it is none.
 _FIRST_KEYS = frozenset({"name", "arguments", "parameters", "type", "function", "id"})
 _FIRST_KEY = re.compile(r'[\[\s]*\{\s*"([^"\\]*)"\s*:\s*')
 _FIRST_NAME = re.compile(r'"((?:[^"\\]|\\.)*)"')
+
+
+class JsonScanner:
+    """Finds the end of one JSON object or array. Looks at each character once, and checks no syntax."""
+
+    __slots__ = ("_depth", "_is_escaped", "_is_string")
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._is_string = False
+        self._is_escaped = False
+
+    def feed(self, text: str, start: int = 0) -> int | None:
+        """The index behind the value's last character, in this piece of text from `start` on; None: not there yet.
+
+        The first character of all must be the value's bracket.
+        """
+        position = start
+        while position < len(text):
+            if self._is_escaped:
+                self._is_escaped = False
+                position += 1
+                continue
+            found = (_IN_STRING if self._is_string else _STRUCTURE).search(text, position)
+            if found is None:
+                return None
+            position = found.end()
+            character = found[0]
+            if character == "\\":
+                self._is_escaped = True
+            elif character == '"':
+                self._is_string = not self._is_string
+            else:
+                self._depth += 1 if character in "{[" else -1
+                if self._depth <= 0:
+                    return position
+        return None
 
 
 class NotACallError(Exception):

@@ -1,8 +1,16 @@
-"""The functions that a request offers, and whether the answer may, must or must not call them."""
+"""The functions that a request offers, the schemas of their arguments, and whether the answer may,
+must or must not call them.
+
+Most schemas of functions list properties and do not say whether there may be others. JSON Schema
+allows any then, which a model may go on inventing until its answer is full: guided arguments have
+none but those of the list. Chat templates that know no tools get the functions in the system
+message, and calls and results as text, in the generic JSON format.
+"""
 
 from __future__ import annotations
 
 import enum
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,11 +18,63 @@ from typing import Any
 
 from ....runtime.errors import RequestError
 from ....runtime.grammar.spec import GrammarSpec
-from .arguments import arguments_schema
 
+# With one of these a list of properties alone does not say which there are.
+_OPEN = frozenset(
+    {
+        "additionalProperties",
+        "patternProperties",
+        "unevaluatedProperties",
+        "anyOf",
+        "oneOf",
+        "$ref",
+        "if",
+        "not",
+    }
+)
+_LISTS = ("anyOf", "oneOf", "prefixItems")
+_NAMED = ("properties", "$defs", "definitions")
 MAX_FUNCTIONS = 256
 MAX_CALLS = 16  # in an answer that a grammar guides
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+_BEFORE = "You can call these functions:\n\n"
+_AFTER = (
+    '\n\nTo call one, answer with nothing but a JSON object: {"name": its name, "arguments": its arguments}. For '
+    "several calls give one object a line. You get the results, and answer then."
+)
+
+Message = Mapping[str, Any]
+
+
+def arguments_schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """An object's schema; its objects are closed unless schemas are merged in it (`allOf`)."""
+    schema = {**parameters, "type": "object"}
+    return schema if _merges(schema) else _closed(schema)
+
+
+def _closed(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    result = dict(schema)
+    lists_properties = isinstance(schema.get("properties"), dict)
+    for key in _NAMED:
+        if isinstance(named := schema.get(key), dict):
+            result[key] = {name: _closed(each) for name, each in named.items()}
+    for key in _LISTS:
+        if isinstance(each_of := schema.get(key), list) and not lists_properties:
+            result[key] = [_closed(each) for each in each_of]
+    if "items" in schema:
+        result["items"] = _closed(schema["items"])
+    if lists_properties and not _OPEN & schema.keys():
+        result["additionalProperties"] = False
+    return result
+
+
+def _merges(schema: Any) -> bool:
+    """True if a schema merges several by `allOf`, at any depth."""
+    if isinstance(schema, dict):
+        return len(schema.get("allOf") or ()) > 1 or any(_merges(each) for each in schema.values())
+    return isinstance(schema, list) and any(_merges(each) for each in schema)
 
 
 class ToolMode(enum.Enum):
@@ -155,3 +215,41 @@ def _named(choice: Mapping[str, Any], names: frozenset[str]) -> str:
             param="tool_choice",
         )
     return name
+
+
+def described(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+    """The conversation without roles and fields for tools. `tools` are those that the answer may call."""
+    plain: list[dict[str, Any]] = []
+    names: dict[str, str] = {}
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            names |= {call.get("id", ""): call["function"]["name"] for call in calls}
+            plain.append({"role": "assistant", "content": _with_calls(message["content"], calls)})
+        elif message["role"] == "tool":
+            name = message.get("name") or names.get(message.get("tool_call_id", ""), "the function")
+            result = f"Result of {name}: {message['content']}"
+            if plain and plain[-1].get("is_result"):
+                plain[-1]["content"] += f"\n{result}"
+            else:
+                plain.append({"role": "user", "content": result, "is_result": True})
+        else:
+            plain.append(dict(message))
+    for message in plain:
+        message.pop("is_result", None)
+    return _with_functions(plain, tools) if tools else plain
+
+
+def _with_calls(content: str, calls: Sequence[Mapping[str, Any]]) -> str:
+    lines = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
+    return "\n".join([content, *lines] if content else lines)
+
+
+def _with_functions(
+    messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    lines = "\n".join(json.dumps(tool.get("function"), ensure_ascii=False) for tool in tools)
+    text = f"{_BEFORE}{lines}{_AFTER}"
+    if messages and messages[0]["role"] == "system":
+        first = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
+        return [first, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]

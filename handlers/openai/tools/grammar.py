@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from ....runtime.errors import RequestError
 from ....runtime.grammar.spec import GrammarKind, GrammarSpec
-from ..reasoning import ReasoningTags
+from ..deltas import ReasoningTags
 from .format import Shape, ToolFormat
 from .functions import MAX_CALLS, Function, ToolMode, ToolPlan
 

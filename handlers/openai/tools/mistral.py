@@ -11,8 +11,7 @@ import secrets
 import string
 from collections.abc import Collection
 
-from .format import SPACES, Block, Call, JsonBlock, NotACallError, Shape, ToolFormat, object_text
-from .json_text import JsonScanner
+from .format import SPACES, Block, Call, JsonBlock, JsonScanner, NotACallError, Shape, ToolFormat, object_text
 
 OPENER, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 ID_CHARS = 9  # their templates refuse ids of another length

@@ -15,8 +15,7 @@ from collections.abc import Collection
 
 from ....runtime.text.detokenizer import open_length
 from ..deltas import Delta, TextDelta, ToolCallDelta
-from .format import SPACES, Block, Call, NotACallError, ToolFormat
-from .json_text import JsonScanner
+from .format import SPACES, Block, Call, JsonScanner, NotACallError, ToolFormat
 
 
 class _Place(enum.Enum):

@@ -23,15 +23,14 @@ from ....runtime.errors import CancelledError, RequestError
 from ...function.context import Context
 from ...function.handler import Handler, run, up_to
 from .errors import MAX_RESPONSE_BYTES, ResponseTooLargeError, report
-from .events import EventKind, kind_of_event
-from .invocation import Invocation
-from .runtime_api import RuntimeApi, RuntimeApiError, Stream
+from .http_events import EventKind, kind_of_event
+from .runtime_api import Invocation, RuntimeApi, RuntimeApiError, Stream
 
 if TYPE_CHECKING:
     import aiohttp
     from aiohttp import web
 
-    from ...function.model import ModelHost
+    from ...function.context import ModelHost
 
 
 logger = logging.getLogger("teneral.lambda")

@@ -93,7 +93,7 @@ def _serve(address: str, instance: Instance, handler: Handler, num_workers: int,
     import logging
 
     if os.environ.get(KIND_VARIABLE) == SNAP_START:
-        from .snapstart import checkpoint
+        from .loop import checkpoint
 
         status = checkpoint(address, instance, say=logging.getLogger("teneral.lambda").error)
         if status != 0:

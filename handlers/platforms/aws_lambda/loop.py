@@ -1,9 +1,13 @@
 """The main loop of an instance on Lambda: request an invocation, answer it, repeat; one worker for
-each concurrent one.
+each concurrent one. And SnapStart, which saves this process's memory once everything is loaded, and
+continues instances from copies of it.
 
 An instance may be frozen between two invocations, for hours: stale connections are closed before
 the next one. The loop ends on a signal, when the instance has failed, or when the Runtime API is
 lost. This module does not know how invocations are answered.
+
+State that must be unique is renewed after a restore: seeds of random numbers, connections,
+credentials. Ids and the engine's seeds come from the kernel on demand, and need no renewal.
 """
 
 from __future__ import annotations
@@ -12,19 +16,22 @@ import asyncio
 import contextlib
 import logging
 import os
+import random
 import signal
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from ....loader.errors import TeneralError
 from ....runtime.errors import DrainingError
 from ...function.lifetime import calling_on_loop
+from ...lifecycle import HOOKS, Hooks
 from .answers import Reply
-from .invocation import Invocation
+from .errors import AFTER_RESTORE, BEFORE_CHECKPOINT, report
 from .logs import REQUEST_ID
-from .runtime_api import RuntimeApi, RuntimeApiError
+from .runtime_api import Invocation, RuntimeApi, RuntimeApiError
 
 logger = logging.getLogger("teneral.lambda")
 
@@ -34,6 +41,9 @@ TRACE_VARIABLE = "_X_AMZN_TRACE_ID"
 STALE_AFTER_S = 2.0
 # For reporting invocations that are ended by force.
 CUT_GRACE_S = 0.3
+# AWS's runtime for Python uses the same status.
+EXIT_BEFORE = 64
+EXIT_AFTER = 65
 
 
 class Served(Protocol):
@@ -165,3 +175,56 @@ def _set_trace(trace_id: str | None) -> None:
         os.environ.pop(TRACE_VARIABLE, None)
     else:
         os.environ[TRACE_VARIABLE] = trace_id
+
+
+def checkpoint(
+    address: str, instance: Served, *, hooks: Hooks = HOOKS, say: Callable[..., Any] = lambda *_, **__: None
+) -> int:
+    """Have the process saved, and return in a copy of it. Blocks.
+
+    Returns 0, or the exit status if a hook failed. `say` is a logger's `error`.
+    """
+    try:
+        hooks.run_before()
+        instance.quiesce()
+        asyncio.run(_call(address, lambda api: api.restore_next()))
+    except Exception as error:  # noqa: BLE001 - the user's hooks
+        say("before the checkpoint: %s", error, exc_info=error)
+        failure = report(error)
+        asyncio.run(_call(address, lambda api: api.init_error(failure.body(), BEFORE_CHECKPOINT)))
+        return EXIT_BEFORE
+    try:
+        seed_anew()
+        instance.quiesce()
+        hooks.run_after()
+    except Exception as error:  # noqa: BLE001 - as above
+        say("after the restore: %s", error, exc_info=error)
+        failure = report(error)
+        asyncio.run(_call(address, lambda api: api.restore_error(failure.body(), AFTER_RESTORE)))
+        return EXIT_AFTER
+    return 0
+
+
+def seed_anew() -> None:
+    """Reseed the random numbers of all loaded libraries that keep a state, differently in every
+    copy.
+    """
+    random.seed(os.urandom(32))
+    if "numpy" in sys.modules:
+        import numpy as np
+
+        # The legacy generator, which users' code may use.
+        np.random.seed(list(os.urandom(32)))
+    if "torch" in sys.modules:
+        import torch
+
+        torch.seed()
+    if "ssl" in sys.modules:
+        import ssl
+
+        ssl.RAND_add(os.urandom(32), 32.0)
+
+
+async def _call(address: str, ask: Callable[[RuntimeApi], Any]) -> None:
+    async with RuntimeApi(address) as api:
+        await ask(api)

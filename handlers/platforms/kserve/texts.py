@@ -23,7 +23,7 @@ from ...openai.parameters import check_extras, prompt_tokens, sequences, wanted_
 from ...openai.responses import Usage
 from ...openai.schemas import Extras, GenerationBody
 from ...openai.structured import grammar_of
-from .errors import error_body
+from .routes import error_body
 from .schemas import GenerateResponse
 from .tensors import BYTES, Tensor
 

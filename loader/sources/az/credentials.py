@@ -1,4 +1,5 @@
-"""Access tokens for Blob Storage: by workload identity, else from the platform's managed identity.
+"""Access tokens for Blob Storage, by workload identity or else from the platform's managed
+identity, and Shared Key signatures, as the page "Authorize with Shared Key" has them.
 
 A managed identity is asked for over `http1`, so that a container imports nothing for it.
 """
@@ -13,9 +14,10 @@ from typing import Any
 from ...errors import AccessDeniedError, UnavailableError, UsageError
 from ..http.address import WebAddress, encode_value, parse_address
 from ..http.connections import BodyTooLargeError
-from ..http.head import Request, is_header
+from ..http.head import Headers, Request, is_header
 from ..http.tokens import MAX_ANSWER_BYTES, Token, exchange
 from ..http.wire import WireError
+from .address import Query, Settings
 
 RENEW_S = 300.0  # before a token ends
 ATTEMPTS = 3
@@ -28,6 +30,11 @@ WAYS_TO_GIVE = (
     "Run under a managed or a workload identity, set AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN or "
     "AZURE_STORAGE_CONNECTION_STRING, or read a public container with --anonymous."
 )
+# The fields that are signed, in order, between the method and the fields of Azure's own.
+_SIGNED = (
+    "content-encoding", "content-language", "content-length", "content-md5", "content-type", "date",
+    "if-modified-since", "if-match", "if-none-match", "if-unmodified-since", "range",
+)  # fmt: skip
 
 
 def ask_token(environment: Mapping[str, str]) -> Token:
@@ -159,3 +166,24 @@ def _read(path: str) -> str:
     if len(content) > MAX_ANSWER_BYTES or not text.isprintable() or not text:
         raise AccessDeniedError(f"{path} does not hold an identity's token")
     return text
+
+
+def authorization(
+    settings: Settings, method: str, path: str, query: Query, headers: Headers, num_bytes: int
+) -> str:
+    """The Authorization field of a request with a body of `num_bytes`. Raises `ValueError` for a
+    malformed key.
+    """
+    import hmac  # with hashlib and base64: for those who have a key
+    from base64 import b64decode, b64encode
+
+    fields = {name.lower(): value for name, value in headers}
+    fields["content-length"] = str(num_bytes) if num_bytes else ""
+    own = "".join(f"{name}:{fields[name]}\n" for name in sorted(fields) if name.startswith("x-ms-"))
+    resource = f"/{settings.account}{path}" + "".join(
+        f"\n{name}:{value}" for name, value in sorted((name.lower(), value) for name, value in query)
+    )
+    lines = (method, *(fields.get(name, "") for name in _SIGNED))
+    text = "\n".join(lines) + "\n" + own + resource
+    digest = hmac.digest(b64decode(settings.key, validate=True), text.encode(), "sha256")
+    return f"SharedKey {settings.account}:{b64encode(digest).decode()}"

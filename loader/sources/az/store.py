@@ -23,7 +23,7 @@ from .address import Query, blob_path, encoded, settings_from
 from .credentials import RENEW_S, ask_token
 
 if TYPE_CHECKING:
-    from ..writer import Writer
+    from ..base import Writer
     from .answers import Page
     from .uploads import Uploads
 
@@ -170,7 +170,7 @@ class AzStore:
         return Request(method, self._settings.origin, target, headers, own)
 
     def _signature(self, method: str, path: str, query: Query, headers: Headers, num_bytes: int) -> str:
-        from .shared_key import authorization
+        from .credentials import authorization
 
         try:
             return authorization(self._settings, method, path, query, headers, num_bytes)

@@ -7,10 +7,9 @@ from base64 import b64encode
 from collections.abc import Callable
 
 from ...errors import SourceError, TeneralError, UnavailableError
-from ..base import ObjectInfo, SourceOptions
+from ..base import ObjectInfo, SourceOptions, Writer
 from ..http.head import Head, Headers, Request, is_strong_etag
 from ..http.send import Reply, Sender
-from ..writer import Writer
 from .address import Query
 from .answers import code_of, is_lost, lost
 

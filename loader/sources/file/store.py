@@ -21,8 +21,7 @@ from ...errors import (
 )
 from .. import base
 from ..base import ObjectInfo, check_name
-from .folder import Folder, file_info
-from .writer import FileWriter, is_temporary
+from .writer import FileWriter, Folder, file_info, is_temporary
 
 MAX_SLICE_BYTES = 16 * 1024 * 1024  # between two slices a read notices that its source was closed
 MAX_LISTED = 100_000  # files in one folder

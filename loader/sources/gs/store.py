@@ -32,7 +32,7 @@ from .address import (
 from .credentials import token_chain
 
 if TYPE_CHECKING:
-    from ..writer import Writer
+    from ..base import Writer
     from .answers import Page
     from .uploads import Uploads
 

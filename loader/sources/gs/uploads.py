@@ -10,12 +10,11 @@ from contextlib import suppress
 from typing import NoReturn
 
 from ...errors import AlreadyExistsError, SourceError, TeneralError, UnavailableError
-from ..base import ObjectInfo, SourceOptions
+from ..base import ObjectInfo, SourceOptions, Writer
 from ..http.address import Origin, parse_address
 from ..http.head import Head, Headers, Request
 from ..http.send import Reply, Sender
 from ..http.source import RETRYABLE
-from ..writer import Writer
 from .address import Query, generation_of, object_target, upload_target
 from .answers import lost, parse_object
 

@@ -26,8 +26,8 @@ from .credentials import CredentialChain
 from .sigv4 import Query, encode_query, sign, signed_region
 
 if TYPE_CHECKING:
+    from ..base import Writer
     from ..http.xml import ListPage
-    from ..writer import Writer
     from .uploads import S3Uploads
 
 MAX_PAGE_BYTES = 16 * 1024 * 1024  # a listing's page: 1,000 keys of 1 KiB, escaped

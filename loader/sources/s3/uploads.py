@@ -14,9 +14,8 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from ...errors import AccessDeniedError, SourceError, UnavailableError
-from ..base import ObjectInfo, SourceOptions
+from ..base import ObjectInfo, SourceOptions, Writer
 from ..http.retry import pause_s
-from ..writer import Writer
 from .address import S3Settings
 from .answers import CONFLICTS, explain, lost
 from .credentials import WAYS_TO_GIVE

@@ -3,7 +3,8 @@
 A step is one copy of numbers to the device, kernel launches or one graph, the choice of tokens on
 the device, and one copy back, which is the step's only wait. Graphs are recorded between steps, in
 otherwise idle time, once the weights are exact and the first step has run. Where no kernels support
-a model, torch computes it, and the timeline records this.
+a model, torch computes each sequence's attention separately, and tokens are chosen on the host:
+slower, with many waits for the device a step. The timeline records this.
 """
 
 from __future__ import annotations
@@ -21,16 +22,15 @@ from ....loader.timeline import Timeline
 from ...step.backend import Backend, BackendOptions, DeviceStatistics, OnLayer
 from ...step.batch import Rows, StepBatch
 from ...step.state import Chosen, SamplingState
-from .budget import activation_bytes
+from ..host import HostBackend
 from .decoder import DeviceKernels
 from .executor import CudaExecutor
 from .graphs import CudaRecorder, DecodeGraphs, Recorder, next_to_record
 from .guarded import GuardedBackend
 from .launch import Launcher
-from .packing import StepPacker
 from .sampling import DeviceSampler
-from .storage import DeviceKVStorage
-from .torch_backend import TorchDeviceBackend
+from .storage import DeviceKVStorage, activation_bytes
+from .tables import StepPacker
 from .warm_up import open_launcher, span, use_flash_attention
 
 if TYPE_CHECKING:
@@ -40,6 +40,14 @@ logger = logging.getLogger(__name__)
 
 # Steps of one size before its recording may delay the running sequences.
 MIN_WANTED = 64
+
+
+class TorchDeviceBackend(HostBackend):
+    """A `HostBackend` whose executor sends a step's numbers to the model's device."""
+
+    def make_room(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 class CudaBackend:

@@ -143,7 +143,7 @@ def variants_of_config(path: Path, block_size: int) -> tuple[Variant, ...]:
     fp32.
     """
     from ...models.decoder_config import DecoderConfig
-    from .shape import shape_of_config
+    from .variants import shape_of_config
 
     config = DecoderConfig.from_json(json.loads(path.read_text()))
     found: dict[Variant, None] = {}

@@ -23,9 +23,9 @@ from ..torch.layers import RMSNorm
 from . import variants as v
 from .launch import Launcher
 from .products import RowProducts
-from .shape import shape_of, short_name
 from .storage import DeviceKVStorage
 from .tables import StepTables, split_keys, tell_device
+from .variants import shape_of, short_name
 
 SEES_ALL = 1 << 30  # a window that no context reaches
 # Rows of a prompt of its own from which torch's attention outweighs its preparation.

@@ -23,9 +23,8 @@ import torch
 
 from ...step.batch import Rows, StepBatch
 from .decoder import DeviceKernels
-from .packing import NUM_PARTS, StepPacker
 from .storage import DeviceKVStorage
-from .tables import DeviceBatch
+from .tables import NUM_PARTS, DeviceBatch, StepPacker
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from ...step.requests import TokenLogprob
 from ...step.sampling import not_finite
 from ...step.state import Choice, Chosen, SamplingState
 from .launch import Launcher
-from .transfer import Downlink, Numbers, Uplink, as_floats, bits
+from .tables import Downlink, Numbers, Uplink, as_floats, bits
 from .variants import PIECE, race_variant
 
 NARROW = 1024

@@ -1,9 +1,13 @@
-"""The tables from which kernels read a step's sequences, in one tensor.
+"""The tables from which kernels read a step's sequences, packed into one tensor, and its copy to
+the device.
 
 The block tables are concatenated, each as long as its sequence needs, so that one copy of just
 these numbers describes a whole step to the device. They also assign rows to kernels: a span of one
-row goes to the kernel that splits its keys, all others are cut into tiles of rows. Pure arithmetic;
-only `tables_of` and `tell_device` copy to a device.
+row goes to the kernel that splits its keys, all others are cut into tiles of rows.
+
+A step's rows are packed before the device can begin, so that must be fast. Copies go through pinned
+memory; uploads rotate among several buffers, because filling one must not wait for the copy of
+another, which waits for a step. On a CPU, where tests run, there are no copies.
 """
 
 from __future__ import annotations
@@ -16,13 +20,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...step.batch import SequenceSpan, StepBatch
+from ...step.batch import Rows, SequenceSpan, StepBatch
 from .variants import MAX_SPLITS, TILE_ROWS
 
 # Of attention, including those that find nothing to do.
 PROGRAMS_A_PROCESSOR = 16
 
 Numbers = npt.NDArray[np.int64]
+MIN_NUMBERS = 1 << 12
+NUM_ROOMS = 8  # more than a step sends
+# Arrays of `decode_batch` that have a number for each row; the blocks follow.
+NUM_PARTS = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +127,157 @@ def split_keys(num_spans: int, num_kv_heads: int, num_processors: int, max_conte
     num_rows = 1 << max(0, num_spans - 1).bit_length()
     most = max(1, min(MAX_SPLITS, PROGRAMS_A_PROCESSOR * num_processors // (num_rows * num_kv_heads)))
     return max(4 * keys, -(-max_context // (most * keys)) * keys)
+
+
+class _Pinned:
+    """A pinned host buffer of int64, and the event that ends its last copy."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.empty(0, dtype=torch.int64)
+        self.copied: torch.cuda.Event | None = None
+
+    def at_least(self, size: int) -> torch.Tensor:
+        """The buffer with at least `size` numbers. May wait for its previous copy."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        if len(self.tensor) < size:
+            room = max(MIN_NUMBERS, 1 << (size - 1).bit_length())
+            self.tensor = torch.empty(room, dtype=torch.int64, pin_memory=True)
+        return self.tensor[:size]
+
+
+class Uplink:
+    """Copies to the device. Not thread-safe."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._rooms = [_Pinned() for _ in range(NUM_ROOMS if device.type == "cuda" else 0)]
+        self._turn = 0
+
+    def send(self, parts: Sequence[Numbers], into: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        """Send the parts, as views of one tensor: a new one, or the beginning of `into`. Does not
+        wait.
+        """
+        sizes = [len(part) for part in parts]
+        size = sum(sizes)
+        if not self._rooms:
+            together = torch.from_numpy(np.concatenate(parts))
+            target = together if into is None else into[:size].copy_(together)
+        else:
+            self._turn = (self._turn + 1) % NUM_ROOMS
+            room = self._rooms[self._turn]
+            host = room.at_least(size)
+            np.concatenate(parts, out=host.numpy())
+            target = torch.empty(size, dtype=torch.int64, device=self.device) if into is None else into[:size]
+            target.copy_(host, non_blocking=True)
+            if room.copied is None:
+                room.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            room.copied.record()
+        return target.split_with_sizes(sizes)
+
+
+class Downlink:
+    """Copies to the host, the one wait of a step. Not thread-safe."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._room = torch.empty(0, dtype=torch.float64)
+        self._done: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def fetch(self, numbers: torch.Tensor) -> npt.NDArray[np.float64]:
+        """(N,) float64, once all work enqueued on the stream before is done. Valid until the next
+        call.
+        """
+        if self._done is None:
+            return numbers.numpy()
+        if len(self._room) < len(numbers):
+            self._room = torch.empty(max(1024, 2 * len(numbers)), dtype=torch.float64, pin_memory=True)
+        host = self._room[: len(numbers)]
+        host.copy_(numbers, non_blocking=True)
+        self.wait()
+        return host.numpy()
+
+    def wait(self) -> None:
+        """Wait until all work enqueued on the stream is done."""
+        if self._done is not None:
+            self._done.record()
+            self._done.synchronize()
+
+
+def bits(values: Sequence[float]) -> Numbers:
+    """Floats as int64 bits, to share a copy with integers; `as_floats` is the reverse."""
+    return np.array(values, dtype=np.float64).view(np.int64)
+
+
+def as_floats(tensor: torch.Tensor) -> torch.Tensor:
+    """(N,) int64 from `bits` → float64."""
+    return tensor.view(torch.float64)
+
+
+class StepPacker:
+    """Packs batches. Not thread-safe."""
+
+    def __init__(self, device: torch.device, *, block_size: int, group: int) -> None:
+        """`group` is the number of query heads that share a key head."""
+        self._uplink = Uplink(device)
+        self._block_size = block_size
+        self._group = group
+        self._tables = TableCache()
+
+    def batch(self, parts: Sequence[Rows]) -> StepBatch:
+        """Build the batch like `build_batch`, on the device and with its tables."""
+        assert len({part.lane.epoch for part in parts}) == 1, "exact and draft keys and values in one pass"
+        spans, numbers = self._numbers(parts)
+        sent = self._uplink.send([*numbers, *pack(spans, self._group, self._tables)])
+        on_device = DeviceBatch(sent[0], sent[1], sent[2], sent[3], as_tables(sent[4:]))
+        scored = [own for part, span in zip(parts, spans, strict=True) for own in part.scored(span.start)]
+        return StepBatch(numbers[0], numbers[1], numbers[2], spans, numbers[3], on_device, tuple(scored))
+
+    def decode_batch(self, parts: Sequence[Rows], num_rows: int, into: torch.Tensor) -> StepBatch:
+        """Build a batch of rows that are each a sequence's next token, padded to `num_rows` rows.
+
+        The arrays have fixed places in `into`. Its `spans` are only those of `parts`.
+        """
+        spans, numbers = self._numbers(parts)
+        _, lengths, contexts, table_starts, _, tiles, blocks = pack(spans, self._group, self._tables)
+        everybody = np.arange(num_rows)
+        missing = num_rows - len(parts)
+        tokens, positions, slots, _ = (_filled(part, missing) for part in numbers)
+        slots[len(parts) :] = -1
+        filled = [_filled(part, missing) for part in (lengths, contexts, table_starts)]
+        assert not len(tiles)
+        sent = self._uplink.send(
+            [tokens, positions, slots, everybody, everybody, *filled, everybody, tiles, blocks], into
+        )
+        # All of the remaining buffer, not only the part in use now: a recorded step must have its
+        # address.
+        rest = into[NUM_PARTS * num_rows :]
+        on_device = DeviceBatch(sent[0], sent[1], sent[2], sent[3], as_tables((*sent[4:-1], rest)))
+        return StepBatch(numbers[0], numbers[1], numbers[2], spans, numbers[3], on_device)
+
+    def _numbers(self, parts: Sequence[Rows]) -> tuple[tuple[SequenceSpan, ...], list[Numbers]]:
+        """Spans, and (tokens, positions, slots, logit_rows)."""
+        spans: list[SequenceSpan] = []
+        tokens: list[int] = []
+        slots: list[Numbers] = []
+        positions: list[Numbers] = []
+        logit_rows: list[int] = []
+        for part in parts:
+            blocks = part.lane.blocks
+            spans.append(SequenceSpan(len(tokens), part.end - part.first, part.end, blocks))
+            tokens += part.tokens[part.first : part.end]
+            some = np.arange(part.first, part.end)
+            positions.append(some)
+            slots.append(self._tables.array(blocks)[some // self._block_size] * self._block_size)
+            logit_rows += range(len(tokens) - part.num_logits, len(tokens))
+        own = np.concatenate([np.empty(0, np.int64), *positions])
+        in_slots = np.concatenate([np.empty(0, np.int64), *slots]) + own % self._block_size
+        as_array = [np.array(each, dtype=np.int64) for each in (tokens, logit_rows)]
+        return tuple(spans), [as_array[0], own, in_slots, as_array[1]]
+
+
+def _filled(part: Numbers, num_zeros: int) -> Numbers:
+    """Pad with zeros. np.pad takes ten times as long."""
+    return np.concatenate([part, np.zeros(num_zeros, np.int64)]) if num_zeros else part

@@ -1,5 +1,5 @@
-"""Kernels and the variants of them that a model uses: values shared by the compiler and the
-launchers.
+"""Kernels, the dimensions of a decoder that select them, and the variants that a model uses: values
+shared by the compiler and the launchers.
 
 A variant is a kernel with the types of its arguments and its constants, the unit of compilation.
 Numbers that vary between steps, or that cost nothing at run time, are not constants, so that few
@@ -13,6 +13,16 @@ import hashlib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...dtypes import DType
+from ...models.spec import DecoderSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...models.decoder_config import DecoderConfig
+    from ..torch.decoder import TorchExecutor
 
 MAX_SPLITS = 64  # of a sequence's keys in one step
 # Stages of loading keys and values while earlier ones are used.
@@ -34,6 +44,7 @@ _POINTERS_TO_INTEGERS = {
 }  # fmt: skip
 _POINTERS_TO_FP32 = {"split_out", "split_scale", "scores"}
 _FLOATS = {"scale", "eps"}
+_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,3 +327,40 @@ def sources_digest() -> str:
     for path in (here / "variants.py", *sorted((here / "kernels").glob("*.py"))):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """Triton's name of the dtype, or torch's name if no kernel supports it."""
+    name = str(dtype).removeprefix("torch.")
+    return _NAMES.get(name, name)
+
+
+def shape_of(executor: TorchExecutor, block_size: int) -> Shape:
+    # That all norms are stored alike is checked elsewhere.
+    norm = executor.norm.weight
+    return _shape(executor.spec, short_name(executor.dtype), short_name(norm.dtype), block_size)
+
+
+def shape_of_config(config: DecoderConfig, block_size: int) -> tuple[Shape, ...]:
+    """The shapes of a model known only by its config: in the config's dtype, with norms in that and
+    in fp32.
+    """
+    dtype = DType.of_label(config.dtype or "bfloat16")
+    spec, name = DecoderSpec.of(config, dtype), _NAMES.get(dtype.label, "bf16")
+    return tuple(_shape(spec, name, norm, block_size) for norm in dict.fromkeys((name, "fp32")))
+
+
+def _shape(spec: DecoderSpec, dtype: str, norm_dtype: str, block_size: int) -> Shape:
+    return Shape(
+        dtype=dtype,
+        norm_dtype=norm_dtype,
+        hidden_size=spec.hidden_size,
+        attended_size=spec.num_heads * spec.head_dim,
+        inner_size=spec.intermediate_size,
+        head_dim=spec.head_dim,
+        rotary_dim=spec.rotary.dim,
+        group=spec.num_heads // spec.num_kv_heads,
+        has_head_norms=spec.head_norms,
+        activation=spec.activation.value,
+        block_size=block_size,
+    )

@@ -1,7 +1,9 @@
 """Decoders computed by transformers, sequence by sequence.
 
-The pool stores each sequence's tokens. The caches of transformers are found again by these tokens
-as long as they fit; otherwise the sequence is computed again from its first token.
+The pool's slots hold tokens instead of keys and values. The engine shares, copies and spills its
+blocks like those of any other pool; the library keeps the keys and values, whose caches are found
+again by these tokens as long as they fit. Otherwise the sequence is computed again from its first
+token.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +22,78 @@ import transformers
 from ...dtypes import DType
 from ...errors import ModelError
 from ...kv.kinds import KVKind
+from ...kv.storage import Bytes
 from ...models.executor import ComputeDtype, Floats
 from ...step.backend import OnLayer
-from ...step.batch import SequenceSpan, StepBatch
-from .limits import limits_of
-from .tokens import TokenPool
+from ...step.batch import Int64s, SequenceSpan, StepBatch
+from ...tensors import reserved
+
+_MOST_TOKENS = 1 << 20
+_UNSTATED_TOKENS = 2_048  # of models whose settings name no length
+_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The fields of the engine's `DecoderLimits` and `EncoderLimits`."""
+
+    vocab_size: int
+    max_context: int
+    labels: tuple[str, ...] = ()
+
+    @property
+    def max_tokens(self) -> int:
+        return self.max_context
+
+
+def limits_of(settings: Any, labels: tuple[str, ...] = (), *, most: int | None = None) -> Limits:
+    """`settings` is a PretrainedConfig; `most` bounds the tokens further."""
+    stated = (getattr(settings, key, None) for key in _LENGTH_KEYS)
+    length = next((value for value in stated if isinstance(value, int) and value > 0), _UNSTATED_TOKENS)
+    offset = 0
+    # Its positions begin after the padding's.
+    if "roberta" in str(getattr(settings, "model_type", "")):
+        offset = int(settings.pad_token_id or 0) + 1
+    return Limits(int(settings.vocab_size), min(length - offset, most or _MOST_TOKENS, _MOST_TOKENS), labels)
+
+
+class TokenPool:
+    """A `KVPool`."""
+
+    num_kv_heads = 1
+    head_dim = 1
+    dtype = DType.I64
+    element_bytes = 8
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._tokens = reserved((num_blocks, block_size), np.int64)
+
+    @property
+    def size_bytes(self) -> int:
+        return self._tokens.nbytes
+
+    @property
+    def layout(self) -> str:
+        return f"tokens[{self.block_size}]"
+
+    def write(self, slots: Int64s, tokens: Int64s) -> None:
+        self._tokens.reshape(-1)[slots] = tokens
+
+    def context(self, span: SequenceSpan) -> list[int]:
+        """All tokens of the sequence, including those of this step."""
+        held: list[int] = self._tokens[list(span.blocks)].reshape(-1)[: span.context_len].tolist()
+        return held
+
+    def copy_out(self, blocks: Sequence[int], into: Bytes) -> None:
+        into[:] = self._tokens[list(blocks)].view(np.uint8)
+
+    def copy_in(self, blocks: Sequence[int], content: Bytes) -> None:
+        self._tokens[list(blocks)] = content.view(np.int64)
+
+    def copy_tokens(self, source: int, target: int, num_tokens: int) -> None:
+        self._tokens[target, :num_tokens] = self._tokens[source, :num_tokens]
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,7 @@ from ...weights import Weights
 from ..torch.encoder import pool_states
 from ..torch.layers import activation
 from ..torch.tensors import to_torch
-from .decoder import Named
-from .limits import limits_of
+from .decoder import Named, limits_of
 
 
 class SentenceLayers:

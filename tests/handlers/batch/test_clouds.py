@@ -22,8 +22,7 @@ from tests.support.gs_server import GsServer, use_gs_account
 from tests.support.load import patience_s
 
 from teneral.handlers.app import create_app
-from teneral.handlers.batch.errors import JobMismatchError
-from teneral.handlers.batch.spec import JobReport, Status
+from teneral.handlers.batch.spec import JobMismatchError, JobReport, Status
 from teneral.handlers.function.context import Context
 from teneral.handlers.function.handler import load_handler
 from teneral.handlers.function.handler import run as call

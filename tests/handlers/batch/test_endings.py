@@ -27,12 +27,11 @@ from tests.support.instances import StagedInstance, SteeredModel, TinyParts
 from tests.support.tiny_disk import tiny_disk
 
 from teneral.cli_errors import exit_code
-from teneral.handlers.batch.errors import ModelBrokenError
 from teneral.handlers.batch.index import INDEX_NAME
 from teneral.handlers.batch.job import arun_job
 from teneral.handlers.batch.parts import plan_order
 from teneral.handlers.batch.progress import JobProgress
-from teneral.handlers.batch.spec import JobReport, JobSpec, Share, Status
+from teneral.handlers.batch.spec import JobReport, JobSpec, ModelBrokenError, Share, Status
 from teneral.handlers.batch.worker import MIN_MARGIN_S, PartPace
 from teneral.handlers.function.lifetime import Lifetime
 from teneral.loader.errors import NoSpaceError, UnavailableError

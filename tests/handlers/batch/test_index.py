@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teneral.handlers.batch.errors import JobFormatError, JobMismatchError
 from teneral.handlers.batch.index import (
     Identity,
     JobIndex,
@@ -20,6 +19,7 @@ from teneral.handlers.batch.index import (
     parse_index,
 )
 from teneral.handlers.batch.input import Scanner
+from teneral.handlers.batch.spec import JobFormatError, JobMismatchError
 
 IDENTITY = Identity("s3://bucket/in.jsonl", "abc", "f" * 64, {"max_line_bytes": "1024", "name": "m"})
 

@@ -15,9 +15,8 @@ from tests.support.adapters import greedy, merged, save_adapter
 from tests.support.batch_jobs import config_of, prompts, read_records, write_lines
 from tests.support.tiny_models import save_tiny, tiny_model
 
-from teneral.handlers.batch.errors import JobFormatError, JobMismatchError
 from teneral.handlers.batch.progress import JobProgress
-from teneral.handlers.batch.spec import JobReport, JobSpec, Share, Status
+from teneral.handlers.batch.spec import JobFormatError, JobMismatchError, JobReport, JobSpec, Share, Status
 from teneral.loader.errors import ChangedError, NotFoundError, UsageError
 from teneral.runtime.instance import Instance
 

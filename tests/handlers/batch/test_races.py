@@ -10,7 +10,6 @@ import pytest
 from tests.support.memory_store import MemoryStore
 
 from teneral.handlers.batch import parts
-from teneral.handlers.batch.errors import JobMismatchError
 from teneral.handlers.batch.finish import finish_job, read_finished
 from teneral.handlers.batch.index import INDEX_NAME, Identity, JobIndex, dump_index, make_index
 from teneral.handlers.batch.input import Scanned, Scanner
@@ -24,6 +23,7 @@ from teneral.handlers.batch.parts import (
     put_part,
     read_part,
 )
+from teneral.handlers.batch.spec import JobMismatchError
 from teneral.loader.errors import AlreadyExistsError, ChangedError, SourceError
 from teneral.loader.sources.base import ObjectInfo, Store
 

@@ -15,13 +15,11 @@ from moto.server import ThreadedMotoServer
 from tests.support.batch_jobs import prompts
 from tests.support.load import patience_s
 
-from teneral.handlers.batch.errors import JobMismatchError
 from teneral.handlers.batch.finish import _digests
-from teneral.handlers.batch.spec import JobReport, Status
+from teneral.handlers.batch.spec import JobMismatchError, JobReport, Status
 from teneral.loader.errors import AlreadyExistsError, ChangedError, NotFoundError
-from teneral.loader.sources.base import SourceOptions
+from teneral.loader.sources.base import SourceOptions, Writer
 from teneral.loader.sources.s3.store import S3Store
-from teneral.loader.sources.writer import Writer
 
 Run = Callable[..., JobReport]
 BUCKET = "jobs"

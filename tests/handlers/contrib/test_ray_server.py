@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from teneral.handlers.contrib.ray.policy import desired
-from teneral.handlers.contrib.ray.replica import Replica
-from teneral.handlers.contrib.ray.server import ServerProcess, child_environment
+from teneral.handlers.contrib.ray.replica import Replica, ServerProcess, child_environment
 from teneral.loader.errors import LoadError, UsageError
 
 DEMO = Path(__file__).parents[3] / "demo" / "model"

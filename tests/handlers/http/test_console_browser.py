@@ -25,7 +25,7 @@ from tests.test_serve import Server
 from teneral.handlers.console.files import standalone
 from teneral.loader.sources.file.store import FileStore
 from teneral.loader.tools.pack.pack import pack
-from teneral.runtime.waterfall.exports import checked_snapshot
+from teneral.runtime.waterfall.command import checked_snapshot
 
 TOOLS = Path(os.environ.get("CONSOLE_TOOLS", Path(__file__).parents[3] / ".conformance-console"))
 BROWSER = os.environ.get("CONSOLE_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")

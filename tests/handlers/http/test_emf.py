@@ -11,7 +11,7 @@ import pytest
 from tests.support.instances import MODEL_NAME
 from tests.support.load import patience_s
 
-from teneral.handlers.http.emf import MAX_DIMENSION_CHARS, EmfWriter, dimension
+from teneral.handlers.http.logs import MAX_DIMENSION_CHARS, EmfWriter, dimension
 
 # Written from the rules of the specification in the CloudWatch user guide.
 NAME = {"type": "string", "minLength": 1, "maxLength": 1024}

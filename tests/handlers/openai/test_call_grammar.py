@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from teneral.handlers.openai.deltas import Answer, Finish
-from teneral.handlers.openai.reasoning import FAMILIES
-from teneral.handlers.openai.tools.arguments import arguments_schema
+from teneral.handlers.openai.deltas import FAMILIES, Answer, Finish
 from teneral.handlers.openai.tools.format import ToolFormat
-from teneral.handlers.openai.tools.functions import tool_plan
+from teneral.handlers.openai.tools.functions import arguments_schema, tool_plan
 from teneral.handlers.openai.tools.generic_json import GENERIC_JSON
 from teneral.handlers.openai.tools.grammar import calls_grammar, reasoning_grammar
 from teneral.handlers.openai.tools.hermes import HERMES

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from teneral.handlers.openai.deltas import Answer, Delta, Finish
-from teneral.handlers.openai.reasoning import FAMILIES, ReasoningReader, reasoning_tags
+from teneral.handlers.openai.deltas import FAMILIES, Answer, Delta, Finish, ReasoningReader, reasoning_tags
 
 TAGS = FAMILIES[0]
 CUTS = st.lists(st.integers(0, 60), max_size=8)

@@ -14,12 +14,10 @@ from hypothesis import strategies as st
 
 from teneral import cli
 from teneral.handlers.pool.values import InstanceSize, Model
-from teneral.infra.plan.arrivals import synthesize
-from teneral.infra.plan.cost import Price, cost_of, parse_price
 from teneral.infra.plan.instance_model import Profile, profile_of, read_profiles
-from teneral.infra.plan.search import candidates, cheapest, pareto, search
+from teneral.infra.plan.search import Price, candidates, cheapest, cost_of, pareto, parse_price, search
 from teneral.infra.plan.simulate import Outcome, simulate
-from teneral.infra.plan.trace import Request, read_trace
+from teneral.infra.plan.trace import Request, read_trace, synthesize
 from teneral.loader.errors import UsageError
 
 TRACES = Path(__file__).parents[4] / "shared" / "traces"

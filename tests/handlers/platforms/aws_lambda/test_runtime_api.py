@@ -15,14 +15,15 @@ import pytest
 
 from teneral.handlers.platforms.aws_lambda.command import concurrency, handler_spec
 from teneral.handlers.platforms.aws_lambda.errors import InputError, report
-from teneral.handlers.platforms.aws_lambda.invocation import MARGIN_S, Invocation
+from teneral.handlers.platforms.aws_lambda.loop import seed_anew
 from teneral.handlers.platforms.aws_lambda.runtime_api import (
+    MARGIN_S,
     MAX_EVENT_BYTES,
     Answer,
+    Invocation,
     RuntimeApi,
     RuntimeApiError,
 )
-from teneral.handlers.platforms.aws_lambda.snapstart import seed_anew
 from teneral.loader.errors import UsageError
 from teneral.runtime.config import ServeConfig
 

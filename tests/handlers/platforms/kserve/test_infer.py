@@ -13,7 +13,7 @@ import pytest
 from tests.support.instances import TinyParts
 
 from teneral.handlers.http.limits import Limits
-from teneral.handlers.platforms.kserve.inference import HEADER_LENGTH, MAX_RESULTS
+from teneral.handlers.platforms.kserve.api import HEADER_LENGTH, MAX_RESULTS
 
 URL = "/v2/models/tiny/model/infer"
 GREEDY = {"temperature": 0, "max_tokens": 5, "ignore_eos": True}

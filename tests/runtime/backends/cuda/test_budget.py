@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.tiny_models import config_json, tiny_model
 
-from teneral.runtime.backends.cuda.budget import (
+from teneral.runtime.backends.cuda.storage import (
     GRAPH_BYTES,
     MIN_KV_BYTES,
     SPARE_BYTES,

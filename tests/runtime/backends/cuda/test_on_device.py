@@ -337,7 +337,7 @@ def test_a_model_without_kernels_is_computed_by_torch():
     with torch.no_grad():
         expected = [tuple(oracle_greedy(oracle, prompt, NUM_TOKENS)) for prompt in PROMPTS]
     decoder, _ = on_device(oracle)
-    from teneral.runtime.backends.cuda.torch_backend import TorchBackend
+    from teneral.runtime.backends.cuda.backend import TorchBackend
     from teneral.runtime.kv.kinds import KVKind
 
     with Rig(copy.copy(decoder), kv_dtype=KVKind.INT8) as rig:

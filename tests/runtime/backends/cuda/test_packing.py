@@ -11,8 +11,7 @@ pytest.importorskip("hypothesis", reason="machines that only check a device need
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teneral.runtime.backends.cuda.packing import NUM_PARTS, StepPacker
-from teneral.runtime.backends.cuda.tables import tables_of
+from teneral.runtime.backends.cuda.tables import NUM_PARTS, StepPacker, tables_of
 from teneral.runtime.backends.cuda.variants import TILE_ROWS
 from teneral.runtime.engine.sequence import Lane
 from teneral.runtime.step.batch import Epoch, Rows, build_batch

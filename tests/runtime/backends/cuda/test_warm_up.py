@@ -13,8 +13,8 @@ from tests.support.toy_decoder import ToyTokenizer
 from teneral.loader.timeline import Timeline
 from teneral.runtime.backends.cuda import backend as backend_module
 from teneral.runtime.backends.cuda import warm_up
+from teneral.runtime.backends.cuda.backend import TorchDeviceBackend
 from teneral.runtime.backends.cuda.executor import CudaModelBackend
-from teneral.runtime.backends.cuda.torch_backend import TorchDeviceBackend
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 

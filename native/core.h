@@ -436,6 +436,14 @@ typedef struct tn_decoder {
     int32_t reserved;               /* 0 */
 } tn_decoder;
 
+/* A step can leave a layer with a mixture after its router, so that only the chosen experts need to be there. What the
+ * two halves make together is what the whole layer makes, bit for bit: the second one computes the router again. */
+typedef enum tn_half {
+    TN_WHOLE_LAYERS = 0,
+    TN_UP_TO_ROUTER = 1,  /* of one layer with a mixture: keys, values, attention, and `chosen`; reads no expert */
+    TN_FROM_ROUTER_ON = 2, /* the rest of that layer; reads the experts that are chosen */
+} tn_half;
+
 /* Layers [first, end) of a step: writes its keys and values, and then attends. */
 typedef struct tn_decoder_step_args {
     size_t size;
@@ -448,10 +456,13 @@ typedef struct tn_decoder_step_args {
     const int64_t *slots;     /* (num_rows,) */
     void *x;                  /* (num_rows, hidden_size): changed to what comes out of the last of the layers */
     void *scratch;            /* on 64 bytes */
+    int64_t *chosen;          /* with TN_UP_TO_ROUTER: gets (num_rows, num_experts_used), ascending; else NULL */
     int64_t num_spans;
     int64_t num_rows;
     int64_t first;
     int64_t end;
+    int32_t half;             /* tn_half */
+    int32_t reserved;         /* 0 */
 } tn_decoder_step_args;
 
 TN_EXPORT int tn_decoder_step(const tn_decoder_step_args *args);

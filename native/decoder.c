@@ -4,6 +4,7 @@
  * norms of what is added to x, too, or only these. What a stage writes is rounded to the model's dtype, as models that
  * compute in it round (docs/native.md, "Numbers"). In parallel layers the MLP takes the norm that attention takes. */
 #include <stdbool.h>
+#include <string.h>
 
 #include "adapters.h"
 #include "attention.h"
@@ -212,6 +213,38 @@ static void mlp_stages(const step_t *step, const tn_decoder_layer *layer, int64_
                       step->args->num_rows, region);
 }
 
+/* The layer's attention; `normed` holds its input, and then that of the MLP. */
+static void attention_stages(const step_t *step, const tn_decoder_layer *layer, int64_t index, tn_region *region) {
+    const tn_adapted at_qkv = adapted_at(step, index, TN_AT_QKV);
+    const tn_adapted at_output = adapted_at(step, index, TN_AT_OUTPUT);
+    project_stage(step, &layer->qkv, &at_qkv, input_of(step, &layer->attention_norm), step->heads, region);
+    heads_stage(step, layer, index, region);
+    attention_stage(step, layer, index, region);
+    if (step->args->model->parallel) mlp_stage(step, layer, index, region);
+    project_stage(step, &layer->output, &at_output, step->attended, step->normed, region);
+    residual_stage(step, &layer->attention_output_norm, &layer->mlp_norm, region);
+}
+
+static void up_to_router_body(void *arg, tn_region *region, int id) {
+    (void)id;
+    const step_t *step = arg;
+    const tn_decoder_step_args *args = step->args;
+    const tn_decoder_layer *layer = &args->model->layers[args->first];
+    norm_stage(step, &layer->attention_norm, region);
+    attention_stages(step, layer, args->first, region);
+    tn_router_stages(&step->mixture, args->model, layer, input_of(step, &layer->mlp_norm), args->num_rows, region);
+}
+
+static void from_router_on_body(void *arg, tn_region *region, int id) {
+    (void)id;
+    const step_t *step = arg;
+    const tn_decoder_step_args *args = step->args;
+    const tn_decoder_layer *layer = &args->model->layers[args->first];
+    norm_stage(step, &layer->mlp_norm, region);
+    mlp_stages(step, layer, args->first, region);
+    residual_stage(step, &layer->mlp_output_norm, NULL, region);
+}
+
 /* The layers one after another; `normed` holds the first one's input, and each leaves the next one's there. */
 static void step_body(void *arg, tn_region *region, int id) {
     (void)id;
@@ -221,14 +254,7 @@ static void step_body(void *arg, tn_region *region, int id) {
     norm_stage(step, &layers[args->first].attention_norm, region);
     for (int64_t index = args->first; index < args->end; index++) {
         const tn_decoder_layer *layer = &layers[index];
-        const tn_adapted at_qkv = adapted_at(step, index, TN_AT_QKV);
-        const tn_adapted at_output = adapted_at(step, index, TN_AT_OUTPUT);
-        project_stage(step, &layer->qkv, &at_qkv, input_of(step, &layer->attention_norm), step->heads, region);
-        heads_stage(step, layer, index, region);
-        attention_stage(step, layer, index, region);
-        if (args->model->parallel) mlp_stage(step, layer, index, region);
-        project_stage(step, &layer->output, &at_output, step->attended, step->normed, region);
-        residual_stage(step, &layer->attention_output_norm, &layer->mlp_norm, region);
+        attention_stages(step, layer, index, region);
         if (!args->model->parallel && layer->experts == NULL) mlp_stage(step, layer, index, region);
         mlp_stages(step, layer, index, region);
         residual_stage(step, &layer->mlp_output_norm, index + 1 < args->end ? &layers[index + 1].attention_norm : NULL,
@@ -251,9 +277,18 @@ static int run_step(const tn_decoder_step_args *args, const tn_adapted *adapted)
     if (model->dtype != TN_F32 && model->dtype != TN_BF16) return TN_REFUSED;
     if (kv->dtype == TN_I8 ? kv->scale == NULL : kv->dtype != model->dtype) return TN_REFUSED;
     if (args->first == args->end) return TN_OK;
+    if (args->half != TN_WHOLE_LAYERS && (args->end != args->first + 1 || model->layers[args->first].experts == NULL))
+        return TN_REFUSED;
     step_t step = {.args = args, .adapted = *adapted};
     lay_out(&step, model, args->num_rows, args->scratch);
-    tn_run(step_body, &step);
+    if (args->half == TN_UP_TO_ROUTER) {
+        if (args->chosen == NULL) return TN_REFUSED;
+        tn_run(up_to_router_body, &step);
+        const size_t num = (size_t)(args->num_rows * model->num_experts_used);
+        memcpy(args->chosen, step.mixture.chosen, num * sizeof *args->chosen);
+        return TN_OK;
+    }
+    tn_run(args->half == TN_FROM_ROUTER_ON ? from_router_on_body : step_body, &step);
     return TN_OK;
 }
 

@@ -160,15 +160,20 @@ static void sum_row(const tn_mixture *mixture, const tn_decoder *model, void *ou
     }
 }
 
-void tn_mixture_stages(const tn_mixture *mixture, const tn_decoder *model, const tn_decoder_layer *layer, const void *x,
-                       void *out, int64_t num_rows, tn_region *region) {
-    const int64_t num_pairs = num_rows * model->num_experts_used;
-    const size_t row_bytes = (size_t)(model->hidden_size * element_bytes(model->dtype));
+void tn_router_stages(const tn_mixture *mixture, const tn_decoder *model, const tn_decoder_layer *layer, const void *x,
+                      int64_t num_rows, tn_region *region) {
     const tn_product scores = {&layer->router, x, NULL, mixture->scores, num_rows, model->dtype};
     tn_product_stage(&scores, region);
     tn_barrier(region);
     EACH_ROW(region, num_rows) route_row(mixture, model, row);
     tn_barrier(region);
+}
+
+void tn_mixture_stages(const tn_mixture *mixture, const tn_decoder *model, const tn_decoder_layer *layer, const void *x,
+                       void *out, int64_t num_rows, tn_region *region) {
+    const int64_t num_pairs = num_rows * model->num_experts_used;
+    const size_t row_bytes = (size_t)(model->hidden_size * element_bytes(model->dtype));
+    tn_router_stages(mixture, model, layer, x, num_rows, region);
     if (tn_next_chunk(region) == 0) group(mixture, model, num_pairs);
     tn_barrier(region);
     EACH_ROW(region, num_pairs) {

@@ -22,6 +22,10 @@ typedef struct tn_mixture {
 /* Bytes of it, laid out from `scratch` on: NULL only counts. */
 int64_t tn_lay_out_mixture(tn_mixture *mixture, const tn_decoder *model, int64_t num_rows, char *scratch);
 
+/* The experts of each row of x (num_rows, hidden_size), and their weights: reads no expert. */
+void tn_router_stages(const tn_mixture *mixture, const tn_decoder *model, const tn_decoder_layer *layer, const void *x,
+                      int64_t num_rows, tn_region *region);
+
 /* out = the weighted sum of what each row's experts make of x (num_rows, hidden_size). */
 void tn_mixture_stages(const tn_mixture *mixture, const tn_decoder *model, const tn_decoder_layer *layer, const void *x,
                        void *out, int64_t num_rows, tn_region *region);

@@ -74,6 +74,24 @@ static tn_kv new_pool(const tn_decoder *model, int64_t num_blocks, bool int8) {
     return kv;
 }
 
+/* A layer with a mixture, left in between; scratch keeps nothing. */
+static void run_halves(tn_decoder_step_args *args) {
+    const tn_decoder *model = args->model;
+    const int64_t num_pairs = args->num_rows * model->num_experts_used;
+    args->chosen = exactly(8 * (size_t)num_pairs);
+    args->half = TN_UP_TO_ROUTER;
+    if (tn_decoder_step(args) != TN_OK) fail("a status of the first half");
+    for (int64_t pair = 0; pair < num_pairs; pair++) {
+        const bool ascends = pair % model->num_experts_used == 0 || args->chosen[pair - 1] < args->chosen[pair];
+        if (!ascends || args->chosen[pair] < 0 || args->chosen[pair] >= model->num_experts) fail("a chosen expert");
+    }
+    memset(args->scratch, 0xff, (size_t)tn_decoder_scratch_bytes(model, args->num_rows));
+    args->half = TN_FROM_ROUTER_ON;
+    if (tn_decoder_step(args) != TN_OK) fail("a status of the second half");
+    free(args->chosen);
+    args->chosen = NULL, args->half = TN_WHOLE_LAYERS;
+}
+
 /* Rows [begin, end) of a sequence whose tokens lie in blocks from the last one down. */
 static void run(const tn_decoder *model, const tn_kv *kv, const int64_t *blocks, const float *const turns[2],
                 const char *x, char *out, int64_t begin, int64_t end) {
@@ -92,12 +110,15 @@ static void run(const tn_decoder *model, const tn_kv *kv, const int64_t *blocks,
                                  .turns = turns[0], .local_turns = turns[1],
                                  .turn = turn, .slots = slots, .x = rows, .scratch = scratch, .num_spans = 1,
                                  .num_rows = num, .first = 0, .end = LAYERS};
-    if (random_below(2)) { /* left after a layer */
-        args.end = 1;
-        if (tn_decoder_step(&args) != TN_OK) fail("a status");
-        args.first = 1, args.end = LAYERS;
+    if (random_below(2)) { /* left after a layer, and after the router of a mixture */
+        for (int n = 0; n < LAYERS; n++) {
+            args.first = n, args.end = n + 1;
+            if (model->layers[n].experts != NULL && random_below(3)) run_halves(&args);
+            else if (tn_decoder_step(&args) != TN_OK) fail("a status");
+        }
+    } else if (tn_decoder_step(&args) != TN_OK) {
+        fail("a status");
     }
-    if (tn_decoder_step(&args) != TN_OK) fail("a status");
     memcpy(out + begin * row_bytes, rows, (size_t)(num * row_bytes));
     free(rows), free(scratch), free(turn), free(slots);
 }

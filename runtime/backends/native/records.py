@@ -288,10 +288,13 @@ class DecoderStepArgs(ctypes.Structure):
         ("slots", _POINTER),
         ("x", _POINTER),
         ("scratch", _POINTER),
+        ("chosen", _POINTER),
         ("num_spans", _INT64),
         ("num_rows", _INT64),
         ("first", _INT64),
         ("end", _INT64),
+        ("half", _INT32),
+        ("reserved", _INT32),
     )
 
 

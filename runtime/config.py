@@ -389,7 +389,7 @@ class ServeConfig:
             order=Order.AUTO if self.draft_ahead else Order.EXACT,
             ready_s=READY_S,
             sends_drafts=self.first_token != "exact",  # noqa: S105 - not that kind of token
-            rows_on_demand=True,
+            on_demand=True,
             cache_dir=self.cache_dir,
             cache_bytes=self.cache_bytes,
         )

@@ -62,7 +62,7 @@ def load_here(
     if is_onnx(manifest):  # ONNX Runtime's own providers copy to devices
         device = CPU
         # No rows of an embedding are asked for: the order of the file is that of the segments.
-        options = type(options)(**{**options._asdict(), "rows_on_demand": False})
+        options = type(options)(**{**options._asdict(), "on_demand": False})
     if in_place and isinstance(source, Mappable) and (mapped := _map(source, manifest, options, timeline)):
         if reserve is not None:
             reserve.release()

@@ -7,7 +7,7 @@ holds finished tensors (tests, and models made in memory). Neither knows the use
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
@@ -64,6 +64,21 @@ class RowGate(Protocol):
         """Request these rows, in all tiers up to this one, and return at once."""
 
 
+class ExpertGate(Protocol):
+    """A gate for some experts of a layer, by their numbers (integers, ascending)."""
+
+    def want(self, experts: Rows, tier: Tier = Tier.REFINE) -> None:
+        """Request these, in all tiers up to this one, before all others. Returns at once."""
+
+    def opens(self, experts: Rows, timeout_s: float, tier: Tier = Tier.REFINE) -> bool:
+        """As `Gate.opens`."""
+
+    def reading(self, experts: Rows, tier: Tier = Tier.REFINE) -> AbstractContextManager[None]:
+        """Block until they have at least `tier`. They do not change inside the context, and are
+        those of the last `want`. Raises the load's error. One thread at a time.
+        """
+
+
 class Weights(Protocol):
     """The weights by their names in the checkpoint. A tensor's storage never moves, so views of it
     may be kept.
@@ -83,6 +98,9 @@ class Weights(Protocol):
         """A gate that opens once the rows of `table` in its arguments, and all the other tensors,
         are exact: these are then loaded first. Unknown names are ignored.
         """
+
+    def expert_gate(self, names: Sequence[Iterable[str]]) -> ExpertGate:
+        """A gate for experts; `names` are each one's tensors. Unknown names are ignored."""
 
 
 class DictWeights:
@@ -108,6 +126,9 @@ class DictWeights:
 
     def row_gate(self, table: str, names: Iterable[str]) -> RowGate:
         return _WholeTable(self.gate([table, *names]))
+
+    def expert_gate(self, names: Sequence[Iterable[str]]) -> ExpertGate:
+        return _OpenExperts()
 
 
 class StreamedWeights:
@@ -158,6 +179,12 @@ class StreamedWeights:
     def row_gate(self, table: str, names: Iterable[str]) -> RowGate:
         return _TableGate(self._load, table, names)
 
+    def expert_gate(self, names: Sequence[Iterable[str]]) -> ExpertGate:
+        by_name = self._load.manifest.by_name
+        return _GroupedExperts(
+            self._load, [{by_name[name].group for name in own if name in by_name} for own in names]
+        )
+
 
 class _Open:
     """The gate of complete weights."""
@@ -191,12 +218,26 @@ class _WholeTable:
         pass
 
 
+class _OpenExperts:
+    """The gate of experts that are complete."""
+
+    def want(self, experts: Rows, tier: Tier = Tier.REFINE) -> None:
+        pass
+
+    def opens(self, experts: Rows, timeout_s: float, tier: Tier = Tier.REFINE) -> bool:
+        return True
+
+    def reading(self, experts: Rows, tier: Tier = Tier.REFINE) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
 class _GroupGate:
     """The gate of whole groups."""
 
     def __init__(self, load: AnyLoad, groups: Iterable[int]) -> None:
         self._load = load
         self._groups = sorted(groups)
+        self._num_exact = 0  # of the groups, the first ones: seen to be exact, and so for good
 
     def __call__(self) -> None:
         for group in self._groups:
@@ -206,9 +247,13 @@ class _GroupGate:
     def opens(self, timeout_s: float, tier: Tier = Tier.REFINE) -> bool:
         deadline_s = time.monotonic() + timeout_s
         try:
-            for group in self._groups:
+            # A mixture has thousands of groups.
+            for number in range(self._num_exact, len(self._groups)):
+                group = self._groups[number]
                 if not self._load.is_ready(group, tier):
                     self._load.wait(group, tier, max(0.0, deadline_s - time.monotonic()))
+                if tier is Tier.REFINE:
+                    self._num_exact = number + 1
         except TimeoutError:
             return False
         if tier is Tier.REFINE:
@@ -271,6 +316,44 @@ class _TableGate:
     def _parts(self, rows: Rows, tier: Tier = Tier.REFINE) -> set[int]:
         held = self._table.holding(rows.ravel().tolist()) if self._table is not None else set()
         return {number for number in self._others | held if self._tiers[number] <= max(tier, self._lowest)}
+
+
+class _GroupedExperts:
+    """The gate of experts whose groups arrive one by one, in any order."""
+
+    def __init__(self, load: AnyLoad, groups: Sequence[Collection[int]]) -> None:
+        """`groups` are each expert's; usually it has one of its own."""
+        self._load = load
+        self._groups = groups
+
+    def want(self, experts: Rows, tier: Tier = Tier.REFINE) -> None:
+        manifest = self._load.manifest
+        parts = [
+            part.index
+            for group in self._of(experts)
+            if not self._load.is_ready(group, tier)
+            for each in Tier
+            if each <= tier
+            for part in manifest.parts_of(group, each)
+        ]
+        if parts:
+            self._load.want_parts(parts)
+
+    def opens(self, experts: Rows, timeout_s: float, tier: Tier = Tier.REFINE) -> bool:
+        return _GroupGate(self._load, self._of(experts)).opens(timeout_s, tier)
+
+    @contextmanager
+    def reading(self, experts: Rows, tier: Tier = Tier.REFINE) -> Iterator[None]:
+        gate = _GroupGate(self._load, self._of(experts))
+        if tier is Tier.REFINE:
+            gate()
+            yield
+        else:
+            with gate.reading(tier):
+                yield
+
+    def _of(self, experts: Rows) -> set[int]:
+        return {group for expert in experts.tolist() for group in self._groups[expert]}
 
 
 @contextmanager

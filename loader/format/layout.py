@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import NamedTuple
 
 from .manifest import (
@@ -94,6 +94,7 @@ _CONTAINER = re.compile(r"(?:\w+_)?(?:layers?|blocks?|resblocks|h)")
 _EARLY_STACK = re.compile(r"vision|visual|image|audio|encoder|down_blocks")
 _LATE_STACK = re.compile(r"decoder|up_blocks")
 _NUMBER = re.compile(r"([0-9]+)")
+_EXPERT = re.compile(r"\.[0-9]+\.experts\.[0-9]+(?:-[0-9]+)?$")
 _STEM = re.compile(r"emb(?!ed_out)|patch|stem|ln_pre|norm_pre|pre_?la?ye?rnorm", re.IGNORECASE)
 _NORM = re.compile(r"norm|\bln_", re.IGNORECASE)
 _OUTPUT = re.compile(
@@ -116,14 +117,18 @@ def group_tensors(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, list
     one.
 
     They are called "embed", "layers.0", "layers.1", … and "head"; where a model has several stacks
-    of layers, "encoder.layers.0" and so on. Groups without tensors are left out.
+    of layers, "encoder.layers.0" and so on. Each expert of a mixture has a group of its own behind
+    its layer's: "layers.0.experts.0". Groups without tensors are left out.
     """
     layers: dict[tuple[str, int], list[str]] = defaultdict(list)
+    experts: dict[tuple[str, int], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     last_number: dict[str, int] = defaultdict(int)  # by stack
     others: list[str] = []
     for name in shapes:
         if place := _locate(name):
-            layers[place.stack, place.number].append(name)
+            expert = _expert_number(place)
+            of_layer = (place.stack, place.number)
+            (layers[of_layer] if expert is None else experts[of_layer][expert]).append(name)
             last_number[place.stack] = max(last_number[place.stack], place.number)
         else:
             others.append(name)
@@ -142,8 +147,11 @@ def group_tensors(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, list
             head.append(name)
     groups = [(EMBED, sorted(embed, key=lambda name: (bool(_NORM.search(name)), _natural(name))))]
     rank = {stack: index for index, stack in enumerate(stacks)}
-    for stack, number in sorted(layers, key=lambda layer: (rank[layer[0]], layer[1])):
-        groups.append((f"{labels[stack]}.{number}", sorted(layers[stack, number], key=_layer_key)))
+    for stack, number in sorted({*layers, *experts}, key=lambda layer: (rank[layer[0]], layer[1])):
+        label = f"{labels[stack]}.{number}"
+        groups.append((label, sorted(layers.get((stack, number), ()), key=_layer_key)))
+        for expert, names in sorted(experts.get((stack, number), {}).items()):
+            groups.append((f"{label}.experts.{expert}", sorted(names, key=_layer_key)))
     groups.append((HEAD, sorted(head, key=lambda name: (not _NORM.search(name), _natural(name)))))
     return [(label, names) for label, names in groups if names]
 
@@ -155,14 +163,26 @@ def _norms_positions(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 
 def _locate(name: str) -> _Place | None:
-    """The outermost numbered layer that the tensor belongs to: experts and nested blocks stay in
-    theirs.
-    """
+    """The outermost numbered layer that the tensor belongs to: nested blocks stay in theirs."""
     words = name.split(".", _MAX_WORDS)
     for index in range(1, len(words) - 1):
         if _is_number(words[index]) and _CONTAINER.fullmatch(words[index - 1]):
             return _Place(".".join(words[:index]), int(words[index]), ".".join(words[index + 1 :]))
     return None
+
+
+def _expert_number(place: _Place) -> int | None:
+    """The expert of a mixture that the tensor belongs to; None: it is the layer's own."""
+    words = place.rest.split(".", _MAX_WORDS)
+    for before, word in pairwise(words[:-1]):
+        if before == "experts" and _is_number(word):
+            return int(word)
+    return None
+
+
+def is_expert(group: str) -> bool:
+    """True of the name of an expert's group: a step needs it only where a token has chosen it."""
+    return _EXPERT.search(group) is not None
 
 
 def _stack_key(stack: str) -> _SortKey:

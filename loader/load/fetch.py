@@ -123,7 +123,7 @@ class Prefetch:
         options = self._options
         if options.cache_dir is not None or not isinstance(self._source, Remote):
             return True  # it may be here already, or is as good as that
-        if options.rows_on_demand and part.group == FIRST_GROUP:
+        if options.on_demand and part.group == FIRST_GROUP:
             return False  # a table, most likely: the rest of it comes last
         if self._has_room(weight_bytes):
             self._begin(blob.name, part.offset_bytes, part.size_bytes)

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from ..errors import LoadCancelledError
-from ..format.manifest import Manifest
+from ..format.manifest import Manifest, Tier
 from ..memory.arena import Arena, Reserve, as_array
 from ..memory.limits import MIB, check_fits, taken_bytes
 from ..memory.refine_locks import RefineLocks
@@ -34,7 +34,7 @@ from .fetch import BlobVersions, Fetcher
 from .gates import Gate
 from .link import MIN_RANGE_BYTES, MIN_READS, LinkTuner, ReadLimits
 from .options import LoadOptions, Order
-from .plan import Sizes, Step, plan_load, predict
+from .plan import NO_REFINE_TIER, Sizes, Step, plan_load, predict
 from .queue import WorkQueue
 from .threaded import ThreadedLoad
 
@@ -88,7 +88,7 @@ class WeightLoad(ThreadedLoad):
         `InsufficientMemoryError` when it would not fit.
         """
         options = options or LoadOptions()
-        plan = plan_load(manifest, options.order, tables_last=options.rows_on_demand, direct=images is None)
+        plan = plan_load(manifest, options.order, on_demand=options.on_demand, direct=images is None)
         super().__init__(manifest, plan, options, timeline, only_exact=base is not None)
         self._source = source
         self._images = images
@@ -117,6 +117,9 @@ class WeightLoad(ThreadedLoad):
         self._cache = _open_cache(self._options, manifest)
         self._refine_locks = RefineLocks(len(manifest.groups), shared_fd=shared_fd)
         self._order = self._options.order
+        if self._order is Order.AUTO and all(part.tier is not Tier.REFINE for part in manifest.parts):
+            self._order = Order.EXACT
+            self._timeline.mark("process", f"{Order.EXACT}: {NO_REFINE_TIER}", why=NO_REFINE_TIER)
         self._steps = {step.part.index: step.number for step in self._plan.steps}
         self._num_fetchers = 0
         self._has_all_pages = False

@@ -80,7 +80,7 @@ class MappedLoad(ThreadedLoad):
         `checkpoint.manifest_in_place` makes.
         """
         options = options or LoadOptions()
-        plan = plan_load(manifest, Order.EXACT, tables_last=options.rows_on_demand)
+        plan = plan_load(manifest, Order.EXACT, on_demand=options.on_demand)
         stretches = _stretches(plan.steps)
         if stretches is None:
             raise NotInPlaceError("these slabs are not stretches of the files")

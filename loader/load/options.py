@@ -33,9 +33,8 @@ class _Values(NamedTuple):
     ready_s: float = 0.0  # for AUTO: when the weights can first be used, since the load began
     # For AUTO: clients get tokens of the draft, and not only what was confirmed.
     sends_drafts: bool = False
-    rows_on_demand: bool = (
-        False  # rows of the embeddings are asked for (`wait_parts`): the rest of them comes last
-    )
+    # Rows of the embeddings, and experts, are asked for (`want_parts`): the rest of them comes last.
+    on_demand: bool = False
     available_bytes: int | None = None  # memory that may be taken; default: what the system says
     cache_dir: str | None = None  # where this node keeps parts for the next load; default: nowhere
     cache_bytes: int = 20 * 1024 * MIB  # most that is kept there

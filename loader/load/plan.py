@@ -15,7 +15,7 @@ gained when there is no time for them, on a fast link or with a small model, and
 draft would only take cores from the load.
 
 A forward pass needs few rows of its largest matrix, the embeddings: `RowParts` finds the parts that
-hold them.
+hold them. Of a mixture it needs those experts that its tokens choose.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from ..format.layout import is_expert
 from ..format.manifest import PLANE_ALIGNMENT_BYTES, Codec, Manifest, Part, Segment, Tier
 from .options import Order
 
@@ -50,11 +51,13 @@ class Step(NamedTuple):
 class Plan(NamedTuple):
     """Steps in the order in which they are fetched unless one of them is wanted sooner.
 
-    `late` are the numbers of the parts that come last in their tiers.
+    `late` are the numbers of the parts that come last in their tiers, `optional` those behind even
+    these, which a pass may do without: of experts.
     """
 
     steps: tuple[Step, ...]
     late: frozenset[int] = frozenset()
+    optional: frozenset[int] = frozenset()
 
     @property
     def stored_bytes(self) -> int:
@@ -64,21 +67,25 @@ class Plan(NamedTuple):
         """The numbers of all steps in another order, in which each comes after those that it needs,
         too.
         """
-        steps = sorted(self.steps, key=lambda step: _rank(step.part, order, step.part.index in self.late))
+        steps = sorted(self.steps, key=lambda step: _rank(step.part, order, self._lateness(step.part)))
         return [step.number for step in steps]
 
+    def _lateness(self, part: Part) -> int:
+        return _lateness(part, self.late, self.optional)
 
-def plan_load(manifest: Manifest, order: Order, *, tables_last: bool = False, direct: bool = True) -> Plan:
+
+def plan_load(manifest: Manifest, order: Order, *, on_demand: bool = False, direct: bool = True) -> Plan:
     """Put the manifest's parts in `order`. Without `direct`, no part is read straight into a slab.
 
-    With `tables_last`, the parts that hold nothing but tables come behind all others of the same
-    tiers: a table is a matrix of the first group that several parts share. A forward pass begins
-    with a few of its rows, which it asks for; where embeddings are tied to the head, the whole of
-    it is what comes last.
+    With `on_demand`, what a forward pass asks for comes behind all others of the same tiers. The
+    parts that hold nothing but tables: a table is a matrix of the first group that several parts
+    share, a pass begins with a few of its rows, and where embeddings are tied to the head, it ends
+    with the whole of it. Then the experts of mixtures.
     """
     needed = _needed_parts(manifest)
-    late = frozenset(_table_parts(manifest, needed) if tables_last else ())
-    parts = sorted(manifest.parts, key=lambda part: _rank(part, order, part.index in late))
+    late = frozenset(_table_parts(manifest, needed) if on_demand else ())
+    optional = frozenset(_expert_parts(manifest) if on_demand else ())
+    parts = sorted(manifest.parts, key=lambda part: _rank(part, order, _lateness(part, late, optional)))
     numbers = {part.index: number for number, part in enumerate(parts)}
     steps = (
         Step(
@@ -89,7 +96,7 @@ def plan_load(manifest: Manifest, order: Order, *, tables_last: bool = False, di
         )
         for number, part in enumerate(parts)
     )
-    return Plan(tuple(steps), late)
+    return Plan(tuple(steps), late, optional)
 
 
 def follows(before: Step, step: Step) -> bool:
@@ -107,11 +114,25 @@ def follows(before: Step, step: Step) -> bool:
     return step.slab_offset_bytes - before.slab_offset_bytes == distance_bytes == one.size_bytes
 
 
-def _rank(part: Part, order: Order, is_late: bool) -> tuple[int, int, int, int]:
+def _lateness(part: Part, late: frozenset[int], optional: frozenset[int]) -> int:
+    return 2 if part.index in optional else part.index in late
+
+
+def _rank(part: Part, order: Order, lateness: int) -> tuple[int, int, int, int]:
     # What is not decided begins with the first tier, which costs nothing.
     if order is not Order.EXACT:
-        return part.tier, is_late, part.group, part.index
-    return is_late, part.group, part.tier, part.index
+        return part.tier, lateness, part.group, part.index
+    return lateness, part.group, part.tier, part.index
+
+
+def expert_groups(manifest: Manifest) -> frozenset[int]:
+    """The groups that hold one expert of a mixture each."""
+    return frozenset(group.index for group in manifest.groups if is_expert(group.name))
+
+
+def _expert_parts(manifest: Manifest) -> Iterable[int]:
+    groups = expert_groups(manifest)
+    return (part.index for part in manifest.parts if part.group in groups)
 
 
 def _table_parts(manifest: Manifest, needed: Mapping[int, set[int]]) -> set[int]:
@@ -233,6 +254,7 @@ class RowParts:
 
 
 MIN_PROPOSALS = 4  # fewer are not worth the pass over the draft that they begin with
+NO_REFINE_TIER = "there is no refine tier, or nothing left of it"
 MIN_GAIN_S = 0.15  # before the exact first token, for a draft that is sent
 
 # Of the weights that a token needs, read once for it, by one core or several. An assumption for the
@@ -286,7 +308,7 @@ def predict(
     num_proposals = max(0, int(window_s / token_s)) if token_s else 0
     gain_s = max(exact_s, ready_s) - max(draft_s, ready_s)
     if not sizes.refine_bytes:
-        order, why = Order.EXACT, "there is no refine tier, or nothing left of it"
+        order, why = Order.EXACT, NO_REFINE_TIER
     elif sends_drafts and gain_s >= MIN_GAIN_S:
         order, why = Order.DRAFT_FIRST, f"the draft answers {gain_s:.2f} s sooner"
     elif decoding_limits:

@@ -3,7 +3,8 @@
 Fetch threads take ranges in plan order, but for steps that a caller wants sooner; the first range
 of a part takes memory for the whole part. Small parts that lie one behind the other are read as one
 range. Decode threads take, of the parts that have arrived and whose needs are met, the one whose
-turn was first. The queue does no I/O, and knows no sources, digests or codecs.
+turn was first. While a pass asks for experts, no others are read, ahead of those that it asks for
+next. The queue does no I/O, and knows no sources, digests or codecs.
 
 Why it cannot deadlock, however small the staging, whatever is wanted sooner, and in whatever order
 ranges arrive: a step gets its turn, and with it its memory, only after all steps that it needs had
@@ -32,6 +33,8 @@ from .options import Order
 from .plan import Plan, Step, follows
 
 MAX_RUN_STEPS = 64
+# After an expert that was asked for: the pass computes it, and asks for those of its next layer.
+HOLD_S = 0.15
 
 
 class _Awaited:
@@ -120,6 +123,11 @@ class FetchOrder:
         if number < self._num_first:
             self._first.add(-size_bytes)
 
+    @property
+    def is_asked(self) -> bool:
+        """True if the next step's turn comes sooner than in the plan."""
+        return self._next_queue() is self._sooner
+
     def promote(self, numbers: Iterable[int]) -> None:
         """Give these steps, and those that they need, their turn before all others."""
         wanted = set(numbers)
@@ -207,6 +215,9 @@ class WorkQueue:
         self._arrived: set[int] = set()  # with all bytes in, but needs unmet
         self._ready: list[tuple[int, int]] = []  # heap of steps to decode, by their turns
         self._num_left = len(plan.steps)
+        self._optional = frozenset(step.number for step in plan.steps if step.part.index in plan.optional)
+        self._asked: set[int] = set()  # optional steps that were asked for and are not done
+        self._held_until_s = 0.0
         self._stopped = False
         with self._lock:
             for step in plan.steps:
@@ -234,8 +245,9 @@ class WorkQueue:
                     self._readable.notify()  # there may be more: who is woken in vain waits again
                     return self._hand_out(pieces)
                 started_s = time.monotonic()
-                for_memory = may_read and self._fetch_order.peek() is not None
-                self._readable.wait()
+                is_held = self._is_held()
+                for_memory = may_read and not is_held and self._fetch_order.peek() is not None
+                self._readable.wait(self._held_until_s - started_s if is_held and not self._asked else None)
                 if for_memory:
                     waited_s = time.monotonic() - started_s
                     self.memory_wait_s += waited_s
@@ -280,8 +292,10 @@ class WorkQueue:
 
     def promote(self, numbers: Iterable[int]) -> None:
         """Give these steps, and those that they need, their turn before all others."""
+        wanted = set(numbers)
         with self._lock:
-            self._fetch_order.promote(numbers)
+            self._fetch_order.promote(wanted)
+            self._asked.update(each for each in wanted & self._optional if not self._is_done(each))
             self._readable.notify()
 
     def reorder(self, order: Order) -> None:
@@ -310,6 +324,9 @@ class WorkQueue:
                 if not loan.num_steps:
                     self._staging.release(loan.buffer)
             self._num_left -= 1
+            if step.number in self._asked:
+                self._asked.remove(step.number)
+                self._held_until_s = time.monotonic() + HOLD_S
             for number in self._needed_by[step.number]:
                 self._unmet[number] -= 1
                 self._offer(number)
@@ -363,7 +380,7 @@ class WorkQueue:
         if self._cursors:
             return self._cut(next(iter(self._cursors)))
         number = self._fetch_order.peek()
-        if number is None:
+        if number is None or self._is_held():
             return ()
         most_bytes = self._range_bytes(number)
         run = self._fetch_order.next_run(most_bytes)
@@ -376,6 +393,15 @@ class WorkQueue:
             return tuple(Piece(each, 0, self._missing[each]) for each in run)
         self._cursors[number] = 0
         return self._cut(number)
+
+    def _is_done(self, number: int) -> bool:
+        return not self._missing[number] and number not in self._memory
+
+    def _is_held(self) -> bool:
+        """True if only experts come next that were not asked for, while others are or will be."""
+        if self._fetch_order.is_asked or self._fetch_order.peek() not in self._optional:
+            return False
+        return bool(self._asked) or time.monotonic() < self._held_until_s
 
     def _cut(self, number: int) -> tuple[Piece, ...]:
         """The next range of a part with bytes that are not requested yet."""

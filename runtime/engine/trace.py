@@ -11,7 +11,7 @@ import threading
 import time
 
 from ...loader.timeline import Timeline
-from ..step.backend import OnLayer
+from ..step.backend import EXPERT_WAIT, OnLayer
 from ..step.batch import StepBatch
 from ..step.requests import FinishReason
 from .generation import Generation
@@ -22,7 +22,9 @@ NUM_REQUESTS = 1_000
 
 
 class EngineTimeline:
-    """Spans in lane "execute" (layers of the first pass, then passes) and in lane "request"."""
+    """Spans in lane "execute" (layers of the first pass, then passes), in lane "experts" (the first passes' waits for
+    experts) and in lane "request".
+    """
 
     def __init__(self, timeline: Timeline | None) -> None:
         self._timeline = timeline
@@ -33,16 +35,21 @@ class EngineTimeline:
 
     def on_layer(self, step: int) -> OnLayer | None:
         """The callback for each layer of this step, the first being 0; None: not needed."""
-        return self._on_layer("execute") if step == 0 else None
+        if step >= NUM_STEPS:
+            return None
+        return self._on_layer("execute", only_waits=step > 0)
 
-    def _on_layer(self, lane: str) -> OnLayer | None:
+    def _on_layer(self, lane: str, *, only_waits: bool = False) -> OnLayer | None:
         timeline = self._timeline
         if timeline is None:
             return None
 
         def write(index: int, name: str, start_s: float, end_s: float) -> None:
             origin_s = timeline.started_at
-            timeline.add(lane, name, start_s - origin_s, end_s - origin_s, layer=index)
+            if name == EXPERT_WAIT:
+                timeline.add("experts", f"layers.{index}", start_s - origin_s, end_s - origin_s, layer=index)
+            elif not only_waits:
+                timeline.add(lane, name, start_s - origin_s, end_s - origin_s, layer=index)
 
         return write
 

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 from ..errors import ModelError
 from ..weights import Weights
 from .config import is_encoder
-from .decoder import Decoder, take_decoder
+from .decoder import Decoder
 from .decoder_config import DecoderConfig
+from .decoder_tensors import take_decoder
 from .encoder import Encoder
 from .encoder_config import EncoderConfig
 from .encoder_tensors import DenseTensors, take_encoder

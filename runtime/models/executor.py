@@ -53,6 +53,10 @@ class Executor(Protocol):
     def takes_adapters(self) -> bool:
         """True if a step's spans may have adapters (`models/adapter.py`). Others are given none."""
 
+    @property
+    def routes_apart(self) -> bool:
+        """True for a `RoutingExecutor`. For others, a layer waits for all of its experts."""
+
     def embed(self, batch: StepBatch) -> Activations:
         """The rows of the batch's tokens. Reads no other rows of the embeddings."""
 
@@ -86,6 +90,20 @@ class Executor(Protocol):
 
     def kv_block_bytes(self, block_size: int, kind: KVKind) -> int:
         """The bytes of one block in the storage of `new_kv`."""
+
+
+class RoutingExecutor(Executor, Protocol):
+    """Computes a layer with a mixture in two calls, which together give the bits of `layers`. What
+    a row gives must not depend on other rows: between the calls, rows may be joined or selected.
+    """
+
+    def route(self, step: Any, layer: int, x: Activations) -> tuple[Activations, Int64s]:
+        """Compute a layer up to its router. Returns x, for `experts`, and the experts that each row
+        has chosen, (T, num_used), ascending. Reads no experts.
+        """
+
+    def experts(self, step: Any, layer: int, x: Activations) -> Activations:
+        """Compute the rest of that layer. Reads the chosen experts alone."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

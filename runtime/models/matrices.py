@@ -16,7 +16,7 @@ from ..dtypes import DType
 from ..tensors import Tensor
 
 if TYPE_CHECKING:
-    from ..weights import Gate, RowGate
+    from ..weights import ExpertGate, Gate, RowGate
 
 __all__ = [
     "DecoderLayerWeights",
@@ -186,6 +186,8 @@ class DecoderLayerWeights:
     gate: Gate
     router: Projection | None = None  # to the experts' scores
     experts: tuple[ExpertWeights, ...] = ()
+    router_gate: Gate | None = None  # of a mixture, all but its experts
+    expert_gate: ExpertGate | None = None  # of these, by their numbers; None: they are stored as one
     attention_output_norm: Tensor | None = None  # (hidden,)
     mlp_output_norm: Tensor | None = None
     sinks: Tensor | None = None  # (num_heads,)

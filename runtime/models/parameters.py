@@ -8,11 +8,12 @@ dtypes are looked at here: content may still be missing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from ..dtypes import DType
 from ..errors import ModelError
 from ..tensors import Tensor
-from ..weights import Gate, RowGate, Weights
+from ..weights import ExpertGate, Gate, RowGate, Weights
 from .quantization_config import QuantizationConfig
 
 COMPUTE_DTYPES = (DType.BF16, DType.F16, DType.F32)
@@ -98,6 +99,17 @@ class Parameters:
     def gate_of(self, names: Iterable[str]) -> Gate:
         """Opens when these of the tensors, as far as there are so called ones, hold their exact values."""
         return self._weights.gate([self._prefix + name for name in names])
+
+    @property
+    def num_taken(self) -> int:
+        """How many tensors have been taken so far."""
+        return len(self._taken)
+
+    def expert_gate(self, starts: Sequence[int]) -> ExpertGate:
+        """Opens for some of the experts whose tensors were taken last: each one's from `num_taken` = its start on."""
+        return self._weights.expert_gate(
+            [self._taken[start:end] for start, end in pairwise([*starts, len(self._taken)])]
+        )
 
     def row_gate(self, table: str) -> RowGate:
         """Opens for some rows of the matrix `prefix + table` when these, and all else that was taken, are exact."""

@@ -17,8 +17,10 @@ from .state import Chosen, SamplingState
 
 # Called after each piece of work with (index, name, start_s, end_s), on time.monotonic()'s clock,
 # without the time spent waiting for weights. The embedding has index -1, the layers 0 to num_layers
-# - 1, the head num_layers.
+# - 1, the head num_layers. A wait for experts of a layer that its router has chosen comes by itself,
+# under the name EXPERT_WAIT.
 OnLayer = Callable[[int, str, float, float], None]
+EXPERT_WAIT = "wait for experts"
 
 
 @dataclass(frozen=True, slots=True)

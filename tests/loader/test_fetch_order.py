@@ -21,7 +21,7 @@ EVERYTHING_BYTES = 1 << 30
 
 def plan() -> Plan:
     built = build_artifact(LAYOUT, draft_elements=3_000, refine_elements=2_000)
-    return plan_load(built.manifest, Order.EXACT, tables_last=True)
+    return plan_load(built.manifest, Order.EXACT, on_demand=True)
 
 
 def take_one(turns: FetchOrder) -> int:
@@ -154,14 +154,14 @@ def test_going_back_to_the_plans_own_order_is_as_if_nothing_had_been() -> None:
 @given(
     first=st.sampled_from(Order),
     cuts=st.tuples(st.integers(700, 9_000), st.integers(700, 9_000)),
-    tables_last=st.booleans(),
+    on_demand=st.booleans(),
     data=st.data(),
 )
 def test_whenever_the_order_changes_every_step_has_one_turn_after_those_that_it_needs(
-    first: Order, cuts: tuple[int, int], tables_last: bool, data: st.DataObject
+    first: Order, cuts: tuple[int, int], on_demand: bool, data: st.DataObject
 ) -> None:
     built = build_artifact(LAYOUT, draft_elements=cuts[0], refine_elements=cuts[1])
-    the_plan = plan_load(built.manifest, first, tables_last=tables_last)
+    the_plan = plan_load(built.manifest, first, on_demand=on_demand)
     turns = FetchOrder(the_plan)
     order: list[int] = []
     while turns.peek() is not None:

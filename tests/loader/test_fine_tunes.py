@@ -286,7 +286,7 @@ def test_rows_that_are_waited_for_are_the_fine_tunes(store: MemoryStore, base: M
     manifest = open_artifact(source)
     name = "model.embed_tokens.weight"
     table = RowParts(manifest, name)
-    with WeightLoad(source, manifest, options=LoadOptions(rows_on_demand=True)) as load:
+    with WeightLoad(source, manifest, options=LoadOptions(on_demand=True)) as load:
         load.start()
         load.wait_parts(table.holding([0, 7, 299]), timeout_s=WAIT_S)
         rows = load.array(name)[[0, 7, 299]].tobytes()

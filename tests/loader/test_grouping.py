@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teneral.loader.format.layout import group_tensors
+from teneral.loader.format.layout import group_tensors, is_expert
 
 LLAMA_LAYER = """
 input_layernorm.weight
@@ -30,10 +30,7 @@ LAYERS_IN_FORWARD_ORDER = {
     "mixtral": (
         "model.layers.0.",
         "input_layernorm.weight self_attn.q_proj.weight post_attention_layernorm.weight "
-        "block_sparse_moe.gate.weight "
-        "block_sparse_moe.experts.2.w1.weight block_sparse_moe.experts.2.w3.weight "
-        "block_sparse_moe.experts.10.w1.weight block_sparse_moe.experts.10.w3.weight "
-        "block_sparse_moe.experts.2.w2.weight block_sparse_moe.experts.10.w2.weight",
+        "block_sparse_moe.gate.weight",
     ),
     "experts in one tensor": (
         "model.layers.0.",
@@ -175,6 +172,36 @@ def test_a_picture_is_seen_before_it_is_talked_about() -> None:
 def test_stacks_that_differ_only_in_their_own_name_keep_it() -> None:
     groups = grouped("unet.down_blocks.0.conv.weight", "unet.up_blocks.0.conv.weight")
     assert list(groups) == ["unet.down_blocks.0", "unet.up_blocks.0"]
+
+
+@pytest.mark.parametrize("module", ["block_sparse_moe", "mlp"])
+def test_each_expert_has_a_group_behind_its_layer(module: str) -> None:
+    weights = [
+        f"layers.{layer}.{module}.experts.{expert}.{name}.weight"
+        for layer in (0, 1)
+        for expert in (2, 10)
+        for name in ("gate_proj", "up_proj", "down_proj")
+    ]
+    own = [f"layers.{layer}.{module}.gate.weight" for layer in (0, 1)]
+    groups = grouped(*weights, *own, "layers.1.mlp.shared_expert.up_proj.weight")
+    assert list(groups) == [
+        "layers.0", "layers.0.experts.2", "layers.0.experts.10",
+        "layers.1", "layers.1.experts.2", "layers.1.experts.10",
+    ]  # fmt: skip
+    assert groups["layers.0.experts.10"] == weights[3:6], "gate and up are neighbours"
+    assert [name for name in groups if is_expert(name)] == [name for name in groups if "experts" in name]
+
+
+def test_an_experts_scales_are_with_its_weights() -> None:
+    groups = grouped("layers.0.mlp.experts.1.w2.weight", "layers.0.mlp.experts.1.w2.weight_scale")
+    assert list(groups) == ["layers.0.experts.1"]
+
+
+@pytest.mark.parametrize(
+    "group", ["embed", "layers.1", "layers.1.experts", "experts.1", "layers.experts.1", "layers.0.experts.x"]
+)
+def test_other_groups_are_no_experts(group: str) -> None:
+    assert not is_expert(group)
 
 
 def test_blocks_within_a_layer_stay_in_it() -> None:

@@ -170,7 +170,7 @@ def test_parts_that_are_asked_for_come_before_all_that_has_no_turn_yet() -> None
     built = build_artifact(LAYERS, draft_elements=3_000, refine_elements=3_000)
     source = PacedSource(built.store)
     held = source.hold()
-    options = LoadOptions(connections=1, rows_on_demand=True)
+    options = LoadOptions(connections=1, on_demand=True)
     table = RowParts(built.manifest, "embed")
     wanted = table.holding([0, 150])
     assert 0 < len(wanted) < len(table.all)
@@ -206,7 +206,7 @@ def test_rows_hold_their_values_as_soon_as_their_parts_are_there_in_whatever_ord
     source.delay(seed=seed, max_s=0.002)
     table = RowParts(built.manifest, "embed")
     options = LoadOptions(
-        rows_on_demand=True, range_bytes=1_000, staging_bytes=data.draw(st.sampled_from([0, 1 << 20]))
+        on_demand=True, range_bytes=1_000, staging_bytes=data.draw(st.sampled_from([0, 1 << 20]))
     )
     wishes = data.draw(st.lists(st.lists(st.integers(0, 299), min_size=1, max_size=5), max_size=5))
     expected = built.originals["embed"].view("<u2").reshape(300, 64)
@@ -226,7 +226,7 @@ def test_a_failed_load_fails_the_wait_for_its_parts() -> None:
     built = build_artifact(LAYERS, draft_elements=3_000, refine_elements=3_000)
     source = PacedSource(built.store)
     source.fail(lambda: UnavailableError("gone"))
-    with WeightLoad(source, built.manifest, options=LoadOptions(rows_on_demand=True)) as load:
+    with WeightLoad(source, built.manifest, options=LoadOptions(on_demand=True)) as load:
         load.start()
         with pytest.raises(UnavailableError, match="gone"):
             load.wait_parts(RowParts(built.manifest, "embed").all, timeout_s=WAIT_S)

@@ -253,7 +253,7 @@ layouts = st.lists(st.lists(st.tuples(dtypes, shapes), max_size=3), min_size=1, 
     changes=st.lists(st.tuples(st.integers(0, 20), st.sampled_from(Order)), max_size=4),
     connections=st.integers(1, 5),
     decode_threads=st.integers(1, 2),
-    rows_on_demand=st.booleans(),
+    on_demand=st.booleans(),
 )
 def test_a_load_whose_order_changes_on_the_way_reads_everything_once_and_ends_exact(
     layout: list[tuple[str, dict[str, tuple[str, tuple[int, ...]]]]],
@@ -263,7 +263,7 @@ def test_a_load_whose_order_changes_on_the_way_reads_everything_once_and_ends_ex
     changes: list[tuple[int, Order]],
     connections: int,
     decode_threads: int,
-    rows_on_demand: bool,
+    on_demand: bool,
 ) -> None:
     built = build_artifact(layout, packed=packed, draft_elements=cuts[0], refine_elements=cuts[1])
     source = slow_source(built, max_s=0.001)
@@ -273,7 +273,7 @@ def test_a_load_whose_order_changes_on_the_way_reads_everything_once_and_ends_ex
         decode_threads=decode_threads,
         staging_bytes=0,  # so: room for one part
         range_bytes=3_000,
-        rows_on_demand=rows_on_demand,
+        on_demand=on_demand,
     )
     with WeightLoad(source, built.manifest, options=options) as load:
         load.start()

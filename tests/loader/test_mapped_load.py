@@ -128,7 +128,7 @@ def test_rows_that_are_asked_for_come_before_the_rest_of_their_table(tmp_path: P
     load = MappedLoad(
         source := write(tmp_path, llama_contents(vocabulary=70_000)),
         open_artifact(source, in_place=True),
-        options=LoadOptions(rows_on_demand=True),
+        options=LoadOptions(on_demand=True),
     )
     table = RowParts(load.manifest, "model.embed_tokens.weight")
     wanted = table.holding([69_999])

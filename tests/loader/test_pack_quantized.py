@@ -175,7 +175,7 @@ def test_the_scales_of_the_embeddings_come_before_their_rows(small_pieces: None)
     [alone] = [part for part in manifest.parts if any(segment.tensor == scale for segment in part.segments)]
     assert [segment.tensor for segment in alone.segments] == [scale]
     for order in (Order.EXACT, Order.DRAFT_FIRST):
-        assert plan_load(manifest, order, tables_last=True).steps[0].part is alone
+        assert plan_load(manifest, order, on_demand=True).steps[0].part is alone
 
 
 @pytest.mark.parametrize("options", [INT8, INT4])

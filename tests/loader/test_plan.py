@@ -95,7 +95,7 @@ def test_a_refine_step_needs_exactly_the_draft_steps_that_share_elements_with_it
 @pytest.mark.parametrize("order", Order)
 def test_tables_come_last_when_their_rows_are_asked_for(order: Order) -> None:
     built = build_artifact(THREE_LAYERS, draft_elements=6_500, refine_elements=4_000)
-    plan = plan_load(built.manifest, order, tables_last=True)
+    plan = plan_load(built.manifest, order, on_demand=True)
     embed = [step.number for step in plan.steps if step.part.group == 0]
     for tier in (Tier.DRAFT, Tier.REFINE):
         ours = [number for number in embed if plan.steps[number].part.tier is tier]
@@ -107,7 +107,7 @@ def test_tables_come_last_when_their_rows_are_asked_for(order: Order) -> None:
 
 
 def test_a_first_group_in_one_part_comes_first_all_the_same() -> None:
-    plan = plan_load(build_artifact(THREE_LAYERS).manifest, Order.EXACT, tables_last=True)
+    plan = plan_load(build_artifact(THREE_LAYERS).manifest, Order.EXACT, on_demand=True)
     assert plan.steps[0].part.group == 0
 
 
@@ -116,17 +116,17 @@ def test_a_first_group_in_one_part_comes_first_all_the_same() -> None:
     draft_elements=st.integers(1_000, 30_000),
     refine_elements=st.integers(1_000, 30_000),
     order=st.sampled_from(Order),
-    tables_last=st.booleans(),
+    on_demand=st.booleans(),
 )
 def test_every_step_comes_after_those_that_it_needs(
-    draft_elements: int, refine_elements: int, order: Order, tables_last: bool
+    draft_elements: int, refine_elements: int, order: Order, on_demand: bool
 ) -> None:
     layout = [
         ("embed", {"embed": ("BF16", (300, 64)), "types": ("BF16", (20, 64)), "norm": ("BF16", (64,))}),
         *THREE_LAYERS[1:],
     ]
     built = build_artifact(layout, draft_elements=draft_elements, refine_elements=refine_elements)
-    plan = plan_load(built.manifest, order, tables_last=tables_last)
+    plan = plan_load(built.manifest, order, on_demand=on_demand)
     assert sorted(step.part.index for step in plan.steps) == list(range(len(built.manifest.parts)))
     for step in plan.steps:
         assert all(needed < step.number for needed in step.needs)

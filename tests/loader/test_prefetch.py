@@ -135,7 +135,7 @@ def test_with_rows_on_demand_the_first_groups_parts_are_passed_over(
 ) -> None:
     manifest = store.built.manifest
     second = next(part for part in manifest.parts if part.group == 1)
-    begun(source, manifest, OPTIONS._replace(rows_on_demand=True)).take(
+    begun(source, manifest, OPTIONS._replace(on_demand=True)).take(
         manifest.blobs[second.blob].name, second.offset_bytes, memoryview(bytearray(1))
     )
     assert min(start for _, start, _ in asked_for(store)) == second.offset_bytes

@@ -114,7 +114,7 @@ def test_the_timeline_has_the_childs_spans_on_this_processs_clock(artifact: Path
 
 
 def test_parts_can_be_waited_for_alone(artifact: Path) -> None:
-    load = ProcessLoad.start(str(artifact), options=LoadOptions(rows_on_demand=True))
+    load = ProcessLoad.start(str(artifact), options=LoadOptions(on_demand=True))
     table = RowParts(load.manifest, "model.embed_tokens.weight")
     load.wait_parts(table.holding([0, 5]), timeout_s=WAIT_S)
     assert load.join(WAIT_S)
@@ -122,7 +122,7 @@ def test_parts_can_be_waited_for_alone(artifact: Path) -> None:
 
 
 def test_a_wish_reaches_the_child_while_it_waits_for_the_store(slow: str) -> None:
-    load = ProcessLoad.start(slow, options=LoadOptions(rows_on_demand=True))
+    load = ProcessLoad.start(slow, options=LoadOptions(on_demand=True))
     with pytest.raises(TimeoutError, match="1 parts were not there"):
         load.wait_parts([0], timeout_s=0.2)
     load.cancel()

@@ -74,11 +74,11 @@ def store(base_store: MemoryStore) -> MemoryStore:
 
 
 @pytest.mark.parametrize("order", list(Order))
-@pytest.mark.parametrize("rows_on_demand", [True, False])
+@pytest.mark.parametrize("on_demand", [True, False])
 def test_differences_and_the_base_in_memory_are_the_fine_tune(
-    store: MemoryStore, base: ResidentBase, order: Order, rows_on_demand: bool
+    store: MemoryStore, base: ResidentBase, order: Order, on_demand: bool
 ) -> None:
-    found = switched(store, base, order=order, rows_on_demand=rows_on_demand, decode_threads=3)
+    found = switched(store, base, order=order, on_demand=on_demand, decode_threads=3)
     assert found == bytes_of(FINE_TUNE)
 
 
@@ -178,7 +178,7 @@ def test_rows_that_are_waited_for_are_the_fine_tunes(
     manifest = base.join(open_artifact(store, without_base=True), store.url)
     parts = RowParts(manifest, name).holding([0, 7, 299])
     assert parts
-    with WeightLoad(store, manifest, options=LoadOptions(rows_on_demand=True), base=base) as load:
+    with WeightLoad(store, manifest, options=LoadOptions(on_demand=True), base=base) as load:
         load.start()
         load.wait_parts(parts, timeout_s=WAIT_S)
         rows = load.array(name)[[0, 7, 299]].tobytes()

@@ -69,11 +69,11 @@ def elements(plan: Plan, number: int) -> set[tuple[int, int]]:
 
 
 @settings(max_examples=12, deadline=None)
-@given(cuts=CUTS, order=st.sampled_from(Order), tables_last=st.booleans())
+@given(cuts=CUTS, order=st.sampled_from(Order), on_demand=st.booleans())
 def test_a_step_needs_the_tier_before_and_what_that_needs(
-    cuts: tuple[int, int, int], order: Order, tables_last: bool
+    cuts: tuple[int, int, int], order: Order, on_demand: bool
 ) -> None:
-    plan = plan_load(sketched(cuts).manifest, order, tables_last=tables_last)
+    plan = plan_load(sketched(cuts).manifest, order, on_demand=on_demand)
     held = {step.number: elements(plan, step.number) for step in plan.steps}
     for step in plan.steps:
         direct = {
@@ -88,11 +88,9 @@ def test_a_step_needs_the_tier_before_and_what_that_needs(
 
 
 @settings(max_examples=25, deadline=None)
-@given(cuts=CUTS, tables_last=st.booleans())
-def test_every_order_of_a_plan_puts_what_is_needed_first(
-    cuts: tuple[int, int, int], tables_last: bool
-) -> None:
-    plan = plan_load(sketched(cuts).manifest, Order.DRAFT_FIRST, tables_last=tables_last)
+@given(cuts=CUTS, on_demand=st.booleans())
+def test_every_order_of_a_plan_puts_what_is_needed_first(cuts: tuple[int, int, int], on_demand: bool) -> None:
+    plan = plan_load(sketched(cuts).manifest, Order.DRAFT_FIRST, on_demand=on_demand)
     for order in Order:
         turn = {number: place for place, number in enumerate(plan.numbers(order))}
         assert sorted(turn) == list(range(len(plan.steps)))

@@ -25,6 +25,7 @@ from ...format.layout import (
     cut_parts,
     fine_part_elements,
     group_tensors,
+    is_expert,
 )
 from ...format.manifest import (
     MAX_PART_ELEMENTS,
@@ -44,6 +45,7 @@ from ...sources.base import Source
 from .quantize_plan import Piece, QuantizePlan, is_scale
 
 MAX_DRAFT_BITS = 7  # all that bf16 has
+_ALL_BITS = 64  # more than any float has
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +202,9 @@ def plan_pack(
     quantize: QuantizePlan | None = None,
 ) -> PackPlan:
     """The plan for all tensors but the aliases, which share the storage of others. Where some are
-    quantised, it has their replacements, and everything is exact from the beginning.
+    quantised, it has their replacements, and everything is exact from the beginning. So it is of a
+    mixture of experts, unless options ask for a draft: it would take all experts, most of them for
+    no token, before the few that are chosen.
 
     Raises `ManifestError` now, and not after hours of packing, when the format cannot hold such a
     model.
@@ -208,9 +212,7 @@ def plan_pack(
     options = options or TierOptions()
     groups, tensors = arrange_tensors(
         _stored_tensors(checkpoint, aliases, quantize),
-        _encodings(checkpoint, aliases, options)
-        if quantize is None and checkpoint.groups is None
-        else _exact_encodings(options),
+        _encodings(checkpoint, aliases, options, quantize),
         checkpoint.groups,
     )
     jobs = tuple(
@@ -283,6 +285,17 @@ def _groups(checkpoint: Checkpoint) -> list[tuple[str, list[str]]]:
 
 
 def _encodings(
+    checkpoint: Checkpoint, aliases: Mapping[str, str], options: TierOptions, quantize: QuantizePlan | None
+) -> Callable[[str, str, tuple[int, ...]], Encoding]:
+    """The encoding of each tensor, by its name, dtype and shape."""
+    if quantize is not None or checkpoint.groups is not None:
+        return lambda name, dtype, shape: options.exact_encoding(dtype, shape)
+    if options == TierOptions() and any(is_expert(group) for group, _ in _groups(checkpoint)):
+        return lambda name, dtype, shape: choose_encoding(dtype, shape, draft_bits=_ALL_BITS)
+    return _tiered_encodings(checkpoint, aliases, options)
+
+
+def _tiered_encodings(
     checkpoint: Checkpoint, aliases: Mapping[str, str], options: TierOptions
 ) -> Callable[[str, str, tuple[int, ...]], Encoding]:
     """The encoding of each tensor, by its name, dtype and shape, according to the groups in which
@@ -305,10 +318,6 @@ def _encodings(
         return options.encoding(groups if has_head or EMBED not in groups else groups | {HEAD}, dtype, shape)
 
     return encoding_of
-
-
-def _exact_encodings(options: TierOptions) -> Callable[[str, str, tuple[int, ...]], Encoding]:
-    return lambda name, dtype, shape: options.exact_encoding(dtype, shape)
 
 
 def _uncompressed(manifest: Manifest, jobs: tuple[Job, ...]) -> Manifest:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .arrays import Array
 
 NAME = "native"
+WHOLE_LAYERS, UP_TO_ROUTER, FROM_ROUTER_ON = 0, 1, 2  # `tn_half`
 
 _REORDERED = "experts with columns in an order of their own (GPTQ's desc_act)"
 
@@ -139,6 +140,7 @@ class NativeDecoder:
     name = NAME
     runs_layers_together = True
     takes_adapters = True
+    routes_apart = True
 
     def __init__(self, spec: DecoderSpec, weights: DecoderWeights, library: Library) -> None:
         """Reads no tensor's content. `refusal` must have found nothing."""
@@ -204,6 +206,25 @@ class NativeDecoder:
 
     def layers(self, step: Step, first: int, end: int, x: Array) -> Array:
         """x (T, hidden_size) through the layers [first, end), in place."""
+        self._run(step, first, end, x, WHOLE_LAYERS)
+        return x
+
+    def route(self, step: Step, layer: int, x: Array) -> tuple[Array, Int64s]:
+        """x (T, hidden_size) through the layer's attention, in place, and the experts of its rows."""
+        experts = self._spec.experts
+        assert experts is not None
+        chosen = np.empty((len(step.batch.tokens), experts.num_used), np.int64)
+        self._run(step, layer, layer + 1, x, UP_TO_ROUTER, chosen)
+        return x, chosen
+
+    def experts(self, step: Step, layer: int, x: Array) -> Array:
+        """x (T, hidden_size) through the layer's experts, in place. The router chooses again, and the same."""
+        self._run(step, layer, layer + 1, x, FROM_ROUTER_ON)
+        return x
+
+    def _run(
+        self, step: Step, first: int, end: int, x: Array, half: int, chosen: Int64s | None = None
+    ) -> None:
         num_rows = len(step.batch.tokens)
         if x.shape != (num_rows, self._spec.hidden_size) or x.dtype != self._spec.dtype.numpy:
             raise ValueError(f"x is {x.shape} {x.dtype}, and the step has {num_rows} rows")
@@ -224,10 +245,12 @@ class NativeDecoder:
             slots=arrays.address(step.batch.slots),
             x=arrays.address(x),
             scratch=self._scratch.address_of(num_bytes),
+            chosen=arrays.address_or_null(chosen),
             num_spans=step.spans.num,
             num_rows=num_rows,
             first=first,
             end=end,
+            half=half,
         )
         if step.runs is not None and self._adapted is not None:
             self._adapted.call(args, step.runs, num_rows)
@@ -235,7 +258,6 @@ class NativeDecoder:
             self._operations.call("tn_decoder_step", args)
         for index in range(first, end):
             self._forget_unsettled(index)
-        return x
 
     def logits(self, x: Array, rows: Int64s) -> Floats:
         """(R, vocab_size) fp32, not rounded to the spec's dtype."""

@@ -40,6 +40,7 @@ class ReferenceDecoder:
 
     runs_layers_together = False
     takes_adapters = True
+    routes_apart = False
 
     def __init__(self, spec: DecoderSpec, weights: DecoderWeights) -> None:
         self._spec = spec

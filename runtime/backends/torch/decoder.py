@@ -100,6 +100,8 @@ class TorchExecutor:
 
     runs_layers_together = False
     takes_adapters = False
+    # Its products depend on the batch: the router could choose others when it is computed again.
+    routes_apart = False
 
     def __init__(self, spec: DecoderSpec, weights: DecoderWeights) -> None:
         self.spec = spec

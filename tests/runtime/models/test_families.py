@@ -17,8 +17,9 @@ from teneral.runtime.backends.native.backend import NativeBackend, ReferenceBack
 from teneral.runtime.backends.torch.backend import TorchBackend
 from teneral.runtime.dtypes import DType
 from teneral.runtime.errors import ModelError
-from teneral.runtime.models.decoder import Decoder, take_decoder
+from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.models.decoder_config import DECODER_FAMILIES, DecoderConfig, LayerRotary, Norm
+from teneral.runtime.models.decoder_tensors import take_decoder
 from teneral.runtime.models.executor import refusal_of
 from teneral.runtime.models.spec import DecoderSpec
 

@@ -22,6 +22,7 @@ from teneral.loader.load.options import LoadOptions, Order
 from teneral.loader.native.library import library
 from teneral.loader.sources.open import open_source, open_store
 from teneral.loader.tools.pack.pack import pack
+from teneral.loader.tools.pack.plan import TierOptions
 from teneral.loader.tools.pack.quantize_plan import QuantizeOptions
 from teneral.runtime.backends.native.backend import NativeBackend
 from teneral.runtime.models.decoder import Decoder
@@ -35,10 +36,10 @@ pytestmark = pytest.mark.skipif(library() is None, reason="the native libraries 
 each_family = pytest.mark.parametrize("family", FAMILIES)
 
 
-def packed(family: str, folder: Path, kind: str) -> Path:
+def packed(family: str, folder: Path, kind: str, tiers: TierOptions | None = None) -> Path:
     sizes = {"moe_intermediate_size": 64} if family == "qwen3_moe" else {}
     plain = save_tiny(family, folder / "plain", dtype=torch.bfloat16, intermediate_size=128, **sizes)
-    pack(open_source(str(plain)), open_store(str(folder / kind)), quantize=KINDS[kind])
+    pack(open_source(str(plain)), open_store(str(folder / kind)), quantize=KINDS[kind], tiers=tiers)
     return folder / kind
 
 
@@ -96,7 +97,8 @@ def test_integers_stay_close_to_the_floats(tmp_path, family):
 
 @each_family
 def test_a_pass_over_the_draft_is_near_the_exact_one_that_follows(tmp_path, family):
-    artifact, prompt = packed(family, tmp_path, "packed"), prompt_of(40)
+    # Of a mixture there is no draft unless it is asked for.
+    artifact, prompt = packed(family, tmp_path, "packed", TierOptions(draft_bits=3)), prompt_of(40)
     options = LoadOptions(connections=64, order=Order.DRAFT_FIRST)
 
     with arriving(artifact, options) as (load, source, decoder):

@@ -88,7 +88,7 @@ def test_a_step_begins_with_the_scales_and_the_rows_of_its_tokens(artifact):
     assert len(asked) < len(table.all)
     rest = source.hold(reads_of(manifest, *(manifest.parts[number] for number in table.all - asked)))
 
-    options = LoadOptions(rows_on_demand=True, range_bytes=4096)
+    options = LoadOptions(on_demand=True, range_bytes=4096)
     with closing(source), WeightLoad(source, manifest, options=options) as load:
         poison(load)
         decoder = decoder_over(load, source)

@@ -82,7 +82,7 @@ def test_each_step_waits_for_the_rows_of_its_tokens_until_the_matrix_is_whole(
     source.delay(seed=seed, max_s=0.003)
 
     # Ranges that end with a part: what lies behind the rows that are asked for is held back.
-    options = LoadOptions(rows_on_demand=True, range_bytes=4096)
+    options = LoadOptions(on_demand=True, range_bytes=4096)
     with closing(source), WeightLoad(source, manifest, options=options) as load:
         poison(load)
         decoder = build_model(config, StreamedWeights(load))
@@ -119,7 +119,7 @@ def test_a_pass_over_the_draft_waits_for_its_rows_whatever_tiers_there_are(tmp_p
             manifest, *(part for part in manifest.parts if part.index in asked or part.tier is Tier.REFINE)
         )
     )
-    options = LoadOptions(rows_on_demand=True, connections=64, order=Order.DRAFT_FIRST)
+    options = LoadOptions(on_demand=True, connections=64, order=Order.DRAFT_FIRST)
     with closing(source), WeightLoad(source, manifest, options=options) as load:
         poison(load)
         decoder = build_model(config, StreamedWeights(load))
@@ -147,7 +147,7 @@ def test_an_encoder_begins_with_the_words_of_its_texts(tmp_path, monkeypatch):
     far = table.holding([5000]) - table.holding(needed)
     held = source.hold(reads_of(manifest, *(manifest.parts[number] for number in far)))
 
-    options = LoadOptions(rows_on_demand=True, range_bytes=4096)
+    options = LoadOptions(on_demand=True, range_bytes=4096)
     with closing(source), WeightLoad(source, manifest, options=options) as load:
         poison(load)
         encoder = build_model(config, StreamedWeights(load))

@@ -1,0 +1,195 @@
+"""A decoder's weights, taken out of `Weights` by their names in the checkpoint, with the gates of its layers.
+
+Building a model takes every tensor that it needs, and finds out which are left over, before any content has arrived.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..dtypes import DType
+from ..errors import ModelError
+from ..tensors import Tensor
+from ..weights import Weights
+from .decoder_config import DecoderConfig, Experts
+from .matrices import DecoderLayerWeights, DecoderWeights, ExpertWeights
+from .parameters import Parameters, check_computable
+from .projections import take_embeddings, take_linear, take_stacked
+
+if TYPE_CHECKING:
+    from ..weights import ExpertGate
+
+_LAYER = re.compile(r"(?:model\.)?layers\.[0-9]+\.")
+# What some checkpoints have and models compute by themselves, or not at all: scales are of keys and values in 8 bits.
+_WITHOUT_EFFECT = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
+
+
+def take_decoder(config: DecoderConfig, weights: Weights) -> tuple[DecoderWeights, DType]:
+    """All of the decoder's weights, and what those of them that are no integers are stored in. Raises `ModelError` when
+    a tensor is missing or does not fit `config`.
+    """
+    root = "" if "embed_tokens.weight" in weights else "model."
+    stored = _stored_dtype(config, weights, f"{root}embed_tokens")
+
+    made: list[Parameters] = []
+
+    def parameters(prefix: str) -> Parameters:
+        made.append(Parameters(weights, prefix, stored, config.quantization))
+        return made[-1]
+
+    entry = parameters(root)
+    embeddings = take_embeddings(entry, "embed_tokens", config.vocab_size, config.hidden_size)
+    entry_gate = entry.row_gate("embed_tokens.weight")
+    layers = tuple(
+        _take_layer(config, index, parameters(f"{root}layers.{index}.")) for index in range(config.num_layers)
+    )
+    final = parameters("")
+    norm = final.take_norm(f"{root}norm.weight", config.hidden_size)
+    head_name = _head_name(config, weights, f"{root}embed_tokens")
+    head = take_linear(final, head_name, config.hidden_size, config.vocab_size, bias=False)
+    if config.quantization is not None and config.quantization.method != "teneral":
+        _check_none_left(weights, made)
+    taken = DecoderWeights(
+        embeddings=embeddings,
+        layers=layers,
+        norm=norm,
+        head=head,
+        entry_gate=entry_gate,
+        head_gate=final.gate(),
+        all_gate=weights.gate(weights.names()),
+        size_bytes=sum(weights.tensor(name).size_bytes for name in weights.names()),
+    )
+    return taken, stored
+
+
+def _take_layer(config: DecoderConfig, index: int, parameters: Parameters) -> DecoderLayerWeights:
+    names = config.names
+    hidden_size, inner_size = config.hidden_size, config.intermediate_size
+    query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    attention_norm = _take_norm(parameters, names.attention_norm, hidden_size)
+    qkv_sizes = (query_size, key_size, key_size)
+    qkv = take_stacked(parameters, _sized(names.qkv, qkv_sizes), hidden_size, bias=config.qkv_bias)
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    if config.qk_norm:
+        sizes = (query_size, key_size) if config.joint_qk_norm else (config.head_dim, config.head_dim)
+        query_norm = parameters.take_norm("self_attn.q_norm.weight", sizes[0])
+        key_norm = parameters.take_norm("self_attn.k_norm.weight", sizes[1])
+    output = take_linear(parameters, "self_attn.o_proj", query_size, hidden_size, bias=config.output_bias)
+    mixture = config.experts if config.experts is not None and config.experts.layers[index] else None
+    router = (
+        take_linear(parameters, names.router, hidden_size, mixture.num, bias=mixture.has_bias)
+        if mixture
+        else None
+    )
+    own = None if mixture else _take_mlp(config, parameters, inner_size, "", names.gate_up, "mlp.down_proj")
+    attention_output_norm = _take_norm(parameters, names.attention_output_norm, hidden_size)
+    mlp_norm = _take_norm(parameters, names.mlp_norm, hidden_size)
+    mlp_output_norm = _take_norm(parameters, names.mlp_output_norm, hidden_size)
+    sinks = parameters.take_norm("self_attn.sinks", config.num_heads) if config.has_sinks else None
+    router_gate = parameters.gate() if mixture else None
+    experts, expert_gate = _take_experts(config, mixture, parameters) if mixture else ((), None)
+    return DecoderLayerWeights(
+        attention_norm=attention_norm,
+        qkv=qkv,
+        query_norm=query_norm,
+        key_norm=key_norm,
+        output=output,
+        attention_output_norm=attention_output_norm,
+        mlp_norm=mlp_norm,
+        gate_up=None if own is None else own.gate_up,
+        down=None if own is None else own.down,
+        router=router,
+        experts=experts,
+        router_gate=router_gate,
+        expert_gate=expert_gate,
+        mlp_output_norm=mlp_output_norm,
+        sinks=sinks,
+        gate=parameters.gate(),
+    )
+
+
+def _take_experts(
+    config: DecoderConfig, mixture: Experts, parameters: Parameters
+) -> tuple[tuple[ExpertWeights, ...], ExpertGate | None]:
+    """The experts, and the gate for some of them: None where all are stored as one."""
+    names = config.names
+    if names.stacked_experts is not None:
+        from .stacked_experts import take_stacked_experts  # of one family
+
+        return take_stacked_experts(parameters, names.stacked_experts, mixture, config.hidden_size), None
+    experts: list[ExpertWeights] = []
+    starts: list[int] = []
+    for number in range(mixture.num):
+        starts.append(parameters.num_taken)
+        prefix = names.expert.format(number)
+        experts.append(
+            _take_mlp(config, parameters, mixture.size, prefix, names.expert_gate_up, names.expert_down)
+        )
+    return tuple(experts), parameters.expert_gate(starts)
+
+
+def _take_mlp(
+    config: DecoderConfig,
+    parameters: Parameters,
+    inner_size: int,
+    prefix: str,
+    gate_up: Sequence[str],
+    down: str,
+) -> ExpertWeights:
+    hidden_size, bias = config.hidden_size, config.mlp_bias
+    names = _sized([f"{prefix}{name}" for name in gate_up], (inner_size, inner_size))
+    return ExpertWeights(
+        take_stacked(parameters, names, hidden_size, bias=bias),
+        take_linear(parameters, f"{prefix}{down}", inner_size, hidden_size, bias=bias),
+    )
+
+
+def _check_none_left(weights: Weights, taken: Sequence[Parameters]) -> None:
+    """Raises `ModelError` for a tensor of a layer that nothing computes with: tools of quantisation move scales into
+    tensors of their own, without which the others would mean something else.
+    """
+    prefixes = {parameters.prefix for parameters in taken if ".layers." in f".{parameters.prefix}"}
+    used = {name for parameters in taken for name in parameters.taken}
+    for name in sorted(set(weights.names()) - used):
+        layer = _LAYER.match(name)
+        if layer is not None and layer[0] in prefixes and not name.endswith(_WITHOUT_EFFECT):
+            raise ModelError(
+                f"the quantised checkpoint has a tensor {name}, which is of no known use",
+                hint="Pack the original model with `teneral pack --quantize int8` or `int4`.",
+            )
+
+
+def _take_norm(parameters: Parameters, name: str | None, size: int) -> Tensor | None:
+    return None if name is None else parameters.take_norm(f"{name}.weight", size)
+
+
+def _sized(names: Sequence[str], sizes: Sequence[int]) -> list[tuple[str, int]]:
+    """Matrices with their numbers of rows: one that is stored by itself has all of them."""
+    return list(zip(names, sizes, strict=True)) if len(names) > 1 else [(names[0], sum(sizes))]
+
+
+def _stored_dtype(config: DecoderConfig, weights: Weights, embeddings: str) -> DType:
+    """That of the embeddings; where these are integers, what config.json says."""
+    tensor = weights.tensor(f"{embeddings}.weight")
+    if f"{embeddings}.weight_scale" in weights:
+        return DType.of_label(config.dtype or "bfloat16")  # a name that was checked
+    if tensor.dtype not in (DType.I8, DType.U8):  # of these a better complaint follows
+        check_computable(f"{embeddings}.weight", tensor)
+    return tensor.dtype
+
+
+def _head_name(config: DecoderConfig, weights: Weights, embeddings: str) -> str:
+    """The head's matrix. Where a config says "tied" and the checkpoint holds another head, that counts, as it does for
+    transformers; with equal bytes it makes no difference.
+    """
+    if not config.tie_word_embeddings:
+        return "lm_head"
+    own, shared = "lm_head.weight", f"{embeddings}.weight"
+    if "lm_head.qweight" in weights:
+        return "lm_head"
+    if own not in weights or shared not in weights:
+        return embeddings
+    return embeddings if weights.tensor(own).is_at(weights.tensor(shared)) else "lm_head"

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,14 @@ from teneral.loader.sources.file.store import FileStore
 from teneral.loader.tools.pack.pack import pack
 
 WAIT_S = patience_s(60)
+TENERAL = (sys.executable, "-m", "teneral")
 
 
 class Server:
     """A server process and its port."""
 
-    def __init__(self, model: Path | str, *flags: str) -> None:
-        command = [sys.executable, "-m", "teneral", "serve", str(model), "--host", "127.0.0.1", "--port", "0"]
+    def __init__(self, model: Path | str, *flags: str, program: Sequence[str] = TENERAL) -> None:
+        command = [*program, "serve", str(model), "--host", "127.0.0.1", "--port", "0"]
         self.process = subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
         output = ""

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...loader.errors import UsageError
 from ...loader.pin import split_pin
-from ...loader.sources.open import scheme_of
+from ...loader.sources.open import KINDS, forms, scheme_of
 from . import keys
 from .values import (
     Code,
@@ -36,7 +36,6 @@ MAX_FILE_BYTES = 1 << 20
 MAX_MODELS = 1000
 MAX_ALIASES = 1000
 MAX_PATCHES = 1000
-_SCHEMES = ("", "file", "s3", "gs", "az", "http", "https")
 
 
 def read_pool(path: str | Path = DEFAULT_FILE, *, found: Mapping[str, str] | None = None) -> Pool:
@@ -309,12 +308,12 @@ class _Reader:
     def _check_address(self, address: str, *path: str) -> bytes | None:
         """The digest that the address is pinned to."""
         scheme = scheme_of(address)
-        if scheme not in _SCHEMES:
+        if scheme not in KINDS:
             raise self._error(
                 Code.E2,
                 f"has an unknown kind of address, {scheme}://",
                 *path,
-                hint="Give a path, s3://…, gs://…, az://… or http(s)://….",
+                hint=f"Give {forms()}.",
             )
         try:
             return split_pin(address)[1]

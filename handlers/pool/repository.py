@@ -19,7 +19,7 @@ from ...loader.errors import NotFoundError, TeneralError, UsageError
 from ...loader.format.limits import MANIFEST_NAME
 from ...loader.pin import split_pin
 from ...loader.sources.base import Source, SourceOptions
-from ...loader.sources.open import open_source, scheme_of
+from ...loader.sources.open import forms, is_read_only, open_source, scheme_of
 from ...runtime.config import ServeConfig
 from .keys import SERVED_NAME, VERSION_NAME
 from .values import Model
@@ -152,7 +152,7 @@ def _present(address: str, options: SourceOptions, model: Model) -> Iterator[int
     folder, _, name_begin = before.rpartition("/")
     name_end, _, _ = after.partition("/")
     pattern = re.compile(re.escape(name_begin) + f"({VERSION_NAME.pattern})" + re.escape(name_end))
-    if scheme_of(address) in ("http", "https"):
+    if is_read_only(address):
         yield from model.named_versions()  # HTTP cannot be listed: the file names them
         return
     for name in _folders(folder, options):
@@ -165,10 +165,8 @@ def _present(address: str, options: SourceOptions, model: Model) -> Iterator[int
 def models_in(address: str) -> dict[str, str]:
     """Sources by name of the models in a folder or bucket: `<model>/<version>/`. Blocks. Raises `TeneralError`."""
     base = address.rstrip("/")
-    if scheme_of(address) in ("http", "https"):
-        raise UsageError(
-            f"{address} cannot be listed", key="repository", hint="Give a folder, s3://…, gs://… or az://…."
-        )
+    if is_read_only(address):
+        raise UsageError(f"{address} cannot be listed", key="repository", hint=f"Give {forms(stores=True)}.")
     names = [name for name in _folders(base, SourceOptions()) if SERVED_NAME.fullmatch(name)]
     sources = {name: f"{base}/{name}/{{version}}" for name in sorted(names)}
     return {name: source for name, source in sources.items() if _has_versions(f"{base}/{name}")}

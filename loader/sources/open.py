@@ -1,6 +1,6 @@
 """Addresses opened as sources and stores. Only the module of the address's own scheme is imported.
 
-A new kind of store is a folder of its own here, and a row in `_STORES`.
+A new kind of store is a folder of its own here, and a row in `KINDS`.
 """
 
 from __future__ import annotations
@@ -8,31 +8,40 @@ from __future__ import annotations
 import os
 import re
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import UsageError
 
 if TYPE_CHECKING:
     from .base import Source, SourceOptions, Store
 
-# Scheme: the module and the class that open it.
-_STORES = {
-    "": (".file.store", "FileStore"),
-    "file": (".file.store", "FileStore"),
-    "s3": (".s3.store", "S3Store"),
-    "gs": (".gs.store", "GsStore"),
-    "az": (".az.store", "AzStore"),
+
+class Kind(NamedTuple):
+    """A kind of store. `module` has the class `name`, made from an address and `SourceOptions`."""
+
+    module: str
+    name: str
+    form: str  # of its addresses, for messages; "": that of another row
+    is_store: bool = True  # can be written to and listed; False: its class is a `Source` only
+    # Its folder has an `address.parse_url`, which checks the name of a bucket or an account's
+    # container.
+    has_buckets: bool = False
+
+
+# By scheme, "" for a plain path.
+KINDS = {
+    "": Kind(".file.store", "FileStore", "a path"),
+    "file": Kind(".file.store", "FileStore", "file:///folder"),
+    "s3": Kind(".s3.store", "S3Store", "s3://bucket/prefix", has_buckets=True),
+    "gs": Kind(".gs.store", "GsStore", "gs://bucket/prefix", has_buckets=True),
+    "az": Kind(".az.store", "AzStore", "az://account/container/prefix", has_buckets=True),
+    "http": Kind(".http.source", "HttpSource", "", is_store=False),
+    "https": Kind(".http.source", "HttpSource", "http(s)://host/folder", is_store=False),
 }
-_BUCKETS = frozenset({"s3", "gs", "az"})
-_READ_ONLY = {"http": (".http.source", "HttpSource"), "https": (".http.source", "HttpSource")}
 # Most models are in such a store.
 _LIKELY_SCHEME = "s3"
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_KNOWN = (
-    "a path, file:///folder, s3://bucket/prefix, gs://bucket/prefix, az://account/container/prefix, "
-    "or (for reading) http://… and https://…"
-)
 
 
 def open_source(url: str, options: SourceOptions | None = None) -> Source:
@@ -42,22 +51,32 @@ def open_source(url: str, options: SourceOptions | None = None) -> Source:
     Raises `UsageError` for an invalid address. The caller closes the source.
     """
     scheme = scheme_of(url)
-    if scheme in _READ_ONLY:
-        source: Source = _class_of(*_READ_ONLY[scheme])(url, options)
-        return source
-    return open_store(url, options)
+    kind = KINDS.get(scheme)
+    if kind is None:
+        raise UsageError(f"{url}: {scheme}:// is not a known kind of store", hint=f"Give {forms()}.")
+    opened = getattr(import_module(kind.module, __package__), kind.name)
+    source: Source = opened(_path_of(url, scheme)) if scheme in ("", "file") else opened(url, options)
+    return source
 
 
 def open_store(url: str, options: SourceOptions | None = None) -> Store:
     """As `open_source`, for a place that can be written to."""
-    scheme = scheme_of(url)
-    if scheme in _READ_ONLY:
-        raise UsageError(f"{url} can only be read from", hint=f"Write to {_KNOWN}.")
-    if scheme not in _STORES:
-        raise UsageError(f"{url}: {scheme}:// is not a known kind of store", hint=f"Give {_KNOWN}.")
-    kind = _class_of(*_STORES[scheme])
-    store: Store = kind(_path_of(url, scheme)) if scheme in ("", "file") else kind(url, options)
+    if is_read_only(url):
+        raise UsageError(f"{url} can only be read from", hint=f"Write to {forms(stores=True)}.")
+    store: Store = open_source(url, options)  # type: ignore[assignment] # a writable kind's class is a `Store`
     return store
+
+
+def is_read_only(url: str) -> bool:
+    """True if addresses of this kind can neither be written to nor listed."""
+    kind = KINDS.get(scheme_of(url))
+    return kind is not None and not kind.is_store
+
+
+def forms(*, stores: bool = False) -> str:
+    """The forms of the addresses of all kinds, or of those that can be written to: for messages."""
+    *others, last = (kind.form for kind in KINDS.values() if kind.form and (kind.is_store or not stores))
+    return f"{', '.join(others)} or {last}"
 
 
 def check_bucket(url: str) -> None:
@@ -65,7 +84,7 @@ def check_bucket(url: str) -> None:
     store has them. Reads no settings.
     """
     scheme = scheme_of(url)
-    if scheme not in _BUCKETS:
+    if scheme not in KINDS or not KINDS[scheme].has_buckets:
         raise UsageError(f"{url}: {scheme}:// is not a kind of store that has buckets")
     import_module(f".{scheme}.address", __package__).parse_url(url)
 
@@ -80,25 +99,19 @@ def import_likely_store() -> bool:
     """Import the most common kind of store ahead of its address; returns whether it will be reached
     over TLS.
     """
-    module, _ = _STORES[_LIKELY_SCHEME]
-    return bool(import_module(module, __package__).uses_tls())
+    return bool(import_module(KINDS[_LIKELY_SCHEME].module, __package__).uses_tls())
 
 
 def import_all() -> None:
     """Import every kind of store, ahead of a process's fork."""
-    for module, _ in {**_STORES, **_READ_ONLY}.values():
-        import_module(module, __package__)
-
-
-def _class_of(module: str, name: str) -> type:
-    kind: type = getattr(import_module(module, __package__), name)
-    return kind
+    for kind in KINDS.values():
+        import_module(kind.module, __package__)
 
 
 def _path_of(url: str, scheme: str) -> str:
     path = _path_of_file_url(url) if scheme else url
     if not path or "\0" in path:
-        raise UsageError(f"{path!r} is not a usable path", hint=f"Give {_KNOWN}.")
+        raise UsageError(f"{path!r} is not a usable path", hint=f"Give {forms()}.")
     return os.path.expanduser(path)
 
 

@@ -16,6 +16,7 @@ from tests.support.az_server import ACCOUNT, AzServer, use_az_account
 from tests.support.gs_server import GsServer, use_gs_account
 from tests.support.memory_store import MemoryStore
 from tests.support.store_server import StoreServer
+from tests.support.toy_store import ToyStore
 
 from teneral.loader.errors import (
     AlreadyExistsError,
@@ -51,6 +52,14 @@ class Place:
 def memory_place(folder: Path) -> Iterator[Place]:
     store = MemoryStore()
     yield Place(store.reopen, store.reopen)
+
+
+@contextmanager
+def toy_place(folder: Path) -> Iterator[Place]:
+    def open_database() -> ToyStore:
+        return ToyStore(f"toy://{folder}/objects.db/{PREFIX}")
+
+    yield Place(open_database, open_database)
 
 
 @contextmanager
@@ -123,6 +132,7 @@ def bucket_at(endpoint_url: str) -> Callable[[], S3Store]:
 
 PLACES = {
     "memory": memory_place,
+    "toy": toy_place,
     "file": file_place,
     "http": http_place,
     "s3": s3_place,

@@ -28,7 +28,7 @@ from ....loader.errors import (
 )
 from ....loader.pin import split_pin
 from ....loader.sources.base import Remote, Source, SourceOptions, Store
-from ....loader.sources.open import open_source, open_store, scheme_of
+from ....loader.sources.open import is_read_only, open_source, open_store
 from ....loader.timeline import Timeline
 from ...errors import SnapshotError, SnapshotMismatchError
 from .snapshot import (
@@ -99,7 +99,7 @@ class SnapshotService:
         self._source = open_source(self.address, options._replace(max_connections=CONNECTIONS))
         self._limit_bytes = limit_bytes
         # Neither a pinned snapshot nor one read over HTTP can be replaced.
-        self._saves = saves and self._pin is None and scheme_of(self.address) not in ("http", "https")
+        self._saves = saves and self._pin is None and not is_read_only(self.address)
         self._timeline = timeline
         self._turn = threading.Lock()  # held while putting blocks into the pool
         self._fetched: _Fetched | None = None

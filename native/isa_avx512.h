@@ -138,23 +138,24 @@ TN_INLINE void vb_expand_i8(uint16_t *to, const int8_t *from, int zero) {
     _mm512_storeu_si512(to, (__m512i)both);
 }
 
-/* How the levels of 4 bits less `zero`, at most 16, are looked up: in a table of the integers from -16 to 15. */
+/* The levels of 4 bits less `zero`, at most 16, as bf16: a window of the integers from -16 to 15, twice, so that the
+ * fifth bit of an index may be anything. */
 typedef __m512i vb_levels;
-TN_INLINE vb_levels vb_levels_of(int zero) { return _mm512_set1_epi16((short)(16 - zero)); }
-TN_INLINE vb v_of_levels(__m512i levels, vb_levels less) {
-    const __m512i table = _mm512_set_epi16(
-        0x4170, 0x4160, 0x4150, 0x4140, 0x4130, 0x4120, 0x4110, 0x4100, 0x40e0, 0x40c0, 0x40a0, 0x4080, 0x4040, 0x4000,
-        0x3f80, 0x0000, (short)0xbf80, (short)0xc000, (short)0xc040, (short)0xc080, (short)0xc0a0, (short)0xc0c0,
-        (short)0xc0e0, (short)0xc100, (short)0xc110, (short)0xc120, (short)0xc130, (short)0xc140, (short)0xc150,
-        (short)0xc160, (short)0xc170, (short)0xc180);
-    return (vb)_mm512_permutexvar_epi16(_mm512_add_epi16(levels, less), table);
+TN_INLINE vb_levels vb_levels_of(int zero) {
+    static const uint16_t integers[48] = {
+        0xc180, 0xc170, 0xc160, 0xc150, 0xc140, 0xc130, 0xc120, 0xc110, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0,
+        0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+        0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170, 0xc180, 0xc170, 0xc160, 0xc150,
+        0xc140, 0xc130, 0xc120, 0xc110, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+    };
+    return _mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)(integers + ((16 - zero) & 31))));
 }
 
 /* 32 bytes → 32 columns of their low halves, and 32 of their high ones. */
 TN_INLINE void vb_load_u4(const uint8_t *from, vb_levels lows, vb_levels highs, vb *low, vb *high) {
     const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)from));
-    *low = v_of_levels(_mm512_and_si512(bytes, _mm512_set1_epi16(15)), lows);
-    *high = v_of_levels(_mm512_srli_epi16(bytes, 4), highs);
+    *low = (vb)_mm512_permutexvar_epi16(bytes, lows);
+    *high = (vb)_mm512_permutexvar_epi16(_mm512_srli_epi16(bytes, 4), highs);
 }
 TN_INLINE void vb_expand_u4(uint16_t *low, uint16_t *high, const uint8_t *from, vb_levels lows, vb_levels highs) {
     vb low_values, high_values;

@@ -11,7 +11,8 @@
  * in the cache while all rows are multiplied with them. Inputs are used as they are.
  *
  * A tile is up to TILE_ROWS rows by 4 columns of the result, in registers. Its functions are written once, for a
- * number of rows that the compiler knows.
+ * number of rows that the compiler knows. Tiles make up panels, of as many rows and columns as let a block of the
+ * inputs and of the weights stay in the second cache; the sums of a panel are kept while K is gone through.
  */
 #include "linear.h"
 
@@ -26,9 +27,13 @@ enum {
     GROUP_STEP = 32,         /* groups are multiples of it, unless there is one a row */
     QUAD = 4,                /* columns of a tile */
     STRIP_COLUMNS = TN_LINEAR_COLUMNS,
-    PANEL_ROWS = 192,        /* whose sums are kept while K is gone through */
-    MAX_GROUPS = BLOCK / GROUP_STEP + 1, /* that share a block */
-    AHEAD_BYTES = 2048,      /* of a column, asked for before they are needed */
+    WIDE_COLUMNS = 128,      /* whose sums are kept while K is gone through: a multiple of a strip's */
+    PANEL_ROWS = 192,        /* … of these rows: a block of them and of the weights stays in the second cache */
+    MAX_GROUPS = BLOCK / GROUP_STEP + TN_LANES, /* that share a block: at most one more than are whole; in vectors */
+    AHEAD_BYTES = 2048,      /* of a column, asked for before they are widened */
+    AHEAD_QUAD_BYTES = 8192, /* of quads, asked for before they are multiplied */
+    MAX_I8_ROWS = 16,        /* for which tiles widen integers themselves: with more, a strip is faster */
+    MAX_U4_ROWS = 6,
     ALONE_PRODUCTS = 1 << 18 /* below this number, waking threads costs more than it gains */
 };
 
@@ -45,11 +50,12 @@ enum { TILE_ROWS = 6, SCALED_TILE_ROWS = 6 };
 /* Weights of 4 columns in one block of K: bf16 or fp32, from where they were loaded or from a strip. */
 typedef struct {
     const void *column[QUAD];
-    const float (*scale)[QUAD]; /* of each group, (groups, QUAD) */
-    const int16_t (*zero)[QUAD]; /* likewise, where a tile takes U4 as they are */
+    const float (*scale)[MAX_GROUPS]; /* of each group, (QUAD, groups) */
+    const int16_t (*zero)[MAX_GROUPS]; /* likewise, where a tile takes U4 as they are */
     int first_count;            /* elements of the first group that are in this block */
     int group_size;
     int count;                  /* elements of the block */
+    int64_t ahead_bytes;        /* from each element to the one to ask for meanwhile */
     vf (*totals)[QUAD];         /* memory for a tile's, where they are kept there */
 } quartet_t;
 
@@ -64,7 +70,7 @@ TN_INLINE void sum_bf16(const int rows, const bool ahead, vf sums[][QUAD], const
     for (; k + 2 * TN_LANES <= end; k += 2 * TN_LANES) {
         vb weights[QUAD];
         for (int j = 0; j < QUAD; j++) {
-            if (ahead) __builtin_prefetch((const char *)(column[j] + k) + AHEAD_BYTES);
+            if (ahead) __builtin_prefetch((const char *)(column[j] + k) + w->ahead_bytes);
             weights[j] = vb_load(column[j] + k);
         }
         for (int i = 0; i < rows; i++) {
@@ -89,7 +95,7 @@ TN_INLINE void sum_e2m1(const int rows, vf sums[][QUAD], const uint16_t *x, int6
     for (int k = begin; k < end; k += 32) {
         vb weights[QUAD];
         for (int j = 0; j < QUAD; j++) {
-            __builtin_prefetch(column[j] + k / 2 + AHEAD_BYTES);
+            __builtin_prefetch(column[j] + k / 2 + w->ahead_bytes);
             weights[j] = vb_load_e2m1(column[j] + k / 2);
         }
         for (int i = 0; i < rows; i++) {
@@ -107,7 +113,7 @@ TN_INLINE void sum_i8(const int rows, vf sums[][QUAD], const uint16_t *x, int64_
     for (; k + 32 <= end; k += 32) {
         vb weights[QUAD];
         for (int j = 0; j < QUAD; j++) {
-            __builtin_prefetch(column[j] + k + AHEAD_BYTES);
+            __builtin_prefetch(column[j] + k + w->ahead_bytes);
             weights[j] = vb_load_i8(column[j] + k);
         }
         for (int i = 0; i < rows; i++) {
@@ -131,8 +137,8 @@ TN_INLINE void sum_u4(const int rows, vf sums[][QUAD], const uint16_t *x, int64_
         vb low[QUAD], high[QUAD];
         for (int j = 0; j < QUAD; j++) {
             const uint8_t *column = (const uint8_t *)w->column[j] + run / 2;
-            const vb_levels levels = vb_levels_of(w->zero[group][j]);
-            __builtin_prefetch(column + AHEAD_BYTES);
+            const vb_levels levels = vb_levels_of(w->zero[j][group]);
+            __builtin_prefetch(column + w->ahead_bytes);
             vb_load_u4(column, levels, levels, &low[j], &high[j]);
         }
         for (int i = 0; i < rows && has_low; i++) {
@@ -165,7 +171,7 @@ TN_INLINE void sum_f32(const int rows, const bool is_bf16, const bool ahead, vf 
         vf inputs[TILE_ROWS];
         for (int i = 0; i < rows; i++) inputs[i] = load_input(x, i * x_stride + k, is_bf16);
         for (int j = 0; j < QUAD; j++) {
-            if (ahead) __builtin_prefetch((const char *)(column[j] + k) + AHEAD_BYTES);
+            if (ahead) __builtin_prefetch((const char *)(column[j] + k) + w->ahead_bytes);
             const vf weights = vf_load(column[j] + k);
             for (int i = 0; i < rows; i++) sums[i][j] = vf_fma(inputs[i], weights, sums[i][j]);
         }
@@ -179,17 +185,17 @@ TN_INLINE void sum_f32(const int rows, const bool is_bf16, const bool ahead, vf 
 }
 
 /* Of the inputs, and of the weights as the tile takes them. */
-typedef enum { BF16_PAIRS, BF16_AND_I8, BF16_AND_U4, BF16_AND_E2M1, BF16_IN_F32, F32_IN_F32 } way_t;
+typedef enum { BF16_PAIRS, BF16_FROM_MEMORY, BF16_AND_I8, BF16_AND_U4, BF16_AND_E2M1, BF16_IN_F32, F32_IN_F32,
+               F32_FROM_MEMORY } way_t;
 
-/* Lanes of elements [begin, end) of the block. `ahead`: the weights come from memory, and are asked for some steps
- * before. */
-TN_INLINE void sum_lanes(const int rows, const way_t way, const bool ahead, vf sums[][QUAD], const void *x,
-                         int64_t x_stride, const quartet_t *w, int group, int begin, int end) {
+/* Lanes of elements [begin, end) of the block. */
+TN_INLINE void sum_lanes(const int rows, const way_t way, vf sums[][QUAD], const void *x, int64_t x_stride,
+                         const quartet_t *w, int group, int begin, int end) {
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < QUAD; j++) sums[i][j] = vf_zero();
 #if TN_BF16_DOT
-    if (way == BF16_PAIRS) {
-        sum_bf16(rows, ahead, sums, x, x_stride, w, begin, end);
+    if (way == BF16_PAIRS || way == BF16_FROM_MEMORY) {
+        sum_bf16(rows, way == BF16_FROM_MEMORY, sums, x, x_stride, w, begin, end);
         return;
     }
 #endif
@@ -208,19 +214,32 @@ TN_INLINE void sum_lanes(const int rows, const way_t way, const bool ahead, vf s
     }
 #endif
     (void)group;
-    sum_f32(rows, way == BF16_IN_F32, ahead, sums, x, x_stride, w, begin, end);
+    sum_f32(rows, way == BF16_IN_F32, way == F32_FROM_MEMORY, sums, x, x_stride, w, begin, end);
 }
 
 /* Write, or add where the block is not the first, one block's share of `rows` by 4 sums into the panel. */
 TN_INLINE void tile(const int rows, const way_t way, const void *x, int64_t x_stride, const quartet_t *w, float *panel,
                     bool first) {
     vf sums[TILE_ROWS][QUAD];
-    sum_lanes(rows, way, true, sums, x, x_stride, w, 0, 0, w->count);
+    sum_lanes(rows, way, sums, x, x_stride, w, 0, 0, w->count);
     for (int i = 0; i < rows; i++)
         vf_reduce4(panel + i * STRIP_COLUMNS, sums[i][0], sums[i][1], sums[i][2], sums[i][3], first);
 }
 
-/* The same with scales. */
+/* The same with one scale for the whole block. */
+TN_INLINE void evenly_scaled_tile(const int rows, const way_t way, const void *x, int64_t x_stride,
+                                  const quartet_t *w, float *panel, bool first) {
+    vf sums[TILE_ROWS][QUAD];
+    sum_lanes(rows, way, sums, x, x_stride, w, 0, 0, w->count);
+    for (int j = 0; j < QUAD; j++) {
+        const vf scale = vf_set(w->scale[j][0]);
+        for (int i = 0; i < rows; i++) sums[i][j] = vf_fma(sums[i][j], scale, vf_zero());
+    }
+    for (int i = 0; i < rows; i++)
+        vf_reduce4(panel + i * STRIP_COLUMNS, sums[i][0], sums[i][1], sums[i][2], sums[i][3], first);
+}
+
+/* The same with a scale for each group. */
 TN_INLINE void scaled_tile(const int rows, const way_t way, const void *x, int64_t x_stride, const quartet_t *w,
                            float *panel, bool first) {
     vf sums[SCALED_TILE_ROWS][QUAD];
@@ -233,9 +252,9 @@ TN_INLINE void scaled_tile(const int rows, const way_t way, const void *x, int64
         for (int j = 0; j < QUAD; j++) totals[i][j] = vf_zero();
     int begin = 0, end = w->first_count;
     for (int group = 0; begin < w->count; group++) {
-        sum_lanes(rows, way, false, sums, x, x_stride, w, group, begin, end);
+        sum_lanes(rows, way, sums, x, x_stride, w, group, begin, end);
         for (int j = 0; j < QUAD; j++) {
-            const vf scale = vf_set(w->scale[group][j]);
+            const vf scale = vf_set(w->scale[j][group]);
             for (int i = 0; i < rows; i++) totals[i][j] = vf_fma(sums[i][j], scale, totals[i][j]);
         }
         begin = end;
@@ -267,28 +286,43 @@ typedef void (*tile_t)(int rows, const void *x, int64_t x_stride, const quartet_
     static void name(int rows, const void *x, int64_t x_stride, const quartet_t *w, float *panel, bool first) {      \
         EACH_HEIGHT(function, most, way)                                                                             \
     }
-TILE(tile_bf16, tile, TILE_ROWS, BF16_PAIRS)
 TILE(tile_bf16_in_f32, tile, TILE_ROWS, BF16_IN_F32)
 TILE(tile_f32, tile, TILE_ROWS, F32_IN_F32)
-TILE(scaled_bf16, scaled_tile, SCALED_TILE_ROWS, BF16_PAIRS)
+TILE(tile_f32_from_memory, tile, TILE_ROWS, F32_FROM_MEMORY)
+TILE(evenly_scaled_bf16_in_f32, evenly_scaled_tile, TILE_ROWS, BF16_IN_F32)
+TILE(evenly_scaled_f32, evenly_scaled_tile, TILE_ROWS, F32_IN_F32)
 TILE(scaled_bf16_in_f32, scaled_tile, SCALED_TILE_ROWS, BF16_IN_F32)
 TILE(scaled_f32, scaled_tile, SCALED_TILE_ROWS, F32_IN_F32)
+#if TN_BF16_DOT
+TILE(tile_bf16, tile, TILE_ROWS, BF16_PAIRS)
+TILE(tile_bf16_from_memory, tile, TILE_ROWS, BF16_FROM_MEMORY)
+TILE(evenly_scaled_bf16, evenly_scaled_tile, TILE_ROWS, BF16_PAIRS)
+TILE(scaled_bf16, scaled_tile, SCALED_TILE_ROWS, BF16_PAIRS)
+#endif
 #if TN_INTEGER_TILES
+TILE(evenly_scaled_i8, evenly_scaled_tile, TILE_ROWS, BF16_AND_I8)
 TILE(scaled_i8, scaled_tile, SCALED_TILE_ROWS, BF16_AND_I8)
 TILE(scaled_u4, scaled_tile, SCALED_TILE_ROWS, BF16_AND_U4)
 TILE(scaled_e2m1, scaled_tile, SCALED_TILE_ROWS, BF16_AND_E2M1)
 #endif
 
-static tile_t tile_for(way_t way, bool is_scaled) {
+/* How the groups of a block are scaled. */
+typedef enum { NOT_SCALED, EVENLY_SCALED, SCALED } scaling_t;
+
+static tile_t tile_for(way_t way, scaling_t scaling) {
     switch (way) {
-    case BF16_PAIRS: return is_scaled ? scaled_bf16 : tile_bf16;
-    case BF16_IN_F32: return is_scaled ? scaled_bf16_in_f32 : tile_bf16_in_f32;
+#if TN_BF16_DOT
+    case BF16_PAIRS: return (const tile_t[]){tile_bf16, evenly_scaled_bf16, scaled_bf16}[scaling];
+    case BF16_FROM_MEMORY: return tile_bf16_from_memory;
+#endif
 #if TN_INTEGER_TILES
-    case BF16_AND_I8: return scaled_i8;
+    case BF16_AND_I8: return scaling == SCALED ? scaled_i8 : evenly_scaled_i8;
     case BF16_AND_U4: return scaled_u4;
     case BF16_AND_E2M1: return scaled_e2m1;
 #endif
-    default: return is_scaled ? scaled_f32 : tile_f32;
+    case F32_FROM_MEMORY: return tile_f32_from_memory;
+    case BF16_IN_F32: return (const tile_t[]){tile_bf16_in_f32, evenly_scaled_bf16_in_f32, scaled_bf16_in_f32}[scaling];
+    default: return (const tile_t[]){tile_f32, evenly_scaled_f32, scaled_f32}[scaling];
     }
 }
 
@@ -297,8 +331,8 @@ static tile_t tile_for(way_t way, bool is_scaled) {
 /* Columns of one block, and the scales of its groups. */
 typedef struct {
     _Alignas(64) unsigned char weights[STRIP_COLUMNS][BLOCK * sizeof(float)]; /* bf16 or fp32 */
-    float scale[STRIP_COLUMNS / QUAD][MAX_GROUPS][QUAD];
-    int16_t zero[STRIP_COLUMNS / QUAD][MAX_GROUPS][QUAD];
+    float scale[STRIP_COLUMNS][MAX_GROUPS];
+    int16_t zero[STRIP_COLUMNS][MAX_GROUPS];
     vf totals[SCALED_TILE_ROWS][QUAD];
     quartet_t quad[STRIP_COLUMNS / QUAD];
 } strip_t;
@@ -422,11 +456,12 @@ typedef struct {
 
 static block_t block_at(const tn_matrix *w, int64_t begin) {
     block_t block = {.begin = begin, .count = (int)(w->num_in - begin < BLOCK ? w->num_in - begin : BLOCK)};
-    if (w->scale != NULL) {
-        block.num_groups = w->num_in / w->group_size;
-        block.first_group = begin / w->group_size;
-        block.left = (block.first_group + 1) * w->group_size - begin;
-        block.groups = (int)((begin + block.count - 1) / w->group_size - block.first_group) + 1;
+    if (w->scale != NULL) { /* in 32 bits: divisions take three times as long in 64 */
+        const uint32_t size = (uint32_t)w->group_size, first = (uint32_t)begin;
+        block.num_groups = (uint32_t)w->num_in / size;
+        block.first_group = first / size;
+        block.left = (block.first_group + 1) * size - begin;
+        block.groups = (int)((first + (uint32_t)block.count - 1) / size - (uint32_t)block.first_group) + 1;
     }
     return block;
 }
@@ -439,74 +474,82 @@ static float scale_of_e8m0(uint8_t byte) {
     return f32_of_bits(byte == 0 ? 0x400000u : byte == 255 ? 0x7fc00000u : (uint32_t)byte << 23);
 }
 
-/* A column's elements of a block: where they are if a tile can take them, else written to `to`. */
-static const void *weights_of(void *to, const tn_matrix *w, int64_t column, const block_t *block, way_t way) {
-    const int64_t place = stored_row(w, column) * w->num_in + block->begin;
-    const int64_t zero_place = column * block->num_groups + block->first_group;
-    const bool to_bf16 = way == BF16_PAIRS;
+static int64_t bytes_of(const tn_matrix *w, int64_t num) {
+    return w->dtype == TN_U4 || w->dtype == TN_E2M1 ? num / 2 : num * (w->dtype == TN_F32 ? 4 : w->dtype == TN_I8 ? 1 : 2);
+}
+
+/* Whether tiles take the weights from where they are. */
+static bool is_in_place(const tn_matrix *w, way_t way) {
     switch (w->dtype) {
-    case TN_F32: return (const float *)w->data + place;
-    case TN_BF16:
-        if (to_bf16) return (const uint16_t *)w->data + place;
-        widen_16(to, (const uint16_t *)w->data + place, block->count, true);
-        return to;
-    case TN_F16: widen_16(to, (const uint16_t *)w->data + place, block->count, false); return to;
-    case TN_I8:
-        if (way == BF16_AND_I8) return (const int8_t *)w->data + place;
-        expand_i8(to, w, (const int8_t *)w->data + place, block->count, zero_place, block->left, to_bf16);
-        return to;
-    case TN_E2M1:
-        if (way == BF16_AND_E2M1) return (const uint8_t *)w->data + place / 2;
-        expand_e2m1(to, (const uint8_t *)w->data + place / 2, block->count, to_bf16);
-        return to;
-    default:
-        if (way == BF16_AND_U4) return (const uint8_t *)w->data + place / 2;
-        expand_u4(to, w, (const uint8_t *)w->data + place / 2, block->count, zero_place, block->left, to_bf16);
-        return to;
+    case TN_F32: return true;
+    case TN_BF16: return way == BF16_PAIRS;
+    case TN_I8: return way == BF16_AND_I8;
+    case TN_U4: return way == BF16_AND_U4;
+    case TN_E2M1: return way == BF16_AND_E2M1;
+    default: return false;
     }
 }
 
-/* The scales, and zeros if a tile needs them, of the block's groups: of column `column` as number j of its quad. */
-static void take_groups(strip_t *strip, int n, const tn_matrix *w, int64_t column, const block_t *block, bool zeros) {
-    quartet_t *quad = &strip->quad[n / QUAD];
-    float(*scale)[QUAD] = strip->scale[n / QUAD];
-    int16_t(*zero)[QUAD] = strip->zero[n / QUAD];
-    const int64_t place = stored_row(w, column) * block->num_groups + block->first_group;
-    const int num_groups = block->groups, j = n % QUAD;
-    quad->scale = (const float(*)[QUAD])scale;
-    quad->zero = (const int16_t(*)[QUAD])zero;
-    quad->group_size = (int)(w->group_size < BLOCK ? w->group_size : BLOCK);
-    quad->first_count = (int)(block->left < block->count ? block->left : block->count);
-    if (w->scale_dtype == TN_BF16)
-        for (int group = 0; group < num_groups; group++)
-            scale[group][j] = f32_of_bf16(((const uint16_t *)w->scale)[place + group]);
-    else if (w->scale_dtype == TN_F32)
-        for (int group = 0; group < num_groups; group++) scale[group][j] = ((const float *)w->scale)[place + group];
-    else if (w->scale_dtype == TN_E8M0)
-        for (int group = 0; group < num_groups; group++)
-            scale[group][j] = scale_of_e8m0(((const uint8_t *)w->scale)[place + group]);
-    else
-        for (int group = 0; group < num_groups; group += TN_LANES) {
-            const int count = num_groups - group < TN_LANES ? num_groups - group : TN_LANES;
-            float lanes[TN_LANES];
-            vf_store(lanes, vf_load_f16_part((const uint16_t *)w->scale + place + group, count));
-            for (int i = 0; i < count; i++) scale[group + i][j] = lanes[i];
-        }
-    for (int group = 0; group < num_groups && zeros; group++)
-        zero[group][j] = (int16_t)(w->zero == NULL ? 8 : ((const uint8_t *)w->zero)[place + group]);
+/* Write a column's elements of a block as tiles take them. */
+static void expand(void *to, const tn_matrix *w, int64_t column, const block_t *block, way_t way) {
+    const char *from = (const char *)w->data + bytes_of(w, stored_row(w, column) * w->num_in + block->begin);
+    const int64_t zero_place = column * block->num_groups + block->first_group;
+    switch (w->dtype) {
+    case TN_I8: expand_i8(to, w, (const void *)from, block->count, zero_place, block->left, way == BF16_PAIRS); return;
+    case TN_U4: expand_u4(to, w, (const void *)from, block->count, zero_place, block->left, way == BF16_PAIRS); return;
+    case TN_E2M1: expand_e2m1(to, (const void *)from, block->count, way == BF16_PAIRS); return;
+    default: widen_16(to, (const void *)from, block->count, w->dtype == TN_BF16);
+    }
 }
 
-/* Fill the strip with columns [first, first + num) of a block.
+/* The scales of the block's groups, and their zeros where tiles take U4: of a column, as number n of the strip. */
+static void take_groups(strip_t *strip, int n, const tn_matrix *w, int64_t column, const block_t *block, way_t way) {
+    const int64_t place = stored_row(w, column) * block->num_groups + block->first_group;
+    for (int group = 0; group < block->groups && w->scale_dtype == TN_E8M0; group++)
+        strip->scale[n][group] = scale_of_e8m0(((const uint8_t *)w->scale)[place + group]);
+    for (int group = 0; group < block->groups && w->scale_dtype != TN_E8M0; group += TN_LANES) {
+        const int count = block->groups - group < TN_LANES ? block->groups - group : TN_LANES;
+        const uint16_t *half = (const uint16_t *)w->scale + place + group;
+        vf_store(strip->scale[n] + group,
+                 w->scale_dtype == TN_F32    ? vf_load_part((const float *)w->scale + place + group, count)
+                 : w->scale_dtype == TN_BF16 ? vf_load_bf16_part(half, count)
+                                             : vf_load_f16_part(half, count));
+    }
+    if (way != BF16_AND_U4 || w->zero == NULL) return;
+    const uint8_t *zero = (const uint8_t *)w->zero + place;
+    for (int group = 0; group < block->groups; group++) strip->zero[n][group] = zero[group];
+}
+
+/* What does not change with the columns. */
+static void start_strip(strip_t *strip, const tn_matrix *w) {
+    for (int n = 0; n < STRIP_COLUMNS; n++)
+        for (int group = 0; group < MAX_GROUPS && w->dtype == TN_U4; group++) strip->zero[n][group] = 8;
+    for (int n = 0; n < STRIP_COLUMNS; n += QUAD) {
+        quartet_t *quad = &strip->quad[n / QUAD];
+        const int64_t bytes = bytes_of(w, stored_row(w, QUAD) * w->num_in);
+        quad->scale = (const float(*)[MAX_GROUPS])strip->scale[n];
+        quad->zero = (const int16_t(*)[MAX_GROUPS])strip->zero[n];
+        quad->group_size = (int)(w->group_size < BLOCK ? w->group_size : BLOCK);
+        quad->ahead_bytes = bytes < AHEAD_QUAD_BYTES ? AHEAD_QUAD_BYTES / bytes * bytes : bytes;
+        quad->totals = strip->totals;
+    }
+}
+
+/* Columns [first, first + num) of a block.
  *
  * The last quad's missing columns are its last one again: what is computed of them is not used. */
 static void fill_strip(strip_t *strip, const tn_matrix *w, int64_t first, int num, const block_t *block, way_t way) {
+    const bool in_place = is_in_place(w, way);
+    const int64_t stride = bytes_of(w, stored_row(w, 1) * w->num_in);
+    const char *column = (const char *)w->data + first * stride + bytes_of(w, block->begin);
     for (int n = 0; n < (num + QUAD - 1) / QUAD * QUAD; n++) {
         quartet_t *quad = &strip->quad[n / QUAD];
-        const int j = n % QUAD, from = n < num ? n : num - 1;
-        quad->column[j] = n < num ? weights_of(strip->weights[n], w, first + n, block, way) : quad->column[j - 1];
+        const int from = n < num ? n : num - 1;
+        if (!in_place && n < num) expand(strip->weights[n], w, first + n, block, way);
+        quad->column[n % QUAD] = in_place ? column + from * stride : (const char *)strip->weights[from];
         quad->count = block->count;
-        quad->totals = strip->totals;
-        if (w->scale != NULL) take_groups(strip, n, w, first + from, block, way == BF16_AND_U4);
+        quad->first_count = (int)(block->left < block->count ? block->left : block->count);
+        if (w->scale != NULL) take_groups(strip, n, w, first + from, block, way);
     }
 }
 
@@ -517,9 +560,9 @@ static way_t way_of(const tn_linear_args *args) {
 #if TN_BF16_DOT
     const tn_matrix *w = args->weight;
 #if TN_INTEGER_TILES
-    if (args->num_rows <= SCALED_TILE_ROWS && w->dtype == TN_U4) return BF16_AND_U4;
-    if (args->num_rows <= SCALED_TILE_ROWS && w->dtype == TN_E2M1) return BF16_AND_E2M1;
-    if (args->num_rows <= SCALED_TILE_ROWS && w->dtype == TN_I8 && w->zero == NULL) return BF16_AND_I8;
+    if (args->num_rows <= MAX_U4_ROWS && w->dtype == TN_U4) return BF16_AND_U4;
+    if (args->num_rows <= MAX_U4_ROWS && w->dtype == TN_E2M1) return BF16_AND_E2M1;
+    if (args->num_rows <= MAX_I8_ROWS && w->dtype == TN_I8 && w->zero == NULL) return BF16_AND_I8;
 #endif
     if (w->dtype == TN_BF16 || w->dtype == TN_I8 || w->dtype == TN_U4 || w->dtype == TN_E2M1) return BF16_PAIRS;
 #endif
@@ -532,30 +575,61 @@ static int tile_rows(int64_t left, int most) {
     return left < 2 * most ? (int)(left + 1) / 2 : most;
 }
 
-/* Sums of `rows` rows over all of K with the columns [first, first + num). */
-static void sum_panel(float *panel, strip_t *strip, const tn_linear_args *args, int64_t first_row, int rows,
-                      int64_t first, int num) {
+/* A piece of the product whose sums are kept: rows and columns, each a half-open range by its first and number. */
+typedef struct {
+    const tn_linear_args *args;
+    int64_t first_row, first;
+    int rows, num;
+    float *sums; /* (strips, rows, STRIP_COLUMNS) */
+} panel_t;
+
+/* The way of the first rows: their tiles find weights in memory that the next ones find in the cache. */
+static way_t first_way_of(const tn_matrix *w, way_t way) {
+    if (w->dtype == TN_BF16 && way == BF16_PAIRS) return BF16_FROM_MEMORY;
+    return w->dtype == TN_F32 && way == F32_IN_F32 ? F32_FROM_MEMORY : way;
+}
+
+/* One block's share of the sums of all rows with the strip's columns, [first, first + num). */
+static void sum_strip(const panel_t *panel, strip_t *strip, int64_t first, int num, const block_t *block, way_t way) {
+    const tn_linear_args *args = panel->args;
     const tn_matrix *w = args->weight;
-    const way_t way = way_of(args);
-    const tile_t tile_of = tile_for(way, w->scale != NULL);
-    const int most = w->scale != NULL ? SCALED_TILE_ROWS : TILE_ROWS;
+    const scaling_t scaling = w->scale == NULL     ? NOT_SCALED
+                              : block->groups == 1 ? EVENLY_SCALED
+                                                   : SCALED;
+    const tile_t first_tile = tile_for(first_way_of(w, way), scaling), other_tile = tile_for(way, scaling);
+    const int most = scaling == SCALED || way == BF16_AND_U4 ? SCALED_TILE_ROWS : TILE_ROWS;
     const int64_t x_bytes = args->x_dtype == TN_F32 ? 4 : 2;
+    const int64_t offset = first - panel->first, within = offset % STRIP_COLUMNS;
+    float *sums = panel->sums + (offset - within) * panel->rows + within;
+    for (int row = 0, height; row < panel->rows; row += height) {
+        height = tile_rows(panel->rows - row, most);
+        const char *x = (const char *)args->x + ((panel->first_row + row) * args->x_stride + block->begin) * x_bytes;
+        const tile_t tile_of = row == 0 ? first_tile : other_tile;
+        for (int n = 0; n < num; n += QUAD)
+            tile_of(height, x, args->x_stride, &strip->quad[n / QUAD], sums + row * STRIP_COLUMNS + n,
+                    block->begin == 0);
+    }
+}
+
+/* The panel's sums over all of K. */
+static void sum_panel(const panel_t *panel, strip_t *strip) {
+    const tn_matrix *w = panel->args->weight;
+    const way_t way = way_of(panel->args);
+    /* What is expanded for one tile alone is best still in the first cache. */
+    const int width = panel->rows <= SCALED_TILE_ROWS && !is_in_place(w, way) ? QUAD : STRIP_COLUMNS;
     for (int64_t begin = 0; begin < w->num_in; begin += BLOCK) {
         const block_t block = block_at(w, begin);
-        fill_strip(strip, w, first, num, &block, way);
-        for (int row = 0, height; row < rows; row += height) {
-            height = tile_rows(rows - row, most);
-            const char *x = (const char *)args->x + ((first_row + row) * args->x_stride + begin) * x_bytes;
-            for (int n = 0; n < num; n += QUAD) {
-                tile_of(height, x, args->x_stride, &strip->quad[n / QUAD], panel + row * STRIP_COLUMNS + n, begin == 0);
-            }
+        for (int n = 0; n < panel->num; n += width) {
+            const int num = panel->num - n < width ? panel->num - n : width;
+            fill_strip(strip, w, panel->first + n, num, &block, way);
+            sum_strip(panel, strip, panel->first + n, num, &block, way);
         }
     }
 }
 
-/* Sums → results: with the bias, rounded where the result is bf16. */
-static void finish_panel(const float *panel, const tn_linear_args *args, int64_t first_row, int rows, int64_t first,
-                         int num) {
+/* A strip's sums → results: with the bias, rounded where the result is bf16. */
+static void finish_strip(const float *sums_of_rows, const tn_linear_args *args, int64_t first_row, int rows,
+                         int64_t first, int num) {
     const tn_matrix *w = args->weight;
     float bias[STRIP_COLUMNS] = {0};
     for (int n = 0; n < num && w->bias != NULL; n++) {
@@ -569,7 +643,7 @@ static void finish_panel(const float *panel, const tn_linear_args *args, int64_t
         const int64_t place = (first_row + row) * args->out_stride + first;
         for (int n = 0; n < num; n += TN_LANES) {
             const int count = num - n < TN_LANES ? num - n : TN_LANES;
-            vf sums = vf_load_part(panel + row * STRIP_COLUMNS + n, count);
+            vf sums = vf_load_part(sums_of_rows + row * STRIP_COLUMNS + n, count);
             if (w->bias != NULL) sums = vf_add(sums, vf_load(bias + n));
             if (args->out_dtype == TN_F32)
                 vf_store_part((float *)args->out + place + n, sums, count);
@@ -581,15 +655,17 @@ static void finish_panel(const float *panel, const tn_linear_args *args, int64_t
 
 void tn_linear_columns(const tn_linear_args *args, int64_t begin, int64_t end) {
     strip_t strip;
-    float panel[PANEL_ROWS * STRIP_COLUMNS];
-    /* Where one tile takes all rows, a column is read from end to end; else tiles share a strip. */
-    const int width = args->num_rows <= SCALED_TILE_ROWS ? QUAD : STRIP_COLUMNS;
-    for (int64_t first = begin; first < end; first += width) {
-        const int num = (int)(end - first < width ? end - first : width);
-        for (int64_t row = 0; row < args->num_rows; row += PANEL_ROWS) {
-            const int rows = (int)(args->num_rows - row < PANEL_ROWS ? args->num_rows - row : PANEL_ROWS);
-            sum_panel(panel, &strip, args, row, rows, first, num);
-            finish_panel(panel, args, row, rows, first, num);
+    float sums[PANEL_ROWS * WIDE_COLUMNS];
+    start_strip(&strip, args->weight);
+    for (int64_t row = 0; row < args->num_rows; row += PANEL_ROWS) {
+        const int rows = (int)(args->num_rows - row < PANEL_ROWS ? args->num_rows - row : PANEL_ROWS);
+        for (int64_t first = begin; first < end; first += WIDE_COLUMNS) {
+            const int num = (int)(end - first < WIDE_COLUMNS ? end - first : WIDE_COLUMNS);
+            const panel_t panel = {args, row, first, rows, num, sums};
+            sum_panel(&panel, &strip);
+            for (int n = 0; n < num; n += STRIP_COLUMNS)
+                finish_strip(sums + n * rows, args, row, rows, first + n,
+                             num - n < STRIP_COLUMNS ? num - n : STRIP_COLUMNS);
         }
     }
 }

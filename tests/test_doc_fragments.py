@@ -48,14 +48,14 @@ ELSEWHERE = {
 
 def parsed(words: list[str]) -> tuple[Any, str]:
     """The flags, or None and the complaint."""
-    said = io.StringIO()
+    printed = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(printed):
             return parse(words), ""
     except SystemExit as end:
         if end.code == 0:
             return None, ""  # --help, --version
-        return None, said.getvalue().strip().rpartition("\n")[2]
+        return None, printed.getvalue().strip().rpartition("\n")[2]
 
 
 def test_there_are_fragments_of_each_kind() -> None:

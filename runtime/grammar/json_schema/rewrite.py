@@ -281,7 +281,7 @@ def _format(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _min_properties(schema: Mapping[str, Any]) -> Schema:
-    """Objects with so many properties. Names that a grammar repeats count once, so they must be names of a list."""
+    """Objects of at least `minProperties`. Names that a grammar repeats count once, so they must be names of a list."""
     least, required = schema["minProperties"], schema.get("required", [])
     if least <= max(1, len(required)):
         return {"minProperties": least}

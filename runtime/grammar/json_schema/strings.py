@@ -78,5 +78,5 @@ def _in_class(character: str) -> str:
 
 
 def length_pattern(least: int, most: int | None) -> str:
-    """An expression for texts of so many characters."""
+    """An expression for texts of `least` to `most` characters."""
     return f"^{ANY}{{{least},{'' if most is None else most}}}$"

@@ -13,7 +13,7 @@ MAX_COMPARISONS = 20_000  # of pairs of schemas, for one document: beyond that a
 
 
 class Values:
-    """What is known of the values of schemas with these definitions."""
+    """The values that are possible of schemas with these definitions."""
 
     def __init__(self, definitions: Mapping[str, Schema]) -> None:
         self._definitions = definitions

@@ -520,7 +520,7 @@ class Instance:
                 kv_bytes=self.config.kv_bytes
                 or pool_bytes(model, untaken_bytes(self._load), self.config.max_running),
             )
-        self.adapters = self._registry(model)
+        self.adapters = self._registry(model, manifest.digest)
         tokenizer = self.tokenizer.result()
         engine = Engine(
             model,
@@ -545,7 +545,7 @@ class Instance:
         _resolve(self.engine, engine)
         self.timeline.mark("process", "can answer")
 
-    def _registry(self, model: Decoder) -> AdapterRegistry | None:
+    def _registry(self, model: Decoder, digest: bytes | None) -> AdapterRegistry | None:
         """The registry of adapters; None if not configured. Raises `ModelError` if the executor
         does not support adapters.
         """
@@ -566,7 +566,8 @@ class Instance:
             model.config,
             template=config.adapters,
             max_bytes=config.adapters_bytes,
-            options=config.source_options,
+            options=config.source_options._replace(base=None),
+            base_digest=digest,
         )
 
     def _start_embedder(self, model: Encoder, config: Mapping[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """One adapter's way from a store into memory, layer by layer in the order in which a forward pass needs them.
 
-Ranges of the file are read in a few threads, the first layers' first, and a layer is reported as soon as its bytes are
-there. It knows no registry and no engine.
+A folder has what PEFT saves, or a packed adapter (`packed.py`). Of the former, ranges of the file are read in a few
+threads, the first layers' first, and a layer is reported as soon as its bytes are there. It knows no registry and no
+engine.
 """
 
 from __future__ import annotations
@@ -11,21 +12,26 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ...loader.errors import AccessDeniedError, FormatError, NotFoundError, TeneralError
+from ...loader.format.limits import MANIFEST_NAME
+from ...loader.format.manifest_json import parse_manifest
 from ...loader.format.safetensors import SafetensorsFile, read_header
 from ...loader.process.cpu import parallel_map
 from ...loader.sources.base import ObjectInfo, Source
+from ...loader.sources.subfolder import Subfolder
 from ..errors import AdapterError, AdapterNotFoundError, AdapterUnavailableError
 from ..models.adapter import AdapterWeights
 from ..models.decoder_config import DecoderConfig
+from .packed import PackedAdapter, open_packed, too_big
 from .peft import CONFIG_NAME, MAX_CONFIG_BYTES, WEIGHTS_NAME, AdapterPlan, PeftConfig, plan_adapter
 
 NUM_CONNECTIONS = 4
+MAX_MANIFEST_BYTES = 8 << 20
 HEADER_BYTES = 16 << 20  # that a file may have more than its matrices take in memory
 RANGE_BYTES = 2 << 20  # of one read: several share a connection's time
 
 
-class Opened(NamedTuple):
-    """An adapter of which all is known but its content."""
+class OpenedFile(NamedTuple):
+    """An adapter as PEFT saves it, of which all is known but its content."""
 
     source: Source
     name: str  # of the weights' file in the source
@@ -34,56 +40,90 @@ class Opened(NamedTuple):
     file: SafetensorsFile
     plan: AdapterPlan
 
+    @property
+    def stored_bytes(self) -> int:
+        return self.info.size_bytes
 
-def open_adapter(source: Source, folder: str, base: DecoderConfig, *, max_bytes: int) -> Opened:
-    """The adapter in this folder of the source ('': the source itself), checked against the base. Reads its config and
-    its header. Raises `AdapterError`, or the source's own errors.
-    """
-    prefix = f"{folder}/" if folder else ""
+    def read(self, weights: AdapterWeights, on_layer: Callable[[int], None]) -> bytes:
+        """Fill `weights`, reporting each layer, in order, once it is there; returns the content's digest. Holds the
+        whole file meanwhile. Raises the source's errors.
+        """
+        plan = self.plan
+        content = bytearray(self.info.size_bytes)
+        ranges, last_range = _ranges(plan, self.file)
+        done: set[int] = set()
+        num_filled = 0
+        lock = threading.Lock()
+        with memoryview(content) as view:
 
-    def read(name: str) -> tuple[bytes, ObjectInfo | None]:
-        if name == CONFIG_NAME:
-            return source.read(prefix + name, max_bytes=MAX_CONFIG_BYTES)
-        return b"", source.stat(prefix + name)
+            def read(number: int) -> None:
+                begin, end = ranges[number]
+                self.source.read_into(self.name, begin, view[begin:end], version=self.info.version)
+                done.add(number)
+                fill()
 
-    (config, _), (_, info) = parallel_map(read, (CONFIG_NAME, WEIGHTS_NAME), num_threads=2)
-    assert info is not None
-    if info.size_bytes > max_bytes + HEADER_BYTES:
-        raise too_big(info.size_bytes, max_bytes)
-    peft = PeftConfig.parse(config)
-    file = read_header(source, info)
-    return Opened(source, prefix + WEIGHTS_NAME, info, config, file, plan_adapter(peft, file, base))
+            def fill() -> None:
+                nonlocal num_filled
+                with lock:
+                    while num_filled < len(plan.layers) and last_range[num_filled] <= done:
+                        plan.fill(weights, num_filled, lambda entry: view[entry.begin : entry.end])
+                        on_layer(num_filled)
+                        num_filled += 1
 
-
-def read_adapter(opened: Opened, weights: AdapterWeights, on_layer: Callable[[int], None]) -> bytes:
-    """Fill `weights`, reporting each layer, in order, once it is there; returns the content's digest. Holds the whole
-    file meanwhile. Raises the source's errors.
-    """
-    plan = opened.plan
-    content = bytearray(opened.info.size_bytes)
-    ranges, last_range = _ranges(plan, opened.file)
-    done: set[int] = set()
-    num_filled = 0
-    lock = threading.Lock()
-    with memoryview(content) as view:
-
-        def read(number: int) -> None:
-            begin, end = ranges[number]
-            opened.source.read_into(opened.name, begin, view[begin:end], version=opened.info.version)
-            done.add(number)
+            parallel_map(read, range(len(ranges)), num_threads=NUM_CONNECTIONS)
             fill()
+            return _digest(self.config, content)
 
-        def fill() -> None:
-            nonlocal num_filled
-            with lock:
-                while num_filled < len(plan.layers) and last_range[num_filled] <= done:
-                    plan.fill(weights, num_filled, view)
-                    on_layer(num_filled)
-                    num_filled += 1
 
-        parallel_map(read, range(len(ranges)), num_threads=NUM_CONNECTIONS)
-        fill()
-        return _digest(opened.config, content)
+def open_adapter(
+    source: Source,
+    folder: str,
+    base: DecoderConfig,
+    *,
+    max_bytes: int,
+    base_digest: bytes | None = None,
+    digest: bytes | None = None,
+) -> OpenedFile | PackedAdapter:
+    """The adapter in this folder of the source ('': the source itself), in either form, checked against the base.
+
+    A packed one must be of the base with `base_digest`; with `digest`, it must be packed, and have it. Reads its config
+    and its header or manifest. Raises `AdapterError`, or the source's own errors.
+    """
+    own = Subfolder(source, folder)
+    found = parallel_map(
+        lambda name: _first_look(own, name), (MANIFEST_NAME, CONFIG_NAME, WEIGHTS_NAME), num_threads=3
+    )
+    manifest, config, weights = found
+    if isinstance(manifest, bytes):
+        packed = parse_manifest(manifest, expected_digest=digest)
+        return open_packed(own, packed, base, base_digest, max_bytes=max_bytes)
+    assert isinstance(manifest, TeneralError)
+    if digest is not None or not _may_be_absent(manifest):
+        raise manifest
+    for each in (config, weights):
+        if isinstance(each, TeneralError):
+            raise each
+    assert isinstance(config, bytes)
+    assert isinstance(weights, ObjectInfo)
+    if weights.size_bytes > max_bytes + HEADER_BYTES:
+        raise too_big(weights.size_bytes, max_bytes)
+    peft = PeftConfig.parse(config)
+    file = read_header(own, weights)
+    return OpenedFile(own, WEIGHTS_NAME, weights, config, file, plan_adapter(peft, file.entries, base))
+
+
+def _first_look(source: Source, name: str) -> bytes | ObjectInfo | TeneralError:
+    """The content of an object, of weights what the store knows of it; or why there is none."""
+    try:
+        if name == WEIGHTS_NAME:
+            return source.stat(name)
+        return source.read(name, max_bytes=MAX_CONFIG_BYTES if name == CONFIG_NAME else MAX_MANIFEST_BYTES)[0]
+    except TeneralError as error:
+        return error
+
+
+def _may_be_absent(error: TeneralError) -> bool:
+    return isinstance(error, NotFoundError) or (isinstance(error, AccessDeniedError) and error.may_be_absent)
 
 
 def _ranges(plan: AdapterPlan, file: SafetensorsFile) -> tuple[list[tuple[int, int]], list[set[int]]]:
@@ -114,13 +154,6 @@ def _digest(config: bytes, content: bytearray) -> bytes:
     from blake3 import blake3  # only where there are adapters
 
     return blake3(len(config).to_bytes(8, "little") + config).update(content).digest()
-
-
-def too_big(size_bytes: int, max_bytes: int) -> AdapterError:
-    return AdapterError(
-        f"the adapter has {size_bytes} bytes, and all adapters together may have {max_bytes}",
-        hint="Raise --adapters-bytes.",
-    )
 
 
 def as_adapter_error(name: str, error: TeneralError) -> TeneralError:

@@ -1,14 +1,14 @@
-"""PEFT's LoRA adapters: adapter_config.json read strictly, and adapter_model.safetensors planned against a base.
+"""PEFT's LoRA adapters: adapter_config.json read strictly, and the adapter's matrices planned against a base.
 
 Every option that would change the result and is not implemented is refused by name, and so is one that is unknown
-here. Reads headers only; `fill` gets the bytes.
+here. Pure but for `fill`, which gets the bytes.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...loader.errors import CheckpointError
-from ...loader.format.safetensors import Entry, SafetensorsFile, decode_object
+from ...loader.format.safetensors import Entry, decode_object
 from ..dtypes import DType, from_float32, to_float32
 from ..errors import AdapterError
 from ..models.adapter import (
@@ -133,7 +133,7 @@ class PeftConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModulePlan:
-    """One module's two matrices in the file."""
+    """One module's two matrices as they are stored."""
 
     module: Module
     factor: float
@@ -162,22 +162,22 @@ class AdapterPlan:
         """Arrays without content."""
         return AdapterWeights(tuple(_allocate(layer, self.dtype) for layer in self.layers), self.size_bytes)
 
-    def fill(self, weights: AdapterWeights, layer: int, file: memoryview) -> None:
-        """One layer's content, from the bytes of the whole file, of which those of the layer are there."""
+    def fill(self, weights: AdapterWeights, layer: int, content: Callable[[Entry], memoryview]) -> None:
+        """One layer's content; `content` has the bytes of a matrix."""
         for place, site in weights.layers[layer].items():
             plans = [plan for plan in self.layers[layer] if plan.module.place is place]
             first = 0
             for plan, part in zip(plans, site.parts, strict=True):
-                site.a.array[first : first + plan.rank] = _content(plan.a, file, self.dtype)
-                part.b.array[:] = _content(plan.b, file, self.dtype).T
+                site.a.array[first : first + plan.rank] = _matrix(plan.a, content(plan.a), self.dtype)
+                part.b.array[:] = _matrix(plan.b, content(plan.b), self.dtype).T
                 first += plan.rank
 
 
-def plan_adapter(peft: PeftConfig, file: SafetensorsFile, base: DecoderConfig) -> AdapterPlan:
-    """The place of each tensor of the file in the base. Raises `AdapterError` unless they are exactly those that the
+def plan_adapter(peft: PeftConfig, entries: Mapping[str, Entry], base: DecoderConfig) -> AdapterPlan:
+    """The place of each tensor of the adapter in the base. Raises `AdapterError` unless they are exactly those that the
     config announces, in the shapes that it and the base give.
     """
-    found = _matrices(file)
+    found = _matrices(entries)
     layers: list[tuple[ModulePlan, ...]] = []
     named: set[str] = set()
     for layer in range(base.num_layers):
@@ -222,14 +222,14 @@ def _module_plan(peft: PeftConfig, module: Module, full: str, pair: dict[str, En
     return ModulePlan(module, peft.factor_of(full), pair["A"], pair["B"])
 
 
-def _matrices(file: SafetensorsFile) -> dict[tuple[int, str], dict[str, Entry]]:
+def _matrices(entries: Mapping[str, Entry]) -> dict[tuple[int, str], dict[str, Entry]]:
     """By layer and module name: A and B."""
     found: dict[tuple[int, str], dict[str, Entry]] = {}
-    for name, entry in file.entries.items():
+    for name, entry in entries.items():
         match = _TENSOR.fullmatch(name)
         if match is None:
             raise AdapterError(
-                f"{WEIGHTS_NAME} has a tensor {name[:200]!r}, which is no LoRA matrix of a decoder's layer",
+                f"the adapter has a tensor {name[:200]!r}, which is no LoRA matrix of a decoder's layer",
                 hint="DoRA, trained embeddings, heads and biases are not supported.",
             )
         found.setdefault((int(match[1]), match[2]), {})[match[3]] = entry
@@ -256,10 +256,10 @@ def _empty(shape: tuple[int, int], dtype: DType) -> Tensor:
     return Tensor(dtype, aligned_empty(shape, dtype.numpy))
 
 
-def _content(entry: Entry, file: memoryview, dtype: DType) -> npt.NDArray[Any]:
+def _matrix(entry: Entry, data: memoryview, dtype: DType) -> npt.NDArray[Any]:
     """The entry's matrix in this dtype, which holds its numbers exactly."""
     stored = _DTYPES[entry.dtype]
-    array = np.frombuffer(file[entry.begin : entry.end], stored.numpy).reshape(entry.shape)
+    array = np.frombuffer(data, stored.numpy).reshape(entry.shape)
     return array if stored is dtype else from_float32(to_float32(array, stored), dtype)
 
 

@@ -23,12 +23,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...loader.errors import TeneralError, UsageError
+from ...loader.pin import split_pin
 from ...loader.sources.base import Source, SourceOptions
 from ...loader.sources.open import open_source
 from ..errors import AdapterError, AdapterNotFoundError, AdapterUnavailableError
 from ..models.adapter import AdapterWeights
 from ..models.decoder_config import DecoderConfig
-from .load import as_adapter_error, open_adapter, read_adapter, too_big
+from .load import as_adapter_error, open_adapter
+from .packed import too_big
 
 logger = logging.getLogger(__name__)
 
@@ -153,11 +155,14 @@ class AdapterRegistry:
         template: str | None,
         max_bytes: int,
         options: SourceOptions | None = None,
+        base_digest: bytes | None = None,
     ) -> None:
         """`template` is the address of an adapter's folder with {name} in it; None: only what `load` names is there.
-        Raises `UsageError` for another one. Does no I/O.
+        `base_digest` is that of the base's artifact, None for one that is not packed: only packed adapters ask for it.
+        Raises `UsageError` for another template. Does no I/O.
         """
         self._base = base
+        self._base_digest = base_digest
         self._max_bytes = max_bytes
         self._options = options
         self._folder = ""  # of an adapter in the source, with {name} in it
@@ -350,16 +355,27 @@ class AdapterRegistry:
         with self._changed:
             is_registered = adapter.name in self._addresses
         if is_registered or source is None:
-            own = open_source(adapter.address, self._options)
+            address, digest = split_pin(adapter.address)
+            own = open_source(address, self._options)
             try:
-                return self._read(adapter, own, "")
+                return self._read(adapter, own, "", digest)
             finally:
                 own.close()
         return self._read(adapter, source, folder)
 
-    def _read(self, adapter: LoadedAdapter, source: Source, folder: str) -> bytes:
+    def _read(
+        self, adapter: LoadedAdapter, source: Source, folder: str, digest: bytes | None = None
+    ) -> bytes:
+        """Load it; with `digest`, the packed adapter that has it. Returns the digest of its content."""
         started_s = time.monotonic()
-        opened = open_adapter(source, folder, self._base, max_bytes=self._max_bytes)
+        opened = open_adapter(
+            source,
+            folder,
+            self._base,
+            max_bytes=self._max_bytes,
+            base_digest=self._base_digest,
+            digest=digest,
+        )
         self._make_room(adapter, opened.plan.size_bytes)
         try:
             weights = opened.plan.allocate()
@@ -368,11 +384,11 @@ class AdapterRegistry:
             raise
         weakref.finalize(weights, self._freed, opened.plan.size_bytes).atexit = False
         adapter.begin(weights)
-        digest = read_adapter(opened, weights, adapter.note_layer)
+        digest = opened.read(weights, adapter.note_layer)
         logger.info(
             "adapter %s: %d bytes in %.3f s",
             adapter.name,
-            opened.info.size_bytes,
+            opened.stored_bytes,
             time.monotonic() - started_s,
         )
         return digest

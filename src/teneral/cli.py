@@ -23,7 +23,7 @@ from .cli_source import source_options
 from .loader import errors as loading
 
 if TYPE_CHECKING:
-    from .loader.sources.base import Source
+    from .loader.sources.base import Source, Store
     from .loader.tools.pack.quantize_plan import MomentsOf, QuantizeOptions
 
 UNPACKED_SUFFIXES = (".onnx", ".pt", ".pth", ".torchscript", ".pt2", ".pb", ".tflite")
@@ -121,6 +121,11 @@ def _pack(options: argparse.Namespace) -> int:
     own = source_options(options)._replace(base=None)  # the base is no part of what is read
     source = open_model(options.model, own, keep_integers=keep_integers)
     store = open_store(options.artifact, own)
+    if options.base is not None:
+        from .runtime.adapters.pack import is_adapter_folder
+
+        if is_adapter_folder(source):
+            return _pack_adapter(options, source, store)
     moments_of = _calibrate(options, source, quantize)
     with ProgressBar("packing", quiet=options.quiet) as bar:
         result = pack(
@@ -132,6 +137,36 @@ def _pack(options: argparse.Namespace) -> int:
             prune=PruneOptions.from_flags(options.prune, options.prune_all),
             sparse=not options.dense,
             base=None if options.base is None else Base.at(options.base, own),
+            force=options.force,
+            threads=options.threads,
+            progress=bar.update,
+        )
+    print(result.render())
+    return 0
+
+
+def _pack_adapter(options: argparse.Namespace, source: Source, store: Store) -> int:
+    from .loader.pin import split_pin
+    from .loader.sources.open import open_source
+    from .loader.tools.progress_bar import ProgressBar
+    from .runtime.adapters.pack import pack_adapter
+
+    flags = ("draft_bits", "embed_bits", "head_bits", "sketch_bits", "quantize", "group_size", "calibrate")
+    given = [name for name in (*flags, "prune") if getattr(options, name) is not None]
+    if given or options.asymmetric or options.dequantize:
+        raise loading.UsageError(
+            "an adapter is packed as it is: it has no tiers, and is neither quantised nor pruned",
+            key=given[0] if given else "quantize",
+            hint="Leave these flags out.",
+        )
+    address, pin = split_pin(options.base)
+    base = open_source(address, source_options(options)._replace(base=None))
+    with ProgressBar("packing", quiet=options.quiet) as bar:
+        result = pack_adapter(
+            source,
+            store,
+            base,
+            base_pin=pin,
             force=options.force,
             threads=options.threads,
             progress=bar.update,

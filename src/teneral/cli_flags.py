@@ -124,7 +124,8 @@ def _pack(command: argparse.ArgumentParser) -> None:
         "--base",
         metavar="ARTIFACT",
         default=None,
-        help="store only what differs from this artifact, of which the model is a fine-tune; it is needed to load it",
+        help="store only what differs from this artifact, of which the model is a fine-tune, and which is needed to "
+        "load it; of a LoRA adapter: its base",
     )
     zeros = command.add_argument_group("zeros: weights that are mostly zero are stored without them")
     zeros.add_argument(

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from teneral.loader.sources.open import open_source
-from teneral.runtime.adapters.load import open_adapter, read_adapter
+from teneral.runtime.adapters.load import open_adapter
 from teneral.runtime.adapters.registry import LoadedAdapter
 from teneral.runtime.models.decoder_config import DecoderConfig
 
@@ -147,7 +147,7 @@ def load_adapter(folder: Path, base: DecoderConfig) -> LoadedAdapter:
         adapter = LoadedAdapter(folder.name, str(folder))
         weights = opened.plan.allocate()
         adapter.begin(weights)
-        adapter.finish(read_adapter(opened, weights, adapter.note_layer), None)
+        adapter.finish(opened.read(weights, adapter.note_layer), None)
     return adapter
 
 

@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -91,6 +91,7 @@ def pack(
     prune: PruneOptions | None = None,
     sparse: bool = True,
     base: Base | None = None,
+    for_base: bytes | None = None,
     force: bool = False,
     progress: Callable[[TransferProgress], None] | None = None,
     threads: int | None = None,
@@ -103,7 +104,8 @@ def pack(
     integers, which have none (docs/quantize.md), chosen with what `moments_of` knows of their
     inputs. With `prune` they lose their smallest weights first; with `sparse`, what is mostly zero
     is stored without its zeros (docs/prune.md); with `base`, only what differs from it
-    (docs/fine-tunes.md). `source` and `store` may be the same folder: the
+    (docs/fine-tunes.md). `for_base` is the digest of an artifact that is needed with this one, although
+    it holds no differences to it: an adapter's base. `source` and `store` may be the same folder: the
     artifact then lies next to the safetensors files. An artifact that is there already is replaced
     only with `force`, in one step; its old objects are then removed, which interrupts a reader that
     is still loading it. Raises `UsageError` when the source is itself an artifact, or has nothing
@@ -141,6 +143,8 @@ def pack(
     quantized = plan_quantize(source, checkpoint, quantize) if quantize is not None else None
     aliases = find_aliases(source, checkpoint, forward_order(checkpoint))
     plan = plan_pack(checkpoint, aliases, tiers, quantized)
+    if for_base is not None:
+        plan = replace(plan, manifest=plan.manifest._replace(base=for_base))
     threads = threads or min(_MAX_THREADS, available_cores())
     pruner = None
     conversions = source.conversions() if isinstance(source, GgufDirectory) else ()

@@ -1,16 +1,16 @@
 """The choice of a backend: from `--backend`, the machine and the model's weights.
 
-This is the only module that knows all backends. The choice is logged; a request that cannot be met
-is an error, never a silent fallback.
+This is the only module that knows all backends; a new one on the CPU is a folder and a row in
+`ROWS`. The choice is logged; a request that cannot be met is an error, never a silent fallback.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...loader.errors import UsageError
 from ...loader.process.cpu import available_cores
@@ -20,14 +20,13 @@ from ..step.backend import Backend, BackendOptions
 from ..tensors import CPU
 
 AUTO, NATIVE, TORCH, TRANSFORMERS = "auto", "native", "torch", "transformers"
-BACKENDS = (AUTO, NATIVE, TORCH, TRANSFORMERS)
 
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
     """The requested backend, device and precision."""
 
-    asked: str = AUTO  # one of BACKENDS
+    asked: str = AUTO  # AUTO, TRANSFORMERS or the name of a row
     device: str = CPU  # the device that holds the weights
     compute_dtype: str = AUTO  # or a dtype name as in config.json
     threads: int | None = None  # None: one for each available core
@@ -78,20 +77,9 @@ class BackendChoice:
 
             yield CudaModelBackend()
             return
-        if self.asked != TORCH:
-            from .native.backend import NativeBackend
-
-            yield NativeBackend(self.compute_dtype, self.threads)
-        if self.asked == TORCH or (self.asked == AUTO and has_torch()):
-            self.import_torch()
-            from .torch.backend import TorchBackend
-            from .torch.tensors import ComputePolicy
-
-            yield TorchBackend(ComputePolicy.of_this_machine(self.compute_dtype))
-        if self.asked != TORCH:
-            from .native.backend import ReferenceBackend
-
-            yield ReferenceBackend(self.compute_dtype)
+        for row in ROWS:
+            if row.name == self.asked or (self.asked == AUTO and row.is_installed()):
+                yield row.make(self)
 
     def import_torch(self) -> bool:
         """Import torch, by far the longest import. Returns whether the import was trimmed.
@@ -110,6 +98,43 @@ class BackendChoice:
 
         torch.set_num_threads(self.threads or available_cores())
         return trimmed
+
+
+def has_torch() -> bool:
+    """Return whether torch is installed, without importing it."""
+    return find_spec("torch") is not None
+
+
+class Row(NamedTuple):
+    """A way to compute on the CPU. `make` imports it."""
+
+    name: str  # in `--backend`, as the setting's own row has it
+    make: Callable[[BackendChoice], ExecutorFactory]
+    is_installed: Callable[[], bool] = lambda: True
+
+
+def _native(choice: BackendChoice) -> ExecutorFactory:
+    from .native.backend import NativeBackend
+
+    return NativeBackend(choice.compute_dtype, choice.threads)
+
+
+def _torch(choice: BackendChoice) -> ExecutorFactory:
+    choice.import_torch()
+    from .torch.backend import TorchBackend
+    from .torch.tensors import ComputePolicy
+
+    return TorchBackend(ComputePolicy.of_this_machine(choice.compute_dtype))
+
+
+def _numpy(choice: BackendChoice) -> ExecutorFactory:
+    from .native.backend import ReferenceBackend
+
+    return ReferenceBackend(choice.compute_dtype)
+
+
+# In order of preference. numpy stands in for the native core where that has no library.
+ROWS = (Row(NATIVE, _native), Row(TORCH, _torch, has_torch), Row(NATIVE, _numpy))
 
 
 def model_of_transformers(config: Any, weights: Any, compute_dtype: str, **files: Any) -> tuple[Any, bool]:
@@ -150,8 +175,3 @@ def pool_bytes(model: Any, weight_bytes: int, max_running: int) -> int:
     from .cuda.storage import pool_bytes_on
 
     return pool_bytes_on(model.device, model.spec, max_rows=max_running)
-
-
-def has_torch() -> bool:
-    """Return whether torch is installed, without importing it."""
-    return find_spec("torch") is not None

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from .config_fields import family_of
-from .decoder_config import DECODER_FAMILIES
+from .decoder_config import decoder_architectures
 from .encoder_config import ENCODERS
 from .fields import Fields
 
 
 def is_encoder(data: Mapping[str, Any]) -> bool:
     """True if a config.json describes an encoder. Raises `ModelError` for families not supported."""
-    return family_of(Fields(data), DECODER_FAMILIES | ENCODERS) in ENCODERS
+    return family_of(Fields(data), decoder_architectures() | ENCODERS) in ENCODERS

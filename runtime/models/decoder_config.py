@@ -19,7 +19,8 @@ from .fields import Fields
 from .quantization_config import QuantizationConfig, compute_dtype
 from .rope_config import MAX_POSITIONS, RopeConfig
 
-# model_type → the module of its family, and the architecture whose weights this code can run
+# model_type → the module of its family, in `families/` or by its full name, and the architecture
+# whose weights this code can run.
 FAMILY_MODULES: dict[str, tuple[str, str]] = {
     "llama": ("llama", "LlamaForCausalLM"),
     "mistral": ("mistral", "MistralForCausalLM"),
@@ -41,7 +42,11 @@ FAMILY_MODULES: dict[str, tuple[str, str]] = {
     "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
     "gpt_oss": ("gpt_oss", "GptOssForCausalLM"),
 }
-DECODER_FAMILIES = {family: (architecture,) for family, (_, architecture) in FAMILY_MODULES.items()}
+
+
+def decoder_architectures() -> dict[str, tuple[str]]:
+    """The architecture of each family."""
+    return {family: (architecture,) for family, (_, architecture) in FAMILY_MODULES.items()}
 
 
 class Norm(enum.StrEnum):
@@ -108,7 +113,7 @@ class LayerNames:
 class DecoderConfig:
     """A decoder. Counts are at least 1; `num_kv_heads` divides `num_heads`. Defaults are those of the Llama family."""
 
-    family: str  # a key of DECODER_FAMILIES
+    family: str  # a key of FAMILY_MODULES
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -150,9 +155,10 @@ class DecoderConfig:
     def from_json(cls, data: Mapping[str, Any]) -> DecoderConfig:
         """Raises `ModelError` naming the key that is missing, wrong or not supported."""
         config = Fields(data)
-        family = family_of(config, DECODER_FAMILIES)
+        family = family_of(config, decoder_architectures())
         module, _ = FAMILY_MODULES[family]
-        read: Callable[[Fields, str], DecoderConfig] = import_module(f".families.{module}", __package__).read
+        place = module if "." in module else f".families.{module}"
+        read: Callable[[Fields, str], DecoderConfig] = import_module(place, __package__).read
         return read(config, family)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "has_torch", lambda: False)
+    monkeypatch.setattr(choose, "find_spec", lambda name: None if name == "torch" else find_spec(name))
 
 
 @pytest.mark.skipif(native.library() is None, reason="there is no native library for this processor")

@@ -20,11 +20,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     import transformers
 
-from teneral.runtime.models.decoder_config import DECODER_FAMILIES
+from teneral.runtime.models.decoder_config import FAMILY_MODULES
 
 transformers.utils.logging.disable_progress_bar()
 
-DECODERS = tuple(DECODER_FAMILIES)  # so that a new family is in every test of all of them
+DECODERS = tuple(FAMILY_MODULES)  # so that a new family is in every test of all of them
 ENCODERS = ("bert", "roberta", "xlm-roberta")
 FAMILIES = DECODERS + ENCODERS
 

@@ -18,7 +18,13 @@ from teneral.runtime.backends.torch.backend import TorchBackend
 from teneral.runtime.dtypes import DType
 from teneral.runtime.errors import ModelError
 from teneral.runtime.models.decoder import Decoder
-from teneral.runtime.models.decoder_config import DECODER_FAMILIES, DecoderConfig, LayerRotary, Norm
+from teneral.runtime.models.decoder_config import (
+    FAMILY_MODULES,
+    DecoderConfig,
+    LayerRotary,
+    Norm,
+    decoder_architectures,
+)
 from teneral.runtime.models.decoder_tensors import take_decoder
 from teneral.runtime.models.executor import refusal_of
 from teneral.runtime.models.spec import DecoderSpec
@@ -411,11 +417,11 @@ def test_the_hint_for_an_unknown_architecture_names_all_that_are_known():
     with pytest.raises(ModelError) as caught:
         DecoderConfig.from_json({"architectures": ["GPT2LMHeadModel"]})
 
-    assert all(name in caught.value.hint for names in DECODER_FAMILIES.values() for name in names)
+    assert all(name in caught.value.hint for names in decoder_architectures().values() for name in names)
 
 
 def test_every_family_can_be_imported_and_reads_a_model_of_its_own():
-    for family in DECODER_FAMILIES:
+    for family in FAMILY_MODULES:
         oracle = tiny_model(family)
         config = DecoderConfig.from_json(config_json(oracle))
         weights, _ = take_decoder(config, DictWeights(tensors_of(oracle)))

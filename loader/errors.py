@@ -15,6 +15,7 @@
     │   ├── CheckpointError      a safetensors file or a model directory
     │   └── IntegrityError       bytes that differ from their digest
     ├── NativeLibraryError       the native core's library does not load, or is of another version
+    ├── PartsUnavailableError    weights that are read on demand did not come this time: worth another try
     ├── InsufficientMemoryError  something does not fit in what the container has
     └── LoadError                a load ended before all weights were there
         └── LoadCancelledError   … on request
@@ -149,6 +150,12 @@ class LoadError(TeneralError):
 
 class LoadCancelledError(LoadError):
     """The load was cancelled by its owner."""
+
+
+class PartsUnavailableError(TeneralError):
+    """Weights that are read on demand could not be read this time, or were wrong (`__cause__` says
+    which). None of them was used; the load goes on, and the next attempt reads them again.
+    """
 
 
 class NativeLibraryError(TeneralError):

@@ -123,6 +123,13 @@ class ServeConfig:
     connections: int = setting(
         32, integer(1, 256), "most connections that fetch at the same time; fewer where these are as fast"
     )
+    weights_bytes: int | None = setting(
+        None,
+        parse_bytes,
+        "most memory for the weights of a mixture of experts: experts that were used last stay, others are read again "
+        "when they are chosen (default: all stay)",
+        metavar="SIZE",
+    )
     staging_bytes: int | None = setting(
         None,
         parse_bytes,
@@ -390,6 +397,7 @@ class ServeConfig:
             ready_s=READY_S,
             sends_drafts=self.first_token != "exact",  # noqa: S105 - not that kind of token
             on_demand=True,
+            weights_bytes=self.weights_bytes,
             cache_dir=self.cache_dir,
             cache_bytes=self.cache_bytes,
         )

@@ -30,7 +30,9 @@ from .config import ServeConfig
 from .errors import DrainingError, ModelError
 from .files import ModelFiles, is_onnx, seems_onnx
 from .loading import (
+    check_paged,
     load_here,
+    paging_statistics,
     placement_statistics,
     tensor_digests,
     untaken_bytes,
@@ -308,6 +310,8 @@ class Instance:
                 figures["load"] = statistics
             if (placement := placement_statistics(self._load)) is not None:
                 figures["placement"] = placement
+            if (paging := paging_statistics(self._load)) is not None:
+                figures["experts"] = paging
         for worker in self._workers():
             figures[type(worker).__name__.lower()] = worker.statistics()
         if self._snapshots is not None:
@@ -469,6 +473,7 @@ class Instance:
                 )
                 is_encoder = isinstance(model, Encoder)
             details.update(backend=model.executor.name, **model.computes.attributes)
+            check_paged(load, model, config)
         if is_encoder:
             self._start_embedder(model, model_config)
         else:
@@ -518,7 +523,9 @@ class Instance:
                 kv_disk_dir=self.config.kv_disk_dir,
                 kernels_dir=self.config.kernel_dir,
                 kv_bytes=self.config.kv_bytes
-                or pool_bytes(model, untaken_bytes(self._load), self.config.max_running),
+                or pool_bytes(
+                    model, untaken_bytes(self._load, self.config.weights_bytes), self.config.max_running
+                ),
             )
         self.adapters = self._registry(model, manifest.digest)
         tokenizer = self.tokenizer.result()

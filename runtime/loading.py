@@ -5,14 +5,14 @@ This module does not know the instance, nor the use of the weights.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from ..loader.device.detect import CPU, choose_device
 from ..loader.errors import IntegrityError, UnavailableError, UsageError
 from ..loader.load.options import Order
 from ..loader.sources.base import Mappable, Remote
 from .files import is_onnx
-from .start import opener
+from .start import opener, refuse_weights_bytes
 
 if TYPE_CHECKING:
     from ..loader.device.base import DeviceStatistics
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from ..loader.load.load import WeightLoad
     from ..loader.load.mapped_load import MappedLoad
     from ..loader.load.options import LoadOptions
+    from ..loader.load.paged_load import PagedLoad
+    from ..loader.load.pager import PagerStatistics
     from ..loader.load.resident import ResidentBase
     from ..loader.memory.arena import Reserve
     from ..loader.sources.base import Source
@@ -41,7 +43,8 @@ def load_here(
 ) -> WeightLoad | MappedLoad | DeviceLoad:
     """Start a load in this process's own threads. It uses the memory of `reserve`, which is
     returned to the system if weights are mapped. Of a fine-tune whose `base` is in memory, only the
-    differences are read.
+    differences are read. Raises `UsageError` for less memory than a step needs
+    (`config.weights_bytes`).
     """
     from ..loader.artifact import (
         # The loader's process imports these, if there is one.
@@ -49,7 +52,7 @@ def load_here(
     )
 
     options, device = config.load_options, choose_device(config.device)
-    in_place = config.mmap and device == CPU and isinstance(source, Mappable)
+    in_place = config.mmap and device == CPU and config.weights_bytes is None and isinstance(source, Mappable)
     prefetcher = _Prefetcher(source, options, timeline, device, 0 if reserve is None else reserve.taken_bytes)
     with timeline.span("manifest", "open"):
         manifest = open_artifact(
@@ -70,8 +73,15 @@ def load_here(
     if device != CPU:
         from ..loader.load.device_load import DeviceLoad  # as above
 
+        refuse_weights_bytes(config)
         open_device = opener(device, config.kernel_dir, timeline)
         return DeviceLoad.in_threads(source, manifest, open_device, options=options, timeline=timeline)
+    if options.weights_bytes is not None and base is None:
+        paged = _page(source, manifest, options, timeline, prefetcher)
+        if paged is not None:
+            if reserve is not None:
+                reserve.release()
+            return paged
     from ..loader.load.load import WeightLoad  # as above
 
     load = WeightLoad(
@@ -100,6 +110,23 @@ def _map(source: Mappable, manifest: Manifest, options: LoadOptions, timeline: T
         load = MappedLoad(source, manifest, options=options, timeline=timeline)
     except (NotInPlaceError, UnavailableError):
         return None  # reading finds any other error
+    load.start()
+    return load
+
+
+def _page(
+    source: Source, manifest: Manifest, options: LoadOptions, timeline: Timeline, prefetcher: _Prefetcher
+) -> PagedLoad | None:
+    """Start a load of which only some experts are in memory; None if all of it fits."""
+    # Few servers have less memory than their model takes.
+    from ..loader.load.paged_load import PagedLoad
+    from ..loader.load.pager import plan_paging
+
+    assert options.weights_bytes is not None
+    paging = plan_paging(manifest, options.weights_bytes)
+    if paging is None:
+        return None
+    load = PagedLoad(source, manifest, paging, options=options, timeline=timeline, prefetch=prefetcher.found)
     load.start()
     return load
 
@@ -136,9 +163,10 @@ class _Prefetcher:
 
 
 def wait_exact(load: AnyLoad) -> None:
-    """Block until all weights are exact, if they will be. Raises the load's error."""
+    """Block until all weights that stay in memory are exact, if they will be. Raises the load's error."""
     for group in range(len(load.manifest.groups)):
-        load.wait(group)
+        if group not in load.paged_groups:
+            load.wait(group)
     if load.place == "device":
         load.wait_done()
 
@@ -182,14 +210,40 @@ def verify_exact(load: AnyLoad, expected: tuple[bytes, ...]) -> None:
         )
 
 
-def untaken_bytes(load: AnyLoad) -> int:
-    """The weights' memory, except for a standby process's reserve from before the load."""
-    return load.manifest.weight_bytes - load.reserved_bytes
+def untaken_bytes(load: AnyLoad, weights_bytes: int | None) -> int:
+    """The weights' memory, `weights_bytes` at most, except for a standby process's reserve from before the load."""
+    size_bytes = load.manifest.weight_bytes
+    if weights_bytes is not None:
+        size_bytes = min(size_bytes, weights_bytes)
+    return size_bytes - load.reserved_bytes
+
+
+def check_paged(load: AnyLoad, model: Any, config: ServeConfig) -> None:
+    """Raise `UsageError` if the model or the configuration needs weights that are not all in memory."""
+    if not load.paged_groups:
+        return
+    if not getattr(model, "routes_apart", False):
+        raise UsageError(
+            "weights_bytes is less than the model takes, but what computes it reads all experts of a layer at once",
+            key="weights_bytes",
+            hint="Use --backend native, and weights that it computes as they are stored; or leave it out.",
+        )
+    if config.verify_exact:
+        raise UsageError(
+            "verify_exact compares all weights, but weights_bytes leaves some of them out",
+            key="verify_exact",
+            hint="Leave one of the two out. `teneral verify` reads the whole artifact.",
+        )
 
 
 def placement_statistics(load: AnyLoad) -> DeviceStatistics | None:
     """The statistics of another device's work; None without one, or while it is being opened."""
     return load.device_statistics() if load.place == "device" else None
+
+
+def paging_statistics(load: AnyLoad) -> PagerStatistics | None:
+    """The statistics of experts that come and go; None if all of them stay."""
+    return cast("PagedLoad", load).paging_statistics() if load.paged_groups else None
 
 
 def warn_of_cache(load: AnyLoad) -> None:

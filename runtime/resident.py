@@ -83,6 +83,12 @@ def base_in_memory(
             key="model",
             hint="Pack the fine-tune whole, and start a server with it.",
         )
+    if load.paged_groups:
+        raise UsageError(
+            "weights that are not all in memory (weights_bytes) cannot be the base of a fine-tune that is switched to",
+            key="weights_bytes",
+            hint="Leave it out, or start a server with the fine-tune.",
+        )
     manifest = load.manifest
     slabs = [load.slab(group.index) for group in manifest.groups]
     from .models.decoder_config import DecoderConfig

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from ..loader.device.detect import CPU, choose_device, index_of
+from ..loader.errors import UsageError
 from ..loader.load.launch import Launched, Prepared, Task, is_possible, launch
 from ..loader.pin import split_pin
 from ..loader.timeline import Timeline
@@ -113,6 +114,7 @@ def launch_helpers(
     began_at = timeline.started_at
     load = files = None
     if prepared is not None or _loads_in_process(config, device):
+        refuse_weights_bytes(config)
         prepared = prepared or Prepared(fork=fork)
         if reserve is not None:
             reserve.release()
@@ -134,6 +136,16 @@ def _loads_in_process(config: ServeConfig, device: str) -> bool:
     if config.loader == "process":
         return is_possible()
     return is_possible() and (device != CPU or config.backend == "torch")
+
+
+def refuse_weights_bytes(config: ServeConfig) -> None:
+    """Raise `UsageError` if it is set, for loads that lack it."""
+    if config.weights_bytes is not None:
+        raise UsageError(
+            "weights_bytes is for loads in the server's own threads, on a CPU",
+            key="weights_bytes",
+            hint="Leave it out, or leave --loader, --device and --backend at auto.",
+        )
 
 
 def opener(device: str, kernel_dir: str | None, timeline: Timeline) -> Callable[[], Device]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from itertools import chain
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ..loader.load.device_load import DeviceLoad
     from ..loader.load.load import WeightLoad
     from ..loader.load.mapped_load import MappedLoad
+    from ..loader.load.paged_load import PagedLoad
     from ..loader.load.process_load import ProcessLoad
 
     AnyLoad = WeightLoad | MappedLoad | ProcessLoad | DeviceLoad
@@ -180,10 +182,11 @@ class StreamedWeights:
         return _TableGate(self._load, table, names)
 
     def expert_gate(self, names: Sequence[Iterable[str]]) -> ExpertGate:
-        by_name = self._load.manifest.by_name
-        return _GroupedExperts(
-            self._load, [{by_name[name].group for name in own if name in by_name} for own in names]
-        )
+        by_name, load = self._load.manifest.by_name, self._load
+        groups = [{by_name[name].group for name in own if name in by_name} for own in names]
+        if load.paged_groups and load.paged_groups.issuperset(chain(*groups)):
+            return _PagedExperts(load, groups)
+        return _GroupedExperts(load, groups)
 
 
 class _Open:
@@ -351,6 +354,28 @@ class _GroupedExperts:
         else:
             with gate.reading(tier):
                 yield
+
+    def _of(self, experts: Rows) -> set[int]:
+        return {group for expert in experts.tolist() for group in self._groups[expert]}
+
+
+class _PagedExperts:
+    """The gate of experts that are in memory only while they are used."""
+
+    def __init__(self, load: AnyLoad, groups: Sequence[Collection[int]]) -> None:
+        self._load = cast("PagedLoad", load)
+        self._groups = groups
+
+    def want(self, experts: Rows, tier: Tier = Tier.REFINE) -> None:
+        self._load.want_groups(self._of(experts))
+
+    def opens(self, experts: Rows, timeout_s: float, tier: Tier = Tier.REFINE) -> bool:
+        return self._load.wait_groups(self._of(experts), timeout_s)
+
+    @contextmanager
+    def reading(self, experts: Rows, tier: Tier = Tier.REFINE) -> Iterator[None]:
+        self._load.wait_groups(self._of(experts))
+        yield
 
     def _of(self, experts: Rows) -> set[int]:
         return {group for expert in experts.tolist() for group in self._groups[expert]}

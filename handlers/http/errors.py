@@ -11,7 +11,7 @@ import math
 import msgspec
 from aiohttp import web
 
-from ...loader.errors import FormatError, LoadError, SourceError, TeneralError
+from ...loader.errors import FormatError, LoadError, PartsUnavailableError, SourceError, TeneralError
 from ...runtime.errors import (
     AdapterError,
     AdapterNotFoundError,
@@ -48,6 +48,7 @@ _TABLE: tuple[tuple[type[TeneralError], int, str, str | None], ...] = (
     (CancelledError, 503, SERVER_ERROR, "cancelled"),
     (TryAgainError, 503, SERVER_ERROR, "try_again"),  # or its own code
     (HandlerError, 500, SERVER_ERROR, "handler_error"),
+    (PartsUnavailableError, 503, SERVER_ERROR, "weights_unavailable"),
     (ModelError, 503, SERVER_ERROR, "model_unavailable"),
     (SourceError, 503, SERVER_ERROR, "model_unavailable"),
     (FormatError, 503, SERVER_ERROR, "model_unavailable"),

@@ -118,7 +118,8 @@ class Deployment:
     def need_bytes(self) -> int:
         """Memory of one instance: weights, KV pool and the server itself."""
         kv_bytes = self.config.kv_bytes or DEFAULT_KV_BYTES
-        return self.release.weight_bytes + kv_bytes + OVERHEAD_BYTES
+        weight_bytes = min(self.release.weight_bytes, self.config.weights_bytes or self.release.weight_bytes)
+        return weight_bytes + kv_bytes + OVERHEAD_BYTES
 
     @property
     def demand(self) -> Demand:

@@ -365,6 +365,7 @@ def needed_bytes(model: Model, weight_bytes: int) -> int:
     """The least memory of an instance: the weights, the KV pool, bytes in flight and the process."""
     kv_bytes = int(model.serve.get("kv_bytes") or KV_BYTES) + int(model.serve.get("kv_host_bytes") or 0)
     staging = int(model.serve.get("staging_bytes") or STAGING_BYTES)
+    weight_bytes = min(weight_bytes, int(model.serve.get("weights_bytes") or weight_bytes))
     return weight_bytes + kv_bytes + staging + PROCESS_BYTES
 
 

@@ -47,6 +47,7 @@ class DeviceLoad:
 
     place: Literal["device"] = "device"  # of the weights
     reserved_bytes = 0  # of their memory, that had been taken from the system when the load began
+    paged_groups: frozenset[int] = frozenset()  # as `ThreadedLoad.paged_groups`
 
     def __init__(self, open_device: OpenDevice, *, timeline: Timeline) -> None:
         """Begin to open the device. For `follow` and `in_threads`."""

@@ -25,20 +25,25 @@ class Readiness:
     once.
     """
 
-    def __init__(self, num_groups: int, parts: Sequence[Gate]) -> None:
-        """`parts` are the group and tier of every part that is going to be settled, by its number."""
+    def __init__(
+        self, num_groups: int, parts: Sequence[Gate], *, closed: Collection[int] = frozenset()
+    ) -> None:
+        """`parts` are the group and tier of every part, by its number. All are going to be settled but
+        those of groups that stay `closed`.
+        """
         self._parts = parts
         self._unsettled = [[0] * len(Tier) for _ in range(num_groups)]  # by group and tier
         for group, tier in parts:
             self._unsettled[group][tier] += 1
-        self._num_unsettled = len(parts)
+        self._num_unsettled = sum(group not in closed for group, _ in parts)
         self._open = [[False] * num_groups for _ in Tier]
         self._is_there = [False] * len(parts)
         self._watched: set[int] = set()  # parts that are waited for by their numbers
         self._error: TeneralError | None = None
         self._changed = threading.Condition()
         self._num_changes = 0
-        self.open([(group, Tier.REFINE) for group in range(num_groups) if not any(self._unsettled[group])])
+        without_parts = [group for group in range(num_groups) if not any(self._unsettled[group])]
+        self.open([(group, Tier.REFINE) for group in without_parts if group not in closed])
 
     def wait(self, group: int, tier: Tier, timeout_s: float | None) -> None:
         """Return when the gate is open, at once when it is. Raises the load's error, or

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from ..cache.part_cache import PartCache
     from ..device.sink import ImageSink
     from .fetch import Prefetch
+    from .pager import Paging
     from .resident import ResidentBase
 
 MIN_WATCHED_S, MAX_WATCHED_S = 0.2, 1.0  # of a load, before it is decided which tier comes first
@@ -78,9 +79,11 @@ class WeightLoad(ThreadedLoad):
         prefetch: Prefetch | None = None,
         versions: BlobVersions | None = None,
         base: ResidentBase | None = None,
+        paging: Paging | None = None,
     ) -> None:
         """Take the memory, in the memory file `shared_fd` if there is one, or that of `reserve`.
-        Nothing is read yet. With `base`, the manifest is one that it has joined.
+        Nothing is read yet. With `base`, the manifest is one that it has joined. The groups of
+        `paging` are `PagedLoad`'s.
 
         With `images`, the weights are another device's: parts are delivered there, a gate opens
         when all of its parts were, and there are no slabs here. What was read `ahead` is not read
@@ -88,8 +91,14 @@ class WeightLoad(ThreadedLoad):
         `InsufficientMemoryError` when it would not fit.
         """
         options = options or LoadOptions()
-        plan = plan_load(manifest, options.order, on_demand=options.on_demand, direct=images is None)
-        super().__init__(manifest, plan, options, timeline, only_exact=base is not None)
+        paged = frozenset[int]() if paging is None else paging.groups
+        plan = plan_load(
+            manifest, options.order, on_demand=options.on_demand, direct=images is None, without=paged
+        )
+        super().__init__(manifest, plan, options, timeline, only_exact=base is not None, closed=paged)
+        self._weight_bytes = manifest.weight_bytes
+        if paging is not None:
+            self._weight_bytes = paging.weights_bytes + paging.buffer_bytes
         self._source = source
         self._images = images
         self._base = base
@@ -102,7 +111,7 @@ class WeightLoad(ThreadedLoad):
         self._staging_bytes = self._check_memory(held_bytes)
         self.reserved_bytes = min(held_bytes, manifest.weight_bytes)
         slabs = [group.slab_bytes if images is None else 0 for group in manifest.groups]
-        self._arena = Arena(slabs, shared_fd=shared_fd, reserve=reserve)
+        self._arena = Arena(slabs, shared_fd=shared_fd, reserve=reserve, is_sparse=paging is not None)
         self._staging = Staging(self._staging_bytes)
         staged_bytes = sum(
             step.part.size_bytes for step in self._plan.steps if step.slab_offset_bytes is None
@@ -114,7 +123,7 @@ class WeightLoad(ThreadedLoad):
             self._staging_bytes if self._staging_bytes < staged_bytes else max(staged_bytes, DEFAULT_BYTES),
         )
         self._work = WorkQueue(self._plan, self._staging, self._arena.slabs, LinkTuner(limits))
-        self._cache = _open_cache(self._options, manifest)
+        self._cache = open_cache(self._options, manifest)
         self._refine_locks = RefineLocks(len(manifest.groups), shared_fd=shared_fd)
         self._order = self._options.order
         if self._order is Order.AUTO and all(part.tier is not Tier.REFINE for part in manifest.parts):
@@ -253,7 +262,7 @@ class WeightLoad(ThreadedLoad):
         if left is not None and options.available_bytes is None:
             left = left._replace(size_bytes=left.size_bytes + weights_held_bytes)
         sizes = [step.part.size_bytes for step in self._plan.steps if step.slab_offset_bytes is None]
-        what, weight_bytes, other_bytes = "weights", self.manifest.weight_bytes, options.reserved_bytes
+        what, weight_bytes, other_bytes = "weights", self._weight_bytes, options.reserved_bytes
         if self._images is not None:  # neither weights nor keys are here
             what, weight_bytes, other_bytes = "images of them", self._images.ring_bytes, 0
         other_bytes += self._serving_bytes
@@ -402,7 +411,7 @@ class WeightLoad(ThreadedLoad):
         return {"stored_bytes": self._stored_bytes, "link": self._work.link_statistics()._asdict()}
 
 
-def _open_cache(options: LoadOptions, manifest: Manifest) -> PartCache | None:
+def open_cache(options: LoadOptions, manifest: Manifest) -> PartCache | None:
     if options.cache_dir is None:
         return None
     from ..cache.part_cache import PartCache  # most loads have none

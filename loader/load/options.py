@@ -35,6 +35,7 @@ class _Values(NamedTuple):
     sends_drafts: bool = False
     # Rows of the embeddings, and experts, are asked for (`want_parts`): the rest of them comes last.
     on_demand: bool = False
+    weights_bytes: int | None = None  # most memory for weights (`PagedLoad`); default: what they take
     available_bytes: int | None = None  # memory that may be taken; default: what the system says
     cache_dir: str | None = None  # where this node keeps parts for the next load; default: nowhere
     cache_bytes: int = 20 * 1024 * MIB  # most that is kept there
@@ -61,6 +62,7 @@ class LoadOptions(_Values):
             "range_bytes": (self.range_bytes, 1, 1 << 30),
             "decode_threads": (self.decode_threads, 1, 256),
             "cache_bytes": (self.cache_bytes, 1, 1 << 50),
+            "weights_bytes": (self.weights_bytes, 1, 1 << 50),
         }
         for key, (value, least, most) in limits.items():
             if value is not None and not least <= value <= most:

@@ -74,8 +74,16 @@ class Plan(NamedTuple):
         return _lateness(part, self.late, self.optional)
 
 
-def plan_load(manifest: Manifest, order: Order, *, on_demand: bool = False, direct: bool = True) -> Plan:
-    """Put the manifest's parts in `order`. Without `direct`, no part is read straight into a slab.
+def plan_load(
+    manifest: Manifest,
+    order: Order,
+    *,
+    on_demand: bool = False,
+    direct: bool = True,
+    without: frozenset[int] = frozenset(),
+) -> Plan:
+    """Put the manifest's parts in `order`, but for those of the groups `without`. Without `direct`,
+    no part is read straight into a slab.
 
     With `on_demand`, what a forward pass asks for comes behind all others of the same tiers. The
     parts that hold nothing but tables: a table is a matrix of the first group that several parts
@@ -85,7 +93,10 @@ def plan_load(manifest: Manifest, order: Order, *, on_demand: bool = False, dire
     needed = _needed_parts(manifest)
     late = frozenset(_table_parts(manifest, needed) if on_demand else ())
     optional = frozenset(_expert_parts(manifest) if on_demand else ())
-    parts = sorted(manifest.parts, key=lambda part: _rank(part, order, _lateness(part, late, optional)))
+    parts = sorted(
+        (part for part in manifest.parts if part.group not in without),
+        key=lambda part: _rank(part, order, _lateness(part, late, optional)),
+    )
     numbers = {part.index: number for number, part in enumerate(parts)}
     steps = (
         Step(
@@ -165,8 +176,8 @@ def _needed_parts(manifest: Manifest) -> dict[int, set[int]]:
     before: dict[
         int, list[tuple[int, int]]
     ] = {}  # by tensor: the last tier's stretches, first element and part
-    ordered = sorted(manifest.parts, key=_writing_order)
-    for _, parts in groupby(ordered, _writing_order):
+    ordered = sorted(manifest.parts, key=writing_order)
+    for _, parts in groupby(ordered, writing_order):
         written: dict[int, list[tuple[int, int]]] = {}
         for part in parts:
             found: set[int] = set()
@@ -182,7 +193,7 @@ def _needed_parts(manifest: Manifest) -> dict[int, set[int]]:
     return needed
 
 
-def _writing_order(part: Part) -> tuple[Tier, bool]:
+def writing_order(part: Part) -> tuple[Tier, bool]:
     """Differences are added to what all tiers of their base have written."""
     return part.tier, part.has_delta
 

@@ -63,6 +63,7 @@ class ProcessLoad:
 
     place: Literal["host"] = "host"  # of the weights
     reserved_bytes = 0  # of their memory, that had been taken from the system when the load began
+    paged_groups: frozenset[int] = frozenset()  # as `ThreadedLoad.paged_groups`
 
     def __init__(
         self, launched: Launched, *, timeline: Timeline | None = None, images: ImageReceiver | None = None

@@ -29,6 +29,7 @@ class ThreadedLoad(ABC):
 
     place: Literal["host"] = "host"  # of the weights
     reserved_bytes = 0  # of their memory, that had been taken from the system when the load began
+    paged_groups: frozenset[int] = frozenset()  # that are in memory only while they are used
 
     def __init__(
         self,
@@ -38,8 +39,11 @@ class ThreadedLoad(ABC):
         timeline: Timeline | None,
         *,
         only_exact: bool = False,
+        closed: frozenset[int] = frozenset(),
     ) -> None:
-        """With `only_exact`, no tier but the exact one is usable: its gates open for all of them."""
+        """With `only_exact`, no tier but the exact one is usable: its gates open for all of them.
+        Groups that are `closed` are not in the plan, and their gates never open.
+        """
         self.manifest = manifest
         self._plan = plan
         self._options = options or LoadOptions()
@@ -49,6 +53,7 @@ class ThreadedLoad(ABC):
         self._readiness = Readiness(
             len(manifest.groups),
             [(part.group, Tier.REFINE if only_exact else part.tier) for part in manifest.parts],
+            closed=closed,
         )
         self._threads: list[threading.Thread] = []
         self._lifecycle = threading.Lock()  # guards starting against cancelling

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; Python's mmap has no names for them
+MAP_NORESERVE = 0x4000  # Linux; Python has a name for it from 3.13 on
 # A huge page: for so long the kernel keeps others from mapping memory.
 PREFAULT_STEP_BYTES = 2 * 1024 * 1024
 # The same, for one that must not be in anybody's way: 0.4 ms, or 4 at worst.
@@ -46,10 +47,11 @@ class Arena:
         *,
         shared_fd: int | None = None,
         reserve: Reserve | None = None,
+        is_sparse: bool = False,
     ) -> None:
         """With `shared_fd`, the slabs lie in that memory file, which is made large enough and stays
         the caller's; with `reserve`, in the memory that it has taken ahead, of which the rest is
-        given back.
+        given back. `is_sparse`: never all of them are filled, and they may be more than there is.
 
         Raises `InsufficientMemoryError` when the system refuses the address space.
         """
@@ -63,13 +65,15 @@ class Arena:
             self._ahead_bytes = min(reserve.taken_bytes, self.size_bytes)
             memory = reserve.hand_over(self.size_bytes, what="the model's weights")
         else:
-            memory = map_bytes(self.size_bytes, what="the model's weights")
+            memory = map_bytes(self.size_bytes, what="the model's weights", is_sparse=is_sparse)
             # Until it is known what they cost here.
             self._tries_huge_pages = _advise(memory, "MADV_NOHUGEPAGE")
         self._memory = memory
         slabs, start = [], 0
+        self._starts: list[int] = []
         for size_bytes in slab_sizes_bytes:
             slabs.append(memory[start : start + size_bytes])
+            self._starts.append(start)
             start += align(size_bytes)
         self.slabs: tuple[memoryview, ...] = tuple(slabs)
 
@@ -126,6 +130,16 @@ class Arena:
             with suppress(OSError):  # of a kernel that cannot: it goes with the last view
                 # A memory file keeps what was written to it until it is cut out of the file.
                 mapping.madvise(mmap.MADV_REMOVE if self._is_shared else mmap.MADV_DONTNEED)
+
+    def discard_slab(self, index: int) -> None:
+        """Return a slab's pages to the system, but for those that it shares with its neighbours; its
+        content is lost. No effect in a memory file.
+        """
+        start = self._starts[index]
+        first, end = align(start, mmap.PAGESIZE), start + len(self.slabs[index])
+        size_bytes = end - end % mmap.PAGESIZE - first
+        if size_bytes > 0 and not self._is_shared:
+            adviser(self._memory)(first, size_bytes, mmap.MADV_DONTNEED)
 
     def map_ahead(self) -> None:
         """Enter the pages that another process has taken into this one's tables, changing no
@@ -232,8 +246,9 @@ def as_array(slab: memoryview) -> npt.NDArray[np.uint8]:
     return np.frombuffer(slab, np.uint8)
 
 
-def map_bytes(size_bytes: int, *, what: str) -> memoryview:
-    """Fresh zeroed memory that the system hands over as it is first written.
+def map_bytes(size_bytes: int, *, what: str, is_sparse: bool = False) -> memoryview:
+    """Fresh zeroed memory that the system hands over as it is first written. If it `is_sparse`, the
+    system need not have that much.
 
     The view, (size_bytes,) uint8, owns the mapping. Raises `InsufficientMemoryError`, naming
     `what`, when the system refuses.
@@ -243,7 +258,8 @@ def map_bytes(size_bytes: int, *, what: str) -> memoryview:
     try:
         # Private, because Python's default is shared: shared memory is never huge-paged and faults
         # several times slower.
-        mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        mapping = mmap.mmap(-1, size_bytes, flags=flags | (MAP_NORESERVE if is_sparse else 0))
     except (OSError, OverflowError, ValueError) as error:
         raise refused(size_bytes, None, what=what) from error
     return memoryview(mapping)

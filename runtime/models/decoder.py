@@ -96,6 +96,12 @@ class Decoder:
         return self.weights.device
 
     @property
+    def routes_apart(self) -> bool:
+        """True if no stage reads all experts of a layer."""
+        layers = self.weights.layers
+        return not any(stage.work is Work.LAYER and layers[stage.layer].experts for stage in self.stages)
+
+    @property
     def is_exact(self) -> bool:
         """True if all weights hold their exact values, as they then do for good. Raises the load's error."""
         self._is_exact = self._is_exact or self.weights.all_gate.opens(0.0)

@@ -1,0 +1,102 @@
+"""A load of a mixture of experts into less memory than it takes: experts come and go, everything else stays."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from ..errors import LoadCancelledError, TeneralError
+from .accounting import LoadProgress
+from .load import WeightLoad, open_cache
+from .options import Order
+from .pager import Pager, PagerStatistics, Paging
+
+if TYPE_CHECKING:
+    from ..format.manifest import Manifest
+    from ..sources.base import Source
+    from ..timeline import Timeline
+    from .fetch import Prefetch
+    from .options import LoadOptions
+
+
+class PagedLoad(WeightLoad):
+    """A `WeightLoad` whose `paged_groups` are read by `want_groups` and `wait_groups` alone: their gates never open.
+
+    It has ended when all other groups are there; until it is closed, it goes on to read the source.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        manifest: Manifest,
+        paging: Paging,
+        *,
+        options: LoadOptions,
+        timeline: Timeline | None = None,
+        prefetch: Prefetch | None = None,
+    ) -> None:
+        """Take the memory. Nothing is read yet. Raises `InsufficientMemoryError`."""
+        options = options._replace(order=Order.EXACT)
+        super().__init__(
+            source, manifest, options=options, timeline=timeline, prefetch=prefetch, paging=paging
+        )
+        self.paged_groups = paging.groups
+        self._pager_cache = open_cache(options, manifest)
+        self._pager = Pager(
+            source,
+            manifest,
+            self._arena.slabs,
+            paging,
+            discard=self._arena.discard_slab,
+            versions=self._versions,
+            timeline=self._timeline,
+            cache=self._pager_cache,
+        )
+
+    def start(self) -> None:
+        super().start()
+        self._pager.start()
+
+    def want_groups(self, groups: Collection[int]) -> None:
+        """Have these of the paged groups in memory until the next call. Returns at once."""
+        self._pager.want(groups)
+
+    def wait_groups(self, groups: Collection[int], timeout_s: float | None = None) -> bool:
+        """Block until these groups, which are wanted, hold their exact values; False after `timeout_s`.
+
+        Raises `PartsUnavailableError` for what could not be read, or was wrong, and the load's error.
+        """
+        return self._pager.wait(groups, timeout_s)
+
+    def paging_statistics(self) -> PagerStatistics:
+        return self._pager.statistics()
+
+    def progress(self) -> LoadProgress:
+        """As `WeightLoad.progress`, of the groups that stay."""
+        progress = super().progress()
+        return progress._replace(num_groups=progress.num_groups - len(self.paged_groups))
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        self._pager.check_integrity()
+
+    def cancel(self) -> None:
+        """As `WeightLoad.cancel`; after the end, those who wait for groups are woken, too."""
+        super().cancel()
+        self._pager.stop(LoadCancelledError("the load was cancelled"))
+
+    def close(self) -> None:
+        super().close()
+        if self._pager.is_busy:
+            # A read that has not noticed would go on until it times out.
+            self._source.close()
+        self._pager.join()
+        if self._pager_cache is not None:
+            self._pager_cache.finish()
+
+    def _fail(self, error: TeneralError) -> bool:
+        self._pager.stop(error)
+        return super()._fail(error)
+
+    def _prefault(self) -> None:
+        """Pages are taken as they are written: most of them are given back."""

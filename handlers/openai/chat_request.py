@@ -130,19 +130,23 @@ class ChatRequest:
     def read(self, index: int, event: GenerationEvent) -> list[Delta]:
         """The deltas of an event of choice `index`; the last event's end with `Finish`."""
         if index not in self._readers:
-            self._readers[index] = self._reader()
+            self._readers[index] = self._reader(is_eager=True)
         return self._readers[index].push(event.text, event.finish_reason)
 
     def answer(self, outcome: Outcome) -> Answer:
         """A whole choice."""
-        return Answer.of(self._reader().push(outcome.text, outcome.finish_reason))
+        return Answer.of(self._reader(is_eager=False).push(outcome.text, outcome.finish_reason))
 
-    def _reader(self) -> AnswerReader:
+    def _reader(self, *, is_eager: bool) -> AnswerReader:
         reasoning = None if self._tags is None else ReasoningReader(self._tags, is_open=self._is_open)
         calls = None
         if self._format is not None:
             calls = CallReader(
-                self._format, self._plan.names, is_guided=self._is_guided, max_calls=self._plan.max_calls
+                self._format,
+                self._plan.parameters,
+                is_guided=self._is_guided,
+                max_calls=self._plan.max_calls,
+                is_eager=is_eager,
             )
         return AnswerReader(reasoning, calls)
 

@@ -39,6 +39,14 @@ FAMILIES: dict[str, tuple[str, dict[str, bool]]] = {
         "{{ raise_exception('ids have 9 characters') }}{% endfor %}" + _MESSAGES + "{# [TOOL_CALLS] #}",
         {"[TOOL_CALLS]": True},
     ),
+    "qwen3_coder": (
+        "{% if tools %}{{ tools | tojson }}<tool_call><function=name>{% endif %}" + _MESSAGES,
+        {"<tool_call>": False, "</tool_call>": False},
+    ),
+    "pythonic": (
+        "{% if tools %}{{ tools | tojson }}[func_name1(key=value)]{% endif %}" + _MESSAGES,
+        {"<|python_start|>": True, "<|python_end|>": True},
+    ),
     "none": ("", {}),
     "plain": (_MESSAGES.replace("tool_calls", "calls"), {}),
     "reasoning": (

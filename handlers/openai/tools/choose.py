@@ -9,13 +9,19 @@ from .generic_json import GENERIC_JSON
 from .hermes import HERMES
 from .llama3 import LLAMA3
 from .mistral import ARGUMENTS, LIST, NAMED
+from .pythonic import PYTHONIC
+from .qwen3_coder import FUNCTION, QWEN3_CODER
 
 AUTO, OFF = "auto", "off"
-_BY_NAME = {each.name: each for each in (HERMES, LLAMA3, LIST, GENERIC_JSON)}
+_BY_NAME = {each.name: each for each in (HERMES, QWEN3_CODER, LLAMA3, PYTHONIC, LIST, GENERIC_JSON)}
 SETTINGS = (AUTO, *_BY_NAME, OFF)
 
-# Other families put calls of their own in Hermes' tags; those are not read.
-_NOT_HERMES = ("<function=", "<arg_key>")
+# GLM puts calls of its own in Hermes' tags; those are not read.
+_GLM = "<arg_key>"
+# Of Llama's templates for calls in Python: their example.
+_PYTHONIC = "func_name1("
+# Of Llama's templates for calls in JSON.
+_PARAMETERS = '"parameters"'
 
 
 def tool_format(templates: Mapping[str, str], setting: str = AUTO) -> ToolFormat | None:
@@ -31,11 +37,15 @@ def tool_format(templates: Mapping[str, str], setting: str = AUTO) -> ToolFormat
 def _of_template(text: str) -> ToolFormat:
     if LIST.openers[0] in text:
         return _mistral(text)
-    if any(opener in text for opener in HERMES.openers) and not any(mark in text for mark in _NOT_HERMES):
-        return HERMES
-    if any(opener in text for opener in LLAMA3.openers) or (
-        "<|start_header_id|>" in text and '"parameters"' in text
-    ):
+    if any(opener in text for opener in HERMES.openers) and _GLM not in text:
+        return QWEN3_CODER if FUNCTION in text else HERMES
+    if _PYTHONIC in text:
+        return PYTHONIC
+    if any(opener in text for opener in LLAMA3.openers) and _PARAMETERS in text:
+        return LLAMA3
+    if PYTHONIC.openers[0] in text:
+        return PYTHONIC
+    if LLAMA3.openers[0] in text or ("<|start_header_id|>" in text and _PARAMETERS in text):
         return LLAMA3
     return GENERIC_JSON
 

@@ -1,19 +1,24 @@
 """Formats of calls, each of a family of models, and reading the calls in a block of one.
 
 A block is one or more calls that belong together, from its opening on. Text that only looks like
-one is not a call: `NotACallError` says so, and the text stays text. A model's text arrives in
-pieces, so the end of a JSON value in it is found piece by piece.
+one is not a call: `NotACallError` says so, and the text stays text. A block is read in two ways:
+`read` gives its calls once all of it is there and sound, and `partial` those parts of them that are
+certain before, for streams. A model's text arrives in pieces, so the end of a JSON value in it is
+found piece by piece.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+
+from .functions import Property
 
 _STRUCTURE = re.compile(r'["{}\[\]]')
 _IN_STRING = re.compile(r'["\\]')
@@ -22,6 +27,17 @@ SPACES = " \t\r\n"
 _FIRST_KEYS = frozenset({"name", "arguments", "parameters", "type", "function", "id"})
 _FIRST_KEY = re.compile(r'[\[\s]*\{\s*"([^"\\]*)"\s*:\s*')
 _FIRST_NAME = re.compile(r'"((?:[^"\\]|\\.)*)"')
+# What is before the arguments of a call whose name comes first, as almost all models write it.
+_HEAD = (
+    r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"\\]{1,128})"\s*,\s*'
+    r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+_FIRST_HEAD = re.compile(_HEAD)
+_NEXT_HEAD = re.compile(r"\s*\}\s*," + _HEAD)
+
+
+Functions = Mapping[str, Mapping[str, Any]]
+"""The functions that may be called: names, and the schemas of their parameters as the request has them."""
 
 
 class JsonScanner:
@@ -96,6 +112,14 @@ class Block:
         """
         raise NotImplementedError
 
+    def partial(self, text: str) -> tuple[list[Call], int]:
+        """The calls whose names are certain, each with as much of its arguments as is, and the index behind the text
+        that they were made of.
+
+        Called before `read`, with the same text. Each time the arguments continue those of the time before.
+        """
+        return [], 0
+
 
 def call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
@@ -109,8 +133,10 @@ class ToolFormat:
     shape: Shape
     openers: tuple[str, ...]  # texts that open a block, wherever they stand
     is_bare: bool  # whether an answer may also begin with a call, without an opener
-    block: Callable[[str, Collection[str]], Block]  # from the opener ('': bare) and the names of functions
+    block: Callable[[str, Functions], Block]  # from the opener ('': bare)
     arguments_key: str = "arguments"  # of a call's object
+    # Rules for arguments that are not one JSON object: of this name, of these properties (None: any)
+    argument_rules: Callable[[str, Sequence[Property] | None], list[str]] | None = None
     markers: tuple[str, ...] = ()  # of the shape's and the block's text, what may be special tokens
     separators: str = SPACES  # characters between two bare calls
     new_id: Callable[[], str] = field(default=call_id)
@@ -118,11 +144,24 @@ class ToolFormat:
     given_id: Callable[[str], str] = field(default=lambda given: given)
 
 
+@dataclass(slots=True)
+class _Head:
+    """A call that has begun: its name, and where its arguments are."""
+
+    name: str
+    start: int
+    num_scanned: int
+    end: int | None = None
+
+
 class JsonBlock(Block):
     """An object, or a list of objects, between an opener and a closer."""
 
     def __init__(self, opener: str, closer: str, names: Collection[str]) -> None:
         self._opener, self._closer, self._names = opener, closer, names
+        # For `partial`
+        self._heads: list[_Head] = []
+        self._head_scanner = JsonScanner()
         self._scanner = JsonScanner()
         self._num_scanned = 0
         self._end: int | None = None
@@ -142,8 +181,40 @@ class JsonBlock(Block):
             if self._end is None:
                 _need_more(is_final=is_final)
                 return None
-            self._calls = calls_of(text[start : self._end], self._names, may_omit=bool(self._opener))
+            self._calls = self._decoded(text, text[start : self._end])
         return self._closed(text, self._end, is_final=is_final)
+
+    def partial(self, text: str) -> tuple[list[Call], int]:
+        start = _skip_spaces(text, len(self._opener))
+        is_list = text.startswith("[", start)
+        while True:
+            if self._heads and self._heads[-1].end is None:
+                head = self._heads[-1]
+                head.end = self._head_scanner.feed(text, head.num_scanned)
+                head.num_scanned = len(text)
+                if head.end is None:
+                    break
+            else:
+                found = (
+                    (_NEXT_HEAD.match(text, self._heads[-1].end or 0) if is_list else None)
+                    if self._heads
+                    else _FIRST_HEAD.match(text, start + is_list)
+                )
+                if found is None or found[1] not in self._names:
+                    break
+                self._heads.append(_Head(found[1], found.end(), found.end()))
+                self._head_scanner = JsonScanner()
+        end = len(text) if not self._heads or self._heads[-1].end is None else self._heads[-1].end
+        return [Call(head.name, text[head.start : head.end]) for head in self._heads], end
+
+    def _decoded(self, text: str, block: str) -> list[Call]:
+        """The block's calls; as they were written where `partial` gave them already."""
+        try:
+            return calls_of(block, self._names, may_omit=bool(self._opener))
+        except NotACallError:
+            if not self._heads or self._heads[-1].end is None:
+                raise
+            return [Call(head.name, text[head.start : head.end]) for head in self._heads]
 
     def _check_beginning(self, text: str, start: int) -> None:
         """Finds out early that an object is no call, so that an answer in JSON is not held back."""
@@ -199,6 +270,19 @@ def object_text(data: bytes) -> str:
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
         raise NotACallError from None
     return data.decode()
+
+
+def is_json(text: str) -> bool:
+    """True if the text is one JSON value. Numbers may be larger than a double."""
+    try:
+        json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(name)  # NaN and Infinity, which Python reads but JSON does not have
 
 
 _NONE = msgspec.Raw()

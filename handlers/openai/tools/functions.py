@@ -88,6 +88,7 @@ class Function:
     name: str
     arguments: GrammarSpec  # a JSON schema
     is_strict: bool
+    parameters: Mapping[str, Any]  # the schema as the request has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,11 @@ class ToolPlan:
     @property
     def names(self) -> frozenset[str]:
         return frozenset(function.name for function in self.functions)
+
+    @property
+    def parameters(self) -> dict[str, Mapping[str, Any]]:
+        """The functions' parameters by name."""
+        return {function.name: function.parameters for function in self.functions}
 
     @property
     def is_strict(self) -> bool:
@@ -165,7 +171,7 @@ def _function(tool: Mapping[str, Any], where: str) -> Function:
             param=f"{where}.function.parameters",
         )
     schema = GrammarSpec.json_schema(arguments_schema(parameters), param=f"{where}.function.parameters")
-    return Function(name, schema, bool(strict))
+    return Function(name, schema, bool(strict), parameters)
 
 
 def _choice(
@@ -253,3 +259,38 @@ def _with_functions(
         first = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
         return [first, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
+
+
+@dataclass(frozen=True, slots=True)
+class Property:
+    """One argument of a function."""
+
+    name: str
+    schema: Mapping[str, Any]  # with the definitions that it refers to
+    is_required: bool
+
+
+def properties_of(arguments: GrammarSpec) -> list[Property] | None:
+    """The arguments that an object of this schema may have; None: any.
+
+    Raises `RequestError` for a schema that is more than a list of properties.
+    """
+    schema = json.loads(arguments.text)
+    shared = {"$defs": schema.pop("$defs")} if "$defs" in schema else {}
+    if others := schema.keys() - {"type", "properties", "required", "additionalProperties"}:
+        raise RequestError(
+            f"{arguments.param} has {min(others)}; this model's calls name each argument, so they can be guided by a "
+            "list of properties only",
+            param=arguments.param,
+            hint="Use tool_choice 'auto' without strict, or serve with --tool-parser json.",
+        )
+    properties = schema.get("properties", {})
+    required = schema.get("required", [])
+    if not properties and not required and schema.get("additionalProperties") is not False:
+        return None
+    named = {**properties, **{name: True for name in required if name not in properties}}
+    return [
+        Property(name, {**shared, **(each if isinstance(each, dict) else {})}, name in required)
+        for name, each in named.items()
+        if each is not False
+    ]

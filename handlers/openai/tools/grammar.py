@@ -13,7 +13,7 @@ from ....runtime.errors import RequestError
 from ....runtime.grammar.spec import GrammarKind, GrammarSpec
 from ..deltas import ReasoningTags
 from .format import Shape, ToolFormat
-from .functions import MAX_CALLS, Function, ToolMode, ToolPlan
+from .functions import MAX_CALLS, ToolMode, ToolPlan, properties_of
 
 
 def calls_grammar(
@@ -26,12 +26,12 @@ def calls_grammar(
 ) -> GrammarSpec:
     """`answer` is the form of an answer that calls nothing; None: any text. Raises `RequestError`."""
     markers = list(fmt.markers)
-    rules = _call_rules(fmt.shape, plan, markers)
+    rules = _call_rules(fmt, plan, markers)
     if plan.mode is ToolMode.REQUIRED:
         start, answer = "calls", None
     elif answer is None:
         start = _free_start(fmt, plan, markers, rules)
-    elif fmt.is_bare:
+    elif fmt.is_bare and fmt.argument_rules is None:
         rules, start = _json_rules(fmt, plan, answer), "calls | @answer"
     else:
         start = "calls | @answer"
@@ -67,7 +67,7 @@ def _free_start(fmt: ToolFormat, plan: ToolPlan, markers: list[str], rules: list
     if shape.first:
         first = f"{_text(shape.first.removeprefix(opener), markers)} call"
     else:
-        rules += _alternatives("opened", shape.before_name.removeprefix(opener), shape, plan, markers)
+        rules += _alternatives("opened", shape.before_name.removeprefix(opener), fmt, plan, markers)
         first = "opened"
     more = _more_calls(shape, plan, markers)
     rules.append(f"free: until_{markers.index(opener)} {first}{more} {_text(shape.last, markers)}")
@@ -75,10 +75,11 @@ def _free_start(fmt: ToolFormat, plan: ToolPlan, markers: list[str], rules: list
     return "(free | WORDS)?" if plan.max_calls == 1 else "free* WORDS?"
 
 
-def _call_rules(shape: Shape, plan: ToolPlan, markers: list[str]) -> list[str]:
+def _call_rules(fmt: ToolFormat, plan: ToolPlan, markers: list[str]) -> list[str]:
+    shape = fmt.shape
     more = _more_calls(shape, plan, markers)
     calls = f"calls: {_text(shape.first, markers)} call{more} {_text(shape.last, markers)}"
-    return [calls, *_alternatives("call", shape.before_name, shape, plan, markers)]
+    return [calls, *_alternatives("call", shape.before_name, fmt, plan, markers)]
 
 
 def _json_rules(fmt: ToolFormat, plan: ToolPlan, answer: GrammarSpec) -> list[str]:
@@ -108,21 +109,24 @@ def _more_calls(shape: Shape, plan: ToolPlan, markers: list[str]) -> str:
     return f" ({_text(shape.separator, markers)} call){{0,{more}}}" if more else ""
 
 
-def _alternatives(rule: str, before_name: str, shape: Shape, plan: ToolPlan, markers: list[str]) -> list[str]:
+def _alternatives(
+    rule: str, before_name: str, fmt: ToolFormat, plan: ToolPlan, markers: list[str]
+) -> list[str]:
     """A rule for a call of any of the functions."""
+    shape = fmt.shape
     rules = [f"{rule}: {' | '.join(f'{rule}_{number}' for number in range(len(plan.functions)))}"]
     tail = _text(shape.after_arguments, markers)
     for number, function in enumerate(plan.functions):
         head = _text(f"{before_name}{function.name}{shape.before_arguments}", markers)
-        rules.append(f"{rule}_{number}: {head} {_schema(function, plan)} {tail}")
+        # Where another function's strictness alone is why an answer is guided: any object.
+        is_any = plan.mode is ToolMode.AUTO and plan.is_strict and not function.is_strict
+        schema = GrammarSpec.json_schema({"type": "object"}) if is_any else function.arguments
+        if fmt.argument_rules is None:
+            rules.append(f"{rule}_{number}: {head} {schema.embedded_schema()} {tail}")
+        else:
+            rules.append(f"{rule}_{number}: {head} {rule}_{number}_arguments {tail}")
+            rules += fmt.argument_rules(f"{rule}_{number}_arguments", properties_of(schema))
     return rules
-
-
-def _schema(function: Function, plan: ToolPlan) -> str:
-    """The function's own schema; where another one's strictness alone is why an answer is guided, any object."""
-    if plan.mode is ToolMode.AUTO and plan.is_strict and not function.is_strict:
-        return GrammarSpec.json_schema({"type": "object"}).embedded_schema()
-    return function.arguments.embedded_schema()
 
 
 def _text(text: str, markers: Sequence[str]) -> str:

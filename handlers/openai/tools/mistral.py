@@ -9,9 +9,19 @@ import hashlib
 import re
 import secrets
 import string
-from collections.abc import Collection
 
-from .format import SPACES, Block, Call, JsonBlock, JsonScanner, NotACallError, Shape, ToolFormat, object_text
+from .format import (
+    SPACES,
+    Block,
+    Call,
+    Functions,
+    JsonBlock,
+    JsonScanner,
+    NotACallError,
+    Shape,
+    ToolFormat,
+    object_text,
+)
 
 OPENER, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 ID_CHARS = 9  # their templates refuse ids of another length
@@ -35,33 +45,54 @@ def given_id(text: str) -> str:
 class NamedBlock(Block):
     """One call, its name before its arguments; or a list of calls, as `JsonBlock` has it."""
 
-    def __init__(self, opener: str, names: Collection[str]) -> None:
+    def __init__(self, opener: str, names: Functions) -> None:
         self._opener, self._names = opener, names
         self._list = JsonBlock(opener, "", names)
         self._scanner = JsonScanner()
         self._num_scanned = 0
+        self._begun: tuple[str, int] | None = None  # the name, and where the arguments begin
+        self._end: int | None = None
 
     def read(self, text: str, *, is_final: bool) -> tuple[list[Call], int] | None:
         body = text[len(self._opener) :].lstrip(SPACES)
         if not body or body[0] in "[{":
             return self._list.read(text, is_final=is_final)
-        num_before = body.find("{")
-        if num_before > MAX_NAME_CHARS or (num_before < 0 and (is_final or len(body) > MAX_NAME_CHARS)):
-            raise NotACallError
-        if num_before < 0:
-            return None
-        start = len(text) - len(body) + num_before
-        head = text[len(self._opener) : start].strip(SPACES)
-        name = head.removesuffix(ARGUMENTS).partition(CALL_ID)[0].strip(SPACES)
-        if name not in self._names:
-            raise NotACallError
-        end = self._scanner.feed(text, max(start, self._num_scanned))
-        self._num_scanned = len(text)
-        if end is None:
+        self._advance(text)
+        if self._begun is None or self._end is None:
             if is_final:
                 raise NotACallError
             return None
-        return [Call(name, object_text(text[start:end].encode()))], end
+        name, start = self._begun
+        return [Call(name, object_text(text[start : self._end].encode()))], self._end
+
+    def partial(self, text: str) -> tuple[list[Call], int]:
+        body = text[len(self._opener) :].lstrip(SPACES)
+        if not body or body[0] in "[{":
+            return self._list.partial(text)
+        try:
+            self._advance(text)
+        except NotACallError:
+            return [], 0
+        if self._begun is None:
+            return [], 0
+        name, start = self._begun
+        return [Call(name, text[start : self._end])], len(text) if self._end is None else self._end
+
+    def _advance(self, text: str) -> None:
+        if self._begun is None:
+            start = text.find("{", len(self._opener))
+            head = text[len(self._opener) : start if start >= 0 else None].strip(SPACES)
+            if len(head) > MAX_NAME_CHARS:
+                raise NotACallError
+            if start < 0:
+                return
+            name = head.removesuffix(ARGUMENTS).partition(CALL_ID)[0].strip(SPACES)
+            if name not in self._names:
+                raise NotACallError
+            self._begun, self._num_scanned = (name, start), start
+        if self._end is None:
+            self._end = self._scanner.feed(text, self._num_scanned)
+            self._num_scanned = len(text)
 
 
 LIST = ToolFormat(

@@ -5,17 +5,17 @@ call is given out as text. Only whitespace around calls, and what a format write
 is not given out.
 
 Where a grammar guides the answer (`is_guided`), a call can only be completed as it began, so its arguments are given
-out as they come. Elsewhere a call is held back until all of it is there and sound.
+out as they come. In streams (`is_eager`) the arguments of other calls are, too, once the name is certain, and a call
+that breaks off stays so. Elsewhere a call is held back until all of it is there and sound.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
 
 from ....runtime.text.detokenizer import open_length
 from ..deltas import Delta, TextDelta, ToolCallDelta
-from .format import SPACES, Block, Call, JsonScanner, NotACallError, ToolFormat
+from .format import SPACES, Block, Call, Functions, JsonScanner, NotACallError, ToolFormat
 
 
 class _Place(enum.Enum):
@@ -32,17 +32,26 @@ class CallReader:
     """One answer's, without its reasoning."""
 
     def __init__(
-        self, fmt: ToolFormat, names: Collection[str], *, is_guided: bool, max_calls: int | None
+        self,
+        fmt: ToolFormat,
+        functions: Functions,
+        *,
+        is_guided: bool,
+        max_calls: int | None,
+        is_eager: bool = False,
     ) -> None:
-        """`names` are those of the functions that may be called. Behind `max_calls` calls nothing more is given out."""
+        """`functions` may be called. Behind `max_calls` calls nothing more is given out."""
+        writes_json = fmt.argument_rules is None
         self._fmt = fmt
-        self._names = frozenset(names)
-        self._is_guided = is_guided
+        self._functions = functions
+        self._is_guided = is_guided and writes_json
+        self._is_eager = is_eager or (is_guided and not writes_json)
         self._max_calls = max_calls
         self._place = _Place.EDGE
         self._text = ""  # what is not decided
         self._spaces = ""  # before the block
         self._block: Block | None = None
+        self._given: list[int] = []  # characters of arguments that were given out, of each call of the block
         self._scanner = JsonScanner()
         self._deltas: list[Delta] = []
         self.num_calls = 0
@@ -132,11 +141,20 @@ class CallReader:
     def _held_block(self, *, is_final: bool) -> bool:
         opener = next((each for each in self._fmt.openers if self._text.startswith(each)), "")
         if self._block is None:
-            self._block = self._fmt.block(opener, self._names)
+            self._block = self._fmt.block(opener, self._functions)
+        num_certain = 0
+        if self._is_eager:
+            calls, num_certain = self._block.partial(self._text)
+            self._give_begun(calls)
         try:
             read = self._block.read(self._text, is_final=is_final)
         except NotACallError:
             self._block = None
+            if self._given:  # what follows the calls that were given is text again
+                self._given.clear()
+                self._text, self._place = self._text[num_certain:], _Place.EDGE
+                self._end_if_enough()
+                return True
             self._text = self._spaces + self._text
             self._give_text(len(self._spaces) + (len(opener) or 1))
             self._place = _Place.TEXT
@@ -146,13 +164,18 @@ class CallReader:
         calls, end = read
         self._block = None
         self._text, self._place = self._text[end:], _Place.EDGE
-        for call in calls:
+        given, self._given = self._given, []
+        for number, call in enumerate(calls):
+            if number < len(given):
+                self._give_arguments(self.num_calls - len(given) + number, call.arguments[given[number] :])
+        self._end_if_enough()
+        for call in calls[len(given) :]:
             self._give_call(call)
         return True
 
     def _guided_head(self, before: str) -> bool:
         """True if a guided call follows `before`; its arguments come next."""
-        for name in self._names:
+        for name in self._functions:
             head = self._head(before, name)
             if self._text.startswith(head):
                 self._text, self._place = self._text[len(head) :], _Place.ARGUMENTS
@@ -162,7 +185,7 @@ class CallReader:
         return False
 
     def _may_be_head(self, before: str) -> bool:
-        return any(self._head(before, name).startswith(self._text) for name in self._names)
+        return any(self._head(before, name).startswith(self._text) for name in self._functions)
 
     def _head(self, before: str, name: str) -> str:
         shape = self._fmt.shape
@@ -212,6 +235,22 @@ class CallReader:
     def _begin_call(self, name: str) -> None:
         self._deltas.append(ToolCallDelta(self.num_calls, id=self._fmt.new_id(), name=name))
         self.num_calls += 1
+
+    def _give_begun(self, calls: list[Call]) -> None:
+        """Give out what is certain of the block's calls, and was not given before."""
+        for number, call in enumerate(calls):
+            if number == len(self._given):
+                if self.num_calls == self._max_calls:
+                    return
+                self._begin_call(call.name)
+                self._given.append(0)
+            first = self.num_calls - len(self._given)
+            self._give_arguments(first + number, call.arguments[self._given[number] :])
+            self._given[number] = len(call.arguments)
+
+    def _give_arguments(self, index: int, piece: str) -> None:
+        if piece:
+            self._deltas.append(ToolCallDelta(index, piece))
 
     def _give_call(self, call: Call) -> None:
         if self._place is _Place.OVER:

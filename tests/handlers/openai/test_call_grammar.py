@@ -18,6 +18,8 @@ from teneral.handlers.openai.tools.grammar import calls_grammar, reasoning_gramm
 from teneral.handlers.openai.tools.hermes import HERMES
 from teneral.handlers.openai.tools.llama3 import LLAMA3
 from teneral.handlers.openai.tools.mistral import LIST, NAMED
+from teneral.handlers.openai.tools.pythonic import PYTHONIC
+from teneral.handlers.openai.tools.qwen3_coder import QWEN3_CODER
 from teneral.handlers.openai.tools.reader import CallReader
 from teneral.runtime.errors import GrammarError, RequestError
 from teneral.runtime.grammar.compiler import GrammarCompiler
@@ -25,7 +27,15 @@ from teneral.runtime.grammar.spec import GrammarSpec
 
 END = "<|end|>"
 MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>")
-FORMATS = {"hermes": HERMES, "llama3": LLAMA3, "mistral": LIST, "mistral-named": NAMED, "json": GENERIC_JSON}
+FORMATS = {
+    "hermes": HERMES, "llama3": LLAMA3, "mistral": LIST, "mistral-named": NAMED, "json": GENERIC_JSON,
+    "qwen3_coder": QWEN3_CODER, "pythonic": PYTHONIC,
+}  # fmt: skip
+# A place's arguments, where they are not one JSON object.
+ARGUMENTS = {
+    "qwen3_coder": "<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n</parameter>\n",
+    "pythonic": 'city="Oslo", days=3',
+}
 PLACE = {
     "type": "object",
     "properties": {
@@ -99,7 +109,7 @@ def vocabulary(request: pytest.FixtureRequest) -> Vocabulary:
 
 
 def answer_of(fmt: ToolFormat, text: str) -> Answer:
-    reader = CallReader(fmt, ("weather", "time"), is_guided=True, max_calls=None)
+    reader = CallReader(fmt, {"weather": PLACE, "time": TIME}, is_guided=True, max_calls=None)
     return Answer.of([*reader.push(text), *reader.finish(), Finish("stop")])
 
 
@@ -126,9 +136,8 @@ def test_strict_functions_are_guided_once_a_call_begins(vocabulary: Vocabulary, 
     fmt = FORMATS[name]
     spec = calls_grammar(fmt, tool_plan(tools(strict=True), None, None), None, None, is_open=False)
     shape = fmt.shape
-    good = (
-        f'{shape.before_name}weather{shape.before_arguments}{{"city":"Oslo","days":3}}{shape.after_arguments}'
-    )
+    arguments = ARGUMENTS.get(name, '{"city":"Oslo","days":3}')
+    good = f"{shape.before_name}weather{shape.before_arguments}{arguments}{shape.after_arguments}"
     bad = good.replace("Oslo", "Bonn")
     assert vocabulary.accepts(spec, "Just text, {with} <tags>.")
     assert vocabulary.accepts(spec, shape.first + good + shape.last)
@@ -182,9 +191,8 @@ def test_guidance_begins_behind_the_reasoning(vocabulary: Vocabulary, name: str,
     fmt = FORMATS[name]
     spec = calls_grammar(fmt, tool_plan(tools(), "required", None), None, FAMILIES[0], is_open=is_open)
     shape = fmt.shape
-    call = (
-        f"{shape.first}{shape.before_name}time{shape.before_arguments}{{}}{shape.after_arguments}{shape.last}"
-    )
+    arguments = "" if name in ARGUMENTS else "{}"
+    call = f"{shape.first}{shape.before_name}time{shape.before_arguments}{arguments}{shape.after_arguments}{shape.last}"
     before = "" if is_open else "<think>"
     assert vocabulary.accepts(spec, f'{before}Hm, {{"free": text}}\n</think>\n\n{call}')
     assert vocabulary.accepts(spec, call) is not is_open
@@ -234,7 +242,7 @@ def test_bare_calls_and_answers_in_json(vocabulary: Vocabulary, fmt: ToolFormat,
         assert vocabulary.accepts(spec, text)
     for text in ("Text.", f'{{"name":"other","{key}":{{}}}}', f'{{"name":"weather","{key}":{{}}}}'):
         assert not vocabulary.accepts(spec, text)
-    reader = CallReader(fmt, ("weather",), is_guided=True, max_calls=None)
+    reader = CallReader(fmt, {"weather": parameters}, is_guided=True, max_calls=None)
     read = Answer.of([*reader.push(call), *reader.finish(), Finish("stop")])
     assert [(each.name, each.arguments) for each in read.calls] == [("weather", f'{{"at":{place}}}')]
 
@@ -277,3 +285,76 @@ def test_allowed_tools_are_the_only_ones_that_may_be_called() -> None:
     assert plan.names == {"time"}
     assert plan.tools is not None
     assert len(plan.tools) == 2
+
+
+MANY = {
+    "type": "object",
+    "properties": {
+        "path": {"enum": ["a b", "<c>"], "description": "a file"},
+        "mode": {"enum": ["read", "write"], "type": "string"},
+        "code": {"type": "string", "pattern": "^[a-z]{2}$"},
+        "sizes": {"type": "array", "items": {"type": "integer"}, "maxItems": 2},
+        "note": {"anyOf": [{"type": "string", "maxLength": 4}, {"type": "null"}]},
+        "place": {"$ref": "#/$defs/place"},
+    },
+    "required": ["path", "code"],
+    "$defs": {"place": PLACE},
+}
+
+
+@pytest.mark.parametrize("fmt", [QWEN3_CODER, PYTHONIC])
+def test_arguments_one_by_one_are_of_their_schemas(vocabulary: Vocabulary, fmt: ToolFormat) -> None:
+    function = {"type": "function", "function": {"name": "f", "parameters": MANY, "strict": True}}
+    plan = tool_plan([function], "required", False)
+    spec = calls_grammar(fmt, plan, None, None, is_open=False)
+    keys: set[str] = set()
+    for seed in range(30):
+        text = vocabulary.sample(spec, seed)
+        if text is not None:
+            for is_eager in (False, True):
+                reader = CallReader(fmt, {"f": MANY}, is_guided=True, max_calls=1, is_eager=is_eager)
+                answer = Answer.of([*reader.push(text), *reader.finish(), Finish("stop")])
+                assert answer.text == ""
+                [call] = answer.calls
+                arguments = json.loads(call.arguments)
+                jsonschema_rs.validate({**MANY, "additionalProperties": False}, arguments)
+                keys |= arguments.keys()
+    assert keys == MANY["properties"].keys()
+
+
+def test_text_in_xml_goes_up_to_its_end(vocabulary: Vocabulary) -> None:
+    parameters = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
+    function = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    spec = calls_grammar(QWEN3_CODER, tool_plan([function], "required", False), None, None, is_open=False)
+    for code in ("", "x = 1\nif x < 2:\n    print('</p>')", '"é"', "\n"):
+        text = f"<parameter=code>\n{code}\n</parameter>\n"
+        text = f"<tool_call>\n<function=f>\n{text}</function>\n</tool_call>"
+        assert vocabulary.accepts(spec, text)
+        reader = CallReader(QWEN3_CODER, {"f": parameters}, is_guided=True, max_calls=1)
+        [call] = Answer.of([*reader.push(text), *reader.finish(), Finish("stop")]).calls
+        assert json.loads(call.arguments) == {"code": code}
+    assert not vocabulary.accepts(spec, "<tool_call>\n<function=f>\n</function>\n</tool_call>")
+
+
+@pytest.mark.parametrize("fmt", [QWEN3_CODER, PYTHONIC])
+def test_functions_without_a_list_of_parameters(vocabulary: Vocabulary, fmt: ToolFormat) -> None:
+    anything = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    spec = calls_grammar(fmt, tool_plan([anything], "required", False), None, None, is_open=False)
+    for seed in range(10):
+        if (text := vocabulary.sample(spec, seed)) is not None:
+            reader = CallReader(fmt, {"f": {}}, is_guided=True, max_calls=1)
+            [call] = Answer.of([*reader.push(text), *reader.finish(), Finish("stop")]).calls
+            json.loads(call.arguments)
+    either = {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
+    function = {"type": "function", "function": {"name": "f", "parameters": either}}
+    with pytest.raises(RequestError, match="anyOf"):
+        calls_grammar(fmt, tool_plan([function], "required", None), None, None, is_open=False)
+
+
+def test_calls_in_python_or_an_answer_in_json(vocabulary: Vocabulary) -> None:
+    spec = calls_grammar(
+        PYTHONIC, tool_plan(tools(), None, None), GrammarSpec.json_schema(PLACE), None, is_open=False
+    )
+    assert vocabulary.accepts(spec, '[weather(city="Oslo", days=3), time()]')
+    assert vocabulary.accepts(spec, '{"city":"Oslo","days":3}')
+    assert not vocabulary.accepts(spec, '{"city":"Oslo"}')

@@ -10,26 +10,45 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from teneral.handlers.openai.deltas import Answer, Delta, Finish, TextDelta
+from teneral.handlers.openai.deltas import Answer, Delta, Finish, TextDelta, ToolCallDelta
 from teneral.handlers.openai.tools.format import ToolFormat
 from teneral.handlers.openai.tools.generic_json import GENERIC_JSON
 from teneral.handlers.openai.tools.hermes import HERMES
 from teneral.handlers.openai.tools.llama3 import LLAMA3
 from teneral.handlers.openai.tools.mistral import LIST, NAMED
+from teneral.handlers.openai.tools.pythonic import PYTHONIC
+from teneral.handlers.openai.tools.qwen3_coder import QWEN3_CODER
 from teneral.handlers.openai.tools.reader import CallReader
 
 CUTS = st.lists(st.integers(0, 200), max_size=8)
 PATIENT = settings(suppress_health_check=[HealthCheck.too_slow])
-NAMES = ("get_time", "add", "get")
-FORMATS = {"hermes": HERMES, "llama3": LLAMA3, "mistral": LIST, "mistral-named": NAMED, "json": GENERIC_JSON}
+FUNCTIONS: dict[str, dict[str, Any]] = {
+    "get_time": {},
+    "add": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}, "text": {"type": "string"}}},
+    "get": {"type": "object", "properties": {"url": {"type": "string"}, "n": {"type": ["string", "null"]}}},
+}
+NAMES = tuple(FUNCTIONS)
+JSON_FORMATS = {
+    "hermes": HERMES,
+    "llama3": LLAMA3,
+    "mistral": LIST,
+    "mistral-named": NAMED,
+    "json": GENERIC_JSON,
+}
+FORMATS = {**JSON_FORMATS, "qwen3_coder": QWEN3_CODER, "pythonic": PYTHONIC}
 CALL = {"name": "add", "arguments": {"a": 1, "b": [2, {"c": '}"]\\'}]}}
 
 
 def read(
-    fmt: ToolFormat, pieces: Sequence[str], *, is_guided: bool = False, max_calls: int | None = None
+    fmt: ToolFormat,
+    pieces: Sequence[str],
+    *,
+    is_guided: bool = False,
+    max_calls: int | None = None,
+    is_eager: bool = False,
 ) -> tuple[str, list[tuple[str, Any]]]:
     """The text and the calls, by name with the text of their arguments."""
-    reader = CallReader(fmt, NAMES, is_guided=is_guided, max_calls=max_calls)
+    reader = CallReader(fmt, FUNCTIONS, is_guided=is_guided, max_calls=max_calls, is_eager=is_eager)
     deltas: list[Delta] = []
     for piece in pieces:
         deltas += reader.push(piece)
@@ -68,6 +87,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
         "",
         [("add", {"a": "1"}), ("get", {})],
     ),
+    ("llama3", 'I look.<|python_end|>{"name": "get", "parameters": {}}', "I look.", [("get", {})]),
     (
         "mistral",
         '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}, {"name": "get"}]',
@@ -89,6 +109,45 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
         [("add", {"a": 1}), ("get", {})],
     ),
     ("json", '{"function": {"name": "add", "arguments": "{}"}, "type": "function"}', "", [("add", {})]),
+    (
+        "qwen3_coder",
+        'I add.\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=text>\n12\n"é"</p>\n'
+        "</parameter>\n</function>\n</tool_call>\n<tool_call><function=get_time></function></tool_call>",
+        "I add.\n",
+        [("add", {"a": 1, "text": '12\n"é"</p>'}), ("get_time", {})],
+    ),
+    (
+        "qwen3_coder",
+        "<function=get>\n<parameter=url>\n\n</parameter>\n<parameter=n>null</parameter>\n</function>\n</tool_call>",
+        "",
+        [("get", {"url": "", "n": None})],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=add>\n<parameter=b>\n[1, {}]\n</parameter>\n<parameter=other>x y</parameter>\n"
+        "<parameter=b>\n2\n</parameter></function><function=get></function>",
+        "",
+        [("add", {"b": [1, {}], "other": "x y"}), ("get", {})],
+    ),
+    ("qwen3_coder", '<tool_call>{"name": "get"}</tool_call>', "", [("get", {})]),
+    (
+        "pythonic",
+        '[add(a=1, b="x, )]"), get_time()]',
+        "",
+        [("add", {"a": 1, "b": "x, )]"}), ("get_time", {})],
+    ),
+    (
+        "pythonic",
+        "<|python_start|>[get(url='it\\'s', n=None, x=[True, {\"a\": (1, -2.5)}], y=true)]<|python_end|>",
+        "",
+        [("get", {"url": "it's", "n": None, "x": [True, {"a": [1, -2.5]}], "y": True})],
+    ),
+    (
+        "pythonic",
+        " [ add ( text = '''\"\n''' , b = \"\" , ) , ]".replace(" , ]", " ]"),
+        "",
+        [("add", {"text": '"\n', "b": ""})],
+    ),
 ]
 TEXTS = [
     ("hermes", "A <tool_call> is a tag."),
@@ -106,6 +165,24 @@ TEXTS = [
     ("json", '[1, 2, {"name": "add"}]'),
     ("json", '{"name": "add", "arguments": [1]}'),
     ("json", "[" * 5_000),
+    ("qwen3_coder", "<function=unknown>\n</function>"),
+    ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=a>\n1"),
+    ("qwen3_coder", "<tool_call>\n<function=add>\n1</function>"),
+    ("qwen3_coder", "<function=" + "x" * 300),
+    ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=" + "x" * 300),
+    ("pythonic", "[1, 2]"),
+    ("pythonic", '["add"]'),
+    ("pythonic", "[add(1)]"),
+    ("pythonic", "[add(a=1"),
+    ("pythonic", "[add(a=1, a=2)]"),
+    ("pythonic", "[add(a=open('x'))]"),
+    ("pythonic", "[add(a={1})]"),
+    ("pythonic", "[add(a=b'x')]"),
+    ("pythonic", "[add(a=" + "[" * 5_000 + "]" * 5_000 + ")]"),
+    ("pythonic", "[add(a=" + "9" * 5_000 + ".e)]"),
+    ("pythonic", "[add(a=1)], and"[:9]),
+    ("pythonic", "[unknown(a=1)]"),
+    ("pythonic", "<|python_start|>print(1)"),
 ]
 
 
@@ -117,6 +194,7 @@ def test_each_formats_calls_in_any_pieces(
         given_text, given_calls = read(FORMATS[name], pieces)
         assert given_text == content
         assert [(call, json.loads(arguments)) for call, arguments in given_calls] == calls
+        assert read(FORMATS[name], pieces, is_eager=True) == (given_text, given_calls)
 
 
 @pytest.mark.parametrize(("name", "text"), TEXTS)
@@ -129,7 +207,8 @@ PARTS = st.sampled_from(
     [
         "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", '{"name": "add", "arguments": {}}',
         '{"name": "get", "parameters": {"x": "}"}}', "{", "}", "[", "]", ";", ",", " ", "\n", '"', "\\", "add",
-        "text", "<", '{"a": 1}', '"name"', ":", "é",
+        "text", "<", '{"a": 1}', '"name"', ":", "é", "<function=", "add>", "<parameter=", "text>", "</parameter>",
+        "</function>", "[add(", "a=", "'", ")", ", get(", "<|python_start|>", "<|python_end|>",
     ]
 )  # fmt: skip
 
@@ -145,6 +224,9 @@ def test_the_result_does_not_depend_on_the_pieces(
     whole = read(FORMATS[name], [text], is_guided=is_guided)
     assert read(FORMATS[name], pieces, is_guided=is_guided) == whole
     assert read(FORMATS[name], list(text), is_guided=is_guided) == whole
+    eager = read(FORMATS[name], [text], is_guided=is_guided, is_eager=True)
+    assert read(FORMATS[name], pieces, is_guided=is_guided, is_eager=True) == eager
+    assert read(FORMATS[name], list(text), is_guided=is_guided, is_eager=True) == eager
     if not whole[1]:
         assert whole[0] == text
 
@@ -173,7 +255,7 @@ CALLS = st.lists(
 
 
 @PATIENT
-@given(st.sampled_from(sorted(FORMATS)), CALLS, st.booleans())
+@given(st.sampled_from(sorted(JSON_FORMATS)), CALLS, st.booleans())
 def test_calls_in_a_formats_own_shape_are_read_back(
     name: str, calls: list[dict[str, Any]], is_guided: bool
 ) -> None:
@@ -184,10 +266,10 @@ def test_calls_in_a_formats_own_shape_are_read_back(
         assert [{"name": call, "arguments": json.loads(arguments)} for call, arguments in found] == calls
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", JSON_FORMATS)
 def test_a_guided_calls_arguments_are_given_out_as_they_come(name: str) -> None:
     fmt = FORMATS[name]
-    reader = CallReader(fmt, NAMES, is_guided=True, max_calls=None)
+    reader = CallReader(fmt, FUNCTIONS, is_guided=True, max_calls=None)
     text = written(fmt, [CALL])
     start = text.index("[2, {")
     assert any(not isinstance(delta, TextDelta) for delta in reader.push(text[:start]))
@@ -200,3 +282,68 @@ def test_nothing_comes_behind_the_last_call_that_is_allowed() -> None:
         text = written(HERMES, [CALL, CALL]) + " and more"
         assert len(read(HERMES, list(text), is_guided=is_guided, max_calls=1)[1]) == 1
         assert read(HERMES, list(text), is_guided=is_guided, max_calls=1)[0] == ""
+
+
+EAGER = {
+    "hermes": '<tool_call>{"name": "add", "arguments": {"text": "one two"}}</tool_call>',
+    "llama3": '{"type": "function", "name": "add", "parameters": {"text": "one two"}}',
+    "mistral": '[TOOL_CALLS] [{"name": "add", "arguments": {"text": "one two"}}]',
+    "mistral-named": '[TOOL_CALLS]add[ARGS]{"text": "one two"}',
+    "json": '{"name": "add", "arguments": {"text": "one two"}}',
+    "qwen3_coder": "<tool_call>\n<function=add>\n<parameter=text>\none two\n</parameter>\n</function>\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_a_streamed_calls_name_comes_first_and_its_arguments_as_they_come(name: str) -> None:
+    reader = CallReader(FORMATS[name], FUNCTIONS, is_guided=False, max_calls=None, is_eager=True)
+    text = EAGER[name]
+    start = text.index("add") + 3
+    assert reader.push(text[:start]) == []
+    deltas = [delta for letter in text[start:] for delta in reader.push(letter)]
+    deltas += reader.finish()
+    first, *rest = deltas
+    assert isinstance(first, ToolCallDelta)
+    assert (first.name, first.arguments) == ("add", "")
+    pieces = [delta.arguments for delta in rest if isinstance(delta, ToolCallDelta)]
+    assert len(pieces) == len(rest) > 7
+    assert json.loads("".join(pieces)) == {"text": "one two"}
+
+
+def test_arguments_in_python_come_one_by_one() -> None:
+    reader = CallReader(PYTHONIC, FUNCTIONS, is_guided=False, max_calls=None, is_eager=True)
+    given = [
+        [delta.arguments for delta in reader.push(piece) if isinstance(delta, ToolCallDelta)]
+        for piece in ("[add(", "a=1", ", b='x", "')", "]")
+    ]
+    assert ["".join(pieces) for pieces in given] == ["{", '"a": ', '1, "b": ', '"x"}', ""]
+
+
+BROKEN = [
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1', '{"a": 1', ""),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": }}</tool_call> and', '{"a": }', " and"),
+    ("json", '{"name": "add", "arguments": {"a": 1}, oh', '{"a": 1}', ", oh"),
+    ("qwen3_coder", "<tool_call><function=add><parameter=text>\none", '{"text": "one', ""),
+    ("qwen3_coder", "<tool_call><function=add>oh", "{", "oh"),
+    ("pythonic", "[add(a=1, b=oh)]", '{"a": 1, "b": ', "oh)]"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "arguments", "content"), BROKEN)
+def test_a_streamed_call_that_breaks_off_stays_so(name: str, text: str, arguments: str, content: str) -> None:
+    """Of a whole answer it is text, as nothing was given out."""
+    for pieces in ([text], list(text)):
+        assert read(FORMATS[name], pieces, is_eager=True) == (content, [("add", arguments)])
+        if "}}" not in text:
+            assert read(FORMATS[name], pieces) == (text, [])
+
+
+def test_long_calls_take_time_in_proportion_to_their_length() -> None:
+    text = (
+        "<tool_call>\n<function=add>\n<parameter=text>\n"
+        + "x\n" * 20_000
+        + "</parameter>\n</function>\n</tool_call>"
+    )
+    pieces = [text[i : i + 4] for i in range(0, len(text), 4)]
+    [(_, arguments)] = read(QWEN3_CODER, pieces, is_eager=True)[1]
+    assert len(json.loads(arguments)["text"]) == 39_999

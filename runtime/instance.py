@@ -104,6 +104,7 @@ class Instance:
         self._source = source
         self._helpers = helpers
         self._base = base
+        self.has_base = base is not None  # in memory: it loads the differences alone
         self._load: AnyLoad | None = helpers.load if helpers else None
         self._snapshots: SnapshotService | None = None
         # Set together with the engine, if adapters are configured.

@@ -98,7 +98,7 @@ class Metrics:
             self._request_seconds.setdefault(route, Histogram()).observe(seconds)
 
     def start_ended(self, kind: str, outcome: str, seconds: float) -> None:
-        """Count a start. `kind` is cold, standby or reload; `outcome` ok, when requests can be
+        """Count a start. `kind` is cold, standby, reload or switch; `outcome` ok, when requests can be
         answered, or failed.
         """
         with self._lock:
@@ -190,7 +190,7 @@ class Metrics:
             between.add_metric((), self._inter_token_seconds.cumulative(), self._inter_token_seconds.sum)
             starts = CounterMetricFamily(
                 "teneral_starts",
-                "Starts by kind (cold, standby, reload) and outcome.",
+                "Starts by kind (cold, standby, reload, switch) and outcome.",
                 labels=("kind", "outcome"),
             )
             for start_labels, count in self._starts.items():

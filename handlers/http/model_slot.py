@@ -328,7 +328,7 @@ STANDBY_MARK = "taken over by a standby"
 
 def count_start(metrics: Metrics, emf: EmfWriter | None, instance: Instance, is_first: bool) -> None:
     """Count this instance's start when it ends. `is_first`: the process's first instance, else it
-    is a reload.
+    is a reload, or a switch to a fine-tune.
 
     Seconds are those since the start of the process that was asked to serve, or since the reload
     began. An instance that is closed while it loads counts as neither outcome.
@@ -355,6 +355,6 @@ def count_start(metrics: Metrics, emf: EmfWriter | None, instance: Instance, is_
 
 def _kind(instance: Instance, is_first: bool) -> str:
     if not is_first:
-        return "reload"
+        return "switch" if instance.has_base else "reload"
     spans = instance.timeline.snapshot()["spans"]
     return "standby" if any(span["name"] == STANDBY_MARK for span in spans) else "cold"

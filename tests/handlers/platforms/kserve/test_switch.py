@@ -191,11 +191,12 @@ async def test_a_config_that_differs_in_nothing_that_matters_shares_the_tokenize
         assert server.service.instance.tokenizer.result() is server.instance.tokenizer.result()
 
 
-async def test_running_requests_of_the_base_end_on_the_base(models: Models, held: Any) -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+async def test_running_requests_of_the_base_end_on_the_base(models: Models, held: Any, threads: int) -> None:
     long = {"max_tokens": 300, "ignore_eos": True, "logprobs": None}
     expected = await alone(models.base, **long)
     holds = held("one")
-    async with serving(models.base) as server:
+    async with serving(models.base, threads=threads) as server:
         await answer(server)
         async with server.stream("/v1/completions", {**BODY, **long}) as response:
             await response.content.readline()
@@ -263,6 +264,67 @@ async def test_an_exact_request_gets_the_fine_tunes_tokens_of_which_the_base_pro
         # Nothing that the base computed is found by the fine-tune's next requests.
         assert await answer(server) == await alone(models.whole("one"))
         now.engine.result().check_integrity()
+
+
+async def test_nothing_that_the_base_has_computed_is_found_by_the_fine_tune(models: Models) -> None:
+    body = {**BODY, "prompt": "Once upon a time " * 8}
+
+    async def num_cached(server: Server) -> int:
+        usage = (await server.post("/v1/completions", body)).json["usage"]
+        return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0))
+
+    async with serving(models.base) as server:
+        await num_cached(server)
+        assert await num_cached(server) > 0
+        await switch(server, models.folder / "one")
+        assert await num_cached(server) == 0
+        assert await num_cached(server) > 0
+        await switch(server, models.base)
+        assert await num_cached(server) > 0
+        text = server.metrics_text()
+        assert 'teneral_starts_total{kind="switch",outcome="ok"} 1' in text
+
+
+async def test_a_fine_tune_of_another_shape_has_no_draft(tmp_path: Path, one_thread: None, held: Any) -> None:
+    def grow(folder: Path) -> None:
+        """More tokens than the base has."""
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": 328}))
+        weights = load_file(folder / "model.safetensors")
+        for name, tensor in weights.items():
+            if tensor.shape[0] == 320:
+                weights[name] = torch.cat([tensor, tensor[:8]])
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    models = Models(tmp_path)
+    models.tuned("grown", seed=4, change=grow)
+    holds = held("grown")
+    async with serving(models.base) as server:
+        await answer(server)
+        changing = asyncio.create_task(switch(server, tmp_path / "grown"))
+        await server.eventually(lambda: server.service.instance is not server.instance)
+        asked = asyncio.create_task(server.post("/v1/completions", {**BODY, **DRAFT}))
+        await asyncio.sleep(0.2)
+        assert not asked.done()
+        for hold in holds:
+            hold.release()
+        found = (await asked).json
+        assert found["usage"]["completion_tokens_details"]["drafted_tokens"] == 0
+        assert (await changing).status == 200
+        assert found["choices"][0] == await alone(models.whole("grown"))
+
+
+async def test_a_switch_waits_until_all_of_the_base_is_exact(models: Models, held: Any) -> None:
+    holds = held("base")
+    async with serving(models.base) as server:
+        await server.eventually(lambda: bool(holds) and holds[0].num_reached > 0)
+        changing = asyncio.create_task(switch(server, models.folder / "one"))
+        await asyncio.sleep(0.2)
+        assert not changing.done()
+        assert server.service.instance is server.instance
+        holds[0].release()
+        assert (await changing).status == 200
+        assert await answer(server) == await alone(models.whole("one"))
 
 
 @pytest.mark.parametrize("from_tuned", [False, True])

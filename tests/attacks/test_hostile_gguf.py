@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import tracemalloc
 from typing import Any
@@ -222,7 +223,13 @@ def test_damaged_files_raise_errors_of_ours_only(data: st.DataObject) -> None:
     [
         ({"general__architecture": "mamba"}, "architecture 'mamba' is not supported"),
         ({"general__architecture": None}, "no general.architecture"),
-        ({"llama__expert_count": 8}, "mixtures of experts"),
+        ({"llama__expert_count": 8}, "no llama.expert_used_count"),
+        ({"llama__expert_count": 8, "llama__expert_used_count": 9}, "expert_used_count is"),
+        ({"llama__expert_count": 1 << 15}, "expert_count is"),
+        (
+            {"llama__expert_count": 8, "llama__expert_used_count": 2, "llama__expert_shared_count": 1},
+            "expert_shared_count is not supported",
+        ),
         ({"split__count": 3}, "one of several files"),
         ({"llama__block_count": 1 << 30}, "llama.block_count is"),
         ({"llama__block_count": "1"}, "llama.block_count is"),
@@ -272,3 +279,70 @@ def test_pieces_too_long_to_find_merges_for_are_refused() -> None:
         tokenizer__ggml__token_type=[1] * 64,
         tokenizer__ggml__scores=[0.0] * 64,
     )
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["blk.0.ffn_up.bias", "blk.0.attn_norm.bias", "blk.0.ffn_gate_exps.weight", "blk.0.attn_q_norm.weight"],
+)
+def test_a_tensor_that_the_model_would_leave_out_is_refused(name: str) -> None:
+    refuse_model("of no known use", [*float_tensors(), SMALL._replace(name=name)])
+
+
+def test_a_bias_of_some_projections_only_is_refused() -> None:
+    bias = RawTensor("blk.0.attn_q.bias", (64,), 0, bytes(256))
+    refuse_model("some projections of the attention have a bias", [*float_tensors(), bias])
+
+
+EXPERTS = {"llama__expert_count": 4, "llama__expert_used_count": 2}
+
+
+@pytest.mark.parametrize("sizes", [(64, 96), (64, 96, 3), (64, 96, 2, 2)])
+def test_experts_of_another_number_are_refused(sizes: tuple[int, ...]) -> None:
+    kept = [tensor for tensor in float_tensors() if "ffn_" not in tensor.name or "norm" in tensor.name]
+    stacked = RawTensor("blk.0.ffn_up_exps.weight", sizes, 0, bytes(4 * math.prod(sizes)))
+    refuse_model("does not hold 4 experts", [*kept, stacked], **EXPERTS)
+
+
+def test_more_experts_than_any_model_has_are_refused_before_they_are_listed() -> None:
+    kept = [tensor for tensor in float_tensors() if "ffn_" not in tensor.name or "norm" in tensor.name]
+    stacked = RawTensor("blk.0.ffn_up_exps.weight", (1, 1, 1024), 0, bytes(4096))
+    more = {"llama__expert_count": 1024, "llama__expert_used_count": 2, "llama__block_count": 1024}
+    refuse_model("too many", [*kept, stacked], **more)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "more", "match"),
+    [
+        ("gemma2", {}, "no gemma2.attn_logit_softcapping"),
+        ("gemma3", {}, "no gemma3.attention.sliding_window"),
+        ("gemma3", {"gemma3__attention__sliding_window": 0}, "sliding_window is"),
+        (
+            "gemma3",
+            {
+                "gemma3__attention__sliding_window": 9,
+                "gemma3__attention__sliding_window_pattern": struct.pack("<IIQ", ARRAY, 7, 2) + bytes(2),
+            },
+            "true or false for each layer",
+        ),
+        ("phi3", {}, "no phi3.attention.sliding_window"),
+        ("phi3", {"phi3__attention__sliding_window": 0, "phi3__rope__dimension_count": 7}, "must be even"),
+        (
+            "phi3",
+            {"phi3__attention__sliding_window": 0, "phi3__rope__dimension_count": 64},
+            "dimension_count is",
+        ),
+        ("granite", {}, "no granite.attention.scale"),
+        ("granite", {"granite__attention__scale": 0.0}, "attention.scale is"),
+        ("olmo2", {"olmo2__attention__sliding_window": 9}, "OLMo 3"),
+        ("qwen3moe", {}, "no qwen3moe.expert_feed_forward_length"),
+        ("qwen3", {"qwen3__expert_count": 4}, "a mixture of experts of the architecture 'qwen3'"),
+        ("qwen2", {}, "no biases, which this architecture needs"),
+    ],
+)
+def test_settings_of_other_architectures_are_refused_by_their_keys(
+    architecture: str, more: dict[str, Any], match: str
+) -> None:
+    store = MemoryStore({NAME: gguf_file(metadata(architecture, **more), float_tensors())})
+    with pytest.raises(CheckpointError, match=match):
+        GgufDirectory(store, NAME).conversions()

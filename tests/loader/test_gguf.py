@@ -134,10 +134,14 @@ def test_tensors_are_the_same_numbers_or_these_rounded_to_bf16(name: str) -> Non
 
 
 def hf_name(name: str) -> str:
-    from teneral.loader.format.gguf.fields import GgufFields
-    from teneral.loader.format.gguf.model import _hf_name
+    """Of a tensor of a Llama or Qwen2."""
+    from teneral.loader.format.gguf.families import FAMILIES
+    from teneral.loader.format.gguf.model import _OUTER
 
-    return _hf_name(GgufFields("", {}), name, 1)
+    if name in _OUTER:
+        return _OUTER[name]
+    _, layer, kind, suffix = name.split(".")
+    return f"model.layers.{layer}.{FAMILIES['llama'].inner[kind]}.{suffix}"
 
 
 def test_integers_take_the_layout_that_holds_the_same_numbers() -> None:

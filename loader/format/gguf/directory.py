@@ -199,9 +199,9 @@ def _made(piece: Piece, rows: Bytes) -> Bytes:
     if piece.form is Form.SCALES:
         return np.ascontiguousarray(blocks[:, :2]).reshape(-1)
     if piece.form is Form.FLOATS:
-        if kind.dtype == piece.spec.dtype:
+        if kind.dtype == piece.spec.dtype and not piece.shift:
             return rows.reshape(-1)
-        return _encode(kind.to_floats(blocks), piece.spec.dtype)
+        return _encode(kind.to_floats(blocks) + np.float32(piece.shift), piece.spec.dtype)
     assert kind.to_integers is not None
     levels = kind.to_integers(blocks).levels.reshape(len(rows), -1)
     if piece.form is Form.INT8:

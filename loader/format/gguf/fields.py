@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from ...errors import CheckpointError
 
 
@@ -41,6 +43,12 @@ class GgufFields:
         if type(value) not in (int, float) or not low <= value <= high:  # NaN compares as false
             raise self._not(key, value, f"a number from {low:g} to {high:g}")
         return float(value)
+
+    def shortest(self, key: str, low: float, high: float, default: float | None = None) -> float:
+        """Likewise; of all numbers that are the same in fp32 that with the fewest digits: 1e-5 in place of
+        9.99999974e-06.
+        """
+        return float(str(np.float32(self.number(key, low, high, default))))
 
     def boolean(self, key: str, default: bool) -> bool:
         value = self._metadata.get(key, default)

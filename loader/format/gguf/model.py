@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...errors import CheckpointError
 from ..nibbles import RUN
 from ..safetensors import TensorSpec
+from .families import Family, family_of
 from .fields import GgufFields
 from .reader import GgufFile, GgufTensor
 
@@ -27,47 +29,20 @@ MAX_WIDTH = 1 << 20
 MAX_HEADS = 4_096
 MAX_HEAD_DIM = 1_024
 MAX_CONTEXT = 1 << 24
+MAX_EXPERTS_OF_ALL_LAYERS = 1 << 15
 
 _HINT = "Pack the original model, as Hugging Face has it."
 
 Table = Callable[[GgufTensor], list[float]]  # the content of a small tensor
 
 
-class Family(NamedTuple):
-    """How an architecture of GGUF is called by transformers."""
-
-    model_type: str
-    architecture: str
-    is_permuted: bool = False  # rows of q and k stand in pairs that turn together
-    has_qkv_bias: bool = False
-    has_head_norms: bool = False
-
-
-FAMILIES = {
-    "llama": Family("llama", "LlamaForCausalLM", is_permuted=True),  # Mistral's files say llama too
-    "qwen2": Family("qwen2", "Qwen2ForCausalLM", has_qkv_bias=True),
-    "qwen3": Family("qwen3", "Qwen3ForCausalLM", has_head_norms=True),
-}
-
 _OUTER = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-_INNER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _ROPE_FREQUENCIES = "rope_freqs.weight"
+_ROPE_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 _LAYER = re.compile(r"blk\.([0-9]{1,4})\.([a-z_]+)\.(weight|bias)")
 # transformers' name of the dtype that floats are stored in
 _TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -89,6 +64,7 @@ class Piece(NamedTuple):
     source: GgufTensor
     form: Form
     head_rows: int = 0  # rows of a head whose pairs are taken apart; 0: rows stay in their order
+    shift: float = 0.0  # added to floats, in fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +82,7 @@ def describe_model(file: GgufFile, read_table: Table, *, keep_integers: bool = T
     holds the same numbers. Raises `CheckpointError` for what is not supported.
     """
     fields = GgufFields(file.where, file.metadata)
-    family = _family(fields)
+    family = family_of(fields)
     if fields.integer("split.count", 0, 1 << 16, 0) > 1:
         raise fields.wrong(
             "this is one of several files of a split model", hint="Join them with gguf-split --merge."
@@ -115,11 +91,13 @@ def describe_model(file: GgufFile, read_table: Table, *, keep_integers: bool = T
     dtype = _float_dtype(file)
     pieces: list[Piece] = []
     for tensor in file.tensors.values():
-        if tensor.name != _ROPE_FREQUENCIES:
-            name = _hf_name(fields, tensor.name, config["num_hidden_layers"])
-            pieces += _pieces_of(
-                name, tensor, dtype, _head_rows(name, config, family), keep_integers=keep_integers
-            )
+        if tensor.name in (_ROPE_FREQUENCIES, *_ROPE_FACTORS):
+            continue
+        for name, part in _named(fields, family, tensor, config):
+            head_rows, shift = _head_rows(name, config, family), 0.0
+            if family.has_shifted_norms and name.endswith("norm.weight"):
+                shift = -1.0
+            pieces += _pieces_of(name, part, dtype, head_rows, shift, keep_integers=keep_integers)
     config["torch_dtype"] = _TORCH_NAMES[dtype]
     bits = {Form.INT8: 8, Form.INT4: 4}
     kept = {bits[piece.form] for piece in pieces if piece.form in bits}
@@ -134,18 +112,6 @@ def describe_model(file: GgufFile, read_table: Table, *, keep_integers: bool = T
     return GgufModel(config, tuple(pieces), rows, tuple(_conversions(pieces)))
 
 
-def _family(fields: GgufFields) -> Family:
-    name = fields.text("general.architecture")
-    if name not in FAMILIES:
-        raise fields.wrong(
-            f"the architecture {name[:60]!r} is not supported",
-            hint=f"Supported are {', '.join(sorted(FAMILIES))}. Others may be packed from the original model.",
-        )
-    if fields.integer(f"{name}.expert_count", 0, 1 << 16, 0):
-        raise fields.wrong("mixtures of experts are not supported from GGUF", hint=_HINT)
-    return FAMILIES[name]
-
-
 def _config(file: GgufFile, fields: GgufFields, family: Family, read_table: Table) -> dict[str, Any]:
     own = f"{fields.text('general.architecture')}."
     embeddings = _matrix(file, fields, "token_embd.weight")
@@ -156,7 +122,12 @@ def _config(file: GgufFile, fields: GgufFields, family: Family, read_table: Tabl
         raise fields.wrong(f"{heads} heads cannot share {kv_heads} heads of keys and values")
     layers = fields.integer(own + "block_count", 1, MAX_LAYERS)
     head_dim = fields.integer(own + "attention.key_length", 2, MAX_HEAD_DIM, max(2, hidden // heads))
+    turned = fields.integer(own + "rope.dimension_count", 2, head_dim, head_dim)
+    if turned % 2:
+        raise fields.wrong(f"{own}rope.dimension_count is {turned}, but must be even")
     for key in ("attention.value_length", "rope.dimension_count"):
+        if key == "rope.dimension_count" and family.may_turn_partly:
+            continue
         if fields.integer(own + key, 1, MAX_HEAD_DIM, head_dim) != head_dim:
             raise fields.wrong(
                 f"{own}{key} differs from the {head_dim} columns of a head, which is not supported"
@@ -173,15 +144,21 @@ def _config(file: GgufFile, fields: GgufFields, family: Family, read_table: Tabl
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": _shortest(fields.number(own + "attention.layer_norm_rms_epsilon", 0.0, 1.0)),
+        "hidden_act": family.activation,
+        "rms_norm_eps": fields.shortest(own + "attention.layer_norm_rms_epsilon", 0.0, 1.0),
         "max_position_embeddings": fields.integer(own + "context_length", 1, MAX_CONTEXT),
-        "rope_theta": _shortest(fields.number(own + "rope.freq_base", 2.0, 1e12, 10_000.0)),
+        "rope_theta": fields.shortest(own + "rope.freq_base", 2.0, 1e12, 10_000.0),
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
-    if family.model_type == "llama":
-        config["attention_bias"] = _has_attention_bias(file, fields)
-    scaling = _rope_scaling(file, fields, own, config, read_table)
+    has_bias = _has_attention_bias(file, fields, family)
+    if family.always_has_biases and not has_bias:
+        raise fields.wrong("the projections of the attention have no biases, which this architecture needs")
+    if not family.always_has_biases:
+        config["attention_bias"] = has_bias
+    if turned != head_dim:
+        config["partial_rotary_factor"] = turned / head_dim
+    config |= family.settings(fields, own, config)
+    scaling = _rope_scaling(file, fields, own, config, family, read_table)
     if scaling is not None:
         config["rope_scaling"] = scaling
     return config
@@ -194,35 +171,38 @@ def _matrix(file: GgufFile, fields: GgufFields, name: str) -> GgufTensor:
     return tensor
 
 
-def _shortest(value: float) -> float:
-    """The number with the fewest digits that is the same in fp32: 1e-5 in place of 9.99999974e-06."""
-    return float(str(np.float32(value)))
-
-
-def _has_attention_bias(file: GgufFile, fields: GgufFields) -> bool:
+def _has_attention_bias(file: GgufFile, fields: GgufFields, family: Family) -> bool:
     has = {
         kind: any(name.startswith("blk.") and name.endswith(f".{kind}.bias") for name in file.tensors)
-        for kind in ("attn_q", "attn_k", "attn_v", "attn_output")
+        for kind in family.biases
     }
     if len(set(has.values())) > 1:
         raise fields.wrong(
             "some projections of the attention have a bias and others none, which is not supported"
         )
-    return has["attn_q"]
+    return any(has.values())
 
 
 def _rope_scaling(
-    file: GgufFile, fields: GgufFields, own: str, config: dict[str, Any], read_table: Table
+    file: GgufFile,
+    fields: GgufFields,
+    own: str,
+    config: dict[str, Any],
+    family: Family,
+    read_table: Table,
 ) -> dict[str, Any] | None:
+    turned = round(config.get("partial_rotary_factor", 1.0) * config["head_dim"])
     if _ROPE_FREQUENCIES in file.tensors:
         tensor = file.tensors[_ROPE_FREQUENCIES]
         if tensor.type.name != "F32" or tensor.shape != (config["head_dim"] // 2,):
             raise fields.wrong(f"{_ROPE_FREQUENCIES} must be {config['head_dim'] // 2} numbers of F32")
         return _llama3_scaling(fields, read_table(tensor), config)
+    if family.model_type == "phi3" and any(name in file.tensors for name in _ROPE_FACTORS):
+        return _longrope_scaling(file, fields, own, turned, read_table)
     kind = fields.text(own + "rope.scaling.type", "none")
     if kind == "none":
         return None
-    factor = _shortest(fields.number(own + "rope.scaling.factor", 1e-3, 1e6, 1.0))
+    factor = fields.shortest(own + "rope.scaling.factor", 1e-3, 1e6, 1.0)
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
@@ -233,11 +213,27 @@ def _rope_scaling(
     )
 
 
+def _longrope_scaling(
+    file: GgufFile, fields: GgufFields, own: str, turned: int, read_table: Table
+) -> dict[str, Any]:
+    """Both sets of factors, and what scores of stretched positions are multiplied by."""
+    factors = []
+    for name in _ROPE_FACTORS:
+        tensor = file.tensors.get(name)
+        if tensor is None or tensor.type.name != "F32" or tensor.shape != (turned // 2,):
+            raise fields.wrong(f"{name} must be {turned // 2} numbers of F32")
+        factors.append(read_table(tensor))
+    scaling: dict[str, Any] = {"rope_type": "longrope", "long_factor": factors[0], "short_factor": factors[1]}
+    if f"{own}rope.scaling.attn_factor" in fields:
+        scaling["attention_factor"] = fields.shortest(f"{own}rope.scaling.attn_factor", 0.0, 1e6)
+    return scaling
+
+
 def _llama3_scaling(fields: GgufFields, divisors: list[float], config: dict[str, Any]) -> dict[str, Any]:
     """The parameters of Llama 3.1's stretching that give these divisors of the frequencies."""
     found = {
         "rope_type": "llama3",
-        "factor": _shortest(max(divisors)),
+        "factor": float(str(np.float32(max(divisors)))),
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
@@ -260,18 +256,42 @@ def _llama3_divisors(scaling: dict[str, Any], config: dict[str, Any]) -> list[fl
     return divisors
 
 
-def _hf_name(fields: GgufFields, name: str, num_layers: int) -> str:
-    if name in _OUTER:
-        return _OUTER[name]
-    found = _LAYER.fullmatch(name)
-    if (
-        found is None
-        or found[2] not in _INNER
-        or int(found[1]) >= num_layers
-        or str(int(found[1])) != found[1]
-    ):
-        raise fields.wrong(f"the tensor {name} is of no known use", hint=_HINT)
-    return f"model.layers.{found[1]}.{_INNER[found[2]]}.{found[3]}"
+def _named(
+    fields: GgufFields, family: Family, tensor: GgufTensor, config: dict[str, Any]
+) -> Iterator[tuple[str, GgufTensor]]:
+    """A tensor by its name of transformers; one with all experts of a layer is one for each of them."""
+    if tensor.name in _OUTER:
+        yield _OUTER[tensor.name], tensor
+        return
+    found = _LAYER.fullmatch(tensor.name)
+    if found is None or int(found[1]) >= config["num_hidden_layers"] or str(int(found[1])) != found[1]:
+        raise _useless(fields, tensor)
+    layer, kind, suffix = f"model.layers.{found[1]}.", found[2], found[3]
+    if suffix == "weight" and kind in (family.experts or {}):
+        assert family.experts is not None
+        for number, part in enumerate(_experts_of(fields, tensor, config)):
+            yield f"{layer}{family.experts[kind].format(number)}.weight", part
+    elif kind in family.inner and (suffix == "weight" or kind in family.biases):
+        yield f"{layer}{family.inner[kind]}.{suffix}", tensor
+    else:
+        raise _useless(fields, tensor)
+
+
+def _useless(fields: GgufFields, tensor: GgufTensor) -> CheckpointError:
+    return fields.wrong(f"the tensor {tensor.name} is of no known use", hint=_HINT)
+
+
+def _experts_of(fields: GgufFields, tensor: GgufTensor, config: dict[str, Any]) -> Iterator[GgufTensor]:
+    """The matrices of a tensor (experts, rows, columns)."""
+    num = config.get("num_experts", config.get("num_local_experts"))
+    if len(tensor.shape) != 3 or tensor.shape[0] != num:
+        raise fields.wrong(f"{tensor.name} of shape {tensor.shape} does not hold {num} experts")
+    if num * config["num_hidden_layers"] > MAX_EXPERTS_OF_ALL_LAYERS:
+        raise fields.wrong(f"{num} experts in {config['num_hidden_layers']} layers are too many")
+    size_bytes = tensor.shape[1] * tensor.row_bytes
+    for number in range(num):
+        begin = tensor.begin + number * size_bytes
+        yield tensor._replace(shape=tensor.shape[1:], begin=begin, size_bytes=size_bytes)
 
 
 def _head_rows(name: str, config: dict[str, Any], family: Family) -> int:
@@ -289,7 +309,7 @@ def _float_dtype(file: GgufFile) -> str:
 
 
 def _pieces_of(
-    name: str, tensor: GgufTensor, dtype: str, head_rows: int, *, keep_integers: bool
+    name: str, tensor: GgufTensor, dtype: str, head_rows: int, shift: float, *, keep_integers: bool
 ) -> Iterator[Piece]:
     shape = tensor.shape
     if keep_integers and tensor.type.bits is not None and len(shape) == 2 and name.endswith(".weight"):
@@ -305,24 +325,30 @@ def _pieces_of(
     own = tensor.type.dtype if is_norm and tensor.type.dtype is not None else dtype
     if head_rows and len(shape) == 1:
         shape = (shape[0], 1)  # a bias: a row a number
-    yield Piece(TensorSpec(name, own, tensor.shape), tensor._replace(shape=shape), Form.FLOATS, head_rows)
+    if shift:
+        own = "F32"  # which holds the differences
+    spec = TensorSpec(name, own, tensor.shape)
+    yield Piece(spec, tensor._replace(shape=shape), Form.FLOATS, head_rows, shift)
 
 
 def _conversions(pieces: list[Piece]) -> Iterator[str]:
     """A line for each type of block and what became of it."""
-    counts: dict[tuple[str, str], int] = {}
+    counts: dict[tuple[str, str], set[str]] = {}
     for piece in pieces:
         if piece.form is Form.SCALES:
             continue
         kind, stored = piece.source.type, piece.spec.dtype
         if piece.form is not Form.FLOATS:
             what = f"{piece.form.value} in groups of {kind.elements}, the same numbers"
+        elif piece.shift:
+            what = "F32, less the 1 that their weights are stored with"
         elif kind.dtype == stored:
             what = "as they are"
         else:
             what = f"{stored}, rounded to {'8 bits' if stored == 'BF16' else 'the nearest'}"
             if stored == "F32" or (kind.dtype == "F16" and stored == "F32"):
                 what = f"{stored}, the same numbers"
-        counts[kind.name, what] = counts.get((kind.name, what), 0) + 1
-    for (name, what), number in sorted(counts.items()):
+        counts.setdefault((kind.name, what), set()).add(piece.source.name)
+    for (name, what), names in sorted(counts.items()):
+        number = len(names)
         yield f"{name}: {number} tensor{'s' if number > 1 else ''} → {what}"

@@ -48,7 +48,9 @@ _NFC = {"type": "NFC"}
 _SPLITS: dict[str, tuple[list[dict[str, Any]], dict[str, Any] | None, bool]] = {
     "gpt-2": ([_byte_level(use_regex=True)], None, False),
     "smollm": ([_DIGITS, _byte_level(use_regex=True)], None, False),
+    "refact": ([_DIGITS, _byte_level(use_regex=True)], None, False),
     "llama-bpe": (_split(_LLAMA_3), None, True),
+    "dbrx": (_split(_LLAMA_3), None, False),
     "qwen2": (_split(_QWEN_2), _NFC, False),
     "deepseek-r1-qwen": (_split(_QWEN_2), _NFC, False),
     "tekken": (_split(_TEKKEN), None, True),

@@ -1,0 +1,146 @@
+"""GGUF files of every family with a known form, computed as transformers computes the model that they were made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.decoding import Stepper, oracle_logits, prompt_of
+from tests.support.models import DictWeights, build_model
+from tests.support.tiny_models import DECODERS, tensors_of, tiny_model, with_tensors
+
+from teneral.loader.artifact import open_model
+from teneral.loader.errors import CheckpointError
+from teneral.loader.format.gguf.families import FAMILIES, MIXTRAL
+from teneral.loader.native.library import library
+from teneral.loader.sources.open import open_store
+from teneral.loader.tools.pack.pack import pack
+from teneral.loader.tools.unpack import unpack
+from teneral.runtime.backends.native.backend import NativeBackend
+from teneral.runtime.backends.torch.backend import TorchBackend
+
+pytest.importorskip("gguf")
+
+from tests.support.gguf_models import ARCHITECTURES, write_gguf
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.7],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 8.0],
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 0.75,
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in ARCHITECTURES},
+    # llama.cpp scales scores by the size of a head, and has four layers of five with a window
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 32}),
+    "gemma3_text": (
+        "gemma3_text",
+        {"query_pre_attn_scalar": 32, "sliding_window_pattern": 6, "num_hidden_layers": 7},
+    ),
+    "gemma3, stretched": (
+        "gemma3_text",
+        {
+            "query_pre_attn_scalar": 32,
+            "sliding_window_pattern": 6,
+            "num_hidden_layers": 6,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "phi3, longrope": ("phi3", {"original_max_position_embeddings": 128, "rope_parameters": LONGROPE}),
+    "phi3, window": ("phi3", {"sliding_window": 12}),
+    "granite, biases": ("granite", {"attention_bias": True}),
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 4, "num_hidden_layers": 5}),
+    "qwen3_moe": ("qwen3_moe", {"moe_intermediate_size": 64}),
+}
+# Families whose GGUF files are refused, by gguf-py's name of the architecture
+REFUSED = {
+    "ministral": "mistral3",
+    "glm": "chatglm",
+    "glm4": "glm4",
+    "cohere": "command-r",
+    "cohere2": "cohere2",
+    "olmoe": "olmoe",
+    "gpt_oss": "gpt-oss",
+}
+
+
+def test_every_family_is_read_or_refused():
+    assert sorted([*ARCHITECTURES, *REFUSED]) == sorted(DECODERS)
+    known = {family.model_type for family in (*FAMILIES.values(), MIXTRAL)}
+    assert known == ARCHITECTURES.keys() - {"mistral"}  # whose files say llama
+
+
+def tensors_and_config(source: Any, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    from safetensors.torch import load
+
+    data, _ = source.read("model.safetensors", max_bytes=1 << 28)
+    return load(data), json.loads(source.read("config.json", max_bytes=1 << 20)[0])
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_file_computes_what_the_model_does(variant: str, kind: str, tmp_path: Path) -> None:
+    family, overrides = VARIANTS[variant]
+    plain = tiny_model(family, **overrides)
+    rounded = {name: each.bfloat16().float() for name, each in tensors_of(plain).items()}
+    model = with_tensors(plain, rounded)  # what is not quantised becomes bf16
+    meant = write_gguf(tmp_path / "model.gguf", model, kind)
+    oracle = with_tensors(model, meant)
+    source = open_model(str(tmp_path / "model.gguf"))
+    tensors, config = tensors_and_config(source, tmp_path)
+    prompt = prompt_of(60)
+    expected = oracle_logits(oracle, prompt)
+    if kind == "F32":
+        torch.testing.assert_close(expected, oracle_logits(model, prompt), atol=1e-4, rtol=1e-4)
+    else:
+        config["dtype"] = config["torch_dtype"] = "float32"
+        tensors = {
+            name: each.float() if each.dtype == torch.bfloat16 else each for name, each in tensors.items()
+        }
+
+    for backend in [TorchBackend(), *([NativeBackend("float32")] if library() is not None else [])]:
+        decoder = build_model(config, DictWeights(tensors), backends=[backend])
+        ours = Stepper(decoder).step({"a": prompt})["a"]
+        torch.testing.assert_close(ours, expected, atol=1e-3, rtol=1e-3, msg=backend.name)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "mixtral", "qwen3_moe"])
+def test_a_packed_file_has_the_tensors_of_the_file(family: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    write_gguf(tmp_path / "model.gguf", tiny_model(*VARIANTS[family][:1], **VARIANTS[family][1]), "Q8_0")
+    source = open_model(str(tmp_path / "model.gguf"))
+    tensors, _ = tensors_and_config(source, tmp_path)
+    result = pack(open_model(str(tmp_path / "model.gguf")), open_store(str(tmp_path / "packed")))
+    unpack(open_store(str(tmp_path / "packed")), tmp_path / "out")
+    again = {
+        name: each
+        for path in (tmp_path / "out").glob("*.safetensors")
+        for name, each in load_file(path).items()
+    }
+
+    assert again.keys() == tensors.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
+    assert "Q8_0: " in result.render()
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_other_families_are_refused_by_name(family: str, tmp_path: Path) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", REFUSED[family])
+    writer.add_block_count(1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    with pytest.raises(CheckpointError, match=f"'{REFUSED[family]}' is not supported"):
+        open_model(str(tmp_path / "model.gguf")).conversions()

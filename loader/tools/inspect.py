@@ -196,6 +196,7 @@ def _header(description: Mapping[str, Any]) -> list[str]:
     fields = {
         "artifact" if description["digest"] else "model": description["url"],
         "family": _render_family(description.get("model")),
+        "takes": _render_uses(description.get("model")),
         "format": f"{description['format']}, written by {description['generator']}"
         if description["digest"]
         else "plain safetensors, not packed",
@@ -222,7 +223,19 @@ def _render_family(model: Mapping[str, Any] | None) -> str:
         return f"refused: {model['refused']}"
     native = "not by the native core" if model["native_refuses"] else "by the native core and torch"
     why = f": {model['native_refuses']}" if model["native_refuses"] else ""
+    if model["kind"] == "decoder":
+        why += f"; on a GPU by {'torch' if model['kernels_refuse'] else 'kernels'}"
     return f"{model['family']}, {model['kind']}, up to {model['max_tokens']:,} tokens; computed {native}{why}"
+
+
+def _render_uses(model: Mapping[str, Any] | None) -> str:
+    """The uses of the model's weights, by the runtime's description of config.json."""
+    if model is None or model["refused"]:
+        return ""
+    uses = ["--quantize, GPTQ and AWQ"] if model["quantizes"] else []
+    if model["adapts"]:
+        uses.append(f"LoRA adapters of {' and '.join(model['adapts'])}")
+    return "; ".join(uses)
 
 
 def _render_precision(entry: Mapping[str, Any]) -> str:

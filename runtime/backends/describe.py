@@ -1,5 +1,5 @@
-"""A description of a model from its config.json alone: its family, and whether the native core
-computes it.
+"""A description of a model from its config.json alone: its family, the backends that compute it, and
+what can be done with its weights.
 """
 
 from __future__ import annotations
@@ -9,42 +9,61 @@ from typing import Any
 
 from ..dtypes import DType
 from ..errors import ModelError
+from ..models.adapter import Place, modules_of
 from ..models.config import is_encoder
 from ..models.decoder_config import DecoderConfig
 from ..models.encoder_config import EncoderConfig
 from ..models.executor import refusal_of
 from ..models.spec import DecoderSpec, EncoderSpec
+from .cuda.implemented import refusal_of_spec as kernels_refusal_of
 from .native.decoder import NAME, refusal_of_spec
 from .native.encoder import IMPLEMENTED as ENCODERS_IMPLEMENTED
 
+_ENCODERS_ON_A_GPU = "a device's kernels compute no encoders"
+
 
 def describe_model(config_json: bytes) -> dict[str, Any]:
-    """A JSON-ready value: `family`, `kind`, `max_tokens`, and `native_refuses`, the reason or null;
-    or `refused`, the reason why the runtime does not support the model. Imports no torch, and
-    raises nothing for any content of the file.
+    """A JSON-ready value: `family`, `kind`, `max_tokens`; `native_refuses` and `kernels_refuse`, the
+    reasons or null, in place of which torch computes; `quantizes`, true if `pack --quantize` takes
+    the model and its GPTQ and AWQ checkpoints are read; `adapts`, what LoRA adapters may change:
+    "attention" and "MLP".
+
+    Or `refused`, the reason why the runtime does not support the model. Imports no torch, and raises
+    nothing for any content of the file.
     """
     try:
         config = json.loads(config_json)
         if is_encoder(config):
-            encoder = EncoderConfig.from_json(config)
-            refusal = refusal_of(EncoderSpec.of(encoder, DType.F32), ENCODERS_IMPLEMENTED, NAME)
-            return _described(encoder.family, "encoder", encoder.max_tokens, refusal)
-        decoder = DecoderConfig.from_json(config)
+            return _of_encoder(EncoderConfig.from_json(config))
+        return _of_decoder(DecoderConfig.from_json(config))
     except (ModelError, ValueError, RecursionError) as error:
         return {"refused": str(getattr(error, "message", error))}
-    return _described(
-        decoder.family,
-        "decoder",
-        decoder.max_context,
-        refusal_of_spec(DecoderSpec.of(decoder, DType.BF16)),
-    )
 
 
-def _described(family: str, kind: str, max_tokens: int, native_refuses: str | None) -> dict[str, Any]:
+def _of_encoder(config: EncoderConfig) -> dict[str, Any]:
+    spec = EncoderSpec.of(config, DType.F32)
     return {
         "refused": None,
-        "family": family,
-        "kind": kind,
-        "max_tokens": max_tokens,
-        "native_refuses": native_refuses,
+        "family": config.family,
+        "kind": "encoder",
+        "max_tokens": config.max_tokens,
+        "native_refuses": refusal_of(spec, ENCODERS_IMPLEMENTED, NAME),
+        "kernels_refuse": _ENCODERS_ON_A_GPU,
+        "quantizes": False,
+        "adapts": [],
+    }
+
+
+def _of_decoder(config: DecoderConfig) -> dict[str, Any]:
+    spec = DecoderSpec.of(config, DType.BF16)
+    places = {module.place for layer in range(config.num_layers) for module in modules_of(config, layer)}
+    return {
+        "refused": None,
+        "family": config.family,
+        "kind": "decoder",
+        "max_tokens": config.max_context,
+        "native_refuses": refusal_of_spec(spec),
+        "kernels_refuse": kernels_refusal_of(spec),
+        "quantizes": config.names.stacked_experts is None,
+        "adapts": ["attention", *(["MLP"] if Place.DOWN in places else [])],
     }

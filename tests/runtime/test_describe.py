@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
-from tests.support.tiny_models import FAMILIES, config_json, tiny_model
+from tests.support.tiny_models import DECODERS, FAMILIES, config_json, tiny_model
 
+from teneral.loader.format.gguf.families import FAMILIES as GGUF_FAMILIES
+from teneral.loader.format.gguf.families import MIXTRAL
 from teneral.runtime.backends.describe import describe_model
 
 
@@ -17,6 +21,55 @@ def test_every_family_is_described(family):
     assert described["refused"] is None
     assert described["family"] == family
     assert described["native_refuses"] is None
+
+
+@pytest.mark.parametrize(
+    ("family", "kernels", "quantizes", "adapts"),
+    [
+        ("llama", True, True, ["attention", "MLP"]),
+        ("gemma2", False, True, ["attention", "MLP"]),
+        ("qwen3_moe", False, True, ["attention"]),
+        ("gpt_oss", False, False, ["attention"]),
+        ("bert", False, False, []),
+    ],
+)
+def test_a_description_says_what_can_be_done_with_the_weights(family, kernels, quantizes, adapts):
+    described = describe_model(json.dumps(config_json(tiny_model(family))).encode())
+
+    assert (described["kernels_refuse"] is None) is kernels
+    assert (described["quantizes"], described["adapts"]) == (quantizes, adapts)
+
+
+def decoders_of_the_page() -> dict[str, dict[str, str]]:
+    """The rows of the table of decoders in docs/models.md, by model_type."""
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    lines = [
+        line for line in text.split("## Decoders")[1].split("## ")[0].splitlines() if line.startswith("|")
+    ]
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    found = {}
+    for row in rows:
+        cells = dict(zip(head, row, strict=True))
+        found |= dict.fromkeys(re.findall(r"`(\w+)`", cells["`model_type`"]), cells)
+    return found
+
+
+def test_the_page_has_a_row_for_every_family_of_decoders():
+    assert sorted(decoders_of_the_page()) == sorted(DECODERS)
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_the_page_says_of_each_family_what_the_code_does(family):
+    described = describe_model(json.dumps(config_json(tiny_model(family))).encode())
+    in_gguf = {each.model_type for each in (*GGUF_FAMILIES.values(), MIXTRAL)} | {"mistral"}
+    row = decoders_of_the_page()[family]
+
+    assert row["native"] == ("yes" if described["native_refuses"] is None else "no")
+    assert row["torch"] == "yes"
+    assert row["CUDA kernels"] == ("yes" if described["kernels_refuse"] is None else "torch")
+    assert row["quantised"] == ("yes" if described["quantizes"] else "no")
+    assert row["adapters"] == ", ".join(described["adapts"])
+    assert row["GGUF"] == ("yes" if family in in_gguf else "no")
 
 
 def test_a_model_that_the_core_lacks_is_described_with_the_reason():

@@ -9,18 +9,16 @@ number and shapes do not depend on the data: `graphs.py` records it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 
 from ...kv.storage import KVPool
-from ...models.decoder_config import LayerRotary, Norm
-from ...models.executor import Accepts, any_value, one_of, refusal_of
 from ...step.batch import StepBatch
 from ..torch.decoder import DecoderLayer, GatedMLP, TorchExecutor
 from ..torch.layers import RMSNorm
 from . import variants as v
+from .implemented import refusal_of_spec
 from .launch import Launcher
 from .products import RowProducts
 from .storage import DeviceKVStorage
@@ -30,47 +28,6 @@ from .variants import shape_of, short_name
 SEES_ALL = 1 << 30  # a window that no context reaches
 # Rows of a prompt of its own from which torch's attention outweighs its preparation.
 MIN_SDPA_ROWS = 64
-
-
-IMPLEMENTED: Mapping[str, Accepts] = {
-    "dtype": any_value,  # `variants.why_not` checks it
-    "vocab_size": any_value,
-    "hidden_size": any_value,
-    "intermediate_size": any_value,
-    "num_layers": any_value,
-    "num_heads": any_value,
-    "num_kv_heads": any_value,
-    "head_dim": any_value,
-    "norm": one_of(Norm.RMS),
-    "norm_eps": any_value,
-    "input_norms": one_of(True),
-    "output_norms": one_of(False),
-    "is_parallel": one_of(False),
-    "experts": one_of(None),
-    "attention_scale": any_value,
-    "score_cap": one_of(None),
-    "logit_cap": one_of(None),
-    "embedding_scale": any_value,  # torch computes the rows
-    "residual_scale": one_of(1.0),
-    "logits_scale": one_of(1.0),
-    "activation": one_of(*v.ACTIVATIONS),
-    "rotary.dim": any_value,
-    "rotary.frequencies": any_value,
-    "rotary.factor": any_value,
-    "rotary.interleaved": one_of(False),
-    "local_rotary": one_of(None),
-    "layer_rotary": lambda tables: set(tables) == {LayerRotary.MAIN},
-    "wide_rotary": one_of(False),
-    "max_context": any_value,
-    "windows": any_value,
-    "qkv_bias": any_value,
-    "output_bias": any_value,
-    "mlp_bias": any_value,
-    "head_norms": any_value,
-    "joint_head_norms": one_of(False),
-    "sinks": one_of(False),
-    "tied_head": any_value,
-}
 
 
 class DeviceKernels:
@@ -92,7 +49,7 @@ class DeviceKernels:
         compute capability. Raises NotImplementedError for a model that the kernels do not support.
         """
         spec = executor.spec
-        reason = refusal_of(spec, IMPLEMENTED, "a device's kernels")
+        reason = refusal_of_spec(spec)
         if reason is not None:
             raise NotImplementedError(reason)
         self.shape = shape_of(executor, block_size)

@@ -12,7 +12,7 @@ from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 
 from teneral.loader.native.library import library
-from teneral.runtime.backends.cuda.decoder import IMPLEMENTED as DEVICE_KERNELS
+from teneral.runtime.backends.cuda.implemented import IMPLEMENTED as DEVICE_KERNELS
 from teneral.runtime.backends.native.backend import NativeBackend, ReferenceBackend
 from teneral.runtime.backends.torch.backend import TorchBackend
 from teneral.runtime.dtypes import DType

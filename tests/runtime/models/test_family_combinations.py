@@ -31,6 +31,7 @@ from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.pack.prune import PruneOptions
 from teneral.loader.tools.pack.quantize_plan import QuantizeOptions
 from teneral.loader.tools.unpack import unpack
+from teneral.runtime.backends.describe import describe_model
 from teneral.runtime.backends.native.backend import NativeBackend, ReferenceBackend
 from teneral.runtime.backends.torch.backend import TorchBackend
 from teneral.runtime.errors import ModelError
@@ -121,6 +122,13 @@ REFUSED = {
     ("gpt_oss", "int4 asymmetric"): "all experts of a layer in one tensor",
 }
 ALL = [(family, way) for family in DECODERS for way in WAYS]
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_inspect_says_which_families_are_quantised(family: str) -> None:
+    described = describe_model(json.dumps(config_json(base_of(family))).encode())
+
+    assert described["quantizes"] is ((family, "int4") not in REFUSED)
 
 
 @pytest.mark.parametrize(("family", "way"), REFUSED)

@@ -1,0 +1,58 @@
+"""The features of decoders that the kernels of a CUDA device implement.
+
+Imports no torch: a machine without a device describes models by it, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ...models.decoder_config import LayerRotary, Norm
+from ...models.executor import Accepts, any_value, one_of, refusal_of
+from ...models.spec import DecoderSpec
+from . import variants as v
+
+IMPLEMENTED: Mapping[str, Accepts] = {
+    "dtype": any_value,  # `variants.why_not` checks it
+    "vocab_size": any_value,
+    "hidden_size": any_value,
+    "intermediate_size": any_value,
+    "num_layers": any_value,
+    "num_heads": any_value,
+    "num_kv_heads": any_value,
+    "head_dim": any_value,
+    "norm": one_of(Norm.RMS),
+    "norm_eps": any_value,
+    "input_norms": one_of(True),
+    "output_norms": one_of(False),
+    "is_parallel": one_of(False),
+    "experts": one_of(None),
+    "attention_scale": any_value,
+    "score_cap": one_of(None),
+    "logit_cap": one_of(None),
+    "embedding_scale": any_value,  # torch computes the rows
+    "residual_scale": one_of(1.0),
+    "logits_scale": one_of(1.0),
+    "activation": one_of(*v.ACTIVATIONS),
+    "rotary.dim": any_value,
+    "rotary.frequencies": any_value,
+    "rotary.factor": any_value,
+    "rotary.interleaved": one_of(False),
+    "local_rotary": one_of(None),
+    "layer_rotary": lambda tables: set(tables) == {LayerRotary.MAIN},
+    "wide_rotary": one_of(False),
+    "max_context": any_value,
+    "windows": any_value,
+    "qkv_bias": any_value,
+    "output_bias": any_value,
+    "mlp_bias": any_value,
+    "head_norms": any_value,
+    "joint_head_norms": one_of(False),
+    "sinks": one_of(False),
+    "tied_head": any_value,
+}
+
+
+def refusal_of_spec(spec: DecoderSpec) -> str | None:
+    """Why the kernels cannot compute this model, whatever its weights are; None where they can."""
+    return refusal_of(spec, IMPLEMENTED, "a device's kernels")

@@ -28,8 +28,9 @@ from teneral.runtime.backends.native.backend import NativeBackend, ReferenceBack
 from teneral.runtime.backends.torch.backend import TorchBackend
 from teneral.runtime.dtypes import DType
 from teneral.runtime.errors import ModelError
-from teneral.runtime.models.decoder import Decoder, take_decoder
+from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.models.decoder_config import DecoderConfig
+from teneral.runtime.models.decoder_tensors import take_decoder
 from teneral.runtime.models.matrices import Mxfp4Matrix
 from teneral.runtime.models.spec import DecoderSpec
 from teneral.runtime.weights import StreamedWeights

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,21 @@ TENERAL = (sys.executable, "-m", "teneral")
 class Server:
     """A server process and its port."""
 
-    def __init__(self, model: Path | str, *flags: str, program: Sequence[str] = TENERAL) -> None:
-        command = [*program, "serve", str(model), "--host", "127.0.0.1", "--port", "0"]
-        self.process = subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True)
+    def __init__(
+        self,
+        model: Path | str,
+        *flags: str,
+        program: Sequence[str] = TENERAL,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """With `variables` of a platform, the port is the platform's."""
+        port = () if variables else ("--port", "0")
+        self.process = subprocess.Popen(
+            [*program, "serve", str(model), "--host", "127.0.0.1", *port, *flags],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **(variables or {})},
+        )
         assert self.process.stderr is not None
         output = ""
         while not (found := re.search(r" on http://\S+:(\d+)$", output)):

@@ -26,10 +26,11 @@ WAIT_S = patience_s(60)
 COMPLETION = {"prompt": "hello", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 # The command itself, except that its image is here: /opt/ml is not ours to write to.
 SERVE_WITH_FOLDER = """
-import sys, teneral.handlers.platforms.settings as settings
+import sys
+from teneral.handlers import platforms
 folder = sys.argv.pop(1)
-settings.PLATFORMS = tuple(
-    row._replace(model_folder=folder) if row.model_folder else row for row in settings.PLATFORMS
+platforms.PLATFORMS = tuple(
+    row._replace(model_folder=folder) if row.model_folder else row for row in platforms.PLATFORMS
 )
 from teneral.__main__ import main
 raise SystemExit(main())

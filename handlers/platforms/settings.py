@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...runtime import resolve as configuration
 from ...runtime.config import ServeConfig
-from . import AUTO, PLATFORMS
+from .. import platforms
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +28,7 @@ def resolve(
 
     Raises `UsageError`, naming the unknown or invalid flag, variable or key.
     """
-    variables = tuple(pair for row in PLATFORMS for pair in row.variables)
+    variables = tuple(pair for row in platforms.PLATFORMS for pair in row.variables)
     return configuration.resolve(
         flags, environment, config_file, platform_variables=variables, defaults=_model_folder
     )
@@ -41,8 +41,8 @@ def _model_folder(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     if settings.get("model"):
         return {}
-    named = settings.get("platform", AUTO)
-    for row in PLATFORMS:
+    named = settings.get("platform", platforms.AUTO)
+    for row in platforms.PLATFORMS:
         if not row.model_folder:
             continue
         if row.name == named:
@@ -50,5 +50,5 @@ def _model_folder(settings: Mapping[str, Any]) -> Mapping[str, Any]:
         else:
             found = any(os.path.isfile(os.path.join(row.model_folder, name)) for name in MODEL_SIGNS)
         if found:
-            return {"model": row.model_folder} | ({"platform": row.name} if named == AUTO else {})
+            return {"model": row.model_folder} | ({"platform": row.name} if named == platforms.AUTO else {})
     return {}

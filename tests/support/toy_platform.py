@@ -1,7 +1,11 @@
-"""A toy platform: all that a platform needs is this file and its row."""
+"""A toy platform: all that a platform needs is this file and its row.
+
+Run as a program, it is `teneral` with the row: `TOY_PORT=8000 python -m tests.support.toy_platform serve MODEL`.
+"""
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -52,3 +56,11 @@ class ToyRoutes:
 
 def error_response(error: ApiError) -> web.Response:
     return web.Response(status=error.status, text=f"toy trouble: {error.message}")
+
+
+if __name__ == "__main__":
+    from teneral import cli
+    from teneral.handlers import platforms
+
+    platforms.PLATFORMS = (*platforms.PLATFORMS, ROW)
+    sys.exit(cli.run(sys.argv[1:]))

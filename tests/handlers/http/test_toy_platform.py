@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.tiny_models import save_tiny
 from tests.support.toy_platform import ROW
+from tests.test_serve import Server
 
 from teneral.handlers import platforms
 from teneral.handlers.platforms import platform_of, settings
@@ -13,9 +18,7 @@ from teneral.handlers.platforms import platform_of, settings
 
 @pytest.fixture(autouse=True)
 def row(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = (*platforms.PLATFORMS, ROW)
-    monkeypatch.setattr(platforms, "PLATFORMS", rows)
-    monkeypatch.setattr(settings, "PLATFORMS", rows)
+    monkeypatch.setattr(platforms, "PLATFORMS", (*platforms.PLATFORMS, ROW))
 
 
 def test_it_is_found_by_its_sign_and_gives_settings() -> None:
@@ -36,3 +39,24 @@ async def test_its_events_reach_the_function_and_its_errors_have_its_shape(start
         failed = await server.post("/toy/run", {"toy": "fail"})
         assert failed.status == 500
         assert failed.body.decode().startswith("toy trouble: ")
+
+
+def test_a_server_takes_its_port_from_it_and_answers_its_events(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path / "model")
+    (tmp_path / "function.py").write_text(
+        "def handler(event, context):\n    return context.platform['name'] + event\n"
+    )
+    server = Server(
+        tmp_path / "model",
+        "--handler",
+        f"{tmp_path / 'function.py'}:handler",
+        program=(sys.executable, "-m", "tests.support.toy_platform"),
+        variables={"TOY_FUNCTION_NAME": "f", "TOY_PORT": "0"},
+    )
+    try:
+        assert server.ask("GET", "/toy/alive") == (200, b"alive")
+        status, answer = server.ask("POST", "/toy/run", {"toy": "!"})
+        assert (status, json.loads(answer)) == (200, {"toy": ["toy!"]})
+        assert server.end() == 0
+    finally:
+        server.close()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from teneral.handlers.platforms import settings
+from teneral.handlers import platforms
 from teneral.handlers.platforms.settings import resolve
 from teneral.loader.errors import UsageError
 
@@ -21,9 +21,9 @@ def test_the_folder_that_sagemaker_fills_is_the_model_where_none_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [
-        row._replace(model_folder=str(tmp_path)) if row.model_folder else row for row in settings.PLATFORMS
+        row._replace(model_folder=str(tmp_path)) if row.model_folder else row for row in platforms.PLATFORMS
     ]
-    monkeypatch.setattr(settings, "PLATFORMS", tuple(rows))
+    monkeypatch.setattr(platforms, "PLATFORMS", tuple(rows))
     with pytest.raises(UsageError, match="no model was named"):  # an empty folder says nothing
         resolve({}, {})
     assert resolve({}, {"TENERAL_PLATFORM": "sagemaker"}).model == str(tmp_path)

@@ -51,8 +51,10 @@ def test_invalid_bits_end_before_anything_is_written(
     ("flags", "dtypes"),
     [
         (["int8"], {"I8": 9, "BF16": 12}),
-        (["int4"], {"U8": 7, "I8": 2, "BF16": 12}),
-        (["int4", "--group-size", "32", "--asymmetric"], {"U8": 14, "I8": 2, "BF16": 12}),
+        (["int4"], {"U8": 6, "I8": 3, "BF16": 12}),
+        (["int4", "--group-size", "32", "--asymmetric"], {"U8": 12, "I8": 3, "BF16": 12}),
+        (["int4", "--int8", "", "--no-calibrate"], {"U8": 7, "I8": 2, "BF16": 12}),
+        (["int4", "--int8", "v,down"], {"U8": 5, "I8": 4, "BF16": 12}),
     ],
 )
 def test_weights_are_quantised_by_flags(

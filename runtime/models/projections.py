@@ -9,8 +9,9 @@ Which tensors there are decides what a projection is made of: with `X.weight_sca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from ...loader.format.nibbles import RUN
 from ..dtypes import DType
@@ -67,8 +68,8 @@ def take_stacked(
             tuple(take_linear(parameters, name, num_in, size, bias=bias) for name, size in names_and_sizes)
         )
     parts = [_take_one(parameters, name, num_in, num_out, bias=bias) for name, num_out in names_and_sizes]
-    whole = _stacked(parts) if len(parts) > 1 else None
-    return StoredProjection(tuple(parts) if whole is None else (whole,))
+    runs = [list(run) for _, run in groupby(parts, _kind)]
+    return StoredProjection(tuple(matrix for run in runs for matrix in _stacked_or_all(run)))
 
 
 def take_embeddings(parameters: Parameters, name: str, vocab_size: int, hidden_size: int) -> EmbeddingTable:
@@ -115,6 +116,18 @@ def _num_groups(parameters: Parameters, name: str, columns: int, *, unit: int = 
             f"{full_name}.weight with {columns} columns"
         )
     return num_groups
+
+
+def _kind(matrix: Matrix) -> Hashable:
+    """Equal for matrices that can be one, if they lie back to back."""
+    if isinstance(matrix, DenseMatrix):
+        return matrix.weight.dtype
+    return matrix.weight.dtype, matrix.group_size, matrix.zero is None
+
+
+def _stacked_or_all(run: Sequence[Matrix]) -> Sequence[Matrix]:
+    whole = _stacked(run) if len(run) > 1 else None
+    return run if whole is None else (whole,)
 
 
 def _stacked(parts: Sequence[Matrix]) -> Matrix | None:

@@ -9,12 +9,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 from ...loader.artifact import open_artifact
 from ...loader.format.manifest import Manifest
 from ...loader.memory.limits import available, check_fits
-from ...loader.process.cpu import available_cores
 from ...loader.sources.base import Source
 from ...loader.tools.progress_bar import format_bytes
 from ..errors import ModelError
@@ -53,15 +50,16 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """The settings of an artifact's computation, by torch like the original's."""
+    """The settings of an artifact's computation."""
 
+    backend: str
     compute_dtype: str
     kv_dtype: str  # a `KVKind`
 
     def describe(self) -> str:
         """The settings as a phrase for people."""
         kv = f", {self.kv_dtype} keys and values" if self.kv_dtype != KVKind.MODEL.value else ""
-        return f"by torch, in {self.compute_dtype}{kv}"
+        return f"by {self.backend}, in {self.compute_dtype}{kv}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +115,12 @@ def evaluate_against(
     `max_tokens` tokens.
 
     Either is a packed artifact or a directory of safetensors; `kv` is the storage format of the
-    artifact's keys and values. Blocks; `progress` is called from this thread. torch uses all
-    available cores from then on. Raises `UsageError` for an encoder, `InsufficientMemoryError` if
+    artifact's keys and values. Blocks; `progress` is called from this thread. Each is computed by
+    the backend that a server would choose. Raises `UsageError` for an encoder, `InsufficientMemoryError` if
     both do not fit, `ModelError` for a model that cannot be run or has another vocabulary, and the
     sources' errors.
     """
     check_max_tokens(max_tokens)
-    torch.set_num_threads(available_cores())
     manifests = [open_artifact(each.source, digest=each.digest) for each in (artifact, original)]
     check_fits(
         sum(manifest.weight_bytes for manifest in manifests) + WORK_BYTES,
@@ -143,7 +140,7 @@ def evaluate_against(
         original=Size.of(original.source, manifests[1]),
         text=text,
         num_tokens=len(read.tokens),
-        computing=Computing(ours.decoder.dtype.label, kv.value),
+        computing=Computing(ours.decoder.executor.name, ours.decoder.dtype.label, kv.value),
         quality=quality,
     )
 

@@ -1,39 +1,52 @@
-"""Second moments of the inputs of a decoder's projections, over a text, for `pack --calibrate`.
+"""Second moments of the inputs of a decoder's projections, for `pack --quantize int4`.
 
-The whole model is in memory as stored. The text is cut into independent windows, and all of them go
+The whole model is in memory as stored. The windows of a text are independent, and all of them go
 through one layer before any goes through the next, when the moments of that layer are first
-requested: so only those of two layers exist at a time. torch computes.
+requested. They exist until each matrix that was announced has got its own: packing works on a few
+neighbouring layers at a time. numpy computes, in fp32.
 """
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from ...loader.artifact import open_artifact
 from ...loader.memory.limits import available, check_fits
-from ...loader.process.cpu import available_cores
 from ...loader.sources.base import Source
-from ..backends.torch.decoder import DecoderLayer, GatedMLP, TorchExecutor
-from ..backends.torch.layers import Product
+from ...loader.tools.pack.quantize import InputMoments
+from ..backends.native.reference import floats_of, scale_and_cap
+from ..backends.native.reference_models import ReferenceDecoder
+from ..dtypes import DType, to_float32
+from ..kv.storage import KVStorage
 from ..models.decoder import Decoder
+from ..models.matrices import DecoderLayerWeights, DecoderWeights, DenseMatrix
+from ..models.spec import DecoderSpec
 from ..step.batch import SequenceSpan, StepBatch
-from .decoders import WINDOW_TOKENS
+from .decoders import WINDOW_TOKENS, cut_windows
 from .evaluate import WORK_BYTES, OnProgress, PartCounter, check_max_tokens
 from .inputs import InputReader
+from .own_text import sample_windows
 from .text import EvaluationText
 from .whole_decoder import WholeDecoder
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from ..backends.native.pools import Pool
+    from ..models.matrices import Projection
+
+    Floats = npt.NDArray[np.float32]
+
+# Of weights: larger models take more than half an hour on two cores.
+MAX_UNASKED_BYTES = 4 << 30
 _BLOCK_TOKENS = 16
-_KEPT_LAYERS = 2  # packing works on parts of neighbouring layers at a time
+_STEP_TOKENS = 2048  # of several windows; bounds the activations
 _NAME = re.compile(
     r"(?:model\.)?layers\.([0-9]+)\."
     r"(?:self_attn\.(?:([qkv])_proj|(qkv_proj)|(o_proj))|mlp\.(?:(gate|up)_proj|(gate_up_proj)|(down_proj)))\.weight"
@@ -43,114 +56,170 @@ _PROJECTION_OF_GROUP = {2: _QKV, 3: _QKV, 4: _OUTPUT, 5: _GATE_UP, 6: _GATE_UP, 
 
 
 class Calibration:
-    """A decoder that reads a text layer by layer. Thread-safe; layers are requested in order."""
+    """A decoder that reads a text layer by layer. Thread-safe; layers are requested in about their order."""
 
-    def __init__(self, decoder: Decoder, tokens: Sequence[int], prefix: Sequence[int] = ()) -> None:
-        """The decoder's weights must be loaded. `prefix` precedes each window of the text."""
-        executor = decoder.executor
-        assert isinstance(executor, TorchExecutor)
-        self._executor = executor
-        width = min(WINDOW_TOKENS, decoder.config.max_context) - len(prefix)
-        windows = [tokens[begin : begin + width] for begin in range(0, len(tokens), width)]
-        self._batches = [_batch([*prefix, *window]) for window in windows]
-        num_blocks = max(len(batch.spans[0].blocks) for batch in self._batches)
-        self._kv = decoder.new_kv(num_blocks, _BLOCK_TOKENS)
-        self._states = [executor.embed(batch) for batch in self._batches]
+    def __init__(self, decoder: Decoder, windows: Sequence[Sequence[int]], names: Iterable[str]) -> None:
+        """The decoder's weights must be loaded. `names` are the matrices that will be requested, each
+        once; others have no moments.
+        """
+        spec = DecoderSpec.of(decoder.config, DType.F32)
+        self._layers = decoder.weights.layers
+        self._decoder = _MeteredDecoder(spec, decoder.weights)
+        self._batches = list(_batches(windows))
+        num_blocks = max(batch.spans[-1].blocks[-1] for batch in self._batches) + 1
+        self._kv = KVStorage(
+            spec.num_layers,
+            spec.num_kv_heads,
+            spec.head_dim,
+            num_blocks=num_blocks,
+            block_size=_BLOCK_TOKENS,
+            dtype=DType.F32,
+        )
+        self._states = [self._decoder.embed(batch) for batch in self._batches]
         # Layers that the states have passed.
         self._num_done = 0
-        self._moments: dict[int, tuple[npt.NDArray[np.float32], ...]] = {}  # by layer
+        self._meters: dict[tuple[int, int], _Meter] = {}  # by layer and projection
+        self._expected = Counter(place for name in names if (place := _place(name)) is not None)
         self._lock = threading.Lock()
 
-    def moments(self, name: str) -> npt.NDArray[np.float32] | None:
-        """The mean of x xᵀ over the inputs x of the projection `name`, (K, K); None for any other
-        matrix.
+    def inputs_of(self, name: str) -> InputMoments | None:
+        """The moments of the inputs of the projection `name`; None for any other matrix, and for
+        experts.
 
-        Blocks while its layer is computed. Raises `ValueError` for a layer whose moments were
-        dropped.
+        Blocks while its layer is computed.
         """
-        found = _NAME.fullmatch(name)
-        if found is None:
+        place = _place(name)
+        if place is None:
             return None
-        layer = int(found[1])
         with self._lock:
-            while self._num_done <= layer:
+            while self._num_done <= place[0]:
                 self._advance()
-            if layer not in self._moments:
-                raise ValueError(f"layer {layer} was requested after layer {self._num_done - 1}")
-            assert found.lastindex is not None
-            return self._moments[layer][_PROJECTION_OF_GROUP[found.lastindex]]
+            meter = self._meters.get(place)
+            self._expected[place] -= 1
+            if self._expected[place] <= 0:
+                self._meters.pop(place, None)
+        return None if meter is None else meter.inputs()
 
     def _advance(self) -> None:
-        layer = self._executor.layers_of[self._num_done]
-        meters = _Meters(layer)
+        layer = self._num_done
+        meters = self._decoder.meter(self._layers[layer])
         for number, batch in enumerate(self._batches):
-            step = self._executor.begin(batch, self._kv)
-            first = self._num_done
-            self._states[number] = self._executor.layers(step, first, first + 1, self._states[number])
-        self._moments[self._num_done] = meters.remove()
-        self._moments.pop(self._num_done - _KEPT_LAYERS, None)
+            step = self._decoder.begin(batch, self._kv)
+            self._states[number] = self._decoder.layers(step, layer, layer + 1, self._states[number])
+        for projection, meter in enumerate(meters):
+            if meter is not None and self._expected[layer, projection] > 0:
+                self._meters[layer, projection] = meter
         self._num_done += 1
 
 
-class _Meters:
-    """A meter before each projection of a layer; none before a mixture's experts, each of which
-    sees few rows.
-    """
-
-    def __init__(self, layer: DecoderLayer) -> None:
-        self._attention, self._mlp = layer.attention, layer.mlp
-        self._qkv = self._attention.qkv = _Meter(self._attention.qkv)
-        self._output = self._attention.output = _Meter(self._attention.output)
-        if isinstance(self._mlp, GatedMLP):
-            self._gate_up = self._mlp.gate_up = _Meter(self._mlp.gate_up)
-            self._down = self._mlp.down = _Meter(self._mlp.down)
-
-    def remove(self) -> tuple[npt.NDArray[np.float32], ...]:
-        """Remove the meters. Returns the moments, in the order of `_QKV` and the others."""
-        self._attention.qkv, self._attention.output = self._qkv.product, self._output.product
-        meters = [self._qkv, self._output]
-        if isinstance(self._mlp, GatedMLP):
-            self._mlp.gate_up, self._mlp.down = self._gate_up.product, self._down.product
-            meters += [self._gate_up, self._down]
-        return tuple(meter.mean() for meter in meters)
+def _place(name: str) -> tuple[int, int] | None:
+    """The layer and the projection, `_QKV` or another, of a matrix."""
+    found = _NAME.fullmatch(name)
+    if found is None:
+        return None
+    assert found.lastindex is not None
+    return int(found[1]), _PROJECTION_OF_GROUP[found.lastindex]
 
 
 class _Meter:
-    """Sums x xᵀ over the input rows of a product."""
+    """Sums x xᵀ over the input rows of a projection."""
 
-    __slots__ = ("_num_rows", "_sum", "product")
+    __slots__ = ("_inputs", "_lock", "_num_rows", "_sum")
 
-    def __init__(self, product: Product) -> None:
-        self.product = product
-        self._sum: torch.Tensor | None = None
+    def __init__(self, num_in: int) -> None:
+        self._sum = np.zeros((num_in, num_in), np.float32)
         self._num_rows = 0
+        self._inputs: InputMoments | None = None
+        self._lock = threading.Lock()
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        squares = wide.T @ wide
-        self._sum = squares if self._sum is None else self._sum.add_(squares)
+    def add(self, x: Floats) -> None:
+        self._sum += x.T @ x
         self._num_rows += len(x)
-        return self.product(x)
 
-    def mean(self) -> npt.NDArray[np.float32]:
-        assert self._sum is not None
-        mean: npt.NDArray[np.float32] = (self._sum / self._num_rows).numpy()
-        return mean
+    def inputs(self) -> InputMoments:
+        """Made once, for all matrices of these inputs. Thread-safe."""
+        with self._lock:
+            if self._inputs is None:
+                self._inputs = InputMoments.of(self._sum / np.float32(self._num_rows))
+            return self._inputs
+
+
+class _MeteredDecoder(ReferenceDecoder):
+    """The decoder in numpy, many rows at a time, with meters before the projections of one layer."""
+
+    def __init__(self, spec: DecoderSpec, weights: DecoderWeights) -> None:
+        super().__init__(spec, weights)
+        self._meters: dict[int, _Meter] = {}  # by the identity of the projection
+
+    def meter(self, layer: DecoderLayerWeights) -> tuple[_Meter | None, ...]:
+        """New meters for this layer, in the order of `_QKV` and the others; None for a mixture's
+        experts, each of which sees few rows.
+        """
+        projections = (layer.qkv, layer.output, layer.gate_up, layer.down)
+        meters = tuple(None if each is None else _Meter(each.num_in) for each in projections)
+        self._meters = {
+            id(projection): meter
+            for projection, meter in zip(projections, meters, strict=True)
+            if meter is not None
+        }
+        return meters
+
+    def _project(self, x: Floats, projection: Projection, dtype: DType) -> Floats:
+        meter = self._meters.get(id(projection))
+        if meter is not None:
+            meter.add(x)
+        parts = []
+        for matrix in projection.matrices():
+            columns = None if isinstance(matrix, DenseMatrix) else matrix.columns
+            part = (x if columns is None else x[:, columns]) @ floats_of(matrix).T
+            if matrix.bias is not None:
+                part += to_float32(matrix.bias.array, matrix.bias.dtype)
+            parts.append(part)
+        return np.concatenate(parts, axis=1)
+
+    def _attend_span(self, index: int, pool: Pool, span: SequenceSpan, queries: Floats, out: Floats) -> None:
+        """A whole window: its keys and values are those of its own rows."""
+        spec = self._spec
+        keys, values = self._keys_and_values(index, pool, span)  # (kv_heads, T, head_dim)
+        rows = slice(span.start, span.start + span.length)
+        own = queries[rows].reshape(span.length, spec.num_kv_heads, -1, spec.head_dim).transpose(1, 2, 0, 3)
+        places = np.arange(span.length)
+        distance = places[:, None] - places
+        is_seen = (distance >= 0) & (distance < (spec.windows[index] or span.length))
+        group = spec.num_heads // spec.num_kv_heads
+        sinks = self._weights.layers[index].sinks
+        for head, (of_head, key, value) in enumerate(zip(own, keys, values, strict=True)):
+            heads = slice(head * group, (head + 1) * group)
+            scores = scale_and_cap(of_head @ key.T, spec.attention_scale, spec.score_cap)
+            scores = np.where(is_seen, scores, np.float32(-1e30))  # (group, T, T)
+            largest = scores.max(-1, keepdims=True)
+            powers = np.exp(scores - largest)
+            total = powers.sum(-1, keepdims=True)
+            if sinks is not None:
+                total += np.exp(to_float32(sinks.array[heads], sinks.dtype)[:, None, None] - largest)
+            out[rows, heads] = ((powers / total) @ value).transpose(1, 0, 2)
+
+
+def weight_bytes(source: Source) -> int:
+    """Of the model there, in memory. Raises the source's errors."""
+    return open_artifact(source).weight_bytes
 
 
 def calibrate(
     source: Source,
-    text: EvaluationText,
+    text: EvaluationText | None,
+    names: Iterable[str],
     *,
     max_tokens: int,
     threads: int | None = None,
     progress: OnProgress | None = None,
 ) -> Calibration:
-    """Load a decoder that can be quantised, to read the first `max_tokens` tokens of the text.
+    """Load a decoder that can be quantised, to read the first `max_tokens` tokens of the text, or
+    as many of its own making. `names` are the matrices whose moments will be requested.
 
-    Blocks; `progress` is called from this thread while weights are read. torch uses all available
-    cores from then on. Raises `UsageError` for an encoder, `InsufficientMemoryError` if the model
-    does not fit, `ModelError` for one that cannot be run, and the source's errors.
+    Blocks; `progress` is called from this thread while weights are read. Raises `UsageError` for an
+    encoder, `InsufficientMemoryError` if the model does not fit, `ModelError` for one that cannot
+    be run, and the source's errors.
     """
     check_max_tokens(max_tokens)
     manifest = open_artifact(source)
@@ -160,17 +229,40 @@ def calibrate(
         what="calibrating",
         made_of="the weights, and room to compute in",
     )
-    torch.set_num_threads(available_cores())
     counter = PartCounter(progress, sum(part.size_bytes for part in manifest.parts))
     model = WholeDecoder(source, manifest, threads=threads, on_part=counter)
-    read = InputReader(model.files).for_decoder(text, max_tokens)
-    return Calibration(model.decoder, read.tokens, read.prefix)
+    reader = InputReader(model.files)
+    if text is None:
+        windows = sample_windows(model.decoder, reader.first_tokens, max_tokens)
+    else:
+        read = reader.for_decoder(text, max_tokens)
+        window_tokens = min(WINDOW_TOKENS, model.decoder.config.max_context)
+        windows = list(cut_windows(read.tokens, read.prefix, window_tokens))
+    return Calibration(model.decoder, windows, names)
 
 
-def _batch(tokens: Sequence[int]) -> StepBatch:
-    """A batch of one window, in the first blocks of a pool."""
-    places = np.arange(len(tokens), dtype=np.int64)
-    blocks = tuple(range(-(-len(tokens) // _BLOCK_TOKENS)))
-    span = SequenceSpan(0, len(tokens), len(tokens), blocks)
-    none = np.zeros(0, np.int64)
-    return StepBatch(np.array(tokens, dtype=np.int64), places, places, (span,), none)
+def _batches(windows: Sequence[Sequence[int]]) -> Iterator[StepBatch]:
+    """Batches of up to `_STEP_TOKENS` tokens, but at least one window each, in a pool's first blocks."""
+    begin = 0
+    while begin < len(windows):
+        end, num_tokens = begin + 1, len(windows[begin])
+        while end < len(windows) and num_tokens + len(windows[end]) <= _STEP_TOKENS:
+            num_tokens += len(windows[end])
+            end += 1
+        yield _batch(windows[begin:end])
+        begin = end
+
+
+def _batch(windows: Sequence[Sequence[int]]) -> StepBatch:
+    spans: list[SequenceSpan] = []
+    slots: list[npt.NDArray[np.int64]] = []
+    start = first_block = 0
+    for window in windows:
+        num_blocks = -(-len(window) // _BLOCK_TOKENS)
+        blocks = tuple(range(first_block, first_block + num_blocks))
+        spans.append(SequenceSpan(start, len(window), len(window), blocks))
+        slots.append(first_block * _BLOCK_TOKENS + np.arange(len(window), dtype=np.int64))
+        start, first_block = start + len(window), first_block + num_blocks
+    tokens = np.concatenate([np.array(window, np.int64) for window in windows])
+    places = np.concatenate([np.arange(len(window), dtype=np.int64) for window in windows])
+    return StepBatch(tokens, places, np.concatenate(slots), tuple(spans), np.zeros(0, np.int64))

@@ -15,13 +15,17 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from ..errors import ModelError
 from ..kv.kinds import KVKind
 from ..models.decoder import Decoder
-from .hidden_states import HiddenStatesHead, hidden_states_head
+from .hidden_states import RecordingExecutor, recorded_states
 from .sequences import Sequences
+
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
 
 WINDOW_TOKENS = 512
 DRAFTED_TOKENS = 32  # at each place
@@ -32,10 +36,8 @@ CONTEXT_TOKENS = 128  # before each place
 # Of text, for each place: a short text has fewer places.
 _PLACE_TOKENS = 32
 _PLACES_AT_ONCE = 8  # bounds the keys and values
-_MAX_SLICE_ELEMENTS = (
-    4 << 20
-    # Logits of one model at a time; comparing them takes about 8 times as much memory.
-)
+# Logits of one model at a time; comparing them takes about 8 times as much memory.
+_MAX_SLICE_ELEMENTS = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +112,16 @@ def compare_decoders(
         raise ModelError(
             f"the model's context of {exact.config.max_context} tokens is too short to judge a draft in"
         )
-    windows = list(_windows(tokens, prefix, min(WINDOW_TOKENS, exact.config.max_context)))
-    figures = torch.cat([_judge_window(approximate, exact, window, kv) for window in windows])
-    if not bool(figures.isfinite().all()):
+    windows = list(cut_windows(tokens, prefix, min(WINDOW_TOKENS, exact.config.max_context)))
+    figures = np.concatenate([_judge_window(approximate, exact, window, kv) for window in windows])
+    if not np.isfinite(figures).all():
         raise ModelError(
             "the logits of this model are not finite numbers",
             hint="Check the artifact with `teneral verify`: its bytes may be damaged.",
         )
-    exact_loss, loss, agrees, variation, divergence, cosine = figures.unbind(1)
+    exact_loss, loss, agrees, variation, divergence, cosine = figures.T
     ratio = math.exp(float((loss - exact_loss).mean()))
-    spread = float((loss - exact_loss).std(correction=1)) if len(figures) > 1 else 0.0
+    spread = float((loss - exact_loss).std(ddof=1)) if len(figures) > 1 else 0.0
     contexts, drafted = _places(tokens, prefix, exact.config.max_context)
     return DecoderQuality(
         predictions=len(figures),
@@ -137,7 +139,7 @@ def compare_decoders(
     )
 
 
-def _windows(tokens: Sequence[int], prefix: Sequence[int], window_tokens: int) -> Iterator[list[int]]:
+def cut_windows(tokens: Sequence[int], prefix: Sequence[int], window_tokens: int) -> Iterator[list[int]]:
     """The text in pieces, each after the prefix; a rest too short for a prediction is left out."""
     step = window_tokens - len(prefix)
     for begin in range(0, len(tokens), step):
@@ -146,44 +148,64 @@ def _windows(tokens: Sequence[int], prefix: Sequence[int], window_tokens: int) -
             yield window
 
 
-def _judge_window(approximate: Decoder, exact: Decoder, window: Sequence[int], kv: KVKind) -> torch.Tensor:
-    """Measure every next token in the window: (len(window) - 1, 6) float64, the measures of
-    `_judge` and the cosine of the hidden states.
+def _judge_window(approximate: Decoder, exact: Decoder, window: Sequence[int], kv: KVKind) -> Doubles:
+    """Measure every next token in the window: (len(window) - 1, 6), the measures of `judge` and the
+    cosine of the hidden states.
     """
-    inputs, targets = window[:-1], window[1:]
+    inputs, targets = window[:-1], np.array(window[1:])
     num_rows = max(1, _MAX_SLICE_ELEMENTS // exact.config.vocab_size)
     run, exact_run = Sequences(approximate, 1, len(inputs), kv), Sequences(exact, 1, len(inputs))
     figures = []
-    with hidden_states_head(approximate) as head, hidden_states_head(exact) as exact_head:
+    with recorded_states(approximate) as recording, recorded_states(exact) as exact_recording:
         for begin in range(0, len(inputs), num_rows):
             rows = inputs[begin : begin + num_rows]
-            logits, states = _read(run, head, rows)
-            exact_logits, exact_states = _read(exact_run, exact_head, rows)
-            judged = _judge(logits, exact_logits, torch.tensor(targets[begin : begin + num_rows]))
-            cosine = torch.cosine_similarity(states.double(), exact_states.double(), dim=-1)
-            figures.append(torch.cat([judged, cosine.unsqueeze(1)], dim=1))
-    return torch.cat(figures)
+            logits, states = _read(run, recording, rows)
+            exact_logits, exact_states = _read(exact_run, exact_recording, rows)
+            judged = judge(logits, exact_logits, targets[begin : begin + num_rows])
+            figures.append(np.concatenate([judged, _cosines(states, exact_states)[:, None]], axis=1))
+    return np.concatenate(figures)
 
 
-def _read(run: Sequences, head: HiddenStatesHead, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits (T, vocab_size) fp32 and hidden states (T, hidden_size) of these tokens."""
-    return run.feed({0: tokens}, num_logits=len(tokens)), head.states
+def _read(run: Sequences, recording: RecordingExecutor, tokens: Sequence[int]) -> tuple[Floats, Floats]:
+    """Logits (T, vocab_size) and hidden states (T, hidden_size) of these tokens."""
+    return run.feed({0: tokens}, num_logits=len(tokens)), recording.states
 
 
-def _judge(approximate: torch.Tensor, exact: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Logits (R, vocab_size) fp32 of both and the next tokens (R,) → (R, 5) float64: the exact
-    loss, the approximate one, agreement of the most likely tokens, total variation, divergence.
+def judge(approximate: Floats, exact: Floats, targets: npt.NDArray[np.int64]) -> Doubles:
+    """Logits (R, vocab_size) of both and the next tokens (R,) → (R, 5): the exact loss, the
+    approximate one, agreement of the most likely tokens, total variation, divergence.
     """
-    log_p, log_q = exact.log_softmax(-1), approximate.log_softmax(-1)
-    p, q = log_p.exp(), log_q.exp()
-    columns = (
-        -log_p.gather(1, targets.unsqueeze(1)).squeeze(1),
-        -log_q.gather(1, targets.unsqueeze(1)).squeeze(1),
-        approximate.argmax(-1) == exact.argmax(-1),
-        (p - q).abs().sum(-1) / 2,
-        (p * (log_p - log_q)).sum(-1),
+    (log_p, p), (log_q, q) = _distribution(exact), _distribution(approximate)
+    rows = np.arange(len(targets))
+    return np.stack(
+        [
+            -log_p[rows, targets].astype(np.float64),
+            -log_q[rows, targets].astype(np.float64),
+            (approximate.argmax(-1) == exact.argmax(-1)).astype(np.float64),
+            np.abs(p - q).sum(-1, dtype=np.float64) / 2,
+            (p * (log_p - log_q)).sum(-1, dtype=np.float64),
+        ],
+        axis=1,
     )
-    return torch.stack([column.double() for column in columns], dim=1)
+
+
+def _distribution(logits: Floats) -> tuple[Floats, Floats]:
+    """The logarithms of the probabilities, and the probabilities."""
+    logs = logits - logits.max(-1, keepdims=True)
+    powers = np.exp(logs)
+    sums = powers.sum(-1, keepdims=True)
+    logs -= np.log(sums)
+    powers /= sums
+    return logs, powers
+
+
+def _cosines(ours: Floats, theirs: Floats) -> Doubles:
+    """(R,), between the rows of both."""
+    unit, other = (
+        rows / np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True) for rows in (ours, theirs)
+    )
+    cosines: Doubles = (unit * other).sum(axis=1)
+    return cosines
 
 
 def _places(tokens: Sequence[int], prefix: Sequence[int], max_context: int) -> tuple[list[list[int]], int]:
@@ -225,9 +247,9 @@ def _continue_greedily(
     """`count` tokens after each context, all contexts a step."""
     run = Sequences(model, len(contexts), max(map(len, contexts)) + count, kv)
     starts = [run.feed({number: context}, num_logits=1).argmax(-1) for number, context in enumerate(contexts)]
-    chosen = [torch.cat(starts)]
+    chosen = [np.concatenate(starts)]
     while len(chosen) < count:
         work = {number: [token] for number, token in enumerate(chosen[-1].tolist())}
         chosen.append(run.feed(work, num_logits=1).argmax(-1))
-    drafts: list[list[int]] = torch.stack(chosen, dim=1).tolist()  # (contexts, count)
+    drafts: list[list[int]] = np.stack(chosen, axis=1).tolist()  # (contexts, count)
     return drafts

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F
+import numpy as np
+import numpy.typing as npt
 
 from ..errors import ModelError
 from ..models.encoder import Encoder
+
+Doubles = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +41,19 @@ def compare_encoders(
 
     Raises `ModelError` for embeddings that are not finite, and the errors of `Encoder.embed`.
     """
-    ours, theirs = (  # (N, hidden_size)
-        torch.from_numpy(model.embed(token_lists)) for model in (approximate, exact)
-    )
-    cosines = F.cosine_similarity(ours.double(), theirs.double(), dim=-1)
-    if not bool(cosines.isfinite().all()):
+    ours, theirs = (_unit(model.embed(token_lists)) for model in (approximate, exact))  # (N, hidden_size)
+    cosines = (ours * theirs).sum(-1)
+    if not np.isfinite(cosines).all():
         raise ModelError(
             "the embeddings of this model are not finite numbers",
             hint="Check the artifact with `teneral verify`: its bytes may be damaged.",
         )
     correlation = same_nearest = None
     if len(token_lists) > 2:
-        similarities = [_similarities(embeddings) for embeddings in (ours, theirs)]
+        similarities = [unit @ unit.T for unit in (ours, theirs)]
         correlation = _rank_correlation(*similarities)
-        nearest = [(matrix - 4.0 * torch.eye(len(matrix))).argmax(-1) for matrix in similarities]
-        same_nearest = float((nearest[0] == nearest[1]).double().mean())
+        nearest = [(matrix - 4.0 * np.eye(len(matrix))).argmax(-1) for matrix in similarities]
+        same_nearest = float((nearest[0] == nearest[1]).mean())
     return EncoderQuality(
         sentences=len(token_lists),
         cosine=float(cosines.mean()),
@@ -64,21 +64,23 @@ def compare_encoders(
     )
 
 
-def _similarities(embeddings: torch.Tensor) -> torch.Tensor:
-    """Cosines of all pairs, (N, N) float64."""
-    unit = F.normalize(embeddings.double(), dim=-1)
-    return unit @ unit.T
+def _unit(embeddings: npt.NDArray[np.float32]) -> Doubles:
+    """The rows with length 1; those of zeros stay."""
+    wide = embeddings.astype(np.float64)
+    lengths = np.linalg.norm(wide, axis=-1, keepdims=True)
+    return wide / np.where(lengths == 0, 1.0, lengths)
 
 
-def _rank_correlation(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+def _rank_correlation(ours: Doubles, theirs: Doubles) -> float:
     """Spearman's, of the pairs above the diagonal."""
-    rows, columns = torch.triu_indices(len(ours), len(ours), offset=1)
-    our_ranks, their_ranks = (_ranks(matrix[rows, columns]) for matrix in (ours, theirs))
-    return float(F.cosine_similarity(our_ranks - our_ranks.mean(), their_ranks - their_ranks.mean(), dim=0))
+    pairs = np.triu_indices(len(ours), k=1)
+    ranks = [_ranks(matrix[pairs]) for matrix in (ours, theirs)]
+    our_unit, their_unit = (_unit((each - each.mean())[None]) for each in ranks)
+    return float((our_unit * their_unit).sum())
 
 
-def _ranks(values: torch.Tensor) -> torch.Tensor:
+def _ranks(values: Doubles) -> Doubles:
     """Each value's rank; equal values share their mean rank."""
-    ordered = values.sort().values
-    below, reached = (torch.searchsorted(ordered, values, right=right) for right in (False, True))
-    return (below + reached).double() / 2
+    ordered = np.sort(values)
+    below, reached = (np.searchsorted(ordered, values, side=side) for side in ("left", "right"))
+    return (below + reached) / 2

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-
 from ...loader.artifact import open_artifact
 from ...loader.errors import UsageError
 from ...loader.format.manifest import Manifest, Part, Tier
 from ...loader.load.options import LoadOptions
 from ...loader.memory.limits import MIB, available, check_fits
-from ...loader.process.cpu import available_cores
 from ...loader.sources.base import Source
 from ...loader.tools.part_reader import PartReader
 from ...loader.tools.progress_bar import TransferProgress
-from ..backends.torch.backend import TorchBackend
-from ..backends.torch.tensors import ComputePolicy
+from ..backends.choose import BackendChoice
 from ..files import ModelFiles
 from ..models.build import build_model
 from ..models.decoder import Decoder
@@ -53,8 +49,8 @@ def evaluate_draft(
     """Compare the model of each tier with the exact one, over the first `max_tokens` tokens of the
     text.
 
-    Blocks; `progress` is called from this thread while `threads` threads read. torch uses all
-    available cores from then on. Raises `UsageError` for plain safetensors,
+    Blocks; `progress` is called from this thread while `threads` threads read. The backend is the
+    one that a server would choose. Raises `UsageError` for plain safetensors,
     `InsufficientMemoryError` if two models do not fit, `ModelError` for a model that cannot be run,
     `IntegrityError` naming a bad part, and the source's errors.
     """
@@ -68,7 +64,6 @@ def evaluate_draft(
     drafts = usable_tiers(manifest)[:-1]
     if not drafts:
         return EvaluationReport.of(source.url, manifest, text)
-    torch.set_num_threads(available_cores())
     comparison = _Comparison(source, manifest, text, max_tokens)
     reading = _Reading(PartReader(source, manifest), threads, progress, _bytes_to_read(manifest, drafts))
     return EvaluationReport.of(
@@ -171,7 +166,7 @@ def _build(files: ModelFiles, weights: TieredWeights) -> Decoder | Encoder:
     return build_model(
         files.json("config.json", required=True),
         weights.tensors(),
-        [TorchBackend(ComputePolicy.of_this_machine())],
+        BackendChoice().model_backends(),
         **sentence_files(files),
     )
 

@@ -1,43 +1,55 @@
-"""Access to the hidden states that enter a decoder's head. For decoders that torch computes."""
+"""Access to the hidden states that enter a decoder's head, whatever backend computes it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
-from ..backends.torch.decoder import TorchExecutor
+from ..backends.native.reference import rms_norm
+from ..dtypes import DType, to_float32
 from ..models.decoder import Decoder
+from ..step.batch import Int64s
+
+Floats = npt.NDArray[np.float32]
 
 
-class HiddenStatesHead:
-    """A wrapper of an executor's norm and head. `states` is its last input, (R, hidden_size)."""
+class RecordingExecutor:
+    """A decoder's executor that keeps the normed inputs of its last head: `states`, (R, hidden_size) fp32."""
 
-    __slots__ = ("_head_of", "_norm", "states")
+    def __init__(self, decoder: Decoder) -> None:
+        self.states: Floats
+        self._executor = decoder.executor
+        self._spec = decoder.spec
+        self._norm = decoder.weights.norm
 
-    def __init__(self, executor: TorchExecutor) -> None:
-        self.states: torch.Tensor
-        self._norm = executor.norm
-        self._head_of = executor.head_of
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        self.states = self._norm(x)
-        return self._head_of(x)
+    def logits(self, x: Any, rows: Int64s) -> Any:
+        """Like `Executor.logits`."""
+        spec = self._spec
+        self.states = rms_norm(_floats(x)[rows], self._norm, spec.norm_eps, DType.F32, spec.norm)
+        return self._executor.logits(x, rows)
 
 
 @contextmanager
-def hidden_states_head(decoder: Decoder) -> Iterator[HiddenStatesHead]:
-    """Wrap the decoder's head inside the context. The decoder must have no other users."""
-    executor = decoder.executor
-    assert isinstance(executor, TorchExecutor)
-    own = vars(executor)
-    # The wrapper of an outer context, if the decoder is compared with itself.
-    further_out = own.get("head_of")
-    listener = own["head_of"] = HiddenStatesHead(executor)
+def recorded_states(decoder: Decoder) -> Iterator[RecordingExecutor]:
+    """Record the decoder's states inside the context. The decoder must have no other users."""
+    own = decoder.executor
+    recording = decoder.executor = RecordingExecutor(decoder)
     try:
-        yield listener
+        yield recording
     finally:
-        del own["head_of"]
-        if further_out is not None:
-            own["head_of"] = further_out
+        decoder.executor = own
+
+
+def _floats(x: Any) -> Floats:
+    """An executor's activations: an array of numpy, whose bf16 is uint16, or a tensor of torch."""
+    if isinstance(x, np.ndarray):
+        return to_float32(x, DType.BF16 if x.dtype == np.uint16 else DType.F32)
+    floats: Floats = x.float().numpy()
+    return floats

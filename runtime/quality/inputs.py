@@ -41,6 +41,11 @@ class InputReader:
         self._backend = LocalBackend.from_file(read_tokenizer_file(files.read), settings.special_tokens)
         self._bos = self._backend.piece_to_id(settings.special_tokens.get("bos_token", ""))
 
+    @property
+    def first_tokens(self) -> tuple[int, ...]:
+        """The token that begins a text, or none where the tokenizer names none."""
+        return () if self._bos is None else (self._bos,)
+
     def for_decoder(self, text: EvaluationText, max_tokens: int) -> DecoderInput:
         """The text's first tokens. Raises `UsageError` for fewer than `MIN_TOKENS`."""
         begin = self._backend.encode("a", add_special_tokens=True)[:1]

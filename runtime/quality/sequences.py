@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from ..kv.kinds import KVKind
 from ..models.decoder import Decoder
@@ -26,7 +26,7 @@ class Sequences:
         self._kv = decoder.new_kv(count * self._blocks_each, _BLOCK_TOKENS, kind=kv)
         self._lengths = [0] * count
 
-    def feed(self, new: Mapping[int, Sequence[int]], *, num_logits: int) -> torch.Tensor:
+    def feed(self, new: Mapping[int, Sequence[int]], *, num_logits: int) -> npt.NDArray[np.float32]:
         """Append tokens to some sequences, by number, in one forward pass.
 
         Returns the logits of the last `num_logits` tokens of each, (len(new) * num_logits, vocab_size) fp32. Each
@@ -49,7 +49,8 @@ class Sequences:
             self._lengths[number] = end
         split = np.array([tokens, positions, slots], dtype=np.int64)
         batch = StepBatch(split[0], split[1], split[2], tuple(spans), np.array(rows, dtype=np.int64))
-        return torch.from_numpy(self._decoder.forward(batch, self._kv))
+        logits: npt.NDArray[np.float32] = self._decoder.forward(batch, self._kv)
+        return logits
 
     def clear(self) -> None:
         """Make all sequences empty again."""

@@ -1,4 +1,4 @@
-"""A decoder with all its weights in memory, computed by torch."""
+"""A decoder with all its weights in memory, computed by the backend that a server would choose."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from ...loader.format.manifest import Manifest
 from ...loader.load.options import LoadOptions
 from ...loader.sources.base import Source
 from ...loader.tools.part_reader import PartReader
-from ..backends.torch.backend import TorchBackend
-from ..backends.torch.tensors import ComputePolicy
+from ..backends.choose import AUTO, BackendChoice
 from ..files import ModelFiles
 from ..models.build import build_model
 from ..models.decoder import Decoder
@@ -20,11 +19,18 @@ class WholeDecoder:
     """`decoder`, over loaded weights, and its small `files`. Memory: the weights as stored."""
 
     def __init__(
-        self, source: Source, manifest: Manifest, *, threads: int | None, on_part: PartCounter
+        self,
+        source: Source,
+        manifest: Manifest,
+        *,
+        threads: int | None,
+        on_part: PartCounter,
+        compute_dtype: str = AUTO,
     ) -> None:
-        """Read the model. Blocks; `on_part` is called from this thread.
+        """Read the model. Blocks; `on_part` is called from this thread. `compute_dtype` is `AUTO` or a
+        name as in config.json.
 
-        Raises `UsageError` for an encoder, `ModelError` for a model that torch does not compute,
+        Raises `UsageError` for an encoder, `ModelError` for a model that no backend computes,
         `IntegrityError` naming a bad part, and the source's errors.
         """
         self.files = ModelFiles(source, manifest, LoadOptions())
@@ -32,7 +38,7 @@ class WholeDecoder:
         built = build_model(
             self.files.json("config.json", required=True),
             weights.tensors(),
-            [TorchBackend(ComputePolicy.of_this_machine())],
+            BackendChoice(compute_dtype=compute_dtype).model_backends(),
         )
         if not isinstance(built, Decoder):
             raise UsageError(

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from .loader import errors as loading
 
 if TYPE_CHECKING:
     from .loader.sources.base import Source, Store
-    from .loader.tools.pack.quantize_plan import MomentsOf, QuantizeOptions
+    from .loader.tools.pack.quantize_plan import Calibrate, MomentsOf, QuantizeOptions
 
 UNPACKED_SUFFIXES = (".onnx", ".pt", ".pth", ".torchscript", ".pt2", ".pb", ".tflite")
 
@@ -126,14 +126,14 @@ def _pack(options: argparse.Namespace) -> int:
 
         if is_adapter_folder(source):
             return _pack_adapter(options, source, store)
-    moments_of = _calibrate(options, source, quantize)
+    calibrate = _calibrator(options, source, quantize)
     with ProgressBar("packing", quiet=options.quiet) as bar:
         result = pack(
             source,
             store,
             tiers=tiers,
             quantize=quantize,
-            moments_of=moments_of,
+            calibrate=calibrate,
             prune=PruneOptions.from_flags(options.prune, options.prune_all),
             sparse=not options.dense,
             base=None if options.base is None else Base.at(options.base, own),
@@ -205,47 +205,66 @@ def _quantize_options(options: argparse.Namespace) -> QuantizeOptions | None:
     from .loader.tools.pack.quantize_plan import QuantizeOptions
 
     if options.quantize is not None:
+        int8 = None if options.int8 is None else tuple(filter(None, options.int8.split(",")))
         return QuantizeOptions(
-            int(options.quantize.removeprefix("int")), options.group_size, options.asymmetric
+            int(options.quantize.removeprefix("int")), options.group_size, options.asymmetric, int8
         )
-    if options.group_size is not None or options.asymmetric:
+    if options.group_size is not None or options.asymmetric or options.int8 is not None:
         raise loading.UsageError(
-            "--group-size and --asymmetric say how to quantise", key="quantize", hint="Add --quantize int4."
+            "--group-size, --asymmetric and --int8 say how to quantise",
+            key="quantize",
+            hint="Add --quantize int4.",
         )
     return None
 
 
-def _calibrate(
+def _calibrator(
     options: argparse.Namespace, source: Source, quantize: QuantizeOptions | None
-) -> MomentsOf | None:
-    """Moments of the inputs of the model's matrices, over the text of `--calibrate`; None without one."""
-    if options.calibrate is None:
-        return None
-    if quantize is None or quantize.bits != 4:
+) -> Calibrate | None:
+    """A function that lets the model read the text of `--calibrate`, or one of its own; None for weights that are
+    chosen without.
+    """
+    is_int4 = quantize is not None and quantize.bits == 4
+    if (options.calibrate is not None or options.no_calibrate) and not is_int4:
         raise loading.UsageError(
             "--calibrate is for int4: other weights are not chosen by what they do",
             key="calibrate",
             hint="Add --quantize int4, or leave it out.",
         )
-    from .loader.tools.progress_bar import ProgressBar
+    if not is_int4 or options.no_calibrate:
+        return None
     from .runtime.quality.text import read_text
 
-    text = read_text(options.calibrate)
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported (docs/decisions/0007)
-    from .runtime.torch_import import require_torch
+    text = None if options.calibrate is None else read_text(options.calibrate)
 
-    require_torch("teneral pack --calibrate")
-    from .runtime.quality.calibration import calibrate
+    def calibrate(names: Collection[str]) -> MomentsOf | None:
+        from .loader.tools.progress_bar import ProgressBar
+        from .runtime.errors import ModelError
+        from .runtime.quality.calibration import MAX_UNASKED_BYTES, calibrate, weight_bytes
 
-    with ProgressBar("reading", quiet=options.quiet) as bar:
-        calibration = calibrate(
-            source,
-            text,
-            max_tokens=options.calibrate_tokens,
-            threads=options.threads,
-            progress=bar.update,
-        )
-    return calibration.moments
+        if text is None and weight_bytes(source) > MAX_UNASKED_BYTES:
+            print(
+                "not calibrated: a model of this size takes long; --calibrate FILE does it", file=sys.stderr
+            )
+            return None
+        try:
+            with ProgressBar("reading", quiet=options.quiet) as bar:
+                calibration = calibrate(
+                    source,
+                    text,
+                    names,
+                    max_tokens=options.calibrate_tokens,
+                    threads=options.threads,
+                    progress=bar.update,
+                )
+        except (loading.InsufficientMemoryError, ModelError) as error:
+            if text is not None:
+                raise
+            print(f"not calibrated: {error}", file=sys.stderr)
+            return None
+        return calibration.inputs_of
+
+    return calibrate
 
 
 def _unpack(options: argparse.Namespace) -> int:
@@ -299,13 +318,8 @@ def _eval_draft(options: argparse.Namespace) -> int:
     from .loader.artifact import open_model
     from .loader.pin import split_pin
     from .loader.tools.progress_bar import ProgressBar
-    from .runtime.quality.text import read_text
-
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported (docs/decisions/0007)
-    from .runtime.torch_import import require_torch
-
-    require_torch("teneral eval-draft")
     from .runtime.quality.evaluate import evaluate_draft
+    from .runtime.quality.text import read_text
 
     text = read_text(options.text)
     address, digest = split_pin(options.artifact)
@@ -327,14 +341,9 @@ def _eval(options: argparse.Namespace) -> int:
     from .loader.artifact import open_model
     from .loader.pin import split_pin
     from .loader.tools.progress_bar import ProgressBar
-    from .runtime.quality.text import read_text
-
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported (docs/decisions/0007)
-    from .runtime.torch_import import require_torch
-
-    require_torch("teneral eval")
     from .runtime.kv.kinds import KVKind
     from .runtime.quality.against import Candidate, evaluate_against
+    from .runtime.quality.text import read_text
 
     text = read_text(options.text)
 

@@ -102,11 +102,20 @@ def _pack(command: argparse.ArgumentParser) -> None:
         "--asymmetric", action="store_true", help="of int4: every group has a zero of its own"
     )
     weights.add_argument(
+        "--int8",
+        metavar="NAMES",
+        default=None,
+        help="of int4: projections that get 8 bits, of q,k,v,o,gate,up,down (default: v)",
+    )
+    weights.add_argument(
         "--calibrate",
         metavar="FILE",
         default=None,
-        help="of int4: text like what the model will read, UTF-8, which it reads so that integers are chosen for what "
-        "they do to its products; needs torch, and memory for the model",
+        help="of int4: text like what the model will read, UTF-8: integers are chosen by their effect on its products "
+        "with such inputs (default: a text that the model makes; needs memory for the model)",
+    )
+    weights.add_argument(
+        "--no-calibrate", action="store_true", help="of int4: choose integers by the weights alone"
     )
     weights.add_argument(
         "--calibrate-tokens",

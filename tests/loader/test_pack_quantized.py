@@ -76,7 +76,7 @@ def test_every_matrix_of_a_decoder_becomes_integers_with_their_scales(dtype: str
     for name, (_, shape, _) in contents.items():
         if len(shape) == 1:
             assert found.pop(name) == (dtype, shape)
-        elif "layers" in name:
+        elif "layers" in name and not name.endswith("v_proj.weight"):
             assert found.pop(name) == ("U8", (shape[0], shape[1] // 2))
             assert found.pop(f"{name}_scale") == ("BF16", (shape[0], shape[1] // 64))
         else:
@@ -92,6 +92,25 @@ def test_int8_has_a_scale_for_each_row_and_groups_where_they_are_asked_for() -> 
     _, manifest = packed(contents, QuantizeOptions(8, 32))
     assert manifest.by_name[f"{Q_PROJ}_scale"].shape == (128, 4)
     assert manifest.by_name[f"{EMBEDDINGS}_scale"].shape == (300, 1)
+
+
+@pytest.mark.parametrize(("int8", "expected"), [((), set()), (("v", "down"), {"v", "down"}), (None, {"v"})])
+def test_chosen_projections_have_8_bits_and_a_scale_for_each_row(
+    int8: tuple[str, ...] | None, expected: set[str]
+) -> None:
+    contents = llama_contents(hidden=128)
+    _, manifest = packed(contents, QuantizeOptions(4, int8=int8))
+    own = {name: tensor for name, tensor in manifest.by_name.items() if name.endswith("_proj.weight")}
+    wide = {name for name, tensor in own.items() if tensor.dtype == "I8"}
+    assert {name.split("_proj")[0].rpartition(".")[2] for name in wide} == expected
+    assert all(manifest.by_name[f"{name}_scale"].shape == (own[name].shape[0], 1) for name in wide)
+
+
+def test_projections_that_are_not_there_cannot_have_8_bits() -> None:
+    with pytest.raises(UsageError, match="no projection 'head'"):
+        QuantizeOptions(4, int8=("v", "head"))
+    with pytest.raises(UsageError, match="--int8 is for int4"):
+        QuantizeOptions(8, int8=("v",))
 
 
 def test_rows_that_cannot_be_cut_into_groups_have_8_bits() -> None:
@@ -122,7 +141,7 @@ def test_what_is_written_is_what_the_quantiser_makes_of_whole_matrices(
             continue
         weights, is_embedding = numbers(contents, name), "layers" not in name
         group_size = options.group_size or (shape[1] if options.bits == 8 else 64)
-        if is_embedding:
+        if is_embedding or (options.bits == 4 and name.endswith("v_proj.weight")):
             expected = quantize_int8(weights, shape[1])
         elif options.bits == 8:
             expected = quantize_int8(weights, group_size)
@@ -157,7 +176,7 @@ def test_everything_is_exact_from_the_beginning_and_inspect_says_so() -> None:
 
 
 def test_what_is_used_as_one_matrix_lies_back_to_back_with_its_scales_and_zeros() -> None:
-    _, manifest = packed(llama_contents(hidden=128), QuantizeOptions(4, asymmetric=True))
+    _, manifest = packed(llama_contents(hidden=128), QuantizeOptions(4, asymmetric=True, int8=()))
     prefix = "model.layers.1."
     for names in (
         ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

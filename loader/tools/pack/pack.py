@@ -41,7 +41,7 @@ from .plan import Job, PackPlan, TierOptions, find_aliases, forward_order, plan_
 from .prune import METADATA_KEY, PruneOptions, Pruner, find_prunable
 from .quantize_plan import (
     CONFIG_NAME,
-    MomentsOf,
+    Calibrate,
     QuantizeOptions,
     QuantizePlan,
     QuantizingReader,
@@ -87,7 +87,7 @@ def pack(
     *,
     tiers: TierOptions | None = None,
     quantize: QuantizeOptions | None = None,
-    moments_of: MomentsOf | None = None,
+    calibrate: Calibrate | None = None,
     prune: PruneOptions | None = None,
     sparse: bool = True,
     base: Base | None = None,
@@ -101,11 +101,12 @@ def pack(
     this thread. `checkpoint` is given where the folder's files do not say it themselves.
 
     `tiers` says how many bits come in which tier; with `quantize` the matrices of a decoder become
-    integers, which have none (docs/quantize.md), chosen with what `moments_of` knows of their
-    inputs. With `prune` they lose their smallest weights first; with `sparse`, what is mostly zero
-    is stored without its zeros (docs/prune.md); with `base`, only what differs from it
-    (docs/fine-tunes.md). `for_base` is the digest of an artifact that is needed with this one, although
-    it holds no differences to it: an adapter's base. `source` and `store` may be the same folder: the
+    integers, which have none (docs/quantize.md), chosen with what `calibrate` finds out about their
+    inputs: it is called once it is clear that the checkpoint can be packed. With `prune` they lose
+    their smallest weights first; with `sparse`, what is mostly zero is stored without its zeros
+    (docs/prune.md); with `base`, only what differs from it (docs/fine-tunes.md). `for_base` is the
+    digest of an artifact that is needed with this one, although it holds no differences to it: an
+    adapter's base. `source` and `store` may be the same folder: the
     artifact then lies next to the safetensors files. An artifact that is there already is replaced
     only with `force`, in one step; its old objects are then removed, which interrupts a reader that
     is still loading it. Raises `UsageError` when the source is itself an artifact, or has nothing
@@ -153,7 +154,10 @@ def pack(
         pruner = Pruner(source, checkpoint, names, prune)
         plan = plan.with_metadata(METADATA_KEY, prune.describe(len(names)))
         conversions = (*conversions, f"pruned: {prune.describe(len(names))}")
-    quantizing = None if quantized is None else QuantizingReader(source, checkpoint, quantized, moments_of)
+    quantizing = None
+    if quantized is not None:
+        moments_of = None if calibrate is None else calibrate(quantized.of_4_bits)
+        quantizing = QuantizingReader(source, checkpoint, quantized, moments_of)
     content = ContentReader(source, checkpoint, quantizing=quantizing, pruner=pruner)
     if base is not None:
         plan = plan_differences(plan, content, base)

@@ -18,7 +18,7 @@ import enum
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -48,13 +48,18 @@ if TYPE_CHECKING:
 
     from .quantize import Bits, Bytes, Floats
 
-# Of a matrix' name: the mean of x xᵀ over its inputs, (K, K); None where that is not known. Asked for
-# in the order of a forward pass; matrices of neighbouring layers may swap places.
-MomentsOf = Callable[[str], "Floats | None"]
+# Of a matrix' name: the moments of its inputs; None where they are not known. Requested once for each
+# matrix, in the order of a forward pass; matrices of neighbouring layers may swap places.
+MomentsOf = Callable[[str], InputMoments | None]
+# Of the names of all matrices whose moments will be requested.
+Calibrate = Callable[[Collection[str]], MomentsOf | None]
 
 CONFIG_NAME = "config.json"
 GROUP_SIZES = (32, 64, 128)
 DEFAULT_GROUP_SIZE = 64  # of 4 bits; with 8 a whole row shares one scale
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+# Few weights, whose errors count most: docs/quantize.md, "The choice of bits".
+DEFAULT_INT8 = ("v",)
 
 _EMBEDDINGS = re.compile(r"(?:model\.)?embed_tokens\.weight")
 _HEAD = re.compile(r"lm_head\.weight")
@@ -75,6 +80,8 @@ class QuantizeOptions:
     # Columns that share a scale; None: a row's with 8 bits, 64 with 4.
     group_size: int | None = None
     asymmetric: bool = False  # every group has a zero of its own
+    # Of `PROJECTIONS`, those that get 8 bits instead of 4; None: `DEFAULT_INT8`.
+    int8: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
@@ -84,6 +91,19 @@ class QuantizeOptions:
                 f"--group-size {self.group_size} is not supported",
                 key="group_size",
                 hint=f"Give one of {', '.join(map(str, GROUP_SIZES))}.",
+            )
+        unknown = set(self.int8 or ()) - set(PROJECTIONS)
+        if unknown:
+            raise UsageError(
+                f"there is no projection {min(unknown)!r}",
+                key="int8",
+                hint=f"--int8 takes some of {', '.join(PROJECTIONS)}.",
+            )
+        if self.int8 is not None and self.bits == 8:
+            raise UsageError(
+                "--int8 is for int4: with int8 all projections have 8 bits",
+                key="int8",
+                hint="Leave it out, or give --quantize int4.",
             )
         if self.asymmetric and self.bits == 8:
             raise UsageError(
@@ -140,6 +160,10 @@ class QuantizePlan:
     matrices: Mapping[str, QuantizedMatrix]
     pieces: Mapping[str, tuple[QuantizedMatrix, Piece]]  # by their names in the artifact
     config: bytes
+
+    @property
+    def of_4_bits(self) -> list[str]:
+        return [name for name, matrix in self.matrices.items() if matrix.bits == 4]
 
     def aliases(self, aliases: Mapping[str, str]) -> dict[str, str]:
         """Those of the checkpoint, and those of the pieces: what is tied shares its scales as well."""
@@ -208,7 +232,9 @@ def _find_options(name: str, options: QuantizeOptions) -> QuantizeOptions | None
     either way.
     """
     if _PROJECTION.fullmatch(name):
-        return options
+        kind = name.removesuffix("_proj.weight").rpartition(".")[2]
+        has_4_bits = kind not in (DEFAULT_INT8 if options.int8 is None else options.int8)
+        return options if has_4_bits or options.bits == 8 else QuantizeOptions(8)
     return QuantizeOptions(8) if _EMBEDDINGS.fullmatch(name) or _HEAD.fullmatch(name) else None
 
 
@@ -275,6 +301,7 @@ class _Kept:
     left_elements: int  # of all its pieces, to be asked for
     lock: threading.Lock = field(default_factory=threading.Lock)  # guards the moments being made
     moments: InputMoments | None = None
+    has_moments: bool = False  # they were requested
 
 
 class QuantizingReader:
@@ -341,8 +368,8 @@ class QuantizingReader:
         if self._moments_of is None or matrix.bits == 8:
             return None
         with kept.lock:
-            if kept.moments is None and (moments := self._moments_of(matrix.name)) is not None:
-                kept.moments = InputMoments.of(moments)
+            if not kept.has_moments:
+                kept.moments, kept.has_moments = self._moments_of(matrix.name), True
             return kept.moments
 
     def _read_rows(self, matrix: QuantizedMatrix, begin: int, end: int) -> Bytes:

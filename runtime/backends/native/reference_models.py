@@ -71,9 +71,9 @@ class ReferenceDecoder:
             normed = self._norm(x, layer.attention_norm)
             at = partial(_adapt, step[0], index, spec.dtype)
             attended = self._attend(
-                index, step, at(Place.QKV, normed, _project(normed, layer.qkv, spec.dtype))
+                index, step, at(Place.QKV, normed, self._project(normed, layer.qkv, spec.dtype))
             )
-            more = at(Place.OUTPUT, attended, _project(attended, layer.output, spec.dtype))
+            more = at(Place.OUTPUT, attended, self._project(attended, layer.output, spec.dtype))
             x = self._sum(x, self._norm(more, layer.attention_output_norm))
             if not spec.is_parallel:
                 normed = self._norm(x, layer.mlp_norm)
@@ -85,19 +85,19 @@ class ReferenceDecoder:
         if layer.gate_up is None or layer.down is None:
             assert isinstance(layer, DecoderLayerWeights)
             return self._mixture(layer, x)
-        gate, up = np.split(at(Place.GATE_UP, x, _project(x, layer.gate_up, dtype)), 2, axis=1)
+        gate, up = np.split(at(Place.GATE_UP, x, self._project(x, layer.gate_up, dtype)), 2, axis=1)
         experts = self._spec.experts
         if experts is not None and experts.swiglu is not None and isinstance(layer, ExpertWeights):
             inner = reference.clamped_swiglu(gate, up, experts.swiglu, dtype)
         else:
             inner = reference.activate(gate, up, self._spec.activation, dtype)
-        return at(Place.DOWN, inner, _project(inner, layer.down, dtype))
+        return at(Place.DOWN, inner, self._project(inner, layer.down, dtype))
 
     def _mixture(self, layer: DecoderLayerWeights, x: Floats) -> Floats:
         experts, dtype = self._spec.experts, self._spec.dtype
         assert experts is not None
         assert layer.router is not None
-        chosen, weights = reference.route(_project(x, layer.router, dtype), experts, dtype)
+        chosen, weights = reference.route(self._project(x, layer.router, dtype), experts, dtype)
         out = np.zeros_like(x)
         for number, expert in enumerate(layer.experts):
             rows, places = np.nonzero(chosen == number)
@@ -108,7 +108,7 @@ class ReferenceDecoder:
 
     def logits(self, x: Floats, rows: Int64s) -> Floats:
         spec, weights = self._spec, self._weights
-        logits = _project(self._norm(x[rows], weights.norm), weights.head, DType.F32)
+        logits = self._project(self._norm(x[rows], weights.norm), weights.head, DType.F32)
         return reference.scale_and_cap(logits, spec.logits_scale, spec.logit_cap)
 
     def join(self, parts: Sequence[Floats]) -> Floats:
@@ -116,6 +116,9 @@ class ReferenceDecoder:
 
     def select(self, x: Floats, rows: Int64s) -> Floats:
         return x[rows]
+
+    def _project(self, x: Floats, projection: Projection, dtype: DType) -> Floats:
+        return _project(x, projection, dtype)
 
     def _norm(self, x: Floats, weight: Tensor | None) -> Floats:
         """x itself where there is no such norm."""
@@ -158,9 +161,7 @@ class ReferenceDecoder:
 
     def _attend_span(self, index: int, pool: Pool, span: SequenceSpan, queries: Floats, out: Floats) -> None:
         spec = self._spec
-        tokens = np.arange(span.context_len)
-        slots = np.array(span.blocks)[tokens // pool.block_size] * pool.block_size + tokens % pool.block_size
-        keys, values = _read(pool, index, slots, spec.dtype)
+        keys, values = self._keys_and_values(index, pool, span)
         window = spec.windows[index] or span.context_len
         stored = self._weights.layers[index].sinks
         sinks = None if stored is None else to_float32(stored.array, stored.dtype)
@@ -177,6 +178,12 @@ class ReferenceDecoder:
                 spec.score_cap,
                 sinks=sinks,
             )
+
+    def _keys_and_values(self, index: int, pool: Pool, span: SequenceSpan) -> tuple[Floats, Floats]:
+        """Those of the span's sequence, (num_kv_heads, context_len, head_dim) each."""
+        tokens = np.arange(span.context_len)
+        slots = np.array(span.blocks)[tokens // pool.block_size] * pool.block_size + tokens % pool.block_size
+        return _read(pool, index, slots, self._spec.dtype)
 
 
 def _write(pool: Pool, layer: int, slots: Int64s, heads: Floats, dtype: DType) -> None:

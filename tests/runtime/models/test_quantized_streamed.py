@@ -127,6 +127,7 @@ def test_what_the_loader_puts_side_by_side_is_used_as_one_matrix(artifact):
 
     assert isinstance(decoder.weights.head.matrices()[0], IntegerMatrix)
     for layer in decoder.weights.layers:
-        (qkv,), (gate_up,) = layer.qkv.matrices(), layer.gate_up.matrices()
+        (qkv, *values), (gate_up,) = layer.qkv.matrices(), layer.gate_up.matrices()
         assert isinstance(qkv, IntegerMatrix)
+        assert [value.bits for value in values] == ([8] if qkv.bits == 4 else [])
         assert isinstance(gate_up, IntegerMatrix)

@@ -120,9 +120,9 @@ def _num_groups(parameters: Parameters, name: str, columns: int, *, unit: int = 
 
 def _kind(matrix: Matrix) -> Hashable:
     """Equal for matrices that can be one, if they lie back to back."""
-    if isinstance(matrix, DenseMatrix):
-        return matrix.weight.dtype
-    return matrix.weight.dtype, matrix.group_size, matrix.zero is None
+    if isinstance(matrix, IntegerMatrix):
+        return matrix.weight.dtype, matrix.group_size, matrix.zero is None
+    return matrix.weight.dtype
 
 
 def _stacked_or_all(run: Sequence[Matrix]) -> Sequence[Matrix]:

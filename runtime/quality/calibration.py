@@ -25,7 +25,7 @@ from ..backends.native.reference_models import ReferenceDecoder
 from ..dtypes import DType, to_float32
 from ..kv.storage import KVStorage
 from ..models.decoder import Decoder
-from ..models.matrices import DecoderLayerWeights, DecoderWeights, DenseMatrix
+from ..models.matrices import DecoderLayerWeights, DecoderWeights, IntegerMatrix
 from ..models.spec import DecoderSpec
 from ..step.batch import SequenceSpan, StepBatch
 from .decoders import WINDOW_TOKENS, cut_windows
@@ -170,7 +170,7 @@ class _MeteredDecoder(ReferenceDecoder):
             meter.add(x)
         parts = []
         for matrix in projection.matrices():
-            columns = None if isinstance(matrix, DenseMatrix) else matrix.columns
+            columns = matrix.columns if isinstance(matrix, IntegerMatrix) else None
             part = (x if columns is None else x[:, columns]) @ floats_of(matrix).T
             if matrix.bias is not None:
                 part += to_float32(matrix.bias.array, matrix.bias.dtype)
@@ -192,11 +192,14 @@ class _MeteredDecoder(ReferenceDecoder):
             heads = slice(head * group, (head + 1) * group)
             scores = scale_and_cap(of_head @ key.T, spec.attention_scale, spec.score_cap)
             scores = np.where(is_seen, scores, np.float32(-1e30))  # (group, T, T)
-            largest = scores.max(-1, keepdims=True)
+            largest, sink = scores.max(-1, keepdims=True), None
+            if sinks is not None:
+                sink = to_float32(sinks.array[heads], sinks.dtype)[:, None, None]
+                largest = np.maximum(largest, sink)
             powers = np.exp(scores - largest)
             total = powers.sum(-1, keepdims=True)
-            if sinks is not None:
-                total += np.exp(to_float32(sinks.array[heads], sinks.dtype)[:, None, None] - largest)
+            if sink is not None:
+                total += np.exp(sink - largest)
             out[rows, heads] = ((powers / total) @ value).transpose(1, 0, 2)
 
 

@@ -96,7 +96,7 @@ def _pack(command: argparse.ArgumentParser) -> None:
         type=_natural,
         default=None,
         metavar="N",
-        help="columns that share a scale: 32, 64 or 128 (default: of int8 all of a row, of int4 64)",
+        help="columns that share a scale: 32, 64 or 128 (default: of int8 all of a row, of int4 32)",
     )
     weights.add_argument(
         "--asymmetric", action="store_true", help="of int4: every group has a zero of its own"

@@ -56,7 +56,7 @@ Calibrate = Callable[[Collection[str]], MomentsOf | None]
 
 CONFIG_NAME = "config.json"
 GROUP_SIZES = (32, 64, 128)
-DEFAULT_GROUP_SIZE = 64  # of 4 bits; with 8 a whole row shares one scale
+DEFAULT_GROUP_SIZE = 32  # of 4 bits; with 8 a whole row shares one scale
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 # Few weights, whose errors count most: docs/quantize.md, "The choice of bits".
 DEFAULT_INT8 = ("v",)
@@ -77,7 +77,7 @@ class QuantizeOptions:
     """The options of `pack --quantize`. Raises `UsageError` for invalid ones."""
 
     bits: int  # 8 or 4
-    # Columns that share a scale; None: a row's with 8 bits, 64 with 4.
+    # Columns that share a scale; None: a row's with 8 bits, 32 with 4.
     group_size: int | None = None
     asymmetric: bool = False  # every group has a zero of its own
     # Of `PROJECTIONS`, those that get 8 bits instead of 4; None: `DEFAULT_INT8`.

@@ -89,6 +89,12 @@ def base_in_memory(
             key="weights_bytes",
             hint="Leave it out, or start a server with the fine-tune.",
         )
+    if load.paged_groups:
+        raise UsageError(
+            "with weights_bytes not all of the model is in memory, so it cannot be the base of a fine-tune",
+            key="model",
+            hint="Leave weights_bytes out, or start a server with the fine-tune and its --base.",
+        )
     manifest = load.manifest
     slabs = [load.slab(group.index) for group in manifest.groups]
     from .models.decoder_config import DecoderConfig

@@ -455,6 +455,38 @@ async def test_a_server_may_end_during_a_switch(models: Models, held: Any) -> No
     assert tuned.ended.done()
 
 
+async def test_a_mixture_of_experts_switches_as_well(tmp_path: Path, one_thread: None, held: Any) -> None:
+    models = Models(tmp_path, "mixtral")
+    models.tuned("one", seed=1)
+    holds = held("one")
+    of_base = await alone(models.base, logprobs=None)
+    async with serving(models.base) as server:
+        await answer(server)
+        changing = asyncio.create_task(switch(server, models.folder / "one"))
+        await server.eventually(lambda: server.service.instance is not server.instance)
+        drafted = await server.post("/v1/completions", {**BODY, **DRAFT, "max_tokens": 2, "logprobs": None})
+        assert drafted.json["usage"]["completion_tokens_details"]["drafted_tokens"] == 2
+        assert of_base["text"].startswith(drafted.json["choices"][0]["text"])
+        for hold in holds:
+            hold.release()
+        assert (await changing).status == 200
+        assert await answer(server) == await alone(models.whole("one"))
+
+
+async def test_a_mixture_that_is_not_all_in_memory_is_no_base(tmp_path: Path, one_thread: None) -> None:
+    models = Models(tmp_path, "mixtral")
+    models.tuned("one", seed=1)
+    async with serving(models.base, weights_bytes=400_000, backend="native") as server:
+        before = await answer(server)
+        load = server.instance._load
+        assert load is not None
+        assert load.paged_groups
+        refused = await switch(server, models.folder / "one")
+        assert refused.status == 400
+        assert "weights_bytes" in refused.json["error"]
+        assert await answer(server) == before
+
+
 async def test_an_encoder_switches_as_well(tmp_path: Path, one_thread: None) -> None:
     models = Models(tmp_path, "bert")
     model = tmp_path / "tuned-plain"

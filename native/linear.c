@@ -502,22 +502,38 @@ static void expand(void *to, const tn_matrix *w, int64_t column, const block_t *
     }
 }
 
-/* The scales of the block's groups, and their zeros where tiles take U4: of a column, as number n of the strip. */
-static void take_groups(strip_t *strip, int n, const tn_matrix *w, int64_t column, const block_t *block, way_t way) {
-    const int64_t place = stored_row(w, column) * block->num_groups + block->first_group;
-    for (int group = 0; group < block->groups && w->scale_dtype == TN_E8M0; group++)
-        strip->scale[n][group] = scale_of_e8m0(((const uint8_t *)w->scale)[place + group]);
-    for (int group = 0; group < block->groups && w->scale_dtype != TN_E8M0; group += TN_LANES) {
-        const int count = block->groups - group < TN_LANES ? block->groups - group : TN_LANES;
-        const uint16_t *half = (const uint16_t *)w->scale + place + group;
-        vf_store(strip->scale[n] + group,
-                 w->scale_dtype == TN_F32    ? vf_load_part((const float *)w->scale + place + group, count)
-                 : w->scale_dtype == TN_BF16 ? vf_load_bf16_part(half, count)
-                                             : vf_load_f16_part(half, count));
+/* `count` scales from number `place` on, as floats; those after them, up to a whole vector, are 0. */
+TN_INLINE void take_scales(float *to, const void *scale, const int dtype, int64_t place, int count) {
+    if (dtype == TN_E8M0) {
+        for (int n = 0; n < count; n++) to[n] = scale_of_e8m0(((const uint8_t *)scale)[place + n]);
+        return;
     }
-    if (way != BF16_AND_U4 || w->zero == NULL) return;
-    const uint8_t *zero = (const uint8_t *)w->zero + place;
-    for (int group = 0; group < block->groups; group++) strip->zero[n][group] = zero[group];
+    for (int n = 0; n < count; n += TN_LANES) {
+        const int part = count - n < TN_LANES ? count - n : TN_LANES;
+        const uint16_t *half = (const uint16_t *)scale + place + n;
+        vf_store(to + n, dtype == TN_F32    ? vf_load_part((const float *)scale + place + n, part)
+                         : dtype == TN_BF16 ? vf_load_bf16_part(half, part)
+                                            : vf_load_f16_part(half, part));
+    }
+}
+
+/* The scales of the block's groups, and their zeros where tiles take U4: of columns [column, column + num) as numbers
+ * n to n + 3 of the strip, of which the last one stands for those that are missing. */
+static void take_groups(strip_t *strip, int n, const tn_matrix *w, int64_t column, int num, const block_t *block,
+                        way_t way) {
+    const int64_t step = stored_row(w, 1) * block->num_groups;
+    for (int j = 0; j < QUAD; j++) {
+        const int64_t place = (column + (j < num ? j : num - 1)) * step + block->first_group;
+        float *to = strip->scale[n + j];
+        switch (w->scale_dtype) {
+        case TN_BF16: take_scales(to, w->scale, TN_BF16, place, block->groups); break;
+        case TN_F16: take_scales(to, w->scale, TN_F16, place, block->groups); break;
+        case TN_F32: take_scales(to, w->scale, TN_F32, place, block->groups); break;
+        default: take_scales(to, w->scale, TN_E8M0, place, block->groups);
+        }
+        for (int group = 0; group < block->groups && way == BF16_AND_U4 && w->zero != NULL; group++)
+            strip->zero[n + j][group] = ((const uint8_t *)w->zero)[place + group];
+    }
 }
 
 /* What does not change with the columns. */
@@ -542,14 +558,17 @@ static void fill_strip(strip_t *strip, const tn_matrix *w, int64_t first, int nu
     const bool in_place = is_in_place(w, way);
     const int64_t stride = bytes_of(w, stored_row(w, 1) * w->num_in);
     const char *column = (const char *)w->data + first * stride + bytes_of(w, block->begin);
-    for (int n = 0; n < (num + QUAD - 1) / QUAD * QUAD; n++) {
+    const int first_count = (int)(block->left < block->count ? block->left : block->count);
+    for (int n = 0; n < num; n += QUAD) {
         quartet_t *quad = &strip->quad[n / QUAD];
-        const int from = n < num ? n : num - 1;
-        if (!in_place && n < num) expand(strip->weights[n], w, first + n, block, way);
-        quad->column[n % QUAD] = in_place ? column + from * stride : (const char *)strip->weights[from];
         quad->count = block->count;
-        quad->first_count = (int)(block->left < block->count ? block->left : block->count);
-        if (w->scale != NULL) take_groups(strip, n, w, first + from, block, way);
+        quad->first_count = first_count;
+        for (int j = 0; j < QUAD; j++) {
+            const int from = n + j < num ? n + j : num - 1;
+            if (!in_place && n + j < num) expand(strip->weights[n + j], w, first + n + j, block, way);
+            quad->column[j] = in_place ? column + from * stride : (const char *)strip->weights[from];
+        }
+        if (w->scale != NULL) take_groups(strip, n, w, first + n, num - n, block, way);
     }
 }
 
@@ -589,22 +608,29 @@ static way_t first_way_of(const tn_matrix *w, way_t way) {
     return w->dtype == TN_F32 && way == F32_IN_F32 ? F32_FROM_MEMORY : way;
 }
 
+/* The tiles of a block: of the first rows, and of the others. */
+typedef struct {
+    tile_t first, other;
+    int max_rows;
+} tiles_t;
+
+static tiles_t tiles_for(const tn_matrix *w, const block_t *block, way_t way) {
+    const scaling_t scaling = w->scale == NULL ? NOT_SCALED : block->groups == 1 ? EVENLY_SCALED : SCALED;
+    return (tiles_t){tile_for(first_way_of(w, way), scaling), tile_for(way, scaling),
+                     scaling == SCALED || way == BF16_AND_U4 || way == BF16_AND_E2M1 ? SCALED_TILE_ROWS : TILE_ROWS};
+}
+
 /* One block's share of the sums of all rows with the strip's columns, [first, first + num). */
-static void sum_strip(const panel_t *panel, strip_t *strip, int64_t first, int num, const block_t *block, way_t way) {
+static void sum_strip(const panel_t *panel, strip_t *strip, int64_t first, int num, const block_t *block,
+                      const tiles_t *tiles) {
     const tn_linear_args *args = panel->args;
-    const tn_matrix *w = args->weight;
-    const scaling_t scaling = w->scale == NULL     ? NOT_SCALED
-                              : block->groups == 1 ? EVENLY_SCALED
-                                                   : SCALED;
-    const tile_t first_tile = tile_for(first_way_of(w, way), scaling), other_tile = tile_for(way, scaling);
-    const int most = scaling == SCALED || way == BF16_AND_U4 ? SCALED_TILE_ROWS : TILE_ROWS;
     const int64_t x_bytes = args->x_dtype == TN_F32 ? 4 : 2;
     const int64_t offset = first - panel->first, within = offset % STRIP_COLUMNS;
     float *sums = panel->sums + (offset - within) * panel->rows + within;
     for (int row = 0, height; row < panel->rows; row += height) {
-        height = tile_rows(panel->rows - row, most);
+        height = tile_rows(panel->rows - row, tiles->max_rows);
         const char *x = (const char *)args->x + ((panel->first_row + row) * args->x_stride + block->begin) * x_bytes;
-        const tile_t tile_of = row == 0 ? first_tile : other_tile;
+        const tile_t tile_of = row == 0 ? tiles->first : tiles->other;
         for (int n = 0; n < num; n += QUAD)
             tile_of(height, x, args->x_stride, &strip->quad[n / QUAD], sums + row * STRIP_COLUMNS + n,
                     block->begin == 0);
@@ -619,10 +645,11 @@ static void sum_panel(const panel_t *panel, strip_t *strip) {
     const int width = panel->rows <= SCALED_TILE_ROWS && !is_in_place(w, way) ? QUAD : STRIP_COLUMNS;
     for (int64_t begin = 0; begin < w->num_in; begin += BLOCK) {
         const block_t block = block_at(w, begin);
+        const tiles_t tiles = tiles_for(w, &block, way);
         for (int n = 0; n < panel->num; n += width) {
             const int num = panel->num - n < width ? panel->num - n : width;
             fill_strip(strip, w, panel->first + n, num, &block, way);
-            sum_strip(panel, strip, panel->first + n, num, &block, way);
+            sum_strip(panel, strip, panel->first + n, num, &block, &tiles);
         }
     }
 }

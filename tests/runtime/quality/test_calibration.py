@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.tiny_models import save_tiny
+from tests.support.decoding import prompt_of
+from tests.support.models import DictWeights, build_model
+from tests.support.tiny_models import DECODERS, config_json, save_tiny, tensors_of, tiny_model
 
 from teneral import cli
 from teneral.loader.memory import limits as memory
 from teneral.loader.sources.file.store import FileStore
 from teneral.loader.tools.pack.quantize import InputMoments
-from teneral.runtime.quality.calibration import calibrate
+from teneral.runtime.quality.calibration import Calibration, calibrate
 from teneral.runtime.quality.text import read_text
 
 TOKENS = 700  # two windows
@@ -68,6 +70,28 @@ def test_moments_are_those_of_the_models_inputs(model: Path, text: Path) -> None
         np.testing.assert_allclose(found.importance, oracle.importance, rtol=2e-3, err_msg=name)
         scale = np.abs(oracle.factor).max()
         np.testing.assert_allclose(found.factor, oracle.factor, atol=2e-2 * scale, err_msg=name)
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_moments_of_every_family_are_those_of_its_models_inputs(family: str) -> None:
+    oracle = tiny_model(family)
+    seen: dict[str, torch.Tensor] = {}
+    for name, module in oracle.named_modules():
+        if isinstance(module, torch.nn.Linear) and name.endswith("_proj"):
+            module.register_forward_hook(
+                lambda _, given, __, name=name: seen.update({f"{name}.weight": given[0].reshape(60, -1)})
+            )
+    tokens = prompt_of(60)
+    with torch.inference_mode():
+        oracle(torch.tensor([tokens]))
+    decoder = build_model(config_json(oracle), DictWeights(tensors_of(oracle)))
+    calibration = Calibration(decoder, [tokens], seen)
+
+    assert len(seen) >= 3 * 2
+    for name, x in sorted(seen.items(), key=lambda item: int(item[0].split(".")[2])):
+        found = calibration.moments(name)
+        assert found is not None, name
+        np.testing.assert_allclose(found, (x.T @ x / 60).numpy(), rtol=2e-3, atol=2e-4, err_msg=name)
 
 
 def test_moments_are_kept_until_each_matrix_has_got_its_own(model: Path, text: Path) -> None:

@@ -11,9 +11,8 @@ from typing import Any, Protocol
 
 from ...loader.errors import TeneralError
 from ..errors import AdapterNotFoundError
-from .accept import error_event
 from .generation import Generation
-from .sequence import AdapterLike
+from .sequence import AdapterLike, error_event
 from .speculation import PassLike
 
 WAIT_S = 0.01  # for a layer, between two looks at who has come or gone

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,12 +29,21 @@ from ...loader.format.manifest import Tier
 from ...loader.load.options import Order
 from ..errors import GrammarError
 from ..step.backend import Backend, OnLayer
-from ..step.batch import Epoch, Rows, StepBatch
-from ..step.requests import FirstToken, GenerationEvent
+from ..step.batch import Rows, StepBatch
+from ..step.requests import GenerationEvent
 from ..step.state import Choice, Chosen
-from .accept import accept
 from .arrival import Arrival
-from .sequence import Lane
+from .early_member import (
+    Member,
+    draft_lane,
+    drafted,
+    exact_rows,
+    first_token_of,
+    judged,
+    lane_of,
+    num_common,
+)
+from .sequence import Lane, accept
 from .sequence import Sequence as TokenSequence
 from .speculation import Acceptance, ExactPasses, PassLike, Sent, catch_up_s, max_proposals, may_draft
 from .state import SchedulerState
@@ -60,40 +68,6 @@ class TieredDecoder(Protocol):
     ) -> PassLike: ...
 
     def want(self, tokens: npt.NDArray[np.int64], tier: Tier) -> None: ...
-
-
-@dataclass(eq=False, slots=True)
-class _Member:
-    """A sequence in the early phase."""
-
-    sequence: TokenSequence
-    first_token: FirstToken
-    # Tokens that are or were in some exact pass, or were computed before.
-    num_planned: int
-    can_draft: bool = True
-
-    @property
-    def sends_drafts(self) -> bool:
-        return self.first_token.sends_drafts
-
-    @property
-    def tier(self) -> Tier:
-        """The minimum tier for its draft lane; proposals may come from any weights."""
-        return Tier.DRAFT if self.first_token is FirstToken.DRAFT else Tier.SKETCH
-
-    @property
-    def draft(self) -> Lane | None:
-        return self.sequence.draft
-
-    @property
-    def num_known(self) -> int:
-        """The number of tokens, proposals included."""
-        return self.sequence.num_tokens if self.draft is None else len(self.draft.tokens)
-
-    @property
-    def num_pending(self) -> int:
-        """The number of tokens not yet in an exact pass."""
-        return self.num_known - self.num_planned
 
 
 class EarlyPhase:
@@ -121,7 +95,7 @@ class EarlyPhase:
         self._timeline = timeline
         self._backend = backend
         self._max_rows = state.options.max_step_tokens
-        self._members: list[_Member] = []
+        self._members: list[Member] = []
         self._passes = ExactPasses(self._max_rows)
         self._acceptance = Acceptance()
         # Of a draft step, until one was measured.
@@ -191,7 +165,7 @@ class EarlyPhase:
         tier = Tier.REFINE if self._arrival.holds(Tier.DRAFT) else Tier.DRAFT
         self._model.want(np.array(tokens, dtype=np.int64), tier)
 
-    def _admit(self) -> list[_Member]:
+    def _admit(self) -> list[Member]:
         """Admit waiting sequences, in the order of their turns, while there is room for them in
         both lanes, or in one.
 
@@ -200,7 +174,7 @@ class EarlyPhase:
         about to be exact.
         """
         state = self._state
-        new: list[_Member] = []
+        new: list[Member] = []
         state.waiting.arrange()
         state.attach_prefixes()
         for sequence in state.ready():
@@ -209,18 +183,18 @@ class EarlyPhase:
                 break
             state.admit(sequence)
             state.blocks.grow(sequence.exact, num_blocks)
-            member = _Member(sequence, _first_token_of(sequence), sequence.num_computed)
+            member = Member(sequence, first_token_of(sequence), sequence.num_computed)
             num_draft_blocks = num_blocks + sequence.num_remembered
             is_worth_it = sequence.scores is None and self._has_time(member)
             if is_worth_it and num_draft_blocks <= state.blocks.num_available:
-                sequence.draft = _draft_lane(sequence, shares_tokens=member.sends_drafts)
+                sequence.draft = draft_lane(sequence, shares_tokens=member.sends_drafts)
                 state.blocks.grow(sequence.draft, num_draft_blocks)
             new.append(member)
         state.detach_prefixes()
         self._members += new
         return new
 
-    def _has_time(self, member: _Member) -> bool:
+    def _has_time(self, member: Member) -> bool:
         """True if a draft is useful. One that is overtaken while it computes the prompt is not; and
         its later tokens are useful only if they are sent, since proposals have to follow the prompt
         through the exact layers.
@@ -235,7 +209,7 @@ class EarlyPhase:
         self._members = [member for member in self._members if member.sequence not in sequences]
         self._passes.drop(sequences)
 
-    def _graduate(self, members: Collection[_Member]) -> None:
+    def _graduate(self, members: Collection[Member]) -> None:
         """Make these ordinary sequences. Under the lock."""
         self._leave([member.sequence for member in members])
         # A pass has been through all layers and the head, so a draft has no advantage any more; any
@@ -252,7 +226,7 @@ class EarlyPhase:
 
     def _act(self) -> None:
         """One draft step, one layer, or a short wait."""
-        fresh = [member for member in self._draftable() if _lane_of(member).num_missing > 1]
+        fresh = [member for member in self._draftable() if lane_of(member).num_missing > 1]
         if fresh:
             # A prompt: follows the draft as it arrives.
             self._draft(fresh)
@@ -276,7 +250,7 @@ class EarlyPhase:
             with self._state.changed:
                 self._state.changed.wait(WAIT_S)
 
-    def _draftable(self) -> list[_Member]:
+    def _draftable(self) -> list[Member]:
         """Members with a draft lane. Those that need the draft tier wait, while others use the
         sketch that has arrived.
         """
@@ -285,16 +259,16 @@ class EarlyPhase:
             return [member for member in members if member.tier is Tier.SKETCH]
         return members
 
-    def _who_drafts(self) -> list[_Member]:
+    def _who_drafts(self) -> list[Member]:
         """Members whose draft continues now; with room for one more token in both lanes."""
         num_pending = sum(member.num_pending for member in self._members)
         if not may_draft(num_pending, self._arrival.left_s(), self._step_s):
             return []
         limit = max_proposals(self._acceptance.rate)
-        chosen: list[_Member] = []
+        chosen: list[Member] = []
         with self._state.changed:
             for member in self._draftable():
-                sequence, lane = member.sequence, _lane_of(member)
+                sequence, lane = member.sequence, lane_of(member)
                 if not member.can_draft or sequence.generation.ended:
                     continue
                 num_proposals = len(lane.tokens) - sequence.num_tokens
@@ -331,7 +305,7 @@ class EarlyPhase:
             end = min(member.num_known, member.num_planned + self._max_rows - num_rows)
             if end == member.num_planned:
                 break
-            parts.append((member.sequence, _exact_rows(member, end)))
+            parts.append((member.sequence, exact_rows(member, end)))
             num_rows += end - member.num_planned
             member.num_planned = end
         if parts:
@@ -341,14 +315,14 @@ class EarlyPhase:
 
     # -- the draft -------------------------------------------------------------------------------------------
 
-    def _draft(self, members: Sequence[_Member]) -> None:
+    def _draft(self, members: Sequence[Member]) -> None:
         """Compute the missing tokens of these draft lanes in one pass, and choose a token for each
         complete lane.
 
         Does nothing if it would wait for weights while there are new sequences.
         """
         parts: list[Rows] = []
-        takers: list[_Member] = []
+        takers: list[Member] = []
         num_rows = 0
         for member in members:
             lane = member.draft
@@ -369,7 +343,7 @@ class EarlyPhase:
         )
         if not self._complete(under_way):
             return
-        choices = self._backend.choose(under_way.logits, [_lane_of(member).sampling for member in takers])
+        choices = self._backend.choose(under_way.logits, [lane_of(member).sampling for member in takers])
         end_s = time.monotonic()
         for part in parts:
             part.lane.num_computed = part.end
@@ -399,13 +373,13 @@ class EarlyPhase:
             return is_new or state.some_ended_early or state.is_stopping
 
     def _take_drafted(
-        self, members: Sequence[_Member], choices: Sequence[Chosen], num_rows: int, took_s: float
+        self, members: Sequence[Member], choices: Sequence[Chosen], num_rows: int, took_s: float
     ) -> None:
         """Handle drafted tokens: they are sent if permitted, and otherwise become proposals."""
         events: Events = []
         proposed: list[int] = []
         for member, choice in zip(members, choices, strict=True):
-            sequence, lane = member.sequence, _lane_of(member)
+            sequence, lane = member.sequence, lane_of(member)
             if not isinstance(choice, Choice):
                 member.can_draft = (
                     # A weight that only the missing bits make finite: the exact ones decide.
@@ -413,7 +387,7 @@ class EarlyPhase:
                 )
             elif member.sends_drafts:
                 if not sequence.generation.ended:
-                    events.append((sequence, _drafted(accept(sequence, choice))))
+                    events.append((sequence, drafted(accept(sequence, choice))))
             else:
                 begun = len(lane.tokens)
                 member.can_draft = self._propose(sequence, lane, choice.token)
@@ -459,7 +433,7 @@ class EarlyPhase:
         """Process the logits of a finished exact pass."""
         logits = through.under_way.logits
         events: Events = []
-        settled: list[_Member] = []
+        settled: list[Member] = []
         first = 0
         members = {member.sequence: member for member in self._members}
         for sequence, rows in through.parts:
@@ -470,7 +444,7 @@ class EarlyPhase:
                 continue
             chosen, is_settled = self._confirm(member, rows, own)
             events += [(sequence, event) for event in chosen]
-            num_agreed = _num_common(rows.tokens, sequence.tokens, rows.end)
+            num_agreed = num_common(rows.tokens, sequence.tokens, rows.end)
             sequence.exact.num_computed = min(num_agreed, sequence.num_tokens - 1)
             if is_settled:
                 settled.append(member)
@@ -478,7 +452,7 @@ class EarlyPhase:
             self._graduate(settled)
         self._hand_out(events, through.num_rows, took_s)
 
-    def _confirm(self, member: _Member, rows: Rows, logits: Any) -> tuple[list[GenerationEvent], bool]:
+    def _confirm(self, member: Member, rows: Rows, logits: Any) -> tuple[list[GenerationEvent], bool]:
         """The tokens that follow from these logits, and whether that settles the sequence's draft."""
         sequence = member.sequence
         known = sequence.tokens if member.draft is None else member.draft.tokens
@@ -495,7 +469,7 @@ class EarlyPhase:
             proposals = tuple(known[position + 1 : position + 1 + len(event.tokens)])
             is_right = event.error is None and event.tokens == proposals
             ends = event.finish_reason is not None
-            events.append(_judged(event, is_right=is_right, num_proposals=num_proposals, ends=ends))
+            events.append(judged(event, is_right=is_right, num_proposals=num_proposals, ends=ends))
             self._acceptance.add(is_right)
             if ends or not is_right:
                 return events, True
@@ -512,57 +486,3 @@ class EarlyPhase:
             self._state.note_events(events)
         for sequence, event in events:
             sequence.generation.emit(event)
-
-
-def _first_token_of(sequence: TokenSequence) -> FirstToken:
-    """The request's first token. Answers with a grammar are exact, since forced tokens come with
-    chosen ones, and so are those with log probabilities of the prompt.
-    """
-    request = sequence.generation.request
-    is_exact = request.grammar is not None or request.num_prompt_logprobs is not None
-    return FirstToken.EXACT if is_exact else request.first_token
-
-
-def _draft_lane(sequence: TokenSequence, *, shares_tokens: bool) -> Lane:
-    """The draft lane: shares the sequence's tokens if they are sent at once, otherwise a copy runs
-    ahead.
-    """
-    if shares_tokens:
-        return Lane(Epoch.DRAFT, sequence.tokens, sequence.sampling, sequence.adapter)
-    return Lane(Epoch.DRAFT, list(sequence.tokens), sequence.sampling.for_draft(), sequence.adapter)
-
-
-def _lane_of(member: _Member) -> Lane:
-    assert member.draft is not None
-    return member.draft
-
-
-def _num_common(left: Sequence[int], right: Sequence[int], end: int) -> int:
-    """The number of equal leading tokens, `end` at most; a list equals itself."""
-    end = min(end, len(left), len(right))
-    if left is right or left[:end] == right[:end]:
-        return end
-    return next(place for place in range(end) if left[place] != right[place])
-
-
-def _exact_rows(member: _Member, end: int) -> Rows:
-    """The member's next tokens up to `end`; with logits of those after which a token is to be
-    chosen.
-    """
-    sequence = member.sequence
-    first = member.num_planned
-    tokens = sequence.tokens if member.draft is None else member.draft.tokens
-    num_logits = max(0, end - max(first, sequence.num_tokens - 1))
-    return Rows(sequence.exact, tokens, first, end, num_logits, sequence.scores)
-
-
-def _drafted(event: GenerationEvent) -> GenerationEvent:
-    return replace(event, num_drafted=len(event.tokens))
-
-
-def _judged(event: GenerationEvent, *, is_right: bool, num_proposals: int, ends: bool) -> GenerationEvent:
-    """The event with counts of the proposal that its token judges, and of those after it that are
-    lost with it.
-    """
-    num_lost = num_proposals - is_right if ends or not is_right else 0
-    return replace(event, num_accepted=int(is_right), num_rejected=num_lost)

@@ -23,42 +23,35 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import cast
 
-from ...loader.errors import TeneralError, UsageError
+from ...loader.errors import TeneralError
 from ...loader.timeline import Timeline
 from ..errors import (
     WEIGHTS_LOST,
     CapacityError,
-    ContextLengthError,
     DeviceLostError,
     DrainingError,
-    RequestError,
 )
-from ..kv.kinds import KVKind
 from ..kv.prefix_pool import PrefixPool
 from ..kv.view import PoolView, view_pool
 from ..step.backend import BackendOptions, MakeBackend
-from ..step.batch import Rows
 from ..step.requests import FinishReason, GenerationEvent, GenerationRequest, Priority
 from ..step.state import Chosen, SamplingState
 from ..text.detokenizer import DetokenizerSource
-from .accept import accept, as_teneral_error, error_event
 from .adapters import AdapterSource, HeldAdapter, OvertakenError, RequestAdapters, followed
 from .arrival import Arrival, DecoderLike
 from .early import EarlyPhase, TieredDecoder
 from .generation import Generation, OnEvent
-from .oom import is_out_of_memory, largest_first
-from .options import EngineOptions, EngineStatistics
-from .scheduler import Preempted, Share, StepPlan, make_way, plan_step
+from .next_step import next_plan, rows_of, use_idle_time
+from .options import EngineOptions, EngineStatistics, check_request, fit_pool
+from .scheduler import Preempted, Share, is_out_of_memory, largest_first
 from .sequence import Sequence as TokenSequence
+from .sequence import accept, as_teneral_error, error_event
 from .state import SchedulerState, statistics_of
 from .trace import EngineTimeline
 
 __all__ = ["DecoderLike", "Engine", "EngineOptions", "EngineStatistics"]
 
 logger = logging.getLogger(__name__)
-
-# Idle time before other work may use it.
-IDLE_S = 0.1
 
 
 class Engine:
@@ -98,37 +91,24 @@ class Engine:
         self._timeline = EngineTimeline(timeline)
         self._limits = options.scheduler_limits()
         block_size = options.block_size
-        # Models with only one kind of storage, such as test doubles, have no `kind` argument.
-        kind = {} if options.kv_dtype is KVKind.MODEL else {"kind": options.kv_dtype}
-        bytes_per_block = model.kv_block_bytes(block_size, **kind)
-        num_blocks = options.kv_bytes // bytes_per_block
-        wanted_context = min(model.config.max_context, options.max_context or model.config.max_context)
-        # Tokens of prompt and answer together; fewer than requested if the pool holds fewer.
-        self.max_context = min(wanted_context, num_blocks * block_size)
-        if self.max_context < 2:
-            num_wanted_blocks = -(-wanted_context // block_size)
-            raise UsageError(
-                f"a KV pool of {options.kv_bytes} bytes is too small: {block_size} tokens need "
-                f"{bytes_per_block}",
-                key="kv_bytes",
-                hint=f"A context of {wanted_context} tokens takes {num_wanted_blocks * bytes_per_block}.",
-            )
-        self._kv_bytes = num_blocks * bytes_per_block
-        self._kv = model.new_kv(num_blocks, block_size, **kind)
+        pool = fit_pool(options, model)
+        self.max_context = pool.max_context  # tokens of prompt and answer together
+        self._kv_bytes = pool.num_blocks * pool.bytes_per_block
+        self._kv = model.new_kv(pool.num_blocks, block_size, **pool.kind)
         self._thread: threading.Thread | None = None
         prefix_seed = prefix_seed or secrets.token_bytes(32)
         self._state = SchedulerState(
-            num_blocks,
+            pool.num_blocks,
             options,
             prefix_seed=prefix_seed,
-            max_pinned_blocks=options.max_pinned_blocks(num_blocks, bytes_per_block),
+            max_pinned_blocks=options.max_pinned_blocks(pool.num_blocks, pool.bytes_per_block),
             copy_tokens=self._kv.copy_tokens,
         )
         self._adapters = RequestAdapters(adapters, self._state.changed)
         blocks = self._state.blocks
         # Imports and exports computed blocks, from any thread.
         self.prefix_pool = PrefixPool(blocks, self._kv, seed=prefix_seed)
-        blocks.open_spill(self._kv, bytes_per_block, self._state.num_promised_blocks)
+        blocks.open_spill(self._kv, pool.bytes_per_block, self._state.num_promised_blocks)
         self._backend = make_backend(
             model,
             self._kv,
@@ -187,7 +167,7 @@ class Engine:
         GrammarError, CapacityError, DrainingError, or the error that cost the engine its weights.
         Nothing was started then.
         """
-        self._check(request)
+        check_request(request, self._model.config, self.max_context)
         max_new_tokens = self.max_context - len(request.prompt_tokens)
         if request.max_tokens is not None:
             max_new_tokens = min(max_new_tokens, request.max_tokens)
@@ -320,9 +300,9 @@ class Engine:
                 if self._early is not None:
                     self._run_early(self._early)
                     continue
-                if self._use_idle_time():
+                if use_idle_time(self._state, self._backend):
                     continue
-                plan = self._next_plan()
+                plan = next_plan(self._state, self._limits)
                 if plan is None:
                     self._stop_spill()
                     return
@@ -351,81 +331,6 @@ class Engine:
         # The remaining sequences start again: the state of their running passes is lost.
         victims = largest_first([(each, each.num_tokens) for each in members])
         self._run_out(exhausted, victims[:1], victims[1:])
-
-    def _use_idle_time(self) -> bool:
-        """Do one piece of work that makes later steps faster, unless a sequence waits for its first
-        token. Returns whether to check again.
-        """
-        state, backend = self._state, self._backend
-        if not backend.wants_idle_time(has_running=bool(state.running)):  # on a CPU, never
-            return False
-        with state.changed:
-            if state.some_ended_early:
-                state.forget_ended()
-            has_running = bool(state.running)
-            if (
-                state.owes_first_token
-                or state.is_stopping
-                or not backend.wants_idle_time(has_running=has_running)
-            ):
-                return False
-            if not has_running and state.changed.wait(IDLE_S):
-                return True
-        self._backend.work_when_idle()
-        return True
-
-    def _next_plan(self) -> StepPlan[TokenSequence] | None:
-        """Wait for work, decide, and reserve the blocks for it. None: the engine stops."""
-        state, blocks = self._state, self._state.blocks
-        with state.changed:
-            while True:
-                if state.some_ended_early:
-                    state.forget_ended()
-                if state.is_stopping:
-                    # The stopping thread gives these their last events, maybe after this thread has
-                    # ended.
-                    state.forget_all()
-                    return None
-                if not state.running and not state.waiting:
-                    state.changed.wait()
-                    continue
-                self._take_turns()
-                state.attach_prefixes()
-                plan = plan_step(
-                    state.running,
-                    state.ready() or state.followers(),
-                    blocks.num_available,
-                    self._limits,
-                    freed_by=blocks.num_freed_by,
-                )
-                state.apply(plan)
-                state.detach_prefixes()
-                if plan.shares:
-                    return plan
-                wait_s = None if blocks.spill is None else blocks.spill.wait_s()
-                waits_for_adapters = any(each.waits_for_adapter for each in state.waiting)
-                assert wait_s is not None or waits_for_adapters, "the oldest sequence can always go on"
-                state.changed.wait(wait_s)
-
-    def _take_turns(self) -> None:
-        """Arrange the waiting sequences in the order of their turns; preempt batch work for
-        interactive work. Under the lock.
-        """
-        state, blocks = self._state, self._state.blocks
-        blocks.sessions.expire(time.monotonic())
-        has_batch = any(sequence.is_batch for sequence in state.running)
-        if not state.waiting or (len(state.running) == self.options.max_running and not has_batch):
-            return
-        state.waiting.arrange()
-        if has_batch:
-            victims = make_way(
-                state.running,
-                state.prospects(),
-                blocks.num_available,
-                self._limits,
-                blocks.num_freed_by,
-            )
-            state.preempt(victims, Preempted.PRIORITY)
 
     def _execute(self, shares: Sequence[Share[TokenSequence]]) -> None:
         choosing = [share.sequence for share in shares if share.is_last]
@@ -472,7 +377,7 @@ class Engine:
     ) -> list[Chosen]:
         """Compute one step, and choose the next tokens."""
         backend, step, spill = self._backend, self._state.num_steps, self._state.blocks.spill
-        batch = backend.build([_rows_of(share) for share in shares])
+        batch = backend.build([rows_of(share) for share in shares])
         start_s = time.monotonic()
         end_s: float | None = None
         try:
@@ -548,27 +453,6 @@ class Engine:
         if self._state.blocks.spill is not None:
             self._state.blocks.spill.stop()
 
-    def _check(self, request: GenerationRequest) -> None:
-        limits = self._model.config
-        num_prompt = len(request.prompt_tokens)
-        is_computed = request.max_tokens != 0 or request.num_prompt_logprobs is not None
-        num_at_least = num_prompt + 1 if is_computed else num_prompt
-        if num_at_least > self.max_context:
-            hint = "Shorten the prompt."
-            if self.max_context < limits.max_context:
-                hint += f" The model itself allows {limits.max_context}; the server's limit is lower."
-            raise ContextLengthError(
-                f"the prompt has {num_prompt} tokens, but prompt and answer together may have {self.max_context}",
-                param="prompt",
-                hint=hint,
-            )
-        for param, tokens in {"prompt": request.prompt_tokens, **request.sampling.named_tokens}.items():
-            if tokens and not 0 <= min(tokens) <= max(tokens) < limits.vocab_size:
-                raise RequestError(
-                    f"{param} has a token that is not one of the model's, 0 to {limits.vocab_size - 1}",
-                    param=param,
-                )
-
     def _on_end(self, adapter: HeldAdapter | None, generation: Generation, reason: FinishReason) -> None:
         self._state.note_end(generation, reason)
         self._adapters.release(adapter)
@@ -583,13 +467,6 @@ class Engine:
             state.changed.notify_all()
         for sequence in sequences:
             sequence.generation.emit(error_event(reason))
-
-
-def _rows_of(share: Share[TokenSequence]) -> Rows:
-    """The rows of the scheduler's share of a sequence."""
-    lane = share.sequence.exact
-    end = lane.num_computed + share.num_tokens
-    return Rows(lane, lane.tokens, lane.num_computed, end, int(share.is_last), share.sequence.scores)
 
 
 def _no_tokens() -> GenerationEvent:

@@ -1,20 +1,22 @@
-"""The bounds of an engine, and its statistics, as values."""
+"""The bounds of an engine, of its KV pool and of a request in it, and its statistics, as values."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...loader.errors import UsageError
+from ..errors import ContextLengthError, RequestError
 from ..kv.kinds import KVKind
-from ..step.requests import FinishReason, Priority
+from ..step.requests import FinishReason, GenerationRequest, Priority
 from .scheduler import Preempted, SchedulerLimits
 
 if TYPE_CHECKING:
     from ..kv.sessions import Unpinned
     from ..kv.spill.spill import SpillStatistics
     from ..step.backend import DeviceStatistics
+    from .arrival import DecoderLike, DecoderLimits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +136,60 @@ class EngineStatistics:
     pinned_blocks: int = 0  # by sessions: idle or in use
     sessions_unpinned_total: Mapping[Unpinned, int] = field(default_factory=dict)
     retry_after_s: float = 1.0  # until a place becomes free, as an estimate
+
+
+class PoolSize(NamedTuple):
+    """The size of a KV pool, and the longest context in it."""
+
+    num_blocks: int
+    bytes_per_block: int
+    max_context: int  # fewer tokens than requested if the pool holds fewer
+    kind: dict[str, KVKind]  # an argument of the model's methods; none for the model's own
+
+
+def fit_pool(options: EngineOptions, model: DecoderLike) -> PoolSize:
+    """The pool of `kv_bytes` for a model. Raises UsageError if it does not hold one sequence of two
+    tokens.
+    """
+    block_size = options.block_size
+    # Models with only one kind of storage, such as test doubles, have no `kind` argument.
+    kind: dict[str, KVKind] = {} if options.kv_dtype is KVKind.MODEL else {"kind": options.kv_dtype}
+    bytes_per_block = model.kv_block_bytes(block_size, **kind)
+    num_blocks = options.kv_bytes // bytes_per_block
+    wanted_context = min(model.config.max_context, options.max_context or model.config.max_context)
+    max_context = min(wanted_context, num_blocks * block_size)
+    if max_context < 2:
+        num_wanted_blocks = -(-wanted_context // block_size)
+        raise UsageError(
+            f"a KV pool of {options.kv_bytes} bytes is too small: {block_size} tokens need {bytes_per_block}",
+            key="kv_bytes",
+            hint=f"A context of {wanted_context} tokens takes {num_wanted_blocks * bytes_per_block}.",
+        )
+    return PoolSize(num_blocks, bytes_per_block, max_context, kind)
+
+
+def check_request(request: GenerationRequest, limits: DecoderLimits, max_context: int) -> None:
+    """Raise ContextLengthError for a prompt beyond `max_context`, and RequestError for a token that the model does
+    not have.
+    """
+    num_prompt = len(request.prompt_tokens)
+    is_computed = request.max_tokens != 0 or request.num_prompt_logprobs is not None
+    num_at_least = num_prompt + 1 if is_computed else num_prompt
+    if num_at_least > max_context:
+        hint = "Shorten the prompt."
+        if max_context < limits.max_context:
+            hint += f" The model itself allows {limits.max_context}; the server's limit is lower."
+        raise ContextLengthError(
+            f"the prompt has {num_prompt} tokens, but prompt and answer together may have {max_context}",
+            param="prompt",
+            hint=hint,
+        )
+    for param, tokens in {"prompt": request.prompt_tokens, **request.sampling.named_tokens}.items():
+        if tokens and not 0 <= min(tokens) <= max(tokens) < limits.vocab_size:
+            raise RequestError(
+                f"{param} has a token that is not one of the model's, 0 to {limits.vocab_size - 1}",
+                param=param,
+            )
 
 
 def _require_at_least(key: str, value: float, least: int) -> None:

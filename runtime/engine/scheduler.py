@@ -17,6 +17,7 @@ over values.
 - Batch work counts as admitted after all interactive work, independent of arrival: it computes
   prompts, is admitted and keeps its blocks only if no interactive work needs the same. `make_way`
   selects the batch work to preempt for waiting interactive work.
+- When memory runs out in a step, the sequences that take most of it end first.
 
 Nothing is changed, allocated or computed here; this module knows nothing of tensors and threads.
 """
@@ -28,6 +29,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
+
+T = TypeVar("T")
 
 
 class Schedulable(Protocol):
@@ -347,3 +350,23 @@ class _Step(Generic[SequenceT]):
 
 def _num_missing(sequence: Schedulable) -> int:
     return sequence.num_tokens - sequence.num_computed
+
+
+def largest_first(members: Sequence[tuple[T, int]]) -> list[T]:
+    """The members of a step by the memory that they take of it, in descending order; ties by latest
+    admission.
+
+    `members` are in the order of admission. Memory for a step grows with its rows: the first ones
+    made it too large.
+    """
+    order = sorted(range(len(members)), key=lambda number: (members[number][1], number), reverse=True)
+    return [members[number][0] for number in order]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True if memory ran out, here or on a device. torch's error is detected by its name, to not
+    import it here.
+    """
+    return isinstance(error, MemoryError) or any(
+        kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__
+    )

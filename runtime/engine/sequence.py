@@ -1,4 +1,5 @@
-"""One sequence in the engine: its tokens, its blocks of the KV pool, and its text.
+"""One sequence in the engine: its tokens, its blocks of the KV pool, its text, and the event that a
+chosen token, or an error, becomes.
 
 Invariants: `num_computed` < len(tokens). A preempted sequence has nothing computed and no blocks,
 and keeps its tokens, so computing them again loses nothing. The draft has a lane of its own, whose
@@ -7,16 +8,21 @@ tokens may extend further. This module knows nothing of tensors, scheduling or t
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol
 
+from ...loader.errors import TeneralError
+from ..errors import GrammarError, ModelError
 from ..kv.prefixes import chain_hash, seed_hash
 from ..kv.spill.policy import Fetch
 from ..step.batch import Epoch
 from ..step.logprobs import PromptScores
 from ..step.requests import FinishReason, GenerationEvent, Priority
-from ..step.state import Choice, SamplingState
+from ..step.state import Choice, Chosen, SamplingState
 from ..text.detokenizer import Detokenizer, DetokenizerSource, StopStrings
 from .generation import Generation
+
+logger = logging.getLogger(__name__)
 
 
 class AdapterLike(Protocol):
@@ -267,3 +273,33 @@ class Sequence:
             tokens = self.tokens[number * block_size : (number + 1) * block_size]
             hashes.append(chain_hash(hashes[number], tokens))
         return hashes[: num_blocks + 1]
+
+
+def accept(sequence: Sequence, choice: Chosen) -> GenerationEvent:
+    """Append the token to the sequence, and the tokens that its grammar then forces.
+
+    An error instead of a token, or in its text, ends only that sequence.
+    """
+    if not isinstance(choice, Choice):
+        return error_event(choice)
+    try:
+        return sequence.accept(choice)
+    except GrammarError as error:
+        return error_event(error)
+    except Exception as error:  # an error of the tokenizer's decoder must not end the other sequences
+        logger.exception("request %s: detokenising failed", sequence.generation.request.request_id)
+        return error_event(as_teneral_error(error))
+
+
+def error_event(error: TeneralError) -> GenerationEvent:
+    """The last event of a failed sequence."""
+    return GenerationEvent("", (), finish_reason=FinishReason.ERROR, error=error)
+
+
+def as_teneral_error(error: Exception) -> TeneralError:
+    """The error itself, or a `ModelError` about it."""
+    if isinstance(error, TeneralError):
+        return error
+    failure = ModelError(f"the model failed: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure

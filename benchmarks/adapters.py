@@ -2,9 +2,10 @@
 
     python -m benchmarks.adapters [--rounds 5] [--rate 200] [--rank 16] [--save]
 
-A warm server of a base in a local folder, adapters of all linear modules in a store that gives --rate MB/s:
+A warm server of a packed base in a local folder, adapters of all linear modules in a store that gives --rate MB/s:
 
     cold              the first request for an adapter: its first token
+    cold, packed      the same of one that `teneral pack --base` has packed
     warm              the same adapter once more, another prompt
     base              a prompt of the same length for the base
     8 adapters        8 requests at once, each with an adapter of its own: tokens/s of all
@@ -34,7 +35,10 @@ from benchmarks.server import Server
 from benchmarks.store import StoreProcess, prepare
 from benchmarks.tasks import random_prompt
 
+from teneral.loader.artifact import open_artifact
 from teneral.loader.format.safetensors import SafetensorsWriter, TensorSpec
+from teneral.loader.sources.file.store import FileStore
+from teneral.runtime.adapters.pack import pack_adapter
 
 PROMPT_TOKENS = 32
 BATCH = 8
@@ -58,23 +62,28 @@ def main() -> None:
     options = parser.parse_args()
     root = options.work / options.like / "store"
     prepare(options.like, root)
-    base = root / "models" / "plain"
+    plain, base = root / "models" / "plain", root / "models" / "packed"
     names = [f"r{options.rank}-{number}" for number in range(BATCH + options.rounds)]
-    size_bytes = max(write_adapter(root / "adapters" / name, base, options.rank) for name in names)
+    size_bytes = max(write_adapter(root / "adapters" / name, plain, options.rank) for name in names)
+    cold = names[BATCH:]
+    packed_bytes = max(pack(root / "adapters" / name, packed_of(root, name, base), base) for name in cold)
     report = begin(
         "adapters",
         model=options.like,
         rounds=options.rounds,
         rate_mb_s=options.rate,
         adapter_bytes=size_bytes,
+        packed_bytes=packed_bytes,
     )
     with ExitStack() as stack:
         store = stack.enter_context(StoreProcess(root, rate_mb_s=options.rate))
         flags = ("--adapters", "s3://adapters/{name}")
         server = stack.enter_context(Server(str(base), *flags, variables=store.environment())).wait_ready()
         without = stack.enter_context(Server(str(base))).wait_ready()
-        report["results"] = measure(server, without, names, options.rounds)
+        packed = [packed_of(root, name, base).name for name in cold]
+        report["results"] = measure(server, without, names, packed)
     report["wire_s"] = size_bytes / options.rate / 1e6
+    report["packed_wire_s"] = packed_bytes / options.rate / 1e6
     finish(report, render(report), save=options.save)
 
 
@@ -110,7 +119,20 @@ def write_adapter(folder: Path, base: Path, rank: int) -> int:
     return path.stat().st_size
 
 
-def measure(server: Server, without: Server, names: list[str], rounds: int) -> dict[str, list[float]]:
+def packed_of(root: Path, name: str, base: Path) -> Path:
+    """Where the packed form of an adapter lies: another one for each base, whose digest it names."""
+    digest = open_artifact(FileStore(base)).digest or b""
+    return root / "adapters" / f"packed-{digest.hex()[:8]}-{name}"
+
+
+def pack(folder: Path, artifact: Path, base: Path) -> int:
+    """The stored bytes of the packed adapter, which is made if it is not there."""
+    if not (artifact / "manifest.json").exists():
+        pack_adapter(FileStore(folder), FileStore(artifact), FileStore(base), force=True)
+    return sum(path.stat().st_size for path in artifact.rglob("*") if path.is_file())
+
+
+def measure(server: Server, without: Server, names: list[str], packed: list[str]) -> dict[str, list[float]]:
     chance = random.Random(0)
     found: dict[str, list[float]] = {}
 
@@ -131,9 +153,10 @@ def measure(server: Server, without: Server, names: list[str], rounds: int) -> d
         ask(each, "model", 8)
     adapters = [f"model:{name}" for name in names[:BATCH]]
     together(adapters)  # they are there from now on
-    for name in names[BATCH : BATCH + rounds]:
+    for name, packed_name in zip(names[BATCH:], packed, strict=True):
         add("base", ask(server, "model", 1).token_times_s[0])
         add("cold", ask(server, f"model:{name}", 1).token_times_s[0])
+        add("cold, packed", ask(server, f"model:{packed_name}", 1).token_times_s[0])
         add("warm", ask(server, f"model:{name}", 1).token_times_s[0])
         add("8 adapters", together(adapters))
         add("8 of the base", together(["model"] * BATCH))
@@ -151,6 +174,8 @@ def render(report: dict[str, Any]) -> str:
         "one, with": ratio(results, "one, with", "one, without"),
         "cold": f"wire {report['wire_s']:.3f} s + {1000 * (medians['cold'] - report['wire_s']):.0f} ms",
     }
+    wire_s = report["packed_wire_s"]
+    ratios["cold, packed"] = f"wire {wire_s:.3f} s + {1000 * (medians['cold, packed'] - wire_s):.0f} ms"
     rows = [
         [row, f"{medians[row]:.3f}", f"{min(values):.3f}–{max(values):.3f}", ratios.get(row, "")]
         for row, values in results.items()

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import struct
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tests.support.adapters import adapter_config, save_adapter
-from tests.support.tiny_models import config_json, tiny_model
+from tests.support.tiny_models import config_json, save_tiny, tiny_model
 
+from teneral import cli
 from teneral.loader.errors import FormatError, TeneralError
 from teneral.loader.sources.open import open_source
 from teneral.runtime.adapters.load import open_adapter
@@ -177,3 +181,86 @@ def test_a_file_beyond_the_budget_is_not_read(folder: Path) -> None:
         file.truncate(1 << 30)
     with pytest.raises(AdapterError, match="--adapters-bytes"):
         check(folder)
+
+
+# Packed adapters
+
+
+@pytest.fixture
+def packed(folder: Path, tmp_path: Path) -> Path:
+    save_tiny("llama", tmp_path / "plain")
+    assert cli.run(["pack", str(tmp_path / "plain"), str(tmp_path / "base"), "--quiet"]) == 0
+    arguments = [str(folder), str(tmp_path / "packed"), "--base", str(tmp_path / "base"), "--quiet"]
+    assert cli.run(["pack", *arguments]) == 0
+    return tmp_path / "packed"
+
+
+def read(packed: Path, base_digest: bytes | None = None) -> None:
+    """Open and read it, over the base that its manifest names where no other is given."""
+    if base_digest is None:
+        named = json.loads((packed / "manifest.json").read_text()).get("base")
+        base_digest = bytes.fromhex(named) if isinstance(named, str) and len(named) == 64 else b"1" * 32
+    source = open_source(str(packed))
+    try:
+        opened = open_adapter(source, "", BASE, max_bytes=1 << 22, base_digest=base_digest)
+        opened.read(opened.plan.allocate(), lambda layer: None)
+    finally:
+        source.close()
+
+
+def test_the_packed_adapter_that_the_others_are_made_of_is_fine(packed: Path) -> None:
+    read(packed)
+
+
+MANIFESTS: dict[str, Any] = {
+    "no base": lambda document: document.pop("base"),
+    "base is null": lambda document: document.update(base=None),
+    "no files": lambda document: document.update(files=[]),
+    "no groups": lambda document: document.update(groups=[], parts=[]),
+    "one tensor less": lambda document: document["groups"][0]["tensors"].pop(),
+    "another name": lambda document: document["groups"][0]["tensors"][0].update(name="lm_head.weight"),
+    "another shape": lambda document: document["groups"][0]["tensors"][0].update(shape=[1 << 40, 1 << 20]),
+    "another dtype": lambda document: document["groups"][0]["tensors"][0].update(dtype="I64"),
+    "no parts": lambda document: document.update(parts=[]),
+    "parts twice": lambda document: document["parts"].extend(document["parts"]),
+    "a text": lambda document: document.update(groups="groups"),
+}
+
+
+@pytest.mark.parametrize("change", MANIFESTS)
+def test_packed_adapters_that_lie_are_refused(packed: Path, change: str) -> None:
+    path = packed / "manifest.json"
+    document = json.loads(path.read_text())
+    MANIFESTS[change](document)
+    path.write_text(json.dumps(document, separators=(",", ":")))
+    with pytest.raises(TeneralError):
+        read(packed)
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(place=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255))
+def test_a_packed_adapter_with_any_byte_changed_is_right_or_refused(
+    packed: Path, place: float, byte: int
+) -> None:
+    path = packed / "manifest.json"
+    content = path.read_bytes()
+    base_digest = bytes.fromhex(json.loads(content)["base"])
+    try:
+        changed = bytearray(content)
+        changed[int(place * len(content))] = byte
+        path.write_bytes(changed)
+        with suppress(TeneralError):
+            read(packed, base_digest)
+    finally:
+        path.write_bytes(content)
+
+
+def test_a_manifest_beyond_its_bound_is_not_read(packed: Path) -> None:
+    with (packed / "manifest.json").open("ab") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(TeneralError):
+        read(packed, b"1" * 32)

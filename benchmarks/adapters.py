@@ -120,7 +120,7 @@ def write_adapter(folder: Path, base: Path, rank: int) -> int:
 
 
 def packed_of(root: Path, name: str, base: Path) -> Path:
-    """Where the packed form of an adapter lies: another one for each base, whose digest it names."""
+    """The folder of an adapter's packed form: another one for each base, whose digest it names."""
     digest = open_artifact(FileStore(base)).digest or b""
     return root / "adapters" / f"packed-{digest.hex()[:8]}-{name}"
 

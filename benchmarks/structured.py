@@ -1,16 +1,18 @@
 """Structured answers: a schema request's first text in a cold start, the cost of grammars, and their correctness.
 
-    python -m benchmarks.structured [MODEL] [--rates 25,100,400] [--rounds 3] [--answers 2000] [--suite DIR] [--save]
+    python -m benchmarks.structured [MODEL] [--rates 25,100,400] [--rounds 3] [--answers 2000] [--resume] [--suite DIR]
+                                   [--only PART] [--save]
 
 MODEL is an artifact, a model directory or a GGUF file of a real model with a chat template (`make demo-chat`).
 
 *cold*: exec and request → first text, of a schema request and of a free one, over links of several rates, and whether
 the whole schema answer is the one of the same server when it is warm. *hot*: the time between tokens of 8 answers at
 once, free and under a grammar that allows everything; and tokens/s of schema answers and free ones. *judge*: answers
-to random seeds for several schemas, each that ends by itself judged by jsonschema-rs. *suite*: the share of the JSON
-Schema Test Suite that compiles, and whether its valid instances are accepted and its invalid ones refused. DIR is one
-draft of it, such as `json/tests/draft2020-12` in the source distribution of the package `jsonschema`. *kubernetes*: the
-same share of the schemas of Kubernetes' objects in the package `kubernetes-validate`.
+to random seeds for several schemas, each that ends by itself judged by jsonschema-rs; `--resume` goes on with a run
+that was cut off. *suite*: the share of the JSON Schema Test Suite that compiles, and whether its valid instances are
+accepted and its invalid ones refused. DIR is one draft of it, such as `json/tests/draft2020-12` in the source
+distribution of the package `jsonschema`. *kubernetes*: the same share of the schemas of Kubernetes' objects in the
+package `kubernetes-validate`.
 """
 
 from __future__ import annotations
@@ -89,7 +91,53 @@ EMAIL = {
     "maxItems": 2,
     "items": {"type": "string", "format": "email", "maxLength": 24},
 }
-SCHEMAS: dict[str, Any] = {"person": PERSON, "order": ORDER, "tree": TREE, "email": EMAIL}
+# Keywords that are rewritten for the grammar library.
+SHIPMENT = {
+    "type": "object",
+    "properties": {
+        "by": {"enum": ["ship", "air"]},
+        "port": {"type": "string", "maxLength": 12},
+        "tags": {"type": "array", "items": {"enum": ["cold", "heavy", "fragile"]}, "uniqueItems": True},
+        "weight": {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5},
+    },
+    "required": ["by", "tags", "weight"],
+    "if": {"properties": {"by": {"const": "ship"}}},
+    "then": {"required": ["port"]},
+    "else": {"properties": {"port": False}},
+    "additionalProperties": False,
+}
+SHAPE = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["circle", "square"]}},
+    "required": ["kind"],
+    "oneOf": [
+        {
+            "properties": {
+                "kind": {"const": "circle"},
+                "radius": {"type": "integer", "minimum": 1, "maximum": 9},
+            }
+        },
+        {
+            "properties": {
+                "kind": {"const": "square"},
+                "side": {"type": "integer", "minimum": 1, "maximum": 9},
+            }
+        },
+    ],
+    "minProperties": 1,
+    "unevaluatedProperties": False,
+}
+MIXED = {
+    "type": "array",
+    "items": {"type": ["integer", "string", "null"], "maxLength": 8, "minimum": 0, "maximum": 99},
+    "contains": {"type": "string", "not": {"enum": ["", "a"]}},
+    "maxItems": 4,
+}
+SCHEMAS: dict[str, Any] = {
+    "person": PERSON, "order": ORDER, "tree": TREE, "email": EMAIL,
+    "shipment": SHIPMENT, "shape": SHAPE, "mixed": MIXED,
+}  # fmt: skip
+AT_ONCE = 8  # answers
 MESSAGES = [{"role": "user", "content": "Describe Ada Lovelace as JSON."}]
 ANYTHING = "(.|\\n)*"
 
@@ -219,49 +267,75 @@ def hot(server: Server, rounds: int) -> dict[str, Any]:
     }
 
 
-def judge(server: Server, num_answers: int) -> dict[str, Any]:
-    """Eight at a time, at random temperatures, each with a seed of its own."""
+def judge(server: Server, num_answers: int, answers_file: Path) -> dict[str, Any]:
+    """`AT_ONCE` at a time, at random temperatures, each with a seed of its own. Answers that `answers_file` has from a
+    run before count, and are not made again.
+    """
     import jsonschema_rs
 
     rng = random.Random(0)
-    counts = {"answers": 0, "ended": 0, "invalid": 0, "cut_off": 0}
-    judges = {
-        name: jsonschema_rs.validator_for(schema, validate_formats=True) for name, schema in SCHEMAS.items()
-    }
     names = sorted(SCHEMAS)
-    while counts["answers"] < num_answers:
-        chosen = [rng.choice(names) for _ in range(8)]
-        fields = [
-            {
-                "max_tokens": 96,
-                "temperature": rng.choice([0.0, 0.7, 1.0, 1.5]),
-                "seed": rng.randrange(1 << 31),
-                "response_format": schema_format(SCHEMAS[name]),
-            }
-            for name in chosen
-        ]
-        answers: list[tuple[str, Streamed]] = []
-        threads = [
-            threading.Thread(target=lambda n=name, f=field, to=answers: to.append((n, chat(server, **f))))
-            for name, field in zip(chosen, fields, strict=True)
-        ]
+    asked = [
+        {
+            "schema": rng.choice(names),
+            "temperature": rng.choice([0.0, 0.7, 1.0, 1.5]),
+            "seed": rng.randrange(1 << 31),
+        }
+        for _ in range(num_answers)
+    ]
+    done: dict[int, dict[str, Any]] = {}
+    if answers_file.exists():
+        rows = map(json.loads, answers_file.read_text().splitlines())
+        done = {
+            row["number"]: row for row in rows if asked[row["number"] : row["number"] + 1] == [row["asked"]]
+        }
+    numbers = iter([number for number in range(num_answers) if number not in done])
+    failures: list[BaseException] = []
+    lock = threading.Lock()
+    with answers_file.open("a") as file:
+
+        def work() -> None:
+            while not failures:
+                with lock:
+                    number = next(numbers, None)
+                if number is None:
+                    return
+                what = asked[number]
+                fields = {key: what[key] for key in ("temperature", "seed")}
+                form = schema_format(SCHEMAS[what["schema"]])
+                try:
+                    answer = chat(server, max_tokens=96, response_format=form, **fields)
+                except BaseException as error:
+                    failures.append(error)
+                    return
+                row = {"number": number, "asked": what, "text": answer.text, "reason": answer.finish_reason}
+                with lock:
+                    done[number] = row
+                    file.write(json.dumps(row) + "\n")
+                    file.flush()
+
+        threads = [threading.Thread(target=work) for _ in range(AT_ONCE)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        if not answers:
-            raise SystemExit("the model refuses chats; it needs a chat template")
-        for name, answer in answers:
-            counts["answers"] += 1
-            if answer.finish_reason != "stop":
-                counts["cut_off"] += 1
-                continue
-            counts["ended"] += 1
-            try:
-                judges[name].validate(json.loads(answer.text))
-            except ValueError as error:
-                counts["invalid"] += 1
-                note(f"{name}: {answer.text!r}: {error}")
+    if failures:
+        raise failures[0]
+    counts = {"answers": 0, "ended": 0, "invalid": 0, "cut_off": 0}
+    judges = {
+        name: jsonschema_rs.validator_for(schema, validate_formats=True) for name, schema in SCHEMAS.items()
+    }
+    for row in done.values():
+        counts["answers"] += 1
+        if row["reason"] != "stop":
+            counts["cut_off"] += 1
+            continue
+        counts["ended"] += 1
+        try:
+            judges[row["asked"]["schema"]].validate(json.loads(row["text"]))
+        except ValueError as error:
+            counts["invalid"] += 1
+            note(f"{row['asked']['schema']}: {row['text']!r}: {error}")
     return counts
 
 
@@ -273,6 +347,9 @@ def main() -> None:
     parser.add_argument("--rates", default="25,100,400", help="MB/s (10**6 bytes), comma-separated")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--answers", type=int, default=2000)
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the answers of a run that was cut off"
+    )
     parser.add_argument("--only", choices=("cold", "hot", "judge", "suite", "kubernetes"))
     parser.add_argument(
         "--suite", type=Path, metavar="DIR", help="a draft's folder of the JSON Schema Test Suite"
@@ -294,7 +371,10 @@ def main() -> None:
                 results["hot"] = hot(server, options.rounds)
                 note(json.dumps(results["hot"]))
             if options.only in (None, "judge"):
-                results["judge"] = judge(server, options.answers)
+                answers_file = WORK / f"structured-answers-{options.model.stem}.jsonl"
+                if not options.resume:
+                    answers_file.unlink(missing_ok=True)
+                results["judge"] = judge(server, options.answers, answers_file)
                 note(json.dumps(results["judge"]))
     if options.suite is not None and options.only in (None, "suite"):
         results["suite"] = suite(options.suite, options.tokenizer)

@@ -86,9 +86,13 @@ class ToolMode(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class Function:
     name: str
-    arguments: GrammarSpec  # a JSON schema
-    is_strict: bool
     parameters: Mapping[str, Any]  # the schema as the request has it
+    is_strict: bool
+    param: str  # the field that has the schema
+
+    def arguments(self) -> GrammarSpec:
+        """The schema of the arguments in a guided call. Raises `RequestError` for one that is not supported."""
+        return GrammarSpec.json_schema(arguments_schema(self.parameters), param=self.param)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +130,9 @@ def tool_plan(
         1 if parallel is False or (isinstance(choice, Mapping) and choice.get("type") == "function") else None
     )
     chosen = tuple(function for name, function in functions.items() if name in names)
+    for function in chosen:
+        if function.is_strict or mode is ToolMode.REQUIRED:
+            function.arguments()  # refused before any work
     return ToolPlan(mode, chosen, max_calls, tools)
 
 
@@ -170,8 +177,7 @@ def _function(tool: Mapping[str, Any], where: str) -> Function:
             f"{where}.function.parameters must be a JSON schema: an object",
             param=f"{where}.function.parameters",
         )
-    schema = GrammarSpec.json_schema(arguments_schema(parameters), param=f"{where}.function.parameters")
-    return Function(name, schema, bool(strict), parameters)
+    return Function(name, parameters, bool(strict), f"{where}.function.parameters")
 
 
 def _choice(

@@ -95,7 +95,7 @@ def _json_rules(fmt: ToolFormat, plan: ToolPlan, answer: GrammarSpec) -> list[st
     names = [f"call_{number}" for number in range(len(plan.functions))]
     rules = [f"calls: call{_more_calls(fmt.shape, plan, [])}", f"call: {' | '.join(names)}"]
     for name, function in zip(names, plan.functions, strict=True):
-        schema = json.loads(function.arguments.text)
+        schema = json.loads(function.arguments().text)
         shared = {key: schema.pop(key) for key in ("$defs", "definitions") if key in schema}
         properties = {"name": {"const": function.name}, fmt.arguments_key: schema}
         call = {"type": "object", "properties": properties, "required": list(properties)}
@@ -120,7 +120,7 @@ def _alternatives(
         head = _text(f"{before_name}{function.name}{shape.before_arguments}", markers)
         # Where another function's strictness alone is why an answer is guided: any object.
         is_any = plan.mode is ToolMode.AUTO and plan.is_strict and not function.is_strict
-        schema = GrammarSpec.json_schema({"type": "object"}) if is_any else function.arguments
+        schema = GrammarSpec.json_schema({"type": "object"}) if is_any else function.arguments()
         if fmt.argument_rules is None:
             rules.append(f"{rule}_{number}: {head} {schema.embedded_schema()} {tail}")
         else:

@@ -212,6 +212,11 @@ class Rewriter:
         if listed is not None:
             properties = {name: True for name in listed if isinstance(name, str)}
             return {"properties": properties, "additionalProperties": False}
+        while isinstance(names, dict) and names.keys() == {"$ref"}:
+            self.step()
+            names = self.values.target(names)
+        if isinstance(names, bool):
+            return self._property_names(names)
         if (patterns := name_patterns(self.positive(names))) is None:
             raise SchemaError("propertyNames is supported for lists, patterns, lengths and formats of names")
         return all_of({"patternProperties": {each: True}, "additionalProperties": False} for each in patterns)

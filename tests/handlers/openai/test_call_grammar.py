@@ -277,6 +277,17 @@ def test_tools_that_cannot_be_honoured_are_refused_by_name(
     assert caught.value.param == param
 
 
+def test_a_schema_without_a_grammar_is_refused_only_where_calls_are_guided() -> None:
+    parameters = {"properties": {"tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True}}}
+    function = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    assert tool_plan([function], None, None).names == {"f"}
+    strict = {"type": "function", "function": {**function["function"], "strict": True}}  # type: ignore[dict-item]
+    for tool, choice in ((function, "required"), (strict, None)):
+        with pytest.raises(RequestError, match="uniqueItems") as caught:
+            tool_plan([tool], choice, None)
+        assert caught.value.param == "tools[0].function.parameters"
+
+
 def test_allowed_tools_are_the_only_ones_that_may_be_called() -> None:
     named = {"type": "function", "function": {"name": "time"}}
     plan = tool_plan(

@@ -160,6 +160,7 @@ REWRITTEN: list[tuple[Any, list[Any], list[Any]]] = [
     ),
     ({"propertyNames": {"not": {"const": "a"}}}, [{"b": 1}, {"aa": 1}], [{"a": 1}]),
     ({"propertyNames": False}, [{}, 1], [{"a": 1}]),
+    ({"propertyNames": {"$ref": "#/$defs/x"}, "$defs": {"x": {"maxLength": 1}}}, [{"a": 1}], [{"aa": 1}]),
     (
         {"type": "object", "properties": {"a": True, "b": True}, "dependentRequired": {"a": ["b"]}},
         [{}, {"b": 1}, {"a": 1, "b": 1}],

@@ -33,6 +33,7 @@ BENCHMARKS = {
     "hot": "tokens/s of prompts and answers, alone and in batches; llama.cpp and transformers",
     "prefix": "exec or request → first token behind a long prefix: new, in the pool, spilled, from a snapshot",
     "adapters": "LoRA: a cold adapter's first token, 8 in a batch, and requests without",
+    "experts": "a mixture's first token by the experts that it chooses; with a snapshot; in half of its memory",
     "fine_tune": "a warm server's switch to a fine-tune by its differences; cold with its base, and whole",
     "goodput": "answers in time at up to 10 times the load that saturates the server",
     "products": "the native core's products against torch's, by dtype and number of rows",

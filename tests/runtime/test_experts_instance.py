@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -14,15 +15,19 @@ import torch
 from tests.support.load import patience_s
 from tests.support.paced import PacedSource, reads_of
 from tests.support.tiny_models import save_tiny
+from tests.test_serve_fine_tune import shift_weights
 
 from teneral.loader.artifact import open_artifact
 from teneral.loader.errors import PartsUnavailableError, UnavailableError, UsageError
-from teneral.loader.format.manifest import Manifest
+from teneral.loader.format.manifest import Encoding, Manifest
 from teneral.loader.load.plan import expert_groups
 from teneral.loader.native.library import library
 from teneral.loader.sources.file.store import FileStore
 from teneral.loader.timeline import Timeline
+from teneral.loader.tools.pack.base import Base
 from teneral.loader.tools.pack.pack import pack
+from teneral.loader.tools.pack.plan import TierOptions
+from teneral.loader.tools.pack.quantize_plan import QuantizeOptions
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.instance import Instance
 from teneral.runtime.kv_export import PrefixText, export_prefixes
@@ -100,6 +105,62 @@ def test_requests_that_follow_the_experts_get_the_tokens_of_the_whole_load(artif
         with serving(artifact) as (instance, source):
             source.delay(seed=seed, max_s=0.02)
             assert answers(instance) == expected
+
+
+@pytest.mark.parametrize(
+    ("folder", "settings"),
+    [
+        ("packed", {"loader": "process"}),
+        ("model", {}),
+        ("model", {"mmap": False}),
+        ("model", {"mmap": False, "loader": "process"}),
+    ],
+)
+def test_every_way_to_load_a_mixture_gives_the_same_tokens(artifact, expected, folder, settings) -> None:
+    with Instance(config(artifact.parent / folder, **settings)) as instance:
+        assert answers(instance) == expected
+
+
+def test_unpacked_experts_come_and_go_too(artifact, expected, manifest) -> None:
+    half_bytes = manifest.weight_bytes * 3 // 5
+    with Instance(config(artifact.parent / "model", weights_bytes=half_bytes)) as instance:
+        assert answers(instance) == expected
+        assert paging(instance).evictions_total > 0
+
+
+def whole_and_paged(folder: Path, **settings: Any) -> None:
+    """The same tokens with all experts, and with room for few of them."""
+    with Instance(config(folder, **settings)) as instance:
+        expected = answers(instance)
+        assert instance.wait_exact(WAIT_S)
+        weight_bytes = instance.opened()[1].weight_bytes
+    with Instance(config(folder, weights_bytes=weight_bytes * 3 // 4, **settings)) as instance:
+        assert answers(instance) == expected
+        assert paging(instance).evictions_total > 0
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_integers_come_and_go_with_their_scales(tmp_path, bits) -> None:
+    shape = {"num_local_experts": EXPERTS, "num_experts_per_tok": USED, "intermediate_size": 128}
+    save_tiny("mixtral", tmp_path / "model", dtype=torch.bfloat16, **shape)
+    pack(FileStore(tmp_path / "model"), FileStore(tmp_path / "packed"), quantize=QuantizeOptions(bits))
+    whole_and_paged(tmp_path / "packed")
+
+
+def test_differences_are_added_each_time_that_an_expert_comes(artifact, tmp_path) -> None:
+    shutil.copytree(artifact.parent / "model", tmp_path / "tuned")
+    shift_weights(tmp_path / "tuned" / "model.safetensors")
+    pack(FileStore(tmp_path / "tuned"), FileStore(tmp_path / "delta"), base=Base(FileStore(artifact)))
+    stored = open_artifact(FileStore(tmp_path / "delta"), without_base=True)
+    assert sum(tensor.encoding is Encoding.DELTA for tensor in stored.tensors) > EXPERTS
+    whole_and_paged(tmp_path / "delta", base=str(artifact))
+
+
+def test_a_draft_that_was_asked_for_comes_and_goes_with_the_rest(artifact, tmp_path) -> None:
+    pack(
+        FileStore(artifact.parent / "model"), FileStore(tmp_path / "packed"), tiers=TierOptions(draft_bits=3)
+    )
+    whole_and_paged(tmp_path / "packed")
 
 
 def test_tokens_are_the_same_with_evictions_in_every_step(artifact, expected, least_bytes) -> None:

@@ -1,6 +1,6 @@
-"""A Qwen2 checkpoint as llama.cpp reads models: `to_gguf.py DIRECTORY TARGET` writes TARGET/bf16.gguf, and from it
-q8_0.gguf and q4_0.gguf as llama.cpp's own quantiser makes them, which keeps the head in 8 bits, and q4_0_pure.gguf
-with every matrix in 4 bits.
+"""A Qwen2 or Llama checkpoint as llama.cpp reads models: `to_gguf.py DIRECTORY TARGET [KIND …]` writes
+TARGET/bf16.gguf, and from it KIND.gguf as llama.cpp's own quantiser makes them: q8_0, q4_0, q4_k_m, or q4_0_pure with
+every matrix in 4 bits. Without a KIND it writes all but q4_k_m.
 
 The vocabulary is that of tokenizer.json, which llama.cpp's server needs. Vectors are stored in fp32, as llama.cpp
 wants them.
@@ -20,11 +20,14 @@ import torch
 from gguf import GGMLQuantizationType as StoredAs
 from safetensors import safe_open
 
-QUANTIZED = {
+KINDS = {
     "q8_0": (llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, False),
     "q4_0": (llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0, False),
     "q4_0_pure": (llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0, True),
+    "q4_k_m": (llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M, False),
 }
+DEFAULT_KINDS = ("q8_0", "q4_0", "q4_0_pure")
+SPLITTERS = {"qwen2": "qwen2", "llama": "smollm"}  # llama.cpp's names of the rules that split text
 _OUTER = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -44,14 +47,15 @@ _INNER = {
 
 
 def main() -> None:
-    source, target = map(Path, sys.argv[1:])
+    source, target = map(Path, sys.argv[1:3])
     target.mkdir(parents=True, exist_ok=True)
     whole = target / "bf16.gguf"
     if not whole.exists():
         unfinished = target / "bf16.unfinished"
         convert(source, unfinished)
         unfinished.rename(whole)
-    for name, (kind, is_pure) in QUANTIZED.items():
+    for name in sys.argv[3:] or DEFAULT_KINDS:
+        kind, is_pure = KINDS[name]
         if not (target / f"{name}.gguf").exists():
             unfinished = target / f"{name}.unfinished"
             quantize(whole, unfinished, kind, is_pure)
@@ -59,17 +63,23 @@ def main() -> None:
 
 
 def convert(source: Path, target: Path) -> None:
-    """Raises SystemExit for anything but a Qwen2 model."""
+    """Raises SystemExit for anything but a Qwen2 or Llama model."""
     config = json.loads((source / "config.json").read_text())
-    if config["model_type"] != "qwen2":
-        raise SystemExit(f"only qwen2 is converted here, not {config['model_type']}")
-    writer = gguf.GGUFWriter(target, "qwen2")
+    family = config["model_type"]
+    if family not in SPLITTERS:
+        raise SystemExit(f"only {' and '.join(SPLITTERS)} are converted here, not {family}")
+    writer = gguf.GGUFWriter(target, family)
     _describe(writer, config)
-    _add_vocabulary(writer, source, config["vocab_size"])
+    _add_vocabulary(writer, source, config["vocab_size"], SPLITTERS[family])
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for path in sorted(source.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - it is no dict
-                _add(writer, stored_name(name), file.get_tensor(name))
+                stored, tensor = stored_name(name), file.get_tensor(name)
+                kind = stored.split(".")[-2]
+                if family == "llama" and kind in heads:
+                    tensor = in_pairs(tensor, heads[kind])
+                _add(writer, stored, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -82,8 +92,14 @@ def stored_name(name: str) -> str:
         return _OUTER[name]
     found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)", name)
     if not found or found[2] not in _INNER:
-        raise SystemExit(f"no tensor of Qwen2: {name}")
+        raise SystemExit(f"no tensor of these families: {name}")
     return f"blk.{found[1]}.{_INNER[found[2]]}.{found[3]}"
+
+
+def in_pairs(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Rows of queries or keys in llama.cpp's order for Llama: the two that are turned together are neighbours."""
+    halves = tensor.view(num_heads, 2, -1, tensor.shape[1])
+    return halves.transpose(1, 2).reshape(tensor.shape)
 
 
 def quantize(source: Path, target: Path, kind: int, is_pure: bool) -> None:
@@ -108,7 +124,7 @@ def _describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_file_type(llama_cpp.LLAMA_FTYPE_MOSTLY_BF16)
 
 
-def _add_vocabulary(writer: gguf.GGUFWriter, source: Path, size: int) -> None:
+def _add_vocabulary(writer: gguf.GGUFWriter, source: Path, size: int, splitter: str) -> None:
     """The byte-level BPE of tokenizer.json; places without a token are marked as unused."""
     parsed = json.loads((source / "tokenizer.json").read_text())
     special = {token["content"]: token["id"] for token in parsed["added_tokens"]}
@@ -119,7 +135,7 @@ def _add_vocabulary(writer: gguf.GGUFWriter, source: Path, size: int) -> None:
         types[number] = gguf.TokenType.CONTROL if text in special else gguf.TokenType.NORMAL
     merges = parsed["model"]["merges"]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
+    writer.add_tokenizer_pre(splitter)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from ..models.decoder import Decoder
 from .sequences import Sequences
@@ -28,10 +29,14 @@ def sample_windows(decoder: Decoder, first_tokens: Sequence[int], num_tokens: in
         new = dict(enumerate(some))
         while len(some[0]) < window_tokens:
             logits = run.feed(new, num_logits=1)
-            # A race: docs/decisions/0015
-            drawn = (logits - np.log(rng.standard_exponential(logits.shape, np.float32))).argmax(-1)
-            new = {number: [int(token)] for number, token in enumerate(drawn)}
+            new = {number: [_drawn(row, float(rng.random()))] for number, row in enumerate(logits)}
             for number, tokens in new.items():
                 some[number] += tokens
         windows += some
     return windows
+
+
+def _drawn(logits: npt.NDArray[np.float32], share: float) -> int:
+    """The token at which the sum of the probabilities exceeds `share`, in [0, 1)."""
+    sums = np.exp(logits - logits.max()).cumsum(dtype=np.float64)
+    return min(int(np.searchsorted(sums, share * sums[-1], side="right")), len(sums) - 1)

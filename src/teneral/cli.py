@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,6 @@ from .loader import errors as loading
 
 if TYPE_CHECKING:
     from .loader.sources.base import Source, Store
-    from .loader.tools.pack.quantize_plan import Calibrate, MomentsOf, QuantizeOptions
 
 UNPACKED_SUFFIXES = (".onnx", ".pt", ".pth", ".torchscript", ".pt2", ".pb", ".tflite")
 
@@ -103,6 +102,7 @@ def _discard_output() -> None:
 
 
 def _pack(options: argparse.Namespace) -> int:
+    from .cli_quantize import calibrator, quantize_options
     from .loader.artifact import open_model
     from .loader.sources.open import open_store
     from .loader.tools.pack.base import Base
@@ -116,7 +116,7 @@ def _pack(options: argparse.Namespace) -> int:
     if is_onnx_model(options.model, source_options(options)):
         return _pack_onnx(options)
     tiers = TierOptions(options.draft_bits, options.embed_bits, options.head_bits, options.sketch_bits)
-    quantize = _quantize_options(options)
+    quantize = quantize_options(options)
     keep_integers = quantize is None and not options.dequantize
     own = source_options(options)._replace(base=None)  # the base is no part of what is read
     source = open_model(options.model, own, keep_integers=keep_integers)
@@ -126,7 +126,7 @@ def _pack(options: argparse.Namespace) -> int:
 
         if is_adapter_folder(source):
             return _pack_adapter(options, source, store)
-    calibrate = _calibrator(options, source, quantize)
+    calibrate = calibrator(options, source, quantize)
     with ProgressBar("packing", quiet=options.quiet) as bar:
         result = pack(
             source,
@@ -199,72 +199,6 @@ def _pack_onnx(options: argparse.Namespace) -> int:
         )
     print(result.render())
     return 0
-
-
-def _quantize_options(options: argparse.Namespace) -> QuantizeOptions | None:
-    from .loader.tools.pack.quantize_plan import QuantizeOptions
-
-    if options.quantize is not None:
-        int8 = None if options.int8 is None else tuple(filter(None, options.int8.split(",")))
-        return QuantizeOptions(
-            int(options.quantize.removeprefix("int")), options.group_size, options.asymmetric, int8
-        )
-    if options.group_size is not None or options.asymmetric or options.int8 is not None:
-        raise loading.UsageError(
-            "--group-size, --asymmetric and --int8 say how to quantise",
-            key="quantize",
-            hint="Add --quantize int4.",
-        )
-    return None
-
-
-def _calibrator(
-    options: argparse.Namespace, source: Source, quantize: QuantizeOptions | None
-) -> Calibrate | None:
-    """A function that lets the model read the text of `--calibrate`, or one of its own; None for weights that are
-    chosen without.
-    """
-    is_int4 = quantize is not None and quantize.bits == 4
-    if (options.calibrate is not None or options.no_calibrate) and not is_int4:
-        raise loading.UsageError(
-            "--calibrate is for int4: other weights are not chosen by what they do",
-            key="calibrate",
-            hint="Add --quantize int4, or leave it out.",
-        )
-    if not is_int4 or options.no_calibrate:
-        return None
-    from .runtime.quality.text import read_text
-
-    text = None if options.calibrate is None else read_text(options.calibrate)
-
-    def calibrate(names: Collection[str]) -> MomentsOf | None:
-        from .loader.tools.progress_bar import ProgressBar
-        from .runtime.errors import ModelError
-        from .runtime.quality.calibration import MAX_UNASKED_BYTES, calibrate, weight_bytes
-
-        if text is None and weight_bytes(source) > MAX_UNASKED_BYTES:
-            print(
-                "not calibrated: a model of this size takes long; --calibrate FILE does it", file=sys.stderr
-            )
-            return None
-        try:
-            with ProgressBar("reading", quiet=options.quiet) as bar:
-                calibration = calibrate(
-                    source,
-                    text,
-                    names,
-                    max_tokens=options.calibrate_tokens,
-                    threads=options.threads,
-                    progress=bar.update,
-                )
-        except (loading.InsufficientMemoryError, ModelError) as error:
-            if text is not None:
-                raise
-            print(f"not calibrated: {error}", file=sys.stderr)
-            return None
-        return calibration.inputs_of
-
-    return calibrate
 
 
 def _unpack(options: argparse.Namespace) -> int:

@@ -77,7 +77,7 @@ def _pack(command: argparse.ArgumentParser) -> None:
     for flag, help_text in (
         ("--draft-bits", "in the draft, 0 to 7 (default: 3, of fp32 7)"),
         ("--embed-bits", "in the draft of the embeddings (default: as all)"),
-        ("--head-bits", "in the draft of the head (default: as all)"),
+        ("--head-bits", "in the draft of the head (default: 2 more than all)"),
         (
             "--sketch-bits",
             "in a sketch, a tier before the draft, 0 to 6; 1 is 29 %% of bf16 (default: no sketch)",

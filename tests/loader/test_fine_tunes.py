@@ -251,7 +251,7 @@ def test_tensors_that_are_new_or_of_another_shape_are_whole() -> None:
     result = pack(model_store(contents), store, base=Base(base))
     found = loaded(together(store, base))
     assert found == {name: data for name, data in bytes_of(contents).items() if name != "lm_head.weight"}
-    assert result.manifest.by_name["model.embed_tokens.weight"].encoding.value == "bf16.3"
+    assert result.manifest.by_name["model.embed_tokens.weight"].encoding.value == "bf16.5"
     assert verify(together(store, base)).ok
 
 

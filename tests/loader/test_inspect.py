@@ -95,7 +95,10 @@ def test_a_dtype_without_tiers_is_reported_as_exact_only() -> None:
     }
     assert sum(entry["raw_bytes"] for entry in value["precision"]) == value["totals"]["raw_bytes"]
     (line,) = [line for line in render_table(value).splitlines() if line.startswith("encodings")]
-    assert line == "encodings BF16 bf16.3 (16), whole (5); F16 f16.3 (1); F8_E4M3 exact only, bytes (1)"
+    assert (
+        line
+        == "encodings BF16 bf16.3 (13), whole (5), bf16.5 (3); F16 f16.3 (1); F8_E4M3 exact only, bytes (1)"
+    )
 
 
 def test_plain_safetensors_are_shown_without_tiers() -> None:

@@ -93,13 +93,13 @@ def test_what_is_not_sparse_enough_or_all_zero_stays_dense() -> None:
     contents = masked(llama_contents(hidden=128), 0.02)
     contents["model.layers.0.mlp.up_proj.weight"] = ("BF16", (256, 128), bytes(2 * 256 * 128))
     manifest = pack(model_store(contents), MemoryStore()).manifest
-    assert {tensor.encoding.value for tensor in manifest.tensors} == {"bf16.3", "whole"}
+    assert {tensor.encoding.value for tensor in manifest.tensors} == {"bf16.3", "bf16.5", "whole"}
 
 
 def test_dense_can_be_asked_for() -> None:
     contents = masked(llama_contents(hidden=128), 0.5)
     manifest = pack(model_store(contents), MemoryStore(), sparse=False).manifest
-    assert {tensor.encoding.value for tensor in manifest.tensors} == {"bf16.3", "whole"}
+    assert {tensor.encoding.value for tensor in manifest.tensors} == {"bf16.3", "bf16.5", "whole"}
 
 
 def test_sparse_tensors_come_in_a_sketch_too() -> None:

@@ -254,7 +254,8 @@ def test_a_part_reader_gives_the_values_of_each_tier(tier: Tier, dtype: str) -> 
                 reader.decode(part, segment, stored, out)
     for tensor in manifest.tensors:
         exact = np.frombuffer(contents[tensor.name][2], np.uint8)
-        bits = {Tier.SKETCH: 2, Tier.DRAFT: 5}[tier]
+        has_more = tensor.name.endswith(("v_proj.weight", "lm_head.weight"))
+        bits = {Tier.SKETCH: 2, Tier.DRAFT: 7 if has_more else 5}[tier]
         expected = coarse(dtype, bits, exact) if len(tensor.shape) > 1 else exact
         assert np.array_equal(values[tensor.index], expected), tensor.name
 
@@ -313,10 +314,30 @@ def test_embeddings_are_the_head_too_where_there_is_none() -> None:
     assert encodings(manifest)["model.layers.0.mlp.up_proj.weight"] == "bf16.3"
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [("BF16", "bf16.3"), ("F16", "f16.3"), ("F32", "f32.7")])
-def test_without_a_wish_the_bits_suit_the_dtype(dtype: str, expected: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "expected", "more"),
+    [("BF16", "bf16.3", "bf16.5"), ("F16", "f16.3", "f16.5"), ("F32", "f32.7", "f32.7")],
+)
+def test_without_a_wish_the_bits_suit_the_dtype_and_the_head_and_values_have_more(
+    dtype: str, expected: str, more: str
+) -> None:
     _, manifest = packed(llama_contents(dtype=dtype))
-    assert {tensor.encoding.value for tensor in manifest.tensors} == {expected, "whole"}
+    found = encodings(manifest)
+    matrices = {name: found[name] for name, tensor in manifest.by_name.items() if len(tensor.shape) > 1}
+    has_more = {name for name in matrices if name.endswith(("v_proj.weight", "lm_head.weight"))}
+    assert len(has_more) == 3
+    assert {matrices[name] for name in has_more} == {more}
+    assert {matrices[name] for name in matrices.keys() - has_more} == {expected}
+
+
+def test_tied_embeddings_of_a_decoder_have_the_heads_bits_and_an_encoders_have_not() -> None:
+    _, manifest = packed(llama_contents(tied=True))
+    assert encodings(manifest)[EMBED] == "bf16.5"
+    contents = llama_contents()
+    del contents["lm_head.weight"]
+    assert encodings(packed(contents)[1])[EMBED] == "bf16.5"
+    encoder = {name: content for name, content in contents.items() if "v_proj" not in name}
+    assert encodings(packed(encoder)[1])[EMBED] == "bf16.3"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ every byte agree; no model architecture is known. The rest is pure: no stores an
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,14 +46,19 @@ from ...sources.base import Source
 from .quantize_plan import Piece, QuantizePlan, is_scale
 
 MAX_DRAFT_BITS = 7  # all that bf16 has
+# The head and the values of a decoder have more bits than all others: few weights, whose errors count
+# most (docs/draft-quality.md, "The choice of bits").
+MORE_BITS = 2
+_VALUES = re.compile(r"(?:model\.)?layers\.[0-9]+\.self_attn\.v_proj\.weight")
+_OF_DECODERS = re.compile(r"(?:model\.)?layers\.[0-9]+\.self_attn\.(?:v|qkv)_proj\.weight")
 _ALL_BITS = 64  # more than any float has
 
 
 @dataclass(frozen=True, slots=True)
 class TierOptions:
-    """Mantissa bits. None in `draft_bits` is what suits a tensor's dtype, in `embed_bits` and
-    `head_bits` the same as for all others, in `sketch_bits` that there is no sketch. Raises
-    `UsageError` for invalid values.
+    """Mantissa bits. None in `draft_bits` is what suits a tensor's dtype, in `embed_bits` the same
+    as for all others, in `head_bits` `MORE_BITS` more in a decoder, in `sketch_bits` that there is no
+    sketch. Raises `UsageError` for invalid values.
     """
 
     draft_bits: int | None = None
@@ -77,14 +83,22 @@ class TierOptions:
         if self.sketch_bits is not None:
             self._check_sketch(self.sketch_bits)
 
-    def encoding(self, groups: Collection[str], dtype: str, shape: tuple[int, ...]) -> Encoding:
+    def encoding(
+        self, groups: Collection[str], dtype: str, shape: tuple[int, ...], *, more: Collection[str] = ()
+    ) -> Encoding:
         """Of a tensor that a forward pass uses in these groups: where it is tied, the one that asks
-        for more counts.
+        for more counts. It has `MORE_BITS` more in the groups `more`.
         """
         own = {EMBED: self.embed_bits, HEAD: self.head_bits}
         default = self.draft_bits if self.draft_bits is not None else DEFAULT_DRAFT_BITS.get(dtype, 0)
-        bits = [own.get(group) for group in groups]
-        draft_bits = max((default if wanted is None else wanted for wanted in bits), default=default)
+
+        def bits_in(group: str) -> int:
+            wanted = own.get(group)
+            if wanted is not None:
+                return wanted
+            return min(MAX_DRAFT_BITS, default + MORE_BITS) if group in more else default
+
+        draft_bits = max(map(bits_in, groups), default=default)
         return choose_encoding(dtype, shape, draft_bits=draft_bits, sketch_bits=self.sketch_bits)
 
     def exact_encoding(self, dtype: str, shape: tuple[int, ...]) -> Encoding:
@@ -310,12 +324,16 @@ def _tiered_encodings(
         for name in names:
             used_in[aliases.get(name, name)].add(group)
             has_head |= group == HEAD and len(checkpoint.tensors[name].entry.shape) >= 2
+    is_decoder = any(map(_OF_DECODERS.fullmatch, checkpoint.tensors))
 
     def encoding_of(name: str, dtype: str, shape: tuple[int, ...]) -> Encoding:
         if is_scale(name, checkpoint):
             return options.exact_encoding(dtype, shape)
         groups = used_in[name]
-        return options.encoding(groups if has_head or EMBED not in groups else groups | {HEAD}, dtype, shape)
+        if not has_head and EMBED in groups:
+            groups = groups | {HEAD}
+        more = groups if _VALUES.fullmatch(name) else {HEAD} if is_decoder else ()
+        return options.encoding(groups, dtype, shape, more=more)
 
     return encoding_of
 

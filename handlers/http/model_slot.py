@@ -193,12 +193,12 @@ class ModelSlot:
         if address == before.config.model:
             await _exact(before)
             return
-        works = self._in_flight.works - self._askers
         if address == base.config.model:
+            works = self._in_flight.works - self._askers
             self.instance, self._base, self.reason = base, None, ""
             logger.info("switching to %s", address)
         else:
-            await self._take_up(address, before, base)
+            works = await self._take_up(address, before, base)
         if before is not base:
             self._retiring = asyncio.create_task(self._retire(before, works, drain_timeout_s))
             self._changes.add(self._retiring)
@@ -213,8 +213,10 @@ class ModelSlot:
         if self._retiring is not None:
             await asyncio.wait([self._retiring])
 
-    async def _take_up(self, address: str, before: Instance, base: Instance) -> None:
-        """Load the fine-tune over its base, and serve it. After an error, `before` serves."""
+    async def _take_up(self, address: str, before: Instance, base: Instance) -> frozenset[Work]:
+        """Load the fine-tune over its base, and serve it. Returns the requests that may still be
+        `before`'s. After an error, `before` serves.
+        """
         tuned: Instance | None = None
         try:
             tuned = await asyncio.to_thread(_make_tuned, address, base)
@@ -228,6 +230,7 @@ class ModelSlot:
             await self._end_tuned(tuned)
             raise
         logger.info("switching to %s", address)
+        works = self._in_flight.works - self._askers
         self.instance, self._base, self.reason = tuned, base, f"switching to {address}"
         self._started(tuned, False)
         try:
@@ -241,6 +244,7 @@ class ModelSlot:
             raise
         self.reason = ""
         self._watch(tuned)
+        return works
 
     async def _end_tuned(self, instance: Instance | None) -> None:
         if instance is not None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.support.http_server import running_server
 from tests.support.instances import StagedInstance, TinyParts
+from tests.support.paced import PacedSource, every_read
+from tests.support.switching import Models
 
 from teneral.handlers.function.handler import Handler
 from teneral.handlers.http.limits import Limits
@@ -68,3 +71,38 @@ class KindlyInstance(StagedInstance):
         self.kind.set_result("encoder" if hasattr(self._parts.model, "embed") else "decoder")
         super().let_in()
         return self
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Models:
+    models = Models(tmp_path_factory.mktemp("switch"))
+    models.tuned("one", seed=1)
+    models.tuned("two", seed=2)
+    return models
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`held(name)` holds all reads of weights of the artifact of that name, from its next opening on."""
+    from teneral.runtime import instance
+
+    open_model, rules = instance.open_model, {}
+
+    def opened(address: str, *args: Any, **kwargs: Any) -> Any:
+        source = open_model(address, *args, **kwargs)
+        hold = rules.get(Path(address).name)
+        if hold is None:
+            return source
+        paced = PacedSource(source)
+        hold.append(paced.hold(every_read))
+        return paced
+
+    monkeypatch.setattr(instance, "open_model", opened)
+
+    def hold(name: str) -> list[Any]:
+        return rules.setdefault(name, [])
+
+    yield hold
+    for holds in rules.values():
+        for each in holds:
+            each.release()

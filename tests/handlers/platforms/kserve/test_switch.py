@@ -5,123 +5,22 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import random
 import shutil
 import weakref
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.support.http_server import Server, events, running_server
-from tests.support.paced import PacedSource, every_read
-from tests.support.tiny_models import save_tiny
+from tests.support.http_server import Server, events
+from tests.support.switching import BODY, DRAFT, Models, alone, answer, config_of, serving, switch
 
 from teneral.handlers.http.limits import Limits
 from teneral.loader.sources.file.store import FileStore
 from teneral.loader.tools.pack.base import Base
 from teneral.loader.tools.pack.pack import pack
-from teneral.runtime.config import ServeConfig
-from teneral.runtime.instance import Instance
-
-LOAD, UNLOAD = "/v2/repository/models/m/load", "/v2/repository/models/m/unload"
-BODY = {"model": "m", "prompt": "Once upon a time", "max_tokens": 24, "temperature": 0, "logprobs": 1}
-DRAFT = {"teneral": {"first_token": "draft"}}
-
-
-def fine_tune(model: Path, directory: Path, *, seed: int, scale: float = 0.02) -> Path:
-    """A model whose layers differ a little from another's, and whose embeddings are the same."""
-    shutil.copytree(model, directory)
-    generator = torch.Generator().manual_seed(seed)
-    weights = load_file(directory / "model.safetensors")
-    for name, tensor in weights.items():
-        if "layers" in name:
-            noise = torch.randn(tensor.shape, generator=generator)
-            weights[name] = (tensor.float() * (1 + scale * noise)).to(tensor.dtype)
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
-
-
-class Models:
-    """A packed base, and fine-tunes of it: as differences, and whole."""
-
-    def __init__(self, folder: Path, family: str = "llama") -> None:
-        self.folder = folder
-        self.plain = save_tiny(family, folder / "plain", dtype=torch.bfloat16)
-        self.base = folder / "base"
-        pack(FileStore(self.plain), FileStore(self.base))
-
-    def tuned(self, name: str, *, seed: int, change: Callable[[Path], object] = lambda folder: None) -> Path:
-        model = fine_tune(self.plain, self.folder / f"{name}-plain", seed=seed)
-        change(model)
-        pack(FileStore(model), FileStore(self.folder / name), base=Base(FileStore(self.base)))
-        pack(FileStore(model), FileStore(self.whole(name)))
-        return self.folder / name
-
-    def whole(self, name: str) -> Path:
-        return self.folder / f"{name}-whole"
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Models:
-    models = Models(tmp_path_factory.mktemp("switch"))
-    models.tuned("one", seed=1)
-    models.tuned("two", seed=2)
-    return models
-
-
-def config_of(address: Path, **settings: Any) -> ServeConfig:
-    defaults = {"name": "m", "kv_bytes": 8 << 20, "threads": 1, "model_control": True}
-    return ServeConfig(model=str(address), **{**defaults, **settings})
-
-
-def serving(address: Path, *, limits: Limits | None = None, **settings: Any) -> Any:
-    config = config_of(address, **settings)
-    return running_server(Instance(config), limits=limits or Limits.from_config(config))
-
-
-async def switch(server: Server, address: Path) -> Any:
-    return await server.post(LOAD, {"parameters": {"model": str(address)}})
-
-
-async def answer(server: Server, **changes: Any) -> dict[str, Any]:
-    """The text and its log-probabilities, which are equal only where all weights are."""
-    found = await server.post("/v1/completions", {**BODY, **changes})
-    assert found.status == 200, found.body
-    return dict(found.json["choices"][0])
-
-
-async def alone(address: Path, **changes: Any) -> dict[str, Any]:
-    async with serving(address) as server:
-        return await answer(server, **changes)
-
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """`held(name)` holds all reads of weights of the artifact of that name, from its next opening on."""
-    from teneral.runtime import instance
-
-    open_model, rules = instance.open_model, {}
-
-    def opened(address: str, *args: Any, **kwargs: Any) -> Any:
-        source = open_model(address, *args, **kwargs)
-        hold = rules.get(Path(address).name)
-        if hold is None:
-            return source
-        paced = PacedSource(source)
-        hold.append(paced.hold(every_read))
-        return paced
-
-    monkeypatch.setattr(instance, "open_model", opened)
-
-    def hold(name: str) -> list[Any]:
-        return rules.setdefault(name, [])
-
-    yield hold
-    for holds in rules.values():
-        for each in holds:
-            each.release()
 
 
 async def test_a_warm_server_becomes_the_fine_tune_and_its_base_again(models: Models) -> None:
@@ -327,96 +226,6 @@ async def test_a_switch_waits_until_all_of_the_base_is_exact(models: Models, hel
         assert await answer(server) == await alone(models.whole("one"))
 
 
-@pytest.mark.parametrize("from_tuned", [False, True])
-async def test_a_failed_difference_leaves_the_model_from_before_serving(
-    models: Models, tmp_path: Path, from_tuned: bool
-) -> None:
-    damaged = tmp_path / "damaged"
-    shutil.copytree(models.folder / "two", damaged)
-    for blob in damaged.rglob("*.bin"):
-        content = bytearray(blob.read_bytes())
-        content[len(content) // 2] ^= 1
-        blob.write_bytes(content)
-    async with serving(models.base) as server:
-        before = await answer(server)
-        if from_tuned:
-            await switch(server, models.folder / "one")
-            before = await answer(server)
-        serves = server.service.instance
-        refused = await switch(server, damaged)
-        assert refused.status == 503
-        assert "wrong digest" in refused.json["error"]
-        assert server.service.instance is serves
-        assert await answer(server) == before
-        assert (await server.get("/readyz")).status == 200
-        assert (await switch(server, models.folder / "two")).status == 200
-        assert await answer(server) == await alone(models.whole("two"))
-        assert not server.task.done()
-
-
-async def test_what_cannot_be_taken_up_changes_nothing(models: Models, tmp_path: Path) -> None:
-    other = Models(tmp_path / "other")
-    stranger = other.tuned("stranger", seed=9)
-    pack(FileStore(fine_tune(other.plain, tmp_path / "moved", seed=8, scale=0.3)), FileStore(tmp_path / "b"))
-    pack(FileStore(other.plain), FileStore(tmp_path / "far"), base=Base(FileStore(tmp_path / "b")))
-    async with serving(models.base) as server:
-        before = await answer(server)
-        refusals = {
-            tmp_path / "far": "is not the base of",
-            models.whole("one"): "is whole",
-            models.plain: "is whole",
-            tmp_path / "missing": "does not exist",
-        }
-        for address, message in refusals.items():
-            refused = await switch(server, address)
-            assert refused.status == 400
-            assert message in refused.json["error"]
-            assert server.service.instance is server.instance
-        # The same weights packed twice are the same base.
-        assert (await switch(server, stranger)).status == 200
-        await switch(server, models.base)
-        assert await answer(server) == before
-
-
-@pytest.mark.parametrize("model", ["", 1, None, "x" * 3000, "a\0b", ["x"]])
-async def test_what_is_no_address_is_refused(models: Models, model: Any) -> None:
-    async with serving(models.base) as server:
-        await answer(server)
-        refused = await server.post(LOAD, {"parameters": {"model": model}})
-        assert refused.status == (200 if model is None else 400)
-        assert (await server.post(UNLOAD, {"parameters": {"model": "x"}})).status == 400
-
-
-async def test_plain_weights_are_no_base(models: Models) -> None:
-    async with serving(models.plain) as server:
-        before = await answer(server)
-        refused = await switch(server, models.folder / "one")
-        assert refused.status == 400
-        assert "plain safetensors" in refused.json["error"]
-        assert await answer(server) == before
-
-
-async def test_without_model_control_there_is_no_switch(models: Models) -> None:
-    async with serving(models.base, model_control=False) as server:
-        await answer(server)
-        assert (await switch(server, models.folder / "one")).status == 403
-
-
-async def test_an_unloaded_model_is_no_base_and_unloading_takes_the_base_too(models: Models) -> None:
-    async with serving(models.base) as server:
-        before = await answer(server)
-        await switch(server, models.folder / "one")
-        tuned, base = server.service.instance, server.instance
-        assert (await server.post(UNLOAD)).status == 200
-        assert tuned.ended.done()
-        assert base.ended.done()
-        assert (await switch(server, models.folder / "one")).status == 503
-        assert (await server.post(LOAD)).status == 200
-        assert await answer(server) == before
-        assert (await switch(server, models.folder / "one")).status == 200
-        assert await answer(server) == await alone(models.whole("one"))
-
-
 async def test_a_fine_tune_from_before_ends_with_its_last_request(models: Models) -> None:
     limits = Limits.from_config(config_of(models.base))
     async with serving(models.base, limits=limits) as server:
@@ -441,6 +250,30 @@ async def test_switches_at_the_same_time_come_one_after_the_other(models: Models
         assert [each.status for each in answers] == [200] * len(names)
         assert await answer(server) == await alone(models.whole("two"))
         await server.eventually(lambda: len(server.service.slot._tuned) == 1)
+
+
+async def test_every_answer_under_switches_is_wholly_one_models(models: Models) -> None:
+    chance = random.Random(0)
+    addresses = {"base": models.base, "one": models.folder / "one", "two": models.folder / "two"}
+    expected = [await alone(models.base), *[await alone(models.whole(name)) for name in ("one", "two")]]
+    seen: set[int] = set()
+    done = asyncio.Event()
+
+    async def ask(server: Server) -> None:
+        while not done.is_set():
+            seen.add(expected.index(await answer(server)))
+
+    async with serving(models.base) as server:
+        await answer(server)
+        clients = [asyncio.create_task(ask(server)) for _ in range(3)]
+        for _ in range(12):
+            name = chance.choice(list(addresses))
+            assert (await switch(server, addresses[name])).status == 200
+            assert server.service.instance.config.model == str(addresses[name])
+            await asyncio.sleep(chance.uniform(0, 0.1))
+        done.set()
+        await asyncio.gather(*clients)
+        assert seen == {0, 1, 2}
 
 
 async def test_a_server_may_end_during_a_switch(models: Models, held: Any) -> None:
@@ -471,20 +304,6 @@ async def test_a_mixture_of_experts_switches_as_well(tmp_path: Path, one_thread:
             hold.release()
         assert (await changing).status == 200
         assert await answer(server) == await alone(models.whole("one"))
-
-
-async def test_a_mixture_that_is_not_all_in_memory_is_no_base(tmp_path: Path, one_thread: None) -> None:
-    models = Models(tmp_path, "mixtral")
-    models.tuned("one", seed=1)
-    async with serving(models.base, weights_bytes=400_000, backend="native") as server:
-        before = await answer(server)
-        load = server.instance._load
-        assert load is not None
-        assert load.paged_groups
-        refused = await switch(server, models.folder / "one")
-        assert refused.status == 400
-        assert "weights_bytes" in refused.json["error"]
-        assert await answer(server) == before
 
 
 async def test_an_encoder_switches_as_well(tmp_path: Path, one_thread: None) -> None:

@@ -84,7 +84,8 @@ def _take_layer(config: DecoderConfig, index: int, parameters: Parameters) -> De
         if mixture
         else None
     )
-    own = None if mixture else _take_mlp(config, parameters, inner_size, "", names.gate_up, "mlp.down_proj")
+    mlp = (config, parameters, inner_size, "", names.gate_up, "mlp.down_proj")
+    own = None if mixture else _take_mlp(*mlp, bias=config.mlp_bias)
     attention_output_norm = _take_norm(parameters, names.attention_output_norm, hidden_size)
     mlp_norm = _take_norm(parameters, names.mlp_norm, hidden_size)
     mlp_output_norm = _take_norm(parameters, names.mlp_output_norm, hidden_size)
@@ -116,17 +117,26 @@ def _take_experts(
 ) -> tuple[tuple[ExpertWeights, ...], ExpertGate | None]:
     """The experts, and the gate for some of them: None where all are stored as one."""
     names = config.names
-    if names.stacked_experts is not None:
+    stacked = names.stacked_experts
+    if stacked is not None and any(f"{stacked}down_proj{kind}" in parameters for kind in ("", "_blocks")):
         from .stacked_experts import take_stacked_experts  # of one family
 
-        return take_stacked_experts(parameters, names.stacked_experts, mixture, config.hidden_size), None
+        return take_stacked_experts(parameters, stacked, mixture, config.hidden_size), None
     experts: list[ExpertWeights] = []
     starts: list[int] = []
     for number in range(mixture.num):
         starts.append(parameters.num_taken)
         prefix = names.expert.format(number)
         experts.append(
-            _take_mlp(config, parameters, mixture.size, prefix, names.expert_gate_up, names.expert_down)
+            _take_mlp(
+                config,
+                parameters,
+                mixture.size,
+                prefix,
+                names.expert_gate_up,
+                names.expert_down,
+                bias=mixture.has_bias or config.mlp_bias,
+            )
         )
     return tuple(experts), parameters.expert_gate(starts)
 
@@ -138,8 +148,10 @@ def _take_mlp(
     prefix: str,
     gate_up: Sequence[str],
     down: str,
+    *,
+    bias: bool,
 ) -> ExpertWeights:
-    hidden_size, bias = config.hidden_size, config.mlp_bias
+    hidden_size = config.hidden_size
     names = _sized([f"{prefix}{name}" for name in gate_up], (inner_size, inner_size))
     return ExpertWeights(
         take_stacked(parameters, names, hidden_size, bias=bias),

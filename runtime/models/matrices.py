@@ -85,6 +85,9 @@ class IntegerMatrix:
         return self.num_in // self.scale.shape[1]
 
 
+MXFP4_GROUP = 32  # columns that share a scale
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Mxfp4Matrix:
     """y = x @ w.T + bias of w (N, K) in MXFP4, as the OCP's Microscaling Formats 1.0 define it: E2M1 elements, and an

@@ -17,7 +17,16 @@ from ...loader.format.nibbles import RUN
 from ..dtypes import DType
 from ..errors import ModelError
 from ..tensors import Tensor
-from .matrices import DenseMatrix, EmbeddingTable, IntegerMatrix, Matrix, Projection, StoredProjection
+from .matrices import (
+    MXFP4_GROUP,
+    DenseMatrix,
+    EmbeddingTable,
+    IntegerMatrix,
+    Matrix,
+    Mxfp4Matrix,
+    Projection,
+    StoredProjection,
+)
 from .parameters import Parameters
 
 _SCALE_DTYPES = (DType.BF16, DType.F16, DType.F32)
@@ -84,9 +93,23 @@ def take_embeddings(parameters: Parameters, name: str, vocab_size: int, hidden_s
 
 def _take_one(parameters: Parameters, name: str, num_in: int, num_out: int, *, bias: bool) -> Matrix:
     if f"{name}.weight_scale" in parameters:
+        if parameters.peek(f"{name}.weight_scale").dtype is DType.U8:
+            return _take_mxfp4(parameters, name, num_in, num_out, bias=bias)
         return _take_integers(parameters, name, num_in, num_out, bias=bias)
     weight = parameters.take(f"{name}.weight", num_out, num_in)
     return DenseMatrix(weight, parameters.take(f"{name}.bias", num_out) if bias else None)
+
+
+def _take_mxfp4(parameters: Parameters, name: str, num_in: int, num_out: int, *, bias: bool) -> Mxfp4Matrix:
+    num_groups = _num_groups(parameters, name, num_in)
+    if num_groups * MXFP4_GROUP != num_in:
+        raise ModelError(
+            f"{parameters.full_name(name)} has {num_groups} scales for {num_in} columns, and MXFP4 needs one "
+            f"for each {MXFP4_GROUP}"
+        )
+    weight = parameters.take_as(f"{name}.weight", (num_out, num_in // 2), DType.U8)
+    scale = parameters.take_as(f"{name}.weight_scale", (num_out, num_groups), DType.U8)
+    return Mxfp4Matrix(weight, scale, parameters.take(f"{name}.bias", num_out) if bias else None)
 
 
 def _take_integers(

@@ -17,10 +17,16 @@ from ..errors import ModelError
 from ..tensors import Tensor, aligned_empty
 from ..weights import Gate
 from .decoder_config import Experts
-from .matrices import DenseMatrix, ExpertWeights, Matrix, Mxfp4Matrix, Projection, StoredProjection
+from .matrices import (
+    MXFP4_GROUP,
+    DenseMatrix,
+    ExpertWeights,
+    Matrix,
+    Mxfp4Matrix,
+    Projection,
+    StoredProjection,
+)
 from .parameters import Parameters
-
-GROUP = 32  # columns that share a scale
 
 
 class TransposedProjection:
@@ -102,12 +108,14 @@ def _take_mxfp4(
     parameters: Parameters, name: str, bias: Tensor, shape: tuple[int, int, int], rows: Sequence[slice]
 ) -> list[Projection]:
     num, num_in, num_out = shape
-    if num_in % GROUP:
+    if num_in % MXFP4_GROUP:
         raise ModelError(
-            f"{parameters.full_name(name)} has {num_in} columns, which are no multiple of MXFP4's {GROUP}"
+            f"{parameters.full_name(name)} has {num_in} columns, which are no multiple of MXFP4's {MXFP4_GROUP}"
         )
-    blocks = parameters.take_as(f"{name}_blocks", (num, num_out, num_in // GROUP, GROUP // 2), DType.U8)
-    scales = parameters.take_as(f"{name}_scales", (num, num_out, num_in // GROUP), DType.U8)
+    blocks = parameters.take_as(
+        f"{name}_blocks", (num, num_out, num_in // MXFP4_GROUP, MXFP4_GROUP // 2), DType.U8
+    )
+    scales = parameters.take_as(f"{name}_scales", (num, num_out, num_in // MXFP4_GROUP), DType.U8)
     packed = Tensor(blocks.dtype, blocks.array.reshape(num, num_out, num_in // 2), blocks.device)
     return [
         StoredProjection(

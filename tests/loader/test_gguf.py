@@ -54,6 +54,9 @@ def random_blocks(kind: BlockType, count: int, seed: int = 0) -> np.ndarray:
         if kind.dtype == "BF16":
             return (values.view("<u4") >> 16).astype("<u2").view(np.uint8).reshape(count, 2)
         return values.astype({"F32": "<f4", "F16": "<f2"}[kind.dtype]).view(np.uint8).reshape(count, -1)
+    if kind.name == "MXFP4":
+        blocks[:, 0] = rng.integers(0, 255, count)  # 255 is NaN, which gguf-py takes for a number
+        return blocks
     for at in SCALE_PLACES.get(kind.name, (0,)):
         blocks[:, at : at + 2] = (
             (rng.standard_normal(count) * 0.01).astype("<f2").view(np.uint8).reshape(count, 2)
@@ -303,6 +306,9 @@ def test_byte_level_vocabularies_keep_tokens_merges_and_special_tokens() -> None
         ("smollm", "it's 2024", ["it", "'s", " ", "2", "0", "2", "4"]),
         ("llama-bpe", "IT'S 2024\n\n x", ["IT", "'S", " ", "202", "4", "\n\n", " x"]),
         ("qwen2", "it's 2024\n\n x", ["it", "'s", " ", "2", "0", "2", "4", "\n\n", " x"]),
+        ("refact", "it's 2024", ["it", "'s", " ", "2", "0", "2", "4"]),
+        ("dbrx", "IT'S 2024\n\n x", ["IT", "'S", " ", "202", "4", "\n\n", " x"]),
+        ("gpt-4o", "HelloWORLD's 2024", ["Hello", "WORLD's", " ", "202", "4"]),
         ("tekken", "HelloWorld 20", ["Hello", "World", " ", "2", "0"]),
     ],
 )

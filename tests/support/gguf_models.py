@@ -30,8 +30,15 @@ ARCHITECTURES = {
     "granite": "GRANITE",
     "olmo2": "OLMO2",
     "smollm3": "SMOLLM3",
+    "gpt_oss": "GPT_OSS",
 }
 PERMUTED = ("llama", "mistral", "mixtral", "granite", "smollm3")
+_STACKED = {
+    "gate_up_proj": "weight",
+    "gate_up_proj_bias": "bias",
+    "down_proj": "weight",
+    "down_proj_bias": "bias",
+}
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(.*)")
 
 
@@ -46,7 +53,7 @@ def write_gguf(path: Path, model: Any, kind: str = "F32") -> dict[str, torch.Ten
     _add_vocabulary(writer, config.vocab_size)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     meant: dict[str, torch.Tensor] = {}
-    for stored, members in _stacked(tensors_of(model)).items():
+    for stored, members in _stacked(_apart(tensors_of(model))).items():
         data = np.stack([tensor.numpy() for tensor in members.values()])
         data = data if _EXPERT.fullmatch(next(iter(members))) else data[0]
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
@@ -59,6 +66,7 @@ def write_gguf(path: Path, model: Any, kind: str = "F32") -> dict[str, torch.Ten
             data = data + np.float32(1.0)
         name = names.get_name(stored, try_suffixes=(".weight", ".bias"))
         assert name is not None, stored
+        name = f"{name}.weight" if stored.endswith("sinks") else name
         held = _write(writer, name, data, kind)
         if is_permuted:
             held = held.reshape(heads, -1, 2, *held.shape[1:]).swapaxes(1, 2).reshape(held.shape)
@@ -74,7 +82,42 @@ def write_gguf(path: Path, model: Any, kind: str = "F32") -> dict[str, torch.Ten
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return meant
+    return _together(meant)
+
+
+def _apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """gpt-oss's gate and up, which alternate, in tensors of their own, with the outputs first."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        kind = (
+            name.rpartition("mlp.experts.")[2]
+            if "mlp.experts.gate_up" in name or "experts.down" in name
+            else ""
+        )
+        if kind not in _STACKED:
+            found[name] = tensor
+            continue
+        suffix, prefix = _STACKED[kind], name.removesuffix(kind)
+        rows = tensor.transpose(1, 2) if suffix == "weight" else tensor
+        parts = {"down": rows} if kind.startswith("down") else {"gate": rows[:, ::2], "up": rows[:, 1::2]}
+        found |= {f"{prefix}{part}_proj.{suffix}": each.contiguous() for part, each in parts.items()}
+    return found
+
+
+def _together(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same back."""
+    found = dict(tensors)
+    for name in tensors:
+        for suffix, end in (("weight", ""), ("bias", "_bias")):
+            if name.endswith(f"mlp.experts.gate_proj.{suffix}"):
+                prefix = name.removesuffix(f"gate_proj.{suffix}")
+                gate, up, down = (
+                    found.pop(f"{prefix}{part}_proj.{suffix}") for part in ("gate", "up", "down")
+                )
+                rows = torch.stack([gate, up], dim=2).flatten(1, 2)
+                found[f"{prefix}gate_up_proj{end}"] = rows if end else rows.transpose(1, 2)
+                found[f"{prefix}down_proj{end}"] = down if end else down.transpose(1, 2)
+    return found
 
 
 def _stacked(tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
@@ -89,7 +132,7 @@ def _stacked(tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tens
 
 def _write(writer: Any, name: str, data: np.ndarray, kind: str) -> np.ndarray:
     """Adds the tensor; returns its numbers as they are read."""
-    is_matrix = data.ndim > 1 and "ffn_gate_inp" not in name
+    is_matrix = data.ndim > 1 and "ffn_gate_inp" not in name and not name.endswith("bias")
     quantised = gguf.GGMLQuantizationType[kind]
     block, _ = gguf.GGML_QUANT_SIZES[quantised]
     if kind == "F32" or not is_matrix or data.shape[-1] % block:
@@ -134,9 +177,15 @@ def _add_settings(writer: Any, config: Any) -> None:
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
-    if family in ("mixtral", "qwen3_moe"):
-        writer.add_expert_count(config.num_local_experts if family == "mixtral" else config.num_experts)
+    if family in ("mixtral", "qwen3_moe", "gpt_oss"):
+        writer.add_expert_count(config.num_experts if family == "qwen3_moe" else config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
+    if family == "gpt_oss":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if family == "qwen3_moe":
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float32]
     Levels = NDArray[np.int8]
 
+MXFP4 = "MXFP4"  # a type's name: bytes of exponents, and floats of 4 bits
 SMALL = 32  # elements of Q8_0 and the like
 LARGE = 256  # of the K-quants
 _LARGE_GROUPS = 8  # of 32 elements, in a block of Q4_K and Q5_K
@@ -108,6 +109,15 @@ def _q5_1(blocks: Bytes) -> Floats:
     return levels * _half(blocks, 0)[:, None] + _half(blocks, 2)[:, None]
 
 
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_E8M0 = np.where(np.arange(256) == 255, np.nan, np.exp2(np.arange(256) - 127.0)).astype(np.float32)
+
+
+def _mxfp4(blocks: Bytes) -> Floats:
+    floats: Floats = _E2M1[_nibbles(blocks[:, 1:])] * _E8M0[blocks[:, 0]][:, None]
+    return floats
+
+
 def _large_scales(packed: Bytes) -> tuple[Floats, Floats]:
     """(B, 12) → scales and minima (B, 8), 6 bits each: groups 4 to 7 have their top 2 bits next to
     those of 0 to 3.
@@ -179,4 +189,5 @@ BLOCK_TYPES: dict[int, BlockType] = {
     12: BlockType("Q4_K", LARGE, 144, _q4_k),
     13: BlockType("Q5_K", LARGE, 176, _q5_k),
     14: BlockType("Q6_K", LARGE, 210, _q6_k),
+    39: BlockType(MXFP4, SMALL, 17, _mxfp4),
 }

@@ -183,9 +183,14 @@ def _row_bytes(piece: Piece) -> int:
     columns = piece.source.columns
     if piece.form is Form.FLOATS:
         return columns * (4 if piece.spec.dtype == "F32" else 2)
-    return {Form.INT8: columns, Form.INT4: columns // 2}.get(
-        piece.form, columns // piece.source.type.elements * 2
-    )
+    groups = columns // piece.source.type.elements
+    return {
+        Form.INT8: columns,
+        Form.INT4: columns // 2,
+        Form.E2M1: columns // 2,
+        Form.SCALES: 2 * groups,
+        Form.E8M0: groups,
+    }[piece.form]
 
 
 def _made(piece: Piece, rows: Bytes) -> Bytes:
@@ -198,6 +203,13 @@ def _made(piece: Piece, rows: Bytes) -> Bytes:
     blocks = rows.reshape(-1, kind.block_bytes)
     if piece.form is Form.SCALES:
         return np.ascontiguousarray(blocks[:, :2]).reshape(-1)
+    if piece.form is Form.E8M0:
+        return np.ascontiguousarray(blocks[:, 0])
+    if piece.form is Form.E2M1:
+        # Byte j holds elements j and j + 16; neighbours are to be in one.
+        halves = np.concatenate([blocks[:, 1:] & np.uint8(15), blocks[:, 1:] >> np.uint8(4)], axis=1)
+        neighbours: Bytes = halves[:, ::2] | halves[:, 1::2] << np.uint8(4)
+        return neighbours.reshape(-1)
     if piece.form is Form.FLOATS:
         if kind.dtype == piece.spec.dtype and not piece.shift:
             return rows.reshape(-1)

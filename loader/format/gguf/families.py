@@ -48,6 +48,7 @@ class Family(NamedTuple):
     architecture: str
     inner: Mapping[str, str] = _LLAMA  # a layer's tensors
     experts: Mapping[str, str] | None = None  # those that hold all experts; {} is an expert's number
+    experts_have_biases: bool = False
     biases: tuple[str, ...] = _ATTENTION_BIASES  # tensors that may have one: all of them, or none
     always_has_biases: bool = False
     is_permuted: bool = False  # rows of q and k stand in pairs that turn together
@@ -131,6 +132,15 @@ def _qwen3_moe(fields: GgufFields, own: str, config: Mapping[str, Any]) -> dict[
     return {**experts, **_used(fields, own), "norm_topk_prob": True, "decoder_sparse_step": 1}
 
 
+def _gpt_oss(fields: GgufFields, own: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    window = fields.integer(f"{own}attention.sliding_window", 1, MAX_CONTEXT)
+    size = fields.integer(f"{own}expert_feed_forward_length", 1, MAX_WIDTH)
+    experts = {"num_local_experts": _num_experts(fields, own), "intermediate_size": size}
+    if f"{own}rope.scaling.type" not in fields:
+        raise fields.wrong(f"has no {own}rope.scaling.type")
+    return {**experts, **_used(fields, own), "sliding_window": window}
+
+
 def _num_experts(fields: GgufFields, own: str) -> int:
     return fields.integer(f"{own}expert_count", 1, MAX_EXPERTS)
 
@@ -203,6 +213,22 @@ FAMILIES: dict[str, Family] = {
         settings=_qwen3_moe,
     ),
 }
+FAMILIES["gpt-oss"] = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    inner={
+        "attn_norm": "input_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_sinks": "self_attn.sinks",
+        "ffn_gate_inp": "mlp.router",
+    }
+    | _ATTENTION,
+    experts=FAMILIES["qwen3moe"].experts,
+    experts_have_biases=True,
+    biases=(*_ATTENTION_BIASES, "ffn_gate_inp"),
+    always_has_biases=True,
+    settings=_gpt_oss,
+)
 # Of "llama", where there are experts
 MIXTRAL = Family(
     "mixtral",

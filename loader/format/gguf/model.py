@@ -20,6 +20,7 @@ import numpy as np
 from ...errors import CheckpointError
 from ..nibbles import RUN
 from ..safetensors import TensorSpec
+from .blocks import MXFP4
 from .families import Family, family_of
 from .fields import GgufFields
 from .reader import GgufFile, GgufTensor
@@ -55,6 +56,8 @@ class Form(enum.Enum):
     INT8 = "int8"
     INT4 = "int4"
     SCALES = "scales"
+    E2M1 = "MXFP4"
+    E8M0 = "exponents"
 
 
 class Piece(NamedTuple):
@@ -99,7 +102,7 @@ def describe_model(file: GgufFile, read_table: Table, *, keep_integers: bool = T
                 shift = -1.0
             pieces += _pieces_of(name, part, dtype, head_rows, shift, keep_integers=keep_integers)
     config["torch_dtype"] = _TORCH_NAMES[dtype]
-    bits = {Form.INT8: 8, Form.INT4: 4}
+    bits = {Form.INT8: 8, Form.INT4: 4, Form.E2M1: 4}
     kept = {bits[piece.form] for piece in pieces if piece.form in bits}
     if kept:
         config["quantization_config"] = {
@@ -207,7 +210,8 @@ def _rope_scaling(
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
         original = fields.integer(own + "rope.scaling.original_context_length", 1, MAX_CONTEXT)
-        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        return yarn | ({"truncate": False} if family.model_type == "gpt_oss" else {})
     raise fields.wrong(
         f"the rotary embedding is stretched by {kind[:40]!r}, which is not supported", hint=_HINT
     )
@@ -267,10 +271,12 @@ def _named(
     if found is None or int(found[1]) >= config["num_hidden_layers"] or str(int(found[1])) != found[1]:
         raise _useless(fields, tensor)
     layer, kind, suffix = f"model.layers.{found[1]}.", found[2], found[3]
-    if suffix == "weight" and kind in (family.experts or {}):
+    if kind in (family.experts or {}) and (suffix == "weight" or family.experts_have_biases):
         assert family.experts is not None
-        for number, part in enumerate(_experts_of(fields, tensor, config)):
-            yield f"{layer}{family.experts[kind].format(number)}.weight", part
+        for number, part in enumerate(_experts_of(fields, tensor, config, 3 if suffix == "weight" else 2)):
+            yield f"{layer}{family.experts[kind].format(number)}.{suffix}", part
+    elif kind == "attn_sinks" and suffix == "weight" and kind in family.inner:
+        yield f"{layer}{family.inner[kind]}", tensor
     elif kind in family.inner and (suffix == "weight" or kind in family.biases):
         yield f"{layer}{family.inner[kind]}.{suffix}", tensor
     else:
@@ -281,14 +287,16 @@ def _useless(fields: GgufFields, tensor: GgufTensor) -> CheckpointError:
     return fields.wrong(f"the tensor {tensor.name} is of no known use", hint=_HINT)
 
 
-def _experts_of(fields: GgufFields, tensor: GgufTensor, config: dict[str, Any]) -> Iterator[GgufTensor]:
-    """The matrices of a tensor (experts, rows, columns)."""
+def _experts_of(
+    fields: GgufFields, tensor: GgufTensor, config: dict[str, Any], dimensions: int
+) -> Iterator[GgufTensor]:
+    """The matrices or vectors of a tensor (experts, …) with this number of dimensions."""
     num = config.get("num_experts", config.get("num_local_experts"))
-    if len(tensor.shape) != 3 or tensor.shape[0] != num:
+    if len(tensor.shape) != dimensions or tensor.shape[0] != num:
         raise fields.wrong(f"{tensor.name} of shape {tensor.shape} does not hold {num} experts")
     if num * config["num_hidden_layers"] > MAX_EXPERTS_OF_ALL_LAYERS:
         raise fields.wrong(f"{num} experts in {config['num_hidden_layers']} layers are too many")
-    size_bytes = tensor.shape[1] * tensor.row_bytes
+    size_bytes = tensor.size_bytes // num
     for number in range(num):
         begin = tensor.begin + number * size_bytes
         yield tensor._replace(shape=tensor.shape[1:], begin=begin, size_bytes=size_bytes)
@@ -321,7 +329,17 @@ def _pieces_of(
         scales = TensorSpec(f"{name}_scale", "F16", (shape[0], shape[1] // tensor.type.elements))
         yield Piece(scales, tensor, Form.SCALES, head_rows)
         return
-    is_norm = name.endswith("norm.weight")
+    if (
+        keep_integers
+        and tensor.type.name == MXFP4
+        and len(shape) == 2
+        and name != _OUTER["token_embd.weight"]
+    ):
+        yield Piece(TensorSpec(name, "U8", (shape[0], shape[1] // 2)), tensor, Form.E2M1, head_rows)
+        exponents = TensorSpec(f"{name}_scale", "U8", (shape[0], shape[1] // tensor.type.elements))
+        yield Piece(exponents, tensor, Form.E8M0, head_rows)
+        return
+    is_norm = name.endswith(("norm.weight", "sinks"))
     own = tensor.type.dtype if is_norm and tensor.type.dtype is not None else dtype
     if head_rows and len(shape) == 1:
         shape = (shape[0], 1)  # a bias: a row a number
@@ -335,10 +353,12 @@ def _conversions(pieces: list[Piece]) -> Iterator[str]:
     """A line for each type of block and what became of it."""
     counts: dict[tuple[str, str], set[str]] = {}
     for piece in pieces:
-        if piece.form is Form.SCALES:
+        if piece.form in (Form.SCALES, Form.E8M0):
             continue
         kind, stored = piece.source.type, piece.spec.dtype
-        if piece.form is not Form.FLOATS:
+        if piece.form is Form.E2M1:
+            what = "MXFP4, the same numbers"
+        elif piece.form is not Form.FLOATS:
             what = f"{piece.form.value} in groups of {kind.elements}, the same numbers"
         elif piece.shift:
             what = "F32, less the 1 that their weights are stored with"

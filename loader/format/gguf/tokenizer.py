@@ -32,6 +32,12 @@ _TEKKEN = (
 )
 
 
+_GPT_4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENGLISH}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENGLISH}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
 def _byte_level(*, use_regex: bool) -> dict[str, Any]:
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
 
@@ -53,6 +59,7 @@ _SPLITS: dict[str, tuple[list[dict[str, Any]], dict[str, Any] | None, bool]] = {
     "dbrx": (_split(_LLAMA_3), None, False),
     "qwen2": (_split(_QWEN_2), _NFC, False),
     "deepseek-r1-qwen": (_split(_QWEN_2), _NFC, False),
+    "gpt-4o": (_split(_GPT_4O), None, False),
     "tekken": (_split(_TEKKEN), None, True),
 }
 

@@ -6,6 +6,7 @@ The base has the shape of --like. Its fine-tune adds to every matrix what 40 ste
 the learning rate, in fp32, rounded to bf16 at the end. Sizes of differences depend on both (docs/fine-tunes.md), and
 trained models have smaller weights: times by wire are what carries over. A store gives --rate MB/s; rows take turns:
 
+    base, warm        the first token of such a prompt on the warm server of the base, before any switch
     switch, drafted   a warm server of the base; from the request to switch, sent after the manifest was read to a
                       client that allows drafts: its first token
     switch, exact     the same, and a client that does not
@@ -166,6 +167,7 @@ def measure(store: StoreProcess, rounds: int) -> dict[str, list[float]]:
         chance = random.Random(0)
         server.complete(random_prompt(chance, PROMPT_TOKENS), 8)
         for _ in range(rounds):
+            add("base, warm", server.complete(random_prompt(chance, PROMPT_TOKENS), 1).token_times_s[0])
             for first_token in ("draft", "exact"):
                 first_s, all_s, num_drafted = switch(
                     server, random_prompt(chance, PROMPT_TOKENS), first_token

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.products [--json FILE]
 
 Matrices of a shape take turns, more of them than fit into the device's cache. Shapes for which the kernel is
-faster by a tenth are printed as rows for the table in `runtime/backends/cuda/products.py`.
+faster by a tenth are printed as rows for the table in `runtime/backends/cuda/decoder.py`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def is_better(each: dict[str, float]) -> bool:
 def times(num_out: int, num_in: int) -> dict[str, float]:
     import torch
 
-    from teneral.runtime.backends.cuda.products import RowProducts
+    from teneral.runtime.backends.cuda.decoder import RowProducts
     from teneral.runtime.backends.cuda.warm_up import open_launcher
 
     num = max(2, -(-CACHE_BYTES // (num_out * num_in * 2)))

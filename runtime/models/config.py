@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .config_fields import family_of
 from .decoder_config import decoder_architectures
 from .encoder_config import ENCODERS
-from .fields import Fields
+from .fields import Fields, family_of
 
 
 def is_encoder(data: Mapping[str, Any]) -> bool:

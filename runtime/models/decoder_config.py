@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
-from .config_fields import ACTIVATIONS, MAX_EXPERTS, MAX_HEAD_DIM, MAX_WIDTH, family_of, shape_of
-from .fields import Fields
+from .fields import ACTIVATIONS, MAX_EXPERTS, MAX_HEAD_DIM, MAX_WIDTH, Fields, family_of, shape_of
 from .quantization_config import QuantizationConfig, compute_dtype
 from .rope_config import MAX_POSITIONS, RopeConfig
 

@@ -14,8 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from ..errors import ModelError
-from .config_fields import ACTIVATIONS, MAX_HEAD_DIM, family_of, shape_of
-from .fields import Fields
+from .fields import ACTIVATIONS, MAX_HEAD_DIM, Fields, family_of, shape_of
 from .pooling_config import Dense, sentence_of
 from .rope_config import MAX_POSITIONS
 

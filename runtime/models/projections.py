@@ -69,7 +69,7 @@ def take_stacked(
     """One projection to all the (name, num_out), in this order. Raises `ModelError` for what does not fit."""
     is_foreign = [f"{name}.qweight" in parameters for name, _ in names_and_sizes]
     if all(is_foreign):
-        from .gptq_awq_linear import take_gptq_awq  # few models are of GPTQ or AWQ
+        from .gptq_awq import take_gptq_awq  # few models are of GPTQ or AWQ
 
         return take_gptq_awq(parameters, names_and_sizes, num_in, bias=bias)
     if any(is_foreign):

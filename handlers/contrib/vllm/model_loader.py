@@ -16,8 +16,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from ....runtime.into.files import open_weights
 from .settings import parse_settings
-from .share import Peers
-from .weight_stream import WeightStream
+from .weight_stream import Peers, WeightStream
 
 # Below "vllm", to inherit its handlers and level.
 _log = init_logger("vllm.plugins.teneral")

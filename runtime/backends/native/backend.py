@@ -93,7 +93,7 @@ class ReferenceBackend(NativeBackend):
         return OverPools(spec, weights)
 
     def encoder(self, spec: EncoderSpec, weights: EncoderWeights) -> EncoderExecutor:
-        from .reference_encoder import ReferenceEncoder  # few have no library
+        from .reference_models import ReferenceEncoder  # few have no library
 
         class Named(ReferenceEncoder):
             name = self.name

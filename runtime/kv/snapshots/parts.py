@@ -25,8 +25,15 @@ from ....loader.format.manifest import (
     align,
 )
 from ....loader.sources.base import Source
-from .snapshot import ELEMENT_DTYPES, SNAPSHOT_NAME, Identity, Snapshot, SnapshotPart
-from .snapshot_json import MAX_SNAPSHOT_JSON_BYTES, parse_snapshot
+from .snapshot import (
+    ELEMENT_DTYPES,
+    MAX_SNAPSHOT_JSON_BYTES,
+    SNAPSHOT_NAME,
+    Identity,
+    Snapshot,
+    SnapshotPart,
+    parse_snapshot,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -32,6 +32,7 @@ from ....loader.sources.base import ObjectWriter, Store
 from .parts import open_snapshot, place_part
 from .snapshot import (
     FOLDER,
+    MAX_SNAPSHOT_JSON_BYTES,
     PART_BYTES,
     RECENT,
     SNAPSHOT_NAME,
@@ -39,8 +40,8 @@ from .snapshot import (
     Snapshot,
     SnapshotPart,
     SnapshotPrefix,
+    dump_snapshot,
 )
-from .snapshot_json import MAX_SNAPSHOT_JSON_BYTES, dump_snapshot
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

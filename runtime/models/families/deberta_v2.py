@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..config_fields import ACTIVATIONS
 from ..encoder_config import (
     MAX_BUCKETS,
     Disentangled,
@@ -13,7 +12,7 @@ from ..encoder_config import (
     read_common,
     refuse_unless,
 )
-from ..fields import Fields
+from ..fields import ACTIVATIONS, Fields
 
 _NAMES = EncoderNames(
     roots=("", "deberta."),

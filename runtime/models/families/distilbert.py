@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ..config_fields import ACTIVATIONS, MAX_HEADS, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH
 from ..encoder_config import EncoderConfig, EncoderNames
-from ..fields import Fields
+from ..fields import ACTIVATIONS, MAX_HEADS, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Fields
 from ..rope_config import MAX_POSITIONS
 
 _NAMES = EncoderNames(

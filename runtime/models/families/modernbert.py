@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ..config_fields import ACTIVATIONS, shape_of
 from ..encoder_config import EncoderConfig, EncoderNames
-from ..fields import Fields
+from ..fields import ACTIVATIONS, Fields, shape_of
 from ..rope_config import MAX_POSITIONS
 
 _NAMES = EncoderNames(

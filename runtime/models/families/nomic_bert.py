@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..config_fields import MAX_HEADS, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH
 from ..encoder_config import EncoderConfig, EncoderNames, read_common, refuse_unless
-from ..fields import Fields
+from ..fields import MAX_HEADS, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Fields
 from ..rope_config import MAX_POSITIONS
 
 _NAMES = EncoderNames(

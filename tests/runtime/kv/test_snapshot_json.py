@@ -16,9 +16,14 @@ from tests.support.memory_store import MemoryStore
 
 from teneral.loader.errors import FormatError, IntegrityError
 from teneral.runtime.errors import SnapshotError, SnapshotMismatchError
-from teneral.runtime.kv.snapshots import snapshot_json
-from teneral.runtime.kv.snapshots.snapshot import SNAPSHOT_NAME, require_same, require_same_model
-from teneral.runtime.kv.snapshots.snapshot_json import dump_snapshot, parse_snapshot
+from teneral.runtime.kv.snapshots import snapshot
+from teneral.runtime.kv.snapshots.snapshot import (
+    SNAPSHOT_NAME,
+    dump_snapshot,
+    parse_snapshot,
+    require_same,
+    require_same_model,
+)
 
 
 def stored(num_parts: int = 1) -> bytes:
@@ -144,10 +149,10 @@ def test_what_is_no_object_is_refused(data):
 
 def test_counts_and_sizes_are_bounded(monkeypatch):
     with pytest.raises(SnapshotError, match="more than"):
-        parse_snapshot(b" " * (snapshot_json.MAX_SNAPSHOT_JSON_BYTES + 1))
+        parse_snapshot(b" " * (snapshot.MAX_SNAPSHOT_JSON_BYTES + 1))
     with pytest.raises(SnapshotError, match="items"):
-        parse_snapshot(b"[" + b"0," * snapshot_json.MAX_JSON_ITEMS + b"0]")
-    monkeypatch.setattr(snapshot_json, "MAX_BLOCKS", 4)
+        parse_snapshot(b"[" + b"0," * snapshot.MAX_JSON_ITEMS + b"0]")
+    monkeypatch.setattr(snapshot, "MAX_BLOCKS", 4)
     with pytest.raises(SnapshotError, match="more than 4 blocks"):
         parse_snapshot(stored())
 

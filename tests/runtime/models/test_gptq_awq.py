@@ -32,7 +32,7 @@ from teneral.runtime.errors import ModelError
 from teneral.runtime.models import projections
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.models.fields import Fields
-from teneral.runtime.models.gptq_awq_linear import GptqAwqProjection
+from teneral.runtime.models.gptq_awq import GptqAwqProjection
 from teneral.runtime.models.parameters import Parameters
 from teneral.runtime.models.quantization_config import QuantizationConfig
 from teneral.runtime.weights import StreamedWeights

@@ -19,8 +19,7 @@ from tests.support.tiny_models import save_tiny, tiny_model
 
 from teneral import cli
 from teneral.loader.format.nibbles import pack_nibbles, unpack_nibbles
-from teneral.runtime.backends.torch.layers import Linear, SideBySide
-from teneral.runtime.backends.torch.quantized import QuantizedLinear, dequantize
+from teneral.runtime.backends.torch.layers import Linear, QuantizedLinear, SideBySide, dequantize
 from teneral.runtime.dtypes import DType
 from teneral.runtime.errors import ModelError
 from teneral.runtime.models.decoder import Decoder
@@ -96,7 +95,7 @@ def test_a_product_is_that_with_the_weights_that_are_meant(bits, groups, has_zer
 
 
 def test_a_product_is_made_a_stretch_of_rows_at_a_time(monkeypatch):
-    monkeypatch.setattr("teneral.runtime.backends.torch.quantized._SCRATCH_ELEMENTS", 1000)
+    monkeypatch.setattr("teneral.runtime.backends.torch.layers._SCRATCH_ELEMENTS", 1000)
     tensors = integers(70, 128, bits=4, groups=2, has_zero=True)
     x = torch.randn(3, 128)
 

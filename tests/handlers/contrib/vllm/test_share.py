@@ -14,8 +14,7 @@ from tests.support.load import patience_s
 from tests.support.store_server import StoreServer
 from tests.support.tiny_models import save_tiny
 
-from teneral.handlers.contrib.vllm.share import assign_groups
-from teneral.handlers.contrib.vllm.weight_stream import WeightStream
+from teneral.handlers.contrib.vllm.weight_stream import WeightStream, assign_groups
 from teneral.loader.sources.file.store import FileStore
 from teneral.loader.tools.pack.pack import pack
 
@@ -24,7 +23,7 @@ import json, sys
 import torch, torch.distributed as dist
 from blake3 import blake3
 from teneral.handlers.contrib.vllm.settings import LoaderSettings
-from teneral.handlers.contrib.vllm.share import Peers
+from teneral.handlers.contrib.vllm.weight_stream import Peers
 from teneral.handlers.contrib.vllm.weight_stream import WeightStream
 from teneral.loader.errors import TeneralError
 

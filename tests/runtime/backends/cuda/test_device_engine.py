@@ -14,8 +14,8 @@ from tests.support.device_engine import BLOCK_SIZE, TIMEOUT_S, DeviceRig, Repeat
 from tests.support.reference_kernels import ReferenceKernels
 from tests.support.tiny_models import tiny_model
 
+from teneral.runtime.backends.cuda.decoder import is_plain, projections_of
 from teneral.runtime.backends.cuda.graphs import graph_sizes, next_to_record
-from teneral.runtime.backends.cuda.products import is_plain, projections_of
 from teneral.runtime.backends.cuda.variants import variants_of
 from teneral.runtime.errors import CapacityError
 from teneral.runtime.metrics import numbers_in

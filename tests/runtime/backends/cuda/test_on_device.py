@@ -20,10 +20,10 @@ from teneral.runtime.backends.choose import step_backend
 from teneral.runtime.backends.cuda import decoder as decoder_module
 from teneral.runtime.backends.cuda import variants as v
 from teneral.runtime.backends.cuda.compile import compile_to
+from teneral.runtime.backends.cuda.decoder import is_plain, projections_of
 from teneral.runtime.backends.cuda.executor import CudaModelBackend
 from teneral.runtime.backends.cuda.launch import BinaryLauncher, Driver
 from teneral.runtime.backends.cuda.library import open_library
-from teneral.runtime.backends.cuda.products import is_plain, projections_of
 from teneral.runtime.backends.cuda.sampling import DeviceSampler
 from teneral.runtime.backends.cuda.storage import DeviceKVStorage
 from teneral.runtime.backends.cuda.warm_up import open_launcher

@@ -7,8 +7,8 @@ import torch
 from tests.support.device_engine import DeviceRig, Repeater, decoder_of
 from tests.support.reference_kernels import ReferenceKernels
 
-from teneral.runtime.backends.cuda import products as products_module
-from teneral.runtime.backends.cuda.products import RowProducts
+from teneral.runtime.backends.cuda import decoder as products_module
+from teneral.runtime.backends.cuda.decoder import RowProducts
 from teneral.runtime.backends.torch.layers import Linear
 
 PROMPT = (7, 11, 13, 17)

@@ -12,8 +12,7 @@ from transformers import AutoModelForSequenceClassification
 
 from teneral.runtime.backends.native.decoder import NativeDecoder
 from teneral.runtime.backends.native.encoder import NativeEncoder
-from teneral.runtime.backends.native.reference_encoder import ReferenceEncoder
-from teneral.runtime.backends.native.reference_models import ReferenceDecoder
+from teneral.runtime.backends.native.reference_models import ReferenceDecoder, ReferenceEncoder
 from teneral.runtime.dtypes import DType
 
 each_dtype = pytest.mark.parametrize("dtype", [DType.F32, DType.BF16])

@@ -26,10 +26,11 @@ from typing import Any
 from ...loader.errors import TeneralError
 from ...runtime.errors import CancelledError, HandlerError, ResultError
 from .calls import DEFAULT_MAX_CALLS, CallThreads, FunctionCall, FunctionCalls, LoopThread
+from .channel import ChannelClosedError, ThreadToLoopChannel
 from .context import LOGGER_NAME, Context
-from .outlet import Outlet, OutletClosedError
 
 MAX_MESSAGE_CHARS = 1_000
+MAX_AHEAD = 8  # results of a stream that its reader has not taken
 
 logger = logging.getLogger(LOGGER_NAME)
 
@@ -117,25 +118,25 @@ async def run(
     `CancelledError` if the deadline passes first. A function whose reader has left counts until it
     has ended: `HandlerBusyError` if there are too many.
     """
-    outlet = Outlet()
+    results: ThreadToLoopChannel[Any] = ThreadToLoopChannel(max_items=MAX_AHEAD)
     call = handler.calls.begin(context.request_id)
-    stop = _begin(handler, event, context, outlet, call)
+    stop = _begin(handler, event, context, results, call)
     is_announced = False
     try:
         while True:
             try:
                 async with asyncio.timeout(context.remaining_time_s()):
-                    value = await anext(outlet, outlet)
+                    value = await anext(results, results)
             except TimeoutError:
                 raise CancelledError(f"{handler.name} did not end before its deadline") from None
-            if outlet.is_stream and not is_announced:
+            if results.is_stream and not is_announced:
                 is_announced = True
                 on_stream()
-            if value is outlet:
+            if value is results:
                 return
             yield value
     finally:
-        outlet.close()
+        results.close()
         context.cancel()
         stop()
         handler.calls.abandon(call)
@@ -165,7 +166,7 @@ def kind_of(function: Callable[..., Any]) -> HandlerKind:
 
 
 def _begin(
-    handler: Handler, event: Any, context: Context, outlet: Outlet, call: FunctionCall
+    handler: Handler, event: Any, context: Context, results: ThreadToLoopChannel[Any], call: FunctionCall
 ) -> Callable[[], object]:
     """Start the invocation outside the caller's loop. Returns a function that requests its end;
     threads ignore it.
@@ -173,12 +174,12 @@ def _begin(
     try:
         if handler.kind.is_async:
             return handler.loop_thread.submit(
-                _invoke_async(handler, event, context, outlet),
+                _invoke_async(handler, event, context, results),
                 ended=functools.partial(handler.calls.end, call),
             )
         inside = contextvars.copy_context()
         handler.threads.run(
-            functools.partial(inside.run, _invoke_and_end, handler, event, context, outlet, call)
+            functools.partial(inside.run, _invoke_and_end, handler, event, context, results, call)
         )
         return lambda: None
     except BaseException:  # no thread can be started
@@ -187,60 +188,62 @@ def _begin(
 
 
 def _invoke_and_end(
-    handler: Handler, event: Any, context: Context, outlet: Outlet, call: FunctionCall
+    handler: Handler, event: Any, context: Context, results: ThreadToLoopChannel[Any], call: FunctionCall
 ) -> None:
     try:
-        _invoke(handler, event, context, outlet)
+        _invoke(handler, event, context, results)
     finally:
         handler.calls.end(call)
 
 
-def _invoke(handler: Handler, event: Any, context: Context, outlet: Outlet) -> None:
-    """The body of a plain function's thread. Raises nothing; ends the outlet."""
+def _invoke(handler: Handler, event: Any, context: Context, results: ThreadToLoopChannel[Any]) -> None:
+    """The body of a plain function's thread. Raises nothing; ends the results."""
     try:
         result = handler.function(event, context)
         if not isinstance(result, Iterator):
-            outlet.finish(_checked(handler, result))
+            results.finish(_checked(handler, result))
             return
         try:
             for value in result:
-                outlet.put(_checked(handler, value))
+                results.put(_checked(handler, value))
         finally:
             # A generator has one; its `finally` runs now.
             if hasattr(result, "close"):
                 result.close()
-    except OutletClosedError:
+    except ChannelClosedError:
         return
     except BaseException as error:  # noqa: BLE001 - not even a SystemExit may end the process
-        outlet.end(_as_error(handler, error, context))
+        results.end(_as_error(handler, error, context))
     else:
-        outlet.end()
+        results.end()
 
 
-async def _invoke_async(handler: Handler, event: Any, context: Context, outlet: Outlet) -> None:
+async def _invoke_async(
+    handler: Handler, event: Any, context: Context, results: ThreadToLoopChannel[Any]
+) -> None:
     """The body of a coroutine's task, on the handler's loop."""
     try:
         result = handler.function(event, context)
         if inspect.isawaitable(result):
             result = await result
         if not isinstance(result, AsyncIterator):
-            outlet.finish(_checked(handler, result))
+            results.finish(_checked(handler, result))
             return
         try:
             async for value in result:
-                await outlet.put_async(_checked(handler, value))
+                await results.put_async(_checked(handler, value))
         finally:
             if hasattr(result, "aclose"):
                 await result.aclose()
-    except OutletClosedError:
+    except ChannelClosedError:
         return
     except asyncio.CancelledError:
-        outlet.end(CancelledError(f"{handler.name} was cancelled"))
+        results.end(CancelledError(f"{handler.name} was cancelled"))
         raise
     except BaseException as error:  # noqa: BLE001 - as above
-        outlet.end(_as_error(handler, error, context))
+        results.end(_as_error(handler, error, context))
     else:
-        outlet.end()
+        results.end()
 
 
 def _checked(handler: Handler, value: Any) -> Any:

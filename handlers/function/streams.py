@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ...runtime.errors import CancelledError, HandlerError, ModelError
 from ...runtime.step.requests import FinishReason, GenerationEvent, GenerationRequest, TokenLogprob
-from .lifetime import Lifetime, calling_on_loop, refuse_to_block_a_loop
+from .channel import ThreadToLoopChannel
+from .lifetime import Lifetime, refuse_to_block_a_loop
 
 if TYPE_CHECKING:
     from ...runtime.engine.generation import Generation
@@ -177,8 +178,8 @@ class AsyncTextStream(_Generated):
 
     def __init__(self, submit: Submit, request: GenerationRequest, lifetime: Lifetime) -> None:
         super().__init__(request, lifetime)
-        self._events: asyncio.Queue[GenerationEvent] = asyncio.Queue()
-        self._start(submit, request, calling_on_loop(asyncio.get_running_loop(), self._events.put_nowait))
+        self._events: ThreadToLoopChannel[GenerationEvent] = ThreadToLoopChannel()
+        self._start(submit, request, self._events.post)
 
     def __aiter__(self) -> Self:
         return self
@@ -210,7 +211,7 @@ class AsyncTextStream(_Generated):
     async def _next_event(self) -> GenerationEvent:
         try:
             async with asyncio.timeout(self._lifetime.remaining_s()):
-                return await self._events.get()
+                return await anext(self._events)
         except TimeoutError:
             self._stop()
             raise self._lifetime.ending() from None

@@ -22,12 +22,12 @@ from ...loader.errors import TeneralError
 from ...runtime.errors import AdapterNotFoundError, ModelError, RequestError
 from ...runtime.state import State
 from ...runtime.step.requests import FirstToken, Priority
+from ..function.channel import LoopCalls
 from .admission import Admission
 from .connections import Connections
 from .errors import SERVER_ERROR, ApiError, as_api_error, expected_wait_s
 from .inflight import Deadline, InFlight, Work
 from .limits import MAX_HEAD_BYTES, Limits
-from .mailbox import Bridge
 from .model_slot import ModelSlot, count_start
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class Service:
             write_stall_s=limits.write_stall_s,
             retry_after_s=self._retry_after_s,
         )
-        self.bridge = Bridge()
+        self.loop_calls = LoopCalls()
         self.text_threads = TextThreads()
 
     @property

@@ -29,7 +29,7 @@ from ...runtime.step.requests import (
     PromptLogprobs,
     TokenLogprob,
 )
-from ..http.mailbox import Mailbox
+from ..function.channel import ThreadToLoopChannel
 from ..http.service import CALL, Call, Service
 from ..http.sse import SSE, EventStream, Framing, complete
 from .parameters import WHOLE_CONTEXT, forced_text_may_change, priority_of, queue_of
@@ -141,9 +141,9 @@ class Sequences:
         self._num_open = 0
         self._failure: TeneralError | None = None
         self._on_overflow = on_overflow
-        self._mailbox: Mailbox[Step]
-        self._post: Callable[[Step], None]
-        self._mailbox, self._post = service.bridge.open(max_pending_events, self._overflow)
+        self._events: ThreadToLoopChannel[Step] = ThreadToLoopChannel(
+            service.loop_calls, max_items=max_pending_events, on_overflow=self._overflow
+        )
 
     def submit(self, engine: Engine, requests: Sequence[GenerationRequest]) -> None:
         """All, or none: raises the engine's `CapacityError`, `ContextLengthError` or `DrainingError`."""
@@ -164,7 +164,7 @@ class Sequences:
             return []
         steps: list[Step] = []
         while self._failure is None and not steps:
-            for index, event in await self._mailbox.take():
+            for index, event in await self._events.take():
                 if event.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
                     self._failure = _failure(event)
                     break
@@ -191,7 +191,7 @@ class Sequences:
         self._on_overflow()
 
     def _on_event(self, index: int, event: GenerationEvent) -> None:
-        self._post((index, event))  # in the engine's thread
+        self._events.post((index, event))  # in the engine's thread
 
     def _count(self, index: int, event: GenerationEvent) -> None:
         self.tally.add(event)

@@ -13,8 +13,7 @@ import pytest
 from tests.support.load import patience_s
 from tests.support.small_host import SENTENCE
 
-from teneral.handlers.function.handler import Handler, HandlerKind, load_handler, run
-from teneral.handlers.function.outlet import CAPACITY
+from teneral.handlers.function.handler import MAX_AHEAD, Handler, HandlerKind, load_handler, run
 from teneral.runtime.errors import CancelledError, CapacityError, HandlerError, RequestError
 
 
@@ -100,7 +99,7 @@ async def test_a_generator_gives_any_number_of_values(handlers, context, functio
 
 @pytest.mark.parametrize("function", [generator, async_generator])
 async def test_many_values_keep_their_order(handlers, context, function):
-    values = list(range(5 * CAPACITY))
+    values = list(range(5 * MAX_AHEAD))
     assert await results(handlers(function), values, context) == values
 
 
@@ -191,9 +190,9 @@ async def test_a_handler_waits_when_its_reader_does(handlers, context):
 
     async with aclosing(run(handlers(function), {}, context)) as values:
         assert await anext(values) == 0
-        await until(lambda: len(made) > CAPACITY)
+        await until(lambda: len(made) > MAX_AHEAD)
         await asyncio.sleep(0.05)
-        assert len(made) <= CAPACITY + 3
+        assert len(made) <= MAX_AHEAD + 3
 
 
 # What may come out.

@@ -7,7 +7,6 @@ caller bounds their size.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
 from urllib.parse import unquote
 
 from ...errors import (
@@ -19,6 +18,7 @@ from ...errors import (
     UnavailableError,
 )
 from .. import base
+from ..http.bucket import Listed, Page
 from ..http.head import is_strong_etag
 from ..http.source import RETRYABLE
 from ..http.xml import element_text, parse_problem
@@ -32,17 +32,6 @@ _RIGHTS = (
     "The identity needs the role Storage Blob Data Reader (Storage Blob Data Contributor to write), "
     "a signature the permissions r and l (and c, w, d)."
 )
-
-
-class Listed(NamedTuple):
-    key: str
-    size_bytes: int
-    version: str
-
-
-class Page(NamedTuple):
-    objects: tuple[Listed, ...]
-    next_marker: str | None
 
 
 def parse_page(document: bytes, *, where: str) -> Page:

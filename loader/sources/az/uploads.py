@@ -31,6 +31,9 @@ class Uploads:
         self._refusal = refusal
         self._sender = Sender(url, options)
 
+    def create(self, name: str, *, if_absent: bool) -> AzWriter:
+        return AzWriter(self, name, if_absent=if_absent)
+
     def put(
         self, name: str, data: bytes, *, if_absent: bool = False, if_version: str | None = None
     ) -> ObjectInfo:

@@ -18,6 +18,7 @@ from ...errors import (
 )
 from .. import base
 from ..base import ObjectInfo
+from ..http.bucket import Listed, Page
 from ..http.source import RETRYABLE
 from .address import is_number, version_of
 
@@ -38,17 +39,6 @@ class Problem(NamedTuple):
 
     reason: str
     message: str
-
-
-class Listed(NamedTuple):
-    key: str
-    size_bytes: int
-    version: str
-
-
-class Page(NamedTuple):
-    objects: tuple[Listed, ...]
-    next_token: str | None
 
 
 def parse_problem(document: bytes) -> Problem:

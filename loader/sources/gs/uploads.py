@@ -50,6 +50,9 @@ class Uploads:
         self._origin = origin
         self._sender = Sender(url, options)
 
+    def create(self, name: str, *, if_absent: bool) -> GsWriter:
+        return GsWriter(self, name, if_absent=if_absent)
+
     def put(
         self, name: str, data: bytes, *, if_absent: bool = False, if_version: str | None = None
     ) -> ObjectInfo:

@@ -19,14 +19,14 @@ from ...errors import (
 from .. import base
 from ..base import ObjectInfo, SourceOptions
 from .address import encode_path, parse_address
+from .bucket import HttpReads
 from .client import HttpClient
 from .head import Head, Headers, Request, is_header
-from .outage import HttpStatistics, Note
 
 RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
-class HttpSource:
+class HttpSource(HttpReads):
     """A `Source` on the folder at `url`."""
 
     def __init__(self, url: str, options: SourceOptions | None = None) -> None:
@@ -54,35 +54,11 @@ class HttpSource:
     def follows_redirects(self) -> bool:
         return True
 
-    def stat(self, name: str) -> ObjectInfo:
-        return self._client.stat(name)
-
-    def read(self, name: str, *, max_bytes: int) -> tuple[bytes, ObjectInfo]:
-        return self._client.read(name, max_bytes=max_bytes)
-
-    def read_into(
-        self, name: str, start: int, buffer: memoryview, *, version: str | None = None
-    ) -> str | None:
-        return self._client.read_into(name, start, buffer, version)
-
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         raise UsageError(
             f"{self.url} cannot be listed: the web has no way to ask for that",
             hint="Use the folder's s3:// address, or a copy on disk.",
         )
-
-    def on_outage(self, note: Note) -> None:
-        """As `Outage.watch`."""
-        self._client.on_outage(note)
-
-    def quiesce(self) -> None:
-        self._client.quiesce()
-
-    def close(self) -> None:
-        self._client.close()
-
-    def statistics(self) -> HttpStatistics:
-        return self._client.statistics()
 
     def request(self, name: str, extra: Headers) -> Request:
         """As `ObjectServer.request`."""

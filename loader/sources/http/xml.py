@@ -11,6 +11,7 @@ from typing import NamedTuple
 from urllib.parse import unquote_plus
 
 from ...errors import FormatError
+from .bucket import Listed, Page
 
 MAX_TEXT = 500  # characters of an error's message that are shown
 _ENTITY = re.compile(r"&(#x[0-9a-fA-F]{1,6}|#[0-9]{1,7}|lt|gt|amp|quot|apos);")
@@ -25,17 +26,6 @@ class S3Problem(NamedTuple):
     region: str
 
 
-class ListedObject(NamedTuple):
-    key: str
-    size_bytes: int
-    etag: str
-
-
-class ListPage(NamedTuple):
-    objects: tuple[ListedObject, ...]
-    next_token: str | None
-
-
 def parse_problem(document: bytes) -> S3Problem:
     """Never raises: what is not an S3 error document has no code."""
     text = document.decode("utf-8", "replace")
@@ -43,7 +33,7 @@ def parse_problem(document: bytes) -> S3Problem:
     return S3Problem(code[:MAX_TEXT], " ".join(message.split())[:MAX_TEXT], region)
 
 
-def parse_page(document: bytes, *, where: str) -> ListPage:
+def parse_page(document: bytes, *, where: str) -> Page:
     """A page of ListObjectsV2. Raises `FormatError` for anything else."""
     text = document.decode("utf-8", "replace")
     if "<ListBucketResult" not in text:
@@ -55,12 +45,12 @@ def parse_page(document: bytes, *, where: str) -> ListPage:
         key, size, etag = (element_text(entry, tag) for tag in ("Key", "Size", "ETag"))
         if key is None or size is None or not size.isdecimal() or len(size) > 19:
             raise FormatError(f"{where} lists an object without a key or size", where=where)
-        objects.append(ListedObject(unquote_plus(key) if is_encoded else key, int(size), etag or ""))
+        objects.append(Listed(unquote_plus(key) if is_encoded else key, int(size), etag or ""))
     is_truncated = element_text(text, "IsTruncated") == "true"
     token = element_text(text, "NextContinuationToken")
     if is_truncated and not token:
         raise FormatError(f"{where} does not say how its list goes on", where=where)
-    return ListPage(tuple(objects), token if is_truncated else None)
+    return Page(tuple(objects), token if is_truncated else None)
 
 
 def element_text(document: str, tag: str) -> str | None:

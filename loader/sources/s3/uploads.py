@@ -42,6 +42,9 @@ class S3Uploads:
         self._closing = threading.Event()
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="s3-upload")
 
+    def create(self, name: str, *, if_absent: bool) -> S3Writer:
+        return S3Writer(self, name, if_absent=if_absent)
+
     def put(
         self, name: str, data: bytes, *, if_absent: bool = False, if_version: str | None = None
     ) -> ObjectInfo:

@@ -46,6 +46,7 @@ BENCHMARKS = {
     "stories.aws_lambda": "a function on Lambda: init, first token, after a freeze; and transformers",
     "stories.kubernetes": "scale to zero: rendered containers, started and probed as the platform does",
     "stories.fine_tunes": "a thousand adapters on one base: first tokens, evictions, memory",
+    "console": "the console: first paint, bytes, what it explains, the first token with the page open (needs Chromium)",
     "embeddings": "an encoder's batching: texts/s for one and for many callers",
 }
 

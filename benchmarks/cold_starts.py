@@ -70,12 +70,13 @@ def serve(
     counter: Counter | None = None,
     wants_timeline: bool = False,
     asked: str = "model",
+    port: int | None = None,
 ) -> ColdStart:
     """`teneral serve MODEL`, and one request for the model, or the adapter of it, with the name `asked`; it ends
     `settle_s` after the answer, or after its timeline is complete. With `pool`, a process of it serves. Raises
     `RunError`.
     """
-    port = _free_port()
+    port = port or _free_port()
     if pool:
         pool.settle()
     command = [sys.executable, "-m", "teneral", "serve", model, *flags]

@@ -113,7 +113,7 @@ def _document_route(open_paths: frozenset[str]) -> RouteHandler:
 
 def _document(open_paths: frozenset[str]) -> bytes:
     # Few clients read it.
-    from .api_document import document
+    from .api_document.document import document
     from .http.json_bodies import encode
 
     return encode(document(open_paths))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from ..loader.errors import TeneralError
 from ..loader.timeline import Timeline
 from ..runtime.config import ServeConfig
-from ..runtime.start import LaunchedHelpers, launch_helpers
+from ..runtime.start import Helpers, LaunchedHelpers, launch_helpers
 from .http.limits import listen, max_files, require_files
 from .platforms import Platform, imported, platform_of
 
@@ -59,8 +59,10 @@ def _make_app(instance: Instance, handler: Handler | None, platform: Platform) -
 def _run(config: ServeConfig, ending: Ending) -> int:
     timeline = Timeline()
     timeline.add("process", "start interpreter", 0.0, timeline.now_s())
+    began_s = timeline.now_s()
     require_files(max_files())
     with listen(config.host, config.port) as sock:
+        timeline.add("process", "open port", began_s, timeline.now_s())
         timeline.mark("process", "port open")
         if config.standby_socket is not None:
             # Few servers have a pool.
@@ -90,7 +92,7 @@ def serve_on(
     with (
         sock,
         _probe_socket(config) as probe_sock,
-        launched.adopt(timeline) if launched else nullcontext() as helpers,
+        _adopted(launched, timeline) as helpers,
     ):
         load = helpers.load if helpers is not None else None
         if load is not None:
@@ -99,6 +101,7 @@ def serve_on(
             import logging
 
             from ..runtime.instance import Instance
+        began_s = timeline.now_s()
         logging.basicConfig(
             level=config.log_level.upper(),
             format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -115,6 +118,7 @@ def serve_on(
             _standby_pool(config, instance),
         ):
             ending.has_failed = lambda: instance.failure is not None
+            timeline.add("process", "start instance", began_s, timeline.now_s())
             with timeline.span("process", "import server"):
                 # Here, not above: the first reads start before it is needed.
                 import asyncio
@@ -144,6 +148,13 @@ def serve_on(
                     handler.close()
     if failure is not None:
         raise failure
+
+
+def _adopted(launched: LaunchedHelpers | None, timeline: Timeline) -> AbstractContextManager[Helpers | None]:
+    if launched is None:
+        return nullcontext()
+    with timeline.span("process", "adopt helpers"):
+        return launched.adopt(timeline)
 
 
 def _announce(model_name: str, sock: socket.socket, probe_sock: socket.socket | None, limits: Limits) -> None:

@@ -494,11 +494,12 @@ class Instance:
             start_warm_up(torch.device(device), torch.bfloat16, timeline=self.timeline)
 
     def _start_engine(self, model: Decoder, manifest: Manifest, drafter: Decoder | None) -> None:
-        from .backends.choose import pool_bytes, step_backend
-        from .engine.arrival import BasedArrival, LoadArrival
-        from .engine.engine import Engine, EngineOptions
-        from .kv.kinds import KVKind
-        from .models.decoder import Decoder
+        with self.timeline.span("process", "import engine"):
+            from .backends.choose import pool_bytes, step_backend
+            from .engine.arrival import BasedArrival, LoadArrival
+            from .engine.engine import Engine, EngineOptions
+            from .kv.kinds import KVKind
+            from .models.decoder import Decoder
 
         refuse = ModelError(
             f"{self.model_name} generates text and does not make embeddings",
@@ -529,28 +530,32 @@ class Instance:
                 ),
             )
         self.adapters = self._registry(model, manifest.digest)
+        if not self.tokenizer.done():
+            with self.timeline.span("tokenizer", "wait"):
+                self.tokenizer.exception()
         tokenizer = self.tokenizer.result()
-        engine = Engine(
-            model,
-            tokenizer,
-            options=options,
-            timeline=self.timeline,
-            eos_token_ids=tokenizer.eos_token_ids,
-            # transformers supports no draft, and its weights have all arrived.
-            arrival=(LoadArrival if drafter is None else BasedArrival)(self._load)
-            if isinstance(model, Decoder)
-            else None,
-            drafter=drafter,
-            prefix_seed=_prefix_seed(manifest, model),
-            make_backend=step_backend,
-            on_device_lost=self._fail,
-            adapters=self.adapters,
-        )
-        # Before the engine's waiters continue.
-        if self._snapshots is not None:
-            self._snapshots.attach(engine.prefix_pool, model=manifest.digest)
-        engine.start()
-        _resolve(self.engine, engine)
+        with self.timeline.span("model", "engine"):
+            engine = Engine(
+                model,
+                tokenizer,
+                options=options,
+                timeline=self.timeline,
+                eos_token_ids=tokenizer.eos_token_ids,
+                # transformers supports no draft, and its weights have all arrived.
+                arrival=(LoadArrival if drafter is None else BasedArrival)(self._load)
+                if isinstance(model, Decoder)
+                else None,
+                drafter=drafter,
+                prefix_seed=_prefix_seed(manifest, model),
+                make_backend=step_backend,
+                on_device_lost=self._fail,
+                adapters=self.adapters,
+            )
+            # Before the engine's waiters continue.
+            if self._snapshots is not None:
+                self._snapshots.attach(engine.prefix_pool, model=manifest.digest)
+            engine.start()
+            _resolve(self.engine, engine)
         self.timeline.mark("process", "can answer")
 
     def _registry(self, model: Decoder, digest: bytes | None) -> AdapterRegistry | None:

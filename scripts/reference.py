@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from teneral.handlers.api_document import document
+from teneral.handlers.api_document.document import document
+from teneral.handlers.api_document.operations import POOL, POOL_OPEN_PATHS
 from teneral.handlers.app import edge_rules
 from teneral.handlers.function.context import Context
 from teneral.handlers.platforms import HTTP
@@ -30,16 +31,25 @@ SIZE = "must be a size"
 
 def http_page() -> str:
     """Each route of the OpenAPI document, and each type that it names."""
-    described = document(edge_rules(HTTP).open_paths)
+    described, pool = document(edge_rules(HTTP).open_paths), document(POOL_OPEN_PATHS, "pool")
     lines = ["# HTTP reference", "", MADE, ""]
-    lines += ["All routes of `teneral serve`. A server has this page as an OpenAPI 3.1 document at"]
-    lines += ["`/openapi.json`. Where a key is set, each route needs it, but for those marked open.", ""]
+    lines += [
+        "All routes of `teneral serve`, and those that `teneral pool run` adds. Both have this page as an"
+    ]
+    lines += [
+        "OpenAPI 3.1 document at `/openapi.json`. Where a key is set, each route needs it, but for those"
+    ]
+    lines += [
+        "marked open. A pool passes all other requests on, to the model that the body or the path names,"
+    ]
+    lines += ["or else the header `x-teneral-model`.", ""]
+    own = {path: item for path, item in pool["paths"].items() if path not in described["paths"]}
     operations = [
         (path, method, operation)
-        for path, item in described["paths"].items()
+        for path, item in {**described["paths"], **own}.items()
         for method, operation in item.items()
     ]
-    for tag in described["tags"]:
+    for tag in [*described["tags"], *(tag for tag in pool["tags"] if tag["name"] == POOL)]:
         lines += [f"## {tag['name']}", "", tag["description"].replace("docs/", ""), ""]
         lines += ["| route | | body | answer |", "|---|---|---|---|"]
         for path, method, operation in operations:

@@ -47,15 +47,15 @@ ELSEWHERE = {
 
 
 def parsed(words: list[str]) -> tuple[Any, str]:
-    """The flags, or None and the complaint."""
-    printed = io.StringIO()
+    """The flags, or None and the error."""
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(printed):
+        with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
             return parse(words), ""
     except SystemExit as end:
         if end.code == 0:
             return None, ""  # --help, --version
-        return None, printed.getvalue().strip().rpartition("\n")[2]
+        return None, output.getvalue().strip().rpartition("\n")[2]
 
 
 def test_there_are_fragments_of_each_kind() -> None:

@@ -12,8 +12,7 @@ completion. It is handed out with the process's first poll, which Lambda calls t
     frozen       the same after the process was stopped for --frozen seconds, as Lambda stops one between invocations
 
 The peer is transformers under AWS's own `awslambdaric`, which reads the model with boto3 while it is imported and
-answers in one piece; one token is asked of it. Image layers are counted where `scripts/conformance-image` has built
-them; the time to pull them is computed, as no registry is here.
+answers in one piece; one token is asked of it.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ from tests.support.fake_runtime_api import FakeRuntimeApi, Outcome
 NAME = "stories.aws_lambda"
 EXACT, DRAFT, PEER = "teneral", "teneral, first_token: draft", "transformers after boto3, awslambdaric"
 PEERS = Path(__file__).parent.parent / "peers"
-LAYERS = Path(__file__).parents[2] / ".conformance-image" / "lambda.layers.json"
 NUM_WARM = 3
 POLL_S = 0.0005
 TIMEOUT_S = 120.0
@@ -70,7 +68,6 @@ def main() -> None:
     with StoreProcess(root, rate_mb_s=options.rate, latency_ms=options.latency_ms) as store:
         report["results"] = measure(store, root, options)
     report["stored_bytes"] = stored_bytes(root)["packed"]
-    report["image_layers"] = json.loads(LAYERS.read_text()) if LAYERS.exists() else None
     finish(report, render(report), save=options.save)
 
 
@@ -234,7 +231,7 @@ def render(report: Mapping[str, Any]) -> str:
 
 def section(report: Mapping[str, Any]) -> str:
     """The figures of docs/stories/lambda.md."""
-    return "\n\n".join([model_and_where(report), _table(report), _image(report)]) + "\n"
+    return f"{model_and_where(report)}\n\n{_table(report)}\n"
 
 
 def _table(report: Mapping[str, Any]) -> str:
@@ -249,19 +246,6 @@ def _table(report: Mapping[str, Any]) -> str:
     ]
     frozen = f"after {report['frozen_s']:g} s frozen"
     return table(["", "start → init done", "start → token", "warm", frozen, "peak memory"], rows)
-
-
-def _image(report: Mapping[str, Any]) -> str:
-    layers = report["image_layers"]
-    if layers is None:
-        return "The image was not built for this run."
-    sizes = [layer["bytes"] for layer in layers]
-    pulls = ", ".join(f"{sum(sizes) * 8 / gigabit / 1e9:.1f} s at {gigabit} Gbit/s" for gigabit in (1, 5, 10))
-    listed = ", ".join(f"{layer['name']} {layer['bytes'] / 1e6:.1f} MB" for layer in layers)
-    return (
-        f"The image `--target lambda` has {sum(sizes) / 1e6:.0f} MB in its compressed layers ({listed}). A whole pull\n"
-        f"would take {pulls}: computed from the bytes, as there is no registry here."
-    )
 
 
 if __name__ == "__main__":

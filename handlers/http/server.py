@@ -55,6 +55,8 @@ async def serve(
     ends the process at once, by that signal. Signals are handled only in the main thread.
     """
     service = app[SERVICE]
+    timeline = service.instance.timeline
+    began_s = timeline.now_s()
     stop = stop or asyncio.Event()
     service.slot.watch(stop.set)
     runner = web.AppRunner(
@@ -80,6 +82,7 @@ async def serve(
             for each in (sock, *more_sockets):
                 listener = await asyncio.get_running_loop().create_server(factory, sock=each, backlog=BACKLOG)
                 listeners.append(listener)
+            timeline.add("process", "start server", began_s, timeline.now_s())
             await stop.wait()
             if service.instance.failure is not None:
                 await asyncio.sleep(FAILED_GRACE_S)

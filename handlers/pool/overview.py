@@ -28,6 +28,7 @@ class Overview:
         self._keys = keys
         self._may_control = may_control
         self._created_unix_s = int(time.time())
+        self._document: bytes | None = None  # made by its first request
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -39,6 +40,7 @@ class Overview:
             web.get("/v2/health/ready", self.readyz),
             web.get("/v2/models/{name:.+}/ready", self.model_ready),
             web.get("/metrics", self.metrics),
+            web.get("/openapi.json", self.document),
             web.get("/v1/models", self.models),
             web.get("/v1/models/{id:.+}", self.model),
             web.get("/v1/pool", self.pool),
@@ -99,6 +101,14 @@ class Overview:
         self._check(request)
         text = await asyncio.to_thread(self._supervisor.metrics.render, self._gauges())
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
+
+    async def document(self, request: web.Request) -> web.Response:
+        """The OpenAPI document of these routes, and of those that are passed on to instances."""
+        self._check(request)
+        if self._document is None:
+            # It imports the types of all bodies, in a thread: requests go on meanwhile.
+            self._document = await asyncio.to_thread(_make_document)
+        return web.Response(body=self._document, content_type="application/json")
 
     async def control(self, request: web.Request) -> web.Response:
         """Put a model to sleep, wake it, or have it refuse requests until it is woken."""
@@ -208,6 +218,15 @@ class Overview:
             list(waiting.items()),
             [((kind,), float(size)) for kind, size in memory],
         )
+
+
+def _make_document() -> bytes:
+    # Few clients read it.
+    from ..api_document.document import document
+    from ..api_document.operations import POOL_OPEN_PATHS
+    from ..console.routes import PATHS
+
+    return encode(document(POOL_OPEN_PATHS | PATHS, "pool"))
 
 
 def _state_of(state: ModelState) -> str:

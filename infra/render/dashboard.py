@@ -60,6 +60,18 @@ SERVER = (
             " / sum(rate(teneral_engine_prefix_lookup_tokens_total{$of}[$__rate_interval]))"
         },
     ),
+    Panel("Adapters", "short", {"in memory": "sum(teneral_adapters_loaded{$of})", "wait for room": "sum(teneral_adapters_waiting_for_room{$of})"}, "Where --adapters is set."),
+    Panel(
+        "Requests for adapters",
+        "reqps",
+        {
+            "in memory": "sum(rate(teneral_adapters_hits_total{$of}[$__rate_interval]))",
+            "read": "sum(rate(teneral_adapters_misses_total{$of}[$__rate_interval]))",
+            "made way": "sum(rate(teneral_adapters_evictions_total{$of}[$__rate_interval]))",
+            "failed": "sum(rate(teneral_adapters_failures_total{$of}[$__rate_interval]))",
+        },
+        "Adapters that had to be read, and others that made way for them.",
+    ),
     Panel("Free blocks of the KV pool", "percentunit", {"{{instance}}": "teneral_engine_free_blocks{$of} / teneral_engine_num_blocks{$of}"}),
 )  # fmt: skip
 POOL = (

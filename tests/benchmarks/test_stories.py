@@ -21,7 +21,6 @@ RESULTS: dict[str, dict[str, Any]] = {
     aws_lambda.NAME: {
         "frozen_s": 5.0,
         "stored_bytes": 664_000_000,
-        "image_layers": [{"name": "system", "bytes": 40_000_000}, {"name": "code", "bytes": 10_000_000}],
         "results": {
             aws_lambda.EXACT: {
                 "init_s": 0.4,

@@ -25,6 +25,8 @@ version = 1
 [models.demo]
 source = "{ROOT / "demo" / "model"}"
 max_instances = 1
+[models.demo.serve]
+adapters = "{ROOT / "demo" / "no-adapters"}/{{name}}"
 [node]
 memory = "3GiB"
 """

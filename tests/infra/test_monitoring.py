@@ -15,6 +15,8 @@ from teneral.runtime.metrics import Metrics
 
 INFRA = Path(__file__).parents[2] / "infra"
 RULES = INFRA / "alerts" / "teneral.rules.yml"
+ALERTS = [rule["alert"] for rule in yaml.safe_load(RULES.read_text())["groups"][0]["rules"]]
+ALWAYS = 'group by (model, instance) ({__name__=~".+"})'  # for every series that a test has
 PROMTOOL = os.environ.get("TENERAL_TEST_PROMTOOL", "")
 needs_promtool = pytest.mark.skipif(not PROMTOOL, reason="needs promtool: scripts/conformance-infra")
 POOL_METRICS = {
@@ -23,6 +25,8 @@ POOL_METRICS = {
 }  # fmt: skip
 # Of a server's statistics, which exist only while it serves; `test_serve_metrics` of the slow tests scrapes a real one.
 STATISTICS = {
+    "teneral_adapters_evictions_total", "teneral_adapters_failures_total", "teneral_adapters_hits_total",
+    "teneral_adapters_loaded", "teneral_adapters_misses_total", "teneral_adapters_waiting_for_room",
     "teneral_engine_free_blocks", "teneral_engine_num_blocks", "teneral_engine_prefix_hit_tokens_total",
     "teneral_engine_prefix_lookup_tokens_total", "teneral_engine_queued", "teneral_engine_running",
     "teneral_load_link_rate_bytes_per_s", "teneral_load_unverified_bytes", "teneral_progress_fraction",
@@ -76,15 +80,18 @@ def test_promtool_takes_the_rules_and_their_tests_pass(tmp_path):
 
 
 @needs_promtool
-@pytest.mark.parametrize("number", range(8))
-def test_a_rule_that_never_fires_fails_its_test(tmp_path, number):
+@pytest.mark.parametrize("alert", ALERTS)
+@pytest.mark.parametrize("expression", ["vector(0) > 1", ALWAYS], ids=["never", "always"])
+def test_a_rule_that_never_or_always_fires_fails_its_test(tmp_path, alert, expression):
     rules = yaml.safe_load(RULES.read_text())
-    rules["groups"][0]["rules"][number]["expr"] = "vector(0) > 1"
+    (rule,) = [each for each in rules["groups"][0]["rules"] if each["alert"] == alert]
+    rule["expr"] = expression
     (tmp_path / RULES.name).write_text(yaml.safe_dump(rules))
     test = tmp_path / "test.yml"
     test.write_text(RULES.with_name("teneral.rules.test.yml").read_text())
     result = subprocess.run([PROMTOOL, "test", "rules", test], capture_output=True, text=True, timeout=60)
     assert result.returncode != 0
+    assert alert in result.stdout + result.stderr
 
 
 @needs_promtool

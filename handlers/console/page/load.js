@@ -1,12 +1,13 @@
 // The load: requests, tokens and refusals, by the metrics of two moments.
 
 const load = { before: null, rates: [] };
-const MAX_RATES = 90;
+const MAX_RATES = 90, MAX_NAMES = 50;
 
 async function readLoad() {
   const metrics = await readMetrics();
   if (mode === "pool") await readPool(metrics);
   const panel = mode === "pool" ? byId("pool-load") : byId("panel-load");
+  const adapters = mode === "server" ? await readAdapters(metrics) : null;
   const before = load.before;
   load.before = metrics;
   const since = (name, wanted) => {
@@ -32,11 +33,39 @@ async function readLoad() {
       gauge("process_resident_memory_bytes") && ["memory of the process", bytes(gauge("process_resident_memory_bytes"))],
     ])),
     mode === "server" ? sparkOf() : null,
+    adapters ? adaptersCard(adapters) : null,
     el("div", { class: "histograms" },
       histogramOf(metrics, "teneral_first_token_seconds", "First token"),
       histogramOf(metrics, "teneral_inter_token_seconds", "Between tokens"),
       histogramOf(metrics, "teneral_pool_wait_seconds", "Wait for an instance"),
       histogramOf(metrics, "teneral_request_seconds", "Whole requests", labels => !QUIET.has(labels.route))));
+}
+
+// Adapters, where the server takes them: those in memory by name, and what their requests found. The playground offers them.
+async function readAdapters(given) {
+  if (given === undefined && byId("adapter-field").dataset.none) return null;
+  const metrics = given ?? await readMetrics(), budget = metrics.total("teneral_adapters_max_bytes");
+  byId("adapter-field").hidden = budget === undefined;
+  if (budget === undefined) {
+    if (metrics.total("teneral_engine_running") !== undefined) byId("adapter-field").dataset.none = "yes";
+    return null;
+  }
+  const names = (await getJson("/v1/models")).data.filter(model => model.parent).map(model => model.id.slice(model.parent.length + 1)).sort();
+  show(byId("adapters"), names.map(name => el("option", { value: name })));
+  return { budget, names, count: name => metrics.total(`teneral_adapters_${name}`) ?? 0 };
+}
+
+function adaptersCard({ budget, names, count }) {
+  const used = count("loaded_bytes");
+  return el("section", { class: "card", id: "adapters-card" }, el("h2", {}, "Adapters"),
+    stack([{ kind: "in-use", amount: used }], budget, `adapters: ${bytes(used)} of ${bytes(budget)}`),
+    el("ul", { class: "keys" }, key("in-use", "in memory ", el("b", {}, bytes(used))), key("free", "budget ", el("b", {}, bytes(budget)))),
+    el("dl", { class: "figures" }, cards([
+      ["in memory", whole(count("loaded"))], ["held by requests", whole(count("pinned"))], ["being read", whole(count("loading"))],
+      ["waiting for room", whole(count("waiting_for_room"))], ["found in memory", whole(count("hits_total"))], ["had to be read", whole(count("misses_total"))],
+      ["made way", whole(count("evictions_total"))], ["failed", whole(count("failures_total"))],
+    ])),
+    names.length ? el("p", { class: "soft" }, `${names.slice(0, MAX_NAMES).join(", ")}${names.length > MAX_NAMES ? ` and ${names.length - MAX_NAMES} more` : ""}`) : null);
 }
 
 // Routes of probes and of this page, which are no work.

@@ -2,7 +2,7 @@
 
 const PANELS = ["start", "playground", "kv", "load", "artifact"];
 // In front of a pool, reading of an instance wakes its model: only when asked to.
-const READS = mode === "pool" ? { load: readLoad } : { start: followStart, kv: readKv, load: readLoad, artifact: readArtifact };
+const READS = mode === "pool" ? { load: readLoad } : { start: followStart, kv: readKv, load: readLoad, artifact: readArtifact, playground: () => readAdapters() };
 let current = "start", isReading = false;
 
 function showState({ state, model, error }) {

@@ -10,7 +10,7 @@ function makePlayground() {
     byId("prompt-label").textContent = isChat ? "Message" : "Prompt";
     const kind = byId("form").value;
     byId("grammar-field").hidden = kind === "text" || kind === "json_object";
-    byId("grammar-label").textContent = { json_schema: "Schema", regex: "Expression", choice: "Choices, a line each" }[kind] ?? "Schema";
+    byId("grammar-label").textContent = { json_schema: "Schema", regex: "Expression", choice: "Choices, a line each", grammar: "Grammar" }[kind] ?? "Schema";
   };
   form.addEventListener("change", update);
   form.addEventListener("submit", event => {
@@ -68,8 +68,11 @@ function requestOf() {
   if (kind === "json_schema") body.response_format = { type: "json_schema", json_schema: { name: "answer", strict: true, schema: parsed("grammar", "Schema") ?? {} } };
   if (kind === "regex") body.structured_outputs = { regex: grammar };
   if (kind === "choice") body.structured_outputs = { choice: grammar.split("\n").filter(Boolean) };
+  if (kind === "grammar") body.structured_outputs = { grammar };
   const tools = isChat ? parsed("tools", "Tools") : undefined;
   if (tools) body.tools = tools;
+  const adapter = byId("adapter-field").hidden ? "" : byId("adapter").value.trim();
+  if (adapter) body.lora = adapter;
   if (byId("first-token").value) body.teneral = { first_token: byId("first-token").value };
   return { path: isChat ? "/v1/chat/completions" : "/v1/completions", body, isChat };
 }
@@ -190,7 +193,7 @@ function showCode(path, body) {
     "import json", "import os", "from openai import OpenAI", "",
     `client = OpenAI(base_url=${JSON.stringify(`${location.origin}/v1`)}, api_key=os.environ.get("TENERAL_API_KEY", "none"))`,
     `request = json.loads(r"""${json.includes('"""') ? json.replaceAll('"""', '\\"\\"\\"') : json}""")`,
-    "own = {name: request.pop(name) for name in (\"teneral\", \"structured_outputs\") if name in request}",
+    "own = {name: request.pop(name) for name in (\"teneral\", \"structured_outputs\", \"lora\") if name in request}",
     `request.setdefault("model", ${JSON.stringify(byId("model").textContent)})`,
     `answer = client.${path.includes("chat") ? "chat.completions" : "completions"}.create(**request, extra_body=own)`,
     ...(body.stream ? ["for chunk in answer:", "    if chunk.choices:", `        print(${path.includes("chat") ? 'chunk.choices[0].delta.content or ""' : "chunk.choices[0].text"}, end="", flush=True)`]

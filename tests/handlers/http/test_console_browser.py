@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.adapters import save_adapter
 from tests.support.cold_start import cold_start
 from tests.support.load import patience_s
 from tests.support.pool_runs import PoolRun
 from tests.support.store_server import StoreServer
-from tests.support.tiny_models import save_tiny
+from tests.support.tiny_models import save_tiny, tiny_model
 from tests.test_serve import Server
 
 from teneral.handlers.console.files import standalone
@@ -191,6 +192,64 @@ def test_an_answer_comes_token_by_token_with_probabilities_and_code(
     )
     page.locator("#send").click()
     expect(page.locator("#transcript")).to_contain_text('"n"', timeout=WAIT_MS)
+    page.wait_for_selector("#stop:disabled")
+    for form, rule, answer in (
+        ("regex", "4[0-1]", re.compile("4[01]")),
+        ("choice", "left\nright", re.compile("left|right")),
+        ("grammar", 'root ::= "yes" | "no"', re.compile("yes|no")),
+    ):
+        page.select_option("#form", form)
+        page.fill("#grammar", rule)
+        page.locator("#send").click()
+        expect(page.locator("#transcript")).to_have_text(answer, timeout=WAIT_MS)
+        page.wait_for_selector("#stop:disabled")
+    visit.check()
+    visit.close()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_an_adapter_is_asked_and_shown_with_what_the_others_did(
+    browser: Browser, folder: Path, size: str
+) -> None:
+    model = tiny_model("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=4)
+    for name in ("legal-german", "medical"):
+        save_adapter(folder / "adapters" / name, model)
+    server = Server(folder / "model", "--name", "tiny", "--adapters", f"{folder}/adapters/{{name}}")
+    try:
+        visit = Visit(browser, url_of(server), size, path="/#playground")
+        page = visit.page
+        expect(page.locator("#adapter")).to_be_visible(timeout=WAIT_MS)
+        page.locator("input[value=completion]").check(force=True)
+        page.fill("#prompt", "hello there")
+        page.fill("#max-tokens", "4")
+        for name in ("legal-german", "medical", "legal-german"):
+            page.fill("#adapter", name)
+            with page.expect_response("**/v1/completions") as answered:
+                page.locator("#send").click()
+            answered.value.finished()
+            page.wait_for_selector("#stop:disabled", state="attached")
+        page.locator("#code summary").click()
+        assert '"lora": "legal-german"' in (page.locator("#curl").text_content() or "")
+        visit.check()
+        page.fill("#adapter", "nowhere")
+        page.locator("#send").click()
+        expect(page.locator("#ask-error")).to_contain_text("nowhere", timeout=WAIT_MS)
+        visit.errors.clear()  # the browser's own line about the 404
+        visit.open("load")
+        card = page.locator("#adapters-card")
+        expect(card).to_contain_text("legal-german, medical", timeout=WAIT_MS)
+        expect(card).to_contain_text(re.compile(r"found in memory\s*1"))
+        expect(card).to_contain_text(re.compile(r"had to be read\s*[23]"))
+        visit.check()
+        visit.close()
+    finally:
+        server.close()
+
+
+def test_without_adapters_none_is_offered(browser: Browser, warm_server: Server) -> None:
+    visit = Visit(browser, url_of(warm_server), "desktop", path="/#playground")
+    expect(visit.page.locator("#adapter-field[data-none]")).to_be_attached(timeout=WAIT_MS)
+    assert visit.page.locator("#adapter-field").is_hidden()
     visit.check()
     visit.close()
 

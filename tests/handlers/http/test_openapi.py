@@ -11,9 +11,11 @@ import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from tests.support.instances import StagedInstance, TinyParts
 
-from teneral.handlers import api_document
 from teneral.handlers.anthropic.bodies import ROUTES as ANTHROPIC_FIELDS
+from teneral.handlers.api_document.document import MODEL_HEADER, document
+from teneral.handlers.api_document.operations import OPERATIONS, POOL_OPEN_PATHS, POOL_OPERATIONS
 from teneral.handlers.app import create_app, edge_rules
+from teneral.handlers.console.routes import PATHS as CONSOLE_PATHS
 from teneral.handlers.openai.fields import ROUTES as OPENAI_FIELDS
 from teneral.handlers.platforms import HTTP
 from teneral.handlers.platforms.kserve import schemas
@@ -23,16 +25,16 @@ from teneral.handlers.pool.overview import Overview
 from teneral.runtime.state import State
 
 OPEN_PATHS = edge_rules(HTTP).open_paths
-DOCUMENT = api_document.document(OPEN_PATHS)
+DOCUMENT = document(OPEN_PATHS)
+OF_A_POOL = document(POOL_OPEN_PATHS, "pool")
 SCHEMAS = DOCUMENT["components"]["schemas"]
 STRUCTS = [
     each for each in vars(schemas).values() if isinstance(each, type) and issubclass(each, msgspec.Struct)
 ]
-POOL = {(each.method, each.path) for each in api_document.OPERATIONS if each.tag == api_document.POOL}
 
 
-def documented() -> set[tuple[str, str]]:
-    return {(method.upper(), path) for path, item in DOCUMENT["paths"].items() for method in item}
+def documented(described: dict[str, Any] = DOCUMENT) -> set[tuple[str, str]]:
+    return {(method.upper(), path) for path, item in described["paths"].items() for method in item}
 
 
 def check(answer: Any, path: str, method: str = "get") -> None:
@@ -43,8 +45,9 @@ def check(answer: Any, path: str, method: str = "get") -> None:
     jsonschema_rs.Draft202012Validator({**schema, "components": DOCUMENT["components"]}).validate(answer.json)
 
 
-def test_it_is_valid_openapi() -> None:
-    OpenAPIV31SpecValidator(DOCUMENT).validate()
+@pytest.mark.parametrize("described", [DOCUMENT, OF_A_POOL], ids=["server", "pool"])
+def test_it_is_valid_openapi(described: dict[str, Any]) -> None:
+    OpenAPIV31SpecValidator(described).validate()
 
 
 def test_it_has_the_routes_of_a_server_and_no_others(tiny_parts: TinyParts) -> None:
@@ -53,14 +56,19 @@ def test_it_has_the_routes_of_a_server_and_no_others(tiny_parts: TinyParts) -> N
         for route in create_app(StagedInstance(tiny_parts)).router.routes()
         if route.resource and route.method != "HEAD"
     }
-    assert documented() - POOL == served
+    assert documented() == served == {(each.method, each.path) for each in OPERATIONS}
 
 
-def test_it_has_the_routes_of_a_pool() -> None:
+def test_a_pools_has_its_own_routes_and_those_that_it_passes_on() -> None:
     routes = Overview(None, None, may_control=True).routes()  # type: ignore[arg-type]
     served = {(route.method, re.sub(r"{(\w+):[^{}]*}", r"{\1}", route.path)) for route in routes}
-    assert served <= documented()
-    assert served >= POOL
+    assert documented(OF_A_POOL) == served | documented()
+    assert {(each.method, each.path) for each in POOL_OPERATIONS} <= served
+    for path, item in OF_A_POOL["paths"].items():
+        for method, operation in item.items():
+            names = {each["name"] for each in operation.get("parameters", ()) if each["in"] == "header"}
+            is_own = (method.upper(), path) in served or (method == "get" and path in CONSOLE_PATHS)
+            assert names == (set() if is_own else {MODEL_HEADER}), path
 
 
 def test_routes_without_a_key_are_those_of_the_edge() -> None:
@@ -152,3 +160,40 @@ async def test_vectors_are_as_documented(start: Any, encoder_parts: TinyParts) -
         answer = await server.post("/v1/embeddings", {"input": ["a", "b"]})
         assert answer.status == 200
         check(answer, "/v1/embeddings", "post")
+
+
+async def test_what_needs_no_key_is_marked_so_for_its_method_alone(start: Any) -> None:
+    async with start(api_key="secret") as server:
+        for path, item in DOCUMENT["paths"].items():
+            if "{" in path or path == "/timeline/events":
+                continue
+            if "get" in item:
+                is_open = (await server.get(path)).status != 401
+                assert is_open is (item["get"].get("security") == []), path
+            if "post" in item:
+                assert (await server.post(path, {})).status == 401, path
+                assert "security" not in item["post"]
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+async def test_its_examples_are_answered(start: Any, encoder_parts: TinyParts, kind: str) -> None:
+    served = []
+    async with start(**({"parts": encoder_parts} if kind == "encoder" else {})) as server:
+        for each in OPERATIONS:
+            if (
+                each.example is not None
+                and each.tag != "function"
+                and (each.tag in ("encode",)) is (kind == "encoder")
+            ):
+                path = each.path.replace("{name}", server.instance.model_name)
+                body = {
+                    **each.example,
+                    **({"model": server.instance.model_name} if "model" in each.example else {}),
+                }
+                answer = await server.post(path, body)
+                if "classify" in path:
+                    assert "has no labels" in answer.error["message"]
+                    continue
+                assert answer.status == 200, (path, answer.body)
+                served.append(each.path)
+    assert len(served) >= (6 if kind == "encoder" else 9)

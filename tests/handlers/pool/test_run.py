@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -15,12 +16,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jsonschema_rs
 import pytest
 from tests.support.pool_runs import Answer, PoolRun
 from tests.support.standby_processes import WAIT_S, descendants, runs, until
 from tests.support.tiny_models import save_tiny
 
 from teneral import cli
+from teneral.handlers.api_document.document import document as api_document
+from teneral.handlers.api_document.operations import POOL_OPEN_PATHS
+from teneral.handlers.console.routes import PATHS as CONSOLE_PATHS
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="processes are watched as Linux does it"),
@@ -136,6 +141,31 @@ assistant = "second@2"
         assert 'teneral_starts_total{kind="standby",model="first",outcome="ok"}' in metrics
         assert 'teneral_pool_memory_bytes{kind="budget"} 8.589934592e+09' in metrics
         assert pool.end() == 0
+
+
+def test_the_front_sends_its_own_document_and_answers_as_it_says(models: Path, tmp_path: Path) -> None:
+    tables = f'[models.first]\nsource = "{models}/repository/1"\n[models.other]\nsource = "{models}/repository/2"\n'
+    with PoolRun(tmp_path, pool_file(tables), environment={"TENERAL_API_KEY": "sesame"}) as pool:
+        assert pool.ask("GET", "/openapi.json").status == 401
+        headers = {"Authorization": "Bearer sesame"}
+        document = pool.ask("GET", "/openapi.json", headers=headers).json
+        assert document == json.loads(json.dumps(api_document(POOL_OPEN_PATHS | CONSOLE_PATHS, "pool")))
+        for path, item in document["paths"].items():
+            operation = item.get("get")
+            if operation is None or any(each["in"] == "header" for each in operation.get("parameters", ())):
+                continue  # passed on to an instance, which it would start
+            answer = pool.ask("GET", re.sub(r"{\w+}", "first", path))
+            is_open = operation.get("security") == []
+            assert (answer.status == 401) is not is_open, path
+            answer = pool.ask("GET", re.sub(r"{\w+}", "first", path), headers=headers)
+            assert answer.status == 200, path
+            content = operation["responses"]["200"]["content"]
+            if schema := content.get("application/json", {}).get("schema"):
+                whole = {**schema, "components": document["components"]}
+                jsonschema_rs.Draft202012Validator(whole).validate(answer.json)
+        assert {
+            model["state"] for model in pool.ask("GET", "/v1/pool", headers=headers).json["models"].values()
+        } == {"asleep"}
 
 
 def test_streams_pass_through_and_a_client_that_goes_away_frees_its_place(

@@ -1,0 +1,246 @@
+"""The console: its first paint, its bytes, what it explains of a start's time, and what it costs the first token.
+
+    python -m benchmarks.console [--rounds 5] [--rate 200] [--only PATTERN] [--save]
+
+Needs Chromium, and Playwright in `.conformance-console`, which `scripts/conformance-console` puts there.
+
+    paint       a browser that is running already goes to the page as soon as the port is open: until the first paint
+                with content, counted from the open port, and from the moment at which the server reads requests (the
+                end of the timeline's span `start server`, or the open port of a server that has started)
+    explained   cold starts with one request: the share of the time to its first token that the page explains
+    token       the same starts in turns without the page; with the requests that the page makes, from another process;
+                and with the page in Chromium, which has the same cores: until the first token
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks import cold_starts
+from benchmarks.report import begin, finish, new_parser, note, table, title
+from benchmarks.rounds import selected
+from benchmarks.server import Server, free_port
+from benchmarks.store import StoreProcess, prepare, warm
+
+DEMO = Path(__file__).parent.parent / "demo" / "model"
+TOOLS = Path(__file__).parent.parent / ".conformance-console"
+GOALS = {"paint_ms": 100, "page_bytes": 150_000, "explained": 0.98, "token": 0.01}
+# What the page asks for: its files, then the timeline as it grows, and the metrics.
+READER = """
+import http.client, sys, time
+port = int(sys.argv[1])
+def get(path):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    connection.request("GET", path)
+    response = connection.getresponse()
+    while response.read1(65536):
+        pass
+while True:
+    try:
+        get("/"); break
+    except OSError:
+        time.sleep(0.002)
+for path in ("/console.css", "/console.js", "/timeline/events"):
+    get(path)
+"""
+
+
+def main() -> None:
+    parser = new_parser(__doc__, rounds=5)
+    parser.add_argument("--rate", type=float, default=200.0, help="of the store, in 10**6 bytes a second")
+    options = parser.parse_args()
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None or not (TOOLS / "playwright").is_dir():
+        raise SystemExit("needs Chromium and Playwright: run scripts/conformance-console")
+    sys.path.append(str(TOOLS))
+    from playwright.sync_api import sync_playwright
+
+    root = options.work / options.like / "store"
+    prepare(options.like, root)
+    report = begin("console", model=options.like, rounds=options.rounds, rate_mb_s=options.rate, goals=GOALS)
+    with (
+        StoreProcess(root, rate_mb_s=options.rate, latency_ms=15.0) as store,
+        sync_playwright() as playwright,
+    ):
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        _paint(browser, str(DEMO))  # the browser's own first page
+        models = {
+            "demo": (str(DEMO), {}),
+            f"{options.like}, local": (str(root / "models" / "plain"), {}),
+            f"{options.like}, S3": ("s3://models/packed", store.environment()),
+        }
+        models = selected(models, options.only)
+        report["page_bytes"] = _page_bytes()
+        report["paint"] = [_paint(browser, str(DEMO)) for _ in range(options.rounds)]
+        report["starts"] = {
+            name: _starts(browser, model, variables, options.rounds, lambda: warm(root))
+            for name, (model, variables) in models.items()
+        }
+        browser.close()
+    finish(report, render(report), save=options.save)
+
+
+def _paint(browser: Any, model: str) -> dict[str, float]:
+    """Milliseconds to the first paint with content, of a starting server and then of the same."""
+    page = browser.new_page()
+    found = {}
+    try:
+        with Server(model) as server:
+            while True:
+                try:
+                    server.connect().close()
+                    break
+                except ConnectionRefusedError:
+                    time.sleep(0.001)
+            opened_ms = 1000 * time.time()
+            page.goto(server.url, wait_until="load")
+            started, marks = _first_paint(page), _process_spans(server.port)
+            reads_ms = 1000 * (marks["started_unix_s"] + marks["start server"])
+            found["after port open"] = started - opened_ms
+            found["after the server reads requests"] = started - reads_ms
+            server.wait_ready()
+            asked_ms = 1000 * time.time()
+            page.goto(server.url + "/?again", wait_until="load")
+            found["of a ready server"] = _first_paint(page) - asked_ms
+    finally:
+        page.close()
+    return found
+
+
+def _first_paint(page: Any) -> float:
+    """In milliseconds since 1970, on this machine's clock."""
+    page.wait_for_function("performance.getEntriesByName('first-contentful-paint').length > 0")
+    script = "performance.timeOrigin + performance.getEntriesByName('first-contentful-paint')[0].startTime"
+    return float(page.evaluate(script))
+
+
+def _process_spans(port: int) -> dict[str, float]:
+    """The ends of the process's spans, in seconds since its start, and that start."""
+    timeline = json.loads(_get(port, "/timeline"))
+    ends = {span["name"]: span["end_s"] for span in timeline["spans"] if span["lane"] == "process"}
+    return {**ends, "started_unix_s": timeline["started_unix_s"]}
+
+
+def _page_bytes() -> int:
+    with Server(str(DEMO)) as server:
+        server.wait_ready()
+        paths = ("/", "/console.css", "/console.js", "/console.svg")
+        return sum(len(_get(server.port, path)) for path in paths)
+
+
+def _get(port: int, path: str) -> bytes:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().read()
+    finally:
+        connection.close()
+
+
+def _starts(
+    browser: Any, model: str, variables: Mapping[str, str], rounds: int, before: Any
+) -> dict[str, list[float]]:
+    """First tokens in turns, and what the page explains of the starts without it."""
+    found: dict[str, list[float]] = {"without": [], "its requests": [], "in Chromium": [], "explained": []}
+    for _ in range(rounds):
+        for row, company in (("without", _alone), ("its requests", _reader), ("in Chromium", _page)):
+            before()
+            port = free_port()
+            with company(browser, port):
+                start = cold_starts.serve(model, variables=variables, wants_timeline=True, port=port)
+            found[row].append(start.first_token_s)
+            note(f"{row:14} {start.first_token_s:.3f} s")
+            if row == "without":
+                found["explained"].append(_explained(browser, start.timeline))
+                note(f"explained      {found['explained'][-1]:.3f}")
+    return found
+
+
+@contextmanager
+def _alone(browser: Any, port: int) -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _reader(browser: Any, port: int) -> Iterator[None]:
+    process = subprocess.Popen([sys.executable, "-c", READER, str(port)], stderr=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def _page(browser: Any, port: int) -> Iterator[None]:
+    """The page is opened as soon as the port is: by a page that tries."""
+    page = browser.new_page()
+    script = f"""
+        const open = () => fetch('http://127.0.0.1:{port}/livez', {{mode: 'no-cors'}})
+            .then(() => {{ location.href = 'http://127.0.0.1:{port}/'; }}, () => setTimeout(open, 5));
+        open();
+    """
+    page.evaluate(script)
+    try:
+        yield
+    finally:
+        page.close()
+
+
+def _explained(browser: Any, timeline: Any) -> float:
+    """As the page of this timeline has it."""
+    from teneral.runtime.waterfall.exports import checked_snapshot
+
+    from teneral.handlers.console.files import standalone
+
+    page = browser.new_page()
+    try:
+        page.set_content(standalone(checked_snapshot(timeline)))
+        text = page.locator("#explained p").text_content()
+    finally:
+        page.close()
+    found = re.search(r"([\d.]+) ?%", text)
+    if found is None:
+        raise SystemExit(f"the page says: {text}")
+    return float(found[1]) / 100
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """The report as tables for people."""
+    goals, paint = report["goals"], report["paint"]
+    rows = [["page", f"{report['page_bytes']:,} bytes", f"at most {goals['page_bytes']:,}"]]
+    rows += [
+        [
+            f"first paint {name}",
+            f"{statistics.median(each[name] for each in paint):.0f} ms",
+            f"{goals['paint_ms']} ms",
+        ]
+        for name in paint[0]
+    ]
+    for name, found in report["starts"].items():
+        share = statistics.median(found["explained"])
+        rows.append([f"{name}: explained", f"{share:.1%}", f"{goals['explained']:.0%}"])
+        rows.append(
+            [f"{name}: first token without the page", f"{statistics.median(found['without']):.3f} s", ""]
+        )
+        for row in ("its requests", "in Chromium"):
+            pairs = zip(found[row], found["without"], strict=True)
+            ratio = statistics.median(own / other for own, other in pairs)
+            rows.append([f"{name}: with the page, {row}", f"{ratio:.3f}x", f"within {goals['token']:.0%}"])
+    words = [report["model"], f"{report['rounds']} rounds"]
+    return "\n".join([title(report, "console", *words), table(["", "measured", "goal"], rows)])
+
+
+if __name__ == "__main__":
+    main()

@@ -97,7 +97,7 @@ def main() -> None:
 def shape_of(billions: float) -> dict[str, Any]:
     """Its config.json."""
     hidden, size, num_experts, num_used = (
-        (2048, 1024, 64, 8) if billions >= 3 else (1024, 512, 64, 8) if billions >= 0.3 else (256, 128, 32, 4)
+        (2048, 1024, 64, 8) if billions >= 3 else (1024, 512, 64, 8) if billions >= 0.8 else (256, 128, 32, 4)
     )
     num_heads = max(2, hidden // HEAD_DIM)
     num_kv_heads = max(1, num_heads // 4)

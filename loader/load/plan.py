@@ -51,8 +51,8 @@ class Step(NamedTuple):
 class Plan(NamedTuple):
     """Steps in the order in which they are fetched unless one of them is wanted sooner.
 
-    `late` are the numbers of the parts that come last in their tiers, `optional` those behind even
-    these, which a pass may do without: of experts.
+    `late` are the numbers of the parts that come last in their tiers, `optional` those, behind even
+    these, which a pass may do without: of experts, and of tables that are not the head's, too.
     """
 
     steps: tuple[Step, ...]
@@ -93,6 +93,8 @@ def plan_load(
     needed = _needed_parts(manifest)
     late = frozenset(_table_parts(manifest, needed) if on_demand else ())
     optional = frozenset(_expert_parts(manifest) if on_demand else ())
+    if optional and _has_own_head(manifest, late):
+        optional |= late
     parts = sorted(
         (part for part in manifest.parts if part.group not in without),
         key=lambda part: _rank(part, order, _lateness(part, late, optional)),
@@ -139,6 +141,16 @@ def _rank(part: Part, order: Order, lateness: int) -> tuple[int, int, int, int]:
 def expert_groups(manifest: Manifest) -> frozenset[int]:
     """The groups that hold one expert of a mixture each."""
     return frozenset(group.index for group in manifest.groups if is_expert(group.name))
+
+
+def _has_own_head(manifest: Manifest, late: frozenset[int]) -> bool:
+    """True if the last group has a matrix of as many rows as the tables in these parts: a pass then ends with that one,
+    and needs no more of the tables than its rows.
+    """
+    tables = {segment.tensor for index in late for segment in manifest.parts[index].segments}
+    rows = {manifest.tensors[number].shape[0] for number in tables}
+    head = (manifest.tensors[number].shape for number in manifest.groups[-1].tensors)
+    return any(len(shape) == 2 and shape[0] in rows for shape in head)
 
 
 def _expert_parts(manifest: Manifest) -> Iterable[int]:

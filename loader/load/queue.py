@@ -19,6 +19,7 @@ no new memory.
 from __future__ import annotations
 
 import heapq
+import math
 import threading
 import time
 from collections import deque
@@ -33,8 +34,10 @@ from .options import Order
 from .plan import Plan, Step, follows
 
 MAX_RUN_STEPS = 64
-# After an expert that was asked for: the pass computes it, and asks for those of its next layer.
-HOLD_S = 0.15
+# After an expert that was asked for: the pass computes it, and asks for those of its next layer. Longer where that was
+# seen to take longer.
+HOLD_S, MAX_HOLD_S = 0.15, 1.0
+HOLD_MARGIN = 1.5
 
 
 class _Awaited:
@@ -217,7 +220,8 @@ class WorkQueue:
         self._num_left = len(plan.steps)
         self._optional = frozenset(step.number for step in plan.steps if step.part.index in plan.optional)
         self._asked: set[int] = set()  # optional steps that were asked for and are not done
-        self._held_until_s = 0.0
+        self._asked_done_s = -math.inf  # when the last of them was done
+        self._hold_s = HOLD_S
         self._stopped = False
         with self._lock:
             for step in plan.steps:
@@ -247,7 +251,7 @@ class WorkQueue:
                 started_s = time.monotonic()
                 is_held = self._is_held()
                 for_memory = may_read and not is_held and self._fetch_order.peek() is not None
-                self._readable.wait(self._held_until_s - started_s if is_held and not self._asked else None)
+                self._readable.wait(self._held_until_s() - started_s if is_held and not self._asked else None)
                 if for_memory:
                     waited_s = time.monotonic() - started_s
                     self.memory_wait_s += waited_s
@@ -295,7 +299,10 @@ class WorkQueue:
         wanted = set(numbers)
         with self._lock:
             self._fetch_order.promote(wanted)
-            self._asked.update(each for each in wanted & self._optional if not self._is_done(each))
+            asked = {each for each in wanted & self._optional if not self._is_done(each)}
+            if asked and not self._asked:
+                self._note_gap(time.monotonic() - self._asked_done_s)
+            self._asked |= asked
             self._readable.notify()
 
     def reorder(self, order: Order) -> None:
@@ -326,7 +333,7 @@ class WorkQueue:
             self._num_left -= 1
             if step.number in self._asked:
                 self._asked.remove(step.number)
-                self._held_until_s = time.monotonic() + HOLD_S
+                self._asked_done_s = time.monotonic()
             for number in self._needed_by[step.number]:
                 self._unmet[number] -= 1
                 self._offer(number)
@@ -401,7 +408,17 @@ class WorkQueue:
         """True if only experts come next that were not asked for, while others are or will be."""
         if self._fetch_order.is_asked or self._fetch_order.peek() not in self._optional:
             return False
-        return bool(self._asked) or time.monotonic() < self._held_until_s
+        return bool(self._asked) or time.monotonic() < self._held_until_s()
+
+    def _held_until_s(self) -> float:
+        return self._asked_done_s + self._hold_s
+
+    def _note_gap(self, gap_s: float) -> None:
+        """It took so long from the last expert that was asked for until others were: a pass computed a layer, or has
+        ended since.
+        """
+        if gap_s < MAX_HOLD_S:
+            self._hold_s = min(MAX_HOLD_S, max(HOLD_S, HOLD_MARGIN * gap_s))
 
     def _cut(self, number: int) -> tuple[Piece, ...]:
         """The next range of a part with bytes that are not requested yet."""

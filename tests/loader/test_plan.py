@@ -11,7 +11,7 @@ from tests.support.artifacts import BuiltArtifact, build_artifact
 
 from teneral.loader.format.manifest import Tier
 from teneral.loader.load.options import Order
-from teneral.loader.load.plan import Plan, follows, plan_load
+from teneral.loader.load.plan import Plan, expert_groups, follows, plan_load
 
 THREE_LAYERS = [
     ("embed", {"embed": ("BF16", (300, 64))}),
@@ -175,3 +175,36 @@ def test_a_manifest_without_parts_has_an_empty_plan() -> None:
     plan = plan_of(build_artifact([("empty", {}), ("nothing", {"w": ("BF16", (0, 8))})]))
     assert plan.steps == ()
     assert plan.stored_bytes == 0
+
+
+def mixture(*, tied: bool) -> BuiltArtifact:
+    """Two layers of two experts each; the table is in two parts."""
+    groups = [("embed", {"embed": ("BF16", (2048, 64))})]
+    for layer in range(2):
+        groups.append((f"layers.{layer}", {f"own.{layer}": ("BF16", (64, 64))}))
+        groups += [
+            (f"layers.{layer}.experts.{expert}", {f"expert.{layer}.{expert}": ("BF16", (64, 64))})
+            for expert in range(2)
+        ]
+    head = {"norm": ("BF16", (64,))} if tied else {"norm": ("BF16", (64,)), "head": ("BF16", (2048, 64))}
+    return build_artifact([*groups, ("head", head)], draft_elements=1024 * 64, refine_elements=1024 * 64)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_experts_come_last_and_a_table_that_is_no_head_with_them(tied: bool) -> None:
+    manifest = mixture(tied=tied).manifest
+    plan = plan_load(manifest, Order.EXACT, on_demand=True)
+    names = list(dict.fromkeys(manifest.groups[step.part.group].name for step in plan.steps))
+    experts = [f"layers.{layer}.experts.{expert}" for layer in range(2) for expert in range(2)]
+    assert names == ["layers.0", "layers.1", "head", "embed", *experts]
+    optional = {manifest.groups[manifest.parts[index].group].name for index in plan.optional}
+    assert optional == {*experts} | (set() if tied else {"embed"})
+    assert not plan_load(manifest, Order.EXACT).optional
+
+
+def test_groups_can_be_left_out() -> None:
+    manifest = mixture(tied=True).manifest
+    experts = expert_groups(manifest)
+    plan = plan_load(manifest, Order.EXACT, on_demand=True, without=experts)
+    assert {step.part.group for step in plan.steps} == {group.index for group in manifest.groups} - experts
+    assert [step.number for step in plan.steps] == list(range(len(plan.steps)))

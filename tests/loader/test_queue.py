@@ -15,6 +15,7 @@ from tests.support.artifacts import BuiltArtifact, build_artifact
 from tests.support.load import patience_s
 
 from teneral.loader.format.manifest import Tier
+from teneral.loader.load import queue
 from teneral.loader.load.link import LinkTuner, Position, ReadLimits
 from teneral.loader.load.options import Order
 from teneral.loader.load.plan import Plan, Step, plan_load
@@ -243,6 +244,64 @@ def test_a_step_that_is_asked_for_is_read_and_decoded_before_those_that_had_no_t
     for read in reversed(taken):
         work.finish_read(read)
     assert decode_all(work, plan) == [2, 3, 0, 1]
+
+
+def mixture_queue(num_experts: int = 4) -> tuple[WorkQueue, Plan]:
+    """One part a group: the layer first, then its experts."""
+    experts = [
+        (f"layers.0.experts.{number}", {f"e{number}": ("I8", (64, 64))}) for number in range(num_experts)
+    ]
+    built = build_artifact([("embed", {"n": ("I8", (64,))}), ("layers.0", {"w": ("I8", (64, 64))}), *experts])
+    plan = plan_load(built.manifest, Order.EXACT, on_demand=True)
+    arena = Arena([group.slab_bytes for group in built.manifest.groups])
+    return WorkQueue(plan, Staging(1 << 20), arena.slabs, tuner()), plan
+
+
+def read_and_decode(work: WorkQueue) -> int:
+    task = work.next_read()
+    assert task is not None
+    work.finish_read(task[0])
+    decoding = work.next_step()
+    assert decoding is not None
+    work.finish_step(decoding[0])
+    return decoding[0].number
+
+
+def test_while_experts_are_asked_for_no_others_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "HOLD_S", 1e9)
+    monkeypatch.setattr(queue, "MAX_HOLD_S", 1e9)
+    work, _plan = mixture_queue()
+    work.promote([4])
+    assert [read_and_decode(work) for _ in range(3)] == [4, 0, 1], "what every pass needs is not held back"
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(read_and_decode, work)
+        must_wait(waiting)
+        work.promote([5])
+        assert waiting.result(WAIT_S) == 5
+        waiting = pool.submit(read_and_decode, work)
+        must_wait(waiting)
+        work.stop()
+        with pytest.raises(AssertionError):
+            waiting.result(WAIT_S)
+
+
+def test_soon_after_the_last_expert_that_was_asked_for_the_others_follow() -> None:
+    work, plan = mixture_queue()
+    work.promote([5])
+    assert [read_and_decode(work) for _ in plan.steps] == [5, 0, 1, 2, 3, 4]
+
+
+def test_experts_that_were_there_or_on_their_way_hold_nothing_back_for_ever() -> None:
+    work, _plan = mixture_queue()
+    done = [read_and_decode(work) for _ in range(3)]
+    task = work.next_read()
+    assert task is not None
+    work.promote([*done[2:], 3])  # there, and on its way
+    work.finish_read(task[0])
+    decoding = work.next_step()
+    assert decoding is not None
+    work.finish_step(decoding[0])
+    assert [read_and_decode(work) for _ in range(2)] == [4, 5]
 
 
 def test_no_more_threads_read_than_there_should_be_connections() -> None:

@@ -106,7 +106,9 @@ def parts_of(manifest: Manifest, groups: frozenset[int]) -> list[Any]:
 @pytest.mark.parametrize("family", SHAPES)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_pass_waits_for_the_chosen_experts_alone(tmp_path, monkeypatch, family, seed):
-    monkeypatch.setattr(queue, "HOLD_S", WAIT_S)  # other tests and processes may slow this one
+    # Other tests and processes may slow this one.
+    monkeypatch.setattr(queue, "HOLD_S", WAIT_S)
+    monkeypatch.setattr(queue, "MAX_HOLD_S", WAIT_S)
     artifact = packed(family, tmp_path)
     needed = chosen_groups(artifact, PROMPT)
     with arriving(artifact, seed=seed) as (load, source, decoder):

@@ -272,7 +272,7 @@ def _eval_draft(options: argparse.Namespace) -> int:
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from .loader.artifact import open_model
+    from .loader.artifact import open_artifact, open_model
     from .loader.pin import split_pin
     from .loader.tools.progress_bar import ProgressBar
     from .runtime.kv.kinds import KVKind
@@ -281,16 +281,26 @@ def _eval(options: argparse.Namespace) -> int:
 
     text = read_text(options.text)
 
-    own = source_options(options)
+    own = source_options(options)._replace(base=None)
+    needs_base: list[bool] = []
 
-    def candidate(argument: str, base: str | None) -> Candidate:
+    def candidate(argument: str) -> Candidate:
+        """The model, with the base where it is stored as differences."""
         address, digest = split_pin(argument)
-        return Candidate(open_model(address, own._replace(base=base)), digest)
+        source = open_model(address, own)
+        is_based = options.base is not None and open_artifact(source, without_base=True).base is not None
+        needs_base.append(is_based)
+        if is_based:
+            source.close()
+            source = open_model(address, own._replace(base=options.base))
+        return Candidate(source, digest)
 
+    candidates = candidate(options.artifact), candidate(options.against)
+    if options.base is not None and not any(needs_base):
+        raise loading.UsageError("neither of the two has a base", key="base", hint="Leave --base out.")
     with ProgressBar("reading", quiet=options.quiet) as bar:
         report = evaluate_against(
-            candidate(options.artifact, options.base),
-            candidate(options.against, None),
+            *candidates,
             text,
             max_tokens=options.max_tokens,
             kv=KVKind(options.kv_dtype),

@@ -153,5 +153,9 @@ def test_a_fine_tune_is_read_over_its_base(folder, capsys, tmp_path):
 
     assert against_itself["kl_nats"] == pytest.approx(0.0, abs=1e-6)
     assert against_its_base["kl_nats"] > 1e-4
+    base_as_draft = evaluated(capsys, base, differences, "--base", str(base))["quality"]
+    assert base_as_draft["agreement"] == against_its_base["agreement"]
+    refused = fails(capsys, 2, str(base), "--against", str(tmp_path / "tuned"), "--base", str(base))
+    assert "neither of the two has a base" in refused
     refused = fails(capsys, 2, str(differences), "--against", str(base))
     assert "only the differences to" in refused

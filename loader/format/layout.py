@@ -94,7 +94,7 @@ _CONTAINER = re.compile(r"(?:\w+_)?(?:layers?|blocks?|resblocks|h)")
 _EARLY_STACK = re.compile(r"vision|visual|image|audio|encoder|down_blocks")
 _LATE_STACK = re.compile(r"decoder|up_blocks")
 _NUMBER = re.compile(r"([0-9]+)")
-_EXPERT = re.compile(r"\.[0-9]+\.experts\.[0-9]+(?:-[0-9]+)?$")
+_EXPERT = re.compile(r"(.*\.[0-9]+)\.experts\.[0-9]+(?:-[0-9]+)?", re.DOTALL)
 _STEM = re.compile(r"emb(?!ed_out)|patch|stem|ln_pre|norm_pre|pre_?la?ye?rnorm", re.IGNORECASE)
 _NORM = re.compile(r"norm|\bln_", re.IGNORECASE)
 _OUTPUT = re.compile(
@@ -182,7 +182,13 @@ def _expert_number(place: _Place) -> int | None:
 
 def is_expert(group: str) -> bool:
     """True of the name of an expert's group: a step needs it only where a token has chosen it."""
-    return _EXPERT.search(group) is not None
+    return layer_of(group) is not None
+
+
+def layer_of(expert: str) -> str | None:
+    """The name of the layer's group whose expert has this one; None of other groups."""
+    found = _EXPERT.fullmatch(expert)
+    return None if found is None else found[1]
 
 
 def _stack_key(stack: str) -> _SortKey:

@@ -13,13 +13,14 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from blake3 import blake3
 
 from ..errors import PartsUnavailableError, TeneralError, UsageError
+from ..format.layout import layer_of
 from ..format.manifest import Manifest, Part
 from ..memory.limits import MIB
 from ..sources.base import Source
@@ -71,24 +72,44 @@ def plan_paging(manifest: Manifest, weights_bytes: int) -> Paging | None:
             key="weights_bytes",
             hint="Leave it out; or pack the model again, if it is a mixture of experts (docs/experts.md).",
         )
-    resident_bytes = sum(group.slab_bytes for group in manifest.groups if group.index not in groups)
-    layers: dict[str, int] = {}
-    for index in groups:
-        group = manifest.groups[index]
-        layer = group.name.rpartition(".experts.")[0]
-        layers[layer] = layers.get(layer, 0) + group.slab_bytes
-    largest = max(layers, key=lambda layer: layers[layer])
-    least_bytes = resident_bytes + layers[largest]
-    if weights_bytes < least_bytes:
+    need = step_need(manifest)
+    assert need is not None
+    if weights_bytes < need.least_bytes:
         raise UsageError(
-            f"weights_bytes is {_mib(weights_bytes)}, but a step needs {_mib(least_bytes)}: {_mib(resident_bytes)} for "
-            f"what every token goes through, and {_mib(layers[largest])} for the experts of {largest}, all of which "
-            "its tokens may choose",
+            f"weights_bytes is {_mib(weights_bytes)}, but a step needs {_mib(need.least_bytes)}: "
+            f"{_mib(need.resident_bytes)} for what every token goes through, and {_mib(need.layer_bytes)} for the "
+            f"experts of {need.layer}, all of which its tokens may choose",
             key="weights_bytes",
-            hint=f"Give at least {least_bytes}; the whole model takes {manifest.weight_bytes}.",
+            hint=f"Give at least {need.least_bytes}; the whole model takes {manifest.weight_bytes}.",
         )
     part_bytes = max(part.size_bytes for part in manifest.parts if part.group in groups)
-    return Paging(groups, weights_bytes, weights_bytes - resident_bytes, part_bytes)
+    return Paging(groups, weights_bytes, weights_bytes - need.resident_bytes, part_bytes)
+
+
+class StepNeed(NamedTuple):
+    """The memory for weights that one step of a mixture may need at once."""
+
+    resident_bytes: int  # for what every token goes through
+    layer: str  # the one with the largest experts
+    layer_bytes: int  # for all of these
+
+    @property
+    def least_bytes(self) -> int:
+        return self.resident_bytes + self.layer_bytes
+
+
+def step_need(manifest: Manifest) -> StepNeed | None:
+    """None for a model without experts in groups of their own."""
+    groups = expert_groups(manifest)
+    layers: Counter[str] = Counter()
+    for index in groups:
+        group = manifest.groups[index]
+        layers[layer_of(group.name) or ""] += group.slab_bytes
+    if not layers:
+        return None
+    largest = max(layers, key=lambda layer: layers[layer])
+    resident_bytes = sum(group.slab_bytes for group in manifest.groups if group.index not in groups)
+    return StepNeed(resident_bytes, largest, layers[largest])
 
 
 def _mib(size_bytes: int) -> str:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import groupby
 from typing import Any
 
 from ..format.delta import BASE_PREFIX
+from ..format.layout import is_expert, layer_of
 from ..format.manifest import FORMAT_VERSION, Group, Manifest, Tensor, Tier
+from ..load.pager import step_need
 from .progress_bar import format_bytes
 
 PRUNED_KEY = "teneral.pruned"  # of the metadata: see tools/pack/prune.py
@@ -38,6 +41,7 @@ def describe(manifest: Manifest, url: str) -> dict[str, Any]:
         "encodings": dict(Counter(tensor.encoding.value for tensor in manifest.tensors)),
         "precision": _describe_precision(manifest),
         "sparse": _describe_sparse(manifest),
+        "experts": _describe_experts(manifest),
         "base": _describe_base(manifest),
         "pruned": manifest.metadata.get(PRUNED_KEY),
         "groups": groups,
@@ -74,6 +78,20 @@ def _describe_group(manifest: Manifest, group: Group) -> dict[str, Any]:
             **stored,
         }
     )
+
+
+def _describe_experts(manifest: Manifest) -> dict[str, Any] | None:
+    """Those in groups of their own, and the least memory for weights that serves them; None if there are none."""
+    need = step_need(manifest)
+    if need is None:
+        return None
+    names = [group.name for group in manifest.groups if is_expert(group.name)]
+    return {
+        "count": len(names),
+        "layers": len({layer_of(name) for name in names}),
+        "raw_bytes": manifest.weight_bytes - need.resident_bytes,
+        "least_weights_bytes": need.least_bytes,
+    }
 
 
 def _with_ratios(figures: dict[str, Any]) -> dict[str, Any]:
@@ -155,15 +173,35 @@ def _describe_sparse(manifest: Manifest) -> dict[str, Any] | None:
 
 
 def render_table(description: Mapping[str, Any]) -> str:
-    """The result of `describe` for a terminal: a header, a row for each group, totals and files."""
+    """The result of `describe` for a terminal: a header, a row for each group, or for all experts of a layer, totals
+    and files.
+    """
     columns = _columns(description)
     rows: list[tuple[str, ...]] = [tuple(columns)]
-    rows += [tuple(cell(figures) for cell in columns.values()) for figures in description["groups"]]
+    rows += [tuple(cell(figures) for cell in columns.values()) for figures in _merged(description["groups"])]
     rows.append(tuple(cell({"name": "total", **description["totals"]}) for cell in columns.values()))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [_table_line(row, widths) for row in rows]
     rule = "─" * len(lines[0])
     return "\n".join([*_header(description), "", lines[0], rule, *lines[1:-1], rule, lines[-1]])
+
+
+def _merged(groups: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """The groups, with one in place of all experts of a layer: a mixture may have thousands."""
+    for layer, found in groupby(groups, lambda group: layer_of(group["name"])):
+        members = list(found)
+        if layer is None:
+            yield from members
+            continue
+        sums = {key: sum(group[key] for group in members) for key in _SUMMED}
+        yield {"name": f"{layer}.experts ({len(members)})", **_with_ratios(sums)}
+
+
+def _render_experts(experts: Mapping[str, Any] | None) -> str:
+    if experts is None:
+        return ""
+    size, least = (format_bytes(experts[key]) for key in ("raw_bytes", "least_weights_bytes"))
+    return f"{experts['count']:,} in {experts['layers']} layers, {size}; --weights-bytes from {least} on"
 
 
 def _columns(description: Mapping[str, Any]) -> dict[str, Callable[[Mapping[str, Any]], str]]:
@@ -207,6 +245,7 @@ def _header(description: Mapping[str, Any]) -> list[str]:
         else "",
         "sparse": _render_sparse(description["sparse"]),
         "pruned": description["pruned"] or "",
+        "experts": _render_experts(description["experts"]),
         "base": _render_base(description["base"]),
         "stored": f"{description['parts']} parts in {len(description['blobs'])} blobs",
         "tied": ", ".join(f"{name} = {target}" for name, target in description["aliases"].items()),

@@ -118,3 +118,27 @@ def test_a_model_of_empty_tensors_has_no_ratio() -> None:
     value = describe(open_artifact(store), store.url)
     assert value["totals"]["stored_ratio"] is None
     assert "–" in render_table(value)
+
+
+def test_the_experts_of_a_layer_share_a_row_and_their_least_memory_is_shown() -> None:
+    content = {"model.embed_tokens.weight": ("BF16", (64, 64))}
+    for layer in range(2):
+        content[f"model.layers.{layer}.mlp.gate.weight"] = ("BF16", (64, 64))
+        content |= {
+            f"model.layers.{layer}.mlp.experts.{expert}.up_proj.weight": ("BF16", (64, 64))
+            for expert in range(3)
+        }
+    store = MemoryStore(label="mixture")
+    pack(model_store({name: random_content(*each) for name, each in content.items()}), store)
+    value = describe(open_artifact(store), store.url)
+    assert value["experts"] == {
+        "count": 6,
+        "layers": 2,
+        "raw_bytes": 6 * 8192,
+        "least_weights_bytes": (3 + 3) * 8192,
+    }
+    table = render_table(value)
+    assert "6 in 2 layers, 49.2 kB; --weights-bytes from" in table
+    rows = [line.split("  ")[0].strip() for line in table.splitlines()]
+    assert rows[-7:-2] == ["embed", "layers.0", "layers.0.experts (3)", "layers.1", "layers.1.experts (3)"]
+    assert len(value["groups"]) == 9

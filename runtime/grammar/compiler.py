@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import GrammarError, ModelError, RequestError
 from .spec import COMPACT, GrammarKind, GrammarSpec
+from .unique_items import MARK, Position, RepeatedItemError, TokenTexts, UniqueItems
+from .unique_matcher import UniqueItemsMatcher
 
 if TYPE_CHECKING:
     import llguidance
 
-    from .matcher import MaskWords
+    from .matcher import MaskWords, Matcher
 
 MAX_COMPILED = 32  # compiled grammars cached for later requests
 # Fuel is the library's measure of work: about 14,000 units a millisecond. A state of the lexer takes 1 to 2 KiB.
@@ -48,6 +50,11 @@ def forced_text(spec: GrammarSpec) -> str:
     import llguidance  # imported late, as below
 
     data = bytes(_compiled(spec, llguidance.LLTokenizer("byte")).compute_ff_bytes())
+    if (unique := _unique_items(spec)) is not None:
+        try:
+            unique.advance(Position(), data)
+        except RepeatedItemError:
+            raise _refused(spec, "the items of an array cannot differ") from None
     # Drops an incomplete character at the end.
     return data.decode("utf-8", errors="ignore")
 
@@ -60,6 +67,7 @@ class GrammarCompiler:
         self._tokenizer_json = tokenizer_json
         self._eos_token_ids = sorted(eos_token_ids)
         self._tokenizer: llguidance.LLTokenizer | None = None
+        self._texts: TokenTexts | None = None  # of the tokens, once a grammar needs them
         self._failure: ModelError | None = None
         self._compiled: OrderedDict[GrammarSpec, CompiledGrammar] = OrderedDict()
         self._preparing = threading.Lock()
@@ -100,25 +108,54 @@ class GrammarCompiler:
         self.prepare()
         assert self._tokenizer is not None
         matcher = _compiled(spec, self._tokenizer)
-        compiled = CompiledGrammar(matcher, num_mask_words=-(-self._tokenizer.vocab_size // 32))
+        unique = _unique_items(spec)
+        compiled = CompiledGrammar(
+            matcher,
+            num_mask_words=-(-self._tokenizer.vocab_size // 32),
+            unique=None if unique is None else (unique, self._token_texts()),
+        )
         with self._lock:
             self._compiled[spec] = compiled
             while len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         return compiled
 
+    def _token_texts(self) -> TokenTexts:
+        assert self._tokenizer is not None
+        with self._preparing:
+            if self._texts is None:
+                tokenizer = self._tokenizer
+                special = {
+                    token for token in range(tokenizer.vocab_size) if tokenizer.is_special_token(token)
+                }
+                texts = [
+                    b"" if token in special else tokenizer.decode_bytes([token])
+                    for token in range(tokenizer.vocab_size)
+                ]
+                self._texts = TokenTexts(texts)
+            return self._texts
+
 
 class CompiledGrammar:
     """A `Grammar`."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, *, num_mask_words: int) -> None:
+    def __init__(
+        self,
+        matcher: llguidance.LLMatcher,
+        *,
+        num_mask_words: int,
+        unique: tuple[UniqueItems, TokenTexts] | None = None,
+    ) -> None:
+        """`unique` are the arrays whose items must differ, which the library does not enforce."""
         self._matcher = matcher
         self._num_mask_words = num_mask_words
+        self._unique = unique
         self._lock = threading.Lock()
 
-    def start(self) -> LibraryMatcher:
+    def start(self) -> Matcher:
         with self._lock:
-            return LibraryMatcher(self._matcher.deep_copy(), self._num_mask_words)
+            matcher = LibraryMatcher(self._matcher.deep_copy(), self._num_mask_words)
+        return matcher if self._unique is None else UniqueItemsMatcher(matcher, *self._unique)
 
 
 class LibraryMatcher:
@@ -157,6 +194,13 @@ class LibraryMatcher:
                 f"the grammar became too complex to match: {_first_line(self._matcher.get_error())}",
                 hint="Simplify the schema, the expression or the grammar.",
             )
+
+
+def _unique_items(spec: GrammarSpec) -> UniqueItems | None:
+    """The arrays of a schema whose items must differ; None: there are none."""
+    if spec.kind is not GrammarKind.JSON_SCHEMA or MARK not in spec.text:
+        return None
+    return UniqueItems(json.loads(spec.text))
 
 
 def _compiled(spec: GrammarSpec, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:
@@ -211,6 +255,10 @@ def _composed(spec: GrammarSpec, tokenizer: llguidance.LLTokenizer) -> str:
         rules.append(f"TEXT_{number}: /(?s:.+)/")
     grammars: list[dict[str, Any]] = [{"lark_grammar": "\n".join(rules)}]
     if spec.answer is not None:
+        if _unique_items(spec.answer) is not None:
+            raise ValueError(
+                "uniqueItems of any items needs an answer that begins with its JSON, without reasoning or tools"
+            )
         source = _source(spec.answer)
         answer = json.loads(source)["grammars"][0] if source.startswith("{") else {"lark_grammar": source}
         grammars.append({**answer, "name": "answer"})

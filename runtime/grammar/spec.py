@@ -28,6 +28,7 @@ from .bounds import (
     check_repetition,
     check_text,
 )
+from .unique_items import MARK
 
 # A whitespace pattern: no whitespace between the tokens of JSON.
 COMPACT = ""
@@ -80,6 +81,8 @@ class GrammarSpec:
         text = _rewritten(schema, param)
         check_text(whitespace, MAX_WHITESPACE_CHARS, "a whitespace pattern", param)
         check_repetition(whitespace, param)
+        if whitespace != COMPACT and MARK in text:
+            raise GrammarError(f"{param} has uniqueItems, which need JSON without whitespace", param=param)
         return cls(GrammarKind.JSON_SCHEMA, text, whitespace, param)
 
     @classmethod
@@ -133,7 +136,14 @@ class GrammarSpec:
         return cls(GrammarKind.LARK, lark, param=param, markers=tuple(markers), answer=answer)
 
     def embedded_schema(self) -> str:
-        """A JSON schema as a part of a composed grammar."""
+        """A JSON schema as a part of a composed grammar. Raises `GrammarError` for `uniqueItems` that only a whole
+        answer can have.
+        """
+        if MARK in self.text:
+            raise GrammarError(
+                f"{self.param} has uniqueItems of any items, which calls cannot have; use an enum",
+                param=self.param,
+            )
         schema = json.loads(self.text)
         if not isinstance(schema, dict):
             schema = {"allOf": [schema]}

@@ -132,7 +132,7 @@ def tool_plan(
     chosen = tuple(function for name, function in functions.items() if name in names)
     for function in chosen:
         if function.is_strict or mode is ToolMode.REQUIRED:
-            function.arguments()  # refused before any work
+            function.arguments().embedded_schema()  # refused before any work
     return ToolPlan(mode, chosen, max_calls, tools)
 
 

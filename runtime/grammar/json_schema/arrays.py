@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from ..unique_items import MARK
 from .algebra import Schema, SchemaError, any_of, key_of, other_than
 from .values import Values
 
@@ -64,12 +65,19 @@ def _form(chosen: tuple[int, ...], yes: Schema, no: Schema) -> Schema:
 
 
 def with_unique_items(schema: Mapping[str, Any], values: Values) -> Schema:
-    """The arrays of different values, where these are few, and all values of other types. Raises `SchemaError`."""
+    """The arrays of different values, and all values of other types: listed where these are few, else marked, for the
+    matcher to let the items differ. Raises `SchemaError`.
+    """
     most = schema.get("maxItems")
     if most is not None and most <= 1:
         return True
     if schema.get("items") is False and len(schema.get("prefixItems", ())) <= 1:
         return True
+    items = schema.get("items", True)
+    if values.finite(items) is None and all(
+        map(values.has_one_text, (*schema.get("prefixItems", ()), items))
+    ):
+        return {MARK: True}
     least = schema.get("minItems", 0)
     arrays = _listed(_permutations(schema, values, least, most))
     if arrays is None and not schema.get("prefixItems"):
@@ -77,6 +85,8 @@ def with_unique_items(schema: Mapping[str, Any], values: Values) -> Schema:
         sizes = range(least, min(len(domain), most if most is not None else len(domain)) + 1)
         arrays = _listed(list(each) for size in sizes for each in itertools.combinations(domain, size))
     if arrays is None:
+        if all(map(values.has_one_text, (*schema.get("prefixItems", ()), items))):
+            return {MARK: True}
         raise SchemaError(
             f"uniqueItems of these items has more than {MAX_ARRAYS} arrays; set a smaller maxItems"
         )
@@ -90,7 +100,10 @@ def _permutations(
     domains = [values.finite(each) for each in schema.get("prefixItems", ())]
     rest = values.finite(schema.get("items", True))
     if rest is None and (most is None or most > len(domains)):
-        raise SchemaError("uniqueItems is supported for items out of a few values only, such as an enum")
+        raise SchemaError(
+            "uniqueItems is supported for strings, integers, lists of values, and objects of these that have "
+            "additionalProperties false"
+        )
     # Each array with the keys of its values.
     level: list[tuple[list[Any], frozenset[str]]] = [([], frozenset())]
     length = 0
@@ -99,7 +112,10 @@ def _permutations(
             yield from (array for array, _ in level)
         domain = domains[length] if length < len(domains) else rest
         if domain is None:
-            raise SchemaError("uniqueItems is supported for items out of a few values only, such as an enum")
+            raise SchemaError(
+                "uniqueItems is supported for strings, integers, lists of values, and objects of these that have "
+                "additionalProperties false"
+            )
         keyed = [(key_of(value), value) for value in domain]
         longer: list[tuple[list[Any], frozenset[str]]] = []
         for array, keys in level:

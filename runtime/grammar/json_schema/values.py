@@ -54,6 +54,35 @@ class Values:
                 return list({key_of(value): value for each in lists for value in each or ()}.values())
         return None
 
+    def has_one_text(self, schema: Schema, depth: int = MAX_DEPTH) -> bool:
+        """True if each of its values has one text as compact JSON in a grammar: no floats, and objects that list their
+        properties.
+        """
+        if isinstance(schema, bool) or not depth:
+            return schema is False
+        if "const" in schema or "enum" in schema:
+            return all(map(_has_one_text, schema.get("enum", [schema.get("const")])))
+        if "$ref" in schema and self.has_one_text(self.target(schema), depth - 1):
+            return True
+        if any(self.has_one_text(each, depth - 1) for each in schema.get("allOf", ())):
+            return True
+        for key in ("anyOf", "oneOf"):
+            if key in schema and all(self.has_one_text(each, depth - 1) for each in schema[key]):
+                return True
+        names = [schema["type"]] if isinstance(schema.get("type"), str) else schema.get("type", ["number"])
+        if "number" in names:
+            return False
+        if "array" in names and not all(
+            self.has_one_text(each, depth - 1)
+            for each in (*schema.get("prefixItems", ()), schema.get("items", True))
+        ):
+            return False
+        return "object" not in names or (
+            schema.get("additionalProperties") is False
+            and "patternProperties" not in schema
+            and all(self.has_one_text(each, depth - 1) for each in schema.get("properties", {}).values())
+        )
+
     def are_disjoint(self, one: Schema, other: Schema, depth: int = MAX_DEPTH) -> bool:
         """True if it is certain that no value is one of both."""
         if one is False or other is False:
@@ -132,3 +161,9 @@ def _integers(schema: Mapping[str, Any]) -> list[Any] | None:
     if not isinstance(least, int) or not isinstance(most, int) or most - least >= MAX_RANGE:
         return None
     return list(range(least, most + 1))
+
+
+def _has_one_text(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_has_one_text, value))
+    return not isinstance(value, float | Mapping)

@@ -82,6 +82,17 @@ async def test_every_spelling_of_other_forms(server: Any, fields: dict[str, Any]
     assert content_of(answer.json) in texts
 
 
+@pytest.mark.parametrize("first_token", ["exact", "draft"])
+async def test_items_that_must_differ_do(server: Any, first_token: str) -> None:
+    item = {"type": "string", "pattern": "^[a-c]$"}
+    schema = {"type": "array", "items": item, "uniqueItems": True, "minItems": 3, "maxItems": 3}
+    body = {**CHAT, "guided_json": schema, "n": 4, "temperature": 1, "teneral": {"first_token": first_token}}
+    answer = await server.post("/v1/chat/completions", body)
+    assert answer.status == 200, answer.body
+    for choice in answer.json["choices"]:
+        assert sorted(json.loads(choice["message"]["content"])) == ["a", "b", "c"]
+
+
 async def test_a_stream_says_what_the_whole_answer_says(server: Any) -> None:
     body = {**CHAT, "response_format": FORMAT, "temperature": 0, "n": 2}
     whole = (await server.post("/v1/chat/completions", body)).json

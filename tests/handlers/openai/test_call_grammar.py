@@ -277,8 +277,9 @@ def test_tools_that_cannot_be_honoured_are_refused_by_name(
     assert caught.value.param == param
 
 
-def test_a_schema_without_a_grammar_is_refused_only_where_calls_are_guided() -> None:
-    parameters = {"properties": {"tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True}}}
+@pytest.mark.parametrize("items", [{}, {"type": "string"}])
+def test_a_schema_without_a_grammar_is_refused_only_where_calls_are_guided(items: Any) -> None:
+    parameters = {"properties": {"tags": {"type": "array", "items": items, "uniqueItems": True}}}
     function = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     assert tool_plan([function], None, None).names == {"f"}
     strict = {"type": "function", "function": {**function["function"], "strict": True}}  # type: ignore[dict-item]

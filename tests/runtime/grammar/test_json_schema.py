@@ -15,6 +15,7 @@ from teneral.runtime.errors import GrammarError, RequestError
 from teneral.runtime.grammar.compiler import CompiledGrammar, GrammarCompiler
 from teneral.runtime.grammar.json_schema.strings import FORMATS
 from teneral.runtime.grammar.spec import GrammarSpec
+from teneral.runtime.grammar.unique_items import Position, RepeatedItemError, TokenTexts, UniqueItems
 
 
 def accepts(parts: TinyParts, grammar: CompiledGrammar, text: str) -> bool:
@@ -102,6 +103,31 @@ REWRITTEN: list[tuple[Any, list[Any], list[Any]]] = [
         [[True, True], [False, False], [True, False, True]],
     ),
     ({"type": "array", "items": True, "uniqueItems": True, "maxItems": 1}, [[], [1]], [[1, 1]]),
+    (
+        {"type": "array", "items": {"type": "string", "maxLength": 3}, "uniqueItems": True},
+        [[], ["a"], ["a", "", "ab", "é\n"]],
+        [["a", "a"], ["a", "ab", "a"], ["", ""], ['"', '"']],
+    ),
+    (
+        {"uniqueItems": True, "items": {"type": ["integer", "null", "boolean"]}},
+        [[1, 12, 2, None, True, -1], {"a": 1}],
+        [[1, 12, 1], [None, None], [True, True], [0, 0]],
+    ),
+    (
+        {
+            "properties": {"x": {"type": "array", "uniqueItems": True, "items": {"$ref": "#/$defs/pair"}}},
+            "$defs": {
+                "pair": {
+                    "type": "object",
+                    "properties": {"k": {"type": "string"}, "t": {"$ref": "#/$defs/tags"}},
+                    "additionalProperties": False,
+                },
+                "tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+            },
+        },
+        [{"x": [{"k": "a", "t": ["p"]}, {"k": "a", "t": ["q"]}, {}]}, {"y": [1, 1]}],
+        [{"x": [{"k": "a"}, {"k": "a"}]}, {"x": [{"k": "a", "t": ["p", "p"]}]}, {"x": [{}, {}]}],
+    ),
     (
         {"type": "object", "properties": {"a": {"type": "integer"}}, "unevaluatedProperties": False},
         [{"a": 1}, {}],
@@ -277,7 +303,7 @@ HOSTILE = [
         "unevaluatedProperties": False,
         "allOf": [{"anyOf": [{"properties": {f"a{m}{n}": True}} for n in range(4)]} for m in range(6)],
     },
-    {"type": "array", "items": {"enum": list(range(60))}, "uniqueItems": True},
+    {"type": "array", "items": {"enum": [1.5, *range(60)]}, "uniqueItems": True},
     {"type": "array", "contains": {"const": 1}, "minContains": 500},
     {"x-guidance": {"lenient": True}, "type": "array", "items": {}, "uniqueItems": True},
     {f"$defs{number}": {} for number in range(3_000)} | {"$ref": "#/$defs0/x"},
@@ -330,6 +356,7 @@ VALUES: list[Any] = [
     *({"ab": 1}, {"a": {"a": 1}}, {"a": [1, 2]}, {"b": "ab", "c": 2}, {"a": {}, "b": {"a": 1}}),
 ]  # fmt: skip
 NAMES = ["a", "b", "c"]
+UNIQUE = [{"enum": [1, 2, "a"]}, {"type": "boolean"}, {"type": ["string", "integer"]}, {"type": "integer"}]
 
 
 class RandomSchemas:
@@ -385,7 +412,7 @@ class RandomSchemas:
         "not": lambda s, d: {"not": s.below(d)},
         "if": lambda s, d: {"if": s.below(d), s.one("then", "x"): s.below(d), s.one("else", "x"): s.below(d)},
         "contains": lambda s, d: {"contains": s.below(d), s.one("x", "minContains", "maxContains"): s.one(0, 1, 2)},
-        "unique": lambda s, d: {"uniqueItems": True, "items": s.one({"enum": [1, 2, "a"]}, {"type": "boolean"})},
+        "unique": lambda s, d: {"uniqueItems": True, "items": s.one(*UNIQUE)},
         "needs": lambda s, d: {"dependentRequired": {s.one(*NAMES): [s.one(*NAMES)]}},
         "depends": lambda s, d: {"dependentSchemas": {s.one(*NAMES): s.below(d)}},
         "unevaluated": lambda s, d: {"unevaluatedProperties": s.below(d)},
@@ -424,3 +451,48 @@ def test_no_schema_accepts_a_value_that_it_forbids(
                 assert judge.is_valid(json.loads(answer)), (schema, answer)
     assert compiled > 15
     assert right > 100
+
+
+def test_tokens_of_several_items_repeat_none() -> None:
+    schema = json.loads(
+        GrammarSpec.json_schema({"type": "array", "items": {"type": "string"}, "uniqueItems": True}).text
+    )
+    texts = TokenTexts([b'["', b"a", b'","', b'","a"', b'"', b'","a","b"', b"]", b"\\u0061", b"\\", b"u"])
+    unique = UniqueItems(schema)
+    position = unique.advance(Position(), b'["a')
+    for token, text in enumerate(texts.texts):
+        try:
+            unique.advance(position, text)
+        except RepeatedItemError:
+            assert token in texts.may_repeat(position)
+    with pytest.raises(RepeatedItemError):
+        unique.advance(position, b'","a"')
+    with pytest.raises(RepeatedItemError):
+        unique.advance(position, b'","b","b"')
+    with pytest.raises(RepeatedItemError):  # the same character in another text
+        unique.advance(position, b"\\u0061")
+
+
+def test_an_array_that_runs_out_of_items_is_an_error_not_an_invalid_answer(
+    parts: TinyParts, compiler: GrammarCompiler
+) -> None:
+    schema = {
+        "type": "array",
+        "items": {"type": "string", "pattern": "^a$"},
+        "uniqueItems": True,
+        "minItems": 2,
+    }
+    grammar = compiler.compile(GrammarSpec.json_schema(schema))
+    with pytest.raises(GrammarError, match="no item is left"):
+        random_answer(parts, grammar, random.Random(0), 40)
+
+
+def test_differing_items_need_compact_json_and_a_whole_answer(compiler: GrammarCompiler) -> None:
+    schema = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    with pytest.raises(GrammarError, match="whitespace"):
+        GrammarSpec.json_schema(schema, whitespace=" ?")
+    spec = GrammarSpec.json_schema(schema, param="p")
+    with pytest.raises(GrammarError, match="uniqueItems"):
+        spec.embedded_schema()
+    with pytest.raises(GrammarError, match="uniqueItems"):
+        compiler.compile(GrammarSpec.composed("start: @answer", answer=spec, param="p"))

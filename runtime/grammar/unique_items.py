@@ -81,7 +81,7 @@ class UniqueItems:
         return tuple(found.values())
 
     def children(self, frames: Sequence[_Frame]) -> tuple[Mapping[str, Any], ...]:
-        """What the next value in the innermost frame may follow."""
+        """The schemas that the next value in the innermost frame may follow."""
         if not frames:
             return self.expanded([self._root])
         top = frames[-1]

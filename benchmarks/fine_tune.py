@@ -14,6 +14,8 @@ trained models have smaller weights: times by wire are what carries over. A stor
     back              the switch back to the base
     based, cold       `teneral serve TUNED --base BASE` in a new process: its first token
     whole, cold       `teneral serve` of the whole fine-tune in a new process
+
+Below the table: the warm server's own memory, with the base, with the fine-tune as well, and with the base again.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ def main() -> None:
         stored_bytes=sizes,
     )
     with StoreProcess(root, rate_mb_s=options.rate) as store:
-        report["results"] = measure(store, options.rounds)
+        report["results"], report["resident_mb"] = measure(store, options.rounds)
     finish(report, render(report), save=options.save)
 
 
@@ -154,8 +156,10 @@ def rounded(values: Floats) -> npt.NDArray[np.uint16]:
     return ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
 
 
-def measure(store: StoreProcess, rounds: int) -> dict[str, list[float]]:
+def measure(store: StoreProcess, rounds: int) -> tuple[dict[str, list[float]], list[float]]:
+    """Seconds by row, and the megabytes of the memory line, of the last round."""
     found: dict[str, list[float]] = {}
+    resident_mb = [0.0, 0.0, 0.0]
     variables = store.environment()
 
     def add(row: str, value: float) -> None:
@@ -167,6 +171,7 @@ def measure(store: StoreProcess, rounds: int) -> dict[str, list[float]]:
         chance = random.Random(0)
         server.complete(random_prompt(chance, PROMPT_TOKENS), 8)
         for _ in range(rounds):
+            resident_mb[0] = own_memory_mb(server.pid)
             add("base, warm", server.complete(random_prompt(chance, PROMPT_TOKENS), 1).token_times_s[0])
             for first_token in ("draft", "exact"):
                 first_s, all_s, num_drafted = switch(
@@ -176,10 +181,12 @@ def measure(store: StoreProcess, rounds: int) -> dict[str, list[float]]:
                 if num_drafted != (first_token == "draft"):
                     raise RunError(f"{num_drafted} drafted tokens, where {first_token} was asked for")
                 add("switch", all_s)
+                resident_mb[1] = own_memory_mb(server.pid)
                 begun_s = time.monotonic()
                 server.post(PATH, {"parameters": {"model": "s3://models/base"}})
                 add("back", time.monotonic() - begun_s)
-                time.sleep(0.5)  # the fine-tune's memory is given back
+                time.sleep(1.0)  # the fine-tune's memory is given back
+                resident_mb[2] = own_memory_mb(server.pid)
         # The warm server idles meanwhile, in memory that the cold ones do not need.
         for _ in range(rounds):
             for row, arguments in (
@@ -187,7 +194,14 @@ def measure(store: StoreProcess, rounds: int) -> dict[str, list[float]]:
                 ("whole, cold", ["s3://models/whole"]),
             ):
                 add(row, cold_starts.serve(*arguments, variables=variables).first_token_s)
-    return found
+    return found, resident_mb
+
+
+def own_memory_mb(process_id: int) -> float:
+    """Anonymous memory, in which an artifact's weights are."""
+    status = Path(f"/proc/{process_id}/status").read_text()
+    (line,) = [line for line in status.splitlines() if line.startswith("RssAnon:")]
+    return int(line.split()[1]) * 1024 / 1e6
 
 
 def switch(server: Server, prompt: list[int], first_token: str) -> tuple[float, float, int]:
@@ -239,7 +253,9 @@ def render(report: dict[str, Any]) -> str:
         f"base {sizes['base'] / 1e6:.0f}, whole {sizes['whole'] / 1e6:.0f}",
         f"{report['rounds']} rounds",
     ]
-    return "\n".join([title(report, *words), table(["row", "median (s)", "from–to", "by wire time"], rows)])
+    memory = "memory: {:.0f} MB, {:.0f} MB, {:.0f} MB".format(*report["resident_mb"])
+    columns = ["row", "median (s)", "from–to", "by wire time"]
+    return "\n".join([title(report, *words), table(columns, rows), "", memory])
 
 
 if __name__ == "__main__":

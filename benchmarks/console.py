@@ -33,6 +33,9 @@ from benchmarks.rounds import selected
 from benchmarks.server import Server, free_port
 from benchmarks.store import StoreProcess, prepare, warm
 
+from teneral.handlers.console.files import standalone
+from teneral.runtime.waterfall.command import checked_snapshot
+
 DEMO = Path(__file__).parent.parent / "demo" / "model"
 TOOLS = Path(__file__).parent.parent / ".conformance-console"
 GOALS = {"paint_ms": 100, "page_bytes": 150_000, "explained": 0.98, "token": 0.01}
@@ -200,9 +203,6 @@ def _page(browser: Any, port: int) -> Iterator[None]:
 
 def _explained(browser: Any, timeline: Any) -> float:
     """As the page of this timeline has it."""
-    from teneral.runtime.waterfall.exports import checked_snapshot
-
-    from teneral.handlers.console.files import standalone
 
     page = browser.new_page()
     try:

@@ -115,7 +115,7 @@ function drawNetwork(body, picture, { x, y, left, right, height, narrow }) {
   const peak = `peak ${bytes(highest * count / picture.end)}/s`;
   body.append(svg("polygon", { class: "network-area", points: `${left},${base} ${points} ${right},${base}` }),
     svg("polyline", { class: "network-line", points }), text(left - 8, base - 4, "network", "label", "end"));
-  if (narrow) body.append(text(left + 4, y + 4, peak, "note"));
+  if (narrow) body.append(text(left + 4, y + 4, peak, "note halo"));
   else body.append(text(right + 10, base - 4, peak, "note"));
 }
 

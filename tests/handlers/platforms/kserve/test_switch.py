@@ -47,6 +47,19 @@ async def test_a_warm_server_becomes_the_fine_tune_and_its_base_again(models: Mo
         assert not server.task.done()
 
 
+@pytest.mark.parametrize("loader", ["process", "thread"])
+async def test_torch_switches_too_after_either_kind_of_load(models: Models, loader: str) -> None:
+    options = {"backend": "torch", "loader": loader}
+    async with serving(models.whole("one"), **options) as server:
+        expected = await answer(server)
+    async with serving(models.base, **options) as server:
+        before = await answer(server)
+        assert (await switch(server, models.folder / "one")).status == 200
+        assert await answer(server) == expected
+        assert (await switch(server, models.base)).status == 200
+        assert await answer(server) == before
+
+
 async def test_a_chat_with_the_fine_tune_uses_the_base_s_tokenizer(models: Models) -> None:
     async with serving(models.base) as server:
         await answer(server)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,20 @@ import pytest
 import torch
 from tests.support.decoding import Stepper, oracle_logits, prompt_of
 from tests.support.models import DictWeights, build_model
+from tests.support.paced import PacedSource
 from tests.support.tiny_models import DECODERS, tensors_of, tiny_model, with_tensors
 
-from teneral.loader.artifact import open_model
+from teneral.loader.artifact import open_artifact, open_model, read_file
 from teneral.loader.errors import CheckpointError
 from teneral.loader.format.gguf.families import FAMILIES, MIXTRAL
+from teneral.loader.load.load import WeightLoad
 from teneral.loader.native.library import library
-from teneral.loader.sources.open import open_store
+from teneral.loader.sources.open import open_source, open_store
 from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.unpack import unpack
 from teneral.runtime.backends.native.backend import NativeBackend
 from teneral.runtime.backends.torch.backend import TorchBackend
+from teneral.runtime.weights import StreamedWeights
 
 pytest.importorskip("gguf")
 
@@ -112,7 +116,7 @@ def test_a_file_computes_what_the_model_does(variant: str, kind: str, tmp_path: 
         torch.testing.assert_close(ours, expected, atol=1e-3, rtol=1e-3, msg=backend.name)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gemma2", "mixtral", "qwen3_moe", "gpt_oss"])
 def test_a_packed_file_has_the_tensors_of_the_file(family: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
@@ -130,6 +134,30 @@ def test_a_packed_file_has_the_tensors_of_the_file(family: str, tmp_path: Path) 
     assert again.keys() == tensors.keys()
     assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
     assert "Q8_0: " in result.render()
+
+
+@pytest.mark.skipif(library() is None, reason="the native libraries are not built here")
+def test_experts_of_gpt_oss_arrive_one_by_one_from_a_file(tmp_path: Path) -> None:
+    family, overrides = VARIANTS["gpt_oss"]
+    write_gguf(tmp_path / "model.gguf", tiny_model(family, **overrides), "MXFP4")
+    pack(open_model(str(tmp_path / "model.gguf")), open_store(str(tmp_path / "packed")))
+    rows = []
+    for is_early in (True, False):
+        source = PacedSource(open_source(str(tmp_path / "packed")))
+        source.delay(seed=1, max_s=0.003)
+        with closing(source), WeightLoad(source, open_artifact(source)) as load:
+            assert "layers.1.experts.3" in {group.name for group in load.manifest.groups}
+            for group in load.manifest.groups:
+                load.slab(group.index)[:] = 0xFF
+            config = json.loads(read_file(source, load.manifest, "config.json"))
+            decoder = build_model(config, StreamedWeights(load), backends=[NativeBackend()])
+            load.start()
+            if not is_early:
+                load.join()
+            rows.append(Stepper(decoder).step({"a": prompt_of(20)})["a"])
+
+    assert torch.equal(*rows)
+    assert rows[0].isfinite().all()
 
 
 @pytest.mark.parametrize("family", REFUSED)

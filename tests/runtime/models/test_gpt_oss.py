@@ -32,6 +32,8 @@ from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.models.decoder_config import DecoderConfig
 from teneral.runtime.models.decoder_tensors import take_decoder
 from teneral.runtime.models.matrices import Mxfp4Matrix
+from teneral.runtime.models.parameters import Parameters
+from teneral.runtime.models.projections import take_linear
 from teneral.runtime.models.spec import DecoderSpec
 from teneral.runtime.weights import StreamedWeights
 
@@ -293,6 +295,30 @@ def test_blocks_that_leave_a_rest_are_refused():
 
     with pytest.raises(ModelError, match="48 columns, which are no multiple of MXFP4's 32"):
         decoder_of({**config, "intermediate_size": 48}, kept, TorchBackend())
+
+
+def one_matrix(weight: tuple[int, int], scale: tuple[int, int]) -> Parameters:
+    tensors = {
+        "x.weight": torch.zeros(weight, dtype=torch.uint8),
+        "x.weight_scale": torch.zeros(scale, dtype=torch.uint8),
+    }
+    return Parameters(DictWeights(tensors), "", DType.BF16)
+
+
+def test_any_matrix_may_be_in_mxfp4():
+    (found,) = take_linear(one_matrix((8, 48), (8, 3)), "x", 96, 8, bias=False).matrices()
+
+    assert isinstance(found, Mxfp4Matrix)
+    assert (found.num_in, found.num_out) == (96, 8)
+
+
+@pytest.mark.parametrize(
+    ("weight", "scale"),
+    [((8, 48), (8, 1)), ((8, 48), (8, 6)), ((8, 48), (4, 3)), ((8, 96), (8, 3)), ((8, 48), (8, 0))],
+)
+def test_scales_that_do_not_fit_their_blocks_are_refused(weight, scale):
+    with pytest.raises(ModelError, match="x"):
+        take_linear(one_matrix(weight, scale), "x", 96, 8, bias=False)
 
 
 def test_experts_in_one_tensor_are_not_quantised_again(tmp_path):

@@ -1,6 +1,6 @@
 """The loss of quantised weights on a real model, ours and llama.cpp's, at their sizes, and their speed.
 
-    python -m benchmarks.int4 [--tokens 4096] [--rounds 3] [--only PATTERN] [--as-stored] [--save]
+    python -m benchmarks.int4 [--tokens 4096] [--rounds 3] [--only PATTERN] [--as-stored] [--repack] [--save]
 
 The model is SmolLM2-135M-Instruct (`demo/smollm2.py`). Both sides quantise the same bf16 weights, and every system
 computes with its own: Teneral's native core rounds no inputs, llama.cpp rounds those of quantised matrices to 8 bits.
@@ -49,6 +49,7 @@ OWN = {  # flags of `teneral pack`; TEXT is the text to calibrate with
     "teneral int8": ["--quantize", "int8"],
     "teneral int4": ["--quantize", "int4"],
     "teneral int4, calibrated with a text": ["--quantize", "int4", "--calibrate", "TEXT"],
+    "teneral int4, 8 bits for k, v and down": ["--quantize", "int4", "--int8", "k,v,down"],
     "teneral int4, not calibrated": ["--quantize", "int4", "--no-calibrate"],
 }
 PEERS = {  # files that `peers/to_gguf.py` writes
@@ -72,7 +73,7 @@ def main() -> None:
     texts = real_model.write_texts(folder)
     left_out: list[str] = []
     own = {
-        name: _pack(plain, folder / _file_name(name), flags, texts.calibration)
+        name: _pack(plain, folder / _file_name(name), flags, texts.calibration, anew=options.repack)
         for name, flags in selected(OWN, options.only).items()
     }
     peers = peer_environment.find(options.work)
@@ -106,6 +107,7 @@ def _options() -> argparse.Namespace:
     parser = new_parser(__doc__, rounds=3)
     parser.add_argument("--tokens", type=int, default=4096, help="of the held-out text (default: 4096)")
     parser.add_argument("--as-stored", action="store_true", help="leave the columns in the package's order")
+    parser.add_argument("--repack", action="store_true", help="make artifacts anew that are there already")
     parser.add_argument("--threads", type=int, default=machine()["cores"])
     return parser.parse_args()
 
@@ -114,8 +116,10 @@ def _file_name(name: str) -> str:
     return name.removeprefix("teneral ").replace(",", "").replace(" ", "-")
 
 
-def _pack(plain: Path, target: Path, flags: list[str], text: Path) -> Path:
-    """The artifact, made anew: what packing does is what is measured."""
+def _pack(plain: Path, target: Path, flags: list[str], text: Path, *, anew: bool) -> Path:
+    """The artifact, made where it is not there."""
+    if (target / "manifest.json").exists() and not anew:
+        return target
     note(f"packing {target.name}")
     given = [str(text) if flag == "TEXT" else flag for flag in flags]
     command = [sys.executable, "-m", "teneral", "pack", str(plain), str(target), "--force", "--quiet", *given]

@@ -150,6 +150,19 @@ def test_neither_does_a_batch_job(folder: Path, tmp_path: Path) -> None:
     assert forbidden(imported(done.stderr)) == []
 
 
+def test_neither_do_calibration_and_evaluation(folder: Path, tmp_path: Path) -> None:
+    original, artifact = str(folder / "decoder"), str(tmp_path / "int4")
+    packing = ["pack", original, artifact, "--quantize", "int4", "--int8", "q", "--calibrate-tokens", "64"]
+    for arguments in (
+        packing,
+        ["eval", artifact, "--against", original, "--max-tokens", "64"],
+        ["eval-draft", str(folder / "packed"), "--max-tokens", "64"],
+    ):
+        done = run(*arguments, "--quiet")
+        assert "not calibrated" not in done.stderr
+        assert forbidden(imported(done.stderr)) == []
+
+
 def test_torch_is_imported_where_it_is_asked_for(folder: Path, tmp_path: Path) -> None:
     server = QuietServer(folder / "decoder", "--backend", "torch", log=tmp_path / "log")
     try:

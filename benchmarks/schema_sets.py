@@ -112,6 +112,50 @@ def kubernetes(tokenizer_json: Path) -> dict[str, Any]:
     }
 
 
+def folder(path: Path, tokenizer_json: Path) -> dict[str, Any]:
+    """The schemas in the files of a folder, without descriptions. Those beyond the bound for a schema count apart."""
+    from teneral.runtime.errors import RequestError
+    from teneral.runtime.grammar.bounds import MAX_SCHEMA_BYTES
+    from teneral.runtime.grammar.compiler import GrammarCompiler
+    from teneral.runtime.grammar.spec import GrammarSpec
+
+    compiler = GrammarCompiler(tokenizer_json.read_bytes, [END])
+    counts = {"schemas": 0, "compiled": 0, "too_large": 0}
+    refused: dict[str, int] = {}
+    for file in sorted(path.rglob("*.json")):
+        schema = _without_descriptions(json.loads(file.read_bytes()))
+        if not isinstance(schema, dict):
+            continue
+        if len(json.dumps(schema, separators=(",", ":")).encode()) > MAX_SCHEMA_BYTES:
+            counts["too_large"] += 1
+            continue
+        counts["schemas"] += 1
+        try:
+            compiler.compile(GrammarSpec.json_schema(schema, param="schema"))
+            counts["compiled"] += 1
+        except RequestError as error:
+            why = " ".join(error.message.split()[:6])
+            refused[why] = refused.get(why, 0) + 1
+    most = dict(sorted(refused.items(), key=lambda item: -item[1])[:10])
+    return {
+        **counts,
+        "compiled_share": round(counts["compiled"] / max(1, counts["schemas"]), 3),
+        "refused": most,
+    }
+
+
+def _without_descriptions(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_without_descriptions(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: _without_descriptions(value)
+        for key, value in schema.items()
+        if key != "description" or not isinstance(value, str)
+    }
+
+
 def _local(schema: Any, definitions: dict[str, Any], needed: dict[str, Any]) -> Any:
     """The schema with references into itself; `needed` gets the definitions that they lead to."""
     if isinstance(schema, list):

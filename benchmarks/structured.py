@@ -12,7 +12,8 @@ to random seeds for several schemas, each that ends by itself judged by jsonsche
 that was cut off. *suite*: the share of the JSON Schema Test Suite that compiles, and whether its valid instances are
 accepted and its invalid ones refused. DIR is one draft of it, such as `json/tests/draft2020-12` in the source
 distribution of the package `jsonschema`. *kubernetes*: the same share of the schemas of Kubernetes' objects in the
-package `kubernetes-validate`.
+package `kubernetes-validate`; *folder*: of the schemas in the files of `--schemas DIR`, such as those of AWS's
+resources in the package `cfn-lint`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import begin, finish, note, title
-from benchmarks.schema_sets import kubernetes, suite
+from benchmarks.schema_sets import folder, kubernetes, suite
 from benchmarks.server import Server
 from benchmarks.store import StoreProcess, prepare_own
 
@@ -133,9 +134,16 @@ MIXED = {
     "contains": {"type": "string", "not": {"enum": ["", "a"]}},
     "maxItems": 4,
 }
+LABELS = {
+    "type": "array",
+    "items": {"type": "string", "maxLength": 6},
+    "uniqueItems": True,
+    "minItems": 2,
+    "maxItems": 4,
+}
 SCHEMAS: dict[str, Any] = {
     "person": PERSON, "order": ORDER, "tree": TREE, "email": EMAIL,
-    "shipment": SHIPMENT, "shape": SHAPE, "mixed": MIXED,
+    "shipment": SHIPMENT, "shape": SHAPE, "mixed": MIXED, "labels": LABELS,
 }  # fmt: skip
 AT_ONCE = 8  # answers
 MESSAGES = [{"role": "user", "content": "Describe Ada Lovelace as JSON."}]
@@ -350,10 +358,11 @@ def main() -> None:
     parser.add_argument(
         "--resume", action="store_true", help="go on with the answers of a run that was cut off"
     )
-    parser.add_argument("--only", choices=("cold", "hot", "judge", "suite", "kubernetes"))
+    parser.add_argument("--only", choices=("cold", "hot", "judge", "suite", "kubernetes", "folder"))
     parser.add_argument(
         "--suite", type=Path, metavar="DIR", help="a draft's folder of the JSON Schema Test Suite"
     )
+    parser.add_argument("--schemas", type=Path, metavar="DIR", help="a folder of JSON schemas")
     parser.add_argument(
         "--tokenizer", type=Path, default=Path("demo/model/tokenizer.json"), help="for --suite"
     )
@@ -380,9 +389,11 @@ def main() -> None:
         results["suite"] = suite(options.suite, options.tokenizer)
     if options.only in (None, "kubernetes"):
         results["kubernetes"] = kubernetes(options.tokenizer)
+    if options.schemas is not None and options.only in (None, "folder"):
+        results["folder"] = folder(options.schemas, options.tokenizer)
     rendered = [
         f"{name}: {json.dumps(results[name])}"
-        for name in ("hot", "judge", "suite", "kubernetes")
+        for name in ("hot", "judge", "suite", "kubernetes", "folder")
         if name in results
     ]
     rendered += [f"cold: {json.dumps(row)}" for row in results.get("cold", ())]

@@ -197,10 +197,16 @@ def _contains(rules: Rules, value: Schema, schema: Mapping[str, Any]) -> Parts:
 
 
 def _additional(rules: Rules, value: Schema, schema: Mapping[str, Any]) -> Parts:
-    """Objects with some property, where none is allowed."""
-    if value is not False or schema.get("properties") or schema.get("patternProperties"):
+    """Objects with other properties and none of those that are listed, where no others are allowed."""
+    if value is not False or "patternProperties" in schema:
         return []
-    return [{"type": "object", "minProperties": 1}]
+    return [
+        {
+            "type": "object",
+            "properties": dict.fromkeys(schema.get("properties", ()), False),
+            "minProperties": 1,
+        }
+    ]
 
 
 _RULES: dict[str, Any] = {

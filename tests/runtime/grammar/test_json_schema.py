@@ -85,6 +85,16 @@ REWRITTEN: list[tuple[Any, list[Any], list[Any]]] = [
         [{"a": 1}, {"b": 1}],
         [{}, {"a": 1, "b": 1}],
     ),
+    (
+        {
+            "oneOf": [
+                {"type": "object", "properties": {"a": {"type": "string"}}, "additionalProperties": False},
+                {"type": "object", "properties": {"b": {"type": "string"}}, "additionalProperties": False},
+            ]
+        },
+        [{"a": "x"}, {"b": "x"}],
+        [{}, {"a": "x", "b": "x"}, {"a": 1}],
+    ),
     ({"minContains": 2, "type": "array"}, [[]], [1]),
     ({"contains": {"type": "integer"}}, [[1], ["a", 1], [1, "a", 2], 7], [[], ["a"]]),
     (

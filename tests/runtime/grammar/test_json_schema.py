@@ -7,29 +7,14 @@ import random
 from typing import Any, ClassVar
 
 import jsonschema_rs
-import numpy as np
 import pytest
+from tests.support.grammar_answers import accepts, random_answer
 from tests.support.instances import TinyParts
 
 from teneral.runtime.errors import GrammarError, RequestError
-from teneral.runtime.grammar.compiler import CompiledGrammar, GrammarCompiler
+from teneral.runtime.grammar.compiler import GrammarCompiler
 from teneral.runtime.grammar.json_schema.strings import FORMATS
 from teneral.runtime.grammar.spec import GrammarSpec
-from teneral.runtime.grammar.unique_items import Position, RepeatedItemError, TokenTexts, UniqueItems
-
-
-def accepts(parts: TinyParts, grammar: CompiledGrammar, text: str) -> bool:
-    """True if the whole text is an answer of this grammar."""
-    (eos, *_) = parts.tokenizer.eos_token_ids
-    matcher = grammar.start()
-    try:
-        for token in parts.tokenizer.encode(text, add_special_tokens=False):
-            matcher.accept(token)
-    except GrammarError:
-        return False
-    words = np.zeros(matcher.num_mask_words, dtype=np.uint32)
-    matcher.mask_into(words)
-    return matcher.is_finished or bool(words[eos // 32] >> (eos % 32) & 1)
 
 
 def compact(value: Any) -> str:
@@ -338,27 +323,6 @@ def test_texts_of_a_format_are_valid(parts: TinyParts, compiler: GrammarCompiler
         assert judge.is_valid(json.loads(answer)), answer
 
 
-def random_answer(
-    parts: TinyParts, grammar: CompiledGrammar, rng: random.Random, max_tokens: int
-) -> str | None:
-    """An answer that ended within this many tokens, by short tokens where there are any."""
-    (eos, *_) = parts.tokenizer.eos_token_ids
-    matcher = grammar.start()
-    words = np.zeros(matcher.num_mask_words, dtype=np.uint32)
-    tokens: list[int] = []
-    for _ in range(max_tokens):
-        matcher.mask_into(words)
-        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
-        if matcher.is_finished or (eos in allowed and (len(allowed) == 1 or rng.random() < 0.4)):
-            return parts.tokenizer.decode(tokens)
-        allowed = [token for token in allowed if token != eos]
-        closing = [token for token in allowed if parts.tokenizer.decode([token]) in ('"', "}", "]")]
-        token = rng.choice(closing if closing and rng.random() < 0.3 else allowed)
-        matcher.accept(token)
-        tokens.append(token)
-    return None
-
-
 VALUES: list[Any] = [
     *(None, True, False, 0, 1, 2, -1, 1.5, 3, "", "a", "ab", "b", "c"),
     *([], [1], ["a"], [1, "a"], ["a", "a"], [1, 2], [2, 1], [1, 1, 1], [True, False], [1, 2, "a"], [[1]], [{}]),
@@ -461,48 +425,3 @@ def test_no_schema_accepts_a_value_that_it_forbids(
                 assert judge.is_valid(json.loads(answer)), (schema, answer)
     assert compiled > 15
     assert right > 100
-
-
-def test_tokens_of_several_items_repeat_none() -> None:
-    schema = json.loads(
-        GrammarSpec.json_schema({"type": "array", "items": {"type": "string"}, "uniqueItems": True}).text
-    )
-    texts = TokenTexts([b'["', b"a", b'","', b'","a"', b'"', b'","a","b"', b"]", b"\\u0061", b"\\", b"u"])
-    unique = UniqueItems(schema)
-    position = unique.advance(Position(), b'["a')
-    for token, text in enumerate(texts.texts):
-        try:
-            unique.advance(position, text)
-        except RepeatedItemError:
-            assert token in texts.may_repeat(position)
-    with pytest.raises(RepeatedItemError):
-        unique.advance(position, b'","a"')
-    with pytest.raises(RepeatedItemError):
-        unique.advance(position, b'","b","b"')
-    with pytest.raises(RepeatedItemError):  # the same character in another text
-        unique.advance(position, b"\\u0061")
-
-
-def test_an_array_that_runs_out_of_items_is_an_error_not_an_invalid_answer(
-    parts: TinyParts, compiler: GrammarCompiler
-) -> None:
-    schema = {
-        "type": "array",
-        "items": {"type": "string", "pattern": "^a$"},
-        "uniqueItems": True,
-        "minItems": 2,
-    }
-    grammar = compiler.compile(GrammarSpec.json_schema(schema))
-    with pytest.raises(GrammarError, match="no item is left"):
-        random_answer(parts, grammar, random.Random(0), 40)
-
-
-def test_differing_items_need_compact_json_and_a_whole_answer(compiler: GrammarCompiler) -> None:
-    schema = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
-    with pytest.raises(GrammarError, match="whitespace"):
-        GrammarSpec.json_schema(schema, whitespace=" ?")
-    spec = GrammarSpec.json_schema(schema, param="p")
-    with pytest.raises(GrammarError, match="uniqueItems"):
-        spec.embedded_schema()
-    with pytest.raises(GrammarError, match="uniqueItems"):
-        compiler.compile(GrammarSpec.composed("start: @answer", answer=spec, param="p"))

@@ -12,36 +12,32 @@ An instance knows no HTTP and no platform; handlers translate for it.
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..loader.artifact import open_model
 from ..loader.errors import TeneralError, UsageError
-from ..loader.load.options import Order
 from ..loader.pin import split_pin
 from ..loader.sources.base import Remote
 from ..loader.sources.http.outage import show_outages
 from ..loader.timeline import Timeline
 from .config import ServeConfig
 from .errors import DrainingError, ModelError
-from .files import ModelFiles, is_onnx, seems_onnx
+from .files import ModelFiles, is_onnx
 from .loading import (
-    check_paged,
     load_here,
     paging_statistics,
     placement_statistics,
     tensor_digests,
-    untaken_bytes,
     verify_exact,
     wait_exact,
     warn_of_cache,
 )
 from .start import Helpers, launch_helpers
-from .state import State
+from .state import State, resolve
 
 if TYPE_CHECKING:
     from ..loader.format.manifest import Manifest
@@ -50,13 +46,11 @@ if TYPE_CHECKING:
     from .engine.embedder import Embedder
     from .engine.engine import Engine
     from .kv.snapshots.service import SnapshotService
-    from .models.decoder import Decoder
-    from .models.encoder import Encoder
     from .onnx.runner import OnnxRunner
     from .resident import BaseInMemory
     from .text.settings import TextSettings
     from .text.tokenizer import TextTokenizer
-    from .weights import AnyLoad, Weights
+    from .weights import AnyLoad
 
 T = TypeVar("T")
 
@@ -105,7 +99,7 @@ class Instance:
         self._helpers = helpers
         self._base = base
         self.has_base = base is not None  # in memory: it loads the differences alone
-        self._load: AnyLoad | None = helpers.load if helpers else None
+        self.load: AnyLoad | None = helpers.load if helpers else None  # None before it begins
         self._snapshots: SnapshotService | None = None
         # Set together with the engine, if adapters are configured.
         self.adapters: AdapterRegistry | None = None
@@ -180,8 +174,8 @@ class Instance:
         for worker in self._workers():
             # Waiting callers have their answer now; the pass itself may wait at a gate, which …
             worker.stop(0)
-        if self._load is not None:
-            self._load.close()  # … opens, with an error, here
+        if self.load is not None:
+            self.load.close()  # … opens, with an error, here
         if self._helpers is not None:
             self._helpers.close()
         for worker in self._workers():
@@ -209,7 +203,7 @@ class Instance:
         self.text_settings, self.tokenizer, self.opening = Future(), Future(), Future()
         self.engine, self.embedder, self.onnx = Future(), Future(), Future()
         self._settle(DrainingError("the instance was closed"))
-        self._load = self._helpers = self._source = self._snapshots = self.adapters = self._base = None
+        self.load = self._helpers = self._source = self._snapshots = self.adapters = self._base = None
 
     def __enter__(self) -> Instance:
         return self.start()
@@ -238,9 +232,9 @@ class Instance:
             )
         from .resident import base_in_memory
 
-        assert self._load is not None
+        assert self.load is not None
         model = self.engine.result().model if self.kind.result() == "decoder" else None
-        return base_in_memory(self._load, self.text_settings.result(), self.tokenizer.result(), model)
+        return base_in_memory(self.load, self.text_settings.result(), self.tokenizer.result(), model)
 
     # state
 
@@ -269,9 +263,9 @@ class Instance:
         """The progress of the load, JSON-ready. Bytes are stored bytes, comparable with the
         network's.
         """
-        if self._load is None:
+        if self.load is None:
             return {"stored_bytes": 0, "fetched_bytes": 0, "fraction": 0.0}
-        progress = self._load.progress()
+        progress = self.load.progress()
         total = progress.stored_bytes_total
         return {
             "stored_bytes": total,
@@ -291,27 +285,27 @@ class Instance:
         """The load's rate, and the time of a first token at it; None while unknown, and once
         everything is loaded.
         """
-        if self._load is None or not self.opening.done() or self.opening.exception() is not None:
+        if self.load is None or not self.opening.done() or self.opening.exception() is not None:
             return None
-        progress = self._load.progress()
+        progress = self.load.progress()
         left_s = progress.left_s
         if not 0.0 < left_s < math.inf:
             return None
         # Imported with the model.
         from .engine.arrival import token_s
 
-        return Forecast(progress.rate_bytes_per_s, left_s + token_s(self._load.manifest))
+        return Forecast(progress.rate_bytes_per_s, left_s + token_s(self.load.manifest))
 
     def statistics(self) -> dict[str, Any]:
         """The figures of every part that exists so far."""
         figures: dict[str, Any] = {"state": str(self.state), "progress": self.progress()}
-        if self._load is not None:
-            statistics = self._load.statistics()
+        if self.load is not None:
+            statistics = self.load.statistics()
             if statistics is not None:
                 figures["load"] = statistics
-            if (placement := placement_statistics(self._load)) is not None:
+            if (placement := placement_statistics(self.load)) is not None:
                 figures["placement"] = placement
-            if (paging := paging_statistics(self._load)) is not None:
+            if (paging := paging_statistics(self.load)) is not None:
                 figures["experts"] = paging
         for worker in self._workers():
             figures[type(worker).__name__.lower()] = worker.statistics()
@@ -327,7 +321,7 @@ class Instance:
         launched = launch_helpers(self.config, self.timeline)
         if launched is not None:
             self._helpers = launched.adopt(self.timeline)
-            self._load = self._helpers.load
+            self.load = self._helpers.load
 
     def _start_snapshots(self) -> None:
         # Few instances have them.
@@ -357,16 +351,16 @@ class Instance:
         if self._source is None:
             self._source = open_model(address, self.config.source_options)
             show_outages(self._source, self.timeline)
-        if self._load is None:
+        if self.load is None:
             reserve = self._helpers.reserve if self._helpers is not None else None
             base = None if self._base is None else self._base.weights
-            self._load = load_here(self._source, digest, self.config, self.timeline, reserve, base)
-        manifest = self._load.manifest
+            self.load = load_here(self._source, digest, self.config, self.timeline, reserve, base)
+        manifest = self.load.manifest
         self.opening.set_result((self._source, manifest))
         expected = None
         if self.config.verify_exact:
             expected = tensor_digests(ModelFiles(self._source, manifest, self.config.load_options), manifest)
-        self._watch_load(self._load, expected)
+        self._watch_load(self.load, expected)
 
     def _watch_load(self, load: AnyLoad, expected: tuple[bytes, ...] | None) -> None:
         """Wait for the whole load, so that an idle instance also fails with its load, or if its
@@ -377,7 +371,7 @@ class Instance:
         if expected is not None:
             with self.timeline.span("process", "verify exact"):
                 verify_exact(load, expected)
-        _resolve(self.exact, None)
+        resolve(self.exact, None)
         if self.config.cache_dir is not None:
             # Until everything is written to the cache for the next container.
             load.join()
@@ -396,18 +390,18 @@ class Instance:
             files = ModelFiles(source, manifest, self.config.load_options)
             shared = self._base.tokenizer_for(manifest, files, self._adjust_settings)
             if shared is not None:
-                _resolve(self.text_settings, self._base.text_settings)
-                _resolve(self.tokenizer, shared)
+                resolve(self.text_settings, self._base.text_settings)
+                resolve(self.tokenizer, shared)
                 return
         if self._helpers is not None:
-            _resolve(self.tokenizer, self._helpers.tokenizer.load(manifest, adjust=self._adjust_settings))
+            resolve(self.tokenizer, self._helpers.tokenizer.load(manifest, adjust=self._adjust_settings))
             return
         from .text.tokenizer import TextTokenizer
 
         with self.timeline.span("tokenizer", "load"):
             files = ModelFiles(source, manifest, self.config.load_options)
             tokenizer = TextTokenizer.from_files(files.read, adjust=self._adjust_settings)
-        _resolve(self.tokenizer, tokenizer)
+        resolve(self.tokenizer, tokenizer)
 
     def _adjust_settings(self, settings: TextSettings) -> TextSettings:
         """The model's own settings with the configuration's replacements. Raises `UsageError`."""
@@ -415,233 +409,13 @@ class Instance:
             from .text.settings import read_template  # rarely used
 
             settings = settings.with_template(read_template(self.config.chat_template))
-        _resolve(self.text_settings, settings)
+        resolve(self.text_settings, settings)
         return settings
 
     def _build(self) -> None:
-        if seems_onnx(self.config.model):
-            from .onnx.start import import_ahead
+        from .building import ModelBuild
 
-            import_ahead(self.timeline)  # while the manifest is being parsed
-            if is_onnx(self.opening.result()[1]):
-                self._start_onnx()  # without the modules of other models
-                return
-        from ..loader.device.detect import choose_device
-        from .backends.choose import TRANSFORMERS, BackendChoice, model_of_transformers
-
-        # OpenMP's threads sleep between regions, whichever library loads it, for instance a
-        # handler's torch (docs/decisions/0007).
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-        config = self.config
-        choice = BackendChoice(
-            config.backend,
-            choose_device(config.device),
-            config.compute_dtype,
-            config.threads,
-            config.trim_imports,
-        )
-        choice.check()
-        if choice.is_torch:
-            with self.timeline.span("process", "import torch") as details:
-                details["trimmed"] = choice.import_torch()  # in parallel to the fetch
-        with self.timeline.span("process", "import models"):
-            from .models.build import build_model
-            from .models.encoder import Encoder
-            from .sentence_files import sentence_files
-        self._warm_device_up(choice.device)
-        source, manifest = self.opening.result()
-        load = self._load
-        assert load is not None
-        if is_onnx(manifest):
-            self._start_onnx()
-            return
-        with self.timeline.span("model", "build") as details:
-            files = ModelFiles(source, manifest, config.load_options)
-            model_config = files.json("config.json", required=True)
-            weights, sentence = _weights_of(load), sentence_files(files)
-            model: Any
-            if config.backend == TRANSFORMERS:
-                model, is_encoder = model_of_transformers(
-                    model_config, weights, config.compute_dtype, **sentence
-                )
-            else:
-                model = build_model(
-                    model_config,
-                    weights,
-                    choice.model_backends(),
-                    max_context=config.max_context,
-                    **sentence,
-                )
-                is_encoder = isinstance(model, Encoder)
-            details.update(backend=model.executor.name, **model.computes.attributes)
-            check_paged(load, model, config)
-        if is_encoder:
-            self._start_embedder(model, model_config)
-        else:
-            drafter = None
-            if self._base is not None and config.draft_ahead:
-                drafter = self._base.drafter_for(model, model_config, choice, config.max_context)
-            self._start_engine(model, manifest, drafter)
-
-    def _warm_device_up(self, device: str) -> None:
-        """Start a GPU's one-time preparations, in parallel to the fetch. Returns at once."""
-        if device != "cpu":
-            import torch
-
-            # Only models on a device need it.
-            from .backends.cuda.warm_up import start_warm_up
-
-            start_warm_up(torch.device(device), torch.bfloat16, timeline=self.timeline)
-
-    def _start_engine(self, model: Decoder, manifest: Manifest, drafter: Decoder | None) -> None:
-        with self.timeline.span("process", "import engine"):
-            from .backends.choose import pool_bytes, step_backend
-            from .engine.arrival import BasedArrival, LoadArrival
-            from .engine.engine import Engine, EngineOptions
-            from .kv.kinds import KVKind
-            from .models.decoder import Decoder
-
-        refuse = ModelError(
-            f"{self.model_name} generates text and does not make embeddings",
-            hint="Serve an encoder (a BERT-type model) for /v1/embeddings.",
-        )
-        self.embedder.set_exception(refuse)
-        self.onnx.set_exception(_takes_texts(self.model_name))
-        _resolve(self.kind, "decoder")
-        assert self._load is not None
-        with self.timeline.span("model", "KV pool"):
-            options = EngineOptions(
-                max_running=self.config.max_running,
-                max_queued=self.config.max_queued,
-                max_context=self.config.max_context,
-                kv_dtype=KVKind(self.config.kv_dtype),
-                prefix_cache=self.config.prefix_cache,
-                max_wait_s=self.config.max_wait_s,
-                max_queued_per_tenant=self.config.max_queued_per_tenant,
-                session_kv_bytes=self.config.session_kv_bytes,
-                session_idle_s=self.config.session_idle_s,
-                kv_host_bytes=self.config.kv_host_bytes or 0,
-                kv_disk_bytes=self.config.kv_disk_bytes or 0,
-                kv_disk_dir=self.config.kv_disk_dir,
-                kernels_dir=self.config.kernel_dir,
-                kv_bytes=self.config.kv_bytes
-                or pool_bytes(
-                    model, untaken_bytes(self._load, self.config.weights_bytes), self.config.max_running
-                ),
-            )
-        self.adapters = self._registry(model, manifest.digest)
-        if not self.tokenizer.done():
-            with self.timeline.span("tokenizer", "wait"):
-                self.tokenizer.exception()
-        tokenizer = self.tokenizer.result()
-        with self.timeline.span("model", "engine"):
-            engine = Engine(
-                model,
-                tokenizer,
-                options=options,
-                timeline=self.timeline,
-                eos_token_ids=tokenizer.eos_token_ids,
-                # transformers supports no draft, and its weights have all arrived.
-                arrival=(LoadArrival if drafter is None else BasedArrival)(self._load)
-                if isinstance(model, Decoder)
-                else None,
-                drafter=drafter,
-                prefix_seed=_prefix_seed(manifest, model),
-                make_backend=step_backend,
-                on_device_lost=self._fail,
-                adapters=self.adapters,
-            )
-            # Before the engine's waiters continue.
-            if self._snapshots is not None:
-                self._snapshots.attach(engine.prefix_pool, model=manifest.digest)
-            engine.start()
-            _resolve(self.engine, engine)
-        self.timeline.mark("process", "can answer")
-
-    def _registry(self, model: Decoder, digest: bytes | None) -> AdapterRegistry | None:
-        """The registry of adapters; None if not configured. Raises `ModelError` if the executor
-        does not support adapters.
-        """
-        config = self.config
-        if config.adapters is None and not config.model_control:
-            return None
-        if not getattr(model.executor, "takes_adapters", False):
-            if config.adapters is None:
-                return None
-            raise ModelError(
-                f"--adapters: {model.executor.name} computes this model, but does not implement adapters",
-                hint="Serve it on a CPU with --backend native, or leave --adapters out.",
-            )
-        # Few instances have them.
-        from .adapters.registry import AdapterRegistry
-
-        return AdapterRegistry(
-            model.config,
-            template=config.adapters,
-            max_bytes=config.adapters_bytes,
-            options=config.source_options._replace(base=None),
-            base_digest=digest,
-        )
-
-    def _start_embedder(self, model: Encoder, config: Mapping[str, Any]) -> None:
-        from .engine.embedder import Embedder
-        from .models.score_functions import ScoreFunctions
-
-        refuse = ModelError(
-            f"{self.model_name} makes embeddings and does not generate text",
-            hint="Use /v1/embeddings, or serve a decoder (Llama, Mistral, Qwen) to generate.",
-        )
-        self.engine.set_exception(refuse)
-        self.onnx.set_exception(_takes_texts(self.model_name))
-        if self.config.adapters is not None:
-            raise UsageError(
-                "adapters are for models that generate text, but this one makes embeddings",
-                key="adapters",
-                hint="Leave it out.",
-            )
-        _resolve(self.kind, "encoder")
-        assert self._load is not None
-        # Embeddings never use the draft.
-        self._load.reorder(Order.EXACT)
-        embedder = Embedder(
-            model,
-            max_queued=self.config.max_queued,
-            max_delay_s=self.config.embed_delay_s,
-            timeline=self.timeline,
-            score_functions=ScoreFunctions.of(config),
-        )
-        embedder.start()
-        _resolve(self.embedder, embedder)
-        self.timeline.mark("process", "can answer")
-
-    def _start_onnx(self) -> None:
-        from .onnx.start import open_runner
-
-        source, manifest = self.opening.result()
-        assert self._load is not None
-        with self.timeline.span("model", "build") as attributes:
-            files = ModelFiles(source, manifest, self.config.load_options)
-            runner, exchange = open_runner(files, self._load, self.config, self.timeline)
-            attributes.update(backend="onnxruntime", segments=len(runner.spec.segments))
-        refuse = ModelError(
-            f"{self.model_name} is an ONNX model, whose inputs and outputs are tensors",
-            hint="Use /invoke or /v2/models/NAME/infer, or call context.model.run in a handler.",
-        )
-        if self.config.adapters is not None:
-            raise UsageError(
-                "adapters are for models that generate text, but this is an ONNX model",
-                key="adapters",
-                hint="Leave it out.",
-            )
-        self.engine.set_exception(refuse)
-        self.embedder.set_exception(refuse)
-        _resolve(self.kind, "onnx")
-        runner.start()
-        _resolve(self.onnx, runner)
-        self.timeline.mark("process", "can answer")
-        if self.wait_exact() and exchange() and self._load.place == "host":
-            self._load.discard()
-            self.timeline.mark("process", "whole session")
+        ModelBuild(self, base=self._base, snapshots=self._snapshots, fail=self._fail).run()
 
     # errors
 
@@ -692,40 +466,11 @@ class Instance:
         return [worker for worker in found if worker is not None]
 
     def _all_exact(self) -> bool:
-        if self._load is None:
+        if self.load is None:
             return False
-        progress = self._load.progress()
+        progress = self.load.progress()
         return progress.groups_exact == progress.num_groups
-
-
-def _prefix_seed(manifest: Manifest, model: Decoder) -> bytes | None:
-    """The seed of all keys and values of this model, wherever they were computed; None: unknown."""
-    from .kv.prefixes import seed_hash
-
-    if manifest.digest is None:
-        return None
-    return seed_hash(manifest.digest, f"{model.dtype.label} {model.numerics}".encode())
-
-
-def _takes_texts(model_name: str) -> ModelError:
-    return ModelError(f"{model_name} takes texts, not tensors", hint="context.model.run is for ONNX models.")
-
-
-def _weights_of(load: AnyLoad) -> Weights:
-    from .weights import StreamedWeights
-
-    if load.place == "host":
-        return StreamedWeights(load)
-    # Only models on a device need it.
-    from .backends.cuda.weights import DeviceWeights
-
-    return DeviceWeights(load)
 
 
 def _result_or_none(future: Future[T]) -> T | None:
     return future.result() if future.done() and future.exception() is None else None
-
-
-def _resolve(future: Future[T], value: T) -> None:
-    if not future.done():
-        future.set_result(value)

@@ -1,8 +1,14 @@
-"""The states of an instance, as named by every API."""
+"""The states of an instance, as named by every API, and its futures."""
 
 from __future__ import annotations
 
 import enum
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+T = TypeVar("T")
 
 
 class State(enum.StrEnum):
@@ -26,3 +32,9 @@ class State(enum.StrEnum):
     def can_answer(self) -> bool:
         """True if a request sent now is processed at once."""
         return self in (State.PARTIAL, State.READY)
+
+
+def resolve(future: Future[T], value: T) -> None:
+    """Set the result of a future that the instance's end may have set before."""
+    if not future.done():
+        future.set_result(value)

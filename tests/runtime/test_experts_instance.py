@@ -172,7 +172,7 @@ def test_tokens_are_the_same_with_evictions_in_every_step(artifact, expected, le
         assert instance.wait_exact(WAIT_S)
         assert instance.state is State.READY
         assert answers(instance) == expected
-        instance._load.check_integrity()
+        instance.load.check_integrity()
         instance.engine.result().check_integrity()
 
 

@@ -262,7 +262,7 @@ def test_a_tensor_that_is_not_what_was_packed_fails_the_instance_by_its_name(art
         last.wait_reached()
         tensor = next(each for each in manifest.tensors if "layers.1.mlp.down" in each.name)
         instance.opening.result(WAIT_S)
-        load = instance._load
+        load = instance.load
         load.wait(tensor.group, timeout_s=WAIT_S)
         load.slab(tensor.group)[tensor.offset_bytes + 7] ^= 1
         running = instance.engine.result(WAIT_S).submit(request(max_tokens=2_000))

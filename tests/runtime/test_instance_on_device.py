@@ -105,7 +105,7 @@ def test_a_load_in_the_servers_own_threads_goes_to_the_device_as_well(
     with Instance(config, source=source) as instance, Instance(config) as here:
         assert generate(instance) == generate(here)
         assert instance.wait_exact(WAIT_S)
-        assert instance.statistics()["placement"].num_images == len(instance._load.manifest.parts)
+        assert instance.statistics()["placement"].num_images == len(instance.load.manifest.parts)
 
 
 def test_tokens_of_the_draft_come_before_the_exact_weights_and_are_confirmed_by_them(
@@ -116,7 +116,7 @@ def test_tokens_of_the_draft_come_before_the_exact_weights_and_are_confirmed_by_
     with Instance(expected) as here, StoreServer(folder, rate_mb_s=0.3) as server:
         config = config_of(f"{server.url}/models/tiny", first_token="draft")
         with on_device(config, device) as instance:
-            instance._load.reorder(instance._load.order.DRAFT_FIRST)
+            instance.load.reorder(instance.load.order.DRAFT_FIRST)
             tokens = generate(instance)
             assert len(tokens) == 12
             assert instance.wait_exact(WAIT_S)

@@ -80,8 +80,8 @@ async def test_the_memory_of_weights_goes_back_to_the_system(
                 assert (await server.post(INFER, {"inputs": [ONCE]})).status == 200
                 await server.eventually(lambda: str(server.service.state) == "ready")
                 instance = server.service.instance
-                for group in range(len(instance._load.manifest.groups)):
-                    instance._load.slab(group).max()  # so that this process has all of its pages
+                for group in range(len(instance.load.manifest.groups)):
+                    instance.load.slab(group).max()  # so that this process has all of its pages
                 del instance
                 loaded_bytes = resident_bytes()
                 assert (await server.post(UNLOAD)).status == 200

@@ -126,7 +126,7 @@ async def test_a_mixture_that_is_not_all_in_memory_is_no_base(tmp_path: Path, on
     models.tuned("one", seed=1)
     async with serving(models.base, weights_bytes=400_000, backend="native") as server:
         before = await answer(server)
-        load = server.instance._load
+        load = server.instance.load
         assert load is not None
         assert load.paged_groups
         refused = await switch(server, models.folder / "one")

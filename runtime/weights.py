@@ -6,11 +6,12 @@ holds finished tensors (tests, and models made in memory). Neither knows the use
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -410,9 +411,7 @@ def _stream_of(load: DeviceLoad) -> int:
     name = load.device_name
     if not name.startswith("cuda"):
         return 0
-    # Imported by any code that computes there.
-    import torch
-
+    torch: Any = sys.modules["torch"]  # imported by any code that computes there
     return int(torch.cuda.current_stream(torch.device(name)).cuda_stream)
 
 

@@ -101,11 +101,14 @@ def test_a_server_imports_what_a_platform_needs_when_that_platform_asks() -> Non
     assert "teneral.handlers.plain" not in loaded
 
 
-def test_the_public_names_exist() -> None:
+def test_the_public_names_exist_and_have_types() -> None:
     import teneral
 
-    assert [name for name in getattr(teneral, "__all__", []) if not hasattr(teneral, name)] == []
-    assert teneral.__version__
+    assert [name for name in teneral.__all__ if not hasattr(teneral, name)] == []
+    stub = ast.parse((ROOT / "src" / "teneral" / "__init__.pyi").read_text(encoding="utf-8"))
+    typed = [alias.name for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert {"__version__", *typed} == set(teneral.__all__)
+    assert all(getattr(teneral, name).__name__ == name for name in typed)
 
 
 def test_the_folders_are_never_imported_under_their_bare_names() -> None:

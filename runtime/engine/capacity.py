@@ -44,18 +44,18 @@ class Capacity:
         self._options = options
         self._num_waiting = num_waiting
         self._steps_until_free = steps_until_free
-        self._recent_ends_s: deque[float] = deque(maxlen=NUM_RECENT_ENDS)
-        self._step_times = StepTimes()
+        self.recent_ends_s: deque[float] = deque(maxlen=NUM_RECENT_ENDS)
+        self.step_times = StepTimes()
         self._step_began_s: float | None = None
 
     def note_arrival(self) -> None:
         """Record an arrival at an idle engine: the time since the last end is then meaningless as
         an interval.
         """
-        if self._recent_ends_s:
-            idle_s = time.monotonic() - self._recent_ends_s[-1]
-            self._recent_ends_s = deque(
-                (end_s + idle_s for end_s in self._recent_ends_s), maxlen=NUM_RECENT_ENDS
+        if self.recent_ends_s:
+            idle_s = time.monotonic() - self.recent_ends_s[-1]
+            self.recent_ends_s = deque(
+                (end_s + idle_s for end_s in self.recent_ends_s), maxlen=NUM_RECENT_ENDS
             )
 
     def note_step(self, *, follows: bool) -> None:
@@ -64,11 +64,11 @@ class Capacity:
         """
         now_s = time.monotonic()
         if follows and self._step_began_s is not None:
-            self._step_times.add(now_s - self._step_began_s)
+            self.step_times.add(now_s - self._step_began_s)
         self._step_began_s = now_s
 
     def note_end(self) -> None:
-        self._recent_ends_s.append(time.monotonic())
+        self.recent_ends_s.append(time.monotonic())
 
     def require_room(
         self,
@@ -124,7 +124,7 @@ class Capacity:
         intervals between the latest ends, one for each of them, but no later than the end of all
         earlier requests.
         """
-        ends_s = self._recent_ends_s
+        ends_s = self.recent_ends_s
         between_ends_s = (ends_s[-1] - ends_s[0]) / (len(ends_s) - 1) if len(ends_s) > 1 else None
         if between_ends_s is not None:
             between_ends_s *= max(1, self._num_waiting())
@@ -133,7 +133,7 @@ class Capacity:
         return _within_bounds(min((s for s in (between_ends_s, at_most_s) if s is not None), default=0.0))
 
     def _time_of(self, num_steps: int) -> float | None:
-        step_s = self._step_times.step_s
+        step_s = self.step_times.step_s
         return None if step_s is None else num_steps * step_s
 
     def _too_many(self, message: str, *, hint: str) -> CapacityError:

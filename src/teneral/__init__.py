@@ -1,13 +1,9 @@
 """Teneral: a serverless inference runtime that answers while its weights are still arriving."""
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .runtime.into.files import load_file
-    from .runtime.into.module_load import load_into
-    from .runtime.into.slots import empty_weights
+from typing import Any
 
 __version__ = "0.1.0"
+# `__init__.pyi` has their types.
 __all__ = ["__version__", "empty_weights", "load_file", "load_into"]
 
 _HOMES = {"empty_weights": "slots", "load_file": "files", "load_into": "module_load"}
@@ -19,7 +15,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    from .runtime.torch_import import require_torch
-
-    require_torch(f"teneral.{name}")
+    import_module(f"{__name__}.runtime.torch_import").require_torch(f"teneral.{name}")
     return getattr(import_module(f"{__name__}.runtime.into.{_HOMES[name]}"), name)

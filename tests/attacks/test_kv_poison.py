@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.engine_rig import GREEDY, TIMEOUT_S
+from tests.support.inspection import kv_of, state_of
 from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
@@ -61,8 +62,8 @@ class Poisoned:
     def __init__(self, decoder: Decoder, **options: Any) -> None:
         self._decoder = decoder
         self.engine = engine_of(decoder, **options)
-        blocks = self.engine._state.blocks
-        self.allocator = PoisoningAllocator(blocks.allocator.num_blocks, self.engine._kv)
+        blocks = state_of(self.engine).blocks
+        self.allocator = PoisoningAllocator(blocks.allocator.num_blocks, kv_of(self.engine))
         blocks.allocator = blocks.prefixes._allocator = self.allocator
         self.engine.start()
 
@@ -118,8 +119,8 @@ def test_the_poison_works(decoder: Decoder) -> None:
     with Poisoned(decoder, num_blocks=30) as rig:
         prompt = tuple(range(12))
         rig.engine.submit(GenerationRequest("r", prompt, 2, GREEDY)).result(TIMEOUT_S)
-        with rig.engine._state.changed:
-            rig.allocator._poison(list(rig.engine._state.blocks.prefixes.blocks()))
+        with state_of(rig.engine).changed:
+            rig.allocator._poison(list(state_of(rig.engine).blocks.prefixes.blocks()))
         generation = rig.engine.submit(GenerationRequest("r", prompt, 2, GREEDY))
         with pytest.raises(Exception, match="finite"):
             generation.result(TIMEOUT_S)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.support.faulty_loads import FaultyStore, faulty_store, first_ranges
+from tests.support.inspection import connections_of
 from tests.support.load import patience_s
 from tests.support.store_certificate import write_certificate
 from tests.support.store_fault_mix import FaultMix, RandomFaults
@@ -262,7 +263,7 @@ def test_closing_ends_a_read_whose_two_answers_are_both_silent(store: FaultyStor
     source.close()
     thread.join(patience_s(10))
     assert len(errors) == 1
-    assert source._client._pool.statistics().in_use == 0
+    assert connections_of(source).statistics().in_use == 0
 
 
 # Faults that stay

@@ -13,6 +13,7 @@ from tests.support.early_rig import (
     exact_engine,
     packed_tiny,
 )
+from tests.support.inspection import drafting_of, kv_of, state_of
 
 from teneral.loader.tools.pack.plan import TierOptions
 from teneral.runtime.step.batch import Epoch
@@ -50,7 +51,7 @@ def wait_until(condition):
 
 def num_proposed(rig):
     """Proposals that are not checked yet."""
-    lanes = [(each, each.draft) for each in rig.engine._state.running]
+    lanes = [(each, each.draft) for each in state_of(rig.engine).running]
     return sum(len(lane.tokens) - each.num_tokens for each, lane in lanes if lane is not None)
 
 
@@ -124,14 +125,14 @@ def test_no_exact_token_uses_a_block_that_the_draft_has_written(artifact, expect
         generations = [rig.submit(prompt) for prompt in PROMPTS]
         wait_until(lambda: num_proposed(rig) >= 4 * 8)
         rig.arrival.has_time = False  # nothing is drafted any more
-        allocator = rig.engine._state.blocks.allocator
-        wait_until(lambda: not rig.engine._early._who_drafts())
-        with rig.engine._state.changed:
-            lanes = [each.draft for each in rig.engine._state.running]
+        allocator = state_of(rig.engine).blocks.allocator
+        wait_until(lambda: not drafting_of(rig.engine))
+        with state_of(rig.engine).changed:
+            lanes = [each.draft for each in state_of(rig.engine).running]
             drafted = [block for lane in lanes for block in lane.blocks]
             assert drafted
             assert all(allocator.epoch(block) is Epoch.DRAFT for block in drafted)
-        kv = rig.engine._kv
+        kv = kv_of(rig.engine)
         by_block = kv.data.view(*kv.data.shape[:3], kv.num_blocks, kv.block_size, -1)
         by_block[:, :, :, drafted] = torch.nan
         rig.refine()

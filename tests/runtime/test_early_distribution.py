@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.support.decoding import Stepper
 from tests.support.early_rig import TIMEOUT_S, EarlyRig
+from tests.support.inspection import state_of
 from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, save_tiny, tensors_of, tiny_model
 
@@ -63,7 +64,7 @@ def drawn(rig: EarlyRig, *, refine_late: bool) -> list[tuple[int, ...]]:
 def wait_for_proposals(rig: EarlyRig, number: int) -> None:
     deadline_s = time.monotonic() + TIMEOUT_S
     while True:
-        lanes = [(each, each.draft) for each in rig.engine._state.running]
+        lanes = [(each, each.draft) for each in state_of(rig.engine).running]
         if sum(len(lane.tokens) - each.num_tokens for each, lane in lanes if lane is not None) >= number:
             return
         assert time.monotonic() < deadline_s, "so much was never drafted"

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.decoding import Stepper
 from tests.support.early_rig import GREEDY, SHAPE, TIMEOUT_S, EarlyRig, packed_tiny
+from tests.support.inspection import state_of
 from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 
@@ -223,7 +224,7 @@ def test_a_request_that_is_ending_drafts_nothing_more_and_disturbs_no_other(comp
     """The thread that cancels is held up between the end and the moment in which the engine hears of it."""
     ask = Ask(prompt=2, sampling=0, is_draft=False, max_tokens=20, stop_every=0)
     with rig_of(artifact, computed) as rig:
-        state = rig.engine._state
+        state = state_of(rig.engine)
         may_tell = threading.Event()
         note_end = state.note_end
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from tests.support.engine_rig import BLOCK_SIZE, GREEDY, TIMEOUT_S, EngineRig, finish
+from tests.support.inspection import kv_of, state_of
 from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
@@ -119,8 +120,8 @@ def test_who_gets_no_place_copies_nothing_and_holds_nothing() -> None:
     with EngineRig(max_running=4, max_step_tokens=4) as rig:
         finish(rig.submit((*STEM, 3), max_tokens=1))
         copied: list[int] = []
-        copy_tokens = rig.engine._state.blocks._copy_tokens
-        rig.engine._state.blocks._copy_tokens = lambda *block: (
+        copy_tokens = state_of(rig.engine).blocks._copy_tokens
+        state_of(rig.engine).blocks._copy_tokens = lambda *block: (
             copied.append(block[0]),
             copy_tokens(*block),
         )
@@ -142,7 +143,7 @@ def test_what_came_from_elsewhere_can_be_begun_when_somebody_has_used_it() -> No
     """Blocks of a snapshot come without their tokens; the request that finds them knows these."""
     with EngineRig() as rig:
         finish(rig.submit((*STEM, 3), max_tokens=1))
-        prefixes = rig.engine._state.blocks.prefixes
+        prefixes = state_of(rig.engine).blocks.prefixes
         prefixes._followers.clear()  # as if they had come from there
         for prompt, expected in ((leaving(6), BLOCK_SIZE), ((*STEM, 9), len(STEM)), (leaving(7, 30), 7)):
             generation = rig.submit(prompt, max_tokens=2)
@@ -255,7 +256,7 @@ def assert_copied(engine: Engine, prompt: tuple[int, ...], at: int) -> None:
     number, num_tokens = divmod(at, REAL_BLOCK_SIZE)
     if not num_tokens or len(prompt) + NUM_TOKENS - 1 < (number + 1) * REAL_BLOCK_SIZE:
         return  # its block was never full, and is gone
-    prefixes, kv = engine._state.blocks.prefixes, engine._kv
+    prefixes, kv = state_of(engine).blocks.prefixes, kv_of(engine)
     followers = prefixes._followers.entries()
     previous = engine.prefix_pool.chain(prompt, salt="")[number - 1] if number else None
     alike = [

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.support.decoding import oracle_greedy
 from tests.support.engine_rig import BLOCK_SIZE, GREEDY, TIMEOUT_S, EngineRig, finish
+from tests.support.inspection import state_of, tiers_of
 from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import UNWRITTEN, ToyDecoder, ToyPool, ToyTokenizer
@@ -88,7 +89,7 @@ def serve_three(rig) -> None:
 
 def saved(engine: Engine) -> None:
     """Wait until what is idle in the pool is on a medium, too."""
-    spill = engine._state.blocks.spill
+    spill = state_of(engine).blocks.spill
     until(engine, lambda _: not spill._is_poked)
 
 
@@ -292,7 +293,7 @@ def test_without_a_budget_there_is_none():
 
 def test_an_engine_that_never_started_gives_its_file_back(tmp_path):
     with spilling(tmp_path, start=False) as rig:
-        medium = rig.engine._state.blocks.spill._tiers.all[0].medium
+        medium = tiers_of(state_of(rig.engine).blocks.spill).all[0].medium
         assert not any(thread.name == "teneral-kv-spill" for thread in threading.enumerate())
         rig.engine.stop()
         assert medium._file.closed

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.support.engine_rig import BLOCK_SIZE, TIMEOUT_S, EngineRig, finish, seeded
+from tests.support.inspection import state_of
 from tests.support.toy_decoder import ToyDecoder
 
 from teneral.runtime.engine.generation import Generation
@@ -308,8 +309,8 @@ def test_cancelling_several_of_a_step_frees_their_blocks_with_that_step() -> Non
         seen: list[tuple[int, int]] = []
 
         def look(number: int) -> None:
-            with rig.engine._state.changed:
-                running = rig.engine._state.running
+            with state_of(rig.engine).changed:
+                running = state_of(rig.engine).running
                 seen.append((number, sum(each.generation.ended for each in running)))
 
         rig.model.before_forward = look

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.support.engine_rig import BLOCK_SIZE, TIMEOUT_S, EngineRig, finish
+from tests.support.inspection import capacity_of, state_of
 from tests.support.toy_decoder import ToyDecoder
 
 from teneral.loader.errors import UsageError
@@ -23,10 +24,10 @@ NUM_MEASURED = MIN_MEANS * STEPS_OF_A_MEAN
 
 def know_step(rig: EngineRig, step_s: float) -> None:
     """As if that many seconds had been measured."""
-    state = rig.engine._state
+    state = state_of(rig.engine)
     with state.changed:
         for _ in range(NUM_MEASURED):
-            state._capacity._step_times.add(step_s)
+            capacity_of(rig.engine).step_times.add(step_s)
 
 
 def full_rig(
@@ -144,7 +145,7 @@ def test_an_engine_measures_its_steps_with_all_that_is_between_them() -> None:
     with EngineRig(max_running=1, max_wait_s=0.1) as rig:
         rig.model.before_forward = lambda number: time.sleep(0.005)
         finish(rig.submit(max_tokens=NUM_MEASURED + 2))
-        step_s = rig.engine._state._capacity._step_times.step_s
+        step_s = capacity_of(rig.engine).step_times.step_s
         assert step_s is not None
         assert step_s >= 0.005
         rig.model.gate.clear()
@@ -159,7 +160,7 @@ def test_time_without_anybody_is_no_step() -> None:
     with EngineRig(max_running=1) as rig:
         for _ in range(2 * NUM_MEASURED):
             finish(rig.submit(max_tokens=1))
-        assert rig.engine._state._capacity._step_times.step_s is None
+        assert capacity_of(rig.engine).step_times.step_s is None
 
 
 # -- who is not meant ----------------------------------------------------------------------------------------
@@ -236,12 +237,12 @@ def test_an_invalid_bound_is_refused_by_name() -> None:
 def test_the_time_to_come_back_is_no_longer_than_those_who_run_may_take() -> None:
     rig, _ = full_rig([20, 7, 12])
     with rig:
-        state = rig.engine._state
+        state = state_of(rig.engine)
         assert state.retry_after_s == pytest.approx(7.0)
-        state._capacity._recent_ends_s.extend([0.0, 25.0])
+        capacity_of(rig.engine).recent_ends_s.extend([0.0, 25.0])
         assert state.retry_after_s == pytest.approx(7.0)
-        state._capacity._recent_ends_s.clear()
-        state._capacity._recent_ends_s.extend([0.0, 2.0])
+        capacity_of(rig.engine).recent_ends_s.clear()
+        capacity_of(rig.engine).recent_ends_s.extend([0.0, 2.0])
         assert state.retry_after_s == pytest.approx(2.0)
 
 
@@ -263,8 +264,8 @@ def test_a_time_without_anybody_says_nothing_of_how_often_places_become_free(
 
 def test_an_engine_that_had_nothing_to_do_leaves_that_time_out() -> None:
     with EngineRig() as rig:
-        capacity = rig.engine._state._capacity
+        capacity = capacity_of(rig.engine)
         long_ago_s = time.monotonic() - 7200.0
-        capacity._recent_ends_s.extend([long_ago_s, long_ago_s + 3.0])
+        capacity.recent_ends_s.extend([long_ago_s, long_ago_s + 3.0])
         finish(rig.submit(max_tokens=1))
         assert rig.engine.statistics().retry_after_s < 30.0

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.artifacts import BuiltArtifact, Layout, build_artifact
+from tests.support.inspection import connections_of
 from tests.support.paced import WAIT_S
 from tests.support.store_faults import Fault, FaultHook
 from tests.support.store_http import Request
@@ -61,7 +62,7 @@ class FaultyStore:
         try:
             with WeightLoad(source, self.built.manifest, options=load_options) as load:
                 check_load(load, self.built)
-                assert source._client._pool.statistics().in_use == 0  # losers are closed, winners kept
+                assert connections_of(source).statistics().in_use == 0  # losers are closed, winners kept
                 return Loaded(source.statistics(), load.statistics())
         finally:
             source.close()

@@ -7,6 +7,7 @@ import http.client
 from typing import Any
 
 import pytest
+from tests.support.inspection import capacity_of
 from tests.support.instances import TinyParts
 from tests.support.load import patience_s
 
@@ -103,9 +104,9 @@ async def test_a_function_that_meets_a_full_queue_passes_it_on(start: Any) -> No
 async def test_a_request_that_would_wait_too_long_gets_the_waiting_time(start: Any, path: str) -> None:
     async with start(max_running=1, max_queued=8, max_wait_s=4.5) as server:
         server.instance.model.hold()
-        capacity = server.instance.engine.result()._state._capacity
+        capacity = capacity_of(server.instance.engine.result())
         for _ in range(MIN_MEANS * STEPS_OF_A_MEAN):
-            capacity._step_times.add(0.5)
+            capacity.step_times.add(0.5)
         bodies = [{**BODY, "max_tokens": num_tokens} for num_tokens in (8, 5)]
         taken = []
         for body in bodies:  # 4 s are waited
@@ -122,9 +123,9 @@ async def test_a_request_that_would_wait_too_long_gets_the_waiting_time(start: A
 
 async def test_a_request_with_several_answers_is_judged_by_the_first(start: Any) -> None:
     async with start(max_running=1, max_queued=8, max_wait_s=0.0) as server:
-        capacity = server.instance.engine.result()._state._capacity
+        capacity = capacity_of(server.instance.engine.result())
         for _ in range(MIN_MEANS * STEPS_OF_A_MEAN):
-            capacity._step_times.add(100.0)
+            capacity.step_times.add(100.0)
         answer = await server.post("/v1/completions", {**BODY, "n": 4})
         assert (answer.status, len(answer.json["choices"])) == (200, 4)
 
@@ -144,7 +145,7 @@ async def test_once_it_serves_the_time_to_come_back_is_that_between_the_latest_e
 ) -> None:
     async with start(limits=Limits(max_in_flight=0)) as server:
         engine = server.instance.engine.result()
-        engine._state._capacity._recent_ends_s.extend([0.0, 4.0, 8.0])
+        capacity_of(engine).recent_ends_s.extend([0.0, 4.0, 8.0])
         assert retry_after_s(await server.post("/v1/completions", BODY)) == 4
 
 
@@ -156,12 +157,12 @@ async def test_the_time_to_come_back_follows_the_queue(start: Any, num_queued: i
         for number in range(1 + num_queued):
             taken.append(asyncio.create_task(server.post("/v1/completions", BODY)))
             await server.eventually(lambda: server.running() + server.queued() == number + 1)  # noqa: B023
-        capacity = server.instance.engine.result()._state._capacity
-        capacity._recent_ends_s.extend([0.0, 4.0, 8.0])
+        capacity = capacity_of(server.instance.engine.result())
+        capacity.recent_ends_s.extend([0.0, 4.0, 8.0])
         refused = await server.post("/v1/completions", BODY)
         assert (refused.status, retry_after_s(refused)) == (429, 4 * num_queued)
         for _ in range(MIN_MEANS * STEPS_OF_A_MEAN):
-            capacity._step_times.add(0.5)  # all that wait must have ended sooner: two tokens each
+            capacity.step_times.add(0.5)  # all that wait must have ended sooner: two tokens each
         assert retry_after_s(await server.post("/v1/completions", BODY)) == min(4, 1) * (1 + num_queued)
         server.instance.model.release()
         assert {answer.status for answer in await asyncio.gather(*taken)} == {200}

@@ -7,6 +7,7 @@ import os
 import threading
 
 import pytest
+from tests.support.inspection import tiers_of
 from tests.support.load import patience_s
 from tests.support.spill_rig import BLOCK_SIZE, SpillRig, chain
 from tests.support.tiny_disk import tiny_disk
@@ -73,7 +74,7 @@ def test_a_hole_in_what_was_saved_ends_what_comes_back(rig):
     rig.compute(A)
     rig.save()
     rig.give_up_all()
-    hole = rig.spill._tiers.find(A[3])
+    hole = tiers_of(rig.spill).find(A[3])
     hole.tier.remove(A[3])
     assert fetched(rig, A) == 3
 
@@ -353,7 +354,7 @@ def test_flipped_bytes_in_the_file_are_never_handed_out(tmp_path):
     rig.compute(A)
     rig.save()
     rig.give_up_all()
-    found = rig.spill._tiers.find(A[4])
+    found = tiers_of(rig.spill).find(A[4])
     file = rig.media[0].inner._file.fileno()
     os.pwrite(file, b"\x00\x01\x02", found.slot * 4096 + 9)
     assert fetched(rig, A) == 4
@@ -469,7 +470,7 @@ def test_the_thread_saves_and_fetches(rig):
     with rig.lock:
         rig.compute(A)
         rig.spill.poke()
-    saved = rig.spill._tiers.find
+    saved = tiers_of(rig.spill).find
     for _ in range(3_000):
         with rig.lock:
             if all(saved(block_hash) for block_hash in A):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.support.device_engine import Repeater
 from tests.support.early_rig import TIMEOUT_S, EarlyRig, exact_tokens, packed_tiny
+from tests.support.inspection import state_of
 from tests.support.reference_kernels import ReferenceKernels
 
 from teneral.runtime.backends.cuda.backend import CudaBackend
@@ -65,7 +66,7 @@ def wait_until(condition):
 
 
 def num_drafted(rig):
-    lanes = [(each, each.draft) for each in rig.engine._state.running]
+    lanes = [(each, each.draft) for each in state_of(rig.engine).running]
     return sum(len(lane.tokens) - each.num_prompt_tokens for each, lane in lanes if lane is not None)
 
 

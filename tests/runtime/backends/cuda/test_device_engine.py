@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.support.decoding import oracle_greedy
 from tests.support.device_engine import BLOCK_SIZE, TIMEOUT_S, DeviceRig, Repeater, decoder_of
+from tests.support.inspection import state_of
 from tests.support.reference_kernels import ReferenceKernels
 from tests.support.tiny_models import tiny_model
 
@@ -208,7 +209,7 @@ def test_running_out_of_memory_ends_the_largest_and_no_other():
 
 
 def blocks_held(rig):
-    return [(each.num_blocks, each.num_computed) for each in rig.engine._state.running]
+    return [(each.num_blocks, each.num_computed) for each in state_of(rig.engine).running]
 
 
 class Exhausted(ReferenceKernels):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.decoding import oracle_greedy
+from tests.support.inspection import backend_of, kv_of
 from tests.support.kernel_cases import TOLERANCE, attention, both, pool_and_tables, shape, spans_of
 from tests.support.load import patience_s
 from tests.support.models import build_model
@@ -273,10 +274,10 @@ def test_a_prompt_alone_is_computed_by_torch_as_by_our_kernel(dtype, monkeypatch
     for min_rows in (decoder_module.MIN_SDPA_ROWS, 1 << 20):
         monkeypatch.setattr(decoder_module, "MIN_SDPA_ROWS", min_rows)
         with Rig(decoder) as rig:
-            batch = rig.engine._backend.backend._packer.batch(
+            batch = backend_of(rig.engine).backend._packer.batch(
                 [Rows(lane_of(200), list(range(200)), 0, 200, 200)]
             )
-            logits.append(decoder.forward(batch, rig.engine._kv).cpu())
+            logits.append(decoder.forward(batch, kv_of(rig.engine)).cpu())
     torch.testing.assert_close(*logits, atol=0.1, rtol=0.05)
 
 
@@ -341,6 +342,6 @@ def test_a_model_without_kernels_is_computed_by_torch():
     from teneral.runtime.kv.kinds import KVKind
 
     with Rig(copy.copy(decoder), kv_dtype=KVKind.INT8) as rig:
-        assert isinstance(rig.engine._backend, TorchBackend)
+        assert isinstance(backend_of(rig.engine), TorchBackend)
         same = [ours[:8] == theirs[:8] for ours, theirs in zip(rig.say(), expected, strict=True)]
         assert sum(same) >= 3  # 8 bits are not exact

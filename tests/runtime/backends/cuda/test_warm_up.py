@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.support.decoding import oracle_greedy
 from tests.support.device_engine import TIMEOUT_S
+from tests.support.inspection import backend_of
 from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
@@ -50,7 +51,7 @@ def test_without_kernels_torch_computes_over_the_same_pool(monkeypatch, caplog, 
         make_backend=backend_module.cuda_backend,
         timeline=timeline,
     )
-    assert isinstance(engine._backend.backend, TorchDeviceBackend)
+    assert isinstance(backend_of(engine).backend, TorchDeviceBackend)
     engine.start()
     generations = [
         engine.submit(GenerationRequest(str(number), prompt, 12, SamplingParams(temperature=0)))

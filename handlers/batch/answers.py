@@ -1,22 +1,15 @@
-"""The answers to requests, from the instance that serves the model.
+"""The answers to a job's lines, from the instance that serves the model, and their records.
 
 Requests in OpenAI's form go through the HTTP API's own routes, inside this process, so that they
-are answered as by a server; plain requests go to the model as a handler's do. An error of a line
-becomes an error record; an error of the instance is raised. This module does not know parts.
-
-The output line of each input record.
-
-A request in OpenAI's form is answered in the form of OpenAI's batch output; a plain one by a small
-flat record. A record is one line of JSON, which shows whether it is an error. This module does not
-know where records are written.
-
-Retries of a line, and the attribution of errors to the line or the instance.
+are answered as by a server, in the form of OpenAI's batch output; plain requests go to the model as
+a handler's do, and become small flat records. A record is one line of JSON, which shows whether it
+is an error.
 
 A line refused by an overloaded instance is retried with growing delays. After an error of the
 instance, the line is retried without other failed lines in parallel: a line that breaks the model
 breaks the step that others share. If it still fails, the error is the line's own if the model
-answers a simple request at that moment; otherwise the instance is broken, and no line is at fault.
-This module does not know the requests.
+answers a simple request at that moment; otherwise the instance is broken, and its error is raised.
+This module does not know parts, nor where records are written.
 """
 
 from __future__ import annotations

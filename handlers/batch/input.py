@@ -1,22 +1,15 @@
-"""The input of a job: its lines, the request of each, and one pass over all of them.
+"""The input of a job: its lines, the request of each, and one pass over all of them. Pure: the
+caller feeds it.
 
-A splitter of chunks of bytes into lines of bounded length.
-
-Invariant: the lines do not depend on the chunks, and at most one line of the allowed length is
-held. A longer one is skipped, and reported. This module does not know the content of lines.
-
-The request of one input line.
+Invariant: lines do not depend on the chunks of bytes in which they arrive, and at most one line of
+the allowed length is held. A longer one is skipped, and reported.
 
 A line is a request of OpenAI's Batch API (`custom_id`, `method`, `url`, `body`), or a plain one:
 `prompt` or `messages` with generation options, or `input` to embed. Anything else is a `Problem`,
-which becomes an error record: no line can fail a job. This module does no I/O and makes no checks
-that need the model.
+which becomes an error record: no line can fail a job. Nothing that needs the model is checked here.
 
-One pass over the input: the beginnings of its parts, the number of records, and the duplicates
-of custom_ids.
-
-The input is streamed: memory is one line, 17 bytes a record, and the positions of the parts. Pure:
-the caller feeds it. Of the lines it uses only `read_head`.
+One pass finds the beginnings of the parts, the number of records, and duplicates of custom_ids. Its
+memory is one line, 17 bytes a record, and the positions of the parts.
 """
 
 from __future__ import annotations

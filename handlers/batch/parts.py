@@ -1,20 +1,14 @@
-"""The stored parts of a job: their places, their objects, and what is left of an incomplete one.
-
-The stores and object names of a job, from its addresses.
+"""The parts of a job: ranges of the input whose records are one object of the output; the stores
+and names of these objects, and the remains of an incomplete part.
 
 If the output is a folder or prefix, the job's own objects are in it. If it is a name that ends in
 `.jsonl`, they are in a folder next to it, `NAME.jsonl.parts/`, and the file comes last.
 
-Parts: ranges of the input whose records are one object of the output, written once.
-
 A part is a checkpoint. Its object appears as a whole, by a conditional put: of two workers that
-compute the same one, the first wins, and the other's is discarded.
-
-Finished records of an incomplete part, kept by a stopped worker for its successor.
-
-Without them, a job whose parts take longer than its workers live would never end. They are an
-optimisation: missing or damaged ones are computed again. Records are used unchanged, so a part is
-the same whichever worker completes it.
+compute the same one, the first wins, and the other's is discarded. A stopped worker keeps the
+finished records of an incomplete part for its successor: a job whose parts take longer than its
+workers live would never end otherwise. Missing or damaged ones are computed again. Records are used
+unchanged, so a part is the same whichever worker completes it.
 """
 
 from __future__ import annotations

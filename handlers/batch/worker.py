@@ -1,11 +1,10 @@
-"""A worker: takes missing parts, has their lines answered, and writes each complete part.
+"""A worker: takes missing parts, has their lines answered, and writes each complete part, while
+there is time for another by the times of earlier ones.
 
 A few parts are open at a time, so that the last lines of one share the engine with the first of the
 next; at most that many parts of work are lost if the process is killed. There are no locks: a part
 computed by two workers is written once (`parts.put_part`). This module does not know how lines are
 answered, nor how a job begins and ends.
-
-The decision whether there is time for another part, from the times of earlier ones. Pure.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""The running calls of a user's function, each counted until its thread or coroutine has ended.
+"""The running calls of a user's function, each counted until its thread or coroutine has ended, and
+the threads that run them.
 
 A disconnected client and a passed deadline end a request at once, but not a plain function: Python
 cannot end a thread. Such a call is abandoned and still counts, so that functions that hang never
 accumulate without bound: beyond the bound new calls are refused.
 
-Threads of user functions: one event loop in a thread, and threads that run one call after
-another.
-
-Both are daemons: a function that never ends does not keep the process alive.
+Coroutines run on one event loop in a thread; plain functions on threads that run one call after
+another. All are daemons: a function that never ends does not keep the process alive.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Deltas, the parts of a chat's answer as they arrive, whatever route's wire they are written to; and a model's
-reasoning, `<think>…</think>` before its answer, apart from it.
+"""Deltas, the parts of a chat's answer as they arrive, for any route; and a model's reasoning,
+`<think>…</think>` before its answer, apart from it.
 
-Some models open the tag themselves; others have it in the prompt, from their chat template, and only close it. The
-result does not depend on how the text is cut into pieces. Line breaks next to the tags belong to the tags; everything
-else is given out.
+Some models open the tag themselves; others have it in the prompt, from their chat template, and
+only close it. The result does not depend on how the text is cut into pieces. Line breaks next to
+the tags belong to the tags; everything else is given out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The form that a client wants its answer to have, in whichever field it says so, as one `GrammarSpec`."""
+"""The requested form of an answer, from any of the fields that can state it, as one `GrammarSpec`."""
 
 from __future__ import annotations
 

@@ -1,15 +1,12 @@
-"""The processes of a pool: `teneral serve` on a loopback port, adopted from a standby process or
-started anew, and the standby pool itself.
+"""The processes of a pool on one machine, Linux only: `teneral serve` on a loopback port, adopted
+from a standby process or started anew, the standby pool itself, and the ledger of their memory.
 
-Each is watched by its pidfd, so a signal never reaches another process that has reused its number.
-Linux only.
+Each process is watched by its pidfd, so a signal never reaches another process that has reused its
+number. Its configuration comes from the pool file and the environment.
 
-One machine's memory for instances: a ledger of what is reserved, and the measured proportional set size (PSS).
-
-A reservation is made before a process starts and lasts until it has ended, so two starts never count on the same
-bytes. Sizes are bytes. Used on the event loop only, but for `tree_pss_bytes`, which blocks.
-
-The configuration of one instance on this machine, from the pool file and the environment.
+The ledger holds reservations and the measured proportional set size (PSS), in bytes. A reservation
+is made before a process starts and lasts until it has ended, so two starts never count on the same
+bytes. Used on the event loop only, but for `tree_pss_bytes`, which blocks.
 """
 
 from __future__ import annotations

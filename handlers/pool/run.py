@@ -1,12 +1,11 @@
 """`teneral pool run`: one machine's pool behind one port, until a signal ends it.
 
-Reads the file and the repository again on SIGHUP, and with `watch` every few seconds: what cannot be used changes
-nothing and is logged.
+Reads the file and the repository again on SIGHUP, and with `watch` every few seconds: what cannot
+be used changes nothing and is logged.
 
-The folder of a pool's sockets and KV snapshots: a named one, or one of the run's own.
-
-A run's own folder is removed at its end. That of a run that was killed is removed by the next one: a run holds a lock
-on a file in its folder, which the system frees when the process dies.
+Sockets and KV snapshots lie in a named folder, or in one of the run's own, which is removed at its
+end. That of a run that was killed is removed by the next one: a run holds a lock on a file in its
+folder, which the system frees when the process dies.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""A pool file's frozen values: every consumer (check, render, plan, run, Ray) takes these.
+"""A pool file's frozen values: every consumer (check, render, plan, run, Ray) takes these. And its
+errors and warnings, with their codes and the line of each key.
 
-Units are in the names; memory is in bytes. A value is complete: defaults are applied, so that a consumer never looks at
-`[defaults]`. `Pool.place` finds the line of a key for an error or a warning.
+Units are in the names; memory is in bytes. A value is complete: defaults are applied, so that a
+consumer never looks at `[defaults]`. `Pool.place` finds the line of a key, which `tomllib` does not
+keep, for an error or a warning: it looks at statements of a text that `tomllib` has accepted, not
+at values, and never raises.
 
-The codes of everything that can be wrong with a pool file, and the errors and warnings that carry them.
-
-Knows no platform: `teneral pool render` raises and returns these values as well, with its own messages.
-
-The line of each key of a TOML text, which `tomllib` does not keep.
-
-Reads texts that `tomllib` has accepted: it looks at statements, not at values, and never raises.
+Knows no platform: `teneral pool render` raises and returns the same errors and warnings, with its
+own messages.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""Speculation ahead of the exact weights: the length of drafts, and the exact passes that confirm them.
+"""Speculation ahead of the exact weights: the length of drafts, and the exact passes that confirm
+them.
 
-The length of drafts is a pure decision over measured times.
-A proposal that the exact weights confirm saves a decode step. It costs a row in the pass that
-confirms, and is lost with the first wrong proposal before it. All proposals must have caught up
-with that pass when the last exact weights arrive, or they would delay the first exact token.
+The length of drafts is a pure decision over measured times. A proposal that the exact weights
+confirm saves a decode step. It costs a row in the pass that confirms, and is lost with the first
+wrong proposal before it. All proposals must have caught up with that pass when the last exact
+weights arrive, or they would delay the first exact token.
 
-The running exact passes, one after another through the layers as these become exact.
-
-Invariant: a pass never reaches or overtakes an earlier one, so that the keys and values that its
-rows attend to have been written; passes that meet are joined. This module does not know the purpose
-of rows or logits.
+Exact passes run one after another through the layers as these become exact. Invariant: a pass never
+reaches or overtakes an earlier one, so that the keys and values that its rows attend to have been
+written; passes that meet are joined. This module does not know the purpose of rows or logits.
 """
 
 from __future__ import annotations

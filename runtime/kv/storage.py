@@ -1,16 +1,13 @@
-"""The storage of keys and values: its protocol, as models and the engine use it, its default size, and
-the host's pool.
+"""The storage of keys and values: its protocol, as models and the engine use it, its default size,
+and the host's pool.
 
 A pool has blocks of a fixed number of tokens. Allocation is separate (`blocks.py`). Every kind of
 pool passes the one contract suite in `tests/runtime/kv/test_storage.py`.
 
-The host storage of keys and values: one array for all layers, cut into blocks of a fixed number
-of tokens.
-
-A block is the same stretch of slots in every layer. Token t of a sequence lies in number t //
-block_size of its blocks, in slot t % block_size of that block. Heads come before slots, so a run of
-consecutive blocks is contiguous for each head, and is read without a copy. Executors write and read
-the arrays themselves.
+The host's pool is one array for all layers. A block is the same stretch of slots in every layer.
+Token t of a sequence lies in number t // block_size of its blocks, in slot t % block_size of that
+block. Heads come before slots, so a run of consecutive blocks is contiguous for each head, and is
+read without a copy. Executors write and read the arrays themselves.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The conversion of sequences' rows to the arrays of a step. Runs once a step, so it must be fast.
+"""The batch of one step, tokens of several sequences back to back without padding, and its arrays.
 
-The batch of one step: tokens of several sequences back to back, without padding.
+The conversion of sequences' rows to arrays runs once a step, so it must be fast.
 """
 
 from __future__ import annotations

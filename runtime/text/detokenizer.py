@@ -1,4 +1,5 @@
-"""Incremental detokenisation of one sequence, in whole characters.
+"""Incremental detokenisation of one sequence, in whole characters, and stop strings in a stream of
+text.
 
 A token has no text of its own: a character may span several byte tokens, a leading space may depend
 on the previous token, and pieces may join. So a short window of tokens is decoded and compared with
@@ -10,11 +11,8 @@ Works for byte-level BPE, byte-fallback (SentencePiece-like) and WordPiece decod
 costs two decodes of about two tokens. An incomplete character at the end of a sequence is not
 returned.
 
-Stop strings in a stream of text. The text before one is returned; the stop string only if
-included.
-
-A possible beginning of a stop string is held back until the next text decides. The result does not
-depend on how the text is split. This module knows nothing of tokens.
+The text before a stop string is returned; the stop string only if included. A possible beginning of
+one is held back until the next text decides. The result does not depend on how the text is split.
 """
 
 from __future__ import annotations

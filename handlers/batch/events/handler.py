@@ -5,13 +5,11 @@ An ordinary handler: events of S3, EventBridge, Cloud Storage and Event Grid, me
 and Pub/Sub, items of Step Functions, and jobs by name. Every job runs through `arun_job`, so the
 same event may arrive any number of times, also concurrently. A second before its deadline, it
 returns the unfinished work: as an error worth a retry, a failed message, or a report, in the form
-that the event's sender understands. This module knows no platform.
+that the event's sender understands.
 
-The messages of one batch of SQS, and the report of the failed ones for Lambda.
-
-Messages without a group run concurrently. Those of a group run one after another, and after the
-first failure the rest fail untried: they are redelivered in order. This module does not know the
-requests of a message.
+Of a batch of SQS, messages without a group run concurrently. Those of a group run one after
+another, and after the first failure the rest fail untried: they are redelivered in order. This
+module knows no platform, and not the requests of a message.
 """
 
 from __future__ import annotations

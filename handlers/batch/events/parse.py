@@ -1,16 +1,15 @@
-"""The parser of events into jobs and requests, by their structure alone.
+"""The parser of events into jobs and requests, by their structure alone, and the errors of events.
 
 Events come wrapped in each other: S3's in SNS's in SQS's, Cloud Storage's in Pub/Sub's. For any
 event `parse_event` returns valid values or raises `EventError`. It does no I/O, and does not know
 the use of an answer.
 
-Errors of events, with two names that a platform's retry rules can distinguish.
+Errors have two names that a platform's retry rules can distinguish: on Lambda they are the
+`errorType`, the names in Step Functions' `ErrorEquals`.
 
     JobRetryError    worth another run, which continues from this one
     JobFailedError   another run fails in the same way
     └── EventError   … because the event is invalid
-
-On Lambda these are the `errorType`, the names in Step Functions' `ErrorEquals`.
 """
 
 from __future__ import annotations

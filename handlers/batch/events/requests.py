@@ -1,12 +1,9 @@
-"""Requests inside an event, answered like a job's lines but without a job: nothing is stored.
+"""Requests inside an event or a message, answered like a job's lines but without a job.
 
 They share steps with all other work of the engine. An invalid request is answered with an error,
-like an invalid line. This module does not know the source of requests or the use of records.
-
-Messages with one request each: the answer becomes an object, written once, even for repeated
-messages.
-
-This module does not decide which messages fail.
+like an invalid line. Of a message with one request, the answer becomes an object, written once,
+even for repeated messages; of others nothing is stored. This module does not know the source of
+requests or the use of records, nor which messages fail.
 """
 
 from __future__ import annotations

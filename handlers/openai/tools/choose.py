@@ -1,4 +1,4 @@
-"""The formats there are, and which one a model's chat template says that it writes."""
+"""The table of call formats, and the choice of one by a model's chat template."""
 
 from __future__ import annotations
 

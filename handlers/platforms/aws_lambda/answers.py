@@ -1,13 +1,9 @@
-"""The answers to invocations: from the function that is served, or for an HTTP request from the
-HTTP application.
+"""The answers to invocations, from the function that is served, or for an HTTP request from the
+HTTP application; each is sent to Lambda as a whole, in pieces, or as an error.
 
 The function gets the event unchanged, and its result is the answer; an HTTP request goes through
-the routes as if it had arrived over a socket. This module does not know the Runtime API.
-
-The answer to one invocation, sent to Lambda as a whole or in pieces, or an error.
-
-Whether an error can be the answer itself, or only follow its pieces, depends on whether anything
-was sent: only this module knows that.
+the routes as if it had arrived over a socket. Whether an error can be the answer itself, or only
+follow its pieces, depends on whether anything was sent. This module does not know the Runtime API.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""The metadata of the server and its model, with Triton's configuration and statistics. Pure.
-
-Triton's model repository extension: the list of models, and loading and unloading the server's
-one.
+"""The metadata of the server and its model, Triton's configuration and statistics, and its model
+repository extension: the list of models, and loading and unloading the server's one.
 
 Load and unload are refused unless the server was started with `--model-control`: permission to send
 requests does not include permission to unload the model.

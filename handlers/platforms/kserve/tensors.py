@@ -1,15 +1,13 @@
-"""Tensors of the Open Inference Protocol as values: from JSON or from bytes, and back.
+"""Tensors of the Open Inference Protocol as values: from JSON or from bytes and back, and their
+conversion to the values of a user's function.
 
 Invariant: a parsed tensor has exactly the elements of its shape, each of its datatype, and nothing
 was allocated for a claimed size. In bytes they are little-endian and row-major; an element of BYTES
-has a prefix of four bytes with its length. This module does not know the use of the tensors.
-Reference: the protocol's "Tensor Data Types", and Triton's binary tensor data extension.
+has a prefix of four bytes with its length. References: the protocol's "Tensor Data Types", and
+Triton's binary tensor data extension.
 
-The conversion between tensors and the values of the user's function: an event of plain Python
-values, and JSON results.
-
-The rules are in docs/kserve.md. Pure; every result can be converted to tensors, so no conversion
-fails.
+A function gets an event of plain Python values, and its JSON results become tensors, by the rules
+in docs/kserve.md. Pure; every result can be converted, so no conversion fails.
 """
 
 from __future__ import annotations

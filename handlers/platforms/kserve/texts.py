@@ -1,9 +1,9 @@
-"""Prompts and generated texts: the decoder's side of `infer` and of Triton's `generate`.
+"""Prompts and generated texts: the decoder's side of `infer` and of Triton's `generate`, and the
+options of a request.
 
-The options of a request: the protocol's parameters, Triton's, and those of a generation.
-
-The names of generation options are those of /v1/completions, with Teneral's own on the same level.
-Unsupported options that would change the answer are refused, not ignored. Pure.
+Options are the protocol's parameters, Triton's, and those of a generation, whose names are those of
+/v1/completions, with Teneral's own on the same level. Unsupported options that would change the
+answer are refused, not ignored. Pure.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Dense layers of sentence-transformers after the pooling, in fp32.
-
-Encoders and classifiers computed by transformers, text by text.
+"""Encoders and classifiers computed by transformers, text by text, with the dense layers of
+sentence-transformers after the pooling, in fp32.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ async def test_nothing_of_an_unloaded_model_is_left(
         body = {"inputs": [ONCE], "parameters": greedy}
         before = (await server.post(INFER, body)).json["outputs"]
         worker = (first.engine if family == "llama" else first.embedder).result()
-        left = [weakref.ref(worker), weakref.ref(worker._model), weakref.ref(first._load)]
+        left = [weakref.ref(worker), weakref.ref(worker._model), weakref.ref(first.load)]
         if family == "llama":
             left.append(weakref.ref(worker.prefix_pool))
         del worker

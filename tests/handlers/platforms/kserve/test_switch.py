@@ -36,7 +36,7 @@ async def test_a_warm_server_becomes_the_fine_tune_and_its_base_again(models: Mo
             assert figures["load"].stored_bytes < 0.6 * figures["load"].weight_bytes
         await server.eventually(lambda: len(server.service.slot._tuned) == 1)
         tuned = server.service.instance
-        left = [weakref.ref(tuned._load), weakref.ref(tuned.engine.result())]
+        left = [weakref.ref(tuned.load), weakref.ref(tuned.engine.result())]
         del tuned, figures
         assert (await switch(server, models.base)).status == 200
         assert server.service.instance is server.instance

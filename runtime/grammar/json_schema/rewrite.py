@@ -13,7 +13,7 @@ from typing import Any
 from . import arrays, evaluated, negate, numbers
 from .algebra import Schema, SchemaError, all_of, any_of, other_than
 from .keywords import CHILD, CHILDREN
-from .strings import FORMATS, HINTS, NUMBER_FORMATS, length_pattern
+from .strings import FORMATS, NUMBER_FORMATS, is_annotation, length_pattern
 from .values import Values
 
 MAX_STEPS = 5_000  # schemas rewritten for one
@@ -274,7 +274,7 @@ def name_patterns(names: Schema) -> list[str] | None:
 def _format(schema: Mapping[str, Any]) -> dict[str, Any]:
     """`format` as the library knows it, or as a pattern, or as bounds."""
     name = schema.get("format")
-    if name is None or name in HINTS:
+    if name is None or (isinstance(name, str) and is_annotation(name)):
         return {}
     if (bounds := NUMBER_FORMATS.get(name)) is not None:
         return {"allOf": [*schema.get("allOf", ()), bounds]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -52,6 +53,14 @@ NUMBER_FORMATS: dict[str, dict[str, Any]] = {
     "int64": {"minimum": 1 - (1 << 53), "maximum": (1 << 53) - 1},
 }
 HINTS = frozenset({"password", "binary", "float", "double", "path", "file-path", "directory-path"})
+# Formats of JSON Schema and OpenAPI are written so. Names with other characters are those of a program, such as
+# AWS::EC2::VPC.Id, which JSON Schema takes for annotations.
+_STANDARD_NAME = re.compile(r"[a-z0-9-]+")
+
+
+def is_annotation(format_name: str) -> bool:
+    """True if this `format` excludes no text. A misspelt name of a standard format is none."""
+    return format_name in HINTS or _STANDARD_NAME.fullmatch(format_name) is None
 
 
 def other_than_strings(texts: Iterable[str]) -> str:

@@ -201,6 +201,7 @@ REWRITTEN: list[tuple[Any, list[Any], list[Any]]] = [
     ({"maxLength": 2.0, "type": "string"}, ["ab"], ["abc"]),
     ({"type": "number", "exclusiveMinimum": 1, "maximum": 1.5}, [1.25, 1.5], [1, 2]),
     ({"type": "integer", "format": "int32"}, [1], [1 << 31]),
+    ({"type": "string", "format": "AWS::EC2::VPC.Id", "maxLength": 5}, ["vpc-1"], ["vpc-123"]),
     # References
     (
         {"$ref": "#item", "$defs": {"x": {"$anchor": "item", "type": "integer"}}},

@@ -42,7 +42,7 @@ from benchmarks.tasks import random_prompt
 
 from teneral.loader.format.safetensors import SafetensorsWriter, TensorSpec
 from teneral.loader.sources.file.store import FileStore
-from teneral.loader.tools.pack.base import Base
+from teneral.loader.tools.pack.content import Base
 from teneral.loader.tools.pack.pack import pack
 from teneral.runtime.synth import SHAPES, synthesize, tensor_specs
 

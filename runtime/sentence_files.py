@@ -11,11 +11,10 @@ import numpy as np
 
 from ..loader.errors import CheckpointError
 from ..loader.format.safetensors import PREFIX_BYTES, header_size, parse_header
-from .dtypes import DType
 from .errors import ModelError
 from .files import ModelFiles
 from .models.pooling_config import DENSE_WEIGHTS, dense_folders
-from .tensors import Tensor, aligned_empty
+from .tensors import DType, Tensor, aligned_empty
 from .weights import DictWeights
 
 _FILES = {

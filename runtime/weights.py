@@ -18,9 +18,8 @@ import numpy.typing as npt
 
 from ..loader.format.manifest import Tier
 from ..loader.load.plan import RowParts
-from .dtypes import DType
 from .errors import ModelError
-from .tensors import Tensor
+from .tensors import DType, Tensor
 
 if TYPE_CHECKING:
     from ..loader.load.device_load import DeviceLoad

@@ -15,7 +15,7 @@ from tests.support.tiny_models import save_tiny
 from tests.test_serve import Server
 
 from teneral.loader.sources.file.store import FileStore
-from teneral.loader.tools.pack.base import Base
+from teneral.loader.tools.pack.content import Base
 from teneral.loader.tools.pack.pack import pack
 
 WAIT_S = patience_s(60)

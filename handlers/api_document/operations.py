@@ -173,7 +173,7 @@ OPERATIONS: tuple[Operation, ...] = (
             (
                 ("/v1/classify", "/classify"),
                 "Labels of texts",
-                "classify",
+                "rerank",
                 "ClassifyBody",
                 "Classification",
                 {"input": "Dragonflies are fast."},

@@ -23,8 +23,8 @@ _LATER = (
     ("/v1/unload_lora_adapter", "adapters", "AdapterRoutes", "unload"),
     ("/tokenize", "tokens", "TokenRoutes", "tokenize"),
     ("/detokenize", "tokens", "TokenRoutes", "detokenize"),
-    ("/v1/classify", "classify", "ClassifyRoute", "post"),
-    ("/classify", "classify", "ClassifyRoute", "post"),
+    ("/v1/classify", "rerank", "ClassifyRoute", "post"),
+    ("/classify", "rerank", "ClassifyRoute", "post"),
     ("/v1/score", "rerank", "ScoreRoute", "post"),
     ("/score", "rerank", "ScoreRoute", "post"),
     ("/v1/rerank", "rerank", "RerankRoute", "post"),  # Jina's, and Cohere's first

@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from ...loader.errors import CheckpointError
 from ...loader.format.safetensors import Entry, decode_object
-from ..dtypes import DType, from_float32, to_float32
 from ..errors import AdapterError
 from ..models.adapter import (
     MAX_RANK,
@@ -29,7 +28,7 @@ from ..models.adapter import (
     modules_of,
 )
 from ..models.decoder_config import DecoderConfig
-from ..tensors import Tensor, aligned_empty
+from ..tensors import DType, Tensor, aligned_empty, from_float32, to_float32
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ..dtypes import DType
 from ..errors import ModelError
 from ..models.adapter import Place, modules_of
 from ..models.config import is_encoder
@@ -15,6 +14,7 @@ from ..models.decoder_config import DecoderConfig
 from ..models.encoder_config import EncoderConfig
 from ..models.executor import refusal_of
 from ..models.spec import DecoderSpec, EncoderSpec
+from ..tensors import DType
 from .cuda.implemented import refusal_of_spec as kernels_refusal_of
 from .native.decoder import NAME, refusal_of_spec
 from .native.encoder import IMPLEMENTED as ENCODERS_IMPLEMENTED

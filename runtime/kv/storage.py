@@ -18,8 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..dtypes import DType
-from ..tensors import reserved
+from ..tensors import DType, reserved
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -12,9 +12,8 @@ from .config import is_encoder
 from .decoder import Decoder
 from .decoder_config import DecoderConfig
 from .decoder_tensors import take_decoder
-from .encoder import Encoder
+from .encoder import DenseTensors, Encoder, take_encoder
 from .encoder_config import EncoderConfig
-from .encoder_tensors import DenseTensors, take_encoder
 from .executor import ComputeDtype, ExecutorFactory
 from .spec import DecoderSpec, EncoderSpec
 

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 
 from ...loader.format.manifest import Tier
-from ..dtypes import DType
 from ..kv.kinds import KVKind
 from ..step.backend import EXPERT_WAIT, OnLayer
 from ..step.batch import Int64s, StepBatch, join, select
 from ..step.logprobs import rows_at_once
+from ..tensors import DType
 from ..weights import Gate
 from .decoder_config import DecoderConfig
 from .executor import ComputeDtype, Executor, RoutingExecutor

@@ -9,9 +9,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..dtypes import DType
 from ..errors import ModelError
-from ..tensors import Tensor
+from ..tensors import DType, Tensor
 from ..weights import Weights
 from .decoder_config import DecoderConfig, Experts
 from .matrices import DecoderLayerWeights, DecoderWeights, ExpertWeights

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..dtypes import DType
 from ..kv.kinds import KVKind
 from ..step.batch import Int64s, StepBatch
+from ..tensors import DType
 from .matrices import DecoderWeights, EncoderWeights
 from .spec import DecoderSpec, EncoderSpec
 

@@ -21,9 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...loader.format.nibbles import RUN, pack_nibbles
-from ..dtypes import DType, from_float32, to_float32
 from ..errors import ModelError
-from ..tensors import Tensor, aligned_empty
+from ..tensors import DType, Tensor, aligned_empty, from_float32, to_float32
 from ..weights import Gate
 from .matrices import IntegerMatrix
 from .parameters import Parameters

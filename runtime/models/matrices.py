@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..dtypes import DType
-from ..tensors import Tensor
+from ..tensors import DType, Tensor
 
 if TYPE_CHECKING:
     from ..weights import ExpertGate, Gate, RowGate

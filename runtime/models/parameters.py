@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from ..dtypes import DType
 from ..errors import ModelError
-from ..tensors import Tensor
+from ..tensors import DType, Tensor
 from ..weights import ExpertGate, Gate, RowGate, Weights
 from .quantization_config import QuantizationConfig
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from ...loader.format.nibbles import RUN
-from ..dtypes import DType
 from ..errors import ModelError
-from ..tensors import Tensor
+from ..tensors import DType, Tensor
 from .matrices import (
     MXFP4_GROUP,
     DenseMatrix,

@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from ..dtypes import DType, from_float32, to_float32
+from ..tensors import DType, from_float32, to_float32
 from .decoder_config import DecoderConfig, Experts, LayerRotary, Norm
 from .encoder_config import Disentangled, EncoderConfig, PositionBias
 from .rotary import Rotary

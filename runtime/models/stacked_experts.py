@@ -12,9 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..dtypes import DType
 from ..errors import ModelError
-from ..tensors import Tensor, aligned_empty
+from ..tensors import DType, Tensor, aligned_empty
 from ..weights import Gate
 from .decoder_config import Experts
 from .matrices import (

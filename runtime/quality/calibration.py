@@ -22,12 +22,12 @@ from ...loader.sources.base import Source
 from ...loader.tools.pack.quantize import InputMoments
 from ..backends.native.reference import floats_of, scale_and_cap
 from ..backends.native.reference_models import ReferenceDecoder
-from ..dtypes import DType, to_float32
 from ..kv.storage import KVStorage
 from ..models.decoder import Decoder
 from ..models.matrices import DecoderLayerWeights, DecoderWeights, IntegerMatrix
 from ..models.spec import DecoderSpec
 from ..step.batch import SequenceSpan, StepBatch
+from ..tensors import DType, to_float32
 from .decoders import WINDOW_TOKENS, cut_windows
 from .evaluate import WORK_BYTES, OnProgress, PartCounter, check_max_tokens
 from .inputs import InputReader

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..backends.native.reference import rms_norm
-from ..dtypes import DType, to_float32
 from ..models.decoder import Decoder
 from ..step.batch import Int64s
+from ..tensors import DType, to_float32
 
 Floats = npt.NDArray[np.float32]
 

@@ -16,8 +16,7 @@ import numpy as np
 from ...loader.format.manifest import Manifest, Part, Tier
 from ...loader.format.manifest import Tensor as Entry
 from ...loader.tools.part_reader import PartReader, map_in_order
-from ..dtypes import DType
-from ..tensors import Tensor, aligned_empty
+from ..tensors import DType, Tensor, aligned_empty
 from ..weights import DictWeights
 
 if TYPE_CHECKING:

@@ -105,7 +105,7 @@ def _pack(options: argparse.Namespace) -> int:
     from .cli_quantize import calibrator, quantize_options
     from .loader.artifact import open_model
     from .loader.sources.open import open_store
-    from .loader.tools.pack.base import Base
+    from .loader.tools.pack.content import Base
     from .loader.tools.pack.pack import pack
     from .loader.tools.pack.plan import TierOptions
     from .loader.tools.pack.prune import PruneOptions

@@ -53,7 +53,7 @@ from teneral.loader.sources.base import BasedSource, Source, SourceOptions
 from teneral.loader.sources.file.store import FileStore
 from teneral.loader.timeline import Timeline
 from teneral.loader.tools.inspect import describe, render_table
-from teneral.loader.tools.pack.base import Base
+from teneral.loader.tools.pack.content import Base
 from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.pack.plan import TierOptions
 from teneral.loader.tools.pack.prune import PruneOptions

@@ -20,7 +20,7 @@ from teneral.loader.load.options import LoadOptions, Order
 from teneral.loader.load.plan import RowParts
 from teneral.loader.load.resident import ResidentBase
 from teneral.loader.sources.base import Source
-from teneral.loader.tools.pack.base import Base
+from teneral.loader.tools.pack.content import Base
 from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.pack.plan import TierOptions
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from teneral.runtime.dtypes import DType, from_float32, to_float32
+from teneral.runtime.tensors import DType, from_float32, to_float32
 
 
 def numbers() -> np.ndarray:

@@ -24,7 +24,7 @@ from teneral.loader.load.plan import expert_groups
 from teneral.loader.native.library import library
 from teneral.loader.sources.file.store import FileStore
 from teneral.loader.timeline import Timeline
-from teneral.loader.tools.pack.base import Base
+from teneral.loader.tools.pack.content import Base
 from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.pack.plan import TierOptions
 from teneral.loader.tools.pack.quantize_plan import QuantizeOptions

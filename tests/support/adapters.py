@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from teneral.loader.sources.open import open_source
 from teneral.runtime.adapters.load import open_adapter
-from teneral.runtime.adapters.registry import LoadedAdapter
+from teneral.runtime.adapters.loaded import LoadedAdapter
 from teneral.runtime.models.decoder_config import DecoderConfig
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

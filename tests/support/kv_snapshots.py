@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from teneral.loader.sources.base import Store
-from teneral.runtime.dtypes import DType
 from teneral.runtime.kv.blocks import BlockAllocator
 from teneral.runtime.kv.prefix_pool import PrefixPool
 from teneral.runtime.kv.prefixes import PrefixCache, PrefixLedger
@@ -19,6 +18,7 @@ from teneral.runtime.kv.snapshots.service import identity_of
 from teneral.runtime.kv.snapshots.snapshot import Identity, Snapshot
 from teneral.runtime.kv.snapshots.writer import NamedChain, find_published, write_generation
 from teneral.runtime.kv.storage import KVStorage
+from teneral.runtime.tensors import DType
 
 MODEL = bytes(range(32))
 SEED = b"of this model"

@@ -16,7 +16,6 @@ from tests.support.tiny_models import config_json, tensors_of
 
 from teneral.loader.tools.pack.quantize import quantize_int4, quantize_int8
 from teneral.runtime.backends.native.pools import Pool
-from teneral.runtime.dtypes import DType, to_float32
 from teneral.runtime.models.decoder_config import DecoderConfig
 from teneral.runtime.models.decoder_tensors import take_decoder
 from teneral.runtime.models.matrices import (
@@ -28,6 +27,7 @@ from teneral.runtime.models.matrices import (
 )
 from teneral.runtime.models.spec import DecoderSpec
 from teneral.runtime.step.batch import SequenceSpan, StepBatch
+from teneral.runtime.tensors import DType, to_float32
 
 Array = NDArray[Any]
 

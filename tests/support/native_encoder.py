@@ -9,7 +9,6 @@ import numpy as np
 from tests.support.native_decoder import OpenGate, tensor_of
 from tests.support.tiny_models import config_json, tensors_of
 
-from teneral.runtime.dtypes import DType
 from teneral.runtime.models.encoder_config import EncoderConfig
 from teneral.runtime.models.executor import TextBatch
 from teneral.runtime.models.matrices import (
@@ -20,6 +19,7 @@ from teneral.runtime.models.matrices import (
     StoredProjection,
 )
 from teneral.runtime.models.spec import EncoderSpec
+from teneral.runtime.tensors import DType
 
 _HEADS = {"bert": ("pooler.dense", "classifier"), "roberta": ("classifier.dense", "classifier.out_proj")}
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from teneral.handlers.http.limits import Limits
 from teneral.loader.sources.file.store import FileStore
-from teneral.loader.tools.pack.base import Base
+from teneral.loader.tools.pack.content import Base
 from teneral.loader.tools.pack.pack import pack
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.instance import Instance

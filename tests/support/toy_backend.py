@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from teneral.runtime.backends.choose import BackendChoice, Row
-from teneral.runtime.dtypes import DType, to_float32
 from teneral.runtime.kv.kinds import KVKind
 from teneral.runtime.kv.storage import KVStorage
 from teneral.runtime.models.decoder_config import LayerRotary, Norm
@@ -26,7 +25,7 @@ from teneral.runtime.models.executor import (
 from teneral.runtime.models.matrices import DecoderWeights, DenseMatrix, EncoderWeights, Projection
 from teneral.runtime.models.spec import Activation, DecoderSpec, EncoderSpec
 from teneral.runtime.step.batch import Int64s, StepBatch
-from teneral.runtime.tensors import Tensor
+from teneral.runtime.tensors import DType, Tensor, to_float32
 
 Floats = npt.NDArray[np.float32]
 

@@ -35,8 +35,7 @@ from ...format.tensor_digests import FILE_NAME, dump_tensor_digests
 from ...process.cpu import available_cores
 from ...sources.base import Source, Store
 from ..progress_bar import TransferProgress, format_bytes
-from .base import Base, BaseReader, plan_differences
-from .content import ContentReader
+from .content import Base, BaseReader, ContentReader, plan_differences
 from .plan import Job, PackPlan, TierOptions, find_aliases, forward_order, plan_pack
 from .prune import METADATA_KEY, PruneOptions, Pruner, find_prunable
 from .quantize_plan import (

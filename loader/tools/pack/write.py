@@ -34,8 +34,7 @@ from ...format.limits import MANIFEST_NAME, MAX_MANIFEST_BYTES
 from ...format.manifest import PLANE_ALIGNMENT_BYTES, Blob, Codec, File, Plane, Segment, Tier, align
 from ...format.manifest_json import BLOB_FOLDER, blob_folder, parse_manifest
 from ...sources.base import ObjectInfo, ObjectWriter, Source, Store
-from .base import BaseReader
-from .content import ContentReader
+from .content import BaseReader, ContentReader
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...dtypes import DType
 from ...kv.storage import Bytes, KVStorage, layout_of
 from ...step.batch import SequenceSpan
+from ...tensors import DType
 from ..torch.storage import Extent, extent_of
 from ..torch.tensors import torch_dtype
 

@@ -15,8 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...dtypes import DType
 from ...models.spec import DecoderSpec
+from ...tensors import DType
 
 if TYPE_CHECKING:
     import torch

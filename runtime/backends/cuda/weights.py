@@ -11,8 +11,7 @@ import numpy.typing as npt
 import torch
 
 from ....loader.load.device_load import DeviceLoad
-from ...dtypes import DType
-from ...tensors import Tensor
+from ...tensors import DType, Tensor
 from ...weights import StreamedWeights
 from ..torch.tensors import TORCH_DTYPES, stacked_view
 

@@ -6,13 +6,12 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from ....loader.native.library import VERSION, library
-from ...dtypes import DType
 from ...kv.kinds import KVKind
 from ...kv.storage import Int8KVStorage, KVStorage
 from ...models.executor import ComputeDtype, EncoderExecutor, Executor
 from ...models.matrices import DecoderWeights, EncoderWeights
 from ...models.spec import DecoderSpec, EncoderSpec
-from ...tensors import CPU
+from ...tensors import CPU, DType
 from . import decoder
 from .decoder import NAME, NativeDecoder
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...dtypes import DType
 from ...errors import ModelError
 from ...models.executor import Accepts, Floats, any_value, one_of, refusal_of
 from ...models.matrices import DecoderWeights
 from ...models.spec import DecoderSpec
 from ...step.batch import Int64s, StepBatch
+from ...tensors import DType
 from . import arrays, records
 from .operations import ACTIVATIONS, MAX_HEAD_DIM, NORMS, ROTARIES, Operations
 from .pools import Pool, Spans, check_ids

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...dtypes import to_float32
 from ...models.relative_positions import bias_buckets, disentangled_buckets
 from ...models.spec import EncoderSpec
+from ...tensors import to_float32
 
 if TYPE_CHECKING:
     from ...models.matrices import EncoderWeights

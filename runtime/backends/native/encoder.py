@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...dtypes import DType, from_float32
 from ...models.executor import Accepts, Floats, TextBatch, any_value, one_of, refusal_of
 from ...models.matrices import EncoderWeights, LayerNormWeights, StoredProjection, Tensor
 from ...models.spec import Activation, EncoderSpec, Pooling
+from ...tensors import DType, from_float32
 from . import arrays, records
 from .distances import DistanceTables
 from .operations import ACTIVATIONS, MAX_HEAD_DIM, Operations, check_starts

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...dtypes import DType, to_float32
 from ...models.spec import Pooling
 from ...step.batch import Int64s
+from ...tensors import DType, to_float32
 
 if TYPE_CHECKING:
     from .arrays import Array

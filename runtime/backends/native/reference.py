@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...dtypes import DType, from_float32, to_float32
 from ...models.decoder_config import ClampedSwiglu, Experts, Norm
 from ...models.matrices import DenseMatrix, IntegerMatrix, Matrix, Mxfp4Matrix, Tensor
 from ...models.spec import Activation
 from ...step.batch import Int64s
+from ...tensors import DType, from_float32, to_float32
 
 Floats = npt.NDArray[np.float32]
 

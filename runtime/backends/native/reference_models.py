@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...dtypes import DType, from_float32, to_float32
 from ...models.adapter import Place
 from ...models.decoder_config import LayerRotary
 from ...models.matrices import (
@@ -29,6 +28,7 @@ from ...models.relative_positions import disentangled_buckets
 from ...models.rotary import Rotary
 from ...models.spec import DecoderSpec, EncoderSpec
 from ...step.batch import Int64s, SequenceSpan, StepBatch
+from ...tensors import DType, from_float32, to_float32
 from . import reference
 from .distances import DistanceTables
 from .operations import check_starts

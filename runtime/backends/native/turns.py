@@ -7,9 +7,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ...dtypes import DType, from_float32, to_float32
 from ...models.rotary import Rotary
 from ...models.spec import DecoderSpec
+from ...tensors import DType, from_float32, to_float32
 
 Floats = npt.NDArray[np.float32]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ...dtypes import DType
 from ...models.executor import ComputeDtype, refusal_of
 from ...models.matrices import DecoderWeights, EncoderWeights
 from ...models.spec import DecoderSpec, EncoderSpec
+from ...tensors import DType
 from . import decoder, encoder
 from .decoder import TorchExecutor
 from .encoder import TorchEncoderExecutor

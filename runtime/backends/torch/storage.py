@@ -13,9 +13,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from ...dtypes import DType
 from ...kv.storage import Bytes, Int8KVStorage, KVPool, KVStorage, layout_of
 from ...step.batch import SequenceSpan
+from ...tensors import DType
 from .tensors import torch_dtype
 
 MAX_CODE = 127

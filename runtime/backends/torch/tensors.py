@@ -17,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...dtypes import DType
 from ...models.executor import ComputeDtype
-from ...tensors import Tensor
+from ...tensors import DType, Tensor
 
 AUTO = "auto"
 _X86 = ("x86_64", "amd64", "i386", "i686")

@@ -19,14 +19,13 @@ import numpy as np
 import torch
 import transformers
 
-from ...dtypes import DType
 from ...errors import ModelError
 from ...kv.kinds import KVKind
 from ...kv.storage import Bytes
 from ...models.executor import ComputeDtype, Floats
 from ...step.backend import OnLayer
 from ...step.batch import Int64s, SequenceSpan, StepBatch
-from ...tensors import reserved
+from ...tensors import DType, reserved
 
 _MOST_TOKENS = 1 << 20
 _UNSTATED_TOKENS = 2_048  # of models whose settings name no length

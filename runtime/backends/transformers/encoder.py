@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from ...dtypes import DType
-from ...models.encoder_tensors import take_dense
+from ...models.encoder import take_dense
 from ...models.executor import ComputeDtype
 from ...models.fields import Fields
 from ...models.pooling_config import SentenceConfig
 from ...models.rope_config import MAX_POSITIONS
 from ...models.spec import Pooling, activation_of
+from ...tensors import DType
 from ...weights import Weights
 from ..torch.encoder import pool_states
 from ..torch.layers import activation

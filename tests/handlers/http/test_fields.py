@@ -11,9 +11,8 @@ from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from teneral.handlers.openai.classify import ClassifyBody
 from teneral.handlers.openai.fields import ROUTES, Effect, as_markdown
-from teneral.handlers.openai.rerank import RerankBody, ScoreBody
+from teneral.handlers.openai.rerank import ClassifyBody, RerankBody, ScoreBody
 from teneral.handlers.openai.responses_body import ResponsesBody
 from teneral.handlers.openai.schemas import ChatBody, CompletionBody, EmbeddingBody
 from teneral.handlers.openai.tokens import DetokenizeBody, TokenizeBody

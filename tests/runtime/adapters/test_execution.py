@@ -21,11 +21,11 @@ from tests.support.native_decoder import (
 )
 from tests.support.tiny_models import config_json, tiny_model
 
-from teneral.runtime.adapters.registry import LoadedAdapter
+from teneral.runtime.adapters.loaded import LoadedAdapter
 from teneral.runtime.backends.native.decoder import NativeDecoder
 from teneral.runtime.backends.native.reference_models import ReferenceDecoder
-from teneral.runtime.dtypes import DType
 from teneral.runtime.models.decoder_config import DecoderConfig
+from teneral.runtime.tensors import DType
 
 PROMPT = [int(each) for each in np.random.default_rng(1).integers(0, 250, 23)]
 OTHER = PROMPT[::-1][:9]

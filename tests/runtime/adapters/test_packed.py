@@ -20,8 +20,9 @@ from teneral.loader.artifact import open_artifact
 from teneral.loader.errors import IntegrityError, NotFoundError, TeneralError
 from teneral.loader.sources.open import open_source
 from teneral.runtime.adapters.load import open_adapter
+from teneral.runtime.adapters.loaded import LoadedAdapter
 from teneral.runtime.adapters.packed import PackedAdapter
-from teneral.runtime.adapters.registry import AdapterRegistry, LoadedAdapter
+from teneral.runtime.adapters.registry import AdapterRegistry
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.errors import AdapterError, AdapterNotFoundError
 from teneral.runtime.instance import Instance

@@ -16,7 +16,7 @@ from tests.support.adapters import SETS, greedy
 from tests.support.native import ISAS
 from tests.support.tiny_models import tiny_model
 
-from teneral.runtime.dtypes import DType
+from teneral.runtime.tensors import DType
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"

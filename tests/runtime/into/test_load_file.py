@@ -10,7 +10,7 @@ import torch
 import teneral
 from teneral.loader.errors import CheckpointError, IntegrityError, NotFoundError, UsageError
 from teneral.loader.sources.file.store import FileStore
-from teneral.loader.tools.pack.base import Base
+from teneral.loader.tools.pack.content import Base
 from teneral.loader.tools.pack.pack import pack
 
 TENSORS = {

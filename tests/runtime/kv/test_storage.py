@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from teneral.runtime.backends.cuda.storage import DeviceKVStorage
 from teneral.runtime.backends.torch.storage import MAX_CODE, TorchInt8KVStorage, TorchKVStorage, TorchPool
 from teneral.runtime.backends.torch.tensors import torch_dtype
-from teneral.runtime.dtypes import DType
 from teneral.runtime.kv.storage import Int8KVStorage, KVStorage
 from teneral.runtime.step.batch import SequenceSpan
+from teneral.runtime.tensors import DType
 
 KINDS: list[Any] = [TorchKVStorage, TorchInt8KVStorage, DeviceKVStorage]
 ON_HOST = {TorchKVStorage: KVStorage, TorchInt8KVStorage: Int8KVStorage}  # what other executors have

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from teneral.runtime.backends.torch.attention import MAX_FOLDED_ROWS, paged_attention, plan_attention
 from teneral.runtime.backends.torch.storage import TorchKVStorage
-from teneral.runtime.dtypes import DType
 from teneral.runtime.step.batch import SequenceSpan
+from teneral.runtime.tensors import DType
 
 DIM, BLOCK_SIZE, SCALE = 8, 4, 0.4
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from teneral.runtime.backends.torch.tensors import ComputePolicy, CpuDtypes
-from teneral.runtime.dtypes import DType
 from teneral.runtime.models.executor import ComputeDtype
 from teneral.runtime.models.parameters import COMPUTE_DTYPES
+from teneral.runtime.tensors import DType
 
 BF16, FP16, FP32 = DType.BF16, DType.F16, DType.F32
 NEITHER, ONLY_BF16, ONLY_FP16, BOTH = (

@@ -15,7 +15,6 @@ from teneral.loader.native.library import library
 from teneral.runtime.backends.cuda.implemented import IMPLEMENTED as DEVICE_KERNELS
 from teneral.runtime.backends.native.backend import NativeBackend, ReferenceBackend
 from teneral.runtime.backends.torch.backend import TorchBackend
-from teneral.runtime.dtypes import DType
 from teneral.runtime.errors import ModelError
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.models.decoder_config import (
@@ -28,6 +27,7 @@ from teneral.runtime.models.decoder_config import (
 from teneral.runtime.models.decoder_tensors import take_decoder
 from teneral.runtime.models.executor import refusal_of
 from teneral.runtime.models.spec import DecoderSpec
+from teneral.runtime.tensors import DType
 
 LONGROPE = {
     "rope_type": "longrope",

@@ -26,7 +26,6 @@ from teneral.loader.tools.pack.quantize_plan import QuantizeOptions
 from teneral.loader.tools.unpack import unpack
 from teneral.runtime.backends.native.backend import NativeBackend, ReferenceBackend
 from teneral.runtime.backends.torch.backend import TorchBackend
-from teneral.runtime.dtypes import DType
 from teneral.runtime.errors import ModelError
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.models.decoder_config import DecoderConfig
@@ -35,6 +34,7 @@ from teneral.runtime.models.matrices import Mxfp4Matrix
 from teneral.runtime.models.parameters import Parameters
 from teneral.runtime.models.projections import take_linear
 from teneral.runtime.models.spec import DecoderSpec
+from teneral.runtime.tensors import DType
 from teneral.runtime.weights import StreamedWeights
 
 EXPERTS = ("gate_up_proj", "down_proj")

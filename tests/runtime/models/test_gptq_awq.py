@@ -27,7 +27,6 @@ from teneral.loader.sources.open import open_source, open_store
 from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.unpack import unpack
 from teneral.runtime.backends.torch.tensors import ComputePolicy, CpuDtypes
-from teneral.runtime.dtypes import DType
 from teneral.runtime.errors import ModelError
 from teneral.runtime.models import projections
 from teneral.runtime.models.decoder import Decoder
@@ -35,6 +34,7 @@ from teneral.runtime.models.fields import Fields
 from teneral.runtime.models.gptq_awq import GptqAwqProjection
 from teneral.runtime.models.parameters import Parameters
 from teneral.runtime.models.quantization_config import QuantizationConfig
+from teneral.runtime.tensors import DType
 from teneral.runtime.weights import StreamedWeights
 
 

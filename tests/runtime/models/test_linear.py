@@ -9,10 +9,9 @@ from tests.support.models import DictWeights, arrays_of, product
 
 from teneral.runtime.backends.torch.layers import Linear, SideBySide
 from teneral.runtime.backends.torch.tensors import stacked_view
-from teneral.runtime.dtypes import DType
 from teneral.runtime.models.parameters import Parameters
 from teneral.runtime.models.projections import take_stacked
-from teneral.runtime.tensors import Tensor
+from teneral.runtime.tensors import DType, Tensor
 
 SIZES = [("q", 6), ("k", 2), ("v", 2)]
 NUM_IN = 4

@@ -20,11 +20,11 @@ from tests.support.tiny_models import save_tiny, tiny_model
 from teneral import cli
 from teneral.loader.format.nibbles import pack_nibbles, unpack_nibbles
 from teneral.runtime.backends.torch.layers import Linear, QuantizedLinear, SideBySide, dequantize
-from teneral.runtime.dtypes import DType
 from teneral.runtime.errors import ModelError
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.models.parameters import Parameters
 from teneral.runtime.models.projections import take_linear, take_stacked
+from teneral.runtime.tensors import DType
 
 KINDS = ["int8", "int8 --group-size 32", "int4", "int4 --group-size 32", "int4 --asymmetric"]
 

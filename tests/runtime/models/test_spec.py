@@ -14,12 +14,12 @@ from teneral.runtime.backends.cuda.executor import CudaModelBackend
 from teneral.runtime.backends.cuda.implemented import IMPLEMENTED as DEVICE_KERNELS
 from teneral.runtime.backends.native.backend import NativeBackend, ReferenceBackend
 from teneral.runtime.backends.torch.backend import TorchBackend
-from teneral.runtime.dtypes import DType
 from teneral.runtime.models.decoder_config import DecoderConfig
 from teneral.runtime.models.encoder_config import EncoderConfig
 from teneral.runtime.models.executor import any_value, one_of, refusal_of
 from teneral.runtime.models.rotary import Rotary
 from teneral.runtime.models.spec import Activation, DecoderSpec, EncoderSpec
+from teneral.runtime.tensors import DType
 
 ROTARY = tuple(f"rotary.{field.name}" for field in fields(Rotary))
 FIELDS = {

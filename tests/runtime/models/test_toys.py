@@ -24,11 +24,11 @@ from teneral.runtime.backends import choose
 from teneral.runtime.backends.native.backend import NativeBackend, ReferenceBackend
 from teneral.runtime.backends.torch.backend import TorchBackend
 from teneral.runtime.config import ServeConfig
-from teneral.runtime.dtypes import DType
 from teneral.runtime.errors import ModelError
 from teneral.runtime.instance import Instance
 from teneral.runtime.models.decoder_config import FAMILY_MODULES
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
+from teneral.runtime.tensors import DType
 
 WINDOW = 12
 REQUEST = GenerationRequest(

@@ -18,7 +18,7 @@ from teneral.handlers.contrib.vllm.weight_stream import WeightStream
 from teneral.loader.errors import CheckpointError, IntegrityError, NotFoundError, UsageError
 from teneral.loader.load.options import MIB
 from teneral.loader.sources.file.store import FileStore
-from teneral.loader.tools.pack.base import Base
+from teneral.loader.tools.pack.content import Base
 from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.pack.plan import TierOptions
 

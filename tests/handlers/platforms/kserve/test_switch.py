@@ -19,7 +19,7 @@ from tests.support.switching import BODY, DRAFT, Models, alone, answer, config_o
 
 from teneral.handlers.http.limits import Limits
 from teneral.loader.sources.file.store import FileStore
-from teneral.loader.tools.pack.base import Base
+from teneral.loader.tools.pack.content import Base
 from teneral.loader.tools.pack.pack import pack
 
 

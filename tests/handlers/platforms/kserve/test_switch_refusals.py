@@ -12,7 +12,7 @@ from tests.support.switching import LOAD, UNLOAD, Models, alone, answer, fine_tu
 from teneral.loader.load import threaded
 from teneral.loader.memory.limits import Available
 from teneral.loader.sources.file.store import FileStore
-from teneral.loader.tools.pack.base import Base
+from teneral.loader.tools.pack.content import Base
 from teneral.loader.tools.pack.pack import pack
 
 

@@ -17,9 +17,9 @@ from teneral.runtime.backends.cuda.storage import (
     activation_bytes,
     plan_budget,
 )
-from teneral.runtime.dtypes import DType
 from teneral.runtime.models.decoder_config import DecoderConfig
 from teneral.runtime.models.spec import DecoderSpec
+from teneral.runtime.tensors import DType
 
 GIB = 1 << 30
 

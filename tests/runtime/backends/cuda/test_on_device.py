@@ -30,7 +30,6 @@ from teneral.runtime.backends.cuda.storage import DeviceKVStorage
 from teneral.runtime.backends.cuda.warm_up import open_launcher
 from teneral.runtime.backends.cuda.weights import DeviceTensor
 from teneral.runtime.backends.torch.tensors import dtype_of
-from teneral.runtime.dtypes import DType
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.engine.sequence import Lane
 from teneral.runtime.errors import CapacityError
@@ -38,6 +37,7 @@ from teneral.runtime.step import sampling
 from teneral.runtime.step.batch import Epoch, Rows
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 from teneral.runtime.step.state import SamplingState
+from teneral.runtime.tensors import DType
 from teneral.runtime.weights import DictWeights
 
 pytestmark = [

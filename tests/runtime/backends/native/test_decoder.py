@@ -24,9 +24,9 @@ from tests.support.native_decoder import (
 from tests.support.tiny_models import DECODERS, tiny_model
 
 from teneral.runtime.backends.native.decoder import NativeDecoder, refusal
-from teneral.runtime.dtypes import DType
 from teneral.runtime.models.matrices import DecoderLayerWeights, IntegerMatrix, StoredProjection, Tensor
 from teneral.runtime.step.batch import SequenceSpan
+from teneral.runtime.tensors import DType
 
 TORCH = {DType.BF16: torch.bfloat16, DType.F32: torch.float32}
 

@@ -17,7 +17,7 @@ from tests.support.native_encoder import encoder_spec_of, encoder_weights_of, te
 from tests.support.tiny_models import ENCODERS, tiny_config, tiny_model
 
 from teneral.runtime.backends.native.encoder import NativeEncoder, refusal
-from teneral.runtime.dtypes import DType
+from teneral.runtime.tensors import DType
 
 TORCH = {DType.BF16: torch.bfloat16, DType.F32: torch.float32}
 POOLING = {"mean": {"pooling_mode_mean_tokens": True}, "cls": {"pooling_mode_cls_token": True}}

@@ -19,11 +19,11 @@ from teneral.runtime.backends.native import arrays, records, reference
 from teneral.runtime.backends.native.operations import ACTIVATIONS, NORMS, Operations
 from teneral.runtime.backends.native.pools import Pool, Spans
 from teneral.runtime.backends.native.weights import vector_of
-from teneral.runtime.dtypes import DType, from_float32, to_float32
 from teneral.runtime.models.decoder_config import Norm
 from teneral.runtime.models.matrices import Tensor
 from teneral.runtime.models.spec import Activation
 from teneral.runtime.step.batch import SequenceSpan
+from teneral.runtime.tensors import DType, from_float32, to_float32
 
 each_dtype = pytest.mark.parametrize("dtype", [DType.F32, DType.BF16])
 some_cases = settings(max_examples=12, deadline=None)

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification
 from teneral.runtime.backends.native.decoder import NativeDecoder
 from teneral.runtime.backends.native.encoder import NativeEncoder
 from teneral.runtime.backends.native.reference_models import ReferenceDecoder, ReferenceEncoder
-from teneral.runtime.dtypes import DType
+from teneral.runtime.tensors import DType
 
 each_dtype = pytest.mark.parametrize("dtype", [DType.F32, DType.BF16])
 

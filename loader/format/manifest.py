@@ -239,14 +239,6 @@ def place_tensors(sizes_bytes: list[int]) -> tuple[list[int], int]:
     return offsets, align(end)
 
 
-def frame_counts(count: int) -> list[int]:
-    """Elements of each of the frames that `count` elements are cut into: full ones, then a shorter
-    one.
-    """
-    full, rest = divmod(count, FRAME_ELEMENTS)
-    return [FRAME_ELEMENTS] * full + ([rest] if rest else [])
-
-
 @cache  # of the few encodings that there are: every segment is asked about
 def plane_shares(encoding: Encoding, tier: Tier, element_bytes: int) -> tuple[int, ...]:
     """Of each plane that an element is cut into in a tier: how many elements share one of its

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -48,10 +47,3 @@ class DeviceWeights(StreamedWeights):
         slab = self._device_slabs[group]
         own = slab[begin:end].view(TORCH_DTYPES[dtype.value]).view(shape)
         return DeviceTensor(dtype, own, str(slab.device))
-
-
-def as_device_tensor(array: npt.NDArray[np.generic], dtype: DType, device: str) -> DeviceTensor:
-    """Copy the array to the device."""
-    own = torch.from_numpy(np.ascontiguousarray(array))
-    own = own.view(torch.bfloat16) if dtype is DType.BF16 else own
-    return DeviceTensor(dtype, own.to(device), device)

@@ -17,7 +17,7 @@ from ..http.json_bodies import Decoder, encode
 from ..http.service import Service
 from .chat_request import ChatRequest
 from .deltas import Answer, Delta, Finish, ReasoningDelta, TextDelta, ToolCallDelta
-from .generation import Outcome, Step, Untold, respond
+from .generation import Outcome, Step, UnreportedDrafts, respond
 from .logprobs import chat_logprobs, prompt_places, token_bytes
 from .prompts import ChatSettings
 from .responses import (
@@ -99,7 +99,7 @@ class ChatFormat:
         self._model = model
         self._created = int(time.time())
         self._begun: set[int] = set()  # choices whose role was sent
-        self._untold = Untold()
+        self._unreported = UnreportedDrafts()
 
     def prepare(self, tokenizer: TextTokenizer, max_tokens: int | None) -> list[GenerationRequest]:
         self._bytes_of = partial(token_bytes, tokenizer)
@@ -119,7 +119,7 @@ class ChatFormat:
 
     def chunks(self, step: Step) -> list[bytes]:
         index, event = step
-        self._untold.add(index, event)
+        self._unreported.add(index, event)
         chunks = []
         if index not in self._begun:
             self._begun.add(index)
@@ -134,7 +134,7 @@ class ChatFormat:
             choice = ChatChunkChoice(
                 index, *_wire_delta(delta), logprobs=logprobs, stop_reason=_stop_reason(delta, event)
             )
-            chunks.append(self._chunk(choice, self._untold.take(index)))
+            chunks.append(self._chunk(choice, self._unreported.take(index)))
             logprobs = None
         return chunks
 

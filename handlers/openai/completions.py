@@ -18,7 +18,7 @@ from ...runtime.step.requests import FirstToken, GenerationEvent, GenerationRequ
 from ..http.json_bodies import Decoder, encode
 from ..http.service import Service
 from .fields import COMPLETIONS, refuse_unsupported
-from .generation import Outcome, Step, Untold, respond
+from .generation import Outcome, Step, UnreportedDrafts, respond
 from .logprobs import completion_logprobs, prompt_places, token_bytes
 from .parameters import (
     check_extras,
@@ -89,7 +89,7 @@ class CompletionFormat:
         self._num_chars: dict[
             int, int
         ] = {}  # of each choice that has begun, its tokens' text given out so far
-        self._untold = Untold()
+        self._unreported = UnreportedDrafts()
 
     def prepare(self, tokenizer: TextTokenizer, max_tokens: int | None) -> list[GenerationRequest]:
         body = self.body
@@ -138,7 +138,7 @@ class CompletionFormat:
     def chunks(self, step: Step) -> list[bytes]:
         index, event = step
         text = event.text
-        self._untold.add(index, event)
+        self._unreported.add(index, event)
         if index not in self._num_chars:
             self._num_chars[index] = 0
             text = self._echo(index) + text
@@ -153,7 +153,7 @@ class CompletionFormat:
             stop_reason=msgspec.UNSET if event.stopped_by is None else event.stopped_by,
         )
         usage = None if self.body.includes_usage else msgspec.UNSET
-        teneral = self._untold.take(index)
+        teneral = self._unreported.take(index)
         return [
             encode(Completion(self._id, self._created, self._model, [choice], usage=usage, teneral=teneral))
         ]

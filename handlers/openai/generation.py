@@ -77,7 +77,7 @@ class Tally:
 
 
 @dataclass(slots=True)
-class Untold:
+class UnreportedDrafts:
     """Drafted tokens, by choice, that no chunk has reported yet."""
 
     _num_drafted: dict[int, int] = field(default_factory=dict)

@@ -94,16 +94,16 @@ def modules_of(config: DecoderConfig, layer: int) -> tuple[Module, ...]:
     """The modules of a layer that adapters may change. Mixtures of experts have none but those of attention."""
     names = config.names
     query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    found = _side_by_side(Place.QKV, names.qkv, (query_size, key_size, key_size), config.hidden_size)
+    found = _stacked(Place.QKV, names.qkv, (query_size, key_size, key_size), config.hidden_size)
     found.append(Module("self_attn.o_proj", Place.OUTPUT, 0, config.hidden_size, query_size))
     if config.experts is None or not config.experts.layers[layer]:
         inner = config.intermediate_size
-        found += _side_by_side(Place.GATE_UP, names.gate_up, (inner, inner), config.hidden_size)
+        found += _stacked(Place.GATE_UP, names.gate_up, (inner, inner), config.hidden_size)
         found.append(Module("mlp.down_proj", Place.DOWN, 0, config.hidden_size, inner))
     return tuple(found)
 
 
-def _side_by_side(place: Place, names: tuple[str, ...], sizes: tuple[int, ...], num_in: int) -> list[Module]:
+def _stacked(place: Place, names: tuple[str, ...], sizes: tuple[int, ...], num_in: int) -> list[Module]:
     if len(names) == 1:
         return [Module(names[0], place, 0, sum(sizes), num_in)]
     firsts = [sum(sizes[:number]) for number in range(len(sizes))]

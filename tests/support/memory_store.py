@@ -15,7 +15,7 @@ from teneral.loader.sources.base import ObjectInfo, Writer, check_name
 
 
 @dataclass
-class _Shelf:
+class _Objects:
     """The objects themselves, shared by all stores that were opened on them."""
 
     objects: dict[str, tuple[bytes, str]] = field(default_factory=dict)  # name → (content, version)
@@ -28,7 +28,7 @@ class MemoryStore:
 
     def __init__(self, objects: dict[str, bytes] | None = None, *, label: str = "objects") -> None:
         self._url = f"memory://{label}"
-        self._shelf = _Shelf()
+        self._objects = _Objects()
         self._closed = False
         for name, data in (objects or {}).items():
             self.put(name, data)
@@ -36,7 +36,7 @@ class MemoryStore:
     def reopen(self) -> MemoryStore:
         """A new, open store on the same objects."""
         other = MemoryStore()
-        other._url, other._shelf = self._url, self._shelf
+        other._url, other._objects = self._url, self._objects
         return other
 
     @property
@@ -67,10 +67,10 @@ class MemoryStore:
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         self._check_open("")
-        with self._shelf.lock:
+        with self._objects.lock:
             found = [
                 ObjectInfo(name, len(data), version)
-                for name, (data, version) in self._shelf.objects.items()
+                for name, (data, version) in self._objects.objects.items()
                 if name.startswith(prefix)
             ]
         return iter(sorted(found, key=lambda info: info.name))
@@ -86,27 +86,27 @@ class MemoryStore:
         self, name: str, data: bytes, *, if_absent: bool = False, if_version: str | None = None
     ) -> ObjectInfo:
         self._check_open(check_name(name))
-        with self._shelf.lock:
-            _, present = self._shelf.objects.get(name, (b"", None))
+        with self._objects.lock:
+            _, present = self._objects.objects.get(name, (b"", None))
             if (if_absent and present is not None) or (if_version is not None and present != if_version):
                 raise AlreadyExistsError(
                     f"{name} in {self._url} was not written: version {present} is there",
                     source=self._url,
                     name=name,
                 )
-            version = f"v{next(self._shelf.versions)}"
-            self._shelf.objects[name] = (bytes(data), version)
+            version = f"v{next(self._objects.versions)}"
+            self._objects.objects[name] = (bytes(data), version)
         return ObjectInfo(name, len(data), version)
 
     def delete(self, name: str) -> None:
         self._check_open(check_name(name))
-        with self._shelf.lock:
-            self._shelf.objects.pop(name, None)
+        with self._objects.lock:
+            self._objects.objects.pop(name, None)
 
     def _find(self, name: str) -> tuple[bytes, ObjectInfo]:
         self._check_open(check_name(name))
-        with self._shelf.lock:
-            found = self._shelf.objects.get(name)
+        with self._objects.lock:
+            found = self._objects.objects.get(name)
         if found is None:
             raise NotFoundError(f"there is no {name} in {self._url}", source=self._url, name=name)
         data, version = found

@@ -176,11 +176,11 @@ class GenerateFormat(TextRequest):
         super().__init__([prompt], body, first_token=first_token, request_id=request_id)
         self._model, self._version = model, version
         self._given_id = UNSET if given_id is None else given_id
-        self._untold_prompt = prompt if echo else ""
+        self._unsent_prompt = prompt if echo else ""
 
     def chunks(self, step: Step) -> list[bytes]:
         _, event = step
-        text, self._untold_prompt = self._untold_prompt + event.text, ""
+        text, self._unsent_prompt = self._unsent_prompt + event.text, ""
         reason = None if event.finish_reason is None else str(event.finish_reason)
         return [self._answer(text, reason)] if text or reason else []
 
@@ -189,7 +189,7 @@ class GenerateFormat(TextRequest):
 
     def whole(self, outcomes: Sequence[Outcome], usage: Usage) -> bytes:
         (outcome,) = outcomes
-        return self._answer(self._untold_prompt + outcome.text, str(outcome.finish_reason))
+        return self._answer(self._unsent_prompt + outcome.text, str(outcome.finish_reason))
 
     def _answer(self, text: str, reason: str | None) -> bytes:
         return encode(

@@ -1,4 +1,4 @@
-"""The suite's own surroundings: a watchdog that knows the load, caches on full disks, interpreters side by side."""
+"""The suite's own environment: a watchdog that knows the load, caches on full disks, several interpreters."""
 
 from __future__ import annotations
 

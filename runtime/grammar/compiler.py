@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from ..errors import GrammarError, ModelError, RequestError
 from .spec import COMPACT, GrammarKind, GrammarSpec
 from .unique_items import MARK, Position, RepeatedItemError, TokenTexts, UniqueItems
-from .unique_matcher import UniqueItemsMatcher
 
 if TYPE_CHECKING:
     import llguidance
@@ -155,7 +154,12 @@ class CompiledGrammar:
     def start(self) -> Matcher:
         with self._lock:
             matcher = LibraryMatcher(self._matcher.deep_copy(), self._num_mask_words)
-        return matcher if self._unique is None else UniqueItemsMatcher(matcher, *self._unique)
+        if self._unique is None:
+            return matcher
+        # Imports numpy, which the tokenizer's process does not need.
+        from .unique_matcher import UniqueItemsMatcher
+
+        return UniqueItemsMatcher(matcher, *self._unique)
 
 
 class LibraryMatcher:

@@ -117,7 +117,7 @@ def test_names_that_climb_out_or_lie_elsewhere_are_not_listed(server: GsServer, 
 def test_a_listing_without_an_end_is_given_up(
     server: GsServer, store: GsStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("teneral.loader.sources.gs.store.MAX_PAGES", 5)
+    monkeypatch.setattr("teneral.loader.sources.http.bucket.MAX_PAGES", 5)
     body = b'{"nextPageToken": "again"}'
     server.fault = answers((200, {}, body), to=lambda call: call.path.endswith("/o"))
     with pytest.raises(SourceError, match="too many"):

@@ -119,7 +119,7 @@ def test_the_environment_names_one(isa: str) -> None:
 
 def test_importing_it_loads_nothing() -> None:
     program = """
-import numpy, sys
+import numpy, sys, threading
 before = set(sys.modules)
 import teneral.loader.native.library, teneral.runtime.backends.native.products
 brought = {name for name in set(sys.modules) - before if not name.startswith("teneral")}

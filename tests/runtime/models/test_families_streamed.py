@@ -74,7 +74,7 @@ def test_a_decoder_built_before_its_load_starts_computes_what_a_finished_one_doe
         ours = Stepper(decoder).step({"a": prompt})["a"]
         layer = decoder.weights.layers[1]
         gate_up = layer.experts[1].gate_up if layer.experts else layer.gate_up
-        matrices = [*layer.qkv.matrices(), *gate_up.matrices()]
+        qkv, matrices = layer.qkv.matrices(), [*layer.qkv.matrices(), *gate_up.matrices()]
     with arriving(artifact) as (load, _, decoder):
         load.start()
         load.join()
@@ -83,7 +83,10 @@ def test_a_decoder_built_before_its_load_starts_computes_what_a_finished_one_doe
     assert torch.equal(ours, expected)
     assert ours.isfinite().all()
     parts_of_gate_up = 2 if family == "gpt_oss" else 1  # whose rows alternate
-    assert len(matrices) == 1 + parts_of_gate_up, "stored as one, or side by side"
+    assert len(qkv) == len({each.weight.dtype for each in qkv}), (
+        "of one dtype: stored as one, or side by side"
+    )
+    assert len(matrices) - len(qkv) == parts_of_gate_up
     assert all(isinstance(each, DenseMatrix if kind == "packed" else IntegerMatrix) for each in matrices)
 
 

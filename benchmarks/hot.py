@@ -121,6 +121,7 @@ def _own_models(given: Sequence[str] | None, models: Path, left_out: list[str]) 
                 str(target),
                 "--quantize",
                 kind,
+                *(["--no-calibrate"] if kind == "int4" else []),  # random weights have nothing to calibrate with
             ]
             done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
             if done.returncode:

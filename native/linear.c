@@ -239,6 +239,29 @@ TN_INLINE void evenly_scaled_tile(const int rows, const way_t way, const void *x
         vf_reduce4(panel + i * STRIP_COLUMNS, sums[i][0], sums[i][1], sums[i][2], sums[i][3], first);
 }
 
+#if TN_INTEGER_TILES
+/* Scaled lanes of U4 in groups of 32: a run holds two of them, and is widened once. */
+TN_INLINE void total_u4_by_32(const int rows, vf totals[][QUAD], const uint16_t *x, int64_t x_stride,
+                              const quartet_t *w) {
+    for (int run = 0, group = 0; run < w->count; run += 64, group += 2) {
+        vb half[2][QUAD];
+        for (int j = 0; j < QUAD; j++) {
+            const uint8_t *column = (const uint8_t *)w->column[j] + run / 2;
+            __builtin_prefetch(column + w->ahead_bytes);
+            vb_load_u4(column, vb_levels_of(w->zero[j][group]), vb_levels_of(w->zero[j][group + 1]), &half[0][j],
+                       &half[1][j]);
+        }
+        for (int which = 0; which < 2; which++)
+            for (int i = 0; i < rows; i++) {
+                const vb inputs = vb_load(x + i * x_stride + run + 32 * which);
+                for (int j = 0; j < QUAD; j++)
+                    totals[i][j] = vf_fma(vb_dot(vf_zero(), inputs, half[which][j]),
+                                          vf_set(w->scale[j][group + which]), totals[i][j]);
+            }
+    }
+}
+#endif
+
 /* The same with a scale for each group. */
 TN_INLINE void scaled_tile(const int rows, const way_t way, const void *x, int64_t x_stride, const quartet_t *w,
                            float *panel, bool first) {
@@ -251,6 +274,12 @@ TN_INLINE void scaled_tile(const int rows, const way_t way, const void *x, int64
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < QUAD; j++) totals[i][j] = vf_zero();
     int begin = 0, end = w->first_count;
+#if TN_INTEGER_TILES
+    if (way == BF16_AND_U4 && w->group_size == 32) {
+        total_u4_by_32(rows, totals, x, x_stride, w);
+        begin = w->count;
+    }
+#endif
     for (int group = 0; begin < w->count; group++) {
         sum_lanes(rows, way, sums, x, x_stride, w, group, begin, end);
         for (int j = 0; j < QUAD; j++) {

@@ -112,6 +112,8 @@ def _own_models(given: Sequence[str] | None, models: Path, left_out: list[str]) 
         target = models / f"packed-{kind}"
         if not (target / "manifest.json").exists():
             note(f"packing the model as {kind}")
+            # Random weights have nothing to calibrate with.
+            flags = ["--no-calibrate"] if kind == "int4" else []
             command = [
                 sys.executable,
                 "-m",
@@ -121,7 +123,7 @@ def _own_models(given: Sequence[str] | None, models: Path, left_out: list[str]) 
                 str(target),
                 "--quantize",
                 kind,
-                *(["--no-calibrate"] if kind == "int4" else []),  # random weights have nothing to calibrate with
+                *flags,
             ]
             done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
             if done.returncode:

@@ -66,3 +66,22 @@ def test_one_row_among_hundreds_has_the_bits_that_it_has_alone(isa: str, kind: s
     together = product(isa, x, case.weight)
     for row in (0, 1, 191, 192, 400):
         assert same_bits(product(isa, x[row : row + 1], case.weight), together[row : row + 1])
+
+
+@each_isa
+@pytest.mark.parametrize("has_zero", [True, False])
+def test_few_rows_have_the_bits_that_many_have_in_groups_of_32(isa: str, has_zero: bool) -> None:
+    """Tiles widen such integers themselves for few rows, two groups at once, and a strip of them for many."""
+    case = make_integers(
+        np.random.default_rng(3),
+        "int4",
+        (37, 1984),
+        group_size=32,
+        has_zero=has_zero,
+        scale_kind="bf16",
+        bias=None,
+    )
+    x = arrays.to_bf16(np.random.default_rng(1).standard_normal((40, 1984)).astype(np.float32))
+    together = product(isa, x, case.weight)
+    for rows in range(1, 9):
+        assert same_bits(product(isa, x[:rows], case.weight), together[:rows])

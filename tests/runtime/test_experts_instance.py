@@ -57,7 +57,7 @@ def manifest(artifact: Path) -> Manifest:
 
 @pytest.fixture(scope="module")
 def least_bytes(manifest: Manifest) -> int:
-    """What one step needs."""
+    """The least bytes of weights that one step needs."""
     experts = expert_groups(manifest)
     sizes = {group.index: group.slab_bytes for group in manifest.groups}
     resident = sum(size for index, size in sizes.items() if index not in experts)

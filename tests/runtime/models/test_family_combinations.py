@@ -42,7 +42,7 @@ PROMPTS = {"a": prompt_of(40), "b": prompt_of(7, seed=1)}
 
 
 class Checkpoint(NamedTuple):
-    """What a model directory holds, and transformers' model with the weights that it means."""
+    """The files of a model directory, and transformers' model with the weights that it means."""
 
     config: dict[str, Any]
     tensors: dict[str, torch.Tensor]
@@ -72,7 +72,7 @@ def foreign(note: dict[str, Any], *, act_order: bool = False) -> Callable[[str, 
 
 
 def packed(**options: Any) -> Callable[[str, Path], Checkpoint]:
-    """What `teneral pack` with these options makes of a model, as `teneral unpack` gives it back."""
+    """The model that `teneral pack` makes with these options, as `teneral unpack` gives it back."""
 
     def make(family: str, folder: Path) -> Checkpoint:
         plain = folder / "plain"

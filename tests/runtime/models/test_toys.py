@@ -118,7 +118,7 @@ def test_a_backend_refuses_what_it_does_not_implement_by_name() -> None:
 
 
 def generated(model: Path, backend: str) -> tuple[str, tuple[int, ...]]:
-    """What computed, and a greedy answer."""
+    """The name of the backend that computed, and a greedy answer."""
     with Instance(ServeConfig(model=str(model), backend=backend)) as instance:
         engine = instance.engine.result()
         events = list(engine.submit(REQUEST).events(patience_s(60)))

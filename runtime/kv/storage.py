@@ -13,7 +13,7 @@ read without a copy. Executors write and read the arrays themselves.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -59,11 +59,64 @@ class KVPool(Protocol):
         """
 
 
-def layout_of(
-    kind: str, num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, *, extra: str = ""
-) -> str:
-    """The text of `KVPool.layout`."""
-    return f"{kind}[{num_layers}, 2, {num_kv_heads}, {block_size}, {head_dim}{extra}]"
+class PoolShape(NamedTuple):
+    """The sizes of a pool, and the dtype of the keys and values that a model writes and reads."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    num_blocks: int
+    block_size: int
+    dtype: DType
+
+    def layout(self, kind: str, *, extra: str = "") -> str:
+        """The text of `KVPool.layout`."""
+        return f"{kind}[{self.num_layers}, 2, {self.num_kv_heads}, {self.block_size}, {self.head_dim}{extra}]"
+
+
+class _Blocks:
+    """The attributes that all pools share, wherever their arrays lie."""
+
+    def __init__(self, shape: PoolShape) -> None:
+        self.shape = shape
+        self.num_layers, self.num_kv_heads, self.head_dim, self.num_blocks, self.block_size, self.dtype = (
+            shape
+        )
+
+
+class FloatBlocks(_Blocks):
+    """The sizes of blocks in the model's dtype."""
+
+    @staticmethod
+    def block_bytes(shape: PoolShape) -> int:
+        """The bytes of one block, in all layers together."""
+        num_numbers = shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * shape.block_size
+        return num_numbers * shape.dtype.size_bytes
+
+    @property
+    def layout(self) -> str:
+        """As `KVPool.layout`."""
+        return self.shape.layout(self.dtype.label)
+
+
+class Int8Blocks(_Blocks):
+    """The sizes of blocks of int8 codes, and of their scales in the model's dtype."""
+
+    @staticmethod
+    def block_bytes(shape: PoolShape) -> int:
+        """The bytes of one block, in all layers together."""
+        num_rows = shape.num_layers * 2 * shape.num_kv_heads * shape.block_size
+        return num_rows * (shape.head_dim + shape.dtype.size_bytes)
+
+    @property
+    def element_bytes(self) -> int:
+        """The size of a code; codes are most of a block's bytes."""
+        return 1
+
+    @property
+    def layout(self) -> str:
+        """As `KVPool.layout`: a block's codes, then its scales."""
+        return self.shape.layout(f"int8+{self.dtype.label}", extra="+1")
 
 
 def by_block(data: Any, num_blocks: int) -> Any:
@@ -87,35 +140,19 @@ def default_kv_bytes(weight_bytes: int, free_bytes: int | None) -> int:
     return max(1 << 20, min(DEFAULT_KV_BYTES, int(KV_SHARE * (free_bytes - weight_bytes))))
 
 
-class KVStorage:
+class KVStorage(FloatBlocks):
     """Keys and values of `num_blocks` blocks in the model's dtype. Memory is reserved at once, and touched when it is
     written.
 
     `data` is (layers, 2, kv_heads, num_blocks * block_size, head_dim): keys, then values; BF16 is held as uint16.
     """
 
-    def __init__(
-        self,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        num_blocks: int,
-        block_size: int,
-        dtype: DType,
-    ) -> None:
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.dtype = dtype
-        shape = (num_layers, 2, num_kv_heads, num_blocks * block_size, head_dim)
-        self.data = reserved(shape, dtype.numpy)
-
-    @staticmethod
-    def block_bytes(num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: DType) -> int:
-        """The bytes of one block, in all layers together."""
-        return num_layers * 2 * num_kv_heads * head_dim * block_size * dtype.size_bytes
+    def __init__(self, shape: PoolShape) -> None:
+        super().__init__(shape)
+        num_slots = shape.num_blocks * shape.block_size
+        self.data = reserved(
+            (shape.num_layers, 2, shape.num_kv_heads, num_slots, shape.head_dim), shape.dtype.numpy
+        )
 
     @property
     def size_bytes(self) -> int:
@@ -124,10 +161,6 @@ class KVStorage:
     @property
     def element_bytes(self) -> int:
         return int(self.data.itemsize)
-
-    @property
-    def layout(self) -> str:
-        return layout_of(self.dtype.label, len(self.data), self.num_kv_heads, self.block_size, self.head_dim)
 
     def copy_out(self, blocks: Sequence[int], into: Bytes) -> None:
         content = by_block(self.data, self.num_blocks)[list(blocks)]
@@ -141,7 +174,7 @@ class KVStorage:
         copy_slots(self.data, source * self.block_size, target * self.block_size, num_tokens)
 
 
-class Int8KVStorage:
+class Int8KVStorage(Int8Blocks):
     """Keys and values in half of the memory: 8-bit integers, with a scale for each token and head.
 
         x ≈ code · scale,   code in [-127, 127],   scale = max |x| / 127 of the head's numbers for that token
@@ -152,44 +185,15 @@ class Int8KVStorage:
     kv_heads, slots, head_dim) int8, `scales` (…, slots, 1) in `dtype`.
     """
 
-    def __init__(
-        self,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        num_blocks: int,
-        block_size: int,
-        dtype: DType,
-    ) -> None:
-        """`dtype` is that of the keys and values written and read, and of the scales."""
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.dtype = dtype
-        shape = (num_layers, 2, num_kv_heads, num_blocks * block_size)
-        self.codes = reserved((*shape, head_dim), np.int8)
-        self.scales = reserved((*shape, 1), dtype.numpy)
-
-    @staticmethod
-    def block_bytes(num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: DType) -> int:
-        """The bytes of one block, in all layers together."""
-        return num_layers * 2 * num_kv_heads * (head_dim + dtype.size_bytes) * block_size
-
-    @property
-    def element_bytes(self) -> int:
-        return 1
+    def __init__(self, shape: PoolShape) -> None:
+        super().__init__(shape)
+        slots = (shape.num_layers, 2, shape.num_kv_heads, shape.num_blocks * shape.block_size)
+        self.codes = reserved((*slots, shape.head_dim), np.int8)
+        self.scales = reserved((*slots, 1), shape.dtype.numpy)
 
     @property
     def size_bytes(self) -> int:
         return int(self.codes.nbytes + self.scales.nbytes)
-
-    @property
-    def layout(self) -> str:
-        """The layout of a block: its codes, then its scales."""
-        kind, num_layers = f"int8+{self.dtype.label}", len(self.codes)
-        return layout_of(kind, num_layers, self.num_kv_heads, self.block_size, self.head_dim, extra="+1")
 
     def copy_out(self, blocks: Sequence[int], into: Bytes) -> None:
         first = 0

@@ -186,6 +186,21 @@ def one_of(*values: Any) -> Accepts:
     return lambda value: value in values
 
 
+# The fields that only scale an executor's loops: every one takes any value.
+SIZES: Mapping[str, Accepts] = dict.fromkeys(
+    (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_layers",
+        "num_heads",
+        "norm_eps",
+        "attention_scale",
+    ),
+    any_value,
+)
+
+
 def refusal_of(
     spec: DecoderSpec | EncoderSpec, implemented: Mapping[str, Accepts], executor: str
 ) -> str | None:

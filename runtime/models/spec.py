@@ -13,6 +13,7 @@ from functools import partial
 
 import numpy as np
 
+from ..kv.storage import PoolShape
 from ..tensors import DType, from_float32, to_float32
 from .decoder_config import DecoderConfig, Experts, LayerRotary, Norm
 from .encoder_config import Disentangled, EncoderConfig, PositionBias
@@ -150,6 +151,12 @@ class DecoderSpec:
             joint_head_norms=config.joint_qk_norm,
             sinks=config.has_sinks,
             tied_head=config.tie_word_embeddings,
+        )
+
+    def kv_shape(self, num_blocks: int, block_size: int) -> PoolShape:
+        """The shape of a pool of this model's keys and values."""
+        return PoolShape(
+            self.num_layers, self.num_kv_heads, self.head_dim, num_blocks, block_size, self.dtype
         )
 
 

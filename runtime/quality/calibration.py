@@ -67,14 +67,7 @@ class Calibration:
         self._decoder = _MeteredDecoder(spec, decoder.weights)
         self._batches = list(_batches(windows))
         num_blocks = max(batch.spans[-1].blocks[-1] for batch in self._batches) + 1
-        self._kv = KVStorage(
-            spec.num_layers,
-            spec.num_kv_heads,
-            spec.head_dim,
-            num_blocks=num_blocks,
-            block_size=_BLOCK_TOKENS,
-            dtype=DType.F32,
-        )
+        self._kv = KVStorage(spec.kv_shape(num_blocks, _BLOCK_TOKENS))
         self._states = [self._decoder.embed(batch) for batch in self._batches]
         # Layers that the states have passed.
         self._num_done = 0

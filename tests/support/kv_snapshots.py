@@ -17,7 +17,7 @@ from teneral.runtime.kv.snapshots.parts import open_snapshot
 from teneral.runtime.kv.snapshots.service import identity_of
 from teneral.runtime.kv.snapshots.snapshot import Identity, Snapshot
 from teneral.runtime.kv.snapshots.writer import NamedChain, find_published, write_generation
-from teneral.runtime.kv.storage import KVStorage
+from teneral.runtime.kv.storage import KVStorage, PoolShape
 from teneral.runtime.tensors import DType
 
 MODEL = bytes(range(32))
@@ -40,9 +40,7 @@ class Pool:
         self.allocator = BlockAllocator(num_blocks)
         self.prefixes = PrefixCache(self.allocator)
         self.ledger = PrefixLedger(64, lambda each: bool(self.prefixes.find((each,))))
-        self.kv = storage or KVStorage(
-            2, 2, 8, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=DType.BF16
-        )
+        self.kv = storage or KVStorage(PoolShape(2, 2, 8, num_blocks, BLOCK_SIZE, DType.BF16))
         self.pool = PrefixPool(self, self.kv, seed=seed)
 
     @property

@@ -119,12 +119,10 @@ class ToyExecutor:
         return x[rows]
 
     def new_kv(self, num_blocks: int, block_size: int, kind: KVKind) -> KVStorage:
-        shape = self._spec.num_layers, self._spec.num_kv_heads, self._spec.head_dim
-        return KVStorage(*shape, num_blocks=num_blocks, block_size=block_size, dtype=DType.F32)
+        return KVStorage(self._spec.kv_shape(num_blocks, block_size))
 
     def kv_block_bytes(self, block_size: int, kind: KVKind) -> int:
-        spec = self._spec
-        return KVStorage.block_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, DType.F32)
+        return KVStorage.block_bytes(self._spec.kv_shape(1, block_size))
 
     def _norm(self, x: Floats, weight: Tensor | None) -> Floats:
         assert weight is not None

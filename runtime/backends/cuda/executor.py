@@ -59,16 +59,7 @@ class CudaExecutor(TorchExecutor):
     def new_kv(self, num_blocks: int, block_size: int, kind: KVKind) -> Any:
         if kind is not KVKind.MODEL:
             return super().new_kv(num_blocks, block_size, kind)
-        spec = self.spec
-        return DeviceKVStorage(
-            spec.num_layers,
-            spec.num_kv_heads,
-            spec.head_dim,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            dtype=spec.dtype,
-            device=self.device,
-        )
+        return DeviceKVStorage(self.spec.kv_shape(num_blocks, block_size), device=self.device)
 
 
 class CudaModelBackend(TorchBackend):

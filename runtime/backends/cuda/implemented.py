@@ -8,26 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...models.decoder_config import LayerRotary, Norm
-from ...models.executor import Accepts, any_value, one_of, refusal_of
+from ...models.executor import SIZES, Accepts, any_value, one_of, refusal_of
 from ...models.spec import DecoderSpec
 from . import variants as v
 
 IMPLEMENTED: Mapping[str, Accepts] = {
+    **SIZES,
     "dtype": any_value,  # `variants.why_not` checks it
-    "vocab_size": any_value,
-    "hidden_size": any_value,
-    "intermediate_size": any_value,
-    "num_layers": any_value,
-    "num_heads": any_value,
     "num_kv_heads": any_value,
     "head_dim": any_value,
     "norm": one_of(Norm.RMS),
-    "norm_eps": any_value,
     "input_norms": one_of(True),
     "output_norms": one_of(False),
     "is_parallel": one_of(False),
     "experts": one_of(None),
-    "attention_scale": any_value,
     "score_cap": one_of(None),
     "logit_cap": one_of(None),
     "embedding_scale": any_value,  # torch computes the rows

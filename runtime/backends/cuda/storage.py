@@ -17,10 +17,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...kv.storage import Bytes, KVStorage, layout_of
-from ...step.batch import SequenceSpan
-from ...tensors import DType
-from ..torch.storage import Extent, extent_of
+from ...kv.storage import Bytes, PoolShape
+from ..torch.storage import Extent, TorchFloatBlocks
 from ..torch.tensors import torch_dtype
 
 if TYPE_CHECKING:
@@ -33,52 +31,22 @@ SPARE_BYTES = 512 << 20
 MIN_KV_BYTES = 1 << 20
 
 
-class DeviceKVStorage:
+class DeviceKVStorage(TorchFloatBlocks):
     """A `KVPool` on a device. Memory is reserved at once. All copies are enqueued on the current
     stream of the calling thread.
     """
 
-    def __init__(
-        self,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        num_blocks: int,
-        block_size: int,
-        dtype: DType,
-        device: torch.device | None = None,
-    ) -> None:
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.dtype = dtype
-        shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
-        self.data = torch.empty(shape, dtype=torch_dtype(dtype), device=device)
-        self._layers = [(layer[0], layer[1]) for layer in self.data.unbind(0)]
-
-    block_bytes = staticmethod(KVStorage.block_bytes)
-
-    @property
-    def size_bytes(self) -> int:
-        return self.data.nbytes
-
-    @property
-    def device(self) -> torch.device:
-        return self.data.device
-
-    @property
-    def element_bytes(self) -> int:
-        """The size of the numbers in a block's bytes."""
-        return self.data.element_size()
-
-    @property
-    def layout(self) -> str:
-        """The layout of `copy_out` and `copy_in`."""
-        return layout_of(
-            self.dtype.label, len(self._layers), self.num_kv_heads, self.block_size, self.head_dim
+    def __init__(self, shape: PoolShape, *, device: torch.device | None = None) -> None:
+        sizes = (
+            shape.num_layers,
+            2,
+            shape.num_blocks,
+            shape.block_size,
+            shape.num_kv_heads,
+            shape.head_dim,
         )
+        super().__init__(shape, torch.empty(sizes, dtype=torch_dtype(shape.dtype), device=device))
+        self._layers = [(layer[0], layer[1]) for layer in self.data.unbind(0)]
 
     def of_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer's keys and values for kernels, (blocks, block_size, kv_heads, head_dim) each."""
@@ -118,10 +86,6 @@ class DeviceKVStorage:
         split = keys_values.view(len(slots), 2, self.num_kv_heads, -1)
         for kind, places in enumerate(self._layers[layer]):
             places.view(-1, self.num_kv_heads, self.head_dim).index_copy_(0, slots, split[:, kind])
-
-    def extent(self, span: SequenceSpan, first: int = 0) -> Extent:
-        """The location of the tokens [first, span.context_len) of a sequence."""
-        return extent_of(span, first, self.block_size, self.device)
 
     def read(self, layer: int, extent: Extent) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values, (num_kv_heads, extent.count, head_dim) each, for torch's attention."""

@@ -116,21 +116,10 @@ class _Pools:
     _spec: DecoderSpec
 
     def new_kv(self, num_blocks: int, block_size: int, kind: KVKind) -> Any:
-        spec = self._spec
-        return _STORAGES[kind](
-            spec.num_layers,
-            spec.num_kv_heads,
-            spec.head_dim,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            dtype=spec.dtype,
-        )
+        return _STORAGES[kind](self._spec.kv_shape(num_blocks, block_size))
 
     def kv_block_bytes(self, block_size: int, kind: KVKind) -> int:
-        spec = self._spec
-        return _STORAGES[kind].block_bytes(
-            spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, spec.dtype
-        )
+        return _STORAGES[kind].block_bytes(self._spec.kv_shape(1, block_size))
 
 
 class _Decoder(_Pools, NativeDecoder):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...errors import ModelError
-from ...models.executor import Accepts, Floats, any_value, one_of, refusal_of
+from ...models.executor import SIZES, Accepts, Floats, any_value, one_of, refusal_of
 from ...models.matrices import DecoderWeights
 from ...models.spec import DecoderSpec
 from ...step.batch import Int64s, StepBatch
@@ -38,16 +38,10 @@ WHOLE_LAYERS, UP_TO_ROUTER, FROM_ROUTER_ON = 0, 1, 2  # `tn_half`
 _REORDERED = "experts with columns in an order of their own (GPTQ's desc_act)"
 
 IMPLEMENTED: Mapping[str, Accepts] = {
+    **SIZES,
     **dict.fromkeys(
         (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
             "num_kv_heads",
-            "norm_eps",
-            "attention_scale",
             "input_norms",
             "output_norms",
             "score_cap",

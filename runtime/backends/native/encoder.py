@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...models.executor import Accepts, Floats, TextBatch, any_value, one_of, refusal_of
+from ...models.executor import SIZES, Accepts, Floats, TextBatch, any_value, one_of, refusal_of
 from ...models.matrices import EncoderWeights, LayerNormWeights, StoredProjection, Tensor
 from ...models.spec import Activation, EncoderSpec, Pooling
 from ...tensors import DType, from_float32
@@ -32,15 +32,9 @@ if TYPE_CHECKING:
 NAME = "native"
 
 IMPLEMENTED: Mapping[str, Accepts] = {
+    **SIZES,
     **dict.fromkeys(
         (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "norm_eps",
-            "attention_scale",
             "gated",
             "pre_norm",
             "final_norm",

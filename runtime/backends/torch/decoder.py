@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from ...kv.kinds import KVKind
 from ...models.decoder_config import ClampedSwiglu, LayerRotary, Norm
-from ...models.executor import Accepts, any_value, one_of
+from ...models.executor import SIZES, Accepts, any_value, one_of
 from ...models.matrices import DecoderLayerWeights, DecoderWeights, EmbeddingTable, Projection
 from ...models.parameters import COMPUTE_DTYPES
 from ...models.spec import Activation, DecoderSpec
@@ -23,16 +23,11 @@ from .storage import TorchInt8KVStorage, TorchKVStorage, TorchPool
 from .tensors import int64s, to_numpy, to_torch, torch_dtype
 
 IMPLEMENTED: Mapping[str, Accepts] = {
+    **SIZES,
     "dtype": one_of(*COMPUTE_DTYPES),
-    "vocab_size": any_value,
-    "hidden_size": any_value,
-    "intermediate_size": any_value,
-    "num_layers": any_value,
-    "num_heads": any_value,
     "num_kv_heads": any_value,
     "head_dim": any_value,
     "norm": one_of(*Norm),
-    "norm_eps": any_value,
     "input_norms": any_value,
     "output_norms": any_value,
     "is_parallel": any_value,
@@ -48,7 +43,6 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     "experts.swiglu.alpha": any_value,
     "experts.swiglu.limit": any_value,
     "sinks": any_value,
-    "attention_scale": any_value,
     "score_cap": any_value,
     "logit_cap": any_value,
     "embedding_scale": any_value,
@@ -176,22 +170,10 @@ class TorchExecutor:
         return x[int64s(rows, self.device)]
 
     def new_kv(self, num_blocks: int, block_size: int, kind: KVKind) -> Any:
-        spec = self.spec
-        return _STORAGES[kind](
-            spec.num_layers,
-            spec.num_kv_heads,
-            spec.head_dim,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            dtype=spec.dtype,
-            device=self.device,
-        )
+        return _STORAGES[kind](self.spec.kv_shape(num_blocks, block_size), device=self.device)
 
     def kv_block_bytes(self, block_size: int, kind: KVKind) -> int:
-        spec = self.spec
-        return _STORAGES[kind].block_bytes(
-            spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, spec.dtype
-        )
+        return _STORAGES[kind].block_bytes(self.spec.kv_shape(1, block_size))
 
 
 class Embeddings:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from ...models.executor import Accepts, Floats, TextBatch, any_value, one_of
+from ...models.executor import SIZES, Accepts, Floats, TextBatch, any_value, one_of
 from ...models.matrices import EncoderLayerWeights, EncoderWeights, LayerNormWeights, StoredProjection, Tensor
 from ...models.parameters import COMPUTE_DTYPES
 from ...models.relative_positions import bias_buckets, disentangled_buckets
@@ -19,15 +19,9 @@ from .layers import LayerNorm, Product, activation, product_of
 from .tensors import int64s, to_numpy, to_torch, torch_dtype
 
 IMPLEMENTED: Mapping[str, Accepts] = {
+    **SIZES,
     "dtype": one_of(*COMPUTE_DTYPES),
-    "vocab_size": any_value,
-    "hidden_size": any_value,
-    "intermediate_size": any_value,
-    "num_layers": any_value,
-    "num_heads": any_value,
     "head_dim": any_value,
-    "norm_eps": any_value,
-    "attention_scale": any_value,
     "activation": one_of(*Activation),
     "gated": any_value,
     "pre_norm": any_value,

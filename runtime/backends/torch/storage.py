@@ -13,9 +13,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from ...kv.storage import Bytes, Int8KVStorage, KVPool, KVStorage, layout_of
+from ...kv.storage import Bytes, FloatBlocks, Int8Blocks, KVPool, PoolShape
 from ...step.batch import SequenceSpan
-from ...tensors import DType
 from .tensors import torch_dtype
 
 MAX_CODE = 127
@@ -73,38 +72,12 @@ def copy_slots(data: torch.Tensor, source: int, target: int, count: int) -> None
     data.narrow(-2, target, count).copy_(data.narrow(-2, source, count))
 
 
-class TorchKVStorage:
-    """Keys and values of `num_blocks` blocks. Memory is reserved at once, and touched when it is
-    written.
-    """
+class TorchFloatBlocks(FloatBlocks):
+    """Blocks in the model's dtype, in one tensor."""
 
-    def __init__(
-        self,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        num_blocks: int,
-        block_size: int,
-        dtype: DType,
-        device: torch.device | None = None,
-    ) -> None:
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.dtype = dtype  # of the keys and values written and read
-        self.data = torch.empty(
-            (num_layers, 2, num_kv_heads, num_blocks * block_size, head_dim),
-            dtype=torch_dtype(dtype),
-            device=device,
-        )
-        # Views made once: every layer of every step needs its own, and indexing a list is cheaper.
-        self._layers = list(self.data.unbind(0))
-        self._keys = [layer[0] for layer in self._layers]
-        self._values = [layer[1] for layer in self._layers]
-
-    block_bytes = staticmethod(KVStorage.block_bytes)
+    def __init__(self, shape: PoolShape, data: torch.Tensor) -> None:
+        super().__init__(shape)
+        self.data = data
 
     @property
     def size_bytes(self) -> int:
@@ -119,12 +92,24 @@ class TorchKVStorage:
         """The size of the numbers in a block's bytes."""
         return self.data.element_size()
 
-    @property
-    def layout(self) -> str:
-        """The layout of a block's bytes. Blocks of pools with equal layouts are interchangeable."""
-        return layout_of(
-            self.dtype.label, len(self._layers), self.num_kv_heads, self.block_size, self.head_dim
-        )
+    def extent(self, span: SequenceSpan, first: int = 0) -> Extent:
+        """The location of the tokens [first, span.context_len) of a sequence."""
+        return extent_of(span, first, self.block_size, self.device)
+
+
+class TorchKVStorage(TorchFloatBlocks):
+    """Keys and values of `num_blocks` blocks. Memory is reserved at once, and touched when it is
+    written.
+    """
+
+    def __init__(self, shape: PoolShape, *, device: torch.device | None = None) -> None:
+        num_slots = shape.num_blocks * shape.block_size
+        sizes = (shape.num_layers, 2, shape.num_kv_heads, num_slots, shape.head_dim)
+        super().__init__(shape, torch.empty(sizes, dtype=torch_dtype(shape.dtype), device=device))
+        # Views made once: every layer of every step needs its own, and indexing a list is cheaper.
+        self._layers = list(self.data.unbind(0))
+        self._keys = [layer[0] for layer in self._layers]
+        self._values = [layer[1] for layer in self._layers]
 
     def copy_out(self, blocks: Sequence[int], into: Bytes) -> None:
         """Copy the content of these blocks: `into` is (len(blocks), bytes of a block),
@@ -160,10 +145,6 @@ class TorchKVStorage:
         split = keys_values.view(len(slots), 2, self.num_kv_heads, -1)
         self._layers[layer].index_copy_(2, slots, split.permute(1, 2, 0, 3))
 
-    def extent(self, span: SequenceSpan, first: int = 0) -> Extent:
-        """The location of the tokens [first, span.context_len) of a sequence."""
-        return extent_of(span, first, self.block_size, self.device)
-
     def read(self, layer: int, extent: Extent) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values, (num_kv_heads, extent.count, head_dim) each.
 
@@ -179,55 +160,27 @@ class TorchKVStorage:
         return keys.narrow(1, extent.start, extent.count), values.narrow(1, extent.start, extent.count)
 
 
-class TorchInt8KVStorage:
+class TorchInt8KVStorage(Int8Blocks):
     """A pool like `TorchKVStorage` that stores int8 codes and scales. Memory is reserved at once,
     and touched when it is written.
     """
 
-    def __init__(
-        self,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        num_blocks: int,
-        block_size: int,
-        dtype: DType,
-        device: torch.device | None = None,
-    ) -> None:
-        """`dtype` is that of the keys and values written and read, and of the scales."""
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.dtype = dtype
-        shape = (num_layers, 2, num_kv_heads, num_blocks * block_size)
-        self.codes = torch.empty((*shape, head_dim), dtype=torch.int8, device=device)
-        self._torch_dtype = torch_dtype(dtype)
-        self.scales = torch.empty((*shape, 1), dtype=self._torch_dtype, device=device)
+    def __init__(self, shape: PoolShape, *, device: torch.device | None = None) -> None:
+        super().__init__(shape)
+        slots = (shape.num_layers, 2, shape.num_kv_heads, shape.num_blocks * shape.block_size)
+        self.codes = torch.empty((*slots, shape.head_dim), dtype=torch.int8, device=device)
+        self._torch_dtype = torch_dtype(shape.dtype)
+        self.scales = torch.empty((*slots, 1), dtype=self._torch_dtype, device=device)
         # Views made once: every layer of every step needs its own, and indexing a list is cheaper.
         self._layers = list(zip(self.codes.unbind(0), self.scales.unbind(0), strict=True))
-
-    block_bytes = staticmethod(Int8KVStorage.block_bytes)
 
     @property
     def device(self) -> torch.device:
         return self.codes.device
 
     @property
-    def element_bytes(self) -> int:
-        """The size of a code; codes are most of a block's bytes."""
-        return 1
-
-    @property
     def size_bytes(self) -> int:
         return self.codes.nbytes + self.scales.nbytes
-
-    @property
-    def layout(self) -> str:
-        """As `KVStorage.layout`: a block's codes, then its scales."""
-        kind, num_layers = f"int8+{self.dtype.label}", len(self._layers)
-        return layout_of(kind, num_layers, self.num_kv_heads, self.block_size, self.head_dim, extra="+1")
 
     def copy_out(self, blocks: Sequence[int], into: Bytes) -> None:
         """Copy the content of these blocks: `into` is (len(blocks), bytes of a block),

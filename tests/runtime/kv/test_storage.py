@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from teneral.runtime.backends.cuda.storage import DeviceKVStorage
 from teneral.runtime.backends.torch.storage import MAX_CODE, TorchInt8KVStorage, TorchKVStorage, TorchPool
 from teneral.runtime.backends.torch.tensors import torch_dtype
-from teneral.runtime.kv.storage import Int8KVStorage, KVStorage
+from teneral.runtime.kv.storage import Int8KVStorage, KVStorage, PoolShape
 from teneral.runtime.step.batch import SequenceSpan
 from teneral.runtime.tensors import DType
 
@@ -22,8 +22,12 @@ ON_HOST = {TorchKVStorage: KVStorage, TorchInt8KVStorage: Int8KVStorage}  # what
 LAYERS, HEADS, DIM, BLOCKS, BLOCK_SIZE = 2, 3, 4, 12, 4
 
 
+def shape(dtype: DType = DType.F32) -> PoolShape:
+    return PoolShape(LAYERS, HEADS, DIM, BLOCKS, BLOCK_SIZE, dtype)
+
+
 def storage(kind: Any = TorchKVStorage, dtype: DType = DType.F32) -> Any:
-    return kind(LAYERS, HEADS, DIM, num_blocks=BLOCKS, block_size=BLOCK_SIZE, dtype=dtype)
+    return kind(shape(dtype))
 
 
 def written(kv: TorchPool, blocks: tuple[int, ...], length: int, layer: int = 1) -> torch.Tensor:
@@ -96,8 +100,8 @@ def test_layers_and_other_blocks_are_left_alone():
 def test_its_size_is_that_of_its_blocks(kind, dtype):
     kv = storage(kind, dtype)
 
-    assert kv.size_bytes == BLOCKS * kind.block_bytes(LAYERS, HEADS, DIM, BLOCK_SIZE, dtype)
-    assert not KVStorage.block_bytes(LAYERS, HEADS, DIM, BLOCK_SIZE, dtype) % kv.element_bytes
+    assert kv.size_bytes == BLOCKS * kind.block_bytes(shape(dtype))
+    assert not KVStorage.block_bytes(shape(dtype)) % kv.element_bytes
     numbers = LAYERS * 2 * HEADS * BLOCKS * BLOCK_SIZE
     in_codes = kind is TorchInt8KVStorage
     assert kv.size_bytes == numbers * (DIM + dtype.size_bytes if in_codes else DIM * dtype.size_bytes)
@@ -113,7 +117,7 @@ def test_blocks_that_are_copied_out_and_in_elsewhere_hold_the_same_tokens(data, 
     written(there, blocks, len(blocks) * BLOCK_SIZE)
     unused = [block for block in range(BLOCKS) if block not in others]
     kept = written(here, tuple(unused), len(unused) * BLOCK_SIZE)
-    block_bytes = kind.block_bytes(LAYERS, HEADS, DIM, BLOCK_SIZE, dtype)
+    block_bytes = kind.block_bytes(shape(dtype))
     content = np.empty((len(blocks), block_bytes), np.uint8)
 
     there.copy_out(blocks, content)
@@ -193,7 +197,7 @@ def test_pools_whose_blocks_can_be_exchanged_have_equal_layouts():
 def test_blocks_move_between_a_device_and_the_cpu_as_between_two_of_a_kind():
     device, cpu, back = storage(DeviceKVStorage), storage(), storage(DeviceKVStorage)
     tokens = written(device, (3, 7), 2 * BLOCK_SIZE)
-    content = np.empty((2, KVStorage.block_bytes(LAYERS, HEADS, DIM, BLOCK_SIZE, DType.F32)), np.uint8)
+    content = np.empty((2, KVStorage.block_bytes(shape())), np.uint8)
 
     device.copy_out((3, 7), content)
     cpu.copy_in((1, 0), content)

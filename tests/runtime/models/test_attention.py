@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from teneral.runtime.backends.torch.attention import MAX_FOLDED_ROWS, paged_attention, plan_attention
 from teneral.runtime.backends.torch.storage import TorchKVStorage
+from teneral.runtime.kv.storage import PoolShape
 from teneral.runtime.step.batch import SequenceSpan
 from teneral.runtime.tensors import DType
 
@@ -37,7 +38,7 @@ def check(
 ) -> None:
     """One batch of sequences, each (tokens cached before, tokens of this step)."""
     num_blocks = sum(-(-(past + new) // BLOCK_SIZE) for past, new in shares)
-    kv = TorchKVStorage(2, kv_heads, DIM, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=DType.F32)
+    kv = TorchKVStorage(PoolShape(2, kv_heads, DIM, num_blocks, BLOCK_SIZE, DType.F32))
     kv.data.fill_(float("nan"))
     free = list(range(num_blocks))
     if scattered:
@@ -85,7 +86,7 @@ def test_folded_and_unfolded_rows_attend_alike(length, past, window):
 
 
 def test_keys_that_no_row_can_see_are_not_read():
-    kv = TorchKVStorage(1, 1, DIM, num_blocks=16, block_size=BLOCK_SIZE, dtype=DType.F32)
+    kv = TorchKVStorage(PoolShape(1, 1, DIM, 16, BLOCK_SIZE, DType.F32))
     span = SequenceSpan(0, 2, 60, tuple(range(15)))
 
     [plan] = plan_attention([span], kv, num_heads=1, window=10)
@@ -94,7 +95,7 @@ def test_keys_that_no_row_can_see_are_not_read():
 
 
 def test_one_row_and_a_whole_prompt_need_no_mask():
-    kv = TorchKVStorage(1, 1, DIM, num_blocks=16, block_size=BLOCK_SIZE, dtype=DType.F32)
+    kv = TorchKVStorage(PoolShape(1, 1, DIM, 16, BLOCK_SIZE, DType.F32))
     spans = [SequenceSpan(0, 1, 60, tuple(range(15))), SequenceSpan(1, 40, 40, tuple(range(10)))]
 
     decode, prefill = plan_attention(spans, kv, num_heads=1, window=None)

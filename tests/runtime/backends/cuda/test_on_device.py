@@ -33,6 +33,7 @@ from teneral.runtime.backends.torch.tensors import dtype_of
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.engine.sequence import Lane
 from teneral.runtime.errors import CapacityError
+from teneral.runtime.kv.storage import PoolShape
 from teneral.runtime.step import sampling
 from teneral.runtime.step.batch import Epoch, Rows
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
@@ -177,12 +178,11 @@ def test_what_is_drawn_is_what_the_cpu_draws_with_the_same_numbers(launcher, how
 
 
 def test_blocks_come_out_and_go_in_again():
-    kv = DeviceKVStorage(
-        3, 2, 64, num_blocks=8, block_size=16, dtype=DType.BF16, device=torch.device("cuda:0")
-    )
+    shape = PoolShape(3, 2, 64, num_blocks=8, block_size=16, dtype=DType.BF16)
+    kv = DeviceKVStorage(shape, device=torch.device("cuda:0"))
     kv.data.copy_(torch.randn(kv.data.shape))
     before = kv.data[:, :, [5, 2]].clone()
-    content = np.empty((2, DeviceKVStorage.block_bytes(3, 2, 64, 16, DType.BF16)), np.uint8)
+    content = np.empty((2, DeviceKVStorage.block_bytes(shape)), np.uint8)
     kv.copy_out([5, 2], content)
     kv.copy_in([7, 0], content)
     assert torch.equal(kv.data[:, :, [7, 0]], before)

@@ -18,10 +18,18 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, cast
 
+from aiohttp import web
 from aiohttp.streams import StreamReader
 
 from .errors import INVALID_REQUEST, SERVER_ERROR, ApiError
-from .limits import MAX_UNSENT_BYTES, PIECE_BYTES
+from .limits import (
+    IDLE_CONNECTION_S,
+    MAX_HEADER_BYTES,
+    MAX_HEADERS,
+    MAX_REQUEST_LINE_BYTES,
+    MAX_UNSENT_BYTES,
+    PIECE_BYTES,
+)
 
 HEAD_END = b"\r\n\r\n"
 # Minimum that a client must read of waiting data within the stall time.
@@ -30,6 +38,25 @@ MIN_TAKEN_BYTES = 16 << 10
 HIGH_WATER_BYTES = MAX_UNSENT_BYTES - PIECE_BYTES - 1024
 # A slower body may be dropped for a new connection.
 SLOW_BODY_S = 5.0
+
+
+def app_runner(app: web.Application, **options: Any) -> web.AppRunner:
+    """A runner of `app` with the limits of all servers. `options` are further ones of aiohttp."""
+    return web.AppRunner(
+        app,
+        access_log=None,  # `edge` writes one
+        # A disconnected client cancels its handler, and with it its generations.
+        handler_cancellation=True,
+        keepalive_timeout=IDLE_CONNECTION_S,
+        # Compressed bodies are refused, which rules out decompression bombs.
+        auto_decompress=False,
+        max_line_size=MAX_REQUEST_LINE_BYTES,
+        max_field_size=MAX_HEADER_BYTES,
+        max_headers=MAX_HEADERS,
+        # After the drain only answers being sent are left.
+        shutdown_timeout=0.5,
+        **options,
+    )
 
 
 class Connections:

@@ -24,7 +24,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from ...loader.errors import TeneralError, UsageError
-from .limits import IDLE_CONNECTION_S, MAX_HEADER_BYTES, MAX_HEADERS, MAX_REQUEST_LINE_BYTES
+from .connections import app_runner
 from .service import SERVICE, logger
 
 if TYPE_CHECKING:
@@ -59,21 +59,7 @@ async def serve(
     began_s = timeline.now_s()
     stop = stop or asyncio.Event()
     service.slot.watch(stop.set)
-    runner = web.AppRunner(
-        app,
-        access_log=None,  # `edge` writes one
-        logger=_wire_logger(),
-        # A disconnected client cancels its handler, and with it its generations.
-        handler_cancellation=True,
-        keepalive_timeout=IDLE_CONNECTION_S,
-        # Compressed bodies are refused, which rules out decompression bombs.
-        auto_decompress=False,
-        max_line_size=MAX_REQUEST_LINE_BYTES,
-        max_field_size=MAX_HEADER_BYTES,
-        max_headers=MAX_HEADERS,
-        # After the drain only answers being sent are left.
-        shutdown_timeout=0.5,
-    )
+    runner = app_runner(app, logger=_wire_logger())
     await runner.setup()
     listeners: list[asyncio.Server] = []
     try:
@@ -169,16 +155,7 @@ async def serving_inside(app: web.Application) -> AsyncIterator[ClientSession]:
         ) from error
     with folder as place:
         path = str(Path(place) / "http.sock")
-        runner = web.AppRunner(
-            app,
-            access_log=None,
-            handler_cancellation=True,
-            auto_decompress=False,
-            max_line_size=MAX_REQUEST_LINE_BYTES,
-            max_field_size=MAX_HEADER_BYTES,
-            max_headers=MAX_HEADERS,
-            shutdown_timeout=0.5,
-        )
+        runner = app_runner(app)
         await runner.setup()
         try:
             await web.UnixSite(runner, path).start()

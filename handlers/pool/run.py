@@ -33,9 +33,10 @@ from ...loader.memory.limits import available_bytes
 from ...loader.sources.open import scheme_of
 from ...runtime.config import PREFIX, ServeConfig
 from ..console.routes import PageRoutes
+from ..http.connections import app_runner
 from ..http.errors import as_api_error
 from ..http.keys import ApiKeys, parse_keys
-from ..http.limits import IDLE_CONNECTION_S, MAX_HEADER_BYTES, MAX_HEADERS, MAX_REQUEST_LINE_BYTES, listen
+from ..http.limits import listen
 from ..http.logs import write_json
 from .deployment import Deployment
 from .file import read_pool
@@ -186,17 +187,7 @@ class _Runner:
         if self._options.console:
             routes += PageRoutes(None, mode="pool", needs_key=self._keys is not None).routes()
         app.add_routes([*routes, web.route("*", "/{path:.*}", front.work)])
-        runner = web.AppRunner(
-            app,
-            access_log=None,
-            handler_cancellation=True,
-            keepalive_timeout=IDLE_CONNECTION_S,
-            auto_decompress=False,
-            max_line_size=MAX_REQUEST_LINE_BYTES,
-            max_field_size=MAX_HEADER_BYTES,
-            max_headers=MAX_HEADERS,
-            shutdown_timeout=0.5,
-        )
+        runner = app_runner(app)
         await runner.setup()
         assert runner.server is not None
         loop = asyncio.get_running_loop()

@@ -379,6 +379,33 @@ class Writer(ABC):
             self.commit()
 
 
+class PartWriter(Writer):
+    """A writer that sends each full part at once, and the rest when it is committed. Holds one part."""
+
+    def __init__(self, part_bytes: int) -> None:
+        super().__init__()
+        self._part_bytes = part_bytes
+        self._pending = bytearray()
+        self._num_bytes = 0  # written so far
+
+    @abstractmethod
+    def _send_part(self, data: bytes) -> None: ...
+
+    def _append(self, data: bytes | bytearray | memoryview) -> None:
+        rest = memoryview(data).cast("B")
+        self._num_bytes += len(rest)
+        while rest:
+            taken = rest[: self._part_bytes - len(self._pending)]
+            self._pending += taken
+            rest = rest[len(taken) :]
+            if len(self._pending) == self._part_bytes:
+                self._send_pending()
+
+    def _send_pending(self) -> None:
+        data, self._pending = bytes(self._pending), bytearray()
+        self._send_part(data)
+
+
 class BasedSource:
     """Owns both sources, and closes them."""
 

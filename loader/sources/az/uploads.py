@@ -7,7 +7,7 @@ from base64 import b64encode
 from collections.abc import Callable
 
 from ...errors import SourceError, TeneralError, UnavailableError
-from ..base import ObjectInfo, SourceOptions, Writer
+from ..base import ObjectInfo, PartWriter, SourceOptions
 from ..http.head import Head, Headers, Request, is_strong_etag
 from ..http.send import Reply, Sender
 from .address import Query
@@ -109,7 +109,7 @@ class Uploads:
         return ObjectInfo(name, num_bytes, etag)
 
 
-class AzWriter(Writer):
+class AzWriter(PartWriter):
     """An `ObjectWriter`. Holds one block in memory; a small object goes in a single request.
 
     Blocks without a list are no blob: Azure drops them after a week, or with the next write of that
@@ -117,37 +117,24 @@ class AzWriter(Writer):
     """
 
     def __init__(self, uploads: Uploads, name: str, *, if_absent: bool = False) -> None:
-        super().__init__()
+        super().__init__(BLOCK_BYTES)
         self._uploads = uploads
         self._name = name
         self._if_absent = if_absent
         self._own = os.urandom(8).hex()  # so that another writer's blocks are never taken for ours
-        self._pending = bytearray()
         self._blocks: list[str] = []
-        self._num_bytes = 0
-
-    def _append(self, data: bytes | bytearray | memoryview) -> None:
-        rest = memoryview(data).cast("B")
-        self._num_bytes += len(rest)
-        while rest:
-            taken = rest[: BLOCK_BYTES - len(self._pending)]
-            self._pending += taken
-            rest = rest[len(taken) :]
-            if len(self._pending) == BLOCK_BYTES:
-                self._send_block()
 
     def _finish(self) -> ObjectInfo:
         if not self._blocks:
             return self._uploads.put(self._name, bytes(self._pending), if_absent=self._if_absent)
         if self._pending:
-            self._send_block()
+            self._send_pending()
         return self._uploads.finish(self._name, self._blocks, self._num_bytes, if_absent=self._if_absent)
 
     def _discard(self) -> None:
         self._pending = bytearray()
 
-    def _send_block(self) -> None:
+    def _send_part(self, data: bytes) -> None:
         block = b64encode(f"{self._own}-{len(self._blocks):06}".encode()).decode()
-        data, self._pending = bytes(self._pending), bytearray()
         self._uploads.send_block(self._name, block, data)
         self._blocks.append(block)

@@ -149,8 +149,10 @@ def _texts(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
-    if not isinstance(value, Mapping) or len(value) > MAX_LOGIT_BIASES:
-        raise _wrong(name, f"a mapping of up to {MAX_LOGIT_BIASES} token ids to numbers", value)
+    if not isinstance(value, Mapping):
+        raise _wrong(name, "a mapping of token ids to numbers", value)
+    if len(value) > MAX_LOGIT_BIASES:
+        raise RequestError(f"{name} may have {MAX_LOGIT_BIASES} entries", param=name)
     biases = []
     for key, bias in value.items():
         # JSON has only string keys.

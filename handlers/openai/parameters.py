@@ -24,16 +24,29 @@ from ...runtime.step.requests import (
     check_owner,
     queue_name,
 )
+from ..function.options import ParsedOptions, parse_options
 from .schemas import Extras, GenerationBody, Prompt
 
 if TYPE_CHECKING:
     from ...runtime.text.tokenizer import TextTokenizer
 
-MAX_LOGIT_BIASES = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BAD_WORD_CHARS = 256
 WHOLE_CONTEXT = -1  # of truncate_prompt_tokens: as many as there is room for
 _SEED_SPAN = 1 << 64
+_SHARED_OPTIONS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "seed",
+    "stop",
+    "ignore_eos",
+)
+_OWN_OPTIONS = ("cache_salt", "session", "tenant", "priority")  # of the body's `teneral`
 
 N = TypeVar("N", int, float)
 
@@ -104,26 +117,20 @@ def priority_of(body: GenerationBody) -> Priority:
     return (body.teneral and body.teneral.priority) or Priority.INTERACTIVE
 
 
-def sampling(body: GenerationBody, bad_words: tuple[tuple[int, ...], ...] = ()) -> SamplingParams:
-    """`bad_words` are the body's as tokens. Raises `RequestError` for values out of range."""
-    biases = body.logit_bias or {}
-    if len(biases) > MAX_LOGIT_BIASES:
-        raise RequestError(f"logit_bias may have {MAX_LOGIT_BIASES} entries", param="logit_bias")
-    return SamplingParams(
-        temperature=_given(body.temperature, 1.0),
-        top_k=0 if body.top_k == -1 else _given(body.top_k, 0),
-        top_p=_given(body.top_p, 1.0),
-        min_p=_given(body.min_p, 0.0),
-        repetition_penalty=_given(body.repetition_penalty, 1.0),
-        presence_penalty=_given(body.presence_penalty, 0.0),
-        frequency_penalty=_given(body.frequency_penalty, 0.0),
-        logit_bias=tuple(biases.items()),
-        seed=body.seed,
-        allowed_tokens=None
-        if body.allowed_token_ids is None
-        else tuple(dict.fromkeys(body.allowed_token_ids)),
-        bad_words=bad_words,
+def options_of(body: GenerationBody, bad_words: tuple[tuple[int, ...], ...] = ()) -> ParsedOptions:
+    """The body's options as `context.model` has them, and the sampling parameters of vLLM alone.
+
+    `bad_words` are the body's as tokens. Raises `RequestError` for values out of range.
+    """
+    options = parse_options(
+        {name: getattr(body, name) for name in _SHARED_OPTIONS}
+        | {"top_k": None if body.top_k == -1 else body.top_k}
+        | ({} if body.teneral is None else {name: getattr(body.teneral, name) for name in _OWN_OPTIONS})
     )
+    if body.allowed_token_ids is None and not bad_words:
+        return options
+    allowed = None if body.allowed_token_ids is None else tuple(dict.fromkeys(body.allowed_token_ids))
+    return replace(options, sampling=replace(options.sampling, allowed_tokens=allowed, bad_words=bad_words))
 
 
 def bad_word_tokens(body: GenerationBody, tokenizer: TextTokenizer) -> tuple[tuple[int, ...], ...]:
@@ -140,12 +147,6 @@ def bad_word_tokens(body: GenerationBody, tokenizer: TextTokenizer) -> tuple[tup
         for space in ("", " ")
     )
     return tuple(spelling for spelling in spellings if spelling)
-
-
-def stop_strings(body: GenerationBody) -> tuple[str, ...]:
-    if body.stop is None:
-        return ()
-    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
 
 
 def forced_text_may_change(body: GenerationBody) -> bool:
@@ -181,31 +182,29 @@ def sequences(
     shown_tokens: Mapping[int, str] | None = None,
 ) -> list[GenerationRequest]:
     """One request for each choice of each prompt; sequence number i is choice i % n of prompt i // n."""
-    params = sampling(body, bad_word_tokens(body, tokenizer))
-    stop = stop_strings(body)
+    options = options_of(body, bad_word_tokens(body, tokenizer))
     stop_token_ids = stop_tokens(body)
-    extras = body.teneral or Extras()
     return [
         GenerationRequest(
             request_id=f"{request_id}-{prompt_number * n + choice}",
             prompt_tokens=prompt,
             max_tokens=max_tokens,
             min_tokens=_given(body.min_tokens, 0),
-            sampling=for_choice(params, choice),
-            stop=stop,
+            sampling=for_choice(options.sampling, choice),
+            stop=options.stop,
             stop_token_ids=stop_token_ids,
             includes_stop=bool(body.include_stop_str_in_output),
             skips_special_tokens=body.skip_special_tokens is not False,
-            ignore_eos=bool(body.ignore_eos),
+            ignore_eos=options.ignore_eos,
             num_top_logprobs=num_top_logprobs,
             num_prompt_logprobs=num_prompt_logprobs,
             grammar=grammar,
             shown_tokens=shown_tokens or {},
             first_token=first_token,
-            cache_salt=extras.cache_salt or "",
-            session=extras.session or "",
-            tenant=extras.tenant or "",
-            priority=priority_of(body),
+            cache_salt=options.cache_salt,
+            session=options.session,
+            tenant=options.tenant,
+            priority=options.priority,
         )
         for prompt_number, prompt in enumerate(prompts)
         for choice in range(n)

@@ -121,6 +121,36 @@ class Block:
         return [], 0
 
 
+class SteppedBlock(Block):
+    """A block whose arguments are not JSON: read a step at a time, and written as JSON meanwhile."""
+
+    def __init__(self, opener: str, functions: Functions) -> None:
+        self._opener, self._functions = opener, functions
+        self._index = len(opener)  # of what comes next in the text
+        self._names: list[str] = []
+        self._arguments: list[str] = []  # of each call, as far as they are certain
+        self._keys: set[str] = set()  # of the call that is open
+
+    def _calls(self) -> list[Call]:
+        return [Call(*each) for each in zip(self._names, self._arguments, strict=True)]
+
+    def _skip_spaces(self, text: str) -> None:
+        while self._index < len(text) and text[self._index] in SPACES:
+            self._index += 1
+
+    def _begin(self, name: str) -> None:
+        """Begin a call of this function. Raises `NotACallError`."""
+        if name not in self._functions:
+            raise NotACallError
+        self._names.append(name)
+        self._arguments.append("{")
+        self._keys = set()
+
+    def _before_value(self, key: str) -> str:
+        """The JSON between the arguments so far and this key's value."""
+        return f"{', ' if self._keys else ''}{json.dumps(key, ensure_ascii=False)}: "
+
+
 def call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ....runtime.errors import RequestError
 from ....runtime.grammar.spec import GrammarSpec
-from .format import SPACES, Block, Call, Functions, NotACallError, Shape, ToolFormat, is_json
+from .format import SPACES, Call, Functions, NotACallError, Shape, SteppedBlock, ToolFormat, is_json
 from .functions import Property
 
 OPENER, CLOSER = "<|python_start|>", "<|python_end|>"
@@ -24,16 +24,12 @@ _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 _STRUCTURE = re.compile(r"[\"'\[\](){},]")
 
 
-class PythonBlock(Block):
+class PythonBlock(SteppedBlock):
     """A list of calls."""
 
     def __init__(self, opener: str, functions: Functions) -> None:
-        self._opener, self._functions = opener, functions
-        self._index = len(opener)  # of what comes next in the text
+        super().__init__(opener, functions)
         self._expects = "list"  # list, call, key, value, argument, next or end
-        self._names: list[str] = []
-        self._arguments: list[str] = []
-        self._keys: set[str] = set()  # of the call that is open
         self._value = _LiteralScanner()
 
     def read(self, text: str, *, is_final: bool) -> tuple[list[Call], int] | None:
@@ -51,15 +47,11 @@ class PythonBlock(Block):
             return self._calls(), self._index
         return self._calls(), self._index if self._expects in ("next", "end") else len(text)
 
-    def _calls(self) -> list[Call]:
-        return [Call(*each) for each in zip(self._names, self._arguments, strict=True)]
-
     def _advance(self, text: str) -> None:
         """Read as far as the text goes. Raises `NotACallError`."""
         while self._expects != "end":
             if self._expects != "value":
-                while self._index < len(text) and text[self._index] in SPACES:
-                    self._index += 1
+                self._skip_spaces(text)
             if self._index == len(text) or not self._step(text):
                 return
 
@@ -101,11 +93,7 @@ class PythonBlock(Block):
         found = self._word(text, _NAME, "(")
         if found is None:
             return False
-        if found not in self._functions:
-            raise NotACallError
-        self._names.append(found)
-        self._arguments.append("{")
-        self._keys = set()
+        self._begin(found)
         self._expects = "key"
         return True
 
@@ -115,7 +103,7 @@ class PythonBlock(Block):
             return False
         if key in self._keys:
             raise NotACallError
-        self._arguments[-1] += f"{', ' if self._keys else ''}{json.dumps(key)}: "
+        self._arguments[-1] += self._before_value(key)
         self._keys.add(key)
         self._value = _LiteralScanner()
         self._expects = "value"

@@ -15,7 +15,7 @@ from typing import Any
 from ....runtime.errors import RequestError
 from ....runtime.grammar.spec import GrammarSpec
 from ....runtime.text.detokenizer import open_length
-from .format import SPACES, Block, Call, Functions, JsonBlock, NotACallError, Shape, ToolFormat, is_json
+from .format import Call, Functions, JsonBlock, NotACallError, Shape, SteppedBlock, ToolFormat, is_json
 from .functions import Property
 from .hermes import CLOSER, OPENER
 
@@ -35,18 +35,14 @@ class _Place(enum.Enum):
     BETWEEN = enum.auto()  # behind a function
 
 
-class XmlBlock(Block):
+class XmlBlock(SteppedBlock):
     """Functions between the tags of a call; or JSON there, as Hermes' models write it."""
 
     def __init__(self, opener: str, functions: Functions) -> None:
-        self._opener, self._functions = opener, functions
+        super().__init__(opener, functions)
         self._json = JsonBlock(opener, CLOSER, functions)
         self._is_json = False
         self._place = _Place.START if opener == OPENER else _Place.FUNCTION
-        self._index = len(opener)  # of what comes next in the text
-        self._names: list[str] = []
-        self._arguments: list[str] = []  # of each function, as far as they are certain
-        self._keys: set[str] = set()  # of the function that is open
         self._key = ""
         self._num_open = 0  # characters of the open value that its arguments have already
 
@@ -70,9 +66,6 @@ class XmlBlock(Block):
         if self._place is _Place.VALUE and self._takes_text():
             self._give_open(text)
         return self._calls(), len(text) if self._place is not _Place.BETWEEN else self._index
-
-    def _calls(self) -> list[Call]:
-        return [Call(*each) for each in zip(self._names, self._arguments, strict=True)]
 
     def _advance(self, text: str) -> None:
         """Read as far as the text goes. Raises `NotACallError`."""
@@ -110,10 +103,6 @@ class XmlBlock(Block):
                     return True
                 return False
 
-    def _skip_spaces(self, text: str) -> None:
-        while self._index < len(text) and text[self._index] in SPACES:
-            self._index += 1
-
     def _tag(self, text: str, tags: Mapping[str, _Place]) -> bool:
         """Go to the place behind the tag that follows; False: more text is needed."""
         rest = text[self._index : self._index + len(PARAMETER)]
@@ -141,11 +130,7 @@ class XmlBlock(Block):
         name = self._name(text)
         if name is None:
             return False
-        if name not in self._functions:
-            raise NotACallError
-        self._names.append(name)
-        self._arguments.append("{")
-        self._keys = set()
+        self._begin(name)
         self._place = _Place.PARAMETERS
         return True
 
@@ -158,15 +143,12 @@ class XmlBlock(Block):
             if self._num_open:
                 self._arguments[-1] += json.dumps(value, ensure_ascii=False)[self._num_open :]
             else:
-                self._arguments[-1] += self._before_value() + self._as_json(value)
+                self._arguments[-1] += self._before_value(self._key) + self._as_json(value)
             self._keys.add(self._key)
         self._index = end + len(END_PARAMETER)
         self._num_open = 0
         self._place = _Place.PARAMETERS
         return True
-
-    def _before_value(self) -> str:
-        return f"{', ' if self._keys else ''}{json.dumps(self._key, ensure_ascii=False)}: "
 
     def _give_open(self, text: str) -> None:
         """Add what is certain of the open value, a text, to its arguments."""
@@ -176,7 +158,7 @@ class XmlBlock(Block):
         if not value or self._key in self._keys:
             return
         if not self._num_open:
-            self._arguments[-1] += self._before_value()
+            self._arguments[-1] += self._before_value(self._key)
         written = json.dumps(value, ensure_ascii=False)[:-1]
         self._arguments[-1] += written[self._num_open :]
         self._num_open = len(written)

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from teneral.handlers.function.options import ParsedOptions
 from teneral.handlers.http.json_bodies import Decoder
 from teneral.handlers.openai.chat import ChatFormat
 from teneral.handlers.openai.completions import CompletionFormat
-from teneral.handlers.openai.parameters import for_choice, sampling, split_prompt
+from teneral.handlers.openai.parameters import for_choice, options_of, split_prompt
 from teneral.handlers.openai.schemas import ChatBody, CompletionBody, EmbeddingBody
 from teneral.runtime.errors import RequestError
 from teneral.runtime.step.requests import FirstToken, SamplingParams
@@ -139,4 +140,4 @@ def test_every_choice_has_a_seed_of_its_own_within_range(seed: int, choice: int)
 
 
 def test_missing_fields_have_openais_defaults() -> None:
-    assert sampling(CompletionBody(prompt="x")) == SamplingParams()
+    assert options_of(CompletionBody(prompt="x")) == ParsedOptions(sampling=SamplingParams())

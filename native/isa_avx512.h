@@ -138,17 +138,29 @@ TN_INLINE void vb_expand_i8(uint16_t *to, const int8_t *from, int zero) {
     _mm512_storeu_si512(to, (__m512i)both);
 }
 
-/* The levels of 4 bits less `zero`, at most 16, as bf16: a window of the integers from -16 to 15, twice, so that the
- * fifth bit of an index may be anything. */
+/* The levels of 4 bits less `zero`, 0 to 16, as bf16: a window of the integers from -16 to 15, of which none lies on two
+ * lines of the cache. It is named by its place, in bytes; windows behind the integers are for zeros out of range. */
 typedef __m512i vb_levels;
-TN_INLINE vb_levels vb_levels_of(int zero) {
-    static const uint16_t integers[48] = {
+TN_INLINE int vb_place_of(int zero) { return ((16 - zero) & 31) * 2; }
+TN_INLINE vb_levels vb_levels_at(int place) {
+    static const _Alignas(64) uint16_t integers[48] = {
         0xc180, 0xc170, 0xc160, 0xc150, 0xc140, 0xc130, 0xc120, 0xc110, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0,
         0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
         0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170, 0xc180, 0xc170, 0xc160, 0xc150,
         0xc140, 0xc130, 0xc120, 0xc110, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
     };
-    return _mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)(integers + ((16 - zero) & 31))));
+    return _mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)((const char *)integers + place)));
+}
+TN_INLINE vb_levels vb_levels_of(int zero) { return vb_levels_at(vb_place_of(zero)); }
+
+/* The places of `count` zeros, and others up to a whole 32. */
+TN_INLINE void vb_places_of(uint8_t *to, const uint8_t *zero, int count) {
+    for (int n = 0; n < count; n += 32) {
+        const int left = count - n;
+        const __m256i zeros = _mm256_maskz_loadu_epi8(left < 32 ? (1u << left) - 1 : ~0u, zero + n);
+        const __m256i less = _mm256_and_si256(_mm256_sub_epi8(_mm256_set1_epi8(16), zeros), _mm256_set1_epi8(31));
+        _mm256_storeu_si256((void *)(to + n), _mm256_add_epi8(less, less));
+    }
 }
 
 /* 32 bytes → 32 columns of their low halves, and 32 of their high ones. */

@@ -18,6 +18,7 @@
 
 #include <assert.h>
 #include <stdbool.h>
+#include <string.h>
 
 #include "isa.h"
 #include "team.h"
@@ -30,10 +31,12 @@ enum {
     WIDE_COLUMNS = 128,      /* whose sums are kept while K is gone through: a multiple of a strip's */
     PANEL_ROWS = 192,        /* … of these rows: a block of them and of the weights stays in the second cache */
     MAX_GROUPS = BLOCK / GROUP_STEP + TN_LANES, /* that share a block: at most one more than are whole; in vectors */
+    MAX_PLACES = BLOCK / GROUP_STEP + 32,       /* likewise, in bytes */
     AHEAD_BYTES = 2048,      /* of a column, asked for before they are widened */
-    AHEAD_QUAD_BYTES = 8192, /* of quads, asked for before they are multiplied */
-    MAX_I8_ROWS = 16,        /* for which tiles widen integers themselves: with more, a strip is faster */
-    MAX_U4_ROWS = 6,
+    AHEAD_QUAD_BYTES = 8192, /* of quads, asked for before they are multiplied; twice as many of integers */
+    MAX_I8_ROWS = 16,        /* for which tiles widen integers themselves: with more, a strip is faster … */
+    MAX_E2M1_ROWS = 6,
+    MAX_U4_ROWS = 16,        /* … unless each 32 columns have a scale: then it never is */
     ALONE_PRODUCTS = 1 << 18 /* below this number, waking threads costs more than it gains */
 };
 
@@ -51,7 +54,7 @@ enum { TILE_ROWS = 6, SCALED_TILE_ROWS = 6 };
 typedef struct {
     const void *column[QUAD];
     const float (*scale)[MAX_GROUPS]; /* of each group, (QUAD, groups) */
-    const int16_t (*zero)[MAX_GROUPS]; /* likewise, where a tile takes U4 as they are */
+    const uint8_t (*place)[MAX_PLACES]; /* of each group's levels likewise, where a tile takes U4 as they are */
     int first_count;            /* elements of the first group that are in this block */
     int group_size;
     int count;                  /* elements of the block */
@@ -137,7 +140,7 @@ TN_INLINE void sum_u4(const int rows, vf sums[][QUAD], const uint16_t *x, int64_
         vb low[QUAD], high[QUAD];
         for (int j = 0; j < QUAD; j++) {
             const uint8_t *column = (const uint8_t *)w->column[j] + run / 2;
-            const vb_levels levels = vb_levels_of(w->zero[j][group]);
+            const vb_levels levels = vb_levels_at(w->place[j][group]);
             __builtin_prefetch(column + w->ahead_bytes);
             vb_load_u4(column, levels, levels, &low[j], &high[j]);
         }
@@ -248,7 +251,7 @@ TN_INLINE void total_u4_by_32(const int rows, vf totals[][QUAD], const uint16_t 
         for (int j = 0; j < QUAD; j++) {
             const uint8_t *column = (const uint8_t *)w->column[j] + run / 2;
             __builtin_prefetch(column + w->ahead_bytes);
-            vb_load_u4(column, vb_levels_of(w->zero[j][group]), vb_levels_of(w->zero[j][group + 1]), &half[0][j],
+            vb_load_u4(column, vb_levels_at(w->place[j][group]), vb_levels_at(w->place[j][group + 1]), &half[0][j],
                        &half[1][j]);
         }
         for (int which = 0; which < 2; which++)
@@ -361,7 +364,7 @@ static tile_t tile_for(way_t way, scaling_t scaling) {
 typedef struct {
     _Alignas(64) unsigned char weights[STRIP_COLUMNS][BLOCK * sizeof(float)]; /* bf16 or fp32 */
     float scale[STRIP_COLUMNS][MAX_GROUPS];
-    int16_t zero[STRIP_COLUMNS][MAX_GROUPS];
+    uint8_t place[STRIP_COLUMNS][MAX_PLACES];
     vf totals[SCALED_TILE_ROWS][QUAD];
     quartet_t quad[STRIP_COLUMNS / QUAD];
 } strip_t;
@@ -551,31 +554,43 @@ TN_INLINE void take_scales(float *to, const void *scale, const int dtype, int64_
 static void take_groups(strip_t *strip, int n, const tn_matrix *w, int64_t column, int num, const block_t *block,
                         way_t way) {
     const int64_t step = stored_row(w, 1) * block->num_groups;
+    const int scale_bytes = w->scale_dtype == TN_F32 ? 4 : w->scale_dtype == TN_E8M0 ? 1 : 2;
     for (int j = 0; j < QUAD; j++) {
         const int64_t place = (column + (j < num ? j : num - 1)) * step + block->first_group;
+        const int64_t next = place + STRIP_COLUMNS * step; /* in the next strip */
         float *to = strip->scale[n + j];
+        if (block->begin == 0) __builtin_prefetch((const char *)w->scale + next * scale_bytes);
+        __builtin_prefetch((const char *)w->scale + (next + block->groups - 1) * scale_bytes);
         switch (w->scale_dtype) {
         case TN_BF16: take_scales(to, w->scale, TN_BF16, place, block->groups); break;
         case TN_F16: take_scales(to, w->scale, TN_F16, place, block->groups); break;
         case TN_F32: take_scales(to, w->scale, TN_F32, place, block->groups); break;
         default: take_scales(to, w->scale, TN_E8M0, place, block->groups);
         }
-        for (int group = 0; group < block->groups && way == BF16_AND_U4 && w->zero != NULL; group++)
-            strip->zero[n + j][group] = ((const uint8_t *)w->zero)[place + group];
+#if TN_INTEGER_TILES
+        if (way == BF16_AND_U4 && w->zero != NULL) {
+            const uint8_t *zero = w->zero;
+            __builtin_prefetch(zero + next + block->groups - 1);
+            vb_places_of(strip->place[n + j], zero + place, block->groups);
+        }
+#endif
     }
 }
 
 /* What does not change with the columns. */
 static void start_strip(strip_t *strip, const tn_matrix *w) {
-    for (int n = 0; n < STRIP_COLUMNS; n++)
-        for (int group = 0; group < MAX_GROUPS && w->dtype == TN_U4; group++) strip->zero[n][group] = 8;
+#if TN_INTEGER_TILES
+    if (w->dtype == TN_U4) memset(strip->place, vb_place_of(8), sizeof strip->place);
+#endif
     for (int n = 0; n < STRIP_COLUMNS; n += QUAD) {
         quartet_t *quad = &strip->quad[n / QUAD];
-        const int64_t bytes = bytes_of(w, stored_row(w, QUAD) * w->num_in);
+        const int64_t quad_bytes = bytes_of(w, QUAD * (w->num_in < BLOCK ? w->num_in : BLOCK));
+        const int64_t most = w->scale == NULL ? AHEAD_QUAD_BYTES : 2 * AHEAD_QUAD_BYTES;
+        const int64_t quads = quad_bytes < most ? most / quad_bytes : 1;
         quad->scale = (const float(*)[MAX_GROUPS])strip->scale[n];
-        quad->zero = (const int16_t(*)[MAX_GROUPS])strip->zero[n];
+        quad->place = (const uint8_t(*)[MAX_PLACES])strip->place[n];
         quad->group_size = (int)(w->group_size < BLOCK ? w->group_size : BLOCK);
-        quad->ahead_bytes = bytes < AHEAD_QUAD_BYTES ? AHEAD_QUAD_BYTES / bytes * bytes : bytes;
+        quad->ahead_bytes = quads * bytes_of(w, stored_row(w, QUAD) * w->num_in);
         quad->totals = strip->totals;
     }
 }
@@ -608,8 +623,8 @@ static way_t way_of(const tn_linear_args *args) {
 #if TN_BF16_DOT
     const tn_matrix *w = args->weight;
 #if TN_INTEGER_TILES
-    if (args->num_rows <= MAX_U4_ROWS && w->dtype == TN_U4) return BF16_AND_U4;
-    if (args->num_rows <= MAX_U4_ROWS && w->dtype == TN_E2M1) return BF16_AND_E2M1;
+    if (w->dtype == TN_U4 && (w->group_size == GROUP_STEP || args->num_rows <= MAX_U4_ROWS)) return BF16_AND_U4;
+    if (w->dtype == TN_E2M1 && args->num_rows <= MAX_E2M1_ROWS) return BF16_AND_E2M1;
     if (args->num_rows <= MAX_I8_ROWS && w->dtype == TN_I8 && w->zero == NULL) return BF16_AND_I8;
 #endif
     if (w->dtype == TN_BF16 || w->dtype == TN_I8 || w->dtype == TN_U4 || w->dtype == TN_E2M1) return BF16_PAIRS;

@@ -31,8 +31,8 @@ from benchmarks.report import begin, finish, note, table, title
 from benchmarks.server import HOST, Program, Server
 from benchmarks.tasks import random_prompt
 
-from teneral.runtime.backends.host import host_backend
 from teneral.runtime.engine.engine import Engine, EngineOptions
+from teneral.runtime.step.backend import host_backend
 from teneral.runtime.step.batch import StepBatch
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 from teneral.runtime.text.tokenizer import TextTokenizer

@@ -16,7 +16,7 @@ from ...loader.errors import UsageError
 from ...loader.process.cpu import available_cores
 from ...loader.timeline import Timeline
 from ..models.executor import ExecutorFactory
-from ..step.backend import Backend, BackendOptions
+from ..step.backend import Backend, BackendOptions, host_backend
 from ..tensors import CPU
 
 AUTO, NATIVE, TORCH, TRANSFORMERS = "auto", "native", "torch", "transformers"
@@ -156,8 +156,6 @@ def step_backend(model: Any, kv: Any, options: BackendOptions, timeline: Timelin
         from .cuda.backend import cuda_backend
 
         return cuda_backend(model, kv, options, timeline)
-    from .host import host_backend
-
     return host_backend(model, kv, options, timeline)
 
 

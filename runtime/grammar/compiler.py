@@ -19,8 +19,8 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from ..errors import GrammarError, ModelError, RequestError
+from .json_schema.unique_items import MARK, Position, RepeatedItemError, TokenTexts, UniqueItems
 from .spec import COMPACT, GrammarKind, GrammarSpec
-from .unique_items import MARK, Position, RepeatedItemError, TokenTexts, UniqueItems
 
 if TYPE_CHECKING:
     import llguidance

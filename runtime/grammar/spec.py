@@ -28,7 +28,7 @@ from .bounds import (
     check_repetition,
     check_text,
 )
-from .unique_items import MARK
+from .json_schema.unique_items import MARK
 
 # A whitespace pattern: no whitespace between the tokens of JSON.
 COMPACT = ""
@@ -154,7 +154,8 @@ class GrammarSpec:
 
 def _rewritten(schema: Mapping[str, Any] | bool, param: str) -> str:
     """The schema in the keywords that the library has, as JSON. Raises `RequestError`."""
-    from .json_schema import SchemaError, enforceable  # only requests with a schema need it
+    from .json_schema.algebra import SchemaError  # only requests with a schema need them
+    from .json_schema.rewrite import enforceable
 
     try:
         text = _json(enforceable(schema))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import GrammarError
-from .unique_items import Position, RepeatedItemError, TokenTexts, UniqueItems
+from .json_schema.unique_items import Position, RepeatedItemError, TokenTexts, UniqueItems
 
 if TYPE_CHECKING:
     from .matcher import MaskWords, Matcher

@@ -1,8 +1,8 @@
-"""The protocol between the engine and a backend: move a step's numbers to the model, compute, and
-choose tokens.
+"""The protocol between the engine and a backend, and the backend of models on this machine's CPU.
 
-`backends/host.py` is for models on this machine's CPU, `backends/cuda/backend.py` for those on a
-CUDA device. Not thread-safe. This module does not know how the engine selects sequences.
+A backend moves a step's numbers to the model, computes, and chooses tokens;
+`backends/cuda/backend.py` is for models on a CUDA device. Not thread-safe. This module does not
+know how the engine selects sequences.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ...loader.timeline import Timeline
-from .batch import Rows, StepBatch
+from .batch import Rows, StepBatch, build_batch
+from .sampling import choose_tokens
 from .state import Chosen, SamplingState
 
 # Called after each piece of work with (index, name, start_s, end_s), on time.monotonic()'s clock,
@@ -91,3 +92,42 @@ class BackendOptions:
 
 
 MakeBackend = Callable[[Any, Any, BackendOptions, Timeline | None], Backend]  # of a model and its pool
+
+
+class HostBackend:
+    """A `Backend`."""
+
+    def __init__(self, model: Any, kv: Any, block_size: int) -> None:
+        self._model = model
+        self._kv = kv
+        self._block_size = block_size
+
+    @property
+    def returns_early(self) -> bool:
+        return False
+
+    def build(self, parts: Sequence[Rows]) -> StepBatch:
+        return build_batch(parts, self._block_size)
+
+    def forward(self, batch: StepBatch, *, on_layer: OnLayer | None) -> Any:
+        return self._model.forward(batch, self._kv, on_layer=on_layer)
+
+    def choose(self, logits: Any, states: Sequence[SamplingState]) -> list[Chosen]:
+        return choose_tokens(logits, states)
+
+    def wants_idle_time(self, *, has_running: bool) -> bool:
+        return False
+
+    def work_when_idle(self) -> None:
+        pass
+
+    def make_room(self) -> None:
+        pass
+
+    def statistics(self) -> DeviceStatistics | None:
+        return None
+
+
+def host_backend(model: Any, kv: Any, options: BackendOptions, timeline: Timeline | None) -> HostBackend:
+    """A `MakeBackend`."""
+    return HostBackend(model, kv, options.block_size)

@@ -18,12 +18,12 @@ from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
 
-from teneral.runtime.backends.host import host_backend
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.engine.generation import Generation
 from teneral.runtime.kv.blocks import BlockAllocator
 from teneral.runtime.kv.storage import KVStorage
 from teneral.runtime.models.decoder import Decoder
+from teneral.runtime.step.backend import host_backend
 from teneral.runtime.step.batch import Epoch
 from teneral.runtime.step.requests import FinishReason, GenerationRequest, Priority
 

@@ -13,12 +13,12 @@ from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
 
-from teneral.runtime.backends.host import host_backend
 from teneral.runtime.backends.torch.storage import Extent
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.engine.generation import GenerationResult
 from teneral.runtime.kv.kinds import KVKind
 from teneral.runtime.models.decoder import Decoder
+from teneral.runtime.step.backend import host_backend
 from teneral.runtime.step.requests import GenerationRequest, Priority
 
 STEM = tuple((index * 11) % 60 for index in range(5 * BLOCK_SIZE))

@@ -21,10 +21,10 @@ from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
 
 from teneral.loader.native.library import library
-from teneral.runtime.backends.host import host_backend
 from teneral.runtime.backends.native.backend import NativeBackend
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.kv.kinds import KVKind
+from teneral.runtime.step.backend import host_backend
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no native library for this processor")

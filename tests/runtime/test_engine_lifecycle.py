@@ -11,12 +11,12 @@ from tests.support.toy_decoder import ToyDecoder, ToyTokenizer
 
 from teneral.loader.errors import IntegrityError
 from teneral.loader.timeline import Timeline
-from teneral.runtime.backends.host import host_backend
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.errors import (
     DrainingError,
     ModelError,
 )
+from teneral.runtime.step.backend import host_backend
 from teneral.runtime.step.requests import FinishReason, GenerationRequest, SamplingParams
 
 # -- how a sequence ends otherwise ---------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
 
-from teneral.runtime.backends.host import host_backend
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.errors import RequestError
+from teneral.runtime.step.backend import host_backend
 from teneral.runtime.step.requests import MAX_CACHE_SALT_CHARS, GenerationRequest
 
 PROMPT = tuple(number % 60 for number in range(5 * BLOCK_SIZE + 2))

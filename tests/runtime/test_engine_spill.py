@@ -18,12 +18,12 @@ from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import UNWRITTEN, ToyDecoder, ToyPool, ToyTokenizer
 
 from teneral.loader.errors import UsageError
-from teneral.runtime.backends.host import host_backend
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.errors import DrainingError
 from teneral.runtime.kv.spill import spill as spill_module
 from teneral.runtime.kv.spill.policy import FetchPlan
 from teneral.runtime.metrics import Metrics
+from teneral.runtime.step.backend import host_backend
 from teneral.runtime.step.requests import GenerationRequest
 
 BLOCK_BYTES = ToyDecoder().kv_block_bytes(BLOCK_SIZE)

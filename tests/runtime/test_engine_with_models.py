@@ -9,9 +9,9 @@ from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
 
-from teneral.runtime.backends.host import host_backend
 from teneral.runtime.engine.embedder import Embedder
 from teneral.runtime.engine.engine import Engine, EngineOptions
+from teneral.runtime.step.backend import host_backend
 from teneral.runtime.step.requests import FinishReason, GenerationRequest, SamplingParams
 
 NUM_TOKENS = 32

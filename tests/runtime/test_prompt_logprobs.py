@@ -16,7 +16,6 @@ from tests.support.reference_kernels import ReferenceKernels
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyDecoder, ToyTokenizer
 
-from teneral.runtime.backends.host import host_backend
 from teneral.runtime.backends.native.backend import NativeBackend
 from teneral.runtime.backends.torch.backend import TorchBackend
 from teneral.runtime.engine.engine import Engine, EngineOptions
@@ -24,6 +23,7 @@ from teneral.runtime.engine.generation import GenerationResult
 from teneral.runtime.engine.sequence import Lane
 from teneral.runtime.errors import ContextLengthError, RequestError
 from teneral.runtime.step import logprobs
+from teneral.runtime.step.backend import host_backend
 from teneral.runtime.step.batch import Epoch, Rows, build_batch, join, select
 from teneral.runtime.step.logprobs import PromptScores, token_logprob
 from teneral.runtime.step.requests import FinishReason, FirstToken, GenerationRequest, SamplingParams

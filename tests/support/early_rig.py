@@ -29,12 +29,11 @@ from teneral.loader.sources.open import open_source, open_store
 from teneral.loader.timeline import Timeline
 from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.pack.plan import TierOptions
-from teneral.runtime.backends.host import host_backend
 from teneral.runtime.engine.arrival import LoadArrival
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.engine.generation import Generation, OnEvent
 from teneral.runtime.models.decoder import Decoder
-from teneral.runtime.step.backend import MakeBackend
+from teneral.runtime.step.backend import MakeBackend, host_backend
 from teneral.runtime.step.requests import FirstToken, GenerationRequest, SamplingParams
 from teneral.runtime.weights import StreamedWeights
 

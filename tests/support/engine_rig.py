@@ -9,9 +9,9 @@ from tests.support.load import patience_s
 from tests.support.toy_decoder import ToyDecoder, ToyTokenizer
 
 from teneral.loader.timeline import Timeline
-from teneral.runtime.backends.host import host_backend
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.engine.generation import Generation, GenerationResult, OnEvent
+from teneral.runtime.step.backend import host_backend
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 
 BLOCK_SIZE = 4

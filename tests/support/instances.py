@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 from tests.support.models import DictWeights, build_model
 
 from teneral.loader.errors import TeneralError
-from teneral.runtime.backends.host import host_backend
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.engine.embedder import Embedder
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.errors import ModelError
 from teneral.runtime.instance import Forecast, Instance
+from teneral.runtime.step.backend import host_backend
 from teneral.runtime.text.settings import TextSettings
 from teneral.runtime.text.tokenizer import TextTokenizer
 

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from teneral.runtime.backends.host import host_backend
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.engine.embedder import Embedder
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.errors import ModelError
+from teneral.runtime.step.backend import host_backend
 from teneral.runtime.text.backend import LocalBackend
 from teneral.runtime.text.chat import ChatTemplate
 from teneral.runtime.text.settings import TextSettings

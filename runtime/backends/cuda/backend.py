@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ....loader.timeline import Timeline
-from ...step.backend import Backend, BackendOptions, DeviceStatistics, OnLayer
+from ...step.backend import Backend, BackendOptions, DeviceStatistics, HostBackend, OnLayer
 from ...step.batch import Rows, StepBatch
 from ...step.state import Chosen, SamplingState
-from ..host import HostBackend
 from .decoder import DeviceKernels
 from .executor import CudaExecutor
 from .graphs import CudaRecorder, DecodeGraphs, Recorder, next_to_record

@@ -1,7 +1,8 @@
-"""A schema's keywords in those that the library has.
+"""JSON schemas in the keywords that the grammar library enforces.
 
-Every rule keeps or narrows the values that a schema allows, never widens them: `not`, `oneOf` and `if` are pushed down
-to keywords whose opposite is one (`negate.py`).
+`references.py` resolves a schema's references; the rules here express its keywords. Every rule keeps
+or narrows the values that a schema allows, never widens them: `not`, `oneOf` and `if` are pushed
+down to keywords whose opposite is one (`negate.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from . import arrays, evaluated, negate, numbers
 from .algebra import Schema, SchemaError, all_of, any_of, other_than
 from .keywords import CHILD, CHILDREN
+from .references import resolved
 from .strings import FORMATS, NUMBER_FORMATS, is_annotation, length_pattern
 from .values import Values
 
@@ -28,6 +30,16 @@ _EXPRESSED = frozenset(
     }
 )
 _NOTHING: Any = object()
+
+
+def enforceable(schema: Any) -> dict[str, Any]:
+    """The schema in other words: every reference leads to `#/$defs`, and every keyword is one that the library has.
+
+    Raises `SchemaError` for a keyword that is malformed, or that has no equivalent, and `RecursionError` for a schema
+    nested too deeply.
+    """
+    root, definitions = resolved(schema)
+    return Rewriter(definitions).document(root)
 
 
 class Rewriter:

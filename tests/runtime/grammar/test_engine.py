@@ -12,9 +12,9 @@ import pytest
 from tests.support.instances import SteeredModel, TinyParts
 from tests.support.load import patience_s
 
-from teneral.runtime.backends.host import host_backend
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.grammar.spec import GrammarSpec
+from teneral.runtime.step.backend import host_backend
 from teneral.runtime.step.requests import FinishReason, GenerationEvent, GenerationRequest, SamplingParams
 
 TIMEOUT_S = patience_s(60)

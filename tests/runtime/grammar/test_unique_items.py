@@ -11,8 +11,13 @@ from tests.support.instances import TinyParts
 
 from teneral.runtime.errors import GrammarError
 from teneral.runtime.grammar.compiler import GrammarCompiler
+from teneral.runtime.grammar.json_schema.unique_items import (
+    Position,
+    RepeatedItemError,
+    TokenTexts,
+    UniqueItems,
+)
 from teneral.runtime.grammar.spec import GrammarSpec
-from teneral.runtime.grammar.unique_items import Position, RepeatedItemError, TokenTexts, UniqueItems
 
 
 def test_tokens_of_several_items_repeat_none() -> None:

@@ -10,9 +10,9 @@ from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
 
-from teneral.runtime.backends.host import host_backend
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.kv.kinds import KVKind
+from teneral.runtime.step.backend import host_backend
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 
 WAIT_S = patience_s(60)

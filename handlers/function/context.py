@@ -159,12 +159,7 @@ class Model:
         that it needs arrive. Raises `RequestError`, naming the input that does not fit.
         """
         refuse_to_block_a_loop()
-        runner = self._lifetime.wait(self._host.onnx)
-        outputs = runner.submit(inputs)
-        try:
-            return self._lifetime.wait(outputs)
-        finally:
-            runner.give_up(outputs)  # no effect once it is done
+        return self._lifetime.wait(self._host.onnx).run(inputs, self._lifetime)
 
     async def arun(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
         """The async form of `run`."""

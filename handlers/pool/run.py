@@ -4,23 +4,17 @@ Reads the file and the repository again on SIGHUP, and with `watch` every few se
 be used changes nothing and is logged.
 
 Sockets and KV snapshots lie in a named folder, or in one of the run's own, which is removed at its
-end. That of a run that was killed is removed by the next one: a run holds a lock on a file in its
-folder, which the system frees when the process dies.
+end. That of a run that was killed is removed by the next one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
-import shutil
 import signal
 import socket
-import stat
 import sys
-import tempfile
-import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -30,6 +24,7 @@ from aiohttp import web
 
 from ...loader.errors import TeneralError, UsageError
 from ...loader.memory.limits import available_bytes
+from ...loader.process.scratch import ScratchFolder, remove_abandoned
 from ...loader.sources.open import scheme_of
 from ...runtime.config import PREFIX, ServeConfig
 from ..console.routes import PageRoutes
@@ -50,8 +45,6 @@ from .values import Code, Model, Pool
 from .versions import ModelState
 
 FOLDER_PREFIX = "teneral-pool-"
-LOCK_NAME = "lock"
-MIN_AGE_S = 60.0  # of a folder without a held lock: its run may be about to take it
 
 
 @contextmanager
@@ -66,43 +59,12 @@ def state_folder(given: str | None) -> Iterator[Path]:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             yield folder
             return
-        _remove_abandoned(Path(tempfile.gettempdir()))
-        folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
-        lock_fd = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        remove_abandoned(FOLDER_PREFIX)
+        own = ScratchFolder(FOLDER_PREFIX)
     except OSError as error:
         raise UsageError(f"cannot use a folder for the pool's state: {error}", key="state-dir") from error
-    try:
-        fcntl.flock(lock_fd, fcntl.LOCK_EX)
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock_fd)
-
-
-def _remove_abandoned(parent: Path) -> None:
-    """Remove this user's folders whose runs are gone. Leaves what it may not, or cannot, remove."""
-    for folder in parent.glob(f"{FOLDER_PREFIX}*"):
-        with suppress(OSError):
-            found = folder.lstat()
-            is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-            if not is_own or time.time() - found.st_mtime < MIN_AGE_S:
-                continue
-            if not (folder / LOCK_NAME).is_file():
-                folder.rmdir()  # of a run that was killed at once; anything else is not a run's
-            elif not _is_held(folder / LOCK_NAME):
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_held(lock: Path) -> bool:
-    """True while a run holds the lock. Raises `OSError`."""
-    fd = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
+    with own:
+        yield own.path
 
 
 WATCH_S = 10.0

@@ -10,7 +10,6 @@ import json
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 from ...loader.errors import CheckpointError, NotFoundError, UsageError
 from ...loader.format.checkpoint import SMALL_FILES, Checkpoint, StoredTensor
 from ...loader.format.safetensors import Entry
+from ...loader.process.scratch import ScratchFolder, remove_abandoned
 from ...loader.sources.base import ObjectInfo, Source, Store, check_name
 from ...loader.sources.file.store import FileStore
 from ...loader.sources.open import open_source
@@ -36,6 +36,7 @@ MAX_PACK_S = 3600.0
 SEGMENT_BYTES = 4 << 20  # fewer weights are not worth a segment of their own
 SPARE_BYTES = 4 << 30  # of the process that reads the graph, more than several times the model's own
 _COPY_BYTES = 8 << 20
+PACK_PREFIX, ARTIFACT_PREFIX = "teneral-pack-onnx-", "teneral-onnx-artifact-"  # of temporary folders
 
 _EXPORT = 'torch.onnx.export(model, (example,), "model.onnx", dynamo=True, external_data=True)'
 _OTHERS = {
@@ -111,8 +112,9 @@ def pack_onnx(
     packages that read ONNX files are missing, and what `pack` raises.
     """
     _require_packages()
-    with tempfile.TemporaryDirectory(prefix="teneral-pack-onnx-") as temporary:
-        work = Path(temporary)
+    remove_abandoned(PACK_PREFIX)
+    with ScratchFolder(PACK_PREFIX) as temporary:
+        work = temporary.path
         model, files = _at_hand(address, options, work)
         out = work / "out"
         out.mkdir()
@@ -243,6 +245,8 @@ def _is_memory(result: subprocess.CompletedProcess[str]) -> bool:
 @contextmanager
 def temporary_artifact(address: str) -> Iterator[Path]:
     """An artifact of the local model at `address`, in a temporary folder that goes at the end."""
-    with tempfile.TemporaryDirectory(prefix="teneral-onnx-artifact-") as folder:
+    remove_abandoned(ARTIFACT_PREFIX)
+    with ScratchFolder(ARTIFACT_PREFIX) as temporary:
+        folder = temporary.path / "artifact"
         pack_onnx(address, FileStore(folder))
-        yield Path(folder)
+        yield folder

@@ -1,10 +1,12 @@
-"""The calls of an ONNX model: queued, batched, run by one thread, first on segments and then on the whole session.
+"""The calls of an ONNX model: queued, batched, one run at a time, first on segments and then on the whole session.
 
-A call's inputs are checked against the model's before it is queued. Calls that wait share a run where the model has a
-batch dimension and their other sizes agree; a call that is alone never waits for others. Once all weights are exact, a
-thread makes the whole, prepacked session and exchanges it between two runs; then the segments' sessions and the load's
-memory are given back. Invariant: a call is resolved by the thread that takes it out of the queue,
-and never with a lock held.
+A call's inputs are checked against the model's before it is queued. Calls that wait share a run
+where the model has a batch dimension and their other sizes agree; a call that is alone never waits
+for others. Queued calls run in the runner's thread. A blocking call (`run`) that is alone runs in its
+caller's, since a change of threads costs more than all else that is added to ONNX Runtime here. Once
+all weights are exact, a thread makes the whole, prepacked session, which all later runs use; then the
+segments' sessions and the load's memory are given back. Invariant: a queued call is resolved by the
+thread that takes it out, and never with a lock held.
 """
 
 from __future__ import annotations
@@ -16,15 +18,16 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from ...loader.errors import TeneralError
 from ...loader.memory.limits import MIB, available_bytes
 from ..errors import WEIGHTS_LOST, CancelledError, CapacityError, DrainingError, ModelError, RequestError
+from .inputs import as_input
 from .sessions import Run
-from .spec import NUMPY_TYPES, OnnxSpec, Value
+from .spec import OnnxSpec
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
@@ -44,6 +47,18 @@ class Executable(Protocol):
     def run(self, inputs: Mapping[str, Array], run: Run) -> Arrays: ...
 
     def close(self) -> None: ...
+
+
+class Lifetime(Protocol):
+    """The time that a blocking caller has, until it is cancelled: `handlers.function.lifetime.Lifetime`."""
+
+    deadline: float | None  # on `time.monotonic()`'s clock
+
+    def on_cancel(self, callback: Callable[[], None]) -> Callable[[], None]: ...
+
+    def check(self) -> None: ...
+
+    def wait(self, future: Future[Arrays]) -> Arrays: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +82,15 @@ class _Call:
     claimed: bool | None = None  # True: its owner can cancel it no more; False: it was cancelled before
 
 
+class _Current(NamedTuple):
+    """The run that goes on, for queued calls or, if there are none, in its caller's thread."""
+
+    calls: list[_Call]
+    model: Executable
+    run: Run
+    num_rows: int
+
+
 class OnnxRunner:
     """`start` it once and `stop` it at the end. Thread-safe."""
 
@@ -86,11 +110,12 @@ class OnnxRunner:
         self._max_queued = max_queued
         self._max_batch = max_batch if spec.batch_axis is not None else 1
         self._thread: threading.Thread | None = None
-        self._changed = threading.Condition()  # guards all that follows
+        self._lock = threading.Lock()  # guards all that follows
+        self._changed = threading.Condition(self._lock)  # a run or a call has ended
+        self._work_came = threading.Condition(self._lock)  # for the runner's thread
         self._calls: dict[_Call, None] = {}  # in the order in which they came, those that run included
         self._waiting: deque[_Call] = deque()
-        self._running: list[_Call] = []
-        self._run: Run | None = None
+        self._current: _Current | None = None
         self._refusal: TeneralError | None = None  # why nothing new is taken
         self._is_stopping = False
         self._num_runs = self._num_calls = self._num_rows = 0
@@ -112,48 +137,63 @@ class OnnxRunner:
         not change until then. Raises `RequestError` naming the input that does not fit, `CapacityError`,
         `DrainingError`, or the error that cost the model its weights. Then nothing was begun.
         """
-        arrays = {value.name: _as_input(value, inputs) for value in self.spec.inputs}
-        if unknown := [name for name in inputs if name not in arrays]:
-            raise RequestError(
-                f"the model has no input {str(unknown[0])[:100]!r}",
-                param=str(unknown[0])[:100],
-                hint=f"It has {', '.join(value.name for value in self.spec.inputs)[:500]}.",
-            )
-        call = _Call(arrays, *self._sharing(arrays))
-        with self._changed:
-            if self._refusal is not None:
-                raise self._refusal.with_traceback(
-                    None
-                )  # without that of the last time, to which each raise adds
-            if len(self._waiting) >= self._max_queued:
-                raise CapacityError(
-                    f"{len(self._waiting)} calls are waiting: that is all that this instance takes",
-                    hint="Try again later, or run more instances.",
-                )
-            self._calls[call] = None
-            self._waiting.append(call)
-            self._changed.notify_all()
-        call.future.add_done_callback(
-            lambda _: self._take_out([call])
-        )  # a cancelled call gives its place back
-        return call.future
+        return self._submit(self._arrays(inputs))
+
+    def run(self, inputs: Mapping[str, Any], lifetime: Lifetime) -> Arrays:
+        """As the result of `submit`, blocking: in this thread if nothing else runs or waits. Raises `CancelledError` at
+        the end of the lifetime; in this thread a deadline counts while weights are awaited, and else when something
+        cancels the lifetime.
+        """
+        arrays, run = self._arrays(inputs), Run(lifetime.deadline)
+        rows, _ = self._sharing(arrays)
+        with self._lock:
+            is_here = self._current is None and not self._waiting
+            if is_here:
+                self._refuse_if_full()
+                model = self._model
+                self._current = current = _Current([], model, run, rows or 1)
+        if not is_here:
+            outputs = self._submit(arrays)
+            try:
+                return lifetime.wait(outputs)
+            finally:
+                self.give_up(outputs)  # no effect once it is done
+        begin_s = time.monotonic()
+        forget = lifetime.on_cancel(run.cancel)
+        try:
+            return model.run(arrays, run)
+        except Exception as error:
+            if isinstance(error, CancelledError):
+                lifetime.check()  # for the reason
+            failure = self._failure(error)
+            if failure is error:
+                raise
+            raise failure from error
+        finally:
+            forget()
+            self._end_run(current, time.monotonic() - begin_s)
 
     def give_up(self, future: Future[Arrays]) -> None:
         """The call has no caller any more: it never begins, or its run ends at the next node if it has no other.
         Idempotent.
         """
-        if future.cancel():
+        if future.done() or future.cancel():
             return
         with self._changed:
             calls = [call for call in self._calls if call.future is future]
         _fail(self._take_out(calls), CancelledError("the call was given up"))
         with self._changed:
-            if self._run is not None and not any(call in self._calls for call in self._running):
-                self._run.cancel()
+            current = self._current
+            if (
+                current is not None
+                and current.calls
+                and not any(call in self._calls for call in current.calls)
+            ):
+                current.run.cancel()
 
     def exchange(self, make: Callable[[], Executable], weight_bytes: int) -> bool:
-        """Make the whole session, in this thread, and run everything by it from then on. False: there is no memory
-        for it, or the runner stops; the segments stay. Raises what `make` does. Blocks until no run uses the segments.
+        """Make the whole session, in this thread, and have all later runs use it. False: there is no memory for it, or
+        the runner stops; the segments stay. Raises what `make` does. Blocks until no run uses the segments.
         """
         left = available_bytes()
         if left is not None and left < weight_bytes + weight_bytes // 4 + SPARE_BYTES:
@@ -164,13 +204,14 @@ class OnnxRunner:
             )
             return False
         with self._changed:
-            self._changed.wait_for(lambda: not self._running or self._is_stopping, IDLE_WAIT_S)
+            self._changed.wait_for(lambda: self._current is None or self._is_stopping, IDLE_WAIT_S)
             if self._is_stopping:
                 return False
         whole = make()
         with self._changed:
-            self._changed.wait_for(lambda: not self._running or self._is_stopping)
+            # At once: under load there is no moment without a run.
             before, self._model = self._model, whole
+            self._changed.wait_for(lambda: self._current is None or self._current.model is not before)
         before.close()
         return not self._is_stopping
 
@@ -178,7 +219,7 @@ class OnnxRunner:
         """Takes nothing new, waits for what was taken, then stops. True when all of it ended by itself."""
         with self._changed:
             self._refusal = self._refusal or _shutting_down()
-            finished = self._changed.wait_for(lambda: not self._calls, timeout_s)
+            finished = self._changed.wait_for(lambda: not self._calls and self._current is None, timeout_s)
         self._shut_down(_shutting_down())
         return finished
 
@@ -187,11 +228,10 @@ class OnnxRunner:
         self._shut_down(failure)
 
     def stop(self, timeout_s: float = 1.0) -> bool:
-        """Ends every call now, and the thread after its node. False when the thread goes on after `timeout_s`."""
+        """Ends every call now, and a run after its node. False when one goes on after `timeout_s`."""
         self._shut_down(_shutting_down())
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
-        ended = self._thread is None or not self._thread.is_alive()
+        with self._changed:
+            ended = self._changed.wait_for(lambda: self._current is None, timeout_s)
         if ended:
             self._model.close()
         return ended
@@ -199,7 +239,7 @@ class OnnxRunner:
     def statistics(self) -> OnnxStatistics:
         with self._changed:
             return OnnxStatistics(
-                queued=len(self._calls),
+                queued=len(self._calls) + (self._current is not None and not self._current.calls),
                 runs_total=self._num_runs,
                 calls_total=self._num_calls,
                 rows_total=self._num_rows,
@@ -220,39 +260,75 @@ class OnnxRunner:
         with self._changed:
             self._refusal = self._refusal or reason
             self._is_stopping = True
-            calls = self._take_out(list(self._calls))
-            if self._run is not None:
-                self._run.cancel()
+            calls = self._taken_out(list(self._calls))
+            if self._current is not None:
+                self._current.run.cancel(reason)
+            self._work_came.notify()
         _fail(calls, reason)
+
+    def _arrays(self, inputs: Mapping[str, Any]) -> Arrays:
+        """Raises `RequestError`."""
+        arrays = {value.name: as_input(value, inputs) for value in self.spec.inputs}
+        if unknown := [name for name in inputs if name not in arrays]:
+            raise RequestError(
+                f"the model has no input {str(unknown[0])[:100]!r}",
+                param=str(unknown[0])[:100],
+                hint=f"It has {', '.join(value.name for value in self.spec.inputs)[:500]}.",
+            )
+        return arrays
+
+    def _submit(self, arrays: Arrays) -> Future[Arrays]:
+        call = _Call(arrays, *self._sharing(arrays))
+        with self._lock:
+            self._refuse_if_full()
+            self._calls[call] = None
+            self._waiting.append(call)
+            if self._current is None:  # else the end of that wakes the thread
+                self._work_came.notify()
+        # A cancelled call gives its place back.
+        call.future.add_done_callback(lambda _: self._take_out([call]))
+        return call.future
+
+    # under the lock
+
+    def _refuse_if_full(self) -> None:
+        if self._refusal is not None:
+            # Without the traceback of the last time, to which each raise adds.
+            raise self._refusal.with_traceback(None)
+        if len(self._waiting) >= self._max_queued:
+            raise CapacityError(
+                f"{len(self._waiting)} calls are waiting: that is all that this instance takes",
+                hint="Try again later, or run more instances.",
+            )
 
     # the runner's thread
 
     def _work(self) -> None:
-        while (taken := self._next()) is not None:
-            calls, model, run = taken
-            begin_s = time.monotonic()
+        while (current := self._next()) is not None:
+            calls, begin_s = current.calls, time.monotonic()
             try:
-                outcomes = self._outputs(calls, model, run)
+                outcomes = self._outputs(calls, current.model, current.run)
             except Exception as error:  # noqa: BLE001 - of the model, its weights, or memory
-                self._end_run(time.monotonic() - begin_s, calls)
+                self._end_run(current, time.monotonic() - begin_s)
                 self._fail_run(error, calls)
             else:
-                self._end_run(time.monotonic() - begin_s, calls)
+                self._end_run(current, time.monotonic() - begin_s)
                 for call, outcome in zip(calls, outcomes, strict=True):
                     if self._take_out([call]):
                         call.future.set_result(outcome)
 
-    def _next(self) -> tuple[list[_Call], Executable, Run] | None:
+    def _next(self) -> _Current | None:
         """Sleeps until there are calls, and takes the oldest with all that can share its run. None: the end."""
         with self._changed:
             while True:
                 if self._is_stopping:
                     return None
-                while self._waiting and not _claim(self._waiting[0]):
-                    self._waiting.popleft()
-                if self._waiting:
-                    break
-                self._changed.wait()
+                if self._current is None:
+                    while self._waiting and not _claim(self._waiting[0]):
+                        self._waiting.popleft()
+                    if self._waiting:
+                        break
+                self._work_came.wait()
             first = self._waiting.popleft()
             calls, rows = [first], first.rows or 0
             if first.rows is not None:
@@ -266,8 +342,8 @@ class OnnxRunner:
                         self._waiting.remove(call)
                         calls.append(call)
                         rows += call.rows or 0
-            self._running, self._run = calls, Run()
-            return calls, self._model, self._run
+            self._current = _Current(calls, self._model, Run(), sum(call.rows or 1 for call in calls))
+            return self._current
 
     def _outputs(self, calls: list[_Call], model: Executable, run: Run) -> list[Arrays]:
         if len(calls) == 1:
@@ -286,97 +362,59 @@ class OnnxRunner:
         # Copies: a view would keep the outputs of all callers.
         return [{name: pieces[index].copy() for name, pieces in split.items()} for index in range(len(calls))]
 
-    def _end_run(self, seconds: float, calls: list[_Call]) -> None:
-        with self._changed:
-            self._running, self._run = [], None
+    def _end_run(self, current: _Current, seconds: float) -> None:
+        with self._lock:
+            self._current = None
             self._num_runs += 1
-            self._num_calls += len(calls)
-            self._num_rows += sum(call.rows or 1 for call in calls)
+            self._num_calls += len(current.calls) or 1
+            self._num_rows += current.num_rows
             self._run_s += seconds
+            if self._waiting:
+                self._work_came.notify()
             self._changed.notify_all()
 
-    def _fail_run(self, error: Exception, calls: list[_Call]) -> None:
+    def _failure(self, error: Exception) -> TeneralError:
+        """The error for the callers of a run. Ends the runner where the model has lost its weights."""
         if isinstance(error, TeneralError):
             failure = error
         else:
             failure = ModelError(f"the model failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
-        with self._changed:
-            if isinstance(failure, WEIGHTS_LOST):
+        if isinstance(failure, WEIGHTS_LOST):
+            with self._lock:
                 self._refusal = self._refusal or failure
-                calls = list(self._calls)
-            elif len(calls) > 1 and not self._is_stopping:
-                for call in reversed(calls):  # alone, so that no caller's input fails another's call
-                    if call in self._calls:
-                        call.rows = None
-                        self._waiting.appendleft(call)
-                self._changed.notify_all()
-                return
-        if not isinstance(failure, CancelledError | RequestError):
+                calls = self._taken_out(list(self._calls))
+            _fail(calls, failure)
+        if not isinstance(failure, CancelledError | RequestError) and not self._is_stopping:
             logger.error("a run failed: %s", error, exc_info=error)
+        return failure
+
+    def _fail_run(self, error: Exception, calls: list[_Call]) -> None:
+        if len(calls) > 1 and not isinstance(error, WEIGHTS_LOST):
+            with self._lock:
+                if not self._is_stopping:
+                    for call in reversed(calls):  # alone, so that no caller's input fails another's call
+                        if call in self._calls:
+                            call.rows = None
+                            self._waiting.appendleft(call)
+                    return
+        failure = self._failure(error)
         _fail(self._take_out(calls), failure)
 
     def _take_out(self, calls: list[_Call]) -> list[_Call]:
         """Those of the calls that were not resolved yet and not cancelled: they are the taker's to resolve."""
         with self._changed:
-            present = [call for call in calls if call in self._calls]
-            for call in present:
-                del self._calls[call]
-                if call in self._waiting:
-                    self._waiting.remove(call)
-            self._changed.notify_all()
-            return [call for call in present if _claim(call)]
+            return self._taken_out(calls)
 
-
-def _as_input(value: Value, inputs: Mapping[str, Any]) -> Array:
-    """The input as an array of the model's type. Raises `RequestError` for one that does not fit."""
-    name = value.name
-    if name not in inputs:
-        raise RequestError(f"the input {name!r} is missing", param=name)
-    wanted = np.dtype(NUMPY_TYPES[value.type])
-    given = inputs[name]
-    try:
-        array = np.asarray(given)
-    except ValueError:
-        raise RequestError(f"the input {name!r} is not evenly nested", param=name) from None
-    if array.dtype != wanted:
-        array = _converted(name, array, wanted, exact=isinstance(given, np.ndarray))
-    shape = value.shape
-    if shape is not None:
-        fits = len(shape) == array.ndim and all(
-            not isinstance(size, int) or size == have for size, have in zip(shape, array.shape, strict=True)
-        )
-        if not fits:
-            shown = ", ".join("?" if size is None else str(size) for size in shape)
-            raise RequestError(
-                f"the input {name!r} has the shape {list(array.shape)}, but the model takes [{shown}]",
-                param=name,
-            )
-    return np.ascontiguousarray(array)
-
-
-def _converted(name: str, array: Array, wanted: np.dtype[Any], *, exact: bool) -> Array:
-    """Python's numbers as the model's type, where it holds them; of arrays only what loses nothing."""
-    detail = f"the input {name!r} is {array.dtype}, but the model takes {wanted}"
-    if wanted.kind == "O":
-        if array.dtype.kind not in "UO" or not all(isinstance(item, str) for item in array.flat):
-            raise RequestError(detail, param=name)
-        return array.astype(object)
-    if array.size == 0 and not exact:
-        return array.astype(wanted)
-    if array.dtype.kind not in "biuf" or (wanted.kind == "b") != (array.dtype.kind == "b"):
-        raise RequestError(detail, param=name)
-    if exact and not np.can_cast(array.dtype, wanted, "safe"):
-        raise RequestError(detail, param=name, hint=f"Convert it: array.astype({wanted.name!r}).")
-    if wanted.kind in "iu":
-        limits = np.iinfo(wanted)
-        if array.dtype.kind == "f" or array.min() < limits.min or array.max() > limits.max:
-            raise RequestError(f"{detail}, from {limits.min} to {limits.max}", param=name)
-    with np.errstate(over="ignore"):
-        made = array.astype(wanted)
-    if wanted.kind == "f" and not np.isfinite(made).all() and np.isfinite(array).all():
-        raise RequestError(f"a number in the input {name!r} is too large for {wanted}", param=name)
-    return made
+    def _taken_out(self, calls: list[_Call]) -> list[_Call]:
+        """As `_take_out`, under the lock."""
+        present = [call for call in calls if call in self._calls]
+        for call in present:
+            del self._calls[call]
+            if call in self._waiting:
+                self._waiting.remove(call)
+        self._changed.notify_all()
+        return [call for call in present if _claim(call)]
 
 
 def _claim(call: _Call) -> bool:

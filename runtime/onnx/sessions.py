@@ -6,23 +6,23 @@ load's slabs, nothing is copied, and neither a graph optimisation nor prepacking
 right once its groups' gates are open, and not before. The whole model's session is made as any program makes one: its
 optimisations and prepacking copy the weights, and the load's memory is not needed any more.
 
-ONNX Runtime refuses external initialisers without a file, so a folder of its own holds one: empty, sparse, and as long
-as the largest of them. Imports onnxruntime: import this for ONNX models only.
+ONNX Runtime refuses external initialisers without a file, so a temporary folder holds one while sessions are made:
+empty, sparse, and as long as the largest of them. Imports onnxruntime: import this for ONNX models only.
 """
 
 from __future__ import annotations
 
-import os
-import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import onnxruntime as ort
 
 from ...loader.errors import TeneralError
+from ...loader.process.scratch import ScratchFolder, remove_abandoned
 from ...loader.timeline import Timeline
 from ..errors import CancelledError, ModelError, RequestError
 from .spec import PLACEHOLDER_NAME, WHOLE_NAME, OnnxSpec, SegmentSpec
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     Arrays = Mapping[str, np.ndarray[Any, Any]]
 
+PLACEHOLDER_PREFIX = "teneral-onnx-"  # of temporary folders
 FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 CPU_PROVIDER = "CPUExecutionProvider"
 # As users name them, in ONNX Runtime's words.
@@ -57,18 +58,23 @@ _TYPES = {
 class Run:
     """One run, which any thread may end: at the next node, or while it waits for weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, deadline_s: float | None = None) -> None:
+        """It waits for weights until `deadline_s`, on `time.monotonic()`'s clock, at most."""
         self.options = ort.RunOptions()
-        self.is_cancelled = False
+        self._deadline_s = deadline_s
+        self._reason: TeneralError | None = None
 
-    def cancel(self) -> None:
-        self.is_cancelled = True
+    def cancel(self, reason: TeneralError | None = None) -> None:
+        """`reason` is what the run then raises, in place of `CancelledError`."""
+        self._reason = self._reason or reason or CancelledError("the request was cancelled")
         self.options.terminate = True
 
     def check(self) -> None:
-        """Raises `CancelledError` once it was cancelled."""
-        if self.is_cancelled:
-            raise CancelledError("the request was cancelled")
+        """Raises the reason once it was cancelled, or after its deadline."""
+        if self._deadline_s is not None and time.monotonic() >= self._deadline_s:
+            self.cancel()
+        if self._reason is not None:
+            raise self._reason.with_traceback(None)
 
 
 class SegmentedModel:
@@ -92,6 +98,7 @@ class SegmentedModel:
         self._num_runs = 0
         self._sessions: dict[int, ort.InferenceSession] = {}
         self._values: dict[str, ort.OrtValue] = {}
+        self._placeholder: Placeholder | None = None  # while sessions are being made
         self._making = threading.Lock()  # over sessions, which another thread may make ahead
         self._closed = False
         self._last_use = {
@@ -133,6 +140,7 @@ class SegmentedModel:
             self._closed = True
             self._sessions.clear()
             self._values.clear()
+            self._remove_placeholder()
 
     def _wait(self, segment: SegmentSpec, run: Run) -> None:
         by_name = self._load.manifest.by_name
@@ -159,14 +167,18 @@ class SegmentedModel:
                 if name not in self._values:
                     self._values[name] = _value(self._load, name)
                 options.add_initializer(name, self._values[name])
-            by_name = self._load.manifest.by_name
-            folder = Placeholder(max((by_name[name].size_bytes for name in segment.weights), default=0))
-            try:
-                options.add_session_config_entry(FOLDER_KEY, folder.path)
-                self._sessions[number] = _make_session(self._files, segment.file, options, [CPU_PROVIDER])
-            finally:
-                folder.remove()  # a session looks for the file once
+            if self._placeholder is None:
+                self._placeholder = Placeholder.of(self._spec, self._load)
+            options.add_session_config_entry(FOLDER_KEY, self._placeholder.path)
+            self._sessions[number] = _make_session(self._files, segment.file, options, [CPU_PROVIDER])
+            if len(self._sessions) == len(self._spec.segments):
+                self._remove_placeholder()  # a session looks for the file once
         return self._sessions[number]
+
+    def _remove_placeholder(self) -> None:
+        if self._placeholder is not None:
+            self._placeholder.remove()
+            self._placeholder = None
 
 
 class WholeModel:
@@ -186,15 +198,13 @@ class WholeModel:
             # In the packed graph fp16 products have their casts, so this one would move a scale behind a sum. A session
             # of the original file casts after it, and leaves the scale where it is.
             options.add_session_config_entry("optimization.disable_specified_optimizers", "MatMulScaleFusion")
-        folder = Placeholder(max((by_name[name].size_bytes for name in spec.weights), default=0))
-        try:
+        remove_abandoned(PLACEHOLDER_PREFIX)  # here, where no request waits for it
+        with Placeholder.of(spec, load) as folder:
             options.add_session_config_entry(FOLDER_KEY, folder.path)
             names = list(spec.weights)
             if names:
                 options.add_external_initializers(names, [_value(load, name) for name in names])
             self._session = _make_session(files, WHOLE_NAME, options, providers)
-        finally:
-            folder.remove()
         self._outputs = [value.name for value in spec.outputs]
 
     @property
@@ -213,25 +223,39 @@ class WholeModel:
 
 
 class Placeholder:
-    """A folder with the file that skeletons name, which takes no room."""
+    """A folder with the file that skeletons name, which takes no room. A context manager, or until `remove`."""
 
     def __init__(self, size_bytes: int) -> None:
         try:
-            self.path = tempfile.mkdtemp(prefix="teneral-onnx-")  # 0700
-            with open(os.path.join(self.path, PLACEHOLDER_NAME), "wb") as file:
-                file.truncate(size_bytes)
+            self._folder = ScratchFolder(PLACEHOLDER_PREFIX)
+            try:
+                with open(self._folder.path / PLACEHOLDER_NAME, "wb") as file:
+                    file.truncate(size_bytes)
+            except OSError:
+                self.remove()
+                raise
         except OSError as error:
             raise ModelError(
                 f"no temporary folder can be made for ONNX Runtime: {error.strerror}",
                 hint="Name a folder that can be written, in TMPDIR. It takes no room there.",
             ) from error
+        self.path = str(self._folder.path)
+
+    @classmethod
+    def of(cls, spec: OnnxSpec, load: AnyLoad) -> Self:
+        """As long as the largest weight. Raises `ModelError`."""
+        by_name = load.manifest.by_name
+        return cls(max((by_name[name].size_bytes for name in spec.weights), default=0))
 
     def remove(self) -> None:
         """Idempotent."""
-        with suppress(OSError):
-            os.unlink(os.path.join(self.path, PLACEHOLDER_NAME))
-        with suppress(OSError):
-            os.rmdir(self.path)
+        self._folder.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
 
 
 def check_providers(names: Sequence[str]) -> list[str]:
@@ -300,6 +324,3 @@ def _run(
 
 def _text_of(error: Exception) -> str:
     return str(error).replace("\n", " ")[:500]
-
-
-Wait = Callable[[], bool]

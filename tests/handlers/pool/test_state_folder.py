@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from teneral.handlers.pool.run import FOLDER_PREFIX, LOCK_NAME, MIN_AGE_S, state_folder
+from teneral.handlers.pool.run import state_folder
 from teneral.loader.errors import UsageError
+from teneral.loader.process.scratch import MIN_AGE_S
 
 RUN = """
 import sys, time
@@ -55,35 +56,6 @@ def test_the_folder_of_a_killed_run_is_removed_by_the_next_one_and_that_of_a_liv
         run.wait()
     with state_folder(None):
         assert not other.exists()
-
-
-def test_other_files_stay(temporary: Path) -> None:
-    elsewhere = temporary / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "file").write_bytes(b"")
-    link = temporary / f"{FOLDER_PREFIX}link"
-    link.symlink_to(elsewhere)
-    fresh = temporary / f"{FOLDER_PREFIX}fresh"
-    fresh.mkdir()
-    hidden = temporary / f"{FOLDER_PREFIX}linked-lock"
-    hidden.mkdir()
-    (hidden / LOCK_NAME).symlink_to(elsewhere / "file")
-    age(hidden)
-    with state_folder(None):
-        assert link.is_symlink()
-        assert all(path.exists() for path in (elsewhere / "file", fresh, hidden))
-
-
-def test_a_folder_of_the_same_prefix_that_no_run_made_stays(temporary: Path) -> None:
-    models, empty = temporary / f"{FOLDER_PREFIX}models", temporary / f"{FOLDER_PREFIX}empty"
-    for folder in (models, empty):
-        folder.mkdir()
-    (models / "weights").write_bytes(b"kept")
-    age(models)
-    age(empty)
-    with state_folder(None):
-        assert (models / "weights").read_bytes() == b"kept"
-        assert not empty.exists(), "as a run leaves it that is killed before it has its lock"
 
 
 def test_a_named_folder_stays(temporary: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.support.paced import WAIT_S
 
+from teneral.handlers.function.lifetime import Lifetime
 from teneral.loader.errors import LoadError
 from teneral.runtime.errors import CancelledError, CapacityError, DrainingError, ModelError, RequestError
 from teneral.runtime.onnx import runner as running
@@ -34,6 +35,7 @@ class Summing:
         self.gate.set()
         self.began = threading.Semaphore(0)
         self.runs: list[int] = []
+        self.threads: list[threading.Thread] = []
         self.closed = False
         self.outputs_rows: int | None = None
 
@@ -43,6 +45,7 @@ class Summing:
             run.check()
         run.check()
         self.runs.append(len(inputs["x"]))
+        self.threads.append(threading.current_thread())
         if 13 in inputs["ids"]:
             raise ModelError("the model failed: 13")
         rows = inputs["x"].sum(axis=1) + inputs["ids"].astype("f4")
@@ -128,6 +131,90 @@ def test_a_run_goes_on_for_the_caller_that_stays(runner: OnnxRunner, model: Summ
     assert stays.result(WAIT_S)["sum"].tolist() == [4]
 
 
+def test_a_call_that_is_alone_runs_in_its_callers_thread(runner: OnnxRunner, model: Summing) -> None:
+    assert runner.run(call(1), Lifetime())["sum"].tolist() == [3]
+    assert runner.submit(call(2)).result(WAIT_S)["sum"].tolist() == [4]
+    here = threading.current_thread()
+    assert [thread is here for thread in model.threads] == [True, False]
+    with pytest.raises(ModelError, match="13"):
+        runner.run(call(13), Lifetime())
+    assert runner.statistics().queued == 0
+    assert runner.run(call(1), Lifetime())["sum"].tolist() == [3]
+
+
+def test_calls_that_come_meanwhile_share_the_next_run(runner: OnnxRunner, model: Summing) -> None:
+    model.gate.clear()
+    results: list[Any] = []
+    threads = [in_thread(lambda: results.append(runner.run(call(0), Lifetime())))]
+    model.began.acquire()
+    threads += [in_thread(lambda: results.append(runner.run(call(1), Lifetime()))) for _ in range(2)]
+    waiting = runner.submit(call(1))
+    while runner.statistics().queued < 4:
+        threading.Event().wait(0.005)
+    model.gate.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert waiting.result(WAIT_S)["sum"].tolist() == [3]
+    assert sorted(outputs["sum"].tolist() for outputs in results) == [[2], [3], [3]]
+    assert model.runs == [1, 3]
+
+
+def test_a_run_in_its_callers_thread_ends_with_the_request(runner: OnnxRunner, model: Summing) -> None:
+    model.gate.clear()
+    lifetime, outcome = Lifetime(), []
+    thread = in_thread(lambda: outcome.append(raised_by(lambda: runner.run(call(0), lifetime))))
+    model.began.acquire()
+    lifetime.cancel()
+    thread.join(WAIT_S)
+    assert isinstance(outcome[0], CancelledError)
+    with pytest.raises(CancelledError, match="deadline"):
+        runner.run(call(0), Lifetime(0.02))  # at a gate
+    model.gate.set()
+    assert runner.run(call(1), Lifetime(WAIT_S))["sum"].tolist() == [3]
+    assert model.runs == [1]
+
+
+def test_a_run_in_its_callers_thread_ends_with_the_runner(runner: OnnxRunner, model: Summing) -> None:
+    model.gate.clear()
+    outcome: list[Any] = []
+    thread = in_thread(lambda: outcome.append(raised_by(lambda: runner.run(call(0), Lifetime()))))
+    model.began.acquire()
+    runner.abort(LoadError("the load failed"))
+    thread.join(WAIT_S)
+    assert isinstance(outcome[0], LoadError)
+    assert not model.closed
+    assert runner.stop(WAIT_S)
+    assert model.closed
+
+
+def test_an_interrupt_leaves_the_runner_usable(
+    runner: OnnxRunner, model: Summing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "run", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            runner.run(call(1), Lifetime())
+    assert runner.statistics().queued == 0
+    assert runner.run(call(1), Lifetime())["sum"].tolist() == [3]
+
+
+def in_thread(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def raised_by(work: Callable[[], object]) -> Exception | None:
+    try:
+        work()
+    except Exception as error:
+        return error
+    return None
+
+
 def test_a_full_queue_refuses(runner: OnnxRunner, model: Summing) -> None:
     model.gate.clear()
     runner.submit(call(0))
@@ -157,6 +244,27 @@ def test_the_whole_session_takes_over_between_two_runs(runner: OnnxRunner, model
     assert model.closed
     assert runner.submit(call(1)).result(WAIT_S)["sum"].tolist() == [3]
     assert (model.runs, whole.runs, runner.statistics().is_whole) == ([1], [1], True)
+
+
+def test_the_whole_session_takes_over_although_calls_always_wait(runner: OnnxRunner, model: Summing) -> None:
+    whole, ended = Summing(), threading.Event()
+    whole.name = "whole"
+
+    def ask() -> None:
+        while not ended.is_set():
+            runner.submit(call(1)).result(WAIT_S)
+
+    threads = [in_thread(ask) for _ in range(3)]
+    try:
+        assert runner.exchange(lambda: whole, 1)
+        assert model.closed
+        num_runs = len(model.runs)
+        assert runner.submit(call(1)).result(WAIT_S)["sum"].tolist() == [3]
+        assert len(model.runs) == num_runs
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join(WAIT_S)
 
 
 def test_without_memory_the_segments_stay(

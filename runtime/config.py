@@ -163,7 +163,7 @@ class ServeConfig:
     )
     tool_parser: str = setting(
         "auto",
-        choice("auto", "hermes", "qwen3_coder", "llama3", "pythonic", "mistral", "json", "off"),
+        choice("auto", "hermes", "qwen3_coder", "llama3", "pythonic", "mistral", "harmony", "json", "off"),
         "how the model writes calls of functions (auto: by its chat template)",
         metavar="NAME",
     )

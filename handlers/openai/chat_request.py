@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any
 from ...runtime.errors import RequestError
 from ...runtime.grammar.spec import GrammarSpec
 from ...runtime.step.requests import FinishReason, FirstToken, GenerationEvent, GenerationRequest
-from .deltas import Answer, Delta, Finish, ReasoningReader, ReasoningTags, TextDelta, reasoning_tags
+from .deltas import (
+    REASONING_OFF,
+    Answer,
+    Delta,
+    Finish,
+    ReasoningReader,
+    ReasoningTags,
+    TextDelta,
+    ToolCallDelta,
+    reasoning_tags,
+)
 from .fields import CHAT, refuse_unsupported
 from .generation import Outcome
 from .parameters import (
@@ -25,10 +35,11 @@ from .parameters import (
 from .prompts import ChatPrompt, ChatSettings, mentions, template_messages, with_ids
 from .schemas import ChatBody
 from .structured import grammar_of
-from .tools.choose import tool_format
+from .tools.choose import answers_in_channels, tool_format
 from .tools.format import ToolFormat
 from .tools.functions import ToolMode, ToolPlan, described, tool_plan
-from .tools.grammar import calls_grammar, reasoning_grammar
+from .tools.grammar import calls_grammar, channels_grammar, reasoning_grammar
+from .tools.harmony import HARMONY, ChannelReader, PromptEnd, harmony_messages, harmony_tools
 from .tools.reader import CallReader
 
 if TYPE_CHECKING:
@@ -82,6 +93,7 @@ class ChatRequest:
         self._format: ToolFormat | None = None
         self._tags: ReasoningTags | None = None
         self._is_open = self._is_guided = False
+        self._prompt_end: PromptEnd | None = None  # of a model that answers in channels
 
     @property
     def grammar(self) -> GrammarSpec | None:
@@ -94,15 +106,17 @@ class ChatRequest:
 
     def may_reason(self, templates: Mapping[str, str]) -> bool:
         """True if the model's chat templates let an answer begin with reasoning."""
-        tags = reasoning_tags(self._prompt.templates(templates), self._settings.reasoning_parser)
-        return tags is not None
+        templates = self._prompt.templates(templates)
+        return self._has_channels(templates) or self._reasoning_tags(templates) is not None
 
     def prepare(self, tokenizer: TextTokenizer, max_tokens: int | None) -> list[GenerationRequest]:
         templates = self._prompt.templates(tokenizer.templates)
-        self._tags = reasoning_tags(templates, self._settings.reasoning_parser)
+        has_channels = self._has_channels(templates)
+        self._tags = None if has_channels else self._reasoning_tags(templates)
         self._format = self._format_of(templates)
         text = self._render(tokenizer, templates)
         self._is_open = self._tags is not None and self._tags.is_open(text)
+        self._prompt_end = PromptEnd.of(text) if has_channels else None
         prompt = prompt_tokens(
             self.body,
             text,
@@ -137,7 +151,23 @@ class ChatRequest:
         """A whole choice."""
         return Answer.of(self._reader(is_eager=False).push(outcome.text, outcome.finish_reason))
 
+    def _has_channels(self, templates: Mapping[str, str]) -> bool:
+        return answers_in_channels(templates, self._settings.tool_parser)
+
+    def _reasoning_tags(self, templates: Mapping[str, str]) -> ReasoningTags | None:
+        return reasoning_tags(templates, self._settings.reasoning_parser)
+
     def _reader(self, *, is_eager: bool) -> AnswerReader:
+        if self._prompt_end is not None:
+            functions = {} if self._format is None else self._plan.parameters
+            channels = ChannelReader(
+                self._prompt_end,
+                functions,
+                max_calls=self._plan.max_calls,
+                is_eager=is_eager,
+                gives_reasoning=self._settings.reasoning_parser != REASONING_OFF,
+            )
+            return AnswerReader(channels, None)
         reasoning = None if self._tags is None else ReasoningReader(self._tags, is_open=self._is_open)
         calls = None
         if self._format is not None:
@@ -168,6 +198,8 @@ class ChatRequest:
         tools = self._plan.tools
         if templates and not mentions(templates, "tools"):
             messages, tools = described(messages, tools), None
+        elif self._has_channels(templates):
+            messages, tools = harmony_messages(messages), harmony_tools(tools)
         elif self._format is not None:
             messages = with_ids(messages, self._format.given_id)
         return self._prompt.render(tokenizer, messages, tools)
@@ -176,14 +208,21 @@ class ChatRequest:
         plan, fmt = self._plan, self._format
         if fmt is not None and (plan.mode is ToolMode.REQUIRED or plan.is_strict or self._form is not None):
             self._is_guided = True
+            if self._prompt_end is not None:
+                return channels_grammar(plan, self._form, self._prompt_end)
             return calls_grammar(fmt, plan, self._form, self._tags, is_open=self._is_open)
-        if self._form is None or self._tags is None:
+        if self._form is None:
+            return None
+        if self._prompt_end is not None:
+            return channels_grammar(None, self._form, self._prompt_end)
+        if self._tags is None:
             return self._form
         return reasoning_grammar(self._form, self._tags, is_open=self._is_open)
 
     def _shown_tokens(self, tokenizer: TextTokenizer) -> dict[int, str]:
         """Special tokens that the readers look for, which have no text else."""
-        markers = () if self._format is None else self._format.markers
+        fmt = HARMONY if self._prompt_end is not None else self._format
+        markers = () if fmt is None else fmt.markers
         if self._tags is not None:
             markers = (*markers, self._tags.open, self._tags.close)
         shown = {}
@@ -197,9 +236,10 @@ class ChatRequest:
 class AnswerReader:
     """One answer's text, as it comes, as deltas."""
 
-    def __init__(self, reasoning: ReasoningReader | None, calls: CallReader | None) -> None:
+    def __init__(self, reasoning: ReasoningReader | ChannelReader | None, calls: CallReader | None) -> None:
         self._reasoning = reasoning
         self._calls = calls
+        self._has_called = False
 
     def push(self, text: str, finish_reason: FinishReason | None) -> list[Delta]:
         """The deltas of this much more text; with a reason it is the last, and they end with `Finish`."""
@@ -212,9 +252,9 @@ class AnswerReader:
             deltas = self._with_calls(self._calls, deltas)
             if finish_reason is not None:
                 deltas += self._calls.finish()
+        self._has_called |= any(isinstance(delta, ToolCallDelta) for delta in deltas)
         if finish_reason is not None:
-            called = self._calls is not None and self._calls.num_calls > 0
-            is_call = called and finish_reason is FinishReason.STOP
+            is_call = self._has_called and finish_reason is FinishReason.STOP
             deltas.append(Finish("tool_calls" if is_call else str(finish_reason)))
         return deltas
 

@@ -105,12 +105,13 @@ class ReasoningTags:
 
 
 FAMILIES = (ReasoningTags("<think>", "</think>"), ReasoningTags("[THINK]", "[/THINK]"))
-SETTINGS = ("auto", "off")
+REASONING_OFF = "off"
+SETTINGS = ("auto", REASONING_OFF)
 
 
 def reasoning_tags(templates: Mapping[str, str], setting: str = "auto") -> ReasoningTags | None:
     """Those of the model whose chat templates these are; None: it does not reason, or the setting is "off"."""
-    if setting == "off":
+    if setting == REASONING_OFF:
         return None
     text = "\n".join(templates.values())
     return next((tags for tags in FAMILIES if tags.open in text or tags.close in text), None)

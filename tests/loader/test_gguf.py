@@ -349,6 +349,15 @@ def test_templates_and_ends_of_texts_come_along() -> None:
     assert generation == {"bos_token_id": 5, "eos_token_id": [4, 5]}
 
 
+def test_an_answer_in_channels_ends_by_its_own_tokens_and_not_with_each_message() -> None:
+    tokens = ["<|return|>", "a", "b", "ab", "<|end|>", "<|call|>"]
+    more = {"tokenizer__ggml__tokens": tokens, "tokenizer__ggml__eos_token_id": 0}
+    more |= {"tokenizer__ggml__eot_token_id": 4, "tokenizer__ggml__merges": ["a b"]}
+    source = GgufDirectory(MemoryStore({NAME: gguf_file(metadata(**more), float_tensors())}), NAME)
+    generation = json.loads(source.read("generation_config.json", max_bytes=1 << 20)[0])
+    assert generation["eos_token_id"] == [0, 5]
+
+
 def test_llama_3s_stretched_frequencies_are_recognised() -> None:
     head_dim = HIDDEN // HEADS
     scaling = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

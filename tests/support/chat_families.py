@@ -23,6 +23,26 @@ _MESSAGES = (
     "{{ call.function.arguments.keys() | list }}{% endfor %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+# As gpt-oss' template treats conversations: a result has the name of the call before it, a call is the only one in its
+# message and has no text, and reasoning goes with calls alone.
+_HARMONY = (
+    "<|start|>system<|message|>{{ reasoning_effort or 'medium' }}<|end|>"
+    "{% if tools %}<|start|>developer<|message|>{% for tool in tools %}"
+    "{{ '// ' + tool.function.description + ' ' + tool.function.name + ' ' }}{% endfor %}<|end|>{% endif %}"
+    "{% set last = namespace(name=none) %}{% for message in messages %}"
+    "{% if message.role == 'assistant' and message.tool_calls %}"
+    "{% if message.tool_calls | length > 1 or message.content %}{{ raise_exception('one call') }}{% endif %}"
+    "{% set call = message.tool_calls[0].function %}{% set last.name = call.name %}"
+    "{% if message.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}<|end|>{% endif %}"
+    "<|start|>assistant to=functions.{{ call.name }}<|channel|>commentary json<|message|>"
+    "{{ call.arguments | tojson }}<|call|>"
+    "{% elif message.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ message.content }}"
+    "{{ '<|end|>' if add_generation_prompt or not loop.last else '<|return|>' }}"
+    "{% elif message.role == 'tool' %}<|start|>functions.{{ last.name }} to=assistant<|channel|>commentary<|message|>"
+    "{{ message.content | tojson }}<|end|>"
+    "{% else %}<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
 # Each family's template ('': none), and its added tokens with whether they are special.
 FAMILIES: dict[str, tuple[str, dict[str, bool]]] = {
     "hermes": (
@@ -55,14 +75,28 @@ FAMILIES: dict[str, tuple[str, dict[str, bool]]] = {
         + "{% if add_generation_prompt and enable_thinking is not false %}<think>\n{% endif %}{# </think> #}",
         {"<think>": False, "</think>": False, "<tool_call>": False, "</tool_call>": False},
     ),
+    "harmony": (
+        _HARMONY,
+        {
+            "<|channel|>": True,
+            "<|constrain|>": True,
+            "<|message|>": True,
+            "<|return|>": True,
+            "<|call|>": True,
+        },
+    ),
 }
+_ENDS = {"harmony": ("<|return|>", "<|call|>")}  # where they are others
 
 
 def family_parts(family: str, directory: Path) -> TinyParts:
     template, added = FAMILIES[family]
     save_tiny("llama", directory, max_position_embeddings=CONTEXT)
     path = directory / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template or None}))
+    settings = {**json.loads(path.read_text()), "chat_template": template or None}
+    if family in _ENDS:
+        settings["eos_token"] = _ENDS[family][0]
+    path.write_text(json.dumps(settings))
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     for text, is_special in added.items():
         token = AddedToken(text, special=is_special)
@@ -71,6 +105,9 @@ def family_parts(family: str, directory: Path) -> TinyParts:
         else:
             tokenizer.add_tokens([token])
     tokenizer.save(str(directory / "tokenizer.json"))
+    if family in _ENDS:
+        ends = [tokenizer.token_to_id(text) for text in _ENDS[family]]
+        (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     return TinyParts.read(directory, tiny_model("llama", max_position_embeddings=CONTEXT))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from .format import ToolFormat
 from .generic_json import GENERIC_JSON
+from .harmony import HARMONY, has_channels
 from .hermes import HERMES
 from .llama3 import LLAMA3
 from .mistral import ARGUMENTS, LIST, NAMED
@@ -13,7 +14,8 @@ from .pythonic import PYTHONIC
 from .qwen3_coder import FUNCTION, QWEN3_CODER
 
 AUTO, OFF = "auto", "off"
-_BY_NAME = {each.name: each for each in (HERMES, QWEN3_CODER, LLAMA3, PYTHONIC, LIST, GENERIC_JSON)}
+_FORMATS = (HERMES, QWEN3_CODER, LLAMA3, PYTHONIC, LIST, HARMONY, GENERIC_JSON)
+_BY_NAME = {each.name: each for each in _FORMATS}
 SETTINGS = (AUTO, *_BY_NAME, OFF)
 
 # GLM puts calls of its own in Hermes' tags; those are not read.
@@ -34,7 +36,14 @@ def tool_format(templates: Mapping[str, str], setting: str = AUTO) -> ToolFormat
     return _mistral(text) if setting == LIST.name else _BY_NAME[setting]
 
 
+def answers_in_channels(templates: Mapping[str, str], setting: str = AUTO) -> bool:
+    """True if the model's answers are messages on channels, with or without calls among them."""
+    return setting == HARMONY.name or (setting in (AUTO, OFF) and has_channels(templates))
+
+
 def _of_template(text: str) -> ToolFormat:
+    if has_channels({"": text}):
+        return HARMONY
     if LIST.openers[0] in text:
         return _mistral(text)
     if any(opener in text for opener in HERMES.openers) and _GLM not in text:

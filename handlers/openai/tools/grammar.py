@@ -14,6 +14,20 @@ from ....runtime.grammar.spec import GrammarKind, GrammarSpec
 from ..deltas import ReasoningTags
 from .format import Shape, ToolFormat
 from .functions import MAX_CALLS, ToolMode, ToolPlan, properties_of
+from .harmony import (
+    ANALYSIS,
+    ASSISTANT,
+    CHANNEL,
+    COMMENTARY,
+    END,
+    FINAL,
+    HARMONY,
+    MESSAGE,
+    START,
+    Header,
+    Place,
+    PromptEnd,
+)
 
 
 def calls_grammar(
@@ -44,6 +58,38 @@ def reasoning_grammar(answer: GrammarSpec, tags: ReasoningTags, *, is_open: bool
     markers: list[str] = []
     start = _start("@answer", markers, tags, is_open=is_open)
     return GrammarSpec.composed(start, markers=markers, answer=answer, param=answer.param)
+
+
+def channels_grammar(plan: ToolPlan | None, answer: GrammarSpec | None, prompt_end: PromptEnd) -> GrammarSpec:
+    """An answer in channels: free reasoning and text for the user, then one call of `plan`, or a last message of the
+    form `answer`; None: any text. A required call leaves no last message.
+    """
+    markers = list(HARMONY.markers)
+    rules: list[str] = []
+    ends: list[str] = []
+    if plan is not None:
+        rules += _alternatives("call", HARMONY.shape.before_name, HARMONY, plan, markers)
+        ends.append("call")
+    last = "WORDS?" if answer is None else "@answer"
+    if plan is None or plan.mode is not ToolMode.REQUIRED:
+        ends.append("last")
+        rules.append(f"last: {_text(f'{CHANNEL}{FINAL}{MESSAGE}', markers)} {last}")
+    if last == "WORDS?":
+        rules.append("WORDS: /(?s:.+)/")
+    next_message = _text(f"{START}{ASSISTANT}", markers)
+    until_next = f"until_{markers.index(END)} {next_message}"
+    channels = f'("{ANALYSIS}" | "{COMMENTARY}")'
+    rules.append(f"message: {_text(CHANNEL, markers)} {channels} {_text(MESSAGE, markers)} {until_next}")
+    start = f"message* ({' | '.join(ends)})"
+    if prompt_end.place is Place.BETWEEN:
+        start = f"{next_message} {start}"
+    elif prompt_end.place is Place.TEXT:
+        is_last = "last" in ends and Header.read(prompt_end.header).channel == FINAL
+        start = last if is_last else f"{until_next} {start}"
+    param = "tools" if answer is None or plan is not None else answer.param
+    return GrammarSpec.composed(
+        "\n".join([f"start: {start}", *rules]), markers=markers, answer=answer, param=param
+    )
 
 
 def _start(rest: str, markers: list[str], tags: ReasoningTags | None, *, is_open: bool) -> str:

@@ -18,6 +18,8 @@ MAX_PIECE_CHARS = 4096
 # Of all halves of all pieces, from which merges are found; Gemma's take 1 << 25.
 MAX_SPLIT_CHARS = 1 << 29
 
+_HARMONY_ENDS, _HARMONY_END_OF_MESSAGE = ("<|return|>", "<|call|>"), "<|end|>"
+
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _SPACE = "▁"
 
@@ -96,7 +98,7 @@ def tokenizer_files(fields: GgufFields, vocab_size: int) -> dict[str, bytes]:
     return {
         "tokenizer.json": _dump(document),
         "tokenizer_config.json": _dump(settings),
-        "generation_config.json": _dump(_generation(fields, len(pieces))),
+        "generation_config.json": _dump(_generation(fields, pieces)),
     }
 
 
@@ -256,9 +258,14 @@ def _token(fields: GgufFields, key: str, num_pieces: int) -> int | None:
     return fields.integer(name, 0, num_pieces - 1) if name in fields else None
 
 
-def _generation(fields: GgufFields, num_pieces: int) -> dict[str, Any]:
-    ends = [_token(fields, key, num_pieces) for key in ("eos", "eot", "eom")]
-    first = _token(fields, "bos", num_pieces)
+def _generation(fields: GgufFields, pieces: Sequence[str]) -> dict[str, Any]:
+    ends = [_token(fields, key, len(pieces)) for key in ("eos", "eot", "eom")]
+    if all(
+        piece in pieces for piece in _HARMONY_ENDS
+    ):  # no key names the end of a call, and <|end|> ends no answer
+        ends = [token for token in ends if token is not None and pieces[token] != _HARMONY_END_OF_MESSAGE]
+        ends += [pieces.index(piece) for piece in _HARMONY_ENDS]
+    first = _token(fields, "bos", len(pieces))
     ids = list(dict.fromkeys(token for token in ends if token is not None))
     return ({} if first is None else {"bos_token_id": first}) | ({"eos_token_id": ids} if ids else {})
 

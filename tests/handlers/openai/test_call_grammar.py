@@ -6,9 +6,8 @@ import json
 from typing import Any
 
 import jsonschema_rs
-import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tests.support.grammar_vocabulary import Vocabulary
 
 from teneral.handlers.openai.deltas import FAMILIES, Answer, Finish
 from teneral.handlers.openai.tools.format import ToolFormat
@@ -21,11 +20,9 @@ from teneral.handlers.openai.tools.mistral import LIST, NAMED
 from teneral.handlers.openai.tools.pythonic import PYTHONIC
 from teneral.handlers.openai.tools.qwen3_coder import QWEN3_CODER
 from teneral.handlers.openai.tools.reader import CallReader
-from teneral.runtime.errors import GrammarError, RequestError
-from teneral.runtime.grammar.compiler import GrammarCompiler
+from teneral.runtime.errors import RequestError
 from teneral.runtime.grammar.spec import GrammarSpec
 
-END = "<|end|>"
 MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>")
 FORMATS = {
     "hermes": HERMES, "llama3": LLAMA3, "mistral": LIST, "mistral-named": NAMED, "json": GENERIC_JSON,
@@ -55,57 +52,9 @@ def tools(*, strict: bool = False) -> list[dict[str, Any]]:
     ]
 
 
-class Vocabulary:
-    """Bytes, and the markers where they are special tokens."""
-
-    def __init__(self, *, has_markers: bool) -> None:
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        self.tokenizer = Tokenizer(
-            models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[])
-        )
-        self.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        self.tokenizer.decoder = decoders.ByteLevel()
-        self.tokenizer.add_special_tokens([AddedToken(END, special=True)])
-        if has_markers:
-            self.tokenizer.add_tokens([AddedToken(marker, special=False) for marker in MARKERS])
-        self.end: int = self.tokenizer.token_to_id(END)
-        self.compiler = GrammarCompiler(lambda: self.tokenizer.to_str().encode(), [self.end])
-
-    def accepts(self, spec: GrammarSpec, text: str) -> bool:
-        """True if the grammar accepts the whole text."""
-        matcher = self.compiler.compile(spec).start()
-        try:
-            for token in self.tokenizer.encode(text, add_special_tokens=False).ids:
-                matcher.accept(token)
-            if not matcher.is_finished:
-                matcher.accept(self.end)
-        except GrammarError:
-            return False
-        return True
-
-    def sample(self, spec: GrammarSpec, seed: int, max_tokens: int = 600) -> str | None:
-        """An answer of random tokens that the grammar allows; None: it did not end."""
-        random = np.random.default_rng(seed)
-        matcher = self.compiler.compile(spec).start()
-        tokens: list[int] = []
-        while not matcher.is_finished and len(tokens) < max_tokens:
-            words = np.zeros(matcher.num_mask_words, dtype=np.uint32)
-            matcher.mask_into(words)
-            allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
-            token = self.end if self.end in allowed and random.random() < 0.5 else int(random.choice(allowed))
-            if token == self.end:
-                break
-            matcher.accept(token)
-            tokens.append(token)
-        else:
-            if not matcher.is_finished:
-                return None
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=False))
-
-
 @pytest.fixture(scope="module", params=[True, False], ids=["special", "plain"])
 def vocabulary(request: pytest.FixtureRequest) -> Vocabulary:
-    return Vocabulary(has_markers=request.param)
+    return Vocabulary(MARKERS if request.param else ())
 
 
 def answer_of(fmt: ToolFormat, text: str) -> Answer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from teneral.handlers.openai.tools.choose import SETTINGS, tool_format
+from teneral.handlers.openai.tools.choose import SETTINGS, answers_in_channels, tool_format
 from teneral.runtime.config import SETTINGS as CONFIG
 
 TEMPLATES = {
@@ -17,6 +17,7 @@ TEMPLATES = {
     "<|python_tag|>{{ call }}": "llama3",
     '<|python_start|>{{ text }}<|python_end|>{{ name }} "parameters": {{ call }}': "llama3",
     '<|start_header_id|>{{ call }} "parameters": ': "llama3",
+    "<|start|>assistant<|channel|>final<|message|>{{ text }}": "harmony",
     "{{ messages }}": "json",
     "": "json",
 }
@@ -35,6 +36,14 @@ def test_a_setting_goes_before_the_template() -> None:
         assert chosen is not None
         assert chosen.name == setting
     assert tool_format({"default": "<tool_call>"}, "off") is None
+
+
+def test_channels_are_read_where_the_template_has_them_and_by_the_setting() -> None:
+    channels, others = {"default": "<|channel|>final<|message|>"}, {"default": "{{ messages }}"}
+    assert [answers_in_channels(channels, setting) for setting in ("auto", "off", "harmony")] == [True] * 3
+    assert not answers_in_channels(channels, "json")
+    assert not answers_in_channels(others)
+    assert answers_in_channels(others, "harmony")
 
 
 def test_the_servers_setting_has_the_same_names() -> None:

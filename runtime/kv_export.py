@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from .engine.engine import Engine
-    from .kv.snapshots.writer import Chain
+    from .kv.snapshots.snapshot import Identity, Snapshot
+    from .kv.snapshots.writer import Chain, Published
     from .text.tokenizer import TextTokenizer
 
 MAX_FILE_BYTES = 4 << 20
@@ -132,24 +133,32 @@ def export_prefixes(
         tokens = {prefix.name: computing.add(prefix, tokenizer) for prefix in prefixes}
         identity = identity_of(engine.prefix_pool, model=model)
         replaced = find_published(store)
-        base = replaced.snapshot if replaced is not None else None
-        try:
-            if replaced is not None and base is None:
-                raise AlreadyExistsError(
-                    f"the object at {address} is not a readable KV snapshot",
-                    source=store.url,
-                    name=SNAPSHOT_NAME,
-                    hint="Choose another address, or replace it with --force.",
-                )
-            if base is not None:
-                require_same(base.identity, identity, where=address)
-        except (AlreadyExistsError, SnapshotMismatchError):
-            if not force:
-                raise
-            base = None
+        base = _base_of(replaced, identity, store.url, address, force=force)
         chains = plan_generation(base, exported=computing.chains)
         digest, written_bytes = write_generation(store, identity, chains, computing.read, replaced=replaced)
     return ExportReport(store.url, digest, tokens, written_bytes)
+
+
+def _base_of(
+    replaced: Published | None, identity: Identity, url: str, address: str, *, force: bool
+) -> Snapshot | None:
+    """The published snapshot whose prefixes stay. Raises without `force` where it is of another kind."""
+    base = replaced.snapshot if replaced is not None else None
+    try:
+        if replaced is not None and base is None:
+            raise AlreadyExistsError(
+                f"the object at {address} is not a readable KV snapshot",
+                source=url,
+                name=SNAPSHOT_NAME,
+                hint="Choose another address, or replace it with --force.",
+            )
+        if base is not None:
+            require_same(base.identity, identity, where=address)
+    except (AlreadyExistsError, SnapshotMismatchError):
+        if not force:
+            raise
+        return None
+    return base
 
 
 class _Computing:

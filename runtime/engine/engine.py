@@ -33,7 +33,7 @@ from ..errors import (
 )
 from ..kv.prefix_pool import PrefixPool
 from ..kv.view import PoolView, view_pool
-from ..step.backend import BackendOptions, MakeBackend
+from ..step.backend import MakeBackend
 from ..step.requests import FinishReason, GenerationEvent, GenerationRequest, Priority
 from ..step.state import Chosen, SamplingState
 from ..text.detokenizer import DetokenizerSource
@@ -112,27 +112,21 @@ class Engine:
         self._backend = make_backend(
             model,
             self._kv,
-            BackendOptions(
-                block_size=block_size,
-                max_running=options.max_running,
-                max_step_tokens=options.max_step_tokens,
-                max_context=self.max_context,
-                kernels_dir=options.kernels_dir,
-            ),
+            options.backend_options(self.max_context),
             timeline,
         )
-        self._early: EarlyPhase | None = None
-        if arrival is not None:
-            tiered = cast("TieredDecoder", model)
-            self._early = EarlyPhase(
-                tiered,
-                self._kv,
-                self._state,
-                arrival,
-                timeline=self._timeline,
-                backend=self._backend,
-                drafter=drafter,
-            )
+        self._early = None if arrival is None else self._early_phase(arrival, drafter)
+
+    def _early_phase(self, arrival: Arrival, drafter: TieredDecoder | None) -> EarlyPhase:
+        return EarlyPhase(
+            cast("TieredDecoder", self._model),
+            self._kv,
+            self._state,
+            arrival,
+            timeline=self._timeline,
+            backend=self._backend,
+            drafter=drafter,
+        )
 
     # -- for any thread --------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ...loader.errors import UsageError
 from ..errors import ContextLengthError, RequestError
 from ..kv.kinds import KVKind
+from ..step.backend import BackendOptions
 from ..step.requests import FinishReason, GenerationRequest, Priority
 from .scheduler import Preempted, SchedulerLimits
 
@@ -96,6 +97,15 @@ class EngineOptions:
             max_step_tokens=self.max_step_tokens,
             max_prefill_tokens=self.max_prefill_tokens,
             block_size=self.block_size,
+        )
+
+    def backend_options(self, max_context: int) -> BackendOptions:
+        return BackendOptions(
+            block_size=self.block_size,
+            max_running=self.max_running,
+            max_step_tokens=self.max_step_tokens,
+            max_context=max_context,
+            kernels_dir=self.kernels_dir,
         )
 
 

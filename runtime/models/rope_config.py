@@ -95,13 +95,7 @@ class RopeConfig:
         factor = rope.number("factor", low=1e-3, high=1e6, default=implied)
         common = (rope_type, theta, rotary_dim, max_positions, original, factor)
         if rope_type is RopeType.LLAMA3:
-            low = rope.number("low_freq_factor", low=1e-3, high=1e6)
-            high = rope.number("high_freq_factor", low=1e-3, high=1e6)
-            if high <= low:
-                raise ModelError(
-                    f"config.json: {key}.high_freq_factor is {high:g}, "
-                    f"but must exceed low_freq_factor, {low:g}"
-                )
+            low, high = _llama3_factors(rope, key)
             return cls(*common, low_freq_factor=low, high_freq_factor=high)
         if rope_type is RopeType.YARN:
             return cls(
@@ -211,6 +205,16 @@ def _rotary_dim(fields: Fields, head_dim: int, default: float, *, may_be_partial
             "partial_rotary_factor", f"but must turn an even number of a head's {head_dim}, not {rotary_dim}"
         )
     return rotary_dim
+
+
+def _llama3_factors(rope: Fields, key: str) -> tuple[float, float]:
+    low = rope.number("low_freq_factor", low=1e-3, high=1e6)
+    high = rope.number("high_freq_factor", low=1e-3, high=1e6)
+    if high <= low:
+        raise ModelError(
+            f"config.json: {key}.high_freq_factor is {high:g}, but must exceed low_freq_factor, {low:g}"
+        )
+    return low, high
 
 
 def _yarn_attention_factor(rope: Fields, factor: float) -> float:

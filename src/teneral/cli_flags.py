@@ -84,6 +84,19 @@ def _pack(command: argparse.ArgumentParser) -> None:
         ),
     ):
         tiers.add_argument(flag, type=_natural, default=None, metavar="N", help=help_text)
+    _add_smaller_weights(command)
+    command.add_argument(
+        "--base",
+        metavar="ARTIFACT",
+        default=None,
+        help="store only what differs from this artifact, of which the model is a fine-tune, and which is needed to "
+        "load it; of a LoRA adapter: its base",
+    )
+    _add_zeros(command)
+    _add_work_flags(command)
+
+
+def _add_smaller_weights(command: argparse.ArgumentParser) -> None:
     weights = command.add_argument_group("smaller weights, of a decoder; without tiers")
     weights.add_argument(
         "--quantize",
@@ -129,13 +142,9 @@ def _pack(command: argparse.ArgumentParser) -> None:
         action="store_true",
         help="a GGUF file's integers become bf16: larger, and in tiers, so that there is a draft",
     )
-    command.add_argument(
-        "--base",
-        metavar="ARTIFACT",
-        default=None,
-        help="store only what differs from this artifact, of which the model is a fine-tune, and which is needed to "
-        "load it; of a LoRA adapter: its base",
-    )
+
+
+def _add_zeros(command: argparse.ArgumentParser) -> None:
     zeros = command.add_argument_group("zeros: weights that are mostly zero are stored without them")
     zeros.add_argument(
         "--prune",
@@ -149,7 +158,6 @@ def _pack(command: argparse.ArgumentParser) -> None:
         action="store_true",
         help="store zeros like all weights: for GPUs, and for versions before 2026-11-23",
     )
-    _add_work_flags(command)
 
 
 def _unpack(command: argparse.ArgumentParser) -> None:

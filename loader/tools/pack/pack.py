@@ -113,6 +113,45 @@ def pack(
     meanwhile, `CheckpointError` for a damaged checkpoint, `NoSpaceError`, and the errors of both
     stores; nothing is left behind.
     """
+    _check_options(source, threads, tiers, quantize, prune, base)
+    replaced = find_replaced(store, force=force)
+    checkpoint = checkpoint or open_checkpoint(source)
+    threads = threads or min(_MAX_THREADS, available_cores())
+    work = _plan_work(
+        source,
+        checkpoint,
+        threads,
+        tiers=tiers,
+        quantize=quantize,
+        calibrate=calibrate,
+        prune=prune,
+        sparse=sparse,
+        base=base,
+        for_base=for_base,
+    )
+    writer = BlobWriter(store)
+    manifest, data = _write(source, checkpoint, work, writer, progress=progress, threads=threads)
+    publish(store, writer, data, replaced)
+    digest = manifest_digest(data)
+    return PackResult(
+        pin=f"{store.url}@b3:{digest.hex()}",
+        manifest=manifest._replace(digest=digest),
+        weight_bytes=checkpoint.weight_bytes,
+        stored_bytes=writer.stored_bytes + len(data),
+        leftover=remove_replaced(store, replaced) if replaced is not None else (),
+        conversions=work.conversions,
+    )
+
+
+def _check_options(
+    source: Source,
+    threads: int | None,
+    tiers: TierOptions | None,
+    quantize: QuantizeOptions | None,
+    prune: PruneOptions | None,
+    base: Base | None,
+) -> None:
+    """Raise `UsageError` for a source that is an artifact, and for options that exclude each other."""
     if threads is not None and threads < 1:
         raise UsageError(f"{threads} threads cannot pack anything", key="threads", hint="Give at least 1.")
     if is_artifact(source):
@@ -121,31 +160,52 @@ def pack(
             hint="Serve it as it is, or give the folder of the original model.",
         )
     if quantize is not None and tiers not in (None, TierOptions()):
-        raise UsageError(
-            "quantised weights have no tiers: --draft-bits and the like cannot go with --quantize",
-            key="quantize",
-            hint="Leave one of the two out.",
+        raise _excluded(
+            "quantised weights have no tiers: --draft-bits and the like cannot go with --quantize", "quantize"
         )
     if quantize is not None and prune is not None:
-        raise UsageError(
-            "--prune cannot go with --quantize: few of the integers would be 0",
-            key="prune",
-            hint="Leave one of the two out.",
-        )
+        raise _excluded("--prune cannot go with --quantize: few of the integers would be 0", "prune")
     if base is not None and (quantize is not None or prune is not None):
-        raise UsageError(
+        raise _excluded(
             "--base cannot go with --quantize or --prune: what they change differs from the base everywhere",
-            key="base",
-            hint="Leave one of the two out.",
+            "base",
         )
-    replaced = find_replaced(store, force=force)
-    checkpoint = checkpoint or open_checkpoint(source)
+
+
+def _excluded(message: str, key: str) -> UsageError:
+    return UsageError(message, key=key, hint="Leave one of the two out.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """The plan of a pack, and the content that it stores."""
+
+    plan: PackPlan
+    content: ContentReader
+    quantized: QuantizePlan | None
+    base: Base | None
+    conversions: tuple[str, ...]
+
+
+def _plan_work(
+    source: Source,
+    checkpoint: Checkpoint,
+    threads: int,
+    *,
+    tiers: TierOptions | None,
+    quantize: QuantizeOptions | None,
+    calibrate: Calibrate | None,
+    prune: PruneOptions | None,
+    sparse: bool,
+    base: Base | None,
+    for_base: bytes | None,
+) -> _Work:
+    """Choose every tensor's encoding. Reads the content where a choice depends on it; writes nothing."""
     quantized = plan_quantize(source, checkpoint, quantize) if quantize is not None else None
     aliases = find_aliases(source, checkpoint, forward_order(checkpoint))
     plan = plan_pack(checkpoint, aliases, tiers, quantized)
     if for_base is not None:
         plan = replace(plan, manifest=plan.manifest._replace(base=for_base))
-    threads = threads or min(_MAX_THREADS, available_cores())
     pruner = None
     conversions = source.conversions() if isinstance(source, GgufDirectory) else ()
     if prune is not None:
@@ -164,36 +224,38 @@ def pack(
         conversions = (*conversions, _describe_differences(plan, base))
     if sparse:
         plan = choose_sparse(plan, content, threads)
-    base_reader = None if base is None else BaseReader(base, plan.jobs)
-    writer = BlobWriter(store)
+    return _Work(plan, content, quantized, base, conversions)
+
+
+def _write(
+    source: Source,
+    checkpoint: Checkpoint,
+    work: _Work,
+    writer: BlobWriter,
+    *,
+    progress: Callable[[TransferProgress], None] | None,
+    threads: int,
+) -> tuple[Manifest, bytes]:
+    """Write everything but the manifest, and return that, also as bytes. Discards what it wrote when it fails."""
+    base_reader = None if work.base is None else BaseReader(work.base, work.plan.jobs)
     try:
         manifest = _store_content(
             source,
             checkpoint,
-            plan,
-            quantized,
-            Encoder(content, base_reader),
+            work.plan,
+            work.quantized,
+            Encoder(work.content, base_reader),
             writer,
             progress=progress,
             threads=threads,
         )
-        data = dump_manifest(manifest)
+        return manifest, dump_manifest(manifest)
     except BaseException as error:
         writer.discard(error)
         raise
     finally:
         if base_reader is not None:
             base_reader.close()
-    publish(store, writer, data, replaced)
-    digest = manifest_digest(data)
-    return PackResult(
-        pin=f"{store.url}@b3:{digest.hex()}",
-        manifest=manifest._replace(digest=digest),
-        weight_bytes=checkpoint.weight_bytes,
-        stored_bytes=writer.stored_bytes + len(data),
-        leftover=remove_replaced(store, replaced) if replaced is not None else (),
-        conversions=conversions,
-    )
 
 
 def _describe_differences(plan: PackPlan, base: Base) -> str:

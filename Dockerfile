@@ -4,11 +4,14 @@
 #
 #   docker build -t teneral .                                        CPU, without torch: as `pip install teneral`
 #   docker build -t teneral --build-arg EXTRAS=cuda13 .              CUDA 13 (torch then comes with its CUDA libraries)
+#   docker build -t teneral --build-arg EXTRAS=ray .                 a node of Ray
 #   docker build -t teneral --target lambda .                        for AWS Lambda
 #   docker build -t teneral --target runpod --build-arg EXTRAS=runpod .    a worker of RunPod's queue
 #
 # TORCH_INDEX is the index that torch comes from: one with its CPU builds, a tenth of the size, unless CUDA is wanted.
 # Dependencies come as infra/image/lock/<extras>.txt pins them, with hashes; for other extras, as pyproject.toml allows.
+# The layer of dependencies has one time for all of its files, so that it is the same wherever it is built from the same
+# packages.
 ARG PYTHON=3.12
 FROM python:${PYTHON}-slim-bookworm AS system
 # tini is process 1: the kernel drops a SIGTERM for a process 1 that has no handler yet, which Python has only after its
@@ -19,6 +22,15 @@ RUN apt-get update && apt-get install -y --no-install-recommends tini && rm -rf 
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin teneral \
  && { python -m compileall -qq -j 0 --invalidation-mode unchecked-hash "$(python -c 'import os; print(os.path.dirname(os.__file__))')" || true; }
 
+# Of pyproject.toml what the image installs: a change of anything else there is no change of dependencies.
+FROM system AS wanted
+ARG EXTRAS=""
+WORKDIR /lock
+COPY pyproject.toml infra/image/dependencies.py ./
+RUN python dependencies.py pyproject.toml "${EXTRAS}" >wanted.txt \
+ && python dependencies.py pyproject.toml "${EXTRAS}" --torch >torch.txt \
+ && rm pyproject.toml dependencies.py && touch -d @0 wanted.txt torch.txt .
+
 FROM system AS dependencies
 ARG EXTRAS=""
 ARG TORCH_INDEX=""
@@ -26,25 +38,24 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv /opt/teneral && ls -d /opt/teneral/lib/python*/site-packages | while read -r site; do \
       echo /opt/teneral-code/lib >"$site/teneral-code.pth"; done
 WORKDIR /lock
-COPY pyproject.toml infra/image/dependencies.py ./
+COPY --from=wanted /lock/ ./
 COPY infra/image/lock ./lock
 # What torch ships for compiling against it and for testing it is left out: more than a quarter of its size.
-RUN python dependencies.py pyproject.toml "${EXTRAS}" --torch >torch.txt \
- && if [ -s torch.txt ]; then \
+RUN if [ -s torch.txt ]; then \
       /opt/teneral/bin/pip install --no-compile ${TORCH_INDEX:+--index-url "${TORCH_INDEX}"} -r torch.txt \
       && torch="$(echo /opt/teneral/lib/python*/site-packages/torch)" \
       && rm -rf "$torch/include" "$torch/share" "$torch/test" "$torch"/bin/test_* "$torch"/bin/protoc*; fi
 RUN locked="lock/${EXTRAS:-base}.txt"; if [ -f "$locked" ]; then \
       /opt/teneral/bin/pip install --no-compile --no-deps --require-hashes -r "$locked"; \
-    else python dependencies.py pyproject.toml "${EXTRAS}" >wanted.txt \
-      && /opt/teneral/bin/pip install --no-compile -r wanted.txt; fi
+    else /opt/teneral/bin/pip install --no-compile -r wanted.txt; fi
 # Bytecode is compiled here, once: without it every cold start would compile its imports again.
 RUN { /opt/teneral/bin/python -m compileall -qq -j 0 --invalidation-mode unchecked-hash /opt/teneral/lib || true; } \
  && /opt/teneral/bin/pip check
 # The bill of materials: these packages with their locked hashes, and Debian's.
 COPY infra/image/sbom.py ./
 RUN python sbom.py "lock/${EXTRAS:-base}.txt" --system \
-      --installed "$(echo /opt/teneral/lib/python*/site-packages)" >/opt/teneral/sbom.cdx.json
+      --installed "$(echo /opt/teneral/lib/python*/site-packages)" >/opt/teneral/sbom.cdx.json \
+ && find /opt/teneral -exec touch -h -d @0 {} +
 
 FROM dependencies AS code
 WORKDIR /src
@@ -59,7 +70,8 @@ ARG EXTRAS=""
 # Those of a GPU, for the architectures that data centres have; this needs no GPU.
 RUN mkdir -p /opt/teneral-kernels/gpu && case ",${EXTRAS}," in *cuda*) cd / \
  && /opt/teneral/bin/python -m teneral.loader.device.compile /opt/teneral-kernels/gpu 80 90 100 \
- && /opt/teneral/bin/python -m teneral.runtime.backends.cuda.compile /opt/teneral-kernels/gpu ;; esac
+ && /opt/teneral/bin/python -m teneral.runtime.backends.cuda.compile /opt/teneral-kernels/gpu ;; esac \
+ && find /opt/teneral-kernels -exec touch -h -d @0 {} +
 
 FROM system AS serving
 COPY --from=dependencies /opt/teneral /opt/teneral

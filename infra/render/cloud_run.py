@@ -75,6 +75,14 @@ def _check_size(rendering: Rendering, unit: Unit) -> None:
             f"is {unit.memory_bytes / MIB:,.0f} MiB; with {unit.cpu:g} cores Cloud Run takes "
             f"{least / MIB:,.0f} to {most / MIB:,.0f} MiB",
         )
+    if unit.disk_bytes:
+        rendering.warn(
+            Code.W2,
+            unit.model,
+            "serve",
+            f"keeps up to {unit.disk_bytes / MIB:,.0f} MiB of files, which are in the instance's memory on Cloud Run",
+            always=True,
+        )
 
 
 def _latest(percent: int) -> dict[str, Any]:

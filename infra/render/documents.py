@@ -36,6 +36,7 @@ class Options:
     project: str = ""  # Google Cloud's; without one, the service runs as the project's default account
     prometheus: str = "http://prometheus.monitoring.svc:9090"
     gateway: str = "teneral"  # of the Gateway that splits traffic among versions
+    ray_zero: bool = False  # under Ray no replica stays where min_warm is 0
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from .aws import (
     template_document,
 )
 from .documents import SCRATCH_BYTES, Document, Rendering
-from .limits import MIB, READ, Unit, check_limits, units_of
+from .limits import END_S, MIB, READ, Unit, check_limits, units_of
 from .pods import PORT, whole_seconds
 
 GIB = 1 << 30
@@ -35,8 +35,7 @@ SIZES = {
     16: (32, 120, 8),
 }
 FREE_DISK_GIB, MAX_DISK_GIB = 20, 200
-MAX_STOP_S = 120
-END_S = 5
+MAX_IDLE_S = 4000  # of a load balancer's connection
 START_S = 900  # longest load; until then the balancer's verdict does not end a task
 
 
@@ -59,7 +58,7 @@ def render_model(rendering: Rendering, model: Model) -> list[Document]:
         "Logs": log_group(f"/teneral/fargate/{base}"),
         "ExecutionRole": role("ecs-tasks", _execution_statements(units)),
         "TaskRole": role("ecs-tasks", store_statements(units)),
-        **_network(),
+        **_network(model),
         "Listener": _listener(units),
     }
     for unit in units:
@@ -120,10 +119,12 @@ def _execution_statements(units: list[Unit]) -> list[dict[str, Any]]:
     return statements
 
 
-def _network() -> dict[str, Any]:
+def _network(model: Model) -> dict[str, Any]:
     vpc, inside = {"Ref": "Vpc"}, {"IpProtocol": "tcp", "FromPort": PORT, "ToPort": PORT}
     clients = {"IpProtocol": "tcp", "FromPort": 80, "ToPort": 80, "CidrIp": {"Ref": "Clients"}}
     balancer = {"Fn::GetAtt": ["BalancerGroup", "GroupId"]}
+    # An answer that is not a stream sends nothing until it is whole, after it waited for its turn.
+    idle_s = min(MAX_IDLE_S, whole_seconds(model.request_timeout_s + model.queue_timeout_s))
     return {
         "BalancerGroup": _group("Clients to the balancer", vpc, clients),
         "TaskGroup": _group("The balancer to tasks", vpc, {**inside, "SourceSecurityGroupId": balancer}),
@@ -135,7 +136,7 @@ def _network() -> dict[str, Any]:
                 "Subnets": {"Ref": "Subnets"},
                 "SecurityGroups": [balancer],
                 "LoadBalancerAttributes": [
-                    {"Key": "idle_timeout.timeout_seconds", "Value": "600"},
+                    {"Key": "idle_timeout.timeout_seconds", "Value": str(idle_s)},
                     {"Key": "routing.http.drop_invalid_header_fields.enabled", "Value": "true"},
                 ],
             },
@@ -235,7 +236,7 @@ def _container(unit: Unit) -> dict[str, Any]:
         "Essential": True,
         "PortMappings": [{"ContainerPort": PORT, "Protocol": "tcp"}],
         "Environment": [{"Name": name, "Value": value} for name, value in unit.environment.items()],
-        "StopTimeout": min(MAX_STOP_S, whole_seconds(unit.drain_s) + END_S),
+        "StopTimeout": whole_seconds(unit.drain_s) + END_S,
         "LogConfiguration": {"LogDriver": "awslogs", "Options": logs},
     }
     if unit.secrets:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...handlers.pool.values import Code, Model
 from .documents import SCRATCH_BYTES, Document, Rendering
-from .limits import LIMITS, MAX_VERSIONS, Unit, check_limits, units_of
+from .limits import END_S, LIMITS, MAX_VERSIONS, Unit, check_limits, units_of
 from .pods import (
     PORT,
     container,
@@ -33,8 +33,8 @@ from .pods import (
 
 INTERCEPTOR = "keda-add-ons-http-interceptor-proxy.keda.svc.cluster.local"
 SCALER = "keda-add-ons-http-external-scaler.keda:9090"
-END_S = 5  # after the requests: the KV snapshot, and the process's own end
-# Endpoints still send requests for a moment after a pod began to end; SIGTERM waits for that long.
+# Endpoints still send requests for a moment after a pod began to end; SIGTERM waits for that long,
+# within the pod's grace period.
 ROUTES_FORGET_S = 3
 NAME_PATTERN = "^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$"
 
@@ -103,7 +103,7 @@ def _deployment(unit: Unit) -> dict[str, Any]:
         "serviceAccountName": unit.base,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": drain_s + END_S,
+        "terminationGracePeriodSeconds": ROUTES_FORGET_S + drain_s + END_S,
         "containers": [
             {
                 **container(unit),

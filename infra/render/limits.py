@@ -9,6 +9,7 @@ something else in silence; keys without a counterpart on a platform are listed, 
 from __future__ import annotations
 
 import math
+import posixpath
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,6 +25,12 @@ STAGING_BYTES = 96 * MIB
 KV_BYTES = 256 * MIB  # where neither the file nor a flag says how much
 MEMORY_STEP_BYTES = 256 * MIB
 DRAIN_S = 25.0  # for running requests after SIGTERM, where this program sets the time and the file does not
+END_S = 5  # after the requests: the KV snapshot, and the process's own end
+# Settings that name a folder of an instance's files, and the platforms on which nothing is mounted for it.
+FOLDERS = ("cache_dir", "kv_disk_dir")
+SCRATCH = "/tmp"  # noqa: S108 - the container's own, and the one folder there that every user may write to
+ONLY_SCRATCH = frozenset({"cloud-run", "lambda", "sagemaker", "fargate"})
+FILES_IN_MEMORY = frozenset({"cloud-run"})  # its file system is the instance's memory
 
 
 class Limit(NamedTuple):
@@ -98,7 +105,13 @@ LIMITS: dict[str, tuple[Limit, ...]] = {
         Limit("request_timeout_s", 1, 480, "time of a stream", "docs.aws.amazon.com/sagemaker: invocations"),
     ),
     "fargate": (
-        Limit("drain_s", 1, 120, "stopTimeout", "docs.aws.amazon.com/AmazonECS: task_definition_parameters"),
+        Limit(
+            "drain_s",
+            1,
+            120 - END_S,
+            f"stopTimeout, less {END_S} s for the end",
+            "docs.aws.amazon.com/AmazonECS: task_definition_parameters",
+        ),
         Limit("instance.gpu", 0, 0, "GPUs", "docs.aws.amazon.com/AmazonECS: fargate"),
         Limit("request_timeout_s", 1, 3600, "idle_timeout", "docs.aws.amazon.com: load-balancer attributes"),
     ),
@@ -172,6 +185,12 @@ GAPS: dict[str, tuple[Gap, ...]] = {
         _PRIORITY,
         _WAIT,
         Gap("request_timeout_s", _W2, "bounds streams; an answer that is not a stream has 60 s"),
+        Gap(
+            "ready_when",
+            _W1,
+            "is left out: SageMaker asks /ping, which is 200 from the first layer on",
+            unless="first-layer",
+        ),
     ),
     "fargate": (
         _NO_BUFFER,
@@ -183,6 +202,7 @@ GAPS: dict[str, tuple[Gap, ...]] = {
     ),
     "ray": (
         _NO_HYBRID,
+        _PRIORITY,
         Gap(
             "queue_timeout_s",
             _W2,
@@ -191,6 +211,7 @@ GAPS: dict[str, tuple[Gap, ...]] = {
     ),
     "kuberay": (
         _NO_HYBRID,
+        _PRIORITY,
         Gap(
             "queue_timeout_s",
             _W2,
@@ -213,10 +234,27 @@ def check_limits(rendering: Rendering, model: Model) -> None:
                 f"{_shown(limit.key, limit.low)} to {_shown(limit.key, limit.high)}",
                 hint=f"Source: {limit.source}, read on {READ}.",
             )
+    _check_folders(rendering, model)
     for gap in GAPS[rendering.platform]:
         value = getattr(model, gap.key)
         if value is not None and value != gap.unless:
             rendering.warn(gap.code, model, gap.key, gap.message)
+
+
+def _check_folders(rendering: Rendering, model: Model) -> None:
+    """Raises E6 for a folder that the container's user could not make."""
+    if rendering.platform not in ONLY_SCRATCH:
+        return
+    for name in FOLDERS:
+        folder = model.serve.get(name)
+        if folder and not posixpath.normpath(str(folder)).startswith(f"{SCRATCH}/"):
+            raise rendering.error(
+                Code.E6,
+                model,
+                f"serve.{name}",
+                f"is {folder}; on {rendering.platform} an instance keeps files below {SCRATCH} only",
+                hint=f'Write {name} = "{SCRATCH}/teneral".',
+            )
 
 
 def value_of(model: Model, key: str) -> float | None:
@@ -231,7 +269,7 @@ def value_of(model: Model, key: str) -> float | None:
 
 def _shown(key: str, value: float) -> str:
     if key.endswith(".memory"):
-        return f"{value / (1 << 20):,.0f} MiB"
+        return _mib(value)
     return f"{value:,g} s" if key.endswith("_s") else f"{value:,g}"
 
 
@@ -371,24 +409,33 @@ def needed_bytes(model: Model, weight_bytes: int) -> int:
 
 def _memory_bytes(rendering: Rendering, model: Model) -> int:
     given, weights = model.instance.memory_bytes, rendering.weight_bytes.get(model.name)
+    files = disk_bytes(model) if rendering.platform in FILES_IN_MEMORY else 0
     if weights is None:
         if given is None:
             raise _needed(
                 rendering, model, "memory", 'memory = "4GiB", or --read-manifests to take it from the model'
             )
+        if given < files + PROCESS_BYTES:
+            raise _too_small(
+                rendering, model, given, files + PROCESS_BYTES, f"the process and {_mib(files)} of files"
+            )
         return given
-    least = needed_bytes(model, weights)
+    least = needed_bytes(model, weights) + files
     if given is None:
         return -(-least // MEMORY_STEP_BYTES) * MEMORY_STEP_BYTES
     if given < least:
-        raise rendering.error(
-            Code.E6,
-            model,
-            "instance.memory",
-            f"is {given / MIB:,.0f} MiB; the weights ({weights / MIB:,.0f} MiB), the KV pool and the process need "
-            f"{least / MIB:,.0f} MiB",
-        )
+        kept = f", {_mib(files)} of files" if files else ""
+        parts = f"the weights ({_mib(weights)}), the KV pool{kept} and the process"
+        raise _too_small(rendering, model, given, least, parts)
     return given
+
+
+def _too_small(rendering: Rendering, model: Model, given: int, least: int, parts: str) -> Exception:
+    return rendering.error(Code.E6, model, "instance.memory", f"is {_mib(given)}; {parts} need {_mib(least)}")
+
+
+def _mib(size_bytes: float) -> str:
+    return f"{size_bytes / MIB:,.0f} MiB"
 
 
 def _needed(rendering: Rendering, model: Model, key: str, example: str) -> Exception:

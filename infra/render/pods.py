@@ -44,9 +44,7 @@ def container(unit: Unit, *, port_name: str = "http", name: str = "teneral") -> 
         "ports": [{"name": port_name, "containerPort": PORT}],
         "resources": resources(unit),
         "securityContext": security_context(),
-        "volumeMounts": [
-            {"name": name, "mountPath": path} for path, (name, _) in volume_sizes(unit.model).items()
-        ],
+        "volumeMounts": volume_mounts(unit),
     }
 
 
@@ -79,6 +77,10 @@ def security_context() -> dict[str, Any]:
         "capabilities": {"drop": ["ALL"]},
         "seccompProfile": {"type": "RuntimeDefault"},
     }
+
+
+def volume_mounts(unit: Unit) -> list[dict[str, Any]]:
+    return [{"name": name, "mountPath": path} for path, (name, _) in volume_sizes(unit.model).items()]
 
 
 def volumes(unit: Unit) -> list[dict[str, Any]]:

@@ -141,6 +141,9 @@ def render(
         )
     rendering = Rendering(pool, platform, options or Options(), weight_bytes or {})
     documents = RENDERERS[platform](rendering, chosen_models(pool, model))
+    for alias in pool.aliases:
+        message = "is left out: a deployed model answers to its own name only"
+        rendering.warnings.append(pool.warning(Code.W1, message, "aliases", alias))
     patched = apply_patches(rendering, documents, every=model is None)
     return Rendered(platform, pool.file, tuple(patched), tuple(rendering.warnings))
 

@@ -20,7 +20,7 @@ from .aws import (
     template,
     template_document,
 )
-from .documents import Document, Rendering
+from .documents import SCRATCH_BYTES, Document, Rendering
 from .limits import MIB, READ, Unit, check_limits, units_of
 from .pods import whole_seconds
 
@@ -41,6 +41,9 @@ INSTANCES = {
     "ml.g5.48xlarge": (192, 768, 8),
 }
 SYSTEM_BYTES = 1 * GIB  # of an instance's memory, for the host itself
+# Families without disks of their own get a volume where copies keep files: theirs, and room for the image.
+VOLUME_FAMILIES = ("ml.m5.",)
+IMAGE_GIB, MAX_VOLUME_GIB = 10, 512
 START_S = 900  # longest load: SageMaker gives up on a container after this
 VARIANT = "main"
 
@@ -114,15 +117,38 @@ def _instance_type(rendering: Rendering, unit: Unit) -> str:
     )
 
 
+def _volume(rendering: Rendering, unit: Unit, instance_type: str, copies: int) -> dict[str, Any]:
+    if not unit.disk_bytes or not instance_type.startswith(VOLUME_FAMILIES):
+        return {}
+    size_gib = IMAGE_GIB + copies * -(-(unit.disk_bytes + SCRATCH_BYTES) // GIB)
+    if size_gib > MAX_VOLUME_GIB:
+        raise rendering.error(
+            Code.E6,
+            unit.model,
+            "serve",
+            f"keeps files that need a volume of {size_gib} GiB, and an instance has at most {MAX_VOLUME_GIB} GiB",
+            hint="Lower cache_bytes or kv_disk_bytes.",
+        )
+    return {"VolumeSizeInGB": size_gib}
+
+
+def _copies(instance_type: str, unit: Unit) -> int:
+    """Copies that fit in one instance."""
+    cores, gib, _ = INSTANCES[instance_type]
+    return max(1, min(int(cores / unit.cpu), (gib * GIB - SYSTEM_BYTES) // unit.memory_bytes))
+
+
 def _container(unit: Unit) -> dict[str, Any]:
     return {"Image": unit.image, "Environment": environment(unit)}
 
 
 def _component(rendering: Rendering, unit: Unit) -> dict[str, Any]:
     """An endpoint with one variant, and the model as a component of it."""
+    instance_type = _instance_type(rendering, unit)
     variant: dict[str, Any] = {
         "VariantName": VARIANT,
-        "InstanceType": _instance_type(rendering, unit),
+        "InstanceType": instance_type,
+        **_volume(rendering, unit, instance_type, _copies(instance_type, unit)),
         "InitialInstanceCount": max(1, unit.min_warm),
         "ManagedInstanceScaling": {
             "Status": "ENABLED",
@@ -281,10 +307,12 @@ def _variants(rendering: Rendering, units: list[Unit]) -> dict[str, Any]:
 
 
 def _variant(rendering: Rendering, unit: Unit, suffix: str, weight: int) -> dict[str, Any]:
+    instance_type = _instance_type(rendering, unit)
     return {
         "VariantName": f"v{unit.version}",
         "ModelName": {"Fn::GetAtt": [f"Model{suffix}", "ModelName"]},
-        "InstanceType": _instance_type(rendering, unit),
+        "InstanceType": instance_type,
+        **_volume(rendering, unit, instance_type, 1),
         "InitialInstanceCount": max(1, unit.min_warm),
         "InitialVariantWeight": weight,
         "ContainerStartupHealthCheckTimeoutInSeconds": START_S,

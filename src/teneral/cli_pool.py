@@ -75,6 +75,9 @@ def _add_render(command: argparse.ArgumentParser) -> None:
     )
     around.add_argument("--prometheus", metavar="URL", help="kubernetes, helm: server that KEDA asks")
     around.add_argument("--gateway", metavar="NAME", help="kubernetes, helm: Gateway that divides traffic")
+    around.add_argument(
+        "--ray-zero", action="store_true", help="ray, kuberay: no replica stays where min_warm is 0"
+    )
     add_source_flags(command)
 
 
@@ -82,7 +85,7 @@ def _render(options: argparse.Namespace) -> int:
     from .infra.render.command import run_render
     from .infra.render.documents import Options
 
-    around = {name: getattr(options, name) for name in ("project", "prometheus", "gateway")}
+    around = {name: getattr(options, name) for name in ("project", "prometheus", "gateway", "ray_zero")}
     return run_render(
         options.platform,
         options.file,

@@ -26,7 +26,20 @@ FLAGS = {
 }
 OF_EVERY_AWS_COMMAND = {"--cli-binary-format", "--region", "--output", "--query"}
 ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")  # a variable in front of a command
-PROGRAMS = {"teneral", "docker", "kubectl", "helm", "aws", "gcloud", "sam", "curl", "ray", "serve", "pip"}
+PROGRAMS = {
+    "teneral",
+    "docker",
+    "kubectl",
+    "helm",
+    "aws",
+    "gcloud",
+    "sam",
+    "curl",
+    "ray",
+    "serve",
+    "pip",
+    "mkdir",
+}
 
 
 def blocks(page: Path, language: str) -> list[str]:

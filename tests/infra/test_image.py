@@ -37,6 +37,17 @@ def dependencies(extras: str, *flags: str) -> list[str]:
     return subprocess.run(program, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
 
 
+def docker_builds() -> list[tuple[str, list[str]]]:
+    """The words of each `docker build` in the Dockerfile's head and in the pages."""
+    pages = [ROOT / "Dockerfile", ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [
+        (f"{page.relative_to(ROOT)}:{number}", command.partition("   ")[0].split())
+        for page in pages
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
+        for command in re.findall(r"docker build [^`#]*", line)
+    ]
+
+
 def test_an_image_installs_what_the_project_asks_for_and_the_extras():
     with open(ROOT / "pyproject.toml", "rb") as file:
         project = tomllib.load(file)["project"]
@@ -50,7 +61,7 @@ def test_an_extra_that_is_unknown_ends_the_build():
         dependencies("cuda99")
 
 
-@pytest.mark.parametrize("extras", ["base", "runpod"])
+@pytest.mark.parametrize("extras", ["base", "ray", "runpod"])
 def test_the_lock_pins_each_requirement_within_its_range_and_by_its_hash(extras):
     """After a change of dependencies: scripts/lock."""
     text = (IMAGE / "lock" / f"{extras}.txt").read_text()
@@ -67,10 +78,29 @@ def test_the_image_has_no_root_a_probe_and_a_process_1_that_obeys():
     assert "USER 10001:10001" in DOCKERFILE
     assert 'ENTRYPOINT ["tini", "--", "teneral"]' in DOCKERFILE
     assert "HEALTHCHECK --interval" in DOCKERFILE
-    stages = re.findall(r"^FROM \S+ AS (\w+)$", DOCKERFILE, re.MULTILINE)
-    assert stages == ["system", "dependencies", "code", "kernels", "serving", "lambda", "runpod", "server"]
+    assert stages() == [
+        *("system", "wanted", "dependencies", "code", "kernels"),
+        *("serving", "lambda", "runpod", "server"),
+    ]
     dependencies_stage = DOCKERFILE.partition(" AS dependencies")[2].partition("\nFROM ")[0]
-    assert "COPY . ." not in dependencies_stage  # a change of code must not change this layer
+    # A change of code, or of anything in pyproject.toml but the requirements, must not change this layer.
+    assert "COPY . ." not in dependencies_stage
+    assert "pyproject.toml" not in dependencies_stage
+
+
+def stages() -> list[str]:
+    return re.findall(r"^FROM \S+ AS (\w+)$", DOCKERFILE, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("place", "words"), docker_builds(), ids=[place for place, _ in docker_builds()])
+def test_the_pages_build_targets_and_extras_that_there_are(place, words):
+    targets = [words[number + 1] for number, word in enumerate(words) if word == "--target"]
+    assert set(targets) <= set(stages())
+    given = dict(
+        words[number + 1].split("=", 1) for number, word in enumerate(words) if word == "--build-arg"
+    )
+    assert set(given) <= set(re.findall(r"^ARG (\w+)", DOCKERFILE, re.MULTILINE))
+    dependencies(given.get("EXTRAS", ""))  # ends with an error for one that is unknown
 
 
 class Answering(http.server.BaseHTTPRequestHandler):

@@ -155,7 +155,8 @@ def test_the_time_to_drain_fits_the_platforms_grace():
     documents = [each.body for each in render_text(text, "kubernetes").documents if each.kind == "Deployment"]
     pod = documents[0]["spec"]["template"]["spec"]
     environment = {each["name"]: each.get("value") for each in pod["containers"][0]["env"]}
-    assert pod["terminationGracePeriodSeconds"] == 45
+    assert pod["containers"][0]["lifecycle"]["preStop"] == {"sleep": {"seconds": 3}}
+    assert pod["terminationGracePeriodSeconds"] == 3 + 40 + 5
     assert float(environment["TENERAL_DRAIN_TIMEOUT_S"]) == 40
 
 

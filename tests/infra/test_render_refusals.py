@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from tests.support.pool_files import IMAGE, PLAIN, VERSIONED, render_text
+import yaml
+from tests.support.pool_files import DIGEST, IMAGE, PLAIN, VERSIONED, render_text
 
 from teneral.cli import run
+from teneral.handlers.pool.keys import MODEL_KEYS
 from teneral.handlers.pool.values import PoolFileError
-from teneral.infra.render.limits import LIMITS
+from teneral.infra.render.limits import LIMITS, ONLY_SCRATCH
 from teneral.infra.render.render import RENDERERS
 
 
@@ -36,7 +38,7 @@ def with_key(key, value):
         ("lambda", "request_timeout_s", 901),
         ("lambda", "drain_s", 3),
         ("sagemaker", "drain_s", 31),
-        ("fargate", "drain_s", 121),
+        ("fargate", "drain_s", 116),
     ],
 )
 def test_a_value_beyond_the_platforms_limit_is_e6_and_names_key_line_and_limit(platform, key, value):
@@ -79,6 +81,93 @@ def test_zero_where_nothing_holds_a_request_is_e7():
         render_text(zero, platform)
     for platform in ("knative", "kserve", "cloud-run", "lambda"):
         render_text(zero, platform)
+
+
+@pytest.mark.parametrize("platform", sorted(ONLY_SCRATCH))
+def test_a_folder_that_the_containers_user_cannot_make_is_e6(platform):
+    for folder in ("/var/cache/teneral", "/tmp", "/tmp/../var", "cache"):
+        text = PLAIN + f'[models.m.serve]\ncache_dir = "{folder}"\ncache_bytes = "1GiB"\n'
+        error = refused(text, platform)
+        assert error.code == "E6"
+        assert error.place.key == "models.m.serve.cache_dir"
+        assert error.place.line > 0
+    render_text(PLAIN + '[models.m.serve]\ncache_dir = "/tmp/teneral"\ncache_bytes = "1GiB"\n', platform)
+
+
+def test_files_on_cloud_run_are_counted_as_memory_and_reported():
+    files = '[models.m.serve]\ncache_dir = "/tmp/teneral"\ncache_bytes = "SIZE"\n'
+    rendered = render_text(PLAIN + files.replace("SIZE", "1GiB"), "cloud-run")
+    assert "1,024 MiB" in str(next(each for each in rendered.warnings if each.code == "W2"))
+    error = refused(PLAIN + files.replace("SIZE", "4GiB"), "cloud-run")
+    assert error.code == "E6"
+    assert error.place.key == "instance.memory"
+
+
+def test_files_on_sagemaker_get_a_volume():
+    files = '[models.m.serve]\ncache_dir = "/tmp/teneral"\ncache_bytes = "SIZE"\n'
+    template = yaml.safe_load(render_text(PLAIN + files.replace("SIZE", "40GiB"), "sagemaker").stream())
+    (variant,) = template["Resources"]["Config"]["Properties"]["ProductionVariants"]
+    assert variant["VolumeSizeInGB"] > 40
+    assert refused(PLAIN + files.replace("SIZE", "600GiB"), "sagemaker").code == "E6"
+
+
+# Two values of each key of a model. A platform renders both, or reports what it makes of the second, or refuses it.
+OF_A_KEY = {
+    "source": ('"s3://bucket/a"', '"s3://bucket/b"'),
+    "base": ('"s3://bucket/a"', '"s3://bucket/b"'),
+    "min_warm": ("1", "2"),
+    "max_instances": ("5", "9"),
+    "buffer": ("0", "1"),
+    "idle_timeout_s": ("100", "200"),
+    "policy": ('"fixed"', '"hybrid"'),
+    "target_concurrency": ("2", "4"),
+    "max_concurrency": ("20", "40"),
+    "queue_timeout_s": ("10", "20"),
+    "request_timeout_s": ("100", "200"),
+    "drain_s": ("10", "50"),
+    "ready_when": ('"first-layer"', '"exact"'),
+    "priority": ("0", "7"),
+}
+OF_VERSIONS = {
+    "versions": ("[7, 8]", "[7, 8, 9]"),
+    "traffic": ('{ "7" = 90, "8" = 10 }', '{ "7" = 50, "8" = 50 }'),
+    "shadow": (None, "{ version = 9, percent = 20 }"),
+    "pins": (None, f'{{ "8" = "{DIGEST}" }}'),
+}
+
+
+def test_every_key_of_a_model_is_among_them():
+    assert set(OF_A_KEY) | set(OF_VERSIONS) >= set(MODEL_KEYS) - {"serve", "instance"}
+
+
+@pytest.mark.parametrize("platform", RENDERERS)
+@pytest.mark.parametrize("key", [*OF_A_KEY, *OF_VERSIONS])
+def test_no_key_is_dropped_in_silence(platform, key):
+    values = (OF_A_KEY | OF_VERSIONS)[key]
+    table = {"source": '"s3://bucket/m"', "min_warm": "1", "max_instances": "5", "max_concurrency": "32"}
+    if key in OF_VERSIONS:
+        table |= {"source": '"s3://bucket/m/{version}"', "versions": "[7, 8, 9]"}
+        table["traffic"] = '{ "7" = 90, "8" = 10 }'
+    outcomes, refusals = [], []
+    for value in values:
+        lines = [f"{name} = {text}" for name, text in {**table, key: value}.items() if text is not None]
+        text = f'version = 1\n[instance]\nimage = "{IMAGE}"\ncpu = 2\nmemory = "4GiB"\n[models.m]\n'
+        try:
+            outcomes.append(render_text(text + "\n".join(lines) + "\n", platform))
+        except PoolFileError as error:
+            refusals.append(error)
+    if refusals:
+        assert all(key in each.place.key or key in OF_VERSIONS for each in refusals)
+        return
+    first, second = outcomes
+    reported = [each for each in second.warnings if each.place.key.endswith(f".{key}")]
+    assert first.texts() != second.texts() or reported
+
+
+def test_names_that_only_a_running_pool_has_are_reported():
+    for platform in RENDERERS:
+        rendered = render_text(PLAIN + '[aliases]\nother = "m"\n', platform)
+        assert [each.code for each in rendered.warnings if each.place.key == "aliases.other"] == ["W1"]
 
 
 def test_requests_that_fail_while_sagemaker_wakes_are_w3():

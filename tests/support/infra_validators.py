@@ -26,6 +26,8 @@ CRD_FILES = {
     "InterceptorRoute": "keda-ir.yaml",
     "RayService": "rayservice.yaml",
 }
+GATEWAY_FILE = "gateway-httproute.yaml"
+TRIGGERS_FILE = "keda-scalers-schema.json"
 KUBERNETES_VERSION = "1.34"
 
 
@@ -47,18 +49,44 @@ def check_custom(document: Mapping[str, Any]) -> None:
     import jsonschema
 
     kind = document["kind"]
-    schema = _custom_schema(kind, document["apiVersion"].rpartition("/")[2])
+    name = GATEWAY_FILE if kind == "HTTPRoute" else CRD_FILES[kind]
+    schema = _custom_schema(kind, name, document["apiVersion"].rpartition("/")[2])
     validator = jsonschema.Draft202012Validator(schema)
     errors = [
         f"{'.'.join(map(str, error.path))}: {error.message[:300]}"
         for error in validator.iter_errors(document)
     ]
     assert not errors, f"{kind} {document['metadata']['name']}: {errors}"
+    if kind == "ScaledObject":
+        check_triggers(document)
+
+
+def check_triggers(document: Mapping[str, Any]) -> None:
+    """By KEDA's own list of parameters: those that a trigger needs are there, and no others."""
+    known = _triggers()
+    for trigger in document["spec"]["triggers"]:
+        parameters = known[trigger["type"]]
+        needed = {
+            name for name, each in parameters.items() if not each.get("optional") and "default" not in each
+        }
+        given = trigger["metadata"]
+        assert needed <= set(given), f"{trigger['type']} lacks {needed - set(given)}"
+        assert all(isinstance(value, str) for value in given.values())
+        if trigger["type"] != "external-push":  # all others go to the scaler that it names
+            assert set(given) <= set(parameters), (
+                f"{trigger['type']} does not know {set(given) - set(parameters)}"
+            )
 
 
 @functools.cache
-def _custom_schema(kind: str, version: str) -> dict[str, Any]:
-    with open(CRDS / CRD_FILES[kind], encoding="utf-8") as file:
+def _triggers() -> dict[str, dict[str, Any]]:
+    scalers = json.loads((CRDS / TRIGGERS_FILE).read_text(encoding="utf-8"))["scalers"]
+    return {each["type"]: {one["name"]: one for one in each["parameters"]} for each in scalers}
+
+
+@functools.cache
+def _custom_schema(kind: str, name: str, version: str) -> dict[str, Any]:
+    with open(CRDS / name, encoding="utf-8") as file:
         found = [document for document in yaml.load_all(file, Loader=_loader()) if document]
     versions = {each["name"]: each["schema"]["openAPIV3Schema"] for each in found[0]["spec"]["versions"]}
     schema = copy.deepcopy(versions[version])
@@ -115,6 +143,8 @@ def check_kubernetes(documents: Iterable[Mapping[str, Any]]) -> set[str]:
                 unknown.add(document["kind"])
         elif document["apiVersion"].startswith("gateway.networking"):
             check_gateway_route(document)
+            if (CRDS / GATEWAY_FILE).exists():
+                check_custom(document)
         else:
             check_builtin(document)
         check_admission(document)
@@ -122,7 +152,7 @@ def check_kubernetes(documents: Iterable[Mapping[str, Any]]) -> set[str]:
 
 
 def check_gateway_route(document: Mapping[str, Any]) -> None:
-    """Gateway API's schema is not at hand: its bounds on what is rendered here, from its API reference (v1.4)."""
+    """Gateway API's bounds on what is rendered here, from its API reference (v1.4); its schema where it is at hand."""
     assert set(document) == {"apiVersion", "kind", "metadata", "spec"}
     assert set(document["spec"]) == {"parentRefs", "hostnames", "rules"}
     for rule in document["spec"]["rules"]:

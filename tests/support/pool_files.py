@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from teneral.handlers.pool.file import parse_pool
 from teneral.handlers.pool.values import Pool
 from teneral.infra.render.documents import Options
-from teneral.infra.render.limits import LIMITS, MAX_VERSIONS
+from teneral.infra.render.limits import FILES_IN_MEMORY, LIMITS, MAX_VERSIONS, ONLY_SCRATCH
 from teneral.infra.render.render import Rendered, render
 
 DIGEST = "0123456789abcdef" * 4
@@ -124,7 +124,7 @@ def models(draw: st.DrawFn, platform: str) -> dict[str, Any]:
         "request_timeout_s": st.just(seconds("request_timeout_s", 60, 3600)),
         "drain_s": st.just(seconds("drain_s", 1, 60)),
         "priority": st.integers(-100, 100),
-        "serve": st.just(draw(serve_tables())),
+        "serve": st.just(draw(serve_tables(platform))),
     }
     model |= {key: draw(value) for key, value in optional.items() if draw(st.booleans())}
     if versioned:
@@ -143,14 +143,15 @@ def models(draw: st.DrawFn, platform: str) -> dict[str, Any]:
 
 
 @st.composite
-def serve_tables(draw: st.DrawFn) -> dict[str, Any]:
+def serve_tables(draw: st.DrawFn, platform: str) -> dict[str, Any]:
     table: dict[str, Any] = {}
     if draw(st.booleans()):
         table["api_key_env"] = "MY_KEY"
     if draw(st.booleans()):
         table |= {"kv_snapshot": "s3://bucket/kv", "kv_bytes": "512MiB"}
     if draw(st.booleans()):
-        table |= {"cache_dir": "/var/cache/teneral", "cache_bytes": "4GiB"}
+        folder = "/tmp/teneral" if platform in ONLY_SCRATCH else "/var/cache/teneral"
+        table |= {"cache_dir": folder, "cache_bytes": "1GiB" if platform in FILES_IN_MEMORY else "4GiB"}
     if draw(st.booleans()):
         table["handler"] = draw(st.sampled_from(["app.py:handler", 'quote"d: #x', "päckage.mod:händler"]))
     return table

@@ -34,7 +34,7 @@ app.kubernetes.io/part-of: teneral
 serviceAccountName: {{ .base }}
 automountServiceAccountToken: false
 enableServiceLinks: false
-terminationGracePeriodSeconds: {{ add (int (include "teneral.seconds" .model.drain_s)) 5 }}
+terminationGracePeriodSeconds: {{ add (int (include "teneral.seconds" .model.drain_s)) 8 }}
 containers:
 - name: teneral
   image: {{ .model.image | quote }}

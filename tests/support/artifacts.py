@@ -15,6 +15,9 @@ import numpy.typing as npt
 from blake3 import blake3
 from tests.support.memory_store import MemoryStore
 
+from teneral.loader.errors import (
+    NotFoundError,
+)
 from teneral.loader.format import codec
 from teneral.loader.format.manifest import (
     DTYPE_BITS,
@@ -32,9 +35,14 @@ from teneral.loader.format.manifest import (
     place_tensors,
     tensor_bytes,
 )
+from teneral.loader.sources.file.store import FileStore
 
 Bytes = npt.NDArray[np.uint8]
+
+
 Shape = tuple[int, ...]
+
+
 Layout = Sequence[tuple[str, Mapping[str, tuple[str, Shape]]]]  # [(group, {tensor: (dtype, shape)})]
 
 
@@ -198,3 +206,10 @@ class _BlobWriter:
         return {
             blob.name: bytes(self._data[tier]) for blob, tier in zip(self.blobs(), self._data, strict=True)
         }
+
+
+def names_in(store: MemoryStore | FileStore) -> list[str]:
+    try:
+        return [info.name for info in store.list()]
+    except NotFoundError:
+        return []

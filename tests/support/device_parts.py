@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
+from tests.support.paced import WAIT_S
 
 from teneral.loader.format import codec
 from teneral.loader.format.manifest import (
@@ -24,6 +25,7 @@ from teneral.loader.format.manifest import (
     align,
     place_tensors,
 )
+from teneral.loader.load.device_load import DeviceLoad
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -115,3 +117,18 @@ def every_word(bits: int = 16) -> Bytes:
     """Every bit pattern of 16 bits once, in an order in which neighbours differ in all places."""
     words = np.arange(1 << bits, dtype="<u2")
     return (words * np.uint16(40503)).astype("<u2").view(np.uint8)
+
+
+def seen(load: DeviceLoad, name: str) -> bytes:
+    """A tensor as who computes on the host's own stream sees it."""
+    tensor = load.manifest.by_name[name]
+    load.order_after([tensor.group], 0)
+    slab = load.device_slab(tensor.group)
+    return slab[tensor.offset_bytes : tensor.offset_bytes + tensor.size_bytes].tobytes()
+
+
+def assert_exact(load: DeviceLoad, originals: dict[str, np.ndarray]) -> None:
+    for group in load.manifest.groups:
+        load.wait(group.index, timeout_s=WAIT_S)
+    for name, original in originals.items():
+        assert seen(load, name) == original.tobytes(), name

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 
 from teneral.runtime.kv.blocks import BlockAllocator
-from teneral.runtime.kv.prefixes import HASH_BYTES, PrefixCache, chain_hash
+from teneral.runtime.kv.prefixes import HASH_BYTES, PrefixCache, chain_hash, seed_hash
 from teneral.runtime.kv.spill.media import DiskMedium, HostMedium, Medium
 from teneral.runtime.kv.spill.policy import Fetch
 from teneral.runtime.kv.spill.spill import Spill
 
 BLOCK_SIZE = 4
+
+
 POISON = 0xEE
 
 
@@ -178,3 +182,35 @@ class SpillRig:
         self.allocator.check_integrity()
         self.prefixes.check_integrity()
         self.spill.check_integrity()
+
+
+SEED = seed_hash(b"model")
+A = chain([1] * 24, SEED)  # six blocks
+B = chain([2] * 24, SEED)
+C = chain([3] * 24, SEED)
+
+
+KINDS = ("host", "disk", "both")
+
+
+@contextmanager
+def small_rig(kind: str, folder: Path) -> Iterator[SpillRig]:
+    """Twelve blocks in the pool, and twice as many on a medium."""
+    sizes = {"host": {"host": 24}, "disk": {"disk": 24}, "both": {"host": 5, "disk": 19}}[kind]
+    rig = SpillRig(12, folder=folder, **sizes)
+    yield rig
+    rig.check()
+    rig.spill.stop()
+    assert all(medium.is_closed for medium in rig.media)
+
+
+def fetched(rig: SpillRig, hashes: list[bytes]) -> int:
+    """How many blocks of a chain are there after a fetch."""
+    fetch = rig.fetch(hashes, rig.found(hashes))
+    rig.pump()
+    assert fetch.is_done
+    return rig.found(hashes)
+
+
+def total(figures) -> float:
+    return sum(figures.values())

@@ -7,19 +7,14 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.support.artifacts import BuiltArtifact, Layout, build_artifact
-from tests.support.checkpoints import llama_contents, model_store
-from tests.support.faulty_loads import first_ranges
+from tests.support.device_parts import assert_exact, seen
 from tests.support.paced import WAIT_S, PacedSource, reads_of
 from tests.support.simulated_device import SimulatedDevice
-from tests.support.store_faults import Fault
-from tests.support.store_server import StoreServer
 
-from teneral.loader.artifact import open_artifact
 from teneral.loader.device import ring as pieces
 from teneral.loader.device import sink
 from teneral.loader.device.base import Device
@@ -33,19 +28,12 @@ from teneral.loader.errors import (
     IntegrityError,
     LoadCancelledError,
     LoadError,
-    TeneralError,
 )
-from teneral.loader.format.manifest import Manifest, Tensor, Tier
+from teneral.loader.format.manifest import Tensor, Tier
 from teneral.loader.load import device_load
 from teneral.loader.load.accounting import LoadState
 from teneral.loader.load.device_load import DeviceLoad
-from teneral.loader.load.launch import Task, is_possible, launch
-from teneral.loader.load.load import WeightLoad
 from teneral.loader.load.options import LoadOptions, Order
-from teneral.loader.sources.base import SourceOptions
-from teneral.loader.sources.file.store import FileStore
-from teneral.loader.timeline import Timeline
-from teneral.loader.tools.pack.pack import pack
 
 LAYOUT: Layout = [
     ("embed", {"embed": ("BF16", (300, 257)), "steps": ("I64", (4, 300))}),
@@ -58,13 +46,6 @@ LAYOUT: Layout = [
 @pytest.fixture(scope="module")
 def built() -> BuiltArtifact:
     return build_artifact(LAYOUT, draft_elements=65_536, refine_elements=131_072)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("device")
-    pack(model_store(llama_contents(num_layers=3)), FileStore(path / "bucket" / "model"))
-    return path
 
 
 @pytest.fixture
@@ -83,30 +64,6 @@ def load_in_threads(
         source or built.store.reopen(), built.manifest, lambda: device, options=chosen
     ) as load:
         yield load
-
-
-@contextmanager
-def load_in_a_process(url: str, open_device: Callable[[], Device], **options: object) -> Iterator[DeviceLoad]:
-    timeline = Timeline()
-    source_options = SourceOptions(**options.pop("source_options", {}))
-    task = Task(url, None, source_options, LoadOptions(**options), timeline.started_at, device="simulated")
-    with DeviceLoad.follow(launch(task), open_device, timeline=timeline) as load:
-        yield load
-
-
-def seen(load: DeviceLoad, name: str) -> bytes:
-    """A tensor as who computes on the host's own stream sees it."""
-    tensor = load.manifest.by_name[name]
-    load.order_after([tensor.group], 0)
-    slab = load.device_slab(tensor.group)
-    return slab[tensor.offset_bytes : tensor.offset_bytes + tensor.size_bytes].tobytes()
-
-
-def assert_exact(load: DeviceLoad, originals: dict[str, np.ndarray]) -> None:
-    for group in load.manifest.groups:
-        load.wait(group.index, timeout_s=WAIT_S)
-    for name, original in originals.items():
-        assert seen(load, name) == original.tobytes(), name
 
 
 @pytest.mark.parametrize("order", [Order.EXACT, Order.DRAFT_FIRST])
@@ -416,91 +373,3 @@ def test_closing_a_load_that_waits_for_room_ends_it(
             load.wait(len(built.manifest.groups) - 1, timeout_s=WAIT_S)
     load.close()
     load.close()
-
-
-# in a process of its own
-
-needs_memory_files = pytest.mark.skipif(not is_possible(), reason="this system has no memory files")
-
-
-@needs_memory_files
-def test_a_process_brings_the_same_weights(folder: Path, device: SimulatedDevice) -> None:
-    artifact = folder / "bucket" / "model"
-    source = FileStore(artifact)
-    manifest = open_artifact(source)
-    with WeightLoad(source, manifest) as here, load_in_a_process(str(artifact), lambda: device) as there:
-        here.start()
-        assert there.manifest == manifest
-        for group in manifest.groups:
-            here.wait(group.index, timeout_s=WAIT_S)
-        assert_exact(there, {tensor.name: here.array(tensor.name) for tensor in manifest.tensors})
-        assert there.join(WAIT_S)
-        assert there.progress().state is LoadState.EXACT
-        assert there.statistics().stored_bytes == here.statistics().stored_bytes
-        lanes = {span.lane for span in there._timeline.spans()}
-        assert {"fetch", "verify", "decode", "place", "ready"} <= lanes
-        marks = [span.name for span in there._timeline.spans() if span.lane == "ready"]
-        assert len(marks) == len(set(marks)), "the child tells of gates that are not its own"
-
-
-@needs_memory_files
-def test_a_process_may_be_done_before_the_device_is_open(folder: Path, device: SimulatedDevice) -> None:
-    go_on = threading.Event()
-
-    def open_late() -> Device:
-        go_on.wait()
-        return device
-
-    with load_in_a_process(str(folder / "bucket" / "model"), open_late) as load:
-        assert load.join(WAIT_S)  # all images are in the ring
-        assert load.progress().state is LoadState.LOADING
-        assert not load.is_ready(0)
-        go_on.set()
-        for group in load.manifest.groups:
-            load.wait(group.index, timeout_s=WAIT_S)
-        assert load.progress().state is LoadState.EXACT
-
-
-@needs_memory_files
-def test_a_process_through_a_faulty_store_brings_exact_weights(
-    tmp_path: Path, device: SimulatedDevice
-) -> None:
-    pack(model_store(llama_contents(num_layers=2)), FileStore(tmp_path / "models"))
-    contents = open_artifact(FileStore(tmp_path / "models"))
-    with (
-        StoreServer(tmp_path, fault=first_ranges(3, Fault(status=503))) as server,
-        load_in_a_process(f"{server.url}/models", lambda: device) as load,
-        WeightLoad(FileStore(tmp_path / "models"), contents) as here,
-    ):
-        here.start()
-        for group in contents.groups:
-            here.wait(group.index, timeout_s=WAIT_S)
-        assert_exact(load, {tensor.name: here.array(tensor.name) for tensor in contents.tensors})
-
-
-@needs_memory_files
-def test_a_device_without_room_ends_the_process(folder: Path) -> None:
-    small = SimulatedDevice(memory_bytes=1000)
-    with load_in_a_process(str(folder / "bucket" / "model"), lambda: small) as load:
-        with pytest.raises(InsufficientMemoryError):
-            load.wait(0, timeout_s=WAIT_S)
-        assert load.join(WAIT_S)
-
-
-@needs_memory_files
-def test_a_child_that_dies_ends_the_load(folder: Path, device: SimulatedDevice) -> None:
-    hold = threading.Event()
-
-    def open_never() -> Device:
-        hold.wait()
-        return device
-
-    stall = Fault(stall_after_bytes=1000, stall_s=WAIT_S)
-    with StoreServer(folder, fault=lambda request: stall if "blobs" in str(request) else None) as server:
-        with load_in_a_process(f"{server.url}/bucket/model", open_never) as load:
-            assert isinstance(load.manifest, Manifest)
-            load._feed._child.kill()
-            with pytest.raises(TeneralError, match="killed by signal"):
-                load.wait(0, timeout_s=WAIT_S)
-            hold.set()
-        server.drop_connections()

@@ -4,7 +4,8 @@
  * team and makes its own. Waiting spins for a while, then yields, then sleeps on a futex: the others' work is short,
  * but they may have lost their cores. When waiting takes more than a fifth of a region, others use the cores: the team
  * leaves a thread out for some regions, which is faster then; for two of them at first, since a moment's disturbance must
- * not slow down a whole prompt. Results never depend on the number of threads.
+ * not slow down a whole prompt. After a pause all threads are tried again: what took the cores before it has ended, most
+ * likely. Results never depend on the number of threads.
  */
 #define _GNU_SOURCE
 #include "team.h"
@@ -30,6 +31,7 @@ enum {
     MEASURED_NS = 1000 * 1000, /* shorter regions say nothing about the cores */
     FIRST_WITHOUT = 2,         /* regions that a thread is left out for, before all are tried again ... */
     MOST_WITHOUT = 32,         /* ... and when that has failed again and again: twice as many each time */
+    PAUSE_NS = 50 * 1000 * 1000, /* between two regions: what was measured before it is out of date */
     WAITING_SHARE = 5,         /* a share of one in this number of a region's time is too much */
     STACK_BYTES = 2 << 20,     /* attention takes 0.4 MiB; thread sanitizers 0.8 of every stack */
 };
@@ -40,6 +42,7 @@ static struct {
     _Atomic int left_out;   /* of these, for `regions_without` more regions */
     int regions_without;
     int last_without;       /* how many these were in the beginning; 0 after regions that went well */
+    int64_t ended_ns;       /* the last region */
     int made;               /* threads that exist besides the calling one */
     bool handles_forks;
     uint32_t begun_before;  /* `begun` when the newest threads were made */
@@ -178,6 +181,13 @@ static void judge(const tn_region *region, int64_t took_ns) {
     }
 }
 
+/* Forget what was measured before a pause. */
+static void forget_if_paused(int64_t begin_ns) {
+    if (begin_ns - team.ended_ns < PAUSE_NS) return;
+    atomic_store(&team.left_out, 0);
+    team.regions_without = team.last_without = 0;
+}
+
 /* ---- regions ---- */
 
 void tn_run_alone(tn_body body, void *arg) {
@@ -191,6 +201,8 @@ void tn_run(tn_body body, void *arg) {
         return;
     }
     pthread_mutex_lock(&team.in_use);
+    const int64_t begin_ns = now_ns();
+    forget_if_paused(begin_ns);
     tn_region region = {.num = make_threads(tn_num_threads())};
     if (region.num > 1) {
         team.body = body;
@@ -201,13 +213,13 @@ void tn_run(tn_body body, void *arg) {
         atomic_store(&team.begun.value, regions << NUM_BITS | (uint32_t)region.num);
         announce(&team.begun);
     }
-    const int64_t begin_ns = now_ns();
     body(arg, &region, 0);
     int64_t waited_ns = 0;
     for (uint32_t running; region.num > 1 && (running = atomic_load(&team.running.value));)
         waited_ns += wait_while(&team.running, running);
     atomic_fetch_add(&region.waited_ns, waited_ns);
-    judge(&region, now_ns() - begin_ns);
+    team.ended_ns = now_ns();
+    judge(&region, team.ended_ns - begin_ns);
     pthread_mutex_unlock(&team.in_use);
 }
 

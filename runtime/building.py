@@ -138,7 +138,7 @@ class ModelBuild:
         else:
             drafter = None
             if self._base is not None and config.draft_ahead:
-                drafter = self._base.drafter_for(model, model_config, choice, config.max_context)
+                drafter = self._base.drafter_for(model, choice)
             self._start_engine(model, manifest, drafter)
 
     def _warm_device_up(self, device: str) -> None:

@@ -63,6 +63,8 @@ class Forecast(NamedTuple):
     rate_bytes_per_s: float
     # From now: the rest of the weights, and computing one token.
     first_token_s: float
+    # A mixture's first token needs those experts alone that its router will choose.
+    is_upper_bound: bool = False
 
 
 class Instance:
@@ -292,9 +294,12 @@ class Instance:
         if not 0.0 < left_s < math.inf:
             return None
         # Imported with the model.
+        from ..loader.format.layout import is_expert
         from .engine.arrival import token_s
 
-        return Forecast(progress.rate_bytes_per_s, left_s + token_s(self.load.manifest))
+        manifest = self.load.manifest
+        is_mixture = any(is_expert(group.name) for group in manifest.groups)
+        return Forecast(progress.rate_bytes_per_s, left_s + token_s(manifest), is_mixture)
 
     def statistics(self) -> dict[str, Any]:
         """The figures of every part that exists so far."""

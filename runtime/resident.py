@@ -7,7 +7,7 @@ instance is switched, nor what becomes of the requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..loader.errors import UsageError
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from .backends.choose import BackendChoice
     from .files import ModelFiles
     from .models.decoder import Decoder
-    from .models.decoder_config import DecoderConfig
     from .text.tokenizer import TextTokenizer
     from .weights import AnyLoad
 
@@ -37,10 +36,9 @@ class BaseInMemory(NamedTuple):
     """An exact model and its tokenizer."""
 
     weights: ResidentBase
-    load: AnyLoad  # which has ended
     text_settings: TextSettings
     tokenizer: TextTokenizer
-    config: DecoderConfig | None  # None: no decoder of ours computes it
+    model: Decoder | None  # None: no decoder of ours computes it
 
     def tokenizer_for(
         self, tuned: Manifest, files: ModelFiles, adjust: Callable[[TextSettings], TextSettings]
@@ -55,22 +53,18 @@ class BaseInMemory(NamedTuple):
                 return None
         return self.tokenizer
 
-    def drafter_for(
-        self, model: Decoder, config: Mapping[str, Any], choice: BackendChoice, max_context: int | None
-    ) -> Decoder | None:
-        """The base as a model of its own, for the engine of the fine-tune's `model`, which was made of this
-        config.json; None where their shapes or numbers differ, so that they cannot share a KV pool.
+    def drafter_for(self, model: Decoder, choice: BackendChoice) -> Decoder | None:
+        """The base as a model of its own, for the engine of the fine-tune's `model`; None where their shapes
+        or numbers differ, so that they cannot share a KV pool.
         """
-        if self.config is None or getattr(model, "config", None) != self.config:
+        own = self.model
+        if own is None or getattr(model, "config", None) != own.config:
             return None
-        from .models.build import build_model
-        from .weights import StreamedWeights
+        if (own.executor.name, own.computes) != (model.executor.name, model.computes):
+            return None
+        from .models.build import build_again
 
-        found = build_model(
-            config, StreamedWeights(self.load), choice.model_backends(), max_context=max_context
-        )
-        is_same = (found.executor.name, found.computes) == (model.executor.name, model.computes)
-        return found if is_same else None  # type: ignore[return-value]  # a decoder, by its config
+        return build_again(own, choice.model_backends())
 
 
 def base_in_memory(
@@ -89,24 +83,12 @@ def base_in_memory(
             key="weights_bytes",
             hint="Leave it out, or start a server with the fine-tune.",
         )
-    if load.paged_groups:
-        raise UsageError(
-            "with weights_bytes not all of the model is in memory, so it cannot be the base of a fine-tune",
-            key="model",
-            hint="Leave weights_bytes out, or start a server with the fine-tune and its --base.",
-        )
     manifest = load.manifest
     slabs = [load.slab(group.index) for group in manifest.groups]
-    from .models.decoder_config import DecoderConfig
+    from .models.decoder import Decoder
 
-    config = getattr(model, "config", None)
-    return BaseInMemory(
-        ResidentBase(manifest, slabs),
-        load,
-        text_settings,
-        tokenizer,
-        config if isinstance(config, DecoderConfig) else None,
-    )
+    own = model if isinstance(model, Decoder) else None
+    return BaseInMemory(ResidentBase(manifest, slabs), text_settings, tokenizer, own)
 
 
 def _digests(manifest: Manifest) -> dict[str, bytes | None]:

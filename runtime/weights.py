@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -104,6 +105,9 @@ class Weights(Protocol):
     def expert_gate(self, names: Sequence[Iterable[str]]) -> ExpertGate:
         """A gate for experts; `names` are each one's tensors. Unknown names are ignored."""
 
+    def stacked_expert_gate(self, names: Iterable[str]) -> ExpertGate:
+        """A gate for experts that are rows of these tensors, which must be there."""
+
 
 class DictWeights:
     """Weights that are complete."""
@@ -130,6 +134,9 @@ class DictWeights:
         return _WholeTable(self.gate([table, *names]))
 
     def expert_gate(self, names: Sequence[Iterable[str]]) -> ExpertGate:
+        return _OpenExperts()
+
+    def stacked_expert_gate(self, names: Iterable[str]) -> ExpertGate:
         return _OpenExperts()
 
 
@@ -179,7 +186,7 @@ class StreamedWeights:
         return _GroupGate(self._load, {by_name[name].group for name in names if name in by_name})
 
     def row_gate(self, table: str, names: Iterable[str]) -> RowGate:
-        return _TableGate(self._load, table, names)
+        return _TableGate(self._load, [table], names)
 
     def expert_gate(self, names: Sequence[Iterable[str]]) -> ExpertGate:
         by_name, load = self._load.manifest.by_name, self._load
@@ -187,6 +194,13 @@ class StreamedWeights:
         if load.paged_groups and load.paged_groups.issuperset(chain(*groups)):
             return _PagedExperts(load, groups)
         return _GroupedExperts(load, groups)
+
+    def stacked_expert_gate(self, names: Iterable[str]) -> ExpertGate:
+        load, tensors = self._load, [self._load.manifest.by_name[name] for name in names]
+        groups = {tensor.group for tensor in tensors}
+        if load.paged_groups and load.paged_groups.issuperset(groups):
+            return _PagedExperts(load, [groups] * tensors[0].shape[0])
+        return _StackedExperts(load, [tensor.name for tensor in tensors])
 
 
 class _Open:
@@ -272,17 +286,17 @@ class _GroupGate:
 
 
 class _TableGate:
-    """The gate of some rows of a table and of the other named tensors, all in whole parts."""
+    """The gate of some rows of tables and of the other named tensors, all in whole parts."""
 
-    def __init__(self, load: AnyLoad, table: str, names: Iterable[str]) -> None:
+    def __init__(self, load: AnyLoad, tables: Collection[str], names: Iterable[str]) -> None:
         self._load = load
         manifest = load.manifest
-        present = [name for name in {table, *names} if name in manifest.by_name]
+        present = [name for name in {*tables, *names} if name in manifest.by_name]
         self._groups = sorted({manifest.by_name[name].group for name in present})
         self._others: set[int] = set().union(
-            *(RowParts(manifest, name).all for name in present if name != table)
+            *(RowParts(manifest, name).all for name in present if name not in tables)
         )
-        self._table = RowParts(manifest, table) if table in present else None
+        self._tables = [RowParts(manifest, name) for name in present if name in tables]
         self._tiers = [part.tier for part in manifest.parts]
         # A tier that the artifact lacks counts as present with the first one that it has.
         self._lowest = min(self._tiers, default=Tier.REFINE)
@@ -317,8 +331,9 @@ class _TableGate:
         return all(self._load.is_ready(group) for group in self._groups)
 
     def _parts(self, rows: Rows, tier: Tier = Tier.REFINE) -> set[int]:
-        held = self._table.holding(rows.ravel().tolist()) if self._table is not None else set()
-        return {number for number in self._others | held if self._tiers[number] <= max(tier, self._lowest)}
+        numbers = rows.ravel().tolist()
+        held = self._others.union(*(table.holding(numbers) for table in self._tables))
+        return {number for number in held if self._tiers[number] <= max(tier, self._lowest)}
 
 
 class _GroupedExperts:
@@ -357,6 +372,34 @@ class _GroupedExperts:
 
     def _of(self, experts: Rows) -> set[int]:
         return {group for expert in experts.tolist() for group in self._groups[expert]}
+
+
+class _StackedExperts:
+    """The gate of experts that are rows of the same tensors, and arrive in parts, in any order."""
+
+    def __init__(self, load: AnyLoad, names: Collection[str]) -> None:
+        self._load = load
+        self._names = names
+
+    @cached_property
+    def _rows(self) -> _TableGate:
+        """Made at the first use: a whole load needs none, and a layer has hundreds of parts."""
+        return _TableGate(self._load, self._names, ())
+
+    def want(self, experts: Rows, tier: Tier = Tier.REFINE) -> None:
+        self._rows.want(experts, tier)
+
+    def opens(self, experts: Rows, timeout_s: float, tier: Tier = Tier.REFINE) -> bool:
+        return self._rows.opens(experts, timeout_s, tier)
+
+    @contextmanager
+    def reading(self, experts: Rows, tier: Tier = Tier.REFINE) -> Iterator[None]:
+        if tier is Tier.REFINE:
+            self._rows(experts)
+            yield
+        else:
+            with self._rows.reading(experts, tier):
+                yield
 
 
 class _PagedExperts:

@@ -93,6 +93,7 @@ def _load_of(instance: Instance, state: State) -> dict[str, Any]:
         else {
             "rate_bytes_per_s": round(forecast.rate_bytes_per_s),
             "first_token_s": round(forecast.first_token_s, 3),
+            "is_upper_bound": forecast.is_upper_bound,
         },
         "error": None if failure is None else failure.message,
     }

@@ -258,7 +258,8 @@ class Service:
         if forecast is None:
             return comment
         rate, left_s = forecast.rate_bytes_per_s / 1e6, forecast.first_token_s
-        return f"{comment}, {rate:.{0 if rate >= 10 else 1}f} MB/s, first token in about {max(1, round(left_s))} s"
+        when = f"{'within' if forecast.is_upper_bound else 'in'} about {max(1, round(left_s))} s"
+        return f"{comment}, {rate:.{0 if rate >= 10 else 1}f} MB/s, first token {when}"
 
     def _body_is_there(self, request: web.Request) -> None:
         """Record a request's body: only now does the request take a place, which may be gone:

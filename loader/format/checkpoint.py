@@ -18,7 +18,7 @@ from typing import NamedTuple
 from ..errors import AccessDeniedError, CheckpointError, NotFoundError, TeneralError, UsageError
 from ..process.cpu import parallel_map
 from ..sources.base import ObjectInfo, Remote, Source, check_name
-from .layout import Stretch, arrange_tensors, cut_parts, fine_part_elements, group_tensors
+from .layout import Stretch, arrange_tensors, cut_group, fine_part_elements, group_tensors
 from .limits import MAX_SMALL_FILE_BYTES
 from .manifest import (
     DTYPE_BITS,
@@ -242,7 +242,7 @@ def _manifest(checkpoint: Checkpoint, groups: tuple[Group, ...], tensors: tuple[
             # Rows of embeddings are asked for one by one.
             is_table = group is groups[0] and len(run) == 1 and len(run[0].shape) == 2
             most = fine_part_elements(members) if is_table else MAX_PART_ELEMENTS
-            for stretches in cut_parts(run, max_elements=most):
+            for stretches in cut_group(group.name, run, max_elements=most):
                 parts.append(_stored_part(len(parts), stretches, places))
     return Manifest(
         generator="safetensors",

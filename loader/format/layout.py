@@ -26,6 +26,7 @@ from .manifest import (
     Encoding,
     Group,
     Tensor,
+    align,
     place_tensors,
     tensor_bytes,
 )
@@ -94,7 +95,9 @@ _CONTAINER = re.compile(r"(?:\w+_)?(?:layers?|blocks?|resblocks|h)")
 _EARLY_STACK = re.compile(r"vision|visual|image|audio|encoder|down_blocks")
 _LATE_STACK = re.compile(r"decoder|up_blocks")
 _NUMBER = re.compile(r"([0-9]+)")
-_EXPERT = re.compile(r"(.*\.[0-9]+)\.experts\.[0-9]+(?:-[0-9]+)?", re.DOTALL)
+_EXPERTS = re.compile(r"(.*\.[0-9]+)\.experts(\.[0-9]+)?(?:-[0-9]+)?", re.DOTALL)
+# All experts of a layer, one in each row, as gpt-oss has them in MXFP4. Biases are small, and stay in their layer.
+_STACKED = re.compile(r"(?:.*\.)?experts\.(?:gate_up|down)_proj_(?:blocks|scales)", re.DOTALL)
 _STEM = re.compile(r"emb(?!ed_out)|patch|stem|ln_pre|norm_pre|pre_?la?ye?rnorm", re.IGNORECASE)
 _NORM = re.compile(r"norm|\bln_", re.IGNORECASE)
 _OUTPUT = re.compile(
@@ -118,9 +121,11 @@ def group_tensors(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, list
 
     They are called "embed", "layers.0", "layers.1", … and "head"; where a model has several stacks
     of layers, "encoder.layers.0" and so on. Each expert of a mixture has a group of its own behind
-    its layer's: "layers.0.experts.0". Groups without tensors are left out.
+    its layer's: "layers.0.experts.0". Tensors that hold all experts of a layer have one:
+    "layers.0.experts". Groups without tensors are left out.
     """
     layers: dict[tuple[str, int], list[str]] = defaultdict(list)
+    stacked: dict[tuple[str, int], list[str]] = defaultdict(list)
     experts: dict[tuple[str, int], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     last_number: dict[str, int] = defaultdict(int)  # by stack
     others: list[str] = []
@@ -128,7 +133,10 @@ def group_tensors(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, list
         if place := _locate(name):
             expert = _expert_number(place)
             of_layer = (place.stack, place.number)
-            (layers[of_layer] if expert is None else experts[of_layer][expert]).append(name)
+            if _STACKED.fullmatch(place.rest):
+                stacked[of_layer].append(name)
+            else:
+                (layers[of_layer] if expert is None else experts[of_layer][expert]).append(name)
             last_number[place.stack] = max(last_number[place.stack], place.number)
         else:
             others.append(name)
@@ -147,9 +155,10 @@ def group_tensors(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, list
             head.append(name)
     groups = [(EMBED, sorted(embed, key=lambda name: (bool(_NORM.search(name)), _natural(name))))]
     rank = {stack: index for index, stack in enumerate(stacks)}
-    for stack, number in sorted({*layers, *experts}, key=lambda layer: (rank[layer[0]], layer[1])):
+    for stack, number in sorted({*layers, *stacked, *experts}, key=lambda layer: (rank[layer[0]], layer[1])):
         label = f"{labels[stack]}.{number}"
         groups.append((label, sorted(layers.get((stack, number), ()), key=_layer_key)))
+        groups.append((f"{label}.experts", sorted(stacked.get((stack, number), ()), key=_layer_key)))
         for expert, names in sorted(experts.get((stack, number), {}).items()):
             groups.append((f"{label}.experts.{expert}", sorted(names, key=_layer_key)))
     groups.append((HEAD, sorted(head, key=lambda name: (not _NORM.search(name), _natural(name)))))
@@ -181,13 +190,21 @@ def _expert_number(place: _Place) -> int | None:
 
 
 def is_expert(group: str) -> bool:
-    """True of the name of an expert's group: a step needs it only where a token has chosen it."""
+    """True of the name of a group that holds one expert, or all of a layer: a step needs an expert only
+    where a token has chosen it.
+    """
     return layer_of(group) is not None
 
 
+def is_stacked(group: str) -> bool:
+    """True of the name of a group whose tensors hold all experts of a layer, one in each row."""
+    found = _EXPERTS.fullmatch(group)
+    return found is not None and found[2] is None
+
+
 def layer_of(expert: str) -> str | None:
-    """The name of the layer's group whose expert has this one; None of other groups."""
-    found = _EXPERT.fullmatch(expert)
+    """The name of the layer's group whose expert, or experts, have this one; None of other groups."""
+    found = _EXPERTS.fullmatch(expert)
     return None if found is None else found[1]
 
 
@@ -267,6 +284,7 @@ def _natural(name: str) -> _SortKey:
 
 FINE_PART_ELEMENTS = 1024 * 1024
 MAX_FINE_PARTS = 256
+MAX_CUT_ROWS = 512  # of a tensor; where there are more, several share parts
 
 DtypeAndShape = tuple[str, tuple[int, ...]]
 
@@ -356,3 +374,33 @@ def cut_parts(
             room_bytes -= count * tensor.element_bytes
     if part:
         yield tuple(part)
+
+
+def cut_group(
+    group: str, tensors: Iterable[Tensor], *, max_elements: int = MAX_PART_ELEMENTS
+) -> Iterator[tuple[Stretch, ...]]:
+    """The stretches of the parts of a group's tensors: as `cut_rows` where it `is_stacked`, else as
+    `cut_parts`.
+    """
+    return cut_rows(tensors) if is_stacked(group) else cut_parts(tensors, max_elements=max_elements)
+
+
+def cut_rows(tensors: Iterable[Tensor]) -> Iterator[tuple[Stretch, ...]]:
+    """The stretches of consecutive parts such that each row, an expert, can be read by itself.
+
+    Cuts are at multiples of `FRAME_ELEMENTS`, as in `cut_parts`. So the frame in which two rows meet is
+    a part of its own, which both need, and what lies between two such frames is one row's alone.
+    """
+    for tensor in tensors:
+        if not tensor.num_elements:
+            continue
+        num_rows, end = tensor.shape[0], tensor.num_elements
+        row_elements = end // num_rows
+        cuts = {0, end}
+        for row in range(0, num_rows, -(-num_rows // MAX_CUT_ROWS)):
+            begin = row * row_elements
+            cuts |= {begin - begin % FRAME_ELEMENTS, min(end, align(begin, FRAME_ELEMENTS))}
+        most = min(MAX_PART_ELEMENTS, MAX_PART_DECODED_BYTES // tensor.element_bytes)
+        for first, last in pairwise(sorted(cuts)):
+            for start in range(first, last, most):
+                yield (Stretch(tensor, start, min(most, last - start)),)

@@ -313,8 +313,11 @@ class WeightLoad(ThreadedLoad):
         bodies: list[tuple[str, Callable[[], None]]] = [
             *((f"teneral-fetch-{number}", self._fetch) for number in range(self._num_fetchers)),
             *((f"teneral-decode-{number}", decoder.run) for number in range(num_decoders)),
-            ("teneral-prefault", self._prefault),
         ]
+        if self._base is None:
+            # Over a base in memory pages are taken as they are written: the base drafts meanwhile, and the
+            # decoders, which have less to do than the link, need not find them there.
+            bodies.append(("teneral-prefault", self._prefault))
         return [self._make_thread(name, body) for name, body in bodies]
 
     def _prefault(self) -> None:

@@ -1,8 +1,9 @@
 """One adapter's way from a store into memory, layer by layer in the order in which a forward pass needs them.
 
 A folder has what PEFT saves, or a packed adapter (`packed.py`). Of the former, ranges of the file are read in a few
-threads, the first layers' first, and a layer is reported as soon as its bytes are there. It knows no registry and no
-engine.
+threads, the first layers' first, and a layer is reported as soon as its bytes are there. The last ranges are small,
+because threads share the link, and what they read last is all computed after the last byte. It knows no registry and
+no engine.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from ...loader.errors import AccessDeniedError, FormatError, NotFoundError, TeneralError
 from ...loader.format.limits import MANIFEST_NAME
 from ...loader.format.manifest_json import parse_manifest
-from ...loader.format.safetensors import SafetensorsFile, read_header
+from ...loader.format.safetensors import FIRST_READ_BYTES, SafetensorsFile, read_header
 from ...loader.process.cpu import parallel_map
 from ...loader.sources.base import ObjectInfo, Source
 from ...loader.sources.subfolder import Subfolder
@@ -27,7 +28,9 @@ from .peft import CONFIG_NAME, MAX_CONFIG_BYTES, WEIGHTS_NAME, AdapterPlan, Peft
 NUM_CONNECTIONS = 4
 MAX_MANIFEST_BYTES = 8 << 20
 HEADER_BYTES = 16 << 20  # that a file may have more than its matrices take in memory
-RANGE_BYTES = 2 << 20  # of one read: several share a connection's time
+RANGE_BYTES = 1 << 20  # of one read, at most
+LAST_RANGE_BYTES = 256 << 10  # of the last ones: less costs more requests than it is worth
+_BEGINNING = ""  # of the weights' file, as no object is called
 
 
 class OpenedFile(NamedTuple):
@@ -39,6 +42,7 @@ class OpenedFile(NamedTuple):
     config: bytes
     file: SafetensorsFile
     plan: AdapterPlan
+    start: bytes = b""  # of the weights' file, as far as it has been read
 
     @property
     def stored_bytes(self) -> int:
@@ -50,7 +54,8 @@ class OpenedFile(NamedTuple):
         """
         plan = self.plan
         content = bytearray(self.info.size_bytes)
-        ranges, last_range = _ranges(plan, self.file)
+        content[: len(self.start)] = self.start
+        ranges, last_range = _ranges(plan, self.file, len(self.start))
         done: set[int] = set()
         num_filled = 0
         lock = threading.Lock()
@@ -90,10 +95,9 @@ def open_adapter(
     and its header or manifest. Raises `AdapterError`, or the source's own errors.
     """
     own = Subfolder(source, folder)
-    found = parallel_map(
-        lambda name: _first_look(own, name), (MANIFEST_NAME, CONFIG_NAME, WEIGHTS_NAME), num_threads=3
-    )
-    manifest, config, weights = found
+    names = (MANIFEST_NAME, CONFIG_NAME, WEIGHTS_NAME, _BEGINNING)
+    found = parallel_map(lambda name: _first_look(own, name), names, num_threads=len(names))
+    manifest, config, weights, beginning = found
     if isinstance(manifest, bytes):
         packed = parse_manifest(manifest, expected_digest=digest)
         return open_packed(own, packed, base, base_digest, max_bytes=max_bytes)
@@ -108,15 +112,29 @@ def open_adapter(
     if weights.size_bytes > max_bytes + HEADER_BYTES:
         raise too_big(weights.size_bytes, max_bytes)
     peft = PeftConfig.parse(config)
-    file = read_header(own, weights)
-    return OpenedFile(own, WEIGHTS_NAME, weights, config, file, plan_adapter(peft, file.entries, base))
+    start = b""
+    if isinstance(beginning, _Beginning) and beginning.version == weights.version:
+        start = beginning.data
+    file = read_header(own, weights, start=start)
+    return OpenedFile(own, WEIGHTS_NAME, weights, config, file, plan_adapter(peft, file.entries, base), start)
 
 
-def _first_look(source: Source, name: str) -> bytes | ObjectInfo | TeneralError:
-    """The content of an object, of weights what the store knows of it; or why there is none."""
+class _Beginning(NamedTuple):
+    """The first bytes of a file, and the version that they are of."""
+
+    data: bytes
+    version: str | None
+
+
+def _first_look(source: Source, name: str) -> bytes | ObjectInfo | _Beginning | TeneralError:
+    """The content of an object, of weights what the store knows of them, or their beginning; or why there is none."""
     try:
         if name == WEIGHTS_NAME:
             return source.stat(name)
+        if name == _BEGINNING:  # most likely it is longer, and its header is all in there
+            data = bytearray(FIRST_READ_BYTES)
+            version = source.read_into(WEIGHTS_NAME, 0, memoryview(data))
+            return _Beginning(bytes(data), version)
         return source.read(name, max_bytes=MAX_CONFIG_BYTES if name == CONFIG_NAME else MAX_MANIFEST_BYTES)[0]
     except TeneralError as error:
         return error
@@ -126,26 +144,40 @@ def _may_be_absent(error: TeneralError) -> bool:
     return isinstance(error, NotFoundError) or (isinstance(error, AccessDeniedError) and error.may_be_absent)
 
 
-def _ranges(plan: AdapterPlan, file: SafetensorsFile) -> tuple[list[tuple[int, int]], list[set[int]]]:
-    """Ranges [begin, end) of the whole file in the order of the layers, the header first; and the numbers of those that
-    hold each layer.
+def _ranges(
+    plan: AdapterPlan, file: SafetensorsFile, start: int
+) -> tuple[list[tuple[int, int]], list[set[int]]]:
+    """Ranges [begin, end) of the file from `start` on in the order of the layers, the header first; and the numbers of
+    those that hold each layer.
     """
-    ranges: list[tuple[int, int]] = [(0, file.data_start)]
+    ranges: list[tuple[int, int]] = []
     of_layers: list[set[int]] = []
-    for layer in plan.layers:
-        entries = sorted((entry.begin, entry.end) for each in layer for entry in (each.a, each.b))
+    most_bytes = 0  # of the last range
+    left_bytes = file.size_bytes - file.data_start
+
+    def take(begin: int, end: int) -> set[int]:
+        """The numbers of the ranges that hold these bytes."""
+        nonlocal most_bytes
         own: set[int] = set()
-        for begin, end in entries:
-            place = begin
-            while place < end:
-                first, last = ranges[-1]
-                if last == place and last - first < RANGE_BYTES:
-                    place = min(end, first + RANGE_BYTES)
-                    ranges[-1] = (first, place)
-                else:
-                    ranges.append((place, min(end, place + RANGE_BYTES)))
-                    place = ranges[-1][1]
-                own.add(len(ranges) - 1)
+        place = max(begin, start)
+        while place < end:
+            first, last = ranges[-1] if ranges else (0, 0)
+            if last != place or last - first >= most_bytes:
+                share = (left_bytes - (place - begin)) // NUM_CONNECTIONS
+                most_bytes = min(RANGE_BYTES, max(LAST_RANGE_BYTES, share))
+                ranges.append((place, place))
+                first = place
+            place = min(end, first + most_bytes)
+            ranges[-1] = (first, place)
+            own.add(len(ranges) - 1)
+        return own
+
+    take(0, file.data_start)
+    for layer in plan.layers:
+        own: set[int] = set()
+        for begin, end in sorted((entry.begin, entry.end) for each in layer for entry in (each.a, each.b)):
+            own |= take(begin, end)
+            left_bytes -= end - begin
         of_layers.append(own)
     return ranges, of_layers
 

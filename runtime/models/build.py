@@ -67,6 +67,17 @@ def build_model(
     return Encoder(encoder, text_spec, taken, backend.encoder(text_spec, taken), computes)
 
 
+def build_again(model: Decoder, backends: Iterable[ExecutorFactory]) -> Decoder | None:
+    """The same model over the same weights with an executor of its own, so that two threads may compute
+    with them; None where the backend that made it is not among `backends`.
+    """
+    for backend in backends:
+        if backend.name == model.executor.name:
+            executor = backend.decoder(model.spec, model.weights)
+            return Decoder(model.config, model.spec, model.weights, executor, model.computes)
+    return None
+
+
 def _first_that_can(
     backends: Iterable[ExecutorFactory],
     dtype_of: Callable[[ExecutorFactory], ComputeDtype],

@@ -114,13 +114,14 @@ def _take_layer(config: DecoderConfig, index: int, parameters: Parameters) -> De
 def _take_experts(
     config: DecoderConfig, mixture: Experts, parameters: Parameters
 ) -> tuple[tuple[ExpertWeights, ...], ExpertGate | None]:
-    """The experts, and the gate for some of them: None where all are stored as one."""
+    """The experts, and the gate for some of them: None where all are needed at once."""
     names = config.names
     stacked = names.stacked_experts
     if stacked is not None and any(f"{stacked}down_proj{kind}" in parameters for kind in ("", "_blocks")):
-        from .stacked_experts import take_stacked_experts  # of one family
+        from .stacked_experts import stacked_gate, take_stacked_experts  # of one family
 
-        return take_stacked_experts(parameters, stacked, mixture, config.hidden_size), None
+        taken = take_stacked_experts(parameters, stacked, mixture, config.hidden_size)
+        return taken, stacked_gate(parameters, stacked)
     experts: list[ExpertWeights] = []
     starts: list[int] = []
     for number in range(mixture.num):

@@ -110,6 +110,10 @@ class Parameters:
             [self._taken[start:end] for start, end in pairwise([*starts, len(self._taken)])]
         )
 
+    def stacked_expert_gate(self, names: Iterable[str]) -> ExpertGate:
+        """Opens for some of the experts that are rows of these tensors."""
+        return self._weights.stacked_expert_gate([self._prefix + name for name in names])
+
     def row_gate(self, table: str) -> RowGate:
         """Opens for some rows of the matrix `prefix + table` when these, and all else that was taken, are exact."""
         return self._weights.row_gate(self._prefix + table, self._taken)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import ModelError
 from ..tensors import DType, Tensor, aligned_empty
-from ..weights import Gate
+from ..weights import ExpertGate, Gate
 from .decoder_config import Experts
 from .matrices import (
     MXFP4_GROUP,
@@ -81,6 +81,12 @@ def take_stacked_experts(
     gate_up = _take(parameters, f"{prefix}gate_up_proj", num, hidden_size, 2 * size, alternating=True)
     down = _take(parameters, f"{prefix}down_proj", num, size, hidden_size, alternating=False)
     return tuple(map(ExpertWeights, gate_up, down))
+
+
+def stacked_gate(parameters: Parameters, prefix: str) -> ExpertGate | None:
+    """The gate for some of the experts; None of floats, which are copied, all of a layer together."""
+    names = [f"{prefix}{name}_proj_{kind}" for name in ("gate_up", "down") for kind in ("blocks", "scales")]
+    return parameters.stacked_expert_gate(names) if all(name in parameters for name in names) else None
 
 
 def _take(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teneral.loader.format.layout import group_tensors, is_expert
+from teneral.loader.format.layout import group_tensors, is_expert, is_stacked
 
 LLAMA_LAYER = """
 input_layernorm.weight
@@ -192,13 +192,25 @@ def test_each_expert_has_a_group_behind_its_layer(module: str) -> None:
     assert [name for name in groups if is_expert(name)] == [name for name in groups if "experts" in name]
 
 
+def test_experts_of_one_tensor_have_a_group_behind_their_layer() -> None:
+    names = [f"layers.0.mlp.experts.{name}_proj" for name in ("gate_up", "down")]
+    stacked = [f"{name}_{kind}" for name in names for kind in ("blocks", "scales")]
+    groups = grouped(*stacked, *(f"{name}_bias" for name in names), "layers.0.mlp.router.weight")
+    assert list(groups) == ["layers.0", "layers.0.experts"]
+    assert sorted(groups["layers.0.experts"]) == sorted(stacked)
+    assert is_expert("layers.0.experts")
+    assert is_stacked("layers.0.experts")
+    assert not is_stacked("layers.0.experts.1")
+    assert list(grouped(*names)) == ["layers.0"], "floats are copied, all of a layer together"
+
+
 def test_an_experts_scales_are_with_its_weights() -> None:
     groups = grouped("layers.0.mlp.experts.1.w2.weight", "layers.0.mlp.experts.1.w2.weight_scale")
     assert list(groups) == ["layers.0.experts.1"]
 
 
 @pytest.mark.parametrize(
-    "group", ["embed", "layers.1", "layers.1.experts", "experts.1", "layers.experts.1", "layers.0.experts.x"]
+    "group", ["embed", "layers.1", "layers.experts", "experts.1", "layers.experts.1", "layers.0.experts.x"]
 )
 def test_other_groups_are_no_experts(group: str) -> None:
     assert not is_expert(group)

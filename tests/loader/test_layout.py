@@ -10,6 +10,7 @@ from teneral.loader.format.layout import (
     MAX_FINE_PARTS,
     arrange_tensors,
     cut_parts,
+    cut_rows,
     fine_part_elements,
 )
 from teneral.loader.format.manifest import (
@@ -108,3 +109,33 @@ def test_small_parts_grow_with_their_group_and_stay_few(size: int) -> None:
     assert FINE_PART_ELEMENTS <= most <= MAX_PART_ELEMENTS
     assert most % FRAME_ELEMENTS == 0
     assert -(-size // most) <= MAX_FINE_PARTS or most == MAX_PART_ELEMENTS
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["U8", "BF16"]), st.integers(1, 40), st.integers(0, 40 * FRAME_ELEMENTS)),
+        max_size=4,
+    )
+)
+@example([("U8", 32, 5760 * 90 * 16), ("U8", 128, 5760 * 90), ("U8", 2, 2 * MAX_PART_ELEMENTS)])
+def test_a_row_needs_its_own_parts_and_the_two_frames_at_its_ends(wanted) -> None:
+    tensors = [
+        Tensor(index, f"t{index}", dtype, (num, row), 0, Encoding.WHOLE, 0)
+        for index, (dtype, num, row) in enumerate(wanted)
+    ]
+    parts = list(cut_rows(tensors))
+    assert all(len(part) == 1 for part in parts)
+    for each, (_, num, row) in zip(tensors, wanted, strict=True):
+        own = [part[0] for part in parts if part[0].tensor is each]
+        ends = [stretch.start + stretch.count for stretch in own]
+        assert [stretch.start for stretch in own] == ([0, *ends[:-1]] if own else [])
+        assert sum(stretch.count for stretch in own) == each.num_elements
+        assert all(end % FRAME_ELEMENTS == 0 for end in ends[:-1])
+        assert all(stretch.count <= MAX_PART_ELEMENTS for stretch in own)
+        for number in range(num):
+            held = [
+                stretch.count
+                for stretch in own
+                if stretch.start < (number + 1) * row and number * row < stretch.start + stretch.count
+            ]
+            assert sum(held) <= row + 2 * FRAME_ELEMENTS

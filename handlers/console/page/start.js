@@ -52,7 +52,7 @@ function drawHero(picture) {
   if (figures.failure) title = heading(`The cold start failed: ${figures.failure}`);
   else if (isLoading) {
     title = heading([el("em", {}, percent(share)), " of the weights are here"]);
-    lead = forecast ? `${bytes(forecast.rate_bytes_per_s)}/s · first token in about ${seconds(Math.max(0, forecast.first_token_s))}` : "measuring the link";
+    lead = forecast ? `${bytes(forecast.rate_bytes_per_s)}/s · first token ${forecast.is_upper_bound ? "within" : "in"} about ${seconds(Math.max(0, forecast.first_token_s))}` : "measuring the link";
   } else if (figures.isEarly && figures.firstToken !== null) {
     title = heading(["First token after ", el("em", {}, seconds(figures.firstToken))]);
     lead = predicted === null ? "from the start of the process" : `predicted ${seconds(predicted)}: ${differenceOf(figures.firstToken, predicted)}`;

@@ -23,7 +23,7 @@ from ...format.layout import (
     DtypeAndShape,
     Stretch,
     arrange_tensors,
-    cut_parts,
+    cut_group,
     fine_part_elements,
     group_tensors,
     is_expert,
@@ -232,7 +232,8 @@ def plan_pack(
     jobs = tuple(
         job
         for group in groups
-        for job in _cut_group(
+        for job in _jobs_of(
+            group.name,
             [tensors[index] for index in group.tensors],
             is_end=group in (groups[0], groups[-1]),
             alone=_scales_of_tables(quantize) if group is groups[0] else frozenset(),
@@ -276,14 +277,14 @@ def _scales_of_tables(quantize: QuantizePlan | None) -> frozenset[str]:
     return frozenset(name for name, (_, piece) in pieces.items() if piece is not Piece.WEIGHT)
 
 
-def _cut_group(tensors: list[Tensor], *, is_end: bool, alone: frozenset[str]) -> Iterator[Job]:
+def _jobs_of(group: str, tensors: list[Tensor], *, is_end: bool, alone: frozenset[str]) -> Iterator[Job]:
     """The jobs of one group: small ones at both ends of the model, as large as a part may be
     between. Those that are called in `alone` share none with the ones before them.
     """
     max_elements = fine_part_elements(tensors) if is_end else MAX_PART_ELEMENTS
     begins = [index for index, tensor in enumerate(tensors) if index == 0 or tensor.name in alone]
     for begin, end in zip(begins, [*begins[1:], len(tensors)], strict=True):
-        yield from cut_parts(tensors[begin:end], max_elements=max_elements)
+        yield from cut_group(group, tensors[begin:end], max_elements=max_elements)
 
 
 def forward_order(checkpoint: Checkpoint) -> list[str]:

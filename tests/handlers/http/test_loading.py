@@ -55,6 +55,10 @@ async def test_a_sign_of_life_has_the_rate_and_when_the_first_token_may_come(sta
             wanted = b": loading 43 %, 1.2 MB/s, first token in about 1 s\n\n"
             while await response.content.readuntil(b"\n\n") != wanted:
                 pass
+            server.instance.expected = Forecast(118.4e6, 12.3, is_upper_bound=True)
+            wanted = b": loading 43 %, 118 MB/s, first token within about 12 s\n\n"
+            while await response.content.readuntil(b"\n\n") != wanted:
+                pass
             server.instance.let_in()
             assert events(await response.read())[-1] == "[DONE]"
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tests.support.decoding import Stepper, oracle_greedy, oracle_logits, prompt_of
+from tests.support.gpt_oss import checkpoint, saved
 from tests.support.models import DictWeights, build_model
 from tests.support.paced import PacedSource
 from tests.support.tiny_models import config_json, tensors_of, tiny_model, with_tensors
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from teneral.loader.artifact import open_artifact, read_file
 from teneral.loader.errors import UsageError
@@ -37,7 +36,6 @@ from teneral.runtime.models.spec import DecoderSpec
 from teneral.runtime.tensors import DType
 from teneral.runtime.weights import StreamedWeights
 
-EXPERTS = ("gate_up_proj", "down_proj")
 BACKENDS: list[Any] = [TorchBackend(), ReferenceBackend()]
 if library() is not None:
     BACKENDS.append(NativeBackend())
@@ -82,27 +80,6 @@ GPT_OSS_20B = {
     "tie_word_embeddings": False,
     "vocab_size": 201088,
 }
-
-
-def checkpoint(seed: int = 0) -> tuple[dict[str, Any], dict[str, torch.Tensor], Any]:
-    """config.json, tensors in bf16 with random blocks, and transformers' model of their numbers in fp32."""
-    model = tiny_model("gpt_oss", seed=seed)
-    generator = torch.Generator().manual_seed(seed)
-    plain = {name: tensor.bfloat16() for name, tensor in tensors_of(model).items()}
-    floats = {name: tensor.float() for name, tensor in plain.items()}
-    for name in [name for name in plain if name.endswith(EXPERTS)]:
-        num, num_in, num_out = plain.pop(name).shape
-        shape = (num, num_out, num_in // 32, 16)
-        blocks = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
-        scales = torch.randint(119, 124, shape[:-1], generator=generator, dtype=torch.uint8)
-        plain |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        floats[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-    config = {
-        **config_json(model),
-        "quantization_config": {"quant_method": "mxfp4"},
-        "torch_dtype": "bfloat16",
-    }
-    return config, plain, with_tensors(model, floats)
 
 
 def in_fp32(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -184,13 +161,6 @@ def test_experts_are_used_where_the_loader_put_them():
         assert gate.weight.array.ctypes.data == blocks[number].ctypes.data
         assert up.weight.array.ctypes.data == blocks[number, 1].ctypes.data
         assert expert.gate_up.is_settled
-
-
-def saved(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 @each_backend

@@ -1,0 +1,184 @@
+"""gpt-oss while its weights arrive: experts of one tensor are read by themselves."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.support.decoding import Stepper, prompt_of
+from tests.support.gpt_oss import checkpoint, saved
+from tests.support.models import build_model
+from tests.support.paced import WAIT_S, PacedSource, reads_of
+
+from teneral.loader.artifact import open_artifact
+from teneral.loader.errors import IntegrityError
+from teneral.loader.format import layout
+from teneral.loader.format.layout import is_stacked
+from teneral.loader.format.manifest import Part
+from teneral.loader.load import queue
+from teneral.loader.load.load import WeightLoad
+from teneral.loader.load.options import LoadOptions
+from teneral.loader.load.paged_load import PagedLoad
+from teneral.loader.load.pager import plan_paging, step_need
+from teneral.loader.load.plan import RowParts, expert_groups
+from teneral.loader.native.library import library
+from teneral.loader.sources.open import open_source, open_store
+from teneral.loader.tools.pack.pack import pack
+from teneral.runtime.backends.native.backend import NativeBackend
+from teneral.runtime.files import ModelFiles
+from teneral.runtime.models.decoder import Decoder, Work
+from teneral.runtime.weights import StreamedWeights
+
+pytestmark = pytest.mark.skipif(library() is None, reason="the native libraries are not built here")
+
+# An expert's matrices take several frames, of which two are its neighbours', too.
+SHAPE = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 8160}
+OPTIONS = LoadOptions(on_demand=True, connections=64)
+PROMPT = prompt_of(1, seed=5)
+NAMES = [f"{name}_proj_{kind}" for name in ("gate_up", "down") for kind in ("blocks", "scales")]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("gpt-oss")
+    config, tensors, _ = checkpoint(**SHAPE)
+    plain = saved(folder / "plain", config, tensors)
+    pack(open_source(str(plain)), open_store(str(folder / "packed")))
+    return {"plain": plain, "packed": folder / "packed"}
+
+
+@contextmanager
+def arriving(folder: Path, *, seed: int = 1) -> Iterator[tuple[WeightLoad, PacedSource, Decoder]]:
+    """A load that is not started, whose memory holds NaN, and the model over it."""
+    source = PacedSource(open_source(str(folder)))
+    source.delay(seed=seed, max_s=0.003)
+    manifest = open_artifact(source)
+    with closing(source), WeightLoad(source, manifest, options=OPTIONS) as load:
+        yield load, source, decoder_over(load, source)
+
+
+def decoder_over(load: WeightLoad, source: Any) -> Decoder:
+    for group in load.manifest.groups:
+        load.slab(group.index)[:] = 0xFF
+    config = ModelFiles(source, load.manifest, OPTIONS).json("config.json", required=True)
+    decoder = build_model(config, StreamedWeights(load), backends=[NativeBackend()])
+    assert isinstance(decoder, Decoder)
+    return decoder
+
+
+def whole(folder: Path) -> tuple[torch.Tensor, list[list[int]]]:
+    """The prompt's logits once all weights are there, and the experts that it chooses in each layer."""
+    with arriving(folder) as (load, _, decoder):
+        load.start()
+        load.join()
+        stepper, executor = Stepper(decoder), decoder.executor
+        batch = stepper.batch({"a": PROMPT})
+        x, step = executor.embed(batch), executor.begin(batch, stepper.kv)
+        chosen: list[list[int]] = []
+        for stage in decoder.stages:
+            if stage.work is Work.ROUTE:
+                x, experts = executor.route(step, stage.layer, x)  # type: ignore[attr-defined]
+                chosen.append(np.unique(experts).tolist())
+                x = executor.experts(step, stage.layer, x)  # type: ignore[attr-defined]
+        return Stepper(decoder).step({"a": PROMPT})["a"], chosen
+
+
+def parts_of(load: WeightLoad, chosen: list[list[int]]) -> set[int]:
+    """The numbers of the parts that hold these experts of each layer."""
+    found: set[int] = set()
+    for layer, experts in enumerate(chosen):
+        for name in NAMES:
+            found |= RowParts(load.manifest, f"model.layers.{layer}.mlp.experts.{name}").holding(experts)
+    return found
+
+
+def parts_of_experts(load: WeightLoad) -> list[Part]:
+    groups = expert_groups(load.manifest)
+    return [part for part in load.manifest.parts if part.group in groups]
+
+
+@pytest.mark.parametrize("form", ["packed", "plain"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_pass_waits_for_the_chosen_experts_alone(folders, monkeypatch, form, seed):
+    # Other tests and processes may slow this one.
+    monkeypatch.setattr(queue, "HOLD_S", WAIT_S)
+    monkeypatch.setattr(queue, "MAX_HOLD_S", WAIT_S)
+    expected, chosen = whole(folders[form])
+    with arriving(folders[form], seed=seed) as (load, source, decoder):
+        needed = parts_of(load, chosen)
+        others = [part for part in parts_of_experts(load) if part.index not in needed]
+        stored_bytes = sum(part.size_bytes for part in parts_of_experts(load))
+        assert sum(part.size_bytes for part in others) > 0.6 * stored_bytes, "2 of 8 experts are needed"
+        held = source.hold(reads_of(load.manifest, *others))
+        # As a pass does whose first layer is there at once: from then on others are held back.
+        load.want_parts([min(needed)])
+        load.start()
+        ours = Stepper(decoder).step({"a": PROMPT})["a"]
+        assert held.num_reached == 0, "experts were read in vain"
+        assert not any(load.is_ready(group) for group in expert_groups(load.manifest))
+        held.release()
+    assert torch.equal(ours, expected)
+
+
+def test_a_damaged_expert_fails_the_passes_that_need_it(folders):
+    expected, chosen = whole(folders["packed"])
+    with arriving(folders["packed"]) as (load, source, decoder):
+        needed = [load.manifest.parts[number] for number in parts_of(load, chosen)]
+        bad = max(needed, key=lambda part: part.size_bytes)  # read by itself
+        source.spoil(reads_of(load.manifest, bad), times=1)  # it is fetched again
+        load.start()
+        assert torch.equal(Stepper(decoder).step({"a": PROMPT})["a"], expected)
+    with arriving(folders["packed"]) as (load, source, decoder):
+        source.spoil(reads_of(load.manifest, bad), times=2)
+        load.start()
+        with pytest.raises(IntegrityError, match="experts"):
+            Stepper(decoder).step({"a": PROMPT})
+
+
+def test_experts_of_one_tensor_have_a_group_behind_their_layer(folders):
+    for folder in folders.values():
+        manifest = open_artifact(open_source(str(folder)))
+        names = [group.name for group in manifest.groups if is_stacked(group.name)]
+        assert names == [f"layers.{layer}.experts" for layer in range(len(names))]
+        for group in expert_groups(manifest):
+            held = [manifest.tensors[number].name for number in manifest.groups[group].tensors]
+            assert sorted(name.rpartition(".")[2] for name in held) == sorted(NAMES)
+
+
+def test_an_artifact_whose_experts_lie_in_their_layers_gives_the_same_bits(folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(layout, "_STACKED", re.compile("(?!)"))
+    pack(open_source(str(folders["plain"])), open_store(str(tmp_path / "old")))
+    monkeypatch.undo()
+    with arriving(tmp_path / "old") as (load, _, decoder):
+        assert not expert_groups(load.manifest)
+        load.start()
+        ours = Stepper(decoder).step({"a": PROMPT})["a"]
+    assert torch.equal(ours, whole(folders["packed"])[0])
+
+
+def test_all_experts_of_a_layer_come_and_go_together(folders):
+    source = open_source(str(folders["packed"]))
+    manifest = open_artifact(source)
+    need = step_need(manifest)
+    assert need is not None
+    paging = plan_paging(manifest, need.least_bytes)
+    assert paging is not None
+    assert paging.groups == expert_groups(manifest)
+    expected, _ = whole(folders["packed"])
+    with PagedLoad(source, manifest, paging, options=OPTIONS) as load:
+        config = json.loads((folders["plain"] / "config.json").read_text())
+        decoder = build_model(config, StreamedWeights(load), backends=[NativeBackend()])
+        assert isinstance(decoder, Decoder)
+        assert decoder.routes_apart
+        load.start()
+        for _ in range(2):
+            assert torch.equal(Stepper(decoder).step({"a": PROMPT})["a"], expected)
+        assert load.paging_statistics().evictions_total > 0
+        load.check_integrity()

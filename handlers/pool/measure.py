@@ -1,7 +1,8 @@
 """`teneral pool measure`: starts instances of each model here, and writes the figures that `teneral pool plan` reads.
 
-Start times are medians of several starts, taken over from a standby process where the file keeps any. Speeds are those
-of an instance that has the machine to itself.
+A start is what it adds to the first token of a request that waits for it, in time and CPU time: instances are ready
+before all of their weights are there. Starts are medians of several, taken over from a standby process where the file
+keeps any. Speeds are those of an instance that has the machine to itself.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -37,6 +39,7 @@ from .values import Model, Pool
 SCHEMA = 1
 BATCHES = (1, 2, 4, 8)
 OUTPUT_TOKENS = 48
+FIRST_PROMPT_WORDS = 4  # of the request that waits for a start
 PROMPT_WORDS = (128, 64, 32, 16)  # of the long prompt: the first that fits the model's context
 REPEATS = 3
 REFILL_S = 4.0  # until another standby process is there, and the machine is quiet again
@@ -113,10 +116,13 @@ class _Run:
             await self._wait_standby()
             began_s = time.monotonic()
             process = await start_server(self._config, standby=self._standby, environment=self._environment)
+            before_s = tree_cpu_s(process.pid)  # a standby process has used some while it waited
             try:
                 await process.wait_ready(self._session, self._model.ready_path)
+                with suppress(TeneralError):  # an encoder is ready when it is
+                    await self._complete(process, FIRST_PROMPT_WORDS, 1)
                 starts.append(time.monotonic() - began_s)
-                cpu.append(tree_cpu_s(process.pid))
+                cpu.append(tree_cpu_s(process.pid) - before_s)
                 print(
                     f"{self._model.name}: start {number + 1} of {num_starts}: {starts[-1]:.3f} s ({process.kind})",
                     file=sys.stderr,
@@ -126,11 +132,13 @@ class _Run:
                 peak_bytes = max(peak_bytes, await asyncio.to_thread(tree_pss_bytes, process.pid))
             finally:
                 await process.end(1.0)
+        warm_s = speeds.pop("warm_s", 0.0)
         return {
-            "start_s": round(statistics.median(starts), 4),
-            "start_cpu_s": round(statistics.median(cpu), 4),
-            "bytes": self._release.weight_bytes,
+            "start_s": round(max(1e-4, statistics.median(starts) - warm_s), 4),
+            "start_cpu_s": round(max(0.0, statistics.median(cpu) - warm_s), 4),
+            "bytes": self._release.stored_bytes,
             "standby": num_standby,
+            **({"refill_s": round(await self._refill_s(num_standby), 4)} if num_standby else {}),
             "peak_mb": round(peak_bytes / 1e6, 1),
             "starts_s": [round(each, 4) for each in starts],
             **speeds,
@@ -142,6 +150,20 @@ class _Run:
             await process.wait_ready(self._session, self._model.ready_path)
         finally:
             await process.end(1.0)
+
+    async def _refill_s(self, num_standby: int) -> float:
+        """Time until a standby process that was taken has been replaced: the longest hand-over, when more are taken in
+        a row than there are. Each server is killed as it begins.
+        """
+        await self._wait_standby()
+        longest_s = 0.0
+        for _ in range(2 * num_standby + 1):
+            began_s = time.monotonic()
+            process = await start_server(self._config, standby=self._standby, environment=self._environment)
+            longest_s = max(longest_s, time.monotonic() - began_s)
+            process.signal(signal.SIGKILL)
+            await process.ended.wait()
+        return longest_s
 
     async def _wait_standby(self) -> None:
         """Wait for a standby process: starts are measured one by one, each with one ready."""
@@ -156,13 +178,15 @@ class _Run:
     async def _decoder_speeds(self, process: ServerProcess) -> dict[str, Any]:
         long = await self._longest(process)
         short = long // 8
-        await self._complete(process, short, OUTPUT_TOKENS)  # kernels are compiled, pages are touched
+        await self._complete(process, short, OUTPUT_TOKENS)  # pages are touched
+        warm = [await self._complete(process, FIRST_PROMPT_WORDS, 1) for _ in range(REPEATS)]
         points = []
         for words in (short, long):
             runs = [await self._complete(process, words, 1) for _ in range(REPEATS)]
             points.append((runs[0][0], statistics.median(seconds for _, seconds in runs)))
         (few, short_s), (many, long_s) = points
         per_token_s = max(1e-7, (long_s - short_s) / max(1, many - few))
+        overhead_s = max(0.0, short_s - few * per_token_s)
         cores = 1.0
         rates: dict[str, float] = {}
         for batch in BATCHES:
@@ -172,11 +196,12 @@ class _Run:
             await asyncio.gather(*(self._complete(process, short, OUTPUT_TOKENS) for _ in range(batch)))
             seconds = time.monotonic() - began_s
             cores = max(cores, (tree_cpu_s(process.pid) - cpu_s) / seconds)
-            decoding_s = max(1e-6, seconds - batch * few * per_token_s)
+            decoding_s = max(1e-6, seconds - overhead_s - batch * few * per_token_s)
             rates[str(batch)] = round(batch * (OUTPUT_TOKENS - 1) / decoding_s, 2)
         return {
             "prefill_tokens_s": round(1 / per_token_s, 1),
-            "overhead_s": round(max(0.0, short_s - few * per_token_s), 5),
+            "overhead_s": round(overhead_s, 5),
+            "warm_s": statistics.median(seconds for _, seconds in warm),
             "decode_tokens_s": rates,
             "work_cores": round(min(cores, os.cpu_count() or 1), 2),
         }

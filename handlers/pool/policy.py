@@ -135,6 +135,13 @@ def num_to_start(
     return max(0, desired(model, demand, quiet) - starting - ready)
 
 
+def max_starts(cores: int) -> int:
+    """Starts of one machine that run at the same time; the others wait. More than its cores: a start leaves cores idle
+    while it waits for its bytes and its process.
+    """
+    return 2 * cores
+
+
 class Idle(NamedTuple):
     """A ready instance without work."""
 

@@ -29,13 +29,16 @@ logger = logging.getLogger("teneral.pool")
 
 
 class Release(NamedTuple):
-    """One version that can be served. `revision` changes when its bytes do; `weight_bytes` is its weights' size."""
+    """One version that can be served. `revision` changes when its bytes do; `weight_bytes` is its weights' size in
+    memory, `stored_bytes` in the store, without those of a base.
+    """
 
     version: int | None  # None: its model has no versions
     address: str
     revision: str
     weight_bytes: int
     base: str | None = None  # the address of the artifact that it holds differences to
+    stored_bytes: int = 0
 
 
 class Repository:
@@ -122,7 +125,8 @@ def _opened(
         return error
     revision = manifest.digest.hex()[:16] if manifest.digest is not None else stamp
     weight_bytes = sum(tensor.size_bytes for tensor in manifest.tensors)
-    return Release(version, address, revision, weight_bytes)
+    stored_bytes = sum(part.size_bytes for part in manifest.parts)
+    return Release(version, address, revision, weight_bytes, stored_bytes=stored_bytes)
 
 
 def _stamp(source: Source) -> str:

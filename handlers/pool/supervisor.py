@@ -10,17 +10,17 @@ import asyncio
 import dataclasses
 import itertools
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 import aiohttp
 
 from ...loader.errors import InsufficientMemoryError, TeneralError
+from ...loader.process.cpu import available_cores
 from ...runtime.errors import CapacityError
 from .deployment import Affinity, Deployment, FailingError, Lease, Server, Waiter
 from .metrics import PoolMetrics
-from .policy import Candidate, Idle, desired, to_end, value_of, victim
+from .policy import Candidate, Idle, desired, max_starts, to_end, value_of, victim
 from .process import Budget, ServerProcess, StandbyPool, StartError, start_server, tree_pss_bytes
 from .values import Pool
 from .versions import ModelState
@@ -63,7 +63,7 @@ class Supervisor:
         self._launched: dict[str, ServerProcess] = {}
         self._removed: list[ModelState] = []  # models whose instances have still something to do
         self._clock = 0.0
-        self._start_slots = asyncio.Semaphore(max(2, os.cpu_count() or 1))
+        self._start_slots = asyncio.Semaphore(max_starts(available_cores()))
         self._session: aiohttp.ClientSession | None = None
         self._loop = asyncio.get_running_loop()
 

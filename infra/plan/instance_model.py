@@ -17,9 +17,7 @@ from typing import Any
 from ...loader.errors import UsageError
 
 SCHEMA = 1
-PACKED_OVERHEAD = (
-    1.09  # time of a start relative to its weights' bytes / link rate (README: exact 1.03 to 1.09)
-)
+PACKED_OVERHEAD = 1.09  # time until the weights are exact, relative to stored bytes / link rate: 1.03 to 1.09
 MAX_FILE_BYTES = 1 << 20
 DETAILS = ("peak_mb", "starts_s")  # for people
 
@@ -31,7 +29,7 @@ class Profile:
     `decode_tokens_s` are all sequences' tokens a second, by how many decode at the same time.
     """
 
-    start_s: float = 1.0  # from the decision to start until it is ready
+    start_s: float = 1.0  # that a start adds to the first token of a request that waits for it
     start_cpu_s: float = 1.0
     bytes: int = 0  # that a start reads
     link_bytes_s: float = math.inf  # of the store; a start takes at least its bytes at this rate
@@ -44,14 +42,23 @@ class Profile:
     refill_s: float = 1.0  # until a standby process that was taken has been replaced
 
     @property
+    def wire_s(self) -> float:
+        """Time of a start's bytes on a link of its own."""
+        return 0.0 if math.isinf(self.link_bytes_s) else PACKED_OVERHEAD * self.bytes / self.link_bytes_s
+
+    @property
     def start_work_s(self) -> float:
         """A start's time without the platform's."""
-        wire_s = 0.0 if math.isinf(self.link_bytes_s) else PACKED_OVERHEAD * self.bytes / self.link_bytes_s
-        return max(self.start_s, wire_s, 1e-6)
+        return max(self.start_s, self.wire_s, 1e-6)
 
     @property
     def start_cores(self) -> float:
         return self.start_cpu_s / self.start_work_s
+
+    @property
+    def link_share(self) -> float:
+        """Share of the link's rate that a start takes, on average. From 0 to 1."""
+        return self.wire_s / self.start_work_s
 
     def speed(self, batch: int) -> float:
         """The speed of each of `batch` sequences, relative to one alone. Interpolated between measured batches."""

@@ -1,19 +1,21 @@
 """A pool under a trace of arrivals, event by event, with the policy that also runs it.
 
 Starts and work on one host share its cores (processor sharing): everything there slows down by the same factor, so
-completions are kept in a clock of the host's that runs slower than time while it has too much to do. Within an
-instance, sequences slow each other down as their batch was measured to. Pure: the same inputs give the same result.
+completions are kept in a clock of the host's that runs slower than time while it has too much to do. Starts share the
+link to the store, too, and have a clock of their own, which is never ahead of the host's. Within an instance, sequences
+slow each other down as their batch was measured to. Pure: the same inputs give the same result.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...handlers.pool.policy import Demand, IdleGaps, Quiet, Window, desired, idle_limit_s
+from ...handlers.pool.policy import Demand, IdleGaps, Quiet, Window, desired, idle_limit_s, max_starts
 from ...handlers.pool.values import Model
 from .instance_model import Profile
 from .trace import Request
@@ -80,6 +82,7 @@ class _Model:
         "cores",
         "gaps",
         "idle",
+        "link_share",
         "max_in_work",
         "outcome",
         "present",
@@ -109,6 +112,7 @@ class _Model:
         self.speeds = [1.0, *(profile.speed(batch) for batch in range(1, model.max_concurrency + 1))]
         self.slots = [0.0] * profile.standby  # times from which standby processes can be taken
         self.cores = profile.start_cores
+        self.link_share = profile.link_share
         self.work_cores = profile.work_cores
         self.gaps = IdleGaps() if model.policy == "hybrid" else None
         self.quiet_since_s: float | None = None  # when its last request ended
@@ -139,7 +143,8 @@ def simulate(
     until_s: float | None = None,
 ) -> dict[str, Outcome]:
     """Outcomes by model. `requests` are in order of time. `cores` are those of the one host that all instances share;
-    None: each has enough of its own. Instances are paid for until `until_s`, or until all requests have ended.
+    None: each has enough of its own. The `min_warm` instances are ready at time 0. Instances are paid for until
+    `until_s`, or until all requests have ended.
     """
     return _Simulation(models, profiles, cores).run(requests, until_s)
 
@@ -149,32 +154,41 @@ class _Simulation:
         self, models: Mapping[str, Model], profiles: Mapping[str, Profile], cores: float | None
     ) -> None:
         self.models = {name: _Model(model, profiles[name]) for name, model in models.items()}
+        self.is_one_host = cores is not None
         self.cores = _INFINITY if cores is None else cores
+        self.start_places = _INFINITY if cores is None else max_starts(math.ceil(cores))
+        self.queue: deque[_Instance] = deque()  # that wait for a place to start
         self.now_s = 0.0
         self.clock = 0.0  # the host's
         self.pace = 1.0  # of the clock
+        self.start_clock = 0.0
+        self.start_pace = 1.0
         self.demand = 0.0  # cores that are wanted now
+        self.link_demand = 0.0  # of the link's rate, by starts
         self.timers: list[tuple[float, int, int, _Model, _Instance]] = []
-        self.completions: list[
-            tuple[float, int, int, _Instance]
-        ] = []  # clock, number, stamp; stamp -1: a start
+        self.completions: list[tuple[float, int, int, _Instance]] = []  # clock, number, stamp
+        self.loading: list[tuple[float, int, _Instance]] = []  # clock of starts, number
         self.number = 0
 
     def run(self, requests: Sequence[Request], until_s: float | None) -> dict[str, Outcome]:
         for model in self.models.values():
-            self._start_missing(model)
+            self._begin_warm(model)
         position, count = 0, len(requests)
         next_arrival_s = requests[0].t_s if count else _INFINITY
-        completions, timers = self.completions, self.timers
+        completions, loading, timers = self.completions, self.loading, self.timers
         end_s = _INFINITY if until_s is None else until_s
         while True:
             timer_s = timers[0][0] if timers else _INFINITY
             done_s = self.now_s + (completions[0][0] - self.clock) / self.pace if completions else _INFINITY
-            next_s = min(next_arrival_s, timer_s, done_s)
+            ready_s = (
+                self.now_s + (loading[0][0] - self.start_clock) / self.start_pace if loading else _INFINITY
+            )
+            next_s = min(next_arrival_s, timer_s, done_s, ready_s)
             is_over = position >= count and not completions and not self._is_waiting()
             if next_s > end_s or next_s == _INFINITY or (is_over and until_s is None):
                 break
             self.clock += (next_s - self.now_s) * self.pace
+            self.start_clock += (next_s - self.now_s) * self.start_pace
             self.now_s = next_s
             if next_s == next_arrival_s:
                 self._arrive(requests[position])
@@ -182,6 +196,8 @@ class _Simulation:
                 next_arrival_s = requests[position].t_s if position < count else _INFINITY
             elif next_s == done_s:
                 self._complete(heapq.heappop(completions))
+            elif next_s == ready_s:
+                self._started(heapq.heappop(loading)[2])
             else:
                 self._ring(heapq.heappop(timers))
         last_s = self.now_s if until_s is None else until_s
@@ -213,9 +229,6 @@ class _Simulation:
     def _complete(self, entry: tuple[float, int, int, _Instance]) -> None:
         _, _, stamp, instance = entry
         model = instance.model
-        if stamp < 0:
-            self._ready(model, instance)
-            return
         if stamp != instance.stamp:
             return
         self._advance(instance)
@@ -241,17 +254,39 @@ class _Simulation:
     def _ring(self, timer: tuple[float, int, int, _Model, _Instance]) -> None:
         _, _, kind, model, instance = timer
         if kind == _PLATFORM_READY:
-            self._want(model.cores)
-            self.number += 1
-            heapq.heappush(
-                self.completions, (self.clock + model.profile.start_work_s, self.number, -1, instance)
-            )
+            self.queue.append(instance)
+            self._load_next()
         elif kind == _EXPECTED:
             self._start_missing(model)
         else:
             self._end_late(model)
 
     # instances
+
+    def _begin_warm(self, model: _Model) -> None:
+        """Have its `min_warm` instances ready."""
+        for _ in range(model.wants(None)):
+            model.present += 1
+            model.starting += 1
+            model.outcome.starts += 1
+            model.outcome.most = max(model.outcome.most, model.present)
+            self._ready(model, _Instance(model, self.now_s))
+
+    def _load_next(self) -> None:
+        """Begin the starts that have a place."""
+        while self.queue and len(self.loading) < self.start_places:
+            instance = self.queue.popleft()
+            model = instance.model
+            self._want(model.cores, model.link_share)
+            self.number += 1
+            end = self.start_clock + model.profile.start_work_s
+            heapq.heappush(self.loading, (end, self.number, instance))
+
+    def _started(self, instance: _Instance) -> None:
+        model = instance.model
+        self._want(-model.cores, -model.link_share)
+        self._ready(model, instance)
+        self._load_next()
 
     def _start_missing(self, model: _Model) -> None:
         wanted = model.wants(model.quiet(self.now_s))
@@ -270,7 +305,6 @@ class _Simulation:
             heapq.heappush(self.timers, (begin_s, self.number, _PLATFORM_READY, model, instance))
 
     def _ready(self, model: _Model, instance: _Instance) -> None:
-        self._want(-model.cores)
         model.starting -= 1
         model.ready.append(instance)
         instance.ready_s = self.now_s
@@ -363,6 +397,9 @@ class _Simulation:
         self.number += 1
         heapq.heappush(self.completions, (self.clock + left, self.number, instance.stamp, instance))
 
-    def _want(self, cores: float) -> None:
+    def _want(self, cores: float, link: float = 0.0) -> None:
         self.demand += cores
         self.pace = 1.0 if self.demand <= self.cores else self.cores / self.demand
+        self.link_demand += link
+        is_shared = self.is_one_host and self.link_demand > 1.0
+        self.start_pace = self.pace / self.link_demand if is_shared else self.pace

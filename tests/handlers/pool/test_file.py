@@ -443,5 +443,25 @@ def test_a_warning_becomes_an_error_when_asked() -> None:
     assert warning.as_error().code is Code.W1
 
 
-def test_a_model_has_seventeen_keys() -> None:
-    assert len(keys.MODEL_KEYS) == 17
+def test_the_page_has_every_key_with_its_default_and_its_bounds() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "pool.md").read_text(encoding="utf-8")
+    rows = {found[2]: found[1] for found in re.finditer(r"^(\| `(\w+)` \|.*)$", page, re.MULTILINE)}
+    assert list(rows) == list(keys.MODEL_KEYS)
+    for name, key in keys.MODEL_KEYS.items():
+        if not isinstance(key.default, int | float):
+            continue
+        unit, default = (cell.strip() for cell in rows[name].split(" | ")[1:3])
+        assert float(default) == key.default, name
+        bounds = re.search(r"(−?[\d.,]+) to ([\d.,]+)", unit)
+        assert bounds is not None, name
+        step = 0.01 if isinstance(key.default, float) else 1
+        for text, beyond in zip(bounds.groups(), (-step, step), strict=True):
+            value = type(key.default)(text.replace("−", "-").replace(",", ""))
+            assert key.parse(value) == value
+            with pytest.raises(ValueError, match="must be a"):
+                key.parse(value + beyond)
+
+
+def test_the_page_has_every_code() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "pool.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| ([EW]\d+) \|", page, re.MULTILINE) == [str(code) for code in Code]

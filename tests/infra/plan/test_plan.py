@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teneral import cli
+from teneral.handlers.pool.policy import max_starts
 from teneral.handlers.pool.values import InstanceSize, Model
 from teneral.infra.plan.instance_model import Profile, profile_of, read_profiles
 from teneral.infra.plan.search import Price, candidates, cheapest, cost_of, pareto, parse_price, search
@@ -67,28 +68,46 @@ def test_sequences_of_a_batch_slow_each_other_down_as_measured() -> None:
     assert alone.busy_s == pytest.approx(40 / 10.0)
 
 
+def starts_at_once(number: int, profile: Profile = PROFILE, **more: float) -> list[float]:
+    """First tokens of requests that come together, each to an instance of its own; their work takes no core."""
+    profile = profile_of({"work_cores": 1e-9}, "here", profile)
+    model = Model("m", "/m", max_instances=number, target_concurrency=1, max_concurrency=1)
+    requests = [Request(0.0, "m", 0, 101) for _ in range(number)]
+    return sorted(one(requests, model, profile, **more).first_token_s)
+
+
 def test_starts_on_one_host_share_its_cores() -> None:
-    model = Model("m", "/m", min_warm=3, max_instances=3)
-    late = [at(100.0)]
+    assert starts_at_once(3) == pytest.approx([2.0, 2.0, 2.0]), "each has a machine"
+    assert starts_at_once(3, cores=3.0) == pytest.approx([2.0, 2.0, 2.0])
+    both_s, last_s = starts_at_once(2, cores=1.0)
+    assert (both_s, last_s) == pytest.approx((4.0, 4.0)), "two starts of 2 CPU-s on one core"
 
-    def slowest_s(cores: float | None) -> float:
-        requests = [Request(0.0, "m", 0, 1), *late]
-        outcome = one(requests, Model("m", "/m", min_warm=3, max_instances=3), cores=cores)
-        return float(outcome.first_token_s[0])
 
-    assert model.min_warm == 3
-    assert slowest_s(None) == pytest.approx(2.0, rel=0.01)
-    assert slowest_s(3.0) == pytest.approx(2.0, rel=0.01)
-    assert slowest_s(1.0) == pytest.approx(6.0, rel=0.01), "three starts of 2 CPU-s on one core"
+def test_no_more_starts_of_one_host_run_at_once_than_the_supervisor_lets() -> None:
+    assert max_starts(1) == 2
+    assert starts_at_once(3, cores=1.0) == pytest.approx([4.0, 4.0, 6.0])
+    light = profile_of({"start_cpu_s": 0.2}, "here", PROFILE)
+    assert starts_at_once(5, light, cores=2.0) == pytest.approx([2.0, 2.0, 2.0, 2.0, 4.0])
+
+
+def test_starts_on_one_host_share_its_link() -> None:
+    profile = profile_of({"start_s": 0.1, "bytes": 10**9, "link_bytes_s": 1.09e9, "start_cpu_s": 0.1}, "here")
+    assert starts_at_once(2, profile) == pytest.approx([1.0, 1.0])
+    assert starts_at_once(2, profile, cores=2.0) == pytest.approx([2.0, 2.0])
+    half = profile_of({"start_s": 2.0}, "here", profile)
+    assert starts_at_once(2, half, cores=2.0) == pytest.approx([2.0, 2.0]), "each leaves half of it"
 
 
 def test_a_standby_that_was_taken_must_be_replaced_first() -> None:
-    model = Model("m", "/m", min_warm=2, max_instances=2)
     profile = profile_of({"standby": 1, "refill_s": 5.0}, "here", PROFILE)
-    requests = [Request(0.1, "m", 0, 1)]
-    outcome = one(requests, model, profile, until_s=20.0)
-    assert outcome.starts == 2
-    assert outcome.instance_s == pytest.approx(40.0)
+    assert starts_at_once(2, profile) == pytest.approx([2.0, 7.0])
+
+
+def test_warm_instances_are_ready_when_the_trace_begins() -> None:
+    outcome = one([at(0)], Model("m", "/m", min_warm=2, max_instances=2), until_s=100.0)
+    assert (outcome.cold, outcome.starts) == (0, 2)
+    assert list(outcome.first_token_s) == pytest.approx([1.0])
+    assert outcome.instance_s == pytest.approx(200.0)
 
 
 def test_a_hybrid_pool_is_warm_when_a_regular_request_comes() -> None:

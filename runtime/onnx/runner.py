@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-IDLE_WAIT_S = 1.0  # of the whole session's thread, for a moment between two runs
+FIRST_WAIT_S = 2.0  # of the whole session's thread, for the first run, whose answer it would delay
+IDLE_WAIT_S = 1.0  # then, for a moment between two runs
 SPARE_BYTES = 128 * MIB  # that must be left while the whole session is made
 
 
@@ -204,6 +205,7 @@ class OnnxRunner:
             )
             return False
         with self._changed:
+            self._changed.wait_for(lambda: self._num_runs > 0 or self._is_stopping, FIRST_WAIT_S)
             self._changed.wait_for(lambda: self._current is None or self._is_stopping, IDLE_WAIT_S)
             if self._is_stopping:
                 return False

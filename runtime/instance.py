@@ -26,7 +26,7 @@ from ..loader.sources.http.outage import show_outages
 from ..loader.timeline import Timeline
 from .config import ServeConfig
 from .errors import DrainingError, ModelError
-from .files import ModelFiles, is_onnx
+from .files import ModelFiles, is_onnx, seems_onnx
 from .loading import (
     load_here,
     paging_statistics,
@@ -114,7 +114,9 @@ class Instance:
     # lifecycle
 
     def start(self) -> Instance:
-        """Start everything; return at once. Startup errors fail the instance like later ones."""
+        """Start everything; return at once, or when the imports of a local ONNX model are done.
+        Startup errors fail the instance like later ones.
+        """
         if self._helpers is None and self._source is None and self._base is None:
             # Before all imports, to run in parallel to them.
             self._run(self._start_helpers)
@@ -124,6 +126,12 @@ class Instance:
             thread = threading.Thread(target=self._run, args=(work,), name=f"teneral-{name}", daemon=True)
             self._threads.append(thread)
             thread.start()
+        if seems_onnx(self.config.model):
+            # Here, too, before the caller imports a web server: decode threads wait for numpy, and
+            # two threads that import share the GIL.
+            from .onnx.start import import_ahead
+
+            import_ahead(self.timeline)
         return self
 
     def drain(self, timeout_s: float) -> bool:

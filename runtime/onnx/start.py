@@ -28,8 +28,9 @@ CONFIG_NAME = "config.json"
 
 
 def import_ahead(timeline: Timeline) -> None:
-    """Import what a runner needs. Raises nothing: `open_runner` says what is missing."""
+    """Import what decoding and a runner need. Raises nothing: `open_runner` says what is missing."""
     with timeline.span("process", "import onnxruntime"), suppress(ImportError):
+        from ...loader.format import codec  # noqa: F401
         from . import runner, sessions  # noqa: F401
 
 

@@ -127,10 +127,12 @@ def shapes(architecture: str = "llama", vocab_size: int = len(PIECES)) -> dict[s
     return found
 
 
-def float_tensors(architecture: str = "llama", seed: int = 0) -> list[RawTensor]:
+def float_tensors(
+    architecture: str = "llama", seed: int = 0, *, vocab_size: int = len(PIECES)
+) -> list[RawTensor]:
     """All tensors of a tiny model, in F32."""
     rng = np.random.default_rng(seed)
     return [
         RawTensor(name, tuple(reversed(shape)), 0, (rng.standard_normal(shape) * 0.1).astype("<f4").tobytes())
-        for name, shape in shapes(architecture).items()
+        for name, shape in shapes(architecture, vocab_size).items()
     ]

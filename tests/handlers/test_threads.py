@@ -4,6 +4,7 @@ import threading
 from typing import Any
 
 import pytest
+from tests.support.inspection import idle_threads_of
 from tests.support.load import patience_s
 
 from teneral.handlers.function import calls as threads_module
@@ -44,7 +45,7 @@ def until(condition: Any) -> None:
 
 def test_a_thread_that_is_done_takes_the_next_call(threads: CallThreads) -> None:
     first = run_and_wait(threads)
-    until(lambda: len(threads._idle) == 1)
+    until(lambda: len(idle_threads_of(threads)) == 1)
     assert run_and_wait(threads) is first
 
 
@@ -58,7 +59,7 @@ def test_calls_that_wait_for_one_another_have_threads_of_their_own(threads: Call
 
 def test_closing_ends_the_idle_at_once_and_the_busy_when_they_are_done(threads: CallThreads) -> None:
     run_and_wait(threads)
-    until(lambda: len(threads._idle) == 1)
+    until(lambda: len(idle_threads_of(threads)) == 1)
     go_on = threading.Event()
     threads.run(lambda: go_on.wait(patience_s(10)))
     threads.run(lambda: None)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from blake3 import blake3
 from tests.support.artifacts import BuiltArtifact, build_artifact
+from tests.support.inspection import threads_of
 from tests.support.memory_store import MemoryStore
 from tests.support.paced import WAIT_S, PacedSource, reads_of
 
@@ -34,7 +35,7 @@ def part_of(built: BuiltArtifact, group: str, tier: Tier = Tier.DRAFT):
 
 def assert_ended(load: WeightLoad) -> None:
     assert load.join(WAIT_S)
-    assert not [thread for thread in load._threads if thread.is_alive()]
+    assert not [thread for thread in threads_of(load) if thread.is_alive()]
 
 
 def test_a_read_that_fails_ends_the_load_and_names_part_and_source() -> None:

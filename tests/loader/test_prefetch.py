@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.support.artifacts import BuiltArtifact, build_artifact
 from tests.support.faulty_loads import LAYERS, FaultyStore, check_load, faulty_store
+from tests.support.inspection import slices_of
 from tests.support.paced import WAIT_S
 from tests.support.store_faults import Fault
 from tests.support.store_http import Request
@@ -118,7 +119,7 @@ def test_whatever_ranges_take_it_in_whatever_order_it_is_what_is_stored(
             at += taken.num_bytes
         assert memory == stored[start:end]
     assert all(reader.take(blob, start, memoryview(bytearray(9))) is None for start, _ in ranges)
-    assert reader._slices == []
+    assert slices_of(reader) == []
 
 
 def test_no_reader_gets_bytes_of_another_place(store: FaultyStore, source: HttpSource) -> None:
@@ -155,24 +156,24 @@ def test_nothing_is_read_where_there_may_be_no_room_or_no_need(
     manifest = store.built.manifest
     assert manifest.weight_bytes > MIB
     reader = begun(source, manifest, OPTIONS._replace(**options))
-    assert reader._slices == []
+    assert slices_of(reader) == []
     assert asked_for(store) == []
 
 
 def test_weights_of_another_device_need_no_room_here(store: FaultyStore, source: HttpSource) -> None:
     options = OPTIONS._replace(available_bytes=ROOM_BYTES, reserved_bytes=MIB)
-    assert begun(source, store.built.manifest, options, weights_are_here=False)._slices
+    assert slices_of(begun(source, store.built.manifest, options, weights_are_here=False))
 
 
 def test_what_is_on_this_machine_is_not_asked_for_ahead(store: FaultyStore) -> None:
-    assert begun(store.built.store, store.built.manifest)._slices == []
+    assert slices_of(begun(store.built.store, store.built.manifest)) == []
 
 
 def test_what_fails_is_left_to_the_load(store: FaultyStore, source: HttpSource) -> None:
     failures = iter(range(NUM_SLICES))
     store.set_fault(lambda request: Fault(status=404) if next(failures, None) is not None else None)
     reader = begun(source, store.built.manifest)
-    for each in reader._slices:
+    for each in slices_of(reader):
         assert each.done.wait(WAIT_S)
         assert each.has_failed
     load(store, source, reader)
@@ -189,7 +190,7 @@ def test_a_bit_that_was_flipped_ahead_is_found_and_fetched_again(
 
     store.set_fault(flip)
     reader = begun(source, store.built.manifest)
-    for each in reader._slices:
+    for each in slices_of(reader):
         assert each.done.wait(WAIT_S)
     load(store, source, reader)
 
@@ -203,7 +204,7 @@ def test_a_bit_that_stays_flipped_is_refused(store: FaultyStore, source: HttpSou
 def test_what_was_read_ahead_binds_the_load_to_its_version(store: FaultyStore, source: HttpSource) -> None:
     manifest = store.built.manifest
     reader = begun(source, manifest)
-    for each in reader._slices:
+    for each in slices_of(reader):
         assert each.done.wait(WAIT_S)
     path = store.folder / manifest.blobs[0].name
     content = path.read_bytes()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.checkpoints import llama_contents, model_store
+from tests.support.inspection import child_of
 from tests.support.load import patience_s
 from tests.support.store_faults import Fault
 from tests.support.store_server import StoreServer
@@ -173,7 +174,7 @@ def test_errors_cross_processes_whole(error: TeneralError) -> None:
 def test_a_killed_child_fails_waiting_readers_with_the_reason(slow: str) -> None:
     load = ProcessLoad.start(slow)
     manifest = load.manifest
-    os.kill(load._child.pid, signal.SIGKILL)
+    os.kill(child_of(load).pid, signal.SIGKILL)
     with pytest.raises(TeneralError, match="signal 9") as caught:
         load.wait(last_group(manifest), timeout_s=WAIT_S)
     assert "memory" in caught.value.hint
@@ -197,7 +198,7 @@ def test_cancelling_ends_the_child_and_waiting_readers(slow: str) -> None:
     waiter.join(WAIT_S)
     assert [type(error) for error in errors] == [LoadCancelledError]
     assert load.join(WAIT_S)
-    assert load._child.wait() == -signal.SIGKILL
+    assert child_of(load).wait() == -signal.SIGKILL
 
 
 def test_the_child_ends_when_its_parent_is_killed(slow: str) -> None:

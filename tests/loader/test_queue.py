@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.artifacts import BuiltArtifact, build_artifact
+from tests.support.inspection import staging_of
 from tests.support.load import patience_s
 
 from teneral.loader.format.manifest import Tier
@@ -223,9 +224,9 @@ def test_small_parts_that_lie_together_are_one_range_and_one_loan_until_the_last
         part = step[0].part
         assert step[1] == blob[part.offset_bytes : part.offset_bytes + part.size_bytes]
         work.check_integrity()
-        assert work._staging.used_bytes > 0
+        assert staging_of(work).used_bytes > 0
         work.finish_step(step[0])
-    assert work._staging.used_bytes == 0
+    assert staging_of(work).used_bytes == 0
 
 
 def test_where_staging_has_no_room_for_several_parts_one_is_read() -> None:

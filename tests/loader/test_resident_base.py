@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tests.loader.test_fine_tunes import BASE, FINE_TUNE, WAIT_S, bytes_of, objects_of, tuned
 from tests.support.checkpoints import Contents, llama_contents, model_store, random_content
+from tests.support.inspection import slabs_of
 from tests.support.memory_store import MemoryStore
 from tests.support.paced import PacedSource, every_read
 
@@ -86,13 +87,13 @@ def test_only_the_differences_are_read_and_the_base_is_not_written(
     store: MemoryStore, base_store: MemoryStore
 ) -> None:
     base = resident(base_store)
-    before = [slab.tobytes() for slab in base._slabs]
+    before = [slab.tobytes() for slab in slabs_of(base)]
     paced = PacedSource(store)
     assert switched(paced, base) == bytes_of(FINE_TUNE)
     read_bytes = sum(call.end - call.start for call in paced.calls)
     alone = open_artifact(store, without_base=True)
     assert read_bytes == sum(part.size_bytes for part in alone.parts)
-    assert [slab.tobytes() for slab in base._slabs] == before
+    assert [slab.tobytes() for slab in slabs_of(base)] == before
 
 
 def test_small_parts_and_little_staging(
@@ -223,7 +224,7 @@ def test_damaged_differences_fail_the_load_and_leave_the_base(
     store: MemoryStore, base_store: MemoryStore
 ) -> None:
     base = resident(base_store)
-    before = [slab.tobytes() for slab in base._slabs]
+    before = [slab.tobytes() for slab in slabs_of(base)]
     alone = open_artifact(store, without_base=True)
     for blob in alone.blobs:
         damaged = objects_of(store)
@@ -232,7 +233,7 @@ def test_damaged_differences_fail_the_load_and_leave_the_base(
         damaged[blob.name] = bytes(content)
         with pytest.raises(IntegrityError, match="wrong digest"):
             switched(MemoryStore(damaged), base)
-    assert [slab.tobytes() for slab in base._slabs] == before
+    assert [slab.tobytes() for slab in slabs_of(base)] == before
     assert switched(store, base) == bytes_of(FINE_TUNE)
 
 
@@ -258,6 +259,6 @@ def test_a_whole_model_is_refused(base_store: MemoryStore, base: ResidentBase) -
 
 def test_a_manifest_that_lies_about_the_base_is_refused(store: MemoryStore, base: ResidentBase) -> None:
     renamed = tuple(tensor._replace(name=f"{tensor.name}.old") for tensor in base.manifest.tensors)
-    other = ResidentBase(base.manifest._replace(tensors=renamed), base._slabs)
+    other = ResidentBase(base.manifest._replace(tensors=renamed), slabs_of(base))
     with pytest.raises(ManifestError, match="the base has no such tensor"):
         switched(store, other)

@@ -13,7 +13,7 @@ from tests.support.early_rig import (
     exact_engine,
     packed_tiny,
 )
-from tests.support.inspection import drafting_of, kv_of, state_of
+from tests.support.inspection import drafting_of, events_of, kv_of, state_of
 
 from teneral.loader.tools.pack.plan import TierOptions
 from teneral.runtime.step.batch import Epoch
@@ -61,7 +61,7 @@ def test_exact_tokens_are_those_of_the_exact_model_however_much_was_drafted(arti
         rig.start()
         generations = [rig.submit(prompt, sampling=sampling) for prompt in PROMPTS]
         wait_until(lambda: num_proposed(rig) >= 4 * 8)
-        assert not any(event for each in generations for event in each._events)
+        assert not any(event for each in generations for event in events_of(each))
         rig.engine.check_integrity()
         rig.refine()
         results = [generation.result(TIMEOUT_S) for generation in generations]
@@ -177,7 +177,7 @@ def test_both_kinds_go_on_side_by_side(artifact, expected):
         stream = draft.events(TIMEOUT_S)
         for _ in range(12):
             assert next(stream).num_drafted == 1
-        assert not exact._events
+        assert not events_of(exact)
         rig.refine()
         assert exact.result(TIMEOUT_S).tokens == expected[PROMPTS[2], GREEDY]
         assert len(draft.result(TIMEOUT_S).tokens) == 60
@@ -294,7 +294,7 @@ def test_a_sketch_answers_whom_it_will_do_before_the_draft_is_there(sketched, ex
         stream = sketch.events(TIMEOUT_S)
         assert [next(stream).num_drafted for _ in range(6)] == [1] * 6
         wait_until(lambda: num_proposed(rig) >= 4)
-        assert not draft._events
+        assert not events_of(draft)
         rig.draft_hold.release()
         assert next(draft.events(TIMEOUT_S)).num_drafted == 1
         rig.refine()
@@ -316,7 +316,7 @@ def test_who_waits_for_the_draft_is_in_nobodys_way(sketched, expected):
         waits_for_the_draft(rig)
         sketch = rig.submit(PROMPTS[2], first_token=FirstToken.SKETCH, max_tokens=6)
         assert sketch.result(TIMEOUT_S).num_drafted == 6
-        assert not draft._events
+        assert not events_of(draft)
         rig.draft_hold.release()
         assert next(draft.events(TIMEOUT_S)).num_drafted == 1
         spans = [span.name for span in rig.timeline.spans() if span.lane == "draft"]

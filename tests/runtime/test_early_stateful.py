@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.decoding import Stepper
 from tests.support.early_rig import GREEDY, SHAPE, TIMEOUT_S, EarlyRig, packed_tiny
-from tests.support.inspection import state_of
+from tests.support.inspection import events_of, state_of
 from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 
@@ -163,7 +163,7 @@ def continuation(computed: str, ask: Ask, drafted_text: tuple[int, ...]) -> tupl
 
 def check(computed: str, ask: Ask, generation: Generation, *, was_cancelled: bool) -> None:
     result = generation.result(TIMEOUT_S)
-    events = list(generation._events)
+    events = list(events_of(generation))
     num_drafted = sum(event.num_drafted for event in events)
     kinds = [event.num_drafted > 0 for event in events if event.tokens]
     assert kinds == sorted(kinds, reverse=True), "a drafted token after an exact one"

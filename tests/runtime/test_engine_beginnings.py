@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from tests.support.engine_rig import BLOCK_SIZE, GREEDY, TIMEOUT_S, EngineRig, finish
-from tests.support.inspection import kv_of, state_of
+from tests.support.inspection import followers_of, kv_of, model_of, record_copies, state_of
 from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
@@ -120,11 +120,7 @@ def test_who_gets_no_place_copies_nothing_and_holds_nothing() -> None:
     with EngineRig(max_running=4, max_step_tokens=4) as rig:
         finish(rig.submit((*STEM, 3), max_tokens=1))
         copied: list[int] = []
-        copy_tokens = state_of(rig.engine).blocks._copy_tokens
-        state_of(rig.engine).blocks._copy_tokens = lambda *block: (
-            copied.append(block[0]),
-            copy_tokens(*block),
-        )
+        record_copies(rig.engine, copied)
         rig.model.before_forward = lambda _: rig.engine.check_integrity()
         rig.model.gate.clear()
         first = rig.submit(tuple(range(59, 9, -1)), max_tokens=2)
@@ -144,7 +140,7 @@ def test_what_came_from_elsewhere_can_be_begun_when_somebody_has_used_it() -> No
     with EngineRig() as rig:
         finish(rig.submit((*STEM, 3), max_tokens=1))
         prefixes = state_of(rig.engine).blocks.prefixes
-        prefixes._followers.clear()  # as if they had come from there
+        followers_of(prefixes).clear()  # as if they had come from there
         for prompt, expected in ((leaving(6), BLOCK_SIZE), ((*STEM, 9), len(STEM)), (leaving(7, 30), 7)):
             generation = rig.submit(prompt, max_tokens=2)
             assert finish(generation).tokens == rig.expected(prompt, 2)
@@ -257,7 +253,7 @@ def assert_copied(engine: Engine, prompt: tuple[int, ...], at: int) -> None:
     if not num_tokens or len(prompt) + NUM_TOKENS - 1 < (number + 1) * REAL_BLOCK_SIZE:
         return  # its block was never full, and is gone
     prefixes, kv = state_of(engine).blocks.prefixes, kv_of(engine)
-    followers = prefixes._followers.entries()
+    followers = followers_of(prefixes).entries()
     previous = engine.prefix_pool.chain(prompt, salt="")[number - 1] if number else None
     alike = [
         block
@@ -265,7 +261,7 @@ def assert_copied(engine: Engine, prompt: tuple[int, ...], at: int) -> None:
         if tuple(tokens[:num_tokens]) == prompt[number * REAL_BLOCK_SIZE : at] and previous in (None, each)
     ]
     assert len(alike) == 2
-    for layer in range(engine._model.config.num_layers):
+    for layer in range(model_of(engine).config.num_layers):
         one, other = (kv.read(layer, Extent(block * REAL_BLOCK_SIZE, num_tokens)) for block in alike)
         assert torch.equal(one[0], other[0])
         assert torch.equal(one[1], other[1])

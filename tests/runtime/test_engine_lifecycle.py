@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 from tests.support.engine_rig import BLOCK_SIZE, TIMEOUT_S, EngineRig, finish
+from tests.support.inspection import before_end
 from tests.support.toy_decoder import ToyDecoder, ToyTokenizer
 
 from teneral.loader.errors import IntegrityError
@@ -51,14 +52,12 @@ def test_cancelling_frees_the_blocks_with_the_next_step():
 def ended_halfway(generation, end):
     """Inside, `end` has marked the generation as ended in another thread, and has not yet notified the engine."""
     reached, go_on = threading.Event(), threading.Event()
-    tell_engine = generation._on_end
 
-    def tell_engine_late(*args):
+    def wait() -> None:
         reached.set()
         assert go_on.wait(TIMEOUT_S)
-        tell_engine(*args)
 
-    generation._on_end = tell_engine_late
+    before_end(generation, wait)
     thread = threading.Thread(target=end)
     thread.start()
     assert reached.wait(TIMEOUT_S)

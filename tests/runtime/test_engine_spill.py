@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.support.decoding import oracle_greedy
 from tests.support.engine_rig import BLOCK_SIZE, GREEDY, TIMEOUT_S, EngineRig, finish
-from tests.support.inspection import state_of, tiers_of
+from tests.support.inspection import file_of, state_of, tiers_of
 from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import UNWRITTEN, ToyDecoder, ToyPool, ToyTokenizer
@@ -296,7 +296,7 @@ def test_an_engine_that_never_started_gives_its_file_back(tmp_path):
         medium = tiers_of(state_of(rig.engine).blocks.spill).all[0].medium
         assert not any(thread.name == "teneral-kv-spill" for thread in threading.enumerate())
         rig.engine.stop()
-        assert medium._file.closed
+        assert file_of(medium).closed
 
 
 @pytest.mark.parametrize(

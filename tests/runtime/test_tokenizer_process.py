@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.support.inspection import lines_of, text_backend_of
 from tests.support.load import patience_s
 from tests.support.tiny_models import save_tiny
 
@@ -201,9 +202,9 @@ def test_closing_ends_the_child_and_waiting_callers(folder: Path) -> None:
 
 def test_long_texts_leave_a_line_for_short_ones(folder: Path) -> None:
     tokenizer = process_for(folder).load(manifest_of(folder))
-    backend = tokenizer._backend
+    backend = text_backend_of(tokenizer)
     assert isinstance(backend, TokenizerProcess)
-    lines = backend._child._lines
+    lines = lines_of(backend)
     os.kill(backend.pid, signal.SIGSTOP)
     with ThreadPoolExecutor(8) as threads:
         try:

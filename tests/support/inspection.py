@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 
@@ -37,3 +38,127 @@ def connections_of(source: Any) -> Any:
 def tiers_of(spill: Any) -> Any:
     """The tiers of spilled blocks."""
     return spill._tiers
+
+
+def prefill_times_of(spill: Any) -> Any:
+    """The recent times of computed tokens, by which a spill decides what is worth a fetch."""
+    return spill._prefill._recent
+
+
+def file_of(medium: Any) -> Any:
+    """The file of a `DiskMedium`."""
+    return medium._file
+
+
+def followers_of(prefixes: Any) -> Any:
+    """The blocks that may follow others, with their tokens."""
+    return prefixes._followers
+
+
+def model_of(engine: Any) -> Any:
+    return engine._model
+
+
+def draft_steps_of(engine: Any) -> int:
+    """The number of draft steps of its early phase."""
+    return int(engine._early._num_draft_steps)
+
+
+def record_copies(engine: Any, copied: list[int]) -> None:
+    """Note the source of each copy of a block's tokens from now on."""
+    blocks = state_of(engine).blocks
+    copy_tokens = blocks._copy_tokens
+    blocks._copy_tokens = lambda *block: (copied.append(block[0]), copy_tokens(*block))
+
+
+def events_of(generation: Any) -> Any:
+    """The events that no caller has taken yet."""
+    return generation._events
+
+
+def before_end(generation: Any, call: Callable[[], None]) -> None:
+    """Call this between the end of a generation and the engine's notice of it."""
+    tell_engine = generation._on_end
+    generation._on_end = lambda *args: (call(), tell_engine(*args))
+
+
+def text_backend_of(tokenizer: Any) -> Any:
+    """The `TextBackend` of a tokenizer."""
+    return tokenizer._backend
+
+
+def lines_of(backend: Any) -> Any:
+    """The connections of a tokenizer's process."""
+    return backend._child._lines
+
+
+def set_failure(instance: Any, error: Exception) -> None:
+    """Let an instance have failed, without the reaction of its server."""
+    instance._failure = error
+
+
+def replace_result(future: Any, result: Any) -> None:
+    """Let a future that is done have another result."""
+    future._result = result
+
+
+def fine_tunes_of(slot: Any) -> Any:
+    """The instances of a slot's fine-tunes that live."""
+    return slot._tuned
+
+
+def idle_threads_of(threads: Any) -> Any:
+    return threads._idle
+
+
+def executable_of(runner: Any) -> Any:
+    """The sessions by which an `OnnxRunner` computes now."""
+    return runner._model
+
+
+def slices_of(reader: Any) -> Any:
+    """The parts of a prefetch, as it reads them."""
+    return reader._slices
+
+
+def slabs_of(base: Any) -> Any:
+    """The memory of a base that is resident."""
+    return base._slabs
+
+
+def staging_of(work: Any) -> Any:
+    """The staging memory of a load's queue."""
+    return work._staging
+
+
+def threads_of(load: Any) -> Any:
+    return load._threads
+
+
+def hooks_of(load: Any) -> Any:
+    """The gates of a module's layers."""
+    return load._hooks
+
+
+def timeline_of(load: Any) -> Any:
+    return load._timeline
+
+
+def child_of(load: Any) -> Any:
+    """The process of a `ProcessLoad`."""
+    return load._child
+
+
+def child_of_feed(load: Any) -> Any:
+    """The process that feeds a `DeviceLoad`."""
+    return load._feed._child
+
+
+def placed_of(load: Any, group: int) -> Any:
+    """The event of the last placement in a group of a `DeviceLoad`."""
+    return load._placement._last[group]._done
+
+
+def device_speed_of(load: Any) -> Any:
+    """The speed of a `DeviceLoad`'s device, as measured."""
+    return load._device_is.__self__._device

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
+from tests.support.inspection import set_failure
 
 from teneral.handlers.http.model_slot import STANDBY_MARK
 from teneral.loader.errors import AccessDeniedError
@@ -62,7 +63,7 @@ async def test_readiness_can_be_waited_for(start: Any) -> None:
 
 async def test_readiness_is_not_waited_for_where_it_cannot_come(start: Any) -> None:
     async with start(loaded=False) as server:
-        server.instance._failure = AccessDeniedError("no credentials for s3://bucket")
+        set_failure(server.instance, AccessDeniedError("no credentials for s3://bucket"))
         assert (await server.get("/readyz?wait_s=60")).status == 503
 
 
@@ -92,7 +93,7 @@ async def test_a_start_that_fails_is_counted_as_failed(start: Any) -> None:
 async def test_a_failed_instance_is_alive_but_not_ready_and_says_why(start: Any) -> None:
     async with start(loaded=False) as server:
         # Without the server's own reaction, which is to end.
-        server.instance._failure = AccessDeniedError("no credentials for s3://bucket")
+        set_failure(server.instance, AccessDeniedError("no credentials for s3://bucket"))
         ready = await server.get("/readyz")
         assert (ready.status, ready.json["state"]) == (503, "failed")
         assert ready.json["error"] == "no credentials for s3://bucket"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.support.http_server import Server
+from tests.support.inspection import replace_result, text_backend_of
 from tests.support.instances import TinyParts
 
 BODY = {"prompt": "x", "max_tokens": 2, "ignore_eos": True}
@@ -47,7 +48,7 @@ class HeldTokenizer:
 
 def hold(server: Server, method: str) -> HeldTokenizer:
     held = HeldTokenizer(server.instance.tokenizer.result(), method)
-    server.instance.tokenizer._result = held
+    replace_result(server.instance.tokenizer, held)
     return held
 
 
@@ -94,10 +95,10 @@ async def test_long_texts_leave_threads_for_short_ones(start: Any) -> None:
     async with start() as server:
         tokenizer = server.instance.tokenizer.result()
         held = HeldTokenizer(tokenizer, "encode")
-        server.instance.tokenizer._result = held
+        replace_result(server.instance.tokenizer, held)
         posted = [asyncio.create_task(server.post("/v1/chat/completions", chat(long))) for _ in range(20)]
         await server.eventually(held.called.is_set)
-        server.instance.tokenizer._result = tokenizer
+        replace_result(server.instance.tokenizer, tokenizer)
         assert (await server.post("/v1/completions", BODY)).status == 200
         assert held.is_held
         held.release()
@@ -113,7 +114,7 @@ async def test_a_text_that_cannot_fit_the_context_is_refused_before_it_is_tokeni
     start: Any, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with start() as server:
-        backend = server.instance.tokenizer.result()._backend
+        backend = text_backend_of(server.instance.tokenizer.result())
         room = server.instance.engine.result().max_context * backend.max_token_bytes
         tokenised: list[int] = []
         encode = backend.encode
@@ -131,7 +132,7 @@ async def test_a_text_that_cannot_fit_the_context_is_refused_before_it_is_tokeni
 async def test_embeddings_refuse_such_a_text_too(start: Any, encoder_parts: TinyParts) -> None:
     async with start(parts=encoder_parts) as server:
         held = hold(server, "offsets")  # of no use here: the real `encode`
-        most = held._backend.max_token_bytes
+        most = text_backend_of(held).max_token_bytes
         assert most is not None
         limit = server.instance.embedder.result().max_tokens
         answer = await server.post("/v1/embeddings", {"input": "x" * (limit * most + 1)})

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tests.support.artifacts import BuiltArtifact, Layout, build_artifact
 from tests.support.device_parts import assert_exact, seen
+from tests.support.inspection import device_speed_of, placed_of, timeline_of
 from tests.support.paced import WAIT_S, PacedSource, reads_of
 from tests.support.simulated_device import SimulatedDevice
 
@@ -148,7 +149,7 @@ def test_draft_weights_in_use_stay_as_they_are_until_their_use_ends_on_the_devic
         used = device.record(stream)
         held.release()
         load.wait(tensor.group, timeout_s=WAIT_S)  # refining was asked for, behind the read
-        assert not load._placement._last[tensor.group]._done.wait(0.2), "it did not wait for the read"
+        assert not placed_of(load, tensor.group).wait(0.2), "it did not wait for the read"
         go_on.set()
         used.wait()
         assert read == [built.expected("up", Tier.DRAFT).tobytes()]
@@ -270,10 +271,10 @@ def test_a_device_that_decompresses_gets_frames_and_a_gate_opens_when_it_has(
         held.release()
         assert_exact(load, built.originals)
         assert load.wait_done(WAIT_S)
-        spans = [span for span in load._timeline.spans() if span.lane in ("device", "place")]
+        spans = [span for span in timeline_of(load).spans() if span.lane in ("device", "place")]
         assert {"host", "device"} <= {span.attributes.get("path") for span in spans}
         assert any(span.name.startswith("planes are decompressed on the device") for span in spans)
-        assert load._device_is.__self__._device.bytes_per_s, "the speed of the device is unknown"
+        assert device_speed_of(load).bytes_per_s, "the speed of the device is unknown"
         exponents = sum(
             math.prod(tensor.shape) for tensor in built.manifest.tensors if tensor.dtype == "BF16"
         )

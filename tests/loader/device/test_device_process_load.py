@@ -11,6 +11,7 @@ import pytest
 from tests.support.checkpoints import llama_contents, model_store
 from tests.support.device_parts import assert_exact
 from tests.support.faulty_loads import first_ranges
+from tests.support.inspection import child_of_feed, timeline_of
 from tests.support.paced import WAIT_S
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.store_faults import Fault
@@ -74,9 +75,9 @@ def test_a_process_brings_the_same_weights(folder: Path, device: SimulatedDevice
         assert there.join(WAIT_S)
         assert there.progress().state is LoadState.EXACT
         assert there.statistics().stored_bytes == here.statistics().stored_bytes
-        lanes = {span.lane for span in there._timeline.spans()}
+        lanes = {span.lane for span in timeline_of(there).spans()}
         assert {"fetch", "verify", "decode", "place", "ready"} <= lanes
-        marks = [span.name for span in there._timeline.spans() if span.lane == "ready"]
+        marks = [span.name for span in timeline_of(there).spans() if span.lane == "ready"]
         assert len(marks) == len(set(marks)), "the child tells of gates that are not its own"
 
 
@@ -136,7 +137,7 @@ def test_a_child_that_dies_ends_the_load(folder: Path, device: SimulatedDevice) 
     with StoreServer(folder, fault=lambda request: stall if "blobs" in str(request) else None) as server:
         with load_in_a_process(f"{server.url}/bucket/model", open_never) as load:
             assert isinstance(load.manifest, Manifest)
-            load._feed._child.kill()
+            child_of_feed(load).kill()
             with pytest.raises(TeneralError, match="killed by signal"):
                 load.wait(0, timeout_s=WAIT_S)
             hold.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from tests.support.inspection import text_backend_of
 from tests.support.instances import TinyParts
 
 from teneral.runtime.grammar.compiler import GrammarCompiler
@@ -20,4 +21,4 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyParts]:
 @pytest.fixture(scope="package")
 def compiler(parts: TinyParts) -> GrammarCompiler:
     tokenizer = parts.tokenizer
-    return GrammarCompiler(tokenizer._backend.tokenizer_json, tokenizer.eos_token_ids)
+    return GrammarCompiler(text_backend_of(tokenizer).tokenizer_json, tokenizer.eos_token_ids)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.inspection import text_backend_of
 from tests.support.instances import TinyParts
 
 from teneral.runtime.errors import GrammarError, RequestError
@@ -155,7 +156,7 @@ def test_hostile_grammars_neither_end_the_process_nor_take_its_memory(
     tmp_path: Any, parts: TinyParts
 ) -> None:
     """In a process of its own, whose address space is bounded: the worst that the bounds let through."""
-    (tmp_path / "tokenizer.json").write_bytes(parts.tokenizer._backend.tokenizer_json())
+    (tmp_path / "tokenizer.json").write_bytes(text_backend_of(parts.tokenizer).tokenizer_json())
     done = subprocess.run(
         [sys.executable, "-c", HOSTILE, str(tmp_path / "tokenizer.json")],
         check=False, capture_output=True, text=True, timeout=100,

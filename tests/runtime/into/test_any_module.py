@@ -12,6 +12,7 @@ from collections import Counter
 import pytest
 import torch
 from tests.support.any_modules import ARCHITECTURES, BY_NAME, Architecture, original
+from tests.support.inspection import hooks_of
 from tests.support.load import patience_s
 from tests.support.poisoned import PoisonedLoad
 from torch import nn
@@ -85,7 +86,7 @@ def test_outputs_are_right_while_weights_arrive_in_any_order(architecture, store
 def test_without_its_gates_a_module_computes_with_the_poison(architecture):
     module = empty(architecture)
     arrival = PoisonedLoad(module, original(architecture).plain.reopen())
-    for hooks in arrival.load._hooks:
+    for hooks in hooks_of(arrival.load):
         hooks.remove()
     try:
         outputs = use(architecture, module)
@@ -104,7 +105,7 @@ def test_without_one_gate_a_module_computes_with_the_poison(architecture):
     for index, groups in groups_of_gates(architecture):
         module = empty(architecture)
         arrival = PoisonedLoad(module, expected.plain.reopen())
-        arrival.load._hooks[index].remove()
+        hooks_of(arrival.load)[index].remove()
         arrival.arrive(set(range(len(arrival.manifest.groups))) - groups)
         try:
             assert not are_equal(use(architecture, module), expected.outputs)

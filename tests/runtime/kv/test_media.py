@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.inspection import file_of
 from tests.support.tiny_disk import tiny_disk
 
 from teneral.loader.errors import IntegrityError, UsageError
@@ -26,10 +27,6 @@ def read(medium, slot: int) -> np.ndarray:
     into = np.empty(BLOCK_BYTES, np.uint8)
     medium.read(slot, into)
     return into
-
-
-def file_of(medium: DiskMedium) -> int:
-    return medium._file.fileno()
 
 
 @pytest.fixture
@@ -99,25 +96,25 @@ class TestEveryMedium:
 def test_the_file_has_no_name_and_is_its_owner_s_only(disk, tmp_path):
     disk.write(0, content(1))
     assert list(tmp_path.iterdir()) == []
-    found = os.fstat(file_of(disk))
+    found = os.fstat(file_of(disk).fileno())
     assert found.st_nlink == 0
     assert stat.S_IMODE(found.st_mode) == 0o600
-    assert not os.get_inheritable(file_of(disk))
+    assert not os.get_inheritable(file_of(disk).fileno())
 
 
 def test_the_file_takes_space_as_it_is_written(disk):
-    assert os.fstat(file_of(disk)).st_blocks == 0
+    assert os.fstat(file_of(disk).fileno()).st_blocks == 0
     disk.write(0, content(1))
     disk.forget_cached(0)
-    assert 0 < os.fstat(file_of(disk)).st_blocks * 512 <= 2 * slot_bytes_on_disk(BLOCK_BYTES)
+    assert 0 < os.fstat(file_of(disk).fileno()).st_blocks * 512 <= 2 * slot_bytes_on_disk(BLOCK_BYTES)
 
 
 def test_one_flipped_bit_in_the_file_is_noticed(disk):
     disk.write(1, content(1))
     disk.write(2, content(2))
     offset = slot_bytes_on_disk(BLOCK_BYTES) + 4_321
-    byte = os.pread(file_of(disk), 1, offset)[0]
-    os.pwrite(file_of(disk), bytes([byte ^ 0x10]), offset)
+    byte = os.pread(file_of(disk).fileno(), 1, offset)[0]
+    os.pwrite(file_of(disk).fileno(), bytes([byte ^ 0x10]), offset)
     with pytest.raises(IntegrityError, match="slot 1") as caught:
         read(disk, 1)
     assert caught.value.expected != caught.value.got
@@ -128,7 +125,7 @@ def test_one_flipped_bit_in_the_file_is_noticed(disk):
 
 def test_a_file_that_has_become_shorter_is_an_error_of_the_read(disk):
     disk.write(3, content(1))
-    os.ftruncate(file_of(disk), 3 * slot_bytes_on_disk(BLOCK_BYTES) + 100)
+    os.ftruncate(file_of(disk).fileno(), 3 * slot_bytes_on_disk(BLOCK_BYTES) + 100)
     with pytest.raises(OSError, match="truncated"):
         read(disk, 3)
 

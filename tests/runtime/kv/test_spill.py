@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.support.inspection import tiers_of
+from tests.support.inspection import prefill_times_of, tiers_of
 from tests.support.spill_rig import (
     BLOCK_SIZE,
     KINDS,
@@ -302,7 +302,7 @@ def test_a_bounded_number_waits(rig):
 
 def test_before_anything_was_measured_nothing_is_fetched(tmp_path):
     rig = SpillRig(12, host=12)
-    rig.spill._prefill._recent.clear()
+    prefill_times_of(rig.spill).clear()
     rig.compute(A)
     rig.save()
     rig.give_up_all()

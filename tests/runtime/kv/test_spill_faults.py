@@ -7,7 +7,7 @@ import os
 import threading
 
 import pytest
-from tests.support.inspection import tiers_of
+from tests.support.inspection import file_of, tiers_of
 from tests.support.load import patience_s
 from tests.support.spill_rig import KINDS, SEED, A, B, C, SpillRig, chain, fetched, small_rig, total
 from tests.support.tiny_disk import tiny_disk
@@ -44,7 +44,7 @@ def test_flipped_bytes_in_the_file_are_never_handed_out(tmp_path):
     rig.save()
     rig.give_up_all()
     found = tiers_of(rig.spill).find(A[4])
-    file = rig.media[0].inner._file.fileno()
+    file = file_of(rig.media[0].inner).fileno()
     os.pwrite(file, b"\x00\x01\x02", found.slot * 4096 + 9)
     assert fetched(rig, A) == 4
     assert rig.spill.statistics().failures_total == {"disk": 1}
@@ -206,4 +206,4 @@ def test_a_spill_that_never_started_gives_its_file_back(tmp_path):
     rig.spill.stop()
     inner = rig.media[0].inner
     assert isinstance(inner, DiskMedium)
-    assert inner._file.closed
+    assert file_of(inner).closed

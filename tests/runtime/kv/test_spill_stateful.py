@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from tests.support.inspection import file_of
 from tests.support.load import patience_s
 from tests.support.spill_rig import BLOCK_SIZE, POISON, HashPool, SpillRig, chain
 
@@ -164,7 +165,7 @@ class World:
 
     def flip_a_byte(self) -> None:
         """The file goes bad in one place."""
-        file = self.rig.media[-1].inner._file
+        file = file_of(self.rig.media[-1].inner)
         if self.fault_rate and not file.closed:
             offset = 4096 * self.random.randrange(self.rig.media[-1].num_slots) + self.random.randrange(32)
             os.pwrite(file.fileno(), bytes([self.random.randrange(256)]), offset)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 import pytest
+from tests.support.inspection import executable_of
 from tests.support.onnx_artifacts import pack_named
 from tests.support.paced import WAIT_S
 
@@ -34,8 +35,8 @@ def test_a_provider_computes_what_the_cpu_does(model: str, name: str, tmp_path: 
         deadline_s = time.monotonic() + WAIT_S
         while not runner.statistics().is_whole and time.monotonic() < deadline_s:
             time.sleep(0.01)
-        assert isinstance(runner._model, WholeModel)
-        assert runner._model.providers[0] == PROVIDERS[name]
+        assert isinstance(executable_of(runner), WholeModel)
+        assert executable_of(runner).providers[0] == PROVIDERS[name]
         late = runner.submit(packed.made.inputs).result(WAIT_S)
     for output, array in early.items():
         np.testing.assert_allclose(late[output], array, rtol=1e-4, atol=1e-5)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.support.http_server import Server, events
+from tests.support.inspection import draft_steps_of, fine_tunes_of
 from tests.support.switching import BODY, DRAFT, Models, alone, answer, config_of, serving, switch
 
 from teneral.handlers.http.limits import Limits
@@ -34,13 +35,13 @@ async def test_a_warm_server_becomes_the_fine_tune_and_its_base_again(models: Mo
             figures = server.service.instance.statistics()
             assert figures["load"].unverified_bytes == 0
             assert figures["load"].stored_bytes < 0.6 * figures["load"].weight_bytes
-        await server.eventually(lambda: len(server.service.slot._tuned) == 1)
+        await server.eventually(lambda: len(fine_tunes_of(server.service.slot)) == 1)
         tuned = server.service.instance
         left = [weakref.ref(tuned.load), weakref.ref(tuned.engine.result())]
         del tuned, figures
         assert (await switch(server, models.base)).status == 200
         assert server.service.instance is server.instance
-        await server.eventually(lambda: not server.service.slot._tuned)
+        await server.eventually(lambda: not fine_tunes_of(server.service.slot))
         gc.collect()
         assert [each() for each in left] == [None] * len(left)
         assert await answer(server) == of_base
@@ -163,8 +164,8 @@ async def test_an_exact_request_gets_the_fine_tunes_tokens_of_which_the_base_pro
         asked = asyncio.create_task(server.post("/v1/completions", {**BODY, "logprobs": None}))
         now = server.service.instance
         await server.eventually(lambda: now.engine.done() and now.engine.result().statistics().running == 1)
-        early = now.engine.result()._early
-        await server.eventually(lambda: early._num_draft_steps >= 3)
+        engine = now.engine.result()
+        await server.eventually(lambda: draft_steps_of(engine) >= 3)
         for hold in holds:
             hold.release()
         found = (await asked).json
@@ -262,7 +263,7 @@ async def test_switches_at_the_same_time_come_one_after_the_other(models: Models
         answers = await asyncio.gather(*(switch(server, models.folder / name) for name in names))
         assert [each.status for each in answers] == [200] * len(names)
         assert await answer(server) == await alone(models.whole("two"))
-        await server.eventually(lambda: len(server.service.slot._tuned) == 1)
+        await server.eventually(lambda: len(fine_tunes_of(server.service.slot)) == 1)
 
 
 async def test_every_answer_under_switches_is_wholly_one_models(models: Models) -> None:

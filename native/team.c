@@ -2,7 +2,7 @@
  *
  * Nothing is made before it is needed, so that a process may fork first; a child that was forked later finds an empty
  * team and makes its own. Waiting spins for a while, then yields, then sleeps on a futex: the others' work is short,
- * but they may have lost their cores. When waiting takes more than a fifth of a region, others use the cores: the team
+ * but they may have lost their cores. When waiting takes more than half of a region, others use the cores: the team
  * leaves a thread out for some regions, which is faster then; for two of them at first, since a moment's disturbance must
  * not slow down a whole prompt. After a pause all threads are tried again: what took the cores before it has ended, most
  * likely. Results never depend on the number of threads.
@@ -32,7 +32,7 @@ enum {
     FIRST_WITHOUT = 2,         /* regions that a thread is left out for, before all are tried again ... */
     MOST_WITHOUT = 32,         /* ... and when that has failed again and again: twice as many each time */
     PAUSE_NS = 50 * 1000 * 1000, /* between two regions: what was measured before it is out of date */
-    WAITING_SHARE = 5,         /* a share of one in this number of a region's time is too much */
+    WAITING_SHARE = 2,         /* a share of one in this number of a region's time is too much */
     STACK_BYTES = 2 << 20,     /* attention takes 0.4 MiB; thread sanitizers 0.8 of every stack */
 };
 

@@ -33,7 +33,7 @@ from benchmarks.rounds import selected
 from benchmarks.server import Server, free_port
 from benchmarks.store import StoreProcess, prepare, warm
 
-from teneral.handlers.console.files import standalone
+from teneral.handlers.console.files import PATHS, standalone
 from teneral.runtime.waterfall.command import checked_snapshot
 
 DEMO = Path(__file__).parent.parent / "demo" / "model"
@@ -54,7 +54,7 @@ while True:
         get("/"); break
     except OSError:
         time.sleep(0.002)
-for path in ("/console.css", "/console.js", "/timeline/events"):
+for path in ("/console.js", "/timeline/events"):
     get(path)
 """
 
@@ -138,8 +138,7 @@ def _process_spans(port: int) -> dict[str, float]:
 def _page_bytes() -> int:
     with Server(str(DEMO)) as server:
         server.wait_ready()
-        paths = ("/", "/console.css", "/console.js", "/console.svg")
-        return sum(len(_get(server.port, path)) for path in paths)
+        return sum(len(_get(server.port, path)) for path in PATHS)
 
 
 def _get(port: int, path: str) -> bytes:

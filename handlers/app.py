@@ -13,7 +13,7 @@ from aiohttp import web
 
 from . import platforms
 from .anthropic.routes import PREFIX, anthropic_routes
-from .console.routes import PATHS as CONSOLE_PATHS
+from .console.files import PATHS as CONSOLE_PATHS
 from .console.routes import console_routes
 from .http.application import make_application
 from .http.edge import OPEN_PATHS, EdgeRules

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from ..runtime.instance import Instance
+    from .console.early import EarlyPage
     from .function.handler import Handler
     from .http.limits import Limits
 
@@ -91,6 +92,7 @@ def serve_on(
     ending = ending or Ending()
     with (
         sock,
+        _early_page(sock, config) as early_page,
         _probe_socket(config) as probe_sock,
         _adopted(launched, timeline) as helpers,
     ):
@@ -142,12 +144,25 @@ def serve_on(
             _announce(instance.model_name, sock, probe_sock, limits)
             try:
                 more = () if probe_sock is None else (probe_sock,)
-                failure = asyncio.run(serve(app, sock, drain_timeout_s=drain_timeout_s, more_sockets=more))
+                accepted = None if early_page is None else early_page.hand_over
+                failure = asyncio.run(
+                    serve(app, sock, drain_timeout_s=drain_timeout_s, more_sockets=more, accepted=accepted)
+                )
             finally:
                 if handler is not None:
                     handler.close()
     if failure is not None:
         raise failure
+
+
+def _early_page(sock: socket.socket, config: ServeConfig) -> AbstractContextManager[EarlyPage | None]:
+    """The console's page until the web server is imported; a standby process has done so before."""
+    if not config.console or "aiohttp.web" in sys.modules:
+        return nullcontext()
+    from .console.early import EarlyPage
+
+    more_headers = "" if config.cors_origin is None else "Vary: Origin\r\n"
+    return EarlyPage(sock, needs_key=config.api_key is not None, more_headers=more_headers)
 
 
 def _adopted(launched: LaunchedHelpers | None, timeline: Timeline) -> AbstractContextManager[Helpers | None]:

@@ -22,7 +22,7 @@ Scope = Literal["server", "pool"]
 MODEL_HEADER = "x-teneral-model"
 _WHOSE = "The model, where neither the body nor the path names it."
 # A server's routes that a pool's front has itself, with the same answers.
-_OF_THE_FRONT = frozenset({"/", "/console.css", "/console.js", "/console.svg", "/openapi.json", "/metrics"})
+_OF_THE_FRONT = frozenset({"/", "/console.js", "/console.svg", "/openapi.json", "/metrics"})
 _KSERVE = ".platforms.kserve.schemas:"
 # Types that only a schema above names.
 _MORE = (f"{_KSERVE}ModelIndex", ".openai.responses:ChatChunk")

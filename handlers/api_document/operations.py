@@ -375,7 +375,6 @@ OPERATIONS: tuple[Operation, ...] = (
         Operation("GET", path, "operate", "The console", media=(media,))
         for path, media in (
             ("/", "text/html"),
-            ("/console.css", "text/css"),
             ("/console.js", "text/javascript"),
             ("/console.svg", "image/svg+xml"),
         )

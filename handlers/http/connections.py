@@ -89,9 +89,11 @@ class Connections:
         """The bytes of each connection that the kernel has not accepted yet."""
         return [connection.unsent_bytes for connection in self._open.values()]
 
-    def guarding(self, make: Callable[[], Any]) -> Callable[[], asyncio.Protocol]:
-        """A protocol factory that wraps each protocol of `make` in these bounds."""
-        return lambda: _Connection(self, make)
+    def guarding(self, make: Callable[[], Any], unsent: bytes = b"") -> Callable[[], asyncio.Protocol]:
+        """A protocol factory that wraps each protocol of `make` in these bounds. `unsent` is the rest of an answer
+        that was begun before, to be sent first.
+        """
+        return lambda: _Connection(self, make, unsent)
 
     def request_begins(self, protocol: object, *, body_is_to_come: bool = False) -> None:
         """Record a request's head; until `request_ends` its connection is busy."""
@@ -144,12 +146,13 @@ class Connections:
 class _Connection(asyncio.Protocol):
     """A wrapper of aiohttp's protocol that forwards everything."""
 
-    def __init__(self, owner: Connections, make: Callable[[], Any]) -> None:
+    def __init__(self, owner: Connections, make: Callable[[], Any], unsent: bytes) -> None:
         self.protocol: Any = None  # aiohttp's, once there is room for it
         self.is_working = False
         self.body: StreamReader | None = None  # of the last request
         self._make = make
         self._owner = owner
+        self._unsent = unsent
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None  # runs while a head is arriving
         self._head_bytes = 0
@@ -173,12 +176,17 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         if not self._owner.make_room():
+            if self._unsent:
+                self.abort()  # an error cannot follow half an answer
+                return
             self._refuse(503, "all connections of this server are busy", "too_many_connections")
             return
         self.protocol = self._make()
         self._owner.opened(self)
         self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
         self.protocol.connection_made(transport)
+        self._transport.write(self._unsent)
+        self._unsent = b""
 
     def data_received(self, data: bytes) -> None:
         if self._is_behind_a_head(data) or self._take_head(data):

@@ -15,7 +15,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -25,7 +25,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from ...loader.errors import TeneralError, UsageError
 from .connections import app_runner
-from .service import SERVICE, logger
+from .service import SERVICE, Service, logger
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession
@@ -35,6 +35,9 @@ BACKLOG = 1024  # connections that the kernel accepts while the event loop is bu
 # not a reset.
 FAILED_GRACE_S = 0.25
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Gives accepted connections, each with the rest of an answer that is to be sent first. Its argument counts a request
+# that was answered before: path, status, seconds.
+Accepted = Callable[[Callable[[str, int, float], None]], Iterable[tuple[socket.socket, bytes]]]
 
 
 async def serve(
@@ -44,11 +47,13 @@ async def serve(
     drain_timeout_s: float = 8.0,
     stop: asyncio.Event | None = None,
     more_sockets: Sequence[socket.socket] = (),
+    accepted: Accepted | None = None,
 ) -> TeneralError | None:
     """Serve until SIGTERM, SIGINT, `stop`, or the end of the instance; then drain.
 
-    Closes the sockets, not the application's instance. Returns the instance's failure, None if it
-    did not fail.
+    `accepted` is called when connections can be served, and has those that came before. Closes the
+    sockets, not the application's instance. Returns the instance's failure, None if it did not
+    fail.
 
     Draining: /readyz turns 503 at once and new work gets 503; running requests have
     `drain_timeout_s` to finish and are then ended, each stream with an error event. A second signal
@@ -64,7 +69,10 @@ async def serve(
     listeners: list[asyncio.Server] = []
     try:
         with _signals(stop):
-            factory = service.connections.guarding(cast(Callable[[], Any], runner.server))
+            make = cast(Callable[[], Any], runner.server)
+            if accepted is not None:
+                await _adopt(accepted, service, make)
+            factory = service.connections.guarding(make)
             for each in (sock, *more_sockets):
                 listener = await asyncio.get_running_loop().create_server(factory, sock=each, backlog=BACKLOG)
                 listeners.append(listener)
@@ -82,6 +90,15 @@ async def serve(
             listener.close()
         await runner.cleanup()
         await service.slot.close()
+
+
+async def _adopt(accepted: Accepted, service: Service, make: Callable[[], Any]) -> None:
+    loop = asyncio.get_running_loop()
+    for connection, unsent in accepted(service.metrics.request_ended):
+        try:
+            await loop.connect_accepted_socket(service.connections.guarding(make, unsent), connection)
+        except OSError:
+            connection.close()  # the client is gone
 
 
 def _wire_logger() -> logging.Logger:

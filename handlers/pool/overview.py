@@ -224,7 +224,7 @@ def _make_document() -> bytes:
     # Few clients read it.
     from ..api_document.document import document
     from ..api_document.operations import POOL_OPEN_PATHS
-    from ..console.routes import PATHS
+    from ..console.files import PATHS
 
     return encode(document(POOL_OPEN_PATHS | PATHS, "pool"))
 

@@ -147,7 +147,7 @@ class _Runner:
         app = web.Application(middlewares=[_answering_errors])
         routes = list(overview.routes())
         if self._options.console:
-            routes += PageRoutes(None, mode="pool", needs_key=self._keys is not None).routes()
+            routes += PageRoutes(mode="pool", needs_key=self._keys is not None).routes()
         app.add_routes([*routes, web.route("*", "/{path:.*}", front.work)])
         runner = app_runner(app)
         await runner.setup()

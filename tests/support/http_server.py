@@ -17,6 +17,7 @@ from aiohttp import web
 
 from teneral.handlers.app import Limits, create_app, serve
 from teneral.handlers.function.handler import Handler
+from teneral.handlers.http.server import Accepted
 from teneral.handlers.http.service import SERVICE, Service
 from teneral.handlers.platforms import HTTP, Platform
 from teneral.loader.errors import TeneralError
@@ -131,17 +132,23 @@ async def running_server(
     send_buffer_bytes: int | None = None,
     platform: Platform = HTTP,
     make_instance: Callable[[], Any] | None = None,
+    listener: socket.socket | None = None,
+    accepted: Accepted | None = None,
 ) -> AsyncIterator[Server]:
-    """`send_buffer_bytes` is what the system may hold back for a client that does not read."""
+    """`send_buffer_bytes` is what the system may hold back for a client that does not read. `listener` listens
+    already, and `accepted` has the connections that it accepted so far.
+    """
     app = create_app(instance, handler=handler, limits=limits, platform=platform, make_instance=make_instance)
     stop = asyncio.Event()
-    with instance, socket.socket() as sock:
-        if send_buffer_bytes is not None:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
-        sock.bind(("127.0.0.1", 0))
-        sock.listen()
+    with instance, listener or socket.socket() as sock:
+        if listener is None:
+            if send_buffer_bytes is not None:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
+            sock.bind(("127.0.0.1", 0))
+            sock.listen()
         address = sock.getsockname()
-        task = asyncio.create_task(serve(app, sock, drain_timeout_s=drain_timeout_s, stop=stop))
+        serving = serve(app, sock, drain_timeout_s=drain_timeout_s, stop=stop, accepted=accepted)
+        task = asyncio.create_task(serving)
         try:
             async with aiohttp.ClientSession(f"http://{address[0]}:{address[1]}") as client:
                 yield Server(instance, app, client, address, stop, task, handler)

@@ -70,7 +70,7 @@ function adaptersCard({ budget, names, count }) {
 
 // Routes of probes and of this page, which are no work.
 const QUIET = new Set(["/", "/livez", "/readyz", "/health", "/ping", "/metrics", "/timeline", "/timeline/events", "/debug/kv", "/debug/artifact",
-  "/console.css", "/console.js", "/console.svg", "/v1/models", "unmatched"]);
+  "/console.js", "/console.svg", "/v1/models", "unmatched"]);
 
 function sparkOf() {
   const rates = load.rates, most = Math.max(1, ...rates);

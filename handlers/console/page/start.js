@@ -5,7 +5,7 @@ const start = { snapshot: null, load: null, received: 0, forecast: null, drawn: 
 function makeStart() {
   const chart = el("div", { class: "chart" });
   byId("panel-start").append(
-    el("div", { id: "start-hero" }),
+    el("div", { id: "start-hero" }, heading("Waiting for the server’s timeline")),
     el("dl", { id: "start-cards", class: "figures" }),
     el("section", { id: "explained", class: "card", "aria-labelledby": "explained-title" }),
     el("div", { id: "legend", class: "legend", role: "group", "aria-label": "Phases to show" }),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import json
 import re
 from collections.abc import Callable
@@ -15,9 +17,8 @@ from tests.support.instances import StagedInstance, TinyParts
 
 import teneral.handlers.console
 from teneral.handlers.app import create_app
-from teneral.handlers.console.files import SCRIPTS, asset, page
+from teneral.handlers.console.files import PATHS, SCRIPTS, asset, page
 from teneral.handlers.console.live import MAX_STREAMS
-from teneral.handlers.console.routes import PATHS
 from teneral.handlers.platforms import PLATFORMS, Platform
 from teneral.loader.timeline import Timeline
 
@@ -42,7 +43,9 @@ async def test_the_page_is_at_the_root_with_a_policy_that_permits_its_own_files_
             part.strip().split(" ", 1) for part in answer.headers["Content-Security-Policy"].split(";")
         )
         assert policy["default-src"] == "'none'"
-        assert {policy[name] for name in ("script-src", "style-src", "connect-src", "img-src")} == {"'self'"}
+        assert {policy[name] for name in ("script-src", "connect-src", "img-src")} == {"'self'"}
+        (style,) = re.findall(rb"<style>(.*?)</style>", answer.body, re.DOTALL)
+        assert policy["style-src"] == f"'sha256-{base64.b64encode(hashlib.sha256(style).digest()).decode()}'"
         assert policy["frame-ancestors"] == policy["form-action"] == policy["base-uri"] == "'none'"
         for path in sorted(PATHS):
             file = await server.get(path)

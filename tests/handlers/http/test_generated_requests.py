@@ -28,7 +28,7 @@ PYTHON = os.environ.get("TENERAL_TEST_SCHEMATHESIS", "")
 MAX_EXAMPLES = int(os.environ.get("TENERAL_TEST_EXAMPLES", "30"))
 NAME = "org/tiny"
 # Streams without an end, and the pages of people.
-LEFT_OUT = ("/timeline/events", "/console.css", "/console.js", "/console.svg")
+LEFT_OUT = ("/timeline/events", "/console.js", "/console.svg")
 OF_KIND = {
     "llama": {"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v2/models/{name}/infer"},
     "bert": {"/v1/embeddings", "/v2/models/{name}/infer"},

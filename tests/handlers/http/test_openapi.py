@@ -15,7 +15,7 @@ from teneral.handlers.anthropic.bodies import ROUTES as ANTHROPIC_FIELDS
 from teneral.handlers.api_document.document import MODEL_HEADER, document
 from teneral.handlers.api_document.operations import OPERATIONS, POOL_OPEN_PATHS, POOL_OPERATIONS
 from teneral.handlers.app import create_app, edge_rules
-from teneral.handlers.console.routes import PATHS as CONSOLE_PATHS
+from teneral.handlers.console.files import PATHS as CONSOLE_PATHS
 from teneral.handlers.openai.fields import ROUTES as OPENAI_FIELDS
 from teneral.handlers.platforms import HTTP
 from teneral.handlers.platforms.kserve import schemas

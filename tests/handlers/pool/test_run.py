@@ -25,7 +25,7 @@ from tests.support.tiny_models import save_tiny
 from teneral import cli
 from teneral.handlers.api_document.document import document as api_document
 from teneral.handlers.api_document.operations import POOL_OPEN_PATHS
-from teneral.handlers.console.routes import PATHS as CONSOLE_PATHS
+from teneral.handlers.console.files import PATHS as CONSOLE_PATHS
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="processes are watched as Linux does it"),

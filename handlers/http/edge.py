@@ -80,8 +80,10 @@ def edge(service: Service, keys: ApiKeys | None, origins: Origins, rules: EdgeRu
                     status,
                     call.age_s(),
                     prompt_tokens=call.prompt_tokens,
+                    cached_tokens=call.cached_tokens,
                     generated_tokens=call.generated_tokens,
                     first_token_s=call.first_token_s,
+                    is_cold=call.load is not None,
                     request_id=call.request_id,
                 )
             if service.spans is not None and request.method == "POST" and service.spans.wants(call.parent):

@@ -64,28 +64,37 @@ class EmfWriter:
         seconds: float,
         *,
         prompt_tokens: int,
+        cached_tokens: int,
         generated_tokens: int,
         first_token_s: float | None,
+        is_cold: bool,
         request_id: str,
     ) -> None:
-        """Write a request's figures; `first_token_s` counts from its arrival, as `seconds` does."""
+        """Write a request's figures. `first_token_s` counts from its arrival, as `seconds` does; `cached_tokens` of
+        the prompt were found in the KV pool; a cold request came while nothing could be answered yet.
+        """
         metrics: dict[str, tuple[str, float]] = {
             "RequestSeconds": ("Seconds", seconds),
             "ServerErrors": ("Count", int(status >= 500 and status not in REFUSALS)),
             "Refusals": ("Count", int(status in REFUSALS)),
+            "ColdRequests": ("Count", int(is_cold)),
         }
         if generated_tokens:
             metrics["PromptTokens"] = ("Count", prompt_tokens)
+            metrics["CachedTokens"] = ("Count", cached_tokens)
             metrics["GeneratedTokens"] = ("Count", generated_tokens)
         if first_token_s is not None:
             metrics["FirstTokenSeconds"] = ("Seconds", first_token_s)
         self._write({"Model": self._model}, metrics, {"status": status, "request_id": request_id})
 
-    def start_ended(self, kind: str, outcome: str, seconds: float) -> None:
-        """Write a start's figures; `kind` and `outcome` as in `Metrics.start_ended`."""
+    def start_ended(self, kind: str, outcome: str, seconds: float, read_bytes: int) -> None:
+        """Write a start's figures; `kind` and `outcome` as in `Metrics.start_ended`. `read_bytes` came from the store
+        until then.
+        """
         metrics = {
             "StartSeconds": ("Seconds", seconds),
             "FailedStarts": ("Count", float(outcome != "ok")),
+            "ReadBytes": ("Bytes", float(read_bytes)),
         }
         self._write({"Model": self._model, "Kind": dimension(kind)}, metrics, {})
 

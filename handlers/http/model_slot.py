@@ -345,7 +345,7 @@ def count_start(metrics: Metrics, emf: EmfWriter | None, instance: Instance, is_
             kind, seconds = _kind(instance, is_first), instance.timeline.now_s()
             metrics.start_ended(kind, outcome, seconds)
             if emf is not None:
-                emf.start_ended(kind, outcome, seconds)
+                emf.start_ended(kind, outcome, seconds, instance.progress()["fetched_bytes"])
 
     def can_answer(future: Future[Any]) -> None:
         if future.exception() is None:

@@ -59,6 +59,7 @@ class Call:
     parent: TraceParent | None = None  # the caller's span, if it sent a W3C traceparent
     load: Timeline | None = None  # of the load under way when it came
     prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, found in the KV pool
     generated_tokens: int = 0
     first_step_s: float | None = None  # of its first sequence that ended, on the clock of time.monotonic
     first_token_s: float | None = None  # since the arrival

@@ -199,6 +199,7 @@ class Sequences:
             self._num_open -= 1
             if self._is_first_choice[index]:
                 self.tally.num_cached += self._generations[index].num_cached_tokens
+                self._call.cached_tokens = self.tally.num_cached
         if event.tokens:
             now_s, last_s = time.monotonic(), self._last_token_s[index]
             self._call.generated_tokens += len(event.tokens)

@@ -70,7 +70,7 @@ function requestOf() {
   if (kind === "choice") body.structured_outputs = { choice: grammar.split("\n").filter(Boolean) };
   if (kind === "grammar") body.structured_outputs = { grammar };
   const tools = isChat ? parsed("tools", "Tools") : undefined;
-  if (tools) body.tools = tools;
+  if (tools) Object.assign(body, { tools, tool_choice: byId("tool-choice").value });
   const adapter = byId("adapter-field").hidden ? "" : byId("adapter").value.trim();
   if (adapter) body.lora = adapter;
   if (byId("first-token").value) body.teneral = { first_token: byId("first-token").value };

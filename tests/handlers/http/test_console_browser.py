@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -16,12 +17,14 @@ from typing import Any
 
 import pytest
 from tests.support.adapters import save_adapter
+from tests.support.chat_families import family_parts
 from tests.support.cold_start import cold_start
 from tests.support.load import patience_s
 from tests.support.pool_runs import PoolRun
 from tests.support.store_server import StoreServer
 from tests.support.tiny_models import save_tiny, tiny_model
 from tests.test_serve import Server
+from tests.test_serve_draft import GatedStore
 
 from teneral.handlers.console.files import standalone
 from teneral.loader.sources.file.store import FileStore
@@ -40,6 +43,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 WAIT_MS = 1000 * patience_s(30)
 SIZES = {"phone": (360, 740), "desktop": (1280, 900)}
 PANELS = ("start", "playground", "kv", "load", "artifact")
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Oslo"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +171,12 @@ def test_every_panel_of_a_warm_server(browser: Browser, warm_server: Server, siz
     assert visit.page.locator("#panel-artifact tbody tr").count() >= 6
     visit.open("kv")
     assert visit.page.locator(".tree li").count() >= 1
+    visit.open("load")
+    for title in ("First token", "Between tokens", "Whole requests"):
+        card = visit.page.locator(".histograms .card", has=visit.page.get_by_role("heading", name=title))
+        expect(card).to_contain_text("half within", timeout=WAIT_MS)
+    for name in ("waiting", "tokens a second", "refused, 429", "refused, 503"):
+        expect(visit.page.locator("#panel-load dt", has_text=name).first).to_be_visible(timeout=WAIT_MS)
     visit.close()
 
 
@@ -205,6 +226,92 @@ def test_an_answer_comes_token_by_token_with_probabilities_and_code(
         page.wait_for_selector("#stop:disabled")
     visit.check()
     visit.close()
+
+
+def test_tokens_that_the_draft_chose_are_marked(browser: Browser, folder: Path) -> None:
+    store = GatedStore(folder)
+    with store.server:
+        server = Server(f"{store.server.url}/bucket/model", "--name", "tiny")
+        try:
+            visit = Visit(browser, url_of(server), "desktop", path="/#playground")
+            page = visit.page
+            page.locator("input[value=completion]").check(force=True)
+            page.fill("#prompt", "hello there")
+            page.fill("#max-tokens", "40")
+            page.fill("#temperature", "0")
+            page.select_option("#first-token", "draft")
+            page.locator("#send").click()
+            expect(page.locator("#transcript .token.drafted").first).to_be_attached(timeout=WAIT_MS)
+            store.may_refine.set()
+            page.wait_for_selector("#stop:disabled")
+            page.focus("#transcript")
+            page.keyboard.press("ArrowRight")
+            expect(page.locator("#token .tag")).to_have_text("drafted")
+            expect(page.locator("#ask-figures")).to_contain_text(re.compile(r"drafted\s*[1-9]"))
+            visit.check()
+            visit.close()
+        finally:
+            store.may_refine.set()
+            server.close()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_chat_calls_tools(browser: Browser, tmp_path: Path, size: str) -> None:
+    family_parts("hermes", tmp_path).tokenizer.close()
+    server = Server(tmp_path, "--name", "tiny")
+    try:
+        visit = Visit(browser, url_of(server), size, path="/#playground")
+        page = visit.page
+        page.fill("#prompt", "Hello")
+        page.fill("#max-tokens", "6")
+        page.locator("#send").click()
+        expect(page.locator("#transcript .assistant .token").first).to_be_attached(timeout=WAIT_MS)
+        page.wait_for_selector("#stop:disabled", state="attached")
+        page.locator("#transcript .token").first.hover()
+        expect(page.locator("#token")).to_contain_text("logprob")
+        page.locator("summary", has_text="Form of the answer").click()
+        page.fill("#tools", json.dumps([TOOL]))
+        page.select_option("#tool-choice", "required")
+        page.fill("#max-tokens", "100")
+        page.fill("#prompt", "And the weather?")
+        page.locator("#send").click()
+        expect(page.locator("#transcript .call").first).to_have_text(
+            re.compile(r'^weather\(\{"city": ?"Oslo"\}\)$'), timeout=WAIT_MS
+        )
+        page.wait_for_selector("#stop:disabled", state="attached")
+        page.locator("#code summary").click()
+        assert '"tool_choice": "required"' in (page.locator("#curl").text_content() or "")
+        visit.check()
+        visit.close()
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_pool_shows_hits_sessions_spill_and_snapshot(
+    browser: Browser, folder: Path, tmp_path: Path, size: str
+) -> None:
+    flags = ("--kv-host-bytes", "4MiB", "--kv-snapshot", str(tmp_path / "snapshot"))
+    server = Server(folder / "bucket" / "model", "--name", "tiny", *flags)
+    try:
+        for _ in range(2):
+            body = {"prompt": "hello there " * 30, "max_tokens": 4, "teneral": {"session": "mine"}}
+            assert server.ask("POST", "/v1/completions", body)[0] == 200
+        visit = Visit(browser, url_of(server), size)
+        visit.open("kv")
+        panel = visit.page.locator("#panel-kv")
+        expect(panel).to_contain_text(re.compile(r"sessions\s*1 of 1 owners"), timeout=WAIT_MS)
+        expect(panel.locator(".tree")).to_contain_text(re.compile("[1-9] hits?"))
+        expect(panel.locator(".tree")).to_contain_text("1 sessions")
+        expect(panel).to_contain_text(re.compile(r"memory\s*[\d.]+ .?B of"))
+        for title in ("Spill", "Snapshot"):
+            card = panel.locator(".card", has=visit.page.get_by_role("heading", name=title))
+            expect(card.locator("dd").first).to_be_visible()
+            expect(card).not_to_contain_text("Off:")
+        visit.check()
+        visit.close()
+    finally:
+        server.close()
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 from typing import Any
@@ -36,7 +37,7 @@ DIRECTIVE = {
             "items": {
                 "type": "object",
                 "required": ["Name"],
-                "properties": {"Name": NAME, "Unit": {"enum": ["Seconds", "Count"]}},
+                "properties": {"Name": NAME, "Unit": {"enum": ["Seconds", "Count", "Bytes"]}},
                 "additionalProperties": False,
             },
         },
@@ -87,12 +88,30 @@ async def test_a_start_and_each_request_with_a_body_are_a_line(
     began, answered, refused = map(metrics_of, capsys.readouterr().out.splitlines())
     assert (began["Model"], began["Kind"], began["FailedStarts"]) == (MODEL_NAME, "cold", 0)
     assert 0 < began["StartSeconds"] < patience_s(120)
+    assert began["ReadBytes"] == server.instance.progress()["fetched_bytes"] > 0
     assert (answered["PromptTokens"], answered["GeneratedTokens"]) == (1, 3)
     assert 0 < answered["FirstTokenSeconds"] <= answered["RequestSeconds"]
     assert (answered["request_id"], answered["status"]) == ("mine", 200)
     assert refused["status"] == 400
     assert refused["ServerErrors"] == refused["Refusals"] == 0
     assert "FirstTokenSeconds" not in refused
+    assert answered["CachedTokens"] == answered["ColdRequests"] == refused["ColdRequests"] == 0
+
+
+async def test_cached_tokens_and_cold_requests_are_counted(
+    start: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = {"prompt": "x" * 100, "max_tokens": 1, "ignore_eos": True}
+    async with start(emf=True, loaded=False) as server:
+        first = asyncio.ensure_future(server.post("/v1/completions", body))
+        await server.eventually(lambda: len(server.service.in_flight) == 1)
+        server.instance.let_in()
+        used = [(await answer).json["usage"] for answer in (first, server.post("/v1/completions", body))]
+    lines = [line for line in map(metrics_of, capsys.readouterr().out.splitlines()) if "PromptTokens" in line]
+    assert [line["ColdRequests"] for line in lines] == [1, 0]
+    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in used]
+    assert [line["CachedTokens"] for line in lines] == cached
+    assert cached[1] > 0
 
 
 async def test_without_the_setting_nothing_is_written(start: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,7 +126,14 @@ async def test_without_the_setting_nothing_is_written(start: Any, capsys: pytest
 def test_refusals_are_no_errors(status: int, errors: int, refusals: int) -> None:
     out = io.StringIO()
     EmfWriter("m", out).request_ended(
-        status, 0.5, prompt_tokens=0, generated_tokens=0, first_token_s=float("nan"), request_id="r"
+        status,
+        0.5,
+        prompt_tokens=0,
+        cached_tokens=0,
+        generated_tokens=0,
+        first_token_s=float("nan"),
+        is_cold=False,
+        request_id="r",
     )
     line = metrics_of(out.getvalue())
     assert (line["ServerErrors"], line["Refusals"]) == (errors, refusals)
@@ -118,11 +144,11 @@ def test_refusals_are_no_errors(status: int, errors: int, refusals: int) -> None
 def test_any_name_of_a_model_is_a_valid_dimension(name: str) -> None:
     assert 0 < len(dimension(name)) <= MAX_DIMENSION_CHARS
     out = io.StringIO()
-    EmfWriter(name, out).start_ended("reload", "failed", 1.0)
+    EmfWriter(name, out).start_ended("reload", "failed", 1.0, 0)
     assert metrics_of(out.getvalue())["FailedStarts"] == 1
 
 
 def test_a_reader_that_has_gone_away_costs_the_metrics_alone() -> None:
     out = io.StringIO()
     out.close()
-    EmfWriter("m", out).start_ended("cold", "ok", 1.0)
+    EmfWriter("m", out).start_ended("cold", "ok", 1.0, 5)

@@ -37,6 +37,15 @@ class ModelError(TeneralError):
     """
 
 
+def as_teneral_error(error: Exception) -> TeneralError:
+    """The error itself, or a `ModelError` about it."""
+    if isinstance(error, TeneralError):
+        return error
+    failure = ModelError(f"the model failed: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
 class DeviceLostError(TeneralError):
     """The device has failed, and no further work of this process can succeed on it."""
 
@@ -103,6 +112,10 @@ class CancelledError(TeneralError):
 
 class DrainingError(TeneralError):
     """The instance accepts no new work because it is shutting down."""
+
+
+def shutting_down() -> DrainingError:
+    return DrainingError("the instance is shutting down", hint="Use another instance.")
 
 
 class UnloadedError(TeneralError):

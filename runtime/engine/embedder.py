@@ -27,11 +27,13 @@ from ..errors import (
     CancelledError,
     CapacityError,
     ContextLengthError,
-    DrainingError,
     ModelError,
     RequestError,
+    as_teneral_error,
+    shutting_down,
 )
 from ..models.score_functions import ScoreFunctions
+from ..step.calls import claim, fail
 from .text_queue import TextQueue
 
 logger = logging.getLogger(__name__)
@@ -201,7 +203,7 @@ class Embedder:
             return  # it has freed its place
         with self._changed:
             calls = [call for call in self._calls if call.future is future]
-        _fail(self._take_out(calls), CancelledError("the call was given up"))
+        fail(self._take_out(calls), CancelledError("the call was given up"))
 
     def drain(self, timeout_s: float) -> bool:
         """Refuse new calls, wait for the others, then stop.
@@ -210,9 +212,9 @@ class Embedder:
         the thread: `stop` does.
         """
         with self._changed:
-            self._refusal = self._refusal or _shutting_down()
+            self._refusal = self._refusal or shutting_down()
             finished = self._changed.wait_for(lambda: not self._calls, timeout_s)
-        self._shut_down(_shutting_down())
+        self._shut_down(shutting_down())
         return finished
 
     def abort(self, failure: TeneralError) -> None:
@@ -225,7 +227,7 @@ class Embedder:
         Returns False if the thread is still running after `timeout_s`, as while its batch waits for
         weights: cancel their load first.
         """
-        self._shut_down(_shutting_down())
+        self._shut_down(shutting_down())
         if self._thread is None:
             return True
         if self._thread is not threading.current_thread():
@@ -273,7 +275,7 @@ class Embedder:
             self._refusal = self._refusal or reason
             self._is_stopping = True
             calls = self._take_out(list(self._calls))
-        _fail(calls, reason)
+        fail(calls, reason)
 
     # -- the embedder's thread -------------------------------------------------------------------------------
 
@@ -295,7 +297,7 @@ class Embedder:
                     self._changed.wait(delay_s)
                     continue
                 num_callers = len(self._calls)
-                batch = [text for text in self._texts.take(self._max_batch_tokens) if _claim(text[0])]
+                batch = [text for text in self._texts.take(self._max_batch_tokens) if claim(text[0])]
                 if batch:
                     self._num_callers = num_callers
                     return batch
@@ -357,17 +359,13 @@ class Embedder:
     def _fail_batch(self, error: Exception, batch: list[tuple[_Call, int]]) -> None:
         """End the calls of a failed batch; all calls, now and later, if weights are lost."""
         logger.error("a batch failed: %s", error, exc_info=error)
-        if isinstance(error, TeneralError):
-            failure = error
-        else:
-            failure = ModelError(f"the model failed: {type(error).__name__}: {error}")
-            failure.__cause__ = error
+        failure = as_teneral_error(error)
         with self._changed:
             calls = list({id(call): call for call, _ in batch}.values())
             if isinstance(failure, WEIGHTS_LOST):
                 self._refusal = self._refusal or failure
                 calls = list(self._calls)
-        _fail(self._take_out(calls), failure)
+        fail(self._take_out(calls), failure)
 
     def _take_out(self, calls: Sequence[_Call]) -> list[_Call]:
         """The calls that were still queued and not cancelled: the caller must resolve them."""
@@ -377,24 +375,4 @@ class Embedder:
                 del self._calls[call]
                 self._texts.discard(call)
             self._changed.notify_all()
-            return [call for call in present if _claim(call)]
-
-
-def _claim(call: _Call) -> bool:
-    """Claim a call for resolving, so that its owner can no longer cancel it. Returns False if it
-    was cancelled.
-
-    Call it under the lock: a future may be claimed only once.
-    """
-    if call.claimed is None:
-        call.claimed = call.future.set_running_or_notify_cancel()
-    return call.claimed
-
-
-def _fail(calls: Sequence[_Call], error: TeneralError) -> None:
-    for call in calls:
-        call.future.set_exception(error)
-
-
-def _shutting_down() -> DrainingError:
-    return DrainingError("the instance is shutting down", hint="Use another instance.")
+            return [call for call in present if claim(call)]

@@ -29,7 +29,8 @@ from ..errors import (
     WEIGHTS_LOST,
     CapacityError,
     DeviceLostError,
-    DrainingError,
+    as_teneral_error,
+    shutting_down,
 )
 from ..kv.prefix_pool import PrefixPool
 from ..kv.view import PoolView, view_pool
@@ -45,7 +46,7 @@ from .next_step import next_plan, rows_of, use_idle_time
 from .options import EngineOptions, EngineStatistics, check_request, fit_pool
 from .scheduler import Preempted, Share, is_out_of_memory, largest_first
 from .sequence import Sequence as TokenSequence
-from .sequence import accept, as_teneral_error, error_event
+from .sequence import accept, error_event
 from .state import SchedulerState, statistics_of
 from .trace import EngineTimeline
 
@@ -231,9 +232,9 @@ class Engine:
         """
         state = self._state
         with state.changed:
-            state.refuse(_shutting_down())
+            state.refuse(shutting_down())
             finished = state.changed.wait_for(state.all_ended, timeout_s)
-        self._shut_down(_shutting_down())
+        self._shut_down(shutting_down())
         return finished
 
     def stop(self, timeout_s: float = 1.0) -> bool:
@@ -242,7 +243,7 @@ class Engine:
         Returns False if the thread is still running after `timeout_s`, as while its pass waits for
         weights: cancel their load first.
         """
-        self._shut_down(_shutting_down())
+        self._shut_down(shutting_down())
         if self._thread is None:
             self._stop_spill()
             return True
@@ -466,7 +467,3 @@ class Engine:
 def _no_tokens() -> GenerationEvent:
     """The only event of a sequence with max_tokens 0."""
     return GenerationEvent("", (), finish_reason=FinishReason.LENGTH)
-
-
-def _shutting_down() -> DrainingError:
-    return DrainingError("the instance is shutting down", hint="Use another instance.")

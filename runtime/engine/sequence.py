@@ -12,7 +12,7 @@ import logging
 from typing import Protocol
 
 from ...loader.errors import TeneralError
-from ..errors import GrammarError, ModelError
+from ..errors import GrammarError, as_teneral_error
 from ..kv.prefixes import chain_hash, seed_hash
 from ..kv.spill.policy import Fetch
 from ..step.batch import Epoch
@@ -294,12 +294,3 @@ def accept(sequence: Sequence, choice: Chosen) -> GenerationEvent:
 def error_event(error: TeneralError) -> GenerationEvent:
     """The last event of a failed sequence."""
     return GenerationEvent("", (), finish_reason=FinishReason.ERROR, error=error)
-
-
-def as_teneral_error(error: Exception) -> TeneralError:
-    """The error itself, or a `ModelError` about it."""
-    if isinstance(error, TeneralError):
-        return error
-    failure = ModelError(f"the model failed: {type(error).__name__}: {error}")
-    failure.__cause__ = error
-    return failure

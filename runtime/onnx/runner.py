@@ -24,7 +24,15 @@ import numpy as np
 
 from ...loader.errors import TeneralError
 from ...loader.memory.limits import MIB, available_bytes
-from ..errors import WEIGHTS_LOST, CancelledError, CapacityError, DrainingError, ModelError, RequestError
+from ..errors import (
+    WEIGHTS_LOST,
+    CancelledError,
+    CapacityError,
+    RequestError,
+    as_teneral_error,
+    shutting_down,
+)
+from ..step.calls import claim, fail
 from .inputs import as_input
 from .sessions import Run
 from .spec import OnnxSpec
@@ -182,7 +190,7 @@ class OnnxRunner:
             return
         with self._changed:
             calls = [call for call in self._calls if call.future is future]
-        _fail(self._take_out(calls), CancelledError("the call was given up"))
+        fail(self._take_out(calls), CancelledError("the call was given up"))
         with self._changed:
             current = self._current
             if (
@@ -220,9 +228,9 @@ class OnnxRunner:
     def drain(self, timeout_s: float) -> bool:
         """Takes nothing new, waits for what was taken, then stops. True when all of it ended by itself."""
         with self._changed:
-            self._refusal = self._refusal or _shutting_down()
+            self._refusal = self._refusal or shutting_down()
             finished = self._changed.wait_for(lambda: not self._calls and self._current is None, timeout_s)
-        self._shut_down(_shutting_down())
+        self._shut_down(shutting_down())
         return finished
 
     def abort(self, failure: TeneralError) -> None:
@@ -231,7 +239,7 @@ class OnnxRunner:
 
     def stop(self, timeout_s: float = 1.0) -> bool:
         """Ends every call now, and a run after its node. False when one goes on after `timeout_s`."""
-        self._shut_down(_shutting_down())
+        self._shut_down(shutting_down())
         with self._changed:
             ended = self._changed.wait_for(lambda: self._current is None, timeout_s)
         if ended:
@@ -266,7 +274,7 @@ class OnnxRunner:
             if self._current is not None:
                 self._current.run.cancel(reason)
             self._work_came.notify()
-        _fail(calls, reason)
+        fail(calls, reason)
 
     def _arrays(self, inputs: Mapping[str, Any]) -> Arrays:
         """Raises `RequestError`."""
@@ -326,7 +334,7 @@ class OnnxRunner:
                 if self._is_stopping:
                     return None
                 if self._current is None:
-                    while self._waiting and not _claim(self._waiting[0]):
+                    while self._waiting and not claim(self._waiting[0]):
                         self._waiting.popleft()
                     if self._waiting:
                         break
@@ -340,7 +348,7 @@ class OnnxRunner:
                         and call.key == first.key
                         and rows + call.rows <= self._max_batch
                     )
-                    if fits and _claim(call):
+                    if fits and claim(call):
                         self._waiting.remove(call)
                         calls.append(call)
                         rows += call.rows or 0
@@ -377,16 +385,12 @@ class OnnxRunner:
 
     def _failure(self, error: Exception) -> TeneralError:
         """The error for the callers of a run. Ends the runner where the model has lost its weights."""
-        if isinstance(error, TeneralError):
-            failure = error
-        else:
-            failure = ModelError(f"the model failed: {type(error).__name__}: {error}")
-            failure.__cause__ = error
+        failure = as_teneral_error(error)
         if isinstance(failure, WEIGHTS_LOST):
             with self._lock:
                 self._refusal = self._refusal or failure
                 calls = self._taken_out(list(self._calls))
-            _fail(calls, failure)
+            fail(calls, failure)
         if not isinstance(failure, CancelledError | RequestError) and not self._is_stopping:
             logger.error("a run failed: %s", error, exc_info=error)
         return failure
@@ -401,7 +405,7 @@ class OnnxRunner:
                             self._waiting.appendleft(call)
                     return
         failure = self._failure(error)
-        _fail(self._take_out(calls), failure)
+        fail(self._take_out(calls), failure)
 
     def _take_out(self, calls: list[_Call]) -> list[_Call]:
         """Those of the calls that were not resolved yet and not cancelled: they are the taker's to resolve."""
@@ -416,20 +420,4 @@ class OnnxRunner:
             if call in self._waiting:
                 self._waiting.remove(call)
         self._changed.notify_all()
-        return [call for call in present if _claim(call)]
-
-
-def _claim(call: _Call) -> bool:
-    """True where the call is to be resolved, which its owner can then prevent no more. Call it under the lock."""
-    if call.claimed is None:
-        call.claimed = call.future.set_running_or_notify_cancel()
-    return call.claimed
-
-
-def _fail(calls: list[_Call], error: TeneralError) -> None:
-    for call in calls:
-        call.future.set_exception(error)
-
-
-def _shutting_down() -> DrainingError:
-    return DrainingError("the instance is shutting down", hint="Ask another instance.")
+        return [call for call in present if claim(call)]

@@ -1,15 +1,22 @@
 """ONNX models: exec → first answer behind a link and from a local folder, warm calls, and the peak of memory.
 
-    python -m benchmarks.onnx [--rate-mb-s 200] [--rounds 3] [--only cold|local|warm|memory] [--save]
+    python -m benchmarks.onnx [--rate-mb-s 200] [--rounds 3] [--only cold|local|warm|http|memory] [--save]
 
 Models are encoders with random weights: one of BERT base's shape (435 MB of fp32) in an S3 store, and one of
-MiniLM's (90 MB) in a local folder. Compared are `teneral serve` on the packed artifact, over HTTP, and a process that
-imports onnxruntime, makes an InferenceSession and runs it once, after boto3 has downloaded the files where these are in
-the store. They take turns. "wire" is the time that a way's own bytes take at the link's rate. A warm call is measured
-in one process, without HTTP: the instance's runner and a default InferenceSession of the original file, whose calls
-alternate. Rows with more words are the same in another order: turns of 30 calls each, of which the first 5 do not
-count, and calls after 50 ms of rest. "in a thread" is a second InferenceSession that another thread runs, as the runner
-does: it shows what the change of threads costs without Teneral.
+MiniLM's (90 MB) in a local folder. Ways take turns.
+
+cold, local: `teneral serve` on the packed artifact, over HTTP, and a bare process that imports onnxruntime, makes an
+InferenceSession and runs it once, after boto3 has downloaded the files where these are in the store. "wire" is the
+time that a way's own bytes take at the link's rate. In a local folder there is also a process that answers over HTTP,
+too, with aiohttp and an InferenceSession in a few lines.
+
+warm: `context.model.run` and `InferenceSession.run` of the original file, with the same arrays in the same thread of
+one process. Calls alternate; rows with more words are the same after 50 ms of rest, and in turns of 30 calls each, of
+which the first 5 do not count. "a second session" is another InferenceSession in place of Teneral: what it differs by
+is the measurement's own error. "queued" is `OnnxRunner.submit`, as of `arun`, which another thread runs.
+
+http: the same inputs to a server over one connection, as the Open Inference Protocol's bytes and as JSON to /invoke,
+next to `InferenceSession.run` in the client's process: what HTTP and the event loop add, in milliseconds.
 """
 
 from __future__ import annotations
@@ -20,14 +27,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from benchmarks.processes import MemoryWatch, RunError, environment
 from benchmarks.report import begin, finish, machine, new_parser, note, table, title
-from benchmarks.server import Server
+from benchmarks.server import HOST, Program, Server
 from benchmarks.store import StoreProcess
 
 TOKENS = 32
@@ -53,6 +60,19 @@ sys.argv[1] = folder + "/model.onnx"
 """
 
 
+AIOHTTP = """
+import sys, aiohttp.web, numpy, onnxruntime
+session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
+async def invoke(request):
+    inputs = (await request.json())["inputs"]
+    (made,) = session.run(None, {name: numpy.array(data, "i8") for name, data in inputs.items()})
+    return aiohttp.web.json_response({"outputs": {"embedding": made.tolist()}})
+app = aiohttp.web.Application()
+app.router.add_post("/invoke", invoke)
+aiohttp.web.run_app(app, host=sys.argv[2], port=int(sys.argv[3]), print=None)
+"""
+
+
 def main() -> None:
     parser = new_parser(__doc__, rounds=3)
     parser.add_argument("--rate-mb-s", type=float, default=200.0)
@@ -66,6 +86,7 @@ def main() -> None:
         "cold": lambda: cold(root, options.rate_mb_s, options.rounds),
         "local": lambda: local(root / "models" / "minilm", options.rounds),
         "warm": lambda: warm(root / "models" / "minilm", options.rounds),
+        "http": lambda: over_http(root / "models" / "minilm", options.rounds),
         "memory": lambda: memory(root / "models" / "bert-base"),
     }
     for name, measure in measures.items():
@@ -131,56 +152,109 @@ def cold(root: Path, rate_mb_s: float, rounds: int) -> dict[str, float]:
 
 def local(folder: Path, rounds: int) -> dict[str, float]:
     """Seconds, medians: from a local folder in the page cache."""
-    ours: list[float] = []
-    theirs: list[float] = []
+    model = str(folder / "model" / "model.onnx")
+    times: dict[str, list[float]] = {"teneral": [], "bare onnxruntime": [], "aiohttp and onnxruntime": []}
     for number in range(rounds):
         for path in (folder / "artifact", folder / "model"):
             touch(path)
-        ours.append(served(str(folder / "artifact"), {}))
-        theirs.append(run_bare(BARE, str(folder / "model" / "model.onnx"), {}))
-        note(f"round {number + 1}: {ours[-1]:.2f} s, bare {theirs[-1]:.2f} s")
-    mine, other = statistics.median(ours), statistics.median(theirs)
-    return {"teneral s": mine, "bare onnxruntime s": other, "teneral / bare": mine / other}
+        times["teneral"].append(served(str(folder / "artifact"), {}))
+        times["bare onnxruntime"].append(run_bare(BARE, model, {}))
+        with Program(lambda port: [sys.executable, "-c", AIOHTTP, model, HOST, str(port)]) as program:
+            times["aiohttp and onnxruntime"].append(ask(program))
+        note(f"round {number + 1}: " + ", ".join(f"{name} {kept[-1]:.3f} s" for name, kept in times.items()))
+    medians = {name: statistics.median(kept) for name, kept in times.items()}
+    mine, bare, web = medians.values()
+    return {f"{name} s": value for name, value in medians.items()} | {
+        "teneral / bare": mine / bare,
+        "teneral / aiohttp and onnxruntime": mine / web,
+    }
 
 
 def warm(folder: Path, rounds: int) -> dict[str, float]:
     """Milliseconds of a call, medians over all turns, and ratios."""
-    import onnxruntime
-
+    from teneral.handlers.function.context import Context
     from teneral.runtime.config import ServeConfig
     from teneral.runtime.instance import Instance
 
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = machine()["cores"]
-    session, second = (
-        onnxruntime.InferenceSession(str(folder / "model" / "model.onnx"), options) for _ in range(2)
-    )
-    ids = np.arange(1, TOKENS + 1, dtype="i8")[None]
-    inputs = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+    plain, second = (_session(folder) for _ in range(2))
+    inputs = _inputs()
     config = ServeConfig(model=str(folder / "artifact"), threads=machine()["cores"])
-    with ThreadPoolExecutor(1) as other_thread, Instance(config) as instance:
+    with Instance(config) as instance:
         runner = instance.onnx.result(60)
+        model = Context(instance, request_id="warm", timeout_s=3600).model
         while not runner.statistics().is_whole:
-            time.sleep(0.01)
+            model.run(inputs)
 
         ways: dict[str, Callable[[], object]] = {
-            "teneral": lambda: runner.submit(inputs).result(60),
-            "in a thread": lambda: other_thread.submit(second.run, None, inputs).result(60),
+            "teneral": lambda: model.run(inputs),
+            "a second session": lambda: second.run(None, inputs),
+            "queued": lambda: runner.submit(inputs).result(60),
         }
-
-        def plain() -> object:
-            return session.run(None, inputs)
-
         report: dict[str, float] = {}
         for name, way in ways.items():
-            mine, other = _warm_calls(way, plain, rounds=rounds * WARM_CALLS)
+            both = way, lambda: plain.run(None, inputs)
+            mine, other = _warm_calls(*both, rounds=rounds * WARM_CALLS)
             report |= {f"{name} ms": mine, f"InferenceSession ms, against {name}": other}
             report[f"{name} / InferenceSession"] = mine / other
-            mine, other = _warm_calls(way, plain, rounds=rounds * WARM_CALLS, rest_s=REST_S)
+            mine, other = _warm_calls(*both, rounds=rounds * WARM_CALLS, rest_s=REST_S)
             report[f"{name} / InferenceSession, after a rest"] = mine / other
-            mine, other = _warm_calls(way, plain, rounds=4 * rounds, calls=WARM_CALLS, skipped=SKIPPED_CALLS)
+            mine, other = _warm_calls(*both, rounds=4 * rounds, calls=WARM_CALLS, skipped=SKIPPED_CALLS)
             report[f"{name} / InferenceSession, turns of {WARM_CALLS}"] = mine / other
     return report
+
+
+def over_http(folder: Path, rounds: int) -> dict[str, float]:
+    """Milliseconds of a call over one connection, medians, in turns."""
+    plain, inputs = _session(folder), _inputs()
+    head = json.dumps(
+        {
+            "inputs": [
+                {"name": name, "datatype": "INT64", "shape": list(array.shape),
+                 "parameters": {"binary_data_size": array.nbytes}}
+                for name, array in inputs.items()
+            ],
+            "parameters": {"binary_data_output": True},
+        }
+    ).encode()  # fmt: skip
+    body = b"".join([head, *(array.tobytes() for array in inputs.values())])
+    headers = {"inference-header-content-length": str(len(head)), "content-type": "application/octet-stream"}
+    texts = json.dumps({"inputs": {name: array.tolist() for name, array in inputs.items()}}).encode()
+    with Server(str(folder / "artifact")) as server:
+        ask(server)
+        while b'"whole session"' not in get(server, "/timeline"):
+            time.sleep(0.05)
+        connection = server.connect()
+        ways: dict[str, Callable[[], object]] = {
+            "InferenceSession in the client": lambda: plain.run(None, inputs),
+            "bytes": lambda: _post(connection, "/v2/models/model/infer", body, headers),
+            "JSON": lambda: _post(connection, "/invoke", texts, {"content-type": "application/json"}),
+        }
+        turns = {"rounds": 4 * rounds, "calls": WARM_CALLS, "skipped": SKIPPED_CALLS}
+        times = _warm_calls(*ways.values(), **turns)
+        connection.close()
+    return {f"{name} ms": value for name, value in zip(ways, times, strict=True)}
+
+
+def _session(folder: Path) -> Any:
+    """A default one of the original file, over all cores."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = machine()["cores"]
+    return onnxruntime.InferenceSession(str(folder / "model" / "model.onnx"), options)
+
+
+def _inputs() -> dict[str, np.ndarray[Any, Any]]:
+    ids = np.arange(1, TOKENS + 1, dtype="i8")[None]
+    return {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+
+
+def _post(connection: http.client.HTTPConnection, path: str, body: bytes, headers: Mapping[str, str]) -> None:
+    connection.request("POST", path, body, dict(headers))
+    response = connection.getresponse()
+    data = response.read()
+    if response.status != http.HTTPStatus.OK:
+        raise RunError(f"{response.status} {data[:300]!r}")
 
 
 def _warm_calls(
@@ -229,11 +303,11 @@ def served(model: str, variables: dict[str, str]) -> float:
         return ask(server)
 
 
-def ask(server: Server) -> float:
+def ask(server: Program) -> float:
     """Seconds from the server's exec to its answer."""
     ids = list(range(1, TOKENS + 1))
     body = {"inputs": {"input_ids": [ids], "attention_mask": [[1] * TOKENS]}}
-    connection = server.connect()
+    connection = server.connect(poll_s=0.002)
     try:
         connection.request("POST", "/invoke", json.dumps(body), {"content-type": "application/json"})
         response = connection.getresponse()

@@ -71,14 +71,14 @@ class Program:
                 self._process.wait()
         self._log.close()
 
-    def connect(self) -> http.client.HTTPConnection:
+    def connect(self, *, poll_s: float = POLL_S) -> http.client.HTTPConnection:
         """As soon as the port is open. Raises `RefusedError`."""
         while self._process.poll() is None:
             connection = http.client.HTTPConnection(HOST, self.port, timeout=ANSWER_TIMEOUT_S)
             try:
                 connection.connect()
             except ConnectionRefusedError:
-                time.sleep(POLL_S)
+                time.sleep(poll_s)
                 continue
             assert isinstance(connection.sock, socket.socket)
             connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 ONNX_NAME = "onnx.json"  # of packed ONNX models: docs/onnx.md
+TOKENIZER_NAME = "tokenizer.json"
 # Of a manifest, whose files come before its groups.
 MAX_LOOK_BYTES = 1 << 20
 
@@ -25,14 +26,18 @@ def is_onnx(manifest: Manifest) -> bool:
     return any(file.name == ONNX_NAME for file in manifest.files)
 
 
-def seems_onnx(address: str) -> bool:
-    """True if a local folder seems to be such an artifact. Only a hint, for the order of imports."""
+def seems_onnx(address: str, *, without_tokenizer: bool = False) -> bool:
+    """True if a local folder seems to be such an artifact, and one without a tokenizer if that is asked. Only a hint,
+    for what is imported and started first.
+    """
     path = address.partition("@b3:")[0].removeprefix("file://")
     try:
         with open(f"{path}/manifest.json", "rb") as file:
-            return f'"{ONNX_NAME}"'.encode() in file.read(MAX_LOOK_BYTES)
+            head = file.read(MAX_LOOK_BYTES)
     except (OSError, ValueError):
         return False
+    has_tokenizer = f'"{TOKENIZER_NAME}"'.encode() in head
+    return f'"{ONNX_NAME}"'.encode() in head and not (without_tokenizer and has_tokenizer)
 
 
 class ModelFiles:

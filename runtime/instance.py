@@ -26,7 +26,7 @@ from ..loader.sources.http.outage import show_outages
 from ..loader.timeline import Timeline
 from .config import ServeConfig
 from .errors import DrainingError, ModelError
-from .files import ModelFiles, is_onnx, seems_onnx
+from .files import TOKENIZER_NAME, ModelFiles, is_onnx, seems_onnx
 from .loading import (
     load_here,
     paging_statistics,
@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from .weights import AnyLoad
 
 T = TypeVar("T")
-
-TOKENIZER_NAME = "tokenizer.json"
 
 
 class Forecast(NamedTuple):

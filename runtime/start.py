@@ -91,7 +91,8 @@ def launch_helpers(
     context: ProcessContext | None = None,
     fork: bool = False,
 ) -> LaunchedHelpers | None:
-    """Launch an instance's helper processes; None with `loader = thread`, which has none.
+    """Launch an instance's helper processes; None with `loader = thread`, which has none, and for a
+    local ONNX model without a tokenizer, which needs none.
 
     Adopts prepared processes, and passes the `context` to them if they have none. `fork` is for a
     process that has just begun, as in `HelperProcess`. Returns at once. Raises `UsageError` for an
@@ -99,7 +100,8 @@ def launch_helpers(
     """
     if reserve is not None:
         reserve.stop()  # from now on only the load allocates pages
-    if config.loader == "thread":
+    is_fresh = prepared is None and tokenizer is None
+    if config.loader == "thread" or (is_fresh and _needs_none(config)):
         if reserve is not None:
             reserve.release()
         for each in (prepared, tokenizer):
@@ -127,6 +129,18 @@ def launch_helpers(
     tokenizer = tokenizer or PreparedTokenizer(files=files, fork=fork)
     launched = tokenizer.launch(TokenizerTask(address, source, options, began_at, context))
     return LaunchedHelpers(load, launched, config.kernel_dir, chat_worker, reserve)
+
+
+def _needs_none(config: ServeConfig) -> bool:
+    """True for a local ONNX model without a tokenizer that is loaded in the server's own threads."""
+    if config.loader == "process" or "://" in config.model.removeprefix("file://"):
+        return False
+    # Others read their manifest later.
+    from .files import seems_onnx
+
+    return seems_onnx(config.model, without_tokenizer=True) and not _loads_in_process(
+        config, choose_device(config.device)
+    )
 
 
 def _loads_in_process(config: ServeConfig, device: str) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.http_server import Server, running_server
-from tests.support.onnx_artifacts import Packed, pack_named
+from tests.support.onnx_artifacts import Packed, pack_model, pack_named
 from tests.support.onnx_models import Array, expected
 from tests.support.paced import WAIT_S, PacedSource, reads_of
 from tests.support.store_server import StoreServer
@@ -21,10 +21,12 @@ from tests.support.store_server import StoreServer
 from teneral import cli
 from teneral.handlers.function.handler import Handler
 from teneral.loader.errors import TeneralError
+from teneral.loader.timeline import Timeline
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.errors import ModelError
 from teneral.runtime.instance import Instance
 from teneral.runtime.onnx import sessions
+from teneral.runtime.start import launch_helpers
 
 Context = Any
 
@@ -201,6 +203,16 @@ async def test_no_temporary_folder_is_left(
         runner = server.instance.onnx.result()
         await server.eventually(lambda: runner.statistics().is_whole)
         assert list(tmp_path.iterdir()) == []
+
+
+def test_a_local_model_without_a_tokenizer_takes_no_other_process(bert: Packed, tmp_path: Path) -> None:
+    config = ServeConfig(model=str(bert.artifact))
+    assert launch_helpers(config, Timeline()) is None
+    with_texts = pack_model(bert.made, tmp_path, files={"tokenizer.json": b"{}"})
+    for other in (config.replace(model=str(with_texts.artifact)), config.replace(loader="process")):
+        launched = launch_helpers(other, Timeline())
+        assert launched is not None
+        launched.adopt(Timeline()).close()
 
 
 async def test_unloading_and_loading_again(bert: Packed) -> None:

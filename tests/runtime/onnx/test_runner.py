@@ -267,6 +267,24 @@ def test_the_whole_session_takes_over_although_calls_always_wait(runner: OnnxRun
             thread.join(WAIT_S)
 
 
+def test_the_first_answer_comes_before_the_whole_session(
+    runner: OnnxRunner, model: Summing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "FIRST_WAIT_S", WAIT_S)
+    made = threading.Event()
+
+    def make() -> Summing:
+        made.set()
+        return Summing()
+
+    thread = in_thread(lambda: runner.exchange(make, 1))
+    assert not made.wait(0.05)
+    assert runner.run(call(1), Lifetime())["sum"].tolist() == [3]
+    thread.join(WAIT_S)
+    assert made.is_set()
+    assert model.closed
+
+
 def test_without_memory_the_segments_stay(
     runner: OnnxRunner, model: Summing, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -166,6 +166,46 @@ def test_every_way_to_pool_is_that_of_sentence_transformers(mode, variant, backe
     np.testing.assert_allclose(ours, right, atol=5e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("activation", ["Identity", "Tanh", "ReLU", "GELU", "SiLU"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_backend
+@torch.no_grad()
+def test_dense_modules_are_those_of_torch(activation, dtype, backend):
+    tiny = tiny_encoder("mpnet")
+    texts = texts_of(1, 40, 7)
+    torch.manual_seed(7)
+    width = tiny.oracle.config.hidden_size
+    layers = {"2_Dense": torch.nn.Linear(width, 24), "3_Dense": torch.nn.Linear(24, 8, bias=False)}
+    function = getattr(torch.nn, activation)()
+
+    ours = build(
+        tiny,
+        backend,
+        modules=[
+            *MODULES,
+            *({"type": "sentence_transformers.models.Dense", "path": name} for name in layers),
+        ],
+        dense={
+            name: {
+                "in_features": layer.in_features,
+                "out_features": layer.out_features,
+                "bias": layer.bias is not None,
+                "activation_function": f"torch.nn.modules.activation.{activation}",
+            }
+            for name, layer in layers.items()
+        },
+        dense_weights={
+            name: DictWeights({f"linear.{key}": value.to(dtype) for key, value in layer.state_dict().items()})
+            for name, layer in layers.items()
+        },
+    ).embed(texts)
+
+    states = torch.stack([states_of(tiny.oracle, text).mean(0) for text in texts])
+    for layer in layers.values():
+        states = function(layer.to(dtype).float()(states))
+    np.testing.assert_allclose(ours, states.numpy(), atol=3e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("variant", ["deberta-v2", "mpnet"])
 @each_backend
 @torch.no_grad()

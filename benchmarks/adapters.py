@@ -1,6 +1,6 @@
 """LoRA adapters: a cold one's first token by its wire time, eight in a batch, and the cost of having any.
 
-    python -m benchmarks.adapters [--rounds 5] [--rate 200] [--rank 16] [--save]
+    python -m benchmarks.adapters [--rounds 5] [--rate 200] [--rank 16] [--vllm PYTHON] [--save]
 
 A warm server of a packed base in a local folder, adapters of all linear modules in a store that gives --rate MB/s:
 
@@ -13,13 +13,21 @@ A warm server of a packed base in a local folder, adapters of all linear modules
     one, with         tokens/s of one answer of the base, on a server with --adapters
     one, without      the same on a server without
 
+and with --vllm, the Python of an environment that has vLLM for CPUs (`scripts/conformance-vllm` makes one):
+
+    vllm, cold        the adapter's files from the store to this machine, `/v1/load_lora_adapter`, and its first token
+    vllm, warm        the same adapter once more, another prompt
+    vllm, base        a prompt of the same length for the base
+
 Rows take turns.
 """
 
 from __future__ import annotations
 
+import http.client
 import json
 import random
+import shutil
 import statistics
 import time
 import zlib
@@ -30,16 +38,21 @@ from typing import Any
 
 import numpy as np
 from benchmarks.answers import Answer
+from benchmarks.processes import RunError
 from benchmarks.report import begin, finish, new_parser, note, table, title
-from benchmarks.server import Server
+from benchmarks.server import HOST, Program, Server
 from benchmarks.store import StoreProcess, prepare
 from benchmarks.tasks import random_prompt
 
 from teneral.loader.artifact import open_artifact
 from teneral.loader.format.safetensors import SafetensorsWriter, TensorSpec
+from teneral.loader.sources.base import SourceOptions
 from teneral.loader.sources.file.store import FileStore
+from teneral.loader.sources.open import open_source
 from teneral.runtime.adapters.pack import pack_adapter
 
+WEIGHTS_NAME = "adapter_model.safetensors"
+VLLM_START_S = 600.0
 PROMPT_TOKENS = 32
 BATCH = 8
 BATCH_TOKENS = 48
@@ -59,6 +72,7 @@ def main() -> None:
     parser = new_parser(__doc__, rounds=5)
     parser.add_argument("--rate", type=float, default=200.0, help="of the store, in 10**6 bytes a second")
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--vllm", type=Path, help="Python of an environment with vLLM, to compare with")
     options = parser.parse_args()
     root = options.work / options.like / "store"
     prepare(options.like, root)
@@ -81,15 +95,96 @@ def main() -> None:
         server = stack.enter_context(Server(str(base), *flags, variables=store.environment())).wait_ready()
         without = stack.enter_context(Server(str(base))).wait_ready()
         packed = [packed_of(root, name, base).name for name in cold]
-        report["results"] = measure(server, without, names, packed)
+        vllm = None
+        if options.vllm is not None:
+            vllm = stack.enter_context(Vllm(options.vllm, plain, options.rank, options.work / "vllm"))
+            vllm.wait_ready()
+        report["results"] = measure(server, without, names, packed, vllm, store)
     report["wire_s"] = size_bytes / options.rate / 1e6
     report["packed_wire_s"] = packed_bytes / options.rate / 1e6
     finish(report, render(report), save=options.save)
 
 
+class Vllm(Server):
+    """vLLM's server on the same base, with the same requests."""
+
+    def __init__(self, python: Path, base: Path, rank: int, folder: Path) -> None:
+        def command(port: int) -> list[str]:
+            own = ["--model", str(base), "--served-model-name", "model", "--host", HOST, "--port", str(port)]
+            loras = [
+                "--enable-lora",
+                "--max-lora-rank",
+                str(rank),
+                "--max-loras",
+                "1",
+                "--max-cpu-loras",
+                "64",
+            ]
+            limits = [
+                "--dtype",
+                "bfloat16",
+                "--max-model-len",
+                "1024",
+                "--max-num-seqs",
+                "16",
+                "--enforce-eager",
+            ]
+            return [str(python), "-m", "vllm.entrypoints.openai.api_server", *own, *loras, *limits]
+
+        self._folder = folder  # for adapters, which it reads from disk
+        shutil.rmtree(folder, ignore_errors=True)
+        variables = {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+            "VLLM_CACHE_ROOT": str(folder / "cache"),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_PLUGINS": "",
+        }
+        Program.__init__(self, command, variables)
+
+    def wait_ready(self) -> Vllm:
+        """Until it answers."""
+        deadline_s = self.started_s + VLLM_START_S
+        while time.monotonic() < deadline_s:
+            connection = self.connect()
+            try:
+                connection.request("GET", "/health")
+                if connection.getresponse().status == http.HTTPStatus.OK:
+                    return self
+            except (OSError, http.client.HTTPException):
+                time.sleep(0.1)
+            finally:
+                connection.close()
+        raise RunError(f"vLLM was not ready after {VLLM_START_S:g} s")
+
+    def load(self, store: StoreProcess, name: str) -> None:
+        """Fetch an adapter from the store, and have it loaded."""
+        folder = self._folder / name
+        folder.mkdir(parents=True)
+        options = SourceOptions(endpoint_url=store.url, region="us-east-1", anonymous=True)
+        source = open_source(f"s3://adapters/{name}", options)
+        try:
+            for file in ("adapter_config.json", WEIGHTS_NAME):
+                (folder / file).write_bytes(source.read(file, max_bytes=1 << 32)[0])
+        finally:
+            source.close()
+        connection = self.connect()
+        try:
+            body = json.dumps({"lora_name": name, "lora_path": str(folder)})
+            headers = {"content-type": "application/json"}
+            connection.request("POST", "/v1/load_lora_adapter", body, headers)
+            response = connection.getresponse()
+            if response.status != http.HTTPStatus.OK:
+                raise RunError(f"{response.status} {response.read(500)!r}")
+        finally:
+            connection.close()
+
+
 def write_adapter(folder: Path, base: Path, rank: int) -> int:
     """As PEFT saves one, with random numbers; the size of its weights' file."""
-    path = folder / "adapter_model.safetensors"
+    path = folder / WEIGHTS_NAME
     if path.exists():
         return path.stat().st_size
     config = json.loads((base / "config.json").read_text())
@@ -132,7 +227,14 @@ def pack(folder: Path, artifact: Path, base: Path) -> int:
     return sum(path.stat().st_size for path in artifact.rglob("*") if path.is_file())
 
 
-def measure(server: Server, without: Server, names: list[str], packed: list[str]) -> dict[str, list[float]]:
+def measure(
+    server: Server,
+    without: Server,
+    names: list[str],
+    packed: list[str],
+    vllm: Vllm | None,
+    store: StoreProcess,
+) -> dict[str, list[float]]:
     chance = random.Random(0)
     found: dict[str, list[float]] = {}
 
@@ -149,7 +251,7 @@ def measure(server: Server, without: Server, names: list[str], packed: list[str]
             answers = list(pool.map(lambda model: ask(server, model, BATCH_TOKENS), models))
         return sum(len(answer.token_times_s) for answer in answers) / (time.monotonic() - start_s)
 
-    for each in (server, without):
+    for each in (server, without) if vllm is None else (server, without, vllm):
         ask(each, "model", 8)
     adapters = [f"model:{name}" for name in names[:BATCH]]
     together(adapters)  # they are there from now on
@@ -163,6 +265,13 @@ def measure(server: Server, without: Server, names: list[str], packed: list[str]
         for row, of in (("one, with", server), ("one, without", without)):
             times_s = ask(of, "model", ONE_TOKENS).token_times_s
             add(row, (len(times_s) - 1) / (times_s[-1] - times_s[0]))
+        if vllm is not None:
+            add("vllm, base", ask(vllm, "model", 1).token_times_s[0])
+            begun_s = time.monotonic()
+            vllm.load(store, name)
+            loaded_s = time.monotonic() - begun_s
+            add("vllm, cold", loaded_s + ask(vllm, name, 1).token_times_s[0])
+            add("vllm, warm", ask(vllm, name, 1).token_times_s[0])
     return found
 
 
@@ -174,6 +283,9 @@ def render(report: dict[str, Any]) -> str:
         "one, with": ratio(results, "one, with", "one, without"),
         "cold": f"wire {report['wire_s']:.3f} s + {1000 * (medians['cold'] - report['wire_s']):.0f} ms",
     }
+    if "vllm, cold" in results:
+        behind_ms = 1000 * (medians["vllm, cold"] - report["wire_s"])
+        ratios["vllm, cold"] = f"wire {report['wire_s']:.3f} s + {behind_ms:.0f} ms"
     wire_s = report["packed_wire_s"]
     ratios["cold, packed"] = f"wire {wire_s:.3f} s + {1000 * (medians['cold, packed'] - wire_s):.0f} ms"
     rows = [

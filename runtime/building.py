@@ -132,7 +132,7 @@ class ModelBuild:
                 )
                 is_encoder = isinstance(model, Encoder)
             details.update(backend=model.executor.name, **model.computes.attributes)
-            check_paged(load, model, config)
+            check_paged(load, model)
         if is_encoder:
             self._start_embedder(model, model_config)
         else:

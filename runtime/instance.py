@@ -28,6 +28,7 @@ from .config import ServeConfig
 from .errors import DrainingError, ModelError
 from .files import TOKENIZER_NAME, ModelFiles, is_onnx, seems_onnx
 from .loading import (
+    check_whole,
     load_here,
     paging_statistics,
     placement_statistics,
@@ -370,6 +371,7 @@ class Instance:
         self.opening.set_result((self._source, manifest))
         expected = None
         if self.config.verify_exact:
+            check_whole(self.load)
             expected = tensor_digests(ModelFiles(self._source, manifest, self.config.load_options), manifest)
         self._watch_load(self.load, expected)
 

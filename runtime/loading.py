@@ -218,17 +218,19 @@ def untaken_bytes(load: AnyLoad, weights_bytes: int | None) -> int:
     return size_bytes - load.reserved_bytes
 
 
-def check_paged(load: AnyLoad, model: Any, config: ServeConfig) -> None:
-    """Raise `UsageError` if the model or the configuration needs weights that are not all in memory."""
-    if not load.paged_groups:
-        return
-    if not getattr(model, "routes_apart", False):
+def check_paged(load: AnyLoad, model: Any) -> None:
+    """Raise `UsageError` if the model needs weights that are not all in memory."""
+    if load.paged_groups and not getattr(model, "routes_apart", False):
         raise UsageError(
             "weights_bytes is less than the model takes, but what computes it reads all experts of a layer at once",
             key="weights_bytes",
             hint="Use --backend native, and weights that it computes as they are stored; or leave it out.",
         )
-    if config.verify_exact:
+
+
+def check_whole(load: AnyLoad) -> None:
+    """Raise `UsageError` if not all weights are in memory, which are to be compared with their digests."""
+    if load.paged_groups:
         raise UsageError(
             "verify_exact compares all weights, but weights_bytes leaves some of them out",
             key="verify_exact",

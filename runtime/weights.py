@@ -192,14 +192,14 @@ class StreamedWeights:
         by_name, load = self._load.manifest.by_name, self._load
         groups = [{by_name[name].group for name in own if name in by_name} for own in names]
         if load.paged_groups and load.paged_groups.issuperset(chain(*groups)):
-            return _PagedExperts(load, groups)
+            return _PagedExperts(load, groups)  # whose numbers are those of their pages
         return _GroupedExperts(load, groups)
 
     def stacked_expert_gate(self, names: Iterable[str]) -> ExpertGate:
         load, tensors = self._load, [self._load.manifest.by_name[name] for name in names]
-        groups = {tensor.group for tensor in tensors}
-        if load.paged_groups and load.paged_groups.issuperset(groups):
-            return _PagedExperts(load, [groups] * tensors[0].shape[0])
+        if tensors[0].group in load.paged_groups:
+            numbers = cast("PagedLoad", load).pages_of(tensors[0].group)
+            return _PagedExperts(load, [(number,) for number in numbers])
         return _StackedExperts(load, [tensor.name for tensor in tensors])
 
 
@@ -405,23 +405,24 @@ class _StackedExperts:
 class _PagedExperts:
     """The gate of experts that are in memory only while they are used."""
 
-    def __init__(self, load: AnyLoad, groups: Sequence[Collection[int]]) -> None:
+    def __init__(self, load: AnyLoad, pages: Sequence[Collection[int]]) -> None:
+        """`pages` are each expert's."""
         self._load = cast("PagedLoad", load)
-        self._groups = groups
+        self._pages = pages
 
     def want(self, experts: Rows, tier: Tier = Tier.REFINE) -> None:
-        self._load.want_groups(self._of(experts))
+        self._load.want_pages(self._of(experts))
 
     def opens(self, experts: Rows, timeout_s: float, tier: Tier = Tier.REFINE) -> bool:
-        return self._load.wait_groups(self._of(experts), timeout_s)
+        return self._load.wait_pages(self._of(experts), timeout_s)
 
     @contextmanager
     def reading(self, experts: Rows, tier: Tier = Tier.REFINE) -> Iterator[None]:
-        self._load.wait_groups(self._of(experts))
+        self._load.wait_pages(self._of(experts))
         yield
 
     def _of(self, experts: Rows) -> set[int]:
-        return {group for expert in experts.tolist() for group in self._groups[expert]}
+        return {page for expert in experts.tolist() for page in self._pages[expert]}
 
 
 @contextmanager

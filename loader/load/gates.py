@@ -26,16 +26,16 @@ class Readiness:
     """
 
     def __init__(
-        self, num_groups: int, parts: Sequence[Gate], *, closed: Collection[int] = frozenset()
+        self, num_groups: int, parts: Sequence[Gate], *, absent: Collection[int] = frozenset()
     ) -> None:
         """`parts` are the group and tier of every part, by its number. All are going to be settled but
-        those of groups that stay `closed`.
+        the `absent` ones, whose groups' gates never open.
         """
         self._parts = parts
         self._unsettled = [[0] * len(Tier) for _ in range(num_groups)]  # by group and tier
         for group, tier in parts:
             self._unsettled[group][tier] += 1
-        self._num_unsettled = sum(group not in closed for group, _ in parts)
+        self._num_unsettled = len(parts) - len(absent)
         self._open = [[False] * num_groups for _ in Tier]
         self._is_there = [False] * len(parts)
         self._watched: set[int] = set()  # parts that are waited for by their numbers
@@ -43,7 +43,7 @@ class Readiness:
         self._changed = threading.Condition()
         self._num_changes = 0
         without_parts = [group for group in range(num_groups) if not any(self._unsettled[group])]
-        self.open([(group, Tier.REFINE) for group in without_parts if group not in closed])
+        self.open([(group, Tier.REFINE) for group in without_parts])
 
     def wait(self, group: int, tier: Tier, timeout_s: float | None) -> None:
         """Return when the gate is open, at once when it is. Raises the load's error, or

@@ -82,7 +82,7 @@ class WeightLoad(ThreadedLoad):
         paging: Paging | None = None,
     ) -> None:
         """Take the memory, in the memory file `shared_fd` if there is one, or that of `reserve`.
-        Nothing is read yet. With `base`, the manifest is one that it has joined. The groups of
+        Nothing is read yet. With `base`, the manifest is one that it has joined. The pages of
         `paging` are `PagedLoad`'s.
 
         With `images`, the weights are another device's: parts are delivered there, a gate opens
@@ -91,11 +91,11 @@ class WeightLoad(ThreadedLoad):
         `InsufficientMemoryError` when it would not fit.
         """
         options = options or LoadOptions()
-        paged = frozenset[int]() if paging is None else paging.groups
+        absent = frozenset[int]() if paging is None else paging.parts
         plan = plan_load(
-            manifest, options.order, on_demand=options.on_demand, direct=images is None, without=paged
+            manifest, options.order, on_demand=options.on_demand, direct=images is None, without=absent
         )
-        super().__init__(manifest, plan, options, timeline, only_exact=base is not None, closed=paged)
+        super().__init__(manifest, plan, options, timeline, only_exact=base is not None, absent=absent)
         self._weight_bytes = manifest.weight_bytes
         if paging is not None:
             self._weight_bytes = paging.weights_bytes + paging.buffer_bytes

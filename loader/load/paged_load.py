@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 
 class PagedLoad(WeightLoad):
-    """A `WeightLoad` whose `paged_groups` are read by `want_groups` and `wait_groups` alone: their gates never open.
+    """A `WeightLoad` whose pages are read by `want_pages` and `wait_pages` alone: the gates of `paged_groups`, which
+    have some, never open.
 
-    It has ended when all other groups are there; until it is closed, it goes on to read the source.
+    It has ended when all else is there; until it is closed, it goes on to read the source.
     """
 
     def __init__(
@@ -41,13 +42,14 @@ class PagedLoad(WeightLoad):
             source, manifest, options=options, timeline=timeline, prefetch=prefetch, paging=paging
         )
         self.paged_groups = paging.groups
+        self._pages = paging.pages
         self._pager_cache = open_cache(options, manifest)
         self._pager = Pager(
             source,
             manifest,
             self._arena.slabs,
             paging,
-            discard=self._arena.discard_slab,
+            discard=self._arena.discard_range,
             versions=self._versions,
             timeline=self._timeline,
             cache=self._pager_cache,
@@ -57,16 +59,27 @@ class PagedLoad(WeightLoad):
         super().start()
         self._pager.start()
 
-    def want_groups(self, groups: Collection[int]) -> None:
-        """Have these of the paged groups in memory until the next call. Returns at once."""
-        self._pager.want(groups)
+    def pages_of(self, group: int) -> tuple[int, ...]:
+        """The numbers of a group's pages: its own, or each expert's where it holds all of a layer."""
+        return tuple(number for number, page in self._pages.items() if page.group == group)
 
-    def wait_groups(self, groups: Collection[int], timeout_s: float | None = None) -> bool:
-        """Block until these groups, which are wanted, hold their exact values; False after `timeout_s`.
+    def want_pages(self, pages: Collection[int]) -> None:
+        """Have these pages in memory until the next call, and what they share with others. Returns at once."""
+        self._pager.want(pages)
+        if shared := self._shared(pages):
+            self.want_parts(shared)
+
+    def wait_pages(self, pages: Collection[int], timeout_s: float | None = None) -> bool:
+        """Block until these pages, which are wanted, hold their exact values; False after `timeout_s`.
 
         Raises `PartsUnavailableError` for what could not be read, or was wrong, and the load's error.
         """
-        return self._pager.wait(groups, timeout_s)
+        if shared := self._shared(pages):
+            try:
+                self.wait_parts(shared, timeout_s)
+            except TimeoutError:
+                return False
+        return self._pager.wait(pages, timeout_s)
 
     def paging_statistics(self) -> PagerStatistics:
         return self._pager.statistics()
@@ -93,6 +106,9 @@ class PagedLoad(WeightLoad):
         self._pager.join()
         if self._pager_cache is not None:
             self._pager_cache.finish()
+
+    def _shared(self, pages: Collection[int]) -> set[int]:
+        return set().union(*(self._pages[page].shared for page in pages))
 
     def _fail(self, error: TeneralError) -> bool:
         self._pager.stop(error)

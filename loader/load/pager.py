@@ -1,11 +1,12 @@
-"""Groups that are in memory only while they are used: fetched when they are asked for, and given back when others need
+"""Experts that are in memory only while they are used: fetched when they are asked for, and given back when others need
 their memory.
 
-    want(groups) → queue → threads: evict → fetch → verify → decode → wait(groups) returns
+    want(pages) → queue → threads: evict → fetch → verify → decode → wait(pages) returns
 
-Invariants: a group is filled only with values whose every stored byte was verified. The groups that were wanted last
-are neither evicted nor refilled. Slabs stay at their addresses; an evicted one keeps no pages. A failure concerns the
-groups that were asked for: the next `want` tries again. It does not know what a group is for.
+A page is a group with one expert, or, of a group with all experts of a layer, the parts that are one expert's alone.
+Invariants: a page is filled only with values whose every stored byte was verified. The pages that were wanted last
+are neither evicted nor refilled. Slabs stay at their addresses; an evicted page keeps no memory. A failure concerns the
+pages that were asked for: the next `want` tries again. It does not know what a page is for.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from blake3 import blake3
 
 from ..errors import PartsUnavailableError, TeneralError, UsageError
-from ..format.layout import layer_of
+from ..format.layout import is_stacked, layer_of
 from ..format.manifest import Manifest, Part
 from ..memory.limits import MIB
 from ..sources.base import Source
 from ..timeline import Timeline
 from .accounting import Phase, add_part_span, in_part, wrong_digest
 from .fetch import BlobVersions
-from .plan import expert_groups, writing_order
+from .plan import RowParts, expert_groups, writing_order
 
 if TYPE_CHECKING:
     from ..cache.part_cache import PartCache
@@ -38,17 +39,82 @@ BUFFER_BYTES = 96 * MIB  # of all threads together, if that is enough for two
 MAX_SPANS = 4_000  # of parts on the timeline: an instance may fetch for days
 
 
-class Paging(NamedTuple):
-    """The groups that come and go, and the most memory for all weights."""
+class Page(NamedTuple):
+    """Parts that come and go together. `shared` are the numbers of others, which stay, with elements of this expert
+    and of a neighbour.
+    """
 
-    groups: frozenset[int]
+    group: int
+    parts: tuple[Part, ...]
+    ranges: tuple[tuple[int, int], ...]  # [begin, end) in bytes of the group's slab
+    shared: frozenset[int] = frozenset()
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(end - begin for begin, end in self.ranges)
+
+
+def find_pages(manifest: Manifest) -> dict[int, Page]:
+    """All pages by their numbers: those of groups with one expert are the group's, and those of others follow them, a
+    layer's one after the other.
+    """
+    pages: dict[int, Page] = {}
+    stacked: list[Page] = []
+    for index in sorted(expert_groups(manifest)):
+        group = manifest.groups[index]
+        if is_stacked(group.name):
+            stacked += _pages_of_rows(manifest, index)
+        else:
+            parts = [part for part in manifest.parts if part.group == index]
+            pages[index] = Page(index, tuple(sorted(parts, key=writing_order)), ((0, group.slab_bytes),))
+    return pages | dict(enumerate(stacked, len(manifest.groups)))
+
+
+def _pages_of_rows(manifest: Manifest, group: int) -> list[Page]:
+    """A page for each row of a group's tensors; none where some row has no part of its own."""
+    tensors = [manifest.tensors[number] for number in manifest.groups[group].tensors]
+    num_rows = tensors[0].shape[0]
+    tables = [RowParts(manifest, tensor.name) for tensor in tensors]
+    held = [set[int]().union(*(table.holding([row]) for table in tables)) for row in range(num_rows)]
+    num_holders = Counter(number for numbers in held for number in numbers)
+    pages: list[Page] = []
+    for numbers in held:
+        own = [manifest.parts[number] for number in sorted(numbers) if num_holders[number] == 1]
+        shared = frozenset(number for number in numbers if num_holders[number] > 1)
+        ranges = [
+            (begin, begin + segment.count * tensor.element_bytes)
+            for part in own
+            for segment in part.segments
+            for tensor in [manifest.tensors[segment.tensor]]
+            for begin in [tensor.offset_bytes + segment.start * tensor.element_bytes]
+        ]
+        if not own or any(part.tier is not own[0].tier for part in own):
+            return []
+        pages.append(Page(group, tuple(own), tuple(ranges), shared))
+    return pages
+
+
+class Paging(NamedTuple):
+    """The pages that come and go, by their numbers, and the most memory for all weights."""
+
+    pages: Mapping[int, Page]
     weights_bytes: int
-    budget_bytes: int  # of that, for those groups
+    budget_bytes: int  # of that, for those pages
     part_bytes: int  # as it is stored, the largest of their parts
 
     @property
+    def groups(self) -> frozenset[int]:
+        """Those that have pages."""
+        return frozenset(page.group for page in self.pages.values())
+
+    @property
+    def parts(self) -> frozenset[int]:
+        """The numbers of all parts that come and go."""
+        return frozenset(part.index for page in self.pages.values() for part in page.parts)
+
+    @property
     def num_threads(self) -> int:
-        """How many groups are fetched at the same time, each with memory for one part."""
+        """How many pages are fetched at the same time, each with memory for one part."""
         return max(2, min(MAX_THREADS, BUFFER_BYTES // max(1, self.part_bytes)))
 
     @property
@@ -64,16 +130,15 @@ def plan_paging(manifest: Manifest, weights_bytes: int) -> Paging | None:
     """
     if manifest.weight_bytes <= weights_bytes:
         return None
-    groups = expert_groups(manifest)
-    if not groups:
+    pages = find_pages(manifest)
+    need = _need_of(manifest, pages)
+    if need is None:
         raise UsageError(
             f"weights_bytes is {_mib(weights_bytes)}, but the weights take {_mib(manifest.weight_bytes)}, and there "
             "are no experts in groups of their own that could be left out",
             key="weights_bytes",
             hint="Leave it out; or pack the model again, if it is a mixture of experts (docs/experts.md).",
         )
-    need = step_need(manifest)
-    assert need is not None
     if weights_bytes < need.least_bytes:
         raise UsageError(
             f"weights_bytes is {_mib(weights_bytes)}, but a step needs {_mib(need.least_bytes)}: "
@@ -82,8 +147,8 @@ def plan_paging(manifest: Manifest, weights_bytes: int) -> Paging | None:
             key="weights_bytes",
             hint=f"Give at least {need.least_bytes}; the whole model takes {manifest.weight_bytes}.",
         )
-    part_bytes = max(part.size_bytes for part in manifest.parts if part.group in groups)
-    return Paging(groups, weights_bytes, weights_bytes - need.resident_bytes, part_bytes)
+    part_bytes = max(part.size_bytes for page in pages.values() for part in page.parts)
+    return Paging(pages, weights_bytes, weights_bytes - need.resident_bytes, part_bytes)
 
 
 class StepNeed(NamedTuple):
@@ -99,16 +164,18 @@ class StepNeed(NamedTuple):
 
 
 def step_need(manifest: Manifest) -> StepNeed | None:
-    """None for a model without experts in groups of their own."""
-    groups = expert_groups(manifest)
+    """None for a model without experts that could be left out."""
+    return _need_of(manifest, find_pages(manifest))
+
+
+def _need_of(manifest: Manifest, pages: Mapping[int, Page]) -> StepNeed | None:
     layers: Counter[str] = Counter()
-    for index in groups:
-        group = manifest.groups[index]
-        layers[layer_of(group.name) or ""] += group.slab_bytes
+    for page in pages.values():
+        layers[layer_of(manifest.groups[page.group].name) or ""] += page.size_bytes
     if not layers:
         return None
     largest = max(layers, key=lambda layer: layers[layer])
-    resident_bytes = sum(group.slab_bytes for group in manifest.groups if group.index not in groups)
+    resident_bytes = manifest.weight_bytes - layers.total()
     return StepNeed(resident_bytes, largest, layers[largest])
 
 
@@ -117,36 +184,36 @@ def _mib(size_bytes: int) -> str:
 
 
 class Residency:
-    """The groups that have memory, those used longest ago first. Decides, and does nothing. Not thread-safe."""
+    """The pages that have memory, those used longest ago first. Decides, and does nothing. Not thread-safe."""
 
     def __init__(self, sizes_bytes: Mapping[int, int], budget_bytes: int) -> None:
         self._sizes_bytes = sizes_bytes
         self._budget_bytes = budget_bytes
-        self._groups: dict[int, None] = {}  # in this order
+        self._pages: dict[int, None] = {}  # in this order
         self.used_bytes = 0
 
-    def __contains__(self, group: int) -> bool:
-        return group in self._groups
+    def __contains__(self, page: int) -> bool:
+        return page in self._pages
 
     def __len__(self) -> int:
-        return len(self._groups)
+        return len(self._pages)
 
     @property
-    def groups(self) -> tuple[int, ...]:
-        return tuple(self._groups)
+    def pages(self) -> tuple[int, ...]:
+        return tuple(self._pages)
 
-    def use(self, groups: Iterable[int]) -> None:
+    def use(self, pages: Iterable[int]) -> None:
         """These are used now, as far as they have memory."""
-        for group in groups:
-            if group in self._groups:
-                del self._groups[group]
-                self._groups[group] = None
+        for page in pages:
+            if page in self._pages:
+                del self._pages[page]
+                self._pages[page] = None
 
-    def victims(self, group: int, kept: Collection[int]) -> list[int] | None:
-        """The groups that make way for this one, those used longest ago; none of `kept`. None if that is not enough."""
-        missing_bytes = self.used_bytes + self._sizes_bytes[group] - self._budget_bytes
+    def victims(self, page: int, kept: Collection[int]) -> list[int] | None:
+        """The pages that make way for this one, those used longest ago; none of `kept`. None if that is not enough."""
+        missing_bytes = self.used_bytes + self._sizes_bytes[page] - self._budget_bytes
         found: list[int] = []
-        for each in self._groups:
+        for each in self._pages:
             if missing_bytes <= 0:
                 break
             if each not in kept:
@@ -154,33 +221,33 @@ class Residency:
                 missing_bytes -= self._sizes_bytes[each]
         return found if missing_bytes <= 0 else None
 
-    def admit(self, group: int) -> None:
-        assert group not in self._groups
-        self._groups[group] = None
-        self.used_bytes += self._sizes_bytes[group]
+    def admit(self, page: int) -> None:
+        assert page not in self._pages
+        self._pages[page] = None
+        self.used_bytes += self._sizes_bytes[page]
 
-    def evict(self, group: int) -> None:
-        del self._groups[group]
-        self.used_bytes -= self._sizes_bytes[group]
+    def evict(self, page: int) -> None:
+        del self._pages[page]
+        self.used_bytes -= self._sizes_bytes[page]
 
 
 class PagerStatistics(NamedTuple):
-    """Counts of groups, and bytes as they are stored, unless stated otherwise; since the start."""
+    """Counts of pages, and bytes as they are stored, unless stated otherwise; since the start."""
 
     budget_bytes: int  # in memory
     resident_bytes: int  # in memory
     resident: int
-    hits_total: int  # groups that were asked for and there
+    hits_total: int  # pages that were asked for and there
     misses_total: int
     evictions_total: int
     failures_total: int
     fetched_bytes_total: int
-    refetched_bytes_total: int  # of groups that had been there before
+    refetched_bytes_total: int  # of pages that had been there before
     wait_seconds_total: float  # of callers of `wait`
 
 
 class Pager:
-    """Fetches groups into their slabs on demand. All methods may be called from any thread."""
+    """Fetches pages into their slabs on demand. All methods may be called from any thread."""
 
     def __init__(
         self,
@@ -189,12 +256,12 @@ class Pager:
         slabs: Sequence[memoryview],
         paging: Paging,
         *,
-        discard: Callable[[int], None],
+        discard: Callable[[int, int, int], None],
         versions: BlobVersions,
         timeline: Timeline,
         cache: PartCache | None = None,
     ) -> None:
-        """`discard` returns the pages of a group's slab to the system."""
+        """`discard` returns the memory of a group's slab to the system, from one byte up to another."""
         self._source = source
         self._manifest = manifest
         self._slabs = slabs
@@ -203,11 +270,8 @@ class Pager:
         self._timeline = timeline
         self._cache = cache
         self._paging = paging
-        self._parts: dict[int, list[Part]] = {group: [] for group in paging.groups}
-        for part in sorted(manifest.parts, key=writing_order):
-            if part.group in self._parts:
-                self._parts[part.group].append(part)
-        sizes = {group: manifest.groups[group].slab_bytes for group in paging.groups}
+        self._pages = paging.pages
+        sizes = {number: page.size_bytes for number, page in paging.pages.items()}
         self._residency = Residency(sizes, paging.budget_bytes)
         self._changed = threading.Condition()
         self._wanted: frozenset[int] = frozenset()
@@ -232,9 +296,9 @@ class Pager:
         for thread in self._threads:
             thread.start()
 
-    def want(self, groups: Collection[int]) -> None:
-        """Have these groups in memory until the next call; fetch those that are not there. Returns at once."""
-        wanted = frozenset(groups)
+    def want(self, pages: Collection[int]) -> None:
+        """Have these pages in memory until the next call; fetch those that are not there. Returns at once."""
+        wanted = frozenset(pages)
         with self._changed:
             if wanted == self._wanted and not self._errors:
                 return
@@ -242,24 +306,24 @@ class Pager:
             self._errors.clear()
             ordered = sorted(wanted)
             self._residency.use(ordered)
-            self._queue = deque(group for group in ordered if group not in self._residency)
+            self._queue = deque(page for page in ordered if page not in self._residency)
             num_missing = len(wanted - self._filled)
             self._misses += num_missing
             self._hits += len(wanted) - num_missing
             self._changed.notify_all()
 
-    def wait(self, groups: Collection[int], timeout_s: float | None = None) -> bool:
-        """Block until these groups, the wanted ones, are filled; False after `timeout_s`. Raises
+    def wait(self, pages: Collection[int], timeout_s: float | None = None) -> bool:
+        """Block until these pages, the wanted ones, are filled; False after `timeout_s`. Raises
         `PartsUnavailableError` if one of them could not be read or was wrong, and the error of `stop`.
         """
         begun_s = time.monotonic()
         with self._changed:
-            self._changed.wait_for(lambda: self._is_decided(groups), timeout_s)
+            self._changed.wait_for(lambda: self._is_decided(pages), timeout_s)
             self._wait_s += time.monotonic() - begun_s
-            if self._filled.issuperset(groups):
+            if self._filled.issuperset(pages):
                 return True
             error = self._stopped or next(
-                (self._errors[each] for each in groups if each in self._errors), None
+                (self._errors[each] for each in pages if each in self._errors), None
             )
             if error is not None:
                 raise copy.copy(error) from error.__cause__
@@ -283,10 +347,10 @@ class Pager:
     def check_integrity(self) -> None:
         """Raise `RuntimeError` if the books do not agree."""
         with self._changed:
-            if set(self._residency.groups) != self._filled | self._filling or self._filled & self._filling:
-                raise RuntimeError("groups have memory that are neither filled nor being filled, or both")
+            if set(self._residency.pages) != self._filled | self._filling or self._filled & self._filling:
+                raise RuntimeError("pages have memory that are neither filled nor being filled, or both")
             if self._residency.used_bytes > self._paging.budget_bytes:
-                raise RuntimeError("groups have more memory than there is")
+                raise RuntimeError("pages have more memory than there is")
 
     def stop(self, error: TeneralError) -> None:
         """Fetch nothing more; those who wait get this error."""
@@ -305,9 +369,9 @@ class Pager:
         for thread in self._threads:
             thread.join()
 
-    def _is_decided(self, groups: Collection[int]) -> bool:
-        is_failed = self._stopped is not None or not self._errors.keys().isdisjoint(groups)
-        return is_failed or self._filled.issuperset(groups)
+    def _is_decided(self, pages: Collection[int]) -> bool:
+        is_failed = self._stopped is not None or not self._errors.keys().isdisjoint(pages)
+        return is_failed or self._filled.issuperset(pages)
 
     # ---- the threads ----
 
@@ -315,56 +379,57 @@ class Pager:
         from ..format.codec import Scratch
 
         buffer, scratch = memoryview(bytearray(self._paging.part_bytes)), Scratch()
-        while (group := self._next()) is not None:
+        while (page := self._next()) is not None:
             failure: TeneralError | None = None
             try:
-                for part in self._parts[group]:
+                for part in self._pages[page].parts:
                     self._fill(part, buffer[: part.size_bytes], scratch)
             except TeneralError as error:
                 failure = error
             except Exception as error:  # noqa: BLE001 - a defect fails the pass like any other error
-                failure = in_part(error, self._manifest, self._parts[group][0], self._source.url)
+                failure = in_part(error, self._manifest, self._pages[page].parts[0], self._source.url)
                 failure.__cause__ = error
-            self._settle(group, failure)
+            self._settle(page, failure)
 
     def _next(self) -> int | None:
-        """The next group to fill, which has its memory now. Blocks; None at the end."""
+        """The next page to fill, which has its memory now. Blocks; None at the end."""
         with self._changed:
             while self._stopped is None:
                 if self._queue:
-                    group = self._queue[0]
-                    victims = self._residency.victims(group, self._wanted | self._filling)
+                    page = self._queue[0]
+                    victims = self._residency.victims(page, self._wanted | self._filling)
                     if victims is not None:
                         self._queue.popleft()
                         for each in victims:
                             self._give_back(each)
                         self._evictions += len(victims)
-                        self._residency.admit(group)
-                        self._filling.add(group)
-                        return group
+                        self._residency.admit(page)
+                        self._filling.add(page)
+                        return page
                 self._changed.wait()
             return None
 
-    def _give_back(self, group: int) -> None:
-        self._filled.discard(group)
-        self._residency.evict(group)
-        self._discard(group)
+    def _give_back(self, page: int) -> None:
+        self._filled.discard(page)
+        self._residency.evict(page)
+        for begin, end in self._pages[page].ranges:
+            self._discard(self._pages[page].group, begin, end)
 
-    def _settle(self, group: int, failure: TeneralError | None) -> None:
-        size_bytes = sum(part.size_bytes for part in self._parts[group])
+    def _settle(self, page: int, failure: TeneralError | None) -> None:
+        size_bytes = sum(part.size_bytes for part in self._pages[page].parts)
         with self._changed:
-            self._filling.remove(group)
+            self._filling.remove(page)
             if failure is None:
-                self._filled.add(group)
+                self._filled.add(page)
                 self._fetched_bytes += size_bytes
-                self._refetched_bytes += size_bytes if group in self._known else 0
-                self._known.add(group)
+                self._refetched_bytes += size_bytes if page in self._known else 0
+                self._known.add(page)
             else:
                 self._failures += 1
-                self._give_back(group)
-                if group in self._wanted:
-                    self._errors[group] = PartsUnavailableError(failure.message, hint=failure.hint)
-                    self._errors[group].__cause__ = failure
+                self._give_back(page)
+                if page in self._wanted:
+                    self._errors[page] = PartsUnavailableError(failure.message, hint=failure.hint)
+                    self._errors[page].__cause__ = failure
             self._changed.notify_all()
 
     def _fill(self, part: Part, stored: memoryview, scratch: Scratch) -> None:

@@ -82,8 +82,8 @@ def plan_load(
     direct: bool = True,
     without: frozenset[int] = frozenset(),
 ) -> Plan:
-    """Put the manifest's parts in `order`, but for those of the groups `without`. Without `direct`,
-    no part is read straight into a slab.
+    """Put the manifest's parts in `order`, but for those that it is to be `without`, by number. Without
+    `direct`, no part is read straight into a slab.
 
     With `on_demand`, what a forward pass asks for comes behind all others of the same tiers. The
     parts that hold nothing but tables: a table is a matrix of the first group that several parts
@@ -96,7 +96,7 @@ def plan_load(
     if optional and _has_own_head(manifest, late):
         optional |= late
     parts = sorted(
-        (part for part in manifest.parts if part.group not in without),
+        (part for part in manifest.parts if part.index not in without),
         key=lambda part: _rank(part, order, _lateness(part, late, optional)),
     )
     numbers = {part.index: number for number, part in enumerate(parts)}

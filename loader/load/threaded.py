@@ -39,10 +39,10 @@ class ThreadedLoad(ABC):
         timeline: Timeline | None,
         *,
         only_exact: bool = False,
-        closed: frozenset[int] = frozenset(),
+        absent: frozenset[int] = frozenset(),
     ) -> None:
         """With `only_exact`, no tier but the exact one is usable: its gates open for all of them.
-        Groups that are `closed` are not in the plan, and their gates never open.
+        Parts that are `absent` are not in the plan, and the gates of their groups never open.
         """
         self.manifest = manifest
         self._plan = plan
@@ -53,7 +53,7 @@ class ThreadedLoad(ABC):
         self._readiness = Readiness(
             len(manifest.groups),
             [(part.group, Tier.REFINE if only_exact else part.tier) for part in manifest.parts],
-            closed=closed,
+            absent=absent,
         )
         self._threads: list[threading.Thread] = []
         self._lifecycle = threading.Lock()  # guards starting against cancelling

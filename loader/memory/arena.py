@@ -131,12 +131,12 @@ class Arena:
                 # A memory file keeps what was written to it until it is cut out of the file.
                 mapping.madvise(mmap.MADV_REMOVE if self._is_shared else mmap.MADV_DONTNEED)
 
-    def discard_slab(self, index: int) -> None:
-        """Return a slab's pages to the system, but for those that it shares with its neighbours; its
-        content is lost. No effect in a memory file.
+    def discard_range(self, index: int, begin: int, end: int) -> None:
+        """Return the pages of a slab's bytes [begin, end) to the system, but for those that they share
+        with their neighbours; their content is lost. No effect in a memory file.
         """
         start = self._starts[index]
-        first, end = align(start, mmap.PAGESIZE), start + len(self.slabs[index])
+        first, end = align(start + begin, mmap.PAGESIZE), start + end
         size_bytes = end - end % mmap.PAGESIZE - first
         if size_bytes > 0 and not self._is_shared:
             adviser(self._memory)(first, size_bytes, mmap.MADV_DONTNEED)

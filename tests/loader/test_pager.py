@@ -81,8 +81,8 @@ def test_any_steps_that_fit_by_themselves_find_room(
                 for each in victims:
                     residency.evict(each)
                 residency.admit(group)
-        assert wanted <= set(residency.groups)
-        assert residency.used_bytes == sum(sizes[group] for group in residency.groups) <= budget
+        assert wanted <= set(residency.pages)
+        assert residency.used_bytes == sum(sizes[group] for group in residency.pages) <= budget
 
 
 # ---- a mixture of a few matrices ----
@@ -157,8 +157,8 @@ def test_wanted_groups_come_and_what_was_used_longest_ago_goes(artifact: Path, c
     with paged(artifact, EXPERTS) as (load, _, experts):
         for turn in range(3):
             for pair in zip(experts[::2], experts[1::2], strict=True):
-                load.want_groups(pair)
-                assert load.wait_groups(pair, WAIT_S), turn
+                load.want_pages(pair)
+                assert load.wait_pages(pair, WAIT_S), turn
                 assert all(holds(load, group, contents) for group in pair)
                 load.check_integrity()
         figures = load.paging_statistics()
@@ -172,8 +172,8 @@ def test_an_evicted_group_has_no_pages(artifact: Path) -> None:
     with paged(artifact, EXPERTS) as (load, _, experts):
         first, later = experts[0], experts[1 : EXPERTS + 1]
         for wanted in ([first], later):
-            load.want_groups(wanted)
-            assert load.wait_groups(wanted, WAIT_S)
+            load.want_pages(wanted)
+            assert load.wait_pages(wanted, WAIT_S)
         inner = load.slab(first)[4096:-4096]
         assert len(inner) > 4096
         assert not inner.any()
@@ -185,23 +185,23 @@ def test_wanted_groups_stay_whatever_else_was_asked_for(artifact: Path, contents
         held = source.hold(
             reads_of(load.manifest, *(part for part in load.manifest.parts if part.group in abandoned))
         )
-        load.want_groups(abandoned)
+        load.want_pages(abandoned)
         held.wait_reached()
-        load.want_groups(wanted)  # has no room for all before the others have ended
-        assert not load.wait_groups(wanted, 0.05)
+        load.want_pages(wanted)  # has no room for all before the others have ended
+        assert not load.wait_pages(wanted, 0.05)
         held.release()
-        assert load.wait_groups(wanted, WAIT_S)
+        assert load.wait_pages(wanted, WAIT_S)
         assert all(holds(load, group, contents) for group in wanted)
 
 
 def test_a_group_that_is_there_is_not_fetched_again(artifact: Path) -> None:
     with paged(artifact, EXPERTS) as (load, source, experts):
         for wanted in (experts[:2], experts[2:4]):
-            load.want_groups(wanted)
-            assert load.wait_groups(wanted, WAIT_S)
+            load.want_pages(wanted)
+            assert load.wait_pages(wanted, WAIT_S)
         num_calls = len(source.calls)
-        load.want_groups(experts[:2])
-        assert load.wait_groups(experts[:2], 0.0)
+        load.want_pages(experts[:2])
+        assert load.wait_pages(experts[:2], 0.0)
         assert len(source.calls) == num_calls
 
 
@@ -215,14 +215,14 @@ def test_damage_is_read_once_more_and_then_raised_until_it_is_gone(
     with paged(artifact, EXPERTS) as (load, source, experts):
         bad, good = experts[0], experts[1]
         source.spoil(reads_of(load.manifest, *part_of(load.manifest, bad)), times=3)
-        load.want_groups([bad, good])
+        load.want_pages([bad, good])
         with pytest.raises(PartsUnavailableError, match=r"layers\.0\.experts\.0.*wrong digest") as raised:
-            load.wait_groups([bad, good], WAIT_S)
+            load.wait_pages([bad, good], WAIT_S)
         assert isinstance(raised.value.__cause__, IntegrityError)
-        load.want_groups([good])
-        assert load.wait_groups([good], WAIT_S)
-        load.want_groups([bad])  # spoilt once more, and right the second time
-        assert load.wait_groups([bad], WAIT_S)
+        load.want_pages([good])
+        assert load.wait_pages([good], WAIT_S)
+        load.want_pages([bad])  # spoilt once more, and right the second time
+        assert load.wait_pages([bad], WAIT_S)
         assert holds(load, bad, contents)
         assert load.paging_statistics().failures_total == 1
 
@@ -232,25 +232,25 @@ def test_a_store_that_gives_nothing_fails_those_who_wait_alone(artifact: Path, c
         is_down = [True]
         rule = reads_of(load.manifest, *part_of(load.manifest, experts[3]))
         source.fail(lambda: UnavailableError("the store is gone"), lambda call: is_down[0] and rule(call))
-        load.want_groups(experts[3:4])
+        load.want_pages(experts[3:4])
         with pytest.raises(PartsUnavailableError, match="the store is gone"):
-            load.wait_groups(experts[3:4], WAIT_S)
+            load.wait_pages(experts[3:4], WAIT_S)
         assert load.failure is None
         is_down[0] = False
-        load.want_groups(experts[3:4])
-        assert load.wait_groups(experts[3:4], WAIT_S)
+        load.want_pages(experts[3:4])
+        assert load.wait_pages(experts[3:4], WAIT_S)
         assert holds(load, experts[3], contents)
 
 
 def test_cancelling_wakes_those_who_wait(artifact: Path) -> None:
     with paged(artifact, EXPERTS) as (load, source, experts):
         held = source.hold(reads_of(load.manifest, *part_of(load.manifest, experts[0])))
-        load.want_groups(experts[:1])
+        load.want_pages(experts[:1])
         held.wait_reached()
         timer = threading.Timer(0.05, load.cancel)
         timer.start()
         with pytest.raises(LoadCancelledError):
-            load.wait_groups(experts[:1], WAIT_S)
+            load.wait_pages(experts[:1], WAIT_S)
         timer.join()
 
 
@@ -259,14 +259,14 @@ def test_the_nodes_cache_saves_the_second_fetch(
 ) -> None:
     with paged(artifact, EXPERTS, cache_dir=tmp_path / "cache") as (load, _, experts):
         for group in experts:
-            load.want_groups([group])
-            assert load.wait_groups([group], WAIT_S)
+            load.want_pages([group])
+            assert load.wait_pages([group], WAIT_S)
     with paged(artifact, EXPERTS, cache_dir=tmp_path / "cache") as (load, source, experts):
         load.join(WAIT_S)
         source.calls.clear()
         for group in experts:
-            load.want_groups([group])
-            assert load.wait_groups([group], WAIT_S)
+            load.want_pages([group])
+            assert load.wait_pages([group], WAIT_S)
             assert holds(load, group, contents)
         assert not source.calls
 

@@ -163,22 +163,31 @@ def test_an_artifact_whose_experts_lie_in_their_layers_gives_the_same_bits(folde
     assert torch.equal(ours, whole(folders["packed"])[0])
 
 
-def test_all_experts_of_a_layer_come_and_go_together(folders):
-    source = open_source(str(folders["packed"]))
+@pytest.mark.parametrize("form", ["packed", "plain"])
+def test_experts_of_one_tensor_come_and_go_one_by_one(folders, form):
+    source = open_source(str(folders[form]))
     manifest = open_artifact(source)
     need = step_need(manifest)
     assert need is not None
     paging = plan_paging(manifest, need.least_bytes)
     assert paging is not None
     assert paging.groups == expert_groups(manifest)
-    expected, _ = whole(folders["packed"])
+    assert len(paging.pages) == SHAPE["num_local_experts"] * len(paging.groups)
+    assert need.layer_bytes > 0.5 * manifest.groups[min(paging.groups)].slab_bytes
+    expected, chosen = whole(folders[form])
     with PagedLoad(source, manifest, paging, options=OPTIONS) as load:
         config = json.loads((folders["plain"] / "config.json").read_text())
         decoder = build_model(config, StreamedWeights(load), backends=[NativeBackend()])
         assert isinstance(decoder, Decoder)
         assert decoder.routes_apart
         load.start()
-        for _ in range(2):
+        for _ in range(3):
             assert torch.equal(Stepper(decoder).step({"a": PROMPT})["a"], expected)
-        assert load.paging_statistics().evictions_total > 0
-        load.check_integrity()
+            for name in ("a", "b", "c"):  # others, which make way for each other
+                Stepper(decoder).step({name: prompt_of(3, seed=ord(name))})
+            load.check_integrity()
+        statistics = load.paging_statistics()
+        assert statistics.evictions_total > 0
+        assert statistics.resident < len(paging.pages)
+        assert statistics.hits_total > 0
+        assert sum(map(len, chosen)) < len(paging.pages)

@@ -17,6 +17,7 @@ import os
 import re
 import select
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 MAX_CONNECTIONS = 16
 MAX_ANSWERS = 64
 MAX_HEAD_BYTES = 8 << 10
+# While the thread has work. Each of its system calls gives up the GIL, and a thread that imports would keep it for
+# Python's 5 ms every time.
+SWITCH_S = 0.0002
 _KEPT = b"keep-alive"
 _REASONS = {200: "OK", 304: "Not Modified"}
 _HEAD = rb"GET (/|/console\.(?:js|svg)) HTTP/1\.1\r\n(?:[A-Za-z0-9-]{1,100}:[ -~]*\r\n){0,100}\r\n"
@@ -101,15 +105,20 @@ class EarlyPage:
         poll = select.poll()
         poll.register(self._stop, select.POLLIN)
         poll.register(self._listener, select.POLLIN)
+        interval_s = sys.getswitchinterval()
         while len(self._answered) < MAX_ANSWERS:
-            for number, _ in poll.poll():
-                if number == self._stop:
-                    return
-                if number in self._connections:
-                    if not self._serve(number):
+            ready = [number for number, _ in poll.poll()]
+            if self._stop in ready:
+                return
+            sys.setswitchinterval(SWITCH_S)
+            try:
+                for number in ready:
+                    if number == self._listener.fileno():
+                        self._accept(poll)
+                    elif not self._serve(number):
                         poll.unregister(number)
-                else:
-                    self._accept(poll)
+            finally:
+                sys.setswitchinterval(interval_s)
 
     def _accept(self, poll: select.poll) -> None:
         try:

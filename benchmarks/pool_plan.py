@@ -4,10 +4,11 @@
 
 Four synthetic traces × four pools of the demo model in a store at `--rate-mb-s` (10**6 bytes a second for all starts
 together; 0: from the local disk), `--seconds` each, replayed against real pools; the figures that the plan needs are
-measured before, by `teneral pool measure`. Compared are cold share, the first token's median and 99th percentile, and
-instance-seconds: medians of the errors over all runs. Pools that end idle instances after seconds meet as many cold
-starts in a minute as usual ones do in an hour: a start of the demo model takes less than one. Then the speed of the
-search: 100,000 requests × 60 pools on one core. Wants a machine that does nothing else, for 17 minutes.
+measured before, by `teneral pool measure`, and the front's time, which is added to a request's. Compared are cold
+share, the first token's median and 99th percentile, and instance-seconds: medians of the errors over all runs. Pools
+that end idle instances after seconds meet as many cold starts in a minute as usual ones do in an hour: a start of the
+demo model takes less than one. Then the speed of the search: 100,000 requests × 60 pools on one core. Wants a machine
+that does nothing else, for 17 minutes.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ POOLS = {
 COMMON = "max_instances = 4\ntarget_concurrency = 4\nmax_concurrency = 8\n"
 PROMPT_TOKENS = range(300, 3000)
 MAX_PROMPT, MAX_OUTPUT = 320, 160  # tokens; the model's context has 512
+FRONT_REQUESTS = 20
 SETTLE_S = 3.0  # until standby processes are there again, and the machine is quiet
 GOALS = {"cold_share": 0.03, "p50": 0.15, "p99": 0.30, "instance_s": 0.10, "search_s": 60.0}
 
@@ -82,6 +84,8 @@ def main() -> None:
         profile = read_profiles(folder / "measured.json")["m"]
         if options.rate_mb_s:
             profile = profile_of({"link_bytes_s": 1e6 * options.rate_mb_s}, "--rate-mb-s", profile)
+        report["front_s"] = front_s = _front_s(folder, _file(demo, POOLS["one warm"], options.standby))
+        profile = profile_of({"overhead_s": profile.overhead_s + front_s}, "the front", profile)
         report["profile"] = profile.as_json()
         for pool, settings in POOLS.items():
             traces = {
@@ -109,6 +113,21 @@ def main() -> None:
 def _file(demo: str, settings: str, standby: int) -> str:
     model = f'[models.m]\nsource = "{demo}"\n{COMMON}{settings}\n'
     return f'version = 1\n{model}[node]\nmemory = "6GiB"\nstandby = {standby}\n'
+
+
+def _front_s(folder: Path, file: str) -> float:
+    """Time that the front adds to the first token of an idle instance: medians of requests in turns."""
+    times: dict[int, list[float]] = {}
+    with PoolRun(folder, file, "--log-level", "warning") as pool:
+        pool.complete("m")
+        ports = (int(pool.instances("m")[0]["url"].rpartition(":")[2]), pool.port)
+        time.sleep(SETTLE_S)
+        for port in ports * FRONT_REQUESTS:
+            time.sleep(0.2)
+            answer = asyncio.run(_ask_all(port, [Request(0.0, "m", 64, 1)]))
+            times.setdefault(port, []).append(answer[0][0])
+    direct_s, front_s = (statistics.median(times[port]) for port in ports)
+    return max(0.0, front_s - direct_s)
 
 
 def _requests(spec: str, seconds: float) -> list[Request]:
@@ -235,7 +254,7 @@ async def _ask(session: aiohttp.ClientSession, port: int, request: Request, numb
         async for line in answer.content:
             if line.startswith(b"data:") and not first_s:
                 first_s = time.monotonic() - asked_s
-        return first_s, answer.headers["x-teneral-start"]
+        return first_s, answer.headers.get("x-teneral-start", "direct")
 
 
 def _search_speed() -> dict[str, float]:

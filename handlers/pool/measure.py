@@ -41,7 +41,8 @@ BATCHES = (1, 2, 4, 8)
 OUTPUT_TOKENS = 48
 FIRST_PROMPT_WORDS = 4  # of the request that waits for a start
 PROMPT_WORDS = (128, 64, 32, 16)  # of the long prompt: the first that fits the model's context
-REPEATS = 3
+REPEATS = 5
+PAUSE_S = 0.2  # between requests: one that finds its instance idle takes longer than one of a queue
 REFILL_S = 4.0  # until another standby process is there, and the machine is quiet again
 
 
@@ -179,12 +180,9 @@ class _Run:
         long = await self._longest(process)
         short = long // 8
         await self._complete(process, short, OUTPUT_TOKENS)  # pages are touched
-        warm = [await self._complete(process, FIRST_PROMPT_WORDS, 1) for _ in range(REPEATS)]
-        points = []
-        for words in (short, long):
-            runs = [await self._complete(process, words, 1) for _ in range(REPEATS)]
-            points.append((runs[0][0], statistics.median(seconds for _, seconds in runs)))
-        (few, short_s), (many, long_s) = points
+        _, warm_s = await self._first_token(process, FIRST_PROMPT_WORDS)
+        few, short_s = await self._first_token(process, short)
+        many, long_s = await self._first_token(process, long)
         per_token_s = max(1e-7, (long_s - short_s) / max(1, many - few))
         overhead_s = max(0.0, short_s - few * per_token_s)
         cores = 1.0
@@ -201,10 +199,20 @@ class _Run:
         return {
             "prefill_tokens_s": round(1 / per_token_s, 1),
             "overhead_s": round(overhead_s, 5),
-            "warm_s": statistics.median(seconds for _, seconds in warm),
+            "warm_s": warm_s,
             "decode_tokens_s": rates,
             "work_cores": round(min(cores, os.cpu_count() or 1), 2),
         }
+
+    async def _first_token(self, process: ServerProcess, num_words: int) -> tuple[int, float]:
+        """Tokens of the prompt, and the median seconds to the first token of an idle instance. Prompts differ by a few
+        tokens.
+        """
+        runs = []
+        for _ in range(REPEATS):
+            await asyncio.sleep(PAUSE_S)
+            runs.append(await self._complete(process, num_words, 1))
+        return round(statistics.median(tokens for tokens, _ in runs)), statistics.median(s for _, s in runs)
 
     async def _longest(self, process: ServerProcess) -> int:
         """Words of the longest prompt that the model takes. Raises `TeneralError` where it takes none."""

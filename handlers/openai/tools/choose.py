@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .format import ToolFormat
-from .generic_json import GENERIC_JSON
 from .harmony import HARMONY, has_channels
-from .hermes import HERMES
-from .llama3 import LLAMA3
+from .json_objects import GENERIC_JSON, HERMES, LLAMA3
 from .mistral import ARGUMENTS, LIST, NAMED
 from .pythonic import PYTHONIC
 from .qwen3_coder import FUNCTION, QWEN3_CODER

@@ -17,7 +17,7 @@ from ....runtime.grammar.spec import GrammarSpec
 from ....runtime.text.detokenizer import open_length
 from .format import Call, Functions, JsonBlock, NotACallError, Shape, SteppedBlock, ToolFormat, is_json
 from .functions import Property
-from .hermes import CLOSER, OPENER
+from .json_objects import CLOSER, OPENER
 
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"

@@ -12,10 +12,8 @@ from tests.support.grammar_vocabulary import Vocabulary
 from teneral.handlers.openai.deltas import FAMILIES, Answer, Finish
 from teneral.handlers.openai.tools.format import ToolFormat
 from teneral.handlers.openai.tools.functions import arguments_schema, tool_plan
-from teneral.handlers.openai.tools.generic_json import GENERIC_JSON
 from teneral.handlers.openai.tools.grammar import calls_grammar, reasoning_grammar
-from teneral.handlers.openai.tools.hermes import HERMES
-from teneral.handlers.openai.tools.llama3 import LLAMA3
+from teneral.handlers.openai.tools.json_objects import GENERIC_JSON, HERMES, LLAMA3
 from teneral.handlers.openai.tools.mistral import LIST, NAMED
 from teneral.handlers.openai.tools.pythonic import PYTHONIC
 from teneral.handlers.openai.tools.qwen3_coder import QWEN3_CODER

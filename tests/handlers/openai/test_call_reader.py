@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from teneral.handlers.openai.deltas import Answer, Delta, Finish, TextDelta, ToolCallDelta
 from teneral.handlers.openai.tools.format import ToolFormat
-from teneral.handlers.openai.tools.generic_json import GENERIC_JSON
-from teneral.handlers.openai.tools.hermes import HERMES
-from teneral.handlers.openai.tools.llama3 import LLAMA3
+from teneral.handlers.openai.tools.json_objects import GENERIC_JSON, HERMES, LLAMA3
 from teneral.handlers.openai.tools.mistral import LIST, NAMED
 from teneral.handlers.openai.tools.pythonic import PYTHONIC
 from teneral.handlers.openai.tools.qwen3_coder import QWEN3_CODER

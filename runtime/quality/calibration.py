@@ -31,7 +31,7 @@ from ..tensors import DType, to_float32
 from .decoders import WINDOW_TOKENS, cut_windows
 from .evaluate import WORK_BYTES, OnProgress, PartCounter, check_max_tokens
 from .inputs import InputReader
-from .own_text import sample_windows
+from .sequences import sample_windows
 from .text import EvaluationText
 from .whole_decoder import WholeDecoder
 

@@ -1,5 +1,5 @@
 """Measures of how well an approximation of a decoder's weights preserves its behaviour, over a
-text.
+text; and access to the hidden states that enter a decoder's head.
 
 Both models read the same tokens, independent of their own predictions, in independent windows; so
 every next token is judged with the same context. Logits exist for a few rows at a time only.
@@ -13,15 +13,19 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..backends.native.reference import rms_norm
 from ..errors import ModelError
 from ..kv.kinds import KVKind
 from ..models.decoder import Decoder
-from .hidden_states import RecordingExecutor, recorded_states
+from ..step.batch import Int64s
+from ..tensors import DType, to_float32
 from .sequences import Sequences
 
 Floats = npt.NDArray[np.float32]
@@ -38,6 +42,44 @@ _PLACE_TOKENS = 32
 _PLACES_AT_ONCE = 8  # bounds the keys and values
 # Logits of one model at a time; comparing them takes about 8 times as much memory.
 _MAX_SLICE_ELEMENTS = 4 << 20
+
+
+class RecordingExecutor:
+    """A decoder's executor that keeps the normed inputs of its last head: `states`, (R, hidden_size) fp32."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.states: Floats
+        self._executor = decoder.executor
+        self._spec = decoder.spec
+        self._norm = decoder.weights.norm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+    def logits(self, x: Any, rows: Int64s) -> Any:
+        """Like `Executor.logits`."""
+        spec = self._spec
+        self.states = rms_norm(_floats(x)[rows], self._norm, spec.norm_eps, DType.F32, spec.norm)
+        return self._executor.logits(x, rows)
+
+
+@contextmanager
+def recorded_states(decoder: Decoder) -> Iterator[RecordingExecutor]:
+    """Record the decoder's states inside the context. The decoder must have no other users."""
+    own = decoder.executor
+    recording = decoder.executor = RecordingExecutor(decoder)
+    try:
+        yield recording
+    finally:
+        decoder.executor = own
+
+
+def _floats(x: Any) -> Floats:
+    """An executor's activations: an array of numpy, whose bf16 is uint16, or a tensor of torch."""
+    if isinstance(x, np.ndarray):
+        return to_float32(x, DType.BF16 if x.dtype == np.uint16 else DType.F32)
+    floats: Floats = x.float().numpy()
+    return floats
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from . import arrays, records
 from .operations import ACTIVATIONS, MAX_HEAD_DIM, NORMS, ROTARIES, Operations
 from .pools import Pool, Spans, check_ids
 from .products import Products
-from .turns import turn_tables
+from .tables import turn_tables
 from .weights import Parts, refusal_of_tensors, vector_of
 
 if TYPE_CHECKING:

@@ -16,12 +16,11 @@ from ...models.matrices import EncoderWeights, LayerNormWeights, StoredProjectio
 from ...models.spec import Activation, EncoderSpec, Pooling
 from ...tensors import DType, from_float32
 from . import arrays, records
-from .distances import DistanceTables
 from .operations import ACTIVATIONS, MAX_HEAD_DIM, Operations, check_starts
 from .pooling import chosen_rows, normalize, pooled
 from .pools import check_ids
 from .products import Products
-from .turns import TurnTable
+from .tables import DistanceTables, TurnTable
 from .weights import Parts, refusal_of_tensors, vector_of
 
 if TYPE_CHECKING:

@@ -30,12 +30,11 @@ from ...models.spec import DecoderSpec, EncoderSpec
 from ...step.batch import Int64s, SequenceSpan, StepBatch
 from ...tensors import DType, from_float32, to_float32
 from . import reference
-from .distances import DistanceTables
 from .operations import check_starts
 from .pooling import chosen_rows, normalize, pooled
 from .pools import Pool, Spans, check_ids
 from .reference import Floats
-from .turns import TurnTable, turn_tables
+from .tables import DistanceTables, TurnTable, turn_tables
 
 if TYPE_CHECKING:
     from ...models.executor import TextBatch

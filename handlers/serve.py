@@ -116,7 +116,7 @@ def serve_on(
         # At info it logs its caches at the end.
         logging.getLogger("torch").setLevel(logging.WARNING)
         with (
-            Instance(config, timeline=timeline, helpers=helpers) as instance,
+            Instance(config, timeline=timeline, helpers=helpers, server_first=True) as instance,
             _standby_pool(config, instance),
         ):
             ending.has_failed = lambda: instance.failure is not None

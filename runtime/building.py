@@ -19,6 +19,7 @@ from .loading import check_paged, untaken_bytes
 from .state import resolve
 
 if TYPE_CHECKING:
+    import threading
     from concurrent.futures import Future
 
     from ..loader.format.manifest import Manifest
@@ -49,6 +50,7 @@ class Parts(Protocol):
     embedder: Future[Embedder]
     onnx: Future[OnnxRunner]
     kind: Future[str]
+    full_speed: threading.Event  # nothing is imported and built before it is set
     adapters: AdapterRegistry | None  # set together with the engine
     load: AnyLoad | None  # there, once `opening` has a result
 
@@ -84,6 +86,7 @@ class ModelBuild:
             if is_onnx(self._instance.opening.result()[1]):
                 self._start_onnx()  # without the modules of other models
                 return
+        self._instance.full_speed.wait()
         from ..loader.device.detect import choose_device
         from .backends.choose import TRANSFORMERS, BackendChoice, model_of_transformers
 

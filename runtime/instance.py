@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+CHAT_DELAY_S = 1.0  # from the last weights to the start of the process that renders chat templates
+
 
 class Forecast(NamedTuple):
     """The forecast of a running load, at the link's current rate."""
@@ -77,11 +79,13 @@ class Instance:
         source: Source | None = None,
         helpers: Helpers | None = None,
         base: BaseInMemory | None = None,
+        server_first: bool = False,
     ) -> None:
         """With `source`, the model is read from there instead of `config.model`; `helpers` are the
         processes that load it, if they were started already. The instance closes both. With `base`,
         the model is a fine-tune of it, of which only the differences are read; the base's instance
-        must be closed after this one.
+        must be closed after this one. With `server_first` the cores are the caller's until it sets
+        `full_speed`: the model is not built before, and weights are decoded on idle cores.
         """
         self.config = config
         self.timeline = timeline or Timeline()
@@ -108,6 +112,9 @@ class Instance:
         self._failure: TeneralError | None = None
         self._threads: list[threading.Thread] = []
         self._closed = threading.Event()
+        self.full_speed = threading.Event()  # the build and the load may take all cores
+        if not server_first:
+            self.full_speed.set()
         self._lock = threading.Lock()
 
     # lifecycle
@@ -176,6 +183,7 @@ class Instance:
         """
         self._draining = True
         self._closed.set()
+        self.full_speed.set()
         self._settle(DrainingError("the instance was closed"))
         tokenizer = _result_or_none(self.tokenizer)
         if tokenizer is not None and (self._base is None or tokenizer is not self._base.tokenizer):
@@ -366,7 +374,8 @@ class Instance:
         if self.load is None:
             reserve = self._helpers.reserve if self._helpers is not None else None
             base = None if self._base is None else self._base.weights
-            self.load = load_here(self._source, digest, self.config, self.timeline, reserve, base)
+            cores = self.full_speed
+            self.load = load_here(self._source, digest, self.config, self.timeline, reserve, base, cores)
         manifest = self.load.manifest
         self.opening.set_result((self._source, manifest))
         expected = None
@@ -407,14 +416,17 @@ class Instance:
                 resolve(self.tokenizer, shared)
                 return
         if self._helpers is not None:
-            resolve(self.tokenizer, self._helpers.tokenizer.load(manifest, adjust=self._adjust_settings))
-            return
-        from .text.tokenizer import TextTokenizer
+            tokenizer = self._helpers.tokenizer.load(manifest, adjust=self._adjust_settings)
+        else:
+            from .text.tokenizer import TextTokenizer
 
-        with self.timeline.span("tokenizer", "load"):
-            files = ModelFiles(source, manifest, self.config.load_options)
-            tokenizer = TextTokenizer.from_files(files.read, adjust=self._adjust_settings)
+            with self.timeline.span("tokenizer", "load"):
+                files = ModelFiles(source, manifest, self.config.load_options)
+                tokenizer = TextTokenizer.from_files(files.read, adjust=self._adjust_settings)
         resolve(self.tokenizer, tokenizer)
+        # The first chat is not to wait for its process; but the first tokens come first.
+        if self.wait_exact() and not self._closed.wait(CHAT_DELAY_S):
+            tokenizer.chat_template.start()
 
     def _adjust_settings(self, settings: TextSettings) -> TextSettings:
         """The model's own settings with the configuration's replacements. Raises `UsageError`."""

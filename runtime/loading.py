@@ -15,6 +15,8 @@ from .files import is_onnx
 from .start import opener, refuse_weights_bytes
 
 if TYPE_CHECKING:
+    import threading
+
     from ..loader.device.base import DeviceStatistics
     from ..loader.format.manifest import Blob, Manifest, Part, Tensor
     from ..loader.load.device_load import DeviceLoad
@@ -40,11 +42,12 @@ def load_here(
     timeline: Timeline,
     reserve: Reserve | None = None,
     base: ResidentBase | None = None,
+    full_speed: threading.Event | None = None,
 ) -> WeightLoad | MappedLoad | DeviceLoad:
     """Start a load in this process's own threads. It uses the memory of `reserve`, which is
     returned to the system if weights are mapped. Of a fine-tune whose `base` is in memory, only the
-    differences are read. Raises `UsageError` for less memory than a step needs
-    (`config.weights_bytes`).
+    differences are read. Until `full_speed` is set, decoding takes idle cores alone. Raises
+    `UsageError` for less memory than a step needs (`config.weights_bytes`).
     """
     from ..loader.artifact import (
         # The loader's process imports these, if there is one.
@@ -77,7 +80,7 @@ def load_here(
         open_device = opener(device, config.kernel_dir, timeline)
         return DeviceLoad.in_threads(source, manifest, open_device, options=options, timeline=timeline)
     if options.weights_bytes is not None and base is None:
-        paged = _page(source, manifest, options, timeline, prefetcher)
+        paged = _page(source, manifest, options, timeline, prefetcher, full_speed)
         if paged is not None:
             if reserve is not None:
                 reserve.release()
@@ -92,6 +95,7 @@ def load_here(
         reserve=reserve,
         prefetch=prefetcher.found,
         base=base,
+        full_speed=full_speed,
     )
     load.start()
     return load
@@ -115,7 +119,12 @@ def _map(source: Mappable, manifest: Manifest, options: LoadOptions, timeline: T
 
 
 def _page(
-    source: Source, manifest: Manifest, options: LoadOptions, timeline: Timeline, prefetcher: _Prefetcher
+    source: Source,
+    manifest: Manifest,
+    options: LoadOptions,
+    timeline: Timeline,
+    prefetcher: _Prefetcher,
+    full_speed: threading.Event | None,
 ) -> PagedLoad | None:
     """Start a load of which only some experts are in memory; None if all of it fits."""
     # Few servers have less memory than their model takes.
@@ -126,7 +135,15 @@ def _page(
     paging = plan_paging(manifest, options.weights_bytes)
     if paging is None:
         return None
-    load = PagedLoad(source, manifest, paging, options=options, timeline=timeline, prefetch=prefetcher.found)
+    load = PagedLoad(
+        source,
+        manifest,
+        paging,
+        options=options,
+        timeline=timeline,
+        prefetch=prefetcher.found,
+        full_speed=full_speed,
+    )
     load.start()
     return load
 

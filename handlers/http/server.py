@@ -34,6 +34,10 @@ BACKLOG = 1024  # connections that the kernel accepts while the event loop is bu
 # An instance may have failed before any client was accepted. Clients in the backlog get an error,
 # not a reset.
 FAILED_GRACE_S = 0.25
+# Clients of the backlog are accepted within the first, and their requests read within the second. A
+# request that needs the model says so sooner.
+BACKLOG_S = 0.01
+FIRST_REQUESTS_S = 0.1
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Gives accepted connections, each with the rest of an answer that is to be sent first. Its argument counts a request
 # that was answered before: path, status, seconds.
@@ -77,6 +81,7 @@ async def serve(
                 listener = await asyncio.get_running_loop().create_server(factory, sock=each, backlog=BACKLOG)
                 listeners.append(listener)
             timeline.add("process", "start server", began_s, timeline.now_s())
+            asyncio.get_running_loop().call_later(BACKLOG_S, _share_cores, service)
             await stop.wait()
             if service.instance.failure is not None:
                 await asyncio.sleep(FAILED_GRACE_S)
@@ -99,6 +104,17 @@ async def _adopt(accepted: Accepted, service: Service, make: Callable[[], Any]) 
             await loop.connect_accepted_socket(service.connections.guarding(make, unsent), connection)
         except OSError:
             connection.close()  # the client is gone
+
+
+def _share_cores(service: Service) -> None:
+    """The server can answer: let the model's build and its load take the cores, at once or when the
+    requests that have waited for the server were read.
+    """
+    full_speed = service.instance.full_speed
+    if len(service.connections):
+        asyncio.get_running_loop().call_later(FIRST_REQUESTS_S, full_speed.set)
+    else:
+        full_speed.set()
 
 
 def _wire_logger() -> logging.Logger:

@@ -180,6 +180,8 @@ class Service:
         """
         try:
             if not future.done():
+                if future is not self.instance.text_settings:  # which need no model
+                    self.instance.full_speed.set()
                 # The shield: a client that stops waiting must not cancel the future of all others.
                 await asyncio.shield(asyncio.wrap_future(future))
             return future.result()

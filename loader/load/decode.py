@@ -8,6 +8,7 @@ zstandard are imported by the first decode thread: the first ranges are on their
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -66,14 +67,14 @@ class Decoder:
         self._base = base
         self._suspect: set[int] = set()  # steps whose digest was wrong once
 
-    def run(self) -> None:
-        """Decode until nothing is left or the queue is stopped. Raises `IntegrityError` naming the
-        part.
+    def run(self, until: threading.Event | None = None) -> None:
+        """Decode until nothing is left, the queue is stopped, or `until` is set. Raises
+        `IntegrityError` naming the part.
         """
         from ..format import codec
 
         scratch = codec.Scratch()
-        while (task := self._work.next_step()) is not None:
+        while (task := self._work.next_step(until)) is not None:
             step, stored = task
             if self._verify(step, stored):
                 # A step without needs is the first to write there: no values are in use yet.

@@ -25,7 +25,7 @@ from ..memory.arena import Arena, Reserve, as_array
 from ..memory.limits import MIB, check_fits, taken_bytes
 from ..memory.refine_locks import RefineLocks
 from ..memory.staging import DEFAULT_BYTES, Staging, staging_bytes
-from ..process.cpu import available_cores
+from ..process.cpu import available_cores, run_on_idle_cores
 from ..sources.base import Source
 from ..timeline import Timeline
 from .accounting import LoadStatistics, Phase
@@ -80,10 +80,12 @@ class WeightLoad(ThreadedLoad):
         versions: BlobVersions | None = None,
         base: ResidentBase | None = None,
         paging: Paging | None = None,
+        full_speed: threading.Event | None = None,
     ) -> None:
         """Take the memory, in the memory file `shared_fd` if there is one, or that of `reserve`.
         Nothing is read yet. With `base`, the manifest is one that it has joined. The pages of
-        `paging` are `PagedLoad`'s.
+        `paging` are `PagedLoad`'s. Until `full_speed` is set, where it is given, decoding takes only
+        cores that nothing else uses.
 
         With `images`, the weights are another device's: parts are delivered there, a gate opens
         when all of its parts were, and there are no slabs here. What was read `ahead` is not read
@@ -102,6 +104,7 @@ class WeightLoad(ThreadedLoad):
         self._source = source
         self._images = images
         self._base = base
+        self._full_speed = full_speed
         self._prefetch = prefetch
         self._versions = versions or BlobVersions(manifest, source.url)
         is_helper = shared_fd is not None or images is not None
@@ -310,18 +313,43 @@ class WeightLoad(ThreadedLoad):
         num_ranges = max(len(self._plan.steps), -(-self._stored_bytes // MIN_RANGE_BYTES))
         self._num_fetchers = min(self._work.connections, num_ranges)
         num_decoders = min(self._options.decode_threads or available_cores(), len(self._plan.steps))
-        bodies: list[tuple[str, Callable[[], None]]] = [
-            *((f"teneral-fetch-{number}", self._fetch) for number in range(self._num_fetchers)),
-            *((f"teneral-decode-{number}", decoder.run) for number in range(num_decoders)),
+        threads = [
+            self._make_thread(f"teneral-fetch-{number}", self._fetch) for number in range(self._num_fetchers)
         ]
+        for number in range(num_decoders):
+            threads += self._make_patient(f"teneral-decode-{number}", decoder.run)
         if self._base is None:
             # Over a base in memory pages are taken as they are written: the base drafts meanwhile, and the
             # decoders, which have less to do than the link, need not find them there.
-            bodies.append(("teneral-prefault", self._prefault))
-        return [self._make_thread(name, body) for name, body in bodies]
+            threads += self._make_patient("teneral-prefault", self._prefault)
+        return threads
 
-    def _prefault(self) -> None:
-        self._has_all_pages = self._arena.prefault(lambda: self._ended_at_s is not None)
+    def _make_patient(
+        self, name: str, body: Callable[[threading.Event | None], None]
+    ) -> list[threading.Thread]:
+        """A thread with this body; before full speed another one, on idle cores, which ends its body
+        then: no thread can leave them without privileges.
+        """
+        full_speed = self._full_speed
+        if full_speed is None or full_speed.is_set():
+            return [self._make_thread(name, lambda: body(None))]
+
+        def run_before() -> None:
+            run_on_idle_cores()
+            body(full_speed)
+
+        def run_after() -> None:
+            # Two at once would leave the part that the first one has behind all others.
+            before.join()
+            body(None)
+
+        before = self._make_thread(f"{name}-idle", run_before)
+        return [before, self._make_thread(name, run_after)]
+
+    def _prefault(self, until: threading.Event | None = None) -> None:
+        self._has_all_pages = self._arena.prefault(
+            lambda: self._ended_at_s is not None or (until is not None and until.is_set())
+        )
 
     def _between_reads(self) -> None:
         self._add_fetchers()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
@@ -35,11 +36,18 @@ class PagedLoad(WeightLoad):
         options: LoadOptions,
         timeline: Timeline | None = None,
         prefetch: Prefetch | None = None,
+        full_speed: threading.Event | None = None,
     ) -> None:
         """Take the memory. Nothing is read yet. Raises `InsufficientMemoryError`."""
         options = options._replace(order=Order.EXACT)
         super().__init__(
-            source, manifest, options=options, timeline=timeline, prefetch=prefetch, paging=paging
+            source,
+            manifest,
+            options=options,
+            timeline=timeline,
+            prefetch=prefetch,
+            paging=paging,
+            full_speed=full_speed,
         )
         self.paged_groups = paging.groups
         self._pages = paging.pages
@@ -114,5 +122,5 @@ class PagedLoad(WeightLoad):
         self._pager.stop(error)
         return super()._fail(error)
 
-    def _prefault(self) -> None:
+    def _prefault(self, until: threading.Event | None = None) -> None:
         """Pages are taken as they are written: most of them are given back."""

@@ -81,12 +81,13 @@ class ChatTemplate:
         return self._templates
 
     def start(self) -> None:
-        """Start the process now, so that the first prompt need not wait for it.
+        """Start the process now, if there are templates, so that the first prompt need not wait for
+        it.
 
         Returns at once, and raises nothing: if it cannot be started, `render` raises the error.
         """
         with self._lock, contextlib.suppress(ModelError, OSError):
-            if self._worker is None:
+            if self._templates and self._worker is None:
                 self._worker = self._start_worker()
 
     def close(self) -> None:

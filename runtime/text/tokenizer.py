@@ -169,8 +169,7 @@ def _check_text(text: str) -> int:
 
 
 def make_chat_template(settings: TextSettings, worker: ChatWorker | None = None) -> ChatTemplate:
-    """The model's template, with its process started; without a template, a `ChatTemplate` that
-    raises an error.
+    """The model's template; without one, a `ChatTemplate` that raises an error.
 
     Adopts an idle `worker`, or ends it.
     """
@@ -178,7 +177,4 @@ def make_chat_template(settings: TextSettings, worker: ChatWorker | None = None)
         if worker is not None:
             worker.end()
         return ChatTemplate({}, settings.special_tokens)
-    template = ChatTemplate(settings.templates, settings.special_tokens, worker=worker)
-    # In parallel to the parsing of tokenizer.json, which takes as long.
-    template.start()
-    return template
+    return ChatTemplate(settings.templates, settings.special_tokens, worker=worker)

@@ -104,21 +104,24 @@ def _load(
     """Load the tokenizer. Returns it and the special tokens by name, and sends the settings on the
     way.
     """
-    with timeline.span("tokenizer", "import"):
-        import tokenizers  # noqa: F401
+    from ...loader.artifact import open_model
+    from ...loader.sources.http.outage import show_outages
+    from ..files import ModelFiles
+    from .settings import TextSettings, read_tokenizer_file
 
-        from ...loader.artifact import open_model
-        from ...loader.sources.http.outage import show_outages
-        from ..files import ModelFiles
-        from .settings import TextSettings, read_tokenizer_file
-        from .subset import GrowingBackend
     source = open_model(task.url, task.source_options)
     show_outages(source, timeline)
     files = ModelFiles(source, manifest, task.load_options).read
     try:
-        with timeline.span("tokenizer", "fetch"):
+        with timeline.span("tokenizer", "settings"):
             settings = TextSettings.read(files)
+            # The first tokens of a structured answer wait for these, and for nothing below.
             _send(stream, settings)
+        with timeline.span("tokenizer", "import"):
+            import tokenizers  # noqa: F401
+
+            from .subset import GrowingBackend
+        with timeline.span("tokenizer", "fetch"):
             data = read_tokenizer_file(files)
         special_tokens = settings.special_tokens
         with timeline.span("tokenizer", "load") as details:

@@ -307,3 +307,23 @@ def test_the_dtype_follows_the_cpu_by_default(checkpoint: Path) -> None:
 
     assert built.attributes.pop("backend") in ("native", "torch")
     assert built.attributes == {"stored_dtype": "float32", "compute_dtype": "float32", "why": "as stored"}
+
+
+def test_with_the_server_first_the_model_is_built_at_full_speed(artifact: MemoryStore) -> None:
+    with Instance(CONFIG, source=artifact, server_first=True) as instance:
+        instance.tokenizer.result(WAIT_S)
+        assert instance.load is not None
+        instance.load.wait(0, timeout_s=WAIT_S)
+        assert not instance.engine.done(), "weights arrive, and nothing is built"
+        instance.full_speed.set()
+        first = generate(instance)
+    with Instance(CONFIG, source=artifact.reopen()) as instance:
+        assert generate(instance) == first
+
+
+def test_an_instance_that_was_not_let_build_can_be_closed(artifact: MemoryStore) -> None:
+    instance = Instance(CONFIG, source=artifact, server_first=True).start()
+    instance.opening.result(WAIT_S)
+    instance.close()
+    instance.release()
+    assert not [thread for thread in instance._threads if thread.is_alive()]

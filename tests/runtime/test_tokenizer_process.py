@@ -143,7 +143,7 @@ def test_its_time_is_on_the_timeline(folder: Path) -> None:
     tokenizer = process_for(folder, timeline).load(manifest_of(folder))
     tokenizer.close()
     spans = [span for span in timeline.spans() if span.lane == "tokenizer"]
-    assert [span.name for span in spans] == ["import", "fetch", "load"]
+    assert [span.name for span in spans] == ["settings", "import", "fetch", "load"]
     assert all(0 <= span.start_s <= span.end_s <= timeline.now_s() for span in spans)
 
 

@@ -8,7 +8,8 @@
 #   docker build -t teneral --target lambda .                        for AWS Lambda
 #   docker build -t teneral --target runpod --build-arg EXTRAS=runpod .    a worker of RunPod's queue
 #
-# TORCH_INDEX is the index that torch comes from: one with its CPU builds, a tenth of the size, unless CUDA is wanted.
+# TORCH_INDEX is the index that torch comes from: one with its CPU builds, a tenth of the size, unless CUDA is wanted; a
+# torch that brings CUDA's libraries unasked ends the build.
 # Dependencies come as infra/image/lock/<extras>.txt pins them, with hashes; for other extras, as pyproject.toml allows.
 # The layer of dependencies has one time for all of its files, so that it is the same wherever it is built from the same
 # packages.
@@ -44,7 +45,10 @@ COPY infra/image/lock ./lock
 RUN if [ -s torch.txt ]; then \
       /opt/teneral/bin/pip install --no-compile ${TORCH_INDEX:+--index-url "${TORCH_INDEX}"} -r torch.txt \
       && torch="$(echo /opt/teneral/lib/python*/site-packages/torch)" \
-      && rm -rf "$torch/include" "$torch/share" "$torch/test" "$torch"/bin/test_* "$torch"/bin/protoc*; fi
+      && rm -rf "$torch/include" "$torch/share" "$torch/test" "$torch"/bin/test_* "$torch"/bin/protoc* \
+      && case ",${EXTRAS}," in *cuda*) ;; *) if [ -e "${torch%/torch}/nvidia" ]; then \
+           echo "torch came with CUDA's libraries: set TORCH_INDEX to an index of its CPU builds, or add cuda13 to EXTRAS" >&2; \
+           exit 1; fi ;; esac; fi
 RUN locked="lock/${EXTRAS:-base}.txt"; if [ -f "$locked" ]; then \
       /opt/teneral/bin/pip install --no-compile --no-deps --require-hashes -r "$locked"; \
     else /opt/teneral/bin/pip install --no-compile -r wanted.txt; fi

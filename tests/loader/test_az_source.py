@@ -111,6 +111,30 @@ def test_workload_identity_exchanges_a_files_token(
 
 
 @pytest.mark.parametrize("server", ["token"], indirect=True)
+def test_an_applications_secret_is_exchanged_and_never_shown(
+    server: AzServer, store: AzStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AZURE_CLIENT_ID", "client")
+    monkeypatch.setenv("AZURE_TENANT_ID", "tenant")
+    monkeypatch.setenv("AZURE_CLIENT_SECRET", "s=c&r t")
+    monkeypatch.setenv("AZURE_AUTHORITY_HOST", f"{server.url}/")
+    store.stat("blob")
+    assert [call.path for call in server.token_calls] == ["/tenant/oauth2/v2.0/token"]
+    monkeypatch.setenv("AZURE_CLIENT_SECRET", "another")
+    other = open_at(server)
+    with pytest.raises(AccessDeniedError) as caught:
+        other.stat("blob")
+    other.close()
+    assert "another" not in f"{caught.value} {caught.value.hint}"
+    monkeypatch.setenv("AZURE_CLIENT_SECRET", "s=c&r t")
+    monkeypatch.setenv("AZURE_AUTHORITY_HOST", "http://example.com")
+    plain = open_at(server)
+    with pytest.raises(UsageError, match="https"):
+        plain.stat("blob")
+    plain.close()
+
+
+@pytest.mark.parametrize("server", ["token"], indirect=True)
 def test_a_token_that_is_refused_is_renewed_once(server: AzServer, store: AzStore) -> None:
     store.stat("blob")
     server.tokens = {"token-2"}

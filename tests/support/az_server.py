@@ -21,7 +21,8 @@ SAS = "sv=2021-08-06&sr=c&sp=rcwl&sig=abc%2Bdef%3D"
 IMDS_PATH = "/metadata/identity/oauth2/token"
 FOREIGN = (
     "AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_KEY", "AZURE_STORAGE_SAS_TOKEN",
-    "AZURE_CLIENT_ID", "AZURE_TENANT_ID", "AZURE_FEDERATED_TOKEN_FILE", "IDENTITY_ENDPOINT", "IDENTITY_HEADER",
+    "AZURE_CLIENT_ID", "AZURE_TENANT_ID", "AZURE_CLIENT_SECRET", "AZURE_FEDERATED_TOKEN_FILE", "IDENTITY_ENDPOINT",
+    "IDENTITY_HEADER",
 )  # fmt: skip
 
 
@@ -68,7 +69,8 @@ class AzServer(GsServer):
             reply = {"expires_on": "4102444800"}
         else:
             form = dict(parse_qsl(call.body.decode()))
-            good = call.path.startswith("/tenant/") and form["client_assertion"] == "assertion"
+            proof = form.get("client_secret") == "s=c&r t" or form.get("client_assertion") == "assertion"
+            good = call.path.startswith("/tenant/") and form["client_id"] == "client" and proof
             reply = {"expires_in": 3600}
         reply["access_token"] = max(self.tokens)
         return (200, {}, json.dumps(reply).encode()) if good else (400, {}, b"{}")

@@ -1,5 +1,5 @@
-"""Access tokens for Blob Storage, by workload identity or else from the platform's managed
-identity, and Shared Key signatures, as the page "Authorize with Shared Key" has them.
+"""Access tokens for Blob Storage, by an application's secret or workload identity, or else from the
+platform's managed identity, and Shared Key signatures, as the page "Authorize with Shared Key" has them.
 
 A managed identity is asked for over `http1`, so that a container imports nothing for it.
 """
@@ -41,10 +41,12 @@ def ask_token(environment: Mapping[str, str]) -> Token:
     """A new token. Raises `AccessDeniedError`, `UsageError`, and `UnavailableError` for what is
     worth another try.
     """
-    if all(
-        environment.get(name) for name in ("AZURE_FEDERATED_TOKEN_FILE", "AZURE_CLIENT_ID", "AZURE_TENANT_ID")
-    ):
-        return _by_workload_identity(environment)
+    if environment.get("AZURE_CLIENT_ID") and environment.get("AZURE_TENANT_ID"):
+        if secret := environment.get("AZURE_CLIENT_SECRET"):
+            return _by_application(environment, {"client_secret": secret})
+        if path := environment.get("AZURE_FEDERATED_TOKEN_FILE"):
+            proof = {"client_assertion_type": _ASSERTION, "client_assertion": _read(path)}
+            return _by_application(environment, proof)
     return _by_managed_identity(environment)
 
 
@@ -89,7 +91,8 @@ def _identity_request(environment: Mapping[str, str]) -> Request:
     return Request("GET", address.origin, target, (("Metadata", "true"),))
 
 
-def _by_workload_identity(environment: Mapping[str, str]) -> Token:
+def _by_application(environment: Mapping[str, str], proof: Mapping[str, str]) -> Token:
+    """By a registered application's secret, or by a token of an issuer that it trusts."""
     from urllib.parse import urlencode
 
     from ..base import SourceOptions
@@ -103,8 +106,7 @@ def _by_workload_identity(environment: Mapping[str, str]) -> Token:
     form = {
         "grant_type": "client_credentials",
         "client_id": environment["AZURE_CLIENT_ID"],
-        "client_assertion_type": _ASSERTION,
-        "client_assertion": _read(environment["AZURE_FEDERATED_TOKEN_FILE"]),
+        **proof,
         "scope": f"{RESOURCE}.default",
     }
     target = f"{authority.path.rstrip('/')}/{tenant}/oauth2/v2.0/token"
@@ -116,7 +118,7 @@ def _by_workload_identity(environment: Mapping[str, str]) -> Token:
     if status == 429 or status >= 500:
         raise UnavailableError(f"the token service answers {status}", retry_after_s=reply.head.retry_after_s)
     if status != 200 or len(reply.body) > MAX_ANSWER_BYTES:
-        hint = "Check AZURE_CLIENT_ID, AZURE_TENANT_ID and the identity's federated credential."
+        hint = "Check AZURE_CLIENT_ID, AZURE_TENANT_ID, and the secret or the federated credential."
         raise AccessDeniedError(f"the token service answers {status} in place of a token", hint=hint)
     return _token_from(reply.body)
 

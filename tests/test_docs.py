@@ -81,3 +81,29 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     broken += [name for name in _REFERENCE.findall(prose(page)) if f"\n[{name}]: " not in text]
     assert broken == []
+
+
+_BENCHMARK = re.compile(r"(?:python3?|\.venv/bin/python) -m (benchmarks(?:\.\w+)*)((?: +[^`|;&)\n]+)?)")
+_SCRIPT = re.compile(r"(?<![\w./-])((?:scripts|benchmarks|examples|demo|infra)/[\w./-]*\w)")
+_TARGET = re.compile(r"`make ([a-z-]+)[^`]*`")
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_benchmark_script_and_target_exists(page: Path) -> None:
+    """Of the commands that no other test runs, since they take minutes."""
+    text = re.sub(r"\n(?=\S)", " ", page.read_text(encoding="utf-8"))
+    wrong = []
+    for module, flags in _BENCHMARK.findall(text):
+        place = ROOT.joinpath(*module.split("."))
+        file = place / "__main__.py" if place.is_dir() else place.with_suffix(".py")
+        known = file.read_text(encoding="utf-8") if file.exists() else ""
+        known += (ROOT / "benchmarks" / "report.py").read_text(encoding="utf-8")
+        wrong += [module] if not file.exists() else []
+        wrong += [
+            f"{module} {flag}" for flag in re.findall(r"(--[a-z][\w-]*)", flags) if f'"{flag}"' not in known
+        ]
+    wrong += [path for path in _SCRIPT.findall(text) if not (ROOT / path).exists()]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    spans = {"server"}  # of the timeline, and no target
+    wrong += [name for name in {*_TARGET.findall(text)} - spans if f"\n{name}:" not in makefile]
+    assert wrong == []

@@ -19,6 +19,7 @@ import pytest
 from tests.support.adapters import save_adapter
 from tests.support.chat_families import family_parts
 from tests.support.cold_start import cold_start
+from tests.support.gated_server import GatedServer
 from tests.support.load import patience_s
 from tests.support.pool_runs import PoolRun
 from tests.support.store_server import StoreServer
@@ -129,19 +130,36 @@ def url_of(server: Any) -> str:
     return f"http://127.0.0.1:{server.port}"
 
 
-def test_the_start_is_seen_as_it_happens(browser: Browser, slow_server: Server) -> None:
+@pytest.mark.parametrize("size", SIZES)
+def test_the_page_is_there_before_the_web_server(browser: Browser, tmp_path: Path, size: str) -> None:
+    with GatedServer(tmp_path) as server:
+        visit = Visit(browser, url_of(server), size)
+        expect(visit.page.locator("#start-hero h1")).to_contain_text("Waiting for the server")
+        visit.open("playground")
+        visit.check()
+        visit.open("start")
+        visit.check()
+        server.let_start()
+        expect(visit.page.locator("#start-hero h1")).to_contain_text("Ready after", timeout=WAIT_MS)
+        visit.page.wait_for_selector(".chart rect.fetch")
+        visit.check()
+        visit.close()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_start_is_seen_as_it_happens(browser: Browser, slow_server: Server, size: str) -> None:
     asked = threading.Thread(
         target=slow_server.ask, args=("POST", "/v1/completions", {"prompt": "hello there", "max_tokens": 8})
     )
     asked.start()
-    visit = Visit(browser, url_of(slow_server), "desktop")
+    visit = Visit(browser, url_of(slow_server), size)
     page = visit.page
     page.wait_for_selector("[role=progressbar]")
     expect(page.locator("#start-hero h1")).to_contain_text("of the weights are here")
     page.wait_for_selector(".chart rect.fetch")
     first = page.locator(".chart rect.fetch").count()
     expect(page.locator(".chart rect.fetch").nth(first)).to_be_visible(timeout=WAIT_MS)
-    for panel in ("kv", "artifact", "load", "start"):
+    for panel in ("playground", "kv", "artifact", "load", "start"):
         visit.open(panel)
         visit.check()
     expect(page.locator("#start-hero h1")).to_contain_text("First token after", timeout=WAIT_MS)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.gated_server import GatedServer
 from tests.support.http_server import Server, running_server
 from tests.support.instances import StagedInstance, TinyParts
 from tests.support.load import patience_s
@@ -390,58 +391,21 @@ def test_the_pattern_knows_every_file() -> None:
 # As a process
 
 
-HANDLER = """
-import pathlib, time
-while not pathlib.Path({gate!r}).exists():
-    time.sleep(0.01)
-def handler(event, context):
-    return event
-"""
+def test_a_server_shows_its_page_before_it_serves(tmp_path: Path) -> None:
+    with GatedServer(tmp_path) as server:
+        asked = Client(server.address, get("/timeline"))
+        page = Client(server.address, get())
+        assert page.one().status == 200
+        server.let_start()
+        assert json.loads(asked.one().body)["spans"]  # type: ignore[attr-defined]
+        page.send(get("/console.js"))
+        assert page.one().status == 200
 
 
-@pytest.fixture
-def starting(tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """A server whose start waits for the file `gate`, and its port."""
-    processes = []
-    model = Path(__file__).parents[3] / "demo" / "model"
-    (tmp_path / "slow.py").write_text(HANDLER.format(gate=str(tmp_path / "gate")))
-
-    def start(*flags: str) -> tuple[str, int]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        command = [sys.executable, "-m", "teneral", "serve", str(model), "--host", "127.0.0.1"]
-        command += ["--port", str(port), "--handler", f"{tmp_path}/slow.py:handler", *flags]
-        processes.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
-        until_s = time.monotonic() + WAIT_S
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port)).close()
-                return "127.0.0.1", port
-            except ConnectionRefusedError:
-                assert time.monotonic() < until_s
-                time.sleep(0.01)
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.wait()
-
-
-def test_a_server_shows_its_page_before_it_serves(starting: Callable[..., Any], tmp_path: Path) -> None:
-    address = starting()
-    asked = Client(address, get("/timeline"))
-    page = Client(address, get())
-    assert page.one().status == 200
-    (tmp_path / "gate").touch()
-    assert json.loads(asked.one().body)["spans"]  # type: ignore[attr-defined]
-    page.send(get("/console.js"))
-    assert page.one().status == 200
-
-
-def test_without_a_console_nothing_is_answered_early(starting: Callable[..., Any], tmp_path: Path) -> None:
-    client = Client(starting("--no-console"), get())
-    time.sleep(0.5)
-    assert client.is_silent()
-    (tmp_path / "gate").touch()
-    assert client.one().status == 405
+def test_without_a_console_nothing_is_answered_early(tmp_path: Path) -> None:
+    with GatedServer(tmp_path, "--no-console") as server:
+        client = Client(server.address, get())
+        time.sleep(0.5)
+        assert client.is_silent()
+        server.let_start()
+        assert client.one().status == 405

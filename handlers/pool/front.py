@@ -275,6 +275,7 @@ class Front:
         path = asked.path.replace("{model}", quote(deployment.model.name)) if asked.is_kserve else asked.path
         url = URL(f"{lease.server.process.url}{path}", encoded=True)
         body = asked.body_for(deployment.model.name)
+        began_s = time.monotonic()
         try:
             try:
                 answer = await self._client().request(
@@ -296,7 +297,8 @@ class Front:
                 reply_headers["x-request-id"] = request_id
                 reply_headers["x-teneral-model"] = deployment.name
                 reply_headers["x-teneral-start"] = lease.start
-                self._shadows.copy(path, body, deployment, headers, Seen(answer.status, whole))
+                seen = Seen(answer.status, whole, time.monotonic() - began_s)
+                self._shadows.copy(path, body, deployment, headers, seen)
                 if whole is not None:
                     return web.Response(status=answer.status, headers=reply_headers, body=whole)
                 response = web.StreamResponse(status=answer.status, headers=reply_headers)

@@ -36,6 +36,8 @@ class PoolMetrics:
         self._deaths: Counter[str] = Counter()
         self._evictions: Counter[str] = Counter()
         self._shadow: Counter[str] = Counter()
+        self._shadow_tokens: Counter[str] = Counter()  # of both sides: answer, copy
+        self._shadow_seconds: dict[str, float] = {}
 
     def request_ended(self, model: str, status: int, seconds: float) -> None:
         self._requests[model, str(status)] += 1
@@ -61,6 +63,11 @@ class PoolMetrics:
     def shadowed(self, outcome: str) -> None:
         self._shadow[outcome] += 1
 
+    def shadow_speed(self, side: str, num_tokens: int, seconds: float) -> None:
+        """Of one compared pair, `side` is answer or copy."""
+        self._shadow_tokens[side] += num_tokens
+        self._shadow_seconds[side] = self._shadow_seconds.get(side, 0.0) + seconds
+
     def counts(self) -> dict[str, Any]:
         """For tests and `/v1/pool`."""
         return {
@@ -69,6 +76,10 @@ class PoolMetrics:
             "deaths": dict(self._deaths),
             "evictions": dict(self._evictions),
             "shadow": dict(self._shadow),
+            "shadow_tokens_s": {
+                side: round(count / max(1e-6, self._shadow_seconds[side]), 2)
+                for side, count in self._shadow_tokens.items()
+            },
         }
 
     def render(self, gauges: Gauges) -> bytes:
@@ -91,7 +102,7 @@ class PoolMetrics:
     def _counters(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily
 
-        rows: list[tuple[str, str, tuple[str, ...], Mapping[tuple[str, ...], int]]] = [
+        rows: list[tuple[str, str, tuple[str, ...], Mapping[tuple[str, ...], float]]] = [
             ("teneral_requests", "Requests by model and status.", ("model", "status"), self._requests),
             (
                 "teneral_starts",
@@ -113,6 +124,18 @@ class PoolMetrics:
                 _keyed(self._evictions),
             ),
             ("teneral_shadow", "Copies of requests by outcome.", ("outcome",), _keyed(self._shadow)),
+            (
+                "teneral_shadow_tokens",
+                "Tokens of compared pairs, by side: answer or copy.",
+                ("side",),
+                _keyed(self._shadow_tokens),
+            ),
+            (
+                "teneral_shadow_seconds",
+                "Time that these tokens took.",
+                ("side",),
+                _keyed(self._shadow_seconds),
+            ),
         ]
         for name, help_text, labels, counts in rows:
             family = CounterMetricFamily(name, help_text, labels=labels)
@@ -164,5 +187,5 @@ class PoolMetrics:
             yield family
 
 
-def _keyed(counts: Counter[str]) -> dict[tuple[str, ...], int]:
+def _keyed(counts: Mapping[str, float]) -> dict[tuple[str, ...], float]:
     return {(key,): count for key, count in counts.items()}

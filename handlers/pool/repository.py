@@ -193,7 +193,9 @@ def _folders(address: str, options: SourceOptions) -> set[str]:
     try:
         names: set[str] = set()
         for number, info in enumerate(source.list()):
-            names.add(info.name.partition("/")[0])
+            name, slash, _ = info.name.partition("/")
+            if slash:  # an object of a version's name is no folder
+                names.add(name)
             if number >= MAX_LISTED:
                 logger.warning(
                     "%s: only its first %d objects were looked at for versions", address, MAX_LISTED

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,10 +29,13 @@ logger = logging.getLogger("teneral.pool")
 
 
 class Seen(NamedTuple):
-    """The real answer. `whole` is None for a stream."""
+    """The real answer. `whole` is None for a stream. `seconds` are from the request to its last byte, or a stream's
+    first.
+    """
 
     status: int
     whole: bytes | None
+    seconds: float
 
 
 class Shadows:
@@ -88,6 +92,7 @@ class Shadows:
     async def _compare(
         self, lease: Lease, path: str, body: bytes, headers: dict[str, str], seen: Seen
     ) -> str:
+        began_s = time.monotonic()
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         url = f"{lease.server.process.url}{path}"
         async with (
@@ -103,20 +108,31 @@ class Shadows:
                 return "different"
             if seen.whole is None or answer.content_type != "application/json":
                 return "same"  # a stream: only how it began is compared
-            return "same" if _reasons(bytes(whole)) == _reasons(seen.whole) else "different"
+            real, copied = _parsed(seen.whole), _parsed(bytes(whole))
+            if real.usage.completion_tokens and copied.usage.completion_tokens:
+                self._supervisor.metrics.shadow_speed("answer", real.usage.completion_tokens, seen.seconds)
+                self._supervisor.metrics.shadow_speed(
+                    "copy", copied.usage.completion_tokens, time.monotonic() - began_s
+                )
+            return "same" if real.choices == copied.choices else "different"
 
 
-def _reasons(answer: bytes) -> list[str | None]:
-    """Why each of an answer's choices ended."""
+def _parsed(answer: bytes) -> _Answer:
+    """Why each of an answer's choices ended, and its tokens; neither of what is no completion."""
     try:
-        return [choice.finish_reason for choice in msgspec.json.decode(answer, type=_Answer).choices]
+        return msgspec.json.decode(answer, type=_Answer)
     except (msgspec.DecodeError, RecursionError):
-        return []
+        return _Answer()
 
 
 class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+
+
 class _Answer(msgspec.Struct):
     choices: list[_Choice] = []
+    usage: _Usage = msgspec.field(default_factory=_Usage)

@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from benchmarks.store import store_variables
+from tests.support.store_server import StoreServer
 from tests.support.tiny_models import save_tiny
 
 from teneral import cli
@@ -71,6 +73,27 @@ def test_models_may_share_an_address(repository: Path) -> None:
         Model("b", str(repository / "model" / "{version}"), versions=Versions(latest=None))
     )
     assert (alone.version, [release.version for release in both]) == (None, [9, 10])
+
+
+def test_versions_of_a_bucket_are_found_and_a_start_reads_their_stored_bytes(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with StoreServer(repository.parent) as store:
+        for name, value in store_variables(store.url).items():
+            monkeypatch.setenv(name, value)
+        address = f"s3://{repository.name}"
+        sources = models_in(address)
+        assert sources == {"model": f"{address}/model/{{version}}"}
+        model = Model("m", sources["model"], versions=Versions(latest=None))
+        releases, trouble = Repository(repository).releases(model)
+    assert trouble == ""
+    assert [(each.version, each.address) for each in releases] == [
+        (9, f"{address}/model/9"),
+        (10, f"{address}/model/10"),
+    ]
+    packed, plain = releases
+    assert packed.weight_bytes == plain.weight_bytes == plain.stored_bytes
+    assert 0 < packed.stored_bytes < packed.weight_bytes
 
 
 def test_a_rejected_release_is_left_out(repository: Path) -> None:

@@ -26,6 +26,7 @@ from teneral import cli
 from teneral.handlers.api_document.document import document as api_document
 from teneral.handlers.api_document.operations import POOL_OPEN_PATHS
 from teneral.handlers.console.files import PATHS as CONSOLE_PATHS
+from teneral.handlers.pool.process import tree_pss_bytes
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="processes are watched as Linux does it"),
@@ -326,15 +327,26 @@ def test_killed_instances_lose_no_request_and_none_is_wrong(models: Path, tmp_pa
         assert statuses.total() - statuses[200] <= 3 * kills, statuses
 
 
-def test_a_model_that_never_fits_is_refused_with_the_numbers(models: Path, tmp_path: Path) -> None:
+def test_a_model_that_never_fits_is_refused_with_the_numbers(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = pool_file(f'[models.m]\nsource = "{models}/repository/1"\n', node='[node]\nmemory = "100MiB"\n')
     with PoolRun(tmp_path, file) as pool:
         answer = pool.complete("m")
         assert (answer.status, answer.json["error"]["code"]) == (507, "insufficient_memory")
         assert "but the pool has 100 MiB" in answer.json["error"]["message"]
+        assert tree_pss_bytes(pool.process.pid) < 60 << 20, "the front holds no torch and no model"
+        refused = pool.ask("POST", "/v1/pool/m/sleep")
+        assert (refused.status, refused.json["error"]["code"]) == (403, "forbidden")
     too_warm = file.replace('repository/1"', 'repository/1"\nmin_warm = 1')
     (tmp_path / "pool.toml").write_text(too_warm)
+    capsys.readouterr()
     assert cli.run(["pool", "run", str(tmp_path / "pool.toml"), "--port", "0"]) == 2
+    assert re.search(
+        r"pool.toml:\d+: node.memory: is 100 MiB, but min_warm instances and standby processes need \d+ MiB: "
+        r"1 × \d+ MiB of m \[E10\]",
+        capsys.readouterr().err,
+    )
 
 
 def test_sleep_keeps_what_was_computed(models: Path, tmp_path: Path) -> None:

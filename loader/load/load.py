@@ -318,10 +318,7 @@ class WeightLoad(ThreadedLoad):
         ]
         for number in range(num_decoders):
             threads += self._make_patient(f"teneral-decode-{number}", decoder.run)
-        if self._base is None:
-            # Over a base in memory pages are taken as they are written: the base drafts meanwhile, and the
-            # decoders, which have less to do than the link, need not find them there.
-            threads += self._make_patient("teneral-prefault", self._prefault)
+        threads += self._make_patient("teneral-prefault", self._prefault)
         return threads
 
     def _make_patient(
@@ -347,6 +344,11 @@ class WeightLoad(ThreadedLoad):
         return [before, self._make_thread(name, run_after)]
 
     def _prefault(self, until: threading.Event | None = None) -> None:
+        if self._base is not None:
+            # The base drafts now, and should have the cores: pages are taken as they are written, which
+            # costs decoders no time that the link would not give them.
+            self._arena.choose_pages()
+            return
         self._has_all_pages = self._arena.prefault(
             lambda: self._ended_at_s is not None or (until is not None and until.is_set())
         )

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -77,6 +78,7 @@ def main() -> None:
     parser = new_parser(__doc__, rounds=3)
     parser.add_argument("--rate-mb-s", type=float, default=200.0)
     options = parser.parse_args()
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # of the sessions in this process
     root = options.work / "onnx"
     for name in SHAPES:
         prepare(root / "models" / name, name)

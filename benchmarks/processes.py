@@ -20,7 +20,8 @@ class RunError(Exception):
 
 def environment(extra: Mapping[str, str] = {}) -> dict[str, str]:
     """This process's own, without what would make measurements worthless, and with `extra`."""
-    variables = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", **extra}
+    own = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "ORT_DISABLE_TELEMETRY": "1"}
+    variables = {**os.environ, **own, **extra}
     variables.pop("PYTHONDONTWRITEBYTECODE", None)  # importing torch would take three times as long
     return variables
 

@@ -17,6 +17,7 @@ import pytest_timeout
 from tests.support.load import slowdown
 
 from teneral.loader.cache import folder as cache_folder
+from teneral.runtime.onnx.spec import NO_TELEMETRY
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,7 +30,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """A shell ignores Ctrl-C for what it runs in the background, and so would every process that a test starts."""
+    """A shell ignores Ctrl-C for what it runs in the background, and so would every process that a test starts. And no
+    test may have ONNX Runtime send telemetry.
+    """
+    os.environ.setdefault(NO_TELEMETRY, "1")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

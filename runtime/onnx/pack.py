@@ -7,6 +7,7 @@ parser or the folding of constants take any memory, or crash. From then on it is
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from ...loader.sources.base import ObjectInfo, Source, Store, check_name
 from ...loader.sources.file.store import FileStore
 from ...loader.sources.open import open_source
 from ...loader.tools.pack.pack import PackResult, pack
-from .spec import FILE_NAME, METADATA, WHOLE_NAME
+from .spec import FILE_NAME, METADATA, NO_TELEMETRY, WHOLE_NAME
 
 if TYPE_CHECKING:
     from ...loader.sources.base import SourceOptions
@@ -220,7 +221,14 @@ def _child(arguments: list[str]) -> str:
     """The output of the process that reads the graph. Raises its error, or one with the status of its end."""
     command = [sys.executable, "-m", "teneral.runtime.onnx.graph", *arguments]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=MAX_PACK_S, check=False)
+        result = subprocess.run(
+            command,
+            env={NO_TELEMETRY: "1", **os.environ},
+            capture_output=True,
+            text=True,
+            timeout=MAX_PACK_S,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         raise CheckpointError(
             f"the ONNX model was not read after {MAX_PACK_S:.0f} s", where=MODEL_NAME

@@ -19,6 +19,8 @@ from ..files import ONNX_NAME
 FILE_NAME = ONNX_NAME
 WHOLE_NAME = "whole.onnx"
 PLACEHOLDER_NAME = "weights"  # the file that external initialisers of skeletons name; nothing ever reads it
+# From 1.29 on, ONNX Runtime's wheels report to their maker over HTTPS unless this is set before they are imported.
+NO_TELEMETRY = "ORT_DISABLE_TELEMETRY"
 VERSION = 1
 METADATA = {"format": "onnx"}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 from ...loader.errors import CheckpointError
 from ...loader.process.cpu import available_cores
 from ..errors import ModelError
-from .spec import FILE_NAME, parse_spec
+from .spec import FILE_NAME, NO_TELEMETRY, parse_spec
 
 if TYPE_CHECKING:
     from ...loader.timeline import Timeline
@@ -28,7 +29,11 @@ CONFIG_NAME = "config.json"
 
 
 def import_ahead(timeline: Timeline) -> None:
-    """Import what decoding and a runner need. Raises nothing: `open_runner` says what is missing."""
+    """Import what decoding and a runner need. Raises nothing: `open_runner` says what is missing.
+
+    Changes the process: ONNX Runtime sends no telemetry, unless the environment says otherwise.
+    """
+    os.environ.setdefault(NO_TELEMETRY, "1")
     with timeline.span("process", "import onnxruntime"), suppress(ImportError):
         from ...loader.format import codec  # noqa: F401
         from . import runner, sessions  # noqa: F401

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
 import sys
 import tempfile
 from contextlib import AbstractAsyncContextManager
@@ -21,11 +23,15 @@ from tests.support.store_server import StoreServer
 from teneral import cli
 from teneral.handlers.function.handler import Handler
 from teneral.loader.errors import TeneralError
+from teneral.loader.sources.file.store import FileStore
 from teneral.loader.timeline import Timeline
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.errors import ModelError
 from teneral.runtime.instance import Instance
 from teneral.runtime.onnx import sessions
+from teneral.runtime.onnx.pack import pack_onnx
+from teneral.runtime.onnx.spec import NO_TELEMETRY
+from teneral.runtime.onnx.start import import_ahead
 from teneral.runtime.start import launch_helpers
 
 Context = Any
@@ -213,6 +219,36 @@ def test_a_local_model_without_a_tokenizer_takes_no_other_process(bert: Packed, 
         launched = launch_helpers(other, Timeline())
         assert launched is not None
         launched.adopt(Timeline()).close()
+
+
+def test_serving_sends_no_telemetry(tmp_path: Path) -> None:
+    """ONNX Runtime's reporter would leave a file in the temporary folder."""
+    program = (
+        "from teneral.loader.timeline import Timeline; from teneral.runtime.onnx.start import import_ahead;"
+        "import_ahead(Timeline()); import sys; print('onnxruntime' in sys.modules)"
+    )
+    variables = {name: value for name, value in os.environ.items() if name != NO_TELEMETRY}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**variables, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (done.stdout.strip(), list(tmp_path.iterdir())) == ("True", [])
+
+
+def test_the_environment_may_allow_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NO_TELEMETRY, "0")
+    import_ahead(Timeline())  # it is imported already, without
+    assert os.environ[NO_TELEMETRY] == "0"
+
+
+def test_packing_sends_no_telemetry(bert: Packed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(NO_TELEMETRY)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # of the reader's process, whose own this is not
+    pack_onnx(str(bert.path), FileStore(tmp_path / "artifact"))
+    assert [path.name for path in tmp_path.iterdir()] == ["artifact"]
 
 
 async def test_unloading_and_loading_again(bert: Packed) -> None:

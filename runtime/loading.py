@@ -87,6 +87,11 @@ def load_here(
             return paged
     from ..loader.load.load import WeightLoad  # as above
 
+    if not isinstance(source, Remote):
+        # Decoding is all that such a load waits for: what it imports comes before the web server.
+        from ..loader.format import codec  # noqa: F401
+
+        full_speed = None
     load = WeightLoad(
         source,
         manifest,

@@ -18,6 +18,7 @@ from blake3 import blake3
 
 from ..format.manifest import Manifest, Part, Segment
 from ..memory.refine_locks import RefineLocks
+from ..process.cpu import quick_turns
 from ..timeline import Timeline
 from .accounting import Meter, Phase, add_part_span, in_part, wrong_digest
 from .plan import Step
@@ -74,16 +75,21 @@ class Decoder:
         from ..format import codec
 
         scratch = codec.Scratch()
-        while (task := self._work.next_step(until)) is not None:
-            step, stored = task
-            if self._verify(step, stored):
-                # A step without needs is the first to write there: no values are in use yet.
-                is_first = not step.needs or self._images is not None
-                with nullcontext() if is_first else self._refine_locks.writing(step.part.group):
-                    self._decode(step.part, stored, scratch)
-                if self._cache is not None and step.part.digest is not None:
-                    self._cache.offer(step.part.digest, stored)
-                self._settle(step)
+        # A part takes the GIL for an instant a hundred times; imports would keep it 5 ms each time.
+        with quick_turns() if until is None else nullcontext():
+            while (task := self._work.next_step(until)) is not None:
+                step, stored = task
+                if self._verify(step, stored):
+                    self._decode_and_settle(step, stored, scratch)
+
+    def _decode_and_settle(self, step: Step, stored: memoryview, scratch: codec.Scratch) -> None:
+        # A step without needs is the first to write there: no values are in use yet.
+        is_first = not step.needs or self._images is not None
+        with nullcontext() if is_first else self._refine_locks.writing(step.part.group):
+            self._decode(step.part, stored, scratch)
+        if self._cache is not None and step.part.digest is not None:
+            self._cache.offer(step.part.digest, stored)
+        self._settle(step)
 
     def _verify(self, step: Step, stored: memoryview) -> bool:
         """True if the part may be decoded; if not, it is fetched again. Raises when that was tried

@@ -6,8 +6,9 @@ The model is SmolLM2-135M-Instruct (`demo/smollm2.py`). Both sides quantise the 
 computes with its own: Teneral's native core rounds no inputs, llama.cpp rounds those of quantised matrices to 8 bits.
 All logits are compared with those of the original weights computed in fp32, over held-out docstrings of Python's
 standard library in windows of 512 tokens (`docs/draft-quality.md` defines the figures). Calibration with a text reads
-other docstrings. Tokens a second are of one answer; `--rounds 0` leaves them out. Bytes are those of all weights in
-memory.
+other docstrings; llama.cpp's importance matrix is of the same tokens in the same windows: the mean squares of the
+inputs of projections, as Teneral's calibration finds them. Tokens a second are of one answer; `--rounds 0` leaves them
+out. Bytes are those of all weights in memory.
 
 The package has the weights in 4 bits of its own, Q4_1 in groups of 32 columns, so that another grid in the same groups
 might meet the same numbers. Therefore columns are put into another, random order first, where that leaves the function
@@ -35,12 +36,15 @@ from benchmarks.processes import environment
 from benchmarks.report import begin, finish, machine, new_parser, note, table, title
 from benchmarks.rounds import failures, selected
 from benchmarks.tasks import TaskTurns, decode_rate, random_prompt
+from safetensors import safe_open
 
 from teneral.loader.artifact import open_artifact
 from teneral.loader.sources.open import open_source
+from teneral.runtime.quality.calibration import calibrate
 from teneral.runtime.quality.decoders import WINDOW_TOKENS, judge
 from teneral.runtime.quality.evaluate import PartCounter
 from teneral.runtime.quality.sequences import Sequences
+from teneral.runtime.quality.text import read_text
 from teneral.runtime.quality.whole_decoder import WholeDecoder
 from teneral.runtime.text.tokenizer import TextTokenizer
 
@@ -50,6 +54,9 @@ OWN = {  # flags of `teneral pack`; TEXT is the text to calibrate with
     "teneral int4": ["--quantize", "int4"],
     "teneral int4, calibrated with a text": ["--quantize", "int4", "--calibrate", "TEXT"],
     "teneral int4, 8 bits for k, v and down": ["--quantize", "int4", "--int8", "k,v,down"],
+    "teneral int4, 8 bits for k, v and down, calibrated with a text": [
+        *("--quantize", "int4", "--int8", "k,v,down", "--calibrate", "TEXT")
+    ],
     "teneral int4, not calibrated": ["--quantize", "int4", "--no-calibrate"],
 }
 PEERS = {  # files that `peers/to_gguf.py` writes
@@ -57,9 +64,12 @@ PEERS = {  # files that `peers/to_gguf.py` writes
     "llama.cpp Q8_0": "q8_0",
     "llama.cpp Q4_K_M": "q4_k_m",
     "llama.cpp Q4_0": "q4_0",
+    "llama.cpp Q4_K_M, importance by the text": "q4_k_m-imatrix",
+    "llama.cpp Q4_0, importance by the text": "q4_0-imatrix",
 }
 PROMPT_TOKENS = 128
 ANSWER_TOKENS = 64
+CALIBRATION_TOKENS = 8192  # as `teneral pack` reads
 REFERENCE = "reference"
 
 Floats = npt.NDArray[np.float32]
@@ -77,7 +87,7 @@ def main() -> None:
         for name, flags in selected(OWN, options.only).items()
     }
     peers = peer_environment.find(options.work)
-    files = selected(_peer_files(peers, plain, folder / "gguf", left_out), options.only)
+    files = _peer_files(peers, plain, folder / "gguf", texts.calibration, options.only, left_out)
     report = begin(
         "int4",
         model="smollm2-135m",
@@ -127,17 +137,45 @@ def _pack(plain: Path, target: Path, flags: list[str], text: Path, *, anew: bool
     return target
 
 
-def _peer_files(peers: PeerEnvironment, plain: Path, folder: Path, left_out: list[str]) -> dict[str, Path]:
+def _peer_files(
+    peers: PeerEnvironment, plain: Path, folder: Path, text: Path, only: str | None, left_out: list[str]
+) -> dict[str, Path]:
     missing = peers.lacks("llama-cpp-python", "gguf")
     if missing:
         left_out.append(
             f"llama.cpp: {', '.join(missing)} is not there: python -m benchmarks.peer_environment"
         )
         return {}
-    kinds = [kind for kind in PEERS.values() if kind != "bf16"]
-    command = [str(peers.python), str(PROGRAMS / "to_gguf.py"), str(plain), str(folder), *kinds]
+    wanted = selected(PEERS, only)
+    if not wanted:
+        return {}
+    files = {name: folder / f"{kind}.gguf" for name, kind in wanted.items()}
+    if any(kind.endswith("-imatrix") for kind in wanted.values()):
+        _write_importance(plain, text, folder / "importance.npz")
+    kinds = [kind for kind in wanted.values() if kind != "bf16"]
+    command = [str(peers.python), str(PROGRAMS / "to_gguf.py"), str(plain), str(folder), *(kinds or ["q8_0"])]
     subprocess.run(command, check=True, env=environment(), stderr=subprocess.DEVNULL)
-    return {name: folder / f"{kind}.gguf" for name, kind in PEERS.items()}
+    return files
+
+
+def _write_importance(plain: Path, text: Path, target: Path) -> None:
+    """The mean square of each input of the layers' projections, made where it is not there."""
+    if target.exists():
+        return
+    note("reading the text for llama.cpp's importance matrix")
+    with safe_open(plain / "model.safetensors", framework="np") as file:
+        names = [name for name in file.keys() if name.endswith("_proj.weight")]  # noqa: SIM118 - it is no dict
+    names.sort(key=lambda name: int(name.split(".")[2]))
+    calibration = calibrate(
+        open_source(str(plain)), read_text(str(text)), names, max_tokens=CALIBRATION_TOKENS
+    )
+    found: dict[str, Floats] = {}
+    for name in names:
+        inputs = calibration.inputs_of(name)
+        assert inputs is not None
+        found[name] = inputs.importance
+    target.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(target, **found)  # type: ignore[arg-type]
 
 
 def _windows(plain: Path, text: Path, num_tokens: int) -> list[list[int]]:

@@ -1,6 +1,7 @@
 """A Qwen2 or Llama checkpoint as llama.cpp reads models: `to_gguf.py DIRECTORY TARGET [KIND …]` writes
 TARGET/bf16.gguf, and from it KIND.gguf as llama.cpp's own quantiser makes them: q8_0, q4_0, q4_k_m, or q4_0_pure with
-every matrix in 4 bits. Without a KIND it writes all but q4_k_m.
+every matrix in 4 bits. Without a KIND it writes all but q4_k_m. KIND-imatrix is chosen with an importance matrix,
+TARGET/importance.npz: the mean square of each input (K,) fp32 of a matrix, by the checkpoint's names.
 
 The vocabulary is that of tokenizer.json, which llama.cpp's server needs. Vectors are stored in fp32, as llama.cpp
 wants them.
@@ -8,14 +9,17 @@ wants them.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
 import llama_cpp
+import numpy as np
 import torch
 from gguf import GGMLQuantizationType as StoredAs
 from safetensors import safe_open
@@ -26,6 +30,7 @@ KINDS = {
     "q4_0_pure": (llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0, True),
     "q4_k_m": (llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M, False),
 }
+WEIGHTED = "-imatrix"
 DEFAULT_KINDS = ("q8_0", "q4_0", "q4_0_pure")
 SPLITTERS = {"qwen2": "qwen2", "llama": "smollm"}  # llama.cpp's names of the rules that split text
 _OUTER = {
@@ -55,10 +60,11 @@ def main() -> None:
         convert(source, unfinished)
         unfinished.rename(whole)
     for name in sys.argv[3:] or DEFAULT_KINDS:
-        kind, is_pure = KINDS[name]
+        kind, is_pure = KINDS[name.removesuffix(WEIGHTED)]
         if not (target / f"{name}.gguf").exists():
             unfinished = target / f"{name}.unfinished"
-            quantize(whole, unfinished, kind, is_pure)
+            importance = dict(np.load(target / "importance.npz")) if name.endswith(WEIGHTED) else {}
+            quantize(whole, unfinished, kind, is_pure, importance)
             unfinished.rename(target / f"{name}.gguf")
 
 
@@ -102,11 +108,22 @@ def in_pairs(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
     return halves.transpose(1, 2).reshape(tensor.shape)
 
 
-def quantize(source: Path, target: Path, kind: int, is_pure: bool) -> None:
+def quantize(
+    source: Path, target: Path, kind: int, is_pure: bool, importance: Mapping[str, np.ndarray[Any, Any]]
+) -> None:
+    """`importance`, by the checkpoint's names, of some matrices; the others are rounded without."""
     settings = llama_cpp.llama_model_quantize_default_params()
     settings.ftype = kind
     settings.pure = is_pure
     settings.nthread = 2
+    # Rows are read until one without a name.
+    rows = (llama_cpp.llama_model_imatrix_data * (len(importance) + 1))()
+    kept = [np.ascontiguousarray(values, np.float32) for values in importance.values()]
+    for row, name, values in zip(rows, importance, kept, strict=False):
+        row.name, row.size = stored_name(name).encode(), len(values)
+        row.data = values.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+    if importance:
+        settings.imatrix = rows
     if llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), settings):
         raise SystemExit(f"{source} could not be quantised")
 

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from .pager import Paging
     from .resident import ResidentBase
 
+HEAD_START_S = 0.15  # of a base that drafts, before its fine-tune is decoded
 MIN_WATCHED_S, MAX_WATCHED_S = 0.2, 1.0  # of a load, before it is decided which tier comes first
 
 # Arrays that numpy has a dtype for. bfloat16 shows as its bit patterns; everything else as bytes.
@@ -55,6 +56,9 @@ NUMPY_DTYPES: dict[str, str] = {
     "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8",
     "I64": "<i8", "F16": "<f2", "F32": "<f4", "F64": "<f8", "C64": "<c8", "BF16": "<u2",
 }  # fmt: skip
+
+
+_Body = Callable[["threading.Event | None"], None]  # of a thread, which it ends once the event is set
 
 
 class WeightLoad(ThreadedLoad):
@@ -105,6 +109,7 @@ class WeightLoad(ThreadedLoad):
         self._images = images
         self._base = base
         self._full_speed = full_speed
+        self._is_over = threading.Event()
         self._prefetch = prefetch
         self._versions = versions or BlobVersions(manifest, source.url)
         is_helper = shared_fd is not None or images is not None
@@ -317,13 +322,28 @@ class WeightLoad(ThreadedLoad):
             self._make_thread(f"teneral-fetch-{number}", self._fetch) for number in range(self._num_fetchers)
         ]
         for number in range(num_decoders):
-            threads += self._make_patient(f"teneral-decode-{number}", decoder.run)
-        threads += self._make_patient("teneral-prefault", self._prefault)
+            threads += self._make_patient(f"teneral-decode-{number}", self._behind_base(decoder.run))
+        threads += self._make_patient("teneral-prefault", self._behind_base(self._prefault))
         return threads
 
-    def _make_patient(
-        self, name: str, body: Callable[[threading.Event | None], None]
-    ) -> list[threading.Thread]:
+    def _behind_base(self, body: _Body) -> _Body:
+        """The body, which leaves the cores to a base that drafts at first: until so much has come that the rest would
+        wait for the decoding. Not on idle cores: a base that has requests leaves none.
+        """
+        if self._base is None:
+            return body
+        enough_bytes = min(self._stored_bytes // 4, self._staging_bytes // 2)
+
+        def run(until: threading.Event | None) -> None:
+            deadline_s = time.monotonic() + HEAD_START_S
+            while self._meter.fetched_bytes < enough_bytes and time.monotonic() < deadline_s:
+                if self._is_over.wait(HEAD_START_S / 15):
+                    break
+            body(until)
+
+        return run
+
+    def _make_patient(self, name: str, body: _Body) -> list[threading.Thread]:
         """A thread with this body; before full speed another one, on idle cores, which ends its body
         then: no thread can leave them without privileges.
         """
@@ -344,11 +364,6 @@ class WeightLoad(ThreadedLoad):
         return [before, self._make_thread(name, run_after)]
 
     def _prefault(self, until: threading.Event | None = None) -> None:
-        if self._base is not None:
-            # The base drafts now, and should have the cores: pages are taken as they are written, which
-            # costs decoders no time that the link would not give them.
-            self._arena.choose_pages()
-            return
         self._has_all_pages = self._arena.prefault(
             lambda: self._ended_at_s is not None or (until is not None and until.is_set())
         )
@@ -437,6 +452,7 @@ class WeightLoad(ThreadedLoad):
 
     def _end(self) -> None:
         super()._end()
+        self._is_over.set()
         if self._cache is not None:
             self._cache.finish()
 

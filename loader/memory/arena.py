@@ -94,7 +94,11 @@ class Arena:
         that read a local file are ahead of this one.
         """
         advise = adviser(self._memory)
-        self.choose_pages(slow_step_s=slow_step_s)
+        if self._tries_huge_pages:
+            self._tries_huge_pages = False
+            self._is_huge = self._are_huge_pages_fast(advise, slow_step_s)
+            if self._is_huge:
+                advise(0, self.size_bytes, mmap.MADV_HUGEPAGE)
         slow_steps = 0
         for offset in range(self._ahead_bytes, self.size_bytes, PREFAULT_STEP_BYTES):
             begun_s = time.thread_time()
@@ -108,18 +112,6 @@ class Arena:
                 self._is_huge = False
                 advise(offset, self.size_bytes, mmap.MADV_NOHUGEPAGE)
         return True
-
-    def choose_pages(self, *, slow_step_s: float = SLOW_STEP_S) -> bool:
-        """Have first writes take huge pages from now on, if these are fast here; returns whether they
-        do. Takes a few at the end the first time, to try them.
-        """
-        if self._tries_huge_pages:
-            self._tries_huge_pages = False
-            advise = adviser(self._memory)
-            self._is_huge = self._are_huge_pages_fast(advise, slow_step_s)
-            if self._is_huge:
-                advise(0, self.size_bytes, mmap.MADV_HUGEPAGE)
-        return self._is_huge
 
     def _are_huge_pages_fast(self, advise: Callable[[int, int, int], bool], slow_step_s: float) -> bool:
         """Take the last few of them, if there are that many. Leaves the advice against them

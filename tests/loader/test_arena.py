@@ -103,18 +103,6 @@ def test_prefaulting_takes_all_pages_and_changes_no_content() -> None:
 
 
 @prefaults
-def test_choosing_pages_takes_no_more_than_the_last_ones() -> None:
-    size_bytes = 16 * PREFAULT_STEP_BYTES
-    slab = as_array((arena := Arena([size_bytes])).slabs[0])
-    slab[:100] = 3
-    is_huge = arena.choose_pages(slow_step_s=60)
-    assert int(mapping_of(slab.ctypes.data)["Rss"].split()[0]) * 1024 <= 5 * PREFAULT_STEP_BYTES
-    assert ("nh" in mapping_of(slab.ctypes.data)["VmFlags"].split()) is not is_huge
-    assert np.all(slab[:100] == 3)
-    assert not slab[100:].any()
-
-
-@prefaults
 def test_pages_that_another_process_has_taken_can_be_mapped_ahead() -> None:
     fd = os.memfd_create("test")
     sizes = [4 * PREFAULT_STEP_BYTES, 5]

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ..loader.artifact import open_model
 from ..loader.errors import TeneralError, UsageError
@@ -38,7 +38,7 @@ from .loading import (
     warn_of_cache,
 )
 from .start import Helpers, launch_helpers
-from .state import State, resolve
+from .state import Forecast, State, resolve, result_or_none
 
 if TYPE_CHECKING:
     from ..loader.format.manifest import Manifest
@@ -53,19 +53,7 @@ if TYPE_CHECKING:
     from .text.tokenizer import TextTokenizer
     from .weights import AnyLoad
 
-T = TypeVar("T")
-
 CHAT_DELAY_S = 1.0  # from the last weights to the start of the process that renders chat templates
-
-
-class Forecast(NamedTuple):
-    """The forecast of a running load, at the link's current rate."""
-
-    rate_bytes_per_s: float
-    # From now: the rest of the weights, and computing one token.
-    first_token_s: float
-    # A mixture's first token needs those experts alone that its router will choose.
-    is_upper_bound: bool = False
 
 
 class Instance:
@@ -185,7 +173,7 @@ class Instance:
         self._closed.set()
         self.full_speed.set()
         self._settle(DrainingError("the instance was closed"))
-        tokenizer = _result_or_none(self.tokenizer)
+        tokenizer = result_or_none(self.tokenizer)
         if tokenizer is not None and (self._base is None or tokenizer is not self._base.tokenizer):
             tokenizer.close()
         for worker in self._workers():
@@ -296,7 +284,7 @@ class Instance:
         """The model's source and manifest; None before the manifest was read, and after a failed
         read.
         """
-        return _result_or_none(self.opening)
+        return result_or_none(self.opening)
 
     def forecast(self) -> Forecast | None:
         """The load's rate, and the time of a first token at it; None while unknown, and once
@@ -487,7 +475,7 @@ class Instance:
 
     def _workers(self) -> list[Engine | Embedder | OnnxRunner]:
         """The workers that exist so far: an engine, an embedder, or an ONNX model's runner."""
-        found = (_result_or_none(self.engine), _result_or_none(self.embedder), _result_or_none(self.onnx))
+        found = (result_or_none(self.engine), result_or_none(self.embedder), result_or_none(self.onnx))
         return [worker for worker in found if worker is not None]
 
     def _all_exact(self) -> bool:
@@ -495,7 +483,3 @@ class Instance:
             return False
         progress = self.load.progress()
         return progress.groups_exact == progress.num_groups
-
-
-def _result_or_none(future: Future[T]) -> T | None:
-    return future.result() if future.done() and future.exception() is None else None

@@ -12,8 +12,7 @@ from tests.support.http_server import events
 from teneral.handlers.http.limits import Limits
 from teneral.loader.errors import NotFoundError
 from teneral.runtime.errors import ModelError
-from teneral.runtime.instance import Forecast
-from teneral.runtime.state import State
+from teneral.runtime.state import Forecast, State
 
 BODY = {"prompt": "Once", "max_tokens": 4, "ignore_eos": True, "temperature": 0}
 IMPATIENT = Limits(keepalive_s=0.02)

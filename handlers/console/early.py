@@ -17,7 +17,6 @@ import os
 import re
 import select
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
 MAX_CONNECTIONS = 16
 MAX_ANSWERS = 64
 MAX_HEAD_BYTES = 8 << 10
-# While the thread has work. Each of its system calls gives up the GIL, and a thread that imports would keep it for
-# Python's 5 ms every time.
-SWITCH_S = 0.0002
 _KEPT = b"keep-alive"
 _REASONS = {200: "OK", 304: "Not Modified"}
 _HEAD = rb"GET (/|/console\.(?:js|svg)) HTTP/1\.1\r\n(?:[A-Za-z0-9-]{1,100}:[ -~]*\r\n){0,100}\r\n"
@@ -105,20 +101,20 @@ class EarlyPage:
         poll = select.poll()
         poll.register(self._stop, select.POLLIN)
         poll.register(self._listener, select.POLLIN)
-        interval_s = sys.getswitchinterval()
         while len(self._answered) < MAX_ANSWERS:
             ready = [number for number, _ in poll.poll()]
             if self._stop in ready:
                 return
-            sys.setswitchinterval(SWITCH_S)
-            try:
+            # With the first client.
+            from ...loader.process.cpu import quick_turns
+
+            # Each system call gives up the GIL, and a thread that imports would keep it for 5 ms every time.
+            with quick_turns():
                 for number in ready:
                     if number == self._listener.fileno():
                         self._accept(poll)
                     elif not self._serve(number):
                         poll.unregister(number)
-            finally:
-                sys.setswitchinterval(interval_s)
 
     def _accept(self, poll: select.poll) -> None:
         try:

@@ -3,7 +3,7 @@
  * Nothing is made before it is needed, so that a process may fork first; a child that was forked later finds an empty
  * team and makes its own. Waiting spins for a while, then yields, then sleeps on a futex: the others' work is short,
  * but they may have lost their cores. When waiting takes more than half of a region, others use the cores: the team
- * leaves a thread out for some regions, which is faster then; for two of them at first, since a moment's disturbance must
+ * leaves a thread out for a while, which is faster then; for 4 ms at first, since a moment's disturbance must
  * not slow down a whole prompt. After a pause all threads are tried again: what took the cores before it has ended, most
  * likely. Results never depend on the number of threads.
  */
@@ -29,8 +29,8 @@ enum {
     SPIN_NS = 20 * 1000,       /* then others may have the core */
     AWAKE_NS = 200 * 1000,     /* then the thread sleeps until it is woken */
     MEASURED_NS = 1000 * 1000, /* shorter regions say nothing about the cores */
-    FIRST_WITHOUT = 2,         /* regions that a thread is left out for, before all are tried again ... */
-    MOST_WITHOUT = 32,         /* ... and when that has failed again and again: twice as many each time */
+    FIRST_WITHOUT_NS = 4 * 1000 * 1000,  /* for which a thread is left out, before all are tried again ... */
+    MOST_WITHOUT_NS = 512 * 1000 * 1000, /* ... and when that has failed again and again: twice as long each time */
     PAUSE_NS = 50 * 1000 * 1000, /* between two regions: what was measured before it is out of date */
     WAITING_SHARE = 2,         /* a share of one in this number of a region's time is too much */
     STACK_BYTES = 2 << 20,     /* attention takes 0.4 MiB; thread sanitizers 0.8 of every stack */
@@ -39,9 +39,9 @@ enum {
 static struct {
     pthread_mutex_t in_use; /* by the caller whose region is under way */
     _Atomic int wanted;     /* threads that were set, the calling one included */
-    _Atomic int left_out;   /* of these, for `regions_without` more regions */
-    int regions_without;
-    int last_without;       /* how many these were in the beginning; 0 after regions that went well */
+    _Atomic int left_out;   /* of these, until `all_at_ns` */
+    int64_t all_at_ns;
+    int64_t without_ns;     /* how long that was; 0 after regions that went well */
     int64_t ended_ns;       /* the last region */
     int made;               /* threads that exist besides the calling one */
     bool handles_forks;
@@ -167,25 +167,26 @@ static int make_threads(int num) {
     return team.made + 1;
 }
 
-/* Leave one more thread out where the threads of a region waited for each other too long; at last have all again. */
+/* Leave one more thread out where the threads of a region, which ends now, waited for each other too long. */
 static void judge(const tn_region *region, int64_t took_ns) {
-    if (team.regions_without && --team.regions_without == 0) atomic_store(&team.left_out, 0);
     if (region->num == 1 || took_ns < MEASURED_NS) return;
     if (atomic_load(&region->waited_ns) > took_ns * (region->num - 1) / WAITING_SHARE) {
-        const int more = 2 * team.last_without;
+        const int64_t longer_ns = 2 * team.without_ns;
         atomic_fetch_add(&team.left_out, 1);
-        team.last_without = more < FIRST_WITHOUT ? FIRST_WITHOUT : more > MOST_WITHOUT ? MOST_WITHOUT : more;
-        team.regions_without = team.last_without;
+        team.without_ns = longer_ns < FIRST_WITHOUT_NS ? FIRST_WITHOUT_NS
+                          : longer_ns > MOST_WITHOUT_NS ? MOST_WITHOUT_NS
+                                                        : longer_ns;
+        team.all_at_ns = team.ended_ns + team.without_ns;
     } else if (!atomic_load(&team.left_out)) {
-        team.last_without /= 2;
+        team.without_ns /= 2;
     }
 }
 
-/* Forget what was measured before a pause. */
-static void forget_if_paused(int64_t begin_ns) {
-    if (begin_ns - team.ended_ns < PAUSE_NS) return;
-    atomic_store(&team.left_out, 0);
-    team.regions_without = team.last_without = 0;
+/* Have all threads again once their time has come, and forget what was measured before a pause. */
+static void recall(int64_t begin_ns) {
+    const bool is_paused = begin_ns - team.ended_ns >= PAUSE_NS;
+    if (is_paused) team.without_ns = 0;
+    if (is_paused || begin_ns >= team.all_at_ns) atomic_store(&team.left_out, 0);
 }
 
 /* ---- regions ---- */
@@ -202,7 +203,7 @@ void tn_run(tn_body body, void *arg) {
     }
     pthread_mutex_lock(&team.in_use);
     const int64_t begin_ns = now_ns();
-    forget_if_paused(begin_ns);
+    recall(begin_ns);
     tn_region region = {.num = make_threads(tn_num_threads())};
     if (region.num > 1) {
         team.body = body;

@@ -138,40 +138,25 @@ TN_INLINE void vb_expand_i8(uint16_t *to, const int8_t *from, int zero) {
     _mm512_storeu_si512(to, (__m512i)both);
 }
 
-/* The levels of 4 bits less `zero`, 0 to 16, as bf16: a window of the integers from -16 to 15, of which none lies on two
- * lines of the cache. It is named by its place, in bytes; windows behind the integers are for zeros out of range. */
+/* The sixteen levels of 4 bits times a scale plus an offset, rounded to bf16, for two groups. */
 typedef __m512i vb_levels;
-TN_INLINE int vb_place_of(int zero) { return ((16 - zero) & 31) * 2; }
-TN_INLINE vb_levels vb_levels_at(int place) {
-    static const _Alignas(64) uint16_t integers[48] = {
-        0xc180, 0xc170, 0xc160, 0xc150, 0xc140, 0xc130, 0xc120, 0xc110, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0,
-        0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
-        0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170, 0xc180, 0xc170, 0xc160, 0xc150,
-        0xc140, 0xc130, 0xc120, 0xc110, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
-    };
-    return _mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)((const char *)integers + place)));
-}
-TN_INLINE vb_levels vb_levels_of(int zero) { return vb_levels_at(vb_place_of(zero)); }
-
-/* The places of `count` zeros, and others up to a whole 32. */
-TN_INLINE void vb_places_of(uint8_t *to, const uint8_t *zero, int count) {
-    for (int n = 0; n < count; n += 32) {
-        const int left = count - n;
-        const __m256i zeros = _mm256_maskz_loadu_epi8(left < 32 ? (1u << left) - 1 : ~0u, zero + n);
-        const __m256i less = _mm256_and_si256(_mm256_sub_epi8(_mm256_set1_epi8(16), zeros), _mm256_set1_epi8(31));
-        _mm256_storeu_si256((void *)(to + n), _mm256_add_epi8(less, less));
-    }
+TN_INLINE vb_levels vb_levels_of(float scale, float offset, float next_scale, float next_offset) {
+    const vf levels = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return (__m512i)_mm512_cvtne2ps_pbh(vf_fma(levels, vf_set(next_scale), vf_set(next_offset)),
+                                        vf_fma(levels, vf_set(scale), vf_set(offset)));
 }
 
-/* 32 bytes → 32 columns of their low halves, and 32 of their high ones. */
-TN_INLINE void vb_load_u4(const uint8_t *from, vb_levels lows, vb_levels highs, vb *low, vb *high) {
+/* 32 bytes → 32 columns of their low halves, which are of the first group, and 32 of their high ones. */
+TN_INLINE void vb_load_u4(const uint8_t *from, vb_levels levels, vb *low, vb *high) {
     const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)from));
-    *low = (vb)_mm512_permutexvar_epi16(bytes, lows);
-    *high = (vb)_mm512_permutexvar_epi16(_mm512_srli_epi16(bytes, 4), highs);
+    const __m512i lows = _mm512_and_si512(bytes, _mm512_set1_epi16(15));
+    const __m512i highs = _mm512_or_si512(_mm512_srli_epi16(bytes, 4), _mm512_set1_epi16(16));
+    *low = (vb)_mm512_permutexvar_epi16(lows, levels);
+    *high = (vb)_mm512_permutexvar_epi16(highs, levels);
 }
-TN_INLINE void vb_expand_u4(uint16_t *low, uint16_t *high, const uint8_t *from, vb_levels lows, vb_levels highs) {
+TN_INLINE void vb_expand_u4(uint16_t *low, uint16_t *high, const uint8_t *from, vb_levels levels) {
     vb low_values, high_values;
-    vb_load_u4(from, lows, highs, &low_values, &high_values);
+    vb_load_u4(from, levels, &low_values, &high_values);
     _mm512_storeu_si512(low, (__m512i)low_values);
     _mm512_storeu_si512(high, (__m512i)high_values);
 }

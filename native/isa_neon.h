@@ -125,17 +125,19 @@ TN_INLINE void vb_expand_i8(uint16_t *to, const int8_t *from, int zero) {
         vf_store_bf16(to + place, vf_sub(vf_load_i8(from + place), vf_set((float)zero)));
 }
 
-/* What is taken off the sixteen levels, for `vb_expand_u4`. */
-typedef vf vb_levels;
-TN_INLINE vb_levels vb_levels_of(int zero) { return vf_set((float)zero); }
+/* The scales of sixteen levels, and the offsets that are added to the products, for two groups. */
+typedef struct { vf scale[2], offset[2]; } vb_levels;
+TN_INLINE vb_levels vb_levels_of(float scale, float offset, float next_scale, float next_offset) {
+    return (vb_levels){{vf_set(scale), vf_set(next_scale)}, {vf_set(offset), vf_set(next_offset)}};
+}
 
-/* 32 bytes → 32 columns of their low halves, and 32 of their high ones. */
-TN_INLINE void vb_expand_u4(uint16_t *low, uint16_t *high, const uint8_t *from, vb_levels lows, vb_levels highs) {
+/* 32 bytes → 32 columns of their low halves, which are of the first group, and 32 of their high ones. */
+TN_INLINE void vb_expand_u4(uint16_t *low, uint16_t *high, const uint8_t *from, vb_levels levels) {
     for (int place = 0; place < 32; place += TN_LANES) {
         vf low_levels, high_levels;
         vf_load_u4(from + place, &low_levels, &high_levels);
-        vf_store_bf16(low + place, vf_sub(low_levels, lows));
-        vf_store_bf16(high + place, vf_sub(high_levels, highs));
+        vf_store_bf16(low + place, vf_fma(low_levels, levels.scale[0], levels.offset[0]));
+        vf_store_bf16(high + place, vf_fma(high_levels, levels.scale[1], levels.offset[1]));
     }
 }
 #endif

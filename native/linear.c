@@ -2,13 +2,14 @@
  *
  * An element of the result is one sum over K, in an order that depends on K, the dtypes and the instruction set only:
  * K is cut into blocks of BLOCK elements; within one, lanes sum over consecutive vectors, a tree of halves adds the
- * lanes, and the blocks are added ascending. Where weights have scales, the lanes of each group are multiplied with the
- * group's scale and added, ascending, before the tree. So neither the number of rows, nor how tiles, chunks or threads
- * cut the work, changes a bit.
+ * lanes, and the blocks are added ascending. Where integers of 8 bits, or MXFP4, have scales, the lanes of each group
+ * are multiplied with the group's scale and added, ascending, before the tree. So neither the number of rows, nor how
+ * tiles, chunks or threads cut the work, changes a bit.
  *
  * There are two ways to multiply: pairs of bf16 into fp32, where the processor has that and the inputs are bf16; and
- * fused fp32. Weights of another form are first written into a strip, exactly: some columns of one block, which stay
- * in the cache while all rows are multiplied with them. Inputs are used as they are.
+ * fused fp32. Weights of another form are first written into a strip: some columns of one block, which stay in the
+ * cache while all rows are multiplied with them. That is exact but for integers of 4 bits: those are scaled there, and
+ * rounded to bf16 where the inputs are bf16. Inputs are used as they are.
  *
  * A tile is up to TILE_ROWS rows by 4 columns of the result, in registers. Its functions are written once, for a
  * number of rows that the compiler knows. Tiles make up panels, of as many rows and columns as let a block of the
@@ -18,25 +19,24 @@
 
 #include <assert.h>
 #include <stdbool.h>
-#include <string.h>
 
 #include "isa.h"
 #include "team.h"
 
 enum {
     BLOCK = 1024,            /* elements of K; a multiple of every vector, and of the runs of U4 */
+    RUN = 64,                /* elements of U4 whose low and high halves share bytes */
     GROUP_STEP = 32,         /* groups are multiples of it, unless there is one a row */
     QUAD = 4,                /* columns of a tile */
     STRIP_COLUMNS = TN_LINEAR_COLUMNS,
     WIDE_COLUMNS = 128,      /* whose sums are kept while K is gone through: a multiple of a strip's */
     PANEL_ROWS = 192,        /* … of these rows: a block of them and of the weights stays in the second cache */
     MAX_GROUPS = BLOCK / GROUP_STEP + TN_LANES, /* that share a block: at most one more than are whole; in vectors */
-    MAX_PLACES = BLOCK / GROUP_STEP + 32,       /* likewise, in bytes */
     AHEAD_BYTES = 2048,      /* of a column, asked for before they are widened */
     AHEAD_QUAD_BYTES = 8192, /* of quads, asked for before they are multiplied; twice as many of integers */
-    MAX_I8_ROWS = 16,        /* for which tiles widen integers themselves: with more, a strip is faster … */
+    MAX_I8_ROWS = 16,        /* for which tiles widen integers themselves: with more, a strip is faster */
+    MAX_U4_ROWS = 8,
     MAX_E2M1_ROWS = 6,
-    MAX_U4_ROWS = 16,        /* … unless each 32 columns have a scale: then it never is */
     ALONE_PRODUCTS = 1 << 18 /* below this number, waking threads costs more than it gains */
 };
 
@@ -54,7 +54,7 @@ enum { TILE_ROWS = 6, SCALED_TILE_ROWS = 6 };
 typedef struct {
     const void *column[QUAD];
     const float (*scale)[MAX_GROUPS]; /* of each group, (QUAD, groups) */
-    const uint8_t (*place)[MAX_PLACES]; /* of each group's levels likewise, where a tile takes U4 as they are */
+    const float (*offset)[MAX_GROUPS]; /* of U4, added to scaled levels; see `take_offsets` */
     int first_count;            /* elements of the first group that are in this block */
     int group_size;
     int count;                  /* elements of the block */
@@ -132,25 +132,29 @@ TN_INLINE void sum_i8(const int rows, vf sums[][QUAD], const uint16_t *x, int64_
     }
 }
 
-/* The same with U4 of one group, whose columns may begin or end in the middle of a run. */
-TN_INLINE void sum_u4(const int rows, vf sums[][QUAD], const uint16_t *x, int64_t x_stride, const quartet_t *w,
-                      int group, int begin, int end) {
-    for (int run = begin & -64; run < end; run += 64) {
-        const bool has_low = run >= begin, has_high = run + 32 < end;
-        vb low[QUAD], high[QUAD];
+/* The same with U4, of which a run is 64 elements in 32 bytes, of one group or of two. */
+TN_INLINE void sum_u4(const int rows, const bool is_wide, vf sums[][QUAD], const uint16_t *x, int64_t x_stride,
+                      const quartet_t *w) {
+    for (int begin = 0, group = 0, end; begin < w->count; begin = end, group += is_wide ? 1 : 2) {
+        vb_levels levels[QUAD];
         for (int j = 0; j < QUAD; j++) {
-            const uint8_t *column = (const uint8_t *)w->column[j] + run / 2;
-            const vb_levels levels = vb_levels_at(w->place[j][group]);
-            __builtin_prefetch(column + w->ahead_bytes);
-            vb_load_u4(column, levels, levels, &low[j], &high[j]);
+            const float *scale = w->scale[j] + group, *offset = w->offset[j] + group;
+            levels[j] = vb_levels_of(scale[0], offset[0], scale[!is_wide], offset[!is_wide]);
         }
-        for (int i = 0; i < rows && has_low; i++) {
-            const vb inputs = vb_load(x + i * x_stride + run);
-            for (int j = 0; j < QUAD; j++) sums[i][j] = vb_dot(sums[i][j], inputs, low[j]);
-        }
-        for (int i = 0; i < rows && has_high; i++) {
-            const vb inputs = vb_load(x + i * x_stride + run + 32);
-            for (int j = 0; j < QUAD; j++) sums[i][j] = vb_dot(sums[i][j], inputs, high[j]);
+        end = !is_wide ? begin + RUN : group == 0 ? w->first_count : begin + w->group_size;
+        if (is_wide && end > w->count) end = w->count;
+        for (int run = begin; run < end; run += RUN) {
+            vb half[2][QUAD];
+            for (int j = 0; j < QUAD; j++) {
+                const uint8_t *column = (const uint8_t *)w->column[j] + run / 2;
+                __builtin_prefetch(column + w->ahead_bytes);
+                vb_load_u4(column, levels[j], &half[0][j], &half[1][j]);
+            }
+            for (int which = 0; which < 2; which++)
+                for (int i = 0; i < rows; i++) {
+                    const vb inputs = vb_load(x + i * x_stride + run + RUN / 2 * which);
+                    for (int j = 0; j < QUAD; j++) sums[i][j] = vb_dot(sums[i][j], inputs, half[which][j]);
+                }
         }
     }
 }
@@ -188,12 +192,12 @@ TN_INLINE void sum_f32(const int rows, const bool is_bf16, const bool ahead, vf 
 }
 
 /* Of the inputs, and of the weights as the tile takes them. */
-typedef enum { BF16_PAIRS, BF16_FROM_MEMORY, BF16_AND_I8, BF16_AND_U4, BF16_AND_E2M1, BF16_IN_F32, F32_IN_F32,
-               F32_FROM_MEMORY } way_t;
+typedef enum { BF16_PAIRS, BF16_FROM_MEMORY, BF16_AND_I8, BF16_AND_U4, BF16_AND_WIDE_U4, BF16_AND_E2M1, BF16_IN_F32,
+               F32_IN_F32, F32_FROM_MEMORY } way_t;
 
 /* Lanes of elements [begin, end) of the block. */
 TN_INLINE void sum_lanes(const int rows, const way_t way, vf sums[][QUAD], const void *x, int64_t x_stride,
-                         const quartet_t *w, int group, int begin, int end) {
+                         const quartet_t *w, int begin, int end) {
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < QUAD; j++) sums[i][j] = vf_zero();
 #if TN_BF16_DOT
@@ -211,12 +215,11 @@ TN_INLINE void sum_lanes(const int rows, const way_t way, vf sums[][QUAD], const
         sum_e2m1(rows, sums, x, x_stride, w, begin, end);
         return;
     }
-    if (way == BF16_AND_U4) {
-        sum_u4(rows, sums, x, x_stride, w, group, begin, end);
+    if (way == BF16_AND_U4 || way == BF16_AND_WIDE_U4) {
+        sum_u4(rows, way == BF16_AND_WIDE_U4, sums, x, x_stride, w);
         return;
     }
 #endif
-    (void)group;
     sum_f32(rows, way == BF16_IN_F32, way == F32_FROM_MEMORY, sums, x, x_stride, w, begin, end);
 }
 
@@ -224,7 +227,7 @@ TN_INLINE void sum_lanes(const int rows, const way_t way, vf sums[][QUAD], const
 TN_INLINE void tile(const int rows, const way_t way, const void *x, int64_t x_stride, const quartet_t *w, float *panel,
                     bool first) {
     vf sums[TILE_ROWS][QUAD];
-    sum_lanes(rows, way, sums, x, x_stride, w, 0, 0, w->count);
+    sum_lanes(rows, way, sums, x, x_stride, w, 0, w->count);
     for (int i = 0; i < rows; i++)
         vf_reduce4(panel + i * STRIP_COLUMNS, sums[i][0], sums[i][1], sums[i][2], sums[i][3], first);
 }
@@ -233,7 +236,7 @@ TN_INLINE void tile(const int rows, const way_t way, const void *x, int64_t x_st
 TN_INLINE void evenly_scaled_tile(const int rows, const way_t way, const void *x, int64_t x_stride,
                                   const quartet_t *w, float *panel, bool first) {
     vf sums[TILE_ROWS][QUAD];
-    sum_lanes(rows, way, sums, x, x_stride, w, 0, 0, w->count);
+    sum_lanes(rows, way, sums, x, x_stride, w, 0, w->count);
     for (int j = 0; j < QUAD; j++) {
         const vf scale = vf_set(w->scale[j][0]);
         for (int i = 0; i < rows; i++) sums[i][j] = vf_fma(sums[i][j], scale, vf_zero());
@@ -241,29 +244,6 @@ TN_INLINE void evenly_scaled_tile(const int rows, const way_t way, const void *x
     for (int i = 0; i < rows; i++)
         vf_reduce4(panel + i * STRIP_COLUMNS, sums[i][0], sums[i][1], sums[i][2], sums[i][3], first);
 }
-
-#if TN_INTEGER_TILES
-/* Scaled lanes of U4 in groups of 32: a run holds two of them, and is widened once. */
-TN_INLINE void total_u4_by_32(const int rows, vf totals[][QUAD], const uint16_t *x, int64_t x_stride,
-                              const quartet_t *w) {
-    for (int run = 0, group = 0; run < w->count; run += 64, group += 2) {
-        vb half[2][QUAD];
-        for (int j = 0; j < QUAD; j++) {
-            const uint8_t *column = (const uint8_t *)w->column[j] + run / 2;
-            __builtin_prefetch(column + w->ahead_bytes);
-            vb_load_u4(column, vb_levels_at(w->place[j][group]), vb_levels_at(w->place[j][group + 1]), &half[0][j],
-                       &half[1][j]);
-        }
-        for (int which = 0; which < 2; which++)
-            for (int i = 0; i < rows; i++) {
-                const vb inputs = vb_load(x + i * x_stride + run + 32 * which);
-                for (int j = 0; j < QUAD; j++)
-                    totals[i][j] = vf_fma(vb_dot(vf_zero(), inputs, half[which][j]),
-                                          vf_set(w->scale[j][group + which]), totals[i][j]);
-            }
-    }
-}
-#endif
 
 /* The same with a scale for each group. */
 TN_INLINE void scaled_tile(const int rows, const way_t way, const void *x, int64_t x_stride, const quartet_t *w,
@@ -277,14 +257,8 @@ TN_INLINE void scaled_tile(const int rows, const way_t way, const void *x, int64
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < QUAD; j++) totals[i][j] = vf_zero();
     int begin = 0, end = w->first_count;
-#if TN_INTEGER_TILES
-    if (way == BF16_AND_U4 && w->group_size == 32) {
-        total_u4_by_32(rows, totals, x, x_stride, w);
-        begin = w->count;
-    }
-#endif
     for (int group = 0; begin < w->count; group++) {
-        sum_lanes(rows, way, sums, x, x_stride, w, group, begin, end);
+        sum_lanes(rows, way, sums, x, x_stride, w, begin, end);
         for (int j = 0; j < QUAD; j++) {
             const vf scale = vf_set(w->scale[j][group]);
             for (int i = 0; i < rows; i++) totals[i][j] = vf_fma(sums[i][j], scale, totals[i][j]);
@@ -334,7 +308,8 @@ TILE(scaled_bf16, scaled_tile, SCALED_TILE_ROWS, BF16_PAIRS)
 #if TN_INTEGER_TILES
 TILE(evenly_scaled_i8, evenly_scaled_tile, TILE_ROWS, BF16_AND_I8)
 TILE(scaled_i8, scaled_tile, SCALED_TILE_ROWS, BF16_AND_I8)
-TILE(scaled_u4, scaled_tile, SCALED_TILE_ROWS, BF16_AND_U4)
+TILE(tile_u4, tile, SCALED_TILE_ROWS, BF16_AND_U4)
+TILE(tile_wide_u4, tile, SCALED_TILE_ROWS, BF16_AND_WIDE_U4)
 TILE(scaled_e2m1, scaled_tile, SCALED_TILE_ROWS, BF16_AND_E2M1)
 #endif
 
@@ -349,7 +324,8 @@ static tile_t tile_for(way_t way, scaling_t scaling) {
 #endif
 #if TN_INTEGER_TILES
     case BF16_AND_I8: return scaling == SCALED ? scaled_i8 : evenly_scaled_i8;
-    case BF16_AND_U4: return scaled_u4;
+    case BF16_AND_U4: return tile_u4;
+    case BF16_AND_WIDE_U4: return tile_wide_u4;
     case BF16_AND_E2M1: return scaled_e2m1;
 #endif
     case F32_FROM_MEMORY: return tile_f32_from_memory;
@@ -364,16 +340,10 @@ static tile_t tile_for(way_t way, scaling_t scaling) {
 typedef struct {
     _Alignas(64) unsigned char weights[STRIP_COLUMNS][BLOCK * sizeof(float)]; /* bf16 or fp32 */
     float scale[STRIP_COLUMNS][MAX_GROUPS];
-    uint8_t place[STRIP_COLUMNS][MAX_PLACES];
+    float offset[STRIP_COLUMNS][MAX_GROUPS];
     vf totals[SCALED_TILE_ROWS][QUAD];
     quartet_t quad[STRIP_COLUMNS / QUAD];
 } strip_t;
-
-/* What is taken off the integers of a group; `place` is the group's among those of the whole matrix. */
-static int zero_at(const tn_matrix *w, int64_t place) {
-    if (w->zero == NULL) return w->dtype == TN_U4 ? 8 : 0;
-    return w->dtype == TN_U4 ? ((const uint8_t *)w->zero)[place] : ((const int16_t *)w->zero)[place];
-}
 
 static void widen_16(float *to, const uint16_t *from, int count, bool is_bf16) {
     int k = 0;
@@ -394,16 +364,6 @@ static void expand_i8_f32(float *to, const int8_t *from, int count, int zero) {
     for (; k < count; k++) to[k] = (float)(from[k] - zero);
 }
 
-/* A run of 64 columns, of which the first 32 and the others may have zeros of their own. */
-static void expand_u4_f32(float *to, const uint8_t *from, int low_zero, int high_zero) {
-    for (int place = 0; place < 32; place += TN_LANES) {
-        vf low, high;
-        vf_load_u4(from + place, &low, &high);
-        vf_store(to + place, vf_sub(low, vf_set((float)low_zero)));
-        vf_store(to + 32 + place, vf_sub(high, vf_set((float)high_zero)));
-    }
-}
-
 #if TN_BF16_DOT
 static void expand_i8_bf16(uint16_t *to, const int8_t *from, int count, int zero) {
     int k = 0;
@@ -421,7 +381,7 @@ static void expand_i8(void *to, const tn_matrix *w, const int8_t *from, int coun
     if (w->zero == NULL) left = count;
     for (int k = 0; k < count; k += (int)left, left = w->group_size, zero_place++) {
         if (left > count - k) left = count - k;
-        const int zero = zero_at(w, zero_place);
+        const int zero = w->zero == NULL ? 0 : ((const int16_t *)w->zero)[zero_place];
 #if TN_BF16_DOT
         if (to_bf16) {
             expand_i8_bf16((uint16_t *)to + k, from + k, (int)left, zero);
@@ -433,34 +393,37 @@ static void expand_i8(void *to, const tn_matrix *w, const int8_t *from, int coun
     }
 }
 
-/* The same of U4: whole runs, from the first byte of one. */
-static void expand_u4(void *to, const tn_matrix *w, const uint8_t *from, int count, int64_t zero_place, int64_t left,
-                      bool to_bf16) {
-    int zero[2] = {8, 8};
+/* A run of U4 times its scales, plus its offsets: of one group or, `step` further on, of two. */
+static void expand_run(void *to, const uint8_t *from, const float *scale, const float *offset, int step, bool to_bf16) {
 #if TN_BF16_DOT
-    vb_levels levels[2] = {vb_levels_of(8), vb_levels_of(8)};
+    if (to_bf16) {
+        uint16_t *low = to;
+        vb_expand_u4(low, low + RUN / 2, from, vb_levels_of(scale[0], offset[0], scale[step], offset[step]));
+        return;
+    }
 #endif
-    for (int k = 0; k < count; k += 64, from += 32) {
+    (void)to_bf16;
+    for (int place = 0; place < RUN / 2; place += TN_LANES) {
+        vf low, high;
+        vf_load_u4(from + place, &low, &high);
+        vf_store((float *)to + place, vf_fma(low, vf_set(scale[0]), vf_set(offset[0])));
+        vf_store((float *)to + RUN / 2 + place, vf_fma(high, vf_set(scale[step]), vf_set(offset[step])));
+    }
+}
+
+/* `count` elements of U4: rounded to bf16, or fp32, in which products of bf16 and fp16 scales are exact. `left`: elements
+ * of the first group. */
+static void expand_u4(char *to, const uint8_t *from, int count, int64_t left, int64_t group_size, const float *scale,
+                      const float *offset, bool to_bf16) {
+    const int step = group_size % RUN != 0;
+    for (int k = 0; k < count; k += RUN, from += RUN / 2, to += RUN * (to_bf16 ? 2 : 4)) {
         __builtin_prefetch(from + AHEAD_BYTES);
-        for (int half = 0; half < 2 && w->zero != NULL; half++) {
-            if (left == 0) {
-                left = w->group_size;
-                zero_place++;
-            }
-            left -= GROUP_STEP;
-            zero[half] = zero_at(w, zero_place);
-#if TN_BF16_DOT
-            if (to_bf16) levels[half] = vb_levels_of(zero[half]);
-#endif
-        }
-#if TN_BF16_DOT
-        if (to_bf16) {
-            vb_expand_u4((uint16_t *)to + k, (uint16_t *)to + k + 32, from, levels[0], levels[1]);
-            continue;
-        }
-#endif
-        (void)to_bf16;
-        expand_u4_f32((float *)to + k, from, zero[0], zero[1]);
+        expand_run(to, from, scale, offset, step, to_bf16);
+        left -= RUN;
+        if (step == 0 && left > 0) continue;
+        left += group_size;
+        scale += 1 + step;
+        offset += 1 + step;
     }
 }
 
@@ -516,19 +479,23 @@ static bool is_in_place(const tn_matrix *w, way_t way) {
     case TN_F32: return true;
     case TN_BF16: return way == BF16_PAIRS;
     case TN_I8: return way == BF16_AND_I8;
-    case TN_U4: return way == BF16_AND_U4;
+    case TN_U4: return way == BF16_AND_U4 || way == BF16_AND_WIDE_U4;
     case TN_E2M1: return way == BF16_AND_E2M1;
     default: return false;
     }
 }
 
-/* Write a column's elements of a block as tiles take them. */
-static void expand(void *to, const tn_matrix *w, int64_t column, const block_t *block, way_t way) {
+/* Write a column's elements of a block, the strip's number n, as tiles take them; its groups are there. */
+static void expand(strip_t *strip, int n, const tn_matrix *w, int64_t column, const block_t *block, way_t way) {
+    void *to = strip->weights[n];
     const char *from = (const char *)w->data + bytes_of(w, stored_row(w, column) * w->num_in + block->begin);
     const int64_t zero_place = column * block->num_groups + block->first_group;
     switch (w->dtype) {
     case TN_I8: expand_i8(to, w, (const void *)from, block->count, zero_place, block->left, way == BF16_PAIRS); return;
-    case TN_U4: expand_u4(to, w, (const void *)from, block->count, zero_place, block->left, way == BF16_PAIRS); return;
+    case TN_U4:
+        expand_u4((char *)to, (const void *)from, block->count, block->left, w->group_size, strip->scale[n],
+                  strip->offset[n], way == BF16_PAIRS);
+        return;
     case TN_E2M1: expand_e2m1(to, (const void *)from, block->count, way == BF16_PAIRS); return;
     default: widen_16(to, (const void *)from, block->count, w->dtype == TN_BF16);
     }
@@ -549,10 +516,26 @@ TN_INLINE void take_scales(float *to, const void *scale, const int dtype, int64_
     }
 }
 
-/* The scales of the block's groups, and their zeros where tiles take U4: of columns [column, column + num) as numbers
- * n to n + 3 of the strip, of which the last one stands for those that are missing. */
-static void take_groups(strip_t *strip, int n, const tn_matrix *w, int64_t column, int num, const block_t *block,
-                        way_t way) {
+/* The offsets of U4; and where groups begin in the middle of runs, these and the scales of each GROUP_STEP elements. */
+static void take_offsets(float *offset, float *scale, const uint8_t *zero, const tn_matrix *w, const block_t *block) {
+    for (int group = 0; group < block->groups; group++)
+        offset[group] = -scale[group] * (zero == NULL ? 8.0f : (float)zero[group]);
+    if (w->group_size == GROUP_STEP || w->group_size % RUN == 0) return;
+    for (int group = block->groups - 1, end = block->count / GROUP_STEP; group >= 0; group--) {
+        const float its_scale = scale[group], its_offset = offset[group];
+        const int64_t before = group == 0 ? 0 : block->left + (group - 1) * w->group_size;
+        const int begin = (int)before / GROUP_STEP;
+        for (int step = begin; step < end; step++) {
+            scale[step] = its_scale;
+            offset[step] = its_offset;
+        }
+        end = begin;
+    }
+}
+
+/* The scales of the block's groups, and the offsets of U4: of columns [column, column + num) as numbers n to n + 3 of the
+ * strip, of which the last one stands for those that are missing. */
+static void take_groups(strip_t *strip, int n, const tn_matrix *w, int64_t column, int num, const block_t *block) {
     const int64_t step = stored_row(w, 1) * block->num_groups;
     const int scale_bytes = w->scale_dtype == TN_F32 ? 4 : w->scale_dtype == TN_E8M0 ? 1 : 2;
     for (int j = 0; j < QUAD; j++) {
@@ -567,28 +550,23 @@ static void take_groups(strip_t *strip, int n, const tn_matrix *w, int64_t colum
         case TN_F32: take_scales(to, w->scale, TN_F32, place, block->groups); break;
         default: take_scales(to, w->scale, TN_E8M0, place, block->groups);
         }
-#if TN_INTEGER_TILES
-        if (way == BF16_AND_U4 && w->zero != NULL) {
-            const uint8_t *zero = w->zero;
-            __builtin_prefetch(zero + next + block->groups - 1);
-            vb_places_of(strip->place[n + j], zero + place, block->groups);
+        if (w->dtype == TN_U4) {
+            const uint8_t *zero = w->zero == NULL ? NULL : (const uint8_t *)w->zero + place;
+            if (zero != NULL) __builtin_prefetch(zero + (next - place) + block->groups - 1);
+            take_offsets(strip->offset[n + j], to, zero, w, block);
         }
-#endif
     }
 }
 
 /* What does not change with the columns. */
 static void start_strip(strip_t *strip, const tn_matrix *w) {
-#if TN_INTEGER_TILES
-    if (w->dtype == TN_U4) memset(strip->place, vb_place_of(8), sizeof strip->place);
-#endif
     for (int n = 0; n < STRIP_COLUMNS; n += QUAD) {
         quartet_t *quad = &strip->quad[n / QUAD];
         const int64_t quad_bytes = bytes_of(w, QUAD * (w->num_in < BLOCK ? w->num_in : BLOCK));
         const int64_t most = w->scale == NULL ? AHEAD_QUAD_BYTES : 2 * AHEAD_QUAD_BYTES;
         const int64_t quads = quad_bytes < most ? most / quad_bytes : 1;
         quad->scale = (const float(*)[MAX_GROUPS])strip->scale[n];
-        quad->place = (const uint8_t(*)[MAX_PLACES])strip->place[n];
+        quad->offset = (const float(*)[MAX_GROUPS])strip->offset[n];
         quad->group_size = (int)(w->group_size < BLOCK ? w->group_size : BLOCK);
         quad->ahead_bytes = quads * bytes_of(w, stored_row(w, QUAD) * w->num_in);
         quad->totals = strip->totals;
@@ -607,12 +585,12 @@ static void fill_strip(strip_t *strip, const tn_matrix *w, int64_t first, int nu
         quartet_t *quad = &strip->quad[n / QUAD];
         quad->count = block->count;
         quad->first_count = first_count;
+        if (w->scale != NULL) take_groups(strip, n, w, first + n, num - n, block);
         for (int j = 0; j < QUAD; j++) {
             const int from = n + j < num ? n + j : num - 1;
-            if (!in_place && n + j < num) expand(strip->weights[n + j], w, first + n + j, block, way);
+            if (!in_place && n + j < num) expand(strip, n + j, w, first + n + j, block, way);
             quad->column[j] = in_place ? column + from * stride : (const char *)strip->weights[from];
         }
-        if (w->scale != NULL) take_groups(strip, n, w, first + n, num - n, block, way);
     }
 }
 
@@ -623,7 +601,8 @@ static way_t way_of(const tn_linear_args *args) {
 #if TN_BF16_DOT
     const tn_matrix *w = args->weight;
 #if TN_INTEGER_TILES
-    if (w->dtype == TN_U4 && (w->group_size == GROUP_STEP || args->num_rows <= MAX_U4_ROWS)) return BF16_AND_U4;
+    if (w->dtype == TN_U4 && args->num_rows <= MAX_U4_ROWS)
+        return w->group_size % RUN == 0 ? BF16_AND_WIDE_U4 : BF16_AND_U4;
     if (w->dtype == TN_E2M1 && args->num_rows <= MAX_E2M1_ROWS) return BF16_AND_E2M1;
     if (args->num_rows <= MAX_I8_ROWS && w->dtype == TN_I8 && w->zero == NULL) return BF16_AND_I8;
 #endif
@@ -659,9 +638,11 @@ typedef struct {
 } tiles_t;
 
 static tiles_t tiles_for(const tn_matrix *w, const block_t *block, way_t way) {
-    const scaling_t scaling = w->scale == NULL ? NOT_SCALED : block->groups == 1 ? EVENLY_SCALED : SCALED;
+    const bool is_scaled = w->scale != NULL && w->dtype != TN_U4; /* which are scaled as they are widened */
+    const scaling_t scaling = !is_scaled ? NOT_SCALED : block->groups == 1 ? EVENLY_SCALED : SCALED;
+    const bool is_widening = way == BF16_AND_U4 || way == BF16_AND_WIDE_U4 || way == BF16_AND_E2M1;
     return (tiles_t){tile_for(first_way_of(w, way), scaling), tile_for(way, scaling),
-                     scaling == SCALED || way == BF16_AND_U4 || way == BF16_AND_E2M1 ? SCALED_TILE_ROWS : TILE_ROWS};
+                     scaling == SCALED || is_widening ? SCALED_TILE_ROWS : TILE_ROWS};
 }
 
 /* One block's share of the sums of all rows with the strip's columns, [first, first + num). */
@@ -685,8 +666,7 @@ static void sum_strip(const panel_t *panel, strip_t *strip, int64_t first, int n
 static void sum_panel(const panel_t *panel, strip_t *strip) {
     const tn_matrix *w = panel->args->weight;
     const way_t way = way_of(panel->args);
-    /* What is expanded for one tile alone is best still in the first cache. */
-    const int width = panel->rows <= SCALED_TILE_ROWS && !is_in_place(w, way) ? QUAD : STRIP_COLUMNS;
+    const int width = is_in_place(w, way) ? STRIP_COLUMNS : QUAD; /* what is expanded stays in the first cache */
     for (int64_t begin = 0; begin < w->num_in; begin += BLOCK) {
         const block_t block = block_at(w, begin);
         const tiles_t tiles = tiles_for(w, &block, way);
@@ -765,7 +745,7 @@ int tn_linear_check(const tn_linear_args *args) {
     if (args->x_dtype != TN_F32 && args->x_dtype != TN_BF16) return TN_REFUSED;
     if (args->out_dtype != TN_F32 && args->out_dtype != TN_BF16) return TN_REFUSED;
     assert(!is_integer || (w->num_in % w->group_size == 0 && (w->group_size % GROUP_STEP == 0 || w->group_size == w->num_in)));
-    assert(w->dtype != TN_U4 || w->num_in % 64 == 0);
+    assert(w->dtype != TN_U4 || w->num_in % RUN == 0);
     if ((w->dtype == TN_E2M1) != (w->scale != NULL && w->scale_dtype == TN_E8M0)) return TN_REFUSED;
     assert(w->dtype == TN_E2M1 ? w->group_size == GROUP_STEP && w->num_in % GROUP_STEP == 0 : w->row_step == 0);
     return TN_OK;

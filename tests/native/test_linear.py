@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tests.support.native import each_isa, pack_nibbles, product, products, widened
+from tests.support.native import ISAS, each_isa, pack_nibbles, product, products, widened
 
 from teneral.runtime.backends.native import arrays
 from teneral.runtime.backends.native.products import Weight
@@ -24,6 +24,15 @@ class Case(NamedTuple):
 
     weight: Weight
     means: Array
+    is_int4: bool = False
+
+    def means_for(self, isa: str, x: Array) -> Array:
+        """The rows as they are multiplied with x: 4 bits times their scales are rounded to bf16 where
+        the processor multiplies pairs of bf16.
+        """
+        if self.is_int4 and x.dtype == np.uint16 and "bf16" in isa:
+            return widened(arrays.to_bf16(self.means.astype(np.float32)))
+        return self.means
 
 
 def floats(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
@@ -65,7 +74,7 @@ def make_integers(
     data = levels.astype(np.int8) if kind == "int8" else pack_nibbles(levels)
     offsets = np.full(groups, middle) if zero is None else zero.astype(np.int64)
     means = (levels - np.repeat(offsets, group_size, axis=1)) * np.repeat(widened(scale), group_size, axis=1)
-    return Case(Weight(data, scale=scale, zero=zero, bias=bias), means)
+    return Case(Weight(data, scale=scale, zero=zero, bias=bias), means, is_int4=kind == "int4")
 
 
 def make_mxfp4(
@@ -136,7 +145,7 @@ def assert_close(out: Array, x: Array, means: Array) -> None:
 def test_a_product_is_what_numpy_computes(isa: str, data: st.DataObject) -> None:
     case = data.draw(cases())
     x = inputs(data.draw, case.weight.num_in)
-    assert_close(product(isa, x, case.weight), x, case.means)
+    assert_close(product(isa, x, case.weight), x, case.means_for(isa, x))
 
 
 @each_isa
@@ -152,7 +161,23 @@ def test_prompts_of_any_length_are_what_numpy_computes(isa: str, kind: str, num_
     else:
         case = make_float(rng, kind, shape, None)
     for x in (floats(rng, (num_rows, 1152)), arrays.to_bf16(floats(rng, (num_rows, 1152)))):
-        assert_close(product(isa, x, case.weight), x, case.means)
+        assert_close(product(isa, x, case.weight), x, case.means_for(isa, x))
+
+
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if "bf16" in str(isa)])
+@pytest.mark.parametrize("scale_kind", ["bf16", "fp16"])
+@pytest.mark.parametrize("group_size", [32, 64, 96, 128, 1152])
+@pytest.mark.parametrize("num_rows", [1, 5, 8, 9, 40])
+def test_four_bits_have_the_bits_of_the_matrix_in_bf16(
+    isa: str, scale_kind: str, group_size: int, num_rows: int
+) -> None:
+    rng = np.random.default_rng(group_size)
+    case = make_integers(
+        rng, "int4", (37, 1152), group_size=group_size, has_zero=True, scale_kind=scale_kind, bias=None
+    )
+    x = arrays.to_bf16(floats(rng, (num_rows, 1152)))
+    in_bf16 = Weight(arrays.to_bf16(case.means.astype(np.float32)))
+    assert np.array_equal(product(isa, x, case.weight), product(isa, x, in_bf16))
 
 
 @each_isa

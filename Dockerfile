@@ -11,8 +11,8 @@
 # TORCH_INDEX is the index that torch comes from: one with its CPU builds, a tenth of the size, unless CUDA is wanted; a
 # torch that brings CUDA's libraries unasked ends the build.
 # Dependencies come as infra/image/lock/<extras>.txt pins them, with hashes; for other extras, as pyproject.toml allows.
-# The layer of dependencies has one time for all of its files, so that it is the same wherever it is built from the same
-# packages.
+# The layer of dependencies has one time for all of its files: made again of the same packages, it is the one that the
+# build's cache has.
 ARG PYTHON=3.12
 FROM python:${PYTHON}-slim-bookworm AS system
 # tini is process 1: the kernel drops a SIGTERM for a process 1 that has no handler yet, which Python has only after its

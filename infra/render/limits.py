@@ -415,7 +415,7 @@ def _memory_bytes(rendering: Rendering, model: Model) -> int:
             raise _needed(
                 rendering, model, "memory", 'memory = "4GiB", or --read-manifests to take it from the model'
             )
-        if given < files + PROCESS_BYTES:
+        if files and given < files + PROCESS_BYTES:
             raise _too_small(
                 rendering, model, given, files + PROCESS_BYTES, f"the process and {_mib(files)} of files"
             )

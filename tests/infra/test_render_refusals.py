@@ -103,6 +103,11 @@ def test_files_on_cloud_run_are_counted_as_memory_and_reported():
     assert error.place.key == "instance.memory"
 
 
+def test_a_small_instance_of_a_model_whose_size_is_unknown_is_rendered():
+    for platform in ("kubernetes", "knative", "ray", "kuberay", "sagemaker"):
+        render_text(PLAIN.replace('"4GiB"', '"256MiB"'), platform)
+
+
 def test_files_on_sagemaker_get_a_volume():
     files = '[models.m.serve]\ncache_dir = "/tmp/teneral"\ncache_bytes = "SIZE"\n'
     template = yaml.safe_load(render_text(PLAIN + files.replace("SIZE", "40GiB"), "sagemaker").stream())

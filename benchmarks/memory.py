@@ -1,12 +1,13 @@
 """Peak memory of a cold start in addition to its weights: the memory of loading and serving themselves.
 
-    python -m benchmarks.memory [--like qwen2.5-0.5b] [--rate-mb-s 0 200] [--rounds 3] [--save]
+    python -m benchmarks.memory [--like qwen2.5-0.5b] [--rate-mb-s 0 200] [--rounds 3] [--only PATTERN] [--save]
 
 Watched are the server and every process that belongs to it, from its start to its first token, together: the sum of
 the proportional set sizes of their anonymous and shared memory, in which memory that they share counts once. (Pages of
 program files are left out: the system drops them when it needs room.) Taken off are the weights themselves, and what a
 process takes that has imported all that the server imports and has no model. The KV pool takes memory only as it is
-written, and is counted with the rest.
+written, and is counted with the rest. *serving* is the same some seconds after an answer, of the packed model in a
+local folder. `--only serving` measures nothing else; no other program's load changes it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -25,17 +27,21 @@ from typing import Any
 from benchmarks.cold_starts import serve
 from benchmarks.processes import Sampler, environment
 from benchmarks.report import begin, finish, median, new_parser, note, table, title
+from benchmarks.server import Server
 from benchmarks.store import MODELS, StoreProcess, prepare
 
 MIB = 1024 * 1024
+SERVING = "serving"
 GOAL_MIB = 256
 SAMPLE_PERIOD_S = 0.03
 KV_BYTES = 64 * MIB
+GOAL_SERVING_MB = 120
+REST_S = 4.0  # until a server has returned its start's memory
 WITHOUT_MODEL = """
-import sys, torch, tokenizers
+import sys
 import teneral.handlers.serve, teneral.handlers.http.server, teneral.runtime.instance
 import teneral.runtime.engine.engine, teneral.runtime.models.build, teneral.runtime.weights
-import teneral.loader.load.process_load, teneral.runtime.text.tokenizer
+import teneral.runtime.text.remote
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -50,6 +56,10 @@ def main() -> None:
     report["weights_mib"] = weight_bytes / MIB
     report["without_model_mib"] = _bytes_without_model() / MIB
     report["runs"] = []
+    if not options.only or re.search(options.only, SERVING):
+        report["serving_mb"] = _serving_mb(root / "models" / "packed", weight_bytes)
+    if options.only == SERVING:
+        options.rate_mb_s = []
     for rate_mb_s in options.rate_mb_s:
         with StoreProcess(root, rate_mb_s=rate_mb_s, latency_ms=options.latency_ms) as store:
             samples: dict[str, list[dict[str, float]]] = {model: [] for model in MODELS}
@@ -90,7 +100,10 @@ def render(report: dict[str, Any]) -> str:
     head = title(
         report, f"{report['model']}, a KV pool of up to {report['kv_mib']} MiB", f"{report['rounds']} rounds"
     )
-    return f"{head}\n{table(columns, rows)}"
+    text = f"{head}\n{table(columns, rows)}" if rows else head
+    if "serving_mb" in report:
+        text += f"\nserving, in addition to the weights: {report['serving_mb']:.0f} MB ({GOAL_SERVING_MB} allowed)"
+    return text
 
 
 def _options() -> argparse.Namespace:
@@ -159,6 +172,18 @@ def _peak_mib(model: str, store: StoreProcess, weight_bytes: int) -> float:
     parts = ", ".join(f"{name} {size_bytes / MIB:,.0f}" for name, size_bytes in sorted(peak.items()))
     note(f"{model}: {peak_mib:,.0f} MiB at most: {parts}")
     return peak_mib
+
+
+def _serving_mb(model: Path, weight_bytes: int) -> float:
+    """MB (10**6 bytes) in addition to the weights after an answer."""
+    with Server(str(model)) as server:
+        server.wait_ready()
+        server.complete([1, 2, 3], 4)
+        time.sleep(REST_S)
+        held = held_bytes({server.pid} | descendants(server.pid))
+    parts = ", ".join(f"{name} {size_bytes / 1e6:,.0f}" for name, size_bytes in held.items())
+    note(f"serving, weights {weight_bytes / 1e6:,.0f} MB: {parts}")
+    return (sum(held.values()) - weight_bytes) / 1e6
 
 
 def _bytes_without_model() -> int:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..loader.artifact import open_model
 from ..loader.errors import TeneralError, UsageError
+from ..loader.memory.limits import return_free_memory
 from ..loader.pin import split_pin
 from ..loader.sources.base import Remote
 from ..loader.sources.http.outage import show_outages
@@ -335,23 +336,7 @@ class Instance:
         # Few instances have them.
         from .kv.snapshots.service import SnapshotService
 
-        assert self.config.kv_snapshot is not None
-        if not self.config.prefix_cache:
-            raise UsageError(
-                "a KV snapshot needs the prefix cache, which is turned off",
-                key="kv_snapshot",
-                hint="Leave it out, or turn the prefix cache on.",
-            )
-        self._snapshots = SnapshotService(
-            self.config.kv_snapshot,
-            self.config.source_options,
-            limit_bytes=min(
-                self.config.kv_snapshot_bytes, self.config.kv_bytes or self.config.kv_snapshot_bytes
-            ),
-            saves=self.config.kv_snapshot_save,
-            saves_sessions=self.config.kv_snapshot_sessions,
-            timeline=self.timeline,
-        )
+        self._snapshots = SnapshotService.of(self.config, self.timeline)
         self._snapshots.start(self.opening)
 
     def _open(self) -> None:
@@ -415,6 +400,7 @@ class Instance:
         # The first chat is not to wait for its process; but the first tokens come first.
         if self.wait_exact() and not self._closed.wait(CHAT_DELAY_S):
             tokenizer.chat_template.start()
+            return_free_memory()
 
     def _adjust_settings(self, settings: TextSettings) -> TextSettings:
         """The model's own settings with the configuration's replacements. Raises `UsageError`."""

@@ -60,6 +60,7 @@ def main(control_fd: int, files_fd: int, *line_fds: int) -> None:
         task.context.apply()
     manifest = _first_manifest(control, stream, files_fd)
     from ...loader.errors import TeneralError
+    from ...loader.memory.limits import return_free_memory
     from ...loader.timeline import Timeline
 
     timeline = Timeline(started_at=task.started_at)
@@ -80,6 +81,7 @@ def main(control_fd: int, files_fd: int, *line_fds: int) -> None:
     with suppress(TeneralError):  # errors of the vocabulary: later requests report them
         _send(stream, _table(backend.current))
         backend.complete()
+    return_free_memory()  # a third of it: the vocabulary's text, the table
     while control.recv(1 << 16):
         # The manifest, which was known already: the parent then sends nothing, and this process
         # ends with it.

@@ -11,7 +11,14 @@ from tests.support.cgroups import memory_cgroup
 from tests.support.load import patience_s
 
 from teneral.loader.errors import InsufficientMemoryError
-from teneral.loader.memory.limits import MIB, Available, available, available_bytes, check_fits
+from teneral.loader.memory.limits import (
+    MIB,
+    Available,
+    available,
+    available_bytes,
+    check_fits,
+    return_free_memory,
+)
 
 KIB = 1024
 
@@ -125,3 +132,17 @@ def test_what_fits_exactly_is_allowed() -> None:
     check_fits(2000, left, what="the model")
     with pytest.raises(InsufficientMemoryError, match=r"MiB of memory \(all of it weights\), but"):
         check_fits(2001, left, what="the model", made_of="all of it weights")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_that_was_freed_returns_to_the_system() -> None:
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    held = [bytes(1000) for _ in range(60_000)]
+    kept = held[::1000]  # in the way of the heap's end
+    held.clear()
+    before = resident_bytes()
+    return_free_memory()
+    assert resident_bytes() < before - 30_000_000
+    assert len(kept) == 60

@@ -25,6 +25,7 @@ from ....loader.errors import (
     IntegrityError,
     NotFoundError,
     TeneralError,
+    UsageError,
 )
 from ....loader.pin import split_pin
 from ....loader.sources.base import Remote, Source, SourceOptions, Store
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ....loader.format.manifest import Manifest
+    from ...config import ServeConfig
     from ..prefix_pool import PrefixPool
 
 logger = logging.getLogger(__name__)
@@ -79,6 +81,25 @@ class SnapshotService:
     """The snapshot of one server: `start`, `attach` the engine's pool, `save` at the end, and
     `close`. Thread-safe.
     """
+
+    @classmethod
+    def of(cls, config: ServeConfig, timeline: Timeline) -> SnapshotService:
+        """The service of a server that has `kv_snapshot`. Raises `UsageError` where it cannot be used."""
+        assert config.kv_snapshot is not None
+        if not config.prefix_cache:
+            raise UsageError(
+                "a KV snapshot needs the prefix cache, which is turned off",
+                key="kv_snapshot",
+                hint="Leave it out, or turn the prefix cache on.",
+            )
+        return cls(
+            config.kv_snapshot,
+            config.source_options,
+            limit_bytes=min(config.kv_snapshot_bytes, config.kv_bytes or config.kv_snapshot_bytes),
+            saves=config.kv_snapshot_save,
+            saves_sessions=config.kv_snapshot_sessions,
+            timeline=timeline,
+        )
 
     def __init__(
         self,

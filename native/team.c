@@ -25,15 +25,15 @@
 
 enum {
     MAX_THREADS = 1 << 8,
-    NUM_BITS = 10,             /* of `begun`: threads of the region; the others count regions */
-    SPIN_NS = 20 * 1000,       /* then others may have the core */
-    AWAKE_NS = 200 * 1000,     /* then the thread sleeps until it is woken */
-    MEASURED_NS = 1000 * 1000, /* shorter regions say nothing about the cores */
+    NUM_BITS = 10,                       /* of `begun`: threads of the region; the others count regions */
+    SPIN_NS = 20 * 1000,                 /* then others may have the core */
+    AWAKE_NS = 200 * 1000,               /* then the thread sleeps until it is woken */
+    MEASURED_NS = 1000 * 1000,           /* shorter regions say nothing about the cores */
     FIRST_WITHOUT_NS = 4 * 1000 * 1000,  /* for which a thread is left out, before all are tried again ... */
     MOST_WITHOUT_NS = 512 * 1000 * 1000, /* ... and when that has failed again and again: twice as long each time */
-    PAUSE_NS = 50 * 1000 * 1000, /* between two regions: what was measured before it is out of date */
-    WAITING_SHARE = 2,         /* a share of one in this number of a region's time is too much */
-    STACK_BYTES = 2 << 20,     /* attention takes 0.4 MiB; thread sanitizers 0.8 of every stack */
+    PAUSE_NS = 50 * 1000 * 1000,         /* between two regions: what was measured before it is out of date */
+    WAITING_SHARE = 2,                   /* a share of one in this number of a region's time is too much */
+    STACK_BYTES = 2 << 20,               /* attention takes 0.4 MiB; thread sanitizers 0.8 of every stack */
 };
 
 static struct {

@@ -14,9 +14,9 @@ from itertools import groupby
 from typing import Any
 
 from ..format.delta import BASE_PREFIX
-from ..format.layout import is_expert, layer_of
+from ..format.layout import is_stacked, layer_of
 from ..format.manifest import FORMAT_VERSION, Group, Manifest, Tensor, Tier
-from ..load.pager import step_need
+from ..load.pager import find_pages, step_need
 from .progress_bar import format_bytes
 
 PRUNED_KEY = "teneral.pruned"  # of the metadata: see tools/pack/prune.py
@@ -81,14 +81,14 @@ def _describe_group(manifest: Manifest, group: Group) -> dict[str, Any]:
 
 
 def _describe_experts(manifest: Manifest) -> dict[str, Any] | None:
-    """Those in groups of their own, and the least memory for weights that serves them; None if there are none."""
+    """Those that can be left out of memory, and the least of it for weights; None if there are none."""
     need = step_need(manifest)
     if need is None:
         return None
-    names = [group.name for group in manifest.groups if is_expert(group.name)]
+    pages = find_pages(manifest).values()
     return {
-        "count": len(names),
-        "layers": len({layer_of(name) for name in names}),
+        "count": len(pages),
+        "layers": len({layer_of(manifest.groups[page.group].name) for page in pages}),
         "raw_bytes": manifest.weight_bytes - need.resident_bytes,
         "least_weights_bytes": need.least_bytes,
     }
@@ -190,7 +190,7 @@ def _merged(groups: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     """The groups, with one in place of all experts of a layer: a mixture may have thousands."""
     for layer, found in groupby(groups, lambda group: layer_of(group["name"])):
         members = list(found)
-        if layer is None:
+        if layer is None or is_stacked(members[0]["name"]):
             yield from members
             continue
         sums = {key: sum(group[key] for group in members) for key in _SUMMED}

@@ -30,6 +30,7 @@ from teneral.loader.load.pager import plan_paging, step_need
 from teneral.loader.load.plan import RowParts, expert_groups
 from teneral.loader.native.library import library
 from teneral.loader.sources.open import open_source, open_store
+from teneral.loader.tools.inspect import describe, render_table
 from teneral.loader.tools.pack.pack import pack
 from teneral.runtime.backends.native.backend import NativeBackend
 from teneral.runtime.files import ModelFiles
@@ -161,6 +162,13 @@ def test_an_artifact_whose_experts_lie_in_their_layers_gives_the_same_bits(folde
         load.start()
         ours = Stepper(decoder).step({"a": PROMPT})["a"]
     assert torch.equal(ours, whole(folders["packed"])[0])
+
+
+def test_inspect_counts_experts_of_one_tensor(folders):
+    description = describe(open_artifact(open_source(str(folders["packed"]))), "x")
+    layers = description["experts"]["layers"]
+    assert description["experts"]["count"] == layers * SHAPE["num_local_experts"]
+    assert "layers.0.experts " in render_table(description)
 
 
 @pytest.mark.parametrize("form", ["packed", "plain"])

@@ -6,12 +6,14 @@ of its layer is open. Nothing here is copied or computed, but for matrices of GP
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import ModelError
 from ..tensors import DType, Tensor
 
 if TYPE_CHECKING:
@@ -31,7 +33,53 @@ __all__ = [
     "Projection",
     "StoredProjection",
     "Tensor",
+    "for_format",
+    "refusal_of_formats",
 ]
+
+Made = TypeVar("Made")
+
+
+class Matrix(Protocol):
+    """y = x @ w.T + bias, of w (N, K) in one stored number format.
+
+    A format is a class, a row in `projections.FORMATS`, and a product in each backend that computes it.
+    """
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+    @property
+    def columns(self) -> npt.NDArray[np.int64] | None:
+        """(K,): x[:, columns] takes the place of x."""
+
+    @property
+    def num_in(self) -> int: ...
+
+    @property
+    def num_out(self) -> int: ...
+
+    @property
+    def kind(self) -> Hashable:
+        """Equal for matrices of a format that can be one, if they lie back to back."""
+
+    def joined(self, others: Sequence[Any]) -> Matrix | None:
+        """One matrix over the tensors of this one and of others of its kind, as views; None unless these
+        lie back to back.
+        """
+
+
+def for_format(table: Mapping[type[Any], Made], matrix: Matrix, backend: str) -> Made:
+    """The entry for the matrix's format. Raises `ModelError` for one that the backend does not compute."""
+    found = table.get(type(matrix))
+    if found is None:
+        raise ModelError(
+            f"{backend} does not multiply with a {type(matrix).__name__}", hint="Choose another --backend."
+        )
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,12 +90,27 @@ class DenseMatrix:
     bias: Tensor | None = None  # (N,) of the same type
 
     @property
+    def columns(self) -> None:
+        return None
+
+    @property
     def num_in(self) -> int:
         return self.weight.shape[1]
 
     @property
     def num_out(self) -> int:
         return self.weight.shape[0]
+
+    @property
+    def kind(self) -> Hashable:
+        return DenseMatrix, self.weight.dtype
+
+    def joined(self, others: Sequence[DenseMatrix]) -> DenseMatrix | None:
+        parts = (self, *others)
+        weight, bias = _whole([part.weight for part in parts]), _whole([part.bias for part in parts])
+        if weight is None or (self.bias is not None and bias is None):
+            return None
+        return DenseMatrix(weight, bias)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,6 +146,30 @@ class IntegerMatrix:
     def group_size(self) -> int:
         return self.num_in // self.scale.shape[1]
 
+    @property
+    def kind(self) -> Hashable:
+        return IntegerMatrix, self.weight.dtype, self.group_size, self.zero is None
+
+    def joined(self, others: Sequence[IntegerMatrix]) -> IntegerMatrix | None:
+        parts = (self, *others)
+        weight, scale = _whole([part.weight for part in parts]), _whole([part.scale for part in parts])
+        zero, bias = _whole([part.zero for part in parts]), _whole([part.bias for part in parts])
+        some_lack = any(
+            whole is None and any(tensor is not None for tensor in tensors)
+            for whole, tensors in (
+                (zero, [part.zero for part in parts]),
+                (bias, [part.bias for part in parts]),
+            )
+        )
+        if weight is None or scale is None or some_lack:
+            return None
+        return IntegerMatrix(weight, scale, zero, bias)
+
+
+def _whole(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    there = [tensor for tensor in tensors if tensor is not None]
+    return there[0].stacked_with(there[1:]) if len(there) == len(tensors) else None
+
 
 MXFP4_GROUP = 32  # columns that share a scale
 
@@ -98,6 +185,10 @@ class Mxfp4Matrix:
     bias: Tensor | None = None  # (N,) BF16, F16 or F32
 
     @property
+    def columns(self) -> None:
+        return None
+
+    @property
     def num_in(self) -> int:
         return self.weight.shape[1] * 2
 
@@ -105,8 +196,12 @@ class Mxfp4Matrix:
     def num_out(self) -> int:
         return self.weight.shape[0]
 
+    @property
+    def kind(self) -> Hashable:
+        return Mxfp4Matrix
 
-Matrix = DenseMatrix | IntegerMatrix | Mxfp4Matrix
+    def joined(self, others: Sequence[Mxfp4Matrix]) -> None:
+        return None
 
 
 class Projection(Protocol):
@@ -256,3 +351,17 @@ class EncoderWeights:
     @property
     def device(self) -> str:
         return self.words.device
+
+
+def refusal_of_formats(weights: DecoderWeights, table: Mapping[type[Any], Any], backend: str) -> str | None:
+    """Why a backend with these formats cannot compute the layers' matrices; None where it can. Matrices
+    that are not settled yet, such as GPTQ's, become integers, which every backend computes.
+    """
+    for layer in weights.layers:
+        for projection in (layer.qkv, layer.output, layer.gate_up, layer.down):
+            if projection is None or not projection.is_settled:
+                continue
+            for matrix in projection.matrices():
+                if type(matrix) not in table:
+                    return f"{backend} does not multiply with a {type(matrix).__name__}"
+    return None

@@ -3,19 +3,20 @@
 A loader that puts q, k and v (or gate and up) next to each other makes the stacked matrix a view of what
 arrived: nothing is copied, and nothing can be, since the content may not be there yet.
 
-Which tensors there are decides what a projection is made of: with `X.weight_scale` its weights are integers, with
-`X.qweight` those of GPTQ or AWQ (docs/quantize.md).
+Which tensors there are decides what a projection is made of (`FORMATS`): with `X.weight_scale` its weights are
+integers, with `X.qweight` those of GPTQ or AWQ (docs/quantize.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 from ...loader.format.nibbles import RUN
 from ..errors import ModelError
-from ..tensors import DType, Tensor
+from ..tensors import DType
 from .matrices import (
     MXFP4_GROUP,
     DenseMatrix,
@@ -29,6 +30,13 @@ from .matrices import (
 from .parameters import Parameters
 
 _SCALE_DTYPES = (DType.BF16, DType.F16, DType.F32)
+
+
+class StoredFormat(NamedTuple):
+    """A stored number format: whether a matrix is in it, by its tensors, and how it is taken."""
+
+    is_stored: Callable[[Parameters, str], bool]
+    take: Callable[[Parameters, str, int, int, bool], Matrix]  # name, num_in, num_out, with a bias
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,8 +84,8 @@ def take_stacked(
             tuple(take_linear(parameters, name, num_in, size, bias=bias) for name, size in names_and_sizes)
         )
     parts = [_take_one(parameters, name, num_in, num_out, bias=bias) for name, num_out in names_and_sizes]
-    runs = [list(run) for _, run in groupby(parts, _kind)]
-    return StoredProjection(tuple(matrix for run in runs for matrix in _stacked_or_all(run)))
+    runs = [list(run) for _, run in groupby(parts, lambda part: part.kind)]
+    return StoredProjection(tuple(matrix for run in runs for matrix in _joined_or_all(run)))
 
 
 def take_embeddings(parameters: Parameters, name: str, vocab_size: int, hidden_size: int) -> EmbeddingTable:
@@ -91,15 +99,24 @@ def take_embeddings(parameters: Parameters, name: str, vocab_size: int, hidden_s
 
 
 def _take_one(parameters: Parameters, name: str, num_in: int, num_out: int, *, bias: bool) -> Matrix:
-    if f"{name}.weight_scale" in parameters:
-        if parameters.peek(f"{name}.weight_scale").dtype is DType.U8:
-            return _take_mxfp4(parameters, name, num_in, num_out, bias=bias)
-        return _take_integers(parameters, name, num_in, num_out, bias=bias)
+    take = next(each.take for each in FORMATS if each.is_stored(parameters, name))
+    return take(parameters, name, num_in, num_out, bias)
+
+
+def _take_dense(parameters: Parameters, name: str, num_in: int, num_out: int, bias: bool) -> DenseMatrix:
     weight = parameters.take(f"{name}.weight", num_out, num_in)
     return DenseMatrix(weight, parameters.take(f"{name}.bias", num_out) if bias else None)
 
 
-def _take_mxfp4(parameters: Parameters, name: str, num_in: int, num_out: int, *, bias: bool) -> Mxfp4Matrix:
+def _has_scales(parameters: Parameters, name: str) -> bool:
+    return f"{name}.weight_scale" in parameters
+
+
+def _is_mxfp4(parameters: Parameters, name: str) -> bool:
+    return _has_scales(parameters, name) and parameters.peek(f"{name}.weight_scale").dtype is DType.U8
+
+
+def _take_mxfp4(parameters: Parameters, name: str, num_in: int, num_out: int, bias: bool) -> Mxfp4Matrix:
     num_groups = _num_groups(parameters, name, num_in)
     if num_groups * MXFP4_GROUP != num_in:
         raise ModelError(
@@ -111,9 +128,7 @@ def _take_mxfp4(parameters: Parameters, name: str, num_in: int, num_out: int, *,
     return Mxfp4Matrix(weight, scale, parameters.take(f"{name}.bias", num_out) if bias else None)
 
 
-def _take_integers(
-    parameters: Parameters, name: str, num_in: int, num_out: int, *, bias: bool
-) -> IntegerMatrix:
+def _take_integers(parameters: Parameters, name: str, num_in: int, num_out: int, bias: bool) -> IntegerMatrix:
     """The shapes of a matrix's pieces must fit each other, so that nothing that is computed with them can fail."""
     weight, scale = parameters.peek(f"{name}.weight"), parameters.peek(f"{name}.weight_scale")
     is_packed = weight.dtype is DType.U8
@@ -140,46 +155,14 @@ def _num_groups(parameters: Parameters, name: str, columns: int, *, unit: int = 
     return num_groups
 
 
-def _kind(matrix: Matrix) -> Hashable:
-    """Equal for matrices that can be one, if they lie back to back."""
-    if isinstance(matrix, IntegerMatrix):
-        return matrix.weight.dtype, matrix.group_size, matrix.zero is None
-    return matrix.weight.dtype
-
-
-def _stacked_or_all(run: Sequence[Matrix]) -> Sequence[Matrix]:
-    whole = _stacked(run) if len(run) > 1 else None
+def _joined_or_all(run: Sequence[Matrix]) -> Sequence[Matrix]:
+    whole = run[0].joined(run[1:]) if len(run) > 1 else None
     return run if whole is None else (whole,)
 
 
-def _stacked(parts: Sequence[Matrix]) -> Matrix | None:
-    """One matrix over all their tensors, as views; None unless these lie back to back."""
-    first = parts[0]
-    if isinstance(first, DenseMatrix):
-        dense = [part for part in parts if isinstance(part, DenseMatrix)]
-        weight = _whole([part.weight for part in dense])
-        bias = _whole([part.bias for part in dense])
-        if len(dense) < len(parts) or weight is None or (first.bias is not None and bias is None):
-            return None
-        return DenseMatrix(weight, bias)
-    integers = [part for part in parts if isinstance(part, IntegerMatrix)]
-    if len(integers) < len(parts):
-        return None
-    weight = _whole([part.weight for part in integers])
-    scale = _whole([part.scale for part in integers])
-    zero, bias = _whole([part.zero for part in integers]), _whole([part.bias for part in integers])
-    some_lack = any(
-        whole is None and any(tensor is not None for tensor in tensors)
-        for whole, tensors in (
-            (zero, [part.zero for part in integers]),
-            (bias, [part.bias for part in integers]),
-        )
-    )
-    if weight is None or scale is None or some_lack:
-        return None
-    return IntegerMatrix(weight, scale, zero, bias)
-
-
-def _whole(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    there = [tensor for tensor in tensors if tensor is not None]
-    return there[0].stacked_with(there[1:]) if len(there) == len(tensors) else None
+FORMATS: tuple[StoredFormat, ...] = (
+    StoredFormat(_is_mxfp4, _take_mxfp4),
+    StoredFormat(_has_scales, _take_integers),
+    StoredFormat(lambda parameters, name: True, _take_dense),
+)
+"""The stored number formats; the first that a matrix is in counts."""

@@ -24,7 +24,7 @@ from ..backends.native.reference import floats_of, scale_and_cap
 from ..backends.native.reference_models import ReferenceDecoder
 from ..kv.storage import KVStorage
 from ..models.decoder import Decoder
-from ..models.matrices import DecoderLayerWeights, DecoderWeights, IntegerMatrix
+from ..models.matrices import DecoderLayerWeights, DecoderWeights
 from ..models.spec import DecoderSpec
 from ..step.batch import SequenceSpan, StepBatch
 from ..tensors import DType, to_float32
@@ -163,7 +163,7 @@ class _MeteredDecoder(ReferenceDecoder):
             meter.add(x)
         parts = []
         for matrix in projection.matrices():
-            columns = matrix.columns if isinstance(matrix, IntegerMatrix) else None
+            columns = matrix.columns
             part = (x if columns is None else x[:, columns]) @ floats_of(matrix).T
             if matrix.bias is not None:
                 part += to_float32(matrix.bias.array, matrix.bias.dtype)

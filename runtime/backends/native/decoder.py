@@ -16,7 +16,7 @@ import numpy as np
 
 from ...errors import ModelError
 from ...models.executor import SIZES, Accepts, Floats, any_value, one_of, refusal_of
-from ...models.matrices import DecoderWeights
+from ...models.matrices import DecoderWeights, refusal_of_formats
 from ...models.spec import DecoderSpec
 from ...step.batch import Int64s, StepBatch
 from ...tensors import DType
@@ -25,7 +25,7 @@ from .operations import ACTIVATIONS, MAX_HEAD_DIM, NORMS, ROTARIES, Operations
 from .pools import Pool, Spans, check_ids
 from .products import Products
 from .tables import turn_tables
-from .weights import Parts, refusal_of_tensors, vector_of
+from .weights import WEIGHTS, Parts, refusal_of_tensors, vector_of
 
 if TYPE_CHECKING:
     from ....loader.native.library import Library
@@ -94,6 +94,7 @@ def refusal(spec: DecoderSpec, weights: DecoderWeights) -> str | None:
     return (
         refusal_of_spec(spec)
         or refusal_of_tensors([weights.embeddings.weight])
+        or refusal_of_formats(weights, WEIGHTS, NAME)
         or (f"{NAME} does not implement {_REORDERED}" if _may_reorder_experts(weights) else None)
     )
 

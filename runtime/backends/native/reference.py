@@ -7,13 +7,14 @@ numpy's, so that last bits differ from the core's; but each row is still compute
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ...models.decoder_config import ClampedSwiglu, Experts, Norm
-from ...models.matrices import DenseMatrix, IntegerMatrix, Matrix, Mxfp4Matrix, Tensor
+from ...models.matrices import DenseMatrix, IntegerMatrix, Matrix, Mxfp4Matrix, Tensor, for_format
 from ...models.spec import Activation
 from ...step.batch import Int64s
 from ...tensors import DType, from_float32, to_float32
@@ -44,10 +45,14 @@ def vector(tensor: Tensor, dtype: DType) -> Floats:
 
 def floats_of(matrix: Matrix) -> Floats:
     """The dequantised matrix, (N, K)."""
-    if isinstance(matrix, DenseMatrix):
-        return to_float32(matrix.weight.array, matrix.weight.dtype)
-    if isinstance(matrix, Mxfp4Matrix):
-        return _of_mxfp4(matrix)
+    return for_format(FLOATS, matrix, "numpy")(matrix)
+
+
+def _of_dense(matrix: DenseMatrix) -> Floats:
+    return to_float32(matrix.weight.array, matrix.weight.dtype)
+
+
+def _of_integers(matrix: IntegerMatrix) -> Floats:
     levels = matrix.weight.array
     if matrix.bits == 4:
         runs = levels.reshape(len(levels), -1, _RUN // 2)
@@ -71,11 +76,18 @@ def _of_mxfp4(matrix: Mxfp4Matrix) -> Floats:
     return meant
 
 
+FLOATS: dict[type[Any], Callable[[Any], Floats]] = {
+    DenseMatrix: _of_dense,
+    IntegerMatrix: _of_integers,
+    Mxfp4Matrix: _of_mxfp4,
+}
+"""The numbers of each stored format."""
+
+
 def product(x: Floats, matrix: Matrix, dtype: DType) -> Floats:
     """x @ w.T + bias, rounded once: (T, K) → (T, N)."""
     weights = floats_of(matrix)
-    columns = matrix.columns if isinstance(matrix, IntegerMatrix) else None
-    inputs = x if columns is None else x[:, columns]
+    inputs = x if matrix.columns is None else x[:, matrix.columns]
     out = np.empty((len(x), len(weights)), np.float32)
     for number, row in enumerate(inputs):  # by itself: BLAS sums in another order where there are more
         out[number] = weights @ row

@@ -5,13 +5,13 @@ It does not know what a layer is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...errors import ModelError
-from ...models.matrices import DenseMatrix, IntegerMatrix, Matrix, Mxfp4Matrix, Tensor
+from ...models.matrices import DenseMatrix, IntegerMatrix, Matrix, Mxfp4Matrix, Tensor, for_format
 from . import arrays, records
 from .products import Weight
 
@@ -66,16 +66,7 @@ def refusal_of_tensors(tensors: Sequence[Tensor]) -> str | None:
 
 def _weight_of(matrix: Matrix) -> Weight:
     try:
-        if isinstance(matrix, DenseMatrix):
-            return Weight(matrix.weight.array, bias=_array_of(matrix.bias))
-        if isinstance(matrix, Mxfp4Matrix):
-            return Weight(matrix.weight.array, scale=matrix.scale.array, bias=_array_of(matrix.bias))
-        return Weight(
-            matrix.weight.array,
-            scale=matrix.scale.array,
-            zero=_array_of(matrix.zero),
-            bias=_array_of(matrix.bias),
-        )
+        return for_format(WEIGHTS, matrix, "the native core")(matrix)
     except ValueError as error:
         raise ModelError(
             f"the native backend does not multiply with these weights: {error}",
@@ -83,12 +74,37 @@ def _weight_of(matrix: Matrix) -> Weight:
         ) from error
 
 
+def _of_dense(matrix: DenseMatrix) -> Weight:
+    return Weight(matrix.weight.array, bias=_array_of(matrix.bias))
+
+
+def _of_integers(matrix: IntegerMatrix) -> Weight:
+    return Weight(
+        matrix.weight.array,
+        scale=matrix.scale.array,
+        zero=_array_of(matrix.zero),
+        bias=_array_of(matrix.bias),
+    )
+
+
+def _of_mxfp4(matrix: Mxfp4Matrix) -> Weight:
+    return Weight(matrix.weight.array, scale=matrix.scale.array, bias=_array_of(matrix.bias))
+
+
+WEIGHTS: dict[type[Any], Callable[[Any], Weight]] = {
+    DenseMatrix: _of_dense,
+    IntegerMatrix: _of_integers,
+    Mxfp4Matrix: _of_mxfp4,
+}
+"""The core's record of each stored format."""
+
+
 def _array_of(tensor: Tensor | None) -> Any:
     return None if tensor is None else tensor.array
 
 
 def _order_of(matrix: Matrix) -> Array | None:
-    if not isinstance(matrix, IntegerMatrix) or matrix.columns is None:
+    if matrix.columns is None:
         return None
     columns = np.ascontiguousarray(matrix.columns, dtype=np.int64)
     if columns.shape != (matrix.num_in,) or columns.min() < 0 or columns.max() >= matrix.num_in:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from ...models.executor import ComputeDtype, refusal_of
-from ...models.matrices import DecoderWeights, EncoderWeights
+from ...models.matrices import DecoderWeights, EncoderWeights, refusal_of_formats
 from ...models.spec import DecoderSpec, EncoderSpec
 from ...tensors import DType
 from . import decoder, encoder
 from .decoder import TorchExecutor
 from .encoder import TorchEncoderExecutor
+from .layers import PRODUCTS
 from .tensors import ComputePolicy
 
 
@@ -27,7 +28,9 @@ class TorchBackend:
         return self._policy.choose(stored, is_quantised=is_quantised)
 
     def refuses_decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> str | None:
-        return refusal_of(spec, decoder.IMPLEMENTED, self.name)
+        return refusal_of(spec, decoder.IMPLEMENTED, self.name) or refusal_of_formats(
+            weights, PRODUCTS, self.name
+        )
 
     def refuses_encoder(self, spec: EncoderSpec, weights: EncoderWeights) -> str | None:
         return refusal_of(spec, encoder.IMPLEMENTED, self.name)

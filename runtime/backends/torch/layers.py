@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from ....loader.format.nibbles import RUN
 from ...models.decoder_config import ClampedSwiglu, Norm
-from ...models.matrices import DenseMatrix, IntegerMatrix, Matrix, Mxfp4Matrix, Projection
+from ...models.matrices import DenseMatrix, IntegerMatrix, Matrix, Mxfp4Matrix, Projection, for_format
 from ...models.rotary import Rotary
 from ...models.spec import Activation
 from ...tensors import Tensor
@@ -423,11 +424,18 @@ def _product_over(matrices: Sequence[Matrix], device: torch.device) -> Product:
 
 
 def _product(matrix: Matrix, device: torch.device) -> Product:
-    if isinstance(matrix, DenseMatrix):
-        return Linear(to_torch(matrix.weight), _there(matrix.bias, device))
-    if isinstance(matrix, Mxfp4Matrix):
-        return Mxfp4Linear(to_torch(matrix.weight), to_torch(matrix.scale), _there(matrix.bias, device))
-    assert isinstance(matrix, IntegerMatrix)
+    return for_format(PRODUCTS, matrix, "torch")(matrix, device)
+
+
+def _of_dense(matrix: DenseMatrix, device: torch.device) -> Product:
+    return Linear(to_torch(matrix.weight), _there(matrix.bias, device))
+
+
+def _of_mxfp4(matrix: Mxfp4Matrix, device: torch.device) -> Product:
+    return Mxfp4Linear(to_torch(matrix.weight), to_torch(matrix.scale), _there(matrix.bias, device))
+
+
+def _of_integers(matrix: IntegerMatrix, device: torch.device) -> Product:
     columns = None if matrix.columns is None else torch.from_numpy(matrix.columns).to(device)
     return QuantizedLinear(
         to_torch(matrix.weight).to(device),
@@ -440,3 +448,11 @@ def _product(matrix: Matrix, device: torch.device) -> Product:
 
 def _there(tensor: Tensor | None, device: torch.device) -> torch.Tensor | None:
     return None if tensor is None else to_torch(tensor).to(device)
+
+
+PRODUCTS: dict[type[Any], Callable[[Any, torch.device], Product]] = {
+    DenseMatrix: _of_dense,
+    IntegerMatrix: _of_integers,
+    Mxfp4Matrix: _of_mxfp4,
+}
+"""The product with each stored format."""

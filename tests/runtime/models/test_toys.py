@@ -1,4 +1,5 @@
-"""A family of decoders is one file and one row, and so is a way to compute: `toy_family.py` and `toy_backend.py`."""
+"""A family of decoders is one file and one row, and so are a way to compute and a stored number format:
+`toy_family.py`, `toy_backend.py` and `toy_format.py`."""
 
 from __future__ import annotations
 
@@ -17,15 +18,20 @@ from tests.support.toy_backend import ROW as BACKEND
 from tests.support.toy_backend import ToyBackend
 from tests.support.toy_family import RENAMED
 from tests.support.toy_family import ROW as FAMILY
+from tests.support.toy_format import ROW as NUMBER_FORMAT
+from tests.support.toy_format import SignMatrix, in_signs, numpy_product, torch_product
 
 from teneral.loader.sources.file.store import FileStore
 from teneral.loader.tools.pack.pack import pack
 from teneral.runtime.backends import choose
+from teneral.runtime.backends.native import reference
 from teneral.runtime.backends.native.backend import NativeBackend, ReferenceBackend
+from teneral.runtime.backends.torch import layers
 from teneral.runtime.backends.torch.backend import TorchBackend
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.errors import ModelError
 from teneral.runtime.instance import Instance
+from teneral.runtime.models import projections
 from teneral.runtime.models.decoder_config import FAMILY_MODULES
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 from teneral.runtime.tensors import DType
@@ -115,6 +121,39 @@ def test_a_backend_refuses_what_it_does_not_implement_by_name() -> None:
     with pytest.raises(ModelError, match="toy does not implement norm = rms_plus_one"):
         build_model(config_json(model), DictWeights(tensors_of(model)), backends=[ToyBackend()])
     assert ToyBackend().compute_dtype(DType.BF16, is_quantised=False).dtype is DType.F32
+
+
+@pytest.fixture
+def number_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(projections, "FORMATS", (NUMBER_FORMAT, *projections.FORMATS))
+    monkeypatch.setitem(reference.FLOATS, SignMatrix, numpy_product)
+    monkeypatch.setitem(layers.PRODUCTS, SignMatrix, torch_product)
+
+
+def signed(model: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    tensors = {name: tensor.float() for name, tensor in tensors_of(model).items()}
+    names = [name.removesuffix(".weight") for name in tensors if "_proj.weight" in name]
+    return in_signs(tensors, names)
+
+
+@pytest.mark.parametrize("backend", [TorchBackend, ReferenceBackend])
+def test_a_number_format_computes_what_its_numbers_do(number_format: None, backend: Any) -> None:
+    model, prompts = tiny_model("llama"), {"a": prompt_of(20), "b": prompt_of(7)}
+    config = config_json(model) | {"torch_dtype": "float32"}
+    toy, plain = signed(model)
+    assert set(toy) != set(plain)
+    given, expected = (
+        stepper(config, each, backend()).step({"a": prompts["a"]})["a"] for each in (toy, plain)
+    )
+    torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-5)
+    one, other = (stepper(config, each, backend()).greedy(prompts, 12) for each in (toy, plain))
+    assert one == other
+
+
+def test_a_backend_without_a_product_refuses_a_number_format_by_name(number_format: None) -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ModelError, match="native does not multiply with a SignMatrix"):
+        stepper(config_json(model), signed(model)[0], NativeBackend())
 
 
 def generated(model: Path, backend: str) -> tuple[str, tuple[int, ...]]:

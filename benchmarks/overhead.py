@@ -77,7 +77,7 @@ def main() -> None:
     report = begin("overhead", rounds=options.rounds, requests=options.requests, goal_ms=GOAL_MS)
     report["steps"] = measure_steps(options.rounds, options.steps)
     report["invocations"] = measure_invocations(options.rounds, options.requests)
-    report["traces"] = measure_traces(options.rounds, options.requests)
+    report["traces"] = measure_traces(options.rounds, 4 * options.requests)
     finish(report, render(report), save=options.save)
 
 

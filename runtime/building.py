@@ -86,9 +86,11 @@ class ModelBuild:
             if is_onnx(self._instance.opening.result()[1]):
                 self._start_onnx()  # without the modules of other models
                 return
-        self._instance.full_speed.wait()
-        from ..loader.device.detect import choose_device
-        from .backends.choose import TRANSFORMERS, BackendChoice, model_of_transformers
+        with self._timeline.span("process", "wait for the server"):
+            self._instance.full_speed.wait()
+        with self._timeline.span("process", "import backends"):
+            from ..loader.device.detect import choose_device
+            from .backends.choose import TRANSFORMERS, BackendChoice, model_of_transformers
 
         # OpenMP's threads sleep between regions, whichever library loads it, for instance a
         # handler's torch (docs/decisions/0007).

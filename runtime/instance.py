@@ -74,7 +74,7 @@ class Instance:
         processes that load it, if they were started already. The instance closes both. With `base`,
         the model is a fine-tune of it, of which only the differences are read; the base's instance
         must be closed after this one. With `server_first` the cores are the caller's until it sets
-        `full_speed`: the model is not built before, and weights are decoded on idle cores.
+        `full_speed`: the model is not built before, and decoding leaves two of them alone.
         """
         self.config = config
         self.timeline = timeline or Timeline()

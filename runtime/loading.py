@@ -46,7 +46,7 @@ def load_here(
 ) -> WeightLoad | MappedLoad | DeviceLoad:
     """Start a load in this process's own threads. It uses the memory of `reserve`, which is
     returned to the system if weights are mapped. Of a fine-tune whose `base` is in memory, only the
-    differences are read. Until `full_speed` is set, decoding takes idle cores alone. Raises
+    differences are read. Until `full_speed` is set, decoding leaves two cores alone. Raises
     `UsageError` for less memory than a step needs (`config.weights_bytes`).
     """
     from ..loader.artifact import (

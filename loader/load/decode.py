@@ -8,7 +8,6 @@ zstandard are imported by the first decode thread: the first ranges are on their
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -68,16 +67,16 @@ class Decoder:
         self._base = base
         self._suspect: set[int] = set()  # steps whose digest was wrong once
 
-    def run(self, until: threading.Event | None = None) -> None:
-        """Decode until nothing is left, the queue is stopped, or `until` is set. Raises
-        `IntegrityError` naming the part.
+    def run(self) -> None:
+        """Decode until nothing is left or the queue is stopped. Raises `IntegrityError` naming the
+        part.
         """
         from ..format import codec
 
         scratch = codec.Scratch()
         # A part takes the GIL for an instant a hundred times; imports would keep it 5 ms each time.
-        with quick_turns() if until is None else nullcontext():
-            while (task := self._work.next_step(until)) is not None:
+        with quick_turns():
+            while (task := self._work.next_step()) is not None:
                 step, stored = task
                 if self._verify(step, stored):
                     self._decode_and_settle(step, stored, scratch)

@@ -25,7 +25,7 @@ from ..memory.arena import Arena, Reserve, as_array
 from ..memory.limits import MIB, check_fits, taken_bytes
 from ..memory.refine_locks import RefineLocks
 from ..memory.staging import DEFAULT_BYTES, Staging, staging_bytes
-from ..process.cpu import available_cores, run_on_idle_cores
+from ..process.cpu import available_cores
 from ..sources.base import Source
 from ..timeline import Timeline
 from .accounting import LoadStatistics, Phase
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .resident import ResidentBase
 
 HEAD_START_S = 0.15  # of a base that drafts, before its fine-tune is decoded
+ENDED_POLL_S = 0.05
 MIN_WATCHED_S, MAX_WATCHED_S = 0.2, 1.0  # of a load, before it is decided which tier comes first
 
 # Arrays that numpy has a dtype for. bfloat16 shows as its bit patterns; everything else as bytes.
@@ -88,8 +89,8 @@ class WeightLoad(ThreadedLoad):
     ) -> None:
         """Take the memory, in the memory file `shared_fd` if there is one, or that of `reserve`.
         Nothing is read yet. With `base`, the manifest is one that it has joined. The pages of
-        `paging` are `PagedLoad`'s. Until `full_speed` is set, where it is given, decoding takes only
-        cores that nothing else uses.
+        `paging` are `PagedLoad`'s. Until `full_speed` is set, where it is given, decoding leaves two
+        cores to others.
 
         With `images`, the weights are another device's: parts are delivered there, a gate opens
         when all of its parts were, and there are no slabs here. What was read `ahead` is not read
@@ -321,52 +322,37 @@ class WeightLoad(ThreadedLoad):
         threads = [
             self._make_thread(f"teneral-fetch-{number}", self._fetch) for number in range(self._num_fetchers)
         ]
-        for number in range(num_decoders):
-            threads += self._make_patient(f"teneral-decode-{number}", self._behind_base(decoder.run))
-        threads += self._make_patient("teneral-prefault", self._behind_base(self._prefault))
+        # Cores that neither the server's own start nor its tokenizer's needs.
+        num_spare = available_cores() - 2
+        threads += [
+            self._make_thread(
+                f"teneral-decode-{number}", self._at_full_speed(decoder.run, is_spare=number < num_spare)
+            )
+            for number in range(num_decoders)
+        ]
+        if self._base is None:
+            # Over a base in memory pages are taken as they are written: the base drafts meanwhile, and the
+            # decoders, which have less to do than the link, need not find them there.
+            body = self._at_full_speed(self._prefault, is_spare=num_spare > 0)
+            threads.append(self._make_thread("teneral-prefault", body))
         return threads
 
-    def _behind_base(self, body: _Body) -> _Body:
-        """The body, which leaves the cores to a base that drafts at first: until so much has come that the rest would
-        wait for the decoding. Not on idle cores: a base that has requests leaves none.
-        """
-        if self._base is None:
+    def _at_full_speed(self, body: Callable[[], None], *, is_spare: bool) -> Callable[[], None]:
+        """The body of a thread, which waits for full speed unless a core is spare."""
+        full_speed = self._full_speed
+        if full_speed is None or is_spare:
             return body
-        enough_bytes = min(self._stored_bytes // 4, self._staging_bytes // 2)
 
-        def run(until: threading.Event | None) -> None:
-            deadline_s = time.monotonic() + HEAD_START_S
-            while self._meter.fetched_bytes < enough_bytes and time.monotonic() < deadline_s:
-                if self._is_over.wait(HEAD_START_S / 15):
-                    break
-            body(until)
+        def run() -> None:
+            while not full_speed.wait(ENDED_POLL_S):
+                if self._ended_at_s is not None:
+                    return
+            body()
 
         return run
 
-    def _make_patient(self, name: str, body: _Body) -> list[threading.Thread]:
-        """A thread with this body; before full speed another one, on idle cores, which ends its body
-        then: no thread can leave them without privileges.
-        """
-        full_speed = self._full_speed
-        if full_speed is None or full_speed.is_set():
-            return [self._make_thread(name, lambda: body(None))]
-
-        def run_before() -> None:
-            run_on_idle_cores()
-            body(full_speed)
-
-        def run_after() -> None:
-            # Two at once would leave the part that the first one has behind all others.
-            before.join()
-            body(None)
-
-        before = self._make_thread(f"{name}-idle", run_before)
-        return [before, self._make_thread(name, run_after)]
-
-    def _prefault(self, until: threading.Event | None = None) -> None:
-        self._has_all_pages = self._arena.prefault(
-            lambda: self._ended_at_s is not None or (until is not None and until.is_set())
-        )
+    def _prefault(self) -> None:
+        self._has_all_pages = self._arena.prefault(lambda: self._ended_at_s is not None)
 
     def _between_reads(self) -> None:
         self._add_fetchers()

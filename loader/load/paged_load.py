@@ -122,5 +122,5 @@ class PagedLoad(WeightLoad):
         self._pager.stop(error)
         return super()._fail(error)
 
-    def _prefault(self, until: threading.Event | None = None) -> None:
+    def _prefault(self) -> None:
         """Pages are taken as they are written: most of them are given back."""

@@ -282,15 +282,12 @@ class WorkQueue:
                     self._offer(step.number)
         return whole
 
-    def next_step(self, until: threading.Event | None = None) -> tuple[Step, memoryview] | None:
+    def next_step(self) -> tuple[Step, memoryview] | None:
         """The earliest step to decode, and its part's bytes. Blocks while there is none; None at
-        the end, and once `until` is set.
+        the end.
         """
         with self._lock:
             while not self._stopped and self._num_left:
-                if until is not None and until.is_set():
-                    self._decodable.notify()  # the step that woke this thread is another's
-                    return None
                 if self._ready:
                     _, number = heapq.heappop(self._ready)
                     return self._plan.steps[number], self._memory[number]

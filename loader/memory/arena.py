@@ -57,7 +57,6 @@ class Arena:
         """
         self.size_bytes = sum(align(size_bytes) for size_bytes in slab_sizes_bytes)
         self._tries_huge_pages = False
-        self._is_huge = False
         self._is_shared = shared_fd is not None
         self._ahead_bytes = 0  # from the beginning: pages that this process has mapped already
         if shared_fd is not None:
@@ -80,7 +79,7 @@ class Arena:
 
     def prefault(self, stopped: Callable[[], bool], *, slow_step_s: float = SLOW_STEP_S) -> bool:
         """Take all pages from the system now, front to back, changing no content; `stopped` ends it
-        early, and another call goes on.
+        early.
 
         First writes cost as much as decoding does, or more. A thread that pays this while all wait
         for the network takes it off the bytes' way. Blocks, without the GIL. Returns whether all
@@ -94,11 +93,9 @@ class Arena:
         that read a local file are ahead of this one.
         """
         advise = adviser(self._memory)
-        if self._tries_huge_pages:
-            self._tries_huge_pages = False
-            self._is_huge = self._are_huge_pages_fast(advise, slow_step_s)
-            if self._is_huge:
-                advise(0, self.size_bytes, mmap.MADV_HUGEPAGE)
+        is_huge = self._tries_huge_pages and self._are_huge_pages_fast(advise, slow_step_s)
+        if is_huge:
+            advise(0, self.size_bytes, mmap.MADV_HUGEPAGE)
         slow_steps = 0
         for offset in range(self._ahead_bytes, self.size_bytes, PREFAULT_STEP_BYTES):
             begun_s = time.thread_time()
@@ -107,9 +104,8 @@ class Arena:
             cost_s = time.thread_time() - begun_s
             if cost_s > PAID_STEP_S:
                 slow_steps = slow_steps + 1 if cost_s > slow_step_s else 0
-            self._ahead_bytes = offset + PREFAULT_STEP_BYTES
-            if self._is_huge and slow_steps == MAX_SLOW_STEPS:
-                self._is_huge = False
+            if is_huge and slow_steps == MAX_SLOW_STEPS:
+                is_huge = False
                 advise(offset, self.size_bytes, mmap.MADV_NOHUGEPAGE)
         return True
 

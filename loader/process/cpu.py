@@ -63,17 +63,6 @@ def has_idle_core() -> bool:
     return _num_running() <= available_cores()
 
 
-def run_on_idle_cores() -> bool:
-    """From now on the calling thread runs only while a core has nothing else to do; False where the
-    system does not offer that. A thread without privileges cannot take it back.
-    """
-    try:
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    except (AttributeError, OSError):  # not Linux, or forbidden
-        return False
-    return True
-
-
 def _num_running() -> int:
     try:
         with open("/proc/loadavg", "rb") as file:

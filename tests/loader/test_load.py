@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import gc
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +24,6 @@ from teneral.loader.load.accounting import LoadState
 from teneral.loader.load.load import LoadOptions, WeightLoad
 from teneral.loader.load.options import Order
 from teneral.loader.load.plan import RowParts
-from teneral.loader.timeline import Timeline
 from teneral.loader.tools.pack.pack import pack
 
 
@@ -392,40 +388,28 @@ def test_a_model_directory_loads_bit_for_bit_packed_or_plain(packed: bool) -> No
         assert load.statistics().unverified_bytes == (0 if packed else load.statistics().stored_bytes)
 
 
-class PoliciesOfDecoders(Timeline):
-    """Notes how the system schedules the threads that decode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.policies: list[int] = []
-
-    def add(self, lane: str, *args: Any, **attributes: Any) -> None:
-        super().add(lane, *args, **attributes)
-        if lane == "decode":
-            self.policies.append(os.sched_getscheduler(0))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such policy")
-def test_decoding_takes_idle_cores_alone_until_full_speed() -> None:
+@pytest.mark.parametrize(("cores", "may_decode"), [(1, False), (2, False), (4, True)])
+def test_until_full_speed_decoding_leaves_two_cores_alone(
+    cores: int, may_decode: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("teneral.loader.load.load.available_cores", lambda: cores)
     built = build_artifact(LAYERS)
-    source, timeline, full_speed = PacedSource(built.store), PoliciesOfDecoders(), threading.Event()
-    last = [part for tier in Tier for part in built.manifest.parts_of(3, tier)]
-    held = source.hold(reads_of(built.manifest, *last))
-    with WeightLoad(source, built.manifest, timeline=timeline, full_speed=full_speed) as load:
+    full_speed = threading.Event()
+    with WeightLoad(built.store, built.manifest, full_speed=full_speed) as load:
         load.start()
-        for group in range(len(LAYERS) - 1):
-            load.wait(group, timeout_s=WAIT_S)
-        assert set(timeline.policies) == {os.SCHED_IDLE}
-        num_idle = len(timeline.policies)
+        stored = sum(part.size_bytes for part in built.manifest.parts)
+        wait_until(lambda: load.progress().fetched_bytes == stored)
+        if may_decode:
+            load.wait(len(LAYERS) - 1, timeout_s=WAIT_S)
+        else:
+            assert load.progress().parts_decoded == 0
         full_speed.set()
-        held.release()
         for group in range(len(LAYERS)):
             load.wait(group, timeout_s=WAIT_S)
             assert_group_holds(load, built, group, Tier.REFINE)
-        assert set(timeline.policies[num_idle:]) == {os.SCHED_OTHER}
 
 
-@pytest.mark.parametrize("when", ["before the start", "never", "while parts arrive"])
+@pytest.mark.parametrize("when", ["before the start", "while parts arrive"])
 def test_whenever_full_speed_comes_everything_is_decoded(when: str) -> None:
     built = build_artifact(LAYERS)
     full_speed = threading.Event()
@@ -439,8 +423,6 @@ def test_whenever_full_speed_comes_everything_is_decoded(when: str) -> None:
         for group in range(len(LAYERS)):
             load.wait(group, timeout_s=WAIT_S)
             assert_group_holds(load, built, group, Tier.REFINE)
-        if when == "never":
-            full_speed.set()
         assert load.join(WAIT_S)
         load.check_integrity()
 

@@ -13,7 +13,9 @@ too, with aiohttp and an InferenceSession in a few lines.
 warm: `context.model.run` and `InferenceSession.run` of the original file, with the same arrays in the same thread of
 one process. Calls alternate; rows with more words are the same after 50 ms of rest, and in turns of 30 calls each, of
 which the first 5 do not count. "a second session" is another InferenceSession in place of Teneral: what it differs by
-is the measurement's own error. "queued" is `OnnxRunner.submit`, as of `arun`, which another thread runs.
+is the measurement's own error. "queued" is `OnnxRunner.submit`, as of `arun`, which another thread runs. Figures are
+lower deciles: on two cores a call takes twice as long where ONNX Runtime's second thread has no core. "processor time
+of one thread" is of sessions with one thread, in turns, and does not depend on what else runs.
 
 http: the same inputs to a server over one connection, as the Open Inference Protocol's bytes and as JSON to /invoke,
 next to `InferenceSession.run` in the client's process: what HTTP and the event loop add, in milliseconds.
@@ -28,7 +30,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -173,26 +176,16 @@ def local(folder: Path, rounds: int) -> dict[str, float]:
 
 
 def warm(folder: Path, rounds: int) -> dict[str, float]:
-    """Milliseconds of a call, medians over all turns, and ratios."""
-    from teneral.handlers.function.context import Context
-    from teneral.runtime.config import ServeConfig
-    from teneral.runtime.instance import Instance
-
-    plain, second = (_session(folder) for _ in range(2))
+    """Milliseconds of a call, lower deciles over all turns, and ratios."""
     inputs = _inputs()
-    config = ServeConfig(model=str(folder / "artifact"), threads=machine()["cores"])
-    with Instance(config) as instance:
-        runner = instance.onnx.result(60)
-        model = Context(instance, request_id="warm", timeout_s=3600).model
-        while not runner.statistics().is_whole:
-            model.run(inputs)
-
+    report: dict[str, float] = {}
+    with _served_here(folder, threads=machine()["cores"]) as (run, submit):
+        plain, second = (_session(folder) for _ in range(2))
         ways: dict[str, Callable[[], object]] = {
-            "teneral": lambda: model.run(inputs),
+            "teneral": lambda: run(inputs),
             "a second session": lambda: second.run(None, inputs),
-            "queued": lambda: runner.submit(inputs).result(60),
+            "queued": lambda: submit(inputs).result(60),
         }
-        report: dict[str, float] = {}
         for name, way in ways.items():
             both = way, lambda: plain.run(None, inputs)
             mine, other = _warm_calls(*both, rounds=rounds * WARM_CALLS)
@@ -202,11 +195,40 @@ def warm(folder: Path, rounds: int) -> dict[str, float]:
             report[f"{name} / InferenceSession, after a rest"] = mine / other
             mine, other = _warm_calls(*both, rounds=4 * rounds, calls=WARM_CALLS, skipped=SKIPPED_CALLS)
             report[f"{name} / InferenceSession, turns of {WARM_CALLS}"] = mine / other
-    return report
+    with _served_here(folder, threads=1) as (run, _):
+        plain = _session(folder, threads=1)
+        mine, other = _warm_calls(
+            lambda: run(inputs),
+            lambda: plain.run(None, inputs),
+            rounds=8 * rounds,
+            calls=SKIPPED_CALLS * 3,
+            skipped=SKIPPED_CALLS,
+            clock=time.thread_time,
+        )
+    return report | {
+        "teneral ms, processor time of one thread": mine,
+        "InferenceSession ms, processor time of one thread": other,
+        "teneral / InferenceSession, processor time of one thread": mine / other,
+    }
+
+
+@contextmanager
+def _served_here(folder: Path, *, threads: int) -> Iterator[tuple[Any, Any]]:
+    """`context.model.run` and `OnnxRunner.submit` of an instance in this process, whose whole session computes."""
+    from teneral.handlers.function.context import Context
+    from teneral.runtime.config import ServeConfig
+    from teneral.runtime.instance import Instance
+
+    with Instance(ServeConfig(model=str(folder / "artifact"), threads=threads)) as instance:
+        runner = instance.onnx.result(60)
+        model = Context(instance, request_id="warm", timeout_s=3600).model
+        while not runner.statistics().is_whole:
+            model.run(_inputs())
+        yield model.run, runner.submit
 
 
 def over_http(folder: Path, rounds: int) -> dict[str, float]:
-    """Milliseconds of a call over one connection, medians, in turns."""
+    """Milliseconds of a call over one connection, lower deciles, in turns."""
     plain, inputs = _session(folder), _inputs()
     head = json.dumps(
         {
@@ -237,12 +259,12 @@ def over_http(folder: Path, rounds: int) -> dict[str, float]:
     return {f"{name} ms": value for name, value in zip(ways, times, strict=True)}
 
 
-def _session(folder: Path) -> Any:
-    """A default one of the original file, over all cores."""
+def _session(folder: Path, *, threads: int | None = None) -> Any:
+    """A default one of the original file, over all cores or so many threads."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = machine()["cores"]
+    options.intra_op_num_threads = threads or machine()["cores"]
     return onnxruntime.InferenceSession(str(folder / "model" / "model.onnx"), options)
 
 
@@ -260,19 +282,24 @@ def _post(connection: http.client.HTTPConnection, path: str, body: bytes, header
 
 
 def _warm_calls(
-    *ways: Callable[[], object], rounds: int, calls: int = 1, skipped: int = 0, rest_s: float = 0.0
+    *ways: Callable[[], object],
+    rounds: int,
+    calls: int = 1,
+    skipped: int = 0,
+    rest_s: float = 0.0,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Milliseconds of a call, the median of each way. A turn has `calls`, of which the first ones are skipped."""
+    """Milliseconds of a call, the lower decile of each way. A turn has `calls`, of which the first ones are skipped."""
     times: list[list[float]] = [[] for _ in ways]
     for _ in range(rounds):
         for way, kept in zip(ways, times, strict=True):
             for number in range(calls):
                 time.sleep(rest_s)
-                begin_s = time.perf_counter()
+                begin_s = clock()
                 way()
                 if number >= skipped:
-                    kept.append(time.perf_counter() - begin_s)
-    return [1e3 * statistics.median(kept) for kept in times]
+                    kept.append(clock() - begin_s)
+    return [1e3 * statistics.quantiles(kept, n=10)[0] for kept in times]
 
 
 def memory(folder: Path) -> dict[str, float]:

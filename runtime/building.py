@@ -286,7 +286,13 @@ class ModelBuild:
         assert self._instance.load is not None
         with self._timeline.span("model", "build") as attributes:
             files = ModelFiles(source, manifest, self._config.load_options)
-            runner, exchange = open_runner(files, self._instance.load, self._config, self._timeline)
+            runner, exchange = open_runner(
+                files,
+                self._instance.load,
+                self._config,
+                self._timeline,
+                on_wait=self._instance.full_speed.set,
+            )
             attributes.update(backend="onnxruntime", segments=len(runner.spec.segments))
         refuse = ModelError(
             f"{self._instance.model_name} is an ONNX model, whose inputs and outputs are tensors",

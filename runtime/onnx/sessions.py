@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
@@ -83,9 +83,18 @@ class SegmentedModel:
     name = "segments"
 
     def __init__(
-        self, spec: OnnxSpec, files: ModelFiles, load: AnyLoad, *, threads: int, timeline: Timeline
+        self,
+        spec: OnnxSpec,
+        files: ModelFiles,
+        load: AnyLoad,
+        *,
+        threads: int,
+        timeline: Timeline,
+        on_wait: Callable[[], object] = lambda: None,
     ) -> None:
-        """Sessions are made as runs come to them, or by `prepare`. Raises `ModelError` for weights on a device."""
+        """Sessions are made as runs come to them, or by `prepare`. `on_wait` is called when a run waits for weights.
+        Raises `ModelError` for weights on a device.
+        """
         if load.place != "host":
             raise ModelError(
                 "ONNX models are loaded into the host's memory", hint="Start it with --device cpu."
@@ -95,6 +104,7 @@ class SegmentedModel:
         self._load = load
         self._threads = min(threads, MAX_SEGMENT_THREADS)
         self._timeline = timeline
+        self._on_wait = on_wait
         self._num_runs = 0
         self._sessions: dict[int, ort.InferenceSession] = {}
         self._values: dict[str, ort.OrtValue] = {}
@@ -146,6 +156,7 @@ class SegmentedModel:
         by_name = self._load.manifest.by_name
         for group in sorted({by_name[name].group for name in segment.weights}):
             while not self._load.is_ready(group):
+                self._on_wait()
                 run.check()
                 with suppress(TimeoutError):
                     self._load.wait(group, timeout_s=GATE_STEP_S)

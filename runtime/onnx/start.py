@@ -40,10 +40,16 @@ def import_ahead(timeline: Timeline) -> None:
 
 
 def open_runner(
-    files: ModelFiles, load: AnyLoad, config: ServeConfig, timeline: Timeline
+    files: ModelFiles,
+    load: AnyLoad,
+    config: ServeConfig,
+    timeline: Timeline,
+    *,
+    on_wait: Callable[[], object],
 ) -> tuple[OnnxRunner, Callable[[], bool]]:
     """A runner over weights that are still arriving, and a function that makes the whole session of them, once all are
-    exact, and has the runner use it; it says whether it did. Raises `ModelError` and `CheckpointError`.
+    exact, and has the runner use it; it says whether it did. `on_wait` is called when a run waits for weights. Raises
+    `ModelError` and `CheckpointError`.
     """
     if "onnxruntime" not in sys.modules:
         import_ahead(timeline)
@@ -67,7 +73,7 @@ def open_runner(
     threads = config.threads or available_cores()
     # The first segment's weights come first, whatever their shapes: rows of them are never asked for.
     load.want_parts([part.index for part in load.manifest.parts if part.group == 0])
-    segments = SegmentedModel(spec, files, load, threads=threads, timeline=timeline)
+    segments = SegmentedModel(spec, files, load, threads=threads, timeline=timeline, on_wait=on_wait)
     threading.Thread(target=segments.prepare, name="teneral-onnx-sessions", daemon=True).start()
     runner = OnnxRunner(
         spec, segments, labels=_labels(files), max_queued=config.max_queued, max_batch=config.ort_batch

@@ -109,9 +109,10 @@ def test_a_run_follows_the_weights(bert: Packed) -> None:
     source = PacedSource(bert.source)
     manifest, inputs = bert.manifest, bert.made.inputs
     held = [source.hold(reads_of(manifest, part)) for part in manifest.parts]
-    timeline, outcome = Timeline(), []
+    timeline, outcome, waits = Timeline(), [], threading.Event()
     with WeightLoad(source, manifest) as load:
-        model = SegmentedModel(bert.spec, bert.files(source), load, threads=1, timeline=timeline)
+        files = bert.files(source)
+        model = SegmentedModel(bert.spec, files, load, threads=1, timeline=timeline, on_wait=waits.set)
         load.start()
         thread = threading.Thread(target=lambda: outcome.append(model.run(inputs, Run())))
         thread.start()
@@ -122,6 +123,7 @@ def test_a_run_follows_the_weights(bert: Packed) -> None:
             hold.release()
         thread.join(WAIT_S)
     model.close()
+    assert waits.is_set()
     assert same_bits(outcome[0], expected(bert.path, inputs, while_loading=True))
 
 

@@ -260,7 +260,7 @@ def over_http(folder: Path, rounds: int) -> dict[str, float]:
 
 
 def _session(folder: Path, *, threads: int | None = None) -> Any:
-    """A default one of the original file, over all cores or so many threads."""
+    """A default one of the original file, with one thread a core by default."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

@@ -54,11 +54,12 @@ def get(path):
     response = connection.getresponse()
     while response.read1(65536):
         pass
+print("here", flush=True)  # its own start is not to take the server's cores
 while True:
     try:
         get("/"); break
     except OSError:
-        time.sleep(0.002)
+        time.sleep(0.01)
 for path in ("/console.js", "/timeline/events"):
     get(path)
 """
@@ -189,12 +190,15 @@ def _alone(browser: Any, port: int) -> Iterator[None]:
 
 @contextmanager
 def _reader(browser: Any, port: int) -> Iterator[None]:
-    process = subprocess.Popen([sys.executable, "-c", READER, str(port)], stderr=subprocess.DEVNULL)
+    command = [sys.executable, "-c", READER, str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
+        assert process.stdout is not None
+        process.stdout.readline()
         yield
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
 @contextmanager
@@ -203,7 +207,7 @@ def _page(browser: Any, port: int) -> Iterator[None]:
     page = browser.new_page()
     script = f"""
         const open = () => fetch('http://127.0.0.1:{port}/livez', {{mode: 'no-cors'}})
-            .then(() => {{ location.href = 'http://127.0.0.1:{port}/'; }}, () => setTimeout(open, 5));
+            .then(() => {{ location.href = 'http://127.0.0.1:{port}/'; }}, () => setTimeout(open, 10));
         open();
     """
     page.evaluate(script)

@@ -34,6 +34,7 @@ ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
 STANDBY_SOCKET = "/run/teneral/standby.sock"
 POD_STANDBY_SOCKET = "/tmp/teneral-standby.sock"  # noqa: S108 - a pod's own
 HEAD_CPU, HEAD_BYTES = 2, 4 << 30
+INGRESS_BYTES = 256 << 20
 RAY_BYTES = 1 << 30  # of a worker's memory, for Ray's own processes and its object store
 AGENT_PORT = 52365
 RAY_VERSION = "2.60.0"
@@ -102,8 +103,8 @@ def _serve_config(rendering: Rendering, models: Sequence[Model], *, in_pods: boo
                 "name": "Ingress",
                 "num_replicas": 2,
                 "max_ongoing_requests": 1000,
-                # A node whose cores are all taken by instances has room for it, too.
-                "ray_actor_options": {"num_cpus": 0},
+                # A node whose cores are all taken by instances has room for it, too; Ray spreads by the memory.
+                "ray_actor_options": {"num_cpus": 0, "memory": INGRESS_BYTES},
             }
         ],
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import threading
 import time
 from collections import Counter
@@ -17,6 +16,7 @@ ray = pytest.importorskip("ray", reason="needs Ray: scripts/conformance-ray")
 
 from ray import serve  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
+from tests.support.ray_environment import leave_out_test_settings  # noqa: E402
 
 from teneral.handlers.contrib.ray.app import app, ingress  # noqa: E402
 from teneral.handlers.pool.file import parse_pool  # noqa: E402
@@ -65,9 +65,19 @@ def new_cluster():
 @pytest.fixture
 def nodes():
     """Serve on two raylets, a replica on each; gives the cluster and the node that is not the head."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    leave_out_test_settings()
     cluster = started(new_cluster)
-    other = started(lambda: cluster.add_node(num_cpus=2))
+    try:
+        other = started(lambda: cluster.add_node(num_cpus=2))
+        deploy(cluster)
+        yield cluster, other
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def deploy(cluster):
     ray.init(address=cluster.address, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": PORT}, proxy_location="HeadOnly")
     config = yaml.safe_load(render(parse_pool(POOL), "ray").stream())
@@ -84,10 +94,6 @@ def nodes():
             name=application["name"],
             route_prefix=application["route_prefix"],
         )
-    yield cluster, other
-    serve.shutdown()
-    ray.shutdown()
-    cluster.shutdown()
 
 
 def stream_outcome(number, begun):

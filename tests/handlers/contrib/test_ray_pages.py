@@ -27,6 +27,7 @@ ray = pytest.importorskip("ray", reason="needs Ray: scripts/conformance-ray")
 
 from tests.infra.test_deploy_pages import DOCS, blocks, commands  # noqa: E402
 from tests.support.aws_environment import use_test_credentials  # noqa: E402
+from tests.support.ray_environment import leave_out_test_settings  # noqa: E402
 from tests.support.store_server import StoreServer  # noqa: E402
 from tests.support.tiny_models import save_tiny  # noqa: E402
 
@@ -123,7 +124,7 @@ class Cluster:
 def cluster(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     folder = Path(tmp_path_factory.mktemp("r"))
     use_test_credentials(monkeypatch)
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    leave_out_test_settings()
     monkeypatch.chdir(folder)
     save_tiny("llama", folder / "my-model")
     (folder / "buckets" / "models").mkdir(parents=True)

@@ -14,6 +14,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from tests.support.infra_validators import read_documents
 from tests.support.pool_files import pool_files, render_text
+from tests.support.ray_environment import leave_out_test_settings
 
 ray = pytest.importorskip("ray", reason="needs Ray: scripts/conformance-ray")
 
@@ -82,7 +83,7 @@ def test_rays_own_schema_takes_random_pools(platform):
 
 @pytest.fixture(scope="module")
 def running():
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    leave_out_test_settings()
     for attempt in range(5):  # a raylet has 30 s to start, which a busy machine does not always give it
         try:
             ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)

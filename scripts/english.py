@@ -46,9 +46,9 @@ def private_words(text: str) -> list[int]:
     return [text.count("\n", 0, match.start()) + 1 for match in PRIVATE.finditer(text)]
 
 
-def riddles(program: str) -> list[int]:
-    """The lines on which docstrings begin with a question word."""
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+def riddles(program: str, *, of_modules: bool = False) -> list[int]:
+    """The lines on which docstrings, or those of modules alone, begin with a question word."""
+    kinds = (ast.Module,) if of_modules else (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = [node for node in ast.walk(ast.parse(program)) if isinstance(node, kinds)]
     return [node.body[0].lineno for node in nodes if RIDDLE.match(ast.get_docstring(node) or "")]
 
@@ -68,8 +68,8 @@ def places() -> list[str]:
             continue
         text = file.read_text(encoding="utf-8")
         lines = private_words(text) + [0] * len(private_words(path))
-        if path.endswith(".py") and not path.startswith("tests/"):
-            lines += riddles(text)
+        if path.endswith(".py"):
+            lines += riddles(text, of_modules=path.startswith("tests/"))
         found += [f"{path}:{line}" for line in sorted(lines)]
     return found
 

@@ -1,4 +1,4 @@
-"""What a user can get wrong at the command line: one clear message, a code of its own, and nothing
+"""Mistakes of users at the command line: one clear message, a code of its own, and nothing
 half-written.
 """
 

@@ -1,4 +1,6 @@
-"""What an import may bring along. A cold start pays for every module, so the lists are short and kept."""
+"""The modules that an import may bring along. A cold start pays for every module, so the lists are
+short and kept.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What counts as goodput."""
+"""The count of goodput."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmarks of the hot engine make of what was measured."""
+"""The figures that the benchmarks of the hot engine compute from measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What benchmarks say and keep."""
+"""The reports of benchmarks, printed and saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a function may say about whose its generations are."""
+"""The sessions, tenants and salts that a function may give its generations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of a host's addresses a connection tries first."""
+"""The order in which a connection tries a host's addresses."""
 
 from __future__ import annotations
 

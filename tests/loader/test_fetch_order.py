@@ -1,4 +1,4 @@
-"""Whose turn it is: plan order, unless somebody asks."""
+"""The order of fetches: the plan's, unless a caller asks."""
 
 from __future__ import annotations
 

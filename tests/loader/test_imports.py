@@ -1,4 +1,6 @@
-"""What the loader brings into a process: bytes must flow before anything heavy is imported."""
+"""The modules that the loader brings into a process: bytes must flow before anything heavy is
+imported.
+"""
 
 from __future__ import annotations
 

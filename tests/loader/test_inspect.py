@@ -1,4 +1,4 @@
-"""What `inspect` says, as a value and as a table."""
+"""The output of `inspect`, as a value and as a table."""
 
 from __future__ import annotations
 

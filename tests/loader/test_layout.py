@@ -1,4 +1,4 @@
-"""Where tensors lie, and how they are cut into parts."""
+"""The places of tensors, and their division into parts."""
 
 from __future__ import annotations
 

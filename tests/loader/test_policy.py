@@ -1,4 +1,6 @@
-"""Which tier comes first: drafting is chosen where there is time for it, and nowhere else."""
+"""The choice of the tier that comes first: drafting is chosen where there is time for it, and
+nowhere else.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parts hold which rows."""
+"""The parts that hold given rows."""
 
 from __future__ import annotations
 

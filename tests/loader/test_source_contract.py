@@ -1,4 +1,6 @@
-"""What every source promises, tried on each kind: memory, file, http, s3 on our own server, s3 on moto, gs, az."""
+"""The contract of every source, tried on each kind: memory, file, http, s3 on our own server, s3 on
+moto, gs, az.
+"""
 
 from __future__ import annotations
 

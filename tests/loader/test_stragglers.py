@@ -1,4 +1,4 @@
-"""Who is behind, by the figures alone: a clock that the test turns, and no sockets."""
+"""Slow requests, by the figures alone: a clock that the test turns, and no sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What C could not survive is refused in Python, before any address is taken."""
+"""Arguments that C could not survive are refused in Python, before any address is taken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What is in the pool before the weights are exact is computed no more: the exact lane begins behind it."""
+"""Blocks in the pool before the weights are exact are computed no more: the exact lane begins
+behind them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the engine says and refuses, over a toy model that knows every right answer and checks the KV pool."""
+"""The engine's answers and refusals, over a toy model that knows every right answer and checks the
+KV pool.
+"""
 
 import numpy as np
 import pytest

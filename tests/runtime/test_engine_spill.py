@@ -1,4 +1,6 @@
-"""What the pool has given up comes back from memory or a file, and no request notices but by its speed."""
+"""Blocks that the pool has given up come back from memory or a file, and no request notices but by
+its speed.
+"""
 
 from __future__ import annotations
 

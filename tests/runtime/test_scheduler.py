@@ -1,4 +1,4 @@
-"""What takes part in the next step: plans from plain values, no tensors."""
+"""The members of the next step: plans from plain values, no tensors."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What a subset of the vocabulary says of a text is what the whole one says, or it says nothing."""
+"""A subset of the vocabulary gives a text the same tokens as the whole one, or none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which waiting texts share a pass."""
+"""The waiting texts that share a pass."""
 
 from __future__ import annotations
 

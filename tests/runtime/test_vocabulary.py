@@ -1,4 +1,6 @@
-"""What is looked up in the file as it lies there is what reading all of it as JSON gives, or the file is refused."""
+"""Entries looked up in the file as it lies there are those of reading all of it as JSON, or the
+file is refused.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What quantised weights mean, worked out number by number, and GPTQ and AWQ tensors packed number by number: written
-from the documents, without the code that is tested.
+"""The numbers of quantised weights, worked out one by one, and GPTQ and AWQ tensors packed number
+by number: written from the documents, without the code that is tested.
 """
 
 from __future__ import annotations

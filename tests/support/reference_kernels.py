@@ -1,4 +1,5 @@
-"""What each kernel is to do, in plain torch and numpy: quick enough for whole engines, and what kernels are held to.
+"""References of each kernel, in plain torch and numpy: quick enough for whole engines, and the
+measure of kernels.
 
 A `Launcher`, as the interpreter is one: it gets the arguments that a device would, and may use nothing else.
 """

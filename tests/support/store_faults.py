@@ -1,4 +1,4 @@
-"""What a test can make the store server do wrong, one request at a time."""
+"""Faults of the store server, made by a test for one request at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What each S3 operation answers, apart from connections, rates and faults. Signatures are not looked at."""
+"""Answers to each S3 operation, apart from connections, rates and faults. Signatures are not looked
+at.
+"""
 
 from __future__ import annotations
 

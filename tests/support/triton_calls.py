@@ -1,4 +1,5 @@
-"""What tritonclient does with a server of ours; run by a Python that has it: MODE HOST:PORT MODEL [EXPECTED].
+"""Calls of tritonclient to a server of ours; run by a Python that has it: MODE HOST:PORT MODEL
+[EXPECTED].
 
 It checks what it sees, says it on standard output, and ends with status 0 when all was as it must be. Modes: decoder
 (EXPECTED is what a greedy completion of 5 tokens of "Once" is), encoder, function (that gives back its event).

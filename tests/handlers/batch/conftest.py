@@ -1,4 +1,6 @@
-"""What the tests of batch jobs share: instances with tiny models that answer, and a nursery of workers."""
+"""Shared parts of the tests of batch jobs: instances with tiny models that answer, and a nursery of
+workers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a line asks for, and what is wrong with it."""
+"""The requests of a file's lines, and the errors of lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What others do between two steps of a worker: another one's part, index or manifest, and answers that were lost."""
+"""Changes by others between two steps of a worker: another one's part, index or manifest, and
+answers that were lost.
+"""
 
 from __future__ import annotations
 

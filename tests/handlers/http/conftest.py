@@ -1,4 +1,4 @@
-"""What the tests of the HTTP face share: one tiny model, and servers in front of it."""
+"""Shared parts of the tests of the HTTP server: one tiny model, and servers in front of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What every request passes through: ids, errors, counts. (Keys: `test_keys.py`; deadlines: `test_deadline.py`.)"""
+"""The steps that every request passes through: ids, errors, counts. (Keys: `test_keys.py`;
+deadlines: `test_deadline.py`.)
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is counted, and how it is written for Prometheus."""
+"""The metrics, and their text for Prometheus."""
 
 from __future__ import annotations
 

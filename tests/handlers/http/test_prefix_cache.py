@@ -1,4 +1,6 @@
-"""What a response says of a prompt whose beginning was computed before, and who shares it with whom."""
+"""Cached tokens in responses to prompts with a beginning that was computed before, and the sharing
+of such beginnings.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What every device promises, tried on each kind: the simulated one everywhere, CUDA where there is one."""
+"""The contract of every device, tried on each kind: the simulated one everywhere, CUDA where there
+is one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every medium for spilled blocks promises, and what is special about a file."""
+"""The contract of every medium for spilled blocks, and the properties of a file alone."""
 
 from __future__ import annotations
 

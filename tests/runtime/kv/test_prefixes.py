@@ -1,4 +1,6 @@
-"""What the prefix cache finds, whole blocks and beginnings of some, is what was computed, in every order of events."""
+"""Blocks that the prefix cache finds, whole ones and beginnings, are those that were computed, in
+every order of events.
+"""
 
 from __future__ import annotations
 

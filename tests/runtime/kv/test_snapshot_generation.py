@@ -1,4 +1,4 @@
-"""What the next generation of a snapshot has, by what is there and what was of use."""
+"""The content of a snapshot's next generation, by the prefixes that are there and their use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What is written into blocks is read back in order, whatever the storage: exactly, or as near as 8 bits are."""
+"""Tokens written into blocks are read back in order, whatever the storage: exactly, or as near as 8
+bits are.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people are shown of a pool."""
+"""The view of a pool for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What is computed in follows from what is stored and what the CPU is fast at, and changes no weight."""
+"""The compute dtype follows from the stored one and from the CPU's abilities, and changes no
+weight.
+"""
 
 from __future__ import annotations
 

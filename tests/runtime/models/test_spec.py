@@ -1,4 +1,4 @@
-"""What a spec says, and that an executor refuses what it does not know."""
+"""Specs of models; an executor refuses a field that it does not know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What docs/batch.md shows of events is as it says."""
+"""The events that docs/batch.md shows do as it says."""
 
 from __future__ import annotations
 

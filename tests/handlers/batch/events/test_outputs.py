@@ -1,4 +1,4 @@
-"""Where answers go, and that no answer can start a job in its turn."""
+"""The places of answers; no answer can start a job in its turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What events ask for, by their structure; AWS Lambda Powertools reads the same from the same events."""
+"""Events and the objects that they name, by their structure; AWS Lambda Powertools reads the same
+from the same events.
+"""
 
 from __future__ import annotations
 

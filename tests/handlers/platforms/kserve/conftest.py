@@ -1,4 +1,6 @@
-"""What the tests of the Open Inference Protocol share: the tiny models of the HTTP face's tests, and requests."""
+"""Shared parts of the tests of the Open Inference Protocol: the tiny models of the HTTP server's
+tests, and requests.
+"""
 
 from __future__ import annotations
 

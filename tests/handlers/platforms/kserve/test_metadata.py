@@ -1,4 +1,4 @@
-"""What the server tells of itself and its model, and when it is ready."""
+"""The metadata of the server and of its model, and their readiness."""
 
 from __future__ import annotations
 

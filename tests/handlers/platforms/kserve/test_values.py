@@ -1,4 +1,4 @@
-"""What a function is given of tensors, and the tensors that its results become."""
+"""The values that a function gets for tensors, and the tensors that its results become."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only a device can show: that its kernels, graphs and tokens are what the references say."""
+"""Tests that need a device: its kernels, graphs and tokens are those of the references."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Which products the kernel computes is decided by a table of shapes, and by nothing that a run can change."""
+"""The products that the kernel computes are chosen by a table of shapes, and by nothing that a run
+can change.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a device needs before it computes, where it cannot be had: nothing fails but that."""
+"""The needs of a device before it computes, on a machine without them: nothing else fails."""
 
 from __future__ import annotations
 

@@ -326,16 +326,31 @@ class WeightLoad(ThreadedLoad):
         num_spare = available_cores() - 2
         threads += [
             self._make_thread(
-                f"teneral-decode-{number}", self._at_full_speed(decoder.run, is_spare=number < num_spare)
+                f"teneral-decode-{number}",
+                self._at_full_speed(self._behind_base(decoder.run), is_spare=number < num_spare),
             )
             for number in range(num_decoders)
         ]
-        if self._base is None:
-            # Over a base in memory pages are taken as they are written: the base drafts meanwhile, and the
-            # decoders, which have less to do than the link, need not find them there.
-            body = self._at_full_speed(self._prefault, is_spare=num_spare > 0)
-            threads.append(self._make_thread("teneral-prefault", body))
+        body = self._at_full_speed(self._behind_base(self._prefault), is_spare=num_spare > 0)
+        threads.append(self._make_thread("teneral-prefault", body))
         return threads
+
+    def _behind_base(self, body: Callable[[], None]) -> Callable[[], None]:
+        """The body of a thread, which leaves the cores to a base that drafts at first: until so much has come that the
+        rest would wait for the decoding.
+        """
+        if self._base is None:
+            return body
+        enough_bytes = min(self._stored_bytes // 4, self._staging_bytes // 2)
+
+        def run() -> None:
+            deadline_s = time.monotonic() + HEAD_START_S
+            while self._meter.fetched_bytes < enough_bytes and time.monotonic() < deadline_s:
+                if self._is_over.wait(HEAD_START_S / 15):
+                    break
+            body()
+
+        return run
 
     def _at_full_speed(self, body: Callable[[], None], *, is_spare: bool) -> Callable[[], None]:
         """The body of a thread, which waits for full speed unless a core is spare."""

@@ -59,9 +59,6 @@ NUMPY_DTYPES: dict[str, str] = {
 }  # fmt: skip
 
 
-_Body = Callable[["threading.Event | None"], None]  # of a thread, which it ends once the event is set
-
-
 class WeightLoad(ThreadedLoad):
     """Loads a manifest's weights. All methods may be called from any thread.
 

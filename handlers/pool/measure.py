@@ -111,6 +111,7 @@ class _Run:
     async def figures(self, num_starts: int, num_standby: int) -> dict[str, Any]:
         """The figures that `infra.plan.instance_model.Profile` reads, and some for people."""
         starts: list[float] = []
+        ready: list[float] = []
         cpu: list[float] = []
         peak_bytes = 0
         speeds: dict[str, Any] = {}
@@ -122,6 +123,7 @@ class _Run:
             before_s = tree_cpu_s(process.pid)  # a standby process has used some while it waited
             try:
                 await process.wait_ready(self._session, self._model.ready_path)
+                ready.append(time.monotonic() - began_s)
                 with suppress(TeneralError):  # an encoder is ready when it is
                     await self._complete(process, FIRST_PROMPT_WORDS, 1)
                 starts.append(time.monotonic() - began_s)
@@ -141,6 +143,9 @@ class _Run:
             refill["refill_s"] = round(await self._refill_s(num_standby), 4)
         return {
             "start_s": round(max(1e-4, statistics.median(starts) - warm_s), 4),
+            "ready_share": round(
+                min(1.0, statistics.median(ready) / max(1e-4, statistics.median(starts) - warm_s)), 3
+            ),
             "start_cpu_s": round(max(0.0, statistics.median(cpu) - warm_s), 4),
             "bytes": self._release.stored_bytes,
             "standby": num_standby,

@@ -31,6 +31,9 @@ class Profile:
 
     start_s: float = 1.0  # that a start adds to the first token of a request that waits for it
     start_cpu_s: float = 1.0
+    ready_share: float = (
+        1.0  # of a start, after which the instance takes requests; their tokens come at its end
+    )
     bytes: int = 0  # that a start reads
     link_bytes_s: float = math.inf  # of the store; a start takes at least its bytes at this rate
     platform_s: float = 0.0  # before the process begins
@@ -50,6 +53,11 @@ class Profile:
     def start_work_s(self) -> float:
         """A start's time without the platform's."""
         return max(self.start_s, self.wire_s, 1e-6)
+
+    @property
+    def ready_work_s(self) -> float:
+        """The part of it until the instance takes requests."""
+        return min(1.0, self.ready_share) * self.start_work_s
 
     @property
     def start_cores(self) -> float:

@@ -56,6 +56,7 @@ class _Instance:
         "busy_since_s",
         "clock",
         "ends",
+        "held",
         "idle_since_s",
         "in_work",
         "model",
@@ -73,6 +74,7 @@ class _Instance:
         self.clock = 0.0  # the host's clock when that was looked at
         self.ends: list[float] = []  # of its sequences, on its own clock
         self.stamp = 0  # of its next completion; an older one is void
+        self.held: list[tuple[float, float]] | None = []  # arrival and prefill of requests until it is loaded
         self.idle_since_s = 0.0
         self.busy_since_s = 0.0
 
@@ -167,7 +169,10 @@ class _Simulation:
         self.link_demand = 0.0  # of the link's rate, by starts
         self.timers: list[tuple[float, int, int, _Model, _Instance]] = []
         self.completions: list[tuple[float, int, int, _Instance]] = []  # clock, number, stamp
-        self.loading: list[tuple[float, int, _Instance]] = []  # clock of starts, number
+        self.loading: list[
+            tuple[float, int, bool, _Instance]
+        ] = []  # clock of starts, number, whether at its end
+        self.num_starting = 0  # not ready yet
         self.number = 0
 
     def run(self, requests: Sequence[Request], until_s: float | None) -> dict[str, Outcome]:
@@ -184,7 +189,7 @@ class _Simulation:
                 self.now_s + (loading[0][0] - self.start_clock) / self.start_pace if loading else _INFINITY
             )
             next_s = min(next_arrival_s, timer_s, done_s, ready_s)
-            is_over = position >= count and not completions and not self._is_waiting()
+            is_over = position >= count and not completions and not loading and not self._is_waiting()
             if next_s > end_s or next_s == _INFINITY or (is_over and until_s is None):
                 break
             self.clock += (next_s - self.now_s) * self.pace
@@ -197,7 +202,8 @@ class _Simulation:
             elif next_s == done_s:
                 self._complete(heapq.heappop(completions))
             elif next_s == ready_s:
-                self._started(heapq.heappop(loading)[2])
+                _, _, is_end, instance = heapq.heappop(loading)
+                self._loaded(instance) if is_end else self._started(instance)
             else:
                 self._ring(heapq.heappop(timers))
         last_s = self.now_s if until_s is None else until_s
@@ -270,23 +276,37 @@ class _Simulation:
             model.starting += 1
             model.outcome.starts += 1
             model.outcome.most = max(model.outcome.most, model.present)
-            self._ready(model, _Instance(model, self.now_s))
+            instance = _Instance(model, self.now_s)
+            instance.held = None
+            self._ready(model, instance)
 
     def _load_next(self) -> None:
         """Begin the starts that have a place."""
-        while self.queue and len(self.loading) < self.start_places:
+        while self.queue and self.num_starting < self.start_places:
             instance = self.queue.popleft()
             model = instance.model
             self._want(model.cores, model.link_share)
-            self.number += 1
-            end = self.start_clock + model.profile.start_work_s
-            heapq.heappush(self.loading, (end, self.number, instance))
+            self.num_starting += 1
+            for work_s, is_end in ((model.profile.ready_work_s, False), (model.profile.start_work_s, True)):
+                self.number += 1
+                heapq.heappush(self.loading, (self.start_clock + work_s, self.number, is_end, instance))
 
     def _started(self, instance: _Instance) -> None:
+        self.num_starting -= 1
+        self._ready(instance.model, instance)
+        self._load_next()
+
+    def _loaded(self, instance: _Instance) -> None:
+        """All of its weights are there: what it took meanwhile begins."""
         model = instance.model
         self._want(-model.cores, -model.link_share)
-        self._ready(model, instance)
-        self._load_next()
+        held, instance.held = instance.held, None
+        instance.clock = self.clock
+        if held:
+            self._want(model.work_cores)
+            for number, (arrived_s, prefill_s) in enumerate(held, 1):
+                self._note_first(model, number, arrived_s, prefill_s)
+            self._expect(instance)
 
     def _start_missing(self, model: _Model) -> None:
         wanted = model.wants(model.quiet(self.now_s))
@@ -327,18 +347,25 @@ class _Simulation:
     def _admit(self, model: _Model, instance: _Instance, request: Request, arrived_s: float) -> None:
         profile = model.profile
         if instance.in_work == 0:
-            self._want(model.work_cores)
             instance.busy_since_s = self.now_s
+            if instance.held is None:
+                self._want(model.work_cores)
         self._advance(instance)
         instance.in_work += 1
         prefill_s = profile.prefill_s(request.prompt_tokens)
         work_s = request.work_s
         if work_s is None:
             work_s = prefill_s + profile.decode_s(request.output_tokens)
-        slowed = model.speeds[instance.in_work] * self.pace
-        model.outcome.first_token_s.append(self.now_s - arrived_s + prefill_s / slowed)
         heapq.heappush(instance.ends, instance.own + work_s)
+        if instance.held is not None:
+            instance.held.append((arrived_s, prefill_s))
+            return
+        self._note_first(model, instance.in_work, arrived_s, prefill_s)
         self._expect(instance)
+
+    def _note_first(self, model: _Model, batch: int, arrived_s: float, prefill_s: float) -> None:
+        slowed = model.speeds[batch] * self.pace
+        model.outcome.first_token_s.append(self.now_s - arrived_s + prefill_s / slowed)
 
     def _idle(self, model: _Model, instance: _Instance) -> None:
         self._want(-model.work_cores)
@@ -388,7 +415,8 @@ class _Simulation:
         return best
 
     def _advance(self, instance: _Instance) -> None:
-        instance.own += (self.clock - instance.clock) * instance.model.speeds[instance.in_work]
+        if instance.held is None:
+            instance.own += (self.clock - instance.clock) * instance.model.speeds[instance.in_work]
         instance.clock = self.clock
 
     def _expect(self, instance: _Instance) -> None:

@@ -103,6 +103,17 @@ def test_a_standby_that_was_taken_must_be_replaced_first() -> None:
     assert starts_at_once(2, profile) == pytest.approx([2.0, 7.0])
 
 
+def test_an_instance_takes_requests_before_its_weights_are_there() -> None:
+    profile = profile_of({"ready_share": 0.25}, "here", PROFILE)
+    outcome = one([at(0), at(1.0), at(20.0)], Model("m", "/m", max_instances=1, idle_timeout_s=60), profile)
+    whole = one([at(0), at(1.0), at(20.0)], Model("m", "/m", max_instances=1, idle_timeout_s=60))
+    assert (outcome.cold, whole.cold) == (1, 2), "the second finds an instance that is ready, from 0.5 s on"
+    # 1 s of prefill alone, then in a batch of two at 2/3 of the speed
+    assert list(outcome.first_token_s) == pytest.approx([2.0 + 1.0, 1.0 + 1.5, 1.0], rel=0.01)
+    assert list(whole.first_token_s) == pytest.approx(list(outcome.first_token_s))
+    assert outcome.instance_s == pytest.approx(whole.instance_s)
+
+
 def test_warm_instances_are_ready_when_the_trace_begins() -> None:
     outcome = one([at(0)], Model("m", "/m", min_warm=2, max_instances=2), until_s=100.0)
     assert (outcome.cold, outcome.starts) == (0, 2)
@@ -141,10 +152,18 @@ def test_requests_wait_in_order_and_are_refused_after_their_time() -> None:
     buffer=st.integers(0, 1),
     cores=st.none() | st.floats(0.5, 8),
     policy=st.sampled_from(["fixed", "hybrid"]),
+    ready_share=st.sampled_from([0.1, 1.0]),
 )
 def test_every_request_ends_once_whatever_the_pool(
-    times: list[float], min_warm: int, more: int, buffer: int, cores: float | None, policy: str
+    times: list[float],
+    min_warm: int,
+    more: int,
+    buffer: int,
+    cores: float | None,
+    policy: str,
+    ready_share: float,
 ) -> None:
+    profile = profile_of({"ready_share": ready_share}, "here", PROFILE)
     model = Model(
         "m",
         "/m",
@@ -156,12 +175,12 @@ def test_every_request_ends_once_whatever_the_pool(
         target_concurrency=2,
     )
     requests = [at(t_s, output=30) for t_s in sorted(times)]
-    outcome = one(requests, model, cores=cores)
+    outcome = one(requests, model, profile, cores=cores)
     assert len(outcome.first_token_s) + outcome.refused == outcome.requests == len(requests)
     assert outcome.most <= model.max_instances
     assert all(seconds >= 0 for seconds in outcome.first_token_s)
     assert outcome.busy_s <= outcome.instance_s + 1e-6
-    again = one(requests, model, cores=cores)
+    again = one(requests, model, profile, cores=cores)
     assert (again.cold, again.instance_s) == (outcome.cold, outcome.instance_s)
 
 

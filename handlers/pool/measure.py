@@ -210,7 +210,8 @@ class _Run:
             await asyncio.gather(*(self._complete(process, short, OUTPUT_TOKENS) for _ in range(batch)))
             seconds = time.monotonic() - began_s
             cores = max(cores, (tree_cpu_s(process.pid) - cpu_s) / seconds)
-            decoding_s = max(1e-6, seconds - overhead_s - batch * few * per_token_s)
+            # On a busy machine the other requests may have taken longer than these: at most half is not decoding.
+            decoding_s = max(seconds / 2, seconds - overhead_s - batch * few * per_token_s)
             rates[str(batch)] = round(batch * (OUTPUT_TOKENS - 1) / decoding_s, 2)
         return {
             "prefill_tokens_s": round(1 / per_token_s, 1),

@@ -16,6 +16,7 @@ from teneral.loader.artifact import open_artifact
 from teneral.loader.errors import IntegrityError, LoadCancelledError, ManifestError, UsageError
 from teneral.loader.format import delta
 from teneral.loader.format.manifest import FRAME_ELEMENTS, Encoding, Tier
+from teneral.loader.load import load as load_module
 from teneral.loader.load.load import WeightLoad
 from teneral.loader.load.options import LoadOptions, Order
 from teneral.loader.load.plan import RowParts
@@ -202,6 +203,23 @@ def test_the_nodes_cache_keeps_differences(store: MemoryStore, base: ResidentBas
     paced = PacedSource(store)
     assert switched(paced, base, **options) == bytes_of(FINE_TUNE)
     assert not paced.calls
+
+
+def test_nothing_is_decoded_while_the_base_has_its_head_start(
+    store: MemoryStore, base: ResidentBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_module, "HEAD_START_S", 3.0)
+    source = PacedSource(store.reopen())
+    manifest = base.join(open_artifact(source, without_base=True), source.url)
+    assert any(not part.size_bytes for part in manifest.parts), "copies, which wait for no byte"
+    with WeightLoad(source, manifest, base=base) as load:
+        held = source.hold(every_read)
+        load.start()
+        held.wait_reached()
+        assert load.progress().parts_decoded == 0
+        held.release()  # enough has come then
+        for group in manifest.groups:
+            load.wait(group.index, timeout_s=WAIT_S)
 
 
 def test_a_load_can_be_cancelled(store: MemoryStore, base: ResidentBase) -> None:

@@ -52,6 +52,9 @@ RUN if [ -s torch.txt ]; then \
 RUN locked="lock/${EXTRAS:-base}.txt"; if [ -f "$locked" ]; then \
       /opt/teneral/bin/pip install --no-compile --no-deps --require-hashes -r "$locked"; \
     else /opt/teneral/bin/pip install --no-compile -r wanted.txt; fi
+# numpy's own tests, and zstandard's second build, for Pythons that are not CPython: 30 MB.
+RUN cd /opt/teneral/lib/python*/site-packages && find numpy -name tests -type d -prune -exec rm -rf {} + \
+ && rm -f zstandard/_cffi*.so
 # Bytecode is compiled here, once: without it every cold start would compile its imports again.
 RUN { /opt/teneral/bin/python -m compileall -qq -j 0 --invalidation-mode unchecked-hash /opt/teneral/lib || true; } \
  && /opt/teneral/bin/pip check

@@ -136,7 +136,9 @@ def _wait_for_port(port: int) -> None:
 
 def _first_paint(page: Any) -> float:
     """In milliseconds since 1970, on this machine's clock."""
-    page.wait_for_function("performance.getEntriesByName('first-contentful-paint').length > 0")
+    # Not `wait_for_function`, whose polling the page's content security policy refuses.
+    while not page.evaluate("performance.getEntriesByName('first-contentful-paint').length"):
+        page.wait_for_timeout(20)
     script = "performance.timeOrigin + performance.getEntriesByName('first-contentful-paint')[0].startTime"
     return float(page.evaluate(script))
 

@@ -301,6 +301,7 @@ def test_errors_release_what_requests_held(rig: Rig) -> None:
         with pytest.raises(AdapterNotFoundError):
             submit(instance, "../a2")
         running.cancel()
+        eventually(lambda: instance.adapters.statistics().pinned == 0)  # its place is free with its adapter
         with pytest.raises(AdapterNotFoundError, match="does not exist"):
             tokens(submit(instance, "missing"))
         eventually(lambda: instance.adapters.statistics().pinned == 0)
@@ -360,7 +361,7 @@ def test_drafts_are_made_with_the_adapter_and_confirmed(
             name: early.submit(PROMPT, max_tokens=16, ignore_eos=True, adapter=name, first_token=first_token)
             for name in expected
         }
-        eventually(lambda: drafted(early) >= 12)
+        eventually(lambda: drafted(early) >= 4)
         early.refine()
         results = {name: each.result(WAIT_S) for name, each in generations.items()}
         for name, result in results.items():
@@ -377,7 +378,7 @@ def test_drafts_are_made_with_the_adapter_and_confirmed(
 def drafted(early: EarlyRig) -> int:
     """Draft steps with the rows of three sequences."""
     spans = early.timeline.snapshot()["spans"]
-    return sum(each["lane"] == "draft" and each.get("sequences", 3) == 3 for each in spans)
+    return sum(each["lane"] == "draft" and each.get("sequences") == 3 for each in spans)
 
 
 @pytest.mark.parametrize(

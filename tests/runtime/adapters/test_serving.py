@@ -378,7 +378,7 @@ def test_drafts_are_made_with_the_adapter_and_confirmed(
 def drafted(early: EarlyRig) -> int:
     """Draft steps with the rows of three sequences."""
     spans = early.timeline.snapshot()["spans"]
-    return sum(each["lane"] == "draft" and each.get("sequences") == 3 for each in spans)
+    return sum(each["lane"] == "draft" and each.get("attributes", {}).get("sequences") == 3 for each in spans)
 
 
 @pytest.mark.parametrize(

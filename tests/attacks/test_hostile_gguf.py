@@ -237,6 +237,10 @@ def test_damaged_files_raise_errors_of_ours_only(data: st.DataObject) -> None:
         ({"llama__attention__head_count": 0}, "head_count is"),
         ({"llama__attention__head_count_kv": 3}, "head_count_kv is"),
         ({"llama__attention__key_length": 1 << 20}, "key_length is"),
+        (
+            {"llama__attention__head_count": 1, "llama__attention__head_count_kv": 1},
+            "does not consist of heads of 64 rows",
+        ),
         ({"llama__rope__dimension_count": 16}, "differs"),
         ({"llama__rope__freq_base": float("nan")}, "freq_base is"),
         ({"llama__rope__scaling__type": "longrope"}, "stretched by 'longrope'"),

@@ -97,7 +97,7 @@ def describe_model(file: GgufFile, read_table: Table, *, keep_integers: bool = T
         if tensor.name in (_ROPE_FREQUENCIES, *_ROPE_FACTORS):
             continue
         for name, part in _named(fields, family, tensor, config):
-            head_rows, shift = _head_rows(name, config, family), 0.0
+            head_rows, shift = _head_rows(fields, name, part, config, family), 0.0
             if family.has_shifted_norms and name.endswith("norm.weight"):
                 shift = -1.0
             pieces += _pieces_of(name, part, dtype, head_rows, shift, keep_integers=keep_integers)
@@ -302,9 +302,18 @@ def _experts_of(
         yield tensor._replace(shape=tensor.shape[1:], begin=begin, size_bytes=size_bytes)
 
 
-def _head_rows(name: str, config: dict[str, Any], family: Family) -> int:
+def _head_rows(
+    fields: GgufFields, name: str, tensor: GgufTensor, config: dict[str, Any], family: Family
+) -> int:
     is_turned = name.endswith(("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias"))
-    return int(config["head_dim"]) if family.is_permuted and is_turned else 0
+    if not (family.is_permuted and is_turned):
+        return 0
+    head_rows = int(config["head_dim"])
+    if tensor.shape[0] % head_rows:
+        raise fields.wrong(
+            f"{tensor.name} of shape {tensor.shape} does not consist of heads of {head_rows} rows"
+        )
+    return head_rows
 
 
 def _float_dtype(file: GgufFile) -> str:

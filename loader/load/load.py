@@ -107,7 +107,6 @@ class WeightLoad(ThreadedLoad):
         self._images = images
         self._base = base
         self._full_speed = full_speed
-        self._is_over = threading.Event()
         self._prefetch = prefetch
         self._versions = versions or BlobVersions(manifest, source.url)
         is_helper = shared_fd is not None or images is not None
@@ -343,8 +342,9 @@ class WeightLoad(ThreadedLoad):
         def run() -> None:
             deadline_s = time.monotonic() + HEAD_START_S
             while self._meter.fetched_bytes < enough_bytes and time.monotonic() < deadline_s:
-                if self._is_over.wait(HEAD_START_S / 15):
-                    break
+                if self._ended_at_s is not None:
+                    return
+                time.sleep(HEAD_START_S / 15)
             body()
 
         return run
@@ -450,7 +450,6 @@ class WeightLoad(ThreadedLoad):
 
     def _end(self) -> None:
         super()._end()
-        self._is_over.set()
         if self._cache is not None:
             self._cache.finish()
 

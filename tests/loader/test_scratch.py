@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
+from tests.support.abandoned_folders import age, folder_of
 
-from teneral.loader.process.scratch import LOCK_NAME, MIN_AGE_S, ScratchFolder, remove_abandoned
+from teneral.loader.process.scratch import LOCK_NAME, ScratchFolder, remove_abandoned
 
 PREFIX = "teneral-test-"
 OWNER = f"""
@@ -31,11 +27,6 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def age(folder: Path) -> None:
-    long_ago_s = time.time() - 2 * MIN_AGE_S
-    os.utime(folder, (long_ago_s, long_ago_s))
-
-
 def test_a_folder_is_private_and_removed_at_its_end(temporary: Path) -> None:
     with ScratchFolder(PREFIX) as folder:
         (folder.path / "file").write_bytes(b"x")
@@ -45,15 +36,9 @@ def test_a_folder_is_private_and_removed_at_its_end(temporary: Path) -> None:
 
 
 def test_the_folder_of_a_killed_process_is_removed_and_that_of_a_live_one_is_not() -> None:
-    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None
-        other = Path(owner.stdout.readline().strip())
-        (other / "file").write_bytes(b"x")
-        age(other)
+    with folder_of(OWNER) as other:
         remove_abandoned(PREFIX)
         assert other.exists()
-        owner.send_signal(signal.SIGKILL)
-        owner.wait()
     remove_abandoned(PREFIX)
     assert not other.exists()
 

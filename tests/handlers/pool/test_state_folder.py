@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
+from tests.support.abandoned_folders import folder_of
 
 from teneral.handlers.pool.run import state_folder
 from teneral.loader.errors import UsageError
-from teneral.loader.process.scratch import MIN_AGE_S
 
 RUN = """
 import sys, time
@@ -32,11 +27,6 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def age(folder: Path) -> None:
-    long_ago_s = time.time() - 2 * MIN_AGE_S
-    os.utime(folder, (long_ago_s, long_ago_s))
-
-
 def test_a_runs_folder_is_private_and_removed_at_its_end(temporary: Path) -> None:
     with state_folder(None) as folder:
         (folder / "snapshot").write_bytes(b"kept")
@@ -45,15 +35,8 @@ def test_a_runs_folder_is_private_and_removed_at_its_end(temporary: Path) -> Non
 
 
 def test_the_folder_of_a_killed_run_is_removed_by_the_next_one_and_that_of_a_live_one_is_not() -> None:
-    with subprocess.Popen([sys.executable, "-c", RUN], stdout=subprocess.PIPE, text=True) as run:
-        assert run.stdout is not None
-        other = Path(run.stdout.readline().strip())
-        (other / "snapshot").write_bytes(b"kept")
-        age(other)
-        with state_folder(None):
-            assert other.exists()
-        run.send_signal(signal.SIGKILL)
-        run.wait()
+    with folder_of(RUN) as other, state_folder(None):
+        assert other.exists()
     with state_folder(None):
         assert not other.exists()
 

@@ -23,15 +23,15 @@ from typing import TYPE_CHECKING, Any
 from ...loader.errors import TeneralError
 from ...loader.timeline import Timeline
 from ..errors import ModelError
-from .backend import EncodedPair
 from .launch import LaunchedTokenizer, PreparedTokenizer
-from .tokenizer import TextTokenizer, make_chat_template
 
 if TYPE_CHECKING:
     from ...loader.format.manifest import Manifest
+    from .backend import EncodedPair
     from .chat import ChatWorker
     from .pieces import PieceTable
     from .settings import TextSettings
+    from .tokenizer import TextTokenizer
 
 
 # Of a text that occupies its line for 10 ms or more.
@@ -77,6 +77,9 @@ class TokenizerProcess:
         self._manifest = manifest.without_weights()
         try:
             settings = adjust(self._child.settings(self._manifest))
+            # Not above: it would hold up the request for the manifest, and that for the first weights.
+            from .tokenizer import TextTokenizer, make_chat_template
+
             worker, self._chat_worker = self._chat_worker, None
             chat_template = make_chat_template(settings, worker)
             try:

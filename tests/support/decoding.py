@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -95,10 +96,12 @@ def oracle_logits(model: Any, tokens: Sequence[int]) -> torch.Tensor:
 @torch.no_grad()
 def oracle_greedy(model: Any, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """What transformers continues a prompt with, using its own cache."""
+    # transformers 5.24 renamed the argument and the field.
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     ids, cache, chosen = torch.tensor([prompt]), None, []
     for _ in range(num_tokens):
-        out = model(ids, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = model(ids, **{name: cache}, use_cache=True)
+        cache = getattr(out, name)
         chosen.append(int(out.logits[0, -1].argmax()))
         ids = torch.tensor([[chosen[-1]]])
     return chosen

@@ -29,6 +29,7 @@ from ...tensors import DType, reserved
 
 _MOST_TOKENS = 1 << 20
 _UNSTATED_TOKENS = 2_048  # of models whose settings name no length
+_CACHE_NAMES = ("cache", "past_key_values")  # the former since transformers 5.24
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
 
 
@@ -113,7 +114,10 @@ class TransformersDecoder:
         self.computes = computes
         self.executor = Named("transformers", f"transformers/{transformers.__version__}")
         self._module = module
-        self._takes = inspect.signature(module.forward).parameters
+        takes = inspect.signature(module.forward).parameters
+        self._cache_name = next((name for name in _CACHE_NAMES if name in takes), None)
+        self._cuts_logits = "logits_to_keep" in takes
+        self._is_stateful = bool(getattr(module, "_is_stateful", False))
         self._token_bytes = _token_bytes(settings, computes.dtype)
         self._past: OrderedDict[tuple[int, ...], Any] = (
             OrderedDict()
@@ -167,28 +171,27 @@ class TransformersDecoder:
         tokens = kv.context(span)
         known = len(tokens) - span.length
         past = self._past.pop(tuple(tokens[:known]), None)
-        if past is None:
-            known = 0
-        else:
+        if past is not None:
             self._past_tokens -= known
+        # Recurrent states continue by one token only; several begin from nothing in some models.
+        if past is None or (self._is_stateful and span.length > 1):
+            past, known = None, 0
         given: dict[str, Any] = {"input_ids": torch.tensor([tokens[known:]])}
         # The span's first row, among the rows computed now.
         first = len(tokens) - span.length - known
         places = [first + row for row in rows]
-        keeps_past = "past_key_values" in self._takes
-        given["use_cache"] = keeps_past
-        if keeps_past:
-            given["past_key_values"] = past
-        is_cut = "logits_to_keep" in self._takes
-        if is_cut:
+        given["use_cache"] = self._cache_name is not None
+        if self._cache_name is not None:
+            given[self._cache_name] = past
+        if self._cuts_logits:
             # Keeping 0 rows means all rows, so keep at least the last one.
             given["logits_to_keep"] = torch.tensor(places or [len(tokens) - known - 1])
         result = self._module(**given)
-        kept = getattr(result, "past_key_values", None)
-        if keeps_past and kept is not None:
+        kept = None if self._cache_name is None else getattr(result, self._cache_name, None)
+        if kept is not None:
             self._past[tuple(tokens)] = kept
             self._past_tokens += len(tokens)
-        logits = result.logits[0, : len(places)] if is_cut else result.logits[0, places]
+        logits = result.logits[0, : len(places)] if self._cuts_logits else result.logits[0, places]
         found: Floats = logits.float().numpy()
         return found
 

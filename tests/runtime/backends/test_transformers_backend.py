@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.decoding import Stepper
 from tests.support.encoder_families import save_sentence_model
 from tests.support.load import patience_s
 from tests.support.tiny_models import save_tiny, transformers
@@ -17,10 +18,13 @@ from teneral.loader.errors import UsageError
 from teneral.loader.sources.file.store import FileStore
 from teneral.runtime.backends import choose
 from teneral.runtime.backends.choose import BackendChoice
+from teneral.runtime.backends.transformers.decoder import TransformersDecoder
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.errors import ModelError
 from teneral.runtime.instance import Instance
+from teneral.runtime.models.executor import ComputeDtype
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
+from teneral.runtime.tensors import DType
 
 WAIT_S = patience_s(60)
 CONFIG = ServeConfig(model="memory", backend="transformers", kv_bytes=1 << 20)
@@ -59,6 +63,24 @@ def greedy(oracle: Any, prompt: list[int], num_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def mamba_2() -> Any:
+    config = transformers.Mamba2Config(
+        vocab_size=320,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_heads=4,
+        head_dim=32,
+        state_size=16,
+        n_groups=2,
+        chunk_size=8,
+    )
+    return random_weights(transformers.Mamba2ForCausalLM(config))
+
+
+def decoder_of(model: Any) -> TransformersDecoder:
+    return TransformersDecoder(model, model.config, ComputeDtype(DType.F32, DType.F32, "asked for"))
+
+
 def tokens_of(generation: Any) -> list[int]:
     return [token for event in generation.events(WAIT_S) for token in event.tokens]
 
@@ -86,6 +108,31 @@ def test_greedy_tokens_of_several_sequences_are_those_of_transformers(gpt_2: tup
     for own, prompt in zip(ours, prompts, strict=True):
         assert own == greedy(oracle, prompt, 12)
     assert again == ours[1]
+
+
+def test_a_cached_sequence_computes_its_new_tokens_only(gpt_2: tuple[Path, Any]) -> None:
+    stepper = Stepper(decoder_of(gpt_2[1]))
+    computed: list[int] = []
+    hook = gpt_2[1].register_forward_pre_hook(
+        lambda _, __, given: computed.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    for new in ([5, 6, 7], [8], [9, 10], [11]):
+        stepper.step({"a": new})
+    hook.remove()
+
+    assert computed == [3, 1, 2, 1]
+
+
+def test_a_recurrent_model_says_the_same_after_several_tokens_at_once() -> None:
+    oracle = mamba_2()
+    stepper = Stepper(decoder_of(oracle))
+    known: list[int] = []
+    for new in ([5, 6, 7, 8, 9], [10], [11, 12, 13], [14], [15, 16]):
+        ours = stepper.step({"a": new})["a"]
+        known += new
+        with torch.no_grad():
+            right = oracle(torch.tensor([known]), use_cache=False).logits[0, -len(new) :]
+        torch.testing.assert_close(ours, right, atol=1e-4, rtol=1e-4)
 
 
 def test_sampled_tokens_follow_their_seed(gpt_2: tuple[Path, Any]) -> None:

@@ -124,8 +124,9 @@ class Body:
 
     data: bytes
     fields: dict[str, msgspec.Raw]
-    model: str | None
+    model: str | None  # without the adapter
     session: str | None  # the sticky key that the body gives
+    adapter: str = ""  # of `model: "base:name"`, with its colon: the instance knows it, and the pool does not
 
     @classmethod
     def parse(cls, data: bytes) -> Body:
@@ -148,13 +149,14 @@ class Body:
                 session = _text(fields, "user")
             except ApiError:
                 session = None
-        return cls(data, fields, model, session[:MAX_KEY_CHARS] if session else None)
+        name, colon, adapter = (model or "").partition(":")
+        return cls(data, fields, name or model, session[:MAX_KEY_CHARS] if session else None, colon + adapter)
 
     def named(self, model: str) -> bytes:
-        """The body with this model in place of the one that it names."""
+        """The body with this model in place of the one that it names; the adapter stays."""
         if self.model is None or self.model == model:
             return self.data
-        fields: dict[str, Any] = {**self.fields, "model": model}
+        fields: dict[str, Any] = {**self.fields, "model": model + self.adapter}
         return msgspec.json.encode(fields)
 
     def prefixes(self) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""`teneral pool run` of fine-tunes that are stored as differences: real packs, real servers."""
+"""`teneral pool run` of fine-tunes, stored as differences and as adapters: real packs, real servers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support.adapters import save_adapter
 from tests.support.pool_runs import PoolRun
-from tests.support.tiny_models import save_tiny
+from tests.support.tiny_models import save_tiny, tiny_model
 
 from teneral import cli
 
@@ -60,3 +61,37 @@ memory = "8GiB"
             assert texts[version] == run.complete(f"whole@{version}", max_tokens=16).text
         texts["base"] = run.complete("base", max_tokens=16).text
         assert len(set(texts.values())) == 3
+
+
+def test_adapters_are_named_after_models_versions_and_aliases(tmp_path: Path) -> None:
+    model = save_tiny("llama", tmp_path / "plain")
+    packed(model, tmp_path / "base" / "1")
+    save_adapter(tmp_path / "adapters" / "legal", tiny_model("llama"), seed=1)
+    file = """
+version = 1
+[models.base]
+source = "base/{version}"
+[models.base.serve]
+adapters = "ADAPTERS/{name}"
+kv_bytes = "8MiB"
+threads = 1
+[models.other]
+source = "base/1"
+[aliases]
+short = "base"
+[node]
+memory = "8GiB"
+"""
+    with PoolRun(tmp_path, file.replace("ADAPTERS", str(tmp_path / "adapters"))) as run:
+        plain = run.complete("base", max_tokens=16)
+        expected = run.complete("base", max_tokens=16, lora="legal")
+        assert expected.status == 200, expected.body
+        assert expected.text != plain.text
+        for name in ("base:legal", "BASE:legal", "base@1:legal", "short:legal"):
+            answer = run.complete(name, max_tokens=16)
+            assert (answer.status, answer.text) == (200, expected.text), (name, answer.body)
+            assert answer.json["model"] == "base:legal"
+        for name in ("base:none", "base@2:legal", "nothing:legal", "base:", ":legal", "other:legal"):
+            missing = run.complete(name)
+            assert (missing.status, missing.json["error"]["code"]) == (404, "model_not_found"), name
+        assert "none" in run.complete("base:none").json["error"]["message"]

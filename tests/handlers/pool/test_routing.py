@@ -95,6 +95,14 @@ def test_a_body_keeps_its_bytes_but_for_the_model() -> None:
     assert body.named("alias") is data
 
 
+def test_an_adapters_name_stays_with_the_body_and_is_no_part_of_the_models() -> None:
+    body = Body.parse(b'{"model":"alias:legal","prompt":"x"}')
+    assert body.model == "alias"
+    assert json.loads(body.named("own")) == {"model": "own:legal", "prompt": "x"}
+    assert body.named("alias") is body.data
+    assert Body.parse(b'{"model":":legal"}').model == ":legal", "no model at all"
+
+
 @pytest.mark.parametrize(
     ("body", "session"),
     [

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -184,20 +184,13 @@ def plan_order(num_parts: int, done: frozenset[int], share: Share | None, start:
     return [number for number in mine if number >= start] + [number for number in mine if number < start]
 
 
-def read_input(
-    given: Input,
-    version: str,
-    start_byte: int,
-    end_byte: int,
-    *,
-    is_stopped: Callable[[], bool] = lambda: False,
-) -> Iterator[bytes]:
-    """Bytes [start_byte, end_byte) of the input, in pieces. Ends early once `is_stopped`. Blocks.
+def read_input(given: Input, version: str, start_byte: int, end_byte: int) -> Iterator[bytes]:
+    """Bytes [start_byte, end_byte) of the input, in pieces. Blocks.
 
     Raises `ChangedError` if the input is no longer `version`.
     """
     size_bytes = FIRST_READ_BYTES  # a small input need not use much memory
-    while start_byte < end_byte and not is_stopped():
+    while start_byte < end_byte:
         buffer = bytearray(min(size_bytes, end_byte - start_byte))
         given.source.read_into(given.name, start_byte, memoryview(buffer), version=version)
         yield bytes(buffer)

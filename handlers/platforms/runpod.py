@@ -53,12 +53,12 @@ POLL_S = 0.02
 _END = object()
 
 
-def run_runpod_queue(config: ServeConfig, make_app: MakeApp | None = None) -> int:
+def run_runpod_queue(config: ServeConfig, _make_app: MakeApp) -> int:
     """Process jobs until a signal. Blocks.
 
     Returns 0; raises the error that ended the instance, and `UsageError` without the SDK or its
-    variables. Changes the process: logging, signal handlers. Jobs are not HTTP requests, so
-    `make_app` is not used.
+    variables. Changes the process: logging, signal handlers. Jobs are not HTTP requests,
+    which `_make_app` is for.
     """
     check_surroundings(os.environ)
     timeline = Timeline()

@@ -128,13 +128,6 @@ def desired(model: Model, demand: Demand, quiet: Quiet | None = None) -> int:
     return max(model.min_warm, min(model.max_instances, wanted))
 
 
-def num_to_start(
-    model: Model, demand: Demand, *, starting: int, ready: int, quiet: Quiet | None = None
-) -> int:
-    """Instances to start now."""
-    return max(0, desired(model, demand, quiet) - starting - ready)
-
-
 def max_starts(cores: int) -> int:
     """Starts of one machine that run at the same time; the others wait. More than its cores: a start leaves cores idle
     while it waits for its bytes and its process.

@@ -267,8 +267,3 @@ def decoded_plane_bytes(
         return sizes_bytes
     signs = (-(-(count - values) // 8),) if encoding.float_format is not None else ()
     return (-(-count // 8), *signs, *sizes_bytes)
-
-
-def plane_count(encoding: Encoding, tier: Tier, element_bytes: int) -> int:
-    """How many planes a segment has in a tier."""
-    return len(decoded_plane_bytes(encoding, tier, element_bytes, 1, 1))

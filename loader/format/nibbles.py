@@ -21,10 +21,3 @@ def pack_nibbles(levels: Bytes) -> Bytes:
     halves = levels.reshape(len(levels), -1, 2, RUN // 2)
     packed: Bytes = halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)
     return packed.reshape(len(levels), -1)
-
-
-def unpack_nibbles(packed: Bytes) -> Bytes:
-    """The inverse of `pack_nibbles`."""
-    runs = packed.reshape(len(packed), -1, RUN // 2)
-    levels: Bytes = np.stack([runs & np.uint8(15), runs >> np.uint8(4)], axis=2)
-    return levels.reshape(len(packed), -1)

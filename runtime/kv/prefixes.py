@@ -205,9 +205,6 @@ class PrefixLedger:
         self._entries = dict(kept[: self._max_entries // 2])
 
 
-HASH_BYTES = 32
-
-
 def seed_hash(*parts: bytes) -> bytes:
     """The beginning of a chain, (32,) bytes: equal only for equal lists of parts."""
     digest = hashlib.sha256()

@@ -54,7 +54,6 @@ class ChatTemplate:
         *,
         max_prompt_chars: int = MAX_PROMPT_CHARS,
         max_render_s: float = MAX_RENDER_S,
-        memory_bytes: int = MEMORY_BYTES,
         worker: ChatWorker | None = None,
     ) -> None:
         """`templates` has "default", and may have "tool_use" for requests with tools.
@@ -69,7 +68,6 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._max_prompt_chars = max_prompt_chars
         self._max_render_s = max_render_s
-        self._memory_bytes = memory_bytes
         self._waiting = worker
         self._worker: ChatWorker | None = None
         self._broken = ""  # the reason why no template can be rendered
@@ -185,7 +183,7 @@ class ChatTemplate:
 
     def _start_worker(self) -> ChatWorker:
         limits = {
-            "memory_bytes": self._memory_bytes,
+            "memory_bytes": MEMORY_BYTES,
             "output_chars": self._max_prompt_chars,
             "cpu_s": int(self._max_render_s) + 1,
         }

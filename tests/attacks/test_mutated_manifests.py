@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.support.manifest_documents import SOUND, THREE_TIERS, Document, encoded, refused
 
 from teneral.loader.errors import ManifestError
-from teneral.loader.format.manifest import Manifest, Tier, plane_count
+from teneral.loader.format.manifest import Manifest, Tier, decoded_plane_bytes
 from teneral.loader.format.manifest_json import parse_manifest
 
 JSON_VALUES = st.recursive(
@@ -62,7 +62,9 @@ def assert_sound(manifest: Manifest) -> None:
         for segment in part.segments:
             tensor = manifest.tensors[segment.tensor]
             assert tensor.group == part.group
-            assert len(segment.planes) == plane_count(tensor.encoding, part.tier, tensor.element_bytes)
+            assert len(segment.planes) == len(
+                decoded_plane_bytes(tensor.encoding, part.tier, tensor.element_bytes, 1, 1)
+            )
         assert_apart(
             [(plane.offset_bytes, plane.size_bytes) for s in part.segments for plane in s.planes],
             part.size_bytes,

@@ -11,11 +11,16 @@ import torch
 from teneral.runtime import weights
 from teneral.runtime.backends.torch.backend import TorchBackend
 from teneral.runtime.backends.torch.layers import product_of
-from teneral.runtime.backends.torch.tensors import ComputePolicy, from_torch, to_torch
+from teneral.runtime.backends.torch.tensors import TORCH_DTYPES, ComputePolicy, to_numpy, to_torch
 from teneral.runtime.models import build
 from teneral.runtime.models.executor import ExecutorFactory
 from teneral.runtime.models.matrices import Projection
-from teneral.runtime.tensors import Tensor
+from teneral.runtime.tensors import DType, Tensor
+
+
+def dtype_of(dtype: torch.dtype) -> DType:
+    """The `DType` of a torch dtype."""
+    return DType[next(name for name, own in TORCH_DTYPES.items() if own is dtype)]
 
 
 def arrays_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensor]:
@@ -23,7 +28,7 @@ def arrays_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensor]:
     storages: dict[int, np.ndarray] = {}
     arrays: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        arrays[name] = own = from_torch(tensor)
+        arrays[name] = own = Tensor(dtype_of(tensor.dtype), to_numpy(tensor))
         if tensor.is_contiguous() and tensor.numel():
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in storages:

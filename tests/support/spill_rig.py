@@ -11,14 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from teneral.runtime.kv.blocks import BlockAllocator
-from teneral.runtime.kv.prefixes import HASH_BYTES, PrefixCache, chain_hash, seed_hash
+from teneral.runtime.kv.prefixes import PrefixCache, chain_hash, seed_hash
 from teneral.runtime.kv.spill.media import DiskMedium, HostMedium, Medium
 from teneral.runtime.kv.spill.policy import Fetch
 from teneral.runtime.kv.spill.spill import Spill
 
 BLOCK_SIZE = 4
-
-
+HASH_BYTES = 32
 POISON = 0xEE
 
 

@@ -18,7 +18,6 @@ from ....loader.format.checkpoint import INDEX_SUFFIX, SUFFIX
 from ....loader.format.limits import MANIFEST_NAME
 from ....loader.format.tensor_digests import FILE_NAME as DIGESTS_NAME
 from ....loader.pin import PIN_MARK, split_pin
-from ....loader.sources.base import SourceOptions
 from ....loader.sources.open import open_source, scheme_of
 
 CONFIG_NAME = "config.json"
@@ -38,9 +37,7 @@ def is_model_folder(address: str) -> bool:
     )
 
 
-def write_small_files(
-    address: str, cache_root: str | os.PathLike[str], options: SourceOptions | None = None
-) -> SmallFiles:
+def write_small_files(address: str, cache_root: str | os.PathLike[str]) -> SmallFiles:
     """Write the small files of the model at `address` into a folder of its own below `cache_root`.
 
     Several processes may do so at once; existing files are replaced atomically. Raises
@@ -48,7 +45,7 @@ def write_small_files(
     source's errors.
     """
     url, digest = split_pin(address)
-    source = open_source(url, options)
+    source = open_source(url)
     try:
         manifest = open_artifact(source, digest=digest, without_base=True)
         files = {

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from ....loader.errors import LoadError
 from ....loader.format.manifest import Manifest
 from ....loader.load.windows import SuccessiveLoad, SuccessiveStatistics
-from ....loader.sources.base import SourceOptions
 from ....loader.timeline import Timeline
 from ....loader.tools.progress_bar import format_bytes
 from ....runtime.into.files import open_weights
@@ -152,7 +151,6 @@ class WeightStream:
         settings: LoaderSettings | None = None,
         *,
         peers: Peers | None = None,
-        source_options: SourceOptions | None = None,
         timeline: Timeline | None = None,
     ) -> None:
         """Nothing is read yet. With `peers`, all of them must iterate over the same address, at the
@@ -161,7 +159,6 @@ class WeightStream:
         self._address = address
         self._settings = settings or LoaderSettings()
         self._peers = peers if peers is not None and peers.size > 1 else None
-        self._source_options = source_options
         self._timeline = timeline
         self.digest: bytes | None = None  # of the manifest; None: plain safetensors, or not read yet
         self.url = ""  # for people
@@ -173,7 +170,7 @@ class WeightStream:
         Raises `InsufficientMemoryError`, `ModelError` for a dtype that torch lacks, the errors of
         the format and of the source, and `LoadError` if another worker's read failed.
         """
-        source, manifest = open_weights(self._address, self._source_options, self._settings.base)
+        source, manifest = open_weights(self._address, base=self._settings.base)
         self.digest, self.url = manifest.digest, source.url
         names, peers = names_of(manifest), self._peers
         readers = assign_groups(manifest, 1 if peers is None else peers.size)

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     Bytes = NDArray[np.uint8]
 
-SUFFIX = ".gguf"
 WEIGHTS_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
 

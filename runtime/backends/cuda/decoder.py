@@ -15,7 +15,6 @@ Only plain matrices without a bias use the kernel.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any, TypeGuard
 
 import torch
@@ -70,10 +69,6 @@ class RowProducts:
             return torch.addmm(x, inner, projection.weight.t(), out=x)
         return x.add_(projection(inner))
 
-    def use_for(self, shapes: Iterable[tuple[int, int]]) -> None:
-        """Replace the table. For tests and measurements."""
-        self.shapes = frozenset(shapes)
-
     def run(self, matrix: torch.Tensor, row: torch.Tensor, out: torch.Tensor) -> None:
         """Compute out (1, out) = row (1, in) times the matrix, by the kernel."""
         self._run(matrix, row, out, out, adds=False)
@@ -94,16 +89,6 @@ class RowProducts:
         if variant is None:
             variant = self._variants[num_in, adds] = product_variant(self._dtype, num_in, adds=adds)
         self._launch(variant, (-(-num_out // PRODUCT_ROWS),), x, matrix, added, out, num_out)
-
-
-def projections_of(executor: TorchExecutor) -> list[Any]:
-    """All projections of a step except experts, which the kernels do not compute."""
-    found: list[Any] = []
-    for layer in executor.layers_of:
-        found += [layer.attention.qkv, layer.attention.output]
-        if isinstance(layer.mlp, GatedMLP):
-            found += [layer.mlp.gate_up, layer.mlp.down]
-    return [*found, executor.head]
 
 
 def is_plain(projection: Any) -> TypeGuard[Linear]:

@@ -29,6 +29,7 @@ KV_SHARE = 0.9  # of the remaining memory
 GRAPH_BYTES = 256 << 20
 SPARE_BYTES = 512 << 20
 MIN_KV_BYTES = 1 << 20
+MAX_STEP_TOKENS = 2_048  # as `EngineOptions`
 
 
 class DeviceKVStorage(TorchFloatBlocks):
@@ -129,18 +130,12 @@ def plan_budget(
     return DeviceBudget(missing_weight_bytes, activation_bytes, GRAPH_BYTES, SPARE_BYTES, chosen)
 
 
-def pool_bytes_on(
-    device: str,
-    spec: DecoderSpec,
-    *,
-    max_rows: int,
-    max_step_tokens: int = 2_048,
-) -> int:
+def pool_bytes_on(device: str, spec: DecoderSpec, *, max_rows: int) -> int:
     """The pool's size in bytes on this device, whose weights are allocated already."""
     import torch
 
     free_bytes, _ = torch.cuda.mem_get_info(torch.device(device))
-    needed = activation_bytes(spec, max_step_tokens, max_rows)
+    needed = activation_bytes(spec, MAX_STEP_TOKENS, max_rows)
     return plan_budget(free_bytes, missing_weight_bytes=0, activation_bytes=needed, kv_bytes=None).kv_bytes
 
 

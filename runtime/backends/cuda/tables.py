@@ -28,6 +28,7 @@ PROGRAMS_A_PROCESSOR = 16
 
 Numbers = npt.NDArray[np.int64]
 MIN_NUMBERS = 1 << 12
+MAX_CACHED_TABLES = 1_024
 NUM_ROOMS = 8  # more than a step sends
 # Arrays of `decode_batch` that have a number for each row; the blocks follow.
 NUM_PARTS = 9
@@ -51,8 +52,7 @@ class TableCache:
     next.
     """
 
-    def __init__(self, max_tables: int = 1_024) -> None:
-        self._max_tables = max_tables
+    def __init__(self) -> None:
         # Keyed by the tuple's identity; the tuple is kept alive, so that its identity is not
         # reused.
         self._arrays: dict[int, tuple[tuple[int, ...], Numbers]] = {}
@@ -60,7 +60,7 @@ class TableCache:
     def array(self, blocks: tuple[int, ...]) -> Numbers:
         found = self._arrays.get(id(blocks))
         if found is None:
-            if len(self._arrays) >= self._max_tables:
+            if len(self._arrays) >= MAX_CACHED_TABLES:
                 self._arrays.clear()
             found = self._arrays[id(blocks)] = (blocks, np.array(blocks, dtype=np.int64))
         return found[1]

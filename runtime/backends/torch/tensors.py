@@ -138,16 +138,6 @@ def torch_dtype_in_numpy(dtype: torch.dtype) -> torch.dtype:
     return torch.uint8 if dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else dtype
 
 
-def from_torch(tensor: torch.Tensor) -> Tensor:
-    """A `Tensor` on the host, over the same memory where `to_numpy` shares it."""
-    return Tensor(dtype_of(tensor.dtype), to_numpy(tensor))
-
-
-def dtype_of(dtype: torch.dtype) -> DType:
-    """The `DType` of a torch dtype. Raises `KeyError` for one that models are not stored in."""
-    return DType[next(name for name, own in TORCH_DTYPES.items() if own is dtype)]
-
-
 def int64s(numbers: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
     """A step's integers, on the device that computes it."""
     return torch.from_numpy(numbers).to(device)

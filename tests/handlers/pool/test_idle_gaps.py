@@ -21,7 +21,6 @@ from teneral.handlers.pool.policy import (
     Window,
     desired,
     idle_limit_s,
-    num_to_start,
     to_end,
 )
 from teneral.handlers.pool.repository import Release
@@ -103,7 +102,6 @@ QUIET = Quiet(0.0, Window(600, 660))
 def test_an_idle_model_has_an_instance_while_a_request_is_expected(idle_s: float, wanted: int) -> None:
     quiet = QUIET._replace(idle_s=idle_s)
     assert desired(HYBRID, Demand(0, 0), quiet) == wanted
-    assert num_to_start(HYBRID, Demand(0, 0), starting=0, ready=0, quiet=quiet) == wanted
     ended = to_end(HYBRID, Demand(0, 0), ready=1, idle=[Idle("a", 1.0)], quiet=quiet)
     assert ended == ([] if wanted else ["a"]), "it does not wait for idle_timeout_s"
 

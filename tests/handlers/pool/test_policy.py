@@ -18,7 +18,6 @@ from teneral.handlers.pool.policy import (
     Quiet,
     Window,
     desired,
-    num_to_start,
     route,
     to_end,
     value_of,
@@ -111,9 +110,7 @@ class PolicyMachine(RuleBasedStateMachine):
         while self.waiting and (key := route(self.model, [Load(k, n) for k, n in self.work.items()])):
             self.waiting -= 1
             self.work[key] += 1
-        count = num_to_start(
-            self.model, self.demand, starting=len(self.starting), ready=len(self.work), quiet=self.quiet
-        )
+        count = desired(self.model, self.demand, self.quiet) - len(self.starting) - len(self.work)
         self.starting += [next(self.names) for _ in range(count)]
         idle = [Idle(k, self.now_s - self.idle_since_s[k]) for k, n in self.work.items() if n == 0]
         for key in to_end(self.model, self.demand, ready=len(self.work), idle=idle, quiet=self.quiet):

@@ -6,6 +6,7 @@ import pytest
 from tests.support.inspection import prefill_times_of, tiers_of
 from tests.support.spill_rig import (
     BLOCK_SIZE,
+    HASH_BYTES,
     KINDS,
     SEED,
     A,
@@ -18,7 +19,7 @@ from tests.support.spill_rig import (
     total,
 )
 
-from teneral.runtime.kv.prefixes import HASH_BYTES, seed_hash
+from teneral.runtime.kv.prefixes import seed_hash
 from teneral.runtime.kv.spill.spill import MAX_FETCHES, TRY_EVERY
 
 

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from tests.support.inspection import file_of
 from tests.support.load import patience_s
-from tests.support.spill_rig import BLOCK_SIZE, POISON, HashPool, SpillRig, chain
+from tests.support.spill_rig import BLOCK_SIZE, HASH_BYTES, POISON, HashPool, SpillRig, chain
 
 from teneral.runtime.kv import prefix_pool
 from teneral.runtime.kv.prefix_pool import PrefixPool
-from teneral.runtime.kv.prefixes import HASH_BYTES, PrefixLedger, seed_hash
+from teneral.runtime.kv.prefixes import PrefixLedger, seed_hash
 from teneral.runtime.kv.sessions import SessionKey, SessionPins
 from teneral.runtime.kv.spill.policy import Fetch
 

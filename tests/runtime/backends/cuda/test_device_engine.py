@@ -10,12 +10,18 @@ import time
 import pytest
 import torch
 from tests.support.decoding import oracle_greedy
-from tests.support.device_engine import BLOCK_SIZE, TIMEOUT_S, DeviceRig, Repeater, decoder_of
+from tests.support.device_engine import (
+    BLOCK_SIZE,
+    TIMEOUT_S,
+    DeviceRig,
+    Repeater,
+    decoder_of,
+    use_row_products,
+)
 from tests.support.inspection import state_of
 from tests.support.reference_kernels import ReferenceKernels
 from tests.support.tiny_models import tiny_model
 
-from teneral.runtime.backends.cuda.decoder import is_plain, projections_of
 from teneral.runtime.backends.cuda.graphs import graph_sizes, next_to_record
 from teneral.runtime.backends.cuda.variants import variants_of
 from teneral.runtime.errors import CapacityError
@@ -102,12 +108,6 @@ def test_products_with_one_row_change_no_token(model):
     num_launched = sum(num for variant, num in launch.launched.items() if variant.kernel == "row_product")
     has_biases = decoder.config.mlp_bias or decoder.config.qkv_bias
     assert num_launched > len(PROMPTS) * NUM_TOKENS * (0.9 if has_biases else 4)
-
-
-def use_row_products(decoder):
-    """As if all were in the table."""
-    matrices = [each.weight for each in projections_of(decoder.executor) if is_plain(each)]
-    decoder.executor.kernels.products.use_for(tuple(matrix.shape) for matrix in matrices)
 
 
 def test_a_seed_says_the_same_alone_and_in_company_recorded_or_not():

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from tests.support.decoding import oracle_greedy
+from tests.support.device_engine import use_row_products
 from tests.support.inspection import backend_of, kv_of
 from tests.support.kernel_cases import TOLERANCE, attention, both, pool_and_tables, shape, spans_of
 from tests.support.load import patience_s
-from tests.support.models import build_model
+from tests.support.models import build_model, dtype_of
 from tests.support.reference_kernels import ReferenceKernels, device_exponentials
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
@@ -21,7 +22,6 @@ from teneral.runtime.backends.choose import step_backend
 from teneral.runtime.backends.cuda import decoder as decoder_module
 from teneral.runtime.backends.cuda import variants as v
 from teneral.runtime.backends.cuda.compile import compile_to
-from teneral.runtime.backends.cuda.decoder import is_plain, projections_of
 from teneral.runtime.backends.cuda.executor import CudaModelBackend
 from teneral.runtime.backends.cuda.launch import BinaryLauncher, Driver
 from teneral.runtime.backends.cuda.library import open_library
@@ -29,7 +29,6 @@ from teneral.runtime.backends.cuda.sampling import DeviceSampler
 from teneral.runtime.backends.cuda.storage import DeviceKVStorage
 from teneral.runtime.backends.cuda.warm_up import open_launcher
 from teneral.runtime.backends.cuda.weights import DeviceTensor
-from teneral.runtime.backends.torch.tensors import dtype_of
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.engine.sequence import Lane
 from teneral.runtime.errors import CapacityError
@@ -254,10 +253,7 @@ def test_tokens_are_those_of_transformers_launched_and_recorded(family, override
         device = rig.engine.statistics().device
         assert device.graph_steps_total > NUM_TOKENS
         assert device.graph_bytes > 0
-        products = decoder.executor.kernels.products
-        products.use_for(
-            tuple(each.weight.shape) for each in projections_of(decoder.executor) if is_plain(each)
-        )
+        use_row_products(decoder)
         assert [rig.say(prompts=[prompt])[0] for prompt in PROMPTS] == expected
         assert device.free_bytes > 0
     tight = {"max_step_tokens": 40, "max_prefill_tokens": 30, "max_context": 152}

@@ -95,10 +95,8 @@ class JobSpec:
 class Status(enum.StrEnum):
     # Every record exists, and the manifest; of a .jsonl output, the file.
     COMPLETE = "complete"
-    SHARE_DONE = (
-        # This worker's parts exist; others are missing, and another worker ends the job.
-        "share_done"
-    )
+    # This worker's parts exist; others are missing, and another worker ends the job.
+    SHARE_DONE = "share_done"
     # The deadline passed, or the job was stopped: run it again.
     INCOMPLETE = "incomplete"
 

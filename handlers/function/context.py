@@ -287,16 +287,12 @@ class Context:
         """
         check_owner(session=session or "")
         self.request_id = request_id
-        self.platform = (
-            # On Lambda: its name, the function's ARN, client context, identity and so on.
-            platform
-        )
+        # On Lambda: its name, the function's ARN, client context, identity and so on.
+        self.platform = platform
         # In the platform's format, such as X-Ray's; None: not traced.
         self.trace_id = trace_id
-        self.session = (
-            # The KV cache is kept for the next invocation with the same session; None: none.
-            session
-        )
+        # The KV cache is kept for the next invocation with the same session; None: none.
+        self.session = session
         self.logger: logging.LoggerAdapter[logging.Logger] = logging.LoggerAdapter(
             logging.getLogger(LOGGER_NAME), {"request_id": request_id}
         )

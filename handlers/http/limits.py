@@ -103,16 +103,12 @@ class Limits:
     # The memory of the bodies of all requests together.
     max_body_bytes_in_flight: int = 64 << 20
     body_timeout_s: float = 60.0  # for a body to arrive
-    max_answer_bytes: int = (
-        64 << 20
-        # The memory of the log probabilities of one answer that is not streamed.
-    )
+    # The memory of the log probabilities of one answer that is not streamed.
+    max_answer_bytes: int = 64 << 20
     max_answer_bytes_in_flight: int = 256 << 20  # of all of them together
     max_in_flight: int = 352  # in progress, including waiting ones
-    max_taken: int = (
-        # Sequences running, queued or on their way to the engine: the engine's own limit.
-        288
-    )
+    # Sequences running, queued or on their way to the engine: the engine's own limit.
+    max_taken: int = 288
     max_sequences: int = 128  # of one request: n × prompts
     max_embedding_inputs: int = 2048
     # Steps of a stream that its client has not read yet.

@@ -67,16 +67,12 @@ class ModelSlot:
         self._retiring: asyncio.Task[None] | None = None  # ends the fine-tune from before a switch
         self._make = make
         self._in_flight = in_flight
-        self._absence: State | None = (
-            # DRAINING, UNLOADED or LOADING; None: the instance's own state.
-            None
-        )
+        # DRAINING, UNLOADED or LOADING; None: the instance's own state.
+        self._absence: State | None = None
         self._turn = asyncio.Lock()
         self._changes: set[asyncio.Task[None]] = set()
-        self._askers: set[Work] = (
-            set()
-            # Requests that wait for a change, and that a change must not wait for.
-        )
+        # Requests that wait for a change, and that a change must not wait for.
+        self._askers: set[Work] = set()
         self._on_end: Callable[[], object] = lambda: None
 
     @property

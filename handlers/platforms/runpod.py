@@ -42,10 +42,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("teneral.runpod")
 
 NAME = "runpod-queue"  # of the platform
-JOBS_VARIABLE = (
-    # The address of jobs; without it the SDK runs one test job and ends.
-    "RUNPOD_WEBHOOK_GET_JOB"
-)
+# The address of jobs; without it the SDK runs one test job and ends.
+JOBS_VARIABLE = "RUNPOD_WEBHOOK_GET_JOB"
 PROGRESS_INTERVAL_S = 1.0  # the SDK starts a thread for every progress update
 CUT_GRACE_S = 2.0  # for posting the results of cancelled jobs
 # Interval of checks whether all results are posted, only while draining.

@@ -97,9 +97,8 @@ class Deployment:
     errors: int = 0
     affinity: OrderedDict[Affinity, str] = field(default_factory=OrderedDict)
     gaps: IdleGaps = field(default_factory=IdleGaps)
-    quiet_since_s: float | None = (
-        None  # when its last request ended; None while it has one, or before the first
-    )
+    # When its last request ended; None while it has one, or before the first.
+    quiet_since_s: float | None = None
     window: Window | None = None  # when the next one is expected, by the gaps until then
 
     @property

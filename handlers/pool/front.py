@@ -37,10 +37,8 @@ from .versions import ModelState
 
 MAX_BODIES_BYTES = 256 << 20  # of all requests at the same time
 DEFAULT_MAX_BODY_BYTES = 8 << 20
-MAX_WHOLE_BYTES = (
-    1 << 20
-    # An answer of a known length up to this is read completely before its first byte is sent.
-)
+# An answer of a known length up to this is read completely before its first byte is sent.
+MAX_WHOLE_BYTES = 1 << 20
 BODY_TIMEOUT_S = 60.0
 UPSTREAM_KEEPALIVE_S = 60.0
 # Beyond the model's own limit, for its instance to report the time-out.

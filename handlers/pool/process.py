@@ -37,9 +37,8 @@ from .values import Code, Model, Pool
 
 # Of a server, in addition to its weights and KV pool.
 OVERHEAD_BYTES = 250 << 20
-DEFAULT_KV_BYTES = (
-    256 << 20
-)  # of an instance whose model does not say: a share of what is free would take all of it
+# Of an instance whose model does not say: a share of what is free would take all of it.
+DEFAULT_KV_BYTES = 256 << 20
 
 
 class Budget:
@@ -169,9 +168,8 @@ def inherited_environment(environment: Mapping[str, str]) -> dict[str, str]:
 HOST = "127.0.0.1"
 STANDBY_ANSWER_S = 5.0  # for a standby process that is still being forked: far less than a start without one
 STANDBY_RESTART_S = 10.0
-STANDBY_IMPORT_S = (
-    300.0  # of a pool that has not answered yet: a start without it would import the same, in parallel
-)
+# Of a pool that has not answered yet: a start without it would import the same, in parallel.
+STANDBY_IMPORT_S = 300.0
 READY_POLL_S = 30.0  # an instance holds the answer to `/readyz` back until it is ready, for so long
 CONNECT_RETRY_S = 0.02
 KILL_AFTER_S = 3.0  # beyond the time to drain

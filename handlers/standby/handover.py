@@ -36,10 +36,8 @@ MAX_MESSAGE_BYTES = 1 << 20  # mostly the environment
 MAX_FILES = 8
 # Process, user and group, as in SO_PEERCRED.
 _CREDENTIALS = struct.Struct("3i")
-ANSWER_TIMEOUT_S = (
-    # A standby answers in a millisecond; one that is still being forked is not worth waiting for.
-    0.3
-)
+# A standby answers in a millisecond; one that is still being forked is not worth waiting for.
+ANSWER_TIMEOUT_S = 0.3
 LOST_STATUS = 1
 
 

@@ -41,18 +41,12 @@ from .handover import Channel, HandoverError, Order, check_path
 ServeOn = Callable[[socket.socket, ServeConfig, Timeline, LaunchedHelpers | None], None]
 
 MAX_PROCESSES = 256
-MIN_LIFE_S = (
-    # A process that ends sooner, without an order, would probably fail again if it were forked at
-    # once.
-    1.0
-)
+# A process that ends sooner, without an order, would probably fail again if it were forked at once.
+MIN_LIFE_S = 1.0
 ORDER_TIMEOUT_S = 5.0  # for a complete order
 IDLE_CHECK_S = 0.05  # between checks for an idle core
-MAX_BUSY_S = (
-    # After waiting this long for an idle core, a standby starts its interpreter for chat templates
-    # anyway.
-    3.0
-)
+# After waiting this long for an idle core, a standby starts its interpreter for chat templates anyway.
+MAX_BUSY_S = 3.0
 
 
 def run_pool(

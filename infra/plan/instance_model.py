@@ -31,9 +31,8 @@ class Profile:
 
     start_s: float = 1.0  # that a start adds to the first token of a request that waits for it
     start_cpu_s: float = 1.0
-    ready_share: float = (
-        1.0  # of a start, after which the instance takes requests; their tokens come at its end
-    )
+    # Of a start, after which the instance takes requests; their tokens come at its end.
+    ready_share: float = 1.0
     bytes: int = 0  # that a start reads
     link_bytes_s: float = math.inf  # of the store; a start takes at least its bytes at this rate
     platform_s: float = 0.0  # before the process begins

@@ -39,19 +39,16 @@ TEMPORARY_LIFE_S = 600.0  # a temporary file that is older was left by a process
 PAGE_BYTES = 4096  # files are counted in whole ones
 # A tenth of the disk stays free, whatever the budget: a full disk would hurt the whole node.
 FREE_SHARE = 10
-SPARE_SHARE = (
-    # Eviction frees a twentieth of the budget beyond the need, so that it is not due at every part.
-    20
-)
+# Eviction frees a twentieth of the budget beyond the need, so that it is not due at every part.
+SPARE_SHARE = 20
 
 # What opening says of an entry that is not ours to read: a link, a socket, a device, another's file
 # or folder.
 _WRONG_ENTRY = frozenset((errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EACCES, errno.EPERM, errno.EISDIR))
 MAX_LOCK_TRIES = 10  # others may replace a wrong lock file at the same time
 
-_READ = (
-    os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
-)  # a link or a FIFO in our place must do no harm
+# A link or a FIFO in our place must do no harm.
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 
 
 class WrongEntryError(OSError):

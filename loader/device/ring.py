@@ -223,10 +223,8 @@ class ImageRing:
         self._changed = threading.Condition()
         self._lent: dict[int, Buffer] = {}
         self._is_closed = False
-        self.wait_s = (
-            # Spent waiting for memory, summed over threads: above zero, the device limits the load.
-            0.0
-        )
+        # Spent waiting for memory, summed over threads: above zero, the device limits the load.
+        self.wait_s = 0.0
 
     def take(self, size_bytes: int) -> Buffer:
         """Blocks while there is no room. Raises `LoadCancelledError` once the ring is closed."""

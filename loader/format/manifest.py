@@ -161,9 +161,8 @@ class _Manifest(NamedTuple):
     parts: tuple[Part, ...]
     aliases: dict[str, str]  # name → name of the tensor that it shares its storage with
     metadata: dict[str, str]  # safetensors' __metadata__, merged
-    digest: bytes | None = (
-        None  # the artifact's, as `manifest_digest` has it; None when made from safetensors
-    )
+    # The artifact's, as `manifest_digest` has it; None when made from safetensors.
+    digest: bytes | None = None
     # Of the folder that holds all objects; '' where each has a name of its own.
     generation: str = ""
     base: bytes | None = None  # the digest of the artifact that this one has differences to

@@ -39,9 +39,8 @@ from .manifest import (
 from .manifest_checks import check_manifest
 
 FORMAT_NAME = "teneral"
-MAX_JSON_ITEMS = (
-    5_000_000  # about 160,000 tensors; bounds the memory of a hostile file, parsed, to about 1 GiB
-)
+# About 160,000 tensors; bounds the memory of a hostile file, parsed, to about 1 GiB.
+MAX_JSON_ITEMS = 5_000_000
 MAX_TENSORS = 1_000_000
 MAX_PARTS = 1_000_000
 MAX_GROUPS = 100_000

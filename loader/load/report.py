@@ -28,10 +28,8 @@ class Report(NamedTuple):
     manifest: Manifest | None = None  # in the first report that has one, before any gate
     statistics: LoadStatistics | None = None  # once the load has ended, and in the last report
     error: TeneralError | None = None  # in the last report, when the load failed
-    ring_bytes: int = (
-        # With the manifest, where the weights are another device's: of the ring in the memory file.
-        0
-    )
+    # With the manifest, where the weights are another device's: of the ring in the memory file.
+    ring_bytes: int = 0
     image: SentImage | None = None  # that lies in the ring
 
 

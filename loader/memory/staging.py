@@ -19,11 +19,8 @@ ALIGNMENT_BYTES = 4096
 
 
 DEFAULT_BYTES = 96 * 1024 * 1024
-SHARE = (
-    # Of the memory that the weights leave; the rest is for what uses them, and for what was not
-    # foreseen.
-    0.25
-)
+# Of the memory that the weights leave; the rest is for what uses them, and for what was not foreseen.
+SHARE = 0.25
 
 
 def staging_bytes(part_sizes_bytes: Sequence[int], wanted_bytes: int | None, room_bytes: int | None) -> int:

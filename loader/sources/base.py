@@ -67,10 +67,8 @@ class SourceOptions(NamedTuple):
     # A range that is so long behind the others is asked for twice; 0: never.
     hedge_after_s: float = 0.25
     max_attempts: int = 6  # … that fail without getting on
-    outage_s: float = (
-        # A store that gives nothing to any reader is waited for so long, however many attempts.
-        30.0
-    )
+    # A store that gives nothing to any reader is waited for so long, however many attempts.
+    outage_s: float = 30.0
     max_connections: int = 8
     base: str | None = None  # of a fine-tune that is stored as differences: its base's address
     headers: tuple[tuple[str, str], ...] = ()  # may hold secrets, and are not shown

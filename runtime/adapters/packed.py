@@ -22,9 +22,8 @@ from .peft import CONFIG_NAME, MAX_CONFIG_BYTES, AdapterPlan, PeftConfig, plan_a
 
 NUM_CONNECTIONS = 4
 STAGING_BYTES = 32 << 20
-ALIGNMENT_BYTES = (
-    4096  # that a layer's matrices take more in an artifact's memory than in an adapter's, at most
-)
+# What a layer's matrices take more in an artifact's memory than in an adapter's, at most.
+ALIGNMENT_BYTES = 4096
 
 
 def is_adapter(manifest: Manifest) -> bool:

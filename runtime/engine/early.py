@@ -381,10 +381,8 @@ class EarlyPhase:
         for member, choice in zip(members, choices, strict=True):
             sequence, lane = member.sequence, lane_of(member)
             if not isinstance(choice, Choice):
-                member.can_draft = (
-                    # A weight that only the missing bits make finite: the exact ones decide.
-                    False
-                )
+                # A weight that only the missing bits make finite: the exact ones decide.
+                member.can_draft = False
             elif member.sends_drafts:
                 if not sequence.generation.ended:
                     events.append((sequence, drafted(accept(sequence, choice))))

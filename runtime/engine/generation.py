@@ -29,10 +29,8 @@ class RequestTimings:
     queued_s: float
     started_s: float | None = None  # first taken into a step
     first_token_s: float | None = None
-    first_computed_s: float | None = (
-        # Of the first token that a grammar did not force at the beginning.
-        None
-    )
+    # Of the first token that a grammar did not force at the beginning.
+    first_computed_s: float | None = None
     finished_s: float | None = None
 
 

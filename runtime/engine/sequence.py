@@ -132,10 +132,8 @@ class Sequence:
         self._detokenizer = Detokenizer(
             source, request.prompt_tokens, skips_special_tokens=request.skips_special_tokens
         )
-        self.stopped_by: str | int | None = (
-            # The request's stop string or token that ended it.
-            None
-        )
+        # The request's stop string or token that ended it.
+        self.stopped_by: str | int | None = None
         self._stop_strings = StopStrings(request.stop, included=request.includes_stop)
 
     @property

@@ -23,11 +23,8 @@ from .sequence import Sequence
 
 # Of one sequence: bounds the rows of a pass for any measured times.
 MAX_PROPOSALS = 64
-ROW_SHARE = (
-    # Of a decode step's time, for one more row in a pass: few rows cost little compared to reading
-    # weights.
-    0.1
-)
+# Of a decode step's time, for one more row in a pass: few rows cost little compared to reading weights.
+ROW_SHARE = 0.1
 # The prior: the share of tokens on which draft and exact weights agree.
 USUAL_ACCEPTANCE = 0.9
 # The number of judged proposals that the prior counts for.

@@ -111,10 +111,8 @@ class ModuleLoad:
         check_bindable(match.fillings)
         earlier = _find_lost_gates(module)
         weights = WeightLoad(source, manifest, options=options)
-        self._weights: WeightLoad | None = (
-            # None once everything has arrived: the module then owns the memory alone.
-            weights
-        )
+        # None once everything has arrived: the module then owns the memory alone.
+        self._weights: WeightLoad | None = weights
         self._progress = weights.progress()
         self._source = source
         self._settled = [False] * len(manifest.groups)

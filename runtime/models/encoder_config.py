@@ -129,9 +129,8 @@ class EncoderConfig:
     position_offset: int = 0  # the row of the position table that a text's first token takes
     type_vocab_size: int = 0  # rows of the table of token types; 0: there is none
     is_gated: bool = False  # the MLP is down(activation(gate) · up)
-    has_pre_norm: bool = (
-        False  # norms are before attention and MLP, of which the first layer's attention has none
-    )
+    # Norms are before attention and MLP, of which the first layer's attention has none.
+    has_pre_norm: bool = False
     has_norm_bias: bool = True
     has_qkv_bias: bool = True
     has_output_bias: bool = True

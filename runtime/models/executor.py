@@ -112,9 +112,8 @@ class TextBatch:
 
     tokens: Int64s  # (T,)
     starts: Int64s  # (N + 1,), ascending from 0 to T: text i has the tokens [starts[i], starts[i + 1]), at least one
-    types: Int64s | None = (
-        None  # (T,): each token's row of the table of types, where there is one; None: 0 for all
-    )
+    # (T,): each token's row of the table of types, where there is one; None: 0 for all.
+    types: Int64s | None = None
 
 
 class EncoderExecutor(Protocol):

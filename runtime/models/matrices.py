@@ -126,9 +126,8 @@ class IntegerMatrix:
     scale: Tensor  # (N, G) BF16, F16 or F32; G divides K
     zero: Tensor | None = None  # (N, G) U8 with 4 bits, I16 with 8; None means 8 with 4 bits and 0 with 8
     bias: Tensor | None = None  # (N,) BF16, F16 or F32
-    columns: npt.NDArray[np.int64] | None = (
-        None  # (K,): x[:, columns] takes the place of x (GPTQ's act-order)
-    )
+    # (K,): x[:, columns] takes the place of x (GPTQ's act-order).
+    columns: npt.NDArray[np.int64] | None = None
 
     @property
     def bits(self) -> int:
@@ -337,9 +336,8 @@ class EncoderWeights:
     norm: LayerNormWeights
     layers: tuple[EncoderLayerWeights, ...]
     entry_gate: RowGate  # of all that a layer does not hold
-    relative: Tensor | None = (
-        None  # of a position bias (num_buckets, num_heads); disentangled (2 span, hidden)
-    )
+    # Of a position bias (num_buckets, num_heads); disentangled (2 span, hidden).
+    relative: Tensor | None = None
     relative_norm: LayerNormWeights | None = None  # of disentangled positions
     final_norm: LayerNormWeights | None = None
     dense: Projection | None = None

@@ -61,10 +61,8 @@ class PromptScores:
         self._targets = prompt_tokens[1:]
         self._num_top = num_top
         self._num_done = 0
-        self._result: PromptLogprobs | None = (
-            # Allocated with the first rows, because a prompt may wait for a long time.
-            None
-        )
+        # Allocated with the first rows, because a prompt may wait for a long time.
+        self._result: PromptLogprobs | None = None
 
     @property
     def is_complete(self) -> bool:

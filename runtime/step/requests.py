@@ -131,10 +131,8 @@ class GenerationRequest:
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
-    includes_stop: bool = (
-        # The returned text ends with the stop string, or the stop token's text.
-        False
-    )
+    # The returned text ends with the stop string, or the stop token's text.
+    includes_stop: bool = False
     skips_special_tokens: bool = True  # skipped tokens have no text
     ignore_eos: bool = False
     num_top_logprobs: int | None = None  # None: no logprobs; 0: of the chosen token only
@@ -253,10 +251,8 @@ class GenerationEvent:
     num_accepted: int = 0
     num_rejected: int = 0
     prompt_logprobs: PromptLogprobs | None = None
-    stopped_by: str | int | None = (
-        # The request's stop string or stop token that ended it; None: another reason.
-        None
-    )
+    # The request's stop string or stop token that ended it; None: another reason.
+    stopped_by: str | int | None = None
 
 
 def check_owner(*, session: str = "", tenant: str = "", cache_salt: str = "") -> None:

@@ -239,9 +239,8 @@ def _inspect(options: argparse.Namespace) -> int:
     source = open_model(address, source_options(options))
     manifest = open_artifact(source, digest=digest, without_base=True)
     description = describe(manifest, source.url)
-    is_onnx = (
-        find_file(manifest, "onnx.json") is not None
-    )  # whose config.json describes no family of the runtime's
+    # Whose config.json describes no family of the runtime's.
+    is_onnx = find_file(manifest, "onnx.json") is not None
     if find_file(manifest, "config.json") is not None and not is_onnx:
         description["model"] = describe_model(read_file(source, manifest, "config.json"))
     _print_json(description) if options.json else print(render_table(description))

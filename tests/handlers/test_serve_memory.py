@@ -63,9 +63,8 @@ def _write_zeros(path: Path) -> None:
 
 
 WEIGHT_BYTES = 721 * MIB
-SERVING_BYTES = (
-    150 * MIB
-)  # for the weights' way here and half of the server: the check passed, and then it was killed
+# For the weights' way here and half of the server: the check passed, and then it was killed.
+SERVING_BYTES = 150 * MIB
 
 
 @pytest.fixture

@@ -27,9 +27,8 @@ class FaultMix:
     busy_share: float = 0.0  # 503 SlowDown
     flip_share: float = 0.0  # invert a bit
     swap_share: float = 0.0  # send another range's bytes under the right label
-    flip_every: int = (
-        0  # invert a bit of one request in this number: regularly, as a part may be wrong only once
-    )
+    # Invert a bit of one request in this number: regularly, as a part may be wrong only once.
+    flip_every: int = 0
     swap_every: int = 0  # the same with another range's bytes
     storm_s: float = 0.0  # answer everything with 503 for so long …
     storm_after: int = 40  # … from this request on

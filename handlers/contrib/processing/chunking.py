@@ -40,11 +40,8 @@ _EDGES = tuple(
         r"\s+",
     )
 )
-_LEAST_SHARE = (
-    # Share of a chunk's room that a good edge must leave used; otherwise the next kind of edge is
-    # taken.
-    0.5
-)
+# Share of a chunk's room that a good edge must leave used; otherwise the next kind of edge is taken.
+_LEAST_SHARE = 0.5
 
 
 class Tokens(Protocol):

@@ -92,9 +92,8 @@ class AddressBook:
 
 
 MAX_SLICE_BYTES = 1024 * 1024  # the most that is awaited in one system call
-WAKE_BYTES = (
-    512 * 1024
-)  # a reader that waits for more than that is woken by that much, and not by each packet
+# A reader that waits for more than that is woken by that much, and not by each packet.
+WAKE_BYTES = 512 * 1024
 # What TLS waits for, by the names of its errors: their classes would cost a plain store the import
 # of `ssl`.
 _TLS_WAITS = {"SSLWantReadError": select.POLLIN, "SSLWantWriteError": select.POLLOUT}

@@ -160,9 +160,8 @@ def _make_client(region: str, settings: S3Settings, options: SourceOptions) -> A
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError
 
-    is_path = (
-        settings.endpoint_url is not None and settings.addressing_style == "auto"
-    )  # as `address_of` has it
+    # As `address_of` has it.
+    is_path = settings.endpoint_url is not None and settings.addressing_style == "auto"
     style: Any = {"addressing_style": "path" if is_path else settings.addressing_style}
     config = Config(
         s3=style,

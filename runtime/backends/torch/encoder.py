@@ -183,7 +183,7 @@ class TorchEncoderExecutor:
     def embed(self, batch: TextBatch) -> torch.Tensor:
         mask = self._mask(batch)  # (N, L)
         tokens = int64s(batch.tokens, self._device)
-        # ^Pad with a token whose embedding has arrived: others may not have, and could hold NaN.
+        # Pad with a token whose embedding has arrived: others may not have, and could hold NaN.
         padded = tokens[0].repeat(mask.shape)
         padded[mask] = tokens
         first, length = self._spec.position_offset, mask.shape[1]

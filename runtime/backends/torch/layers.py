@@ -115,7 +115,7 @@ class QuantizedLinear:
             and x.shape[0] <= _MAX_PACKED_ROWS
             and x.device.type == "cpu"
             and x.dtype in (self.scale.dtype, torch.float32)
-            # ^It reads whole vectors from the beginning of each row, and crashes the process if
+            # It reads whole vectors from the beginning of each row, and crashes the process if
             # that is not aligned.
             and self.num_in % _ALIGNMENT == self.weight.data_ptr() % _ALIGNMENT == 0
             and x.is_contiguous()

@@ -39,7 +39,7 @@ class CpuDtypes:
         on_mkldnn = torch.ops.mkldnn
         bfloat16 = _query(on_mkldnn, "_is_mkldnn_bf16_supported")
         if platform.machine().lower() in _X86:
-            # ^The library also reports support on processors that only convert, whose products take
+            # The library also reports support on processors that only convert, whose products take
             # longer than fp32's.
             bfloat16 = bfloat16 and (
                 _query(torch.cpu, "_is_avx512_bf16_supported") or _query(torch.cpu, "_is_amx_tile_supported")

@@ -119,10 +119,8 @@ class TransformersDecoder:
         self._cuts_logits = "logits_to_keep" in takes
         self._is_stateful = bool(getattr(module, "_is_stateful", False))
         self._token_bytes = _token_bytes(settings, computes.dtype)
-        self._past: OrderedDict[tuple[int, ...], Any] = (
-            OrderedDict()
-            # By the sequence's tokens, oldest first.
-        )
+        # By the sequence's tokens, oldest first.
+        self._past: OrderedDict[tuple[int, ...], Any] = OrderedDict()
         self._past_tokens = 0
 
     @property

@@ -217,7 +217,7 @@ class SnapshotWriter:
         except (NotFoundError, FormatError):
             return False
         except SourceError:
-            # ^Unknown, so the blob stays in case it is referenced.
+            # Unknown, so the blob stays in case it is referenced.
             self._writer = None
             raise error from None
 

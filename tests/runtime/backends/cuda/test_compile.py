@@ -27,9 +27,8 @@ from teneral.runtime.backends.cuda.variants import (
 
 triton = pytest.importorskip("triton", reason="kernels are written in Triton, which is for Linux on x86_64")
 
-SHARED_BYTES_OF_THE_SMALLEST = (
-    99 << 10
-)  # what a block may have on sm_86 and sm_89, the smallest of those meant
+# What a block may have on sm_86 and sm_89, the smallest of those meant.
+SHARED_BYTES_OF_THE_SMALLEST = 99 << 10
 LLAMA_8B = Shape(
     dtype="bf16",
     norm_dtype="bf16",

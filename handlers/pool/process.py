@@ -32,13 +32,17 @@ from ...loader.process.helper import ProcessContext
 from ...runtime.config import PREFIX, ServeConfig
 from ..http.limits import listen
 from ..standby.handover import Channel, HandoverError, Order
-from .repository import Release
+from .repository import Release, absolute
 from .values import Code, Model, Pool
 
 # Of a server, in addition to its weights and KV pool.
 OVERHEAD_BYTES = 250 << 20
 # Of an instance whose model does not say: a share of what is free would take all of it.
 DEFAULT_KV_BYTES = 256 << 20
+# Settings of `serve` that are paths or addresses: relative to the pool file, as sources are.
+PATH_SETTINGS = frozenset(
+    {"adapters", "cache_dir", "chat_template", "kernel_dir", "kv_disk_dir", "kv_snapshot"}
+)
 
 
 class Budget:
@@ -145,6 +149,11 @@ def instance_config(
     Raises `PoolFileError` where a secret's variable is not set.
     """
     settings = model.serve_settings()
+    for name in PATH_SETTINGS & settings.keys():
+        settings[name] = absolute(pool.folder, settings[name])
+    file = str(settings.get("handler", "")).rpartition(":")[0]
+    if file.endswith(".py") or "/" in file:
+        settings["handler"] = absolute(pool.folder, settings["handler"])
     for name, variable in model.secrets.items():
         if not environment.get(variable):
             place = ("models", model.name, "serve", f"{name}_env")

@@ -63,7 +63,8 @@ class Repository:
             return (self._open(None, self.absolute(model.source), options),), ""
         present = set(_present(self.absolute(model.source), options, model))
         chosen: list[Release] = []
-        trouble: list[str] = []
+        missing = sorted(set(model.named_versions()) - present)
+        trouble = [f"version {number}, which the pool file names, is not there" for number in missing]
         last: TeneralError | None = None
         while len(chosen) < len(numbers := model.versions.chosen(present)):
             for number in reversed(numbers):
@@ -87,11 +88,7 @@ class Repository:
         return tuple(sorted(chosen, key=lambda release: release.version or 0)), "; ".join(trouble)
 
     def absolute(self, address: str) -> str:
-        """A path relative to the pool file as an absolute one; other addresses as they are."""
-        if scheme_of(address):
-            return address
-        path = os.path.expanduser(address)
-        return path if os.path.isabs(path) else os.path.join(self._folder.absolute(), path)
+        return absolute(self._folder, address)
 
     def _open(self, version: int | None, address: str, options: SourceOptions) -> Release:
         url, digest = split_pin(address)
@@ -113,6 +110,14 @@ class Repository:
         return found._replace(version=version, base=options.base)
 
 
+def absolute(folder: Path, address: str) -> str:
+    """A path relative to the pool file's folder as an absolute one; other addresses as they are."""
+    if scheme_of(address):
+        return address
+    path = os.path.expanduser(address)
+    return path if os.path.isabs(path) else os.path.join(folder.absolute(), path)
+
+
 def _opened(
     source: Source, version: int | None, address: str, digest: bytes | None, stamp: str
 ) -> Release | TeneralError:
@@ -121,7 +126,7 @@ def _opened(
         if manifest.digest is None:
             source.stat("config.json")  # the headers of plain weights say nothing of it
     except TeneralError as error:
-        logger.info("%s is not whole yet: %s", address, error.message)
+        logger.info("%s is not served yet: %s", address, error.message)
         return error
     revision = manifest.digest.hex()[:16] if manifest.digest is not None else stamp
     weight_bytes = sum(tensor.size_bytes for tensor in manifest.tensors)

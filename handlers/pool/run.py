@@ -202,11 +202,14 @@ class _Runner:
 
     async def _refresh(self, supervisor: Supervisor, state: ModelState, model: Model) -> None:
         """Look for the model's versions, and serve them. What cannot be read changes nothing."""
+        known_trouble = state.trouble
         try:
             releases, state.trouble = await asyncio.to_thread(
                 self._repository.releases, model, without=state.rejected_releases
             )
             state.update(model, [(release, self._config(model, release)) for release in releases])
+            if state.trouble and state.trouble != known_trouble:
+                logger.warning("%s: %s", model.name, state.trouble)
         except TeneralError as error:
             if state.rejected and list(state.deployments()):
                 state.forgive()
@@ -261,7 +264,7 @@ class _Runner:
             try:
                 pool = await asyncio.to_thread(_read, self._options)
             except TeneralError as error:
-                logger.warning("the pool file is left as it was: %s", error)
+                logger.warning("the pool goes on with the file that it read before: %s", error)
                 pool = self._pool
             if pool.node != self._pool.node:
                 logger.warning("[node] is read at the start only: restart the pool to change it")

@@ -72,7 +72,7 @@ version = 1
 [models.base]
 source = "base/{version}"
 [models.base.serve]
-adapters = "ADAPTERS/{name}"
+adapters = "adapters/{name}"
 kv_bytes = "8MiB"
 threads = 1
 [models.other]
@@ -82,7 +82,7 @@ short = "base"
 [node]
 memory = "8GiB"
 """
-    with PoolRun(tmp_path, file.replace("ADAPTERS", str(tmp_path / "adapters"))) as run:
+    with PoolRun(tmp_path, file) as run:
         plain = run.complete("base", max_tokens=16)
         expected = run.complete("base", max_tokens=16, lora="legal")
         assert expected.status == 200, expected.body

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmarks.store import store_variables
@@ -12,8 +13,9 @@ from tests.support.tiny_models import save_tiny
 
 from teneral import cli
 from teneral.handlers.pool.file import PoolFileError, parse_pool
+from teneral.handlers.pool.process import instance_config
 from teneral.handlers.pool.repository import Repository, models_in
-from teneral.handlers.pool.values import Model, Versions
+from teneral.handlers.pool.values import Model, Shadow, Versions
 from teneral.loader.errors import NotFoundError, TeneralError, UsageError
 
 
@@ -50,6 +52,23 @@ def test_a_version_that_is_not_whole_gives_way_to_the_one_before(repository: Pat
     releases, trouble = Repository(tmp_path).releases(model)
     assert [release.version for release in releases] == [9]
     assert "version 12" in trouble
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"versions": Versions(latest=None, numbers=(9, 12))},
+        {"versions": Versions(latest=2), "traffic": {9: 50, 12: 50}},
+        {"versions": Versions(latest=2), "traffic": {9: 100}, "shadow": Shadow(12, 5)},
+    ],
+)
+def test_a_version_that_the_file_names_and_that_is_not_there_is_reported(
+    repository: Path, settings: dict[str, Any]
+) -> None:
+    model = Model("m", str(repository / "model" / "{version}"), **settings)
+    releases, trouble = Repository(repository).releases(model)
+    assert 9 in [release.version for release in releases]
+    assert trouble == "version 12, which the pool file names, is not there"
 
 
 def test_a_release_changes_its_revision_with_its_bytes(repository: Path, tmp_path: Path) -> None:
@@ -159,3 +178,28 @@ def test_a_fine_tune_is_whole_when_its_base_is_there(tmp_path: Path) -> None:
         fresh.releases(model)
     (tmp_path / "away").rename(tmp_path / "base")
     assert fresh.releases(model)[0] == (release,)
+
+
+def test_paths_of_serve_settings_are_relative_to_the_pool_file_as_sources_are(
+    repository: Path, tmp_path: Path
+) -> None:
+    text = """
+version = 1
+[models.m]
+source = "model/{version}"
+[models.m.serve]
+adapters = "adapters/{name}"
+chat_template = "/etc/chat.jinja"
+kv_snapshot = "s3://bucket/kv"
+handler = "summarise.py:handler"
+"""
+    pool = parse_pool(text, str(repository / "pool.toml"))
+    model = pool.models["m"]
+    (release,), _ = Repository(pool.folder).releases(model)
+    config = instance_config(pool, model, release, tmp_path, {})
+    assert config.adapters == str(repository / "adapters" / "{name}")
+    assert config.handler == str(repository / "summarise.py:handler")
+    assert (config.chat_template, config.kv_snapshot) == ("/etc/chat.jinja", "s3://bucket/kv")
+    in_module = parse_pool(text.replace("summarise.py", "package.module"), str(repository / "pool.toml"))
+    config = instance_config(in_module, in_module.models["m"], release, tmp_path, {})
+    assert config.handler == "package.module:handler"

@@ -19,6 +19,7 @@ from .http.application import make_application
 from .http.edge import OPEN_PATHS, EdgeRules
 from .http.limits import Limits
 from .http.server import serve
+from .http.service import CALL
 from .openai.routes import COHERE_RERANK, openai_routes
 from .platforms import HTTP, Platform, Route, imported, routes_of
 
@@ -128,9 +129,10 @@ def _error_response(request: web.Request, error: ApiError) -> web.Response:
     """The error in the protocol of the requested path."""
     if f"{request.path}/".startswith(PREFIX):
         # Rarely used.
-        from .anthropic.messages import error_response
+        from .anthropic.errors import error_response
 
-        return error_response(error)
+        call = CALL.get(None)
+        return error_response(error, None if call is None else call.request_id)
     for row in () if request.path == COHERE_RERANK else platforms.PLATFORMS:
         if row.error_prefix and f"{request.path}/".startswith(row.error_prefix):
             response: web.Response = imported(row.error_response)(error)

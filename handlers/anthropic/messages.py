@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens, and errors in Anthropic's shape."""
+"""POST /v1/messages and /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -25,48 +25,15 @@ from ..openai.parameters import own_names
 from ..openai.prompts import mentions
 from ..openai.responses import Usage
 from .bodies import COUNT_TOKENS, MESSAGES, CountBody, MessagesBody, PromptBody, chat_of
+from .errors import error_event
 
 if TYPE_CHECKING:
     from ...runtime.text.settings import TextSettings
     from ...runtime.text.tokenizer import TextTokenizer
 
-_KINDS = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
 Json = dict[str, Any]
 OWN_NAMES = {"stop": "stop_sequences", "reasoning_effort": "output_config.effort"}
 THINKS = "enable_thinking"  # the variable of chat templates
-
-
-def error_body(error: ApiError) -> bytes:
-    """The error as JSON; a field that is wrong is named in the message."""
-    kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    call = CALL.get(None)
-    return msgspec.json.encode(
-        {
-            "type": "error",
-            "error": {"type": kind, "message": error.message},
-            "request_id": None if call is None else call.request_id,
-        }
-    )
-
-
-def error_response(error: ApiError) -> web.Response:
-    headers = dict(error.headers)
-    call = CALL.get(None)
-    if call is not None:
-        headers["request-id"] = call.request_id
-    return web.Response(
-        status=error.status, body=error_body(error), content_type="application/json", headers=headers
-    )
 
 
 class MessageRoutes:
@@ -309,7 +276,8 @@ def _named(event: Json) -> bytes:
 
 
 def _error_event(error: ApiError) -> bytes:
-    return b"event: error\ndata: " + error_body(error)
+    call = CALL.get(None)
+    return error_event(error, None if call is None else call.request_id)
 
 
 FRAMING = Framing("text/event-stream", b"", b"\n\n", True, b"", _error_event)

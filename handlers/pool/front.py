@@ -19,11 +19,14 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 import aiohttp
+import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 from yarl import URL
 
 from ...loader.errors import InsufficientMemoryError
+from ..anthropic.errors import error_event, error_response
+from ..anthropic.routes import PREFIX as ANTHROPIC_PREFIX
 from ..http.connections import Connections
 from ..http.edge import request_id_of
 from ..http.errors import SERVER_ERROR, ApiError, as_api_error, retry_after
@@ -136,7 +139,7 @@ class Front:
             status = failure.status
             if status >= 500:
                 logger.warning("request %s: %d %s", request_id, status, error)
-            answer = failure.response()
+            answer = _error_response(request.path, failure, request_id)
             answer.headers["x-request-id"] = request_id
             return answer
         finally:
@@ -301,7 +304,7 @@ class Front:
                     return web.Response(status=answer.status, headers=reply_headers, body=whole)
                 response = web.StreamResponse(status=answer.status, headers=reply_headers)
                 await response.prepare(request)
-                is_error = not await _pour(answer, response)
+                is_error = not await _pour(answer, response, request.path, request_id)
                 await response.write_eof()
                 return response
         finally:
@@ -330,9 +333,11 @@ def check_key(request: web.Request, keys: ApiKeys) -> None:
         )
 
 
-async def _pour(answer: aiohttp.ClientResponse, response: web.StreamResponse) -> bool:
+async def _pour(
+    answer: aiohttp.ClientResponse, response: web.StreamResponse, path: str, request_id: str
+) -> bool:
     """Pass an answer's body through as it arrives. Returns False if the instance ended in the
-    middle; the client is notified.
+    middle; the client is notified by an event that clients of the path's protocol take for an error.
     """
     try:
         async for piece in answer.content.iter_any():
@@ -342,9 +347,26 @@ async def _pour(answer: aiohttp.ClientResponse, response: web.StreamResponse) ->
         if answer.content_type != "text/event-stream":
             raise ConnectionResetError("the instance ended while it answered") from error
         lost = ApiError(502, "the instance ended while it answered", kind=SERVER_ERROR, code="instance_lost")
-        await response.write(b"data: " + lost.body() + b"\n\n")
+        event = error_event(lost, request_id) if _is_anthropic(path) else b"data: " + lost.body()
+        await response.write(event + b"\n\n")
         return False
     return True
+
+
+def _is_anthropic(path: str) -> bool:
+    return f"{path}/".startswith(ANTHROPIC_PREFIX)
+
+
+def _error_response(path: str, error: ApiError, request_id: str) -> web.Response:
+    """The error in the protocol of the requested path."""
+    if _is_anthropic(path):
+        return error_response(error, request_id)
+    if path.startswith("/v2/") and path not in BODY_PATHS:  # KServe's
+        body = msgspec.json.encode({"error": error.message})
+        return web.Response(
+            status=error.status, body=body, content_type="application/json", headers=error.headers
+        )
+    return error.response()
 
 
 def _log_access(request: web.Request, status: int, seconds: float, model: str, request_id: str) -> None:

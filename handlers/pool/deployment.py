@@ -18,6 +18,8 @@ from .process import DEFAULT_KV_BYTES, OVERHEAD_BYTES, ServerProcess
 from .repository import Release
 from .values import Model
 
+# The longest that a start waits for the snapshot of an instance that ends; an idle one has saved it after 0.2 s.
+SAVE_WAIT_S = 5.0
 MAX_AFFINITIES = 20_000  # sessions and beginnings of prompts whose instance is remembered
 FAILING_AFTER = 3  # failures in a row: then requests are refused until the next start succeeds
 MAX_RETRY_S = 300.0
@@ -88,6 +90,7 @@ class Deployment:
     retired: bool = False  # gets no more requests
     starting: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     servers: dict[str, Server] = field(default_factory=dict)
+    ending: set[asyncio.Task[None]] = field(default_factory=set)  # of instances; done when a process has ended
     waiting: deque[Waiter] = field(default_factory=deque)
     failures: int = 0  # in a row
     retry_at_s: float = 0.0
@@ -146,6 +149,18 @@ class Deployment:
     def ready(self) -> list[Server]:
         """Instances that take requests."""
         return [server for server in self.servers.values() if not server.closing]
+
+    def ends(self, ending: asyncio.Task[None]) -> None:
+        """Call it when an instance begins to end."""
+        self.ending.add(ending)
+        ending.add_done_callback(self.ending.discard)
+
+    async def saved(self) -> None:
+        """Wait until the next instance finds what the last ones have computed: those that end save it
+        before. Returns at once while others are ready.
+        """
+        if self.ending and not self.ready:
+            await asyncio.wait(self.ending, timeout=SAVE_WAIT_S)
 
     @property
     def is_failing(self) -> bool:

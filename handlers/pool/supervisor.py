@@ -308,6 +308,7 @@ class Supervisor:
         try:
             if not await self._reserve(deployment, key):
                 return
+            await deployment.saved()
             async with self._start_slots:
                 began_s = self._now_s
                 process = await start_server(
@@ -456,9 +457,9 @@ class Supervisor:
         server.closing = True
         server.deployment.servers.pop(server.key, None)
         self._ending_bytes[server.key] = self.budget.charge_of(server.key)
-        self._ending[server.key] = asyncio.create_task(
-            self._give_up(server.key, server.process, server.deployment)
-        )
+        task = asyncio.create_task(self._give_up(server.key, server.process, server.deployment))
+        self._ending[server.key] = task
+        server.deployment.ends(task)
 
     async def _give_up(self, key: str, process: ServerProcess, deployment: Deployment) -> None:
         drain_s = deployment.config.drain_timeout_s

@@ -128,6 +128,13 @@ def test_time_counts_from_the_scripts_start(monkeypatch, tmp_path) -> None:
     assert (status, steps["late"]["outcome"]) == (1, "no time")
 
 
+def test_a_trial_of_a_step_has_all_of_the_calls_time(monkeypatch, tmp_path) -> None:
+    slow = step("slow", "import time; time.sleep(1)", 0.05)
+    monkeypatch.setitem(CALLS, "A", (slow,))
+    assert main(["A", "--out", str(tmp_path), "--dry-run"]) == 0
+    assert main(["A", "--out", str(tmp_path)]) == 1
+
+
 def test_a_step_that_needs_the_model_waits_for_what_prepares_it(monkeypatch, tmp_path) -> None:
     made = tmp_path / "made"
     prepare = f"import time; time.sleep(1); open({str(made)!r}, 'w').close()"

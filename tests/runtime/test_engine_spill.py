@@ -82,6 +82,11 @@ def until(engine: Engine, predicate) -> None:
         time.sleep(0.002)
 
 
+def spill_threads() -> set[threading.Thread]:
+    """Those of all engines of this process."""
+    return {thread for thread in threading.enumerate() if thread.name == "teneral-kv-spill"}
+
+
 def serve_three(rig) -> None:
     """Prompts 0, 1 and 2, each saved before the next one takes its blocks."""
     for number in range(3):
@@ -199,17 +204,19 @@ def test_a_cancelled_request_does_not_wait_for_its_blocks(tmp_path):
 
 @pytest.mark.usefixtures("always")
 def test_the_engine_stops_in_the_middle_of_a_fetch(tmp_path):
+    before = spill_threads()
     with spilling(tmp_path) as rig:
         serve_three(rig)
         rig.model.pool.gate.clear()
         waits = rig.submit(prompt(0), max_tokens=2)
         until(rig.engine, lambda spill: spill.fetching == 1)
+        assert spill_threads() - before
         assert not rig.engine.stop(0.05)  # the block that is being copied
         with pytest.raises(DrainingError):
             finish(waits)
         rig.model.pool.gate.set()
         assert rig.engine.stop(TIMEOUT_S)
-        assert not any(thread.name == "teneral-kv-spill" for thread in threading.enumerate())
+        assert not spill_threads() - before
 
 
 def test_by_what_is_measured_the_tokens_are_the_same(tmp_path):
@@ -262,15 +269,17 @@ def test_a_real_model_says_the_same_behind_blocks_that_came_back(media, tmp_path
     )
     engine = Engine(decoder, ToyTokenizer(), options=options, make_backend=host_backend)
     engine.start()
-    stems = [tuple((index * 11 + number * 7) % 250 for index in range(41)) for number in range(3)]
-    for number in (0, 1, 2, 0):
-        generation = engine.submit(GenerationRequest("r", stems[number], 10, GREEDY))
-        with torch.no_grad():
-            assert generation.result(TIMEOUT_S).tokens == tuple(oracle_greedy(oracle, stems[number], 10))
-        saved(engine)
-    assert generation.num_cached_tokens == 40
-    assert engine.statistics().spill.restored_tokens_total[media] > 0
-    assert engine.stop(TIMEOUT_S)
+    try:
+        stems = [tuple((index * 11 + number * 7) % 250 for index in range(41)) for number in range(3)]
+        for number in (0, 1, 2, 0):
+            generation = engine.submit(GenerationRequest("r", stems[number], 10, GREEDY))
+            with torch.no_grad():
+                assert generation.result(TIMEOUT_S).tokens == tuple(oracle_greedy(oracle, stems[number], 10))
+            saved(engine)
+        assert generation.num_cached_tokens == 40
+        assert engine.statistics().spill.restored_tokens_total[media] > 0
+    finally:
+        assert engine.stop(TIMEOUT_S)
 
 
 @pytest.mark.usefixtures("always")
@@ -294,9 +303,10 @@ def test_without_a_budget_there_is_none():
 
 
 def test_an_engine_that_never_started_gives_its_file_back(tmp_path):
+    before = spill_threads()
     with spilling(tmp_path, start=False) as rig:
         medium = tiers_of(state_of(rig.engine).blocks.spill).all[0].medium
-        assert not any(thread.name == "teneral-kv-spill" for thread in threading.enumerate())
+        assert not spill_threads() - before
         rig.engine.stop()
         assert file_of(medium).closed
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -402,10 +403,31 @@ def test_sleep_keeps_what_was_computed(models: Path, tmp_path: Path) -> None:
     session = {"teneral": {"session": "one"}}
     with PoolRun(tmp_path, file, "--model-control") as pool:
         before = pool.complete("m", prompt, **session)  # a single turn of a conversation
+        server = pool.instances("m")[0]["process"]
         assert pool.ask("POST", "/v1/pool/m/sleep").status == 200
-        until(lambda: not pool.instances("m"), "the model sleeps")
+        until(lambda: not runs(server), "the model sleeps")
         after = pool.complete("m", prompt, **session)
         assert after.headers["x-teneral-start"] != "warm"
+        assert after.text == before.text
+        assert after.json["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_a_request_while_an_instance_saves_its_sessions_finds_them(models: Path, tmp_path: Path) -> None:
+    file = pool_file(f'[models.m]\nsource = "{models}/repository/1"\n')
+    prompt = "a b c d e f g h " * 6
+    session = {"teneral": {"session": "one"}}
+    with PoolRun(tmp_path, file, "--model-control") as pool, ThreadPoolExecutor(1) as client:
+        before = pool.complete("m", prompt, **session)
+        server = pool.instances("m")[0]["process"]
+        os.kill(server, signal.SIGSTOP)  # so that it takes long to end
+        assert pool.ask("POST", "/v1/pool/m/sleep").status == 200
+        asked = client.submit(pool.complete, "m", prompt, **session)
+        until(
+            lambda: pool.pool()["models"]["m"]["versions"][0]["waiting"] == 1, "the request waits for an instance"
+        )
+        time.sleep(0.5)
+        os.kill(server, signal.SIGCONT)
+        after = asked.result(WAIT_S)
         assert after.text == before.text
         assert after.json["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 

@@ -14,10 +14,15 @@ from typing import Any
 
 import pytest
 import pytest_timeout
+from hypothesis import HealthCheck, settings
 from tests.support.load import slowdown
 
 from teneral.loader.cache import folder as cache_folder
 from teneral.runtime.onnx.spec import NO_TELEMETRY
+
+# An example's time is the machine's load: none is too slow. All else stays that of the profile at hand (CI's is fixed).
+settings.register_profile("any-load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any-load")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from tests.support.load import MAX_SLOWDOWN, MIN_PATIENCE, patience_s, slowdown
 
 from teneral.loader.cache import folder as cache_folder
@@ -51,6 +52,11 @@ def test_bounds_grow_with_the_tasks_that_share_a_core(monkeypatch: pytest.Monkey
         monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
         assert slowdown() == expected
         assert patience_s(30) == 30 * max(MIN_PATIENCE, 2 * expected)
+
+
+def test_no_example_of_a_property_is_too_slow() -> None:
+    assert settings().deadline is None
+    assert HealthCheck.too_slow in settings().suppress_health_check
 
 
 def test_caches_of_tests_need_no_free_tenth_of_the_disk(

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tests.support.load import patience_s
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,7 +36,7 @@ def test_no_sanitizer_finds_anything(compiler: str) -> None:
         env={**os.environ, "CC": compiler, "CASES": "20"},
         capture_output=True,
         text=True,
-        timeout=590,
+        timeout=patience_s(300),
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -423,7 +423,8 @@ def test_a_request_while_an_instance_saves_its_sessions_finds_them(models: Path,
         assert pool.ask("POST", "/v1/pool/m/sleep").status == 200
         asked = client.submit(pool.complete, "m", prompt, **session)
         until(
-            lambda: pool.pool()["models"]["m"]["versions"][0]["waiting"] == 1, "the request waits for an instance"
+            lambda: pool.pool()["models"]["m"]["versions"][0]["waiting"] == 1,
+            "the request waits for an instance",
         )
         time.sleep(0.5)
         os.kill(server, signal.SIGCONT)

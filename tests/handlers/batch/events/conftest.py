@@ -14,7 +14,9 @@ import pytest
 from moto.server import ThreadedMotoServer
 from tests.support.aws_environment import use_test_credentials
 from tests.support.batch_jobs import config_of
+from tests.support.load import patience_s
 
+from teneral.handlers.batch.worker import PartPace
 from teneral.handlers.function.context import Context
 from teneral.handlers.function.handler import load_handler, run
 from teneral.runtime.instance import Instance
@@ -122,7 +124,7 @@ def instance(cloud: Cloud, decoder_dir: Path, one_thread: None) -> Iterator[Inst
 def invoke(instance: Instance) -> Invoke:
     """One invocation, as any platform makes it: `await invoke(event, timeout_s=…)`."""
 
-    async def call(event: Any, *, host: Instance = instance, timeout_s: float | None = 60.0) -> Any:
+    async def call(event: Any, *, host: Instance = instance, timeout_s: float | None = patience_s(60)) -> Any:
         handler = load_handler("teneral.handlers.batch:handler")
         context = Context(host, request_id=uuid.uuid4().hex, timeout_s=timeout_s)
         try:
@@ -132,3 +134,14 @@ def invoke(instance: Instance) -> Invoke:
         return value
 
     return call
+
+
+@pytest.fixture
+def time_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """`time_for(n)`: from now on jobs have time for `n` parts more, however fast the machine is."""
+
+    def allow(num_parts: int) -> None:
+        left = iter([True] * num_parts)
+        monkeypatch.setattr(PartPace, "has_time", lambda _pace, _remaining_s: next(left, False))
+
+    return allow

@@ -42,10 +42,9 @@ from teneral.loader.artifact import open_artifact
 from teneral.loader.sources.open import open_source
 from teneral.runtime.quality.calibration import calibrate
 from teneral.runtime.quality.decoders import WINDOW_TOKENS, judge
-from teneral.runtime.quality.evaluate import PartCounter
+from teneral.runtime.quality.evaluate import PartCounter, WholeDecoder
 from teneral.runtime.quality.sequences import Sequences
 from teneral.runtime.quality.text import read_text
-from teneral.runtime.quality.whole_decoder import WholeDecoder
 from teneral.runtime.text.tokenizer import TextTokenizer
 
 OWN = {  # flags of `teneral pack`; TEXT is the text to calibrate with

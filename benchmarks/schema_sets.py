@@ -115,9 +115,8 @@ def kubernetes(tokenizer_json: Path) -> dict[str, Any]:
 def folder(path: Path, tokenizer_json: Path) -> dict[str, Any]:
     """The schemas in the files of a folder, without descriptions. Those beyond the bound for a schema count apart."""
     from teneral.runtime.errors import RequestError
-    from teneral.runtime.grammar.bounds import MAX_SCHEMA_BYTES
     from teneral.runtime.grammar.compiler import GrammarCompiler
-    from teneral.runtime.grammar.spec import GrammarSpec
+    from teneral.runtime.grammar.spec import MAX_SCHEMA_BYTES, GrammarSpec
 
     compiler = GrammarCompiler(tokenizer_json.read_bytes, [END])
     counts = {"schemas": 0, "compiled": 0, "too_large": 0}

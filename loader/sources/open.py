@@ -1,4 +1,5 @@
-"""Addresses opened as sources and stores. Only the module of the address's own scheme is imported.
+"""Addresses opened as sources and stores, and a folder of a source as a source. Only the module of
+the address's own scheme is imported.
 
 A new kind of store is a folder of its own here, and a row in `KINDS`.
 """
@@ -7,13 +8,15 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import UsageError
+from .base import ObjectInfo, Source, closed
 
 if TYPE_CHECKING:
-    from .base import Source, SourceOptions, Store
+    from .base import SourceOptions, Store
 
 
 class Kind(NamedTuple):
@@ -124,3 +127,45 @@ def _path_of_file_url(url: str) -> str:
             f"{url} is not a file address", hint="Write file:///absolute/path, or just the path."
         )
     return unquote(parts.path)
+
+
+class Subfolder:
+    """Objects below `folder/`, by their names there. Closing it leaves the source open, which is
+    others', too: reads in flight go on, and new ones raise `SourceClosedError`.
+    """
+
+    def __init__(self, source: Source, folder: str) -> None:
+        """`folder`: '' for the source itself."""
+        self._source = source
+        self._closed = False
+        self._prefix = f"{folder}/" if folder else ""
+
+    @property
+    def url(self) -> str:
+        return f"{self._source.url.rstrip('/')}/{self._prefix}".rstrip("/")
+
+    def stat(self, name: str) -> ObjectInfo:
+        return self._without_prefix(self._source.stat(self._place(name)))
+
+    def read(self, name: str, *, max_bytes: int) -> tuple[bytes, ObjectInfo]:
+        data, info = self._source.read(self._place(name), max_bytes=max_bytes)
+        return data, self._without_prefix(info)
+
+    def read_into(
+        self, name: str, start: int, buffer: memoryview, *, version: str | None = None
+    ) -> str | None:
+        return self._source.read_into(self._place(name), start, buffer, version=version)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        return map(self._without_prefix, self._source.list(self._place(prefix)))
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _place(self, name: str) -> str:
+        if self._closed:
+            raise closed(self.url, name)
+        return self._prefix + name
+
+    def _without_prefix(self, info: ObjectInfo) -> ObjectInfo:
+        return info._replace(name=info.name.removeprefix(self._prefix))

@@ -18,7 +18,7 @@ from ...loader.format.manifest_json import parse_manifest
 from ...loader.format.safetensors import FIRST_READ_BYTES, SafetensorsFile, read_header
 from ...loader.process.cpu import parallel_map
 from ...loader.sources.base import ObjectInfo, Source
-from ...loader.sources.subfolder import Subfolder
+from ...loader.sources.open import Subfolder
 from ..errors import AdapterError, AdapterNotFoundError, AdapterUnavailableError
 from ..models.adapter import AdapterWeights
 from ..models.decoder_config import DecoderConfig

@@ -9,9 +9,8 @@ from typing import Any
 
 from ..errors import ModelError
 from ..models.adapter import Place, modules_of
-from ..models.config import is_encoder
 from ..models.decoder_config import DecoderConfig
-from ..models.encoder_config import EncoderConfig
+from ..models.encoder_config import EncoderConfig, is_encoder
 from ..models.executor import refusal_of
 from ..models.spec import DecoderSpec, EncoderSpec
 from ..tensors import DType

@@ -8,12 +8,11 @@ from typing import Any, TypeVar
 
 from ..errors import ModelError
 from ..weights import Weights
-from .config import is_encoder
 from .decoder import Decoder
 from .decoder_config import DecoderConfig
 from .decoder_tensors import take_decoder
 from .encoder import DenseTensors, Encoder, take_encoder
-from .encoder_config import EncoderConfig
+from .encoder_config import EncoderConfig, is_encoder
 from .executor import ComputeDtype, ExecutorFactory
 from .spec import DecoderSpec, EncoderSpec
 

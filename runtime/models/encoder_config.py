@@ -1,9 +1,10 @@
 """An encoder's config.json as validated values, and the table of the families that are read.
 
-Each family is a module of `families/`, named here by string and imported when a model of it is read: its `read` makes
-the `EncoderConfig` out of the fields. The files of sentence-transformers come on top. What is read is bounded
-and checked against itself; options that would change the result and are not implemented are refused by name, never
-ignored. Nothing here imports torch or numpy.
+Each family is a module of `families/`, named here by string and imported when a model of it is
+read: its `read` makes the `EncoderConfig` out of the fields. The files of sentence-transformers
+come on top. What is read is bounded and checked against itself; options that would change the
+result and are not implemented are refused by name, never ignored. Nothing here imports torch or
+numpy.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from importlib import import_module
 from typing import Any
 
 from ..errors import ModelError
+from .decoder_config import decoder_architectures
 from .fields import ACTIVATIONS, MAX_HEAD_DIM, Fields, family_of, shape_of
 from .pooling_config import Dense, sentence_of
 from .rope_config import MAX_POSITIONS
@@ -244,3 +246,8 @@ def _refuse_quantised(config: Fields) -> None:
                 f"config.json has a {key}: quantised encoders are not supported",
                 hint="Use the model's bf16, fp16 or fp32 weights.",
             )
+
+
+def is_encoder(data: Mapping[str, Any]) -> bool:
+    """True if a config.json describes an encoder. Raises `ModelError` for families not supported."""
+    return family_of(Fields(data), decoder_architectures() | ENCODERS) in ENCODERS

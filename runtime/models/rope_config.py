@@ -1,7 +1,7 @@
 """Rotary position embedding as a model's config.json asks for it, and how far it lets a context reach.
 
 It reads both spellings: `rope_parameters` (transformers 5), and `rope_theta` with `rope_scaling`
-(transformers 4). It computes no frequencies: `backends/torch/layers.py` does, once torch is there.
+(transformers 4). It computes no frequencies: `rotary.py` does, with numpy, which reading a config does without.
 """
 
 from __future__ import annotations

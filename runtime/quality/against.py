@@ -18,11 +18,9 @@ from ..errors import ModelError
 from ..kv.kinds import KVKind
 from ..models.decoder import Decoder
 from .decoders import DecoderQuality, compare_decoders
-from .evaluate import WORK_BYTES, OnProgress, PartCounter, check_max_tokens
-from .inputs import InputReader
+from .evaluate import WORK_BYTES, OnProgress, PartCounter, WholeDecoder, check_max_tokens
 from .report import aligned, decoder_rows, describe_text, quality_json
-from .text import EvaluationText
-from .whole_decoder import WholeDecoder
+from .text import EvaluationText, InputReader
 
 SCHEMA = 1
 

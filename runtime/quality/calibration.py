@@ -29,11 +29,9 @@ from ..models.spec import DecoderSpec
 from ..step.batch import SequenceSpan, StepBatch
 from ..tensors import DType, to_float32
 from .decoders import WINDOW_TOKENS, cut_windows
-from .evaluate import WORK_BYTES, OnProgress, PartCounter, check_max_tokens
-from .inputs import InputReader
+from .evaluate import WORK_BYTES, OnProgress, PartCounter, WholeDecoder, check_max_tokens
 from .sequences import sample_windows
-from .text import EvaluationText
-from .whole_decoder import WholeDecoder
+from .text import EvaluationText, InputReader
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -1,4 +1,5 @@
-"""Comparison of a model's first tiers with the exact model, over one text.
+"""Comparison of a model's first tiers with the exact model, over one text; and a decoder with all
+its weights in memory.
 
 Invariant: at most two models are in memory. A part is read once; of three tiers, those of the
 middle one twice. The measures are in `decoders.py` and `encoders.py`.
@@ -16,7 +17,7 @@ from ...loader.memory.limits import MIB, available, check_fits
 from ...loader.sources.base import Source
 from ...loader.tools.part_reader import PartReader
 from ...loader.tools.progress_bar import TransferProgress
-from ..backends.choose import BackendChoice
+from ..backends.choose import AUTO, BackendChoice
 from ..files import ModelFiles
 from ..models.build import build_model
 from ..models.decoder import Decoder
@@ -24,9 +25,8 @@ from ..models.encoder import Encoder
 from ..sentence_files import sentence_files
 from .decoders import DecoderQuality, compare_decoders
 from .encoders import EncoderQuality, compare_encoders
-from .inputs import MIN_TOKENS, InputReader
 from .report import EvaluationReport, TierReport
-from .text import EvaluationText
+from .text import MIN_TOKENS, EvaluationText, InputReader
 from .tiers import TieredWeights, usable_tiers
 
 MAX_TOKENS = 1 << 20
@@ -174,3 +174,38 @@ def _build(files: ModelFiles, weights: TieredWeights) -> Decoder | Encoder:
 def _bytes_to_read(manifest: Manifest, drafts: Sequence[Tier]) -> int:
     once = sum(part.size_bytes for part in manifest.parts)
     return once + sum(part.size_bytes for part in manifest.parts if drafts[0] < part.tier <= drafts[-1])
+
+
+class WholeDecoder:
+    """`decoder`, over loaded weights, and its small `files`. Memory: the weights as stored."""
+
+    def __init__(
+        self,
+        source: Source,
+        manifest: Manifest,
+        *,
+        threads: int | None,
+        on_part: PartCounter,
+        compute_dtype: str = AUTO,
+    ) -> None:
+        """Read the model. Blocks; `on_part` is called from this thread. `compute_dtype` is `AUTO` or a
+        name as in config.json.
+
+        Raises `UsageError` for an encoder, `ModelError` for a model that no backend computes,
+        `IntegrityError` naming a bad part, and the source's errors.
+        """
+        self.files = ModelFiles(source, manifest, LoadOptions())
+        weights = TieredWeights(manifest)
+        built = build_model(
+            self.files.json("config.json", required=True),
+            weights.tensors(),
+            BackendChoice(compute_dtype=compute_dtype).model_backends(),
+        )
+        if not isinstance(built, Decoder):
+            raise UsageError(
+                f"{source.url} is an encoder, but only decoders can be compared and calibrated",
+                hint="Use `teneral eval-draft` for an encoder's draft.",
+            )
+        self.decoder = built
+        for tier in usable_tiers(manifest)[-1:]:
+            weights.fill(tier, PartReader(source, manifest), threads=threads, on_part=on_part)

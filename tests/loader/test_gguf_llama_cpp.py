@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from teneral.runtime.quality.whole_decoder import WholeDecoder
 from tests.support.gguf_files import float_tensors, gguf_file, metadata
 from tests.support.memory_store import MemoryStore
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -24,7 +25,6 @@ from teneral.loader.artifact import open_artifact, open_model
 from teneral.loader.format.gguf.directory import GgufDirectory
 from teneral.runtime.quality.evaluate import PartCounter
 from teneral.runtime.quality.sequences import Sequences
-from teneral.runtime.quality.whole_decoder import WholeDecoder
 
 LLAMA_CPP = os.environ.get("TENERAL_LLAMA_CPP", "")
 ROOT = Path(__file__).parents[2]

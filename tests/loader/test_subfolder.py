@@ -6,7 +6,7 @@ import pytest
 from tests.support.memory_store import MemoryStore
 
 from teneral.loader.errors import NotFoundError, SourceClosedError
-from teneral.loader.sources.subfolder import Subfolder
+from teneral.loader.sources.open import Subfolder
 
 
 def test_objects_have_their_names_in_the_folder() -> None:

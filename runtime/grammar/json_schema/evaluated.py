@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .algebra import Schema, SchemaError, all_of, any_of
-from .rules import Rules
+from .values import Rules
 
 MAX_CASES = 64
 MAX_TOGETHER = 4  # alternatives of an anyOf of which several may hold at once

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from .algebra import TYPES, Schema, all_of, any_of, key_of, of_types, type_of, types_of
-from .numbers import above, below
-from .rules import Rules
-from .strings import other_than_strings
+from .scalars import above, below, other_than_strings
+from .values import Rules
 
 MAX_EXCLUDED_ARRAYS = 4  # arrays or objects of one enum
 NUM_ITEMS = 4  # positions of an item that does not fulfil `items`

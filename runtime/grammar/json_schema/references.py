@@ -1,7 +1,11 @@
-"""A schema's references, resolved: `$ref`, `$dynamicRef`, `$id`, `$anchor`, and the keywords of older drafts.
+"""A schema's references, resolved: `$ref`, `$dynamicRef`, `$id`, `$anchor`, and the keywords of
+older drafts.
 
-Every target of a reference becomes a definition of its own, one for each dynamic scope that reaches it differently.
-Nothing is fetched: resources are the schema's own, embedded by `$id`, and the metaschema of draft 2020-12.
+Every target of a reference becomes a definition of its own, one for each dynamic scope that reaches
+it differently. Nothing is fetched: resources are the schema's own, embedded by `$id`, and the
+metaschema of draft 2020-12. That is for answers that are schemas themselves, and allows fewer of
+them than the standard's own: `required` and the lists of `dependentRequired`, which may repeat no
+name, have one name at most.
 """
 
 from __future__ import annotations
@@ -14,13 +18,92 @@ from urllib.parse import unquote, urldefrag, urljoin
 
 from .algebra import Schema, SchemaError
 from .keywords import CHILD, CHILDREN, DROPPED, NAMED, checked
-from .metaschema import DIALECT, DRAFTS, metaschema
 
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+DRAFTS = {
+    "http://json-schema.org/draft-04/schema": 4,
+    "http://json-schema.org/draft-06/schema": 6,
+    "http://json-schema.org/draft-07/schema": 7,
+    "https://json-schema.org/draft/2019-09/schema": 2019,
+    DIALECT: 2020,
+    # As many schemas spell them.
+    "https://json-schema.org/draft-07/schema": 7,
+    "http://json-schema.org/schema": 2020,
+}
+_TYPES = {"enum": ["array", "boolean", "integer", "null", "number", "object", "string"]}
+_SCHEMA = {"$ref": "#"}
+_BY_VALUE: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    ({"type": "string", "pattern": "^[^#\\s]*$", "format": "uri-reference"}, ("$id",)),
+    ({"type": "string", "format": "uri"}, ("$schema",)),
+    ({"type": "string", "format": "uri-reference"}, ("$ref", "$dynamicRef")),
+    ({"type": "string", "pattern": "^[A-Za-z_][-A-Za-z0-9._]*$"}, ("$anchor", "$dynamicAnchor")),
+    (
+        {"type": "string"},
+        ("$comment", "title", "description", "format", "contentEncoding", "contentMediaType"),
+    ),
+    ({"type": "string", "format": "regex"}, ("pattern",)),
+    (True, ("const", "default")),
+    ({"type": "array"}, ("enum", "examples")),
+    ({"type": "boolean"}, ("uniqueItems", "deprecated", "readOnly", "writeOnly")),
+    (
+        {"type": "integer", "minimum": 0},
+        (
+            *("minLength", "maxLength", "minItems", "maxItems", "minContains", "maxContains"),
+            *("minProperties", "maxProperties"),
+        ),
+    ),
+    ({"type": "number"}, ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")),
+    ({"type": "number", "exclusiveMinimum": 0}, ("multipleOf",)),
+    ({"type": "array", "items": {"type": "string"}, "maxItems": 1}, ("required",)),
+    (
+        {
+            "type": "object",
+            "additionalProperties": {"type": "array", "items": {"type": "string"}, "maxItems": 1},
+        },
+        ("dependentRequired",),
+    ),
+    (
+        {"anyOf": [_TYPES, {"type": "array", "items": _TYPES, "minItems": 1, "uniqueItems": True}]},
+        ("type",),
+    ),
+    ({"type": "array", "items": _SCHEMA, "minItems": 1}, ("allOf", "anyOf", "oneOf", "prefixItems")),
+    (
+        {"type": "object", "additionalProperties": _SCHEMA},
+        ("$defs", "properties", "dependentSchemas"),
+    ),
+    (
+        {
+            "type": "object",
+            "propertyNames": {"format": "regex"},
+            "additionalProperties": _SCHEMA,
+        },
+        ("patternProperties",),
+    ),
+    (
+        _SCHEMA,
+        (
+            *("items", "contains", "additionalProperties", "propertyNames", "not", "if", "then", "else"),
+            *("unevaluatedItems", "unevaluatedProperties", "contentSchema"),
+        ),
+    ),
+)
+# Keywords that the standard still checks, though the draft no longer has them.
+_GONE = ("definitions", "dependencies", "$recursiveAnchor", "$recursiveRef", "$vocabulary")
 Scope = tuple[
     tuple[str, str], ...
 ]  # each dynamic anchor in scope, with the URI of the outermost resource that has it
 MAX_DEFINITIONS = 4_000
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def metaschema() -> dict[str, Any]:
+    """The schema, whose references lead into itself."""
+    properties = {name: schema for schema, names in _BY_VALUE for name in names}
+    return {
+        "$id": DIALECT,
+        "type": ["object", "boolean"],
+        "properties": properties | dict.fromkeys(_GONE, False),
+    }
 
 
 def resolved(schema: Any) -> tuple[Schema, dict[str, Schema]]:

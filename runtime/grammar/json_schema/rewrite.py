@@ -11,11 +11,11 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from . import arrays, evaluated, negate, numbers
+from . import arrays, evaluated, negate, scalars
 from .algebra import Schema, SchemaError, all_of, any_of, other_than
 from .keywords import CHILD, CHILDREN
 from .references import resolved
-from .strings import FORMATS, NUMBER_FORMATS, is_annotation, length_pattern
+from .scalars import FORMATS, NUMBER_FORMATS, is_annotation, length_pattern
 from .values import Values
 
 MAX_STEPS = 5_000  # schemas rewritten for one
@@ -112,7 +112,7 @@ class Rewriter:
         for key, plain in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
             if key in schema and plain not in schema and schema[key] != {}:
                 result[plain] = self.positive(schema[key])
-        result |= numbers.bounds(schema)
+        result |= scalars.bounds(schema)
         result |= _format(schema)
         more = self._expressed(schema)
         if any(each is False for each in more):
@@ -131,7 +131,7 @@ class Rewriter:
             reference = self.reference(value, is_negated=False)
             return reference["$ref"] if isinstance(reference, dict) else False if not reference else _NOTHING
         if key in ("exclusiveMinimum", "exclusiveMaximum"):
-            return _NOTHING  # see `numbers.py`
+            return _NOTHING  # see `scalars.py`
         if key in CHILD:
             return self.positive(value)
         if key in CHILDREN:

@@ -1,9 +1,11 @@
-"""Sets of values known from a schema: finite ones, and pairs of schemas without a common value."""
+"""Sets of values known from a schema: finite ones, and pairs of schemas without a common value; and
+the protocol of the rules that rewrite schemas.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from .algebra import TYPES, Schema, key_of, type_of, types_of
 
@@ -167,3 +169,27 @@ def _has_one_text(value: Any) -> bool:
     if isinstance(value, list):
         return all(map(_has_one_text, value))
     return not isinstance(value, float | Mapping)
+
+
+class Rules(Protocol):
+    """All methods return schemas in the library's keywords, and raise `SchemaError`."""
+
+    values: Values
+
+    def step(self) -> None:
+        """Count one schema more. Raises `SchemaError` beyond the bound."""
+
+    def positive(self, schema: Schema) -> Schema:
+        """Values that fulfil the schema."""
+
+    def negative(self, schema: Schema) -> Schema:
+        """Values that do not fulfil the schema."""
+
+    def own(self, schema: Mapping[str, Any]) -> Schema:
+        """`positive` of a schema whose `unevaluated…` concern its own keywords alone."""
+
+    def exclusive(self, alternatives: list[Schema]) -> list[tuple[Schema, list[Schema]]]:
+        """Each alternative, with the opposites of those that it may overlap."""
+
+    def reference(self, given: str, *, is_negated: bool) -> Schema:
+        """A reference to a definition, or to its opposite."""

@@ -15,11 +15,10 @@ from tests.support.inspection import text_backend_of
 from tests.support.instances import TinyParts
 
 from teneral.runtime.errors import GrammarError, RequestError
-from teneral.runtime.grammar.bounds import MAX_GRAMMAR_CHARS, MAX_SCHEMA_BYTES
 from teneral.runtime.grammar.compiler import GrammarCompiler
-from teneral.runtime.grammar.json_schema.strings import FORMATS
+from teneral.runtime.grammar.json_schema.scalars import FORMATS
 from teneral.runtime.grammar.matcher import Matcher
-from teneral.runtime.grammar.spec import GrammarSpec
+from teneral.runtime.grammar.spec import MAX_GRAMMAR_CHARS, MAX_SCHEMA_BYTES, GrammarSpec
 
 PERSON = {
     "type": "object",

@@ -13,7 +13,7 @@ from tests.support.instances import TinyParts
 
 from teneral.runtime.errors import GrammarError, RequestError
 from teneral.runtime.grammar.compiler import GrammarCompiler
-from teneral.runtime.grammar.json_schema.strings import FORMATS
+from teneral.runtime.grammar.json_schema.scalars import FORMATS
 from teneral.runtime.grammar.spec import GrammarSpec
 
 

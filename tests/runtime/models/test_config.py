@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from teneral.runtime.backends.torch.layers import activation
 from teneral.runtime.errors import ModelError
 from teneral.runtime.models import spec
-from teneral.runtime.models.config import is_encoder
 from teneral.runtime.models.decoder_config import DecoderConfig
-from teneral.runtime.models.encoder_config import EncoderConfig
+from teneral.runtime.models.encoder_config import EncoderConfig, is_encoder
 from teneral.runtime.models.fields import ACTIVATIONS
 from teneral.runtime.models.rope_config import RopeType
 

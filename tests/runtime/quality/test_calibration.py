@@ -130,9 +130,8 @@ def test_calibrated_integers_are_nearer_to_the_original(
 
 def test_a_models_own_text_is_the_same_each_time_and_in_independent_windows(model: Path) -> None:
     from teneral.loader.artifact import open_artifact
-    from teneral.runtime.quality.evaluate import PartCounter
+    from teneral.runtime.quality.evaluate import PartCounter, WholeDecoder
     from teneral.runtime.quality.sequences import sample_windows
-    from teneral.runtime.quality.whole_decoder import WholeDecoder
 
     source = FileStore(model)
     decoder = WholeDecoder(source, open_artifact(source), threads=1, on_part=PartCounter(None, 0)).decoder

@@ -1,13 +1,20 @@
-"""Formats of strings as expressions, and the expression for all strings but a few."""
+"""Bounds of numbers, without those that the library gets wrong; formats of strings as expressions,
+and the expression for all strings but a few.
+
+In a range below 1, such as 1 to 1.5, the library allows an exclusive bound that is an integer. Such
+bounds become inclusive ones that are a little narrower.
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .algebra import SchemaError
 
+NARROWER = 1e-6
 MAX_EXCLUDED_CHARS = 2_000  # of the strings that an expression excludes
 ANY = r"(?:.|\n)"
 _D = "[0-9]"
@@ -56,6 +63,38 @@ HINTS = frozenset({"password", "binary", "float", "double", "path", "file-path",
 # Formats of JSON Schema and OpenAPI are written so. Names with other characters are those of a program, such as
 # AWS::EC2::VPC.Id, which JSON Schema takes for annotations.
 _STANDARD_NAME = re.compile(r"[a-z0-9-]+")
+
+
+def bounds(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema's exclusive bounds, with `minimum` and `maximum` where these change."""
+    result: dict[str, Any] = {}
+    for key, rule in (("exclusiveMinimum", above), ("exclusiveMaximum", below)):
+        if (bound := schema.get(key)) is None:
+            continue
+        if schema.get("type") == "integer":
+            result[key] = bound
+            continue
+        ((name, value),) = rule(bound).items()
+        if name in schema:
+            value = (max if name == "minimum" else min)(value, schema[name])
+        result[name] = value
+    return result
+
+
+def above(bound: float) -> dict[str, Any]:
+    """Numbers greater than this one."""
+    if bound < 0 or bound != int(bound):
+        return {"exclusiveMinimum": bound}
+    inner = bound + NARROWER
+    return {"minimum": inner if inner > bound else math.nextafter(bound, math.inf)}
+
+
+def below(bound: float) -> dict[str, Any]:
+    """Numbers less than this one."""
+    if bound > 0 or bound != int(bound):
+        return {"exclusiveMaximum": bound}
+    inner = bound - NARROWER
+    return {"maximum": inner if inner < bound else math.nextafter(bound, -math.inf)}
 
 
 def is_annotation(format_name: str) -> bool:

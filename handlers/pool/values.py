@@ -42,6 +42,7 @@ class Code(enum.StrEnum):
     W2 = "W2"  # approximated by something else
     W3 = "W3"  # requests fail while the model wakes
     W4 = "W4"  # a patch changes a value that a key of the file sets
+    W5 = "W5"  # an address on each instance's own disk
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from ...handlers.pool.values import Code, Model, Pool, PoolWarning
 from ...loader.errors import UsageError
+from ...loader.sources.open import scheme_of
 from . import aws_lambda, cloud_run, fargate, knative, kserve, kubernetes, ray, sagemaker
 from .documents import Document, Options, Rendering
 from .yaml_text import yaml_text
@@ -140,12 +141,35 @@ def render(
             f"unknown platform {platform!r}", key="platform", hint=f"Name one of {', '.join(RENDERERS)}."
         )
     rendering = Rendering(pool, platform, options or Options(), weight_bytes or {})
-    documents = RENDERERS[platform](rendering, chosen_models(pool, model))
+    models = chosen_models(pool, model)
+    for each in models:
+        _check_paths(rendering, each)
+    documents = RENDERERS[platform](rendering, models)
     for alias in pool.aliases:
         message = "is left out: a deployed model answers to its own name only"
         rendering.warnings.append(pool.warning(Code.W1, message, "aliases", alias))
     patched = apply_patches(rendering, documents, every=model is None)
     return Rendered(platform, pool.file, tuple(patched), tuple(rendering.warnings))
+
+
+def _check_paths(rendering: Rendering, model: Model) -> None:
+    """Raises E6 for an address that is a path relative to the pool file; warns (W5) of an absolute one, which an image
+    or a volume may have.
+    """
+    addresses = {"source": model.source, "base": model.base, "serve.adapters": model.serve.get("adapters")}
+    for key, address in addresses.items():
+        if not address or scheme_of(address) not in ("", "file"):
+            continue
+        if not address.lower().startswith(("/", "file:")):
+            raise rendering.error(
+                Code.E6,
+                model,
+                key,
+                f"is {address}, relative to this file; an instance on {rendering.platform} has other files",
+                hint="Put the model into a store, or name the absolute path that it has in the image or a volume.",
+            )
+        message = f"is {address}, on each instance's own disk: the image or a volume must have it"
+        rendering.warn(Code.W5, model, key, message, always=True)
 
 
 def chosen_models(pool: Pool, name: str | None) -> Sequence[Model]:

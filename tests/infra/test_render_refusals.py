@@ -1,4 +1,4 @@
-"""An unsupported key is refused with a code, or reported: E5, E6, E7, W1 to W4."""
+"""An unsupported key is refused with a code, or reported: E5, E6, E7, W1 to W5."""
 
 from __future__ import annotations
 
@@ -173,6 +173,46 @@ def test_names_that_only_a_running_pool_has_are_reported():
     for platform in RENDERERS:
         rendered = render_text(PLAIN + '[aliases]\nother = "m"\n', platform)
         assert [each.code for each in rendered.warnings if each.place.key == "aliases.other"] == ["W1"]
+
+
+LOCAL_KEYS = {
+    "source": PLAIN.replace('"s3://bucket/m"', '"PATH"'),
+    "base": PLAIN.replace("[instance]", 'base = "PATH"\n[instance]'),
+    "serve.adapters": PLAIN + '[models.m.serve]\nadapters = "PATH/{name}"\n',
+}
+
+
+@pytest.mark.parametrize("platform", RENDERERS)
+@pytest.mark.parametrize("key", LOCAL_KEYS)
+def test_a_path_that_only_this_machine_has_is_e6(platform, key):
+    for path in ("models/m", "./m", "../m", "~/m", f"m@b3:{DIGEST}"):
+        error = refused(LOCAL_KEYS[key].replace("PATH", path), platform)
+        assert (error.code, error.place.key) == ("E6", f"models.m.{key}")
+        assert error.place.line > 0
+        assert path in error.detail
+        assert platform in error.detail
+
+
+@pytest.mark.parametrize("platform", RENDERERS)
+@pytest.mark.parametrize("key", LOCAL_KEYS)
+def test_a_path_that_the_image_may_have_is_w5(platform, key):
+    for path in ("/models/m", "file:///models/m"):
+        rendered = render_text(LOCAL_KEYS[key].replace("PATH", path), platform)
+        (warning,) = (each for each in rendered.warnings if each.code == "W5")
+        assert warning.place.key == f"models.m.{key}"
+        assert warning.place.line > 0
+        assert path in warning.message
+        assert path in rendered.stream()
+    for path in ("s3://b/m", "gs://b/m", "az://account/c/m", "https://example.com/m"):
+        rendered = render_text(LOCAL_KEYS[key].replace("PATH", path), platform)
+        assert not [each for each in rendered.warnings if each.code == "W5"]
+
+
+def test_a_pool_of_this_machine_may_have_relative_paths(tmp_path):
+    file = tmp_path / "pool.toml"
+    file.write_text(LOCAL_KEYS["source"].replace("PATH", "models/m"))
+    assert run(["pool", "check", str(file)]) == 0
+    assert run(["pool", "check", "--for", "knative", str(file)]) == 2
 
 
 def test_requests_that_fail_while_sagemaker_wakes_are_w3():

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, padding, rsa
 from tests.support.gs_server import METADATA_PATH, Call, GsServer, Reply, problem, use_gs_account
 
 from teneral.loader.errors import (
@@ -168,6 +172,22 @@ def give_file(folder: Path, monkeypatch: pytest.MonkeyPatch, settings: object) -
     return path
 
 
+RSA_KEY = rsa.generate_private_key(65537, 2048)
+EMAIL = "reader@my-project.iam.gserviceaccount.com"
+
+
+def pem(key: rsa.RSAPrivateKey | ec.EllipticCurvePrivateKey, password: bytes | None = None) -> str:
+    """PKCS 8, as Google Cloud gives keys out."""
+    cipher = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
+    form = serialization.PrivateFormat.PKCS8
+    return key.private_bytes(serialization.Encoding.PEM, form, cipher).decode()
+
+
+def account_key(**more: object) -> dict[str, object]:
+    kept = {"client_email": EMAIL, "private_key_id": "key-1", "private_key": pem(RSA_KEY)}
+    return {"type": "service_account", "project_id": "my-project", **kept, **more}
+
+
 def federation(server: GsServer, folder: Path, **more: object) -> dict[str, object]:
     (folder / "subject").write_text("identity\n")
     return {
@@ -254,10 +274,64 @@ def test_the_login_of_gcloud_is_found_and_used(
     ]
 
 
+def decoded(part: str) -> bytes:
+    return base64.urlsafe_b64decode(part + "=" * (-len(part) % 4))
+
+
+def test_a_service_accounts_key_signs_for_its_token(
+    server: GsServer, store: GsStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_file(tmp_path, monkeypatch, account_key(token_uri=f"{server.url}/v1/token"))
+    server.fault = service = TokenService()
+    server.tokens = {"federated"}
+    store.stat("blob")
+    store.stat("blob")
+    (form,) = service.forms
+    assert form["grant_type"] == "urn:ietf:params:oauth:grant-type:jwt-bearer"
+    header, claims, signature = form["assertion"].split(".")
+    key = RSA_KEY.public_key()
+    key.verify(decoded(signature), f"{header}.{claims}".encode(), padding.PKCS1v15(), hashes.SHA256())
+    assert json.loads(decoded(header)) == {"alg": "RS256", "typ": "JWT", "kid": "key-1"}
+    content = json.loads(decoded(claims))
+    assert content.pop("exp") - content["iat"] == 3600
+    assert abs(content.pop("iat") - time.time()) < 60
+    scope = "https://www.googleapis.com/auth/devstorage.read_write"
+    assert content == {"iss": EMAIL, "scope": scope, "aud": f"{server.url}/v1/token"}
+    assert tokens_asked(server) == 0
+
+
+def test_a_key_that_the_token_service_refuses_says_why(
+    server: GsServer, store: GsStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_file(tmp_path, monkeypatch, account_key(token_uri=f"{server.url}/v1/token"))
+    refusal = {"error": "invalid_grant", "error_description": "Invalid JWT Signature."}
+    server.fault = lambda call: (400, {}, json.dumps(refusal).encode()) if call.path == "/v1/token" else None
+    with pytest.raises(AccessDeniedError, match=r"400 \(Invalid JWT Signature\.\)"):
+        store.stat("blob")
+
+
+def test_a_key_without_the_package_that_signs_names_the_ways_out(
+    store: GsStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_file(tmp_path, monkeypatch, account_key())
+    monkeypatch.setitem(sys.modules, "cryptography.exceptions", None)
+    with pytest.raises(AccessDeniedError, match="cryptography") as caught:
+        store.stat("blob")
+    assert "pip install 'teneral[gs-keys]'" in caught.value.hint
+    assert "gcloud auth application-default login" in caught.value.hint
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"type": "service_account", "private_key": "secret"}, "RS256"),
+        (account_key(private_key="secret"), "not an RSA key"),
+        (account_key(private_key=pem(ec.generate_private_key(ec.SECP256R1()))), "not an RSA key"),
+        (account_key(private_key=pem(RSA_KEY, password=b"secret")), "not an RSA key"),
+        (account_key(private_key="\ud800"), "not an RSA key"),
+        (account_key(private_key=None), "private_key is not a text"),
+        (account_key(client_email=7), "client_email is not a text"),
+        (account_key(token_uri="http://oauth2.example/token"), "https"),
+        ({"type": "service_account", "client_email": "a@b"}, "private_key_id.* is missing"),
         ({"type": "gdch"}, "'gdch'"),
         ({"type": "authorized_user", "client_id": "id"}, "client_secret"),
         ({"type": "external_account", "audience": "a"}, "subject_token_type"),

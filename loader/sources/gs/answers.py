@@ -25,8 +25,9 @@ from .address import is_number, version_of
 MAX_TEXT = 500  # characters of an error's message that are shown
 _THROTTLED = frozenset({"rateLimitExceeded", "userRateLimitExceeded"})
 WAYS_TO_GIVE = (
-    "Run under a service account on Google Cloud, set GOOGLE_APPLICATION_CREDENTIALS to a workload identity "
-    "federation file, run gcloud auth application-default login, or read a public bucket with --anonymous."
+    "Run under a service account on Google Cloud, set GOOGLE_APPLICATION_CREDENTIALS to a service account's key "
+    "or a workload identity federation file, run gcloud auth application-default login, or read a public bucket "
+    "with --anonymous."
 )
 _RIGHTS = (
     "The account needs storage.objects.get here (roles/storage.objectViewer; roles/storage.objectUser to write); "

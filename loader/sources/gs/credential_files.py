@@ -1,12 +1,16 @@
-"""Tokens by a credential file: workload identity federation, or the login of gcloud.
+"""Tokens by a credential file: workload identity federation, the login of gcloud, or a service
+account's key.
 
 The file and all answers are outside input: bounded, and checked field by field. The formats are
-those of https://google.aip.dev/auth/4117 (external accounts) and /4113 (a user's login).
+those of https://google.aip.dev/auth/4117 (external accounts), /4113 (a user's login) and /4112 (a
+service account's key, whose assertion is a JWT by RFC 7523, signed with RS256).
 """
 
 from __future__ import annotations
 
+import base64
 import json
+import time
 from typing import Any
 from urllib.parse import urlencode
 
@@ -23,6 +27,7 @@ from .answers import MAX_TEXT, WAYS_TO_GIVE
 SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 _IMPERSONATOR_SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 _LOGIN_URL = "https://oauth2.googleapis.com/token"
+_BEARER = "urn:ietf:params:oauth:grant-type:jwt-bearer"
 _EXCHANGE = "urn:ietf:params:oauth:grant-type:token-exchange"
 _ACCESS_TOKEN = "urn:ietf:params:oauth:token-type:access_token"  # noqa: S105 - the name of a kind
 _FORM = ("Content-Type", "application/x-www-form-urlencoded")
@@ -45,6 +50,8 @@ def ask_with_file(path: str) -> Token:
                 return _federated(sender, entries, path)
             case "authorized_user":
                 return _logged_in(sender, entries)
+            case "service_account":
+                return _signed(sender, entries)
             case kind:
                 raise _unsupported(kind, path)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
@@ -54,10 +61,6 @@ def ask_with_file(path: str) -> Token:
 
 
 def _unsupported(kind: object, path: str) -> AccessDeniedError:
-    if kind == "service_account":
-        message = f"{path} is a service account's key, which is not supported (it needs RS256 signatures)"
-        hint = "Run under the account, use workload identity federation, or gcloud auth application-default login."
-        return AccessDeniedError(message, hint=hint)
     shown = kind if isinstance(kind, str) and len(kind) < 50 and kind.isprintable() else "unknown"
     return AccessDeniedError(f"{path} holds credentials of the kind {shown!r}, which is not supported")
 
@@ -69,6 +72,50 @@ def _logged_in(sender: Sender, entries: Document) -> Token:
     }
     answer = _post_form(sender, entries.get("token_uri") or _LOGIN_URL, form)
     return Token(answer["access_token"], answer["expires_in"])
+
+
+def _signed(sender: Sender, entries: Document) -> Token:
+    """The token for an assertion that the account's key signs, valid for an hour."""
+    url = entries.get("token_uri") or _LOGIN_URL
+    _secure(url)  # before anything is signed for it
+    now_s = int(time.time())
+    header = {"alg": "RS256", "typ": "JWT", "kid": _text(entries, "private_key_id")}
+    claims = {"iss": _text(entries, "client_email"), "scope": SCOPE, "aud": url}
+    lifetime = {"iat": now_s, "exp": now_s + LIFETIME_S}
+    content = f"{_base64url(_json(header))}.{_base64url(_json({**claims, **lifetime}))}"
+    signature = _rs256(_text(entries, "private_key"), content.encode())
+    assertion = f"{content}.{_base64url(signature)}"
+    answer = _post_form(sender, url, {"grant_type": _BEARER, "assertion": assertion})
+    return Token(answer["access_token"], answer["expires_in"])
+
+
+def _json(document: Document) -> bytes:
+    return json.dumps(document, separators=(",", ":")).encode()
+
+
+def _base64url(content: bytes) -> str:
+    return base64.urlsafe_b64encode(content).rstrip(b"=").decode()
+
+
+def _rs256(private_key: str, content: bytes) -> bytes:
+    """RSASSA-PKCS1-v1_5 with SHA-256. `private_key` is PEM."""
+    try:  # an extra: other kinds of credentials need no signature
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives.asymmetric.padding import PKCS1v15
+        from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
+        from cryptography.hazmat.primitives.hashes import SHA256
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key
+    except ImportError as error:
+        message = "a service account's key needs the package cryptography, which is not installed"
+        hint = f"pip install 'teneral[gs-keys]', or choose another way: {WAYS_TO_GIVE}"
+        raise AccessDeniedError(message, hint=hint) from error
+    try:
+        key = load_pem_private_key(private_key.encode(), password=None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        key = None
+    if not isinstance(key, RSAPrivateKey):
+        raise ValueError("private_key is not an RSA key in PEM without a password")
+    return key.sign(content, PKCS1v15(), SHA256())
 
 
 def _federated(sender: Sender, entries: Document, path: str) -> Token:

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 from urllib.parse import quote
@@ -27,6 +27,8 @@ from yarl import URL
 from ...loader.errors import InsufficientMemoryError
 from ..anthropic.errors import error_event, error_response
 from ..anthropic.routes import PREFIX as ANTHROPIC_PREFIX
+from ..api_document.operations import OPERATIONS
+from ..console.files import PATHS as CONSOLE_PATHS
 from ..http.connections import Connections
 from ..http.edge import request_id_of
 from ..http.errors import SERVER_ERROR, ApiError, as_api_error, retry_after
@@ -65,6 +67,7 @@ BODY_PATHS = frozenset(
 _KSERVE = re.compile(
     r"/v2/models/(?P<name>.+?)(?:/versions/(?P<version>[^/]+))?(?P<verb>/(?:infer|generate|generate_stream|config|stats))?"
 )
+_PARAMETER = re.compile(r"{(\w+)}")
 _HOP_BY_HOP = frozenset(
     {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding"}
 )
@@ -112,6 +115,23 @@ class Front:
         if self._session is not None:
             await self._session.close()
 
+    def routes(self) -> Iterator[web.RouteDef]:
+        """An instance's routes. Other paths are 404 without an instance: neither a scanner nor a router that
+        tries vLLM's own routes wakes a model.
+        """
+        others = {(operation.method, operation.path) for operation in OPERATIONS}
+        for operation in OPERATIONS:
+            if operation.method == "GET" and operation.path in CONSOLE_PATHS:
+                continue
+            path = _PARAMETER.sub(r"{\1:.+}", operation.path)
+            if operation.method == "GET":
+                yield web.get(path, self.work)  # and HEAD
+            else:
+                yield web.route(operation.method, path, self.work)
+            if ("OPTIONS", operation.path) not in others:
+                others.add(("OPTIONS", operation.path))
+                yield web.options(path, self.work)  # CORS is the instance's
+
     async def work(self, request: web.Request) -> web.StreamResponse:
         """Any request for a model."""
         began_s = time.monotonic()
@@ -139,7 +159,7 @@ class Front:
             status = failure.status
             if status >= 500:
                 logger.warning("request %s: %d %s", request_id, status, error)
-            answer = _error_response(request.path, failure, request_id)
+            answer = shaped_response(request.path, failure, request_id)
             answer.headers["x-request-id"] = request_id
             return answer
         finally:
@@ -357,7 +377,7 @@ def _is_anthropic(path: str) -> bool:
     return f"{path}/".startswith(ANTHROPIC_PREFIX)
 
 
-def _error_response(path: str, error: ApiError, request_id: str) -> web.Response:
+def shaped_response(path: str, error: ApiError, request_id: str) -> web.Response:
     """The error in the protocol of the requested path."""
     if _is_anthropic(path):
         return error_response(error, request_id)

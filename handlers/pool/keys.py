@@ -30,6 +30,10 @@ MAX_VERSIONS = 16  # that are served at the same time
 VERSION_NAME = re.compile(r"[1-9][0-9]{0,11}")
 SERVED_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._/-]{0,126}[A-Za-z0-9])?")
 ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+# Settings of `serve` that are paths or addresses: relative to the pool file, as sources are.
+PATH_SETTINGS = frozenset(
+    {"adapters", "cache_dir", "chat_template", "kernel_dir", "kv_disk_dir", "kv_snapshot"}
+)
 # Settings of `teneral serve` that follow from the pool file and from nothing else.
 POOL_SETTINGS = frozenset(
     {

@@ -32,6 +32,7 @@ from ...loader.process.helper import ProcessContext
 from ...runtime.config import PREFIX, ServeConfig
 from ..http.limits import listen
 from ..standby.handover import Channel, HandoverError, Order
+from .keys import PATH_SETTINGS
 from .repository import Release, absolute
 from .values import Code, Model, Pool
 
@@ -39,10 +40,6 @@ from .values import Code, Model, Pool
 OVERHEAD_BYTES = 250 << 20
 # Of an instance whose model does not say: a share of what is free would take all of it.
 DEFAULT_KV_BYTES = 256 << 20
-# Settings of `serve` that are paths or addresses: relative to the pool file, as sources are.
-PATH_SETTINGS = frozenset(
-    {"adapters", "cache_dir", "chat_template", "kernel_dir", "kv_disk_dir", "kv_snapshot"}
-)
 
 
 class Budget:

@@ -29,13 +29,14 @@ from ...loader.sources.open import scheme_of
 from ...runtime.config import PREFIX, ServeConfig
 from ..console.routes import PageRoutes
 from ..http.connections import app_runner
+from ..http.edge import request_id_of
 from ..http.errors import as_api_error
 from ..http.keys import ApiKeys, parse_keys
 from ..http.limits import listen
 from ..http.logs import write_json
 from .deployment import Deployment
 from .file import read_pool
-from .front import Front, max_connections
+from .front import Front, max_connections, shaped_response
 from .metrics import PoolMetrics
 from .overview import Overview
 from .process import Budget, StandbyPool, inherited_environment, instance_config
@@ -148,7 +149,7 @@ class _Runner:
         routes = list(overview.routes())
         if self._options.console:
             routes += PageRoutes(mode="pool", needs_key=self._keys is not None).routes()
-        app.add_routes([*routes, web.route("*", "/{path:.*}", front.work)])
+        app.add_routes([*routes, *front.routes()])
         runner = app_runner(app)
         await runner.setup()
         assert runner.server is not None
@@ -309,11 +310,11 @@ class _Runner:
 async def _answering_errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Errors of the overview's routes; the front answers its own."""
+    """Errors of the overview's routes, and paths without a route; the front answers its own."""
     try:
         return await handler(request)
     except (TeneralError, web.HTTPException) as error:
-        return as_api_error(error).response()
+        return shaped_response(request.path, as_api_error(error), request_id_of(request))
 
 
 def _shown(deployment: Deployment) -> str:

@@ -10,11 +10,13 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
+from ...handlers.pool.keys import PATH_SETTINGS
 from ...handlers.pool.values import Code, Model, Pool, PoolWarning
 from ...loader.errors import UsageError
 from ...loader.sources.open import scheme_of
 from . import aws_lambda, cloud_run, fargate, knative, kserve, kubernetes, ray, sagemaker
 from .documents import Document, Options, Rendering
+from .limits import FOLDERS
 from .yaml_text import yaml_text
 
 Renderer = Callable[[Rendering, Sequence[Model]], list[Document]]
@@ -153,11 +155,11 @@ def render(
 
 
 def _check_paths(rendering: Rendering, model: Model) -> None:
-    """Raises E6 for an address that is a path relative to the pool file; warns (W5) of an absolute one, which an image
-    or a volume may have.
+    """Raises E6 for a path relative to the pool file; warns (W5) of an absolute one that an instance reads from, which
+    an image or a volume may have.
     """
-    addresses = {"source": model.source, "base": model.base, "serve.adapters": model.serve.get("adapters")}
-    for key, address in addresses.items():
+    settings = {f"serve.{name}": model.serve.get(name) for name in sorted(PATH_SETTINGS)}
+    for key, address in {"source": model.source, "base": model.base, **settings}.items():
         if not address or scheme_of(address) not in ("", "file"):
             continue
         if not address.lower().startswith(("/", "file:")):
@@ -166,10 +168,11 @@ def _check_paths(rendering: Rendering, model: Model) -> None:
                 model,
                 key,
                 f"is {address}, relative to this file; an instance on {rendering.platform} has other files",
-                hint="Put the model into a store, or name the absolute path that it has in the image or a volume.",
+                hint="Name an address in a store, or the absolute path that the image or a volume has.",
             )
-        message = f"is {address}, on each instance's own disk: the image or a volume must have it"
-        rendering.warn(Code.W5, model, key, message, always=True)
+        if key.removeprefix("serve.") not in FOLDERS:
+            message = f"is {address}, on each instance's own disk: the image or a volume must have it"
+            rendering.warn(Code.W5, model, key, message, always=True)
 
 
 def chosen_models(pool: Pool, name: str | None) -> Sequence[Model]:

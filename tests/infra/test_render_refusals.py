@@ -179,6 +179,8 @@ LOCAL_KEYS = {
     "source": PLAIN.replace('"s3://bucket/m"', '"PATH"'),
     "base": PLAIN.replace("[instance]", 'base = "PATH"\n[instance]'),
     "serve.adapters": PLAIN + '[models.m.serve]\nadapters = "PATH/{name}"\n',
+    "serve.kv_snapshot": PLAIN + '[models.m.serve]\nkv_snapshot = "PATH"\n',
+    "serve.chat_template": PLAIN + '[models.m.serve]\nchat_template = "PATH"\n',
 }
 
 

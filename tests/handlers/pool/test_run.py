@@ -56,6 +56,31 @@ def pool_file(models: str, head: str = SERVE, node: str = NODE) -> str:
     return f"version = 1\n{head}{models}\n{node}"
 
 
+def test_a_path_that_no_instance_has_wakes_no_model(models: Path, tmp_path: Path) -> None:
+    with PoolRun(
+        tmp_path, pool_file(f'[models.m]\nsource = "{models}/repository/1"\n'), "--no-console"
+    ) as pool:
+        for method, path in (
+            ("GET", "/favicon.ico"),
+            ("GET", "/.git/config"),
+            ("POST", "/v1/completions/render"),
+            ("GET", "/get_model_info"),
+        ):
+            answer = pool.ask(method, path)
+            assert (answer.status, answer.json["error"]["code"]) == (404, "unknown_url"), path
+        assert pool.ask("GET", "/v2/models").json == {"error": "there is no such route here"}
+        assert pool.ask("GET", "/v1/messages/batches").json["error"]["type"] == "not_found_error"
+        for method, path in (("GET", "/"), ("GET", "/v1/completions"), ("DELETE", "/v1/models/m")):
+            answer = pool.ask(method, path)
+            assert (answer.status, answer.json["error"]["code"]) == (405, "method_not_allowed"), path
+            assert answer.headers["allow"], path
+        assert pool.pool()["counts"]["cold_requests"] == {}
+        assert pool.pool()["models"]["m"]["state"] == "asleep"
+        assert pool.ask("HEAD", "/version").status == 200
+        assert pool.ask("GET", "/v2/models/m/config").status == 200
+        assert pool.pool()["counts"]["cold_requests"] == {"m": 1}
+
+
 class Load:
     """Threads that ask until their context ends; every answer is kept."""
 

@@ -34,7 +34,7 @@ async def results(handler, event, context):
 
 
 async def until(condition):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience_s(10)):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -126,7 +126,7 @@ async def test_a_list_is_one_value_not_many(handlers, context):
 
 def blocks(event, context):
     event["entered"].set()
-    event["go"].wait(10)
+    event["go"].wait(patience_s(10))
     return threading.current_thread().name
 
 
@@ -159,7 +159,9 @@ async def test_async_invocations_share_a_loop_so_that_their_clients_stay_usable(
 
 async def test_an_async_generator_runs_in_one_task(handlers, context):
     async def function(event, context):
-        async with asyncio.timeout(10):  # raises when it is left in another task than it was entered in
+        async with asyncio.timeout(
+            patience_s(10)
+        ):  # raises when it is left in another task than it was entered in
             for _ in range(3):
                 yield asyncio.current_task().get_name()
 

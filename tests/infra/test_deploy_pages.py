@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.infra_validators import check_cloudformation
+from tests.support.load import patience_s
 
 from teneral.handlers.pool.file import parse_pool
 from teneral.infra.render.render import RENDERERS, render
@@ -141,7 +142,12 @@ def test_a_program_knows_its_commands_and_flags(program, tmp_path):
                 (tmp_path / "rendered" / name).write_text(text)
             asked = [path, *command[1:], "--help"]
             result = subprocess.run(
-                asked, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL, cwd=tmp_path
+                asked,
+                capture_output=True,
+                text=True,
+                timeout=patience_s(100),
+                stdin=subprocess.DEVNULL,
+                cwd=tmp_path,
             )
             if result.returncode != 0 or "unknown" in result.stderr.lower():
                 failed.append((command, result.stderr[-300:]))

@@ -259,7 +259,7 @@ def test_closing_ends_a_read_whose_two_answers_are_both_silent(store: FaultyStor
     thread = threading.Thread(target=read)
     thread.start()
     for _ in range(2):
-        assert asked.acquire(timeout=10)
+        assert asked.acquire(timeout=patience_s(10))
     source.close()
     thread.join(patience_s(10))
     assert len(errors) == 1

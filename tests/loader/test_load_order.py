@@ -115,7 +115,10 @@ def test_where_all_is_there_before_anything_can_use_it_the_exact_weights_come_in
     assert decision.attributes["order"] == "exact"
 
 
-def test_on_a_link_so_fast_that_nothing_can_be_decided_before_the_end_nothing_is() -> None:
+def test_on_a_link_so_fast_that_nothing_can_be_decided_before_the_end_nothing_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(load_module, "MIN_WATCHED_S", NEVER_S)  # the load ends before
     built, timeline = small_parts(), Timeline()
     with WeightLoad(PacedSource(built.store), built.manifest, options=auto(), timeline=timeline) as load:
         load_all(load, built)

@@ -261,7 +261,9 @@ def test_processes_that_write_evict_and_die_side_by_side_keep_the_budget(tmp_pat
     finally:
         for child in children:
             child.kill()
-        ends = [(child.communicate(timeout=10)[1].decode(), child.returncode) for child in children]
+        ends = [
+            (child.communicate(timeout=patience_s(10))[1].decode(), child.returncode) for child in children
+        ]
     assert ends == [("", -signal.SIGKILL)] * 3
     assert num_looks > 0
     assert disk_bytes(tmp_path) <= budget_bytes

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.load import patience_s
 from tests.support.native import each_isa, loaded
 
 from teneral.loader.errors import NativeLibraryError, UsageError
@@ -110,7 +111,7 @@ def test_the_environment_names_one(isa: str) -> None:
         env={**os.environ, "TENERAL_ISA": isa},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience_s(60),
         check=True,
     )
     assert done.stdout.strip() == isa
@@ -126,6 +127,6 @@ brought = {name for name in set(sys.modules) - before if not name.startswith("te
 print(sorted(brought), "teneral_" in open("/proc/self/maps").read())
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=patience_s(60), check=True
     )
     assert done.stdout.strip() == "['__future__'] False"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.support.load import patience_s
 from tests.support.native import each_isa, product, threads
 
 from teneral.runtime.backends.native.products import Weight
@@ -38,7 +39,7 @@ def run(isa: str, rest: str) -> str:
         [sys.executable, "-W", "ignore", "-c", PROGRAM + rest, isa],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience_s(60),
         check=True,
     )
     return done.stdout.strip()

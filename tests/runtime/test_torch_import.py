@@ -22,12 +22,12 @@ from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 from teneral.runtime.instance import Instance
 with Instance(ServeConfig(model={model!r}, loader="thread", backend="torch")) as instance:
     if {embeds}:
-        vectors = instance.embedder.result(60).embed([[1, 2, 3], [4, 5]]).result(60)
+        vectors = instance.embedder.result().embed([[1, 2, 3], [4, 5]]).result()
         answer = [round(float(value), 5) for value in vectors.ravel()]
     else:
-        tokens = instance.tokenizer.result(60).encode("a text to go on with")
+        tokens = instance.tokenizer.result().encode("a text to go on with")
         greedy, sampled = SamplingParams(temperature=0.0), SamplingParams(top_p=0.9, top_k=20, seed=7)
-        engine = instance.engine.result(60)
+        engine = instance.engine.result()
         answer = []
         for name, sampling in (("greedy", greedy), ("sampled", sampled)):
             request = GenerationRequest(name, tuple(tokens), max_tokens=12, sampling=sampling, ignore_eos=True)

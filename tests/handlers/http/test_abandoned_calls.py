@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.support.http_server import Server
+from tests.support.load import patience_s
 
 from teneral.handlers.function import calls as calls_module
 from teneral.handlers.function.calls import FunctionCalls
@@ -31,7 +32,7 @@ class Hanging:
             return event
         with self._lock:
             self.num_running += 1
-        self._released.wait(60)
+        self._released.wait(patience_s(60))
         with self._lock:
             self.num_running -= 1
         return event
@@ -129,7 +130,7 @@ def test_a_coroutine_that_is_cancelled_before_its_first_step_has_ended() -> None
     ended = threading.Event()
     stop = handler.loop_thread.submit(_never(None, None), ended.set)
     stop()
-    assert ended.wait(10)
+    assert ended.wait(patience_s(10))
     handler.close()
 
 

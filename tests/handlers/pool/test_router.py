@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.load import patience_s
 from tests.support.pool_runs import Answer, PoolRun
 from tests.support.standby_processes import WAIT_S, until
 from tests.support.tiny_models import save_tiny
@@ -68,7 +69,7 @@ class Router:
     def __exit__(self, *_: object) -> None:
         self.process.send_signal(signal.SIGTERM)
         try:
-            self.process.wait(10)
+            self.process.wait(patience_s(10))
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

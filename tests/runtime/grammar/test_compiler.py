@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from tests.support.inspection import text_backend_of
 from tests.support.instances import TinyParts
+from tests.support.load import patience_s
 
 from teneral.runtime.errors import GrammarError, RequestError
 from teneral.runtime.grammar.compiler import GrammarCompiler
@@ -158,7 +159,7 @@ def test_hostile_grammars_neither_end_the_process_nor_take_its_memory(
     (tmp_path / "tokenizer.json").write_bytes(text_backend_of(parts.tokenizer).tokenizer_json())
     done = subprocess.run(
         [sys.executable, "-c", HOSTILE, str(tmp_path / "tokenizer.json")],
-        check=False, capture_output=True, text=True, timeout=100,
+        check=False, capture_output=True, text=True, timeout=patience_s(100),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

@@ -13,17 +13,16 @@ import logging
 import os
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from ...loader.errors import TeneralError, UsageError
+from ...loader.process.scratch import ScratchFolder, remove_abandoned
 from .connections import app_runner
 from .service import SERVICE, Service, logger
 
@@ -168,6 +167,7 @@ def _signals(stop: asyncio.Event) -> Iterator[None]:
             signal.signal(number, before[number])
 
 
+SOCKET_PREFIX = "teneral-inside-"  # of the folder with the socket
 # Prefix of the requests' paths.
 BASE_URL = "http://inside"
 
@@ -179,15 +179,16 @@ async def serving_inside(app: web.Application) -> AsyncIterator[ClientSession]:
     temporary folder.
     """
     try:
-        folder = tempfile.TemporaryDirectory(prefix="teneral-")
+        folder = ScratchFolder(SOCKET_PREFIX)
+        remove_abandoned(SOCKET_PREFIX)
     except OSError as error:
         raise UsageError(
             f"a temporary folder is needed for a local socket: {error.strerror or error}",
             key="TMPDIR",
             hint="Set TMPDIR to a writable folder.",
         ) from error
-    with folder as place:
-        path = str(Path(place) / "http.sock")
+    with folder:
+        path = str(folder.path / "http.sock")
         runner = app_runner(app)
         await runner.setup()
         try:

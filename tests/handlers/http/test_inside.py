@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from aiohttp import web
+from tests.support.abandoned_folders import folder_of
 from tests.support.instances import StagedInstance, TinyParts
 
 from teneral.handlers.app import create_app
@@ -23,3 +25,25 @@ async def test_what_comes_from_inside_goes_through_the_same_routes(tiny_parts: T
             missing = await session.get("/not/there")
             assert missing.status == 404
             assert (await missing.json())["error"]["code"] == "unknown_url"
+
+
+RUN = """
+import asyncio, time
+from aiohttp import web
+from teneral.handlers.http.server import serving_inside
+
+async def run():
+    async with serving_inside(web.Application()) as session:
+        print(session.connector.path.rpartition("/")[0], flush=True)
+        time.sleep(600)
+
+asyncio.run(run())
+"""
+
+
+async def test_the_socket_of_a_killed_process_is_removed_by_the_next_one() -> None:
+    with folder_of(RUN) as left:
+        async with serving_inside(web.Application()):
+            assert left.exists(), "its process lives"
+    async with serving_inside(web.Application()):
+        assert not left.exists()

@@ -65,7 +65,7 @@ class BlobVersions:
 
 
 SLICE_BYTES = MIB  # what one connection brings in the meantime
-MAX_SLICES = 4
+MAX_SLICES = 8  # at 200 MB/s, until the first bytes come that a plan asked for
 # Must be left after model and reserve: more than the check of a load asks for.
 ROOM_BYTES = 256 * MIB
 

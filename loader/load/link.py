@@ -5,8 +5,9 @@ functions of the plan's state, the link, and the memory. They follow from what a
 Until its first byte comes, a connection carries nothing, so a range should take several times as
 long as that; stores charge by the request, too. But what one connection reads alone comes late, so
 the ranges of the first parts are small enough for all connections to share them, and towards the
-end they shrink with what is left, so that all connections end together; but not below what a
-request costs both sides.
+end of a tier that all of the next one follows, and of the load, they shrink with what is left, so
+that all connections end together; but not so far that all of them wait for first bytes at once, nor
+below what a request costs both sides.
 
 Not thread-safe: the work queue's lock guards it.
 """
@@ -63,8 +64,9 @@ class LinkMeter:
 
 RANGE_ALIGNMENT_BYTES = 4096  # two readers never write to the same page
 MIN_RANGE_BYTES = 256 * 1024  # below this a request costs more than sharing gains
-# Nor is a range shorter than this at the link's rate: a request costs 0.3 to 0.6 ms of a core here.
-MIN_RANGE_S = 2e-3
+# Nor is a range shorter than this at the link's rate: a request costs 0.3 to 0.6 ms of a core here, and shorter ranges
+# of 8 connections would often all wait for their first bytes at once.
+MIN_RANGE_S = 3e-3
 USUAL_RANGE_BYTES = 4 * 1024 * 1024  # at least, unless a reader waits or the end is near
 WORTH = 16  # a range takes this many times as long as its first byte
 # Enough for 200 MB/s from anywhere; more only where more turn out to be faster.
@@ -89,7 +91,7 @@ class Position(NamedTuple):
 
     # That a caller waits for, and so all connections share; None: no caller waits.
     awaited_bytes: int | None
-    left_bytes: int  # of all parts, not asked for yet
+    left_bytes: int  # of all parts up to an end, not asked for yet
     is_staged: bool = True  # else it is read straight to where it will stay
 
 

@@ -1,7 +1,7 @@
 """The work of a load: ranges to fetch and parts to decode, handed to its threads in plan order.
 
-Fetch threads take ranges in plan order, but for steps that a caller wants sooner; the first range
-of a part takes memory for the whole part. Small parts that lie one behind the other are read as one
+Fetch threads take ranges in the order of `fetch_order.py`; the first range of a part takes memory
+for the whole part. Small parts that lie one behind the other are read as one
 range. Decode threads take, of the parts that have arrived and whose needs are met, the one whose
 turn was first. While a pass asks for experts, no others are read, ahead of those that it asks for
 next. The queue does no I/O, and knows no sources, digests or codecs.
@@ -22,137 +22,20 @@ import heapq
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import islice
 from typing import NamedTuple
 
 from ..format.manifest import Part, Tier
 from ..memory.staging import Buffer, Staging
+from .fetch_order import FetchOrder
 from .link import LinkStatistics, LinkTuner, Position, cut
 from .options import Order
-from .plan import Plan, Step, follows
+from .plan import Plan, Step
 
-MAX_RUN_STEPS = 64
 # After an expert that was asked for: the pass computes it, and asks for those of its next layer. Longer where that was
 # seen to take longer.
 HOLD_S, MAX_HOLD_S = 0.15, 1.0
 HOLD_MARGIN = 1.5
-
-
-class _Awaited:
-    """Bytes that a caller waits for: `total_bytes`, until none of it is unread."""
-
-    def __init__(self) -> None:
-        self.total_bytes = 0
-        self._unread_bytes = 0
-
-    def add(self, size_bytes: int) -> None:
-        """More than nothing: to be read, too. Less: it is being read."""
-        self._unread_bytes += size_bytes
-        self.total_bytes = self.total_bytes + max(0, size_bytes) if self._unread_bytes else 0
-
-
-class FetchOrder:
-    """The steps of a plan that had no turn yet, and the numbers of the turns that others had."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._steps = plan.steps
-        self._upcoming = deque(range(len(plan.steps)))
-        self._sooner: deque[int] = deque()
-        # Number of the turn, by step. What has no bytes need not be read.
-        self._had: dict[int, int] = {
-            number: turn
-            for turn, number in enumerate(step.number for step in plan.steps if not step.part.size_bytes)
-        }
-        self._were_sooner: set[int] = set()  # of those that had their turn
-        self._wished = _Awaited()  # what was asked for
-        self._first = _Awaited()  # the group that comes first
-        self._num_first = 0
-        for step in plan.steps:
-            if step.part.group != plan.steps[0].part.group:
-                break
-            self._num_first += 1
-            self._first.add(step.part.size_bytes)
-
-    def __getitem__(self, number: int) -> int:
-        """When the step had its turn, counted from 0. Raises `KeyError` before."""
-        return self._had[number]
-
-    @property
-    def awaited_bytes(self) -> int | None:
-        """Steps that a caller waits for, some of them still unread: those wanted sooner, else the
-        first group. None where all of that is on its way.
-        """
-        return self._wished.total_bytes or self._first.total_bytes or None
-
-    def next_run(self, most_bytes: int) -> list[int]:
-        """The next step, and those behind it that one range of `most_bytes` can read with it; empty
-        at the end.
-        """
-        queue = self._next_queue()
-        if not queue:
-            return []
-        run = [queue[0]]
-        begin = self._steps[queue[0]].part.offset_bytes
-        for number in islice(queue, 1, MAX_RUN_STEPS):
-            part = self._steps[number].part
-            if number in self._had or part.offset_bytes + part.size_bytes - begin > most_bytes:
-                break
-            if not follows(self._steps[run[-1]], self._steps[number]):
-                break
-            run.append(number)
-        return run
-
-    def peek(self) -> int | None:
-        """The step whose turn is next."""
-        queue = self._next_queue()
-        return queue[0] if queue else None
-
-    def take(self, run: Iterable[int]) -> None:
-        """These steps, the next ones, have their turn now."""
-        if self._sooner:
-            self._were_sooner.update(run)
-        for number in run:
-            self._had[number] = len(self._had)
-
-    def handed_out(self, number: int, size_bytes: int) -> None:
-        """So much of a step that had its turn is being read; less than nothing: it is to be read
-        again.
-        """
-        if number in self._were_sooner:
-            self._wished.add(-size_bytes)
-        if number < self._num_first:
-            self._first.add(-size_bytes)
-
-    @property
-    def is_asked(self) -> bool:
-        """True if the next step's turn comes sooner than in the plan."""
-        return self._next_queue() is self._sooner
-
-    def promote(self, numbers: Iterable[int]) -> None:
-        """Give these steps, and those that they need, their turn before all others."""
-        wanted = set(numbers)
-        wanted.update(needed for number in list(wanted) for needed in self._steps[number].needs)
-        wanted.difference_update(self._had, self._sooner)
-        self._sooner.extend(sorted(wanted))
-        self._wished.add(sum(self._steps[number].part.size_bytes for number in wanted))
-
-    def reorder(self, order: Order) -> None:
-        """Give what had no turn yet its turn in another order of the plan. What was asked for
-        sooner comes before.
-        """
-        self._upcoming = deque(self._plan.numbers(order))
-
-    def _next_queue(self) -> deque[int]:
-        """The queue whose first step is next; empty at the end."""
-        for queue in (self._sooner, self._upcoming):
-            while queue and queue[0] in self._had:
-                queue.popleft()
-            if queue:
-                return queue
-        return self._upcoming
 
 
 class Piece(NamedTuple):
@@ -209,7 +92,6 @@ class WorkQueue:
         for step in plan.steps:
             for needed in step.needs:
                 self._needed_by[needed].append(step.number)
-        self._left_bytes = plan.stored_bytes  # not requested yet
         self._num_reading = 0
         # When the first range of a part on its way was handed out.
         self._begun_at_s: dict[int, float] = {}
@@ -270,7 +152,7 @@ class WorkQueue:
             self._num_reading -= 1
             if is_from_source:
                 size_bytes = read.end_bytes - read.start_bytes
-                self._tuner.arrived(size_bytes, read.began_s, time.monotonic(), self._left_bytes)
+                self._tuner.arrived(size_bytes, read.began_s, time.monotonic(), self._fetch_order.unread_bytes)
             for piece in read.pieces:
                 step = self._plan.steps[piece.step]
                 self._missing[step.number] -= piece.size_bytes
@@ -314,7 +196,6 @@ class WorkQueue:
         """Have a part read once more, into the same memory, before all others."""
         with self._lock:
             self._missing[step.number] = step.part.size_bytes
-            self._left_bytes += step.part.size_bytes
             self._fetch_order.handed_out(step.number, -step.part.size_bytes)
             self._cursors = {step.number: 0, **self._cursors}
             self._readable.notify()
@@ -432,7 +313,8 @@ class WorkQueue:
 
     def _range_bytes(self, number: int) -> int:
         is_staged = self._plan.steps[number].slab_offset_bytes is None
-        return self._tuner.range_bytes(Position(self._fetch_order.awaited_bytes, self._left_bytes, is_staged))
+        order = self._fetch_order
+        return self._tuner.range_bytes(Position(order.awaited_bytes, order.bytes_to_end(number), is_staged))
 
     def _hand_out(self, pieces: tuple[Piece, ...]) -> tuple[Read, memoryview]:
         now_s = time.monotonic()
@@ -444,7 +326,6 @@ class WorkQueue:
         start = part.offset_bytes + first.start_bytes
         end = self._plan.steps[last.step].part.offset_bytes + last.end_bytes
         self._num_reading += 1
-        self._left_bytes -= sum(piece.size_bytes for piece in pieces)
         self._tuner.handed_out(end - start)
         return Read(part.blob, start, end, pieces, now_s), self._memory_of(pieces, end - start)
 

@@ -9,7 +9,7 @@ from tests.support.artifacts import build_artifact
 from teneral.loader.format.manifest import Tier
 from teneral.loader.load.options import Order
 from teneral.loader.load.plan import Plan, plan_load
-from teneral.loader.load.queue import FetchOrder
+from teneral.loader.load.fetch_order import FetchOrder
 
 LAYOUT = [
     ("embed", {"embed": ("BF16", (300, 64))}),
@@ -177,3 +177,27 @@ def test_whenever_the_order_changes_every_step_has_one_turn_after_those_that_it_
     for number in order:
         assert all(turns[needed] < turns[number] for needed in the_plan.steps[number].needs)
     assert turns.awaited_bytes is None
+
+
+def test_a_tier_that_comes_before_the_next_has_an_end_of_its_own() -> None:
+    built = build_artifact(LAYOUT, draft_elements=3_000, refine_elements=2_000)
+    the_plan = plan_load(built.manifest, Order.DRAFT_FIRST, on_demand=True)
+    of_tier = {
+        tier: sum(step.part.size_bytes for step in the_plan.steps if step.part.tier is tier) for tier in Tier
+    }
+    turns = FetchOrder(the_plan)
+    last = len(the_plan.steps) - 1
+    assert turns.bytes_to_end(0) == of_tier[Tier.SKETCH] + of_tier[Tier.DRAFT]
+    assert turns.bytes_to_end(last) == turns.unread_bytes == the_plan.stored_bytes
+    take_one(turns)
+    read_bytes = the_plan.steps[0].part.size_bytes
+    assert turns.bytes_to_end(0) == of_tier[Tier.SKETCH] + of_tier[Tier.DRAFT] - read_bytes
+    turns.handed_out(0, -read_bytes)  # to be read again
+    assert turns.bytes_to_end(0) == of_tier[Tier.SKETCH] + of_tier[Tier.DRAFT]
+    turns.reorder(Order.EXACT)
+    assert turns.bytes_to_end(0) == the_plan.stored_bytes
+
+
+def test_tiers_that_take_turns_end_together() -> None:
+    turns = FetchOrder(plan())
+    assert turns.bytes_to_end(0) == turns.unread_bytes == plan().stored_bytes

@@ -36,6 +36,7 @@ OPTIONS = LoadOptions(range_bytes=30_000, available_bytes=1 << 40)
 @pytest.fixture(autouse=True)
 def _small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "SLICE_BYTES", SLICE_BYTES)
+    monkeypatch.setattr(ahead, "MAX_SLICES", NUM_SLICES)
 
 
 def whole_parts() -> BuiltArtifact:

@@ -25,6 +25,8 @@ TeneralError
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ..loader.errors import FormatError, LoadError, SourceError, TeneralError
 
 # Errors that ended a load: no later forward pass can succeed.
@@ -148,3 +150,16 @@ class ResultError(HandlerError):
 
 class PortInUseError(TeneralError):
     """The address to listen on is in use."""
+
+
+def missing_tensor(name: str, present: Iterable[str]) -> ModelError:
+    """The error for a missing tensor, with the most similar names."""
+    import difflib  # only for an error message
+
+    near = difflib.get_close_matches(name, list(present), n=2)
+    return ModelError(
+        f"the model has no tensor {name!r}",
+        hint=f"Nearest names: {', '.join(near)}."
+        if near
+        else "Check that this artifact matches its config.json.",
+    )

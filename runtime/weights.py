@@ -12,14 +12,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from ..loader.format.manifest import Tier
 from ..loader.load.plan import RowParts
-from .errors import ModelError
+from .errors import ModelError, missing_tensor
 from .tensors import DType, Tensor
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 
 Rows = npt.NDArray[np.int64]
+
+MAX_STRIPS = 16  # of a table: what is left behind its last byte is short, and so is what each costs
 
 
 class Gate(Protocol):
@@ -82,6 +84,14 @@ class ExpertGate(Protocol):
         """
 
 
+class Strip(NamedTuple):
+    """The rows [first, end) of a table, and the gate of all that is needed for them."""
+
+    first: int
+    end: int
+    gate: Gate
+
+
 class Weights(Protocol):
     """The weights by their names in the checkpoint. A tensor's storage never moves, so views of it
     may be kept.
@@ -101,6 +111,9 @@ class Weights(Protocol):
         """A gate that opens once the rows of `table` in its arguments, and all the other tensors,
         are exact: these are then loaded first. Unknown names are ignored.
         """
+
+    def strips(self, table: str, names: Iterable[str]) -> tuple[Strip, ...]:
+        """All rows of `table`, ascending, behind the other tensors; none where they arrive together."""
 
     def expert_gate(self, names: Sequence[Iterable[str]]) -> ExpertGate:
         """A gate for experts; `names` are each one's tensors. Unknown names are ignored."""
@@ -132,6 +145,9 @@ class DictWeights:
 
     def row_gate(self, table: str, names: Iterable[str]) -> RowGate:
         return _WholeTable(self.gate([table, *names]))
+
+    def strips(self, table: str, names: Iterable[str]) -> tuple[Strip, ...]:
+        return ()
 
     def expert_gate(self, names: Sequence[Iterable[str]]) -> ExpertGate:
         return _OpenExperts()
@@ -187,6 +203,15 @@ class StreamedWeights:
 
     def row_gate(self, table: str, names: Iterable[str]) -> RowGate:
         return _TableGate(self._load, [table], names)
+
+    def strips(self, table: str, names: Iterable[str]) -> tuple[Strip, ...]:
+        by_name = self._load.manifest.by_name
+        runs = RowParts(self._load.manifest, table).runs(MAX_STRIPS) if table in by_name else []
+        if len(runs) < 2:
+            return ()
+        gate = self.row_gate(table, names)
+        ends = [*(run[0] for run in runs[1:]), by_name[table].shape[0]]
+        return tuple(Strip(run[0], end, _StripGate(gate, run)) for run, end in zip(runs, ends, strict=True))
 
     def expert_gate(self, names: Sequence[Iterable[str]]) -> ExpertGate:
         by_name, load = self._load.manifest.by_name, self._load
@@ -336,6 +361,23 @@ class _TableGate:
         return {number for number in held if self._tiers[number] <= max(tier, self._lowest)}
 
 
+class _StripGate:
+    """The gate of some rows of a table that stay the same."""
+
+    def __init__(self, table: RowGate, rows: Sequence[int]) -> None:
+        self._table = table
+        self._rows = np.array(rows)
+
+    def __call__(self) -> None:
+        self._table(self._rows)
+
+    def opens(self, timeout_s: float, tier: Tier = Tier.REFINE) -> bool:
+        return self._table.opens(self._rows, timeout_s, tier)
+
+    def reading(self, tier: Tier) -> AbstractContextManager[None]:
+        return self._table.reading(self._rows, tier)
+
+
 class _GroupedExperts:
     """The gate of experts whose groups arrive one by one, in any order."""
 
@@ -456,16 +498,3 @@ def _stream_of(load: DeviceLoad) -> int:
         return 0
     torch: Any = sys.modules["torch"]  # imported by any code that computes there
     return int(torch.cuda.current_stream(torch.device(name)).cuda_stream)
-
-
-def missing_tensor(name: str, present: Iterable[str]) -> ModelError:
-    """The error for a missing tensor, with the most similar names."""
-    import difflib  # only for an error message
-
-    near = difflib.get_close_matches(name, list(present), n=2)
-    return ModelError(
-        f"the model has no tensor {name!r}",
-        hint=f"Nearest names: {', '.join(near)}."
-        if near
-        else "Check that this artifact matches its config.json.",
-    )

@@ -264,6 +264,14 @@ class RowParts:
         """The numbers of all parts that hold some of the tensor."""
         return frozenset(number for _, numbers in self._tiers for number in numbers)
 
+    def runs(self, most: int) -> list[list[int]]:
+        """The rows in which parts begin, ascending, in at most `most` runs. From one such row to the next, rows need
+        no part that the first one does not.
+        """
+        begins = sorted({start // self._row_elements for starts, _ in self._tiers for start in starts})
+        size = max(1, -(-len(begins) // most))
+        return [begins[at : at + size] for at in range(0, len(begins), size)]
+
     def holding(self, rows: Iterable[int]) -> set[int]:
         """The numbers of the parts that hold these rows; each row must be one that the tensor has."""
         found: set[int] = set()

@@ -152,7 +152,9 @@ class WorkQueue:
             self._num_reading -= 1
             if is_from_source:
                 size_bytes = read.end_bytes - read.start_bytes
-                self._tuner.arrived(size_bytes, read.began_s, time.monotonic(), self._fetch_order.unread_bytes)
+                self._tuner.arrived(
+                    size_bytes, read.began_s, time.monotonic(), self._fetch_order.unread_bytes
+                )
             for piece in read.pieces:
                 step = self._plan.steps[piece.step]
                 self._missing[step.number] -= piece.size_bytes

@@ -24,7 +24,7 @@ from ..step.logprobs import rows_at_once
 from ..tensors import DType
 from ..weights import Gate
 from .decoder_config import DecoderConfig
-from .executor import ComputeDtype, Executor, RoutingExecutor
+from .executor import ComputeDtype, Executor, Floats, RoutingExecutor, StripExecutor
 from .matrices import DecoderLayerWeights, DecoderWeights, ExpertWeights
 from .spec import DecoderSpec
 
@@ -42,6 +42,7 @@ class Work(enum.Enum):
     LAYER = "layer"
     ROUTE = "route"  # of a layer with a mixture: attention and the router, which asks for experts
     EXPERTS = "experts"  # and the rest of it
+    STRIP = "strip"  # some rows of the head, as they arrive
     HEAD = "head"
 
 
@@ -50,13 +51,14 @@ class Stage(NamedTuple):
 
     work: Work
     layer: int  # -1 for the embeddings, num_layers for the head
+    strip: int = 0  # of the head, by number
 
     @property
     def name(self) -> str:
         """As the timeline shows it."""
-        return (
-            f"layers.{self.layer}" if self.work in (Work.LAYER, Work.ROUTE, Work.EXPERTS) else self.work.value
-        )
+        if self.work is Work.EMBED:
+            return "embed"
+        return "head" if self.work in (Work.STRIP, Work.HEAD) else f"layers.{self.layer}"
 
 
 class Decoder:
@@ -76,7 +78,8 @@ class Decoder:
         self.weights = weights
         self.executor = executor
         self.num_layers = spec.num_layers
-        self.stages = tuple(_stages(weights.layers, routes_apart=executor.routes_apart))
+        strips = weights.head_strips if executor.scores_in_strips else ()
+        self.stages = tuple(_stages(weights.layers, len(strips), routes_apart=executor.routes_apart))
         self._is_exact = False
 
     @property
@@ -179,6 +182,7 @@ class ForwardPass:
         self._step: Any = None  # the executor's
         self._x: Any = None  # the executor's activations, once stage is above 0; the logits in the end
         self._chosen: Int64s | None = None  # (T, num_used) between a layer's router and its experts
+        self._strips: list[Floats] = []  # (R, columns): the logits as far as the head has come
 
     @property
     def is_done(self) -> bool:
@@ -193,7 +197,7 @@ class ForwardPass:
 
     def can_advance(self, timeout_s: float = 0.0) -> bool:
         """True if the next stage's weights hold the tier, now or within this time. Raises the load's error."""
-        work, layer = self._decoder.stages[self.stage]
+        work, layer, _ = self._decoder.stages[self.stage]
         weights = self._decoder.weights
         if work is Work.EMBED:
             return weights.entry_gate.opens(self.batch.tokens, timeout_s, self._tier)
@@ -225,6 +229,7 @@ class ForwardPass:
             both._x = self._decoder.executor.join([self._x, behind._x])
         if self._chosen is not None and behind._chosen is not None:
             both._chosen = np.concatenate([self._chosen, behind._chosen])
+        both._strips = [np.concatenate(pair) for pair in zip(self._strips, behind._strips, strict=True)]
         return both
 
     def without(self, numbers: Collection[int]) -> ForwardPass:
@@ -238,14 +243,18 @@ class ForwardPass:
             less._x = self._decoder.executor.select(self._x, rows)
         if self._chosen is not None:
             less._chosen = self._chosen[rows]
+        is_left = np.isin(self.batch.logit_rows, rows)
+        less._strips = [strip[is_left] for strip in self._strips]
         return less
 
     def _gate(self) -> Gate:
-        """Of the next stage, which is a layer, one up to its router, or the head."""
-        work, layer = self._decoder.stages[self.stage]
+        """Of the next stage, which is a layer, one up to its router, the head, or a strip of it."""
+        work, layer, strip = self._decoder.stages[self.stage]
         weights = self._decoder.weights
         if work is Work.HEAD:
             return weights.head_gate
+        if work is Work.STRIP:
+            return weights.head_strips[strip].gate
         own = weights.layers[layer]
         return own.router_gate if work is Work.ROUTE and own.router_gate is not None else own.gate
 
@@ -253,7 +262,7 @@ class ForwardPass:
         """The context in which the next stage reads its weights. Blocks, here or as it is entered, until they are
         there.
         """
-        work, layer = self._decoder.stages[self.stage]
+        work, layer, _ = self._decoder.stages[self.stage]
         weights, is_exact = self._decoder.weights, self._tier is Tier.REFINE
         if work is Work.EXPERTS:
             return _expert_gate(weights.layers[layer]).reading(self._experts(), self._tier)
@@ -286,9 +295,15 @@ class ForwardPass:
             self._x = executor.embed(self.batch)
             return stage.name
         assert self._x is not None
+        if stage.work is Work.STRIP:
+            self._score_strip(stage.strip)
+            return stage.name
         if stage.work is Work.HEAD:
             self._score()
-            self._x = executor.logits(self._x, self.batch.logit_rows)
+            if self._strips:
+                self._x = np.concatenate(self._strips, axis=1)
+            else:
+                self._x = executor.logits(self._x, self.batch.logit_rows)
             return stage.name
         if self._step is None:
             self._step = executor.begin(self.batch, self._kv)
@@ -307,6 +322,19 @@ class ForwardPass:
         self._x = executor.layers(self._step, stage.layer, end, self._x)
         return stage.name if end == stage.layer + 1 else "layers"
 
+    def _score_strip(self, number: int) -> None:
+        """The logits of the next rows of the head; of all that are left, where these have come."""
+        decoder = self._decoder
+        strip, end = decoder.weights.head_strips[number], decoder.spec.vocab_size
+        if decoder.is_exact:
+            self.stage = len(decoder.stages) - 1
+            if not self._strips:
+                return  # the head's stage computes all of it
+        else:
+            end = strip.end
+        executor = cast("StripExecutor", decoder.executor)
+        self._strips.append(executor.strip(self._x, self.batch.logit_rows, strip.first, end))
+
     def _route(self, layer: int) -> None:
         """Compute the layer up to its router, and ask for the experts that it chooses."""
         executor = cast("RoutingExecutor", self._decoder.executor)
@@ -323,7 +351,7 @@ class ForwardPass:
                 scored.scores.add(scored.position + first, self._decoder.executor.logits(self._x, rows))
 
 
-def _stages(layers: Sequence[DecoderLayerWeights], *, routes_apart: bool) -> Iterator[Stage]:
+def _stages(layers: Sequence[DecoderLayerWeights], num_strips: int, *, routes_apart: bool) -> Iterator[Stage]:
     yield Stage(Work.EMBED, -1)
     for number, layer in enumerate(layers):
         if routes_apart and layer.expert_gate is not None and _are_stored(layer.experts):
@@ -331,6 +359,8 @@ def _stages(layers: Sequence[DecoderLayerWeights], *, routes_apart: bool) -> Ite
             yield Stage(Work.EXPERTS, number)
         else:
             yield Stage(Work.LAYER, number)
+    for number in range(num_strips):
+        yield Stage(Work.STRIP, len(layers), number)
     yield Stage(Work.HEAD, len(layers))
 
 

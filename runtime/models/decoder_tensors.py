@@ -57,6 +57,7 @@ def take_decoder(config: DecoderConfig, weights: Weights) -> tuple[DecoderWeight
         head=head,
         entry_gate=entry_gate,
         head_gate=final.gate(),
+        head_strips=final.strips(f"{head_name}.weight"),
         all_gate=weights.gate(weights.names()),
         size_bytes=sum(weights.tensor(name).size_bytes for name in weights.names()),
     )

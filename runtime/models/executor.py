@@ -57,6 +57,10 @@ class Executor(Protocol):
     def routes_apart(self) -> bool:
         """True for a `RoutingExecutor`. For others, a layer waits for all of its experts."""
 
+    @property
+    def scores_in_strips(self) -> bool:
+        """True for a `StripExecutor`. For others, logits wait for the whole head."""
+
     def embed(self, batch: StepBatch) -> Activations:
         """The rows of the batch's tokens. Reads no other rows of the embeddings."""
 
@@ -104,6 +108,15 @@ class RoutingExecutor(Executor, Protocol):
 
     def experts(self, step: Any, layer: int, x: Activations) -> Activations:
         """Compute the rest of that layer. Reads the chosen experts alone."""
+
+
+class StripExecutor(Executor, Protocol):
+    """Computes logits in strips, as rows of the head arrive."""
+
+    def strip(self, x: Activations, rows: Int64s, first: int, end: int) -> Floats:
+        """The columns [first, end) of `logits`, bit for bit: (R, end - first) fp32, a new array. Reads no other rows
+        of the head.
+        """
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,7 +17,7 @@ from ..errors import ModelError
 from ..tensors import DType, Tensor
 
 if TYPE_CHECKING:
-    from ..weights import ExpertGate, Gate, RowGate
+    from ..weights import ExpertGate, Gate, RowGate, Strip
 
 __all__ = [
     "DecoderLayerWeights",
@@ -300,6 +300,7 @@ class DecoderWeights:
     entry_gate: RowGate  # of those rows of the embeddings that a step has
     head_gate: Gate  # of the norm and the head
     all_gate: Gate
+    head_strips: tuple[Strip, ...] = ()  # of its rows, where they arrive one by one
     size_bytes: int = 0  # of all tensors that came with the model
 
     @property

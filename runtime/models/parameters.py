@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from ..errors import ModelError
 from ..tensors import DType, Tensor
-from ..weights import ExpertGate, Gate, RowGate, Weights
+from ..weights import ExpertGate, Gate, RowGate, Strip, Weights
 from .quantization_config import QuantizationConfig
 
 COMPUTE_DTYPES = (DType.BF16, DType.F16, DType.F32)
@@ -117,6 +117,12 @@ class Parameters:
     def row_gate(self, table: str) -> RowGate:
         """Opens for some rows of the matrix `prefix + table` when these, and all else that was taken, are exact."""
         return self._weights.row_gate(self._prefix + table, self._taken)
+
+    def strips(self, table: str) -> tuple[Strip, ...]:
+        """All rows of the matrix `prefix + table`, each strip behind all else that was taken; none where they arrive
+        together.
+        """
+        return self._weights.strips(self._prefix + table, self._taken)
 
     def _take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         full_name = self._prefix + name

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from tests.support.artifacts import build_artifact
 
 from teneral.loader.format.manifest import Tier
+from teneral.loader.load.fetch_order import FetchOrder
 from teneral.loader.load.options import Order
 from teneral.loader.load.plan import Plan, plan_load
-from teneral.loader.load.fetch_order import FetchOrder
 
 LAYOUT = [
     ("embed", {"embed": ("BF16", (300, 64))}),

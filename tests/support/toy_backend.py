@@ -85,6 +85,7 @@ class ToyExecutor:
     runs_layers_together = False
     takes_adapters = False
     routes_apart = False
+    scores_in_strips = False
 
     def __init__(self, spec: DecoderSpec, weights: DecoderWeights) -> None:
         self._spec = spec

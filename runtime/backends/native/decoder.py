@@ -145,6 +145,8 @@ class NativeDecoder:
         self._adapted: AdaptedSteps | None = None  # from the first step on that has adapters
         self._products = Products(library)
         self._operations = Operations(library)
+        # Of matrices that are converted there would be no rows yet.
+        self.scores_in_strips = weights.head.is_settled and len(weights.head.matrices()) == 1
         self._scratch_bytes = library.functions.tn_decoder_scratch_bytes
         self._scratch_bytes.argtypes = [ctypes.POINTER(records.Decoder), ctypes.c_int64]
         self._scratch_bytes.restype = ctypes.c_int64
@@ -256,12 +258,10 @@ class NativeDecoder:
 
     def logits(self, x: Array, rows: Int64s) -> Floats:
         """(R, vocab_size) fp32, not rounded to the spec's dtype."""
-        chosen = np.ascontiguousarray(x[rows])
         out = np.empty((len(rows), self._spec.vocab_size), np.float32)
         if not len(rows):
             return out
-        spec = self._spec
-        normed = self._operations.norm(chosen, chosen, self._weights.norm, None, spec.norm_eps, spec.norm)
+        normed = self._final_norm(x, rows)
         head = self._head or Parts(self._weights.head.matrices())
         first = 0
         for number, weight in enumerate(head.weights):
@@ -270,6 +270,24 @@ class NativeDecoder:
             first += weight.num_out
         if self._weights.head.is_settled:
             self._head = head
+        return self._scaled_and_capped(out)
+
+    def strip(self, x: Array, rows: Int64s, first: int, end: int) -> Floats:
+        """The columns [first, end) of `logits`, bit for bit, which reads no other rows of the head."""
+        out = np.empty((len(rows), end - first), np.float32)
+        if not len(rows):
+            return out
+        self._head = self._head or Parts(self._weights.head.matrices())
+        own = self._head.weights[0].rows(first, end)
+        self._products.linear(self._head.input_of(0, self._final_norm(x, rows)), own, out)
+        return self._scaled_and_capped(out)
+
+    def _final_norm(self, x: Array, rows: Int64s) -> Array:
+        chosen, spec = np.ascontiguousarray(x[rows]), self._spec
+        return self._operations.norm(chosen, chosen, self._weights.norm, None, spec.norm_eps, spec.norm)
+
+    def _scaled_and_capped(self, out: Floats) -> Floats:
+        spec = self._spec
         if spec.logits_scale != 1.0 or spec.logit_cap is not None:
             self._operations.scale_and_cap(out, spec.logits_scale, spec.logit_cap)
         return out

@@ -117,6 +117,12 @@ class Weight:
             bias_dtype=0 if bias is None else arrays.dtype_of(bias),
         )
 
+    def rows(self, first: int, end: int) -> Weight:
+        """Some of these rows, as views."""
+        data, scale, zero, bias = (None if each is None else each[first:end] for each in self._arrays)
+        assert data is not None
+        return Weight(data, scale=scale, zero=zero, bias=bias)
+
     def _check_groups(self, dtype: DType, scale: Array | None, zero: Array | None) -> int:
         """The group size, 0 for floats."""
         if dtype in _FLOATS:

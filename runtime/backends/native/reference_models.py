@@ -60,6 +60,7 @@ class ReferenceDecoder:
     runs_layers_together = False
     takes_adapters = True
     routes_apart = False
+    scores_in_strips = False
 
     def __init__(self, spec: DecoderSpec, weights: DecoderWeights) -> None:
         self._spec = spec

@@ -96,6 +96,7 @@ class TorchExecutor:
     takes_adapters = False
     # Its products depend on the batch: the router could choose others when it is computed again.
     routes_apart = False
+    scores_in_strips = False
 
     def __init__(self, spec: DecoderSpec, weights: DecoderWeights) -> None:
         self.spec = spec

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 
 Rows = npt.NDArray[np.int64]
-
 MAX_STRIPS = 16  # of a table: what is left behind its last byte is short, and so is what each costs
 
 
@@ -209,7 +208,7 @@ class StreamedWeights:
         runs = RowParts(self._load.manifest, table).runs(MAX_STRIPS) if table in by_name else []
         if len(runs) < 2:
             return ()
-        gate = self.row_gate(table, names)
+        gate = _TableGate(self._load, [table], names, asks=False)
         ends = [*(run[0] for run in runs[1:]), by_name[table].shape[0]]
         return tuple(Strip(run[0], end, _StripGate(gate, run)) for run, end in zip(runs, ends, strict=True))
 
@@ -313,8 +312,10 @@ class _GroupGate:
 class _TableGate:
     """The gate of some rows of tables and of the other named tensors, all in whole parts."""
 
-    def __init__(self, load: AnyLoad, tables: Collection[str], names: Iterable[str]) -> None:
-        self._load = load
+    def __init__(
+        self, load: AnyLoad, tables: Collection[str], names: Iterable[str], *, asks: bool = True
+    ) -> None:
+        self._load, self._asks = load, asks
         manifest = load.manifest
         present = [name for name in {*tables, *names} if name in manifest.by_name]
         self._groups = sorted({manifest.by_name[name].group for name in present})
@@ -328,13 +329,13 @@ class _TableGate:
 
     def __call__(self, rows: Rows) -> None:
         if not self._is_open():
-            self._load.wait_parts(self._parts(rows))
+            self._load.wait_parts(self._parts(rows), asks=self._asks)
         _order_after(self._load, self._groups)
 
     def opens(self, rows: Rows, timeout_s: float, tier: Tier = Tier.REFINE) -> bool:
         if not self._is_open():
             try:
-                self._load.wait_parts(self._parts(rows, tier), timeout_s)
+                self._load.wait_parts(self._parts(rows, tier), timeout_s, asks=self._asks)
             except TimeoutError:
                 return False
         if tier is Tier.REFINE:
@@ -344,7 +345,7 @@ class _TableGate:
     @contextmanager
     def reading(self, rows: Rows, tier: Tier) -> Iterator[None]:
         if not self._is_open():
-            self._load.wait_parts(self._parts(rows, tier))
+            self._load.wait_parts(self._parts(rows, tier), asks=self._asks)
         with _unchanged(self._load, self._groups):
             yield
 
@@ -365,8 +366,7 @@ class _StripGate:
     """The gate of some rows of a table that stay the same."""
 
     def __init__(self, table: RowGate, rows: Sequence[int]) -> None:
-        self._table = table
-        self._rows = np.array(rows)
+        self._table, self._rows = table, np.array(rows)
 
     def __call__(self) -> None:
         self._table(self._rows)

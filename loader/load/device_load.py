@@ -155,8 +155,10 @@ class DeviceLoad:
         """As `WeightLoad.wait`, but that the values may still be on their way: see `order_after`."""
         self._known()[1].wait(group, tier, timeout_s)
 
-    def wait_parts(self, numbers: Collection[int], timeout_s: float | None = None) -> None:
-        """As `WeightLoad.wait_parts`, with the same exception."""
+    def wait_parts(
+        self, numbers: Collection[int], timeout_s: float | None = None, *, asks: bool = True
+    ) -> None:
+        """As `WeightLoad.wait_parts`, with the same exception; always asks."""
         readiness = self._known()[1]
         if not readiness.are_there(numbers):
             self.want_parts(numbers)

@@ -66,7 +66,7 @@ RANGE_ALIGNMENT_BYTES = 4096  # two readers never write to the same page
 MIN_RANGE_BYTES = 256 * 1024  # below this a request costs more than sharing gains
 # Nor is a range shorter than this at the link's rate: a request costs 0.3 to 0.6 ms of a core here, and shorter ranges
 # of 8 connections would often all wait for their first bytes at once.
-MIN_RANGE_S = 3e-3
+MIN_RANGE_S = 4e-3
 USUAL_RANGE_BYTES = 4 * 1024 * 1024  # at least, unless a reader waits or the end is near
 WORTH = 16  # a range takes this many times as long as its first byte
 # Enough for 200 MB/s from anywhere; more only where more turn out to be faster.

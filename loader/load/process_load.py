@@ -132,8 +132,10 @@ class ProcessLoad:
             assert self._readiness is not None
         self._readiness.wait(group, tier, timeout_s)
 
-    def wait_parts(self, numbers: Collection[int], timeout_s: float | None = None) -> None:
-        """As `WeightLoad.wait_parts`."""
+    def wait_parts(
+        self, numbers: Collection[int], timeout_s: float | None = None, *, asks: bool = True
+    ) -> None:
+        """As `WeightLoad.wait_parts`; always asks, or it would not hear of them."""
         if self._readiness is None:
             _ = self.manifest
             assert self._readiness is not None

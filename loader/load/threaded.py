@@ -124,14 +124,17 @@ class ThreadedLoad(ABC):
         """True if the group holds that tier's values."""
         return self._readiness.is_open(group, tier)
 
-    def wait_parts(self, numbers: Collection[int], timeout_s: float | None = None) -> None:
+    def wait_parts(
+        self, numbers: Collection[int], timeout_s: float | None = None, *, asks: bool = True
+    ) -> None:
         """Return when these parts of the manifest are in their slabs, having asked for them before
-        all others.
+        all others, unless the plan's order is to stay.
 
         Returns at once when they are there already. Raises as `wait` does.
         """
         if not self._readiness.are_there(numbers):
-            self.want_parts(numbers)
+            if asks:
+                self.want_parts(numbers)
             self._readiness.wait_parts(numbers, timeout_s)
 
     @property

@@ -66,12 +66,12 @@ def test_the_faster_the_link_the_larger_is_its_smallest_range() -> None:
     near_the_end = Position(None, 1, is_staged=False)
     for rate in (25e6, 125e6, 1e9):
         least_bytes = range_bytes(near_the_end, Link(0.001, rate / 8), 8, LIMITS)
-        assert least_bytes == max(MIN_RANGE_BYTES, int(3e-3 * rate))
+        assert least_bytes == max(MIN_RANGE_BYTES, int(4e-3 * rate))
 
 
 def test_what_somebody_waits_for_is_shared_by_all_connections() -> None:
     assert range_bytes(Position(8 * MIB, 1000 * MIB), SLOW, 8, LIMITS) == MIB
-    assert range_bytes(Position(MIB, 1000 * MIB), SLOW, 8, LIMITS) == 3e-3 * 8 * 25e6
+    assert range_bytes(Position(MIB, 1000 * MIB), SLOW, 8, LIMITS) == 4e-3 * 8 * 25e6
     assert range_bytes(Position(MIB, 1000 * MIB), Link(0.05, 5e6), 8, LIMITS) == MIN_RANGE_BYTES
 
 
@@ -82,7 +82,7 @@ def test_ranges_shrink_towards_the_end() -> None:
         left -= sizes[-1]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > 6 * MIB
-    assert sizes[-2] == 3 * 1000 * 1000
+    assert sizes[-2] == 4 * 1000 * 1000
 
 
 @given(positions, links, st.integers(1, 256), budgets)

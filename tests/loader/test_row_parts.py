@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.artifacts import build_artifact
@@ -46,3 +48,24 @@ def test_an_empty_tensor_is_in_no_part() -> None:
     built = build_artifact([("embed", {"w": ("BF16", (0, 8))})])
     assert RowParts(built.manifest, "w").all == frozenset()
     assert RowParts(built.manifest, "w").holding([]) == set()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    most=st.integers(1, 20),
+    draft_elements=st.integers(WIDTH // 3, 3_000),
+    refine_elements=st.integers(WIDTH // 3, 3_000),
+)
+def test_from_one_row_of_a_run_to_the_next_no_row_needs_another_part(
+    most: int, draft_elements: int, refine_elements: int
+) -> None:
+    layout = [("embed", {"before": ("BF16", (7,)), "w": ("BF16", (ROWS, WIDTH))})]
+    built = build_artifact(layout, draft_elements=draft_elements, refine_elements=refine_elements)
+    table = RowParts(built.manifest, "w")
+    runs = table.runs(most)
+    assert 1 <= len(runs) <= most
+    begins = [row for run in runs for row in run]
+    assert begins == sorted(set(begins))
+    assert begins[0] == 0
+    for first, end in itertools.pairwise([*begins, ROWS]):
+        assert table.holding(range(first, end)) == table.holding([first])

@@ -2,8 +2,8 @@
 
 Templates are Jinja programs that come with a model, so they are not trusted: a child process
 renders them (`chat_worker.py`), with limits on its memory, output and time; if it exceeds one, the
-kernel ends it and it is restarted. It never blocks a thread of this process for longer than the
-limit. This module knows nothing of tokens.
+kernel ends it and it is restarted. Its time limit is CPU time, so a busy machine only makes it
+slower; a thread of this process waits for `MAX_WAIT_S` at most. This module knows nothing of tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ MAX_TEMPLATE_CHARS = 256 * 1024
 MAX_MESSAGES = 10_000
 MAX_MESSAGES_BYTES = 8 << 20  # as JSON
 MAX_PROMPT_CHARS = 1 << 20
-MAX_RENDER_S = 5.0  # a template takes about a millisecond
+MAX_RENDER_S = 5.0  # of the process's CPU time; a template takes about a millisecond
+# For that much of it, on a machine that computes other things or lets the process stand.
+MAX_WAIT_S = 30.0
 # Starting takes 0.1 s of CPU, which a container that is loading a model may not have at once.
 MAX_START_S = 30.0
 # Address space of the renderer process; it uses 25 MiB of it at the start.
@@ -175,7 +177,7 @@ class ChatTemplate:
             ) from error
 
     def _await_ready(self, worker: ChatWorker) -> None:
-        answer = worker.receive(time.monotonic() + MAX_START_S)
+        answer = worker.receive(_Patience(worker.process.pid, MAX_START_S, MAX_START_S))
         worker.is_ready = True
         if "error" in answer:
             self._broken = str(answer.get("message", ""))
@@ -241,34 +243,37 @@ class ChatWorker:
         self.is_ready = False
         self.end = weakref.finalize(self, _end_process, self.process, self._socket)
 
-    def exchange(self, request: bytes, timeout_s: float) -> dict[str, Any]:
+    def exchange(self, request: bytes, limit_s: float) -> dict[str, Any]:
         """Send a request and return its answer.
 
-        Raises `TimeoutError`, `OSError` if the process has ended, `ValueError` for an invalid
-        answer.
+        Raises `TimeoutError` where that takes more than `limit_s` of the process's CPU time, or
+        `MAX_WAIT_S`; `OSError` if the process has ended, `ValueError` for an invalid answer.
         """
-        deadline_s = time.monotonic() + timeout_s
-        self.send(request, deadline_s)
-        return self.receive(deadline_s)
+        patience = _Patience(self.process.pid, limit_s, MAX_WAIT_S)
+        self.send(request, time.monotonic() + MAX_WAIT_S)
+        return self.receive(patience)
 
     def send(self, data: bytes, deadline_s: float) -> None:
         self._socket.settimeout(_until(deadline_s))
         self._socket.sendall(data)
 
-    def receive(self, deadline_s: float) -> dict[str, Any]:
-        size_bytes = int.from_bytes(self._read(4, deadline_s), "big")
+    def receive(self, patience: _Patience) -> dict[str, Any]:
+        size_bytes = int.from_bytes(self._read(4, patience), "big")
         if size_bytes > MAX_ANSWER_BYTES:
             raise ValueError(f"an answer of {size_bytes} bytes")
-        answer = json.loads(self._read(size_bytes, deadline_s))
+        answer = json.loads(self._read(size_bytes, patience))
         if not isinstance(answer, dict):
             raise ValueError("an answer that is not an object")
         return answer
 
-    def _read(self, size_bytes: int, deadline_s: float) -> bytes:
+    def _read(self, size_bytes: int, patience: _Patience) -> bytes:
         data = bytearray()
         while len(data) < size_bytes:
-            self._socket.settimeout(_until(deadline_s))
-            piece = self._socket.recv(min(size_bytes - len(data), 1 << 20))
+            self._socket.settimeout(patience.left_s())
+            try:
+                piece = self._socket.recv(min(size_bytes - len(data), 1 << 20))
+            except TimeoutError:
+                continue  # unless the patience is at its end
             if not piece:
                 raise ConnectionResetError("the process has ended")
             data += piece
@@ -332,6 +337,39 @@ def _error(kind: str, message: str) -> RequestError | ModelError:
     if kind == "unsafe":
         return ModelError(f"the model's chat template attempts a forbidden operation: {message}", hint=_HINT)
     return ModelError(f"the model's chat template exceeds its limits: {message}", hint=_HINT)
+
+
+class _Patience:
+    """The time left to wait for a process: until it has used `cpu_s` of CPU time, where the system
+    reports that, and `wait_s` in all.
+    """
+
+    def __init__(self, process_id: int, cpu_s: float, wait_s: float) -> None:
+        self._process_id = process_id
+        self._cpu_s = cpu_s
+        self._wait_s = wait_s
+        self._began_s = time.monotonic()
+        self._used_before_s = _used_s(process_id)
+
+    def left_s(self) -> float:
+        """The time after which to look again. Raises `TimeoutError` when none is left."""
+        elapsed_s = used_s = time.monotonic() - self._began_s
+        if elapsed_s >= self._cpu_s and self._used_before_s is not None:
+            used_now_s = _used_s(self._process_id)
+            used_s = elapsed_s if used_now_s is None else used_now_s - self._used_before_s
+        left_s = min(self._cpu_s - used_s, self._wait_s - elapsed_s)
+        if left_s <= 0:
+            raise TimeoutError
+        return max(left_s, 0.01)
+
+
+def _used_s(process_id: int) -> float | None:
+    """The CPU time that a process has used; None where the system does not report it."""
+    try:
+        fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _until(deadline_s: float) -> float:

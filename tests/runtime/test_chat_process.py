@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from datetime import datetime, timedelta, timezone
 
@@ -10,6 +11,7 @@ import pytest
 from tests.support.chat_templates import USER, made_templates
 
 from teneral.runtime.errors import ModelError, RequestError
+from teneral.runtime.text import chat as chat_module
 from teneral.runtime.text.chat import (
     MAX_TEMPLATE_CHARS,
     ChatTemplate,
@@ -158,6 +160,25 @@ def test_a_process_that_was_killed_is_replaced(template):
         one.render(USER)
     assert one.render(USER) == "fine"
     assert one.process_id != first
+
+
+def test_a_time_limit_counts_what_the_process_computes(template):
+    """Not the time for which the machine, or who stopped it, lets the process wait."""
+    one = template("{{ messages[0].content }}", max_render_s=0.2)
+    one.render(USER)
+    os.kill(one.process_id, signal.SIGSTOP)
+    threading.Timer(1.0, os.kill, (one.process_id, signal.SIGCONT)).start()
+    assert one.render(USER) == USER[0]["content"]
+
+
+def test_a_process_that_stays_stopped_is_given_up(template, monkeypatch):
+    monkeypatch.setattr(chat_module, "MAX_WAIT_S", 0.5)
+    one = template("fine", max_render_s=0.2)
+    one.render(USER)
+    os.kill(one.process_id, signal.SIGSTOP)
+    with pytest.raises(ModelError, match="exceeded its time limit"):
+        one.render(USER)
+    assert one.render(USER) == "fine"
 
 
 def test_closing_ends_the_process_and_rendering_starts_another(template):

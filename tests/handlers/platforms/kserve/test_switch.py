@@ -64,13 +64,15 @@ async def test_torch_switches_too_after_either_kind_of_load(models: Models, load
 async def test_a_chat_with_the_fine_tune_uses_the_base_s_tokenizer(models: Models) -> None:
     async with serving(models.base) as server:
         await answer(server)
-        await switch(server, models.folder / "one")
+        assert (await switch(server, models.folder / "one")).status == 200
         now, base = server.service.instance, server.instance
         assert now.tokenizer.result() is base.tokenizer.result()
         chat = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
-        assert (await server.post("/v1/chat/completions", chat)).status == 200
-        await switch(server, models.base)
-        assert (await server.post("/v1/chat/completions", chat)).status == 200
+        of_tuned = await server.post("/v1/chat/completions", chat)
+        assert of_tuned.status == 200, of_tuned.body
+        assert (await switch(server, models.base)).status == 200
+        of_base = await server.post("/v1/chat/completions", chat)
+        assert of_base.status == 200, of_base.body
 
 
 async def test_another_tokenizer_is_the_fine_tunes_own(models: Models, tmp_path: Path) -> None:

@@ -3,10 +3,10 @@
     python -m benchmarks.own_load WAY ADDRESS
 
     process      in another process, forked before anything is imported, as `teneral serve` does
-    standby      the same, when that process has imported all and holds memory for the weights, as in a standby pool
     threads      by the threads of this process
+    standby      the same, when it has imported all and holds memory for the weights, as a standby does
     load_file    `teneral.load_file`, with torch imported before the clock starts
-    …+torch      the first two, while this process imports torch
+    …+torch      process or threads, while this process imports torch
     torch        the import of torch alone
 
 Afterwards a byte of every page has been read. This module imports nothing that the way itself does not need first.
@@ -20,7 +20,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from teneral.loader.memory.arena import Reserve
 
 PAGE_BYTES = 4096
 STANDBY_BYTES = 1 << 30
@@ -56,18 +59,15 @@ def by_process(address: str, other: threading.Thread | None) -> dict[str, Any]:
 def by_standby(address: str, other: threading.Thread | None) -> dict[str, Any]:
     from teneral.handlers.serve import import_server
     from teneral.handlers.standby.pool import import_everything
-    from teneral.loader.load.launch import Prepared
+    from teneral.loader.memory.arena import Reserve
 
     import_everything(import_server)
     gc.collect()
     gc.freeze()  # as the pool does: what a collection looks at would be copied, page by page
-    prepared = Prepared(fork=True, reserve_bytes=STANDBY_BYTES)
-    prepared.reserve()
-    while min(_shared_bytes(process) for process in (os.getpid(), prepared.process.pid)) < STANDBY_BYTES:
+    reserve = Reserve(STANDBY_BYTES)
+    while reserve.taken_bytes < STANDBY_BYTES:
         time.sleep(0.01)
-    clock = Clock()
-    clock.forget(_cpu_of(prepared.process.pid))
-    return _by_prepared(address, prepared, clock)
+    return by_threads(address, other, reserve=reserve)
 
 
 def _by_prepared(address: str, prepared: Any, clock: "Clock") -> dict[str, Any]:
@@ -87,7 +87,9 @@ def _by_prepared(address: str, prepared: Any, clock: "Clock") -> dict[str, Any]:
         return clock.result(load.manifest.weight_bytes)
 
 
-def by_threads(address: str, other: threading.Thread | None) -> dict[str, Any]:
+def by_threads(
+    address: str, other: threading.Thread | None, *, reserve: "Reserve | None" = None
+) -> dict[str, Any]:
     if other is not None:
         other.start()
     from contextlib import closing
@@ -99,7 +101,7 @@ def by_threads(address: str, other: threading.Thread | None) -> dict[str, Any]:
     clock = Clock()
     with closing(open_source(address)) as source:
         manifest = open_artifact(source)
-        with WeightLoad(source, manifest) as load:
+        with WeightLoad(source, manifest, reserve=reserve) as load:
             load.start()
             for group in manifest.groups:
                 load.wait(group.index)
@@ -136,10 +138,6 @@ class Clock:
         self._cpu_s, self._start_s = _cpu_s(), time.monotonic()
         self._elapsed_s = 0.0
 
-    def forget(self, cpu_s: float) -> None:
-        """So much of what will be counted was used before."""
-        self._cpu_s += cpu_s
-
     def stop(self) -> None:
         self._elapsed_s = time.monotonic() - self._start_s
 
@@ -151,17 +149,6 @@ class Clock:
 def _cpu_s() -> float:
     own, helpers = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return own.ru_utime + own.ru_stime + helpers.ru_utime + helpers.ru_stime
-
-
-def _cpu_of(process_id: int) -> float:
-    with open(f"/proc/{process_id}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _shared_bytes(process_id: int) -> int:
-    with open(f"/proc/{process_id}/status") as file:
-        return next(int(line.split()[1]) << 10 for line in file if line.startswith("RssShmem:"))
 
 
 _imported_s: list[float] = []

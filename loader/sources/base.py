@@ -23,6 +23,7 @@ from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 from ..errors import (
     AccessDeniedError,
+    AlreadyExistsError,
     ChangedError,
     FormatError,
     NotFoundError,
@@ -250,6 +251,12 @@ def changed(source: str, name: str, detail: str) -> ChangedError:
         name=name,
         hint="Start again; an artifact must not be written to while it is served.",
     )
+
+
+def lost(source: str, name: str) -> AlreadyExistsError:
+    """The error of a write whose condition did not hold."""
+    detail = "it exists already, or is another version by now"
+    return AlreadyExistsError(f"{name} in {source} was not written: {detail}", source=source, name=name)
 
 
 def ended_early(source: str, name: str, start: int, end: int, size_bytes: int | None) -> ChangedError:

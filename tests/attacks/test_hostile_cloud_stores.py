@@ -18,6 +18,7 @@ from teneral.loader.sources.base import SourceOptions
 from teneral.loader.sources.gs import credentials
 from teneral.loader.sources.gs.answers import parse_object, parse_page, parse_problem
 from teneral.loader.sources.gs.store import GsStore
+from teneral.loader.sources.http.head import Head
 
 DEEP = b"[" * 200_000
 GOOD: dict[str, Any] = {"name": "m/x", "size": "3", "generation": "17"}
@@ -197,5 +198,6 @@ def test_what_is_no_page_of_blobs_is_refused(old: str, new: str) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=300), st.sampled_from([400, 403, 404, 409, 412, 416, 500]))
 def test_any_refusal_of_blob_storage_becomes_an_error_that_can_be_shown(body: bytes, status: int) -> None:
-    error = az_answers.explain(status, b"<Code>" + body, source="az://a/b", name="n", is_anonymous=False)
+    head = Head(status, {}, keeps_alive=False)
+    error = az_answers.explain(head, b"<Code>" + body, source="az://a/b", name="n", is_anonymous=False)
     assert error.message.isprintable()

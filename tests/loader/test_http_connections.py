@@ -138,7 +138,7 @@ def test_a_lasting_failure_is_given_up_with_its_status(
     server: StoreServer, opened: Callable[..., HttpSource]
 ) -> None:
     server.set_fault(lambda _: Fault(status=503))
-    with pytest.raises(UnavailableError, match=r"answers 503 for blob \(after 2 attempts\)"):
+    with pytest.raises(UnavailableError, match=r"blob in .*: the store answers 503 \(after 2 attempts\)"):
         read(opened(f"{server.url}/models/m", max_attempts=2, outage_s=0))
     assert len(server.log()) == 2
 

@@ -9,18 +9,10 @@ from __future__ import annotations
 import re
 from urllib.parse import unquote
 
-from ...errors import (
-    AccessDeniedError,
-    AlreadyExistsError,
-    FormatError,
-    NotFoundError,
-    SourceError,
-    UnavailableError,
-)
-from .. import base
+from ...errors import AccessDeniedError, FormatError, NotFoundError, SourceError
 from ..http.bucket import Listed, Page
-from ..http.head import is_strong_etag
-from ..http.source import RETRYABLE
+from ..http.head import Head, is_strong_etag
+from ..http.source import status_error
 from ..http.xml import element_text, parse_problem
 from .credentials import WAYS_TO_GIVE
 
@@ -75,23 +67,13 @@ def is_lost(status: int, code: str) -> bool:
     return status == 412 or code in _LOST
 
 
-def explain(
-    status: int,
-    body: bytes,
-    *,
-    source: str,
-    name: str,
-    is_anonymous: bool,
-    retry_after_s: float | None = None,
-) -> SourceError:
+def explain(head: Head, body: bytes, *, source: str, name: str, is_anonymous: bool) -> SourceError:
     """The error for an answer of this status."""
+    status = head.status
     code, message, _ = parse_problem(body)
     what = f"{name} in {source}" if name else source
     shown = "".join(mark if mark.isprintable() else " " for mark in f"{code} {message}").strip()
     detail = f"{status} {shown}".strip()
-    if status in RETRYABLE:
-        text = f"{what}: the store answers {detail}"
-        return UnavailableError(text, source=source, name=name, retry_after_s=retry_after_s)
     if code == "ContainerNotFound":
         hint = "Check the container's name and the account."
         return NotFoundError(f"the container of {source} does not exist", source=source, hint=hint)
@@ -103,16 +85,4 @@ def explain(
         hint = WAYS_TO_GIVE if is_refused or is_anonymous else _RIGHTS
         text = f"{what}: access is denied ({detail})"
         return AccessDeniedError(text, source=source, name=name, hint=hint)
-    if status in (404, 410):
-        return NotFoundError(f"there is no {what}", source=source, name=name)
-    if status == 412:
-        return base.changed(source, name, "it has another version than expected")
-    if status == 416:
-        return base.changed(source, name, "it is shorter than expected")
-    return SourceError(f"{what}: the store answers {detail}", source=source, name=name)
-
-
-def lost(source: str, name: str) -> AlreadyExistsError:
-    """The error of a write whose condition did not hold."""
-    detail = "it exists already, or is another version by now"
-    return AlreadyExistsError(f"{name} in {source} was not written: {detail}", source=source, name=name)
+    return status_error(source, name, status, detail=detail, retry_after_s=head.retry_after_s)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from base64 import b64encode
 from collections.abc import Callable
+from contextlib import suppress
 
-from ...errors import SourceError, TeneralError, UnavailableError
-from ..base import ObjectInfo, PartWriter, SourceOptions
+from ...errors import NotFoundError, SourceError, TeneralError
+from ..base import ObjectInfo, PartWriter, SourceOptions, lost
 from ..http.head import Head, Headers, Request, is_strong_etag
 from ..http.send import Reply, Sender
 from .address import Query
-from .answers import code_of, is_lost, lost
+from .answers import code_of, is_lost
 
 BLOCK_BYTES = 8 * 1024 * 1024  # a blob has up to 50,000 of them
 _BLOB = ("x-ms-blob-type", "BlockBlob")
@@ -47,7 +48,8 @@ class Uploads:
         return self._info(name, len(data), reply)
 
     def delete(self, name: str) -> None:
-        self._send(name, "DELETE", (), (), b"", is_deletion=True)
+        with suppress(NotFoundError):
+            self._send(name, "DELETE", (), (), b"")
 
     def send_block(self, name: str, block: str, data: bytes) -> None:
         self._send(name, "PUT", (("comp", "block"), ("blockid", block)), (_BINARY,), data)
@@ -73,26 +75,18 @@ class Uploads:
         data: bytes,
         *,
         is_conditional: bool = False,
-        is_deletion: bool = False,
     ) -> Reply:
-        for _ in range(2):
-            made: list[Request] = []
-
-            def build(made: list[Request] = made) -> Request:
-                made.append(self._build(method, name, query, headers, len(data)))
-                return made[-1]
-
-            reply = self._sender.until_answered(name, build, data)
-            status, code = reply.head.status, code_of(reply.body)
-            if status in (200, 201, 202) or (is_deletion and status == 404):
-                return reply
+        def explain(request: Request, reply: Reply) -> TeneralError | None:
+            code = code_of(reply.body)
             # The first commit drops the blocks of all others.
-            if is_conditional and (is_lost(status, code) or code == "InvalidBlockList"):
-                raise lost(self.url, name)
-            error = self._refusal(name, made[-1], reply.head, reply.body)
-            if error is not None:
-                raise error
-        raise UnavailableError(f"{self.url} refuses {name} again and again", source=self.url, name=name)
+            if is_conditional and (is_lost(reply.head.status, code) or code == "InvalidBlockList"):
+                return lost(self.url, name)
+            return self._refusal(name, request, reply.head, reply.body)
+
+        def build() -> Request:
+            return self._build(method, name, query, headers, len(data))
+
+        return self._sender.authorized(name, build, data, explain)
 
     def _condition(self, name: str, if_absent: bool, if_version: str | None) -> Headers:
         if if_version is not None:

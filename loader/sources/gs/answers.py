@@ -8,18 +8,11 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from ...errors import (
-    AccessDeniedError,
-    AlreadyExistsError,
-    FormatError,
-    NotFoundError,
-    SourceError,
-    UnavailableError,
-)
-from .. import base
+from ...errors import AccessDeniedError, FormatError, NotFoundError, SourceError
 from ..base import ObjectInfo
 from ..http.bucket import Listed, Page
-from ..http.source import RETRYABLE
+from ..http.head import Head
+from ..http.source import status_error
 from .address import is_number, version_of
 
 MAX_TEXT = 500  # characters of an error's message that are shown
@@ -67,23 +60,15 @@ def parse_page(document: bytes, *, where: str) -> Page:
     return Page(tuple(_listed(item, where) for item in items), token)
 
 
-def explain(
-    status: int,
-    body: bytes,
-    *,
-    source: str,
-    name: str,
-    is_anonymous: bool,
-    retry_after_s: float | None = None,
-) -> SourceError:
+def explain(head: Head, body: bytes, *, source: str, name: str, is_anonymous: bool) -> SourceError:
     """The error for an answer of this status."""
+    status = head.status
     problem = parse_problem(body)
     what = f"{name} in {source}" if name else source
     detail = " ".join(text for text in (str(status), problem.reason, problem.message) if text)
-    if problem.reason in _THROTTLED or status in RETRYABLE:
-        message = f"{what}: the store answers {detail}"
-        return UnavailableError(message, source=source, name=name, retry_after_s=retry_after_s)
     match status:
+        case _ if problem.reason in _THROTTLED:
+            status = 429
         case 401 if not is_anonymous:
             message = f"{what}: the access token is not accepted ({detail})"
             return AccessDeniedError(message, source=source, name=name, hint=WAYS_TO_GIVE)
@@ -94,19 +79,7 @@ def explain(
         case 404 if "bucket" in problem.message.lower() and "object" not in problem.message.lower():
             hint = "Check the bucket's name and the project."
             return NotFoundError(f"the bucket of {source} does not exist", source=source, hint=hint)
-        case 404 | 410:
-            return NotFoundError(f"there is no {what}", source=source, name=name)
-        case 412:
-            return base.changed(source, name, "it has another version than expected")
-        case 416:
-            return base.changed(source, name, "it is shorter than expected")
-    return SourceError(f"{what}: the store answers {detail}", source=source, name=name)
-
-
-def lost(source: str, name: str) -> AlreadyExistsError:
-    """The error of a write whose condition did not hold."""
-    detail = "it exists already, or is another version by now"
-    return AlreadyExistsError(f"{name} in {source} was not written: {detail}", source=source, name=name)
+    return status_error(source, name, status, detail=detail, retry_after_s=head.retry_after_s)
 
 
 def _parse(document: bytes, where: str) -> dict[str, Any]:

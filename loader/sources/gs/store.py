@@ -71,14 +71,7 @@ class GsStore(BucketStore):
             return None
         from .answers import explain  # only on the way to an error
 
-        return explain(
-            head.status,
-            body,
-            source=self.url,
-            name=name,
-            is_anonymous=self._tokens is None,
-            retry_after_s=head.retry_after_s,
-        )
+        return explain(head, body, source=self.url, name=name, is_anonymous=self._tokens is None)
 
     def _page(self, prefix: str, token: str | None) -> Page:
         from .answers import parse_page  # a cold start lists nothing

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
-from ...errors import AlreadyExistsError, SourceError, TeneralError, UnavailableError
-from ..base import ObjectInfo, SourceOptions, Writer
+from ...errors import AlreadyExistsError, NotFoundError, SourceError, TeneralError, UnavailableError
+from ..base import ObjectInfo, SourceOptions, Writer, lost
 from ..http.address import Origin, parse_address
 from ..http.head import Head, Headers, Request
 from ..http.send import Reply, Sender
 from ..http.source import RETRYABLE
 from .address import Query, generation_of, object_target, upload_target
-from .answers import lost, parse_object
+from .answers import parse_object
 
 CHUNK_BYTES = 16 * 1024 * 1024  # of a session: a multiple of 256 KiB, as Cloud Storage asks
 MAX_TARGET = 8192  # characters of a session's path and query
@@ -61,17 +61,22 @@ class Uploads:
         """
         condition = self._condition(name, if_absent, if_version)
         query = (("uploadType", "media"), ("name", self._key(name)), *condition)
-        reply = self._send(name, "POST", upload_target(self._bucket, query), data, bool(condition))
+        reply = self._send(
+            name, "POST", upload_target(self._bucket, query), data, is_conditional=bool(condition)
+        )
         return parse_object(reply.body, name, where=self.url)
 
     def delete(self, name: str) -> None:
-        self._send(name, "DELETE", object_target(self._bucket, self._key(name), ()), b"", is_deletion=True)
+        with suppress(NotFoundError):
+            self._send(name, "DELETE", object_target(self._bucket, self._key(name), ()), b"")
 
     def begin(self, name: str, *, if_absent: bool) -> str:
         """The path and query of a new session. Raises `AlreadyExistsError`."""
         condition = self._condition(name, if_absent, None)
         query = (("uploadType", "resumable"), ("name", self._key(name)), *condition)
-        reply = self._send(name, "POST", upload_target(self._bucket, query), b"", bool(condition))
+        reply = self._send(
+            name, "POST", upload_target(self._bucket, query), b"", is_conditional=bool(condition)
+        )
         # A session's address holds its right to write. Only its path is used: it is sent to the
         # store alone.
         address = parse_address(reply.head.headers.get("location", ""))
@@ -158,32 +163,16 @@ class Uploads:
         return Request(method, self._origin, session, headers)
 
     def _send(
-        self,
-        name: str,
-        method: str,
-        target: str,
-        data: bytes,
-        is_conditional: bool = False,
-        *,
-        is_deletion: bool = False,
+        self, name: str, method: str, target: str, data: bytes, *, is_conditional: bool = False
     ) -> Reply:
         headers: Headers = (("Content-Type", "application/octet-stream"),) if data else ()
-        for _ in range(2):
-            made: list[Request] = []
 
-            def build(made: list[Request] = made) -> Request:
-                made.append(self._build(method, target, headers))
-                return made[-1]
-
-            reply = self._sender.until_answered(name, build, data)
-            if reply.head.status in (200, 201, 204) or (is_deletion and reply.head.status == 404):
-                return reply
+        def explain(request: Request, reply: Reply) -> TeneralError | None:
             if is_conditional and reply.head.status == 412:
-                raise lost(self.url, name)
-            error = self._refusal(name, made[-1], reply.head, reply.body)
-            if error is not None:
-                raise error
-        raise self._unavailable(name, f"{self.url} refuses {name} again and again")
+                return lost(self.url, name)
+            return self._refusal(name, request, reply.head, reply.body)
+
+        return self._sender.authorized(name, lambda: self._build(method, target, headers), data, explain)
 
     def _refuse(self, name: str, reply: Reply, is_conditional: bool) -> NoReturn:
         if is_conditional and reply.head.status == 412:

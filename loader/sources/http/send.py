@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ...errors import SourceError, UnavailableError
+from ...errors import SourceError, TeneralError, UnavailableError
 from .. import base
 from ..base import SourceOptions
 from .head import Head, Request
@@ -63,6 +63,35 @@ class Sender:
                 wish_s = None
             failed += 1
             self.pause(failed, wish_s)
+
+    def authorized(
+        self,
+        name: str,
+        build: Callable[[], Request],
+        body: bytes,
+        explain: Callable[[Request, Reply], TeneralError | None],
+    ) -> Reply:
+        """The answer of success to `build()`, as `until_answered`.
+
+        Raises the error that `explain` makes of another one. None means that other credentials are
+        worth a try: once more.
+        """
+        for _ in range(2):
+            made: list[Request] = []
+
+            def built(made: list[Request] = made) -> Request:
+                made.append(build())
+                return made[-1]
+
+            reply = self.until_answered(name, built, body)
+            if 200 <= reply.head.status < 300:
+                return reply
+            error = explain(made[-1], reply)
+            if error is not None:
+                raise error
+        raise UnavailableError(
+            f"{self._source} refuses {name} again and again", source=self._source, name=name
+        )
 
     def pause(self, failed: int, wish_s: float | None) -> None:
         """Wait before the next attempt, after `failed` of them."""

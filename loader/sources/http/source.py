@@ -67,24 +67,32 @@ class HttpSource(HttpReads):
 
     def refusal(self, name: str, request: Request, head: Head, body: bytes) -> TeneralError:
         """As `ObjectServer.refusal`; a web server's words are not looked at, its status is enough."""
-        return status_error(self.url, name, head)
-
-
-def status_error(source: str, name: str, head: Head) -> SourceError:
-    """The error that a status other than success means for an object."""
-    answer = f"{source} answers {head.status} for {name}"
-    match head.status:
-        case 401 | 403:
-            hint = "Give the credentials that the server asks for, or check that they may read this object."
+        if head.status in (401, 403):
             return AccessDeniedError(
-                answer, source=source, name=name, hint=hint, may_be_absent=head.status == 403
+                f"{name} in {self.url}: access is denied ({head.status})",
+                source=self.url,
+                name=name,
+                hint="Give the credentials that the server asks for, or check that they may read this object.",
+                may_be_absent=head.status == 403,
             )
+        return status_error(self.url, name, head.status, retry_after_s=head.retry_after_s)
+
+
+def status_error(
+    source: str, name: str, status: int, *, detail: str = "", retry_after_s: float | None = None
+) -> SourceError:
+    """The error that a status other than success means for an object, or with '' for its folder.
+    `detail` has the status and the store's own words. Refusals of the caller are a store's own.
+    """
+    what = f"{name} in {source}" if name else source
+    answer = f"{what}: the store answers {detail or status}"
+    match status:
         case 404 | 410:
-            return NotFoundError(f"there is no {name} in {source}", source=source, name=name)
+            return NotFoundError(f"there is no {what}", source=source, name=name)
         case 412:
             return base.changed(source, name, "it has another version than expected")
         case 416:
             return base.changed(source, name, "it is shorter than expected")
         case status if status in RETRYABLE:
-            return UnavailableError(answer, source=source, name=name, retry_after_s=head.retry_after_s)
+            return UnavailableError(answer, source=source, name=name, retry_after_s=retry_after_s)
     return SourceError(answer, source=source, name=name, hint="Check the address.")

@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from ...errors import (
-    AccessDeniedError,
-    AlreadyExistsError,
-    NoSpaceError,
-    NotFoundError,
-    SourceError,
-    UnavailableError,
-)
-from .. import base
-from ..http.source import RETRYABLE
+from ...errors import AccessDeniedError, NoSpaceError, NotFoundError, SourceError
+from ..http.source import status_error
 
 # Another request to the same object was under way: 409, worth another try.
 CONFLICTS = frozenset({"ConditionalRequestConflict", "OperationAborted"})
@@ -97,19 +89,10 @@ def explain(
     if code == "NoSuchBucket":
         hint = "Check the bucket's name, the endpoint and the account."
         return NotFoundError(f"the bucket of {source} does not exist", source=source, hint=hint)
-    if code == "NoSuchKey" or status in (404, 410):
-        return NotFoundError(f"there is no {what}", source=source, name=name)
     if code == "InvalidObjectState":
         hint = "Restore it first (aws s3api restore-object), and wait until that is done."
         return SourceError(f"{what} is archived and cannot be read", source=source, name=name, hint=hint)
-    if status == 412:
-        return base.changed(source, name, "it has another version than expected")
-    if status == 416:
-        return base.changed(source, name, "it is shorter than expected")
-    if code in _BUSY or status in RETRYABLE:
-        answer = f"{what}: the store answers {detail}"
-        return UnavailableError(answer, source=source, name=name, retry_after_s=retry_after_s)
-    if status in (401, 403):
+    if status in (401, 403) and code not in _BUSY:
         hint = _DENIALS["AccessDenied"][1]
         return AccessDeniedError(
             f"{what}: access is denied ({detail})",
@@ -118,11 +101,8 @@ def explain(
             hint=hint,
             may_be_absent=status == 403 and not code,
         )
-    return SourceError(f"{what}: the store answers {detail}", source=source, name=name)
-
-
-def lost(source: str, name: str, detail: str) -> AlreadyExistsError:
-    return AlreadyExistsError(f"{name} in {source} was not written: {detail}", source=source, name=name)
+    means = 404 if code == "NoSuchKey" else 503 if code in _BUSY else status
+    return status_error(source, name, means, detail=detail, retry_after_s=retry_after_s)
 
 
 def _wrong_region(source: str, name: str, region: str) -> SourceError:

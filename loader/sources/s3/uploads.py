@@ -14,10 +14,10 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from ...errors import AccessDeniedError, SourceError, UnavailableError
-from ..base import ObjectInfo, PartWriter, SourceOptions
+from ..base import ObjectInfo, PartWriter, SourceOptions, lost
 from ..http.retry import pause_s
 from .address import S3Settings
-from .answers import CONFLICTS, explain, lost
+from .answers import CONFLICTS, explain
 from .credentials import WAYS_TO_GIVE
 
 MAX_THREADS = 8  # that send parts, over all objects being written
@@ -141,7 +141,7 @@ class S3Uploads:
             status = int(response["ResponseMetadata"].get("HTTPStatusCode", 0))
             code, message = response["Error"].get("Code", ""), response["Error"].get("Message", "")
             if is_conditional and (status == 412 or code == "NoSuchKey"):
-                raise lost(self.url, name, "it exists already, or is another version by now") from error
+                raise lost(self.url, name) from error
             region = response["ResponseMetadata"].get("HTTPHeaders", {}).get("x-amz-bucket-region", "")
             raise explain(code, status, message, source=self.url, name=name, region=region) from error
         except (NoCredentialsError, PartialCredentialsError) as error:

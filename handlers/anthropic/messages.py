@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
 
 from ...runtime.errors import RequestError
-from ...runtime.grammar.spec import GrammarSpec
-from ...runtime.step.requests import FirstToken, GenerationEvent, GenerationRequest
+from ...runtime.step.requests import GenerationEvent, GenerationRequest
 from ..http.errors import ApiError
 from ..http.json_bodies import Decoder, encode
 from ..http.service import CALL, Service
 from ..http.sse import Framing
 from ..openai.chat import chat_settings
-from ..openai.chat_request import ChatRequest, ChatSettings
+from ..openai.chat_request import ChatRequest, ChatSettings, FormatOfChat
 from ..openai.deltas import Delta, Finish, ReasoningDelta, TextDelta, ToolCallDelta
 from ..openai.fields import Fields
 from ..openai.generation import Outcome, Step, respond
@@ -28,7 +27,6 @@ from .bodies import COUNT_TOKENS, MESSAGES, CountBody, MessagesBody, PromptBody,
 from .errors import error_event
 
 if TYPE_CHECKING:
-    from ...runtime.text.settings import TextSettings
     from ...runtime.text.tokenizer import TextTokenizer
 
 Json = dict[str, Any]
@@ -62,43 +60,17 @@ class MessageRoutes:
 
     def _format(self, body: PromptBody, fields: Fields) -> MessagesFormat:
         service = self._service
-        return MessagesFormat(
-            body,
-            fields,
-            model=service.answering_as(body.model),
-            max_sequences=service.limits.max_sequences,
-            first_token=service.first_token,
-            settings=chat_settings(service),
-        )
+        model = service.answering_as(body.model)
+        return MessagesFormat(body, fields, model=model, settings=chat_settings(service))
 
 
-class MessagesFormat:
+class MessagesFormat(FormatOfChat):
     """One request's side of the wire. Raises `RequestError` for an invalid body."""
 
-    def __init__(
-        self,
-        body: PromptBody,
-        fields: Fields,
-        *,
-        model: str,
-        max_sequences: int,
-        first_token: FirstToken,
-        settings: ChatSettings | None = None,
-    ) -> None:
+    def __init__(self, body: PromptBody, fields: Fields, *, model: str, settings: ChatSettings) -> None:
         self._id = f"msg_{secrets.token_hex(12)}"
-        self.body = chat_of(body, fields)
-        self._make_chat: Callable[..., ChatRequest] = lambda chat: ChatRequest(
-            chat,
-            request_id=self._id,
-            max_sequences=max_sequences,
-            first_token=first_token,
-            settings=settings,
-        )
-        self._chat = self._make_chat(self.body)
-        self.max_tokens = self._chat.max_tokens
-        self.first_token = self._chat.first_token
-        self.num_sequences = self._chat.num_sequences
-        self.grammar: GrammarSpec | None = self._chat.grammar
+        super().__init__(ChatRequest(chat_of(body, fields), request_id=self._id, settings=settings))
+        self._settings = settings
         self._thinking = body.thinking
         self._model = model
         self._blocks = Blocks()
@@ -109,18 +81,9 @@ class MessagesFormat:
 
     def prepare(self, tokenizer: TextTokenizer, max_tokens: int | None) -> list[GenerationRequest]:
         if self._thinking is not None:
-            self._chat = self._make_chat(
-                self._with_thinking(tokenizer, thinks=self._thinking.type != "disabled")
-            )
+            chat = self._with_thinking(tokenizer, thinks=self._thinking.type != "disabled")
+            self._chat = ChatRequest(chat, request_id=self._id, settings=self._settings)
         return self._chat.prepare(tokenizer, max_tokens)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return self._chat.num_prompt_tokens
-
-    @property
-    def begins_with_grammar(self) -> Callable[[TextSettings], bool]:
-        return lambda settings: self._chat.begins_with_answer(settings.templates)
 
     def chunks(self, step: Step) -> list[bytes]:
         index, event = step

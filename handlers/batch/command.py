@@ -39,10 +39,8 @@ def run_batch(
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
-    logging.getLogger("teneral.http.access").setLevel(
-        logging.WARNING
-        # Otherwise each line of the input would be logged.
-    )
+    # Otherwise each line of the input would be logged.
+    logging.getLogger("teneral.http.access").setLevel(logging.WARNING)
     report = finish_computed(spec, config)  # a job that is complete already needs no model
     if report is not None:
         return report

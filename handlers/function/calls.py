@@ -93,10 +93,8 @@ class CallThreads:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._idle: list[
-            queue.SimpleQueue[Call | None]
-            # The next call of each idle thread; the last one first.
-        ] = []
+        # The next call of each idle thread; the last one first.
+        self._idle: list[queue.SimpleQueue[Call | None]] = []
         self._lock = threading.Lock()
         self._closed = False
 

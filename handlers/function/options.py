@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict
+from enum import StrEnum
+from typing import Any, Literal, TypedDict, TypeVar
 
 from ...runtime.errors import HandlerError, RequestError
 from ...runtime.step.requests import FirstToken, Priority, SamplingParams
 
 MAX_LOGIT_BIASES = 1_024
+
+Choice = TypeVar("Choice", bound=StrEnum)
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -36,10 +39,8 @@ class GenerateOptions(TypedDict, total=False):
     # Of each token, and of that many top alternatives; None: none.
     logprobs: int | None
     first_token: Literal["exact", "draft", "sketch"] | None  # None: the instance's default
-    session: (
-        str | None
-        # Keeps the KV cache for the next call with the same session; None: the invocation's.
-    )
+    # Keeps the KV cache for the next call with the same session; None: the invocation's.
+    session: str | None
     # Calls of one tenant share their turns in the queue.
     tenant: str | None
     # Only calls with the same salt share keys and values.
@@ -119,26 +120,23 @@ def _flag(name: str, value: Any) -> bool:
     return value
 
 
-def _first_token(name: str, value: Any) -> FirstToken:
-    try:
-        return FirstToken(value)
-    except ValueError:
-        shown = repr(value[:50]) if isinstance(value, str) else type(value).__name__
-        raise RequestError(f"{name} must be 'exact', 'draft' or 'sketch', not {shown}", param=name) from None
-
-
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise _wrong(name, "a string", value)
     return value
 
 
-def _priority(name: str, value: Any) -> Priority:
-    try:
-        return Priority(value)
-    except ValueError:
-        shown = repr(value[:50]) if isinstance(value, str) else type(value).__name__
-        raise RequestError(f"{name} must be 'interactive' or 'batch', not {shown}", param=name) from None
+def _one_of(kind: type[Choice]) -> Callable[[str, Any], Choice]:
+    def parse(name: str, value: Any) -> Choice:
+        try:
+            return kind(value)
+        except ValueError:
+            *others, last = (repr(each.value) for each in kind)
+            shown = repr(value[:50]) if isinstance(value, str) else type(value).__name__
+            wanted = f"{', '.join(others)} or {last}"
+            raise RequestError(f"{name} must be {wanted}, not {shown}", param=name) from None
+
+    return parse
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:
@@ -193,11 +191,11 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "stop": _texts,
     "ignore_eos": _flag,
     "logprobs": _integer,
-    "first_token": _first_token,
+    "first_token": _one_of(FirstToken),
     "session": _text,
     "tenant": _text,
     "cache_salt": _text,
-    "priority": _priority,
+    "priority": _one_of(Priority),
     "adapter": _text,
     "tools": _mappings,
     "template": _mapping,

@@ -18,10 +18,8 @@ from types import ModuleType
 from typing import Any
 
 PACKAGE = "aiohttp"
-_VERSION = re.compile(
-    rb'__version__ = "([\w.+-]+)"'
-    # The only name that the server half imports from the package.
-)
+# The only name that the server half imports from the package.
+_VERSION = re.compile(rb'__version__ = "([\w.+-]+)"')
 _HEAD_BYTES = 4096
 
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from ...runtime.grammar.spec import GrammarSpec
-from ...runtime.step.requests import FirstToken, GenerationEvent, GenerationRequest
+from ...runtime.step.requests import GenerationEvent, GenerationRequest
 from ..http.json_bodies import Decoder, encode
 from ..http.service import Service
-from .chat_request import ChatRequest
+from .chat_request import ChatRequest, FormatOfChat
 from .deltas import Answer, Delta, Finish, ReasoningDelta, TextDelta, ToolCallDelta
 from .generation import Outcome, Step, UnreportedDrafts, respond
 from .logprobs import chat_logprobs, prompt_places, token_bytes
@@ -39,7 +38,6 @@ from .responses import (
 from .schemas import ChatBody
 
 if TYPE_CHECKING:
-    from ...runtime.text.settings import TextSettings
     from ...runtime.text.tokenizer import TextTokenizer
 
 
@@ -56,46 +54,28 @@ class ChatRoute:
         """As `post`, with a body that was read already."""
         service = self._service
         body = self._decoder.decode(data)
-        fmt = ChatFormat(
-            body,
-            model=service.answering_as(body.model, body.lora),
-            max_sequences=service.limits.max_sequences,
-            first_token=service.first_token,
-            settings=chat_settings(service),
-        )
+        model = service.answering_as(body.model, body.lora)
+        fmt = ChatFormat(body, model=model, settings=chat_settings(service))
         return await respond(service, request, fmt, body_bytes=len(data))
 
 
 def chat_settings(service: Service) -> ChatSettings:
     config = service.instance.config
-    return ChatSettings(config.tool_parser, config.reasoning_parser, config.trust_request_chat_template)
+    return ChatSettings(
+        config.tool_parser,
+        config.reasoning_parser,
+        config.trust_request_chat_template,
+        service.limits.max_sequences,
+        service.first_token,
+    )
 
 
-class ChatFormat:
+class ChatFormat(FormatOfChat):
     """One chat request's side of the wire. Raises `RequestError` for an invalid body."""
 
-    def __init__(
-        self,
-        body: ChatBody,
-        *,
-        model: str,
-        max_sequences: int,
-        first_token: FirstToken,
-        settings: ChatSettings | None = None,
-    ) -> None:
+    def __init__(self, body: ChatBody, *, model: str, settings: ChatSettings) -> None:
         self._id = f"chatcmpl-{secrets.token_hex(12)}"
-        self._chat = ChatRequest(
-            body,
-            request_id=self._id,
-            max_sequences=max_sequences,
-            first_token=first_token,
-            settings=settings,
-        )
-        self.body = body
-        self.max_tokens = self._chat.max_tokens
-        self.first_token = self._chat.first_token
-        self.num_sequences = self._chat.num_sequences
-        self.grammar: GrammarSpec | None = self._chat.grammar
+        super().__init__(ChatRequest(body, request_id=self._id, settings=settings))
         self._model = model
         self._created = int(time.time())
         self._begun: set[int] = set()  # choices whose role was sent
@@ -106,16 +86,8 @@ class ChatFormat:
         return self._chat.prepare(tokenizer, max_tokens)
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return self._chat.num_prompt_tokens
-
-    @property
     def looks_up_tokens(self) -> bool:
         return self._wants_logprobs or self.body.prompt_logprobs is not None
-
-    @property
-    def begins_with_grammar(self) -> Callable[[TextSettings], bool]:
-        return lambda settings: self._chat.begins_with_answer(settings.templates)
 
     def chunks(self, step: Step) -> list[bytes]:
         index, event = step

@@ -4,12 +4,12 @@ text, reasoning and tool calls. Every route that answers chats uses it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...runtime.errors import RequestError
 from ...runtime.grammar.spec import GrammarSpec
-from ...runtime.step.requests import FinishReason, FirstToken, GenerationEvent, GenerationRequest
+from ...runtime.step.requests import FinishReason, GenerationEvent, GenerationRequest
 from .deltas import (
     REASONING_OFF,
     Answer,
@@ -43,6 +43,7 @@ from .tools.harmony import HARMONY, ChannelReader, PromptEnd, harmony_messages, 
 from .tools.reader import CallReader
 
 if TYPE_CHECKING:
+    from ...runtime.text.settings import TextSettings
     from ...runtime.text.tokenizer import TextTokenizer
 
 
@@ -57,9 +58,7 @@ class ChatRequest:
         body: ChatBody,
         *,
         request_id: str,
-        max_sequences: int,
-        first_token: FirstToken,
-        settings: ChatSettings | None = None,
+        settings: ChatSettings,
     ) -> None:
         check_stream(body)
         check_extras(body)
@@ -70,12 +69,12 @@ class ChatRequest:
         self.max_tokens = (
             body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         )
-        self.first_token = wanted_first_token(body, default=first_token)
-        self.num_sequences = num_choices(body, num_prompts=1, max_sequences=max_sequences)
+        self.first_token = wanted_first_token(body, default=settings.first_token)
+        self.num_sequences = num_choices(body, num_prompts=1, max_sequences=settings.max_sequences)
         self.num_prompt_tokens = 0
         self.num_top_logprobs = _num_top_logprobs(body)
         self._id = request_id
-        self._settings = settings or ChatSettings()
+        self._settings = settings
         self._messages = template_messages(body.messages)
         self._plan = tool_plan(body.tools, body.tool_choice, body.parallel_tool_calls)
         self._form = grammar_of(body)
@@ -272,4 +271,24 @@ def _num_top_logprobs(body: ChatBody) -> int | None:
     return check_top_logprobs(body.top_logprobs or 0, param="top_logprobs") if body.logprobs else None
 
 
-__all__ = ["AnswerReader", "ChatRequest", "ChatSettings", "ToolPlan"]
+class FormatOfChat:
+    """The part of a `Format` that its chat answers, whatever the wire."""
+
+    def __init__(self, chat: ChatRequest) -> None:
+        self._chat = chat
+        self.body = chat.body
+        self.max_tokens = chat.max_tokens
+        self.first_token = chat.first_token
+        self.num_sequences = chat.num_sequences
+        self.grammar = chat.grammar
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._chat.num_prompt_tokens
+
+    @property
+    def begins_with_grammar(self) -> Callable[[TextSettings], bool]:
+        return lambda settings: self._chat.begins_with_answer(settings.templates)
+
+
+__all__ = ["AnswerReader", "ChatRequest", "ChatSettings", "FormatOfChat", "ToolPlan"]

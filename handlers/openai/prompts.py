@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ...runtime.errors import RequestError
+from ...runtime.step.requests import FirstToken
 from ..http.json_bodies import check_shape
 from .schemas import ChatBody, Message, ToolCall
 
@@ -38,6 +39,8 @@ class ChatSettings:
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
     trusts_templates: bool = False  # whether a request may bring its own
+    max_sequences: int = 1
+    first_token: FirstToken = FirstToken.EXACT  # of requests that do not choose
 
 
 class ChatPrompt:

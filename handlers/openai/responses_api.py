@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from ...runtime.grammar.spec import GrammarSpec
 from ...runtime.step.requests import (
     FinishReason,
-    FirstToken,
     GenerationEvent,
     GenerationRequest,
     TokenLogprob,
@@ -28,7 +26,7 @@ from ..http.json_bodies import Decoder, encode
 from ..http.service import Service
 from ..http.sse import Framing
 from .chat import chat_settings
-from .chat_request import ChatRequest, ChatSettings
+from .chat_request import ChatRequest, ChatSettings, FormatOfChat
 from .deltas import Delta, Finish, ReasoningDelta, TextDelta, ToolCallDelta
 from .generation import Outcome, Step, respond
 from .logprobs import chat_logprobs, token_bytes
@@ -37,7 +35,6 @@ from .responses import Usage
 from .responses_body import ResponsesBody, chat_of
 
 if TYPE_CHECKING:
-    from ...runtime.text.settings import TextSettings
     from ...runtime.text.tokenizer import TextTokenizer
 
 Event = dict[str, Any]
@@ -212,41 +209,17 @@ class ResponsesRoute:
         async with service.admission.body(request) as data:
             body = self._decoder.decode(data)
             with own_names(OWN_NAMES):
-                fmt = ResponsesFormat(
-                    body,
-                    model=service.answering_as(body.model),
-                    max_sequences=service.limits.max_sequences,
-                    first_token=service.first_token,
-                    settings=chat_settings(service),
-                )
+                model = service.answering_as(body.model)
+                fmt = ResponsesFormat(body, model=model, settings=chat_settings(service))
                 return await respond(service, request, fmt, body_bytes=len(data), framing=fmt.framing)
 
 
-class ResponsesFormat:
+class ResponsesFormat(FormatOfChat):
     """One request's side of the wire. Raises `RequestError` for an invalid body."""
 
-    def __init__(
-        self,
-        body: ResponsesBody,
-        *,
-        model: str,
-        max_sequences: int,
-        first_token: FirstToken,
-        settings: ChatSettings | None = None,
-    ) -> None:
+    def __init__(self, body: ResponsesBody, *, model: str, settings: ChatSettings) -> None:
         self._id = f"resp_{secrets.token_hex(16)}"
-        self.body = chat_of(body)
-        self._chat = ChatRequest(
-            self.body,
-            request_id=self._id,
-            max_sequences=max_sequences,
-            first_token=first_token,
-            settings=settings,
-        )
-        self.max_tokens = self._chat.max_tokens
-        self.first_token = self._chat.first_token
-        self.num_sequences = self._chat.num_sequences
-        self.grammar: GrammarSpec | None = self._chat.grammar
+        super().__init__(ChatRequest(chat_of(body), request_id=self._id, settings=settings))
         self._asked = body
         self._model = model
         self._created = int(time.time())
@@ -266,16 +239,8 @@ class ResponsesFormat:
         return self._chat.prepare(tokenizer, max_tokens)
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return self._chat.num_prompt_tokens
-
-    @property
     def looks_up_tokens(self) -> bool:
         return self._chat.num_top_logprobs is not None or self._may_reason
-
-    @property
-    def begins_with_grammar(self) -> Callable[[TextSettings], bool]:
-        return lambda settings: self._chat.begins_with_answer(settings.templates)
 
     def chunks(self, step: Step) -> list[bytes]:
         index, event = step

@@ -81,13 +81,7 @@ class TokenRoutes:
             chat_template=body.chat_template,
             chat_template_kwargs=body.chat_template_kwargs,
         )
-        return ChatRequest(
-            chat,
-            request_id="tokenize",
-            max_sequences=1,
-            first_token=self._service.first_token,
-            settings=chat_settings(self._service),
-        )
+        return ChatRequest(chat, request_id="tokenize", settings=chat_settings(self._service))
 
     async def detokenize(self, request: web.Request) -> web.Response:
         service = self._service

@@ -184,10 +184,7 @@ class CloudEventRoute:
                     f"{self._handler.name} returned an invalid CloudEvent: {error.message}"
                 ) from error
         if event["source"] == self._source:
-            return (
-                # A reply to our own reply: if all events come back, it would be an endless loop.
-                None
-            )
+            return None  # a reply to our own reply: if all events come back, it would be an endless loop
         return {
             "specversion": SPECVERSION,
             "id": str(uuid.uuid4()),

@@ -143,6 +143,15 @@ _WAIT = Gap(
     "bounds the wait inside an instance; the platform bounds the wait for one by the request's own time",
 )
 _PRIORITY = Gap("priority", _W1, "is left out: it is for models that share one machine", unless=0)
+_OF_RAY = (
+    _NO_HYBRID,
+    _PRIORITY,
+    Gap(
+        "queue_timeout_s",
+        _W2,
+        "is approximated by max_queued_requests: Ray bounds how many wait, not how long",
+    ),
+)
 _REQUEST_RATE = (
     "is approximated by a rate: the platform counts requests a minute, not requests in work, and the rate assumes "
     "that each takes a second"
@@ -200,24 +209,8 @@ GAPS: dict[str, tuple[Gap, ...]] = {
         _PRIORITY,
         Gap("target_concurrency", _W2, _REQUEST_RATE),
     ),
-    "ray": (
-        _NO_HYBRID,
-        _PRIORITY,
-        Gap(
-            "queue_timeout_s",
-            _W2,
-            "is approximated by max_queued_requests: Ray bounds how many wait, not how long",
-        ),
-    ),
-    "kuberay": (
-        _NO_HYBRID,
-        _PRIORITY,
-        Gap(
-            "queue_timeout_s",
-            _W2,
-            "is approximated by max_queued_requests: Ray bounds how many wait, not how long",
-        ),
-    ),
+    "ray": _OF_RAY,
+    "kuberay": _OF_RAY,
 }
 
 

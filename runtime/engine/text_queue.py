@@ -35,10 +35,8 @@ class TextQueue(Generic[Owner]):
 
     def __init__(self) -> None:
         self._lengths: list[int] = []  # of texts that wait, ascending
-        self._texts: dict[
-            int, OrderedDict[Owner, list[int]]
-            # By length: owners in the order of arrival, their indices.
-        ] = {}
+        # By length: owners in the order of arrival, their indices.
+        self._texts: dict[int, OrderedDict[Owner, list[int]]] = {}
         self._counts: dict[int, int] = {}  # of the texts, by length
         self._owners: dict[Owner, _Waiting] = {}  # who has texts here
         self._next_age = 0

@@ -138,10 +138,8 @@ class GenerationRequest:
     num_top_logprobs: int | None = None  # None: no logprobs; 0: of the chosen token only
     num_prompt_logprobs: int | None = None  # the same of the prompt's tokens
     grammar: Grammar | None = None  # the grammar of the answer
-    shown_tokens: Mapping[int, str] = field(
-        default_factory=dict
-        # Special tokens that have a text in this answer.
-    )
+    # Special tokens that have a text in this answer.
+    shown_tokens: Mapping[int, str] = field(default_factory=dict)
     first_token: FirstToken = FirstToken.EXACT
     # Requests with different salts share no keys and values.
     cache_salt: str = ""

@@ -111,10 +111,8 @@ class SubsetTokenizer:
 
     def _tokenizer_for(self, text: str) -> LocalBackend | None:
         runs = self._runs_of(text)
-        if runs is None or not runs.isdisjoint(
-            self._added
-            # No model makes them, but the subset would.
-        ):
+        # No model makes the added ones, but the subset would.
+        if runs is None or not runs.isdisjoint(self._added):
             return None
         pieces = self._vocabulary.tokens_of(runs)
         ranks = self._vocabulary.ranks_of(_possible_merges(pieces))

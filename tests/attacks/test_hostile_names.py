@@ -17,6 +17,7 @@ from teneral.handlers.function.context import Context
 from teneral.handlers.http.json_bodies import Decoder
 from teneral.handlers.openai.chat import ChatFormat
 from teneral.handlers.openai.completions import CompletionFormat
+from teneral.handlers.openai.prompts import ChatSettings
 from teneral.handlers.openai.schemas import ChatBody, CompletionBody
 from teneral.loader.errors import CheckpointError, ManifestError, UsageError
 from teneral.loader.format.checkpoint import open_checkpoint
@@ -140,7 +141,7 @@ def completion(extras: dict[str, Any]) -> CompletionFormat:
 def chat(extras: dict[str, Any]) -> ChatFormat:
     messages = [{"role": "user", "content": "x"}]
     body = Decoder(ChatBody).decode(json.dumps({"messages": messages, "teneral": extras}).encode())
-    return ChatFormat(body, model="m", max_sequences=4, first_token=FirstToken.EXACT)
+    return ChatFormat(body, model="m", settings=ChatSettings(max_sequences=4))
 
 
 @pytest.mark.parametrize("make", [completion, chat])

@@ -15,12 +15,11 @@ from ...errors import AccessDeniedError, UnavailableError, UsageError
 from ..http.address import WebAddress, encode_value, parse_address
 from ..http.connections import BodyTooLargeError
 from ..http.head import Headers, Request, is_header
-from ..http.tokens import MAX_ANSWER_BYTES, Token, exchange
+from ..http.tokens import MAX_ANSWER_BYTES, Token, ask_platform, is_overloaded
 from ..http.wire import WireError
 from .address import Query, Settings
 
 RENEW_S = 300.0  # before a token ends
-ATTEMPTS = 3
 PAUSE_S = 0.5
 RESOURCE = "https://storage.azure.com/"
 IMDS = "http://169.254.169.254"
@@ -52,26 +51,22 @@ def ask_token(environment: Mapping[str, str]) -> Token:
 
 def _by_managed_identity(environment: Mapping[str, str]) -> Token:
     request = _identity_request(environment)
-    for left in reversed(range(ATTEMPTS)):
-        try:
-            head, body = exchange(request)
-        except (WireError, BodyTooLargeError, OSError) as error:
-            if left and isinstance(error, WireError) and error.is_outage:
-                time.sleep(PAUSE_S)
-                continue
-            message = "there are no credentials for Blob Storage, and no managed identity answers"
-            raise AccessDeniedError(f"{message} ({error})", hint=WAYS_TO_GIVE) from error
-        if head.status == 200:
-            return _token_from(body)
-        # As Azure's page on retries has it.
-        is_busy = head.status in (404, 410, 429) or head.status >= 500
-        if not left or not is_busy:
-            break
-        time.sleep(PAUSE_S)
+    try:
+        head, body = ask_platform(request, is_busy=_is_busy, pause_s=PAUSE_S)
+    except (WireError, BodyTooLargeError, OSError) as error:
+        message = "there are no credentials for Blob Storage, and no managed identity answers"
+        raise AccessDeniedError(f"{message} ({error})", hint=WAYS_TO_GIVE) from error
+    if head.status == 200:
+        return _token_from(body)
     message = f"the managed identity's service answers {head.status} in place of a token"
-    if head.status == 429 or head.status >= 500:
+    if is_overloaded(head.status):
         raise UnavailableError(message, retry_after_s=head.retry_after_s)
     raise AccessDeniedError(message, hint="Assign an identity, and set AZURE_CLIENT_ID if there are several.")
+
+
+def _is_busy(status: int) -> bool:
+    """As Azure's page on retries has it."""
+    return status in (404, 410) or is_overloaded(status)
 
 
 def _identity_request(environment: Mapping[str, str]) -> Request:

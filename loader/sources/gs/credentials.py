@@ -7,7 +7,6 @@ nothing for its token. What a file says is `credential_files.py`'s business.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,11 +14,10 @@ from ...errors import AccessDeniedError, UnavailableError, UsageError
 from ..http.address import parse_address
 from ..http.connections import BodyTooLargeError
 from ..http.head import Head, Request
-from ..http.tokens import Token, TokenCache, exchange
+from ..http.tokens import Token, TokenCache, ask_platform, is_overloaded
 from ..http.wire import WireError
 
 RENEW_S = 225.0  # before a token ends: the metadata server has the next one from 300 s before
-ATTEMPTS = 3
 PAUSE_S = 0.2
 METADATA_HOST = "metadata.google.internal"
 _TOKEN_TARGET = "/computeMetadata/v1/instance/service-accounts/default/token"  # noqa: S105 - a path
@@ -63,25 +61,17 @@ def ask_metadata(environment: Mapping[str, str]) -> Token:
             "GCE_METADATA_HOST is not a host", key="GCE_METADATA_HOST", hint="Write host or host:port."
         )
     request = Request("GET", address.origin, _TOKEN_TARGET, (_FLAVOR,))
-    for left in reversed(range(ATTEMPTS)):
-        try:
-            head, body = exchange(request)
-        except (WireError, BodyTooLargeError, OSError) as error:
-            if left and isinstance(error, WireError) and error.is_outage:
-                time.sleep(PAUSE_S)
-                continue
-            from .answers import WAYS_TO_GIVE
+    try:
+        head, body = ask_platform(request, is_busy=is_overloaded, pause_s=PAUSE_S)
+    except (WireError, BodyTooLargeError, OSError) as error:
+        from .answers import WAYS_TO_GIVE
 
-            message = "there are no credentials for Cloud Storage, and no metadata server answers"
-            raise AccessDeniedError(f"{message} ({error})", hint=WAYS_TO_GIVE) from error
-        if head.status == 200:
-            return _token_from(head, body)
-        if left and (head.status == 429 or head.status >= 500):
-            time.sleep(PAUSE_S)
-            continue
-        break
+        message = "there are no credentials for Cloud Storage, and no metadata server answers"
+        raise AccessDeniedError(f"{message} ({error})", hint=WAYS_TO_GIVE) from error
+    if head.status == 200:
+        return _token_from(head, body)
     message = f"the metadata server answers {head.status} in place of a token"
-    if head.status == 429 or head.status >= 500:
+    if is_overloaded(head.status):
         raise UnavailableError(message, retry_after_s=head.retry_after_s)
     raise AccessDeniedError(message, hint="Give the machine, the pod or the service a service account.")
 

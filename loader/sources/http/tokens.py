@@ -15,12 +15,13 @@ from ..base import SourceOptions
 from .connections import Connection
 from .head import Head, Headers, Request
 from .poll_coroutines import PollCoroutine, Race
-from .wire import AddressBook
+from .wire import AddressBook, WireError
 
 AGAIN_S = 30.0  # until the next attempt to renew a token that is still good
 MAX_LIFETIME_S = 24 * 3600.0
 MAX_ANSWER_BYTES = 64 << 10
 TIMEOUT_S = 3.0
+ATTEMPTS = 3
 _TOKEN = re.compile(r"[\x21-\x7e]{1,16384}")
 
 
@@ -115,6 +116,26 @@ def exchange(request: Request) -> tuple[Head, bytes]:
         return head, _run(connection.read_all(MAX_ANSWER_BYTES))
     finally:
         connection.close()
+
+
+def ask_platform(request: Request, *, is_busy: Callable[[int], bool], pause_s: float) -> tuple[Head, bytes]:
+    """As `exchange`, tried again after an outage and after statuses that say that the service is busy."""
+    for left in reversed(range(ATTEMPTS)):
+        try:
+            head, body = exchange(request)
+        except WireError as error:
+            if not left or not error.is_outage:
+                raise
+        else:
+            if not left or not is_busy(head.status):
+                break
+        time.sleep(pause_s)
+    return head, body
+
+
+def is_overloaded(status: int) -> bool:
+    """True for the statuses of a token service that is worth another try."""
+    return status == 429 or status >= 500
 
 
 def _run(steps: PollCoroutine[Any]) -> Any:

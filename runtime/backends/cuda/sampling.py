@@ -208,10 +208,8 @@ class _Masks:
 
     rows: list[int]
     words: list[Numbers]  # one array a row: bit t % 64 of word t // 64 is token t's
-    errors: dict[
-        int, GrammarError
-        # Rows whose grammar exceeded its limits, or which have no token left.
-    ]
+    # Rows whose grammar exceeded its limits, or which have no token left.
+    errors: dict[int, GrammarError]
 
     @classmethod
     def of(cls, states: Sequence[SamplingState], vocab_size: int) -> _Masks:

@@ -102,10 +102,8 @@ class SnapshotWriter:
         self._writer: ObjectWriter | None = None
         self._end_bytes = 0
         old = replaced.snapshot if replaced is not None else None
-        if (
-            old is not None and old.identity == identity
-            # Under another identity, equal hashes stand for different bytes.
-        ):
+        # Under another identity, equal hashes stand for different bytes.
+        if old is not None and old.identity == identity:
             self._keep(old, set(kept))
         self._held = {each for part in self._parts for each in part.hashes}
 

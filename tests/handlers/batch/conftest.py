@@ -9,21 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests.support.batch_jobs import Workers, config_of, workers_of
 from tests.support.tiny_models import save_tiny
 
 from teneral.handlers.batch.job import run_job
 from teneral.handlers.batch.spec import JobReport, JobSpec
 from teneral.runtime.instance import Instance
-
-
-@pytest.fixture(scope="session")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

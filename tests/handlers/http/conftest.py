@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
+from tests.support.chat_families import family_parts
 from tests.support.http_server import running_server
 from tests.support.instances import StagedInstance, TinyParts
 
@@ -17,26 +17,20 @@ from teneral.handlers.platforms import HTTP, Platform
 
 
 @pytest.fixture(scope="session")
-def one_thread() -> Iterator[None]:
-    """On a busy machine, threads that wait for each other cost more than a tiny model."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def chat_parts(
+    tmp_path_factory: pytest.TempPathFactory, one_thread: None
+) -> Iterator[Callable[[str], TinyParts]]:
+    """The parts of the tiny model of a family of chats, by its name."""
+    made: dict[str, TinyParts] = {}
 
+    def parts(name: str) -> TinyParts:
+        if name not in made:
+            made[name] = family_parts(name, tmp_path_factory.mktemp(name))
+        return made[name]
 
-@pytest.fixture(scope="session")
-def tiny_parts(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Iterator[TinyParts]:
-    parts = TinyParts.make("llama", tmp_path_factory.mktemp("tiny-llama"))
     yield parts
-    parts.tokenizer.close()
-
-
-@pytest.fixture(scope="session")
-def encoder_parts(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Iterator[TinyParts]:
-    parts = TinyParts.make("bert", tmp_path_factory.mktemp("tiny-bert"))
-    yield parts
-    parts.tokenizer.close()
+    for each in made.values():
+        each.tokenizer.close()
 
 
 @pytest.fixture

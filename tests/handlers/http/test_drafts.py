@@ -14,6 +14,7 @@ from tests.support.instances import TinyParts
 from teneral.handlers.generate import handler as generate
 from teneral.handlers.openai.chat import ChatFormat
 from teneral.handlers.openai.completions import CompletionFormat
+from teneral.handlers.openai.prompts import ChatSettings
 from teneral.handlers.openai.schemas import ChatBody, CompletionBody, Message
 from teneral.runtime.step.requests import FinishReason, FirstToken, GenerationEvent
 
@@ -177,7 +178,7 @@ def test_drafted_tokens_whose_text_is_held_back_count_with_that_text() -> None:
 
 def test_in_a_chat_they_count_with_the_text_or_with_the_end_and_never_with_the_role() -> None:
     body = ChatBody(messages=[Message(role="user", content="x")], stream=True)
-    fmt = ChatFormat(body, model="m", max_sequences=1, first_token=FirstToken.DRAFT)
+    fmt = ChatFormat(body, model="m", settings=ChatSettings(first_token=FirstToken.DRAFT))
     events_of_both = [
         GenerationEvent("", (1,), num_drafted=1),
         GenerationEvent("é", (2,), num_drafted=1),

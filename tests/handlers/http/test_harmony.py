@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
-from tests.support.chat_families import family_parts, scripted
+from tests.support.chat_families import scripted
 from tests.support.http_server import events
-from tests.support.instances import TinyParts
 
 MODEL = "tiny/model"
 ROUTE = "/v1/chat/completions"
@@ -27,16 +25,9 @@ CALL = (
 FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes", "no"]}}}
 
 
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Iterator[TinyParts]:
-    made = family_parts("harmony", tmp_path_factory.mktemp("harmony"))
-    yield made
-    made.tokenizer.close()
-
-
 @pytest.fixture
-async def server(start: Any, parts: TinyParts) -> Any:
-    async with start(parts=parts) as running:
+async def server(start: Any, chat_parts: Any) -> Any:
+    async with start(parts=chat_parts("harmony")) as running:
         yield running
 
 
@@ -154,9 +145,12 @@ async def test_a_form_and_required_calls_come_behind_the_reasoning(server: Any) 
     assert json.loads(call["function"]["arguments"])["city"] in ("Oslo", "Rome")
 
 
-async def test_no_forced_text_is_sent_before_the_channels(start: Any, parts: TinyParts) -> None:
+async def test_no_forced_text_is_sent_before_the_channels(start: Any, chat_parts: Any) -> None:
     body = {**CHAT, "response_format": FORM, "stream": True}
-    async with start(parts=parts, loaded=False) as server, server.stream(ROUTE, body) as response:
+    async with (
+        start(parts=chat_parts("harmony"), loaded=False) as server,
+        server.stream(ROUTE, body) as response,
+    ):
         server.instance.let_in()
         with scripted(server, f'{THOUGHT}<|channel|>final<|message|>"yes"'):
             received = await response.read()
@@ -185,9 +179,9 @@ async def test_logprobs_cover_the_tokens_of_all_channels(server: Any) -> None:
     ],
 )
 async def test_settings_leave_reasoning_and_calls_in_the_text(
-    start: Any, parts: TinyParts, settings: Any, message: dict[str, str]
+    start: Any, chat_parts: Any, settings: Any, message: dict[str, str]
 ) -> None:
-    async with start(parts=parts, **settings) as server:
+    async with start(parts=chat_parts("harmony"), **settings) as server:
         with scripted(server, CALL):
             answer = (await whole(server, tools=[TOOL]))["message"]
     assert {name: answer.get(name) for name in message} == message

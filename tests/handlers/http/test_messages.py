@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from tests.support.chat_families import family_parts, scripted
-from tests.support.instances import TinyParts
+from tests.support.chat_families import scripted
 
 from teneral.handlers.anthropic.bodies import COUNT_TOKENS, MESSAGES, ROUTES, CountBody, MessagesBody
 from teneral.handlers.openai.fields import Effect, as_markdown
@@ -35,16 +33,9 @@ async def server(start: Any) -> Any:
         yield running
 
 
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Iterator[TinyParts]:
-    made = family_parts("reasoning", tmp_path_factory.mktemp("reasoning"))
-    yield made
-    made.tokenizer.close()
-
-
 @pytest.fixture
-async def reasoning(start: Any, parts: TinyParts) -> Any:
-    async with start(parts=parts) as running:
+async def reasoning(start: Any, chat_parts: Any) -> Any:
+    async with start(parts=chat_parts("reasoning")) as running:
         yield running
 
 

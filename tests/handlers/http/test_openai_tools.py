@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any, Literal
 
 import openai
 import pydantic
 import pytest
-from tests.support.chat_families import family_parts, scripted
+from tests.support.chat_families import scripted
 
 MODEL = "tiny/model"
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
@@ -24,16 +23,9 @@ class Weather(pydantic.BaseModel):
 TOOL: Any = openai.pydantic_function_tool(Weather, name="weather")
 
 
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Any:
-    parts = family_parts("reasoning", Path(tmp_path_factory.mktemp("reasoning")))
-    yield parts
-    parts.tokenizer.close()
-
-
 @pytest.fixture
-async def server(start: Any, parts: Any) -> AsyncIterator[Any]:
-    async with start(parts=parts) as server:
+async def server(start: Any, chat_parts: Any) -> AsyncIterator[Any]:
+    async with start(parts=chat_parts("reasoning")) as server:
         yield server
 
 

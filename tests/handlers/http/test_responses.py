@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
 import pytest
-from tests.support.chat_families import family_parts, scripted
-from tests.support.instances import TinyParts
+from tests.support.chat_families import scripted
 
 MODEL = "tiny/model"
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_output_tokens": 8}
@@ -34,16 +33,9 @@ def family(request: Any) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="module")
-def parts(family: str, tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Iterator[TinyParts]:
-    made = family_parts(family, tmp_path_factory.mktemp(family))
-    yield made
-    made.tokenizer.close()
-
-
 @pytest.fixture
-async def family_server(start: Any, parts: TinyParts) -> Any:
-    async with start(parts=parts) as running:
+async def family_server(start: Any, chat_parts: Any, family: str) -> Any:
+    async with start(parts=chat_parts(family)) as running:
         yield running
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from teneral.handlers.http.json_bodies import Decoder
 from teneral.handlers.openai.chat import ChatFormat
 from teneral.handlers.openai.completions import CompletionFormat
 from teneral.handlers.openai.parameters import for_choice, options_of, split_prompt
+from teneral.handlers.openai.prompts import ChatSettings
 from teneral.handlers.openai.schemas import ChatBody, CompletionBody, EmbeddingBody
 from teneral.runtime.errors import RequestError
 from teneral.runtime.step.requests import FirstToken, SamplingParams
@@ -79,13 +81,21 @@ FIELDS = sorted(
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=6), JSON)
 def test_any_json_is_either_a_request_or_refused(fields: dict[str, Any], value: Any) -> None:
     for kind, fmt, required in (
-        (ChatBody, ChatFormat, {"messages": [{"role": "user", "content": "x"}]}),
-        (CompletionBody, CompletionFormat, {"prompt": "x"}),
+        (
+            ChatBody,
+            partial(ChatFormat, settings=ChatSettings(max_sequences=8)),
+            {"messages": [{"role": "user", "content": "x"}]},
+        ),
+        (
+            CompletionBody,
+            partial(CompletionFormat, max_sequences=8, first_token=FirstToken.EXACT),
+            {"prompt": "x"},
+        ),
     ):
         for body in ({**required, **fields}, fields, value):
             try:
                 decoded = Decoder(kind).decode(msgspec.json.encode(body))
-                made = fmt(decoded, model="m", max_sequences=8, first_token=FirstToken.EXACT)
+                made = fmt(decoded, model="m")
             except RequestError:
                 continue
             assert 1 <= made.num_sequences <= 8
@@ -105,12 +115,7 @@ def test_json_in_a_text_of_the_body_has_bounds_of_its_own(arguments: list[str], 
     calls = [{"function": {"name": "f", "arguments": text}} for text in arguments]
     body = {"messages": [{"role": "assistant", "tool_calls": calls}]}
     with pytest.raises(RequestError) as caught:
-        ChatFormat(
-            Decoder(ChatBody).decode(msgspec.json.encode(body)),
-            model="m",
-            max_sequences=1,
-            first_token=FirstToken.EXACT,
-        )
+        ChatFormat(Decoder(ChatBody).decode(msgspec.json.encode(body)), model="m", settings=ChatSettings())
     assert caught.value.param == param
 
 

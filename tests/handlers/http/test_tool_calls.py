@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import jsonschema_rs
 import pytest
-from tests.support.chat_families import family_parts, scripted
+from tests.support.chat_families import scripted
 from tests.support.http_server import events
-from tests.support.instances import TinyParts
 
 PLACE = {
     "type": "object",
@@ -44,22 +42,6 @@ WRITTEN = {
 }
 
 
-@pytest.fixture(scope="session")
-def family(
-    tmp_path_factory: pytest.TempPathFactory, one_thread: None
-) -> Iterator[Callable[[str], TinyParts]]:
-    made: dict[str, TinyParts] = {}
-
-    def parts(name: str) -> TinyParts:
-        if name not in made:
-            made[name] = family_parts(name, tmp_path_factory.mktemp(name))
-        return made[name]
-
-    yield parts
-    for each in made.values():
-        each.tokenizer.close()
-
-
 def merged(body: bytes) -> dict[str, Any]:
     """The message that a stream of one choice comes to, as OpenAI's clients put it together, and its reason."""
     message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
@@ -85,8 +67,8 @@ def merged(body: bytes) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-async def test_each_familys_calls_are_read(start: Any, family: Any, name: str) -> None:
-    async with start(parts=family(name)) as server:
+async def test_each_familys_calls_are_read(start: Any, chat_parts: Any, name: str) -> None:
+    async with start(parts=chat_parts(name)) as server:
         with scripted(server, WRITTEN[name]):
             whole = (await server.post(ROUTE, CHAT)).json["choices"][0]
             streamed = merged((await server.post(ROUTE, {**CHAT, "stream": True})).body)
@@ -104,9 +86,9 @@ async def test_each_familys_calls_are_read(start: Any, family: Any, name: str) -
 @pytest.mark.parametrize("name", WRITTEN)
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 async def test_required_calls_are_of_their_schema_whatever_the_model_says(
-    start: Any, family: Any, name: str, choice: Any
+    start: Any, chat_parts: Any, name: str, choice: Any
 ) -> None:
-    async with start(parts=family(name)) as server:
+    async with start(parts=chat_parts(name)) as server:
         for seed in range(3):
             body = {
                 **CHAT,
@@ -127,17 +109,19 @@ async def test_required_calls_are_of_their_schema_whatever_the_model_says(
             assert streamed["tool_calls"][0]["arguments"] == call["function"]["arguments"]
 
 
-async def test_guided_arguments_are_streamed_as_they_come(start: Any, family: Any) -> None:
-    async with start(parts=family("hermes")) as server:
+async def test_guided_arguments_are_streamed_as_they_come(start: Any, chat_parts: Any) -> None:
+    async with start(parts=chat_parts("hermes")) as server:
         with scripted(server, WRITTEN["hermes"]):
             strict = merged((await server.post(ROUTE, {**CHAT, "tools": STRICT, "stream": True})).body)
     assert strict["tool_calls"][0]["pieces"] > 2
     assert strict["content"] == "I look.\n"
 
 
-async def test_a_strict_function_keeps_to_its_schema_once_its_call_has_begun(start: Any, family: Any) -> None:
+async def test_a_strict_function_keeps_to_its_schema_once_its_call_has_begun(
+    start: Any, chat_parts: Any
+) -> None:
     text = '<tool_call>\n{"name": "weather", "arguments": {"city":"Bonn","days":2}}\n</tool_call>'
-    async with start(parts=family("hermes")) as server:
+    async with start(parts=chat_parts("hermes")) as server:
         with scripted(server, text):
             loose = (await server.post(ROUTE, CHAT)).json["choices"][0]["message"]["tool_calls"][0]
         with scripted(server, text):
@@ -155,8 +139,8 @@ async def test_a_strict_function_keeps_to_its_schema_once_its_call_has_begun(sta
         '<tool_call>\n{"name": "stranger", "arguments": {}}\n</tool_call>',
     ],
 )
-async def test_what_is_no_call_stays_text(start: Any, family: Any, text: str) -> None:
-    async with start(parts=family("hermes")) as server:
+async def test_what_is_no_call_stays_text(start: Any, chat_parts: Any, text: str) -> None:
+    async with start(parts=chat_parts("hermes")) as server:
         with scripted(server, text):
             whole = (await server.post(ROUTE, CHAT)).json["choices"][0]
             streamed = merged((await server.post(ROUTE, {**CHAT, "stream": True})).body)
@@ -173,9 +157,9 @@ async def test_what_is_no_call_stays_text(start: Any, family: Any, text: str) ->
     ],
 )
 async def test_a_call_that_breaks_off_is_text_unless_it_was_streamed(
-    start: Any, family: Any, text: str, arguments: str
+    start: Any, chat_parts: Any, text: str, arguments: str
 ) -> None:
-    async with start(parts=family("hermes")) as server:
+    async with start(parts=chat_parts("hermes")) as server:
         with scripted(server, text):
             whole = (await server.post(ROUTE, CHAT)).json["choices"][0]
             streamed = merged((await server.post(ROUTE, {**CHAT, "stream": True})).body)
@@ -185,11 +169,11 @@ async def test_a_call_that_breaks_off_is_text_unless_it_was_streamed(
     assert streamed["content"] == ""
 
 
-async def test_no_calls_are_read_where_there_are_to_be_none(start: Any, family: Any) -> None:
-    async with start(parts=family("hermes")) as server:
+async def test_no_calls_are_read_where_there_are_to_be_none(start: Any, chat_parts: Any) -> None:
+    async with start(parts=chat_parts("hermes")) as server:
         with scripted(server, WRITTEN["hermes"]):
             none = (await server.post(ROUTE, {**CHAT, "tool_choice": "none"})).json
-    async with start(parts=family("hermes"), tool_parser="off") as server:
+    async with start(parts=chat_parts("hermes"), tool_parser="off") as server:
         with scripted(server, WRITTEN["hermes"]):
             off = (await server.post(ROUTE, CHAT)).json
         refused = await server.post(ROUTE, {**CHAT, "tool_choice": "required"})
@@ -199,8 +183,8 @@ async def test_no_calls_are_read_where_there_are_to_be_none(start: Any, family: 
     assert (refused.status, refused.error["param"]) == (400, "tool_choice")
 
 
-async def test_one_call_where_parallel_calls_are_off(start: Any, family: Any) -> None:
-    async with start(parts=family("hermes")) as server:
+async def test_one_call_where_parallel_calls_are_off(start: Any, chat_parts: Any) -> None:
+    async with start(parts=chat_parts("hermes")) as server:
         with scripted(server, f"{WRITTEN['hermes']}\n{WRITTEN['hermes']}"):
             both = (await server.post(ROUTE, {**CHAT, "max_tokens": 300})).json["choices"][0]["message"]
             one = await server.post(ROUTE, {**CHAT, "max_tokens": 300, "parallel_tool_calls": False})
@@ -210,8 +194,8 @@ async def test_one_call_where_parallel_calls_are_off(start: Any, family: Any) ->
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-async def test_a_conversation_with_calls_and_results_goes_on(start: Any, family: Any, name: str) -> None:
-    async with start(parts=family(name)) as server:
+async def test_a_conversation_with_calls_and_results_goes_on(start: Any, chat_parts: Any, name: str) -> None:
+    async with start(parts=chat_parts(name)) as server:
         with scripted(server, WRITTEN[name]):
             first = (await server.post(ROUTE, CHAT)).json["choices"][0]["message"]
         call = {**first["tool_calls"][0], "id": "call_of_another_server"}
@@ -226,9 +210,9 @@ async def test_a_conversation_with_calls_and_results_goes_on(start: Any, family:
     assert answer.json["choices"][0]["message"]["content"] == "It is sunny."
 
 
-async def test_a_form_and_tools_together(start: Any, family: Any) -> None:
+async def test_a_form_and_tools_together(start: Any, chat_parts: Any) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes", "no"]}}}
-    async with start(parts=family("hermes")) as server:
+    async with start(parts=chat_parts("hermes")) as server:
         body = {**CHAT, "response_format": form}
         with scripted(server, WRITTEN["hermes"].removeprefix("I look.\n")):
             called = (await server.post(ROUTE, body)).json["choices"][0]
@@ -238,8 +222,8 @@ async def test_a_form_and_tools_together(start: Any, family: Any) -> None:
     assert written["message"]["content"] == '"yes"'
 
 
-async def test_logprobs_cover_the_tokens_of_a_call(start: Any, family: Any) -> None:
-    async with start(parts=family("hermes")) as server:
+async def test_logprobs_cover_the_tokens_of_a_call(start: Any, chat_parts: Any) -> None:
+    async with start(parts=chat_parts("hermes")) as server:
         with scripted(server, WRITTEN["hermes"]):
             body = {**CHAT, "logprobs": True}
             whole = (await server.post(ROUTE, body)).json
@@ -253,8 +237,8 @@ async def test_logprobs_cover_the_tokens_of_a_call(start: Any, family: Any) -> N
 # Reasoning
 
 
-async def test_reasoning_is_separated(start: Any, family: Any) -> None:
-    async with start(parts=family("reasoning")) as server:
+async def test_reasoning_is_separated(start: Any, chat_parts: Any) -> None:
+    async with start(parts=chat_parts("reasoning")) as server:
         body = {"messages": HELLO, "temperature": 0, "max_tokens": 80}
         with scripted(server, "Hm.\nSo.\n</think>\n\nHello!"):
             whole = (await server.post(ROUTE, body)).json["choices"][0]["message"]
@@ -268,15 +252,15 @@ async def test_reasoning_is_separated(start: Any, family: Any) -> None:
             whole = (await server.post(ROUTE, quiet)).json["choices"][0]["message"]
         assert whole["content"] == "Hello!"
         assert "reasoning_content" not in whole
-    async with start(parts=family("reasoning"), reasoning_parser="off") as server:
+    async with start(parts=chat_parts("reasoning"), reasoning_parser="off") as server:
         with scripted(server, "Hm.</think>Hello!"):
             whole = (await server.post(ROUTE, body)).json["choices"][0]["message"]
         assert whole["content"] == "Hm.</think>Hello!"
 
 
-async def test_a_form_and_calls_begin_behind_the_reasoning(start: Any, family: Any) -> None:
+async def test_a_form_and_calls_begin_behind_the_reasoning(start: Any, chat_parts: Any) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes", "no"]}}}
-    async with start(parts=family("reasoning")) as server:
+    async with start(parts=chat_parts("reasoning")) as server:
         body = {"messages": HELLO, "temperature": 0, "max_tokens": 200}
         with scripted(server, 'Hm.</think>\n\n"yes, it is"'):
             formed = (await server.post(ROUTE, {**body, "response_format": form})).json["choices"][0][
@@ -291,9 +275,9 @@ async def test_a_form_and_calls_begin_behind_the_reasoning(start: Any, family: A
     assert called["tool_calls"][0]["function"]["name"] == "weather"
 
 
-async def test_no_forced_text_is_sent_before_reasoning(start: Any, family: Any) -> None:
+async def test_no_forced_text_is_sent_before_reasoning(start: Any, chat_parts: Any) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": PLACE}}
-    async with start(parts=family("reasoning"), loaded=False) as server:
+    async with start(parts=chat_parts("reasoning"), loaded=False) as server:
         body = {
             "messages": HELLO,
             "temperature": 0,
@@ -312,8 +296,8 @@ async def test_no_forced_text_is_sent_before_reasoning(start: Any, family: Any) 
 # The chat template
 
 
-async def test_variables_go_to_the_template_and_others_are_refused(start: Any, family: Any) -> None:
-    async with start(parts=family("reasoning")) as server:
+async def test_variables_go_to_the_template_and_others_are_refused(start: Any, chat_parts: Any) -> None:
+    async with start(parts=chat_parts("reasoning")) as server:
         body = {"messages": HELLO, "max_tokens": 1}
         for fields, param in (
             ({"chat_template_kwargs": {"no_such": 1}}, "chat_template_kwargs.no_such"),
@@ -328,8 +312,8 @@ async def test_variables_go_to_the_template_and_others_are_refused(start: Any, f
             assert (refused.status, refused.error["param"]) == (400, param)
 
 
-async def test_the_last_message_is_gone_on_with(start: Any, family: Any) -> None:
-    async with start(parts=family("plain")) as server:
+async def test_the_last_message_is_gone_on_with(start: Any, chat_parts: Any) -> None:
+    async with start(parts=chat_parts("plain")) as server:
         tokenizer = server.instance.tokenizer.result()
         messages = [*HELLO, {"role": "assistant", "content": "Once upon "}]
         body = {"messages": messages, "max_tokens": 5, "temperature": 0, "ignore_eos": True}
@@ -344,8 +328,10 @@ async def test_the_last_message_is_gone_on_with(start: Any, family: Any) -> None
         )
 
 
-async def test_a_request_may_bring_its_template_where_the_server_trusts_it(start: Any, family: Any) -> None:
-    async with start(parts=family("plain"), trust_request_chat_template=True) as server:
+async def test_a_request_may_bring_its_template_where_the_server_trusts_it(
+    start: Any, chat_parts: Any
+) -> None:
+    async with start(parts=chat_parts("plain"), trust_request_chat_template=True) as server:
         body = {"messages": HELLO, "max_tokens": 1}
         answer = await server.post(ROUTE, {**body, "chat_template": "{{ messages[0].content }}"})
         assert answer.json["usage"]["prompt_tokens"] == len("Hello")
@@ -353,8 +339,8 @@ async def test_a_request_may_bring_its_template_where_the_server_trusts_it(start
         assert (refused.status, refused.error["param"]) == (400, "chat_template")
 
 
-async def test_a_model_without_a_template_is_refused_with_what_to_do(start: Any, family: Any) -> None:
-    async with start(parts=family("none")) as server:
+async def test_a_model_without_a_template_is_refused_with_what_to_do(start: Any, chat_parts: Any) -> None:
+    async with start(parts=chat_parts("none")) as server:
         for fields in ({}, {"tools": TOOLS}, {"response_format": {"type": "json_object"}, "stream": True}):
             refused = await server.post(ROUTE, {"messages": HELLO, "max_tokens": 1, **fields})
             assert refused.status == 400
@@ -362,8 +348,8 @@ async def test_a_model_without_a_template_is_refused_with_what_to_do(start: Any,
             assert "/v1/completions" in refused.error["message"]
 
 
-async def test_tokens_of_messages_are_those_of_the_chat(start: Any, family: Any) -> None:
-    async with start(parts=family("plain")) as server:
+async def test_tokens_of_messages_are_those_of_the_chat(start: Any, chat_parts: Any) -> None:
+    async with start(parts=chat_parts("plain")) as server:
         chat = (await server.post(ROUTE, {**CHAT, "max_tokens": 1})).json
         tokens = (await server.post("/tokenize", {"messages": HELLO, "tools": TOOLS})).json
     assert tokens["count"] == chat["usage"]["prompt_tokens"]

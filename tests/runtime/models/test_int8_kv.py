@@ -18,14 +18,6 @@ from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 WAIT_S = patience_s(60)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def decoder_of(family: str, dtype: torch.dtype = torch.float32):
     oracle = tiny_model(family, dtype=dtype)
     return build_model(config_json(oracle), DictWeights(tensors_of(oracle)))

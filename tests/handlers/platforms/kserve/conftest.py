@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests.support.http_server import running_server
 from tests.support.instances import StagedInstance, TinyParts
 from tests.support.paced import PacedSource, every_read
@@ -17,29 +16,6 @@ from tests.support.switching import Models
 
 from teneral.handlers.function.handler import Handler
 from teneral.handlers.http.limits import Limits
-
-
-@pytest.fixture(scope="session")
-def one_thread() -> Iterator[None]:
-    """On a busy machine, threads that wait for each other cost more than a tiny model."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="session")
-def tiny_parts(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Iterator[TinyParts]:
-    parts = TinyParts.make("llama", tmp_path_factory.mktemp("tiny-llama"))
-    yield parts
-    parts.tokenizer.close()
-
-
-@pytest.fixture(scope="session")
-def encoder_parts(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Iterator[TinyParts]:
-    parts = TinyParts.make("bert", tmp_path_factory.mktemp("tiny-bert"))
-    yield parts
-    parts.tokenizer.close()
 
 
 @pytest.fixture

@@ -18,6 +18,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 RESULTS = Path(__file__).parent / "results"
 # A load average from which on a page says that the machine had other work: a benchmark before this one leaves 2 to 3.
 BUSY = 4.0
@@ -149,7 +151,9 @@ def _cpu_model() -> str:
 
 
 def plain(value: Any) -> Any:
-    """The value with dataclasses and named tuples in it as dictionaries, for JSON."""
+    """The value with structs, dataclasses and named tuples in it as dictionaries, for JSON."""
+    if isinstance(value, msgspec.Struct):
+        return {name: plain(item) for name, item in msgspec.structs.asdict(value).items()}
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):

@@ -17,19 +17,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 Hook = TypeVar("Hook", bound=Callable[[], Any])
 
 
-@dataclass
 class Hooks:
     """The registered hooks, in order. Not thread-safe: handlers are imported in one thread."""
 
-    before: list[Callable[[], Any]] = field(default_factory=list)
-    after: list[Callable[[], Any]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.before: list[Callable[[], Any]] = []
+        self.after: list[Callable[[], Any]] = []
 
     def run_before(self) -> None:
         """Run the hooks before the checkpoint, the last one first: it may need the results of

@@ -21,13 +21,14 @@ from ..loader.errors import TeneralError
 from ..loader.timeline import Timeline
 from ..runtime.config import ServeConfig
 from ..runtime.start import Helpers, LaunchedHelpers, launch_helpers
-from .http.limits import listen, max_files, require_files
+from .http.listening import listen, max_files, require_files
 from .platforms import Platform, imported, platform_of
 
 if TYPE_CHECKING:
     from aiohttp import web
 
     from ..runtime.instance import Instance
+    from ..runtime.opening import Opening
     from .console.early import EarlyPage
     from .function.handler import Handler
     from .http.limits import Limits
@@ -90,6 +91,7 @@ def serve_on(
     Blocks. Raises the error that ended the instance. `ending` is notified of a failure at once.
     """
     ending = ending or Ending()
+    opening = _open_ahead(config, timeline, launched)
     with (
         sock,
         _early_page(sock, config) as early_page,
@@ -99,6 +101,8 @@ def serve_on(
         load = helpers.load if helpers is not None else None
         if load is not None:
             ending.has_failed = lambda: load.failure is not None
+        if opening is not None:
+            opening.import_ahead()
         with timeline.span("process", "import runtime"):
             import logging
 
@@ -116,7 +120,9 @@ def serve_on(
         # At info it logs its caches at the end.
         logging.getLogger("torch").setLevel(logging.WARNING)
         with (
-            Instance(config, timeline=timeline, helpers=helpers, server_first=True) as instance,
+            Instance(
+                config, timeline=timeline, helpers=helpers, opening=opening, server_first=True
+            ) as instance,
             _standby_pool(config, instance),
         ):
             ending.has_failed = lambda: instance.failure is not None
@@ -153,6 +159,16 @@ def serve_on(
                     handler.close()
     if failure is not None:
         raise failure
+
+
+def _open_ahead(config: ServeConfig, timeline: Timeline, launched: LaunchedHelpers | None) -> Opening | None:
+    """Request a remote model's manifest, unless another process does, or memory was reserved for it."""
+    if launched is not None and (launched.load is not None or launched.reserve is not None):
+        return None
+    # After the fork of the helpers: it starts a thread.
+    from ..runtime.opening import open_ahead
+
+    return open_ahead(config, timeline)
 
 
 def _early_page(sock: socket.socket, config: ServeConfig) -> AbstractContextManager[EarlyPage | None]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from string import Formatter
+from typing import NamedTuple
 
 MAX_TEMPLATE_CHARS = 1_024
 # The parts of an address before the key, for each kind of store, and the field that each may have.
@@ -17,8 +17,7 @@ _ROOTS = {"s3": ("bucket",), "gs": ("bucket",), "az": ("account", "bucket")}
 _LITERAL = re.compile(r"[^\x00-\x20\x7f{}\\]*")
 
 
-@dataclass(frozen=True, slots=True)
-class AddressTemplate:
+class AddressTemplate(NamedTuple):
     """A template of objects' addresses in S3, Cloud Storage or Azure's Blob Storage. `parse` makes
     it.
     """

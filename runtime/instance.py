@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .engine.engine import Engine
     from .kv.snapshots.service import SnapshotService
     from .onnx.runner import OnnxRunner
+    from .opening import Opening
     from .resident import BaseInMemory
     from .text.settings import TextSettings
     from .text.tokenizer import TextTokenizer
@@ -68,13 +69,15 @@ class Instance:
         source: Source | None = None,
         helpers: Helpers | None = None,
         base: BaseInMemory | None = None,
+        opening: Opening | None = None,
         server_first: bool = False,
     ) -> None:
         """With `source`, the model is read from there instead of `config.model`; `helpers` are the
         processes that load it, if they were started already. The instance closes both. With `base`,
         the model is a fine-tune of it, of which only the differences are read; the base's instance
-        must be closed after this one. With `server_first` the cores are the caller's until it sets
-        `full_speed`: the model is not built before, and decoding leaves two of them alone.
+        must be closed after this one. `opening` has opened the model ahead. With `server_first` the
+        cores are the caller's until it sets `full_speed`: the model is not built before, and decoding
+        leaves two of them alone.
         """
         self.config = config
         self.timeline = timeline or Timeline()
@@ -89,7 +92,8 @@ class Instance:
         self.ended: Future[TeneralError | None] = Future()  # resolves when the instance fails or is closed
         self.opening: Future[tuple[Source, Manifest]] = Future()  # when the manifest was read, and fits
         self.exact: Future[None] = Future()  # when all weights are
-        self._source = source
+        self._opening = opening
+        self._source = source if opening is None else opening.source
         self._helpers = helpers
         self._base = base
         self.has_base = base is not None  # in memory: it loads the differences alone
@@ -101,7 +105,8 @@ class Instance:
         self._failure: TeneralError | None = None
         self._threads: list[threading.Thread] = []
         self._closed = threading.Event()
-        self.full_speed = threading.Event()  # the build and the load may take all cores
+        # The build and the load may take all cores.
+        self.full_speed = threading.Event() if opening is None else opening.full_speed
         if not server_first:
             self.full_speed.set()
         self._lock = threading.Lock()
@@ -210,6 +215,7 @@ class Instance:
         self.engine, self.embedder, self.onnx = Future(), Future(), Future()
         self._settle(DrainingError("the instance was closed"))
         self.load = self._helpers = self._source = self._snapshots = self.adapters = self._base = None
+        self._opening = None
 
     def __enter__(self) -> Instance:
         return self.start()
@@ -341,6 +347,8 @@ class Instance:
 
     def _open(self) -> None:
         address, digest = split_pin(self.config.model)
+        if self._opening is not None:
+            self.load = self._opening.result()
         if self._source is None:
             self._source = open_model(address, self.config.source_options)
             show_outages(self._source, self.timeline)

@@ -11,7 +11,6 @@ from ..loader.device.detect import CPU, choose_device
 from ..loader.errors import IntegrityError, UnavailableError, UsageError
 from ..loader.load.options import Order
 from ..loader.sources.base import Mappable, Remote
-from .files import is_onnx
 from .start import opener, refuse_weights_bytes
 
 if TYPE_CHECKING:
@@ -61,6 +60,8 @@ def load_here(
         manifest = open_artifact(
             source, digest=digest, look=prefetcher.look, in_place=in_place, without_base=base is not None
         )
+    from .files import is_onnx  # the manifest was requested without it
+
     if base is not None:
         manifest = base.join(manifest, source.url)
         # The base drafts, and layers follow one another.

@@ -15,6 +15,9 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
+from msgspec.structs import asdict
+
 from .state import State
 
 if TYPE_CHECKING:
@@ -311,10 +314,12 @@ _DRAFT_COUNTERS: dict[tuple[str, ...], tuple[str, str, dict[str, str]]] = {
 
 
 def numbers_in(value: Any, path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], float]]:
-    """Every number in nested mappings, dataclasses and named tuples, with its path. Texts, lists
+    """Every number in nested mappings, structs, dataclasses and named tuples, with its path. Texts, lists
     and None are left out.
     """
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if isinstance(value, Struct):
+        value = asdict(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     elif isinstance(value, tuple) and hasattr(value, "_asdict"):
         value = value._asdict()

@@ -10,11 +10,11 @@ from __future__ import annotations
 import enum
 import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 CPU = "cpu"
 ALIGNMENT_BYTES = 64
@@ -105,8 +105,7 @@ def from_float32(array: npt.NDArray[np.float32], dtype: DType) -> npt.NDArray[An
     return half
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Tensor:
+class Tensor(Struct, frozen=True, eq=False):
     """An array and its element type; BF16 is held as uint16. C-contiguous.
 
     On the host `array` is a numpy array. On a device it is an array of that device's backend

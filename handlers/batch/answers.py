@@ -15,7 +15,6 @@ This module does not know parts, nor where records are written.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
@@ -186,7 +185,7 @@ async def answering(host: Instance, index: JobIndex, *, window: int) -> AsyncIte
 
     limits = Limits.from_config(host.config)
     max_body_bytes = max(limits.max_body_bytes, index.max_line_bytes + (1 << 16))
-    limits = dataclasses.replace(
+    limits = msgspec.structs.replace(
         limits,
         max_connections=max(limits.max_connections, 2 * window),
         max_in_flight=max(limits.max_in_flight, 2 * window),

@@ -17,8 +17,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from msgspec import Struct, field
 
 from ...runtime.errors import HandlerBusyError
 from .lifetime import calling_on_loop
@@ -149,8 +150,7 @@ RETRY_AFTER_S = 5.0
 logger = logging.getLogger("teneral.handler")
 
 
-@dataclass(eq=False, slots=True)
-class FunctionCall:
+class FunctionCall(Struct, eq=False):
     """One call of the function."""
 
     request_id: str

@@ -24,9 +24,10 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote_plus
+
+from msgspec import Struct
 
 from ...runtime.errors import RequestError
 
@@ -34,8 +35,7 @@ MAX_ADDRESS_CHARS = 1_200
 FORMS = {"s3": "s3://bucket/key", "gs": "gs://bucket/key", "az": "az://account/container/key"}
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectRef:
+class ObjectRef(Struct, frozen=True):
     """An object's version with this ETag (in Cloud Storage: generation) or id; '' for the current
     one.
 

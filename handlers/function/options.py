@@ -7,9 +7,10 @@ time, because events are untrusted. Neither knows tokens or the engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, TypedDict, TypeVar
+
+from msgspec import Struct, field
 
 from ...runtime.errors import HandlerError, RequestError
 from ...runtime.step.requests import FirstToken, Priority, SamplingParams
@@ -51,8 +52,7 @@ class GenerateOptions(TypedDict, total=False):
     template: Mapping[str, Any] | None  # further variables of the chat template, such as enable_thinking
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedOptions:
+class ParsedOptions(Struct, frozen=True):
     """Checked options."""
 
     max_tokens: int | None = None
@@ -93,7 +93,7 @@ def parse_options(options: Mapping[str, Any]) -> ParsedOptions:
                 hint=_known_options(),
             )
         if value is not None:
-            target = others if name in ParsedOptions.__dataclass_fields__ else sampling
+            target = others if name in ParsedOptions.__struct_fields__ else sampling
             target[name] = _PARSERS[name](name, value)
     return ParsedOptions(sampling=SamplingParams(**sampling), **others)
 

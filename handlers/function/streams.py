@@ -11,8 +11,10 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Self
+
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from ...runtime.errors import CancelledError, HandlerError, ModelError
 from ...runtime.step.requests import FinishReason, GenerationEvent, GenerationRequest, TokenLogprob
@@ -25,8 +27,7 @@ if TYPE_CHECKING:
 Submit = Callable[[GenerationRequest, Callable[[GenerationEvent], None]], "Generation"]
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(Struct, frozen=True):
     """The token counts of a generation."""
 
     prompt_tokens: int
@@ -39,8 +40,7 @@ class Usage:
         return self.prompt_tokens + self.completion_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(Struct, frozen=True):
     """A finished generation. `finish_reason` is STOP or LENGTH: the others are raised as errors."""
 
     text: str

@@ -22,7 +22,8 @@ from .edge import EdgeRules, Origins, edge, parse_origins, stamp
 from .errors import NOT_READY_RETRY_AFTER_S, SERVER_ERROR, ApiError, expected_wait_s, retry_after
 from .json_bodies import encode
 from .keys import ApiKeys, parse_keys
-from .limits import Limits, max_files
+from .limits import Limits
+from .listening import max_files
 from .service import SERVICE, Service
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ import secrets
 import socket
 import time
 from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass
 from ipaddress import ip_address
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
+from msgspec import Struct
 
 from ...loader.errors import UsageError
 from ...runtime.state import State
@@ -38,8 +38,7 @@ _TRACEPARENT = re.compile(
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
-@dataclass(frozen=True, slots=True)
-class EdgeRules:
+class EdgeRules(Struct, frozen=True):
     """The edge's rules for the routes, which it does not import. Paths are patterns of routes."""
 
     open_paths: frozenset[str] = OPEN_PATHS  # answered without a key
@@ -211,8 +210,7 @@ def trace_parent_of(request: web.BaseRequest) -> TraceParent | None:
     return TraceParent(found["trace"], found["span"], bool(int(found["flags"], 16) & SAMPLED))
 
 
-@dataclass(frozen=True, slots=True)
-class _Guards:
+class _Guards(Struct, frozen=True):
     keys: ApiKeys | None
     origins: Origins
     rules: EdgeRules

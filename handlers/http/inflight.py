@@ -10,9 +10,9 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 from aiohttp import web
+from msgspec import Struct
 
 from ...loader.errors import TeneralError
 from ...runtime.errors import CapacityError, DrainingError
@@ -169,8 +169,7 @@ MAX_DEADLINE_MS = 86_400_000  # a day, as for --request-timeout-s
 _NUMBER = re.compile(r"[0-9]{1,8}")
 
 
-@dataclass(frozen=True, slots=True)
-class Deadline:
+class Deadline(Struct, frozen=True):
     given_ms: int
     moment_s: float  # on `time.monotonic()`'s clock
 

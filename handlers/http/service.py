@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from aiohttp import web
+from msgspec import Struct, field
 
 from ...loader.errors import TeneralError
 from ...runtime.errors import AdapterNotFoundError, ModelError, RequestError
@@ -46,8 +46,7 @@ logger = logging.getLogger("teneral.http")
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class Call:
+class Call(Struct):
     """One HTTP request, from its arrival. `work` is set while the route's handler runs, for POST
     routes, and so is `deadline`, if the caller sent one.
     """

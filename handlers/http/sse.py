@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from aiohttp import web
+from msgspec import Struct
 
 from .errors import ApiError
 from .limits import PIECE_BYTES, Limits
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from .service import Call
 
 
-@dataclass(frozen=True, slots=True)
-class Framing:
+class Framing(Struct, frozen=True):
     """The format of items, which are JSON on one line, in the stream."""
 
     content_type: str

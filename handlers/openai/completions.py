@@ -5,13 +5,13 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import web
 from msgspec import UnsetType
+from msgspec.structs import replace
 
 from ...runtime.errors import RequestError
 from ...runtime.step.requests import FirstToken, GenerationEvent, GenerationRequest, TokenLogprob

@@ -9,29 +9,27 @@ the tags belong to the tags; everything else is given out.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ...runtime.text.detokenizer import open_length
 
 BREAKS = "\r\n"
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(Struct, frozen=True):
     """More of the answer's text."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningDelta:
+class ReasoningDelta(Struct, frozen=True):
     """More of the reasoning before the answer."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallDelta:
+class ToolCallDelta(Struct, frozen=True):
     """A call of a function, or more of one: its first delta has `id` and `name`, the others have ''."""
 
     index: int  # among the calls of the answer, from 0
@@ -40,8 +38,7 @@ class ToolCallDelta:
     name: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(Struct, frozen=True):
     """The answer's end; always the last."""
 
     reason: str  # stop, length or tool_calls
@@ -50,15 +47,13 @@ class Finish:
 Delta = TextDelta | ReasoningDelta | ToolCallDelta | Finish
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
+class ToolCall(Struct, frozen=True):
     id: str
     name: str
     arguments: str  # a JSON object, as the model wrote it; cut off where `max_tokens` cut the answer
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Struct, frozen=True):
     """A whole answer, from all of its deltas."""
 
     text: str
@@ -92,8 +87,7 @@ class Answer:
         return cls("".join(texts), "".join(reasoning), tuple(calls), reason)
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningTags:
+class ReasoningTags(Struct, frozen=True):
     """The texts between which a family's models reason."""
 
     open: str

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
 from aiohttp import web
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Struct, UnsetType, field
+from msgspec.structs import replace
 
 from ...loader.errors import TeneralError
 from ...runtime.errors import CancelledError, ModelError
@@ -45,8 +45,7 @@ if TYPE_CHECKING:
 DRAFTED_TOKENS_HEADER = "Teneral-Drafted-Tokens"
 
 
-@dataclass(slots=True)
-class Tally:
+class Tally(Struct):
     """Tokens of a request, of all its sequences together, as they add up."""
 
     num_tokens: int = 0
@@ -76,8 +75,7 @@ class Tally:
         )
 
 
-@dataclass(slots=True)
-class UnreportedDrafts:
+class UnreportedDrafts(Struct):
     """Drafted tokens, by choice, that no chunk has reported yet."""
 
     _num_drafted: dict[int, int] = field(default_factory=dict)
@@ -95,8 +93,7 @@ class UnreportedDrafts:
 Step = tuple[int, GenerationEvent]  # which sequence, and how it went on
 
 
-@dataclass(slots=True)
-class Outcome:
+class Outcome(Struct):
     """All of one sequence, as it adds up."""
 
     texts: list[str] = field(default_factory=list)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec import Struct
 
 from ...runtime.errors import RequestError
 from ...runtime.step.requests import FirstToken
@@ -32,8 +32,7 @@ MAX_ARGUMENTS_CHARS = 1 << 20  # of all calls of a request
 MAX_ARGUMENT_ITEMS = 1 << 16  # values in one call's
 
 
-@dataclass(frozen=True, slots=True)
-class ChatSettings:
+class ChatSettings(Struct, frozen=True):
     """The server's settings of chats."""
 
     tool_parser: str = "auto"

@@ -30,7 +30,7 @@ import aiohttp
 from ...loader.errors import TeneralError
 from ...loader.process.helper import ProcessContext
 from ...runtime.config import PREFIX, ServeConfig
-from ..http.limits import listen
+from ..http.listening import listen
 from ..standby.handover import Channel, HandoverError, Order
 from .keys import PATH_SETTINGS
 from .repository import Release, absolute

@@ -32,7 +32,7 @@ from ..http.connections import app_runner
 from ..http.edge import request_id_of
 from ..http.errors import as_api_error
 from ..http.keys import ApiKeys, parse_keys
-from ..http.limits import listen
+from ..http.listening import listen
 from ..http.logs import write_json
 from .deployment import Deployment
 from .file import read_pool

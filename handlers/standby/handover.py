@@ -24,8 +24,7 @@ import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...loader.errors import UsageError
 from ...loader.process.helper import ProcessContext, ProcessLimits
@@ -45,8 +44,7 @@ class HandoverError(Exception):
     """The other process is gone, belongs to another user, or violates the protocol."""
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
+class Order(NamedTuple):
     """The content of a hand-over. The receiver closes the open files."""
 
     config: ServeConfig

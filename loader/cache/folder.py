@@ -30,7 +30,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
 FOLDER_PREFIX = "teneral-parts-"  # then the user's number: the folder is private to a user
 LOCK_NAME = "lock"
@@ -55,8 +55,7 @@ class WrongEntryError(OSError):
     """The place of a part holds something else, or a file that this user may not read."""
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
+class _File(NamedTuple):
     used_at_ns: int
     name: str
     size_bytes: int  # on the disk

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ..errors import InsufficientMemoryError
 from ..format.manifest import MAX_PART_BYTES
@@ -21,8 +21,7 @@ from ..process.cpu import available_cores
 from .folder import CacheFolder
 
 
-@dataclass(frozen=True, slots=True)
-class CacheStatistics:
+class CacheStatistics(NamedTuple):
     """Sizes in bytes. `troubles` are sentences for people: why the cache is not, or no longer, used
     as it was meant.
     """
@@ -50,13 +49,13 @@ class Tally:
         """Add to counters, by their names in `CacheStatistics`."""
         with self._lock:
             sums = {name: getattr(self._statistics, name) + amount for name, amount in amounts.items()}
-            self._statistics = replace(self._statistics, **sums)
+            self._statistics = self._statistics._replace(**sums)
 
     def add_trouble(self, sentence: str) -> None:
         """Once each."""
         with self._lock:
             if sentence not in self._statistics.troubles:
-                self._statistics = replace(self._statistics, troubles=(*self._statistics.troubles, sentence))
+                self._statistics = self._statistics._replace(troubles=(*self._statistics.troubles, sentence))
 
     def statistics(self) -> CacheStatistics:
         return self._statistics

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from ...loader.errors import CheckpointError
 from ...loader.format.safetensors import Entry, decode_object
@@ -77,8 +77,7 @@ _TENSOR = re.compile(r"base_model\.model\.model\.layers\.(\d{1,5})\.([A-Za-z0-9_
 _PLAIN = re.compile(r"[A-Za-z0-9_.]{1,256}")
 
 
-@dataclass(frozen=True, slots=True)
-class PeftConfig:
+class PeftConfig(Struct, frozen=True):
     """Of an adapter_config.json: only what changes the result."""
 
     rank: int
@@ -130,8 +129,7 @@ class PeftConfig:
         return self.targets is None or any(_ends(module, target) for target in self.targets)
 
 
-@dataclass(frozen=True, slots=True)
-class ModulePlan:
+class ModulePlan(Struct, frozen=True):
     """One module's two matrices as they are stored."""
 
     module: Module
@@ -144,8 +142,7 @@ class ModulePlan:
         return self.a.shape[0]
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterPlan:
+class AdapterPlan(Struct, frozen=True):
     layers: tuple[tuple[ModulePlan, ...], ...]  # by place, then column
     dtype: DType  # of all arrays in memory
 

@@ -18,7 +18,8 @@ import time
 import traceback
 import weakref
 from collections import OrderedDict, deque
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ...loader.errors import TeneralError, UsageError
 from ...loader.pin import split_pin
@@ -44,8 +45,7 @@ class _UnwantedError(AdapterUnavailableError):
     """All requests for an adapter have ended before there was room for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterStatistics:
+class AdapterStatistics(Struct, frozen=True):
     """A moment's view; totals count from the start."""
 
     loaded: int

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 from ...loader.errors import UsageError
 from ...loader.process.cpu import available_cores
@@ -22,8 +23,7 @@ from ..tensors import CPU
 AUTO, NATIVE, TORCH, TRANSFORMERS = "auto", "native", "torch", "transformers"
 
 
-@dataclass(frozen=True, slots=True)
-class BackendChoice:
+class BackendChoice(Struct, frozen=True):
     """The requested backend, device and precision."""
 
     asked: str = AUTO  # AUTO, TRANSFORMERS or the name of a row

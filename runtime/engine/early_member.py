@@ -5,7 +5,9 @@ events of its drafted and judged tokens. It does not know passes or scheduling.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ...loader.format.manifest import Tier
 from ..step.batch import Epoch, Rows
@@ -14,8 +16,7 @@ from .sequence import Lane
 from .sequence import Sequence as TokenSequence
 
 
-@dataclass(eq=False, slots=True)
-class Member:
+class Member(Struct, eq=False):
     """A sequence in the early phase."""
 
     sequence: TokenSequence

@@ -15,10 +15,10 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+from msgspec import Struct
 
 from ...loader.errors import TeneralError
 from ...loader.timeline import Timeline
@@ -66,8 +66,7 @@ class EncoderLike(Protocol):
         """(N, dim) float32, in the order of the texts. May wait for weights."""
 
 
-@dataclass(frozen=True, slots=True)
-class EmbedderStatistics:
+class EmbedderStatistics(Struct, frozen=True):
     """A snapshot of the counts; totals count from the start."""
 
     queued: int  # unfinished calls
@@ -77,8 +76,7 @@ class EmbedderStatistics:
     embed_s_total: float
 
 
-@dataclass(slots=True, eq=False)
-class _Call:
+class _Call(Struct, eq=False):
     token_lists: list[list[int]]
     future: Future[np.ndarray]
     came_s: float  # on time.monotonic()'s clock
@@ -87,7 +85,7 @@ class _Call:
     # True: its owner can no longer cancel it; False: it was cancelled before.
     claimed: bool | None = None
     # (N, dim) float32, once the first batch gives dim.
-    embeddings: np.ndarray | None = field(default=None)
+    embeddings: np.ndarray | None = None
 
 
 class Embedder:

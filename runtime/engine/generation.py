@@ -12,7 +12,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ..errors import ModelError
 from ..step.requests import FinishReason, GenerationEvent, GenerationRequest, PromptLogprobs, TokenLogprob
@@ -22,8 +23,7 @@ logger = logging.getLogger(__name__)
 OnEvent = Callable[[GenerationEvent], None]
 
 
-@dataclass(frozen=True, slots=True)
-class RequestTimings:
+class RequestTimings(Struct, frozen=True):
     """Times on `time.monotonic()`'s clock; None: not yet."""
 
     queued_s: float
@@ -34,8 +34,7 @@ class RequestTimings:
     finished_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationResult:
+class GenerationResult(Struct, frozen=True):
     """All events of one sequence, combined."""
 
     text: str

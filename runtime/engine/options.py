@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec import Struct, field
 
 from ...loader.errors import UsageError
 from ..errors import ContextLengthError, RequestError
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
     from .arrival import DecoderLike, DecoderLimits
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineOptions:
+class EngineOptions(Struct, frozen=True, kw_only=True):
     """Bounds of an engine. The whole KV pool is reserved; its memory is touched as tokens are
     stored.
     """
@@ -109,8 +109,7 @@ class EngineOptions:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStatistics:
+class EngineStatistics(Struct, frozen=True):
     """A snapshot of the counts; totals count from the engine's start."""
 
     running: int

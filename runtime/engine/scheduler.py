@@ -27,8 +27,9 @@ from __future__ import annotations
 import enum
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
+
+from msgspec import Struct
 
 T = TypeVar("T")
 
@@ -70,16 +71,14 @@ SequenceT = TypeVar("SequenceT", bound=Schedulable)
 OLDEST_SHARE = 4
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
+class SchedulerLimits(Struct, frozen=True):
     max_running: int
     max_step_tokens: int
     max_prefill_tokens: int  # of a step with decoding sequences
     block_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class Share(Generic[SequenceT]):
+class Share(Struct, Generic[SequenceT], frozen=True):
     """One sequence's part of a step: its next `num_tokens` tokens, which need `num_new_blocks` more
     blocks.
     """
@@ -91,8 +90,7 @@ class Share(Generic[SequenceT]):
     is_last: bool
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan(Generic[SequenceT]):
+class StepPlan(Struct, Generic[SequenceT], frozen=True):
     """A plan, to be applied in this order."""
 
     # The latest admitted first, so that they return to the front of the queue.
@@ -125,8 +123,7 @@ def plan_step(
     return StepPlan(tuple(step.preempted), tuple(step.admitted), shares)
 
 
-@dataclass(frozen=True, slots=True)
-class Prospect:
+class Prospect(Struct, frozen=True):
     """A waiting sequence as it would be planned with the cached blocks of its prefix."""
 
     num_tokens: int

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+from msgspec import Struct
 
 from ..step.batch import Rows
 from .sequence import Sequence
@@ -31,8 +32,7 @@ USUAL_ACCEPTANCE = 0.9
 USUAL_WEIGHT = 10
 
 
-@dataclass(slots=True)
-class Acceptance:
+class Acceptance(Struct):
     """The rate of confirmed proposals, among those whose predecessors were all confirmed."""
 
     num_judged: int = 0
@@ -87,8 +87,7 @@ class PassLike(Protocol):
     def without(self, numbers: Collection[int]) -> Any: ...
 
 
-@dataclass(slots=True)
-class Sent:
+class Sent(Struct):
     """A pass and its sequences, in the order of its batch's spans."""
 
     under_way: PassLike

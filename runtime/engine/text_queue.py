@@ -13,8 +13,9 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from msgspec import Struct
 
 # The fixed cost of a pass, in tokens: reading all weights. With MiniLM's shape on a CPU it is 22.
 PASS_TOKENS = 24
@@ -22,8 +23,7 @@ PASS_TOKENS = 24
 Owner = TypeVar("Owner", bound=Hashable)
 
 
-@dataclass(slots=True)
-class _Waiting:
+class _Waiting(Struct):
     age: int  # lower is older
     num_texts: int
 

@@ -28,9 +28,10 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain
 from typing import Generic, Protocol, TypeVar
+
+from msgspec import Struct
 
 from ..step.requests import Priority
 
@@ -55,8 +56,7 @@ class Queued(Protocol):
 QueuedT = TypeVar("QueuedT", bound=Queued)
 
 
-@dataclass(slots=True)
-class Account:
+class Account(Struct):
     """The account of one tenant."""
 
     served: float  # tokens, those of answers `OUTPUT_WEIGHT` times

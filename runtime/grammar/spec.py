@@ -11,8 +11,9 @@ from __future__ import annotations
 import enum
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ..errors import GrammarError, RequestError
 from .json_schema.unique_items import MARK
@@ -149,8 +150,7 @@ class GrammarKind(enum.StrEnum):
     GBNF = "gbnf"
 
 
-@dataclass(frozen=True, slots=True)
-class GrammarSpec:
+class GrammarSpec(Struct, frozen=True):
     """A grammar to compile. Hashable: equal values are compiled once. Make it with one of the class
     methods.
     """

@@ -9,14 +9,14 @@ module knows nothing of tokens, tensors or threads; the caller serialises access
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+
+from msgspec import Struct
 
 from ..step.batch import Epoch
 
 
-@dataclass(frozen=True, slots=True)
-class BlockStatistics:
+class BlockStatistics(Struct, frozen=True):
     """A snapshot of the counts. `num_shared` counts blocks with more than one reference."""
 
     num_blocks: int

@@ -35,8 +35,9 @@ import time
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice
+
+from msgspec import Struct
 
 from ..step.batch import Epoch
 from .blocks import BlockAllocator
@@ -117,8 +118,7 @@ def _num_equal(some: Sequence[int], others: Sequence[int]) -> int:
     return number
 
 
-@dataclass(slots=True)
-class Entry:
+class Entry(Struct):
     """The usage of one block."""
 
     parent: bytes | None  # None: the block is the first of its chain
@@ -219,8 +219,7 @@ def chain_hash(previous: bytes, tokens: Sequence[int]) -> bytes:
     return hashlib.sha256(previous + array("q", tokens).tobytes()).digest()
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixStatistics:
+class PrefixStatistics(Struct, frozen=True):
     """A snapshot of the blocks; totals count from the start. Tokens are those of prompts that were
     looked up.
     """

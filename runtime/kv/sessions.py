@@ -16,7 +16,8 @@ from __future__ import annotations
 import enum
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from .prefixes import PrefixCache
 
@@ -34,8 +35,7 @@ class Unpinned(enum.StrEnum):
     PRESSURE = "pressure"  # sequences needed the memory
 
 
-@dataclass(frozen=True, slots=True)
-class SessionStatistics:
+class SessionStatistics(Struct, frozen=True):
     """A snapshot of the counts; totals count from the start."""
 
     num_sessions: int
@@ -45,8 +45,7 @@ class SessionStatistics:
     unpinned_total: Mapping[Unpinned, int]
 
 
-@dataclass(slots=True)
-class _Session:
+class _Session(Struct):
     blocks: tuple[int, ...]
     used_s: float
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from .blocks import BlockAllocator
 from .prefixes import PrefixCache, PrefixLedger
@@ -19,8 +20,7 @@ from .sessions import SessionStatistics
 MAX_CHAINS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class ChainView:
+class ChainView(Struct, frozen=True):
     """One cached chain. Its counts of requests, sequences and sessions are those of its first
     block.
     """
@@ -34,8 +34,7 @@ class ChainView:
     num_pinned_blocks: int
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixView:
+class PrefixView(Struct, frozen=True):
     """A stretch of blocks that the shown chains run through without branching: a node of their tree."""
 
     parent: int | None  # index of the node before it; None: a beginning
@@ -47,8 +46,7 @@ class PrefixView:
     num_sessions: int  # that pin it
 
 
-@dataclass(frozen=True, slots=True)
-class PoolView:
+class PoolView(Struct, frozen=True):
     """A snapshot of the pool. Each block is free, idle, pinned or in use."""
 
     num_blocks: int

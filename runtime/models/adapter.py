@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 from ..tensors import Tensor
 from .decoder_config import DecoderConfig
@@ -26,8 +27,7 @@ class Place(enum.IntEnum):
     DOWN = 3
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AdapterPart:
+class AdapterPart(Struct, frozen=True, eq=False):
     """Columns [first, first + num_out) of a projection's output gain factor · low @ b."""
 
     b: Tensor  # (rank, num_out) F32 or BF16: B, transposed
@@ -43,16 +43,14 @@ class AdapterPart:
         return self.b.shape[1]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AdapterSite:
+class AdapterSite(Struct, frozen=True, eq=False):
     """Its addition to one projection: low = x @ a.T, whose columns belong to the parts in turn."""
 
     a: Tensor  # (ranks of all parts together, num_in) F32 or BF16
     parts: tuple[AdapterPart, ...]  # ascending by `first`, none over another
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
-class AdapterWeights:
+class AdapterWeights(Struct, frozen=True, eq=False, weakref=True):
     layers: tuple[
         Mapping[Place, AdapterSite], ...
     ]  # of each layer of the model; most have all places or none
@@ -79,8 +77,7 @@ class Adapter(Protocol):
         """True if that layer is there, now or within this time; None: however long. Raises the load's error."""
 
 
-@dataclass(frozen=True, slots=True)
-class Module:
+class Module(Struct, frozen=True):
     """A module of one layer that an adapter may change, as a checkpoint names it: "self_attn.q_proj"."""
 
     name: str

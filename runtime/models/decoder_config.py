@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from .fields import ACTIVATIONS, MAX_EXPERTS, MAX_HEAD_DIM, MAX_WIDTH, Fields, family_of, shape_of
 from .quantization_config import QuantizationConfig, compute_dtype
@@ -65,16 +67,14 @@ class LayerRotary(enum.StrEnum):
     NONE = "none"  # they are not turned
 
 
-@dataclass(frozen=True, slots=True)
-class ClampedSwiglu:
+class ClampedSwiglu(Struct, frozen=True):
     """g / (1 + exp(-alpha · g)) · (u + 1), rounded once, of g = min(gate, limit) and u = up clipped to ±limit."""
 
     alpha: float
     limit: float
 
 
-@dataclass(frozen=True, slots=True)
-class Experts:
+class Experts(Struct, frozen=True):
     """A mixture of experts in place of a layer's MLP: each token goes through those few whose scores are highest.
 
     Scores are the router's, in the model's dtype; weights are their softmax in fp32. Outputs are rounded once they are
@@ -91,8 +91,7 @@ class Experts:
     swiglu: ClampedSwiglu | None = None  # in place of activation(gate) · up
 
 
-@dataclass(frozen=True, slots=True)
-class LayerNames:
+class LayerNames(Struct, frozen=True):
     """A layer's tensors in a checkpoint, after "model.layers.0.". None: the layer has no such norm."""
 
     attention_norm: str | None = "input_layernorm"
@@ -108,8 +107,7 @@ class LayerNames:
     stacked_experts: str | None = None  # all of a layer's in one tensor each: `stacked_experts.py`
 
 
-@dataclass(frozen=True, slots=True)
-class DecoderConfig:
+class DecoderConfig(Struct, frozen=True):
     """A decoder. Counts are at least 1; `num_kv_heads` divides `num_heads`. Defaults are those of the Llama family."""
 
     family: str  # a key of FAMILY_MODULES

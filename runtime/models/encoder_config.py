@@ -10,9 +10,11 @@ numpy.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ..errors import ModelError
 from .decoder_config import decoder_architectures
@@ -24,8 +26,7 @@ MAX_LABELS = 1 << 16
 MAX_BUCKETS = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderFamily:
+class EncoderFamily(Struct, frozen=True):
     """The module that reads a `model_type`, and the architectures whose weights this code can run."""
 
     module: str
@@ -62,8 +63,7 @@ FAMILIES: dict[str, EncoderFamily] = {
 ENCODERS = {name: (*family.architectures, family.classifier) for name, family in FAMILIES.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderNames:
+class EncoderNames(Struct, frozen=True):
     """An encoder's tensors in a checkpoint, without ".weight" and ".bias". Defaults are those of BERT.
 
     Several names of one projection are stacked in their order; one name is a matrix of all of them.
@@ -89,8 +89,7 @@ class EncoderNames:
     scores: str = "classifier.out_proj"
 
 
-@dataclass(frozen=True, slots=True)
-class PositionBias:
+class PositionBias(Struct, frozen=True):
     """A number for each head and each distance of two tokens, in buckets, that is added to their scaled score.
 
     Half of the buckets are for keys behind the query. Of each half, the first half has a bucket a distance, and the
@@ -101,8 +100,7 @@ class PositionBias:
     max_distance: int
 
 
-@dataclass(frozen=True, slots=True)
-class Disentangled:
+class Disentangled(Struct, frozen=True):
     """Scores of content with position and of position with content (DeBERTa, arXiv 2006.03654, equation 4).
 
     A distance has a bucket in [0, 2 · span). Within span / 2 each has its own; where `max_distance` is given those
@@ -113,8 +111,7 @@ class Disentangled:
     max_distance: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderConfig:
+class EncoderConfig(Struct, frozen=True):
     """An encoder, and how its token states become one embedding or a row of scores. Defaults are those of BERT."""
 
     family: str  # a key of FAMILIES

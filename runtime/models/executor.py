@@ -8,11 +8,12 @@ others: nothing is computed silently wrong.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from ..kv.kinds import KVKind
 from ..step.batch import Int64s, StepBatch
@@ -119,8 +120,7 @@ class StripExecutor(Executor, Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TextBatch:
+class TextBatch(Struct, frozen=True, eq=False):
     """Texts as tokens, back to back, without padding."""
 
     tokens: Int64s  # (T,)
@@ -148,8 +148,7 @@ class EncoderExecutor(Protocol):
         """(N, spec.num_columns): pooled and normalised states, or a classifier's scores. A new array."""
 
 
-@dataclass(frozen=True, slots=True)
-class ComputeDtype:
+class ComputeDtype(Struct, frozen=True):
     """The compute dtype that a backend has chosen, with the reason."""
 
     stored: DType  # of the weights that are not integers
@@ -231,12 +230,11 @@ def refusal_of(
     return None
 
 
-def _fields_of(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
+def _fields_of(value: Struct, prefix: str = "") -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
-    for field in fields(value):
-        inner = getattr(value, field.name)
-        if is_dataclass(inner):
-            found += _fields_of(inner, f"{prefix}{field.name}.")
+    for name, inner in asdict(value).items():
+        if isinstance(inner, Struct):
+            found += _fields_of(inner, f"{prefix}{name}.")
         else:
-            found.append((f"{prefix}{field.name}", inner))
+            found.append((f"{prefix}{name}", inner))
     return found

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from ...loader.format.nibbles import RUN, pack_nibbles
 from ..errors import ModelError
@@ -37,8 +37,7 @@ Int64s = npt.NDArray[np.int64]
 _ZEROS = {np.dtype(np.uint8): DType.U8, np.dtype(np.int16): DType.I16}
 
 
-@dataclass(frozen=True, slots=True)
-class GptqAwqMatrix:
+class GptqAwqMatrix(Struct, frozen=True):
     """The tensors of one matrix (num_out, num_in), called `name`, and how to read them."""
 
     name: str
@@ -64,8 +63,7 @@ class GptqAwqMatrix:
         return self.qweight.shape[0] if self.is_awq else self.qweight.shape[0] * 32 // self.bits
 
 
-@dataclass(frozen=True, slots=True)
-class ConvertedMatrix:
+class ConvertedMatrix(Struct, frozen=True):
     """`weight`, `scale` (fp32) and `zero` as `IntegerMatrix` has them, for columns in the order `columns`, (num_in,);
     None is the order in which they come.
     """

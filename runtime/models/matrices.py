@@ -7,11 +7,11 @@ of its layer is open. Nothing here is copied or computed, but for matrices of GP
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from ..errors import ModelError
 from ..tensors import DType, Tensor
@@ -82,8 +82,7 @@ def for_format(table: Mapping[type[Any], Made], matrix: Matrix, backend: str) ->
     return found
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DenseMatrix:
+class DenseMatrix(Struct, frozen=True, eq=False):
     """y = x @ weight.T + bias."""
 
     weight: Tensor  # (N, K) BF16, F16 or F32
@@ -113,8 +112,7 @@ class DenseMatrix:
         return DenseMatrix(weight, bias)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class IntegerMatrix:
+class IntegerMatrix(Struct, frozen=True, eq=False):
     """y = x @ w.T + bias of w (N, K) = (q - zero) · scale, with a scale for each of G equal groups of a row.
 
     docs/quantize.md, "The layout", is the norm.
@@ -173,8 +171,7 @@ def _whole(tensors: Sequence[Tensor | None]) -> Tensor | None:
 MXFP4_GROUP = 32  # columns that share a scale
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Mxfp4Matrix:
+class Mxfp4Matrix(Struct, frozen=True, eq=False):
     """y = x @ w.T + bias of w (N, K) in MXFP4, as the OCP's Microscaling Formats 1.0 define it: E2M1 elements, and an
     E8M0 scale for each 32 columns. Rows of all tensors may lie apart, equally far.
     """
@@ -227,8 +224,7 @@ class Projection(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StoredProjection:
+class StoredProjection(Struct, frozen=True, eq=False):
     """Matrices that are used where the loader put them: one, where their rows lie back to back."""
 
     parts: tuple[Matrix, ...]
@@ -253,22 +249,19 @@ class StoredProjection:
         return self.parts
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class EmbeddingTable:
+class EmbeddingTable(Struct, frozen=True, eq=False):
     """A row for each token: floats, or int8 times the scales of its groups, rounded to the spec's dtype."""
 
     weight: Tensor  # (vocab, hidden) BF16, F16, F32, or I8
     scale: Tensor | None = None  # (vocab, G) BF16, F16 or F32, where the weight is I8; G divides hidden
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ExpertWeights:
+class ExpertWeights(Struct, frozen=True, eq=False):
     gate_up: Projection  # gate, then up
     down: Projection
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DecoderLayerWeights:
+class DecoderLayerWeights(Struct, frozen=True, eq=False):
     """Norm weights are (size,) of any of BF16, F16, F32. `Norm.RMS` rounds them to the spec's dtype first."""
 
     attention_norm: Tensor | None  # (hidden,)
@@ -289,8 +282,7 @@ class DecoderLayerWeights:
     sinks: Tensor | None = None  # (num_heads,)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DecoderWeights:
+class DecoderWeights(Struct, frozen=True, eq=False):
     """A decoder's weights, with the gates behind which they become readable."""
 
     embeddings: EmbeddingTable
@@ -308,16 +300,14 @@ class DecoderWeights:
         return self.embeddings.weight.device
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerNormWeights:
+class LayerNormWeights(Struct, frozen=True, eq=False):
     """(hidden,) each, of any of BF16, F16, F32."""
 
     weight: Tensor
     bias: Tensor | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class EncoderLayerWeights:
+class EncoderLayerWeights(Struct, frozen=True, eq=False):
     qkv: Projection
     output: Projection
     attention_norm: LayerNormWeights | None  # None: the layer's attention takes x itself
@@ -327,8 +317,7 @@ class EncoderLayerWeights:
     gate: Gate
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class EncoderWeights:
+class EncoderWeights(Struct, frozen=True, eq=False):
     """An encoder's weights; a classifier's have `dense` and `scores`. None: the model has none of the kind."""
 
     words: Tensor  # (vocab, hidden)

@@ -8,8 +8,9 @@ and those in another order, are refused by name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ..errors import ModelError
 from .fields import Fields
@@ -33,8 +34,7 @@ _ACTIVATIONS = {"Identity": "", "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu", 
 _MAX_WIDTH = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class Dense:
+class Dense(Struct, frozen=True):
     """A layer that embeddings pass through: activation(x @ weight.T + bias)."""
 
     folder: str  # one of DENSE_FOLDERS, which holds its weights
@@ -44,8 +44,7 @@ class Dense:
     activation: str  # "tanh", or one of the names that config.json files use; "": none
 
 
-@dataclass(frozen=True, slots=True)
-class SentenceConfig:
+class SentenceConfig(Struct, frozen=True):
     """From token states to an embedding."""
 
     pooling: str  # one of POOLING_MODES

@@ -10,9 +10,10 @@ integers, with `X.qweight` those of GPTQ or AWQ (docs/quantize.md).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from ...loader.format.nibbles import RUN
 from ..errors import ModelError
@@ -39,8 +40,7 @@ class StoredFormat(NamedTuple):
     take: Callable[[Parameters, str, int, int, bool], Matrix]  # name, num_in, num_out, with a bias
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class JoinedProjection:
+class JoinedProjection(Struct, frozen=True, eq=False):
     """Projections of different kinds, side by side: some matrices are of GPTQ or AWQ, and others are not."""
 
     parts: tuple[Projection, ...]

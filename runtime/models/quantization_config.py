@@ -5,7 +5,7 @@ Shapes are those of the tensors, which determine the rest. Unsupported settings 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from ..errors import ModelError
 from .fields import Fields
@@ -19,8 +19,7 @@ _HINT = (
 _MAX_GROUP = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizationConfig:
+class QuantizationConfig(Struct, frozen=True):
     """`group_size` None is one group a row."""
 
     method: str  # one of METHODS

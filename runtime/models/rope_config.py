@@ -9,8 +9,9 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ..errors import ModelError
 from .fields import Fields
@@ -33,8 +34,7 @@ class RopeType(enum.StrEnum):
     LONGROPE = "longrope"  # each divided by a factor of its own, with others beyond the pretraining's context
 
 
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
+class RopeConfig(Struct, frozen=True):
     """Parameters of one rotary embedding; those that its type does not use keep their defaults."""
 
     rope_type: RopeType

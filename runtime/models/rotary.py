@@ -10,10 +10,10 @@ long ones for all positions where longer contexts are admitted.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from .rope_config import RopeConfig, RopeType
 
@@ -22,8 +22,7 @@ Floats = npt.NDArray[np.float32]
 _ROWS_AT_A_TIME = 4_096
 
 
-@dataclass(frozen=True, slots=True)
-class Rotary:
+class Rotary(Struct, frozen=True):
     """The first `dim` numbers of each query and key head turn by position · frequency.
 
     Number i pairs with number i + dim / 2, or `interleaved` number 2 i with number 2 i + 1. What turns them is

@@ -6,17 +6,16 @@ Pure. It knows no tokens and no way to compute a model.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 Floats = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreFunctions:
+class ScoreFunctions(Struct, frozen=True):
     """Of one classifier."""
 
     labels_exclude_each_other: bool = True  # unless config.json has several labels apply to one text

@@ -8,10 +8,10 @@ else. An executor lists every field that it implements, and refuses a spec with 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from msgspec import Struct
 
 from ..kv.storage import PoolShape
 from ..tensors import DType, from_float32, to_float32
@@ -58,8 +58,7 @@ class Pooling(enum.StrEnum):
     WEIGHTED_MEAN = "weightedmean"  # token p, from 1, counts p times
 
 
-@dataclass(frozen=True, slots=True)
-class DecoderSpec:
+class DecoderSpec(Struct, frozen=True):
     """A decoder whose layers are x + attention(norm(x)), then x + down(activation(gate(y)) · up(y)) of y = norm(x).
 
     Where there are output norms, what attention and MLP add to x is normalised first, and then scaled. Keys and values
@@ -166,16 +165,14 @@ def _rounded(number: float, dtype: DType) -> float:
     return float(to_float32(from_float32(wide, dtype), dtype)[0])
 
 
-@dataclass(frozen=True, slots=True)
-class DenseSpec:
+class DenseSpec(Struct, frozen=True):
     """activation(x @ weight.T + bias) of embeddings, in fp32."""
 
     num_out: int
     activation: Activation | None
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderSpec:
+class EncoderSpec(Struct, frozen=True):
     """An encoder whose layers are x = norm(x + attention(x)), then norm(x + mlp(x)); or, with `pre_norm`,
     x + attention(norm(x)), then x + mlp(norm(x)), where the first layer's attention takes x itself.
 

@@ -17,10 +17,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
+from msgspec import Struct, field
 
 from ...loader.errors import TeneralError
 from ...loader.memory.limits import MIB, available_bytes
@@ -70,8 +70,7 @@ class Lifetime(Protocol):
     def wait(self, future: Future[Arrays]) -> Arrays: ...
 
 
-@dataclass(frozen=True, slots=True)
-class OnnxStatistics:
+class OnnxStatistics(Struct, frozen=True):
     """A moment's view; totals count from the start."""
 
     queued: int  # calls that have not ended
@@ -82,8 +81,7 @@ class OnnxStatistics:
     is_whole: bool  # the prepacked session computes
 
 
-@dataclass(slots=True, eq=False)
-class _Call:
+class _Call(Struct, eq=False):
     inputs: Arrays
     rows: int | None  # along the batch dimension; None: it shares no run
     key: tuple[Any, ...]  # calls with equal keys can share a run

@@ -8,8 +8,9 @@ know how the engine selects sequences.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+from msgspec import Struct
 
 from ...loader.timeline import Timeline
 from .batch import Rows, StepBatch, build_batch
@@ -24,8 +25,7 @@ OnLayer = Callable[[int, str, float, float], None]
 EXPERT_WAIT = "wait for experts"
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceStatistics:
+class DeviceStatistics(Struct, frozen=True):
     """A snapshot of a device's memory, in bytes, and of its work. Counts are from the engine's
     start.
     """
@@ -79,8 +79,7 @@ class Backend(Protocol):
     def statistics(self) -> DeviceStatistics | None: ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BackendOptions:
+class BackendOptions(Struct, frozen=True, kw_only=True):
     """The engine's settings that a backend may rely on."""
 
     block_size: int

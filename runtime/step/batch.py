@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
+from msgspec.structs import replace
 
 if TYPE_CHECKING:
     from .logprobs import PromptScores
@@ -26,8 +27,7 @@ class LaneLike(Protocol):
     adapter: Any  # as `SequenceSpan` has it
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(Struct, frozen=True):
     """The tokens [first, end) of one sequence, whose lane holds the blocks for their keys and
     values.
 
@@ -102,8 +102,7 @@ class Epoch(enum.IntEnum):
     EXACT = 1
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceSpan:
+class SequenceSpan(Struct, frozen=True):
     """One sequence's share of a step: rows [start, start + length) of the batch.
 
     `context_len` counts the tokens that its KV blocks hold once this step's rows are written (cached +
@@ -118,8 +117,7 @@ class SequenceSpan:
     adapter: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredRows:
+class ScoredRows(Struct, frozen=True):
     """Rows [start, start + length) of the batch, a prompt's tokens from `position` on, whose logits
     go to `scores`.
     """
@@ -130,8 +128,7 @@ class ScoredRows:
     length: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepBatch:
+class StepBatch(Struct, frozen=True, eq=False):
     """T tokens of all sequences together, and R rows whose logits are needed. All arrays are
     contiguous.
     """

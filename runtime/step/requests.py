@@ -6,8 +6,9 @@ import enum
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from msgspec import Struct, field
 
 from ...loader.errors import TeneralError
 from ..errors import RequestError
@@ -62,8 +63,7 @@ class Priority(enum.StrEnum):
     BATCH = "batch"
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(Struct, frozen=True):
     """Parameters of choosing the next token. The defaults are plain sampling from the model's
     distribution.
 
@@ -119,8 +119,7 @@ class SamplingParams:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationRequest:
+class GenerationRequest(Struct, frozen=True):
     """One sequence to generate. The prompt includes its special tokens."""
 
     request_id: str
@@ -188,8 +187,7 @@ class GenerationRequest:
         return (self.tenant, self.cache_salt, self.session) if self.session else None
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(Struct, frozen=True):
     """Natural logarithms under the model's own distribution (after penalties and bias, before temperature
     and filters).
     """
@@ -199,8 +197,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()  # (token, logprob), best first
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PromptLogprobs:
+class PromptLogprobs(Struct, frozen=True, eq=False):
     """Log probabilities of the N tokens of a prompt after the first, each with the k best
     alternatives.
     """
@@ -228,8 +225,7 @@ class PromptLogprobs:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationEvent:
+class GenerationEvent(Struct, frozen=True):
     """The progress of one sequence. `text` is whole characters only; it may be '' while a character
     or a possible stop string is incomplete. The last event has a `finish_reason`; with ERROR it has
     the `error`.

@@ -11,10 +11,10 @@ from __future__ import annotations
 import copy
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import Struct
 
 from ..errors import GrammarError, ModelError
 from ..grammar.matcher import Matcher
@@ -198,8 +198,7 @@ class SamplingState:
         return self.grammar.forced()
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Struct, frozen=True):
     """A token chosen for a sequence."""
 
     token: int

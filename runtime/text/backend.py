@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..errors import ContextLengthError, ModelError, RequestError
 from .pieces import max_token_bytes
@@ -26,8 +25,7 @@ MAX_TOKEN = 1 << 32
 MAX_SMALL_FILE_BYTES = 256 << 10
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedPair:
+class EncodedPair(NamedTuple):
     """N tokens. A single text is a pair without its second part."""
 
     tokens: tuple[int, ...]

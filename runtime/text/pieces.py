@@ -15,10 +15,10 @@ and some tokenizers strip or join spaces: for these there is no bound.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from typing import Any
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple
 
 REPLACEMENT = "\ufffd"
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -31,36 +31,52 @@ _KEEPING_NORMALIZERS = frozenset(("NFC", "Prepend", "Replace"))
 _KEEPING_SPLITS = frozenset(("ByteLevel", "Split", "Digits", "Metaspace"))
 
 
-@dataclass(frozen=True, slots=True)
-class PieceTable:
-    """A decoding table. `pieces[token]` are the token's bytes; `byte_tokens` are single bytes of
-    characters that have no piece.
+class PieceTable(NamedTuple):
+    """A decoding table. `byte_tokens` are single bytes of characters that have no piece.
+
+    The tokens' bytes are one text: objects of their own would take 7 MB for 152,000 tokens.
     """
 
-    pieces: list[bytes]
+    data: bytes  # of all tokens, one after another
+    bounds: array[int]  # (num_tokens + 1,) uint32: a token's are data[bounds[token] : bounds[token + 1]]
     special: frozenset[int]
     byte_tokens: frozenset[int]
     # The tokenizer adds that number of spaces at the start.
     strip_spaces: int
 
+    @classmethod
+    def of(
+        cls,
+        pieces: Sequence[bytes],
+        special: frozenset[int],
+        byte_tokens: frozenset[int] = frozenset(),
+        strip_spaces: int = 0,
+    ) -> PieceTable:
+        """The table of `pieces[token]`, the token's bytes."""
+        bounds = array("I", accumulate(map(len, pieces), initial=0))
+        return cls(b"".join(pieces), bounds, special, byte_tokens, strip_spaces)
+
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Decode like `Backend.decode`."""
-        pieces, special = self.pieces, self.special
-        known = [token for token in tokens if 0 <= token < len(pieces)]
+        num_tokens, special = len(self.bounds) - 1, self.special
+        known = [token for token in tokens if 0 <= token < num_tokens]
         if skip_special_tokens:
             known = [token for token in known if token not in special]
-        if self.byte_tokens:
-            text = "".join(self._runs(known))
-        else:
-            text = b"".join([pieces[token] for token in known]).decode("utf-8", "replace")
+        text = (
+            "".join(self._runs(known)) if self.byte_tokens else self._joined(known).decode("utf-8", "replace")
+        )
         for _ in range(self.strip_spaces):
             text = text.removeprefix(" ")
         return text
 
+    def _joined(self, tokens: Iterable[int]) -> bytes:
+        data, bounds = self.data, self.bounds
+        return b"".join([data[bounds[token] : bounds[token + 1]] for token in tokens])
+
     def _runs(self, tokens: list[int]) -> Iterator[str]:
         """Decode runs of byte tokens: each is one text, or a replacement character for each byte."""
         for is_bytes, run in groupby(tokens, self.byte_tokens.__contains__):
-            data = b"".join([self.pieces[token] for token in run])
+            data = self._joined(run)
             if not is_bytes:
                 yield data.decode("utf-8")
                 continue
@@ -83,7 +99,7 @@ def make_piece_table(
         alphabet = _byte_translation()
         for piece, token in vocabulary.items():
             pieces[token] = _byte_level(piece, alphabet)
-        return PieceTable(pieces, special, frozenset(), 0)
+        return PieceTable.of(pieces, special)
     strip_spaces = _sentencepiece_strip(decoder)
     if strip_spaces is None:
         return None
@@ -94,7 +110,7 @@ def make_piece_table(
             byte_tokens.add(token)
         else:
             pieces[token] = piece.replace("▁", " ").encode()
-    return PieceTable(pieces, special, frozenset(byte_tokens), strip_spaces)
+    return PieceTable.of(pieces, special, frozenset(byte_tokens), strip_spaces)
 
 
 def byte_alphabet() -> dict[int, int]:

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...loader.errors import UsageError
 from ..errors import ModelError
@@ -18,8 +17,7 @@ MAX_TEMPLATE_BYTES = 256 << 10  # of a file that replaces the model's own
 Files = Callable[[str], bytes | None]
 
 
-@dataclass(frozen=True, slots=True)
-class TextSettings:
+class TextSettings(NamedTuple):
     special_tokens: dict[str, str]  # "bos_token" and so on → its text
     templates: dict[str, str]  # chat templates by name; empty if the model has none
     # The ones that the model's own files name; the tokenizer's is added to them.
@@ -27,7 +25,7 @@ class TextSettings:
 
     def with_template(self, text: str) -> TextSettings:
         """The settings with this chat template, for requests with tools and without."""
-        return replace(self, templates={"default": text})
+        return self._replace(templates={"default": text})
 
     @classmethod
     def read(cls, files: Files) -> TextSettings:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from teneral.runtime.engine.engine import Engine
 from teneral.runtime.step.requests import FirstToken, GenerationEvent, GenerationRequest

@@ -5,7 +5,7 @@ All that a family needs is this file and its row.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from teneral.runtime.models.decoder_config import DecoderConfig, LayerNames, read_common
 from teneral.runtime.models.fields import Fields

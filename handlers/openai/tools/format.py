@@ -13,10 +13,10 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from msgspec import Struct, field
 
 from .functions import Property
 
@@ -81,14 +81,12 @@ class NotACallError(Exception):
     """The text is no call of this format. Never leaves the package."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(Struct, frozen=True):
     name: str
     arguments: str  # a JSON object
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(Struct, frozen=True):
     """The exact text around a call's name and arguments, as grammars have it: calls are
     `first`, then each `before_name` NAME `before_arguments` OBJECT `after_arguments`, with `separator` between them,
     then `last`.
@@ -155,8 +153,7 @@ def call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-@dataclass(frozen=True, slots=True)
-class ToolFormat:
+class ToolFormat(Struct, frozen=True):
     """One way to write calls."""
 
     name: str  # as `--tool-parser` has it
@@ -174,8 +171,7 @@ class ToolFormat:
     given_id: Callable[[str], str] = field(default=lambda given: given)
 
 
-@dataclass(slots=True)
-class _Head:
+class _Head(Struct):
     """A call that has begun: its name, and where its arguments are."""
 
     name: str

@@ -13,8 +13,9 @@ import enum
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ....runtime.errors import RequestError
 from ....runtime.grammar.spec import GrammarSpec
@@ -83,8 +84,7 @@ class ToolMode(enum.Enum):
     REQUIRED = enum.auto()  # calls, one at least
 
 
-@dataclass(frozen=True, slots=True)
-class Function:
+class Function(Struct, frozen=True):
     name: str
     parameters: Mapping[str, Any]  # the schema as the request has it
     is_strict: bool
@@ -95,8 +95,7 @@ class Function:
         return GrammarSpec.json_schema(arguments_schema(self.parameters), param=self.param)
 
 
-@dataclass(frozen=True, slots=True)
-class ToolPlan:
+class ToolPlan(Struct, frozen=True):
     """The calls that an answer may have."""
 
     mode: ToolMode = ToolMode.NONE
@@ -267,8 +266,7 @@ def _with_functions(
     return [{"role": "system", "content": text}, *messages]
 
 
-@dataclass(frozen=True, slots=True)
-class Property:
+class Property(Struct, frozen=True):
     """One argument of a function."""
 
     name: str

@@ -15,8 +15,10 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ....runtime.text.detokenizer import open_length
 from ..deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
@@ -68,8 +70,7 @@ class Place(enum.Enum):
     TEXT = enum.auto()
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(Struct, frozen=True):
     """The header of a message, as far as it is known."""
 
     role: str = ASSISTANT
@@ -93,8 +94,7 @@ class Header:
         return self.role not in _OTHER_ROLES and not self.role.startswith(NAMESPACE)
 
 
-@dataclass(frozen=True, slots=True)
-class PromptEnd:
+class PromptEnd(Struct, frozen=True):
     """The place in a conversation where a prompt ends, with the header of its last message up to there."""
 
     place: Place

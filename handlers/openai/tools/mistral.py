@@ -4,11 +4,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import re
 import secrets
 import string
+
+from msgspec.structs import replace
 
 from .format import (
     SPACES,
@@ -112,7 +113,7 @@ LIST = ToolFormat(
     new_id=new_id,
     given_id=given_id,
 )
-NAMED = dataclasses.replace(
+NAMED = replace(
     LIST,
     shape=Shape(before_name=OPENER, before_arguments=ARGUMENTS, after_arguments="", separator=""),
 )

@@ -11,10 +11,11 @@ import json
 import os
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from msgspec import Struct
 
 from ....loader.errors import TeneralError
 from ....runtime.errors import HandlerError, ResultError
@@ -53,8 +54,7 @@ class ResponseTooLargeError(TeneralError):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(Struct, frozen=True):
     """An error as it is reported."""
 
     error_type: str

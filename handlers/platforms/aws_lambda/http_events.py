@@ -16,9 +16,10 @@ import enum
 import http
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlencode
+
+from msgspec import Struct
 
 from ....runtime.errors import RequestError
 
@@ -98,8 +99,7 @@ def _kind_of_request(event: dict[str, Any], surroundings: dict[str, Any]) -> Eve
     return EventKind.DIRECT
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Struct, frozen=True):
     """A request. `target` is path and query, as sent."""
 
     method: str
@@ -111,8 +111,7 @@ class Request:
         return next((value for key, value in self.headers if key.lower() == name), None)
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(Struct, frozen=True):
     """The head of a response."""
 
     status: int

@@ -17,8 +17,9 @@ import json
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Self
+
+from msgspec import Struct
 
 from .... import __version__
 from ....loader.errors import TeneralError, UsageError
@@ -64,8 +65,7 @@ class RuntimeApiError(TeneralError):
         return not 400 <= self.status < 500
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Struct, frozen=True):
     """An answer. `headers` have lower-case names; of several with one name, the last."""
 
     status: int
@@ -318,8 +318,7 @@ def _text_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-@dataclass(frozen=True, slots=True)
-class Invocation:
+class Invocation(Struct, frozen=True):
     request_id: str
     body: bytes
     content_type: str | None = None

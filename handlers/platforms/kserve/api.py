@@ -11,13 +11,12 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from aiohttp import web
-from msgspec import UNSET
+from msgspec import UNSET, Struct
 
 from ....runtime.errors import CancelledError, RequestError, UnloadedError
 from ...function.context import Context
@@ -73,8 +72,7 @@ INLINE_BYTES = 64 << 10
 MAX_RESULTS = 4_096  # values of a function that returns several
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(Struct, frozen=True):
     """One parsed request."""
 
     request: InferenceRequest

@@ -8,10 +8,10 @@ requests does not include permission to unload the model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
+from msgspec import Struct
 
 from .... import __version__
 from ....runtime.state import State
@@ -49,8 +49,7 @@ _TENSORS: dict[str, tuple[list[TensorMetadata], list[TensorMetadata]]] = {
 }
 
 
-@dataclass(slots=True)
-class Counts:
+class Counts(Struct):
     """The number of inferences, and their duration. On the event loop only."""
 
     succeeded: int = 0

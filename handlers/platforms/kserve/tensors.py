@@ -16,12 +16,12 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec import Struct
 
 from ....runtime.errors import RequestError
 from ...http.json_bodies import MAX_JSON_ITEMS, Decoder
@@ -130,8 +130,7 @@ DATATYPES = (*NUMPY_TYPES, BYTES)
 _LENGTH = struct.Struct("<I")
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
+class Tensor(Struct, frozen=True):
     """A tensor. `elements` are flat, in row-major order: an array of the datatype (BF16: of
     float32), or a list for BYTES. They may lie in the request's body: copy any that must outlive
     it.

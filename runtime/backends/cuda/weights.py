@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy.typing as npt
@@ -15,8 +14,7 @@ from ...weights import StreamedWeights
 from ..torch.tensors import TORCH_DTYPES, stacked_view
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DeviceTensor(Tensor):
+class DeviceTensor(Tensor, frozen=True, eq=False):
     """A tensor on a device. `array` is a torch tensor, bf16 in torch's own dtype."""
 
     def on_host(self) -> npt.NDArray[Any]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import Struct
 
 from ...errors import ModelError
 from ...models.executor import SIZES, Accepts, Floats, any_value, one_of, refusal_of
@@ -117,8 +117,7 @@ def refusal_of_spec(spec: DecoderSpec) -> str | None:
     return refusal_of(spec, {**IMPLEMENTED, **as_the_main_one}, NAME)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Step:
+class Step(Struct, frozen=True, eq=False):
     """The state that all layers share in one pass. Keeps the arrays alive whose addresses the core gets."""
 
     batch: StepBatch

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from .algebra import Schema, SchemaError, all_of, any_of
 from .values import Rules
@@ -21,8 +22,7 @@ _UNEVALUATED = frozenset({"unevaluatedProperties", "unevaluatedItems"})
 _IN_PLACE = ("allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "$ref", "contains")
 
 
-@dataclass(frozen=True, slots=True)
-class _Case:
+class _Case(Struct, frozen=True):
     """A conjunction of schemas, and what it evaluates."""
 
     schemas: tuple[Schema, ...] = ()

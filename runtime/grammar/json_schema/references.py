@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
+
+from msgspec import Struct, field
 
 from .algebra import Schema, SchemaError
 from .keywords import CHILD, CHILDREN, DROPPED, NAMED, checked
@@ -111,8 +112,7 @@ def resolved(schema: Any) -> tuple[Schema, dict[str, Schema]]:
     return _Resolver(schema).run()
 
 
-@dataclass(eq=False, slots=True)
-class _Resource:
+class _Resource(Struct, eq=False):
     """A schema with a URI of its own."""
 
     uri: str

@@ -12,8 +12,10 @@ import bisect
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 MARK = "x-unique"  # the keyword of such an array in a rewritten schema
 # Several items in one token.
@@ -25,8 +27,7 @@ class RepeatedItemError(Exception):
     """An item that the array has already. Never leaves the package."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Frame:
+class _Frame(Struct, frozen=True):
     """An open array or object."""
 
     is_array: bool
@@ -38,8 +39,7 @@ class _Frame:
     key: str | None = None  # of the property whose value comes
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(Struct, frozen=True):
     """A position in an answer. Immutable."""
 
     frames: tuple[_Frame, ...] = ()

@@ -16,8 +16,9 @@ import time
 from collections import deque
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from msgspec import Struct, field
 
 from ....loader.errors import (
     AlreadyExistsError,
@@ -67,8 +68,7 @@ FIGURES = (
 )
 
 
-@dataclass(eq=False, slots=True)
-class _Fetched:
+class _Fetched(Struct, eq=False):
     """The fetched part of a snapshot that is not in the pool yet."""
 
     snapshot: Snapshot

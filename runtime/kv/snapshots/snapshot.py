@@ -13,12 +13,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 from blake3 import blake3
+from msgspec import Struct
 
 from ....loader.errors import IntegrityError, UsageError
 from ....loader.format.json_object import MAX_INTEGER, Document, JsonObject, is_text
@@ -68,8 +68,7 @@ _PREFIX_KEYS = frozenset(("name", "tokens", "blocks"))
 _CODECS = {codec.value: codec for codec in Codec}
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(Struct, frozen=True):
     """The origin and layout of keys and values. Under another identity they are meaningless."""
 
     model: str  # digest of the manifest, 64 hexadecimal digits
@@ -83,8 +82,7 @@ class Identity:
     seed: str
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotPart:
+class SnapshotPart(Struct, frozen=True):
     """Bytes [offset_bytes, offset_bytes + size_bytes) of blob number `blob`: the contents of some
     blocks, concatenated.
 
@@ -99,8 +97,7 @@ class SnapshotPart:
     hashes: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotPrefix:
+class SnapshotPrefix(Struct, frozen=True):
     """A stored prefix. `blocks` are ascending numbers of blocks, counted through all parts: each
     comes after its predecessor.
     """
@@ -114,8 +111,7 @@ class SnapshotPrefix:
         return self.name.startswith(RECENT)
 
 
-@dataclass(frozen=True)
-class Snapshot:
+class Snapshot(Struct, frozen=True, dict=True):
     """The content of `snapshot.json`. Prefixes are sorted by value, the most valuable first."""
 
     generator: str
@@ -175,9 +171,9 @@ def check_prefix_name(name: str) -> str:
 def require_same(snapshot: Identity, here: Identity, *, where: str) -> None:
     """Raise `SnapshotMismatchError` with both values of each difference. `where` is an address."""
     differing = [
-        (_NAMES[field.name], getattr(snapshot, field.name), getattr(here, field.name))
-        for field in fields(Identity)
-        if getattr(snapshot, field.name) != getattr(here, field.name)
+        (_NAMES[field], getattr(snapshot, field), getattr(here, field))
+        for field in Identity.__struct_fields__
+        if getattr(snapshot, field) != getattr(here, field)
     ]
     if not differing:
         return

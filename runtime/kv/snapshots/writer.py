@@ -20,11 +20,12 @@ import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 from blake3 import blake3
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ....loader.errors import FormatError, NotFoundError, SourceError, TeneralError
 from ....loader.format.manifest import PLANE_ALIGNMENT_BYTES, Blob, align
@@ -47,8 +48,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
+class Published(Struct, frozen=True):
     """The object at an address. `snapshot` is None if it is not a readable snapshot."""
 
     snapshot: Snapshot | None
@@ -66,8 +66,7 @@ def find_published(store: Store) -> Published | None:
     return Published(snapshot, version)
 
 
-@dataclass(frozen=True, slots=True)
-class NamedChain:
+class NamedChain(Struct, frozen=True):
     """A prefix to be published: the hashes of its blocks, in order."""
 
     name: str

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 # Required advantage of a fetch over computing.
 MARGIN = 1.5
@@ -22,8 +23,7 @@ NUM_RECENT_READS = 8
 NUM_RECENT_STEPS = 16  # latest steps, of which the fastest counts
 
 
-@dataclass(frozen=True, slots=True)
-class ReadRate:
+class ReadRate(Struct, frozen=True):
     """A medium's throughput in whole blocks, and the latency until the first read begins."""
 
     bytes_s: float
@@ -34,8 +34,7 @@ class ReadRate:
 HERE = ReadRate(float("inf"))
 
 
-@dataclass(frozen=True, slots=True)
-class FetchPlan:
+class FetchPlan(Struct, frozen=True):
     """The number of blocks of a chain to fetch; the times are those of these blocks."""
 
     num_blocks: int

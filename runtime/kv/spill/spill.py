@@ -19,10 +19,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from msgspec import Struct
 
 from ..blocks import BlockAllocator
 from ..prefixes import PrefixCache
@@ -55,8 +55,7 @@ class BlockContent(Protocol):
     def copy_in(self, blocks: Sequence[int], content: Bytes) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class SpillStatistics:
+class SpillStatistics(Struct, frozen=True):
     """A snapshot of the counts; mappings are by medium, totals count from the start."""
 
     blocks: Mapping[str, int]

@@ -17,9 +17,9 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from ....loader.errors import IntegrityError
 from .media import Bytes, Medium
@@ -111,8 +111,7 @@ PROBE_EVERY = 64
 MAX_READ_FAILURES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(Struct, frozen=True):
     """The location of a block."""
 
     block_hash: bytes

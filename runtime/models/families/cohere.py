@@ -3,7 +3,7 @@ bias; Cohere 2 turns only in layers with a window."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from ..decoder_config import (
     DecoderConfig,

@@ -6,7 +6,7 @@ own. Models that also see images have another architecture, which is refused.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from ..decoder_config import (
     DecoderConfig,

@@ -3,7 +3,7 @@ attention and MLP, too."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from ..decoder_config import DecoderConfig, LayerNames, read_common
 from ..fields import Fields

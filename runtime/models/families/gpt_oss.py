@@ -3,7 +3,7 @@ other layer."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from ...errors import ModelError
 from ..decoder_config import (

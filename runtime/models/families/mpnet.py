@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from ..encoder_config import EncoderConfig, EncoderNames, PositionBias, offset_positions, read_common
 from ..fields import Fields

@@ -5,7 +5,7 @@ Two dialects of config.json are read: that of the authors' code, with GPT-2's ke
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from ..encoder_config import EncoderConfig, EncoderNames, read_common, refuse_unless
 from ..fields import MAX_HEADS, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Fields

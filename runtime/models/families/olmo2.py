@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from ..decoder_config import DecoderConfig, LayerNames, Norm, read_common
 from ..fields import Fields

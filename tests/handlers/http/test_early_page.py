@@ -33,7 +33,7 @@ from tests.support.load import patience_s
 from teneral.handlers.console import early, files
 from teneral.handlers.console.early import MAX_ANSWERS, MAX_CONNECTIONS, MAX_HEAD_BYTES, EarlyPage
 from teneral.handlers.console.files import PATHS
-from teneral.handlers.http.limits import listen
+from teneral.handlers.http.listening import listen
 
 HEADERS = b"Host: localhost\r\nUser-Agent: Mozilla/5.0\r\nAccept: */*\r\nConnection: keep-alive\r\n"
 LAST = b"GET /livez HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
@@ -354,7 +354,7 @@ def test_a_start_that_fails_closes_the_connections(rig: Callable[..., Rig]) -> N
 def test_files_are_read_and_modules_imported_for_a_request_alone() -> None:
     program = """
 import json, re, select, socket, sys, threading, functools
-from teneral.handlers.http.limits import listen
+from teneral.handlers.http.listening import listen
 before = set(sys.modules)
 from teneral.handlers.console.early import EarlyPage
 with EarlyPage(listen("127.0.0.1", 0)):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
 from typing import Any
 
+from msgspec.structs import replace
 from tests.support.http_server import events
 
 from teneral.handlers.http.limits import Limits

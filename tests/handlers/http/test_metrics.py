@@ -65,7 +65,7 @@ def test_statistics_become_gauges_and_totals_counters() -> None:
 
 def test_what_the_engine_counts_of_drafts_has_names_of_its_own_and_only_those() -> None:
     counts = {"drafted_tokens_total": 7, "accepted_proposals_total": 5, "rejected_proposals_total": 2}
-    others = dict.fromkeys(EngineStatistics.__dataclass_fields__, 0)
+    others = dict.fromkeys(EngineStatistics.__struct_fields__, 0)
     found = samples(Metrics(), {"engine": EngineStatistics(**{**others, "ended_total": {}, **counts})})
     assert found["teneral_drafted_tokens_total", ""] == 7
     assert found["teneral_proposals_total", "accepted"] == 5

@@ -11,7 +11,8 @@ from typing import Any
 
 from tests.support.http_server import Server, events
 
-from teneral.handlers.http.limits import MAX_UNSENT_BYTES, PIECE_BYTES, SEND_BUFFER_BYTES, Limits, listen
+from teneral.handlers.http.limits import MAX_UNSENT_BYTES, PIECE_BYTES, Limits
+from teneral.handlers.http.listening import SEND_BUFFER_BYTES, listen
 
 NUM_CLIENTS = 30
 # Log-probabilities make events large, so that the buffers on the way fill soon.

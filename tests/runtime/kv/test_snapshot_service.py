@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from tests.support.kv_snapshots import MODEL, Opened, Pool, tokens_of, write
 from tests.support.load import patience_s
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import replace
 
 import boto3
 import numpy as np
@@ -13,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moto.server import ThreadedMotoServer
+from msgspec.structs import replace
 from tests.support.aws_environment import use_test_credentials
 from tests.support.kv_snapshots import MODEL, Opened, Pool, contents_of, tokens_of, write
 from tests.support.memory_store import MemoryStore

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import random
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from tests.support.decoding import Stepper, oracle_greedy, oracle_logits, prompt_of
 from tests.support.models import DictWeights, build_model, forward
 from tests.support.tiny_models import config_json, tensors_of, tiny_model, transformers

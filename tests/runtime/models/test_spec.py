@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, make_dataclass, replace
-
+import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import asdict, replace
 from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 
@@ -21,10 +21,10 @@ from teneral.runtime.models.rotary import Rotary
 from teneral.runtime.models.spec import Activation, DecoderSpec, EncoderSpec
 from teneral.runtime.tensors import DType
 
-ROTARY = tuple(f"rotary.{field.name}" for field in fields(Rotary))
+ROTARY = tuple(f"rotary.{name}" for name in Rotary.__struct_fields__)
 FIELDS = {
-    DecoderSpec: (*(field.name for field in fields(DecoderSpec) if field.name != "rotary"), *ROTARY),
-    EncoderSpec: tuple(field.name for field in fields(EncoderSpec)),
+    DecoderSpec: (*(name for name in DecoderSpec.__struct_fields__ if name != "rotary"), *ROTARY),
+    EncoderSpec: EncoderSpec.__struct_fields__,
 }
 
 
@@ -50,8 +50,8 @@ def test_a_field_that_is_not_listed_is_refused_by_name(spec):
 
 def test_a_new_field_of_the_rotary_embedding_is_refused():
     spec = decoder_spec()
-    mirrored = make_dataclass("Mirrored", [("mirrored", bool, False)], bases=(Rotary,), frozen=True)
-    rotary = mirrored(*(getattr(spec.rotary, field.name) for field in fields(Rotary)))
+    mirrored = msgspec.defstruct("Mirrored", [("mirrored", bool, False)], bases=(Rotary,), frozen=True)
+    rotary = mirrored(**asdict(spec.rotary))
 
     refusal = refusal_of(replace(spec, rotary=rotary), dict.fromkeys(FIELDS[DecoderSpec], any_value), "it")
 
@@ -79,19 +79,17 @@ def test_a_rotary_table_in_pieces_is_the_table():
 # -- every way to compute
 
 
-@dataclass(frozen=True, slots=True)
-class NewerDecoder(DecoderSpec):
+class NewerDecoder(DecoderSpec, frozen=True):
     softcap: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class NewerEncoder(EncoderSpec):
+class NewerEncoder(EncoderSpec, frozen=True):
     turns: bool = False
 
 
 def newer(spec: DecoderSpec | EncoderSpec) -> NewerDecoder | NewerEncoder:
     kind = NewerDecoder if isinstance(spec, DecoderSpec) else NewerEncoder
-    return kind(**{field.name: getattr(spec, field.name) for field in fields(spec)})
+    return kind(**asdict(spec))
 
 
 BACKENDS = [TorchBackend(), CudaModelBackend(), ReferenceBackend()]

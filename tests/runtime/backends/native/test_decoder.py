@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from tests.support.native import each_isa, loaded, threads
 from tests.support.native_decoder import (
     NativeStepper,

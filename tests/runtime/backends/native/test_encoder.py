@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from tests.support.native import each_isa, loaded, threads
 from tests.support.native_encoder import encoder_spec_of, encoder_weights_of, text_batch
 from tests.support.tiny_models import ENCODERS, tiny_config, tiny_model

@@ -80,6 +80,7 @@ class Decoder:
                 step, stored = task
                 if self._verify(step, stored):
                     self._decode_and_settle(step, stored, scratch)
+        self._work.discard_staging()
 
     def _decode_and_settle(self, step: Step, stored: memoryview, scratch: codec.Scratch) -> None:
         # A step without needs is the first to write there: no values are in use yet.

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ..format.manifest import Part, Tier
-from ..memory.staging import Buffer, Staging
+from ..memory.staging import Buffer, Staging, discard
 from .fetch_order import FetchOrder
 from .link import LinkStatistics, LinkTuner, Position, cut
 from .options import Order
@@ -111,6 +111,7 @@ class WorkQueue:
                     self._memory[step.number] = memoryview(b"")
                     self._arrived.add(step.number)
                     self._offer(step.number)
+        self._unmapped = memoryview(b"")  # staging, when all is done
         self.memory_wait_s = 0.0  # spent waiting for staging, summed over threads
 
     @property
@@ -226,7 +227,16 @@ class WorkQueue:
             if self._num_left == 0:
                 self._readable.notify_all()
                 self._decodable.notify_all()
-                self._staging.unmap()
+                self._unmapped = self._staging.unmap()
+
+    def discard_staging(self) -> None:
+        """Return the staging's pages to the system once all is done; without effect before. For a thread that nothing
+        waits for.
+        """
+        with self._lock:
+            memory, self._unmapped = self._unmapped, memoryview(b"")
+        if memory:
+            discard(memory)
 
     def stop(self) -> None:
         """Hand out nothing more, and wake all who wait."""

@@ -8,12 +8,13 @@ does, and its lock guards every call here. It does not know what is staged.
 
 from __future__ import annotations
 
+import mmap
 from bisect import insort
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..format.manifest import align
-from .arena import map_bytes
+from .arena import adviser, map_bytes
 
 ALIGNMENT_BYTES = 4096
 
@@ -90,12 +91,13 @@ class Staging:
         self._lent.remove((buffer.offset_bytes, end))
         self.used_bytes -= end - buffer.offset_bytes
 
-    def unmap(self) -> None:
-        """Give the memory back as soon as no loan looks at it any more. Nothing can be lent after
-        this.
+    def unmap(self) -> memoryview:
+        """Lend nothing any more. Returns the memory that was ever lent: all goes back to the system
+        as soon as neither the caller nor a loan looks at it.
         """
-        self._memory = memoryview(bytearray())
+        lent, self._memory = self._memory[: self.touched_bytes], memoryview(b"")
         self.capacity_bytes = 0
+        return lent
 
     def check_integrity(self) -> None:
         """Raise `RuntimeError` when loans overlap, leave the mapping, or do not add up."""
@@ -106,3 +108,10 @@ class Staging:
             end = lent_end
         if sum(lent_end - lent_start for lent_start, lent_end in self._lent) != self.used_bytes:
             raise RuntimeError("staging loans do not add up")
+
+
+def discard(memory: memoryview) -> None:
+    """Return the pages of a mapping's beginning to the system, without the GIL, which the last view
+    to go would keep meanwhile: 6 ms for 96 MiB. The content is lost.
+    """
+    adviser(memory)(0, len(memory), mmap.MADV_DONTNEED)

@@ -357,6 +357,9 @@ def test_the_end_wakes_those_who_hoped_for_more_and_gives_the_staging_back() -> 
         assert reader.result(WAIT_S) is None
     work.check_integrity()
     assert (staging.used_bytes, staging.capacity_bytes) == (0, 0)
+    assert task[1].nbytes
+    work.discard_staging()
+    assert not as_array(task[1]).any()
 
 
 def test_unrequested_bytes_are_counted_by_tier_without_those_in_flight() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from teneral.loader.memory.arena import as_array
-from teneral.loader.memory.staging import ALIGNMENT_BYTES, Buffer, Staging, staging_bytes
+from teneral.loader.memory.staging import ALIGNMENT_BYTES, Buffer, Staging, discard, staging_bytes
 
 PAGE = ALIGNMENT_BYTES
 
@@ -87,6 +87,22 @@ def test_an_unmapped_staging_lends_nothing_but_loans_stay_readable() -> None:
     assert np.all(as_array(loan.data) == 9)
     with pytest.raises(ValueError, match="never fit"):
         staging.acquire(1)
+
+
+def test_what_was_lent_can_be_discarded_after_the_last_loan() -> None:
+    staging = Staging(4 * PAGE)
+    loan = staging.acquire(2 * PAGE)
+    assert loan is not None
+    as_array(loan.data)[:] = 9
+    staging.release(loan)
+    memory = staging.unmap()
+    assert len(memory) == 2 * PAGE
+    discard(memory)
+    assert not as_array(memory).any()
+
+
+def test_of_a_staging_that_lent_nothing_nothing_is_left() -> None:
+    assert len(Staging(4 * PAGE).unmap()) == 0
 
 
 MIB = 1024 * 1024

@@ -235,12 +235,15 @@ def _source(spec: GrammarSpec) -> str:
         texts = json.loads(spec.text)
         return str(LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, texts))))
     if spec.kind is GrammarKind.GBNF:
-        from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+        from llguidance.gbnf_to_lark import any_to_lark
 
         try:
-            return str(LLMatcher.grammar_from_lark(any_to_lark(spec.text)))
-        except GbnfToLarkError as error:
+            lark = any_to_lark(spec.text)
+        except IndexError:
+            raise ValueError("it ends too early") from None
+        except Exception as error:  # noqa: BLE001 - the converter raises plain ones for rules that are not there
             raise ValueError(str(error)) from None
+        return str(LLMatcher.grammar_from_lark(lark))
     return str(LLMatcher.grammar_from_lark(spec.text))
 
 
@@ -275,10 +278,17 @@ def _whitespace(pattern: str) -> Any:
 
 def _refused(spec: GrammarSpec, why: str) -> GrammarError:
     return GrammarError(
-        f"{spec.param or 'the grammar'} is invalid: {_first_line(why)}",
+        f"{spec.param or 'the grammar'} is invalid: {_reason(why)}",
         param=spec.param,
         hint="docs/structured.md lists the supported schemas, expressions and grammars.",
     )
+
+
+def _reason(text: str) -> str:
+    """The first line; of a regular expression that cannot be parsed also the reason, which is in the last ones."""
+    first = _first_line(text)
+    _, found, reason = text.partition("\nerror: ")
+    return f"{first} {_first_line(reason)}" if found else first
 
 
 def _first_line(text: str) -> str:

@@ -114,6 +114,9 @@ def test_both_notations_of_grammars_are_read(
         lambda: GrammarSpec.regex("(", param="p"),
         lambda: GrammarSpec.grammar("start: missing_rule", param="p"),
         lambda: GrammarSpec.grammar("root ::= (", param="p"),
+        lambda: GrammarSpec.grammar("root ::= missing", param="p"),
+        lambda: GrammarSpec.grammar('other ::= "a"', param="p"),
+        lambda: GrammarSpec.grammar('root ::= "a" ::= {.\\', param="p"),
         lambda: GrammarSpec.json_schema("{", param="p"),
         lambda: GrammarSpec.json_schema('"text"', param="p"),
         lambda: GrammarSpec.choice([], param="p"),
@@ -125,6 +128,13 @@ def test_what_cannot_be_honoured_is_refused_by_name(compiler: GrammarCompiler, m
         compiler.compile(make())
     assert caught.value.param == "p"
     assert caught.value.message.startswith("p ")
+
+
+def test_the_reason_why_a_regular_expression_is_refused_is_in_the_message(compiler: GrammarCompiler) -> None:
+    with pytest.raises(GrammarError, match="unclosed group"):
+        compiler.compile(GrammarSpec.regex("a(b"))
+    with pytest.raises(GrammarError, match="'missing' not found"):
+        compiler.compile(GrammarSpec.grammar("root ::= missing"))
 
 
 NESTED: Any = {"type": "string"}

@@ -270,7 +270,7 @@ class ModelBuild:
         self._instance.load.reorder(Order.EXACT)
         embedder = Embedder(
             model,
-            max_queued=self._config.max_queued,
+            max_queued=self._config.max_calls - 1,
             max_delay_s=self._config.embed_delay_s,
             timeline=self._timeline,
             score_functions=ScoreFunctions.of(config),

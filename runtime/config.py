@@ -403,6 +403,11 @@ class ServeConfig:
         )
 
     @property
+    def max_calls(self) -> int:
+        """Sequences, or calls of an encoder or an ONNX model, that run or wait at the same time."""
+        return self.max_running + self.max_queued
+
+    @property
     def served_name(self) -> str:
         """The model's name for clients: `name`, or the last part of the address without its pin."""
         if self.name:

@@ -54,7 +54,7 @@ class Limits(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_config(cls, config: ServeConfig) -> Limits:
-        taken = config.max_running + config.max_queued
+        taken = config.max_calls
         max_in_flight = taken + 64  # some extra for /invoke and embeddings
         return cls(
             max_connections=max(1024, 2 * max_in_flight),

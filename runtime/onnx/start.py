@@ -76,7 +76,11 @@ def open_runner(
     segments = SegmentedModel(spec, files, load, threads=threads, timeline=timeline, on_wait=on_wait)
     threading.Thread(target=segments.prepare, name="teneral-onnx-sessions", daemon=True).start()
     runner = OnnxRunner(
-        spec, segments, labels=_labels(files), max_queued=config.max_queued, max_batch=config.ort_batch
+        spec,
+        segments,
+        labels=_labels(files),
+        max_queued=config.max_calls - 1,
+        max_batch=config.ort_batch,
     )
 
     def exchange() -> bool:

@@ -227,6 +227,21 @@ def test_a_full_queue_refuses(runner: OnnxRunner, model: Summing) -> None:
     model.gate.set()
 
 
+def test_without_places_to_wait_a_call_runs_where_nothing_else_does(model: Summing) -> None:
+    runner = OnnxRunner(SPEC, model, max_queued=0, max_batch=8)
+    runner.start()
+    assert runner.submit(call(0)).result(WAIT_S)
+    model.began.acquire()
+    model.gate.clear()
+    running = runner.submit(call(1))
+    model.began.acquire()
+    with pytest.raises(CapacityError, match="0 calls are waiting"):
+        runner.submit(call(2))
+    model.gate.set()
+    assert running.result(WAIT_S)
+    assert runner.stop(WAIT_S)
+
+
 def test_the_whole_session_takes_over_between_two_runs(runner: OnnxRunner, model: Summing) -> None:
     whole = Summing()
     whole.name = "whole"

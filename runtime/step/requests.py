@@ -276,4 +276,5 @@ def queue_name(tenant: str, cache_salt: str) -> str:
 def _in_range(name: str, value: float, low: float, high: float) -> None:
     # The comparison is written so that NaN is rejected.
     if isinstance(value, bool) or not low <= value <= high:
-        raise RequestError(f"{name} is {value!r}, but must be from {low:g} to {high:g}", param=name)
+        shown = [f"{bound:,}" if isinstance(bound, int) else f"{bound:g}" for bound in (low, high)]
+        raise RequestError(f"{name} is {value!r}, but must be from {shown[0]} to {shown[1]}", param=name)

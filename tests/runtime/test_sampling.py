@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation import logits_process
 
-from teneral.runtime.errors import GrammarError, ModelError
+from teneral.runtime.errors import GrammarError, ModelError, RequestError
 from teneral.runtime.step import sampling
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 from teneral.runtime.step.sampling import exponentials
@@ -389,3 +389,10 @@ def test_models_that_nearly_agree_nearly_always_draw_the_same():
     # The bound for such races, less four standard deviations; common numbers on a line would fall far below it.
     bound = (1 - distance) / (1 + distance)
     assert num_equal / num_draws > bound - 4 * (bound * (1 - bound) / num_draws) ** 0.5
+
+
+def test_bounds_that_are_whole_numbers_are_written_as_whole_numbers():
+    with pytest.raises(RequestError, match=r"to 9,223,372,036,854,775,807$"):
+        SamplingParams(seed=1 << 63)
+    with pytest.raises(RequestError, match=r"but must be from 0 to 1$"):
+        SamplingParams(top_p=2)

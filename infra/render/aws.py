@@ -74,8 +74,9 @@ def role(service: str, statements: list[dict[str, Any]], *, condition: bool = Tr
 
 
 def store_statements(units: list[Unit]) -> list[dict[str, Any]]:
-    """Reading the models, and what their settings let them write. A model that is not pinned may be a folder of plain
-    safetensors, which must be listed as well; addresses outside of S3 need no statement.
+    """Reading the models and their adapters, and what their settings let them write. A model that is not pinned may be
+    a folder of plain safetensors, which must be listed as well, so that what is not there is not denied; addresses
+    outside of S3 need no statement.
     """
     read, listed, written = [], [], []
     for unit in units:
@@ -83,6 +84,9 @@ def store_statements(units: list[Unit]) -> list[dict[str, Any]]:
             read.append(_arn(f"{address}/*"))
             if not pinned:
                 listed.append(f"{address}/*")
+        adapters = _adapter_patterns(unit.model)
+        read += [_arn(pattern) for pattern in adapters]
+        listed += adapters
         written += [
             _arn(pattern) for pattern in _snapshot_patterns(unit.model) + _answer_patterns(unit.model)
         ]
@@ -108,6 +112,12 @@ def _read_addresses(unit: Unit) -> list[tuple[str, bool]]:
             is_snapshot = address is snapshot
             found.append((plain.partition("?")[0].rstrip("/"), bool(mark) or is_snapshot))
     return found
+
+
+def _adapter_patterns(model: Model) -> list[str]:
+    """Bucket and keys of adapters, up to their template's gap."""
+    address = str(model.serve.get("adapters") or "")
+    return [f"{address.removeprefix('s3://').partition('{')[0]}*"] if address.startswith("s3://") else []
 
 
 def _snapshot_patterns(model: Model) -> list[str]:

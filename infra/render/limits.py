@@ -424,7 +424,14 @@ def _memory_bytes(rendering: Rendering, model: Model) -> int:
 
 
 def _too_small(rendering: Rendering, model: Model, given: int, least: int, parts: str) -> Exception:
-    return rendering.error(Code.E6, model, "instance.memory", f"is {_mib(given)}; {parts} need {_mib(least)}")
+    lower = "cache_bytes, kv_disk_bytes" if "of files" in parts else "kv_bytes"
+    return rendering.error(
+        Code.E6,
+        model,
+        "instance.memory",
+        f"is {_mib(given)}; {parts} of {model.name} need {_mib(least)}",
+        hint=f"Give more, or lower {lower} in [models.{model.name}.serve].",
+    )
 
 
 def _mib(size_bytes: float) -> str:

@@ -116,6 +116,9 @@ def test_a_role_reads_its_model_and_nothing_else():
     assert written[1]["Condition"] == {"StringLike": {"s3:prefix": "out/*"}}
     assert written[2]["Resource"] == [{"Fn::Sub": "arn:${AWS::Partition}:s3:::results/out/*"}]
     assert "s3:PutObject" in written[2]["Action"]
+    adapted = statements(f"s3://bucket/m@b3:{DIGEST}", 'adapters = "s3://bucket/adapters/{name}"')
+    assert adapted[0]["Resource"][1] == {"Fn::Sub": "arn:${AWS::Partition}:s3:::bucket/adapters/*"}
+    assert adapted[1]["Condition"] == {"StringLike": {"s3:prefix": "adapters/*"}}
     whole = statements("s3://bucket")
     assert whole[0]["Resource"] == [{"Fn::Sub": "arn:${AWS::Partition}:s3:::bucket/*"}]
     assert whole[1]["Condition"] == {"StringLike": {"s3:prefix": "*"}}

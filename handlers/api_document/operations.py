@@ -6,6 +6,8 @@ a route imports nothing.
 
 from __future__ import annotations
 
+import functools
+import re
 from typing import Any, NamedTuple
 
 Schema = dict[str, Any]
@@ -425,3 +427,15 @@ POOL_OPERATIONS: tuple[Operation, ...] = (
 POOL_OPEN_PATHS = frozenset(
     {"/livez", "/readyz", "/health", "/ping", "/v2/health/live", "/v2/health/ready", f"{_V2}/ready"}
 )
+
+
+def has_route(path: str) -> bool:
+    """True if a server has a route with this path, whatever the method."""
+    return _routes().fullmatch(path) is not None
+
+
+@functools.cache
+def _routes() -> re.Pattern[str]:
+    """A parameter takes slashes, too: names of models have them, and versions follow them."""
+    paths = {re.sub(r"\\{\w+\\}", ".+", re.escape(each.path)) for each in OPERATIONS}
+    return re.compile("|".join(sorted(paths)))

@@ -26,6 +26,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from ...api_document.operations import has_route
 from .replica import Replica
 
 MAX_BODY_BYTES = 8 << 20
@@ -69,6 +70,8 @@ class Ingress:
             return JSONResponse(
                 {"object": "list", "data": [{"id": name, "object": "model"} for name in self._models]}
             )
+        if not has_route(path):  # which would wake a model for nothing
+            return _error(404, "there is no such route here", "unknown_url")
         body = await request.body()
         if len(body) > MAX_BODY_BYTES:
             return _error(413, "the body is too large", "request_too_large")

@@ -142,6 +142,9 @@ def test_a_sleeping_model_wakes_answers_and_sleeps(running):
     while statistics("sleeper")["awake"] and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not statistics("sleeper")["awake"]
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(f"http://127.0.0.1:{PORT}/favicon.ico", timeout=60)
+    assert caught.value.code == 404
     status, _, seconds = ask("sleeper")
     print(f"the same again: {seconds:.2f} s")
     assert status == 200

@@ -13,7 +13,7 @@ from tests.support.instances import StagedInstance, TinyParts
 
 from teneral.handlers.anthropic.bodies import ROUTES as ANTHROPIC_FIELDS
 from teneral.handlers.api_document.document import MODEL_HEADER, document
-from teneral.handlers.api_document.operations import OPERATIONS, POOL_OPEN_PATHS, POOL_OPERATIONS
+from teneral.handlers.api_document.operations import OPERATIONS, POOL_OPEN_PATHS, POOL_OPERATIONS, has_route
 from teneral.handlers.app import create_app, edge_rules
 from teneral.handlers.console.files import PATHS as CONSOLE_PATHS
 from teneral.handlers.openai.fields import ROUTES as OPENAI_FIELDS
@@ -57,6 +57,23 @@ def test_it_has_the_routes_of_a_server_and_no_others(tiny_parts: TinyParts) -> N
         if route.resource and route.method != "HEAD"
     }
     assert documented() == served == {(each.method, each.path) for each in OPERATIONS}
+
+
+def test_a_path_has_a_route_or_none(tiny_parts: TinyParts) -> None:
+    for route in create_app(StagedInstance(tiny_parts)).router.routes():
+        assert route.resource is not None
+        assert has_route(re.sub(r"{\w+}", "org/m", route.resource.canonical)), route
+    assert has_route("/v2/models/org/m/versions/8/generate_stream")
+    for path in (
+        "/favicon.ico",
+        "/v1",
+        "/v1/completions/",
+        "/v1/completions/render",
+        "/v2/models",
+        "/v1.models",
+        "",
+    ):
+        assert not has_route(path), path
 
 
 def test_a_pools_has_its_own_routes_and_those_that_it_passes_on() -> None:

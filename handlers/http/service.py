@@ -1,5 +1,5 @@
-"""The state shared by all routes, the record of each request, and route handlers whose module is imported by
-their first request, and not during a cold start.
+"""The state shared by all routes, the record of each request, routes with JSON bodies, and route handlers whose module
+is imported by their first request, and not during a cold start.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ import asyncio
 import functools
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
 
 from aiohttp import web
 from msgspec import Struct, field
@@ -27,6 +28,7 @@ from .admission import Admission
 from .connections import Connections
 from .errors import SERVER_ERROR, ApiError, as_api_error, expected_wait_s
 from .inflight import Deadline, InFlight, Work
+from .json_bodies import Decoder
 from .limits import MAX_HEAD_BYTES, Limits
 from .model_slot import ModelSlot, count_start
 
@@ -316,6 +318,27 @@ class TextThreads:
         threads = self._long if body_bytes > LONG_BYTES else self._short
         call = functools.partial(function, *args, **options)
         return await asyncio.get_running_loop().run_in_executor(threads, call)
+
+
+class BodyRoute(ABC, Generic[T]):
+    """A POST route whose JSON body is a value of type `kind`."""
+
+    kind: type[T]
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._decoder = Decoder(self.kind)
+
+    async def post(self, request: web.Request) -> web.StreamResponse:
+        async with self._service.admission.body(request) as data:
+            return await self.answer(request, data)
+
+    async def answer(self, request: web.Request, data: bytes | bytearray) -> web.StreamResponse:
+        """As `post`, with a body that was read already."""
+        return await self._answer(request, self._decoder.decode(data), len(data))
+
+    @abstractmethod
+    async def _answer(self, request: web.Request, body: T, body_bytes: int) -> web.StreamResponse: ...
 
 
 def later(service: Service, module: str, kind: str, method: str) -> Handler:

@@ -12,8 +12,8 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from ...runtime.step.requests import GenerationEvent, GenerationRequest
-from ..http.json_bodies import Decoder, encode
-from ..http.service import Service
+from ..http.json_bodies import encode
+from ..http.service import BodyRoute, Service
 from .chat_request import ChatRequest, FormatOfChat
 from .deltas import Answer, Delta, Finish, ReasoningDelta, TextDelta, ToolCallDelta
 from .generation import Outcome, Step, UnreportedDrafts, respond
@@ -41,22 +41,14 @@ if TYPE_CHECKING:
     from ...runtime.text.tokenizer import TextTokenizer
 
 
-class ChatRoute:
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._decoder = Decoder(ChatBody)
+class ChatRoute(BodyRoute[ChatBody]):
+    kind = ChatBody
 
-    async def post(self, request: web.Request) -> web.StreamResponse:
-        async with self._service.admission.body(request) as data:
-            return await self.answer(request, data)
-
-    async def answer(self, request: web.Request, data: bytes | bytearray) -> web.StreamResponse:
-        """As `post`, with a body that was read already."""
+    async def _answer(self, request: web.Request, body: ChatBody, body_bytes: int) -> web.StreamResponse:
         service = self._service
-        body = self._decoder.decode(data)
         model = service.answering_as(body.model, body.lora)
         fmt = ChatFormat(body, model=model, settings=chat_settings(service))
-        return await respond(service, request, fmt, body_bytes=len(data))
+        return await respond(service, request, fmt, body_bytes=body_bytes)
 
 
 def chat_settings(service: Service) -> ChatSettings:

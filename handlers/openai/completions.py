@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from ...runtime.errors import RequestError
 from ...runtime.step.requests import FirstToken, GenerationEvent, GenerationRequest, TokenLogprob
-from ..http.json_bodies import Decoder, encode
-from ..http.service import Service
+from ..http.json_bodies import encode
+from ..http.service import BodyRoute
 from .fields import COMPLETIONS, refuse_unsupported
 from .generation import Outcome, Step, UnreportedDrafts, respond
 from .logprobs import completion_logprobs, prompt_places, token_bytes
@@ -41,26 +41,20 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-class CompletionRoute:
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._decoder = Decoder(CompletionBody)
+class CompletionRoute(BodyRoute[CompletionBody]):
+    kind = CompletionBody
 
-    async def post(self, request: web.Request) -> web.StreamResponse:
-        async with self._service.admission.body(request) as data:
-            return await self.answer(request, data)
-
-    async def answer(self, request: web.Request, data: bytes | bytearray) -> web.StreamResponse:
-        """As `post`, with a body that was read already."""
+    async def _answer(
+        self, request: web.Request, body: CompletionBody, body_bytes: int
+    ) -> web.StreamResponse:
         service = self._service
-        body = self._decoder.decode(data)
         fmt = CompletionFormat(
             body,
             model=service.answering_as(body.model, body.lora),
             max_sequences=service.limits.max_sequences,
             first_token=service.first_token,
         )
-        return await respond(service, request, fmt, body_bytes=len(data))
+        return await respond(service, request, fmt, body_bytes=body_bytes)
 
 
 class CompletionFormat:

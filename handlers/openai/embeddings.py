@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from ...runtime.errors import RequestError
-from ..http.json_bodies import Decoder, encode
-from ..http.service import CALL, Service
+from ..http.json_bodies import encode
+from ..http.service import CALL, BodyRoute, Service
 from .parameters import split_prompt, tokens_of
 from .responses import Embedding, EmbeddingList, EmbeddingUsage, Model, ModelList
 from .schemas import EmbeddingBody
@@ -24,19 +24,11 @@ if TYPE_CHECKING:
     from ...runtime.engine.embedder import Embedder
 
 
-class EmbeddingRoute:
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._decoder = Decoder(EmbeddingBody)
+class EmbeddingRoute(BodyRoute[EmbeddingBody]):
+    kind = EmbeddingBody
 
-    async def post(self, request: web.Request) -> web.Response:
-        async with self._service.admission.body(request) as data:
-            return await self.answer(request, data)
-
-    async def answer(self, request: web.Request, data: bytes | bytearray) -> web.Response:
-        """As `post`, with a body that was read already."""
+    async def _answer(self, request: web.Request, body: EmbeddingBody, body_bytes: int) -> web.Response:
         service = self._service
-        body = self._decoder.decode(data)
         service.check_model(body.model)
         inputs = split_prompt(body.input, param="input", max_prompts=service.limits.max_embedding_inputs)
         with service.admission.waiting(1):
@@ -51,14 +43,14 @@ class EmbeddingRoute:
             embedder.require_room()
             encode_text = partial(tokenizer.encode, max_tokens=embedder.max_tokens)
             token_lists = await service.text_threads.run(
-                len(data), lambda: [tokens_of(item, encode_text, param="input") for item in inputs]
+                body_bytes, lambda: [tokens_of(item, encode_text, param="input") for item in inputs]
             )
         vectors = await rows_of(service, embedder, embedder.embed, token_lists)
         # Here too: thousands of vectors as text are megabytes.
-        answer = await asyncio.to_thread(self._answer, body, vectors, sum(map(len, token_lists)))
+        answer = await asyncio.to_thread(self._encoded, body, vectors, sum(map(len, token_lists)))
         return web.Response(body=answer, content_type="application/json")
 
-    def _answer(self, body: EmbeddingBody, vectors: np.ndarray, num_tokens: int) -> bytes:
+    def _encoded(self, body: EmbeddingBody, vectors: np.ndarray, num_tokens: int) -> bytes:
         vectors = shortened(vectors, body.dimensions)
         pack = _base64 if body.encoding_format == "base64" else _numbers
         return encode(

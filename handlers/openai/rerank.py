@@ -21,8 +21,8 @@ from msgspec import UNSET, UnsetType
 
 from ...runtime.errors import RequestError
 from ...runtime.text.backend import EncodedPair
-from ..http.json_bodies import Decoder, encode
-from ..http.service import Service
+from ..http.json_bodies import encode
+from ..http.service import BodyRoute, Service
 from .embeddings import rows_of, unit_length
 from .fields import CLASSIFY, RERANK, SCORE, Fields, refuse_unsupported
 from .parameters import WHOLE_CONTEXT
@@ -135,26 +135,22 @@ class Ranking(msgspec.Struct, frozen=True):
     object: str = "list"
 
 
-class ScoreRoute:
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._decoder = Decoder(ScoreBody)
+class ScoreRoute(BodyRoute[ScoreBody]):
+    kind = ScoreBody
 
-    async def post(self, request: web.Request) -> web.Response:
+    async def _answer(self, request: web.Request, body: ScoreBody, body_bytes: int) -> web.Response:
         service = self._service
-        async with service.admission.body(request) as data:
-            body = self._decoder.decode(data)
-            service.check_model(body.model)
-            check_encoder_body(body, SCORE)
-            most = service.limits.max_embedding_inputs
-            firsts = as_texts(body.text_1, param="text_1", max_texts=most)
-            seconds = as_texts(body.text_2, param="text_2", max_texts=most)
-            if len(firsts) not in (1, len(seconds)):
-                raise RequestError(
-                    f"text_1 has {len(firsts)} texts and text_2 {len(seconds)}; there must be as many, or one text_1",
-                    param="text_1",
-                )
-            scores, num_tokens = await relevance(service, body, firsts, seconds, len(data))
+        service.check_model(body.model)
+        check_encoder_body(body, SCORE)
+        most = service.limits.max_embedding_inputs
+        firsts = as_texts(body.text_1, param="text_1", max_texts=most)
+        seconds = as_texts(body.text_2, param="text_2", max_texts=most)
+        if len(firsts) not in (1, len(seconds)):
+            raise RequestError(
+                f"text_1 has {len(firsts)} texts and text_2 {len(seconds)}; there must be as many, or one text_1",
+                param="text_1",
+            )
+        scores, num_tokens = await relevance(service, body, firsts, seconds, body_bytes)
         answer = Scores(
             f"score-{secrets.token_hex(12)}",
             int(time.time()),
@@ -165,32 +161,27 @@ class ScoreRoute:
         return web.Response(body=encode(answer), content_type="application/json")
 
 
-class RerankRoute:
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._decoder = Decoder(RerankBody)
+class RerankRoute(BodyRoute[RerankBody]):
+    kind = RerankBody
 
-    async def post(self, request: web.Request) -> web.Response:
+    async def _answer(self, request: web.Request, body: RerankBody, body_bytes: int) -> web.Response:
         service = self._service
-        async with service.admission.body(request) as data:
-            body = self._decoder.decode(data)
-            service.check_model(body.model)
-            check_encoder_body(body, RERANK)
-            limits = (("top_n", body.top_n, 0), ("max_tokens_per_doc", body.max_tokens_per_doc, 1))
-            for name, value, least in limits:
-                if value is not None and value < least:
-                    raise RequestError(f"{name} is {value}, but must be at least {least}", param=name)
-            documents = as_texts(
-                [each if isinstance(each, str) else each.text for each in body.documents],
-                param="documents",
-                max_texts=service.limits.max_embedding_inputs,
-            )
-            scores, num_tokens = await relevance(
-                service, body, [body.query], documents, len(data), max_second=body.max_tokens_per_doc
-            )
-        order = sorted(
-            range(len(scores)), key=lambda index: -scores[index]
-        )  # of equals, the first stays first
+        service.check_model(body.model)
+        check_encoder_body(body, RERANK)
+        limits = (("top_n", body.top_n, 0), ("max_tokens_per_doc", body.max_tokens_per_doc, 1))
+        for name, value, least in limits:
+            if value is not None and value < least:
+                raise RequestError(f"{name} is {value}, but must be at least {least}", param=name)
+        documents = as_texts(
+            [each if isinstance(each, str) else each.text for each in body.documents],
+            param="documents",
+            max_texts=service.limits.max_embedding_inputs,
+        )
+        scores, num_tokens = await relevance(
+            service, body, [body.query], documents, body_bytes, max_second=body.max_tokens_per_doc
+        )
+        # Of equals, the first stays first.
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])
         shows = body.return_documents is not False
         answer = Ranking(
             f"rerank-{secrets.token_hex(12)}",
@@ -287,34 +278,30 @@ class Classification(msgspec.Struct, frozen=True):
     object: str = "list"
 
 
-class ClassifyRoute:
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._decoder = Decoder(ClassifyBody)
+class ClassifyRoute(BodyRoute[ClassifyBody]):
+    kind = ClassifyBody
 
-    async def post(self, request: web.Request) -> web.Response:
+    async def _answer(self, request: web.Request, body: ClassifyBody, body_bytes: int) -> web.Response:
         service = self._service
-        async with service.admission.body(request) as data:
-            body = self._decoder.decode(data)
-            service.check_model(body.model)
-            check_encoder_body(body, CLASSIFY)
-            texts = as_texts(body.input, param="input", max_texts=service.limits.max_embedding_inputs)
-            with service.admission.waiting(1):
-                tokenizer = await service.tokenizer()
-                embedder = await service.ready(service.instance.embedder)
-                if not embedder.labels:
-                    raise RequestError(
-                        "this model makes embeddings and has no labels",
-                        param="model",
-                        hint="Ask /v1/embeddings, or serve a classifier.",
-                    )
-                embedder.require_room()
-                pairs = await service.text_threads.run(
-                    len(data), tokenizer.encode_pairs, [(text, None) for text in texts]
+        service.check_model(body.model)
+        check_encoder_body(body, CLASSIFY)
+        texts = as_texts(body.input, param="input", max_texts=service.limits.max_embedding_inputs)
+        with service.admission.waiting(1):
+            tokenizer = await service.tokenizer()
+            embedder = await service.ready(service.instance.embedder)
+            if not embedder.labels:
+                raise RequestError(
+                    "this model makes embeddings and has no labels",
+                    param="model",
+                    hint="Ask /v1/embeddings, or serve a classifier.",
                 )
-            kept = within(pairs, body.truncate_prompt_tokens, embedder.max_tokens)
-            token_lists = [pair.tokens for pair in kept]
-            logits = await rows_of(service, embedder, embedder.classify, token_lists)
+            embedder.require_room()
+            pairs = await service.text_threads.run(
+                body_bytes, tokenizer.encode_pairs, [(text, None) for text in texts]
+            )
+        kept = within(pairs, body.truncate_prompt_tokens, embedder.max_tokens)
+        token_lists = [pair.tokens for pair in kept]
+        logits = await rows_of(service, embedder, embedder.classify, token_lists)
         probabilities = logits if body.wants_logits else embedder.score_functions.probabilities(logits)
         answer = Classification(
             f"classify-{secrets.token_hex(12)}",

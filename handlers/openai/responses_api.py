@@ -22,8 +22,8 @@ from ...runtime.step.requests import (
     TokenLogprob,
 )
 from ..http.errors import ApiError
-from ..http.json_bodies import Decoder, encode
-from ..http.service import Service
+from ..http.json_bodies import encode
+from ..http.service import BodyRoute
 from ..http.sse import Framing
 from .chat import chat_settings
 from .chat_request import ChatRequest, ChatSettings, FormatOfChat
@@ -199,19 +199,15 @@ def _id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(16)}"
 
 
-class ResponsesRoute:
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._decoder = Decoder(ResponsesBody)
+class ResponsesRoute(BodyRoute[ResponsesBody]):
+    kind = ResponsesBody
 
-    async def post(self, request: web.Request) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, body: ResponsesBody, body_bytes: int) -> web.StreamResponse:
         service = self._service
-        async with service.admission.body(request) as data:
-            body = self._decoder.decode(data)
-            with own_names(OWN_NAMES):
-                model = service.answering_as(body.model)
-                fmt = ResponsesFormat(body, model=model, settings=chat_settings(service))
-                return await respond(service, request, fmt, body_bytes=len(data), framing=fmt.framing)
+        with own_names(OWN_NAMES):
+            model = service.answering_as(body.model)
+            fmt = ResponsesFormat(body, model=model, settings=chat_settings(service))
+            return await respond(service, request, fmt, body_bytes=body_bytes, framing=fmt.framing)
 
 
 class ResponsesFormat(FormatOfChat):

@@ -11,7 +11,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from ..errors import LoadCancelledError, LoadError, TeneralError
@@ -181,9 +180,7 @@ class ThreadedLoad(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _make_thread(self, name: str, body: Callable[[], None]) -> threading.Thread:

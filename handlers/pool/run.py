@@ -15,12 +15,13 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from ...loader.errors import TeneralError, UsageError
 from ...loader.memory.limits import available_bytes
@@ -29,7 +30,7 @@ from ...loader.sources.open import scheme_of
 from ...runtime.config import PREFIX, ServeConfig
 from ..console.routes import PageRoutes
 from ..http.connections import app_runner
-from ..http.edge import request_id_of
+from ..http.edge import Origins, parse_origins, request_id_of
 from ..http.errors import as_api_error
 from ..http.keys import ApiKeys, parse_keys
 from ..http.listening import listen
@@ -145,7 +146,8 @@ class _Runner:
         connections = max_connections(supervisor)
         front = Front(supervisor, connections, self._keys)
         overview = Overview(supervisor, self._keys, may_control=self._options.model_control)
-        app = web.Application(middlewares=[_answering_errors])
+        app = web.Application(middlewares=[_answering_errors, _guarding_origins(supervisor)])
+        app.on_response_prepare.append(_name_the_server)
         routes = list(overview.routes())
         if self._options.console:
             routes += PageRoutes(mode="pool", needs_key=self._keys is not None).routes()
@@ -306,10 +308,34 @@ class _Runner:
                 loop.remove_signal_handler(signal.SIGHUP)
 
 
+async def _name_the_server(_: web.Request, response: web.StreamResponse) -> None:
+    response.headers["Server"] = "teneral"  # aiohttp's own would show version numbers
+
+
+def _guarding_origins(supervisor: Supervisor) -> Middleware:
+    """Web pages may send requests from the pool's own address and from origins that a model's `cors_origin` names. An
+    instance checks its model's; here no page of another origin may start, stop or list anything. Preflight requests
+    name no model, so they are answered here.
+    """
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if "Origin" not in request.headers:
+            return await handler(request)
+        settings = (model.serve.get("cors_origin") for model in supervisor.pool)
+        origins = Origins({origin for named in settings if named for origin in parse_origins(str(named))})
+        preflight = origins.preflight(request)
+        if preflight is None:
+            origins.check(request)
+            return await handler(request)
+        origins.stamp(request, preflight)
+        return preflight
+
+    return guard
+
+
 @web.middleware
-async def _answering_errors(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def _answering_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Errors of the overview's routes, and paths without a route; the front answers its own."""
     try:
         return await handler(request)

@@ -111,9 +111,7 @@ static void project_stage(const step_t *step, const tn_projection *projection, c
     tn_adapter_low_stage(adapted, x, projection->num_in, product.dtype, region);
     tn_permute_stage(&product, region);
     if (adapted->num_runs) {
-        const int64_t num_out = projection->num_out, chunk = tn_linear_chunk(num_out, region->num);
-        for (int64_t begin; (begin = tn_next_chunk(region) * chunk) < num_out;)
-            adapted_columns(&product, adapted, begin, begin + chunk < num_out ? begin + chunk : num_out);
+        EACH_COLUMNS(region, projection->num_out) adapted_columns(&product, adapted, begin, end);
     } else {
         tn_product_stage(&product, region);
     }
@@ -181,15 +179,13 @@ static void attention_stage(const step_t *step, const tn_decoder_layer *layer, i
 static void mlp_stage(const step_t *step, const tn_decoder_layer *layer, int64_t index, tn_region *region) {
     const tn_decoder *model = step->args->model;
     const int64_t num_rows = step->args->num_rows, inner = model->intermediate_size;
-    const int64_t chunk = tn_linear_chunk(inner, region->num);
     const int dtype = model->dtype;
     const void *x = model->parallel ? input_of(step, &layer->attention_norm) : input_of(step, &layer->mlp_norm);
     const tn_product product = {&layer->gate_up, x, step->permuted, step->gate_up, num_rows, dtype};
     const tn_adapted adapted = adapted_at(step, index, TN_AT_GATE_UP);
     tn_adapter_low_stage(&adapted, x, layer->gate_up.num_in, dtype, region);
     tn_permute_stage(&product, region);
-    for (int64_t begin; (begin = tn_next_chunk(region) * chunk) < inner;) {
-        const int64_t end = begin + chunk < inner ? begin + chunk : inner;
+    EACH_COLUMNS(region, inner) {
         adapted_columns(&product, &adapted, begin, end);
         adapted_columns(&product, &adapted, inner + begin, inner + end);
         for (int64_t row = 0; row < num_rows; row++) {

@@ -127,11 +127,9 @@ static void add_stage(const step_t *step, tn_region *region) {
 static void gated_stage(const step_t *step, const tn_projection *gate_up, const void *x, tn_region *region) {
     const tn_encoder *model = step->args->model;
     const int64_t num_rows = step->args->num_rows, inner = model->intermediate_size;
-    const int64_t chunk = tn_linear_chunk(inner, region->num);
     const int dtype = model->dtype;
     const tn_product product = {gate_up, x, NULL, step->gate_up, num_rows, dtype};
-    for (int64_t begin; (begin = tn_next_chunk(region) * chunk) < inner;) {
-        const int64_t end = begin + chunk < inner ? begin + chunk : inner;
+    EACH_COLUMNS(region, inner) {
         tn_product_columns(&product, begin, end);
         tn_product_columns(&product, inner + begin, inner + end);
         for (int64_t row = 0; row < num_rows; row++) {
@@ -151,10 +149,8 @@ static void up_stage(const step_t *step, const tn_projection *up, const void *x,
         return;
     }
     const int64_t num_rows = step->args->num_rows, inner = model->intermediate_size;
-    const int64_t chunk = tn_linear_chunk(inner, region->num);
     const tn_product product = {up, x, NULL, step->inner, num_rows, model->dtype};
-    for (int64_t begin; (begin = tn_next_chunk(region) * chunk) < inner;) {
-        const int64_t end = begin + chunk < inner ? begin + chunk : inner;
+    EACH_COLUMNS(region, inner) {
         tn_product_columns(&product, begin, end);
         for (int64_t row = 0; row < num_rows; row++) {
             void *place = element_at(step->inner, model->dtype, row * inner + begin);

@@ -34,6 +34,8 @@ enum {
     MAX_GROUPS = BLOCK / GROUP_STEP + TN_LANES, /* that share a block: at most one more than are whole; in vectors */
     AHEAD_BYTES = 2048,      /* of a column, asked for before they are widened */
     AHEAD_QUAD_BYTES = 8192, /* of quads, asked for before they are multiplied; twice as many of integers */
+    FEW_ROWS = 16,           /* whose inputs stay in the cache for all of K … */
+    MAX_BLOCKS = 64,         /* … of so many blocks */
     MAX_I8_ROWS = 16,        /* for which tiles widen integers themselves: with more, a strip is faster */
     MAX_U4_ROWS = 8,
     MAX_E2M1_ROWS = 6,
@@ -447,19 +449,8 @@ typedef struct {
     int64_t first_group; /* that the block begins in */
     int64_t left;        /* elements of that group from `begin` on */
     int groups;          /* that the block has a part of */
+    int64_t ahead_bytes; /* from each element to the one to ask for meanwhile */
 } block_t;
-
-static block_t block_at(const tn_matrix *w, int64_t begin) {
-    block_t block = {.begin = begin, .count = (int)(w->num_in - begin < BLOCK ? w->num_in - begin : BLOCK)};
-    if (w->scale != NULL) { /* in 32 bits: divisions take three times as long in 64 */
-        const uint32_t size = (uint32_t)w->group_size, first = (uint32_t)begin;
-        block.num_groups = (uint32_t)w->num_in / size;
-        block.first_group = first / size;
-        block.left = (block.first_group + 1) * size - begin;
-        block.groups = (int)((first + (uint32_t)block.count - 1) / size - (uint32_t)block.first_group) + 1;
-    }
-    return block;
-}
 
 /* The row of the stored matrix that holds a column's elements, scales and bias. */
 static int64_t stored_row(const tn_matrix *w, int64_t column) { return w->row_step ? column * w->row_step : column; }
@@ -471,6 +462,32 @@ static float scale_of_e8m0(uint8_t byte) {
 
 static int64_t bytes_of(const tn_matrix *w, int64_t num) {
     return w->dtype == TN_U4 || w->dtype == TN_E2M1 ? num / 2 : num * (w->dtype == TN_F32 ? 4 : w->dtype == TN_I8 ? 1 : 2);
+}
+
+/* From an element of a block to the one that is `most` bytes of quads further on, in the order that they are gone
+ * through: the same block of later columns, or first all blocks of the same ones. */
+static int64_t ahead_bytes(const tn_matrix *w, int64_t begin, bool along_k) {
+    const uint32_t most = w->scale == NULL ? AHEAD_QUAD_BYTES : 2 * AHEAD_QUAD_BYTES;
+    const uint32_t block_bytes = (uint32_t)bytes_of(w, w->num_in < BLOCK ? w->num_in : BLOCK);
+    const int64_t quad_bytes = bytes_of(w, stored_row(w, QUAD) * w->num_in);
+    const uint32_t quads = QUAD * block_bytes < most ? most / (QUAD * block_bytes) : 1;
+    if (!along_k) return quads * quad_bytes;
+    const uint32_t num_blocks = (uint32_t)(w->num_in + BLOCK - 1) / BLOCK, now = (uint32_t)begin / BLOCK;
+    const uint32_t then = now + quads;
+    return then / num_blocks * quad_bytes + ((int64_t)(then % num_blocks) - now) * block_bytes;
+}
+
+static block_t block_at(const tn_matrix *w, int64_t begin, bool along_k) {
+    block_t block = {.begin = begin, .count = (int)(w->num_in - begin < BLOCK ? w->num_in - begin : BLOCK)};
+    block.ahead_bytes = ahead_bytes(w, begin, along_k);
+    if (w->scale != NULL) { /* in 32 bits: divisions take three times as long in 64 */
+        const uint32_t size = (uint32_t)w->group_size, first = (uint32_t)begin;
+        block.num_groups = (uint32_t)w->num_in / size;
+        block.first_group = first / size;
+        block.left = (block.first_group + 1) * size - begin;
+        block.groups = (int)((first + (uint32_t)block.count - 1) / size - (uint32_t)block.first_group) + 1;
+    }
+    return block;
 }
 
 /* Whether tiles take the weights from where they are. */
@@ -562,13 +579,9 @@ static void take_groups(strip_t *strip, int n, const tn_matrix *w, int64_t colum
 static void start_strip(strip_t *strip, const tn_matrix *w) {
     for (int n = 0; n < STRIP_COLUMNS; n += QUAD) {
         quartet_t *quad = &strip->quad[n / QUAD];
-        const int64_t quad_bytes = bytes_of(w, QUAD * (w->num_in < BLOCK ? w->num_in : BLOCK));
-        const int64_t most = w->scale == NULL ? AHEAD_QUAD_BYTES : 2 * AHEAD_QUAD_BYTES;
-        const int64_t quads = quad_bytes < most ? most / quad_bytes : 1;
         quad->scale = (const float(*)[MAX_GROUPS])strip->scale[n];
         quad->offset = (const float(*)[MAX_GROUPS])strip->offset[n];
         quad->group_size = (int)(w->group_size < BLOCK ? w->group_size : BLOCK);
-        quad->ahead_bytes = quads * bytes_of(w, stored_row(w, QUAD) * w->num_in);
         quad->totals = strip->totals;
     }
 }
@@ -585,6 +598,7 @@ static void fill_strip(strip_t *strip, const tn_matrix *w, int64_t first, int nu
         quartet_t *quad = &strip->quad[n / QUAD];
         quad->count = block->count;
         quad->first_count = first_count;
+        quad->ahead_bytes = block->ahead_bytes;
         if (w->scale != NULL) take_groups(strip, n, w, first + n, num - n, block);
         for (int j = 0; j < QUAD; j++) {
             const int from = n + j < num ? n + j : num - 1;
@@ -662,20 +676,47 @@ static void sum_strip(const panel_t *panel, strip_t *strip, int64_t first, int n
     }
 }
 
+/* Columns [n, n + num) of the panel in one block of K. */
+static void sum_block(const panel_t *panel, strip_t *strip, int n, int num, const block_t *block, const tiles_t *tiles,
+                      way_t way) {
+    fill_strip(strip, panel->args->weight, panel->first + n, num, block, way);
+    sum_strip(panel, strip, panel->first + n, num, block, tiles);
+}
+
 /* The panel's sums over all of K. */
 static void sum_panel(const panel_t *panel, strip_t *strip) {
     const tn_matrix *w = panel->args->weight;
     const way_t way = way_of(panel->args);
     const int width = is_in_place(w, way) ? STRIP_COLUMNS : QUAD; /* what is expanded stays in the first cache */
     for (int64_t begin = 0; begin < w->num_in; begin += BLOCK) {
-        const block_t block = block_at(w, begin);
+        const block_t block = block_at(w, begin, false);
         const tiles_t tiles = tiles_for(w, &block, way);
-        for (int n = 0; n < panel->num; n += width) {
-            const int num = panel->num - n < width ? panel->num - n : width;
-            fill_strip(strip, w, panel->first + n, num, &block, way);
-            sum_strip(panel, strip, panel->first + n, num, &block, &tiles);
-        }
+        for (int n = 0; n < panel->num; n += width)
+            sum_block(panel, strip, n, panel->num - n < width ? panel->num - n : width, &block, &tiles, way);
     }
+}
+
+/* Whether a panel's columns are better gone through one after another, as they lie in memory. */
+static bool is_along_k(const panel_t *panel) {
+    const tn_matrix *w = panel->args->weight;
+    return panel->rows <= FEW_ROWS && w->scale != NULL && is_in_place(w, way_of(panel->args)) && w->num_in > BLOCK &&
+           w->num_in <= MAX_BLOCKS * BLOCK;
+}
+
+/* The same in that order. Each sum adds its blocks ascending, as above. */
+static void sum_panel_along_k(const panel_t *panel, strip_t *strip) {
+    const tn_matrix *w = panel->args->weight;
+    const way_t way = way_of(panel->args);
+    block_t blocks[MAX_BLOCKS];
+    tiles_t tiles[MAX_BLOCKS];
+    int num_blocks = 0;
+    for (; num_blocks * BLOCK < w->num_in; num_blocks++) {
+        blocks[num_blocks] = block_at(w, num_blocks * BLOCK, true);
+        tiles[num_blocks] = tiles_for(w, &blocks[num_blocks], way);
+    }
+    for (int n = 0; n < panel->num; n += QUAD)
+        for (int each = 0; each < num_blocks; each++)
+            sum_block(panel, strip, n, panel->num - n < QUAD ? panel->num - n : QUAD, &blocks[each], &tiles[each], way);
 }
 
 /* A strip's sums → results: with the bias, rounded where the result is bf16. */
@@ -713,7 +754,7 @@ void tn_linear_columns(const tn_linear_args *args, int64_t begin, int64_t end) {
         for (int64_t first = begin; first < end; first += WIDE_COLUMNS) {
             const int num = (int)(end - first < WIDE_COLUMNS ? end - first : WIDE_COLUMNS);
             const panel_t panel = {args, row, first, rows, num, sums};
-            sum_panel(&panel, &strip);
+            (is_along_k(&panel) ? sum_panel_along_k : sum_panel)(&panel, &strip);
             for (int n = 0; n < num; n += STRIP_COLUMNS)
                 finish_strip(sums + n * rows, args, row, rows, first + n,
                              num - n < STRIP_COLUMNS ? num - n : STRIP_COLUMNS);
@@ -726,14 +767,20 @@ int64_t tn_linear_chunk(int64_t num_out, int num_threads) {
     return (about + TN_LINEAR_COLUMNS - 1) / TN_LINEAR_COLUMNS * TN_LINEAR_COLUMNS;
 }
 
+bool tn_next_columns(tn_region *region, int64_t num_out, int64_t *begin, int64_t *end) {
+    const int64_t chunk = tn_linear_chunk(num_out, region->num);
+    const int64_t next = tn_next_chunk_in_order(region, (num_out + chunk - 1) / chunk);
+    *begin = next * chunk;
+    *end = *begin + chunk < num_out ? *begin + chunk : num_out;
+    return next >= 0;
+}
+
 /* ---- the exported function ---- */
 
 static void linear_body(void *arg, tn_region *region, int id) {
     (void)id;
     const tn_linear_args *args = arg;
-    const int64_t num_out = args->weight->num_out, chunk = tn_linear_chunk(num_out, region->num);
-    for (int64_t begin; (begin = tn_next_chunk(region) * chunk) < num_out;)
-        tn_linear_columns(args, begin, begin + chunk < num_out ? begin + chunk : num_out);
+    EACH_COLUMNS(region, args->weight->num_out) tn_linear_columns(args, begin, end);
 }
 
 int tn_linear_check(const tn_linear_args *args) {

@@ -2,7 +2,10 @@
 #ifndef TN_LINEAR_H
 #define TN_LINEAR_H
 
+#include <stdbool.h>
+
 #include "core.h"
+#include "team.h"
 
 /* Columns [begin, end) of the product, on the calling thread. Any split into ranges gives the same bits.
  *
@@ -11,6 +14,12 @@ void tn_linear_columns(const tn_linear_args *args, int64_t begin, int64_t end);
 
 /* How many columns to take at a time, for about eight chunks a thread. A multiple of TN_LINEAR_COLUMNS. */
 int64_t tn_linear_chunk(int64_t num_out, int num_threads);
+
+/* The next columns [*begin, *end) of `num_out` in a stage; false when all are taken. */
+bool tn_next_columns(tn_region *region, int64_t num_out, int64_t *begin, int64_t *end);
+
+/* A stage: the statement for columns [begin, end) of `num_out`, which the region's threads share. */
+#define EACH_COLUMNS(region, num_out) for (int64_t begin, end; tn_next_columns(region, num_out, &begin, &end);)
 
 #define TN_LINEAR_COLUMNS 16
 

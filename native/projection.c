@@ -54,7 +54,5 @@ void tn_product_columns(const tn_product *product, int64_t begin, int64_t end) {
 }
 
 void tn_product_stage(const tn_product *product, tn_region *region) {
-    const int64_t num_out = product->projection->num_out, chunk = tn_linear_chunk(num_out, region->num);
-    for (int64_t begin; (begin = tn_next_chunk(region) * chunk) < num_out;)
-        tn_product_columns(product, begin, begin + chunk < num_out ? begin + chunk : num_out);
+    EACH_COLUMNS(region, product->projection->num_out) tn_product_columns(product, begin, end);
 }

@@ -54,6 +54,8 @@ static struct {
     tn_region *region;
 } team = {.in_use = PTHREAD_MUTEX_INITIALIZER, .wanted = 1};
 
+static _Thread_local int thread_id; /* within the team; 0 of threads that call */
+
 /* ---- waiting ---- */
 
 static int64_t now_ns(void) {
@@ -102,15 +104,46 @@ static int64_t wait_while(tn_signal *signal, uint32_t old) {
 
 /* ---- inside a region ---- */
 
+static int num_shares(const tn_region *region) { return region->num < TN_SHARES ? region->num : TN_SHARES; }
+
+/* A chunk of a share of `size` that none has, from its front or its back; -1 when there is none. */
+static int64_t take_chunk(_Atomic uint64_t *taken, int64_t size, bool from_back) {
+    uint64_t old = atomic_load_explicit(taken, memory_order_relaxed), front, back;
+    do {
+        front = old & UINT32_MAX;
+        back = old >> 32;
+        if ((int64_t)(front + back) >= size) return -1;
+    } while (!atomic_compare_exchange_weak_explicit(taken, &old, old + (from_back ? (uint64_t)1 << 32 : 1),
+                                                    memory_order_relaxed, memory_order_relaxed));
+    return from_back ? size - 1 - (int64_t)back : (int64_t)front;
+}
+
+int64_t tn_next_chunk_in_order(tn_region *region, int64_t num_chunks) {
+    const int num = num_shares(region);
+    for (int n = 0; n < num; n++) {
+        const int share = (thread_id + n) % num;
+        const int64_t begin = num_chunks * share / num, end = num_chunks * (share + 1) / num;
+        const int64_t chunk = take_chunk(&region->shares[share].taken, end - begin, n > 0);
+        if (chunk >= 0) return begin + chunk;
+    }
+    return -1;
+}
+
+static void begin_stage(tn_region *region) {
+    atomic_store_explicit(&region->next_chunk, 0, memory_order_relaxed);
+    for (int n = 0; n < num_shares(region); n++)
+        atomic_store_explicit(&region->shares[n].taken, 0, memory_order_relaxed);
+}
+
 void tn_barrier(tn_region *region) {
     if (region->num == 1) {
-        atomic_store_explicit(&region->next_chunk, 0, memory_order_relaxed);
+        begin_stage(region);
         return;
     }
     const uint32_t phase = atomic_load_explicit(&region->phase.value, memory_order_relaxed);
     if (atomic_fetch_add_explicit(&region->arrived, 1, memory_order_acq_rel) == region->num - 1) {
         atomic_store_explicit(&region->arrived, 0, memory_order_relaxed);
-        atomic_store_explicit(&region->next_chunk, 0, memory_order_relaxed);
+        begin_stage(region);
         atomic_store(&region->phase.value, phase + 1);
         announce(&region->phase);
         return;
@@ -123,6 +156,7 @@ void tn_barrier(tn_region *region) {
 
 static void *thread_main(void *id_arg) {
     const uint32_t id = (uint32_t)(intptr_t)id_arg;
+    thread_id = (int)id;
     uint32_t seen = team.begun_before;
     for (;;) {
         wait_while(&team.begun, seen);

@@ -21,6 +21,8 @@ typedef struct tn_signal {
     _Atomic uint32_t sleepers;
 } tn_signal;
 
+enum { TN_SHARES = 16 }; /* that a stage is cut into, at most: with more threads, some have one together */
+
 /* A call's work on some threads. A body reads `num`, and leaves the rest to the functions below. */
 typedef struct tn_region {
     int num;                                 /* threads */
@@ -28,6 +30,9 @@ typedef struct tn_region {
     tn_signal phase;                         /* counts barriers */
     _Atomic int64_t waited_ns;               /* at barriers, by all threads together */
     _Alignas(64) _Atomic int64_t next_chunk; /* of the stage */
+    struct {
+        _Alignas(64) _Atomic uint64_t taken; /* chunks of the share: from its front, and from its back in the upper half */
+    } shares[TN_SHARES];
 } tn_region;
 
 /* Called once on each thread: `id` counts from 0, the calling thread, to `region->num` - 1. */
@@ -46,5 +51,9 @@ void tn_barrier(tn_region *region);
 static inline int64_t tn_next_chunk(tn_region *region) {
     return atomic_fetch_add_explicit(&region->next_chunk, 1, memory_order_relaxed);
 }
+
+/* The same for stages that read memory: each thread takes the chunks of a share of its own, one after another, and then
+ * from the ends of the others' shares. -1 when all `num_chunks` are taken. A stage calls either this or the above. */
+int64_t tn_next_chunk_in_order(tn_region *region, int64_t num_chunks);
 
 #endif

@@ -34,8 +34,8 @@ enum {
     MAX_GROUPS = BLOCK / GROUP_STEP + TN_LANES, /* that share a block: at most one more than are whole; in vectors */
     AHEAD_BYTES = 2048,      /* of a column, asked for before they are widened */
     AHEAD_QUAD_BYTES = 8192, /* of quads, asked for before they are multiplied; twice as many of integers */
-    FEW_ROWS = 16,           /* whose inputs stay in the cache for all of K … */
-    MAX_BLOCKS = 64,         /* … of so many blocks */
+    FEW_ROWS = 16,           /* their inputs stay in the cache for all of K */
+    MAX_BLOCKS = 64,         /* of K, in that order */
     MAX_I8_ROWS = 16,        /* for which tiles widen integers themselves: with more, a strip is faster */
     MAX_U4_ROWS = 8,
     MAX_E2M1_ROWS = 6,

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 HEAD_START_S = 0.15  # of a base that drafts, before its fine-tune is decoded
 ENDED_POLL_S = 0.05
+COLLAPSE_DELAY_S = 2.0  # after the end: the first answers need the cores
+MIN_HUGE_BYTES = 64 << 20  # of weights: fewer stay in caches, or take no time
 MIN_WATCHED_S, MAX_WATCHED_S = 0.2, 1.0  # of a load, before it is decided which tier comes first
 
 # Arrays that numpy has a dtype for. bfloat16 shows as its bit patterns; everything else as bytes.
@@ -452,6 +454,17 @@ class WeightLoad(ThreadedLoad):
         super()._end()
         if self._cache is not None:
             self._cache.finish()
+        if (
+            self._readiness.error is None
+            and self._arena.takes_huge_pages
+            and self._arena.size_bytes >= MIN_HUGE_BYTES
+        ):
+            threading.Thread(target=self._collapse, name="teneral-huge-pages", daemon=True).start()
+
+    def _collapse(self) -> None:
+        """The weights' small pages become huge ones, once the first answers are on their way."""
+        time.sleep(COLLAPSE_DELAY_S)
+        self._arena.collapse(lambda: False)
 
     def _figures(self) -> dict[str, Any]:
         return {"stored_bytes": self._stored_bytes, "link": self._work.link_statistics()._asdict()}

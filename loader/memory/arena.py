@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; Python's mmap has no names for them
+MADV_COLLAPSE = 25  # Linux 6.1
 MAP_NORESERVE = 0x4000  # Linux; Python has a name for it from 3.13 on
 # A huge page: for so long the kernel keeps others from mapping memory.
 PREFAULT_STEP_BYTES = 2 * 1024 * 1024
+HUGE_PAGE_BYTES = 2 * 1024 * 1024
 # The same, for one that must not be in anybody's way: 0.4 ms, or 4 at worst.
 RESERVE_STEP_BYTES = 1024 * 1024
 BUSY_REST_S = 0.05  # between such steps while others have all cores: 20 MB/s
@@ -36,6 +38,10 @@ BUSY_REST_S = 0.05  # between such steps while others have all cores: 20 MB/s
 SLOW_STEP_S = 1.5e-3
 PAID_STEP_S = 5e-5  # what takes less has found its pages there
 MAX_SLOW_STEPS = 3
+# Small pages into a huge one: 1 ms of CPU time, and 4 to 5 where the host has to provide it.
+MAX_COLLAPSE_S = 10e-3  # CPU time, on average: with more, small pages stay
+COLLAPSE_REST_S = 0.01  # between two pages while others have all cores
+MAX_FAILED_COLLAPSES = 8  # one after another; a page that something else holds right now is one
 
 
 class Arena:
@@ -58,6 +64,8 @@ class Arena:
         self.size_bytes = sum(align(size_bytes) for size_bytes in slab_sizes_bytes)
         self._tries_huge_pages = False
         self._is_shared = shared_fd is not None
+        self._is_sparse = is_sparse
+        self._is_discarded = False
         self._ahead_bytes = 0  # from the beginning: pages that this process has mapped already
         if shared_fd is not None:
             memory = map_shared(shared_fd, self.size_bytes, what="the model's weights")
@@ -123,8 +131,43 @@ class Arena:
             advise(offset, PREFAULT_STEP_BYTES, mmap.MADV_NOHUGEPAGE)
         return slow_steps < 2  # one may have been held up by something else
 
+    @property
+    def takes_huge_pages(self) -> bool:
+        """True if `collapse` may do something: not for memory files, nor where parts may never come."""
+        return not (self._is_shared or self._is_sparse)
+
+    def collapse(self, stopped: Callable[[], bool]) -> int:
+        """Replace small pages by huge ones, front to back, changing no content; `stopped` ends it
+        early. Returns the number of huge pages.
+
+        For threads that wait for nothing: it rests between two pages while others have all cores,
+        and gives up where the system has no huge pages, or they cost too much. Others can read and
+        write the memory meanwhile. Blocks, without the GIL.
+        """
+        if not self.takes_huge_pages or not _advise(self._memory, "MADV_HUGEPAGE"):
+            return 0
+        advise = adviser(self._memory)
+        first = -_address(self._memory) % HUGE_PAGE_BYTES
+        num, failed, cost_s = 0, 0, 0.0
+        for offset in range(first, self.size_bytes - HUGE_PAGE_BYTES + 1, HUGE_PAGE_BYTES):
+            if not has_idle_core():
+                time.sleep(COLLAPSE_REST_S)
+            if self._is_discarded or stopped():
+                break
+            begun_s = time.thread_time()
+            is_huge = advise(offset, HUGE_PAGE_BYTES, MADV_COLLAPSE)
+            cost_s += time.thread_time() - begun_s
+            num, failed = num + is_huge, 0 if is_huge else failed + 1
+            tried = (offset - first) // HUGE_PAGE_BYTES + 1
+            if failed == MAX_FAILED_COLLAPSES or (
+                tried >= MAX_FAILED_COLLAPSES and cost_s > tried * MAX_COLLAPSE_S
+            ):
+                break
+        return num
+
     def discard(self) -> None:
         """Return the memory to the system; its content is lost, and reads as zeros. The views stay valid."""
+        self._is_discarded = True
         mapping = self._memory.obj
         if isinstance(mapping, mmap.mmap):
             with suppress(OSError):  # of a kernel that cannot: it goes with the last view
@@ -229,14 +272,19 @@ def adviser(memory: memoryview) -> Callable[[int, int, int], bool]:
 
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    # Of a mapping, so at a page's start.
-    begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    begin = _address(memory)  # of a mapping, so at a page's start
 
     def advise(offset: int, num_bytes: int, advice: int) -> bool:
         taken: bool = madvise(begin + offset, min(num_bytes, size_bytes - offset), advice) == 0
         return taken
 
     return advise
+
+
+def _address(memory: memoryview) -> int:
+    import ctypes
+
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory)) if len(memory) else 0
 
 
 def as_array(slab: memoryview) -> npt.NDArray[np.uint8]:

@@ -20,6 +20,7 @@ from teneral.loader.errors import InsufficientMemoryError
 from teneral.loader.format.manifest import SLAB_ALIGNMENT_BYTES
 from teneral.loader.memory import arena as arena_module
 from teneral.loader.memory.arena import (
+    HUGE_PAGE_BYTES,
     MAX_SLOW_STEPS,
     PREFAULT_STEP_BYTES,
     Arena,
@@ -236,6 +237,47 @@ def test_huge_pages_that_become_slow_are_given_up(
     monkeypatch.setattr("teneral.loader.memory.arena.time", CostlySteps(*tried_ms, *costs_ms))
     assert arena.prefault(stopped=lambda: False)
     assert flag in flags_of(slab, slab.size - 1)
+
+
+def small_pages(num_huge: int) -> tuple[Arena, np.ndarray]:
+    """An arena filled with its offsets, in small pages."""
+    arena = Arena([num_huge * HUGE_PAGE_BYTES])
+    slab = as_array(arena.slabs[0]).view(np.uint64)
+    slab[:] = np.arange(slab.size)
+    assert int(mapping_of(slab.ctypes.data)["AnonHugePages"].split()[0]) == 0
+    return arena, slab
+
+
+collapses = pytest.mark.skipif(
+    sys.platform != "linux" or KERNEL < [6, 1], reason="the kernel cannot collapse small pages"
+)
+
+
+@collapses
+def test_small_pages_become_huge_ones_and_keep_their_content() -> None:
+    arena, slab = small_pages(6)
+    num = arena.collapse(lambda: False)
+    huge_bytes = int(mapping_of(slab.ctypes.data)["AnonHugePages"].split()[0]) * 1024
+    assert huge_bytes == num * HUGE_PAGE_BYTES
+    if not num:
+        pytest.skip("the system has no huge pages to give")
+    assert np.array_equal(slab, np.arange(slab.size))
+
+
+@collapses
+def test_no_page_is_collapsed_once_the_memory_is_discarded_or_the_work_stopped() -> None:
+    arena, _ = small_pages(4)
+    assert arena.collapse(lambda: True) == 0
+    arena.discard()
+    assert arena.collapse(lambda: False) == 0
+
+
+def test_memory_files_and_sparse_memory_keep_their_pages() -> None:
+    fd = os.memfd_create("test")
+    for arena in (Arena([4 * HUGE_PAGE_BYTES], shared_fd=fd), Arena([4 * HUGE_PAGE_BYTES], is_sparse=True)):
+        assert not arena.takes_huge_pages
+        assert arena.collapse(lambda: False) == 0
+    os.close(fd)
 
 
 def test_prefaulting_can_be_stopped() -> None:

@@ -77,10 +77,12 @@ class Ingress:
             return _error(413, "the body is too large", "request_too_large")
         fields = _fields(body)
         name = fields.get("model") or (next(iter(self._models)) if len(self._models) == 1 else None)
-        if name not in self._models:
-            return _error(404, f"unknown model {name!r}", "model_not_found")
+        # An adapter's name stays in the body: the instance knows it.
+        served = name.partition(":")[0] if isinstance(name, str) else ""
+        if served not in self._models:
+            return _error(404, f"unknown model {str(name)[:200]!r}", "model_not_found")
         key = session_key(request.headers.get("x-session-id"), fields)
-        handle = self._handle(chosen(self._models[name], key)).options(
+        handle = self._handle(chosen(self._models[served], key)).options(
             method_name="request", stream=True, session_id=key
         )
         query = f"?{request.url.query}" if request.url.query else ""

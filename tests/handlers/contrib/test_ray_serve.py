@@ -160,6 +160,10 @@ def test_the_ingress_names_models_and_refuses_others(running):
         ask("other")
     assert caught.value.code == 404
     assert json.load(caught.value)["error"]["code"] == "model_not_found"
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        ask("warm:legal")
+    assert caught.value.code == 404
+    assert "no adapters" in json.load(caught.value)["error"]["message"], "of the instance"
 
 
 def test_prompts_that_begin_alike_go_to_one_replica(running):

@@ -27,6 +27,7 @@ from .platforms import Platform, imported, platform_of
 if TYPE_CHECKING:
     from aiohttp import web
 
+    from ..loader.sources.base import SourceOptions
     from ..runtime.instance import Instance
     from ..runtime.opening import Opening
     from .console.early import EarlyPage
@@ -162,8 +163,10 @@ def serve_on(
 
 
 def _open_ahead(config: ServeConfig, timeline: Timeline, launched: LaunchedHelpers | None) -> Opening | None:
-    """Request a remote model's manifest, unless another process does, or memory was reserved for it."""
-    if launched is not None and (launched.load is not None or launched.reserve is not None):
+    """Request a remote model's manifest, unless another process does, memory was reserved for it, or it
+    may be in memory.
+    """
+    if launched is not None and any((launched.load, launched.reserve, launched.shared)):
         return None
     # After the fork of the helpers: it starts a thread.
     from ..runtime.opening import open_ahead
@@ -273,7 +276,12 @@ def _shown(host: str) -> str:
 
 
 def run_standby(
-    path: str, num_processes: int, *, reserve_bytes: int, report: Callable[[TeneralError], int]
+    path: str,
+    num_processes: int,
+    *,
+    reserve_bytes: int,
+    base: tuple[str, SourceOptions] | None,
+    report: Callable[[TeneralError], int],
 ) -> int:
     """`standby.pool.run_pool`, with processes that become this server."""
     from .standby.pool import run_pool
@@ -282,6 +290,7 @@ def run_standby(
         path,
         num_processes,
         reserve_bytes=reserve_bytes,
+        base=base,
         report=report,
         import_server=import_server,
         serve_on=serve_on,

@@ -76,6 +76,7 @@ def open_artifact(
     look: Look | None = None,
     in_place: bool = False,
     without_base: bool = False,
+    held: Manifest | None = None,
 ) -> Manifest:
     """The folder's manifest; of a folder without one, the manifest made from its safetensors
     headers: with `in_place`, that of slabs as the files have them, where it can be
@@ -87,10 +88,15 @@ def open_artifact(
     weights cannot be loaded. Raises `UsageError` for an artifact without its base, or with a base that it does
     not have, and `IntegrityError` for another base than its own.
 
+    `held` is the manifest of weights that are in memory. It is the result, without a read, where `digest`
+    pins it; of differences to it, the manifest is left alone, and its base is not read.
+
     Raises `IntegrityError` when it has not, `ManifestError` and `CheckpointError` for what is
     damaged, `NotFoundError` when there is nothing, `AccessDeniedError` when the manifest may not be
     read, and the source's own errors.
     """
+    if held is not None and digest == held.digest and not _has_base(source):
+        return held
     try:
         data, _ = source.read(MANIFEST_NAME, max_bytes=MAX_MANIFEST_BYTES)
     except NotFoundError as error:
@@ -111,20 +117,33 @@ def open_artifact(
             raise
         return _open_denied(source, error, in_place)
     from .format.manifest_json import (
+        manifest_digest,
         parse_manifest,
     )  # while the answer was on its way, a loader has imported it
 
+    if held is not None and manifest_digest(data) == held.digest:
+        look = None  # its weights are there
     manifest = parse_manifest(data, expected_digest=digest, look=look)
     if manifest.base is None and not _has_base(source):
         return manifest
-    return _join_base(source, manifest, without_base)
+    if held is not None and held.digest == manifest.base and _pinned_base(source) in (None, held.digest):
+        return manifest
+    return _join_base(source, manifest, without_base, held)
+
+
+def _pinned_base(source: Source) -> bytes | None:
+    """The digest that the base's address is pinned to; None where it is not, and without one."""
+    digest: bytes | None = getattr(source, "base_digest", None)
+    return digest
 
 
 def _has_base(source: Source) -> bool:
     return hasattr(source, "base_digest")  # of a `BasedSource`, which most starts need not import
 
 
-def _join_base(source: Source, manifest: Manifest, without_base: bool) -> Manifest:
+def _join_base(
+    source: Source, manifest: Manifest, without_base: bool, held: Manifest | None = None
+) -> Manifest:
     from .format.delta import join
     from .sources.base import BasedSource
 
@@ -137,8 +156,13 @@ def _join_base(source: Source, manifest: Manifest, without_base: bool) -> Manife
     if not isinstance(source, BasedSource):
         if without_base:
             return manifest
+        other = (
+            ""
+            if held is None or held.digest is None
+            else f", and the base in memory is b3:{held.digest.hex()}"
+        )
         raise UsageError(
-            f"{source.url} holds only the differences to b3:{manifest.base.hex()}",
+            f"{source.url} holds only the differences to b3:{manifest.base.hex()}{other}",
             key="base",
             hint="Give the address of that artifact with --base.",
         )

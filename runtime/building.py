@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .models.decoder import Decoder
     from .models.encoder import Encoder
     from .onnx.runner import OnnxRunner
-    from .resident import BaseInMemory
+    from .resident import BaseInMemory, SharedBaseInMemory
     from .text.tokenizer import TextTokenizer
     from .weights import AnyLoad, Weights
 
@@ -53,6 +53,9 @@ class Parts(Protocol):
     full_speed: threading.Event  # nothing is imported and built before it is set
     adapters: AdapterRegistry | None  # set together with the engine
     load: AnyLoad | None  # there, once `opening` has a result
+    base: BaseInMemory | SharedBaseInMemory | None  # in memory, of a fine-tune; as `load`
+
+    def files(self) -> ModelFiles: ...
 
     def wait_exact(self, timeout_s: float | None = None) -> bool: ...
 
@@ -64,14 +67,12 @@ class ModelBuild:
         self,
         instance: Parts,
         *,
-        base: BaseInMemory | None,
         snapshots: SnapshotService | None,
         fail: Callable[[TeneralError], None],
     ) -> None:
         self._instance = instance
         self._config = instance.config
         self._timeline = instance.timeline
-        self._base = base
         self._snapshots = snapshots
         self._fail = fail
 
@@ -112,14 +113,14 @@ class ModelBuild:
             from .models.encoder import Encoder
             from .sentence_files import sentence_files
         self._warm_device_up(choice.device)
-        source, manifest = self._instance.opening.result()
+        _, manifest = self._instance.opening.result()
         load = self._instance.load
         assert load is not None
         if is_onnx(manifest):
             self._start_onnx()
             return
         with self._timeline.span("model", "build") as details:
-            files = ModelFiles(source, manifest, config.load_options)
+            files = self._instance.files()
             model_config = files.json("config.json", required=True)
             weights, sentence = _weights_of(load), sentence_files(files)
             model: Any
@@ -142,8 +143,9 @@ class ModelBuild:
             self._start_embedder(model, model_config)
         else:
             drafter = None
-            if self._base is not None and config.draft_ahead:
-                drafter = self._base.drafter_for(model, choice)
+            base = self._instance.base
+            if base is not None and config.draft_ahead:
+                drafter = base.drafter_for(model, choice)
             self._start_engine(model, manifest, drafter)
 
     def _warm_device_up(self, device: str) -> None:
@@ -282,10 +284,9 @@ class ModelBuild:
     def _start_onnx(self) -> None:
         from .onnx.start import open_runner
 
-        source, manifest = self._instance.opening.result()
         assert self._instance.load is not None
         with self._timeline.span("model", "build") as attributes:
-            files = ModelFiles(source, manifest, self._config.load_options)
+            files = self._instance.files()
             runner, exchange = open_runner(
                 files,
                 self._instance.load,

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ..loader.cache.part_cache import PartCache
     from ..loader.format.manifest import Manifest
     from ..loader.load.options import LoadOptions
+    from ..loader.load.shared import HeldFiles
     from ..loader.sources.base import Source
 
 
@@ -41,20 +42,25 @@ def seems_onnx(address: str, *, without_tokenizer: bool = False) -> bool:
 
 
 class ModelFiles:
-    """Verified reads of the files, from the node's cache if there is one, else from the store.
-    Thread-safe.
+    """Verified reads of the files: from memory if they are held there, from the node's cache if
+    there is one, else from the store. Thread-safe.
     """
 
-    def __init__(self, source: Source, manifest: Manifest, options: LoadOptions) -> None:
+    def __init__(
+        self, source: Source, manifest: Manifest, options: LoadOptions, held: HeldFiles | None = None
+    ) -> None:
         self._source = source
         self._manifest = manifest
-        self._names = {file.name for file in manifest.files}
+        self._digests = {file.name: file.digest for file in manifest.files}
         self._options = options
+        self._held = held
 
     def read(self, name: str) -> bytes | None:
         """The file's content; None if it does not exist. Raises the errors of `read_file`."""
-        if name not in self._names:
+        if name not in self._digests:
             return None
+        if self._held is not None and (found := self._held.read(self._digests[name])) is not None:
+            return found
         cache = self._open_cache()
         data = read_file(self._source, self._manifest, name, cache=cache)
         if cache is not None:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..loader.artifact import open_model
 from ..loader.errors import TeneralError, UsageError
@@ -43,6 +43,7 @@ from .state import Forecast, State, resolve, result_or_none
 
 if TYPE_CHECKING:
     from ..loader.format.manifest import Manifest
+    from ..loader.load.shared import SharedBase
     from ..loader.sources.base import Source
     from .adapters.registry import AdapterRegistry
     from .engine.embedder import Embedder
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from .kv.snapshots.service import SnapshotService
     from .onnx.runner import OnnxRunner
     from .opening import Opening
-    from .resident import BaseInMemory
+    from .resident import BaseInMemory, SharedBaseInMemory
     from .text.settings import TextSettings
     from .text.tokenizer import TextTokenizer
     from .weights import AnyLoad
@@ -95,7 +96,10 @@ class Instance:
         self._opening = opening
         self._source = source if opening is None else opening.source
         self._helpers = helpers
-        self._base = base
+        # Set by `opening` at the latest.
+        self.base: BaseInMemory | SharedBaseInMemory | None = base
+        # Once `opening` is set, only where the load uses it.
+        self._shared: SharedBase | None = helpers.shared if helpers else None
         self.has_base = base is not None  # in memory: it loads the differences alone
         self.load: AnyLoad | None = helpers.load if helpers else None  # None before it begins
         self._snapshots: SnapshotService | None = None
@@ -117,7 +121,7 @@ class Instance:
         """Start everything; return at once, or when the imports of a local ONNX model are done.
         Startup errors fail the instance like later ones.
         """
-        if self._helpers is None and self._source is None and self._base is None:
+        if self._helpers is None and self._source is None and self.base is None:
             # Before all imports, to run in parallel to them.
             self._run(self._start_helpers)
         if self.config.kv_snapshot is not None:
@@ -180,7 +184,7 @@ class Instance:
         self.full_speed.set()
         self._settle(DrainingError("the instance was closed"))
         tokenizer = result_or_none(self.tokenizer)
-        if tokenizer is not None and (self._base is None or tokenizer is not self._base.tokenizer):
+        if tokenizer is not None and (self.base is None or tokenizer is not self.base.tokenizer):
             tokenizer.close()
         for worker in self._workers():
             # Waiting callers have their answer now; the pass itself may wait at a gate, which …
@@ -214,8 +218,8 @@ class Instance:
         self.text_settings, self.tokenizer, self.opening = Future(), Future(), Future()
         self.engine, self.embedder, self.onnx = Future(), Future(), Future()
         self._settle(DrainingError("the instance was closed"))
-        self.load = self._helpers = self._source = self._snapshots = self.adapters = self._base = None
-        self._opening = None
+        self.load = self._helpers = self._source = self._snapshots = self.adapters = None
+        self.base = self._shared = self._opening = None
 
     def __enter__(self) -> Instance:
         return self.start()
@@ -322,6 +326,8 @@ class Instance:
                 figures["placement"] = placement
             if (paging := paging_statistics(self.load)) is not None:
                 figures["experts"] = paging
+        if self._shared is not None:
+            figures["shared_base_bytes"] = self._shared.size_bytes
         for worker in self._workers():
             figures[type(worker).__name__.lower()] = worker.statistics()
         if self._snapshots is not None:
@@ -354,16 +360,30 @@ class Instance:
             show_outages(self._source, self.timeline)
         if self.load is None:
             reserve = self._helpers.reserve if self._helpers is not None else None
-            base = None if self._base is None else self._base.weights
-            cores = self.full_speed
-            self.load = load_here(self._source, digest, self.config, self.timeline, reserve, base, cores)
+            base = None if self.base is None else cast("BaseInMemory", self.base).weights
+            cores, shared = self.full_speed, self._shared
+            begun = load_here(self._source, digest, self.config, self.timeline, reserve, base, cores, shared)
+            self.load, self._shared = begun.load, begun.shared
+            if begun.base is not None:
+                from .resident import SharedBaseInMemory
+
+                assert begun.shared is not None
+                options, held = self.config.load_options, begun.shared.files
+                files = ModelFiles(self._source, begun.base.manifest, options, held)
+                self.base = SharedBaseInMemory(begun.base, files.json("config.json", required=True))
         manifest = self.load.manifest
         self.opening.set_result((self._source, manifest))
         expected = None
         if self.config.verify_exact:
             check_whole(self.load)
-            expected = tensor_digests(ModelFiles(self._source, manifest, self.config.load_options), manifest)
+            expected = tensor_digests(self.files(), manifest)
         self._watch_load(self.load, expected)
+
+    def files(self) -> ModelFiles:
+        """The model's small files, once `opening` has a result. Raises the failure."""
+        source, manifest = self.opening.result()
+        held = None if self._shared is None else self._shared.files
+        return ModelFiles(source, manifest, self.config.load_options, held)
 
     def _watch_load(self, load: AnyLoad, expected: tuple[bytes, ...] | None) -> None:
         """Wait for the whole load, so that an idle instance also fails with its load, or if its
@@ -381,7 +401,7 @@ class Instance:
             warn_of_cache(load)
 
     def _load_tokenizer(self) -> None:
-        source, manifest = self.opening.result()
+        _, manifest = self.opening.result()
         if is_onnx(manifest) and not any(file.name == TOKENIZER_NAME for file in manifest.files):
             refuse = ModelError(f"{self.model_name} takes tensors and has no tokenizer")
             self.text_settings.set_exception(refuse)
@@ -389,11 +409,10 @@ class Instance:
             if self._helpers is not None:
                 self._helpers.tokenizer.close()
             return
-        if self._base is not None:
-            files = ModelFiles(source, manifest, self.config.load_options)
-            shared = self._base.tokenizer_for(manifest, files, self._adjust_settings)
+        if self.base is not None:
+            shared = self.base.tokenizer_for(manifest, self.files(), self._adjust_settings)
             if shared is not None:
-                resolve(self.text_settings, self._base.text_settings)
+                resolve(self.text_settings, cast("BaseInMemory", self.base).text_settings)
                 resolve(self.tokenizer, shared)
                 return
         if self._helpers is not None:
@@ -402,8 +421,7 @@ class Instance:
             from .text.tokenizer import TextTokenizer
 
             with self.timeline.span("tokenizer", "load"):
-                files = ModelFiles(source, manifest, self.config.load_options)
-                tokenizer = TextTokenizer.from_files(files.read, adjust=self._adjust_settings)
+                tokenizer = TextTokenizer.from_files(self.files().read, adjust=self._adjust_settings)
         resolve(self.tokenizer, tokenizer)
         # The first chat is not to wait for its process; but the first tokens come first.
         if self.wait_exact() and not self._closed.wait(CHAT_DELAY_S):
@@ -422,7 +440,7 @@ class Instance:
     def _build(self) -> None:
         from .building import ModelBuild
 
-        ModelBuild(self, base=self._base, snapshots=self._snapshots, fail=self._fail).run()
+        ModelBuild(self, snapshots=self._snapshots, fail=self._fail).run()
 
     # errors
 

@@ -5,7 +5,7 @@ This module does not know the instance, nor the use of the weights.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ..loader.device.detect import CPU, choose_device
 from ..loader.errors import IntegrityError, UnavailableError, UsageError
@@ -26,12 +26,23 @@ if TYPE_CHECKING:
     from ..loader.load.paged_load import PagedLoad
     from ..loader.load.pager import PagerStatistics
     from ..loader.load.resident import ResidentBase
+    from ..loader.load.shared import SharedBase, SharedLoad
     from ..loader.memory.arena import Reserve
     from ..loader.sources.base import Source
     from ..loader.timeline import Timeline
     from .config import ServeConfig
     from .files import ModelFiles
     from .weights import AnyLoad
+
+
+class Begun(NamedTuple):
+    """A load that was started; the shared base, if that has its weights or those that it adds
+    differences to; and in the latter case the load of that base.
+    """
+
+    load: WeightLoad | MappedLoad | DeviceLoad | SharedLoad
+    shared: SharedBase | None = None
+    base: SharedLoad | None = None
 
 
 def load_here(
@@ -42,11 +53,13 @@ def load_here(
     reserve: Reserve | None = None,
     base: ResidentBase | None = None,
     full_speed: threading.Event | None = None,
-) -> WeightLoad | MappedLoad | DeviceLoad:
+    shared: SharedBase | None = None,
+) -> Begun:
     """Start a load in this process's own threads. It uses the memory of `reserve`, which is
-    returned to the system if weights are mapped. Of a fine-tune whose `base` is in memory, only the
-    differences are read. Until `full_speed` is set, decoding leaves two cores alone. Raises
-    `UsageError` for less memory than a step needs (`config.weights_bytes`).
+    returned to the system if weights are mapped. Of a fine-tune whose `base` is in memory, or whose
+    base is the `shared` one, only the differences are read, and of the shared base nothing. Until
+    `full_speed` is set, decoding leaves two cores alone. Raises `UsageError` for less memory than a
+    step needs (`config.weights_bytes`).
     """
     from ..loader.artifact import (
         # The loader's process imports these, if there is one.
@@ -56,12 +69,33 @@ def load_here(
     options, device = config.load_options, choose_device(config.device)
     in_place = config.mmap and device == CPU and config.weights_bytes is None and isinstance(source, Mappable)
     prefetcher = _Prefetcher(source, options, timeline, device, 0 if reserve is None else reserve.taken_bytes)
+    if device != CPU or options.weights_bytes is not None:
+        shared = None
     with timeline.span("manifest", "open"):
         manifest = open_artifact(
-            source, digest=digest, look=prefetcher.look, in_place=in_place, without_base=base is not None
+            source,
+            digest=digest,
+            look=prefetcher.look,
+            in_place=in_place,
+            without_base=base is not None,
+            held=None if shared is None else shared.manifest,
         )
     from .files import is_onnx  # the manifest was requested without it
 
+    shared_load = None
+    if shared is not None and shared.digest in (manifest.digest, manifest.base):
+        # Few servers are taken from a pool with a base.
+        from ..loader.load.shared import SharedLoad
+
+        is_base = manifest.digest == shared.digest
+        shared_load = SharedLoad(shared, manifest if is_base else shared.manifest, timeline=timeline)
+        shared_load.start()
+        timeline.mark("process", "base in memory", bytes=manifest.weight_bytes)
+        if is_base:
+            if reserve is not None:
+                reserve.release()
+            return Begun(shared_load, shared)
+        base = shared_load.as_base()
     if base is not None:
         manifest = base.join(manifest, source.url)
         # The base drafts, and layers follow one another.
@@ -73,19 +107,19 @@ def load_here(
     if in_place and isinstance(source, Mappable) and (mapped := _map(source, manifest, options, timeline)):
         if reserve is not None:
             reserve.release()
-        return mapped
+        return Begun(mapped)
     if device != CPU:
         from ..loader.load.device_load import DeviceLoad  # as above
 
         refuse_weights_bytes(config)
         open_device = opener(device, config.kernel_dir, timeline)
-        return DeviceLoad.in_threads(source, manifest, open_device, options=options, timeline=timeline)
+        return Begun(DeviceLoad.in_threads(source, manifest, open_device, options=options, timeline=timeline))
     if options.weights_bytes is not None and base is None:
         paged = _page(source, manifest, options, timeline, prefetcher, full_speed)
         if paged is not None:
             if reserve is not None:
                 reserve.release()
-            return paged
+            return Begun(paged)
     from ..loader.load.load import WeightLoad  # as above
 
     if not isinstance(source, Remote):
@@ -104,7 +138,7 @@ def load_here(
         full_speed=full_speed,
     )
     load.start()
-    return load
+    return Begun(load, None if shared_load is None else shared, shared_load)
 
 
 def _map(source: Mappable, manifest: Manifest, options: LoadOptions, timeline: Timeline) -> MappedLoad | None:

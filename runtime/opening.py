@@ -63,7 +63,8 @@ class Opening:
 
     def _run(self, digest: bytes | None, config: ServeConfig, timeline: Timeline) -> None:
         try:
-            self._load = load_here(self.source, digest, config, timeline, full_speed=self.full_speed)
+            begun = load_here(self.source, digest, config, timeline, full_speed=self.full_speed)
+            self._load = begun.load
         except BaseException as error:  # noqa: BLE001 - raised where the load is taken
             self._error = error
         self._ended.set()

@@ -7,15 +7,17 @@ instance is switched, nor what becomes of the requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..loader.errors import UsageError
 from ..loader.load.resident import ResidentBase
+from .errors import ModelError
 from .text.settings import TextSettings
 
 if TYPE_CHECKING:
     from ..loader.format.manifest import Manifest
+    from ..loader.load.shared import SharedLoad
     from .backends.choose import BackendChoice
     from .files import ModelFiles
     from .models.decoder import Decoder
@@ -33,7 +35,7 @@ TEXT_FILES = (
 
 
 class BaseInMemory(NamedTuple):
-    """An exact model and its tokenizer."""
+    """An exact model of another instance, and its tokenizer."""
 
     weights: ResidentBase
     text_settings: TextSettings
@@ -58,13 +60,46 @@ class BaseInMemory(NamedTuple):
         or numbers differ, so that they cannot share a KV pool.
         """
         own = self.model
-        if own is None or getattr(model, "config", None) != own.config:
-            return None
-        if (own.executor.name, own.computes) != (model.executor.name, model.computes):
+        if own is None or not _share_pool(own, model):
             return None
         from .models.build import build_again
 
         return build_again(own, choice.model_backends())
+
+
+class SharedBaseInMemory(NamedTuple):
+    """The shared base of a standby pool's processes: exact weights, of which no model was made yet."""
+
+    load: SharedLoad
+    config: Mapping[str, Any]  # its config.json
+    tokenizer: None = None
+
+    def tokenizer_for(
+        self, tuned: Manifest, files: ModelFiles, adjust: Callable[[TextSettings], TextSettings]
+    ) -> None:
+        """As `BaseInMemory.tokenizer_for`: the process that was taken has one that waits for its files."""
+
+    def drafter_for(self, model: Decoder, choice: BackendChoice) -> Decoder | None:
+        """As `BaseInMemory.drafter_for`."""
+        from .models.build import build_model
+        from .models.decoder import Decoder
+        from .weights import StreamedWeights
+
+        if not isinstance(model, Decoder):
+            return None
+        context, weights = model.config.max_context, StreamedWeights(self.load)
+        try:
+            own = build_model(self.config, weights, choice.model_backends(), max_context=context)
+        except ModelError:
+            return None  # the fine-tune is computed, and has no draft
+        return own if isinstance(own, Decoder) and _share_pool(own, model) else None
+
+
+def _share_pool(own: Decoder, model: Decoder) -> bool:
+    """True if keys and values of both have the same shapes and numbers."""
+    if getattr(model, "config", None) != own.config:
+        return False
+    return (own.executor.name, own.computes) == (model.executor.name, model.computes)
 
 
 def base_in_memory(

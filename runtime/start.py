@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..loader.device.base import Device
     from ..loader.load.device_load import DeviceLoad
     from ..loader.load.process_load import ProcessLoad
+    from ..loader.load.shared import SharedBase
     from ..loader.memory.arena import Reserve
     from ..loader.process.helper import ProcessContext
     from .text.chat import ChatWorker
@@ -36,6 +37,7 @@ class LaunchedHelpers(NamedTuple):
     kernel_dir: str | None = None  # from the configuration
     chat_worker: ChatWorker | None = None  # an idle one
     reserve: Reserve | None = None  # memory for a load in the instance's own threads
+    shared: SharedBase | None = None  # a base in memory, for such a load
 
     def adopt(self, timeline: Timeline) -> Helpers:
         """Adopt the processes. `timeline` must have their origin. No process can be forked
@@ -45,7 +47,7 @@ class LaunchedHelpers(NamedTuple):
         from .text.remote import TokenizerProcess
 
         tokenizer = TokenizerProcess(self.tokenizer, timeline=timeline, chat_worker=self.chat_worker)
-        return Helpers(self._follow(timeline), tokenizer, self.reserve)
+        return Helpers(self._follow(timeline), tokenizer, self.reserve, self.shared)
 
     def _follow(self, timeline: Timeline) -> ProcessLoad | DeviceLoad | None:
         if self.load is None:
@@ -66,6 +68,7 @@ class Helpers(NamedTuple):
     load: ProcessLoad | DeviceLoad | None  # None: the instance loads in its own threads
     tokenizer: TokenizerProcess
     reserve: Reserve | None = None  # memory for a load in those threads
+    shared: SharedBase | None = None  # a base in memory, for such a load
 
     def close(self) -> None:
         """End the processes. Arrived weights stay. Idempotent."""
@@ -88,6 +91,7 @@ def launch_helpers(
     tokenizer: PreparedTokenizer | None = None,
     chat_worker: ChatWorker | None = None,
     reserve: Reserve | None = None,
+    shared: SharedBase | None = None,
     context: ProcessContext | None = None,
     fork: bool = False,
 ) -> LaunchedHelpers | None:
@@ -128,7 +132,7 @@ def launch_helpers(
 
     tokenizer = tokenizer or PreparedTokenizer(files=files, fork=fork)
     launched = tokenizer.launch(TokenizerTask(address, source, options, began_at, context))
-    return LaunchedHelpers(load, launched, config.kernel_dir, chat_worker, reserve)
+    return LaunchedHelpers(load, launched, config.kernel_dir, chat_worker, reserve, shared)
 
 
 def _needs_none(config: ServeConfig) -> bool:

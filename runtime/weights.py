@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from ..loader.load.mapped_load import MappedLoad
     from ..loader.load.paged_load import PagedLoad
     from ..loader.load.process_load import ProcessLoad
+    from ..loader.load.shared import SharedLoad
 
-    AnyLoad = WeightLoad | MappedLoad | ProcessLoad | DeviceLoad
+    AnyLoad = WeightLoad | MappedLoad | ProcessLoad | DeviceLoad | SharedLoad
 
 
 Rows = npt.NDArray[np.int64]

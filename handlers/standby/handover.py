@@ -7,6 +7,8 @@ client, `teneral serve` with `standby_socket`.
     client → standby   go
     standby → client   the exit status, at the end
 
+Instead of an order, the first message may ask for the pool's status, and the answer is all there is.
+
 A message is a line of JSON over a local socket whose two ends must belong to the same user. An end of the socket
 before the last message means that the other process is gone.
 
@@ -26,7 +28,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
-from ...loader.errors import UsageError
+from ...loader.errors import UnavailableError, UsageError
 from ...loader.process.helper import ProcessContext, ProcessLimits
 from ...loader.timeline import Timeline
 from ...runtime.config import ServeConfig
@@ -38,6 +40,7 @@ _CREDENTIALS = struct.Struct("3i")
 # A standby answers in a millisecond; one that is still being forked is not worth waiting for.
 ANSWER_TIMEOUT_S = 0.3
 LOST_STATUS = 1
+STATUS_QUESTION = {"status": True}
 
 
 class HandoverError(Exception):
@@ -117,10 +120,14 @@ class Channel:
         """The next message. Raises `HandoverError` at the end, or after the time limit."""
         return self._receive([])
 
-    def receive_order(self) -> Order:
+    def receive_order(self) -> Order | None:
+        """An order; None for a question for the pool's status. Raises `HandoverError`."""
         files: list[int] = []
         try:
-            return Order.decode(self._receive(files), files)
+            message = self._receive(files)
+            if message == STATUS_QUESTION and not files:
+                return None
+            return Order.decode(message, files)
         except HandoverError:
             for fd in files:
                 os.close(fd)
@@ -213,6 +220,23 @@ def hand_over(config: ServeConfig, listener: socket.socket, timeline: Timeline) 
             return LOST_STATUS
         finally:
             channel.close()
+
+
+def ask_status(path: str) -> dict[str, Any]:
+    """The status of the pool at the socket `path`. Raises `UnavailableError` where none answers."""
+    channel = _connect(check_path(path))
+    if channel is not None:
+        try:
+            channel.send(STATUS_QUESTION)
+            return channel.receive()
+        except HandoverError:
+            pass
+        finally:
+            channel.close()
+    raise UnavailableError(
+        f"no standby pool of this user answers at {path}",
+        hint="Start one, `teneral standby SOCKET`; or all of its processes have just been taken: ask again.",
+    )
 
 
 def _connect(path: str) -> Channel | None:

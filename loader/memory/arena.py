@@ -332,6 +332,21 @@ def map_shared(fd: int, size_bytes: int, *, what: str) -> memoryview:
     return memory
 
 
+def map_private(fd: int, size_bytes: int, *, what: str) -> memoryview:
+    """The first `size_bytes` of a file, as they are in it until this process writes to them: that
+    changes a copy of its own.
+
+    The view owns the mapping, not the file. Raises `InsufficientMemoryError`, naming `what`.
+    """
+    if size_bytes == 0:
+        return memoryview(bytearray())
+    try:
+        mapping = mmap.mmap(fd, size_bytes, access=mmap.ACCESS_COPY)
+    except (OSError, OverflowError, ValueError) as error:
+        raise refused(size_bytes, None, what=what) from error
+    return memoryview(mapping)
+
+
 def _advise(memory: memoryview, name: str) -> bool:
     """Give the kernel this advice on a whole mapping; says if it took it. Linux only, and not all
     of them.

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pickle
 import socket
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...loader.load.options import LoadOptions
 from ...loader.process.helper import HelperProcess, ProcessContext
 from ...loader.sources.base import SourceOptions
+
+if TYPE_CHECKING:
+    from ...loader.load.shared import HeldFiles
 
 # Concurrent requests: a long text must not block all others.
 NUM_LINES = 3
@@ -24,6 +27,7 @@ class TokenizerTask(NamedTuple):
     started_at: float
     # The context that the child takes; None: it has it already.
     context: ProcessContext | None = None
+    held: HeldFiles | None = None  # in a file that the child has inherited
 
 
 class LaunchedTokenizer(NamedTuple):
@@ -37,9 +41,11 @@ class LaunchedTokenizer(NamedTuple):
 class PreparedTokenizer:
     """A process that waits for its task. End with `launch` or `discard`."""
 
-    def __init__(self, *, files: socket.socket | None = None, fork: bool = False) -> None:
+    def __init__(
+        self, *, files: socket.socket | None = None, fork: bool = False, held: HeldFiles | None = None
+    ) -> None:
         """Start the process; return at once. `fork` is that of `HelperProcess`. Raises `OSError` if
-        the system refuses.
+        the system refuses. The process takes what is `held` from memory.
 
         From `files`, which is closed here, it may get the manifest sooner than from this process.
         """
@@ -48,8 +54,11 @@ class PreparedTokenizer:
             unused.close()
         pairs = [socket.socketpair() for _ in range(NUM_LINES)]
         self._lines = tuple(ours for ours, _ in pairs)
+        self._held = held
         try:
             fds = [files.fileno(), *(theirs.fileno() for _, theirs in pairs)]
+            if held is not None:
+                fds.append(held.fd)
             self._process = HelperProcess(".runtime.text.tokenizer_child", fds=fds, fork=fork)
         except OSError:
             for ours in self._lines:
@@ -62,6 +71,7 @@ class PreparedTokenizer:
 
     def launch(self, task: TokenizerTask) -> LaunchedTokenizer:
         """Send the task; return at once."""
+        task = task._replace(held=self._held)
         self._process.socket.sendall(pickle.dumps(task))
         return LaunchedTokenizer(task, self._process, self._lines)
 

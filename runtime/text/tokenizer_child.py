@@ -1,6 +1,6 @@
 """The program of the tokenizer process: reads a model's tokenizer, parses it, and serves it.
 
-    python -m teneral.runtime.text.tokenizer_child CONTROL_FD FILES_FD LINE_FD …
+    python -m teneral.runtime.text.tokenizer_child CONTROL_FD FILES_FD LINE_FD … [HELD_FD]
 
 Over the control socket it receives the model's address, and then the manifest, which the loader may
 send sooner over FILES_FD; it answers with the settings, a ready message, and the table of pieces. A
@@ -62,6 +62,7 @@ def main(control_fd: int, files_fd: int, *line_fds: int) -> None:
     from ...loader.errors import TeneralError
     from ...loader.memory.limits import return_free_memory
     from ...loader.timeline import Timeline
+    from .launch import NUM_LINES
 
     timeline = Timeline(started_at=task.started_at)
     try:
@@ -71,7 +72,7 @@ def main(control_fd: int, files_fd: int, *line_fds: int) -> None:
         os._exit(0)
     gc.freeze()
     gc.enable()  # it may be off in a forked process
-    for fd in line_fds:
+    for fd in line_fds[:NUM_LINES]:  # more are open for what is held
         threading.Thread(target=_serve, args=(fd, backend), daemon=True).start()
     special_ids = {text: backend.piece_to_id(text) for text in special_tokens.values()}
     _send(stream, (backend.vocab_size, backend.max_token_bytes, special_ids, timeline.spans()))
@@ -113,7 +114,7 @@ def _load(
 
     source = open_model(task.url, task.source_options)
     show_outages(source, timeline)
-    files = ModelFiles(source, manifest, task.load_options).read
+    files = ModelFiles(source, manifest, task.load_options, task.held).read
     try:
         with timeline.span("tokenizer", "settings"):
             settings = TextSettings.read(files)

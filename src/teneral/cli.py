@@ -325,14 +325,25 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _standby(options: argparse.Namespace) -> int:
+    from .cli_source import source_options
     from .handlers.serve import run_standby
     from .runtime.setting import parse_bytes
 
+    if options.status:
+        import json
+
+        from .handlers.standby.handover import ask_status
+
+        print(json.dumps(ask_status(options.socket), indent=2))
+        return 0
+    base = None if options.base is None else (options.base, source_options(options)._replace(base=None))
     try:
         reserve_bytes = 0 if options.memory is None else parse_bytes(options.memory)
     except ValueError as error:
         raise loading.UsageError(f"--memory {options.memory}: it {error}", key="memory") from error
-    return run_standby(options.socket, options.processes, reserve_bytes=reserve_bytes, report=report_error)
+    return run_standby(
+        options.socket, options.processes, reserve_bytes=reserve_bytes, base=base, report=report_error
+    )
 
 
 def _invoke(options: argparse.Namespace) -> int:

@@ -237,6 +237,16 @@ def _standby(command: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="memory for weights that each of them takes from the system ahead, such as 2GiB (default: none)",
     )
+    command.add_argument(
+        "--base",
+        metavar="ARTIFACT",
+        default=None,
+        help="an artifact whose weights are in memory once for all of them, perhaps with …@b3:DIGEST (default: none)",
+    )
+    command.add_argument(
+        "--status", action="store_true", help="print the figures of the pool at SOCKET as JSON, and end"
+    )
+    add_source_flags(command)
 
 
 def _invoke(command: argparse.ArgumentParser) -> None:

@@ -1,0 +1,202 @@
+"""A base in a sealed memory file: the exact weights and small files of one artifact, for every process that has
+the file open.
+
+One process fills the file (`shared_child.py`), and seals are put on it once that process has ended:
+from then on none can write to it, also none that has it open. Its pages exist once, however many
+processes map them, and are counted once by a cgroup. A process that writes to its mapping gets a
+page of its own. `docs/decisions/0052` has the reasons. It does not know who shares the file.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..errors import LoadError
+from ..format.manifest import Manifest, Tier, align
+from ..memory.arena import MADV_POPULATE_READ, PREFAULT_STEP_BYTES, adviser, as_array, map_private
+from .accounting import LoadStatistics, Phase
+from .link import LinkStatistics
+from .options import LoadOptions, Order
+from .plan import Plan
+from .resident import ResidentBase
+from .threaded import ThreadedLoad
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from ..timeline import Timeline
+
+MAX_FILES_BYTES = 256 * 1024 * 1024  # of all small files together
+_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+
+
+class HeldFiles(NamedTuple):
+    """Small files in a memory file, by their digests. `places` has the offset and the bytes of each."""
+
+    fd: int
+    places: Mapping[bytes, tuple[int, int]]
+
+    def read(self, digest: bytes | None) -> bytes | None:
+        """The content; None where it is not held. Thread-safe."""
+        place = None if digest is None else self.places.get(digest)
+        if place is None:
+            return None
+        offset, left_bytes = place
+        pieces: list[bytes] = []
+        while left_bytes:
+            piece = os.pread(self.fd, left_bytes, offset)
+            if not piece:
+                raise LoadError("the memory file of the base is shorter than it was")
+            pieces.append(piece)
+            offset, left_bytes = offset + len(piece), left_bytes - len(piece)
+        return b"".join(pieces)
+
+
+def new_memory_file() -> int:
+    """An empty memory file that can be sealed; the caller closes it. Raises `OSError`."""
+    return os.memfd_create("teneral-base", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+class LoadedBase(NamedTuple):
+    """The report of a process that has filled a memory file."""
+
+    manifest: Manifest
+    places: dict[bytes, tuple[int, int]]  # of the small files in the memory file, by digest
+
+
+class SharedBase:
+    """Thread-safe, and inherited by forks. Close it with `close`; mappings stay valid."""
+
+    def __init__(
+        self, address: str, manifest: Manifest, places: Mapping[bytes, tuple[int, int]], fd: int
+    ) -> None:
+        """Take over the file, which holds the slabs of `manifest` and the files at `places`, and seal
+        it. Raises `OSError` where a process still may write to it.
+        """
+        assert manifest.digest is not None
+        self.address = address
+        self.manifest = manifest
+        self.digest = manifest.digest
+        self.files = HeldFiles(fd, places)
+        self.size_bytes = os.fstat(fd).st_size
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+
+    def map(self) -> memoryview:
+        """All slabs in this process's memory: (weight_bytes,), a view that owns the mapping. Raises
+        `InsufficientMemoryError` where the system refuses the address space.
+        """
+        return map_private(self.files.fd, self.manifest.weight_bytes, what="the shared base")
+
+    def close(self) -> None:
+        os.close(self.files.fd)
+
+
+class SharedLoad(ThreadedLoad):
+    """The load of weights that are there: all gates are open, and nothing is read.
+
+    A thread enters the pages into this process's tables, front to back, so that forward passes need
+    not. The slabs live as long as their views.
+    """
+
+    def __init__(self, base: SharedBase, manifest: Manifest, *, timeline: Timeline | None = None) -> None:
+        """`manifest` is the base's, perhaps of another generation. Raises as `SharedBase.map` does."""
+        super().__init__(manifest, Plan(()), LoadOptions(), timeline)
+        assert manifest.digest == base.digest
+        self._memory = base.map()
+        self.reserved_bytes = manifest.weight_bytes
+        self._slabs: list[memoryview] = []
+        start = 0
+        for group in manifest.groups:
+            self._slabs.append(self._memory[start : start + group.slab_bytes])
+            start += align(group.slab_bytes)
+        for part in manifest.parts:
+            self._readiness.settle(part.index)
+        gates = [(group.index, Tier.REFINE) for group in manifest.groups]
+        self._readiness.open(gates, range(len(manifest.parts)))
+
+    def as_base(self) -> ResidentBase:
+        """The weights, for loads of fine-tunes."""
+        return ResidentBase(self.manifest, [self.slab(group.index) for group in self.manifest.groups])
+
+    def start(self) -> None:
+        super().start()
+        thread = threading.Thread(target=self._enter_pages, name="teneral-map", daemon=True)
+        self._threads = [thread]
+        thread.start()
+
+    def slab(self, group: int) -> npt.NDArray[np.uint8]:
+        """The group's stretch of the mapping: (slab_bytes,), never moved. Writing changes this
+        process's copy alone.
+        """
+        return as_array(self._slabs[group])
+
+    def want_parts(self, numbers: Collection[int]) -> None:
+        """As `WeightLoad.want_parts`: all are there."""
+
+    def discard(self) -> None:
+        """As `WeightLoad.discard`: the memory is that of all processes."""
+
+    def reading(self, group: int) -> AbstractContextManager[None]:
+        """As `WeightLoad.reading`: nothing is ever refined here."""
+        return nullcontext()
+
+    @property
+    def refine_wait_s(self) -> float:
+        """As `WeightLoad.refine_wait_s`."""
+        return 0.0
+
+    @property
+    def order(self) -> Order:
+        """As `WeightLoad.order`."""
+        return Order.EXACT
+
+    def reorder(self, order: Order) -> None:
+        """As `WeightLoad.reorder`."""
+
+    def cancel(self) -> None:
+        """Nothing is under way."""
+
+    def statistics(self) -> LoadStatistics:
+        """As `WeightLoad.statistics`: nothing was read."""
+        phase = self._meter.phase(Phase.FETCH)
+        return LoadStatistics(
+            elapsed_s=self._elapsed_s(),
+            weight_bytes=self.manifest.weight_bytes,
+            stored_bytes=0,
+            unverified_bytes=0,
+            direct_bytes=0,
+            num_reads=0,
+            num_refetched_parts=0,
+            staging_capacity_bytes=0,
+            staging_peak_bytes=0,
+            staging_wait_s=0.0,
+            link=LinkStatistics(0.0, 0.0, 0.0, 0, 0, 0, 0, 0),
+            fetch=phase,
+            verify=phase,
+            decode=phase,
+            cache=None,
+        )
+
+    def _enter_pages(self) -> None:
+        advise = adviser(self._memory)
+        for offset in range(0, len(self._memory), PREFAULT_STEP_BYTES):
+            if not advise(offset, PREFAULT_STEP_BYTES, MADV_POPULATE_READ):
+                return
+
+    def _make_threads(self) -> list[threading.Thread]:
+        return []
+
+    def _stop(self) -> None:
+        """Nothing waits for work."""
+
+    def _figures(self) -> dict[str, Any]:
+        return {"shared": True}
+
+    def _rate_bytes_per_s(self) -> float:
+        return 0.0

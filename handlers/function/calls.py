@@ -198,10 +198,10 @@ class FunctionCalls:
         )
 
     def end(self, call: FunctionCall) -> None:
-        """Count the end of the call's thread or coroutine."""
+        """Count the end of the call's function. Idempotent."""
         with self._lock:
+            is_logged = call in self._calls and call.is_logged
             self._calls.pop(call, None)
-            is_logged = call.is_logged
         if is_logged and call.abandoned_s is not None:
             logger.info(
                 "request %s: %s has ended, %.1f s after its reader left",

@@ -174,7 +174,7 @@ def _begin(
     try:
         if handler.kind.is_async:
             return handler.loop_thread.submit(
-                _invoke_async(handler, event, context, results),
+                _invoke_async(handler, event, context, results, call),
                 ended=functools.partial(handler.calls.end, call),
             )
         inside = contextvars.copy_context()
@@ -191,17 +191,24 @@ def _invoke_and_end(
     handler: Handler, event: Any, context: Context, results: ThreadToLoopChannel[Any], call: FunctionCall
 ) -> None:
     try:
-        _invoke(handler, event, context, results)
+        _invoke(handler, event, context, results, call)
     finally:
         handler.calls.end(call)
 
 
-def _invoke(handler: Handler, event: Any, context: Context, results: ThreadToLoopChannel[Any]) -> None:
-    """The body of a plain function's thread. Raises nothing; ends the results."""
+def _invoke(
+    handler: Handler, event: Any, context: Context, results: ThreadToLoopChannel[Any], call: FunctionCall
+) -> None:
+    """The body of a plain function's thread. Raises nothing; ends the results.
+
+    The call has ended before its reader learns that: else the reader's next call could be refused.
+    """
     try:
         result = handler.function(event, context)
         if not isinstance(result, Iterator):
-            results.finish(_checked(handler, result))
+            value = _checked(handler, result)
+            handler.calls.end(call)
+            results.finish(value)
             return
         try:
             for value in result:
@@ -213,13 +220,16 @@ def _invoke(handler: Handler, event: Any, context: Context, results: ThreadToLoo
     except ChannelClosedError:
         return
     except BaseException as error:  # noqa: BLE001 - not even a SystemExit may end the process
-        results.end(_as_error(handler, error, context))
+        failure = _as_error(handler, error, context)
+        handler.calls.end(call)
+        results.end(failure)
     else:
+        handler.calls.end(call)
         results.end()
 
 
 async def _invoke_async(
-    handler: Handler, event: Any, context: Context, results: ThreadToLoopChannel[Any]
+    handler: Handler, event: Any, context: Context, results: ThreadToLoopChannel[Any], call: FunctionCall
 ) -> None:
     """The body of a coroutine's task, on the handler's loop."""
     try:
@@ -227,7 +237,9 @@ async def _invoke_async(
         if inspect.isawaitable(result):
             result = await result
         if not isinstance(result, AsyncIterator):
-            results.finish(_checked(handler, result))
+            value = _checked(handler, result)
+            handler.calls.end(call)
+            results.finish(value)
             return
         try:
             async for value in result:
@@ -241,8 +253,11 @@ async def _invoke_async(
         results.end(CancelledError(f"{handler.name} was cancelled"))
         raise
     except BaseException as error:  # noqa: BLE001 - as above
-        results.end(_as_error(handler, error, context))
+        failure = _as_error(handler, error, context)
+        handler.calls.end(call)
+        results.end(failure)
     else:
+        handler.calls.end(call)
         results.end()
 
 

@@ -13,6 +13,7 @@ from tests.support.http_server import Server
 from tests.support.load import patience_s
 
 from teneral.handlers.function import calls as calls_module
+from teneral.handlers.function import handler as handler_module
 from teneral.handlers.function.calls import FunctionCalls
 from teneral.handlers.function.handler import Handler
 from teneral.handlers.http.limits import Limits
@@ -123,6 +124,49 @@ async def test_calls_that_end_leave_nothing_behind(start: Any) -> None:
             for _ in range(5):
                 assert (await server.post("/invoke", 1)).status == 200
             await server.eventually(lambda: server.handler.calls.statistics().calls == 0)
+
+
+@pytest.mark.parametrize("kind", ["function", "error", "generator", "coroutine", "async generator"])
+async def test_a_call_has_ended_before_its_client_knows(
+    start: Any, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Else the next call of a client that sends one after another could be refused."""
+
+    def gives(event: Any, context: Any) -> Any:
+        yield event
+
+    def fails(event: Any, context: Any) -> Any:
+        raise ValueError(event)
+
+    async def answers(event: Any, context: Any) -> Any:
+        return event
+
+    async def gives_later(event: Any, context: Any) -> Any:
+        yield event
+
+    function = {
+        "function": lambda event, context: event,
+        "error": fails,
+        "generator": gives,
+        "coroutine": answers,
+        "async generator": gives_later,
+    }[kind]
+    running: list[int] = []
+
+    class Watched(handler_module.ThreadToLoopChannel[Any]):
+        def finish(self, value: Any) -> None:
+            running.append(server.handler.calls.statistics().calls)
+            super().finish(value)
+
+        def end(self, error: Any = None) -> None:
+            running.append(server.handler.calls.statistics().calls)
+            super().end(error)
+
+    monkeypatch.setattr(handler_module, "ThreadToLoopChannel", Watched)
+    async with start(handler=function, max_calls=1) as server:
+        for _ in range(3):
+            assert (await server.post("/invoke", 1)).status == (500 if kind == "error" else 200)
+    assert set(running) == {0}
 
 
 def test_a_coroutine_that_is_cancelled_before_its_first_step_has_ended() -> None:

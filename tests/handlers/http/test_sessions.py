@@ -112,11 +112,13 @@ async def test_the_metrics_tell_of_sessions_tenants_and_priorities(start: Any) -
     async with start(max_running=1) as server:
         await server.post("/v1/completions", {**BODY, "teneral": {"session": "s"}})
         server.instance.model.hold()
-        extras = [{"tenant": "a"}, {"tenant": "b"}, {"tenant": "c", "priority": "batch"}]
-        waiting = [
-            asyncio.create_task(server.post("/v1/completions", {**BODY, "teneral": each})) for each in extras
+        waiting = [asyncio.create_task(server.post("/v1/completions", {**BODY, "teneral": {"tenant": "a"}}))]
+        await server.eventually(lambda: server.running() == 1)  # neither of the others
+        waiting += [
+            asyncio.create_task(server.post("/v1/completions", {**BODY, "teneral": each}))
+            for each in ({"tenant": "b"}, {"tenant": "c", "priority": "batch"})
         ]
-        await server.eventually(lambda: server.running() + server.queued() == 3)
+        await server.eventually(lambda: server.queued() == 2)
         text = (await server.get("/metrics")).body.decode()
         server.instance.model.release()
         await asyncio.gather(*waiting)

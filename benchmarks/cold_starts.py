@@ -161,18 +161,33 @@ def peer(
 
 
 class StandbyPool:
-    """`teneral standby` with one process that waits, and maybe holds memory ahead, as a context manager."""
+    """`teneral standby` with one process that waits, and maybe holds memory ahead or has a base in memory, as a
+    context manager.
+    """
 
-    def __init__(self, folder: Path, *, memory_bytes: int = 0) -> None:
-        self.path = str(folder / f"standby-{os.getpid()}-{memory_bytes}.socket")
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        memory_bytes: int = 0,
+        base: str | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """`variables` are for the store that has the base, which is in memory when this returns."""
+        name = f"standby-{os.getpid()}-{memory_bytes}{'' if base is None else '-base'}.socket"
+        self.path = str(folder / name)
         self._memory_bytes = memory_bytes
         command = [sys.executable, "-m", "teneral", "standby", self.path]
         command += ["--memory", str(memory_bytes)] if memory_bytes else []
-        self._process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE)
+        command += [] if base is None else ["--base", base]
+        self._process = subprocess.Popen(
+            command, env=environment() | dict(variables or {}), stderr=subprocess.PIPE
+        )
         self.process_id = self._process.pid
         assert self._process.stderr is not None
         with _killed_after(POOL_TIMEOUT_S, self._process):
-            self._process.stderr.readline()  # says that it is ready
+            for _ in range(1 if base is None else 2):
+                self._process.stderr.readline()  # says that it is ready, and that the base is
         if self._process.poll() is not None:
             raise SystemExit("the standby pool did not start")
 

@@ -14,6 +14,10 @@ trained models have smaller weights: times by wire are what carries over. A stor
     back              the switch back to the base
     based, cold       `teneral serve TUNED --base BASE` in a new process: its first token
     whole, cold       `teneral serve` of the whole fine-tune in a new process
+    standby           `teneral serve TUNED --base BASE` from a process of a standby pool
+    base held, tuned  `teneral serve TUNED` from a process of a standby pool that has the base in memory
+    base held, draft  the same, to a client that allows drafts
+    base held, base   `teneral serve BASE` from a process of that pool
 
 Below the table: the warm server's own memory, with the base, with the fine-tune as well, and with the base again.
 """
@@ -75,7 +79,7 @@ def main() -> None:
         stored_bytes=sizes,
     )
     with StoreProcess(root, rate_mb_s=options.rate) as store:
-        report["results"], report["resident_mb"] = measure(store, options.rounds)
+        report["results"], report["resident_mb"] = measure(store, options.rounds, options.work)
     finish(report, render(report), save=options.save)
 
 
@@ -156,7 +160,7 @@ def rounded(values: Floats) -> npt.NDArray[np.uint16]:
     return ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
 
 
-def measure(store: StoreProcess, rounds: int) -> tuple[dict[str, list[float]], list[float]]:
+def measure(store: StoreProcess, rounds: int, work: Path) -> tuple[dict[str, list[float]], list[float]]:
     """Seconds by row, and the megabytes of the memory line, of the last round."""
     found: dict[str, list[float]] = {}
     resident_mb = [0.0, 0.0, 0.0]
@@ -194,6 +198,19 @@ def measure(store: StoreProcess, rounds: int) -> tuple[dict[str, list[float]], l
                 ("whole, cold", ["s3://models/whole"]),
             ):
                 add(row, cold_starts.serve(*arguments, variables=variables).first_token_s)
+    based, base = ["s3://models/tuned", "--base", "s3://models/base"], "s3://models/base"
+    with (
+        cold_starts.StandbyPool(work) as plain,
+        cold_starts.StandbyPool(work, base=base, variables=variables) as holding,
+    ):
+        for _ in range(rounds):
+            for row, arguments, pool in (
+                ("standby", based, plain),
+                ("base held, tuned", ["s3://models/tuned"], holding),
+                ("base held, draft", ["s3://models/tuned", "--first-token", "draft"], holding),
+                ("base held, base", [base], holding),
+            ):
+                add(row, cold_starts.serve(*arguments, variables=variables, pool=pool).first_token_s)
     return found, resident_mb
 
 
@@ -240,6 +257,8 @@ def render(report: dict[str, Any]) -> str:
         "switch": wires_s["tuned"],
         "based, cold": wires_s["based"],
         "whole, cold": wires_s["whole"],
+        "standby": wires_s["based"],
+        "base held, tuned": wires_s["tuned"],
     }
     rows = []
     for row, values in results.items():

@@ -9,7 +9,6 @@ requests.
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -314,13 +313,11 @@ _DRAFT_COUNTERS: dict[tuple[str, ...], tuple[str, str, dict[str, str]]] = {
 
 
 def numbers_in(value: Any, path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], float]]:
-    """Every number in nested mappings, structs, dataclasses and named tuples, with its path. Texts, lists
-    and None are left out.
+    """Every number in nested mappings, structs and named tuples, with its path. Texts, lists and None
+    are left out.
     """
     if isinstance(value, Struct):
         value = asdict(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     elif isinstance(value, tuple) and hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, Mapping):

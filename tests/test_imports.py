@@ -117,6 +117,11 @@ def test_a_server_imports_what_a_platform_needs_when_that_platform_asks() -> Non
     assert "teneral.handlers.plain" not in loaded
 
 
+def test_an_engine_needs_no_statistics() -> None:
+    """They bring fractions and decimal numbers along."""
+    assert not loaded_by("import teneral.runtime.engine.engine") & {"statistics", "fractions"}
+
+
 def test_a_server_makes_no_dataclass() -> None:
     """Each takes 0.3 ms of a start; a struct takes 12 µs (decision 0050)."""
     program = f"""

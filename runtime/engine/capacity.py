@@ -14,7 +14,6 @@ ignores preemption for lack of blocks, tenants and locks.
 from __future__ import annotations
 
 import heapq
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
@@ -183,4 +182,9 @@ class StepTimes:
     @property
     def step_s(self) -> float | None:
         """The duration; None: too few were measured."""
-        return statistics.median(self._means_s) if len(self._means_s) >= MIN_MEANS else None
+        if len(self._means_s) < MIN_MEANS:
+            return None
+        # The median. The standard library's comes with fractions, for which a start would wait.
+        ordered = sorted(self._means_s)
+        middle = len(ordered) // 2
+        return (ordered[middle] + ordered[-1 - middle]) / 2

@@ -120,6 +120,14 @@ def test_a_remote_models_manifest_is_requested_before_the_instances_modules_are_
     )
 
 
+def test_a_local_model_is_read_without_what_only_writing_needs() -> None:
+    modules = modules_after(
+        "import teneral.loader.artifact, teneral.loader.sources.file.store, teneral.runtime.files, "
+        "teneral.runtime.text.tokenizer_child, teneral.runtime.text.settings"
+    )
+    assert modules & {"secrets", "hmac", "random", "_hashlib", "dataclasses", "msgspec", "logging"} == set()
+
+
 def test_importing_starts_no_thread() -> None:
     program = "import teneral.loader.load.load, threading; print(threading.active_count())"
     output = subprocess.run(

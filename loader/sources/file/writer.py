@@ -12,7 +12,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -202,7 +201,7 @@ class FileWriter(Writer):
 def _new_temporary(folder: Folder, directory: str) -> tuple[int, str]:
     """An open, locked temporary file in `directory`, which is made where it is missing."""
     for attempts_left in reversed(range(MAX_ATTEMPTS)):
-        path = os.path.join(directory, f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}")
+        path = os.path.join(directory, f"{_PREFIX}{os.urandom(8).hex()}{_SUFFIX}")
         try:
             folder.make(directory)
             _remove_leftovers(directory)

@@ -6,9 +6,9 @@ import platform
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
 from typing import Any
 
+from msgspec import Struct
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.load import patience_s
 
@@ -17,8 +17,7 @@ from teneral.runtime.engine.options import EngineStatistics
 from teneral.runtime.metrics import Histogram, Metrics, numbers_in
 
 
-@dataclass(frozen=True)
-class Inner:
+class Inner(Struct, frozen=True):
     used: int
     label: str
     ended_total: dict[str, int]

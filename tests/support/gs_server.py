@@ -96,6 +96,11 @@ class GsServer:
         self._http.shutdown()
         self._http.server_close()
 
+    @property
+    def num_tokens_asked(self) -> int:
+        """Of the metadata server."""
+        return sum(call.path == METADATA_PATH for call in self.calls)
+
     def put(self, bucket: str, key: str, content: bytes) -> int:
         with self._lock:
             return self._keep(bucket, key, content)

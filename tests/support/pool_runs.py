@@ -10,11 +10,20 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from .standby_processes import WAIT_S
+
+NODE = '[node]\nmemory = "8GiB"\nstandby = 2\n'
+SERVE = '[defaults.serve]\nkv_bytes = "8MiB"\nthreads = 1\n'
+
+
+def pool_file(models: str, head: str = SERVE, node: str = NODE) -> str:
+    return f"version = 1\n{head}{models}\n{node}"
 
 
 class Answer(NamedTuple):
@@ -30,6 +39,36 @@ class Answer(NamedTuple):
     def text(self) -> str:
         """Of a completion."""
         return str(self.json["choices"][0]["text"])
+
+
+class Load:
+    """Threads that ask until their context ends; every answer is kept."""
+
+    def __init__(self, ask: Callable[[int], Answer], num_threads: int = 4, pause_s: float = 0.0) -> None:
+        self.answers: list[Answer] = []
+        self.lost: list[Exception] = []
+        self._ask = ask
+        self._pause_s = pause_s
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._work, args=(n,)) for n in range(num_threads)]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self, number: int) -> None:
+        while not self._stop.is_set():
+            try:
+                self.answers.append(self._ask(number))
+            except OSError as error:
+                self.lost.append(error)
+            time.sleep(self._pause_s)
 
 
 class PoolRun:

@@ -9,17 +9,15 @@ import re
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
 import pytest
-from tests.support.pool_runs import Answer, PoolRun
+from tests.support.pool_runs import NODE, SERVE, Answer, Load, PoolRun, pool_file
 from tests.support.standby_processes import WAIT_S, descendants, runs, until
 from tests.support.tiny_models import save_tiny
 
@@ -33,8 +31,6 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="processes are watched as Linux does it"),
     pytest.mark.slow,
 ]
-NODE = '[node]\nmemory = "8GiB"\nstandby = 2\n'
-SERVE = '[defaults.serve]\nkv_bytes = "8MiB"\nthreads = 1\n'
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +46,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
             == 0
         )
     return folder
-
-
-def pool_file(models: str, head: str = SERVE, node: str = NODE) -> str:
-    return f"version = 1\n{head}{models}\n{node}"
 
 
 def test_a_path_that_no_instance_has_wakes_no_model(models: Path, tmp_path: Path) -> None:
@@ -79,36 +71,6 @@ def test_a_path_that_no_instance_has_wakes_no_model(models: Path, tmp_path: Path
         assert pool.ask("HEAD", "/version").status == 200
         assert pool.ask("GET", "/v2/models/m/config").status == 200
         assert pool.pool()["counts"]["cold_requests"] == {"m": 1}
-
-
-class Load:
-    """Threads that ask until their context ends; every answer is kept."""
-
-    def __init__(self, ask: Callable[[int], Answer], num_threads: int = 4, pause_s: float = 0.0) -> None:
-        self.answers: list[Answer] = []
-        self.lost: list[Exception] = []
-        self._ask = ask
-        self._pause_s = pause_s
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._work, args=(n,)) for n in range(num_threads)]
-
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _work(self, number: int) -> None:
-        while not self._stop.is_set():
-            try:
-                self.answers.append(self._ask(number))
-            except OSError as error:
-                self.lost.append(error)
-            time.sleep(self._pause_s)
 
 
 def test_models_aliases_and_versions_answer_behind_one_port(models: Path, tmp_path: Path) -> None:

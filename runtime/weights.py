@@ -49,9 +49,7 @@ class Gate(Protocol):
         """True if they have at least `tier` now, or within this time. Raises the load's error."""
 
     def reading(self, tier: Tier) -> AbstractContextManager[None]:
-        """Block until they have at least `tier`. They do not change inside the context. One thread
-        at a time.
-        """
+        """Block until they have at least `tier`. They do not change inside. One thread at a time."""
 
 
 class RowGate(Protocol):

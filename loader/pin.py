@@ -1,7 +1,7 @@
-"""Addresses that say what must stand there: `s3://bucket/model@b3:<64 hex digits>`.
+"""Pinned addresses: `s3://bucket/model@b3:<64 hex digits>`.
 
-The digits are the BLAKE3-256 of the manifest, which holds the digests of everything else. Light:
-the first thing that a cold process does with the address that it was given.
+The digits are the BLAKE3-256 of the manifest, which holds the digests of everything else. Light: a
+cold process splits the address that it was given before it does anything else.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ installed.
 
 Corrupt input is undefined behaviour there. So only frames reach it that belong to a part whose
 digest was right, and whose headers were read on the host: each declares the size that its room has.
-What nvCOMP says of each frame is looked at before anybody may use what it has written.
+The status of each frame is checked before its content is used.
 
 The library is found as a file of the package `nvidia-libnvcomp`; it is not imported. Other major
 versions have other interfaces, and other file names.

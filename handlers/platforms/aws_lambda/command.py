@@ -197,6 +197,6 @@ def _could_not_start(address: str, error: TeneralError) -> int:
 
 
 def _collect_garbage() -> None:
-    """Enable garbage collection, as in `http.command`."""
+    """Enable garbage collection, as in `handlers/serve.py`."""
     gc.freeze()
     gc.enable()

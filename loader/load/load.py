@@ -139,6 +139,7 @@ class WeightLoad(ThreadedLoad):
         self._steps = {step.part.index: step.number for step in self._plan.steps}
         self._num_fetchers = 0
         self._has_all_pages = False
+        self._closed = threading.Event()
 
     def want_parts(self, numbers: Collection[int]) -> None:
         """Have these parts fetched before all others. `wait_for_change` tells when one of them is
@@ -250,7 +251,10 @@ class WeightLoad(ThreadedLoad):
         return self._cache is None or self._cache.join(timeout_s)
 
     def close(self) -> None:
-        """Cancel if it is still under way, and wait for the threads. Idempotent. The weights stay."""
+        """Cancel if it is still under way, and wait for the threads. Idempotent. The weights stay, in the pages that
+        they have.
+        """
+        self._closed.set()
         self.cancel()
         if any(thread.is_alive() for thread in self._threads):
             # It failed, and reads that have not noticed would go on until they time out.
@@ -463,8 +467,8 @@ class WeightLoad(ThreadedLoad):
 
     def _collapse(self) -> None:
         """The weights' small pages become huge ones, once the first answers are on their way."""
-        time.sleep(COLLAPSE_DELAY_S)
-        self._arena.collapse(lambda: False)
+        if not self._closed.wait(COLLAPSE_DELAY_S):
+            self._arena.collapse(self._closed.is_set)
 
     def _figures(self) -> dict[str, Any]:
         return {"stored_bytes": self._stored_bytes, "link": self._work.link_statistics()._asdict()}

@@ -347,7 +347,7 @@ typedef struct {
     quartet_t quad[STRIP_COLUMNS / QUAD];
 } strip_t;
 
-static void widen_16(float *to, const uint16_t *from, int count, bool is_bf16) {
+TN_INLINE void widen_16(float *to, const uint16_t *from, int count, const bool is_bf16) {
     int k = 0;
     for (; k + TN_LANES <= count; k += TN_LANES) {
         __builtin_prefetch((const char *)(from + k) + AHEAD_BYTES);
@@ -514,7 +514,8 @@ static void expand(strip_t *strip, int n, const tn_matrix *w, int64_t column, co
                   strip->offset[n], way == BF16_PAIRS);
         return;
     case TN_E2M1: expand_e2m1(to, (const void *)from, block->count, way == BF16_PAIRS); return;
-    default: widen_16(to, (const void *)from, block->count, w->dtype == TN_BF16);
+    case TN_BF16: widen_16(to, (const void *)from, block->count, true); return;
+    default: widen_16(to, (const void *)from, block->count, false);
     }
 }
 
@@ -677,7 +678,7 @@ static void sum_strip(const panel_t *panel, strip_t *strip, int64_t first, int n
 }
 
 /* Columns [n, n + num) of the panel in one block of K. */
-static void sum_block(const panel_t *panel, strip_t *strip, int n, int num, const block_t *block, const tiles_t *tiles,
+TN_INLINE void sum_block(const panel_t *panel, strip_t *strip, int n, int num, const block_t *block, const tiles_t *tiles,
                       way_t way) {
     fill_strip(strip, panel->args->weight, panel->first + n, num, block, way);
     sum_strip(panel, strip, panel->first + n, num, block, tiles);
@@ -754,7 +755,10 @@ void tn_linear_columns(const tn_linear_args *args, int64_t begin, int64_t end) {
         for (int64_t first = begin; first < end; first += WIDE_COLUMNS) {
             const int num = (int)(end - first < WIDE_COLUMNS ? end - first : WIDE_COLUMNS);
             const panel_t panel = {args, row, first, rows, num, sums};
-            (is_along_k(&panel) ? sum_panel_along_k : sum_panel)(&panel, &strip);
+            if (is_along_k(&panel))
+                sum_panel_along_k(&panel, &strip);
+            else
+                sum_panel(&panel, &strip);
             for (int n = 0; n < num; n += STRIP_COLUMNS)
                 finish_strip(sums + n * rows, args, row, rows, first + n,
                              num - n < STRIP_COLUMNS ? num - n : STRIP_COLUMNS);

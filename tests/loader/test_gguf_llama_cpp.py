@@ -16,14 +16,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from teneral.runtime.quality.whole_decoder import WholeDecoder
 from tests.support.gguf_files import float_tensors, gguf_file, metadata
 from tests.support.memory_store import MemoryStore
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from teneral.loader.artifact import open_artifact, open_model
 from teneral.loader.format.gguf.directory import GgufDirectory
-from teneral.runtime.quality.evaluate import PartCounter
+from teneral.runtime.quality.evaluate import PartCounter, WholeDecoder
 from teneral.runtime.quality.sequences import Sequences
 
 LLAMA_CPP = os.environ.get("TENERAL_LLAMA_CPP", "")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from teneral.handlers.app import edge_rules
-from teneral.handlers.http import inflight, json_bodies, limits
+from teneral.handlers.http import inflight, json_bodies, limits, listening
 from teneral.handlers.http.limits import Limits
 from teneral.handlers.platforms import HTTP
 from teneral.runtime.config import ServeConfig
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
 PROOFS = sorted(set(re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", PAGE)))
 BOUNDS = re.findall(
-    r"^\| [^|]+ \| ([^|]+) \| `(Limits|limits|json_bodies|inflight)\.(\w+)`", PAGE, re.MULTILINE
+    r"^\| [^|]+ \| ([^|]+) \| `(Limits|limits|json_bodies|inflight|listening)\.(\w+)`", PAGE, re.MULTILINE
 )
 UNITS = {"": 1, "s": 1, "KiB": 1 << 10, "MiB": 1 << 20}
 
@@ -37,6 +37,7 @@ def test_a_bound_has_the_number_that_it_says(default: str, place: str, name: str
         "limits": limits,
         "json_bodies": json_bodies,
         "inflight": inflight,
+        "listening": listening,
     }[place]
     if default == "none":
         assert hasattr(owner, name)

@@ -3,13 +3,15 @@
     python -m benchmarks.own_engine ADDRESS < TASK
 
 Task and answer are those of `peers/llama.py`. The engine is that of an `Instance`, as `teneral serve` has it, except
-that it keeps no prefixes, so that every prompt is computed. It is warmed up until it gets no faster.
+that it keeps no prefixes, so that every prompt is computed. It is warmed up until its pages are huge and it gets no
+faster.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from typing import Any
 
@@ -28,6 +30,7 @@ WARM_UP_TOKENS = 8
 WARM_UP_S = 60.0  # at most
 SETTLED_RUNS = 4  # without one that was faster than all before by more than …
 SETTLED_GAIN = 0.03
+PAGES_S = 30.0  # at most
 TIMEOUT_S = 300.0
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -48,6 +51,7 @@ def main() -> None:
             "tokens": {},
             "token_bytes": token_bytes(address),
         }
+        wait_for_pages()
         warm_up(engine, next(iter([*task["decode"].values(), *task["prefill"].values()])))
         for name, prompts in task["prefill"].items():
             run(engine, prompts[:1], 1)
@@ -82,6 +86,14 @@ def run(engine: Engine, prompts: Prompts, num_tokens: int) -> tuple[list[list[fl
     generations = [submit(number, prompt) for number, prompt in enumerate(prompts)]
     tokens = [list(generation.result(TIMEOUT_S).tokens) for generation in generations]
     return times, tokens
+
+
+def wait_for_pages() -> None:
+    """A thread of the load makes huge pages of the weights' small ones, from 2 s after its end on."""
+    time.sleep(0.5)
+    for thread in threading.enumerate():
+        if thread.name == "teneral-huge-pages":
+            thread.join(PAGES_S)
 
 
 def warm_up(engine: Engine, prompts: Prompts) -> None:

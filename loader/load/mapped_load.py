@@ -18,29 +18,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import LoadCancelledError, TeneralError, UnavailableError
 from ..format.manifest import Manifest, Part
-from ..memory.arena import MADV_POPULATE_READ, adviser, as_array
+from ..memory.arena import MADV_POPULATE_READ, adviser
 from ..memory.limits import MIB, check_fits, taken_bytes
 from ..sources.base import Mappable
 from ..timeline import Timeline
-from .accounting import (
-    LoadStatistics,
-    Phase,
-    add_part_span,
-    in_part,
-)
-from .link import LinkStatistics
+from .accounting import Phase, add_part_span, in_part
 from .options import LoadOptions, Order
 from .plan import Step, plan_load
-from .threaded import ThreadedLoad
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+from .threaded import InPlaceLoad
 
 NUM_THREADS = 4  # a disk has several requests at a time then; from the cache one of them would do
 
@@ -56,7 +45,7 @@ class _Stretch(NamedTuple):
     begin_bytes: int
 
 
-class MappedLoad(ThreadedLoad):
+class MappedLoad(InPlaceLoad):
     """Loads a manifest whose slabs are stretches of its files. All methods may be called from any
     thread.
 
@@ -85,6 +74,7 @@ class MappedLoad(ThreadedLoad):
         if stretches is None:
             raise NotInPlaceError("these slabs are not stretches of the files")
         super().__init__(manifest, plan, options, timeline)
+        self._num_threads = NUM_THREADS
         self._source = source
         self._check_memory()
         self._blobs = [source.map(blob.name, version=blob.version) for blob in manifest.blobs]
@@ -105,52 +95,6 @@ class MappedLoad(ThreadedLoad):
             for step in reversed(wanted):
                 self._todo.remove(step)
                 self._todo.appendleft(step)
-
-    def discard(self) -> None:
-        """As `WeightLoad.discard`: files that are mapped are the page cache's."""
-
-    def slab(self, group: int) -> npt.NDArray[np.uint8]:
-        """The group's stretch of its file: (slab_bytes,), never moved. Writing changes this
-        process's copy alone.
-        """
-        return as_array(self._slabs[group])
-
-    def reading(self, group: int) -> AbstractContextManager[None]:
-        """As `WeightLoad.reading`: nothing is ever refined here."""
-        return nullcontext()
-
-    @property
-    def refine_wait_s(self) -> float:
-        """As `WeightLoad.refine_wait_s`."""
-        return 0.0
-
-    @property
-    def order(self) -> Order:
-        """As `WeightLoad.order`: there is one tier."""
-        return Order.EXACT
-
-    def reorder(self, order: Order) -> None:
-        """As `WeightLoad.reorder`."""
-
-    def statistics(self) -> LoadStatistics:
-        """As `WeightLoad.statistics`. What was mapped counts as read straight into its slab."""
-        return LoadStatistics(
-            elapsed_s=self._elapsed_s(),
-            weight_bytes=self.manifest.weight_bytes,
-            stored_bytes=self._stored_bytes,
-            unverified_bytes=self._meter.unverified_bytes,
-            direct_bytes=self._meter.direct_bytes,
-            num_reads=self._meter.num_reads,
-            num_refetched_parts=0,
-            staging_capacity_bytes=0,
-            staging_peak_bytes=0,
-            staging_wait_s=0.0,
-            link=LinkStatistics(self._rate_bytes_per_s(), 0.0, 0.0, len(self._threads), NUM_THREADS, 0, 0, 0),
-            fetch=self._meter.phase(Phase.FETCH),
-            verify=self._meter.phase(Phase.VERIFY),
-            decode=self._meter.phase(Phase.DECODE),
-            cache=None,
-        )
 
     def cancel(self) -> None:
         """Stop: closed gates raise `LoadCancelledError`. Nothing after the end."""
@@ -221,10 +165,6 @@ class MappedLoad(ThreadedLoad):
 
     def _figures(self) -> dict[str, Any]:
         return {"mapped": True}
-
-    def _rate_bytes_per_s(self) -> float:
-        elapsed_s = self._elapsed_s()
-        return self._meter.fetched_bytes / elapsed_s if elapsed_s else 0.0
 
 
 def _stretches(steps: Collection[Step]) -> dict[int, _Stretch] | None:

@@ -13,23 +13,17 @@ import fcntl
 import os
 import threading
 from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import LoadError
 from ..format.manifest import Manifest, Tier, align
-from ..memory.arena import MADV_POPULATE_READ, PREFAULT_STEP_BYTES, adviser, as_array, map_private
-from .accounting import LoadStatistics, Phase
-from .link import LinkStatistics
-from .options import LoadOptions, Order
+from ..memory.arena import MADV_POPULATE_READ, PREFAULT_STEP_BYTES, adviser, map_private
+from .options import LoadOptions
 from .plan import Plan
 from .resident import ResidentBase
-from .threaded import ThreadedLoad
+from .threaded import InPlaceLoad
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from ..timeline import Timeline
 
 MAX_FILES_BYTES = 256 * 1024 * 1024  # of all small files together
@@ -97,7 +91,7 @@ class SharedBase:
         os.close(self.files.fd)
 
 
-class SharedLoad(ThreadedLoad):
+class SharedLoad(InPlaceLoad):
     """The load of weights that are there: all gates are open, and nothing is read.
 
     A thread enters the pages into this process's tables, front to back, so that forward passes need
@@ -130,58 +124,11 @@ class SharedLoad(ThreadedLoad):
         self._threads = [thread]
         thread.start()
 
-    def slab(self, group: int) -> npt.NDArray[np.uint8]:
-        """The group's stretch of the mapping: (slab_bytes,), never moved. Writing changes this
-        process's copy alone.
-        """
-        return as_array(self._slabs[group])
-
     def want_parts(self, numbers: Collection[int]) -> None:
         """As `WeightLoad.want_parts`: all are there."""
 
-    def discard(self) -> None:
-        """As `WeightLoad.discard`: the memory is that of all processes."""
-
-    def reading(self, group: int) -> AbstractContextManager[None]:
-        """As `WeightLoad.reading`: nothing is ever refined here."""
-        return nullcontext()
-
-    @property
-    def refine_wait_s(self) -> float:
-        """As `WeightLoad.refine_wait_s`."""
-        return 0.0
-
-    @property
-    def order(self) -> Order:
-        """As `WeightLoad.order`."""
-        return Order.EXACT
-
-    def reorder(self, order: Order) -> None:
-        """As `WeightLoad.reorder`."""
-
     def cancel(self) -> None:
         """Nothing is under way."""
-
-    def statistics(self) -> LoadStatistics:
-        """As `WeightLoad.statistics`: nothing was read."""
-        phase = self._meter.phase(Phase.FETCH)
-        return LoadStatistics(
-            elapsed_s=self._elapsed_s(),
-            weight_bytes=self.manifest.weight_bytes,
-            stored_bytes=0,
-            unverified_bytes=0,
-            direct_bytes=0,
-            num_reads=0,
-            num_refetched_parts=0,
-            staging_capacity_bytes=0,
-            staging_peak_bytes=0,
-            staging_wait_s=0.0,
-            link=LinkStatistics(0.0, 0.0, 0.0, 0, 0, 0, 0, 0),
-            fetch=phase,
-            verify=phase,
-            decode=phase,
-            cache=None,
-        )
 
     def _enter_pages(self) -> None:
         advise = adviser(self._memory)
@@ -197,6 +144,3 @@ class SharedLoad(ThreadedLoad):
 
     def _figures(self) -> dict[str, Any]:
         return {"shared": True}
-
-    def _rate_bytes_per_s(self) -> float:
-        return 0.0

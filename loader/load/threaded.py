@@ -11,16 +11,23 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, Literal, Self
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ..errors import LoadCancelledError, LoadError, TeneralError
 from ..format.manifest import Manifest, Part, Tier
+from ..memory.arena import as_array
 from ..memory.limits import Available, available
 from ..timeline import Timeline
-from .accounting import LoadProgress, LoadState, Meter, mark_ready
+from .accounting import LoadProgress, LoadState, LoadStatistics, Meter, Phase, mark_ready
 from .gates import Gate, Readiness
+from .link import LinkStatistics
 from .options import LoadOptions, Order
 from .plan import Plan
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 class ThreadedLoad(ABC):
@@ -249,3 +256,64 @@ class ThreadedLoad(ABC):
         if self._ended_at_s is not None:
             return LoadState.EXACT
         return LoadState.IDLE if self._started_at_s is None else LoadState.LOADING
+
+
+class InPlaceLoad(ThreadedLoad):
+    """A load of weights that are used where they lie, in private mappings: there is one tier, and
+    nothing to refine, to reorder or to give back. A subclass sets `_slabs` and `_num_threads`.
+    """
+
+    _slabs: list[memoryview]  # by group; views of the mappings
+    _num_threads = 0  # at most
+
+    def slab(self, group: int) -> npt.NDArray[np.uint8]:
+        """The group's stretch of its mapping: (slab_bytes,), never moved. Writing changes this
+        process's copy alone.
+        """
+        return as_array(self._slabs[group])
+
+    def discard(self) -> None:
+        """As `WeightLoad.discard`: the memory is not this process's own."""
+
+    def reading(self, group: int) -> AbstractContextManager[None]:
+        """As `WeightLoad.reading`."""
+        return nullcontext()
+
+    @property
+    def refine_wait_s(self) -> float:
+        """As `WeightLoad.refine_wait_s`."""
+        return 0.0
+
+    @property
+    def order(self) -> Order:
+        """As `WeightLoad.order`."""
+        return Order.EXACT
+
+    def reorder(self, order: Order) -> None:
+        """As `WeightLoad.reorder`."""
+
+    def statistics(self) -> LoadStatistics:
+        """As `WeightLoad.statistics`. What was mapped counts as read straight into its slab."""
+        num_threads = len(self._threads)
+        rate = self._rate_bytes_per_s()
+        return LoadStatistics(
+            elapsed_s=self._elapsed_s(),
+            weight_bytes=self.manifest.weight_bytes,
+            stored_bytes=self._stored_bytes,
+            unverified_bytes=self._meter.unverified_bytes,
+            direct_bytes=self._meter.direct_bytes,
+            num_reads=self._meter.num_reads,
+            num_refetched_parts=0,
+            staging_capacity_bytes=0,
+            staging_peak_bytes=0,
+            staging_wait_s=0.0,
+            link=LinkStatistics(rate, 0.0, 0.0, num_threads, self._num_threads, 0, 0, 0),
+            fetch=self._meter.phase(Phase.FETCH),
+            verify=self._meter.phase(Phase.VERIFY),
+            decode=self._meter.phase(Phase.DECODE),
+            cache=None,
+        )
+
+    def _rate_bytes_per_s(self) -> float:
+        elapsed_s = self._elapsed_s()
+        return self._meter.fetched_bytes / elapsed_s if elapsed_s else 0.0

@@ -84,7 +84,7 @@ def main() -> None:
 
 @dataclass
 class Setting:
-    """The model, and all who are to serve it."""
+    """The model, and all systems that serve it."""
 
     root: Path
     peers: PeerEnvironment

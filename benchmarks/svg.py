@@ -48,7 +48,7 @@ def tick_bounds(low: float, high: float) -> tuple[float, float]:
 
 
 def document(width: int, height: int, label: str, parts: Sequence[str]) -> str:
-    """The whole text; `label` is what it shows, for those who cannot see it."""
+    """The whole text; `label` is what it shows, for screen readers."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
     return "\n".join([f'{head}aria-label="{escape(label)}">', f"<style>{STYLE}</style>", *parts, "</svg>\n"])
 

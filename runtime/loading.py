@@ -82,19 +82,12 @@ def load_here(
         )
     from .files import is_onnx  # the manifest was requested without it
 
-    shared_load = None
-    if shared is not None and shared.digest in (manifest.digest, manifest.base):
-        # Few servers are taken from a pool with a base.
-        from ..loader.load.shared import SharedLoad
-
-        is_base = manifest.digest == shared.digest
-        shared_load = SharedLoad(shared, manifest if is_base else shared.manifest, timeline=timeline)
-        shared_load.start()
-        timeline.mark("process", "base in memory", bytes=manifest.weight_bytes)
-        if is_base:
-            if reserve is not None:
-                reserve.release()
-            return Begun(shared_load, shared)
+    shared_load = None if shared is None else _map_shared(shared, manifest, timeline)
+    if shared_load is not None and manifest.digest == shared_load.manifest.digest:
+        if reserve is not None:
+            reserve.release()
+        return Begun(shared_load, shared)
+    if shared_load is not None:
         base = shared_load.as_base()
     if base is not None:
         manifest = base.join(manifest, source.url)
@@ -139,6 +132,20 @@ def load_here(
     )
     load.start()
     return Begun(load, None if shared_load is None else shared, shared_load)
+
+
+def _map_shared(shared: SharedBase, manifest: Manifest, timeline: Timeline) -> SharedLoad | None:
+    """Start the load of the shared base; None if it is neither the model of `manifest` nor its base."""
+    if shared.digest not in (manifest.digest, manifest.base):
+        return None
+    # Few servers are taken from a pool with a base.
+    from ..loader.load.shared import SharedLoad
+
+    is_base = manifest.digest == shared.digest
+    load = SharedLoad(shared, manifest if is_base else shared.manifest, timeline=timeline)
+    load.start()
+    timeline.mark("process", "base in memory", bytes=manifest.weight_bytes)
+    return load
 
 
 def _map(source: Mappable, manifest: Manifest, options: LoadOptions, timeline: Timeline) -> MappedLoad | None:

@@ -35,7 +35,10 @@ KINDS = (
 # `quality/text.py` holds a story that models read: the figures of docs/draft-quality.md are for its exact words.
 OWN = ("scripts/english.py", "tests/test_english.py", "runtime/quality/text.py")
 
-WORDS = ("nobody", "whoever", "who asks", "beside", "so many", "told", "said", "what stands", "be meant")
+WORDS = (
+    *("nobody", "whoever", "who asks", "beside", "so many", "told", "said", "what stands", "be meant"),
+    *("those who", "all who", "who waits", "who computes"),
+)
 _GAP = r"(?:_|[\s#]+)"  # of an identifier, or of a comment that goes on in its next line
 PRIVATE = re.compile(rf"(?i:(?<![a-z])(?:{'|'.join(word.replace(' ', _GAP) for word in WORDS)})(?![a-z]))")
 RIDDLE = re.compile(r"(?:What|Who|Whose|Which|Where|Whether)\b")

@@ -60,7 +60,7 @@ class PoolEnds(NamedTuple):
 
 
 class StatusPage:
-    """A page of memory that the pool writes its status to, and its forks read, for whom asks them."""
+    """A page of memory with the pool's status: the pool writes it, and its forks send it to clients."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, MAX_STATUS_BYTES)  # shared by forks

@@ -2,7 +2,7 @@
 
 Several processes use the folder at the same time, and any of them may be killed at any moment. So a
 file appears under its final name only when all of it is written (it is renamed there), and what a
-process has open stays readable when another evicts it. Nothing is flushed to the disk: who reads
+process has open stays readable when another evicts it. Nothing is flushed to the disk: a reader
 compares the content with the digest, so that a power failure costs a miss and nothing else.
 
 Invariant: the files, temporary ones included, never take more than the budget. What they take is
@@ -182,7 +182,7 @@ class CacheFolder:
                 return None
             fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder)
             try:
-                os.ftruncate(fd, size_bytes)  # so that all who count see what is reserved
+                os.ftruncate(fd, size_bytes)  # other processes count what is reserved
             except OSError:
                 os.close(fd)
                 raise

@@ -134,7 +134,7 @@ class Device(Protocol):
 
     def order_after(self, ticket: Ticket, stream: int) -> None:
         """Have all that is launched on a stream from now on wait for a ticket of this device.
-        Stream 0 is the default one of who computes.
+        Stream 0 is the default stream of the computing thread.
         """
 
     def record(self, stream: int) -> Ticket:

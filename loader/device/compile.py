@@ -38,7 +38,7 @@ def compile_kernels(architecture: int) -> bytes:
     """The cubin for an architecture. Needs NVRTC, and no device. Raises `LoadError` with the
     compiler's own words.
     """
-    from cupy.cuda import nvrtc  # some hundred ms, for who compiles
+    from cupy.cuda import nvrtc  # some hundred ms, only for compiling
 
     program, log = None, ""
     try:

@@ -1,7 +1,7 @@
 """A CUDA device, through CuPy: a pinned ring, two streams, and the kernels that merge planes.
 
 Uploads have a stream of their own, so that the next image crosses the link while the last one is
-merged, and while a refining waits for who computes. Streams wait for each other by events; the host
+merged, and while a refining waits for a computation. Streams wait for each other by events; the host
 waits for none but in `Ticket.wait`, `read_back` and `close`. Streams of others (torch's) are known
 by their numbers and are never owned here.
 
@@ -82,7 +82,7 @@ class CudaDevice:
         self.name = f"cuda:{index}"
         with timeline.span("device", "import CuPy"):
             try:
-                import cupy  # only for who has a device: 0.2 s
+                import cupy  # only with a device: 0.2 s
             except ImportError as error:
                 raise LoadError(
                     f"CuPy cannot be imported: {error}", hint="Reinstall it, or say --device cpu."

@@ -52,7 +52,7 @@ NO_PLANE = 0xFFFFFFFF  # for `sign_plane`: no plane has a sign
 # fast as memory; the others do anything, words of that many bits.
 DRAFT_KERNEL, REFINE_KERNEL = "merge_bf16_draft", "refine_low_nibbles"
 GENERAL_KERNELS = {2: "merge_words_16", 4: "merge_words_32", 8: "merge_words_64"}
-RESOLVE_KERNEL = "resolve_chunks"  # for who decompresses, before these
+RESOLVE_KERNEL = "resolve_chunks"  # for a decompressor, before these
 KERNELS = (DRAFT_KERNEL, REFINE_KERNEL, *GENERAL_KERNELS.values())
 
 # keep, fill, num_planes, word_bytes, sign_plane, sign_up, bits[8], up[8]: `struct Recipe` in the
@@ -290,7 +290,7 @@ def pack_tables(
     """Write the image's tables into its memory; the table of chunks is written by the code that
     knows where they begin.
     """
-    import numpy as np  # with whom decodes; plans are made before
+    import numpy as np  # decoding threads have it; plans are made before
 
     frame_type = np.dtype(
         [("out", "<u8"), ("count", "<u4"), ("unused", "<u4"), ("planes", "<u4", MAX_PLANES)]

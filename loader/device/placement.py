@@ -8,7 +8,7 @@ threads take turns ten times as often as they usually do.
 
 A part is *settled* when the device has queued its placement, not when that is done. So a thread
 that a gate let through has its stream wait, by `order_after` or `reading`, before it launches
-anything that reads. And who computes with values that are not exact yet does so within `reading`:
+anything that reads. Computations with values that are not exact yet run within `reading`:
 what refines them is placed behind the last of that. On the host the two exclude each other for as
 long as launching takes; on the device, tickets do the rest (`base.py`). It does not know sources,
 planes or torch.

@@ -248,7 +248,7 @@ class ImageRing:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Lend nothing more, and wake who waits. Idempotent."""
+        """Lend nothing more, and wake waiting threads. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

@@ -2,8 +2,8 @@
 the ring.
 
 All checks of the format are made on what is decompressed here; what the device decompresses has its
-frames' headers checked. Works without the GIL for the most part. Nothing here knows who takes the
-images from the ring, or in which process.
+frames' headers checked. Works without the GIL for the most part. Nothing here knows which code takes
+the images from the ring, or in which process.
 """
 
 from __future__ import annotations

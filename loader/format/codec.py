@@ -380,8 +380,8 @@ def _wrong_values(is_first: bool, num: int, where: str) -> IntegrityError:
 def unpack_planes(
     tensor: Tensor, segment: Segment, tier: Tier, stored: memoryview, outs: Sequence[Bytes | None]
 ) -> None:
-    """Write a segment's planes, one by one, into `outs` as they are before they are merged: for who
-    merges elsewhere.
+    """Write a segment's planes, one by one, into `outs` as they are before they are merged: a
+    caller merges them elsewhere.
 
     `stored` is its whole part, already verified; each of `outs` has exactly its plane's decoded
     size. A plane whose `out` is None is left out: one of whole bytes, which may have any value.

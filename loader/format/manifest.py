@@ -188,7 +188,7 @@ class Manifest(_Manifest):
         return sum(group.slab_bytes for group in self.groups)
 
     def without_weights(self) -> Manifest:
-        """The manifest for who reads small files only."""
+        """The manifest without weights, for reading small files."""
         return self._replace(blobs=(), groups=(), tensors=(), parts=(), aliases={}, metadata={})
 
     def stored_bytes(self, tier: Tier) -> int:

@@ -1,7 +1,7 @@
 """The digests of an artifact's tensors as they were before packing: a small file next to the
 weights.
 
-Parts have digests of what is stored. These are of what it must become: with them anybody can check
+Parts have digests of what is stored. These are of what it must become: they show
 that weights in memory are the original's, bit for bit, whatever was decoded, merged and refined on
 the way. `docs/format.md`, "Digests of tensors", is the norm. Nothing here does I/O.
 """

@@ -122,7 +122,7 @@ class FrameReader:
 
     def skip(self, size_bytes: int) -> list[tuple[int, int]]:
         """Step over the frames that hold the next `size_bytes`, checked as always but not
-        decompressed: for who does that elsewhere. Of each frame: where it begins, and how many
+        decompressed: a device does that. Of each frame: where it begins, and how many
         bytes it has.
         """
         extents: list[tuple[int, int]] = []

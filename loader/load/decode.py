@@ -2,7 +2,7 @@
 its slab.
 
 Invariant: no byte of a part that has a digest reaches a decoder or a slab before the digest of the
-whole part was found right. It does not know where parts come from, or who waits for them. numpy and
+whole part was found right. It does not know where parts come from, or which callers wait for them. numpy and
 zstandard are imported by the first decode thread: the first ranges are on their way by then.
 """
 

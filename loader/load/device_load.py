@@ -263,7 +263,7 @@ class DeviceLoad:
 
     def reading(self, group: int, stream: int = 0) -> AbstractContextManager[None]:
         """Launches on the stream while this is held see the group's values as they are now,
-        whatever is placed meanwhile. For who computes with values that are not exact yet, in one
+        whatever is placed meanwhile. For computing with values that are not exact yet, in one
         thread.
         """
         return self._placement.reading(group, stream)

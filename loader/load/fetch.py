@@ -133,8 +133,8 @@ class Prefetch:
         """Fill the beginning of `memory`, with bytes of the blob from `start` on; None where there
         is nothing.
 
-        Waits for what is on its way, without the GIL. A byte is there for one who takes it: who
-        reads it again reads it from the source.
+        Waits for what is on its way, without the GIL. A byte is handed out once: a second
+        read of it goes to the source.
         """
         with self._lock:
             found = next((each for each in self._slices if each.holds(blob, start)), None)

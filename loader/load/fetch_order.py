@@ -1,4 +1,4 @@
-"""The order in which the steps of a plan are read: the plan's, but for steps that a caller wants sooner.
+"""The order in which the steps of a plan are read: the plan's, except that steps which a caller waits for come first.
 
 Not thread-safe: the work queue's lock guards it.
 """
@@ -24,32 +24,35 @@ class _Awaited:
         self._unread_bytes = 0
 
     def add(self, size_bytes: int) -> None:
-        """More than nothing: to be read, too. Less: it is being read."""
+        """Positive: bytes that must be read, too. Negative: bytes that are being read now."""
         self._unread_bytes += size_bytes
         self.total_bytes = self.total_bytes + max(0, size_bytes) if self._unread_bytes else 0
 
 
 class FetchOrder:
-    """The steps of a plan that had no turn yet, and the numbers of the turns that others had."""
+    """The steps of a plan that no range has been requested for, in order; and the rank of all others.
+
+    A step is *taken* when its first range is requested.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._steps = plan.steps
         self._upcoming = deque(range(len(plan.steps)))
         self._sooner: deque[int] = deque()
-        # Number of the turn, by step. What has no bytes need not be read.
-        self._had: dict[int, int] = {
-            number: turn
-            for turn, number in enumerate(step.number for step in plan.steps if not step.part.size_bytes)
+        # The rank of taken steps, by number. Steps without bytes need not be read.
+        self._ranks: dict[int, int] = {
+            number: rank
+            for rank, number in enumerate(step.number for step in plan.steps if not step.part.size_bytes)
         }
-        self._were_sooner: set[int] = set()  # of those that had their turn
-        self._unread_bytes = [0] * len(Tier)  # not handed out yet
+        self._promoted: set[int] = set()  # taken steps that were promoted
+        self._unread_bytes = [0] * len(Tier)  # by tier, not requested yet
         for step in plan.steps:
             self._unread_bytes[step.part.tier] += step.part.size_bytes
         tiers = [step.part.tier for step in plan.steps]
         self._ends_by_tier = tiers == sorted(tiers)
-        self._wished = _Awaited()  # what was asked for
-        self._first = _Awaited()  # the group that comes first
+        self._wanted = _Awaited()  # promoted steps
+        self._first = _Awaited()  # the first group
         self._num_first = 0
         for step in plan.steps:
             if step.part.group != plan.steps[0].part.group:
@@ -58,19 +61,19 @@ class FetchOrder:
             self._first.add(step.part.size_bytes)
 
     def __getitem__(self, number: int) -> int:
-        """When the step had its turn, counted from 0. Raises `KeyError` before."""
-        return self._had[number]
+        """The rank of a taken step, counted from 0. Raises `KeyError` for others."""
+        return self._ranks[number]
 
     @property
     def awaited_bytes(self) -> int | None:
-        """Steps that a caller waits for, some of them still unread: those wanted sooner, else the
-        first group. None where all of that is on its way.
+        """The bytes of promoted steps, else of the first group; None where all of them are being
+        read.
         """
-        return self._wished.total_bytes or self._first.total_bytes or None
+        return self._wanted.total_bytes or self._first.total_bytes or None
 
     @property
     def unread_bytes(self) -> int:
-        """The bytes of all steps that are not being read yet."""
+        """The bytes of all steps that are not being read."""
         return sum(self._unread_bytes)
 
     def bytes_to_end(self, number: int) -> int:
@@ -91,7 +94,7 @@ class FetchOrder:
         begin = self._steps[queue[0]].part.offset_bytes
         for number in islice(queue, 1, MAX_RUN_STEPS):
             part = self._steps[number].part
-            if number in self._had or part.offset_bytes + part.size_bytes - begin > most_bytes:
+            if number in self._ranks or part.offset_bytes + part.size_bytes - begin > most_bytes:
                 break
             if not follows(self._steps[run[-1]], self._steps[number]):
                 break
@@ -99,51 +102,47 @@ class FetchOrder:
         return run
 
     def peek(self) -> int | None:
-        """The step whose turn is next."""
+        """The next step; None at the end."""
         queue = self._next_queue()
         return queue[0] if queue else None
 
     def take(self, run: Iterable[int]) -> None:
-        """These steps, the next ones, have their turn now."""
+        """Take these steps, the next ones."""
         if self._sooner:
-            self._were_sooner.update(run)
+            self._promoted.update(run)
         for number in run:
-            self._had[number] = len(self._had)
+            self._ranks[number] = len(self._ranks)
 
     def handed_out(self, number: int, size_bytes: int) -> None:
-        """So much of a step that had its turn is being read; less than nothing: it is to be read
-        again.
-        """
+        """`size_bytes` of a taken step are being read; negative: they must be read again."""
         self._unread_bytes[self._steps[number].part.tier] -= size_bytes
-        if number in self._were_sooner:
-            self._wished.add(-size_bytes)
+        if number in self._promoted:
+            self._wanted.add(-size_bytes)
         if number < self._num_first:
             self._first.add(-size_bytes)
 
     @property
     def is_asked(self) -> bool:
-        """True if the next step's turn comes sooner than in the plan."""
+        """True if the next step was promoted."""
         return self._next_queue() is self._sooner
 
     def promote(self, numbers: Iterable[int]) -> None:
-        """Give these steps, and those that they need, their turn before all others."""
+        """Put these steps, and those that they need, before all others."""
         wanted = set(numbers)
         wanted.update(needed for number in list(wanted) for needed in self._steps[number].needs)
-        wanted.difference_update(self._had, self._sooner)
+        wanted.difference_update(self._ranks, self._sooner)
         self._sooner.extend(sorted(wanted))
-        self._wished.add(sum(self._steps[number].part.size_bytes for number in wanted))
+        self._wanted.add(sum(self._steps[number].part.size_bytes for number in wanted))
 
     def reorder(self, order: Order) -> None:
-        """Give what had no turn yet its turn in another order of the plan. What was asked for
-        sooner comes before.
-        """
+        """Read the steps that are not taken in another order of the plan, after promoted ones."""
         self._upcoming = deque(self._plan.numbers(order))
         self._ends_by_tier = order is not Order.EXACT
 
     def _next_queue(self) -> deque[int]:
         """The queue whose first step is next; empty at the end."""
         for queue in (self._sooner, self._upcoming):
-            while queue and queue[0] in self._had:
+            while queue and queue[0] in self._ranks:
                 queue.popleft()
             if queue:
                 return queue

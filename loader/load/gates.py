@@ -2,7 +2,7 @@
 stay open.
 
 Invariant: a gate opens only when every part that it stands for was settled, and a load that failed
-opens none of the others but wakes everybody who waits at them with its error. A gate stands for the
+opens none of the others but wakes all threads that wait at them with its error. A gate stands for the
 parts of its tier and of all tiers below; the exact gate, REFINE's, so for all parts of the group.
 Where a group has no parts of a tier, nor of one below, that gate opens with the next one: there is
 no sketch before a draft that begins with nothing. It does not know what settles a part, nor what a
@@ -71,7 +71,7 @@ class Readiness:
         """Count one part as done. Returns the gates this completes, and whether this completes the
         load.
 
-        The caller opens those gates, once it has written down what may be read by those who waited.
+        The caller opens those gates, once it has written down what the waiting threads may read.
         """
         group, tier = self._parts[number]
         with self._changed:
@@ -85,7 +85,7 @@ class Readiness:
             for number in parts:
                 self._is_there[number] = True
             for group, tier in gates:
-                for reached in range(tier + 1):  # exact values satisfy who waits for coarser ones
+                for reached in range(tier + 1):  # exact values satisfy a wait for coarser ones
                     self._open[reached][group] = True
             if gates or not self._watched.isdisjoint(parts):
                 self._announce()
@@ -102,7 +102,7 @@ class Readiness:
             return frozenset(number for number in self._watched if self._is_there[number])
 
     def fail(self, error: TeneralError) -> bool:
-        """Wake all who wait at closed gates with this error. False when all is settled or has
+        """Wake all threads that wait at closed gates with this error. False when all is settled or has
         failed.
         """
         with self._changed:

@@ -189,8 +189,8 @@ class WeightLoad(ThreadedLoad):
         return array.reshape(tensor.shape) if array.size == math.prod(tensor.shape) else array
 
     def reading(self, group: int) -> AbstractContextManager[None]:
-        """While this is held the group's values stay as they are. For who computes with values that
-        are not exact yet, in one thread, and does nothing to the load meanwhile; exact ones never
+        """While this is held the group's values stay as they are. For computing with values that
+        are not exact yet, in one thread that does nothing to the load meanwhile; exact ones never
         change.
         """
         return self._refine_locks.reading(group)

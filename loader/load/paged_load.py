@@ -102,7 +102,7 @@ class PagedLoad(WeightLoad):
         self._pager.check_integrity()
 
     def cancel(self) -> None:
-        """As `WeightLoad.cancel`; after the end, those who wait for groups are woken, too."""
+        """As `WeightLoad.cancel`; after the end, threads that wait for groups are woken, too."""
         super().cancel()
         self._pager.stop(LoadCancelledError("the load was cancelled"))
 

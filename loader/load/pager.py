@@ -353,7 +353,7 @@ class Pager:
                 raise RuntimeError("pages have more memory than there is")
 
     def stop(self, error: TeneralError) -> None:
-        """Fetch nothing more; those who wait get this error."""
+        """Fetch nothing more; waiting threads get this error."""
         with self._changed:
             self._stopped = self._stopped or error
             self._changed.notify_all()

@@ -129,7 +129,7 @@ class WorkQueue:
             while not self._stopped and self._num_left:
                 may_read = self._num_reading < self._tuner.connections
                 if may_read and (pieces := self._next_pieces()):
-                    self._readable.notify()  # there may be more: who is woken in vain waits again
+                    self._readable.notify()  # there may be more; a thread that finds none waits again
                     return self._hand_out(pieces)
                 started_s = time.monotonic()
                 is_held = self._is_held()
@@ -204,8 +204,8 @@ class WorkQueue:
             self._readable.notify()
 
     def finish_step(self, step: Step) -> None:
-        """The step's values are in the slab. Takes its memory back and lets go those who waited for
-        it.
+        """The step's values are in the slab. Takes its memory back, and releases the steps that
+        need it.
         """
         with self._lock:
             del self._memory[step.number]
@@ -239,7 +239,7 @@ class WorkQueue:
             discard(memory)
 
     def stop(self) -> None:
-        """Hand out nothing more, and wake all who wait."""
+        """Hand out nothing more, and wake all waiting threads."""
         with self._lock:
             self._stopped = True
             self._readable.notify_all()

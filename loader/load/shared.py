@@ -4,7 +4,7 @@ the file open.
 One process fills the file (`shared_child.py`), and seals are put on it once that process has ended:
 from then on none can write to it, also none that has it open. Its pages exist once, however many
 processes map them, and are counted once by a cgroup. A process that writes to its mapping gets a
-page of its own. `docs/decisions/0052` has the reasons. It does not know who shares the file.
+page of its own. `docs/decisions/0052` has the reasons. It does not know the processes that share the file.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ values away.
 
 The groups are cut into windows, runs of consecutive ones, each a load of its own (`load.py`). While
 one window is being taken, the next is read. Invariant: what is handed out was verified, in forward
-order. It does not know who takes the values, nor what for.
+order. It does not know the values' user.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def cut_windows(manifest: Manifest, groups: Sequence[int], max_bytes: int) -> li
 
 
 def restrict(manifest: Manifest, groups: Sequence[int]) -> Manifest:
-    """The manifest for who loads these groups only: the others have neither memory nor parts.
+    """The manifest for a load of these groups only: the others have neither memory nor parts.
 
     Groups and tensors keep their numbers; the parts are numbered anew.
     """
@@ -101,7 +101,7 @@ class SuccessiveLoad:
         self._begun_s: float | None = None
 
     def start(self) -> None:
-        """Begin to read the first window, ahead of who takes it. Raises `InsufficientMemoryError`."""
+        """Begin to read the first window ahead. Raises `InsufficientMemoryError`."""
         if not self._windows:
             self._begin_window()
 

@@ -31,7 +31,7 @@ MAP_NORESERVE = 0x4000  # Linux; Python has a name for it from 3.13 on
 # A huge page: for so long the kernel keeps others from mapping memory.
 PREFAULT_STEP_BYTES = 2 * 1024 * 1024
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
-# The same, for one that must not be in anybody's way: 0.4 ms, or 4 at worst.
+# The same, for memory taken in the background: 0.4 ms, or 4 at worst.
 RESERVE_STEP_BYTES = 1024 * 1024
 BUSY_REST_S = 0.05  # between such steps while others have all cores: 20 MB/s
 # CPU time; usual are 0.2 ms for a huge page, and 0.7 ms for as much in small ones.
@@ -289,7 +289,7 @@ def _address(memory: memoryview) -> int:
 
 def as_array(slab: memoryview) -> npt.NDArray[np.uint8]:
     """The slab as numpy knows it: the same memory, which the array keeps alive."""
-    import numpy as np  # the first bytes are asked for before anybody needs this
+    import numpy as np  # the first bytes are requested before this is needed
 
     return np.frombuffer(slab, np.uint8)
 

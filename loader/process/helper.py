@@ -193,7 +193,7 @@ class _Fork:
     """
 
     def __init__(self, module: str, theirs: socket.socket, fds: Sequence[int], life_fd: int) -> None:
-        self._lock = threading.Lock()  # between who waits for it and who kills it
+        self._lock = threading.Lock()  # between waiting for it and killing it
         self._status: int | None = None
         self.pid = os.fork()
         if self.pid == 0:

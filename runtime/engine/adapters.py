@@ -15,7 +15,7 @@ from .generation import Generation
 from .sequence import AdapterLike, error_event
 from .speculation import PassLike
 
-WAIT_S = 0.01  # for a layer, between two looks at who has come or gone
+WAIT_S = 0.01  # for a layer, between two looks at new and ended requests
 
 
 class HeldAdapter(AdapterLike, Protocol):

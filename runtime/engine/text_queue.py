@@ -38,7 +38,7 @@ class TextQueue(Generic[Owner]):
         # By length: owners in the order of arrival, their indices.
         self._texts: dict[int, OrderedDict[Owner, list[int]]] = {}
         self._counts: dict[int, int] = {}  # of the texts, by length
-        self._owners: dict[Owner, _Waiting] = {}  # who has texts here
+        self._owners: dict[Owner, _Waiting] = {}  # that have texts here
         self._next_age = 0
 
     def __len__(self) -> int:

@@ -199,7 +199,7 @@ class _Cutter:
         self._skeleton(WHOLE_NAME, nodes_of(self._model.graph), inputs, self._outputs, types)
 
     def _crossing_spans(self) -> dict[str, tuple[int, int]]:
-        """Values that nodes make: by whom, and by whom they are last used (an output: behind all nodes)."""
+        """Values that nodes make: the node that makes each, and its last user (of an output: behind all nodes)."""
         made = {name: number for number, node in enumerate(self._nodes) for name in node.proto.output if name}
         last = {name: len(self._nodes) for name in self._outputs if name in made}
         for number, node in enumerate(self._nodes):

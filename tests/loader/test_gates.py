@@ -84,7 +84,7 @@ def test_gates_open_with_their_last_part_in_any_order(data: st.DataObject) -> No
     assert readiness.num_open(Tier.REFINE) == num_groups
 
 
-def test_everybody_who_waits_is_let_go() -> None:
+def test_all_waiting_threads_go_on() -> None:
     readiness = Readiness(1, [(0, Tier.DRAFT), (0, Tier.REFINE)])
     waiting = threading.Barrier(5)
 
@@ -144,7 +144,7 @@ def test_the_first_failure_counts_and_a_finished_load_cannot_fail() -> None:
     done.wait(0, Tier.REFINE, None)
 
 
-def test_who_waits_for_some_parts_is_let_go_with_the_last_of_them() -> None:
+def test_a_wait_for_some_parts_ends_with_the_last_of_them() -> None:
     readiness = Readiness(1, [(0, Tier.DRAFT)] * 3)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(readiness.wait_parts, [0, 2], 30)
@@ -157,7 +157,7 @@ def test_who_waits_for_some_parts_is_let_go_with_the_last_of_them() -> None:
     readiness.wait_parts([0, 2], timeout_s=0)
 
 
-def test_who_waits_for_parts_learns_of_a_failure() -> None:
+def test_a_wait_for_parts_raises_the_failure() -> None:
     readiness = Readiness(1, [(0, Tier.DRAFT)] * 2)
     settle(readiness, 0)
     readiness.fail(LoadCancelledError("stop"))

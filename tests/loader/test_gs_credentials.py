@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, padding, rsa
-from tests.support.gs_server import Call, GsServer, Reply, use_gs_account
+from tests.support.gs_server import Call, GsServer, Reply, serving_blob
 
 from teneral.loader.errors import (
     AccessDeniedError,
@@ -25,10 +25,7 @@ DATA = bytes(range(256))
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[GsServer]:
-    with GsServer() as server:
-        use_gs_account(monkeypatch, server)
-        server.objects["models"] = {}
-        server.put("models", "a model/blob", DATA)
+    with serving_blob(monkeypatch, DATA) as server:
         yield server
 
 

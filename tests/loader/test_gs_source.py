@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from tests.support.gs_server import METADATA_PATH, Call, GsServer, Reply, problem, use_gs_account
+from tests.support.gs_server import METADATA_PATH, Call, GsServer, Reply, problem, serving_blob
 
 from teneral.loader.errors import (
     AccessDeniedError,
@@ -36,10 +36,7 @@ URL = "gs://models/a model"
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[GsServer]:
-    with GsServer() as server:
-        use_gs_account(monkeypatch, server)
-        server.objects["models"] = {}
-        server.put("models", "a model/blob", DATA)
+    with serving_blob(monkeypatch, DATA) as server:
         yield server
 
 

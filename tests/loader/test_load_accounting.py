@@ -105,7 +105,7 @@ def test_the_timeline_tells_the_way_of_every_part() -> None:
     }
 
 
-def test_a_group_is_marked_ready_before_those_who_wait_go_on() -> None:
+def test_a_group_is_marked_ready_before_waiting_threads_go_on() -> None:
     built = build_artifact(LAYERS)
     timeline = Timeline()
     with WeightLoad(built.store, built.manifest, timeline=timeline) as load:

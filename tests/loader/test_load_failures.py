@@ -202,7 +202,7 @@ def test_a_defect_in_a_source_is_reported_as_one() -> None:
         assert "report" in caught.value.hint
 
 
-def test_cancelling_wakes_who_waits_and_ends_reads_on_their_way() -> None:
+def test_cancelling_wakes_waiting_threads_and_ends_reads_on_their_way() -> None:
     built = build_artifact(LAYERS)
     source = PacedSource(built.store)
     held = source.hold(reads_of(built.manifest, part_of(built, "layers.1"), part_of(built, "layers.3")))

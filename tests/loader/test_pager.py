@@ -1,4 +1,4 @@
-"""Groups that come and go: what makes way for what, and what those who wait get to see."""
+"""Groups that come and go: what makes way for what, and what waiting threads see."""
 
 from __future__ import annotations
 
@@ -227,7 +227,9 @@ def test_damage_is_read_once_more_and_then_raised_until_it_is_gone(
         assert load.paging_statistics().failures_total == 1
 
 
-def test_a_store_that_gives_nothing_fails_those_who_wait_alone(artifact: Path, contents: list[bytes]) -> None:
+def test_a_store_that_gives_nothing_fails_waiting_threads_alone(
+    artifact: Path, contents: list[bytes]
+) -> None:
     with paged(artifact, EXPERTS) as (load, source, experts):
         is_down = [True]
         rule = reads_of(load.manifest, *part_of(load.manifest, experts[3]))
@@ -242,7 +244,7 @@ def test_a_store_that_gives_nothing_fails_those_who_wait_alone(artifact: Path, c
         assert holds(load, experts[3], contents)
 
 
-def test_cancelling_wakes_those_who_wait(artifact: Path) -> None:
+def test_cancelling_wakes_waiting_threads(artifact: Path) -> None:
     with paged(artifact, EXPERTS) as (load, source, experts):
         held = source.hold(reads_of(load.manifest, *part_of(load.manifest, experts[0])))
         load.want_pages(experts[:1])

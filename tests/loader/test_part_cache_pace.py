@@ -21,7 +21,7 @@ from teneral.loader.cache.writer import (
 MIB = 1024 * 1024
 
 
-def test_on_a_slow_disk_those_who_find_all_places_taken_go_to_the_store() -> None:
+def test_on_a_slow_disk_readers_that_find_all_places_taken_go_to_the_store() -> None:
     gate = ReadGate()
     assert [gate.enter() for _ in range(PLACES)] == [True] * PLACES
     gate.note(4 * MIB, 1.0)

@@ -336,7 +336,7 @@ def test_stopping_wakes_everybody() -> None:
         assert [each.result(WAIT_S) for each in waiting] == [None] * 4
 
 
-def test_the_end_wakes_those_who_hoped_for_more_and_gives_the_staging_back() -> None:
+def test_the_end_wakes_idle_threads_and_gives_the_staging_back() -> None:
     built = two_layers()
     plan = plan_load(built.manifest, Order.EXACT)
     staging = Staging(1 << 20)

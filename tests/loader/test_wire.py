@@ -31,7 +31,7 @@ def finish(
             begun = _nothing
             poll = select.poll()
             poll.register(wait.fd, wait.events)
-            assert poll.poll(WAIT_MS), "nothing woke who waits"
+            assert poll.poll(WAIT_MS), "nothing woke the waiting reader"
     except StopIteration as end:
         result: int | None = end.value
         return result

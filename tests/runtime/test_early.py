@@ -309,7 +309,7 @@ def waits_for_the_draft(rig):
     time.sleep(0.1)
 
 
-def test_who_waits_for_the_draft_is_in_nobodys_way(sketched, expected):
+def test_a_request_that_waits_for_the_draft_delays_no_other(sketched, expected):
     with EarlyRig(sketched, holds_draft=True) as rig:
         rig.start()
         draft = rig.submit(PROMPTS[1], first_token=FirstToken.DRAFT)
@@ -328,7 +328,7 @@ def test_who_waits_for_the_draft_is_in_nobodys_way(sketched, expected):
 
 
 @pytest.mark.parametrize("first_token", [FirstToken.EXACT, FirstToken.DRAFT])
-def test_who_waits_for_the_draft_can_be_cancelled(artifact, expected, first_token):
+def test_a_request_that_waits_for_the_draft_can_be_cancelled(artifact, expected, first_token):
     with EarlyRig(artifact, holds_draft=True) as rig:
         rig.start()
         generation = rig.submit(PROMPTS[1], first_token=first_token)

@@ -109,7 +109,7 @@ COMPUTED: dict[str, tuple[torch.dtype, Callable[[], Any]]] = {
 
 @pytest.fixture(scope="module", params=COMPUTED)
 def computed(request):
-    """By whom, and in what."""
+    """The backend, and its dtype."""
     if request.param.startswith("native") and library() is None:
         pytest.skip("there is no native library for this processor")
     return request.param

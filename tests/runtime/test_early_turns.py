@@ -1,4 +1,4 @@
-"""While the weights arrive, those who wait are taken in by the same turns as later."""
+"""While the weights arrive, waiting requests take the same turns as later."""
 
 from __future__ import annotations
 

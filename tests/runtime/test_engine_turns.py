@@ -1,4 +1,4 @@
-"""Sessions, tenants and priorities: who is kept, who is next, and who makes way."""
+"""Sessions, tenants and priorities: which is kept, which is next, and which makes way."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ def test_cancelling_several_of_a_step_frees_their_blocks_with_that_step() -> Non
         for number, generation in enumerate(generations):
             if number % 2:
                 assert finish(generation).tokens == rig.expected([number] * 9, 20)
-        # Those who have left are there in the pass that was under way, and in no other.
+        # Requests that have left are there in the pass that was under way, and in no other.
         assert {number for number, num_ended in seen if num_ended} <= {num_passes - 1}
         rig.engine.check_integrity()
 

@@ -70,7 +70,7 @@ def test_there_is_no_wait_exactly_while_a_place_is_free(
 
 
 @given(running=st.lists(st.integers(1, 20), min_size=1, max_size=6), data=st.data())
-def test_behind_those_who_take_longer_than_all_it_is_the_turn_of_who_ends_next(
+def test_behind_requests_that_take_longer_than_all_the_next_to_end_counts(
     running: list[int], data: st.DataObject
 ) -> None:
     position = data.draw(st.integers(1, len(running)))

@@ -170,7 +170,7 @@ def test_newcomers_pass_a_large_request_over_no_more_often_than_the_bound_says()
     assert num_before > MAX_PASSED_OVER  # it owed, so it did wait
 
 
-def test_the_accounts_of_those_who_left_are_bounded() -> None:
+def test_the_accounts_of_tenants_that_left_are_bounded() -> None:
     accounts = Accounts()
     accounts.wait("stays")
     for number in range(MAX_DEBTORS + 500):

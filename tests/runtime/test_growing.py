@@ -61,7 +61,7 @@ def test_a_small_one_is_whole_at_once() -> None:
     assert GrowingBackend(data, {}).is_whole
 
 
-def test_completing_under_those_who_ask_changes_nothing(tokenizer_json: Any, whole: LocalBackend) -> None:
+def test_completing_during_requests_changes_nothing(tokenizer_json: Any, whole: LocalBackend) -> None:
     backend = GrowingBackend(json.dumps(tokenizer_json, ensure_ascii=False).encode(), {})
     expected = tokens_of(whole, TEXTS[1])
     thread = threading.Thread(target=backend.complete)

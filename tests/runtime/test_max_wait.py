@@ -1,4 +1,4 @@
-"""The bound on how long anybody waits for a place: who is refused for it, and who is not."""
+"""The bound on the wait for a place: which requests are refused for it, and which are not."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_request_that_would_wait_longer_is_refused_with_the_time() -> None:
         assert [len(finish(each).tokens) for each in running] == [20, 7, 12]
 
 
-def test_those_who_wait_already_are_counted_with_what_they_will_take() -> None:
+def test_waiting_requests_are_counted_with_what_they_will_take() -> None:
     rig, _ = full_rig([20, 7, 12], max_wait_s=9.5)
     with rig:
         rig.submit(max_tokens=2)  # from step 7 to 9
@@ -163,7 +163,7 @@ def test_time_without_anybody_is_no_step() -> None:
         assert capacity_of(rig.engine).step_times.step_s is None
 
 
-# -- who is not meant ----------------------------------------------------------------------------------------
+# -- not affected ----------------------------------------------------------------------------------------
 
 
 def test_batch_work_may_wait_for_however_long() -> None:
@@ -234,7 +234,7 @@ def test_an_invalid_bound_is_refused_by_name() -> None:
     assert caught.value.key == "max_wait_s"
 
 
-def test_the_time_to_come_back_is_no_longer_than_those_who_run_may_take() -> None:
+def test_the_time_to_come_back_is_no_longer_than_running_requests_may_take() -> None:
     rig, _ = full_rig([20, 7, 12])
     with rig:
         state = state_of(rig.engine)

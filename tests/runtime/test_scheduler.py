@@ -229,7 +229,7 @@ def test_batch_work_makes_way_for_as_many_as_are_then_admitted(running, waiting,
     assert all(job.is_batch for job in leaving)
     before = plan_step(running, queue, num_free, ROOMY)
     if before.preempted:
-        return  # those who run need the blocks themselves
+        return  # running requests need the blocks themselves
 
     def num_admitted(without):
         staying = [job for job in running if job not in without]

@@ -20,7 +20,7 @@ def run(stop, pieces):
 
 
 def cut_at_first_complete(stop, text):
-    """What a reader who takes one character at a time would give out."""
+    """The output of a reader that takes one character at a time."""
     for end in range(1, len(text) + 1):
         found = [each for each in stop if text[:end].endswith(each)]
         if found:

@@ -120,7 +120,7 @@ def every_word(bits: int = 16) -> Bytes:
 
 
 def seen(load: DeviceLoad, name: str) -> bytes:
-    """A tensor as who computes on the host's own stream sees it."""
+    """A tensor as the host's own stream sees it."""
     tensor = load.manifest.by_name[name]
     load.order_after([tensor.group], 0)
     slab = load.device_slab(tensor.group)

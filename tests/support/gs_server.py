@@ -9,7 +9,8 @@ import json
 import re
 import threading
 from base64 import b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from hashlib import md5
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar, Self
@@ -248,6 +249,16 @@ def problem(status: int, reason: str, message: str) -> Reply:
         "error": {"code": status, "message": message, "errors": [{"reason": reason, "message": message}]}
     }
     return status, {"Content-Type": "application/json"}, json.dumps(payload).encode()
+
+
+@contextmanager
+def serving_blob(patch: pytest.MonkeyPatch, data: bytes) -> Iterator[GsServer]:
+    """A server with `data` as the object `a model/blob` of the bucket `models`, for whose account this process is."""
+    with GsServer() as server:
+        use_gs_account(patch, server)
+        server.objects["models"] = {}
+        server.put("models", "a model/blob", data)
+        yield server
 
 
 def use_gs_account(patch: pytest.MonkeyPatch, server: GsServer) -> None:

@@ -111,7 +111,7 @@ class SimulatedDevice:
         return self._memory_bytes
 
     def reserve(self, weights_bytes: int, ring: memoryview) -> None:
-        import numpy as np  # as CuPy is: by who has such a device
+        import numpy as np  # as CuPy is: only with such a device
 
         check_device_fits(self.name, self._memory_bytes, weights_bytes=weights_bytes, ring_bytes=len(ring))
         self._weights_bytes, self._ring_bytes = weights_bytes, len(ring)
@@ -182,7 +182,7 @@ class SimulatedDevice:
     # for tests
 
     def new_stream(self) -> int:
-        """A stream for who computes."""
+        """A stream for computations."""
         number = len(self._streams) + 1
         self._streams[number] = _Stream(f"simulated-{number}")
         return number

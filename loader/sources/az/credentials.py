@@ -91,7 +91,7 @@ def _by_application(environment: Mapping[str, str], proof: Mapping[str, str]) ->
     from urllib.parse import urlencode
 
     from ..base import SourceOptions
-    from ..http.send import Sender  # with http.client and ssl: for those whom it concerns
+    from ..http.send import Sender  # with http.client and ssl: only where needed
     from .address import is_loopback
 
     authority = _address(environment.get("AZURE_AUTHORITY_HOST") or AUTHORITY, "AZURE_AUTHORITY_HOST", "")
@@ -171,7 +171,7 @@ def authorization(
     """The Authorization field of a request with a body of `num_bytes`. Raises `ValueError` for a
     malformed key.
     """
-    import hmac  # with hashlib and base64: for those who have a key
+    import hmac  # with hashlib and base64: only for keys
     from base64 import b64decode, b64encode
 
     fields = {name.lower(): value for name, value in headers}

@@ -136,7 +136,7 @@ class FileWriter(Writer):
         self._maker = os.getpid()
 
     def __del__(self) -> None:
-        # Ctrl-C may come when it was made, and before anybody has it who could abort it. Folders
+        # Ctrl-C may come when it was made, and before a caller has it that could abort it. Folders
         # that are left empty are removed with the object, which an abort deletes.
         if self._is_open and self._maker == os.getpid():
             with suppress(OSError):

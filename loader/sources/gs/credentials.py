@@ -34,7 +34,7 @@ def _ask(environment: Mapping[str, str]) -> Token:
     path = find_file(environment)
     if path is None:
         return ask_metadata(environment)
-    from .credential_files import ask_with_file  # with http.client: for those whom it concerns
+    from .credential_files import ask_with_file  # with http.client: only where needed
 
     return ask_with_file(path)
 

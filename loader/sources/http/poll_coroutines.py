@@ -13,7 +13,7 @@ import select
 from collections.abc import Generator
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
-TICK_S = 0.1  # the longest that anybody waits without looking at the clock
+TICK_S = 0.1  # the longest wait without a look at the clock
 
 T = TypeVar("T")
 

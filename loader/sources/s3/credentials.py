@@ -35,7 +35,7 @@ class CredentialChain:
         self._profile = profile
         self._container: ContainerCredentials | None = None
         if not profile and any(environment.get(name) for name in CONTAINER_VARIABLES):
-            # 2 ms for those whom it may concern.
+            # 2 ms, only in such containers.
             from .container_credentials import ContainerCredentials
 
             self._container = ContainerCredentials(environment)

@@ -78,7 +78,7 @@ class ContentReader:
         return self._quantizing is not None and name in self._quantizing
 
     def stop(self) -> None:
-        """Make those who wait for other stretches end with `LoadCancelledError`."""
+        """Have waits for other stretches end with `LoadCancelledError`."""
         if self._quantizing is not None:
             self._quantizing.stop()
 

@@ -322,7 +322,7 @@ class QuantizingReader:
         return name in self._pieces
 
     def stop(self) -> None:
-        """Make those who wait end with `LoadCancelledError`."""
+        """Have all waits end with `LoadCancelledError`."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()

@@ -73,7 +73,7 @@ class Unreliable(MemoryStore):
 
 def test_a_part_that_was_taken_although_the_store_says_otherwise_counts() -> None:
     store = Unreliable()
-    assert not put(store, 3, b"{}\n"), "it may be anybody's"
+    assert not put(store, 3, b"{}\n"), "it may be another job's"
     assert store.read(part_name(3), max_bytes=10)[0] == b"{}\n"
     store.takes = False
     with pytest.raises(SourceError, match="409"):

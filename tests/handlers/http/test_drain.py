@@ -1,4 +1,4 @@
-"""SIGTERM ends a server in good order: it takes nothing new, finishes what runs, and tells whom it must cut
+"""SIGTERM ends a server in good order: it takes nothing new, finishes what runs, and tells clients that it must cut
 off.
 """
 

@@ -87,7 +87,7 @@ async def test_waiting_requests_are_bounded_and_the_next_one_gets_retry_after(st
         assert [answer.status for answer in await asyncio.gather(*waiting)] == [200, 200, 200]
 
 
-async def test_a_failed_load_answers_everybody_who_waits_with_what_is_wrong(start: Any) -> None:
+async def test_a_failed_load_answers_all_waiting_requests_with_its_error(start: Any) -> None:
     async with start(loaded=False, limits=replace(IMPATIENT, keepalive_s=60)) as server:
         waiting = asyncio.create_task(server.post("/v1/completions", BODY))
         await server.eventually(lambda: server.service.admission.num_waiting == 1)

@@ -49,7 +49,7 @@ def test_a_bound_has_the_number_that_it_says(default: str, place: str, name: str
 def test_every_bound_and_every_open_route_stands_there() -> None:
     assert len(PROOFS) > 40
     assert len(BOUNDS) > 15
-    internal = {"keepalive_s"}  # no bound on anybody
+    internal = {"keepalive_s"}  # bounds no client
     assert {f"`Limits.{name}`" for name in Limits.__slots__ if name not in internal} <= set(
         re.findall(r"`Limits\.\w+`", PAGE)
     )

@@ -269,7 +269,7 @@ def test_a_part_of_many_small_tensors_is_placed(bench: Bench) -> None:
         assert np.array_equal(bench.device.read_back(begin, end), loaded.coded.contents[tensor.name])
 
 
-def test_who_computes_behind_a_ticket_sees_what_was_placed(bench: Bench) -> None:
+def test_a_computation_behind_a_ticket_sees_what_was_placed(bench: Bench) -> None:
     loaded = Loaded(bench.device, code_tensors({"q": MIXED["q"]}))
     stream = bench.stream()
     size_bytes = loaded.coded.contents["q"].size

@@ -132,7 +132,7 @@ def test_a_gate_may_open_before_the_device_is_done_and_readers_wait_for_it(
 def test_draft_weights_in_use_stay_as_they_are_until_their_use_ends_on_the_device(
     built: BuiltArtifact, device: SimulatedDevice
 ) -> None:
-    """Who computes has only launched its reads when refining is asked for."""
+    """A computation has only launched its reads when refining is asked for."""
     manifest = built.manifest
     source = PacedSource(built.store.reopen())
     held = source.hold(reads_of(manifest, *[part for part in manifest.parts if part.tier is Tier.REFINE]))
@@ -160,7 +160,7 @@ def test_draft_weights_in_use_stay_as_they_are_until_their_use_ends_on_the_devic
 def test_nothing_changes_under_who_uses_it_whatever_order_parts_come_in(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who computes reads every tensor twice, late, while parts are placed: both times it must see the same."""
+    """A computation reads every tensor twice, late, while parts are placed: both times it must see the same."""
     built = build_artifact(
         LAYOUT,
         seed=seed,
@@ -332,7 +332,9 @@ def test_a_device_that_fails_when_all_gates_are_open_fails_the_wait_for_the_weig
             assert_exact(load, built.originals)
 
 
-def test_closing_wakes_who_waits_for_the_device(built: BuiltArtifact, device: SimulatedDevice) -> None:
+def test_closing_wakes_threads_that_wait_for_the_device(
+    built: BuiltArtifact, device: SimulatedDevice
+) -> None:
     raised: list[BaseException] = []
 
     def wait() -> None:

@@ -144,7 +144,7 @@ def test_who_takes_memory_waits_until_some_is_given_back() -> None:
     ring.check_integrity()
 
 
-def test_a_closed_ring_wakes_who_waits_and_takes_what_is_given_back() -> None:
+def test_a_closed_ring_wakes_waiting_threads_and_takes_what_is_given_back() -> None:
     ring = ImageRing(map_bytes(PAGE, what="a test's ring"))
     lent = ring.take(PAGE)
     raised: list[BaseException] = []

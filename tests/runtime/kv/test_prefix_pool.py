@@ -1,4 +1,4 @@
-"""Blocks that are put into a pool are found and read as they were, and take nothing from anybody."""
+"""Blocks that are put into a pool are found and read as they were, and take nothing from other blocks."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ async def test_one_item_has_its_record_for_an_answer_and_the_same_when_it_comes_
 async def test_what_is_not_complete_goes_on_when_it_comes_again(
     cloud: Cloud, invoke: Invoke, time_for: Callable[[int], None]
 ) -> None:
-    """The time is up before the work is done: a report for who waits for it, an error for who does not."""
+    """The time is up before the work is done: a report for callers that wait for it, an error for others."""
     etag = cloud.put("s3://uploads/long.jsonl", prompts(240, max_tokens=100, ignore_eos=True))
     job = {"input": "s3://uploads/long.jsonl", "output": "s3://results/long.jsonl", "part_lines": 8}
     time_for(2)

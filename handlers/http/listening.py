@@ -37,9 +37,8 @@ def listen(host: str, port: int) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.setsockopt(
-            socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES
-        )  # inherited by accepted connections
+        # Inherited by accepted connections.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         sock.bind(address)
         sock.listen(BACKLOG)
     except OSError as error:

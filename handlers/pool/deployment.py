@@ -90,9 +90,8 @@ class Deployment:
     retired: bool = False  # gets no more requests
     starting: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     servers: dict[str, Server] = field(default_factory=dict)
-    ending: set[asyncio.Task[None]] = field(
-        default_factory=set
-    )  # of instances; done when a process has ended
+    # Of instances; done when a process has ended.
+    ending: set[asyncio.Task[None]] = field(default_factory=set)
     waiting: deque[Waiter] = field(default_factory=deque)
     failures: int = 0  # in a row
     retry_at_s: float = 0.0

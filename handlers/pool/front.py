@@ -177,16 +177,13 @@ class Front:
             return
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise ApiError(415, "compressed bodies are not supported", code="unsupported_encoding")
-        too_large = ApiError(
-            413, f"the body is larger than {DEFAULT_MAX_BODY_BYTES:,} bytes", code="request_too_large"
-        )
         if (request.content_length or 0) > DEFAULT_MAX_BODY_BYTES:
-            raise too_large
+            raise _too_large()
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 async for piece in request.content.iter_any():
                     if len(data) + len(piece) > DEFAULT_MAX_BODY_BYTES:
-                        raise too_large
+                        raise _too_large()
                     if self._bodies_bytes + len(piece) > MAX_BODIES_BYTES:
                         raise ApiError(
                             503,
@@ -341,6 +338,12 @@ class Front:
                 cookie_jar=aiohttp.DummyCookieJar(),
             )
         return self._session
+
+
+def _too_large() -> ApiError:
+    return ApiError(
+        413, f"the body is larger than {DEFAULT_MAX_BODY_BYTES:,} bytes", code="request_too_large"
+    )
 
 
 def check_key(request: web.Request, keys: ApiKeys) -> None:

@@ -303,8 +303,8 @@ class OnnxRunner:
         if self._refusal is not None:
             # Without the traceback of the last time, to which each raise adds.
             raise self._refusal.with_traceback(None)
-        is_idle = self._current is None and not self._waiting
-        if not is_idle and len(self._waiting) >= self._max_queued:
+        # Between two runs, the call whose turn it is still waits.
+        if len(self._waiting) >= self._max_queued + (self._current is None):
             raise CapacityError(
                 f"{len(self._waiting)} calls are waiting: that is all that this instance takes",
                 hint="Try again later, or run more instances.",

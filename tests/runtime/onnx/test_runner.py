@@ -227,6 +227,21 @@ def test_a_full_queue_refuses(runner: OnnxRunner, model: Summing) -> None:
     model.gate.set()
 
 
+def test_a_call_between_two_runs_has_the_place_of_the_one_that_ended(model: Summing) -> None:
+    runner = OnnxRunner(SPEC, model, max_queued=1, max_batch=8)
+    runner.start()
+    model.gate.clear()
+    ended, waits = runner.submit(call(0)), runner.submit(call(1))
+    model.began.acquire()
+    next_calls: list[object] = []
+    # In the runner's thread, before it takes up the call that waits.
+    ended.add_done_callback(lambda _: next_calls.append(raised_by(lambda: runner.submit(call(2)))))
+    model.gate.set()
+    assert waits.result(WAIT_S)
+    assert next_calls == [None]
+    assert runner.drain(WAIT_S)
+
+
 def test_without_places_to_wait_a_call_runs_where_nothing_else_does(model: Summing) -> None:
     runner = OnnxRunner(SPEC, model, max_queued=0, max_batch=8)
     runner.start()

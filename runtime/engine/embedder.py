@@ -20,11 +20,9 @@ from typing import Protocol
 import numpy as np
 from msgspec import Struct
 
-from ...loader.errors import TeneralError
 from ...loader.timeline import Timeline
 from ..errors import (
     WEIGHTS_LOST,
-    CancelledError,
     CapacityError,
     ContextLengthError,
     ModelError,
@@ -33,7 +31,7 @@ from ..errors import (
     shutting_down,
 )
 from ..models.score_functions import ScoreFunctions
-from ..step.calls import claim, fail
+from ..step.calls import CallQueue, claim, fail
 from .text_queue import TextQueue
 
 logger = logging.getLogger(__name__)
@@ -88,8 +86,8 @@ class _Call(Struct, eq=False):
     embeddings: np.ndarray | None = None
 
 
-class Embedder:
-    """The embedder. `start` it once and `stop` it at the end. Calls before `start` wait for it."""
+class Embedder(CallQueue[_Call]):
+    """The embedder. `start` it once and `stop` it at the end."""
 
     def __init__(
         self,
@@ -105,6 +103,7 @@ class Embedder:
         `max_batch_tokens`, padding included, or a single text. No call older than `max_delay_s`
         waits for others.
         """
+        super().__init__("teneral-embedder")
         self._model = model
         self.max_tokens = model.config.max_tokens
         # Of a classifier, whose rows are scores; embedding models have none.
@@ -114,30 +113,17 @@ class Embedder:
         self._max_batch_tokens = max_batch_tokens
         self._max_delay_s = max_delay_s
         self._timeline = timeline
-        self._thread: threading.Thread | None = None
-        self._changed = threading.Condition()  # guards all fields below
-        self._calls: dict[_Call, None] = {}  # in the order of arrival
-        self._texts: TextQueue[_Call] = TextQueue()  # of these calls, not taken yet
+        # Guarded by the lock, like the fields of the base:
+        self._texts: TextQueue[_Call] = TextQueue()  # of the calls, not taken yet
         # The number of calls when the last batch was taken.
         self._num_callers = 0
         self._batch_end_s = -math.inf
-        self._refusal: TeneralError | None = None  # why new calls are refused
-        self._is_stopping = False
         self._num_batches = 0
         self._num_texts = 0
         self._num_tokens = 0
         self._embed_s = 0.0
 
     # -- for any thread --------------------------------------------------------------------------------------
-
-    def start(self) -> None:
-        """Start the thread, which sleeps while idle."""
-        with self._changed:
-            if self._thread is not None or self._is_stopping:
-                raise RuntimeError("an embedder can be started once, before it is stopped")
-            # Daemon: a batch that waits for weights cannot be interrupted, and must not keep the process.
-            self._thread = threading.Thread(target=self._run, name="teneral-embedder", daemon=True)
-            self._thread.start()
 
     def embed(self, token_lists: Sequence[Sequence[int]]) -> Future[np.ndarray]:
         """Embed texts: resolves to a new array (N, dim) float32, one row for each text, or to the
@@ -178,46 +164,13 @@ class Embedder:
         call = _Call(texts, Future(), time.monotonic(), len(texts))
         if type_lists is not None and any(map(any, filter(None, type_lists))):
             call.type_lists = [None if types is None else list(types) for types in type_lists]
-        with self._changed:
-            if self._refusal is not None:
-                # Without the previous traceback, to which each raise would add.
-                raise self._refusal.with_traceback(None)
-            self._require_room()
-            self._calls[call] = None
-            self._texts.add(call, [len(tokens) for tokens in texts])
-            self._changed.notify_all()
-        # A cancelled call frees its place at once.
-        call.future.add_done_callback(lambda _: self._take_out([call]))
+        self._add(call)
         return call.future
 
     def require_room(self) -> None:
         """Raise CapacityError if a call would be refused now."""
-        with self._changed:
+        with self._lock:
             self._require_room()
-
-    def give_up(self, future: Future[np.ndarray]) -> None:
-        """Abandon this call: its remaining texts are not computed. Idempotent."""
-        if future.cancel():
-            return  # it has freed its place
-        with self._changed:
-            calls = [call for call in self._calls if call.future is future]
-        fail(self._take_out(calls), CancelledError("the call was given up"))
-
-    def drain(self, timeout_s: float) -> bool:
-        """Refuse new calls, wait for the others, then stop.
-
-        Returns True if all ended by themselves; the rest gets a DrainingError. Does not wait for
-        the thread: `stop` does.
-        """
-        with self._changed:
-            self._refusal = self._refusal or shutting_down()
-            finished = self._changed.wait_for(lambda: not self._calls, timeout_s)
-        self._shut_down(shutting_down())
-        return finished
-
-    def abort(self, failure: TeneralError) -> None:
-        """End every call now with this error, which later calls get, too. Does not wait."""
-        self._shut_down(failure)
 
     def stop(self, timeout_s: float = 1.0) -> bool:
         """End every call now (DrainingError), and the thread after its batch.
@@ -225,15 +178,13 @@ class Embedder:
         Returns False if the thread is still running after `timeout_s`, as while its batch waits for
         weights: cancel their load first.
         """
-        self._shut_down(shutting_down())
-        if self._thread is None:
-            return True
-        if self._thread is not threading.current_thread():
+        self.abort(shutting_down())
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def statistics(self) -> EmbedderStatistics:
-        with self._changed:
+        with self._lock:
             return EmbedderStatistics(
                 queued=len(self._calls),
                 batches_total=self._num_batches,
@@ -268,16 +219,16 @@ class Embedder:
                     param="input",
                 )
 
-    def _shut_down(self, reason: TeneralError) -> None:
-        with self._changed:
-            self._refusal = self._refusal or reason
-            self._is_stopping = True
-            calls = self._take_out(list(self._calls))
-        fail(calls, reason)
+    def _enqueue(self, call: _Call) -> None:
+        self._texts.add(call, [len(tokens) for tokens in call.token_lists])
+        self._work_came.notify()
+
+    def _dequeue(self, call: _Call) -> None:
+        self._texts.discard(call)
 
     # -- the embedder's thread -------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _work(self) -> None:
         while (batch := self._next_batch()) is not None:
             try:
                 self._embed_batch(batch)
@@ -286,13 +237,13 @@ class Embedder:
 
     def _next_batch(self) -> list[tuple[_Call, int]] | None:
         """Wait for texts and take some as (call, index). None: the embedder stops."""
-        with self._changed:
+        with self._lock:
             while True:
                 if self._is_stopping:
                     return None
                 delay_s = self._delay_s()
                 if delay_s > 0:
-                    self._changed.wait(delay_s)
+                    self._work_came.wait(delay_s)
                     continue
                 num_callers = len(self._calls)
                 batch = [text for text in self._texts.take(self._max_batch_tokens) if claim(text[0])]
@@ -300,7 +251,7 @@ class Embedder:
                     self._num_callers = num_callers
                     return batch
                 if not self._texts:
-                    self._changed.wait()
+                    self._work_came.wait()
 
     def _delay_s(self) -> float:
         """The remaining time for the callers of the last batch to return; 0 or less: a batch is
@@ -347,7 +298,7 @@ class Embedder:
                 texts=len(texts),
                 tokens=num_tokens,
             )
-        with self._changed:
+        with self._lock:
             self._batch_end_s = end_s
             self._num_batches += 1
             self._num_texts += len(texts)
@@ -358,19 +309,7 @@ class Embedder:
         """End the calls of a failed batch; all calls, now and later, if weights are lost."""
         logger.error("a batch failed: %s", error, exc_info=error)
         failure = as_teneral_error(error)
-        with self._changed:
-            calls = list({id(call): call for call, _ in batch}.values())
-            if isinstance(failure, WEIGHTS_LOST):
-                self._refusal = self._refusal or failure
-                calls = list(self._calls)
-        fail(self._take_out(calls), failure)
-
-    def _take_out(self, calls: Sequence[_Call]) -> list[_Call]:
-        """The calls that were still queued and not cancelled: the caller must resolve them."""
-        with self._changed:
-            present = [call for call in calls if call in self._calls]
-            for call in present:
-                del self._calls[call]
-                self._texts.discard(call)
-            self._changed.notify_all()
-            return [call for call in present if claim(call)]
+        if isinstance(failure, WEIGHTS_LOST):
+            self.abort(failure)
+        else:
+            fail(self._take_out(dict.fromkeys(call for call, _ in batch)), failure)

@@ -1,18 +1,17 @@
-"""The calls of an ONNX model: queued, batched, one run at a time, first on segments and then on the whole session.
+"""The calls of an ONNX model: queued, batched, one run at a time, first on segments, then on the
+whole session.
 
-A call's inputs are checked against the model's before it is queued. Calls that wait share a run
-where the model has a batch dimension and their other sizes agree; a call that is alone never waits
-for others. Queued calls run in the runner's thread. A blocking call (`run`) that is alone runs in its
-caller's, since a change of threads costs more than all else that is added to ONNX Runtime here. Once
-all weights are exact, a thread makes the whole, prepacked session, which all later runs use; then the
-segments' sessions and the load's memory are given back. Invariant: a queued call is resolved by the
-thread that takes it out, and never with a lock held.
+A call's inputs are checked against the model's before it is queued. Waiting calls share a run where
+the model has a batch dimension and their other sizes agree; a single call never waits for others.
+Queued calls run in the runner's thread. A blocking call (`run`) that is alone runs in its caller's,
+since a change of threads costs more than everything else that is added to ONNX Runtime here. Once
+all weights are exact, a thread makes the whole, prepacked session, which all later runs use; then
+the segments' sessions and the load's memory are freed.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -32,7 +31,7 @@ from ..errors import (
     as_teneral_error,
     shutting_down,
 )
-from ..step.calls import claim, fail
+from ..step.calls import CallQueue, claim, fail
 from .inputs import as_input
 from .sessions import Run
 from .spec import OnnxSpec
@@ -43,9 +42,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FIRST_WAIT_S = 2.0  # of the whole session's thread, for the first run, whose answer it would delay
-IDLE_WAIT_S = 1.0  # then, for a moment between two runs
-SPARE_BYTES = 128 * MIB  # that must be left while the whole session is made
+# Before the whole session is made: for the first run, whose answer it would delay, and then for a
+# moment between two runs.
+FIRST_WAIT_S = 2.0
+IDLE_WAIT_S = 1.0
+SPARE_BYTES = 128 * MIB  # remains free while the whole session is made
 
 
 class Executable(Protocol):
@@ -59,7 +60,7 @@ class Executable(Protocol):
 
 
 class Lifetime(Protocol):
-    """The time that a blocking caller has, until it is cancelled: `handlers.function.lifetime.Lifetime`."""
+    """A blocking caller's deadline and cancellation: `handlers.function.lifetime.Lifetime`."""
 
     deadline: float | None  # on `time.monotonic()`'s clock
 
@@ -71,9 +72,9 @@ class Lifetime(Protocol):
 
 
 class OnnxStatistics(Struct, frozen=True):
-    """A moment's view; totals count from the start."""
+    """A snapshot of the counts; totals count from the start."""
 
-    queued: int  # calls that have not ended
+    queued: int  # unfinished calls
     runs_total: int
     calls_total: int
     rows_total: int  # along the batch dimension; a call without one counts as one
@@ -86,11 +87,12 @@ class _Call(Struct, eq=False):
     rows: int | None  # along the batch dimension; None: it shares no run
     key: tuple[Any, ...]  # calls with equal keys can share a run
     future: Future[Arrays] = field(default_factory=Future)
-    claimed: bool | None = None  # True: its owner can cancel it no more; False: it was cancelled before
+    # True: its owner can no longer cancel it; False: it was cancelled before.
+    claimed: bool | None = None
 
 
 class _Current(NamedTuple):
-    """The run that goes on, for queued calls or, if there are none, in its caller's thread."""
+    """The current run: of queued calls, or without any, in its caller's thread."""
 
     calls: list[_Call]
     model: Executable
@@ -98,8 +100,8 @@ class _Current(NamedTuple):
     num_rows: int
 
 
-class OnnxRunner:
-    """`start` it once and `stop` it at the end. Thread-safe."""
+class OnnxRunner(CallQueue[_Call]):
+    """The runner. `start` it once and `stop` it at the end."""
 
     def __init__(
         self,
@@ -110,53 +112,44 @@ class OnnxRunner:
         max_queued: int = 256,
         max_batch: int = 8,
     ) -> None:
-        """`max_queued` calls may wait while others run; a run has up to `max_batch` rows, or one call."""
+        """`max_queued` calls may wait while others run; a run has up to `max_batch` rows, or one
+        call.
+        """
+        super().__init__("teneral-onnx")
         self.spec = spec
         self.labels = labels
         self._model = model
         self._max_queued = max_queued
         self._max_batch = max_batch if spec.batch_axis is not None else 1
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()  # guards all that follows
-        self._changed = threading.Condition(self._lock)  # a run or a call has ended
-        self._work_came = threading.Condition(self._lock)  # for the runner's thread
-        self._calls: dict[_Call, None] = {}  # in the order in which they came, those that run included
+        # Guarded by the lock, like the fields of the base:
         self._waiting: deque[_Call] = deque()
         self._current: _Current | None = None
-        self._refusal: TeneralError | None = None  # why nothing new is taken
-        self._is_stopping = False
         self._num_runs = self._num_calls = self._num_rows = 0
         self._run_s = 0.0
 
     # for any thread
 
-    def start(self) -> None:
-        """Starts the thread, which sleeps while there is nothing to do."""
-        with self._changed:
-            if self._thread is not None or self._is_stopping:
-                raise RuntimeError("a runner can be started once, before it is stopped")
-            # Daemon: a run cannot always be interrupted, and must not keep the process.
-            self._thread = threading.Thread(target=self._work, name="teneral-onnx", daemon=True)
-            self._thread.start()
-
     def submit(self, inputs: Mapping[str, Any]) -> Future[Arrays]:
-        """Resolves to all outputs by name, the caller's own. `inputs` are arrays, or what numpy makes one of; they must
-        not change until then. Raises `RequestError` naming the input that does not fit, `CapacityError`,
-        `DrainingError`, or the error that cost the model its weights. Then nothing was begun.
+        """Queue a call: resolves to all outputs by name, the caller's own.
+
+        `inputs` are arrays, or values of which numpy makes one; they must not change until then.
+        Raises RequestError naming the input that does not fit, CapacityError, DrainingError, or the
+        error that cost the model its weights. Nothing was started then.
         """
         return self._submit(self._arrays(inputs))
 
     def run(self, inputs: Mapping[str, Any], lifetime: Lifetime) -> Arrays:
-        """As the result of `submit`, blocking: in this thread if nothing else runs or waits. Raises `CancelledError` at
-        the end of the lifetime; in this thread a deadline counts while weights are awaited, and else when something
-        cancels the lifetime.
+        """The result of `submit`, blocking: in this thread if nothing else runs or waits.
+
+        Raises CancelledError at the end of the lifetime. In this thread, a deadline counts while
+        weights are awaited, and otherwise when something cancels the lifetime.
         """
         arrays, run = self._arrays(inputs), Run(lifetime.deadline)
         rows, _ = self._sharing(arrays)
         with self._lock:
             is_here = self._current is None and not self._waiting
             if is_here:
-                self._refuse_if_full()
+                self._require_open()
                 model = self._model
                 self._current = current = _Current([], model, run, rows or 1)
         if not is_here:
@@ -181,15 +174,11 @@ class OnnxRunner:
             self._end_run(current, time.monotonic() - begin_s)
 
     def give_up(self, future: Future[Arrays]) -> None:
-        """The call has no caller any more: it never begins, or its run ends at the next node if it has no other.
-        Idempotent.
+        """Abandon this call: it never starts, or its run ends at the next node if that has no other
+        calls. Idempotent.
         """
-        if future.done() or future.cancel():
-            return
-        with self._changed:
-            calls = [call for call in self._calls if call.future is future]
-        fail(self._take_out(calls), CancelledError("the call was given up"))
-        with self._changed:
+        super().give_up(future)
+        with self._lock:
             current = self._current
             if (
                 current is not None
@@ -199,8 +188,11 @@ class OnnxRunner:
                 current.run.cancel()
 
     def exchange(self, make: Callable[[], Executable], weight_bytes: int) -> bool:
-        """Make the whole session, in this thread, and have all later runs use it. False: there is no memory for it, or
-        the runner stops; the segments stay. Raises what `make` does. Blocks until no run uses the segments.
+        """Make the whole session, in this thread, and have all later runs use it. Blocks until no
+        run uses the segments.
+
+        Returns False, and the segments stay, if there is no memory for it or the runner stops.
+        Raises the errors of `make`.
         """
         left = available_bytes()
         if left is not None and left < weight_bytes + weight_bytes // 4 + SPARE_BYTES:
@@ -210,42 +202,32 @@ class OnnxRunner:
                 left // MIB,
             )
             return False
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._num_runs > 0 or self._is_stopping, FIRST_WAIT_S)
             self._changed.wait_for(lambda: self._current is None or self._is_stopping, IDLE_WAIT_S)
             if self._is_stopping:
                 return False
         whole = make()
-        with self._changed:
+        with self._lock:
             # At once: under load there is no moment without a run.
             before, self._model = self._model, whole
             self._changed.wait_for(lambda: self._current is None or self._current.model is not before)
         before.close()
         return not self._is_stopping
 
-    def drain(self, timeout_s: float) -> bool:
-        """Takes nothing new, waits for what was taken, then stops. True when all of it ended by itself."""
-        with self._changed:
-            self._refusal = self._refusal or shutting_down()
-            finished = self._changed.wait_for(lambda: not self._calls and self._current is None, timeout_s)
-        self._shut_down(shutting_down())
-        return finished
-
-    def abort(self, failure: TeneralError) -> None:
-        """Ends every call now, with this error, which is also what later ones get. Waits for nothing."""
-        self._shut_down(failure)
-
     def stop(self, timeout_s: float = 1.0) -> bool:
-        """Ends every call now, and a run after its node. False when one goes on after `timeout_s`."""
-        self._shut_down(shutting_down())
-        with self._changed:
+        """End every call now (DrainingError), and a run after its node. Returns False if a run has
+        not ended after `timeout_s`.
+        """
+        self.abort(shutting_down())
+        with self._lock:
             ended = self._changed.wait_for(lambda: self._current is None, timeout_s)
         if ended:
             self._model.close()
         return ended
 
     def statistics(self) -> OnnxStatistics:
-        with self._changed:
+        with self._lock:
             return OnnxStatistics(
                 queued=len(self._calls) + (self._current is not None and not self._current.calls),
                 runs_total=self._num_runs,
@@ -256,23 +238,13 @@ class OnnxRunner:
             )
 
     def _sharing(self, arrays: Arrays) -> tuple[int | None, tuple[Any, ...]]:
-        """The call's rows, and what those that can share its run have in common."""
+        """The call's rows, and the sizes that the calls of a run have in common."""
         if self._max_batch == 1:
             return None, ()
         sizes = {array.shape[0] for array in arrays.values()}
         if len(sizes) != 1 or not 0 < (rows := sizes.pop()) < self._max_batch:
             return None, ()
         return rows, tuple(array.shape[1:] for array in arrays.values())
-
-    def _shut_down(self, reason: TeneralError) -> None:
-        with self._changed:
-            self._refusal = self._refusal or reason
-            self._is_stopping = True
-            calls = self._taken_out(list(self._calls))
-            if self._current is not None:
-                self._current.run.cancel(reason)
-            self._work_came.notify()
-        fail(calls, reason)
 
     def _arrays(self, inputs: Mapping[str, Any]) -> Arrays:
         """Raises `RequestError`."""
@@ -287,28 +259,34 @@ class OnnxRunner:
 
     def _submit(self, arrays: Arrays) -> Future[Arrays]:
         call = _Call(arrays, *self._sharing(arrays))
-        with self._lock:
-            self._refuse_if_full()
-            self._calls[call] = None
-            self._waiting.append(call)
-            if self._current is None:  # else the end of that wakes the thread
-                self._work_came.notify()
-        # A cancelled call gives its place back.
-        call.future.add_done_callback(lambda _: self._take_out([call]))
+        self._add(call)
         return call.future
 
     # under the lock
 
-    def _refuse_if_full(self) -> None:
-        if self._refusal is not None:
-            # Without the traceback of the last time, to which each raise adds.
-            raise self._refusal.with_traceback(None)
-        # Between two runs, the call whose turn it is still waits.
+    def _require_room(self) -> None:
+        # Between two runs, the next call still waits.
         if len(self._waiting) >= self._max_queued + (self._current is None):
             raise CapacityError(
-                f"{len(self._waiting)} calls are waiting: that is all that this instance takes",
+                f"{len(self._waiting)} calls are waiting, which is the limit of this instance",
                 hint="Try again later, or run more instances.",
             )
+
+    def _enqueue(self, call: _Call) -> None:
+        self._waiting.append(call)
+        if self._current is None:  # else the end of that wakes the thread
+            self._work_came.notify()
+
+    def _dequeue(self, call: _Call) -> None:
+        if call in self._waiting:
+            self._waiting.remove(call)
+
+    def _all_ended(self) -> bool:
+        return not self._calls and self._current is None
+
+    def _interrupt(self, reason: TeneralError) -> None:
+        if self._current is not None:
+            self._current.run.cancel(reason)
 
     # the runner's thread
 
@@ -327,8 +305,10 @@ class OnnxRunner:
                         call.future.set_result(outcome)
 
     def _next(self) -> _Current | None:
-        """Sleeps until there are calls, and takes the oldest with all that can share its run. None: the end."""
-        with self._changed:
+        """Wait for calls, and take the oldest with all that can share its run. None: the runner
+        stops.
+        """
+        with self._lock:
             while True:
                 if self._is_stopping:
                     return None
@@ -361,9 +341,7 @@ class OnnxRunner:
         joined = {name: np.concatenate([call.inputs[name] for call in calls]) for name in calls[0].inputs}
         outputs = model.run(joined, run)
         if any(array.ndim == 0 or array.shape[0] != sum(rows) for array in outputs.values()):
-            logger.warning(
-                "the model's outputs do not have its batch dimension: calls share no runs any more"
-            )
+            logger.warning("the model's outputs do not have its batch dimension: calls no longer share runs")
             self._max_batch = 1
             return [model.run(call.inputs, run) for call in calls]
         ends = np.cumsum(rows)[:-1]
@@ -383,15 +361,12 @@ class OnnxRunner:
             self._changed.notify_all()
 
     def _failure(self, error: Exception) -> TeneralError:
-        """The error for the callers of a run. Ends the runner where the model has lost its weights."""
+        """The error for the callers of a run. Ends the runner if the model has lost its weights."""
         failure = as_teneral_error(error)
-        if isinstance(failure, WEIGHTS_LOST):
-            with self._lock:
-                self._refusal = self._refusal or failure
-                calls = self._taken_out(list(self._calls))
-            fail(calls, failure)
         if not isinstance(failure, CancelledError | RequestError) and not self._is_stopping:
             logger.error("a run failed: %s", error, exc_info=error)
+        if isinstance(failure, WEIGHTS_LOST):
+            self.abort(failure)
         return failure
 
     def _fail_run(self, error: Exception, calls: list[_Call]) -> None:
@@ -405,18 +380,3 @@ class OnnxRunner:
                     return
         failure = self._failure(error)
         fail(self._take_out(calls), failure)
-
-    def _take_out(self, calls: list[_Call]) -> list[_Call]:
-        """Those of the calls that were not resolved yet and not cancelled: they are the taker's to resolve."""
-        with self._changed:
-            return self._taken_out(calls)
-
-    def _taken_out(self, calls: list[_Call]) -> list[_Call]:
-        """As `_take_out`, under the lock."""
-        present = [call for call in calls if call in self._calls]
-        for call in present:
-            del self._calls[call]
-            if call in self._waiting:
-                self._waiting.remove(call)
-        self._changed.notify_all()
-        return [call for call in present if claim(call)]

@@ -168,12 +168,12 @@ def is_right(
             for begin in [plane.offset_bytes + number * size]
         ]
         recipe = image[launch.table_bytes : launch.table_bytes + 96].get()
-        if not np.array_equal(_by_numpy(launch, recipe, pieces, was), became):
+        if not np.array_equal(by_numpy(launch, recipe, pieces, was), became):
             return False
     return True
 
 
-def _by_numpy(launch: Any, recipe: np.ndarray, pieces: list[np.ndarray], was: np.ndarray) -> np.ndarray:
+def by_numpy(launch: Any, recipe: np.ndarray, pieces: list[np.ndarray], was: np.ndarray) -> np.ndarray:
     """One frame, by an image of its own: the recipe, a table of one frame, and its planes."""
     frame = np.zeros(12, "<u4")
     frame[2] = FRAME_ELEMENTS

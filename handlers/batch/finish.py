@@ -159,11 +159,11 @@ def _holds_parts(places: Places, found: ObjectInfo, finished: Finished) -> bool:
     given = Input(places.final, places.final_name, places.output, found.version)
     chunks = read_input(given, found.version, 0, found.size_bytes)
     sizes = [part.size_bytes for part in finished.parts]
-    digests = zip(_digests(chunks, sizes), finished.parts, strict=True)
+    digests = zip(digests_of(chunks, sizes), finished.parts, strict=True)
     return all(digest == part.sha256 for digest, part in digests)
 
 
-def _digests(chunks: Iterable[bytes], sizes_bytes: Iterable[int]) -> Iterable[str]:
+def digests_of(chunks: Iterable[bytes], sizes_bytes: Iterable[int]) -> Iterable[str]:
     """The SHA-256 of each consecutive range of these sizes."""
     rest = memoryview(b"")
     pieces = iter(chunks)

@@ -32,7 +32,7 @@ MAX_ANSWERS = 64
 MAX_HEAD_BYTES = 8 << 10
 _KEPT = b"keep-alive"
 _REASONS = {200: "OK", 304: "Not Modified"}
-_HEAD = rb"GET (/|/console\.(?:js|svg)) HTTP/1\.1\r\n(?:[A-Za-z0-9-]{1,100}:[ -~]*\r\n){0,100}\r\n"
+HEAD = rb"GET (/|/console\.(?:js|svg)) HTTP/1\.1\r\n(?:[A-Za-z0-9-]{1,100}:[ -~]*\r\n){0,100}\r\n"
 _FIELD = rb"(?m)^([A-Za-z0-9-]+): *(.*?) *\r$"
 # Headers by which a request means more than its first line says, or that the web server logs or repeats.
 _MORE = frozenset(
@@ -136,7 +136,7 @@ class EarlyPage:
         connection = self._connections[number]
         try:
             head = connection.recv(MAX_HEAD_BYTES, socket.MSG_PEEK)
-            found = re.match(_HEAD, head)
+            found = re.match(HEAD, head)
             if found is None:
                 return False
             path, headers = found[1].decode(), [(n.lower(), v) for n, v in re.findall(_FIELD, found[0])]

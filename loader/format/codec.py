@@ -221,7 +221,7 @@ def decode_planes(
         _decode_sparse(tensor, segment, tier, stored, elements, scratch, where)
         return
     shares = plane_shares(encoding, tier, tensor.element_bytes)
-    max_frames = _max_batch_frames(encoding, tier, tensor.element_bytes)
+    max_frames = max_batch_frames(encoding, tier, tensor.element_bytes)
     counts = _batch_counts(segment.count, max_frames)
     rooms = _cut(scratch.planes, [max_frames * FRAME_ELEMENTS // share for share in shares])
     planes = [
@@ -253,7 +253,7 @@ def _add_differences(
     """As `decode_planes`, of differences: they are put together batch by batch, and added."""
     width = tensor.element_bytes
     word = np.dtype(f"<u{width}")
-    max_frames = _max_batch_frames(Encoding.DELTA, Tier.REFINE, width)
+    max_frames = max_batch_frames(Encoding.DELTA, Tier.REFINE, width)
     counts = _batch_counts(segment.count, max_frames)
     rooms = _cut(scratch.planes, [max_frames * FRAME_ELEMENTS] * width)
     planes = [
@@ -327,7 +327,7 @@ def _value_batches(
     dense, element_bytes = tensor.encoding.dense, tensor.element_bytes
     is_first = tier is dense.tiers[0]
     shares = plane_shares(dense, tier, element_bytes)
-    max_frames = _max_batch_frames(dense, tier, element_bytes)
+    max_frames = max_batch_frames(dense, tier, element_bytes)
     counts = _batch_counts(segment.values or 0, max_frames)
     rooms = _cut(scratch.planes, [max_frames * FRAME_ELEMENTS // share for share in shares])
     all_pieces = [
@@ -407,7 +407,7 @@ def unpack_planes(
             _check_exponents(out, encoding.float_format, where)
 
 
-def _max_batch_frames(encoding: Encoding, tier: Tier, element_bytes: int) -> int:
+def max_batch_frames(encoding: Encoding, tier: Tier, element_bytes: int) -> int:
     """The planes and words of this many frames fit in the scratch."""
     byte_planes = plane_shares(encoding, tier, element_bytes).count(1)
     return _MAX_BATCH_FRAMES // max(1, byte_planes, element_bytes // 2)

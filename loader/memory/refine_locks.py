@@ -42,7 +42,7 @@ class RefineLocks:
             # An inherited descriptor is the same open file in both processes, and so would be the
             # locks'.
             self._fd = os.open(f"/proc/self/fd/{shared_fd}", os.O_RDWR | os.O_CLOEXEC)
-            self._by_file = _has_file_locks(self._fd, num_groups)
+            self._by_file = has_file_locks(self._fd, num_groups)
         self._locks = [threading.Lock() for _ in range(num_groups)]
         self._refiners = [_Refiners() for _ in range(num_groups)]
         self._waited_s = 0.0
@@ -121,7 +121,7 @@ class RefineLocks:
                 time.sleep(DEADLOCK_PAUSE_S)
 
 
-def _has_file_locks(fd: int, unused_byte: int) -> bool:
+def has_file_locks(fd: int, unused_byte: int) -> bool:
     """True if the system has locks that belong to open files."""
     import fcntl
 

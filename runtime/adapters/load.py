@@ -55,7 +55,7 @@ class OpenedFile(NamedTuple):
         plan = self.plan
         content = bytearray(self.info.size_bytes)
         content[: len(self.start)] = self.start
-        ranges, last_range = _ranges(plan, self.file, len(self.start))
+        ranges, last_range = split_ranges(plan, self.file, len(self.start))
         done: set[int] = set()
         num_filled = 0
         lock = threading.Lock()
@@ -144,7 +144,7 @@ def _may_be_absent(error: TeneralError) -> bool:
     return isinstance(error, NotFoundError) or (isinstance(error, AccessDeniedError) and error.may_be_absent)
 
 
-def _ranges(
+def split_ranges(
     plan: AdapterPlan, file: SafetensorsFile, start: int
 ) -> tuple[list[tuple[int, int]], list[set[int]]]:
     """Ranges [begin, end) of the file from `start` on in the order of the layers, the header first; and the numbers of

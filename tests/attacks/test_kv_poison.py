@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.engine_rig import GREEDY, TIMEOUT_S
-from tests.support.inspection import kv_of, state_of
+from tests.support.inspection import kv_of, replace_allocator, state_of
 from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
@@ -37,19 +37,19 @@ class PoisoningAllocator(BlockAllocator):
         super().__init__(num_blocks)
         self._storage = storage
         self.num_poisoned = 0
-        self._poison(range(num_blocks))
+        self.poison(range(num_blocks))
 
     def allocate(self, count: int, *, after: int | None = None, epoch: Epoch = Epoch.EXACT) -> list[int]:
         blocks = super().allocate(count, after=after, epoch=epoch)
-        self._poison(blocks)
+        self.poison(blocks)
         return blocks
 
     def release(self, blocks: Iterable[int]) -> None:
         blocks = list(blocks)
         super().release(blocks)
-        self._poison(block for block in blocks if not self.reference_count(block))
+        self.poison(block for block in blocks if not self.reference_count(block))
 
-    def _poison(self, blocks: Iterable[int]) -> None:
+    def poison(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             slots = slice(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE)
             self._storage.data[:, :, :, slots].fill_(torch.nan)
@@ -62,9 +62,9 @@ class Poisoned:
     def __init__(self, decoder: Decoder, **options: Any) -> None:
         self._decoder = decoder
         self.engine = engine_of(decoder, **options)
-        blocks = state_of(self.engine).blocks
-        self.allocator = PoisoningAllocator(blocks.allocator.num_blocks, kv_of(self.engine))
-        blocks.allocator = blocks.prefixes._allocator = self.allocator
+        num_blocks = state_of(self.engine).blocks.allocator.num_blocks
+        self.allocator = PoisoningAllocator(num_blocks, kv_of(self.engine))
+        replace_allocator(self.engine, self.allocator)
         self.engine.start()
 
     def __enter__(self) -> Poisoned:
@@ -120,7 +120,7 @@ def test_the_poison_works(decoder: Decoder) -> None:
         prompt = tuple(range(12))
         rig.engine.submit(GenerationRequest("r", prompt, 2, GREEDY)).result(TIMEOUT_S)
         with state_of(rig.engine).changed:
-            rig.allocator._poison(list(state_of(rig.engine).blocks.prefixes.blocks()))
+            rig.allocator.poison(list(state_of(rig.engine).blocks.prefixes.blocks()))
         generation = rig.engine.submit(GenerationRequest("r", prompt, 2, GREEDY))
         with pytest.raises(Exception, match="finite"):
             generation.result(TIMEOUT_S)

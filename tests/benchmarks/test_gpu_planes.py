@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from benchmarks.gpu import stream
-from benchmarks.gpu.merge import _by_numpy
+from benchmarks.gpu.merge import by_numpy
 from benchmarks.gpu.planes import coded_parts, empty_parts
 from tests.support.image_programs import run_launch
 from tests.support.load import patience_s
@@ -60,7 +60,7 @@ def test_one_frame_is_merged_as_it_is_among_others() -> None:
             pieces.append(image[plane.offset_bytes + size : plane.offset_bytes + 2 * size])
         recipe = image[launch.table_bytes : launch.table_bytes + 96]
         assert np.array_equal(
-            _by_numpy(launch, recipe, pieces, was), weights[2 * FRAME_ELEMENTS : 4 * FRAME_ELEMENTS]
+            by_numpy(launch, recipe, pieces, was), weights[2 * FRAME_ELEMENTS : 4 * FRAME_ELEMENTS]
         )
 
 

@@ -13,6 +13,7 @@ from tests.support.load import patience_s
 from tests.support.small_host import SENTENCE
 
 from teneral.handlers.function.context import Context
+from teneral.handlers.function.lifetime import Lifetime
 from teneral.runtime.errors import (
     CancelledError,
     CapacityError,
@@ -272,10 +273,10 @@ def test_nothing_is_begun_after_the_end(host, context):
     assert host.real_engine.statistics().steps_total == 0
 
 
-def test_a_callback_that_comes_too_late_is_called_at_once(context):
-    context.cancel()
-    called = threading.Event()
-    context.model._lifetime.on_cancel(called.set)
+def test_a_callback_that_comes_too_late_is_called_at_once():
+    lifetime, called = Lifetime(), threading.Event()
+    lifetime.cancel()
+    lifetime.on_cancel(called.set)
     assert called.is_set()
 
 

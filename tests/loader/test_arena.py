@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.inspection import memory_of, set_taken_bytes, thread_of
 from tests.support.load import patience_s
 
 from teneral.loader.errors import InsufficientMemoryError
@@ -145,7 +146,7 @@ def test_pages_that_were_taken_ahead_are_not_looked_at_again(
     taken_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reserve = reserved(4 * PREFAULT_STEP_BYTES)
-    reserve._taken_bytes = taken_steps * PREFAULT_STEP_BYTES
+    set_taken_bytes(reserve, taken_steps * PREFAULT_STEP_BYTES)
     advised: list[int] = []
     monkeypatch.setattr(arena_module, "adviser", lambda _: lambda offset, *_: advised.append(offset) is None)
     arena = Arena([2 * PREFAULT_STEP_BYTES], reserve=reserve)
@@ -169,7 +170,7 @@ def test_a_reserve_that_is_released_holds_no_memory_and_ends_its_thread() -> Non
     reserve.release()
     until_s = time.monotonic() + patience_s(30)
     # The thread that gives the memory back may begin later than the other ends.
-    while len(reserve._memory) or reserve.taken_bytes or reserve._thread.is_alive():
+    while len(memory_of(reserve)) or reserve.taken_bytes or thread_of(reserve).is_alive():
         assert time.monotonic() < until_s
         time.sleep(0.01)
 

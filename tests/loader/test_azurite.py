@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.support.az_server import FOREIGN
+from tests.support.inspection import authorized
 from tests.support.load import patience_s
 
 from teneral.loader.errors import AccessDeniedError, AlreadyExistsError, ChangedError, NotFoundError
@@ -57,7 +58,7 @@ def store(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[AzStore]:
     text = f"AccountName={ACCOUNT};AccountKey={KEY};BlobEndpoint={endpoint};"
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", text)
     opened = AzStore("az://models/team/a model")
-    container = opened._authorized("PUT", "", (("restype", "container"),), (), 0)
+    container = authorized(opened, "PUT", "", (("restype", "container"),), (), 0)
     assert Sender("Azurite", SourceOptions()).send("", container).head.status in (201, 409)
     yield opened
     opened.close()

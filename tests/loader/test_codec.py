@@ -222,7 +222,7 @@ def segments_around_batches(draw: st.DrawFn) -> tuple[str, Encoding, int]:
         )
     )
     tier, width = draw(st.sampled_from(encoding.tiers)), DTYPE_BITS[dtype] // 8
-    frames_a_batch = codec._max_batch_frames(encoding, tier, width)
+    frames_a_batch = codec.max_batch_frames(encoding, tier, width)
     frames = draw(st.integers(1, 2)) * frames_a_batch + draw(st.integers(-1, 1))
     return dtype, encoding, max(1, frames * FRAME_ELEMENTS + draw(st.sampled_from([-2, -1, 0, 1, 2, 1000])))
 

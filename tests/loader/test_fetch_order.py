@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.artifacts import build_artifact
+from tests.support.inspection import steps_of
 
 from teneral.loader.format.manifest import Tier
 from teneral.loader.load.fetch_order import FetchOrder
@@ -35,7 +36,7 @@ def take(turns: FetchOrder, run: list[int]) -> None:
     """Have these read, whole."""
     turns.take(run)
     for number in run:
-        turns.handed_out(number, turns._steps[number].part.size_bytes)
+        turns.handed_out(number, steps_of(turns)[number].part.size_bytes)
 
 
 def test_without_a_wish_turns_follow_the_plan() -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from tests.support.inspection import close_fd_of, set_fd
 from tests.support.refine_lock_holder import FILE_BYTES, LOOK_S, WAIT_S, Holder, OtherProcess
 
 from teneral.loader.memory import refine_locks as refine_locks_module
@@ -230,11 +231,11 @@ def test_our_end_of_the_file_is_closed_and_only_ours(fd: int) -> None:
 
 def test_a_lock_that_the_system_refuses_leaves_nothing_locked(fd: int) -> None:
     locks = RefineLocks(NUM_GROUPS, shared_fd=fd)
-    os.close(locks._fd)
+    close_fd_of(locks)
     for kind in ("reading", "writing"):
         with pytest.raises(OSError, match="Bad file descriptor"), getattr(locks, kind)(0):
             pytest.fail("it was entered")
-    locks._fd = os.dup(fd)
+    set_fd(locks, os.dup(fd))
     for kind in ("reading", "writing"):
         holder = Holder(locks, kind, 0)
         assert holder.has_it(WAIT_S)
@@ -277,6 +278,6 @@ def test_without_a_guard_halves_are_seen(fd: int, other: OtherProcess) -> None:
 def test_where_locks_belong_to_processes_waiting_crosswise_is_no_deadlock_either(
     fd: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refine_locks_module, "_has_file_locks", lambda fd, byte: False)
+    monkeypatch.setattr(refine_locks_module, "has_file_locks", lambda fd, byte: False)
     with OtherProcess(fd, NUM_GROUPS, has_file_locks=False) as other:
         wait_crosswise(fd, other)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests.support.decoding import oracle_greedy
 from tests.support.engine_rig import BLOCK_SIZE, GREEDY, TIMEOUT_S, EngineRig, finish
-from tests.support.inspection import file_of, state_of, tiers_of
+from tests.support.inspection import file_of, has_blocks_to_save, state_of, tiers_of
 from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import UNWRITTEN, ToyDecoder, ToyPool, ToyTokenizer
@@ -97,7 +97,7 @@ def serve_three(rig) -> None:
 def saved(engine: Engine) -> None:
     """Wait until what is idle in the pool is on a medium, too."""
     spill = state_of(engine).blocks.spill
-    until(engine, lambda _: not spill._is_poked)
+    until(engine, lambda _: not has_blocks_to_save(spill))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.inspection import threads_of
 from tests.support.load import patience_s
 from tests.support.memory_store import MemoryStore
 from tests.support.paced import PacedSource, reads_of
@@ -326,4 +327,4 @@ def test_an_instance_that_was_not_let_build_can_be_closed(artifact: MemoryStore)
     instance.opening.result(WAIT_S)
     instance.close()
     instance.release()
-    assert not [thread for thread in instance._threads if thread.is_alive()]
+    assert not [thread for thread in threads_of(instance) if thread.is_alive()]

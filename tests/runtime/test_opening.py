@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.inspection import threads_of
 from tests.support.load import patience_s
 from tests.support.store_faults import Fault
 from tests.support.store_server import StoreServer
@@ -103,7 +104,7 @@ def test_an_instance_closes_an_opening_that_still_waits_for_its_store(store: Sto
     instance.close()
     instance.release()
     assert instance.ended.result(WAIT_S) is None
-    assert not [thread for thread in instance._threads if thread.is_alive()]
+    assert not [thread for thread in threads_of(instance) if thread.is_alive()]
 
 
 def test_local_models_and_unusable_addresses_are_left_to_the_instance(folder: Path) -> None:

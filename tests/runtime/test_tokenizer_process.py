@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.support.inspection import lines_of, text_backend_of
+from tests.support.inspection import lines_of, piece_table_of, text_backend_of
 from tests.support.load import patience_s
 from tests.support.tiny_models import save_tiny
 
@@ -123,7 +123,7 @@ def test_a_large_vocabulary_is_parsed_once_a_text_was_generated(large: Path) -> 
     assert all(says_the_same(text) for text in TEXTS)
     assert tokenizer.vocab_size == whole.vocab_size
     until_s = time.monotonic() + patience_s(60)
-    while process._table is None:  # the first text was decoded
+    while piece_table_of(process) is None:  # the first text was decoded
         assert time.monotonic() < until_s
         time.sleep(0.05)
     assert all(says_the_same(text) for text in (*TEXTS, long_text))

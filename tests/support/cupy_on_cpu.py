@@ -51,10 +51,10 @@ class CupyOnCpu:
 
     def __init__(self, kernels: KernelsOnCpu, *, memory_bytes: int = 1 << 30, pins: bool = True) -> None:
         self._kernels = kernels
-        self._memory_bytes, self._pins = memory_bytes, pins
-        self._streams: dict[int, _Stream] = {}
-        self._events: dict[int, SimulatedTicket] = {}
-        self._current = threading.local()
+        self.memory_bytes, self._pins = memory_bytes, pins
+        self.streams: dict[int, _Stream] = {}
+        self.events: dict[int, SimulatedTicket] = {}
+        self.current = threading.local()
         self.pinned: dict[int, int] = {}
         self.uint8 = np.uint8
         fake = self
@@ -76,35 +76,35 @@ class CupyOnCpu:
                 self.ptr = fake.new_stream()
 
             def __enter__(self) -> None:
-                fake._current.stream = self.ptr
+                fake.current.stream = self.ptr
 
             def __exit__(self, *_: object) -> None:
-                fake._current.stream = None
+                fake.current.stream = None
 
             def synchronize(self) -> None:
-                fake._streams[self.ptr].record().wait()
+                fake.streams[self.ptr].record().wait()
 
             def wait_event(self, event: Any) -> None:
                 fake.wait_event(self.ptr, event.ptr)
 
         class Event:
             def __init__(self, *, block: bool = False, disable_timing: bool = False) -> None:
-                self.ptr = len(fake._events) + 1
-                fake._events[self.ptr] = SimulatedTicket()
+                self.ptr = len(fake.events) + 1
+                fake.events[self.ptr] = SimulatedTicket()
 
             def record(self, stream: Any) -> None:
                 fake.record(self.ptr, stream.ptr)
 
             def synchronize(self) -> None:
-                fake._events[self.ptr].wait()
+                fake.events[self.ptr].wait()
 
             @property
             def done(self) -> bool:
-                return fake._events[self.ptr].is_done()
+                return fake.events[self.ptr].is_done()
 
         class Memory:
             def __init__(self, size_bytes: int) -> None:
-                if size_bytes > fake._memory_bytes:
+                if size_bytes > fake.memory_bytes:
                     raise CudaError(2)
                 self.bytes = aligned_zeros(size_bytes)
                 self.ptr = self.bytes.ctypes.data
@@ -121,7 +121,7 @@ class CupyOnCpu:
             memcpyHostToDevice=H2D,
             memcpyDeviceToHost=D2H,
             free=lambda pointer: None,
-            memGetInfo=lambda: (self._memory_bytes, self._memory_bytes),
+            memGetInfo=lambda: (self.memory_bytes, self.memory_bytes),
             memcpy=lambda to, source, size, kind: ctypes.memmove(to, source, size),
             memcpyAsync=self._copy,
             hostRegister=self._pin,
@@ -139,23 +139,23 @@ class CupyOnCpu:
         return SimpleNamespace(get_function=lambda name: lambda *given: self._launch(name, *given))
 
     def new_stream(self) -> int:
-        number = 1000 + len(self._streams)
-        self._streams[number] = _Stream(f"cuda-{number}")
+        number = 1000 + len(self.streams)
+        self.streams[number] = _Stream(f"cuda-{number}")
         return number
 
     def launch(self, stream: int, work: Any) -> None:
-        self._streams[stream].launch(work)
+        self.streams[stream].launch(work)
 
     def record(self, event: int, stream: int) -> None:
         """An event may be waited for once it was recorded: CUDA takes one that was not for done."""
-        ticket = self._events[event]
-        self._streams[stream].launch(lambda: ticket.finish(None))
+        ticket = self.events[event]
+        self.streams[stream].launch(lambda: ticket.finish(None))
 
     def wait_event(self, stream: int, event: int) -> None:
-        self._streams[stream].launch(self._events[event].wait)
+        self.streams[stream].launch(self.events[event].wait)
 
     def close(self) -> None:
-        for stream in self._streams.values():
+        for stream in self.streams.values():
             stream.end()
 
     @contextmanager
@@ -187,7 +187,7 @@ class CupyOnCpu:
             image, table, num, weights = map(int, arguments)
             pair = (grid[0], grid[1] if len(grid) > 1 else 1)
             work = lambda: self._kernels.run_at(Launch(name, table, num), image, weights, grid=pair)  # noqa: E731
-        self.launch(self._current.stream, work)
+        self.launch(self.current.stream, work)
 
 
 class ZstdOnCpu:

@@ -1,7 +1,8 @@
-"""Looks inside parts whose state no API shows: the one place where tests name it."""
+"""Private state of the product's parts that tests look at or change: its names are in this file alone."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -162,3 +163,114 @@ def placed_of(load: Any, group: int) -> Any:
 def device_speed_of(load: Any) -> Any:
     """The speed of a `DeviceLoad`'s device, as measured."""
     return load._device_is.__self__._device
+
+
+def replace_allocator(engine: Any, allocator: Any) -> None:
+    """Let an engine that has not started allocate its blocks by this."""
+    blocks = state_of(engine).blocks
+    blocks.allocator = blocks.prefixes._allocator = allocator
+
+
+def has_blocks_to_save(spill: Any) -> bool:
+    return bool(spill._is_poked)
+
+
+def after_save(service: Any, call: Callable[[], object]) -> None:
+    """Call this at the end of each save of a `SnapshotService`, in the thread that saves."""
+    save = service._save
+
+    def save_and_call(*args: Any) -> Any:
+        try:
+            return save(*args)
+        finally:
+            call()
+
+    service._save = save_and_call
+
+
+def held_by(scanner: Any) -> Any:
+    """The text that a scanner, splitter or chunker keeps until more arrives."""
+    return scanner._held
+
+
+def thread_of(part: Any) -> Any:
+    return part._thread
+
+
+def memory_of(reserve: Any) -> Any:
+    return reserve._memory
+
+
+def set_taken_bytes(reserve: Any, num_bytes: int) -> None:
+    """Let a reserve have taken this much of its memory."""
+    reserve._taken_bytes = num_bytes
+
+
+def close_fd_of(locks: Any) -> None:
+    """Close the file of `RefineLocks` under them."""
+    os.close(locks._fd)
+
+
+def set_fd(locks: Any, fd: int) -> None:
+    locks._fd = fd
+
+
+def steps_of(order: Any) -> Any:
+    """The steps of a `FetchOrder`, by their numbers."""
+    return order._steps
+
+
+def authorized(store: Any, *request: Any) -> Any:
+    """A request of an `AzStore`, signed."""
+    return store._authorized(*request)
+
+
+def weights_of(load: Any) -> Any:
+    """The `WeightLoad` of a `ModuleLoad`."""
+    return load._weights
+
+
+def lock_of(registry: Any) -> Any:
+    """The lock of an `AdapterRegistry`."""
+    return registry._changed
+
+
+def note_freed(registry: Any, size_bytes: int) -> None:
+    """Let a registry learn that this much of its adapters' memory is free."""
+    registry._freed(size_bytes)
+
+
+def before_failures(registry: Any, call: Callable[[Any], object]) -> None:
+    """Call this with each adapter that a registry is about to fail."""
+    fail = registry._fail
+    registry._fail = lambda adapter, error: (call(adapter), fail(adapter, error))
+
+
+def copies_of(shadows: Any) -> Any:
+    """The tasks of the copies of a pool's requests."""
+    return shadows._tasks
+
+
+def forget(process: Any) -> None:
+    """Let a pool's process have ended."""
+    process._ended()
+
+
+def meters_of(calibration: Any) -> Any:
+    """The moments that a calibration still keeps, by layer and projection."""
+    return calibration._meters
+
+
+def piece_table_of(tokenizer: Any) -> Any:
+    """The table by which a remote tokenizer decodes here; None before its process has sent it."""
+    return tokenizer._table
+
+
+def fill(embedder: Any) -> None:
+    """Let an embedder's queue have no room."""
+    embedder._max_queued = -1
+
+
+def packer_of(engine: Any) -> Any:
+    """The `StepPacker` of an engine on CUDA."""
+    return engine._backend.backend._packer

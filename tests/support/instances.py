@@ -95,7 +95,7 @@ class StagedInstance(Instance):
 
     def __init__(self, parts: TinyParts, **settings: Any) -> None:
         super().__init__(ServeConfig(model="unused", name=MODEL_NAME, **settings))
-        self._parts = parts
+        self.parts = parts
         self.text_settings.set_result(parts.settings)
         self.model = SteeredModel(parts.model)
         self.fraction = 0.0
@@ -113,11 +113,11 @@ class StagedInstance(Instance):
     def let_in(self) -> StagedInstance:
         """The load ends well: the tokenizer is there, and the engine or the embedder."""
         self.fraction = 1.0
-        self.tokenizer.set_result(self._parts.tokenizer)
-        if hasattr(self._parts.model, "embed"):
+        self.tokenizer.set_result(self.parts.tokenizer)
+        if hasattr(self.parts.model, "embed"):
             self.engine.set_exception(ModelError(f"{self.model_name} generates no text"))
             self._say_kind("encoder")
-            embedder = Embedder(self._parts.model)
+            embedder = Embedder(self.parts.model)
             embedder.start()
             self.embedder.set_result(embedder)
         else:
@@ -135,7 +135,7 @@ class StagedInstance(Instance):
     def _make_engine(self) -> Engine:
         return Engine(
             self.model,
-            self._parts.tokenizer,
+            self.parts.tokenizer,
             options=EngineOptions(
                 kv_bytes=4 << 20,
                 max_running=self.config.max_running,
@@ -146,7 +146,7 @@ class StagedInstance(Instance):
                 session_idle_s=self.config.session_idle_s,
             ),
             timeline=self.timeline,
-            eos_token_ids=self._parts.tokenizer.eos_token_ids,
+            eos_token_ids=self.parts.tokenizer.eos_token_ids,
             make_backend=host_backend,
         )
 

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from tests.support.load import patience_s
 
-from teneral.loader.sources.base import Store
+from teneral.loader.sources.base import SourceOptions, Store
+from teneral.loader.timeline import Timeline
 from teneral.runtime.kv.blocks import BlockAllocator
 from teneral.runtime.kv.prefix_pool import PrefixPool
 from teneral.runtime.kv.prefixes import PrefixCache, PrefixLedger
 from teneral.runtime.kv.snapshots.parts import open_snapshot
-from teneral.runtime.kv.snapshots.service import identity_of
+from teneral.runtime.kv.snapshots.service import SnapshotService, identity_of
 from teneral.runtime.kv.snapshots.snapshot import Identity, Snapshot
 from teneral.runtime.kv.snapshots.writer import NamedChain, find_published, write_generation
 from teneral.runtime.kv.storage import KVStorage, PoolShape
 from teneral.runtime.tensors import DType
 
+WAIT_S = patience_s(20)
 MODEL = bytes(range(32))
 SEED = b"of this model"
 BLOCK_SIZE = 4
@@ -30,6 +34,43 @@ class Opened:
     """All that is needed of the manifest of an artifact that was opened."""
 
     digest: bytes = MODEL
+
+
+class Service(SnapshotService):
+    """A service whose fetch a test can wait for."""
+
+    def __init__(
+        self,
+        address: object,
+        options: SourceOptions | None = None,
+        *,
+        limit_bytes: int = 1 << 20,
+        saves: bool = True,
+    ) -> None:
+        self.timeline = Timeline()
+        self.has_run = threading.Event()
+        super().__init__(
+            str(address),
+            options or SourceOptions(),
+            limit_bytes=limit_bytes,
+            saves=saves,
+            timeline=self.timeline,
+        )
+
+    def _run(self, opened: Any) -> None:
+        super()._run(opened)
+        self.has_run.set()
+
+    def fetch(self) -> Service:
+        """Start, and wait until the fetch is over."""
+        opened: Any = Future()
+        opened.set_result((None, Opened()))
+        self.start(opened)
+        assert self.has_run.wait(WAIT_S)
+        return self
+
+    def marks(self) -> list[str]:
+        return [span.name for span in self.timeline.spans()]
 
 
 class Pool:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+from tests.support.inspection import weights_of
 from tests.support.paced import Hold, PacedSource, reads_of
 from torch import nn
 
@@ -50,7 +51,7 @@ class PoisonedLoad:
 
     def _poison(self, module: nn.Module) -> None:
         for group in self.manifest.groups:
-            self.load._weights.slab(group.index)[:] = 0xFF  # a NaN in every float dtype
+            weights_of(self.load).slab(group.index)[:] = 0xFF  # a NaN in every float dtype
         for slot in find_slots(module).slots:
             if slot.name not in self.load.missing_keys and slot.tensor.is_floating_point():
                 slot.tensor.data.fill_(torch.nan)

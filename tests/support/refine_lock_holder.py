@@ -129,7 +129,7 @@ def write_patterns(fd: int, locks: RefineLocks, *, is_locked: bool) -> None:
 
 def main(fd: int, num_groups: int, has_file_locks: int) -> None:
     if not has_file_locks:
-        refine_locks_module._has_file_locks = lambda fd, unused_byte: False
+        refine_locks_module.has_file_locks = lambda fd, unused_byte: False
     locks = RefineLocks(num_groups, shared_fd=fd)
     holders: dict[str, Holder] = {}
     say = threading.Lock()

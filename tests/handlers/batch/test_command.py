@@ -14,6 +14,7 @@ from tests.support.batch_jobs import prompts, read_records, write_lines
 from tests.support.tiny_models import save_tiny
 
 from teneral.cli import run as teneral
+from teneral.handlers.batch import progress
 from teneral.handlers.batch.command import exit_code
 from teneral.handlers.batch.progress import LINE_S, JobProgress, Meter, ProgressLines, render
 from teneral.handlers.batch.spec import JobReport, Status
@@ -188,14 +189,14 @@ def test_where_there_is_no_terminal_a_line_of_json_comes_now_and_then(
     }
 
 
-def test_quiet_is_quiet_and_a_closed_stream_stops_nothing() -> None:
+def test_quiet_is_quiet_and_a_closed_stream_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     with ProgressLines(stream=stream, quiet=True) as lines:
         lines.update(progress_of(200, 1))
     assert stream.getvalue() == ""
     lines = ProgressLines(stream=stream)
     stream.close()
-    lines._printed_s = -100.0
+    monkeypatch.setattr(progress, "LINE_S", 0.0)
     lines.update(progress_of(200, 1))
 
 

@@ -15,7 +15,7 @@ from moto.server import ThreadedMotoServer
 from tests.support.batch_jobs import prompts
 from tests.support.load import patience_s
 
-from teneral.handlers.batch.finish import _digests
+from teneral.handlers.batch.finish import digests_of
 from teneral.handlers.batch.spec import JobMismatchError, JobReport, Status
 from teneral.loader.errors import AlreadyExistsError, ChangedError, NotFoundError
 from teneral.loader.sources.base import SourceOptions, Writer
@@ -182,7 +182,7 @@ def test_the_digests_of_stretches_do_not_depend_on_the_pieces() -> None:
     ]
     for step in (1, 7, 256, 4096):
         pieces = [data[start : start + step] for start in range(0, len(data), step)]
-        assert list(_digests(pieces, sizes)) == expected
+        assert list(digests_of(pieces, sizes)) == expected
 
 
 def test_a_missing_object_is_named(run: Run, s3: Any) -> None:

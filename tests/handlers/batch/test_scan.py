@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.inspection import held_by
 
 from teneral.handlers.batch import input
 from teneral.handlers.batch.input import LineSplitter, Problem, RawLine, Scanned, Scanner, merged, parse_line
@@ -91,7 +92,7 @@ def test_a_line_that_is_too_long_is_not_held() -> None:
     splitter = LineSplitter(10)
     for _ in range(1000):
         assert list(splitter.feed(b"x" * 1000)) == []
-        assert len(splitter._held) <= 14
+        assert len(held_by(splitter)) <= 14
     assert list(splitter.feed(b"\nshort\n")) == [RawLine(1, 0, None), RawLine(2, 1_000_001, b"short")]
 
 

@@ -27,6 +27,7 @@ from typing import Any
 import pytest
 from tests.support.gated_server import GatedServer
 from tests.support.http_server import Server, running_server
+from tests.support.inspection import thread_of
 from tests.support.instances import StagedInstance, TinyParts
 from tests.support.load import patience_s
 
@@ -276,8 +277,9 @@ async def test_connections_and_answers_are_bounded(rig: Callable[..., Rig]) -> N
     assert late.is_silent(), "its connection is not accepted yet"
     greedy = get("/console.svg") * (MAX_ANSWERS + 10) + LAST
     many[1].send(greedy)
-    here.page._thread.join(WAIT_S)
-    assert not here.page._thread.is_alive()
+    thread = thread_of(here.page)
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
     async with here.serving():
         late.send(LAST)
         assert normal(await asyncio.to_thread(late.rest)) == await here.late(get() + LAST)
@@ -385,7 +387,7 @@ async def test_a_file_that_cannot_be_read_is_left_to_the_web_server(
 
 
 def test_the_pattern_knows_every_file() -> None:
-    assert all(re.match(early._HEAD, get(path)) for path in PATHS)
+    assert all(re.match(early.HEAD, get(path)) for path in PATHS)
 
 
 # As a process

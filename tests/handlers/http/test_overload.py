@@ -7,7 +7,7 @@ import http.client
 from typing import Any
 
 import pytest
-from tests.support.inspection import capacity_of
+from tests.support.inspection import capacity_of, fill
 from tests.support.instances import TinyParts
 from tests.support.load import patience_s
 
@@ -78,7 +78,7 @@ async def test_a_full_embedder_refuses_before_a_text_is_tokenised(
 ) -> None:
     async with start(parts=encoder_parts) as server:
         embedder = server.instance.embedder.result()
-        embedder._max_queued = -1
+        fill(embedder)
         answer = await server.post("/v1/embeddings", {"input": "x"})
         assert (answer.status, answer.error["code"]) == (429, "rate_limit_exceeded")
         assert retry_after_s(answer) >= 1

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from tests.support.inspection import copies_of, forget
 
 from teneral.handlers.pool.deployment import Server
 from teneral.handlers.pool.file import parse_pool
@@ -73,7 +74,11 @@ class Rig:
         assert isinstance(whole, bytes)
         self.shadows.copy(path, body, first, {}, Seen(200, whole, 0.5))
         if self.gate.is_set():
-            await asyncio.gather(*self.shadows._tasks)
+            await self.copied()
+
+    async def copied(self) -> None:
+        """Wait until no copy is in work."""
+        await asyncio.gather(*copies_of(self.shadows))
 
 
 @asynccontextmanager
@@ -91,7 +96,7 @@ async def running() -> AsyncIterator[Rig]:
         finally:
             rig.gate.set()
             await rig.shadows.close()
-            process._ended()
+            forget(process)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +147,7 @@ async def test_copies_beyond_two_in_work_are_dropped() -> None:
             await asyncio.sleep(0.05)
         assert rig.counts["shadow"] == {"dropped": 3}
         rig.gate.set()
-        await asyncio.gather(*rig.shadows._tasks)
+        await rig.copied()
         assert rig.counts["shadow"] == {"dropped": 3, "same": MAX_IN_WORK}
 
 

@@ -77,13 +77,14 @@ class SimulatedBench:
 class CudaOnCpuBench:
     """The code for CUDA, every line of it, with a CuPy that is none."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, pins: bool = True, decompresses: bool = True) -> None:
         from teneral.loader.device import cuda
 
-        self.cupy = CupyOnCpu(_kernels_on_cpu())
+        self.cupy = CupyOnCpu(_kernels_on_cpu(), pins=pins)
+        decompressor = ZstdOnCpu(self.cupy, fails=not decompresses)
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(sys.modules, "cupy", self.cupy)
-            patch.setattr(cuda, "_find_decompressor", lambda timeline: ZstdOnCpu(self.cupy))
+            patch.setattr(cuda, "_find_decompressor", lambda timeline: decompressor)
             patch.setattr(cuda, "cubin_for", lambda architecture, folders: ("kernels.cubin", False))
             self.device = cuda.CudaDevice(0, timeline=Timeline())
 
@@ -408,8 +409,7 @@ def test_a_whole_load_goes_through_the_code_for_cuda(order: Order) -> None:
 
 
 def test_frames_that_the_device_cannot_decompress_fail_the_waiting_readers() -> None:
-    bench = CudaOnCpuBench()
-    bench.device._decompressor = ZstdOnCpu(bench.cupy, fails=True)
+    bench = CudaOnCpuBench(decompresses=False)
     loaded = Loaded(bench.device, code_tensors({"q": MIXED["q"]}))
     with pytest.raises(LoadError, match="could not decompress 3 of 3 frames"):
         loaded.place(Tier.DRAFT, coded=True).wait()
@@ -417,8 +417,7 @@ def test_frames_that_the_device_cannot_decompress_fail_the_waiting_readers() -> 
 
 
 def test_a_ring_that_cannot_be_pinned_is_used_as_it_is() -> None:
-    bench = CudaOnCpuBench()
-    bench.cupy._pins = False
+    bench = CudaOnCpuBench(pins=False)
     loaded = Loaded(bench.device, code_tensors({"q": MIXED["q"]}))
     assert not bench.device.statistics().is_pinned
     loaded.place(Tier.DRAFT).wait()
@@ -431,7 +430,7 @@ def test_a_ring_that_cannot_be_pinned_is_used_as_it_is() -> None:
 
 def test_memory_that_cuda_refuses_is_an_error_that_says_what_to_do() -> None:
     bench = CudaOnCpuBench()
-    bench.cupy._memory_bytes = 1 << 20  # somebody was faster
+    bench.cupy.memory_bytes = 1 << 20  # another process was faster
     bench.device.free_bytes = lambda: 1 << 40
     with pytest.raises(InsufficientMemoryError, match="it gave less") as caught:
         bench.device.reserve(1 << 30, map_bytes(4096, what="a test's ring"))

@@ -47,7 +47,7 @@ def file_of(num_layers: int, matrix_bytes: int) -> tuple[AdapterPlan, Safetensor
 def test_ranges_hold_every_byte_once_and_the_last_ones_are_small(start, num_layers, matrix_bytes):
     plan, file = file_of(num_layers, matrix_bytes)
     start = min(start, file.size_bytes)
-    ranges, of_layers = load._ranges(plan, file, start)
+    ranges, of_layers = load.split_ranges(plan, file, start)
     assert sum(end - begin for begin, end in ranges) == file.size_bytes - start
     ordered = sorted(ranges)
     assert all(end == begin for (_, end), (begin, _) in pairwise(ordered))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from tests.support.adapters import SETS, greedy, merged, save_adapter
 from tests.support.early_rig import EarlyRig, packed_tiny
+from tests.support.inspection import before_failures, lock_of, note_freed
 from tests.support.load import patience_s
 from tests.support.paced import Call, PacedSource
 from tests.support.tiny_models import save_tiny, tiny_model
@@ -237,17 +238,15 @@ def test_a_request_that_comes_as_an_unwanted_adapter_is_given_up_loads_it_anew(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources = paced(monkeypatch)
-    give_up = AdapterRegistry._fail
     late: list[Any] = []
 
-    def request_first(self: AdapterRegistry, adapter: Any, error: Any) -> None:
+    def request_first(adapter: Any) -> None:
         if not late:
             late.append(submit(instance, adapter.name))
-        give_up(self, adapter, error)
 
-    monkeypatch.setattr(AdapterRegistry, "_fail", request_first)
     with rig.instance() as instance:
         engine = instance.engine.result(WAIT_S)
+        before_failures(instance.adapters, request_first)
         held = sources[0].hold(lambda call: call.name.startswith("a1/"))
         submit(instance, "a1").cancel()
         held.wait_reached()
@@ -264,13 +263,13 @@ def test_arrays_freed_by_a_thread_wait_for_no_lock_of_another(rig: Rig) -> None:
         tokens(submit(instance, "a1"))
         registry = instance.adapters
         used_bytes = registry.statistics().loaded_bytes
-        with registry._changed:
-            thread = threading.Thread(target=registry._freed, args=(used_bytes,))
+        with lock_of(registry):
+            thread = threading.Thread(target=note_freed, args=(registry, used_bytes))
             thread.start()
             thread.join(WAIT_S)
             assert not thread.is_alive()
         assert registry.statistics().loaded_bytes == 0
-        registry._freed(-used_bytes)  # they are there in fact
+        note_freed(registry, -used_bytes)  # they are there in fact
         registry.check_integrity()
 
 

@@ -11,6 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 from tests.support.any_modules import BY_NAME, original, randomize, save
+from tests.support.inspection import weights_of
 from tests.support.load import patience_s
 from tests.support.memory_store import MemoryStore
 from tests.support.paced import reads_of
@@ -105,7 +106,7 @@ def test_values_are_converted_to_the_modules_dtype(dtype):
 
 def test_values_that_were_converted_leave_nothing_of_the_file_in_memory():
     arrival = PoisonedLoad(Net(), store_of(filled().to(torch.bfloat16)))
-    stored = weakref.ref(arrival.load._weights)
+    stored = weakref.ref(weights_of(arrival.load))
     arrival.arrive()
     arrival.load.wait()
     gc.collect()

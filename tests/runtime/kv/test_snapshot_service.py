@@ -7,45 +7,14 @@ from concurrent.futures import Future
 
 import pytest
 from msgspec.structs import replace
-from tests.support.kv_snapshots import MODEL, Opened, Pool, tokens_of, write
-from tests.support.load import patience_s
+from tests.support.inspection import after_save
+from tests.support.kv_snapshots import MODEL, WAIT_S, Pool, Service, tokens_of, write
 
 from teneral.loader.errors import NotFoundError, SourceClosedError
-from teneral.loader.sources.base import SourceOptions
 from teneral.loader.sources.file.store import FileStore
-from teneral.loader.timeline import Timeline
 from teneral.runtime.kv.snapshots import service as snapshot_service
 from teneral.runtime.kv.snapshots.parts import open_snapshot
-from teneral.runtime.kv.snapshots.service import SnapshotService
 from teneral.runtime.kv.snapshots.snapshot import SNAPSHOT_NAME
-
-WAIT_S = patience_s(20)
-
-
-class Service(SnapshotService):
-    """One that a test can wait for."""
-
-    def __init__(self, address, *, limit_bytes=1 << 20, saves=True):
-        self.timeline = Timeline()
-        self.has_run = threading.Event()
-        super().__init__(
-            str(address), SourceOptions(), limit_bytes=limit_bytes, saves=saves, timeline=self.timeline
-        )
-
-    def _run(self, opened):
-        super()._run(opened)
-        self.has_run.set()
-
-    def fetch(self):
-        """Start, and wait until all is fetched that will be."""
-        opened = Future()
-        opened.set_result((None, Opened()))
-        self.start(opened)
-        assert self.has_run.wait(WAIT_S)
-        return self
-
-    def marks(self):
-        return [span.name for span in self.timeline.spans()]
 
 
 @pytest.fixture
@@ -249,21 +218,14 @@ def test_a_server_that_runs_out_of_time_leaves_the_old_one_whole(store, monkeypa
     assert service.save(WAIT_S)
     pool.compute(tokens_of(2, 3), hits=5)
     written, go_on, has_ended = threading.Event(), threading.Event(), threading.Event()
-    original = service._save
 
     def slow_get(hashes):
         written.set()
         assert go_on.wait(WAIT_S)
         return type(pool.pool).get(pool.pool, hashes)
 
-    def save(*args):
-        try:
-            return original(*args)
-        finally:
-            has_ended.set()
-
     monkeypatch.setattr(pool.pool, "get", slow_get)
-    monkeypatch.setattr(service, "_save", save)
+    after_save(service, has_ended.set)
     assert not service.save(0.2)
     assert written.is_set()
     before = open_snapshot(store)[1]

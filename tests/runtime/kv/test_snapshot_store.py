@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import Future
 
 import boto3
 import numpy as np
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from moto.server import ThreadedMotoServer
 from msgspec.structs import replace
 from tests.support.aws_environment import use_test_credentials
-from tests.support.kv_snapshots import MODEL, Opened, Pool, contents_of, tokens_of, write
+from tests.support.kv_snapshots import MODEL, Pool, Service, contents_of, tokens_of, write
 from tests.support.memory_store import MemoryStore
 
 from teneral.loader.errors import (
@@ -27,9 +26,7 @@ from teneral.loader.errors import (
 from teneral.loader.sources.base import SourceOptions, Store
 from teneral.loader.sources.file.store import FileStore
 from teneral.loader.sources.s3.store import S3Store
-from teneral.loader.timeline import Timeline
 from teneral.runtime.kv.snapshots.parts import SnapshotReader, decode_blocks, open_snapshot, place_part
-from teneral.runtime.kv.snapshots.service import SnapshotService
 from teneral.runtime.kv.snapshots.snapshot import SNAPSHOT_NAME
 from teneral.runtime.kv.snapshots.tools import copy_snapshot, describe, render_table, verify_snapshot
 from teneral.runtime.kv.snapshots.writer import NamedChain, SnapshotWriter, find_published, write_generation
@@ -323,14 +320,9 @@ def test_a_server_that_ends_leaves_its_prefixes_in_a_bucket(s3_url):
     options = SourceOptions(endpoint_url=s3_url, max_attempts=1)
     chains = []
     for number in (1, 2):
-        service = SnapshotService(
-            "s3://models/team/served", options, limit_bytes=1 << 20, saves=True, timeline=Timeline()
-        )
-        pool = Pool()
-        opened = Future()
-        opened.set_result((None, Opened()))
+        service, pool = Service("s3://models/team/served", options), Pool()
         service.attach(pool.pool, model=MODEL)
-        service._run(opened)
+        service.fetch()
         for chain in chains:
             pool.check(chain)
         chains.append(pool.compute(tokens_of(number, 3), hits=1))

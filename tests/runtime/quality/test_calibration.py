@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.decoding import prompt_of
+from tests.support.inspection import meters_of
 from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import DECODERS, config_json, save_tiny, tensors_of, tiny_model
 
@@ -103,7 +104,7 @@ def test_moments_are_kept_until_each_matrix_has_got_its_own(model: Path, text: P
     first = calibration.inputs_of(name(0, "q"))
     assert first is not None
     assert calibration.inputs_of(name(0, "k")) is first
-    assert set(calibration._meters) == {(1, 0), (2, 0)}
+    assert set(meters_of(calibration)) == {(1, 0), (2, 0)}
 
 
 def test_calibrated_integers_are_nearer_to_the_original(

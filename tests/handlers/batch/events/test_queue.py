@@ -24,7 +24,7 @@ from tests.support.batch_jobs import prompts
 from teneral.handlers.batch.events.handler import work_off
 from teneral.handlers.batch.events.outputs import Outputs
 from teneral.handlers.batch.events.parse import Message, Queue, Request, parse_event
-from teneral.handlers.batch.events.requests import open_queued_requests
+from teneral.handlers.batch.events.requests import Requests, open_queued_requests
 from teneral.runtime.instance import Instance
 
 PROMPT = {"prompt": "Hello", "max_tokens": 4, "temperature": 0}
@@ -138,19 +138,20 @@ async def test_the_answer_to_a_message_is_written_once(
     assert instance.engine.result().statistics().steps_total == steps
 
 
-async def test_of_two_answers_to_a_message_the_first_stays(cloud: Cloud, instance: Instance) -> None:
+async def test_of_two_answers_to_a_message_the_first_stays(
+    cloud: Cloud, instance: Instance, monkeypatch: pytest.MonkeyPatch
+) -> None:
     outputs = Outputs.of(None, "s3://results/answers/{queue}/{id}.json")
     key = "answers/race/m.json"
 
+    answer = Requests.answer
+
+    async def overtaken(self: Requests, lines: Any) -> Any:
+        cloud.s3.put_object(Bucket="results", Key=key, Body=b"the other's")
+        return await answer(self, lines)
+
+    monkeypatch.setattr(Requests, "answer", overtaken)
     async with open_queued_requests(instance, outputs) as queued:
-        requests = queued._requests
-
-        class Overtaken:
-            async def answer(self, lines: Any) -> Any:
-                cloud.s3.put_object(Bucket="results", Key=key, Body=b"the other's")
-                return await requests.answer(lines)
-
-        queued._requests = Overtaken()  # type: ignore[assignment]
         await queued.answer(Message("m", "race", None, ""), [Request(PROMPT)])
     assert cloud.read(f"s3://results/{key}") == b"the other's"
 

@@ -89,13 +89,13 @@ async def test_a_duplicate_of_the_event_writes_nothing(cloud, embed):
 
 
 async def test_of_two_at_the_same_time_one_writes(cloud, embed, monkeypatch):
-    real = embed_batch._write
+    embed_long = processing.embed_long
 
-    def overtaken(*arguments):
+    def overtaken(*arguments, **options):
         cloud.put_object(Bucket="bucket", Key="out.jsonl", Body=b"the other's")
-        return real(*arguments)
+        return embed_long(*arguments, **options)
 
-    monkeypatch.setattr(embed_batch, "_write", overtaken)
+    monkeypatch.setattr(processing, "embed_long", overtaken)
     with pytest.raises(AlreadyExistsError):
         await embed({"input": ["a"], "output": "s3://bucket/out.jsonl"})
     assert read(cloud, "out.jsonl") == b"the other's"

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from teneral import cli
+from teneral.handlers.contrib import processing
 from teneral.handlers.contrib.examples import summarise_upload
 from teneral.loader.errors import AlreadyExistsError
 from teneral.runtime.errors import RequestError
@@ -70,13 +71,13 @@ async def test_a_new_version_gets_a_new_summary_and_the_old_event_none(cloud, su
 
 async def test_of_two_at_the_same_time_one_writes(cloud, summarise, monkeypatch):
     event = upload(cloud)
-    real = summarise_upload._summary_of
+    map_reduce = processing.map_reduce
 
-    def overtaken(pieces, context):
+    def overtaken(*arguments, **options):
         cloud.put_object(Bucket="bucket", Key="notes & more.txt.summary.txt", Body=b"the other's")
-        return real(pieces, context)
+        return map_reduce(*arguments, **options)
 
-    monkeypatch.setattr(summarise_upload, "_summary_of", overtaken)
+    monkeypatch.setattr(processing, "map_reduce", overtaken)
     with pytest.raises(AlreadyExistsError):
         await summarise(event)
     assert summary_of(cloud) == "the other's"

@@ -154,9 +154,8 @@ async def receiver():
     app.router.add_post("/hook", receive)
     runner = web.AppRunner(app, shutdown_timeout=0)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port = site._server.sockets[0].getsockname()[1]
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    port = runner.addresses[0][1]
     yield f"http://127.0.0.1:{port}/hook", received, statuses, gate
     gate.set()
     await runner.cleanup()

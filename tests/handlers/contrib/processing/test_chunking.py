@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.inspection import held_by
 from tests.support.real_tokens import STORY, TEXTS, TOKENIZERS
 from tests.support.small_host import SENTENCE
 
@@ -120,7 +121,7 @@ def test_what_is_held_is_bounded():
     most = 0
     for _ in range(50):
         for _ in chunker.feed(STORY * 30):
-            most = max(most, len(chunker._held))
+            most = max(most, len(held_by(chunker)))
     assert most < 2 * MAX_PIECE_CHARS
     assert list(chunker.finish())
 

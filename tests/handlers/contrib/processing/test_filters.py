@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from teneral.handlers.contrib.processing import Redact, Refuse, handler
-from teneral.handlers.contrib.processing.filters import MAX_HELD_CHARS
+from teneral.handlers.contrib.processing.filters import MAX_HELD_CHARS, Scanner
 from teneral.handlers.http.errors import as_api_error
 from teneral.loader.errors import UsageError
 from teneral.runtime.errors import HandlerError, RefusedError, RequestError
@@ -101,8 +101,7 @@ def test_a_match_longer_than_announced_is_found_in_a_stream_too():
 
 
 def test_what_is_held_is_bounded():
-    redact = Redact(r"1+", replacement="#", max_match_chars=4)
-    scanner = redact._scanner()
+    scanner = Scanner([re.compile("1+")], 4)
     for _ in range(300):
         scanner.feed("1" * 1_000)
         assert scanner.num_held_chars <= MAX_HELD_CHARS + 1_000

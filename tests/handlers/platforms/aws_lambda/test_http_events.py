@@ -269,7 +269,7 @@ async def test_a_completion_is_answered_and_streamed(api: FakeRuntimeApi, instan
             "data: [DONE]\n\n"
         )  # a function that does not stream has it all at once
     with FakeRuntimeApi() as another:
-        instance = StagedInstance(instance._parts).let_in()
+        instance = StagedInstance(instance.parts).let_in()
         async with running_loop(another, instance, echo, is_streaming=True) as rig:
             outcome = await rig.invoke(event)
     assert outcome.is_streamed

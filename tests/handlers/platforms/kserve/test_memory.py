@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.support.http_server import running_server
+from tests.support.inspection import model_of
 from tests.support.tiny_models import save_tiny
 
 from teneral.loader.timeline import Timeline
@@ -51,7 +52,7 @@ async def test_nothing_of_an_unloaded_model_is_left(
         body = {"inputs": [ONCE], "parameters": greedy}
         before = (await server.post(INFER, body)).json["outputs"]
         worker = (first.engine if family == "llama" else first.embedder).result()
-        left = [weakref.ref(worker), weakref.ref(worker._model), weakref.ref(first.load)]
+        left = [weakref.ref(worker), weakref.ref(model_of(worker)), weakref.ref(first.load)]
         if family == "llama":
             left.append(weakref.ref(worker.prefix_pool))
         del worker

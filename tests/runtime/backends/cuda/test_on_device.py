@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.support.decoding import oracle_greedy
 from tests.support.device_engine import use_row_products
-from tests.support.inspection import backend_of, kv_of
+from tests.support.inspection import backend_of, kv_of, packer_of
 from tests.support.kernel_cases import TOLERANCE, attention, both, pool_and_tables, shape, spans_of
 from tests.support.load import patience_s
 from tests.support.models import build_model, dtype_of
@@ -270,9 +270,7 @@ def test_a_prompt_alone_is_computed_by_torch_as_by_our_kernel(dtype, monkeypatch
     for min_rows in (decoder_module.MIN_SDPA_ROWS, 1 << 20):
         monkeypatch.setattr(decoder_module, "MIN_SDPA_ROWS", min_rows)
         with Rig(decoder) as rig:
-            batch = backend_of(rig.engine).backend._packer.batch(
-                [Rows(lane_of(200), list(range(200)), 0, 200, 200)]
-            )
+            batch = packer_of(rig.engine).batch([Rows(lane_of(200), list(range(200)), 0, 200, 200)])
             logits.append(decoder.forward(batch, kv_of(rig.engine)).cpu())
     torch.testing.assert_close(*logits, atol=0.1, rtol=0.05)
 

@@ -254,7 +254,7 @@ def test_what_does_not_fit_is_refused_before_it_reaches_memory(isa):
         decoder.layers(step, 0, 4, decoder.embed(batch))
     with pytest.raises(ValueError, match="the step has 3 rows"):
         decoder.layers(step, 0, 3, decoder.embed(batch)[:2])
-    other = new_pool(replace(decoder._spec, num_layers=2), 4, 8)
+    other = new_pool(replace(spec_of(of, DType.F32), num_layers=2), 4, 8)
     with pytest.raises(ValueError, match="another model"):
         decoder.begin(batch, other)
 

@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any
 
-from ...loader.errors import TeneralError, UsageError
+from ...loader.errors import LoadError, TeneralError, UsageError
 from ...loader.load.options import LoadOptions
 from ...loader.load.shared import SharedBase
 from ...loader.load.shared_child import SharedLoading, SharedTask
@@ -39,11 +39,23 @@ class PoolBase:
         return self._loading.fileno()
 
     def load(self) -> None:
-        """Begin to load what lies at the address now, unless that is the base that is held."""
+        """Begin to load what lies at the address now, unless that is the base that is held, or the system
+        refuses another process.
+        """
         assert self._loading is None
         self._began_s = time.monotonic()
         held = None if self.held is None else self.held.digest
-        self._loading = SharedLoading(self._task._replace(held_digest=held))
+        try:
+            self._loading = SharedLoading(self._task._replace(held_digest=held))
+        except OSError as error:
+            self._failure = LoadError(f"no process can load the base: {error.strerror or error}")
+            _print(f"the base stays as it is: {self._failure}")
+
+    def forget_loading(self) -> None:
+        """For a fork: close what it has inherited of a load under way, whose memory it would keep."""
+        if self._loading is not None:
+            self._loading.forget()
+            self._loading = None
 
     def take(self) -> bool:
         """Hold what was loaded, in place of the one before; False where that stays. Raises the error of

@@ -299,6 +299,8 @@ class StandbyPool:
             if process_id == 0:
                 os.close(self._taken)
                 os.close(self._keep_alive)
+                if self._base is not None:
+                    self._base.forget_loading()
                 wait_and_exit(self.ends, equipment, self._serving)
             self._waiting[process_id] = time.monotonic()
         self.ends.page.write(self.status())

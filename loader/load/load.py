@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any
 
 from ..errors import LoadCancelledError
@@ -463,7 +463,8 @@ class WeightLoad(ThreadedLoad):
             and self._arena.takes_huge_pages
             and self._arena.size_bytes >= MIN_HUGE_BYTES
         ):
-            threading.Thread(target=self._collapse, name="teneral-huge-pages", daemon=True).start()
+            with suppress(RuntimeError):  # the system has no more threads: small pages stay
+                threading.Thread(target=self._collapse, name="teneral-huge-pages", daemon=True).start()
 
     def _collapse(self) -> None:
         """The weights' small pages become huge ones, once the first answers are on their way."""

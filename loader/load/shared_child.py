@@ -50,7 +50,8 @@ class SharedLoading:
         except OSError:
             os.close(self._memory_fd)
             raise
-        self._process.socket.sendall(pickle.dumps(task))
+        with suppress(OSError):  # it has ended already: `finish` says so
+            self._process.socket.sendall(pickle.dumps(task))
 
     def fileno(self) -> int:
         return self._process.socket.fileno()
@@ -71,11 +72,21 @@ class SharedLoading:
         self._process.wait()
         self._process.socket.close()
         if isinstance(found, LoadedBase):
-            return SharedBase(self.task.address, found.manifest, found.places, self._memory_fd)
+            try:
+                return SharedBase(self.task.address, found.manifest, found.places, self._memory_fd)
+            except OSError as error:
+                found = LoadError(f"the memory of the base cannot be sealed: {error.strerror or error}")
         os.close(self._memory_fd)
         if found is not None:
             raise found
         return None
+
+    def forget(self) -> None:
+        """Close what a fork of the owner has inherited of it: the load goes on, and its memory is not
+        the fork's to hold.
+        """
+        self._process.forget()
+        os.close(self._memory_fd)
 
     def cancel(self) -> None:
         """End the child, and give its memory back."""

@@ -182,6 +182,11 @@ class HelperProcess:
         """End it now, if it has not ended. It is still to be waited for."""
         self._process.kill()
 
+    def forget(self) -> None:
+        """For a fork of the process that launched it: close the fork's copies. The helper goes on."""
+        self.socket.close()
+        self._life.close()
+
     @property
     def pid(self) -> int:
         return self._process.pid

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import re
@@ -14,15 +16,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.standby_processes import WAIT_S, Pool, Server, command_line, num_threads, runs, until
+from tests.support.standby_processes import (
+    WAIT_S,
+    Pool,
+    Server,
+    command_line,
+    descendants,
+    num_threads,
+    runs,
+    until,
+)
 from tests.support.store_faults import Fault
 from tests.support.store_http import Request
 from tests.support.store_server import StoreServer
 from tests.support.switching import Models
 
+from teneral.handlers.standby.base import PoolBase
 from teneral.handlers.standby.handover import ask_status
 from teneral.loader.artifact import open_artifact
 from teneral.loader.errors import UnavailableError
+from teneral.loader.load import shared_child
+from teneral.loader.sources.base import SourceOptions
 from teneral.loader.sources.file.store import FileStore
 from teneral.loader.tools.pack.pack import pack
 
@@ -138,6 +152,14 @@ def mappings(pid: int) -> list[dict[str, int]]:
         elif is_base and (figure := re.match(r"(\w+): +(\d+) kB", line)):
             found[-1][figure[1]] = int(figure[2])
     return found
+
+
+def holds_base(pid: int) -> bool:
+    """True if the process has a base's memory file open."""
+    names = []
+    with contextlib.suppress(OSError):  # it has ended, or closes files
+        names = [os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()]
+    return any("memfd:teneral-base" in name for name in names)
 
 
 def taken(pool: Pool) -> list[int]:
@@ -347,6 +369,9 @@ def test_the_pool_serves_without_its_base_while_that_is_loaded_and_keeps_one_thr
             with Server(models.folder / "plain", pool.path) as server:
                 assert answer(server)["text"]
                 assert "taken over by a standby" in server.marks()
+                everyone = [pool.process.pid, *descendants(pool.process.pid)]
+                holders = [pid for pid in everyone if holds_base(pid)]
+                assert len(holders) == 2, "the pool and the process that loads: others would keep the memory"
             models.may_send.set()
             until(lambda: not status_of(pool)["base"]["loading"], "the base is in memory")
     finally:
@@ -400,3 +425,26 @@ def test_status_is_printed_as_json_and_needs_a_pool(models: Bucket, pool: Pool, 
     failed = run(tmp_path / "absent.sock")
     assert failed.returncode != 0
     assert "no standby pool" in failed.stderr
+
+
+def test_a_system_without_room_for_another_process_leaves_the_base_and_the_pool(
+    models: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = PoolBase(str(models.folder / "base"), SourceOptions())
+    try:
+        assert base.take()
+
+        def refuse() -> int:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        with monkeypatch.context() as changed:
+            changed.setattr(shared_child, "new_memory_file", refuse)
+            base.load()
+        assert not base.is_loading
+        assert "Too many open files" in base.status()["error"]
+        assert base.status()["digest"] == models.digest("base").hex()
+        base.load()
+        assert not base.take(), "it has the same digest"
+        assert base.status()["error"] is None
+    finally:
+        base.close()

@@ -22,6 +22,7 @@ from teneral.loader.errors import (
     UnavailableError,
 )
 from teneral.loader.format.manifest import Tier
+from teneral.loader.load import load as loading
 from teneral.loader.load.accounting import LoadState
 from teneral.loader.load.load import LoadOptions, WeightLoad
 from teneral.loader.timeline import Timeline
@@ -298,3 +299,24 @@ def test_many_loads_cancelled_at_any_moment_leave_no_thread() -> None:
         assert_ended(load)
         load.check_integrity()
     assert threading.active_count() == before
+
+
+def test_a_load_whose_last_thread_is_refused_is_complete_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built = build_artifact(LAYERS)
+    monkeypatch.setattr(loading, "MIN_HUGE_BYTES", 0)
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "teneral-huge-pages":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with WeightLoad(built.store, built.manifest) as load:
+        load.start()
+        for group in built.manifest.groups:
+            load.wait(group.index, timeout_s=WAIT_S)
+        assert_ended(load)
+        assert load.progress().state is LoadState.EXACT

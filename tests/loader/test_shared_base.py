@@ -7,13 +7,14 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.load import patience_s
 from tests.support.tiny_models import save_tiny
 
 from teneral.loader.artifact import find_file, open_artifact
-from teneral.loader.errors import InsufficientMemoryError, NotFoundError
+from teneral.loader.errors import InsufficientMemoryError, LoadError, NotFoundError
 from teneral.loader.load.load import WeightLoad
 from teneral.loader.load.options import LoadOptions
 from teneral.loader.load.shared import SharedBase, SharedLoad
@@ -97,3 +98,22 @@ def test_an_absent_base_is_its_sources_error_and_a_cancelled_load_leaves_nothing
     loading.cancel()
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(loading.fileno())
+
+
+def test_memory_that_cannot_be_sealed_is_the_loads_error_and_is_given_back(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loading = SharedLoading(SharedTask(str(artifact), SourceOptions(), LoadOptions()))
+    fd = loading._memory_fd
+    memory: list[mmap.mmap] = []
+    refused = SharedBase.__init__
+
+    def hold(self: SharedBase, *arguments: Any) -> None:
+        memory.append(mmap.mmap(fd, mmap.PAGESIZE))  # as a process that could still write to it
+        refused(self, *arguments)
+
+    monkeypatch.setattr(SharedBase, "__init__", hold)
+    with pytest.raises(LoadError, match="cannot be sealed"):
+        loading.finish()
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(fd)

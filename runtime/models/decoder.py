@@ -229,7 +229,9 @@ class ForwardPass:
             both._x = self._decoder.executor.join([self._x, behind._x])
         if self._chosen is not None and behind._chosen is not None:
             both._chosen = np.concatenate([self._chosen, behind._chosen])
-        both._strips = [np.concatenate(pair) for pair in zip(self._strips, behind._strips, strict=True)]
+        # At the head, one of them may have come without strips, or with fewer: all of it is computed then.
+        if len(self._strips) == len(behind._strips):
+            both._strips = [np.concatenate(pair) for pair in zip(self._strips, behind._strips, strict=True)]
         return both
 
     def without(self, numbers: Collection[int]) -> ForwardPass:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ...loader.errors import CheckpointError
+from ...loader.errors import CheckpointError, TeneralError
 from ...loader.process.cpu import available_cores
 from ..errors import ModelError
 from .spec import FILE_NAME, NO_TELEMETRY, parse_spec
@@ -93,7 +93,7 @@ def open_runner(
 
             try:
                 return runner.exchange(make, load.manifest.weight_bytes)
-            except ModelError as error:
+            except TeneralError as error:  # of its file in the store, too
                 if config.ort_providers is not None:  # the segments are not what was asked for
                     raise
                 logger.error("the model stays in segments: %s", error)

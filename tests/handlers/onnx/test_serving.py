@@ -22,7 +22,7 @@ from tests.support.store_server import StoreServer
 
 from teneral import cli
 from teneral.handlers.function.handler import Handler
-from teneral.loader.errors import TeneralError
+from teneral.loader.errors import TeneralError, UnavailableError
 from teneral.loader.sources.file.store import FileStore
 from teneral.loader.timeline import Timeline
 from teneral.runtime.config import ServeConfig
@@ -274,11 +274,15 @@ async def test_a_damaged_weight_fails_the_instance(bert: Packed, tmp_path: Path)
     assert isinstance(failure, TeneralError)
 
 
+@pytest.mark.parametrize("kind", [ModelError, UnavailableError])
 async def test_a_whole_session_that_cannot_be_made_leaves_the_segments(
-    bert: Packed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    bert: Packed,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: type[TeneralError],
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
-        raise ModelError("no whole session today")
+        raise kind("no whole session today")
 
     monkeypatch.setattr(sessions.WholeModel, "__init__", refuse)
     body = {"inputs": {name: array.tolist() for name, array in bert.made.inputs.items()}}
@@ -287,7 +291,7 @@ async def test_a_whole_session_that_cannot_be_made_leaves_the_segments(
         assert (await server.post("/invoke", body)).status == 200
     with Instance(ServeConfig(model=str(bert.artifact), threads=1, ort_providers="cpu")) as instance:
         failure = await asyncio.to_thread(instance.ended.result, WAIT_S)
-    assert isinstance(failure, ModelError)
+    assert isinstance(failure, kind)
 
 
 def test_without_onnxruntime_the_extra_is_named(bert: Packed, monkeypatch: pytest.MonkeyPatch) -> None:

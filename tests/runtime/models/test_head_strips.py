@@ -190,6 +190,20 @@ def test_a_pass_that_is_joined_at_a_strip_or_loses_a_sequence_there_gives_the_sa
         assert same_bits(finish(both), exact(model, one, two))
 
 
+def test_at_the_head_a_pass_with_strips_is_joined_with_one_without(folder: Path) -> None:
+    one, two = {"one": PROMPT}, {"two": prompt_of(4, seed=1)}
+    with streamed(folder, tied=True) as model:
+        stepper = Stepper(model.decoder)
+        ahead, behind = model.begin(stepper, one), model.begin(stepper, two)
+        model.to_the_held_strip(ahead)
+        model.held.release()
+        expected = exact(model, one, two)
+        for under_way in (ahead, behind):  # the second one finds all weights there
+            while model.decoder.stages[under_way.stage].work is not Work.HEAD:
+                under_way.advance()
+        assert same_bits(finish(ahead.joined(behind)), expected)
+
+
 def test_complete_weights_have_no_strips() -> None:
     of = tiny_model("qwen2", vocab_size=VOCAB_SIZE)
     assert weights_of(of).head_strips == ()

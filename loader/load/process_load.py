@@ -89,7 +89,8 @@ class ProcessLoad:
         self._statistics: LoadStatistics | None = None
         self._maps_ahead = False
         self._wanted: set[int] = set()  # parts that the child was asked for
-        self._lock = threading.Lock()  # guards the error against the end, and messages to the child
+        self._lock = threading.Lock()  # guards the error against the end
+        self._sending = threading.Lock()  # held while a message goes to the child, which may be stopped
         self._thread = threading.Thread(
             target=self._listen, args=(launched.memory_fd,), name="teneral-load", daemon=True
         )
@@ -298,7 +299,7 @@ class ProcessLoad:
     def _tell(self, wish: list[int] | Order | GiveBack | DeviceSpeed) -> None:
         # Its thread reads whatever else it does; a child that is gone is the listening thread's to
         # tell of.
-        with self._lock, suppress(OSError):
+        with self._sending, suppress(OSError):
             self._child.socket.sendall(pickle.dumps(wish))
 
     def _fail(self, error: TeneralError) -> None:

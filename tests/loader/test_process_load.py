@@ -33,7 +33,7 @@ from teneral.loader.format.manifest import Manifest
 from teneral.loader.load.accounting import LoadState
 from teneral.loader.load.launch import is_possible
 from teneral.loader.load.load import WeightLoad
-from teneral.loader.load.options import LoadOptions
+from teneral.loader.load.options import LoadOptions, Order
 from teneral.loader.load.plan import RowParts
 from teneral.loader.load.process_load import ProcessLoad
 from teneral.loader.sources.file.store import FileStore
@@ -234,3 +234,30 @@ def test_options_reach_the_child(artifact: Path) -> None:
     load = ProcessLoad.start(str(artifact), options=LoadOptions(available_bytes=1))
     with pytest.raises(InsufficientMemoryError):
         load.wait(0, timeout_s=WAIT_S)
+
+
+def test_a_stopped_child_that_reads_no_messages_keeps_no_load_from_its_end(slow: str) -> None:
+    load = ProcessLoad.start(slow)
+    assert load.manifest
+    os.kill(child_of(load).pid, signal.SIGSTOP)
+    num_sent = 0
+
+    def send() -> None:
+        nonlocal num_sent
+        for number in range(100_000):
+            load.reorder(Order.EXACT)
+            num_sent = number
+
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    before = -1
+    while num_sent != before:  # until the socket is full
+        before = num_sent
+        sender.join(0.2)
+    assert sender.is_alive()
+    closer = threading.Thread(target=load.close, daemon=True)
+    closer.start()
+    closer.join(WAIT_S)
+    assert not closer.is_alive()
+    sender.join(WAIT_S)
+    assert not sender.is_alive()

@@ -12,6 +12,7 @@ nothing for too long. This module knows no routes.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from http import HTTPStatus
 from typing import Any, cast
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.streams import StreamReader
 
 from .errors import INVALID_REQUEST, SERVER_ERROR, ApiError
@@ -40,8 +42,8 @@ HIGH_WATER_BYTES = MAX_UNSENT_BYTES - PIECE_BYTES - 1024
 SLOW_BODY_S = 5.0
 
 
-def app_runner(app: web.Application, **options: Any) -> web.AppRunner:
-    """A runner of `app` with the limits of all servers. `options` are further ones of aiohttp."""
+def app_runner(app: web.Application) -> web.AppRunner:
+    """A runner of `app` with the limits of all servers."""
     return web.AppRunner(
         app,
         access_log=None,  # `edge` writes one
@@ -53,10 +55,30 @@ def app_runner(app: web.Application, **options: Any) -> web.AppRunner:
         max_line_size=MAX_REQUEST_LINE_BYTES,
         max_field_size=MAX_HEADER_BYTES,
         max_headers=MAX_HEADERS,
+        logger=_wire_logger(),
         # After the drain only answers being sent are left.
         shutdown_timeout=0.5,
-        **options,
     )
+
+
+def _wire_logger() -> logging.Logger:
+    """The logger for aiohttp."""
+    logger = logging.getLogger("teneral.http.wire")
+    logger.addFilter(_tell_bad_requests_briefly)
+    return logger
+
+
+def _tell_bad_requests_briefly(record: logging.LogRecord) -> bool:
+    """Shorten the log of a client that does not speak HTTP. aiohttp logs an error with a traceback,
+    but it is no error of the server: any port scanner would fill its log.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError):
+        record.levelno = min(record.levelno, logging.INFO)
+        record.levelname = logging.getLevelName(record.levelno)
+        record.msg = f"{record.getMessage()}: {' '.join(error.message.split())[:200]}"
+        record.args, record.exc_info = (), None
+    return True
 
 
 class Connections:

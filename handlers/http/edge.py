@@ -64,7 +64,7 @@ def edge(service: Service, keys: ApiKeys | None, origins: Origins, rules: EdgeRu
         call = Call(request_id_of(request), parent=trace_parent_of(request))
         CALL.set(call)
         status, size_bytes = CLIENT_GONE, 0
-        service.connections.request_begins(request.protocol, body_is_to_come=_body_is_to_come(request))
+        service.connections.request_begins(request.protocol, body_is_to_come=body_is_to_come(request))
         try:
             response = await _guarded(service, guards, request, handler, call)
             status = call.error_status or response.status
@@ -109,7 +109,8 @@ def stamp(origins: Origins) -> Callable[[web.Request, web.StreamResponse], Await
     return add
 
 
-def _body_is_to_come(request: web.Request) -> bool:
+def body_is_to_come(request: web.Request) -> bool:
+    """True if more of the request's body is on its way."""
     return request.method == "POST" and request.can_read_body and not request.content.is_eof()
 
 
@@ -228,7 +229,7 @@ async def _guarded(
             if request.method not in SAFE_METHODS:
                 guards.origins.check(request)
         if guards.keys is not None and not _is_open(request, guards.rules):
-            _check_key(request, guards.keys)
+            check_key(request, guards.keys)
         if request.method != "POST":
             return await handler(request)
         call.deadline = deadline_of(request, call.arrived_s)
@@ -258,7 +259,8 @@ def _is_open(request: web.Request, rules: EdgeRules) -> bool:
     return request.method in ("GET", "HEAD") and _route_of(request) in rules.open_paths
 
 
-def _check_key(request: web.Request, keys: ApiKeys) -> None:
+def check_key(request: web.Request, keys: ApiKeys) -> None:
+    """Check the API key. Raises `ApiError` with 401."""
     if keys.opens(given_key(request.headers)):
         return
     raise ApiError(

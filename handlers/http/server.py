@@ -9,7 +9,6 @@ an HTTP request, over a local socket in a folder that only this user can enter.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import socket
@@ -19,7 +18,6 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from ...loader.errors import TeneralError, UsageError
 from ...loader.process.scratch import ScratchFolder, remove_abandoned
@@ -67,7 +65,7 @@ async def serve(
     began_s = timeline.now_s()
     stop = stop or asyncio.Event()
     service.slot.watch(stop.set)
-    runner = app_runner(app, logger=_wire_logger())
+    runner = app_runner(app)
     await runner.setup()
     listeners: list[asyncio.Server] = []
     try:
@@ -114,26 +112,6 @@ def _share_cores(service: Service) -> None:
         asyncio.get_running_loop().call_later(FIRST_REQUESTS_S, full_speed.set)
     else:
         full_speed.set()
-
-
-def _wire_logger() -> logging.Logger:
-    """The logger for aiohttp."""
-    logger = logging.getLogger("teneral.http.wire")
-    logger.addFilter(_tell_bad_requests_briefly)
-    return logger
-
-
-def _tell_bad_requests_briefly(record: logging.LogRecord) -> bool:
-    """Shorten the log of a client that does not speak HTTP. aiohttp logs an error with a traceback,
-    but it is no error of the server: any port scanner would fill its log.
-    """
-    error = record.exc_info[1] if record.exc_info else None
-    if isinstance(error, HttpProcessingError):
-        record.levelno = min(record.levelno, logging.INFO)
-        record.levelname = logging.getLevelName(record.levelno)
-        record.msg = f"{record.getMessage()}: {' '.join(error.message.split())[:200]}"
-        record.args, record.exc_info = (), None
-    return True
 
 
 @contextmanager

@@ -30,10 +30,10 @@ from ..anthropic.routes import PREFIX as ANTHROPIC_PREFIX
 from ..api_document.operations import OPERATIONS
 from ..console.files import PATHS as CONSOLE_PATHS
 from ..http.connections import Connections
-from ..http.edge import request_id_of
+from ..http.edge import check_key, request_id_of
 from ..http.errors import SERVER_ERROR, ApiError, as_api_error, retry_after
-from ..http.keys import ApiKeys, given_key
-from ..http.limits import MAX_HEAD_BYTES, PIECE_BYTES
+from ..http.keys import ApiKeys
+from ..http.limits import PIECE_BYTES
 from .deployment import Affinity, Deployment, FailingError, Lease
 from .routing import MAX_KEY_CHARS, Body, Chooser
 from .shadow import Seen, Shadows
@@ -137,7 +137,6 @@ class Front:
         began_s = time.monotonic()
         request_id = request_id_of(request)
         status, model = 499, "unknown"
-        self._connections.request_begins(request.protocol)
         try:
             data = bytearray()
             try:
@@ -163,7 +162,6 @@ class Front:
             answer.headers["x-request-id"] = request_id
             return answer
         finally:
-            self._connections.request_ends(request.protocol, request.content)
             seconds = time.monotonic() - began_s
             self._supervisor.metrics.request_ended(model, status, seconds)
             if access_logger.isEnabledFor(logging.INFO):
@@ -193,6 +191,7 @@ class Front:
                         )
                     data += piece
                     self._bodies_bytes += len(piece)
+            self._connections.body_is_there(request.protocol)
         except TimeoutError:
             raise ApiError(
                 408, f"the body took longer than {BODY_TIMEOUT_S:g} s", code="request_timeout"
@@ -253,21 +252,19 @@ class Front:
     ) -> web.StreamResponse:
         limit_s = deployment.model.queue_timeout_s + deployment.model.request_timeout_s + UPSTREAM_GRACE_S
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(limit_s) as limit:
                 for attempt in (1, 2):
                     lease = await self._supervisor.acquire(deployment, asked.affinities)
                     assert lease is not None
                     try:
-                        return await self._splice(request, asked, lease, request_id)
+                        return await self._splice(request, asked, lease, request_id, limit)
                     except LostError:
                         if attempt == 2 or not asked.is_repeatable:
                             break
                         logger.warning("request %s: %s ended, asking again", request_id, lease.server.key)
                         deployment = self._heir(deployment)
         except TimeoutError:
-            raise ApiError(
-                504, f"the request took longer than {limit_s:g} s", kind=SERVER_ERROR, code="request_timeout"
-            ) from None
+            raise _took_too_long() from None
         raise ApiError(
             502,
             "the instance ended before it answered",
@@ -284,12 +281,12 @@ class Front:
         return state.choose(None, None, self._chooser) or deployment
 
     async def _splice(
-        self, request: web.Request, asked: Asked, lease: Lease, request_id: str
+        self, request: web.Request, asked: Asked, lease: Lease, request_id: str, limit: asyncio.Timeout
     ) -> web.StreamResponse:
         """Send the request to the instance, and pass its answer through. Raises `LostError` if
-        nothing was sent to the client yet.
+        nothing was sent to the client yet. At the time `limit`, a stream ends with an error.
         """
-        deployment, is_error = lease.server.deployment, False
+        deployment, is_error, is_late = lease.server.deployment, False, False
         headers = _forwarded(request, request_id)
         path = asked.path.replace("{model}", quote(deployment.model.name)) if asked.is_kserve else asked.path
         url = URL(f"{lease.server.process.url}{path}", encoded=True)
@@ -322,11 +319,28 @@ class Front:
                     return web.Response(status=answer.status, headers=reply_headers, body=whole)
                 response = web.StreamResponse(status=answer.status, headers=reply_headers)
                 await response.prepare(request)
-                is_error = not await _pour(answer, response, request.path, request_id)
+                end_s = limit.when()
+                assert end_s is not None
+                limit.reschedule(None)  # no other answer can follow what was sent
+                failure = await _pour(answer, response, end_s)
+                if failure is not None:
+                    is_error, is_late = True, failure.status == 504
+                    if answer.content_type != "text/event-stream":
+                        raise ConnectionResetError(failure.message)
+                    event = (
+                        error_event(failure, request_id)
+                        if _is_anthropic(request.path)
+                        else b"data: " + failure.body()
+                    )
+                    await response.write(event + b"\n\n")
                 await response.write_eof()
                 return response
+        except asyncio.CancelledError:
+            is_late = limit.expired()
+            raise
         finally:
-            self._supervisor.release(lease, is_error=is_error)
+            is_hung = is_late and time.monotonic() - began_s > deployment.model.request_timeout_s
+            self._supervisor.release(lease, is_error=is_error or is_hung, is_hung=is_hung)
 
     def _client(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -346,35 +360,32 @@ def _too_large() -> ApiError:
     )
 
 
-def check_key(request: web.Request, keys: ApiKeys) -> None:
-    """Check the API key. Raises `ApiError` with 401."""
-    if not keys.opens(given_key(request.headers)):
-        raise ApiError(
-            401,
-            "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
+def _took_too_long() -> ApiError:
+    return ApiError(504, "the instance did not answer in time", kind=SERVER_ERROR, code="request_timeout")
 
 
 async def _pour(
-    answer: aiohttp.ClientResponse, response: web.StreamResponse, path: str, request_id: str
-) -> bool:
-    """Pass an answer's body through as it arrives. Returns False if the instance ended in the
-    middle; the client is notified by an event that clients of the path's protocol take for an error.
+    answer: aiohttp.ClientResponse, response: web.StreamResponse, end_s: float
+) -> ApiError | None:
+    """Pass an answer's body through as it arrives. Returns the error if the instance ended in the
+    middle, or sends nothing more after the time `end_s`.
     """
-    try:
-        async for piece in answer.content.iter_any():
-            for begin in range(0, len(piece), PIECE_BYTES):
-                await response.write(piece[begin : begin + PIECE_BYTES])
-    except (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError) as error:
-        if answer.content_type != "text/event-stream":
-            raise ConnectionResetError("the instance ended while it answered") from error
-        lost = ApiError(502, "the instance ended while it answered", kind=SERVER_ERROR, code="instance_lost")
-        event = error_event(lost, request_id) if _is_anthropic(path) else b"data: " + lost.body()
-        await response.write(event + b"\n\n")
-        return False
-    return True
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            # A slow client may have taken all of the time.
+            async with asyncio.timeout_at(max(end_s, loop.time() + UPSTREAM_GRACE_S)):
+                piece = await answer.content.readany()
+        except (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError):
+            return ApiError(
+                502, "the instance ended while it answered", kind=SERVER_ERROR, code="instance_lost"
+            )
+        except TimeoutError:
+            return _took_too_long()
+        if not piece:
+            return None
+        for begin in range(0, len(piece), PIECE_BYTES):
+            await response.write(piece[begin : begin + PIECE_BYTES])
 
 
 def _is_anthropic(path: str) -> bool:
@@ -424,7 +435,7 @@ def _understand(request: web.Request, data: bytes) -> Asked:
     raw_path = request.rel_url.raw_path_qs
     if path in BODY_PATHS:
         body = Body.parse(data)
-        session = body.session if "teneral" in body.fields and body.session else session or body.session
+        session = body.session if body.fields.teneral and body.session else session or body.session
         affinities: tuple[Affinity, ...] = (session,) if session else tuple(body.prefixes())
         name = body.model or named
         return Asked(name, session, affinities, raw_path, data, True, body=body)
@@ -482,16 +493,3 @@ def _as_api_error(error: Exception) -> ApiError:
         with suppress(Exception):
             logger.error("a request failed", exc_info=error)
     return failure
-
-
-def max_connections(supervisor: Supervisor) -> Connections:
-    """The bounds on the front's connections: places at all instances, and some to spare."""
-    places = sum(
-        state.model.max_instances * state.model.max_concurrency for state in supervisor.models.values()
-    )
-    return Connections(
-        max_connections=max(1024, min(65_536, 2 * places)),
-        max_head_bytes=MAX_HEAD_BYTES,
-        head_timeout_s=30.0,
-        write_stall_s=60.0,
-    )

@@ -10,11 +10,11 @@ from typing import Any
 from aiohttp import web
 
 from ...runtime.metrics import CONTENT_TYPE
+from ..http.edge import check_key
 from ..http.errors import SERVER_ERROR, ApiError, retry_after
 from ..http.json_bodies import encode
 from ..http.keys import ApiKeys
 from .deployment import Deployment
-from .front import check_key
 from .metrics import Gauges
 from .supervisor import STANDBY_KEY, Supervisor
 from .versions import ModelState

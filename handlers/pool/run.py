@@ -29,15 +29,16 @@ from ...loader.process.scratch import ScratchFolder, remove_abandoned
 from ...loader.sources.open import scheme_of
 from ...runtime.config import PREFIX, ServeConfig
 from ..console.routes import PageRoutes
-from ..http.connections import app_runner
-from ..http.edge import Origins, parse_origins, request_id_of
+from ..http.connections import Connections, app_runner
+from ..http.edge import Origins, body_is_to_come, parse_origins, request_id_of
 from ..http.errors import as_api_error
 from ..http.keys import ApiKeys, parse_keys
-from ..http.listening import listen
+from ..http.limits import MAX_HEAD_BYTES, Limits
+from ..http.listening import listen, max_files
 from ..http.logs import write_json
 from .deployment import Deployment
 from .file import read_pool
-from .front import Front, max_connections, shaped_response
+from .front import Front, shaped_response
 from .metrics import PoolMetrics
 from .overview import Overview
 from .process import Budget, StandbyPool, inherited_environment, instance_config
@@ -71,6 +72,7 @@ def state_folder(given: str | None) -> Iterator[Path]:
 
 WATCH_S = 10.0
 BACKLOG = 1024
+FILES_PER_INSTANCE = 4  # at most: while it starts, and its connection for probes
 logger = logging.getLogger("teneral.pool")
 
 
@@ -143,10 +145,11 @@ class _Runner:
     async def serve(self, sock: socket.socket) -> None:
         self._reload_lock = asyncio.Lock()
         supervisor = self._supervisor = await self._make_supervisor()
-        connections = max_connections(supervisor)
+        connections = _bounded_connections(supervisor)
         front = Front(supervisor, connections, self._keys)
         overview = Overview(supervisor, self._keys, may_control=self._options.model_control)
-        app = web.Application(middlewares=[_answering_errors, _guarding_origins(supervisor)])
+        middlewares = [_counting(connections), _answering_errors, _guarding_origins(supervisor)]
+        app = web.Application(middlewares=middlewares)
         app.on_response_prepare.append(_name_the_server)
         routes = list(overview.routes())
         if self._options.console:
@@ -306,6 +309,40 @@ class _Runner:
         finally:
             with suppress(ValueError):
                 loop.remove_signal_handler(signal.SIGHUP)
+
+
+def _bounded_connections(supervisor: Supervisor) -> Connections:
+    """The bounds on the front's connections: places at all instances, and some to spare, as far as
+    the limit of open files allows.
+    """
+    models = [state.model for state in supervisor.models.values()]
+    places = sum(model.max_instances * model.max_concurrency for model in models)
+    # Each request has a connection to its instance, too, and each instance has files of its own.
+    num_files = max_files() - FILES_PER_INSTANCE * sum(model.max_instances for model in models)
+    wanted = Limits(max_connections=max(1024, min(65_536, 2 * places)))
+    limits = wanted.within_files(num_files // 2)
+    if limits.max_connections < wanted.max_connections:
+        logger.info("%d connections at a time, because ulimit -n is %d", limits.max_connections, max_files())
+    return Connections(
+        max_connections=limits.max_connections,
+        max_head_bytes=MAX_HEAD_BYTES,
+        head_timeout_s=limits.head_timeout_s,
+        write_stall_s=limits.write_stall_s,
+    )
+
+
+def _counting(connections: Connections) -> Middleware:
+    """Counts each request, whatever its route, for the bounds on connections."""
+
+    @web.middleware
+    async def count(request: web.Request, handler: Handler) -> web.StreamResponse:
+        connections.request_begins(request.protocol, body_is_to_come=body_is_to_come(request))
+        try:
+            return await handler(request)
+        finally:
+            connections.request_ends(request.protocol, request.content)
+
+    return count
 
 
 async def _name_the_server(_: web.Request, response: web.StreamResponse) -> None:

@@ -91,8 +91,8 @@ class Supervisor:
             raise CapacityError(f"{MAX_WAITING} requests are waiting for instances, which is the limit")
         return await self._wait(deployment, affinities)
 
-    def release(self, lease: Lease, *, is_error: bool = False) -> None:
-        """The request is over. `is_error`: the instance was at fault."""
+    def release(self, lease: Lease, *, is_error: bool = False, is_hung: bool = False) -> None:
+        """The request is over. `is_error`: the instance was at fault; `is_hung`: it does nothing more, and is ended."""
         server, deployment = lease.server, lease.server.deployment
         server.in_work -= 1
         server.served += not is_error
@@ -100,9 +100,9 @@ class Supervisor:
         deployment.answered(is_error=is_error)
         deployment.dispatch()
         deployment.request_ended(self._now_s)
+        if is_hung or (server.in_work == 0 and (server.closing or deployment.retired)):
+            self._end(server)
         if server.in_work == 0:
-            if server.closing or deployment.retired:
-                self._end(server)
             self.budget.notify()
         if is_error and deployment.fails_too_often:
             self._roll_back(deployment)
@@ -431,11 +431,13 @@ class Supervisor:
             async with asyncio.timeout(deployment.model.queue_timeout_s):
                 server = await waiter.future
         except TimeoutError:
-            raise CapacityError(
-                f"no instance of {deployment.name!r} was free within {deployment.model.queue_timeout_s:g} s"
-                + (f": {deployment.reason}" if deployment.reason else ""),
-                retry_after_s=deployment.mean_start_s,
-            ) from None
+            if waiter.future.cancelled():
+                raise CapacityError(
+                    f"no instance of {deployment.name!r} was free within {deployment.model.queue_timeout_s:g} s"
+                    + (f": {deployment.reason}" if deployment.reason else ""),
+                    retry_after_s=deployment.mean_start_s,
+                ) from None
+            server = waiter.future.result()  # it came in the last moment, and its place is taken
         except asyncio.CancelledError:
             if waiter.future.done() and not waiter.future.cancelled() and waiter.future.exception() is None:
                 self.release(Lease(waiter.future.result(), ""))

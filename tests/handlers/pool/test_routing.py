@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections import Counter
 
 import pytest
@@ -93,6 +94,19 @@ def test_a_body_keeps_its_bytes_but_for_the_model() -> None:
     assert b"12345678901234567890" in renamed
     assert json.loads(renamed) == {**json.loads(data), "model": "own"}
     assert body.named("alias") is data
+
+
+def test_fields_that_the_front_does_not_read_cost_nothing() -> None:
+    data = b'{"model":"m",%s,"user":"u"}' % b",".join(b'"%x":1' % number for number in range(100_000))
+    tracemalloc.start()
+    try:
+        body = Body.parse(data)
+        held_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (body.model, body.session) == ("m", "u")
+    assert held_bytes < 10_000
+    assert json.loads(body.named("own")) == {**json.loads(data), "model": "own"}
 
 
 def test_an_adapters_name_stays_with_the_body_and_is_no_part_of_the_models() -> None:

@@ -1,0 +1,214 @@
+"""The pool's front between its clients and instances that hang, in the test's own process. The instance is a server of
+the test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from teneral.handlers.http.limits import Limits
+from teneral.handlers.http.listening import listen
+from teneral.handlers.pool import front, run
+from teneral.handlers.pool.deployment import Deployment, Server
+from teneral.handlers.pool.file import read_pool
+from teneral.handlers.pool.process import ServerProcess
+from teneral.handlers.pool.repository import Release
+from teneral.handlers.pool.supervisor import Supervisor
+from teneral.runtime.config import ServeConfig
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are watched as Linux does it")
+POOL = """
+version = 1
+[models.m]
+source = "nowhere"
+max_instances = 1
+max_concurrency = 1
+target_concurrency = 1
+queue_timeout_s = 0.2
+request_timeout_s = 1
+"""
+BODY = {"model": "m", "prompt": "a"}
+
+
+class Process(ServerProcess):
+    """An instance in the test's process: only its end is noted."""
+
+    ends = 0
+
+    async def end(self, drain_s: float) -> None:
+        self.ends += 1
+
+
+class Rig:
+    """A pool with one model and one instance, whose answers `handle` gives."""
+
+    def __init__(self, supervisor: Supervisor, deployment: Deployment, process: Process, port: int) -> None:
+        self.supervisor = supervisor
+        self.deployment = deployment
+        self.process = process
+        self.port = port
+        self.writers: list[asyncio.StreamWriter] = []  # keep their connections open
+        self.client = aiohttp.ClientSession(f"http://127.0.0.1:{port}")
+
+    @property
+    def server(self) -> Server:
+        return self.deployment.servers["m#1"]
+
+    async def connect(self, data: bytes) -> asyncio.StreamReader:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(data)
+        self.writers.append(writer)
+        return reader
+
+
+@asynccontextmanager
+async def running(folder: Path, handle: Any) -> AsyncIterator[Rig]:
+    (folder / "pool.toml").write_text(POOL)
+    options = run.RunOptions(file=str(folder / "pool.toml"))
+    runner = run._Runner(read_pool(options.file), options, folder, {})
+    app = web.Application()
+    app.router.add_post("/{path:.*}", handle)
+    sock = listen("127.0.0.1", 0)
+    async with TestServer(app) as instance:
+        task = asyncio.create_task(runner.serve(sock))
+        while runner._supervisor is None:
+            await asyncio.sleep(0.01)
+        state = runner._supervisor.models["m"]
+        state.update(state.model, [(Release(None, "/m", "1", 0), ServeConfig(model="/m"))])
+        deployment = state.targets()[0]
+        assert instance.port is not None
+        process = Process(os.getpid(), instance.port, "standby")
+        deployment.servers["m#1"] = Server("m#1", deployment, process, 0.1, 0.0, 0.0)
+        rig = Rig(runner._supervisor, deployment, process, sock.getsockname()[1])
+        try:
+            async with rig.client:
+                yield rig
+        finally:
+            for writer in rig.writers:
+                writer.close()
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+            process._ended()
+
+
+async def answer(_: web.Request) -> web.StreamResponse:
+    return web.json_response({"choices": []})
+
+
+async def test_a_connection_that_only_asks_the_pool_itself_is_not_taken_for_a_slow_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "Limits", functools.partial(Limits, head_timeout_s=0.3))
+    async with running(tmp_path, answer) as rig:
+        for path in ("/livez", "/v1/models", "/nowhere"):
+            reader = await rig.connect(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            assert (await reader.readline()).startswith(b"HTTP/1.1 ")
+            await reader.readuntil(b"\r\n\r\n")
+            rest = b""
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.6):
+                    while piece := await reader.read(4096):
+                        rest += piece
+            assert b"408" not in rest, path
+            assert not reader.at_eof(), path
+
+
+async def test_a_slow_body_gives_its_connection_up_where_there_are_too_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "max_files", lambda: 0)  # the fewest connections
+    monkeypatch.setattr("teneral.handlers.http.connections.SLOW_BODY_S", 0.1)
+    async with running(tmp_path, answer) as rig:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+        slow = [await rig.connect(head) for _ in range(64)]
+        await asyncio.sleep(0.3)
+        async with rig.client.get("/livez") as live:
+            assert live.status == 200
+        assert len(slow) == 64
+
+
+async def test_a_stream_whose_instance_hangs_ends_with_an_error_and_so_does_the_instance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front, "UPSTREAM_GRACE_S", 0.1)
+    released = asyncio.Event()
+
+    async def hang(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"data: {}\n\n")
+        await released.wait()
+        return response
+
+    async with running(tmp_path, hang) as rig:
+        async with rig.client.post("/v1/completions", json=BODY) as streamed:
+            body = await streamed.read()
+        first, last = body.strip().split(b"\n\n")
+        assert first == b"data: {}"
+        assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "request_timeout"
+        assert rig.process.ends == 1
+        released.set()
+
+
+async def test_an_instance_that_hangs_before_it_answers_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front, "UPSTREAM_GRACE_S", 0.1)
+    released = asyncio.Event()
+
+    async def hang(request: web.Request) -> web.StreamResponse:
+        await released.wait()
+        return await answer(request)
+
+    async with running(tmp_path, hang) as rig:
+        with suppress(
+            aiohttp.ClientError, TimeoutError
+        ):  # a client that gives up says nothing of the instance
+            await rig.client.post("/v1/completions", json=BODY, timeout=aiohttp.ClientTimeout(total=0.3))
+        await asyncio.sleep(0.1)
+        assert (rig.process.ends, rig.server.in_work) == (0, 0)
+        async with rig.client.post("/v1/completions", json=BODY) as late:
+            assert late.status == 504
+        assert (rig.process.ends, rig.deployment.errors) == (1, 1)
+        released.set()
+
+
+async def test_a_place_that_comes_as_the_wait_ends_is_not_lost(tmp_path: Path) -> None:
+    async with running(tmp_path, answer) as rig:
+        held = await rig.supervisor.acquire(rig.deployment)
+        assert held is not None
+        waiting = asyncio.create_task(rig.supervisor.acquire(rig.deployment))
+        await asyncio.sleep(0.1)
+        time.sleep(0.15)  # the loop is late, so that both happen in its next round
+        asyncio.get_running_loop().call_soon(rig.supervisor.release, held)
+        lease = await waiting
+        assert lease is not None
+        rig.supervisor.release(lease)
+        assert rig.server.in_work == 0
+
+
+async def test_clients_that_do_not_speak_http_leave_one_line_without_a_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(tmp_path, answer) as rig:
+        with caplog.at_level(logging.INFO):
+            reader = await rig.connect(b"POST / HTTP/1.1\r\nX: a\rb\r\n\r\n")
+            assert b" 400 " in await reader.readline()
+        found = [record for record in caplog.records if "Error handling request" in record.getMessage()]
+        assert [(record.levelno, record.exc_info) for record in found] == [(logging.INFO, None)]

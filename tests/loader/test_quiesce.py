@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.support.gguf_files import float_tensors, gguf_file, metadata
 from tests.support.store_server import StoreServer
 
+from teneral.loader.artifact import open_model
 from teneral.loader.sources.base import Remote, SourceOptions
 from teneral.loader.sources.file.store import FileStore
 from teneral.loader.sources.open import open_source
@@ -41,6 +43,22 @@ def test_idle_connections_are_closed_and_made_anew(
 
 def test_what_is_on_this_machine_has_nothing_of_the_kind(folder: Path) -> None:
     assert not isinstance(FileStore(folder), Remote)
+
+
+def test_a_gguf_file_has_what_its_store_has(folder: Path) -> None:
+    (folder / "bucket" / "m.gguf").write_bytes(gguf_file(metadata(), float_tensors()))
+    assert not isinstance(open_model(str(folder / "bucket" / "m.gguf")), Remote)
+    with StoreServer(folder) as store:
+        source = open_model(f"{store.url}/bucket/m.gguf")
+        assert isinstance(source, Remote)
+        source.stat("config.json")
+        source.quiesce()
+        source.read_into("model.safetensors", 0, memoryview(bytearray(8)))
+        source.read_into(
+            "model.safetensors", source.stat("model.safetensors").size_bytes - 8, memoryview(bytearray(8))
+        )
+        assert store.num_connections == 2
+        source.close()
 
 
 def test_credentials_are_looked_for_again() -> None:

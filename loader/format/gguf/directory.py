@@ -64,6 +64,8 @@ class GgufDirectory:
         self._keep_integers = keep_integers
         self._known: _Content | None = None
         self._opening = threading.Lock()
+        if isinstance(source, Remote):  # then this is one, too
+            self.quiesce = source.quiesce
 
     @property
     def url(self) -> str:
@@ -109,10 +111,6 @@ class GgufDirectory:
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         names = sorted((*self._open().files, WEIGHTS_NAME))
         return (self.stat(name) for name in names if name.startswith(prefix))
-
-    def rest(self) -> None:
-        if isinstance(self._source, Remote):
-            self._source.quiesce()
 
     def close(self) -> None:
         self._source.close()

@@ -11,6 +11,7 @@
 # TORCH_INDEX is the index that torch comes from: one with its CPU builds, a tenth of the size, unless CUDA is wanted; a
 # torch that brings CUDA's libraries unasked ends the build.
 # Dependencies come as infra/image/lock/<extras>.txt pins them, with hashes; for other extras, as pyproject.toml allows.
+# Of them what nothing here imports is left out (docs/decisions/0054).
 # The layer of dependencies has one time for all of its files: made again of the same packages, it is the one that the
 # build's cache has.
 ARG PYTHON=3.12
@@ -36,8 +37,10 @@ FROM system AS dependencies
 ARG EXTRAS=""
 ARG TORCH_INDEX=""
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-RUN python -m venv /opt/teneral && ls -d /opt/teneral/lib/python*/site-packages | while read -r site; do \
-      echo /opt/teneral-code/lib >"$site/teneral-code.pth"; done
+COPY infra/image/base_pip.py /lock/
+RUN python -m venv --without-pip /opt/teneral && cd /opt/teneral/lib/python*/site-packages \
+ && echo /opt/teneral-code/lib >teneral-code.pth && install -m 0755 /lock/base_pip.py pip.py \
+ && ln -s "$PWD/pip.py" /opt/teneral/bin/pip && ln -s pip /opt/teneral/bin/pip3
 WORKDIR /lock
 COPY --from=wanted /lock/ ./
 COPY infra/image/lock ./lock
@@ -52,12 +55,17 @@ RUN if [ -s torch.txt ]; then \
 RUN locked="lock/${EXTRAS:-base}.txt"; if [ -f "$locked" ]; then \
       /opt/teneral/bin/pip install --no-compile --no-deps --require-hashes -r "$locked"; \
     else /opt/teneral/bin/pip install --no-compile -r wanted.txt; fi
-# numpy's own tests, and zstandard's second build, for Pythons that are not CPython: 30 MB.
+# numpy's own tests, zstandard's second build, for Pythons that are not CPython, and what extension modules have for
+# debuggers: 50 MB. Libraries that a wheel has in a folder of their own were rewritten when it was made, and stay.
 RUN cd /opt/teneral/lib/python*/site-packages && find numpy -name tests -type d -prune -exec rm -rf {} + \
- && rm -f zstandard/_cffi*.so
+ && rm -f zstandard/_cffi*.so \
+ && apt-get update && apt-get install -y --no-install-recommends binutils \
+ && find . -name "*.cpython-*.so" -exec strip --strip-unneeded {} + && find . -name "*.abi3.so" -exec strip --strip-unneeded {} + \
+ && apt-get purge -y --auto-remove binutils && rm -rf /var/lib/apt/lists/*
 # Bytecode is compiled here, once: without it every cold start would compile its imports again.
 RUN { /opt/teneral/bin/python -m compileall -qq -j 0 --invalidation-mode unchecked-hash /opt/teneral/lib || true; } \
- && /opt/teneral/bin/pip check
+ && { /opt/teneral/bin/pip check || true; } >check.txt && [ -s check.txt ] \
+ && ! grep -vE "^No broken requirements|^tokenizers .* requires huggingface-hub, which is not installed" check.txt
 # The bill of materials: these packages with their locked hashes, and Debian's.
 COPY infra/image/sbom.py ./
 RUN python sbom.py "lock/${EXTRAS:-base}.txt" --system \

@@ -15,6 +15,7 @@ import threading
 import time
 import tomllib
 import urllib.request
+import zipfile
 from collections.abc import Mapping
 from importlib.metadata import distributions
 from pathlib import Path
@@ -153,6 +154,23 @@ def test_each_stage_with_an_entry_point_has_a_command():
 
 # The built image
 
+LOAD_ALL = """
+import ctypes, glob, os
+libraries = glob.glob("/opt/teneral/lib/python*/site-packages/**/*.so", recursive=True)
+for library in libraries:
+    ctypes.CDLL(library, mode=os.RTLD_NOW)
+print(len(libraries))
+"""
+
+
+def inside(*command: str) -> str:
+    """The output of a command in the image, by root, as `RUN` in a derived image has it."""
+    path = "/opt/teneral-code/bin:/opt/teneral/bin:/usr/local/bin:/usr/bin:/bin"
+    program = ["chroot", BUILT, "env", "-i", f"PATH={path}", *command]
+    result = subprocess.run(program, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
 
 def start(
     *arguments: str, port: int, image: str = "server", variables: Mapping[str, str] | None = None
@@ -271,13 +289,48 @@ def test_a_release_changes_small_layers_only():
 
 
 @needs_image
+def test_the_image_takes_less_than_150_mb_beyond_its_base():
+    """Of the disk, as `du` counts; without a GPU's kernels and other extras."""
+    if any(Path(BUILT, "opt/teneral/lib").glob("python*/site-packages/torch")):
+        pytest.skip("the image of another extra")
+    paths = [path for folder in ("teneral", "teneral-code") for path in Path(BUILT, "opt", folder).rglob("*")]
+    assert sum(path.lstat().st_blocks * 512 for path in paths) < 150_000_000
+
+
+@needs_image
+def test_extension_modules_load_without_their_symbols():
+    assert int(inside("python", "-c", LOAD_ALL)) > 30
+    product = "import numpy; a = numpy.eye(64) * 2; print(int((numpy.linalg.inv(a) @ a).sum()))"
+    assert inside("python", "-c", product) == "64\n"
+
+
+@needs_image
+@pytest.mark.parametrize("pip", [("pip",), ("pip3",), ("python", "-m", "pip")])
+def test_a_derived_image_installs_packages_where_handlers_find_them(pip):
+    name = "teneral_added"
+    wheel = Path(BUILT, "tmp", f"{name}-1.0-py3-none-any.whl")
+    info = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr(f"{name}.py", "here = True\n")
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+    inside(*pip, "install", "--no-index", f"/tmp/{wheel.name}")
+    assert inside("python", "-c", f"import {name}; print({name}.__file__)").startswith("/opt/teneral/lib/")
+    inside(*pip, "uninstall", "--yes", name)
+    wheel.unlink()
+
+
+@needs_image
 def test_the_bill_of_materials_names_what_is_installed():
     bill = json.loads(Path(BUILT, "opt/teneral/sbom.cdx.json").read_text())
     (site,) = Path(BUILT, "opt/teneral/lib").glob("python*/site-packages")
     there = {(each.metadata["Name"].lower(), each.version) for each in distributions(path=[str(site)])}
     listed = {(each["name"], each["version"]) for each in bill["components"]}
     assert {(re.sub("[-_.]+", "-", name), version) for name, version in there} <= listed
-    assert "tini" in {name for name, _ in listed}
+    names = {name for name, _ in listed}
+    assert "tini" in names
+    assert not names & {"huggingface-hub", "hf-xet", "pip", "binutils"}
 
 
 @needs_image

@@ -26,6 +26,7 @@ from aiohttp.streams import StreamReader
 from .errors import INVALID_REQUEST, SERVER_ERROR, ApiError
 from .limits import (
     IDLE_CONNECTION_S,
+    MAX_HEAD_BYTES,
     MAX_HEADER_BYTES,
     MAX_HEADERS,
     MAX_REQUEST_LINE_BYTES,
@@ -88,12 +89,10 @@ class Connections:
         self,
         *,
         max_connections: int,
-        max_head_bytes: int,
         head_timeout_s: float,
         write_stall_s: float,
         retry_after_s: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        self.max_head_bytes = max_head_bytes
         self.head_timeout_s = head_timeout_s
         self.write_stall_s = write_stall_s
         self.retry_after_s = retry_after_s
@@ -264,9 +263,9 @@ class _Connection(asyncio.Protocol):
         self._tail = head[1 - len(HEAD_END) :]
         self._head_is_whole = HEAD_END in head
         self._head_bytes += len(data)
-        if self._head_is_whole or self._head_bytes <= owner.max_head_bytes:
+        if self._head_is_whole or self._head_bytes <= MAX_HEAD_BYTES:
             return True
-        self._refuse(431, f"the headers are larger than {owner.max_head_bytes} bytes", "headers_too_large")
+        self._refuse(431, f"the headers are larger than {MAX_HEAD_BYTES} bytes", "headers_too_large")
         return False
 
     def _watch_taking(self) -> None:

@@ -29,7 +29,7 @@ from .connections import Connections
 from .errors import SERVER_ERROR, ApiError, as_api_error, expected_wait_s
 from .inflight import Deadline, InFlight, Work
 from .json_bodies import Decoder
-from .limits import MAX_HEAD_BYTES, Limits
+from .limits import Limits
 from .model_slot import ModelSlot, count_start
 
 if TYPE_CHECKING:
@@ -140,7 +140,6 @@ class Service:
         )
         self.connections = Connections(
             max_connections=limits.max_connections,
-            max_head_bytes=MAX_HEAD_BYTES,
             head_timeout_s=limits.head_timeout_s,
             write_stall_s=limits.write_stall_s,
             retry_after_s=self._retry_after_s,

@@ -33,7 +33,7 @@ from ..http.connections import Connections, app_runner
 from ..http.edge import Origins, body_is_to_come, parse_origins, request_id_of
 from ..http.errors import as_api_error
 from ..http.keys import ApiKeys, parse_keys
-from ..http.limits import MAX_HEAD_BYTES, Limits
+from ..http.limits import Limits
 from ..http.listening import listen, max_files
 from ..http.logs import write_json
 from .deployment import Deployment
@@ -325,7 +325,6 @@ def _bounded_connections(supervisor: Supervisor) -> Connections:
         logger.info("%d connections at a time, because ulimit -n is %d", limits.max_connections, max_files())
     return Connections(
         max_connections=limits.max_connections,
-        max_head_bytes=MAX_HEAD_BYTES,
         head_timeout_s=limits.head_timeout_s,
         write_stall_s=limits.write_stall_s,
     )

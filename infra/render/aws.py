@@ -8,6 +8,7 @@ from typing import Any
 from ...handlers.pool.values import Code, Model
 from .documents import Document, Rendering
 from .limits import Unit
+from .pods import whole_seconds
 
 POLICY_VERSION = "2012-10-17"
 TEMPLATE_VERSION = "2010-09-09"
@@ -190,3 +191,21 @@ def _arn(pattern: str) -> dict[str, str]:
 
 def _unique(values: list[Any]) -> list[Any]:
     return [value for number, value in enumerate(values) if value not in values[:number]]
+
+
+def scaling_policy(unit: Unit, suffix: str, metric: dict[str, Any], target: float) -> dict[str, Any]:
+    """A policy that keeps a predefined metric at its target, for the resource `Scaling` + suffix."""
+    return {
+        "Type": "AWS::ApplicationAutoScaling::ScalingPolicy",
+        "Properties": {
+            "PolicyName": f"{unit.name}-requests",
+            "PolicyType": "TargetTrackingScaling",
+            "ScalingTargetId": {"Ref": f"Scaling{suffix}"},
+            "TargetTrackingScalingPolicyConfiguration": {
+                "PredefinedMetricSpecification": metric,
+                "TargetValue": target,
+                "ScaleInCooldown": whole_seconds(unit.model.idle_timeout_s),
+                "ScaleOutCooldown": 0,
+            },
+        },
+    }

@@ -14,6 +14,7 @@ from .aws import (
     log_statement,
     pull_statements,
     role,
+    scaling_policy,
     secret_parameters,
     store_statements,
     template,
@@ -296,22 +297,8 @@ def _scalable(unit: Unit) -> dict[str, Any]:
 
 
 def _policy(unit: Unit) -> dict[str, Any]:
-    suffix, model = _suffix(unit), unit.model
+    suffix = _suffix(unit)
     label = f"${{Balancer.LoadBalancerFullName}}/${{Targets{suffix}.TargetGroupFullName}}"
-    return {
-        "Type": "AWS::ApplicationAutoScaling::ScalingPolicy",
-        "Properties": {
-            "PolicyName": f"{unit.name}-requests",
-            "PolicyType": "TargetTrackingScaling",
-            "ScalingTargetId": {"Ref": f"Scaling{suffix}"},
-            "TargetTrackingScalingPolicyConfiguration": {
-                "PredefinedMetricSpecification": {
-                    "PredefinedMetricType": "ALBRequestCountPerTarget",
-                    "ResourceLabel": {"Fn::Sub": label},
-                },
-                "TargetValue": model.target_concurrency * 60,  # a minute's requests, if each takes a second
-                "ScaleInCooldown": whole_seconds(model.idle_timeout_s),
-                "ScaleOutCooldown": 0,
-            },
-        },
-    }
+    metric = {"PredefinedMetricType": "ALBRequestCountPerTarget", "ResourceLabel": {"Fn::Sub": label}}
+    # A minute's requests, if each takes a second.
+    return scaling_policy(unit, suffix, metric, unit.model.target_concurrency * 60)

@@ -15,6 +15,7 @@ from .aws import (
     environment,
     pull_statements,
     role,
+    scaling_policy,
     secret_parameters,
     store_statements,
     template,
@@ -22,7 +23,6 @@ from .aws import (
 )
 from .documents import SCRATCH_BYTES, Document, Rendering
 from .limits import MIB, READ, Unit, check_limits, units_of
-from .pods import whole_seconds
 
 GIB = 1 << 30
 # Type → cores, GiB of memory, GPUs, smallest first; docs.aws.amazon.com/sagemaker "instance types".
@@ -214,20 +214,7 @@ def _scalable(dimension: str, resource: Any, unit: Unit, *, after: str = "") -> 
 
 
 def _policy(unit: Unit, metric: str, suffix: str = "") -> dict[str, Any]:
-    return {
-        "Type": "AWS::ApplicationAutoScaling::ScalingPolicy",
-        "Properties": {
-            "PolicyName": f"{unit.name}-requests",
-            "PolicyType": "TargetTrackingScaling",
-            "ScalingTargetId": {"Ref": f"Scaling{suffix}"},
-            "TargetTrackingScalingPolicyConfiguration": {
-                "PredefinedMetricSpecification": {"PredefinedMetricType": metric},
-                "TargetValue": unit.model.target_concurrency,
-                "ScaleInCooldown": whole_seconds(unit.model.idle_timeout_s),
-                "ScaleOutCooldown": 0,
-            },
-        },
-    }
+    return scaling_policy(unit, suffix, {"PredefinedMetricType": metric}, unit.model.target_concurrency)
 
 
 def _waking(unit: Unit) -> dict[str, Any]:

@@ -23,12 +23,11 @@ from ..errors import LoadCancelledError, LoadError, TeneralError
 from ..format.manifest import Manifest, Tier
 from ..memory.arena import Arena, as_array, map_shared
 from ..memory.refine_locks import RefineLocks
-from ..sources.base import SourceOptions
 from ..timeline import Timeline
 from .accounting import LoadProgress, LoadState, LoadStatistics
 from .gates import Readiness
-from .launch import Launched, Task, launch
-from .options import LoadOptions, Order
+from .launch import Launched
+from .options import Order
 from .report import GiveBack, Report
 
 if TYPE_CHECKING:
@@ -95,23 +94,6 @@ class ProcessLoad:
             target=self._listen, args=(launched.memory_fd,), name="teneral-load", daemon=True
         )
         self._thread.start()
-
-    @classmethod
-    def start(
-        cls,
-        url: str,
-        *,
-        digest: bytes | None = None,
-        source_options: SourceOptions | None = None,
-        options: LoadOptions | None = None,
-        timeline: Timeline | None = None,
-    ) -> Self:
-        """Launch a load of the model at `url`; return at once. Raises as `launch` does."""
-        timeline = timeline or Timeline()
-        task = Task(
-            url, digest, source_options or SourceOptions(), options or LoadOptions(), timeline.started_at
-        )
-        return cls(launch(task), timeline=timeline)
 
     @property
     def failure(self) -> TeneralError | None:

@@ -33,6 +33,7 @@ from .spec import (
     choose_cuts,
 )
 
+SEGMENT_BYTES = 4 << 20  # fewer weights are not worth a segment of their own
 MAX_INLINE_BYTES = 64 << 20  # of what stays in one skeleton
 GROWTH = 1.02  # folding constants may make as much more of the weights
 FOLDED_BYTES = 64 << 10  # else: the largest constant that folding may make
@@ -133,9 +134,9 @@ def _optimised(path: Path, stem: Path, entries: dict[str, str]) -> Path:
     return stem.with_suffix(".onnx")
 
 
-def prepare(path: Path, out: Path, segment_bytes: int) -> None:
-    """Make all files of the artifact of `path` in the empty folder `out`: skeletons, weights, their description.
-    Segments have about `segment_bytes` of weights, or more.
+def prepare(path: Path, out: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
+    """Make all files of the artifact of `path` in the empty folder `out`: skeletons, weights, their
+    description. Segments have about `segment_bytes` of weights, or more.
 
     Raises `CheckpointError`. Memory: the model's file, and what ONNX Runtime takes for its weights.
     """
@@ -396,7 +397,7 @@ def _value_info(name: str, kind: str) -> onnx.ValueInfoProto:
 
 
 def main() -> None:
-    """The work of `pack.py`'s child: `python -m … MODEL FOLDER LIMIT_BYTES SEGMENT_BYTES`, or
+    """The work of `pack.py`'s child: `python -m … MODEL FOLDER LIMIT_BYTES`, or
     `--locations MODEL LIMIT_BYTES`. An error is printed as JSON.
     """
     import resource
@@ -411,7 +412,7 @@ def main() -> None:
         if only_locations:
             print(json.dumps(locations(read_model(path))))  # noqa: T201 - read by the parent
         else:
-            prepare(path, Path(sys.argv[2]), int(sys.argv[4]))
+            prepare(path, Path(sys.argv[2]))
     except CheckpointError as error:
         print(json.dumps({"message": error.message, "hint": error.hint}))  # noqa: T201 - read by the parent
         sys.exit(3)

@@ -34,7 +34,6 @@ SUFFIX = ".onnx"
 MODEL_NAME = "model.onnx"
 MAX_FILE_BYTES = 64 << 30  # of a model that is copied here from a store
 MAX_PACK_S = 3600.0
-SEGMENT_BYTES = 4 << 20  # fewer weights are not worth a segment of their own
 SPARE_BYTES = 4 << 30  # of the process that reads the graph, more than several times the model's own
 _COPY_BYTES = 8 << 20
 PACK_PREFIX, ARTIFACT_PREFIX = "teneral-pack-onnx-", "teneral-onnx-artifact-"  # of temporary folders
@@ -104,7 +103,6 @@ def pack_onnx(
     force: bool = False,
     threads: int | None = None,
     progress: Callable[[TransferProgress], None] | None = None,
-    segment_bytes: int = SEGMENT_BYTES,
 ) -> PackResult:
     """Pack the ONNX model at `address` (a file, or a folder with `model.onnx`) into `store`. Blocks.
 
@@ -119,7 +117,7 @@ def pack_onnx(
         model, files = _at_hand(address, options, work)
         out = work / "out"
         out.mkdir()
-        _run_child(model, out, segment_bytes)
+        _run_child(model, out)
         for path in files:
             shutil.copyfile(path, out / path.name)
         source = FileStore(out)
@@ -212,9 +210,9 @@ def _run_locations(model: Path) -> list[str]:
     return list(json.loads(_child(["--locations", str(model), str(SPARE_BYTES)])))
 
 
-def _run_child(model: Path, out: Path, segment_bytes: int) -> None:
+def _run_child(model: Path, out: Path) -> None:
     size_bytes = sum(path.stat().st_size for path in model.parent.iterdir() if path.is_file())
-    _child([str(model), str(out), str(SPARE_BYTES + 6 * size_bytes), str(segment_bytes)])
+    _child([str(model), str(out), str(SPARE_BYTES + 6 * size_bytes)])
 
 
 def _child(arguments: list[str]) -> str:

@@ -26,6 +26,7 @@ METADATA = {"format": "onnx"}
 
 MIN_EXTERNAL_BYTES = 1024
 MAX_SEGMENTS = 64
+MAX_CUT_SEGMENTS = 24  # that packing makes
 MAX_VALUES = 512  # inputs, outputs, or values between two segments
 MAX_NAME_CHARS = 1024
 MAX_DIMENSIONS = 32
@@ -203,9 +204,7 @@ def _wrong(problem: str, *, hint: str = "") -> CheckpointError:
     return CheckpointError(f"{FILE_NAME}: {problem}", where=FILE_NAME, hint=hint)
 
 
-def choose_cuts(
-    weight_bytes: Sequence[int], crossing: Sequence[int], *, target_bytes: int, max_segments: int = 24
-) -> list[int]:
+def choose_cuts(weight_bytes: Sequence[int], crossing: Sequence[int], *, target_bytes: int) -> list[int]:
     """Places at which to cut a graph: numbers of nodes before which a segment ends.
 
     `weight_bytes[n]` is what node n is the first to use, `crossing[n]` how many tensors cross a cut before node n (a
@@ -213,7 +212,7 @@ def choose_cuts(
     it has between a half of it and one and a half times that, the last of equals. Pure.
     """
     total_bytes = sum(weight_bytes)
-    target_bytes = max(target_bytes, -(-2 * total_bytes // max_segments), 1)
+    target_bytes = max(target_bytes, -(-2 * total_bytes // MAX_CUT_SEGMENTS), 1)
     cuts: list[int] = []
     start_bytes = taken_bytes = best_bytes = 0
     best: int | None = None
@@ -227,7 +226,7 @@ def choose_cuts(
             cuts.append(best)
             start_bytes, best = best_bytes, None
         taken_bytes += size_bytes
-    if best is not None and len(cuts) < max_segments - 1:
+    if best is not None and len(cuts) < MAX_CUT_SEGMENTS - 1:
         cuts.append(best)
     return cuts
 

@@ -17,6 +17,7 @@ from tests.support.paced import PacedSource, reads_of
 from tests.support.store_faults import Fault
 from tests.support.store_server import StoreServer
 from tests.support.tiny_disk import tiny_disk
+from tests.support.weight_loads import start_process_load
 
 from teneral.loader.artifact import open_artifact, read_file
 from teneral.loader.cache.part_cache import PartCache
@@ -27,7 +28,6 @@ from teneral.loader.load.accounting import LoadStatistics
 from teneral.loader.load.launch import is_possible
 from teneral.loader.load.load import WeightLoad
 from teneral.loader.load.options import LoadOptions
-from teneral.loader.load.process_load import ProcessLoad
 from teneral.loader.sources.base import SourceOptions
 from teneral.loader.sources.file.store import FileStore
 from teneral.loader.sources.open import open_source
@@ -134,7 +134,7 @@ def test_a_load_in_a_process_of_its_own_fills_the_cache_and_uses_it(
     slabs = []
     for _ in range(2):
         keys(server)
-        with ProcessLoad.start(url, options=options(roomy_path)) as load:
+        with start_process_load(url, options=options(roomy_path)) as load:
             for group in load.manifest.groups:
                 load.wait(group.index, timeout_s=WAIT_S)
             slabs.append([load.slab(group.index).tobytes() for group in load.manifest.groups])

@@ -18,6 +18,7 @@ from tests.support.paced import WAIT_S, PacedSource, reads_of
 from tests.support.store_faults import Fault
 from tests.support.store_http import Request
 from tests.support.store_server import StoreServer
+from tests.support.weight_loads import start_process_load
 
 from teneral.loader.format.manifest import Tier
 from teneral.loader.load import load as load_module
@@ -406,7 +407,7 @@ def larger(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def exact_slab(folder: Path, group: int) -> bytes:
     source = FileStore(folder / "bucket" / "model")
-    load = ProcessLoad.start(str(folder / "bucket" / "model"))
+    load = start_process_load(str(folder / "bucket" / "model"))
     try:
         load.wait(group, timeout_s=WAIT_S)
         return load.slab(group).tobytes()
@@ -417,7 +418,7 @@ def exact_slab(folder: Path, group: int) -> bytes:
 
 @needs_memory_files
 def test_what_this_process_uses_no_other_process_refines(folder: Path, gated: GatedStore) -> None:
-    load = ProcessLoad.start(gated.url, options=LoadOptions(order=Order.DRAFT_FIRST, decode_threads=2))
+    load = start_process_load(gated.url, options=LoadOptions(order=Order.DRAFT_FIRST, decode_threads=2))
     group = next(
         group.index for group in load.manifest.groups if load.manifest.parts_of(group.index, Tier.REFINE)
     )
@@ -441,7 +442,7 @@ def test_what_this_process_uses_no_other_process_refines(folder: Path, gated: Ga
 
 @needs_memory_files
 def test_a_child_that_is_killed_while_it_refines_blocks_no_reader(gated: GatedStore) -> None:
-    load = ProcessLoad.start(gated.url, options=LoadOptions(order=Order.DRAFT_FIRST))
+    load = start_process_load(gated.url, options=LoadOptions(order=Order.DRAFT_FIRST))
     load.wait(0, Tier.DRAFT, timeout_s=WAIT_S)
     with load.reading(0):
         gated.release()
@@ -457,7 +458,7 @@ def test_what_the_child_decides_is_known_here(larger: Path) -> None:
     timeline = Timeline()
     with StoreServer(larger, rate_mb_s=2.0) as server:
         options = LoadOptions(order=Order.AUTO, range_bytes=30_000, connections=4)
-        load = ProcessLoad.start(f"{server.url}/bucket/model", options=options, timeline=timeline)
+        load = start_process_load(f"{server.url}/bucket/model", options=options, timeline=timeline)
         load_all_that_is_left(load)
     assert load.order is Order.DRAFT_FIRST
     assert load.left_s() == 0.0

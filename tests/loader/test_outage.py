@@ -13,9 +13,9 @@ from tests.support.faulty_loads import LAYERS, FaultyStore, faulty_store, first_
 from tests.support.store_faults import Fault
 from tests.support.store_http import Request
 from tests.support.store_server import StoreServer
+from tests.support.weight_loads import start_process_load
 
 from teneral.loader.errors import NotFoundError, UnavailableError
-from teneral.loader.load.process_load import ProcessLoad
 from teneral.loader.sources.base import SourceOptions
 from teneral.loader.sources.http.outage import Outage, show_outages
 from teneral.loader.sources.http.retry import TokenBucket, _Tries
@@ -240,7 +240,7 @@ def test_a_load_in_a_process_of_its_own_shows_that_it_waited(
     with StoreServer(tmp_path, fault=during(AWAY_S, Fault(status=503))) as server:
         timeline = Timeline()
         options = SourceOptions(**PATIENT)
-        with ProcessLoad.start(f"{server.url}/models/m", source_options=options, timeline=timeline) as load:
+        with start_process_load(f"{server.url}/models/m", source_options=options, timeline=timeline) as load:
             assert load.manifest.groups
             assert load.join(WAIT_S)
     names = {span.name for span in timeline.spans() if span.lane == "fetch"}

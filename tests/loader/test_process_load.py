@@ -18,6 +18,7 @@ from tests.support.inspection import child_of
 from tests.support.load import patience_s
 from tests.support.store_faults import Fault
 from tests.support.store_server import StoreServer
+from tests.support.weight_loads import start_process_load
 
 from teneral.loader.artifact import open_artifact
 from teneral.loader.errors import (
@@ -35,7 +36,6 @@ from teneral.loader.load.launch import is_possible
 from teneral.loader.load.load import WeightLoad
 from teneral.loader.load.options import LoadOptions, Order
 from teneral.loader.load.plan import RowParts
-from teneral.loader.load.process_load import ProcessLoad
 from teneral.loader.sources.file.store import FileStore
 from teneral.loader.timeline import Timeline
 from teneral.loader.tools.pack.pack import pack
@@ -77,7 +77,7 @@ def test_the_weights_are_those_of_a_load_in_this_process(artifact: Path) -> None
     manifest = open_artifact(source)
     here = WeightLoad(source, manifest)
     here.start()
-    there = ProcessLoad.start(str(artifact))
+    there = start_process_load(str(artifact))
     assert there.manifest == manifest
     for group in manifest.groups:
         here.wait(group.index, timeout_s=WAIT_S)
@@ -92,7 +92,7 @@ def test_the_weights_are_those_of_a_load_in_this_process(artifact: Path) -> None
 
 
 def test_the_weights_outlive_the_child_and_the_load(artifact: Path) -> None:
-    load = ProcessLoad.start(str(artifact))
+    load = start_process_load(str(artifact))
     load.wait(0, timeout_s=WAIT_S)
     slab = load.slab(0)
     content = slab.tobytes()
@@ -106,7 +106,7 @@ def test_the_weights_outlive_the_child_and_the_load(artifact: Path) -> None:
 def test_the_timeline_has_the_childs_spans_on_this_processs_clock(artifact: Path) -> None:
     timeline = Timeline()
     began_s = timeline.now_s()
-    load = ProcessLoad.start(str(artifact), timeline=timeline)
+    load = start_process_load(str(artifact), timeline=timeline)
     load.wait(last_group(load.manifest), timeout_s=WAIT_S)
     assert load.join(WAIT_S)
     spans = [span for span in timeline.spans() if span.lane in ("fetch", "verify", "decode", "ready")]
@@ -115,7 +115,7 @@ def test_the_timeline_has_the_childs_spans_on_this_processs_clock(artifact: Path
 
 
 def test_parts_can_be_waited_for_alone(artifact: Path) -> None:
-    load = ProcessLoad.start(str(artifact), options=LoadOptions(on_demand=True))
+    load = start_process_load(str(artifact), options=LoadOptions(on_demand=True))
     table = RowParts(load.manifest, "model.embed_tokens.weight")
     load.wait_parts(table.holding([0, 5]), timeout_s=WAIT_S)
     assert load.join(WAIT_S)
@@ -123,7 +123,7 @@ def test_parts_can_be_waited_for_alone(artifact: Path) -> None:
 
 
 def test_a_wish_reaches_the_child_while_it_waits_for_the_store(slow: str) -> None:
-    load = ProcessLoad.start(slow, options=LoadOptions(on_demand=True))
+    load = start_process_load(slow, options=LoadOptions(on_demand=True))
     with pytest.raises(TimeoutError, match="1 parts were not there"):
         load.wait_parts([0], timeout_s=0.2)
     load.cancel()
@@ -133,7 +133,7 @@ def test_a_wish_reaches_the_child_while_it_waits_for_the_store(slow: str) -> Non
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
-    load = ProcessLoad.start(str(tmp_path / "nowhere"))
+    load = start_process_load(str(tmp_path / "nowhere"))
     with pytest.raises(NotFoundError, match="nowhere") as caught:
         _ = load.manifest
     assert caught.value.hint
@@ -147,7 +147,7 @@ def test_a_damaged_part_is_refused_with_all_that_its_error_says(folder: Path, tm
     data = bytearray(blob.read_bytes())
     data[-100] ^= 1
     blob.write_bytes(data)
-    load = ProcessLoad.start(str(tmp_path))
+    load = start_process_load(str(tmp_path))
     with pytest.raises(IntegrityError, match="draft") as caught:
         load.wait(last_group(load.manifest), timeout_s=WAIT_S)
     assert caught.value.expected
@@ -172,7 +172,7 @@ def test_errors_cross_processes_whole(error: TeneralError) -> None:
 
 
 def test_a_killed_child_fails_waiting_readers_with_the_reason(slow: str) -> None:
-    load = ProcessLoad.start(slow)
+    load = start_process_load(slow)
     manifest = load.manifest
     os.kill(child_of(load).pid, signal.SIGKILL)
     with pytest.raises(TeneralError, match="signal 9") as caught:
@@ -182,7 +182,7 @@ def test_a_killed_child_fails_waiting_readers_with_the_reason(slow: str) -> None
 
 
 def test_cancelling_ends_the_child_and_waiting_readers(slow: str) -> None:
-    load = ProcessLoad.start(slow)
+    load = start_process_load(slow)
     manifest = load.manifest
     errors: list[BaseException] = []
 
@@ -204,8 +204,8 @@ def test_cancelling_ends_the_child_and_waiting_readers(slow: str) -> None:
 def test_the_child_ends_when_its_parent_is_killed(slow: str) -> None:
     program = (
         "import sys, time\n"
-        "from teneral.loader.load.process_load import ProcessLoad\n"
-        f"load = ProcessLoad.start({slow!r})\n"
+        "from tests.support.weight_loads import start_process_load\n"
+        f"load = start_process_load({slow!r})\n"
         "load.manifest\n"
         "print(load._child.pid, flush=True)\n"
         "time.sleep(60)\n"
@@ -231,13 +231,13 @@ def test_the_child_ends_when_its_parent_is_killed(slow: str) -> None:
 
 
 def test_options_reach_the_child(artifact: Path) -> None:
-    load = ProcessLoad.start(str(artifact), options=LoadOptions(available_bytes=1))
+    load = start_process_load(str(artifact), options=LoadOptions(available_bytes=1))
     with pytest.raises(InsufficientMemoryError):
         load.wait(0, timeout_s=WAIT_S)
 
 
 def test_a_stopped_child_that_reads_no_messages_keeps_no_load_from_its_end(slow: str) -> None:
-    load = ProcessLoad.start(slow)
+    load = start_process_load(slow)
     assert load.manifest
     os.kill(child_of(load).pid, signal.SIGSTOP)
     num_sent = 0

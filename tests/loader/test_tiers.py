@@ -14,6 +14,7 @@ from tests.support.artifacts import BuiltArtifact, build_artifact, coarse
 from tests.support.checkpoints import Contents, llama_contents, model_store, random_content, read_back
 from tests.support.memory_store import MemoryStore
 from tests.support.paced import WAIT_S, PacedSource, reads_of
+from tests.support.weight_loads import start_process_load
 
 from teneral.loader.artifact import open_artifact
 from teneral.loader.errors import UsageError
@@ -21,7 +22,6 @@ from teneral.loader.format.manifest import Manifest, Tier
 from teneral.loader.load.load import LoadOptions, WeightLoad
 from teneral.loader.load.options import Order
 from teneral.loader.load.plan import Plan, RowParts, plan_load
-from teneral.loader.load.process_load import ProcessLoad
 from teneral.loader.sources.file.store import FileStore
 from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.pack.plan import TierOptions
@@ -197,7 +197,7 @@ def test_any_order_that_needs_allow_gives_every_bit_and_parts_may_come_twice(
 def test_a_load_in_a_process_of_its_own_opens_the_gates_of_all_tiers(tmp_path: Path) -> None:
     contents = llama_contents(num_layers=1)
     manifest = pack(model_store(contents), FileStore(tmp_path), tiers=TierOptions(sketch_bits=1)).manifest
-    with ProcessLoad.start(str(tmp_path), options=LoadOptions(order=Order.DRAFT_FIRST)) as load:
+    with start_process_load(str(tmp_path), options=LoadOptions(order=Order.DRAFT_FIRST)) as load:
         for tier in Tier:
             for group in manifest.groups:
                 load.wait(group.index, tier, timeout_s=WAIT_S)

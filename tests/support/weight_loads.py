@@ -6,7 +6,12 @@ import numpy as np
 from tests.support.artifacts import BuiltArtifact
 
 from teneral.loader.format.manifest import Tier
+from teneral.loader.load.launch import Task, launch
 from teneral.loader.load.load import WeightLoad
+from teneral.loader.load.options import LoadOptions
+from teneral.loader.load.process_load import ProcessLoad
+from teneral.loader.sources.base import SourceOptions
+from teneral.loader.timeline import Timeline
 
 LAYERS = [
     ("embed", {"embed": ("BF16", (300, 64))}),
@@ -14,6 +19,19 @@ LAYERS = [
     ("layers.1", {"c": ("BF16", (200, 64)), "d": ("F16", (100, 64))}),
     ("head", {"norm_f": ("BF16", (64,))}),
 ]
+
+
+def start_process_load(
+    url: str,
+    *,
+    source_options: SourceOptions | None = None,
+    options: LoadOptions | None = None,
+    timeline: Timeline | None = None,
+) -> ProcessLoad:
+    """A load of the model at `url`, in a process of its own. Returns at once."""
+    timeline = timeline or Timeline()
+    task = Task(url, None, source_options or SourceOptions(), options or LoadOptions(), timeline.started_at)
+    return ProcessLoad(launch(task), timeline=timeline)
 
 
 def poisoned(load: WeightLoad) -> WeightLoad:

@@ -59,11 +59,6 @@ class Scanner:
     def __post_init__(self) -> None:
         self._cursors = [_Cursor(finder) for finder in self.finders]
 
-    @property
-    def num_held_chars(self) -> int:
-        """The length of the text held back."""
-        return self._held_start + len(self._held) - self._given
-
     def feed(self, piece: str) -> list[tuple[str, bool]]:
         result = []
         for start in range(

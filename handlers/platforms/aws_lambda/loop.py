@@ -27,7 +27,7 @@ from typing import Any, Protocol
 from ....loader.errors import TeneralError
 from ....runtime.errors import DrainingError
 from ...function.lifetime import calling_on_loop
-from ...lifecycle import HOOKS, Hooks
+from ...lifecycle import HOOKS
 from .answers import Reply
 from .errors import AFTER_RESTORE, BEFORE_CHECKPOINT, report
 from .logs import REQUEST_ID
@@ -177,15 +177,13 @@ def _set_trace(trace_id: str | None) -> None:
         os.environ[TRACE_VARIABLE] = trace_id
 
 
-def checkpoint(
-    address: str, instance: Served, *, hooks: Hooks = HOOKS, say: Callable[..., Any] = lambda *_, **__: None
-) -> int:
+def checkpoint(address: str, instance: Served, *, say: Callable[..., Any] = lambda *_, **__: None) -> int:
     """Have the process saved, and return in a copy of it. Blocks.
 
     Returns 0, or the exit status if a hook failed. `say` is a logger's `error`.
     """
     try:
-        hooks.run_before()
+        HOOKS.run_before()
         instance.quiesce()
         asyncio.run(_call(address, lambda api: api.restore_next()))
     except Exception as error:  # noqa: BLE001 - the user's hooks
@@ -196,7 +194,7 @@ def checkpoint(
     try:
         seed_anew()
         instance.quiesce()
-        hooks.run_after()
+        HOOKS.run_after()
     except Exception as error:  # noqa: BLE001 - as above
         say("after the restore: %s", error, exc_info=error)
         failure = report(error)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ..decoder_config import DecoderConfig, read_common
+from ..decoder_config import DecoderConfig
 from ..fields import Fields
+from . import llama
 
 
 def read(config: Fields, family: str) -> DecoderConfig:
     """Raises `ModelError` naming the key that is missing, wrong or not supported."""
-    attention_bias = config.boolean("attention_bias", default=False)
     return replace(
-        read_common(config, family),
-        qkv_bias=attention_bias,
-        output_bias=attention_bias,
-        mlp_bias=config.boolean("mlp_bias", default=False),
+        llama.read(config, family),
         attention_scale=_multiplier(config, "attention_multiplier"),
         embedding_scale=_multiplier(config, "embedding_multiplier"),
         residual_scale=_multiplier(config, "residual_multiplier"),

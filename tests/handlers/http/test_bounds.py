@@ -176,6 +176,9 @@ def unfinished(server: Any) -> socket.socket:
     return client
 
 
+REST = b'"prompt": "x"}' + b" " * 85  # of such a body
+
+
 async def test_requests_whose_bodies_do_not_come_take_no_places(start: Any) -> None:
     async with start(limits=Limits(max_in_flight=2)) as server:
         clients = [unfinished(server) for _ in range(8)]
@@ -185,13 +188,12 @@ async def test_requests_whose_bodies_do_not_come_take_no_places(start: Any) -> N
         server.instance.model.hold()
         taken = [asyncio.create_task(server.post("/v1/completions", BODY)) for _ in range(2)]
         await server.eventually(lambda: server.service.in_flight.num_places_taken == 2)
-        rest = b'"prompt": "x"}' + b" " * 85
-        clients[0].sendall(rest)  # there is no place when its body has come
+        clients[0].sendall(REST)  # there is no place when its body has come
         answer = await asyncio.to_thread(clients[0].recv, 64)
         assert b" 429 " in answer
         server.instance.model.release()
         assert {(await task).status for task in taken} == {200}
-        clients[1].sendall(rest)
+        clients[1].sendall(REST)
         assert b" 200 " in await asyncio.to_thread(clients[1].recv, 64)
         for client in clients:
             client.close()
@@ -212,3 +214,32 @@ async def test_connections_whose_bodies_do_not_come_give_way(
             assert await asyncio.to_thread(clients[0].recv, 1) == b""  # the first of them
         for client in clients:
             client.close()
+
+
+async def test_a_connection_whose_body_is_whole_never_gives_way(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "SLOW_BODY_S", 0.0)
+    async with start(limits=Limits(max_connections=2)) as server:
+        server.instance.model.hold()
+        whole = unfinished(server)
+        await server.eventually(lambda: len(server.service.in_flight) == 1)
+        whole.sendall(REST)
+        await server.eventually(lambda: server.service.in_flight.num_places_taken == 1)
+        slow = unfinished(server)
+        await server.eventually(lambda: len(server.service.in_flight) == 2)
+        # The older one is being worked on: the other one gives way.
+        assert (await server.get("/livez")).status == 200
+        await server.eventually(lambda: len(server.service.in_flight) == 1)
+        assert server.service.in_flight.num_places_taken == 1
+        with contextlib.suppress(ConnectionResetError):
+            assert await asyncio.to_thread(slow.recv, 1) == b""
+        slow.close()
+        taken = asyncio.create_task(server.post("/v1/completions", BODY))
+        await server.eventually(lambda: server.service.in_flight.num_places_taken == 2)
+        # Both are being worked on: a new one is refused.
+        assert (await server.get("/livez")).status == 503
+        server.instance.model.release()
+        assert b" 200 " in await asyncio.to_thread(whole.recv, 64)
+        assert (await taken).status == 200
+        whole.close()

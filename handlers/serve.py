@@ -201,7 +201,8 @@ def _announce(model_name: str, sock: socket.socket, probe_sock: socket.socket | 
     if probe_sock is not None:
         lines.append(f"probes at port {probe_sock.getsockname()[1]}")
     for line in lines:
-        print(f"teneral: {line}", file=sys.stderr, flush=True)
+        # With its end in one write: other processes write there, too, and Python may not buffer.
+        print(f"teneral: {line}\n", end="", file=sys.stderr, flush=True)
 
 
 def _collect_garbage() -> None:
@@ -332,7 +333,7 @@ def main(listener: int, owner: int) -> int:
         launched = launch_helpers(config, timeline, fork=True)
         serve_on(socket.socket(fileno=listener), config, timeline, launched)
     except TeneralError as error:
-        print(f"teneral: {config.served_name}: {error}", file=sys.stderr)
+        print(f"teneral: {config.served_name}: {error}\n", end="", file=sys.stderr)  # as in `_announce`
         return 1
     return 0
 

@@ -162,7 +162,8 @@ class _Runner:
         listener = await loop.create_server(connections.guarding(runner.server), sock=sock, backlog=BACKLOG)
         host, port = sock.getsockname()[:2]
         print(
-            f"teneral: pool of {len(supervisor.models)} models on http://{host}:{port}",
+            f"teneral: pool of {len(supervisor.models)} models on http://{host}:{port}\n",
+            end="",  # one write: other processes write there, too
             file=sys.stderr,
             flush=True,
         )

@@ -107,4 +107,5 @@ class PoolBase:
 
 
 def _print(text: str) -> None:
-    print(f"teneral: {text}", file=sys.stderr, flush=True)
+    # With its end in one write: other processes write there, too.
+    print(f"teneral: {text}\n", end="", file=sys.stderr, flush=True)

@@ -91,7 +91,8 @@ def run_pool(
             ) as pool:
                 pool.fill()
                 print(
-                    f"teneral: {num_processes} standby processes at {path} (imported in {imported_s:.1f} s)",
+                    f"teneral: {num_processes} standby processes at {path} (imported in {imported_s:.1f} s)\n",
+                    end="",  # one write: other processes write there, too
                     file=sys.stderr,
                     flush=True,
                 )

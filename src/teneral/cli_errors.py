@@ -44,7 +44,8 @@ EXIT_TERMINATED = 143
 def report_error(error: loading.TeneralError) -> int:
     """Say it to the person at the terminal. Returns the exit code that it means."""
     notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-    print(f"teneral: {error}{notes}", file=sys.stderr)
+    # With its end in one write: other processes may write there, too.
+    print(f"teneral: {error}{notes}\n", end="", file=sys.stderr)
     return exit_code(error)
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import re
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -160,8 +163,6 @@ def test_the_front_sends_its_own_document_and_answers_as_it_says(models: Path, t
 def test_streams_pass_through_and_a_client_that_goes_away_frees_its_place(
     models: Path, tmp_path: Path
 ) -> None:
-    import http.client
-
     file = pool_file(f'[models.m]\nsource = "{models}/repository/1"\nmin_warm = 1\nmax_instances = 1\n')
     with PoolRun(tmp_path, file) as pool:
         until(lambda: pool.ask("GET", "/readyz").status == 200, "min_warm is there")
@@ -190,8 +191,6 @@ def test_streams_pass_through_and_a_client_that_goes_away_frees_its_place(
 def test_a_stream_whose_instance_is_killed_ends_with_an_error_of_its_protocol(
     tmp_path: Path, path: str, body: dict[str, Any], end: bytes
 ) -> None:
-    import http.client
-
     save_tiny("llama", tmp_path / "model", seed=1, max_position_embeddings=8192)
     with PoolRun(tmp_path, pool_file(f'[models.m]\nsource = "{tmp_path}/model"\n')) as pool:
         connection = http.client.HTTPConnection("127.0.0.1", pool.port, timeout=WAIT_S)
@@ -311,6 +310,53 @@ def test_the_front_and_its_instances_log_json(models: Path, tmp_path: Path) -> N
     assert access["request_id"] == answer.headers["x-request-id"]
     assert 0 < access["duration_s"] < WAIT_S
     assert any(line.get("generated_tokens") for line in lines), "of the instance"
+
+
+def test_lines_are_written_whole_where_python_does_not_buffer(models: Path, tmp_path: Path) -> None:
+    """As in the image, where pieces of a line would be mixed with lines of other processes."""
+    file = tmp_path / "pool.toml"
+    file.write_text(pool_file(f'[models.m]\nsource = "{models}/repository/1"\n'))
+    command = [
+        sys.executable,
+        "-m",
+        "teneral",
+        "pool",
+        "run",
+        str(file),
+        "--port",
+        "0",
+        "--log-format",
+        "json",
+    ]
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # keeps writes apart
+    with ours, theirs:
+        ours.settimeout(WAIT_S)
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        process = subprocess.Popen(command, stderr=theirs, env=environment)
+        theirs.close()
+        writes: list[bytes] = []
+        try:
+            for awaited in (b"standby processes at", b"pool of 1 models on http://127.0.0.1:"):
+                while not any(awaited in each for each in writes):
+                    writes.append(ours.recv(1 << 16))
+            port = int(re.search(rb"127.0.0.1:(\d+)", b"".join(writes))[1])  # type: ignore[index]
+            with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)) as client:
+                body = {"model": "m", "prompt": "a", "max_tokens": 1}
+                client.request(
+                    "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
+                )
+                assert client.getresponse().status == 200
+            process.terminate()
+            assert process.wait(WAIT_S) == 0
+        finally:
+            process.kill()
+            process.wait()
+        ours.setblocking(False)
+        with contextlib.suppress(BlockingIOError, ConnectionResetError):
+            while len(writes) < 1000:
+                writes.append(ours.recv(1 << 16))
+    assert sum(each.startswith(b"teneral: ") for each in writes) == 3
+    assert {each for each in writes if each and not each.endswith(b"\n")} == set()
 
 
 def test_killed_instances_lose_no_request_and_none_is_wrong(models: Path, tmp_path: Path) -> None:

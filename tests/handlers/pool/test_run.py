@@ -81,6 +81,8 @@ def test_models_aliases_and_versions_answer_behind_one_port(models: Path, tmp_pa
         f"""
 [models.first]
 source = "{models}/repository/1"
+[models.brief]
+source = "{models}/repository/1"
 idle_timeout_s = 1
 [models.second]
 source = "{models}/repository/{{version}}"
@@ -121,16 +123,22 @@ assistant = "second@2"
         listed = {each["id"]: each["teneral"] for each in pool.ask("GET", "/v1/models").json["data"]}
         assert listed["second"] == {"state": "ready", "versions": [1, 2]}
         assert listed["broken"]["state"] == "unavailable"
-        assert set(listed) == {"first", "second", "broken", "assistant"}
-        until(lambda: pool.pool()["models"]["first"]["state"] == "asleep", "the idle model ends")
-        assert pool.complete("first").headers["x-teneral-start"] == "standby"
+        assert set(listed) == {"first", "brief", "second", "broken", "assistant"}
+
+        def starts_in_a_standby() -> bool:
+            """Not where the machine takes longer to fork one than the pool waits for it."""
+            until(lambda: pool.pool()["models"]["brief"]["state"] == "asleep", "the idle model ends")
+            return pool.complete("brief").headers["x-teneral-start"] == "standby"
+
+        assert pool.complete("brief").headers["x-teneral-start"] in ("standby", "cold")
+        until(starts_in_a_standby, "a start in a standby process")
 
         assert pool.ask("POST", "/v1/pool/first/drain").status == 200
         assert pool.complete("first").status == 503
         assert pool.ask("POST", "/v1/pool/first/wake").status == 200
         assert pool.complete("first").headers["x-teneral-start"] == "warm"
         metrics = pool.ask("GET", "/metrics").body.decode()
-        assert 'teneral_starts_total{kind="standby",model="first",outcome="ok"}' in metrics
+        assert 'teneral_starts_total{kind="standby",model="brief",outcome="ok"}' in metrics
         assert 'teneral_pool_memory_bytes{kind="budget"} 8.589934592e+09' in metrics
         assert pool.end() == 0
 

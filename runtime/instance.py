@@ -358,10 +358,11 @@ class Instance:
         if self._source is None:
             self._source = open_model(address, self.config.source_options)
             show_outages(self._source, self.timeline)
+        shared, self._shared = self._shared, None
         if self.load is None:
             reserve = self._helpers.reserve if self._helpers is not None else None
             base = None if self.base is None else cast("BaseInMemory", self.base).weights
-            cores, shared = self.full_speed, self._shared
+            cores = self.full_speed
             begun = load_here(self._source, digest, self.config, self.timeline, reserve, base, cores, shared)
             self.load, self._shared = begun.load, begun.shared
             if begun.base is not None:
@@ -371,6 +372,8 @@ class Instance:
                 options, held = self.config.load_options, begun.shared.files
                 files = ModelFiles(self._source, begun.base.manifest, options, held)
                 self.base = SharedBaseInMemory(begun.base, files.json("config.json", required=True))
+        if shared is not None and self._shared is None:
+            shared.close()  # else its memory would stay as long as this process does
         manifest = self.load.manifest
         self.opening.set_result((self._source, manifest))
         expected = None

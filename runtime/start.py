@@ -113,6 +113,8 @@ def launch_helpers(
                 each.discard()
         if chat_worker is not None:
             chat_worker.end()
+        if shared is not None:
+            shared.close()
         return None
     address, digest = split_pin(config.model)
     source, options = config.source_options, config.load_options

@@ -133,6 +133,8 @@ def _load(
         return backend, special_tokens
     finally:
         source.close()
+        if task.held is not None:
+            os.close(task.held.fd)  # else a base's memory would stay as long as this process does
 
 
 def _table(backend: LocalBackend | SubsetTokenizer) -> PieceTable | None:

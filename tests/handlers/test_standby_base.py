@@ -325,6 +325,19 @@ def test_servers_outlive_the_pool_and_new_ones_start_by_themselves(models: Bucke
     pool.process.stderr.close()
 
 
+@pytest.mark.parametrize("flags", [(), ("--loader", "thread"), ("--loader", "process")])
+def test_a_server_of_another_model_keeps_none_of_the_bases_memory(
+    models: Bucket, pool: Pool, flags: tuple[str, ...]
+) -> None:
+    pool.wait_full()
+    with Server(models.address("other-whole"), pool.path, *flags) as server:
+        assert answer(server) == models.alone("other-whole")
+        assert "taken over by a standby" in server.marks()
+        (served,) = [pid for pid in _children(pool.process.pid) if runs(pid) and os.getsid(pid) == pid]
+        family = [served, *descendants(served)]
+        until(lambda: not any(map(holds_base, family)), "the base's file is closed")
+
+
 def test_another_base_is_taken_up_on_request_and_serves_nothing_before(
     models: Bucket, tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ from aiohttp import web
 from ...runtime.errors import RequestError
 from ..http.errors import ApiError
 from ..http.invoke import invoking, respond, stream_values, whole
-from ..http.json_bodies import Decoder, encode
+from ..http.json_bodies import Decoder, check_shape, encode
 from ..http.sse import NDJSON, SSE, Framing
 from ..openai.chat import ChatRoute
 from ..openai.completions import CompletionRoute
@@ -52,6 +52,7 @@ _SESSION_ACTIONS = {
     b'{"requestType":"CLOSE"}': "close",
 }
 MAX_SESSION_ACTION_BYTES = 64
+MAX_LINES = 1 << 16  # of JSON, each an event's item: the server answers nothing else while it reads them
 
 JSON_TYPES = ("", "application/json")
 LINES_TYPES = ("application/jsonlines", "application/x-jsonlines", "application/jsonl", NDJSON.content_type)
@@ -126,6 +127,11 @@ class SageMakerRoute:
         if media in JSON_TYPES or media.endswith("+json"):
             return self._any.decode(data) if data else None
         if media in LINES_TYPES:
+            if data.count(b"\n") + data.count(b"\r") > MAX_LINES:
+                raise RequestError(
+                    f"the body has more than {MAX_LINES} lines", hint="Send it in several requests."
+                )
+            check_shape(data)  # the values of all lines together
             return [self._any.decode(line) for line in bytes(data).splitlines() if line.strip()]
         if not media.startswith("text/"):
             return bytes(data)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...loader.artifact import open_artifact, open_model
-from ...loader.errors import NotFoundError, TeneralError, UsageError
+from ...loader.errors import FormatError, NotFoundError, TeneralError, UsageError
 from ...loader.format.limits import MANIFEST_NAME
 from ...loader.pin import split_pin
 from ...loader.sources.base import Source, SourceOptions
@@ -101,7 +101,9 @@ class Repository:
             may_be_whole_now = options.base is not None and isinstance(found, TeneralError)
             if found is None or known != stamp or may_be_whole_now:
                 found = _opened(source, version, address, digest, stamp)
-                self._opened[key] = (stamp, found)
+                # What a store refused, or did not answer, may be there the next time.
+                if isinstance(found, Release | FormatError | NotFoundError):
+                    self._opened[key] = (stamp, found)
         finally:
             source.close()
         if isinstance(found, TeneralError):

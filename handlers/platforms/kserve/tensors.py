@@ -116,6 +116,8 @@ MAX_TENSORS = 64
 MAX_DIMENSIONS = 8
 # The body is bounded as well; this is for shapes with a 0 in them.
 MAX_ELEMENTS = 1 << 24
+# Of a shape such as [N, 0], which a function gets as N empty lists: no bytes of a body pay for them.
+MAX_EMPTY_LISTS = 1 << 16
 MAX_NAME_CHARS = 256
 
 BYTES, BF16 = "BYTES", "BF16"
@@ -218,6 +220,8 @@ def _check_head(given: RequestInput) -> None:
         raise _wrong(given.name, f"its shape must have up to {MAX_DIMENSIONS} sizes, none of them negative")
     if math.prod(max(size, 1) for size in given.shape) > MAX_ELEMENTS:
         raise _wrong(given.name, f"its shape says more than {MAX_ELEMENTS} elements")
+    if 0 in given.shape and math.prod(given.shape[: given.shape.index(0)]) > MAX_EMPTY_LISTS:
+        raise _wrong(given.name, f"its shape says more than {MAX_EMPTY_LISTS} lists of nothing")
 
 
 def _binary_size(given: RequestInput) -> int | None:

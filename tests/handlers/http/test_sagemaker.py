@@ -175,6 +175,8 @@ async def test_the_content_type_says_what_the_event_is(
     [
         ("application/json", b"{", 400),
         ("application/jsonlines", b"{}\n{", 400),
+        ("application/jsonlines", b"1\n" * 70_000, 400),
+        ("application/jsonlines", (b"[" + b"[]," * 9 + b"[]]\n") * 27_000, 400),
         ("text/csv", b"\xff", 400),
         ("text/csv; charset=latin-1", b"\xff", 415),
     ],

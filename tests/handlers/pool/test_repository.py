@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from benchmarks.store import store_variables
+from tests.support.store_faults import Fault
 from tests.support.store_server import StoreServer
 from tests.support.tiny_models import save_tiny
 
@@ -16,7 +17,7 @@ from teneral.handlers.pool.file import PoolFileError, parse_pool
 from teneral.handlers.pool.process import instance_config
 from teneral.handlers.pool.repository import Repository, models_in
 from teneral.handlers.pool.values import Model, Shadow, Versions
-from teneral.loader.errors import NotFoundError, TeneralError, UsageError
+from teneral.loader.errors import AccessDeniedError, NotFoundError, TeneralError, UsageError
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +114,23 @@ def test_versions_of_a_bucket_are_found_and_a_start_reads_their_stored_bytes(
     packed, plain = releases
     assert packed.weight_bytes == plain.weight_bytes == plain.stored_bytes
     assert 0 < packed.stored_bytes < packed.weight_bytes
+
+
+def test_a_version_that_the_store_refused_once_is_read_again(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with StoreServer(repository.parent) as store:
+        for name, value in store_variables(store.url).items():
+            monkeypatch.setenv(name, value)
+        model = Model("m", f"s3://{repository.name}/model/9")
+        known = Repository(repository)
+        refusal = Fault(status=403, code="AccessDenied")
+        store.set_fault(lambda request: refusal if request.method == "GET" and request.key else None)
+        with pytest.raises(AccessDeniedError):
+            known.releases(model)
+        store.set_fault(None)
+        (release,), trouble = known.releases(model)
+    assert (release.address, trouble) == (f"s3://{repository.name}/model/9", "")
 
 
 def test_a_rejected_release_is_left_out(repository: Path) -> None:

@@ -1,8 +1,7 @@
 """A progress bar for long transfers: bytes, rate, time left.
 
-`render` is a pure function of numbers; `ProgressBar` prints its lines: one that is redrawn on a
-terminal, and a plain one now and then where stderr goes to a file. Knows nothing of what is
-transferred.
+`render` is a pure function of numbers; `ProgressBar` prints its lines. `StatusLine` is its part that
+knows only the stream.
 """
 
 from __future__ import annotations
@@ -11,18 +10,16 @@ import os
 import sys
 import time
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Self, TextIO
 
 _BAR_WIDTH = 24
-_REDRAW_S = 0.1
-_PLAIN_LINE_S = 10.0  # so that logs stay short
-_MIN_RATE_S = 0.5  # a rate over less time says nothing yet
+_MIN_RATE_S = 0.5  # a rate over less time means nothing
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 @dataclass(frozen=True, slots=True)
 class TransferProgress:
-    """How far a transfer is."""
+    """The progress of a transfer."""
 
     done_bytes: int
     total_bytes: int
@@ -50,7 +47,7 @@ def format_duration(seconds: float) -> str:
 
 
 def render(label: str, done_bytes: int, total_bytes: int, elapsed_s: float, *, width: int = 80) -> str:
-    """One line of at most `width` characters that says how far a transfer is. Of 0 bytes, it is
+    """A transfer's progress in one line of at most `width` characters. A transfer of 0 bytes is
     done.
     """
     share = min(1.0, done_bytes / total_bytes) if total_bytes else 1.0
@@ -62,20 +59,27 @@ def render(label: str, done_bytes: int, total_bytes: int, elapsed_s: float, *, w
             figures += f"  {format_duration((total_bytes - done_bytes) / rate)} left"
         else:
             figures += f"  in {format_duration(elapsed_s)}"
+    return with_bar(label, share, figures, width=width)
+
+
+def with_bar(label: str, share: float, figures: str, *, width: int) -> str:
+    """A line with a bar for a share from 0 to 1, or without it where the terminal is narrow."""
     filled = int(share * _BAR_WIDTH)
-    bar = "█" * filled + "·" * (_BAR_WIDTH - filled)
-    with_bar = f"{label}  {bar} {figures}"
-    return with_bar if len(with_bar) <= width else f"{label}  {figures}"[:width]
+    line = f"{label}  {'█' * filled}{'·' * (_BAR_WIDTH - filled)} {figures}"
+    return line if len(line) <= width else f"{label}  {figures}"[:width]
 
 
-class ProgressBar:
-    """Prints progress to a stream, by default stderr. A context manager: leaving it ends the line.
+class StatusLine:
+    """A line on a stream, by default stderr: redrawn on a terminal, and a plain one now and then
+    elsewhere. A context manager: leaving it ends the line.
 
-    Used by one thread. Never raises because the stream is gone.
+    Used by one thread. Never raises because the stream is closed.
     """
 
-    def __init__(self, label: str, *, quiet: bool = False, stream: TextIO | None = None) -> None:
-        self._label = label
+    redraw_s = 0.1
+    plain_line_s = 10.0  # so that logs stay short
+
+    def __init__(self, *, quiet: bool = False, stream: TextIO | None = None) -> None:
         self._is_quiet = quiet
         self._stream = sys.stderr if stream is None else stream
         self._is_terminal = self._stream.isatty()
@@ -83,47 +87,55 @@ class ProgressBar:
         self._printed_s = self._started_s
         self._is_line_open = False
 
-    def update(self, progress: TransferProgress) -> None:
-        """Say how far it is. Cheap: most calls print nothing."""
-        now_s = time.monotonic()
-        is_done = progress.done_bytes >= progress.total_bytes
-        interval_s = _REDRAW_S if self._is_terminal else _PLAIN_LINE_S
-        if self._is_quiet or (not is_done and now_s - self._printed_s < interval_s):
-            return
-        self._printed_s = now_s
-        line = render(
-            self._label,
-            progress.done_bytes,
-            progress.total_bytes,
-            now_s - self._started_s,
-            width=self._width_columns(),
-        )
-        # "Erase to the end of the line" first: the new line may be shorter than the one that it
-        # replaces.
-        self._write(f"\r\x1b[K{line}" if self._is_terminal else f"{line}\n")
-        self._is_line_open = self._is_terminal
-
     def close(self) -> None:
-        """End the line, so that what is printed next starts on its own. Idempotent."""
+        """End the line, so that later output starts on its own. Idempotent."""
         if self._is_line_open:
             self._write("\n")
             self._is_line_open = False
 
-    def __enter__(self) -> ProgressBar:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _is_due(self, *, is_last: bool = False) -> bool:
+        """True if a line is to be printed now. Cheap: most calls print nothing."""
+        now_s = time.monotonic()
+        interval_s = self.redraw_s if self._is_terminal else self.plain_line_s
+        if self._is_quiet or (not is_last and now_s - self._printed_s < interval_s):
+            return False
+        self._printed_s = now_s
+        return True
+
+    def _show(self, line: str) -> None:
+        # "Erase to the end of the line" first: the new line may be shorter than the previous one.
+        self._write(f"\r\x1b[K{line}" if self._is_terminal else f"{line}\n")
+        self._is_line_open = self._is_terminal
+
+    def _write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError):  # the terminal was closed: the work continues
+            self._is_quiet = True
+
+
+class ProgressBar(StatusLine):
+    """The progress of a transfer."""
+
+    def __init__(self, label: str, *, quiet: bool = False, stream: TextIO | None = None) -> None:
+        super().__init__(quiet=quiet, stream=stream)
+        self._label = label
+
+    def update(self, progress: TransferProgress) -> None:
+        done_bytes, total_bytes = progress.done_bytes, progress.total_bytes
+        if self._is_due(is_last=done_bytes >= total_bytes):
+            elapsed_s = self._printed_s - self._started_s
+            self._show(render(self._label, done_bytes, total_bytes, elapsed_s, width=self._width_columns()))
 
     def _width_columns(self) -> int:
         try:
             return os.get_terminal_size(self._stream.fileno()).columns - 1
         except (OSError, ValueError):
             return 100
-
-    def _write(self, text: str) -> None:
-        try:
-            self._stream.write(text)
-            self._stream.flush()
-        except (OSError, ValueError):  # the terminal was closed: the transfer goes on
-            self._is_quiet = True

@@ -14,9 +14,8 @@ from tests.support.batch_jobs import prompts, read_records, write_lines
 from tests.support.tiny_models import save_tiny
 
 from teneral.cli import run as teneral
-from teneral.handlers.batch import progress
 from teneral.handlers.batch.command import exit_code
-from teneral.handlers.batch.progress import LINE_S, JobProgress, Meter, ProgressLines, render
+from teneral.handlers.batch.progress import JobProgress, Meter, ProgressLines, render
 from teneral.handlers.batch.spec import JobReport, Status
 from teneral.loader.errors import LoadError, NoSpaceError, TeneralError, UnavailableError
 
@@ -173,7 +172,7 @@ def test_where_there_is_no_terminal_a_line_of_json_comes_now_and_then(
     stream = io.StringIO()
     with ProgressLines(stream=stream) as lines:
         for tick in range(31):
-            clock[0] = tick * LINE_S / 10
+            clock[0] = tick * ProgressLines.plain_line_s / 10
             lines.update(progress_of(200, tick))
     printed = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert [line["records_done"] for line in printed] == [10, 20, 30]
@@ -196,7 +195,7 @@ def test_quiet_is_quiet_and_a_closed_stream_stops_nothing(monkeypatch: pytest.Mo
     assert stream.getvalue() == ""
     lines = ProgressLines(stream=stream)
     stream.close()
-    monkeypatch.setattr(progress, "LINE_S", 0.0)
+    monkeypatch.setattr(ProgressLines, "plain_line_s", 0.0)
     lines.update(progress_of(200, 1))
 
 

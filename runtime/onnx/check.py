@@ -194,9 +194,14 @@ def all_graphs(graph: onnx.GraphProto, depth: int = 0) -> Iterator[onnx.GraphPro
         raise refuse("its graphs are nested too deeply")
     yield graph
     for node in graph.node:
-        for attribute in node.attribute:
-            for inner in (*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs):
-                yield from all_graphs(inner, depth + 1)
+        for inner in graphs_of(node):
+            yield from all_graphs(inner, depth + 1)
+
+
+def graphs_of(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    """The graphs in a node, such as an If's branches."""
+    for attribute in node.attribute:
+        yield from (*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs)
 
 
 def _attribute_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -32,6 +32,7 @@ from .spec import (
     by_first_use,
     choose_cuts,
 )
+from .subgraphs import lift_weights, uses_of
 
 SEGMENT_BYTES = 4 << 20  # fewer weights are not worth a segment of their own
 MAX_INLINE_BYTES = 64 << 20  # of what stays in one skeleton
@@ -49,7 +50,7 @@ class Node(NamedTuple):
 
 def nodes_of(graph: onnx.GraphProto) -> list[Node]:
     """The graph's nodes, in its order."""
-    return [Node(node, tuple(dict.fromkeys(_uses(node)))) for node in graph.node]
+    return [Node(node, tuple(dict.fromkeys(uses_of(node)))) for node in graph.node]
 
 
 def late_constants(nodes: Sequence[Node], initializers: Collection[str]) -> list[Node]:
@@ -73,22 +74,6 @@ def late_constants(nodes: Sequence[Node], initializers: Collection[str]) -> list
             first_use[name] = min(first_use.get(name, len(nodes)), needed_at[number])
     order = sorted(range(len(nodes)), key=lambda number: (needed_at[number], not is_constant[number], number))
     return [nodes[number] for number in order]
-
-
-def _uses(node: onnx.NodeProto) -> Iterator[str]:
-    """Names of values that a node takes, also by graphs in it."""
-    yield from (name for name in node.input if name)
-    for attribute in node.attribute:
-        for graph in (*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs):
-            yield from _captured(graph)
-
-
-def _captured(graph: onnx.GraphProto) -> Iterable[str]:
-    """Names that a graph in a node takes from outside."""
-    own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
-    own.update(name for inner in graph.node for name in inner.output)
-    wanted = [name for inner in graph.node for name in _uses(inner)]
-    return [name for name in (*wanted, *(value.name for value in graph.output)) if name not in own]
 
 
 def optimise(path: Path, out: Path, size_bytes: int) -> Path:
@@ -145,6 +130,7 @@ def prepare(path: Path, out: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
     model = read_model(optimised)
     if model.graph.sparse_initializer:
         raise refuse("it has sparse initialisers", hint="Export them as dense tensors.")
+    lift_weights(model.graph)
     _Cutter(model, optimised.parent, out).write(segment_bytes)
     for stem in ("optimised", "folded"):
         for suffix in (".onnx", ".bin"):

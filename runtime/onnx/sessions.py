@@ -12,10 +12,11 @@ empty, sparse, and as long as the largest of them. Imports onnxruntime: import t
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -45,6 +46,7 @@ PROVIDERS = {
 }
 MAX_SEGMENT_THREADS = 8  # each session has threads of its own, and there are some 20 sessions
 GATE_STEP_S = 0.05  # between two looks at whether the caller is still there, while weights arrive
+EXIT_WAIT_S = 30.0  # for a session that is being made when the process ends
 NUM_TIMED_RUNS = 3  # of which the timeline shows each segment
 
 # What numpy has no dtype for is handed over as these bits, with ONNX's number of the type.
@@ -75,6 +77,41 @@ class Run:
             self.cancel()
         if self._reason is not None:
             raise self._reason.with_traceback(None)
+
+
+class CallsAtExit:
+    """Calls of ONNX Runtime, which the interpreter's exit waits for: a daemon thread that comes back from one while the
+    interpreter is taken apart aborts the process. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_calls = 0
+        self._is_exiting = False
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Counts as a call inside. Raises `CancelledError` once the interpreter exits."""
+        with self._changed:
+            if self._is_exiting:
+                raise CancelledError("the process ends")
+            self._num_calls += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_calls -= 1
+                self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Let no other call begin, and block until those under way have ended, for a limited time."""
+        with self._changed:
+            self._is_exiting = True
+            self._changed.wait_for(lambda: self._num_calls == 0, EXIT_WAIT_S)
+
+
+_calls = CallsAtExit()
+atexit.register(_calls.wait)
 
 
 class SegmentedModel:
@@ -309,7 +346,10 @@ def _make_session(
     if skeleton is None:
         raise ModelError(f"the artifact has no {name}")
     try:
-        return ort.InferenceSession(skeleton, options, providers=list(providers))
+        with _calls.call():
+            return ort.InferenceSession(skeleton, options, providers=list(providers))
+    except CancelledError:
+        raise
     except Exception as error:  # ONNX Runtime's own classes have no base but this one
         raise ModelError(
             f"ONNX Runtime {ort.__version__} refuses {name}: {_text_of(error)}",
@@ -321,7 +361,8 @@ def _run(
     session: ort.InferenceSession, outputs: Sequence[str], inputs: Arrays, run: Run
 ) -> list[np.ndarray[Any, Any]]:
     try:
-        made: list[np.ndarray[Any, Any]] = session.run(list(outputs), dict(inputs), run.options)
+        with _calls.call():
+            made: list[np.ndarray[Any, Any]] = session.run(list(outputs), dict(inputs), run.options)
         return made
     except TeneralError:
         raise

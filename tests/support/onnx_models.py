@@ -308,7 +308,40 @@ def recurrent() -> Made:
     return Made(net.model(), {"x": net.rng.standard_normal((7, 1, 32)).astype("f4")})
 
 
+def branches() -> Made:
+    """Weights inside of an If's branches, of one name in several of them, and one that a branch returns."""
+    net = Net()
+    x = net.input("x", ["n", 48])
+    zero = net.constant(np.array(0, "f4"))
+    is_positive = net.op("Greater", net.op("ReduceSum", x, keepdims=0), zero)
+
+    def weight() -> onnx.TensorProto:
+        return numpy_helper.from_array(net.rng.standard_normal((48, 48)).astype("f4"), "w")
+
+    def graph(nodes: list[onnx.NodeProto], output: str, *weights: onnx.TensorProto) -> onnx.GraphProto:
+        value = helper.make_tensor_value_info(output, TensorProto.FLOAT, None)
+        return helper.make_graph(nodes, "branch", [], [value], list(weights))
+
+    outer = net.linear(x, 48, 48)
+    product = helper.make_node("MatMul", [outer, "w"], ["inner"])
+    fixed = numpy_helper.from_array(net.rng.standard_normal((1, 48, 48)).astype("f4"), "fixed")
+    nested = helper.make_node(
+        "If", [is_positive], ["nested"],
+        then_branch=graph([helper.make_node("MatMul", ["first", "w"], ["t"])], "t", weight()),
+        else_branch=graph([], "fixed", fixed),
+    )  # fmt: skip
+    first = helper.make_node("MatMul", [outer, "w"], ["first"])
+    for name, condition in (("y", is_positive), ("z", net.op("Not", is_positive))):
+        net.op(
+            "If", condition, name=name, then_branch=graph([first, nested], "nested", weight()),
+            else_branch=graph([product], "inner", weight()),
+        )  # fmt: skip
+        net.output(name, None)
+    return Made(net.model(), {"x": np.random.default_rng(2).standard_normal((3, 48)).astype("f4") + 1})
+
+
 MODELS: dict[str, Callable[[], Made]] = {
+    "branches": branches,
     "resnet": resnet,
     "mobilenet": mobilenet,
     "vit": vit,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -201,3 +203,34 @@ def test_a_placeholder_takes_no_room_and_goes() -> None:
     placeholder.remove()
     placeholder.remove()
     assert not file.parent.exists()
+
+
+_EXIT_WHILE_SESSIONS_ARE_MADE = """
+import sys, threading, time
+from pathlib import Path
+from tests.support.onnx_artifacts import Packed
+from teneral.loader.load.load import WeightLoad
+from teneral.runtime.onnx.sessions import CPU_PROVIDER, WholeModel
+
+packed = Packed(None, None, Path(sys.argv[1]))
+load = WeightLoad(packed.source, packed.manifest)
+load.start()
+for group in {tensor.group for tensor in packed.manifest.tensors}:
+    load.wait(group)
+
+def make():
+    while True:
+        WholeModel(packed.spec, packed.files(packed.source), load, threads=1, providers=[CPU_PROVIDER])
+        made.set()
+
+made = threading.Event()
+threading.Thread(target=make, daemon=True).start()
+made.wait()
+"""
+
+
+def test_a_process_that_ends_while_a_session_is_made_exits_normally(bert: Packed) -> None:
+    command = [sys.executable, "-c", _EXIT_WHILE_SESSIONS_ARE_MADE, str(bert.artifact)]
+    for _ in range(3):
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+        assert (ended.returncode, ended.stderr) == (0, "")

@@ -423,13 +423,11 @@ class WeightLoad(ThreadedLoad):
             return
         with self._lifecycle:
             first, self._num_fetchers = self._num_fetchers, max(self._num_fetchers, self._work.connections)
-            added = [
-                self._make_thread(f"teneral-fetch-{number}", self._fetch)
-                for number in range(first, self._num_fetchers)
-            ]
-            for thread in added:
-                thread.start()
-            self._threads += added
+            with suppress(RuntimeError):  # the system has no more threads: those that there are go on
+                for number in range(first, self._num_fetchers):
+                    thread = self._make_thread(f"teneral-fetch-{number}", self._fetch)
+                    thread.start()
+                    self._threads.append(thread)
 
     def _settle(self, step: Step) -> None:
         """The step's values are in its slab: return its memory, count it, open the gates it

@@ -25,6 +25,7 @@ from teneral.loader.format.manifest import Tier
 from teneral.loader.load import load as loading
 from teneral.loader.load.accounting import LoadState
 from teneral.loader.load.load import LoadOptions, WeightLoad
+from teneral.loader.load.queue import WorkQueue
 from teneral.loader.timeline import Timeline
 
 LAYERS = [(f"layers.{number}", {f"w{number}": ("BF16", (100, 100))}) for number in range(4)]
@@ -299,6 +300,31 @@ def test_many_loads_cancelled_at_any_moment_leave_no_thread() -> None:
         assert_ended(load)
         load.check_integrity()
     assert threading.active_count() == before
+
+
+def test_readers_that_the_system_refuses_leave_the_load_to_those_that_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built = build_artifact(LAYERS)
+    source = PacedSource(built.store)
+    held = source.hold(reads_of(built.manifest, part_of(built, "layers.1")))
+    start, refused = threading.Thread.start, []
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "teneral-fetch-3":
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with WeightLoad(source, built.manifest, options=LoadOptions(connections=1)) as load:
+        load.start()
+        monkeypatch.setattr(WorkQueue, "connections", 8)  # as if more had turned out to be faster
+        held.release()
+        for group in built.manifest.groups:
+            load.wait(group.index, timeout_s=WAIT_S)
+        assert_ended(load)
+    assert len(refused) == 1
 
 
 def test_a_load_whose_last_thread_is_refused_is_complete_all_the_same(

@@ -23,7 +23,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.streams import StreamReader
 
-from .errors import INVALID_REQUEST, SERVER_ERROR, ApiError
+from .errors import INVALID_REQUEST, SERVER_ERROR, ApiError, as_api_error
 from .limits import (
     IDLE_CONNECTION_S,
     MAX_HEAD_BYTES,
@@ -41,11 +41,12 @@ MIN_TAKEN_BYTES = 16 << 10
 HIGH_WATER_BYTES = MAX_UNSENT_BYTES - PIECE_BYTES - 1024
 # A slower body may be dropped for a new connection.
 SLOW_BODY_S = 5.0
+MAX_REASON_CHARS = 200  # of aiohttp's words on bytes that are not HTTP
 
 
 def app_runner(app: web.Application) -> web.AppRunner:
     """A runner of `app` with the limits of all servers."""
-    return web.AppRunner(
+    return _Runner(
         app,
         access_log=None,  # `edge` writes one
         # A disconnected client cancels its handler, and with it its generations.
@@ -60,6 +61,49 @@ def app_runner(app: web.Application) -> web.AppRunner:
         # After the drain only answers being sent are left.
         shutdown_timeout=0.5,
     )
+
+
+class _Runner(web.AppRunner):
+    """aiohttp's, with `_Protocol` for its connections, for which aiohttp has no option."""
+
+    async def _make_server(self) -> web.Server:
+        server = await super()._make_server()
+        server.__class__ = _Server
+        return server
+
+
+class _Server(web.Server):
+    def __call__(self) -> web.RequestHandler:
+        protocol = super().__call__()
+        protocol.__class__ = _Protocol
+        return protocol
+
+
+class _Protocol(web.RequestHandler):
+    """aiohttp's, but errors outside of the application have the shape of all others."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """The answer to a request that is not valid HTTP, or whose handling failed. Raises `ConnectionError` where an
+        answer has begun.
+        """
+        super().handle_error(request, status, exc, message)  # logs it
+        if isinstance(exc, HttpProcessingError):
+            reason = (message or exc.message).strip().partition("\n")[0][:MAX_REASON_CHARS].rstrip(": ")
+            error = ApiError(status, f"the request is not valid HTTP: {reason}", code="invalid_http")
+        else:
+            error = as_api_error(exc or RuntimeError())
+        response = error.response()
+        response.headers["Server"] = "teneral"  # aiohttp's own would show version numbers
+        response.force_close()
+        return response
 
 
 def _wire_logger() -> logging.Logger:
@@ -77,7 +121,7 @@ def _tell_bad_requests_briefly(record: logging.LogRecord) -> bool:
     if isinstance(error, HttpProcessingError):
         record.levelno = min(record.levelno, logging.INFO)
         record.levelname = logging.getLevelName(record.levelno)
-        record.msg = f"{record.getMessage()}: {' '.join(error.message.split())[:200]}"
+        record.msg = f"{record.getMessage()}: {' '.join(error.message.split())[:MAX_REASON_CHARS]}"
         record.args, record.exc_info = (), None
     return True
 

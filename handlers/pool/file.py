@@ -111,7 +111,7 @@ class _Reader:
             models=MappingProxyType(models),
             aliases=MappingProxyType(self._aliases(models)),
             instance=_size(size),
-            node=self._node(),
+            node=self._node(defaults),
             slo=Slo(**self._values(self._table(("slo",)), keys.SLO_KEYS, "slo")),
             patches=tuple(self._patches()),
             lines=self._lines,
@@ -223,12 +223,24 @@ class _Reader:
             )
         settings[written] = self._parse(SETTINGS[written].parse, value, *path)
 
-    def _node(self) -> Node:
+    def _node(self, defaults: dict[str, Any]) -> Node:
         values = self._values(self._table(("node",)), keys.NODE_KEYS, "node")
+        base, store = values.get("standby_base"), {}
+        if base is not None:
+            place = ("node", "standby_base")
+            if not values.get("standby"):
+                raise self._error(
+                    Code.E2, "needs standby processes", *place, hint="Write standby = 2 as well."
+                )
+            self._check_address(base, *place)
+            settings, _ = self._serve("", defaults)  # those of [defaults.serve]
+            store = {name: settings[name] for name in keys.STORE_SETTINGS if name in settings}
         return Node(
             memory_bytes=values.get("memory"),
             standby=values.get("standby", 0),
             standby_memory_bytes=values.get("standby_memory", 0),
+            standby_base=base,
+            standby_store=MappingProxyType(store),
         )
 
     def _patches(self) -> Iterable[Patch]:

@@ -26,6 +26,7 @@ PLATFORMS = (
     "kuberay",
 )
 MAX_TEXT_CHARS = 4096
+MIN_SIZE_BYTES = 1 << 20  # of memory
 MAX_VERSIONS = 16  # that are served at the same time
 VERSION_NAME = re.compile(r"[1-9][0-9]{0,11}")
 SERVED_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._/-]{0,126}[A-Za-z0-9])?")
@@ -34,6 +35,8 @@ ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 PATH_SETTINGS = frozenset(
     {"adapters", "cache_dir", "chat_template", "kernel_dir", "kv_disk_dir", "kv_snapshot"}
 )
+# Settings of `serve` that are flags of `teneral standby` as well, for the store of its base.
+STORE_SETTINGS = ("endpoint_url", "region", "profile", "addressing_style", "anonymous", "requester_pays")
 # Settings of `teneral serve` that follow from the pool file and from nothing else.
 POOL_SETTINGS = frozenset(
     {
@@ -108,11 +111,15 @@ def choice(*allowed: str) -> Callable[[Any], str]:
 
 
 def size(value: Any) -> int:
-    return parse_bytes(value)
+    """Of a key without a unit in its name: `memory = 4` is not what its writer means."""
+    size_bytes = parse_bytes(value)
+    if size_bytes < MIN_SIZE_BYTES:
+        raise ValueError('must be at least 1 MiB, such as "8GiB": a number without a unit is in bytes')
+    return size_bytes
 
 
 def size_or_zero(value: Any) -> int:
-    return 0 if value == 0 and not isinstance(value, bool) else parse_bytes(value)
+    return 0 if value == 0 and not isinstance(value, bool) else size(value)
 
 
 def version_number(value: Any) -> int:
@@ -144,7 +151,7 @@ def base(value: Any) -> str:
     """An address without `{version}`: all versions of a model have the same base."""
     address = text(value)
     if set("{}") & set(address):
-        raise ValueError("must contain no braces: all versions have one base")
+        raise ValueError("must contain no braces: it is the address of one artifact")
     return address
 
 
@@ -226,6 +233,9 @@ NODE_KEYS: dict[str, Key] = {
     ),
     "standby": Key(integer(0, 256), 0, "processes", "standby processes kept ready"),
     "standby_memory": Key(size_or_zero, 0, "bytes", "memory that each of them takes ahead"),
+    "standby_base": Key(
+        base, None, "address", "packed artifact whose weights they have in memory, once; @b3: pins it"
+    ),
 }
 SLO_KEYS: dict[str, Key] = {
     "ttft_p99_s": Key(seconds(0.001, 3600), None, "s", "objective of the first token's 99th percentile"),

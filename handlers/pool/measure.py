@@ -21,8 +21,9 @@ from typing import Any
 
 import aiohttp
 
-from ...loader.errors import TeneralError, UsageError
+from ...loader.errors import TeneralError, UnavailableError, UsageError
 from ...runtime.config import ServeConfig
+from ..standby.handover import ask_status
 from .file import read_pool
 from .process import (
     ServerProcess,
@@ -45,6 +46,7 @@ REPEATS = 5
 PAUSE_S = 0.2  # between requests: one that finds its instance idle takes longer than one of a queue
 MAX_TAKEN = 4
 TAKEN_S = 0.05  # until the pool knows that a process was taken: one that is killed before counts as failed
+BASE_POLL_S = 0.1
 REFILL_S = 4.0  # until another standby process is there, and the machine is quiet again
 
 
@@ -70,9 +72,12 @@ async def _measure_all(pool: Pool, num_starts: int) -> dict[str, dict[str, Any]]
     with tempfile.TemporaryDirectory(prefix="teneral-measure-") as folder:
         standby = None
         if pool.node.standby:
-            standby = StandbyPool(Path(folder), pool.node.standby, pool.node.standby_memory_bytes)
+            standby = StandbyPool(Path(folder), pool)
             standby.start()
         try:
+            base = await asyncio.to_thread(repository.standby_base, pool.node)
+            if standby is not None and base is not None:
+                await _wait_base(standby)
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
                 figures = {}
                 for model in pool:
@@ -82,10 +87,23 @@ async def _measure_all(pool: Pool, num_starts: int) -> dict[str, dict[str, Any]]
                         model, releases[-1], config, standby, inherited_environment(environment), session
                     )
                     figures[model.name] = await run.figures(num_starts, pool.node.standby)
+                    if base is not None and base.revision == releases[-1].revision:
+                        figures[model.name]["bytes"] = 0  # its weights are there
                 return figures
         finally:
             if standby is not None:
                 await standby.end()
+
+
+async def _wait_base(standby: StandbyPool) -> None:
+    """Wait until its processes have their base. Raises `UnavailableError` where the pool ends, or loads no base."""
+    status: dict[str, Any] = {}
+    while standby.runs and not status.get("bytes"):
+        await asyncio.sleep(BASE_POLL_S)
+        with suppress(UnavailableError):  # it imports yet
+            status = (await asyncio.to_thread(ask_status, standby.socket_path))["base"]
+    if not standby.runs:
+        raise UnavailableError("the standby pool ended before it had its base", hint="Its log says why.")
 
 
 class _Run:

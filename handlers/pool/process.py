@@ -352,13 +352,13 @@ def _connect(path: str) -> Channel | None:
 class StandbyPool:
     """`teneral standby` as a child of the supervisor. Started again where it ends by itself."""
 
-    def __init__(self, folder: Path, num_processes: int, memory_bytes: int) -> None:
+    def __init__(self, folder: Path, pool: Pool) -> None:
+        """Its socket lies in `folder`; `pool.node` says what it holds."""
         self.socket_path = str(folder / "standby.sock")
         self.process: Process | None = None
         self.started_at_s = 0.0
         self.has_answered = False  # since it was started
-        self._num_processes = num_processes
-        self._memory_bytes = memory_bytes
+        self._flags = standby_flags(pool)
 
     @property
     def runs(self) -> bool:
@@ -370,9 +370,7 @@ class StandbyPool:
             return
         if self.process is not None:
             logger.warning("the standby pool has ended; another one is started")
-        arguments = [str(os.getpid()), self.socket_path, "--processes", str(self._num_processes)]
-        if self._memory_bytes:
-            arguments += ["--memory", str(self._memory_bytes)]
+        arguments = [str(os.getpid()), self.socket_path, *self._flags]
         popen = subprocess.Popen(
             [sys.executable, "-m", f"{PACKAGE}.handlers.standby.server_pool", *arguments],
             stdin=subprocess.DEVNULL,
@@ -382,6 +380,25 @@ class StandbyPool:
         self.started_at_s = time.monotonic()
         self.has_answered = False
 
+    def reload(self) -> None:
+        """Have it load what lies at its base's address now."""
+        if self.process is not None:
+            self.process.signal(signal.SIGHUP)
+
     async def end(self) -> None:
         if self.process is not None:
             await self.process.end(1.0)
+
+
+def standby_flags(pool: Pool) -> list[str]:
+    """The flags of `teneral standby` for the file's `[node]`."""
+    node = pool.node
+    flags = ["--processes", str(node.standby)]
+    if node.standby_memory_bytes:
+        flags += ["--memory", str(node.standby_memory_bytes)]
+    if node.standby_base is not None:
+        flags += ["--base", absolute(pool.folder, node.standby_base)]
+        for name, value in node.standby_store.items():
+            flag = f"--{name.replace('_', '-')}"
+            flags += [flag, str(value)] if not isinstance(value, bool) else [flag] if value else []
+    return flags

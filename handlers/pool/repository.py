@@ -22,7 +22,7 @@ from ...loader.sources.base import Source, SourceOptions
 from ...loader.sources.open import forms, is_read_only, open_source, scheme_of
 from ...runtime.config import ServeConfig
 from .keys import SERVED_NAME, VERSION_NAME
-from .values import Model
+from .values import Model, Node
 
 MAX_LISTED = 100_000  # objects of a bucket that are looked through for versions
 logger = logging.getLogger("teneral.pool")
@@ -39,6 +39,7 @@ class Release(NamedTuple):
     weight_bytes: int
     base: str | None = None  # the address of the artifact that it holds differences to
     stored_bytes: int = 0
+    is_packed: bool = True
 
 
 class Repository:
@@ -87,6 +88,22 @@ class Repository:
             )
         return tuple(sorted(chosen, key=lambda release: release.version or 0)), "; ".join(trouble)
 
+    def standby_base(self, node: Node) -> Release | None:
+        """The artifact that the node's standby processes have in memory, if any. Raises the error of one that cannot be
+        read, and `UsageError` for weights that are not packed.
+        """
+        if node.standby_base is None:
+            return None
+        options = ServeConfig(model="unused", **node.standby_store).source_options
+        found = self._open(None, self.absolute(node.standby_base), options)
+        if not found.is_packed:
+            raise UsageError(
+                f"{node.standby_base} is not packed, as the base of standby processes must be",
+                key="standby_base",
+                hint="Pack it first, or leave standby_base out: plain weights are mapped where they lie.",
+            )
+        return found
+
     def absolute(self, address: str) -> str:
         return absolute(self._folder, address)
 
@@ -133,7 +150,8 @@ def _opened(
     revision = manifest.digest.hex()[:16] if manifest.digest is not None else stamp
     weight_bytes = sum(tensor.size_bytes for tensor in manifest.tensors)
     stored_bytes = sum(part.size_bytes for part in manifest.parts)
-    return Release(version, address, revision, weight_bytes, stored_bytes=stored_bytes)
+    is_packed = manifest.digest is not None
+    return Release(version, address, revision, weight_bytes, stored_bytes=stored_bytes, is_packed=is_packed)
 
 
 def _stamp(source: Source) -> str:

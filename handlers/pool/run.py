@@ -136,6 +136,8 @@ class _Runner:
         self._folder = folder
         self._environment = environment
         self._repository = Repository(pool.folder)
+        self._node = pool.node  # as it is until the end
+        self._base: Release | None = None  # of the standby processes
         self._reload_lock: asyncio.Lock | None = None
         self._supervisor: Supervisor | None = None
         key = environment.get(f"{PREFIX}API_KEY")
@@ -188,13 +190,14 @@ class _Runner:
     # models
 
     async def _make_supervisor(self) -> Supervisor:
-        node = self._pool.node
+        node = self._node
         limit_bytes = node.memory_bytes or available_bytes() or 1 << 60
         budget = Budget(limit_bytes)
-        budget.keep(STANDBY_KEY, node.standby * node.standby_memory_bytes)
+        self._base = await asyncio.to_thread(self._repository.standby_base, node)
+        budget.keep(STANDBY_KEY, self._standby_bytes())
         standby = None
         if node.standby:
-            standby = StandbyPool(self._folder, node.standby, node.standby_memory_bytes)
+            standby = StandbyPool(self._folder, self._pool)
         states = {name: ModelState(model) for name, model in self._pool.models.items()}
         inherited = inherited_environment(self._environment)
         supervisor = Supervisor(
@@ -239,10 +242,28 @@ class _Runner:
             return config.replace(api_key=self._key)
         return config
 
+    async def _refresh_base(self, supervisor: Supervisor) -> None:
+        """Have the standby processes hold what lies at their base's address now. Never raises."""
+        try:
+            found = await asyncio.to_thread(self._repository.standby_base, self._node)
+        except TeneralError as error:
+            logger.warning("the standby processes keep the base that they have: %s", error)
+            return
+        if found is None or self._base is None or found.revision == self._base.revision:
+            return
+        self._base = found
+        supervisor.budget.keep(STANDBY_KEY, self._standby_bytes())
+        if supervisor.standby is not None:
+            supervisor.standby.reload()
+
+    def _standby_bytes(self) -> int:
+        """Memory of the waiting processes, and of the base that they share."""
+        base_bytes = 0 if self._base is None else self._base.weight_bytes
+        return self._node.standby * self._node.standby_memory_bytes + base_bytes
+
     def _check_fits(self, supervisor: Supervisor, limit_bytes: int) -> None:
         """Raises E10 where what is to be warm does not fit."""
-        node = self._pool.node
-        standby_bytes = node.standby * node.standby_memory_bytes
+        standby_bytes = self._standby_bytes()
         warm = [d for state in supervisor.models.values() for d in state.targets()]
         needed = sum(d.scaled.min_warm * d.need_bytes for d in warm) + standby_bytes
         if needed > limit_bytes:
@@ -276,6 +297,7 @@ class _Runner:
             if pool.node != self._pool.node:
                 logger.warning("[node] is read at the start only: restart the pool to change it")
             self._pool = supervisor.pool = pool
+            await self._refresh_base(supervisor)
             for name in [name for name in supervisor.models if name not in pool.models]:
                 supervisor.remove(name)
             for name, model in pool.models.items():

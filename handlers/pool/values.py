@@ -231,11 +231,17 @@ class InstanceSize:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine. `memory_bytes` None: what it has free."""
+    """One machine. `memory_bytes` None: what it has free.
+
+    `standby_base` is an artifact whose weights the standby processes have in memory, and `standby_store` the settings
+    of `teneral serve` for the store that it lies in.
+    """
 
     memory_bytes: int | None = None
     standby: int = 0
     standby_memory_bytes: int = 0
+    standby_base: str | None = None
+    standby_store: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

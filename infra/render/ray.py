@@ -221,6 +221,12 @@ def _worker_pod(rendering: Rendering, unit: Unit) -> dict[str, Any]:
     if _has_standby(rendering, unit):
         standby_bytes = rendering.pool.node.standby_memory_bytes
         memory_bytes += standby_bytes
+        if rendering.pool.node.standby_base is not None:
+            warning = rendering.pool.warning(
+                Code.W1, "is left out: a pod has one model's instance", "node", "standby_base"
+            )
+            if warning not in rendering.warnings:
+                rendering.warnings.append(warning)
         # `ray start` follows behind `&&`.
         ahead = f" --memory {standby_bytes}" if standby_bytes else ""
         container["command"] = [f"teneral standby {POD_STANDBY_SOCKET} --processes 1{ahead} & true"]

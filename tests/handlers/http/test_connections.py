@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import resource
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from tests.support.load import patience_s
 
-from teneral.handlers.http.limits import MAX_HEAD_BYTES, Limits
+from teneral.handlers.http.limits import MAX_HEAD_BYTES, MAX_REQUEST_LINE_BYTES, Limits
 
 PROBE = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
 
@@ -211,3 +212,28 @@ async def test_a_head_that_could_be_read_in_two_ways_is_refused(start: Any, line
         answer = await client.rest()
         assert b" 400 " in answer
         assert answer.count(b"HTTP/1.") == 1  # nothing behind it was taken for another request
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nHost: x\r\nx : y\r\n\r\n",
+        b"GET /" + b"y" * (MAX_REQUEST_LINE_BYTES + 1) + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    ],
+)
+async def test_bytes_that_are_not_http_are_answered_as_other_errors_and_without_a_version(
+    start: Any, head: bytes
+) -> None:
+    async with start() as server:
+        client = await Connection.to(server)
+        await client.send(head)
+        answered, _, body = (await client.rest()).partition(b"\r\n\r\n")
+    assert answered.startswith(b"HTTP/1.1 400 Bad Request\r\n") or answered.startswith(b"HTTP/1.0 400")
+    assert b"\r\nServer: teneral\r\n" in answered + b"\r\n"
+    assert b"aiohttp" not in answered + body
+    error = json.loads(body)["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_http")
+    assert error["message"].startswith("the request is not valid HTTP: ")
+    assert len(error["message"]) < 300

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from teneral import cli
 from teneral.handlers.pool import keys
 from teneral.handlers.pool.file import MAX_FILE_BYTES, parse_pool, read_pool
+from teneral.handlers.pool.process import standby_flags
 from teneral.handlers.pool.values import (
     Code,
     InstanceSize,
@@ -122,6 +123,17 @@ def test_a_base_reaches_every_instance() -> None:
     assert "TENERAL_BASE" not in parse_pool(EXAMPLE).models["helper"].serve_environment()
 
 
+def test_standby_processes_get_their_base_and_the_settings_of_its_store() -> None:
+    text = EXAMPLE.replace("standby = 2", 'standby = 2\nstandby_base = "bases/own"')
+    store = '[defaults.serve]\nendpoint_url = "http://store:9000"\nanonymous = true\nrequester_pays = false\n'
+    flags = standby_flags(parse_pool(text + store + "kv_bytes = 4096\n", "/pools/pool.toml"))
+    assert flags == [
+        *("--processes", "2", "--memory", str(1 << 30), "--base", "/pools/bases/own"),
+        *("--endpoint-url", "http://store:9000", "--anonymous"),
+    ]
+    assert "--base" not in standby_flags(parse_pool(EXAMPLE))
+
+
 def test_keys_that_come_from_elsewhere_are_found_there() -> None:
     pool = parse_pool(EXAMPLE)
     assert str(pool.place("models", "my-model", "idle_timeout_s")) == "pool.toml:4: defaults.idle_timeout_s"
@@ -164,6 +176,14 @@ CASES: list[tuple[Code, str, str, str]] = [
     ),
     (Code.E2, "idle_timeout_s = 60", "idle_timeout_s = nan", "must be a number of seconds"),
     (Code.E2, 'memory = "4GiB"', 'memory = "4 apples"', "must be a size such as 512MiB"),
+    (Code.E2, 'memory = "16GiB"', "memory = 4", 'node.memory: must be at least 1 MiB, such as "8GiB"'),
+    (Code.E2, 'memory = "16GiB"', 'memory = "4"', "a number without a unit is in bytes; it is '4'"),
+    (Code.E2, 'standby_memory = "1GiB"', "standby_memory = 1", "must be at least 1 MiB"),
+    (Code.E2, 'memory = "8GiB"', "memory = 8", "models.helper.instance.memory: must be at least 1 MiB"),
+    (Code.E2, 'memory = "4GiB"', "memory = 4096", "instance.memory: must be at least 1 MiB"),
+    (Code.E2, 'standby_memory = "1GiB"', 'standby_base = "ftp://b/x"', "has an unknown kind of address"),
+    (Code.E2, 'standby_memory = "1GiB"', 'standby_base = "s3://b/{version}"', "must contain no braces"),
+    (Code.E2, "standby = 2", 'standby_base = "s3://b/x"', "node.standby_base: needs standby processes"),
     (Code.E2, 'source = "s3://bucket/models/my-model"', "", "models.my-model: needs a source"),
     (Code.E2, '"s3://bucket/models/my-model"', '"ftp://bucket/my-model"', "unknown kind of address, ftp://"),
     (Code.E2, "helper/{version}", "{version}/{version}", "must contain {version} at most once"),

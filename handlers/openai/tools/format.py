@@ -18,8 +18,12 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
+from ....runtime.errors import RequestError
+from ...http.json_bodies import check_shape
 from .functions import Property
 
+# Of arguments. Decoders' own limits depend on the Python: 3.13's reads thousands of levels.
+MAX_DEPTH = 200
 _STRUCTURE = re.compile(r'["{}\[\]]')
 _IN_STRING = re.compile(r'["\\]')
 SPACES = " \t\r\n"
@@ -292,8 +296,9 @@ def object_text(data: bytes) -> str:
             data = msgspec.json.decode(data, type=str).encode().strip() or b"{}"
         if data == b"null":
             return "{}"
+        check_shape(data, max_depth=MAX_DEPTH)
         msgspec.json.decode(data, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
+    except (msgspec.DecodeError, RecursionError, RequestError, UnicodeEncodeError):
         raise NotACallError from None
     return data.decode()
 
@@ -301,8 +306,9 @@ def object_text(data: bytes) -> str:
 def is_json(text: str) -> bool:
     """True if the text is one JSON value. Numbers may be larger than a double."""
     try:
+        check_shape(text.encode("utf-8", "surrogatepass"), max_depth=MAX_DEPTH)
         json.loads(text, parse_constant=_no_constant)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, RequestError):
         return False
     return True
 

@@ -85,10 +85,10 @@ async def test_the_time_for_a_head_does_not_count_while_a_request_is_worked_on(s
 
 
 async def test_an_idle_connection_may_wait_longer_than_a_head(start: Any) -> None:
-    async with start(limits=Limits(head_timeout_s=0.02)) as server:
+    async with start(limits=Limits(head_timeout_s=0.5)) as server:
         kept = await Connection.to(server)
         for _ in range(2):
-            await asyncio.sleep(0.06)
+            await asyncio.sleep(0.7)
             await kept.send(PROBE)
             assert (await kept.answer()).startswith(b"HTTP/1.1 200 OK\r\n")
         kept.close()

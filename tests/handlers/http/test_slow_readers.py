@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from tests.support.http_server import Server, events
+from tests.support.load import slowdown
 
 from teneral.handlers.http.limits import MAX_UNSENT_BYTES, PIECE_BYTES, Limits
 from teneral.handlers.http.listening import SEND_BUFFER_BYTES, listen
@@ -47,7 +48,7 @@ def is_empty(server: Server) -> bool:
 
 
 async def test_many_clients_that_take_nothing_hold_64_kib_each_and_are_cut(start: Any) -> None:
-    limits = Limits(write_stall_s=0.5)
+    limits = Limits(write_stall_s=0.5 * slowdown())
     with ExitStack() as stack:
         async with start(
             limits=limits, send_buffer_bytes=4096, max_running=NUM_CLIENTS, prefix_cache=True
@@ -69,7 +70,8 @@ async def test_a_value_larger_than_the_bound_is_sent_piece_by_piece(start: Any) 
     def give(event: Any, context: Any) -> Iterator[str]:
         yield from values
 
-    async with start(handler=give, send_buffer_bytes=4096, limits=Limits(write_stall_s=0.3)) as server:
+    limits = Limits(write_stall_s=1.0 * slowdown())  # the client that reads all must never seem to stall
+    async with start(handler=give, send_buffer_bytes=4096, limits=limits) as server:
         whole = await server.post("/invoke", {}, headers={"Accept": "text/event-stream"})
         assert [json.loads(item) for item in events(whole.body)[:-1]] == values
         with ExitStack() as stack:
@@ -95,10 +97,11 @@ async def test_a_whole_answer_that_is_not_taken_is_cut_off_too(start: Any) -> No
 
 
 async def test_a_client_that_takes_a_whole_answer_slowly_but_steadily_gets_all_of_it(start: Any) -> None:
+    factor = slowdown()  # where this process waits for a core, the client takes nothing
     async with start(
         handler=lambda event, context: "x" * 250_000,
         send_buffer_bytes=4096,
-        limits=Limits(write_stall_s=1.0),
+        limits=Limits(write_stall_s=2.0 * factor),
     ) as server:
         with ExitStack() as stack:
             sock = await ask(stack, server, "/invoke", {})
@@ -107,7 +110,7 @@ async def test_a_client_that_takes_a_whole_answer_slowly_but_steadily_gets_all_o
                 data = await loop.sock_recv(sock, 4096)
                 assert data, "it was cut off"
                 received += data
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.04 * factor)
             assert received.count(b"x") >= 250_000
 
 

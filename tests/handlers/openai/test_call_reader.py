@@ -177,6 +177,8 @@ TEXTS = [
     ("pythonic", "[add(a={1})]"),
     ("pythonic", "[add(a=b'x')]"),
     ("pythonic", "[add(a=" + "[" * 5_000 + "]" * 5_000 + ")]"),
+    ("pythonic", "[add(a=" + "[" * 250 + "]" * 250 + ")]"),  # as deep as JSON may be on Python 3.11
+    ("json", '{"name": "add", "arguments": {"a": ' + "[" * 250 + "]" * 250 + "}}"),
     ("pythonic", "[add(a=" + "9" * 5_000 + ".e)]"),
     ("pythonic", "[add(a=1)], and"[:9]),
     ("pythonic", "[unknown(a=1)]"),

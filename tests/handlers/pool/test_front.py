@@ -194,8 +194,9 @@ async def test_a_place_that_comes_as_the_wait_ends_is_not_lost(tmp_path: Path) -
         held = await rig.supervisor.acquire(rig.deployment)
         assert held is not None
         waiting = asyncio.create_task(rig.supervisor.acquire(rig.deployment))
-        await asyncio.sleep(0.1)
-        time.sleep(0.15)  # the loop is late, so that both happen in its next round
+        while not rig.deployment.waiting:
+            await asyncio.sleep(0)
+        time.sleep(0.25)  # the loop is late, so that both happen in its next round
         asyncio.get_running_loop().call_soon(rig.supervisor.release, held)
         lease = await waiting
         assert lease is not None

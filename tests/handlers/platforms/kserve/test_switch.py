@@ -287,6 +287,9 @@ async def test_every_answer_under_switches_is_wholly_one_models(models: Models) 
             assert (await switch(server, addresses[name])).status == 200
             assert server.service.instance.config.model == str(addresses[name])
             await asyncio.sleep(chance.uniform(0, 0.1))
+        for number, address in enumerate(addresses.values()):  # at least one answer of each
+            assert (await switch(server, address)).status == 200
+            await server.eventually(lambda number=number: number in seen)
         done.set()
         await asyncio.gather(*clients)
         assert seen == {0, 1, 2}

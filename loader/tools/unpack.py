@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from ..artifact import open_artifact, read_file
 from ..errors import AlreadyExistsError, LoadCancelledError, ManifestError
-from ..format.checkpoint import INDEX_NAME, INDEX_SUFFIX, SINGLE_NAME, SUFFIX
+from ..format.checkpoint_files import INDEX_NAME, INDEX_SUFFIX, SINGLE_NAME, SUFFIX
 from ..format.manifest import Manifest, Part, Segment, Tensor, Tier
 from ..format.safetensors import TensorSpec, make_header
 from ..format.tensor_digests import FILE_NAME as DIGESTS_NAME

@@ -15,7 +15,8 @@ import torch
 
 from ...loader.artifact import open_artifact, open_model
 from ...loader.errors import NotFoundError, UsageError
-from ...loader.format.checkpoint import SUFFIX, Checkpoint, StoredTensor, manifest_of
+from ...loader.format.checkpoint import Checkpoint, StoredTensor, manifest_of
+from ...loader.format.checkpoint_files import SUFFIX
 from ...loader.format.manifest import Manifest
 from ...loader.format.safetensors import read_header
 from ...loader.load.load import WeightLoad

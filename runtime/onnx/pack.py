@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...loader.errors import CheckpointError, NotFoundError, UsageError
-from ...loader.format.checkpoint import SMALL_FILES, Checkpoint, StoredTensor
+from ...loader.format.checkpoint import Checkpoint, StoredTensor
+from ...loader.format.checkpoint_files import SMALL_FILES
 from ...loader.format.safetensors import Entry
 from ...loader.process.scratch import ScratchFolder, remove_abandoned
 from ...loader.sources.base import ObjectInfo, Source, Store, check_name

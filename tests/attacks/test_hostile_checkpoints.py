@@ -15,8 +15,9 @@ from tests.support.checkpoints import (
 from tests.support.memory_store import MemoryStore
 
 from teneral.loader.errors import ChangedError, CheckpointError, FormatError
-from teneral.loader.format import checkpoint as checkpoint_module
-from teneral.loader.format.checkpoint import open_checkpoint, parse_index
+from teneral.loader.format import checkpoint_files
+from teneral.loader.format.checkpoint import open_checkpoint
+from teneral.loader.format.checkpoint_files import parse_index
 from teneral.loader.sources.file.store import FileStore
 
 INDEX = "model.safetensors.index.json"
@@ -89,7 +90,7 @@ def test_an_index_that_is_no_index_is_refused(index: bytes) -> None:
 
 
 def test_an_index_of_too_many_bytes_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_module, "MAX_INDEX_BYTES", 100)
+    monkeypatch.setattr(checkpoint_files, "MAX_INDEX_BYTES", 100)
     with pytest.raises(FormatError, match="101 bytes"):
         open_checkpoint(MemoryStore({INDEX: b" " * 101}))
 
@@ -147,14 +148,14 @@ def test_a_shard_that_was_cut_off_is_named(cut_bytes: int) -> None:
 
 
 def test_a_small_file_of_absurd_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_module, "MAX_SMALL_FILE_BYTES", 10)
+    monkeypatch.setattr(checkpoint_files, "MAX_SMALL_FILE_BYTES", 10)
     refuse(
         {"model.safetensors": ONE, "tokenizer.json": bytes(11)}, "tokenizer.json has 11 bytes, of 10 allowed"
     )
 
 
 def test_a_folder_of_very_many_files_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_module, "MAX_LISTED", 3)
+    monkeypatch.setattr(checkpoint_files, "MAX_LISTED", 3)
     refuse({f"{number}.txt": b"" for number in range(4)}, "more than 3 objects")
 
 

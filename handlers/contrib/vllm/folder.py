@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ....loader.artifact import open_artifact, read_file
 from ....loader.errors import CheckpointError
-from ....loader.format.checkpoint import INDEX_SUFFIX, SUFFIX
+from ....loader.format.checkpoint_files import INDEX_SUFFIX, SUFFIX
 from ....loader.format.limits import MANIFEST_NAME
 from ....loader.format.tensor_digests import FILE_NAME as DIGESTS_NAME
 from ....loader.pin import PIN_MARK, split_pin

@@ -72,8 +72,8 @@ class Ingress:
             )
         if not has_route(path):  # which would wake a model for nothing
             return _error(404, "there is no such route here", "unknown_url")
-        body = await request.body()
-        if len(body) > MAX_BODY_BYTES:
+        body = await _body(request)
+        if body is None:
             return _error(413, "the body is too large", "request_too_large")
         fields = _fields(body)
         name = fields.get("model") or (next(iter(self._models)) if len(self._models) == 1 else None)
@@ -110,7 +110,7 @@ class Ingress:
 async def _answer(pieces: Any) -> Response:
     """The replica's answer. Raises one of `LOST` if it is lost before the client has any of it."""
     status, headers = await anext(pieces)
-    raw = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers]
+    raw = [(name.lower().encode(), value.encode("utf-8", "surrogateescape")) for name, value in headers]
     is_stream = any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in raw)
     first = [] if is_stream else await _beginning(pieces)
     response = StreamingResponse(_rest(first, pieces, is_stream=is_stream), status_code=status)
@@ -155,11 +155,16 @@ def session_key(header: str | None, fields: Mapping[str, Any]) -> str:
     extra: Mapping[str, Any] = ours if isinstance(ours, dict) else {}
     session = extra.get("session") or header or fields.get("user")
     if session:
-        return f"session-{hashlib.blake2b(str(session).encode(), digest_size=16).hexdigest()}"
+        return f"session-{_digest(str(session))}"
     prompt = fields.get("messages") or fields.get("prompt") or fields.get("input") or ""
     start = (prompt if isinstance(prompt, str) else json.dumps(prompt))[:PREFIX_CHARACTERS]
     salt = str(extra.get("cache_salt") or fields.get("cache_salt") or "")
-    return hashlib.blake2b(f"{salt}\0{start}".encode(), digest_size=16).hexdigest()
+    return _digest(f"{salt}\0{start}")
+
+
+def _digest(text: str) -> str:
+    """Of any text of JSON's, lone surrogates included."""
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def chosen(weights: Mapping[str, int], key: str) -> str:
@@ -176,10 +181,20 @@ def chosen(weights: Mapping[str, int], key: str) -> str:
     return max(weights, key=score)
 
 
+async def _body(request: Request) -> bytes | None:
+    """The body; None for one that is too large, of which no more is read."""
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MAX_BODY_BYTES:
+            return None
+    return bytes(body)
+
+
 def _fields(body: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return fields if isinstance(fields, dict) else {}
 

@@ -66,23 +66,24 @@ class ServerProcess:
         """
         began = time.monotonic()
         self.is_changing = True
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "teneral",
-            "serve",
-            env=child_environment(os.environ, self._environment),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            preexec_fn=_end_with_parent,
-        )
         try:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "teneral",
+                "serve",
+                env=child_environment(os.environ, self._environment),
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                preexec_fn=_end_with_parent,
+            )
             self.port = await asyncio.wait_for(self._read_port(self._process), SERVER_START_S)
-        except (TimeoutError, LoadError):
+        except BaseException:
             await self.end(drain_s=0)
             raise
+        finally:
+            self.is_changing = False
         self._log = asyncio.create_task(self._pass_on(self._process))
-        self.is_changing = False
         return time.monotonic() - began
 
     async def wait_ready(self, timeout_s: float) -> None:
@@ -183,6 +184,7 @@ class Replica:
             environment, ready_path=settings["ready_path"], drain_s=settings["drain_s"]
         )
         self._waking = asyncio.Lock()
+        self._waits: set[asyncio.Task[None]] = set()  # for the server's start
         self._in_work = 0
         self._last_used = time.monotonic()
         self._session: aiohttp.ClientSession | None = None
@@ -256,11 +258,18 @@ class Replica:
             await self._session.close()
 
     async def _wake(self) -> None:
-        """Start the server. Requests may be sent as soon as it listens: they wait there for the
-        layers that they need.
+        """Have the server started. Requests may be sent as soon as it listens: they wait there for
+        the layers that they need. A client that disconnects meanwhile does not end the start, for
+        which others may wait.
         """
-        if self._server.is_running:
+        if self._server.is_running and not self._server.is_changing:
             return
+        start = asyncio.create_task(self._start_server())
+        self._waits.add(start)
+        start.add_done_callback(self._waits.discard)
+        await asyncio.shield(start)
+
+    async def _start_server(self) -> None:
         async with self._waking:
             if not self._server.is_running:
                 if self._server.port:

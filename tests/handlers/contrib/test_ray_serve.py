@@ -20,8 +20,14 @@ ray = pytest.importorskip("ray", reason="needs Ray: scripts/conformance-ray")
 
 from ray import serve  # noqa: E402
 from ray.serve.schema import ServeDeploySchema  # noqa: E402
+from starlette.requests import Request  # noqa: E402
 
-from teneral.handlers.contrib.ray.app import chosen, session_key  # noqa: E402
+from teneral.handlers.contrib.ray.app import (  # noqa: E402
+    MAX_BODY_BYTES,
+    Ingress,
+    chosen,
+    session_key,
+)
 from teneral.handlers.pool.file import parse_pool, read_pool  # noqa: E402
 from teneral.infra.render.render import render  # noqa: E402
 
@@ -174,6 +180,33 @@ def test_prompts_that_begin_alike_go_to_one_replica(running):
     for _ in range(40):  # the handle spreads these over both replicas
         hits = max(hits, statistics("warm")["in_work"])
     assert statistics("warm")["awake"]
+
+
+async def test_the_ingress_reads_no_more_of_a_body_than_it_takes():
+    read_bytes = 0
+
+    async def receive():
+        nonlocal read_bytes
+        read_bytes += 1 << 20
+        return {"type": "http.request", "body": bytes(1 << 20), "more_body": True}
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+    answer = await Ingress({"m": {"m": 100}})(Request(scope, receive))
+    assert (answer.status_code, read_bytes) == (413, MAX_BODY_BYTES + (1 << 20))
+
+
+@pytest.mark.parametrize("body", [b'{"model":' * 100_000, b"[", b"\xff"])
+async def test_the_ingress_refuses_what_it_cannot_read(body):
+    async def receive():
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+    assert (await Ingress({"m": {}, "n": {}})(Request(scope, receive))).status_code == 404
+
+
+def test_any_text_of_jsons_has_a_key():
+    for fields in ({"prompt": "\ud800"}, {"user": "\ud800"}, {"teneral": {"cache_salt": "\udfff"}}):
+        assert session_key(None, fields)
 
 
 def test_versions_share_keys_by_their_weights():

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests.support.tiny_models import save_tiny
 
 from teneral.handlers.contrib.ray.policy import desired
 from teneral.handlers.contrib.ray.replica import Replica, ServerProcess, child_environment
@@ -54,6 +55,27 @@ async def test_a_model_sleeps_wakes_for_a_request_and_sleeps_again():
     finally:
         await replica.close()
     assert not replica.statistics()["awake"]
+
+
+@pytest.mark.slow
+async def test_a_client_that_goes_away_while_the_model_wakes_leaves_the_start_to_others(tmp_path):
+    import asyncio
+
+    save_tiny("llama", tmp_path)
+    environment = {"TENERAL_MODEL": str(tmp_path), "TENERAL_KV_BYTES": "8MiB"}
+    replica = Replica(settings(environment=environment, idle_timeout_s=300))
+    await replica.prepare()
+    try:
+        gone = asyncio.create_task(ask(replica))
+        await asyncio.sleep(0.1)  # its process has been started, and does not listen yet
+        late = asyncio.create_task(ask(replica))
+        await asyncio.sleep(0.1)
+        gone.cancel()
+        assert (await late)[0] == 200
+        assert (await ask(replica))[0] == 200
+        assert replica.statistics()["starts"] == 1
+    finally:
+        await replica.close()
 
 
 async def test_a_server_that_cannot_start_is_an_error_and_leaves_no_process():

@@ -1,7 +1,7 @@
-"""Routes for the console that no other client of a server needs: the timeline as events, and the artifact.
+"""The console's own routes: the timeline as server-sent events, and the artifact.
 
-The timeline comes as server-sent events. A stream ends when the load has ended and nothing more is written to the
-timeline, when the server drains, or after `MAX_STREAM_S`; a client asks again.
+A stream of events ends when the load has ended and the timeline gets no more spans, when the server
+drains, or after `MAX_STREAM_S`; the client then reconnects.
 """
 
 from __future__ import annotations

@@ -228,7 +228,8 @@ ROUTES: Mapping[str, Fields] = {
 }
 
 
-# Values of refused fields that ask for nothing else than what happens: vLLM's router writes them into each request.
+# Values of refused fields that request the default behaviour: vLLM's router sends them with each
+# request.
 _AS_IT_IS: Mapping[str, bool] = {
     "no_stop_trim": False,
     "return_hidden_states": False,
@@ -239,7 +240,7 @@ _AS_IT_IS: Mapping[str, bool] = {
 
 
 def refuse_unsupported(body: Any, fields: Fields) -> None:
-    """Raises `RequestError` for the first field that would change the answer and is not there."""
+    """Raises `RequestError` for the first unsupported field that would change the answer."""
     for name, (effect, why) in fields.items():
         if effect is Effect.REFUSED and getattr(body, name) not in (None, "", _AS_IT_IS.get(name)):
             raise RequestError(f"{name} is not supported: {why}", param=name)

@@ -13,7 +13,7 @@ Make = Callable[[], GrammarSpec]
 
 
 def grammar_of(body: GenerationBody) -> GrammarSpec | None:
-    """The form that the body asks for; None: any text. Raises `RequestError` for two forms at once, and for those
+    """The requested form; None: any text. Raises `RequestError` for two forms at once, and for those
     that `GrammarSpec` refuses.
     """
     asked = dict(_asked(body))
@@ -32,7 +32,7 @@ def grammar_of(body: GenerationBody) -> GrammarSpec | None:
 
 
 def _asked(body: GenerationBody) -> Iterator[tuple[str, Make]]:
-    """Each form that the body asks for, by the field that does."""
+    """Each requested form, by its field."""
     whitespace = body.guided_whitespace_pattern or COMPACT
     if body.response_format is not None and body.response_format.type != "text":
         yield from _of_response_format(body.response_format)

@@ -1,9 +1,8 @@
-"""Loads of a model's groups one after another, in bounded memory, for callers that take each one's
-values away.
+"""Successive loads of a model's groups in bounded memory, for callers that consume each group.
 
-The groups are cut into windows, runs of consecutive ones, each a load of its own (`load.py`). While
-one window is being taken, the next is read. Invariant: what is handed out was verified, in forward
-order. It does not know the values' user.
+The groups are cut into windows, runs of consecutive groups, each a load of its own (`load.py`).
+While the caller takes one window, the next is read. Invariant: groups come in forward order, and
+verified.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class SuccessiveStatistics(NamedTuple):
 
 
 def cut_windows(manifest: Manifest, groups: Sequence[int], max_bytes: int) -> list[tuple[int, ...]]:
-    """The groups, in their order, in runs that take at most `max_bytes` of memory, or are one group
+    """Consecutive groups in runs that take at most `max_bytes` of memory, or have one group
     that takes more.
     """
     windows: list[list[int]] = []
@@ -128,12 +127,12 @@ class SuccessiveLoad:
             self._end_window()
 
     def statistics(self) -> SuccessiveStatistics:
-        """Of the windows that were taken. `elapsed_s` runs until now."""
+        """The statistics of the windows taken so far. `elapsed_s` runs until now."""
         elapsed_s = 0.0 if self._begun_s is None else time.monotonic() - self._begun_s
         return self._done._replace(elapsed_s=elapsed_s)
 
     def close(self) -> None:
-        """Give up what was not read yet. Idempotent. Memory that was handed out stays."""
+        """Stop reading. Idempotent. Memory that the caller holds stays valid."""
         for window in self._windows:
             window.load.close()
         self._windows.clear()
@@ -188,7 +187,7 @@ class SuccessiveLoad:
 
     @contextmanager
     def _naming_parts(self, window: _Window) -> Iterator[None]:
-        """An error names the part as the whole manifest numbers it, and so does `teneral verify`."""
+        """Errors name parts by their numbers in the whole manifest, as `teneral verify` does."""
         try:
             yield
         except TeneralError as error:

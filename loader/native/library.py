@@ -1,9 +1,8 @@
 """The native core's shared library: found, loaded and checked for this processor.
 
 `docs/native.md` has the list of instruction sets. The first call of `library` loads the best one
-that the processor has; `TENERAL_ISA` names a lower one. Where there is none, callers compute with
-numpy. Importing this loads nothing. It does not know the library's functions: their signatures
-stand where they are called.
+that the processor has; `TENERAL_ISA` names a lower one. Without one, callers compute with numpy.
+The import loads nothing. The signatures of functions are declared by their callers.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from ..process.cpu import available_cores
 VERSION = 1  # of the interface, `TN_VERSION` in core.h
 ISA_VARIABLE = "TENERAL_ISA"
 _CPUINFO = "/proc/cpuinfo"
-_MAX_CPUINFO_BYTES = 64 << 10  # of which the first processor's lines are needed
+_MAX_CPUINFO_BYTES = 64 << 10  # enough for the first processor's lines
 _FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "lib")
 
 _V3 = frozenset({"avx2", "fma", "f16c", "bmi2"})
@@ -38,7 +37,7 @@ class Library:
     __slots__ = ("functions", "isa", "sizes")
 
     def __init__(self, path: str) -> None:
-        """Raises `NativeLibraryError` where it does not load or has another version."""
+        """Raises `NativeLibraryError` if it does not load, or has another version."""
         try:
             self.functions = ctypes.CDLL(path)
         except OSError as error:

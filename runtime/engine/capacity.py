@@ -5,10 +5,9 @@ together, so that neither can exclude the others. Free places count as room in t
 waiting times are bounded, requests that would wait longer are refused. This module knows only
 numbers of requests and steps; the caller serialises access.
 
-An upper bound of a new request's wait for a place: a number of steps, and the duration of one.
-
-Places may become free sooner, because a sequence may end before its maximum of tokens. This module
-ignores preemption for lack of blocks, tenants and locks.
+A request's wait for a place has an upper bound: a number of steps times the duration of one. Places
+may become free sooner, because a sequence may end before its maximum of tokens. The bound ignores
+preemption for lack of blocks, and tenants.
 """
 
 from __future__ import annotations

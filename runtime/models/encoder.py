@@ -1,5 +1,5 @@
-"""Encoders: texts as tokens in, one embedding a text out, or a row of scores; and their weights, by
-the names that each family has for them.
+"""Encoders: one embedding, or one row of scores, for each text of tokens; and their weights, by each
+family's names.
 
 Texts of about the same length share a batch. As with decoders, building reads no tensor's content,
 and each layer of a forward pass first waits at its own gate. A classifier's scores are logits,
@@ -25,12 +25,12 @@ from .pooling_config import DENSE_WEIGHTS, Dense
 from .projections import take_linear, take_stacked
 from .spec import EncoderSpec
 
-MAX_BATCH_TOKENS = 8_192  # of one batch, as if padded: bounds the memory of activations whatever is asked for
+MAX_BATCH_TOKENS = 8_192  # of one batch, as if padded: bounds the memory of activations
 DenseTensors = Mapping[str, Weights]  # the weights of each folder with a Dense module
 
 
 class Encoder:
-    """A model and its weights. One forward pass at a time; the caller sees to it."""
+    """A model and its weights. Not thread-safe: the caller runs one forward pass at a time."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Encoder:
         self.computes = computes
         self.weights = weights
         self.executor = executor
-        self.num_columns = spec.num_columns  # of what `embed` gives
+        self.num_columns = spec.num_columns  # of the result of `embed`
 
     @property
     def dtype(self) -> DType:
@@ -59,12 +59,13 @@ class Encoder:
     def embed(
         self, token_lists: Sequence[Sequence[int]], type_lists: Sequence[Sequence[int] | None] | None = None
     ) -> npt.NDArray[np.float32]:
-        """One row a text, (N, num_columns): its embedding, or a classifier's scores, in the order of the texts.
+        """One row for each text, (N, num_columns): its embedding, or a classifier's scores.
 
-        Tokens include the special ones. `type_lists` has a type for each token of a pair of texts, None for a single
-        one; models without a table of types ignore it. Blocks until the weights are there, layer by layer, and raises
-        the load's error if they will not be. Raises `ContextLengthError` or `RequestError` for a text that is too long,
-        is empty, or has an unknown token or type.
+        Tokens include the special ones. `type_lists` has a type for each token of a pair of texts,
+        None for a single text; models without a table of types ignore it. Blocks until the weights
+        arrive, layer by layer, and raises the load's error if they never do. Raises
+        `ContextLengthError` or `RequestError` for a text that is too long, is empty, or has an
+        unknown token or type.
         """
         for position, tokens in enumerate(token_lists):
             self._check(tokens, position)

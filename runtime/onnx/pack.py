@@ -1,7 +1,8 @@
-"""`teneral pack model.onnx ARTIFACT`: the model's segments become files, and their weights the artifact's tensors.
+"""`teneral pack model.onnx ARTIFACT`: segments as files, and their weights as the artifact's tensors.
 
-The graph is read, optimised and cut by a process of its own with limits (`graph.py`), since a hostile file can make a
-parser or the folding of constants take any memory, or crash. From then on it is packed as every model is.
+A separate process with limits (`graph.py`) reads, optimises and cuts the graph, since a hostile
+file can make the parser or constant folding use any amount of memory, or crash. Its output is
+packed like any other model.
 """
 
 from __future__ import annotations
@@ -107,9 +108,9 @@ def pack_onnx(
 ) -> PackResult:
     """Pack the ONNX model at `address` (a file, or a folder with `model.onnx`) into `store`. Blocks.
 
-    Takes room for the model twice in the temporary folder while it works, once more for one that is not on a local
-    disk. Raises `CheckpointError` for a model that is damaged, hostile, or cannot be served, `UsageError` where the
-    packages that read ONNX files are missing, and what `pack` raises.
+    Needs space for two copies of the model in the temporary folder, and a third for a model that is
+    not on a local disk. Raises `CheckpointError` for a model that is damaged, hostile, or cannot be
+    served, `UsageError` if the packages that read ONNX files are missing, and the errors of `pack`.
     """
     _require_packages()
     remove_abandoned(PACK_PREFIX)
@@ -164,7 +165,7 @@ def _require_packages() -> None:
 
 
 def _at_hand(address: str, options: SourceOptions | None, work: Path) -> tuple[Path, list[Path]]:
-    """The model's file on a local disk, with its external data next to it, and the small files there."""
+    """The model's file on a local disk, next to its external data, and its small files."""
     is_file = address.lower().endswith(SUFFIX)
     path = address.removeprefix("file://")
     if "://" not in path:
@@ -217,7 +218,7 @@ def _run_child(model: Path, out: Path) -> None:
 
 
 def _child(arguments: list[str]) -> str:
-    """The output of the process that reads the graph. Raises its error, or one with the status of its end."""
+    """The output of the process that reads the graph. Raises its error, or one with its exit status."""
     command = [sys.executable, "-m", "teneral.runtime.onnx.graph", *arguments]
     try:
         result = subprocess.run(
@@ -251,7 +252,7 @@ def _is_memory(result: subprocess.CompletedProcess[str]) -> bool:
 
 @contextmanager
 def temporary_artifact(address: str) -> Iterator[Path]:
-    """An artifact of the local model at `address`, in a temporary folder that goes at the end."""
+    """An artifact of the local model at `address`, in a temporary folder that is removed at the end."""
     remove_abandoned(ARTIFACT_PREFIX)
     with ScratchFolder(ARTIFACT_PREFIX) as temporary:
         folder = temporary.path / "artifact"

@@ -1,18 +1,16 @@
-"""Retries and throttling: how often a failed request is repeated, after which pause, and how many
-run at a time.
+"""Retries and throttling: the number of attempts, the pauses between them, and the limit of
+concurrent requests.
 
-An attempt that got on a good deal starts the count anew, so that a range on a poor line gets
-through in pieces. Across all reads of a source, retries are paid from a token bucket that successes
-fill: where a tenth of all attempts fails for long, the source is refused soon, with an error that
-says so.
+An attempt that made progress starts the count anew, so that a range on a poor line arrives in
+pieces. Across all reads of a source, retries are paid from a token bucket that successes fill: if a
+tenth of all attempts keeps failing, reads of the source soon fail, with an error that says so.
 
-One refusal among many good answers halves the requests that may be under way at a time (once for
-all that were sent before it), and the number grows again with every round of successes. A second
-refusal before anything succeeded, or a delay that the store asks for, makes all readers wait,
-longer after each such round.
+One refusal among many successes halves the limit of concurrent requests (once for all that were
+sent before it), and the limit grows again with every round of successes. A second refusal before
+any success, or a delay that the store asks for, makes all readers wait, longer after each round.
 
-A store that gives nothing to any reader is away: then neither attempts nor the bucket count, but
-the time since the first failure (`outage.py`), which is one clock for all readers.
+A store that answers no reader is in an outage: then neither attempts nor the bucket count, but the
+time since the first failure (`outage.py`), one clock for all readers.
 """
 
 from __future__ import annotations
@@ -32,10 +30,10 @@ from .wire import WireError
 
 
 class TokenBucket:
-    """A purse of tokens. Thread-safe; never blocks."""
+    """A token bucket. Thread-safe; never blocks."""
 
     def __init__(self, *, at_first: float, share: float, most: float) -> None:
-        """Hold `at_first` tokens; every success earns `share` of one, up to `most` in all."""
+        """Start with `at_first` tokens; each success adds `share` of one, up to `most`."""
         self._tokens = at_first
         self._share = share
         self._most = most
@@ -65,7 +63,7 @@ class Throttle:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._under_way = 0
-        self._usual = 0  # attempts that were under way when the store was first busy
+        self._usual = 0  # concurrent attempts when the store was first busy
         self._limit = math.inf
         self._not_before_s = 0.0  # on time.monotonic()'s clock
         self._reduced_s = -math.inf
@@ -75,7 +73,7 @@ class Throttle:
 
     @property
     def limit(self) -> float:
-        """How many attempts may be under way at a time; infinite while the store was not busy."""
+        """The limit of concurrent attempts; infinite while the store was not busy."""
         return self._limit
 
     @property
@@ -83,7 +81,7 @@ class Throttle:
         return time.monotonic() < self._not_before_s
 
     def enter(self) -> bool:
-        """Wait for one's turn, without the GIL; False when closed. An admitted caller must `leave`."""
+        """Wait for a place, without the GIL; False when closed. An admitted caller must `leave`."""
         with self._changed:
             while not self._closed:
                 pause_s = self._not_before_s - time.monotonic()
@@ -123,14 +121,14 @@ class Throttle:
                 self._not_before_s = max(self._not_before_s, now_s + pause_s(self._rounds, wish_s))
 
     def close(self) -> None:
-        """Let everybody go."""
+        """End all waits."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
 
 def pause_s(failed: int, retry_after_s: float | None, chance: float | None = None) -> float:
-    """How long to wait before the next attempt, after `failed` of them; `chance` in [0, 1) is for
+    """The pause before the next attempt, after `failed` of them; `chance` in [0, 1) is for
     tests.
 
     Full jitter: many containers that started together must not come back together. The server's own
@@ -144,9 +142,9 @@ def pause_s(failed: int, retry_after_s: float | None, chance: float | None = Non
     return pause if retry_after_s is None else min(max(0.0, retry_after_s), MAX_RETRY_AFTER_S) + pause
 
 
-MAX_MENDS = 3  # times that a server may put right what one request was refused for
-PROGRESS_BYTES = 256 * 1024  # an attempt that brought so much has not failed for nothing
-# Of a retry that each success allows, on top of those that each connection has for free.
+MAX_MENDS = 3  # renewals (of a credential, say) after which one request is repeated at once
+PROGRESS_BYTES = 256 * 1024  # an attempt that read this much made progress
+# The part of a retry that each success earns, in addition to the free ones of each connection.
 RETRY_SHARE = 0.1
 MAX_RETRIES = 100.0  # that may be saved up
 MAX_DOUBLINGS = 10  # of a pause, which is bounded anyway
@@ -155,7 +153,7 @@ T = TypeVar("T")
 
 
 class MendedError(Exception):
-    """The server has put right what the server complained of: ask again, at once."""
+    """The cause of the refusal is mended, a credential for example: repeat the request at once."""
 
 
 class Retrying:
@@ -220,7 +218,7 @@ class Retrying:
             self._closed.wait(pause_s(min(tries.num_failed, MAX_DOUBLINGS), failure.retry_after_s))
 
     def close(self) -> None:
-        """Callers that wait here, now or later, give up. Idempotent."""
+        """End the waits of all callers, now and later. Idempotent."""
         self._closed.set()
         self._throttle.close()
 
@@ -239,7 +237,7 @@ class Retrying:
 
 
 class _Tries:
-    """The attempts of one read, since it last got on."""
+    """The attempts of one read since its last progress."""
 
     def __init__(self, options: SourceOptions, outage: Outage, bucket: TokenBucket) -> None:
         self.num_failed = 0
@@ -253,8 +251,7 @@ class _Tries:
         """Note a failure. Returns why it was the last one, '' for another try."""
         self.num_failed += 1
         number, lasted_s = self._outage.failed(reason) if is_outage else (None, 0.0)
-        # The first failure of a read counts, and so does each one since which any other read has
-        # succeeded.
+        # A failure counts unless it continues an outage in which this read has failed before.
         goes_on = number is not None and number == self._outage_number
         self._outage_number = number
         if goes_on and lasted_s < self._options.outage_s:

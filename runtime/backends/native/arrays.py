@@ -1,6 +1,8 @@
-"""Arrays as the native core takes them: dtypes, addresses, alignment. The only place that takes addresses.
+"""Arguments of the native core from arrays: dtypes, addresses, alignment. No other file takes
+addresses.
 
-numpy has no bf16: here uint16 always means bf16. Integers of 4 bits lie two a byte and need a name from the caller.
+numpy has no bf16: here uint16 always means bf16. 4-bit integers are packed, two in a byte, and the
+caller names their dtype.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ _DTYPES = {
 
 
 class Scratch:
-    """Memory of a caller's own, on 64 bytes, for the core to use during one call. Grows."""
+    """Memory of one caller, aligned to 64 bytes, for the core's use during one call. Grows."""
 
     __slots__ = ("_memory",)
 
@@ -59,7 +61,7 @@ class Scratch:
 
 
 def dtype_of(array: Array) -> DType:
-    """Raises `ValueError` for one that the core does not know."""
+    """Raises `ValueError` for a dtype that the core does not have."""
     dtype = _DTYPES.get(array.dtype)
     if dtype is None:
         raise ValueError(f"the native core has no dtype {array.dtype}")

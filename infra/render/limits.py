@@ -30,6 +30,11 @@ END_S = 5  # after the requests: the KV snapshot, and the process's own end
 FOLDERS = ("cache_dir", "kv_disk_dir")
 SCRATCH = "/tmp"  # noqa: S108 - the container's own, and the one folder there that every user may write to
 ONLY_SCRATCH = frozenset({"cloud-run", "lambda", "sagemaker", "fargate"})
+KEEPS_FILES = frozenset({"ray"})  # a node's own files; elsewhere the folder goes with the instance
+CACHE_GOES = (
+    "keeps parts for the same instance only: its folder goes with it, and a new instance reads all of the store again. "
+    "Leave it out, or patch in a volume of the node"
+)
 FILES_IN_MEMORY = frozenset({"cloud-run"})  # its file system is the instance's memory
 
 
@@ -85,7 +90,13 @@ LIMITS: dict[str, tuple[Limit, ...]] = {
     "cloud-run": (
         Limit("request_timeout_s", 1, 3600, "timeoutSeconds", "cloud.google.com/run/quotas"),
         Limit("max_concurrency", 1, 1000, "containerConcurrency", "cloud.google.com/run/quotas"),
-        Limit("drain_s", 1, 10, "time after SIGTERM", "cloud.google.com/run/docs/container-contract"),
+        Limit(
+            "drain_s",
+            1,
+            8,
+            "its 10 s after SIGTERM, less 2 s for the end",
+            "cloud.google.com/run/docs/container-contract",
+        ),
         Limit("instance.cpu", 1, 8, "cpu", "cloud.google.com/run/docs/configuring/services/cpu"),
         Limit("instance.memory", 512 << 20, 32 << 30, "memory", "cloud.google.com/run/quotas"),
         Limit("instance.gpu", 0, 1, "nvidia.com/gpu", "cloud.google.com/run/docs/configuring/services/gpu"),
@@ -93,14 +104,22 @@ LIMITS: dict[str, tuple[Limit, ...]] = {
     "lambda": (
         Limit("request_timeout_s", 1, 900, "Timeout", "docs.aws.amazon.com/lambda: quotas"),
         Limit(
-            "drain_s", 1, 2, "time after SIGTERM", "docs.aws.amazon.com/lambda: lambda-runtime-environment"
+            "drain_s",
+            1,
+            1.2,
+            "its 2 s after SIGTERM, less 0.8 s for the end",
+            "docs.aws.amazon.com/lambda: lambda-runtime-environment",
         ),
         Limit("instance.memory", 128 << 20, 10_240 << 20, "MemorySize", "docs.aws.amazon.com/lambda: quotas"),
         Limit("instance.gpu", 0, 0, "GPUs", "docs.aws.amazon.com/lambda"),
     ),
     "sagemaker": (
         Limit(
-            "drain_s", 1, 30, "time after SIGTERM", "docs.aws.amazon.com/sagemaker: your-algorithms-inference"
+            "drain_s",
+            1,
+            30 - END_S,
+            f"its 30 s after SIGTERM, less {END_S} s for the end",
+            "docs.aws.amazon.com/sagemaker: your-algorithms-inference",
         ),
         Limit("request_timeout_s", 1, 480, "time of a stream", "docs.aws.amazon.com/sagemaker: invocations"),
     ),
@@ -235,7 +254,11 @@ def check_limits(rendering: Rendering, model: Model) -> None:
 
 
 def _check_folders(rendering: Rendering, model: Model) -> None:
-    """Raises E6 for a folder that the container's user could not make."""
+    """Raises E6 for a folder that the container's user could not make; warns (W2) of a cache of parts that no later
+    instance finds.
+    """
+    if model.serve.get("cache_dir") and rendering.platform not in KEEPS_FILES:
+        rendering.warn(Code.W2, model, "serve.cache_dir", CACHE_GOES, always=True)
     if rendering.platform not in ONLY_SCRATCH:
         return
     for name in FOLDERS:

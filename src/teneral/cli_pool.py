@@ -7,14 +7,31 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 from .cli_source import add_source_flags, source_options
 from .loader.errors import UsageError
 
+FILE = "pool.toml"
+
+
+class _ActionParser(argparse.ArgumentParser):
+    """Takes the pool file after flags as well, as in `render knative -o DIR FILE`. Before Python 3.12.7 argparse gives
+    an optional argument its default as soon as the argument before it is read, and then refuses the file.
+    """
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, rest = super().parse_known_args(args, namespace)
+        if len(rest) == 1 and not rest[0].startswith("-") and getattr(options, "file", None) == FILE:
+            options.file = rest.pop()
+        return options, rest
+
 
 def add_flags(command: argparse.ArgumentParser) -> None:
     """The flags of all actions."""
-    actions = command.add_subparsers(title="actions", required=True, metavar="ACTION", dest="action")
+    actions = command.add_subparsers(
+        title="actions", required=True, metavar="ACTION", dest="action", parser_class=_ActionParser
+    )
     for name, (help_text, add, _) in ACTIONS.items():
         add(actions.add_parser(name, help=help_text, description=help_text[0].upper() + help_text[1:] + "."))
 
@@ -26,9 +43,7 @@ def run_pool_command(options: argparse.Namespace) -> int:
 
 
 def _add_file(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "file", metavar="POOL.toml", nargs="?", default="pool.toml", help="(default: pool.toml)"
-    )
+    command.add_argument("file", metavar="POOL.toml", nargs="?", default=FILE, help=f"(default: {FILE})")
 
 
 def _add_check(command: argparse.ArgumentParser) -> None:

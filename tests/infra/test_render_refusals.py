@@ -33,11 +33,11 @@ def with_key(key, value):
         ("knative", "drain_s", 301),
         ("kserve", "max_concurrency", 1001),
         ("kubernetes", "idle_timeout_s", 4000),
-        ("cloud-run", "drain_s", 11),
+        ("cloud-run", "drain_s", 9),
         ("cloud-run", "max_concurrency", 1001),
         ("lambda", "request_timeout_s", 901),
-        ("lambda", "drain_s", 3),
-        ("sagemaker", "drain_s", 31),
+        ("lambda", "drain_s", 2),
+        ("sagemaker", "drain_s", 26),
         ("fargate", "drain_s", 116),
     ],
 )
@@ -97,10 +97,17 @@ def test_a_folder_that_the_containers_user_cannot_make_is_e6(platform):
 def test_files_on_cloud_run_are_counted_as_memory_and_reported():
     files = '[models.m.serve]\ncache_dir = "/tmp/teneral"\ncache_bytes = "SIZE"\n'
     rendered = render_text(PLAIN + files.replace("SIZE", "1GiB"), "cloud-run")
-    assert "1,024 MiB" in str(next(each for each in rendered.warnings if each.code == "W2"))
+    assert any("1,024 MiB" in str(each) for each in rendered.warnings if each.code == "W2")
     error = refused(PLAIN + files.replace("SIZE", "4GiB"), "cloud-run")
     assert error.code == "E6"
     assert error.place.key == "instance.memory"
+
+
+def test_a_cache_that_goes_with_its_instance_is_reported():
+    text = PLAIN + '[models.m.serve]\ncache_dir = "/tmp/teneral"\ncache_bytes = "1GiB"\n'
+    for platform in RENDERERS:
+        warnings = [each for each in render_text(text, platform).warnings if "its folder goes" in str(each)]
+        assert [each.code for each in warnings] == ([] if platform == "ray" else ["W2"]), platform
 
 
 def test_a_small_instance_of_a_model_whose_size_is_unknown_is_rendered():
@@ -328,6 +335,8 @@ def test_strict_makes_warnings_errors_and_a_name_that_is_unknown_is_one(tmp_path
     assert run(["pool", "render", "nomad", str(file)]) == 2
     assert "knative" in capsys.readouterr().err
     assert run(["pool", "check", "--for", "lambda", str(file)]) == 0
+    assert run(["pool", "render", "knative", "-o", str(tmp_path / "out"), str(file)]) == 0
+    assert list((tmp_path / "out").iterdir())
     file.write_text(with_key("drain_s", 30))
     assert run(["pool", "check", "--for", "lambda", str(file)]) == 2
     assert "E6" in capsys.readouterr().err

@@ -39,7 +39,7 @@ def as_input(value: Value, inputs: Mapping[str, Any]) -> Array:
                 f"the input {name!r} has the shape {list(array.shape)}, but the model takes [{shown}]",
                 param=name,
             )
-    return np.ascontiguousarray(array)
+    return np.asarray(array, order="C")  # `ascontiguousarray` would give a single number a dimension
 
 
 def _converted(name: str, array: Array, wanted: np.dtype[Any], *, exact: bool) -> Array:

@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 import pytest
+from onnx import TensorProto, helper
 from tests.support.paced import WAIT_S
 
 from teneral.handlers.function.lifetime import Lifetime
 from teneral.loader.errors import LoadError
 from teneral.runtime.errors import CancelledError, CapacityError, DrainingError, ModelError, RequestError
 from teneral.runtime.onnx import runner as running
+from teneral.runtime.onnx.inputs import as_input
 from teneral.runtime.onnx.runner import OnnxRunner
 from teneral.runtime.onnx.sessions import Run
 from teneral.runtime.onnx.spec import OnnxSpec, SegmentSpec, Value, choose_cuts
@@ -390,3 +393,22 @@ def test_segments_are_never_too_many(seed: int) -> None:
     assert len(cuts) < 24
     assert cuts == sorted(set(cuts))
     assert all(crossing[cut] >= 0 and 0 < cut < num_nodes for cut in cuts)
+
+
+@pytest.mark.parametrize("given", [16_000, np.int64(16_000), np.array(16_000)])
+def test_a_single_number_stays_without_dimensions(given: Any) -> None:
+    """ONNX Runtime takes it with one, too, and then results have one more than the model says."""
+    model = helper.make_model(
+        helper.make_graph(
+            [helper.make_node("Identity", ["rate"], ["same"])],
+            "g",
+            [helper.make_tensor_value_info("rate", TensorProto.INT64, [])],
+            [helper.make_tensor_value_info("same", TensorProto.INT64, [])],
+        ),
+        opset_imports=[helper.make_opsetid("", 17)],
+        ir_version=8,
+    )
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    rate = as_input(Value("rate", "tensor(int64)", ()), {"rate": given})
+    (same,) = session.run(["same"], {"rate": rate})
+    assert (same.shape, same.item()) == ((), 16_000)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from ...loader.errors import TeneralError
 from ...runtime.config import ServeConfig
+from ..http.keys import ApiKeys, parse_keys
 from .policy import Candidate, Demand, IdleGaps, Load, Quiet, Window, route
 from .process import DEFAULT_KV_BYTES, OVERHEAD_BYTES, ServerProcess
 from .repository import Release
@@ -104,6 +105,11 @@ class Deployment:
     # When its last request ended; None while it has one, or before the first.
     quiet_since_s: float | None = None
     window: Window | None = None  # when the next one is expected, by the gaps until then
+
+    def __post_init__(self) -> None:
+        # Those of a file are the instance's to check: it reads them when it starts.
+        key = self.config.api_key
+        self.keys = None if key is None or key.startswith("@") else ApiKeys(parse_keys(key))
 
     @property
     def name(self) -> str:

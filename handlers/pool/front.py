@@ -235,6 +235,8 @@ class Front:
                     code="model_unavailable", headers=retry_after(5),
                 )  # fmt: skip
             raise _not_found(name)
+        if deployment.keys is not None:  # before an instance is started
+            check_key(request, deployment.keys)
         return state, deployment
 
     def _check_key(self, request: web.Request, state: ModelState | None) -> None:

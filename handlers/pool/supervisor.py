@@ -94,26 +94,26 @@ class Supervisor:
     def release(self, lease: Lease, *, is_error: bool = False, is_hung: bool = False) -> None:
         """The request is over. `is_error`: the instance was at fault; `is_hung`: it does nothing more, and is ended."""
         server, deployment = lease.server, lease.server.deployment
-        server.in_work -= 1
         server.served += not is_error
-        server.idle_since_s = self._now_s
         deployment.answered(is_error=is_error)
-        deployment.dispatch()
-        deployment.request_ended(self._now_s)
-        if is_hung or (server.in_work == 0 and (server.closing or deployment.retired)):
+        if is_hung:
             self._end(server)
-        if server.in_work == 0:
-            self.budget.notify()
         if is_error and deployment.fails_too_often:
             self._roll_back(deployment)
-        self._scale(deployment)
+        self.hand_back(lease)
 
     def hand_back(self, lease: Lease) -> None:
-        """A place that was taken for nothing but to have the instance there."""
-        lease.server.in_work -= 1
-        lease.server.idle_since_s = self._now_s
-        lease.server.deployment.request_ended(self._now_s)
-        self._scale(lease.server.deployment)
+        """A place that is free again; by itself for one that was taken to have the instance there."""
+        server, deployment = lease.server, lease.server.deployment
+        server.in_work -= 1
+        server.idle_since_s = self._now_s
+        deployment.dispatch()
+        deployment.request_ended(self._now_s)
+        if server.in_work == 0:
+            if server.closing or deployment.retired:
+                self._end(server)
+            self.budget.notify()
+        self._scale(deployment)
 
     @property
     def num_waiting(self) -> int:

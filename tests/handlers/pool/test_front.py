@@ -77,7 +77,7 @@ class Rig:
 
 
 @asynccontextmanager
-async def running(folder: Path, handle: Any) -> AsyncIterator[Rig]:
+async def running(folder: Path, handle: Any, config: ServeConfig | None = None) -> AsyncIterator[Rig]:
     (folder / "pool.toml").write_text(POOL)
     options = run.RunOptions(file=str(folder / "pool.toml"))
     runner = run._Runner(read_pool(options.file), options, folder, {})
@@ -89,7 +89,7 @@ async def running(folder: Path, handle: Any) -> AsyncIterator[Rig]:
         while runner._supervisor is None:
             await asyncio.sleep(0.01)
         state = runner._supervisor.models["m"]
-        state.update(state.model, [(Release(None, "/m", "1", 0), ServeConfig(model="/m"))])
+        state.update(state.model, [(Release(None, "/m", "1", 0), config or ServeConfig(model="/m"))])
         deployment = state.targets()[0]
         assert instance.port is not None
         process = Process(os.getpid(), instance.port, "standby")
@@ -202,6 +202,28 @@ async def test_a_place_that_comes_as_the_wait_ends_is_not_lost(tmp_path: Path) -
         assert lease is not None
         rig.supervisor.release(lease)
         assert rig.server.in_work == 0
+
+
+async def test_a_place_given_back_at_an_instance_that_is_to_end_ends_it(tmp_path: Path) -> None:
+    async with running(tmp_path, answer) as rig:
+        lease = await rig.supervisor.acquire(rig.deployment)
+        assert lease is not None
+        rig.server.closing = True  # as `sleep` does it
+        rig.supervisor.hand_back(lease)
+        await asyncio.sleep(0)
+        assert rig.process.ends == 1
+
+
+async def test_a_model_with_a_key_of_its_own_is_not_started_by_a_request_without_it(tmp_path: Path) -> None:
+    async with running(tmp_path, answer, ServeConfig(model="/m", api_key="right")) as rig:
+        rig.deployment.servers.clear()
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            async with rig.client.post("/v1/completions", json=BODY, headers=headers) as refused:
+                assert refused.status == 401
+        assert not rig.deployment.starting
+        assert rig.supervisor.metrics.counts()["cold_requests"] == {}
+        async with rig.client.post("/v1/completions", json=BODY, headers={"x-api-key": "right"}) as late:
+            assert late.status == 503, "no instance within the time"
 
 
 async def test_clients_that_do_not_speak_http_leave_one_line_without_a_traceback(

@@ -112,7 +112,9 @@ class MessagesFormat(FormatOfChat):
 
     def whole(self, outcomes: Sequence[Outcome], usage: Usage) -> bytes:
         (outcome,) = outcomes
-        event = GenerationEvent(outcome.text, (), finish_reason=outcome.finish_reason)
+        event = GenerationEvent(
+            outcome.text, (), finish_reason=outcome.finish_reason, stopped_by=outcome.stopped_by
+        )
         for delta in self._chat.read(0, event):
             self._blocks.add(delta)
         self._blocks.finish()

@@ -144,11 +144,14 @@ class ChatRequest:
         """The deltas of an event of choice `index`; the last event's end with `Finish`."""
         if index not in self._readers:
             self._readers[index] = self._reader(is_eager=True)
-        return self._readers[index].push(event.text, event.finish_reason)
+        is_cut = _is_cut(event.finish_reason, event.stopped_by)
+        return self._readers[index].push(event.text, event.finish_reason, is_cut=is_cut)
 
     def answer(self, outcome: Outcome) -> Answer:
-        """A whole choice."""
-        return Answer.of(self._reader(is_eager=False).push(outcome.text, outcome.finish_reason))
+        """A whole choice. Of one that was cut off, a call is given as far as it came, as in a stream."""
+        is_cut = _is_cut(outcome.finish_reason, outcome.stopped_by)
+        reader = self._reader(is_eager=is_cut)
+        return Answer.of(reader.push(outcome.text, outcome.finish_reason, is_cut=is_cut))
 
     def _has_channels(self, templates: Mapping[str, str]) -> bool:
         return answers_in_channels(templates, self._settings.tool_parser)
@@ -240,8 +243,10 @@ class AnswerReader:
         self._calls = calls
         self._has_called = False
 
-    def push(self, text: str, finish_reason: FinishReason | None) -> list[Delta]:
-        """The deltas of this much more text; with a reason it is the last, and they end with `Finish`."""
+    def push(self, text: str, finish_reason: FinishReason | None, *, is_cut: bool = False) -> list[Delta]:
+        """The deltas of this much more text; with a reason it is the last, and they end with `Finish`. `is_cut` says
+        that the model would have gone on.
+        """
         deltas: list[Delta] = [TextDelta(text)] if text else []
         if self._reasoning is not None:
             deltas = self._reasoning.push(text)
@@ -250,7 +255,7 @@ class AnswerReader:
         if self._calls is not None:
             deltas = self._with_calls(self._calls, deltas)
             if finish_reason is not None:
-                deltas += self._calls.finish()
+                deltas += self._calls.finish(is_cut=is_cut)
         self._has_called |= any(isinstance(delta, ToolCallDelta) for delta in deltas)
         if finish_reason is not None:
             is_call = self._has_called and finish_reason is FinishReason.STOP
@@ -263,6 +268,11 @@ class AnswerReader:
         for delta in deltas:
             result += calls.push(delta.text) if isinstance(delta, TextDelta) else [delta]
         return result
+
+
+def _is_cut(finish_reason: FinishReason | None, stopped_by: str | int | None) -> bool:
+    """True if `max_tokens` or a stop string ended the answer, and not the model."""
+    return finish_reason is FinishReason.LENGTH or isinstance(stopped_by, str)
 
 
 def _num_top_logprobs(body: ChatBody) -> int | None:

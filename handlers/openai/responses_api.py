@@ -253,7 +253,9 @@ class ResponsesFormat(FormatOfChat):
 
     def whole(self, outcomes: Sequence[Outcome], usage: Usage) -> bytes:
         (outcome,) = outcomes
-        event = GenerationEvent(outcome.text, (), finish_reason=outcome.finish_reason)
+        event = GenerationEvent(
+            outcome.text, (), finish_reason=outcome.finish_reason, stopped_by=outcome.stopped_by
+        )
         self._add(self._chat.read(0, event), outcome.logprobs)
         self._items.finish(self._status)
         return encode(self._response(self._status, usage))

@@ -7,6 +7,9 @@ is not given out.
 Where a grammar guides the answer (`is_guided`), a call can only be completed as it began, so its arguments are given
 out as they come. In streams (`is_eager`) the arguments of other calls are, too, once the name is certain, and a call
 that breaks off stays so. Elsewhere a call is held back until all of it is there and sound.
+
+Where `max_tokens` or a stop string cut the answer off, a call whose name is not complete is not given out at all: its
+opening is no text for a reader.
 """
 
 from __future__ import annotations
@@ -54,6 +57,7 @@ class CallReader:
         self._given: list[int] = []  # characters of arguments that were given out, of each call of the block
         self._scanner = JsonScanner()
         self._deltas: list[Delta] = []
+        self._is_cut = False
         self.num_calls = 0
 
     def push(self, text: str) -> list[Delta]:
@@ -63,8 +67,9 @@ class CallReader:
         self._text += text
         return self._run(is_final=False)
 
-    def finish(self) -> list[Delta]:
-        """The rest, once the text has ended."""
+    def finish(self, *, is_cut: bool = False) -> list[Delta]:
+        """The rest, once the text has ended; `is_cut` says that the model would have gone on."""
+        self._is_cut = is_cut
         return self._run(is_final=True)
 
     def _run(self, *, is_final: bool) -> list[Delta]:
@@ -150,6 +155,9 @@ class CallReader:
             read = self._block.read(self._text, is_final=is_final)
         except NotACallError:
             self._block = None
+            if self._is_cut and (opener or self._given or self._may_be_guided(self._fmt.shape.first)):
+                self._text = ""
+                return False
             if self._given:  # what follows the calls that were given is text again
                 self._given.clear()
                 self._text, self._place = self._text[num_certain:], _Place.EDGE
@@ -183,6 +191,10 @@ class CallReader:
                 self._begin_call(name)
                 return True
         return False
+
+    def _may_be_guided(self, before: str) -> bool:
+        """True if a guided call may have begun, behind `before`."""
+        return self._is_guided and self._may_be_head(before)
 
     def _may_be_head(self, before: str) -> bool:
         return any(self._head(before, name).startswith(self._text) for name in self._functions)
@@ -224,6 +236,8 @@ class CallReader:
             self._may_be_head(shape.separator) or (shape.last and shape.last.startswith(self._text))
         ):
             return False
+        if self._is_cut and self._may_be_head(shape.separator):
+            self._text = ""
         self._place = _Place.EDGE
         return True
 

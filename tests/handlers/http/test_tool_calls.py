@@ -169,6 +169,64 @@ async def test_a_call_that_breaks_off_is_text_unless_it_was_streamed(
     assert streamed["content"] == ""
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("reason", ["length", "stop"])
+@pytest.mark.parametrize(
+    ("written", "calls"),
+    [
+        ('<tool_call>\n{"name": "wea', []),
+        ('<tool_call>\n{"name": "weather", "arguments": {"city":"Os', [("weather", '{"city":"Os')]),
+    ],
+)
+async def test_a_call_that_the_request_cuts_off_is_given_as_far_as_it_came_and_never_as_text(
+    start: Any, chat_parts: Any, written: str, calls: list[tuple[str, str]], reason: str, stream: bool
+) -> None:
+    whole = "I look.\n" + WRITTEN["hermes"].partition("\n")[2]
+    assert whole.startswith("I look.\n" + written)
+    async with start(parts=chat_parts("hermes")) as server:
+        tokens = server.instance.tokenizer.result().encode("I look.\n" + written, add_special_tokens=False)
+        bound: dict[str, Any] = {"max_tokens": len(tokens)}
+        if reason == "stop":
+            bound = {"stop": whole.removeprefix("I look.\n" + written)[:3]}
+        with scripted(server, whole):
+            answer = await server.post(ROUTE, {**CHAT, **bound, "stream": stream})
+    message = merged(answer.body) if stream else answer.json["choices"][0]["message"]
+    found = message.get("tool_calls") or []
+    assert [
+        (each["name"], each["arguments"]) if stream else tuple(each["function"].values()) for each in found
+    ] == calls
+    assert message["content"].rstrip() == "I look."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_messages_and_responses_give_no_text_of_a_call_that_is_cut(
+    start: Any, chat_parts: Any, stream: bool
+) -> None:
+    written = '<tool_call>\n{"name": "wea'
+    functions = [tool["function"] for tool in TOOLS]
+    messages = {
+        "messages": HELLO,
+        "tools": [{"name": each["name"], "input_schema": each["parameters"]} for each in functions],  # type: ignore[index]
+    }
+    responses = {
+        "input": "Hello",
+        "tools": [{"type": "function", "strict": False, **each} for each in functions],
+    }  # type: ignore[dict-item]
+    async with start(parts=chat_parts("hermes")) as server:
+        num_tokens = len(server.instance.tokenizer.result().encode(written, add_special_tokens=False))
+        for path, body, bound, end in (
+            ("/v1/messages", messages, "max_tokens", b'"max_tokens"'),
+            ("/v1/responses", responses, "max_output_tokens", b'"max_output_tokens"'),
+        ):
+            with scripted(server, WRITTEN["hermes"].partition("\n")[2]):
+                asked = {"model": server.instance.model_name, **body, bound: num_tokens, "temperature": 0}
+                answer = await server.post(path, {**asked, "stream": stream})
+            assert answer.status == 200, answer.body
+            assert b"<tool_call>" not in answer.body
+            assert b"wea" not in answer.body.replace(b"weather", b"")
+            assert end in answer.body
+
+
 async def test_no_calls_are_read_where_there_are_to_be_none(start: Any, chat_parts: Any) -> None:
     async with start(parts=chat_parts("hermes")) as server:
         with scripted(server, WRITTEN["hermes"]):

@@ -338,6 +338,34 @@ def test_a_streamed_call_that_breaks_off_stays_so(name: str, text: str, argument
             assert read(FORMATS[name], pieces) == (text, [])
 
 
+CUT = [
+    # format, text up to where it was cut, whether a grammar guides it, the text and the calls that are given
+    ("hermes", 'I look.\n<tool_call>\n{"name": "ad', False, "I look.", []),
+    ("hermes", "<tool_call>", False, "", []),
+    ("hermes", "<tool_ca", False, "<tool_ca", []),
+    ("hermes", 'I see <tool_call> and {"name"', False, 'I see <tool_call> and {"name"', []),
+    ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {}}, {"name": "a', False, "", [("add", "{}")]),
+    ("mistral-named", "[TOOL_CALLS]ad", False, "", []),
+    ("qwen3_coder", "<tool_call>\n<function=ad", False, "", []),
+    ("llama3", '<|python_tag|>{"name": "ad', False, "", []),
+    ("json", '{"name": "ad', False, '{"name": "ad', []),
+    ("json", '{"name": "ad', True, "", []),
+    ("json", '{"name": "add", "arguments": {}}\n{"na', True, "", [("add", "{}")]),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "is_guided", "content", "calls"), CUT)
+def test_a_call_that_is_cut_before_its_name_is_there_is_no_text(
+    name: str, text: str, is_guided: bool, content: str, calls: list[tuple[str, str]]
+) -> None:
+    for pieces in ([text], list(text)):
+        reader = CallReader(FORMATS[name], FUNCTIONS, is_guided=is_guided, max_calls=None, is_eager=True)
+        deltas = [delta for piece in pieces for delta in reader.push(piece)]
+        answer = Answer.of([*deltas, *reader.finish(is_cut=True), Finish("length")])
+        assert answer.text.rstrip() == content
+        assert [(call.name, call.arguments) for call in answer.calls] == calls
+
+
 def test_long_calls_take_time_in_proportion_to_their_length() -> None:
     text = (
         "<tool_call>\n<function=add>\n<parameter=text>\n"

@@ -115,6 +115,12 @@ class PagedLoad(WeightLoad):
         if self._pager_cache is not None:
             self._pager_cache.finish()
 
+    def join_cache(self, timeout_s: float | None = None) -> bool:
+        """As `WeightLoad.join_cache`, after `close`, for the experts' cache, too; each has `timeout_s`."""
+        return super().join_cache(timeout_s) and (
+            self._pager_cache is None or self._pager_cache.join(timeout_s)
+        )
+
     def _shared(self, pages: Collection[int]) -> set[int]:
         return set().union(*(self._pages[page].shared for page in pages))
 

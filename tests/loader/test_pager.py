@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.support.paced import WAIT_S, PacedSource, reads_of
 
 from teneral.loader.artifact import open_artifact
+from teneral.loader.cache import writer
 from teneral.loader.errors import (
     IntegrityError,
     LoadCancelledError,
@@ -257,12 +258,17 @@ def test_cancelling_wakes_waiting_threads(artifact: Path) -> None:
 
 
 def test_the_nodes_cache_saves_the_second_fetch(
-    artifact: Path, tmp_path: Path, contents: list[bytes]
+    artifact: Path, tmp_path: Path, contents: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A disk that answers late, as on a busy machine, would send some reads to the store.
+    monkeypatch.setattr(writer, "FAST_GRACE_S", WAIT_S)
+    monkeypatch.setattr(writer, "CRAWL_GRACE_S", WAIT_S)
+    monkeypatch.setattr(writer, "WAIT_S", WAIT_S)
     with paged(artifact, EXPERTS, cache_dir=tmp_path / "cache") as (load, _, experts):
         for group in experts:
             load.want_pages([group])
             assert load.wait_pages([group], WAIT_S)
+    assert load.join_cache(WAIT_S)
     with paged(artifact, EXPERTS, cache_dir=tmp_path / "cache") as (load, source, experts):
         load.join(WAIT_S)
         source.calls.clear()

@@ -354,12 +354,15 @@ def test_drafts_are_made_with_the_adapter_and_confirmed(
     expected[""] = greedy(rig.model, PROMPT, 16)
     artifact = packed_tiny(tmp_path, **SMALL)
     backends = [NativeBackend()]
-    with EarlyRig(artifact, backends=backends, make_adapters=make_adapters) as early:
+    with EarlyRig(artifact, backends=backends, make_adapters=make_adapters, holds_draft=True) as early:
         early.start()
         generations = {
             name: early.submit(PROMPT, max_tokens=16, ignore_eos=True, adapter=name, first_token=first_token)
             for name in expected
         }
+        # Together from the first token: those that come sooner would draft all that they may.
+        eventually(lambda: opened and opened[0].statistics().loaded == 2)
+        early.draft_hold.release()
         eventually(lambda: drafted(early) >= 4)
         early.refine()
         results = {name: each.result(WAIT_S) for name, each in generations.items()}

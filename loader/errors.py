@@ -68,8 +68,8 @@ class NotFoundError(SourceError):
 
 
 class AccessDeniedError(SourceError):
-    """No credentials, wrong ones, or no permission. `may_be_absent` where the store would say the
-    same of an object that does not exist: the credentials themselves are not refused.
+    """No credentials, wrong ones, or no permission. `may_be_absent`: the store answers the same for
+    an object that does not exist, so the credentials themselves may be right.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class AccessDeniedError(SourceError):
 
 class UnavailableError(SourceError):
     """The store did not answer properly this time (network, 5xx, throttling). `retry_after_s` is
-    its own wish.
+    the delay that it asked for.
     """
 
     def __init__(

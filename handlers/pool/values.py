@@ -47,7 +47,9 @@ class Code(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The position of a key in a pool file. `line` counts from 1; 0 means that the key is not written there."""
+    """The position of a key in a pool file. `line` counts from 1; 0 means that the key is not
+    written there.
+    """
 
     file: str
     key: str
@@ -62,7 +64,9 @@ class PoolFileError(UsageError):
     """A pool file that cannot be used. `code` and `place` say why and where, for machines."""
 
     def __init__(self, code: Code, place: Place, message: str, *, hint: str = "") -> None:
-        """`message` continues a sentence that begins with the key: 'must be a whole number from 0 to 1000'."""
+        """`message` continues a sentence that begins with the key: 'must be a whole number from 0
+        to 1000'.
+        """
         super().__init__(f"{place}: {message} [{code}]", key=place.key, hint=hint)
         self.code = code
         self.place = place
@@ -110,7 +114,9 @@ _PIECE = re.compile(
 
 
 class KeyLines:
-    """Lines by path: `("models", "a", "min_warm")` → 12. An array of tables has its index in the path, from 0."""
+    """Lines by path: `("models", "a", "min_warm")` → 12. An array of tables has its index in the
+    path, from 0.
+    """
 
     def __init__(self, text: str) -> None:
         self._lines: dict[tuple[str, ...], int] = {}
@@ -198,13 +204,15 @@ MAX_RUNNING = 32  # sequences that decode at the same time, as `teneral serve` h
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """The version folders that are served: the newest `latest`, or those in `numbers`, or all (both None)."""
+    """The version folders that are served: the newest `latest`, or those in `numbers`, or all (both
+    None).
+    """
 
     latest: int | None = 1
     numbers: tuple[int, ...] | None = None
 
     def chosen(self, present: frozenset[int] | set[int]) -> tuple[int, ...]:
-        """Of the versions that are there, those to serve, oldest first."""
+        """The versions to serve among those present, oldest first."""
         if self.numbers is not None:
             return tuple(number for number in self.numbers if number in present)
         ordered = sorted(present)
@@ -233,8 +241,8 @@ class InstanceSize:
 class Node:
     """One machine. `memory_bytes` None: what it has free.
 
-    `standby_base` is an artifact whose weights the standby processes have in memory, and `standby_store` the settings
-    of `teneral serve` for the store that it lies in.
+    `standby_base` is an artifact whose weights the standby processes have in memory, and
+    `standby_store` the settings of `teneral serve` for the store that it lies in.
     """
 
     memory_bytes: int | None = None
@@ -269,9 +277,9 @@ class Patch:
 class Model:
     """One `[models.NAME]`, complete.
 
-    `traffic` is None when all of it goes to the newest version; else weights by version, which sum to 100. `drain_s` is
-    None when the platform's own time is meant. `given` names the keys that the file sets, here or in `[defaults]`: a
-    platform warns of those only.
+    `traffic` is None when all of it goes to the newest version; else weights by version, which sum
+    to 100. `drain_s` is None when the platform's own time is meant. `given` names the keys that the
+    file sets, here or in `[defaults]`: a platform warns of those only.
     """
 
     name: str
@@ -311,14 +319,18 @@ class Model:
         return self.traffic or {}
 
     def named_versions(self) -> tuple[int, ...]:
-        """Versions that the file names, oldest first, of those that are served; empty when it names none."""
+        """Versions that the file names, oldest first, of those that are served; empty when it names
+        none.
+        """
         if self.versions.numbers is not None:
             return self.versions.numbers
         shadows = {self.shadow.version} if self.shadow else set()
         return tuple(sorted(set(self.weights) | shadows))
 
     def address(self, version: int | None = None) -> str:
-        """The address of a version's artifact, pinned where the file pins it. A versioned source needs a version."""
+        """The address of a version's artifact, pinned where the file pins it. A versioned source
+        needs a version.
+        """
         if not self.is_versioned:
             return self.source
         assert version is not None, "a versioned source has no address without a version"
@@ -326,8 +338,9 @@ class Model:
         return f"{address}@b3:{self.pins[version]}" if version in self.pins else address
 
     def serve_settings(self) -> dict[str, Any]:
-        """Settings of `teneral serve` for one instance, by name, without the model, the address to listen on, and
-        secrets: those of the file's `serve` table, and those that follow from its other keys.
+        """Settings of `teneral serve` for one instance, by name, without the model, the address to
+        listen on, and secrets: those of the file's `serve` table, and those that follow from its
+        other keys.
 
         `max_concurrency` becomes places that run and places that wait.
         """
@@ -357,7 +370,9 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A whole pool file. `aliases` are further served names: weights, which sum to 100, by `name` or `name@version`."""
+    """A whole pool file. `aliases` are further served names: weights, which sum to 100, by `name`
+    or `name@version`.
+    """
 
     file: str
     models: Mapping[str, Model]
@@ -379,7 +394,8 @@ class Pool:
     def place(self, *path: str) -> Place:
         """Of a key: `pool.place("models", "my-model", "min_warm")`.
 
-        A key that a model has from `[defaults]` (or its instance's from `[instance]`) is found there.
+        A key that a model has from `[defaults]` (or its instance's from `[instance]`) is found
+        there.
         """
         for candidate in _homes(path):
             if self.lines.has(candidate):

@@ -1,4 +1,5 @@
-"""Documents and their texts, from a pool and a platform's name: the table of renderers, and `[[patch]]`.
+"""Documents and their texts, from a pool and a platform's name: the table of renderers, and
+`[[patch]]`.
 
 A patch is a JSON merge patch (RFC 7386) on a rendered document; patches are applied last. No I/O.
 """
@@ -23,7 +24,9 @@ Renderer = Callable[[Rendering, Sequence[Model]], list[Document]]
 
 
 def merge_patch(target: Any, patch: Any) -> Any:
-    """RFC 7386's result: mappings are merged, null removes, everything else replaces. Changes neither argument."""
+    """RFC 7386's result: mappings are merged, null removes, everything else replaces. Changes
+    neither argument.
+    """
     if not isinstance(patch, Mapping):
         return patch
     merged = dict(target) if isinstance(target, Mapping) else {}
@@ -38,8 +41,9 @@ def merge_patch(target: Any, patch: Any) -> Any:
 def apply_patches(
     rendering: Rendering, documents: Iterable[Document], *, every: bool = True
 ) -> list[Document]:
-    """The documents with the file's patches for this platform. A patch that changes a rendered value, instead of adding
-    one, is W4; one that fits no document is E2 where these are `every` document of the pool.
+    """The documents with the file's patches for this platform. A patch that changes a rendered
+    value, instead of adding one, is W4; one that fits no document is E2 where these are `every`
+    document of the pool.
     """
     patched = list(documents)
     for patch in rendering.pool.patches:
@@ -77,7 +81,7 @@ def apply_patches(
 def changed_values(
     target: Any, patch: Mapping[str, Any], path: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, ...]]:
-    """Paths of values that are there and that the patch changes or removes."""
+    """Paths of existing values that the patch changes or removes."""
     for key, value in patch.items():
         if not isinstance(target, Mapping) or key not in target:
             continue
@@ -89,7 +93,7 @@ def changed_values(
 
 
 def _each(render_model: Callable[[Rendering, Model], list[Document]]) -> Renderer:
-    """Of a platform on which models are deployed one by one."""
+    """The renderer of a platform that deploys models one by one."""
     return lambda rendering, models: [
         document for model in models for document in render_model(rendering, model)
     ]
@@ -124,7 +128,7 @@ class Rendered(NamedTuple):
         return {document.file: header + yaml_text([document.body]) for document in self.documents}
 
     def stream(self) -> str:
-        """All of them in one text."""
+        """All documents in one text."""
         header = HEADER.format(platform=self.platform, file=PurePath(self.file).name)
         return header + yaml_text([document.body for document in self.documents])
 
@@ -137,7 +141,9 @@ def render(
     weight_bytes: Mapping[str, int] | None = None,
     model: str | None = None,
 ) -> Rendered:
-    """Raises `PoolFileError` for what the platform cannot do, `UsageError` for a name that is unknown."""
+    """Raises `PoolFileError` for what the platform cannot do, `UsageError` for a name that is
+    unknown.
+    """
     if platform not in RENDERERS:
         raise UsageError(
             f"unknown platform {platform!r}", key="platform", hint=f"Name one of {', '.join(RENDERERS)}."
@@ -155,8 +161,8 @@ def render(
 
 
 def _check_paths(rendering: Rendering, model: Model) -> None:
-    """Raises E6 for a path relative to the pool file; warns (W5) of an absolute one that an instance reads from, which
-    an image or a volume may have.
+    """Raises E6 for a path relative to the pool file; warns (W5) of an absolute one that an
+    instance reads from, which an image or a volume may have.
     """
     settings = {f"serve.{name}": model.serve.get(name) for name in sorted(PATH_SETTINGS)}
     for key, address in {"source": model.source, "base": model.base, **settings}.items():

@@ -1,8 +1,8 @@
 """SageMaker: a CloudFormation template a model.
 
-One version is an inference component, whose copies and whose instances scale down to zero; requests then fail,
-and an alarm wakes the endpoint (W3). Two versions, or a shadow, are variants of one endpoint, which keep an instance
-each (E7 at zero).
+One version is an inference component, whose copies and whose instances scale down to zero; requests
+then fail, and an alarm wakes the endpoint (W3). Two versions, or a shadow, are variants of one
+endpoint, which keep an instance each (E7 at zero).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _check_zero(rendering: Rendering, model: Model, units: list[Unit]) -> None:
 
 
 def _instance_type(rendering: Rendering, unit: Unit) -> str:
-    """The smallest one in which a copy fits."""
+    """The smallest instance type in which a copy fits."""
     for name, (cores, gib, gpus) in INSTANCES.items():
         fits = cores >= unit.cpu and gib * GIB - SYSTEM_BYTES >= unit.memory_bytes and gpus >= unit.gpu
         if fits and (gpus > 0) == (unit.gpu > 0):
@@ -218,7 +218,7 @@ def _policy(unit: Unit, metric: str, suffix: str = "") -> dict[str, Any]:
 
 
 def _waking(unit: Unit) -> dict[str, Any]:
-    """From zero to one: an alarm on requests that found no capacity, and the step that it takes."""
+    """From zero to one: an alarm on requests that found no capacity, and its step."""
     step = {
         "AdjustmentType": "ChangeInCapacity",
         "MetricAggregationType": "Maximum",
@@ -260,7 +260,9 @@ def _waking(unit: Unit) -> dict[str, Any]:
 
 
 def _variants(rendering: Rendering, units: list[Unit]) -> dict[str, Any]:
-    """An endpoint whose variants divide the traffic by weight; a shadow is a variant that gets copies."""
+    """An endpoint whose variants divide the traffic by weight; a shadow is a variant that gets
+    copies.
+    """
     shadow = units[0].model.shadow
     found: dict[str, Any] = {}
     production: list[dict[str, Any]] = []

@@ -40,7 +40,7 @@ MAX_IMAGES = 8
 
 
 class _OnItsWay(NamedTuple):
-    """Images that were placed together."""
+    """Images that were placed together, and are not done yet."""
 
     images: tuple[tuple[SentImage, Placed], ...]
     ticket: Ticket
@@ -48,7 +48,7 @@ class _OnItsWay(NamedTuple):
 
 
 class _PartOnItsWay:
-    """The state of a part of which some images were placed."""
+    """A part of which only some images are done."""
 
     def __init__(self, manifest: Manifest, part: Part, begun_at_s: float) -> None:
         self.pieces = cut_part(manifest, part)
@@ -59,7 +59,7 @@ class _PartOnItsWay:
 
 
 class _Model(NamedTuple):
-    """The manifest to be placed, and the ring that images come from."""
+    """The manifest of the load, and the ring that its images lie in."""
 
     manifest: Manifest
     starts: list[int]
@@ -68,7 +68,7 @@ class _Model(NamedTuple):
 
 
 class Placement:
-    """The way of one model's weights to a device. Methods may be called from any thread."""
+    """The placement of one model's weights on a device. Thread-safe."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Placement:
             thread.start()
 
     def begin(self, manifest: Manifest, ring: memoryview) -> None:
-        """The manifest is known, and so is the memory in which images will lie."""
+        """Set the manifest, and the memory in which images will lie."""
         starts, weights_bytes = slab_starts(manifest.groups)
         self._refine_locks = RefineLocks(len(manifest.groups))
         self._last = [None] * len(manifest.groups)
@@ -127,7 +127,7 @@ class Placement:
         self._begun.set()
 
     def put(self, sent: SentImage) -> None:
-        """Have an image placed, behind all that were put before. Returns at once."""
+        """Queue an image to be placed after the earlier ones. Returns at once."""
         self._images.put(sent)
 
     @property
@@ -137,7 +137,7 @@ class Placement:
 
     def slab(self, group: int) -> Any:
         """The group's memory on the device: (slab_bytes,) uint8, an array that speaks DLPack. Waits
-        until it is there, and raises what kept it from being.
+        until it exists, and raises the placement's error.
         """
         device, model = self._opened(), self._model
         assert model is not None
@@ -167,7 +167,7 @@ class Placement:
 
     @property
     def is_done(self) -> bool:
-        """True if the device has done all that there is to place."""
+        """True if the device has placed everything."""
         return self._done.is_set() and self._error is None
 
     @contextmanager
@@ -191,7 +191,7 @@ class Placement:
         return self._refine_locks.waited_s if self._model is not None else 0.0
 
     def read_back(self, group: int, begin_bytes: int, end_bytes: int) -> memoryview:
-        """A copy, on the host, of these bytes of a group's slab as they are on the device. Blocks."""
+        """Copy these bytes of a group's slab from the device to the host. Blocks."""
         device, model = self._opened(), self._model
         assert model is not None
         start = model.starts[group]
@@ -219,7 +219,7 @@ class Placement:
                 self._device.close()
 
     def release(self) -> None:
-        """Forget the device and its memory, after `close`. Nothing can be asked for any more."""
+        """Drop the references to the device and its memory, after `close`. No method works then."""
         self._device, self._model = None, None
         self._last, self._uses = [], []
 
@@ -250,7 +250,7 @@ class Placement:
         self._fail(error)
 
     def _run(self) -> None:
-        """The body of the thread that has images placed."""
+        """The body of the thread that places images."""
         device = self._open_device()
         self._device = device
         if device.decompresses:
@@ -286,7 +286,7 @@ class Placement:
         return sent is not None
 
     def _take_more(self, waiting: list[SentImage]) -> None:
-        """All that is there, without waiting."""
+        """All queued images, without waiting."""
         with suppress(queue.Empty):
             while len(waiting) < MAX_IMAGES:
                 sent = self._images.get_nowait()
@@ -335,7 +335,7 @@ class Placement:
         return plan_image(model.manifest, piece, model.starts, coded=sent.coded)
 
     def _collect(self) -> None:
-        """The body of the thread that takes note of what the device has done."""
+        """The body of the thread that waits for the device."""
         speed, done_at_s = _Speed(), 0.0
         while (placed := self._placed.get()) is not None:
             placed.ticket.wait()
@@ -382,7 +382,7 @@ class Placement:
         )
 
     def _finish(self, device: Device, model: _Model) -> None:
-        """All is placed: the ring is not needed any more."""
+        """Everything is placed: release the ring."""
         self._model = model._replace(ring=memoryview(b""))
         device.release_ring()
         self._fetch_order.close()
@@ -390,7 +390,7 @@ class Placement:
 
 
 def num_together(manifest: Manifest, waiting: Sequence[SentImage]) -> int:
-    """How many of the first images that wait may be placed at a time: those that replace no bits,
+    """The number of queued images that may be placed together: those that replace no bits,
     or replace bits of one group. So placing holds one group's lock at most.
     """
     first = manifest.parts[waiting[0].part]
@@ -403,14 +403,14 @@ def num_together(manifest: Manifest, waiting: Sequence[SentImage]) -> int:
 
 
 def _copy(error: TeneralError) -> TeneralError:
-    """Every thread that raises an exception adds its own traceback to it."""
+    """A copy of the error: each thread that raises one adds its traceback to it."""
     copied = copy.copy(error)
     copied.__cause__ = error.__cause__
     return copied
 
 
 class _Speed:
-    """How fast the device takes coded images."""
+    """The measured speed at which the device decodes images."""
 
     def __init__(self) -> None:
         self._size_bytes, self._busy_s = 0, 0.0

@@ -1,8 +1,9 @@
 """A model as a value: everything that an executor needs to know of it beyond its weights.
 
-A `DecoderSpec` or `EncoderSpec` is made from a checked config.json, and nothing that changes the result is anywhere
-else. An executor lists every field that it implements, and refuses a spec with a field or a value that it does not know
-(`executor.refusal_of`): so a new field here is refused everywhere until each executor has learnt it.
+A `DecoderSpec` or `EncoderSpec` is made from a checked config.json, and nothing that changes the
+result is anywhere else. An executor lists every field that it implements, and refuses a spec with a
+field or a value that it does not know (`executor.refusal_of`): so a new field here is refused
+everywhere until each executor has learnt it.
 """
 
 from __future__ import annotations
@@ -43,12 +44,14 @@ _ACTIVATIONS = {
 
 
 def activation_of(name: str) -> Activation | None:
-    """By a name that a config has; None of an empty one."""
+    """The activation of this name in a config; None for ''."""
     return _ACTIVATIONS[name] if name else None
 
 
 class Pooling(enum.StrEnum):
-    """The reduction of a text's token states to one row. `pooling_config.POOLING_MODES` has these names."""
+    """The reduction of a text's token states to one row. `pooling_config.POOLING_MODES` has these
+    names.
+    """
 
     MEAN = "mean"
     CLS = "cls"  # the first token's
@@ -59,10 +62,12 @@ class Pooling(enum.StrEnum):
 
 
 class DecoderSpec(Struct, frozen=True):
-    """A decoder whose layers are x + attention(norm(x)), then x + down(activation(gate(y)) · up(y)) of y = norm(x).
+    """A decoder whose layers are x + attention(norm(x)), then x + down(activation(gate(y)) · up(y))
+    of y = norm(x).
 
-    Where there are output norms, what attention and MLP add to x is normalised first, and then scaled. Keys and values
-    are what the rotation (of keys) and the projections give, in `dtype`. A token sees itself and what came before it.
+    Where there are output norms, what attention and MLP add to x is normalised first, and then
+    scaled. Keys and values are what the rotation (of keys) and the projections give, in `dtype`. A
+    token sees itself and what came before it.
     """
 
     dtype: DType  # of activations, keys and values: BF16, F16 or F32; sums are in fp32
@@ -173,13 +178,15 @@ class DenseSpec(Struct, frozen=True):
 
 
 class EncoderSpec(Struct, frozen=True):
-    """An encoder whose layers are x = norm(x + attention(x)), then norm(x + mlp(x)); or, with `pre_norm`,
-    x + attention(norm(x)), then x + mlp(norm(x)), where the first layer's attention takes x itself.
+    """An encoder whose layers are x = norm(x + attention(x)), then norm(x + mlp(x)); or, with
+    `pre_norm`, x + attention(norm(x)), then x + mlp(norm(x)), where the first layer's attention
+    takes x itself.
 
     The first x is norm(word + type + position). The MLP is down(activation(up(x))), or, `gated`,
-    down(activation(gate(x)) · up(x)). Norms are LayerNorms, whose statistics are fp32. Each token sees the tokens of
-    its own text that are in its layer's window. Position p of a text takes row position_offset + p of their table. What
-    turns queries and keys is computed in fp32, and rounded once.
+    down(activation(gate(x)) · up(x)). Norms are LayerNorms, whose statistics are fp32. Each token
+    sees the tokens of its own text that are in its layer's window. Position p of a text takes row
+    position_offset + p of their table. What turns queries and keys is computed in fp32, and rounded
+    once.
     """
 
     dtype: DType
@@ -257,7 +264,7 @@ class EncoderSpec(Struct, frozen=True):
 
     @property
     def num_columns(self) -> int:
-        """Of what comes out: a row for each text."""
+        """The columns of the output, which has a row for each text."""
         if self.num_labels:
             return self.num_labels
         return self.dense[-1].num_out if self.dense else self.hidden_size

@@ -1,13 +1,15 @@
-"""ONNX Runtime's sessions over a load's weights: of segments, while they arrive, and of the whole model, once all is
-there.
+"""ONNX Runtime's sessions over a load's weights: of segments, while they arrive, and of the whole
+model, once all is there.
 
-A segment's session is made over memory that is still empty: its initialisers are given as values that lie in the
-load's slabs, nothing is copied, and neither a graph optimisation nor prepacking reads them (decision 0033). It computes
-right once its groups' gates are open, and not before. The whole model's session is made as any program makes one: its
-optimisations and prepacking copy the weights, and the load's memory is not needed any more.
+A segment's session is made over memory that is still empty: its initialisers are given as values
+that lie in the load's slabs, nothing is copied, and neither a graph optimisation nor prepacking
+reads them (decision 0033). It computes right once its groups' gates are open, and not before. The
+whole model's session is made as any program makes one: its optimisations and prepacking copy the
+weights, and the load's memory is not needed any more.
 
-ONNX Runtime refuses external initialisers without a file, so a temporary folder holds one while sessions are made:
-empty, sparse, and as long as the largest of them. Imports onnxruntime: import this for ONNX models only.
+ONNX Runtime refuses external initialisers without a file, so a temporary folder holds one while
+sessions are made: empty, sparse, and as long as the largest of them. Imports onnxruntime: import
+this for ONNX models only.
 """
 
 from __future__ import annotations
@@ -58,21 +60,23 @@ _TYPES = {
 
 
 class Run:
-    """One run, which any thread may end: at the next node, or while it waits for weights."""
+    """One run, which any thread may cancel: it ends at the next node, or while it waits for
+    weights.
+    """
 
     def __init__(self, deadline_s: float | None = None) -> None:
-        """It waits for weights until `deadline_s`, on `time.monotonic()`'s clock, at most."""
+        """A wait for weights ends at `deadline_s` on `time.monotonic()`'s clock."""
         self.options = ort.RunOptions()
         self._deadline_s = deadline_s
         self._reason: TeneralError | None = None
 
     def cancel(self, reason: TeneralError | None = None) -> None:
-        """`reason` is what the run then raises, in place of `CancelledError`."""
+        """Cancel the run, which then raises `reason`, by default `CancelledError`."""
         self._reason = self._reason or reason or CancelledError("the request was cancelled")
         self.options.terminate = True
 
     def check(self) -> None:
-        """Raises the reason once it was cancelled, or after its deadline."""
+        """Raise the reason if the run was cancelled, or its deadline has passed."""
         if self._deadline_s is not None and time.monotonic() >= self._deadline_s:
             self.cancel()
         if self._reason is not None:
@@ -80,8 +84,8 @@ class Run:
 
 
 class CallsAtExit:
-    """Calls of ONNX Runtime, which the interpreter's exit waits for: a daemon thread that comes back from one while the
-    interpreter is taken apart aborts the process. Thread-safe.
+    """Calls of ONNX Runtime, which the interpreter's exit waits for: a daemon thread that comes
+    back from one while the interpreter is taken apart aborts the process. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -129,8 +133,8 @@ class SegmentedModel:
         timeline: Timeline,
         on_wait: Callable[[], object] = lambda: None,
     ) -> None:
-        """Sessions are made as runs come to them, or by `prepare`. `on_wait` is called when a run waits for weights.
-        Raises `ModelError` for weights on a device.
+        """Sessions are made as runs come to them, or by `prepare`. `on_wait` is called when a run
+        waits for weights. Raises `ModelError` for weights on a device.
         """
         if load.place != "host":
             raise ModelError(
@@ -153,8 +157,9 @@ class SegmentedModel:
         }
 
     def run(self, inputs: Arrays, run: Run) -> dict[str, np.ndarray[Any, Any]]:
-        """All outputs by name. Blocks until each segment's weights are there. Raises `CancelledError`, the load's
-        error, `RequestError` for inputs that the model refuses, and `ModelError` for what fails in it.
+        """All outputs by name. Blocks until each segment's weights are there. Raises
+        `CancelledError`, the load's error, `RequestError` for inputs that the model refuses, and
+        `ModelError` for what fails in it.
         """
         values: dict[str, np.ndarray[Any, Any]] = dict(inputs)
         wanted = {value.name for value in self._spec.outputs}
@@ -174,15 +179,15 @@ class SegmentedModel:
         return {value.name: values[value.name] for value in self._spec.outputs}
 
     def prepare(self) -> None:
-        """Make all sessions, in order: in a thread of its own, so that their files come early. Raises nothing: a run
-        raises what is wrong.
+        """Make all sessions, in order: in a thread of its own, so that their files come early.
+        Raises nothing: errors are raised by runs.
         """
         with suppress(TeneralError):
             for number in range(len(self._spec.segments)):
                 self._session(number)
 
     def close(self) -> None:
-        """Give back the sessions. Idempotent."""
+        """Free the sessions. Idempotent."""
         with self._making:
             self._closed = True
             self._sessions.clear()
@@ -237,8 +242,8 @@ class WholeModel:
     def __init__(
         self, spec: OnnxSpec, files: ModelFiles, load: AnyLoad, *, threads: int, providers: Sequence[str]
     ) -> None:
-        """Blocks while the weights, which must be exact, are copied and prepacked. The load's memory is not used
-        afterwards. Raises `ModelError`.
+        """Blocks while the weights, which must be exact, are copied and prepacked. The load's
+        memory is not used afterwards. Raises `ModelError`.
         """
         options = _options(threads)
         by_name = load.manifest.by_name
@@ -257,7 +262,7 @@ class WholeModel:
 
     @property
     def providers(self) -> list[str]:
-        """Those that compute, in ONNX Runtime's words."""
+        """The active execution providers, by ONNX Runtime's names."""
         return list(self._session.get_providers())
 
     def run(self, inputs: Arrays, run: Run) -> dict[str, np.ndarray[Any, Any]]:
@@ -267,11 +272,13 @@ class WholeModel:
         return dict(zip(self._outputs, made, strict=True))
 
     def close(self) -> None:
-        """Does nothing: the session goes with its last user."""
+        """Does nothing: the session is freed with its last reference."""
 
 
 class Placeholder:
-    """A folder with the file that skeletons name, which takes no room. A context manager, or until `remove`."""
+    """A folder with the file that skeletons name, which takes no room. A context manager, or until
+    `remove`.
+    """
 
     def __init__(self, size_bytes: int) -> None:
         try:
@@ -307,7 +314,9 @@ class Placeholder:
 
 
 def check_providers(names: Sequence[str]) -> list[str]:
-    """Providers in ONNX Runtime's words, the CPU's last. Raises `ModelError` for one that this installation lacks."""
+    """Providers by ONNX Runtime's names, the CPU's last. Raises `ModelError` for one that this
+    installation lacks.
+    """
     wanted = [PROVIDERS[name] for name in names]
     there = ort.get_available_providers()
     for name, provider in zip(names, wanted, strict=True):

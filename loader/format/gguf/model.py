@@ -2,8 +2,7 @@
 of each.
 
 Names and shapes only; content is read elsewhere. An architecture, a rotary embedding or a tensor
-that is not known here is refused by name, since leaving it out would change the model without a
-word.
+that is not known here is refused by name, since leaving it out would silently change the model.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 class Form(enum.Enum):
-    """The form that a tensor's rows are made into."""
+    """The form into which a tensor's rows are converted."""
 
     FLOATS = "floats"
     INT8 = "int8"
@@ -72,7 +71,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GgufModel:
-    """`conversions` says in words what became of each type of block."""
+    """`conversions` describes in words how each type of block is converted."""
 
     config: dict[str, Any]
     pieces: tuple[Piece, ...]
@@ -220,7 +219,7 @@ def _rope_scaling(
 def _longrope_scaling(
     file: GgufFile, fields: GgufFields, own: str, turned: int, read_table: Table
 ) -> dict[str, Any]:
-    """Both sets of factors, and what scores of stretched positions are multiplied by."""
+    """Both sets of factors, and the multiplier of scores at stretched positions."""
     factors = []
     for name in _ROPE_FACTORS:
         tensor = file.tensors.get(name)
@@ -263,7 +262,9 @@ def _llama3_divisors(scaling: dict[str, Any], config: dict[str, Any]) -> list[fl
 def _named(
     fields: GgufFields, family: Family, tensor: GgufTensor, config: dict[str, Any]
 ) -> Iterator[tuple[str, GgufTensor]]:
-    """A tensor by its name of transformers; one with all experts of a layer is one for each of them."""
+    """A tensor by its name of transformers; one with all experts of a layer is one for each of
+    them.
+    """
     if tensor.name in _OUTER:
         yield _OUTER[tensor.name], tensor
         return
@@ -359,7 +360,7 @@ def _pieces_of(
 
 
 def _conversions(pieces: list[Piece]) -> Iterator[str]:
-    """A line for each type of block and what became of it."""
+    """A line for each type of block: its conversion."""
     counts: dict[tuple[str, str], set[str]] = {}
     for piece in pieces:
         if piece.form in (Form.SCALES, Form.E8M0):

@@ -114,7 +114,7 @@ class QuantizeOptions:
 
 
 class Piece(enum.Enum):
-    """The tensors that replace a matrix, in the order in which it lies in memory."""
+    """The tensors that replace a matrix, in the order of their memory."""
 
     WEIGHT = "weight"
     SCALE = "weight_scale"
@@ -166,7 +166,7 @@ class QuantizePlan:
         return [name for name, matrix in self.matrices.items() if matrix.bits == 4]
 
     def aliases(self, aliases: Mapping[str, str]) -> dict[str, str]:
-        """Those of the checkpoint, and those of the pieces: what is tied shares its scales as well."""
+        """The aliases of the checkpoint and of the pieces: tied matrices share their scales, too."""
         found = dict(aliases)
         for alias, name in aliases.items():
             if name in self.matrices:
@@ -178,8 +178,9 @@ class QuantizePlan:
 
 
 def plan_quantize(source: Source, checkpoint: Checkpoint, options: QuantizeOptions) -> QuantizePlan:
-    """Raises `UsageError` for a model whose matrices are not known by their names (all but decoders of the families
-    in docs/models.md), or are integers already, and `CheckpointError` for a damaged config.json.
+    """Raises `UsageError` for a model whose matrices are not known by their names (all but decoders
+    of the families in docs/models.md), or are integers already, and `CheckpointError` for a damaged
+    config.json.
     """
     names = [name for name in checkpoint.tensors if _find_options(name, options) is not None]
     if not any(map(_PROJECTION.fullmatch, names)) or not any(map(_EMBEDDINGS.fullmatch, names)):
@@ -260,8 +261,8 @@ def _plan_matrix(checkpoint: Checkpoint, name: str, options: QuantizeOptions) ->
 
 
 def _quantized_config(source: Source, checkpoint: Checkpoint, options: QuantizeOptions, dtype: str) -> bytes:
-    """config.json with a note of what was done, and the dtype to compute in: the embeddings do not
-    tell it any more.
+    """config.json with a note of what was done, and the dtype of computation, which integer
+    embeddings no longer show.
     """
     info = next((info for info in checkpoint.files if info.name == CONFIG_NAME), None)
     if info is None:
@@ -293,7 +294,7 @@ READ_ELEMENTS = 4 << 20  # of the source, at a time
 
 @dataclass(slots=True)
 class _Kept:
-    """The state of a matrix in work."""
+    """The state of a matrix that is being quantised."""
 
     scale: Bits  # (rows, groups)
     zero: Bytes | None
@@ -322,14 +323,14 @@ class QuantizingReader:
         return name in self._pieces
 
     def stop(self) -> None:
-        """Have all waits end with `LoadCancelledError`."""
+        """End all waits with `LoadCancelledError`."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
 
     def read(self, stretch: Stretch, data: Bytes) -> None:
-        """Fill `data` with a stretch of a piece. Raises `CheckpointError` naming a row with a
-        number that is none, and the source's errors.
+        """Fill `data` with a stretch of a piece. Raises `CheckpointError` naming a row with a NaN
+        or an infinity, and the source's errors.
         """
         matrix, piece = self._pieces[stretch.tensor.name]
         kept = self._keep(matrix)
@@ -364,7 +365,7 @@ class QuantizingReader:
                 _copy_overlap(quantized.weight, row * row_bytes, data, stretch.offset_bytes)
 
     def _moments(self, matrix: QuantizedMatrix, kept: _Kept) -> InputMoments | None:
-        """Those of the matrix' inputs, made once; None where they do not matter or are not known."""
+        """The moments of the matrix' inputs, made once; None if they are unused or unknown."""
         if self._moments_of is None or matrix.bits == 8:
             return None
         with kept.lock:

@@ -46,6 +46,8 @@ DEFAULT_MAX_BODY_BYTES = 8 << 20
 MAX_WHOLE_BYTES = 1 << 20
 BODY_TIMEOUT_S = 60.0
 UPSTREAM_KEEPALIVE_S = 60.0
+# Of a header in an answer: a CloudEvent's attributes have 64 KiB, and take three times that as a header.
+MAX_ANSWER_FIELD_BYTES = 256 << 10
 # Beyond the model's own limit, for its instance to report the time-out.
 UPSTREAM_GRACE_S = 10.0
 ACTING_PATHS = frozenset(
@@ -350,6 +352,7 @@ class Front:
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=UPSTREAM_KEEPALIVE_S),
                 timeout=aiohttp.ClientTimeout(total=None),
                 auto_decompress=False,
+                max_field_size=MAX_ANSWER_FIELD_BYTES,
                 skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
                 cookie_jar=aiohttp.DummyCookieJar(),
             )

@@ -226,6 +226,17 @@ async def test_a_model_with_a_key_of_its_own_is_not_started_by_a_request_without
             assert late.status == 503, "no instance within the time"
 
 
+async def test_an_answer_may_have_long_headers(tmp_path: Path) -> None:
+    async def reply(_: web.Request) -> web.StreamResponse:
+        return web.json_response({}, headers={"ce-subject": "x" * 60_000})
+
+    client = aiohttp.ClientSession(max_field_size=1 << 20)
+    async with running(tmp_path, reply) as rig, client:
+        url = f"http://127.0.0.1:{rig.port}/v1/completions"
+        async with client.post(url, json=BODY) as received:
+            assert (received.status, len(received.headers["ce-subject"])) == (200, 60_000)
+
+
 async def test_clients_that_do_not_speak_http_leave_one_line_without_a_traceback(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

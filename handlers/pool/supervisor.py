@@ -97,6 +97,7 @@ class Supervisor:
         server.served += not is_error
         deployment.answered(is_error=is_error)
         if is_hung:
+            logger.warning("%s hangs, with %d requests in work, and is ended", server.key, server.in_work)
             self._end(server)
         if is_error and deployment.fails_too_often:
             self._roll_back(deployment)
@@ -380,11 +381,7 @@ class Supervisor:
 
     def _closing(self) -> Iterator[Server]:
         for deployment in self.deployments():
-            yield from (
-                server
-                for server in deployment.servers.values()
-                if server.closing and server.key not in self._ending
-            )
+            yield from (server for server in deployment.servers.values() if server.closing)
 
     def _server(self, key: str) -> Server:
         return next(d.servers[key] for d in self.deployments() if key in d.servers)

@@ -167,7 +167,7 @@ async def test_a_stream_whose_instance_hangs_ends_with_an_error_and_so_does_the_
 
 
 async def test_an_instance_that_hangs_before_it_answers_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(front, "UPSTREAM_GRACE_S", 0.1)
     released = asyncio.Event()
@@ -186,6 +186,7 @@ async def test_an_instance_that_hangs_before_it_answers_is_ended(
         async with rig.client.post("/v1/completions", json=BODY) as late:
             assert late.status == 504
         assert (rig.process.ends, rig.deployment.errors) == (1, 1)
+        assert "m#1 hangs" in caplog.text
         released.set()
 
 

@@ -19,14 +19,11 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 import aiohttp
-import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 from yarl import URL
 
 from ...loader.errors import InsufficientMemoryError
-from ..anthropic.errors import error_event, error_response
-from ..anthropic.routes import PREFIX as ANTHROPIC_PREFIX
 from ..api_document.operations import OPERATIONS
 from ..console.files import PATHS as CONSOLE_PATHS
 from ..http.connections import Connections
@@ -35,6 +32,7 @@ from ..http.errors import SERVER_ERROR, ApiError, as_api_error, retry_after
 from ..http.keys import ApiKeys
 from ..http.limits import PIECE_BYTES
 from .deployment import Affinity, Deployment, FailingError, Lease
+from .protocols import StreamEnd, shaped_response
 from .routing import MAX_KEY_CHARS, Body, Chooser
 from .shadow import Seen, Shadows
 from .supervisor import Supervisor
@@ -326,17 +324,13 @@ class Front:
                 end_s = limit.when()
                 assert end_s is not None
                 limit.reschedule(None)  # no other answer can follow what was sent
-                failure = await _pour(answer, response, end_s)
+                end = StreamEnd(request.path, request_id)
+                failure = await _pour(answer, response, end, end_s)
                 if failure is not None:
                     is_error, is_late = True, failure.status == 504
                     if answer.content_type != "text/event-stream":
                         raise ConnectionResetError(failure.message)
-                    event = (
-                        error_event(failure, request_id)
-                        if _is_anthropic(request.path)
-                        else b"data: " + failure.body()
-                    )
-                    await response.write(event + b"\n\n")
+                    await response.write(end.event(failure))
                 await response.write_eof()
                 return response
         except asyncio.CancelledError:
@@ -370,7 +364,7 @@ def _took_too_long() -> ApiError:
 
 
 async def _pour(
-    answer: aiohttp.ClientResponse, response: web.StreamResponse, end_s: float
+    answer: aiohttp.ClientResponse, response: web.StreamResponse, end: StreamEnd, end_s: float
 ) -> ApiError | None:
     """Pass an answer's body through as it arrives. Returns the error if the instance ended in the
     middle, or sends nothing more after the time `end_s`.
@@ -391,22 +385,7 @@ async def _pour(
             return None
         for begin in range(0, len(piece), PIECE_BYTES):
             await response.write(piece[begin : begin + PIECE_BYTES])
-
-
-def _is_anthropic(path: str) -> bool:
-    return f"{path}/".startswith(ANTHROPIC_PREFIX)
-
-
-def shaped_response(path: str, error: ApiError, request_id: str) -> web.Response:
-    """The error in the protocol of the requested path."""
-    if _is_anthropic(path):
-        return error_response(error, request_id)
-    if path.startswith("/v2/") and path not in BODY_PATHS:  # KServe's
-        body = msgspec.json.encode({"error": error.message})
-        return web.Response(
-            status=error.status, body=body, content_type="application/json", headers=error.headers
-        )
-    return error.response()
+        end.passed(piece)
 
 
 def _log_access(request: web.Request, status: int, seconds: float, model: str, request_id: str) -> None:

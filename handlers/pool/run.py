@@ -38,10 +38,11 @@ from ..http.listening import listen, max_files
 from ..http.logs import write_json
 from .deployment import Deployment
 from .file import read_pool
-from .front import Front, shaped_response
+from .front import Front
 from .metrics import PoolMetrics
 from .overview import Overview
 from .process import Budget, StandbyPool, inherited_environment, instance_config
+from .protocols import shaped_response
 from .repository import Release, Repository, models_in
 from .supervisor import STANDBY_KEY, Supervisor
 from .values import Code, Model, Pool

@@ -16,7 +16,7 @@ import hashlib
 import json
 import logging
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 from ray import serve
@@ -27,6 +27,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from ...api_document.operations import has_route
+from ...http.edge import request_id_of
+from ...http.errors import INVALID_REQUEST, SERVER_ERROR, ApiError
+from ...pool.protocols import StreamEnd, shaped_response
 from .replica import Replica
 
 MAX_BODY_BYTES = 8 << 20
@@ -71,16 +74,16 @@ class Ingress:
                 {"object": "list", "data": [{"id": name, "object": "model"} for name in self._models]}
             )
         if not has_route(path):  # which would wake a model for nothing
-            return _error(404, "there is no such route here", "unknown_url")
+            return _error(request, 404, "there is no such route here", "unknown_url")
         body = await _body(request)
         if body is None:
-            return _error(413, "the body is too large", "request_too_large")
+            return _error(request, 413, "the body is too large", "request_too_large")
         fields = _fields(body)
         name = fields.get("model") or (next(iter(self._models)) if len(self._models) == 1 else None)
         # An adapter's name stays in the body: the instance knows it.
         served = name.partition(":")[0] if isinstance(name, str) else ""
         if served not in self._models:
-            return _error(404, f"unknown model {str(name)[:200]!r}", "model_not_found")
+            return _error(request, 404, f"unknown model {str(name)[:200]!r}", "model_not_found")
         key = session_key(request.headers.get("x-session-id"), fields)
         handle = self._handle(chosen(self._models[served], key)).options(
             method_name="request", stream=True, session_id=key
@@ -91,15 +94,17 @@ class Ingress:
         for attempt in range(1, attempts + 1):
             pieces = handle.remote(*asked)
             try:
-                return await _answer(pieces)
+                return await _answer(pieces, StreamEnd(path, _id_of(request)))
             except BackPressureError:
-                return _error(503, "too many requests wait", "overloaded", {"Retry-After": "1"})
+                return _error(request, 503, "too many requests wait", "overloaded", {"Retry-After": "1"})
             except LOST as error:
                 _log.warning("attempt %d of %d: no answer: %s", attempt, attempts, type(error).__name__)
             except asyncio.CancelledError:
                 pieces.cancel()
                 raise
-        return _error(502, "the instance ended before it answered", "instance_lost", {"Retry-After": "1"})
+        return _error(
+            request, 502, "the instance ended before it answered", "instance_lost", {"Retry-After": "1"}
+        )
 
     def _handle(self, application: str) -> DeploymentHandle[Any]:
         if application not in self._handles:
@@ -107,13 +112,13 @@ class Ingress:
         return self._handles[application]
 
 
-async def _answer(pieces: Any) -> Response:
+async def _answer(pieces: Any, end: StreamEnd) -> Response:
     """The replica's answer. Raises one of `LOST` if it is lost before the client has any of it."""
     status, headers = await anext(pieces)
     raw = [(name.lower().encode(), value.encode("utf-8", "surrogateescape")) for name, value in headers]
     is_stream = any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in raw)
     first = [] if is_stream else await _beginning(pieces)
-    response = StreamingResponse(_rest(first, pieces, is_stream=is_stream), status_code=status)
+    response = StreamingResponse(_rest(first, pieces, end if is_stream else None), status_code=status)
     response.raw_headers = raw
     return response
 
@@ -132,17 +137,20 @@ async def _beginning(pieces: Any) -> list[bytes]:
     return first
 
 
-async def _rest(first: list[bytes], pieces: Any, *, is_stream: bool) -> AsyncIterator[bytes]:
+async def _rest(first: list[bytes], pieces: Any, end: StreamEnd | None) -> AsyncIterator[bytes]:
+    """`first` and the pieces after it; with `end` a stream, which it ends where the replica is lost."""
     try:
         for piece in first:
             yield piece
         async for piece in pieces:
             yield piece
+            if end is not None:
+                end.passed(piece)
     except LOST as error:
-        if not is_stream:
-            raise ConnectionResetError("the instance ended while it answered") from error
-        lost = _error_body("the instance ended while it answered", "instance_lost", "server_error")
-        yield b"data: " + json.dumps(lost).encode() + b"\n\n"
+        lost = ApiError(502, "the instance ended while it answered", kind=SERVER_ERROR, code="instance_lost")
+        if end is None:
+            raise ConnectionResetError(lost.message) from error
+        yield end.event(lost)
     finally:
         pieces.cancel()  # no effect after the end
 
@@ -199,13 +207,17 @@ def _fields(body: bytes) -> dict[str, Any]:
     return fields if isinstance(fields, dict) else {}
 
 
-def _error(status: int, message: str, code: str, headers: Mapping[str, str] | None = None) -> Response:
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    return JSONResponse(_error_body(message, code, kind), status, headers=headers)
+def _error(
+    request: Request, status: int, message: str, code: str, headers: Mapping[str, str] | None = None
+) -> Response:
+    kind = SERVER_ERROR if status >= 500 else INVALID_REQUEST
+    error = ApiError(status, message, kind=kind, code=code, headers=dict(headers or {}))
+    shaped = shaped_response(request.url.path, error, _id_of(request))
+    return Response(cast(bytes, shaped.body), status, dict(shaped.headers))
 
 
-def _error_body(message: str, code: str, kind: str) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+def _id_of(request: Request) -> str:
+    return request_id_of(cast(Any, request))  # which reads its headers alone
 
 
 def _deployment(kind: type, name: str) -> Any:

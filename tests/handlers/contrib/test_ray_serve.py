@@ -25,10 +25,12 @@ from starlette.requests import Request  # noqa: E402
 from teneral.handlers.contrib.ray.app import (  # noqa: E402
     MAX_BODY_BYTES,
     Ingress,
+    _answer,
     chosen,
     session_key,
 )
 from teneral.handlers.pool.file import parse_pool, read_pool  # noqa: E402
+from teneral.handlers.pool.protocols import StreamEnd  # noqa: E402
 from teneral.infra.render.render import render  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
@@ -202,6 +204,56 @@ async def test_the_ingress_refuses_what_it_cannot_read(body):
 
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
     assert (await Ingress({"m": {}, "n": {}})(Request(scope, receive))).status_code == 404
+
+
+async def test_errors_have_the_shape_of_the_requested_protocol():
+    async def receive():
+        return {"type": "http.request", "body": b'{"model": "other"}', "more_body": False}
+
+    async def ask(path):
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
+        answer = await Ingress({"m": {}, "n": {}})(Request(scope, receive))
+        assert (answer.status_code, answer.headers["content-type"][:16]) == (404, "application/json")
+        return json.loads(answer.body)
+
+    assert (await ask("/v1/messages"))["error"]["type"] == "not_found_error"
+    assert (await ask("/v1/chat/completions"))["error"]["code"] == "model_not_found"
+    assert isinstance((await ask("/v2/models/other/infer"))["error"], str)
+
+
+class LostPieces:
+    """A replica's answer, a stream that breaks off after one event."""
+
+    def __init__(self):
+        self._left = [(200, [("Content-Type", "text/event-stream")]), b'data: {"sequence_number":4}\n\n']
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        if not self._left:
+            raise ConnectionError
+        return self._left.pop(0)
+
+    def cancel(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "key"),
+    [
+        ("/v1/messages", b"event: error\n", "error"),
+        ("/v1/responses", b"event: error\n", "sequence_number"),
+        ("/v1/completions", b"", "error"),
+    ],
+)
+async def test_a_lost_stream_ends_as_its_protocol_has_it(path, kind, key):
+    answer = await _answer(LostPieces(), StreamEnd(path, "req_1"))
+    *_, last = [piece async for piece in answer.body_iterator]
+    assert last.startswith(kind + b"data: ")
+    event = json.loads(last.removeprefix(kind + b"data: "))
+    assert key in event
+    assert event.get("sequence_number", 5) == 5
 
 
 def test_any_text_of_jsons_has_a_key():

@@ -185,51 +185,6 @@ def test_streams_pass_through_and_a_client_that_goes_away_frees_its_place(
         until(lambda: pool.instances("m")[0]["in_work"] == 0, "the place is free again")
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "end"),
-    [
-        (
-            "/v1/messages",
-            {"messages": [{"role": "user", "content": "a b c"}], "max_tokens": 8000},
-            b"event: error\ndata: ",
-        ),
-        ("/v1/completions", {"prompt": "a b c", "max_tokens": 8000, "ignore_eos": True}, b"data: "),
-    ],
-)
-def test_a_stream_whose_instance_is_killed_ends_with_an_error_of_its_protocol(
-    tmp_path: Path, path: str, body: dict[str, Any], end: bytes
-) -> None:
-    save_tiny("llama", tmp_path / "model", seed=1, max_position_embeddings=8192)
-    with PoolRun(tmp_path, pool_file(f'[models.m]\nsource = "{tmp_path}/model"\n')) as pool:
-        connection = http.client.HTTPConnection("127.0.0.1", pool.port, timeout=WAIT_S)
-        with contextlib.closing(connection):
-            asked = {"model": "m", "temperature": 0, "stream": True, **body}
-            connection.request("POST", path, json.dumps(asked), {"content-type": "application/json"})
-            answer = connection.getresponse()
-            assert answer.status == 200, answer.read()
-            answer.read(200)
-            os.kill(pool.instances("m")[0]["process"], signal.SIGKILL)
-            rest = answer.read()
-        event = rest.rstrip(b"\n").rpartition(b"\n\n")[2]
-        assert event.startswith(end), event
-        data = json.loads(event.removeprefix(end))
-        assert data["error"]["message"] == "the instance ended while it answered"
-        assert data.get("type") == ("error" if path == "/v1/messages" else None)
-
-
-def test_errors_of_the_front_have_the_shape_of_the_requested_protocol(tmp_path: Path) -> None:
-    with PoolRun(tmp_path, pool_file('[models.m]\nsource = "nowhere"\n')) as pool:
-        messages = pool.ask("POST", "/v1/messages", {"model": "other", "messages": [], "max_tokens": 1})
-        assert messages.status == 404
-        assert messages.json["type"] == "error"
-        assert messages.json["error"]["type"] == "not_found_error"
-        assert messages.json["request_id"] == messages.headers["request-id"]
-        infer = pool.ask("POST", "/v2/models/other/infer", {})
-        assert (infer.status, type(infer.json["error"])) == (404, str)
-        rerank = pool.ask("POST", "/v2/rerank", {"model": "other", "query": "a", "documents": ["b"]})
-        assert (rerank.status, rerank.json["error"]["code"]) == (404, "model_not_found")
-
-
 def test_a_new_version_takes_over_under_load_without_a_failed_request(models: Path, tmp_path: Path) -> None:
     folder = tmp_path / "repository"
     shutil.copytree(models / "repository" / "1", folder / "1")

@@ -1,0 +1,71 @@
+"""Errors in the protocol of the requested path, of fronts of instances: as whole answers, and as the last event of a
+stream whose instance is lost.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+from aiohttp import web
+
+from ..anthropic.errors import error_event, error_response
+from ..anthropic.routes import PREFIX as ANTHROPIC_PREFIX
+from ..http.errors import ApiError
+
+RERANK_PATH = "/v2/rerank"  # Cohere's, all other paths below /v2 are KServe's
+RESPONSES_PATH = "/v1/responses"
+_NUMBER = re.compile(rb'"sequence_number":(\d{1,9})}')
+_TAIL_BYTES = 32  # of a piece, in which a number may begin
+
+
+def shaped_response(path: str, error: ApiError, request_id: str) -> web.Response:
+    """The error as a whole answer."""
+    if _is_anthropic(path):
+        return error_response(error, request_id)
+    if path.startswith("/v2/") and path != RERANK_PATH:
+        body = msgspec.json.encode({"error": error.message})
+        return web.Response(
+            status=error.status, body=body, content_type="application/json", headers=error.headers
+        )
+    return error.response()
+
+
+class StreamEnd:
+    """The end of one stream of events that is passed on."""
+
+    def __init__(self, path: str, request_id: str) -> None:
+        self._path, self._request_id = path, request_id
+        self._tail = b""
+        self._next_number = 0  # of the Responses API's events
+
+    def passed(self, piece: bytes) -> None:
+        """Record what the client was sent."""
+        text = self._tail + piece
+        if self._path == RESPONSES_PATH and (found := text.rfind(b'"sequence_number":')) >= 0:
+            number = _NUMBER.match(text, found)
+            self._next_number = self._next_number if number is None else int(number[1]) + 1
+        self._tail = text[-_TAIL_BYTES:]
+
+    def event(self, error: ApiError) -> bytes:
+        """The last event, which clients of the path's protocol take for an error."""
+        apart = b"\n\n" if self._tail and not self._tail.endswith(b"\n\n") else b""
+        return apart + self._event(error) + b"\n\n"
+
+    def _event(self, error: ApiError) -> bytes:
+        if _is_anthropic(self._path):
+            return error_event(error, self._request_id)
+        if self._path != RESPONSES_PATH:
+            return b"data: " + error.body()
+        fields = {
+            "type": "error",
+            "code": error.code,
+            "message": error.message,
+            "param": error.param,
+            "sequence_number": self._next_number,
+        }
+        return b"event: error\ndata: " + msgspec.json.encode(fields)
+
+
+def _is_anthropic(path: str) -> bool:
+    return f"{path}/".startswith(ANTHROPIC_PREFIX)

@@ -249,14 +249,16 @@ def test_a_seed_below_zero_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "whole number" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", [("--timeout-s", "0.1"), ("--request-timeout-s", "0.1")])
 def test_a_handler_whose_time_is_up_has_a_code_of_its_own(
-    artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: tuple[str, str]
 ) -> None:
     (tmp_path / "slow.py").write_text(
-        "import time\ndef handler(event, context):\n    while not context.cancelled:\n        time.sleep(0.01)\n"
+        "import time\ndef handler(event, context):\n"
+        "    for _ in range(500):\n        time.sleep(0.01)\n        if context.cancelled: return\n"
     )
     (tmp_path / "event.json").write_text("{}")
-    arguments = ("--model", str(artifact), "--event", str(tmp_path / "event.json"), "--timeout-s", "0.01")
+    arguments = ("--model", str(artifact), "--event", str(tmp_path / "event.json"), *flag)
     assert "deadline" in fails(capsys, 14, "invoke", f"{tmp_path}/slow.py:handler", *arguments)
 
 

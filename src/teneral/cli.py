@@ -351,7 +351,8 @@ def _invoke(options: argparse.Namespace) -> int:
     from .handlers.platforms.settings import resolve
 
     config = resolve(_settings(options), os.environ, options.config)
-    return invoke_once(options.function, options.event, config, timeout_s=options.timeout_s)
+    timeout_s = config.request_timeout_s if options.timeout_s is None else options.timeout_s
+    return invoke_once(options.function, options.event, config, timeout_s=timeout_s)
 
 
 def _batch(options: argparse.Namespace) -> int:

@@ -255,7 +255,10 @@ def _invoke(command: argparse.ArgumentParser) -> None:
         "--event", metavar="FILE", default="-", help="JSON file with the event, - for standard input"
     )
     command.add_argument(
-        "--timeout-s", type=float, default=600.0, metavar="SECONDS", help="time the handler has"
+        "--timeout-s",
+        type=float,
+        metavar="SECONDS",
+        help="time the handler has (default: that of --request-timeout-s)",
     )
     _add_settings(command, model_flag=True)
 

@@ -126,7 +126,7 @@ class Deployment:
     @property
     def need_bytes(self) -> int:
         """Memory of one instance: weights, KV pool and the server itself."""
-        kv_bytes = self.config.kv_bytes or DEFAULT_KV_BYTES
+        kv_bytes = (self.config.kv_bytes or DEFAULT_KV_BYTES) if self.release.has_kv else 0
         weight_bytes = min(self.release.weight_bytes, self.config.weights_bytes or self.release.weight_bytes)
         return weight_bytes + kv_bytes + OVERHEAD_BYTES
 

@@ -7,22 +7,27 @@ every file of its weights are there. All functions block.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from ...loader.artifact import open_artifact, open_model
+from ...loader.artifact import open_artifact, open_model, read_file
 from ...loader.errors import FormatError, NotFoundError, TeneralError, UsageError
 from ...loader.format.limits import MANIFEST_NAME
 from ...loader.pin import split_pin
 from ...loader.sources.base import Source, SourceOptions
 from ...loader.sources.open import forms, is_read_only, open_source, scheme_of
 from ...runtime.config import ServeConfig
+from ...runtime.files import is_onnx
 from .keys import SERVED_NAME, VERSION_NAME
 from .values import Model, Node
+
+if TYPE_CHECKING:
+    from ...loader.format.manifest import Manifest
 
 MAX_LISTED = 100_000  # objects of a bucket that are looked through for versions
 logger = logging.getLogger("teneral.pool")
@@ -30,7 +35,7 @@ logger = logging.getLogger("teneral.pool")
 
 class Release(NamedTuple):
     """One version that can be served. `revision` changes when its bytes do; `weight_bytes` is its weights' size in
-    memory, `stored_bytes` in the store, without those of a base.
+    memory, `stored_bytes` in the store, without those of a base. Encoders and ONNX models have no keys and values.
     """
 
     version: int | None  # None: its model has no versions
@@ -40,6 +45,7 @@ class Release(NamedTuple):
     base: str | None = None  # the address of the artifact that it holds differences to
     stored_bytes: int = 0
     is_packed: bool = True
+    has_kv: bool = True
 
 
 class Repository:
@@ -151,7 +157,27 @@ def _opened(
     weight_bytes = sum(tensor.size_bytes for tensor in manifest.tensors)
     stored_bytes = sum(part.size_bytes for part in manifest.parts)
     is_packed = manifest.digest is not None
-    return Release(version, address, revision, weight_bytes, stored_bytes=stored_bytes, is_packed=is_packed)
+    return Release(
+        version,
+        address,
+        revision,
+        weight_bytes,
+        stored_bytes=stored_bytes,
+        is_packed=is_packed,
+        has_kv=_has_kv(source, manifest),
+    )
+
+
+def _has_kv(source: Source, manifest: Manifest) -> bool:
+    """True if it generates; also if its config cannot be read or is not known, which its instance says better."""
+    from ...runtime.models.encoder_config import is_encoder  # the tables of families, for a pool that runs
+
+    if is_onnx(manifest):
+        return False
+    try:
+        return not is_encoder(json.loads(read_file(source, manifest, "config.json")))
+    except (TeneralError, ValueError):
+        return True
 
 
 def _stamp(source: Source) -> str:

@@ -6,18 +6,22 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 from benchmarks.store import store_variables
+from tests.support.onnx_models import tabular
 from tests.support.store_faults import Fault
 from tests.support.store_server import StoreServer
 from tests.support.tiny_models import save_tiny
 
 from teneral import cli
+from teneral.handlers.pool.deployment import Deployment
 from teneral.handlers.pool.file import PoolFileError, parse_pool
-from teneral.handlers.pool.process import instance_config
+from teneral.handlers.pool.process import OVERHEAD_BYTES, instance_config
 from teneral.handlers.pool.repository import Repository, models_in
 from teneral.handlers.pool.values import Model, Shadow, Versions
 from teneral.loader.errors import AccessDeniedError, NotFoundError, TeneralError, UsageError
+from teneral.runtime.config import ServeConfig
 
 
 @pytest.fixture(scope="module")
@@ -221,3 +225,22 @@ handler = "summarise.py:handler"
     in_module = parse_pool(text.replace("summarise.py", "package.module"), str(repository / "pool.toml"))
     config = instance_config(in_module, in_module.models["m"], release, tmp_path, {})
     assert config.handler == "package.module:handler"
+
+
+def test_encoders_and_onnx_models_need_no_memory_for_keys_and_values(
+    repository: Path, tmp_path: Path
+) -> None:
+    save_tiny("bert", tmp_path / "plain")
+    assert cli.run(["pack", str(tmp_path / "plain"), str(tmp_path / "packed"), "--quiet"]) == 0
+    onnx.save(tabular().model, tmp_path / "table.onnx")
+    assert cli.run(["pack", str(tmp_path / "table.onnx"), str(tmp_path / "table"), "--quiet"]) == 0
+    decoder = str(repository / "model" / "9")
+    needs = {}
+    for address in ("plain", "packed", "table", decoder):
+        model = Model("m", address)
+        (release,), _ = Repository(tmp_path).releases(model)
+        config = ServeConfig(model=release.address, kv_bytes=1 << 30)
+        needs[address] = Deployment(model, release, config).need_bytes - release.weight_bytes
+    assert needs == dict.fromkeys(("plain", "packed", "table"), OVERHEAD_BYTES) | {
+        decoder: OVERHEAD_BYTES + (1 << 30)
+    }

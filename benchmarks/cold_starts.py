@@ -116,7 +116,10 @@ def llama_server(program: Path, gguf: Path, *, watch: bool = False) -> ColdStart
     """llama.cpp's own server on a GGUF file, and one token. It answers 503 while it loads. Raises `RunError`."""
     port = _free_port()
     command = [str(program), "--model", str(gguf), "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--ctx-size", "2048", "--no-webui"]
+    command += [
+        "--ctx-size",
+        "2048",
+    ]
     variables = {"LD_LIBRARY_PATH": str(program.parent)}
     with _started(command, variables, [], watch=watch, counter=None) as run:
         body = {"prompt": PROMPT, "n_predict": 1, "temperature": 0}

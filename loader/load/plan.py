@@ -288,10 +288,11 @@ MIN_PROPOSALS = 4  # fewer are not worth the pass over the draft that they begin
 NO_REFINE_TIER = "there is no refine tier, or nothing left of it"
 MIN_GAIN_S = 0.15  # before the exact first token, for a draft that is sent
 
-# Of the weights that a token needs, read once for it, by one core or several. An assumption for the
-# first moments: engines measure it later. Plain bf16 products on 2 cores were seen at 13 to 25
-# GB/s, and at 8 to 10 during a load.
-WEIGHT_BYTES_PER_S = 9e9
+# Of the exact weights, whose products a token needs, by one core or several. An assumption for the
+# first moments: engines measure it later. Draft steps of the 0.5B shape, while refining bytes
+# arrived at 100 and 200 MB/s and were decoded on the same 2 cores, took 39 and 46 ms for 988 MB
+# (docs/draft.md: 16th token less first one).
+WEIGHT_BYTES_PER_S = 20e9
 
 
 class Sizes(NamedTuple):

@@ -99,6 +99,17 @@ def test_times_add_up(
     assert prediction.why
 
 
+def test_a_link_that_leaves_time_for_tokens_as_they_were_measured_has_a_draft() -> None:
+    """Of the 0.5B shape: 46 ms a token, with 1.3 s between the draft and the exact weights, and with 0.1 s."""
+    half_b = Sizes(455_000_000, 522_000_000, 988_000_000)
+    slow, fast, faster = (
+        predict(half_b, rate, elapsed_s=0.1, ready_s=0.1, sends_drafts=False) for rate in (4e8, 1e9, 5e9)
+    )
+    assert 0.04 < slow.token_s < 0.06
+    assert (slow.order, fast.order, faster.order) == (Order.DRAFT_FIRST, Order.DRAFT_FIRST, Order.EXACT)
+    assert 20 < slow.num_proposals < 30
+
+
 @given(sizes, rates, seconds, seconds, st.booleans())
 def test_the_draft_comes_first_only_for_what_it_gains(
     sizes: Sizes, rate_bytes_per_s: float, elapsed_s: float, ready_s: float, sends_drafts: bool

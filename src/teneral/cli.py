@@ -110,6 +110,7 @@ def _pack(options: argparse.Namespace) -> int:
     from .loader.tools.pack.plan import TierOptions
     from .loader.tools.pack.prune import PruneOptions
     from .loader.tools.progress_bar import ProgressBar
+    from .runtime.adapters.pack import is_adapter_folder
     from .runtime.onnx.pack import is_onnx_model, refuse_other_formats
 
     refuse_other_formats(options.model)
@@ -121,11 +122,8 @@ def _pack(options: argparse.Namespace) -> int:
     own = source_options(options)._replace(base=None)  # the base is no part of what is read
     source = open_model(options.model, own, keep_integers=keep_integers)
     store = open_store(options.artifact, own)
-    if options.base is not None:
-        from .runtime.adapters.pack import is_adapter_folder
-
-        if is_adapter_folder(source):
-            return _pack_adapter(options, source, store)
+    if is_adapter_folder(source):
+        return _pack_adapter(options, source, store)
     calibrate = calibrator(options, source, quantize)
     with ProgressBar("packing", quiet=options.quiet) as bar:
         result = pack(
@@ -158,6 +156,12 @@ def _pack_adapter(options: argparse.Namespace, source: Source, store: Store) -> 
             "an adapter is packed as it is: it has no tiers, and is neither quantised nor pruned",
             key=given[0] if given else "quantize",
             hint="Leave these flags out.",
+        )
+    if options.base is None:
+        raise loading.UsageError(
+            f"{options.model} is a LoRA adapter, which is packed with its base's digest",
+            key="base",
+            hint="Add --base with the artifact of its base.",
         )
     address, pin = split_pin(options.base)
     base = open_source(address, source_options(options)._replace(base=None))

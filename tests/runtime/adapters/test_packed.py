@@ -209,6 +209,8 @@ def test_packing_for_what_is_no_base_is_refused(
     assert "has shape" in capsys.readouterr().err
     assert rig.pack(folder, tmp_path / "packed", "--quantize", "int8") == 2
     assert "packed as it is" in capsys.readouterr().err
+    assert cli.run(["pack", str(folder), str(tmp_path / "packed"), "--quiet"]) == 2
+    assert "is a LoRA adapter" in capsys.readouterr().err
     assert rig.pack(folder, tmp_path / "packed") == 0
     assert rig.pack(tmp_path / "packed", tmp_path / "again") == 2
     assert rig.pack(folder, tmp_path / "packed") != 0  # it is there

@@ -107,7 +107,7 @@ def run_pool(options: RunOptions) -> int:
     if options.log_format == "json":
         write_json()
     with state_folder(options.state_folder) as folder, listen(options.host, options.port) as sock:
-        asyncio.run(_Runner(pool, options, folder, dict(os.environ)).serve(sock))
+        asyncio.run(PoolRunner(pool, options, folder, dict(os.environ)).serve(sock))
     return 0
 
 
@@ -128,7 +128,7 @@ def _read(options: RunOptions) -> Pool:
     return read_pool(options.file, found=found)
 
 
-class _Runner:
+class PoolRunner:
     """One run. Lives on one event loop."""
 
     def __init__(self, pool: Pool, options: RunOptions, folder: Path, environment: Mapping[str, str]) -> None:

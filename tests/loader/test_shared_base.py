@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.inspection import memory_fd_of
 from tests.support.load import patience_s
 from tests.support.tiny_models import save_tiny
 
@@ -104,7 +105,7 @@ def test_memory_that_cannot_be_sealed_is_the_loads_error_and_is_given_back(
     artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loading = SharedLoading(SharedTask(str(artifact), SourceOptions(), LoadOptions()))
-    fd = loading._memory_fd
+    fd = memory_fd_of(loading)
     memory: list[mmap.mmap] = []
     refused = SharedBase.__init__
 

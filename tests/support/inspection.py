@@ -274,3 +274,18 @@ def fill(embedder: Any) -> None:
 def packer_of(engine: Any) -> Any:
     """The `StepPacker` of an engine on CUDA."""
     return engine._backend.backend._packer
+
+
+def supervisor_of(runner: Any) -> Any:
+    """The `Supervisor` of a pool that runs; None before it has one."""
+    return runner._supervisor
+
+
+def make_supervisor(runner: Any) -> Any:
+    """A new supervisor, as a pool makes it at its start."""
+    return runner._make_supervisor()
+
+
+def memory_fd_of(loading: Any) -> int:
+    """The memory file of a `SharedLoading`."""
+    return int(loading._memory_fd)

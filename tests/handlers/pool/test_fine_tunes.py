@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.support.adapters import save_adapter
+from tests.support.inspection import make_supervisor
 from tests.support.pool_runs import PoolRun
 from tests.support.standby_processes import until
 from tests.support.tiny_models import save_tiny, tiny_model
@@ -23,7 +24,7 @@ from tests.support.tiny_models import save_tiny, tiny_model
 from teneral import cli
 from teneral.handlers.pool.file import parse_pool
 from teneral.handlers.pool.repository import Repository
-from teneral.handlers.pool.run import RunOptions, _Runner, run_pool
+from teneral.handlers.pool.run import PoolRunner, RunOptions, run_pool
 from teneral.handlers.pool.supervisor import STANDBY_KEY
 from teneral.handlers.pool.values import Pool
 from teneral.handlers.standby.handover import ask_status
@@ -154,7 +155,7 @@ standby_base = "{tmp_path}/packed"
 
 async def kept_bytes(pool: Pool, folder: Path) -> int:
     """The memory that the pool reserves for standby processes."""
-    supervisor = await _Runner(pool, RunOptions(), folder, {})._make_supervisor()
+    supervisor = await make_supervisor(PoolRunner(pool, RunOptions(), folder, {}))
     return supervisor.budget.charge_of(STANDBY_KEY)
 
 

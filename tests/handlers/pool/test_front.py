@@ -20,6 +20,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from tests.support.inspection import forget, supervisor_of
 
 from teneral.handlers.http.limits import Limits
 from teneral.handlers.http.listening import listen
@@ -80,21 +81,21 @@ class Rig:
 async def running(folder: Path, handle: Any, config: ServeConfig | None = None) -> AsyncIterator[Rig]:
     (folder / "pool.toml").write_text(POOL)
     options = run.RunOptions(file=str(folder / "pool.toml"))
-    runner = run._Runner(read_pool(options.file), options, folder, {})
+    runner = run.PoolRunner(read_pool(options.file), options, folder, {})
     app = web.Application()
     app.router.add_post("/{path:.*}", handle)
     sock = listen("127.0.0.1", 0)
     async with TestServer(app) as instance:
         task = asyncio.create_task(runner.serve(sock))
-        while runner._supervisor is None:
+        while supervisor_of(runner) is None:
             await asyncio.sleep(0.01)
-        state = runner._supervisor.models["m"]
+        state = supervisor_of(runner).models["m"]
         state.update(state.model, [(Release(None, "/m", "1", 0), config or ServeConfig(model="/m"))])
         deployment = state.targets()[0]
         assert instance.port is not None
         process = Process(os.getpid(), instance.port, "standby")
         deployment.servers["m#1"] = Server("m#1", deployment, process, 0.1, 0.0, 0.0)
-        rig = Rig(runner._supervisor, deployment, process, sock.getsockname()[1])
+        rig = Rig(supervisor_of(runner), deployment, process, sock.getsockname()[1])
         try:
             async with rig.client:
                 yield rig
@@ -104,7 +105,7 @@ async def running(folder: Path, handle: Any, config: ServeConfig | None = None) 
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
-            process._ended()
+            forget(process)
 
 
 async def answer(_: web.Request) -> web.StreamResponse:

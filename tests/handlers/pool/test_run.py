@@ -22,7 +22,6 @@ import jsonschema_rs
 import pytest
 from tests.support.pool_runs import NODE, SERVE, Answer, Load, PoolRun, pool_file
 from tests.support.standby_processes import WAIT_S, descendants, runs, until
-from tests.support.tiny_models import save_tiny
 
 from teneral import cli
 from teneral.handlers.api_document.document import document as api_document
@@ -34,21 +33,6 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="processes are watched as Linux does it"),
     pytest.mark.slow,
 ]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Artifacts with different weights: `repository/1` and `/2`."""
-    folder = tmp_path_factory.mktemp("models")
-    for version in ("1", "2"):
-        save_tiny("llama", folder / f"plain-{version}", seed=int(version))
-        assert (
-            cli.run(
-                ["pack", str(folder / f"plain-{version}"), str(folder / "repository" / version), "--quiet"]
-            )
-            == 0
-        )
-    return folder
 
 
 def test_a_path_that_no_instance_has_wakes_no_model(models: Path, tmp_path: Path) -> None:

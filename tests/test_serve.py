@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from tests.support.load import patience_s
+from tests.support.ports import free_port
 from tests.support.store_faults import Fault
 from tests.support.store_server import StoreServer
 from tests.support.tiny_models import save_tiny
@@ -226,9 +227,7 @@ def test_a_server_whose_model_is_not_there_says_so_and_ends(tmp_path: Path) -> N
 
 
 def test_requests_before_the_load_failed_get_the_error_and_are_not_cut_off(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "teneral", "serve", str(tmp_path / "nowhere"), "--host", "127.0.0.1"]
     server = subprocess.Popen(
         [*command, "--port", str(port), "--name", "tiny"], stderr=subprocess.PIPE, text=True

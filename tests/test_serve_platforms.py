@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 from tests.support.load import patience_s
+from tests.support.ports import free_port
 from tests.support.tiny_models import save_tiny
 
 from teneral.loader.sources.file.store import FileStore
@@ -43,12 +43,6 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_tiny("llama", directory / "model")
     pack(FileStore(directory / "model"), FileStore(directory / "artifact"))
     return directory / "artifact"
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def next_line_with_address(process: subprocess.Popen[str]) -> str:

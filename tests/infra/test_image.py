@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from tests.support.ports import free_port
 from tests.support.runpod_service import environment, runpod_service
 
 ROOT = Path(__file__).parents[2]
@@ -221,12 +221,6 @@ def process_1(outer: subprocess.Popen[bytes]) -> int:
             return int(children[0])
         time.sleep(0.005)
     raise AssertionError("the entry point did not start")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @needs_image

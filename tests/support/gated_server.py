@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from tests.support.load import patience_s
+from tests.support.ports import free_port
 
 MODEL = Path(__file__).parents[2] / "demo" / "model"
 HANDLER = """
@@ -28,10 +29,8 @@ class GatedServer:
         """Returns when the port is open."""
         self._gate = folder / "gate"
         (folder / "gated.py").write_text(HANDLER.format(gate=str(self._gate)))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.address: tuple[str, int] = probe.getsockname()
-        self.port = self.address[1]
+        self.port = free_port()
+        self.address = ("127.0.0.1", self.port)
         command = [sys.executable, "-m", "teneral", "serve", str(MODEL), "--host", "127.0.0.1"]
         command += ["--port", str(self.port), "--handler", f"{folder}/gated.py:handler", *flags]
         self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL)

@@ -7,7 +7,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.support.load import patience_s
+from tests.support.ports import free_port
 
 WAIT_S = patience_s(90)  # for what takes a second or two where nothing else runs
 
@@ -131,9 +131,7 @@ class Server:
     def __init__(
         self, model: Path | str, socket_path: Path, *flags: str, environment: Environment | None = None
     ) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         command = [
             sys.executable,
             "-m",

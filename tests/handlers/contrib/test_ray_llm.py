@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from tests.support.ports import free_port
 from tests.support.store_server import StoreServer
 from tests.support.tiny_models import save_tiny
 
@@ -26,12 +26,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1200),
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_nothing_is_downloaded_and_the_weights_are_read_once(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from typing import Any
 import pytest
 from tests.support.load import patience_s
 from tests.support.pool_runs import Answer, PoolRun
+from tests.support.ports import free_port
 from tests.support.standby_processes import WAIT_S, until
 from tests.support.tiny_models import save_tiny
 
@@ -43,12 +43,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_tiny("llama", folder / "plain")
     assert cli.run(["pack", str(folder / "plain"), str(folder / "packed"), "--quiet"]) == 0
     return folder / "packed"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Router:

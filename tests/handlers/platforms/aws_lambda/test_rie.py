@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from tests.support.load import patience_s
+from tests.support.ports import free_port
 from tests.support.tiny_models import save_tiny
 
 RIE = os.environ.get("TENERAL_TEST_RIE", "")
@@ -62,12 +63,6 @@ class Emulator:
             return json.loads(answer)
         except ValueError:
             return answer.decode()
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @contextmanager

@@ -39,6 +39,8 @@ MAX_FILES = 8
 _CREDENTIALS = struct.Struct("3i")
 # A standby answers in a millisecond; one that is still being forked is not worth waiting for.
 ANSWER_TIMEOUT_S = 0.3
+# The most by which that is extended where tasks wait for cores: a start without a standby is slower there, too.
+MAX_SLOWDOWN = 10.0
 LOST_STATUS = 1
 STATUS_QUESTION = {"status": True}
 
@@ -203,7 +205,7 @@ def hand_over(config: ServeConfig, listener: socket.socket, timeline: Timeline) 
     context = ProcessContext(dict(os.environ), os.getcwd(), ProcessLimits.current())
     order = Order(config, context, timeline.started_at, (0, 1, 2), listener.fileno())
     try:
-        channel.settimeout(ANSWER_TIMEOUT_S)
+        channel.settimeout(_answer_timeout_s())
         channel.send_order(order)
         process_id = int(channel.receive()["process"])
         channel.settimeout(None)
@@ -239,10 +241,16 @@ def ask_status(path: str) -> dict[str, Any]:
     )
 
 
+def _answer_timeout_s() -> float:
+    """By the tasks for each core in the last minute."""
+    slowdown = os.getloadavg()[0] / (os.cpu_count() or 1)
+    return ANSWER_TIMEOUT_S * min(MAX_SLOWDOWN, max(1.0, slowdown))
+
+
 def _connect(path: str) -> Channel | None:
     sock = socket.socket(socket.AF_UNIX)
     try:
-        sock.settimeout(ANSWER_TIMEOUT_S)
+        sock.settimeout(_answer_timeout_s())
         sock.connect(path)
         return Channel(sock)
     except (OSError, HandoverError):

@@ -265,6 +265,7 @@ class StandbyPool:
         with wake, woken:
             signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
             try:
+                self._reap()  # those that ended before their signal could wake this process
                 while not stopped:
                     self.turn(wake)
                     if asked_again and self._base is not None and not self._base.is_loading:

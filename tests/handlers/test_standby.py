@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ from tests.support.standby_processes import (
 )
 from tests.support.tiny_models import save_tiny
 
-from teneral.handlers.standby.handover import MAX_MESSAGE_BYTES, Channel, HandoverError, Order
+from teneral.handlers.standby.handover import MAX_MESSAGE_BYTES, Channel, HandoverError, Order, hand_over
 from teneral.handlers.standby.pool import Serving, StandbyPool, listen_locally
 from teneral.loader.errors import UsageError
 from teneral.loader.load.launch import Task
@@ -36,6 +37,7 @@ from teneral.loader.load.options import LoadOptions
 from teneral.loader.process.helper import ProcessContext, ProcessLimits
 from teneral.loader.sources.base import SourceOptions
 from teneral.loader.sources.file.store import FileStore
+from teneral.loader.timeline import Timeline
 from teneral.loader.tools.pack.pack import pack
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.errors import PortInUseError
@@ -94,6 +96,37 @@ def test_a_taken_process_is_replaced_before_the_pool_waits_again(monkeypatch: py
         pool.turn(wake)
         assert forked == [100, 101, 102]
         pool.close()
+
+
+def test_a_standby_that_ends_before_the_pool_waits_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its signal came before there was a handler: nothing else wakes the pool."""
+    forked: list[int] = []
+    ended = [100]
+
+    def fork() -> int:
+        forked.append(100 + len(forked))
+        return forked[-1]
+
+    def turn(pool: StandbyPool, _: socket.socket) -> None:
+        pool.fill()
+        signal.raise_signal(signal.SIGTERM)
+
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)}
+    monkeypatch.setattr(os, "fork", fork)
+    monkeypatch.setattr(os, "kill", lambda *_: None)
+    monkeypatch.setattr(os, "waitpid", lambda *_: (ended.pop() if ended else 0, 0))
+    monkeypatch.setattr("teneral.handlers.standby.pool.MIN_LIFE_S", 0.0)
+    monkeypatch.setattr(StandbyPool, "turn", turn)
+    with socket.socket(socket.AF_UNIX) as listener:
+        pool = StandbyPool(listener, 2, 0, Serving(lambda *_: None, lambda _: 1))
+        try:
+            pool.fill()
+            pool.run()
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+            pool.close()
+    assert forked == [100, 101, 102]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -449,3 +482,30 @@ def test_an_orders_secrets_are_not_shown() -> None:
     order = Order(ServeConfig(model="m"), context, 0.0, (0, 1, 2), 3)
     assert "hush" not in repr(order)
     assert "hush" not in repr(Task("m", None, SourceOptions(), LoadOptions(), 0.0, context=context))
+
+
+@pytest.mark.parametrize(("tasks_a_core", "is_taken"), [(0.5, False), (10.0, True)])
+def test_where_tasks_wait_for_cores_a_standby_has_longer_to_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tasks_a_core: float, is_taken: bool
+) -> None:
+    load = tasks_a_core * (os.cpu_count() or 1)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    path = str(tmp_path / "standby.sock")
+
+    def answer_late() -> None:
+        channel = Channel(pool.accept()[0])
+        order = channel.receive_order()
+        assert order is not None
+        order.close()
+        time.sleep(0.6)
+        with contextlib.suppress(HandoverError):
+            channel.send({"process": os.getpid()})
+            channel.receive()
+            channel.send({"status": 7})
+        channel.close()
+
+    with listen_locally(path) as pool, socket.socket() as listener, ThreadPoolExecutor(1) as standby:
+        answering = standby.submit(answer_late)
+        config = ServeConfig(model="m", standby_socket=path)
+        assert hand_over(config, listener, Timeline()) == (7 if is_taken else None)
+        answering.result(WAIT_S)

@@ -288,7 +288,7 @@ def test_closing_a_load_that_never_started_lets_waiters_go() -> None:
 
 def test_many_loads_cancelled_at_any_moment_leave_no_thread() -> None:
     built = build_artifact(LAYERS, draft_elements=2_000, refine_elements=1_500)
-    before = threading.active_count()
+    before = set(threading.enumerate())
     for seed in range(25):
         source = PacedSource(built.store.reopen())
         source.delay(seed=seed, max_s=0.001)
@@ -299,7 +299,7 @@ def test_many_loads_cancelled_at_any_moment_leave_no_thread() -> None:
         load.close()
         assert_ended(load)
         load.check_integrity()
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before  # others' threads may end meanwhile
 
 
 def test_readers_that_the_system_refuses_leave_the_load_to_those_that_there_are(

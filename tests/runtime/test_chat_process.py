@@ -81,13 +81,13 @@ UNSAFE = {
 
 @pytest.mark.parametrize("name", TOO_SLOW)
 def test_a_template_that_takes_too_long_is_given_up(template, name):
-    threads = threading.active_count()
+    threads = set(threading.enumerate())  # others' threads may end meanwhile
     hostile = template(TOO_SLOW[name], max_render_s=0.4)
     hostile.start()
     process_id = hostile.process_id
     with pytest.raises((ModelError, RequestError)):
         hostile.render(USER)
-    assert threading.active_count() == threads
+    assert set(threading.enumerate()) <= threads
     assert hostile.process_id is None
     with pytest.raises(ProcessLookupError):
         os.kill(process_id, 0)

@@ -119,8 +119,9 @@ def cloud(monkeypatch):
 
 async def test_a_value_is_published_to_a_topic_and_arrives_in_its_queue(invoke, cloud):
     sns, sqs = boto3.client("sns"), boto3.client("sqs")
-    topic = sns.create_topic(Name="alerts")["TopicArn"]
-    queue = sqs.create_queue(QueueName="alerts")["QueueUrl"]
+    # Names of its own: an action that another test left behind may still send.
+    topic = sns.create_topic(Name="published")["TopicArn"]
+    queue = sqs.create_queue(QueueName="published")["QueueUrl"]
     arn = sqs.get_queue_attributes(QueueUrl=queue, AttributeNames=["QueueArn"])["Attributes"]["QueueArn"]
     sns.subscribe(TopicArn=topic, Protocol="sqs", Endpoint=arn)
     await invoke(acting(when=is_urgent, do=publish_sns(topic)), {"score": 0.9})

@@ -10,6 +10,7 @@ an error event.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import re
 import time
@@ -300,6 +301,8 @@ class Front:
                     request.method, url, data=body or None, headers=headers, allow_redirects=False
                 )
             except (aiohttp.ClientError, ConnectionError) as error:
+                if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+                    raise _out_of_files() from error
                 is_error = True
                 raise LostError from error
             async with answer:
@@ -356,6 +359,16 @@ class Front:
 def _too_large() -> ApiError:
     return ApiError(
         413, f"the body is larger than {DEFAULT_MAX_BODY_BYTES:,} bytes", code="request_too_large"
+    )
+
+
+def _out_of_files() -> ApiError:
+    return ApiError(
+        503,
+        "the pool has no files left for more connections",
+        kind=SERVER_ERROR,
+        code="too_many_connections",
+        headers=retry_after(1),
     )
 
 

@@ -268,13 +268,16 @@ class PoolRunner:
         warm = [d for state in supervisor.models.values() for d in state.targets()]
         needed = sum(d.scaled.min_warm * d.need_bytes for d in warm) + standby_bytes
         if needed > limit_bytes:
+            parts = [_shown(d) for d in warm if d.scaled.min_warm]
+            if standby_bytes:
+                parts.append(f"{standby_bytes >> 20:,} MiB of standby processes")
             raise self._pool.error(
                 Code.E10,
                 f"is {limit_bytes >> 20:,} MiB, but min_warm instances and standby processes need "
-                f"{needed >> 20:,} MiB: " + ", ".join(_shown(d) for d in warm if d.scaled.min_warm),
+                f"{needed >> 20:,} MiB: " + ", ".join(parts),
                 "node",
                 "memory",
-                hint="Lower min_warm or kv_bytes of a model, or give [node] more memory.",
+                hint="Lower min_warm or kv_bytes of a model, or standby_memory, or give [node] more memory.",
             )
 
     # reloading

@@ -5,6 +5,7 @@ the test.
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import json
 import logging
@@ -25,7 +26,7 @@ from tests.support.inspection import forget, supervisor_of
 from teneral.handlers.http.limits import Limits
 from teneral.handlers.http.listening import listen
 from teneral.handlers.pool import front, run
-from teneral.handlers.pool.deployment import Deployment, Server
+from teneral.handlers.pool.deployment import ROLLBACK_MIN_ANSWERS, Deployment, Server
 from teneral.handlers.pool.file import read_pool
 from teneral.handlers.pool.process import ServerProcess
 from teneral.handlers.pool.repository import Release
@@ -226,6 +227,26 @@ async def test_a_model_with_a_key_of_its_own_is_not_started_by_a_request_without
         assert rig.supervisor.metrics.counts()["cold_requests"] == {}
         async with rig.client.post("/v1/completions", json=BODY, headers={"x-api-key": "right"}) as late:
             assert late.status == 503, "no instance within the time"
+
+
+async def test_a_pool_without_files_left_is_not_taken_for_an_instances_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async with running(tmp_path, answer) as rig:
+        body = json.dumps(BODY).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        for _ in range(2 * ROLLBACK_MIN_ANSWERS):
+            reader = await rig.connect(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            monkeypatch.setattr("aiohttp.connector.aiohappyeyeballs.start_connection", refuse)
+            assert b" 503 " in await reader.readline()
+            assert b"too_many_connections" in await reader.readuntil(b"}}")
+            monkeypatch.undo()
+        assert not rig.deployment.fails_too_often
+        async with rig.client.post("/v1/completions", json=BODY) as received:
+            assert received.status == 200
 
 
 async def test_an_answer_may_have_long_headers(tmp_path: Path) -> None:

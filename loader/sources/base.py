@@ -249,7 +249,7 @@ def changed(source: str, name: str, detail: str) -> ChangedError:
         f"{name} in {source} was replaced or truncated while it was being read: {detail}",
         source=source,
         name=name,
-        hint="Start again; an artifact must not be written to while it is served.",
+        hint="Start again. If that does not help, the copy is incomplete: `teneral verify` names what is damaged.",
     )
 
 

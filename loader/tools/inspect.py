@@ -237,7 +237,7 @@ def _header(description: Mapping[str, Any]) -> list[str]:
         "takes": _render_uses(description.get("model")),
         "format": f"{description['format']}, written by {description['generator']}"
         if description["digest"]
-        else "plain safetensors, not packed",
+        else "plain weights, not packed",
         "digest": f"b3:{description['digest']}" if description["digest"] else "",
         "tensors": dtypes,
         "encodings": "; ".join(map(_render_precision, description["precision"]))

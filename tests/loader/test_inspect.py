@@ -108,7 +108,7 @@ def test_plain_safetensors_are_shown_without_tiers() -> None:
     assert value["pin"] is None
     assert value["totals"]["stored_ratio"] == 1.0
     table = render_table(value)
-    assert "plain safetensors, not packed" in table
+    assert "plain weights, not packed" in table
     assert "draft" not in table
 
 

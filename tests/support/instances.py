@@ -116,21 +116,17 @@ class StagedInstance(Instance):
         self.tokenizer.set_result(self.parts.tokenizer)
         if hasattr(self.parts.model, "embed"):
             self.engine.set_exception(ModelError(f"{self.model_name} generates no text"))
-            self._say_kind("encoder")
+            self.kind.set_result("encoder")
             embedder = Embedder(self.parts.model)
             embedder.start()
             self.embedder.set_result(embedder)
         else:
             self.embedder.set_exception(ModelError(f"{self.model_name} makes no embeddings"))
-            self._say_kind("decoder")
+            self.kind.set_result("decoder")
             engine = self._make_engine()
             engine.start()
             self.engine.set_result(engine)
         return self
-
-    def _say_kind(self, kind: str) -> None:
-        if not self.kind.done():  # a test may have done so before
-            self.kind.set_result(kind)
 
     def _make_engine(self) -> Engine:
         return Engine(

@@ -169,7 +169,9 @@ def test_a_load_that_fails_later_is_the_invocations_error_and_ends_the_process(
 
 
 def test_sigterm_lets_what_runs_finish(api: FakeRuntimeApi, folder: Path) -> None:
-    with serving(api, folder, "model", "--handler", "mine.handler") as process:
+    # Longer than Lambda's own, in which a busy machine may not end it.
+    flags = ["--handler", "mine.handler", "--drain-timeout-s", str(WAIT_S)]
+    with serving(api, folder, "model", *flags) as process:
         submitted = api.submit("slow")
         assert process.stdout is not None
         while process.stdout.readline() != "begun\n":

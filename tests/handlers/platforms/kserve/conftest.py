@@ -30,7 +30,7 @@ def start(tiny_parts: TinyParts) -> Callable[..., Any]:
         parts: TinyParts = tiny_parts,
         **settings: Any,
     ) -> Any:
-        instance = KindlyInstance(parts, **settings)
+        instance = StagedInstance(parts, **settings)
         if loaded:
             instance.let_in()
         return running_server(
@@ -40,15 +40,6 @@ def start(tiny_parts: TinyParts) -> Callable[..., Any]:
         )
 
     return make
-
-
-class KindlyInstance(StagedInstance):
-    """One that says of what kind it is, as a loaded one does."""
-
-    def let_in(self) -> KindlyInstance:
-        self.kind.set_result("encoder" if hasattr(self._parts.model, "embed") else "decoder")
-        super().let_in()
-        return self
 
 
 @pytest.fixture(scope="module")

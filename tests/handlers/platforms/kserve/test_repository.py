@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.handlers.platforms.kserve.conftest import KindlyInstance
 from tests.support.http_server import running_server
-from tests.support.instances import TinyParts
+from tests.support.instances import StagedInstance, TinyParts
 
 from teneral.handlers.http.limits import Limits
 from teneral.loader.errors import NotFoundError
@@ -27,20 +26,20 @@ class Instances:
     """The instances that a server makes, one after another; each is let in by the test, or as it starts."""
 
     def __init__(self, parts: TinyParts, **settings: Any) -> None:
-        self.made: list[KindlyInstance] = []
+        self.made: list[StagedInstance] = []
         self._parts = parts
         self._settings = {"model_control": True, **settings}
-        self.first = KindlyInstance(parts, **self._settings)
-        self.on_start: Callable[[KindlyInstance], object] = KindlyInstance.let_in
+        self.first = StagedInstance(parts, **self._settings)
+        self.on_start: Callable[[StagedInstance], object] = StagedInstance.let_in
 
-    def make(self) -> KindlyInstance:
-        instance = KindlyInstance(self._parts, **self._settings)
+    def make(self) -> StagedInstance:
+        instance = StagedInstance(self._parts, **self._settings)
         instance.start = lambda: self.on_start(instance)
         self.made.append(instance)
         return instance
 
     @property
-    def now(self) -> KindlyInstance:
+    def now(self) -> StagedInstance:
         return self.made[-1]
 
     def serving(self, **options: Any) -> Any:
@@ -184,7 +183,7 @@ async def test_a_load_that_fails_says_why_and_can_be_tried_again(instances: Inst
         assert (answer.status, answer.json) == (503, {"error": "there is no s3://bucket/model"})
         assert await state_of(server) == ("UNAVAILABLE", "there is no s3://bucket/model")
         assert not server.task.done()
-        instances.on_start = KindlyInstance.let_in
+        instances.on_start = StagedInstance.let_in
         assert (await server.post(LOAD)).status == 200
         assert await state_of(server) == ("READY", "")
 

@@ -28,7 +28,7 @@ from ..memory.staging import DEFAULT_BYTES, Staging, staging_bytes
 from ..process.cpu import available_cores
 from ..sources.base import Source
 from ..timeline import Timeline
-from .accounting import LoadStatistics, Phase
+from .accounting import LoadStatistics
 from .decode import Decoder
 from .fetch import BlobVersions, Fetcher
 from .gates import Gate
@@ -214,21 +214,10 @@ class WeightLoad(ThreadedLoad):
 
     def statistics(self) -> LoadStatistics:
         """The cost of the load so far."""
-        return LoadStatistics(
-            elapsed_s=self._elapsed_s(),
-            weight_bytes=self.manifest.weight_bytes,
-            stored_bytes=self._stored_bytes,
-            unverified_bytes=self._meter.unverified_bytes,
-            direct_bytes=self._meter.direct_bytes,
-            num_reads=self._meter.num_reads,
-            num_refetched_parts=self._meter.num_refetched_parts,
+        return self._statistics(self._work.link_statistics())._replace(
             staging_capacity_bytes=self._staging_bytes,
             staging_peak_bytes=self._staging.peak_bytes,
             staging_wait_s=self._work.memory_wait_s,
-            link=self._work.link_statistics(),
-            fetch=self._meter.phase(Phase.FETCH),
-            verify=self._meter.phase(Phase.VERIFY),
-            decode=self._meter.phase(Phase.DECODE),
             cache=None if self._cache is None else self._cache.statistics(),
         )
 

@@ -244,6 +244,26 @@ class ThreadedLoad(ABC):
         given_bytes = self._options.available_bytes
         return available() if given_bytes is None else Available(given_bytes, "as the options say")
 
+    def _statistics(self, link: LinkStatistics) -> LoadStatistics:
+        """The cost so far, without staging and cache."""
+        return LoadStatistics(
+            elapsed_s=self._elapsed_s(),
+            weight_bytes=self.manifest.weight_bytes,
+            stored_bytes=self._stored_bytes,
+            unverified_bytes=self._meter.unverified_bytes,
+            direct_bytes=self._meter.direct_bytes,
+            num_reads=self._meter.num_reads,
+            num_refetched_parts=self._meter.num_refetched_parts,
+            staging_capacity_bytes=0,
+            staging_peak_bytes=0,
+            staging_wait_s=0.0,
+            link=link,
+            fetch=self._meter.phase(Phase.FETCH),
+            verify=self._meter.phase(Phase.VERIFY),
+            decode=self._meter.phase(Phase.DECODE),
+            cache=None,
+        )
+
     def _elapsed_s(self) -> float:
         if self._started_at_s is None:
             return 0.0
@@ -294,24 +314,9 @@ class InPlaceLoad(ThreadedLoad):
 
     def statistics(self) -> LoadStatistics:
         """As `WeightLoad.statistics`. What was mapped counts as read straight into its slab."""
-        num_threads = len(self._threads)
         rate = self._rate_bytes_per_s()
-        return LoadStatistics(
-            elapsed_s=self._elapsed_s(),
-            weight_bytes=self.manifest.weight_bytes,
-            stored_bytes=self._stored_bytes,
-            unverified_bytes=self._meter.unverified_bytes,
-            direct_bytes=self._meter.direct_bytes,
-            num_reads=self._meter.num_reads,
-            num_refetched_parts=0,
-            staging_capacity_bytes=0,
-            staging_peak_bytes=0,
-            staging_wait_s=0.0,
-            link=LinkStatistics(rate, 0.0, 0.0, num_threads, self._num_threads, 0, 0, 0),
-            fetch=self._meter.phase(Phase.FETCH),
-            verify=self._meter.phase(Phase.VERIFY),
-            decode=self._meter.phase(Phase.DECODE),
-            cache=None,
+        return self._statistics(
+            LinkStatistics(rate, 0.0, 0.0, len(self._threads), self._num_threads, 0, 0, 0)
         )
 
     def _rate_bytes_per_s(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,17 +100,23 @@ def test_models_may_share_an_address(repository: Path) -> None:
     assert (alone.version, [release.version for release in both]) == (None, [9, 10])
 
 
-def test_versions_of_a_bucket_are_found_and_a_start_reads_their_stored_bytes(
-    repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with StoreServer(repository.parent) as store:
-        for name, value in store_variables(store.url).items():
+@pytest.fixture
+def store(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreServer]:
+    """A store whose bucket is the repository, and the environment's settings for it."""
+    with StoreServer(repository.parent) as server:
+        for name, value in store_variables(server.url).items():
             monkeypatch.setenv(name, value)
-        address = f"s3://{repository.name}"
-        sources = models_in(address)
-        assert sources == {"model": f"{address}/model/{{version}}"}
-        model = Model("m", sources["model"], versions=Versions(latest=None))
-        releases, trouble = Repository(repository).releases(model)
+        yield server
+
+
+def test_versions_of_a_bucket_are_found_and_a_start_reads_their_stored_bytes(
+    repository: Path, store: StoreServer
+) -> None:
+    address = f"s3://{repository.name}"
+    sources = models_in(address)
+    assert sources == {"model": f"{address}/model/{{version}}"}
+    model = Model("m", sources["model"], versions=Versions(latest=None))
+    releases, trouble = Repository(repository).releases(model)
     assert trouble == ""
     assert [(each.version, each.address) for each in releases] == [
         (9, f"{address}/model/9"),
@@ -120,20 +127,15 @@ def test_versions_of_a_bucket_are_found_and_a_start_reads_their_stored_bytes(
     assert 0 < packed.stored_bytes < packed.weight_bytes
 
 
-def test_a_version_that_the_store_refused_once_is_read_again(
-    repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with StoreServer(repository.parent) as store:
-        for name, value in store_variables(store.url).items():
-            monkeypatch.setenv(name, value)
-        model = Model("m", f"s3://{repository.name}/model/9")
-        known = Repository(repository)
-        refusal = Fault(status=403, code="AccessDenied")
-        store.set_fault(lambda request: refusal if request.method == "GET" and request.key else None)
-        with pytest.raises(AccessDeniedError):
-            known.releases(model)
-        store.set_fault(None)
-        (release,), trouble = known.releases(model)
+def test_a_version_that_the_store_refused_once_is_read_again(repository: Path, store: StoreServer) -> None:
+    model = Model("m", f"s3://{repository.name}/model/9")
+    known = Repository(repository)
+    refusal = Fault(status=403, code="AccessDenied")
+    store.set_fault(lambda request: refusal if request.method == "GET" and request.key else None)
+    with pytest.raises(AccessDeniedError):
+        known.releases(model)
+    store.set_fault(None)
+    (release,), trouble = known.releases(model)
     assert (release.address, trouble) == (f"s3://{repository.name}/model/9", "")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -55,6 +56,13 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
                 (site / top).symlink_to(Path(str(found.locate_file(top))))
     (site / "code.pth").write_text(str(ROOT / "src"))
     return str(folder / "bin" / "python")
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables of scripts/conformance-infra are not Teneral's settings."""
+    for name in [name for name in os.environ if name.startswith("TENERAL_")]:
+        monkeypatch.delenv(name)
 
 
 def run(python: str, *arguments: str) -> str:

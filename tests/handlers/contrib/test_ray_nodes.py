@@ -153,4 +153,8 @@ def test_no_stream_is_lost_in_silence_when_a_node_is_killed(nodes):
     print(f"begun before the kill: {dict(before)}; after it: {dict(after)}")
     assert before["silent"] + after["silent"] == 0
     assert after["done"] >= 3 * CLIENTS
-    assert len([node for node in ray.nodes() if node["Alive"]]) == 1
+    while (
+        len([node for node in ray.nodes() if node["Alive"]]) > 1
+    ):  # Ray counts a node until its checks have failed
+        assert time.monotonic() < deadline
+        time.sleep(0.2)

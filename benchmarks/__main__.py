@@ -30,7 +30,7 @@ BENCHMARKS = {
     "faults": "a load through stalls, cuts, flips and 503s, against a clean one",
     "node_cache": "the node cache: its cost to the load that fills it, its gain for the next",
     "decode": "decoding alone",
-    "hot": "tokens/s of prompts and answers, alone and in batches; llama.cpp and transformers",
+    "hot": "tokens/s of prompts and answers, alone and in batches; llama.cpp, torch and ONNX Runtime",
     "int4": "the loss of int8 and int4 on a real model, and their speed; llama.cpp's Q8_0, Q4_K_M and Q4_0",
     "prefix": "exec or request → first token behind a long prefix: new, in the pool, spilled, from a snapshot",
     "adapters": "LoRA: a cold adapter's first token, 8 in a batch, and requests without",

@@ -1,9 +1,11 @@
 """Warm engines of Teneral and its peers: tokens a second of prompts and of answers, for one sequence and for several.
 
-    python -m benchmarks.hot [--own bf16=PATH int8=PATH int4=PATH] [--batches 1 8 16] [--prompts 128 512] [--save]
+    python -m benchmarks.hot [--own bf16=PATH int8=PATH int4=PATH] [--batches 1 8 16] [--prompts 49 128 512]
+                             [--avx2] [--beside N] [--save]
 
 Compared are Teneral's engine without HTTP (`own_engine.py`) on the packed model and on what `teneral pack --quantize`
-makes of it, llama.cpp through its C interface (`peers/llama.py`) and transformers (`peers/generate.py`), all with the
+makes of it, llama.cpp through its C interface (`peers/llama.py`), transformers (`peers/generate.py`) with torch's own
+products in several layouts and precisions (`peers/torch_linear.py`), and ONNX Runtime (`peers/genai.py`), all with the
 same prompts, of random tokens, on the same number of threads, choosing greedily. Every run is a process of its own, and
 runs take turns. *Answers* are counted while all sequences of a batch decode, *prompts* from the question to the first
 token. Loading and warming up are not counted.
@@ -13,6 +15,9 @@ reads times the tokens a second, at batch 1.
 
 The last column says how often the first token is the one that transformers has with bf16. Weights are random, so that
 runners-up are close: rounding alone changes some.
+
+With `--avx2` all compute as on a processor without AVX-512: llama.cpp is another build, others are told. ONNX Runtime
+cannot be told, and is left out. With `--beside`, so many other processes want a core all the time.
 """
 
 from __future__ import annotations
@@ -22,7 +27,8 @@ import random
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +43,13 @@ from benchmarks.tasks import TaskTurns, decode_rate, medians, random_prompt
 BANDWIDTH = "memory"
 BASE = "transformers"
 CONTINUOUS = "transformers, continuous batching"
+BEST = "the best of them"
 NUM_PREFILLS = 3  # prompts of each length, in each run
 # What each of ours is compared with.
 RIVALS = {
-    "bf16": "llama.cpp BF16",
-    "int8": "llama.cpp Q8_0",
-    "int4": "llama.cpp Q4_0",
+    "bf16": ("llama.cpp BF16", BASE, f"{BASE}, oneDNN's layout", "onnxruntime fp32"),
+    "int8": ("llama.cpp Q8_0", f"{BASE}, int8", "onnxruntime int8"),
+    "int4": ("llama.cpp Q4_0", f"{BASE}, int4", "onnxruntime int4"),
 }
 GGUF_FILES = {
     "llama.cpp BF16": "bf16.gguf",
@@ -50,6 +57,20 @@ GGUF_FILES = {
     "llama.cpp Q4_0": "q4_0.gguf",
     "llama.cpp Q4_0, head too": "q4_0_pure.gguf",
 }
+TORCH_KINDS = {
+    BASE: [],
+    f"{BASE}, oneDNN's layout": ["onednn"],
+    f"{BASE}, int8": ["int8"],
+    f"{BASE}, int4": ["int4"],
+}
+# As onnxruntime-genai's builder is told: the head stays in 8 bits, and products may round their inputs to 8 bits.
+ONNX_PRECISIONS = {
+    "fp32": (),
+    "int8": ("block_size=32", "accuracy_level=4"),
+    "int4": ("block_size=32", "accuracy_level=4", "algo_config=rtn_last"),
+}
+AVX2 = {"TENERAL_ISA": "x86_64_v3", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+BUSY_LOOP = "while True: pass"
 
 
 def main() -> None:
@@ -60,10 +81,20 @@ def main() -> None:
     models = folder / "store" / "models"
     left_out: list[str] = []
     own = _own_models(options.own, models, left_out)
-    commands = _own_commands(own) | _peer_commands(peers, models / "plain", folder / "gguf", left_out)
+    commands = _own_commands(own)
+    commands |= _llama_commands(peers, models / "plain", folder / "gguf", left_out, is_avx2=options.avx2)
+    commands |= _torch_commands(peers, models / "plain")
+    if options.avx2:
+        left_out.append("onnxruntime: it cannot be told to do without AVX-512")
+    else:
+        commands |= _onnx_commands(peers, models / "plain", folder / "onnx", left_out)
     commands = selected(commands, options.only)
+    if options.avx2:
+        variables = [f"{name}={value}" for name, value in AVX2.items()]
+        commands = {name: ["env", *variables, *command] for name, command in commands.items()}
     report = begin(
         "hot",
+        variant="-".join(["avx2"] * options.avx2 + [f"beside-{options.beside}"] * bool(options.beside)),
         model=options.like,
         rounds=options.rounds,
         threads=options.threads,
@@ -77,7 +108,8 @@ def main() -> None:
     task = _task(options)
     tasks = {name: task if name != CONTINUOUS else {**task, "prefill": {}} for name in commands}
     turns = TaskTurns({BANDWIDTH: [sys.executable, "-m", "benchmarks.bandwidth"], **commands})
-    answers = turns.run(options.rounds, {BANDWIDTH: task, **tasks})
+    with _busy_processes(options.beside):
+        answers = turns.run(options.rounds, {BANDWIDTH: task, **tasks})
     report["bandwidth_gb_s"] = statistics.median(row["gb_s"] for row in answers.pop(BANDWIDTH))
     report["results"] = results(answers, report["bandwidth_gb_s"])
     report["failed"] = turns.failed
@@ -95,11 +127,13 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 16])
     parser.add_argument(
-        "--prompts", type=int, nargs="+", default=[128, 512], help="tokens of prompts to time"
+        "--prompts", type=int, nargs="+", default=[49, 128, 512], help="tokens of prompts to time"
     )
     parser.add_argument("--batch-prompt", type=int, default=64, help="tokens of each prompt of a batch")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each answer")
     parser.add_argument("--threads", type=int, default=machine()["cores"])
+    parser.add_argument("--avx2", action="store_true", help="as on a processor without AVX-512")
+    parser.add_argument("--beside", type=int, default=0, metavar="N", help="processes that are always busy")
     return parser.parse_args()
 
 
@@ -138,25 +172,81 @@ def _own_commands(own: Mapping[str, Path]) -> dict[str, list[str]]:
     return {f"teneral {name}": [*program, str(path)] for name, path in own.items()}
 
 
-def _peer_commands(
-    peers: PeerEnvironment, plain: Path, gguf: Path, left_out: list[str]
+def _llama_commands(
+    peers: PeerEnvironment, plain: Path, gguf: Path, left_out: list[str], *, is_avx2: bool
 ) -> dict[str, list[str]]:
-    python = str(peers.python)
-    commands = {}
     missing = peers.lacks("llama-cpp-python", "gguf")
+    if is_avx2 and not peers.llama_avx2():
+        missing.append("its build for AVX2")
     if missing:
         left_out.append(
             f"llama.cpp: {', '.join(missing)} is not there: python -m benchmarks.peer_environment"
         )
-    else:
-        note("writing the model as llama.cpp reads it, where it is not there")
-        command = [python, str(PROGRAMS / "to_gguf.py"), str(plain), str(gguf)]
-        subprocess.run(command, check=True, env=environment(), stderr=subprocess.DEVNULL)
-        for name, file_name in GGUF_FILES.items():
-            commands[name] = [python, str(PROGRAMS / "llama.py"), str(gguf / file_name)]
-    commands[BASE] = [python, str(PROGRAMS / "generate.py"), "static", str(plain)]
-    commands[CONTINUOUS] = [python, str(PROGRAMS / "generate.py"), "continuous", str(plain)]
+        return {}
+    note("writing the model as llama.cpp reads it, where it is not there")
+    python = str(peers.python)
+    command = [python, str(PROGRAMS / "to_gguf.py"), str(plain), str(gguf)]
+    subprocess.run(command, check=True, env=environment(), stderr=subprocess.DEVNULL)
+    program = [*(["env", f"PYTHONPATH={peers.llama_avx2()}"] if is_avx2 else []), python]
+    return {
+        name: [*program, str(PROGRAMS / "llama.py"), str(gguf / file_name)]
+        for name, file_name in GGUF_FILES.items()
+    }
+
+
+def _torch_commands(peers: PeerEnvironment, plain: Path) -> dict[str, list[str]]:
+    program = [str(peers.python), str(PROGRAMS / "generate.py")]
+    commands = {name: [*program, "static", str(plain), *kind] for name, kind in TORCH_KINDS.items()}
+    return {**commands, CONTINUOUS: [*program, "continuous", str(plain)]}
+
+
+def _onnx_commands(
+    peers: PeerEnvironment, plain: Path, folder: Path, left_out: list[str]
+) -> dict[str, list[str]]:
+    """The graphs are made where they are missing, by onnxruntime-genai's own builder."""
+    missing = peers.lacks("onnxruntime-genai")
+    if missing:
+        left_out.append("onnxruntime-genai is not there: python -m benchmarks.peer_environment")
+        return {}
+    commands = {}
+    for precision, settings in ONNX_PRECISIONS.items():
+        target = folder / precision
+        if not (target / "genai_config.json").exists():
+            note(f"building the model for ONNX Runtime in {precision}")
+            program = [
+                str(peers.python),
+                "-m",
+                "onnxruntime_genai.models.builder",
+                "-e",
+                "cpu",
+                "-p",
+                precision,
+            ]
+            places = ["-i", str(plain), "-o", str(target), "-c", str(folder / "cache")]
+            extra = ["--extra_options", *settings] if settings else []
+            done = subprocess.run(
+                [*program, *places, *extra], env=environment(), capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                left_out.append(f"onnxruntime {precision}: {done.stderr.strip().splitlines()[-1]}")
+                continue
+        commands[f"onnxruntime {precision}"] = [
+            str(peers.python),
+            str(PROGRAMS / "genai.py"),
+            str(target),
+        ]
     return commands
+
+
+@contextmanager
+def _busy_processes(count: int) -> Iterator[None]:
+    processes = [subprocess.Popen([sys.executable, "-c", BUSY_LOOP]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def _task(options: argparse.Namespace) -> dict[str, Any]:
@@ -209,6 +299,7 @@ def _first_tokens(answer: Mapping[str, Any]) -> list[int]:
 def render(report: Mapping[str, Any]) -> str:
     """The report as tables for people."""
     words = [
+        *filter(None, [report["variant"]]),
         f"{report['model']}, {report['threads']} threads",
         f"prompts of {report['batch_prompt_tokens']} tokens, {report['answer_tokens']} of each answer",
         f"medians of {report['rounds']} rounds",
@@ -240,29 +331,33 @@ def render(report: Mapping[str, Any]) -> str:
             ]
         )
     parts = [title(report, *words), table(columns, rows), ""]
-    compared = _ratios(report["results"], batches, lengths)
+    compared = ratios(report)
     if compared:
         parts += [table(["relative to", *columns[1 : 1 + len(batches) + len(lengths)]], compared), ""]
     parts.append(failures(report["failed"], report["left_out"]))
     return "\n".join(parts)
 
 
-def _ratios(
-    found: Mapping[str, Mapping[str, Any]], batches: list[str], lengths: list[str]
-) -> list[list[str]]:
-    rows = []
-    for precision, rival in RIVALS.items():
-        for other in (rival, f"{rival}, head too", BASE, CONTINUOUS):
-            own, theirs = found.get(f"teneral {precision}"), found.get(other)
-            if own and theirs:
-                cells = [_ratio(own["decode"], theirs["decode"], size) for size in batches]
-                cells += [_ratio(own["prefill"], theirs["prefill"], length) for length in lengths]
-                rows.append([f"teneral {precision} / {other}", *cells])
+def ratios(report: Mapping[str, Any]) -> list[list[str]]:
+    """Of each precision, ours relative to each rival, and in every cell to the best of them."""
+    found, rows = report["results"], []
+    for precision, names in RIVALS.items():
+        own = found.get(f"teneral {precision}")
+        rivals = {name: [found[name]] for name in names if name in found}
+        if own is None or not rivals:
+            continue
+        if len(rivals) > 1:
+            rivals[BEST] = [rival for [rival] in rivals.values()]
+        for name, group in rivals.items():
+            cells = [_ratio(own, group, "decode", str(size)) for size in report["batches"]]
+            cells += [_ratio(own, group, "prefill", str(length)) for length in report["prompts"]]
+            rows.append([f"teneral {precision} / {name}", *cells])
     return rows
 
 
-def _ratio(own: Mapping[str, float], theirs: Mapping[str, float], key: str) -> str:
-    return f"{own[key] / theirs[key]:.2f}x" if key in own and key in theirs else "–"
+def _ratio(own: Mapping[str, Any], rivals: Sequence[Mapping[str, Any]], what: str, key: str) -> str:
+    rates = [rival[what][key] for rival in rivals if key in rival[what]]
+    return f"{own[what][key] / max(rates):.2f}x" if key in own[what] and rates else "–"
 
 
 def _number(value: float | None) -> str:

@@ -17,6 +17,7 @@ import sysconfig
 import tarfile
 import tempfile
 import venv
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,11 +27,13 @@ from benchmarks.store import FOR_PEERS
 
 REQUIREMENTS = Path(__file__).parent / "requirements.txt"
 PROGRAMS = Path(__file__).parent / "peers"
-LLAMA_SERVER = Path("llama.cpp", "bin", "llama-server")  # below the environment
+# Below the environment.
+LLAMA_SERVER = Path("llama.cpp", "bin", "llama-server")
+LLAMA_AVX2 = Path("llama-avx2")
 _VERSIONS = """
 import importlib.metadata as metadata, json
 names = ("transformers", "boto3", "safetensors", "runai-model-streamer", "runai-model-streamer-s3", "tensorizer",
-         "llama-cpp-python", "gguf", "onnxruntime", "onnx")
+         "llama-cpp-python", "gguf", "onnxruntime", "onnxruntime-genai", "onnx")
 found = {name: metadata.version(name) for name in names if any(metadata.distributions(name=name))}
 print(json.dumps(found))
 """
@@ -50,6 +53,11 @@ class PeerEnvironment:
         """llama.cpp's own HTTP server, where it was built."""
         program = self.python.parent.parent / LLAMA_SERVER
         return program if program.exists() else None
+
+    def llama_avx2(self) -> Path | None:
+        """A folder for PYTHONPATH: llama.cpp as it is built for processors without AVX-512, where it was built."""
+        packages = self.python.parent.parent / LLAMA_AVX2
+        return packages if packages.exists() else None
 
 
 def find(work: Path) -> PeerEnvironment:
@@ -74,21 +82,27 @@ def make(work: Path) -> None:
     scheme = {"base": str(home), "platbase": str(home)}
     Path(sysconfig.get_path("purelib", "venv", scheme), "project.pth").write_text(f"{packages}\n")
     install = [str(home / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    built = environment(
-        {"CMAKE_ARGS": "-DGGML_NATIVE=ON"}
-    )  # llama.cpp, from source: with all that this CPU has
+    # llama.cpp, from source: with all that this CPU has.
+    built = environment({"CMAKE_ARGS": "-DGGML_NATIVE=ON"})
     if subprocess.run([*install, "-r", str(REQUIREMENTS)], check=False, env=built).returncode:
         raise SystemExit("not all peers could be installed: benchmarks leave out those that are missing")
+    _build_llama_avx2(home, install)
     _build_llama_server(home)
     mark.write_text(made_for)
+
+
+def _build_llama_avx2(home: Path, install: Sequence[str]) -> None:
+    note("building llama.cpp for AVX2")
+    built = environment({"CMAKE_ARGS": "-DGGML_NATIVE=OFF -DGGML_AVX512=OFF"})
+    # The cache holds the wheel of another processor.
+    target = ["--no-deps", "--no-cache-dir", "--target", str(home / LLAMA_AVX2)]
+    if subprocess.run([*install, *target, _llama_requirement()], check=False, env=built).returncode:
+        note("llama.cpp could not be built for AVX2: benchmarks leave it out")
 
 
 def _build_llama_server(home: Path) -> None:
     """Build llama.cpp's server from the sources that llama-cpp-python is built from: half an hour of CPU time."""
     note("building llama.cpp's server")
-    requirement = next(
-        line for line in REQUIREMENTS.read_text().splitlines() if line.startswith("llama-cpp-python==")
-    )
     with tempfile.TemporaryDirectory() as folder:
         download = [
             home / "bin" / "python",
@@ -99,7 +113,7 @@ def _build_llama_server(home: Path) -> None:
             "--no-deps",
             "--no-binary=:all:",
         ]
-        subprocess.run([*download, "--dest", folder, requirement], check=True, env=environment())
+        subprocess.run([*download, "--dest", folder, _llama_requirement()], check=True, env=environment())
         [archive] = Path(folder).glob("*.tar.gz")
         with tarfile.open(archive) as sources:
             sources.extractall(folder, filter="data")
@@ -111,6 +125,11 @@ def _build_llama_server(home: Path) -> None:
             if subprocess.run(command, check=False, stdout=subprocess.DEVNULL, env=environment()).returncode:
                 note("llama.cpp's server could not be built: benchmarks leave it out")
                 return
+
+
+def _llama_requirement() -> str:
+    lines = REQUIREMENTS.read_text().splitlines()
+    return next(line for line in lines if line.startswith("llama-cpp-python=="))
 
 
 def make_tensorized(peers: PeerEnvironment, root: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from benchmarks.cold_start import BASE, PACKED, PLAIN, STANDBY
 from benchmarks.draft import AHEAD, DRAFT, WITHOUT, wire_s
 from benchmarks.draft_picture import nearest
+from benchmarks.hot import ratios
 from benchmarks.report import RESULTS, newest, table, where
 from benchmarks.stories import aws_lambda, fine_tunes, kubernetes
 from benchmarks.throughput import BASE as RUNAI
@@ -32,6 +33,11 @@ RATE_MB_S = 200.0
 IMPORT_TORCH = "import torch"
 LLAMA_SERVER = "llama.cpp's server, bf16"
 NATIVE_SINCE = "2026-11-23"  # results of earlier days were computed by torch
+# Results of `hot` next to the plain one, which has every peer.
+_HOT_VARIANTS = {
+    "avx2": "as on a processor with AVX2 alone",
+    "beside-1": "next to a process that is always busy",
+}
 _OVER = {"http": "HTTP", "tls": "TLS", "file": "local files"}
 DRAFT_RATE_MB_S = 100.0  # where there is time to draft ahead before importing torch has decided everything
 
@@ -128,6 +134,11 @@ def section() -> str:
         parts.append(throughput(newest("throughput")))
     if any(RESULTS.glob("hot-*.json")):
         parts.append(hot(newest("hot")))
+        parts += [
+            hot_variant(newest("hot", variant), words)
+            for variant, words in _HOT_VARIANTS.items()
+            if any(RESULTS.glob(f"hot-{variant}-*.json"))
+        ]
     if any(RESULTS.glob("prefix-*.json")):
         parts.append(prefix(newest("prefix")))
     return "\n\n".join(parts) + "\n"
@@ -290,14 +301,27 @@ def hot(report: dict[str, Any]) -> str:
         ]
         for name, row in report["results"].items()
     ]
-    answers = [f"answers, batch {size}" for size in report["batches"]]
-    columns = ["tokens a second", *answers, *(f"prompt of {size}" for size in report["prompts"])]
+    cells = _hot_columns(report)
+    columns = ["tokens a second", *cells, "of the bandwidth"]
     return (
         f"A warm engine, without HTTP, on the same random weights and {report['threads']} threads, {_where(report)}. "
         f"Memory was read at {report['bandwidth_gb_s']:.1f} GB/s; the last column is what of\n"
         "that a single answer's weights take:\n\n"
-        f"{table([*columns, 'of the bandwidth'], rows)}"
+        f"{table(columns, rows)}\n\n"
+        f"{table(['relative to', *cells], ratios(report))}"
     )
+
+
+def hot_variant(report: dict[str, Any], words: str) -> str:
+    """One row a precision and rival: Teneral's rates relative to the rival's."""
+    rows = ratios(report)
+    lead = f"The same {words}, {_where(report)}:"
+    return f"{lead}\n\n{table(['relative to', *_hot_columns(report)], rows)}"
+
+
+def _hot_columns(report: dict[str, Any]) -> list[str]:
+    answers = [f"answers, batch {size}" for size in report["batches"]]
+    return [*answers, *(f"prompt of {size}" for size in report["prompts"])]
 
 
 def prefix(report: dict[str, Any]) -> str:

@@ -113,12 +113,19 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def finish(report: Mapping[str, Any], rendered: str, *, save: bool) -> None:
-    """Print the table; with `save`, keep the JSON under `results/`, by benchmark, model, day, machine and processor."""
+    """Print the table; with `save`, keep the JSON under `results/`, by benchmark, variant, model, day, machine and
+    processor.
+    """
     print(rendered)
     if not save:
         return
     RESULTS.mkdir(exist_ok=True)
-    labels = [report["benchmark"].replace("_", "-"), report.get("model"), report["date"][:10]]
+    labels = [
+        report["benchmark"].replace("_", "-"),
+        report.get("variant"),
+        report.get("model"),
+        report["date"][:10],
+    ]
     processor = re.sub(r"[^a-z0-9]+", "-", report["machine"]["cpu"].lower()).strip("-")[:40]
     stem = "-".join(filter(None, [*labels, report["machine"]["name"], processor]))
     path = RESULTS / f"{stem}.json"
@@ -126,10 +133,11 @@ def finish(report: Mapping[str, Any], rendered: str, *, save: bool) -> None:
     print(f"\nkept in {path}", file=sys.stderr)
 
 
-def newest(benchmark: str) -> dict[str, Any]:
+def newest(benchmark: str, variant: str = "") -> dict[str, Any]:
     """The latest result of a benchmark that was kept. Raises SystemExit when there is none."""
     reports = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
     reports = [report for report in reports if report["benchmark"] == benchmark and "versions" in report]
+    reports = [report for report in reports if report.get("variant", "") == variant]
     if not reports:
         raise SystemExit(f"no result of {benchmark}: python -m benchmarks.{benchmark} --save")
     latest: dict[str, Any] = max(reports, key=lambda report: report["date"])

@@ -1,9 +1,11 @@
-"""Tokens from transformers: `generate.py WAY DIRECTORY` reads a task and prints when each token came, both as JSON.
+"""Tokens from transformers: `generate.py WAY DIRECTORY [KIND]` reads a task and prints when each token came, as JSON.
 
 Task and answer are those of `llama.py`. It runs in the peers' environment and knows nothing of Teneral.
 
     static        `generate` over a batch that is there from the beginning
     continuous    `ContinuousBatchingManager`, with a small KV pool
+
+Weights are bf16 as they are stored, or of a KIND of `torch_linear.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch_linear import converted
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
@@ -28,16 +31,19 @@ Run = Callable[[list[list[int]], int], Sequences]  # takes prompts, and how many
 
 
 def main() -> None:
-    way, directory = sys.argv[1:]
+    way, directory, *kinds = sys.argv[1:]
     task = json.load(sys.stdin)
     torch.set_num_threads(task["threads"])
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
+    num_bytes = token_bytes(model)
+    for kind in kinds:
+        model, num_bytes = converted(model, kind)
     with {"static": static, "continuous": continuous}[way](model) as run:
         answer: dict[str, Any] = {
             "decode": {},
             "prefill": {},
             "tokens": {},
-            "token_bytes": token_bytes(model),
+            "token_bytes": num_bytes,
         }
         for name, prompts in task["prefill"].items():
             run(prompts[:1], 1)

@@ -65,14 +65,17 @@ def test_results_are_rates_shares_of_the_bandwidth_and_agreement() -> None:
 
 
 def test_the_table_has_ratios_to_rivals_of_the_same_precision_only() -> None:
-    names = ("teneral bf16", "teneral int8", "llama.cpp BF16", hot.BASE)
+    names = ("teneral bf16", "teneral int8", "llama.cpp BF16", hot.BASE, f"{hot.BASE}, int8")
     answers = {name: [_answer(0.1 * (number + 1), 1)] for number, name in enumerate(names)}
     report = begin("hot", model="a-shape", rounds=1, threads=2, batches=[1, 2], prompts=[128])
-    report |= {"batch_prompt_tokens": 64, "answer_tokens": 3, "bandwidth_gb_s": 40.0}
+    report |= {"variant": "avx2", "batch_prompt_tokens": 64, "answer_tokens": 3, "bandwidth_gb_s": 40.0}
     report |= {"results": hot.results(answers, 40.0), "failed": {"x": "why"}, "left_out": ["y: why"]}
     text = hot.render(report)
     assert "| teneral bf16 / llama.cpp BF16 | 3.00x | 3.00x | 1.00x |" in text
-    assert f"| teneral int8 / {hot.BASE} | 2.00x | 2.00x | 1.00x |" in text
+    assert f"| teneral bf16 / {hot.BASE} | 4.00x | 4.00x | 1.00x |" in text
+    assert "| teneral bf16 / the best of them | 3.00x | 3.00x | 1.00x |" in text
+    assert f"| teneral int8 / {hot.BASE}, int8 | 2.50x | 2.50x | 1.00x |" in text
+    assert f"teneral bf16 / {hot.BASE}, int8" not in text
     assert "teneral int8 / llama.cpp" not in text
     assert "failed: x: why" in text
     assert "left out: y: why" in text

@@ -1,7 +1,7 @@
 """Warm engines of Teneral and its peers: tokens a second of prompts and of answers, for one sequence and for several.
 
     python -m benchmarks.hot [--own bf16=PATH int8=PATH int4=PATH] [--batches 1 8 16] [--prompts 49 128 512]
-                             [--avx2] [--beside N] [--save]
+                             [--avx2] [--busy N] [--save]
 
 Compared are Teneral's engine without HTTP (`own_engine.py`) on the packed model and on what `teneral pack --quantize`
 makes of it, llama.cpp through its C interface (`peers/llama.py`), transformers (`peers/generate.py`) with torch's own
@@ -16,8 +16,8 @@ reads times the tokens a second, at batch 1.
 The last column says how often the first token is the one that transformers has with bf16. Weights are random, so that
 runners-up are close: rounding alone changes some.
 
-With `--avx2` all compute as on a processor without AVX-512: llama.cpp is another build, others are told. ONNX Runtime
-cannot be told, and is left out. With `--beside`, so many other processes want a core all the time.
+With `--avx2` all compute as on a processor without AVX-512: llama.cpp is another build, the others have variables for
+it. ONNX Runtime has none, and is left out. With `--busy N`, N other processes compute all the time.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ TORCH_KINDS = {
     f"{BASE}, int8": ["int8"],
     f"{BASE}, int4": ["int4"],
 }
-# As onnxruntime-genai's builder is told: the head stays in 8 bits, and products may round their inputs to 8 bits.
+# Options of onnxruntime-genai's builder: the head stays in 8 bits, and products may round their inputs to 8 bits.
 ONNX_PRECISIONS = {
     "fp32": (),
     "int8": ("block_size=32", "accuracy_level=4"),
@@ -85,7 +85,7 @@ def main() -> None:
     commands |= _llama_commands(peers, models / "plain", folder / "gguf", left_out, is_avx2=options.avx2)
     commands |= _torch_commands(peers, models / "plain")
     if options.avx2:
-        left_out.append("onnxruntime: it cannot be told to do without AVX-512")
+        left_out.append("onnxruntime: it has no setting against AVX-512")
     else:
         commands |= _onnx_commands(peers, models / "plain", folder / "onnx", left_out)
     commands = selected(commands, options.only)
@@ -94,7 +94,7 @@ def main() -> None:
         commands = {name: ["env", *variables, *command] for name, command in commands.items()}
     report = begin(
         "hot",
-        variant="-".join(["avx2"] * options.avx2 + [f"beside-{options.beside}"] * bool(options.beside)),
+        variant="-".join(["avx2"] * options.avx2 + [f"busy-{options.busy}"] * bool(options.busy)),
         model=options.like,
         rounds=options.rounds,
         threads=options.threads,
@@ -108,7 +108,7 @@ def main() -> None:
     task = _task(options)
     tasks = {name: task if name != CONTINUOUS else {**task, "prefill": {}} for name in commands}
     turns = TaskTurns({BANDWIDTH: [sys.executable, "-m", "benchmarks.bandwidth"], **commands})
-    with _busy_processes(options.beside):
+    with _busy_processes(options.busy):
         answers = turns.run(options.rounds, {BANDWIDTH: task, **tasks})
     report["bandwidth_gb_s"] = statistics.median(row["gb_s"] for row in answers.pop(BANDWIDTH))
     report["results"] = results(answers, report["bandwidth_gb_s"])
@@ -133,7 +133,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each answer")
     parser.add_argument("--threads", type=int, default=machine()["cores"])
     parser.add_argument("--avx2", action="store_true", help="as on a processor without AVX-512")
-    parser.add_argument("--beside", type=int, default=0, metavar="N", help="processes that are always busy")
+    parser.add_argument("--busy", type=int, default=0, metavar="N", help="processes that are always busy")
     return parser.parse_args()
 
 

@@ -36,7 +36,7 @@ NATIVE_SINCE = "2026-11-23"  # results of earlier days were computed by torch
 # Results of `hot` next to the plain one, which has every peer.
 _HOT_VARIANTS = {
     "avx2": "as on a processor with AVX2 alone",
-    "beside-1": "next to a process that is always busy",
+    "busy-1": "next to a process that is always busy",
 }
 _OVER = {"http": "HTTP", "tls": "TLS", "file": "local files"}
 DRAFT_RATE_MB_S = 100.0  # where there is time to draft ahead before importing torch has decided everything

@@ -16,16 +16,30 @@ import numpy.typing as npt
 from .requests import PromptLogprobs, TokenLogprob
 
 MAX_LOGITS_BYTES = 32 << 20  # of a prompt's logits held at once
+# Of a vocabulary's numbers: intermediate arrays of all of them would be new pages in each step, whose first touch
+# costs ten times what is computed in them.
+NUM_AT_ONCE = 8_192
 
 Floats = npt.NDArray[np.float32]
 
 
 def log_softmax(scores: Floats) -> Floats:
     """(vocab,) fp32 natural logarithms, computed in 64 bits; NaN if no score is finite."""
-    wide = scores.astype(np.float64)
-    wide -= wide.max()
-    logprobs: Floats = (wide - math.log(float(np.exp(wide).sum()))).astype(np.float32)
+    best = scores.max()
+    total = math.log(_sum_of_powers(scores, best))
+    logprobs = np.empty(scores.size, np.float32)
+    for first in range(0, scores.size, NUM_AT_ONCE):
+        wide = scores[first : first + NUM_AT_ONCE].astype(np.float64)
+        logprobs[first : first + NUM_AT_ONCE] = wide - best - total
     return logprobs
+
+
+def _sum_of_powers(scores: Floats, best: np.float32) -> float:
+    """The sum of exp(score - best), by halves as numpy's `sum` has them."""
+    if scores.size <= NUM_AT_ONCE:
+        return float(np.exp(scores.astype(np.float64) - best).sum())
+    half = scores.size // 16 * 8
+    return _sum_of_powers(scores[:half], best) + _sum_of_powers(scores[half:], best)
 
 
 def best(logprobs: Floats, count: int) -> npt.NDArray[np.int64]:
@@ -33,8 +47,16 @@ def best(logprobs: Floats, count: int) -> npt.NDArray[np.int64]:
     count = min(count, logprobs.size)
     if not count:
         return np.empty(0, np.int64)
-    able = np.flatnonzero(logprobs >= np.partition(logprobs, -count)[-count])
+    able = np.flatnonzero(logprobs >= nth_highest(logprobs, count))
     return able[np.argsort(-logprobs[able], kind="stable")[:count]]
+
+
+def nth_highest(values: Floats, n: int) -> np.float32:
+    """The `n`-th highest of (N,) values, `n` from 1 to N, NaN counting as the highest."""
+    parts = (values[first : first + NUM_AT_ONCE] for first in range(0, values.size, NUM_AT_ONCE))
+    highest = [part if part.size <= n else np.partition(part, -n)[-n:] for part in parts]
+    nth: np.float32 = np.partition(np.concatenate(highest), -n)[-n]
+    return nth
 
 
 def token_logprob(scores: Floats, token: int, num_top: int) -> TokenLogprob:

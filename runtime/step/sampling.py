@@ -18,14 +18,14 @@ other numbers (0019). Rows are never mixed; this module knows nothing of text or
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import GrammarError, ModelError
-from .logprobs import token_logprob
+from .logprobs import NUM_AT_ONCE, nth_highest, token_logprob
 from .state import Choice, Chosen, SamplingState
 
 if TYPE_CHECKING:
@@ -53,13 +53,15 @@ def choose_tokens(logits: Floats, states: Sequence[SamplingState]) -> list[Chose
     return [_choose(row, state) for row, state in zip(logits, states, strict=True)]
 
 
-def exponentials(seed: int, index: int, num: int) -> npt.NDArray[np.float64]:
-    """Draw (num,) float64 from the exponential distribution, determined by `seed` (signed, 64 bits)
-    and `index`.
+def exponentials(seed: int, index: int, num: int) -> Iterator[npt.NDArray[np.float64]]:
+    """Draw `num` float64 from the exponential distribution, determined by `seed` (signed, 64 bits)
+    and `index`, in arrays of up to `NUM_AT_ONCE`.
 
     64 bits, because among this many 32-bit numbers some would be 0, and win any race.
     """
-    return np.random.Generator(np.random.SFC64([seed % (1 << 64), index])).standard_exponential(num)
+    generator = np.random.Generator(np.random.SFC64([seed % (1 << 64), index]))
+    for first in range(0, num, NUM_AT_ONCE):
+        yield generator.standard_exponential(min(NUM_AT_ONCE, num - first))
 
 
 def _choose(logits: Floats, state: SamplingState) -> Chosen:
@@ -73,7 +75,7 @@ def _choose(logits: Floats, state: SamplingState) -> Chosen:
     if not math.isfinite(score):
         return not_finite()
     if state.params.temperature != 0:
-        token = _draw(legal - np.float32(score), state)
+        token = _draw(legal, score, state)
     if state.num_top_logprobs is None:
         return Choice(token)
     return Choice(token, token_logprob(scores, token, state.num_top_logprobs))
@@ -87,7 +89,8 @@ def _best(scores: Floats) -> list[tuple[float, int]]:
 def _adjust(logits: Floats, state: SamplingState) -> Floats:
     """The scores with bias and penalties: a new array, unless there are none."""
     params = state.params
-    scores = logits.copy() if params.logit_bias or state.output_counts or state.seen else logits
+    has_penalties = params.presence_penalty or params.frequency_penalty
+    scores = logits.copy() if params.logit_bias or state.seen or has_penalties else logits
     if params.logit_bias:
         tokens, values = zip(*params.logit_bias, strict=True)
         np.add.at(scores, np.array(tokens, dtype=np.int64), np.array(values, dtype=np.float32))
@@ -96,7 +99,7 @@ def _adjust(logits: Floats, state: SamplingState) -> Floats:
         old = scores[seen]
         penalty = np.float32(params.repetition_penalty)
         scores[seen] = np.where(old > 0, old / penalty, old * penalty)
-    if (params.presence_penalty or params.frequency_penalty) and state.output_counts:
+    if has_penalties and state.output_counts:
         tokens_out = np.array(list(state.output_counts), dtype=np.int64)
         counts = np.array(list(state.output_counts.values()), dtype=np.float32)
         scores[tokens_out] -= (
@@ -111,26 +114,45 @@ def _masked(scores: Floats, words: MaskWords) -> Floats:
     return np.where(bits.view(np.bool_), scores, np.float32(-math.inf))
 
 
-def _draw(relative_scores: Floats, state: SamplingState) -> int:
-    """Draw from (vocab,) scores whose maximum is 0, so that no temperature can overflow them."""
+def _draw(scores: Floats, best: float, state: SamplingState) -> int:
+    """Draw from (vocab,) scores whose maximum is `best`."""
     params = state.params
+    scores = scores - np.float32(best)  # with the maximum 0, no temperature can overflow them
     with np.errstate(over="ignore"):  # overflows to -inf, which is probability 0
-        scores: Floats = relative_scores / np.float32(params.temperature)
+        scores /= np.float32(params.temperature)
     kept: Int64s | None = None  # (K,), ascending; None: all tokens
     if 0 < params.top_k < scores.size:
-        kept = np.flatnonzero(scores >= np.partition(scores, -params.top_k)[-params.top_k])
+        kept = np.flatnonzero(scores >= nth_highest(scores, params.top_k))
         scores = scores[kept]
     if params.top_p < 1.0:
-        best = np.flatnonzero(_reaches_mass(scores, params.top_p))
-        kept, scores = best if kept is None else kept[best], scores[best]
+        able = np.flatnonzero(_reaches_mass(scores, params.top_p))
+        kept, scores = able if kept is None else kept[able], scores[able]
     if params.min_p > 0.0:
         likely = np.flatnonzero(scores >= math.log(params.min_p))  # the best has score 0
         kept, scores = likely if kept is None else kept[likely], scores[likely]
-    noise = exponentials(state.seed, state.num_outputs, relative_scores.size)
-    if kept is not None:
-        noise = noise[kept]
-    index = int((np.exp(scores.astype(np.float64)) / noise).argmax())
-    return index if kept is None else int(kept[index])
+    return _race(scores, kept, state)
+
+
+def _race(scores: Floats, kept: Int64s | None, state: SamplingState) -> int:
+    """The token of the highest exp(score) / noise, each token of the vocabulary having its own noise.
+
+    `scores` (K,) are those of `kept`.
+    """
+    num = scores.size if kept is None else int(kept[-1]) + 1
+    first, begin, winner, highest = 0, 0, 0, -math.inf
+    for drawn in exponentials(state.seed, state.num_outputs, num):
+        noise, after = drawn, first + drawn.size
+        end = after
+        if kept is not None:
+            end = int(np.searchsorted(kept, after))
+            noise = drawn[kept[begin:end] - first]
+        if begin < end:
+            ratios = np.exp(scores[begin:end].astype(np.float64)) / noise
+            place = int(ratios.argmax())
+            if ratios[place] > highest:
+                winner, highest = begin + place, ratios[place]
+        first, begin = after, end
+    return winner if kept is None else int(kept[winner])
 
 
 def _reaches_mass(scores: Floats, top_p: float) -> npt.NDArray[np.bool_]:
@@ -139,9 +161,16 @@ def _reaches_mass(scores: Floats, top_p: float) -> npt.NDArray[np.bool_]:
     `scores` (N,) have the maximum 0. They are put into buckets by score, and only the bucket in
     which `top_p` is reached is sorted: sorting a whole vocabulary costs ten times as much.
     """
-    depth = np.minimum(-scores, np.float32(MAX_BUCKET_DEPTH))
-    buckets = (depth * (NUM_BUCKETS / (float(depth.max()) + TINY))).astype(np.int64)
-    mass = np.bincount(buckets, weights=np.exp(scores).astype(np.float64)).cumsum()
+    deepest = min(-float(scores.min()), MAX_BUCKET_DEPTH)
+    buckets = np.empty(scores.size, np.int16)
+    masses = np.zeros(NUM_BUCKETS + 1)
+    for first in range(0, scores.size, NUM_AT_ONCE):
+        part = scores[first : first + NUM_AT_ONCE]
+        depth = np.minimum(-part, np.float32(MAX_BUCKET_DEPTH))
+        own = (depth * (NUM_BUCKETS / (deepest + TINY))).astype(np.int64)
+        np.add.at(masses, own, np.exp(part).astype(np.float64))
+        buckets[first : first + NUM_AT_ONCE] = own
+    mass = masses.cumsum()
     wanted = top_p * mass[-1]
     last = int(np.searchsorted(mass, wanted))
     mass_before = mass[last - 1] if last else 0.0

@@ -1,6 +1,7 @@
 """Choosing tokens: filters against a plain re-statement of their definitions, distributions by chi-square."""
 
 import math
+import tracemalloc
 from collections import Counter
 
 import numpy as np
@@ -13,7 +14,6 @@ from transformers.generation import logits_process
 from teneral.runtime.errors import GrammarError, ModelError, RequestError
 from teneral.runtime.step import sampling
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
-from teneral.runtime.step.sampling import exponentials
 from teneral.runtime.step.state import SamplingState
 
 VOCAB = 50
@@ -41,6 +41,10 @@ def state(*, outputs=(), prompt=(0,), num_top_logprobs=None, **params):
 def choose_tokens(logits, states):
     """For torch's tensors, which the oracles take."""
     return sampling.choose_tokens(logits.numpy(), states)
+
+
+def exponentials(seed, index, num):
+    return np.concatenate(list(sampling.exponentials(seed, index, num)))
 
 
 def random_logits(rows=1, seed=0, vocab=VOCAB):
@@ -371,6 +375,32 @@ def test_the_numbers_of_one_seed_are_exponential():
     numbers = np.concatenate([exponentials(-7, index, 100) for index in range(100)])
     counts = Counter(int(20 * (1 - math.exp(-number))) for number in numbers.tolist())
     assert_distributed(counts, torch.full((20,), 1 / 20))
+
+
+@pytest.mark.parametrize("params", [{}, {"top_k": 9_000}, {"top_p": 0.9}, {"min_p": 0.001}])
+def test_a_draw_in_parts_is_that_from_the_whole_vocabulary(params):
+    logits = random_logits(vocab=20_000)
+    noise = np.random.Generator(np.random.SFC64([7, 0])).standard_exponential(20_000)
+    probabilities = transformers_distribution(logits[0], **params).double().numpy()
+    assert choose_tokens(logits, [state(seed=7, **params)])[0].token == (probabilities / noise).argmax()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"top_p": 0.95}, {"top_k": 40}, {"min_p": 0.05}, {"temperature": 0, "num_top_logprobs": 5}],
+    ids=str,
+)
+def test_a_choice_allocates_little_more_than_its_scores(params):
+    logits = random_logits(vocab=100_000)
+    made = state(seed=1, outputs=(3,), **params)
+    choose_tokens(logits, [made])
+    tracemalloc.start()
+    try:
+        choose_tokens(logits, [made])
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 3 * 4 * logits.numel()
 
 
 def test_extreme_seeds_are_allowed():

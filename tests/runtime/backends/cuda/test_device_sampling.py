@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def cpu_with_a_devices_numbers(monkeypatch):
     def numbers(seed, index, num):
-        return device_exponentials(seed, index, np.arange(num))
+        return [device_exponentials(seed, index, np.arange(num))]
 
     monkeypatch.setattr(sampling, "exponentials", numbers)
 

@@ -153,7 +153,7 @@ def test_what_is_done_with_rows_is_what_the_reference_does(launcher, how, dtype,
 
 @pytest.mark.parametrize("how", [AHEAD, BY_TRITON])
 def test_what_is_drawn_is_what_the_cpu_draws_with_the_same_numbers(launcher, how, monkeypatch):
-    numbers = lambda seed, index, num: device_exponentials(seed, index, np.arange(num))  # noqa: E731
+    numbers = lambda seed, index, num: [device_exponentials(seed, index, np.arange(num))]  # noqa: E731
     monkeypatch.setattr(sampling, "exponentials", numbers)
     logits = torch.randn((12, 151_936), generator=torch.Generator().manual_seed(0)) * 3
     logits[6:] = logits[6:].bfloat16().float()

@@ -120,7 +120,6 @@ class Front:
         """An instance's routes. Other paths are 404 without an instance: neither a scanner nor a router that
         tries vLLM's own routes wakes a model.
         """
-        others = {(operation.method, operation.path) for operation in OPERATIONS}
         for operation in OPERATIONS:
             if operation.method == "GET" and operation.path in CONSOLE_PATHS:
                 continue
@@ -129,9 +128,6 @@ class Front:
                 yield web.get(path, self.work)  # and HEAD
             else:
                 yield web.route(operation.method, path, self.work)
-            if ("OPTIONS", operation.path) not in others:
-                others.add(("OPTIONS", operation.path))
-                yield web.options(path, self.work)  # CORS is the instance's
 
     async def work(self, request: web.Request) -> web.StreamResponse:
         """Any request for a model."""

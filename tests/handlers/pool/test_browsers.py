@@ -50,6 +50,10 @@ def test_pages_of_other_origins_may_send_nothing_and_start_nothing(tmp_path: Pat
         asked = {"origin": PAGE, "access-control-request-method": "POST"}
         preflight = run.ask("OPTIONS", "/v1/completions", headers=asked)
         assert (preflight.status, preflight.headers["access-control-allow-origin"]) == (204, PAGE)
+        for path, methods in (("/v1/completions", "POST"), ("/v1/models", "GET,HEAD"), ("/invoke", "POST")):
+            refused = run.ask("OPTIONS", path, headers={"x-teneral-model": "closed"})
+            assert (refused.status, refused.headers["allow"]) == (405, methods), path
+        assert {model["state"] for model in run.pool()["models"].values()} == {"asleep"}
         answer = run.complete("open", headers={"origin": PAGE})
         assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, PAGE)
         assert run.complete("closed", headers={"origin": PAGE}).status == 403, "its instance refuses"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from . import platforms
-from .anthropic.routes import PREFIX, anthropic_routes
+from .anthropic.routes import anthropic_routes, is_anthropic
 from .console.files import PATHS as CONSOLE_PATHS
 from .console.routes import console_routes
 from .http.application import make_application
@@ -127,7 +127,7 @@ def _pattern(route: Route) -> str:
 
 def _error_response(request: web.Request, error: ApiError) -> web.Response:
     """The error in the protocol of the requested path."""
-    if f"{request.path}/".startswith(PREFIX):
+    if is_anthropic(request.path, request.headers):
         # Rarely used.
         from .anthropic.errors import error_response
 

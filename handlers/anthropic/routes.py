@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -11,7 +12,12 @@ from ..http.service import later
 if TYPE_CHECKING:
     from ..http.service import Service
 
-PREFIX = "/v1/messages/"  # of paths whose errors have Anthropic's shape, with a slash behind them
+
+def is_anthropic(path: str, headers: Mapping[str, str]) -> bool:
+    """True if errors have Anthropic's shape: by the path, or by the header that Anthropic's clients send to
+    every path. `headers` ignores case.
+    """
+    return f"{path}/".startswith("/v1/messages/") or "anthropic-version" in headers
 
 
 def anthropic_routes(service: Service) -> list[web.RouteDef]:

@@ -155,7 +155,7 @@ class Front:
             status = failure.status
             if status >= 500:
                 logger.warning("request %s: %d %s", request_id, status, error)
-            answer = shaped_response(request.path, failure, request_id)
+            answer = shaped_response(request.path, request.headers, failure, request_id)
             answer.headers["x-request-id"] = request_id
             return answer
         finally:

@@ -5,12 +5,13 @@ stream whose instance is lost.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 import msgspec
 from aiohttp import web
 
 from ..anthropic.errors import error_event, error_response
-from ..anthropic.routes import PREFIX as ANTHROPIC_PREFIX
+from ..anthropic.routes import is_anthropic
 from ..http.errors import ApiError
 
 RERANK_PATH = "/v2/rerank"  # Cohere's, all other paths below /v2 are KServe's
@@ -19,9 +20,9 @@ _NUMBER = re.compile(rb'"sequence_number":(\d{1,9})}')
 _TAIL_BYTES = 32  # of a piece, in which a number may begin
 
 
-def shaped_response(path: str, error: ApiError, request_id: str) -> web.Response:
-    """The error as a whole answer."""
-    if _is_anthropic(path):
+def shaped_response(path: str, headers: Mapping[str, str], error: ApiError, request_id: str) -> web.Response:
+    """The error as a whole answer to a request with this path and these headers, which ignore case."""
+    if is_anthropic(path, headers):
         return error_response(error, request_id)
     if path.startswith("/v2/") and path != RERANK_PATH:
         body = msgspec.json.encode({"error": error.message})
@@ -53,7 +54,7 @@ class StreamEnd:
         return apart + self._event(error) + b"\n\n"
 
     def _event(self, error: ApiError) -> bytes:
-        if _is_anthropic(self._path):
+        if is_anthropic(self._path, {}):
             return error_event(error, self._request_id)
         if self._path != RESPONSES_PATH:
             return b"data: " + error.body()
@@ -65,7 +66,3 @@ class StreamEnd:
             "sequence_number": self._next_number,
         }
         return b"event: error\ndata: " + msgspec.json.encode(fields)
-
-
-def _is_anthropic(path: str) -> bool:
-    return f"{path}/".startswith(ANTHROPIC_PREFIX)

@@ -403,7 +403,7 @@ async def _answering_errors(request: web.Request, handler: Handler) -> web.Strea
     try:
         return await handler(request)
     except (TeneralError, web.HTTPException) as error:
-        return shaped_response(request.path, as_api_error(error), request_id_of(request))
+        return shaped_response(request.path, request.headers, as_api_error(error), request_id_of(request))
 
 
 def _shown(deployment: Deployment) -> str:

@@ -212,7 +212,7 @@ def _error(
 ) -> Response:
     kind = SERVER_ERROR if status >= 500 else INVALID_REQUEST
     error = ApiError(status, message, kind=kind, code=code, headers=dict(headers or {}))
-    shaped = shaped_response(request.url.path, error, _id_of(request))
+    shaped = shaped_response(request.url.path, request.headers, error, _id_of(request))
     return Response(cast(bytes, shaped.body), status, dict(shaped.headers))
 
 

@@ -265,6 +265,11 @@ async def test_a_key_is_taken_as_anthropics_clients_send_it(start: Any) -> None:
             assert answer.status == status, headers
             if status == 401:
                 assert answer.json["error"]["type"] == "authentication_error"
+        answer = await server.get(
+            "/v1/models", headers={"x-api-key": "wrong", "anthropic-version": "2023-06-01"}
+        )
+        assert (answer.status, answer.json["type"]) == (401, "error")
+        assert answer.json["error"]["type"] == "authentication_error"
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -97,6 +97,8 @@ def test_errors_of_the_front_have_the_shape_of_the_requested_protocol(tmp_path: 
         assert messages.json["type"] == "error"
         assert messages.json["error"]["type"] == "not_found_error"
         assert messages.json["request_id"] == messages.headers["request-id"]
+        unknown = pool.ask("GET", "/v1/models/other", headers={"Anthropic-Version": "2023-06-01"})
+        assert (unknown.status, unknown.json["error"]["type"]) == (404, "not_found_error")
         infer = pool.ask("POST", "/v2/models/other/infer", {})
         assert (infer.status, type(infer.json["error"])) == (404, str)
         rerank = pool.ask("POST", "/v2/rerank", {"model": "other", "query": "a", "documents": ["b"]})

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from ...loader.errors import TeneralError, UsageError
 from ...loader.memory.limits import available_bytes
-from ...loader.process.scratch import ScratchFolder, remove_abandoned
+from ...loader.process.scratch import ScratchFolder, owning, remove_abandoned
 from ...loader.sources.open import scheme_of
 from ...runtime.config import PREFIX, ServeConfig
 from ..console.routes import PageRoutes
@@ -55,20 +55,26 @@ FOLDER_PREFIX = "teneral-pool-"
 def state_folder(given: str | None) -> Iterator[Path]:
     """The folder `given`, made where it does not exist; without one, a temporary folder, which is removed at the end.
 
-    Raises `UsageError` where it cannot be made or used.
+    Raises `UsageError` where it cannot be made or used, or another pool uses it.
     """
-    try:
-        if given is not None:
-            folder = Path(given).absolute()
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            yield folder
-            return
-        remove_abandoned(FOLDER_PREFIX)
-        own = ScratchFolder(FOLDER_PREFIX)
-    except OSError as error:
-        raise UsageError(f"cannot use a folder for the pool's state: {error}", key="state-dir") from error
-    with own:
-        yield own.path
+    with ExitStack() as stack:
+        try:
+            if given is None:
+                remove_abandoned(FOLDER_PREFIX)
+                folder = stack.enter_context(ScratchFolder(FOLDER_PREFIX)).path
+            else:
+                folder = Path(given).absolute()
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                stack.enter_context(owning(folder))
+        except BlockingIOError as error:
+            raise UsageError(
+                f"another pool keeps its state in {folder}",
+                key="state-dir",
+                hint="End that pool, or name another folder with --state-dir.",
+            ) from error
+        except OSError as error:
+            raise UsageError(f"cannot use a folder for the pool's state: {error}", key="state-dir") from error
+        yield folder
 
 
 WATCH_S = 10.0

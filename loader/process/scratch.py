@@ -13,7 +13,8 @@ import shutil
 import stat
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
@@ -27,10 +28,7 @@ class ScratchFolder:
     def __init__(self, prefix: str) -> None:
         """Raises `OSError` where it cannot be made."""
         self.path = Path(tempfile.mkdtemp(prefix=prefix))
-        self._lock_fd: int | None = os.open(
-            self.path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
-        )
-        fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
+        self._lock_fd: int | None = _lock(self.path)
 
     def remove(self) -> None:
         """Idempotent."""
@@ -44,6 +42,29 @@ class ScratchFolder:
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+
+@contextmanager
+def owning(folder: Path) -> Iterator[None]:
+    """Be the one process that uses a folder, which stays. Raises `BlockingIOError` where another one
+    does, and `OSError` where it cannot be locked.
+    """
+    fd = _lock(folder)
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
+def _lock(folder: Path) -> int:
+    """Lock the folder, until the descriptor returned is closed. Raises `OSError`."""
+    fd = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
 
 
 def remove_abandoned(prefix: str) -> None:

@@ -47,3 +47,12 @@ def test_a_named_folder_stays(temporary: Path) -> None:
     assert (temporary / "a" / "b" / "snapshot").read_bytes() == b"kept"
     with pytest.raises(UsageError, match="state"), state_folder(str(temporary / "a" / "b" / "snapshot")):
         pass
+
+
+def test_a_named_folder_is_one_pools_at_a_time(temporary: Path) -> None:
+    named = str(temporary / "a")
+    refused = pytest.raises(UsageError, match=f"another pool keeps its state in {named}")
+    with state_folder(named), refused, state_folder(named):
+        pass
+    with state_folder(named), state_folder(str(temporary / "b")):
+        pass

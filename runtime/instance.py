@@ -215,6 +215,8 @@ class Instance:
         if self._helpers is not None and self._helpers.load is not None:
             # The process that launched them may still reference them.
             self._helpers.load.release()
+        if self._shared is not None:
+            self._shared.close()  # after all threads, which read its files
         self.text_settings, self.tokenizer, self.opening = Future(), Future(), Future()
         self.engine, self.embedder, self.onnx = Future(), Future(), Future()
         self._settle(DrainingError("the instance was closed"))

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 from tests.support.standby_processes import (
@@ -27,7 +28,7 @@ from tests.support.standby_processes import (
     until,
 )
 from tests.support.store_faults import Fault
-from tests.support.store_http import Request
+from tests.support.store_http import Request as StoreRequest
 from tests.support.store_server import StoreServer
 from tests.support.switching import Models
 
@@ -66,7 +67,7 @@ class Bucket(Models):
         super().__init__(bucket)
         self.answers: dict[str, Any] = {}
 
-    def _hold(self, request: Request) -> Fault | None:
+    def _hold(self, request: StoreRequest) -> Fault | None:
         if "refine" in request.key:
             self.may_send.wait(WAIT_S)
         return None
@@ -248,8 +249,6 @@ def test_the_base_is_in_memory_once_and_never_written(models: Bucket, pool: Pool
 
 
 def metrics_of(server: Server) -> str:
-    from urllib.request import urlopen
-
     with urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=WAIT_S) as response:
         return str(response.read().decode())
 
@@ -336,6 +335,21 @@ def test_a_server_of_another_model_keeps_none_of_the_bases_memory(
         (served,) = [pid for pid in _children(pool.process.pid) if runs(pid) and os.getsid(pid) == pid]
         family = [served, *descendants(served)]
         until(lambda: not any(map(holds_base, family)), "the base's file is closed")
+
+
+@pytest.mark.parametrize("name", ["base", "tuned"])
+def test_a_server_that_unloads_its_model_keeps_none_of_the_bases_memory(
+    models: Bucket, pool: Pool, name: str
+) -> None:
+    pool.wait_full()
+    with Server(models.address(name), pool.path, "--model-control") as server:
+        answer(server)
+        pid = serving_pid(server, pool)
+        assert holds_base(pid)
+        url = f"http://127.0.0.1:{server.port}/v2/repository/models/tiny/unload"
+        urlopen(Request(url, method="POST"), timeout=WAIT_S).close()
+        assert not mappings(pid)
+        assert not holds_base(pid)
 
 
 def test_another_base_is_taken_up_on_request_and_serves_nothing_before(

@@ -164,11 +164,11 @@ def _opened(
         weight_bytes,
         stored_bytes=stored_bytes,
         is_packed=is_packed,
-        has_kv=_has_kv(source, manifest),
+        has_kv=has_kv(source, manifest),
     )
 
 
-def _has_kv(source: Source, manifest: Manifest) -> bool:
+def has_kv(source: Source, manifest: Manifest) -> bool:
     """True if it generates; also if its config cannot be read or is not known, which its instance says better."""
     from ...runtime.models.encoder_config import is_encoder  # the tables of families, for a pool that runs
 

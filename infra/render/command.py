@@ -12,7 +12,7 @@ from ...handlers.pool.file import read_pool
 from ...handlers.pool.values import Model, Pool, PoolWarning
 from ...loader.errors import NoSpaceError, UsageError
 from ...loader.sources.base import SourceOptions
-from .documents import Options
+from .documents import ModelSize, Options
 from .render import Rendered, chosen_models, render
 
 MAX_FILE_BYTES = 4 << 20  # of a file that is compared
@@ -36,8 +36,8 @@ def run_render(
     With `manifests`, the models' manifests are read from their sources, to size instances by.
     """
     pool = read_pool(file)
-    weights = {} if manifests is None else weight_bytes(chosen_models(pool, model), pool, manifests)
-    rendered = render(pool, platform, options=options, weight_bytes=weights, model=model)
+    sizes = {} if manifests is None else model_sizes(chosen_models(pool, model), pool, manifests)
+    rendered = render(pool, platform, options=options, sizes=sizes, model=model)
     if strict and rendered.warnings:
         raise rendered.warnings[0].as_error()
     for warning in rendered.warnings:
@@ -110,20 +110,25 @@ def _read(path: Path) -> str | None:
         return None
 
 
-def weight_bytes(models: Sequence[Model], pool: Pool, options: SourceOptions) -> dict[str, int]:
-    """Decoded size of each model's weights: the largest of its versions. Reads manifests, never weights."""
+def model_sizes(models: Sequence[Model], pool: Pool, options: SourceOptions) -> dict[str, ModelSize]:
+    """Each model's size, by its name. Reads manifests and configs, never weights."""
+    from ...handlers.pool.repository import has_kv
     from ...loader.artifact import open_artifact, open_model  # only where sizes are wanted
     from ...loader.pin import split_pin
 
     def local(address: str) -> str:
         return address if "://" in address else str(pool.folder / address)
 
-    sizes: dict[str, int] = {}
+    sizes: dict[str, ModelSize] = {}
     for model in models:
         addresses = [model.address(version) for version in model.named_versions() or ()]
         for address in addresses or ([] if model.is_versioned else [model.address()]):
             plain, digest = split_pin(address)
             own = options._replace(base=None if model.base is None else local(model.base))
-            manifest = open_artifact(open_model(local(plain), own), digest=digest)
-            sizes[model.name] = max(sizes.get(model.name, 0), manifest.weight_bytes)
+            source = open_model(local(plain), own)
+            manifest = open_artifact(source, digest=digest)
+            before = sizes.get(model.name, ModelSize(0, has_kv=False))
+            sizes[model.name] = ModelSize(
+                max(before.weight_bytes, manifest.weight_bytes), before.has_kv or has_kv(source, manifest)
+            )
     return sizes

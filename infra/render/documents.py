@@ -11,7 +11,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...handlers.pool.values import Code, Model, Pool, PoolFileError, PoolWarning
 
@@ -39,14 +39,21 @@ class Options:
     ray_zero: bool = False  # under Ray no replica stays where min_warm is 0
 
 
+class ModelSize(NamedTuple):
+    """The largest of a model's versions. `has_kv`: it generates, so that it needs a KV pool."""
+
+    weight_bytes: int  # decoded
+    has_kv: bool
+
+
 @dataclass(slots=True)
 class Rendering:
-    """One pool on its way to one platform. `weight_bytes` has models whose manifests were read."""
+    """One pool on its way to one platform. `sizes` has models whose manifests were read."""
 
     pool: Pool
     platform: str
     options: Options = Options()
-    weight_bytes: Mapping[str, int] = field(default_factory=dict)
+    sizes: Mapping[str, ModelSize] = field(default_factory=dict)
     warnings: list[PoolWarning] = field(default_factory=list)
 
     def warn(self, code: Code, model: Model, key: str, message: str, *, always: bool = False) -> None:

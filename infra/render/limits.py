@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...handlers.pool.values import Code, Model
-from .documents import Rendering, resource_names
+from .documents import ModelSize, Rendering, resource_names
 
 READ = "2026-11-23"  # the day on which all of these pages were read
 MIB = 1 << 20
@@ -415,18 +415,20 @@ def disk_bytes(model: Model) -> int:
     return cache + (int(settings.get("kv_disk_bytes") or 0) if settings.get("kv_disk_dir") else 0)
 
 
-def needed_bytes(model: Model, weight_bytes: int) -> int:
+def needed_bytes(model: Model, size: ModelSize) -> int:
     """The least memory of an instance: the weights, the KV pool, bytes in flight and the process."""
-    kv_bytes = int(model.serve.get("kv_bytes") or KV_BYTES) + int(model.serve.get("kv_host_bytes") or 0)
+    kv_bytes = 0
+    if size.has_kv:
+        kv_bytes = int(model.serve.get("kv_bytes") or KV_BYTES) + int(model.serve.get("kv_host_bytes") or 0)
     staging = int(model.serve.get("staging_bytes") or STAGING_BYTES)
-    weight_bytes = min(weight_bytes, int(model.serve.get("weights_bytes") or weight_bytes))
+    weight_bytes = min(size.weight_bytes, int(model.serve.get("weights_bytes") or size.weight_bytes))
     return weight_bytes + kv_bytes + staging + PROCESS_BYTES
 
 
 def _memory_bytes(rendering: Rendering, model: Model) -> int:
-    given, weights = model.instance.memory_bytes, rendering.weight_bytes.get(model.name)
+    given, size = model.instance.memory_bytes, rendering.sizes.get(model.name)
     files = disk_bytes(model) if rendering.platform in FILES_IN_MEMORY else 0
-    if weights is None:
+    if size is None:
         if given is None:
             raise _needed(
                 rendering, model, "memory", 'memory = "4GiB", or --read-manifests to take it from the model'
@@ -436,24 +438,26 @@ def _memory_bytes(rendering: Rendering, model: Model) -> int:
                 rendering, model, given, files + PROCESS_BYTES, f"the process and {_mib(files)} of files"
             )
         return given
-    least = needed_bytes(model, weights) + files
+    least = needed_bytes(model, size) + files
     if given is None:
         return -(-least // MEMORY_STEP_BYTES) * MEMORY_STEP_BYTES
     if given < least:
         kept = f", {_mib(files)} of files" if files else ""
-        parts = f"the weights ({_mib(weights)}), the KV pool{kept} and the process"
+        kv = ", the KV pool" if size.has_kv else ""
+        parts = f"the weights ({_mib(size.weight_bytes)}){kv}{kept} and the process"
         raise _too_small(rendering, model, given, least, parts)
     return given
 
 
 def _too_small(rendering: Rendering, model: Model, given: int, least: int, parts: str) -> Exception:
-    lower = "cache_bytes, kv_disk_bytes" if "of files" in parts else "kv_bytes"
+    lower = {"of files": "cache_bytes, kv_disk_bytes", "KV pool": "kv_bytes"}
+    keys = next((f", or lower {keys}" for part, keys in lower.items() if part in parts), "")
     return rendering.error(
         Code.E6,
         model,
         "instance.memory",
         f"is {_mib(given)}; {parts} of {model.name} need {_mib(least)}",
-        hint=f"Give more, or lower {lower} in [models.{model.name}.serve].",
+        hint=f"Give more{keys} in [models.{model.name}.serve]." if keys else "Give more.",
     )
 
 

@@ -16,7 +16,7 @@ from ...handlers.pool.values import Code, Model, Pool, PoolWarning
 from ...loader.errors import UsageError
 from ...loader.sources.open import scheme_of
 from . import aws_lambda, cloud_run, fargate, knative, kserve, kubernetes, ray, sagemaker
-from .documents import Document, Options, Rendering
+from .documents import Document, ModelSize, Options, Rendering
 from .limits import FOLDERS
 from .yaml_text import yaml_text
 
@@ -138,7 +138,7 @@ def render(
     platform: str,
     *,
     options: Options | None = None,
-    weight_bytes: Mapping[str, int] | None = None,
+    sizes: Mapping[str, ModelSize] | None = None,
     model: str | None = None,
 ) -> Rendered:
     """Raises `PoolFileError` for what the platform cannot do, `UsageError` for a name that is
@@ -148,7 +148,7 @@ def render(
         raise UsageError(
             f"unknown platform {platform!r}", key="platform", hint=f"Name one of {', '.join(RENDERERS)}."
         )
-    rendering = Rendering(pool, platform, options or Options(), weight_bytes or {})
+    rendering = Rendering(pool, platform, options or Options(), sizes or {})
     models = chosen_models(pool, model)
     for each in models:
         _check_paths(rendering, each)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 from tests.support.pool_files import DIGEST, IMAGE, PLAIN, VERSIONED, render_text
+from tests.support.tiny_models import save_tiny
 
 from teneral.cli import run
 from teneral.handlers.pool.keys import MODEL_KEYS
@@ -324,6 +325,26 @@ def test_the_command_writes_checks_and_names_what_differs(tmp_path, capsys):
     assert run([*arguments, "-o", str(out)]) == 0
     assert "old.service.yaml is not rendered any more" in capsys.readouterr().err
     assert run([*arguments, "--check", str(out)]) == 1
+
+
+@pytest.mark.parametrize(("family", "parts", "lower", "memory"), [
+    ("llama", " MiB), the KV pool and the process", "Give more, or lower kv_bytes in", "1Gi"),
+    ("bert", " MiB) and the process", "Give more.\n", "768Mi"),
+])  # fmt: skip
+def test_the_least_memory_has_a_kv_pool_where_the_model_generates(
+    family, parts, lower, memory, tmp_path, capsys
+):
+    save_tiny(family, tmp_path / "model", vocab_size=400)
+    file = tmp_path / "pool.toml"
+    file.write_text(PLAIN.replace("s3://bucket/m", str(tmp_path / "model")).replace("4GiB", "1MiB"))
+    arguments = ["pool", "render", "kubernetes", str(file), "--read-manifests"]
+    assert run(arguments) == 2
+    refused = capsys.readouterr().err
+    assert parts in refused
+    assert lower in refused
+    file.write_text(file.read_text().replace('memory = "1MiB"\n', ""))
+    assert run(arguments) == 0
+    assert f'memory: "{memory}"' in capsys.readouterr().out
 
 
 def test_strict_makes_warnings_errors_and_a_name_that_is_unknown_is_one(tmp_path, capsys):

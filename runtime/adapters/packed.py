@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ...loader.artifact import find_file, read_file
+from ...loader.format.encoding import Encoding
 from ...loader.format.manifest import Manifest
 from ...loader.format.safetensors import Entry
 from ...loader.load.load import WeightLoad
@@ -90,6 +91,12 @@ def open_packed(
     file = find_file(manifest, CONFIG_NAME)
     if file is None or file.size_bytes > MAX_CONFIG_BYTES:
         raise AdapterError(f"{CONFIG_NAME} has more than {MAX_CONFIG_BYTES} bytes")
+    for tensor in manifest.tensors:
+        if tensor.encoding in (Encoding.SAME, Encoding.DELTA):
+            raise AdapterError(
+                f"matrix {tensor.name} is stored as '{tensor.encoding.value}', for which the base has no counterpart",
+                hint="Pack the adapter's folder again.",
+            )
     peft = PeftConfig.parse(read_file(source, manifest, CONFIG_NAME))
     entries = {
         name: Entry(name, tensor.dtype, tensor.shape, 0, tensor.size_bytes)

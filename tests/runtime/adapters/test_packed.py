@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from contextlib import closing
 from pathlib import Path
@@ -18,10 +19,11 @@ from tests.support.tiny_models import config_json, save_tiny, tiny_model
 from teneral import cli
 from teneral.loader.artifact import open_artifact
 from teneral.loader.errors import IntegrityError, NotFoundError, TeneralError
+from teneral.loader.format.encoding import Encoding
 from teneral.loader.sources.open import open_source
 from teneral.runtime.adapters.load import open_adapter
 from teneral.runtime.adapters.loaded import LoadedAdapter
-from teneral.runtime.adapters.packed import PackedAdapter
+from teneral.runtime.adapters.packed import PackedAdapter, open_packed
 from teneral.runtime.adapters.registry import AdapterRegistry
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.errors import AdapterError, AdapterNotFoundError
@@ -140,6 +142,17 @@ def test_another_base_is_refused_by_name(rig: Rig, tmp_path: Path) -> None:
 def test_a_model_is_no_packed_adapter(rig: Rig) -> None:
     with pytest.raises(AdapterError, match="not a packed adapter"):
         load_packed(rig.base, rig.digest)
+
+
+@pytest.mark.parametrize("encoding", [Encoding.SAME, Encoding.DELTA])
+def test_matrices_that_are_differences_are_refused(rig: Rig, tmp_path: Path, encoding: Encoding) -> None:
+    assert rig.pack(rig.adapter("differences"), tmp_path / "packed") == 0
+    with closing(open_source(str(tmp_path / "packed"))) as source:
+        manifest = open_artifact(source, without_base=True)
+        first, *others = manifest.tensors
+        changed = manifest._replace(tensors=(first._replace(encoding=encoding), *others))
+        with pytest.raises(AdapterError, match=rf"{re.escape(first.name)}.* '{encoding.value}'"):
+            open_packed(source, changed, CONFIG, rig.digest, max_bytes=1 << 24)
 
 
 def test_a_pin_must_be_its_own(rig: Rig, tmp_path: Path) -> None:

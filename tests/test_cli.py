@@ -205,7 +205,7 @@ def test_a_handler_that_is_not_there_is_named(artifact: Path, capsys: pytest.Cap
     assert "nowhere.py" in fails(capsys, 14, "invoke", "nowhere.py:handler", "--model", str(artifact))
 
 
-def test_what_a_handler_raises_is_shown_and_debug_is_named(
+def test_what_a_handler_raises_is_shown_and_debug_is_named_where_its_traceback_is_not(
     artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "broken.py").write_text("def handler(event, context):\n    return event['missing_key']\n")
@@ -213,8 +213,10 @@ def test_what_a_handler_raises_is_shown_and_debug_is_named(
     arguments = ("--model", str(artifact), "--event", str(tmp_path / "event.json"))
     printed = fails(capsys, 14, "invoke", f"{tmp_path}/broken.py:handler", *arguments)
     assert "KeyError" in printed
-    assert "--debug" in printed
+    assert "--debug" not in printed
     assert "return event['missing_key']" in caplog.text  # without a logging configuration, on standard error
+    (tmp_path / "unfinished.py").write_text("import nothing_of_this_name\n")
+    assert "--debug" in fails(capsys, 14, "invoke", f"{tmp_path}/unfinished.py:handler", *arguments)
 
 
 def test_an_event_that_is_not_json_is_refused(

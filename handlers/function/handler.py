@@ -308,7 +308,7 @@ def _type_name(value: object) -> str:
 def _as_error(handler: Handler, error: BaseException, context: Context) -> TeneralError:
     """The error for the caller. The developer's own errors are logged, with their tracebacks."""
     if isinstance(error, HandlerError) or not isinstance(error, TeneralError):
-        logger.error("request %s: %s failed", context.request_id, handler.name, exc_info=error)
+        context.logger.error("request %s: %s failed", context.request_id, handler.name, exc_info=error)
     if isinstance(error, TeneralError):
         return error
     message = f"{handler.name} raised {type(error).__name__}: {_text_of(error)}"

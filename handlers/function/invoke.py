@@ -10,8 +10,7 @@ import asyncio
 import json
 import sys
 import uuid
-from collections.abc import Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -34,24 +33,23 @@ def invoke_once(spec: str, event_file: str, config: ServeConfig, *, timeout_s: f
     """
     if not 0 < timeout_s <= 86_400:
         raise UsageError("--timeout-s must be from 0 to 86400 seconds", key="timeout_s")
-    with _naming_debug():
-        handler = load_handler(spec)
+    handler = _load(spec)
     try:
         event = read_event(event_file)
         with Instance(config) as instance:
             context = Context(instance, request_id=f"local-{uuid.uuid4().hex[:12]}", timeout_s=timeout_s)
-            with _naming_debug():
-                asyncio.run(_print_results(handler, event, context))
+            asyncio.run(_print_results(handler, event, context))
     finally:
         handler.close()
     return 0
 
 
-@contextmanager
-def _naming_debug() -> Iterator[None]:
-    """Add a hint about --debug to errors of the developer's own code."""
+def _load(spec: str) -> Handler:
+    """`load_handler`, with a hint about --debug in errors of the developer's own code: unlike those of a call, they are
+    not logged.
+    """
     try:
-        yield
+        return load_handler(spec)
     except HandlerError as error:
         if error.__cause__ is not None and not error.hint:
             error.hint = "Run it again with --debug to see the whole traceback."

@@ -41,6 +41,7 @@ class JsonLines(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
+            **({"request_id": request_id} if (request_id := getattr(record, "request_id", None)) else {}),
             **getattr(record, "fields", {}),
         }
         if record.exc_info:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import threading
@@ -14,6 +15,7 @@ from tests.support.small_host import SENTENCE
 
 from teneral.handlers.function.context import Context
 from teneral.handlers.function.lifetime import Lifetime
+from teneral.handlers.http.logs import JsonLines
 from teneral.runtime.errors import (
     CancelledError,
     CapacityError,
@@ -79,6 +81,7 @@ def test_log_records_carry_the_request_id(context, caplog):
     (record,) = caplog.records
     assert record.getMessage() == "hello there"
     assert record.request_id == context.request_id
+    assert json.loads(JsonLines().format(record))["request_id"] == context.request_id
 
 
 def test_a_prompt_is_gone_on_with(context):

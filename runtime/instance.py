@@ -166,9 +166,7 @@ class Instance:
             self.adapters.quiesce()
 
     def wait_opened(self, timeout_s: float) -> bool:
-        """Block until the manifest was read; False at the time limit. Raises the instance's
-        failure.
-        """
+        """Block until the manifest was read; False at the time limit. Raises the instance's failure."""
         try:
             self.opening.result(timeout_s)
         except TimeoutError:

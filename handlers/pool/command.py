@@ -88,9 +88,15 @@ def status(url: str, *, as_json: bool) -> int:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:  # noqa: S310 - as above
             pool = json.loads(answer.read(MAX_BYTES))
         text = json.dumps(pool, indent=2) if as_json else render(pool)
+    except urllib.error.HTTPError as error:
+        needs_key = error.code == 401
+        hint = f"Set {PREFIX}API_KEY to the pool's key." if needs_key else "Give the address of a pool."
+        message = f"{url} answers {error.code} {error.reason}"
+        raise UnavailableError(message, source=url, hint=hint) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = getattr(error, "reason", error)  # urllib's errors have it, without their own names
         raise UnavailableError(
-            f"no pool answers at {url}: {error}", source=url, hint="Start one: teneral pool run pool.toml"
+            f"no pool answers at {url}: {reason}", source=url, hint="Start one: teneral pool run pool.toml"
         ) from error
     print(text)
     return 0

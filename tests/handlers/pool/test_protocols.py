@@ -17,6 +17,7 @@ from tests.support.pool_runs import PoolRun, pool_file
 from tests.support.standby_processes import WAIT_S
 from tests.support.tiny_models import save_tiny
 
+from teneral import cli
 from teneral.handlers.http.errors import SERVER_ERROR, ApiError
 from teneral.handlers.pool.protocols import StreamEnd
 
@@ -86,6 +87,23 @@ def test_a_stream_whose_instance_is_killed_ends_with_an_error_of_its_protocol(
         if path == "/v1/responses":
             before = re.findall(rb'"sequence_number":(\d+)}', rest.removesuffix(event + b"\n\n"))
             assert (data["code"], data["sequence_number"]) == ("instance_lost", int(before[-1]) + 1)
+
+
+@needs_linux
+@pytest.mark.slow
+def test_the_command_status_names_a_wrong_key_and_a_pool_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TENERAL_API_KEY", "wrong")
+    file = pool_file('[models.m]\nsource = "nowhere"\n')
+    with PoolRun(tmp_path, file, environment={"TENERAL_API_KEY": "right"}) as pool:
+        command = ["pool", "status", "--url", f"http://127.0.0.1:{pool.port}"]
+        assert cli.run(command) == 5
+        refused = capsys.readouterr().err
+        assert "401" in refused
+        assert "TENERAL_API_KEY" in refused
+    assert cli.run(command) == 5
+    assert "urlopen" not in capsys.readouterr().err
 
 
 @needs_linux

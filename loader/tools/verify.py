@@ -62,7 +62,7 @@ class VerifyReport:
         took = format_duration(self.elapsed_s)
         if self.problems:
             lines = [f"  {problem}" for problem in self.problems]
-            return "\n".join([f"damaged: {len(self.problems)} of {what}, in {self.url}", *lines])
+            return "\n".join([f"damaged: {self.url}, {what}; problems: {len(self.problems)}", *lines])
         if self.digest is None:
             return (
                 f"readable: {what}, in {took}\n"

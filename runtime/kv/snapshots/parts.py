@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from blake3 import blake3
 
-from ....loader.errors import IntegrityError
+from ....loader.errors import IntegrityError, NotFoundError
 from ....loader.format.codec import Scratch, decode_planes, encode_segment
 from ....loader.format.manifest import (
     PLANE_ALIGNMENT_BYTES,
@@ -48,7 +48,13 @@ def open_snapshot(source: Source, *, digest: bytes | None = None) -> tuple[Snaps
     Raises `NotFoundError` without one, `SnapshotError`, `IntegrityError` if it is not the pinned
     one, and the source's errors.
     """
-    data, info = source.read(SNAPSHOT_NAME, max_bytes=MAX_SNAPSHOT_JSON_BYTES)
+    try:
+        data, info = source.read(SNAPSHOT_NAME, max_bytes=MAX_SNAPSHOT_JSON_BYTES)
+    except NotFoundError as error:
+        hint = f"Give the folder that holds {SNAPSHOT_NAME}, or make one: teneral kv export."
+        raise NotFoundError(
+            f"there is no KV snapshot at {source.url}", source=source.url, hint=hint
+        ) from error
     return parse_snapshot(data, expected_digest=digest), info.version
 
 

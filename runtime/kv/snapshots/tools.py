@@ -47,7 +47,7 @@ class SnapshotReport:
         what = f"{self.num_parts} parts, {format_bytes(self.stored_bytes)}"
         if self.problems:
             lines = (f"  {problem}" for problem in self.problems)
-            return "\n".join([f"damaged: {len(self.problems)} of {what}, in {self.url}", *lines])
+            return "\n".join([f"damaged: {self.url}, {what}; problems: {len(self.problems)}", *lines])
         return f"intact: {what}\n  {self.url}@b3:{self.digest.hex()}"
 
 

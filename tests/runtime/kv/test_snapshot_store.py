@@ -224,7 +224,16 @@ def test_a_truncated_blob_is_refused(written):
     damage(written, lambda data: data[:-1])
     with pytest.raises(SourceError):
         contents(written)
-    assert any("it has" in problem for problem in verify_snapshot(written).problems)
+    report = verify_snapshot(written)
+    assert any("it has" in problem for problem in report.problems)
+    assert report.render().splitlines()[0].endswith("; problems: 2")
+
+
+def test_a_folder_without_a_snapshot_is_named_as_such(tmp_path):
+    for folder in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(NotFoundError, match="there is no KV snapshot at") as caught:
+            open_snapshot(FileStore(folder))
+        assert "snapshot.json" in caught.value.hint
 
 
 def test_a_missing_blob_is_refused(written):

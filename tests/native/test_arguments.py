@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 from tests.support.native import each_isa, products
 
+from teneral.runtime.backends.native import arrays
 from teneral.runtime.backends.native.products import Weight
 
 Array = NDArray[Any]
@@ -106,3 +107,10 @@ SHARED = ones(2, 12)
 def test_rows_that_the_core_could_not_read_are_refused(isa: str, x: Array, out: Array, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         products(isa).linear(x, Weight(ones(4, 8)), out)
+
+
+def test_an_address_is_that_of_the_first_element_of_any_array():
+    frozen = np.arange(8)
+    frozen.flags.writeable = False
+    for array in (ones(4), ones(2, 4)[:, 1:], ones(4)[::-1], ones(0, 4), frozen, misaligned(2, 2)):
+        assert arrays.address(array) == array.__array_interface__["data"][0]

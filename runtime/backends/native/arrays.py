@@ -7,6 +7,7 @@ caller names their dtype.
 
 from __future__ import annotations
 
+import ctypes
 import enum
 from typing import TYPE_CHECKING, Any
 
@@ -47,17 +48,19 @@ _DTYPES = {
 class Scratch:
     """Memory of one caller, aligned to 64 bytes, for the core's use during one call. Grows."""
 
-    __slots__ = ("_memory",)
+    __slots__ = ("_first", "_memory")
 
     def __init__(self) -> None:
         self._memory: Array = np.empty(0, np.uint8)
+        self._first = 0  # aligned address
 
     def address_of(self, num_bytes: int) -> int:
         """The address of `num_bytes` bytes, whose content is lost with the next call."""
         if num_bytes + SLAB_ALIGNMENT > len(self._memory):
             self._memory = np.empty(num_bytes + SLAB_ALIGNMENT, np.uint8)
-        first = address(self._memory)
-        return first + -first % SLAB_ALIGNMENT
+            first = address(self._memory)
+            self._first = first + -first % SLAB_ALIGNMENT
+        return self._first
 
 
 def dtype_of(array: Array) -> DType:
@@ -72,7 +75,11 @@ def address(array: Array) -> int:
     """The address of the first element. The caller keeps the array alive until the core is done
     with it.
     """
-    return int(array.__array_interface__["data"][0])
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
+    except (TypeError, ValueError):
+        # Read-only, empty or in strides: numpy's own way takes four times as long.
+        return int(array.__array_interface__["data"][0])
 
 
 def address_or_null(array: Array | None) -> int | None:

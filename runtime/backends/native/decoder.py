@@ -154,6 +154,7 @@ class NativeDecoder:
         self._layers = (records.DecoderLayer * spec.num_layers)()
         self._parts: dict[int, tuple[Parts, ...]] = {}  # of the layers whose records are there
         self._head: Parts | None = None
+        self._pool: tuple[Any, Pool] | None = None  # that of the last step
         self._record = records.Decoder(
             layers=self._layers,
             hidden_size=spec.hidden_size,
@@ -186,7 +187,7 @@ class NativeDecoder:
 
     def begin(self, batch: StepBatch, kv: Any) -> Step:
         """Raises `ValueError` for rows, slots or blocks that do not fit."""
-        pool = Pool.of(kv)
+        pool = self._pool_of(kv)
         spec, num_rows = self._spec, len(batch.tokens)
         shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim)
         if (pool.num_layers, pool.num_kv_heads, pool.head_dim) != shape or not pool.takes(self._record.dtype):
@@ -227,9 +228,7 @@ class NativeDecoder:
         if not 0 <= first <= end <= self._spec.num_layers:
             raise ValueError(f"there are no layers [{first}, {end})")
         arrays.check_contiguous(x, "x")
-        for index in range(first, end):
-            if index not in self._parts:
-                self._fill(index)
+        filled = [self._fill(index) for index in range(first, end) if index not in self._parts]
         num_bytes = int(self._scratch_bytes(ctypes.byref(self._record), num_rows))
         args = records.DecoderStepArgs(
             model=ctypes.pointer(self._record),
@@ -252,8 +251,7 @@ class NativeDecoder:
             self._adapted.call(args, step.runs, num_rows)
         elif num_rows:
             self._operations.call("tn_decoder_step", args)
-        for index in range(first, end):
-            self._forget_unsettled(index)
+        del filled  # until here its addresses are in use
 
     def logits(self, x: Array, rows: Int64s) -> Floats:
         """(R, vocab_size) fp32, not rounded to the spec's dtype."""
@@ -299,6 +297,12 @@ class NativeDecoder:
 
     # ---- records ----
 
+    def _pool_of(self, kv: Any) -> Pool:
+        """The same for all steps of an engine."""
+        if self._pool is None or self._pool[0] is not kv:
+            self._pool = kv, Pool.of(kv)
+        return self._pool[1]
+
     def _runs(self, batch: StepBatch) -> StepRuns | None:
         if all(span.adapter is None for span in batch.spans):
             return None
@@ -308,8 +312,12 @@ class NativeDecoder:
             self._adapted = AdaptedSteps(self._library)
         return self._adapted.runs(batch.spans)
 
-    def _fill(self, index: int) -> None:
-        """The layer's record. Its weights are there."""
+    def _fill(self, index: int) -> tuple[Parts, ...]:
+        """The layer's record, which reads these matrices. Its weights are there.
+
+        The matrices are kept, and the record with them, once they are settled: others are made anew by each step until
+        they are exact.
+        """
         layer = self._weights.layers[index]
         parts = {
             name: Parts(projection.matrices())
@@ -350,15 +358,12 @@ class NativeDecoder:
         self._record.permuted_size = max(
             self._record.permuted_size, *(part.permuted_size for part in parts.values())
         )
-        self._parts[index] = (*parts.values(), *itertools.chain(*experts))
-
-    def _forget_unsettled(self, index: int) -> None:
-        """ConvertedMatrix matrices are made anew until they are exact."""
-        layer = self._weights.layers[index]
         own = (layer.qkv, layer.output, layer.gate_up, layer.down, layer.router)
         of_experts = itertools.chain(*((expert.gate_up, expert.down) for expert in layer.experts))
-        if not all(each.is_settled for each in (*own, *of_experts) if each is not None):
-            del self._parts[index]
+        filled = (*parts.values(), *itertools.chain(*experts))
+        if all(each.is_settled for each in (*own, *of_experts) if each is not None):
+            self._parts[index] = filled
+        return filled
 
 
 def _of(parts: Mapping[str, Parts], name: str) -> list[Parts]:

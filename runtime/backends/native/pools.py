@@ -98,5 +98,5 @@ def check_ids(ids: Int64s, end: int, what: str) -> None:
     """Raises `ValueError` unless all are in [0, end)."""
     if ids.ndim != 1 or ids.dtype != np.int64 or not ids.flags.c_contiguous:
         raise ValueError(f"numbers must be contiguous int64, not {ids.dtype} {ids.shape}")
-    if len(ids) and (ids.min() < 0 or ids.max() >= end):
+    if len(ids) and ids.view(np.uint64).max() >= end:  # without a sign, negative ones are the highest
         raise ValueError(f"{what} is outside of [0, {end})")

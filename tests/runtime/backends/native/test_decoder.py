@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from typing import Any
 
 import numpy as np
@@ -329,3 +330,19 @@ def in_other_order(matrix: IntegerMatrix, seed: int) -> IntegerMatrix:
         scale=Tensor(matrix.scale.dtype, np.ascontiguousarray(matrix.scale.array[:, groups])),
         columns=columns.astype(np.int64),
     )
+
+
+@each_isa
+def test_the_calls_of_a_later_step_do_not_grow_with_the_layers(isa):
+    def num_calls(num_layers):
+        stepping = stepper(isa, tiny_model("llama", num_hidden_layers=num_layers), DType.F32)
+        stepping.step({"a": some_tokens(9)})
+        calls = []
+        sys.setprofile(lambda frame, event, arg: calls.append(event))
+        try:
+            stepping.step({"a": [3]})
+        finally:
+            sys.setprofile(None)
+        return len(calls)
+
+    assert num_calls(2) == num_calls(6)

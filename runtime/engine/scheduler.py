@@ -236,6 +236,8 @@ class _Step(Generic[SequenceT]):
         if self.preempted:
             waiting = ()
         running = [each for each in self.active if each.is_batch is is_batch and _num_missing(each) > 1]
+        if not running and not waiting:  # as in most steps
+            return not self.preempted
         num_tokens = min(self.tokens_left, self.prefill_left)
         order = shortest_first([*running, *waiting])
         admissible = self._admissible(order, waiting, num_tokens)

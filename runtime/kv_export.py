@@ -102,9 +102,9 @@ def export_prefixes(
 ) -> ExportReport:
     """Load the model, compute the prefixes, and write them to `address`. Blocks.
 
-    An existing snapshot of the same identity keeps its prefixes of other names; any other is
-    replaced only with `force`. Raises `UsageError`, `SnapshotMismatchError`, `AlreadyExistsError`,
-    and the errors of the load and the stores.
+    An existing snapshot of the same identity keeps its prefixes of other names, up to the first block in a
+    damaged part; any other is replaced only with `force`. Raises `UsageError`, `SnapshotMismatchError`,
+    `AlreadyExistsError`, and the errors of the load and the stores.
     """
     names = [prefix.name for prefix in prefixes]
     if not names or len(set(names)) != len(names):
@@ -123,6 +123,7 @@ def export_prefixes(
                 hint="Pack it first: teneral pack MODEL ARTIFACT.",
             )
         from .kv.snapshots.service import identity_of
+        from .kv.snapshots.tools import lost_blocks
         from .kv.snapshots.writer import (  # imports numpy while weights were arriving
             find_published,
             plan_generation,
@@ -135,7 +136,10 @@ def export_prefixes(
         replaced = find_published(store)
         base = _base_of(replaced, identity, store.url, address, force=force)
         chains = plan_generation(base, exported=computing.chains)
-        digest, written_bytes = write_generation(store, identity, chains, computing.read, replaced=replaced)
+        lost = lost_blocks(store, base) if base is not None else set()
+        digest, written_bytes = write_generation(
+            store, identity, chains, computing.read, replaced=replaced, lost=lost
+        )
     return ExportReport(store.url, digest, tokens, written_bytes)
 
 
@@ -192,12 +196,15 @@ class _Computing:
         return len(chain) * pool.block_size
 
     def read(self, hashes: Sequence[bytes]) -> NDArray[np.uint8]:
-        """Read blocks, as a `ReadBlocks`."""
+        """Read blocks, as a `ReadBlocks`; of other prefixes, whose tokens are not known here, those in the pool."""
         pool = self._engine.prefix_pool
         content = pool.get(hashes)
         if len(content) == len(hashes):
             return content
-        self._compute(self._tokens[hashes[-1]])
+        tokens = next((self._tokens[each] for each in reversed(hashes) if each in self._tokens), None)
+        if tokens is None:
+            return content
+        self._compute(tokens)
         return pool.get(hashes)
 
     def _compute(self, tokens: Sequence[int]) -> None:

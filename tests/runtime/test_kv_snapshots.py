@@ -20,6 +20,7 @@ from teneral.runtime.errors import SnapshotMismatchError
 from teneral.runtime.instance import Instance
 from teneral.runtime.kv.snapshots.parts import open_snapshot
 from teneral.runtime.kv.snapshots.snapshot import SNAPSHOT_NAME
+from teneral.runtime.kv.snapshots.tools import verify_snapshot
 from teneral.runtime.kv_export import (
     PrefixText,
     common_beginning,
@@ -137,6 +138,22 @@ def test_an_export_keeps_what_has_other_names(artifact, tmp_path):
     stored, _ = open_snapshot(FileStore(address))
     assert {prefix.name: len(prefix.blocks) for prefix in stored.prefixes} == {"b": 9, "a": 4}
     assert len(stored.hashes) == 9  # the second one's beginning was there
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_an_export_leaves_no_damaged_part_in_the_snapshot(artifact, tmp_path, name):
+    address, texts = str(tmp_path / "kv"), {"a": SYSTEM, "b": "To be, or not to be. " * 4}
+    export_prefixes(config(artifact), address, [PrefixText("a", texts["a"], False)])
+    (blob,) = (tmp_path / "kv" / "kv").iterdir()
+    content = bytearray(blob.read_bytes())
+    content[len(content) // 2] ^= 1
+    blob.write_bytes(content)
+    assert not verify_snapshot(FileStore(tmp_path / "kv")).ok
+    report = export_prefixes(config(artifact), address, [PrefixText(name, texts[name], False)])
+    assert report.written_bytes > 0
+    assert verify_snapshot(FileStore(tmp_path / "kv")).ok
+    snapshot, _ = open_snapshot(FileStore(tmp_path / "kv"))
+    assert [prefix.name for prefix in snapshot.prefixes] == [name], "the damaged one cannot be computed here"
 
 
 def test_a_prefix_that_does_not_fit_the_pool_with_others_is_exported_whole(artifact, tmp_path):

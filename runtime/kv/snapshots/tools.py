@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ....loader.errors import AlreadyExistsError, ChangedError, FormatError, NotFoundError
@@ -130,22 +131,34 @@ def verify_snapshot(
         if size_bytes != blob.size_bytes:
             problems.append(f"{blob.name}: it has {size_bytes} bytes instead of {blob.size_bytes}")
 
-    def check(part: SnapshotPart) -> str | None:
-        try:
-            reader.read(part)
-        except _FINDINGS as error:
-            return error.message
-        return None
-
     total_bytes = sum(part.size_bytes for part in snapshot.parts)
     done_bytes = 0
-    with closing(map_in_order(check, snapshot.parts, None)) as results:
+    with closing(map_in_order(partial(_problem_of, reader), snapshot.parts, None)) as results:
         for part, problem in zip(snapshot.parts, results, strict=True):
             problems += [problem] if problem is not None else []
             done_bytes += part.size_bytes
             if progress is not None:
                 progress(TransferProgress(done_bytes, total_bytes))
     return SnapshotReport(source.url, _digest_of(snapshot), len(snapshot.parts), total_bytes, tuple(problems))
+
+
+def lost_blocks(source: Source, snapshot: Snapshot) -> set[bytes]:
+    """The hashes of all blocks in damaged or missing parts. Reads every part. Blocks; raises errors of a store that
+    does not answer.
+    """
+    check = partial(_problem_of, SnapshotReader(source, snapshot))
+    with closing(map_in_order(check, snapshot.parts, None)) as problems:
+        found = [part for part, problem in zip(snapshot.parts, problems, strict=True) if problem]
+    return {each for part in found for each in part.hashes}
+
+
+def _problem_of(reader: SnapshotReader, part: SnapshotPart) -> str | None:
+    """The finding about a part; None for one that is intact."""
+    try:
+        reader.read(part)
+    except _FINDINGS as error:
+        return error.message
+    return None
 
 
 def copy_snapshot(

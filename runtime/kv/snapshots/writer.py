@@ -18,7 +18,7 @@ from __future__ import annotations
 import platform
 import secrets
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -302,16 +302,17 @@ def write_generation(
     read: ReadBlocks,
     *,
     replaced: Published | None,
+    lost: Collection[bytes] = (),
     is_time_left: Callable[[], bool] = lambda: True,
 ) -> tuple[bytes, int]:
-    """Write this generation in the place of `replaced`. Returns its digest and the number of bytes
-    written.
+    """Write this generation in the place of `replaced`, of which the blocks `lost` are not kept. Returns its
+    digest and the number of bytes written.
 
     Chains are cut at their first unreadable block. Raises the errors of `SnapshotWriter.publish`;
     then the old generation stays.
     """
     wanted = {each for chain in chains for each in chain.hashes}
-    writer = SnapshotWriter(store, identity, replaced=replaced, kept=tuple(wanted))
+    writer = SnapshotWriter(store, identity, replaced=replaced, kept=tuple(wanted.difference(lost)))
     try:
         whole: list[NamedChain] = []
         for chain in chains:

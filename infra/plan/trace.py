@@ -160,13 +160,14 @@ def synthesize(spec: str, *, model: str) -> list[Request]:
             model = text
             continue
         try:
-            values[name] = float(text) if name in values else math.nan
+            value = float(text) if name in values else math.nan
         except ValueError:
-            values[name] = math.nan
-        if not math.isfinite(values[name]) or values[name] < 0:
+            value = math.nan
+        if not 0 <= value < math.inf:
             known = ", ".join((*values, "model"))
             raise UsageError(f"{spec}: cannot read {item!r}", key="synthetic", hint=f"Known: {known}.")
-    if max(values["rate"], values.get("peak", 0.0)) * values["duration"] > MAX_REQUESTS:
+        values[name] = value
+    if _highest_rate(values) * values["duration"] > MAX_REQUESTS:
         raise UsageError(f"{spec}: that is more than {MAX_REQUESTS:,} requests", key="synthetic")
     rng = random.Random(int(values["seed"]))  # noqa: S311 - arrivals are no secret
     return [
@@ -179,9 +180,14 @@ def _tokens(rng: random.Random, mean: float) -> int:
     return 0 if mean <= 0 else max(1, math.ceil(rng.expovariate(1 / mean)))
 
 
+def _highest_rate(values: dict[str, float]) -> float:
+    """Requests a second."""
+    return max(values["rate"], values.get("peak", 0.0), values.get("base", 0.0))
+
+
 def _times(kind: str, values: dict[str, float], rng: random.Random) -> list[float]:
     """By thinning: candidates at the highest rate, each kept with the share of the rate at its time."""
-    highest = max(values["rate"], values.get("peak", 0.0), values.get("base", 0.0))
+    highest = _highest_rate(values)
     if highest <= 0:
         return []
     times: list[float] = []

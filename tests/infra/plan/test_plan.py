@@ -236,9 +236,10 @@ def test_synthetic_arrivals_have_their_rates_and_are_the_same_again() -> None:
     assert statistics.pstdev(gaps) / statistics.mean(gaps) > 3
     assert synthesize("diurnal:rate=0.1,peak=1,duration=9000,period=9000", model="m")
     assert synthesize("poisson:rate=5,duration=2000", model="m") == poisson
-    for spec in ("uniform:", "poisson:rate=x", "poisson:speed=1", "poisson:rate=1e9"):
-        with pytest.raises(UsageError):
+    for spec in ("uniform:", "poisson:rate=x", "poisson:speed=1", "poisson:rate=1e9", "bursty:base=1e9"):
+        with pytest.raises(UsageError) as caught:
             synthesize(spec, model="m")
+        assert "speed" not in caught.value.hint
 
 
 def test_the_search_names_pools_that_no_other_beats() -> None:

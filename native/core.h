@@ -24,6 +24,7 @@ typedef enum tn_status {
     TN_OK = 0,
     TN_REFUSED = 1, /* a struct of another size, or a dtype that the function does not take */
     TN_ABORTED = 2, /* the caller's abort flag was set */
+    TN_DAMAGED = 3, /* data from outside is not what its format says */
 } tn_status;
 
 typedef enum tn_dtype {
@@ -93,6 +94,22 @@ TN_EXPORT void tn_exp(const float *from, float *to, int64_t count);
 
 /* x[i] = x[i] * scale, and then, unless cap is 0, cap * tanh(x[i] / cap): logits of models that say so. */
 TN_EXPORT void tn_scale_and_cap(float *x, int64_t count, float scale, float cap);
+
+/* ---- frames (frames.c; docs/format.md, "Frames") ---- */
+
+/* Zstd frames that hold `frame_bytes` each, but for a shorter last one. They are checked: nothing outside `src` is read
+ * and nothing outside `out` written, whatever the frames are. Of damaged ones `out` is undefined. */
+typedef struct tn_decode_frames_args {
+    size_t size;
+    const uint8_t *src;  /* (src_bytes,): frames with their padding, and whatever follows */
+    uint8_t *out;        /* (out_bytes,) */
+    int64_t src_bytes;
+    int64_t out_bytes;
+    int64_t frame_bytes; /* 1 to 65,536 */
+    int64_t end;         /* written: of the last frame's padding in `src`; of TN_DAMAGED where that frame begins */
+} tn_decode_frames_args;
+
+TN_EXPORT int tn_decode_frames(tn_decode_frames_args *args);
 
 /* ---- merging planes (merge.c; docs/format.md, "Encodings") ---- */
 

@@ -55,7 +55,7 @@ static float exponentials(float *powers, const void *scores, int64_t num, int dt
 /* The experts of one row, ascending, and their weights. Of equal scores the earlier one wins. */
 static void route_row(const tn_mixture *mixture, const tn_decoder *model, int64_t row) {
     const int64_t num = model->num_experts, used = model->num_experts_used;
-    float powers[TN_MAX_EXPERTS];
+    float powers[TN_MAX_EXPERTS] = {0};
     bool is_chosen[TN_MAX_EXPERTS] = {0};
     float total = exponentials(powers, element_at(mixture->scores, model->dtype, row * num), num, model->dtype);
     float of_chosen = 0.0f;

@@ -1,11 +1,12 @@
 """The one place that touches zstd: bytes ↔ runs of standard zstd frames, each at a multiple of 8
 bytes.
 
-Invariant: no frame is given to the decompressor before its header and block headers were read here,
-and its declared size found to be the one that the caller expects, at most `MAX_FRAME_BYTES`. So
-neither time nor memory follows a number that an attacker chose. python-zstandard alone does not see
-to that: to it, frames of any sizes, windows and dictionaries, with anything skippable between them,
-are one stream.
+Frames are decoded by the native core, and by python-zstandard where there is none. Invariant: a
+frame's declared size is the one that the caller expects, at most `MAX_FRAME_BYTES`, or it is refused
+before it is decompressed. So neither time nor memory follows a number that an attacker chose.
+python-zstandard alone does not see to that: to it, frames of any sizes, windows and dictionaries,
+with anything skippable between them, are one stream. So header and block headers are read here
+before it gets them.
 
 It does not know tensors, planes or manifests. `docs/format.md`, "Frames", is the norm.
 """
@@ -20,6 +21,7 @@ import numpy as np
 import zstandard
 
 from ..errors import IntegrityError
+from ..native import merge as native
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -79,8 +81,8 @@ def compress_frames(
 class FrameReader:
     """Reads the content of a run of frames, piece by piece, into memory of the caller's.
 
-    The frames of a piece are decompressed in one call, which needs the GIL only for an instant
-    between two of them: decoding threads seldom wait for each other. The methods raise
+    The frames of a piece are decompressed in one call without the GIL (python-zstandard takes it for
+    an instant between two of them): decoding threads seldom wait for each other. The methods raise
     `IntegrityError` for what is not exactly as the format says; the piece that was being read is
     then undefined.
     """
@@ -104,6 +106,18 @@ class FrameReader:
         Whatever the frames hold, nothing outside `out` is written, and no memory is taken for their
         content.
         """
+        begin = self._offset
+        decoded = native.decode_frames(np.asarray(self._src[begin:]), out, self._frame_bytes)
+        if decoded is None:
+            self._decompress_into(out)
+            return
+        is_whole, end = decoded
+        if not is_whole:
+            self._check_frames(out.size)  # says what is wrong with headers and paddings
+            raise _damaged(f"the zstd frame at byte {begin + end} cannot be decoded", self._where)
+        self._offset = begin + end
+
+    def _decompress_into(self, out: NDArray[np.uint8]) -> None:
         begin = self._offset
         end = self._check_frames(out.size)
         # One reader a piece, because planes are read by turns, and a thread has only one

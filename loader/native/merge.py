@@ -1,7 +1,8 @@
-"""Planes → elements by the native core: `tn_merge`, `tn_interleave`, `tn_add_differences`, `tn_scatter`.
+"""Frames → planes → elements by the native core: `tn_decode_frames`, `tn_merge`, `tn_interleave`,
+`tn_add_differences`, `tn_scatter`.
 
-Importing this loads nothing; the first call does. What it is handed was checked by `codec.py`:
-sizes of planes, unused bits, exponents. It does not know encodings.
+Importing this loads nothing; the first call does. Frames may be anything. What else it is handed
+was checked by `codec.py`: sizes of planes, unused bits, exponents. It does not know encodings.
 """
 
 from __future__ import annotations
@@ -20,8 +21,23 @@ if TYPE_CHECKING:
     Bytes = NDArray[Any]
 
 _MAX_PLANES = 5  # of a field
+_OK, _DAMAGED = 0, 3  # tn_status
 _INTERLEAVED = (2, 4, 8)  # bytes an element
 _ADDED = (2, 4)
+
+
+class DecodeFramesArgs(ctypes.Structure):
+    """`tn_decode_frames_args` of core.h."""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("src", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("src_bytes", ctypes.c_int64),
+        ("out_bytes", ctypes.c_int64),
+        ("frame_bytes", ctypes.c_int64),
+        ("end", ctypes.c_int64),
+    )
 
 
 class MergeArgs(ctypes.Structure):
@@ -76,6 +92,29 @@ class ScatterArgs(ctypes.Structure):
         ("has_zero", ctypes.c_int32),
         ("reserved", ctypes.c_int32),
     )
+
+
+def decode_frames(src: Bytes, out: Bytes, frame_bytes: int) -> tuple[bool, int] | None:
+    """Fill `out` with the content of the zstd frames that begin `src`, bytes both; None, and nothing
+    written, without a native library.
+
+    Of (True, end): the frames end at byte `end` of `src`, with their padding. Of (False, begin):
+    the one that begins there is damaged, and `out` undefined. Drops the GIL.
+    """
+    function = _decode_frames_function()
+    if function is None:
+        return None
+    args = DecodeFramesArgs(
+        size=ctypes.sizeof(DecodeFramesArgs),
+        src=_address(src),
+        out=_address(out),
+        src_bytes=src.size,
+        out_bytes=out.size,
+        frame_bytes=frame_bytes,
+    )
+    status = function(ctypes.byref(args))
+    assert status in (_OK, _DAMAGED), f"tn_decode_frames refused: {status}"
+    return status == _OK, int(args.end)
 
 
 def merge(
@@ -182,6 +221,11 @@ def scatter(
     status = function(ctypes.byref(args))
     assert status == 0, f"tn_scatter refused: {status}"
     return args
+
+
+@functools.cache
+def _decode_frames_function() -> Callable[..., int] | None:
+    return _function("tn_decode_frames", DecodeFramesArgs)
 
 
 @functools.cache

@@ -7,18 +7,26 @@ from __future__ import annotations
 
 import struct
 import tracemalloc
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.native import frames_decoded_by
 
 from teneral.loader.errors import IntegrityError
 from teneral.loader.format import codec, zstd
 from teneral.loader.format.manifest import FRAME_ELEMENTS, Codec, Encoding, Plane, Segment, Tensor, Tier
 
 CONTENT = bytes(np.random.default_rng(0).normal(120, 3, 3000).astype(np.uint8))
+
+
+@pytest.fixture(params=["the native core", "python-zstandard"], scope="module", autouse=True)
+def decoder(request: pytest.FixtureRequest) -> Iterator[None]:
+    with frames_decoded_by(request.param):
+        yield
 
 
 def decoded(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.native import frames_decoded_by
 
 from teneral.loader.errors import IntegrityError
 from teneral.loader.format import zstd
@@ -18,6 +20,12 @@ CONTENT = st.one_of(
     st.binary(max_size=300),
     st.builds(lambda piece, times: piece * times, st.binary(min_size=1, max_size=9), st.integers(0, 30_000)),
 )
+
+
+@pytest.fixture(params=["the native core", "python-zstandard"], scope="module", autouse=True)
+def decoder(request: pytest.FixtureRequest) -> Iterator[None]:
+    with frames_decoded_by(request.param):
+        yield
 
 
 def join(src: bytes, size_bytes: int, frame_bytes: int, frames_a_piece: int = 1) -> bytes:

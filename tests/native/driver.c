@@ -10,6 +10,7 @@
 #include <time.h>
 
 #include "core.h"
+#include "frames_for_driver.h"
 #include "team.h"
 
 static uint64_t state = 88172645463325252u;
@@ -319,6 +320,43 @@ static void check_scatter(int word_bytes, int64_t count, int percent, bool has_s
     for (int block = 0; block < 5; block++) free(blocks[block]);
 }
 
+/* ---- frames ---- */
+
+/* Decodes a frame whose size is in 1, 2 or 4 bytes, and that nothing follows, in blocks of exactly its size. */
+static int decode_frame(const uint8_t *frame, int64_t bytes, int64_t content_bytes) {
+    const int64_t missing = -bytes & 7;
+    uint8_t *src = calloc((size_t)(bytes + (missing ? 8 + missing : 0)), 1), *out = malloc((size_t)content_bytes);
+    if (src == NULL || out == NULL) exit(2);
+    memcpy(src, frame, (size_t)bytes);
+    if (missing) memcpy(src + bytes, (const uint8_t[]){0x50, 0x2a, 0x4d, 0x18, (uint8_t)missing}, 5);
+    tn_decode_frames_args args = {sizeof args, src, out, bytes + (missing ? 8 + missing : 0), content_bytes, content_bytes, 0};
+    const int status = tn_decode_frames(&args);
+    free(src);
+    free(out);
+    return status;
+}
+
+/* Whole frames, and those in which bytes were changed or lost: decoded or refused, within their bounds. */
+static void check_frames(int num_changed) {
+    for (size_t number = 0; number < sizeof FRAMES / sizeof *FRAMES; number++) {
+        uint8_t frame[1024], spoilt[1024];
+        const int bytes = (int)strlen(FRAMES[number]) / 2;
+        for (int i = 0; i < bytes; i++) sscanf(FRAMES[number] + 2 * i, "%2hhx", &frame[i]);
+        int64_t content_bytes = 0;
+        memcpy(&content_bytes, frame + 5, (size_t[]){1, 2, 4}[frame[4] >> 6]);
+        if (frame[4] >> 6 == 1) content_bytes += 256;
+        if (decode_frame(frame, bytes, content_bytes) != TN_OK) fail("the status of a frame");
+        if (decode_frame(frame, bytes - 1, content_bytes) != TN_DAMAGED) fail("the status of a frame without its end");
+        for (int turn = 0; turn < num_changed; turn++) {
+            memcpy(spoilt, frame, (size_t)bytes);
+            for (int change = random_below(4); change >= 0; change--)
+                spoilt[9 + random_below(bytes - 9)] = (uint8_t)random_bits();
+            const int status = decode_frame(spoilt, bytes - random_below(2) * random_below(9), content_bytes);
+            if (status != TN_OK && status != TN_DAMAGED) fail("the status of a changed frame");
+        }
+    }
+}
+
 /* ---- the rest ---- */
 
 static void check_exp(void) {
@@ -411,6 +449,7 @@ int main(int argc, char **argv) {
             check_scatter(2, count, percent, true);
         }
     }
+    check_frames(100 * (argc > 1 ? atoi(argv[1]) : 200));
     check_exp();
     check_callers_at_once();
     check_team();

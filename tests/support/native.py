@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from teneral.loader.native import merge
 from teneral.loader.native.library import Library, library_path, usable_isas
 from teneral.runtime.backends.native import arrays
 from teneral.runtime.backends.native.products import Products, Weight
@@ -41,6 +42,15 @@ def threads(isa: str, number: int) -> Iterator[None]:
         yield
     finally:
         functions.tn_set_threads(1)
+
+
+@contextmanager
+def frames_decoded_by(way: str) -> Iterator[None]:
+    """Decode frames inside by the best library, or by python-zstandard as where there is none."""
+    with pytest.MonkeyPatch.context() as patch:
+        if way == "python-zstandard":
+            patch.setattr(merge, "decode_frames", lambda *_: None)
+        yield
 
 
 def pack_nibbles(levels: Array) -> Array:

@@ -9,7 +9,7 @@ enum {
     TABLE_BITS = TN_MAX_CODE_BITS,
     MAX_SYMBOLS = 6, /* a look-up */
     LOOK_UPS = 5,    /* between two loads: their bits, and 7 that were read before, leave one of 64 */
-    MIN_ROOM = MAX_SYMBOLS * (LOOK_UPS - 1) + 8, /* in `out`, for so many: a word is written at a time */
+    MIN_ROOM = MAX_SYMBOLS * (LOOK_UPS - 1) + 8, /* in `out`, for all of them: a word is written at a time */
     MAX_READ = 7,    /* bytes that they take */
     MAX_WEIGHTS = 255,
     MAX_WEIGHT_STATES_LOG = 6,

@@ -25,6 +25,7 @@ typedef enum tn_status {
     TN_REFUSED = 1, /* a struct of another size, or a dtype that the function does not take */
     TN_ABORTED = 2, /* the caller's abort flag was set */
     TN_DAMAGED = 3, /* data from outside is not what its format says */
+    TN_LEFT = 4,    /* nothing was done: others do it faster */
 } tn_status;
 
 typedef enum tn_dtype {
@@ -106,6 +107,7 @@ typedef struct tn_decode_frames_args {
     int64_t src_bytes;
     int64_t out_bytes;
     int64_t frame_bytes; /* 1 to 65,536 */
+    int64_t only_quick;  /* 1: TN_LEFT where the first frame is of a kind that zstd's library decodes faster */
     int64_t end;         /* written: of the last frame's padding in `src`; of TN_DAMAGED where that frame begins */
 } tn_decode_frames_args;
 

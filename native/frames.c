@@ -10,6 +10,7 @@ enum {
     MAX_FRAME_BYTES = 1 << 16,
     MAX_BLOCKS = 256,
     ALIGNMENT = 8,
+    MAX_QUICK_SEQUENCES = 512, /* exponents of weights have up to 100 */
 };
 enum { RAW_BLOCK, RLE_BLOCK, COMPRESSED_BLOCK };
 enum { RAW_LITERALS, RLE_LITERALS, COMPRESSED_LITERALS, TREELESS_LITERALS };
@@ -44,13 +45,26 @@ static int64_t read_plain_literals(tn_block *block, const uint8_t *src, int64_t 
     return head + stored;
 }
 
+typedef struct {
+    int64_t count;
+    int64_t stored; /* bytes behind the header */
+    int head;       /* bytes of the header; 0 if it is not there */
+    int num_streams;
+} coded_literals_t;
+
+static coded_literals_t read_literals_header(const uint8_t *src, int64_t size) {
+    const int form = src[0] >> 2 & 3, head = form < 2 ? 3 : form + 2, bits = form < 2 ? 10 : 4 * form + 6;
+    if (size < head) return (coded_literals_t){0};
+    const uint64_t word = load_word_within(src, size, 0) >> 4, mask = ((uint64_t)1 << bits) - 1;
+    return (coded_literals_t){(int64_t)(word & mask), (int64_t)(word >> bits & mask), head, form == 0 ? 1 : 4};
+}
+
 /* Literals in Huffman codes of a tree of their own or of the last one; bytes taken, or 0. */
 static int64_t read_coded_literals(state_t *state, tn_block *block, const uint8_t *src, int64_t size) {
-    const int form = src[0] >> 2 & 3, head = form < 2 ? 3 : form + 2, bits = form < 2 ? 10 : 4 * form + 6;
-    if (size < head) return 0;
-    const uint64_t word = load_word_within(src, size, 0) >> 4, mask = ((uint64_t)1 << bits) - 1;
-    const int64_t count = (int64_t)(word & mask), stored = (int64_t)(word >> bits & mask);
-    if (count > block->end - block->out || stored > size - head || (form > 0 && count < 6)) return 0;
+    const coded_literals_t header = read_literals_header(src, size);
+    const int64_t head = header.head, count = header.count, stored = header.stored;
+    if (head == 0 || count > block->end - block->out || stored > size - head) return 0;
+    if (header.num_streams > 1 && count < 6) return 0;
     int64_t taken = 0;
     if ((src[0] & 3) == COMPRESSED_LITERALS) {
         state->has_codes = (taken = tn_read_codes(&state->codes, src + head, stored)) > 0;
@@ -58,7 +72,7 @@ static int64_t read_coded_literals(state_t *state, tn_block *block, const uint8_
     uint8_t *to = block->end - count;
     block->literals = to;
     if (!state->has_codes ||
-        !tn_decode_symbols(&state->codes, src + head + taken, stored - taken, form == 0 ? 1 : 4, to, count))
+        !tn_decode_symbols(&state->codes, src + head + taken, stored - taken, header.num_streams, to, count))
         return 0;
     return head + stored;
 }
@@ -113,6 +127,19 @@ static int64_t decode_frame(state_t *state, const uint8_t *src, int64_t size, ui
     return 0;
 }
 
+/* True if zstd's library decodes such frames faster: by the first block, its literals have long codes, of which a
+ * look-up finds one, or it is made of matches. */
+static bool is_slow(const uint8_t *src, int64_t size, int64_t count) {
+    const int64_t at = read_header(src, size, count) + 3;
+    if (at == 3 || at >= size || (src[at - 3] >> 1 & 3) != COMPRESSED_BLOCK) return false;
+    if ((src[at] & 3) != COMPRESSED_LITERALS) return false;
+    const coded_literals_t literals = read_literals_header(src + at, size - at);
+    const int64_t sequences = at + literals.head + literals.stored;
+    if (literals.head == 0 || sequences + 1 >= size) return false;
+    const int num = src[sequences] < 128 ? src[sequences] : (src[sequences] - 128) << 8 | src[sequences + 1];
+    return 2 * literals.stored > literals.count || num > MAX_QUICK_SEQUENCES;
+}
+
 /* Bytes that follow a frame up to the next multiple of 8: the shortest skippable frame of zeros, or -1. */
 static int64_t padding_after(const uint8_t *src, int64_t size, int64_t at) {
     const int64_t missing = -at & (ALIGNMENT - 1);
@@ -126,8 +153,12 @@ static int64_t padding_after(const uint8_t *src, int64_t size, int64_t at) {
 
 int tn_decode_frames(tn_decode_frames_args *args) {
     if (args->size != sizeof *args || args->frame_bytes < 1 || args->frame_bytes > MAX_FRAME_BYTES) return TN_REFUSED;
-    state_t state;
     args->end = 0;
+    if (args->only_quick) {
+        const int64_t count = args->out_bytes < args->frame_bytes ? args->out_bytes : args->frame_bytes;
+        if (is_slow(args->src, args->src_bytes, count)) return TN_LEFT;
+    }
+    state_t state;
     for (int64_t begin = 0; begin < args->out_bytes; begin += args->frame_bytes) {
         const int64_t left = args->out_bytes - begin;
         const uint8_t *src = args->src + args->end;

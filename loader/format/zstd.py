@@ -107,7 +107,7 @@ class FrameReader:
         content.
         """
         begin = self._offset
-        decoded = native.decode_frames(np.asarray(self._src[begin:]), out, self._frame_bytes)
+        decoded = native.decode_frames(np.asarray(self._src[begin:]), out, self._frame_bytes, only_quick=True)
         if decoded is None:
             self._decompress_into(out)
             return

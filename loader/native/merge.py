@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     Bytes = NDArray[Any]
 
 _MAX_PLANES = 5  # of a field
-_OK, _DAMAGED = 0, 3  # tn_status
+_OK, _DAMAGED, _LEFT = 0, 3, 4  # tn_status
 _INTERLEAVED = (2, 4, 8)  # bytes an element
 _ADDED = (2, 4)
 
@@ -36,6 +36,7 @@ class DecodeFramesArgs(ctypes.Structure):
         ("src_bytes", ctypes.c_int64),
         ("out_bytes", ctypes.c_int64),
         ("frame_bytes", ctypes.c_int64),
+        ("only_quick", ctypes.c_int64),
         ("end", ctypes.c_int64),
     )
 
@@ -94,9 +95,11 @@ class ScatterArgs(ctypes.Structure):
     )
 
 
-def decode_frames(src: Bytes, out: Bytes, frame_bytes: int) -> tuple[bool, int] | None:
+def decode_frames(
+    src: Bytes, out: Bytes, frame_bytes: int, *, only_quick: bool = False
+) -> tuple[bool, int] | None:
     """Fill `out` with the content of the zstd frames that begin `src`, bytes both; None, and nothing
-    written, without a native library.
+    written, without a native library, or with `only_quick` where zstd's own decodes them faster.
 
     Of (True, end): the frames end at byte `end` of `src`, with their padding. Of (False, begin):
     the one that begins there is damaged, and `out` undefined. Drops the GIL.
@@ -111,10 +114,11 @@ def decode_frames(src: Bytes, out: Bytes, frame_bytes: int) -> tuple[bool, int] 
         src_bytes=src.size,
         out_bytes=out.size,
         frame_bytes=frame_bytes,
+        only_quick=only_quick,
     )
     status = function(ctypes.byref(args))
-    assert status in (_OK, _DAMAGED), f"tn_decode_frames refused: {status}"
-    return status == _OK, int(args.end)
+    assert status in (_OK, _DAMAGED, _LEFT), f"tn_decode_frames refused: {status}"
+    return None if status == _LEFT else (status == _OK, int(args.end))
 
 
 def merge(

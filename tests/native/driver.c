@@ -329,8 +329,11 @@ static int decode_frame(const uint8_t *frame, int64_t bytes, int64_t content_byt
     if (src == NULL || out == NULL) exit(2);
     memcpy(src, frame, (size_t)bytes);
     if (missing) memcpy(src + bytes, (const uint8_t[]){0x50, 0x2a, 0x4d, 0x18, (uint8_t)missing}, 5);
-    tn_decode_frames_args args = {sizeof args, src, out, bytes + (missing ? 8 + missing : 0), content_bytes, content_bytes, 0};
+    tn_decode_frames_args args = {sizeof args, src, out, bytes + (missing ? 8 + missing : 0), content_bytes, content_bytes, 0, 0};
     const int status = tn_decode_frames(&args);
+    args.only_quick = 1;
+    const int quick = tn_decode_frames(&args);
+    if (quick != status && quick != TN_LEFT) fail("the status of a frame that may be left");
     free(src);
     free(out);
     return status;

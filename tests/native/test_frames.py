@@ -136,6 +136,7 @@ def decoded(frame: bytes, size_bytes: int) -> bytes | None:
     result = merge.decode_frames(src, content, size_bytes)
     assert set(memory[:GUARD_BYTES]) | set(memory[-GUARD_BYTES:]) == {0xEE}
     assert result in ((True, src.size), (False, 0))
+    assert merge.decode_frames(src, content.copy(), size_bytes, only_quick=True) in (result, None)
     return content.tobytes() if result[0] else None
 
 
@@ -181,6 +182,20 @@ def test_literals_that_repeat_one_byte(form: int) -> None:
     block = (30 << shift | form).to_bytes(head, "little") + b"x\0"
     frame = frame_of([(COMPRESSED_BLOCK, len(block), block)], 30)
     assert decoded(frame, 30) == decoded_by_libzstd(frame, 30) == b"x" * 30
+
+
+def test_frames_that_libzstd_decodes_faster_can_be_left_to_it() -> None:
+    rng = np.random.default_rng(5)
+    few, many = (rng.normal(120, width, 65_536).astype(np.uint8) for width in (2, 30))
+    matches = np.frombuffer(b"".join(b"some words%d" % number for number in range(4000)), np.uint8)
+    for content, huf, is_left in ((few, True, False), (many, True, True), (matches, False, True)):
+        src = np.frombuffer(zstd.compress_frames(content.data, 65_536, huf=huf), np.uint8)
+        out = np.zeros(content.size, np.uint8)
+        result = merge.decode_frames(src, out, 65_536, only_quick=True)
+        assert result == (None if is_left else (True, src.size))
+        assert not out.any() if is_left else (out == content).all()
+        assert merge.decode_frames(src, out, 65_536) == (True, src.size)
+        assert (out == content).all()
 
 
 def test_each_flipped_bit_of_small_frames() -> None:

@@ -17,7 +17,8 @@ The last column says how often the first token is the one that transformers has 
 runners-up are close: rounding alone changes some.
 
 With `--avx2` all compute as on a processor without AVX-512: llama.cpp is another build, the others have variables for
-it. ONNX Runtime has none, and is left out. With `--busy N`, N other processes compute all the time.
+it. ONNX Runtime and torch's dynamic quantisation have none, and are left out. With `--busy N`, N other processes
+compute all the time.
 """
 
 from __future__ import annotations
@@ -70,6 +71,10 @@ ONNX_PRECISIONS = {
     "int4": ("block_size=32", "accuracy_level=4", "algo_config=rtn_last"),
 }
 AVX2 = {"TENERAL_ISA": "x86_64_v3", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+NOT_IN_AVX2 = {
+    f"{BASE}, int8": "torch's dynamic quantisation has no setting against AVX-512",
+    f"{BASE}, oneDNN's layout": "it refuses bf16",
+}
 BUSY_LOOP = "while True: pass"
 
 
@@ -86,6 +91,9 @@ def main() -> None:
     commands |= _torch_commands(peers, models / "plain")
     if options.avx2:
         left_out.append("onnxruntime: it has no setting against AVX-512")
+        for name, reason in NOT_IN_AVX2.items():
+            del commands[name]
+            left_out.append(f"{name}: {reason}")
     else:
         commands |= _onnx_commands(peers, models / "plain", folder / "onnx", left_out)
     commands = selected(commands, options.only)

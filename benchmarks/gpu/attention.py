@@ -113,8 +113,8 @@ def attend_s(shares: list[tuple[int, int]], *, num_stages: int = 5, is_recorded:
     numbers = (HEAD_DIM**-0.5 * 1.4426950408889634, HEADS + 2 * KV_HEADS, HEADS, KV_HEADS, 1 << 30)
     num_decoding = len(tables.decoding)
     longest = max(s.context_len for s in spans)
-    keys = split_keys(num_decoding, KV_HEADS, processors, MAX_CONTEXT, v.decode_keys(shape))
-    splits = -(-(MAX_CONTEXT if is_recorded else longest) // keys)
+    of_split = split_keys(num_decoding, KV_HEADS, processors, MAX_CONTEXT, v.decode_keys(shape))
+    splits = -(-(MAX_CONTEXT if is_recorded else longest) // of_split)
     parts = torch.empty((num_decoding * HEADS * splits, HEAD_DIM), dtype=torch.float32, device="cuda")
     scales = torch.empty(len(parts), dtype=torch.float32, device="cuda")
 
@@ -124,7 +124,7 @@ def attend_s(shares: list[tuple[int, int]], *, num_stages: int = 5, is_recorded:
                 v.decode_variant(shape, is_split=splits > 1, num_stages=num_stages),
                 (num_decoding, KV_HEADS, splits),
                 *(heads, keys, values, out, parts, scales, tables.starts, tables.contexts),
-                *(tables.table_starts, tables.blocks, tables.decoding, *numbers, splits, keys),
+                *(tables.table_starts, tables.blocks, tables.decoding, *numbers, splits, of_split),
             )
             if splits > 1:
                 launch(

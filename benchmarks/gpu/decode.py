@@ -34,7 +34,7 @@ def main() -> int:
     copy_bytes_s = model_8b.copy_bytes_s()
     model = model_8b.decoder(options.layers)
     # All but the table of embeddings, of which a step reads a few rows.
-    read_bytes = model.weight_bytes - model.embeddings.weight.nbytes
+    read_bytes = model.weights.size_bytes - model.executor.embeddings.weight.nbytes
     measured: dict[str, Any] = {
         "copy_bytes_s": copy_bytes_s,
         "read_bytes": read_bytes,

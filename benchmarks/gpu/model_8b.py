@@ -132,9 +132,18 @@ def tensors(num_layers: int) -> dict[str, Any]:
 
 
 def decoder(num_layers: int) -> Any:
-    from tests.support.models import DictWeights, build_model
+    from tests.support.models import build_model, dtype_of
 
-    return build_model({**CONFIG, "num_hidden_layers": num_layers}, DictWeights(tensors(num_layers)))
+    from teneral.runtime.backends.cuda.executor import CudaModelBackend
+    from teneral.runtime.backends.cuda.weights import DeviceTensor
+    from teneral.runtime.weights import DictWeights
+
+    on_device = {
+        name: DeviceTensor(dtype_of(tensor.dtype), tensor, str(tensor.device))
+        for name, tensor in tensors(num_layers).items()
+    }
+    config = {**CONFIG, "num_hidden_layers": num_layers}
+    return build_model(config, DictWeights(on_device), backends=[CudaModelBackend()])
 
 
 def engine(model: Any, *, max_running: int, max_context: int, records: bool, kv_gib: float = 8) -> Any:

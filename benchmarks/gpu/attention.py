@@ -4,7 +4,7 @@
 
 For one token a sequence the keys and values must be read once: the result is their bytes over the time, relative to a
 copy's bandwidth in the same run. Prompts are computed over the pool by Teneral's kernel, and by torch's over the same
-keys and values in adjacent memory.
+keys and values in adjacent memory. All kernels are replayed from graphs.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def attend_s(shares: list[tuple[int, int]], *, num_stages: int = 5, is_recorded:
                 *(tables.table_starts, tables.blocks, tables.tiles, *numbers),
             )
 
-    return model_8b.device_s(work)
+    return model_8b.device_s(model_8b.recorded(work))
 
 
 def sdpa_s(past: int, new: int) -> float:
@@ -153,7 +153,8 @@ def sdpa_s(past: int, new: int) -> float:
     queries = torch.randn((1, HEADS, new, HEAD_DIM), **cuda)
     keys, values = torch.randn((2, 1, HEADS, past + new, HEAD_DIM), **cuda)
     mask = causal_lower_right(new, past + new)
-    return model_8b.device_s(lambda: F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask))
+    work = model_8b.recorded(lambda: F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask))
+    return model_8b.device_s(work)
 
 
 if __name__ == "__main__":

@@ -52,12 +52,16 @@ def require_device() -> bool:
 
 
 def parse(doc: str | None) -> argparse.Namespace:
+    return parser(doc).parse_args()
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=None, metavar="FILE")
     parser.add_argument(
         "--layers", type=int, default=CONFIG["num_hidden_layers"], help="number of layers; fewer for a trial"
     )
-    return parser.parse_args()
+    return parser
 
 
 def keep(path: Path | None, benchmark: str, measured: dict[str, Any], claims: list[dict[str, Any]]) -> None:
@@ -97,6 +101,22 @@ def device_s(work: Callable[[], object], *, num: int = 20) -> float:
         end.synchronize()
         best_ms = min(best_ms, begin.elapsed_time(end))
     return best_ms / 1e3
+
+
+def recorded(work: Callable[[], object]) -> Callable[[], None]:
+    """A graph's replay of the kernels that `work` launches: what a step pays for them, without the host's part."""
+    import torch
+
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):  # what is made once
+            work()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        work()
+    return graph.replay  # which keeps the graph
 
 
 def tensors(num_layers: int) -> dict[str, Any]:

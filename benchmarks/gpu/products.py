@@ -2,13 +2,11 @@
 
     python -m benchmarks.gpu.products [--json FILE]
 
-Matrices of a shape take turns, more of them than fit into the device's cache. Shapes for which the kernel is
-faster by a tenth are printed as rows for the table in `runtime/backends/cuda/decoder.py`.
+Matrices of a shape take turns, more of them than fit into the device's cache, in a recorded graph. Shapes for which the
+kernel is faster by a tenth belong in the table in `runtime/backends/cuda/decoder.py`.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 from benchmarks.gpu import model_8b
 from benchmarks.report import table
@@ -66,9 +64,8 @@ def times(num_out: int, num_in: int) -> dict[str, float]:
         for matrix in matrices:
             torch.nn.functional.linear(row, matrix)
 
-    found: dict[str, Any] = {"kernel_us": model_8b.device_s(by_kernel) / num * 1e6}
-    found["torch_us"] = model_8b.device_s(by_torch) / num * 1e6
-    return found
+    by = {"kernel_us": by_kernel, "torch_us": by_torch}
+    return {name: model_8b.device_s(model_8b.recorded(work)) / num * 1e6 for name, work in by.items()}
 
 
 if __name__ == "__main__":

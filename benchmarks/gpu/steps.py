@@ -31,7 +31,9 @@ def _benchmark(name: str, limit_s: float, *options: str, module: str = "", waits
 
 
 def _tests(name: str, limit_s: float, *paths: str, under: tuple[str, ...] = ()) -> StepPlan:
-    pytest = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *paths)
+    # A machine's own plugins and libraries may warn of what is not ours.
+    quiet = ("-W", "default", "-p", "no:cacheprovider", "-p", "no:benchmark")
+    pytest = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", *quiet, *paths)
     return StepPlan(name, (*under, *pytest, "--junitxml", "{junit}"), limit_s, (*pytest, "--collect-only"))
 
 

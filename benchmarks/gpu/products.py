@@ -1,4 +1,4 @@
-"""Products with one row: Teneral's kernel and torch, for the matrices of usual models.
+"""Products with one row: Teneral's kernel and torch's, for the matrices of usual models.
 
     python -m benchmarks.gpu.products [--json FILE]
 
@@ -54,7 +54,7 @@ def times(num_out: int, num_in: int) -> dict[str, float]:
     row = torch.randn((1, num_in), dtype=torch.bfloat16, device="cuda")
     out = row.new_empty((1, num_out))
     launch, _ = open_launcher(torch.device("cuda:0"), None)
-    products = RowProducts(launch, "bf16")
+    products = RowProducts(launch, "bf16", by_kernel=True)
 
     def by_kernel() -> None:
         for matrix in matrices:

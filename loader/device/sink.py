@@ -103,6 +103,7 @@ class ImageSink:
         self._timeline = timeline
         self._starts, _ = slab_starts(manifest.groups)
         self._device = DeviceSpeed()
+        self._num_cores = available_cores()  # once: it reads files
         self._lock = threading.Lock()
         self._path = Path.HOST
         self._host_bytes, self._host_cpu_s = 0.0, 0.0  # of parts that were decompressed here
@@ -150,7 +151,7 @@ class ImageSink:
 
     def _choose(self, link_bytes_per_s: float) -> Path:
         cpu_s = self._host_cpu_s
-        host_bytes_per_s = self._host_bytes / cpu_s * available_cores() if cpu_s else None
+        host_bytes_per_s = self._host_bytes / cpu_s * self._num_cores if cpu_s else None
         choice = choose_path(link_bytes_per_s, host_bytes_per_s, self._device)
         with self._lock:
             changed, self._path = choice.path is not self._path, choice.path

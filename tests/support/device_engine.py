@@ -15,9 +15,8 @@ from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
 
 from teneral.runtime.backends.cuda.backend import CudaBackend
-from teneral.runtime.backends.cuda.decoder import DeviceKernels, is_plain
+from teneral.runtime.backends.cuda.decoder import DeviceKernels
 from teneral.runtime.backends.cuda.executor import CudaModelBackend
-from teneral.runtime.backends.torch.decoder import GatedMLP
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.engine.generation import Generation
 from teneral.runtime.models.decoder import Decoder
@@ -55,14 +54,9 @@ def decoder_of(family: str, **overrides: Any) -> Decoder:
 
 
 def use_row_products(decoder: Decoder) -> None:
-    """Compute by `RowProducts` all products of one row but those of experts, as if all were in its table."""
+    """Compute by `RowProducts`'s kernel all products of one row with plain matrices, as on a late device."""
     executor: Any = decoder.executor
-    found = [executor.head]
-    for layer in executor.layers_of:
-        found += [layer.attention.qkv, layer.attention.output]
-        if isinstance(layer.mlp, GatedMLP):
-            found += [layer.mlp.gate_up, layer.mlp.down]
-    executor.kernels.products.shapes = frozenset(tuple(each.weight.shape) for each in found if is_plain(each))
+    executor.kernels.products.by_kernel = True
 
 
 class DeviceRig:

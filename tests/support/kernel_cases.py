@@ -79,8 +79,12 @@ def spans_of(shares: list[tuple[int, int]], block_size: int) -> list[SequenceSpa
 
 
 def attention(launch, own, heads, keys, values, tables: StepTables, num_heads, kv_heads, window, splits):
-    """All rows of the tables, decoding or not."""
-    out = torch.full((len(heads), num_heads * own.head_dim), float("nan"), dtype=heads.dtype)
+    """All rows of the tables, decoding or not. All memory is where `heads` are."""
+
+    def unwritten(*sizes, dtype=torch.float32):
+        return torch.full(sizes, float("nan"), dtype=dtype, device=heads.device)
+
+    out = unwritten(len(heads), num_heads * own.head_dim, dtype=heads.dtype)
     numbers = (own.head_dim**-0.5 * 1.4426950408889634, heads.shape[1], num_heads, kv_heads, window)
     if len(tables.decoding):
         # As many splits, of whole pieces each, as hold the longest of the contexts
@@ -88,7 +92,7 @@ def attention(launch, own, heads, keys, values, tables: StepTables, num_heads, k
         piece = v.decode_keys(own)
         split_keys = max(1, -(-seen // (splits * piece))) * piece
         size = len(tables.decoding) * num_heads * splits
-        parts = torch.full((size, own.head_dim), float("nan")), torch.full((size,), float("nan"))
+        parts = unwritten(size, own.head_dim), unwritten(size)
         step_arrays = (tables.starts, tables.contexts, tables.table_starts, tables.blocks, tables.decoding)
         launch(
             v.decode_variant(own, is_split=splits > 1),

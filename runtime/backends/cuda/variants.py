@@ -28,7 +28,6 @@ MAX_SPLITS = 64  # of a sequence's keys in one step
 # Stages of loading keys and values while earlier ones are used.
 DECODE_STAGES = (3, 5)
 PIECE = 1024  # elements that a program of `gate` and `race` computes
-PRODUCT_ROWS = 4  # rows of the matrix that a program of `row_product` computes
 PLACED_HEADS = 8  # heads of a row that a program of `place_heads` computes
 # Rows times query heads a key head that a program of `chunk_attention` computes.
 TILE_ROWS = 64
@@ -236,8 +235,15 @@ def gate_variant(shape: Shape) -> Variant:
     return Variant("gate", shape.dtype, tuple(constants.items()))
 
 
+def product_rows(num_in: int) -> int:
+    """The number of a matrix's rows that a program of `row_product` computes: more where rows are
+    short.
+    """
+    return 2 if num_in <= PIECE else 1
+
+
 def product_variant(dtype: str, num_in: int, *, adds: bool) -> Variant:
-    constants = {"SIZE": num_in, "ROWS": PRODUCT_ROWS, "PIECE": PIECE, "ADDS": int(adds)}
+    constants = {"SIZE": num_in, "ROWS": product_rows(num_in), "PIECE": PIECE, "ADDS": int(adds)}
     return Variant("row_product", dtype, tuple(constants.items()))
 
 

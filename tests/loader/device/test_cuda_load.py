@@ -72,23 +72,26 @@ def test_the_weights_on_the_device_are_those_of_a_load_on_the_host(load: DeviceL
 def test_torch_computes_with_the_very_memory_behind_each_gate(load: DeviceLoad, artifact: Path) -> None:
     import torch
 
+    from teneral.runtime.backends.cuda.weights import DeviceWeights
     from teneral.runtime.weights import StreamedWeights
 
     source = FileStore(artifact)
     with WeightLoad(source, open_artifact(source)) as here:
         here.start()
-        weights, expected = StreamedWeights(load), StreamedWeights(here)
+        weights, expected = DeviceWeights(load), StreamedWeights(here)
         for name in load.manifest.by_name:
             gate = weights.gate([name])
-            with gate.reading(
-                Tier.DRAFT
-            ):  # whatever is there by now: its kernel is launched, and may be refined behind
-                weights.tensor(name).float().sum()
+            # Whatever is there by now: its kernel is launched, and may be refined behind.
+            with gate.reading(Tier.DRAFT):
+                weights.tensor(name).array.float().sum()
             gate()
-            copied = weights.tensor(name).clone()  # on torch's stream, behind what was placed
+            copied: torch.Tensor = weights.tensor(
+                name
+            ).array.clone()  # on torch's stream, behind what was placed
             expected.gate([name])()
             assert copied.device.type == "cuda"
-            assert torch.equal(copied.cpu().view(torch.uint8), expected.tensor(name).view(torch.uint8)), name
+            bits = copied.cpu().contiguous().view(torch.uint8).numpy()
+            assert bits.tobytes() == expected.tensor(name).array.tobytes(), name
     assert load.wait_done(WAIT_S)
     statistics = load.device_statistics()
     assert statistics is not None

@@ -116,12 +116,13 @@ def test_rows_are_normed(dtype, adds):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("adds", [False, True])
-def test_one_row_is_multiplied(dtype, adds):
+@pytest.mark.parametrize("num_in", [900, 1300])
+def test_one_row_is_multiplied(dtype, adds, num_in):
     torch.manual_seed(0)
-    x, matrix, added = torch.randn(1, 1300), torch.randn(10, 1300) / 36, torch.randn(1, 10)
-    arguments = [each.to(dtype) for each in (x, matrix, added, torch.full((1, 10), float("nan")))]
-    variant = v.product_variant(NAMES[dtype], 1300, adds=adds)
-    both(Interpreter(), variant, (3,), [*arguments, 10], [3])
+    x, matrix, added = torch.randn(1, num_in), torch.randn(9, num_in) / 36, torch.randn(1, 9)
+    arguments = [each.to(dtype) for each in (x, matrix, added, torch.full((1, 9), float("nan")))]
+    variant = v.product_variant(NAMES[dtype], num_in, adds=adds)
+    both(Interpreter(), variant, (-(-9 // v.product_rows(num_in)),), [*arguments, 9], [3])
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "relu"])

@@ -138,7 +138,8 @@ def test_what_is_done_with_rows_is_what_the_reference_does(launcher, how, dtype,
             torch.zeros(1001),
         ]
         arguments = [*(each.to(dtype) for each in arguments), 1001]
-        both(launch, v.product_variant(own.dtype, num_in, adds=adds), (251,), arguments, [3], "cuda")
+        grid = (-(-1001 // v.product_rows(num_in)),)
+        both(launch, v.product_variant(own.dtype, num_in, adds=adds), grid, arguments, [3], "cuda")
     product = (torch.randn(33, 2 * 4864) * 5).to(dtype)
     both(launch, v.gate_variant(own), (33, 5), [product, product[:, 4864:].contiguous()], [1], "cuda")
     heads = torch.randn(33, 14 + 4, head_dim).to(dtype)

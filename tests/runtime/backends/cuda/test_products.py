@@ -1,4 +1,4 @@
-"""The products that the kernel computes are chosen by a table of shapes, and by nothing that a run
+"""The products that the kernel computes are chosen by the architecture, and by nothing that a run
 can change.
 """
 
@@ -9,22 +9,46 @@ import torch
 from tests.support.device_engine import DeviceRig, Repeater, decoder_of
 from tests.support.reference_kernels import ReferenceKernels
 
-from teneral.runtime.backends.cuda import decoder as products_module
-from teneral.runtime.backends.cuda.decoder import RowProducts
+from teneral.runtime.backends.cuda.decoder import MIN_PRODUCT_ARCHITECTURE, DeviceKernels, RowProducts
 from teneral.runtime.backends.torch.layers import Linear
 
 PROMPT = (7, 11, 13, 17)
 
 
-def test_shapes_in_the_table_go_to_the_kernel_and_others_to_torch(monkeypatch):
-    monkeypatch.setattr(products_module, "KERNEL_SHAPES", frozenset({(32, 64)}))
+@pytest.mark.parametrize("by_kernel", [True, False])
+def test_the_architecture_decides_which_rows_the_kernel_multiplies(by_kernel):
+    architecture = MIN_PRODUCT_ARCHITECTURE - (not by_kernel)
     launch = ReferenceKernels()
-    products = RowProducts(launch, "fp32")
+    kernels = DeviceKernels(
+        decoder_of("llama").executor, launch, block_size=4, max_context=96, architecture=architecture
+    )
     row = torch.randn(1, 64)
-    for num_out, num_launched in ((32, 1), (48, 1)):
-        projection = Linear(torch.randn(num_out, 64), None)
+    for bias in (None, torch.randn(32)):
+        projection = Linear(torch.randn(32, 64), bias)
+        torch.testing.assert_close(kernels.products(projection, row), projection(row))
+    assert launch.launched.total() == 2 * by_kernel
+
+
+def test_matrices_and_biases_that_are_not_aligned_are_torchs():
+    launch = ReferenceKernels()
+    products = RowProducts(launch, "fp32", by_kernel=True)
+    row = torch.randn(1, 64)
+    numbers = torch.randn(1 + 32 * 64)
+    aligned, unaligned = numbers[:-1].view(32, 64), numbers[1:].view(32, 64)
+    for weight, bias in ((unaligned, None), (aligned, torch.randn(33)[1:])):
+        projection = Linear(weight, bias)
         torch.testing.assert_close(products(projection, row), projection(row))
-        assert launch.launched.total() == num_launched
+    assert launch.launched.total() == 0
+
+
+def test_a_product_with_a_bias_is_added_by_torch():
+    launch = ReferenceKernels()
+    products = RowProducts(launch, "fp32", by_kernel=True)
+    projection = Linear(torch.randn(32, 64), torch.randn(32))
+    row, x = torch.randn(1, 64), torch.randn(1, 32)
+    expected = x + projection(row)
+    torch.testing.assert_close(products.add_(x, projection, row), expected)
+    assert launch.launched.total() == 0
 
 
 @pytest.mark.parametrize("has_events", [True, False])
@@ -42,8 +66,8 @@ def test_no_product_changes_its_kernel_while_a_server_runs(monkeypatch, has_even
     with DeviceRig(decoder, launch, recorder=Repeater(), max_running=1) as rig:
         rig.engine.start()
         before = rig.say([PROMPT], 12)
-        shapes = decoder.executor.kernels.products.shapes
+        by_kernel = decoder.executor.kernels.products.by_kernel
         rig.backend.work_when_idle()
         assert rig.backend.statistics().num_graphs == 1
-        assert decoder.executor.kernels.products.shapes is shapes
+        assert decoder.executor.kernels.products.by_kernel is by_kernel
         assert rig.say([PROMPT], 12) == before

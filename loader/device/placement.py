@@ -35,8 +35,8 @@ from .paths import DeviceSpeed
 from .ring import cut_part, with_plane_sizes
 from .sink import SentImage
 
-# Placed at a time: enough frames for a large device's decompressor, in 84 MiB of scratch.
-MAX_IMAGES = 8
+# Placed at a time: enough frames for a large device's decompressor, in up to 200 MiB of scratch.
+MAX_IMAGES = 4
 
 
 class _OnItsWay(NamedTuple):
@@ -90,6 +90,7 @@ class Placement:
         self._model: _Model | None = None
         self._device: Device | None = None
         self._error: TeneralError | None = None
+        self._abandoned: TeneralError | None = None
         self._begun, self._reserved, self._done = threading.Event(), threading.Event(), threading.Event()
         self._is_closed = False
         # By group, once the manifest is known. What was placed last, as long as the device has not
@@ -161,14 +162,23 @@ class Placement:
         """
         if not self._done.wait(timeout_s):
             return False
-        if self._error is not None:
-            raise _copy(self._error)
+        error = self._error or self._abandoned
+        if error is not None:
+            raise _copy(error)
         return True
 
     @property
     def is_done(self) -> bool:
         """True if the device has placed everything."""
-        return self._done.is_set() and self._error is None
+        return self._done.is_set() and self._error is None and self._abandoned is None
+
+    def abandon(self, error: TeneralError) -> None:
+        """The load has failed, so not everything will come: `wait_done` raises this. What is here is
+        placed. Nothing once everything is.
+        """
+        if not self._done.is_set():
+            self._abandoned = error
+            self._done.set()
 
     @contextmanager
     def reading(self, group: int, stream: int) -> Iterator[None]:

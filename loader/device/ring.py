@@ -1,8 +1,10 @@
 """The ring of images: host memory lent out image by image, and the pieces of a part that become
 images.
 
-A draft part makes 24 MiB of planes. As one image a few of them would fill the ring, and as few
-threads could decode at once; pieces of 4 to 6 MiB let one thread a core fill its own. A piece is a
+A draft part makes up to 24 MiB of planes. As one image a few of them would fill the ring, and as few
+threads could decode at once; a ring that grows with the cores, and pieces of 8 to 16 MiB, let one
+thread a core fill its own. Smaller pieces cost more than they bring: each takes the GIL for its
+tables, on both sides. A piece is a
 part with fewer frames: whole frames of some segments, so that the code that plans and fills images
 of parts does so for pieces. The process that fills images and the one that sends them cut alike, by
 the manifest alone. Where the stored frames of a piece lie is known only with the part's bytes.
@@ -32,6 +34,7 @@ from ..format.manifest import (
 )
 from ..format.zstd import FrameReader
 from ..memory.staging import ALIGNMENT_BYTES, Buffer, Staging
+from ..process.cpu import available_cores
 from .image import (
     CHUNK_ENTRY_BYTES,
     CHUNK_STATUS_BYTES,
@@ -42,7 +45,7 @@ from .image import (
     check_placeable,
 )
 
-MAX_PIECE_BYTES = 11 << 19  # 5.5 MiB of planes: with its tables, or coded, an image stays near 6
+MAX_PIECE_BYTES = 16 << 20
 
 
 def cut_part(manifest: Manifest, part: Part) -> tuple[Part, ...]:
@@ -167,22 +170,24 @@ def _decoded_bytes(manifest: Manifest, part: Part, segment: Segment, count: int)
     return sum(_plane_bytes(manifest, part, segment, count))
 
 
-# 16 images of 4 to 6 MiB that are being filled, and some on their way; all of it is pinned, which
-# takes its time.
+# All of it is pinned, which takes 0.2 s a GiB.
 DEFAULT_BYTES = 128 * 1024 * 1024
+CORE_BYTES = 24 * 1024 * 1024  # an image that is being filled, and another on its way
+MAX_BYTES = 512 * 1024 * 1024
 
 
 ROOM_SHARE = 8  # a ring takes at most this fraction (1/8) of the host's memory
 
 
-def ring_bytes(
-    manifest: Manifest, wanted_bytes: int = DEFAULT_BYTES, *, room_bytes: int | None = None
-) -> int:
-    """How large a ring for this model should be, in whole pages: what is wanted, or less where the
-    host is short of memory (`room_bytes`; None: unknown), but enough for the largest image, and no
-    more than all images take together. Raises `UsageError` for weights that no device can merge.
+def ring_bytes(manifest: Manifest, wanted_bytes: int | None = None, *, room_bytes: int | None = None) -> int:
+    """How large a ring for this model should be, in whole pages: what is wanted (None: 128 to 512
+    MiB, by the cores), or less where the host is short of memory (`room_bytes`; None: unknown), but
+    enough for the largest image, and no more than all images take together. Raises `UsageError` for
+    weights that no device can merge.
     """
     check_placeable(manifest)
+    if wanted_bytes is None:
+        wanted_bytes = min(max(DEFAULT_BYTES, available_cores() * CORE_BYTES), MAX_BYTES)
     if room_bytes is not None:
         wanted_bytes = min(wanted_bytes, room_bytes // ROOM_SHARE)
     bounds = [

@@ -121,7 +121,7 @@ class Decoder:
                 if self._images is None:
                     self._fill_slab(part, stored, scratch)
                 else:
-                    self._images.deliver(part, stored, self._work.link_statistics().rate_bytes_per_s)
+                    self._images.deliver(part, stored, self._work.rate_bytes_per_s)
         except Exception as error:
             raise in_part(error, self._manifest, part, self._source_url) from error
         self._add_span(Phase.DECODE, part, begun_at_s)

@@ -67,7 +67,7 @@ class DeviceLoad:
             settle=self._settle,
             release=self._release,
             tell=self._tell,
-            fail=self.fail,
+            fail=self._fail,
         )
 
     @classmethod
@@ -126,9 +126,12 @@ class DeviceLoad:
         self._placement.put(image)
 
     def fail(self, error: TeneralError) -> None:
-        """See `ImageReceiver`; the device's failure ends the load, too. Nothing once all weights
-        are on the device.
-        """
+        """See `ImageReceiver`. Nothing once all weights are on the device."""
+        self._fail(error)
+        self._placement.abandon(error)
+
+    def _fail(self, error: TeneralError) -> None:
+        """The feed or the device has failed."""
         with self._lock:
             if self._error is not None:
                 return

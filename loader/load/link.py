@@ -227,12 +227,17 @@ class LinkTuner:
         if not self._width.is_settled:
             self._judge(size_bytes, ended_s, left_bytes)
 
+    @property
+    def rate_bytes_per_s(self) -> float:
+        """As `LinkStatistics` has it; costs next to nothing."""
+        took_s = self._last_ended_s - self._first_began_s
+        return self._arrived_bytes / max(took_s, 1e-6) if self._num_arrived else 0.0
+
     def statistics(self) -> LinkStatistics:
         link = self._meter.link()
         num, total, least, most = self._sizes
-        took_s = self._last_ended_s - self._first_began_s
         return LinkStatistics(
-            rate_bytes_per_s=self._arrived_bytes / max(took_s, 1e-6) if self._num_arrived else 0.0,
+            rate_bytes_per_s=self.rate_bytes_per_s,
             first_byte_s=link.first_byte_s,
             connection_bytes_per_s=link.connection_bytes_per_s,
             connections=self.connections,

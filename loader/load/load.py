@@ -263,11 +263,13 @@ class WeightLoad(ThreadedLoad):
             left = left._replace(size_bytes=left.size_bytes + weights_held_bytes)
         sizes = [step.part.size_bytes for step in self._plan.steps if step.slab_offset_bytes is None]
         what, weight_bytes, other_bytes = "weights", self._weight_bytes, options.reserved_bytes
-        if self._images is not None:  # neither weights nor keys are here
+        num_decoders = 0
+        if self._images is not None:  # neither weights nor keys are here, so there is memory for speed
             what, weight_bytes, other_bytes = "images of them", self._images.ring_bytes, 0
+            num_decoders = options.decode_threads or available_cores()
         other_bytes += self._serving_bytes
         room_bytes = None if left is None else left.size_bytes - weight_bytes - other_bytes
-        size_bytes = staging_bytes(sizes, options.staging_bytes, room_bytes)
+        size_bytes = staging_bytes(sizes, options.staging_bytes, room_bytes, num_decoders=num_decoders)
         least_bytes = staging_bytes(sizes, 0, 0)
         check_fits(
             weight_bytes + least_bytes + other_bytes,
@@ -375,7 +377,7 @@ class WeightLoad(ThreadedLoad):
         if elapsed_s < MIN_WATCHED_S:
             return
         # How fast the node's cache gave what it had says nothing about what it has not.
-        rate = self._work.link_statistics().rate_bytes_per_s
+        rate = self._work.rate_bytes_per_s
         is_known = rate > 0 and self._meter.num_reads >= MIN_READS
         if not is_known and elapsed_s < MAX_WATCHED_S and not self._is_cached():
             return
@@ -434,7 +436,7 @@ class WeightLoad(ThreadedLoad):
             super()._mark_ready(gates)
 
     def _rate_bytes_per_s(self) -> float:
-        return self._work.link_statistics().rate_bytes_per_s
+        return self._work.rate_bytes_per_s
 
     def _stop(self) -> None:
         self._work.stop()

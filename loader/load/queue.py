@@ -261,6 +261,12 @@ class WorkQueue:
                 if 0 < self._missing[step.number] == step.part.size_bytes and step.number not in self._memory
             ]
 
+    @property
+    def rate_bytes_per_s(self) -> float:
+        """Of all that came from the store so far; 0: nothing."""
+        with self._lock:
+            return self._tuner.rate_bytes_per_s
+
     def link_statistics(self) -> LinkStatistics:
         with self._lock:
             return self._tuner.statistics()

@@ -20,19 +20,27 @@ ALIGNMENT_BYTES = 4096
 
 
 DEFAULT_BYTES = 96 * 1024 * 1024
+# Each decoder holds a part, and as much again is on its way meanwhile.
+DECODER_BYTES = 16 * 1024 * 1024
 # Of the memory that the weights leave; the rest is for what uses them, and for what was not foreseen.
 SHARE = 0.25
 
 
-def staging_bytes(part_sizes_bytes: Sequence[int], wanted_bytes: int | None, room_bytes: int | None) -> int:
+def staging_bytes(
+    part_sizes_bytes: Sequence[int],
+    wanted_bytes: int | None,
+    room_bytes: int | None,
+    *,
+    num_decoders: int = 0,
+) -> int:
     """How large a staging for parts of these sizes should be.
 
-    What is wanted, or 96 MiB, as far as `room_bytes`, the memory that the weights leave (None:
-    unknown), can be shared; but enough for the largest part, and no more than all parts take
-    together.
+    What is wanted, or 96 MiB and enough for `num_decoders`, as far as `room_bytes`, the memory that
+    the weights leave (None: unknown), can be shared; but enough for the largest part, and no more
+    than all parts take together.
     """
     sizes = [align(size_bytes, ALIGNMENT_BYTES) for size_bytes in part_sizes_bytes]
-    most = DEFAULT_BYTES if wanted_bytes is None else wanted_bytes
+    most = max(DEFAULT_BYTES, num_decoders * DECODER_BYTES) if wanted_bytes is None else wanted_bytes
     if room_bytes is not None:
         share = SHARE if wanted_bytes is None else 1
         most = min(most, int(share * max(0, room_bytes)))

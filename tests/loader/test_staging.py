@@ -115,6 +115,9 @@ def test_staging_is_what_is_wanted_but_holds_the_largest_part_and_no_more_than_a
     assert staging_bytes(parts, 0, None) == 13 * MIB
     assert staging_bytes([13 * MIB], None, None) == 13 * MIB
     assert staging_bytes([], None, None) == 0
+    assert staging_bytes(parts, None, None, num_decoders=4) == 96 * MIB
+    assert staging_bytes(parts, None, None, num_decoders=16) == 256 * MIB
+    assert staging_bytes(parts, 64 * MIB, None, num_decoders=16) == 64 * MIB
 
 
 def test_staging_shrinks_with_the_memory_that_is_left_down_to_one_part() -> None:

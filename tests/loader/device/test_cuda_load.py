@@ -95,4 +95,4 @@ def test_torch_computes_with_the_very_memory_behind_each_gate(load: DeviceLoad, 
     assert load.wait_done(WAIT_S)
     statistics = load.device_statistics()
     assert statistics is not None
-    assert statistics.num_parts == len(load.manifest.parts)
+    assert statistics.num_images >= len(load.manifest.parts)

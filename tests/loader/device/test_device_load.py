@@ -361,6 +361,8 @@ def test_damaged_bytes_never_reach_the_device(built: BuiltArtifact, device: Simu
         with pytest.raises(IntegrityError, match="wrong digest"):
             assert_exact(load, built.originals)
         assert not load.is_ready(spoilt.group)
+        with pytest.raises(IntegrityError, match="wrong digest"):
+            load.wait_done(WAIT_S)
 
 
 def test_closing_a_load_that_waits_for_room_ends_it(

@@ -21,6 +21,7 @@ from tests.support.toy_decoder import ToyTokenizer
 from teneral.runtime.backends.choose import step_backend
 from teneral.runtime.backends.cuda import decoder as decoder_module
 from teneral.runtime.backends.cuda import variants as v
+from teneral.runtime.backends.cuda.backend import TorchDeviceBackend
 from teneral.runtime.backends.cuda.compile import compile_to
 from teneral.runtime.backends.cuda.executor import CudaModelBackend
 from teneral.runtime.backends.cuda.launch import BinaryLauncher, Driver
@@ -32,6 +33,7 @@ from teneral.runtime.backends.cuda.weights import DeviceTensor
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.engine.sequence import Lane
 from teneral.runtime.errors import CapacityError
+from teneral.runtime.kv.kinds import KVKind
 from teneral.runtime.kv.storage import PoolShape
 from teneral.runtime.step import sampling
 from teneral.runtime.step.batch import Epoch, Rows
@@ -333,10 +335,7 @@ def test_a_model_without_kernels_is_computed_by_torch():
     with torch.no_grad():
         expected = [tuple(oracle_greedy(oracle, prompt, NUM_TOKENS)) for prompt in PROMPTS]
     decoder, _ = on_device(oracle)
-    from teneral.runtime.backends.cuda.backend import TorchBackend
-    from teneral.runtime.kv.kinds import KVKind
-
     with Rig(copy.copy(decoder), kv_dtype=KVKind.INT8) as rig:
-        assert isinstance(backend_of(rig.engine), TorchBackend)
+        assert isinstance(backend_of(rig.engine).backend, TorchDeviceBackend)
         same = [ours[:8] == theirs[:8] for ours, theirs in zip(rig.say(), expected, strict=True)]
         assert sum(same) >= 3  # 8 bits are not exact

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..loader.device.detect import CPU, choose_device
 from ..loader.errors import TeneralError, UsageError
 from ..loader.load.options import Order
 from .errors import ModelError
@@ -50,7 +51,7 @@ class Parts(Protocol):
     embedder: Future[Embedder]
     onnx: Future[OnnxRunner]
     kind: Future[str]
-    full_speed: threading.Event  # nothing is imported and built before it is set
+    full_speed: threading.Event  # nothing is built before it is set, and imported but torch for a GPU
     adapters: AdapterRegistry | None  # set together with the engine
     load: AnyLoad | None  # there, once `opening` has a result
     base: BaseInMemory | SharedBaseInMemory | None  # in memory, of a fine-tune; as `load`
@@ -87,10 +88,10 @@ class ModelBuild:
             if is_onnx(self._instance.opening.result()[1]):
                 self._start_onnx()  # without the modules of other models
                 return
-        with self._timeline.span("process", "wait for the server"):
-            self._instance.full_speed.wait()
+        device = choose_device(self._config.device)
+        if device == CPU:
+            self._wait_for_server()
         with self._timeline.span("process", "import backends"):
-            from ..loader.device.detect import choose_device
             from .backends.choose import TRANSFORMERS, BackendChoice, model_of_transformers
 
         # OpenMP's threads sleep between regions, whichever library loads it, for instance a
@@ -99,7 +100,7 @@ class ModelBuild:
         config = self._config
         choice = BackendChoice(
             config.backend,
-            choose_device(config.device),
+            device,
             config.compute_dtype,
             config.threads,
             config.trim_imports,
@@ -108,6 +109,8 @@ class ModelBuild:
         if choice.is_torch:
             with self._timeline.span("process", "import torch") as details:
                 details["trimmed"] = choice.import_torch()  # in parallel to the fetch
+        if device != CPU:  # torch's import is what a start on a GPU waits for
+            self._wait_for_server()
         with self._timeline.span("process", "import models"):
             from .models.build import build_model
             from .models.encoder import Encoder
@@ -148,9 +151,13 @@ class ModelBuild:
                 drafter = base.drafter_for(model, choice)
             self._start_engine(model, manifest, drafter)
 
+    def _wait_for_server(self) -> None:
+        with self._timeline.span("process", "wait for the server"):
+            self._instance.full_speed.wait()
+
     def _warm_device_up(self, device: str) -> None:
         """Start a GPU's one-time preparations, in parallel to the fetch. Returns at once."""
-        if device != "cpu":
+        if device != CPU:
             import torch
 
             # Only models on a device need it.

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from .pager import Paging
     from .resident import ResidentBase
 
+# With more, a load onto a device leaves two of them to its server, which imports torch and places meanwhile.
+MIN_CORES_TO_SPARE = 4
 HEAD_START_S = 0.15  # of a base that drafts, before its fine-tune is decoded
 ENDED_POLL_S = 0.05
 COLLAPSE_DELAY_S = 2.0  # after the end: the first answers need the cores
@@ -266,7 +268,7 @@ class WeightLoad(ThreadedLoad):
         num_decoders = 0
         if self._images is not None:  # neither weights nor keys are here, so there is memory for speed
             what, weight_bytes, other_bytes = "images of them", self._images.ring_bytes, 0
-            num_decoders = options.decode_threads or available_cores()
+            num_decoders = self._num_decoders
         other_bytes += self._serving_bytes
         room_bytes = None if left is None else left.size_bytes - weight_bytes - other_bytes
         size_bytes = staging_bytes(sizes, options.staging_bytes, room_bytes, num_decoders=num_decoders)
@@ -280,6 +282,13 @@ class WeightLoad(ThreadedLoad):
             f"the server's processes another {self._serving_bytes / MIB:,.0f}",
         )
         return size_bytes
+
+    @property
+    def _num_decoders(self) -> int:
+        cores = available_cores()
+        if self._images is not None and cores > MIN_CORES_TO_SPARE:
+            cores -= 2
+        return self._options.decode_threads or cores
 
     def _make_threads(self) -> list[threading.Thread]:
         fetcher = Fetcher(
@@ -311,7 +320,7 @@ class WeightLoad(ThreadedLoad):
         self._fetch = fetcher.run
         num_ranges = max(len(self._plan.steps), -(-self._stored_bytes // MIN_RANGE_BYTES))
         self._num_fetchers = min(self._work.connections, num_ranges)
-        num_decoders = min(self._options.decode_threads or available_cores(), len(self._plan.steps))
+        num_decoders = min(self._num_decoders, len(self._plan.steps))
         threads = [
             self._make_thread(f"teneral-fetch-{number}", self._fetch) for number in range(self._num_fetchers)
         ]

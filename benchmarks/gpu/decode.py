@@ -1,11 +1,12 @@
 """Generating on a GPU: an 8B-shaped bf16 model at several batch sizes, against memory's bandwidth and transformers.
 
-    python -m benchmarks.gpu.decode [--json FILE] [--layers N] [--compiled]
+    python -m benchmarks.gpu.decode [--json FILE] [--layers N] [--bits 16|8|4] [--compiled]
 
 Whole engine steps are timed, from token to token, with recorded steps and without. A step must read every weight once,
 so weights over time, relative to a copy's bandwidth in the same run, is the used share of the memory's bandwidth.
 transformers runs the same shape: eagerly at all sizes, and with --compiled also with a static cache at batch 1, which
-it compiles for each length: that takes minutes.
+it compiles for each length: that takes minutes. With --bits 8 or 4 the weights are integers, and transformers is left
+out.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ BANDWIDTH_GOAL = 0.8
 def main() -> int:
     parser = model_8b.parser(__doc__)
     parser.add_argument("--compiled", action="store_true", help="compare with compiled transformers, too")
+    parser.add_argument("--bits", type=int, choices=(16, 8, 4), default=16)
     options = parser.parse_args()
     if not model_8b.require_device():
         return 2
@@ -35,13 +37,14 @@ def main() -> int:
     import torch
 
     copy_bytes_s = model_8b.copy_bytes_s()
-    model = model_8b.decoder(options.layers)
+    model = model_8b.decoder(options.layers, options.bits)
     # All but the table of embeddings, of which a step reads a few rows.
     read_bytes = model.weights.size_bytes - model.executor.embeddings.weight.nbytes
     measured: dict[str, Any] = {
         "copy_bytes_s": copy_bytes_s,
         "read_bytes": read_bytes,
         "layers": options.layers,
+        "bits": options.bits,
     }
     for records in (True, False):
         name = "recorded" if records else "launched"
@@ -68,8 +71,9 @@ def main() -> int:
     del model
     gc.collect()
     torch.cuda.empty_cache()
-    measured["transformers"] = peers(options.layers, begin_s)
-    claims = judge(measured)
+    if options.bits == 16:
+        measured["transformers"] = peers(options.layers, begin_s)
+    claims = judge(measured) if options.bits == 16 else []
     model_8b.keep(options.json, "decode", measured, claims)
     if options.compiled:
         measured["transformers_compiled"] = compiled_peer(options.layers)

@@ -30,6 +30,8 @@ CONFIG: dict[str, Any] = {
     "tie_word_embeddings": False,
     "hidden_act": "silu",
 }
+STD = 0.02  # of the weights
+GROUP_SIZE = 128  # of 4 bits
 COPY_BYTES = 4 << 30
 DEADLINE_S = 80.0  # of a benchmark, from its start: what has not begun by then is left out
 
@@ -119,19 +121,31 @@ def recorded(work: Callable[[], object]) -> Callable[[], None]:
     return graph.replay  # which keeps the graph
 
 
-def tensors(num_layers: int) -> dict[str, Any]:
-    """By their names in a checkpoint; of a layer q, k and v lie behind one another, and so do gate and up."""
+def tensors(num_layers: int, bits: int) -> dict[str, Any]:
+    """By their names in a checkpoint; of a layer q, k and v lie behind one another, and so do gate and up. With less
+    than 16 bits as `teneral pack --quantize` lays them out.
+    """
     import torch
 
     hidden, inner = CONFIG["hidden_size"], CONFIG["intermediate_size"]
     key = hidden // CONFIG["num_attention_heads"] * CONFIG["num_key_value_heads"]
     made: dict[str, Any] = {}
 
-    def stacked(prefix: str, parts: list[tuple[str, int]], num_in: int) -> None:
+    def stacked(prefix: str, parts: list[tuple[str, int]], num_in: int, *, bits: int = bits) -> None:
         rows = sum(size for _, size in parts)
-        whole = torch.empty((rows, num_in), dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
-        for (name, _), part in zip(parts, whole.split([size for _, size in parts]), strict=True):
-            made[f"{prefix}{name}.weight"] = part
+        group_size = GROUP_SIZE if bits == 4 else num_in
+        if bits == 16:
+            whole = {
+                "weight": torch.empty((rows, num_in), dtype=torch.bfloat16, device="cuda").normal_(0, STD)
+            }
+        else:
+            low, high, dtype = (0, 256, torch.uint8) if bits == 4 else (-128, 128, torch.int8)
+            levels = torch.randint(low, high, (rows, num_in * bits // 8), dtype=dtype, device="cuda")
+            scale = torch.full((rows, num_in // group_size), STD * 3.46 / (1 << bits), device="cuda")
+            whole = {"weight": levels, "weight_scale": scale.to(torch.bfloat16)}
+        for kind, tensor in whole.items():
+            for (name, _), part in zip(parts, tensor.split([size for _, size in parts]), strict=True):
+                made[f"{prefix}{name}.{kind}"] = part
 
     def norm(name: str) -> None:
         made[name] = torch.ones(hidden, dtype=torch.bfloat16, device="cuda")
@@ -145,13 +159,13 @@ def tensors(num_layers: int) -> dict[str, Any]:
         stacked(prefix, [("mlp.down_proj", hidden)], inner)
         norm(f"{prefix}input_layernorm.weight")
         norm(f"{prefix}post_attention_layernorm.weight")
-    stacked("", [("model.embed_tokens", CONFIG["vocab_size"])], hidden)
-    stacked("", [("lm_head", CONFIG["vocab_size"])], hidden)
+    for name in ("model.embed_tokens", "lm_head"):
+        stacked("", [(name, CONFIG["vocab_size"])], hidden, bits=16 if bits == 16 else 8)
     norm("model.norm.weight")
     return made
 
 
-def decoder(num_layers: int) -> Any:
+def decoder(num_layers: int, bits: int = 16) -> Any:
     from tests.support.models import build_model, dtype_of
 
     from teneral.runtime.backends.cuda.executor import CudaModelBackend
@@ -160,9 +174,12 @@ def decoder(num_layers: int) -> Any:
 
     on_device = {
         name: DeviceTensor(dtype_of(tensor.dtype), tensor, str(tensor.device))
-        for name, tensor in tensors(num_layers).items()
+        for name, tensor in tensors(num_layers, bits).items()
     }
     config = {**CONFIG, "num_hidden_layers": num_layers}
+    if bits < 16:
+        layout = {"bits": bits, "group_size": GROUP_SIZE if bits == 4 else None, "symmetric": True}
+        config["quantization_config"] = {"quant_method": "teneral", **layout}
     return build_model(config, DictWeights(on_device), backends=[CudaModelBackend()])
 
 

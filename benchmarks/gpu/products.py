@@ -1,71 +1,77 @@
-"""Products with one row: Teneral's kernel and torch's, for the matrices of usual models.
+"""Products of few rows: Teneral's kernels and torch's, for the matrices of usual models.
 
     python -m benchmarks.gpu.products [--json FILE]
 
-Matrices of a shape take turns, more of them than fit into the device's cache, in a recorded graph. Shapes for which the
-kernel is faster by a tenth belong in the table in `runtime/backends/cuda/decoder.py`.
+Of bf16 weights torch and the kernel for single rows; of integers of 8 and 4 bits, in groups of 128, the kernels for few
+rows. Matrices of a shape take turns, more of them than fit into the device's cache, in a recorded graph.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from benchmarks.gpu import model_8b
+from benchmarks.gpu.check import claim
 from benchmarks.report import table
 
-CACHE_BYTES = 128 << 20  # more than the cache of any device meant
-MIN_GAIN = 1.1
-SHAPES = (
-    *((1152, 896), (896, 896), (9728, 896), (896, 4864)),  # Qwen2.5-0.5B
-    *((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),  # Llama-3.1-8B
-    *((128_256, 4096), (151_936, 896)),  # heads
-)
+CACHE_BYTES = 256 << 20  # more than the cache of any device meant
+GROUP_SIZE = 128
+ROWS = (1, 16, 64)
+QWEN_05B = ((1152, 896), (896, 896), (9728, 896), (896, 4864))
+LLAMA_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128_256, 4096))
 
 
 def main() -> int:
     options = model_8b.parse(__doc__)
     if not model_8b.require_device():
         return 2
-    measured = {f"{num_out}x{num_in}": times(num_out, num_in) for num_out, num_in in SHAPES}
-    model_8b.keep(options.json, "products", measured, [])
-    rows = [
-        [
-            name,
-            f"{each['kernel_us']:.1f}",
-            f"{each['torch_us']:.1f}",
-            "kernel" if is_better(each) else "torch",
-        ]
-        for name, each in measured.items()
-    ]
-    print(table(["out x in", "kernel, µs", "torch, µs", "for the table"], rows))
+    measured: dict[str, dict[str, float]] = {}
+    for num_out, num_in in (*QWEN_05B, *LLAMA_8B):
+        measured[f"{num_out}x{num_in}"] = times_us(num_out, num_in)
+        model_8b.keep(options.json, "products", {"us": measured}, [])
+    slowest = min(each["torch bf16, 1"] / each["kernel bf16, 1"] for each in measured.values())
+    claims = [claim("a single row by the kernel, relative to torch, at its worst", slowest, 1.0, unit="x")]
+    model_8b.keep(options.json, "products", {"us": measured}, claims)
+    names = list(next(iter(measured.values())))
+    rows = [[shape, *(f"{each[name]:.1f}" for name in names)] for shape, each in measured.items()]
+    print("µs a product; of how many rows")
+    print(table(["out x in", *names], rows))
     return 0
 
 
-def is_better(each: dict[str, float]) -> bool:
-    return each["torch_us"] > MIN_GAIN * each["kernel_us"]
-
-
-def times(num_out: int, num_in: int) -> dict[str, float]:
+def times_us(num_out: int, num_in: int) -> dict[str, float]:
+    """By kernel, dtype and number of rows."""
     import torch
 
-    from teneral.runtime.backends.cuda.decoder import RowProducts
+    from teneral.runtime.backends.cuda.products import Products
     from teneral.runtime.backends.cuda.warm_up import open_launcher
+    from teneral.runtime.backends.torch.layers import Linear, QuantizedLinear
 
-    num = max(2, -(-CACHE_BYTES // (num_out * num_in * 2)))
-    matrices = torch.randn((num, num_out, num_in), dtype=torch.bfloat16, device="cuda")
-    row = torch.randn((1, num_in), dtype=torch.bfloat16, device="cuda")
-    out = row.new_empty((1, num_out))
     launch, _ = open_launcher(torch.device("cuda:0"), None)
-    products = RowProducts(launch, "bf16", by_kernel=True)
+    products = Products(launch, "bf16", rows_by_kernel=True)
 
-    def by_kernel() -> None:
-        for matrix in matrices:
-            products.run(matrix, row, out)
+    def took_us(matrices: list[Any], num_rows: int, product: Callable[[Any, Any], object]) -> float:
+        x = torch.randn((num_rows, num_in), dtype=torch.bfloat16, device="cuda")
+        work = model_8b.recorded(lambda: [product(matrix, x) for matrix in matrices])
+        return model_8b.device_s(work) / len(matrices) * 1e6
 
-    def by_torch() -> None:
-        for matrix in matrices:
-            torch.nn.functional.linear(row, matrix)
-
-    by = {"kernel_us": by_kernel, "torch_us": by_torch}
-    return {name: model_8b.device_s(model_8b.recorded(work)) / num * 1e6 for name, work in by.items()}
+    found: dict[str, float] = {}
+    num = max(2, -(-CACHE_BYTES // (num_out * num_in * 2)))
+    floats = torch.randn((num, num_out, num_in), dtype=torch.bfloat16, device="cuda")
+    plain = [Linear(matrix) for matrix in floats]
+    found["kernel bf16, 1"] = took_us(plain, 1, products)
+    for num_rows in ROWS:
+        found[f"torch bf16, {num_rows}"] = took_us(plain, num_rows, Linear.__call__)
+    for bits, dtype in ((8, torch.int8), (4, torch.uint8)):
+        num = max(2, -(-CACHE_BYTES // (num_out * num_in * bits // 8)))
+        low, high, width = (-128, 128, num_in) if bits == 8 else (0, 256, num_in // 2)
+        levels = torch.randint(low, high, (num, num_out, width), dtype=dtype, device="cuda")
+        scale = torch.rand((num_out, num_in // GROUP_SIZE), device="cuda").to(torch.bfloat16) / 100
+        integers = [QuantizedLinear(matrix, scale) for matrix in levels]
+        for num_rows in ROWS:
+            found[f"int{bits}, {num_rows}"] = took_us(integers, num_rows, products)
+    return found
 
 
 if __name__ == "__main__":

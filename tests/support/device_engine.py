@@ -54,9 +54,9 @@ def decoder_of(family: str, **overrides: Any) -> Decoder:
 
 
 def use_row_products(decoder: Decoder) -> None:
-    """Compute by `RowProducts`'s kernel all products of one row with plain matrices, as on a late device."""
+    """Compute by `Products`'s kernel all products of one row with plain matrices, as on a late device."""
     executor: Any = decoder.executor
-    executor.kernels.products.by_kernel = True
+    executor.kernels.products.rows_by_kernel = True
 
 
 class DeviceRig:

@@ -51,6 +51,31 @@ def both(launch, variant, grid, arguments, outputs, device="cpu"):
     return results[0]
 
 
+def integer_case(dtype, num_in, group_size, bits, has_zero, num_rows, num_out=37):
+    """An integer product: its variant, grid, arguments, and the number of its result."""
+    torch.manual_seed(0)
+    variant = v.integer_variant(
+        NAMES[dtype],
+        "bf16",
+        bits=bits,
+        num_rows=num_rows,
+        num_in=num_in,
+        num_out=num_out,
+        group_size=group_size,
+        has_zero=has_zero,
+    )
+    num_groups = num_in // group_size
+    x, out = torch.randn(num_rows, num_in).to(dtype), torch.full((num_rows, num_out), float("nan")).to(dtype)
+    scale = (torch.rand(num_out, num_groups) / num_in / (1 if bits == 4 else 8)).bfloat16()
+    if bits == 4:
+        levels = torch.randint(0, 256, (num_out, num_in // 2), dtype=torch.uint8)
+        zeros = [torch.randint(0, 16, (num_out, num_groups), dtype=torch.uint8) if has_zero else levels]
+    else:
+        levels, zeros = torch.randint(-128, 128, (num_out, num_in), dtype=torch.int8), []
+    arguments = [x, levels, scale, *zeros, out, num_rows, num_out]
+    return variant, (-(-num_out // dict(variant.constants)["COLUMNS"]),), arguments, [len(arguments) - 3]
+
+
 def pool_and_tables(spans, *, kv_heads, head_dim, group, block_size, dtype) -> tuple:
     """Random heads of the spans' rows, and a pool whose unused slots are NaN."""
     torch.manual_seed(0)

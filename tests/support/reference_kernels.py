@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from teneral.runtime.backends.cuda.variants import Variant
+from teneral.runtime.backends.torch.layers import dequantize
 
 ACTIVATIONS = (F.silu, F.gelu, lambda x: F.gelu(x, approximate="tanh"), F.relu)
 
@@ -41,6 +42,8 @@ _DTYPES = {
     "*fp32": torch.float32,
     "*fp64": torch.float64,
     "*i64": torch.int64,
+    "*i8": torch.int8,
+    "*u8": torch.uint8,
 }
 
 
@@ -73,6 +76,25 @@ def _row_product(c, grid, x, matrix, added, out, num_out):
     if c["ADDS"]:
         product += added.view(-1).float()
     out.view(-1).copy_(product)
+
+
+def _int4_product(c, grid, x, levels, scale, zero, out, num_rows, num_out):
+    assert levels.shape == (num_out, c["SIZE"] // 2)
+    _integer_product(c, grid, x, levels, scale, zero if c["HAS_ZERO"] else None, out, num_rows, num_out)
+
+
+def _int8_product(c, grid, x, levels, scale, out, num_rows, num_out):
+    assert levels.shape == (num_out, c["SIZE"])
+    _integer_product(c, grid, x, levels, scale, None, out, num_rows, num_out)
+
+
+def _integer_product(c, grid, x, levels, scale, zero, out, num_rows, num_out):
+    assert grid == (-(-num_out // c["COLUMNS"]),)
+    assert x.shape == (num_rows, c["SIZE"])
+    assert num_rows <= c["ROWS"]
+    assert scale.shape == (num_out, c["SIZE"] // c["GROUP"])
+    weights = dequantize(levels, scale, zero).to(x.dtype).float()
+    out.copy_(x.float() @ weights.T)
 
 
 def _gate(c, grid, product, out):

@@ -240,4 +240,5 @@ def _kernels(model: Any, options: BackendOptions, launch: Launcher) -> DeviceKer
         architecture=10 * properties.major + properties.minor,
     )
     launch.prepare(kernels.variants)
+    kernels.products.prepare_integers(model.executor)
     return kernels

@@ -4,18 +4,11 @@ Computes the same step as `backends/torch/decoder.py`, over the same weights at 
 addresses and a pool in the device's layout. It follows arriving weights layer by layer, and reads
 no weights at construction. No layer waits for the device, so a step is a sequence of launches whose
 number and shapes do not depend on the data: `graphs.py` records it.
-
-Products with one row are a kernel's from Hopper on, where it is 1.02 to 1.8 times as fast as torch
-for the matrices of usual models (`python -m benchmarks.gpu.products`), and torch's elsewhere. The
-architecture decides, not a measurement: the order of summation depends on it, so two servers with
-the same model and device give the same output, and so does a server before and after it records its
-steps. Only plain matrices use the kernel.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -23,82 +16,18 @@ import torch.nn.functional as F
 from ...kv.storage import KVPool
 from ...step.batch import StepBatch
 from ..torch.decoder import DecoderLayer, GatedMLP, TorchExecutor
-from ..torch.layers import Linear, RMSNorm
+from ..torch.layers import RMSNorm
 from . import variants as v
 from .implemented import refusal_of_spec
 from .launch import Launcher
+from .products import MIN_ROW_ARCHITECTURE, Products
 from .storage import DeviceKVStorage
 from .tables import StepTables, split_keys, tell_device
-from .variants import Variant, product_rows, product_variant, shape_of, short_name
+from .variants import shape_of, short_name
 
-ALIGNMENT_BYTES = 16
-
-# From which on the kernel multiplies single rows, as 10 · major + minor.
-MIN_PRODUCT_ARCHITECTURE = 90
 SEES_ALL = 1 << 30  # a window that no context reaches
 # Rows of a prompt of its own from which torch's attention outweighs its preparation.
 MIN_SDPA_ROWS = 64
-
-
-class RowProducts:
-    """The products of one model. Not thread-safe."""
-
-    def __init__(self, launch: Launcher, dtype: str, *, by_kernel: bool) -> None:
-        """`dtype` is Triton's name of it. Without `by_kernel` all are torch's."""
-        self._launch = launch
-        self._dtype = dtype
-        self._variants: dict[tuple[int, bool], Variant] = {}
-        self.by_kernel = by_kernel
-
-    def __call__(self, projection: Any, x: torch.Tensor) -> torch.Tensor:
-        """projection(x), in either way."""
-        if len(x) == 1 and self._takes(projection):
-            out = x.new_empty((1, len(projection.weight)))
-            bias = projection.bias
-            self._run(projection.weight, x, out if bias is None else bias, out, adds=bias is not None)
-            return out
-        result: torch.Tensor = projection(x)
-        return result
-
-    def add_(self, x: torch.Tensor, projection: Any, inner: torch.Tensor) -> torch.Tensor:
-        """Compute x += projection(inner). A product that adds by itself saves one kernel."""
-        if len(x) == 1 and self._takes(projection) and projection.bias is None:
-            self._run(projection.weight, inner, x, x, adds=True)
-            return x
-        if is_plain(projection):
-            return torch.addmm(x, inner, projection.weight.t(), out=x)
-        return x.add_(projection(inner))
-
-    def run(self, matrix: torch.Tensor, row: torch.Tensor, out: torch.Tensor) -> None:
-        """Compute out (1, out) = row (1, in) times the matrix, by the kernel."""
-        self._run(matrix, row, out, out, adds=False)
-
-    def _takes(self, projection: Any) -> bool:
-        return (
-            self.by_kernel
-            and type(projection) is Linear
-            and is_aligned(projection.weight)
-            and (projection.bias is None or projection.bias.data_ptr() % ALIGNMENT_BYTES == 0)
-        )
-
-    def _run(
-        self, matrix: torch.Tensor, x: torch.Tensor, added: torch.Tensor, out: torch.Tensor, *, adds: bool
-    ) -> None:
-        num_out, num_in = matrix.shape
-        variant = self._variants.get((num_in, adds))
-        if variant is None:
-            variant = self._variants[num_in, adds] = product_variant(self._dtype, num_in, adds=adds)
-        self._launch(variant, (-(-num_out // product_rows(num_in)),), x, matrix, added, out, num_out)
-
-
-def is_plain(projection: Any) -> TypeGuard[Linear]:
-    return type(projection) is Linear and projection.bias is None
-
-
-def is_aligned(matrix: torch.Tensor) -> bool:
-    """True if all rows are aligned for the kernel. Matrices lie at the loader's addresses."""
-    row_bytes = matrix.shape[1] * matrix.element_size()
-    return not (matrix.data_ptr() % ALIGNMENT_BYTES or row_bytes % ALIGNMENT_BYTES) and matrix.is_contiguous()
 
 
 class DeviceKernels:
@@ -135,7 +64,7 @@ class DeviceKernels:
         self.max_context = max_context
         self.scale = spec.attention_scale * math.log2(math.e)
         shape = self.shape
-        self.products = RowProducts(launch, shape.dtype, by_kernel=architecture >= MIN_PRODUCT_ARCHITECTURE)
+        self.products = Products(launch, shape.dtype, rows_by_kernel=architecture >= MIN_ROW_ARCHITECTURE)
         self.norm = v.norm_variant(shape, adds=False)
         self.add_norm = v.norm_variant(shape, adds=True)
         self.place = v.place_variant(shape)

@@ -19,7 +19,7 @@ MAX_INDEX_BYTES = 4 << 20
 MAX_BINARY_BYTES = 16 << 20
 _FOLDER = re.compile(r"sm_(\d{2,3})")
 _KEY = re.compile(r"[A-Za-z0-9_-]{1,200}")
-_TYPES = {"*bf16", "*fp16", "*fp32", "*fp64", "*i64", "i32", "fp32"}
+_TYPES = {"*bf16", "*fp16", "*fp32", "*fp64", "*i64", "*i8", "*u8", "i32", "fp32"}
 
 
 @dataclass(frozen=True, slots=True)

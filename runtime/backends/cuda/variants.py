@@ -28,6 +28,7 @@ MAX_SPLITS = 64  # of a sequence's keys in one step
 # Stages of loading keys and values while earlier ones are used.
 DECODE_STAGES = (3, 5)
 PIECE = 1024  # elements that a program of `gate` and `race` computes
+INTEGER_ROWS = (16, 64)  # of x, that a program of an integer product has at most
 PLACED_HEADS = 8  # heads of a row that a program of `place_heads` computes
 # Rows times query heads a key head that a program of `chunk_attention` computes.
 TILE_ROWS = 64
@@ -42,6 +43,8 @@ _POINTERS_TO_INTEGERS = {
     "best_places",
 }  # fmt: skip
 _POINTERS_TO_FP32 = {"split_out", "split_scale", "scores"}
+# Their dtype is that of the variant's norms, or of its scales.
+_POINTERS_TO_NORMS = {"weight", "query_norm", "key_norm", "scale"}
 _FLOATS = {"scale", "eps"}
 _NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -65,7 +68,9 @@ def _kernel(module: str, name: str, pointers: str, numbers: str) -> Kernel:
             return "*fp64"
         if pointer in _POINTERS_TO_FP32:
             return "*fp32"
-        return "*norm" if pointer in ("weight", "query_norm", "key_norm") else "*dtype"
+        if pointer in ("levels", "zero"):
+            return "*i8" if name == "int8_product" else "*u8"
+        return "*norm" if pointer in _POINTERS_TO_NORMS else "*dtype"
 
     arguments = [(pointer, type_of(pointer)) for pointer in pointers.split()]
     arguments += [(number, "fp32" if number in _FLOATS else "i32") for number in numbers.split()]
@@ -99,6 +104,13 @@ KERNELS = {
         ),
         _kernel("rows", "gate", "product out", ""),
         _kernel("products", "row_product", "x matrix added out", "num_out"),
+        _kernel(
+            "integers",
+            "int4_product",
+            "x levels scale zero out",
+            "num_rows num_out",
+        ),
+        _kernel("integers", "int8_product", "x levels scale out", "num_rows num_out"),
         _kernel("race", "race", "scores tokens seeds indexes best_quotients best_places", "size"),
     )
 }
@@ -111,7 +123,7 @@ class Variant:
     kernel: str
     dtype: str  # of activations, keys and values
     constants: tuple[tuple[str, int], ...]
-    # Of the norms' weights, where relevant.
+    # Of the norms' weights, or of the integers' scales, where relevant.
     norm_dtype: str = ""
     num_warps: int = 4
     num_stages: int = 2
@@ -247,6 +259,38 @@ def product_variant(dtype: str, num_in: int, *, adds: bool) -> Variant:
     return Variant("row_product", dtype, tuple(constants.items()))
 
 
+def integer_variant(
+    dtype: str,
+    scale_dtype: str,
+    *,
+    bits: int,
+    num_rows: int,
+    num_in: int,
+    num_out: int,
+    group_size: int,
+    has_zero: bool = False,
+) -> Variant | None:
+    """The product of `num_rows` rows with integers; None: the kernels do not take it."""
+    rows = next((rows for rows in INTEGER_ROWS if num_rows <= rows), None)
+    piece = integer_piece(bits, num_in, group_size)
+    if rows is None or piece is None or dtype not in DTYPES or scale_dtype not in DTYPES:
+        return None
+    constants = {"SIZE": num_in, "GROUP": group_size, "ROWS": rows}
+    # Fewer columns where there are few, so that all processors take part.
+    constants |= {"COLUMNS": 16 if num_out <= 8192 else 32, "PIECE": piece}
+    constants |= {"HAS_ZERO": int(has_zero)} if bits == 4 else {}
+    return Variant(f"int{bits}_product", dtype, tuple(constants.items()), scale_dtype, num_stages=4)
+
+
+def integer_piece(bits: int, num_in: int, group_size: int) -> int | None:
+    """The bytes of a row of integers that a program reads at a time, whose numbers have one scale:
+    of 4 bits and the shortest piece, each half of them. None: there are no such pieces.
+    """
+    if bits == 4:
+        return None if num_in % 64 or group_size % 32 else 64 if group_size % 128 == 0 else 32
+    return next((size for size in (128, 64, 32) if group_size == num_in or group_size % size == 0), None)
+
+
 def race_variant(*, has_tokens: bool) -> Variant:
     return Variant("race", "fp32", (("HAS_TOKENS", int(has_tokens)), ("PIECE", PIECE)))
 
@@ -317,7 +361,7 @@ def is_aligned(name: str, kind: str) -> bool:
 
     Weights lie at the loader's addresses, and integers next to each other.
     """
-    return kind.startswith("*") and kind != "*i64" and name not in ("weight", "query_norm", "key_norm")
+    return kind.startswith("*") and kind != "*i64" and name not in (*_POINTERS_TO_NORMS, "zero")
 
 
 def power_of_2(number: int) -> int:

@@ -29,6 +29,7 @@ from ...tensors import Tensor
 from .tensors import to_torch
 
 _SCRATCH_ELEMENTS = 1 << 20  # weights dequantised at a time
+_DEVICE_SCRATCH_ELEMENTS = 1 << 24  # on a device, where each stretch costs some launches
 # The 4-bit level of the number 0, without zero points.
 _MIDDLE_4 = 8
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -90,7 +91,8 @@ class QuantizedLinear:
         # anyway.
         own = x.float() if x.dtype == torch.float16 and x.device.type == "cpu" else x
         out = x.new_empty(x.shape[0], self.num_out)
-        step = max(1, _SCRATCH_ELEMENTS // self.num_in)
+        scratch = _SCRATCH_ELEMENTS if x.device.type == "cpu" else _DEVICE_SCRATCH_ELEMENTS
+        step = max(1, scratch // self.num_in)
         for begin in range(0, self.num_out, step):
             end = min(begin + step, self.num_out)
             out[:, begin:end] = F.linear(own, self.rows(begin, end).to(own.dtype))
@@ -403,12 +405,16 @@ class LateProduct:
         self._kept: Product | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product()(x)
+
+    def product(self) -> Product:
+        """Over the matrices as they are now."""
         if self._kept is not None:
-            return self._kept(x)
+            return self._kept
         product = _product_over(self._projection.matrices(), self._device)
         if self._projection.is_settled:
             self._kept = product
-        return product(x)
+        return product
 
 
 def product_of(projection: Projection, device: torch.device) -> Product:

@@ -19,6 +19,7 @@ from teneral.runtime.backends.cuda.variants import (
     Shape,
     decode_stages,
     gate_variant,
+    integer_variant,
     norm_variant,
     usual_variants,
     variants_of,
@@ -68,6 +69,21 @@ def test_all_of_a_models_kernels_compile_for_every_architecture(architecture):
     for variant in variants_of(LLAMA_8B):
         binary, content = compile_variant(variant, architecture)
         assert content.startswith(b"\x7fELF")
+        assert binary.shared_bytes <= SHARED_BYTES_OF_THE_SMALLEST, variant.key
+
+
+@pytest.mark.parametrize(
+    "architecture", [90, *(pytest.param(other, marks=pytest.mark.slow) for other in (80, 100))]
+)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_products_with_integers_compile(architecture, bits):
+    if architecture == 100 and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 3):
+        pytest.skip("this Triton knows no sm_100")
+    for num_rows, group_size in ((1, 4096), (64, 32)):
+        matrix = {"num_in": 4096, "num_out": 28_672, "group_size": group_size, "has_zero": bits == 4}
+        variant = integer_variant("bf16", "bf16", bits=bits, num_rows=num_rows, **matrix)
+        assert variant is not None
+        binary, _ = compile_variant(variant, architecture)
         assert binary.shared_bytes <= SHARED_BYTES_OF_THE_SMALLEST, variant.key
 
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.support.kernel_cases import NAMES, TOLERANCE, attention, both, pool_and_tables, shape, spans_of
+from tests.support.kernel_cases import (
+    NAMES,
+    TOLERANCE,
+    attention,
+    both,
+    integer_case,
+    pool_and_tables,
+    shape,
+    spans_of,
+)
 from tests.support.reference_kernels import ReferenceKernels, device_exponentials, philox
 
 pytest.importorskip("triton", reason="kernels are written in Triton, which is for Linux on x86_64")
@@ -123,6 +132,14 @@ def test_one_row_is_multiplied(dtype, adds, num_in):
     arguments = [each.to(dtype) for each in (x, matrix, added, torch.full((1, 9), float("nan")))]
     variant = v.product_variant(NAMES[dtype], num_in, adds=adds)
     both(Interpreter(), variant, (-(-9 // v.product_rows(num_in)),), [*arguments, 9], [3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_in", "group_size"), [(192, 192), (192, 64), (192, 32), (256, 128)])
+@pytest.mark.parametrize(("bits", "has_zero"), [(4, False), (4, True), (8, False)])
+@pytest.mark.parametrize("num_rows", [1, 5, 20])
+def test_few_rows_are_multiplied_with_integers(dtype, num_in, group_size, bits, has_zero, num_rows):
+    both(Interpreter(), *integer_case(dtype, num_in, group_size, bits, has_zero, num_rows))
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "relu"])

@@ -11,7 +11,15 @@ import torch
 from tests.support.decoding import oracle_greedy
 from tests.support.device_engine import use_row_products
 from tests.support.inspection import backend_of, kv_of, packer_of
-from tests.support.kernel_cases import TOLERANCE, attention, both, pool_and_tables, shape, spans_of
+from tests.support.kernel_cases import (
+    TOLERANCE,
+    attention,
+    both,
+    integer_case,
+    pool_and_tables,
+    shape,
+    spans_of,
+)
 from tests.support.load import patience_s
 from tests.support.models import build_model, dtype_of
 from tests.support.reference_kernels import ReferenceKernels, device_exponentials
@@ -152,6 +160,16 @@ def test_what_is_done_with_rows_is_what_the_reference_does(launcher, how, dtype,
     slots[5] = -1
     arguments = [heads, cos, sin, *norms, *pools, slots, 14, 2, 1e-6]
     both(launch, v.place_variant(own), (33, -(-18 // v.PLACED_HEADS)), arguments, [0, 5, 6], "cuda")
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("bits", "has_zero"), [(4, False), (4, True), (8, False)])
+def test_few_rows_are_multiplied_with_integers(launcher, dtype, bits, has_zero):
+    launch = launcher(BY_TRITON, shape(dtype=dtype))
+    for num_in, group_size in ((4096, 128), (1024, 64), (1024, 32), (960, 960)):
+        for num_rows in (1, 7, 33):
+            case = integer_case(dtype, num_in, group_size, bits, has_zero, num_rows, num_out=1001)
+            both(launch, *case, "cuda")
 
 
 @pytest.mark.parametrize("how", [AHEAD, BY_TRITON])

@@ -1,0 +1,162 @@
+"""The matrix products of a decoder on a device: torch's, or a kernel's.
+
+Single rows are multiplied by a kernel from Hopper on, where it is 1.02 to 1.8 times as fast as torch
+for the matrices of usual models (`python -m benchmarks.gpu.products`). Few rows are multiplied with
+integers by a kernel that reads them as they lie; torch would write them out as floats first.
+
+The architecture, the matrix and the number of rows decide, not a measurement: the order of summation
+depends on it, so two servers with the same model and device give the same output, and so does a
+server before and after it records its steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any, TypeGuard
+
+import torch
+
+from ..torch.decoder import GatedMLP, TorchExecutor
+from ..torch.layers import LateProduct, Linear, QuantizedLinear, SideBySide
+from .launch import Launcher, LaunchError
+from .variants import INTEGER_ROWS, Variant, integer_variant, product_rows, product_variant, short_name
+
+logger = logging.getLogger(__name__)
+
+ALIGNMENT_BYTES = 16
+# From which on the kernel multiplies single rows, as 10 · major + minor.
+MIN_ROW_ARCHITECTURE = 90
+
+
+class Products:
+    """The products of one model. Not thread-safe."""
+
+    def __init__(self, launch: Launcher, dtype: str, *, rows_by_kernel: bool) -> None:
+        """`dtype` is Triton's name of it. Without `rows_by_kernel` torch multiplies single rows."""
+        self._launch = launch
+        self._dtype = dtype
+        self._variants: dict[tuple[int, bool], Variant] = {}
+        self.rows_by_kernel = rows_by_kernel
+        self._integer_kernels: dict[Variant, bool] = {}
+
+    def prepare_integers(self, executor: TorchExecutor) -> None:
+        """Load or compile the kernels for the model's matrices of integers, as far as these are
+        known.
+        """
+        for matrix in _matrices(executor):
+            for num_rows in INTEGER_ROWS if type(matrix) is QuantizedLinear else ():
+                variant = self._integers(matrix, num_rows)
+                if variant is not None:
+                    self._has(variant)
+
+    def __call__(self, projection: Any, x: torch.Tensor) -> torch.Tensor:
+        """projection(x), in either way."""
+        if type(projection) is LateProduct:
+            projection = projection.product()
+        if type(projection) is QuantizedLinear:
+            return self._by_integers(projection, x)
+        if type(projection) is SideBySide:
+            return torch.cat([self(part, x) for part in projection.parts], dim=-1)
+        if len(x) == 1 and self._takes_row(projection):
+            out = x.new_empty((1, len(projection.weight)))
+            bias = projection.bias
+            self._run(projection.weight, x, out if bias is None else bias, out, adds=bias is not None)
+            return out
+        result: torch.Tensor = projection(x)
+        return result
+
+    def add_(self, x: torch.Tensor, projection: Any, inner: torch.Tensor) -> torch.Tensor:
+        """Compute x += projection(inner). A product that adds by itself saves one kernel."""
+        if len(x) == 1 and self._takes_row(projection) and projection.bias is None:
+            self._run(projection.weight, inner, x, x, adds=True)
+            return x
+        if is_plain(projection):
+            return torch.addmm(x, inner, projection.weight.t(), out=x)
+        return x.add_(self(projection, inner))
+
+    def run(self, matrix: torch.Tensor, row: torch.Tensor, out: torch.Tensor) -> None:
+        """Compute out (1, out) = row (1, in) times the matrix, by the kernel."""
+        self._run(matrix, row, out, out, adds=False)
+
+    def _takes_row(self, projection: Any) -> bool:
+        return (
+            self.rows_by_kernel
+            and type(projection) is Linear
+            and is_aligned(projection.weight)
+            and (projection.bias is None or projection.bias.data_ptr() % ALIGNMENT_BYTES == 0)
+        )
+
+    def _run(
+        self, matrix: torch.Tensor, x: torch.Tensor, added: torch.Tensor, out: torch.Tensor, *, adds: bool
+    ) -> None:
+        num_out, num_in = matrix.shape
+        variant = self._variants.get((num_in, adds))
+        if variant is None:
+            variant = self._variants[num_in, adds] = product_variant(self._dtype, num_in, adds=adds)
+        self._launch(variant, (-(-num_out // product_rows(num_in)),), x, matrix, added, out, num_out)
+
+    def _integers(self, projection: QuantizedLinear, num_rows: int) -> Variant | None:
+        """The kernel for these many rows; None: torch computes them."""
+        if projection.bits == 8 and projection.zero is not None:
+            return None  # only some GPTQ checkpoints have these
+        if not is_aligned(projection.weight):
+            return None
+        return integer_variant(
+            self._dtype,
+            short_name(projection.scale.dtype),
+            bits=projection.bits,
+            num_rows=num_rows,
+            num_in=projection.num_in,
+            num_out=projection.num_out,
+            group_size=projection.group_size,
+            has_zero=projection.zero is not None,
+        )
+
+    def _has(self, variant: Variant) -> bool:
+        """True if this kernel for integers is there, which the first call sees to. The log names a
+        missing one.
+        """
+        if variant not in self._integer_kernels:
+            try:
+                self._launch.prepare([variant])
+                self._integer_kernels[variant] = True
+            except LaunchError as error:
+                self._integer_kernels[variant] = False
+                logger.warning("torch computes products with integers, slowly: %s", error)
+        return self._integer_kernels[variant]
+
+    def _by_integers(self, projection: QuantizedLinear, x: torch.Tensor) -> torch.Tensor:
+        variant = self._integers(projection, len(x))
+        if variant is None or not self._has(variant):
+            return projection(x)
+        if projection.columns is not None:
+            x = x[:, projection.columns]
+        num_rows, num_out = len(x), projection.num_out
+        out = x.new_empty((num_rows, num_out))
+        zeros: list[torch.Tensor] = []
+        if projection.bits == 4:  # without zero points the kernel does not read them
+            zeros = [projection.weight if projection.zero is None else projection.zero]
+        grid = (-(-num_out // dict(variant.constants)["COLUMNS"]),)
+        self._launch(variant, grid, x, projection.weight, projection.scale, *zeros, out, num_rows, num_out)
+        return out if projection.bias is None else out.add_(projection.bias.to(out.dtype))
+
+
+def is_plain(projection: Any) -> TypeGuard[Linear]:
+    return type(projection) is Linear and projection.bias is None
+
+
+def is_aligned(matrix: torch.Tensor) -> bool:
+    """True if all rows are aligned for the kernel. Matrices lie at the loader's addresses."""
+    row_bytes = matrix.shape[1] * matrix.element_size()
+    return not (matrix.data_ptr() % ALIGNMENT_BYTES or row_bytes % ALIGNMENT_BYTES) and matrix.is_contiguous()
+
+
+def _matrices(executor: TorchExecutor) -> Iterable[Any]:
+    projections = [executor.head]
+    for layer in executor.layers_of:
+        projections += [layer.attention.qkv, layer.attention.output]
+        if isinstance(layer.mlp, GatedMLP):
+            projections += [layer.mlp.gate_up, layer.mlp.down]
+    for each in projections:
+        yield from each.parts if isinstance(each, SideBySide) else (each,)

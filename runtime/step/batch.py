@@ -42,6 +42,12 @@ class Rows(Struct, frozen=True):
     num_logits: int
     scores: PromptScores | None = None
 
+    @property
+    def is_next_token(self) -> bool:
+        """True for one token, after which the next one is chosen, and nothing else."""
+        is_one = self.num_logits == 1 and self.end - self.first == 1
+        return is_one and (self.scores is None or not self.scored(0))
+
     def scored(self, start: int) -> tuple[ScoredRows, ...]:
         """The rows whose logits go to `scores`, none or one range; `start` is the first row of
         these tokens in the batch.

@@ -105,9 +105,7 @@ class CudaBackend:
             torch.cuda.set_device(self._device)
         self._next_graph = None
         graphs = self._graphs
-        if graphs is not None and all(
-            part.end - part.first == part.num_logits == 1 and not part.scored(0) for part in parts
-        ):
+        if graphs is not None and all(part.is_next_token for part in parts):
             self._next_graph = graphs.size_for(len(parts))
             if self._next_graph is not None:
                 return graphs.batch(list(parts), self._next_graph)

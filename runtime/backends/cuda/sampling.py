@@ -50,9 +50,10 @@ class DeviceSampler:
         if all(state.is_plain_greedy for state in states):
             best, tokens = logits.max(dim=-1)
             answer = self._downlink.fetch(torch.cat([tokens.double(), best.double()])).reshape(2, -1)
-            return [
-                Choice(int(token)) if math.isfinite(highest) else not_finite() for token, highest in answer.T
-            ]
+            chosen: list[Chosen] = [*map(Choice, answer[0].astype(np.int64).tolist())]
+            for row in np.flatnonzero(~np.isfinite(answer[1])):
+                chosen[row] = not_finite()
+            return chosen
         choices = self._choose(logits, states, self._narrow)
         again = [number for number, choice in enumerate(choices) if choice is None]
         if again:
@@ -82,7 +83,8 @@ class DeviceSampler:
         answer = self._downlink.fetch(torch.cat(results))
         of_tokens = {} if logprobs is None else logprobs.read(answer[3 * len(states) :])
         choices: list[Chosen | None] = []
-        for number, (token, highest, complete) in enumerate(answer[: 3 * len(states)].reshape(3, -1).T):
+        rows = answer[: 3 * len(states)].reshape(3, -1).T.tolist()
+        for number, (token, highest, complete) in enumerate(rows):
             if number in masks.errors:
                 choices.append(masks.errors[number])
             elif not math.isfinite(highest):

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, repeat
+from operator import is_
 
 import numpy as np
 import numpy.typing as npt
@@ -216,6 +217,64 @@ def as_floats(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.float64)
 
 
+class _DecodeArrays:
+    """The arrays of `StepPacker.decode_batch`, on the host and in a buffer on the device.
+
+    Most steps have the sequences and the block tables of the step before: then only the numbers of
+    their rows change.
+    """
+
+    def __init__(self, num_rows: int, into: torch.Tensor) -> None:
+        self._into = into
+        self._blocks: list[tuple[int, ...]] = []  # of each sequence
+        self._together = np.empty(0, np.int64)  # the same, one after the other
+        self._numbers = np.zeros((NUM_PARTS, num_rows), np.int64)
+        self.tokens, self.positions, self.slots, self.rows, *others = self._numbers
+        logit_rows, self._lengths, self._contexts, self._table_starts, decoding = others
+        for each in (self.rows, logit_rows, decoding):
+            each[:] = np.arange(num_rows)
+        places = into[: NUM_PARTS * num_rows].view(NUM_PARTS, num_rows).unbind()
+        # All of the remaining buffer, not only the part in use now: a recorded step must have its
+        # address.
+        rest = into[NUM_PARTS * num_rows :]
+        tables = as_tables((*places[4:], rest[:0], rest))
+        self.on_device = DeviceBatch(places[0], places[1], places[2], places[3], tables)
+
+    def is_for(self, num_rows: int, into: torch.Tensor) -> bool:
+        return self._into is into and len(self.rows) == num_rows
+
+    def put_blocks(self, blocks: list[tuple[int, ...]], cache: TableCache) -> bool:
+        """Put the block tables of a step's sequences. Returns False if they are those of the step
+        before.
+        """
+        num = len(blocks)
+        if num == len(self._blocks) > 0 and all(map(is_, blocks, self._blocks)):
+            return False
+        tables = [cache.array(each) for each in blocks]
+        self._blocks, self._together = blocks, np.concatenate([np.empty(0, np.int64), *tables])
+        self._lengths[:num] = 1
+        self._table_starts[:num] = [0, *accumulate(map(len, tables))][:num]
+        for each in (self.tokens, self.positions, self._lengths, self._contexts, self._table_starts):
+            each[num:] = 0
+        self.slots[num:] = -1
+        return True
+
+    def put_tokens(self, parts: Sequence[Rows], block_size: int) -> None:
+        """Put the token of each sequence, whose blocks are those of `put_blocks`."""
+        num = len(parts)
+        positions = np.array([part.first for part in parts], np.int64)
+        blocks, offsets = np.divmod(positions, block_size)
+        self.tokens[:num] = [part.tokens[part.first] for part in parts]
+        self.positions[:num] = positions
+        self.slots[:num] = self._together[self._table_starts[:num] + blocks] * block_size + offsets
+        self._contexts[:num] = positions + 1
+
+    def parts(self, *, with_blocks: bool) -> list[Numbers]:
+        """The beginning of the buffer, or all of it."""
+        numbers = self._numbers.reshape(-1)
+        return [numbers, self._together] if with_blocks else [numbers]
+
+
 class StepPacker:
     """Packs batches. Not thread-safe."""
 
@@ -225,6 +284,8 @@ class StepPacker:
         self._block_size = block_size
         self._group = group
         self._tables = TableCache()
+        # What the buffer of `decode_batch` holds.
+        self._decoding: _DecodeArrays | None = None
 
     def batch(self, parts: Sequence[Rows]) -> StepBatch:
         """Build the batch like `build_batch`, on the device and with its tables."""
@@ -238,24 +299,24 @@ class StepPacker:
     def decode_batch(self, parts: Sequence[Rows], num_rows: int, into: torch.Tensor) -> StepBatch:
         """Build a batch of rows that are each a sequence's next token, padded to `num_rows` rows.
 
-        The arrays have fixed places in `into`. Its `spans` are only those of `parts`.
+        The arrays have fixed places in `into`, which nothing else may write. Its `spans` are only
+        those of `parts`. The batch is valid until the next call.
         """
-        spans, numbers = self._numbers(parts)
-        _, lengths, contexts, table_starts, _, tiles, blocks = pack(spans, self._group, self._tables)
-        everybody = np.arange(num_rows)
-        missing = num_rows - len(parts)
-        tokens, positions, slots, _ = (_filled(part, missing) for part in numbers)
-        slots[len(parts) :] = -1
-        filled = [_filled(part, missing) for part in (lengths, contexts, table_starts)]
-        assert not len(tiles)
-        sent = self._uplink.send(
-            [tokens, positions, slots, everybody, everybody, *filled, everybody, tiles, blocks], into
+        # After an error it is not known what is in the buffer.
+        kept, self._decoding = self._decoding, None
+        if kept is None or not kept.is_for(num_rows, into):
+            kept = _DecodeArrays(num_rows, into)
+        blocks = [part.lane.blocks for part in parts]
+        has_changed = kept.put_blocks(blocks, self._tables)
+        kept.put_tokens(parts, self._block_size)
+        self._uplink.send(kept.parts(with_blocks=has_changed), into)
+        self._decoding = kept
+        num = len(parts)
+        tokens, positions, slots, rows = (
+            each[:num] for each in (kept.tokens, kept.positions, kept.slots, kept.rows)
         )
-        # All of the remaining buffer, not only the part in use now: a recorded step must have its
-        # address.
-        rest = into[NUM_PARTS * num_rows :]
-        on_device = DeviceBatch(sent[0], sent[1], sent[2], sent[3], as_tables((*sent[4:-1], rest)))
-        return StepBatch(numbers[0], numbers[1], numbers[2], spans, numbers[3], on_device)
+        spans = tuple(map(SequenceSpan, range(num), repeat(1), (positions + 1).tolist(), blocks))
+        return StepBatch(tokens, positions, slots, spans, rows, kept.on_device)
 
     def _numbers(self, parts: Sequence[Rows]) -> tuple[tuple[SequenceSpan, ...], list[Numbers]]:
         """Spans, and (tokens, positions, slots, logit_rows)."""
@@ -276,8 +337,3 @@ class StepPacker:
         in_slots = np.concatenate([np.empty(0, np.int64), *slots]) + own % self._block_size
         as_array = [np.array(each, dtype=np.int64) for each in (tokens, logit_rows)]
         return tuple(spans), [as_array[0], own, in_slots, as_array[1]]
-
-
-def _filled(part: Numbers, num_zeros: int) -> Numbers:
-    """Pad with zeros. np.pad takes ten times as long."""
-    return np.concatenate([part, np.zeros(num_zeros, np.int64)]) if num_zeros else part

@@ -10,6 +10,7 @@ pytest.importorskip("hypothesis", reason="machines that only check a device need
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.inspection import record_sends
 
 from teneral.runtime.backends.cuda.tables import NUM_PARTS, StepPacker, tables_of
 from teneral.runtime.backends.cuda.variants import TILE_ROWS
@@ -107,3 +108,67 @@ def test_a_recorded_step_has_its_arrays_in_the_same_place_as_before(some, others
         addresses.append([(each.data_ptr(), each.shape) for each in tensors])
     assert addresses[0] == addresses[1] == addresses[2]
     assert all(address for address, _ in addresses[0])
+
+
+def arrays_of(batch) -> list[list[int]]:
+    """What a recorded step reads."""
+    copies, tables = batch.on_device, batch.on_device.tables
+    found = [copies.tokens, copies.positions, copies.slots, copies.logit_rows]
+    found += [tables.starts, tables.lengths, tables.contexts, tables.table_starts, tables.decoding]
+    return [each.tolist() for each in found]
+
+
+def next_token(lane: Lane) -> Rows:
+    return Rows(lane, lane.tokens, lane.num_computed, lane.num_computed + 1, 1)
+
+
+# Of each step: the sequences that leave, those that join, and the padded size's surplus.
+CHANGES = st.tuples(st.sets(st.integers(0, 5), max_size=2), st.integers(0, 2), st.integers(0, 1))
+
+
+@settings(deadline=None)
+@given(changes=st.lists(st.none() | CHANGES, min_size=1, max_size=20))
+def test_a_recorded_step_follows_the_sequences_of_the_step_before(changes):
+    packer = StepPacker(CPU, block_size=BLOCK_SIZE, group=2)
+    room = torch.zeros(NUM_PARTS * 12 + 300, dtype=torch.int64)
+    lanes: list[Lane] = []
+    free = iter(range(10_000))
+    size = 6
+    for change in changes:
+        if change is not None:
+            leaving, num_joining, surplus = change
+            lanes = [lane for number, lane in enumerate(lanes) if number not in leaving]
+            joining = range(min(num_joining, 6 - len(lanes)))
+            lanes += [rows(3, 4, [next(free)], 1).lane for _ in joining]
+            size = 6 + surplus
+        for lane in lanes:
+            lane.tokens.append(next(free))
+            lane.num_computed = len(lane.tokens) - 1
+            if len(lane.tokens) > len(lane.blocks) * BLOCK_SIZE:
+                lane.blocks = (*lane.blocks, next(free))
+        parts = [next_token(lane) for lane in lanes]
+        batch = packer.decode_batch(parts, size, room)
+        fresh_room = torch.zeros_like(room)
+        fresh = StepPacker(CPU, block_size=BLOCK_SIZE, group=2).decode_batch(parts, size, fresh_room)
+        assert batch.spans == fresh.spans
+        assert arrays_of(batch) == arrays_of(fresh)
+        num_blocks = sum(len(lane.blocks) for lane in lanes)
+        assert torch.equal(
+            batch.on_device.tables.blocks[:num_blocks], fresh.on_device.tables.blocks[:num_blocks]
+        )
+
+
+def test_a_table_that_is_in_the_buffer_is_not_sent_again_unless_it_may_be_lost():
+    packer = StepPacker(CPU, block_size=BLOCK_SIZE, group=2)
+    sent: list[int] = []
+    record_sends(packer, sent)
+    room = torch.zeros(NUM_PARTS * 2 + 100, dtype=torch.int64)
+    lane = rows(3, 4, [8, 9], 1).lane
+    lane.tokens += range(4)
+    for lane.num_computed in (3, 4, 5):
+        packer.decode_batch([next_token(lane)], 2, room)
+    assert sent == [NUM_PARTS * 2 + 2, NUM_PARTS * 2, NUM_PARTS * 2]
+    with pytest.raises(IndexError):
+        packer.decode_batch([Rows(lane, [], 6, 7, 1)], 2, room)
+    packer.decode_batch([next_token(lane)], 2, room)
+    assert sent[-1] == NUM_PARTS * 2 + 2

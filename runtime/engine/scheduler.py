@@ -27,6 +27,7 @@ from __future__ import annotations
 import enum
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Generic, Protocol, TypeVar
 
 from msgspec import Struct
@@ -119,7 +120,7 @@ def plan_step(
     step.decode()
     all_are_in = step.prefill([each for each in queue if not each.is_batch], is_batch=False)
     step.prefill([each for each in queue if each.is_batch] if all_are_in else (), is_batch=True)
-    shares = tuple(step.shares[id(sequence)] for sequence in step.active if id(sequence) in step.shares)
+    shares = tuple(filter(None, map(step.shares.get, map(id, step.active))))
     return StepPlan(tuple(step.preempted), tuple(step.admitted), shares)
 
 
@@ -210,9 +211,8 @@ class _Step(Generic[SequenceT]):
         freed_by: FreedBy[SequenceT],
     ) -> None:
         self.limits = limits
-        self.active = sorted(
-            running, key=lambda sequence: sequence.is_batch
-        )  # later ones are preempted first
+        # Later ones are preempted first.
+        self.active = sorted(running, key=attrgetter("is_batch"))
         self.shares: dict[int, Share[SequenceT]] = {}
         self.preempted: list[SequenceT] = []
         self.admitted: list[SequenceT] = []
@@ -221,11 +221,16 @@ class _Step(Generic[SequenceT]):
         self.num_freed_blocks = 0  # by preempted sequences
         self.tokens_left = limits.max_step_tokens
         self.prefill_left = limits.max_step_tokens
+        self.num_prompts = len(running)  # of the running ones
 
     def decode(self) -> None:
         decoding = [sequence for sequence in self.active if _num_missing(sequence) == 1]
+        self.num_prompts = len(self.active) - len(decoding)
         if decoding:
             self.prefill_left = self.limits.max_prefill_tokens
+        if len(decoding) <= min(self.num_free_blocks, self.tokens_left):
+            self._give_one_each(decoding)
+            return
         for sequence in decoding:
             self._give(sequence, min(1, self.tokens_left))
 
@@ -235,8 +240,10 @@ class _Step(Generic[SequenceT]):
         """
         if self.preempted:
             waiting = ()
+        if not self.num_prompts and not waiting:  # as in most steps
+            return not self.preempted
         running = [each for each in self.active if each.is_batch is is_batch and _num_missing(each) > 1]
-        if not running and not waiting:  # as in most steps
+        if not running and not waiting:
             return not self.preempted
         num_tokens = min(self.tokens_left, self.prefill_left)
         order = shortest_first([*running, *waiting])
@@ -294,6 +301,16 @@ class _Step(Generic[SequenceT]):
     def _num_needed(self, sequence: SequenceT) -> int:
         """The blocks for its tokens and the next one."""
         return self._num_blocks_for(sequence.num_tokens + 1) - sequence.num_blocks
+
+    def _give_one_each(self, decoding: Sequence[SequenceT]) -> None:
+        """Plan one token for each, where there is a free block for each: as `_give`, in less time."""
+        block_size = self.limits.block_size
+        for sequence in decoding:
+            # The block of the last token, which is the one to compute.
+            num_new_blocks = (sequence.num_tokens - 1) // block_size + 1 - sequence.num_blocks
+            self.shares[id(sequence)] = Share(sequence, 1, num_new_blocks, True)
+            self.num_free_blocks -= num_new_blocks
+        self.tokens_left -= len(decoding)
 
     def _give(self, sequence: SequenceT, wanted: int) -> int:
         """Plan up to `wanted` tokens, preempting later sequences for the first one; returns the

@@ -3,8 +3,8 @@ tokens.
 
 One thread does all the work, a step at a time: decide (`scheduler`), reserve blocks, one forward
 pass over the tokens of every participating sequence, choose the next tokens (`sampling`), deliver
-(`generation`). Sequences join and leave between steps. Requests can be submitted and cancelled from
-any thread, also while a pass waits for weights.
+(`delivery`; on a device once the next step has begun). Sequences join and leave between steps.
+Requests can be submitted and cancelled from any thread, also while a pass waits for weights.
 
 Invariants: blocks are reserved and released, and sequences moved between queue and running, only
 under the lock. A sequence's blocks are free before its last event is visible; if it is cancelled or
@@ -40,13 +40,14 @@ from ..step.state import Chosen, SamplingState
 from ..text.detokenizer import DetokenizerSource
 from .adapters import AdapterSource, HeldAdapter, OvertakenError, RequestAdapters, followed
 from .arrival import Arrival, DecoderLike
+from .delivery import Delivery
 from .early import EarlyPhase, TieredDecoder
 from .generation import Generation, OnEvent
 from .next_step import next_plan, rows_of, use_idle_time
 from .options import EngineOptions, EngineStatistics, check_request, fit_pool
 from .scheduler import Preempted, Share, is_out_of_memory, largest_first
 from .sequence import Sequence as TokenSequence
-from .sequence import accept, error_event
+from .sequence import error_event
 from .state import SchedulerState, statistics_of
 from .trace import EngineTimeline
 
@@ -117,6 +118,7 @@ class Engine:
             timeline,
         )
         self._early = None if arrival is None else self._early_phase(arrival, drafter)
+        self._delivery = Delivery(self._state, is_late=self._backend.returns_early)
 
     def _early_phase(self, arrival: Arrival, drafter: TieredDecoder | None) -> EarlyPhase:
         return EarlyPhase(
@@ -295,16 +297,20 @@ class Engine:
                 if self._early is not None:
                     self._run_early(self._early)
                     continue
-                if use_idle_time(self._state, self._backend):
+                if use_idle_time(self._state, self._backend, self._delivery.deliver):
                     continue
-                plan = next_plan(self._state, self._limits)
+                plan = next_plan(self._state, self._limits, waits=not self._delivery.is_due)
+                if plan is None or not plan.shares:
+                    self._delivery.deliver()
                 if plan is None:
                     self._stop_spill()
                     return
-                self._execute(plan.shares)
+                if plan.shares:
+                    self._execute(plan.shares)
                 del plan  # its sequences have adapters, whose memory others may need while this waits
             except Exception as error:  # a bug: no caller may be left waiting forever
                 logger.exception("the engine failed")
+                self._delivery.deliver()
                 self._fail_all(as_teneral_error(error))
 
     def _run_early(self, early: EarlyPhase) -> None:
@@ -337,6 +343,7 @@ class Engine:
                 self._state.preempt([share.sequence for share in reversed(shares)], Preempted.ADAPTER)
             return
         except Exception as error:  # noqa: BLE001 - of the model's code, its weights, or memory
+            self._delivery.deliver()
             if not is_out_of_memory(error):
                 self._fail_step(as_teneral_error(error), [share.sequence for share in shares])
                 return
@@ -348,24 +355,7 @@ class Engine:
             return
         for share in shares:
             share.sequence.exact.num_computed += share.num_tokens
-        events = [
-            (sequence, accept(sequence, choice))
-            for sequence, choice in zip(choosing, choices, strict=True)
-            if not sequence.generation.ended
-        ]
-        state, blocks = self._state, self._state.blocks
-        with state.changed:
-            if len(events) < len(choosing):
-                # Those got no token and must not be planned again, although their end may not be
-                # recorded yet.
-                state.some_ended_early = True
-            for share in shares:
-                blocks.remember(share.sequence)
-            state.note_events(events)
-            if blocks.spill is not None:
-                blocks.spill.poke()
-        for sequence, event in events:
-            sequence.generation.emit(event)
+        self._delivery.give([share.sequence for share in shares], choosing, choices)
 
     def _compute(
         self, shares: Sequence[Share[TokenSequence]], states: Sequence[SamplingState]
@@ -378,10 +368,14 @@ class Engine:
         try:
             on_layer = self._timeline.on_layer(step)
             if any(share.sequence.waits_for_adapter for share in shares):
+                self._delivery.deliver()
                 model = cast("TieredDecoder", self._model)
                 logits = followed(model.begin(batch, self._kv, on_layer=on_layer), self._is_overtaken)
             else:
+                if not batch.is_recorded:
+                    self._delivery.deliver()
                 logits = backend.forward(batch, on_layer=on_layer)
+                self._delivery.deliver()
             end_s = None if backend.returns_early else time.monotonic()
             return backend.choose(logits, states)
         finally:

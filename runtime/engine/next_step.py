@@ -5,6 +5,7 @@ engine's thread alone.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from ..step.backend import Backend
 from ..step.batch import Rows
@@ -16,8 +17,13 @@ from .state import SchedulerState
 IDLE_S = 0.1
 
 
-def next_plan(state: SchedulerState, limits: SchedulerLimits) -> StepPlan[Sequence] | None:
-    """Wait for work, decide, and reserve the blocks for it. None: the engine stops."""
+def next_plan(
+    state: SchedulerState, limits: SchedulerLimits, *, waits: bool = True
+) -> StepPlan[Sequence] | None:
+    """Wait for work, decide, and reserve the blocks for it. None: the engine stops.
+
+    Without `waits`, the plan has no shares where there is nothing to compute now.
+    """
     blocks = state.blocks
     with state.changed:
         while True:
@@ -29,6 +35,8 @@ def next_plan(state: SchedulerState, limits: SchedulerLimits) -> StepPlan[Sequen
                 state.forget_all()
                 return None
             if not state.running and not state.waiting:
+                if not waits:
+                    return StepPlan((), (), ())
                 state.changed.wait()
                 continue
             _take_turns(state, limits)
@@ -42,7 +50,7 @@ def next_plan(state: SchedulerState, limits: SchedulerLimits) -> StepPlan[Sequen
             )
             state.apply(plan)
             state.detach_prefixes()
-            if plan.shares:
+            if plan.shares or not waits:
                 return plan
             wait_s = None if blocks.spill is None else blocks.spill.wait_s()
             waits_for_adapters = any(each.waits_for_adapter for each in state.waiting)
@@ -71,12 +79,13 @@ def _take_turns(state: SchedulerState, limits: SchedulerLimits) -> None:
         state.preempt(victims, Preempted.PRIORITY)
 
 
-def use_idle_time(state: SchedulerState, backend: Backend) -> bool:
+def use_idle_time(state: SchedulerState, backend: Backend, deliver: Callable[[], None]) -> bool:
     """Do one piece of work that makes later steps faster, unless a sequence waits for its first
-    token. Returns whether to check again.
+    token. Returns whether to check again. Before any wait, `deliver` delivers the last step's events.
     """
     if not backend.wants_idle_time(has_running=bool(state.running)):  # on a CPU, never
         return False
+    deliver()
     with state.changed:
         if state.some_ended_early:
             state.forget_ended()

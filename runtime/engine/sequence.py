@@ -9,7 +9,10 @@ tokens may extend further. This module knows nothing of tensors, scheduling or t
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Protocol
+
+from msgspec import Struct
 
 from ...loader.errors import TeneralError
 from ..errors import GrammarError, as_teneral_error
@@ -76,6 +79,7 @@ class Sequence:
         "_detokenizer",
         "_hashes",
         "_stop_strings",
+        "_text_decides",
         "adapter",
         "draft",
         "end_tokens",
@@ -135,6 +139,7 @@ class Sequence:
         # The request's stop string or token that ended it.
         self.stopped_by: str | int | None = None
         self._stop_strings = StopStrings(request.stop, included=request.includes_stop)
+        self._text_decides = bool(request.stop) or request.grammar is not None
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
@@ -171,6 +176,13 @@ class Sequence:
         """True if its adapter is loading: until then it takes part in no step with others."""
         return self.adapter is not None and not self.adapter.is_complete
 
+    @property
+    def can_take(self) -> bool:
+        """True if its next token can be taken now and become an event later: no stop string, grammar
+        or log probabilities of the prompt belong to it.
+        """
+        return not self._text_decides and self.scores is None
+
     def begin(self) -> GenerationEvent | None:
         """The event of the tokens that the grammar forces at the beginning, which need no weights;
         None without any. Called once, before anything is computed. Raises `GrammarError`.
@@ -205,6 +217,14 @@ class Sequence:
             text, tokens, logprobs, finish, prompt_logprobs=prompt_logprobs, stopped_by=self.stopped_by
         )
 
+    def event_of(self, choice: Choice, finish: FinishReason | None) -> GenerationEvent:
+        """The event of a token that `take` appended, with its finish reason, for a sequence that
+        `can_take` it. Touches nothing that scheduling and computing use.
+        """
+        text, finish = self._text_of(choice.token, finish)
+        logprobs = () if choice.logprob is None else (choice.logprob,)
+        return GenerationEvent(text, (choice.token,), logprobs, finish, stopped_by=self.stopped_by)
+
     def _append_forced(self) -> tuple[str, FinishReason | None]:
         """Append the tokens that the grammar forces now. Returns their text, and the finish reason
         if they end the sequence.
@@ -219,30 +239,37 @@ class Sequence:
 
     def _append(self, token: int) -> tuple[str, FinishReason | None]:
         """Append a token. Returns its text, and the finish reason if it ends the sequence."""
-        request = self.generation.request
+        return self._text_of(token, self.take(token))
+
+    def take(self, token: int) -> FinishReason | None:
+        """Append a token, without its text. Returns the finish reason if it ends the sequence,
+        whatever its text is. `event_of` or `_text_of` must follow before the next one.
+        """
         self.tokens.append(token)
         self.sampling.add(token)
-        text, finish = "", None
         if token in self.end_tokens:
-            finish = FinishReason.STOP
+            return FinishReason.STOP
+        if self.sampling.grammar is not None and self.sampling.grammar.is_finished:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.sampling.num_outputs >= self.max_new_tokens else None
+
+    def _text_of(self, token: int, finish: FinishReason | None) -> tuple[str, FinishReason | None]:
+        """The text of the last token, for which `take` returned `finish`, and the finish reason
+        with the stop strings.
+        """
+        request = self.generation.request
+        if token in self.end_tokens:
             self.stopped_by = token if token in request.stop_token_ids else None
-            if request.includes_stop:
-                text = self._stop_strings.flush() + self._detokenizer.push(token)
+            text = self._stop_strings.flush() + self._detokenizer.push(token) if request.includes_stop else ""
         else:
-            counts = self.sampling.num_outputs > request.min_tokens
             shown = request.shown_tokens.get(token)
             shown = self._detokenizer.push(token) if shown is None else shown
+            counts = self.sampling.num_outputs > request.min_tokens
             text, stopped = self._stop_strings.push(shown, counts=counts)
             if stopped:
                 self.stopped_by = self._stop_strings.found
                 return text, FinishReason.STOP
-            if self.sampling.grammar is not None and self.sampling.grammar.is_finished:
-                finish = FinishReason.STOP
-            elif self.sampling.num_outputs >= self.max_new_tokens:
-                finish = FinishReason.LENGTH
-        if finish is not None:
-            text += self._stop_strings.flush()
-        return text, finish
+        return (text if finish is None else text + self._stop_strings.flush()), finish
 
     def forget_computed(self) -> tuple[int, ...]:
         """Preempt: gives up the blocks of all lanes, which the caller must release, and keeps the
@@ -280,8 +307,26 @@ def accept(sequence: Sequence, choice: Chosen) -> GenerationEvent:
     """
     if not isinstance(choice, Choice):
         return error_event(choice)
+    return _or_error(sequence, lambda: sequence.accept(choice))
+
+
+class Taken(Struct, frozen=True):
+    """A token that a sequence has taken (`Sequence.take`), and that is not an event yet."""
+
+    sequence: Sequence
+    choice: Choice
+    finish_reason: FinishReason | None
+
+    def event(self) -> GenerationEvent:
+        """The event of the token; that of an error if its text fails."""
+        sequence = self.sequence
+        return _or_error(sequence, lambda: sequence.event_of(self.choice, self.finish_reason))
+
+
+def _or_error(sequence: Sequence, make: Callable[[], GenerationEvent]) -> GenerationEvent:
+    """The event that `make` returns, or that of the error that it raises."""
     try:
-        return sequence.accept(choice)
+        return make()
     except GrammarError as error:
         return error_event(error)
     except Exception as error:  # an error of the tokenizer's decoder must not end the other sequences

@@ -21,7 +21,7 @@ from .capacity import Capacity, steps_until_place
 from .generation import Generation
 from .options import EngineOptions, EngineStatistics
 from .scheduler import Preempted, Prospect, StepPlan, shortest_first
-from .sequence import Sequence
+from .sequence import Sequence, Taken
 from .waiting import WaitingList
 
 
@@ -257,6 +257,7 @@ class SchedulerState:
             self.waiting.end(sequence)
         else:
             self.waiting.withdraw(sequence)
+        self.blocks.remember(sequence)
         self.blocks.keep_for_session(sequence)
         self.blocks.take_back(sequence)
 
@@ -296,6 +297,14 @@ class SchedulerState:
             self.num_rejected_proposals += event.num_rejected
             if event.finish_reason is not None:
                 self.forget(sequence)
+
+    def note_taken(self, taken: Iterable[Taken]) -> None:
+        """Count tokens that become events later, and free the sequences that end with them."""
+        for each in taken:
+            self.num_output_tokens += 1
+            self.waiting.charge(each.sequence, num_output_tokens=1)
+            if each.finish_reason is not None:
+                self.forget(each.sequence)
 
     def note_end(self, generation: Generation, reason: FinishReason) -> None:
         """Record a generation's last event before it is visible; called by the thread that ends it,

@@ -147,6 +147,8 @@ class StepBatch(Struct, frozen=True, eq=False):
     # The backend's copy of the batch on a device.
     on_device: Any = None
     scored: tuple[ScoredRows, ...] = ()
+    # Its pass is launched as a whole: `forward` returns at once, and waits for no weights.
+    is_recorded: bool = False
 
 
 def join(batches: Sequence[StepBatch]) -> StepBatch:

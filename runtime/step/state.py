@@ -101,6 +101,7 @@ class SamplingState:
     __slots__ = (
         "_is_all_computed",
         "_limits",
+        "_needs_outputs",
         "_tail",
         "grammar",
         "is_plain_greedy",
@@ -127,12 +128,19 @@ class SamplingState:
         self.num_top_logprobs = request.num_top_logprobs
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
         self.num_outputs = 0
-        self.output_counts: dict[int, int] = {}  # of the tokens generated so far
+        # Of the tokens generated so far; only penalties need them.
+        self.output_counts: dict[int, int] = {}
         # Tokens of prompt and output; only the repetition penalty needs them, and a prompt may be
         # long.
         self.seen: dict[int, None] = (
             dict.fromkeys(request.prompt_tokens) if params.repetition_penalty != 1.0 else {}
         )
+        has_penalties = (
+            params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
+        )
+        has_tail = self._limits is not None and self._limits.tail_length > 0
+        # The choice depends on the outputs themselves, not only on their number.
+        self._needs_outputs = bool(has_penalties or has_tail or self.grammar is not None)
         self.is_plain_greedy = (
             params.temperature == 0
             and not params.logit_bias
@@ -157,6 +165,8 @@ class SamplingState:
         allow.
         """
         self.num_outputs += 1
+        if not self._needs_outputs:
+            return
         if self.grammar is not None:
             self.grammar.accept(token)
         self.output_counts[token] = self.output_counts.get(token, 0) + 1

@@ -11,8 +11,9 @@ from tests.support.toy_decoder import ToyDecoder, ToyTokenizer
 from teneral.loader.timeline import Timeline
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.engine.generation import Generation, GenerationResult, OnEvent
-from teneral.runtime.step.backend import host_backend
+from teneral.runtime.step.backend import MakeBackend, host_backend
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
+from teneral.runtime.text.detokenizer import DetokenizerSource
 
 BLOCK_SIZE = 4
 GREEDY = SamplingParams(temperature=0)
@@ -30,6 +31,8 @@ class EngineRig:
         start: bool = True,
         eos: Iterable[int] = (),
         timeline: Timeline | None = None,
+        make_backend: MakeBackend = host_backend,
+        tokenizer: DetokenizerSource | None = None,
         **options: Any,
     ) -> None:
         self.model = model or ToyDecoder()
@@ -37,11 +40,11 @@ class EngineRig:
         kv_bytes = int(num_blocks * self.model.kv_block_bytes(options["block_size"]))
         self.engine = Engine(
             self.model,
-            ToyTokenizer(),
+            tokenizer or ToyTokenizer(),
             options=EngineOptions(kv_bytes=kv_bytes, **options),
             timeline=timeline,
             eos_token_ids=frozenset(eos),
-            make_backend=host_backend,
+            make_backend=make_backend,
         )
         if start:
             self.engine.start()

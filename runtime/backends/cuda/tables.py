@@ -316,7 +316,7 @@ class StepPacker:
             each[:num] for each in (kept.tokens, kept.positions, kept.slots, kept.rows)
         )
         spans = tuple(map(SequenceSpan, range(num), repeat(1), (positions + 1).tolist(), blocks))
-        return StepBatch(tokens, positions, slots, spans, rows, kept.on_device)
+        return StepBatch(tokens, positions, slots, spans, rows, kept.on_device, is_recorded=True)
 
     def _numbers(self, parts: Sequence[Rows]) -> tuple[tuple[SequenceSpan, ...], list[Numbers]]:
         """Spans, and (tokens, positions, slots, logit_rows)."""

@@ -64,10 +64,10 @@ class Generation:
         self.request = request
         self._on_event = on_event
         self._on_end = on_end
-        lock = threading.RLock()
-        self._changed = threading.Condition(lock)  # notified of each event
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # notified of each event
         # Notified of the last one, so that `result` does not wake for each.
-        self._finished = threading.Condition(lock)
+        self._finished = threading.Condition(self._lock)
         self._events: list[GenerationEvent] = []
         self._num_delivered = 0  # events passed to `on_event`
         self._is_delivering = False
@@ -163,7 +163,8 @@ class Generation:
         not end it. `deliver` or the next event delivers it.
         """
         self._first_token_s = time.monotonic()
-        self._append(event)
+        with self._lock:
+            self._append(event)
 
     def deliver(self) -> None:
         """For the engine: deliver the event of `begin`."""
@@ -172,7 +173,7 @@ class Generation:
     def emit(self, event: GenerationEvent) -> bool:
         """For the engine: add an event. Returns False, without effect, if the sequence has ended."""
         now_s = time.monotonic()
-        with self._changed:
+        with self._lock:
             if self._ended:
                 return False
             if event.tokens and self._first_computed_s is None:
@@ -188,17 +189,17 @@ class Generation:
             on_end, self._on_end = self._on_end, None  # it keeps the request's adapter in memory
             if on_end is not None:
                 on_end(self, event.finish_reason)
-            with self._changed:
+            with self._lock:
                 self._append(event)
         self._deliver()
         return True
 
     def _append(self, event: GenerationEvent) -> None:
-        with self._changed:
-            self._events.append(event)
-            self._changed.notify_all()
-            if event.finish_reason is not None:
-                self._finished.notify_all()
+        """Add an event. Under the lock."""
+        self._events.append(event)
+        self._changed.notify_all()
+        if event.finish_reason is not None:
+            self._finished.notify_all()
 
     def _deliver(self) -> None:
         """Call `on_event` with undelivered events, unless another thread is doing so, which then
@@ -208,7 +209,7 @@ class Generation:
             return
         is_mine = False
         while True:
-            with self._changed:
+            with self._lock:
                 if self._is_delivering and not is_mine:
                     return
                 is_mine = self._is_delivering = self._num_delivered < len(self._events)

@@ -67,13 +67,18 @@ class TableCache:
         return found[1]
 
 
+def join_tables(tables: Sequence[tuple[int, ...]], cache: TableCache) -> tuple[Numbers, Numbers]:
+    """All block tables one after the other, and the beginning of each, (len(tables),)."""
+    arrays = [cache.array(table) for table in tables]
+    starts = [0, *accumulate(map(len, arrays))][: len(arrays)]
+    return np.concatenate([np.empty(0, np.int64), *arrays]), np.array(starts, dtype=np.int64)
+
+
 def pack(spans: Sequence[SequenceSpan], group: int, cache: TableCache) -> list[Numbers]:
     """The parts of `StepTables`, in its order. `group` query heads share a key head."""
-    tables = [cache.array(span.blocks) for span in spans]
+    blocks, table_starts = join_tables([span.blocks for span in spans], cache)
     spans_table = np.array([(span.start, span.length, span.context_len) for span in spans], dtype=np.int64)
     spans_table = spans_table.reshape(-1, 3).T
-    sizes = [len(table) for table in tables]
-    table_starts = np.array([0, *accumulate(sizes)][: len(sizes)], dtype=np.int64)
     decoding = np.flatnonzero(spans_table[1] == 1)
     tiles = [
         (number, first)
@@ -81,7 +86,6 @@ def pack(spans: Sequence[SequenceSpan], group: int, cache: TableCache) -> list[N
         if span.length > 1
         for first in range(0, span.length * group, TILE_ROWS)
     ]
-    blocks = np.concatenate(tables) if tables else np.empty(0, np.int64)
     return [*spans_table, table_starts, decoding, np.array(tiles, dtype=np.int64).reshape(-1), blocks]
 
 
@@ -250,10 +254,9 @@ class _DecodeArrays:
         num = len(blocks)
         if num == len(self._blocks) > 0 and all(map(is_, blocks, self._blocks)):
             return False
-        tables = [cache.array(each) for each in blocks]
-        self._blocks, self._together = blocks, np.concatenate([np.empty(0, np.int64), *tables])
+        self._together, self._table_starts[:num] = join_tables(blocks, cache)
+        self._blocks = blocks
         self._lengths[:num] = 1
-        self._table_starts[:num] = [0, *accumulate(map(len, tables))][:num]
         for each in (self.tokens, self.positions, self._lengths, self._contexts, self._table_starts):
             each[num:] = 0
         self.slots[num:] = -1
@@ -322,18 +325,16 @@ class StepPacker:
         """Spans, and (tokens, positions, slots, logit_rows)."""
         spans: list[SequenceSpan] = []
         tokens: list[int] = []
-        slots: list[Numbers] = []
-        positions: list[Numbers] = []
         logit_rows: list[int] = []
         for part in parts:
-            blocks = part.lane.blocks
-            spans.append(SequenceSpan(len(tokens), part.end - part.first, part.end, blocks))
+            spans.append(SequenceSpan(len(tokens), part.end - part.first, part.end, part.lane.blocks))
             tokens += part.tokens[part.first : part.end]
-            some = np.arange(part.first, part.end)
-            positions.append(some)
-            slots.append(self._tables.array(blocks)[some // self._block_size] * self._block_size)
             logit_rows += range(len(tokens) - part.num_logits, len(tokens))
-        own = np.concatenate([np.empty(0, np.int64), *positions])
-        in_slots = np.concatenate([np.empty(0, np.int64), *slots]) + own % self._block_size
+        blocks, table_starts = join_tables([span.blocks for span in spans], self._tables)
+        lengths = [span.length for span in spans]
+        first_minus_row = [part.first - span.start for part, span in zip(parts, spans, strict=True)]
+        positions = np.arange(len(tokens)) + np.repeat(np.array(first_minus_row, np.int64), lengths)
+        places = np.repeat(table_starts, lengths) + positions // self._block_size
+        slots = blocks[places] * self._block_size + positions % self._block_size
         as_array = [np.array(each, dtype=np.int64) for each in (tokens, logit_rows)]
-        return tuple(spans), [as_array[0], own, in_slots, as_array[1]]
+        return tuple(spans), [as_array[0], positions, slots, as_array[1]]

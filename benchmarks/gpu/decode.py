@@ -1,6 +1,6 @@
 """Generating on a GPU: an 8B-shaped bf16 model at several batch sizes, against memory's bandwidth and transformers.
 
-    python -m benchmarks.gpu.decode [--json FILE] [--layers N] [--bits 16|8|4] [--compiled]
+    python -m benchmarks.gpu.decode [--json FILE] [--layers N] [--bits 16|8|4] [--compiled | --no-peers]
 
 Whole engine steps are timed, from token to token, with recorded steps and without. A step must read every weight once,
 so weights over time, relative to a copy's bandwidth in the same run, is the used share of the memory's bandwidth.
@@ -29,6 +29,7 @@ BANDWIDTH_GOAL = 0.8
 def main() -> int:
     parser = model_8b.parser(__doc__)
     parser.add_argument("--compiled", action="store_true", help="compare with compiled transformers, too")
+    parser.add_argument("--no-peers", action="store_true", help="leave transformers out")
     parser.add_argument("--bits", type=int, choices=(16, 8, 4), default=16)
     options = parser.parse_args()
     if not model_8b.require_device():
@@ -71,7 +72,7 @@ def main() -> int:
     del model
     gc.collect()
     torch.cuda.empty_cache()
-    if options.bits == 16:
+    if options.bits == 16 and not options.no_peers:
         measured["transformers"] = peers(options.layers, begin_s)
     claims = judge(measured) if options.bits == 16 else []
     model_8b.keep(options.json, "decode", measured, claims)

@@ -69,6 +69,28 @@ TN_INLINE vf vf_exp(vf x) {
     return vf_mul(vf_mul(p, vf_pow2(half)), vf_pow2(vf_sub(n, half)));
 }
 
+/* The first `count` of TN_LANES integers. */
+TN_INLINE vf vf_load_i8_part(const int8_t *from, int count) {
+    int8_t lanes[TN_LANES] = {0};
+    for (int lane = 0; lane < count; lane++) lanes[lane] = from[lane];
+    return vf_load_i8(lanes);
+}
+
+#ifndef TN_U4_WORDS
+/* A run of 64 integers of 4 bits in 32 bytes, times their scales plus their offsets, of a group in the low halves and one in
+ * the high ones. */
+TN_INLINE vf vf_u4_factors(int half) { return (void)half, vf_set(1.0f); }
+TN_INLINE void vf_scale_u4(vf *to, const uint8_t *from, const float *scale, const float *offset) {
+    for (int n = 0; n < 32 / TN_LANES; n++) {
+        vf low, high;
+        vf_load_u4(from + n * TN_LANES, &low, &high);
+        to[n] = vf_fma(low, vf_set(scale[0]), vf_set(offset[0]));
+        to[32 / TN_LANES + n] = vf_fma(high, vf_set(scale[1]), vf_set(offset[1]));
+    }
+}
+TN_INLINE void vf_order_u4(float *columns) { (void)columns; }
+#endif
+
 /* Rounded to bf16, and back: what a bf16 model keeps of it. */
 TN_INLINE vf vf_round_bf16(vf value) {
     uint16_t rounded[TN_LANES];

@@ -56,6 +56,8 @@ TN_INLINE vf vf_load_i8(const int8_t *from) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)from)));
 }
 
+TN_INLINE float f32_of_f16(uint16_t bits) { return _cvtsh_ss(bits); }
+
 TN_INLINE __m128i v_to_bf16(vf value) {
     const __m256i bits = _mm256_castps_si256(value);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -76,11 +78,38 @@ TN_INLINE void vf_store_f16(uint16_t *to, vf value) {
     _mm_storeu_si128((void *)to, _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
-/* Integers of 4 bits: TN_LANES bytes, whose low and whose high halves are 2 * TN_LANES levels. */
-TN_INLINE void vf_load_u4(const uint8_t *from, vf *low, vf *high) {
-    const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)from));
-    *low = _mm256_cvtepi32_ps(_mm256_and_si256(bytes, _mm256_set1_epi32(15)));
-    *high = _mm256_cvtepi32_ps(_mm256_srli_epi32(bytes, 4));
+/* Integers of 4 bits: a run of 64 in 32 bytes, times their scales plus their offsets, of a group in the low halves and one
+ * in the high ones.
+ *
+ * A word has eight levels, of which shifts and masks leave one: so lanes are 4 columns apart, and levels of high halves
+ * are 16 times too large, by which their scales were divided. */
+#define TN_U4_WORDS 1
+TN_INLINE vf vf_u4_factors(int half) { /* of scales of half runs in turn, the first of which is low: 0, or high: 1 */
+    static const float factors[TN_LANES + 1] = {1.0f, 0x1p-4f, 1.0f, 0x1p-4f, 1.0f, 0x1p-4f, 1.0f, 0x1p-4f, 1.0f};
+    return vf_load(factors + half);
+}
+TN_INLINE void vf_scale_u4(vf *to, const uint8_t *from, const float *scale, const float *offset) {
+    const __m256i words = _mm256_loadu_si256((const void *)from);
+    const __m256i low = _mm256_set1_epi32(0xf), high = _mm256_set1_epi32(0xf0);
+    for (int byte = 0; byte < 4; byte++) {
+        const __m256i shifted = _mm256_srli_epi32(words, 8 * byte);
+        to[byte] = vf_fma(_mm256_cvtepi32_ps(_mm256_and_si256(shifted, low)), vf_set(scale[0]), vf_set(offset[0]));
+        to[4 + byte] = vf_fma(_mm256_cvtepi32_ps(_mm256_and_si256(shifted, high)), vf_set(scale[1]), vf_set(offset[1]));
+    }
+}
+
+/* 32 columns in the order of those vectors. */
+TN_INLINE void vf_order_u4(float *columns) {
+    vf pairs[4];
+    for (int n = 0; n < 4; n++) /* columns 4n to 4n + 3, and 4n + 16 to 4n + 19 */
+        pairs[n] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(columns + 4 * n)),
+                                        _mm_loadu_ps(columns + 4 * n + 16), 1);
+    const vf a = _mm256_unpacklo_ps(pairs[0], pairs[1]), b = _mm256_unpackhi_ps(pairs[0], pairs[1]);
+    const vf c = _mm256_unpacklo_ps(pairs[2], pairs[3]), d = _mm256_unpackhi_ps(pairs[2], pairs[3]);
+    vf_store(columns, _mm256_shuffle_ps(a, c, 0x44));
+    vf_store(columns + 8, _mm256_shuffle_ps(a, c, 0xee));
+    vf_store(columns + 16, _mm256_shuffle_ps(b, d, 0x44));
+    vf_store(columns + 24, _mm256_shuffle_ps(b, d, 0xee));
 }
 
 /* TN_LANES numbers of 4 bits, two neighbours a byte: a sign, two bits of exponent and one of mantissa. */

@@ -52,6 +52,8 @@ TN_INLINE vf vf_load_i8(const int8_t *from) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)from)));
 }
 
+TN_INLINE float f32_of_f16(uint16_t bits) { return _cvtsh_ss(bits); }
+
 /* The processor's own rounding would flush denormals. */
 TN_INLINE __m256i v_to_bf16(vf value) {
     const __m512i bits = _mm512_castps_si512(value);

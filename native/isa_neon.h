@@ -58,6 +58,8 @@ TN_INLINE vf vf_load_i8(const int8_t *from) {
     return vcvtq_f32_s32(vmovl_s16(vld1_s16(lanes)));
 }
 
+TN_INLINE float f32_of_f16(uint16_t bits) { return vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(bits))), 0); }
+
 TN_INLINE uint16x4_t v_to_bf16(vf value) {
     const uint32x4_t bits = vreinterpretq_u32_f32(value);
     const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));

@@ -1,15 +1,16 @@
 /* Products of inputs (rows, K) with weights (columns, K), for every dtype that weights have.
  *
  * An element of the result is one sum over K, in an order that depends on K, the dtypes and the instruction set only:
- * K is cut into blocks of BLOCK elements; within one, lanes sum over consecutive vectors, a tree of halves adds the
- * lanes, and the blocks are added ascending. Where integers of 8 bits, or MXFP4, have scales, the lanes of each group
- * are multiplied with the group's scale and added, ascending, before the tree. So neither the number of rows, nor how
- * tiles, chunks or threads cut the work, changes a bit.
+ * K is cut into blocks of BLOCK elements; within one, lanes sum over consecutive vectors (with U4 in AVX2, over those
+ * of `vf_scale_u4`), a tree of halves adds the lanes, and the blocks are added ascending. Where integers of 8 bits, or
+ * MXFP4, have scales, the lanes of each group are multiplied with the group's scale and added, ascending, before the
+ * tree. So neither the number of rows, nor how tiles, chunks or threads cut the work, changes a bit.
  *
  * There are two ways to multiply: pairs of bf16 into fp32, where the processor has that and the inputs are bf16; and
- * fused fp32. Weights of another form are first written into a strip: some columns of one block, which stay in the
- * cache while all rows are multiplied with them. That is exact but for integers of 4 bits: those are scaled there, and
- * rounded to bf16 where the inputs are bf16. Inputs are used as they are.
+ * fused fp32, with inputs that are copied in fp32. Weights of another form are widened by the tiles of few rows; for
+ * more, they are written into a strip: some columns of one block, which stay in the cache while all rows are multiplied
+ * with them. That is exact but for integers of 4 bits: those are scaled, and rounded to bf16 where pairs are multiplied.
+ * Inputs are used as they are.
  *
  * A tile is up to TILE_ROWS rows by 4 columns of the result, in registers. Its functions are written once, for a
  * number of rows that the compiler knows. Tiles make up panels, of as many rows and columns as let a block of the
@@ -19,7 +20,9 @@
 
 #include <assert.h>
 #include <stdbool.h>
+#include <stddef.h>
 
+#include "elements.h"
 #include "isa.h"
 #include "team.h"
 
@@ -31,6 +34,8 @@ enum {
     STRIP_COLUMNS = TN_LINEAR_COLUMNS,
     WIDE_COLUMNS = 128,      /* whose sums are kept while K is gone through: a multiple of a strip's */
     PANEL_ROWS = 192,        /* … of these rows: a block of them and of the weights stays in the second cache */
+    COPIED_ROWS = 96,        /* … or of these, where they are copied in fp32 */
+    STRIDE = BLOCK + 16,     /* of copied rows and of strips: powers of two would share few places in the first cache */
     MAX_GROUPS = BLOCK / GROUP_STEP + TN_LANES, /* that share a block: at most one more than are whole; in vectors */
     AHEAD_BYTES = 2048,      /* of a column, asked for before they are widened */
     AHEAD_QUAD_BYTES = 8192, /* of quads, asked for before they are multiplied; twice as many of integers */
@@ -43,20 +48,22 @@ enum {
 };
 
 /* Rows of a tile: what the registers hold. With scales there are totals besides, which short vectors keep in memory:
- * a group takes more of them, so that it matters less. */
+ * a group takes more of them, so that it matters less. The first rows leave weights in the strip: fewer of them, since
+ * it takes registers, and widening and storing would otherwise delay the products. */
 #if TN_LANES == 16
-enum { TILE_ROWS = 6, SCALED_TILE_ROWS = 4 };
+enum { TILE_ROWS = 6, SCALED_TILE_ROWS = 4, FIRST_ROWS = 4 };
 #elif TN_LANES == 8
-enum { TILE_ROWS = 3, SCALED_TILE_ROWS = 3 };
+enum { TILE_ROWS = 3, SCALED_TILE_ROWS = 3, FIRST_ROWS = 2 };
 #else
-enum { TILE_ROWS = 6, SCALED_TILE_ROWS = 6 };
+enum { TILE_ROWS = 6, SCALED_TILE_ROWS = 6, FIRST_ROWS = 4 };
 #endif
 
 /* Weights of 4 columns in one block of K: bf16 or fp32, from where they were loaded or from a strip. */
 typedef struct {
     const void *column[QUAD];
+    float *strip;               /* (QUAD, STRIDE): weights in fp32, once they are widened */
     const float (*scale)[MAX_GROUPS]; /* of each group, (QUAD, groups) */
-    const float (*offset)[MAX_GROUPS]; /* of U4, added to scaled levels; see `take_offsets` */
+    const float (*offset)[MAX_GROUPS]; /* of U4, added to scaled levels */
     int first_count;            /* elements of the first group that are in this block */
     int group_size;
     int count;                  /* elements of the block */
@@ -162,40 +169,78 @@ TN_INLINE void sum_u4(const int rows, const bool is_wide, vf sums[][QUAD], const
 }
 #endif
 
-TN_INLINE vf load_input(const void *x, int64_t place, const bool is_bf16) {
-    return is_bf16 ? vf_load_bf16((const uint16_t *)x + place) : vf_load((const float *)x + place);
+/* Of the inputs, and of the weights as the tile takes them. */
+typedef enum { BF16_PAIRS, BF16_FROM_MEMORY, BF16_AND_I8, BF16_AND_U4, BF16_AND_WIDE_U4, BF16_AND_E2M1, F32_IN_STRIP,
+               F32_AND_F32, F32_AND_BF16, F32_AND_F16, F32_AND_I8, F32_AND_U4, F32_AND_E2M1 } way_t;
+
+static bool is_f32(way_t way) { return way >= F32_IN_STRIP; }
+
+/* TN_LANES weights of a column from element k on. */
+TN_INLINE vf load_column(const way_t way, const void *column, int k) {
+    switch (way) {
+    case F32_AND_BF16: return vf_load_bf16((const uint16_t *)column + k);
+    case F32_AND_F16: return vf_load_f16((const uint16_t *)column + k);
+    case F32_AND_I8: return vf_load_i8((const int8_t *)column + k);
+    case F32_AND_E2M1: return vf_load_e2m1((const uint8_t *)column + k / 2);
+    default: return vf_load((const float *)column + k);
+    }
 }
 
-TN_INLINE vf load_input_part(const void *x, int64_t place, const bool is_bf16, int count) {
-    return is_bf16 ? vf_load_bf16_part((const uint16_t *)x + place, count)
-                   : vf_load_part((const float *)x + place, count);
+/* Where element k is. */
+TN_INLINE const char *column_at(const way_t way, const void *column, int k) {
+    const char *bytes = column;
+    switch (way) {
+    case F32_AND_BF16:
+    case F32_AND_F16: return bytes + 2 * k;
+    case F32_AND_I8: return bytes + k;
+    case F32_AND_U4:
+    case F32_AND_E2M1: return bytes + k / 2;
+    default: return bytes + 4 * k;
+    }
 }
 
-/* The same in fp32; inputs are widened as they are loaded. */
-TN_INLINE void sum_f32(const int rows, const bool is_bf16, const bool ahead, vf sums[][QUAD], const void *x,
-                       int64_t x_stride, const quartet_t *w, int begin, int end) {
-    const float *column[QUAD] = {w->column[0], w->column[1], w->column[2], w->column[3]};
-    int k = begin;
-    for (; k + TN_LANES <= end; k += TN_LANES) {
-        vf inputs[TILE_ROWS];
-        for (int i = 0; i < rows; i++) inputs[i] = load_input(x, i * x_stride + k, is_bf16);
-        for (int j = 0; j < QUAD; j++) {
-            if (ahead) __builtin_prefetch((const char *)(column[j] + k) + w->ahead_bytes);
-            const vf weights = vf_load(column[j] + k);
-            for (int i = 0; i < rows; i++) sums[i][j] = vf_fma(inputs[i], weights, sums[i][j]);
+/* The same in fp32: of whole vectors, since a strip has zeros up to there. Weights are widened while products wait for
+ * their sums, and stay in the strip for later rows. */
+TN_INLINE void sum_f32(const int rows, const way_t way, vf sums[][QUAD], const float *x, const quartet_t *w, int begin,
+                       int end) {
+    const int step = way == F32_AND_I8 || way == F32_AND_E2M1 ? 32 : way == F32_AND_BF16 || way == F32_AND_F16 ? 16 : 8;
+    const int num = step > TN_LANES ? step / TN_LANES : 1; /* vectors, of 32 bytes in memory */
+    const bool keeps = rows == FIRST_ROWS && way != F32_IN_STRIP && way != F32_AND_F32;
+    const void *column[QUAD] = {w->column[0], w->column[1], w->column[2], w->column[3]};
+    float *strip = w->strip;
+    for (int k = begin; k < end; k += num * TN_LANES) {
+        for (int j = 0; j < QUAD && way != F32_IN_STRIP; j++)
+            __builtin_prefetch(column_at(way, column[j], k) + w->ahead_bytes);
+#pragma GCC unroll 1 /* or registers do not suffice */
+        for (int place = k; place < k + num * TN_LANES; place += TN_LANES) {
+            vf inputs[TILE_ROWS];
+            for (int i = 0; i < rows; i++) inputs[i] = vf_load(x + i * STRIDE + place);
+            for (int j = 0; j < QUAD; j++) {
+                float *kept = strip + j * STRIDE + place;
+                const vf weights = way == F32_IN_STRIP ? vf_load(kept) : load_column(way, column[j], place);
+                if (keeps) vf_store(kept, weights);
+                for (int i = 0; i < rows; i++) sums[i][j] = vf_fma(inputs[i], weights, sums[i][j]);
+            }
         }
     }
-    if (k == end) return;
-    for (int i = 0; i < rows; i++) {
-        const vf inputs = load_input_part(x, i * x_stride + k, is_bf16, end - k);
-        for (int j = 0; j < QUAD; j++)
-            sums[i][j] = vf_fma(inputs, vf_load_part(column[j] + k, end - k), sums[i][j]);
-    }
 }
 
-/* Of the inputs, and of the weights as the tile takes them. */
-typedef enum { BF16_PAIRS, BF16_FROM_MEMORY, BF16_AND_I8, BF16_AND_U4, BF16_AND_WIDE_U4, BF16_AND_E2M1, BF16_IN_F32,
-               F32_IN_F32, F32_FROM_MEMORY } way_t;
+/* The same with U4, in runs. */
+TN_INLINE void sum_u4_f32(const int rows, vf sums[][QUAD], const float *x, const quartet_t *w) {
+    for (int run = 0; run < w->count; run += RUN) {
+        const int step = run / GROUP_STEP;
+#pragma GCC unroll 4
+        for (int j = 0; j < QUAD; j++) {
+            const uint8_t *column = (const uint8_t *)w->column[j] + run / 2;
+            __builtin_prefetch(column + w->ahead_bytes);
+            vf weights[RUN / TN_LANES];
+            vf_scale_u4(weights, column, w->scale[j] + step, w->offset[j] + step);
+            for (int v = 0; v < RUN / TN_LANES; v++)
+                for (int i = 0; i < rows; i++)
+                    sums[i][j] = vf_fma(vf_load(x + i * STRIDE + run + v * TN_LANES), weights[v], sums[i][j]);
+        }
+    }
+}
 
 /* Lanes of elements [begin, end) of the block. */
 TN_INLINE void sum_lanes(const int rows, const way_t way, vf sums[][QUAD], const void *x, int64_t x_stride,
@@ -222,7 +267,11 @@ TN_INLINE void sum_lanes(const int rows, const way_t way, vf sums[][QUAD], const
         return;
     }
 #endif
-    sum_f32(rows, way == BF16_IN_F32, way == F32_FROM_MEMORY, sums, x, x_stride, w, begin, end);
+    (void)x_stride;
+    if (way == F32_AND_U4)
+        sum_u4_f32(rows, sums, x, w);
+    else
+        sum_f32(rows, way, sums, x, w, begin, end);
 }
 
 /* Write, or add where the block is not the first, one block's share of `rows` by 4 sums into the panel. */
@@ -294,13 +343,16 @@ typedef void (*tile_t)(int rows, const void *x, int64_t x_stride, const quartet_
     static void name(int rows, const void *x, int64_t x_stride, const quartet_t *w, float *panel, bool first) {      \
         EACH_HEIGHT(function, most, way)                                                                             \
     }
-TILE(tile_bf16_in_f32, tile, TILE_ROWS, BF16_IN_F32)
-TILE(tile_f32, tile, TILE_ROWS, F32_IN_F32)
-TILE(tile_f32_from_memory, tile, TILE_ROWS, F32_FROM_MEMORY)
-TILE(evenly_scaled_bf16_in_f32, evenly_scaled_tile, TILE_ROWS, BF16_IN_F32)
-TILE(evenly_scaled_f32, evenly_scaled_tile, TILE_ROWS, F32_IN_F32)
-TILE(scaled_bf16_in_f32, scaled_tile, SCALED_TILE_ROWS, BF16_IN_F32)
-TILE(scaled_f32, scaled_tile, SCALED_TILE_ROWS, F32_IN_F32)
+TILE(tile_strip, tile, TILE_ROWS, F32_IN_STRIP)
+TILE(tile_f32_and_f32, tile, TILE_ROWS, F32_AND_F32)
+TILE(tile_f32_and_bf16, tile, TILE_ROWS, F32_AND_BF16)
+TILE(tile_f32_and_f16, tile, TILE_ROWS, F32_AND_F16)
+TILE(tile_f32_and_u4, tile, TILE_ROWS, F32_AND_U4)
+TILE(evenly_scaled_strip, evenly_scaled_tile, TILE_ROWS, F32_IN_STRIP)
+TILE(evenly_scaled_f32_and_i8, evenly_scaled_tile, TILE_ROWS, F32_AND_I8)
+TILE(scaled_strip, scaled_tile, SCALED_TILE_ROWS, F32_IN_STRIP)
+TILE(scaled_f32_and_i8, scaled_tile, SCALED_TILE_ROWS, F32_AND_I8)
+TILE(scaled_f32_and_e2m1, scaled_tile, SCALED_TILE_ROWS, F32_AND_E2M1)
 #if TN_BF16_DOT
 TILE(tile_bf16, tile, TILE_ROWS, BF16_PAIRS)
 TILE(tile_bf16_from_memory, tile, TILE_ROWS, BF16_FROM_MEMORY)
@@ -330,9 +382,13 @@ static tile_t tile_for(way_t way, scaling_t scaling) {
     case BF16_AND_WIDE_U4: return tile_wide_u4;
     case BF16_AND_E2M1: return scaled_e2m1;
 #endif
-    case F32_FROM_MEMORY: return tile_f32_from_memory;
-    case BF16_IN_F32: return (const tile_t[]){tile_bf16_in_f32, evenly_scaled_bf16_in_f32, scaled_bf16_in_f32}[scaling];
-    default: return (const tile_t[]){tile_f32, evenly_scaled_f32, scaled_f32}[scaling];
+    case F32_AND_F32: return tile_f32_and_f32;
+    case F32_AND_BF16: return tile_f32_and_bf16;
+    case F32_AND_F16: return tile_f32_and_f16;
+    case F32_AND_U4: return tile_f32_and_u4;
+    case F32_AND_I8: return scaling == SCALED ? scaled_f32_and_i8 : evenly_scaled_f32_and_i8;
+    case F32_AND_E2M1: return scaled_f32_and_e2m1;
+    default: return (const tile_t[]){tile_strip, evenly_scaled_strip, scaled_strip}[scaling];
     }
 }
 
@@ -340,30 +396,38 @@ static tile_t tile_for(way_t way, scaling_t scaling) {
 
 /* Columns of one block, and the scales of its groups. */
 typedef struct {
-    _Alignas(64) unsigned char weights[STRIP_COLUMNS][BLOCK * sizeof(float)]; /* bf16 or fp32 */
+    _Alignas(4096) unsigned char weights[STRIP_COLUMNS][STRIDE * sizeof(float)]; /* bf16 or fp32 */
+    _Alignas(2048) float inputs[COPIED_ROWS * STRIDE]; /* of blocks, (rows, STRIDE) each; half a page from the weights,
+                                                        * or loads would wait for stores that they do not depend on */
     float scale[STRIP_COLUMNS][MAX_GROUPS];
     float offset[STRIP_COLUMNS][MAX_GROUPS];
     vf totals[SCALED_TILE_ROWS][QUAD];
     quartet_t quad[STRIP_COLUMNS / QUAD];
 } strip_t;
+_Static_assert(offsetof(strip_t, inputs) % 4096 == 2048, "inputs are half a page from the weights");
 
-TN_INLINE void widen_16(float *to, const uint16_t *from, int count, const bool is_bf16) {
-    int k = 0;
-    for (; k + TN_LANES <= count; k += TN_LANES) {
-        __builtin_prefetch((const char *)(from + k) + AHEAD_BYTES);
-        vf_store(to + k, is_bf16 ? vf_load_bf16(from + k) : vf_load_f16(from + k));
+/* The first `count` of them; of dtypes that are not in runs or groups. */
+TN_INLINE vf load_column_part(const way_t way, const void *column, int k, int count) {
+    switch (way) {
+    case F32_AND_BF16: return vf_load_bf16_part((const uint16_t *)column + k, count);
+    case F32_AND_F16: return vf_load_f16_part((const uint16_t *)column + k, count);
+    case F32_AND_I8: return vf_load_i8_part((const int8_t *)column + k, count);
+    default: return vf_load_part((const float *)column + k, count);
     }
-    if (k < count)
-        vf_store(to + k, is_bf16 ? vf_load_bf16_part(from + k, count - k) : vf_load_f16_part(from + k, count - k));
 }
 
-static void expand_i8_f32(float *to, const int8_t *from, int count, int zero) {
+/* `count` weights less `zero`, and zeros up to a whole vector. */
+TN_INLINE void widen(const way_t way, float *to, const void *from, int count, int zero) {
+    const vf less = vf_set((float)zero);
     int k = 0;
-    for (; k + TN_LANES <= count; k += TN_LANES) {
-        __builtin_prefetch(from + k + AHEAD_BYTES);
-        vf_store(to + k, vf_sub(vf_load_i8(from + k), vf_set((float)zero)));
+    for (; k + 16 <= count; k += 16) {
+        __builtin_prefetch(column_at(way, from, k) + AHEAD_BYTES);
+        for (int v = k; v < k + 16; v += TN_LANES) vf_store(to + v, vf_sub(load_column(way, from, v), less));
     }
-    for (; k < count; k++) to[k] = (float)(from[k] - zero);
+    for (; k < count; k += TN_LANES) {
+        const vf weights = count - k < TN_LANES ? load_column_part(way, from, k, count - k) : load_column(way, from, k);
+        vf_store(to + k, vf_sub(weights, less));
+    }
 }
 
 #if TN_BF16_DOT
@@ -391,36 +455,18 @@ static void expand_i8(void *to, const tn_matrix *w, const int8_t *from, int coun
         }
 #endif
         (void)to_bf16;
-        expand_i8_f32((float *)to + k, from + k, (int)left, zero);
+        widen(F32_AND_I8, (float *)to + k, from + k, (int)left, zero);
     }
 }
 
-/* A run of U4 times its scales, plus its offsets: of one group or, `step` further on, of two. */
-static void expand_run(void *to, const uint8_t *from, const float *scale, const float *offset, int step, bool to_bf16) {
 #if TN_BF16_DOT
-    if (to_bf16) {
-        uint16_t *low = to;
-        vb_expand_u4(low, low + RUN / 2, from, vb_levels_of(scale[0], offset[0], scale[step], offset[step]));
-        return;
-    }
-#endif
-    (void)to_bf16;
-    for (int place = 0; place < RUN / 2; place += TN_LANES) {
-        vf low, high;
-        vf_load_u4(from + place, &low, &high);
-        vf_store((float *)to + place, vf_fma(low, vf_set(scale[0]), vf_set(offset[0])));
-        vf_store((float *)to + RUN / 2 + place, vf_fma(high, vf_set(scale[step]), vf_set(offset[step])));
-    }
-}
-
-/* `count` elements of U4: rounded to bf16, or fp32, in which products of bf16 and fp16 scales are exact. `left`: elements
- * of the first group. */
-static void expand_u4(char *to, const uint8_t *from, int count, int64_t left, int64_t group_size, const float *scale,
-                      const float *offset, bool to_bf16) {
-    const int step = group_size % RUN != 0;
-    for (int k = 0; k < count; k += RUN, from += RUN / 2, to += RUN * (to_bf16 ? 2 : 4)) {
+/* `count` elements of U4 times their scales, plus their offsets. `left`: elements of the first group. */
+static void expand_u4_bf16(uint16_t *to, const uint8_t *from, int count, int64_t left, int64_t group_size,
+                           const float *scale, const float *offset) {
+    const int step = group_size % RUN != 0; /* from the group of a run's low halves to that of its high ones */
+    for (int k = 0; k < count; k += RUN, from += RUN / 2, to += RUN) {
         __builtin_prefetch(from + AHEAD_BYTES);
-        expand_run(to, from, scale, offset, step, to_bf16);
+        vb_expand_u4(to, to + RUN / 2, from, vb_levels_of(scale[0], offset[0], scale[step], offset[step]));
         left -= RUN;
         if (step == 0 && left > 0) continue;
         left += group_size;
@@ -430,14 +476,22 @@ static void expand_u4(char *to, const uint8_t *from, int count, int64_t left, in
 }
 
 /* `count` elements of E2M1, a multiple of 32. */
-static void expand_e2m1(void *to, const uint8_t *from, int count, bool to_bf16) {
+static void expand_e2m1_bf16(uint16_t *to, const uint8_t *from, int count) {
     for (int k = 0; k < count; k += TN_LANES) {
         if (k % 32 == 0) __builtin_prefetch(from + k / 2 + AHEAD_BYTES);
-        const vf values = vf_load_e2m1(from + k / 2);
-        if (to_bf16)
-            vf_store_bf16((uint16_t *)to + k, values);
-        else
-            vf_store((float *)to + k, values);
+        vf_store_bf16(to + k, vf_load_e2m1(from + k / 2));
+    }
+}
+#endif
+
+/* `count` elements of U4 in fp32, in which products of bf16 and fp16 scales are exact. */
+static void expand_u4_f32(float *to, const uint8_t *from, int count, const float *scale, const float *offset) {
+    for (int k = 0; k < count; k += RUN) {
+        const int step = k / GROUP_STEP;
+        __builtin_prefetch(from + k / 2 + AHEAD_BYTES);
+        vf weights[RUN / TN_LANES];
+        vf_scale_u4(weights, from + k / 2, scale + step, offset + step);
+        for (int v = 0; v < RUN / TN_LANES; v++) vf_store(to + k + v * TN_LANES, weights[v]);
     }
 }
 
@@ -450,6 +504,7 @@ typedef struct {
     int64_t left;        /* elements of that group from `begin` on */
     int groups;          /* that the block has a part of */
     int64_t ahead_bytes; /* from each element to the one to ask for meanwhile */
+    const float *inputs; /* (rows of a panel, STRIDE), or NULL where they are not copied */
 } block_t;
 
 /* The row of the stored matrix that holds a column's elements, scales and bias. */
@@ -491,88 +546,99 @@ static block_t block_at(const tn_matrix *w, int64_t begin, bool along_k) {
 }
 
 /* Whether tiles take the weights from where they are. */
-static bool is_in_place(const tn_matrix *w, way_t way) {
-    switch (w->dtype) {
-    case TN_F32: return true;
-    case TN_BF16: return way == BF16_PAIRS;
-    case TN_I8: return way == BF16_AND_I8;
-    case TN_U4: return way == BF16_AND_U4 || way == BF16_AND_WIDE_U4;
-    case TN_E2M1: return way == BF16_AND_E2M1;
-    default: return false;
-    }
-}
+static bool is_in_place(way_t way) { return way != BF16_PAIRS && way != F32_IN_STRIP; }
 
 /* Write a column's elements of a block, the strip's number n, as tiles take them; its groups are there. */
 static void expand(strip_t *strip, int n, const tn_matrix *w, int64_t column, const block_t *block, way_t way) {
     void *to = strip->weights[n];
-    const char *from = (const char *)w->data + bytes_of(w, stored_row(w, column) * w->num_in + block->begin);
+    const void *from = (const char *)w->data + bytes_of(w, stored_row(w, column) * w->num_in + block->begin);
     const int64_t zero_place = column * block->num_groups + block->first_group;
+#if TN_BF16_DOT
+    if (way == BF16_PAIRS && w->dtype == TN_U4) {
+        expand_u4_bf16(to, from, block->count, block->left, w->group_size, strip->scale[n], strip->offset[n]);
+        return;
+    }
+    if (way == BF16_PAIRS && w->dtype == TN_E2M1) {
+        expand_e2m1_bf16(to, from, block->count);
+        return;
+    }
+#endif
     switch (w->dtype) {
-    case TN_I8: expand_i8(to, w, (const void *)from, block->count, zero_place, block->left, way == BF16_PAIRS); return;
-    case TN_U4:
-        expand_u4((char *)to, (const void *)from, block->count, block->left, w->group_size, strip->scale[n],
-                  strip->offset[n], way == BF16_PAIRS);
-        return;
-    case TN_E2M1: expand_e2m1(to, (const void *)from, block->count, way == BF16_PAIRS); return;
-    case TN_BF16: widen_16(to, (const void *)from, block->count, true); return;
-    default: widen_16(to, (const void *)from, block->count, false);
+    case TN_I8: expand_i8(to, w, from, block->count, zero_place, block->left, way == BF16_PAIRS); return;
+    case TN_U4: expand_u4_f32(to, from, block->count, strip->scale[n], strip->offset[n]); return;
+    case TN_F32: widen(F32_AND_F32, to, from, block->count, 0); return;
+    case TN_BF16: widen(F32_AND_BF16, to, from, block->count, 0); return;
+    default: widen(F32_AND_F16, to, from, block->count, 0);
     }
 }
 
-/* `count` scales from number `place` on, as floats; those after them, up to a whole vector, are 0. */
-TN_INLINE void take_scales(float *to, const void *scale, const int dtype, int64_t place, int count) {
-    if (dtype == TN_E8M0) {
-        for (int n = 0; n < count; n++) to[n] = scale_of_e8m0(((const uint8_t *)scale)[place + n]);
-        return;
-    }
-    for (int n = 0; n < count; n += TN_LANES) {
-        const int part = count - n < TN_LANES ? count - n : TN_LANES;
-        const uint16_t *half = (const uint16_t *)scale + place + n;
-        vf_store(to + n, dtype == TN_F32    ? vf_load_part((const float *)scale + place + n, part)
-                         : dtype == TN_BF16 ? vf_load_bf16_part(half, part)
-                                            : vf_load_f16_part(half, part));
-    }
-}
-
-/* The offsets of U4; and where groups begin in the middle of runs, these and the scales of each GROUP_STEP elements. */
-static void take_offsets(float *offset, float *scale, const uint8_t *zero, const tn_matrix *w, const block_t *block) {
-    for (int group = 0; group < block->groups; group++)
-        offset[group] = -scale[group] * (zero == NULL ? 8.0f : (float)zero[group]);
-    if (w->group_size == GROUP_STEP || w->group_size % RUN == 0) return;
-    for (int group = block->groups - 1, end = block->count / GROUP_STEP; group >= 0; group--) {
-        const float its_scale = scale[group], its_offset = offset[group];
-        const int64_t before = group == 0 ? 0 : block->left + (group - 1) * w->group_size;
-        const int begin = (int)before / GROUP_STEP;
-        for (int step = begin; step < end; step++) {
-            scale[step] = its_scale;
-            offset[step] = its_offset;
+/* Scales and offsets of groups become those of each GROUP_STEP elements: in whole vectors, the next group's over them. */
+static void spread_groups(float *scale, float *offset, const float *scales, const float *offsets, const tn_matrix *w,
+                          const block_t *block) {
+    int64_t end = block->left;
+    for (int group = 0, step = 0; group < block->groups; group++, end += w->group_size) {
+        const int last = (int)(end < block->count ? end : block->count) / GROUP_STEP;
+        const vf own = vf_mul(vf_set(scales[group]), vf_u4_factors(step % 2));
+        for (int to = step; to < last; to += TN_LANES) {
+            vf_store(scale + to, own);
+            vf_store(offset + to, vf_set(offsets[group]));
         }
-        end = begin;
+        step = last;
+    }
+}
+
+/* `count` things of `bytes` each, of which `left` can be read: a copy, where vectors would read more. */
+static const void *readable(const void *from, void *copy, int count, int64_t left, int bytes) {
+    if (left >= count + TN_LANES) return from;
+    memset(copy, 0, (size_t)(MAX_GROUPS * bytes));
+    return memcpy(copy, from, (size_t)(count * bytes));
+}
+
+/* Scales of `count` groups as floats, and the offsets of U4. */
+TN_INLINE void take_scales(float *scale, float *offset, const tn_matrix *w, const int dtype, int64_t place, int count,
+                           int64_t left) {
+    uint32_t scales[MAX_GROUPS];
+    int8_t zeros[MAX_GROUPS];
+    const int bytes = dtype == TN_F32 ? 4 : 2;
+    const void *from = readable((const char *)w->scale + place * bytes, scales, count, left, bytes);
+    if (w->dtype != TN_U4) {
+        for (int n = 0; n < count; n += TN_LANES) vf_store(scale + n, load_elements(from, dtype, n, TN_LANES));
+        return;
+    }
+    const vf factors = w->group_size == GROUP_STEP ? vf_u4_factors(0) : vf_set(1.0f);
+    const int8_t *zero = w->zero == NULL ? NULL : readable((const int8_t *)w->zero + place, zeros, count, left, 1);
+    for (int n = 0; n < count; n += TN_LANES) {
+        const vf own = load_elements(from, dtype, n, TN_LANES);
+        const vf level = zero == NULL ? vf_set(8.0f) : vf_load_i8(zero + n); /* at most 16 */
+        vf_store(offset + n, vf_mul(vf_sub(vf_zero(), level), own));
+        vf_store(scale + n, vf_mul(own, factors));
     }
 }
 
 /* The scales of the block's groups, and the offsets of U4: of columns [column, column + num) as numbers n to n + 3 of the
  * strip, of which the last one stands for those that are missing. */
-static void take_groups(strip_t *strip, int n, const tn_matrix *w, int64_t column, int num, const block_t *block) {
-    const int64_t step = stored_row(w, 1) * block->num_groups;
+static void take_groups(strip_t *strip, int n, const tn_matrix *w, int64_t column, int num, const block_t *block,
+                        bool in_f32) {
+    const int64_t step = stored_row(w, 1) * block->num_groups, end = w->num_out * step;
     const int scale_bytes = w->scale_dtype == TN_F32 ? 4 : w->scale_dtype == TN_E8M0 ? 1 : 2;
+    const bool in_steps = in_f32 || w->group_size % RUN != 0; /* tiles take two halves of a run apart */
+    const bool is_spread = w->dtype == TN_U4 && w->group_size != GROUP_STEP && in_steps;
+    float scales[MAX_GROUPS], offsets[MAX_GROUPS];
     for (int j = 0; j < QUAD; j++) {
         const int64_t place = (column + (j < num ? j : num - 1)) * step + block->first_group;
         const int64_t next = place + STRIP_COLUMNS * step; /* in the next strip */
-        float *to = strip->scale[n + j];
         if (block->begin == 0) __builtin_prefetch((const char *)w->scale + next * scale_bytes);
         __builtin_prefetch((const char *)w->scale + (next + block->groups - 1) * scale_bytes);
+        if (w->zero != NULL) __builtin_prefetch((const uint8_t *)w->zero + next + block->groups - 1);
+        float *scale = is_spread ? scales : strip->scale[n + j], *offset = is_spread ? offsets : strip->offset[n + j];
         switch (w->scale_dtype) {
-        case TN_BF16: take_scales(to, w->scale, TN_BF16, place, block->groups); break;
-        case TN_F16: take_scales(to, w->scale, TN_F16, place, block->groups); break;
-        case TN_F32: take_scales(to, w->scale, TN_F32, place, block->groups); break;
-        default: take_scales(to, w->scale, TN_E8M0, place, block->groups);
+        case TN_BF16: take_scales(scale, offset, w, TN_BF16, place, block->groups, end - place); break;
+        case TN_F16: take_scales(scale, offset, w, TN_F16, place, block->groups, end - place); break;
+        case TN_F32: take_scales(scale, offset, w, TN_F32, place, block->groups, end - place); break;
+        default:
+            for (int k = 0; k < block->groups; k++) scale[k] = scale_of_e8m0(((const uint8_t *)w->scale)[place + k]);
         }
-        if (w->dtype == TN_U4) {
-            const uint8_t *zero = w->zero == NULL ? NULL : (const uint8_t *)w->zero + place;
-            if (zero != NULL) __builtin_prefetch(zero + (next - place) + block->groups - 1);
-            take_offsets(strip->offset[n + j], to, zero, w, block);
-        }
+        if (is_spread) spread_groups(strip->scale[n + j], strip->offset[n + j], scales, offsets, w, block);
     }
 }
 
@@ -582,6 +648,7 @@ static void start_strip(strip_t *strip, const tn_matrix *w) {
         quartet_t *quad = &strip->quad[n / QUAD];
         quad->scale = (const float(*)[MAX_GROUPS])strip->scale[n];
         quad->offset = (const float(*)[MAX_GROUPS])strip->offset[n];
+        quad->strip = (float *)strip->weights[n];
         quad->group_size = (int)(w->group_size < BLOCK ? w->group_size : BLOCK);
         quad->totals = strip->totals;
     }
@@ -591,7 +658,7 @@ static void start_strip(strip_t *strip, const tn_matrix *w) {
  *
  * The last quad's missing columns are its last one again: what is computed of them is not used. */
 static void fill_strip(strip_t *strip, const tn_matrix *w, int64_t first, int num, const block_t *block, way_t way) {
-    const bool in_place = is_in_place(w, way);
+    const bool in_place = is_in_place(way);
     const int64_t stride = bytes_of(w, stored_row(w, 1) * w->num_in);
     const char *column = (const char *)w->data + first * stride + bytes_of(w, block->begin);
     const int first_count = (int)(block->left < block->count ? block->left : block->count);
@@ -600,30 +667,43 @@ static void fill_strip(strip_t *strip, const tn_matrix *w, int64_t first, int nu
         quad->count = block->count;
         quad->first_count = first_count;
         quad->ahead_bytes = block->ahead_bytes;
-        if (w->scale != NULL) take_groups(strip, n, w, first + n, num - n, block);
+        if (w->scale != NULL) take_groups(strip, n, w, first + n, num - n, block, is_f32(way));
         for (int j = 0; j < QUAD; j++) {
             const int from = n + j < num ? n + j : num - 1;
-            if (!in_place && n + j < num) expand(strip, n + j, w, first + n + j, block, way);
-            quad->column[j] = in_place ? column + from * stride : (const char *)strip->weights[from];
+            if (!in_place) expand(strip, n + j, w, first + from, block, way);
+            quad->column[j] = in_place ? column + from * stride : (const char *)strip->weights[n + j];
         }
     }
 }
 
 /* ---- columns ---- */
 
+static way_t way_in_f32(const tn_matrix *w, int64_t num_rows) {
+    if (w->num_in % GROUP_STEP || (w->dtype == TN_I8 && w->zero != NULL)) return F32_IN_STRIP;
+    switch (w->dtype) {
+    case TN_F32: return F32_AND_F32;
+    case TN_BF16: return F32_AND_BF16;
+    case TN_F16: return F32_AND_F16;
+    case TN_I8: return F32_AND_I8;
+    case TN_U4: return num_rows <= TILE_ROWS ? F32_AND_U4 : F32_IN_STRIP;
+    default: return F32_AND_E2M1;
+    }
+}
+
 static way_t way_of(const tn_linear_args *args) {
-    if (args->x_dtype == TN_F32) return F32_IN_F32;
-#if TN_BF16_DOT
     const tn_matrix *w = args->weight;
+#if TN_BF16_DOT
+    if (args->x_dtype == TN_F32) return way_in_f32(w, args->num_rows);
 #if TN_INTEGER_TILES
     if (w->dtype == TN_U4 && args->num_rows <= MAX_U4_ROWS)
         return w->group_size % RUN == 0 ? BF16_AND_WIDE_U4 : BF16_AND_U4;
     if (w->dtype == TN_E2M1 && args->num_rows <= MAX_E2M1_ROWS) return BF16_AND_E2M1;
     if (args->num_rows <= MAX_I8_ROWS && w->dtype == TN_I8 && w->zero == NULL) return BF16_AND_I8;
 #endif
-    if (w->dtype == TN_BF16 || w->dtype == TN_I8 || w->dtype == TN_U4 || w->dtype == TN_E2M1) return BF16_PAIRS;
+    if (w->dtype == TN_BF16) return BF16_FROM_MEMORY;
+    if (w->dtype == TN_I8 || w->dtype == TN_U4 || w->dtype == TN_E2M1) return BF16_PAIRS;
 #endif
-    return BF16_IN_F32;
+    return way_in_f32(w, args->num_rows);
 }
 
 /* Heights that leave no thin rest: 8 rows are 4 and 4, not 6 and 2. */
@@ -635,28 +715,56 @@ static int tile_rows(int64_t left, int most) {
 /* A piece of the product whose sums are kept: rows and columns, each a half-open range by its first and number. */
 typedef struct {
     const tn_linear_args *args;
+    way_t way;
     int64_t first_row, first;
     int rows, num;
-    float *sums; /* (strips, rows, STRIP_COLUMNS) */
+    float *sums;    /* (strips, rows, STRIP_COLUMNS) */
+    float *inputs;  /* of blocks, (rows, STRIDE) each */
+    bool is_copied; /* for the panel before, of the same rows */
 } panel_t;
 
-/* The way of the first rows: their tiles find weights in memory that the next ones find in the cache. */
-static way_t first_way_of(const tn_matrix *w, way_t way) {
-    if (w->dtype == TN_BF16 && way == BF16_PAIRS) return BF16_FROM_MEMORY;
-    return w->dtype == TN_F32 && way == F32_IN_F32 ? F32_FROM_MEMORY : way;
+/* `count` inputs from number `place` on, in fp32, with zeros up to a whole vector. */
+TN_INLINE void copy_inputs(float *to, const void *x, const int dtype, int64_t place, int count) {
+    for (int k = 0; k < count; k += TN_LANES)
+        vf_store(to + k, load_elements(x, dtype, place + k, lanes_left(count - k)));
 }
 
-/* The tiles of a block: of the first rows, and of the others. */
+/* The copied inputs of a block, number `n` of those that there are; NULL where pairs are multiplied. */
+static const float *inputs_of(const panel_t *panel, const block_t *block, int n) {
+    const tn_linear_args *args = panel->args;
+    if (!is_f32(panel->way)) return NULL;
+    float *inputs = panel->inputs + (int64_t)n * panel->rows * STRIDE;
+    for (int row = 0; row < panel->rows && !panel->is_copied; row++) {
+        const int64_t place = (panel->first_row + row) * args->x_stride + block->begin;
+        float *to = inputs + row * STRIDE;
+        if (args->x_dtype == TN_F32)
+            copy_inputs(to, args->x, TN_F32, place, block->count);
+        else
+            copy_inputs(to, args->x, TN_BF16, place, block->count);
+        if (args->weight->dtype != TN_U4) continue;
+        for (int step = 0; step < block->count; step += GROUP_STEP) vf_order_u4(to + step);
+    }
+    return inputs;
+}
+
+/* The way of all but the first rows: their tiles find in the cache what the first ones found in memory or widened. */
+static way_t later_way(way_t way) {
+    if (way == BF16_FROM_MEMORY) return BF16_PAIRS;
+    return is_f32(way) && way != F32_AND_F32 ? F32_IN_STRIP : way;
+}
+
+/* The tiles of a block: of the first rows, and of later ones. */
 typedef struct {
-    tile_t first, other;
+    tile_t first, later;
     int max_rows;
 } tiles_t;
 
 static tiles_t tiles_for(const tn_matrix *w, const block_t *block, way_t way) {
     const bool is_scaled = w->scale != NULL && w->dtype != TN_U4; /* which are scaled as they are widened */
     const scaling_t scaling = !is_scaled ? NOT_SCALED : block->groups == 1 ? EVENLY_SCALED : SCALED;
-    const bool is_widening = way == BF16_AND_U4 || way == BF16_AND_WIDE_U4 || way == BF16_AND_E2M1;
-    return (tiles_t){tile_for(first_way_of(w, way), scaling), tile_for(way, scaling),
+    const bool is_widening =
+        way == BF16_AND_U4 || way == BF16_AND_WIDE_U4 || way == BF16_AND_E2M1 || way == F32_AND_E2M1;
+    return (tiles_t){tile_for(way, scaling), tile_for(later_way(way), scaling),
                      scaling == SCALED || is_widening ? SCALED_TILE_ROWS : TILE_ROWS};
 }
 
@@ -664,13 +772,15 @@ static tiles_t tiles_for(const tn_matrix *w, const block_t *block, way_t way) {
 static void sum_strip(const panel_t *panel, strip_t *strip, int64_t first, int num, const block_t *block,
                       const tiles_t *tiles) {
     const tn_linear_args *args = panel->args;
-    const int64_t x_bytes = args->x_dtype == TN_F32 ? 4 : 2;
     const int64_t offset = first - panel->first, within = offset % STRIP_COLUMNS;
     float *sums = panel->sums + (offset - within) * panel->rows + within;
+    const bool keeps = later_way(panel->way) == F32_IN_STRIP && panel->rows > tiles->max_rows;
     for (int row = 0, height; row < panel->rows; row += height) {
-        height = tile_rows(panel->rows - row, tiles->max_rows);
-        const char *x = (const char *)args->x + ((panel->first_row + row) * args->x_stride + block->begin) * x_bytes;
-        const tile_t tile_of = row == 0 ? tiles->first : tiles->other;
+        height = row == 0 && keeps ? FIRST_ROWS : tile_rows(panel->rows - row, tiles->max_rows);
+        const void *x = block->inputs != NULL
+                            ? (const void *)(block->inputs + row * STRIDE)
+                            : (const uint16_t *)args->x + (panel->first_row + row) * args->x_stride + block->begin;
+        const tile_t tile_of = row == 0 ? tiles->first : tiles->later;
         for (int n = 0; n < num; n += QUAD)
             tile_of(height, x, args->x_stride, &strip->quad[n / QUAD], sums + row * STRIP_COLUMNS + n,
                     block->begin == 0);
@@ -678,46 +788,50 @@ static void sum_strip(const panel_t *panel, strip_t *strip, int64_t first, int n
 }
 
 /* Columns [n, n + num) of the panel in one block of K. */
-TN_INLINE void sum_block(const panel_t *panel, strip_t *strip, int n, int num, const block_t *block, const tiles_t *tiles,
-                      way_t way) {
-    fill_strip(strip, panel->args->weight, panel->first + n, num, block, way);
+TN_INLINE void sum_block(const panel_t *panel, strip_t *strip, int n, int num, const block_t *block,
+                         const tiles_t *tiles) {
+    fill_strip(strip, panel->args->weight, panel->first + n, num, block, panel->way);
     sum_strip(panel, strip, panel->first + n, num, block, tiles);
 }
 
 /* The panel's sums over all of K. */
 static void sum_panel(const panel_t *panel, strip_t *strip) {
     const tn_matrix *w = panel->args->weight;
-    const way_t way = way_of(panel->args);
-    const int width = is_in_place(w, way) ? STRIP_COLUMNS : QUAD; /* what is expanded stays in the first cache */
+    const way_t later = later_way(panel->way);
+    const bool has_strip = later == BF16_PAIRS ? w->dtype != TN_BF16 : later == F32_IN_STRIP && panel->rows > TILE_ROWS;
+    const int width = has_strip ? QUAD : STRIP_COLUMNS; /* a quad's strip stays in the first cache */
     for (int64_t begin = 0; begin < w->num_in; begin += BLOCK) {
-        const block_t block = block_at(w, begin, false);
-        const tiles_t tiles = tiles_for(w, &block, way);
+        block_t block = block_at(w, begin, false);
+        const tiles_t tiles = tiles_for(w, &block, panel->way);
+        block.inputs = inputs_of(panel, &block, 0);
         for (int n = 0; n < panel->num; n += width)
-            sum_block(panel, strip, n, panel->num - n < width ? panel->num - n : width, &block, &tiles, way);
+            sum_block(panel, strip, n, panel->num - n < width ? panel->num - n : width, &block, &tiles);
     }
 }
 
 /* Whether a panel's columns are better gone through one after another, as they lie in memory. */
 static bool is_along_k(const panel_t *panel) {
     const tn_matrix *w = panel->args->weight;
-    return panel->rows <= FEW_ROWS && w->scale != NULL && is_in_place(w, way_of(panel->args)) && w->num_in > BLOCK &&
-           w->num_in <= MAX_BLOCKS * BLOCK;
+    const int64_t num_blocks = (w->num_in + BLOCK - 1) / BLOCK;
+    if (panel->rows > FEW_ROWS || w->scale == NULL || num_blocks == 1 || num_blocks > MAX_BLOCKS) return false;
+    return is_f32(panel->way) ? panel->rows * num_blocks <= COPIED_ROWS : is_in_place(panel->way);
 }
 
 /* The same in that order. Each sum adds its blocks ascending, as above. */
 static void sum_panel_along_k(const panel_t *panel, strip_t *strip) {
     const tn_matrix *w = panel->args->weight;
-    const way_t way = way_of(panel->args);
     block_t blocks[MAX_BLOCKS];
     tiles_t tiles[MAX_BLOCKS];
     int num_blocks = 0;
     for (; num_blocks * BLOCK < w->num_in; num_blocks++) {
-        blocks[num_blocks] = block_at(w, num_blocks * BLOCK, true);
-        tiles[num_blocks] = tiles_for(w, &blocks[num_blocks], way);
+        block_t *block = &blocks[num_blocks];
+        *block = block_at(w, num_blocks * BLOCK, true);
+        tiles[num_blocks] = tiles_for(w, block, panel->way);
+        block->inputs = inputs_of(panel, block, num_blocks);
     }
     for (int n = 0; n < panel->num; n += QUAD)
         for (int each = 0; each < num_blocks; each++)
-            sum_block(panel, strip, n, panel->num - n < QUAD ? panel->num - n : QUAD, &blocks[each], &tiles[each], way);
+            sum_block(panel, strip, n, panel->num - n < QUAD ? panel->num - n : QUAD, &blocks[each], &tiles[each]);
 }
 
 /* A strip's sums → results: with the bias, rounded where the result is bf16. */
@@ -730,7 +844,7 @@ static void finish_strip(const float *sums_of_rows, const tn_linear_args *args, 
         const uint16_t *half = (const uint16_t *)w->bias + place;
         bias[n] = w->bias_dtype == TN_F32    ? ((const float *)w->bias)[place]
                   : w->bias_dtype == TN_BF16 ? f32_of_bf16(*half)
-                                             : vf_sum(vf_load_f16_part(half, 1));
+                                             : f32_of_f16(*half);
     }
     for (int row = 0; row < rows; row++) {
         const int64_t place = (first_row + row) * args->out_stride + first;
@@ -749,16 +863,18 @@ static void finish_strip(const float *sums_of_rows, const tn_linear_args *args, 
 void tn_linear_columns(const tn_linear_args *args, int64_t begin, int64_t end) {
     strip_t strip;
     float sums[PANEL_ROWS * WIDE_COLUMNS];
+    const way_t way = way_of(args);
+    const int most = is_f32(way) ? COPIED_ROWS : PANEL_ROWS;
     start_strip(&strip, args->weight);
-    for (int64_t row = 0; row < args->num_rows; row += PANEL_ROWS) {
-        const int rows = (int)(args->num_rows - row < PANEL_ROWS ? args->num_rows - row : PANEL_ROWS);
+    for (int64_t row = 0; row < args->num_rows; row += most) {
+        const int rows = (int)(args->num_rows - row < most ? args->num_rows - row : most);
+        bool is_copied = false;
         for (int64_t first = begin; first < end; first += WIDE_COLUMNS) {
             const int num = (int)(end - first < WIDE_COLUMNS ? end - first : WIDE_COLUMNS);
-            const panel_t panel = {args, row, first, rows, num, sums};
-            if (is_along_k(&panel))
-                sum_panel_along_k(&panel, &strip);
-            else
-                sum_panel(&panel, &strip);
+            const panel_t panel = {args, way, row, first, rows, num, sums, strip.inputs, is_copied};
+            const bool along_k = is_along_k(&panel);
+            (along_k ? sum_panel_along_k : sum_panel)(&panel, &strip);
+            is_copied = along_k || args->weight->num_in <= BLOCK;
             for (int n = 0; n < num; n += STRIP_COLUMNS)
                 finish_strip(sums + n * rows, args, row, rows, first + n,
                              num - n < STRIP_COLUMNS ? num - n : STRIP_COLUMNS);

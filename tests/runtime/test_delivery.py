@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -212,6 +214,22 @@ def test_a_sequence_that_has_ended_gets_its_end_from_an_engine_that_stops():
         rig.engine.start()
         assert finish(ended).finish_reason is FinishReason.LENGTH
         assert other.finish_reason is FinishReason.ERROR
+
+
+@pytest.mark.parametrize(
+    ("make_rig", "waits_less"), [(DeviceRig, True), (partial(EngineRig, start=False), False)]
+)
+def test_a_device_is_not_kept_waiting_for_the_interpreter(make_rig, waits_less):
+    usual_s = sys.getswitchinterval()
+    intervals_s: list[float] = []
+    with make_rig() as rig:
+        rig.model.before_forward = lambda _: intervals_s.append(sys.getswitchinterval())
+        generation = rig.submit(max_tokens=2)
+        rig.engine.start()
+        finish(generation)
+    assert len(intervals_s) == 2
+    assert all((interval_s < usual_s) is waits_less for interval_s in intervals_s)
+    assert sys.getswitchinterval() == usual_s
 
 
 def test_on_a_cpu_events_come_before_the_next_step():

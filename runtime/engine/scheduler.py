@@ -224,7 +224,7 @@ class _Step(Generic[SequenceT]):
         self.num_prompts = len(running)  # of the running ones
 
     def decode(self) -> None:
-        decoding = [sequence for sequence in self.active if _num_missing(sequence) == 1]
+        decoding = [each for each in self.active if each.num_tokens - each.num_computed == 1]
         self.num_prompts = len(self.active) - len(decoding)
         if decoding:
             self.prefill_left = self.limits.max_prefill_tokens

@@ -51,7 +51,7 @@ class DeviceSampler:
             best, tokens = logits.max(dim=-1)
             answer = self._downlink.fetch(torch.cat([tokens.double(), best.double()])).reshape(2, -1)
             chosen: list[Chosen] = [*map(Choice, answer[0].astype(np.int64).tolist())]
-            for row in np.flatnonzero(~np.isfinite(answer[1])):
+            for row in np.flatnonzero(~np.isfinite(answer[1])).tolist():
                 chosen[row] = not_finite()
             return chosen
         choices = self._choose(logits, states, self._narrow)
@@ -81,16 +81,17 @@ class DeviceSampler:
         if logprobs is not None:
             results += logprobs.on_device()
         answer = self._downlink.fetch(torch.cat(results))
-        of_tokens = {} if logprobs is None else logprobs.read(answer[3 * len(states) :])
-        choices: list[Chosen | None] = []
-        rows = answer[: 3 * len(states)].reshape(3, -1).T.tolist()
-        for number, (token, highest, complete) in enumerate(rows):
-            if number in masks.errors:
-                choices.append(masks.errors[number])
-            elif not math.isfinite(highest):
-                choices.append(not_finite())
-            else:
-                choices.append(Choice(int(token), of_tokens.get(number)) if complete else None)
+        chosen, highest, complete = answer[: 3 * len(states)].reshape(3, -1)
+        choices: list[Chosen | None] = [*map(Choice, chosen.astype(np.int64).tolist())]
+        if logprobs is not None:
+            for number, logprob in logprobs.read(answer[3 * len(states) :]).items():
+                choices[number] = Choice(int(chosen[number]), logprob)
+        for number in np.flatnonzero(complete == 0).tolist():
+            choices[number] = None
+        for number in np.flatnonzero(~np.isfinite(highest)).tolist():
+            choices[number] = not_finite()
+        for number, error in masks.errors.items():
+            choices[number] = error
         return choices
 
     # -- bias and penalties ----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.support.reference_kernels import ReferenceKernels, device_exponentials
 
 from teneral.runtime.backends.cuda.sampling import DeviceSampler
-from teneral.runtime.errors import ModelError
+from teneral.runtime.errors import GrammarError, ModelError
 from teneral.runtime.step import sampling
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 from teneral.runtime.step.state import Choice, SamplingState
@@ -135,13 +135,22 @@ def test_a_redrawn_row_keeps_its_penalties_and_has_its_own_logprobs():
     assert ours[0].logprob.top[0][0] == 7
 
 
-def test_a_row_that_is_not_finite_is_an_error_of_its_own():
+@pytest.mark.parametrize("drawn", [({"seed": 1}, {"seed": 1, "top_p": 0.5}), ({"temperature": 0.0},) * 2])
+def test_a_row_that_is_not_finite_is_an_error_of_its_own(drawn):
     logits = logits_like(4, 0, coarse=False)
     logits[1, 3] = math.nan
     logits[2] = -math.inf
-    states = [state(seed=1), state(seed=1, top_p=0.5), state(temperature=0.0), state(temperature=0.0)]
+    states = [*(state(**each) for each in drawn), state(temperature=0.0), state(temperature=0.0)]
     ours = sampler().choose(logits, states)
     assert [type(choice) for choice in ours] == [Choice, ModelError, ModelError, Choice]
+
+
+def test_a_row_whose_form_leaves_no_token_is_an_error_of_its_own():
+    allowed = {"allowed_tokens": (3,), "bad_words": ((3,),)}
+    states = [state(seed=1, num_top_logprobs=1), state(seed=1, num_top_logprobs=1, **allowed)]
+    ours = sampler().choose(logits_like(2, 0, coarse=False), states)
+    assert [type(choice) for choice in ours] == [Choice, GrammarError]
+    assert ours[0].logprob.token == ours[0].token
 
 
 def test_no_rows_are_no_choices():

@@ -25,6 +25,9 @@ from .variants import INTEGER_ROWS, Variant, integer_variant, product_rows, prod
 logger = logging.getLogger(__name__)
 
 ALIGNMENT_BYTES = 16
+# Of x, by the kernels for integers, which read the matrix for each 64 of them: more are faster by
+# torch, which writes it out once.
+MAX_INTEGER_ROWS = 512
 # From which on the kernel multiplies single rows, as 10 · major + minor.
 MIN_ROW_ARCHITECTURE = 90
 
@@ -127,18 +130,22 @@ class Products:
         return self._integer_kernels[variant]
 
     def _by_integers(self, projection: QuantizedLinear, x: torch.Tensor) -> torch.Tensor:
-        variant = self._integers(projection, len(x))
+        num_rows, most = len(x), INTEGER_ROWS[-1]
+        variant = self._integers(projection, min(num_rows, most)) if num_rows <= MAX_INTEGER_ROWS else None
         if variant is None or not self._has(variant):
             return projection(x)
         if projection.columns is not None:
             x = x[:, projection.columns]
-        num_rows, num_out = len(x), projection.num_out
+        num_out = projection.num_out
         out = x.new_empty((num_rows, num_out))
         zeros: list[torch.Tensor] = []
         if projection.bits == 4:  # without zero points the kernel does not read them
             zeros = [projection.weight if projection.zero is None else projection.zero]
         grid = (-(-num_out // dict(variant.constants)["COLUMNS"]),)
-        self._launch(variant, grid, x, projection.weight, projection.scale, *zeros, out, num_rows, num_out)
+        for first in range(0, num_rows, most):
+            some, theirs = x[first : first + most], out[first : first + most]
+            matrix = (projection.weight, projection.scale, *zeros)
+            self._launch(variant, grid, some, *matrix, theirs, len(some), num_out)
         return out if projection.bias is None else out.add_(projection.bias.to(out.dtype))
 
 

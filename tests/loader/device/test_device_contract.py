@@ -142,7 +142,7 @@ class CudaBench:
             "spin",
         )
         with next(each for each in self.streams if each.ptr == stream):
-            spin((1,), (1,), (np.int64(500_000_000),))  # some tenths of a second
+            spin((1,), (1,), (np.int64(2_000_000_000),))  # a second
         return lambda: None
 
     def close(self) -> None:

@@ -71,7 +71,7 @@ def test_few_rows_go_to_the_kernel_of_the_integers_and_many_to_torch(bits, has_z
     scale, bias = torch.rand(40, num_groups).bfloat16() / 100, torch.randn(40)
     zero = torch.randint(0, 16, (40, num_groups)).to(torch.uint8 if bits == 4 else torch.int16)
     own = QuantizedLinear(levels, scale, zero if has_zero else None, bias, torch.randperm(128))
-    for num_rows in (1, 16, 17, 64, 65):
+    for num_rows in (1, 16, 17, 64, 150, 513):
         x = torch.randn(num_rows, 128)
         torch.testing.assert_close(products(own, x), own(x), atol=1e-4, rtol=1e-4)
         together = SideBySide([own, own])
@@ -81,7 +81,7 @@ def test_few_rows_go_to_the_kernel_of_the_integers_and_many_to_torch(bits, has_z
             products.add_(summed.clone(), own, x), summed + own(x), atol=1e-4, rtol=1e-4
         )
     is_ours = bits == 4 or not has_zero
-    assert launch.launched.total() == (4 * 4 if is_ours else 0)
+    assert launch.launched.total() == (4 * (4 + 3) if is_ours else 0)
 
 
 def test_groups_and_rows_that_the_kernels_do_not_take_are_torchs():
@@ -89,6 +89,12 @@ def test_groups_and_rows_that_the_kernels_do_not_take_are_torchs():
     assert integer_variant("bf16", "bf16", **shape) is not None
     for other in ({"group_size": 16}, {"num_in": 96}, {"num_rows": 65}, {"bits": 8, "group_size": 16}):
         assert integer_variant("bf16", "bf16", **{**shape, **other}) is None
+    for group_size, piece in ((128, 128), (64, 64), (32, 32), (1024, 256)):
+        variant = integer_variant(
+            "bf16", "bf16", **{**shape, "bits": 8, "num_in": 1024, "group_size": group_size}
+        )
+        assert variant is not None
+        assert dict(variant.constants)["PIECE"] == piece
     assert integer_variant("bf16", "float64", **shape) is None
 
 

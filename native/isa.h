@@ -88,7 +88,12 @@ TN_INLINE void vf_scale_u4(vf *to, const uint8_t *from, const float *scale, cons
         to[32 / TN_LANES + n] = vf_fma(high, vf_set(scale[1]), vf_set(offset[1]));
     }
 }
-TN_INLINE void vf_order_u4(float *columns) { (void)columns; }
+TN_INLINE void vf_order_f32(float *to, const float *columns) {
+    for (int n = 0; n < 32; n += TN_LANES) vf_store(to + n, vf_load(columns + n));
+}
+TN_INLINE void vf_order_bf16(float *to, const uint16_t *columns) {
+    for (int n = 0; n < 32; n += TN_LANES) vf_store(to + n, vf_load_bf16(columns + n));
+}
 #endif
 
 /* Rounded to bf16, and back: what a bf16 model keeps of it. */

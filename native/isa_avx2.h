@@ -98,18 +98,27 @@ TN_INLINE void vf_scale_u4(vf *to, const uint8_t *from, const float *scale, cons
     }
 }
 
-/* 32 columns in the order of those vectors. */
-TN_INLINE void vf_order_u4(float *columns) {
+/* 32 columns as floats in the order of those vectors. */
+TN_INLINE void vf_order_f32(float *to, const float *columns) {
     vf pairs[4];
     for (int n = 0; n < 4; n++) /* columns 4n to 4n + 3, and 4n + 16 to 4n + 19 */
         pairs[n] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(columns + 4 * n)),
                                         _mm_loadu_ps(columns + 4 * n + 16), 1);
     const vf a = _mm256_unpacklo_ps(pairs[0], pairs[1]), b = _mm256_unpackhi_ps(pairs[0], pairs[1]);
     const vf c = _mm256_unpacklo_ps(pairs[2], pairs[3]), d = _mm256_unpackhi_ps(pairs[2], pairs[3]);
-    vf_store(columns, _mm256_shuffle_ps(a, c, 0x44));
-    vf_store(columns + 8, _mm256_shuffle_ps(a, c, 0xee));
-    vf_store(columns + 16, _mm256_shuffle_ps(b, d, 0x44));
-    vf_store(columns + 24, _mm256_shuffle_ps(b, d, 0xee));
+    vf_store(to, _mm256_shuffle_ps(a, c, 0x44));
+    vf_store(to + 8, _mm256_shuffle_ps(a, c, 0xee));
+    vf_store(to + 16, _mm256_shuffle_ps(b, d, 0x44));
+    vf_store(to + 24, _mm256_shuffle_ps(b, d, 0xee));
+}
+TN_INLINE void vf_order_bf16(float *to, const uint16_t *columns) {
+    const vf a = _mm256_loadu_ps((const void *)columns), b = _mm256_loadu_ps((const void *)(columns + 16));
+    for (int pair = 0; pair < 2; pair++, to += 16) { /* of four neighbours */
+        const vf mixed = pair == 0 ? _mm256_shuffle_ps(a, b, 0x88) : _mm256_shuffle_ps(a, b, 0xdd);
+        const __m256i both = _mm256_permute4x64_epi64(_mm256_castps_si256(mixed), 0xd8);
+        vf_store(to, _mm256_castsi256_ps(_mm256_slli_epi32(both, 16)));
+        vf_store(to + 8, _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32((int)0xffff0000))));
+    }
 }
 
 /* TN_LANES numbers of 4 bits, two neighbours a byte: a sign, two bits of exponent and one of mantissa. */

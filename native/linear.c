@@ -723,10 +723,20 @@ typedef struct {
     bool is_copied; /* for the panel before, of the same rows */
 } panel_t;
 
-/* `count` inputs from number `place` on, in fp32, with zeros up to a whole vector. */
-TN_INLINE void copy_inputs(float *to, const void *x, const int dtype, int64_t place, int count) {
-    for (int k = 0; k < count; k += TN_LANES)
-        vf_store(to + k, load_elements(x, dtype, place + k, lanes_left(count - k)));
+/* `count` inputs from number `place` on, in fp32, with zeros up to a whole vector; those of U4 in its order. */
+TN_INLINE void copy_inputs(float *to, const void *x, const int dtype, int64_t place, int count, bool is_u4) {
+    int k = 0;
+    if (is_u4) {
+        for (; k < count; k += GROUP_STEP) {
+            if (dtype == TN_F32)
+                vf_order_f32(to + k, (const float *)x + place + k);
+            else
+                vf_order_bf16(to + k, (const uint16_t *)x + place + k);
+        }
+        return;
+    }
+    for (; k + TN_LANES <= count; k += TN_LANES) vf_store(to + k, load_elements(x, dtype, place + k, TN_LANES));
+    if (k < count) vf_store(to + k, load_elements(x, dtype, place + k, count - k));
 }
 
 /* The copied inputs of a block, number `n` of those that there are; NULL where pairs are multiplied. */
@@ -737,12 +747,11 @@ static const float *inputs_of(const panel_t *panel, const block_t *block, int n)
     for (int row = 0; row < panel->rows && !panel->is_copied; row++) {
         const int64_t place = (panel->first_row + row) * args->x_stride + block->begin;
         float *to = inputs + row * STRIDE;
+        const bool is_u4 = args->weight->dtype == TN_U4;
         if (args->x_dtype == TN_F32)
-            copy_inputs(to, args->x, TN_F32, place, block->count);
+            copy_inputs(to, args->x, TN_F32, place, block->count, is_u4);
         else
-            copy_inputs(to, args->x, TN_BF16, place, block->count);
-        if (args->weight->dtype != TN_U4) continue;
-        for (int step = 0; step < block->count; step += GROUP_STEP) vf_order_u4(to + step);
+            copy_inputs(to, args->x, TN_BF16, place, block->count, is_u4);
     }
     return inputs;
 }
@@ -850,12 +859,9 @@ static void finish_strip(const float *sums_of_rows, const tn_linear_args *args, 
         const int64_t place = (first_row + row) * args->out_stride + first;
         for (int n = 0; n < num; n += TN_LANES) {
             const int count = num - n < TN_LANES ? num - n : TN_LANES;
-            vf sums = vf_load_part(sums_of_rows + row * STRIP_COLUMNS + n, count);
+            vf sums = vf_load(sums_of_rows + row * STRIP_COLUMNS + n);
             if (w->bias != NULL) sums = vf_add(sums, vf_load(bias + n));
-            if (args->out_dtype == TN_F32)
-                vf_store_part((float *)args->out + place + n, sums, count);
-            else
-                vf_store_bf16_part((uint16_t *)args->out + place + n, sums, count);
+            store_elements(args->out, args->out_dtype, place + n, sums, count);
         }
     }
 }

@@ -34,7 +34,7 @@ enum {
     STRIP_COLUMNS = TN_LINEAR_COLUMNS,
     WIDE_COLUMNS = 128,      /* whose sums are kept while K is gone through: a multiple of a strip's */
     PANEL_ROWS = 192,        /* … of these rows: a block of them and of the weights stays in the second cache */
-    COPIED_ROWS = 96,        /* … or of these, where they are copied in fp32 */
+    COPIED_ROWS = 128,       /* … or of these, where they are copied in fp32 */
     STRIDE = BLOCK + 16,     /* of copied rows and of strips: powers of two would share few places in the first cache */
     MAX_GROUPS = BLOCK / GROUP_STEP + TN_LANES, /* that share a block: at most one more than are whole; in vectors */
     AHEAD_BYTES = 2048,      /* of a column, asked for before they are widened */
@@ -48,8 +48,8 @@ enum {
 };
 
 /* Rows of a tile: what the registers hold. With scales there are totals besides, which short vectors keep in memory:
- * a group takes more of them, so that it matters less. The first rows leave weights in the strip: fewer of them, since
- * it takes registers, and widening and storing would otherwise delay the products. */
+ * a group takes more of them, so that it matters less. The first rows, which leave weights in the strip, are fewer: they
+ * need registers for them. */
 #if TN_LANES == 16
 enum { TILE_ROWS = 6, SCALED_TILE_ROWS = 4, FIRST_ROWS = 4 };
 #elif TN_LANES == 8
@@ -171,7 +171,8 @@ TN_INLINE void sum_u4(const int rows, const bool is_wide, vf sums[][QUAD], const
 
 /* Of the inputs, and of the weights as the tile takes them. */
 typedef enum { BF16_PAIRS, BF16_FROM_MEMORY, BF16_AND_I8, BF16_AND_U4, BF16_AND_WIDE_U4, BF16_AND_E2M1, F32_IN_STRIP,
-               F32_AND_F32, F32_AND_BF16, F32_AND_F16, F32_AND_I8, F32_AND_U4, F32_AND_E2M1 } way_t;
+               F32_AND_F32, F32_AND_BF16, F32_AND_F16, F32_AND_I8, F32_AND_E2M1,
+               F32_AND_U4, F32_KEEPING_U4 } way_t;
 
 static bool is_f32(way_t way) { return way >= F32_IN_STRIP; }
 
@@ -193,7 +194,6 @@ TN_INLINE const char *column_at(const way_t way, const void *column, int k) {
     case F32_AND_BF16:
     case F32_AND_F16: return bytes + 2 * k;
     case F32_AND_I8: return bytes + k;
-    case F32_AND_U4:
     case F32_AND_E2M1: return bytes + k / 2;
     default: return bytes + 4 * k;
     }
@@ -226,7 +226,7 @@ TN_INLINE void sum_f32(const int rows, const way_t way, vf sums[][QUAD], const f
 }
 
 /* The same with U4, in runs. */
-TN_INLINE void sum_u4_f32(const int rows, vf sums[][QUAD], const float *x, const quartet_t *w) {
+TN_INLINE void sum_u4_f32(const int rows, const bool keeps, vf sums[][QUAD], const float *x, const quartet_t *w) {
     for (int run = 0; run < w->count; run += RUN) {
         const int step = run / GROUP_STEP;
 #pragma GCC unroll 4
@@ -235,9 +235,11 @@ TN_INLINE void sum_u4_f32(const int rows, vf sums[][QUAD], const float *x, const
             __builtin_prefetch(column + w->ahead_bytes);
             vf weights[RUN / TN_LANES];
             vf_scale_u4(weights, column, w->scale[j] + step, w->offset[j] + step);
-            for (int v = 0; v < RUN / TN_LANES; v++)
+            for (int v = 0; v < RUN / TN_LANES; v++) {
+                if (keeps) vf_store(w->strip + j * STRIDE + run + v * TN_LANES, weights[v]);
                 for (int i = 0; i < rows; i++)
                     sums[i][j] = vf_fma(vf_load(x + i * STRIDE + run + v * TN_LANES), weights[v], sums[i][j]);
+            }
         }
     }
 }
@@ -268,8 +270,8 @@ TN_INLINE void sum_lanes(const int rows, const way_t way, vf sums[][QUAD], const
     }
 #endif
     (void)x_stride;
-    if (way == F32_AND_U4)
-        sum_u4_f32(rows, sums, x, w);
+    if (way == F32_AND_U4 || way == F32_KEEPING_U4)
+        sum_u4_f32(rows, way == F32_KEEPING_U4, sums, x, w);
     else
         sum_f32(rows, way, sums, x, w, begin, end);
 }
@@ -348,6 +350,7 @@ TILE(tile_f32_and_f32, tile, TILE_ROWS, F32_AND_F32)
 TILE(tile_f32_and_bf16, tile, TILE_ROWS, F32_AND_BF16)
 TILE(tile_f32_and_f16, tile, TILE_ROWS, F32_AND_F16)
 TILE(tile_f32_and_u4, tile, TILE_ROWS, F32_AND_U4)
+TILE(tile_f32_keeping_u4, tile, 1, F32_KEEPING_U4)
 TILE(evenly_scaled_strip, evenly_scaled_tile, TILE_ROWS, F32_IN_STRIP)
 TILE(evenly_scaled_f32_and_i8, evenly_scaled_tile, TILE_ROWS, F32_AND_I8)
 TILE(scaled_strip, scaled_tile, SCALED_TILE_ROWS, F32_IN_STRIP)
@@ -386,6 +389,7 @@ static tile_t tile_for(way_t way, scaling_t scaling) {
     case F32_AND_BF16: return tile_f32_and_bf16;
     case F32_AND_F16: return tile_f32_and_f16;
     case F32_AND_U4: return tile_f32_and_u4;
+    case F32_KEEPING_U4: return tile_f32_keeping_u4;
     case F32_AND_I8: return scaling == SCALED ? scaled_f32_and_i8 : evenly_scaled_f32_and_i8;
     case F32_AND_E2M1: return scaled_f32_and_e2m1;
     default: return (const tile_t[]){tile_strip, evenly_scaled_strip, scaled_strip}[scaling];
@@ -678,6 +682,8 @@ static void fill_strip(strip_t *strip, const tn_matrix *w, int64_t first, int nu
 
 /* ---- columns ---- */
 
+/* The first row leaves U4 in the strip if whole tiles are left: it delays them less than a strip that is written before,
+ * but a thin tile would cost more. */
 static way_t way_in_f32(const tn_matrix *w, int64_t num_rows) {
     if (w->num_in % GROUP_STEP || (w->dtype == TN_I8 && w->zero != NULL)) return F32_IN_STRIP;
     switch (w->dtype) {
@@ -685,7 +691,9 @@ static way_t way_in_f32(const tn_matrix *w, int64_t num_rows) {
     case TN_BF16: return F32_AND_BF16;
     case TN_F16: return F32_AND_F16;
     case TN_I8: return F32_AND_I8;
-    case TN_U4: return num_rows <= TILE_ROWS ? F32_AND_U4 : F32_IN_STRIP;
+    case TN_U4:
+        if (num_rows <= TILE_ROWS) return F32_AND_U4;
+        return num_rows % TILE_ROWS == 1 ? F32_KEEPING_U4 : F32_IN_STRIP;
     default: return F32_AND_E2M1;
     }
 }
@@ -784,8 +792,9 @@ static void sum_strip(const panel_t *panel, strip_t *strip, int64_t first, int n
     const int64_t offset = first - panel->first, within = offset % STRIP_COLUMNS;
     float *sums = panel->sums + (offset - within) * panel->rows + within;
     const bool keeps = later_way(panel->way) == F32_IN_STRIP && panel->rows > tiles->max_rows;
+    const int first_rows = panel->way == F32_KEEPING_U4 ? 1 : FIRST_ROWS;
     for (int row = 0, height; row < panel->rows; row += height) {
-        height = row == 0 && keeps ? FIRST_ROWS : tile_rows(panel->rows - row, tiles->max_rows);
+        height = row == 0 && keeps ? first_rows : tile_rows(panel->rows - row, tiles->max_rows);
         const void *x = block->inputs != NULL
                             ? (const void *)(block->inputs + row * STRIDE)
                             : (const uint16_t *)args->x + (panel->first_row + row) * args->x_stride + block->begin;

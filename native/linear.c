@@ -591,6 +591,12 @@ static void spread_groups(float *scale, float *offset, const float *scales, cons
     }
 }
 
+/* F32, BF16 or F16. */
+static float float_at(const void *from, int dtype, int64_t place) {
+    const uint16_t *half = (const uint16_t *)from + place;
+    return dtype == TN_F32 ? ((const float *)from)[place] : dtype == TN_BF16 ? f32_of_bf16(*half) : f32_of_f16(*half);
+}
+
 /* `count` things of `bytes` each, of which `left` can be read: a copy, where vectors would read more. */
 static const void *readable(const void *from, void *copy, int count, int64_t left, int bytes) {
     if (left >= count + TN_LANES) return from;
@@ -632,6 +638,10 @@ static void take_groups(strip_t *strip, int n, const tn_matrix *w, int64_t colum
         const int64_t place = (column + (j < num ? j : num - 1)) * step + block->first_group;
         const int64_t next = place + STRIP_COLUMNS * step; /* in the next strip */
         if (block->begin == 0) __builtin_prefetch((const char *)w->scale + next * scale_bytes);
+        if (w->dtype == TN_I8 && block->groups == 1) {
+            strip->scale[n + j][0] = float_at(w->scale, w->scale_dtype, place);
+            continue;
+        }
         __builtin_prefetch((const char *)w->scale + (next + block->groups - 1) * scale_bytes);
         if (w->zero != NULL) __builtin_prefetch((const uint8_t *)w->zero + next + block->groups - 1);
         float *scale = is_spread ? scales : strip->scale[n + j], *offset = is_spread ? offsets : strip->offset[n + j];
@@ -859,10 +869,7 @@ static void finish_strip(const float *sums_of_rows, const tn_linear_args *args, 
     float bias[STRIP_COLUMNS] = {0};
     for (int n = 0; n < num && w->bias != NULL; n++) {
         const int64_t place = stored_row(w, first + n);
-        const uint16_t *half = (const uint16_t *)w->bias + place;
-        bias[n] = w->bias_dtype == TN_F32    ? ((const float *)w->bias)[place]
-                  : w->bias_dtype == TN_BF16 ? f32_of_bf16(*half)
-                                             : f32_of_f16(*half);
+        bias[n] = float_at(w->bias, w->bias_dtype, place);
     }
     for (int row = 0; row < rows; row++) {
         const int64_t place = (first_row + row) * args->out_stride + first;

@@ -9,7 +9,7 @@
 
 /* Columns [begin, end) of the product, on the calling thread. Any split into ranges gives the same bits.
  *
- * `begin` should be a multiple of TN_LINEAR_COLUMNS, or work is repeated. Takes about 570 KiB of stack. */
+ * `begin` should be a multiple of TN_LINEAR_COLUMNS, or work is repeated. Takes about 700 KiB of stack. */
 void tn_linear_columns(const tn_linear_args *args, int64_t begin, int64_t end);
 
 /* How many columns to take at a time, for about eight chunks a thread. A multiple of TN_LINEAR_COLUMNS. */

@@ -50,7 +50,8 @@ CALLS: dict[str, tuple[StepPlan, ...]] = {
     ),
     "B": (
         replace(MODEL, in_background=True),
-        _benchmark("decode", 150.0),
+        _benchmark("decode", 100.0),
+        _benchmark("decode_int4", 50.0, "--bits", "4", module="decode"),
         _benchmark("attention", 70.0),
         _benchmark("products", 40.0),
         _benchmark("first_tokens", 70.0),

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ..loader.sources.base import Source
     from ..loader.timeline import Timeline
     from .adapters.registry import AdapterRegistry
+    from .backends.choose import BackendChoice
     from .config import ServeConfig
     from .engine.embedder import Embedder
     from .engine.engine import Engine
@@ -88,29 +89,7 @@ class ModelBuild:
             if is_onnx(self._instance.opening.result()[1]):
                 self._start_onnx()  # without the modules of other models
                 return
-        device = choose_device(self._config.device)
-        if device == CPU:
-            self._wait_for_server()
-        with self._timeline.span("process", "import backends"):
-            from .backends.choose import TRANSFORMERS, BackendChoice, model_of_transformers
-
-        # OpenMP's threads sleep between regions, whichever library loads it, for instance a
-        # handler's torch (docs/decisions/0007).
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-        config = self._config
-        choice = BackendChoice(
-            config.backend,
-            device,
-            config.compute_dtype,
-            config.threads,
-            config.trim_imports,
-        )
-        choice.check()
-        if choice.is_torch:
-            with self._timeline.span("process", "import torch") as details:
-                details["trimmed"] = choice.import_torch()  # in parallel to the fetch
-        if device != CPU:  # torch's import is what a start on a GPU waits for
-            self._wait_for_server()
+        config, choice = self._config, self._choose_backend()
         with self._timeline.span("process", "import models"):
             from .models.build import build_model
             from .models.encoder import Encoder
@@ -127,6 +106,8 @@ class ModelBuild:
             model_config = files.json("config.json", required=True)
             weights, sentence = _weights_of(load), sentence_files(files)
             model: Any
+            from .backends.choose import TRANSFORMERS, model_of_transformers  # imported for the choice
+
             if config.backend == TRANSFORMERS:
                 model, is_encoder = model_of_transformers(
                     model_config, weights, config.compute_dtype, **sentence
@@ -150,6 +131,35 @@ class ModelBuild:
             if base is not None and config.draft_ahead:
                 drafter = base.drafter_for(model, choice)
             self._start_engine(model, manifest, drafter)
+
+    def _choose_backend(self) -> BackendChoice:
+        """Choose it and import torch where it computes, and wait until the server is there: before the
+        imports on a CPU; on a GPU behind torch's, the longest part of a start there.
+        """
+        device = choose_device(self._config.device)
+        if device == CPU:
+            self._wait_for_server()
+        with self._timeline.span("process", "import backends"):
+            from .backends.choose import BackendChoice
+
+        # OpenMP's threads sleep between regions, whichever library loads it, for instance a
+        # handler's torch (docs/decisions/0007).
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        config = self._config
+        choice = BackendChoice(
+            config.backend,
+            device,
+            config.compute_dtype,
+            config.threads,
+            config.trim_imports,
+        )
+        choice.check()
+        if choice.is_torch:
+            with self._timeline.span("process", "import torch") as details:
+                details["trimmed"] = choice.import_torch()  # in parallel to the fetch
+        if device != CPU:
+            self._wait_for_server()
+        return choice
 
     def _wait_for_server(self) -> None:
         with self._timeline.span("process", "wait for the server"):

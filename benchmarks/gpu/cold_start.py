@@ -51,7 +51,7 @@ def main() -> int:
     peers = peer_environment.find(options.work)
     serve = partial(cold_starts.serve, variables={}, wants_timeline=True)
     flags = ("--device", "cuda", "--kernel-dir", str(kernels))
-    systems = {
+    systems: dict[str, Callable[[], cold_starts.ColdStart]] = {
         "teneral": lambda: serve(str(packed), *flags),
         "teneral, plain files": lambda: serve(str(plain), *flags),
         "teneral, standby": lambda: from_standby(partial(serve, str(packed), *flags), options.work),
@@ -72,18 +72,7 @@ def main() -> int:
         **own_s,
         "claims": [],
     }
-    for _ in range(options.rounds):
-        for name, start in systems.items():
-            if name not in report["failed"]:
-                try:
-                    cold_start = start()
-                    seconds[name].append(cold_start.first_token_s)
-                    if cold_start.timeline is not None:
-                        report["timelines"].append({"system": name, **cold_start.timeline})
-                except RunError as error:
-                    report["failed"][name] = str(error)[-2_000:]
-                    note(f"{name}: {error}")
-                _keep(options.json, report)
+    measure(systems, report, options)
     is_plain = {"teneral, plain files", "transformers"}
     floors = {name: sizes["plain" if name in is_plain else "packed"] / rate for name in systems}
     medians = {name: statistics.median(each) for name, each in seconds.items() if each}
@@ -98,6 +87,27 @@ def main() -> int:
     print(f"pinned copies to the device: {rate / 1e9:.1f} GB/s; {sizes} bytes; page cache warm")
     print(table(["exec → first token", "s", "floor, s", "of the floor"], rows))
     return 0 if "teneral" in medians else 1
+
+
+def measure(
+    systems: dict[str, Callable[[], cold_starts.ColdStart]],
+    report: dict[str, Any],
+    options: argparse.Namespace,
+) -> None:
+    """Start all in turns; what has failed once is not started again. The report is kept after each."""
+    for _ in range(options.rounds):
+        for name, start in systems.items():
+            if name in report["failed"]:
+                continue
+            try:
+                cold_start = start()
+                report["seconds"][name].append(cold_start.first_token_s)
+                if cold_start.timeline is not None:
+                    report["timelines"].append({"system": name, **cold_start.timeline})
+            except RunError as error:
+                report["failed"][name] = str(error)[-2_000:]
+                note(f"{name}: {error}")
+            _keep(options.json, report)
 
 
 def from_standby(serve: Callable[..., cold_starts.ColdStart], folder: Path) -> cold_starts.ColdStart:

@@ -1,13 +1,13 @@
 """The ring of images: host memory lent out image by image, and the pieces of a part that become
 images.
 
-A draft part makes up to 24 MiB of planes. As one image a few of them would fill the ring, and as few
-threads could decode at once; a ring that grows with the cores, and pieces of 8 to 16 MiB, let one
-thread a core fill its own. Smaller pieces cost more than they bring: each takes the GIL for its
-tables, on both sides. A piece is a
-part with fewer frames: whole frames of some segments, so that the code that plans and fills images
-of parts does so for pieces. The process that fills images and the one that sends them cut alike, by
-the manifest alone. Where the stored frames of a piece lie is known only with the part's bytes.
+A draft part makes up to 24 MiB of planes. As one image a few of them would fill the ring, and as
+few threads could decode at once; a ring that grows with the cores, and pieces of 8 to 16 MiB, let
+one thread a core fill its own. Smaller pieces cost more than they bring: each takes the GIL for its
+tables, on both sides. A piece is a part with fewer frames: whole frames of some segments, so that
+the code that plans and fills images of parts does so for pieces. The process that fills images and
+the one that sends them cut alike, by the manifest alone. Where the stored frames of a piece lie is
+known only with the part's bytes.
 
 A thread that fills images takes memory, which may have to wait; it is given back once the device
 needs it no more. That never waits for a filling thread, so the ring cannot lock up: what is on loan

@@ -1,6 +1,6 @@
 """The matrix products of a decoder on a device: torch's, or a kernel's.
 
-Single rows are multiplied by a kernel from Hopper on, where it is 1.02 to 1.8 times as fast as torch
+Single rows are multiplied by a kernel from Hopper on, where it is 1.04 to 1.75 times as fast as torch
 for the matrices of usual models (`python -m benchmarks.gpu.products`). Few rows are multiplied with
 integers by a kernel that reads them as they lie; torch would write them out as floats first.
 
@@ -25,8 +25,8 @@ from .variants import INTEGER_ROWS, Variant, integer_variant, product_rows, prod
 logger = logging.getLogger(__name__)
 
 ALIGNMENT_BYTES = 16
-# Of x, by the kernels for integers, which read the matrix for each 64 of them: more are faster by
-# torch, which writes it out once.
+# Of x, by the kernels for integers, which read the matrix for each 64 of them; torch writes it out
+# once. Estimated from the times of 64 rows, and of a step of 128 by torch.
 MAX_INTEGER_ROWS = 512
 # From which on the kernel multiplies single rows, as 10 · major + minor.
 MIN_ROW_ARCHITECTURE = 90
@@ -41,17 +41,17 @@ class Products:
         self._dtype = dtype
         self._variants: dict[tuple[int, bool], Variant] = {}
         self.rows_by_kernel = rows_by_kernel
-        self._integer_kernels: dict[Variant, bool] = {}
+        # By what decides them; None: torch computes these products.
+        self._integer_kernels: dict[tuple[Any, ...], Variant | None] = {}
 
     def prepare_integers(self, executor: TorchExecutor) -> None:
         """Load or compile the kernels for the model's matrices of integers, as far as these are
         known.
         """
         for matrix in _matrices(executor):
-            for num_rows in INTEGER_ROWS if type(matrix) is QuantizedLinear else ():
-                variant = self._integers(matrix, num_rows)
-                if variant is not None:
-                    self._has(variant)
+            if type(matrix) is QuantizedLinear:
+                for num_rows in INTEGER_ROWS:
+                    self._integer_kernel(matrix, num_rows)
 
     def __call__(self, projection: Any, x: torch.Tensor) -> torch.Tensor:
         """projection(x), in either way."""
@@ -99,40 +99,44 @@ class Products:
             variant = self._variants[num_in, adds] = product_variant(self._dtype, num_in, adds=adds)
         self._launch(variant, (-(-num_out // product_rows(num_in)),), x, matrix, added, out, num_out)
 
-    def _integers(self, projection: QuantizedLinear, num_rows: int) -> Variant | None:
-        """The kernel for these many rows; None: torch computes them."""
-        if projection.bits == 8 and projection.zero is not None:
-            return None  # only some GPTQ checkpoints have these
-        if not is_aligned(projection.weight):
-            return None
-        return integer_variant(
-            self._dtype,
-            short_name(projection.scale.dtype),
-            bits=projection.bits,
-            num_rows=num_rows,
-            num_in=projection.num_in,
-            num_out=projection.num_out,
-            group_size=projection.group_size,
-            has_zero=projection.zero is not None,
-        )
+    def _integer_kernel(self, matrix: QuantizedLinear, num_rows: int) -> Variant | None:
+        """The kernel for these many rows, loaded or compiled; None: torch computes them."""
+        rows = next(rows for rows in INTEGER_ROWS if num_rows <= rows)
+        has_zero = matrix.zero is not None
+        shape = (matrix.bits, matrix.num_in, matrix.num_out, matrix.group_size)
+        key = (rows, *shape, matrix.scale.dtype, has_zero, is_aligned(matrix.weight))
+        if key not in self._integer_kernels:
+            self._integer_kernels[key] = self._find_integer_kernel(matrix, rows)
+        return self._integer_kernels[key]
 
-    def _has(self, variant: Variant) -> bool:
-        """True if this kernel for integers is there, which the first call sees to. The log names a
-        missing one.
-        """
-        if variant not in self._integer_kernels:
-            try:
-                self._launch.prepare([variant])
-                self._integer_kernels[variant] = True
-            except LaunchError as error:
-                self._integer_kernels[variant] = False
-                logger.warning("torch computes products with integers, slowly: %s", error)
-        return self._integer_kernels[variant]
+    def _find_integer_kernel(self, matrix: QuantizedLinear, rows: int) -> Variant | None:
+        has_zero = matrix.zero is not None
+        # Zero points of 8 bits are in few GPTQ checkpoints only.
+        if not is_aligned(matrix.weight) or (matrix.bits == 8 and has_zero):
+            return None
+        variant = integer_variant(
+            self._dtype,
+            short_name(matrix.scale.dtype),
+            bits=matrix.bits,
+            num_rows=rows,
+            num_in=matrix.num_in,
+            num_out=matrix.num_out,
+            group_size=matrix.group_size,
+            has_zero=has_zero,
+        )
+        try:
+            self._launch.prepare([] if variant is None else [variant])
+        except LaunchError as error:
+            logger.warning("torch computes products with integers, slowly: %s", error)
+            return None
+        return variant
 
     def _by_integers(self, projection: QuantizedLinear, x: torch.Tensor) -> torch.Tensor:
         num_rows, most = len(x), INTEGER_ROWS[-1]
-        variant = self._integers(projection, min(num_rows, most)) if num_rows <= MAX_INTEGER_ROWS else None
-        if variant is None or not self._has(variant):
+        if num_rows > MAX_INTEGER_ROWS:
+            return projection(x)
+        variant = self._integer_kernel(projection, min(num_rows, most))
+        if variant is None:
             return projection(x)
         if projection.columns is not None:
             x = x[:, projection.columns]

@@ -111,7 +111,7 @@ def test_a_recorded_step_has_its_arrays_in_the_same_place_as_before(some, others
 
 
 def arrays_of(batch) -> list[list[int]]:
-    """What a recorded step reads."""
+    """The arrays that a recorded step reads, on the host."""
     copies, tables = batch.on_device, batch.on_device.tables
     found = [copies.tokens, copies.positions, copies.slots, copies.logit_rows]
     found += [tables.starts, tables.lengths, tables.contexts, tables.table_starts, tables.decoding]

@@ -29,12 +29,14 @@ GLIBC = "2.28"  # the oldest that the libraries run on, where zig builds them
 FLAGS = "-std=c17 -O3 -DNDEBUG -ffp-contract=off -fno-math-errno -fvisibility=hidden -shared -fPIC -s -Wall -Wextra"
 _AVX2 = "-mavx2 -mfma -mf16c -mbmi2"
 _AVX512 = f"{_AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl"
+_AVX512_BF16 = f"{_AVX512} -mavx512bf16 -mavx512vnni"
 # Features, not processors' names: older compilers lack those.
 ISA_FLAGS = {
     "x86_64": {
         "x86_64_v3": _AVX2,
         "x86_64_v4": _AVX512,
-        "x86_64_v4_bf16": f"{_AVX512} -mavx512bf16 -mavx512vnni",
+        "x86_64_v4_bf16": _AVX512_BF16,
+        "x86_64_amx": f"{_AVX512_BF16} -mamx-tile -mamx-bf16",
     },
     "aarch64": {"aarch64": "", "aarch64_bf16": "-mcpu=generic+bf16+i8mm"},
 }

@@ -45,6 +45,10 @@ typedef enum tn_dtype {
 /* "version 1\nisa x86_64_v4\ntn_matrix 72\n...": the version, the instruction set, and the size of every struct. */
 TN_EXPORT const char *tn_describe(void);
 
+/* Once a process, before any other thread computes: asks the system for what the instruction set needs of it, which is
+ * the permission to use tiles (Linux 5.16; later threads and forks inherit it). TN_REFUSED: use another library. */
+TN_EXPORT int tn_start(void);
+
 /* ---- the team (team.c) ---- */
 
 /* How many threads compute, the calling one included, from the next call on. At least 1; until it is set, 1. */
@@ -84,9 +88,13 @@ typedef struct tn_linear_args {
     int64_t out_stride; /* elements */
     int32_t x_dtype;
     int32_t out_dtype;
+    void *packed;       /* scratch of tn_linear_scratch_bytes, on 64 bytes; unused where that is 0 */
 } tn_linear_args;
 
 TN_EXPORT int tn_linear(const tn_linear_args *args);
+
+/* Of the product; `packed` is not looked at. */
+TN_EXPORT int64_t tn_linear_scratch_bytes(const tn_linear_args *args);
 
 /* ---- elementwise ---- */
 

@@ -28,6 +28,7 @@ typedef struct {
     void *gate_up;  /* (num_rows, 2 intermediate_size) */
     void *inner;    /* (num_rows, intermediate_size) */
     void *permuted; /* (num_rows, permuted_size) */
+    void *packed;   /* inputs of one product at a time, as tiles take them */
     tn_mixture mixture;
 } step_t;
 
@@ -36,6 +37,13 @@ static void *take(char **scratch, int64_t num_elements, int dtype) {
     void *taken = *scratch;
     *scratch += (num_elements * element_bytes(dtype) + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
     return taken;
+}
+
+/* Of any product. */
+static int64_t most_inputs(const tn_decoder *model) {
+    const int64_t heads = model->num_heads * model->head_dim;
+    const int64_t most = heads > model->hidden_size ? heads : model->hidden_size;
+    return most > model->intermediate_size ? most : model->intermediate_size;
 }
 
 /* Lays the step's rows out in scratch; returns how many bytes they take. */
@@ -48,6 +56,8 @@ static int64_t lay_out(step_t *step, const tn_decoder *model, int64_t num_rows, 
     step->gate_up = take(&next, num_rows * 2 * model->intermediate_size, dtype);
     step->inner = take(&next, num_rows * model->intermediate_size, dtype);
     step->permuted = take(&next, num_rows * model->permuted_size, dtype);
+    step->packed = next;
+    next += tn_product_packed_bytes(num_rows, most_inputs(model), model->permuted_size, dtype);
     if (model->num_experts) next += tn_lay_out_mixture(&step->mixture, model, num_rows, next);
     return next - scratch;
 }
@@ -107,9 +117,10 @@ static void adapted_columns(const tn_product *product, const tn_adapted *adapted
 
 static void project_stage(const step_t *step, const tn_projection *projection, const tn_adapted *adapted,
                           const void *x, void *out, tn_region *region) {
-    const tn_product product = {projection, x, step->permuted, out, step->args->num_rows, step->args->model->dtype};
+    const tn_product product = {projection, x, step->permuted, step->packed, out, step->args->num_rows,
+                                step->args->model->dtype};
     tn_adapter_low_stage(adapted, x, projection->num_in, product.dtype, region);
-    tn_permute_stage(&product, region);
+    tn_input_stage(&product, region);
     if (adapted->num_runs) {
         EACH_COLUMNS(region, projection->num_out) adapted_columns(&product, adapted, begin, end);
     } else {
@@ -181,10 +192,10 @@ static void mlp_stage(const step_t *step, const tn_decoder_layer *layer, int64_t
     const int64_t num_rows = step->args->num_rows, inner = model->intermediate_size;
     const int dtype = model->dtype;
     const void *x = model->parallel ? input_of(step, &layer->attention_norm) : input_of(step, &layer->mlp_norm);
-    const tn_product product = {&layer->gate_up, x, step->permuted, step->gate_up, num_rows, dtype};
+    const tn_product product = {&layer->gate_up, x, step->permuted, step->packed, step->gate_up, num_rows, dtype};
     const tn_adapted adapted = adapted_at(step, index, TN_AT_GATE_UP);
     tn_adapter_low_stage(&adapted, x, layer->gate_up.num_in, dtype, region);
-    tn_permute_stage(&product, region);
+    tn_input_stage(&product, region);
     EACH_COLUMNS(region, inner) {
         adapted_columns(&product, &adapted, begin, end);
         adapted_columns(&product, &adapted, inner + begin, inner + end);

@@ -1,5 +1,8 @@
-/* What a library says of itself, for the caller to compare with its own declarations. */
+/* What a library says of itself, for the caller to compare with its own declarations; and what it asks of the system. */
+#define _GNU_SOURCE
 #include <stdio.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include "core.h"
 
@@ -26,4 +29,13 @@ const char *tn_describe(void) {
     static char text[2048]; /* each call writes the same */
     snprintf(text, sizeof text, "version " TEXT(TN_VERSION) "\nisa " TEXT(TN_ISA) STRUCTS(FORMAT) STRUCTS(SIZE));
     return text;
+}
+
+int tn_start(void) {
+#if defined(__AMX_BF16__) && !defined(TN_SOFT_TILES)
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 ? TN_OK : TN_REFUSED;
+#else
+    return TN_OK;
+#endif
 }

@@ -21,6 +21,7 @@ typedef struct {
     void *normed;   /* (num_rows, hidden_size), with pre_norm */
     void *gate_up;  /* (num_rows, 2 intermediate_size), of a gated MLP */
     void *inner;    /* (num_rows, intermediate_size) */
+    void *packed;   /* inputs of one product at a time, as tiles take them */
 } step_t;
 
 static void *take(char **scratch, int64_t num_elements, int dtype) {
@@ -37,6 +38,10 @@ static int64_t lay_out(step_t *step, const tn_encoder *model, int64_t num_rows, 
     step->normed = take(&next, model->pre_norm ? num_rows * model->hidden_size : 0, model->dtype);
     step->gate_up = take(&next, model->gated ? num_rows * 2 * model->intermediate_size : 0, model->dtype);
     step->inner = take(&next, num_rows * model->intermediate_size, model->dtype);
+    const int64_t heads = model->num_heads * model->head_dim;
+    const int64_t most = heads > model->hidden_size ? heads : model->hidden_size;
+    step->packed = next;
+    next += tn_product_packed_bytes(num_rows, most > model->intermediate_size ? most : model->intermediate_size, 0, model->dtype);
     return next - scratch;
 }
 
@@ -44,7 +49,8 @@ static int64_t lay_out(step_t *step, const tn_encoder *model, int64_t num_rows, 
 
 static void project_stage(const step_t *step, const tn_projection *projection, const void *x, void *out,
                           tn_region *region) {
-    const tn_product product = {projection, x, NULL, out, step->args->num_rows, step->args->model->dtype};
+    const tn_product product = {projection, x, NULL, step->packed, out, step->args->num_rows, step->args->model->dtype};
+    tn_input_stage(&product, region);
     tn_product_stage(&product, region);
     tn_barrier(region);
 }
@@ -128,7 +134,8 @@ static void gated_stage(const step_t *step, const tn_projection *gate_up, const 
     const tn_encoder *model = step->args->model;
     const int64_t num_rows = step->args->num_rows, inner = model->intermediate_size;
     const int dtype = model->dtype;
-    const tn_product product = {gate_up, x, NULL, step->gate_up, num_rows, dtype};
+    const tn_product product = {gate_up, x, NULL, step->packed, step->gate_up, num_rows, dtype};
+    tn_input_stage(&product, region);
     EACH_COLUMNS(region, inner) {
         tn_product_columns(&product, begin, end);
         tn_product_columns(&product, inner + begin, inner + end);
@@ -149,7 +156,8 @@ static void up_stage(const step_t *step, const tn_projection *up, const void *x,
         return;
     }
     const int64_t num_rows = step->args->num_rows, inner = model->intermediate_size;
-    const tn_product product = {up, x, NULL, step->inner, num_rows, model->dtype};
+    const tn_product product = {up, x, NULL, step->packed, step->inner, num_rows, model->dtype};
+    tn_input_stage(&product, region);
     EACH_COLUMNS(region, inner) {
         tn_product_columns(&product, begin, end);
         for (int64_t row = 0; row < num_rows; row++) {

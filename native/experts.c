@@ -12,6 +12,7 @@
 #include "linear.h"
 #include "projection.h"
 #include "rows.h"
+#include "tiles.h"
 
 enum { ALIGNMENT = 64 };
 
@@ -21,6 +22,18 @@ static void *take(char **scratch, int64_t bytes) {
     return taken;
 }
 
+/* Each expert's rows are packed into tiles of their own. */
+enum { TILE_ROWS = 16 };
+
+static int64_t tiles_of(int64_t num_rows) { return (num_rows + TILE_ROWS - 1) / TILE_ROWS; }
+
+static int64_t packed_bytes(const tn_decoder *model, int64_t num_rows) {
+    const int64_t most = model->hidden_size > model->expert_size ? model->hidden_size : model->expert_size;
+    const int64_t pairs = num_rows * model->num_experts_used;
+    const int64_t tiles = pairs / TILE_ROWS + (pairs < model->num_experts ? pairs : model->num_experts);
+    return tn_product_packed_bytes(tiles * TILE_ROWS, most, 0, model->dtype);
+}
+
 int64_t tn_lay_out_mixture(tn_mixture *mixture, const tn_decoder *model, int64_t num_rows, char *scratch) {
     const int64_t pairs = num_rows * model->num_experts_used, item = element_bytes(model->dtype);
     char *next = scratch;
@@ -28,11 +41,13 @@ int64_t tn_lay_out_mixture(tn_mixture *mixture, const tn_decoder *model, int64_t
     mixture->chosen = take(&next, pairs * (int64_t)sizeof(int64_t));
     mixture->weights = take(&next, pairs * (int64_t)sizeof(float));
     mixture->starts = take(&next, (model->num_experts + 1) * (int64_t)sizeof(int64_t));
+    mixture->tiles = take(&next, (model->num_experts + 1) * (int64_t)sizeof(int64_t));
     mixture->place_of = take(&next, pairs * (int64_t)sizeof(int64_t));
     mixture->pair_at = take(&next, pairs * (int64_t)sizeof(int64_t));
     mixture->inputs = take(&next, pairs * model->hidden_size * item);
     mixture->gate_up = take(&next, pairs * 2 * model->expert_size * item);
     mixture->inner = take(&next, pairs * model->expert_size * item);
+    mixture->packed = take(&next, packed_bytes(model, num_rows));
     return next - scratch;
 }
 
@@ -82,7 +97,11 @@ static void group(const tn_mixture *mixture, const tn_decoder *model, int64_t nu
     int64_t *starts = mixture->starts;
     for (int64_t n = 0; n <= model->num_experts; n++) starts[n] = 0;
     for (int64_t pair = 0; pair < num_pairs; pair++) starts[mixture->chosen[pair] + 1]++;
-    for (int64_t n = 0; n < model->num_experts; n++) starts[n + 1] += starts[n];
+    mixture->tiles[0] = 0;
+    for (int64_t n = 0; n < model->num_experts; n++) {
+        mixture->tiles[n + 1] = mixture->tiles[n] + tiles_of(starts[n + 1]);
+        starts[n + 1] += starts[n];
+    }
     int64_t next[TN_MAX_EXPERTS];
     for (int64_t n = 0; n < model->num_experts; n++) next[n] = starts[n];
     for (int64_t pair = 0; pair < num_pairs; pair++) {
@@ -94,13 +113,48 @@ static void group(const tn_mixture *mixture, const tn_decoder *model, int64_t nu
 
 /* ---- products ---- */
 
+/* The packed inputs of an expert. */
+static void *packed_of(const tn_mixture *mixture, int64_t expert, int64_t num_in) {
+    return (char *)mixture->packed + mixture->tiles[expert] * tn_packed_bytes(TILE_ROWS, num_in);
+}
+
+/* Inputs of all experts, packed; then a barrier. */
+static void pack_stage(const tn_mixture *mixture, const tn_decoder *model, const void *x, int64_t num_in,
+                       tn_region *region) {
+#if TN_TILES
+    if (model->dtype != TN_BF16) return;
+    int64_t expert = -1, begin = 0, end = 0; /* pieces of the expert */
+    for (int64_t piece; piece = tn_next_chunk(region), true;) {
+        while (piece >= end) {
+            if (++expert == model->num_experts) goto done;
+            begin = end;
+            end += tn_pack_pieces(mixture->starts[expert + 1] - mixture->starts[expert], num_in);
+        }
+        const int64_t first = mixture->starts[expert];
+        tn_pack(packed_of(mixture, expert, num_in), element_at(x, model->dtype, first * num_in), num_in,
+                mixture->starts[expert + 1] - first, num_in, piece - begin);
+    }
+done:
+    tn_barrier(region);
+#else
+    (void)mixture, (void)model, (void)x, (void)num_in, (void)region;
+#endif
+}
+
 /* Columns [begin, end) of gate and up of one expert, and what becomes of them. */
-static void gate_up_columns(const tn_mixture *mixture, const tn_decoder *model, const tn_expert *expert, int64_t first,
-                            int64_t num_rows, int64_t begin, int64_t end) {
-    const int64_t inner = model->expert_size;
+static void gate_up_columns(const tn_mixture *mixture, const tn_decoder *model, const tn_decoder_layer *layer,
+                            int64_t expert, int64_t begin, int64_t end) {
+    const int64_t inner = model->expert_size, first = mixture->starts[expert];
+    const int64_t num_rows = mixture->starts[expert + 1] - first;
     const int dtype = model->dtype;
-    const tn_product product = {&expert->gate_up, element_at(mixture->inputs, dtype, first * model->hidden_size), NULL,
-                                element_at(mixture->gate_up, dtype, first * 2 * inner), num_rows, dtype};
+    const tn_product product = {
+        .projection = &layer->experts[expert].gate_up,
+        .x = element_at(mixture->inputs, dtype, first * model->hidden_size),
+        .packed = packed_of(mixture, expert, model->hidden_size),
+        .out = element_at(mixture->gate_up, dtype, first * 2 * inner),
+        .num_rows = num_rows,
+        .dtype = dtype,
+    };
     tn_product_columns(&product, begin, end);
     tn_product_columns(&product, inner + begin, inner + end);
     for (int64_t row = first; row < first + num_rows; row++) {
@@ -115,16 +169,24 @@ static void gate_up_columns(const tn_mixture *mixture, const tn_decoder *model, 
     }
 }
 
-static void down_columns(const tn_mixture *mixture, const tn_decoder *model, const tn_expert *expert, int64_t first,
-                         int64_t num_rows, int64_t begin, int64_t end) {
+static void down_columns(const tn_mixture *mixture, const tn_decoder *model, const tn_decoder_layer *layer,
+                         int64_t expert, int64_t begin, int64_t end) {
+    const int64_t first = mixture->starts[expert];
     const int dtype = model->dtype;
-    const tn_product product = {&expert->down, element_at(mixture->inner, dtype, first * model->expert_size), NULL,
-                                element_at(mixture->inputs, dtype, first * model->hidden_size), num_rows, dtype};
+    const tn_product product = {
+        .projection = &layer->experts[expert].down,
+        .x = element_at(mixture->inner, dtype, first * model->expert_size),
+        .packed = packed_of(mixture, expert, model->expert_size),
+        .out = element_at(mixture->inputs, dtype, first * model->hidden_size),
+        .num_rows = mixture->starts[expert + 1] - first,
+        .dtype = dtype,
+    };
     tn_product_columns(&product, begin, end);
 }
 
-typedef void (*columns_t)(const tn_mixture *mixture, const tn_decoder *model, const tn_expert *expert, int64_t first,
-                          int64_t num_rows, int64_t begin, int64_t end);
+/* Columns [begin, end) of one expert, of all of its rows. */
+typedef void (*columns_t)(const tn_mixture *mixture, const tn_decoder *model, const tn_decoder_layer *layer,
+                          int64_t expert, int64_t begin, int64_t end);
 
 /* A stage: all columns of all experts that have rows. */
 static void each_expert(columns_t columns, const tn_mixture *mixture, const tn_decoder *model,
@@ -136,9 +198,8 @@ static void each_expert(columns_t columns, const tn_mixture *mixture, const tn_d
             if (++expert == model->num_experts) goto done;
             passed += mixture->starts[expert + 1] > mixture->starts[expert];
         }
-        const int64_t first = mixture->starts[expert], begin = task % chunks * chunk;
-        columns(mixture, model, &layer->experts[expert], first, mixture->starts[expert + 1] - first, begin,
-                begin + chunk < num_columns ? begin + chunk : num_columns);
+        const int64_t begin = task % chunks * chunk;
+        columns(mixture, model, layer, expert, begin, begin + chunk < num_columns ? begin + chunk : num_columns);
     }
 done:
     tn_barrier(region);
@@ -162,7 +223,8 @@ static void sum_row(const tn_mixture *mixture, const tn_decoder *model, void *ou
 
 void tn_router_stages(const tn_mixture *mixture, const tn_decoder *model, const tn_decoder_layer *layer, const void *x,
                       int64_t num_rows, tn_region *region) {
-    const tn_product scores = {&layer->router, x, NULL, mixture->scores, num_rows, model->dtype};
+    const tn_product scores = {&layer->router, x, NULL, mixture->packed, mixture->scores, num_rows, model->dtype};
+    tn_input_stage(&scores, region);
     tn_product_stage(&scores, region);
     tn_barrier(region);
     EACH_ROW(region, num_rows) route_row(mixture, model, row);
@@ -182,7 +244,9 @@ void tn_mixture_stages(const tn_mixture *mixture, const tn_decoder *model, const
                element_at(x, model->dtype, from * model->hidden_size), row_bytes);
     }
     tn_barrier(region);
+    pack_stage(mixture, model, mixture->inputs, model->hidden_size, region);
     each_expert(gate_up_columns, mixture, model, layer, model->expert_size, region);
+    pack_stage(mixture, model, mixture->inner, model->expert_size, region);
     each_expert(down_columns, mixture, model, layer, model->hidden_size, region);
     EACH_ROW(region, num_rows) sum_row(mixture, model, out, row);
     tn_barrier(region);

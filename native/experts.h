@@ -12,11 +12,13 @@ typedef struct tn_mixture {
     int64_t *chosen;  /* (pairs,) numbers of experts */
     float *weights;   /* (pairs,) */
     int64_t *starts;  /* (num_experts + 1,) places of each expert's pairs */
+    int64_t *tiles;   /* (num_experts + 1,) packed tiles of rows before each expert's */
     int64_t *place_of; /* (pairs,) */
     int64_t *pair_at; /* (pairs,) by place */
     void *inputs;     /* (pairs, hidden_size) by place; then outputs */
     void *gate_up;    /* (pairs, 2 expert_size) */
     void *inner;      /* (pairs, expert_size) */
+    void *packed;     /* inputs of the router, or of all experts, as tiles take them */
 } tn_mixture;
 
 /* Bytes of it, laid out from `scratch` on: NULL only counts. */

@@ -25,13 +25,15 @@
 #include "elements.h"
 #include "isa.h"
 #include "team.h"
+#include "tiles.h"
+#include "weights.h"
 
 enum {
     BLOCK = 1024,            /* elements of K; a multiple of every vector, and of the runs of U4 */
     RUN = 64,                /* elements of U4 whose low and high halves share bytes */
     GROUP_STEP = 32,         /* groups are multiples of it, unless there is one a row */
     QUAD = 4,                /* columns of a tile */
-    STRIP_COLUMNS = TN_LINEAR_COLUMNS,
+    STRIP_COLUMNS = 16,
     WIDE_COLUMNS = 128,      /* whose sums are kept while K is gone through: a multiple of a strip's */
     PANEL_ROWS = 192,        /* … of these rows: a block of them and of the weights stays in the second cache */
     COPIED_ROWS = 128,       /* … or of these, where they are copied in fp32 */
@@ -511,18 +513,6 @@ typedef struct {
     const float *inputs; /* (rows of a panel, STRIDE), or NULL where they are not copied */
 } block_t;
 
-/* The row of the stored matrix that holds a column's elements, scales and bias. */
-static int64_t stored_row(const tn_matrix *w, int64_t column) { return w->row_step ? column * w->row_step : column; }
-
-/* 2^(byte - 127), the smallest of which is no normal number. */
-static float scale_of_e8m0(uint8_t byte) {
-    return f32_of_bits(byte == 0 ? 0x400000u : byte == 255 ? 0x7fc00000u : (uint32_t)byte << 23);
-}
-
-static int64_t bytes_of(const tn_matrix *w, int64_t num) {
-    return w->dtype == TN_U4 || w->dtype == TN_E2M1 ? num / 2 : num * (w->dtype == TN_F32 ? 4 : w->dtype == TN_I8 ? 1 : 2);
-}
-
 /* From an element of a block to the one that is `most` bytes of quads further on, in the order that they are gone
  * through: the same block of later columns, or first all blocks of the same ones. */
 static int64_t ahead_bytes(const tn_matrix *w, int64_t begin, bool along_k) {
@@ -589,12 +579,6 @@ static void spread_groups(float *scale, float *offset, const float *scales, cons
         }
         step = last;
     }
-}
-
-/* F32, BF16 or F16. */
-static float float_at(const void *from, int dtype, int64_t place) {
-    const uint16_t *half = (const uint16_t *)from + place;
-    return dtype == TN_F32 ? ((const float *)from)[place] : dtype == TN_BF16 ? f32_of_bf16(*half) : f32_of_f16(*half);
 }
 
 /* `count` things of `bytes` each, of which `left` can be read: a copy, where vectors would read more. */
@@ -882,7 +866,8 @@ static void finish_strip(const float *sums_of_rows, const tn_linear_args *args, 
     }
 }
 
-void tn_linear_columns(const tn_linear_args *args, int64_t begin, int64_t end) {
+/* By vectors. */
+static __attribute__((noinline)) void vector_columns(const tn_linear_args *args, int64_t begin, int64_t end) {
     strip_t strip;
     float sums[PANEL_ROWS * WIDE_COLUMNS];
     const way_t way = way_of(args);
@@ -904,6 +889,16 @@ void tn_linear_columns(const tn_linear_args *args, int64_t begin, int64_t end) {
     }
 }
 
+void tn_linear_columns(const tn_linear_args *args, int64_t begin, int64_t end) {
+#if TN_TILES
+    if (args->packed != NULL && tn_takes_tiles(args->weight, args->x_dtype)) {
+        tn_tiles_columns(args, begin, end);
+        return;
+    }
+#endif
+    vector_columns(args, begin, end);
+}
+
 int64_t tn_linear_chunk(int64_t num_out, int num_threads) {
     const int64_t about = num_out / (8 * num_threads) + 1;
     return (about + TN_LINEAR_COLUMNS - 1) / TN_LINEAR_COLUMNS * TN_LINEAR_COLUMNS;
@@ -922,6 +917,14 @@ bool tn_next_columns(tn_region *region, int64_t num_out, int64_t *begin, int64_t
 static void linear_body(void *arg, tn_region *region, int id) {
     (void)id;
     const tn_linear_args *args = arg;
+#if TN_TILES
+    if (tn_takes_tiles(args->weight, args->x_dtype)) {
+        const int64_t pieces = tn_pack_pieces(args->num_rows, args->weight->num_in);
+        for (int64_t piece; (piece = tn_next_chunk(region)) < pieces;)
+            tn_pack(args->packed, args->x, args->x_stride, args->num_rows, args->weight->num_in, piece);
+        tn_barrier(region);
+    }
+#endif
     EACH_COLUMNS(region, args->weight->num_out) tn_linear_columns(args, begin, end);
 }
 
@@ -940,8 +943,13 @@ int tn_linear_check(const tn_linear_args *args) {
     return TN_OK;
 }
 
+int64_t tn_linear_scratch_bytes(const tn_linear_args *args) {
+    return tn_takes_tiles(args->weight, args->x_dtype) ? tn_packed_bytes(args->num_rows, args->weight->num_in) : 0;
+}
+
 int tn_linear(const tn_linear_args *args) {
     if (tn_linear_check(args) != TN_OK) return TN_REFUSED;
+    if (tn_takes_tiles(args->weight, args->x_dtype) && args->packed == NULL) return TN_REFUSED;
     const bool is_small = args->num_rows * args->weight->num_out * args->weight->num_in < ALONE_PRODUCTS;
     (is_small ? tn_run_alone : tn_run)(linear_body, (void *)args);
     return TN_OK;

@@ -6,6 +6,7 @@
 
 #include "core.h"
 #include "team.h"
+#include "tiles.h"
 
 /* Columns [begin, end) of the product, on the calling thread. Any split into ranges gives the same bits.
  *
@@ -21,7 +22,11 @@ bool tn_next_columns(tn_region *region, int64_t num_out, int64_t *begin, int64_t
 /* A stage: the statement for columns [begin, end) of `num_out`, which the region's threads share. */
 #define EACH_COLUMNS(region, num_out) for (int64_t begin, end; tn_next_columns(region, num_out, &begin, &end);)
 
+#if TN_TILES
+#define TN_LINEAR_COLUMNS TN_TILES_COLUMNS
+#else
 #define TN_LINEAR_COLUMNS 16
+#endif
 
 /* Whether the structs are of this version and the dtypes known: TN_OK or TN_REFUSED. */
 int tn_linear_check(const tn_linear_args *args);

@@ -6,8 +6,9 @@
 #include "elements.h"
 #include "linear.h"
 #include "rows.h"
+#include "tiles.h"
 
-void tn_permute_stage(const tn_product *product, tn_region *region) {
+static void permute_stage(const tn_product *product, tn_region *region) {
     const tn_projection *of = product->projection;
     bool is_permuted = false;
     for (int64_t n = 0; n < of->num_parts; n++) is_permuted |= of->parts[n].columns != NULL;
@@ -25,28 +26,77 @@ void tn_permute_stage(const tn_product *product, tn_region *region) {
     tn_barrier(region);
 }
 
+/* The inputs of a part: as they are, or in its order, and the place of both in scratch. */
+typedef struct {
+    const void *x;
+    void *packed; /* NULL: tiles do not take the part */
+    int64_t num_permuted; /* parts before it that have orders of their own */
+} inputs_t;
+
+static inputs_t inputs_of(const tn_product *product, int64_t part, int64_t num_permuted) {
+    const tn_projection *of = product->projection;
+    const bool is_permuted = of->parts[part].columns != NULL;
+    const int64_t place = is_permuted ? 1 + num_permuted : 0; /* of packed inputs; first come those as they are */
+    inputs_t inputs = {.x = product->x, .num_permuted = num_permuted + is_permuted};
+    if (is_permuted) inputs.x = element_at(product->permuted, product->dtype, num_permuted * product->num_rows * of->num_in);
+    if (tn_takes_tiles(&of->parts[part].matrix, product->dtype))
+        inputs.packed = (char *)product->packed + place * tn_packed_bytes(product->num_rows, of->num_in);
+    return inputs;
+}
+
+int64_t tn_product_packed_bytes(int64_t num_rows, int64_t num_in, int64_t permuted_size, int dtype) {
+    if (dtype != TN_BF16) return 0;
+    return tn_packed_bytes(num_rows, num_in) + tn_packed_bytes(num_rows, permuted_size + TN_MAX_PERMUTED_PARTS * 32);
+}
+
+static void pack_stage(const tn_product *product, tn_region *region) {
+#if TN_TILES
+    const tn_projection *of = product->projection;
+    const int64_t pieces = tn_pack_pieces(product->num_rows, of->num_in);
+    const void *packed = NULL; /* what was packed last */
+    int64_t num_permuted = 0, begin = 0, next = -1;
+    for (int64_t n = 0; n < of->num_parts; n++) {
+        const inputs_t inputs = inputs_of(product, n, num_permuted);
+        num_permuted = inputs.num_permuted;
+        if (inputs.packed == NULL || (of->parts[n].columns == NULL && packed != NULL)) continue;
+        if (of->parts[n].columns == NULL) packed = inputs.packed;
+        for (; next < 0 || next < begin + pieces; next = tn_next_chunk(region))
+            if (next >= begin)
+                tn_pack(inputs.packed, inputs.x, of->num_in, product->num_rows, of->num_in, next - begin);
+        begin += pieces;
+    }
+    if (begin) tn_barrier(region);
+#else
+    (void)product;
+    (void)region;
+#endif
+}
+
+void tn_input_stage(const tn_product *product, tn_region *region) {
+    permute_stage(product, region);
+    pack_stage(product, region);
+}
+
 void tn_product_columns(const tn_product *product, int64_t begin, int64_t end) {
     const tn_projection *of = product->projection;
-    int64_t first = 0, first_permuted = 0; /* the part's first column; its first element of `permuted` */
+    int64_t first = 0, num_permuted = 0; /* the part's first column; parts before it with orders of their own */
     for (int64_t n = 0; n < of->num_parts && first < end; n++) {
         const tn_part *part = &of->parts[n];
-        const void *x = product->x;
-        if (part->columns != NULL) {
-            x = element_at(product->permuted, product->dtype, first_permuted);
-            first_permuted += product->num_rows * of->num_in;
-        }
+        const inputs_t inputs = inputs_of(product, n, num_permuted);
+        num_permuted = inputs.num_permuted;
         const int64_t from = begin > first ? begin - first : 0;
         const int64_t to = end - first < part->matrix.num_out ? end - first : part->matrix.num_out;
         const tn_linear_args args = {
             .size = sizeof args,
             .weight = &part->matrix,
-            .x = x,
+            .x = inputs.x,
             .out = element_at(product->out, product->dtype, first),
             .num_rows = product->num_rows,
             .x_stride = of->num_in,
             .out_stride = of->num_out,
             .x_dtype = product->dtype,
             .out_dtype = product->dtype,
+            .packed = inputs.packed,
         };
         if (from < to) tn_linear_columns(&args, from, to);
         first += part->matrix.num_out;

@@ -5,18 +5,25 @@
 #include "core.h"
 #include "team.h"
 
+enum { TN_MAX_PERMUTED_PARTS = 4 }; /* of a projection: queries, keys and values, or gate and up */
+
 /* Rows of one product. `x` and `out` are in `dtype`. */
 typedef struct tn_product {
     const tn_projection *projection;
     const void *x;        /* (num_rows, num_in) */
-    const void *permuted; /* scratch: (num_rows, num_in) for each part that has an order of its own */
+    void *permuted;       /* scratch: (num_rows, num_in) for each part that has an order of its own */
+    void *packed;         /* scratch of tn_product_packed_bytes, on 64 bytes */
     void *out;            /* (num_rows, num_out) */
     int64_t num_rows;
     int32_t dtype;
 } tn_product;
 
-/* Puts inputs into the orders that parts have; then a barrier. Nothing, where none has one. */
-void tn_permute_stage(const tn_product *product, tn_region *region);
+/* Bytes of packed inputs (tiles.h) of any projection that takes at most `num_in` inputs, and at most `permuted_size` in
+ * orders of its parts' own. */
+int64_t tn_product_packed_bytes(int64_t num_rows, int64_t num_in, int64_t permuted_size, int dtype);
+
+/* Puts inputs into the orders that parts have, and packs them for tiles; then a barrier. Nothing, where neither is needed. */
+void tn_input_stage(const tn_product *product, tn_region *region);
 
 /* All columns. */
 void tn_product_stage(const tn_product *product, tn_region *region);

@@ -22,6 +22,7 @@
 #include <unistd.h>
 
 #include "core.h"
+#include "tiles.h"
 
 enum {
     MAX_THREADS = 1 << 8,
@@ -164,6 +165,7 @@ static void *thread_main(void *id_arg) {
         seen = atomic_load(&team.begun.value);
         if (id >= (seen & ((1u << NUM_BITS) - 1))) continue;
         team.body(team.arg, team.region, (int)id);
+        tn_tiles_end();
         if (atomic_fetch_sub(&team.running.value, 1) == 1) announce(&team.running);
     }
     return NULL;
@@ -228,6 +230,7 @@ static void recall(int64_t begin_ns) {
 void tn_run_alone(tn_body body, void *arg) {
     tn_region region = {.num = 1};
     body(arg, &region, 0);
+    tn_tiles_end();
 }
 
 void tn_run(tn_body body, void *arg) {
@@ -249,6 +252,7 @@ void tn_run(tn_body body, void *arg) {
         announce(&team.begun);
     }
     body(arg, &region, 0);
+    tn_tiles_end();
     int64_t waited_ns = 0;
     for (uint32_t running; region.num > 1 && (running = atomic_load(&team.running.value));)
         waited_ns += wait_while(&team.running, running);

@@ -22,9 +22,15 @@ _FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "lib")
 
 _V3 = frozenset({"avx2", "fma", "f16c", "bmi2"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+_V4_BF16 = _V4 | {"avx512_bf16", "avx512_vnni"}
 # The best first, with what they need of /proc/cpuinfo.
 _ISAS: dict[str, dict[str, frozenset[str]]] = {
-    "x86_64": {"x86_64_v4_bf16": _V4 | {"avx512_bf16", "avx512_vnni"}, "x86_64_v4": _V4, "x86_64_v3": _V3},
+    "x86_64": {
+        "x86_64_amx": _V4_BF16 | {"amx_tile", "amx_bf16"},
+        "x86_64_v4_bf16": _V4_BF16,
+        "x86_64_v4": _V4,
+        "x86_64_v3": _V3,
+    },
     "aarch64": {"aarch64_bf16": frozenset({"asimd", "bf16", "i8mm"}), "aarch64": frozenset({"asimd"})},
 }
 
@@ -57,6 +63,14 @@ class Library:
             )
         self.sizes = {name: int(size) for name, size in facts.items()}
 
+    def start(self) -> bool:
+        """Ask the system for what the instruction set needs: for tiles their permission, once a process.
+
+        False where it is refused: by Linux before 5.16, by gVisor, or since a thread has an alternate
+        signal stack that is too small for tiles.
+        """
+        return int(self.functions.tn_start()) == 0
+
     def check_struct(self, name: str, declared: type[ctypes.Structure]) -> None:
         """Raises `NativeLibraryError` where the library's struct has another size than it was
         declared with here.
@@ -77,12 +91,14 @@ def library() -> Library | None:
     Raises `UsageError` where `TENERAL_ISA` names one that cannot be used, and `NativeLibraryError`
     as `Library` does.
     """
-    isa = choose_isa(os.environ.get(ISA_VARIABLE), usable_isas())
-    if isa is None:
-        return None
-    loaded = Library(library_path(isa))
-    loaded.functions.tn_set_threads(available_cores())
-    return loaded
+    named, usable = os.environ.get(ISA_VARIABLE), usable_isas()
+    while (isa := choose_isa(named, usable)) is not None:
+        loaded = Library(library_path(isa))
+        if loaded.start():
+            loaded.functions.tn_set_threads(available_cores())
+            return loaded
+        usable.remove(isa)
+    return None
 
 
 def library_path(isa: str) -> str:

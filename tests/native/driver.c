@@ -130,6 +130,14 @@ static weights_t make_weights(int dtype, int num_out, int num_in, int group_size
     return made;
 }
 
+/* The product with scratch of exactly the size that it asks for. */
+static void run_linear(tn_linear_args *args) {
+    const int64_t num_bytes = tn_linear_scratch_bytes(args);
+    args->packed = num_bytes ? aligned_alloc(64, (size_t)num_bytes) : NULL;
+    if (tn_linear(args) != TN_OK) fail("a status");
+    free(args->packed);
+}
+
 static void check_product(const weights_t *weights, int rows, int x_dtype) {
     const int num_in = (int)weights->matrix.num_in, num_out = (int)weights->matrix.num_out;
     void *x = exactly((size_t)rows * num_in * (x_dtype == TN_F32 ? 4 : 2));
@@ -141,9 +149,10 @@ static void check_product(const weights_t *weights, int rows, int x_dtype) {
         else ((uint16_t *)x)[place] = bf16_of(value);
         meant[place] = x_dtype == TN_F32 ? value : widen(bf16_of(value));
     }
-    tn_linear_args args = {sizeof args, &weights->matrix, x, out, rows, num_in, num_out, x_dtype, TN_F32};
-    if (tn_linear(&args) != TN_OK) fail("a status");
-    const bool is_rounded = weights->matrix.dtype == TN_U4 && x_dtype == TN_BF16 && strstr(tn_describe(), "bf16");
+    tn_linear_args args = {sizeof args, &weights->matrix, x, out, rows, num_in, num_out, x_dtype, TN_F32, NULL};
+    run_linear(&args);
+    const bool is_rounded = weights->matrix.dtype == TN_U4 && x_dtype == TN_BF16 &&
+                            (strstr(tn_describe(), "bf16") || strstr(tn_describe(), "amx"));
     for (int row = 0; row < rows; row++) {
         for (int n = 0; n < num_out; n++) {
             double sum = 0, size = 1e-30;
@@ -162,7 +171,7 @@ static void check_product(const weights_t *weights, int rows, int x_dtype) {
     args.x = (char *)x + (size_t)row * num_in * (x_dtype == TN_F32 ? 4 : 2);
     args.out = alone;
     args.num_rows = 1;
-    if (tn_linear(&args) != TN_OK) fail("a status");
+    run_linear(&args);
     if (memcmp(alone, out + row * num_out, sizeof(float) * num_out)) fail("a row that is alone");
 }
 
@@ -376,9 +385,8 @@ static void *call_often(void *weights) {
     const int num_in = (int)shared->matrix.num_in, num_out = (int)shared->matrix.num_out;
     float *x = exactly(sizeof(float) * 4 * num_in), *out = exactly(sizeof(float) * 4 * num_out);
     for (int i = 0; i < 4 * num_in; i++) x[i] = 1.0f;
-    tn_linear_args args = {sizeof args, &shared->matrix, x, out, 4, num_in, num_out, TN_F32, TN_F32};
-    for (int turn = 0; turn < 40; turn++)
-        if (tn_linear(&args) != TN_OK) fail("a status");
+    tn_linear_args args = {sizeof args, &shared->matrix, x, out, 4, num_in, num_out, TN_F32, TN_F32, NULL};
+    for (int turn = 0; turn < 40; turn++) run_linear(&args);
     return NULL;
 }
 
@@ -435,6 +443,10 @@ static void check_team(void) {
 }
 
 int main(int argc, char **argv) {
+    if (tn_start() != TN_OK) {
+        printf("the system refuses what this instruction set needs: not run\n");
+        return 0;
+    }
     check_products(argc > 1 ? atoi(argv[1]) : 200);
     check_merges();
     for (int64_t count = 1; count < 200; count += 33) {

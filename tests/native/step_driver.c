@@ -254,6 +254,10 @@ static void check_embeddings(int dtype, int table_dtype) {
 }
 
 int main(int argc, char **argv) {
+    if (tn_start() != TN_OK) {
+        printf("the system refuses what this instruction set needs: not run\n");
+        return 0;
+    }
     for (int turn = argc > 1 ? atoi(argv[1]) : 50; turn > 0; turn--) {
         const int dtype = turn % 2 ? TN_BF16 : TN_F32;
         check_decoder(dtype, turn % 4 / 2);

@@ -23,9 +23,17 @@ ISAS = usable_isas() or [pytest.param("", marks=_MISSING)]
 each_isa = pytest.mark.parametrize("isa", ISAS)
 
 
+
+def multiplies_bf16(isa: str) -> bool:
+    """Whether products of bf16 inputs take bf16 weights: integers of 4 bits are scaled, and rounded to bf16, before."""
+    return "bf16" in isa or "amx" in isa
+
+
 @functools.cache
 def loaded(isa: str) -> Library:
-    return Library(library_path(isa))
+    library = Library(library_path(isa))
+    assert library.start(), f"{isa} is not permitted here"
+    return library
 
 
 @functools.cache

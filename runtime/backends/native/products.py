@@ -56,6 +56,7 @@ class LinearArgs(ctypes.Structure):
         ("out_stride", ctypes.c_int64),
         ("x_dtype", ctypes.c_int32),
         ("out_dtype", ctypes.c_int32),
+        ("packed", ctypes.c_void_p),
     )
 
 
@@ -181,7 +182,7 @@ def _row_step(data: Array, scale: Array | None, bias: Array | None) -> int:
 class Products:
     """`tn_linear` of one library."""
 
-    __slots__ = ("_linear",)
+    __slots__ = ("_linear", "_scratch_bytes")
 
     def __init__(self, library: Library) -> None:
         """Raises `NativeLibraryError` where the library was built from other declarations."""
@@ -189,6 +190,9 @@ class Products:
         library.check_struct("tn_linear_args", LinearArgs)
         self._linear = library.functions.tn_linear
         self._linear.argtypes = [ctypes.POINTER(LinearArgs)]
+        self._scratch_bytes = library.functions.tn_linear_scratch_bytes
+        self._scratch_bytes.argtypes = [ctypes.POINTER(LinearArgs)]
+        self._scratch_bytes.restype = ctypes.c_int64
 
     def linear(self, x: Array, weight: Weight, out: Array) -> Array:
         """out = x @ w.T + bias: x (T, K) and out (T, N), each float32 or uint16 (bf16); returns `out`.
@@ -215,6 +219,9 @@ class Products:
             x_dtype=arrays.dtype_of(x),
             out_dtype=arrays.dtype_of(out),
         )
+        scratch = arrays.Scratch()
+        if scratch_bytes := int(self._scratch_bytes(ctypes.byref(args))):
+            args.packed = scratch.address_of(scratch_bytes)
         status = self._linear(ctypes.byref(args))
         assert status == 0, f"tn_linear refused: {status}"
         return out

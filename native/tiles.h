@@ -1,0 +1,36 @@
+/* Products by tiles, inside a region, where the processor has them: of inputs in bf16 with weights in bf16 or integers.
+ *
+ * Inputs are "packed" first, once for all columns: into the order in which a tile takes them. */
+#ifndef TN_TILES_H
+#define TN_TILES_H
+
+#include <stdbool.h>
+
+#include "core.h"
+
+#if defined(__AMX_BF16__) || defined(TN_SOFT_TILES)
+#define TN_TILES 1
+#endif
+
+/* Whether tiles multiply these weights with inputs of this dtype. The number of rows decides nothing, or it would change bits. */
+bool tn_takes_tiles(const tn_matrix *w, int x_dtype);
+
+/* Bytes of packed inputs: of all rows, in whole tiles. */
+int64_t tn_packed_bytes(int64_t num_rows, int64_t num_in);
+
+/* Packing is cut into this many pieces, which threads share: in tn_packed_bytes, at `packed` on 64 bytes. */
+int64_t tn_pack_pieces(int64_t num_rows, int64_t num_in);
+void tn_pack(void *packed, const void *x, int64_t x_stride, int64_t num_rows, int64_t num_in, int64_t piece);
+
+/* Columns [begin, end) of the product, on the calling thread, of args->packed. Any split into ranges gives the same bits.
+ *
+ * `begin` should be a multiple of TN_TILES_COLUMNS. Takes about 700 KiB of stack. */
+void tn_tiles_columns(const tn_linear_args *args, int64_t begin, int64_t end);
+
+#define TN_TILES_COLUMNS 32
+
+/* A thread's tiles are set up by its first product, and given back at the end of a region, so that the system need not save
+ * them. */
+void tn_tiles_end(void);
+
+#endif

@@ -40,6 +40,8 @@ ISA_FLAGS = {
     },
     "aarch64": {"aarch64": "", "aarch64_bf16": "-mcpu=generic+bf16+i8mm"},
 }
+# The tiles of x86_64_amx in software, bit for bit: for tests, where the processor has none. Not in packages.
+SOFT_TILES = ("x86_64_amx_soft", f"{_AVX512_BF16} -DTN_SOFT_TILES")
 
 
 def target_machine() -> str:
@@ -75,18 +77,23 @@ def build(folder: Path) -> list[Path]:
         return []
     folder.mkdir(parents=True, exist_ok=True)
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        built = [path for path in pool.map(lambda isa: _compile(compiler, isa, folder), isas) if path]
+        built = [
+            path
+            for path in pool.map(lambda isa: compile_library(compiler, *isa, folder), isas.items())
+            if path
+        ]
     if not built:
         _warn("no native library could be built: numpy will compute, slowly")
     return built
 
 
-def _compile(compiler: list[str], isa: str, folder: Path) -> Path | None:
+def compile_library(compiler: list[str], isa: str, flags: str, folder: Path) -> Path | None:
+    """Compile the library for one instruction set; None, with a warning, where that fails."""
     path = folder / f"teneral_{isa}.so"
     sources = [str(source) for source in sorted((ROOT / "native").glob("*.c"))]
     target = os.environ.get("TENERAL_TARGET") or f"{target_machine()}-linux-gnu.{GLIBC}"
     command = [*compiler, *(["-target", target] if _is_zig(compiler) else []), *FLAGS.split()]
-    command += [*ISA_FLAGS[target_machine()][isa].split(), f"-DTN_ISA={isa}", *sources, "-lpthread", "-lm"]
+    command += [*flags.split(), f"-DTN_ISA={isa}", *sources, "-lpthread", "-lm"]
     with tempfile.TemporaryDirectory(dir=folder) as scratch:  # a running process may have the old one mapped
         made = Path(scratch, path.name)
         try:

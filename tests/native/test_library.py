@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 from tests.support.load import patience_s
-from tests.support.native import each_isa, loaded
+from tests.support.native import SOFT_TILES, each_isa, loaded, path_of
 
 from teneral.loader.errors import NativeLibraryError, UsageError
 from teneral.loader.native.library import (
     Library,
     choose_isa,
     cpu_features,
-    library_path,
+    library,
     supported_isas,
     usable_isas,
 )
@@ -34,6 +34,11 @@ AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
             "x86_64",
             AVX2 | AVX512 | {"avx512_bf16", "avx512_vnni"},
             ["x86_64_v4_bf16", "x86_64_v4", "x86_64_v3"],
+        ),
+        (
+            "x86_64",
+            AVX2 | AVX512 | {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"},
+            ["x86_64_amx", "x86_64_v4_bf16", "x86_64_v4", "x86_64_v3"],
         ),
         ("x86_64", AVX2 | AVX512 | {"avx512_bf16"}, ["x86_64_v4", "x86_64_v3"]),
         ("x86_64", AVX2 | {"avx512f"}, ["x86_64_v3"]),
@@ -92,7 +97,7 @@ def test_a_struct_of_another_size_is_refused(isa: str) -> None:
 
     with pytest.raises(NativeLibraryError, match="tn_linear_args"):
         loaded(isa).check_struct("tn_linear_args", Longer)
-    linear = Library(library_path(isa)).functions.tn_linear
+    linear = Library(path_of(isa)).functions.tn_linear
     assert linear(ctypes.byref(Longer(size=ctypes.sizeof(Longer)))) == 1
 
 
@@ -105,6 +110,8 @@ def test_a_file_that_is_no_library_is_an_error_with_a_hint(tmp_path: Path) -> No
 
 @each_isa
 def test_the_environment_names_one(isa: str) -> None:
+    if isa == SOFT_TILES:
+        pytest.skip("it is not part of the package")
     program = "from teneral.loader.native.library import library; print(library().isa)"
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -130,3 +137,18 @@ print(sorted(brought), "teneral_" in open("/proc/self/maps").read())
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=patience_s(60), check=True
     )
     assert done.stdout.strip() == "['__future__'] False"
+
+
+def test_a_library_that_the_system_refuses_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a hypervisor shows tiles that gVisor, or an older Linux, does not permit."""
+    if len(usable_isas()) < 2:
+        pytest.skip("this machine can use one library at most")
+    best, second = usable_isas()[:2]
+    start = Library.start
+    monkeypatch.setattr(Library, "start", lambda self: self.isa != best and start(self))
+    monkeypatch.delenv("TENERAL_ISA", raising=False)
+    chosen = library.__wrapped__()
+    assert chosen is not None and chosen.isa == second
+    monkeypatch.setenv("TENERAL_ISA", best)
+    with pytest.raises(UsageError, match=best):
+        library.__wrapped__()

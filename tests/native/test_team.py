@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.support.load import patience_s
-from tests.support.native import each_isa, product, threads
+from tests.support.native import each_isa, path_of, product, threads
 
 from teneral.runtime.backends.native.products import Weight
 
 PROGRAM = """
 import os, sys
 import numpy as np
-from teneral.loader.native.library import Library, library_path
+from teneral.loader.native.library import Library
 from teneral.runtime.backends.native.products import Products, Weight
 
-library = Library(library_path(sys.argv[1]))
+library = Library(sys.argv[1])
+assert library.start()
 weight, x = Weight(np.ones((640, 512), np.float32)), np.ones((4, 512), np.float32)
 
 def compute():
@@ -36,7 +37,7 @@ def num_threads():
 
 def run(isa: str, rest: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM + rest, isa],
+        [sys.executable, "-W", "ignore", "-c", PROGRAM + rest, path_of(isa)],
         capture_output=True,
         text=True,
         timeout=patience_s(60),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import build_native
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -18,10 +22,47 @@ from teneral.runtime.backends.native.products import Products, Weight
 
 Array = NDArray[Any]
 
-_MISSING = pytest.mark.skip(reason="the native libraries are not built here: python build_native.py")
-ISAS = usable_isas() or [pytest.param("", marks=_MISSING)]
-each_isa = pytest.mark.parametrize("isa", ISAS)
+ROOT = Path(__file__).parents[2]
+TILES = "x86_64_amx"
+SOFT_TILES = build_native.SOFT_TILES[0]
 
+_MISSING = pytest.mark.skip(reason="the native libraries are not built here: python build_native.py")
+
+
+def _has_tiles() -> bool:
+    """Whether this machine's processor has tiles, and its system permits them."""
+    return TILES in usable_isas() and Library(library_path(TILES)).start()
+
+
+@functools.cache
+def _soft_tiles() -> Path | None:
+    """The library whose tiles are in software, compiled once for these sources; None where that cannot be done."""
+    compiler = build_native.find_compiler()
+    if compiler is None or "x86_64_v4_bf16" not in usable_isas():
+        return None
+    sources = b"".join(path.read_bytes() for path in sorted((ROOT / "native").iterdir()))
+    key = hashlib.sha256(sources + build_native.FLAGS.encode()).hexdigest()[:16]
+    folder = ROOT / "build" / f"soft-tiles-{key}"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"teneral_{SOFT_TILES}.so"
+    with (folder / "lock").open("w") as lock:  # of the tests' processes one compiles
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return (
+            path
+            if path.exists()
+            else build_native.compile_library(compiler, *build_native.SOFT_TILES, folder)
+        )
+
+
+# Where there are no tiles, software does their work: all tests of tiles run everywhere. The names in a test's id say which.
+_TILES_THERE = [TILES] if _has_tiles() else []
+_WITHOUT_TILES = [isa for isa in usable_isas() if isa != TILES]
+ISAS = (
+    _TILES_THERE + _WITHOUT_TILES + ([SOFT_TILES] if not _TILES_THERE and _soft_tiles() else [])
+    if usable_isas()
+    else [pytest.param("", marks=_MISSING)]
+)
+each_isa = pytest.mark.parametrize("isa", ISAS)
 
 
 def multiplies_bf16(isa: str) -> bool:
@@ -31,9 +72,14 @@ def multiplies_bf16(isa: str) -> bool:
 
 @functools.cache
 def loaded(isa: str) -> Library:
-    library = Library(library_path(isa))
+    library = Library(path_of(isa))
     assert library.start(), f"{isa} is not permitted here"
     return library
+
+
+def path_of(isa: str) -> str:
+    """The library's file."""
+    return str(_soft_tiles()) if isa == SOFT_TILES else library_path(isa)
 
 
 @functools.cache

@@ -1,0 +1,140 @@
+"""Products by tiles: the bits that Intel's manual says, the same by hardware and by software.
+
+Committed are hashes of results, so that a machine with tiles and one without, which has them in software, are held to
+the same bits. The names of the tests say which ran.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tests.native.test_linear import KINDS, Case, make_float, make_integers, make_mxfp4
+from tests.support.native import ISAS, SOFT_TILES, TILES, product, threads
+
+from teneral.loader.native.library import usable_isas
+from teneral.runtime.backends.native import arrays
+
+Array = NDArray[Any]
+
+_LACKS = "software tiles need AVX-512 with BF16, and a compiler"
+_SOFT = (
+    SOFT_TILES
+    if "x86_64_v4_bf16" in usable_isas()
+    else pytest.param(SOFT_TILES, marks=pytest.mark.skip(reason=_LACKS))
+)
+each_kind_of_tiles = pytest.mark.parametrize("isa", [*([TILES] if TILES in ISAS else []), _SOFT])
+
+TILED = [kind for kind in KINDS if kind not in ("fp32", "fp16")]
+# Of all results below, by the kind of weights: SHA-256, the first 16 digits.
+HASHES = {
+    "bf16": "0aef55df446c6a57",
+    "int8": "080e83f3a70cb67f",
+    "int4": "71aa49c9e0226dc3",
+    "mxfp4": "1e6eddb6cbf12eff",
+}
+
+
+def make_cases(kind: str) -> list[Case]:
+    """Weights with tails of columns and of K, one group and several, zeros, biases, more than one block of K."""
+    rng = np.random.default_rng(41)
+    shapes = [(33, 64), (40, 1344), (96, 320), (7, 1024)]
+    if kind == "bf16":
+        shapes = [*shapes, (40, 1006), (17, 31)]
+        return [
+            make_float(rng, kind, shape, rng.standard_normal(shape[0]).astype(np.float32)) for shape in shapes
+        ]
+    if kind == "mxfp4":
+        return [make_mxfp4(rng, shape, None, step=step) for step, shape in enumerate(shapes, start=1)]
+    made = []
+    for number, shape in enumerate(shapes):
+        for group_size in (32, 64, shape[1]):
+            made.append(
+                make_integers(
+                    rng,
+                    kind,
+                    shape,
+                    group_size=group_size,
+                    has_zero=number % 2 == 1,
+                    scale_kind=("bf16", "fp16", "fp32")[number % 3],
+                    bias=None,
+                )
+            )
+    return made
+
+
+def make_inputs(num_rows: int, num_in: int) -> Array:
+    """bf16 of many sizes, denormals and zeros of both signs among them."""
+    rng = np.random.default_rng(num_rows * num_in)
+    values = rng.standard_normal((num_rows, num_in)) * np.exp2(rng.integers(-40, 20, (num_rows, num_in)))
+    values[rng.random(values.shape) < 0.05] *= 1e-38
+    values[rng.random(values.shape) < 0.05] *= -0.0
+    return arrays.to_bf16(values.astype(np.float32))
+
+
+@each_kind_of_tiles
+@pytest.mark.parametrize("kind", TILED)
+def test_results_have_the_committed_bits(isa: str, kind: str) -> None:
+    digest = hashlib.sha256()
+    for case in make_cases(kind):
+        for num_rows in (1, 5, 16, 17, 33, 70):
+            x = make_inputs(num_rows, case.weight.num_in)
+            digest.update(product(isa, x, case.weight).tobytes())
+            digest.update(product(isa, x, case.weight, np.uint16).tobytes())
+    assert digest.hexdigest()[:16] == HASHES[kind]
+
+
+@each_kind_of_tiles
+@pytest.mark.parametrize("kind", TILED)
+def test_rows_and_threads_change_no_bit(isa: str, kind: str) -> None:
+    for case in make_cases(kind):
+        x = make_inputs(70, case.weight.num_in)
+        together = product(isa, x, case.weight)
+        for begin, end in ((0, 1), (1, 17), (17, 50), (69, 70)):
+            apart = product(isa, x[begin:end], case.weight)
+            assert np.array_equal(apart.view(np.uint32), together[begin:end].view(np.uint32))
+        for number in (2, 3):
+            with threads(isa, number):
+                assert np.array_equal(product(isa, x, case.weight).view(np.uint32), together.view(np.uint32))
+
+
+def rounded(value: Fraction) -> Fraction:
+    """To the nearest float32, ties to even; for numbers that are neither denormal nor too large."""
+    if value == 0:
+        return value
+    size, exponent = abs(value), 0
+    while size >= 1 << 24:
+        size, exponent = size / 2, exponent + 1
+    while size < 1 << 23:
+        size, exponent = size * 2, exponent - 1
+    whole = Fraction(round(size)) * Fraction(2) ** exponent  # Python rounds halves to even
+    return whole if value > 0 else -whole
+
+
+def chain(row: Array, column: Array) -> float:
+    """One element in the order that isa_amx.h states, in exact arithmetic."""
+    total = Fraction(0)
+    for begin in range(0, len(row), 32):
+        sums = [Fraction(0), Fraction(0)]  # of even and of odd elements
+        for k in range(begin, min(begin + 32, len(row))):
+            product_ = Fraction(float(row[k])) * Fraction(float(column[k]))
+            sums[k % 2] = rounded(sums[k % 2] + product_)
+        total = rounded(total + rounded(sums[0] + sums[1]))
+    return float(total)
+
+
+@each_kind_of_tiles
+def test_an_element_is_the_chain_that_the_manual_states(isa: str) -> None:
+    rng = np.random.default_rng(5)
+    for num_in in (1, 31, 64, 1310):
+        case = make_float(rng, "bf16", (6, num_in), None)
+        x = arrays.to_bf16(rng.standard_normal((3, num_in)).astype(np.float32))
+        out = product(isa, x, case.weight)
+        values = arrays.from_bf16(x)
+        for row in range(3):
+            for column in range(6):
+                assert out[row, column] == chain(values[row], case.means[column])

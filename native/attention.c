@@ -12,13 +12,14 @@
 
 #include <stdbool.h>
 
+#include "attend_tiles.h"
 #include "elements.h"
 #include "functions.h"
 
 enum {
-    CHUNK = 256,     /* keys; a multiple of every vector */
+    CHUNK = TN_ATTEND_KEYS, /* 256; a multiple of every vector */
     QUAD = 4,        /* keys, or vectors of values, of a tile */
-    TASK_ROWS = 32,  /* that a thread takes at a time: (row, head) pairs of one key head */
+    TASK_ROWS = TN_ATTEND_ROWS, /* 32, that a thread takes at a time: (row, head) pairs of one key head */
     ALONE_KEYS = 64, /* with so few rows times keys, waking threads costs more than it gains */
 };
 
@@ -71,7 +72,7 @@ typedef struct {
     _Alignas(64) float outputs[TASK_ROWS * TN_MAX_HEAD_DIM];
 
     int begin[TASK_ROWS], end[TASK_ROWS]; /* what the row sees of the chunk, counted from its first key */
-    _Alignas(64) float scores[TASK_ROWS][CHUNK + QUAD];
+    _Alignas(64) float scores[TASK_ROWS][TN_SCORES_STRIDE];
     _Alignas(64) float sums[TASK_ROWS * TN_MAX_HEAD_DIM]; /* of the chunk's values */
 } rows_t;
 
@@ -389,6 +390,51 @@ static float score_distances(const sequence_t *of, rows_t *task, const vectors_t
     return distances->bias != NULL ? 1.0f : of->scale;
 }
 
+#if TN_TILES
+static tn_attend_tiles tiles_of(rows_t *task, const vectors_t *vectors, int begin, int end, int64_t head_dim) {
+    return (tn_attend_tiles){
+        .queries = (const uint16_t *)task->queries,
+        .scores = task->scores[0],
+        .sums = task->sums,
+        .begins = task->begin,
+        .ends = task->end,
+        .vectors = vectors->base,
+        .place = vectors->place,
+        .stride = task->stride,
+        .head_dim = head_dim,
+        .num_rows = task->num,
+        .begin = begin,
+        .end = end,
+    };
+}
+#endif
+
+/* The two products of all rows of a task: by tiles, or by vectors. */
+static void score_rows(rows_t *task, const vectors_t *keys, int begin, int end, int64_t head_dim, int dtype) {
+#if TN_TILES
+    if (dtype == TN_BF16) {
+        const tn_attend_tiles tiles = tiles_of(task, keys, begin, end, head_dim);
+        tn_score_tiles(&tiles);
+        return;
+    }
+#endif
+    (void)begin, (void)end;
+    task_pass(dtype == TN_BF16 ? scores_bf16 : scores_f32, task, keys, head_dim);
+}
+
+static void sum_values(rows_t *task, const vectors_t *values, int begin, int end, int64_t head_dim, int dtype) {
+#if TN_TILES
+    if (dtype == TN_BF16) {
+        const tn_attend_tiles tiles = tiles_of(task, values, begin, end, head_dim);
+        tn_value_tiles(&tiles);
+        return;
+    }
+#endif
+    (void)begin, (void)end;
+    memset(task->sums, 0, (size_t)(task->num * task->stride) * sizeof(float));
+    task_pass(dtype == TN_BF16 ? values_bf16 : values_f32, task, values, head_dim);
+}
+
 /* All rows of a task over the keys [begin, end) of the chunk that begins with token `first`. */
 static void attend_chunk(const sequence_t *of, rows_t *task, int64_t first, int begin, int end) {
     _Alignas(64) float buffer[CHUNK * TN_MAX_HEAD_DIM];
@@ -396,7 +442,7 @@ static void attend_chunk(const sequence_t *of, rows_t *task, int64_t first, int 
     float largest[TASK_ROWS], total[TASK_ROWS];
     find_slots(of, slots, first, begin, end);
     const vectors_t keys = vectors_of(of, buffer, place, of->keys, of->key_scales, slots, begin, end);
-    task_pass(of->dtype == TN_BF16 ? scores_bf16 : scores_f32, task, &keys, of->head_dim);
+    score_rows(task, &keys, begin, end, of->head_dim, of->dtype);
     const float scale = score_distances(of, task, &keys, first);
     for (int row = 0; row < task->num; row++) {
         const int from = task->begin[row], to = task->end[row];
@@ -405,8 +451,7 @@ static void attend_chunk(const sequence_t *of, rows_t *task, int64_t first, int 
         total[row] = exponentials(task->scores[row], from, to, of->cap != 0.0f ? 1.0f : scale, &largest[row]);
     }
     const vectors_t values = vectors_of(of, buffer, place, of->values, of->value_scales, slots, begin, end);
-    memset(task->sums, 0, (size_t)(task->num * task->stride) * sizeof(float));
-    task_pass(of->dtype == TN_BF16 ? values_bf16 : values_f32, task, &values, of->head_dim);
+    sum_values(task, &values, begin, end, of->head_dim, of->dtype);
     for (int row = 0; row < task->num; row++)
         if (task->begin[row] < task->end[row]) merge(task, row, largest[row], total[row], of->head_dim);
 }

@@ -50,7 +50,7 @@ static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static _Thread_local bool is_configured;
 
-static void begin_tiles(void) {
+void tn_tiles_begin(void) {
     if (is_configured) return;
     tiles_configure();
     is_configured = true;
@@ -63,37 +63,6 @@ void tn_tiles_end(void) {
 }
 
 /* ---- packing ---- */
-
-/* 16 by 16 words of 32 bits. */
-TN_INLINE void transpose(__m512i r[SIDE]) {
-    __m512i t[SIDE];
-#pragma GCC unroll 8
-    for (int i = 0; i < SIDE; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < SIDE; i += 4) {
-        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-        r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
-        r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
-    }
-}
 
 /* `left` bf16, or STEP where there are more; zeros behind them. */
 TN_INLINE __m512i load_step(const uint16_t *from, int64_t left) {
@@ -726,7 +695,7 @@ void tn_tiles_columns(const tn_linear_args *args, int64_t begin, int64_t end) {
     panel.form = form_of(args->weight);
     panel.is_grouped = is_grouped(args->weight);
     panel.num_pending = 0;
-    begin_tiles();
+    tn_tiles_begin();
     for (panel.row = 0; panel.row < args->num_rows; panel.row += PANEL_ROWS) {
         panel.rows = (int)least(args->num_rows - panel.row, PANEL_ROWS);
         for (panel.first = begin; panel.first < end; panel.first += PANEL_COLUMNS) {

@@ -29,8 +29,9 @@ void tn_tiles_columns(const tn_linear_args *args, int64_t begin, int64_t end);
 
 #define TN_TILES_COLUMNS 32
 
-/* A thread's tiles are set up by its first product, and given back at the end of a region, so that the system need not save
- * them. */
+/* A thread's tiles are set up before its first product by them, and given back at the end of a region, so that the system
+ * need not save them. */
+void tn_tiles_begin(void);
 void tn_tiles_end(void);
 
 #endif

@@ -148,7 +148,8 @@ def test_a_library_that_the_system_refuses_gives_way_to_the_next(monkeypatch: py
     monkeypatch.setattr(Library, "start", lambda self: self.isa != best and start(self))
     monkeypatch.delenv("TENERAL_ISA", raising=False)
     chosen = library.__wrapped__()
-    assert chosen is not None and chosen.isa == second
+    assert chosen is not None
+    assert chosen.isa == second
     monkeypatch.setenv("TENERAL_ISA", best)
     with pytest.raises(UsageError, match=best):
         library.__wrapped__()

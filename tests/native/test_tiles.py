@@ -50,21 +50,19 @@ def make_cases(kind: str) -> list[Case]:
         ]
     if kind == "mxfp4":
         return [make_mxfp4(rng, shape, None, step=step) for step, shape in enumerate(shapes, start=1)]
-    made = []
-    for number, shape in enumerate(shapes):
-        for group_size in (32, 64, shape[1]):
-            made.append(
-                make_integers(
-                    rng,
-                    kind,
-                    shape,
-                    group_size=group_size,
-                    has_zero=number % 2 == 1,
-                    scale_kind=("bf16", "fp16", "fp32")[number % 3],
-                    bias=None,
-                )
-            )
-    return made
+    return [
+        make_integers(
+            rng,
+            kind,
+            shape,
+            group_size=group_size,
+            has_zero=number % 2 == 1,
+            scale_kind=("bf16", "fp16", "fp32")[number % 3],
+            bias=None,
+        )
+        for number, shape in enumerate(shapes)
+        for group_size in (32, 64, shape[1])
+    ]
 
 
 def make_inputs(num_rows: int, num_in: int) -> Array:

@@ -54,7 +54,7 @@ def _soft_tiles() -> Path | None:
         )
 
 
-# Where there are no tiles, software does their work: all tests of tiles run everywhere. The names in a test's id say which.
+# Where there are no tiles, software does their work: all tests of tiles run everywhere. A test's id says which ran.
 _TILES_THERE = [TILES] if _has_tiles() else []
 _WITHOUT_TILES = [isa for isa in usable_isas() if isa != TILES]
 ISAS = (

@@ -327,6 +327,51 @@ def test_attention_is_that_of_fp64(
     close(out, reference.rounded(expected.astype(np.float32), dtype), dtype)
 
 
+def attend(isa: str, queries: Any, pool: Pool, span: SequenceSpan) -> Any:
+    """One sequence's attention: queries (rows, num_heads, head_dim) in bf16 → the same shape."""
+    num_rows, num_heads, head_dim = queries.shape
+    out = fresh(DType.BF16, *queries.shape)
+    spans = Spans([span], num_rows, pool)
+    args = records.AttentionArgs(
+        kv=ctypes.pointer(pool.record),
+        spans=spans.address,
+        queries=arrays.address(queries),
+        out=arrays.address(out),
+        num_spans=1,
+        query_stride=num_heads * head_dim,
+        out_stride=num_heads * head_dim,
+        layer=0,
+        window=0,
+        num_heads=num_heads,
+        num_kv_heads=pool.num_kv_heads,
+        head_dim=head_dim,
+        scale=0.1,
+        dtype=arrays.dtype_of(out),
+        cap=0.0,
+        sinks=vector_of(None),
+    )
+    operations(isa).call("tn_attention", args)
+    return out
+
+
+@each_isa
+@pytest.mark.parametrize("odd", [np.inf, -np.inf, np.nan])
+def test_what_is_no_number_in_a_later_token_changes_no_row_before_it(isa, odd):
+    """Tiles multiply values of keys that a row does not see with 0, and 0 times infinity is not 0."""
+    num_rows, num_heads, head_dim, block_size = 40, 4, 64, 16
+    pool = pool_of_shape((1, 2, head_dim), 3, block_size, DType.BF16, int8=False)
+    span = SequenceSpan(0, num_rows, num_rows, (2, 0, 1))
+    fill(pool, span, DType.BF16)
+    queries = from_float32(normals(1, num_rows, num_heads, head_dim, dtype=DType.BF16), DType.BF16)
+    expected = attend(isa, queries, pool, span)
+    last = 25  # the token with the value: block 0 of the pool holds tokens 16 to 31
+    pool.data[0][1, :, last - 16, 3] = from_float32(np.float32([odd]), DType.BF16)[0]
+    out = attend(isa, queries, pool, span)
+    assert np.array_equal(out[:last], expected[:last])
+    assert np.isfinite(to_float32(out[last:], DType.BF16)[..., 4]).all()
+    assert not np.isfinite(to_float32(out[last:], DType.BF16)[..., 3]).any()
+
+
 def fill(pool: Pool, span: SequenceSpan, dtype: DType) -> Any:
     """Random keys and values for a span's tokens, as the pool holds them: (2, kv_heads, context_len, head_dim)."""
     tokens = np.arange(span.context_len)

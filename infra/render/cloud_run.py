@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...handlers.pool.values import Code, Model
-from .documents import Document, Rendering
+from .documents import Document, Rendering, with_digest
 from .limits import MIB, READ, Unit, check_limits, units_of
 from .pods import PORT, cpu_quantity, memory_quantity, whole_seconds
 
@@ -25,6 +25,8 @@ MEMORY_OF_CORES = {
 }
 GPU_CORES, GPU_BYTES = 4, 16 * GIB  # least that an instance with a GPU has
 MAX_START_S = 240
+# Of a service account's name; cloud.google.com/iam/docs/service-accounts-create.
+MIN_ACCOUNT_CHARS, MAX_ACCOUNT_CHARS = 6, 30
 TARGET_SHARE = (0.1, 0.95)  # of containerConcurrency that instances may aim at
 
 
@@ -40,6 +42,14 @@ def render_model(rendering: Rendering, model: Model) -> list[Document]:
             "gets no identity of its own: without --project the service runs as the project's default account",
             always=True,
         )
+    elif (account := account_name(units[0].base)) != units[0].base:
+        rendering.warn(
+            Code.W2,
+            model,
+            "source",
+            f"runs as the account {account!r}: such names have {MIN_ACCOUNT_CHARS} to {MAX_ACCOUNT_CHARS} characters",
+            always=True,
+        )
     if len(units) == 1:
         return [_service(rendering, units[0], [_latest(100)], f"{units[0].base}.service.yaml")]
     return [
@@ -48,6 +58,15 @@ def render_model(rendering: Rendering, model: Model) -> list[Document]:
         )
         for number, unit in enumerate(units, 1)
     ]
+
+
+def account_name(base: str) -> str:
+    """The name of a service's account: the service's own where that may be one, else one with a digest, so that two
+    services never share an identity.
+    """
+    if MIN_ACCOUNT_CHARS <= len(base) <= MAX_ACCOUNT_CHARS:
+        return base
+    return with_digest(base, base, MAX_ACCOUNT_CHARS)
 
 
 def _check_size(rendering: Rendering, unit: Unit) -> None:
@@ -122,9 +141,8 @@ def _template(rendering: Rendering, unit: Unit) -> dict[str, Any]:
         "containers": [_container(unit)],
     }
     if rendering.options.project:
-        spec["serviceAccountName"] = (
-            f"{unit.base[:30].rstrip('-')}@{rendering.options.project}.iam.gserviceaccount.com"
-        )
+        account = account_name(unit.base)
+        spec["serviceAccountName"] = f"{account}@{rendering.options.project}.iam.gserviceaccount.com"
     if unit.gpu:
         spec["nodeSelector"] = {"run.googleapis.com/accelerator": "nvidia-l4"}
     metadata: dict[str, Any] = {"annotations": _annotations(unit)}

@@ -74,7 +74,7 @@ def resource_names(names: tuple[str, ...]) -> dict[str, str]:
     plain = {name: _hyphened(name) for name in names}
     taken = list(plain.values())
     return {
-        name: short if taken.count(short) == 1 and len(short) <= MAX_NAME_CHARS else _with_digest(short, name)
+        name: short if taken.count(short) == 1 and len(short) <= MAX_NAME_CHARS else with_digest(short, name)
         for name, short in plain.items()
     }
 
@@ -84,6 +84,7 @@ def _hyphened(name: str) -> str:
     return short if short[0].isalpha() else f"m-{short}"
 
 
-def _with_digest(short: str, name: str) -> str:
+def with_digest(short: str, name: str, max_chars: int = MAX_NAME_CHARS) -> str:
+    """`short`, of which as much stays as fits, and a digest of `name`."""
     digest = hashlib.blake2b(name.encode(), digest_size=4).hexdigest()
-    return f"{short[: MAX_NAME_CHARS - 9].rstrip('-')}-{digest}"
+    return f"{short[: max_chars - 9].rstrip('-')}-{digest}"

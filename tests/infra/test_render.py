@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tests.support.infra_validators import (
 from tests.support.pool_files import DIGEST, PLAIN, VERSIONED, render_text
 
 from teneral.cli import run
-from teneral.handlers.pool.file import read_pool
+from teneral.handlers.pool.file import parse_pool, read_pool
 from teneral.infra.render.documents import Options
 from teneral.infra.render.render import RENDERERS, render
 
@@ -63,6 +64,26 @@ def test_cloud_run_takes_the_reference_pool_as_a_knative_service():
             "@my-project.iam.gserviceaccount.com"
         )
         assert body["spec"]["template"]["spec"]["containers"][0]["startupProbe"]["failureThreshold"] <= 240
+
+
+def test_cloud_runs_identities_can_exist_and_none_is_shared():
+    """A service account's name has 6 to 30 characters, as `gcloud iam service-accounts create` asks."""
+    long = "a-model-with-a-long-name-of-which-a-cut-is-the-same"
+    names = ["m", "chat", "embed", "Chat/1", "five5", "sixsix", "x" * 30, "x" * 31, f"{long}-1", f"{long}-2", "9-b"]
+    accounts = {}
+    for name in names:
+        text = PLAIN.replace("[models.m]", f'[models."{name}"]')
+        rendered = render(parse_pool(text, "pool.toml"), "cloud-run", options=Options(project="my-project"))
+        (document,) = rendered.documents
+        account, _, rest = document.body["spec"]["template"]["spec"]["serviceAccountName"].partition("@")
+        assert re.fullmatch(r"[a-z](?=.{5,29}$)[a-z0-9-]*[a-z0-9]", account), (name, account)
+        assert rest == "my-project.iam.gserviceaccount.com"
+        accounts[name] = account
+        warned = [str(warning) for warning in rendered.warnings if account in str(warning)]
+        assert bool(warned) == (account != document.name), (name, rendered.warnings)
+        assert all(text.endswith("[W2]") for text in warned)
+    assert len(set(accounts.values())) == len(names)
+    assert accounts["sixsix"] == "sixsix"
 
 
 @pytest.mark.parametrize("platform", CLOUDFORMATION)

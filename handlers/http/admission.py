@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager, contextmanager
 from aiohttp import web
 
 from ...runtime.errors import CapacityError, RequestError
+from .connections import invite_body
 from .errors import ApiError
 from .json_bodies import memory_bytes
 from .limits import Limits
@@ -127,6 +128,7 @@ class Admission:
     async def _chunks(self, request: web.Request) -> AsyncIterator[bytes]:
         """The body's chunks as they arrive; 408 at the time limit."""
         end_s = asyncio.get_running_loop().time() + self._limits.body_timeout_s
+        await invite_body(request)
         while True:
             try:
                 async with asyncio.timeout_at(end_s):

@@ -20,8 +20,10 @@ from http import HTTPStatus
 from typing import Any, cast
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
+from aiohttp.http_writer import HttpVersion11
 from aiohttp.streams import StreamReader
+from multidict import CIMultiDict, CIMultiDictProxy
 
 from .errors import INVALID_REQUEST, SERVER_ERROR, ApiError, as_api_error
 from .limits import (
@@ -39,6 +41,7 @@ HEAD_END = b"\r\n\r\n"
 MIN_TAKEN_BYTES = 16 << 10
 # Beyond it writers wait; there is room for one more piece after it.
 HIGH_WATER_BYTES = MAX_UNSENT_BYTES - PIECE_BYTES - 1024
+REFUSED_S = 1.0  # for the client to read why it was refused
 # A slower body may be dropped for a new connection.
 SLOW_BODY_S = 5.0
 MAX_REASON_CHARS = 200  # of aiohttp's words on bytes that are not HTTP
@@ -64,12 +67,41 @@ def app_runner(app: web.Application) -> web.AppRunner:
 
 
 class _Runner(web.AppRunner):
-    """aiohttp's, with `_Protocol` for its connections, for which aiohttp has no option."""
+    """aiohttp's, with `_Protocol` for its connections, for which aiohttp has no option, and without its early answer to
+    `Expect`.
+    """
 
     async def _make_server(self) -> web.Server:
         server = await super()._make_server()
         server.__class__ = _Server
+        server.request_factory = _without_expect(server.request_factory)
         return server
+
+
+def _without_expect(make: Callable[..., web.BaseRequest]) -> Callable[..., web.BaseRequest]:
+    """A factory of requests that keeps `Expect` from aiohttp, which would send `100 Continue` before anybody has looked
+    at the request; `invite_body` sends it. Other expectations are none that a server must know (RFC 9110, 10.1.1).
+    """
+
+    def make_request(message: Any, *rest: Any) -> web.BaseRequest:
+        if "Expect" not in message.headers:
+            return make(message, *rest)
+        headers = CIMultiDict(message.headers)
+        del headers["Expect"]
+        return make(message._replace(headers=CIMultiDictProxy(headers)), *rest)
+
+    return make_request
+
+
+async def invite_body(request: web.Request) -> None:
+    """Send `100 Continue` to a client that waits for it before it sends the body. Call it once, when the body is
+    wanted.
+    """
+    # As they came: `_without_expect` has taken it out of the others.
+    expected = (value for name, value in request.raw_headers if name.lower() == b"expect")
+    if request.version >= HttpVersion11 and any(value.lower() == b"100-continue" for value in expected):
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # the answer itself has not begun
 
 
 class _Server(web.Server):
@@ -96,14 +128,30 @@ class _Protocol(web.RequestHandler):
         """
         super().handle_error(request, status, exc, message)  # logs it
         if isinstance(exc, HttpProcessingError):
-            reason = (message or exc.message).strip().partition("\n")[0][:MAX_REASON_CHARS].rstrip(": ")
-            error = ApiError(status, f"the request is not valid HTTP: {reason}", code="invalid_http")
+            error = _wire_error(status, exc, message)
+            request._version = HttpVersion11  # aiohttp has put 1.0 in place of what it could not read
         else:
             error = as_api_error(exc or RuntimeError())
         response = error.response()
         response.headers["Server"] = "teneral"  # aiohttp's own would show version numbers
         response.force_close()
         return response
+
+
+def _wire_error(status: int, error: HttpProcessingError, message: str | None) -> ApiError:
+    """The answer to a head that aiohttp does not take."""
+    if isinstance(error, LineTooLong):
+        if error.args[1] == MAX_REQUEST_LINE_BYTES:
+            return _line_too_long()
+        return ApiError(431, f"a header is larger than {MAX_HEADER_BYTES} bytes", code="headers_too_large")
+    reason = (message or error.message).strip().partition("\n")[0][:MAX_REASON_CHARS].rstrip(": ")
+    if reason == "Too many headers received":
+        return ApiError(431, f"there are more than {MAX_HEADERS} headers", code="headers_too_large")
+    return ApiError(status, f"the request is not valid HTTP: {reason}", code="invalid_http")
+
+
+def _line_too_long() -> ApiError:
+    return ApiError(414, f"the URL is larger than {MAX_REQUEST_LINE_BYTES} bytes", code="url_too_long")
 
 
 def _wire_logger() -> logging.Logger:
@@ -214,6 +262,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self, owner: Connections, make: Callable[[], Any], unsent: bytes) -> None:
         self.protocol: Any = None  # aiohttp's, once there is room for it
         self.is_working = False
+        self._is_refused = False
         self.body: StreamReader | None = None  # of the last request
         self._make = make
         self._owner = owner
@@ -221,7 +270,7 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None  # runs while a head is arriving
         self._head_bytes = 0
-        self._head_is_whole = False
+        self._head_is_whole = self._line_is_whole = False
         # Of the head so far: its end may arrive in two pieces.
         self._tail = b""
         self._stall_timer: asyncio.TimerHandle | None = None  # runs while writers wait
@@ -254,6 +303,8 @@ class _Connection(asyncio.Protocol):
         self._unsent = b""
 
     def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
         if self._is_behind_a_head(data) or self._take_head(data):
             self.protocol.data_received(data)
 
@@ -306,10 +357,15 @@ class _Connection(asyncio.Protocol):
         head = self._tail + data
         self._tail = head[1 - len(HEAD_END) :]
         self._head_is_whole = HEAD_END in head
+        self._line_is_whole = self._line_is_whole or b"\n" in data
         self._head_bytes += len(data)
         if self._head_is_whole or self._head_bytes <= MAX_HEAD_BYTES:
             return True
-        self._refuse(431, f"the headers are larger than {MAX_HEAD_BYTES} bytes", "headers_too_large")
+        if self._line_is_whole:
+            self._refuse(431, f"the headers are larger than {MAX_HEAD_BYTES} bytes", "headers_too_large")
+        else:
+            error = _line_too_long()
+            self._refuse(error.status, error.message, "url_too_long")
         return False
 
     def _watch_taking(self) -> None:
@@ -332,7 +388,9 @@ class _Connection(asyncio.Protocol):
             self._stall_timer = None
 
     def _refuse(self, status: int, message: str, code: str) -> None:
-        """Answer at once and close, without reading more."""
+        """Answer at once and close. What a connection that has a place goes on to send is thrown away for a moment: to
+        close before it was read would reset the connection, and lose the answer.
+        """
         self._forget_head()
         kind = SERVER_ERROR if status >= 500 else INVALID_REQUEST
         body = ApiError(status, message, kind=kind, code=code).body()
@@ -345,10 +403,16 @@ class _Connection(asyncio.Protocol):
         ]
         assert self._transport is not None
         self._transport.write("\r\n".join(lines).encode() + HEAD_END + body)
-        self._transport.close()
+        if self.protocol is None:
+            self._transport.close()
+            return
+        self._is_refused = True
+        self._transport.write_eof()
+        asyncio.get_running_loop().call_later(REFUSED_S, self._transport.close)
 
     def _forget_head(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._head_bytes, self._tail, self._head_is_whole = 0, b"", False
+        self._head_bytes, self._tail = 0, b""
+        self._head_is_whole = self._line_is_whole = False

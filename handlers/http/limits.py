@@ -12,7 +12,7 @@ from .listening import MIN_CONNECTIONS, RESERVED_FILES
 if TYPE_CHECKING:
     from ...runtime.config import ServeConfig
 
-# aiohttp answers 400 beyond these.
+# 414 beyond the first, 431 beyond the others.
 MAX_REQUEST_LINE_BYTES = 8 << 10
 MAX_HEADER_BYTES = 16 << 10
 MAX_HEADERS = 100

@@ -27,7 +27,7 @@ from yarl import URL
 from ...loader.errors import InsufficientMemoryError
 from ..api_document.operations import OPERATIONS
 from ..console.files import PATHS as CONSOLE_PATHS
-from ..http.connections import Connections
+from ..http.connections import Connections, invite_body
 from ..http.edge import check_key, request_id_of
 from ..http.errors import SERVER_ERROR, ApiError, as_api_error, retry_after
 from ..http.keys import ApiKeys
@@ -174,6 +174,7 @@ class Front:
             raise ApiError(415, "compressed bodies are not supported", code="unsupported_encoding")
         if (request.content_length or 0) > DEFAULT_MAX_BODY_BYTES:
             raise _too_large()
+        await invite_body(request)
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 async for piece in request.content.iter_any():

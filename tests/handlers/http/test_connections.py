@@ -14,7 +14,13 @@ from typing import Any
 import pytest
 from tests.support.load import patience_s
 
-from teneral.handlers.http.limits import MAX_HEAD_BYTES, MAX_REQUEST_LINE_BYTES, Limits
+from teneral.handlers.http.limits import (
+    MAX_HEAD_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_HEADERS,
+    MAX_REQUEST_LINE_BYTES,
+    Limits,
+)
 
 PROBE = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
 
@@ -36,6 +42,9 @@ class Connection:
     async def answer(self) -> bytes:
         """One answer whose body is that of /livez."""
         return await self._reader.readuntil(b'{"status":"ok"}')
+
+    async def line(self) -> bytes:
+        return await self._reader.readline()
 
     async def rest(self) -> bytes:
         """All that comes until the server closes."""
@@ -220,7 +229,6 @@ async def test_a_head_that_could_be_read_in_two_ways_is_refused(start: Any, line
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
         b"GET\r\n\r\n",
         b"GET /livez HTTP/1.1\r\nHost: x\r\nx : y\r\n\r\n",
-        b"GET /" + b"y" * (MAX_REQUEST_LINE_BYTES + 1) + b" HTTP/1.1\r\nHost: x\r\n\r\n",
     ],
 )
 async def test_bytes_that_are_not_http_are_answered_as_other_errors_and_without_a_version(
@@ -230,10 +238,76 @@ async def test_bytes_that_are_not_http_are_answered_as_other_errors_and_without_
         client = await Connection.to(server)
         await client.send(head)
         answered, _, body = (await client.rest()).partition(b"\r\n\r\n")
-    assert answered.startswith(b"HTTP/1.1 400 Bad Request\r\n") or answered.startswith(b"HTTP/1.0 400")
+    assert answered.startswith(b"HTTP/1.1 400 Bad Request\r\n")
     assert b"\r\nServer: teneral\r\n" in answered + b"\r\n"
     assert b"aiohttp" not in answered + body
     error = json.loads(body)["error"]
     assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_http")
     assert error["message"].startswith("the request is not valid HTTP: ")
     assert len(error["message"]) < 300
+
+
+@pytest.mark.parametrize(
+    ("head", "status", "code"),
+    [
+        (
+            b"GET /" + b"y" * (MAX_REQUEST_LINE_BYTES + 1) + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+            414,
+            "url_too_long",
+        ),
+        (b"GET /" + b"y" * 4 * MAX_HEAD_BYTES, 414, "url_too_long"),
+        (b"GET / HTTP/1.1\r\nx: " + b"y" * (MAX_HEADER_BYTES + 1) + b"\r\n\r\n", 431, "headers_too_large"),
+        (b"GET / HTTP/1.1\r\n" + b"y" * (MAX_HEADER_BYTES + 1) + b": x\r\n\r\n", 431, "headers_too_large"),
+        (b"GET / HTTP/1.1\r\nx: " + b"y" * 4 * MAX_HEAD_BYTES, 431, "headers_too_large"),
+        (b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * (MAX_HEADERS + 1) + b"\r\n", 431, "headers_too_large"),
+    ],
+    ids=["URL", "URL without an end", "header", "name", "header without an end", "number"],
+)
+async def test_a_head_that_is_too_large_has_its_own_status(
+    start: Any, head: bytes, status: int, code: str
+) -> None:
+    async with start() as server:
+        client = await Connection.to(server)
+        await client.send(head)
+        answered, _, body = (await client.rest()).partition(b"\r\n\r\n")
+    assert answered.startswith(f"HTTP/1.1 {status} ".encode()), answered
+    error = json.loads(body)["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", code)
+
+
+EXPECTING = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nExpect: 100-Continue\r\n"
+)
+
+
+async def test_a_body_is_invited_only_where_it_is_wanted(start: Any) -> None:
+    async with start(api_key="secret", limits=Limits(max_body_bytes=1000)) as server:
+        key = b"Authorization: Bearer secret\r\n"
+        refused = {
+            EXPECTING + key + b"Content-Length: 1001\r\n\r\n": 413,
+            EXPECTING + b"Content-Length: 3\r\n\r\n": 401,
+            EXPECTING + key + b"Content-Length: 3\r\nOrigin: http://evil.example\r\n\r\n": 403,
+            EXPECTING + key + b"Content-Length: 3\r\nContent-Encoding: gzip\r\n\r\n": 415,
+            EXPECTING.replace(b"/v1/completions", b"/nothing") + key + b"Content-Length: 3\r\n\r\n": 404,
+        }
+        for head, status in refused.items():
+            client = await Connection.to(server)
+            await client.send(head)
+            assert (await client.line()).startswith(f"HTTP/1.1 {status} ".encode()), head
+            client.close()
+        body = b'{"prompt": "x", "max_tokens": 1}'
+        client = await Connection.to(server)
+        length = f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode()
+        await client.send(EXPECTING + key + length)
+        assert await client.line() == b"HTTP/1.1 100 Continue\r\n"
+        assert await client.line() == b"\r\n"
+        await client.send(body)
+        answer = await client.rest()
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert b"100 Continue" not in answer
+
+
+async def test_other_expectations_are_ignored(start: Any) -> None:
+    async with start() as server:
+        answer = await server.get("/livez", headers={"Expect": "the-unexpected"})
+        assert answer.status == 200

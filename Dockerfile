@@ -92,6 +92,8 @@ FROM system AS serving
 COPY --from=dependencies /opt/teneral /opt/teneral
 COPY --from=code /opt/teneral-code /opt/teneral-code
 COPY --from=kernels /opt/teneral-kernels /opt/teneral-kernels
+# A container is reached from outside only: what a person's machine answers to itself alone is for all here.
+ENV TENERAL_HOST=0.0.0.0
 ENV PATH=/opt/teneral-code/bin:/opt/teneral/bin:$PATH TENERAL_KERNEL_DIR=/opt/teneral-kernels/gpu PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 # SageMaker names a port only to images that say so.
 LABEL com.amazonaws.sagemaker.capabilities.accept-bind-to-port=true

@@ -21,8 +21,8 @@ from ..loader.errors import TeneralError
 from ..loader.timeline import Timeline
 from ..runtime.config import ServeConfig
 from ..runtime.start import Helpers, LaunchedHelpers, launch_helpers
-from .http.listening import listen, max_files, require_files
-from .platforms import Platform, imported, platform_of
+from .http.listening import OPEN_WARNING, is_loopback, listen, max_files, require_files, shown_address
+from .platforms import Platform, imported, is_hosted, platform_of
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -148,7 +148,7 @@ def serve_on(
             drain_timeout_s = config.drain_timeout_s
             if drain_timeout_s is None:
                 drain_timeout_s = platform.drain_timeout_s
-            _announce(instance.model_name, sock, probe_sock, limits)
+            _announce(config, sock, probe_sock, limits)
             try:
                 more = () if probe_sock is None else (probe_sock,)
                 accepted = None if early_page is None else early_page.hand_over
@@ -191,10 +191,13 @@ def _adopted(launched: LaunchedHelpers | None, timeline: Timeline) -> AbstractCo
         return launched.adopt(timeline)
 
 
-def _announce(model_name: str, sock: socket.socket, probe_sock: socket.socket | None, limits: Limits) -> None:
+def _announce(
+    config: ServeConfig, sock: socket.socket, probe_sock: socket.socket | None, limits: Limits
+) -> None:
     """Print the lines on stderr for the person who started the server."""
-    host, port = sock.getsockname()[:2]
-    lines = [f"{model_name} on http://{_shown(host)}:{port}"]
+    lines = [f"{config.served_name} on http://{shown_address(sock)}"]
+    if config.api_key is None and not is_loopback(sock) and not is_hosted(os.environ, config.platform):
+        lines.append(OPEN_WARNING)
     most = limits.within_files(max_files()).max_connections
     if most < limits.max_connections:
         lines.append(f"{most} connections at a time, because ulimit -n is {max_files()}")
@@ -267,13 +270,6 @@ def _probe_socket(config: ServeConfig) -> AbstractContextManager[socket.socket |
     if config.health_port is None or config.health_port == config.port:
         return nullcontext()
     return listen(config.host, config.health_port)
-
-
-def _shown(host: str) -> str:
-    """The address as a person would type it."""
-    if host in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
-        return "127.0.0.1"
-    return f"[{host}]" if ":" in host else host
 
 
 def run_standby(

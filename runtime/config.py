@@ -38,7 +38,11 @@ class ServeConfig:
     )
     # What is served, and where
     name: str | None = setting(None, text, "the model's name for clients (default: the last part of MODEL)")
-    host: str = setting("0.0.0.0", text, "address to listen on")  # noqa: S104 - a container is reached from outside
+    host: str = setting(
+        "127.0.0.1",
+        text,
+        "address to listen on (0.0.0.0, which is every one, in the image and on a platform)",
+    )
     port: int = setting(8080, integer(0, 65535), "port to listen on; 0 takes a free one", metavar="PORT")
     health_port: int | None = setting(
         None,
@@ -63,6 +67,13 @@ class ServeConfig:
         text,
         "origins of web pages that may call this server, with commas; * is any (default: none)",
         metavar="ORIGIN",
+    )
+    allowed_hosts: str | None = setting(
+        None,
+        text,
+        "names by which this server may be called, with commas; * is any (default: without a key and at a private "
+        "address, private names)",
+        metavar="HOST",
     )
     console: bool = setting(True, boolean, "a page at / that shows the start, the KV pool and the load")
     model_control: bool = setting(

@@ -105,6 +105,28 @@ def test_a_request_sent_before_anything_is_loaded_is_answered(server: Server) ->
     assert json.loads(server.ask("GET", "/readyz")[1])["state"] == "ready"
 
 
+def test_an_open_server_at_a_public_address_says_so(artifact: Path) -> None:
+    for flags, address, warns in (
+        ((), "127.0.0.1", False),
+        (("--host", "0.0.0.0"), "0.0.0.0", True),
+        (("--host", "0.0.0.0", "--api-key", "secret"), "0.0.0.0", False),
+    ):
+        process = subprocess.Popen(
+            [*TENERAL, "serve", str(artifact), "--port", "0", *flags], stderr=subprocess.PIPE, text=True
+        )
+        try:
+            assert process.stderr is not None
+            lines = [process.stderr.readline() for _ in range(2 if warns else 1)]
+            assert re.search(rf" on http://{re.escape(address)}:\d+$", lines[0]), "the bound address"
+            assert not warns or "no API key" in lines[1]
+            process.send_signal(signal.SIGTERM)
+            _, rest = process.communicate(timeout=WAIT_S)
+            assert "no API key" not in rest
+        finally:
+            process.kill()
+            process.wait()
+
+
 def test_the_timeline_tells_the_whole_cold_start(server: Server) -> None:
     server.ask("POST", "/v1/completions", COMPLETION)
     snapshot = json.loads(server.ask("GET", "/timeline")[1])

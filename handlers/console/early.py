@@ -33,6 +33,8 @@ MAX_HEAD_BYTES = 8 << 10
 _KEPT = b"keep-alive"
 _REASONS = {200: "OK", 304: "Not Modified"}
 HEAD = rb"GET (/|/console\.(?:js|svg)) HTTP/1\.1\r\n(?:[A-Za-z0-9-]{1,100}:[ -~]*\r\n){0,100}\r\n"
+# By any other name it may not be this server that a page is of: that is for the web server to say.
+_OWN_HOST = rb"(?i)(?:localhost|\d{1,3}(?:\.\d{1,3}){3}|\[[0-9a-f:.]{2,45}\])(?::\d{1,5})?"
 _FIELD = rb"(?m)^([A-Za-z0-9-]+): *(.*?) *\r$"
 # Headers by which a request means more than its first line says, or that the web server logs or repeats.
 _MORE = frozenset(
@@ -141,8 +143,9 @@ class EarlyPage:
                 return False
             path, headers = found[1].decode(), [(n.lower(), v) for n, v in re.findall(_FIELD, found[0])]
             fields = dict(headers)
-            is_plain = len(fields) == len(headers) and b"host" in fields and not fields.keys() & _MORE
-            if not is_plain or fields.get(b"connection", _KEPT).lower() != _KEPT:
+            is_plain = len(fields) == len(headers) and not fields.keys() & _MORE
+            is_own = re.fullmatch(_OWN_HOST, fields.get(b"host", b""))
+            if not is_plain or not is_own or fields.get(b"connection", _KEPT).lower() != _KEPT:
                 return False
             status, data = self._response(path, fields.get(b"if-none-match"))
             connection.recv(found.end())  # nothing of the next request

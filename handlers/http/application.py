@@ -18,13 +18,14 @@ from aiohttp.typedefs import Handler as RouteHandler
 from ...loader.timeline import Timeline
 from ...runtime.metrics import CONTENT_TYPE, Metrics
 from ...runtime.state import State
-from .edge import EdgeRules, Origins, edge, parse_origins, stamp
+from .edge import EdgeRules, edge, stamp
 from .errors import NOT_READY_RETRY_AFTER_S, SERVER_ERROR, ApiError, expected_wait_s, retry_after
 from .json_bodies import encode
 from .keys import ApiKeys, parse_keys
 from .limits import Limits
 from .listening import max_files
 from .service import SERVICE, Service
+from .web_pages import Hosts, Origins, parse_hosts, parse_origins
 
 if TYPE_CHECKING:
     from ...runtime.config import ServeConfig
@@ -204,8 +205,11 @@ def make_application(
     )
     api_key = instance.config.api_key
     keys = None if api_key is None else ApiKeys(parse_keys(api_key))
-    origins = Origins(parse_origins(instance.config.cors_origin))
-    app = web.Application(middlewares=[edge(service, keys, origins, rules or EdgeRules())])
+    named_hosts = parse_hosts(instance.config.allowed_hosts)
+    named_origins = parse_origins(instance.config.cors_origin)
+    hosts = Hosts(named_hosts, is_open=keys is None, origins=named_origins)
+    origins = Origins(named_origins, named_hosts)
+    app = web.Application(middlewares=[edge(service, keys, hosts, origins, rules or EdgeRules())])
     app[SERVICE] = service
     if spans is not None:
         app.on_cleanup.append(lambda _: asyncio.to_thread(spans.close))

@@ -10,20 +10,19 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable, Collection
-from ipaddress import ip_address
+from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from msgspec import Struct
 
-from ...loader.errors import UsageError
 from ...runtime.state import State
 from .errors import ApiError
 from .inflight import deadline_of
 from .keys import ApiKeys, given_key
 from .service import CALL, SERVICE, Call, Service
 from .spans import SAMPLED, RequestTimes, TraceParent
+from .web_pages import SAFE_METHODS, Hosts, Origins, check_media_type
 
 # Probes have no key.
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping"})
@@ -52,12 +51,14 @@ class EdgeRules(Struct, frozen=True):
         return self.open_paths | QUIET_PATHS
 
 
-def edge(service: Service, keys: ApiKeys | None, origins: Origins, rules: EdgeRules) -> Middleware:
+def edge(
+    service: Service, keys: ApiKeys | None, hosts: Hosts, origins: Origins, rules: EdgeRules
+) -> Middleware:
     """The middleware. With `keys`, every route except the open ones needs one of them, and so does
-    an unknown path. Pages of `origins` may send requests.
+    an unknown path. The server may be called as one of `hosts`; pages of `origins` may send requests.
     """
 
-    guards = _Guards(keys, origins, rules)
+    guards = _Guards(keys, hosts, origins, rules)
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -213,6 +214,7 @@ def trace_parent_of(request: web.BaseRequest) -> TraceParent | None:
 
 class _Guards(Struct, frozen=True):
     keys: ApiKeys | None
+    hosts: Hosts
     origins: Origins
     rules: EdgeRules
 
@@ -223,6 +225,7 @@ async def _guarded(
     try:
         is_from_outside = not is_from_inside(request)
         if is_from_outside:
+            guards.hosts.check(request)
             # Before the key: browsers send preflights without one.
             if (answer := guards.origins.preflight(request)) is not None:
                 return answer
@@ -277,124 +280,7 @@ def _route_of(request: web.Request) -> str:
     return "unmatched" if resource is None else resource.canonical
 
 
-ANY_ORIGIN = "*"
-MAX_ORIGINS = 64
-PREFLIGHT_AGE_S = 600
-SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
-EXPOSED_HEADERS = "x-request-id, openai-processing-ms, retry-after"
-MAX_ASKED_HEADERS_CHARS = 4096
-# Media types that a form can send, and a page without a preflight.
-FORM_TYPES = frozenset(("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"))
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+|null")
-_TOKENS = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, -]*")
-_JSON = re.compile(r"application/json|[\w.-]+/[\w.-]+\+json", re.ASCII)
-
-
-def parse_origins(setting: str | None) -> frozenset[str]:
-    """The origins in a setting, separated by commas. Raises `UsageError`."""
-    if setting is None:
-        return frozenset()
-    origins = frozenset(origin.strip().lower().rstrip("/") for origin in setting.split(",") if origin.strip())
-    if not 0 < len(origins) <= MAX_ORIGINS or not all(
-        origin == ANY_ORIGIN or _ORIGIN.fullmatch(origin) for origin in origins
-    ):
-        raise UsageError(
-            f"cors_origin must be 1 to {MAX_ORIGINS} origins such as https://app.example.com, or *",
-            key="cors_origin",
-            hint="Write scheme, host and port as in the browser's address bar, without a path.",
-        )
-    return origins
-
-
-class Origins:
-    """The origins of pages that may send requests."""
-
-    def __init__(self, named: Collection[str]) -> None:
-        self._named = frozenset(named)
-
-    def names(self, origin: str) -> bool:
-        """True if the operator named it. Case-insensitive."""
-        return ANY_ORIGIN in self._named or origin.lower() in self._named
-
-    def check(self, request: web.Request) -> None:
-        """Raise 403 for a request of a page that may not send it."""
-        origin = request.headers.get("Origin")
-        if origin is None or self.names(origin) or _is_own(origin, request.headers.get("Host", "")):
-            return
-        raise ApiError(
-            403,
-            f"pages of {origin[:200]!r} may not send requests here: name that origin with --cors-origin",
-            code="origin_not_allowed",
-        )
-
-    def preflight(self, request: web.Request) -> web.Response | None:
-        """The answer to a browser's preflight; None for other requests. Raises 403."""
-        if request.method != "OPTIONS" or "Access-Control-Request-Method" not in request.headers:
-            return None
-        self.check(request)
-        headers = {
-            "Access-Control-Allow-Methods": "GET, HEAD, POST",
-            "Access-Control-Max-Age": str(PREFLIGHT_AGE_S),
-        }
-        asked = request.headers.get("Access-Control-Request-Headers", "")
-        if asked and len(asked) <= MAX_ASKED_HEADERS_CHARS and _TOKENS.fullmatch(asked):
-            headers["Access-Control-Allow-Headers"] = asked
-        if request.headers.get("Access-Control-Request-Private-Network") == "true":
-            headers["Access-Control-Allow-Private-Network"] = "true"
-        return web.Response(status=204, headers=headers)
-
-    def stamp(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Add the headers by which a browser lets the page read the response."""
-        if not self._named:
-            return
-        response.headers["Vary"] = "Origin"
-        origin = request.headers.get("Origin")
-        if origin is not None and self.names(origin):
-            response.headers["Access-Control-Allow-Origin"] = origin
-            response.headers["Access-Control-Expose-Headers"] = EXPOSED_HEADERS
-
-
-def check_media_type(request: web.Request, *, takes_any: bool) -> None:
-    """Raise 415 for a body that a form could send, if the route needs another media type.
-    `takes_any`: the platform sends bodies of every kind to /invocations.
-    """
-    media = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-    if _JSON.fullmatch(media) or not request.can_read_body:
-        return
-    if request.path == "/invocations":
-        if takes_any or (media and media not in FORM_TYPES):
-            return
-    # CloudEvents in binary mode; pages cannot send such headers without a preflight.
-    elif request.path in ("/", "/events"):
-        if any(name.lower().startswith("ce-") for name in request.headers):
-            return
-    elif request.path.startswith("/v2/") and media in ("", "application/octet-stream"):
-        return  # Triton's own clients send none
-    raise ApiError(
-        415,
-        f"a body of type {media[:100]!r} is not supported: send it with 'Content-Type: application/json'",
-        code="unsupported_media_type",
-    )
-
-
 def is_from_inside(request: web.Request) -> bool:
     """True if it came over the local socket of `inside.py`."""
     sock = None if request.transport is None else request.transport.get_extra_info("socket")
     return sock is not None and sock.family == socket.AF_UNIX
-
-
-def _is_own(origin: str, host: str) -> bool:
-    """True if the page came from this server's own address, not a name: any name may be made to
-    resolve to it.
-    """
-    _, _, place = origin.partition("://")
-    if not place or place.lower() != host.lower():
-        return False
-    name = place.rpartition(":")[0] if re.search(r":\d+$", place) else place
-    if name.lower() == "localhost":
-        return True
-    try:
-        ip_address(name.strip("[]"))
-    except ValueError:
-        return False
-    return True

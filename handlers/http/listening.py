@@ -54,6 +54,24 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
+def shown_address(sock: socket.socket) -> str:
+    """The address that a socket is bound to, as in a URL: `127.0.0.1:8080`, `[::]:8080`."""
+    host, port = sock.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(sock: socket.socket) -> bool:
+    """True if programs of this machine alone reach a socket."""
+    host = str(sock.getsockname()[0])
+    return host.startswith("127.") or host == "::1"
+
+
+OPEN_WARNING = (
+    "no API key is set, and programs of other machines can reach this address: every client may use the server "
+    "(set --api-key, or --host 127.0.0.1)"
+)
+
+
 def require_files(num_files: int) -> None:
     """Raise `UsageError` if the process's limit of open files is too low for a server."""
     least = RESERVED_FILES + MIN_CONNECTIONS

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     MakeApp = Callable[[Instance, Handler | None, "Platform"], web.Application]
 
 AUTO = "auto"
+MODEL_SIGNS = ("manifest.json", "config.json")  # of an artifact, and of a model directory
+# Of platforms that are no row because their protocol is plain HTTP.
+HOST_SIGNS = ("KUBERNETES_SERVICE_HOST", "ECS_CONTAINER_METADATA_URI_V4", "ECS_CONTAINER_METADATA_URI")
+LOOPBACK, EVERY_ADDRESS = "127.0.0.1", "0.0.0.0"  # noqa: S104 - for containers of a platform
 
 
 class Route(NamedTuple):
@@ -110,6 +114,19 @@ def platform_of(setting: str, environment: Mapping[str, str]) -> Platform:
         names = ", ".join((AUTO, *(row.name for row in PLATFORMS)))
         raise UsageError(f"unknown platform {setting!r}", key="platform", hint=f"Name one of {names}.")
     return found
+
+
+def is_hosted(environment: Mapping[str, str], setting: str = AUTO) -> bool:
+    """True where a platform started this process, sends it requests from outside, and decides who may send any.
+    Platforms that have no row may pass a port.
+    """
+    ports = (variable for row in PLATFORMS for variable, _ in row.variables)
+    return platform_of(setting, environment) is not HTTP or any(map(environment.get, (*HOST_SIGNS, *ports)))
+
+
+def default_host(environment: Mapping[str, str], setting: str = AUTO) -> str:
+    """The address to listen on where none is set: a person's machine is reached by its own programs only."""
+    return EVERY_ADDRESS if is_hosted(environment, setting) else LOOPBACK
 
 
 def routes_of(platform: Platform) -> tuple[Route, ...]:

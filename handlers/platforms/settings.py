@@ -16,9 +16,6 @@ from .. import platforms
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Of an artifact, and of a model directory.
-MODEL_SIGNS = ("manifest.json", "config.json")
-
 
 def resolve(
     flags: Mapping[str, Any], environment: Mapping[str, str], config_file: str | Path | None = None
@@ -29,8 +26,16 @@ def resolve(
     Raises `UsageError`, naming the unknown or invalid flag, variable or key.
     """
     variables = tuple(pair for row in platforms.PLATFORMS for pair in row.variables)
+
+    def defaults(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        found = _model_folder(settings)
+        platform = found.get("platform", settings.get("platform", platforms.AUTO))
+        if not platforms.is_hosted(environment, platform):
+            return found
+        return {"host": platforms.EVERY_ADDRESS, "allowed_hosts": "*"} | dict(settings) | dict(found)
+
     return configuration.resolve(
-        flags, environment, config_file, platform_variables=variables, defaults=_model_folder
+        flags, environment, config_file, platform_variables=variables, defaults=defaults
     )
 
 
@@ -48,7 +53,9 @@ def _model_folder(settings: Mapping[str, Any]) -> Mapping[str, Any]:
         if row.name == named:
             found = os.path.isdir(row.model_folder)
         else:
-            found = any(os.path.isfile(os.path.join(row.model_folder, name)) for name in MODEL_SIGNS)
+            found = any(
+                os.path.isfile(os.path.join(row.model_folder, name)) for name in platforms.MODEL_SIGNS
+            )
         if found:
             return {"model": row.model_folder} | ({"platform": row.name} if named == platforms.AUTO else {})
     return {}

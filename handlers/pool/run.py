@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +30,13 @@ from ...loader.sources.open import scheme_of
 from ...runtime.config import PREFIX, ServeConfig
 from ..console.routes import PageRoutes
 from ..http.connections import Connections, app_runner
-from ..http.edge import Origins, body_is_to_come, parse_origins, request_id_of
+from ..http.edge import body_is_to_come, request_id_of
 from ..http.errors import as_api_error
 from ..http.keys import ApiKeys, parse_keys
 from ..http.limits import Limits
-from ..http.listening import listen, max_files
+from ..http.listening import OPEN_WARNING, is_loopback, listen, max_files, shown_address
 from ..http.logs import write_json
+from ..http.web_pages import ANY, Hosts, Origins, parse_hosts, parse_origins
 from .deployment import Deployment
 from .file import read_pool
 from .front import Front
@@ -91,6 +92,7 @@ class RunOptions:
     repository: str | None = None  # a folder of models whose versions are folders
     host: str = "127.0.0.1"
     port: int = 8080
+    is_hosted: bool = False  # on a platform, which decides who calls and by which name
     watch: bool = False
     watch_s: float = WATCH_S
     model_control: bool = False
@@ -157,7 +159,10 @@ class PoolRunner:
         connections = _bounded_connections(supervisor)
         front = Front(supervisor, connections, self._keys)
         overview = Overview(supervisor, self._keys, may_control=self._options.model_control)
-        middlewares = [_counting(connections), _answering_errors, _guarding_origins(supervisor)]
+        guard = _guarding_from_pages(
+            supervisor, is_open=self._keys is None, is_hosted=self._options.is_hosted
+        )
+        middlewares = [_counting(connections), _answering_errors, guard]
         app = web.Application(middlewares=middlewares)
         app.on_response_prepare.append(_name_the_server)
         routes = list(overview.routes())
@@ -169,13 +174,11 @@ class PoolRunner:
         assert runner.server is not None
         loop = asyncio.get_running_loop()
         listener = await loop.create_server(connections.guarding(runner.server), sock=sock, backlog=BACKLOG)
-        host, port = sock.getsockname()[:2]
-        print(
-            f"teneral: pool of {len(supervisor.models)} models on http://{host}:{port}\n",
-            end="",  # one write: other processes write there, too
-            file=sys.stderr,
-            flush=True,
-        )
+        lines = [f"pool of {len(supervisor.models)} models on http://{shown_address(sock)}"]
+        if self._keys is None and not is_loopback(sock) and not self._options.is_hosted:
+            lines.append(OPEN_WARNING)
+        for line in lines:  # each in one write: other processes write there, too
+            print(f"teneral: {line}\n", end="", file=sys.stderr, flush=True)
         tasks = [asyncio.create_task(supervisor.run())]
         if self._options.watch:
             tasks.append(asyncio.create_task(self._watch()))
@@ -381,18 +384,29 @@ async def _name_the_server(_: web.Request, response: web.StreamResponse) -> None
     response.headers["Server"] = "teneral"  # aiohttp's own would show version numbers
 
 
-def _guarding_origins(supervisor: Supervisor) -> Middleware:
-    """Web pages may send requests from the pool's own address and from origins that a model's `cors_origin` names. An
-    instance checks its model's; here no page of another origin may start, stop or list anything. Preflight requests
-    name no model, so they are answered here.
+def _guarding_from_pages(supervisor: Supervisor, *, is_open: bool, is_hosted: bool) -> Middleware:
+    """Web pages may send requests from the pool's own address and from origins that a model's `cors_origin` names; the
+    pool's names are those of any model's `allowed_hosts`. An instance checks its model's origins; here no page of
+    another origin may start, stop or list anything. Preflight requests name no model, so they are answered here.
+
+    Raises `UsageError` for a setting that is neither.
     """
+    any_host = frozenset({ANY}) if is_hosted else frozenset()
+
+    def guards_of(pool: Pool) -> tuple[Pool, Hosts, Origins]:
+        origins = _named(pool, "cors_origin", parse_origins)
+        hosts = _named(pool, "allowed_hosts", parse_hosts)
+        return pool, Hosts(hosts or any_host, is_open=is_open, origins=origins), Origins(origins, hosts)
+
+    made = guards_of(supervisor.pool)
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if "Origin" not in request.headers:
-            return await handler(request)
-        settings = (model.serve.get("cors_origin") for model in supervisor.pool)
-        origins = Origins({origin for named in settings if named for origin in parse_origins(str(named))})
+        nonlocal made
+        if made[0] is not supervisor.pool:
+            made = guards_of(supervisor.pool)
+        _, hosts, origins = made
+        hosts.check(request)
         preflight = origins.preflight(request)
         if preflight is None:
             origins.check(request)
@@ -401,6 +415,13 @@ def _guarding_origins(supervisor: Supervisor) -> Middleware:
         return preflight
 
     return guard
+
+
+def _named(pool: Pool, setting: str, parse: Callable[[str], frozenset[str]]) -> frozenset[str]:
+    """The values of a setting in all models together."""
+    return frozenset(
+        name for model in pool if (text := model.serve.get(setting)) for name in parse(str(text))
+    )
 
 
 @web.middleware

@@ -121,7 +121,11 @@ def _add_run(command: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="serve all models of a folder or s3://bucket/prefix: <model>/<version>/; the file is optional then",
     )
-    command.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    command.add_argument(
+        "--host",
+        default=None,
+        help="address to listen on (default: TENERAL_HOST, else 127.0.0.1, or 0.0.0.0 on a platform)",
+    )
     command.add_argument("--port", type=int, default=8080, help="port; 0 takes a free one (default: 8080)")
     command.add_argument(
         "--watch", action="store_true", help="look for changes of the file and for new versions"
@@ -146,6 +150,9 @@ def _add_run(command: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    import os
+
+    from .handlers.platforms import default_host, is_hosted
     from .handlers.pool.run import RunOptions, run_pool
 
     if not 0 <= options.port <= 65535:
@@ -156,8 +163,9 @@ def _run(options: argparse.Namespace) -> int:
         RunOptions(
             file=options.file,
             repository=options.repository,
-            host=options.host,
+            host=options.host or os.environ.get("TENERAL_HOST") or default_host(os.environ),
             port=options.port,
+            is_hosted=is_hosted(os.environ),
             watch=options.watch,
             watch_s=options.watch_s,
             model_control=options.model_control,

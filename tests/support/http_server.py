@@ -17,6 +17,7 @@ from aiohttp import web
 
 from teneral.handlers.app import Limits, create_app, serve
 from teneral.handlers.function.handler import Handler
+from teneral.handlers.http.listening import shown_address
 from teneral.handlers.http.server import Accepted
 from teneral.handlers.http.service import SERVICE, Service
 from teneral.handlers.platforms import HTTP, Platform
@@ -147,10 +148,11 @@ async def running_server(
             sock.bind(("127.0.0.1", 0))
             sock.listen()
         address = sock.getsockname()
+        url = f"http://{shown_address(sock)}"
         serving = serve(app, sock, drain_timeout_s=drain_timeout_s, stop=stop, accepted=accepted)
         task = asyncio.create_task(serving)
         try:
-            async with aiohttp.ClientSession(f"http://{address[0]}:{address[1]}") as client:
+            async with aiohttp.ClientSession(url) as client:
                 yield Server(instance, app, client, address, stop, task, handler)
         finally:
             stop.set()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from teneral.handlers.http.edge import FORM_TYPES, parse_origins
+from teneral.handlers.http.web_pages import FORM_TYPES, parse_origins
 from teneral.handlers.platforms import platform_of
 from teneral.loader.errors import UsageError
 

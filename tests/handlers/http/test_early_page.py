@@ -83,6 +83,10 @@ OTHERS = {
     "a folded header": get("/", b"X-A: b\r\n c\r\n"),
     "a bare line feed": get().replace(b"\r\n", b"\n"),
     "no host": b"GET / HTTP/1.1\r\n\r\n",
+    "a page's name": b"GET / HTTP/1.1\r\nHost: evil.example:8080\r\n\r\n",
+    "a page's name with an address in it": b"GET / HTTP/1.1\r\nHost: 127.0.0.1.evil.example\r\n\r\n",
+    "a private name": b"GET / HTTP/1.1\r\nHost: gpu-box.local\r\n\r\n",
+    "an odd host": b"GET / HTTP/1.1\r\nhOST: a b/:\r\nAccept:\r\n\r\n",
     "two hosts": get("/", b"host: elsewhere\r\n"),
     "two connections": get("/", b"Connection: close\r\n"),
     "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
@@ -91,7 +95,8 @@ OTHERS = {
 PAGES = {
     **{f"the file {path}": get(path) for path in sorted(PATHS)},
     "a tag of another version": get("/", b'If-None-Match: "abc"\r\n'),
-    "an odd host": b"GET / HTTP/1.1\r\nhOST: a b/:\r\nAccept:\r\n\r\n",
+    "an odd way to write it": b"GET / HTTP/1.1\r\nhOST: LOCALHOST:80\r\nAccept:\r\n\r\n",
+    "an address": b"GET / HTTP/1.1\r\nHost: [::1]:8080\r\n\r\n",
     "two at a time": get("/") + get("/console.svg"),
 }
 

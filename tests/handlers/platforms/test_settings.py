@@ -41,3 +41,42 @@ def test_a_platforms_variable_is_refused_by_its_own_name(variable: str) -> None:
     with pytest.raises(UsageError, match=variable) as caught:
         resolve({"model": "m"}, {variable: "abc"})
     assert caught.value.key == variable
+
+
+HOSTED = (
+    {"K_SERVICE": "chat", "PORT": "9090"},
+    {"PORT": "9090"},
+    {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},
+    {"ECS_CONTAINER_METADATA_URI_V4": "http://169.254.170.2/v4/x"},
+    {"RUNPOD_ENDPOINT_ID": "x"},
+    {"SAGEMAKER_BIND_TO_PORT": "8081"},
+    {"TENERAL_PLATFORM": "kserve"},
+    {"TENERAL_PLATFORM": "sagemaker"},
+)
+
+
+def test_a_persons_machine_listens_for_itself_alone() -> None:
+    config = resolve({"model": "m"}, {})
+    assert (config.host, config.allowed_hosts) == ("127.0.0.1", None)
+    assert resolve({"model": "m"}, {"TENERAL_HOST": "0.0.0.0"}).host == "0.0.0.0", "the image"
+    assert platforms.default_host({}) == "127.0.0.1", "of a pool"
+
+
+@pytest.mark.parametrize("environment", HOSTED, ids=str)
+def test_a_platform_reaches_the_server_by_any_name(environment: dict[str, str]) -> None:
+    config = resolve({"model": "m"}, environment)
+    assert (config.host, config.allowed_hosts) == ("0.0.0.0", "*")
+    own = resolve(
+        {"model": "m", "host": "10.0.0.2"}, {**environment, "TENERAL_ALLOWED_HOSTS": "chat.example.com"}
+    )
+    assert (own.host, own.allowed_hosts) == ("10.0.0.2", "chat.example.com")
+
+
+def test_the_folder_of_a_platforms_model_is_its_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    rows = [
+        row._replace(model_folder=str(tmp_path)) if row.model_folder else row for row in platforms.PLATFORMS
+    ]
+    monkeypatch.setattr(platforms, "PLATFORMS", tuple(rows))
+    config = resolve({}, {})
+    assert (config.platform, config.host, config.allowed_hosts) == ("sagemaker", "0.0.0.0", "*")

@@ -40,7 +40,7 @@ def test_pages_of_other_origins_may_send_nothing_and_start_nothing(tmp_path: Pat
             for path in ("/v1/pool/open/drain", "/v1/pool/open/wake", "/v1/completions", "/invoke"):
                 refused = run.ask("POST", path, {"model": "open", "prompt": "a"}, headers)
                 assert refused.status == 403, path
-                assert refused.json["error"]["code"] == "origin_not_allowed"
+                assert refused.json["error"]["code"] in ("origin_not_allowed", "host_not_allowed")
             for path in ("/v1/pool", "/v1/models", "/metrics"):
                 assert run.ask("GET", path, headers=headers).status == 403, path
         assert {model["state"] for model in run.pool()["models"].values()} == {"asleep"}
@@ -59,9 +59,36 @@ def test_pages_of_other_origins_may_send_nothing_and_start_nothing(tmp_path: Pat
         assert run.complete("closed", headers={"origin": PAGE}).status == 403, "its instance refuses"
 
 
+def test_a_page_whose_name_was_led_here_reads_nothing_of_the_pool(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path / "model")
+    file = FILE.replace("threads = 1\n", 'threads = 1\nallowed_hosts = "pool.example"\n')
+    paths = (
+        "/",
+        "/livez",
+        "/readyz",
+        "/metrics",
+        "/v1/pool",
+        "/v1/models",
+        "/openapi.json",
+        "/timeline",
+        "/debug/kv",
+    )
+    with PoolRun(tmp_path, FILE) as run:
+        for path in (*paths, "/timeline/events", "/there-is-no-such-path"):
+            refused = run.ask("GET", path, headers={"host": f"evil.example:{run.port}"})
+            assert (refused.status, refused.json["error"]["code"]) == (403, "host_not_allowed"), path
+        assert {model["state"] for model in run.pool()["models"].values()} == {"asleep"}
+        for host in (f"127.0.0.1:{run.port}", "localhost", "pool:8080"):
+            assert run.ask("GET", "/v1/pool", headers={"host": host}).status == 200, host
+        assert run.ask("GET", "/v1/pool", headers={"host": "pool.example"}).status == 403
+    with PoolRun(tmp_path, file) as run:
+        assert run.ask("GET", "/v1/pool", headers={"host": "pool.example"}).status == 200
+        assert run.ask("GET", "/v1/pool", headers={"host": "evil.example"}).status == 403
+
+
 def test_a_body_that_is_announced_as_too_large_is_refused_before_it_is_sent(tmp_path: Path) -> None:
     with PoolRun(tmp_path, FILE) as run, socket.create_connection(("127.0.0.1", run.port), 20) as client:
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nExpect: 100-continue\r\n"
         client.sendall(f"{head}Content-Length: {1 << 40}\r\n\r\n".encode())
         answer = client.recv(65536)
         assert answer.startswith(b"HTTP/1.1 413 ")

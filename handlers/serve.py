@@ -13,16 +13,20 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from ..loader.errors import TeneralError
+from ..loader.pin import split_pin
+from ..loader.sources.open import local_path
 from ..loader.timeline import Timeline
 from ..runtime.config import ServeConfig
 from ..runtime.start import Helpers, LaunchedHelpers, launch_helpers
+from ..runtime.state import State
 from .http.listening import OPEN_WARNING, is_loopback, listen, max_files, require_files, shown_address
-from .platforms import Platform, imported, is_hosted, platform_of
+from .platforms import MODEL_SIGNS, Platform, imported, is_hosted, platform_of
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -64,6 +68,7 @@ def _run(config: ServeConfig, ending: Ending) -> int:
     timeline.add("process", "start interpreter", 0.0, timeline.now_s())
     began_s = timeline.now_s()
     require_files(max_files())
+    _require_local_model(config)
     with listen(config.host, config.port) as sock:
         timeline.add("process", "open port", began_s, timeline.now_s())
         timeline.mark("process", "port open")
@@ -78,6 +83,21 @@ def _run(config: ServeConfig, ending: Ending) -> int:
             launched = launch_helpers(config, timeline, fork=True)
         serve_on(sock, config, timeline, launched, ending)
     return 0
+
+
+def _require_local_model(config: ServeConfig) -> None:
+    """Raise the load's own error for a model on this machine that is not there, before the port is open."""
+    address, digest = split_pin(config.model)
+    path = local_path(address)
+    if path is None or os.path.isfile(path) or any(os.path.isfile(f"{path}/{name}") for name in MODEL_SIGNS):
+        return
+    from ..loader.artifact import open_artifact, open_model
+
+    source = open_model(address, config.source_options)
+    try:
+        open_artifact(source, digest=digest)
+    finally:
+        source.close()
 
 
 def serve_on(
@@ -138,6 +158,7 @@ def serve_on(
                 from .app import Limits, create_app, serve
                 from .function.handler import load_handler
             instance.kind.add_done_callback(lambda _: _collect_garbage())
+            _log_ready(instance)
             limits = Limits.from_config(config)
             with timeline.span("process", "make server"):
                 handler = (
@@ -206,6 +227,21 @@ def _announce(
     for line in lines:
         # With its end in one write: other processes write there, too, and Python may not buffer.
         print(f"teneral: {line}\n", end="", file=sys.stderr, flush=True)
+
+
+def _log_ready(instance: Instance) -> None:
+    """Log one line once all weights are exact and requests are answered with them."""
+    import logging
+
+    once = threading.Lock()
+
+    def log(_: object) -> None:
+        if instance.state is State.READY and once.acquire(blocking=False):
+            logger = logging.getLogger("teneral.serve")
+            logger.info("%s is ready after %.2f s", instance.model_name, instance.timeline.now_s())
+
+    for future in (instance.exact, instance.engine, instance.embedder, instance.onnx):
+        future.add_done_callback(log)
 
 
 def _collect_garbage() -> None:

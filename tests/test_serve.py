@@ -240,16 +240,40 @@ def test_a_signal_before_the_model_is_loaded_ends_the_server_too(server: Server)
     assert server.end() == 0
 
 
-def test_a_server_whose_model_is_not_there_says_so_and_ends(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "teneral", "serve", str(tmp_path / "nowhere"), "--port", "0"]
+@pytest.mark.parametrize("name", ["nowhere", "empty", "nothing.gguf"])
+def test_a_server_whose_model_is_not_there_says_so_and_ends(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    command = [sys.executable, "-m", "teneral", "serve", str(tmp_path / name), "--port", "0"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert ended.returncode == 3
-    assert "nowhere" in ended.stderr
-    assert "Traceback" not in ended.stderr
+    assert name in ended.stderr
+    for untrue in ("Traceback", "on http://", "draining"):
+        assert untrue not in ended.stderr
+
+
+def test_a_start_that_fails_later_drains_nothing(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")  # and no weights
+    command = [sys.executable, "-m", "teneral", "serve", str(tmp_path), "--port", "0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert ended.returncode != 0
+    assert "draining" not in ended.stderr
+    assert "ready" not in ended.stderr
+
+
+def test_a_start_says_once_when_the_server_is_ready(server: Server) -> None:
+    while json.loads(server.ask("GET", "/readyz")[1])["state"] != "ready":
+        time.sleep(0.05)
+    assert server.ask("POST", "/v1/completions", COMPLETION)[0] == 200
+    assert server.end() == 0
+    assert server.process.stderr is not None
+    log = server.process.stderr.read()
+    assert len(re.findall(r"tiny is ready after \d+\.\d\d s\n", log)) == log.count("ready after") == 1
 
 
 def test_requests_before_the_load_failed_get_the_error_and_are_not_cut_off(tmp_path: Path) -> None:
     port = free_port()
+    (tmp_path / "nowhere").mkdir()
+    (tmp_path / "nowhere" / "config.json").write_text("{}")  # and no weights
     command = [sys.executable, "-m", "teneral", "serve", str(tmp_path / "nowhere"), "--host", "127.0.0.1"]
     server = subprocess.Popen(
         [*command, "--port", str(port), "--name", "tiny"], stderr=subprocess.PIPE, text=True
@@ -273,7 +297,7 @@ def test_requests_before_the_load_failed_get_the_error_and_are_not_cut_off(tmp_p
             answer.begin()
             assert answer.status == 503
             assert json.loads(answer.read())["error"]["code"] == "model_unavailable"
-        assert server.wait(WAIT_S) == 3
+        assert server.wait(WAIT_S) == 10
     finally:
         server.kill()
         server.communicate()

@@ -80,9 +80,12 @@ async def serve(
             timeline.add("process", "start server", began_s, timeline.now_s())
             asyncio.get_running_loop().call_later(BACKLOG_S, _share_cores, service)
             await stop.wait()
-            if service.instance.failure is not None:
+            if service.instance.failure is None:
+                logger.info(
+                    "draining: %d requests in progress, %g s", len(service.in_flight), drain_timeout_s
+                )
+            else:  # there is nothing to finish, and the failure says why
                 await asyncio.sleep(FAILED_GRACE_S)
-            logger.info("draining: %d requests in progress, %g s", len(service.in_flight), drain_timeout_s)
             deadline_s = time.monotonic() + drain_timeout_s
             await service.in_flight.drain(drain_timeout_s)
             await asyncio.to_thread(service.instance.save_snapshot, deadline_s - time.monotonic())

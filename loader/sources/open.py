@@ -63,11 +63,32 @@ def open_source(url: str, options: SourceOptions | None = None) -> Source:
 
 
 def open_store(url: str, options: SourceOptions | None = None) -> Store:
-    """As `open_source`, for a place that can be written to."""
+    """As `open_source`, for a place that can be written to. Raises `UsageError` also where a file has the path, or
+    that of a folder above it.
+    """
+    scheme = scheme_of(url)
+    hint = f"Write to {forms(stores=True)}."
+    if scheme not in KINDS:
+        raise UsageError(f"{url}: {scheme}:// is not a known kind of store", hint=hint)
     if is_read_only(url):
-        raise UsageError(f"{url} can only be read from", hint=f"Write to {forms(stores=True)}.")
+        raise UsageError(f"{url} can only be read from", hint=hint)
+    if not url:
+        raise UsageError("'' is not a usable path", hint=hint)
+    if (path := local_path(url)) is not None:
+        _refuse_file(os.path.abspath(path))
     store: Store = open_source(url, options)  # type: ignore[assignment] # a writable kind's class is a `Store`
     return store
+
+
+def _refuse_file(path: str) -> None:
+    """Raise `UsageError` if a file has this path, or that of a folder above it."""
+    found = path
+    while not os.path.lexists(found) and found != os.path.dirname(found):
+        found = os.path.dirname(found)
+    if not os.path.isdir(found):
+        what = "is a file" if os.path.isfile(found) else "is no folder"
+        hint = "Name a folder to write to: it is made where it does not exist, and so are those above it."
+        raise UsageError(f"cannot write to {path}: {found} {what}", hint=hint)
 
 
 def is_read_only(url: str) -> bool:
@@ -109,6 +130,12 @@ def import_all() -> None:
     """Import every kind of store, ahead of a process's fork."""
     for kind in KINDS.values():
         import_module(kind.module, __package__)
+
+
+def local_path(url: str) -> str | None:
+    """The path of an address on this machine; None for one of a store. Raises `UsageError` for an unusable one."""
+    scheme = scheme_of(url)
+    return _path_of(url, scheme) if scheme in ("", "file") else None
 
 
 def _path_of(url: str, scheme: str) -> str:

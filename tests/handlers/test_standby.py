@@ -179,9 +179,11 @@ def _chat_workers(process_id: int) -> list[int]:
 
 def test_an_error_of_the_model_is_printed_by_the_client(pool: Pool, tmp_path: Path) -> None:
     pool.wait_full()
+    (tmp_path / "nowhere").mkdir()
+    (tmp_path / "nowhere" / "config.json").write_text("{}")  # and no weights
     server = Server(tmp_path / "nowhere", pool.path)
     _, output = server.process.communicate(timeout=WAIT_S)
-    assert server.process.returncode == 3
+    assert server.process.returncode == 10
     assert "nowhere" in output
 
 

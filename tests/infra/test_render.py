@@ -69,7 +69,19 @@ def test_cloud_run_takes_the_reference_pool_as_a_knative_service():
 def test_cloud_runs_identities_can_exist_and_none_is_shared():
     """A service account's name has 6 to 30 characters, as `gcloud iam service-accounts create` asks."""
     long = "a-model-with-a-long-name-of-which-a-cut-is-the-same"
-    names = ["m", "chat", "embed", "Chat/1", "five5", "sixsix", "x" * 30, "x" * 31, f"{long}-1", f"{long}-2", "9-b"]
+    names = [
+        "m",
+        "chat",
+        "embed",
+        "Chat/1",
+        "five5",
+        "sixsix",
+        "x" * 30,
+        "x" * 31,
+        f"{long}-1",
+        f"{long}-2",
+        "9-b",
+    ]
     accounts = {}
     for name in names:
         text = PLAIN.replace("[models.m]", f'[models."{name}"]')

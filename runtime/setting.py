@@ -70,6 +70,9 @@ def parse_bytes(value: Any) -> int:
         return value
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d{1,15})(\.\d{1,6})?\s*([A-Za-z]{0,3})\s*", value)
+        if match and re.fullmatch("[KMGT]i?b", match[3]):  # as networks write bits
+            size, unit = f"{match[1]}{match[2] or ''}", match[3][:-1]
+            raise ValueError(f"must be in bytes: {size}{unit}b may be bits; write {size}{unit}B for bytes")
         if match and match[3].lower() in _SIZE_UNITS:
             size_bytes = int(float(match[1] + (match[2] or "")) * _SIZE_UNITS[match[3].lower()])
             if 0 < size_bytes < 1 << 50:

@@ -90,3 +90,42 @@ def test_invalid_ways_to_quantise_end_before_anything_is_written(
     assert cli.run(["pack", str(checkpoint), str(tmp_path / "out"), *flags, "--quiet"]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_serve_refuses_is_packed_with_a_warning(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Any module can be filled from it, but the first start must not be the first to say so."""
+    config = {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "hidden_size": 8}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    assert cli.run(["pack", str(checkpoint), str(tmp_path / "out"), "--quiet"]) == 0
+    warnings = [
+        line for line in capsys.readouterr().err.splitlines() if "teneral serve does not take" in line
+    ]
+    assert len(warnings) == 1
+    assert "mamba" in warnings[0]
+    (checkpoint / "config.json").unlink()
+    assert cli.run(["pack", str(checkpoint), str(tmp_path / "weights"), "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("destination", "message"),
+    [
+        ("file", "is a file"),
+        ("file/below", "is a file"),
+        ("ftp://bucket/x", "ftp:// is not a known kind of store"),
+        ("", "is not a usable path"),
+    ],
+)
+def test_a_destination_that_cannot_be_is_refused_as_a_destination(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], destination: str, message: str
+) -> None:
+    (tmp_path / "file").touch()
+    named = str(tmp_path / destination) if destination.startswith("file") else destination
+    assert cli.run(["pack", str(checkpoint), named, "--quiet"]) == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert "manifest.json" not in printed, "the hint for what is read"
+    assert "http" not in printed, "which nothing is written to"
+    assert "write to" in printed.lower()

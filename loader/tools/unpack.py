@@ -1,4 +1,7 @@
-"""`teneral unpack`: an artifact back into a directory of safetensors and small files, bit for bit.
+"""`teneral unpack`: an artifact back into a directory of safetensors and small files, each tensor and file bit for bit.
+
+The safetensors files themselves may differ from those that were packed: tensors are in the order of the forward pass,
+and in as many files as `max_shard_bytes` asks.
 
 Tensors get their original names, tied ones included, which are written out as often as they have
 names. A model of more than `max_shard_bytes` becomes several files with an index. Everything is

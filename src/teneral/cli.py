@@ -124,6 +124,7 @@ def _pack(options: argparse.Namespace) -> int:
     store = open_store(options.artifact, own)
     if is_adapter_folder(source):
         return _pack_adapter(options, source, store)
+    _warn_if_refused(source)
     calibrate = calibrator(options, source, quantize)
     with ProgressBar("packing", quiet=options.quiet) as bar:
         result = pack(
@@ -141,6 +142,22 @@ def _pack(options: argparse.Namespace) -> int:
         )
     print(result.render())
     return 0
+
+
+def _warn_if_refused(source: Source) -> None:
+    """Say before the work that `teneral serve` will refuse a model. It is packed all the same: `load_into` fills any
+    module.
+    """
+    from .loader.format.limits import MAX_SMALL_FILE_BYTES
+    from .runtime.backends.describe import describe_model
+
+    try:
+        config, _ = source.read("config.json", max_bytes=MAX_SMALL_FILE_BYTES)
+    except loading.TeneralError:
+        return  # weights without a config pack, too
+    refused = describe_model(config)["refused"]
+    if refused is not None:
+        print(f"teneral: warning: teneral serve does not take this model: {refused}", file=sys.stderr)
 
 
 def _pack_adapter(options: argparse.Namespace, source: Source, store: Store) -> int:

@@ -428,7 +428,7 @@ def _add_settings(command: argparse.ArgumentParser, *, model_flag: bool = False)
 
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "pack": ("turn a Hugging Face directory into an artifact", _pack),
-    "unpack": ("turn an artifact back into safetensors, bit for bit", _unpack),
+    "unpack": ("turn an artifact back into safetensors, each tensor bit for bit", _unpack),
     "verify": ("read a whole artifact and name every part that is damaged", _verify),
     "inspect": ("print layers, tiers, bytes and ratios", _inspect),
     "eval-draft": ("measure how much of a model its draft keeps", _eval_draft),

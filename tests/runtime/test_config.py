@@ -103,6 +103,13 @@ def test_sizes_are_read_with_their_units(text: object, size_bytes: int) -> None:
     assert parse_bytes(text) == size_bytes
 
 
+@pytest.mark.parametrize("text", ["8Gb", "8 Gib", "1.5Mb", "512Kib"])
+def test_sizes_in_bits_are_refused_with_what_is_meant(text):
+    with pytest.raises(UsageError, match=r"may be bits; write .*B for bytes") as refused:
+        resolve({"model": "m", "kv_bytes": text}, {})
+    assert text.replace(" ", "").replace("b", "B") in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("model", "name"),
     [

@@ -240,7 +240,7 @@ class ModelBuild:
                 self._snapshots.attach(engine.prefix_pool, model=manifest.digest)
             engine.start()
             resolve(self._instance.engine, engine)
-        self._timeline.mark("process", "can answer")
+        self._timeline.mark("process", "engine runs", first_token=self._config.first_token)
 
     def _registry(self, model: Decoder, digest: bytes | None) -> AdapterRegistry | None:
         """The registry of adapters; None if not configured. Raises `ModelError` if the executor
@@ -296,7 +296,7 @@ class ModelBuild:
         )
         embedder.start()
         resolve(self._instance.embedder, embedder)
-        self._timeline.mark("process", "can answer")
+        self._timeline.mark("process", "engine runs")
 
     def _start_onnx(self) -> None:
         from .onnx.start import open_runner
@@ -327,7 +327,7 @@ class ModelBuild:
         resolve(self._instance.kind, "onnx")
         runner.start()
         resolve(self._instance.onnx, runner)
-        self._timeline.mark("process", "can answer")
+        self._timeline.mark("process", "engine runs")
         if self._instance.wait_exact() and exchange() and self._instance.load.place == "host":
             self._instance.load.discard()
             self._timeline.mark("process", "whole session")

@@ -37,6 +37,7 @@ from .loading import (
     verify_exact,
     wait_exact,
     warn_of_cache,
+    wire_share_of,
 )
 from .start import Helpers, launch_helpers
 from .state import Forecast, State, resolve, result_or_none
@@ -106,6 +107,7 @@ class Instance:
         # Set together with the engine, if adapters are configured.
         self.adapters: AdapterRegistry | None = None
         self._draining = False
+        self._wire_share = 1.0  # bytes of the network for one of the load's
         self._failure: TeneralError | None = None
         self._threads: list[threading.Thread] = []
         self._closed = threading.Event()
@@ -276,31 +278,26 @@ class Instance:
         return State.READY if self._all_exact() else State.PARTIAL
 
     def progress(self) -> dict[str, Any]:
-        """The progress of the load, JSON-ready. Bytes are stored bytes, comparable with the
-        network's.
-        """
+        """The progress of the load, JSON-ready. Bytes are those that cross the network."""
         if self.load is None:
             return {"stored_bytes": 0, "fetched_bytes": 0, "fraction": 0.0}
         progress = self.load.progress()
         total = progress.stored_bytes_total
         return {
-            "stored_bytes": total,
-            "fetched_bytes": progress.fetched_bytes,
+            "stored_bytes": round(total * self._wire_share),
+            "fetched_bytes": round(progress.fetched_bytes * self._wire_share),
             "fraction": round(progress.fetched_bytes / total, 4) if total else 1.0,
             "groups": progress.num_groups,
+            "groups_draft": progress.groups_ready_draft,
             "groups_exact": progress.groups_exact,
         }
 
     def opened(self) -> tuple[Source, Manifest] | None:
-        """The model's source and manifest; None before the manifest was read, and after a failed
-        read.
-        """
+        """The model's source and manifest; None before the manifest was read, and after a failed read."""
         return result_or_none(self.opening)
 
     def forecast(self) -> Forecast | None:
-        """The load's rate, and the time of a first token at it; None while unknown, and once
-        everything is loaded.
-        """
+        """The load's rate, and the time of a first token at it; None where it is unknown or all is loaded."""
         if self.load is None or not self.opening.done() or self.opening.exception() is not None:
             return None
         progress = self.load.progress()
@@ -313,7 +310,7 @@ class Instance:
 
         manifest = self.load.manifest
         is_mixture = any(is_expert(group.name) for group in manifest.groups)
-        return Forecast(progress.rate_bytes_per_s, left_s + token_s(manifest), is_mixture)
+        return Forecast(progress.rate_bytes_per_s * self._wire_share, left_s + token_s(manifest), is_mixture)
 
     def statistics(self) -> dict[str, Any]:
         """The figures of every part that exists so far."""
@@ -375,6 +372,7 @@ class Instance:
         if shared is not None and self._shared is None:
             shared.close()  # else its memory would stay as long as this process does
         manifest = self.load.manifest
+        self._wire_share = wire_share_of(self._source, self.timeline)
         self.opening.set_result((self._source, manifest))
         expected = None
         if self.config.verify_exact:

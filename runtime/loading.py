@@ -45,6 +45,16 @@ class Begun(NamedTuple):
     base: SharedLoad | None = None
 
 
+def wire_share_of(source: Source, timeline: Timeline) -> float:
+    """Bytes that cross the network for one of a load's: fewer where the source makes more of what it reads, as of GGUF.
+    The timeline has it, too.
+    """
+    share = float(getattr(source, "wire_share", 1.0))
+    if share != 1.0:
+        timeline.mark("manifest", "made of fewer bytes", wire_share=round(share, 6))
+    return share
+
+
 def load_here(
     source: Source,
     digest: bytes | None,

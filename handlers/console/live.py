@@ -88,6 +88,7 @@ def _load_of(instance: Instance, state: State) -> dict[str, Any]:
         "state": str(state),
         "model": instance.model_name,
         "progress": instance.progress(),
+        "first_token": instance.config.first_token,
         "forecast": None
         if forecast is None
         else {

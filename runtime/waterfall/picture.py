@@ -88,8 +88,10 @@ class Figures:
     """Moments since process start; None: has not happened. Bytes are 0 when they are not known."""
 
     first_token_s: float | None = None
-    can_answer_s: float | None = None
+    draft_s: float | None = None  # all of the draft is there
+    possible_s: float | None = None  # a first token, or answer, in this server's mode
     exact_s: float | None = None
+    possible: str = "first answer possible"
     stored_bytes: int = 0
     weight_bytes: int = 0
     fetch_s: float = 0.0
@@ -198,6 +200,7 @@ def _spread(bins: list[float], steps: list[float], bar: Bar, width_s: float) -> 
     steps[last] -= rate * width_s
 
 
+ENGINE_MARKS = ("engine runs", "can answer")  # the latter in timelines of older versions
 REQUEST_KINDS = {"queued": Kind.QUEUED, "prefill": Kind.PREFILL, "decode": Kind.GENERATE}
 REQUEST_MARKS = {"first token": MarkKind.FIRST_TOKEN, "last token": MarkKind.LAST_TOKEN}
 
@@ -255,12 +258,13 @@ class _Layer:
 
 def _layer_rows(lanes: dict[str, list[Span]]) -> list[Row]:
     layers: dict[str, _Layer] = defaultdict(_Layer)
+    share = _wire_share(lanes)
     for lane in LOAD_LANES:
         for span in lanes[lane]:
             group = span.attributes.get("group")
             if isinstance(group, str):
                 layer = layers[group]
-                layer.bars.append(_part_bar(Kind(lane), group, span))
+                layer.bars.append(_part_bar(Kind(lane), group, span, share if lane == "fetch" else 1.0))
                 part = whole_number(span.attributes.get("part"))
                 layer.order = min(layer.order, math.inf if part is None else part)
     for span in lanes["ready"]:
@@ -283,8 +287,14 @@ def _layer_rows(lanes: dict[str, list[Span]]) -> list[Row]:
     ]
 
 
-def _part_bar(kind: Kind, group: str, span: Span) -> Bar:
-    size_bytes = whole_number(span.attributes.get("bytes")) or 0
+def _wire_share(lanes: dict[str, list[Span]]) -> float:
+    """Bytes that crossed the network for one of the load's, which a GGUF file's source makes of fewer."""
+    found = (span.attributes.get("wire_share") for span in lanes["manifest"])
+    return next((float(share) for share in found if isinstance(share, float) and 0 < share < 1e3), 1.0)
+
+
+def _part_bar(kind: Kind, group: str, span: Span, share: float) -> Bar:
+    size_bytes = round(share * (whole_number(span.attributes.get("bytes")) or 0))
     tier = span.attributes.get("tier")
     tier = tier if tier in ("draft", "refine") else ""
     part = whole_number(span.attributes.get("part"))
@@ -349,19 +359,27 @@ def _figures(lanes: dict[str, list[Span]], now_s: float) -> Figures:
     first_tokens = [span.start_s for span in lanes["request"] if span.name == "first token"]
     failed = next((span for span in lanes["process"] if span.name == "failed"), None)
     failure = failed.attributes.get("error", "failed") if failed else ""
+    exact_s = moments.get("all weights exact")
+    engine = next((span for span in lanes["process"] if span.name in ENGINE_MARKS), None)
+    mode = engine.attributes.get("first_token") if engine else None
+    draft_s = _draft_s(lanes["ready"]) if exact_s is not None else None
+    weights_s = draft_s if mode in ("draft", "sketch") and draft_s is not None else exact_s
     figures = Figures(
         first_token_s=min(first_tokens, default=None),
-        can_answer_s=moments.get("can answer"),
-        exact_s=moments.get("all weights exact"),
+        draft_s=draft_s,
+        possible_s=max(engine.start_s, weights_s) if engine and weights_s is not None else None,
+        exact_s=exact_s,
+        possible="first answer possible" if mode is None else "first token possible",
         failure=failure if isinstance(failure, str) else "failed",
         decision=next((span.name for span in lanes["process"] if span.name.startswith(DECISIONS)), ""),
         outcome=_outcome(lanes["draft"]),
     )
+    share = _wire_share(lanes)
     load = next((span for span in lanes["fetch"] if span.name == "load"), None)
     if load is not None:
         return replace(
             figures,
-            stored_bytes=whole_number(load.attributes.get("stored_bytes")) or 0,
+            stored_bytes=round(share * (whole_number(load.attributes.get("stored_bytes")) or 0)),
             weight_bytes=whole_number(load.attributes.get("weight_bytes")) or 0,
             fetch_s=load.end_s - load.start_s,
         )
@@ -369,7 +387,18 @@ def _figures(lanes: dict[str, list[Span]], now_s: float) -> Figures:
     if not parts:
         return figures
     arrived = sum(whole_number(span.attributes.get("bytes")) or 0 for span in parts)
-    return replace(figures, stored_bytes=arrived, fetch_s=max(0.0, now_s - parts[0].start_s))
+    return replace(figures, stored_bytes=round(share * arrived), fetch_s=max(0.0, now_s - parts[0].start_s))
+
+
+def _draft_s(marks: Iterable[Span]) -> float | None:
+    """When the last group's draft was there; None where not all groups have one."""
+    groups: dict[str, dict[object, float]] = {"draft": {}, "exact": {}}
+    for mark in marks:
+        tier = mark.attributes.get("tier")
+        if isinstance(tier, str) and tier in groups:
+            groups[tier][mark.attributes.get("group")] = mark.start_s
+    drafts = groups["draft"]
+    return max(drafts.values()) if drafts and drafts.keys() >= groups["exact"].keys() else None
 
 
 def _outcome(spans: Iterable[Span]) -> str:

@@ -125,7 +125,11 @@ def _header(picture: Picture) -> list[Line]:
     lines = [_styled(title, BOLD)]
     if figures.stored_bytes:
         lines.append(_styled(_load_figures(figures)))
-    moments = [("can answer", figures.can_answer_s), ("exact", figures.exact_s)]
+    moments = [
+        ("draft there", figures.draft_s),
+        (figures.possible, figures.possible_s),
+        ("exact", figures.exact_s),
+    ]
     reached = [f"{name} after {format_s(at_s)}" for name, at_s in moments if at_s is not None]
     lines += [_styled(text) for text in (", ".join(reached), figures.decision, figures.outcome) if text]
     return lines

@@ -159,6 +159,32 @@ def test_integers_take_the_layout_that_holds_the_same_numbers() -> None:
         assert any(line.startswith(f"{name}: ") for line in source.conversions())
 
 
+class CountingStore(MemoryStore):
+    """Counts the bytes that are read of objects' ranges."""
+
+    num_bytes = 0
+
+    def read_into(
+        self, name: str, start: int, buffer: memoryview, *, version: str | None = None
+    ) -> str | None:
+        self.num_bytes += len(buffer)
+        return super().read_into(name, start, buffer, version=version)
+
+
+@pytest.mark.parametrize("keep_integers", [True, False])
+@pytest.mark.parametrize("name", ["F16", "Q8_0", "Q4_0", "Q4_1"])
+def test_the_share_of_the_network_is_what_is_read(name: str, keep_integers: bool) -> None:
+    """Not the bytes that are made of it, which a load counts."""
+    store = CountingStore({NAME: gguf_file(metadata(), tensors_of(name))})
+    source = GgufDirectory(store, NAME, keep_integers=keep_integers)
+    share, size_bytes = source.wire_share, source.stat(directory.WEIGHTS_NAME).size_bytes
+    store.num_bytes = 0
+    source.read_into(directory.WEIGHTS_NAME, 0, memoryview(bytearray(size_bytes)))
+    assert store.num_bytes == pytest.approx(share * size_bytes, abs=1)
+    if name.startswith("Q") and not keep_integers:
+        assert share < 0.7
+
+
 def test_floats_of_everything_where_integers_are_not_wanted() -> None:
     store = MemoryStore({NAME: gguf_file(metadata(), tensors_of("Q8_0"))})
     contents = contents_of(GgufDirectory(store, NAME, keep_integers=False))

@@ -12,7 +12,7 @@ from tests.support.inspection import threads_of
 from tests.support.load import patience_s
 from tests.support.memory_store import MemoryStore
 from tests.support.paced import PacedSource, reads_of
-from tests.support.tiny_models import save_tiny
+from tests.support.tiny_models import save_tiny, tiny_model
 
 from teneral.loader.artifact import open_artifact
 from teneral.loader.errors import (
@@ -328,3 +328,24 @@ def test_an_instance_that_was_not_let_build_can_be_closed(artifact: MemoryStore)
     instance.close()
     instance.release()
     assert not [thread for thread in threads_of(instance) if thread.is_alive()]
+
+
+def test_the_progress_of_a_gguf_file_counts_the_bytes_of_the_file(tmp_path: Path) -> None:
+    """Its load counts what is made of them: the network has carried fewer."""
+    pytest.importorskip("gguf")
+    from tests.support.gguf_models import write_gguf
+
+    path = tmp_path / "model.gguf"
+    write_gguf(path, tiny_model("llama", hidden_size=256, intermediate_size=512), "Q4_1")
+    with Instance(ServeConfig(model=str(path), kv_bytes=8 << 20)) as instance:
+        assert instance.wait_exact(WAIT_S)
+        assert instance.load is not None
+        made_bytes = instance.load.progress().stored_bytes_total
+        stored_bytes = instance.progress()["stored_bytes"]
+        assert stored_bytes == instance.progress()["fetched_bytes"] < path.stat().st_size < made_bytes
+        (share,) = [
+            span.attributes["wire_share"]
+            for span in instance.timeline.spans()
+            if "wire_share" in span.attributes
+        ]
+        assert share == pytest.approx(stored_bytes / made_bytes, rel=1e-3)

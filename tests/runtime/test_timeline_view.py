@@ -25,7 +25,51 @@ def test_the_figures_stand_above(drawn):
     first, second, third, *_ = drawn.split("\n")
     assert first == "first token after 4.63 s"
     assert second == "220 MB in 4.42 s (50 MB/s), 330 MB of weights"
-    assert third == "can answer after 1.61 s, exact after 4.62 s"
+    assert third == "draft there after 4.38 s, first token possible after 4.62 s, exact after 4.62 s"
+
+
+def moments(snapshot):
+    return picture_of(parse_snapshot(snapshot), max_layer_rows=40).figures
+
+
+def test_a_first_token_is_possible_with_the_weights_that_the_server_takes_it_from():
+    exact = cold_start(num_layers=8, layer_s=0.4)
+    assert moments(exact).possible_s == moments(exact).exact_s > moments(exact).draft_s
+    draft = cold_start(num_layers=8, layer_s=0.4)
+    (engine,) = [span for span in draft["spans"] if span["name"] == "engine runs"]
+    engine["attributes"]["first_token"] = "draft"
+    assert moments(draft).possible_s == moments(draft).draft_s
+    # An encoder's mark says nothing of tokens; one of an older version nothing at all.
+    engine.pop("attributes")
+    assert (moments(draft).possible, moments(draft).possible_s) == (
+        "first answer possible",
+        moments(draft).exact_s,
+    )
+    engine["name"] = "can answer"
+    assert moments(draft).possible_s == moments(draft).exact_s
+
+
+def test_nothing_is_possible_while_the_weights_arrive():
+    snapshot = cold_start(num_layers=8, layer_s=0.4)
+    snapshot["spans"] = [
+        span
+        for span in snapshot["spans"]
+        if span["name"] not in ("all weights exact", "load")
+        and span.get("attributes", {}).get("group") != "head"
+    ]
+    assert (moments(snapshot).draft_s, moments(snapshot).possible_s) == (None, None)
+
+
+def test_bytes_of_the_network_are_shown_where_the_load_makes_more_of_them():
+    snapshot = cold_start(num_layers=8, layer_s=0.4)
+    whole = render(snapshot, width=120, color=False)
+    mark = {"lane": "manifest", "name": "made of fewer bytes", "start_s": 0.2, "end_s": 0.2}
+    snapshot["spans"].append({**mark, "attributes": {"wire_share": 0.5}})
+    half = render(snapshot, width=120, color=False)
+    assert "220 MB in 4.42 s (50 MB/s)" in whole
+    assert "110 MB in 4.42 s (25 MB/s), 330 MB of weights" in half
+    peaks = [float(re.search(r"peak ([\d.]+) MB/s", drawn)[1]) for drawn in (whole, half)]
+    assert peaks[1] == pytest.approx(peaks[0] / 2, abs=1)
 
 
 def test_every_part_of_the_start_and_every_layer_has_a_row_in_order(drawn):

@@ -27,7 +27,7 @@ def cold_start(
     add("process", "import torch", 0.17, 1.52)
     add("model", "build", 1.53, 1.58)
     add("model", "KV pool", 1.58, 1.6)
-    add("process", "can answer", 1.61, 1.61)
+    add("process", "engine runs", 1.61, 1.61, first_token="exact")
     tiers = ("draft", "refine") if draft_tier else ("refine",)
     part, executed_s = 0, 1.7
     stored_bytes = 0

@@ -5,12 +5,25 @@ const PANELS = ["start", "playground", "kv", "load", "artifact"];
 const READS = mode === "pool" ? { load: readLoad } : { start: followStart, kv: readKv, load: readLoad, artifact: readArtifact, playground: () => readAdapters() };
 let current = "start", isReading = false;
 
+// Of a server whose engine runs, and whose weights are not all exact: what it answers with is a setting.
+function partialState() {
+  return start.load?.first_token === "exact" ? "takes requests, first token when all weights are exact" : "answers from its draft, still refining";
+}
+
 function showState({ state, model, error }) {
   byId("model").textContent = model;
-  byId("state").textContent = { loading: "loading", partial: "answers, still refining", ready: "ready", failed: "failed", draining: "draining" }[state] ?? state;
+  byId("state").textContent = { loading: "loading", partial: partialState(), ready: "ready", failed: "failed", draining: "draining" }[state] ?? state;
   byId("state").className = `state ${state}`;
   if (error) byId("state").title = error;
   document.title = `${model} · Teneral`;
+}
+
+// Whether the server is still there: after its start no event says so. (/readyz would be an error in the browser's
+// console while it is not ready.)
+async function readState() {
+  if (mode !== "server") return;
+  await ask("/livez");
+  if (start.load) showState(start.load);
 }
 
 function showTrouble(error) {
@@ -49,7 +62,10 @@ async function refresh() {
   isReading = read !== followStart;
   try {
     await read();
-    if (read !== followStart) showTrouble("");
+    if (read !== followStart) {
+      await readState();
+      showTrouble("");
+    }
   } catch (error) {
     showTrouble(error);
   } finally {

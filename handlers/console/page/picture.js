@@ -60,9 +60,10 @@ function layerRows(of) {
     if (!layers.has(name)) layers.set(name, { order: Infinity, bars: [], marks: [], bytes: 0 });
     return layers.get(name);
   };
+  const share = wireShareOf(of);
   for (const lane of LOAD_LANES) {
     for (const span of of(lane)) {
-      const { group, tier = "", part, bytes: size = 0 } = span.attributes;
+      const { group, tier = "", part, bytes: own = 0 } = span.attributes, size = Math.round(lane === "fetch" ? share * own : own);
       if (typeof group !== "string") continue;
       const one = layer(group);
       const name = tier ? `${group} ${tier}` : group;
@@ -133,13 +134,18 @@ function figuresOf(of, now) {
   const queued = of("request").find(span => span.name === "queued" || span.name === "prefill");
   const exact = mark("all weights exact");
   const said = decision?.attributes ?? {};
+  const engine = of("process").find(span => ["engine runs", "can answer"].includes(span.name));
+  const mode = engine?.attributes.first_token, draft = draftOf(of("ready"));
+  const needed = ["draft", "sketch"].includes(mode) && draft !== null && exact !== null ? draft : exact;
+  const share = wireShareOf(of);
   const predicts = decision && begin !== null && Number.isFinite(said.exact_s);
   return {
-    begin, exact, canAnswer: mark("can answer"), failure: failed ? String(failed.attributes.error ?? "failed") : "",
+    begin, exact, draft, engine: engine?.start_s ?? null, possible: engine && needed !== null ? Math.max(engine.start_s, needed) : null,
+    possibleName: mode ? "first token possible" : "first answer possible", failure: failed ? String(failed.attributes.error ?? "failed") : "",
     firstToken: firsts.length ? Math.min(...firsts) : null,
     asked: queued ? queued.start_s : null,
     isEarly: queued !== undefined && exact !== null && queued.start_s < exact,
-    stored: load?.attributes.stored_bytes ?? parts.reduce((sum, span) => sum + (span.attributes.bytes ?? 0), 0),
+    stored: share * (load?.attributes.stored_bytes ?? parts.reduce((sum, span) => sum + (span.attributes.bytes ?? 0), 0)),
     weights: load?.attributes.weight_bytes ?? 0,
     fetchS: load ? load.end_s - load.start_s : begin === null ? 0 : Math.max(0, now - begin),
     decision: decision?.name ?? "", outcome: outcomeOf(of("draft")),
@@ -147,6 +153,17 @@ function figuresOf(of, now) {
     predictedToken: predicts ? begin + said.exact_s + (said.token_s ?? 0) : null,
   };
 }
+
+// When the last group's draft was there; null while a group has none.
+function draftOf(marks) {
+  const groups = { draft: new Map(), exact: new Map() };
+  for (const { start_s: at, attributes: { group, tier } } of marks) groups[tier]?.set(group, at);
+  const isWhole = groups.draft.size > 0 && [...groups.exact.keys()].every(group => groups.draft.has(group));
+  return isWhole ? Math.max(...groups.draft.values()) : null;
+}
+
+// Bytes that crossed the network for one of the load's, which a GGUF file's source makes of fewer.
+const wireShareOf = of => of("manifest").find(span => span.attributes.wire_share > 0)?.attributes.wire_share ?? 1;
 
 function outcomeOf(spans) {
   const last = spans.find(span => span.name === "exact from here on");

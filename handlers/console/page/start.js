@@ -46,20 +46,21 @@ function drawHero(picture) {
   const forecast = load?.forecast;
   if (forecast && start.forecast === null) start.forecast = start.snapshot.now_s + forecast.first_token_s;
   const predicted = figures.predictedToken ?? start.forecast;
-  const ready = Math.max(figures.exact ?? 0, figures.canAnswer ?? 0);
+  const ready = Math.max(figures.exact ?? 0, figures.engine ?? 0);
+  const hasDraft = figures.exact !== null || (progress?.groups > 0 && progress.groups_draft === progress.groups);
   const isLoading = share !== null && share < 1 && !figures.failure;
   let title, lead = "";
   if (figures.failure) title = heading(`The cold start failed: ${figures.failure}`);
   else if (isLoading) {
     title = heading([el("em", {}, percent(share)), " of the weights are here"]);
-    lead = forecast ? `${bytes(forecast.rate_bytes_per_s)}/s · first token ${forecast.is_upper_bound ? "within" : "in"} about ${seconds(Math.max(0, forecast.first_token_s))}` : "measuring the link";
+    lead = forecast ? `${bytes(forecast.rate_bytes_per_s)}/s · first token ${forecast.is_upper_bound || load.first_token !== "exact" ? "within" : "in"} about ${seconds(Math.max(0, forecast.first_token_s))}` : "measuring the link";
   } else if (figures.isEarly && figures.firstToken !== null) {
     title = heading(["First token after ", el("em", {}, seconds(figures.firstToken))]);
-    lead = predicted === null ? "from the start of the process" : `predicted ${seconds(predicted)}: ${differenceOf(figures.firstToken, predicted)}`;
+    lead = predicted === null ? "from the start of the process" : forecastOf(predicted, figures.firstToken);
   } else if (ready) {
     title = heading(["Ready after ", el("em", {}, seconds(ready))]);
     lead = figures.predictedExact !== null && figures.exact !== null
-      ? `all exact predicted ${seconds(figures.predictedExact)}: ${differenceOf(figures.exact, figures.predictedExact)}`
+      ? `all exact: ${forecastOf(figures.predictedExact, figures.exact)}`
       : "from the start of the process; no request waited for it";
   } else title = heading("No token yet");
   show(byId("start-hero"), title, lead ? el("p", { class: "lead" }, lead) : null,
@@ -67,7 +68,8 @@ function drawHero(picture) {
       stack([{ kind: "fetch", amount: share }], 1, "")) : null);
   byId("start-hero").querySelector(".progress svg")?.setAttribute("aria-hidden", "true");
   show(byId("start-cards"), cards([
-    figures.canAnswer !== null && ["can answer after", seconds(figures.canAnswer)],
+    figures.draft !== null && hasDraft && ["draft there after", seconds(figures.draft)],
+    figures.possible !== null && [`${figures.possibleName} after`, seconds(figures.possible)],
     figures.exact !== null && ["all exact after", seconds(figures.exact)],
     figures.stored > 0 && ["fetched", `${bytes(progress && isLoading ? progress.fetched_bytes : figures.stored)}${isLoading && progress.stored_bytes ? ` of ${bytes(progress.stored_bytes)}` : ""}`],
     figures.stored > 0 && figures.fetchS > 0 && ["on average", `${bytes((progress && isLoading ? progress.fetched_bytes : figures.stored) / figures.fetchS)}/s`],
@@ -78,9 +80,11 @@ function drawHero(picture) {
   ]));
 }
 
-function differenceOf(actual, predicted) {
-  const share = (actual - predicted) / predicted;
-  return Math.abs(share) < 0.005 ? "as predicted" : `${percent(Math.abs(share))} ${share > 0 ? "later" : "sooner"}`;
+// A forecast with its error, in shares of what it took: one that was too long is no gain.
+function forecastOf(predicted, actual) {
+  const error = predicted - actual, sign = error > 0 ? "+" : "−";
+  if (Math.abs(error) < 0.005 * actual) return `forecast ${seconds(predicted)}`;
+  return `forecast ${seconds(predicted)}, wrong by ${sign}${seconds(Math.abs(error))} (${sign}${percent(Math.abs(error) / actual)})`;
 }
 
 function drawExplained({ end, share, parts }) {
@@ -127,7 +131,7 @@ function takeEvent(event) {
   drawStart();
 }
 
-// Follow the start by its events; after its end, look now and then for the first request's token.
+// Follow the start by its events; after its end, look now and then for the first request's token, and for the server.
 async function followStart() {
   if (start.stream) return;
   start.stream = new AbortController();
@@ -139,6 +143,7 @@ async function followStart() {
     } else if (!pictureOf(start.snapshot).figures.firstToken) {
       takeEvent({ ...await getJson("/timeline"), isWhole: true });
     }
+    await readState();
     showTrouble("");
   } catch (error) {
     if (error.name !== "AbortError") showTrouble(error);

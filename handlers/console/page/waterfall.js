@@ -51,9 +51,9 @@ function drawWaterfall(picture, width) {
 }
 
 function momentsOf(picture) {
-  const { canAnswer, exact, firstToken, predictedToken, isEarly } = picture.figures;
-  return [[canAnswer, "answer", "can answer"], [exact, "all-exact", "exact"], [firstToken, "token", "first token"],
-    [isEarly || picture.isLoading ? predictedToken : null, "predicted", "predicted"]]
+  const { possible, possibleName, exact, firstToken, predictedToken, isEarly } = picture.figures;
+  return [[possible === exact ? null : possible, "answer", possibleName], [exact, "all-exact", "exact"], [firstToken, "token", "first token"],
+    [isEarly || picture.isLoading ? predictedToken : null, "predicted", "forecast"]]
     .filter(([at]) => at !== null && at <= picture.end).sort((a, b) => a[0] - b[0]);
 }
 

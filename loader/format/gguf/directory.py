@@ -77,6 +77,13 @@ class GgufDirectory:
         """
         return self._open().model.conversions
 
+    @property
+    def wire_share(self) -> float:
+        """Bytes of the file that are read for one byte of model.safetensors. Raises as `conversions`."""
+        content = self._open()
+        read_bytes = sum(piece.source.num_rows * piece.source.row_bytes for piece in content.pieces)
+        return read_bytes / content.size_bytes
+
     def stat(self, name: str) -> ObjectInfo:
         content = self._open()
         if name == WEIGHTS_NAME:

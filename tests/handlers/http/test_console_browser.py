@@ -170,6 +170,19 @@ def test_the_start_is_seen_as_it_happens(browser: Browser, slow_server: Server, 
     visit.close()
 
 
+def test_a_server_that_has_ended_is_not_shown_as_ready(browser: Browser, folder: Path) -> None:
+    server = Server(folder / "bucket" / "model", "--name", "tiny")
+    server.ask("POST", "/v1/completions", {"prompt": "hello", "max_tokens": 1, "ignore_eos": True})
+    visits = [Visit(browser, url_of(server), "desktop", path=path) for path in ("/", "/#playground", "/#kv")]
+    for visit in visits:
+        expect(visit.page.locator("#state")).to_have_text("ready", timeout=WAIT_MS)
+    server.close()
+    for visit in visits:
+        expect(visit.page.locator("#state")).to_have_text("the server does not answer", timeout=WAIT_MS)
+        assert "trouble" in (visit.page.locator("#state").get_attribute("class") or "")
+        visit.close()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", SIZES)
 def test_every_panel_of_a_warm_server(browser: Browser, warm_server: Server, size: str, scheme: str) -> None:

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from tests.support.instances import TinyParts
 from tests.support.load import MAX_SLOWDOWN, MIN_PATIENCE, patience_s, slowdown
 
 from teneral.loader.cache import folder as cache_folder
+from teneral.runtime.backends import choose
 
 ROOT = Path(__file__).parent.parent
 LOADED = """
@@ -74,6 +76,12 @@ def test_a_test_may_ask_for_the_caches_own_reserve(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(cache_folder.os, "fstatvfs", lambda _fd: full)
     folder = cache_folder.CacheFolder(tmp_path, budget_bytes=1 << 20)
     assert not folder.write(bytes(32), memoryview(b"part"))
+
+
+def test_models_of_tests_are_computed_as_users_models_are(tmp_path: Path) -> None:
+    """Torch, the reference, gives other bits under load: `build_model` chose it where no test named a backend."""
+    served = choose.BackendChoice().model_backends()
+    assert TinyParts.make("llama", tmp_path).model.executor.name == next(served).name
 
 
 def test_an_order_of_chance_runs_every_test_once_and_the_same_way_twice(tmp_path: Path) -> None:

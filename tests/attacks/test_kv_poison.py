@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.support.engine_rig import GREEDY, TIMEOUT_S
@@ -52,7 +53,7 @@ class PoisoningAllocator(BlockAllocator):
     def poison(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             slots = slice(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE)
-            self._storage.data[:, :, :, slots].fill_(torch.nan)
+            self._storage.data[:, :, :, slots] = np.nan
             self.num_poisoned += 1
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
-import torch
 from tests.support.early_rig import (
     GREEDY,
     TIMEOUT_S,
@@ -16,6 +16,7 @@ from tests.support.early_rig import (
 from tests.support.inspection import drafting_of, events_of, kv_of, state_of
 
 from teneral.loader.tools.pack.plan import TierOptions
+from teneral.runtime.kv.storage import by_block
 from teneral.runtime.step.batch import Epoch
 from teneral.runtime.step.requests import FinishReason, FirstToken, GenerationRequest, SamplingParams
 
@@ -133,8 +134,7 @@ def test_no_exact_token_uses_a_block_that_the_draft_has_written(artifact, expect
             assert drafted
             assert all(allocator.epoch(block) is Epoch.DRAFT for block in drafted)
         kv = kv_of(rig.engine)
-        by_block = kv.data.view(*kv.data.shape[:3], kv.num_blocks, kv.block_size, -1)
-        by_block[:, :, :, drafted] = torch.nan
+        by_block(kv.data, kv.num_blocks)[drafted] = np.nan
         rig.refine()
         for prompt, generation in zip(PROMPTS, generations, strict=True):
             assert generation.result(TIMEOUT_S).tokens == expected[prompt, GREEDY]

@@ -1,14 +1,17 @@
-"""Models over torch tensors, computed by torch unless a test names another backend."""
+"""Models over torch tensors, computed as users' models are unless a test names a backend."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
+from teneral.loader.format.manifest import Tier
 from teneral.runtime import weights
+from teneral.runtime.backends.choose import BackendChoice
 from teneral.runtime.backends.torch.backend import TorchBackend
 from teneral.runtime.backends.torch.layers import product_of
 from teneral.runtime.backends.torch.tensors import TORCH_DTYPES, ComputePolicy, to_numpy, to_torch
@@ -53,11 +56,40 @@ def build_model(
     config: Mapping[str, Any],
     weights: weights.Weights,
     *,
-    policy: ComputePolicy | None = None,
     backends: Iterable[ExecutorFactory] | None = None,
     **files: Any,
 ) -> Any:
-    return build.build_model(config, weights, backends or [TorchBackend(policy)], **files)
+    """A model of `backends`, by default of those that the product chooses without a setting: the native core first, in
+    one thread, because the tests' processes share the cores. It promises equal bits for equal requests, in any batch
+    and under any load; torch, the reference in tests of backends, does not.
+    """
+    return build.build_model(config, weights, backends or BackendChoice(threads=1).model_backends(), **files)
+
+
+def torch_model(
+    config: Mapping[str, Any], weights: weights.Weights, *, policy: ComputePolicy | None = None, **files: Any
+) -> Any:
+    """A model that torch computes, for tests of torch's backend."""
+    return build_model(config, weights, backends=[TorchBackend(policy)], **files)
+
+
+class WaitedGate:
+    """A gate that opens when `wait` is called, which a pass does layer by layer."""
+
+    def __init__(self, wait: Callable[[], object]) -> None:
+        self._wait = wait
+
+    def __call__(self) -> None:
+        self._wait()
+
+    def opens(self, timeout_s: float, tier: Tier = Tier.REFINE) -> bool:
+        if timeout_s > 0:
+            self._wait()
+        return timeout_s > 0
+
+    def reading(self, tier: Tier) -> AbstractContextManager[None]:
+        self._wait()
+        return nullcontext()
 
 
 def product(projection: Projection) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.models import DictWeights, build_model, embed
+from tests.support.models import DictWeights, WaitedGate, build_model, embed, torch_model
 from tests.support.tiny_classifiers import save_classifier, tiny_classifier
 from tests.support.tiny_models import ENCODERS, config_json, save_tiny, tensors_of
 
@@ -35,7 +35,7 @@ TEXTS = [[5 + index % 200 for index in range(length)] for length in (3, 40, 3, 1
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scores_are_those_of_transformers(family, dtype):
     oracle = tiny_classifier(family, dtype)
-    model = build_model(config_json(oracle), DictWeights(tensors_of(oracle)))
+    model = torch_model(config_json(oracle), DictWeights(tensors_of(oracle)))
     assert model.config.labels == ("routine", "urgent", "spam")
     tolerance = 1e-4 if dtype == torch.float32 else 0.1
     torch.testing.assert_close(
@@ -64,7 +64,7 @@ def test_the_head_waits_at_a_gate_of_its_own():
     class Recording(DictWeights):
         def gate(self, names):
             names = list(names)
-            return lambda: asked.append(names)
+            return WaitedGate(lambda: asked.append(names))
 
     build_model(config_json(oracle), Recording(tensors_of(oracle))).embed(TEXTS[:1])
     assert set(asked[-1]) == {

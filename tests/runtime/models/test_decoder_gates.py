@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 from tests.support.decoding import Stepper, prompt_of
-from tests.support.models import DictWeights, build_model
+from tests.support.models import DictWeights, WaitedGate, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 
 from teneral.loader.errors import UnavailableError
-from teneral.loader.format.manifest import Tier
 from teneral.runtime.weights import Gate
-
-
-class ArrivingGate:
-    """Opens when `wait` is called."""
-
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self._wait = wait
-
-    def __call__(self) -> None:
-        self._wait()
-
-    def opens(self, timeout_s: float, tier: Tier = Tier.REFINE) -> bool:
-        self._wait()
-        return True
-
-    def reading(self, tier: Tier) -> AbstractContextManager[None]:
-        self._wait()
-        return nullcontext()
 
 
 class ArrivingWeights(DictWeights):
@@ -55,7 +35,7 @@ class ArrivingWeights(DictWeights):
             for name in names:
                 self.in_torch(name).copy_(self._finished[name])
 
-        return ArrivingGate(wait)
+        return WaitedGate(wait)
 
 
 def arriving(family: str = "llama", *, broken: str = "", **overrides: Any) -> tuple[Any, ArrivingWeights]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 from tests.support.decoding import Stepper, oracle_greedy, oracle_logits, prompt_of
-from tests.support.models import DictWeights, build_model, forward
+from tests.support.models import DictWeights, forward, torch_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model, transformers
 
 from teneral.loader.artifact import open_artifact
@@ -93,7 +93,7 @@ def both(variant: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Decoder
 
 
 def decoder_of(oracle: Any, tensors: dict[str, torch.Tensor]) -> Decoder:
-    decoder = build_model(config_json(oracle), DictWeights(tensors))
+    decoder = torch_model(config_json(oracle), DictWeights(tensors))
     assert isinstance(decoder, Decoder)
     return decoder
 
@@ -129,7 +129,7 @@ def test_a_head_of_its_own_counts_although_the_config_says_tied(tmp_path, is_pac
         load.start()
         for group in range(len(load.manifest.groups)):
             load.wait(group)
-        decoder = build_model(config, StreamedWeights(load))
+        decoder = torch_model(config, StreamedWeights(load))
         ours = Stepper(decoder).step({"a": prompt})["a"]
     folder.close()
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.decoding import prompt_of
-from tests.support.models import DictWeights, build_model, embed
+from tests.support.models import DictWeights, WaitedGate, build_model, embed, torch_model
 from tests.support.tiny_models import ENCODERS, config_json, tensors_of, tiny_model
 
 from teneral.runtime.errors import ContextLengthError, RequestError
@@ -33,7 +33,7 @@ def both(
     **overrides: Any,
 ) -> tuple[Any, Encoder]:
     oracle = tiny_model(family, dtype=dtype, **overrides)
-    encoder = build_model(
+    encoder = torch_model(
         config_json(oracle),
         DictWeights(tensors_of(oracle)),
         modules=[*MODULES, NORMALIZE] if normalize else MODULES,
@@ -101,7 +101,7 @@ def test_names_from_tensorflow_are_understood():
         ): tensor
         for name, tensor in tensors_of(oracle).items()
     }
-    old = build_model(config_json(oracle), DictWeights(renamed), modules=MODULES, pooling=POOLING["mean"])
+    old = torch_model(config_json(oracle), DictWeights(renamed), modules=MODULES, pooling=POOLING["mean"])
 
     assert torch.equal(embed(old, texts(9)), embed(encoder, texts(9)))
 
@@ -114,7 +114,7 @@ def test_each_gate_is_asked_once_a_batch_before_its_layer():
         def gate(self, names):
             number = len(log_of_gates)
             log_of_gates.append(list(names))
-            return lambda: log.append(number)
+            return WaitedGate(lambda: log.append(number))
 
     log_of_gates: list[list[str]] = []
     encoder = build_model(config_json(oracle), Recording(tensors_of(oracle)))

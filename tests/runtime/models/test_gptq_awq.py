@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tests.support.decoding import Stepper, prompt_of
 from tests.support.gptq_awq_checkpoints import foreign_checkpoint
-from tests.support.models import DictWeights, build_model, product
+from tests.support.models import DictWeights, product, torch_model
 from tests.support.quantized import AWQ, GPTQ
 from tests.support.quantized import ForeignMatrix as Matrix
 from tests.support.tiny_models import tiny_model
@@ -259,9 +259,9 @@ def test_a_checkpoint_computes_what_its_integers_mean(kind):
     config, checkpoint, floats = foreign_model(note, act_order=act_order)
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
 
-    ours = logits_of(build_model(config, DictWeights(checkpoint)))
+    ours = logits_of(torch_model(config, DictWeights(checkpoint)))
 
-    expected = logits_of(build_model(plain, DictWeights(floats)))
+    expected = logits_of(torch_model(plain, DictWeights(floats)))
     torch.testing.assert_close(ours, expected, atol=2e-3, rtol=2e-3)
 
 
@@ -276,10 +276,10 @@ def test_a_checkpoint_in_fp16_is_computed_in_bf16_where_that_is_fast(kind):
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     policy = ComputePolicy(CpuDtypes(bfloat16=True, float16=False))
 
-    decoder = build_model(config, DictWeights(checkpoint), policy=policy)
+    decoder = torch_model(config, DictWeights(checkpoint), policy=policy)
     ours = logits_of(decoder)
 
-    expected = logits_of(build_model(plain, DictWeights(floats)))
+    expected = logits_of(torch_model(plain, DictWeights(floats)))
     assert isinstance(decoder, Decoder)
     assert decoder.dtype is DType.BF16
     assert torch.cosine_similarity(ours, expected, dim=-1).min() > 0.998
@@ -311,11 +311,11 @@ def test_a_checkpoint_is_packed_and_served_as_it_is(tmp_path, kind, way):
     with closing(source), WeightLoad(source, open_artifact(source)) as load:
         for group in load.manifest.groups:
             load.slab(group.index)[:] = 0xFF
-        decoder = build_model(config, StreamedWeights(load))
+        decoder = torch_model(config, StreamedWeights(load))
         load.start()
         ours = logits_of(decoder)
 
-    expected = logits_of(build_model(config, DictWeights(checkpoint)))
+    expected = logits_of(torch_model(config, DictWeights(checkpoint)))
     torch.testing.assert_close(ours, expected, atol=2e-3, rtol=2e-3)
 
 
@@ -326,10 +326,10 @@ def test_a_quantised_head_counts_where_the_config_says_tied(note):
     checkpoint |= head.tensors("lm_head")
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
 
-    ours = logits_of(build_model(config, DictWeights(checkpoint)))
+    ours = logits_of(torch_model(config, DictWeights(checkpoint)))
 
     untied = {**floats, "lm_head.weight": head.weight()}
-    expected = logits_of(build_model({**plain, "tie_word_embeddings": False}, DictWeights(untied)))
+    expected = logits_of(torch_model({**plain, "tie_word_embeddings": False}, DictWeights(untied)))
     torch.testing.assert_close(ours, expected, atol=2e-3, rtol=2e-3)
 
 
@@ -337,11 +337,11 @@ def test_a_tensor_of_a_layer_that_nothing_computes_with_is_refused_by_name():
     """AWQ divides the inputs of some activations by scales that lie next to them."""
     config, checkpoint, _ = foreign_model(AWQ)
     without_effect = {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(8)}
-    build_model(config, DictWeights(checkpoint | without_effect))
+    torch_model(config, DictWeights(checkpoint | without_effect))
 
     scales = {"model.layers.1.mlp.act.scales": torch.ones(128)}
     with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.act\.scales"):
-        build_model(config, DictWeights(checkpoint | scales))
+        torch_model(config, DictWeights(checkpoint | scales))
 
 
 def test_what_was_converted_from_a_draft_is_not_kept():

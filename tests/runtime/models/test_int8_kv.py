@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.support.decoding import Stepper, prompt_of
 from tests.support.load import patience_s
-from tests.support.models import DictWeights, build_model
+from tests.support.models import DictWeights, torch_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
 
@@ -20,7 +20,7 @@ WAIT_S = patience_s(60)
 
 def decoder_of(family: str, dtype: torch.dtype = torch.float32):
     oracle = tiny_model(family, dtype=dtype)
-    return build_model(config_json(oracle), DictWeights(tensors_of(oracle)))
+    return torch_model(config_json(oracle), DictWeights(tensors_of(oracle)))
 
 
 def logits(decoder, kind: KVKind, prompt: list[int], *, step: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tests.support.decoding import Stepper, prompt_of
-from tests.support.models import DictWeights, build_model, product
+from tests.support.models import DictWeights, product, torch_model
 from tests.support.quantized import slow_dequantize
 from tests.support.tiny_models import save_tiny, tiny_model
 
@@ -248,7 +248,7 @@ def floats_of(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> tuple
 
 
 def logits_of(config: dict[str, Any], tensors: dict[str, torch.Tensor], prompt: list[int]) -> torch.Tensor:
-    decoder = build_model(config, DictWeights(tensors))
+    decoder = torch_model(config, DictWeights(tensors))
     assert isinstance(decoder, Decoder)
     stepper = Stepper(decoder)
     return torch.cat([stepper.step({"a": tokens})["a"] for tokens in (prompt[:-1], prompt[-1:])])
@@ -270,7 +270,7 @@ def test_a_quantised_model_computes_what_the_weights_that_are_meant_do(tmp_path,
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_every_family_runs_quantised_in_the_dtype_that_it_had(tmp_path, family):
     config, tensors = quantized(tmp_path, "int4", family)
-    decoder = build_model(config, DictWeights(tensors))
+    decoder = torch_model(config, DictWeights(tensors))
     assert decoder.dtype is DType.BF16
     assert decoder.new_kv(2, 4).dtype is DType.BF16
     prompt = prompt_of(20)
@@ -301,7 +301,7 @@ def test_a_model_whose_scale_of_the_embeddings_is_missing_is_refused_by_name(tmp
     del tensors["model.embed_tokens.weight_scale"]
 
     with pytest.raises(ModelError, match=r"no model\.embed_tokens\.weight_scale"):
-        build_model(config, DictWeights(tensors))
+        torch_model(config, DictWeights(tensors))
 
 
 @pytest.mark.parametrize("name", ["model.embed_tokens", "lm_head", "model.layers.0.self_attn.o_proj"])
@@ -310,4 +310,4 @@ def test_a_scale_of_another_shape_is_refused_by_name(tmp_path, name):
     tensors[f"{name}.weight_scale"] = tensors[f"{name}.weight_scale"][:-1]
 
     with pytest.raises(ModelError, match=rf"{name}\.weight_scale has shape"):
-        build_model(config, DictWeights(tensors))
+        torch_model(config, DictWeights(tensors))

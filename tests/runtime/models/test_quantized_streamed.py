@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.support.decoding import Stepper, prompt_of
 from tests.support.models import build_model, forward
+from tests.support.native import widened
 from tests.support.paced import PacedSource, reads_of
 from tests.support.tiny_models import save_tiny
 
@@ -23,6 +24,7 @@ from teneral.loader.load.plan import RowParts
 from teneral.loader.sources.open import open_source, open_store
 from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.pack.quantize_plan import QuantizeOptions
+from teneral.runtime.backends.native.backend import NativeBackend
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.models.matrices import IntegerMatrix
 from teneral.runtime.weights import StreamedWeights
@@ -48,9 +50,17 @@ def poison(load: WeightLoad) -> None:
 
 
 def decoder_over(load: WeightLoad, source: PacedSource) -> Decoder:
-    decoder = build_model(json.loads(read_file(source, load.manifest, "config.json")), StreamedWeights(load))
+    decoder = build_model(
+        json.loads(read_file(source, load.manifest, "config.json")),
+        StreamedWeights(load),
+        backends=[NativeBackend()],
+    )
     assert isinstance(decoder, Decoder)
     return decoder
+
+
+def embedded(decoder: Decoder, rows: np.ndarray) -> np.ndarray:
+    return widened(decoder.executor.embed(Stepper(decoder).batch({"a": rows.tolist()})))
 
 
 def finished_logits(artifact: Path, steps: list[list[int]]) -> list[torch.Tensor]:
@@ -94,15 +104,15 @@ def test_a_step_begins_with_the_scales_and_the_rows_of_its_tokens(artifact):
         decoder = decoder_over(load, source)
         load.want_parts(asked)
         load.start()
-        gate, embeddings = decoder.weights.entry_gate, decoder.executor.embeddings
+        gate = decoder.weights.entry_gate
         gate(rows)
-        begun = embeddings(torch.from_numpy(rows))
+        begun = embedded(decoder, rows)
         assert not gate.opens(np.array([far]), 0.0)
         rest.release()
         gate(np.array([far]))
         load.join()
-        assert torch.equal(begun, embeddings(torch.from_numpy(rows)))
-        assert embeddings(torch.tensor([far])).isfinite().all()
+        np.testing.assert_array_equal(begun, embedded(decoder, rows))
+        assert np.isfinite(embedded(decoder, np.array([far]))).all()
 
 
 def test_there_is_no_draft_so_a_pass_over_one_is_exact(artifact):

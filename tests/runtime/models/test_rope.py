@@ -6,7 +6,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 from tests.support.decoding import Stepper, oracle_logits, prompt_of
-from tests.support.models import DictWeights, build_model
+from tests.support.models import DictWeights, torch_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 
 from teneral.runtime.backends.torch.layers import RopeTable, rotate_
@@ -69,7 +69,7 @@ def test_dynamic_scaling_beyond_the_trained_context_matches_a_prefill_of_that_le
     monkeypatch.setattr(DecoderConfig, "from_json", lambda data: longer)
     prompt = prompt_of(32 * stretch)
 
-    ours = Stepper(build_model({"model_type": "llama"}, DictWeights(tensors_of(oracle)))).step({"a": prompt})[
+    ours = Stepper(torch_model({"model_type": "llama"}, DictWeights(tensors_of(oracle)))).step({"a": prompt})[
         "a"
     ]
 
@@ -86,7 +86,7 @@ def test_a_decoder_with_partial_rotation_runs_and_differs_from_a_full_one(monkey
     logits = []
     for each in (full, partial):
         monkeypatch.setattr(DecoderConfig, "from_json", lambda data, chosen=each: chosen)
-        logits.append(Stepper(build_model(config, weights)).step(prompt)["a"])
+        logits.append(Stepper(torch_model(config, weights)).step(prompt)["a"])
     full_logits, partial_logits = logits
 
     assert torch.equal(full_logits[0], partial_logits[0]), "position 0 is not turned at all"

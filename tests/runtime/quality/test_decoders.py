@@ -165,6 +165,7 @@ def test_the_figures_do_not_depend_on_how_many_logits_fit(draft, exact, monkeypa
 
 def test_the_models_are_left_as_they_were(exact):
     model = decoder_of(exact)
+    assert model.is_exact  # which it remembers
     before = dict(vars(model))
 
     compare_decoders(model, model, prompt_of(20))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.support.faulty_loads import FaultyStore, faulty_store, first_ranges
 from tests.support.inspection import connections_of
-from tests.support.load import patience_s
+from tests.support.load import patience_s, slowdown
 from tests.support.store_certificate import write_certificate
 from tests.support.store_fault_mix import FaultMix, RandomFaults
 from tests.support.store_faults import Fault, FaultHook
@@ -131,13 +131,13 @@ def test_a_second_answer_that_is_silent_too_is_asked_for_a_third_time(store: Fau
 
 def test_with_hedging_off_a_silent_connection_is_left_at_the_time_limit(store: FaultyStore) -> None:
     store.set_fault(first_ranges(2, Fault(stall_after_bytes=5_000), after=4))
-    done = store.load(hedge_after_s=0, read_timeout_s=0.3)
+    done = store.load(hedge_after_s=0, read_timeout_s=0.3 * slowdown())
     assert (done.web.hedges, done.web.retries, done.web.resumed) == (0, 2, 2)
 
 
 def test_with_hedging_off_a_trickle_is_cut_at_the_lowest_rate_and_resumed(store: FaultyStore) -> None:
     store.set_fault(first_ranges(2, Fault(rate_bytes_s=5_000), after=4))
-    done = store.load(hedge_after_s=0, read_timeout_s=0.3, min_rate_bytes_s=10_000)
+    done = store.load(hedge_after_s=0, read_timeout_s=0.3 * slowdown(), min_rate_bytes_s=10_000)
     assert done.web.retries == 2
     assert done.web.resumed == 2
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.load import patience_s
+from tests.support.load import patience_s, slowdown
 from tests.support.store_certificate import write_certificate
 from tests.support.store_faults import Fault, on_requests
 from tests.support.store_http import Request as ServerRequest
@@ -118,7 +118,7 @@ def test_a_silent_server_is_left_and_the_rest_is_asked_of_another_connection(
     server: StoreServer, opened: Callable[..., HttpSource]
 ) -> None:
     server.set_fault(on_requests({0: Fault(stall_after_bytes=300_000)}))
-    source = opened(f"{server.url}/models/m", read_timeout_s=0.2)
+    source = opened(f"{server.url}/models/m", read_timeout_s=0.3 * slowdown())
     assert read(source) == DATA
     assert starts(server)[-1] == 300_000
     assert server.num_connections == 2
@@ -414,7 +414,7 @@ def test_tls_reads_and_resumes(
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     faults = {1: Fault(cut_after_bytes=50_000), 2: Fault(stall_after_bytes=200_000)}
     tls_server.set_fault(on_requests(faults))
-    source = opened(f"{tls_server.url}/models/m", read_timeout_s=0.3)
+    source = opened(f"{tls_server.url}/models/m", read_timeout_s=0.3 * slowdown())
     for _ in range(2):
         assert read(source) == DATA
     assert starts(tls_server) == [0, 0, 50_000, 250_000]

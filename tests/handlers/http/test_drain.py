@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -281,11 +282,18 @@ def test_the_first_signal_after_a_failure_is_not_the_second() -> None:
         assert server.stdout.read() == "a part is damaged\n"
 
 
+def is_pending(process_id: int, number: int) -> bool:
+    """True if the process was sent this signal, and has not taken it yet."""
+    status = Path(f"/proc/{process_id}/status").read_text()
+    return bool(int(status.partition("ShdPnd:")[2].split()[0], 16) >> number - 1 & 1)
+
+
 def test_the_second_signal_after_a_failure_ends_the_process_at_once() -> None:
     with process(600, FAILING) as (server, url), invoke(url, 1_000_000) as response:
         response.readline()
         server.send_signal(signal.SIGTERM)
-        time.sleep(0.5)  # two signals that come together would be one
+        while is_pending(server.pid, signal.SIGTERM):  # two signals that come together would be one
+            time.sleep(0.01)
         server.send_signal(signal.SIGTERM)
         assert server.wait(timeout=patience_s(60)) == -signal.SIGTERM
 

@@ -14,9 +14,10 @@ import pytest
 from tests.support.fake_runtime_api import ARN, FakeRuntimeApi, Trouble
 from tests.support.instances import StagedInstance, TinyParts
 from tests.support.lambda_rig import running_loop
-from tests.support.load import patience_s
+from tests.support.load import patience_s, slowdown
 
 from teneral.handlers.platforms.aws_lambda import loop as loop_module
+from teneral.handlers.platforms.aws_lambda import runtime_api
 from teneral.handlers.platforms.aws_lambda.errors import MAX_RESPONSE_BYTES
 from teneral.handlers.platforms.aws_lambda.logs import JsonLines, TextLines
 from teneral.handlers.platforms.aws_lambda.runtime_api import RuntimeApiError
@@ -151,16 +152,19 @@ async def test_an_event_that_is_no_json_is_refused(api: FakeRuntimeApi, instance
 
 
 async def test_an_invocation_without_time_is_ended_before_lambda_ends_the_instance(
-    api: FakeRuntimeApi, instance: StagedInstance
+    api: FakeRuntimeApi, instance: StagedInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    limit_s = 2.0 * slowdown()
+    monkeypatch.setattr(runtime_api, "MARGIN_S", limit_s)  # of a loop that waits for its core
+    monkeypatch.setattr(runtime_api, "MARGIN_SHARE", 0.5)
     held = threading.Event()
 
     def handler(event: Any, context: Any) -> Any:
         return held.wait(patience_s(30)) if event == "hold" else "free"
 
     async with running_loop(api, instance, handler) as rig:
-        deadline_s = time.monotonic() + 1.0
-        outcome = await rig.invoke("hold", timeout_s=1.0)
+        deadline_s = time.monotonic() + limit_s
+        outcome = await rig.invoke("hold", timeout_s=limit_s)
         assert outcome.json["errorType"] == "CancelledError"
         assert outcome.answered_s < deadline_s
         assert (await rig.invoke("go")).json == "free"

@@ -40,7 +40,9 @@ class AdapterRoutes:
         self._unload = Decoder(UnloadBody)
 
     async def load(self, request: web.Request) -> web.Response:
-        """Returns when the adapter is there. Raises 403, and what its load failed with."""
+        """Returns when the adapter is there. The load ends with the request: when its client leaves,
+        and at the end of a drain. Raises 403, and what the load failed with.
+        """
         async with self._service.admission.body(request) as data:
             asked = self._load.decode(data)
         registry = await self._registry()
@@ -51,11 +53,12 @@ class AdapterRoutes:
             raise RequestError(f"{name[:200]!r} is the name of the base", param="lora_name")
         if asked.load_inplace and registry.is_registered(name):
             registry.unload(name)
-        await asyncio.to_thread(registry.load, name, address)
+        with registry.loading(name, address) as done:
+            await asyncio.wrap_future(done)
         return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload(self, request: web.Request) -> web.Response:
-        """Requests that use it go on. Raises 403, and 404 for an unknown name."""
+        """Requests that use it go on, a load of it ends. Raises 403, and 404 for an unknown name."""
         async with self._service.admission.body(request) as data:
             asked = self._unload.decode(data)
         registry = await self._registry()

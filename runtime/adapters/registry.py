@@ -18,6 +18,9 @@ import time
 import traceback
 import weakref
 from collections import OrderedDict, deque
+from collections.abc import Iterator
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
 
 from msgspec import Struct
 
@@ -91,6 +94,8 @@ class AdapterRegistry:
         self._changed = threading.Condition()
         self._adapters: OrderedDict[str, LoadedAdapter] = OrderedDict()  # the one used longest ago first
         self._addresses: dict[str, str] = {}  # of what `load` named
+        self._named_loads: dict[str, Future[None]] = {}  # those of `load` under way
+        self._own_sources: dict[LoadedAdapter, Source] = {}  # of adapters under way, named by `load`
         self._used_bytes = 0
         self._freed_bytes: deque[int] = deque()  # not yet taken off `_used_bytes`
         self._queue: queue.SimpleQueue[LoadedAdapter | None] = queue.SimpleQueue()
@@ -148,12 +153,41 @@ class AdapterRegistry:
     # -- for an operator ---------------------------------------------------------------------------------------
 
     def load(self, name: str, address: str) -> None:
-        """Have the adapter at this address found by this name, until `unload`. Blocks until it is there. Raises what
-        its load failed with; then nothing has changed.
+        """The blocking form of `loading`: returns when the adapter is there."""
+        with self.loading(name, address) as done:
+            done.result()
+
+    @contextmanager
+    def loading(self, name: str, address: str) -> Iterator[Future[None]]:
+        """Have the adapter at this address found by this name, until `unload`. The future is done when it is there, or
+        has what its load failed with: wait for it, and raise that error inside the context. A context that ends by an
+        error, a cancellation among them, cancels the load; then nothing has changed. Does not block.
         """
+        done = self._name(name, address)
+        is_there = False
+        try:
+            adapter = self.acquire(name)
+            try:
+                adapter.when_changed(lambda: _settle(done, adapter))
+                yield done
+                is_there = True
+            finally:
+                self._end_loading(name, done, is_there=is_there)
+                self.release(adapter)
+                self._cancel_unheld(adapter)
+        finally:
+            self._end_loading(name, done, is_there=is_there)
+
+    def _name(self, name: str, address: str) -> Future[None]:
         if not 0 < len(name) <= 256 or not name.isprintable():
             raise AdapterError("an adapter's name must be 1 to 256 printable characters", param="lora_name")
         with self._changed:
+            if name in self._named_loads:
+                raise AdapterError(
+                    f"the adapter {name!r} is being loaded",
+                    param="lora_name",
+                    hint="Wait for it, or unload it first: that cancels its load.",
+                )
             if name in self._addresses:
                 raise AdapterError(
                     f"the adapter {name!r} has already been loaded",
@@ -164,29 +198,31 @@ class AdapterRegistry:
                 raise AdapterError(f"there are {MAX_REGISTERED} adapters already", param="lora_name")
             self._drop(name)  # one of the template's
             self._addresses[name] = address
-        try:
-            adapter = self.acquire(name)
-            try:
-                done = threading.Event()
-                adapter.when_changed(lambda: done.set() if adapter.is_complete or adapter.failure else None)
-                done.wait()
-                if adapter.failure is not None:
-                    raise adapter.failure
-            finally:
-                self.release(adapter)
-        except BaseException:
-            with self._changed:
-                self._addresses.pop(name, None)
-                self._drop(name)
-            raise
+            self._named_loads[name] = done = Future()
+            return done
+
+    def _end_loading(self, name: str, done: Future[None], *, is_there: bool) -> None:
+        with self._changed:
+            if self._named_loads.get(name) is done:  # not unloaded meanwhile
+                del self._named_loads[name]
+                if not is_there:
+                    self._addresses.pop(name, None)
+                    self._drop(name)
 
     def unload(self, name: str) -> None:
-        """Forget the adapter. Requests that hold it go on. Raises `AdapterNotFoundError`."""
+        """Forget the adapter. Requests that hold it go on; a load by `load` that is under way is cancelled. Raises
+        `AdapterNotFoundError`.
+        """
         with self._changed:
             if name not in self._addresses and name not in self._adapters:
                 raise AdapterNotFoundError(f"the adapter {name[:200]!r} cannot be found", param="lora_name")
             self._addresses.pop(name, None)
             self._drop(name)
+            done = self._named_loads.pop(name, None)
+        if done is not None:
+            _fail(
+                done, AdapterUnavailableError(f"the adapter {name!r} was unloaded before its load was done")
+            )
 
     def listed(self) -> list[tuple[LoadedAdapter, bool]]:
         """Those that are there, and whether each was named by `load`."""
@@ -219,6 +255,9 @@ class AdapterRegistry:
             self._is_closed = True
             num_threads, self._num_threads = self._num_threads, 0
             self._changed.notify_all()
+            own = list(self._own_sources.values())
+        for each in own:
+            each.close()
         for _ in range(num_threads):
             self._queue.put(None)
         if self._source is not None:
@@ -270,15 +309,22 @@ class AdapterRegistry:
     def _load(self, adapter: LoadedAdapter) -> bytes:
         source, folder = self._source, self._folder.replace(FIELD, adapter.name)
         with self._changed:
+            self._require_wanted(adapter)
             is_registered = adapter.name in self._addresses
-        if is_registered or source is None:
-            address, digest = split_pin(adapter.address)
-            own = open_source(address, self._options)
-            try:
-                return self._read(adapter, own, "", digest)
-            finally:
-                own.close()
-        return self._read(adapter, source, folder)
+        if not is_registered and source is not None:
+            return self._read(adapter, source, folder)
+        address, digest = split_pin(adapter.address)
+        own = open_source(address, self._options)
+        try:
+            with self._changed:
+                self._require_wanted(adapter)
+                self._require_open()
+                self._own_sources[adapter] = own
+            return self._read(adapter, own, "", digest)
+        finally:
+            with self._changed:
+                self._own_sources.pop(adapter, None)
+            own.close()
 
     def _read(
         self, adapter: LoadedAdapter, source: Source, folder: str, digest: bytes | None = None
@@ -335,7 +381,7 @@ class AdapterRegistry:
             self._used_bytes += size_bytes
 
     def _fail(self, adapter: LoadedAdapter, error: TeneralError) -> None:
-        is_unwanted = isinstance(error, _UnwantedError)
+        is_unwanted = isinstance(error, _UnwantedError) or not (adapter.is_listed or adapter.num_pins)
         logger.log(logging.INFO if is_unwanted else logging.WARNING, "%s", error.message)
         _clear_frames(error)
         with self._changed:
@@ -343,6 +389,13 @@ class AdapterRegistry:
             if self._adapters.get(adapter.name) is adapter:
                 self._drop(adapter.name)
         adapter.finish(None, error)
+
+    def _cancel_unheld(self, adapter: LoadedAdapter) -> None:
+        """End the load of an adapter that no request can reach any more: its source's readers give up."""
+        with self._changed:
+            own = None if adapter.is_listed or adapter.num_pins else self._own_sources.get(adapter)
+        if own is not None:
+            own.close()
 
     def _freed(self, size_bytes: int) -> None:
         """Count arrays as freed. The collector calls it in any thread, whatever that thread holds, so it waits for no
@@ -382,9 +435,27 @@ class AdapterRegistry:
         while self._freed_bytes:
             self._used_bytes -= self._freed_bytes.popleft()
 
+    def _require_wanted(self, adapter: LoadedAdapter) -> None:
+        if not adapter.is_listed and not adapter.num_pins:
+            raise _UnwantedError(f"nothing asks for the adapter {adapter.name!r} any more")
+
     def _require_open(self) -> None:
         if self._is_closed:
             raise AdapterUnavailableError("the instance is shutting down")
+
+
+def _settle(done: Future[None], adapter: LoadedAdapter) -> None:
+    """Tell the future how the adapter's load ended, once it has."""
+    if adapter.failure is not None:
+        _fail(done, adapter.failure)
+    elif adapter.is_complete:
+        with suppress(InvalidStateError):  # unloaded, or given up
+            done.set_result(None)
+
+
+def _fail(done: Future[None], error: TeneralError) -> None:
+    with suppress(InvalidStateError):
+        done.set_exception(error)
 
 
 def _clear_frames(error: BaseException | None) -> None:

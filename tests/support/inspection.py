@@ -295,3 +295,15 @@ def record_sends(packer: Any, sent: list[int]) -> None:
     """Note the size of each copy of a `StepPacker` to its device from now on."""
     send = packer._uplink.send
     packer._uplink.send = lambda parts, into=None: (sent.append(sum(map(len, parts))), send(parts, into))[1]
+
+
+def is_reading_adapters(registry: Any) -> bool:
+    """True while an adapter that was loaded by name is read from its address."""
+    return bool(registry._own_sources)
+
+
+def run_job_at(places: Any, spec: Any, host: Any, lifetime: Any, meter: Any) -> Any:
+    """The coroutine of a batch job's run in stores of the test."""
+    from teneral.handlers.batch import job
+
+    return job._Job(spec, host, places, lifetime, meter).run()

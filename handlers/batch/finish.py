@@ -20,6 +20,7 @@ from ...loader.errors import AlreadyExistsError, NotFoundError, SourceError, Una
 from ...loader.format.json_object import Document, JsonObject
 from ...loader.sources.base import ObjectInfo
 from ...loader.sources.http.retry import pause_s
+from .claims import CLAIMS_FOLDER
 from .index import FORMAT_NAME, FORMAT_VERSION, JobIndex
 from .input import MAX_PARTS
 from .parts import PARTIAL_FOLDER, Input, PartInfo, Places, part_name, read_input, read_part, remove_quietly
@@ -75,7 +76,7 @@ def finish_job(places: Places, index: JobIndex, known: Mapping[int, PartInfo]) -
         except AlreadyExistsError:
             finished = read_finished(places, index) or finished
     write_file(places, index, finished)
-    _remove_partials(places)
+    _remove_leftovers(places)
     return finished
 
 
@@ -224,11 +225,12 @@ def parse_manifest(data: bytes) -> Finished:
     return Finished(top.digest("key").hex(), tuple(parts))
 
 
-def _remove_partials(places: Places) -> None:
-    """Remove what stopped workers left of parts that others have completed."""
-    try:
-        names = [info.name for info in islice(places.work.list(PARTIAL_FOLDER), MAX_PARTS)]
-    except SourceError:
-        return
-    for name in names:
-        remove_quietly(places.work, name)
+def _remove_leftovers(places: Places) -> None:
+    """Remove what workers that ended left of parts that others have completed."""
+    for folder in (PARTIAL_FOLDER, CLAIMS_FOLDER):
+        try:
+            names = [info.name for info in islice(places.work.list(folder), MAX_PARTS)]
+        except SourceError:
+            continue
+        for name in names:
+            remove_quietly(places.work, name)

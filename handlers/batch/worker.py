@@ -2,22 +2,22 @@
 there is time for another by the times of earlier ones.
 
 A few parts are open at a time, so that the last lines of one share the engine with the first of the
-next; at most that many parts of work are lost if the process is killed. There are no locks: a part
-computed by two workers is written once (`parts.put_part`). This module does not know how lines are
-answered, nor how a job begins and ends.
+next; at most that many parts of work are lost if the process is killed. Other workers' parts are
+left to them (`claims.py`), and a part that two computed nevertheless is written once
+(`parts.put_part`). This module does not know how lines are answered, nor how a job begins and ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..function.lifetime import Lifetime, calling_on_loop
 from .answers import Answers, Record
+from .claims import Claims
 from .index import JobIndex
 from .input import Embed, Line
 from .parts import (
@@ -39,6 +39,11 @@ MAX_EMBED_TEXTS = 32
 # Before the deadline, lines in progress are cancelled, and the finished ones of their parts kept.
 CUT_S = 1.5
 MAX_LEAVING_S = 5.0  # for that, without a deadline
+PULSE_S = 1.0  # between two looks at claims
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
 
 
 @dataclass(slots=True)
@@ -49,7 +54,7 @@ class _OpenPart:
     lines: list[Line]
     records: list[Record | None]
     num_answered: int = 0  # by this worker
-    begun_s: float = field(default_factory=time.monotonic)
+    begun_s: float = field(default_factory=_now_s)
 
 
 class Worker:
@@ -83,14 +88,16 @@ class Worker:
         self._turn = asyncio.Lock()
         self._window_lines = window
         self._max_open = self._count_open()
-        self._partials = partials
+        self._partials = set(partials)
+        self._claims = Claims(places.work)
         self._pace = PartPace()
         self._open: dict[int, _OpenPart] = {}
         self._answered_s: float | None = None  # time of the first record
         self._stopped_s: float | None = None
 
     async def run(self, order: Sequence[int]) -> None:
-        """Process these parts, as many as time allows. Ends early with the lifetime; otherwise
+        """Process these parts, as many as time allows; those that other workers compute are waited
+        for, and taken over if their workers are gone. Ends early with the lifetime; otherwise
         raises the error that ended it.
 
         Finished records of incomplete parts are left in the store, for the next worker.
@@ -99,24 +106,35 @@ class Worker:
         stopped = asyncio.Event()
         forget = self._lifetime.on_cancel(calling_on_loop(asyncio.get_running_loop(), stopped.set))
         watch = asyncio.create_task(_until(stopped))
+        pulse = asyncio.create_task(self._pulse())
         try:
-            while self._begin(waiting, tasks):
-                watched = {*tasks} if watch.done() else {*tasks, watch}
+            while self._begin(waiting, tasks) or (self._claims.is_waiting and self._has_time()):
+                watched = {*tasks, pulse} if watch.done() else {*tasks, pulse, watch}
                 done, _ = await asyncio.wait(
                     watched, timeout=self._patience_s(), return_when=asyncio.FIRST_COMPLETED
                 )
                 if watch in done:
-                    self._stopped_s = time.monotonic()
+                    self._stopped_s = _now_s()
                 elif not done:
                     break  # no time left
-                for task in done - {watch}:
+                for task in done - {watch, pulse}:
                     del tasks[task]
                     _raise_first(task)
+                if pulse in done:
+                    free = pulse.result()
+                    waiting.extend(free)
+                    self._partials.update(free)  # their workers may have left some records
+                    pulse = asyncio.create_task(self._pulse())
         finally:
             forget()
             watch.cancel()
-            await _end(tasks)
+            await _end([*tasks, pulse])
             await self._leave_partials()
+
+    async def _pulse(self) -> list[int]:
+        """Keep this worker's claims alive. Returns parts that others no longer hold."""
+        await asyncio.sleep(PULSE_S)
+        return await self._claims.pulse(is_idle=not self._open)
 
     def _begin(self, waiting: deque[int], tasks: dict[asyncio.Task[None], int]) -> bool:
         """Open parts while there is capacity and time. Returns whether any is open."""
@@ -139,13 +157,15 @@ class Worker:
         """The time to wait for open parts; None: unlimited."""
         left_s = self._lifetime.remaining_s() - CUT_S
         if self._stopped_s is not None:
-            left_s = min(left_s, self._stopped_s + self._drain_s - time.monotonic())
+            left_s = min(left_s, self._stopped_s + self._drain_s - _now_s())
         return None if left_s == math.inf else max(0.0, left_s)
 
     async def _do_part(self, number: int) -> None:
-        num_records = self._index.parts[number].num_records
-        if await asyncio.to_thread(is_there, self._places.work, number):
-            self._meter.part_done(num_records)  # written by another worker
+        # Looked for again once it is claimed: its worker may have written it in between.
+        if await self._is_done(number) or not await self._claims.take(number):
+            return
+        if await self._is_done(number):
+            await self._claims.release([number])
             return
         lines = await asyncio.to_thread(
             read_lines, self._places.input, self._input_version, self._index, number
@@ -161,6 +181,13 @@ class Worker:
                 group.create_task(self._answer(part, indices))
         await self._write(part)
 
+    async def _is_done(self, number: int) -> bool:
+        """True if another worker has written the part."""
+        is_done = await asyncio.to_thread(is_there, self._places.work, number)
+        if is_done:
+            self._meter.part_done(self._index.parts[number].num_records)
+        return is_done
+
     async def _answer(self, part: _OpenPart, indices: list[int]) -> None:
         """Answer some lines of one part: one, or several to embed together. Frees its place in the
         window.
@@ -175,7 +202,7 @@ class Worker:
         for index, record in zip(indices, records, strict=True):
             part.records[index] = record
             part.num_answered += 1
-            self._answered_s = self._answered_s or time.monotonic()
+            self._answered_s = self._answered_s or _now_s()
             self._meter.record_done(is_failed=record.is_failed, num_tokens=record.num_tokens)
 
     async def _write(self, part: _OpenPart) -> None:
@@ -190,15 +217,20 @@ class Worker:
         self._meter.records_pending -= part.num_answered
         self._meter.part_done(len(records))
         # Waiting for the weights happens once, and does not count as a part's time.
-        self._pace.note(time.monotonic() - max(part.begun_s, self._answered_s or part.begun_s))
+        self._pace.note(_now_s() - max(part.begun_s, self._answered_s or part.begun_s))
         if part.number in self._partials:
             await asyncio.to_thread(remove_partial, self._places.work, part.number)
+        await self._claims.release([part.number])
 
     async def _leave_partials(self) -> None:
-        """Store partial records, an optimisation: it hides no other error, and is cut off at the
-        deadline.
+        """Store partial records and give up claims, optimisations: they hide no other error, and
+        are cut off at the deadline.
         """
-        writes = asyncio.gather(
+        left = asyncio.create_task(self._write_partials())
+        await asyncio.wait([left], timeout=min(MAX_LEAVING_S, self._lifetime.remaining_s()))
+
+    async def _write_partials(self) -> None:
+        await asyncio.gather(
             *(
                 asyncio.to_thread(write_partial, self._places.work, part.number, part.lines, part.records)
                 for part in self._open.values()
@@ -206,7 +238,7 @@ class Worker:
             ),
             return_exceptions=True,
         )
-        await asyncio.wait([writes], timeout=min(MAX_LEAVING_S, self._lifetime.remaining_s()))
+        await self._claims.release(self._claims.held)
 
 
 def units_of(lines: Sequence[Line], *, skip: Callable[[int], bool] = lambda _: False) -> Iterator[list[int]]:

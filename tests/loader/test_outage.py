@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import heapq
+import math
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.support.faulty_loads import LAYERS, FaultyStore, faulty_store, first_ranges
 from tests.support.store_faults import Fault
 from tests.support.store_http import Request
@@ -18,7 +24,7 @@ from tests.support.weight_loads import start_process_load
 from teneral.loader.errors import NotFoundError, UnavailableError
 from teneral.loader.sources.base import SourceOptions
 from teneral.loader.sources.http.outage import Outage, show_outages
-from teneral.loader.sources.http.retry import TokenBucket, _Tries
+from teneral.loader.sources.http.retry import MAX_PAUSE_S, TokenBucket, _Tries, pause_s
 from teneral.loader.sources.http.source import HttpSource
 from teneral.loader.sources.s3.store import S3Store
 from teneral.loader.timeline import Timeline
@@ -92,6 +98,83 @@ def test_an_outage_costs_each_reader_one_retry_of_the_budget(clock: Clock) -> No
     one, other = (_Tries(SourceOptions(), outage, budget) for _ in range(2))
     assert [one.failed("refused", is_outage=True) for _ in range(50)] == [""] * 50
     assert "too many requests" in other.failed("refused", is_outage=True)
+
+
+@dataclass
+class Reading:
+    """A read in virtual time: one attempt after another, with the pauses of `retry.py`."""
+
+    began_s: float
+    tries: _Tries
+    pauses: random.Random
+    ended_s: float = math.inf
+    why: str = ""
+
+    def attempt_at(self, now_s: float, *, is_up: bool, outage: Outage) -> float:
+        """The time of the next attempt; infinite after the last one."""
+        if is_up:
+            outage.succeeded()
+        else:
+            self.why = self.tries.failed("503", is_outage=True)
+        if is_up or self.why:
+            self.tries.close()
+            self.ended_s = now_s
+            return math.inf
+        pause = pause_s(min(self.tries.num_failed, 10), None, self.pauses.random())
+        return now_s + ATTEMPT_S + pause
+
+
+ATTEMPT_S = 0.5
+STEP_S = ATTEMPT_S + MAX_PAUSE_S  # between two attempts, at most
+OUTAGE_S = SourceOptions().outage_s
+
+
+def play(
+    clock: Clock, begins_s: list[float], is_up: Callable[[float], bool], seed: int
+) -> tuple[Outage, list[Reading]]:
+    """One load: reads that begin at these times, until all of them have ended."""
+    outage, tries = readers(clock, len(begins_s))
+    readings = [Reading(s, each, random.Random(seed)) for s, each in zip(begins_s, tries, strict=True)]
+    for number, reading in enumerate(readings):
+        reading.pauses.seed(seed + number)
+    events = [(reading.began_s, number) for number, reading in enumerate(readings)]
+    heapq.heapify(events)
+    while events:
+        clock.now_s, number = heapq.heappop(events)
+        next_s = readings[number].attempt_at(clock.now_s, is_up=is_up(clock.now_s), outage=outage)
+        if next_s < math.inf:
+            heapq.heappush(events, (next_s, number))
+    return outage, readings
+
+
+BEGINS = st.lists(st.floats(0, 25), min_size=1, max_size=12)
+
+
+@given(begins_s=BEGINS, seed=st.integers(0, 1 << 30))
+def test_a_load_from_a_dead_store_ends_after_one_outage(begins_s: list[float], seed: int) -> None:
+    """However many of its reads wait, and whichever gives up first."""
+    clock = Clock()
+    outage, readings = play(clock, begins_s, lambda _: False, seed)
+    began_s = min(begins_s)
+    for reading in readings:
+        assert reading.why
+        assert began_s + OUTAGE_S <= reading.ended_s <= began_s + OUTAGE_S + STEP_S
+    assert outage.failed("503")[1] == 0, "nothing waits: the next read has a clock of its own"
+
+
+@given(
+    begins_s=BEGINS, down_s=st.floats(0, 20), lasts_s=st.floats(0, OUTAGE_S - 1), seed=st.integers(0, 1 << 30)
+)
+def test_no_read_fails_by_an_outage_shorter_than_the_clock(
+    begins_s: list[float], down_s: float, lasts_s: float, seed: int
+) -> None:
+    def is_up(now_s: float) -> bool:
+        return not down_s <= now_s < down_s + lasts_s
+
+    _, readings = play(Clock(), begins_s, is_up, seed)
+    for reading in readings:
+        assert not reading.why
+        assert reading.ended_s <= max(reading.began_s, down_s + lasts_s) + STEP_S
 
 
 def test_the_timeline_shows_that_an_outage_lasts_and_its_end(clock: Clock) -> None:

@@ -1,9 +1,9 @@
 """The outage clock and the counters of one web source, shared by all of its readers.
 
 An outage begins with a failure after which nothing succeeds, and ends with the next success of any
-reader. Connections that are refused or break and answers such as 503 belong to one; answers that
-make no sense, or say for good that something is missing or denied, do not. The clock decides
-nothing: `retry.py` does.
+reader, or when the last reader that waits for the store gives up. Connections that are refused or
+break and answers such as 503 belong to one; answers that make no sense, or say for good that
+something is missing or denied, do not. The clock decides nothing: `retry.py` does.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Outage:
         self._began_s: float | None = None
         self._reason = ""
         self._is_noted = False
+        self._num_waiting = 0
         self._note: Note = lambda began_s, ended_s, reason: None
 
     def watch(self, note: Note) -> None:
@@ -48,6 +49,21 @@ class Outage:
         from the reader's thread.
         """
         self._note = note
+
+    def join(self) -> None:
+        """A reader begins to wait for the store."""
+        with self._lock:
+            self._num_waiting += 1
+
+    def leave(self) -> None:
+        """It waits no longer. One that gives up leaves the clock to the others: what they wait for
+        is the same store.
+        """
+        with self._lock:
+            self._num_waiting -= 1
+            is_last = self._num_waiting == 0
+        if is_last:
+            self.succeeded()
 
     def failed(self, reason: str) -> tuple[int, float]:
         """A reader failed. The number of the outage, which stays the same until something succeeds,

@@ -19,6 +19,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import TypeVar
 
 from ...errors import SourceError, UnavailableError
@@ -181,8 +182,13 @@ class Retrying:
         `done_bytes()` tells how far the attempts got. Raises what the last one failed with, or
         `SourceClosedError`.
         """
+        with closing(_Tries(self._options, self.outage, self._bucket)) as tries:
+            return self._until_done(name, attempt, done_bytes, tries)
+
+    def _until_done(
+        self, name: str, attempt: Callable[[bool], T], done_bytes: Callable[[], int], tries: _Tries
+    ) -> T:
         mends = reached_bytes = 0
-        tries = _Tries(self._options, self.outage, self._bucket)
         while True:
             if not self._throttle.enter():
                 raise base.closed(self._source, name)
@@ -209,10 +215,9 @@ class Retrying:
             if done_bytes() - reached_bytes >= PROGRESS_BYTES:
                 reached_bytes = done_bytes()
                 self.outage.succeeded()
-                tries = _Tries(self._options, self.outage, self._bucket)
+                tries.progressed()
             why = tries.failed(failure.message, is_outage=is_outage)
             if why:
-                self.outage.succeeded()  # it is waited for no longer
                 raise _given_up(failure, why) from failure
             self._tally.add(retries=1)
             self._closed.wait(pause_s(min(tries.num_failed, MAX_DOUBLINGS), failure.retry_after_s))
@@ -237,19 +242,33 @@ class Retrying:
 
 
 class _Tries:
-    """The attempts of one read since its last progress."""
+    """The attempts of one read since its last progress. `close` it when the read is over."""
 
     def __init__(self, options: SourceOptions, outage: Outage, bucket: TokenBucket) -> None:
-        self.num_failed = 0
-        self._num_counted = 0  # of these, outside of an outage that goes on
-        self._outage_number: int | None = None  # in which the last one failed
         self._options = options
         self._outage = outage
         self._bucket = bucket
+        self._is_waiting = False  # for the store to come back
+        self.progressed()
+
+    def progressed(self) -> None:
+        """Begin to count anew."""
+        self.num_failed = 0
+        self._num_counted = 0  # of these, outside of an outage that goes on
+        self._outage_number: int | None = None  # in which the last one failed
+
+    def close(self) -> None:
+        """The read has got what it wanted, or is given up."""
+        if self._is_waiting:
+            self._is_waiting = False
+            self._outage.leave()
 
     def failed(self, reason: str, *, is_outage: bool) -> str:
         """Note a failure. Returns why it was the last one, '' for another try."""
         self.num_failed += 1
+        if is_outage and not self._is_waiting:
+            self._is_waiting = True
+            self._outage.join()
         number, lasted_s = self._outage.failed(reason) if is_outage else (None, 0.0)
         # A failure counts unless it continues an outage in which this read has failed before.
         goes_on = number is not None and number == self._outage_number

@@ -148,7 +148,7 @@ def test_a_full_disk_ends_the_job_and_leaves_what_is_whole(run: Run, tmp_path: P
         with pytest.raises(NoSpaceError):
             run(given, disk / "out", part_lines=4)
         assert num_parts(disk / "out") > 0
-        assert {path.name for path in (disk / "out").iterdir()} <= {"parts", "partial", INDEX_NAME}
+        assert {path.name for path in (disk / "out").iterdir()} <= {"claims", "parts", "partial", INDEX_NAME}
 
 
 class Poisonable(SteeredModel):

@@ -1,5 +1,5 @@
-"""How much memory this process may still take: the least of what the host has and what its cgroups
-allow.
+"""How much memory this process may still take: the least of what the host has, and what its cgroups
+and its resource limits (`ulimit -v`, `ulimit -d`) allow.
 
 Reads a few kernel files and caches nothing. Page cache counts as free, since the kernel drops it
 before it refuses memory.
@@ -30,7 +30,7 @@ def available(root: str = "/") -> Available | None:
 
     `root` is where /proc and /sys/fs/cgroup are looked for.
     """
-    figures = [*_host_available(root), *_cgroup_figures(root)]
+    figures = [*_host_available(root), *_cgroup_figures(root), *_resource_figures(root)]
     tightest = min(figures, key=lambda figure: figure.size_bytes, default=None)
     return None if tightest is None else Available(max(0, tightest.size_bytes), tightest.limit)
 
@@ -97,6 +97,26 @@ def _cgroup_figures(root: str) -> Iterator[Available]:
                 "memory.usage_in_bytes",
                 ("total_inactive_file", "total_active_file"),
             )
+
+
+# A row of /proc/self/limits, what counts for it in /proc/self/status, and its name for people.
+_RESOURCES = (
+    ("Max address space", "VmSize:", "RLIMIT_AS, ulimit -v"),
+    ("Max data size", "VmData:", "RLIMIT_DATA, ulimit -d"),
+)
+
+
+def _resource_figures(root: str) -> Iterator[Available]:
+    """The room that soft limits of this process leave. They count addresses, used or not."""
+    limits = _read(os.path.join(root, "proc/self/limits")).splitlines()
+    status = _read(os.path.join(root, "proc/self/status")).splitlines()
+    for row, key, name in _RESOURCES:
+        limit = next(
+            (_number(line.removeprefix(row).split()[0]) for line in limits if line.startswith(row)), None
+        )
+        taken = next((int(line.split()[1]) * 1024 for line in status if line.startswith(key)), None)
+        if limit is not None and taken is not None:
+            yield Available(limit - taken, name)
 
 
 def _walk_up(

@@ -117,6 +117,24 @@ def test_memory_for_the_weights_but_not_for_serving_them_is_refused_and_not_kill
     assert not [entry for entry in log if "/blobs/" in entry.key]
 
 
+@pytest.mark.parametrize("flag", ["v", "d"])
+def test_a_limit_of_the_process_is_a_limit_of_its_memory(bucket: Path, flag: str) -> None:
+    """Its numbers count addresses, of which the weights take as many as they have bytes."""
+    serve = f"{sys.executable} -m teneral serve {bucket / 'packed'} --host 127.0.0.1 --port 0"
+    limit_kib = (WEIGHT_BYTES - MIB) >> 10
+    ended = subprocess.run(
+        ["sh", "-c", f"ulimit -{flag} {limit_kib}; exec {serve}"],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert ended.returncode == 16, ended.stderr
+    assert re.search(
+        rf"needs [\d,]+ MiB of memory .* are available \(RLIMIT_\w+, ulimit -{flag}\)", ended.stderr
+    )
+
+
 def test_a_load_counts_the_need_of_serving_less_the_memory_already_taken(bucket: Path) -> None:
     source = FileStore(bucket / "packed")
     manifest = open_artifact(source)

@@ -81,6 +81,22 @@ def test_cgroup_v1_is_understood_and_its_no_limit_ignored(tmp_path: Path) -> Non
     assert available_bytes(write(tmp_path, MEMINFO | files)) == 176 * MIB
 
 
+def test_limits_of_the_process_leave_what_it_has_not_taken(tmp_path: Path) -> None:
+    files = {
+        "proc/self/limits": "Limit                     Soft Limit           Hard Limit           Units     \n"
+        f"Max data size             unlimited            unlimited            bytes     \n"
+        f"Max address space         {900 * MIB}            unlimited            bytes     \n",
+        "proc/self/status": f"VmPeak:\t  999 kB\nVmSize:\t  {300 * KIB} kB\nVmData:\t  {100 * KIB} kB\n",
+    }
+    found = available(write(tmp_path, MEMINFO | files))
+    assert found == Available(600 * MIB, "RLIMIT_AS, ulimit -v")
+    files["proc/self/limits"] = (
+        f"Max data size             {300 * MIB}            unlimited            bytes     \n"
+    )
+    found = available(write(tmp_path, MEMINFO | files))
+    assert found == Available(200 * MIB, "RLIMIT_DATA, ulimit -d")
+
+
 def test_an_overdrawn_limit_leaves_nothing(tmp_path: Path) -> None:
     files = {
         "proc/self/cgroup": "0::/\n",

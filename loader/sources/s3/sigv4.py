@@ -98,3 +98,11 @@ def signed_region(headers: Headers) -> str | None:
     """The region that a request was signed for; None when it was not signed."""
     found = re.search(_SCOPE, dict(headers).get("Authorization", ""))
     return found[1] if found else None
+
+
+def signed_unix_s(headers: Headers) -> int | None:
+    """The time of a request's signature; None when it was not signed."""
+    import calendar  # only after a refusal
+
+    stamp = dict(headers).get("x-amz-date")
+    return None if stamp is None else calendar.timegm(time.strptime(stamp, "%Y%m%dT%H%M%SZ"))

@@ -2,8 +2,9 @@
 
 Reading signs its own requests and goes over `http/client.py`: neither boto3 nor its import stands
 between a cold process and its first byte. A bucket that turns out to be in another region is asked
-there; credentials that expired are renewed once. Writing, which is never in a hurry, goes through
-boto3 (`uploads.py`).
+there; credentials that expired are renewed once; a wrong clock of this machine is corrected once, by
+the store's. Writing, which is never in a hurry, goes through boto3 (`uploads.py`), which does the
+same.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from ..base import SourceOptions
 from ..http.address import encode_path
 from ..http.bucket import BucketStore, Page
 from ..http.client import HttpClient
-from ..http.head import Head, Headers, Request
+from ..http.head import Head, Headers, Request, parse_date
 from .address import address_of, is_region, parse_url, settings_from
 from .credentials import CredentialChain
-from .sigv4 import Query, encode_query, sign, signed_region
+from .sigv4 import Query, encode_query, sign, signed_region, signed_unix_s
 
 if TYPE_CHECKING:
     from .uploads import S3Uploads
 
+MAX_CLOCK_SKEW_S = 900  # that stores forgive
 MAX_PAGE_BYTES = 16 * 1024 * 1024  # a listing's page: 1,000 keys of 1 KiB, escaped
 ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
@@ -50,6 +52,7 @@ class S3Store(BucketStore):
         self._options = options
         self._region = self._settings.region
         self._address = address_of(self._bucket, self._region, self._settings)
+        self._ahead_s: float | None = None  # the store's clock, once this machine's was wrong
         self._credentials = CredentialChain(os.environ, profile=options.profile)
         self._client = HttpClient(self, options, ca_file=self._settings.ca_file)
 
@@ -71,6 +74,8 @@ class S3Store(BucketStore):
         if is_region(region) and self._goes_elsewhere(request, region):
             return None
         if problem.code in ("ExpiredToken", "TokenRefreshRequired") and self._renews(request):
+            return None
+        if problem.code == "RequestTimeTooSkewed" and self._sets_clock(request, head):
             return None
         return explain(
             problem.code,
@@ -109,7 +114,7 @@ class S3Store(BucketStore):
                 headers=(("x-amz-request-payer", "requester"),) if self._options.requester_pays else (),
                 credentials=self._credentials.get(),
                 region=region,
-                unix_s=time.time(),
+                unix_s=time.time() + (self._ahead_s or 0.0),
             )
         target = f"{path}?{query_string}" if query_string else path
         return Request("GET", address.origin, target, extra, headers)
@@ -128,6 +133,29 @@ class S3Store(BucketStore):
     def _renews(self, request: Request) -> bool:
         token = dict(request.private_headers).get("x-amz-security-token")
         return token is not None and self._credentials.renew(token)
+
+    def _sets_clock(self, request: Request, head: Head) -> bool:
+        """True if the request should be signed again, by the store's clock. Corrected once: a store that refuses its
+        own time would be asked for ever.
+        """
+        import logging  # only after a refusal
+
+        now_unix_s = parse_date(head.headers.get("date", ""))
+        if now_unix_s is None:
+            return False
+        with self._lock:
+            if self._ahead_s is None:
+                self._ahead_s = now_unix_s - time.time()
+                logging.getLogger(__name__).warning(
+                    "this machine's clock is %.0f s %s that of %s: requests are signed by the store's",
+                    abs(self._ahead_s),
+                    "behind" if self._ahead_s > 0 else "ahead of",
+                    self.url,
+                )
+                return True
+            # Another thread may have corrected it since the request was signed.
+            asked_unix_s = signed_unix_s(request.private_headers)
+        return asked_unix_s is not None and abs(asked_unix_s - now_unix_s) > MAX_CLOCK_SKEW_S
 
     def _open_uploads(self) -> S3Uploads:
         from .uploads import S3Uploads  # boto3 takes 0.3 s to import

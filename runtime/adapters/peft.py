@@ -159,7 +159,9 @@ class AdapterPlan(Struct, frozen=True):
         return AdapterWeights(tuple(_allocate(layer, self.dtype) for layer in self.layers), self.size_bytes)
 
     def fill(self, weights: AdapterWeights, layer: int, content: Callable[[Entry], memoryview]) -> None:
-        """One layer's content; `content` has the bytes of a matrix."""
+        """One layer's content; `content` has the bytes of a matrix. Raises `AdapterError` for numbers that are not
+        finite.
+        """
         for place, site in weights.layers[layer].items():
             plans = [plan for plan in self.layers[layer] if plan.module.place is place]
             first = 0
@@ -253,10 +255,23 @@ def _empty(shape: tuple[int, int], dtype: DType) -> Tensor:
 
 
 def _matrix(entry: Entry, data: memoryview, dtype: DType) -> npt.NDArray[Any]:
-    """The entry's matrix in this dtype, which holds its numbers exactly."""
+    """The entry's matrix in this dtype, which holds its numbers exactly. Raises `AdapterError` for one that would make
+    every answer NaN.
+    """
     stored = _DTYPES[entry.dtype]
     array = np.frombuffer(data, stored.numpy).reshape(entry.shape)
+    if not _is_finite(array, stored):
+        raise AdapterError(
+            f"{entry.name} has numbers that are NaN or infinite",
+            hint="The training that made it has diverged: use an earlier checkpoint.",
+        )
     return array if stored is dtype else from_float32(to_float32(array, stored), dtype)
+
+
+def _is_finite(array: npt.NDArray[Any], dtype: DType) -> bool:
+    if dtype is DType.BF16:  # as uint16: an exponent of ones
+        return bool(((array & 0x7F80) != 0x7F80).all())
+    return bool(np.isfinite(array).all())
 
 
 # ---- adapter_config.json ----

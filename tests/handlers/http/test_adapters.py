@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from tests.support.adapters import greedy, merged, save_adapter
 from tests.support.http_server import events, running_server
 from tests.support.tiny_models import save_tiny, tiny_model
@@ -181,6 +184,27 @@ async def test_a_broken_adapter_is_400_and_the_server_goes_on(rig: Rig, tmp_path
         assert (await server.post("/v1/completions", {**BODY, "model": "base:good"})).status == 200
         statistics = server.instance.adapters.statistics()
         assert (statistics.loaded, statistics.failures_total, statistics.pinned) == (1, 2, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+async def test_an_adapter_that_would_make_every_answer_nan_is_refused_at_its_load(
+    rig: Rig, tmp_path: Path, dtype: torch.dtype, number: float
+) -> None:
+    path = save_adapter(tmp_path / "bad", rig.model, dtype=dtype) / "adapter_model.safetensors"
+    tensors = load_file(path)
+    name = sorted(tensors)[-1]  # of the last layer
+    tensors[name][-1, -1] = number
+    save_file(tensors, path)
+    async with rig.serve(adapters=f"{tmp_path}/{{name}}", model_control=True) as server:
+        answer = await server.post("/v1/completions", {**BODY, "model": "base:bad"})
+        assert (answer.status, answer.error["code"]) == (400, "adapter_invalid")
+        assert f"{name} has numbers that are NaN or infinite" in answer.error["message"]
+        loaded = await server.post(
+            "/v1/load_lora_adapter", {"lora_name": "bad", "lora_path": str(tmp_path / "bad")}
+        )
+        assert (loaded.status, loaded.error["code"]) == (400, "adapter_invalid")
+        assert (await server.post("/v1/completions", BODY)).status == 200
 
 
 async def test_an_adapter_larger_than_the_budget_is_refused(rig: Rig) -> None:

@@ -269,6 +269,27 @@ def test_a_bucket_in_another_region_is_the_stores_answer() -> None:
     assert cli.exit_code(loading.NotFoundError("no such bucket")) == 3
 
 
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+from teneral.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("module", ["teneral.cli", "teneral.cli_flags", "argparse", "teneral.loader.errors"])
+def test_ctrl_c_while_the_command_line_is_imported_shows_no_traceback(module: str) -> None:
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT, module]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=patience_s(60), check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
+
+
 def test_ctrl_c_while_the_command_line_is_read_shows_no_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,8 @@ import os
 import sys
 import threading
 
+EXIT_INTERRUPTED = 130  # as in `cli_errors`, which may not be imported yet
+
 
 def main() -> int:
     """Run the command line; returns the process's exit code."""
@@ -15,9 +17,13 @@ def main() -> int:
         # Where numpy brings OpenBLAS along, its threads wait for work by spinning: 60 ms of a core in each process that
         # imports it. They sleep at once instead.
         os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
-    from .cli import run
+    try:
+        from .cli import run
 
-    code = run(sys.argv[1:])
+        code = run(sys.argv[1:])
+    except KeyboardInterrupt:  # before `run` could handle it
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
     if code:
         _keep_exit_code()
     return code

@@ -13,7 +13,15 @@ from ....loader.sources.base import Source, Store
 from ....loader.tools.part_reader import map_in_order
 from ....loader.tools.progress_bar import TransferProgress, format_bytes
 from .parts import SnapshotReader, decode_blocks, open_snapshot
-from .snapshot import FORMAT_VERSION, SNAPSHOT_NAME, Snapshot, SnapshotPart
+from .snapshot import (
+    EPOCH,
+    FORMAT_VERSION,
+    SNAPSHOT_NAME,
+    Identity,
+    Snapshot,
+    SnapshotPart,
+    check_layout,
+)
 from .writer import NamedChain, SnapshotWriter, find_published
 
 # Of the value that `describe` returns.
@@ -114,14 +122,14 @@ def render_table(description: dict[str, Any]) -> str:
 def verify_snapshot(
     source: Source, *, digest: bytes | None = None, progress: OnProgress | None = None
 ) -> SnapshotReport:
-    """Read and check every part. Blocks; `progress` is called from this thread.
+    """Read and check every part, and what the snapshot says of itself. Blocks; `progress` is called from this thread.
 
     Raises `SnapshotError` for an unusable `snapshot.json`, `IntegrityError` if it is not the pinned
     one, `NotFoundError` without one, and errors of a store that does not answer.
     """
     snapshot, _ = open_snapshot(source, digest=digest)
     reader = SnapshotReader(source, snapshot)
-    problems: list[str] = []
+    problems = _problems_of_identity(snapshot.identity)
     for blob in snapshot.blobs:
         try:
             size_bytes = source.stat(blob.name).size_bytes
@@ -140,6 +148,17 @@ def verify_snapshot(
             if progress is not None:
                 progress(TransferProgress(done_bytes, total_bytes))
     return SnapshotReport(source.url, _digest_of(snapshot), len(snapshot.parts), total_bytes, tuple(problems))
+
+
+def _problems_of_identity(identity: Identity) -> list[str]:
+    """Fields that no server has, so that none would use the snapshot. They have no digest of their own."""
+    problems = []
+    if identity.epoch != EPOCH:
+        problems.append(f"{SNAPSHOT_NAME}: its epoch is {identity.epoch!r}, and must be {EPOCH!r}")
+    found = check_layout(identity)
+    if found:
+        problems.append(f"{SNAPSHOT_NAME}: its layout {identity.layout!r} {found}")
+    return problems
 
 
 def lost_blocks(source: Source, snapshot: Snapshot) -> set[bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import boto3
 import numpy as np
@@ -27,12 +28,15 @@ from teneral.loader.sources.base import SourceOptions, Store
 from teneral.loader.sources.file.store import FileStore
 from teneral.loader.sources.s3.store import S3Store
 from teneral.runtime.kv.snapshots.parts import SnapshotReader, decode_blocks, open_snapshot, place_part
-from teneral.runtime.kv.snapshots.snapshot import SNAPSHOT_NAME
+from teneral.runtime.kv.snapshots.snapshot import SNAPSHOT_NAME, Identity, check_layout
 from teneral.runtime.kv.snapshots.tools import copy_snapshot, describe, render_table, verify_snapshot
 from teneral.runtime.kv.snapshots.writer import NamedChain, SnapshotWriter, find_published, write_generation
+from teneral.runtime.kv.storage import Int8KVStorage, KVStorage, PoolShape
+from teneral.runtime.tensors import DType
 
 POOL = Pool()
 IDENTITY = POOL.identity
+LAYOUT = IDENTITY.layout
 FIRST = POOL.pool.chain(tokens_of(1, 3), salt="")
 LONGER = POOL.pool.chain(tokens_of(1, 3) + tokens_of(2, 2), salt="")
 OTHER = POOL.pool.chain(tokens_of(3, 2), salt="")
@@ -218,6 +222,37 @@ def test_a_flipped_bit_is_refused_with_the_name_of_its_part(written):
     assert not report.ok
     assert len(report.problems) == 1
     assert "wrong digest" in report.render()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "problem"),
+    [
+        ('"epoch":"exact"', '"epoch":"exacu"', "its epoch is 'exacu'"),
+        (LAYOUT, LAYOUT.replace("[", "[1", 1), "and they have"),
+        (LAYOUT, LAYOUT.replace(", 2, ", ", 3, "), "is not one that this version knows"),
+        (LAYOUT, "b" + LAYOUT, "is not one that this version knows"),
+        (LAYOUT, LAYOUT.replace("]", "+1]"), "is not one that this version knows"),
+    ],
+)
+def test_verify_names_fields_that_no_server_has(written, before, after, problem):
+    """One flipped bit there, and no server would use the snapshot again."""
+    path = Path(f"{written.url}/snapshot.json")
+    text = path.read_text()
+    compact = text.replace('"epoch": "exact"', '"epoch":"exact"')
+    assert before in compact
+    path.write_text(compact.replace(before, after))
+    report = verify_snapshot(written)
+    assert [problem in each for each in report.problems] == [True]
+
+
+@pytest.mark.parametrize("kind", [KVStorage, Int8KVStorage])
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.F16, DType.F32])
+def test_the_layouts_of_all_pools_are_known(kind, dtype):
+    pool = kind(PoolShape(3, 2, 8, 4, 16, dtype))
+    block_bytes = kind.block_bytes(pool.shape)
+    identity = Identity("0" * 64, "x", "exact", pool.layout, 16, block_bytes, pool.element_bytes, "0" * 64)
+    assert check_layout(identity) == ""
+    assert "and they have" in check_layout(replace(identity, block_bytes=block_bytes + 8))
 
 
 def test_a_truncated_blob_is_refused(written):

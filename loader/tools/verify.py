@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from ..artifact import open_artifact, read_file
 from ..errors import ChangedError, FormatError, NotFoundError
 from ..format.manifest import Manifest, Part
+from ..format.tensor_digests import FILE_NAME as TENSOR_DIGESTS_NAME
+from ..format.tensor_digests import parse_tensor_digests
 from ..load.accounting import describe_part
 from ..sources.base import Source
 from .part_reader import PartReader, map_in_order
@@ -78,7 +80,8 @@ def verify(
     threads: int | None = None,
     progress: Callable[[TransferProgress], None] | None = None,
 ) -> VerifyReport:
-    """Read and check every blob, part and file. Blocks; `progress` is called from this thread.
+    """Read and check every blob, part and file, and that `tensors.b3` has a digest for each tensor.
+    Blocks; `progress` is called from this thread.
 
     With `digest`, the manifest must have that one. Raises `ManifestError`, `IntegrityError` for
     another manifest than the pinned one, `CheckpointError`, `NotFoundError` where there is no
@@ -104,7 +107,9 @@ def verify(
                 progress(TransferProgress(done_bytes, total_bytes))
     for file in manifest.files:
         try:
-            read_file(source, manifest, file.name)
+            data = read_file(source, manifest, file.name)
+            if file.name == TENSOR_DIGESTS_NAME:
+                parse_tensor_digests(data, manifest)
         except _FINDINGS as error:
             problems.append(Problem(f"file {file.name} ({file.path})", error.message))
         done_bytes += file.size_bytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from blake3 import blake3
 from tests.support.checkpoints import llama_contents, model_store
@@ -185,3 +187,27 @@ def test_an_object_that_is_replaced_meanwhile_is_called_changed_and_not_damaged(
     for problem in report.problems:
         assert problem.part.blob == 0
         assert "replaced or truncated" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda lines: lines[:-1], "a line for each of the"),
+        (lambda lines: [lines[1], lines[0], *lines[2:]], "its line for tensor"),
+        (lambda lines: ["x" + lines[0][1:], *lines[1:]], "its line for tensor"),
+    ],
+)
+def test_digests_of_tensors_that_do_not_fit_the_manifest_are_named(
+    artifact: MemoryStore, change: Callable[[list[str]], list[str]], problem: str
+) -> None:
+    """As a writer's bug would leave them: under a right digest of the file."""
+    manifest = open_artifact(artifact)
+    file = next(each for each in manifest.files if each.name == "tensors.b3")
+    lines = artifact.read(file.path, max_bytes=1 << 20)[0].decode().splitlines()
+    data = "".join(line + "\n" for line in change(lines)).encode()
+    artifact.put(file.path, data)
+    changed = file._replace(size_bytes=len(data), digest=blake3(data).digest())
+    files = tuple(changed if each is file else each for each in manifest.files)
+    artifact.put("manifest.json", dump_manifest(manifest._replace(files=files)))
+    report = verify(artifact)
+    assert ["tensors.b3" in each.where and problem in each.message for each in report.problems] == [True]

@@ -1,9 +1,11 @@
 """The reference-counted allocator of the KV pool's blocks.
 
 Blocks are allocated so that one sequence's blocks tend to be consecutive: a consecutive block table
-is read as a view, where a scattered one has to be gathered, at twice the time a step. Invariant: a
-block is free exactly when it has no references, and the free blocks are kept as maximal runs. This
-module knows nothing of tokens, tensors or threads; the caller serialises access.
+is read as a view, where a scattered one has to be gathered, at twice the time a step. Blocks that
+nothing can grow behind are followed closely by the next sequence's: where a head's part of a block
+is smaller than a page, scattered blocks would each take pages of their own. Invariant: a block is
+free exactly when it has no references, and the free blocks are kept as maximal runs. This module
+knows nothing of tokens, tensors or threads; the caller serialises access.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ class BlockAllocator:
         self._references = [0] * num_blocks
         self._epochs = [Epoch.EXACT] * num_blocks  # of blocks in use
         self._num_free = num_blocks
+        # The last blocks of sequences that may grow. A hint: it decides about places alone.
+        self._tails: set[int] = set()
         # Free runs, half-open. There is at most one more of them than there are runs in use, so a
         # linear search for the largest costs less than keeping them ordered.
         self._end_of_run = {0: num_blocks}  # start → end
@@ -61,7 +65,8 @@ class BlockAllocator:
         values of one epoch.
 
         `after` is the last block of a growing sequence: the blocks that follow it are taken first.
-        Otherwise a run begins in the largest free one, with the most room to grow.
+        Otherwise a run begins in the largest free one: in its middle if the blocks before it may
+        grow, too, and else at its beginning.
         """
         if not 0 <= count <= self._num_free:
             raise ValueError(f"{count} blocks requested, {self._num_free} are free")
@@ -72,11 +77,13 @@ class BlockAllocator:
             missing = count - len(blocks)
             start, end = max(self._end_of_run.items(), key=lambda run: (run[1] - run[0], -run[0]))
             spare = end - start - missing
-            # The blocks before this run may grow too, so the spare room is split between both.
-            first = start if start == 0 or spare <= 0 else start + spare // 2
+            first = start + spare // 2 if start - 1 in self._tails and spare > 0 else start
             blocks += self._take(start, first, missing)
         for block in blocks:
             self._epochs[block] = epoch
+        if blocks:
+            self._tails.discard(-1 if after is None else after)
+            self._tails.add(blocks[-1])
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -90,6 +97,7 @@ class BlockAllocator:
         """Drop a reference of each of these distinct blocks; those without references become free."""
         blocks = list(blocks)
         self._require_in_use(blocks)
+        self._tails.difference_update(blocks)
         freed = []
         for block in blocks:
             self._references[block] -= 1

@@ -35,6 +35,39 @@ def test_a_sequence_that_grows_goes_on_where_it_ended():
     assert is_run(others)
 
 
+def test_blocks_that_sequences_leave_in_the_cache_lie_together():
+    """Where a head's part of a block is smaller than a page, they share its pages."""
+    allocator = BlockAllocator(1000)
+    kept = []
+    for _ in range(50):
+        blocks = allocator.allocate(3)
+        blocks += allocator.allocate(1, after=blocks[-1])
+        allocator.release(blocks[2:])
+        allocator.share(blocks[:2])  # the cache's references
+        allocator.release(blocks[:2])  # the sequence's
+        kept += blocks[:2]
+    assert sorted(kept) == list(range(100))
+
+
+def test_sequences_that_run_at_once_leave_few_gaps_behind():
+    allocator = BlockAllocator(1 << 17)
+    kept, running = [], []
+    for number in range(400):
+        running.append(allocator.allocate(2 + number % 3))
+        if len(running) == 8:
+            for blocks in running:
+                for _ in range(4):
+                    blocks += allocator.allocate(1, after=blocks[-1])
+                assert is_run(blocks)
+            for blocks in running:
+                allocator.share(blocks[:2])
+                allocator.release(blocks)
+                kept += blocks[:2]
+            running = []
+    groups = {block // 4 for block in kept}  # of blocks that share pages, at 1 KiB a head
+    assert len(groups) < 1.3 * len(kept) / 4
+
+
 def test_a_sequence_whose_next_block_is_taken_goes_on_elsewhere():
     allocator = BlockAllocator(4)
     blocks = allocator.allocate(1)

@@ -27,6 +27,8 @@ from benchmarks.store import FOR_PEERS
 
 REQUIREMENTS = Path(__file__).parent / "requirements.txt"
 PROGRAMS = Path(__file__).parent / "peers"
+TILE_CONFIG = PROGRAMS / "ldtilecfg.h"
+BUILD_JOBS = 2  # of a compiler that takes up to 2 GB
 # Below the environment.
 LLAMA_SERVER = Path("llama.cpp", "bin", "llama-server")
 LLAMA_AVX2 = Path("llama-avx2")
@@ -74,16 +76,19 @@ def make(work: Path) -> None:
     """Make it, if it is not there or its requirements have changed. Raises SystemExit when pip cannot."""
     home, mark = work / "peers", work / "peers" / "made-for"
     packages = sysconfig.get_path("purelib")
-    made_for = hashlib.sha256(REQUIREMENTS.read_bytes() + packages.encode()).hexdigest()
+    inputs = REQUIREMENTS.read_bytes() + TILE_CONFIG.read_bytes() + packages.encode()
+    made_for = hashlib.sha256(inputs).hexdigest()
     if mark.exists() and mark.read_text() == made_for:
         return
     note(f"setting up the peers' environment in {home}")
     venv.create(home, clear=True, with_pip=True)
     scheme = {"base": str(home), "platbase": str(home)}
     Path(sysconfig.get_path("purelib", "venv", scheme), "project.pth").write_text(f"{packages}\n")
-    install = [str(home / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    python = str(home / "bin" / "python")
+    # The cache may hold llama.cpp as it was built for another processor, or with other settings.
+    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
     # llama.cpp, from source: with all that this CPU has.
-    built = environment({"CMAKE_ARGS": "-DGGML_NATIVE=ON"})
+    built = _build_settings("-DGGML_NATIVE=ON")
     if subprocess.run([*install, "-r", str(REQUIREMENTS)], check=False, env=built).returncode:
         raise SystemExit("not all peers could be installed: benchmarks leave out those that are missing")
     _build_llama_avx2(home, install)
@@ -93,9 +98,8 @@ def make(work: Path) -> None:
 
 def _build_llama_avx2(home: Path, install: Sequence[str]) -> None:
     note("building llama.cpp for AVX2")
-    built = environment({"CMAKE_ARGS": "-DGGML_NATIVE=OFF -DGGML_AVX512=OFF"})
-    # The cache holds the wheel of another processor.
-    target = ["--no-deps", "--no-cache-dir", "--target", str(home / LLAMA_AVX2)]
+    built = _build_settings("-DGGML_NATIVE=OFF -DGGML_AVX512=OFF")
+    target = ["--no-deps", "--target", str(home / LLAMA_AVX2)]
     if subprocess.run([*install, *target, _llama_requirement()], check=False, env=built).returncode:
         note("llama.cpp could not be built for AVX2: benchmarks leave it out")
 
@@ -120,11 +124,24 @@ def _build_llama_server(home: Path) -> None:
         [source] = Path(folder).glob("*/vendor/llama.cpp")
         build = home / LLAMA_SERVER.parts[0]
         options = ["CMAKE_BUILD_TYPE=Release", "GGML_NATIVE=ON", "LLAMA_BUILD_UI=OFF", "LLAMA_OPENSSL=OFF"]
-        make = ["cmake", "--build", build, "--target", LLAMA_SERVER.name, "--parallel", "2"]
+        make = ["cmake", "--build", build, "--target", LLAMA_SERVER.name]
         for command in (["cmake", "-S", source, "-B", build, *(f"-D{option}" for option in options)], make):
-            if subprocess.run(command, check=False, stdout=subprocess.DEVNULL, env=environment()).returncode:
+            if subprocess.run(
+                command, check=False, stdout=subprocess.DEVNULL, env=_build_settings()
+            ).returncode:
                 note("llama.cpp's server could not be built: benchmarks leave it out")
                 return
+
+
+def _build_settings(cmake_arguments: str = "") -> dict[str, str]:
+    """The environment of a build of llama.cpp."""
+    return environment(
+        {
+            "CMAKE_ARGS": cmake_arguments,
+            "CMAKE_BUILD_PARALLEL_LEVEL": str(BUILD_JOBS),
+            "CXXFLAGS": f"-include {TILE_CONFIG}",
+        }
+    )
 
 
 def _llama_requirement() -> str:

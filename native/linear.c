@@ -205,7 +205,10 @@ TN_INLINE const char *column_at(const way_t way, const void *column, int k) {
  * their sums, and stay in the strip for later rows. */
 TN_INLINE void sum_f32(const int rows, const way_t way, vf sums[][QUAD], const float *x, const quartet_t *w, int begin,
                        int end) {
-    const int step = way == F32_AND_I8 || way == F32_AND_E2M1 ? 32 : way == F32_AND_BF16 || way == F32_AND_F16 ? 16 : 8;
+    const int step = way == F32_AND_I8 || way == F32_AND_E2M1   ? 32
+                     : way == F32_AND_BF16 || way == F32_AND_F16 ? 16
+                     : way == F32_AND_F32                        ? 8
+                                                                 : TN_LANES; /* a strip may end there */
     const int num = step > TN_LANES ? step / TN_LANES : 1; /* vectors, of 32 bytes in memory */
     const bool keeps = rows == FIRST_ROWS && way != F32_IN_STRIP && way != F32_AND_F32;
     const void *column[QUAD] = {w->column[0], w->column[1], w->column[2], w->column[3]};

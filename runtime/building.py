@@ -198,6 +198,7 @@ class ModelBuild:
                 max_context=self._config.max_context,
                 kv_dtype=KVKind(self._config.kv_dtype),
                 prefix_cache=self._config.prefix_cache,
+                look_ahead=_max_proposals(self._config),
                 max_wait_s=self._config.max_wait_s,
                 max_queued_per_tenant=self._config.max_queued_per_tenant,
                 session_kv_bytes=self._config.session_kv_bytes,
@@ -340,6 +341,14 @@ def _prefix_seed(manifest: Manifest, model: Decoder) -> bytes | None:
     if manifest.digest is None:
         return None
     return seed_hash(manifest.digest, f"{model.dtype.label} {model.numerics}".encode())
+
+
+def _max_proposals(config: ServeConfig) -> int | None:
+    """The proposals of look-ahead in a step; None: as many as pay."""
+    if config.look_ahead != "auto":
+        return int(config.look_ahead)
+    # Where not all experts are in memory, a wrong proposal may have some read for nothing.
+    return None if config.weights_bytes is None else 0
 
 
 def _takes_texts(model_name: str) -> ModelError:

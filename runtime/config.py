@@ -13,7 +13,19 @@ from typing import Any, NoReturn, Self
 from ..loader.device.detect import parse_device
 from ..loader.load.options import LoadOptions, Order
 from ..loader.sources.base import SourceOptions
-from .setting import Setting, boolean, choice, integer, names, parse_bytes, seconds, setting, template, text
+from .setting import (
+    Setting,
+    automatic,
+    boolean,
+    choice,
+    integer,
+    names,
+    parse_bytes,
+    seconds,
+    setting,
+    template,
+    text,
+)
 
 PREFIX = "TENERAL_"
 # Of a server's processes without weights and keys: 212 MiB with a small vocabulary, 185 of them the
@@ -198,6 +210,13 @@ class ServeConfig:
     )
     prefix_cache: bool = setting(
         True, boolean, "keep what was computed of past requests, for those that begin in the same way"
+    )
+    look_ahead: int | str = setting(
+        "auto",
+        automatic(1, 64),
+        "tokens that a step may verify ahead where an answer repeats its prompt or itself, on backends whose answers "
+        "do not change with it: as many as pay (auto), none (off), or up to N wherever it does",
+        metavar="N",
     )
     kv_host_bytes: int | None = setting(
         None,

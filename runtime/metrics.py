@@ -280,8 +280,8 @@ def _from_statistics(statistics: Mapping[str, Any]) -> Iterator[Metric]:
     yield state
     counters: dict[str, CounterMetricFamily] = {}
     for path, value in numbers_in(statistics):
-        if path in _DRAFT_COUNTERS:
-            name, help_text, labels = _DRAFT_COUNTERS[path]
+        if path in _PROPOSAL_COUNTERS:
+            name, help_text, labels = _PROPOSAL_COUNTERS[path]
             family = counters.setdefault(name, CounterMetricFamily(name, help_text, labels=tuple(labels)))
             family.add_metric(tuple(labels.values()), value)
             continue
@@ -299,9 +299,13 @@ def _from_statistics(statistics: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 _PROPOSALS = ("teneral_proposals", "Tokens that the draft proposed, by the verdict of the exact weights.")
+_LOOK_AHEAD = (
+    "teneral_look_ahead_tokens",
+    "Tokens that look-ahead proposed, by the verdict of the step that verified them.",
+)
 # Path in the statistics → name, help, labels. These are for people's dashboards: outcomes next to
 # each other, under one name.
-_DRAFT_COUNTERS: dict[tuple[str, ...], tuple[str, str, dict[str, str]]] = {
+_PROPOSAL_COUNTERS: dict[tuple[str, ...], tuple[str, str, dict[str, str]]] = {
     ("engine", "drafted_tokens_total"): (
         "teneral_drafted_tokens",
         "Tokens given out that weights chose which were not exact yet.",
@@ -309,6 +313,8 @@ _DRAFT_COUNTERS: dict[tuple[str, ...], tuple[str, str, dict[str, str]]] = {
     ),
     ("engine", "accepted_proposals_total"): (*_PROPOSALS, {"outcome": "accepted"}),
     ("engine", "rejected_proposals_total"): (*_PROPOSALS, {"outcome": "rejected"}),
+    ("engine", "accepted_look_ahead_total"): (*_LOOK_AHEAD, {"outcome": "accepted"}),
+    ("engine", "rejected_look_ahead_total"): (*_LOOK_AHEAD, {"outcome": "rejected"}),
 }
 
 

@@ -48,6 +48,23 @@ def integer(low: int, high: int) -> Callable[[Any], int]:
     return parse
 
 
+def automatic(low: int, high: int) -> Callable[[Any], int | str]:
+    """Of `auto`, `off`, which is 0, or a whole number."""
+    number = integer(low, high)
+
+    def parse(value: Any) -> int | str:
+        if value == "auto":
+            return "auto"
+        if value in ("off", False):
+            return 0
+        try:
+            return number(value)
+        except ValueError:
+            raise ValueError(f"must be auto, off or a whole number from {low} to {high}") from None
+
+    return parse
+
+
 def seconds(low: float, high: float) -> Callable[[Any], float]:
     def parse(value: Any) -> float:
         if isinstance(value, str):

@@ -16,7 +16,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from ..step.requests import GenerationEvent
-from ..step.state import Choice, Chosen
+from ..step.state import Choice
+from .look_ahead import Outcome
 from .sequence import Sequence as TokenSequence
 from .sequence import Taken, accept
 from .state import SchedulerState
@@ -43,14 +44,18 @@ class Delivery:
         self,
         computed: Sequence[TokenSequence],
         choosing: Sequence[TokenSequence],
-        choices: Sequence[Chosen],
+        outcomes: Sequence[Outcome],
     ) -> None:
-        """Give their tokens to the `choosing` ones of a step's sequences, and free those that end."""
+        """Give their tokens to the `choosing` ones of a step's sequences, unless look-ahead has, and
+        free those that end.
+        """
         assert not self.is_due, "the events of a step before"
         num_ended = 0
-        for sequence, choice in zip(choosing, choices, strict=True):
+        for sequence, choice in zip(choosing, outcomes, strict=True):
             if sequence.generation.ended:
                 num_ended += 1
+            elif isinstance(choice, list):
+                self._events += [(sequence, event) for event in choice]
             elif self._is_late and sequence.can_take and isinstance(choice, Choice):
                 self._taken.append(Taken(sequence, choice, sequence.take(choice.token)))
             else:

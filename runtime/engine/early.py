@@ -39,15 +39,14 @@ from .early_member import (
     drafted,
     exact_rows,
     first_token_of,
-    judged,
     lane_of,
-    num_common,
 )
 from .sequence import Lane, accept
 from .sequence import Sequence as TokenSequence
 from .speculation import Acceptance, ExactPasses, PassLike, Sent, catch_up_s, max_proposals, may_draft
 from .state import SchedulerState
 from .trace import EngineTimeline
+from .verification import verify
 
 DRAFT_TIERS = (Tier.SKETCH, Tier.DRAFT)
 # For weights, between two checks for sequences that joined or left.
@@ -440,38 +439,16 @@ class EarlyPhase:
             first += rows.num_logits
             if member in settled or sequence.generation.ended:
                 continue
-            chosen, is_settled = self._confirm(member, rows, own)
+            chosen, is_settled = verify(sequence, rows, own, self._backend.choose)
+            for event in chosen:
+                if event.num_accepted or event.num_rejected:
+                    self._acceptance.add(bool(event.num_accepted))
             events += [(sequence, event) for event in chosen]
-            num_agreed = num_common(rows.tokens, sequence.tokens, rows.end)
-            sequence.exact.num_computed = min(num_agreed, sequence.num_tokens - 1)
             if is_settled:
                 settled.append(member)
         with self._state.changed:
             self._graduate(settled)
         self._hand_out(events, through.num_rows, took_s)
-
-    def _confirm(self, member: Member, rows: Rows, logits: Any) -> tuple[list[GenerationEvent], bool]:
-        """The tokens that follow from these logits, and whether that settles the sequence's draft."""
-        sequence = member.sequence
-        known = sequence.tokens if member.draft is None else member.draft.tokens
-        events: list[GenerationEvent] = []
-        for number in range(rows.num_logits):
-            position = rows.end - rows.num_logits + number
-            if position != sequence.num_tokens - 1:
-                continue  # more was sent since
-            num_proposals = len(known) - sequence.num_tokens
-            (choice,) = self._backend.choose(logits[number : number + 1], [sequence.sampling])
-            event = accept(sequence, choice)
-            if member.sends_drafts or not num_proposals:
-                return [*events, event], True
-            proposals = tuple(known[position + 1 : position + 1 + len(event.tokens)])
-            is_right = event.error is None and event.tokens == proposals
-            ends = event.finish_reason is not None
-            events.append(judged(event, is_right=is_right, num_proposals=num_proposals, ends=ends))
-            self._acceptance.add(is_right)
-            if ends or not is_right:
-                return events, True
-        return events, False
 
     # -- events
     # ----------------------------------------------------------------------------------------------
@@ -481,6 +458,6 @@ class EarlyPhase:
             self._state.note_step(num_rows, took_s)
             ended = [sequence for sequence, event in events if event.finish_reason is not None]
             self._leave(ended)
-            self._state.note_events(events)
+            self._state.note_events(events, is_early=True)
         for sequence, event in events:
             sequence.generation.emit(event)

@@ -1,10 +1,8 @@
 """The members of the early phase: a sequence with its lanes, its rows for an exact pass, and the
-events of its drafted and judged tokens. It does not know passes or scheduling.
+events of its drafted tokens. It does not know passes or scheduling.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -72,14 +70,6 @@ def lane_of(member: Member) -> Lane:
     return member.draft
 
 
-def num_common(left: Sequence[int], right: Sequence[int], end: int) -> int:
-    """The number of equal leading tokens, `end` at most; a list equals itself."""
-    end = min(end, len(left), len(right))
-    if left is right or left[:end] == right[:end]:
-        return end
-    return next(place for place in range(end) if left[place] != right[place])
-
-
 def exact_rows(member: Member, end: int) -> Rows:
     """The member's next tokens up to `end`; with logits of those after which a token is to be
     chosen.
@@ -93,11 +83,3 @@ def exact_rows(member: Member, end: int) -> Rows:
 
 def drafted(event: GenerationEvent) -> GenerationEvent:
     return replace(event, num_drafted=len(event.tokens))
-
-
-def judged(event: GenerationEvent, *, is_right: bool, num_proposals: int, ends: bool) -> GenerationEvent:
-    """The event with counts of the proposal that its token judges, and of those after it that are
-    lost with it.
-    """
-    num_lost = num_proposals - is_right if ends or not is_right else 0
-    return replace(event, num_accepted=int(is_right), num_rejected=num_lost)

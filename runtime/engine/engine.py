@@ -38,14 +38,14 @@ from ..kv.prefix_pool import PrefixPool
 from ..kv.view import PoolView, view_pool
 from ..step.backend import MakeBackend
 from ..step.requests import FinishReason, GenerationEvent, GenerationRequest, Priority
-from ..step.state import Chosen, SamplingState
 from ..text.detokenizer import DetokenizerSource
 from .adapters import AdapterSource, HeldAdapter, OvertakenError, RequestAdapters, followed
 from .arrival import Arrival, DecoderLike
 from .delivery import Delivery
 from .early import EarlyPhase, TieredDecoder
 from .generation import Generation, OnEvent
-from .next_step import next_plan, rows_of, use_idle_time
+from .look_ahead import LookAhead, Outcome
+from .next_step import next_plan, use_idle_time
 from .options import EngineOptions, EngineStatistics, check_request, fit_pool
 from .scheduler import Preempted, Share, is_out_of_memory, largest_first
 from .sequence import Sequence as TokenSequence
@@ -120,6 +120,7 @@ class Engine:
             timeline,
         )
         self._early = None if arrival is None else self._early_phase(arrival, drafter)
+        self._look_ahead = LookAhead(self._state, model, options.look_ahead)
         is_on_device = self._backend.returns_early
         self._delivery = Delivery(self._state, is_late=is_on_device)
         # A device is idle while this thread waits for the interpreter, which threads that write
@@ -344,7 +345,7 @@ class Engine:
         choosing = [share.sequence for share in shares if share.is_last]
         exhausted: str | None = None
         try:
-            choices = self._compute(shares, [sequence.sampling for sequence in choosing])
+            outcomes = self._compute(shares)
         except OvertakenError:
             with self._state.changed:
                 self._state.preempt([share.sequence for share in reversed(shares)], Preempted.ADAPTER)
@@ -360,16 +361,13 @@ class Engine:
             victims = largest_first([(share.sequence, share.num_tokens) for share in shares])
             self._run_out(exhausted, victims[:1], [])
             return
-        for share in shares:
-            share.sequence.exact.num_computed += share.num_tokens
-        self._delivery.give([share.sequence for share in shares], choosing, choices)
+        self._delivery.give([share.sequence for share in shares], choosing, outcomes)
 
-    def _compute(
-        self, shares: Sequence[Share[TokenSequence]], states: Sequence[SamplingState]
-    ) -> list[Chosen]:
+    def _compute(self, shares: Sequence[Share[TokenSequence]]) -> list[Outcome]:
         """Compute one step, and choose the next tokens."""
         backend, step, spill = self._backend, self._state.num_steps, self._state.blocks.spill
-        batch = backend.build([rows_of(share) for share in shares])
+        rows = self._look_ahead.rows(shares)
+        batch = backend.build(rows)
         start_s = time.monotonic()
         end_s: float | None = None
         try:
@@ -384,7 +382,8 @@ class Engine:
                 logits = backend.forward(batch, on_layer=on_layer)
                 self._delivery.deliver()
             end_s = None if backend.returns_early else time.monotonic()
-            return backend.choose(logits, states)
+            self._look_ahead.note_time(rows, (end_s or time.monotonic()) - start_s)
+            return self._look_ahead.outcomes(shares, rows, logits, backend.choose)
         finally:
             end_s = end_s or time.monotonic()
             with self._state.changed:

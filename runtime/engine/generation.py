@@ -74,6 +74,8 @@ class Generation:
         self._ended = False
         # Prompt tokens found in the KV pool, once it has started.
         self.num_cached_tokens = 0
+        # As in `GenerationEvent`, of all events so far.
+        self.num_accepted = self.num_rejected = 0
         self._queued_s = time.monotonic()
         self._started_s: float | None = None
         self._first_token_s: float | None = None
@@ -141,8 +143,8 @@ class Generation:
             finish_reason=last.finish_reason,
             timings=self.timings,
             num_drafted=sum(event.num_drafted for event in events),
-            num_accepted=sum(event.num_accepted for event in events),
-            num_rejected=sum(event.num_rejected for event in events),
+            num_accepted=self.num_accepted,
+            num_rejected=self.num_rejected,
             prompt_logprobs=next(
                 (event.prompt_logprobs for event in events if event.prompt_logprobs is not None), None
             ),
@@ -176,6 +178,8 @@ class Generation:
         with self._lock:
             if self._ended:
                 return False
+            self.num_accepted += event.num_accepted
+            self.num_rejected += event.num_rejected
             if event.tokens and self._first_computed_s is None:
                 self._first_computed_s = now_s
                 self._first_token_s = self._first_token_s or now_s

@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable
 
 from ..step.backend import Backend
-from ..step.batch import Rows
-from .scheduler import Preempted, SchedulerLimits, Share, StepPlan, make_way, plan_step
+from .scheduler import Preempted, SchedulerLimits, StepPlan, make_way, plan_step
 from .sequence import Sequence
 from .state import SchedulerState
 
@@ -100,10 +99,3 @@ def use_idle_time(state: SchedulerState, backend: Backend, deliver: Callable[[],
             return True
     backend.work_when_idle()
     return True
-
-
-def rows_of(share: Share[Sequence]) -> Rows:
-    """The rows of the scheduler's share of a sequence."""
-    lane = share.sequence.exact
-    end = lane.num_computed + share.num_tokens
-    return Rows(lane, lane.tokens, lane.num_computed, end, int(share.is_last), share.sequence.scores)

@@ -49,6 +49,8 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
     # The same on a disk: in an unnamed file, in this folder.
     kv_disk_bytes: int = 0
     kv_disk_dir: str | None = None
+    # Proposals of a sequence in a step, where it repeats itself; None: as many as pay, 0: none.
+    look_ahead: int | None = None
     # Folder of kernels compiled ahead of time, for a CUDA device.
     kernels_dir: str | None = None
 
@@ -67,6 +69,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
         _require_at_least("session_kv_bytes", self.session_kv_bytes or 0, 0)
         _require_at_least("session_idle_s", self.session_idle_s, 0)
         _require_at_least("max_sessions", self.max_sessions, 0)
+        _require_at_least("look_ahead", self.look_ahead or 0, 0)
         _require_at_least("kv_host_bytes", self.kv_host_bytes, 0)
         _require_at_least("kv_disk_bytes", self.kv_disk_bytes, 0)
         if (self.kv_host_bytes or self.kv_disk_bytes) and not self.prefix_cache:
@@ -129,6 +132,8 @@ class EngineStatistics(Struct, frozen=True):
     drafted_tokens_total: int = 0  # of the output tokens: chosen by weights that were not exact yet
     accepted_proposals_total: int = 0  # of the draft, confirmed by the exact weights
     rejected_proposals_total: int = 0
+    accepted_look_ahead_total: int = 0  # the same of look-ahead's proposals
+    rejected_look_ahead_total: int = 0
     cached_blocks: int = 0  # can be found by their prefix
     # Of these: not in use, and evicted when blocks are needed.
     idle_blocks: int = 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from msgspec import Struct
 
@@ -87,6 +87,7 @@ class Sequence:
         "fetch",
         "generation",
         "is_batch",
+        "look_ahead",
         "max_new_tokens",
         "num_given_tokens",
         "num_prompt_tokens",
@@ -129,6 +130,8 @@ class Sequence:
         self.exact = Lane(Epoch.EXACT, self.tokens, self.sampling, adapter)
         self.draft: Lane | None = None  # while the weights arrive
         self.num_remembered = 0  # full blocks available to others
+        # The engine's own, from its first proposals on.
+        self.look_ahead: Any = None
         # Of its spilled blocks, while it waits.
         self.fetch: Fetch | None = None
         # Of full blocks, after the seed's.

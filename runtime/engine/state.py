@@ -68,6 +68,8 @@ class SchedulerState:
         self.num_drafted_tokens = 0
         self.num_accepted_proposals = 0
         self.num_rejected_proposals = 0
+        self.num_accepted_look_ahead = 0
+        self.num_rejected_look_ahead = 0
         self.num_exhausted = 0
         # When the latest step was planned: some wait although a place is free.
         self._is_short_of_blocks = False
@@ -287,14 +289,22 @@ class SchedulerState:
         self.forward_s += took_s
         self.num_computed_tokens += num_tokens
 
-    def note_events(self, events: Iterable[tuple[Sequence, GenerationEvent]]) -> None:
-        """Count events about to be delivered, and free the sequences that end with them."""
+    def note_events(
+        self, events: Iterable[tuple[Sequence, GenerationEvent]], *, is_early: bool = False
+    ) -> None:
+        """Count events about to be delivered, and free the sequences that end with them. `is_early`:
+        they are of the early phase, whose proposals are the draft's.
+        """
         for sequence, event in events:
             self.num_output_tokens += len(event.tokens)
             self.waiting.charge(sequence, num_output_tokens=len(event.tokens))
             self.num_drafted_tokens += event.num_drafted
-            self.num_accepted_proposals += event.num_accepted
-            self.num_rejected_proposals += event.num_rejected
+            if is_early:
+                self.num_accepted_proposals += event.num_accepted
+                self.num_rejected_proposals += event.num_rejected
+            else:
+                self.num_accepted_look_ahead += event.num_accepted
+                self.num_rejected_look_ahead += event.num_rejected
             if event.finish_reason is not None:
                 self.forget(sequence)
 
@@ -358,6 +368,8 @@ def statistics_of(
             drafted_tokens_total=state.num_drafted_tokens,
             accepted_proposals_total=state.num_accepted_proposals,
             rejected_proposals_total=state.num_rejected_proposals,
+            accepted_look_ahead_total=state.num_accepted_look_ahead,
+            rejected_look_ahead_total=state.num_rejected_look_ahead,
             cached_blocks=prefixes.num_cached,
             idle_blocks=prefixes.num_idle,
             prefix_hit_tokens_total=prefixes.hit_tokens_total,

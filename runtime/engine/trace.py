@@ -115,7 +115,18 @@ class EngineTimeline:
             self._add(
                 "request", "first token", timings.first_token_s, timings.first_token_s, request=request_id
             )
-        self._add("request", "last token", ends_s[-1], ends_s[-1], request=request_id, finish=str(reason))
+        proposals: dict[str, int] = {}
+        if generation.num_accepted or generation.num_rejected:
+            proposals = {"accepted": generation.num_accepted, "rejected": generation.num_rejected}
+        self._add(
+            "request",
+            "last token",
+            ends_s[-1],
+            ends_s[-1],
+            request=request_id,
+            finish=str(reason),
+            **proposals,
+        )
 
     def _add(self, lane: str, name: str, start_s: float, end_s: float, **attributes: object) -> None:
         if self._timeline is not None:

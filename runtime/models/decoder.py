@@ -99,6 +99,11 @@ class Decoder:
         return self.weights.device
 
     @property
+    def is_batch_invariant(self) -> bool:
+        """As the executor has it."""
+        return self.executor.is_batch_invariant
+
+    @property
     def routes_apart(self) -> bool:
         """True if no stage reads all experts of a layer."""
         layers = self.weights.layers

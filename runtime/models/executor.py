@@ -47,6 +47,10 @@ class Executor(Protocol):
         """
 
     @property
+    def is_batch_invariant(self) -> bool:
+        """True if the bits of a row's results depend on no other row of its step, nor on their number."""
+
+    @property
     def runs_layers_together(self) -> bool:
         """True if one call for several layers is faster than a call for each."""
 

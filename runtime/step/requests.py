@@ -231,8 +231,8 @@ class GenerationEvent(Struct, frozen=True):
     the `error`.
 
     `num_drafted` of its tokens were chosen by weights that were not exact yet, with the request's
-    permission. The other two count the draft's proposals that the exact weights judged in this
-    step: the accepted ones, and those from the first rejected one on. `prompt_logprobs` come with
+    permission. The other two count the proposals, of the draft or of look-ahead, that were verified
+    in this step: the accepted ones, and those from the first rejected one on. `prompt_logprobs` come with
     the first event of a request for them.
     """
 

@@ -160,6 +160,26 @@ class SamplingState:
         other.grammar = None if self.grammar is None else self.grammar.copy()
         return other
 
+    def possible(self, tokens: Sequence[int]) -> list[int]:
+        """The first of these tokens, as far as the grammar allows them next, `tokens` being a guess.
+        Where it forces other ones, these are the last.
+        """
+        if self.grammar is None:
+            return list(tokens)
+        matcher, allowed = self.grammar.copy(), list[int]()
+        try:
+            while allowed == tokens[: len(allowed)] and len(allowed) < len(tokens):
+                if matcher.is_finished:
+                    break
+                forced = matcher.forced() if self._may_force else []
+                following = forced or [tokens[len(allowed)]]
+                for token in following:
+                    matcher.accept(token)
+                allowed += following
+        except GrammarError:  # the answer meets it where it is chosen
+            pass
+        return allowed[: len(tokens)]
+
     def add(self, token: int) -> None:
         """Append a chosen token. Raises `GrammarError` for one that the request's grammar does not
         allow.
@@ -198,14 +218,13 @@ class SamplingState:
         Empty with log probabilities, which only computing gives, and with other limits, which may
         exclude them.
         """
-        if (
-            self.grammar is None
-            or self.grammar.is_finished
-            or self._is_all_computed
-            or self._limits is not None
-        ):
+        if self.grammar is None or self.grammar.is_finished or not self._may_force:
             return []
         return self.grammar.forced()
+
+    @property
+    def _may_force(self) -> bool:
+        return not self._is_all_computed and self._limits is None
 
 
 class Choice(Struct, frozen=True):

@@ -40,6 +40,9 @@ def test_the_environment_can_name_the_file(tmp_path: Path) -> None:
         ({"max_wait_s": "-0.1"}, {}, "--max-wait-s"),
         ({}, {"TENERAL_MAX_WAIT_S": "soon"}, "TENERAL_MAX_WAIT_S"),
         ({"addressing_style": "weird"}, {}, "--addressing-style"),
+        ({"look_ahead": "65"}, {}, "--look-ahead"),
+        ({"look_ahead": "on"}, {}, "--look-ahead"),
+        ({}, {"TENERAL_LOOK_AHEAD": "-1"}, "TENERAL_LOOK_AHEAD"),
         ({}, {"TENERAL_PORT": "-1"}, "TENERAL_PORT"),
         ({}, {"TENERAL_ANONYMOUS": "maybe"}, "TENERAL_ANONYMOUS"),
         ({}, {"TENERAL_MAX_QUEUE": "3"}, "TENERAL_MAX_QUEUE"),
@@ -86,6 +89,11 @@ def test_secrets_are_shown_neither_in_repr_nor_in_errors() -> None:
     with pytest.raises(UsageError) as caught:
         resolve({"model": "m", "api_key": "sk-secret\0"}, {})
     assert "sk-secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("value", "found"), [("auto", "auto"), ("off", 0), (False, 0), ("7", 7), (64, 64)])
+def test_look_ahead_is_automatic_off_or_a_number(value: object, found: object) -> None:
+    assert resolve({"model": "m", "look_ahead": value}, {}).look_ahead == found
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """On the native core a request's tokens and log-probabilities are its own: the same bits alone and in any company.
 
 With other sequences in its steps, a prompt in pieces, sequences that have to begin again, prefixes that are found,
-keys and values in 8 bits, any number of threads, and drafts that are confirmed.
+keys and values in 8 bits, any number of threads, drafts that are confirmed, and look-ahead, right or wrong.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.early_rig import EarlyRig, packed_tiny
 from tests.support.models import DictWeights, build_model
+from tests.support.proposers import knowing
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
 
 from teneral.loader.native.library import library
 from teneral.runtime.backends.native.backend import NativeBackend
+from teneral.runtime.engine import look_ahead
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.kv.kinds import KVKind
 from teneral.runtime.step.backend import host_backend
@@ -115,22 +117,35 @@ def answers_of(
     chunk=st.sampled_from([1, 7, 16, 64]),
     num_blocks=st.sampled_from([16, 24, 200]),
     threads=st.sampled_from([1, 2, 3]),
+    max_proposals=st.sampled_from([0, None, 1, 9]),
+    errors=st.integers(0, 9),
 )
-def test_a_request_gets_the_bits_that_it_gets_alone(model, kind, requests, chunk, num_blocks, threads):
+def test_a_request_gets_the_bits_that_it_gets_alone(
+    model, kind, requests, chunk, num_blocks, threads, max_proposals, errors
+):
     decoder = decoder_of(model)
     own = library()
     assert own is not None
-    alone = [answers_of(decoder, kind, [each], num_blocks=200, prefix_cache=False)[0] for each in requests]
+    alone = [
+        answers_of(decoder, kind, [each], num_blocks=200, prefix_cache=False, look_ahead=0)[0]
+        for each in requests
+    ]
+    texts = [
+        (*each.request(0).prompt_tokens, *tokens) for each, (tokens, _) in zip(requests, alone, strict=True)
+    ]
     own.functions.tn_set_threads(threads)
-    together = answers_of(
-        decoder,
-        kind,
-        requests,
-        num_blocks=num_blocks,
-        max_running=min(chunk, 7),
-        max_step_tokens=chunk,
-        max_prefill_tokens=chunk,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(look_ahead, "NgramProposer", knowing(texts, 250, errors))
+        together = answers_of(
+            decoder,
+            kind,
+            requests,
+            num_blocks=num_blocks,
+            max_running=min(chunk, 7),
+            max_step_tokens=chunk,
+            max_prefill_tokens=chunk,
+            look_ahead=max_proposals,
+        )
     assert together == alone
 
 

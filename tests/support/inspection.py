@@ -307,3 +307,8 @@ def run_job_at(places: Any, spec: Any, host: Any, lifetime: Any, meter: Any) -> 
     from teneral.handlers.batch import job
 
     return job._Job(spec, host, places, lifetime, meter).run()
+
+
+def table_of(proposer: Any) -> Any:
+    """The positions of an `NgramProposer`."""
+    return proposer._table

@@ -140,6 +140,8 @@ class StagedInstance(Instance):
                 max_queued_per_tenant=self.config.max_queued_per_tenant,
                 session_kv_bytes=self.config.session_kv_bytes,
                 session_idle_s=self.config.session_idle_s,
+                # How much it proposes depends on times, and a response's usage shows it.
+                look_ahead=0,
             ),
             timeline=self.timeline,
             eos_token_ids=self.parts.tokenizer.eos_token_ids,

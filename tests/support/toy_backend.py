@@ -82,6 +82,7 @@ class ToyExecutor:
 
     name = "toy"
     numerics = "toy/1"
+    is_batch_invariant = False
     runs_layers_together = False
     takes_adapters = False
     routes_apart = False

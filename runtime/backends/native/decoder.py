@@ -132,6 +132,7 @@ class NativeDecoder:
     """An `Executor`. One thread at a time."""
 
     name = NAME
+    is_batch_invariant = True
     runs_layers_together = True
     takes_adapters = True
     routes_apart = True

@@ -57,6 +57,7 @@ def as_it_is(place: Place, x: Floats, y: Floats) -> Floats:
 class ReferenceDecoder:
     """An `Executor`, but for making pools. Its rows are fp32 arrays."""
 
+    is_batch_invariant = False
     runs_layers_together = False
     takes_adapters = True
     routes_apart = False

@@ -92,6 +92,7 @@ class Step:
 class TorchExecutor:
     """An `Executor` of one decoder. One forward pass at a time."""
 
+    is_batch_invariant = False
     runs_layers_together = False
     takes_adapters = False
     # Its products depend on the batch: the router could choose others when it is computed again.

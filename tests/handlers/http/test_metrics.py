@@ -62,13 +62,21 @@ def test_statistics_become_gauges_and_totals_counters() -> None:
     assert found["teneral_state", "ready"] == 1
 
 
-def test_what_the_engine_counts_of_drafts_has_names_of_its_own_and_only_those() -> None:
-    counts = {"drafted_tokens_total": 7, "accepted_proposals_total": 5, "rejected_proposals_total": 2}
+def test_what_the_engine_counts_of_proposals_has_names_of_its_own_and_only_those() -> None:
+    counts = {
+        "drafted_tokens_total": 7,
+        "accepted_proposals_total": 5,
+        "rejected_proposals_total": 2,
+        "accepted_look_ahead_total": 9,
+        "rejected_look_ahead_total": 3,
+    }
     others = dict.fromkeys(EngineStatistics.__struct_fields__, 0)
     found = samples(Metrics(), {"engine": EngineStatistics(**{**others, "ended_total": {}, **counts})})
     assert found["teneral_drafted_tokens_total", ""] == 7
     assert found["teneral_proposals_total", "accepted"] == 5
     assert found["teneral_proposals_total", "rejected"] == 2
+    assert found["teneral_look_ahead_tokens_total", "accepted"] == 9
+    assert found["teneral_look_ahead_tokens_total", "rejected"] == 3
     assert not any(f"teneral_engine_{name}" == sample for name in counts for sample, _ in found)
 
 

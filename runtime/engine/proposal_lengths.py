@@ -1,0 +1,146 @@
+"""The number of tokens that look-ahead proposes for each sequence of a step: a pure decision over
+what was accepted before, and over measured times.
+
+A proposal is one more row of a step. If it is accepted it saves a step of its sequence; the row
+makes this step longer, for all of its sequences. So a step gets those proposals with which it gives
+the most tokens in its time, as far as can be foreseen: the likeliest first, as many as pay. With
+few rows a step's time is that of reading the weights, and rows are cheap; with many it is that of
+computing, and only likely proposals pay.
+
+- `MatchAcceptance` estimates how likely a sequence's proposals are, by the length of the match that they
+  continue. A sequence whose proposals do not pay is tried again rarely, with one.
+- `RowCosts` measures what rows cost: it compares steps with proposals to those without.
+
+Nothing here knows tokens, blocks or models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from .speculation import ROW_SHARE
+
+MAX_PROPOSALS = 32  # of one sequence in a step
+# A step with proposals must promise that much more than one without, or it gets none.
+MIN_GAIN = 1.02
+# Of a step in which some sequence has no proposals, and so no gain.
+MAX_SLOWDOWN = 1.25
+
+# The least length of a match, and the share of accepted proposals to begin with.
+MATCHES = ((9, 0.95), (5, 0.8), (0, 0.5))
+PRIOR_WEIGHT = 4.0  # proposals that it counts for
+MEMORY = 0.95  # of earlier proposals' weight, with each one that is judged
+MAX_RATE = 0.98
+# Matches without a proposal before the next trial.
+MIN_PAUSE, MAX_PAUSE = 8, 128
+
+
+class MatchAcceptance:
+    """The accepted proposals of one sequence."""
+
+    __slots__ = ("_counts", "_num_skipped", "_pause")
+
+    def __init__(self) -> None:
+        self._counts = [[0.0, 0.0] for _ in MATCHES]  # judged, accepted; of each length of a match
+        self._pause = MIN_PAUSE
+        self._num_skipped = 0
+
+    def rate(self, num_matched: int) -> float:
+        """The share of proposals after such a match that are accepted, of those whose predecessors were."""
+        number = _class_of(num_matched)
+        judged, accepted = self._counts[number]
+        share = (accepted + MATCHES[number][1] * PRIOR_WEIGHT) / (judged + PRIOR_WEIGHT)
+        return min(share, MAX_RATE)
+
+    def add(self, num_matched: int, num_proposed: int, num_accepted: int) -> None:
+        """Count proposals that were verified. After the first wrong one, none is judged."""
+        counts = self._counts[_class_of(num_matched)]
+        num_judged = min(num_accepted + 1, num_proposed)
+        counts[0] = counts[0] * MEMORY**num_judged + num_judged
+        counts[1] = counts[1] * MEMORY**num_judged + num_accepted
+        self._pause = MIN_PAUSE if num_accepted else min(2 * self._pause, MAX_PAUSE)
+
+    def skip(self) -> bool:
+        """Count a match whose proposals do not pay. True if it is to be tried all the same."""
+        self._num_skipped += 1
+        is_due = self._num_skipped >= self._pause
+        if is_due:
+            self._num_skipped = 0
+        return is_due
+
+
+def _class_of(num_matched: int) -> int:
+    return next(number for number, (least, _) in enumerate(MATCHES) if num_matched >= least)
+
+
+class RowCosts:
+    """The time that added rows cost, as a share of a step without them."""
+
+    RATE = 0.2  # of a new measurement
+    MAX_RATIO = 2.0  # of a step's time to the expected one; more is another program's doing
+
+    def __init__(self) -> None:
+        # Of steps without proposals, by the number of their sequences.
+        self._alone_s: dict[int, float] = {}
+        # A row's share, by the magnitudes of the numbers of sequences and of added rows.
+        self._shares: dict[int, dict[int, float]] = {}
+
+    def add(self, num_sequences: int, num_added: int, took_s: float) -> None:
+        """Record a step in which each sequence decodes, with `num_added` rows of proposals."""
+        alone_s = self._alone_s.get(num_sequences)
+        if not num_added:
+            change = 0.0 if alone_s is None else min(took_s, self.MAX_RATIO * alone_s) - alone_s
+            self._alone_s[num_sequences] = took_s if alone_s is None else alone_s + self.RATE * change
+        elif alone_s is not None:
+            expected = self.added(num_sequences, num_added)
+            found = min(took_s / alone_s, self.MAX_RATIO * (1 + expected)) - 1
+            share = expected / num_added + self.RATE * (max(found, 0.0) - expected) / num_added
+            self._shares.setdefault(num_sequences.bit_length(), {})[num_added.bit_length()] = share
+
+    def added(self, num_sequences: int, num_added: int) -> float:
+        """The time that `num_added` rows add to a step, as a share of its time without them."""
+        shares = self._shares.get(num_sequences.bit_length())
+        if not shares:
+            return num_added * ROW_SHARE / (1 + ROW_SHARE * (num_sequences - 1))
+        size = num_added.bit_length()
+        # Of as many rows; else of fewer, else of more.
+        nearest = min(shares, key=lambda other: (abs(size - other), other > size))
+        return num_added * shares[nearest]
+
+
+class Chance(NamedTuple):
+    """The proposals that a sequence may have."""
+
+    rate: float  # as `MatchAcceptance` has it
+    num: int
+
+
+def proposal_lengths(
+    chances: Sequence[Chance], num_sequences: int, max_added: int, added: Callable[[int], float]
+) -> list[int]:
+    """The number of proposals for each chance, `max_added` at most of all together.
+
+    The step has `num_sequences` that get a token; `added` is `RowCosts.added` for them.
+    """
+    likeliest = sorted(
+        (
+            (chance.rate**place, number)
+            for number, chance in enumerate(chances)
+            for place in range(1, chance.num + 1)
+        ),
+        reverse=True,
+    )[:max_added]
+    is_shared = len(chances) < num_sequences
+    num_tokens, most, num_worth = float(num_sequences), num_sequences * MIN_GAIN, 0
+    for num_added, (chance, _) in enumerate(likeliest, 1):
+        time = 1 + added(num_added)
+        if is_shared and time > MAX_SLOWDOWN:
+            break
+        num_tokens += chance
+        if num_tokens / time > most:
+            most, num_worth = num_tokens / time, num_added
+    lengths = [0] * len(chances)
+    for _, number in likeliest[:num_worth]:
+        lengths[number] += 1
+    return lengths

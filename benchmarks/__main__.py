@@ -32,6 +32,7 @@ BENCHMARKS = {
     "decode": "decoding alone",
     "hot": "tokens/s of prompts and answers, alone and in batches; llama.cpp, torch and ONNX Runtime",
     "int4": "the loss of int8 and int4 on a real model, and their speed; llama.cpp's Q8_0, Q4_K_M and Q4_0",
+    "lookahead": "tokens/s of answers that repeat their prompt, and of free ones, with look-ahead and without",
     "prefix": "exec or request → first token behind a long prefix: new, in the pool, spilled, from a snapshot",
     "adapters": "LoRA: a cold adapter's first token, 8 in a batch, and requests without",
     "experts": "a mixture's first token by the experts that it chooses; with a snapshot; in half of its memory",

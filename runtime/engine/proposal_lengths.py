@@ -79,6 +79,7 @@ class RowCosts:
 
     RATE = 0.2  # of a new measurement
     MAX_RATIO = 2.0  # of a step's time to the expected one; more is another program's doing
+    MIN_RATIO = 0.2  # of a row's share to the assumed one: one slow step makes rows look free
 
     def __init__(self) -> None:
         # Of steps without proposals, by the number of their sequences.
@@ -95,18 +96,23 @@ class RowCosts:
         elif alone_s is not None:
             expected = self.added(num_sequences, num_added)
             found = min(took_s / alone_s, self.MAX_RATIO * (1 + expected)) - 1
-            share = expected / num_added + self.RATE * (max(found, 0.0) - expected) / num_added
+            share = expected / num_added + self.RATE * (found - expected) / num_added
+            share = max(share, self.MIN_RATIO * _assumed_share(num_sequences))
             self._shares.setdefault(num_sequences.bit_length(), {})[num_added.bit_length()] = share
 
     def added(self, num_sequences: int, num_added: int) -> float:
         """The time that `num_added` rows add to a step, as a share of its time without them."""
         shares = self._shares.get(num_sequences.bit_length())
         if not shares:
-            return num_added * ROW_SHARE / (1 + ROW_SHARE * (num_sequences - 1))
+            return num_added * _assumed_share(num_sequences)
         size = num_added.bit_length()
         # Of as many rows; else of fewer, else of more.
         nearest = min(shares, key=lambda other: (abs(size - other), other > size))
         return num_added * shares[nearest]
+
+
+def _assumed_share(num_sequences: int) -> float:
+    return ROW_SHARE / (1 + ROW_SHARE * (num_sequences - 1))
 
 
 class Chance(NamedTuple):

@@ -112,6 +112,11 @@ def test_one_slow_step_changes_little() -> None:
     before = times.added(1, 4)
     times.add(1, 4, 5.0)
     assert times.added(1, 4) < before + 0.3
+
+
+def test_a_slow_first_step_does_not_make_rows_free() -> None:
+    times = RowCosts()
     times.add(1, 0, 5.0)
-    times.add(1, 4, 0.060)
-    assert times.added(1, 4) >= 0
+    for _ in range(50):
+        times.add(1, 4, 0.060)
+    assert times.added(1, 32) >= 0.5

@@ -22,6 +22,7 @@ from ...loader.load.launch import Prepared
 from ...loader.memory.arena import Reserve
 from ...loader.memory.limits import available
 from ...loader.process.cpu import has_idle_core
+from ...loader.process.helper import HelperProcess
 from ...loader.timeline import Timeline
 from ...runtime.config import ServeConfig
 from ...runtime.errors import ModelError
@@ -110,6 +111,20 @@ class _Ahead:
         # Its thread begins after all forks.
         self.reserve = Reserve(reserve_bytes) if reserve_bytes and uses_cpu else None
 
+    @property
+    def helpers(self) -> tuple[HelperProcess, ...]:
+        """Those that no server can do without. Their sockets are readable when they have ended."""
+        return (self.tokenizer.process, *(() if self.load is None else (self.load.process,)))
+
+    def is_whole(self) -> bool:
+        """False if a helper has ended, such as one that the system killed for memory. The chat renderer is left out: a
+        server without it starts another.
+        """
+        if self.chat_worker is not None and self.chat_worker.process.poll() is not None:
+            self.chat_worker.end()
+            self.chat_worker = None
+        return not any(helper.has_ended for helper in self.helpers)
+
     def complete(self) -> None:
         """Start the interpreter for chat templates if a core is idle, or none has been for `MAX_BUSY_S`."""
         if not has_idle_core() and time.monotonic() - self._began_s < MAX_BUSY_S:
@@ -150,13 +165,21 @@ def _has_room(reserve_bytes: int) -> bool:
 
 
 def _accept(ends: PoolEnds, ahead: _Ahead) -> tuple[Channel, Order] | None:
-    """The first complete order; None if the pool is gone. Completes `ahead` meanwhile."""
+    """The first complete order; None if the pool is gone, or a helper: then another process of the pool takes the
+    order. Completes `ahead` meanwhile.
+    """
     listener, alive = ends.listener, ends.alive
+    sockets = [helper.socket.fileno() for helper in ahead.helpers]
     listener.setblocking(False)
     while True:
         rest_s = None if ahead.is_complete else IDLE_CHECK_S
-        ready, _, _ = select.select([listener.fileno(), alive], [], [], rest_s)
+        ready, _, _ = select.select([listener.fileno(), alive, *sockets], [], [], rest_s)
         if alive in ready:
+            return None
+        # Before a client is accepted: it waits for the next process then, and notices nothing.
+        if ready and (not set(ready).isdisjoint(sockets) or not ahead.is_whole()):
+            text = f"the standby process {os.getpid()} has lost a helper, and is replaced"
+            print(f"teneral: {text}\n", end="", file=sys.stderr, flush=True)
             return None
         if not ready:
             ahead.complete()

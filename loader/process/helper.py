@@ -178,6 +178,14 @@ class HelperProcess:
         self._life.close()
         return status
 
+    @property
+    def has_ended(self) -> bool:
+        """True if it has, also before it was waited for."""
+        try:
+            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            return True
+
     def kill(self) -> None:
         """End it now, if it has not ended. It is still to be waited for."""
         self._process.kill()

@@ -75,6 +75,11 @@ class PreparedTokenizer:
         self._process.socket.sendall(pickle.dumps(task))
         return LaunchedTokenizer(task, self._process, self._lines)
 
+    @property
+    def process(self) -> HelperProcess:
+        """It says nothing on its socket before its task, but for the end of the socket."""
+        return self._process
+
     def discard(self) -> None:
         """End the process."""
         self._process.kill()

@@ -19,6 +19,7 @@ from tests.support.standby_processes import (
     WAIT_S,
     Pool,
     Server,
+    children,
     command_line,
     descendants,
     runs,
@@ -64,6 +65,22 @@ def test_a_standby_serves_what_was_asked_for_and_another_takes_its_place(
     after = pool.wait_full()
     assert len(set(after) - set(before)) == 1
     assert taken.end()[0] == alone.end()[0] == 0
+
+
+def test_a_standby_whose_helper_was_killed_is_not_handed_out(pool: Pool, model: Path) -> None:
+    before = pool.wait_full()
+    for process in before:
+        until(lambda process=process: len(children(process)) > 0, "it has its helpers")  # type: ignore[misc]
+        for helper in children(process):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(helper, signal.SIGKILL)
+    with Server(model, pool.path) as server:
+        assert server.complete()
+        assert server.end()[0] == 0
+    until(lambda: not any(map(runs, before)), "both are replaced")
+    pool.wait_full()
+    with Server(model, pool.path) as server:
+        assert "taken over by a standby" in server.marks()
 
 
 def test_a_taken_process_is_replaced_before_the_pool_waits_again(monkeypatch: pytest.MonkeyPatch) -> None:

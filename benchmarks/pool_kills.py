@@ -31,7 +31,8 @@ from tests.support.pool_runs import PoolRun
 from tests.support.tiny_models import save_tiny
 
 from teneral import cli
-from teneral.handlers.pool.process import OVERHEAD_BYTES, tree_pss_bytes
+from teneral.handlers.pool.memory import tree_pss_bytes
+from teneral.handlers.pool.process import OVERHEAD_BYTES
 
 NUM_MODELS = 6
 NUM_FIT = 3

@@ -87,7 +87,9 @@ class Deployment:
     release: Release
     config: ServeConfig
     is_target: bool = True  # requests that name no version may come here
-    pending: bool = False  # becomes a target when its first instance is ready
+    # Gets no requests without a version until its first instance is ready, and is started for that.
+    pending: bool = False
+    was_ready: bool = False  # an instance of it was, once
     retired: bool = False  # gets no more requests
     starting: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     servers: dict[str, Server] = field(default_factory=dict)
@@ -156,6 +158,10 @@ class Deployment:
     def ready(self) -> list[Server]:
         """Instances that take requests."""
         return [server for server in self.servers.values() if not server.closing]
+
+    def becomes_ready(self) -> None:
+        """Call it when an instance is."""
+        self.was_ready, self.pending = True, False
 
     def ends(self, ending: asyncio.Task[None]) -> None:
         """Call it when an instance begins to end."""

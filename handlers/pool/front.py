@@ -32,6 +32,7 @@ from ..http.edge import check_key, request_id_of
 from ..http.errors import SERVER_ERROR, ApiError, as_api_error, retry_after
 from ..http.keys import ApiKeys
 from ..http.limits import PIECE_BYTES
+from .attempts import LostError, Verdict, ask_instances
 from .deployment import Affinity, Deployment, FailingError, Lease
 from .protocols import StreamEnd, shaped_response
 from .routing import MAX_KEY_CHARS, Body, Chooser
@@ -94,10 +95,6 @@ class Asked(NamedTuple):
         return self.data if self.body is None else self.body.named(model)
 
 
-class LostError(Exception):
-    """The instance ended before the first byte of its answer."""
-
-
 class Front:
     """The routes of models' requests. One per pool."""
 
@@ -139,9 +136,9 @@ class Front:
             try:
                 await self._read(request, data)
                 asked = _understand(request, bytes(data))
-                state, deployment = self._find(request, asked)
+                state, deployment, version = self._find(request, asked)
                 model = state.model.name
-                response = await self._answer(request, asked, deployment, request_id)
+                response = await self._answer(request, asked, deployment, version, request_id)
             finally:
                 self._bodies_bytes -= len(data)
             status = response.status
@@ -195,8 +192,8 @@ class Front:
                 408, f"the body took longer than {BODY_TIMEOUT_S:g} s", code="request_timeout"
             ) from None
 
-    def _find(self, request: web.Request, asked: Asked) -> tuple[ModelState, Deployment]:
-        """The model and version for a request. Raises `ApiError`."""
+    def _find(self, request: web.Request, asked: Asked) -> tuple[ModelState, Deployment, int | None]:
+        """The model and version for a request, and the version that it names. Raises `ApiError`."""
         supervisor = self._supervisor
         if supervisor.draining:
             raise ApiError(
@@ -235,7 +232,7 @@ class Front:
             raise _not_found(name)
         if deployment.keys is not None:  # before an instance is started
             check_key(request, deployment.keys)
-        return state, deployment
+        return state, deployment, target.version
 
     def _check_key(self, request: web.Request, state: ModelState | None) -> None:
         """Check the pool's key, except for models with a key of their own, which their instances
@@ -248,45 +245,50 @@ class Front:
     # answering
 
     async def _answer(
-        self, request: web.Request, asked: Asked, deployment: Deployment, request_id: str
+        self,
+        request: web.Request,
+        asked: Asked,
+        deployment: Deployment,
+        version: int | None,
+        request_id: str,
     ) -> web.StreamResponse:
-        limit_s = deployment.model.queue_timeout_s + deployment.model.request_timeout_s + UPSTREAM_GRACE_S
+        # Twice: where a version cannot be started, another one takes the request.
+        limit_s = 2 * deployment.model.queue_timeout_s + deployment.model.request_timeout_s + UPSTREAM_GRACE_S
         try:
             async with asyncio.timeout(limit_s) as limit:
-                for attempt in (1, 2):
-                    lease = await self._supervisor.acquire(deployment, asked.affinities)
-                    assert lease is not None
-                    try:
-                        return await self._splice(request, asked, lease, request_id, limit)
-                    except LostError:
-                        if attempt == 2 or not asked.is_repeatable:
-                            break
-                        logger.warning("request %s: %s ended, asking again", request_id, lease.server.key)
-                        deployment = self._heir(deployment)
+                return await ask_instances(
+                    self._supervisor,
+                    self._chooser,
+                    deployment,
+                    version,
+                    lambda lease, verdict: self._splice(request, asked, lease, verdict, request_id, limit),
+                    affinities=asked.affinities,
+                    is_repeatable=asked.is_repeatable,
+                )
         except TimeoutError:
             raise _took_too_long() from None
-        raise ApiError(
-            502,
-            "the instance ended before it answered",
-            kind=SERVER_ERROR,
-            code="instance_lost",
-            headers=retry_after(1),
-        )
-
-    def _heir(self, deployment: Deployment) -> Deployment:
-        """The deployment that has replaced this one, if any."""
-        state = self._supervisor.models.get(deployment.model.name)
-        if not deployment.retired or state is None:
-            return deployment
-        return state.choose(None, None, self._chooser) or deployment
+        except LostError:
+            raise ApiError(
+                502,
+                "the instance ended before it answered",
+                kind=SERVER_ERROR,
+                code="instance_lost",
+                headers=retry_after(1),
+            ) from None
 
     async def _splice(
-        self, request: web.Request, asked: Asked, lease: Lease, request_id: str, limit: asyncio.Timeout
+        self,
+        request: web.Request,
+        asked: Asked,
+        lease: Lease,
+        verdict: Verdict,
+        request_id: str,
+        limit: asyncio.Timeout,
     ) -> web.StreamResponse:
         """Send the request to the instance, and pass its answer through. Raises `LostError` if
         nothing was sent to the client yet. At the time `limit`, a stream ends with an error.
         """
-        deployment, is_error, is_late = lease.server.deployment, False, False
+        deployment, is_late = lease.server.deployment, False
         headers = _forwarded(request, request_id)
         path = asked.path.replace("{model}", quote(deployment.model.name)) if asked.is_kserve else asked.path
         url = URL(f"{lease.server.process.url}{path}", encoded=True)
@@ -300,16 +302,16 @@ class Front:
             except (aiohttp.ClientError, ConnectionError) as error:
                 if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
                     raise _out_of_files() from error
-                is_error = True
+                verdict.is_error = True
                 raise LostError from error
             async with answer:
-                is_error = answer.status >= 500 and answer.status != 503
+                verdict.is_error = answer.status >= 500 and answer.status != 503
                 whole = None
                 if answer.content_length is not None and answer.content_length <= MAX_WHOLE_BYTES:
                     try:
                         whole = await answer.read()
                     except (aiohttp.ClientError, ConnectionError) as error:
-                        is_error = True
+                        verdict.is_error = True
                         raise LostError from error
                 reply_headers = _passed_on(answer.headers)
                 reply_headers["x-request-id"] = request_id
@@ -327,7 +329,7 @@ class Front:
                 end = StreamEnd(request.path, request_id)
                 failure = await _pour(answer, response, end, end_s)
                 if failure is not None:
-                    is_error, is_late = True, failure.status == 504
+                    verdict.is_error, is_late = True, failure.status == 504
                     if answer.content_type != "text/event-stream":
                         raise ConnectionResetError(failure.message)
                     await response.write(end.event(failure))
@@ -337,8 +339,8 @@ class Front:
             is_late = limit.expired()
             raise
         finally:
-            is_hung = is_late and time.monotonic() - began_s > deployment.model.request_timeout_s
-            self._supervisor.release(lease, is_error=is_error or is_hung, is_hung=is_hung)
+            if is_late and time.monotonic() - began_s > deployment.model.request_timeout_s:
+                verdict.is_error = verdict.is_hung = True
 
     def _client(self) -> aiohttp.ClientSession:
         if self._session is None:

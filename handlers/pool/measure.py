@@ -25,15 +25,8 @@ from ...loader.errors import TeneralError, UnavailableError, UsageError
 from ...runtime.config import ServeConfig
 from ..standby.handover import ask_status
 from .file import read_pool
-from .process import (
-    ServerProcess,
-    StandbyPool,
-    inherited_environment,
-    instance_config,
-    process_tree,
-    start_server,
-    tree_pss_bytes,
-)
+from .memory import process_tree, tree_pss_bytes
+from .process import ServerProcess, StandbyPool, inherited_environment, instance_config, start_server
 from .repository import Release, Repository
 from .values import Model, Pool
 

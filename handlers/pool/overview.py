@@ -14,9 +14,10 @@ from ..http.edge import check_key
 from ..http.errors import SERVER_ERROR, ApiError, retry_after
 from ..http.json_bodies import encode
 from ..http.keys import ApiKeys
+from .admission import STANDBY_KEY
 from .deployment import Deployment
 from .metrics import Gauges
-from .supervisor import STANDBY_KEY, Supervisor
+from .supervisor import Supervisor
 from .versions import ModelState
 
 

@@ -1,12 +1,8 @@
 """The processes of a pool on one machine, Linux only: `teneral serve` on a loopback port, adopted
-from a standby process or started anew, the standby pool itself, and the ledger of their memory.
+from a standby process or started anew, and the standby pool itself.
 
 Each process is watched by its pidfd, so a signal never reaches another process that has reused its
-number. Its configuration comes from the pool file and the environment.
-
-The ledger holds reservations and the measured proportional set size (PSS), in bytes. A reservation
-is made before a process starts and lasts until it has ended, so two starts never count on the same
-bytes. Used on the event loop only, but for `tree_pss_bytes`, which blocks.
+number. Its configuration comes from the pool file and the environment. Used on the event loop only.
 """
 
 from __future__ import annotations
@@ -28,107 +24,20 @@ from typing import Any
 import aiohttp
 
 from ...loader.errors import TeneralError
+from ...loader.process.cpu import available_cores
 from ...loader.process.helper import ProcessContext
 from ...runtime.config import PREFIX, ServeConfig
 from ..http.listening import listen
 from ..standby.handover import Channel, HandoverError, Order
 from .keys import PATH_SETTINGS
+from .memory import tree_pss_bytes
 from .repository import Release, absolute
-from .values import Code, Model, Pool
+from .values import Code, Model, Node, Pool
 
 # Of a server, in addition to its weights and KV pool.
 OVERHEAD_BYTES = 250 << 20
 # Of an instance whose model does not say: a share of what is free would take all of it.
 DEFAULT_KV_BYTES = 256 << 20
-
-
-class Budget:
-    """Reservations by key. What a process was measured to use counts where it is more than its reservation."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self._reserved: dict[str, int] = {}
-        self._measured: dict[str, int] = {}
-        self._changed = asyncio.Event()
-
-    @property
-    def charged_bytes(self) -> int:
-        return sum(max(size, self._measured.get(key, 0)) for key, size in self._reserved.items())
-
-    @property
-    def free_bytes(self) -> int:
-        return self.limit_bytes - self.charged_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        """As measured."""
-        return sum(self._measured.values())
-
-    def charge_of(self, key: str) -> int:
-        return max(self._reserved.get(key, 0), self._measured.get(key, 0))
-
-    def reserve(self, key: str, size_bytes: int) -> bool:
-        """Reserve it if it fits; False if it does not."""
-        if size_bytes > self.free_bytes:
-            return False
-        self._reserved[key] = size_bytes
-        return True
-
-    def keep(self, key: str, size_bytes: int) -> None:
-        """Reserve for what runs already, whether it fits or not."""
-        self._reserved[key] = size_bytes
-        self.notify()
-
-    def measure(self, key: str, used_bytes: int) -> None:
-        if key in self._reserved:
-            self._measured[key] = used_bytes
-
-    def release(self, key: str) -> None:
-        """Idempotent."""
-        self._reserved.pop(key, None)
-        self._measured.pop(key, None)
-        self.notify()
-
-    def notify(self) -> None:
-        """Wake all that wait for memory: something has become free, or idle."""
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def changed(self, timeout_s: float) -> None:
-        """Returns at the next `notify`, or after `timeout_s`."""
-        event = self._changed
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await event.wait()
-
-
-def tree_pss_bytes(pid: int) -> int:
-    """The memory of a process and its descendants, each shared page counted by its share. 0 when they are gone."""
-    return sum(map(_pss_bytes, process_tree(pid)))
-
-
-def _pss_bytes(pid: int) -> int:
-    with suppress(OSError, ValueError, IndexError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    with suppress(OSError, ValueError, IndexError):  # where it may not be read: all of what it shares, too
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0
-
-
-def process_tree(pid: int) -> list[int]:
-    """The process and all its descendants that are there."""
-    found = [pid]
-    pending = [pid]
-    while pending:
-        with suppress(OSError, ValueError):
-            for task in Path(f"/proc/{pending.pop()}/task").iterdir():
-                with suppress(OSError, ValueError):
-                    children = [int(text) for text in (task / "children").read_text().split()]
-                    found += children
-                    pending += children
-    return found
 
 
 def instance_config(
@@ -176,7 +85,15 @@ STANDBY_ANSWER_S = 5.0  # for a standby process that is still being forked: far 
 STANDBY_RESTART_S = 10.0
 # Of a pool that has not answered yet: a start without it would import the same, in parallel.
 STANDBY_IMPORT_S = 300.0
-READY_POLL_S = 30.0  # an instance holds the answer to `/readyz` back until it is ready, for so long
+# An instance holds the answer to `/readyz` back for this time, until it is ready. One that has not answered after twice
+# that, this many times in a row, hangs.
+READY_POLL_S = 10.0
+MAX_SILENT_POLLS = 3
+# The period of probes of a ready instance, and the time limit of each. One that misses this many in a row hangs. A
+# single one is missed on a busy machine, and when the clock jumps.
+PROBE_S = 5.0
+MAX_MISSED_PROBES = 5
+HUNG_S = PROBE_S * (1 + MAX_MISSED_PROBES)  # the time in which it is found
 CONNECT_RETRY_S = 0.02
 KILL_AFTER_S = 3.0  # beyond the time to drain
 logger = logging.getLogger("teneral.pool")
@@ -252,26 +169,64 @@ class ServerProcess(Process):
         if channel is not None:  # a standby's server drains when its client's end is closed
             self.when_ended(channel.close)
 
+    async def get(self, session: aiohttp.ClientSession, path: str, *, limit_s: float) -> tuple[int, bytes]:
+        """Status and body of its answer. Raises `TimeoutError`, or `ConnectionError` where it cannot be asked."""
+        try:
+            async with session.get(
+                f"{self.url}{path}", timeout=aiohttp.ClientTimeout(total=limit_s)
+            ) as answer:
+                return answer.status, await answer.read()
+        except TimeoutError:
+            raise
+        except aiohttp.ClientError as error:
+            raise ConnectionError(str(error)) from error
+
     async def wait_ready(self, session: aiohttp.ClientSession, ready_path: str) -> None:
         """Return when it is ready as `ready_path` asks. Raises `StartError` when it fails or ends before."""
         separator = "&" if "?" in ready_path else "?"
-        url = f"{self.url}{ready_path}{separator}wait_s={READY_POLL_S:g}"
-        reason = ""
+        path = f"{ready_path}{separator}wait_s={READY_POLL_S:g}"
+        reason, silent = "", 0
         while not self.ended.is_set():
             try:
-                async with session.get(url, timeout=aiohttp.ClientTimeout(total=READY_POLL_S + 30)) as answer:
-                    if answer.status == 200:
-                        return
-                    report: dict[str, Any] = json.loads(await answer.read())
-                    reason = str(report.get("error", ""))
-                    if report.get("state") in ("failed", "draining"):
-                        break
-            except (aiohttp.ClientError, ConnectionError, TimeoutError, ValueError):
+                status, body = await self.get(session, path, limit_s=2 * READY_POLL_S)
+                silent = 0
+                if status == 200:
+                    return
+                report: dict[str, Any] = json.loads(body)
+                reason = str(report.get("error", ""))
+                if report.get("state") in ("failed", "draining"):
+                    break
+            except TimeoutError:
+                silent += 1
+                if silent == MAX_SILENT_POLLS:
+                    self.signal(signal.SIGKILL)
+                    raise StartError(
+                        f"it hung while it started: no answer for {2 * READY_POLL_S * silent:g} s"
+                    ) from None
+            except (ConnectionError, ValueError):
                 await asyncio.sleep(CONNECT_RETRY_S)
         with suppress(TimeoutError):
             async with asyncio.timeout(KILL_AFTER_S):
                 await self.ended.wait()
         raise StartError(reason or "the process ended while it started", hint="See the end of its log.")
+
+    async def wait_hung(self, session: aiohttp.ClientSession) -> None:
+        """Return when it hangs: when it has left `MAX_MISSED_PROBES` probes in a row without an answer.
+
+        One that refuses connections drains, or ends: that is no hang.
+        """
+        loop = asyncio.get_running_loop()
+        missed = 0
+        while missed < MAX_MISSED_PROBES:
+            due_s = loop.time() + PROBE_S
+            try:
+                await self.get(session, "/livez", limit_s=PROBE_S)
+                missed = 0
+            except TimeoutError:
+                missed += 1
+            except ConnectionError:
+                pass
+            await asyncio.sleep(max(0.0, due_s - loop.time()))
 
 
 async def start_server(
@@ -349,6 +304,41 @@ def _connect(path: str) -> Channel | None:
         return None
 
 
+class Machine:
+    """The machine of a pool: starts its instances, and measures them. Tests replace it."""
+
+    def __init__(self, standby: StandbyPool | None, environment: Mapping[str, str]) -> None:
+        """`environment` is that of the instances."""
+        self.standby = standby
+        self._environment = environment
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def num_cores(self) -> float:
+        return available_cores()
+
+    async def start(self, config: ServeConfig) -> ServerProcess:
+        """An instance that has begun to start. Raises `StartError`."""
+        return await start_server(config, standby=self.standby, environment=self._environment)
+
+    async def measure(self, processes: Mapping[str, int]) -> dict[str, int]:
+        """Memory in bytes by key, of processes by their ids."""
+        return await asyncio.to_thread(
+            lambda: {key: tree_pss_bytes(process_id) for key, process_id in processes.items()}
+        )
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        """For probes."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
+        return self._session
+
+
 class StandbyPool:
     """`teneral standby` as a child of the supervisor. Started again where it ends by itself."""
 
@@ -388,6 +378,12 @@ class StandbyPool:
     async def end(self) -> None:
         if self.process is not None:
             await self.process.end(1.0)
+
+
+def standby_bytes(node: Node, base: Release | None) -> int:
+    """Memory of the waiting processes, and of the base that they share."""
+    base_bytes = 0 if base is None else base.weight_bytes
+    return node.standby * node.standby_memory_bytes + base_bytes
 
 
 def standby_flags(pool: Pool) -> list[str]:

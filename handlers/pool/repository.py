@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -48,6 +48,10 @@ class Release(NamedTuple):
     has_kv: bool = True
 
 
+class RolledBackError(NotFoundError):
+    """A version that is not to be served any more; of a model, that it has no other."""
+
+
 class Repository:
     """The releases of one pool's models. Remembers what it opened, and opens again only what has changed."""
 
@@ -69,30 +73,12 @@ class Repository:
         if not model.is_versioned:
             return (self._open(None, self.absolute(model.source), options),), ""
         present = set(_present(self.absolute(model.source), options, model))
-        chosen: list[Release] = []
-        missing = sorted(set(model.named_versions()) - present)
-        trouble = [f"version {number}, which the pool file names, is not there" for number in missing]
-        last: TeneralError | None = None
-        while len(chosen) < len(numbers := model.versions.chosen(present)):
-            for number in reversed(numbers):
-                if any(each.version == number for each in chosen):
-                    continue
-                try:
-                    release = self._open(number, self.absolute(model.address(number)), options)
-                    if (number, release.revision) in without:
-                        raise NotFoundError("rolled back: too many of its answers were errors")
-                    chosen.append(release)
-                except TeneralError as error:
-                    present.discard(number)  # the next older one takes its place
-                    trouble.append(f"version {number}: {error.message}")
-                    last = error
-        if not chosen:
-            raise last or NotFoundError(
-                f"{model.name} has no version at {model.source}",
-                source=model.source,
-                hint="Versions are folders whose names are whole numbers.",
-            )
-        return tuple(sorted(chosen, key=lambda release: release.version or 0)), "; ".join(trouble)
+        return choose_releases(
+            model,
+            present,
+            lambda number: self._open(number, self.absolute(model.address(number)), options),
+            without=without,
+        )
 
     def standby_base(self, node: Node) -> Release | None:
         """The artifact that the node's standby processes have in memory, if any. Raises the error of one that cannot be
@@ -133,6 +119,49 @@ class Repository:
             raise found
         # Another model may have it as another version.
         return found._replace(version=version, base=options.base)
+
+
+def choose_releases(
+    model: Model,
+    present: set[int],
+    open_version: Callable[[int], Release],
+    *,
+    without: frozenset[tuple[int | None, str]] = frozenset(),
+) -> tuple[tuple[Release, ...], str]:
+    """As `Repository.releases`, of a model with versions of which these are present; `open_version` raises
+    `TeneralError`.
+    """
+    left = set(present)
+    chosen: list[Release] = []
+    missing = sorted(set(model.named_versions()) - left)
+    trouble = [f"version {number}, which the pool file names, is not there" for number in missing]
+    last: TeneralError | None = None
+    rolled_back: RolledBackError | None = None
+    while len(chosen) < len(numbers := model.versions.chosen(left)):
+        for number in reversed(numbers):
+            if any(each.version == number for each in chosen):
+                continue
+            try:
+                release = open_version(number)
+                if (number, release.revision) in without:
+                    rolled_back = RolledBackError("rolled back: too many of its answers were errors")
+                    raise rolled_back
+                chosen.append(release)
+            except TeneralError as error:
+                left.discard(number)  # the next older one takes its place
+                trouble.append(f"version {number}: {error.message}")
+                last = error
+    if not chosen:
+        raise (
+            rolled_back
+            or last
+            or NotFoundError(
+                f"{model.name} has no version at {model.source}",
+                source=model.source,
+                hint="Versions are folders whose names are whole numbers.",
+            )
+        )
+    return tuple(sorted(chosen, key=lambda release: release.version or 0)), "; ".join(trouble)
 
 
 def absolute(folder: Path, address: str) -> str:

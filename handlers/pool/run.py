@@ -37,15 +37,18 @@ from ..http.limits import Limits
 from ..http.listening import OPEN_WARNING, is_loopback, listen, max_files, shown_address
 from ..http.logs import write_json
 from ..http.web_pages import ANY, Hosts, Origins, parse_hosts, parse_origins
+from .admission import STANDBY_KEY
 from .deployment import Deployment
 from .file import read_pool
 from .front import Front
+from .memory import Budget
 from .metrics import PoolMetrics
 from .overview import Overview
-from .process import Budget, StandbyPool, inherited_environment, instance_config
+from .process import Machine, StandbyPool, inherited_environment, instance_config, standby_bytes
 from .protocols import shaped_response
+from .reload import Reloader
 from .repository import Release, Repository, models_in
-from .supervisor import STANDBY_KEY, Supervisor
+from .supervisor import Supervisor
 from .values import Code, Model, Pool
 from .versions import ModelState
 
@@ -145,17 +148,14 @@ class PoolRunner:
         self._folder = folder
         self._environment = environment
         self._repository = Repository(pool.folder)
-        self._node = pool.node  # as it is until the end
-        self._base: Release | None = None  # of the standby processes
-        self._reload_lock: asyncio.Lock | None = None
         self._supervisor: Supervisor | None = None
         key = environment.get(f"{PREFIX}API_KEY")
         self._key = key or None
         self._keys = None if not key else ApiKeys(parse_keys(key))
 
     async def serve(self, sock: socket.socket) -> None:
-        self._reload_lock = asyncio.Lock()
-        supervisor = self._supervisor = await self._make_supervisor()
+        supervisor, reloader = await self._make_supervisor()
+        self._supervisor = supervisor
         connections = _bounded_connections(supervisor)
         front = Front(supervisor, connections, self._keys)
         overview = Overview(supervisor, self._keys, may_control=self._options.model_control)
@@ -181,9 +181,9 @@ class PoolRunner:
             print(f"teneral: {line}\n", end="", file=sys.stderr, flush=True)
         tasks = [asyncio.create_task(supervisor.run())]
         if self._options.watch:
-            tasks.append(asyncio.create_task(self._watch()))
+            tasks.append(asyncio.create_task(reloader.watch(self._options.watch_s)))
         try:
-            with self._signals() as stop:
+            with _signals(reloader) as stop:
                 await stop.wait()
             logger.info("draining")
             supervisor.draining = True
@@ -199,49 +199,30 @@ class PoolRunner:
 
     # models
 
-    async def _make_supervisor(self) -> Supervisor:
-        node = self._node
+    async def _make_supervisor(self) -> tuple[Supervisor, Reloader]:
+        node = self._pool.node
         limit_bytes = node.memory_bytes or available_bytes() or 1 << 60
         budget = Budget(limit_bytes)
-        self._base = await asyncio.to_thread(self._repository.standby_base, node)
-        budget.keep(STANDBY_KEY, self._standby_bytes())
-        standby = None
-        if node.standby:
-            standby = StandbyPool(self._folder, self._pool)
+        base = await asyncio.to_thread(self._repository.standby_base, node)
+        budget.keep(STANDBY_KEY, standby_bytes(node, base))
+        standby = StandbyPool(self._folder, self._pool) if node.standby else None
         states = {name: ModelState(model) for name, model in self._pool.models.items()}
-        inherited = inherited_environment(self._environment)
-        supervisor = Supervisor(
-            self._pool, states, budget, PoolMetrics(), standby=standby, environment=inherited
+        machine = Machine(standby, inherited_environment(self._environment))
+        supervisor = Supervisor(self._pool, states, budget, PoolMetrics(), machine)
+        reloader = Reloader(
+            supervisor,
+            self._repository,
+            read=lambda: _read(self._options),
+            configure=self._config,
+            base=base,
         )
-        supervisor.on_reject = lambda state: asyncio.ensure_future(
-            self._refresh(supervisor, state, state.model)
-        )
-        await asyncio.gather(*(self._refresh(supervisor, state, state.model) for state in states.values()))
-        self._check_fits(supervisor, limit_bytes)
-        return supervisor
+        await reloader.refresh_all()
+        self._check_fits(supervisor, limit_bytes, standby_bytes(node, base))
+        return supervisor, reloader
 
-    async def _refresh(self, supervisor: Supervisor, state: ModelState, model: Model) -> None:
-        """Look for the model's versions, and serve them. What cannot be read changes nothing."""
-        known_trouble = state.trouble
-        try:
-            releases, state.trouble = await asyncio.to_thread(
-                self._repository.releases, model, without=state.rejected_releases
-            )
-            state.update(model, [(release, self._config(model, release)) for release in releases])
-            if state.trouble and state.trouble != known_trouble:
-                logger.warning("%s: %s", model.name, state.trouble)
-        except TeneralError as error:
-            if state.rejected and list(state.deployments()):
-                state.forgive()
-                return
-            state.trouble = error.message
-            logger.warning("%s: %s", model.name, error)
-        if self._supervisor is not None:  # it runs already
-            supervisor.tick()
-
-    def _config(self, model: Model, release: Release) -> ServeConfig:
+    def _config(self, pool: Pool, model: Model, release: Release) -> ServeConfig:
         config = instance_config(
-            self._pool,
+            pool,
             model,
             release,
             self._folder,
@@ -252,34 +233,14 @@ class PoolRunner:
             return config.replace(api_key=self._key)
         return config
 
-    async def _refresh_base(self, supervisor: Supervisor) -> None:
-        """Have the standby processes hold what lies at their base's address now. Never raises."""
-        try:
-            found = await asyncio.to_thread(self._repository.standby_base, self._node)
-        except TeneralError as error:
-            logger.warning("the standby processes keep the base that they have: %s", error)
-            return
-        if found is None or self._base is None or found.revision == self._base.revision:
-            return
-        self._base = found
-        supervisor.budget.keep(STANDBY_KEY, self._standby_bytes())
-        if supervisor.standby is not None:
-            supervisor.standby.reload()
-
-    def _standby_bytes(self) -> int:
-        """Memory of the waiting processes, and of the base that they share."""
-        base_bytes = 0 if self._base is None else self._base.weight_bytes
-        return self._node.standby * self._node.standby_memory_bytes + base_bytes
-
-    def _check_fits(self, supervisor: Supervisor, limit_bytes: int) -> None:
+    def _check_fits(self, supervisor: Supervisor, limit_bytes: int, kept_bytes: int) -> None:
         """Raises E10 where what is to be warm does not fit."""
-        standby_bytes = self._standby_bytes()
         warm = [d for state in supervisor.models.values() for d in state.targets()]
-        needed = sum(d.scaled.min_warm * d.need_bytes for d in warm) + standby_bytes
+        needed = sum(d.scaled.min_warm * d.need_bytes for d in warm) + kept_bytes
         if needed > limit_bytes:
             parts = [_shown(d) for d in warm if d.scaled.min_warm]
-            if standby_bytes:
-                parts.append(f"{standby_bytes >> 20:,} MiB of standby processes")
+            if kept_bytes:
+                parts.append(f"{kept_bytes >> 20:,} MiB of standby processes")
             raise self._pool.error(
                 Code.E10,
                 f"is {limit_bytes >> 20:,} MiB, but min_warm instances and standby processes need "
@@ -289,62 +250,33 @@ class PoolRunner:
                 hint="Lower min_warm or kv_bytes of a model, or standby_memory, or give [node] more memory.",
             )
 
-    # reloading
 
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(self._options.watch_s)
-            await self._reload()
+@contextmanager
+def _signals(reloader: Reloader) -> Iterator[asyncio.Event]:
+    """SIGTERM and SIGINT set the event, a second one ends the process at once; SIGHUP reloads."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    reloads: set[asyncio.Task[None]] = set()
 
-    async def _reload(self) -> None:
-        """Read the file and the repository again. Never raises."""
-        assert self._reload_lock is not None
-        assert self._supervisor is not None
-        async with self._reload_lock:
-            supervisor = self._supervisor
-            try:
-                pool = await asyncio.to_thread(_read, self._options)
-            except TeneralError as error:
-                logger.warning("the pool goes on with the file that it read before: %s", error)
-                pool = self._pool
-            if pool.node != self._pool.node:
-                logger.warning("[node] is read at the start only: restart the pool to change it")
-            self._pool = supervisor.pool = pool
-            await self._refresh_base(supervisor)
-            for name in [name for name in supervisor.models if name not in pool.models]:
-                supervisor.remove(name)
-            for name, model in pool.models.items():
-                state = supervisor.models.get(name) or ModelState(model)
-                await self._refresh(supervisor, state, model)
-                supervisor.models[name] = state
-            supervisor.tick()
+    def end(number: int) -> None:
+        if stop.is_set():
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        stop.set()
 
-    @contextmanager
-    def _signals(self) -> Iterator[asyncio.Event]:
-        """SIGTERM and SIGINT set the event, a second one ends the process at once; SIGHUP reloads."""
-        loop = asyncio.get_running_loop()
-        stop = asyncio.Event()
-        reloads: set[asyncio.Task[None]] = set()
+    def reload() -> None:
+        task = asyncio.create_task(reloader.reload(is_asked=True))
+        reloads.add(task)
+        task.add_done_callback(reloads.discard)
 
-        def end(number: int) -> None:
-            if stop.is_set():
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
-            stop.set()
-
-        def reload() -> None:
-            task = asyncio.create_task(self._reload())
-            reloads.add(task)
-            task.add_done_callback(reloads.discard)
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, end, number)
-        loop.add_signal_handler(signal.SIGHUP, reload)
-        try:
-            yield stop
-        finally:
-            with suppress(ValueError):
-                loop.remove_signal_handler(signal.SIGHUP)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end, number)
+    loop.add_signal_handler(signal.SIGHUP, reload)
+    try:
+        yield stop
+    finally:
+        with suppress(ValueError):
+            loop.remove_signal_handler(signal.SIGHUP)
 
 
 def _bounded_connections(supervisor: Supervisor) -> Connections:

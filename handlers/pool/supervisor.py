@@ -10,28 +10,25 @@ import asyncio
 import dataclasses
 import itertools
 import logging
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
-import aiohttp
-
 from ...loader.errors import InsufficientMemoryError, TeneralError
-from ...loader.process.cpu import available_cores
 from ...runtime.errors import CapacityError
+from .admission import STANDBY_KEY, Admission
 from .deployment import Affinity, Deployment, FailingError, Lease, Server, Waiter
+from .memory import Budget
 from .metrics import PoolMetrics
-from .policy import Candidate, Idle, desired, max_starts, to_end, value_of, victim
-from .process import Budget, ServerProcess, StandbyPool, StartError, start_server, tree_pss_bytes
+from .policy import Idle, desired, max_starts, to_end
+from .process import HUNG_S, Machine, ServerProcess, StartError
 from .values import Pool
 from .versions import ModelState
 
 TICK_S = 0.25
 MEASURE_S = 1.0
-# A start that waits longer for memory has a busy instance of another model take no more requests.
-FAIR_WAIT_S = 1.0
 DEFAULT_DRAIN_S = 8.0
 MAX_WAITING = 10_000  # requests without an instance, of all models
-STANDBY_KEY = "standby"
 logger = logging.getLogger("teneral.pool")
 
 
@@ -44,27 +41,23 @@ class Supervisor:
         models: Mapping[str, ModelState],
         budget: Budget,
         metrics: PoolMetrics,
-        *,
-        standby: StandbyPool | None,
-        environment: Mapping[str, str],
+        machine: Machine,
     ) -> None:
         self.pool = pool
         self.models = dict(models)
         self.budget = budget
         self.metrics = metrics
-        self.standby = standby
+        self.standby = machine.standby
         self.draining = False
         self.on_reject: Callable[[ModelState], object] = lambda state: None  # to look for another version
-        self._environment = dict(environment)
+        self._machine = machine
+        self._admission = Admission(budget, metrics, self.deployments, self.wants, self._end)
         self._numbers = itertools.count(1)
-        self._claims: dict[str, int] = {}  # memory that starts wait for
+        self._starts: set[asyncio.Task[None]] = set()
         self._ending: dict[str, asyncio.Task[None]] = {}
-        self._ending_bytes: dict[str, int] = {}
         self._launched: dict[str, ServerProcess] = {}
         self._removed: list[ModelState] = []  # models whose instances have still something to do
-        self._clock = 0.0
-        self._start_slots = asyncio.Semaphore(max_starts(available_cores()))
-        self._session: aiohttp.ClientSession | None = None
+        self._start_slots = asyncio.Semaphore(max_starts(machine.num_cores))
         self._loop = asyncio.get_running_loop()
 
     # what the front asks
@@ -85,6 +78,8 @@ class Supervisor:
             return Lease(server, "warm")
         if not may_wait:
             return None
+        if self.draining:
+            raise CapacityError("the pool is shutting down")
         if deployment.is_failing and self._now_s < deployment.retry_at_s:
             raise self._failing(deployment)
         if self.num_waiting >= MAX_WAITING:
@@ -148,7 +143,7 @@ class Supervisor:
     def _gives_way(self, state: ModelState, deployment: Deployment) -> bool:
         """True if a new version that is to take its place waits for memory."""
         successors = [d for d in state.targets() if d.pending and d is not deployment]
-        return any(key in self._claims for successor in successors for key in successor.starting)
+        return any(self._admission.waits(key) for successor in successors for key in successor.starting)
 
     def sleep(self, state: ModelState) -> None:
         """End what is idle, and start nothing until a request comes or `wake`."""
@@ -161,7 +156,7 @@ class Supervisor:
 
     def wake_for_shadow(self, deployment: Deployment) -> None:
         """Start an instance for copies of requests, if it has none and nothing must give way to it."""
-        fits = deployment.need_bytes <= self.budget.free_bytes - sum(self._claims.values())
+        fits = deployment.need_bytes <= self._admission.spare_bytes
         may = not (deployment.servers or deployment.starting or deployment.retired or self.draining)
         if fits and may and self._now_s >= deployment.retry_at_s:
             self._begin(deployment)
@@ -198,18 +193,17 @@ class Supervisor:
     async def close(self) -> None:
         """End all instances, each within its time to drain. Requests that wait are refused."""
         self.draining = True
-        tasks = [task for deployment in self.deployments() for task in deployment.starting.values()]
-        for task in tasks:
+        for task in self._starts:
             task.cancel()
         for deployment in list(self.deployments()):
             deployment.refuse_waiting(CapacityError("the pool is shutting down"))
             for server in list(deployment.servers.values()):
                 self._end(server)
-        await asyncio.gather(*tasks, *self._ending.values(), return_exceptions=True)
+        await asyncio.gather(*self._starts, return_exceptions=True)
+        await asyncio.gather(*self._ending.values(), return_exceptions=True)
         if self.standby is not None:
             await self.standby.end()
-        if self._session is not None:
-            await self._session.close()
+        await self._machine.close()
 
     def processes(self) -> dict[str, int]:
         """Process ids by key."""
@@ -257,13 +251,15 @@ class Supervisor:
         must = max(base, int(deployment.pending)) - present
         for number in range(missing):
             # A spare instance, or one for a request that is only expected, is not worth another model's.
-            if number >= must and deployment.need_bytes > self.budget.free_bytes - sum(self._claims.values()):
+            if number >= must and deployment.need_bytes > self._admission.spare_bytes:
                 return
             self._begin(deployment)
 
     def _begin(self, deployment: Deployment) -> None:
         key = f"{deployment.name}#{next(self._numbers)}"
-        deployment.starting[key] = asyncio.create_task(self._start(deployment, key))
+        start = deployment.starting[key] = asyncio.create_task(self._start(deployment, key))
+        self._starts.add(start)
+        start.add_done_callback(self._starts.discard)
 
     def _end_idle(self, deployment: Deployment) -> None:
         now_s = self._now_s
@@ -284,21 +280,8 @@ class Supervisor:
         for key in keys:
             self._end(deployment.servers[key])
 
-    def _candidates(self, starting: Deployment, *, busy: bool) -> list[Candidate]:
-        """Instances that may give way to a start: idle ones, or those at work."""
-        found = []
-        for deployment in self.deployments():
-            if deployment is starting:
-                continue
-            is_replaced = deployment.model.name == starting.model.name and starting.pending
-            spare = len(deployment.ready) - (0 if is_replaced else deployment.scaled.min_warm)
-            servers = [server for server in deployment.ready if bool(server.in_work) == busy]
-            if spare > 0:
-                found += [server.candidate(self.budget.charge_of(server.key)) for server in servers]
-        return found
-
     def _used(self, server: Server) -> None:
-        server.clock = self._clock
+        server.clock = self._admission.clock
 
     # starting
 
@@ -307,21 +290,20 @@ class Supervisor:
         process: ServerProcess | None = None
         began_s = self._now_s
         try:
-            if not await self._reserve(deployment, key):
+            if not await self._admission.reserve(deployment, key):
                 return
             await deployment.saved()
             async with self._start_slots:
                 began_s = self._now_s
-                process = await start_server(
-                    deployment.config, standby=self.standby, environment=self._environment
-                )
+                process = await self._machine.start(deployment.config)
                 self._launched[key] = process
                 # A version that takes another's place shows that all of it can be read before it does.
                 path = "/readyz?when=exact" if deployment.pending else deployment.model.ready_path
-                await process.wait_ready(self._client(), path)
+                await process.wait_ready(self._machine.session, path)
             self._ready(deployment, key, process, self._now_s - began_s)
             process = None
         except InsufficientMemoryError as error:
+            self._give_way_to_proven(deployment)
             deployment.reason = error.message
             deployment.retry_at_s = self._now_s + 1.0
             deployment.refuse_waiting(error)
@@ -330,83 +312,39 @@ class Supervisor:
         finally:
             deployment.starting.pop(key, None)
             if process is not None:
-                await asyncio.shield(self._give_up(key, process, deployment))
+                ending = self._ending[key] = asyncio.create_task(self._give_up(key, process, deployment))
+                self._admission.ends(key)
+                await asyncio.shield(ending)
             elif key not in deployment.servers:
                 self.budget.release(key)
-
-    async def _reserve(self, deployment: Deployment, key: str) -> bool:
-        """Wait until the instance's memory is reserved, having others give way. False when it is not wanted any more.
-
-        Raises `InsufficientMemoryError` when it could not fit in an empty machine.
-        """
-        need = deployment.need_bytes
-        left = self.budget.limit_bytes - self.budget.charge_of(STANDBY_KEY)
-        if need > left:
-            raise InsufficientMemoryError(
-                f"an instance of {deployment.name} needs {need >> 20:,} MiB, "
-                f"but the pool has {left >> 20:,} MiB for instances",
-                needed_bytes=need,
-                available_bytes=left,
-                hint="Give [node] more memory, or the model a smaller kv_bytes.",
-            )
-        began_s = self._now_s
-        self._claims[key] = need
-        try:
-            while not self.budget.reserve(key, need):
-                if len(deployment.starting) + len(deployment.ready) > self.wants(deployment):
-                    return False
-                self._make_room(deployment, waited_s=self._now_s - began_s)
-                await self.budget.changed(TICK_S)
-        finally:
-            del self._claims[key]
-        return True
-
-    def _make_room(self, deployment: Deployment, *, waited_s: float) -> None:
-        """End idle instances until what is free, or about to be, is enough for all starts that wait."""
-        short = sum(self._claims.values()) - self.budget.free_bytes - sum(self._ending_bytes.values())
-        short -= sum(self.budget.charge_of(server.key) for server in self._closing())
-        while short > 0:
-            chosen = victim(self._candidates(deployment, busy=False))
-            if chosen is None:
-                break
-            self._clock = max(self._clock, value_of(chosen))
-            short -= chosen.memory_bytes
-            self.metrics.evicted("idle")
-            self._end(self._server(chosen.key))
-        if short > 0 and waited_s > FAIR_WAIT_S and (deployment.waiting or deployment.pending):
-            chosen = victim(self._candidates(deployment, busy=True))
-            if chosen is not None:
-                self.metrics.evicted("fairness")
-                self._server(chosen.key).closing = True
-
-    def _closing(self) -> Iterator[Server]:
-        for deployment in self.deployments():
-            yield from (server for server in deployment.servers.values() if server.closing)
-
-    def _server(self, key: str) -> Server:
-        return next(d.servers[key] for d in self.deployments() if key in d.servers)
 
     def _ready(self, deployment: Deployment, key: str, process: ServerProcess, start_s: float) -> None:
         if process.ended.is_set():
             raise StartError("the process ended when it was ready")
         self.metrics.started(deployment.model.name, process.kind, "ok", start_s)
         deployment.mean_start_s += 0.3 * (start_s - deployment.mean_start_s)
-        server = Server(key, deployment, process, start_s, self._now_s, self._clock)
+        server = Server(key, deployment, process, start_s, self._now_s, self._admission.clock)
         deployment.starting.pop(key, None)
         deployment.servers[key] = server
-        deployment.pending = False
+        deployment.becomes_ready()
         process.when_ended(lambda: self._died(server))
+        process.when_ended(asyncio.create_task(self._watch(server)).cancel)
         logger.info("%s is ready after %.2f s (%s)", key, start_s, process.kind)
         self._scale(deployment)
 
     def _start_failed(self, deployment: Deployment, error: TeneralError, kind: str) -> None:
         self.metrics.started(deployment.model.name, kind, "failed", 0.0)
         deployment.start_failed(error.message, self._now_s)
+        self._give_way_to_proven(deployment)
         logger.warning(
             "%s did not start (%d in a row): %s", deployment.name, deployment.failures, error.message
         )
         if deployment.is_failing:
             deployment.refuse_waiting(self._failing(deployment))
+
+    def _give_way_to_proven(self, deployment: Deployment) -> None:
+        if (state := self.models.get(deployment.model.name)) is not None:
+            state.start_failed(deployment)
 
     def _failing(self, deployment: Deployment) -> FailingError:
         return FailingError(
@@ -451,11 +389,11 @@ class Supervisor:
 
     def _end(self, server: Server) -> None:
         """Begin to end it. Idempotent."""
-        if server.key in self._ending:
-            return
         server.closing = True
+        if server.key in self._ending or server.process.ended.is_set():
+            return
         server.deployment.servers.pop(server.key, None)
-        self._ending_bytes[server.key] = self.budget.charge_of(server.key)
+        self._admission.ends(server.key)
         task = asyncio.create_task(self._give_up(server.key, server.process, server.deployment))
         self._ending[server.key] = task
         server.deployment.ends(task)
@@ -469,9 +407,20 @@ class Supervisor:
 
     def _forget(self, key: str) -> None:
         self._ending.pop(key, None)
-        self._ending_bytes.pop(key, None)
+        self._admission.ended(key)
         self._launched.pop(key, None)
         self.budget.release(key)
+
+    async def _watch(self, server: Server) -> None:
+        """Kill it when it hangs: it can end nothing by itself, and requests in work there are asked again elsewhere."""
+        await server.process.wait_hung(self._machine.session)
+        logger.warning(
+            "%s hangs, with %d requests in work, and is killed: it answered no probe for %g s",
+            server.key,
+            server.in_work,
+            HUNG_S,
+        )
+        server.process.signal(signal.SIGKILL)
 
     def _died(self, server: Server) -> None:
         """Its process has ended, also where that was wanted."""
@@ -479,19 +428,12 @@ class Supervisor:
         if deployment.servers.pop(server.key, None) is None:
             return
         self._forget(server.key)
-        logger.warning("%s ended by itself, with %d requests in work", server.key, server.in_work)
+        logger.warning("%s has ended, with %d requests in work", server.key, server.in_work)
         self.metrics.died(deployment.model.name)
         if server.served == 0:
             deployment.start_failed("the process ended before it answered anything", self._now_s)
         self._scale(deployment)
 
     async def _measure(self) -> None:
-        keys = self.processes()
-        sizes = await asyncio.to_thread(lambda: {key: tree_pss_bytes(pid) for key, pid in keys.items()})
-        for key, size in sizes.items():
+        for key, size in (await self._machine.measure(self.processes())).items():
             self.budget.measure(key, size)
-
-    def _client(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
-        return self._session

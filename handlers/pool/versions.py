@@ -1,7 +1,8 @@
 """The served versions of one model: which deployment gets a request, and how new versions take the place of old ones.
 
-A new version is pending until its first instance is ready; the old one takes the requests until then. Used on the event
-loop only.
+A version is proven when an instance of it was ready once. A new version is pending until it is proven; the old ones
+that are proven take the requests until then, and those that are not are forgotten as soon as another takes their place.
+So a request without a version goes to a proven one wherever there is any. Used on the event loop only.
 """
 
 from __future__ import annotations
@@ -55,20 +56,26 @@ class ModelState:
 
     def choose(self, version: Version, key: str | None, chooser: Chooser) -> Deployment | None:
         """The deployment for a request. None when the version is not served, or nothing is."""
-        usable = self._usable()
         if version is not None or not self.model.is_versioned:
-            return usable.get(version)
-        weights = {number: self.model.weights.get(number, 0) for number in usable if number is not None}
+            return self._in_place_of(version) or self._current.get(version)
+        found = {
+            d.release.version or 0: d for v in self._targets() if (d := self._in_place_of(v)) is not None
+        }
+        if not found:
+            return next(iter((*self._proven(), *self.targets())), None)
+        weights = {number: self.model.weights.get(number, 0) for number in found}
         if not any(weights.values()):
-            healthy = [number for number in weights if not self._is_rejected(usable[number])]
-            newest = max(healthy or weights, default=None)
-            return None if newest is None else usable[newest]
-        good = {n: weight for n, weight in weights.items() if weight and not self._is_rejected(usable[n])}
-        return usable[chooser.version(self.model.name, good or weights, key)]
+            return found[max(found)]
+        return found[chooser.version(self.model.name, weights, key)]
+
+    def stand_in(self, deployment: Deployment) -> Deployment | None:
+        """Another version, which is proven, for a request without one that this deployment cannot start for."""
+        return next((each for each in self._proven() if each is not deployment and not each.is_failing), None)
 
     def update(self, model: Model, releases: Sequence[tuple[Release, ServeConfig]]) -> None:
         """Serve these releases from now on, oldest first. Those that are served already go on as they are."""
         self.model = model
+        is_proven = any(d.was_ready for d in self.deployments() if not d.retired)
         known = {_identity(d.release, d.config): d for d in self.deployments() if not d.retired}
         has_instances = any(d.servers for d in known.values())
         gaps = next((d.gaps for d in known.values() if d.is_target), IdleGaps())
@@ -76,16 +83,26 @@ class ModelState:
         for release, config in releases:
             deployment = known.pop(_identity(release, config), None)
             if deployment is None:
-                deployment = Deployment(model, release, config, pending=has_instances, gaps=gaps.copy())
+                deployment = Deployment(model, release, config, gaps=gaps.copy())
                 logger.info("%s: serving %s", deployment.name, release.address)
             deployment.model = model
             fresh[release.version] = deployment
-        self._previous = list(known.values())
+        self._previous = [deployment for deployment in known.values() if deployment.was_ready]
         self._current = fresh
         self._mark_targets()
         for deployment in fresh.values():
-            # Only what takes another's place is to be ready before it does.
-            deployment.pending = deployment.pending and deployment.is_target and not deployment.servers
+            # Only what takes another's place is to be ready before it does. One of a model that sleeps is started by
+            # its first request.
+            is_new = deployment.is_target and not deployment.was_ready
+            deployment.pending = is_new and (has_instances or (deployment.pending and is_proven))
+        for deployment in known.values():
+            if not deployment.was_ready:
+                self._retire(deployment)
+
+    def start_failed(self, deployment: Deployment) -> None:
+        """Have proven versions take the requests, if there are any, until this one is ready."""
+        if deployment.is_target and not deployment.was_ready and not deployment.retired:
+            deployment.pending = any(each is not deployment for each in self._proven())
 
     def reject(self, deployment: Deployment, reason: str) -> bool:
         """Roll back: requests go to other versions, where there are any. Whether that is new."""
@@ -108,8 +125,10 @@ class ModelState:
         return frozenset(self._rejected)
 
     def settle(self) -> bool:
-        """Retire the old versions once no new one is pending, and forget those that have ended. Whether any was."""
-        has_retired = bool(self._previous) and not any(d.pending for d in self._current.values())
+        """Retire the old versions once all that take their place are proven, and forget those that have ended. Whether
+        any was.
+        """
+        has_retired = bool(self._previous) and all(d.was_ready for d in self.targets())
         if has_retired:
             for deployment in self._previous:
                 self._retire(deployment)
@@ -125,17 +144,28 @@ class ModelState:
             deployment.refuse_waiting(error)
         self.settle()
 
-    def _usable(self) -> dict[Version, Deployment]:
-        """Deployments by version, those that are ready in place of pending ones."""
-        usable = {v: d for v, d in self._current.items() if not d.pending}
-        for deployment in self._previous:
-            usable.setdefault(deployment.release.version, deployment)
-        return usable or dict(self._current)
+    def _targets(self) -> list[Version]:
+        return [version for version, deployment in self._current.items() if deployment.is_target]
+
+    def _in_place_of(self, version: Version) -> Deployment | None:
+        """The deployment of a version: what was there before, while that which is there now is pending."""
+        current = self._current.get(version)
+        if current is not None and not current.pending:
+            return current
+        return next((d for d in self._previous if d.release.version == version), None)
+
+    def _proven(self) -> list[Deployment]:
+        """Those that were ready once and may get requests without a version, best first."""
+        weights = self.model.weights
+        served = [d for v, d in self._current.items() if not weights or weights.get(v or 0)]
+        proven = [d for d in (*served, *self._previous) if d.was_ready]
+        return sorted(proven, key=lambda d: (self._is_rejected(d), d.is_failing, -(d.release.version or 0)))
 
     def _retire(self, deployment: Deployment) -> None:
         deployment.retired = True
         self._retired.append(deployment)
-        heir = self._current.get(deployment.release.version) or next(iter(self.targets()), None)
+        heirs = (*self._proven(), *self.targets())
+        heir = self._in_place_of(deployment.release.version) or next(iter(heirs), None)
         if heir is not None:
             heir.waiting.extend(deployment.waiting)
             deployment.waiting.clear()

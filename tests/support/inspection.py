@@ -282,7 +282,7 @@ def supervisor_of(runner: Any) -> Any:
 
 
 def make_supervisor(runner: Any) -> Any:
-    """A new supervisor, as a pool makes it at its start."""
+    """A new supervisor and its `Reloader`, as a pool makes them at its start."""
     return runner._make_supervisor()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from teneral.handlers.pool.deployment import Deployment
-from teneral.handlers.pool.process import Budget
+from teneral.handlers.pool.memory import Budget
 from teneral.handlers.pool.repository import Release
 from teneral.handlers.pool.values import Model
 from teneral.runtime.config import ServeConfig

@@ -22,10 +22,10 @@ from tests.support.standby_processes import until
 from tests.support.tiny_models import save_tiny, tiny_model
 
 from teneral import cli
+from teneral.handlers.pool.admission import STANDBY_KEY
 from teneral.handlers.pool.file import parse_pool
 from teneral.handlers.pool.repository import Repository
 from teneral.handlers.pool.run import PoolRunner, RunOptions, run_pool
-from teneral.handlers.pool.supervisor import STANDBY_KEY
 from teneral.handlers.pool.values import Pool
 from teneral.handlers.standby.handover import ask_status
 from teneral.loader.errors import UnavailableError, UsageError
@@ -155,7 +155,7 @@ standby_base = "{tmp_path}/packed"
 
 async def kept_bytes(pool: Pool, folder: Path) -> int:
     """The memory that the pool reserves for standby processes."""
-    supervisor = await make_supervisor(PoolRunner(pool, RunOptions(), folder, {}))
+    supervisor, _ = await make_supervisor(PoolRunner(pool, RunOptions(), folder, {}))
     return supervisor.budget.charge_of(STANDBY_KEY)
 
 

@@ -27,7 +27,7 @@ from teneral import cli
 from teneral.handlers.api_document.document import document as api_document
 from teneral.handlers.api_document.operations import POOL_OPEN_PATHS
 from teneral.handlers.console.files import PATHS as CONSOLE_PATHS
-from teneral.handlers.pool.process import tree_pss_bytes
+from teneral.handlers.pool.memory import tree_pss_bytes
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="processes are watched as Linux does it"),

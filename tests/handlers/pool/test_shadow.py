@@ -16,8 +16,9 @@ from tests.support.inspection import copies_of, forget
 
 from teneral.handlers.pool.deployment import Server
 from teneral.handlers.pool.file import parse_pool
+from teneral.handlers.pool.memory import Budget
 from teneral.handlers.pool.metrics import PoolMetrics
-from teneral.handlers.pool.process import Budget, ServerProcess
+from teneral.handlers.pool.process import Machine, ServerProcess
 from teneral.handlers.pool.repository import Release
 from teneral.handlers.pool.shadow import MAX_BODY_BYTES, MAX_IN_WORK, Seen, Shadows
 from teneral.handlers.pool.supervisor import Supervisor
@@ -52,7 +53,7 @@ class Rig:
         releases = [Release(number, f"/models/{number}", str(number), 0) for number in (1, 2)]
         self.state.update(self.state.model, [(each, ServeConfig(model=each.address)) for each in releases])
         self.supervisor = Supervisor(
-            self.pool, {"m": self.state}, Budget(0), PoolMetrics(), standby=None, environment={}
+            self.pool, {"m": self.state}, Budget(0), PoolMetrics(), Machine(None, {})
         )
         self.shadows = Shadows(self.supervisor)
 

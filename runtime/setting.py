@@ -10,7 +10,11 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-_SIZE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_SIZE_UNITS = {"": 1, "b": 1} | {
+    f"{letter}{end}": base**power
+    for power, letter in enumerate("kmgt", 1)
+    for end, base in (("b", 1000), ("ib", 1024))
+}
 
 
 def text(value: Any) -> str:

@@ -19,6 +19,7 @@ from ...loader.errors import UnavailableError, UsageError
 from ...runtime.config import PREFIX
 from ..http.keys import parse_keys
 from .file import read_pool
+from .fitting import fitting_warnings
 from .values import Model, Pool, PoolFileError, PoolWarning
 
 EXIT_USAGE = 2
@@ -33,21 +34,30 @@ def check(
     platform: str | None = None,
     limits: Limits | None = None,
     strict: bool = False,
+    deep: bool = False,
     as_json: bool,
 ) -> int:
-    """Returns 0, or with `as_json` 2 for a file that cannot be used; else raises `PoolFileError`.
+    """Returns 0, or 2 for a file that cannot be used, with all its errors on standard error, or as JSON.
 
-    `limits` checks those of `platform`. Warnings go to standard error; with `strict` the first one is raised.
+    `limits` checks those of `platform`. Warnings go to standard error; with `strict` they are errors. `deep` asks the
+    stores of the models.
     """
     try:
         pool = read_pool(file)
         warnings = tuple(limits(pool, platform)) if limits is not None and platform is not None else ()
+        # An instance on a platform has memory of its own, and paths are those of its image.
+        warnings += tuple(fitting_warnings(pool, deep=deep)) if platform is None or deep else ()
         if strict and warnings:
-            raise warnings[0].as_error()
+            error, *others = (warning.as_error() for warning in warnings)
+            error.others = tuple(others)
+            raise error
     except PoolFileError as error:
-        if not as_json:
-            raise
-        print(json.dumps({"ok": False, "errors": [error.as_json()], "warnings": []}, indent=2))
+        errors = (error, *error.others)
+        if as_json:
+            report = {"ok": False, "errors": [each.as_json() for each in errors], "warnings": []}
+            print(json.dumps(report, indent=2))
+        for each in errors if not as_json else ():
+            print(f"teneral: {each}", file=sys.stderr)
         return EXIT_USAGE
     if as_json:
         shown = [warning.as_json() for warning in warnings]

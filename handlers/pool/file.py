@@ -1,4 +1,4 @@
-"""The only reader of `pool.toml`: a text becomes a frozen `Pool`, or the first thing wrong with it is raised.
+"""The only reader of `pool.toml`: a text becomes a frozen `Pool`, or all that is wrong with it is raised.
 
 Does no I/O but reading the file. Knows no platform; limits of platforms are checked where they are rendered.
 """
@@ -6,8 +6,10 @@ Does no I/O but reading the file. Knows no platform; limits of platforms are che
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -56,19 +58,22 @@ def read_pool(path: str | Path = DEFAULT_FILE, *, found: Mapping[str, str] | Non
     if len(data) > MAX_FILE_BYTES:
         raise PoolFileError(Code.E0, place, f"is larger than {MAX_FILE_BYTES:,} bytes")
     try:
-        return parse_pool(data.decode("utf-8"), str(path), found=found)
+        return parse_pool(data.decode("utf-8-sig"), str(path), found=found)
     except UnicodeDecodeError as error:
         raise PoolFileError(Code.E0, place, f"is not UTF-8: {error.reason}") from error
 
 
 def parse_pool(text: str, file: str = DEFAULT_FILE, *, found: Mapping[str, str] | None = None) -> Pool:
     """The pool that `text` describes; `file` names it in errors. Models that are `found` and that it does not name are
-    added, with its defaults. Raises `PoolFileError`.
+    added, with its defaults. Raises `PoolFileError`: the first one, with `others`.
     """
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise PoolFileError(Code.E0, Place(file, ""), f"is not TOML: {error}") from error
+        # Its message ends in "(at line 3, column 5)", or "(at end of document)".
+        found_line = re.search(r"at line (\d+)", str(error))
+        line = int(found_line[1]) if found_line else text.count("\n") + 1
+        raise PoolFileError(Code.E0, Place(file, "", line), f"is not TOML: {error}") from error
     except RecursionError as error:
         raise PoolFileError(Code.E0, Place(file, ""), "is nested too deeply") from error
     models = document.setdefault("models", {}) if found else {}
@@ -81,16 +86,39 @@ def parse_pool(text: str, file: str = DEFAULT_FILE, *, found: Mapping[str, str] 
 
 
 class _Reader:
-    """Turns a parsed document into values. Raises at the first error."""
+    """Turns a parsed document into values. Notes the errors, and goes on with what is right; `pool` raises them."""
 
     def __init__(self, document: dict[str, Any], file: str, lines: KeyLines) -> None:
         self._document = document
         self._file = file
         self._lines = lines
         self._places = Pool(file, {}, lines=lines)  # finds the lines of keys
+        self._errors: dict[str, PoolFileError] = {}  # by their words: a default's is found for each model
 
     def pool(self) -> Pool:
+        """Raises the first error, with the others."""
         self._check_version()
+        pool: Pool | None = None
+        with self._noting():
+            pool = self._pool()
+        if self._errors:
+            first, *others = self._errors.values()
+            first.others = tuple(others)
+            if others:
+                first.add_note(f"and {len(others)} more: teneral pool check names them all")
+            raise first
+        assert pool is not None
+        return pool
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Note an error, and go on behind this context."""
+        try:
+            yield
+        except PoolFileError as error:
+            self._errors.setdefault(str(error), error)
+
+    def _pool(self) -> Pool:
         self._check_names(self._document, keys.TOP_KEYS)
         defaults = self._table(("defaults",))
         known = {**keys.MODEL_KEYS, **keys.INSTANCE_KEYS, "serve": keys.Key(keys.table, None, "", "")}
@@ -104,13 +132,16 @@ class _Reader:
             raise self._error(
                 Code.E2, f"must hold 1 to {MAX_MODELS:,} models", "models", hint="Add [models.my-model]."
             )
-        models = {name: self._model(name, defaults, size) for name in tables}
-        self._check_served_names((*models, *self._table(("aliases",))))
+        models: dict[str, Model] = {}
+        for name in tables:
+            with self._noting():
+                models[name] = self._model(name, defaults, size)
+        self._check_served_names((*tables, *self._table(("aliases",))))
         return Pool(
             file=self._file,
             models=MappingProxyType(models),
-            aliases=MappingProxyType(self._aliases(models)),
-            instance=_size(size),
+            aliases=MappingProxyType(self._aliases(models, tables)),
+            instance=InstanceSize.of(size),
             node=self._node(defaults),
             slo=Slo(**self._values(self._table(("slo",)), keys.SLO_KEYS, "slo")),
             patches=tuple(self._patches()),
@@ -151,12 +182,14 @@ class _Reader:
             **self._values(own, keys.MODEL_KEYS, *path),
         }
         if values["source"] is keys.REQUIRED:
+            if "source" in table:  # its error is noted
+                raise next(reversed(self._errors.values()))
             raise self._error(Code.E2, "needs a source", *path, hint='Add source = "s3://bucket/models/…".')
         if values["max_concurrency"] is None:
             values["max_concurrency"] = 4 * values["target_concurrency"]
         settings, secrets = self._serve(name, defaults)
         own_size = self._values(self._table((*path, "instance")), keys.INSTANCE_KEYS, *path, "instance")
-        values["versions"] = _versions(values["versions"])
+        values["versions"] = Versions.of(values["versions"])
         values["shadow"] = Shadow(**values["shadow"]) if values["shadow"] else None
         values["traffic"] = MappingProxyType(values["traffic"]) if values["traffic"] else None
         model = Model(
@@ -164,7 +197,7 @@ class _Reader:
             pins=MappingProxyType(self._pins(path)),
             serve=MappingProxyType(settings),
             secrets=MappingProxyType(secrets),
-            instance=_size({**size, **own_size}),
+            instance=InstanceSize.of({**size, **own_size}),
             given=frozenset(inherited) | frozenset(own),
             **values,
         )
@@ -190,7 +223,8 @@ class _Reader:
         secrets: dict[str, str] = {}
         for path in (("defaults", "serve"), ("models", name, "serve")):
             for written, value in self._table(path).items():
-                self._one_setting((*path, written), value, settings, secrets)
+                with self._noting():
+                    self._one_setting((*path, written), value, settings, secrets)
         return settings, secrets
 
     def _one_setting(
@@ -210,7 +244,7 @@ class _Reader:
                 Code.E1,
                 "is not set here: it follows from the pool file's own keys",
                 *path,
-                hint=_POOL_HINTS.get(written, ""),
+                hint=keys.POOL_HINTS.get(written, ""),
             )
         if written not in SETTINGS:
             raise self._unknown(written, set(SETTINGS) - keys.POOL_SETTINGS, *path)
@@ -250,36 +284,58 @@ class _Reader:
         for index, table in enumerate(written):
             path = ("patch", str(index))
             values = self._values(self._parse(keys.table, table, *path), keys.PATCH_KEYS, *path)
-            for name, key in keys.PATCH_KEYS.items():
-                if key.default is keys.REQUIRED and name not in values:
-                    raise self._error(Code.E2, f"needs the key {name}", *path)
+            missing = [
+                n for n, key in keys.PATCH_KEYS.items() if key.default is keys.REQUIRED and n not in values
+            ]
+            for name in missing:
+                with self._noting():
+                    if name not in table:
+                        raise self._error(Code.E2, f"needs the key {name}", *path)
+            if missing:
+                continue
             yield Patch(index, values["platform"], values["kind"], values.get("name"), values["merge"])
 
-    def _aliases(self, models: Mapping[str, Model]) -> dict[str, Mapping[str, int]]:
+    def _aliases(
+        self, models: Mapping[str, Model], tables: Mapping[str, Any]
+    ) -> dict[str, Mapping[str, int]]:
+        """`tables` has models with errors as well."""
         table = self._table(("aliases",))
         if len(table) > MAX_ALIASES:
             raise self._error(Code.E2, f"must hold at most {MAX_ALIASES:,} aliases", "aliases")
         aliases: dict[str, Mapping[str, int]] = {}
         for name, written in table.items():
-            path = ("aliases", name)
-            if not keys.SERVED_NAME.fullmatch(name):
-                raise self._error(Code.E2, "must be a name of letters, digits and . _ / -", *path)
-            targets = {written: 100} if isinstance(written, str) else written
-            if not isinstance(targets, dict) or not 1 <= len(targets) <= keys.MAX_VERSIONS:
-                raise self._error(Code.E2, "must be a model's name, or a table of weights by model", *path)
-            for target, weight in targets.items():
-                self._parse(keys.integer(0, 100), weight, *path)
-                self._check_target(target, models, path)
-            if sum(targets.values()) != 100:
-                raise self._error(Code.E5, f"has weights that sum to {sum(targets.values())}, not 100", *path)
-            aliases[name] = MappingProxyType(dict(targets))
+            with self._noting():
+                aliases[name] = self._alias(("aliases", name), written, models, tables)
         return aliases
+
+    def _alias(
+        self, path: tuple[str, str], written: Any, models: Mapping[str, Model], tables: Mapping[str, Any]
+    ) -> Mapping[str, int]:
+        if not keys.SERVED_NAME.fullmatch(path[1]):
+            raise self._error(Code.E2, "must be a name of letters, digits and . _ / -", *path)
+        targets = {written: 100} if isinstance(written, str) else written
+        if not isinstance(targets, dict) or not 1 <= len(targets) <= keys.MAX_VERSIONS:
+            raise self._error(Code.E2, "must be a model's name, or a table of weights by model", *path)
+        for target, weight in targets.items():
+            self._parse(keys.integer(0, 100), weight, *path)
+            base = target.partition("@")[0]
+            if base in models or base not in tables:  # else its model's error is noted
+                self._check_target(target, models, path)
+        if sum(targets.values()) != 100:
+            raise self._error(Code.E5, f"has weights that sum to {sum(targets.values())}, not 100", *path)
+        return MappingProxyType(dict(targets))
 
     # conditions
 
     def _check_model(self, model: Model) -> None:
+        with self._noting():
+            self._check_source(model)
+        with self._noting():
+            self._check_numbers(model)
+        self._check_versions(model)
+
+    def _check_numbers(self, model: Model) -> None:
         path = ("models", model.name)
-        self._check_source(model)
         if model.min_warm > model.max_instances:
             raise self._error(
                 Code.E3,
@@ -302,7 +358,6 @@ class _Reader:
                 *path,
                 "buffer",
             )
-        self._check_versions(model)
 
     def _check_source(self, model: Model) -> None:
         path = ("models", model.name, "source")
@@ -406,7 +461,12 @@ class _Reader:
 
     def _values(self, table: dict[str, Any], known: Mapping[str, keys.Key], *path: str) -> dict[str, Any]:
         self._check_names(table, known, *path)
-        return {name: self._parse(known[name].parse, value, *path, name) for name, value in table.items()}
+        values: dict[str, Any] = {}
+        for name, value in table.items():
+            if name in known:
+                with self._noting():
+                    values[name] = self._parse(known[name].parse, value, *path, name)
+        return values
 
     def _parse(self, parse: Any, value: Any, *path: str) -> Any:
         try:
@@ -420,7 +480,8 @@ class _Reader:
         known = list(known)
         for name in table:
             if name not in known:
-                raise self._unknown(name, known, *path, name)
+                with self._noting():
+                    raise self._unknown(name, known, *path, name)
 
     def _unknown(self, written: str, known: Iterable[str], *path: str) -> PoolFileError:
         near = difflib.get_close_matches(written, sorted(known), n=1, cutoff=0.5)
@@ -429,34 +490,3 @@ class _Reader:
 
     def _error(self, code: Code, message: str, *path: str, hint: str = "") -> PoolFileError:
         return self._places.error(code, message, *path, hint=hint)
-
-
-def _size(values: Mapping[str, Any]) -> InstanceSize:
-    return InstanceSize(
-        image=values.get("image"),
-        cpu=values.get("cpu"),
-        memory_bytes=values.get("memory"),
-        gpu=values.get("gpu", 0),
-    )
-
-
-def _versions(written: Any) -> Versions:
-    match written:
-        case "latest":
-            return Versions()
-        case "all":
-            return Versions(latest=None)
-        case {"latest": count}:
-            return Versions(latest=count)
-        case _:
-            return Versions(latest=None, numbers=tuple(written))
-
-
-_POOL_HINTS = {
-    "model": "Write source.",
-    "base": "Write base of the model, above its serve table.",
-    "max_queued": "Write max_concurrency.",
-    "request_timeout_s": "Write request_timeout_s of the model, above its serve table.",
-    "drain_timeout_s": "Write drain_s.",
-    "standby": "Write standby below [node].",
-}

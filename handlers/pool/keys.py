@@ -55,6 +55,16 @@ POOL_SETTINGS = frozenset(
     }
 )
 
+# Where to write such a setting instead.
+POOL_HINTS = {
+    "model": "Write source.",
+    "base": "Write base of the model, above its serve table.",
+    "max_queued": "Write max_concurrency.",
+    "request_timeout_s": "Write request_timeout_s of the model, above its serve table.",
+    "drain_timeout_s": "Write drain_s.",
+    "standby": "Write standby below [node].",
+}
+
 
 class Key(NamedTuple):
     """One key. `parse` makes its value, or raises ValueError with what is allowed: 'must be …'."""

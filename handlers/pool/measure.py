@@ -8,6 +8,7 @@ keeps any. Speeds are those of an instance that has the machine to itself.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,8 @@ OUTPUT_TOKENS = 48
 FIRST_PROMPT_WORDS = 4  # of the request that waits for a start
 PROMPT_WORDS = (128, 64, 32, 16)  # of the long prompt: the first that fits the model's context
 REPEATS = 5
+MAX_OTHER_CORES = 0.2  # beyond it figures are those of a busy machine
+MIN_GAIN = 0.95  # of a batch, relative to a smaller one
 PAUSE_S = 0.2  # between requests: one that finds its instance idle takes longer than one of a queue
 MAX_TAKEN = 4
 TAKEN_S = 0.05  # until the pool knows that a process was taken: one that is killed before counts as failed
@@ -79,7 +83,11 @@ async def _measure_all(pool: Pool, num_starts: int) -> dict[str, dict[str, Any]]
                     run = _Run(
                         model, releases[-1], config, standby, inherited_environment(environment), session
                     )
-                    figures[model.name] = await run.figures(num_starts, pool.node.standby)
+                    others = OtherWork()
+                    figures[model.name] = found = await run.figures(num_starts, pool.node.standby)
+                    found["other_cores"] = round(others.cores(), 2)
+                    for warning in doubts(found["other_cores"], found.get("decode_tokens_s", {})):
+                        print(f"teneral: warning: {model.name}: {warning}", file=sys.stderr)
                     if base is not None and base.revision == releases[-1].revision:
                         figures[model.name]["bytes"] = 0  # its weights are there
                 return figures
@@ -263,6 +271,45 @@ class _Run:
             if answer.status != 200:
                 raise TeneralError(str(result.get("error", result)))
         return int(result["usage"]["prompt_tokens"]), time.monotonic() - began_s
+
+
+class OtherWork:
+    """The other work of this machine while this value lives."""
+
+    def __init__(self) -> None:
+        self._began_s = time.monotonic()
+        self._busy_s = machine_cpu_s()
+        self._own_s = tree_cpu_s(os.getpid())
+
+    def cores(self) -> float:
+        """Cores that other processes have used since, on average; 0 where the system does not say."""
+        others_s = machine_cpu_s() - self._busy_s - (tree_cpu_s(os.getpid()) - self._own_s)
+        return max(0.0, others_s / max(1e-3, time.monotonic() - self._began_s))
+
+
+def doubts(other_cores: float, rates: Mapping[str, float]) -> Iterator[str]:
+    """Reasons to doubt the figures. `rates` are tokens/s by batch, in the order of the batches."""
+    if other_cores > MAX_OTHER_CORES:
+        yield (
+            f"other processes used {other_cores:.1f} of {os.cpu_count()} cores meanwhile: "
+            "these are not the figures of this machine; measure again when it is idle"
+        )
+    for (few, less), (many, more) in itertools.pairwise(rates.items()):
+        if more < MIN_GAIN * less:
+            yield (
+                f"{more:,.0f} tokens/s in batches of {many} are fewer than {less:,.0f} in batches of {few}: "
+                "measure again"
+            )
+
+
+def machine_cpu_s() -> float:
+    """Processor time that the machine has used, all processes together; 0 where the system does not say."""
+    with suppress(OSError, ValueError, IndexError):
+        user, nice, system, _idle, _wait, irq, soft_irq = map(
+            int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:8]
+        )
+        return (user + nice + system + irq + soft_irq) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def tree_cpu_s(pid: int) -> float:

@@ -43,6 +43,8 @@ class Code(enum.StrEnum):
     W3 = "W3"  # requests fail while the model wakes
     W4 = "W4"  # a patch changes a value that a key of the file sets
     W5 = "W5"  # an address on each instance's own disk
+    W6 = "W6"  # nothing that can be served is at an address
+    W7 = "W7"  # the node's memory is too small
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class PoolFileError(UsageError):
         self.code = code
         self.place = place
         self.detail = message
+        self.others: tuple[PoolFileError, ...] = ()  # of the same file
 
     def as_json(self) -> dict[str, Any]:
         return _as_json(self.code, self.place, self.detail, self.hint)
@@ -211,6 +214,19 @@ class Versions:
     latest: int | None = 1
     numbers: tuple[int, ...] | None = None
 
+    @classmethod
+    def of(cls, written: Any) -> Versions:
+        """As the file has it, parsed."""
+        match written:
+            case "latest":
+                return cls()
+            case "all":
+                return cls(latest=None)
+            case {"latest": count}:
+                return cls(latest=count)
+            case _:
+                return cls(latest=None, numbers=tuple(written))
+
     def chosen(self, present: frozenset[int] | set[int]) -> tuple[int, ...]:
         """The versions to serve among those present, oldest first."""
         if self.numbers is not None:
@@ -235,6 +251,11 @@ class InstanceSize:
     cpu: float | None = None
     memory_bytes: int | None = None
     gpu: int = 0
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> InstanceSize:
+        """Of parsed keys."""
+        return cls(values.get("image"), values.get("cpu"), values.get("memory"), values.get("gpu", 0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,9 @@ def _add_check(command: argparse.ArgumentParser) -> None:
         "--for", dest="platform", metavar="PLATFORM", help="with that platform's limits as well"
     )
     command.add_argument("--strict", action="store_true", help="warnings are errors")
+    command.add_argument(
+        "--deep", action="store_true", help="ask the stores whether the models are there, and how large"
+    )
     command.add_argument("--json", action="store_true", help="for machines")
 
 
@@ -59,11 +62,16 @@ def _check(options: argparse.Namespace) -> int:
     from .handlers.pool.command import check
 
     if options.platform is None:
-        return check(options.file, strict=options.strict, as_json=options.json)
+        return check(options.file, strict=options.strict, deep=options.deep, as_json=options.json)
     from .infra.render.command import limits
 
     return check(
-        options.file, platform=options.platform, limits=limits, strict=options.strict, as_json=options.json
+        options.file,
+        platform=options.platform,
+        limits=limits,
+        strict=options.strict,
+        deep=options.deep,
+        as_json=options.json,
     )
 
 
@@ -276,6 +284,6 @@ ACTIONS: dict[
     "status": ("print the models and instances of a pool that runs", _add_status, _status),
     "measure": ("start instances here, and write how fast they start and answer", _add_measure, _measure),
     "plan": ("say how a pool does under a trace of arrivals, and what it costs", _add_plan, _plan),
-    "check": ("read a pool file, and name the first thing that is wrong with it", _add_check, _check),
+    "check": ("read a pool file, and name all that is wrong with it", _add_check, _check),
     "render": ("write a platform's documents for a pool file", _add_render, _render),
 }

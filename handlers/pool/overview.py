@@ -60,7 +60,7 @@ class Overview:
     async def model_ready(self, request: web.Request) -> web.Response:
         """200 when requests to the model are answered, if need be after a start."""
         state = self._state(request.match_info["name"].partition("/versions/")[0])
-        is_ready = not state.paused and any(not d.is_failing for d in state.targets())
+        is_ready = not state.paused and any(not d.is_failing for d in state.serving())
         return _json({"name": state.model.name, "ready": is_ready}, status=200 if is_ready else 503)
 
     async def models(self, request: web.Request) -> web.Response:
@@ -131,7 +131,7 @@ class Overview:
         return _json(self._describe(state))
 
     async def _wake(self, state: ModelState) -> None:
-        deployment = next(iter(state.targets()), None)
+        deployment = next(iter(state.serving()), None)
         if deployment is None:
             raise ApiError(
                 503, f"nothing of {state.model.name!r} can be served: {state.trouble}", kind=SERVER_ERROR
@@ -234,7 +234,7 @@ def _state_of(state: ModelState) -> str:
     """ready, starting, failing, asleep, drained, or unavailable when no version can be served."""
     if state.paused:
         return "drained"
-    states = [deployment.state() for deployment in state.targets()]
+    states = [deployment.state() for deployment in state.serving()]
     return next(
         (each for each in ("ready", "starting", "failing", "asleep") if each in states), "unavailable"
     )

@@ -121,11 +121,11 @@ class Supervisor:
 
     @property
     def is_warm(self) -> bool:
-        """True if every model has its `min_warm` instances."""
+        """True if every model has its `min_warm` instances, be it of the version that a new one is to replace."""
         return all(
             len(deployment.ready) >= deployment.scaled.min_warm
             for state in self.models.values()
-            for deployment in state.targets()
+            for deployment in state.serving()
         )
 
     def wants(self, deployment: Deployment) -> int:

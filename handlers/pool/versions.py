@@ -45,6 +45,11 @@ class ModelState:
         """Those that get requests which name no version."""
         return [deployment for deployment in self._current.values() if deployment.is_target]
 
+    def serving(self) -> list[Deployment]:
+        """The targets, and what takes the requests of those that are pending."""
+        found = [d for v in self._targets() if (d := self._in_place_of(v)) is not None]
+        return found or [*self._proven(), *self.targets()][:1]
+
     @property
     def versions(self) -> list[int]:
         return sorted(version for version in self._current if version is not None)
@@ -58,11 +63,9 @@ class ModelState:
         """The deployment for a request. None when the version is not served, or nothing is."""
         if version is not None or not self.model.is_versioned:
             return self._in_place_of(version) or self._current.get(version)
-        found = {
-            d.release.version or 0: d for v in self._targets() if (d := self._in_place_of(v)) is not None
-        }
+        found = {d.release.version or 0: d for d in self.serving()}
         if not found:
-            return next(iter((*self._proven(), *self.targets())), None)
+            return None
         weights = {number: self.model.weights.get(number, 0) for number in found}
         if not any(weights.values()):
             return found[max(found)]

@@ -313,6 +313,7 @@ def test_a_version_that_cannot_start_does_not_displace_the_one_that_serves_when_
     pool.store.versions[2] = Entry(0, DAMAGED, pool.loop.now_s)
     pool.reload()
     pool.run(20.0)
+    assert pool.supervisor.is_warm, "the probe of the whole pool is not about a version that nothing needs"
     pool.store.versions[3] = Entry(0, third, pool.loop.now_s)
     pool.reload()
     request = pool.ask("m", None, 1.0, 1e6)

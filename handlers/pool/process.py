@@ -314,7 +314,7 @@ class Machine:
         self._session: aiohttp.ClientSession | None = None
 
     @property
-    def num_cores(self) -> float:
+    def num_cores(self) -> int:
         return available_cores()
 
     async def start(self, config: ServeConfig) -> ServerProcess:

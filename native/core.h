@@ -59,6 +59,11 @@ TN_EXPORT int32_t tn_num_threads(void);
 
 /* ---- products (linear.c) ---- */
 
+/* Whether products of bf16 with bf16 and with integers are fused products of fp32, one after the other of each pair, where
+ * the library has the instruction for pairs: 0 until it is set. The bits are the same but for those of a NaN; on Intel's
+ * processors these are faster, on AMD's that instruction is. Not while another function runs. */
+TN_EXPORT void tn_set_fused_pairs(int32_t fused);
+
 /* Weights (num_out, num_in) of a product, as they were loaded.
  *
  * Integers mean (q - zero) * scale, a scale for each group of columns; E2M1 mean their value times the scale. */

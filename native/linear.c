@@ -10,7 +10,8 @@
  * fused fp32, with inputs that are copied in fp32. Weights of another form are widened by the tiles of few rows; for
  * more, they are written into a strip: some columns of one block, which stay in the cache while all rows are multiplied
  * with them. That is exact but for integers of 4 bits: those are scaled, and rounded to bf16 where pairs are multiplied.
- * Inputs are used as they are.
+ * Inputs are used as they are. Where the instruction for pairs is slow, they are fused products of fp32 with its bits:
+ * of each pair the odd element's first, and with denormals as 0 (tn_set_fused_pairs).
  *
  * A tile is up to TILE_ROWS rows by 4 columns of the result, in registers. Its functions are written once, for a
  * number of rows that the compiler knows. Tiles make up panels, of as many rows and columns as let a block of the
@@ -46,6 +47,8 @@ enum {
     MAX_I8_ROWS = 16,        /* for which tiles widen integers themselves: with more, a strip is faster */
     MAX_U4_ROWS = 8,
     MAX_E2M1_ROWS = 6,
+    PAIRED = 2 * TN_LANES,   /* elements of a vector of pairs */
+    FUSED_GROUPS = 8,        /* whose sums are scaled together */
     ALONE_PRODUCTS = 1 << 18 /* below this number, waking threads costs more than it gains */
 };
 
@@ -70,6 +73,7 @@ typedef struct {
     int group_size;
     int count;                  /* elements of the block */
     int64_t ahead_bytes;        /* from each element to the one to ask for meanwhile */
+    int64_t kept_bytes;         /* of PAIRED elements that fused first rows leave in the strip; 0 where they do not */
     vf (*totals)[QUAD];         /* memory for a tile's, where they are kept there */
 } quartet_t;
 
@@ -172,11 +176,14 @@ TN_INLINE void sum_u4(const int rows, const bool is_wide, vf sums[][QUAD], const
 #endif
 
 /* Of the inputs, and of the weights as the tile takes them. */
-typedef enum { BF16_PAIRS, BF16_FROM_MEMORY, BF16_AND_I8, BF16_AND_U4, BF16_AND_WIDE_U4, BF16_AND_E2M1, F32_IN_STRIP,
-               F32_AND_F32, F32_AND_BF16, F32_AND_F16, F32_AND_I8, F32_AND_E2M1,
+typedef enum { BF16_PAIRS, BF16_FROM_MEMORY, BF16_AND_I8, BF16_AND_U4, BF16_AND_WIDE_U4, BF16_AND_E2M1,
+               FUSED_IN_STRIP, FUSED_AND_BF16, FUSED_AND_I8, FUSED_AND_E2M1,
+               F32_IN_STRIP, F32_AND_F32, F32_AND_BF16, F32_AND_F16, F32_AND_I8, F32_AND_E2M1,
                F32_AND_U4, F32_KEEPING_U4 } way_t;
 
-static bool is_f32(way_t way) { return way >= F32_IN_STRIP; }
+/* Whether inputs are copied in fp32, and whether as fused pairs. */
+static bool is_f32(way_t way) { return way >= FUSED_IN_STRIP; }
+static bool is_fused(way_t way) { return is_f32(way) && way < F32_IN_STRIP; }
 
 /* TN_LANES weights of a column from element k on. */
 TN_INLINE vf load_column(const way_t way, const void *column, int k) {
@@ -193,9 +200,12 @@ TN_INLINE vf load_column(const way_t way, const void *column, int k) {
 TN_INLINE const char *column_at(const way_t way, const void *column, int k) {
     const char *bytes = column;
     switch (way) {
+    case FUSED_AND_BF16:
     case F32_AND_BF16:
     case F32_AND_F16: return bytes + 2 * k;
+    case FUSED_AND_I8:
     case F32_AND_I8: return bytes + k;
+    case FUSED_AND_E2M1:
     case F32_AND_E2M1: return bytes + k / 2;
     default: return bytes + 4 * k;
     }
@@ -249,6 +259,91 @@ TN_INLINE void sum_u4_f32(const int rows, const bool keeps, vf sums[][QUAD], con
     }
 }
 
+#if TN_FUSED_PAIRS
+TN_INLINE void load_pairs(const way_t way, const void *column, int k, vf *odd, vf *even) {
+    switch (way) {
+    case FUSED_AND_BF16: vf_load_pairs_bf16((const uint16_t *)column + k, odd, even); return;
+    case FUSED_AND_I8: vf_load_pairs_i8((const int8_t *)column + k, odd, even); return;
+    default: vf_load_pairs_e2m1((const uint8_t *)column + k / 2, odd, even);
+    }
+}
+
+/* The same with pairs in fp32: of PAIRED elements the odd ones, then the even ones, in inputs and strip. First rows ask
+ * memory for two of the later quad's columns, and rows after them for the others: all at once would delay the first. */
+TN_INLINE void sum_fused_strip(const int rows, vf sums[][QUAD], const float *x, const quartet_t *w, int begin, int end) {
+    const float *strip = w->strip;
+    const int64_t step_bytes = w->kept_bytes;
+    const char *ahead = (const char *)w->column[2] + w->ahead_bytes + begin / PAIRED * step_bytes;
+    const int64_t to_next = (const char *)w->column[3] - (const char *)w->column[2];
+    for (int k = begin; k < end; k += PAIRED, ahead += step_bytes) {
+        __builtin_prefetch(ahead);
+        __builtin_prefetch(ahead + to_next);
+#pragma GCC unroll 1 /* or registers do not suffice */
+        for (int place = k; place < k + PAIRED; place += TN_LANES) {
+            vf inputs[TILE_ROWS];
+            for (int i = 0; i < rows; i++) inputs[i] = vf_load(x + i * STRIDE + place);
+            for (int j = 0; j < QUAD; j++) {
+                const vf weights = vf_load(strip + j * STRIDE + place);
+                for (int i = 0; i < rows; i++) sums[i][j] = vf_fma(inputs[i], weights, sums[i][j]);
+            }
+        }
+    }
+}
+
+/* The same with weights from where they are, of whole PAIRED elements. */
+TN_INLINE void sum_fused_in_place(const int rows, const way_t way, const bool keeps, vf sums[][QUAD], const float *x,
+                                  const quartet_t *w, int begin, int end) {
+    const bool is_held = rows <= FIRST_ROWS; /* inputs, in registers */
+    const void *column[QUAD] = {w->column[0], w->column[1], w->column[2], w->column[3]};
+    const int64_t ahead_bytes = w->ahead_bytes;
+    for (int k = begin; k < end; k += PAIRED) {
+        const float *from = x + k;
+        vf inputs[2][TILE_ROWS];
+        for (int i = 0; is_held && i < rows; i++) {
+            inputs[0][i] = vf_load(from + i * STRIDE);
+            inputs[1][i] = vf_load(from + i * STRIDE + TN_LANES);
+        }
+#pragma GCC unroll 4 /* or sums are not in registers */
+        for (int j = 0; j < QUAD; j++) {
+            if (!keeps || j < 2) __builtin_prefetch(column_at(way, column[j], k) + ahead_bytes);
+            vf weights[2];
+            load_pairs(way, column[j], k, &weights[0], &weights[1]);
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++) {
+                if (keeps) vf_store(w->strip + j * STRIDE + k + half * TN_LANES, weights[half]);
+                for (int i = 0; i < rows; i++) {
+                    const vf own = is_held ? inputs[half][i] : vf_load(from + i * STRIDE + half * TN_LANES);
+                    sums[i][j] = vf_fma(own, weights[half], sums[i][j]);
+                }
+            }
+        }
+    }
+}
+
+TN_INLINE void sum_fused(const int rows, const way_t way, vf sums[][QUAD], const float *x, const quartet_t *w, int begin,
+                         int end) {
+    if (way == FUSED_IN_STRIP)
+        sum_fused_strip(rows, sums, x, w, begin, end);
+    else if (rows == FIRST_ROWS && w->kept_bytes)
+        sum_fused_in_place(rows, way, true, sums, x, w, begin, end);
+    else
+        sum_fused_in_place(rows, way, false, sums, x, w, begin, end);
+}
+
+/* Denormals are 0 between the two. */
+TN_INLINE uint32_t begin_flushing(const int rows, vf sums[][QUAD]) {
+    const uint32_t before = v_flush_denormals();
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < QUAD; j++) sums[i][j] = v_hold(sums[i][j]);
+    return before;
+}
+TN_INLINE void end_flushing(const int rows, vf sums[][QUAD], uint32_t before) {
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < QUAD; j++) sums[i][j] = v_hold(sums[i][j]);
+    v_restore_denormals(before);
+}
+#endif
+
 /* Lanes of elements [begin, end) of the block. */
 TN_INLINE void sum_lanes(const int rows, const way_t way, vf sums[][QUAD], const void *x, int64_t x_stride,
                          const quartet_t *w, int begin, int end) {
@@ -275,6 +370,14 @@ TN_INLINE void sum_lanes(const int rows, const way_t way, vf sums[][QUAD], const
     }
 #endif
     (void)x_stride;
+#if TN_FUSED_PAIRS
+    if (is_fused(way)) {
+        const uint32_t before = begin_flushing(rows, sums);
+        sum_fused(rows, way, sums, x, w, begin, end);
+        end_flushing(rows, sums, before);
+        return;
+    }
+#endif
     if (way == F32_AND_U4 || way == F32_KEEPING_U4)
         sum_u4_f32(rows, way == F32_KEEPING_U4, sums, x, w);
     else
@@ -328,6 +431,39 @@ TN_INLINE void scaled_tile(const int rows, const way_t way, const void *x, int64
         vf_reduce4(panel + i * STRIP_COLUMNS, totals[i][0], totals[i][1], totals[i][2], totals[i][3], first);
 }
 
+#if TN_FUSED_PAIRS
+/* The same of fused pairs. Their scales' products keep denormals, so that groups are gone through some at a time. */
+TN_INLINE void fused_scaled_tile(const int rows, const way_t way, const void *x, int64_t x_stride, const quartet_t *w,
+                                 float *panel, bool first) {
+    vf totals[SCALED_TILE_ROWS][QUAD], sums[FUSED_GROUPS][SCALED_TILE_ROWS][QUAD];
+    (void)x_stride;
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < QUAD; j++) totals[i][j] = vf_zero();
+    int begin = 0, end = w->first_count;
+    for (int group = 0, num; begin < w->count; group += num) {
+        const uint32_t before = v_flush_denormals();
+        for (num = 0; num < FUSED_GROUPS && begin < w->count; num++) {
+            vf own[SCALED_TILE_ROWS][QUAD];
+            for (int i = 0; i < rows; i++)
+                for (int j = 0; j < QUAD; j++) own[i][j] = v_hold(vf_zero());
+            sum_fused(rows, way, own, x, w, begin, end);
+            for (int i = 0; i < rows; i++)
+                for (int j = 0; j < QUAD; j++) sums[num][i][j] = v_hold(own[i][j]);
+            begin = end;
+            end = end + w->group_size < w->count ? end + w->group_size : w->count;
+        }
+        v_restore_denormals(before);
+        for (int n = 0; n < num; n++)
+            for (int j = 0; j < QUAD; j++) {
+                const vf scale = vf_set(w->scale[j][group + n]);
+                for (int i = 0; i < rows; i++) totals[i][j] = vf_fma(sums[n][i][j], scale, totals[i][j]);
+            }
+    }
+    for (int i = 0; i < rows; i++)
+        vf_reduce4(panel + i * STRIP_COLUMNS, totals[i][0], totals[i][1], totals[i][2], totals[i][3], first);
+}
+#endif
+
 /* A tile of the number of rows that `rows` is: a function each, so that sums stay in registers. */
 #define AT_MOST(most, rows) ((rows) < (most) ? (rows) : (most))
 #define HEIGHT(function, most, way, height)                                                                      \
@@ -375,6 +511,16 @@ TILE(tile_wide_u4, tile, SCALED_TILE_ROWS, BF16_AND_WIDE_U4)
 TILE(scaled_e2m1, scaled_tile, SCALED_TILE_ROWS, BF16_AND_E2M1)
 #endif
 
+#if TN_FUSED_PAIRS
+TILE(tile_fused_strip, tile, TILE_ROWS, FUSED_IN_STRIP)
+TILE(evenly_scaled_fused_strip, evenly_scaled_tile, TILE_ROWS, FUSED_IN_STRIP)
+TILE(scaled_fused_strip, fused_scaled_tile, SCALED_TILE_ROWS, FUSED_IN_STRIP)
+TILE(tile_fused_bf16, tile, TILE_ROWS, FUSED_AND_BF16)
+TILE(evenly_scaled_fused_i8, evenly_scaled_tile, TILE_ROWS, FUSED_AND_I8)
+TILE(scaled_fused_i8, fused_scaled_tile, SCALED_TILE_ROWS, FUSED_AND_I8)
+TILE(scaled_fused_e2m1, fused_scaled_tile, SCALED_TILE_ROWS, FUSED_AND_E2M1)
+#endif
+
 /* How the groups of a block are scaled. */
 typedef enum { NOT_SCALED, EVENLY_SCALED, SCALED } scaling_t;
 
@@ -389,6 +535,13 @@ static tile_t tile_for(way_t way, scaling_t scaling) {
     case BF16_AND_U4: return tile_u4;
     case BF16_AND_WIDE_U4: return tile_wide_u4;
     case BF16_AND_E2M1: return scaled_e2m1;
+#endif
+#if TN_FUSED_PAIRS
+    case FUSED_IN_STRIP:
+        return (const tile_t[]){tile_fused_strip, evenly_scaled_fused_strip, scaled_fused_strip}[scaling];
+    case FUSED_AND_BF16: return tile_fused_bf16;
+    case FUSED_AND_I8: return scaling == SCALED ? scaled_fused_i8 : evenly_scaled_fused_i8;
+    case FUSED_AND_E2M1: return scaled_fused_e2m1;
 #endif
     case F32_AND_F32: return tile_f32_and_f32;
     case F32_AND_BF16: return tile_f32_and_bf16;
@@ -513,6 +666,7 @@ typedef struct {
     int64_t left;        /* elements of that group from `begin` on */
     int groups;          /* that the block has a part of */
     int64_t ahead_bytes; /* from each element to the one to ask for meanwhile */
+    int64_t kept_bytes;  /* as a quartet has them */
     const float *inputs; /* (rows of a panel, STRIDE), or NULL where they are not copied */
 } block_t;
 
@@ -543,13 +697,52 @@ static block_t block_at(const tn_matrix *w, int64_t begin, bool along_k) {
 }
 
 /* Whether tiles take the weights from where they are. */
-static bool is_in_place(way_t way) { return way != BF16_PAIRS && way != F32_IN_STRIP; }
+static bool is_in_place(way_t way) { return way != BF16_PAIRS && way != F32_IN_STRIP && way != FUSED_IN_STRIP; }
+
+#if TN_FUSED_PAIRS
+/* `count` bf16 in fp32: of PAIRED elements the odd ones, then the even ones, and zeros up to there. */
+static void split_pairs(float *to, const uint16_t *from, int count) {
+    int k = 0;
+    for (; k + PAIRED <= count; k += PAIRED) {
+        vf odd, even;
+        vf_load_pairs_bf16(from + k, &odd, &even);
+        vf_store(to + k, odd);
+        vf_store(to + k + TN_LANES, even);
+    }
+    if (k == count) return;
+    uint16_t last[PAIRED] = {0};
+    memcpy(last, from + k, (size_t)(count - k) * sizeof *last);
+    split_pairs(to + k, last, PAIRED);
+}
+
+/* The same of a column's elements of a block. */
+static void expand_pairs(strip_t *strip, int n, const tn_matrix *w, const void *from, const block_t *block,
+                         int64_t zero_place) {
+    uint16_t in_bf16[BLOCK];
+    const void *pairs = in_bf16;
+    switch (w->dtype) {
+    case TN_I8: expand_i8(in_bf16, w, from, block->count, zero_place, block->left, true); break;
+    case TN_U4:
+        expand_u4_bf16(in_bf16, from, block->count, block->left, w->group_size, strip->scale[n], strip->offset[n]);
+        break;
+    case TN_E2M1: expand_e2m1_bf16(in_bf16, from, block->count); break;
+    default: pairs = from;
+    }
+    split_pairs((float *)strip->weights[n], pairs, block->count);
+}
+#endif
 
 /* Write a column's elements of a block, the strip's number n, as tiles take them; its groups are there. */
 static void expand(strip_t *strip, int n, const tn_matrix *w, int64_t column, const block_t *block, way_t way) {
     void *to = strip->weights[n];
     const void *from = (const char *)w->data + bytes_of(w, stored_row(w, column) * w->num_in + block->begin);
     const int64_t zero_place = column * block->num_groups + block->first_group;
+#if TN_FUSED_PAIRS
+    if (way == FUSED_IN_STRIP) {
+        expand_pairs(strip, n, w, from, block, zero_place);
+        return;
+    }
+#endif
 #if TN_BF16_DOT
     if (way == BF16_PAIRS && w->dtype == TN_U4) {
         expand_u4_bf16(to, from, block->count, block->left, w->group_size, strip->scale[n], strip->offset[n]);
@@ -668,7 +861,8 @@ static void fill_strip(strip_t *strip, const tn_matrix *w, int64_t first, int nu
         quad->count = block->count;
         quad->first_count = first_count;
         quad->ahead_bytes = block->ahead_bytes;
-        if (w->scale != NULL) take_groups(strip, n, w, first + n, num - n, block, is_f32(way));
+        quad->kept_bytes = block->kept_bytes;
+        if (w->scale != NULL) take_groups(strip, n, w, first + n, num - n, block, is_f32(way) && !is_fused(way));
         for (int j = 0; j < QUAD; j++) {
             const int from = n + j < num ? n + j : num - 1;
             if (!in_place) expand(strip, n + j, w, first + from, block, way);
@@ -695,10 +889,31 @@ static way_t way_in_f32(const tn_matrix *w, int64_t num_rows) {
     }
 }
 
+static bool fuses_pairs;
+
+void tn_set_fused_pairs(int32_t fused) { fuses_pairs = fused != 0; }
+
+#if TN_FUSED_PAIRS
+/* Whether fused pairs are faster: where few rows wait for memory, they are for integers of 8 bits alone, whose pairs
+ * would have to be rounded to bf16 first. */
+static bool is_worth_fusing(const tn_matrix *w, int64_t num_rows) {
+    if (!fuses_pairs || w->dtype == TN_F32 || w->dtype == TN_F16) return false;
+    return num_rows > TILE_ROWS || (w->dtype == TN_I8 && w->zero == NULL && w->num_in % PAIRED == 0);
+}
+
+static way_t way_in_pairs(const tn_matrix *w) {
+    if (w->num_in % PAIRED || w->zero != NULL || w->dtype == TN_U4) return FUSED_IN_STRIP;
+    return w->dtype == TN_BF16 ? FUSED_AND_BF16 : w->dtype == TN_I8 ? FUSED_AND_I8 : FUSED_AND_E2M1;
+}
+#endif
+
 static way_t way_of(const tn_linear_args *args) {
     const tn_matrix *w = args->weight;
 #if TN_BF16_DOT
     if (args->x_dtype == TN_F32) return way_in_f32(w, args->num_rows);
+#if TN_FUSED_PAIRS
+    if (is_worth_fusing(w, args->num_rows)) return way_in_pairs(w);
+#endif
 #if TN_INTEGER_TILES
     if (w->dtype == TN_U4 && args->num_rows <= MAX_U4_ROWS)
         return w->group_size % RUN == 0 ? BF16_AND_WIDE_U4 : BF16_AND_U4;
@@ -753,6 +968,12 @@ static const float *inputs_of(const panel_t *panel, const block_t *block, int n)
         const int64_t place = (panel->first_row + row) * args->x_stride + block->begin;
         float *to = inputs + row * STRIDE;
         const bool is_u4 = args->weight->dtype == TN_U4;
+#if TN_FUSED_PAIRS
+        if (is_fused(panel->way)) {
+            split_pairs(to, (const uint16_t *)args->x + place, block->count);
+            continue;
+        }
+#endif
         if (args->x_dtype == TN_F32)
             copy_inputs(to, args->x, TN_F32, place, block->count, is_u4);
         else
@@ -761,9 +982,12 @@ static const float *inputs_of(const panel_t *panel, const block_t *block, int n)
     return inputs;
 }
 
+static bool is_f32_strip(way_t way) { return way == F32_IN_STRIP || way == FUSED_IN_STRIP; }
+
 /* The way of all but the first rows: their tiles find in the cache what the first ones found in memory or widened. */
 static way_t later_way(way_t way) {
     if (way == BF16_FROM_MEMORY) return BF16_PAIRS;
+    if (is_fused(way)) return FUSED_IN_STRIP;
     return is_f32(way) && way != F32_AND_F32 ? F32_IN_STRIP : way;
 }
 
@@ -777,9 +1001,16 @@ static tiles_t tiles_for(const tn_matrix *w, const block_t *block, way_t way) {
     const bool is_scaled = w->scale != NULL && w->dtype != TN_U4; /* which are scaled as they are widened */
     const scaling_t scaling = !is_scaled ? NOT_SCALED : block->groups == 1 ? EVENLY_SCALED : SCALED;
     const bool is_widening =
-        way == BF16_AND_U4 || way == BF16_AND_WIDE_U4 || way == BF16_AND_E2M1 || way == F32_AND_E2M1;
+        way == BF16_AND_U4 || way == BF16_AND_WIDE_U4 || way == BF16_AND_E2M1 || way == F32_AND_E2M1 ||
+        way == FUSED_AND_E2M1;
     return (tiles_t){tile_for(way, scaling), tile_for(later_way(way), scaling),
                      scaling == SCALED || is_widening ? SCALED_TILE_ROWS : TILE_ROWS};
+}
+
+/* What first rows of a panel leave in the strip, as quartets have it. */
+static int64_t kept_bytes(const panel_t *panel, const tiles_t *tiles) {
+    const bool keeps = is_fused(panel->way) && is_in_place(panel->way) && panel->rows > tiles->max_rows;
+    return keeps ? bytes_of(panel->args->weight, PAIRED) : 0;
 }
 
 /* One block's share of the sums of all rows with the strip's columns, [first, first + num). */
@@ -788,7 +1019,7 @@ static void sum_strip(const panel_t *panel, strip_t *strip, int64_t first, int n
     const tn_linear_args *args = panel->args;
     const int64_t offset = first - panel->first, within = offset % STRIP_COLUMNS;
     float *sums = panel->sums + (offset - within) * panel->rows + within;
-    const bool keeps = later_way(panel->way) == F32_IN_STRIP && panel->rows > tiles->max_rows;
+    const bool keeps = is_f32_strip(later_way(panel->way)) && panel->rows > tiles->max_rows;
     const int first_rows = panel->way == F32_KEEPING_U4 ? 1 : FIRST_ROWS;
     for (int row = 0, height; row < panel->rows; row += height) {
         height = row == 0 && keeps ? first_rows : tile_rows(panel->rows - row, tiles->max_rows);
@@ -813,12 +1044,13 @@ TN_INLINE void sum_block(const panel_t *panel, strip_t *strip, int n, int num, c
 static void sum_panel(const panel_t *panel, strip_t *strip) {
     const tn_matrix *w = panel->args->weight;
     const way_t later = later_way(panel->way);
-    const bool has_strip = later == BF16_PAIRS ? w->dtype != TN_BF16 : later == F32_IN_STRIP && panel->rows > TILE_ROWS;
+    const bool has_strip = later == BF16_PAIRS ? w->dtype != TN_BF16 : is_f32_strip(later) && panel->rows > TILE_ROWS;
     const int width = has_strip ? QUAD : STRIP_COLUMNS; /* a quad's strip stays in the first cache */
     for (int64_t begin = 0; begin < w->num_in; begin += BLOCK) {
         block_t block = block_at(w, begin, false);
         const tiles_t tiles = tiles_for(w, &block, panel->way);
         block.inputs = inputs_of(panel, &block, 0);
+        block.kept_bytes = kept_bytes(panel, &tiles);
         for (int n = 0; n < panel->num; n += width)
             sum_block(panel, strip, n, panel->num - n < width ? panel->num - n : width, &block, &tiles);
     }
@@ -843,6 +1075,7 @@ static void sum_panel_along_k(const panel_t *panel, strip_t *strip) {
         *block = block_at(w, num_blocks * BLOCK, true);
         tiles[num_blocks] = tiles_for(w, block, panel->way);
         block->inputs = inputs_of(panel, block, num_blocks);
+        block->kept_bytes = kept_bytes(panel, &tiles[num_blocks]);
     }
     for (int n = 0; n < panel->num; n += QUAD)
         for (int each = 0; each < num_blocks; each++)

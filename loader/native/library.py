@@ -96,6 +96,7 @@ def library() -> Library | None:
         loaded = Library(library_path(isa))
         if loaded.start():
             loaded.functions.tn_set_threads(available_cores())
+            loaded.functions.tn_set_fused_pairs(prefers_fused_pairs(_cpuinfo()))
             return loaded
         usable.remove(isa)
     return None
@@ -107,7 +108,7 @@ def library_path(isa: str) -> str:
 
 def usable_isas() -> list[str]:
     """Instruction sets that this processor has and that there are libraries for, the best first."""
-    supported = supported_isas(os.uname().machine, _cpu_features())
+    supported = supported_isas(os.uname().machine, cpu_features(_cpuinfo()))
     return [isa for isa in supported if os.path.exists(library_path(isa))]
 
 
@@ -129,20 +130,30 @@ def choose_isa(named: str | None, usable: list[str]) -> str | None:
     return named
 
 
-def _cpu_features() -> frozenset[str]:
-    """Of the first processor in /proc/cpuinfo; none where that cannot be read."""
+def _cpuinfo() -> str:
+    """The text of the first processor in /proc/cpuinfo; empty where that cannot be read."""
     try:
         with open(_CPUINFO, "rb") as file:
-            text = file.read(_MAX_CPUINFO_BYTES).decode("ascii", "replace")
+            return file.read(_MAX_CPUINFO_BYTES).decode("ascii", "replace")
     except OSError:
-        return frozenset()
-    return cpu_features(text)
+        return ""
 
 
 def cpu_features(cpuinfo: str) -> frozenset[str]:
     """The features in a text of /proc/cpuinfo: `flags` of x86-64, `Features` of aarch64."""
+    return frozenset(_first_value(cpuinfo, "flags", "Features").split())
+
+
+def prefers_fused_pairs(cpuinfo: str) -> bool:
+    """Whether a text of /proc/cpuinfo is of a processor whose instruction for pairs of bf16 is slower
+    than two fused products: Intel's.
+    """
+    return _first_value(cpuinfo, "vendor_id") == "GenuineIntel"
+
+
+def _first_value(cpuinfo: str, *names: str) -> str:
     for line in cpuinfo.splitlines():
         name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            return frozenset(value.split())
-    return frozenset()
+        if name.strip() in names:
+            return value.strip()
+    return ""

@@ -150,6 +150,7 @@ static void check_product(const weights_t *weights, int rows, int x_dtype) {
         meant[place] = x_dtype == TN_F32 ? value : widen(bf16_of(value));
     }
     tn_linear_args args = {sizeof args, &weights->matrix, x, out, rows, num_in, num_out, x_dtype, TN_F32, NULL};
+    tn_set_fused_pairs(random_below(2));
     run_linear(&args);
     const bool is_rounded = weights->matrix.dtype == TN_U4 && x_dtype == TN_BF16 &&
                             (strstr(tn_describe(), "bf16") || strstr(tn_describe(), "amx"));
@@ -168,6 +169,7 @@ static void check_product(const weights_t *weights, int rows, int x_dtype) {
     const int row = random_below(rows);
     const int threads = 1 + random_below(5);
     tn_set_threads(threads);
+    tn_set_fused_pairs(random_below(2));
     args.x = (char *)x + (size_t)row * num_in * (x_dtype == TN_F32 ? 4 : 2);
     args.out = alone;
     args.num_rows = 1;

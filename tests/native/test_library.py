@@ -18,6 +18,7 @@ from teneral.loader.native.library import (
     choose_isa,
     cpu_features,
     library,
+    prefers_fused_pairs,
     supported_isas,
     usable_isas,
 )
@@ -66,6 +67,19 @@ def test_a_processor_has_what_its_features_say(machine: str, features: set[str],
 )
 def test_features_are_those_of_the_first_processor(text: str, expected: set[str]) -> None:
     assert cpu_features(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("processor\t: 0\nvendor_id\t: GenuineIntel\nflags\t\t: avx512_bf16\n", True),
+        ("processor\t: 0\nvendor_id\t: AuthenticAMD\n\nvendor_id\t: GenuineIntel\n", False),
+        ("CPU implementer\t: 0x41\n", False),
+        ("", False),
+    ],
+)
+def test_pairs_are_fused_on_intels_processors(text: str, expected: bool) -> None:
+    assert prefers_fused_pairs(text) is expected
 
 
 def test_the_best_is_chosen_and_a_lower_one_by_name() -> None:

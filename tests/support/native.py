@@ -99,6 +99,17 @@ def threads(isa: str, number: int) -> Iterator[None]:
 
 
 @contextmanager
+def fused_pairs(isa: str) -> Iterator[None]:
+    """Multiply pairs of bf16 by two fused products inside."""
+    functions = loaded(isa).functions
+    functions.tn_set_fused_pairs(1)
+    try:
+        yield
+    finally:
+        functions.tn_set_fused_pairs(0)
+
+
+@contextmanager
 def frames_decoded_by(way: str) -> Iterator[None]:
     """Decode all frames inside by the best library, or by python-zstandard as where there is none."""
     decode = merge.decode_frames

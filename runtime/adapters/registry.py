@@ -198,7 +198,8 @@ class AdapterRegistry:
                 raise AdapterError(f"there are {MAX_REGISTERED} adapters already", param="lora_name")
             self._drop(name)  # one of the template's
             self._addresses[name] = address
-            self._named_loads[name] = done = Future()
+            done: Future[None] = Future()
+            self._named_loads[name] = done
             return done
 
     def _end_loading(self, name: str, done: Future[None], *, is_there: bool) -> None:

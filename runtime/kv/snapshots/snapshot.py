@@ -164,7 +164,7 @@ _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 def check_layout(identity: Identity) -> str:
-    """What is wrong with the layout, by itself and beside the sizes; '' for one that a pool may have."""
+    """The fault of the layout, alone or compared with the sizes; '' for one that a pool may have."""
     block_size, block_bytes, element_bytes = identity.block_size, identity.block_bytes, identity.element_bytes
     tokens = _TOKENS.fullmatch(identity.layout)
     if tokens is not None:

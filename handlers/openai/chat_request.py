@@ -5,7 +5,7 @@ text, reasoning and tool calls. Every route that answers chats uses it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...runtime.errors import RequestError
 from ...runtime.grammar.spec import GrammarSpec
@@ -32,7 +32,7 @@ from .parameters import (
     sequences,
     wanted_first_token,
 )
-from .prompts import ChatPrompt, ChatSettings, mentions, template_messages, with_ids
+from .prompts import ChatPrompt, ChatSettings, mentions, template_messages, with_arguments, with_ids
 from .schemas import ChatBody
 from .structured import grammar_of
 from .tools.choose import answers_in_channels, tool_format
@@ -196,7 +196,7 @@ class ChatRequest:
         return fmt
 
     def _render(self, tokenizer: TextTokenizer, templates: Mapping[str, str]) -> str:
-        messages: list[dict[str, Any]] = self._messages
+        messages = with_arguments(self._messages)
         tools = self._plan.tools
         if templates and not mentions(templates, "tools"):
             messages, tools = described(messages, tools), None

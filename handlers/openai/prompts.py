@@ -10,13 +10,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from msgspec import Struct
 
 from ...runtime.errors import RequestError
 from ...runtime.step.requests import FirstToken
-from ..http.json_bodies import check_shape
 from .schemas import ChatBody, Message, ToolCall
+from .tools.arguments import arguments_object
 
 if TYPE_CHECKING:
     from ...runtime.text.tokenizer import TextTokenizer
@@ -27,9 +26,8 @@ _OTHERS = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"}
 )
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
-# Of tool calls that the conversation has. They are JSON in a text of the body, so its own bounds do not count them.
-MAX_ARGUMENTS_CHARS = 1 << 20  # of all calls of a request
-MAX_ARGUMENT_ITEMS = 1 << 16  # values in one call's
+# Of all tool calls that the conversation has: JSON in texts of the body, whose own bounds do not count it.
+MAX_ARGUMENTS_CHARS = 1 << 20
 
 
 class ChatSettings(Struct, frozen=True):
@@ -148,7 +146,7 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def template_message(message: Message, index: int) -> dict[str, Any]:
-    """A message as chat templates want it: text for content, objects for the arguments of tool calls."""
+    """A message as chat templates want it, but for the arguments of tool calls, which are still text."""
     where = f"messages[{index}]"
     content = _text_content(message, where)
     if content is None and not (message.role == "assistant" and message.tool_calls):
@@ -165,11 +163,23 @@ def template_message(message: Message, index: int) -> dict[str, Any]:
     if reasoning := message.reasoning_content or message.reasoning:
         result["reasoning_content"] = reasoning
     if message.tool_calls:
-        result["tool_calls"] = [
-            _tool_call(call, f"{where}.tool_calls[{number}]")
-            for number, call in enumerate(message.tool_calls)
-        ]
+        result["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     return result
+
+
+def with_arguments(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages, with the arguments of calls as objects. Takes as long as `arguments_object` does."""
+    return [
+        message
+        if "tool_calls" not in message
+        else {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
+        for message in messages
+    ]
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": arguments_object(function["arguments"])}}
 
 
 def with_ids(messages: Sequence[dict[str, Any]], change: Callable[[str], str]) -> list[dict[str, Any]]:
@@ -204,15 +214,6 @@ def _text_content(message: Message, where: str) -> str | None:
     return "\n".join(texts)
 
 
-def _tool_call(call: ToolCall, where: str) -> dict[str, Any]:
-    param = f"{where}.function.arguments"
-    data = (call.function.arguments or "{}").encode()
-    try:
-        check_shape(data, max_items=MAX_ARGUMENT_ITEMS)
-        arguments = msgspec.json.decode(data, type=dict[str, Any])
-    except RequestError as error:
-        raise RequestError(f"{param} is refused: {error.message}", param=param) from None
-    except msgspec.DecodeError as error:
-        raise RequestError(f"{param} is not a JSON object: {error}", param=param) from None
-    function = {"name": call.function.name, "arguments": arguments}
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.function.name, "arguments": call.function.arguments}
     return {"type": "function", "function": function} | ({"id": call.id} if call.id is not None else {})

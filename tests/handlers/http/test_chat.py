@@ -139,17 +139,6 @@ async def test_a_conversation_with_tool_calls_is_taken(server: Any) -> None:
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         (
-            {
-                "messages": [
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"function": {"name": "f", "arguments": "nonsense"}}],
-                    }
-                ]
-            },
-            "messages[0].tool_calls[0].function.arguments",
-        ),
-        (
             {"response_format": {"type": "json_schema", "json_schema": {}}},
             "response_format.json_schema.schema",
         ),

@@ -101,22 +101,12 @@ def test_any_json_is_either_a_request_or_refused(fields: dict[str, Any], value: 
             assert 1 <= made.num_sequences <= 8
 
 
-@pytest.mark.parametrize(
-    ("arguments", "param"),
-    [
-        (['{"a":' * 100_000], "messages[0].tool_calls[0].function.arguments"),
-        (['{"a":' + "[" * 64 + "]" * 64 + "}"], "messages[0].tool_calls[0].function.arguments"),
-        (['{"a":[' + "[]," * 70_000 + "1]}"], "messages[0].tool_calls[0].function.arguments"),
-        (['{"a":"' + "x" * 600_000 + '"}'] * 2, "messages"),
-        (["[]"], "messages[0].tool_calls[0].function.arguments"),
-    ],
-)
-def test_json_in_a_text_of_the_body_has_bounds_of_its_own(arguments: list[str], param: str) -> None:
-    calls = [{"function": {"name": "f", "arguments": text}} for text in arguments]
+def test_json_in_a_text_of_the_body_has_a_bound_of_its_own() -> None:
+    calls = [{"function": {"name": "f", "arguments": '{"a":"' + "x" * 600_000 + '"}'}}] * 2
     body = {"messages": [{"role": "assistant", "tool_calls": calls}]}
     with pytest.raises(RequestError) as caught:
         ChatFormat(Decoder(ChatBody).decode(msgspec.json.encode(body)), model="m", settings=ChatSettings())
-    assert caught.value.param == param
+    assert caught.value.param == "messages"
 
 
 @given(st.binary(max_size=200))

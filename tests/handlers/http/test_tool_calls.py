@@ -227,6 +227,31 @@ async def test_messages_and_responses_give_no_text_of_a_call_that_is_cut(
             assert end in answer.body
 
 
+@pytest.mark.parametrize("family", ["hermes", "harmony", "plain"])
+async def test_a_call_that_was_cut_off_is_taken_back_with_the_tools_error(
+    start: Any, chat_parts: Any, family: str
+) -> None:
+    call = {"name": "weather", "arguments": '{"city'}
+    echoed = [
+        *HELLO,
+        {"role": "assistant", "tool_calls": [{"id": "call_1", "type": "function", "function": call}]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "arguments are not JSON"},
+    ]
+    items = [
+        *HELLO,
+        {"type": "function_call", "call_id": "call_1", **call, "status": "incomplete"},
+        {"type": "function_call_output", "call_id": "call_1", "output": "arguments are not JSON"},
+    ]
+    async with start(parts=chat_parts(family)) as server:
+        for path, body in (
+            (ROUTE, {**CHAT, "messages": echoed, "max_tokens": 1}),
+            ("/v1/responses", {"input": items, "max_output_tokens": 1}),
+            ("/tokenize", {"messages": echoed}),
+        ):
+            answer = await server.post(path, body)
+            assert answer.status == 200, answer.body
+
+
 async def test_no_calls_are_read_where_there_are_to_be_none(start: Any, chat_parts: Any) -> None:
     async with start(parts=chat_parts("hermes")) as server:
         with scripted(server, WRITTEN["hermes"]):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import GrammarError, ModelError, RequestError
 from .json_schema.unique_items import MARK, Position, RepeatedItemError, TokenTexts, UniqueItems
+from .number_matcher import NumberMatcher, NumberTokens
 from .spec import COMPACT, GrammarKind, GrammarSpec
 
 if TYPE_CHECKING:
@@ -66,7 +67,10 @@ class GrammarCompiler:
         self._tokenizer_json = tokenizer_json
         self._eos_token_ids = sorted(eos_token_ids)
         self._tokenizer: llguidance.LLTokenizer | None = None
-        self._texts: TokenTexts | None = None  # of the tokens, once a grammar needs them
+        # Of the tokens, once a grammar needs them
+        self._texts: list[bytes] | None = None
+        self._unique_texts: TokenTexts | None = None
+        self._numbers: NumberTokens | None = None
         self._failure: ModelError | None = None
         self._compiled: OrderedDict[GrammarSpec, CompiledGrammar] = OrderedDict()
         self._preparing = threading.Lock()
@@ -111,6 +115,7 @@ class GrammarCompiler:
         compiled = CompiledGrammar(
             matcher,
             num_mask_words=-(-self._tokenizer.vocab_size // 32),
+            numbers=self._number_tokens() if _has_json(spec) else None,
             unique=None if unique is None else (unique, self._token_texts()),
         )
         with self._lock:
@@ -120,19 +125,27 @@ class GrammarCompiler:
         return compiled
 
     def _token_texts(self) -> TokenTexts:
-        assert self._tokenizer is not None
         with self._preparing:
-            if self._texts is None:
-                tokenizer = self._tokenizer
-                special = {
-                    token for token in range(tokenizer.vocab_size) if tokenizer.is_special_token(token)
-                }
-                texts = [
-                    b"" if token in special else tokenizer.decode_bytes([token])
-                    for token in range(tokenizer.vocab_size)
-                ]
-                self._texts = TokenTexts(texts)
-            return self._texts
+            if self._unique_texts is None:
+                self._unique_texts = TokenTexts(self._all_texts())
+            return self._unique_texts
+
+    def _number_tokens(self) -> NumberTokens:
+        with self._preparing:
+            if self._numbers is None:
+                self._numbers = NumberTokens(self._all_texts())
+            return self._numbers
+
+    def _all_texts(self) -> list[bytes]:
+        """The bytes of each token, none of special ones. The lock is held."""
+        if self._texts is None:
+            assert self._tokenizer is not None
+            tokenizer = self._tokenizer
+            self._texts = [
+                b"" if tokenizer.is_special_token(token) else tokenizer.decode_bytes([token])
+                for token in range(tokenizer.vocab_size)
+            ]
+        return self._texts
 
 
 class CompiledGrammar:
@@ -143,17 +156,23 @@ class CompiledGrammar:
         matcher: llguidance.LLMatcher,
         *,
         num_mask_words: int,
+        numbers: NumberTokens | None = None,
         unique: tuple[UniqueItems, TokenTexts] | None = None,
     ) -> None:
-        """`unique` are the arrays whose items must differ, which the library does not enforce."""
+        """`numbers` are the tokens of JSON's numbers, whose length is then bounded; `unique` are the
+        arrays whose items must differ. The library enforces neither.
+        """
         self._matcher = matcher
         self._num_mask_words = num_mask_words
+        self._numbers = numbers
         self._unique = unique
         self._lock = threading.Lock()
 
     def start(self) -> Matcher:
         with self._lock:
-            matcher = LibraryMatcher(self._matcher.deep_copy(), self._num_mask_words)
+            matcher: Matcher = LibraryMatcher(self._matcher.deep_copy(), self._num_mask_words)
+        if self._numbers is not None:
+            matcher = NumberMatcher(matcher, self._numbers)
         if self._unique is None:
             return matcher
         # Imports numpy, which the tokenizer's process does not need.
@@ -198,6 +217,15 @@ class LibraryMatcher:
                 f"the grammar became too complex to match: {_first_line(self._matcher.get_error())}",
                 hint="Simplify the schema, the expression or the grammar.",
             )
+
+
+def _has_json(spec: GrammarSpec) -> bool:
+    """True if the grammar has values of JSON schemas."""
+    return (
+        spec.kind is GrammarKind.JSON_SCHEMA
+        or "%json" in spec.text
+        or (spec.answer is not None and _has_json(spec.answer))
+    )
 
 
 def _unique_items(spec: GrammarSpec) -> UniqueItems | None:

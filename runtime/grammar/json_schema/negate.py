@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .algebra import TYPES, Schema, all_of, any_of, key_of, of_types, type_of, types_of
-from .scalars import above, below, other_than_strings
+from .scalars import above, below, bounds, other_than_strings
 from .values import Rules
 
 MAX_EXCLUDED_ARRAYS = 4  # arrays or objects of one enum
@@ -39,16 +39,22 @@ def negated(rules: Rules, schema: Schema) -> Schema:
     for key, value in schema.items():
         if (bound := _BOUNDS.get(key)) is not None:
             kind, opposite, change = bound
-            if (kind in types and value + change >= 0) or kind == "number":
+            if kind == "number":
+                parts.append(_numbers({opposite: value}))
+            elif kind in types and value + change >= 0:
                 parts.append({"type": kind, opposite: value + change})
         elif key in ("minimum", "maximum"):
-            parts.append({"type": "number", **(below(value) if key == "minimum" else above(value))})
+            parts.append(_numbers(below(value) if key == "minimum" else above(value)))
         elif (rule := _RULES.get(key)) is not None:
             parts += rule(rules, value, schema)
     return any_of(part for part in parts if part is not False)
 
 
 Parts = list[Schema]
+
+
+def _numbers(limits: Mapping[str, Any]) -> Schema:
+    return {"type": "number", **bounds(limits)}
 
 
 def _const(rules: Rules, value: Any, schema: Mapping[str, Any]) -> Parts:
@@ -71,10 +77,10 @@ def _other_values(rules: Rules, values: list[Any]) -> Schema:
     if "string" in by_type:
         parts.append({"type": "string", "pattern": other_than_strings(by_type["string"])})
     if "number" in by_type:
-        bounds = sorted(by_type["number"])
-        parts.append({"type": "number", **below(bounds[0])})
-        parts += [{"type": "number", **above(low), **below(high)} for low, high in itertools.pairwise(bounds)]
-        parts.append({"type": "number", **above(bounds[-1])})
+        listed = sorted(by_type["number"])
+        parts.append(_numbers(below(listed[0])))
+        parts += [_numbers(above(low) | below(high)) for low, high in itertools.pairwise(listed)]
+        parts.append(_numbers(above(listed[-1])))
     for kind, other in (("array", _other_arrays), ("object", _other_objects)):
         if 0 < len(by_type.get(kind, ())) <= MAX_EXCLUDED_ARRAYS:
             parts.append(all_of(any_of(other(rules, value)) for value in by_type[kind]))

@@ -130,7 +130,7 @@ class Rewriter:
         if key == "$ref":
             reference = self.reference(value, is_negated=False)
             return reference["$ref"] if isinstance(reference, dict) else False if not reference else _NOTHING
-        if key in ("exclusiveMinimum", "exclusiveMaximum"):
+        if key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
             return _NOTHING  # see `scalars.py`
         if key in CHILD:
             return self.positive(value)

@@ -1,20 +1,33 @@
 """Bounds of numbers, without those that the library gets wrong; formats of strings as expressions,
 and the expression for all strings but a few.
 
-In a range below 1, such as 1 to 1.5, the library allows an exclusive bound that is an integer. Such
-bounds become inclusive ones that are a little narrower.
+The library compares digits, and validators compare doubles, so exclusive bounds become inclusive
+ones beside them. Bounds have 15 digits, of which the library reads the exact double. Its ranges have integers of 64 bits: bounds beyond them are narrowed, or,
+where no number that `number_matcher.py` allows is as large, have no effect.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from typing import Any
 
+from ..number_matcher import MAX_MAGNITUDE
 from .algebra import SchemaError
 
-NARROWER = 1e-6
+NARROWER = 1e-6  # beside 0
+# Of bounds
+NUM_DIGITS = 15
+NUM_PLACES = 22
+# The largest integer of 64 bits that is a double.
+MAX_INTEGER = (1 << 63) - 1024
+# A lower bound alone makes the library's range end at the next power of ten, which must have 64 bits.
+_MAX_OPEN = 10**17
+MAX_MULTIPLE = (
+    1 << 53
+) - 1  # of a number that must be a multiple of another: doubles have all integers up to it
 MAX_EXCLUDED_CHARS = 2_000  # of the strings that an expression excludes
 ANY = r"(?:.|\n)"
 _D = "[0-9]"
@@ -66,35 +79,70 @@ _STANDARD_NAME = re.compile(r"[a-z0-9-]+")
 
 
 def bounds(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema's exclusive bounds, with `minimum` and `maximum` where these change."""
-    result: dict[str, Any] = {}
-    for key, rule in (("exclusiveMinimum", above), ("exclusiveMaximum", below)):
-        if (bound := schema.get(key)) is None:
-            continue
-        if schema.get("type") == "integer":
-            result[key] = bound
-            continue
-        ((name, value),) = rule(bound).items()
-        if name in schema:
-            value = (max if name == "minimum" else min)(value, schema[name])
-        result[name] = value
-    return result
+    """`minimum` and `maximum` in place of all four keywords for bounds. Raises `SchemaError`."""
+    types = schema.get("type", ())
+    is_integer = "integer" in (types, *types) and "number" not in (types, *types)
+    least = _tighter("minimum", schema, max, is_integer=is_integer)
+    most = _tighter("maximum", schema, min, is_integer=is_integer)
+    if "multipleOf" in schema:
+        least = -MAX_MULTIPLE if least is None else max(least, -MAX_MULTIPLE)
+        most = MAX_MULTIPLE if most is None else min(most, MAX_MULTIPLE)
+    if least is not None and most is None and least > _MAX_OPEN:
+        most = MAX_INTEGER
+    if most is not None and least is None and most < -_MAX_OPEN:
+        least = -MAX_INTEGER
+    return {key: value for key, value in (("minimum", least), ("maximum", most)) if value is not None}
+
+
+def _tighter(
+    key: str, schema: Mapping[str, Any], choose: Callable[..., Any], *, is_integer: bool
+) -> float | None:
+    """The bound of `key` and its exclusive form, as the library takes it; None: none."""
+    exclusive = f"exclusive{key.capitalize()}"
+    sign = 1 if key == "minimum" else -1
+    found = [schema[key]] if key in schema else []
+    if exclusive in schema:
+        bound = schema[exclusive]
+        if is_integer:
+            found.append(math.floor(bound) + 1 if sign > 0 else math.ceil(bound) - 1)
+        else:
+            found += (above if sign > 0 else below)(bound).values()
+    if not found:
+        return None
+    value = choose(found)
+    if -value * sign >= MAX_MAGNITUDE:
+        return None
+    if value * sign > MAX_INTEGER:
+        raise SchemaError(
+            f"{key} {value} is not supported: numbers have up to 64 bits where they have bounds"
+        )
+    if abs(value) > MAX_INTEGER:
+        return -sign * MAX_INTEGER
+    return _with_few_digits(value, sign)
 
 
 def above(bound: float) -> dict[str, Any]:
     """Numbers greater than this one."""
-    if bound < 0 or bound != int(bound):
-        return {"exclusiveMinimum": bound}
-    inner = bound + NARROWER
-    return {"minimum": inner if inner > bound else math.nextafter(bound, math.inf)}
+    return {"minimum": bound + NARROWER if bound == 0 else _with_few_digits(bound, 1, is_other=True)}
 
 
 def below(bound: float) -> dict[str, Any]:
     """Numbers less than this one."""
-    if bound > 0 or bound != int(bound):
-        return {"exclusiveMaximum": bound}
-    inner = bound - NARROWER
-    return {"maximum": inner if inner < bound else math.nextafter(bound, -math.inf)}
+    return {"maximum": bound - NARROWER if bound == 0 else _with_few_digits(bound, -1, is_other=True)}
+
+
+def _with_few_digits(bound: float, sign: int, *, is_other: bool = False) -> float:
+    """The bound with `NUM_DIGITS` digits: itself, or a number beside it, above it for `sign` 1 and below it for -1;
+    with `is_other` always a number beside it.
+    """
+    exact = Decimal(str(bound))
+    step = Decimal(1).scaleb(max(exact.adjusted() - NUM_DIGITS + 1, -NUM_PLACES))
+    steps = (exact / step).to_integral_value(ROUND_CEILING if sign > 0 else ROUND_FLOOR)
+    if steps * step == exact and not is_other:
+        return bound
+    # Ten more, since a bound of more digits may be a double beyond its first 15.
+    rounded = (steps + (10 * sign if is_other else 0)) * step
+    return int(rounded) if rounded == rounded.to_integral_value() else float(rounded)
 
 
 def is_annotation(format_name: str) -> bool:

@@ -421,8 +421,7 @@ def test_no_schema_accepts_a_value_that_it_forbids(
             right += is_accepted
         for _ in range(2):
             answer = random_answer(parts, grammar, rng, 30)
-            # Python reads an exponent of many digits as infinity.
-            if answer is not None and "e" not in answer.lower():
+            if answer is not None:
                 assert judge.is_valid(json.loads(answer)), (schema, answer)
     assert compiled > 15
     assert right > 100

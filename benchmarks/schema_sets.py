@@ -50,7 +50,7 @@ def suite(folder: Path, tokenizer_json: Path) -> dict[str, Any]:
             whole = _embedded(schema, remotes)
             counts["embedded"] += whole is not schema
             try:
-                grammar = compiler.compile(GrammarSpec.json_schema(whole, param="schema"))
+                grammar = compiler.compile(GrammarSpec.json_schema(whole, param="schema", closes=False))
             except RequestError:
                 refused[file.stem] = refused.get(file.stem, 0) + 1
                 continue
@@ -101,7 +101,9 @@ def kubernetes(tokenizer_json: Path) -> dict[str, Any]:
         schema.pop("$id", None)
         counts["schemas"] += 1
         try:
-            compiler.compile(GrammarSpec.json_schema({**schema, "$defs": needed}, param="schema"))
+            compiler.compile(
+                GrammarSpec.json_schema({**schema, "$defs": needed}, param="schema", closes=False)
+            )
             counts["compiled"] += 1
         except RequestError as error:
             note(f"{file.name}: {error}")
@@ -130,7 +132,7 @@ def folder(path: Path, tokenizer_json: Path) -> dict[str, Any]:
             continue
         counts["schemas"] += 1
         try:
-            compiler.compile(GrammarSpec.json_schema(schema, param="schema"))
+            compiler.compile(GrammarSpec.json_schema(schema, param="schema", closes=False))
             counts["compiled"] += 1
         except RequestError as error:
             why = " ".join(error.message.split()[:6])

@@ -35,8 +35,8 @@ class NumberTokens:
 
     def __init__(self, texts: Sequence[bytes]) -> None:
         """`texts` are those of all tokens, b"" of special ones."""
-        self._mantissas = _by_length(texts, lambda text: _DIGITS_AND_POINTS.match(text), 0)
-        self._exponents = _by_length(texts, lambda text: _DIGITS.match(text), 1)
+        self._mantissas = _by_length(texts, _DIGITS_AND_POINTS.match, 0)
+        self._exponents = _by_length(texts, _DIGITS.match, 1)
         self._long_exponents = [token for token, text in enumerate(texts) if _LONG_EXPONENT.match(text)]
         # Never needed: the same text has other tokens, too.
         self.never = [token for token, text in enumerate(texts) if _LONG_NUMBER.search(text)]

@@ -166,9 +166,16 @@ class GrammarSpec(Struct, frozen=True):
 
     @classmethod
     def json_schema(
-        cls, schema: Mapping[str, Any] | bool | str, *, param: str = "", whitespace: str = COMPACT
+        cls,
+        schema: Mapping[str, Any] | bool | str,
+        *,
+        param: str = "",
+        whitespace: str = COMPACT,
+        closes: bool = True,
     ) -> GrammarSpec:
-        """A JSON value of this schema, given as a mapping or as JSON. Raises `RequestError`."""
+        """A JSON value of this schema, given as a mapping or as JSON. Objects that list their properties have no
+        others unless the schema says so; `closes` false allows all that the schema allows. Raises `RequestError`.
+        """
         if isinstance(schema, str):
             try:
                 schema = json.loads(schema)
@@ -183,7 +190,7 @@ class GrammarSpec(Struct, frozen=True):
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"{param} is not JSON: {error}", param=param) from None
         check_patterns(schema, param)
-        text = _rewritten(schema, param)
+        text = _rewritten(schema, param, closes=closes)
         check_text(whitespace, MAX_WHITESPACE_CHARS, "a whitespace pattern", param)
         check_repetition(whitespace, param)
         if whitespace != COMPACT and MARK in text:
@@ -257,13 +264,13 @@ class GrammarSpec(Struct, frozen=True):
         return "%json " + json.dumps({**schema, "x-guidance": whitespace}, ensure_ascii=False)
 
 
-def _rewritten(schema: Mapping[str, Any] | bool, param: str) -> str:
+def _rewritten(schema: Mapping[str, Any] | bool, param: str, *, closes: bool) -> str:
     """The schema in the keywords that the library has, as JSON. Raises `RequestError`."""
     from .json_schema.algebra import SchemaError  # only requests with a schema need them
     from .json_schema.rewrite import enforceable
 
     try:
-        text = _json(enforceable(schema))
+        text = _json(enforceable(schema, closes=closes))
     except SchemaError as error:
         raise GrammarError(
             f"{param or 'the schema'} is not supported: {error}",

@@ -1,10 +1,8 @@
 """The functions that a request offers, the schemas of their arguments, and whether the answer may,
 must or must not call them.
 
-Most schemas of functions list properties and do not say whether there may be others. JSON Schema
-allows any then, which a model may go on inventing until its answer is full: guided arguments have
-none but those of the list. Chat templates that know no tools get the functions in the system
-message, and calls and results as text, in the generic JSON format.
+Chat templates that know no tools get the functions in the system message, and calls and results as
+text, in the generic JSON format.
 """
 
 from __future__ import annotations
@@ -20,21 +18,6 @@ from msgspec import Struct
 from ....runtime.errors import RequestError
 from ....runtime.grammar.spec import GrammarSpec
 
-# With one of these a list of properties alone does not say which there are.
-_OPEN = frozenset(
-    {
-        "additionalProperties",
-        "patternProperties",
-        "unevaluatedProperties",
-        "anyOf",
-        "oneOf",
-        "$ref",
-        "if",
-        "not",
-    }
-)
-_LISTS = ("anyOf", "oneOf", "prefixItems")
-_NAMED = ("properties", "$defs", "definitions")
 MAX_FUNCTIONS = 256
 MAX_CALLS = 16  # in an answer that a grammar guides
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
@@ -45,37 +28,6 @@ _AFTER = (
 )
 
 Message = Mapping[str, Any]
-
-
-def arguments_schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """An object's schema; its objects are closed unless schemas are merged in it (`allOf`)."""
-    schema = {**parameters, "type": "object"}
-    return schema if _merges(schema) else _closed(schema)
-
-
-def _closed(schema: Any) -> Any:
-    if not isinstance(schema, dict):
-        return schema
-    result = dict(schema)
-    lists_properties = isinstance(schema.get("properties"), dict)
-    for key in _NAMED:
-        if isinstance(named := schema.get(key), dict):
-            result[key] = {name: _closed(each) for name, each in named.items()}
-    for key in _LISTS:
-        if isinstance(each_of := schema.get(key), list) and not lists_properties:
-            result[key] = [_closed(each) for each in each_of]
-    if "items" in schema:
-        result["items"] = _closed(schema["items"])
-    if lists_properties and not _OPEN & schema.keys():
-        result["additionalProperties"] = False
-    return result
-
-
-def _merges(schema: Any) -> bool:
-    """True if a schema merges several by `allOf`, at any depth."""
-    if isinstance(schema, dict):
-        return len(schema.get("allOf") or ()) > 1 or any(_merges(each) for each in schema.values())
-    return isinstance(schema, list) and any(_merges(each) for each in schema)
 
 
 class ToolMode(enum.Enum):
@@ -92,7 +44,7 @@ class Function(Struct, frozen=True):
 
     def arguments(self) -> GrammarSpec:
         """The schema of the arguments in a guided call. Raises `RequestError` for one that is not supported."""
-        return GrammarSpec.json_schema(arguments_schema(self.parameters), param=self.param)
+        return GrammarSpec.json_schema({**self.parameters, "type": "object"}, param=self.param)
 
 
 class ToolPlan(Struct, frozen=True):

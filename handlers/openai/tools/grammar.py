@@ -145,7 +145,8 @@ def _json_rules(fmt: ToolFormat, plan: ToolPlan, answer: GrammarSpec) -> list[st
         shared = {key: schema.pop(key) for key in ("$defs", "definitions") if key in schema}
         properties = {"name": {"const": function.name}, fmt.arguments_key: schema}
         call = {"type": "object", "properties": properties, "required": list(properties)}
-        spec = GrammarSpec.json_schema({**shared, **call, "additionalProperties": False}, param="tools")
+        whole = {**shared, **call, "additionalProperties": False}
+        spec = GrammarSpec.json_schema(whole, param="tools", closes=False)
         rules.append(f"{name}: {spec.embedded_schema()}")
     return rules
 

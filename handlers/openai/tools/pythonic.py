@@ -235,7 +235,7 @@ def argument_rules(rule: str, properties: Sequence[Property] | None) -> list[str
             raise RequestError(
                 f"tools have a parameter {each.name[:50]!r}, which is no identifier of Python", param="tools"
             )
-        schema = GrammarSpec.json_schema(each.schema, param="tools").embedded_schema()
+        schema = GrammarSpec.json_schema(each.schema, param="tools", closes=False).embedded_schema()
         rules.append(f"{rule}_{number}: {json.dumps(each.name + '=')} {rule}_{number}_value")
         rules.append(f"{rule}_{number}_value: {schema}")
         one = f"{rule}_{number}"

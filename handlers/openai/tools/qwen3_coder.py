@@ -221,7 +221,7 @@ def argument_rules(rule: str, properties: Sequence[Property] | None) -> list[str
         if "enum" in each.schema and takes_text(each.schema):
             value = f"({' | '.join(map(json.dumps, each.schema['enum']))}) {behind}"
         elif not takes_text(each.schema):
-            value = f"{GrammarSpec.json_schema(each.schema, param='tools').embedded_schema()} {behind}"
+            value = f"{GrammarSpec.json_schema(each.schema, param='tools', closes=False).embedded_schema()} {behind}"
         rules.append(f"{rule}_{number}: {json.dumps(f'{PARAMETER}{each.name}>' + chr(10))} {value}")
         parts.append(f"{rule}_{number}{'' if each.is_required else '?'}")
     return [f"{rule}: {' '.join(parts)}" if parts else f'{rule}: ""', *rules]

@@ -13,6 +13,7 @@ from typing import Any
 
 from . import arrays, evaluated, negate, scalars
 from .algebra import Schema, SchemaError, all_of, any_of, other_than
+from .closing import closed
 from .keywords import CHILD, CHILDREN
 from .references import resolved
 from .scalars import FORMATS, NUMBER_FORMATS, is_annotation, length_pattern
@@ -32,13 +33,20 @@ _EXPRESSED = frozenset(
 _NOTHING: Any = object()
 
 
-def enforceable(schema: Any) -> dict[str, Any]:
+def enforceable(schema: Any, *, closes: bool = False) -> dict[str, Any]:
     """The schema in other words: every reference leads to `#/$defs`, and every keyword is one that the library has.
 
-    Raises `SchemaError` for a keyword that is malformed, or that has no equivalent, and `RecursionError` for a schema
-    nested too deeply.
+    With `closes`, objects that list their properties have no others unless the schema says so (`closing.py`); where
+    the combinations of alternatives are too many for that, all stay open. Raises `SchemaError` for a keyword that is
+    malformed, or that has no equivalent, and `RecursionError` for a schema nested too deeply.
     """
     root, definitions = resolved(schema)
+    if closes:
+        try:
+            closed_root, closed_definitions = closed(root, definitions)
+            return Rewriter(closed_definitions).document(closed_root)
+        except SchemaError:
+            pass  # of the closed schema alone, or raised again below
     return Rewriter(definitions).document(root)
 
 

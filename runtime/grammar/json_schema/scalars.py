@@ -2,8 +2,9 @@
 and the expression for all strings but a few.
 
 The library compares digits, and validators compare doubles, so exclusive bounds become inclusive
-ones beside them. Bounds have 15 digits, of which the library reads the exact double. Its ranges have integers of 64 bits: bounds beyond them are narrowed, or,
-where no number that `number_matcher.py` allows is as large, have no effect.
+ones next to them. Bounds have 15 digits, of which the library reads the exact double. Its ranges have
+integers of 64 bits: bounds beyond them are narrowed, or, where no number that `number_matcher.py`
+allows is as large, have no effect.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from ..number_matcher import MAX_MAGNITUDE
 from .algebra import SchemaError
 
-NARROWER = 1e-6  # beside 0
+NARROWER = 1e-6  # distance of an exclusive 0
 # Of bounds
 NUM_DIGITS = 15
 NUM_PLACES = 22
@@ -132,8 +133,8 @@ def below(bound: float) -> dict[str, Any]:
 
 
 def _with_few_digits(bound: float, sign: int, *, is_other: bool = False) -> float:
-    """The bound with `NUM_DIGITS` digits: itself, or a number beside it, above it for `sign` 1 and below it for -1;
-    with `is_other` always a number beside it.
+    """The bound with `NUM_DIGITS` digits: itself, or a number next to it, above it for `sign` 1 and below it for -1;
+    with `is_other` never itself.
     """
     exact = Decimal(str(bound))
     step = Decimal(1).scaleb(max(exact.adjusted() - NUM_DIGITS + 1, -NUM_PLACES))

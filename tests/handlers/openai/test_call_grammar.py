@@ -11,7 +11,7 @@ from tests.support.grammar_vocabulary import Vocabulary
 
 from teneral.handlers.openai.deltas import FAMILIES, Answer, Finish
 from teneral.handlers.openai.tools.format import ToolFormat
-from teneral.handlers.openai.tools.functions import arguments_schema, tool_plan
+from teneral.handlers.openai.tools.functions import tool_plan
 from teneral.handlers.openai.tools.grammar import calls_grammar, reasoning_grammar
 from teneral.handlers.openai.tools.json_objects import GENERIC_JSON, HERMES, LLAMA3
 from teneral.handlers.openai.tools.mistral import LIST, NAMED
@@ -95,33 +95,6 @@ def test_strict_functions_are_guided_once_a_call_begins(vocabulary: Vocabulary, 
         assert vocabulary.accepts(spec, text)
         assert vocabulary.accepts(spec, f"{text}\nand\n{text} done")
         assert not vocabulary.accepts(spec, f"Let me see.\n{shape.first}{bad}{shape.last}")
-
-
-def test_objects_that_list_their_properties_have_no_others() -> None:
-    inner = {"type": "object", "properties": {"x": {"type": "integer"}}}
-    closed = {**inner, "additionalProperties": False}
-    for given, expected in (
-        (
-            {"properties": {"a": inner}},
-            {"type": "object", "properties": {"a": closed}, "additionalProperties": False},
-        ),
-        ({"additionalProperties": inner}, {"type": "object", "additionalProperties": inner}),
-        ({"$defs": {"a": inner}}, {"type": "object", "$defs": {"a": closed}}),
-        ({"anyOf": [inner, {"type": "null"}]}, {"type": "object", "anyOf": [closed, {"type": "null"}]}),
-        (
-            {"properties": {"a": {"type": "array", "items": inner}}, "additionalProperties": True},
-            {
-                "type": "object",
-                "properties": {"a": {"type": "array", "items": closed}},
-                "additionalProperties": True,
-            },
-        ),
-        (
-            {"properties": {}, "allOf": [inner, inner]},
-            {"type": "object", "properties": {}, "allOf": [inner, inner]},
-        ),
-    ):
-        assert arguments_schema(given) == expected
 
 
 def test_one_call_ends_the_answer_where_no_more_are_allowed(vocabulary: Vocabulary) -> None:

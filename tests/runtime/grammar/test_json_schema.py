@@ -239,7 +239,7 @@ def test_rewritten_keywords_allow_what_the_schema_allows(
     parts: TinyParts, compiler: GrammarCompiler, schema: Any, valid: list[Any], invalid: list[Any]
 ) -> None:
     judge = jsonschema_rs.validator_for(schema)
-    grammar = compiler.compile(GrammarSpec.json_schema(schema))
+    grammar = compiler.compile(GrammarSpec.json_schema(schema, closes=False))
     for value in valid:
         assert judge.is_valid(value), value
         assert accepts(parts, grammar, compact(value)), value
@@ -397,9 +397,10 @@ class RandomSchemas:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("closes", [False, True])
 @pytest.mark.parametrize("seed", range(5))
 def test_no_schema_accepts_a_value_that_it_forbids(
-    parts: TinyParts, compiler: GrammarCompiler, seed: int
+    parts: TinyParts, compiler: GrammarCompiler, seed: int, closes: bool
 ) -> None:
     """Random schemas with values at random, and with random answers, judged by jsonschema-rs."""
     schemas, rng = RandomSchemas(seed), random.Random(seed)
@@ -411,7 +412,7 @@ def test_no_schema_accepts_a_value_that_it_forbids(
         schema["$defs"] = {"x": schemas.schema(1), "y": schemas.schema(1)}
         judge = jsonschema_rs.validator_for(schema)
         try:
-            grammar = compiler.compile(GrammarSpec.json_schema(schema))
+            grammar = compiler.compile(GrammarSpec.json_schema(schema, closes=closes))
         except RequestError:
             continue
         compiled += 1

@@ -30,7 +30,14 @@ if TYPE_CHECKING:
     from ...runtime.text.tokenizer import TextTokenizer
 
 Json = dict[str, Any]
-OWN_NAMES = {"stop": "stop_sequences", "reasoning_effort": "output_config.effort"}
+OWN_NAMES = {
+    "stop": "stop_sequences",
+    "reasoning_effort": "output_config.effort",
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "tools[].function.name": "tools[].name",
+    "tools[].function.parameters": "tools[].input_schema",
+    "tools[].function.strict": "tools[].strict",
+}
 THINKS = "enable_thinking"  # the variable of chat templates
 
 

@@ -74,13 +74,17 @@ def check_sequences(num_choices: int, *, num_prompts: int, max_sequences: int, p
 
 @contextmanager
 def own_names(names: Mapping[str, str]) -> Iterator[None]:
-    """Has errors name a route's own fields, where they are about those of the chat that it comes to."""
+    """Has errors name a route's own fields, where they are about those of the chat that it comes to. `[]` in a name
+    stands for any index.
+    """
     try:
         yield
     except RequestError as error:
-        name = names.get(error.param)
+        name = names.get(_INDEX.sub("[]", error.param))
         if name is None:
             raise
+        for index in _INDEX.findall(error.param):
+            name = name.replace("[]", index, 1)
         message = error.message.replace(error.param, name, 1)
         raise type(error)(message, param=name, hint=error.hint) from error
 

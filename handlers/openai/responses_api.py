@@ -46,6 +46,9 @@ OWN_NAMES = {
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
     "response_format.json_schema.schema": "text.format.schema",
+    "tools[].function.name": "tools[].name",
+    "tools[].function.parameters": "tools[].parameters",
+    "tools[].function.strict": "tools[].strict",
 }
 
 

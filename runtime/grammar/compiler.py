@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MAX_COMPILED = 32  # compiled grammars cached for later requests
 # Fuel is the library's measure of work: about 14,000 units a millisecond. A state of the lexer takes 1 to 2 KiB.
 LIMITS: dict[str, Any] = {
-    "max_items_in_row": 1_000,
+    "max_items_in_row": 10_000,  # about 8 for each optional property of an object
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 50_000,
     "step_max_items": 20_000,
@@ -115,6 +115,7 @@ class GrammarCompiler:
         compiled = CompiledGrammar(
             matcher,
             num_mask_words=-(-self._tokenizer.vocab_size // 32),
+            param=spec.param,
             numbers=self._number_tokens() if _has_json(spec) else None,
             unique=None if unique is None else (unique, self._token_texts()),
         )
@@ -156,6 +157,7 @@ class CompiledGrammar:
         matcher: llguidance.LLMatcher,
         *,
         num_mask_words: int,
+        param: str = "",
         numbers: NumberTokens | None = None,
         unique: tuple[UniqueItems, TokenTexts] | None = None,
     ) -> None:
@@ -164,13 +166,14 @@ class CompiledGrammar:
         """
         self._matcher = matcher
         self._num_mask_words = num_mask_words
+        self._param = param
         self._numbers = numbers
         self._unique = unique
         self._lock = threading.Lock()
 
     def start(self) -> Matcher:
         with self._lock:
-            matcher: Matcher = LibraryMatcher(self._matcher.deep_copy(), self._num_mask_words)
+            matcher: Matcher = LibraryMatcher(self._matcher.deep_copy(), self._num_mask_words, self._param)
         if self._numbers is not None:
             matcher = NumberMatcher(matcher, self._numbers)
         if self._unique is None:
@@ -184,10 +187,12 @@ class CompiledGrammar:
 class LibraryMatcher:
     """A `Matcher`."""
 
-    __slots__ = ("_matcher", "num_mask_words")
+    __slots__ = ("_matcher", "_param", "num_mask_words")
 
-    def __init__(self, matcher: llguidance.LLMatcher, num_mask_words: int) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, num_mask_words: int, param: str) -> None:
+        """`param` is the field that asked for the grammar."""
         self._matcher = matcher
+        self._param = param
         self.num_mask_words = num_mask_words
 
     @property
@@ -209,12 +214,14 @@ class LibraryMatcher:
         return tokens
 
     def copy(self) -> LibraryMatcher:
-        return LibraryMatcher(self._matcher.deep_copy(), self.num_mask_words)
+        return LibraryMatcher(self._matcher.deep_copy(), self.num_mask_words, self._param)
 
     def _check(self) -> None:
         if self._matcher.is_error():
             raise GrammarError(
-                f"the grammar became too complex to match: {_first_line(self._matcher.get_error())}",
+                f"{self._param or 'the grammar'} became too complex to match: "
+                f"{_first_line(self._matcher.get_error())}",
+                param=self._param,
                 hint="Simplify the schema, the expression or the grammar.",
             )
 

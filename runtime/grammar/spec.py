@@ -9,7 +9,9 @@ the request's field. It does not depend on tokens: `compiler.py` combines it wit
 from __future__ import annotations
 
 import enum
+import functools
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +22,8 @@ from .json_schema.unique_items import MARK
 
 MAX_SCHEMA_BYTES = 64 << 10
 MAX_REWRITTEN_BYTES = 256 << 10  # of a schema in the keywords that the library has
+MAX_REWRITTEN = 32  # rewritten schemas kept for later requests
+MAX_SCHEMAS_S = 2.0  # of CPU time for all schemas of one request
 MAX_EXPRESSION_CHARS = 4 << 10  # of a regular expression
 MAX_GRAMMAR_CHARS = 16 << 10
 MAX_CHOICES = 1 << 10
@@ -134,6 +138,23 @@ def _end_of_class(expression: str, position: int) -> int:
     return end
 
 
+class SchemaTime:
+    """The CPU time that the schemas of one request take together, on one thread."""
+
+    def __init__(self, param: str) -> None:
+        self._param = param
+        self._start_s = time.thread_time()
+
+    def check(self) -> None:
+        """Raise `RequestError` beyond the bound. Call it before each schema."""
+        if time.thread_time() - self._start_s > MAX_SCHEMAS_S:
+            raise RequestError(
+                f"{self._param} is too complex: its schemas take more than {MAX_SCHEMAS_S:g} s",
+                param=self._param,
+                hint="Send fewer functions, or simpler schemas.",
+            )
+
+
 def _too_much(param: str) -> RequestError:
     return RequestError(
         f"{param} is too complex: its repetitions expand to more than {MAX_REPETITION} symbols",
@@ -186,11 +207,12 @@ class GrammarSpec(Struct, frozen=True):
         if not isinstance(schema, Mapping | bool):
             raise RequestError(f"{param} must be a JSON schema: an object", param=param)
         try:
-            check_text(_json(schema), MAX_SCHEMA_BYTES, "a JSON schema", param)
+            given = _json(schema)
+            check_text(given, MAX_SCHEMA_BYTES, "a JSON schema", param)
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"{param} is not JSON: {error}", param=param) from None
         check_patterns(schema, param)
-        text = _rewritten(schema, param, closes=closes)
+        text = _rewritten(given, param, closes=closes)
         check_text(whitespace, MAX_WHITESPACE_CHARS, "a whitespace pattern", param)
         check_repetition(whitespace, param)
         if whitespace != COMPACT and MARK in text:
@@ -264,13 +286,14 @@ class GrammarSpec(Struct, frozen=True):
         return "%json " + json.dumps({**schema, "x-guidance": whitespace}, ensure_ascii=False)
 
 
-def _rewritten(schema: Mapping[str, Any] | bool, param: str, *, closes: bool) -> str:
+@functools.lru_cache(maxsize=MAX_REWRITTEN)
+def _rewritten(given: str, param: str, *, closes: bool) -> str:
     """The schema in the keywords that the library has, as JSON. Raises `RequestError`."""
     from .json_schema.algebra import SchemaError  # only requests with a schema need them
     from .json_schema.rewrite import enforceable
 
     try:
-        text = _json(enforceable(schema, closes=closes))
+        text = _json(enforceable(json.loads(given), closes=closes))
     except SchemaError as error:
         raise GrammarError(
             f"{param or 'the schema'} is not supported: {error}",

@@ -16,7 +16,7 @@ from typing import Any
 from msgspec import Struct
 
 from ....runtime.errors import RequestError
-from ....runtime.grammar.spec import GrammarSpec
+from ....runtime.grammar.spec import GrammarSpec, SchemaTime
 
 MAX_FUNCTIONS = 256
 MAX_CALLS = 16  # in an answer that a grammar guides
@@ -81,7 +81,9 @@ def tool_plan(
         1 if parallel is False or (isinstance(choice, Mapping) and choice.get("type") == "function") else None
     )
     chosen = tuple(function for name, function in functions.items() if name in names)
+    bound = SchemaTime("tools")
     for function in chosen:
+        bound.check()
         if function.is_strict or mode is ToolMode.REQUIRED:
             function.arguments().embedded_schema()  # refused before any work
     return ToolPlan(mode, chosen, max_calls, tools)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 
 from ....runtime.errors import RequestError
-from ....runtime.grammar.spec import GrammarKind, GrammarSpec
+from ....runtime.grammar.spec import GrammarKind, GrammarSpec, SchemaTime
 from ..deltas import ReasoningTags
 from .format import Shape, ToolFormat
 from .functions import MAX_CALLS, ToolMode, ToolPlan, properties_of
@@ -140,7 +140,9 @@ def _json_rules(fmt: ToolFormat, plan: ToolPlan, answer: GrammarSpec) -> list[st
         )
     names = [f"call_{number}" for number in range(len(plan.functions))]
     rules = [f"calls: call{_more_calls(fmt.shape, plan, [])}", f"call: {' | '.join(names)}"]
+    bound = SchemaTime("tools")
     for name, function in zip(names, plan.functions, strict=True):
+        bound.check()
         schema = json.loads(function.arguments().text)
         shared = {key: schema.pop(key) for key in ("$defs", "definitions") if key in schema}
         properties = {"name": {"const": function.name}, fmt.arguments_key: schema}
@@ -163,7 +165,9 @@ def _alternatives(
     shape = fmt.shape
     rules = [f"{rule}: {' | '.join(f'{rule}_{number}' for number in range(len(plan.functions)))}"]
     tail = _text(shape.after_arguments, markers)
+    bound = SchemaTime("tools")
     for number, function in enumerate(plan.functions):
+        bound.check()
         head = _text(f"{before_name}{function.name}{shape.before_arguments}", markers)
         # Where another function's strictness alone is why an answer is guided: any object.
         is_any = plan.mode is ToolMode.AUTO and plan.is_strict and not function.is_strict

@@ -55,7 +55,7 @@ class _Closer:
         for key in ("anyOf", "oneOf"):
             if schema.keys() <= {key, "type"} and key in schema and self._is_separate(key, schema[key]):
                 return {**schema, key: [self._value(each) for each in schema[key]]}
-        together = list(islice(self._together(schema, frozenset()), MAX_FOLLOWED + 1))
+        together = list(islice(self._values.together(schema), MAX_FOLLOWED + 1))
         if len(together) > MAX_FOLLOWED:
             return schema
         result = self._with_closed_children(schema, together)
@@ -85,21 +85,6 @@ class _Closer:
             for number, one in enumerate(alternatives)
             for other in alternatives[number + 1 :]
         )
-
-    def _together(self, schema: Schema, seen: frozenset[str]) -> Iterator[Mapping[str, Any]]:
-        """All schemas that may apply to the same value."""
-        if isinstance(schema, bool):
-            return
-        yield schema
-        for key in ("allOf", "anyOf", "oneOf"):
-            for each in schema.get(key, ()):
-                yield from self._together(each, seen)
-        for key in ("if", "then", "else"):
-            yield from self._together(schema.get(key, True), seen)
-        for each in schema.get("dependentSchemas", {}).values():
-            yield from self._together(each, seen)
-        if (name := schema.get("$ref")) is not None and name not in seen:
-            yield from self._together(self._values.target(schema), seen | {name})
 
     def _with_closed_children(
         self, schema: dict[str, Any], together: list[Mapping[str, Any]]

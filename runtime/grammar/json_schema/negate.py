@@ -25,6 +25,10 @@ _BOUNDS = {
     "minItems": ("array", "maxItems", -1),
     "maxItems": ("array", "minItems", 1),
 }
+# Of these no keyword is the opposite: values that fail by them alone are left out.
+_WITHOUT_OPPOSITE = frozenset(
+    {"pattern", "format", "multipleOf", "uniqueItems", "patternProperties", "propertyNames"}
+)
 
 
 def negated(rules: Rules, schema: Schema) -> Schema:
@@ -47,6 +51,8 @@ def negated(rules: Rules, schema: Schema) -> Schema:
             parts.append(_numbers(below(value) if key == "minimum" else above(value)))
         elif (rule := _RULES.get(key)) is not None:
             parts += rule(rules, value, schema)
+        elif key in _WITHOUT_OPPOSITE:
+            rules.left_out.add(key)
     return any_of(part for part in parts if part is not False)
 
 

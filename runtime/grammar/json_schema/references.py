@@ -11,7 +11,7 @@ name, have one name at most.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
@@ -146,6 +146,7 @@ class _Resolver:
         while self._pending:
             name, schema, resource, scope = self._pending.pop()
             self._definitions[name] = self._converted(schema, resource, scope)
+        _check_cycles(root, self._definitions)
         return root, self._definitions
 
     def _index(self, schema: Any, resource: _Resource | None) -> None:
@@ -303,3 +304,41 @@ class _Resolver:
         schema = metaschema()
         self._index(schema, None)
         return self._resources[DIALECT]
+
+
+def _check_cycles(root: Schema, definitions: Mapping[str, Schema]) -> None:
+    """Raise `SchemaError` for a reference that leads back to itself for the same value: no value would end it."""
+    done: set[str] = set()
+    # A name and the references of its schema that are left, for each reference that was followed.
+    path: list[tuple[str, Iterator[str]]] = [("", iter(_same_value(root)))]
+    names = {""}
+    while path:
+        name, rest = path[-1]
+        if (target := next(rest, None)) is None:
+            path.pop()
+            names.discard(name)
+            done.add(name)
+        elif target in names:
+            raise SchemaError(
+                f"$ref to {target!r} leads back to itself without a property or an item between"
+            )
+        elif target not in done:
+            names.add(target)
+            path.append((target, iter(_same_value(definitions[target]))))
+
+
+def _same_value(schema: Schema) -> list[str]:
+    """The definitions that a schema refers to for the same value."""
+    found: list[str] = []
+    pending = [schema]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, bool):
+            continue
+        if "$ref" in each:
+            found.append(each["$ref"].removeprefix("#/$defs/"))
+        for key in ("allOf", "anyOf", "oneOf"):
+            pending += each.get(key, ())
+        pending += [each[key] for key in ("not", "if", "then", "else") if key in each]
+        pending += each.get("dependentSchemas", {}).values()
+    return found

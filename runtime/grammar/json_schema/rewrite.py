@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import arrays, evaluated, negate, scalars
-from .algebra import Schema, SchemaError, all_of, any_of, other_than
+from .algebra import Schema, SchemaError, all_of, any_of, other_than, types_of
 from .closing import closed
 from .keywords import CHILD, CHILDREN
 from .references import resolved
@@ -21,6 +21,7 @@ from .values import Values
 
 MAX_STEPS = 5_000  # schemas rewritten for one
 MAX_ALTERNATIVES = 32  # of one `oneOf` that must be kept apart by their opposites
+MAX_OPTIONAL = 1_000  # properties of one object that are not required
 MAX_DEPENDENTS = 8  # of one schema: each doubles the forms of an object
 # Keywords expressed by others, as further schemas that hold, too.
 _EXPRESSED = frozenset(
@@ -61,9 +62,11 @@ class Rewriter:
             tuple[str, str, bool]
         ] = []  # a new definition, the old one, and whether it is negated
         self._num_steps = 0
+        self.left_out: set[str] = set()
 
     def document(self, root: Schema) -> dict[str, Any]:
         """The whole schema. Raises `SchemaError`."""
+        self._multiples = scalars.Multiples(self.values, [root, *self._definitions.values()])
         schema = self.positive(root)
         while self._pending:
             name, old, is_negated = self._pending.pop()
@@ -71,9 +74,15 @@ class Rewriter:
             self._rewritten[name] = rewrite(self._definitions[old])
         if isinstance(schema, bool):
             if not schema:
-                raise SchemaError("no value fulfils the schema")
+                raise SchemaError(self._why_nothing())
             return {}
         return {**schema, "$defs": self._rewritten} if self._rewritten else schema
+
+    def _why_nothing(self) -> str:
+        if not self.left_out:
+            return "no value fulfils the schema"
+        names = ", ".join(sorted(self.left_out))
+        return f"not, oneOf or if leave no value: a grammar cannot express what fails by {names} alone"
 
     def step(self) -> None:
         """Count one schema more. Raises `SchemaError` beyond the bound."""
@@ -102,6 +111,7 @@ class Rewriter:
         if isinstance(schema, bool):
             return schema
         self.step()
+        self._multiples.check(schema)
         if evaluated.depends_on_others(schema):
             return evaluated.flattened(self, schema)
         return self.own(schema)
@@ -121,9 +131,17 @@ class Rewriter:
             if key in schema and plain not in schema and schema[key] != {}:
                 result[plain] = self.positive(schema[key])
         result |= scalars.bounds(schema)
+        if "type" in schema and schema.get("multipleOf", 0.5) % 1 == 0:
+            # Multiples of an integer are integers, whose grammar is much smaller.
+            names = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
+            result["type"] = ["integer" if name == "number" else name for name in names]
         result |= _format(schema)
         more = self._expressed(schema)
         if any(each is False for each in more):
+            return False
+        if types_of(schema) == {"object"} and any(
+            result.get("properties", {}).get(name) is False for name in schema.get("required", ())
+        ):
             return False
         more = [each for each in more if each is not True]
         if more:
@@ -150,6 +168,11 @@ class Rewriter:
                 patterns = {each: kept for each, kept in patterns.items() if kept is not True and kept != {}}
             return patterns or _NOTHING
         if key == "properties":
+            num_optional = len(value.keys() - set(schema.get("required", ())))
+            if num_optional > MAX_OPTIONAL:
+                raise SchemaError(
+                    f"properties has {num_optional} that are not required; {MAX_OPTIONAL} may be optional"
+                )
             return {name: self.positive(each) for name, each in value.items()}
         return value
 

@@ -13,10 +13,12 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+from itertools import islice
 from typing import Any
 
 from ..number_matcher import MAX_MAGNITUDE
 from .algebra import SchemaError
+from .values import Values
 
 NARROWER = 1e-6  # distance of an exclusive 0
 # Of bounds
@@ -29,6 +31,9 @@ _MAX_OPEN = 10**17
 MAX_MULTIPLE = (
     1 << 53
 ) - 1  # of a number that must be a multiple of another: doubles have all integers up to it
+MAX_FACTOR = 2_000  # of `multipleOf`, in units of its last digit: an automaton has many states for each
+MAX_PLACES = 9
+MAX_FOLLOWED = 100  # schemas of one value
 MAX_EXCLUDED_CHARS = 2_000  # of the strings that an expression excludes
 ANY = r"(?:.|\n)"
 _D = "[0-9]"
@@ -120,6 +125,55 @@ def _tighter(
     if abs(value) > MAX_INTEGER:
         return -sign * MAX_INTEGER
     return _with_few_digits(value, sign)
+
+
+class Multiples:
+    """The factors of one schema, which are bounded: a grammar of one of seven digits takes many seconds."""
+
+    def __init__(self, values: Values, schemas: Iterable[Any]) -> None:
+        """`schemas` are all of the document. Raises `SchemaError` for a factor that is too large alone."""
+        self._values = values
+        factors: set[tuple[int, int]] = set()
+        pending = list(schemas)
+        while pending:
+            each = pending.pop()
+            if isinstance(each, Mapping):
+                if isinstance(value := each.get("multipleOf"), int | float):
+                    factors.add(_factor(value))
+                pending += each.values()
+            elif isinstance(each, list):
+                pending += each
+        self._may_meet = len(factors) > 1
+
+    def check(self, schema: Mapping[str, Any]) -> None:
+        """Raise `SchemaError` if the factors of all schemas of this schema's value have no small multiple."""
+        if not self._may_meet or not any(key in schema for key in ("allOf", "anyOf", "oneOf", "$ref")):
+            return
+        found = {
+            _factor(each["multipleOf"])
+            for each in islice(self._values.together(schema), MAX_FOLLOWED)
+            if "multipleOf" in each
+        }
+        places = max((exponent for _, exponent in found), default=0)
+        common = math.lcm(*(coefficient * 10 ** (places - exponent) for coefficient, exponent in found))
+        if common > MAX_FACTOR:
+            raise SchemaError(f"multipleOf of several schemas of one value has a multiple above {MAX_FACTOR}")
+
+
+def _factor(value: float) -> tuple[int, int]:
+    """Coefficient and places, as the library finds them in doubles. Raises `SchemaError`."""
+    places, scaled = 0, float(value)
+    while scaled % 1 and places < MAX_PLACES:
+        places, scaled = places + 1, scaled * 10
+    coefficient = int(scaled)
+    while places and coefficient % 10 == 0:
+        coefficient, places = coefficient // 10, places - 1
+    if scaled % 1 or coefficient > MAX_FACTOR:
+        raise SchemaError(
+            f"multipleOf {value} is not supported: its digits may make a number up to {MAX_FACTOR}, and some decimals, "
+            "such as 0.07, are none that the grammar's doubles have"
+        )
+    return coefficient, places
 
 
 def above(bound: float) -> dict[str, Any]:

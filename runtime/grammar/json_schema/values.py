@@ -4,7 +4,7 @@ the protocol of the rules that rewrite schemas.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from .algebra import TYPES, Schema, key_of, type_of, types_of
@@ -27,6 +27,21 @@ class Values:
     def target(self, schema: Mapping[str, Any]) -> Schema:
         """The definition to which `$ref` leads."""
         return self._definitions[schema["$ref"].removeprefix("#/$defs/")]
+
+    def together(self, schema: Schema, seen: frozenset[str] = frozenset()) -> Iterator[Mapping[str, Any]]:
+        """All schemas that may apply to the same value. There may be many: bound them."""
+        if isinstance(schema, bool):
+            return
+        yield schema
+        for key in ("allOf", "anyOf", "oneOf"):
+            for each in schema.get(key, ()):
+                yield from self.together(each, seen)
+        for key in ("if", "then", "else"):
+            yield from self.together(schema.get(key, True), seen)
+        for each in schema.get("dependentSchemas", {}).values():
+            yield from self.together(each, seen)
+        if (name := schema.get("$ref")) is not None and name not in seen:
+            yield from self.together(self.target(schema), seen | {name})
 
     def finite(self, schema: Schema, depth: int = MAX_DEPTH) -> list[Any] | None:
         """Values among which all values of the schema are; None: not known to be few."""
@@ -175,6 +190,7 @@ class Rules(Protocol):
     """All methods return schemas in the library's keywords, and raise `SchemaError`."""
 
     values: Values
+    left_out: set[str]  # keywords without an opposite, by which values fail that are left out
 
     def step(self) -> None:
         """Count one schema more. Raises `SchemaError` beyond the bound."""

@@ -6,8 +6,10 @@ its bytes; 8 MiB take some milliseconds. It need not be valid JSON: the part tha
 before it finds an error is within the bounds, too.
 
 The decoder bounds the rest, in time linear in the text: numbers (an integer has up to 4,300 digits,
-and a float is finite; NaN is not JSON) and texts (which are UTF-8, without lone surrogates). Of two
-equal keys the last one counts.
+and a float is finite; NaN is not JSON) and texts (which are UTF-8, without lone surrogates). In a
+body of a known type (up to 1 MiB) an object with two equal keys is refused: a gateway may have read
+the other one. Of larger bodies, and of events for functions, the last one counts. Null is the default of
+every field, of those that are unknown, too.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ MAX_JSON_DEPTH = 64
 MAX_JSON_ITEMS = 1 << 19  # values in all arrays and objects; the tokens of a request are fewer
 ITEM_BYTES = 64  # the usual memory of a small value
 
+MAX_CHECKED_BYTES = 1 << 20
+MAX_OBJECT_KINDS = 4  # with unknown fields that are null
+_NOT_MEMBER = bytes(set(range(256)) - set(b'":'))
 _NOT_STRUCTURE = bytes(set(range(256)) - set(b'"[]{},'))
 _AS_ARRAYS = bytes.maketrans(b"{}", b"[]")
 
@@ -99,6 +104,7 @@ class Decoder(Generic[T]):
 
     def __init__(self, kind: type[T]) -> None:
         self._decoder = msgspec.json.Decoder(kind)
+        self._has_fields = isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 
     def decode(self, data: bytes | bytearray) -> T:
         """Decode a body. Raises `RequestError`, naming the field, or the place of a syntax error. A
@@ -106,6 +112,15 @@ class Decoder(Generic[T]):
         """
         check_shape(data)
         try:
+            if self._has_fields:
+                check_keys(data)
+            for _ in range(MAX_OBJECT_KINDS):
+                try:
+                    return self._decoder.decode(data)
+                except msgspec.ValidationError as error:
+                    if (changed := _without_nulls(data, str(error))) is None:
+                        raise
+                    data = changed
             return self._decoder.decode(data)
         except msgspec.ValidationError as error:
             raise invalid_field(error) from None
@@ -113,7 +128,62 @@ class Decoder(Generic[T]):
             raise RequestError(f"the body is not JSON: {error}") from None
 
 
+def check_keys(data: bytes | bytearray) -> None:
+    """Raise `RequestError` for an object that has a key twice, and `DecodeError` for what is not JSON. Takes as long as
+    reading the body twice; bodies beyond `MAX_CHECKED_BYTES` are not checked.
+    """
+    if len(data) > MAX_CHECKED_BYTES:
+        return
+    if _num_members(data) == _num_members(msgspec.json.encode(msgspec.json.decode(data))):
+        return
+    import json  # lazy: for an error alone
+
+    repeated: list[str] = []
+
+    def note(pairs: list[tuple[str, Any]]) -> None:
+        seen: set[str] = set()
+        repeated.extend(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+
+    json.loads(bytes(data), object_pairs_hook=note)
+    name = repeated[0][:100] if repeated else ""
+    raise RequestError(f"an object of the body has the key {name!r} twice", param=name)
+
+
+def _num_members(data: bytes | bytearray) -> int:
+    """The members of all objects: colons outside of strings."""
+    if b"\\" in data:
+        data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+    marks = data.translate(None, _NOT_MEMBER)
+    return sum(each.count(b":") for each in marks.replace(b'""', b"").split(b'"')[::2])
+
+
+def _without_nulls(data: bytes | bytearray, error: str) -> bytes | None:
+    """The body without nulls in objects like the one that has an unknown field; None if the error is another, or that
+    field is not null.
+    """
+    place = _PLACE.match(error)
+    found = _UNKNOWN.match(place[1] if place else error)
+    if found is None:
+        return None
+    body = msgspec.json.decode(data)
+    objects = [body]
+    for name in _STEPS.findall(place[2] if place else ""):
+        if name.startswith("["):
+            objects = [item for each in objects if isinstance(each, list) for item in each]
+        else:
+            objects = [each[name] for each in objects if isinstance(each, dict) and name in each]
+    num_nulls = 0
+    for each in objects:
+        if isinstance(each, dict):
+            for name in [name for name, value in each.items() if value is None]:
+                del each[name]
+                num_nulls += name == found[1]
+    return msgspec.json.encode(body) if num_nulls else None
+
+
 _PLACE = re.compile(r"^(.*) - at (?:`key` in )?`\$\.?(.*)`$", re.DOTALL)
+_UNKNOWN = re.compile(r"^Object contains unknown field `([^`]+)`$")
+_STEPS = re.compile(r"\[[^\]]*\]|[^.\[\]]+")
 _FIELD = re.compile(r"^Object (?:missing required|contains unknown) field `([^`]+)`$")
 
 

@@ -18,6 +18,7 @@ from .chat_request import ChatRequest, FormatOfChat
 from .deltas import Answer, Delta, Finish, ReasoningDelta, TextDelta, ToolCallDelta
 from .generation import Outcome, Step, UnreportedDrafts, respond
 from .logprobs import chat_logprobs, prompt_places, token_bytes
+from .parameters import own_names
 from .prompts import ChatSettings
 from .responses import (
     ChatCall,
@@ -46,9 +47,10 @@ class ChatRoute(BodyRoute[ChatBody]):
 
     async def _answer(self, request: web.Request, body: ChatBody, body_bytes: int) -> web.StreamResponse:
         service = self._service
-        model = service.answering_as(body.model, body.lora)
-        fmt = ChatFormat(body, model=model, settings=chat_settings(service))
-        return await respond(service, request, fmt, body_bytes=body_bytes)
+        with own_names({"prompt": "messages"}):
+            model = service.answering_as(body.model, body.lora)
+            fmt = ChatFormat(body, model=model, settings=chat_settings(service))
+            return await respond(service, request, fmt, body_bytes=body_bytes)
 
 
 def chat_settings(service: Service) -> ChatSettings:

@@ -79,7 +79,10 @@ COMPLETIONS: Fields = {
 }
 
 CHAT: Fields = {
-    "messages": (_YES, "text only; images and audio are refused"),
+    "messages": (
+        _YES,
+        "text only, and an assistant's refusals, which are text; images and audio are refused",
+    ),
     **_GENERATION,
     "max_completion_tokens": (_YES, "goes before `max_tokens`"),
     "logprobs": (_YES, ""),
@@ -106,8 +109,8 @@ CHAT: Fields = {
     "separate_reasoning": (_NO, "SGLang's; true is what happens"),
     "stream_reasoning": (_NO, "SGLang's; true is what happens"),
     "audio": (_NO, "this model writes text"),
-    "function_call": (_NO, "use `tool_choice`"),
-    "functions": (_NO, "use `tools`"),
+    "function_call": (_NO, "use `tool_choice`; `none` and `auto` are accepted"),
+    "functions": (_NO, "use `tools`; an empty list is accepted"),
     "moderation": (_NO, "answers are not moderated"),
     "verbosity": (_NO, "say in a message how long the answer should be"),
     "web_search_options": (_NO, "this server does not search"),
@@ -230,19 +233,22 @@ ROUTES: Mapping[str, Fields] = {
 
 # Values of refused fields that request the default behaviour: vLLM's router sends them with each
 # request.
-_AS_IT_IS: Mapping[str, bool] = {
-    "no_stop_trim": False,
-    "return_hidden_states": False,
-    "include_reasoning": True,
-    "separate_reasoning": True,
-    "stream_reasoning": True,
+_AS_IT_IS: Mapping[str, tuple[Any, ...]] = {
+    "no_stop_trim": (False,),
+    "return_hidden_states": (False,),
+    "include_reasoning": (True,),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    # Older clients', of a chat without functions.
+    "functions": ([],),
+    "function_call": ("none", "auto"),
 }
 
 
 def refuse_unsupported(body: Any, fields: Fields) -> None:
     """Raises `RequestError` for the first unsupported field that would change the answer."""
     for name, (effect, why) in fields.items():
-        if effect is Effect.REFUSED and getattr(body, name) not in (None, "", _AS_IT_IS.get(name)):
+        if effect is Effect.REFUSED and getattr(body, name) not in (None, "", *_AS_IT_IS.get(name, ())):
             raise RequestError(f"{name} is not supported: {why}", param=name)
 
 

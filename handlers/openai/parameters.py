@@ -6,6 +6,7 @@ here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BAD_WORD_CHARS = 256
 WHOLE_CONTEXT = -1  # of truncate_prompt_tokens: as many as there is room for
+_INDEX = re.compile(r"\[\d+\]")
 _SEED_SPAN = 1 << 64
 _SHARED_OPTIONS = (
     "temperature",
@@ -85,7 +87,8 @@ def own_names(names: Mapping[str, str]) -> Iterator[None]:
             raise
         for index in _INDEX.findall(error.param):
             name = name.replace("[]", index, 1)
-        message = error.message.replace(error.param, name, 1)
+        # Not of prose: "the prompt has 9 tokens".
+        message = re.sub(rf"(?<!the ){re.escape(error.param)}\b", lambda _: name, error.message, count=1)
         raise type(error)(message, param=name, hint=error.hint) from error
 
 

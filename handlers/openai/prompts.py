@@ -198,12 +198,17 @@ def with_ids(messages: Sequence[dict[str, Any]], change: Callable[[str], str]) -
 
 
 def _text_content(message: Message, where: str) -> str | None:
-    """The message's text; several parts are joined by line breaks."""
+    """The message's text; several parts are joined by line breaks. A refusal is an assistant's text, too."""
+    if message.content is None and message.role == "assistant":
+        return message.refusal
     if message.content is None or isinstance(message.content, str):
         return message.content
     texts = []
     for number, part in enumerate(message.content):
         param = f"{where}.content[{number}]"
+        if part.type == "refusal" and message.role == "assistant" and part.refusal is not None:
+            texts.append(part.refusal)
+            continue
         if part.type != "text":
             raise RequestError(
                 f"{param} is of type {part.type[:50]!r}; this model takes text only", param=param

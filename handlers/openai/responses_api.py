@@ -43,6 +43,7 @@ COMPLETED, INCOMPLETE, IN_PROGRESS = "completed", "incomplete", "in_progress"
 OWN_NAMES = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
+    "prompt": "input",
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
     "response_format.json_schema.schema": "text.format.schema",

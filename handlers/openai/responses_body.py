@@ -34,6 +34,7 @@ class InputPart(msgspec.Struct, kw_only=True, frozen=True):
 
     type: str
     text: str | None = None
+    refusal: str | None = None  # of an assistant's part of this type
 
 
 class InputItem(msgspec.Struct, kw_only=True, frozen=True):
@@ -213,6 +214,9 @@ def _text(content: str | list[InputPart], where: str) -> str | list[ContentPart]
     parts = []
     for number, part in enumerate(content):
         param = f"{where}[{number}]"
+        if part.type == "refusal" and part.refusal is not None:
+            parts.append(ContentPart("text", part.refusal))
+            continue
         if part.type not in ("input_text", "output_text", "text"):
             raise RequestError(
                 f"{param} is of type {part.type[:50]!r}; this model takes text only", param=param

@@ -127,6 +127,7 @@ class CompletionBody(GenerationBody, kw_only=True, frozen=True, forbid_unknown_f
 class ContentPart(msgspec.Struct, frozen=True):
     type: str
     text: str | None = None
+    refusal: str | None = None  # of an assistant's part of this type, as OpenAI's answers have it
 
 
 class FunctionCall(msgspec.Struct, frozen=True):

@@ -157,6 +157,36 @@ async def test_what_cannot_be_done_is_refused_by_name(
     assert (answer.status, answer.error["param"]) == (400, param)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"functions": [], "function_call": "none"},
+        {"function_call": "auto", "unknown": None},
+        {"messages": [{"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}, *HELLO]},
+        {"messages": [{"role": "assistant", "content": None, "refusal": "No."}, *HELLO]},
+    ],
+)
+async def test_what_clients_send_by_default_is_accepted(server: Any, change: dict[str, Any]) -> None:
+    answer = await server.post("/v1/chat/completions", {**GREEDY, **change})
+    assert answer.status == 200, answer.body
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x " * 5000}]}, "messages"),
+        ("/v1/responses", {"input": "x " * 5000}, "input"),
+        ("/v1/completions", {"prompt": "x " * 5000}, "prompt"),
+    ],
+)
+async def test_a_prompt_that_is_too_long_names_the_routes_field(
+    server: Any, path: str, body: dict[str, Any], param: str
+) -> None:
+    answer = await server.post(path, body)
+    assert (answer.status, answer.error["param"]) == (400, param)
+    assert answer.error["code"] == "context_length_exceeded"
+
+
 async def test_plain_text_as_response_format_is_fine(server: Any) -> None:
     answer = await server.post("/v1/chat/completions", {**GREEDY, "response_format": {"type": "text"}})
     assert answer.status == 200

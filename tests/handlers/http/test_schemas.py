@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from teneral.handlers.function.options import ParsedOptions
-from teneral.handlers.http.json_bodies import Decoder
+from teneral.handlers.http.json_bodies import Decoder, check_keys
 from teneral.handlers.openai.chat import ChatFormat
 from teneral.handlers.openai.completions import CompletionFormat
 from teneral.handlers.openai.parameters import for_choice, options_of, split_prompt
@@ -107,6 +108,57 @@ def test_json_in_a_text_of_the_body_has_a_bound_of_its_own() -> None:
     with pytest.raises(RequestError) as caught:
         ChatFormat(Decoder(ChatBody).decode(msgspec.json.encode(body)), model="m", settings=ChatSettings())
     assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (
+            ChatBody,
+            {"messages": [{"role": "user", "content": "x", "cache_control": None}], "new_field": None},
+        ),
+        (ChatBody, {"messages": [], "stream_options": {"other": None}, "teneral": {"x": None}, "new": None}),
+        (ChatBody, {"messages": [{"role": "user", "content": "x", "a": None}, {"role": "user", "b": None}]}),
+        (ChatBody, {"messages": [], "response_format": {"type": "json_object", "new": None}}),
+        (CompletionBody, {"prompt": "x", "new": None}),
+        (EmbeddingBody, {"input": "x", "new": None}),
+    ],
+)
+def test_null_stands_for_the_default_in_unknown_fields_too(kind: type, body: dict[str, Any]) -> None:
+    Decoder(kind).decode(msgspec.json.encode(body))
+
+
+def test_null_of_a_schema_is_kept() -> None:
+    schema = {"const": None, "default": None}
+    body = {"messages": [], "guided_json": schema, "new": None, "temperature": None}
+    decoded = Decoder(ChatBody).decode(msgspec.json.encode(body))
+    assert decoded.guided_json == schema
+    assert decoded.temperature is None
+
+
+@pytest.mark.parametrize("unknown", [{"new": 1}, {"new": None, "other": False}])
+def test_an_unknown_field_with_a_value_is_refused(unknown: dict[str, Any]) -> None:
+    assert refusal(ChatBody, {"messages": [], **unknown}).param == list(unknown)[-1]
+
+
+@pytest.mark.parametrize(
+    ("data", "param"),
+    [
+        (b'{"prompt": "x", "prompt": "y"}', "prompt"),
+        (b'{"prompt": "x", "pr\\u006fmpt": "y"}', "prompt"),
+        (b'{"prompt":"a\\"b:c\\\\","guided_json":{"enum":[{"a":1,"a":2}]}}', "a"),
+    ],
+)
+def test_a_key_that_comes_twice_is_refused(data: bytes, param: str) -> None:
+    with pytest.raises(RequestError, match="twice") as caught:
+        Decoder(CompletionBody).decode(data)
+    assert caught.value.param == param
+
+
+@given(JSON)
+def test_keys_that_differ_are_never_refused(value: Any) -> None:
+    check_keys(msgspec.json.encode({"prompt": value}))
+    check_keys(json.dumps({"prompt": value}, indent=1).encode())
 
 
 @given(st.binary(max_size=200))

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from ...runtime.metrics import Metrics
     from .logs import EmfWriter
 
+UNLOADED_RETRY_AFTER_S = 60.0  # until somebody loads the model again
+
 logger = logging.getLogger("teneral.http")
 
 
@@ -86,7 +88,10 @@ class ModelSlot:
         if self._absence is not None:
             name = self.instance.model_name
             messages = {State.LOADING: "is being loaded", State.DRAINING: "is being unloaded"}
-            raise UnloadedError(f"the model {name!r} {messages.get(self._absence, 'is not loaded')}")
+            error = UnloadedError(f"the model {name!r} {messages.get(self._absence, 'is not loaded')}")
+            if self._absence is State.UNLOADED:
+                error.retry_after_s = UNLOADED_RETRY_AFTER_S
+            raise error
 
     def watch(self, on_end: Callable[[], object]) -> None:
         """Call `on_end`, on this loop, when a serving instance has ended by itself."""

@@ -50,6 +50,7 @@ UPSTREAM_KEEPALIVE_S = 60.0
 MAX_ANSWER_FIELD_BYTES = 256 << 10
 # Beyond the model's own limit, for its instance to report the time-out.
 UPSTREAM_GRACE_S = 10.0
+DRAINED_RETRY_AFTER_S = 60  # until somebody wakes the model
 ACTING_PATHS = frozenset(
     {"/invoke", "/invocations", "/events", "/"}
 )  # functions have side effects: never retried
@@ -217,10 +218,10 @@ class Front:
         if state.paused:
             raise ApiError(
                 503,
-                f"the model {name!r} is drained",
+                f"the model {name!r} is drained until it is woken",
                 kind=SERVER_ERROR,
                 code="model_unloaded",
-                headers=retry_after(1),
+                headers=retry_after(DRAINED_RETRY_AFTER_S),
             )
         deployment = state.choose(target.version, asked.session, self._chooser)
         if deployment is None:

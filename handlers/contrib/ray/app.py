@@ -41,6 +41,8 @@ MAX_WHOLE_BYTES = 1 << 20
 ACTING_PATHS = frozenset({"/invoke", "/invocations", "/events", "/"})
 # The errors of a dead replica, server or node.
 LOST = (RayError, RayServeException, aiohttp.ClientError, ConnectionError, StopAsyncIteration)
+# Ray's proxy adds it to every answer: with the client's id, or its own, which it puts into the request.
+OWN_HEADER = "x-request-id"
 
 _log = logging.getLogger("teneral.ray")
 
@@ -115,7 +117,11 @@ class Ingress:
 async def _answer(pieces: Any, end: StreamEnd) -> Response:
     """The replica's answer. Raises one of `LOST` if it is lost before the client has any of it."""
     status, headers = await anext(pieces)
-    raw = [(name.lower().encode(), value.encode("utf-8", "surrogateescape")) for name, value in headers]
+    raw = [
+        (name.lower().encode(), value.encode("utf-8", "surrogateescape"))
+        for name, value in headers
+        if name.lower() != OWN_HEADER
+    ]
     is_stream = any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in raw)
     first = [] if is_stream else await _beginning(pieces)
     response = StreamingResponse(_rest(first, pieces, end if is_stream else None), status_code=status)
@@ -213,7 +219,8 @@ def _error(
     kind = SERVER_ERROR if status >= 500 else INVALID_REQUEST
     error = ApiError(status, message, kind=kind, code=code, headers=dict(headers or {}))
     shaped = shaped_response(request.url.path, request.headers, error, _id_of(request))
-    return Response(cast(bytes, shaped.body), status, dict(shaped.headers))
+    kept = {name: value for name, value in shaped.headers.items() if name.lower() != OWN_HEADER}
+    return Response(cast(bytes, shaped.body), status, kept)
 
 
 def _id_of(request: Request) -> str:

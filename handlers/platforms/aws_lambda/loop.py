@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from ....loader.errors import TeneralError
-from ....runtime.errors import DrainingError
+from ....runtime.errors import CancelledError, DrainingError
 from ...function.lifetime import calling_on_loop
 from ...lifecycle import HOOKS
 from .answers import Reply
@@ -144,7 +144,8 @@ class InvocationLoop:
         except RuntimeApiError:
             raise  # the connection itself is broken
         except Exception as error:  # any error is reported to the caller, and the next one served
-            cause = error.__cause__ or error
+            # The deadline and a shutdown end invocations by design: their traceback would say nothing.
+            cause = None if isinstance(error, CancelledError | DrainingError) else error.__cause__ or error
             logger.error("the invocation failed: %s", error, exc_info=cause)
             await reply.fail(error)
         finally:

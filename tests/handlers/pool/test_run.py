@@ -118,7 +118,8 @@ assistant = "second@2"
         until(starts_in_a_standby, "a start in a standby process")
 
         assert pool.ask("POST", "/v1/pool/first/drain").status == 200
-        assert pool.complete("first").status == 503
+        refused = pool.complete("first")
+        assert (refused.status, refused.headers["retry-after"]) == (503, "60")
         assert pool.ask("POST", "/v1/pool/first/wake").status == 200
         assert pool.complete("first").headers["x-teneral-start"] == "warm"
         metrics = pool.ask("GET", "/metrics").body.decode()

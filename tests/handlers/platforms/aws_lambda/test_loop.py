@@ -152,7 +152,10 @@ async def test_an_event_that_is_no_json_is_refused(api: FakeRuntimeApi, instance
 
 
 async def test_an_invocation_without_time_is_ended_before_lambda_ends_the_instance(
-    api: FakeRuntimeApi, instance: StagedInstance, monkeypatch: pytest.MonkeyPatch
+    api: FakeRuntimeApi,
+    instance: StagedInstance,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     limit_s = 2.0 * slowdown()
     monkeypatch.setattr(runtime_api, "MARGIN_S", limit_s)  # of a loop that waits for its core
@@ -167,6 +170,8 @@ async def test_an_invocation_without_time_is_ended_before_lambda_ends_the_instan
         outcome = await rig.invoke("hold", timeout_s=limit_s)
         assert outcome.json["errorType"] == "CancelledError"
         assert outcome.answered_s < deadline_s
+        [record] = [each for each in caplog.records if "did not end before its deadline" in each.getMessage()]
+        assert record.exc_info is None  # one line, no traceback
         assert (await rig.invoke("go")).json == "free"
         held.set()
 

@@ -33,6 +33,7 @@ from .logprobs import chat_logprobs, token_bytes
 from .parameters import own_names
 from .responses import Usage
 from .responses_body import ResponsesBody, chat_of
+from .schemas import ChatBody
 
 if TYPE_CHECKING:
     from ...runtime.text.tokenizer import TextTokenizer
@@ -208,18 +209,20 @@ class ResponsesRoute(BodyRoute[ResponsesBody]):
 
     async def _answer(self, request: web.Request, body: ResponsesBody, body_bytes: int) -> web.StreamResponse:
         service = self._service
+        chat = chat_of(body)  # by this route's names
         with own_names(OWN_NAMES):
             model = service.answering_as(body.model)
-            fmt = ResponsesFormat(body, model=model, settings=chat_settings(service))
+            fmt = ResponsesFormat(body, chat, model=model, settings=chat_settings(service))
             return await respond(service, request, fmt, body_bytes=body_bytes, framing=fmt.framing)
 
 
 class ResponsesFormat(FormatOfChat):
     """One request's side of the wire. Raises `RequestError` for an invalid body."""
 
-    def __init__(self, body: ResponsesBody, *, model: str, settings: ChatSettings) -> None:
+    def __init__(self, body: ResponsesBody, chat: ChatBody, *, model: str, settings: ChatSettings) -> None:
+        """`chat` is the same request as a chat."""
         self._id = f"resp_{secrets.token_hex(16)}"
-        super().__init__(ChatRequest(chat_of(body), request_id=self._id, settings=settings))
+        super().__init__(ChatRequest(chat, request_id=self._id, settings=settings))
         self._asked = body
         self._model = model
         self._created = int(time.time())

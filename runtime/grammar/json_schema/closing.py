@@ -21,7 +21,7 @@ from .values import Values
 _OPEN = ("additionalProperties", "unevaluatedProperties", "propertyNames")
 _ITEMS = ("items", "unevaluatedItems", "additionalProperties")
 MAX_FOLLOWED = 100  # schemas that apply to one value
-# A definition where it is the schema of a value, beside the one that others are combined with.
+# The name of a definition that is the whole schema of a value; others are combined with the given one.
 _NAME = "closed {}"
 
 
@@ -121,7 +121,7 @@ class _Closer:
 
 
 def _needed(schema: Mapping[str, Any]) -> Iterator[str]:
-    """Names that an object must have, or must have beside others."""
+    """Names that an object must have, or must have with others."""
     yield from schema.get("required", ())
     for name, names in schema.get("dependentRequired", {}).items():
         yield name

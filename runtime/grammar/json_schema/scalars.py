@@ -145,7 +145,7 @@ class Multiples:
                 pending += each
         self._may_meet = len(factors) > 1
 
-    def check(self, schema: Mapping[str, Any]) -> None:
+    def check(self, schema: dict[str, Any]) -> None:
         """Raise `SchemaError` if the factors of all schemas of this schema's value have no small multiple."""
         if not self._may_meet or not any(key in schema for key in ("allOf", "anyOf", "oneOf", "$ref")):
             return

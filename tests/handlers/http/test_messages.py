@@ -225,6 +225,12 @@ async def test_a_json_schema_is_followed(server: Any) -> None:
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
         ({"tool_choice": {"type": "all"}}, "tool_choice"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"$ref": "#"}}}},
+            "output_config.format.schema",
+        ),
+        ({"tools": [{"name": "f", "strict": True, "input_schema": {"$ref": "#"}}]}, "tools[0].input_schema"),
+        ({"messages": [{"role": "user", "content": "x " * 5000}]}, "messages"),
         ({"output_config": {"effort": "low"}}, "output_config.effort"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"no_such_field": 1}, "no_such_field"),

@@ -245,6 +245,14 @@ async def test_reasoning_is_an_item_of_its_own(family_server: Any, family: str) 
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"$ref": "#"}}}},
+            "text.format.schema",
+        ),
+        (
+            {"tools": [{"type": "function", "name": "f", "strict": True, "parameters": {"$ref": "#"}}]},
+            "tools[0].parameters",
+        ),
         ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
         ({"max_output_tokens": -1}, "max_output_tokens"),
         ({"no_such_field": 1}, "no_such_field"),

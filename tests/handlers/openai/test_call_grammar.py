@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import jsonschema_rs
@@ -95,6 +96,21 @@ def test_strict_functions_are_guided_once_a_call_begins(vocabulary: Vocabulary, 
         assert vocabulary.accepts(spec, text)
         assert vocabulary.accepts(spec, f"{text}\nand\n{text} done")
         assert not vocabulary.accepts(spec, f"Let me see.\n{shape.first}{bad}{shape.last}")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_numbers_of_guided_calls_are_finite_and_text_is_free(vocabulary: Vocabulary, name: str) -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": schema, "strict": True}}
+    fmt = FORMATS[name]
+    spec = calls_grammar(fmt, tool_plan([tool], "required", False), None, None, is_open=False)
+    for seed in range(20):
+        text = vocabulary.sample(spec, seed)
+        assert text is not None
+        [call] = answer_of(fmt, text).calls
+        assert math.isfinite(float(json.loads(call.arguments)["x"]))
+    free = calls_grammar(fmt, tool_plan([tool], None, None), None, None, is_open=False)
+    assert vocabulary.accepts(free, "About 1e99999, or " + "1" * 100)
 
 
 def test_one_call_ends_the_answer_where_no_more_are_allowed(vocabulary: Vocabulary) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .errors import AccessDeniedError, ChangedError, IntegrityError, NotFoundError, UsageError
+from .errors import AccessDeniedError, ChangedError, FormatError, IntegrityError, NotFoundError, UsageError
 from .format.limits import MANIFEST_NAME, MAX_MANIFEST_BYTES, MAX_SMALL_FILE_BYTES
 from .pin import PIN_MARK, split_pin
 from .sources.base import Source, SourceOptions
@@ -117,18 +117,34 @@ def open_artifact(
             raise
         return _open_denied(source, error, in_place)
     from .format.manifest_json import (
-        manifest_digest,
-        parse_manifest,
-    )  # while the answer was on its way, a loader has imported it
+        manifest_digest,  # while the answer was on its way, a loader has imported it
+    )
 
     if held is not None and manifest_digest(data) == held.digest:
         look = None  # its weights are there
-    manifest = parse_manifest(data, expected_digest=digest, look=look)
+    manifest = parse_or_reread(source, data, digest=digest, look=look)
     if manifest.base is None and not _has_base(source):
         return manifest
     if held is not None and held.digest == manifest.base and _pinned_base(source) in (None, held.digest):
         return manifest
     return _join_base(source, manifest, without_base, held)
+
+
+def parse_or_reread(
+    source: Source, data: bytes, *, digest: bytes | None = None, look: Look | None = None
+) -> Manifest:
+    """The manifest in `data`, which was read from the source; of another read where that is refused, as
+    bits flip on the way, too. Raises as `parse_manifest` does, and the source's errors.
+    """
+    from .format.manifest_json import parse_manifest  # as above
+
+    try:
+        return parse_manifest(data, expected_digest=digest, look=look)
+    except FormatError:
+        again, _ = source.read(MANIFEST_NAME, max_bytes=MAX_MANIFEST_BYTES)
+        if again == data:
+            raise
+    return parse_manifest(again, expected_digest=digest)
 
 
 def _pinned_base(source: Source) -> bytes | None:
@@ -242,6 +258,8 @@ def read_file(source: Source, manifest: Manifest, name: str, *, cache: PartCache
     if kept is not None:
         return kept
     data, _ = source.read(file.path, max_bytes=MAX_SMALL_FILE_BYTES)
+    if file.digest is not None and not _is_content(data, file):  # perhaps only on the way
+        data, _ = source.read(file.path, max_bytes=MAX_SMALL_FILE_BYTES)
     if file.digest is None:
         if len(data) != file.size_bytes:
             raise ChangedError(
@@ -260,12 +278,18 @@ def _read_cached(file: File, cache: PartCache | None) -> bytes | None:
     data = bytearray(file.size_bytes)
     if not cache.read_into(file.digest, 0, memoryview(data)):
         return None
-    try:
-        check_content(data, file)
-    except IntegrityError:
+    if not _is_content(data, file):
         cache.reject(file.digest)
         return None
     return bytes(data)
+
+
+def _is_content(data: bytes | bytearray, file: File) -> bool:
+    try:
+        check_content(data, file)
+    except IntegrityError:
+        return False
+    return True
 
 
 def check_content(data: bytes | bytearray, file: File) -> None:

@@ -237,12 +237,15 @@ class _Prefetcher:
 
 
 def wait_exact(load: AnyLoad) -> None:
-    """Block until all weights that stay in memory are exact, if they will be. Raises the load's error."""
+    """Block until all weights that stay in memory are exact, if they will be; then log the names of
+    files that nothing will use. Raises the load's error.
+    """
     for group in range(len(load.manifest.groups)):
         if group not in load.paged_groups:
             load.wait(group)
     if load.place == "device":
         load.wait_done()
+    _warn_of_files(load.manifest)
 
 
 def tensor_digests(files: ModelFiles, manifest: Manifest) -> tuple[bytes, ...]:
@@ -320,6 +323,18 @@ def placement_statistics(load: AnyLoad) -> DeviceStatistics | None:
 def paging_statistics(load: AnyLoad) -> PagerStatistics | None:
     """The statistics of experts that come and go; None if all of them stay."""
     return cast("PagedLoad", load).paging_statistics() if load.paged_groups else None
+
+
+def _warn_of_files(manifest: Manifest) -> None:
+    """Log the names of an artifact's small files that nothing will use."""
+    # Only needed when the load has ended.
+    from ..loader.format.checkpoint_files import shorten, unknown_names
+
+    if unknown := unknown_names(file.name for file in manifest.files):
+        import logging
+
+        message = "the model has small files that nothing uses, as their names are not known: %s"
+        logging.getLogger(__name__).warning(message, shorten(unknown))
 
 
 def warn_of_cache(load: AnyLoad) -> None:

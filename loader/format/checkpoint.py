@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ..errors import CheckpointError, TeneralError
 from ..process.cpu import parallel_map
 from ..sources.base import ObjectInfo, Remote, Source
-from .checkpoint_files import CONNECTIONS, SINGLE_NAME, choose_shards, find_objects, small_files
+from .checkpoint_files import CONNECTIONS, SINGLE_NAME, choose_shards, find_objects, left_out, small_files
 from .layout import Stretch, arrange_tensors, cut_group, fine_part_elements, group_tensors
 from .manifest import (
     DTYPE_BITS,
@@ -59,6 +59,7 @@ class Checkpoint(NamedTuple):
     metadata: dict[str, str]  # of all shards; where two disagree the first in name order counts
     # Groups and their tensors in forward order, where something knows better than the tensors' names.
     groups: tuple[tuple[str, tuple[str, ...]], ...] | None = None
+    left_out: tuple[str, ...] = ()  # names of files that look like settings, but are not known
 
     @property
     def weight_bytes(self) -> int:
@@ -84,7 +85,9 @@ def open_checkpoint(source: Source) -> Checkpoint:
     metadata: dict[str, str] = {}
     for header in reversed(headers):
         metadata.update(header.metadata)
-    return Checkpoint(source.url, shards.infos, tensors, small_files(found), metadata)
+    return Checkpoint(
+        source.url, shards.infos, tensors, small_files(found), metadata, left_out=left_out(found)
+    )
 
 
 class _Guess:

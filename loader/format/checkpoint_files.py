@@ -7,7 +7,7 @@ is distrusted; a pickle is never read.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..errors import AccessDeniedError, CheckpointError, NotFoundError, UsageError
@@ -55,6 +55,11 @@ SMALL_FILES = (
 DENSE_FILES = tuple(
     f"{folder}/{name}" for folder in ("2_Dense", "3_Dense") for name in ("config.json", SINGLE_NAME)
 )
+# Of artifacts, and of no model directory. ONNX models have files that end in `.onnx`, too.
+ARTIFACT_FILES = ("tensors.b3", "adapter_config.json", "onnx.json")
+# Endings of files that look like a model's settings.
+_SETTINGS = (".json", ".jinja", ".txt", ".model")
+MAX_SHOWN = 5  # names in a message
 MAX_INDEX_BYTES = 64 * 1024 * 1024
 MAX_SHARDS = 4096
 MAX_LISTED = 10_000
@@ -233,6 +238,27 @@ def _no_weights(source: Source, found: Mapping[str, ObjectInfo]) -> CheckpointEr
         f"{source.url} holds neither manifest.json nor safetensors files",
         where=source.url,
         hint=f"Give the folder of an artifact, or of a model with {SINGLE_NAME} or {INDEX_NAME}.",
+    )
+
+
+def unknown_names(names: Iterable[str]) -> tuple[str, ...]:
+    """The names of small files that no reader of an artifact looks for."""
+    known = {*SMALL_FILES, *DENSE_FILES, *ARTIFACT_FILES}
+    return tuple(name for name in names if name not in known and not name.endswith(".onnx"))
+
+
+def shorten(names: Sequence[str]) -> str:
+    """The first names for a message."""
+    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+    return ", ".join(names[:MAX_SHOWN]) + more
+
+
+def left_out(found: Mapping[str, ObjectInfo]) -> tuple[str, ...]:
+    """The names of a model directory's files that look like settings, but whose names are not known."""
+    return tuple(
+        name
+        for name in unknown_names(sorted(found))
+        if "/" not in name and name.endswith(_SETTINGS) and not name.endswith(".index.json")
     )
 
 

@@ -166,6 +166,7 @@ class _Manifest(NamedTuple):
     # Of the folder that holds all objects; '' where each has a name of its own.
     generation: str = ""
     base: bytes | None = None  # the digest of the artifact that this one has differences to
+    has_own_digest: bool = False  # which its bytes were checked against; older ones have none
 
 
 class Manifest(_Manifest):

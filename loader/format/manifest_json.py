@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from blake3 import blake3
 
@@ -55,8 +55,9 @@ _TOP_KEYS = frozenset(
 )
 _BASE_KEY = "base"  # in manifests with differences to another artifact
 _GENERATION_KEY = "generation"  # in manifests whose objects all lie in one folder of that name
-_GENERATION_END = re.compile(rb',"generation":"([0-9a-f]{12})"}\Z')
-_GENERATION_END_BYTES = 29
+_OWN_DIGEST_KEY = "blake3"  # of all bytes before it; manifests before 2026-11-27 have none
+_END = re.compile(rb'(?:,"generation":"([0-9a-f]{12})")?(?:,"blake3":"([0-9a-f]{64})")?}\Z')
+_END_BYTES = 105  # with both
 _BLOB_KEYS = frozenset(("name", "size"))
 _FILE_KEYS = frozenset(("name", "path", "size", "blake3"))
 _GROUP_KEYS = frozenset(("name", "tensors"))
@@ -83,25 +84,33 @@ def parse_manifest(
     part with its blob as soon as it was read, until it returns True. Nothing says yet that these
     fit together, nor that the manifest is not to be refused.
 
-    Raises `IntegrityError` when its BLAKE3-256 is not `expected_digest`, before anything is parsed;
-    else `ManifestError`, whose `where` names the place.
+    Raises `IntegrityError` when it has not the digest that stands at its end, or that is not
+    `expected_digest`, before anything is parsed; else `ManifestError`, whose `where` names the place.
     """
     if len(data) > MAX_MANIFEST_BYTES:
         refuse(f"it has {len(data)} bytes, more than {MAX_MANIFEST_BYTES}", MANIFEST_NAME)
-    digest = manifest_digest(data)
-    if expected_digest is not None and digest != expected_digest:
+    end = _read_end(data)
+    if end.own_digest not in ("", end.own_digest_found):
+        raise IntegrityError(
+            f"{MANIFEST_NAME} is damaged: its bytes are not those that were written",
+            where=MANIFEST_NAME,
+            expected=end.own_digest,
+            got=end.own_digest_found,
+            hint="Restore the object, or pack the model again.",
+        )
+    if expected_digest is not None and end.digest != expected_digest:
         raise IntegrityError(
             f"{MANIFEST_NAME} is not the one that was pinned",
             where=MANIFEST_NAME,
             expected=expected_digest.hex(),
-            got=digest.hex(),
+            got=end.digest.hex(),
             hint="The artifact was replaced, or the pin is another's: renew or drop the address's '@b3:…'.",
         )
     document = MANIFEST.read(data, max_items=MAX_JSON_ITEMS)
     _check_version(document)
-    generation = _generation_of(document, data)
-    folder = blob_folder(generation) if generation else ""
-    more_keys = {key for key in (_BASE_KEY, _GENERATION_KEY) if key in document}
+    _check_end(document, end)
+    folder = blob_folder(end.generation) if end.generation else ""
+    more_keys = {key for key in (_BASE_KEY, _GENERATION_KEY, _OWN_DIGEST_KEY) if key in document}
     top = JsonObject(document, MANIFEST_NAME, _TOP_KEYS | more_keys)
     groups, tensors = _parse_groups(top.items("groups", MAX_GROUPS))
     blobs = tuple(_parse_blob(*item, folder) for item in top.items("blobs", MAX_BLOBS))
@@ -114,8 +123,9 @@ def parse_manifest(
         parts=_parse_parts(top.items("parts", MAX_PARTS), groups, blobs, look),
         aliases=top.table("aliases", is_text),
         metadata=top.table("metadata", is_unicode),
-        digest=digest,
-        generation=generation,
+        digest=end.digest,
+        generation=end.generation,
+        has_own_digest=bool(end.own_digest),
         base=top.digest(_BASE_KEY) if _BASE_KEY in document else None,
     )
     check_manifest(manifest)
@@ -123,11 +133,31 @@ def parse_manifest(
 
 
 def manifest_digest(data: bytes) -> bytes:
-    """The digest that a pin names: BLAKE3-256 of the manifest without its generation, so that
-    packing the same weights again gives the same one. A manifest that has none is hashed whole.
+    """The digest that a pin names: BLAKE3-256 of the manifest without its generation and its own
+    digest, so that packing the same weights again gives the same one. A manifest that has neither is
+    hashed whole.
     """
-    end = _GENERATION_END.search(data, max(0, len(data) - _GENERATION_END_BYTES))
-    return blake3(memoryview(data)[: end.start()] if end else data).digest()
+    return _read_end(data).digest
+
+
+class _End(NamedTuple):
+    """The last keys of a manifest, '' for those that it lacks, and the digests of what is before them."""
+
+    generation: str
+    own_digest: str
+    own_digest_found: str
+    digest: bytes
+
+
+def _read_end(data: bytes) -> _End:
+    found = _END.search(data, max(0, len(data) - _END_BYTES))
+    if found is None or not found.lastindex:
+        return _End("", "", "", blake3(data).digest())
+    generation, own_digest = ((group or b"").decode() for group in found.groups())
+    hashed = blake3(memoryview(data)[: found.start()])
+    digest = hashed.digest()
+    hashed.update(memoryview(data)[found.start() : found.end(1) + 1 if generation else found.start()])
+    return _End(generation, own_digest, hashed.hexdigest(), digest)
 
 
 def blob_folder(generation: str) -> str:
@@ -169,9 +199,10 @@ def dump_manifest(manifest: Manifest) -> bytes:
         data = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError as error:
         raise ManifestError(f"a text in the manifest is not valid Unicode: {error}") from error
+    data = _with_own_digest(data)
     again = parse_manifest(data)
     for field in Manifest._fields:
-        if field == "digest":
+        if field in ("digest", "has_own_digest"):
             continue
         if getattr(again, field) != getattr(manifest, field):
             refuse("the manifest has something there that the format cannot express", field)
@@ -191,14 +222,18 @@ def _check_version(document: dict[str, Any]) -> None:
         refuse(f"format version {str(version)[:40]} is not {FORMAT_VERSION}", "version", hint=NEWER)
 
 
-def _generation_of(document: dict[str, Any], data: bytes) -> str:
-    """The generation, '' for none. It must stand where `manifest_digest` finds it."""
-    if _GENERATION_KEY not in document:
-        return ""
-    end = _GENERATION_END.search(data, max(0, len(data) - _GENERATION_END_BYTES))
-    if end is None:
-        refuse('the manifest does not end with it, as 12 hexadecimal digits and "}', _GENERATION_KEY)
-    return end[1].decode()
+def _check_end(document: dict[str, Any], end: _End) -> None:
+    """The last keys must stand where they are found without parsing."""
+    if _OWN_DIGEST_KEY in document and not end.own_digest:
+        refuse('the manifest does not end with it, as 64 hexadecimal digits and "}', _OWN_DIGEST_KEY)
+    if _GENERATION_KEY in document and not end.generation:
+        refuse(
+            "the manifest does not end with it, as 12 hexadecimal digits, and its own digest", _GENERATION_KEY
+        )
+
+
+def _with_own_digest(data: bytes) -> bytes:
+    return b'%b,"%b":"%b"}' % (data[:-1], _OWN_DIGEST_KEY.encode(), blake3(data[:-1]).hexdigest().encode())
 
 
 # Values ← JSON

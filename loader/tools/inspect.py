@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
+from ..format.checkpoint_files import shorten, unknown_names
 from ..format.delta import BASE_PREFIX
 from ..format.layout import is_stacked, layer_of
 from ..format.manifest import FORMAT_VERSION, Group, Manifest, Tensor, Tier
@@ -35,6 +36,8 @@ def describe(manifest: Manifest, url: str) -> dict[str, Any]:
         "format": f"teneral {FORMAT_VERSION}" if digest else "safetensors",
         "generator": manifest.generator,
         "digest": digest,
+        "has_own_digest": manifest.has_own_digest,
+        "notes": list(manifest_notes(manifest)),
         "pin": f"{url}@b3:{digest}" if digest else None,
         "totals": _with_ratios({key: sum(group[key] for group in groups) for key in _SUMMED}),
         "dtypes": dict(Counter(tensor.dtype for tensor in manifest.tensors)),
@@ -60,6 +63,24 @@ def describe(manifest: Manifest, url: str) -> dict[str, Any]:
     }
 
 
+def manifest_notes(manifest: Manifest, *, is_pinned: bool = False) -> tuple[str, ...]:
+    """Notes about an artifact's manifest, a line each: that nothing but a pin vouches for its bytes, and
+    the names of files that are not used.
+    """
+    if manifest.digest is None:
+        return ()
+    notes = []
+    if not manifest.has_own_digest and not is_pinned:
+        notes.append(NO_OWN_DIGEST)
+    if unknown := unknown_names(file.name for file in manifest.files):
+        notes.append(f"Small files that nothing uses, as their names are not known: {shorten(unknown)}")
+    return tuple(notes)
+
+
+NO_OWN_DIGEST = (
+    "The manifest has no digest of its own, as an older Teneral wrote it: a flipped bit in it may go unseen. "
+    "Pin the address, or pack the model again."
+)
 _SUMMED = ("tensors", "elements", "raw_bytes", "sketch_bytes", "draft_bytes", "refine_bytes")
 
 
@@ -250,6 +271,7 @@ def _header(description: Mapping[str, Any]) -> list[str]:
         "stored": f"{description['parts']} parts in {len(description['blobs'])} blobs",
         "tied": ", ".join(f"{name} = {target}" for name, target in description["aliases"].items()),
         "files": files,
+        "note": f"\n{'':10}".join(description["notes"]),
     }
     return [f"{name:9} {text}" for name, text in fields.items() if text]
 

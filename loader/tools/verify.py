@@ -18,6 +18,7 @@ from ..format.tensor_digests import FILE_NAME as TENSOR_DIGESTS_NAME
 from ..format.tensor_digests import parse_tensor_digests
 from ..load.accounting import describe_part
 from ..sources.base import Source
+from .inspect import manifest_notes
 from .part_reader import PartReader, map_in_order
 from .progress_bar import TransferProgress, format_bytes, format_duration
 
@@ -43,7 +44,7 @@ class Problem:
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
     """The parts that were read, and what was wrong with them. `digest` is the manifest's, None for
-    plain safetensors.
+    plain safetensors. `notes` say what no digest vouches for, and what no reader uses.
     """
 
     url: str
@@ -53,6 +54,7 @@ class VerifyReport:
     read_bytes: int
     elapsed_s: float
     problems: tuple[Problem, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -70,7 +72,8 @@ class VerifyReport:
                 f"readable: {what}, in {took}\n"
                 "  Plain safetensors carry no digests, so nothing says whether these are the right bytes."
             )
-        return f"intact: {what}, in {took}\n  {self.url}@b3:{self.digest.hex()}"
+        notes = "".join(f"\n  {note}" for note in self.notes)
+        return f"intact: {what}, in {took}\n  {self.url}@b3:{self.digest.hex()}{notes}"
 
 
 def verify(
@@ -123,6 +126,7 @@ def verify(
         read_bytes=total_bytes,
         elapsed_s=time.monotonic() - started_s,
         problems=tuple(problems),
+        notes=manifest_notes(manifest, is_pinned=digest is not None),
     )
 
 

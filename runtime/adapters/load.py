@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ...loader.artifact import parse_or_reread
 from ...loader.errors import AccessDeniedError, FormatError, NotFoundError, TeneralError
 from ...loader.format.limits import MANIFEST_NAME
-from ...loader.format.manifest_json import parse_manifest
 from ...loader.format.safetensors import FIRST_READ_BYTES, SafetensorsFile, read_header
 from ...loader.process.cpu import parallel_map
 from ...loader.sources.base import ObjectInfo, Source
@@ -99,7 +99,7 @@ def open_adapter(
     found = parallel_map(lambda name: _first_look(own, name), names, num_threads=len(names))
     manifest, config, weights, beginning = found
     if isinstance(manifest, bytes):
-        packed = parse_manifest(manifest, expected_digest=digest)
+        packed = parse_or_reread(own, manifest, digest=digest)
         return open_packed(own, packed, base, base_digest, max_bytes=max_bytes)
     assert isinstance(manifest, TeneralError)
     if digest is not None or not _may_be_absent(manifest):

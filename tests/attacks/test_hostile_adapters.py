@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tests.support.adapters import adapter_config, save_adapter
+from tests.support.manifest_documents import document_of
 from tests.support.tiny_models import config_json, save_tiny, tiny_model
 
 from teneral import cli
@@ -230,7 +231,7 @@ MANIFESTS: dict[str, Any] = {
 @pytest.mark.parametrize("change", MANIFESTS)
 def test_packed_adapters_that_lie_are_refused(packed: Path, change: str) -> None:
     path = packed / "manifest.json"
-    document = json.loads(path.read_text())
+    document = document_of(path.read_bytes())
     MANIFESTS[change](document)
     path.write_text(json.dumps(document, separators=(",", ":")))
     with pytest.raises(TeneralError):

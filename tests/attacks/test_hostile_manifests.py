@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tests.support.format_artifacts import build_format_artifact
-from tests.support.manifest_documents import SOUND, THREE_TIERS, Document, encoded, refused
+from tests.support.manifest_documents import SOUND, THREE_TIERS, Document, document_of, encoded, refused
 
 from teneral.loader.format.limits import MAX_MANIFEST_BYTES
 from teneral.loader.format.manifest import FRAME_ELEMENTS, Tier
@@ -224,7 +223,7 @@ def test_parts_that_do_not_hold_every_tensor_once_in_order_are_refused(
 
 def test_a_part_of_too_many_elements_is_refused() -> None:
     num_elements = 17 * 1024 * 1024
-    document = json.loads(build_format_artifact({"g": {"w": ("U8", (8, 8))}}).objects["manifest.json"])
+    document = document_of(build_format_artifact({"g": {"w": ("U8", (8, 8))}}).objects["manifest.json"])
     document["groups"][0]["tensors"][0]["shape"] = [num_elements]
     part = document["parts"][0]
     part["segments"][0].update(count=num_elements, planes=[["raw", 0, num_elements]])
@@ -234,7 +233,7 @@ def test_a_part_of_too_many_elements_is_refused() -> None:
 
 def test_a_part_of_too_many_bytes_is_refused() -> None:
     num_elements = 9 * 1024 * 1024
-    document = json.loads(build_format_artifact({"g": {"w": ("F64", (8,))}}).objects["manifest.json"])
+    document = document_of(build_format_artifact({"g": {"w": ("F64", (8,))}}).objects["manifest.json"])
     document["groups"][0]["tensors"][0]["shape"] = [num_elements]
     part = document["parts"][0]
     part["segments"][0].update(count=num_elements, planes=[["raw", 0, 8 * num_elements]])

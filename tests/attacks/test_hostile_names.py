@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.support.checkpoints import model_store, random_content
 from tests.support.engine_rig import EngineRig, finish
 from tests.support.format_artifacts import Shapes, build_format_artifact
+from tests.support.manifest_documents import document_of
 
 from teneral.handlers.function.context import Context
 from teneral.handlers.http.json_bodies import Decoder
@@ -186,7 +187,7 @@ def test_a_handlers_context_refuses_a_hostile_session() -> None:
 @pytest.mark.parametrize("place", ["tensor", "group", "file", "alias", "generator"])
 @pytest.mark.parametrize("name", INJECTIONS.values(), ids=INJECTIONS.keys())
 def test_a_manifest_with_a_name_that_writes_elsewhere_is_refused(place: str, name: str) -> None:
-    document = json.loads(dump_manifest(_manifest()))
+    document = document_of(dump_manifest(_manifest()))
     match place:
         case "tensor":
             document["groups"][0]["tensors"][0]["name"] = name
@@ -218,7 +219,7 @@ def test_safetensors_and_stores_have_the_same_rule(name: str) -> None:
 def test_names_in_any_script_are_fine_everywhere(name: str) -> None:
     assert check_name(name) == name
     assert name in open_checkpoint(model_store({name: random_content("F32", (4,))})).tensors
-    document = json.loads(dump_manifest(_manifest()))
+    document = document_of(dump_manifest(_manifest()))
     document["groups"][0]["tensors"][0]["name"] = name
     assert parse_manifest(json.dumps(document).encode()).tensors[0].name == name
 

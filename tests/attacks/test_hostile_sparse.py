@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.loader.test_sparse import Stored, decode, decoding_by, each_way, parts_of, stored, zeroed
 from tests.support.format_artifacts import build_format_artifact
+from tests.support.manifest_documents import document_of
 
 from teneral.loader.errors import IntegrityError, ManifestError
 from teneral.loader.format.manifest import FRAME_ELEMENTS, Codec, Plane, Tier
 from teneral.loader.format.manifest_json import parse_manifest
 
-SOUND: dict[str, Any] = json.loads(
+SOUND: dict[str, Any] = document_of(
     build_format_artifact(
         {"embed": {"a": ("BF16", (2, FRAME_ELEMENTS + 5)), "b": ("BF16", (40, 40)), "c": ("I8", (40, 40))}},
         encodings={"a": "bf16.sparse.3", "c": "bytes.sparse"},

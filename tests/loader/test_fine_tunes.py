@@ -20,6 +20,7 @@ from tests.support.checkpoints import (
     read_back,
 )
 from tests.support.load import patience_s
+from tests.support.manifest_documents import document_of
 from tests.support.memory_store import MemoryStore
 from tests.support.native import ISAS
 from tests.support.native import loaded as loaded_library
@@ -464,7 +465,7 @@ def test_a_base_that_lacks_a_tensor_is_refused(store: MemoryStore, base: MemoryS
 def test_a_manifest_is_refused_that_lies_about_its_base(
     store: MemoryStore, change: Any, message: str
 ) -> None:
-    document = json.loads(store.read("manifest.json", max_bytes=1 << 30)[0])
+    document = document_of(store.read("manifest.json", max_bytes=1 << 30)[0])
     change(document)
     generation = document.pop("generation")
     data = json.dumps({**document, "generation": generation}, separators=(",", ":")).encode()

@@ -131,9 +131,8 @@ def test_the_manifest_has_the_keys_that_the_page_shows(artifact: FormatArtifact)
             return {found for item in value for found in key_paths(item, f"{path}[]")}
         return set()
 
-    written = key_paths(json.loads(artifact.objects["manifest.json"])) | {
-        ".generation"
-    }  # which may be missing
+    written = key_paths(json.loads(artifact.objects["manifest.json"]))
+    written |= {".generation"}  # which may be missing
     assert written == key_paths(json.loads(example[1]))
 
 

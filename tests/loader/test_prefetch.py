@@ -12,6 +12,7 @@ import pytest
 from tests.support.artifacts import BuiltArtifact, build_artifact
 from tests.support.faulty_loads import LAYERS, FaultyStore, check_load, faulty_store
 from tests.support.inspection import slices_of
+from tests.support.manifest_documents import without_own_digest
 from tests.support.paced import WAIT_S
 from tests.support.store_faults import Fault
 from tests.support.store_http import Request
@@ -229,7 +230,7 @@ def test_a_manifest_is_shown_part_by_part_before_it_is_checked() -> None:
     assert parse_manifest(data, look=look) == parse_manifest(data)
     assert tuple(seen) == built.manifest.parts[:3]
     size = f'"size":{built.manifest.parts[-1].size_bytes},'.encode()
-    damaged = b'"size":1,'.join(data.rsplit(size, 1))
+    damaged = b'"size":1,'.join(without_own_digest(data).rsplit(size, 1))
     seen.clear()
     with pytest.raises(ManifestError):
         parse_manifest(damaged, look=look)
@@ -238,7 +239,7 @@ def test_a_manifest_is_shown_part_by_part_before_it_is_checked() -> None:
 
 def test_a_part_of_a_missing_blob_is_never_shown() -> None:
     built = whole_parts()
-    data = dump_manifest(built.manifest).replace(b'"blob":0,', b'"blob":7,')
+    data = without_own_digest(dump_manifest(built.manifest)).replace(b'"blob":0,', b'"blob":7,')
 
     def look(weight_bytes: int, blob: Blob, part: Part) -> bool:
         assert blob == built.manifest.blobs[1]

@@ -26,6 +26,7 @@ from blake3 import blake3
 from ...artifact import is_artifact
 from ...errors import UsageError
 from ...format.checkpoint import Checkpoint, open_checkpoint
+from ...format.checkpoint_files import shorten
 from ...format.encoding import Encoding
 from ...format.gguf.directory import GgufDirectory
 from ...format.limits import MANIFEST_NAME
@@ -59,7 +60,8 @@ _MAX_THREADS = 16
 @dataclass(frozen=True, slots=True)
 class PackResult:
     """`conversions` says what became of the numbers of a GGUF file, and what was pruned. `leftover`
-    names objects of the replaced artifact that could not be removed; they only cost space.
+    names objects of the replaced artifact that could not be removed; they only cost space. `left_out`
+    names files of the model that were not packed, although they look like settings.
     """
 
     pin: str  # the artifact's address with its digest
@@ -68,6 +70,7 @@ class PackResult:
     stored_bytes: int
     leftover: tuple[str, ...] = ()
     conversions: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     def render(self) -> str:
         """Some lines for people."""
@@ -75,6 +78,8 @@ class PackResult:
             f"packed {format_bytes(self.weight_bytes)} into {format_bytes(self.stored_bytes)}: {self.pin}"
         ]
         lines += [f"  {line}" for line in self.conversions]
+        if self.left_out:
+            lines.append(f"  not packed, as these names are not known: {shorten(self.left_out)}")
         if self.leftover:
             lines.append(f"  {len(self.leftover)} objects of the replaced artifact could not be removed.")
         return "\n".join(lines)
@@ -135,11 +140,12 @@ def pack(
     digest = manifest_digest(data)
     return PackResult(
         pin=f"{store.url}@b3:{digest.hex()}",
-        manifest=manifest._replace(digest=digest),
+        manifest=manifest._replace(digest=digest, has_own_digest=True),
         weight_bytes=checkpoint.weight_bytes,
         stored_bytes=writer.stored_bytes + len(data),
         leftover=remove_replaced(store, replaced) if replaced is not None else (),
         conversions=work.conversions,
+        left_out=checkpoint.left_out,
     )
 
 

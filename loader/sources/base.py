@@ -72,6 +72,8 @@ class SourceOptions(NamedTuple):
     outage_s: float = 30.0
     max_connections: int = 8
     base: str | None = None  # of a fine-tune that is stored as differences: its base's address
+    # Of a folder: links that lead out of it are followed, which packing does not want.
+    outside_links: bool = True
     headers: tuple[tuple[str, str], ...] = ()  # may hold secrets, and are not shown
 
     def __repr__(self) -> str:

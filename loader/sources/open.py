@@ -58,7 +58,11 @@ def open_source(url: str, options: SourceOptions | None = None) -> Source:
     if kind is None:
         raise UsageError(f"{url}: {scheme}:// is not a known kind of store", hint=f"Give {forms()}.")
     opened = getattr(import_module(kind.module, __package__), kind.name)
-    source: Source = opened(_path_of(url, scheme)) if scheme in ("", "file") else opened(url, options)
+    if scheme in ("", "file"):
+        follows = options is None or options.outside_links
+        source: Source = opened(_path_of(url, scheme), outside_links=follows)
+    else:
+        source = opened(url, options)
     return source
 
 

@@ -172,7 +172,11 @@ def _at_hand(address: str, options: SourceOptions | None, work: Path) -> tuple[P
         model = Path(path) if is_file else Path(path) / MODEL_NAME
         if not model.is_file():
             raise NotFoundError(f"there is no file {model}", source=address, name=model.name)
-        return model, [model.parent / name for name in _flat_files() if (model.parent / name).is_file()]
+        names = [name for name in _flat_files() if (model.parent / name).is_file()]
+        confined = FileStore(model.parent, outside_links=False)
+        for each in (model.name, *names):
+            confined.stat(each)
+        return model, [model.parent / name for name in names]
     folder, _, name = address.rpartition("/") if is_file else (address, "", MODEL_NAME)
     source = open_source(folder, options)
     try:

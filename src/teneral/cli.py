@@ -120,7 +120,9 @@ def _pack(options: argparse.Namespace) -> int:
     quantize = quantize_options(options)
     keep_integers = quantize is None and not options.dequantize
     own = source_options(options)._replace(base=None)  # the base is no part of what is read
-    source = open_model(options.model, own, keep_integers=keep_integers)
+    # Or a link to a secret would be packed with the model.
+    confined = own._replace(outside_links=False)
+    source = open_model(options.model, confined, keep_integers=keep_integers)
     store = open_store(options.artifact, own)
     if is_adapter_folder(source):
         return _pack_adapter(options, source, store)

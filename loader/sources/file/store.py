@@ -2,8 +2,8 @@
 
 Reads go straight from the page cache into the caller's buffer (`preadv`, without the GIL). Symbolic
 links are followed for reading, as the caches of model hubs are made of them, but a name can never
-climb out with '..'. Writing is in `writer.py`: an object appears whole, under its final name, or
-not at all.
+climb out with '..', and for packing no link may lead out of the folder (`links.py`). Writing is in
+`writer.py`: an object appears whole, under its final name, or not at all.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
 
-from ...errors import (
-    FormatError,
-    NotFoundError,
-)
+from ...errors import CheckpointError, FormatError, NotFoundError
 from .. import base
 from ..base import ObjectInfo, check_name
+from .links import leads_out
 from .writer import FileWriter, Folder, file_info, is_temporary
 
 MAX_SLICE_BYTES = 16 * 1024 * 1024  # between two slices a read notices that its source was closed
@@ -31,8 +29,10 @@ MAX_DEPTH = 32
 class FileStore:
     """A `Store` on one folder. The folder need not exist before the first write, and is made then."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, outside_links: bool = True) -> None:
+        """Without `outside_links`, reads of links that lead out of the folder raise `CheckpointError`."""
         self._folder = Folder(path)
+        self._outside_links = outside_links
         self._closed = False
 
     @property
@@ -118,6 +118,7 @@ class FileStore:
         """A descriptor of the object, a regular file, and its status."""
         self._check_open(check_name(name))
         with self._folder.translated(name):
+            self._check_link(name)
             # O_NONBLOCK: a FIFO under a model's name must not hang the process.
             fd = os.open(self._folder.path_of(name), os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
             try:
@@ -180,6 +181,17 @@ class FileStore:
         present = file_info(name, status).version
         if version is not None and version != present:
             raise base.changed(self.url, name, f"version {version} was expected, {present} is there")
+
+    def _check_link(self, name: str) -> None:
+        if self._outside_links:
+            return
+        target = leads_out(self.url, self._folder.path_of(name))
+        if target is not None:
+            raise CheckpointError(
+                f"{name} in {self.url} is a link to {target!r}, which is outside of the model's folder",
+                where=name,
+                hint="Put the file itself into the folder, or remove the link.",
+            )
 
     def _check_open(self, name: str) -> None:
         if self._closed:

@@ -32,6 +32,7 @@ from ..errors import (
 )
 
 MAX_NAME_BYTES = 1024  # S3's own limit for a key
+MAX_SHOWN_CHARS = 500  # of a store's own words in a message
 
 # Names end up in terminals and logs. Control characters of both sets (U+0080 to U+009F are escape
 # sequences as well), line separators, invisible marks and whatever turns the direction of what
@@ -200,6 +201,14 @@ def is_showable(text: str) -> bool:
     nothing else.
     """
     return (text.isascii() and text.isprintable()) or _HOSTILE.search(text) is None
+
+
+def shown_text(text: str) -> str:
+    """A store's own words for a message: a space in place of each mark that could change other text
+    of a terminal or a log, and of half a surrogate pair; at most `MAX_SHOWN_CHARS`.
+    """
+    text = text[: 4 * MAX_SHOWN_CHARS]
+    return "".join(mark if mark.isprintable() else " " for mark in text)[:MAX_SHOWN_CHARS].strip()
 
 
 def check_name(name: str) -> str:

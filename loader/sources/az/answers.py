@@ -72,8 +72,7 @@ def explain(head: Head, body: bytes, *, source: str, name: str, is_anonymous: bo
     status = head.status
     code, message, _ = parse_problem(body)
     what = f"{name} in {source}" if name else source
-    shown = "".join(mark if mark.isprintable() else " " for mark in f"{code} {message}").strip()
-    detail = f"{status} {shown}".strip()
+    detail = " ".join(text for text in (str(status), code, message) if text)
     if code == "ContainerNotFound":
         hint = "Check the container's name and the account."
         return NotFoundError(f"the container of {source} does not exist", source=source, hint=hint)

@@ -9,13 +9,12 @@ import json
 from typing import Any, NamedTuple
 
 from ...errors import AccessDeniedError, FormatError, NotFoundError, SourceError
-from ..base import ObjectInfo
+from ..base import MAX_SHOWN_CHARS, ObjectInfo, shown_text
 from ..http.bucket import Listed, Page
 from ..http.head import Head
 from ..http.source import status_error
 from .address import is_number, version_of
 
-MAX_TEXT = 500  # characters of an error's message that are shown
 _THROTTLED = frozenset({"rateLimitExceeded", "userRateLimitExceeded"})
 WAYS_TO_GIVE = (
     "Run under a service account on Google Cloud, set GOOGLE_APPLICATION_CREDENTIALS to a service account's key "
@@ -29,7 +28,7 @@ _RIGHTS = (
 
 
 class Problem(NamedTuple):
-    """The content of an error document; '' where it says nothing."""
+    """The content of an error document, as `shown_text`; '' where it says nothing."""
 
     reason: str
     message: str
@@ -40,9 +39,9 @@ def parse_problem(document: bytes) -> Problem:
     try:
         error = json.loads(document.decode())["error"]
         reason = str(error["errors"][0]["reason"]) if error.get("errors") else ""
-        return Problem(reason[:MAX_TEXT], _shown(str(error.get("message", ""))))
+        return Problem(shown_text(reason), shown_text(str(error.get("message", ""))))
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
-        return Problem("", _shown(document[: 4 * MAX_TEXT].decode("utf-8", "replace")))
+        return Problem("", shown_text(document[: 4 * MAX_SHOWN_CHARS].decode("utf-8", "replace")))
 
 
 def parse_object(document: bytes, name: str, *, where: str) -> ObjectInfo:
@@ -99,7 +98,3 @@ def _listed(item: object, where: str) -> Listed:
     if type(key) is not str or not key or not is_number(size) or not is_number(generation):
         raise FormatError(f"{where} lists an object without a name, size or generation", where=where)
     return Listed(key, int(str(size)), version_of(str(generation)))
-
-
-def _shown(text: str) -> str:
-    return "".join(mark if mark.isprintable() else " " for mark in text)[:MAX_TEXT].strip()

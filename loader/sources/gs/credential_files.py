@@ -15,14 +15,14 @@ from typing import Any
 from urllib.parse import urlencode
 
 from ...errors import AccessDeniedError, UnavailableError
-from ..base import SourceOptions
+from ..base import MAX_SHOWN_CHARS, SourceOptions, shown_text
 from ..http.address import WebAddress, parse_address
 from ..http.head import Request, is_header
 from ..http.send import Reply, Sender
 from ..http.source import RETRYABLE
 from ..http.tokens import MAX_ANSWER_BYTES, Token
 from .address import is_loopback
-from .answers import MAX_TEXT, WAYS_TO_GIVE
+from .answers import WAYS_TO_GIVE
 
 SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 _IMPERSONATOR_SCOPE = "https://www.googleapis.com/auth/cloud-platform"
@@ -190,10 +190,10 @@ def _checked(reply: Reply) -> bytes:
     reason = ""
     try:
         problem = json.loads(reply.body.decode())
-        reason = str(problem.get("error_description") or problem.get("error", ""))[:MAX_TEXT]
+        reason = shown_text(str(problem.get("error_description") or problem.get("error", "")))
     except (ValueError, AttributeError, RecursionError):
         pass
-    shown = f" ({reason})" if reason and reason.isprintable() else ""
+    shown = f" ({reason})" if reason else ""
     raise AccessDeniedError(f"the token service answers {status}{shown}", hint=WAYS_TO_GIVE)
 
 
@@ -238,4 +238,4 @@ def _text(entries: Document, field: str) -> str:
 
 def _reason(error: BaseException) -> str:
     """Without the values, which may be secrets."""
-    return f"{error} is missing" if isinstance(error, KeyError) else str(error)[:MAX_TEXT]
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error)[:MAX_SHOWN_CHARS]

@@ -11,15 +11,15 @@ from typing import NamedTuple
 from urllib.parse import unquote_plus
 
 from ...errors import FormatError
+from ..base import shown_text
 from .bucket import Listed, Page
 
-MAX_TEXT = 500  # characters of an error's message that are shown
 _ENTITY = re.compile(r"&(#x[0-9a-fA-F]{1,6}|#[0-9]{1,7}|lt|gt|amp|quot|apos);")
 _NAMED = {"lt": "<", "gt": ">", "amp": "&", "quot": '"', "apos": "'"}
 
 
 class S3Problem(NamedTuple):
-    """The code and message of an error document; '' where it has none."""
+    """The code and message of an error document, as `shown_text`; '' where it has none."""
 
     code: str
     message: str
@@ -29,8 +29,10 @@ class S3Problem(NamedTuple):
 def parse_problem(document: bytes) -> S3Problem:
     """Never raises: what is not an S3 error document has no code."""
     text = document.decode("utf-8", "replace")
-    code, message, region = (element_text(text, tag) or "" for tag in ("Code", "Message", "Region"))
-    return S3Problem(code[:MAX_TEXT], " ".join(message.split())[:MAX_TEXT], region)
+    code, message, region = (
+        shown_text(element_text(text, tag) or "") for tag in ("Code", "Message", "Region")
+    )
+    return S3Problem(code, " ".join(message.split()), region)
 
 
 def parse_page(document: bytes, *, where: str) -> Page:
@@ -64,4 +66,5 @@ def _character(entity: re.Match[str]) -> str:
     if not name.startswith("#"):
         return _NAMED[name]
     number = int(name[2:], 16) if name[1] == "x" else int(name[1:])
-    return chr(number) if number < 0x110000 else "\ufffd"
+    is_character = number < 0x110000 and not 0xD800 <= number < 0xE000  # no half of a surrogate pair
+    return chr(number) if is_character else "\ufffd"

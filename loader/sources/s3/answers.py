@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from ...errors import AccessDeniedError, NoSpaceError, NotFoundError, SourceError
+from ..base import shown_text
 from ..http.source import status_error
+from .address import is_region
 
 # Another request to the same object was under way: 409, worth another try.
 CONFLICTS = frozenset({"ConditionalRequestConflict", "OperationAborted"})
@@ -67,8 +69,9 @@ def explain(
     retry_after_s: float | None = None,
 ) -> SourceError:
     """The error for an answer of this status and code ('' for none); `region` is the right one, if
-    known.
+    known. All three texts may be the store's own words.
     """
+    code, message = shown_text(code), shown_text(message)
     what = f"{name} in {source}" if name else source
     detail = " ".join(text for text in (str(status), code, message) if text)
     if code in _DENIALS:
@@ -106,7 +109,7 @@ def explain(
 
 
 def _wrong_region(source: str, name: str, region: str) -> SourceError:
-    if region:
+    if is_region(region):
         message, hint = f"the bucket of {source} is in the region {region}", f"Set AWS_REGION={region}."
     else:
         message, hint = (

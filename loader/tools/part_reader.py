@@ -1,7 +1,9 @@
 """Reads parts one at a time, checks them, and decodes their segments: what `verify` and `unpack`
 have in common.
 
-Invariant: content is handed out only after the part's digest was found right. Every thread has
+Invariant: content is handed out only after the part's digest was found right. A part that differs
+is read a second time, since bits flip on the way, too; once the store has failed for one part, no
+other is asked for, so that an outage is waited for once. Every thread has
 buffers of its own, so memory is bounded by the largest part and the largest segment a thread. Loads
 for serving go through `load.py` instead.
 """
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from blake3 import blake3
 
-from ..errors import IntegrityError
+from ..errors import IntegrityError, UnavailableError
 from ..format.codec import Scratch, decode_planes
 from ..format.manifest import Manifest, Part, Segment
 from ..load.accounting import describe_part
@@ -50,28 +52,41 @@ class PartReader:
         segments = (segment for part in manifest.parts for segment in part.segments)
         self._max_segment_bytes = max(map(self.segment_bytes, segments), default=0)
         self._own = threading.local()
+        self._failure: UnavailableError | None = None  # the store's
 
     def read(self, part: Part) -> memoryview:
-        """The part's verified bytes. Raises `IntegrityError` when they are wrong, `ChangedError`
+        """The part's verified bytes. Raises `IntegrityError` when they are wrong twice, `ChangedError`
         when it is of another version than parts before it, and the source's errors.
         """
         stored = self._buffer("stored", self._max_part_bytes)[: part.size_bytes].data
+        got = self._read(part, stored)
+        if got != part.digest:
+            got = self._read(part, stored)
+        if got != part.digest:
+            assert part.digest is not None
+            where = describe_part(self._manifest, part)
+            raise IntegrityError(
+                f"{where} has a wrong digest",
+                where=where,
+                expected=part.digest.hex(),
+                got=got.hex() if got is not None else "",
+                hint="Restore the object, or pack the model again.",
+            )
+        return stored
+
+    def _read(self, part: Part, stored: memoryview) -> bytes | None:
+        """Fill `stored`; the digest of what came, None for a part without one."""
+        if self._failure is not None:
+            raise self._failure
         name = self._manifest.blobs[part.blob].name
         expected = self._versions.of(part.blob)
-        version = self._source.read_into(name, part.offset_bytes, stored, version=expected)
+        try:
+            version = self._source.read_into(name, part.offset_bytes, stored, version=expected)
+        except UnavailableError as error:
+            self._failure = error
+            raise
         self._versions.check(part.blob, version)
-        if part.digest is not None:
-            got = blake3(stored).digest()
-            if got != part.digest:
-                where = describe_part(self._manifest, part)
-                raise IntegrityError(
-                    f"{where} has a wrong digest",
-                    where=where,
-                    expected=part.digest.hex(),
-                    got=got.hex(),
-                    hint="Restore the object, or pack the model again.",
-                )
-        return stored
+        return None if part.digest is None else blake3(stored).digest()
 
     def decode(self, part: Part, segment: Segment, stored: memoryview, out: Bytes) -> None:
         """Put what the part says about a segment into `out`; of later tiers, over those before."""

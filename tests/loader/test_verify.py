@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 from blake3 import blake3
@@ -20,8 +24,10 @@ from teneral.loader.errors import (
 from teneral.loader.format import layout
 from teneral.loader.format.manifest import FRAME_ELEMENTS, Codec, Manifest, Tier
 from teneral.loader.format.manifest_json import dump_manifest
+from teneral.loader.sources.base import ObjectInfo
 from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.progress_bar import TransferProgress
+from teneral.loader.tools.unpack import unpack
 from teneral.loader.tools.verify import verify
 
 
@@ -211,3 +217,83 @@ def test_digests_of_tensors_that_do_not_fit_the_manifest_are_named(
     artifact.put("manifest.json", dump_manifest(manifest._replace(files=files)))
     report = verify(artifact)
     assert ["tensors.b3" in each.where and problem in each.message for each in report.problems] == [True]
+
+
+class FaultyAnswers:
+    """A store that treats its answers with parts as `spoil` says, given the number of the answer."""
+
+    def __init__(self, store: MemoryStore, spoil: Callable[[int, memoryview], None]) -> None:
+        self._store = store
+        self._spoil = spoil
+        self._lock = threading.Lock()
+        self.num_reads = 0
+
+    def read_into(
+        self, name: str, start: int, buffer: memoryview, *, version: str | None = None
+    ) -> str | None:
+        found = self._store.read_into(name, start, buffer, version=version)
+        with self._lock:
+            number = self.num_reads
+            self.num_reads += 1
+        self._spoil(number, buffer)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def flip_answer(number: int, *more: int) -> Callable[[int, memoryview], None]:
+    def spoil(answer: int, buffer: memoryview) -> None:
+        if answer in (number, *more):
+            buffer[len(buffer) // 2] ^= 4
+
+    return spoil
+
+
+def test_a_bit_that_flips_on_the_way_is_no_damage(artifact: MemoryStore, tmp_path: Path) -> None:
+    store = FaultyAnswers(artifact, flip_answer(2))
+    report = verify(store, threads=1)
+    assert report.ok
+    assert store.num_reads == report.num_parts + 1
+    unpack(FaultyAnswers(artifact, flip_answer(2)), tmp_path / "back", threads=1)
+
+
+def test_a_bit_that_flips_twice_is_damage(artifact: MemoryStore) -> None:
+    report = verify(FaultyAnswers(artifact, flip_answer(2, 3)), threads=1)
+    assert [problem.part.index for problem in report.problems] == [2]
+
+
+def test_a_small_file_is_read_again_too(artifact: MemoryStore) -> None:
+    class Flipping:
+        flipped: ClassVar[list[str]] = []
+
+        def read(self, name: str, *, max_bytes: int) -> tuple[bytes, ObjectInfo]:
+            data, info = artifact.read(name, max_bytes=max_bytes)
+            if name.endswith("config.json") and name not in self.flipped:
+                self.flipped.append(name)
+                data = bytes([data[0] ^ 1]) + data[1:]
+            return data, info
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(artifact, name)
+
+    assert verify(Flipping()).ok
+    assert len(Flipping.flipped) == 2
+
+
+@pytest.mark.parametrize("tool", ["verify", "unpack"])
+def test_a_store_that_dies_is_given_up_after_one_failure(
+    artifact: MemoryStore, tmp_path: Path, tool: str
+) -> None:
+    """A real store has waited for the outage by then."""
+    num_threads = 3
+
+    def die(answer: int, buffer: memoryview) -> None:
+        if answer >= 5:
+            raise UnavailableError("nothing has come for 30 s")
+
+    store = FaultyAnswers(artifact, die)
+    run = verify if tool == "verify" else functools.partial(unpack, directory=tmp_path / "back")
+    with pytest.raises(UnavailableError, match="30 s"):
+        run(store, threads=num_threads)
+    assert store.num_reads <= 5 + num_threads

@@ -64,7 +64,15 @@ class SourceError(TeneralError):
 
 
 class NotFoundError(SourceError):
-    """The object, bucket or folder does not exist."""
+    """The object, bucket or folder does not exist. `is_bucket`: there is not even the bucket, which no
+    write makes.
+    """
+
+    def __init__(
+        self, message: str, *, source: str = "", name: str = "", hint: str = "", is_bucket: bool = False
+    ) -> None:
+        super().__init__(message, source=source, name=name, hint=hint)
+        self.is_bucket = is_bucket
 
 
 class AccessDeniedError(SourceError):

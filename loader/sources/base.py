@@ -44,12 +44,13 @@ _HOSTILE = re.compile(
 
 class ObjectInfo(NamedTuple):
     """One stored object. `version` changes whenever its bytes do (an ETag; size and mtime_ns for
-    files).
+    files). `modified_unix_s` is when it was last written, where a listing says so.
     """
 
     name: str
     size_bytes: int
     version: str
+    modified_unix_s: float | None = None
 
 
 class SourceOptions(NamedTuple):

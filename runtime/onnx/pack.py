@@ -26,6 +26,7 @@ from ...loader.sources.base import ObjectInfo, Source, Store, check_name
 from ...loader.sources.file.store import FileStore
 from ...loader.sources.open import open_source
 from ...loader.tools.pack.pack import PackResult, pack
+from ...loader.tools.pack.write import find_replaced
 from .spec import FILE_NAME, METADATA, NO_TELEMETRY, WHOLE_NAME
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ def pack_onnx(
     served, `UsageError` if the packages that read ONNX files are missing, and the errors of `pack`.
     """
     _require_packages()
+    find_replaced(store, force=force)  # before the work that `pack` begins with its own look
     remove_abandoned(PACK_PREFIX)
     with ScratchFolder(PACK_PREFIX) as temporary:
         work = temporary.path

@@ -252,6 +252,16 @@ def _verify(options: argparse.Namespace) -> int:
     return 0 if report.ok else exit_code(loading.IntegrityError("damaged"))
 
 
+def _gc(options: argparse.Namespace) -> int:
+    from .loader.sources.open import open_store
+    from .loader.tools.garbage import collect_garbage
+
+    store = open_store(options.artifact, source_options(options))
+    report = collect_garbage(store, older_than_s=options.older_than, dry_run=options.dry_run)
+    print(report.render())
+    return 0
+
+
 def _inspect(options: argparse.Namespace) -> int:
     from .loader.artifact import find_file, open_artifact, open_model, read_file
     from .loader.pin import split_pin
@@ -469,6 +479,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "pack": _pack,
     "unpack": _unpack,
     "verify": _verify,
+    "gc": _gc,
     "inspect": _inspect,
     "eval-draft": _eval_draft,
     "eval": _eval,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -174,6 +175,27 @@ def _verify(command: argparse.ArgumentParser) -> None:
     command.add_argument("artifact", metavar="ARTIFACT")
     add_base_flag(command)
     _add_work_flags(command)
+
+
+def _gc(command: argparse.ArgumentParser) -> None:
+    command.add_argument("artifact", metavar="ARTIFACT")
+    command.add_argument(
+        "--older-than",
+        type=_age_s,
+        metavar="AGE",
+        default=24 * 3600.0,
+        help="remove what has been unused for so long, as in 90m, 24h or 7d (default: 24h); 0 for all of it",
+    )
+    command.add_argument("--dry-run", action="store_true", help="list what is unused, and remove nothing")
+    add_source_flags(command)
+
+
+def _age_s(text: str) -> float:
+    """Seconds. Raises `ArgumentTypeError`."""
+    found = re.fullmatch(r"([0-9]{1,6})([smhd]?)", text)
+    if not found or (not found[2] and found[1] != "0"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an age: write 90m, 24h or 7d")
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}[found[2]]
 
 
 def _inspect(command: argparse.ArgumentParser) -> None:
@@ -430,6 +452,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "pack": ("turn a Hugging Face directory into an artifact", _pack),
     "unpack": ("turn an artifact back into safetensors, each tensor bit for bit", _unpack),
     "verify": ("read a whole artifact and name every part that is damaged", _verify),
+    "gc": ("remove what replaced artifacts and killed packs have left", _gc),
     "inspect": ("print layers, tiers, bytes and ratios", _inspect),
     "eval-draft": ("measure how much of a model its draft keeps", _eval_draft),
     "eval": ("measure how much of a model a smaller version of it keeps", _eval),

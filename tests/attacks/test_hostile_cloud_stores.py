@@ -172,7 +172,10 @@ def test_any_bytes_are_read_without_another_error(body: bytes) -> None:
             parse()
 
 
-ENTRY = "<Blob><Name>x</Name><Etag>0x1</Etag><Content-Length>1</Content-Length></Blob>"
+ENTRY = (
+    "<Blob><Name>x</Name><Last-Modified>Sun, 06 Nov 1994 08:49:37 GMT</Last-Modified><Etag>0x1</Etag>"
+    "<Content-Length>1</Content-Length></Blob>"
+)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +193,7 @@ ENTRY = "<Blob><Name>x</Name><Etag>0x1</Etag><Content-Length>1</Content-Length><
 )
 def test_what_is_no_page_of_blobs_is_refused(old: str, new: str) -> None:
     page = f"<EnumerationResults>{ENTRY}</EnumerationResults>"
-    assert az_answers.parse_page(page.encode(), where="x").objects == (("x", 1, '"0x1"'),)
+    assert az_answers.parse_page(page.encode(), where="x").objects == (("x", 1, '"0x1"', 784111777),)
     with pytest.raises(FormatError):
         az_answers.parse_page(page.replace(old, new).encode(), where="x")
 

@@ -22,7 +22,6 @@ from teneral.loader.artifact import open_artifact, read_file
 from teneral.loader.errors import (
     AlreadyExistsError,
     CheckpointError,
-    UnavailableError,
     UsageError,
 )
 from teneral.loader.format import layout
@@ -253,14 +252,15 @@ def test_an_artifact_is_not_replaced_without_force() -> None:
     assert names_in(store) == before
 
 
-def test_force_replaces_an_artifact_and_removes_its_objects() -> None:
+def test_force_replaces_an_artifact_and_keeps_its_objects_for_loads_under_way() -> None:
     store = MemoryStore()
-    pack(model_store(llama_contents(num_layers=1)), store)
+    old = pack(model_store(llama_contents(num_layers=1)), store).manifest
     before = set(names_in(store))
     result = pack(model_store(llama_contents(num_layers=2)), store, force=True)
     assert open_artifact(store) == result.manifest
-    assert set(names_in(store)) & before == {"manifest.json"}
-    assert len(names_in(store)) == len(before)
+    assert before < set(names_in(store))
+    assert [each.name for each in result.unused] == [old.generation]
+    assert "`teneral gc memory://" in result.render()
     assert verify(store).ok
 
 
@@ -285,19 +285,6 @@ def test_force_removes_nothing_but_blobs_whatever_the_old_manifest_names() -> No
     store.put("manifest.json", dump_manifest(hostile))
     pack(model_store(llama_contents()), store, force=True)
     assert store.read("precious.txt", max_bytes=100)[0] == b"keep me"
-
-
-def test_old_objects_that_cannot_be_removed_are_named() -> None:
-    class Clinging(MemoryStore):
-        def delete(self, name: str) -> None:
-            raise UnavailableError("not now", name=name)
-
-    store = Clinging()
-    pack(model_store(llama_contents()), store)
-    old = [name for name in names_in(store) if name != "manifest.json"]
-    result = pack(model_store(llama_contents()), store, force=True)
-    assert sorted(result.leftover) == old
-    assert "6 objects of the replaced artifact could not be removed" in result.render()
 
 
 def test_a_model_can_be_packed_into_its_own_folder_but_only_once(tmp_path: Path) -> None:

@@ -294,7 +294,9 @@ def test_objects_are_listed_in_name_order(place: Place, source: Source) -> None:
             source.list()
         return
     assert [info.name for info in source.list()] == sorted(NAMES)
-    assert list(source.list("blobs/")) == [source.stat(name) for name in sorted(NAMES)[:3]]
+    # Only a listing says when an object was written.
+    listed = [info[:3] for info in source.list("blobs/")]
+    assert listed == [source.stat(name)[:3] for name in sorted(NAMES)[:3]]
     assert [info.name for info in source.list("conf")] == ["config.json"]
     assert list(source.list("nothing/like/it")) == []
 

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 from ...errors import AccessDeniedError, FormatError, NotFoundError, SourceError
 from ..http.bucket import Listed, Page
-from ..http.head import Head, is_strong_etag
+from ..http.head import Head, is_strong_etag, parse_date
 from ..http.source import status_error
 from ..http.xml import element_text, parse_problem
 from .credentials import WAYS_TO_GIVE
@@ -48,7 +48,8 @@ def parse_page(document: bytes, *, where: str) -> Page:
             or not version
         ):
             raise FormatError(f"{where} lists a blob without a name, size or ETag", where=where)
-        objects.append(Listed(key, int(size), version))
+        modified = parse_date(element_text(entry, "Last-Modified") or "")
+        objects.append(Listed(key, int(size), version, modified))
     return Page(tuple(objects), element_text(text, "NextMarker") or None)
 
 
@@ -75,7 +76,9 @@ def explain(head: Head, body: bytes, *, source: str, name: str, is_anonymous: bo
     detail = " ".join(text for text in (str(status), code, message) if text)
     if code == "ContainerNotFound":
         hint = "Check the container's name and the account."
-        return NotFoundError(f"the container of {source} does not exist", source=source, hint=hint)
+        return NotFoundError(
+            f"the container of {source} does not exist", source=source, hint=hint, is_bucket=True
+        )
     if code == "BlobArchived":
         hint = "Change its access tier first, and wait until that is done."
         return SourceError(f"{what} is archived and cannot be read", source=source, name=name, hint=hint)

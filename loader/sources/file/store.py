@@ -19,7 +19,7 @@ from ...errors import CheckpointError, FormatError, NotFoundError
 from .. import base
 from ..base import ObjectInfo, check_name
 from .links import leads_out
-from .writer import FileWriter, Folder, file_info, is_temporary
+from .writer import FileWriter, Folder, file_info, has_writer, is_temporary
 
 MAX_SLICE_BYTES = 16 * 1024 * 1024  # between two slices a read notices that its source was closed
 MAX_LISTED = 100_000  # files in one folder
@@ -112,6 +112,21 @@ class FileStore:
         with self._folder.translated(name), suppress(FileNotFoundError, NotADirectoryError):
             os.unlink(path)
         self._folder.prune(os.path.dirname(path))
+
+    def unfinished(self, folder: str) -> tuple[ObjectInfo, ...]:
+        """The files below `folder` that writers have not finished, or left when they died."""
+        self._check_open(check_name(folder))
+        found = []
+        for path, _, names in os.walk(self._folder.path_of(folder)):
+            for name in filter(is_temporary, names):
+                place = os.path.join(path, name)
+                with suppress(FileNotFoundError):
+                    found.append(file_info(os.path.relpath(place, self.url), os.stat(place)))
+        return tuple(found)
+
+    def is_written(self, folder: str) -> bool:
+        """True if a writer of an object below `folder` lives."""
+        return any(has_writer(self._folder.path_of(info.name)) for info in self.unfinished(folder))
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[tuple[int, os.stat_result]]:

@@ -107,7 +107,7 @@ def file_info(name: str, status: os.stat_result) -> ObjectInfo:
     clock.
     """
     version = f"{status.st_size:x}-{status.st_mtime_ns:x}-{status.st_ino:x}"
-    return ObjectInfo(name, status.st_size, version)
+    return ObjectInfo(name, status.st_size, version, status.st_mtime)
 
 
 def is_temporary(file_name: str) -> bool:
@@ -240,6 +240,23 @@ def _remove_leftovers(directory: str) -> None:
             continue  # its writer lives
         finally:
             os.close(fd)
+
+
+def has_writer(path: str) -> bool:
+    """True if the temporary file's writer lives, or may live."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True  # another user's
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ...errors import AccessDeniedError, FormatError, NotFoundError, SourceError
 from ..base import MAX_SHOWN_CHARS, ObjectInfo, shown_text
 from ..http.bucket import Listed, Page
-from ..http.head import Head
+from ..http.head import Head, parse_time
 from ..http.source import status_error
 from .address import is_number, version_of
 
@@ -77,7 +77,9 @@ def explain(head: Head, body: bytes, *, source: str, name: str, is_anonymous: bo
             return AccessDeniedError(message, source=source, name=name, hint=hint, may_be_absent=True)
         case 404 if "bucket" in problem.message.lower() and "object" not in problem.message.lower():
             hint = "Check the bucket's name and the project."
-            return NotFoundError(f"the bucket of {source} does not exist", source=source, hint=hint)
+            return NotFoundError(
+                f"the bucket of {source} does not exist", source=source, hint=hint, is_bucket=True
+            )
     return status_error(source, name, status, detail=detail, retry_after_s=head.retry_after_s)
 
 
@@ -97,4 +99,4 @@ def _listed(item: object, where: str) -> Listed:
     key, size, generation = (item.get(field) for field in ("name", "size", "generation"))
     if type(key) is not str or not key or not is_number(size) or not is_number(generation):
         raise FormatError(f"{where} lists an object without a name, size or generation", where=where)
-    return Listed(key, int(str(size)), version_of(str(generation)))
+    return Listed(key, int(str(size)), version_of(str(generation)), parse_time(item.get("updated")))

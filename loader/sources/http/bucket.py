@@ -58,6 +58,7 @@ class Listed(NamedTuple):
     key: str  # with the folder's prefix
     size_bytes: int
     version: str
+    modified_unix_s: float | None = None
 
 
 class Page(NamedTuple):
@@ -118,7 +119,7 @@ class BucketStore(HttpReads, ABC):
                 name = found.key.removeprefix(folder)
                 # Else a folder's own marker.
                 if found.key.startswith(folder + prefix) and base.is_name(name):
-                    yield ObjectInfo(name, found.size_bytes, found.version)
+                    yield ObjectInfo(name, *found[1:])
             token = page.next_token
             if token is None:
                 return

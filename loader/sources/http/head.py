@@ -154,6 +154,17 @@ def parse_date(value: str) -> int | None:
     return ((days * 24 + hour) * 60 + minute) * 60 + second
 
 
+def parse_time(text: object) -> float | None:
+    """Unix seconds of a time in ISO 8601 with its zone; None for all else."""
+    import datetime  # a cold start lists nothing
+
+    try:
+        time = datetime.datetime.fromisoformat(text) if isinstance(text, str) else None
+    except ValueError:
+        return None
+    return time.timestamp() if time is not None and time.tzinfo is not None else None
+
+
 def is_strong_etag(value: str) -> bool:
     """True if a server can be asked to compare this byte for byte (If-Match)."""
     return _STRONG_ETAG.fullmatch(value) is not None

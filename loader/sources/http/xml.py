@@ -13,6 +13,7 @@ from urllib.parse import unquote_plus
 from ...errors import FormatError
 from ..base import shown_text
 from .bucket import Listed, Page
+from .head import parse_time
 
 _ENTITY = re.compile(r"&(#x[0-9a-fA-F]{1,6}|#[0-9]{1,7}|lt|gt|amp|quot|apos);")
 _NAMED = {"lt": "<", "gt": ">", "amp": "&", "quot": '"', "apos": "'"}
@@ -44,10 +45,13 @@ def parse_page(document: bytes, *, where: str) -> Page:
     objects = []
     for piece in text.split("<Contents>")[1:]:
         entry = piece.partition("</Contents>")[0]
-        key, size, etag = (element_text(entry, tag) for tag in ("Key", "Size", "ETag"))
+        key, size, etag, modified = (
+            element_text(entry, tag) for tag in ("Key", "Size", "ETag", "LastModified")
+        )
         if key is None or size is None or not size.isdecimal() or len(size) > 19:
             raise FormatError(f"{where} lists an object without a key or size", where=where)
-        objects.append(Listed(unquote_plus(key) if is_encoded else key, int(size), etag or ""))
+        name = unquote_plus(key) if is_encoded else key
+        objects.append(Listed(name, int(size), etag or "", parse_time(modified)))
     is_truncated = element_text(text, "IsTruncated") == "true"
     token = element_text(text, "NextContinuationToken")
     if is_truncated and not token:

@@ -91,7 +91,9 @@ def explain(
         return NoSpaceError(f"{what} could not be written: {detail}", source=source, name=name, hint=hint)
     if code == "NoSuchBucket":
         hint = "Check the bucket's name, the endpoint and the account."
-        return NotFoundError(f"the bucket of {source} does not exist", source=source, hint=hint)
+        return NotFoundError(
+            f"the bucket of {source} does not exist", source=source, hint=hint, is_bucket=True
+        )
     if code == "InvalidObjectState":
         hint = "Restore it first (aws s3api restore-object), and wait until that is done."
         return SourceError(f"{what} is archived and cannot be read", source=source, name=name, hint=hint)

@@ -33,8 +33,10 @@ from ...format.limits import MANIFEST_NAME
 from ...format.manifest import Manifest, Part, align
 from ...format.manifest_json import dump_manifest, manifest_digest
 from ...format.tensor_digests import FILE_NAME, dump_tensor_digests
+from ...pin import PIN_MARK
 from ...process.cpu import available_cores
 from ...sources.base import Source, Store
+from ..garbage import Generation, describe_unused, find_unused_quietly
 from ..progress_bar import TransferProgress, format_bytes
 from .content import Base, BaseReader, ContentReader, plan_differences
 from .plan import Job, PackPlan, TierOptions, find_aliases, forward_order, plan_pack
@@ -48,7 +50,7 @@ from .quantize_plan import (
     plan_quantize,
 )
 from .sparse_plan import choose_sparse
-from .write import BlobWriter, EncodedPart, Encoder, buffer_bytes, find_replaced, publish, remove_replaced
+from .write import BlobWriter, EncodedPart, Encoder, buffer_bytes, find_replaced, publish
 
 if TYPE_CHECKING:
     from .write import Bytes
@@ -59,16 +61,16 @@ _MAX_THREADS = 16
 
 @dataclass(frozen=True, slots=True)
 class PackResult:
-    """`conversions` says what became of the numbers of a GGUF file, and what was pruned. `leftover`
-    names objects of the replaced artifact that could not be removed; they only cost space. `left_out`
-    names files of the model that were not packed, although they look like settings.
+    """`conversions` says what became of the numbers of a GGUF file, and what was pruned. `unused` are
+    the generations that nothing refers to any longer. `left_out` names files of the model that were
+    not packed, although they look like settings.
     """
 
     pin: str  # the artifact's address with its digest
     manifest: Manifest
     weight_bytes: int  # of the checkpoint, tied tensors counted as often as they stood there
     stored_bytes: int
-    leftover: tuple[str, ...] = ()
+    unused: tuple[Generation, ...] = ()
     conversions: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
 
@@ -80,8 +82,8 @@ class PackResult:
         lines += [f"  {line}" for line in self.conversions]
         if self.left_out:
             lines.append(f"  not packed, as these names are not known: {shorten(self.left_out)}")
-        if self.leftover:
-            lines.append(f"  {len(self.leftover)} objects of the replaced artifact could not be removed.")
+        if self.unused:
+            lines.append(f"  {describe_unused(self.unused, self.pin.rpartition(PIN_MARK)[0])}")
         return "\n".join(lines)
 
 
@@ -112,8 +114,8 @@ def pack(
     digest of an artifact that is needed with this one, although it holds no differences to it: an
     adapter's base. `source` and `store` may be the same folder: the
     artifact then lies next to the safetensors files. An artifact that is there already is replaced
-    only with `force`, in one step; its old objects are then removed, which interrupts a reader that
-    is still loading it. Raises `UsageError` when the source is itself an artifact, or has nothing
+    only with `force`, in one step; its old objects stay, so that loads of it go on, until
+    `collect_garbage` removes them. Raises `UsageError` when the source is itself an artifact, or has nothing
     that can be quantised, `AlreadyExistsError` when the destination holds one or gets one
     meanwhile, `CheckpointError` for a damaged checkpoint, `NoSpaceError`, and the errors of both
     stores; nothing is left behind.
@@ -143,7 +145,7 @@ def pack(
         manifest=manifest._replace(digest=digest, has_own_digest=True),
         weight_bytes=checkpoint.weight_bytes,
         stored_bytes=writer.stored_bytes + len(data),
-        leftover=remove_replaced(store, replaced) if replaced is not None else (),
+        unused=find_unused_quietly(store) if replaced is not None else (),
         conversions=work.conversions,
         left_out=checkpoint.left_out,
     )

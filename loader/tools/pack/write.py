@@ -32,7 +32,7 @@ from ...format.encoding import Encoding
 from ...format.layout import Stretch
 from ...format.limits import MANIFEST_NAME, MAX_MANIFEST_BYTES
 from ...format.manifest import PLANE_ALIGNMENT_BYTES, Blob, Codec, File, Plane, Segment, Tier, align
-from ...format.manifest_json import BLOB_FOLDER, blob_folder, parse_manifest
+from ...format.manifest_json import blob_folder
 from ...sources.base import ObjectInfo, ObjectWriter, Source, Store
 from .content import BaseReader, ContentReader
 
@@ -245,17 +245,9 @@ class _OpenBlob:
         self.size_bytes = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Replaced:
-    """The manifest that is to be replaced, and what it refers to."""
-
-    info: ObjectInfo
-    names: tuple[str, ...]
-
-
-def find_replaced(store: Store, *, force: bool) -> Replaced | None:
-    """The artifact in the destination, None when it is free. Raises `AlreadyExistsError` without
-    `force`.
+def find_replaced(store: Store, *, force: bool) -> ObjectInfo | None:
+    """The manifest in the destination, None when that is free. Raises `AlreadyExistsError` without
+    `force`, and `NotFoundError` for a bucket that does not exist.
     """
     try:
         info = store.stat(MANIFEST_NAME)
@@ -266,24 +258,20 @@ def find_replaced(store: Store, *, force: bool) -> Replaced | None:
                 name=MANIFEST_NAME,
                 hint="Give another place, or replace it with --force.",
             )
-        data, info = store.read(MANIFEST_NAME, max_bytes=MAX_MANIFEST_BYTES)
-        old = parse_manifest(data)
-    except NotFoundError:
+    except NotFoundError as error:
+        if error.is_bucket:
+            raise
         return None
-    except FormatError:
-        return Replaced(info, ())  # it can be replaced, but its objects are not known
-    names = (*(blob.name for blob in old.blobs), *(file.path for file in old.files))
-    # A manifest of unknown origin must not make us remove anything but blobs.
-    return Replaced(info, tuple(name for name in names if name.startswith(BLOB_FOLDER)))
+    return info
 
 
-def publish(store: Store, writer: BlobWriter, data: bytes, replaced: Replaced | None) -> None:
+def publish(store: Store, writer: BlobWriter, data: bytes, replaced: ObjectInfo | None) -> None:
     """Put the manifest, which makes the artifact exist. On failure nothing of it is left."""
     try:
         if replaced is None:
             store.put(MANIFEST_NAME, data, if_absent=True)
         else:
-            store.put(MANIFEST_NAME, data, if_version=replaced.info.version)
+            store.put(MANIFEST_NAME, data, if_version=replaced.version)
     except BaseException as error:
         # The store may have taken it although its answer was lost: then a retry finds our own
         # manifest in the way, and removing the blobs would leave an artifact without content.
@@ -313,14 +301,3 @@ def _is_published(store: Store, data: bytes, error: BaseException) -> bool:
     except SourceError:
         error.add_note(f"It is unknown whether {MANIFEST_NAME} was written, so the blobs were not removed.")
         raise error from None
-
-
-def remove_replaced(store: Store, replaced: Replaced) -> tuple[str, ...]:
-    """Remove the old artifact's objects; returns those that are still there."""
-    left: list[str] = []
-    for name in replaced.names:
-        try:
-            store.delete(name)
-        except SourceError:
-            left.append(name)
-    return tuple(left)

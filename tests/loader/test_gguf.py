@@ -16,7 +16,9 @@ from tests.support.checkpoints import Contents, read_back
 from tests.support.gguf_files import (
     HEADS,
     HIDDEN,
+    KINDS,
     KV_HEADS,
+    PIECES,
     RawTensor,
     float_tensors,
     gguf_file,
@@ -34,6 +36,7 @@ from teneral.loader.format.gguf.directory import GgufDirectory
 from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.pack.quantize import to_float32
 from teneral.loader.tools.pack.quantize_plan import QuantizeOptions
+from teneral.loader.tools.progress_bar import format_bytes
 from teneral.loader.tools.unpack import unpack
 from teneral.runtime.models.decoder_config import DecoderConfig
 
@@ -64,10 +67,10 @@ def random_blocks(kind: BlockType, count: int, seed: int = 0) -> np.ndarray:
     return blocks
 
 
-def tensors_of(type_name: str, architecture: str = "llama") -> list[RawTensor]:
+def tensors_of(type_name: str, architecture: str = "llama", vocab_size: int = len(PIECES)) -> list[RawTensor]:
     """A tiny model with matrices of one type, where their rows fill its blocks; else of Q8_0."""
     found = []
-    for index, tensor in enumerate(float_tensors(architecture)):
+    for index, tensor in enumerate(float_tensors(architecture, vocab_size=vocab_size)):
         kind = BLOCK_TYPES[NUMBERS[type_name]]
         if len(tensor.sizes) == 2:
             kind = kind if tensor.sizes[0] % kind.elements == 0 else BLOCK_TYPES[NUMBERS["Q8_0"]]
@@ -403,3 +406,22 @@ def test_llama_3s_stretched_frequencies_are_recognised() -> None:
     found = json.loads(GgufDirectory(store, NAME).read("config.json", max_bytes=1 << 20)[0])
     assert found["rope_scaling"] == scaling
     assert found["rope_theta"] == 500000.0
+
+
+@pytest.mark.parametrize(("name", "is_larger"), [("Q4_1", True), ("F32", False)])
+def test_sizes_are_compared_with_the_file_and_a_larger_artifact_is_not_advised(
+    name: str, is_larger: bool
+) -> None:
+    more = [f"piece{number}" for number in range(6000)]  # so that weights are most of the file
+    vocabulary = {
+        "tokenizer__ggml__tokens": [*PIECES, *more],
+        "tokenizer__ggml__token_type": [*KINDS, *[1] * len(more)],
+    }
+    tensors = tensors_of(name, vocab_size=len(PIECES) + len(more))
+    content = gguf_file(metadata(**vocabulary), tensors)
+    result = pack(GgufDirectory(MemoryStore({NAME: content}), NAME), MemoryStore())
+    assert result.source_bytes == len(content)
+    assert (result.stored_bytes > len(content)) is is_larger
+    assert result.is_larger_than_file is is_larger
+    assert ("`teneral serve` takes it from any store" in result.render()) is is_larger
+    assert result.render().startswith(f"packed {format_bytes(len(content))} into ")

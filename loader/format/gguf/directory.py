@@ -84,6 +84,10 @@ class GgufDirectory:
         read_bytes = sum(piece.source.num_rows * piece.source.row_bytes for piece in content.pieces)
         return read_bytes / content.size_bytes
 
+    def file_bytes(self) -> int:
+        """The size of the GGUF file. Raises as `conversions`."""
+        return self._open().info.size_bytes
+
     def stat(self, name: str) -> ObjectInfo:
         content = self._open()
         if name == WEIGHTS_NAME:

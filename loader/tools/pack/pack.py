@@ -68,18 +68,24 @@ class PackResult:
 
     pin: str  # the artifact's address with its digest
     manifest: Manifest
-    weight_bytes: int  # of the checkpoint, tied tensors counted as often as they stood there
+    # Of the checkpoint's weights, tied ones counted as often as they stood there; of a GGUF file, all of it.
+    source_bytes: int
     stored_bytes: int
     unused: tuple[Generation, ...] = ()
     conversions: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    is_larger_than_file: bool = False  # of a GGUF file, whose blocks may have become wider numbers
 
     def render(self) -> str:
         """Some lines for people."""
         lines = [
-            f"packed {format_bytes(self.weight_bytes)} into {format_bytes(self.stored_bytes)}: {self.pin}"
+            f"packed {format_bytes(self.source_bytes)} into {format_bytes(self.stored_bytes)}: {self.pin}"
         ]
         lines += [f"  {line}" for line in self.conversions]
+        if self.is_larger_than_file:
+            lines.append(
+                "  This is more than the file, which loads faster as it is: `teneral serve` takes it from any store."
+            )
         if self.left_out:
             lines.append(f"  not packed, as these names are not known: {shorten(self.left_out)}")
         if self.unused:
@@ -140,14 +146,17 @@ def pack(
     manifest, data = _write(source, checkpoint, work, writer, progress=progress, threads=threads)
     publish(store, writer, data, replaced)
     digest = manifest_digest(data)
+    file_bytes = source.file_bytes() if isinstance(source, GgufDirectory) else None
+    stored_bytes = writer.stored_bytes + len(data)
     return PackResult(
         pin=f"{store.url}@b3:{digest.hex()}",
         manifest=manifest._replace(digest=digest, has_own_digest=True),
-        weight_bytes=checkpoint.weight_bytes,
-        stored_bytes=writer.stored_bytes + len(data),
+        source_bytes=checkpoint.weight_bytes if file_bytes is None else file_bytes,
+        stored_bytes=stored_bytes,
         unused=find_unused_quietly(store) if replaced is not None else (),
         conversions=work.conversions,
         left_out=checkpoint.left_out,
+        is_larger_than_file=file_bytes is not None and stored_bytes > file_bytes,
     )
 
 

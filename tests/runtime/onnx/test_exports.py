@@ -200,7 +200,7 @@ def test_an_exported_model_computes_what_onnxruntime_does(make: Any, tmp_path: P
     same = {name: early[name].tobytes() == array.tobytes() for name, array in wanted.items()}
     same_late = {name: late[name].tobytes() == array.tobytes() for name, array in default.items()}
     print(
-        f"{make.__name__}: {len(spec.segments)} segments, {result.weight_bytes / 1e6:.1f} MB, "
+        f"{make.__name__}: {len(spec.segments)} segments, {result.source_bytes / 1e6:.1f} MB, "
         f"crossing {[len(segment.inputs) for segment in spec.segments]}, segments {all(same.values())}, "
         f"whole {all(same_late.values())}"
     )

@@ -8,10 +8,14 @@ neighbouring layers at a time. numpy computes, in fp32.
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from glob import glob
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,6 +47,12 @@ if TYPE_CHECKING:
 
 # Of weights: larger models take more than half an hour on two cores.
 MAX_UNASKED_BYTES = 4 << 30
+MAX_TOKENS = 8192
+# Of a text that the model makes: rows of inputs for each column of the widest matrix, and the least.
+_ROWS_A_COLUMN = 8
+_MIN_OWN_TOKENS = 1024
+# Columns up to which the threads of numpy's OpenBLAS cost more than they bring: they wait by spinning.
+_NARROW = 1024
 _BLOCK_TOKENS = 16
 _STEP_TOKENS = 2048  # of several windows; bounds the activations
 _NAME = re.compile(
@@ -204,18 +214,20 @@ def calibrate(
     text: EvaluationText | None,
     names: Iterable[str],
     *,
-    max_tokens: int,
+    max_tokens: int | None = None,
     threads: int | None = None,
     progress: OnProgress | None = None,
+    note: Callable[[str], None] = lambda line: None,
 ) -> Calibration:
-    """Load a decoder that can be quantised, to read the first `max_tokens` tokens of the text, or
-    as many of its own making. `names` are the matrices whose moments will be requested.
+    """Load a decoder that can be quantised, to read the first `max_tokens` tokens of the text
+    (`MAX_TOKENS`), or as many of its own making (as many as its matrices need). `names` are the
+    matrices whose moments will be requested. `note` gets a line about what will take its time.
 
     Blocks; `progress` is called from this thread while weights are read. Raises `UsageError` for an
     encoder, `InsufficientMemoryError` if the model does not fit, `ModelError` for one that cannot
     be run, and the source's errors.
     """
-    check_max_tokens(max_tokens)
+    check_max_tokens(MAX_TOKENS if max_tokens is None else max_tokens)
     manifest = open_artifact(source)
     check_fits(
         manifest.weight_bytes + WORK_BYTES,
@@ -226,13 +238,39 @@ def calibrate(
     counter = PartCounter(progress, sum(part.size_bytes for part in manifest.parts))
     model = WholeDecoder(source, manifest, threads=threads, on_part=counter)
     reader = InputReader(model.files)
+    columns = _widest(model.decoder)
+    if columns <= _NARROW:
+        limit_blas_threads(1)
     if text is None:
-        windows = sample_windows(model.decoder, reader.first_tokens, max_tokens)
+        num_tokens = own_text_tokens(columns) if max_tokens is None else max_tokens
+        note(f"calibrating: the model writes and reads {num_tokens:,} tokens")
+        windows = sample_windows(model.decoder, reader.first_tokens, num_tokens)
     else:
-        read = reader.for_decoder(text, max_tokens)
+        read = reader.for_decoder(text, MAX_TOKENS if max_tokens is None else max_tokens)
+        note(f"calibrating: the model reads {len(read.tokens):,} tokens")
         window_tokens = min(WINDOW_TOKENS, model.decoder.config.max_context)
         windows = list(cut_windows(read.tokens, read.prefix, window_tokens))
     return Calibration(model.decoder, windows, names)
+
+
+def own_text_tokens(columns: int) -> int:
+    """The tokens of a text of the model's own, for matrices of up to `columns` columns."""
+    return min(MAX_TOKENS, max(_MIN_OWN_TOKENS, _ROWS_A_COLUMN * columns))
+
+
+def _widest(decoder: Decoder) -> int:
+    """The columns of the widest projection that has moments."""
+    projections = (
+        each for layer in decoder.weights.layers for each in (layer.output, layer.gate_up, layer.down)
+    )
+    return max((each.num_in for each in projections if each is not None), default=1)
+
+
+def limit_blas_threads(number: int) -> None:
+    """Have numpy's OpenBLAS compute in `number` threads, where numpy has brought one along; process-wide."""
+    for path in glob(os.path.join(os.path.dirname(np.__file__) + ".libs", "libscipy_openblas64_*")):
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(path).scipy_openblas_set_num_threads64_(ctypes.c_int(number))
 
 
 def _batches(windows: Sequence[Sequence[int]]) -> Iterator[StepBatch]:

@@ -134,9 +134,9 @@ def _add_smaller_weights(command: argparse.ArgumentParser) -> None:
     weights.add_argument(
         "--calibrate-tokens",
         type=_natural,
-        default=8192,
+        default=None,
         metavar="N",
-        help="how much of that text to use (default: 8192)",
+        help="how much of that text to use (default: 8192; of the model's own, as much as its matrices need)",
     )
     weights.add_argument(
         "--dequantize",

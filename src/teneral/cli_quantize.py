@@ -69,6 +69,9 @@ def calibrator(
                     max_tokens=options.calibrate_tokens,
                     threads=options.threads,
                     progress=bar.update,
+                    note=(lambda line: None)
+                    if options.quiet
+                    else (lambda line: print(line, file=sys.stderr)),
                 )
         except (loading.InsufficientMemoryError, ModelError) as error:
             if text is not None:

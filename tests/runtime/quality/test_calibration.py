@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,12 @@ from teneral import cli
 from teneral.loader.memory import limits as memory
 from teneral.loader.sources.file.store import FileStore
 from teneral.loader.tools.pack.quantize import InputMoments
-from teneral.runtime.quality.calibration import Calibration, calibrate
+from teneral.runtime.quality.calibration import (
+    Calibration,
+    calibrate,
+    limit_blas_threads,
+    own_text_tokens,
+)
 from teneral.runtime.quality.text import read_text
 
 TOKENS = 700  # two windows
@@ -143,6 +151,38 @@ def test_a_models_own_text_is_the_same_each_time_and_in_independent_windows(mode
     assert {window[0] for window in windows} == {3}
     assert len(set(map(tuple, windows))) == 16
     assert len({window[0] for window in sample_windows(decoder, [], 320)}) > 1
+
+
+@pytest.mark.parametrize(
+    ("columns", "num_tokens"), [(1, 1024), (128, 1024), (512, 4096), (1024, 8192), (4864, 8192)]
+)
+def test_a_models_own_text_is_as_long_as_its_matrices_need(columns: int, num_tokens: int) -> None:
+    assert own_text_tokens(columns) == num_tokens
+
+
+def test_the_work_is_announced(model: Path, text: Path) -> None:
+    notes: list[str] = []
+    calibrate(FileStore(model), None, [], note=notes.append)
+    calibrate(FileStore(model), read_text(str(text)), [], max_tokens=64, note=notes.append)
+    assert notes == [
+        "calibrating: the model writes and reads 1,024 tokens",
+        "calibrating: the model reads 64 tokens",
+    ]
+
+
+def test_a_narrow_model_is_calibrated_without_blas_threads_that_spin(model: Path) -> None:
+    libraries = glob(f"{os.path.dirname(np.__file__)}.libs/libscipy_openblas64_*")
+    if not libraries:
+        pytest.skip("numpy has not brought OpenBLAS along")
+    library = ctypes.CDLL(libraries[0])
+    before = library.scipy_openblas_get_num_threads64_()
+    try:
+        limit_blas_threads(2)
+        assert library.scipy_openblas_get_num_threads64_() == 2
+        calibrate(FileStore(model), None, [])
+        assert library.scipy_openblas_get_num_threads64_() == 1
+    finally:
+        limit_blas_threads(before)
 
 
 def test_a_model_that_does_not_fit_is_packed_without_calibration(

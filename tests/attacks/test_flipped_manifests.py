@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,18 @@ def test_every_flipped_bit_is_refused(store: MemoryStore) -> None:
             data[place] ^= 1 << bit
     assert not accepted
     parse_manifest(bytes(data))
+
+
+def test_flipped_bits_are_refused_in_a_fine_tune_too(store: MemoryStore) -> None:
+    tuned = MemoryStore()
+    pack(model_store(llama_contents(hidden=64)), tuned, base=Base(store), threads=1)
+    data = bytearray(manifest_of(tuned))
+    assert b'"base":"' in data
+    rng = random.Random(35)
+    for place, bit in {(rng.randrange(len(data)), rng.randrange(8)) for _ in range(3000)}:
+        data[place] ^= 1 << bit
+        assert is_refused(bytes(data)), (place, bit)
+        data[place] ^= 1 << bit
 
 
 def test_a_file_whose_name_has_changed_is_refused_by_every_reader(folder: FileStore, tmp_path: Path) -> None:

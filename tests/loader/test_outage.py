@@ -86,19 +86,6 @@ def test_an_answer_that_makes_no_sense_is_no_outage(clock: Clock) -> None:
     assert one.failed("other bytes", is_outage=False) == "after 3 attempts"
 
 
-def test_readers_of_one_outage_give_up_together(clock: Clock) -> None:
-    outage, (first, other, late) = readers(clock, 3, max_attempts=3)
-    for _ in range(30):
-        assert [first.failed("refused", is_outage=True), other.failed("refused", is_outage=True)] == ["", ""]
-        clock.now_s += 1
-    assert late.failed("refused", is_outage=True) == ""
-    assert "nothing has come for 30 s" in first.failed("refused", is_outage=True)
-    assert "nothing has come for 30 s" in other.failed("refused", is_outage=True)
-    assert "nothing has come for 30 s" in late.failed("refused", is_outage=True)
-    (new,) = (_Tries(SourceOptions(), outage, TokenBucket(at_first=9, share=0.1, most=9)),)
-    assert [new.failed("refused", is_outage=True) for _ in range(9)] == [""] * 9, "a read of later waits anew"
-
-
 def test_a_read_that_others_gave_up_on_goes_on_once_something_came(clock: Clock) -> None:
     outage, (first, other) = readers(clock, 2, max_attempts=3)
     assert other.failed("refused", is_outage=True) == ""

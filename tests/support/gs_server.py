@@ -241,7 +241,13 @@ def matches(call: Call, generation: int) -> bool:
 def resource(key: str, content: bytes, generation: int) -> dict[str, str]:
     """An object's metadata; sizes and generations are texts."""
     digest = b64encode(md5(content, usedforsecurity=False).digest()).decode()
-    return {"name": key, "size": str(len(content)), "generation": str(generation), "md5Hash": digest}
+    return {
+        "name": key,
+        "size": str(len(content)),
+        "generation": str(generation),
+        "md5Hash": digest,
+        "updated": "2026-01-02T03:04:05.500Z",
+    }
 
 
 def problem(status: int, reason: str, message: str) -> Reply:

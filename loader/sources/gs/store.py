@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 PAGE_OBJECTS = 1_000
 MAX_PAGE_BYTES = 32 * 1024 * 1024  # of 1,000 objects, with the fields that are asked for
-_FIELDS = "nextPageToken,items(name,size,generation)"
+_FIELDS = "nextPageToken,items(name,size,generation,updated)"
 
 
 class GsStore(BucketStore):

@@ -254,6 +254,23 @@ def test_the_layouts_of_all_pools_are_known(kind, dtype):
     assert check_layout(identity) == ""
     assert "and they have" in check_layout(replace(identity, block_bytes=block_bytes + 8))
 
+def test_a_bit_that_flips_on_the_way_is_no_damage(written):
+    class Flipping:
+        flips = 0
+
+        def read_into(self, name, start, buffer, *, version=None):
+            found = written.read_into(name, start, buffer, version=version)
+            if not Flipping.flips:
+                Flipping.flips = 1
+                buffer[40] ^= 4
+            return found
+
+        def __getattr__(self, name):
+            return getattr(written, name)
+
+    assert verify_snapshot(Flipping()).ok
+    assert Flipping.flips == 1
+
 
 def test_a_truncated_blob_is_refused(written):
     damage(written, lambda data: data[:-1])

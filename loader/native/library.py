@@ -96,7 +96,7 @@ def library() -> Library | None:
         loaded = Library(library_path(isa))
         if loaded.start():
             loaded.functions.tn_set_threads(available_cores())
-            loaded.functions.tn_set_fused_pairs(prefers_fused_pairs(_cpuinfo()))
+            loaded.functions.tn_set_fused_pairs(prefers_fused_pairs(read_cpuinfo()))
             return loaded
         usable.remove(isa)
     return None
@@ -108,7 +108,7 @@ def library_path(isa: str) -> str:
 
 def usable_isas() -> list[str]:
     """Instruction sets that this processor has and that there are libraries for, the best first."""
-    supported = supported_isas(os.uname().machine, cpu_features(_cpuinfo()))
+    supported = supported_isas(os.uname().machine, cpu_features(read_cpuinfo()))
     return [isa for isa in supported if os.path.exists(library_path(isa))]
 
 
@@ -130,7 +130,7 @@ def choose_isa(named: str | None, usable: list[str]) -> str | None:
     return named
 
 
-def _cpuinfo() -> str:
+def read_cpuinfo() -> str:
     """The text of the first processor in /proc/cpuinfo; empty where that cannot be read."""
     try:
         with open(_CPUINFO, "rb") as file:
@@ -145,8 +145,8 @@ def cpu_features(cpuinfo: str) -> frozenset[str]:
 
 
 def prefers_fused_pairs(cpuinfo: str) -> bool:
-    """Whether a text of /proc/cpuinfo is of a processor whose instruction for pairs of bf16 is slower
-    than two fused products: Intel's.
+    """Whether two fused products are faster than the instruction for pairs of bf16, by a text of
+    /proc/cpuinfo: on Intel's processors.
     """
     return _first_value(cpuinfo, "vendor_id") == "GenuineIntel"
 

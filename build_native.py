@@ -79,7 +79,7 @@ def build(folder: Path) -> list[Path]:
     with concurrent.futures.ThreadPoolExecutor() as pool:
         built = [
             path
-            for path in pool.map(lambda isa: compile_library(compiler, *isa, folder), isas.items())
+            for path in pool.map(lambda isa: compile_library(compiler, isa, isas[isa], folder), isas)
             if path
         ]
     if not built:

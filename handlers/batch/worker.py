@@ -14,6 +14,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..function.lifetime import Lifetime, calling_on_loop
 from .answers import Answers, Record
@@ -117,7 +118,7 @@ class Worker:
                     self._stopped_s = _now_s()
                 elif not done:
                     break  # no time left
-                for task in done - {watch, pulse}:
+                for task in [each for each in tasks if each in done]:
                     del tasks[task]
                     _raise_first(task)
                 if pulse in done:
@@ -262,7 +263,7 @@ async def _until(event: asyncio.Event) -> None:
     await event.wait()
 
 
-async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
+async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -145,8 +145,8 @@ def cpu_features(cpuinfo: str) -> frozenset[str]:
 
 
 def prefers_fused_pairs(cpuinfo: str) -> bool:
-    """Whether two fused products are faster than the instruction for pairs of bf16, by a text of
-    /proc/cpuinfo: on Intel's processors.
+    """True for a text of /proc/cpuinfo of an Intel processor, on which two fused products are faster
+    than the instruction for pairs of bf16.
     """
     return _first_value(cpuinfo, "vendor_id") == "GenuineIntel"
 

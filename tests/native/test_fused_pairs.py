@@ -125,7 +125,7 @@ def test_denormals_are_kept_outside_the_products(isa: str) -> None:
 
 
 @each_isa_with_pairs
-def test_threads_and_the_rows_beside_change_no_bit_of_fused_pairs(isa: str) -> None:
+def test_threads_and_other_rows_change_no_bit_of_fused_pairs(isa: str) -> None:
     rng = np.random.default_rng(1)
     weight = Weight(numbers(rng, (333, 1536), "usual numbers"))
     x = numbers(rng, (150, 1536), "usual numbers")

@@ -254,6 +254,7 @@ def test_the_layouts_of_all_pools_are_known(kind, dtype):
     assert check_layout(identity) == ""
     assert "and they have" in check_layout(replace(identity, block_bytes=block_bytes + 8))
 
+
 def test_a_bit_that_flips_on_the_way_is_no_damage(written):
     class Flipping:
         flips = 0

@@ -41,6 +41,8 @@ from benchmarks.rounds import failures, selected
 from benchmarks.store import prepare
 from benchmarks.tasks import TaskTurns, decode_rate, medians, random_prompt
 
+from teneral.loader.native.library import library
+
 BANDWIDTH = "memory"
 BASE = "transformers"
 CONTINUOUS = "transformers, continuous batching"
@@ -102,7 +104,7 @@ def main() -> None:
         commands = {name: ["env", *variables, *command] for name, command in commands.items()}
     report = begin(
         "hot",
-        variant="-".join(["avx2"] * options.avx2 + [f"busy-{options.busy}"] * bool(options.busy)),
+        variant=_variant(options),
         model=options.like,
         rounds=options.rounds,
         threads=options.threads,
@@ -123,6 +125,14 @@ def main() -> None:
     report["failed"] = turns.failed
     report["left_out"] = left_out
     finish(report, render(report), save=options.save)
+
+
+def _variant(options: argparse.Namespace) -> str:
+    """What sets this run's results apart: the processor's tiles, or what the options ask for."""
+    loaded = library()
+    has_tiles = loaded is not None and "amx" in loaded.isa and not options.avx2
+    parts = ["avx2"] * options.avx2 + ["amx"] * has_tiles + [f"busy-{options.busy}"] * bool(options.busy)
+    return "-".join(parts)
 
 
 def _options() -> argparse.Namespace:

@@ -35,6 +35,7 @@ LLAMA_SERVER = "llama.cpp's server, bf16"
 NATIVE_SINCE = "2026-11-23"  # results of earlier days were computed by torch
 # Results of `hot` next to the plain one, which has every peer.
 _HOT_VARIANTS = {
+    "amx": "on a processor with AMX",
     "avx2": "as on a processor with AVX2 alone",
     "busy-1": "next to a process that is always busy",
 }

@@ -128,7 +128,7 @@ def main() -> None:
 
 
 def _variant(options: argparse.Namespace) -> str:
-    """What sets this run's results apart: the processor's tiles, or what the options ask for."""
+    """The variant that keeps this run's results apart: the processor's tiles, and what the options ask for."""
     loaded = library()
     has_tiles = loaded is not None and "amx" in loaded.isa and not options.avx2
     parts = ["avx2"] * options.avx2 + ["amx"] * has_tiles + [f"busy-{options.busy}"] * bool(options.busy)

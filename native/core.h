@@ -17,7 +17,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define TN_VERSION 1
+#define TN_VERSION 2
 #define TN_EXPORT __attribute__((visibility("default")))
 
 typedef enum tn_status {
@@ -42,7 +42,7 @@ typedef enum tn_dtype {
 
 /* ---- the library ---- */
 
-/* "version 1\nisa x86_64_v4\ntn_matrix 72\n...": the version, the instruction set, and the size of every struct. */
+/* "version 2\nisa x86_64_v4\ntn_matrix 72\n...": the version, the instruction set, and the size of every struct. */
 TN_EXPORT const char *tn_describe(void);
 
 /* Once a process, before any other thread computes: asks the system for what the instruction set needs of it, which is

@@ -250,6 +250,8 @@ TN_INLINE void widen_column(const form_t form, const bool is_whole, const strip_
     switch (form) {
     case FROM_BF16: {
         const uint16_t *own = (const uint16_t *)from + at->unit * UNIT;
+        _mm_prefetch((const char *)own + strip->next_bytes, _MM_HINT_T1);
+        _mm_prefetch((const char *)own + strip->next_bytes + TILE_ROW_BYTES, _MM_HINT_T1);
         *low = load_step(own, left);
         if (has_second) *high = load_step(own + STEP, left - STEP);
         return;

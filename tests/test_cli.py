@@ -22,6 +22,8 @@ from teneral import cli
 from teneral.loader import errors as loading
 from teneral.runtime.synth import synthesize
 
+DEMO_MODEL = str(Path(__file__).parents[1] / "demo" / "model")
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -168,7 +170,7 @@ def test_no_credentials_are_explained(
         ("serve",),
         ("invoke", "m:f", "--model", "m", "--timeout-s", "-1"),
         ("synth", "x", "--like", "gpt-9"),
-        ("serve", "m", "--host", "203.0.113.1", "--port", "0"),  # an address of documentation, of no machine
+        ("serve", DEMO_MODEL, "--host", "203.0.113.1", "--port", "0"),  # of documentation, of no machine
         ("inspect", "ftp://host/model"),
     ],
 )

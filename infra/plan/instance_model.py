@@ -40,6 +40,7 @@ class Profile:
     overhead_s: float = 0.0  # of a request without tokens
     decode_tokens_s: tuple[tuple[int, float], ...] = ((1, 20.0), (8, 80.0))
     work_cores: float = 1.0  # that an instance with requests keeps busy
+    other_cores: float = 0.0  # that other processes used while this was measured; the plan does not use it
     standby: int = 0  # standby processes of the machine; 0: starts do not need them
     refill_s: float = 1.0  # until a standby process that was taken has been replaced
 

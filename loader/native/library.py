@@ -14,7 +14,7 @@ import os
 from ..errors import NativeLibraryError, UsageError
 from ..process.cpu import available_cores
 
-VERSION = 1  # of the interface, `TN_VERSION` in core.h
+VERSION = 2  # of the interface, `TN_VERSION` in core.h
 ISA_VARIABLE = "TENERAL_ISA"
 _CPUINFO = "/proc/cpuinfo"
 _MAX_CPUINFO_BYTES = 64 << 10  # enough for the first processor's lines

@@ -17,6 +17,7 @@ from teneral.loader.sources.base import SourceOptions
 from teneral.loader.sources.file.store import FileStore
 from teneral.loader.sources.http.source import HttpSource
 from teneral.loader.sources.s3.store import S3Store
+from teneral.loader.tools.garbage import collect_garbage
 from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.unpack import unpack
 from teneral.loader.tools.verify import verify
@@ -67,7 +68,10 @@ def test_a_model_goes_from_disk_through_s3_and_back(
         pack(FileStore(tmp_path / "model"), s3("packed"))
     pack(FileStore(tmp_path / "model"), s3("packed"), force=True)
     assert verify(s3("packed")).ok
+    assert sum("/draft-" in info.name for info in s3("packed").list()) == 2  # the old one is kept for a day
+    collect_garbage(s3("packed"), older_than_s=0)
     assert sum("/draft-" in info.name for info in s3("packed").list()) == 1
+    assert verify(s3("packed")).ok
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])

@@ -139,7 +139,7 @@ def test_no_write_of_a_job_is_without_its_condition(run: Run, cloud: Cloud) -> N
             made.append(each.query.get("ifGenerationMatch"))
         if cloud.scheme == "az" and each.method == "PUT" and each.query.get("comp") != "block":
             made.append(each.headers.get("if-none-match"))
-    assert len(made) == 6  # job.json, three parts, manifest.json, and the one file
+    assert len(made) == 9  # job.json, three parts with a claim each, manifest.json, and the one file
     assert set(made) == {"0" if cloud.scheme == "gs" else "*"}
 
 

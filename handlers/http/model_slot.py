@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ...runtime.metrics import Metrics
     from .logs import EmfWriter
 
-UNLOADED_RETRY_AFTER_S = 60.0  # until somebody loads the model again
+UNLOADED_RETRY_AFTER_S = 60.0  # the model is back only once a client loads it
 
 logger = logging.getLogger("teneral.http")
 

@@ -21,7 +21,7 @@ FAIR_WAIT_S = 1.0
 STANDBY_KEY = "standby"  # of the standby processes in the ledger
 
 
-class Admission:
+class StartAdmission:
     """The starts that wait for memory. One per supervisor."""
 
     def __init__(

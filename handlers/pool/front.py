@@ -50,7 +50,7 @@ UPSTREAM_KEEPALIVE_S = 60.0
 MAX_ANSWER_FIELD_BYTES = 256 << 10
 # Beyond the model's own limit, for its instance to report the time-out.
 UPSTREAM_GRACE_S = 10.0
-DRAINED_RETRY_AFTER_S = 60  # until somebody wakes the model
+DRAINED_RETRY_AFTER_S = 60  # the model is back only once a client wakes it
 ACTING_PATHS = frozenset(
     {"/invoke", "/invocations", "/events", "/"}
 )  # functions have side effects: never retried

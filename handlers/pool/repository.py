@@ -128,8 +128,8 @@ def choose_releases(
     *,
     without: frozenset[tuple[int | None, str]] = frozenset(),
 ) -> tuple[tuple[Release, ...], str]:
-    """As `Repository.releases`, of a model with versions of which these are present; `open_version` raises
-    `TeneralError`.
+    """The releases to serve of a model with these versions, oldest first, and why others are not: '' when nothing
+    is wrong. `open_version` may raise `TeneralError`.
     """
     left = set(present)
     chosen: list[Release] = []

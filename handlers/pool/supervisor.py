@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from ...loader.errors import InsufficientMemoryError, TeneralError
 from ...runtime.errors import CapacityError
-from .admission import STANDBY_KEY, Admission
+from .admission import STANDBY_KEY, StartAdmission
 from .deployment import Affinity, Deployment, FailingError, Lease, Server, Waiter
 from .memory import Budget
 from .metrics import PoolMetrics
@@ -51,7 +51,7 @@ class Supervisor:
         self.draining = False
         self.on_reject: Callable[[ModelState], object] = lambda state: None  # to look for another version
         self._machine = machine
-        self._admission = Admission(budget, metrics, self.deployments, self.wants, self._end)
+        self._admission = StartAdmission(budget, metrics, self.deployments, self.wants, self._end)
         self._numbers = itertools.count(1)
         self._starts: set[asyncio.Task[None]] = set()
         self._ending: dict[str, asyncio.Task[None]] = {}

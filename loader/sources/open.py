@@ -67,8 +67,8 @@ def open_source(url: str, options: SourceOptions | None = None) -> Source:
 
 
 def open_store(url: str, options: SourceOptions | None = None) -> Store:
-    """As `open_source`, for a place that can be written to. Raises `UsageError` also where a file has the path, or
-    that of a folder above it.
+    """Open a place to write to. Raises as `open_source` does, and `UsageError` where a file has the path, or that of a
+    folder above it.
     """
     scheme = scheme_of(url)
     hint = f"Write to {forms(stores=True)}."

@@ -26,7 +26,7 @@ _GENERATION = re.compile(rf"{BLOB_FOLDER}([0-9a-f]{{12}})/")
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class StoredGeneration:
     """An unused generation: the names of its objects, and since when it has been as it is, None where
     the store does not say.
     """
@@ -46,8 +46,8 @@ class GarbageReport:
     """`kept` are unused generations, too: younger ones, or those that a pack still writes."""
 
     url: str
-    removed: tuple[Generation, ...]
-    kept: tuple[Generation, ...]
+    removed: tuple[StoredGeneration, ...]
+    kept: tuple[StoredGeneration, ...]
     is_dry_run: bool
     older_than_s: float
 
@@ -61,7 +61,7 @@ class GarbageReport:
         return "\n".join(lines)
 
 
-def _line(generation: Generation, what: str) -> str:
+def _line(generation: StoredGeneration, what: str) -> str:
     since_s = generation.unchanged_since_unix_s
     age = "of unknown age" if since_s is None else f"{format_duration(max(0.0, time.time() - since_s))} old"
     return f"{generation.folder}: {format_bytes(generation.size_bytes)}, {age}; {what}"
@@ -76,8 +76,8 @@ def collect_garbage(store: Store, *, older_than_s: float = KEPT_S, dry_run: bool
     """
     if older_than_s < 0:
         raise UsageError("an age cannot be negative", key="older_than")
-    due: list[Generation] = []
-    kept: list[Generation] = []
+    due: list[StoredGeneration] = []
+    kept: list[StoredGeneration] = []
     for generation in find_unused(store):
         since_s = generation.unchanged_since_unix_s
         is_old = older_than_s == 0 or (since_s is not None and time.time() - since_s >= older_than_s)
@@ -93,7 +93,7 @@ def collect_garbage(store: Store, *, older_than_s: float = KEPT_S, dry_run: bool
     return GarbageReport(store.url, tuple(due), tuple(kept), dry_run, older_than_s)
 
 
-def find_unused(store: Store) -> tuple[Generation, ...]:
+def find_unused(store: Store) -> tuple[StoredGeneration, ...]:
     """The generations that the manifest does not name. Raises as `collect_garbage`."""
     used = _used(store)
     objects: dict[str, list[ObjectInfo]] = {}
@@ -106,7 +106,7 @@ def find_unused(store: Store) -> tuple[Generation, ...]:
     return tuple(_generation(name, members, replaced_s) for name, members in sorted(objects.items()))
 
 
-def find_unused_quietly(store: Store) -> tuple[Generation, ...]:
+def find_unused_quietly(store: Store) -> tuple[StoredGeneration, ...]:
     """`find_unused`, or nothing where the store cannot be listed: only for information."""
     try:
         return find_unused(store)
@@ -114,7 +114,7 @@ def find_unused_quietly(store: Store) -> tuple[Generation, ...]:
         return ()
 
 
-def describe_unused(generations: Sequence[Generation], url: str) -> str:
+def describe_unused(generations: Sequence[StoredGeneration], url: str) -> str:
     """A line for people."""
     size = format_bytes(sum(each.size_bytes for each in generations))
     return (
@@ -140,11 +140,11 @@ def _replaced_at(store: Store) -> float | None:
     return max((info.modified_unix_s or time.time() for info in store.list(MANIFEST_NAME)), default=None)
 
 
-def _generation(name: str, objects: Sequence[ObjectInfo], replaced_s: float | None) -> Generation:
+def _generation(name: str, objects: Sequence[ObjectInfo], replaced_s: float | None) -> StoredGeneration:
     times = [info.modified_unix_s for info in objects]
     since_s = None if None in times else max(each for each in (*times, replaced_s) if each is not None)
     size_bytes = sum(info.size_bytes for info in objects)
-    return Generation(name, tuple(info.name for info in objects), size_bytes, since_s)
+    return StoredGeneration(name, tuple(info.name for info in objects), size_bytes, since_s)
 
 
 def _unfinished(store: Store) -> tuple[ObjectInfo, ...]:
@@ -154,10 +154,10 @@ def _unfinished(store: Store) -> tuple[ObjectInfo, ...]:
     return store.unfinished(BLOB_FOLDER.rstrip("/"))
 
 
-def _is_written(store: Store, generation: Generation) -> bool:
+def _is_written(store: Store, generation: StoredGeneration) -> bool:
     return isinstance(store, FileStore) and store.is_written(generation.folder)
 
 
-def _remove(store: Store, generation: Generation) -> None:
+def _remove(store: Store, generation: StoredGeneration) -> None:
     for name in generation.objects:
         store.delete(name)

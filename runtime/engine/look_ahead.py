@@ -44,7 +44,7 @@ class Prospects(Struct, eq=False):
     acceptance: MatchAcceptance
 
 
-class Candidate(Struct, eq=False):
+class ShareProposals(Struct, eq=False):
     """A sequence's proposals for a step."""
 
     number: int  # of its share
@@ -65,7 +65,7 @@ class LookAhead:
         self._model = model
         self._max_proposals = max_proposals
         self._costs = RowCosts()
-        self._candidates: list[Candidate] = []
+        self._candidates: list[ShareProposals] = []
         promises = bool(getattr(model, "is_batch_invariant", False))  # test doubles say nothing
         self.is_on = promises and max_proposals != 0
 
@@ -120,7 +120,7 @@ class LookAhead:
     # -- before a step
     # ----------------------------------------------------------------------------------------
 
-    def _chosen(self, shares: Sequence[Share[TokenSequence]]) -> list[Candidate]:
+    def _chosen(self, shares: Sequence[Share[TokenSequence]]) -> list[ShareProposals]:
         if any(share.sequence.waits_for_adapter for share in shares):
             return []
         num_left = self._state.options.max_step_tokens - sum(share.num_tokens for share in shares)
@@ -141,7 +141,7 @@ class LookAhead:
             each.tokens = each.sequence.sampling.possible(each.tokens)
         return [each for each in candidates if each.tokens]
 
-    def _candidate(self, number: int, sequence: TokenSequence) -> Candidate | None:
+    def _candidate(self, number: int, sequence: TokenSequence) -> ShareProposals | None:
         """The sequence's proposals, if there is a match, up to a token that ends it."""
         num_outputs = sequence.sampling.num_outputs
         if not num_outputs or sequence.scores is not None or sequence.generation.ended:
@@ -156,9 +156,9 @@ class LookAhead:
             return None
         ends = (place for place, token in enumerate(found.tokens) if token in sequence.end_tokens)
         del found.tokens[next(ends, limit) :]
-        return Candidate(number, sequence, prospects, *found) if found.tokens else None
+        return ShareProposals(number, sequence, prospects, *found) if found.tokens else None
 
-    def _lengths(self, candidates: Sequence[Candidate], num_sequences: int, num_left: int) -> list[int]:
+    def _lengths(self, candidates: Sequence[ShareProposals], num_sequences: int, num_left: int) -> list[int]:
         if self._max_proposals is not None:
             lengths = []
             for each in candidates:

@@ -36,7 +36,7 @@ def test_a_sequence_that_grows_goes_on_where_it_ended():
 
 
 def test_blocks_that_sequences_leave_in_the_cache_lie_together():
-    """Where a head's part of a block is smaller than a page, they share its pages."""
+    """Blocks whose parts of a head are smaller than a page share its pages."""
     allocator = BlockAllocator(1000)
     kept = []
     for _ in range(50):

@@ -30,7 +30,7 @@ _MISSING = pytest.mark.skip(reason="the native libraries are not built here: pyt
 
 
 def _has_tiles() -> bool:
-    """Whether this machine's processor has tiles, and its system permits them."""
+    """True if this machine's processor has tiles, and its system permits them."""
     return TILES in usable_isas() and Library(library_path(TILES)).start()
 
 
@@ -66,7 +66,7 @@ each_isa = pytest.mark.parametrize("isa", ISAS)
 
 
 def multiplies_bf16(isa: str) -> bool:
-    """Whether products of bf16 inputs take bf16 weights: integers of 4 bits are scaled, and rounded to bf16, before."""
+    """True if products of bf16 inputs take bf16 weights: integers of 4 bits are scaled, and rounded to bf16, before."""
     return "bf16" in isa or "amx" in isa
 
 

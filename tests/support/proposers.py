@@ -17,7 +17,7 @@ def knowing(texts: Iterable[Sequence[int]], vocab_size: int, seed: int) -> Calla
 
 
 class Knowing:
-    """What follows in one of the texts, with wrong tokens at any place, or anything; or nothing."""
+    """A proposer of the tokens that follow in a known text, some of them wrong; or of random tokens; or of none."""
 
     def __init__(
         self, tokens: Sequence[int], known: list[tuple[int, ...]], vocab_size: int, chance: random.Random

@@ -75,8 +75,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 @dataclasses.dataclass
-class Entry:
-    """What lies in the store as one version."""
+class StoredVersion:
+    """One version in the store."""
 
     revision: int
     health: str
@@ -87,7 +87,7 @@ class VirtualStore:
     """The versions of the model m. The model n has none, and always starts."""
 
     def __init__(self, now_s: Callable[[], float]) -> None:
-        self.versions: dict[int, Entry] = {1: Entry(0, GOOD, now_s())}
+        self.versions: dict[int, StoredVersion] = {1: StoredVersion(0, GOOD, now_s())}
         self.away_until_s = 0.0
         self._now_s = now_s
 
@@ -341,7 +341,7 @@ class VirtualPool:
         return request
 
     async def _front(self, request: Request, work_s: float) -> None:
-        """As `Front` does it, without HTTP."""
+        """Route one request to an instance, with the decisions of `Front` and without HTTP."""
         state = self.supervisor.models.get(request.model)
         deployment = None if state is None else state.choose(request.version, None, self._chooser)
         if deployment is None:

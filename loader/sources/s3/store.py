@@ -135,8 +135,8 @@ class S3Store(BucketStore):
         return token is not None and self._credentials.renew(token)
 
     def _sets_clock(self, request: Request, head: Head) -> bool:
-        """True if the request should be signed again, by the store's clock. Corrected once: a store that refuses its
-        own time would be asked for ever.
+        """True if the request should be signed again, by the store's clock. The clock is corrected once,
+        or a store that refuses its own time would cause retries without end.
         """
         import logging  # only after a refusal
 

@@ -36,7 +36,7 @@ from ...format.tensor_digests import FILE_NAME, dump_tensor_digests
 from ...pin import PIN_MARK
 from ...process.cpu import available_cores
 from ...sources.base import Source, Store
-from ..garbage import Generation, describe_unused, find_unused_quietly
+from ..garbage import StoredGeneration, describe_unused, find_unused_quietly
 from ..progress_bar import TransferProgress, format_bytes
 from .content import Base, BaseReader, ContentReader, plan_differences
 from .plan import Job, PackPlan, TierOptions, find_aliases, forward_order, plan_pack
@@ -71,7 +71,7 @@ class PackResult:
     # Of the checkpoint's weights, tied ones counted as often as they stood there; of a GGUF file, all of it.
     source_bytes: int
     stored_bytes: int
-    unused: tuple[Generation, ...] = ()
+    unused: tuple[StoredGeneration, ...] = ()
     conversions: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     is_larger_than_file: bool = False  # of a GGUF file, whose blocks may have become wider numbers

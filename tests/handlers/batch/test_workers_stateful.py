@@ -249,7 +249,7 @@ def test_a_claim_does_not_expire_by_a_clock_or_by_the_store(event: str) -> None:
 
 
 class JobMachine(RuleBasedStateMachine):
-    """Whatever happens: each answer is visible once, the job ends, and work is repeated only for
+    """Random histories of workers: each answer is visible once, the job ends, and work is repeated only for
     workers that were killed, stopped or paused.
     """
 

@@ -20,8 +20,8 @@ from tests.support.virtual_pool import (
     SLOW,
     UNREADABLE,
     WEIGHT_BYTES,
-    Entry,
     Request,
+    StoredVersion,
     VirtualPool,
     VirtualProcess,
 )
@@ -82,12 +82,12 @@ class PoolMachine(RuleBasedStateMachine):
     def the_store_changes(self, what: str, pick: int, health: str) -> None:
         versions = self.pool.store.versions
         if what == "new" or not versions:
-            versions[max(versions, default=0) + 1] = Entry(0, health, self.now_s)
+            versions[max(versions, default=0) + 1] = StoredVersion(0, health, self.now_s)
         else:
             number, entry = self.chosen(pick, versions.items())
             del versions[number]
             if what == "replaced":
-                versions[number] = Entry(entry.revision + 1, health, self.now_s)
+                versions[number] = StoredVersion(entry.revision + 1, health, self.now_s)
         self.reload()
 
     @precondition(lambda self: self.pool.machine.running)
@@ -312,11 +312,11 @@ def pool() -> Iterator[VirtualPool]:
 def test_a_version_that_cannot_start_does_not_displace_the_one_that_serves_when_another_appears(
     pool: VirtualPool, third: str
 ) -> None:
-    pool.store.versions[2] = Entry(0, DAMAGED, pool.loop.now_s)
+    pool.store.versions[2] = StoredVersion(0, DAMAGED, pool.loop.now_s)
     pool.reload()
     pool.run(20.0)
     assert pool.supervisor.is_warm, "the probe of the whole pool is not about a version that nothing needs"
-    pool.store.versions[3] = Entry(0, third, pool.loop.now_s)
+    pool.store.versions[3] = StoredVersion(0, third, pool.loop.now_s)
     pool.reload()
     request = pool.ask("m", None, 1.0, 1e6)
     pool.run(1.1)
@@ -332,7 +332,7 @@ def test_a_new_version_of_a_sleeping_model_that_cannot_start_leaves_requests_to_
 ) -> None:
     pool.act(lambda: pool.supervisor.sleep(pool.supervisor.models["m"]))
     pool.run(1.0)
-    pool.store.versions[2] = Entry(0, DAMAGED, pool.loop.now_s)
+    pool.store.versions[2] = StoredVersion(0, DAMAGED, pool.loop.now_s)
     pool.reload()
     request = pool.ask("m", None, 1.0, 1e6)
     pool.run(30.0)
@@ -340,7 +340,7 @@ def test_a_new_version_of_a_sleeping_model_that_cannot_start_leaves_requests_to_
 
 
 def test_a_request_that_names_a_version_is_answered_by_no_other(pool: VirtualPool) -> None:
-    pool.store.versions[2] = Entry(0, DAMAGED, pool.loop.now_s)
+    pool.store.versions[2] = StoredVersion(0, DAMAGED, pool.loop.now_s)
     pool.reload()
     request = pool.ask("m", 2, 1.0, 1e6)
     pool.run(30.0)
@@ -387,16 +387,16 @@ def test_a_busy_machine_or_a_clock_that_jumps_ends_no_instance(pool: VirtualPool
 
 
 def test_a_start_that_was_cancelled_leaves_no_process_when_the_pool_ends(pool: VirtualPool) -> None:
-    pool.store.versions[2] = Entry(0, NEVER, pool.loop.now_s)
+    pool.store.versions[2] = StoredVersion(0, NEVER, pool.loop.now_s)
     pool.reload()
     pool.run(1.0)
     pool.machine.running[-1].hang()
-    pool.store.versions[3] = Entry(0, NEVER, pool.loop.now_s)
+    pool.store.versions[3] = StoredVersion(0, NEVER, pool.loop.now_s)
     pool.reload()  # the fixture looks at what is left
 
 
 def test_a_version_that_was_rolled_back_stays_so_when_the_store_is_away(pool: VirtualPool) -> None:
-    pool.store.versions[2] = Entry(0, GOOD, pool.loop.now_s)
+    pool.store.versions[2] = StoredVersion(0, GOOD, pool.loop.now_s)
     pool.reload()
     pool.run(5.0)
     state = pool.supervisor.models["m"]

@@ -12,7 +12,6 @@
 enum {
     SIDE = 16,
     STEP = 32,
-    MAX_STEPS = TN_MAX_HEAD_DIM / STEP,
     KEY_STEPS = TN_ATTEND_KEYS / STEP,
     MAX_WIDTHS = TN_MAX_HEAD_DIM / SIDE, /* tiles of values side by side */
 };
@@ -86,14 +85,12 @@ TN_INLINE void score_block(const bool two, const bool two_keys, const keys_t key
 }
 
 void tn_score_tiles(const tn_attend_tiles *of) {
-    _Alignas(64) tile_t packed[2 * MAX_STEPS];
     _Alignas(64) uint16_t copies[2][SIDE][TN_MAX_HEAD_DIM];
     _Alignas(64) float turned[STEP][STEP];
     const int steps = (int)(of->head_dim + STEP - 1) / STEP;
     const bool two = of->num_rows > SIDE;
+    const tile_t *packed = (const tile_t *)of->packed;
     tn_tiles_begin();
-    for (int tile = 0; tile <= two; tile++) /* a head is one piece */
-        tn_pack(packed, of->queries, of->stride, of->num_rows, of->head_dim, tile);
     for (int t = of->begin / SIDE * SIDE; t < of->end; t += 2 * SIDE) {
         const bool two_keys = t + SIDE < of->end;
         const keys_t keys[2] = {keys_at(of, t, copies[0]),

@@ -7,9 +7,9 @@
 
 enum { TN_ATTEND_ROWS = 32, TN_ATTEND_KEYS = 256, TN_SCORES_STRIDE = TN_ATTEND_KEYS + 4 };
 
-/* Rows' queries, their scores, and the sums of values; keys [begin, end) are those that some row sees, of the chunk. */
+/* Rows' queries, packed once for all chunks of keys, their scores, and the sums of values; keys [begin, end) are those that some row sees, of the chunk. */
 typedef struct tn_attend_tiles {
-    const uint16_t *queries; /* (num_rows, stride) */
+    const uint16_t *packed;  /* of tn_pack: the rows' queries */
     float *scores;           /* (TN_ATTEND_ROWS, TN_SCORES_STRIDE) */
     float *sums;             /* (TN_ATTEND_ROWS, stride) */
     const int *begins, *ends; /* what each row sees */

@@ -70,6 +70,9 @@ typedef struct {
     float total[TASK_ROWS];   /* of exponentials */
     _Alignas(64) float queries[TASK_ROWS * TN_MAX_HEAD_DIM]; /* bf16 where pairs are multiplied */
     _Alignas(64) float outputs[TASK_ROWS * TN_MAX_HEAD_DIM];
+#if TN_TILES
+    _Alignas(64) uint16_t packed[TASK_ROWS * TN_MAX_HEAD_DIM]; /* queries as tiles take them */
+#endif
 
     int begin[TASK_ROWS], end[TASK_ROWS]; /* what the row sees of the chunk, counted from its first key */
     _Alignas(64) float scores[TASK_ROWS][TN_SCORES_STRIDE];
@@ -393,7 +396,7 @@ static float score_distances(const sequence_t *of, rows_t *task, const vectors_t
 #if TN_TILES
 static tn_attend_tiles tiles_of(rows_t *task, const vectors_t *vectors, int begin, int end, int64_t head_dim) {
     return (tn_attend_tiles){
-        .queries = (const uint16_t *)task->queries,
+        .packed = task->packed,
         .scores = task->scores[0],
         .sums = task->sums,
         .begins = task->begin,
@@ -521,6 +524,11 @@ static void attend(const sequence_t *of, int64_t pair, int num) {
         task.total[row] = 0.0f;
         load_query(of, &task, row, pair + row);
     }
+#if TN_TILES
+    const int64_t pieces = of->dtype == TN_BF16 ? tn_pack_pieces(num, of->head_dim) : 0;
+    for (int64_t piece = 0; piece < pieces; piece++)
+        tn_pack(task.packed, task.queries, task.stride, num, of->head_dim, piece);
+#endif
     /* Later rows see later keys. */
     const int64_t first_position = of->first_position + row_of(of, pair);
     const int64_t last = last_key(of, of->first_position + row_of(of, pair + num - 1));

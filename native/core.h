@@ -17,7 +17,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define TN_VERSION 2
+#define TN_VERSION 3
 #define TN_EXPORT __attribute__((visibility("default")))
 
 typedef enum tn_status {
@@ -25,7 +25,6 @@ typedef enum tn_status {
     TN_REFUSED = 1, /* a struct of another size, or a dtype that the function does not take */
     TN_ABORTED = 2, /* the caller's abort flag was set */
     TN_DAMAGED = 3, /* data from outside is not what its format says */
-    TN_LEFT = 4,    /* nothing was done: others do it faster */
 } tn_status;
 
 typedef enum tn_dtype {
@@ -42,7 +41,7 @@ typedef enum tn_dtype {
 
 /* ---- the library ---- */
 
-/* "version 2\nisa x86_64_v4\ntn_matrix 72\n...": the version, the instruction set, and the size of every struct. */
+/* "version 3\nisa x86_64_v4\ntn_matrix 72\n...": the version, the instruction set, and the size of every struct. */
 TN_EXPORT const char *tn_describe(void);
 
 /* Once a process, before any other thread computes: asks the system for what the instruction set needs of it, which is
@@ -111,86 +110,103 @@ TN_EXPORT void tn_scale_and_cap(float *x, int64_t count, float scale, float cap)
 
 /* ---- frames (frames.c; docs/format.md, "Frames") ---- */
 
+#define TN_MAX_FRAME_BYTES 65536
+
+/* Why data from outside is damaged; `loader/native/fill.py` says it in words. */
+typedef enum tn_fault {
+    TN_NO_FAULT = 0,
+    TN_FRAME_ABSENT = 1,    /* no zstd frame begins there */
+    TN_FRAME_KIND = 2,      /* it has no content size, or a window, a checksum or a dictionary */
+    TN_FRAME_SIZE = 3,      /* it declares another size */
+    TN_FRAME_BLOCKS = 4,    /* too many, or one of an unknown type */
+    TN_FRAME_CUT = 5,       /* the bytes end within it or its padding */
+    TN_FRAME_PADDING = 6,   /* not the shortest skippable frame of zeros */
+    TN_FRAME_CONTENT = 7,   /* does not decode to the declared size */
+    TN_FRAMES_FOLLOWED = 8, /* bytes follow the last frame */
+    TN_RAW_SIZE = 9,        /* a raw plane has another size than its elements take, or lies outside of its part */
+    TN_UNUSED_BITS = 10,    /* bits behind the last element are set */
+    TN_EXPONENT_BITS = 11,  /* an exponent has more bits than the format */
+    TN_MASK_COUNT = 12,     /* a mask has another number of values than the segment states */
+    TN_TIER_COUNT = 13,     /* so have the tiers before */
+    TN_ZERO_VALUE = 14,     /* a value of a sparse tensor is a zero */
+} tn_fault;
+
 /* Zstd frames that hold `frame_bytes` each, but for a shorter last one. They are checked: nothing outside `src` is read
  * and nothing outside `out` written, whatever the frames are. Of damaged ones `out` is undefined. */
 typedef struct tn_decode_frames_args {
     size_t size;
     const uint8_t *src;  /* (src_bytes,): frames with their padding, and whatever follows */
-    uint8_t *out;        /* (out_bytes,) */
+    uint8_t *out;        /* (out_bytes,); NULL: headers and paddings are checked, and nothing is decoded */
+    int64_t *extents;    /* written: (num_frames, 2), where each begins and ends in `src`, without padding; NULL: unused */
     int64_t src_bytes;
     int64_t out_bytes;
-    int64_t frame_bytes; /* 1 to 65,536 */
-    int64_t only_quick;  /* 1: TN_LEFT where the first frame is of a kind that zstd's library decodes faster */
-    int64_t end;         /* written: of the last frame's padding in `src`; of TN_DAMAGED where that frame begins */
+    int64_t frame_bytes; /* 1 to TN_MAX_FRAME_BYTES */
+    int64_t end;         /* written: of the last frame's padding in `src`; of TN_DAMAGED where the fault is */
+    int64_t fault;       /* written: a tn_fault */
 } tn_decode_frames_args;
 
 TN_EXPORT int tn_decode_frames(tn_decode_frames_args *args);
 
-/* ---- merging planes (merge.c; docs/format.md, "Encodings") ---- */
+/* ---- filling parts (fill.c; docs/format.md, "Encodings") ---- */
 
-#define TN_MAX_PLANES 5 /* of a field: of 23 bits they are 8, 8, 4, 2 and 1 */
+/* A plane of a segment: bytes [offset, offset + size) of its part. */
+typedef struct tn_fill_plane {
+    int64_t offset;
+    int64_t size;
+    uint8_t *out;     /* of TN_FILL_PLANES: the plane's decoded bytes; NULL: it is left out */
+    int32_t bits;     /* of an element: 8, 4, 2 or 1; 0: the whole element */
+    int32_t is_coded; /* 1: zstd frames of `TN_FRAME_ELEMENTS` elements each; 0: as it is */
+} tn_fill_plane;
 
-/* One tier of some floats, from planes into words: whole frames, or a single shorter one.
- *
- * The first tier writes exponents, signs and its mantissa bits; a later one replaces mantissa bits of what is there.
- * Bits that are not known yet become their middle: a 1, then zeros. */
-typedef struct tn_merge_args {
-    size_t size;
-    void *out;                              /* (count,) words of `word_bytes` */
-    const uint8_t *exponents;               /* (count,), none with more bits than the format has; NULL: a later tier */
-    const uint8_t *planes[TN_MAX_PLANES];   /* of the field, its highest bits first */
-    int64_t count;                          /* elements */
-    int64_t frame_elements;                 /* a multiple of 8 */
-    int32_t plane_bits[TN_MAX_PLANES];      /* 8, 4, 2 or 1 */
+#define TN_FRAME_ELEMENTS 65536
+
+/* What becomes of a segment's planes. */
+typedef enum tn_fill_kind {
+    TN_FILL_WHOLE = 0,       /* one raw plane: the elements */
+    TN_FILL_BYTES = 1,       /* a plane for each byte of an element, little end first */
+    TN_FILL_FLOATS = 2,      /* one tier of floats */
+    TN_FILL_DIFFERENCES = 3, /* zigzag differences, added to the base's elements */
+    TN_FILL_PLANES = 4,      /* nothing: each goes to its `out`, checked */
+} tn_fill_kind;
+
+/* Elements that follow one another in a tensor. */
+typedef struct tn_fill_segment {
+    void *out;                    /* (count,) elements, aligned to their size */
+    const void *base;             /* of differences: the elements that they are added to; NULL: those of `out` */
+    const tn_fill_plane *planes;  /* (num_planes,) in the format's order; a sparse first tier has two more in front: */
+                                  /* its mask, and of floats its signs */
+    int64_t count;                /* elements; of a sparse segment up to 2^24 */
+    int64_t num_values;           /* of a sparse segment, elements that are not zero; -1: it is dense */
+    int32_t kind;
     int32_t num_planes;
-    int32_t word_bytes;                     /* 2 or 4 */
-    int32_t mantissa_bits;                  /* of the format */
-    int32_t known_bits;                     /* of these, with this tier */
-    int32_t reserved;                       /* 0 */
-} tn_merge_args;
+    int32_t element_bytes;        /* 1, 2, 4 or 8 */
+    int32_t is_first;             /* 1: the first tier of the encoding; a later one needs what those before wrote */
+    int32_t is_last;              /* 1: the last tier */
+    int32_t exponent_bits;        /* of floats */
+    int32_t mantissa_bits;        /* likewise */
+    int32_t known_bits;           /* of the mantissa, with this tier */
+} tn_fill_segment;
 
-TN_EXPORT int tn_merge(const tn_merge_args *args);
-
-/* Bytes of elements, from a plane for each byte of an element, little end first. */
-typedef struct tn_interleave_args {
+/* One verified part, or a piece of one, into the elements or planes of its segments. Takes no memory, and writes nothing
+ * outside of the `out`s, whatever the part holds. After TN_DAMAGED these are undefined. */
+typedef struct tn_fill_args {
     size_t size;
-    void *out;                /* (count, num_planes) bytes */
-    const uint8_t *planes[8]; /* (count,) each */
-    int64_t count;
-    int64_t num_planes;       /* 2, 4 or 8 */
-} tn_interleave_args;
+    const uint8_t *stored;           /* (stored_bytes,): the whole part */
+    const tn_fill_segment *segments; /* (num_segments,) */
+    uint8_t *scratch;                /* (scratch_bytes,), aligned to 64 bytes */
+    int64_t stored_bytes;
+    int64_t num_segments;
+    int64_t scratch_bytes;           /* TN_FILL_SCRATCH_BYTES, and with sparse segments TN_FILL_SPARSE_BYTES */
+    int64_t segment;                 /* written, of TN_DAMAGED: the segment's number, */
+    int64_t plane;                   /* and its plane's; -1: no single one is at fault */
+    int64_t at;                      /* and the byte in that plane */
+    int64_t fault;                   /* a tn_fault */
+} tn_fill_args;
 
-TN_EXPORT int tn_interleave(const tn_interleave_args *args);
+#define TN_FILL_SCRATCH_BYTES (8 * TN_FRAME_ELEMENTS)
+#define TN_FILL_SPARSE_BYTES (TN_FILL_SCRATCH_BYTES + 8 * TN_FRAME_ELEMENTS + 2 * (1 << 21))
 
-/* The same planes, of zigzag differences (2d, or -2d - 1 where d is negative), added to the elements that are there
- * (modulo 2^bits). `num_planes` is 2 or 4. Not to be repeated. */
-TN_EXPORT int tn_add_differences(const tn_interleave_args *args);
-
-/* Values of a sparse tensor, to their places among its elements (scatter.c; docs/format.md, "Sparse encodings").
- *
- * Elements from `begin` on are written until the last value has its place, or until all elements are; with no values,
- * up to the first element that wants one. In the first tier, `mask` says which do, and the others become zeros; in a
- * later one those that are not zeros do, and get bits of the value in place of all but `keep`. */
-typedef struct tn_scatter_args {
-    size_t size;
-    void *out;            /* (count,) words of `word_bytes` */
-    const uint8_t *mask;  /* (count,) bits, eight neighbours a byte; NULL: a later tier */
-    const uint8_t *signs; /* (num_signs,) bits, likewise, of the tensor's zeros in their order; NULL: all are 0 */
-    const void *values;   /* (num_values,) words */
-    int64_t count;        /* elements, of the segment */
-    int64_t begin;
-    int64_t num_before;   /* values before `begin`, so that the sign of the first zero is number `begin` - this one */
-    int64_t num_values;
-    int64_t num_signs;
-    int64_t end;          /* written: the first element that was not handled */
-    int64_t num_placed;   /* written */
-    int32_t word_bytes;   /* 1 (without signs, in the first tier only), 2 or 4 */
-    uint32_t keep;        /* of a later tier */
-    int32_t has_zero;     /* written: a value has become a zero */
-    int32_t reserved;     /* 0 */
-} tn_scatter_args;
-
-TN_EXPORT int tn_scatter(tn_scatter_args *args);
+TN_EXPORT int tn_fill_part(tn_fill_args *args);
 
 /* A vector of weights: of a norm. */
 typedef struct tn_vector {

@@ -7,22 +7,13 @@
 #include "core.h"
 
 enum {
-    MAX_FRAME_BYTES = 1 << 16,
     MAX_BLOCKS = 256,
     ALIGNMENT = 8,
-    MAX_QUICK_SEQUENCES = 512, /* exponents of weights have up to 100 */
 };
 enum { RAW_BLOCK, RLE_BLOCK, COMPRESSED_BLOCK };
 enum { RAW_LITERALS, RLE_LITERALS, COMPRESSED_LITERALS, TREELESS_LITERALS };
 
 static const uint8_t MAGIC[4] = {0x28, 0xb5, 0x2f, 0xfd}, SKIPPABLE_MAGIC[4] = {0x50, 0x2a, 0x4d, 0x18};
-
-/* What is known of a frame while its blocks are decoded. */
-typedef struct {
-    tn_codes codes;
-    tn_history history;
-    bool has_codes;
-} state_t;
 
 /* ---- literals ---- */
 
@@ -60,14 +51,14 @@ static coded_literals_t read_literals_header(const uint8_t *src, int64_t size) {
 }
 
 /* Literals in Huffman codes of a tree of their own or of the last one; bytes taken, or 0. */
-static int64_t read_coded_literals(state_t *state, tn_block *block, const uint8_t *src, int64_t size) {
+static int64_t read_coded_literals(tn_frame_state *state, tn_block *block, const uint8_t *src, int64_t size) {
     const coded_literals_t header = read_literals_header(src, size);
     const int64_t head = header.head, count = header.count, stored = header.stored;
     if (head == 0 || count > block->end - block->out || stored > size - head) return 0;
     if (header.num_streams > 1 && count < 6) return 0;
     int64_t taken = 0;
     if ((src[0] & 3) == COMPRESSED_LITERALS) {
-        state->has_codes = (taken = tn_read_codes(&state->codes, src + head, stored)) > 0;
+        state->has_codes = (taken = tn_read_codes(&state->codes, src + head, stored, count)) > 0;
     }
     uint8_t *to = block->end - count;
     block->literals = to;
@@ -79,27 +70,58 @@ static int64_t read_coded_literals(state_t *state, tn_block *block, const uint8_
 
 /* ---- blocks and frames ---- */
 
-static bool decode_block(state_t *state, tn_block *block, const uint8_t *src, int64_t size) {
+static bool decode_block(tn_frame_state *state, tn_block *block, const uint8_t *src, int64_t size) {
     if (size < 1 || size > block->end - block->begin) return false;
     const int64_t taken = (src[0] & 3) < COMPRESSED_LITERALS ? read_plain_literals(block, src, size)
                                                              : read_coded_literals(state, block, src, size);
     return taken > 0 && tn_decode_sequences(&state->history, block, src + taken, size - taken);
 }
 
-/* The bytes of a header that is as the format has it and declares `count`; 0 otherwise. */
-static int64_t read_header(const uint8_t *src, int64_t size, int64_t count) {
+/* The bytes of a header that is as the format has it and declares `count`; otherwise 0, with the reason in `fault`. */
+static int64_t read_header(const uint8_t *src, int64_t size, int64_t count, tn_fault *fault) {
     static const int8_t field_bytes[4] = {1, 2, 4, 8};
-    if (size < 5 || memcmp(src, MAGIC, sizeof MAGIC) || (src[4] & 0x3f) != 0x20) return 0;
+    *fault = TN_FRAME_CUT;
+    if (size < 5) return 0;
+    *fault = TN_FRAME_ABSENT;
+    if (memcmp(src, MAGIC, sizeof MAGIC)) return 0;
+    *fault = TN_FRAME_KIND;
+    if ((src[4] & 0x3f) != 0x20) return 0;
+    *fault = TN_FRAME_CUT;
     const int field = field_bytes[src[4] >> 6];
     if (size < 5 + field) return 0;
     uint64_t declared = 0;
     memcpy(&declared, src + 5, (size_t)field);
-    return declared + (field == 2 ? 256 : 0) == (uint64_t)count ? 5 + field : 0;
+    *fault = TN_FRAME_SIZE;
+    if (declared + (field == 2 ? 256 : 0) != (uint64_t)count) return 0;
+    *fault = TN_NO_FAULT;
+    return 5 + field;
+}
+
+/* The bytes of a frame of `count` bytes, by its headers alone; otherwise 0, with the reason in `fault`. */
+static int64_t step_over(const uint8_t *src, int64_t size, int64_t count, tn_fault *fault) {
+    int64_t at = read_header(src, size, count, fault);
+    if (at == 0) return 0;
+    for (int i = 0; i < MAX_BLOCKS; i++) {
+        *fault = TN_FRAME_CUT;
+        if (size - at < 3) return 0;
+        const int64_t head = src[at] | src[at + 1] << 8 | src[at + 2] << 16;
+        const int kind = head >> 1 & 3;
+        *fault = TN_FRAME_BLOCKS;
+        if (kind > COMPRESSED_BLOCK) return 0;
+        at += 3 + (kind == RLE_BLOCK ? 1 : head >> 3);
+        *fault = TN_FRAME_CUT;
+        if (at > size) return 0;
+        *fault = TN_NO_FAULT;
+        if (head & 1) return at;
+    }
+    *fault = TN_FRAME_BLOCKS;
+    return 0;
 }
 
 /* Fill [out, out + count) from the frame at `src`; the bytes that it has, or 0. */
-static int64_t decode_frame(state_t *state, const uint8_t *src, int64_t size, uint8_t *out, int64_t count) {
-    int64_t at = read_header(src, size, count);
+static int64_t decode_frame(tn_frame_state *state, const uint8_t *src, int64_t size, uint8_t *out, int64_t count) {
+    tn_fault fault;
+    int64_t at = read_header(src, size, count, &fault);
     if (at == 0) return 0;
     tn_block block = {.begin = out, .out = out, .literals = out + count, .end = out + count};
     state->has_codes = state->history.has_states = false;
@@ -127,47 +149,51 @@ static int64_t decode_frame(state_t *state, const uint8_t *src, int64_t size, ui
     return 0;
 }
 
-/* True if zstd's library decodes such frames faster: by the first block, its literals have long codes, of which a
- * look-up finds one, or it is made of matches. */
-static bool is_slow(const uint8_t *src, int64_t size, int64_t count) {
-    const int64_t at = read_header(src, size, count) + 3;
-    if (at == 3 || at >= size || (src[at - 3] >> 1 & 3) != COMPRESSED_BLOCK) return false;
-    if ((src[at] & 3) != COMPRESSED_LITERALS) return false;
-    const coded_literals_t literals = read_literals_header(src + at, size - at);
-    const int64_t sequences = at + literals.head + literals.stored;
-    if (literals.head == 0 || sequences + 1 >= size) return false;
-    const int num = src[sequences] < 128 ? src[sequences] : (src[sequences] - 128) << 8 | src[sequences + 1];
-    return 2 * literals.stored > literals.count || num > MAX_QUICK_SEQUENCES;
-}
-
 /* Bytes that follow a frame up to the next multiple of 8: the shortest skippable frame of zeros, or -1. */
-static int64_t padding_after(const uint8_t *src, int64_t size, int64_t at) {
+static int64_t padding_after(const uint8_t *src, int64_t size, int64_t at, tn_fault *fault) {
     const int64_t missing = -at & (ALIGNMENT - 1);
     if (missing == 0) return 0;
     uint8_t expected[8 + ALIGNMENT] = {0};
     memcpy(expected, SKIPPABLE_MAGIC, sizeof SKIPPABLE_MAGIC);
     expected[4] = (uint8_t)missing;
     const int64_t bytes = 8 + missing;
+    *fault = size - at < bytes ? TN_FRAME_CUT : TN_FRAME_PADDING;
     return size - at >= bytes && memcmp(src + at, expected, (size_t)bytes) == 0 ? bytes : -1;
 }
 
-int tn_decode_frames(tn_decode_frames_args *args) {
-    if (args->size != sizeof *args || args->frame_bytes < 1 || args->frame_bytes > MAX_FRAME_BYTES) return TN_REFUSED;
-    args->end = 0;
-    if (args->only_quick) {
-        const int64_t count = args->out_bytes < args->frame_bytes ? args->out_bytes : args->frame_bytes;
-        if (is_slow(args->src, args->src_bytes, count)) return TN_LEFT;
+tn_fault tn_next_frame(tn_frame_state *state, tn_frames *frames, uint8_t *out, int64_t count) {
+    const uint8_t *src = frames->src + frames->at;
+    const int64_t size = frames->size - frames->at;
+    tn_fault fault = TN_NO_FAULT;
+    int64_t taken = out == NULL ? step_over(src, size, count, &fault) : decode_frame(state, src, size, out, count);
+    if (taken == 0 && fault == TN_NO_FAULT && step_over(src, size, count, &fault) != 0) fault = TN_FRAME_CONTENT;
+    if (fault != TN_NO_FAULT) return fault;
+    const int64_t padding = padding_after(src, size, taken, &fault);
+    if (padding < 0) {
+        frames->at += taken; /* the padding begins there */
+        return fault;
     }
-    state_t state;
+    frames->end = frames->at + taken;
+    frames->at = frames->end + padding;
+    return TN_NO_FAULT;
+}
+
+int tn_decode_frames(tn_decode_frames_args *args) {
+    if (args->size != sizeof *args || args->frame_bytes < 1 || args->frame_bytes > TN_MAX_FRAME_BYTES) return TN_REFUSED;
+    tn_frame_state state;
+    tn_frames frames = {.src = args->src, .size = args->src_bytes};
+    args->end = 0;
+    int64_t num = 0;
     for (int64_t begin = 0; begin < args->out_bytes; begin += args->frame_bytes) {
-        const int64_t left = args->out_bytes - begin;
-        const uint8_t *src = args->src + args->end;
-        const int64_t size = args->src_bytes - args->end;
-        const int64_t count = left < args->frame_bytes ? left : args->frame_bytes;
-        const int64_t taken = decode_frame(&state, src, size, args->out + begin, count);
-        const int64_t padding = taken > 0 ? padding_after(src, size, taken) : -1;
-        if (padding < 0) return TN_DAMAGED;
-        args->end += taken + padding;
+        const int64_t left = args->out_bytes - begin, count = left < args->frame_bytes ? left : args->frame_bytes;
+        uint8_t *out = args->out == NULL ? NULL : args->out + begin;
+        const int64_t frame_begin = frames.at;
+        args->fault = tn_next_frame(&state, &frames, out, count);
+        args->end = frames.at;
+        if (args->fault != TN_NO_FAULT) return TN_DAMAGED;
+        if (args->extents == NULL) continue;
+        args->extents[num++] = frame_begin;
+        args->extents[num++] = frames.end;
     }
     return TN_OK;
 }

@@ -7,6 +7,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "core.h"
 #include "isa.h"
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
@@ -77,15 +78,20 @@ int64_t tn_read_states(tn_states *table, const uint8_t *src, int64_t size, int m
 
 enum { TN_MAX_CODE_BITS = 11 };
 
-/* What the next 11 bits hold: whole codes, at most 6. A word's bytes are their symbols, then how many they are, then how
- * many bits they take. The first 1 << 11 words are scratch. */
+/* What the next 11 bits hold. Of few symbols, or long codes: the first one in the high byte, and how many bits it takes. Otherwise whole codes, at most 6: a word's bytes are their symbols, then how many they are, then how many bits
+ * they take; the first 1 << 11 words are scratch. */
 typedef struct {
-    uint64_t words[2 << TN_MAX_CODE_BITS];
+    union {
+        uint16_t singles[1 << TN_MAX_CODE_BITS];
+        uint64_t words[2 << TN_MAX_CODE_BITS];
+    } table;
     uint8_t code_bits[256]; /* by symbol */
+    bool is_single;
 } tn_codes;
 
-/* Returns how many bytes the tree took; 0 where it is damaged. */
-int64_t tn_read_codes(tn_codes *codes, const uint8_t *src, int64_t size);
+/* For literals of this many bytes, stored with their tree in `stored` bytes: how many bytes the tree took; 0 where it is
+ * damaged. */
+int64_t tn_read_codes(tn_codes *codes, const uint8_t *src, int64_t stored, int64_t num_literals);
 
 /* Fill `out` from 1 or 4 streams, which must hold exactly that. False where they are damaged; writes to `out` alone. */
 bool tn_decode_symbols(const tn_codes *codes, const uint8_t *src, int64_t size, int num_streams, uint8_t *out,
@@ -110,5 +116,26 @@ typedef struct {
 
 /* Decode a block's sequences, which the bytes must hold exactly. False where they are damaged. */
 bool tn_decode_sequences(tn_history *history, tn_block *block, const uint8_t *src, int64_t size);
+
+/* ---- frames (frames.c; section 3.1.1) ---- */
+
+/* Working memory of one frame after another. */
+typedef struct {
+    tn_codes codes;
+    tn_history history;
+    bool has_codes;
+} tn_frame_state;
+
+/* A run of frames, each with its padding, of which those before `at` were read. */
+typedef struct {
+    const uint8_t *src;
+    int64_t size;
+    int64_t at;
+    int64_t end; /* of the last frame, without its padding */
+} tn_frames;
+
+/* Fill [out, out + count) from the next frame, which must hold exactly that; with NULL, step over it by its headers
+ * alone. On a fault `at` is where the frame begins, or its padding, and `out` is undefined. */
+tn_fault tn_next_frame(tn_frame_state *state, tn_frames *frames, uint8_t *out, int64_t count);
 
 #endif

@@ -1,6 +1,7 @@
 /* Huffman codes of zstd: several symbols a look-up, four streams side by side.
  *
- * The table of all 2^k values of the next k bits is made of smaller ones: behind a code of n bits come k - n more, so
+ * A table of single symbols serves long codes, of which a look-up finds hardly more than one, and few literals. That of
+ * several, of all 2^k values of the next k bits, is made of smaller ones: behind a code of n bits come k - n more, so
  * the values that begin with it are the table of k - n bits, each with one symbol before the others. Tables of 0 to 11
  * bits are filled in this way, from one run of words to another. */
 #include "frames.h"
@@ -12,6 +13,8 @@ enum {
     MIN_ROOM = MAX_SYMBOLS * (LOOK_UPS - 1) + 8, /* in `out`, for all of them: a word is written at a time */
     MAX_READ = 7,    /* bytes that they take */
     MAX_WEIGHTS = 255,
+    MIN_WORDS_LITERALS = 1 << 14,
+    LONG_CODE_BITS = 6,
     MAX_WEIGHT_STATES_LOG = 6,
 };
 
@@ -99,26 +102,43 @@ static void put_before_or_drop(uint64_t *to, const uint64_t *from, int count, ui
     }
 }
 
-int64_t tn_read_codes(tn_codes *codes, const uint8_t *src, int64_t size) {
-    uint8_t weights[MAX_WEIGHTS + 1], symbols[MAX_WEIGHTS + 1];
-    int64_t taken = 0;
-    int num = read_weights(weights, src, size, &taken);
-    if (num == 0 || (num = sort_symbols(codes, symbols, weights, num)) == 0) return 0;
+static void make_singles(tn_codes *codes, const uint8_t *symbols, int num) {
+    uint16_t *to = codes->table.singles + (1 << TABLE_BITS);
+    for (int i = num - 1; i >= 0; i--) {
+        const int code_bits = codes->code_bits[symbols[i]], count = 1 << (TABLE_BITS - code_bits);
+        to -= count;
+        for (int j = 0; j < count; j++) to[j] = (uint16_t)(symbols[i] << 8 | code_bits);
+    }
+}
+
+static void make_words(tn_codes *codes, const uint8_t *symbols, int num) {
     const bool can_be_full = codes->code_bits[symbols[num - 1]] * MAX_SYMBOLS < TABLE_BITS;
     int first = num; /* of the symbols whose codes have at most k bits */
     for (int k = 0; k <= TABLE_BITS; k++) {
-        uint64_t *table = codes->words + (1 << k), *to = table + (1 << k);
+        uint64_t *table = codes->table.words + (1 << k), *to = table + (1 << k);
         while (first > 0 && codes->code_bits[symbols[first - 1]] <= k) first--;
         for (int i = num - 1; i >= first; i--) {
             const int code_bits = codes->code_bits[symbols[i]], count = 1 << (k - code_bits);
             to -= count;
             if (can_be_full)
-                put_before_or_drop(to, codes->words + count, count, symbols[i], codes->code_bits);
+                put_before_or_drop(to, codes->table.words + count, count, symbols[i], codes->code_bits);
             else
-                put_before(to, codes->words + count, count, symbols[i], code_bits);
+                put_before(to, codes->table.words + count, count, symbols[i], code_bits);
         }
         memset(table, 0, (size_t)((char *)to - (char *)table)); /* codes that are longer */
     }
+}
+
+int64_t tn_read_codes(tn_codes *codes, const uint8_t *src, int64_t stored, int64_t num_literals) {
+    uint8_t weights[MAX_WEIGHTS + 1], symbols[MAX_WEIGHTS + 1];
+    int64_t taken = 0;
+    int num = read_weights(weights, src, stored, &taken);
+    if (num == 0 || (num = sort_symbols(codes, symbols, weights, num)) == 0) return 0;
+    codes->is_single = num_literals < MIN_WORDS_LITERALS || 8 * stored > LONG_CODE_BITS * num_literals;
+    if (codes->is_single)
+        make_singles(codes, symbols, num);
+    else
+        make_words(codes, symbols, num);
     return taken;
 }
 
@@ -152,7 +172,7 @@ TN_INLINE void load(uint64_t *word, const uint8_t **at) {
     *word = (load_word(*at) | 1) << (taken & 7);
 }
 
-static void decode_side_by_side(const uint64_t *table, stream_t *streams) {
+static void decode_words(const uint64_t *table, stream_t *streams) {
     for (;;) {
         int64_t turns = safe_turns(&streams[0]);
         for (int i = 1; i < 4; i++) {
@@ -177,7 +197,7 @@ static void decode_side_by_side(const uint64_t *table, stream_t *streams) {
     }
 }
 
-static void decode_alone(const uint64_t *table, stream_t *stream) {
+static void decode_words_alone(const uint64_t *table, stream_t *stream) {
     for (int64_t turns; (turns = safe_turns(stream)) > 0;)
         for (; turns > 0; turns--) {
             for (int i = 0; i < LOOK_UPS; i++) look_up(&stream->word, &stream->out, table);
@@ -185,14 +205,65 @@ static void decode_alone(const uint64_t *table, stream_t *stream) {
         }
 }
 
+/* As `safe_turns`, of single symbols. */
+TN_INLINE int64_t safe_single_turns(const stream_t *stream) {
+    const int64_t room = (stream->end - stream->out) / LOOK_UPS, bytes = (stream->at - stream->begin) / MAX_READ;
+    return room < bytes ? room : bytes;
+}
+
+TN_INLINE void look_up_single(uint64_t *word, uint8_t *out, const uint16_t *table) {
+    const unsigned found = table[*word >> (64 - TABLE_BITS)];
+    *out = (uint8_t)(found >> 8);
+    *word <<= found & 63;
+    /* Four streams are no vector: their gathers take five times as long. */
+    __asm__("" : "+r"(*word));
+}
+
+static void decode_singles(const uint16_t *table, stream_t *streams) {
+    for (;;) {
+        int64_t turns = safe_single_turns(&streams[0]);
+        for (int i = 1; i < 4; i++) {
+            const int64_t of_stream = safe_single_turns(&streams[i]);
+            turns = of_stream < turns ? of_stream : turns;
+        }
+        if (turns <= 0) return;
+        stream_t a = streams[0], b = streams[1], c = streams[2], d = streams[3];
+        for (; turns > 0; turns--) {
+            _Pragma("GCC unroll 5") for (int i = 0; i < LOOK_UPS; i++) {
+                look_up_single(&a.word, a.out++, table);
+                look_up_single(&b.word, b.out++, table);
+                look_up_single(&c.word, c.out++, table);
+                look_up_single(&d.word, d.out++, table);
+            }
+            load(&a.word, &a.at);
+            load(&b.word, &b.at);
+            load(&c.word, &c.at);
+            load(&d.word, &d.at);
+        }
+        streams[0] = a, streams[1] = b, streams[2] = c, streams[3] = d;
+    }
+}
+
+static void decode_singles_alone(const uint16_t *table, stream_t *stream) {
+    for (int64_t turns; (turns = safe_single_turns(stream)) > 0;) {
+        stream_t a = *stream;
+        for (; turns > 0; turns--) {
+            for (int i = 0; i < LOOK_UPS; i++) look_up_single(&a.word, a.out++, table);
+            load(&a.word, &a.at);
+        }
+        *stream = a;
+    }
+}
+
 /* The rest of a stream, symbol by symbol; false unless it ends where its output does. */
 static bool finish(const tn_codes *codes, tn_bits *bits, uint8_t *out, uint8_t *end) {
-    const uint64_t *table = codes->words + (1 << TABLE_BITS);
+    const uint64_t *words = codes->table.words + (1 << TABLE_BITS);
     while (out < end && bits->left > 0) {
         const int64_t low = bits->left - TABLE_BITS;
         const uint64_t next = low >= 0 ? load_word_within(bits->bytes, bits->size, low >> 3) >> (low & 7)
                                        : load_word_within(bits->bytes, bits->size, 0) << -low;
-        *out = (uint8_t)table[next & ((1 << TABLE_BITS) - 1)];
+        const uint64_t found = next & ((1 << TABLE_BITS) - 1);
+        *out = (uint8_t)(codes->is_single ? codes->table.singles[found] >> 8 : words[found]);
         bits->left -= codes->code_bits[*out++];
     }
     return out == end && bits->left == 0;
@@ -200,7 +271,8 @@ static bool finish(const tn_codes *codes, tn_bits *bits, uint8_t *out, uint8_t *
 
 bool tn_decode_symbols(const tn_codes *codes, const uint8_t *src, int64_t size, int num_streams, uint8_t *out,
                        int64_t out_bytes) {
-    const uint64_t *table = codes->words + (1 << TABLE_BITS);
+    const uint64_t *words = codes->table.words + (1 << TABLE_BITS);
+    const uint16_t *singles = codes->table.singles;
     const int64_t head = 2 * (num_streams - 1), share = (out_bytes + num_streams - 1) / num_streams;
     if (size < head || out_bytes < share * (num_streams - 1)) return false;
     const uint8_t *begin = src + head;
@@ -219,10 +291,14 @@ bool tn_decode_symbols(const tn_codes *codes, const uint8_t *src, int64_t size, 
             all_long = false;
         begin += bytes;
     }
-    if (all_long) decode_side_by_side(table, streams);
+    if (all_long && codes->is_single) decode_singles(singles, streams);
+    if (all_long && !codes->is_single) decode_words(words, streams);
     for (int i = 0; i < num_streams; i++) {
         if (bits[i].size >= 8) {
-            decode_alone(table, &streams[i]);
+            if (codes->is_single)
+                decode_singles_alone(singles, &streams[i]);
+            else
+                decode_words_alone(words, &streams[i]);
             bits[i].left = 8 * (streams[i].at - streams[i].begin) + 64 - __builtin_ctzll(streams[i].word);
         }
         if (!finish(codes, &bits[i], streams[i].out, streams[i].end)) return false;

@@ -4,7 +4,7 @@
  * along; and in pieces that stay in the first cache. The loops are for the compiler to make vectors of: no element
  * depends on another one. Words are written whole, under a mask, so a tier may be repeated.
  */
-#include "core.h"
+#include "fill.h"
 
 #include <stdbool.h>
 #include <string.h>
@@ -38,8 +38,7 @@ static place_t place_in(const uint8_t *frame, int bits, int64_t count, int64_t a
 #undef WORD
 #undef NAMED
 
-int tn_merge(const tn_merge_args *args) {
-    if (args->size != sizeof *args || (args->word_bytes != 2 && args->word_bytes != 4)) return TN_REFUSED;
+void tn_merge(const tn_merge_args *args) {
     const uint8_t *planes[TN_MAX_PLANES];
     memcpy(planes, args->planes, sizeof planes);
     for (int64_t begin = 0; begin < args->count; begin += args->frame_elements) {
@@ -55,13 +54,19 @@ int tn_merge(const tn_merge_args *args) {
             planes[plane] += (count + share - 1) / share;
         }
     }
-    return TN_OK;
 }
 
-int tn_add_differences(const tn_interleave_args *args) {
-    if (args->size != sizeof *args) return TN_REFUSED;
+void tn_add_differences(const tn_interleave_args *args) {
     const uint8_t *const *from = args->planes;
     switch (args->num_planes) {
+    case 1: {
+        uint8_t *out = args->out;
+        for (int64_t i = 0; i < args->count; i++) {
+            const uint8_t zigzag = from[0][i];
+            out[i] = (uint8_t)(out[i] + (uint8_t)((zigzag >> 1) ^ -(zigzag & 1)));
+        }
+        return;
+    }
     case 2: {
         uint16_t *out = args->out;
         const uint8_t *low = from[0], *high = from[1];
@@ -69,7 +74,7 @@ int tn_add_differences(const tn_interleave_args *args) {
             const uint16_t zigzag = (uint16_t)(low[i] | high[i] << 8);
             out[i] = (uint16_t)(out[i] + (uint16_t)((zigzag >> 1) ^ -(zigzag & 1)));
         }
-        return TN_OK;
+        return;
     }
     case 4: {
         uint32_t *out = args->out;
@@ -77,33 +82,37 @@ int tn_add_differences(const tn_interleave_args *args) {
             const uint32_t zigzag = (uint32_t)(from[0][i] | from[1][i] << 8 | from[2][i] << 16) | (uint32_t)from[3][i] << 24;
             out[i] += (zigzag >> 1) ^ -(zigzag & 1);
         }
-        return TN_OK;
+        return;
     }
-    default: return TN_REFUSED;
+    default: {
+        uint64_t *out = args->out;
+        for (int64_t i = 0; i < args->count; i++) {
+            uint64_t zigzag = 0;
+            for (int place = 0; place < 8; place++) zigzag |= (uint64_t)from[place][i] << 8 * place;
+            out[i] += (zigzag >> 1) ^ -(zigzag & 1);
+        }
+    }
     }
 }
 
-int tn_interleave(const tn_interleave_args *args) {
-    if (args->size != sizeof *args) return TN_REFUSED;
+void tn_interleave(const tn_interleave_args *args) {
     const uint8_t *const *from = args->planes;
     switch (args->num_planes) {
     case 2: {
         uint16_t *out = args->out;
         for (int64_t i = 0; i < args->count; i++) out[i] = (uint16_t)(from[0][i] | from[1][i] << 8);
-        return TN_OK;
+        return;
     }
     case 4: {
         uint32_t *out = args->out;
         for (int64_t i = 0; i < args->count; i++)
             out[i] = (uint32_t)(from[0][i] | from[1][i] << 8 | from[2][i] << 16) | (uint32_t)from[3][i] << 24;
-        return TN_OK;
+        return;
     }
-    case 8: {
+    default: {
         uint8_t *out = args->out;
         for (int64_t i = 0; i < args->count; i++)
             for (int place = 0; place < 8; place++) out[8 * i + place] = from[place][i];
-        return TN_OK;
     }
-    default: return TN_REFUSED;
     }
 }

@@ -4,7 +4,7 @@
  * shuffle of 16-bit words, or of bytes. Words of 32 bits, and the ends, go one by one and without a branch. Nothing is
  * read behind the last value or sign, and nothing written behind the last element.
  */
-#include "core.h"
+#include "fill.h"
 
 #include <stdbool.h>
 #include <string.h>
@@ -183,12 +183,10 @@ static void refine_words(const tn_scatter_args *args, cursor_t *cursor) {
     *cursor = at;
 }
 
-int tn_scatter(tn_scatter_args *args) {
-    if (args->size != sizeof *args) return TN_REFUSED;
+void tn_scatter(tn_scatter_args *args) {
     cursor_t at = {.element = args->begin, .sign = args->begin - args->num_before};
     switch (args->word_bytes) {
     case 1:
-        if (args->mask == NULL || args->signs != NULL) return TN_REFUSED;
         scatter_8(args, &at, true);
         expand_bytes(args, &at);
         scatter_8(args, &at, false);
@@ -205,11 +203,9 @@ int tn_scatter(tn_scatter_args *args) {
         scatter_16(args, &at, false);
         at.has_zero = at.has_zero || (args->mask != NULL && any_zero_16(args->values, at.value));
         break;
-    case 4: scatter_32(args, &at, false); break;
-    default: return TN_REFUSED;
+    default: scatter_32(args, &at, false);
     }
     args->end = at.element;
     args->num_placed = at.value;
     args->has_zero = at.has_zero;
-    return TN_OK;
 }

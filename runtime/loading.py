@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from ..loader.device.base import DeviceStatistics
     from ..loader.format.manifest import Blob, Manifest, Part, Tensor
     from ..loader.load.device_load import DeviceLoad
-    from ..loader.load.fetch import Prefetch
     from ..loader.load.load import WeightLoad
     from ..loader.load.mapped_load import MappedLoad
     from ..loader.load.options import LoadOptions
     from ..loader.load.paged_load import PagedLoad
     from ..loader.load.pager import PagerStatistics
+    from ..loader.load.prefetch import Prefetch
     from ..loader.load.resident import ResidentBase
     from ..loader.load.shared import SharedBase, SharedLoad
     from ..loader.memory.arena import Reserve
@@ -127,7 +127,7 @@ def load_here(
 
     if not isinstance(source, Remote):
         # Decoding is all that such a load waits for: what it imports comes before the web server.
-        from ..loader.format import codec  # noqa: F401
+        from ..loader.format import fill  # noqa: F401
 
         full_speed = None
     load = WeightLoad(
@@ -224,7 +224,7 @@ class _Prefetcher:
             return True
         if self.found is None:
             # The manifest was requested without it.
-            from ..loader.load.fetch import Prefetch
+            from ..loader.load.prefetch import Prefetch
 
             self.found = Prefetch(
                 self._source,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .weights import AnyLoad
 
 # Needed between the manifest and the first ranges.
-AHEAD = ("blake3", "..loader.format.manifest_json", "..loader.load.fetch")
+AHEAD = ("blake3", "..loader.format.manifest_json", "..loader.load.prefetch")
 
 
 class Opening:

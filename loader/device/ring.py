@@ -32,8 +32,8 @@ from ..format.manifest import (
     decoded_plane_bytes,
     plane_shares,
 )
-from ..format.zstd import FrameReader
 from ..memory.staging import ALIGNMENT_BYTES, Buffer, Staging
+from ..native.frames import find_frames
 from ..process.cpu import available_cores
 from .image import (
     CHUNK_ENTRY_BYTES,
@@ -147,9 +147,8 @@ def _frame_places(manifest: Manifest, part: Part, segment: Segment, stored: memo
         frame_bytes = FRAME_ELEMENTS // shares[number] if shares else FRAME_ELEMENTS * tensor.element_bytes
         end = plane.offset_bytes + plane.size_bytes
         if plane.codec is Codec.ZSTD:
-            frames = FrameReader(stored[plane.offset_bytes : end], frame_bytes, where=where)
-            begins = [plane.offset_bytes + begin for begin, _ in frames.skip(size_bytes)]
-            frames.finish()
+            frames = find_frames(stored[plane.offset_bytes : end], size_bytes, frame_bytes, where=where)
+            begins = [plane.offset_bytes + begin for begin, _ in frames.tolist()]
         elif plane.size_bytes == size_bytes:
             begins = list(range(plane.offset_bytes, end, frame_bytes))
         else:

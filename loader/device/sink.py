@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..format.codec import unpack_planes
+from ..format.fill import Scratch, fill_planes
 from ..format.manifest import FRAME_ELEMENTS, Manifest, Part
-from ..format.zstd import FrameReader
+from ..native.frames import find_frames
 from ..process.cpu import available_cores
 from ..timeline import Timeline
 from .image import PartImage, PlacedPlane, pack_tables, plan_image, slab_starts
@@ -33,6 +33,7 @@ def fill_image(
     starts: Sequence[int],
     stored: memoryview,
     out: memoryview,
+    scratch: Scratch,
 ) -> None:
     """Write into `out`, the image's memory, at least all that is to be sent of it.
 
@@ -41,24 +42,28 @@ def fill_image(
     """
     pack_tables(image, manifest, part, starts, out)
     memory = np.frombuffer(out, np.uint8)
-    chunks: list[tuple[int, int, int, int]] = []
-    for segment, placed in zip(part.segments, image.planes, strict=True):
-        tensor = manifest.tensors[segment.tensor]
-        outs = [
+    segments = [(manifest.tensors[segment.tensor], segment) for segment in part.segments]
+    outs = [
+        [
             memory[plane.offset_bytes : plane.offset_bytes + plane.size_bytes]
             if plane.coded_bytes is None
             else None
             for plane in placed
         ]
-        unpack_planes(tensor, segment, part.tier, stored, outs)
+        for placed in image.planes
+    ]
+    fill_planes(segments, part.tier, stored, outs, scratch)
+    if image.chunks is None:
+        return
+    chunks: list[tuple[int, int, int, int]] = []
+    for (tensor, segment), placed in zip(segments, image.planes, strict=True):
         for plane, place in zip(segment.planes, placed, strict=True):
             if place.coded_bytes is not None:
                 coded = stored[plane.offset_bytes : plane.offset_bytes + plane.size_bytes]
                 chunks += _keep_coded(coded, place, memory, where=f"tensor {tensor.name!r}")
-    if image.chunks is not None:
-        begin = image.chunks.table_bytes
-        table = np.array(chunks, "<u4").tobytes()
-        out[begin : begin + len(table)] = table
+    begin = image.chunks.table_bytes
+    table = np.array(chunks, "<u4").tobytes()
+    out[begin : begin + len(table)] = table
 
 
 def _keep_coded(
@@ -68,15 +73,13 @@ def _keep_coded(
     long, coded, decoded.
     """
     assert place.coded_bytes is not None
-    begin = place.coded_bytes
-    np.copyto(memory[begin : begin + len(coded)], np.frombuffer(coded, np.uint8))
-    frames = FrameReader(coded, FRAME_ELEMENTS, where=where)
-    extents = frames.skip(place.size_bytes)
-    frames.finish()
+    first = place.coded_bytes
+    np.copyto(memory[first : first + len(coded)], np.frombuffer(coded, np.uint8))
+    extents = find_frames(coded, place.size_bytes, FRAME_ELEMENTS, where=where).tolist()
     sizes = [FRAME_ELEMENTS] * (len(extents) - 1) + [place.size_bytes - FRAME_ELEMENTS * (len(extents) - 1)]
     return [
-        (begin + offset, length, place.offset_bytes + number * FRAME_ELEMENTS, size)
-        for number, ((offset, length), size) in enumerate(zip(extents, sizes, strict=True))
+        (first + begin, end - begin, place.offset_bytes + number * FRAME_ELEMENTS, size)
+        for number, ((begin, end), size) in enumerate(zip(extents, sizes, strict=True))
     ]
 
 
@@ -105,6 +108,7 @@ class ImageSink:
         self._device = DeviceSpeed()
         self._num_cores = available_cores()  # once: it reads files
         self._lock = threading.Lock()
+        self._own = threading.local()  # each thread's working memory
         self._path = Path.HOST
         self._host_bytes, self._host_cpu_s = 0.0, 0.0  # of parts that were decompressed here
 
@@ -129,7 +133,6 @@ class ImageSink:
             self._deliver(number, piece, stored, coded=coded, share=1 / len(pieces))
 
     def _deliver(self, number: int, piece: Part, stored: memoryview, *, coded: bool, share: float) -> None:
-
         image = plan_image(self._manifest, piece, self._starts, coded=coded)
         # The ring need not have room for it.
         if image.size_bytes > max_image_bytes(self._manifest, piece):
@@ -137,7 +140,7 @@ class ImageSink:
         buffer = self._ring.take(image.size_bytes)
         begun_cpu_s = time.thread_time()
         try:
-            fill_image(image, self._manifest, piece, self._starts, stored, buffer.data)
+            fill_image(image, self._manifest, piece, self._starts, stored, buffer.data, self._scratch())
         except BaseException:
             self._ring.give_back(buffer.offset_bytes)
             raise
@@ -148,6 +151,12 @@ class ImageSink:
                 self._host_cpu_s += time.thread_time() - begun_cpu_s
         sizes = plane_sizes(piece) if is_coded else ()
         self._send(SentImage(piece.index, buffer.offset_bytes, is_coded, number, sizes))
+
+    def _scratch(self) -> Scratch:
+        if not hasattr(self._own, "scratch"):
+            self._own.scratch = Scratch()
+        scratch: Scratch = self._own.scratch
+        return scratch
 
     def _choose(self, link_bytes_per_s: float) -> Path:
         cpu_s = self._host_cpu_s

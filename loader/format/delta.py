@@ -38,15 +38,6 @@ def difference(words: Words, base: Words) -> Words:
     return found
 
 
-def add_difference(out: Words, differences: Words) -> None:
-    """Turn the base's elements in `out` into the fine-tune's. Changes `differences`, too."""
-    word = out.dtype
-    sign = differences & word.type(1)
-    differences >>= word.type(1)
-    differences ^= word.type(0) - sign
-    out += differences
-
-
 def join(tuned: Manifest, base: Manifest) -> Manifest:
     """The manifest of the fine-tune's weights, whose parts are read from both artifacts: the base's
     blobs have `BASE_PREFIX` before their names.

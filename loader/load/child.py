@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from ..device.sink import ImageSink
     from ..format.manifest import Blob, Manifest, Part
     from ..sources.base import Source
-    from .fetch import Prefetch
     from .launch import Task
     from .load import WeightLoad
     from .options import Order
+    from .prefetch import Prefetch
     from .report import GiveBack, Reporter
 
 # What is needed once the manifest is there.
-AHEAD = ("blake3", "..format.manifest_json", ".fetch", ".load", ".report", "..device.paths")
+AHEAD = ("blake3", "..format.manifest_json", ".prefetch", ".load", ".report", "..device.paths")
 CACHE_WAIT_S = 60.0  # for a slow disk to take what the load has left for the next one
 REPORT_INTERVAL_S = 0.25  # between gates, so that progress is seen to move
 HEAD_START_S = 3e-3  # for asking for the manifest: the imports would share the GIL with that
@@ -105,7 +105,7 @@ def _open(task: Task, timeline: Timeline) -> tuple[Source, Manifest, Prefetch | 
     def look(weight_bytes: int, blob: Blob, part: Part) -> bool:
         nonlocal prefetch
         if prefetch is None:
-            from .fetch import Prefetch  # the first request did not wait for these, either
+            from .prefetch import Prefetch  # the first request did not wait for these, either
 
             is_here = task.device == "cpu"
             prefetch = Prefetch(source, task.load_options, timeline=timeline, weights_are_here=is_here)

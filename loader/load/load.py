@@ -1,7 +1,7 @@
 """One load of one model: bytes from a source become verified values in memory, group by group.
 
     source → fetch threads → staging → decode threads → slabs → gates
-             (fetch.py)    (staging.py)  (decode.py)  (arena.py)  (gates.py)
+              (workers.py)  (staging.py)  (workers.py)  (arena.py)  (gates.py)
              └──── what comes next: plan.py, handed out by queue.py ────┘
 
 Invariant: a gate opens only over values whose every stored byte was verified. The slabs stand at
@@ -16,11 +16,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import LoadCancelledError
-from ..format.manifest import Manifest, Tier
+from ..format.manifest import Manifest, Segment, Tier
 from ..memory.arena import Arena, Reserve, as_array
 from ..memory.limits import MIB, check_fits, taken_bytes
 from ..memory.refine_locks import RefineLocks
@@ -29,14 +30,14 @@ from ..process.cpu import available_cores
 from ..sources.base import Source
 from ..timeline import Timeline
 from .accounting import LoadStatistics
-from .decode import Decoder
-from .fetch import BlobVersions, Fetcher
 from .gates import Gate
 from .link import MIN_RANGE_BYTES, MIN_READS, LinkTuner, ReadLimits
 from .options import LoadOptions, Order
+from .parts import BlobVersions, Parts
 from .plan import NO_REFINE_TIER, Sizes, Step, plan_load, predict
 from .queue import WorkQueue
 from .threaded import ThreadedLoad
+from .workers import Decoder, Fetcher
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,8 +45,9 @@ if TYPE_CHECKING:
 
     from ..cache.part_cache import PartCache
     from ..device.sink import ImageSink
-    from .fetch import Prefetch
+    from ..format.fill import Scratch
     from .pager import Paging
+    from .prefetch import Prefetch
     from .resident import ResidentBase
 
 # With more, a load onto a device leaves two of them to its server, which imports torch and places meanwhile.
@@ -291,32 +293,25 @@ class WeightLoad(ThreadedLoad):
         return self._options.decode_threads or cores
 
     def _make_threads(self) -> list[threading.Thread]:
-        fetcher = Fetcher(
+        parts = Parts(
             self._source,
             self.manifest,
+            versions=self._versions,
+            cache=self._cache,
+            prefetch=self._prefetch,
+            meter=self._meter,
+            timeline=self._timeline,
+        )
+        fetcher = Fetcher(
+            parts,
             self._plan,
             self._work,
             meter=self._meter,
             timeline=self._timeline,
             settle=self._settle,
             between=self._between_reads,
-            versions=self._versions,
-            cache=self._cache,
-            prefetch=self._prefetch,
         )
-        decoder = Decoder(
-            self.manifest,
-            self._arena.slabs,
-            self._work,
-            source_url=self._source.url,
-            meter=self._meter,
-            timeline=self._timeline,
-            settle=self._settle,
-            refine_locks=self._refine_locks,
-            cache=self._cache,
-            images=self._images,
-            base=self._base,
-        )
+        decoder = Decoder(parts, self._work, fill=partial(self._fill, parts), settle=self._settle)
         self._fetch = fetcher.run
         num_ranges = max(len(self._plan.steps), -(-self._stored_bytes // MIN_RANGE_BYTES))
         self._num_fetchers = min(self._work.connections, num_ranges)
@@ -336,6 +331,24 @@ class WeightLoad(ThreadedLoad):
         body = self._at_full_speed(self._behind_base(self._prefault), is_spare=num_spare > 0)
         threads.append(self._make_thread("teneral-prefault", body))
         return threads
+
+    def _fill(self, parts: Parts, step: Step, stored: memoryview, scratch: Scratch) -> None:
+        """Decode a step's verified bytes to where its values go."""
+        part = step.part
+        if self._images is not None:
+            parts.deliver(
+                part, stored, partial(self._images.deliver, link_bytes_per_s=self._work.rate_bytes_per_s)
+            )
+            return
+        # A step without needs is the first to write there: no values are in use yet.
+        with self._refine_locks.writing(part.group) if step.needs else nullcontext():
+            parts.fill(part, stored, self._place, scratch, resident=self._base)
+
+    def _place(self, segment: Segment) -> memoryview:
+        """The segment's own bytes in its slab."""
+        tensor = self.manifest.tensors[segment.tensor]
+        begin = tensor.offset_bytes + segment.start * tensor.element_bytes
+        return self._arena.slabs[tensor.group][begin : begin + segment.count * tensor.element_bytes]
 
     def _behind_base(self, body: Callable[[], None]) -> Callable[[], None]:
         """The body of a thread, which leaves the cores to a base that drafts at first: until so much has come that the

@@ -10,14 +10,15 @@ from ..errors import LoadCancelledError, TeneralError
 from .accounting import LoadProgress
 from .load import WeightLoad, open_cache
 from .options import Order
-from .pager import Pager, PagerStatistics, Paging
+from .pager import MAX_SPANS, Pager, PagerStatistics, Paging
+from .parts import Parts
 
 if TYPE_CHECKING:
     from ..format.manifest import Manifest
     from ..sources.base import Source
     from ..timeline import Timeline
-    from .fetch import Prefetch
     from .options import LoadOptions
+    from .prefetch import Prefetch
 
 
 class PagedLoad(WeightLoad):
@@ -52,16 +53,15 @@ class PagedLoad(WeightLoad):
         self.paged_groups = paging.groups
         self._pages = paging.pages
         self._pager_cache = open_cache(options, manifest)
-        self._pager = Pager(
+        parts = Parts(
             source,
             manifest,
-            self._arena.slabs,
-            paging,
-            discard=self._arena.discard_range,
             versions=self._versions,
-            timeline=self._timeline,
             cache=self._pager_cache,
+            timeline=self._timeline,
+            max_spans=MAX_SPANS,
         )
+        self._pager = Pager(parts, paging, place=self._place, discard=self._arena.discard_range)
 
     def start(self) -> None:
         super().start()

@@ -15,24 +15,16 @@ import copy
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
-
-from blake3 import blake3
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import NamedTuple
 
 from ..errors import PartsUnavailableError, TeneralError, UsageError
 from ..format.layout import is_stacked, layer_of
-from ..format.manifest import Manifest, Part
+from ..format.manifest import Manifest, Part, Segment
 from ..memory.limits import MIB
-from ..sources.base import Source
-from ..timeline import Timeline
-from .accounting import Phase, add_part_span, in_part, wrong_digest
-from .fetch import BlobVersions
+from .accounting import in_part
+from .parts import Parts
 from .plan import RowParts, expert_groups, writing_order
-
-if TYPE_CHECKING:
-    from ..cache.part_cache import PartCache
-    from ..format.codec import Scratch
 
 MAX_THREADS = 8
 BUFFER_BYTES = 96 * MIB  # of all threads together, if that is enough for two
@@ -251,24 +243,18 @@ class Pager:
 
     def __init__(
         self,
-        source: Source,
-        manifest: Manifest,
-        slabs: Sequence[memoryview],
+        parts: Parts,
         paging: Paging,
         *,
+        place: Callable[[Segment], memoryview],
         discard: Callable[[int, int, int], None],
-        versions: BlobVersions,
-        timeline: Timeline,
-        cache: PartCache | None = None,
     ) -> None:
-        """`discard` returns the memory of a group's slab to the system, from one byte up to another."""
-        self._source = source
-        self._manifest = manifest
-        self._slabs = slabs
+        """`place` gives a segment's bytes in its slab; `discard` returns the memory of a group's
+        slab to the system, from one byte up to another.
+        """
+        self._parts = parts
+        self._place = place
         self._discard = discard
-        self._versions = versions
-        self._timeline = timeline
-        self._cache = cache
         self._paging = paging
         self._pages = paging.pages
         sizes = {number: page.size_bytes for number, page in paging.pages.items()}
@@ -281,7 +267,6 @@ class Pager:
         self._known: set[int] = set()  # that were filled before
         self._errors: dict[int, TeneralError] = {}
         self._stopped: TeneralError | None = None
-        self._num_spans = 0
         self._hits = self._misses = self._evictions = self._failures = 0
         self._fetched_bytes = self._refetched_bytes = 0
         self._wait_s = 0.0
@@ -376,18 +361,23 @@ class Pager:
     # ---- the threads ----
 
     def _run(self) -> None:
-        from ..format.codec import Scratch
+        from ..format.fill import Scratch
 
         buffer, scratch = memoryview(bytearray(self._paging.part_bytes)), Scratch()
         while (page := self._next()) is not None:
             failure: TeneralError | None = None
             try:
                 for part in self._pages[page].parts:
-                    self._fill(part, buffer[: part.size_bytes], scratch)
+                    stored = buffer[: part.size_bytes]
+                    self._parts.read(part, stored)
+                    self._parts.fill(part, stored, self._place, scratch)
+                    self._parts.keep(part, stored)
             except TeneralError as error:
                 failure = error
             except Exception as error:  # noqa: BLE001 - a defect fails the pass like any other error
-                failure = in_part(error, self._manifest, self._pages[page].parts[0], self._source.url)
+                failure = in_part(
+                    error, self._parts.manifest, self._pages[page].parts[0], self._parts.source_url
+                )
                 failure.__cause__ = error
             self._settle(page, failure)
 
@@ -431,54 +421,3 @@ class Pager:
                     self._errors[page] = PartsUnavailableError(failure.message, hint=failure.hint)
                     self._errors[page].__cause__ = failure
             self._changed.notify_all()
-
-    def _fill(self, part: Part, stored: memoryview, scratch: Scratch) -> None:
-        """Read a part, verify it, and decode it into its slab; a wrong one is read once more."""
-        from ..format.codec import decode_planes
-
-        attempts = 0
-        while not self._is_right(part, stored):
-            attempts += 1
-            if attempts == 2:
-                raise wrong_digest(self._manifest, part, self._source.url, blake3(stored).digest())
-        begun_at_s = time.monotonic()
-        try:
-            for segment in part.segments:
-                tensor = self._manifest.tensors[segment.tensor]
-                begin = tensor.offset_bytes + segment.start * tensor.element_bytes
-                place = self._slabs[tensor.group][begin : begin + segment.count * tensor.element_bytes]
-                decode_planes(tensor, segment, part.tier, stored, place, scratch)
-        except Exception as error:
-            raise in_part(error, self._manifest, part, self._source.url) from error
-        self._span(Phase.DECODE, part, begun_at_s)
-        if self._cache is not None and part.digest is not None:
-            self._cache.offer(part.digest, stored)
-
-    def _is_right(self, part: Part, stored: memoryview) -> bool:
-        """Read a part from the node's cache or the store; whether its digest is right. What the disk has spoilt is read
-        again here.
-        """
-        begun_at_s = time.monotonic()
-        digest, cache = part.digest, self._cache
-        if digest is not None and cache is not None and cache.read_into(digest, 0, stored):
-            if blake3(stored).digest() == digest:
-                self._span(Phase.FETCH, part, begun_at_s)
-                return True
-            cache.reject(digest)
-        try:
-            name = self._manifest.blobs[part.blob].name
-            wanted = self._versions.of(part.blob)
-            version = self._source.read_into(name, part.offset_bytes, stored, version=wanted)
-            self._versions.check(part.blob, version)
-        except Exception as error:
-            raise in_part(error, self._manifest, part, self._source.url) from error
-        self._span(Phase.FETCH, part, begun_at_s)
-        return digest is None or blake3(stored).digest() == digest
-
-    def _span(self, phase: Phase, part: Part, begun_at_s: float) -> None:
-        if self._num_spans < MAX_SPANS:
-            self._num_spans += 1
-            ended_at_s = time.monotonic()
-            add_part_span(
-                self._timeline, phase, self._manifest, part, begun_at_s=begun_at_s, ended_at_s=ended_at_s
-            )

@@ -18,9 +18,9 @@ from ..format.manifest import Manifest
 from ..sources.base import Source
 from ..timeline import Timeline
 from .accounting import describe_part
-from .fetch import BlobVersions
 from .load import WeightLoad
 from .options import MIB, LoadOptions
+from .parts import BlobVersions
 
 if TYPE_CHECKING:
     import numpy as np

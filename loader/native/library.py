@@ -1,7 +1,7 @@
 """The native core's shared library: found, loaded and checked for this processor.
 
 `docs/native.md` has the list of instruction sets. The first call of `library` loads the best one
-that the processor has; `TENERAL_ISA` names a lower one. Without one, callers compute with numpy.
+that the processor has; `TENERAL_ISA` names a lower one.
 The import loads nothing. The signatures of functions are declared by their callers.
 """
 
@@ -14,7 +14,7 @@ import os
 from ..errors import NativeLibraryError, UsageError
 from ..process.cpu import available_cores
 
-VERSION = 2  # of the interface, `TN_VERSION` in core.h
+VERSION = 3  # of the interface, `TN_VERSION` in core.h
 ISA_VARIABLE = "TENERAL_ISA"
 _CPUINFO = "/proc/cpuinfo"
 _MAX_CPUINFO_BYTES = 64 << 10  # enough for the first processor's lines
@@ -75,10 +75,13 @@ class Library:
         """Raises `NativeLibraryError` where the library's struct has another size than it was
         declared with here.
         """
-        if self.sizes.get(name) != ctypes.sizeof(declared):
+        self.check_size(name, ctypes.sizeof(declared))
+
+    def check_size(self, name: str, declared_bytes: int) -> None:
+        """The same, of a struct that is packed here."""
+        if self.sizes.get(name) != declared_bytes:
             raise NativeLibraryError(
-                f"the native library's {name} has {self.sizes.get(name)} bytes, and {ctypes.sizeof(declared)} are "
-                "declared",
+                f"the native library's {name} has {self.sizes.get(name)} bytes, and {declared_bytes} are declared",
                 hint="build it again: python build_native.py",
             )
 
@@ -100,6 +103,17 @@ def library() -> Library | None:
             return loaded
         usable.remove(isa)
     return None
+
+
+def require_library() -> Library:
+    """The library for this processor. Raises `NativeLibraryError` where there is none, and as `library` does."""
+    loaded = library()
+    if loaded is None:
+        raise NativeLibraryError(
+            f"there is no native library for this processor ({os.uname().machine})",
+            hint="install a wheel of Teneral for this platform, or build it in the checkout: python build_native.py",
+        )
+    return loaded
 
 
 def library_path(isa: str) -> str:

@@ -1,11 +1,7 @@
-"""Reads parts one at a time, checks them, and decodes their segments: what `verify` and `unpack`
-have in common.
+"""Parts one at a time, whole and verified, in many threads: what `verify` and `unpack` have in common.
 
-Invariant: content is handed out only after the part's digest was found right. A part that differs
-is read a second time, since bits flip on the way, too; once the store has failed for one part, no
-other is asked for, so that an outage is waited for once. Every thread has
-buffers of its own, so memory is bounded by the largest part and the largest segment a thread. Loads
-for serving go through `load.py` instead.
+`load/parts.py` reads and checks them. Every thread has buffers of its own, so memory is bounded by the largest part and
+the largest segment a thread.
 """
 
 from __future__ import annotations
@@ -17,13 +13,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-from blake3 import blake3
 
-from ..errors import IntegrityError, UnavailableError
-from ..format.codec import Scratch, decode_planes
+from ..format.fill import Scratch, decode_planes
 from ..format.manifest import Manifest, Part, Segment
-from ..load.accounting import describe_part
-from ..load.fetch import BlobVersions
+from ..load.parts import Parts
 from ..process.cpu import available_cores
 from ..sources.base import Source
 
@@ -45,48 +38,18 @@ class PartReader:
     """
 
     def __init__(self, source: Source, manifest: Manifest) -> None:
-        self._source = source
+        self._parts = Parts(source, manifest)
         self._manifest = manifest
-        self._versions = BlobVersions(manifest, source.url)
         self._max_part_bytes = max((part.size_bytes for part in manifest.parts), default=0)
         segments = (segment for part in manifest.parts for segment in part.segments)
         self._max_segment_bytes = max(map(self.segment_bytes, segments), default=0)
         self._own = threading.local()
-        self._failure: UnavailableError | None = None  # the store's
 
     def read(self, part: Part) -> memoryview:
-        """The part's verified bytes. Raises `IntegrityError` when they are wrong twice, `ChangedError`
-        when it is of another version than parts before it, and the source's errors.
-        """
+        """The part's verified bytes. Raises as `Parts.read` does."""
         stored = self._buffer("stored", self._max_part_bytes)[: part.size_bytes].data
-        got = self._read(part, stored)
-        if got != part.digest:
-            got = self._read(part, stored)
-        if got != part.digest:
-            assert part.digest is not None
-            where = describe_part(self._manifest, part)
-            raise IntegrityError(
-                f"{where} has a wrong digest",
-                where=where,
-                expected=part.digest.hex(),
-                got=got.hex() if got is not None else "",
-                hint="Restore the object, or pack the model again.",
-            )
+        self._parts.read(part, stored, ends_with_outage=True)
         return stored
-
-    def _read(self, part: Part, stored: memoryview) -> bytes | None:
-        """Fill `stored`; the digest of what came, None for a part without one."""
-        if self._failure is not None:
-            raise self._failure
-        name = self._manifest.blobs[part.blob].name
-        expected = self._versions.of(part.blob)
-        try:
-            version = self._source.read_into(name, part.offset_bytes, stored, version=expected)
-        except UnavailableError as error:
-            self._failure = error
-            raise
-        self._versions.check(part.blob, version)
-        return None if part.digest is None else blake3(stored).digest()
 
     def decode(self, part: Part, segment: Segment, stored: memoryview, out: Bytes) -> None:
         """Put what the part says about a segment into `out`; of later tiers, over those before."""

@@ -14,7 +14,8 @@ import numpy as np
 from blake3 import blake3
 
 from ....loader.errors import IntegrityError, NotFoundError
-from ....loader.format.codec import Scratch, decode_planes, encode_segment
+from ....loader.format.codec import encode_segment
+from ....loader.format.fill import Scratch, decode_planes
 from ....loader.format.manifest import (
     PLANE_ALIGNMENT_BYTES,
     Encoding,

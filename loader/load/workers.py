@@ -1,0 +1,133 @@
+"""The bodies of a load's threads: fetching ranges, and decoding the parts that have arrived.
+
+What comes next is the queue's to say, and what is done with bytes is `parts.py`'s. Parts that the
+node's cache holds are not requested.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..process.cpu import quick_turns
+from ..timeline import Timeline
+from .accounting import Meter, Phase, add_part_span, in_part
+from .parts import Parts
+from .plan import Plan, Step
+from .queue import Piece, Read, WorkQueue
+
+if TYPE_CHECKING:
+    from ..format.fill import Scratch
+
+
+class Fetcher:
+    """`run` is the body of every fetch thread of one load."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        plan: Plan,
+        work: WorkQueue,
+        *,
+        meter: Meter,
+        timeline: Timeline,
+        settle: Callable[[Step], None],
+        between: Callable[[], None],
+    ) -> None:
+        """`settle` takes the steps that were read straight into their slab, and are done with that.
+        `between` is called after each range.
+        """
+        self._parts = parts
+        self._plan = plan
+        self._work = work
+        self._meter = meter
+        self._timeline = timeline
+        self._settle = settle
+        self._between = between
+
+    def run(self) -> None:
+        """Read until nothing is left or the queue is stopped. Raises the source's errors, naming
+        the part.
+        """
+        while (task := self._work.next_read()) is not None:
+            self._read(*task)
+            self._between()
+
+    def _read(self, read: Read, memory: memoryview) -> None:
+        parts, first = self._parts, self._plan.steps[read.pieces[0].step].part
+        try:
+            with self._meter.measure(Phase.FETCH, sum(piece.size_bytes for piece in read.pieces)):
+                is_from_source = self._fill(read, memory)
+        except Exception as error:
+            num_parts = len(read.pieces)
+            raise in_part(error, parts.manifest, first, parts.source_url, num_parts=num_parts) from error
+        ended_at_s = time.monotonic()
+        for step, begun_at_s in self._work.finish_read(read, is_from_source=is_from_source):
+            add_part_span(
+                self._timeline,
+                Phase.FETCH,
+                parts.manifest,
+                step.part,
+                begun_at_s=begun_at_s,
+                ended_at_s=ended_at_s,
+            )
+            if step.slab_offset_bytes is not None:
+                self._settle(step)
+
+    def _fill(self, read: Read, memory: memoryview) -> bool:
+        """True if all of it had to come from the source, now."""
+        missing = [piece for piece in read.pieces if not self._is_cached(piece, read, memory)]
+        if len(missing) == len(read.pieces):
+            return self._parts.read_range(read.blob, read.start_bytes, memory)
+        for piece in missing:
+            self._parts.read_range(read.blob, *self._place(piece, read, memory))
+        return False
+
+    def _is_cached(self, piece: Piece, read: Read, memory: memoryview) -> bool:
+        part = self._plan.steps[piece.step].part
+        return self._parts.read_cached(part, piece.start_bytes, self._place(piece, read, memory)[1])
+
+    def _place(self, piece: Piece, read: Read, memory: memoryview) -> tuple[int, memoryview]:
+        """The start of a piece in its blob, and its own stretch of the read's memory."""
+        start = self._plan.steps[piece.step].part.offset_bytes + piece.start_bytes
+        offset = start - read.start_bytes
+        return start, memory[offset : offset + piece.size_bytes]
+
+
+class Decoder:
+    """`run` is the body of every decode thread of one load."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        work: WorkQueue,
+        *,
+        fill: Callable[[Step, memoryview, Scratch], None],
+        settle: Callable[[Step], None],
+    ) -> None:
+        """`fill` decodes the verified bytes of a step to where its values go; then `settle` takes it."""
+        self._parts = parts
+        self._work = work
+        self._fill = fill
+        self._settle = settle
+
+    def run(self) -> None:
+        """Decode until nothing is left or the queue is stopped. Raises `IntegrityError` naming the
+        part.
+        """
+        # numpy is imported by the first decode thread: the first ranges are on their way by then.
+        from ..format.fill import Scratch
+
+        scratch = Scratch()
+        # Imports would keep the GIL for 5 ms each time that a part needs it for an instant.
+        with quick_turns():
+            while (task := self._work.next_step()) is not None:
+                step, stored = task
+                if self._parts.is_right(step.part, stored):
+                    self._fill(step, stored, scratch)
+                    self._parts.keep(step.part, stored)
+                    self._settle(step)
+                else:
+                    self._work.fetch_again(step)
+        self._work.discard_staging()

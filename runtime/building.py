@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from ..loader.format.manifest import Manifest
+    from ..loader.load.base import AnyLoad
     from ..loader.sources.base import Source
     from ..loader.timeline import Timeline
     from .adapters.registry import AdapterRegistry
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from .onnx.runner import OnnxRunner
     from .resident import BaseInMemory, SharedBaseInMemory
     from .text.tokenizer import TextTokenizer
-    from .weights import AnyLoad, Weights
+    from .weights import Weights
 
 
 class Parts(Protocol):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..loader.cache.part_cache import PartCache
     from ..loader.format.manifest import Manifest
     from ..loader.load.options import LoadOptions
-    from ..loader.load.shared import HeldFiles
+    from ..loader.load.targets.shared import HeldFiles
     from ..loader.sources.base import Source
 
 

@@ -44,7 +44,8 @@ from .state import Forecast, State, resolve, result_or_none
 
 if TYPE_CHECKING:
     from ..loader.format.manifest import Manifest
-    from ..loader.load.shared import SharedBase
+    from ..loader.load.base import AnyLoad
+    from ..loader.load.targets.shared import SharedBase
     from ..loader.sources.base import Source
     from .adapters.registry import AdapterRegistry
     from .engine.embedder import Embedder
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
     from .resident import BaseInMemory, SharedBaseInMemory
     from .text.settings import TextSettings
     from .text.tokenizer import TextTokenizer
-    from .weights import AnyLoad
 
 CHAT_DELAY_S = 1.0  # from the last weights to the start of the process that renders chat templates
 

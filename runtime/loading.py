@@ -5,6 +5,7 @@ This module does not know the instance, nor the use of the weights.
 
 from __future__ import annotations
 
+import enum
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ..loader.device.detect import CPU, choose_device
@@ -18,31 +19,28 @@ if TYPE_CHECKING:
 
     from ..loader.device.base import DeviceStatistics
     from ..loader.format.manifest import Blob, Manifest, Part, Tensor
+    from ..loader.load.base import AnyLoad, HostLoad
     from ..loader.load.device_load import DeviceLoad
+    from ..loader.load.experts import PagerStatistics
     from ..loader.load.load import WeightLoad
-    from ..loader.load.mapped_load import MappedLoad
     from ..loader.load.options import LoadOptions
-    from ..loader.load.paged_load import PagedLoad
-    from ..loader.load.pager import PagerStatistics
     from ..loader.load.prefetch import Prefetch
     from ..loader.load.resident import ResidentBase
-    from ..loader.load.shared import SharedBase, SharedLoad
+    from ..loader.load.targets.shared import SharedBase
     from ..loader.memory.arena import Reserve
     from ..loader.sources.base import Source
     from ..loader.timeline import Timeline
     from .config import ServeConfig
     from .files import ModelFiles
-    from .weights import AnyLoad
 
 
-class Begun(NamedTuple):
-    """A load that was started; the shared base, if that has its weights or those that it adds
-    differences to; and in the latter case the load of that base.
-    """
+class StartedLoad(NamedTuple):
+    """A load that was started."""
 
-    load: WeightLoad | MappedLoad | DeviceLoad | SharedLoad
+    load: AnyLoad
+    # The shared base, if that has its weights, or those that it adds differences to.
     shared: SharedBase | None = None
-    base: SharedLoad | None = None
+    base: HostLoad | None = None  # in the latter case, the load of that base
 
 
 def wire_share_of(source: Source, timeline: Timeline) -> float:
@@ -55,6 +53,34 @@ def wire_share_of(source: Source, timeline: Timeline) -> float:
     return share
 
 
+class Way(enum.StrEnum):
+    """The ways of weights to where they are used."""
+
+    SHARED = "shared"  # they are in memory already, in the base of a standby pool
+    MAPPED = "mapped"  # plain files of this machine, used where they lie
+    DEVICE = "device"  # another device's memory
+    PAGED = "paged"  # this process's memory, experts while they are used
+    HOST = "host"  # this process's memory
+
+
+def choose_way(
+    *, device: str, is_shared: bool, can_map: bool, weights_bytes: int | None, fits: bool, has_base: bool
+) -> Way:
+    """The way of one load. `is_shared`: the shared base holds this very model; `can_map`: its
+    weights are plain files of this machine that may be mapped; `fits`: they take no more than
+    `weights_bytes`; `has_base`: only differences to weights in memory are read.
+    """
+    if is_shared:
+        return Way.SHARED
+    if device != CPU:
+        return Way.DEVICE
+    if can_map and weights_bytes is None:
+        return Way.MAPPED
+    if weights_bytes is not None and not fits and not has_base:
+        return Way.PAGED
+    return Way.HOST
+
+
 def load_here(
     source: Source,
     digest: bytes | None,
@@ -64,20 +90,18 @@ def load_here(
     base: ResidentBase | None = None,
     full_speed: threading.Event | None = None,
     shared: SharedBase | None = None,
-) -> Begun:
+) -> StartedLoad:
     """Start a load in this process's own threads. It uses the memory of `reserve`, which is
-    returned to the system if weights are mapped. Of a fine-tune whose `base` is in memory, or whose
+    returned to the system if weights lie elsewhere. Of a fine-tune whose `base` is in memory, or whose
     base is the `shared` one, only the differences are read, and of the shared base nothing. Until
     `full_speed` is set, decoding leaves two cores alone. Raises `UsageError` for less memory than a
     step needs (`config.weights_bytes`).
     """
-    from ..loader.artifact import (
-        # The loader's process imports these, if there is one.
-        open_artifact,
-    )
+    # The loader's process imports these, if there is one.
+    from ..loader.artifact import open_artifact
 
     options, device = config.load_options, choose_device(config.device)
-    in_place = config.mmap and device == CPU and config.weights_bytes is None and isinstance(source, Mappable)
+    may_map = config.mmap and device == CPU and config.weights_bytes is None
     prefetcher = _Prefetcher(source, options, timeline, device, 0 if reserve is None else reserve.taken_bytes)
     if device != CPU or options.weights_bytes is not None:
         shared = None
@@ -86,119 +110,149 @@ def load_here(
             source,
             digest=digest,
             look=prefetcher.look,
-            in_place=in_place,
+            in_place=may_map and isinstance(source, Mappable),
             without_base=base is not None,
             held=None if shared is None else shared.manifest,
         )
-    from .files import is_onnx  # the manifest was requested without it
-
     shared_load = None if shared is None else _map_shared(shared, manifest, timeline)
-    if shared_load is not None and manifest.digest == shared_load.manifest.digest:
-        if reserve is not None:
-            reserve.release()
-        return Begun(shared_load, shared)
-    if shared_load is not None:
-        base = shared_load.as_base()
+    is_shared = shared_load is not None and manifest.digest == shared_load.manifest.digest
+    if shared_load is not None and not is_shared:
+        from ..loader.load.resident import ResidentBase  # few servers have one
+
+        base = ResidentBase.of(shared_load)
     if base is not None:
         manifest = base.join(manifest, source.url)
         # The base drafts, and layers follow one another.
         options = type(options)(**{**options._asdict(), "order": Order.EXACT})
+    from .files import is_onnx  # the manifest was requested without it
+
     if is_onnx(manifest):  # ONNX Runtime's own providers copy to devices
         device = CPU
         # No rows of an embedding are asked for: the order of the file is that of the segments.
         options = type(options)(**{**options._asdict(), "on_demand": False})
-    if in_place and isinstance(source, Mappable) and (mapped := _map(source, manifest, options, timeline)):
-        if reserve is not None:
-            reserve.release()
-        return Begun(mapped)
-    if device != CPU:
-        from ..loader.load.device_load import DeviceLoad  # as above
-
-        refuse_weights_bytes(config)
-        open_device = opener(device, config.kernel_dir, timeline)
-        return Begun(DeviceLoad.in_threads(source, manifest, open_device, options=options, timeline=timeline))
-    if options.weights_bytes is not None and base is None:
-        paged = _page(source, manifest, options, timeline, prefetcher, full_speed)
-        if paged is not None:
-            if reserve is not None:
-                reserve.release()
-            return Begun(paged)
-    from ..loader.load.load import WeightLoad  # as above
-
-    if not isinstance(source, Remote):
-        # Decoding is all that such a load waits for: what it imports comes before the web server.
-        from ..loader.format import fill  # noqa: F401
-
-        full_speed = None
-    load = WeightLoad(
-        source,
-        manifest,
-        options=options,
-        timeline=timeline,
-        reserve=reserve,
-        prefetch=prefetcher.found,
-        base=base,
-        full_speed=full_speed,
+    way = choose_way(
+        device=device,
+        is_shared=is_shared,
+        can_map=may_map and isinstance(source, Mappable) and base is None and _is_plain(manifest),
+        weights_bytes=options.weights_bytes,
+        fits=options.weights_bytes is None or manifest.weight_bytes <= options.weights_bytes,
+        has_base=base is not None,
     )
-    load.start()
-    return Begun(load, None if shared_load is None else shared, shared_load)
+    load: AnyLoad | None = None
+    if way is Way.SHARED:
+        load = shared_load
+    elif way is Way.DEVICE:
+        load = _load_device(source, manifest, config, device, options, timeline)
+    elif way is Way.MAPPED:
+        load = _map(cast("Mappable", source), manifest, options, timeline)  # if the file system supports it
+    if reserve is not None and (load is not None or way is Way.PAGED):
+        reserve.release()
+        reserve = None
+    if load is None:
+        load = _load_host(
+            source,
+            manifest,
+            options,
+            timeline,
+            reserve=reserve,
+            prefetch=prefetcher.found,
+            base=base,
+            is_paged=way is Way.PAGED,
+            full_speed=full_speed,
+        )
+    base_load = None if is_shared else shared_load
+    return StartedLoad(load, None if shared_load is None else shared, base_load)
 
 
-def _map_shared(shared: SharedBase, manifest: Manifest, timeline: Timeline) -> SharedLoad | None:
+def _is_plain(manifest: Manifest) -> bool:
+    return all(part.digest is None for part in manifest.parts)
+
+
+def _map_shared(shared: SharedBase, manifest: Manifest, timeline: Timeline) -> WeightLoad | None:
     """Start the load of the shared base; None if it is neither the model of `manifest` nor its base."""
     if shared.digest not in (manifest.digest, manifest.base):
         return None
     # Few servers are taken from a pool with a base.
-    from ..loader.load.shared import SharedLoad
+    from ..loader.load.load import WeightLoad
+    from ..loader.load.targets.shared import NothingToRead, SharedTarget
 
-    is_base = manifest.digest == shared.digest
-    load = SharedLoad(shared, manifest if is_base else shared.manifest, timeline=timeline)
+    manifest = manifest if manifest.digest == shared.digest else shared.manifest
+    target = SharedTarget(shared, manifest)
+    load = WeightLoad(NothingToRead(shared.address), manifest, target=target, timeline=timeline)
     load.start()
     timeline.mark("process", "base in memory", bytes=manifest.weight_bytes)
     return load
 
 
-def _map(source: Mappable, manifest: Manifest, options: LoadOptions, timeline: Timeline) -> MappedLoad | None:
-    """Start a load of mapped files; None if the weights are not stored so, or the file system does
-    not support it.
-    """
-    if any(part.digest is not None for part in manifest.parts):
-        return None
+def _map(source: Mappable, manifest: Manifest, options: LoadOptions, timeline: Timeline) -> WeightLoad | None:
+    """Start a load of mapped files; None if the file system does not support it."""
     # Artifacts do not need it.
-    from ..loader.load.mapped_load import MappedLoad, NotInPlaceError
+    from ..loader.load.load import WeightLoad
+    from ..loader.load.targets.mapped import MappedFiles, MappedTarget, NotInPlaceError
 
+    files = MappedFiles(source)
     try:
-        load = MappedLoad(source, manifest, options=options, timeline=timeline)
+        target = MappedTarget(manifest, files)
+        load = WeightLoad(files, manifest, target=target, options=options, timeline=timeline)
     except (NotInPlaceError, UnavailableError):
         return None  # reading finds any other error
     load.start()
     return load
 
 
-def _page(
+def _load_device(
+    source: Source,
+    manifest: Manifest,
+    config: ServeConfig,
+    device: str,
+    options: LoadOptions,
+    timeline: Timeline,
+) -> DeviceLoad:
+    from ..loader.load.device_load import DeviceLoad  # the manifest was requested without it
+
+    refuse_weights_bytes(config)
+    open_device = opener(device, config.kernel_dir, timeline)
+    return DeviceLoad.in_threads(source, manifest, open_device, options=options, timeline=timeline)
+
+
+def _load_host(
     source: Source,
     manifest: Manifest,
     options: LoadOptions,
     timeline: Timeline,
-    prefetcher: _Prefetcher,
+    *,
+    reserve: Reserve | None,
+    prefetch: Prefetch | None,
+    base: ResidentBase | None,
+    is_paged: bool,
     full_speed: threading.Event | None,
-) -> PagedLoad | None:
-    """Start a load of which only some experts are in memory; None if all of it fits."""
-    # Few servers have less memory than their model takes.
-    from ..loader.load.paged_load import PagedLoad
-    from ..loader.load.pager import plan_paging
+) -> WeightLoad:
+    """Start a load into this process's memory. Raises `UsageError` where that is less than a step needs."""
+    from ..loader.load.load import WeightLoad  # the manifest was requested without it
+    from ..loader.load.targets.host import HostTarget
 
-    assert options.weights_bytes is not None
-    paging = plan_paging(manifest, options.weights_bytes)
-    if paging is None:
-        return None
-    load = PagedLoad(
+    if not isinstance(source, Remote):
+        # Decoding is all that such a load waits for: what it imports comes before the web server.
+        from ..loader.format import fill  # noqa: F401
+
+        full_speed = None
+    paging = None
+    if is_paged:
+        # Few servers have less memory than their model takes.
+        from ..loader.load.experts import plan_paging
+
+        assert options.weights_bytes is not None
+        paging = plan_paging(manifest, options.weights_bytes)
+        options = options._replace(order=Order.EXACT)
+    load = WeightLoad(
         source,
         manifest,
-        paging,
+        target=HostTarget(manifest, reserve=reserve, base=base, paging=paging),
         options=options,
         timeline=timeline,
-        prefetch=prefetcher.found,
+        prefetch=prefetch,
+        base=base,
+        paging=paging,
         full_speed=full_speed,
     )
     load.start()
@@ -219,7 +273,6 @@ class _Prefetcher:
         self.found: Prefetch | None = None
 
     def look(self, weight_bytes: int, blob: Blob, part: Part) -> bool:
-        """As `Prefetch.look`."""
         if not isinstance(self._source, Remote):
             return True
         if self.found is None:
@@ -322,7 +375,7 @@ def placement_statistics(load: AnyLoad) -> DeviceStatistics | None:
 
 def paging_statistics(load: AnyLoad) -> PagerStatistics | None:
     """The statistics of experts that come and go; None if all of them stay."""
-    return cast("PagedLoad", load).paging_statistics() if load.paged_groups else None
+    return None if load.experts is None else load.experts.statistics()
 
 
 def _warn_of_files(manifest: Manifest) -> None:

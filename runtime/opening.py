@@ -18,9 +18,9 @@ from ..loader.sources.open import scheme_of
 from .loading import load_here
 
 if TYPE_CHECKING:
+    from ..loader.load.base import AnyLoad
     from ..loader.timeline import Timeline
     from .config import ServeConfig
-    from .weights import AnyLoad
 
 # Needed between the manifest and the first ranges.
 AHEAD = ("blake3", "..loader.format.manifest_json", "..loader.load.prefetch")

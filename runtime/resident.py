@@ -17,12 +17,11 @@ from .text.settings import TextSettings
 
 if TYPE_CHECKING:
     from ..loader.format.manifest import Manifest
-    from ..loader.load.shared import SharedLoad
+    from ..loader.load.base import AnyLoad, HostLoad
     from .backends.choose import BackendChoice
     from .files import ModelFiles
     from .models.decoder import Decoder
     from .text.tokenizer import TextTokenizer
-    from .weights import AnyLoad
 
 # All that a tokenizer is made of, but config.json, which often differs in nothing that matters to it.
 TEXT_FILES = (
@@ -70,7 +69,7 @@ class BaseInMemory(NamedTuple):
 class SharedBaseInMemory(NamedTuple):
     """The shared base of a standby pool's processes: exact weights, of which no model was made yet."""
 
-    load: SharedLoad
+    load: HostLoad
     config: Mapping[str, Any]  # its config.json
     tokenizer: None = None
 
@@ -118,12 +117,10 @@ def base_in_memory(
             key="weights_bytes",
             hint="Leave it out, or start a server with the fine-tune.",
         )
-    manifest = load.manifest
-    slabs = [load.slab(group.index) for group in manifest.groups]
     from .models.decoder import Decoder
 
     own = model if isinstance(model, Decoder) else None
-    return BaseInMemory(ResidentBase(manifest, slabs), text_settings, tokenizer, own)
+    return BaseInMemory(ResidentBase.of(load), text_settings, tokenizer, own)
 
 
 def _digests(manifest: Manifest) -> dict[str, bytes | None]:

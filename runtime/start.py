@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..loader.device.base import Device
     from ..loader.load.device_load import DeviceLoad
     from ..loader.load.process_load import ProcessLoad
-    from ..loader.load.shared import SharedBase
+    from ..loader.load.targets.shared import SharedBase
     from ..loader.memory.arena import Reserve
     from ..loader.process.helper import ProcessContext
     from .text.chat import ChatWorker

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,14 +23,8 @@ from .errors import ModelError, missing_tensor
 from .tensors import DType, Tensor
 
 if TYPE_CHECKING:
-    from ..loader.load.device_load import DeviceLoad
-    from ..loader.load.load import WeightLoad
-    from ..loader.load.mapped_load import MappedLoad
-    from ..loader.load.paged_load import PagedLoad
-    from ..loader.load.process_load import ProcessLoad
-    from ..loader.load.shared import SharedLoad
-
-    AnyLoad = WeightLoad | MappedLoad | ProcessLoad | DeviceLoad | SharedLoad
+    from ..loader.load.base import AnyLoad, PlacedLoad
+    from ..loader.load.experts import Pager
 
 
 Rows = npt.NDArray[np.int64]
@@ -214,15 +208,16 @@ class StreamedWeights:
     def expert_gate(self, names: Sequence[Iterable[str]]) -> ExpertGate:
         by_name, load = self._load.manifest.by_name, self._load
         groups = [{by_name[name].group for name in own if name in by_name} for own in names]
-        if load.paged_groups and load.paged_groups.issuperset(chain(*groups)):
-            return _PagedExperts(load, groups)  # whose numbers are those of their pages
+        if load.experts is not None and load.paged_groups.issuperset(chain(*groups)):
+            return _PagedExperts(load.experts, groups)  # whose numbers are those of their pages
         return _GroupedExperts(load, groups)
 
     def stacked_expert_gate(self, names: Iterable[str]) -> ExpertGate:
         load, tensors = self._load, [self._load.manifest.by_name[name] for name in names]
         if tensors[0].group in load.paged_groups:
-            numbers = cast("PagedLoad", load).pages_of(tensors[0].group)
-            return _PagedExperts(load, [(number,) for number in numbers])
+            assert load.experts is not None
+            numbers = load.experts.pages_of(tensors[0].group)
+            return _PagedExperts(load.experts, [(number,) for number in numbers])
         return _StackedExperts(load, [tensor.name for tensor in tensors])
 
 
@@ -446,20 +441,20 @@ class _StackedExperts:
 class _PagedExperts:
     """The gate of experts that are in memory only while they are used."""
 
-    def __init__(self, load: AnyLoad, pages: Sequence[Collection[int]]) -> None:
+    def __init__(self, pager: Pager, pages: Sequence[Collection[int]]) -> None:
         """`pages` are each expert's."""
-        self._load = cast("PagedLoad", load)
+        self._pager = pager
         self._pages = pages
 
     def want(self, experts: Rows, tier: Tier = Tier.REFINE) -> None:
-        self._load.want_pages(self._of(experts))
+        self._pager.want(self._of(experts))
 
     def opens(self, experts: Rows, timeout_s: float, tier: Tier = Tier.REFINE) -> bool:
-        return self._load.wait_pages(self._of(experts), timeout_s)
+        return self._pager.wait(self._of(experts), timeout_s)
 
     @contextmanager
     def reading(self, experts: Rows, tier: Tier = Tier.REFINE) -> Iterator[None]:
-        self._load.wait_pages(self._of(experts))
+        self._pager.wait(self._of(experts))
         yield
 
     def _of(self, experts: Rows) -> set[int]:
@@ -490,7 +485,7 @@ def _order_after(load: AnyLoad, groups: Iterable[int]) -> None:
         load.order_after(groups, _stream_of(load))
 
 
-def _stream_of(load: DeviceLoad) -> int:
+def _stream_of(load: PlacedLoad) -> int:
     """The stream that this thread launches on; 0, the default one, for devices unknown to torch."""
     name = load.device_name
     if not name.startswith("cuda"):

@@ -12,8 +12,8 @@ from typing import Any
 
 from ...loader.errors import LoadError, TeneralError, UsageError
 from ...loader.load.options import LoadOptions
-from ...loader.load.shared import SharedBase
 from ...loader.load.shared_child import SharedLoading, SharedTask
+from ...loader.load.targets.shared import SharedBase
 from ...loader.sources.base import SourceOptions
 from ...runtime.files import is_onnx
 

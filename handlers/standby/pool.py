@@ -153,8 +153,9 @@ def import_everything(import_server: Callable[[], None]) -> None:
 
     import tokenizers  # noqa: F401
 
-    from ...loader.format import checkpoint, codec, manifest_json  # noqa: F401
-    from ...loader.load import child, load, process_load, shared  # noqa: F401
+    from ...loader.format import checkpoint, fill, manifest_json  # noqa: F401
+    from ...loader.load import child, load, process_load  # noqa: F401
+    from ...loader.load.targets import shared  # noqa: F401
     from ...loader.native.library import library
     from ...loader.sources.open import import_all
     from ...runtime import building, files, instance, weights  # noqa: F401

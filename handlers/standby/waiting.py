@@ -32,7 +32,7 @@ from ...runtime.text.launch import PreparedTokenizer
 from .handover import Channel, HandoverError, Order
 
 if TYPE_CHECKING:
-    from ...loader.load.shared import SharedBase
+    from ...loader.load.targets.shared import SharedBase
 
 ServeOn = Callable[[socket.socket, ServeConfig, Timeline, LaunchedHelpers | None], None]
 

@@ -33,7 +33,7 @@ def fill_image(
     starts: Sequence[int],
     stored: memoryview,
     out: memoryview,
-    scratch: Scratch,
+    scratch: Scratch | None = None,
 ) -> None:
     """Write into `out`, the image's memory, at least all that is to be sent of it.
 
@@ -52,7 +52,7 @@ def fill_image(
         ]
         for placed in image.planes
     ]
-    fill_planes(segments, part.tier, stored, outs, scratch)
+    fill_planes(segments, part.tier, stored, outs, scratch or Scratch())
     if image.chunks is None:
         return
     chunks: list[tuple[int, int, int, int]] = []

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import FormatError, IntegrityError, TeneralError
 from ..format.manifest import Manifest, Part, Tier
@@ -130,6 +130,16 @@ class Meter:
 
     def phase(self, phase: Phase) -> PhaseStatistics:
         return self._phases[phase]
+
+    def counts(self) -> dict[str, Any]:
+        """The fields of `LoadStatistics` that are counted here."""
+        return {
+            "unverified_bytes": self.unverified_bytes,
+            "direct_bytes": self.direct_bytes,
+            "num_reads": self.num_reads,
+            "num_refetched_parts": self.num_refetched_parts,
+            **{str(phase): self._phases[phase] for phase in Phase},
+        }
 
     @property
     def fetched_bytes(self) -> int:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .options import Order
     from .prefetch import Prefetch
     from .report import GiveBack, Reporter
+    from .targets.base import Target
 
 # What is needed once the manifest is there.
 AHEAD = ("blake3", "..format.manifest_json", ".prefetch", ".load", ".report", "..device.paths")
@@ -130,20 +131,16 @@ def _load(
     inbox: _Inbox,
 ) -> None:
     from .load import WeightLoad
+    from .targets.host import HostTarget
 
     options = task.load_options
     manifest_sent = threading.Event()  # of the manifest, before which no image makes sense
     images = (
         _send_images(manifest, memory_fd, reporter, manifest_sent, inbox) if task.device != "cpu" else None
     )
+    target = HostTarget(manifest, shared_fd=memory_fd) if images is None else _image_target(manifest, images)
     load = WeightLoad(
-        source,
-        manifest,
-        options=options,
-        timeline=reporter.timeline,
-        shared_fd=memory_fd if images is None else None,
-        images=images,
-        prefetch=prefetch,
+        source, manifest, target=target, options=options, timeline=reporter.timeline, prefetch=prefetch
     )
     _tell_of_files(
         manifest, files_fd
@@ -230,6 +227,12 @@ class _Inbox:
                     self.load.reorder(wish)
         except (EOFError, OSError):
             os._exit(1)
+
+
+def _image_target(manifest: Manifest, images: ImageSink) -> Target:
+    from .targets.images import ImageTarget  # weights of this machine's processors need none
+
+    return ImageTarget(manifest, images)
 
 
 def _send_images(

@@ -41,13 +41,12 @@ OpenDevice = Callable[[], "Device"]
 
 
 class DeviceLoad:
-    """Loads one model onto a device. All methods may be called from any thread. Made by `follow` or
-    `in_threads`.
-    """
+    """A load onto a device (`base.PlacedLoad`). Made by `follow` or `in_threads`."""
 
     place: Literal["device"] = "device"  # of the weights
-    reserved_bytes = 0  # of their memory, that had been taken from the system when the load began
-    paged_groups: frozenset[int] = frozenset()  # as `ThreadedLoad.paged_groups`
+    reserved_bytes = 0
+    paged_groups: frozenset[int] = frozenset()
+    experts = None
 
     def __init__(self, open_device: OpenDevice, *, timeline: Timeline) -> None:
         """Begin to open the device. For `follow` and `in_threads`."""
@@ -90,7 +89,9 @@ class DeviceLoad:
         timeline: Timeline | None = None,
     ) -> Self:
         """A load in threads of this process, begun at once. Raises `InsufficientMemoryError`."""
-        from .load import WeightLoad  # a load in another process needs nothing of it here
+        # A load in another process needs nothing of them here.
+        from .load import WeightLoad
+        from .targets.images import ImageTarget
 
         timeline = timeline or Timeline()
         memory = map_bytes(ring_bytes(manifest, room_bytes=available_bytes()), what="the ring of images")
@@ -98,7 +99,8 @@ class DeviceLoad:
         load = cls(open_device, timeline=timeline)
         try:
             images = ImageSink(manifest, ring, load.put, timeline=timeline)
-            feed = WeightLoad(source, manifest, options=options, timeline=timeline, images=images)
+            target = ImageTarget(manifest, images)
+            feed = WeightLoad(source, manifest, target=target, options=options, timeline=timeline)
             load.opened(manifest, memory)
             load._attach(feed, ring.give_back, images.device_is)
             feed.start()
@@ -146,29 +148,24 @@ class DeviceLoad:
 
     @property
     def failure(self) -> TeneralError | None:
-        """The error that ended the load early; None where its owner did."""
         return None if isinstance(self._error, LoadCancelledError) else self._error
 
     @property
     def manifest(self) -> Manifest:
-        """Waits until it was read. Raises the load's error."""
         return self._known()[0]
 
     def wait(self, group: int, tier: Tier = Tier.REFINE, timeout_s: float | None = None) -> None:
-        """As `WeightLoad.wait`, but that the values may still be on their way: see `order_after`."""
         self._known()[1].wait(group, tier, timeout_s)
 
     def wait_parts(
         self, numbers: Collection[int], timeout_s: float | None = None, *, asks: bool = True
     ) -> None:
-        """As `WeightLoad.wait_parts`, with the same exception; always asks."""
         readiness = self._known()[1]
         if not readiness.are_there(numbers):
             self.want_parts(numbers)
             readiness.wait_parts(numbers, timeout_s)
 
     def want_parts(self, numbers: Collection[int]) -> None:
-        """As `WeightLoad.want_parts`."""
         self._fed().want_parts(numbers)
 
     def is_ready(self, group: int, tier: Tier = Tier.REFINE) -> bool:
@@ -192,15 +189,12 @@ class DeviceLoad:
 
     @property
     def order(self) -> Order:
-        """As `WeightLoad.order`."""
         return self._fed().order
 
     def reorder(self, order: Order) -> None:
-        """As `WeightLoad.reorder`."""
         self._fed().reorder(order)
 
     def left_s(self) -> float:
-        """As `WeightLoad.left_s`."""
         return self._fed().left_s()
 
     def statistics(self) -> LoadStatistics | None:
@@ -212,7 +206,6 @@ class DeviceLoad:
         return self._placement.refine_wait_s
 
     def cancel(self) -> None:
-        """Stop: closed gates raise `LoadCancelledError`. Nothing after the end."""
         self.fail(LoadCancelledError("the load was cancelled"))
 
     def join(self, timeout_s: float | None = None) -> bool:
@@ -220,7 +213,6 @@ class DeviceLoad:
         return self._fed().join(timeout_s)
 
     def close(self) -> None:
-        """Cancel if it is still under way, and wait for its threads. Idempotent. The weights stay."""
         self.cancel()
         self._attached.set()
         if self._feed is not None:
@@ -241,27 +233,16 @@ class DeviceLoad:
 
     @property
     def device_name(self) -> str:
-        """Like "cuda:0". Waits until the device is open; raises as `wait`."""
         return self._placement.device_name
 
     def device_slab(self, group: int) -> Any:
-        """The group's memory on the device: (slab_bytes,) uint8, speaks DLPack. Waits until it is
-        there; raises as `wait`.
-        """
         _ = self.manifest
         return self._placement.slab(group)
 
     def order_after(self, groups: Iterable[int], stream: int) -> None:
-        """Order later launches on the stream after the parts that opened these groups' gates so
-        far.
-        """
         self._placement.order_after(groups, stream)
 
     def wait_done(self, timeout_s: float | None = None) -> bool:
-        """Block until all weights are on the device, exact, so that `order_after` launches nothing
-        any more: what captures graphs begins then. False when they are not after this time. Raises
-        what kept them from being there.
-        """
         return self._placement.wait_done(timeout_s)
 
     def reading(self, group: int, stream: int = 0) -> AbstractContextManager[None]:
@@ -272,11 +253,9 @@ class DeviceLoad:
         return self._placement.reading(group, stream)
 
     def read_back(self, group: int, begin_bytes: int, end_bytes: int) -> memoryview:
-        """A copy of these bytes of a group's slab, as they are on the device. Blocks."""
         return self._placement.read_back(group, begin_bytes, end_bytes)
 
     def device_statistics(self) -> DeviceStatistics | None:
-        """The device's counters; None until it is open."""
         return self._placement.statistics()
 
     def _attach(

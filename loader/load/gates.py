@@ -26,10 +26,15 @@ class Readiness:
     """
 
     def __init__(
-        self, num_groups: int, parts: Sequence[Gate], *, absent: Collection[int] = frozenset()
+        self,
+        num_groups: int,
+        parts: Sequence[Gate],
+        *,
+        absent: Collection[int] = frozenset(),
+        is_full: bool = False,
     ) -> None:
         """`parts` are the group and tier of every part, by its number. All are going to be settled but
-        the `absent` ones, whose groups' gates never open.
+        the `absent` ones, whose groups' gates never open. If it `is_full`, all are settled already.
         """
         self._parts = parts
         self._unsettled = [[0] * len(Tier) for _ in range(num_groups)]  # by group and tier
@@ -44,6 +49,9 @@ class Readiness:
         self._num_changes = 0
         without_parts = [group for group in range(num_groups) if not any(self._unsettled[group])]
         self.open([(group, Tier.REFINE) for group in without_parts])
+        if is_full:
+            self._unsettled, self._num_unsettled = [[0] * len(Tier) for _ in range(num_groups)], 0
+            self.open([(group, Tier.REFINE) for group in range(num_groups)], range(len(parts)))
 
     def wait(self, group: int, tier: Tier, timeout_s: float | None) -> None:
         """Return when the gate is open, at once when it is. Raises the load's error, or

@@ -83,7 +83,8 @@ class ReadLimits(NamedTuple):
 
     range_bytes: int  # by a range
     connections: int
-    staging_bytes: int
+    staging_bytes: int  # that ranges may count on
+    buffer_bytes: int = 0  # of staging that is taken
 
 
 class Position(NamedTuple):

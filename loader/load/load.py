@@ -1,7 +1,7 @@
-"""One load of one model: bytes from a source become verified values in memory, group by group.
+"""One load of one model: bytes from a source become verified values in a target, group by group.
 
-    source → fetch threads → staging → decode threads → slabs → gates
-              (workers.py)  (staging.py)  (workers.py)  (arena.py)  (gates.py)
+    source → fetch threads → staging → decode threads → target → gates
+              (workers.py)  (staging.py)  (workers.py) (targets/)  (gates.py)
              └──── what comes next: plan.py, handed out by queue.py ────┘
 
 Invariant: a gate opens only over values whose every stored byte was verified. The slabs stand at
@@ -12,31 +12,30 @@ later. It does not know models, torch or groups' meaning.
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, suppress
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from ..errors import LoadCancelledError
-from ..format.manifest import Manifest, Segment, Tier
-from ..memory.arena import Arena, Reserve, as_array
-from ..memory.limits import MIB, check_fits, taken_bytes
-from ..memory.refine_locks import RefineLocks
-from ..memory.staging import DEFAULT_BYTES, Staging, staging_bytes
+from ..errors import LoadCancelledError, LoadError, TeneralError
+from ..format.manifest import Manifest, Tier
+from ..memory.arena import as_array
+from ..memory.staging import Staging
 from ..process.cpu import available_cores
-from ..sources.base import Source
 from ..timeline import Timeline
-from .accounting import LoadStatistics
-from .gates import Gate
-from .link import MIN_RANGE_BYTES, MIN_READS, LinkTuner, ReadLimits
+from .accounting import LoadProgress, LoadState, LoadStatistics, Meter, mark_ready
+from .gates import Gate, Readiness
+from .link import MIN_RANGE_BYTES, LinkTuner
 from .options import LoadOptions, Order
-from .parts import BlobVersions, Parts
-from .plan import NO_REFINE_TIER, Sizes, Step, plan_load, predict
+from .pacing import Pacing
+from .parts import BlobVersions, Parts, RangeSource, open_cache
+from .plan import Plan, Step, plan_load
+from .policy import OrderChoice
 from .queue import WorkQueue
-from .threaded import ThreadedLoad
+from .room import check_room
+from .targets.base import Target
+from .targets.host import HostTarget
 from .workers import Decoder, Fetcher
 
 if TYPE_CHECKING:
@@ -44,19 +43,14 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from ..cache.part_cache import PartCache
-    from ..device.sink import ImageSink
-    from ..format.fill import Scratch
-    from .pager import Paging
+    from .experts import Pager, Paging
     from .prefetch import Prefetch
     from .resident import ResidentBase
 
 # With more, a load onto a device leaves two of them to its server, which imports torch and places meanwhile.
 MIN_CORES_TO_SPARE = 4
-HEAD_START_S = 0.15  # of a base that drafts, before its fine-tune is decoded
-ENDED_POLL_S = 0.05
+MAX_EXPERT_SPANS = 4_000  # on the timeline: an instance may fetch them for days
 COLLAPSE_DELAY_S = 2.0  # after the end: the first answers need the cores
-MIN_HUGE_BYTES = 64 << 20  # of weights: fewer stay in caches, or take no time
-MIN_WATCHED_S, MAX_WATCHED_S = 0.2, 1.0  # of a load, before it is decided which tier comes first
 
 # Arrays that numpy has a dtype for. bfloat16 shows as its bit patterns; everything else as bytes.
 NUMPY_DTYPES: dict[str, str] = {
@@ -65,8 +59,8 @@ NUMPY_DTYPES: dict[str, str] = {
 }  # fmt: skip
 
 
-class WeightLoad(ThreadedLoad):
-    """Loads a manifest's weights. All methods may be called from any thread.
+class WeightLoad:
+    """A load in threads of this process (`base.HostLoad`).
 
     The slabs live as long as their views: neither `close` nor dropping the load frees memory that a
     view still shows. The source stays the caller's to close, after the load has ended; only a load
@@ -74,82 +68,116 @@ class WeightLoad(ThreadedLoad):
     return.
     """
 
+    place: Literal["host"] = "host"
+
     def __init__(
         self,
-        source: Source,
+        source: RangeSource,
         manifest: Manifest,
         *,
+        target: Target | None = None,
         options: LoadOptions | None = None,
         timeline: Timeline | None = None,
-        shared_fd: int | None = None,
-        reserve: Reserve | None = None,
-        images: ImageSink | None = None,
         prefetch: Prefetch | None = None,
         versions: BlobVersions | None = None,
         base: ResidentBase | None = None,
         paging: Paging | None = None,
         full_speed: threading.Event | None = None,
     ) -> None:
-        """Take the memory, in the memory file `shared_fd` if there is one, or that of `reserve`.
-        Nothing is read yet. With `base`, the manifest is one that it has joined. The pages of
-        `paging` are `PagedLoad`'s. Until `full_speed` is set, where it is given, decoding leaves two
-        cores to others.
+        """Take the target's memory; by default, the target is memory of this process. Nothing is read yet.
 
-        With `images`, the weights are another device's: parts are delivered there, a gate opens
-        when all of its parts were, and there are no slabs here. What was read `ahead` is not read
-        again. Loads that share `versions` read the same version of each blob. Raises
-        `InsufficientMemoryError` when it would not fit.
+        With `base`, the manifest is one that it has joined. The pages of `paging` are read by
+        `want_pages` alone. What was read ahead, in `prefetch`, is not read again. Loads that share
+        `versions` read the same version of each blob. Until `full_speed` is set, where it is given,
+        decoding leaves two cores to others.
+
+        Raises `InsufficientMemoryError` when it would not fit, and the target's errors.
         """
-        options = options or LoadOptions()
-        absent = frozenset[int]() if paging is None else paging.parts
-        plan = plan_load(
-            manifest, options.order, on_demand=options.on_demand, direct=images is None, without=absent
-        )
-        super().__init__(manifest, plan, options, timeline, only_exact=base is not None, absent=absent)
-        self._weight_bytes = manifest.weight_bytes
-        if paging is not None:
-            self._weight_bytes = paging.weights_bytes + paging.buffer_bytes
+        self.manifest = manifest
+        self._options = options = options or LoadOptions()
+        self._timeline = timeline or Timeline()
         self._source = source
-        self._images = images
-        self._base = base
-        self._full_speed = full_speed
-        self._prefetch = prefetch
+        self._target = target = target or HostTarget(manifest, base=base, paging=paging)
+        self._base, self._full_speed, self._prefetch = base, full_speed, prefetch
         self._versions = versions or BlobVersions(manifest, source.url)
-        is_helper = shared_fd is not None or images is not None
-        serving = taken_bytes(os.getpid(), os.getppid()) if is_helper else taken_bytes(os.getpid())
-        held_bytes = 0 if reserve is None else reserve.taken_bytes
-        self._serving_bytes = max(0, self._options.serving_bytes - max(0, serving - held_bytes))
-        self._staging_bytes = self._check_memory(held_bytes)
-        self.reserved_bytes = min(held_bytes, manifest.weight_bytes)
-        slabs = [group.slab_bytes if images is None else 0 for group in manifest.groups]
-        self._arena = Arena(slabs, shared_fd=shared_fd, reserve=reserve, is_sparse=paging is not None)
+        absent = frozenset() if paging is None else paging.parts
+        self.paged_groups: frozenset[int] = frozenset() if paging is None else paging.groups
+        self._plan = plan = (
+            Plan(())
+            if target.is_full
+            else plan_load(
+                manifest,
+                options.order,
+                on_demand=options.on_demand,
+                direct=target.is_direct,
+                without=absent,
+            )
+        )
+        self._stored_bytes = plan.stored_bytes
+        self._meter = Meter()
+        # Where the base drafts, no tier but the exact one is usable: its gates open for all of them.
+        tiers = [(part.group, part.tier if base is None else Tier.REFINE) for part in manifest.parts]
+        self._readiness = Readiness(len(manifest.groups), tiers, absent=absent, is_full=target.is_full)
+        limits = check_room(target, plan, options, num_decoders=self._num_decoders, source_url=source.url)
+        self._staging_bytes = limits.buffer_bytes
+        self.reserved_bytes = target.reserved_bytes
+        target.take_memory()
         self._staging = Staging(self._staging_bytes)
-        staged_bytes = sum(
-            step.part.size_bytes for step in self._plan.steps if step.slab_offset_bytes is None
-        )
-        limits = ReadLimits(
-            self._options.range_bytes,
-            self._options.connections,
-            # What has room for all that goes through it, much or little, limits nothing.
-            self._staging_bytes if self._staging_bytes < staged_bytes else max(staged_bytes, DEFAULT_BYTES),
-        )
-        self._work = WorkQueue(self._plan, self._staging, self._arena.slabs, LinkTuner(limits))
-        self._cache = open_cache(self._options, manifest)
-        self._refine_locks = RefineLocks(len(manifest.groups), shared_fd=shared_fd)
-        self._order = self._options.order
-        if self._order is Order.AUTO and all(part.tier is not Tier.REFINE for part in manifest.parts):
-            self._order = Order.EXACT
-            self._timeline.mark("process", f"{Order.EXACT}: {NO_REFINE_TIER}", why=NO_REFINE_TIER)
-        self._steps = {step.part.index: step.number for step in self._plan.steps}
+        self._work = WorkQueue(plan, self._staging, target.slabs, LinkTuner(limits))
+        self._cache = open_cache(options, manifest)
+        self._order = OrderChoice(options, manifest, self._work, self._meter, self._timeline)
+        self._steps = {step.part.index: step.number for step in plan.steps}
+        self.experts: Pager | None = None if paging is None else self._make_experts(paging)
+        self._threads: list[threading.Thread] = []
         self._num_fetchers = 0
-        self._has_all_pages = False
+        self._lifecycle = threading.Lock()  # guards starting against cancelling
+        self._started_at_s: float | None = None
+        self._ended_at_s: float | None = None
         self._closed = threading.Event()
 
-    def want_parts(self, numbers: Collection[int]) -> None:
-        """Have these parts fetched before all others. `wait_for_change` tells when one of them is
-        there.
+    def start(self) -> None:
+        """Begin to read; return at once. A cancelled load stays so. Raises `RuntimeError` the
+        second time.
         """
-        self._work.promote(self._steps[number] for number in numbers)
+        with self._lifecycle:
+            if self._started_at_s is not None:
+                raise RuntimeError("a load can be started once")
+            self._started_at_s = time.monotonic()
+            if self._readiness.error is not None:
+                return
+            self._mark_ready(
+                (group.index, tier)
+                for group in self.manifest.groups
+                for tier in (Tier.DRAFT, Tier.REFINE)
+                if self._readiness.is_open(group.index, tier)
+            )
+            if not self._plan.steps:
+                self._end()
+            self._threads = self._make_threads()
+            for thread in self._threads:
+                thread.start()
+        if self.experts is not None:
+            self.experts.start()
+
+    # ---- gates ----
+
+    def wait(self, group: int, tier: Tier = Tier.REFINE, timeout_s: float | None = None) -> None:
+        self._readiness.wait(group, tier, timeout_s)
+
+    def is_ready(self, group: int, tier: Tier = Tier.REFINE) -> bool:
+        return self._readiness.is_open(group, tier)
+
+    def wait_parts(
+        self, numbers: Collection[int], timeout_s: float | None = None, *, asks: bool = True
+    ) -> None:
+        if not self._readiness.are_there(numbers):
+            if asks:
+                self.want_parts(numbers)
+            self._readiness.wait_parts(numbers, timeout_s)
+
+    def want_parts(self, numbers: Collection[int]) -> None:
+        """`wait_for_change` tells when one of them is there."""
+        self._work.promote(self._steps[number] for number in numbers if number in self._steps)
         self._readiness.watch(numbers)
 
     def wanted_parts(self) -> frozenset[int]:
@@ -157,29 +185,29 @@ class WeightLoad(ThreadedLoad):
         return self._readiness.watched()
 
     def wait_for_change(self, seen: int, timeout_s: float) -> int:
-        """Return once more has happened than `seen`, the number that this gave last, or after
-        `timeout_s`.
-
-        What counts: gates that open, parts that were wanted, and the load's failure.
+        """Return once a gate has opened, a wanted part is there, or the load has failed since `seen`, the
+        number that this gave last, or after `timeout_s`.
         """
         return self._readiness.wait_for_change(seen, timeout_s)
+
+    @property
+    def failure(self) -> TeneralError | None:
+        return self._readiness.error
+
+    # ---- values ----
 
     @property
     def has_all_pages(self) -> bool:
         """True if the system has given all of the weights' memory: mapping it elsewhere is cheap
         then.
         """
-        return self._has_all_pages
+        return self._target.has_all_pages
 
     def slab(self, group: int) -> npt.NDArray[np.uint8]:
-        """The group's memory: (slab_bytes,), writable, never moved. Undefined content until `wait`."""
-        return as_array(self._arena.slabs[group])
+        return as_array(self._target.slabs[group])
 
     def discard(self) -> None:
-        """Return the weights' memory to the system, where all are exact and nothing reads them any more: the slabs stay
-        valid, and read as zeros.
-        """
-        self._arena.discard()
+        self._target.discard()
 
     def array(self, name: str) -> npt.NDArray[np.generic]:
         """A tensor in its shape, as a view of its slab. Raises `KeyError` for an unknown name.
@@ -193,245 +221,209 @@ class WeightLoad(ThreadedLoad):
         return array.reshape(tensor.shape) if array.size == math.prod(tensor.shape) else array
 
     def reading(self, group: int) -> AbstractContextManager[None]:
-        """While this is held the group's values stay as they are. For computing with values that
-        are not exact yet, in one thread that does nothing to the load meanwhile; exact ones never
-        change.
-        """
-        return self._refine_locks.reading(group)
+        return self._target.reading(group)
 
     @property
     def refine_wait_s(self) -> float:
-        """How long `reading` has waited for groups that were just being refined."""
-        return self._refine_locks.waited_s
+        return self._target.refine_wait_s
+
+    # ---- the course of the load ----
 
     @property
     def order(self) -> Order:
-        """The tier that comes first; AUTO until that is decided."""
         self._choose_order()
-        return self._order
+        return self._order.value
 
     def reorder(self, order: Order) -> None:
-        """Go on in this order, whatever was decided; not AUTO."""
-        with self._lifecycle:
-            self._order = order
-        self._work.reorder(order)
+        self._order.settle(order)
+
+    def left_s(self) -> float:
+        return self.progress().left_s
+
+    def progress(self) -> LoadProgress:
+        return LoadProgress(
+            state=self._state(),
+            stored_bytes_total=self._stored_bytes,
+            fetched_bytes=self._meter.fetched_bytes,
+            parts_decoded=self._meter.parts_decoded,
+            num_parts=len(self._plan.steps),
+            groups_ready_draft=self._readiness.num_open(Tier.DRAFT),
+            groups_exact=self._readiness.num_open(Tier.REFINE),
+            num_groups=len(self.manifest.groups) - len(self.paged_groups),
+            order=self.order,
+            rate_bytes_per_s=self._work.rate_bytes_per_s,
+        )
 
     def statistics(self) -> LoadStatistics:
-        """The cost of the load so far."""
-        return self._statistics(self._work.link_statistics())._replace(
+        elapsed_s = 0.0
+        if self._started_at_s is not None:
+            elapsed_s = (self._ended_at_s or time.monotonic()) - self._started_at_s
+        return LoadStatistics(
+            elapsed_s=elapsed_s,
+            weight_bytes=self.manifest.weight_bytes,
+            stored_bytes=self._stored_bytes,
             staging_capacity_bytes=self._staging_bytes,
             staging_peak_bytes=self._staging.peak_bytes,
             staging_wait_s=self._work.memory_wait_s,
+            link=self._work.link_statistics(),
             cache=None if self._cache is None else self._cache.statistics(),
+            **self._meter.counts(),
         )
 
     def check_integrity(self) -> None:
         """Raise `RuntimeError` when the load's own books do not agree."""
         self._work.check_integrity()
+        if self.experts is not None:
+            self.experts.check_integrity()
 
     def cancel(self) -> None:
-        """Stop: closed gates raise `LoadCancelledError`, reads are given up. Nothing after the end."""
+        error = LoadCancelledError("the load was cancelled")
         with self._lifecycle:
-            if self._fail(LoadCancelledError("the load was cancelled")) and self._threads:
+            if self._fail(error) and self._threads:
                 self._source.close()
+        if self.experts is not None:  # after the end, too
+            self.experts.stop(error)
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while alive := [thread for thread in self._threads if thread.is_alive()]:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            alive[0].join(None if timeout_s is None else left_s)
+        return True
 
     def join_cache(self, timeout_s: float | None = None) -> bool:
-        """Wait, once the load has ended, until the node's cache holds what it takes; False after
-        `timeout_s`.
+        """Wait, once the load has ended (of a paged one, after `close`), until the node's cache holds what it takes;
+        False after `timeout_s`, which experts have once more.
 
         Only a process that is about to end needs to wait for that.
         """
-        return self._cache is None or self._cache.join(timeout_s)
+        caches = [self._cache, None if self.experts is None else self.experts.cache]
+        return all(cache is None or cache.join(timeout_s) for cache in caches)
 
     def close(self) -> None:
-        """Cancel if it is still under way, and wait for the threads. Idempotent. The weights stay, in the pages that
-        they have.
-        """
         self._closed.set()
         self.cancel()
-        if any(thread.is_alive() for thread in self._threads):
+        is_paging = self.experts is not None and self.experts.is_busy
+        if is_paging or (self._readiness.error is not None and not self.join(0)):
             # It failed, and reads that have not noticed would go on until they time out.
             self._source.close()
         self.join()
-        self._refine_locks.close()
-        # Refers to the load, whose memory would wait for the collector.
-        vars(self).pop("_fetch", None)
+        if self.experts is not None:
+            self.experts.close()
+        self._target.close()
+        vars(self).pop("_fetch", None)  # refers to the load, whose memory would wait for the collector
 
-    def _check_memory(self, weights_held_bytes: int) -> int:
-        """How much staging there may be, so much memory being held for weights already. Raises
-        `InsufficientMemoryError` when not even the smallest would fit.
-        """
-        options = self._options
-        left = self._available()
-        if left is not None and options.available_bytes is None:
-            left = left._replace(size_bytes=left.size_bytes + weights_held_bytes)
-        sizes = [step.part.size_bytes for step in self._plan.steps if step.slab_offset_bytes is None]
-        what, weight_bytes, other_bytes = "weights", self._weight_bytes, options.reserved_bytes
-        num_decoders = 0
-        if self._images is not None:  # neither weights nor keys are here, so there is memory for speed
-            what, weight_bytes, other_bytes = "images of them", self._images.ring_bytes, 0
-            num_decoders = self._num_decoders
-        other_bytes += self._serving_bytes
-        room_bytes = None if left is None else left.size_bytes - weight_bytes - other_bytes
-        size_bytes = staging_bytes(sizes, options.staging_bytes, room_bytes, num_decoders=num_decoders)
-        least_bytes = staging_bytes(sizes, 0, 0)
-        check_fits(
-            weight_bytes + least_bytes + other_bytes,
-            left,
-            what=f"loading the model from {self._source.url}",
-            made_of=f"{what} {weight_bytes / MIB:,.0f}, bytes on their way at least {least_bytes / MIB:,.0f}, "
-            f"keys and values at least {(other_bytes - self._serving_bytes) / MIB:,.0f}, "
-            f"the server's processes another {self._serving_bytes / MIB:,.0f}",
-        )
-        return size_bytes
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- threads ----
 
     @property
     def _num_decoders(self) -> int:
         cores = available_cores()
-        if self._images is not None and cores > MIN_CORES_TO_SPARE:
+        if not self._target.is_used_here and cores > MIN_CORES_TO_SPARE:
             cores -= 2
         return self._options.decode_threads or cores
 
-    def _make_threads(self) -> list[threading.Thread]:
-        parts = Parts(
+    def _make_experts(self, paging: Paging) -> Pager:
+        from .experts import Pager  # few servers have less memory than their model takes
+
+        assert isinstance(self._target, HostTarget)
+        cache = open_cache(self._options, self.manifest)
+        parts = self._make_parts(cache, max_spans=MAX_EXPERT_SPANS)
+        return Pager(
+            parts, paging, self._target, want_parts=self.want_parts, wait_parts=self.wait_parts, cache=cache
+        )
+
+    def _make_parts(self, cache: PartCache | None, **named: Any) -> Parts:
+        return Parts(
             self._source,
             self.manifest,
             versions=self._versions,
-            cache=self._cache,
-            prefetch=self._prefetch,
-            meter=self._meter,
+            cache=cache,
             timeline=self._timeline,
+            **named,
         )
-        fetcher = Fetcher(
-            parts,
-            self._plan,
-            self._work,
-            meter=self._meter,
-            timeline=self._timeline,
-            settle=self._settle,
-            between=self._between_reads,
-        )
-        decoder = Decoder(parts, self._work, fill=partial(self._fill, parts), settle=self._settle)
-        self._fetch = fetcher.run
-        num_ranges = max(len(self._plan.steps), -(-self._stored_bytes // MIN_RANGE_BYTES))
-        self._num_fetchers = min(self._work.connections, num_ranges)
-        num_decoders = min(self._num_decoders, len(self._plan.steps))
-        threads = [
-            self._make_thread(f"teneral-fetch-{number}", self._fetch) for number in range(self._num_fetchers)
-        ]
+
+    def _make_threads(self) -> list[threading.Thread]:
+        threads: list[threading.Thread] = []
         # Cores that neither the server's own start nor its tokenizer's needs.
         num_spare = available_cores() - 2
-        threads += [
-            self._make_thread(
-                f"teneral-decode-{number}",
-                self._at_full_speed(self._behind_base(decoder.run), is_spare=number < num_spare),
-            )
-            for number in range(num_decoders)
-        ]
-        body = self._at_full_speed(self._behind_base(self._prefault), is_spare=num_spare > 0)
-        threads.append(self._make_thread("teneral-prefault", body))
+        enough_bytes = min(self._stored_bytes // 4, self._staging_bytes // 2)
+        pacing = Pacing(
+            self._full_speed,
+            drafts_on_base=self._base is not None,
+            has_enough=lambda: self._meter.fetched_bytes >= enough_bytes,
+            is_over=self._is_over,
+        )
+        if self._plan.steps:
+            parts = self._make_parts(self._cache, prefetch=self._prefetch, meter=self._meter)
+            self._fetch = Fetcher(
+                parts,
+                self._plan,
+                self._work,
+                meter=self._meter,
+                timeline=self._timeline,
+                settle=self._settle,
+                between=self._between_reads,
+            ).run
+            decoder = Decoder(parts, self._work, self._target, settle=self._settle)
+            num_ranges = max(len(self._plan.steps), -(-self._stored_bytes // MIN_RANGE_BYTES))
+            self._num_fetchers = min(self._work.connections, num_ranges)
+            threads += [
+                self._make_thread(f"teneral-fetch-{number}", self._fetch)
+                for number in range(self._num_fetchers)
+            ]
+            num_staged = sum(step.slab_offset_bytes is None for step in self._plan.steps)
+            threads += [
+                self._make_thread(
+                    f"teneral-decode-{number}",
+                    pacing.paced(decoder.run, is_spare=number < num_spare),
+                )
+                for number in range(min(self._num_decoders, num_staged))
+            ]
+        threads.append(
+            self._make_thread("teneral-prefault", pacing.paced(self._prefault, is_spare=num_spare > 0))
+        )
         return threads
 
-    def _fill(self, parts: Parts, step: Step, stored: memoryview, scratch: Scratch) -> None:
-        """Decode a step's verified bytes to where its values go."""
-        part = step.part
-        if self._images is not None:
-            parts.deliver(
-                part, stored, partial(self._images.deliver, link_bytes_per_s=self._work.rate_bytes_per_s)
-            )
-            return
-        # A step without needs is the first to write there: no values are in use yet.
-        with self._refine_locks.writing(part.group) if step.needs else nullcontext():
-            parts.fill(part, stored, self._place, scratch, resident=self._base)
+    def _make_thread(self, name: str, body: Callable[[], None]) -> threading.Thread:
+        # Daemons: a process that wants to exit must not wait for a model that nothing needs.
+        return threading.Thread(target=self._guard, args=(body,), name=name, daemon=True)
 
-    def _place(self, segment: Segment) -> memoryview:
-        """The segment's own bytes in its slab."""
-        tensor = self.manifest.tensors[segment.tensor]
-        begin = tensor.offset_bytes + segment.start * tensor.element_bytes
-        return self._arena.slabs[tensor.group][begin : begin + segment.count * tensor.element_bytes]
-
-    def _behind_base(self, body: Callable[[], None]) -> Callable[[], None]:
-        """The body of a thread, which leaves the cores to a base that drafts at first: until so much has come that the
-        rest would wait for the decoding.
-        """
-        if self._base is None:
-            return body
-        enough_bytes = min(self._stored_bytes // 4, self._staging_bytes // 2)
-
-        def run() -> None:
-            deadline_s = time.monotonic() + HEAD_START_S
-            while self._meter.fetched_bytes < enough_bytes and time.monotonic() < deadline_s:
-                if self._ended_at_s is not None:
-                    return
-                time.sleep(HEAD_START_S / 15)
+    def _guard(self, body: Callable[[], None]) -> None:
+        """Runs a thread's body; its error ends the load, or every waiting caller would hang."""
+        try:
             body()
+        except TeneralError as error:
+            self._fail(error)
+        except Exception as error:  # noqa: BLE001 - a defect fails the load like any other error
+            failure = LoadError(f"the load stopped on a defect: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._fail(failure)
 
-        return run
-
-    def _at_full_speed(self, body: Callable[[], None], *, is_spare: bool) -> Callable[[], None]:
-        """The body of a thread, which waits for full speed unless a core is spare."""
-        full_speed = self._full_speed
-        if full_speed is None or is_spare:
-            return body
-
-        def run() -> None:
-            while not full_speed.wait(ENDED_POLL_S):
-                if self._ended_at_s is not None:
-                    return
-            body()
-
-        return run
+    def _is_over(self) -> bool:
+        """True if its threads have nothing to do any more. A full target's enters pages after the end."""
+        return self._closed.is_set() if self._target.is_full else self._ended_at_s is not None
 
     def _prefault(self) -> None:
-        self._has_all_pages = self._arena.prefault(lambda: self._ended_at_s is not None)
+        self._target.prefault(self._is_over)
 
     def _between_reads(self) -> None:
         self._add_fetchers()
         self._choose_order()
 
     def _choose_order(self) -> None:
-        """Decide which tier comes first, once the link has shown what it gives, or that it gives
-        next to nothing.
-        """
-        if self._order is not Order.AUTO or self._started_at_s is None:
-            return
-        elapsed_s = time.monotonic() - self._started_at_s
-        if elapsed_s < MIN_WATCHED_S:
-            return
-        # How fast the node's cache gave what it had says nothing about what it has not.
-        rate = self._work.rate_bytes_per_s
-        is_known = rate > 0 and self._meter.num_reads >= MIN_READS
-        if not is_known and elapsed_s < MAX_WATCHED_S and not self._is_cached():
-            return
-        rate = rate or self._meter.fetched_bytes / elapsed_s
-        if not rate:
-            return  # nothing has come, so there is nothing to decide about yet
-        left = self._work.left_bytes()
-        prediction = predict(
-            Sizes(sum(left[:-1]), left[-1], self.manifest.weight_bytes),
-            rate,
-            elapsed_s=elapsed_s,
-            ready_s=self._options.ready_s,
-            sends_drafts=self._options.sends_drafts,
-            decoding_limits=self._work.memory_wait_s > elapsed_s / 2,
-        )
-        with self._lifecycle:
-            if self._order is not Order.AUTO:
-                return
-            self._order = prediction.order
-        if prediction.order is Order.EXACT:
-            self._work.reorder(Order.EXACT)
-        self._timeline.mark("process", f"{prediction.order}: {prediction.why}", **prediction._asdict())
-
-    def _is_cached(self) -> bool:
-        """True if the node's cache has all that is left."""
-        cache = self._cache
-        return cache is not None and all(
-            part.digest is not None and cache.holds(part.digest) for part in self._work.left_parts()
-        )
+        if self._started_at_s is not None and self._order.value is Order.AUTO:
+            self._order.choose(time.monotonic() - self._started_at_s, self._cache)
 
     def _add_fetchers(self) -> None:
-        """As many as should read by now. Those that there are too many of later wait for nothing."""
+        """As many as should read by now. Surplus threads idle."""
         if self._num_fetchers >= self._work.connections:
             return
         with self._lifecycle:
@@ -442,8 +434,10 @@ class WeightLoad(ThreadedLoad):
                     thread.start()
                     self._threads.append(thread)
 
+    # ---- the end of a part, and of the load ----
+
     def _settle(self, step: Step) -> None:
-        """The step's values are in its slab: return its memory, count it, open the gates it
+        """The step's values are in the target: return its memory, count it, open the gates it
         completes.
         """
         part = step.part
@@ -451,49 +445,57 @@ class WeightLoad(ThreadedLoad):
         self._meter.settled(
             part.size_bytes, verified=part.digest is not None, direct=step.slab_offset_bytes is not None
         )
-        self._open_gates(part)
+        gates, all_settled = self._readiness.settle(part.index)
+        self._mark_ready(gates)
+        if all_settled:
+            self._end()
+        self._readiness.open(gates, (part.index,))
 
     def _mark_ready(self, gates: Iterable[Gate]) -> None:
-        if self._images is None:  # else the placement marks them
-            super()._mark_ready(gates)
+        if self._target.marks_gates:
+            mark_ready(self._timeline, self.manifest, gates)
 
-    def _rate_bytes_per_s(self) -> float:
-        return self._work.rate_bytes_per_s
-
-    def _stop(self) -> None:
+    def _fail(self, error: TeneralError) -> bool:
+        """End the load with an error; False when it has ended already."""
+        if self.experts is not None:
+            self.experts.stop(error)
+        if not self._readiness.fail(error):
+            return False
         self._work.stop()
-        if self._images is not None:
-            self._images.close()
+        self._target.stop()
+        if self._started_at_s is not None:
+            self._end()
+        return True
 
     def _end(self) -> None:
-        super()._end()
+        """Note the end. Called once, when all is settled or the load has failed."""
+        self._ended_at_s = time.monotonic()
+        self._timeline.add(
+            "fetch",
+            "load",
+            (self._started_at_s or self._ended_at_s) - self._timeline.started_at,
+            self._ended_at_s - self._timeline.started_at,
+            state=str(self._state()),
+            weight_bytes=self.manifest.weight_bytes,
+            stored_bytes=self._stored_bytes,
+            link=self._work.link_statistics()._asdict(),
+            **self._target.figures(),
+        )
         if self._cache is not None:
             self._cache.finish()
-        if (
-            self._readiness.error is None
-            and self._arena.takes_huge_pages
-            and self._arena.size_bytes >= MIN_HUGE_BYTES
-        ):
+        if self._readiness.error is None and self._target.can_collapse:
             with suppress(RuntimeError):  # the system has no more threads: small pages stay
                 threading.Thread(target=self._collapse, name="teneral-huge-pages", daemon=True).start()
 
     def _collapse(self) -> None:
         """The weights' small pages become huge ones, once the first answers are on their way."""
         if not self._closed.wait(COLLAPSE_DELAY_S):
-            self._arena.collapse(self._closed.is_set)
+            self._target.collapse(self._closed.is_set)
 
-    def _figures(self) -> dict[str, Any]:
-        return {"stored_bytes": self._stored_bytes, "link": self._work.link_statistics()._asdict()}
-
-
-def open_cache(options: LoadOptions, manifest: Manifest) -> PartCache | None:
-    if options.cache_dir is None:
-        return None
-    from ..cache.part_cache import PartCache  # most loads have none
-
-    cache = PartCache(options.cache_dir, budget_bytes=options.cache_bytes)
-    if any(part.digest is None and part.size_bytes for part in manifest.parts):
-        cache.turn_off(
-            "plain safetensors are not cached, as nothing says what their bytes should be: pack the model"
-        )
-    return cache
+    def _state(self) -> LoadState:
+        if self._readiness.error is not None:
+            cancelled = isinstance(self._readiness.error, LoadCancelledError)
+            return LoadState.CANCELLED if cancelled else LoadState.FAILED
+        if self._ended_at_s is not None:
+            return LoadState.EXACT
+        return LoadState.IDLE if self._started_at_s is None else LoadState.LOADING

@@ -14,24 +14,37 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from blake3 import blake3
 
 from ..errors import UnavailableError
 from ..format.manifest import Manifest, Part, Segment
 from ..sources import base
-from ..sources.base import Source
 from ..timeline import Timeline
 from .accounting import Meter, Phase, add_part_span, in_part, wrong_digest
 
 if TYPE_CHECKING:
     from ..cache.part_cache import PartCache
     from ..format.fill import Scratch
+    from .options import LoadOptions
     from .prefetch import Prefetch
     from .resident import ResidentBase
 
     Place = Callable[[Segment], memoryview]
+
+
+class RangeSource(Protocol):
+    """What a load needs of its source: see `sources.base.Source`."""
+
+    @property
+    def url(self) -> str: ...
+
+    def read_into(
+        self, name: str, start: int, buffer: memoryview, *, version: str | None = None
+    ) -> str | None: ...
+
+    def close(self) -> None: ...
 
 
 class BlobVersions:
@@ -70,7 +83,7 @@ class Parts:
 
     def __init__(
         self,
-        source: Source,
+        source: RangeSource,
         manifest: Manifest,
         *,
         versions: BlobVersions | None = None,
@@ -232,3 +245,17 @@ class Parts:
             ended_at_s=time.monotonic(),
             **attributes,
         )
+
+
+def open_cache(options: LoadOptions, manifest: Manifest) -> PartCache | None:
+    """The node's cache, if the options name one; turned off for weights without digests."""
+    if options.cache_dir is None:
+        return None
+    from ..cache.part_cache import PartCache  # most loads have none
+
+    cache = PartCache(options.cache_dir, budget_bytes=options.cache_bytes)
+    if any(part.digest is None and part.size_bytes for part in manifest.parts):
+        cache.turn_off(
+            "plain safetensors are not cached, as nothing says what their bytes should be: pack the model"
+        )
+    return cache

@@ -1,18 +1,10 @@
-"""The order in which a load takes its parts, and the policy for its tiers: values made from the
-manifest.
+"""The order in which a load takes its parts: a value made from the manifest.
 
 Invariant: a step comes after every step that it needs. A part of a later tier replaces the low bits
 of elements that parts of the tier before it wrote, so it needs each of those that holds one of
 these elements, however the two tiers were cut, and what these need in turn. Pure: nothing here does
 I/O, waits, or knows where memory lies; how the parts are cut into ranges is decided while they are
 read (`link.py`).
-
-The policy decides which tier comes first. All of the draft first means that a usable model is there
-early, and that the exact one is complete no later than it would be group by group: the bytes are
-the same. What is gained meanwhile is tokens that the draft makes: sent where a client allowed it,
-else as proposals that the exact weights confirm in one pass when they are complete. Nothing is
-gained when there is no time for them, on a fast link or with a small model, and the passes over the
-draft would only take cores from the load.
 
 A forward pass needs few rows of its largest matrix, the embeddings: `RowParts` finds the parts that
 hold them. Of a mixture it needs those experts that its tokens choose.
@@ -282,71 +274,3 @@ class RowParts:
                 last = bisect_right(starts, row * width + width - 1)
                 found.update(numbers[first:last])
         return found
-
-
-MIN_PROPOSALS = 4  # fewer are not worth the pass over the draft that they begin with
-NO_REFINE_TIER = "there is no refine tier, or nothing left of it"
-MIN_GAIN_S = 0.15  # before the exact first token, for a draft that is sent
-
-# Of the exact weights, whose products a token needs, by one core or several. An assumption for the
-# first moments: engines measure it later. Draft steps of the 0.5B shape, while refining bytes
-# arrived at 100 and 200 MB/s and were decoded on the same 2 cores, took 39 and 46 ms for 988 MB
-# (docs/draft.md: 16th token less first one).
-WEIGHT_BYTES_PER_S = 20e9
-
-
-class Sizes(NamedTuple):
-    """Stored bytes that have not arrived, and what the weights take in memory."""
-
-    early_bytes: int  # of all tiers but the last
-    refine_bytes: int
-    weight_bytes: int
-
-
-class Prediction(NamedTuple):
-    """Times in seconds since the load began."""
-
-    order: Order
-    rate_bytes_per_s: float
-    draft_s: float  # when the draft is complete
-    exact_s: float  # when all is
-    token_s: float  # what one token takes
-    num_proposals: int  # that the draft can make in between
-    why: str
-
-
-def predict(
-    sizes: Sizes,
-    rate_bytes_per_s: float,
-    *,
-    elapsed_s: float,
-    ready_s: float,
-    sends_drafts: bool,
-    decoding_limits: bool = False,
-) -> Prediction:
-    """Decide for a load that has run for `elapsed_s`, on a link that gives it this rate (> 0).
-
-    `ready_s` is when the model will be able to compute, since the load began: libraries are
-    imported until then. `sends_drafts` says that clients get tokens of the draft, and not only what
-    exact weights confirmed; `decoding_limits`, that bytes come faster than they are decoded, so
-    that computing with the draft would take the cores that the exact weights need.
-    """
-    token_s = sizes.weight_bytes / WEIGHT_BYTES_PER_S
-    draft_s = elapsed_s + sizes.early_bytes / rate_bytes_per_s
-    exact_s = draft_s + sizes.refine_bytes / rate_bytes_per_s
-    # One token's time for the pass over the prompt that the draft needs, and one for the pass that
-    # confirms.
-    window_s = exact_s - max(draft_s, ready_s) - 2 * token_s
-    num_proposals = max(0, int(window_s / token_s)) if token_s else 0
-    gain_s = max(exact_s, ready_s) - max(draft_s, ready_s)
-    if not sizes.refine_bytes:
-        order, why = Order.EXACT, NO_REFINE_TIER
-    elif sends_drafts and gain_s >= MIN_GAIN_S:
-        order, why = Order.DRAFT_FIRST, f"the draft answers {gain_s:.2f} s sooner"
-    elif decoding_limits:
-        order, why = Order.EXACT, "decoding takes longer than the bytes, and a draft would take its cores"
-    elif num_proposals >= MIN_PROPOSALS:
-        order, why = Order.DRAFT_FIRST, f"time for {num_proposals} proposals"
-    else:
-        order, why = Order.EXACT, "the exact weights come too soon after the draft to gain anything"
-    return Prediction(order, rate_bytes_per_s, draft_s, exact_s, token_s, num_proposals, why)

@@ -54,15 +54,17 @@ class ImageReceiver(Protocol):
 
 
 class ProcessLoad:
-    """Loads the model at an address. All methods may be called from any thread.
+    """A load by another process (`base.HostLoad`). It always asks for parts that are waited for,
+    and hears of no others.
 
     The slabs live as long as their views: neither `close` nor the child's end frees memory that a
     view shows.
     """
 
     place: Literal["host"] = "host"  # of the weights
-    reserved_bytes = 0  # of their memory, that had been taken from the system when the load began
-    paged_groups: frozenset[int] = frozenset()  # as `ThreadedLoad.paged_groups`
+    reserved_bytes = 0
+    paged_groups: frozenset[int] = frozenset()
+    experts = None
 
     def __init__(
         self, launched: Launched, *, timeline: Timeline | None = None, images: ImageReceiver | None = None
@@ -109,7 +111,6 @@ class ProcessLoad:
         return self._manifest
 
     def wait(self, group: int, tier: Tier = Tier.REFINE, timeout_s: float | None = None) -> None:
-        """As `WeightLoad.wait`."""
         if self._readiness is None:
             _ = self.manifest
             assert self._readiness is not None
@@ -118,7 +119,6 @@ class ProcessLoad:
     def wait_parts(
         self, numbers: Collection[int], timeout_s: float | None = None, *, asks: bool = True
     ) -> None:
-        """As `WeightLoad.wait_parts`; always asks, or it would not hear of them."""
         if self._readiness is None:
             _ = self.manifest
             assert self._readiness is not None
@@ -127,7 +127,6 @@ class ProcessLoad:
             self._readiness.wait_parts(numbers, timeout_s)
 
     def want_parts(self, numbers: Collection[int]) -> None:
-        """As `WeightLoad.want_parts`; waits for nothing."""
         with self._lock:
             new = [number for number in numbers if number not in self._wanted]
             self._wanted.update(new)
@@ -139,13 +138,11 @@ class ProcessLoad:
         return self._readiness is not None and self._readiness.is_open(group, tier)
 
     def slab(self, group: int) -> npt.NDArray[np.uint8]:
-        """As `WeightLoad.slab`; waits for the manifest."""
         _ = self.manifest
         assert self._arena is not None
         return as_array(self._arena.slabs[group])
 
     def discard(self) -> None:
-        """As `WeightLoad.discard`."""
         if self._arena is not None:
             self._arena.discard()
 
@@ -154,26 +151,21 @@ class ProcessLoad:
         return self._progress or LoadProgress(LoadState.IDLE, 0, 0, 0, 0, 0, 0, 0, order=self._order)
 
     def reading(self, group: int) -> AbstractContextManager[None]:
-        """As `WeightLoad.reading`; for a group that holds something."""
         assert self._refine_locks is not None, "nothing can be used before the manifest is there"
         return self._refine_locks.reading(group)
 
     @property
     def refine_wait_s(self) -> float:
-        """As `WeightLoad.refine_wait_s`."""
         return 0.0 if self._refine_locks is None else self._refine_locks.waited_s
 
     @property
     def order(self) -> Order:
-        """As `WeightLoad.order`."""
         return self.progress().order
 
     def reorder(self, order: Order) -> None:
-        """As `WeightLoad.reorder`; takes effect in the child, a moment later."""
         self._tell(order)
 
     def left_s(self) -> float:
-        """As `WeightLoad.left_s`."""
         return max(0.0, self.progress().left_s - (time.monotonic() - self._progress_at_s))
 
     def statistics(self) -> LoadStatistics | None:

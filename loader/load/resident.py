@@ -7,7 +7,7 @@ base's is never written, and may be computed with meanwhile. It does not know wh
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
+
+    from .base import HostLoad
 
     Bytes = NDArray[np.uint8]
 
@@ -34,6 +36,12 @@ class ResidentBase:
         self.manifest = manifest
         self._slabs = tuple(slabs)
         self._own = {tensor.name: tensor for tensor in manifest.tensors}
+
+    @classmethod
+    def of(cls, load: HostLoad) -> Self:
+        """The weights of a load that is exact."""
+        manifest = load.manifest
+        return cls(manifest, [load.slab(group.index) for group in manifest.groups])
 
     def join(self, tuned: Manifest, url: str) -> Manifest:
         """The manifest with which a load of the fine-tune at `url` reads its differences alone.

@@ -19,7 +19,7 @@ from ..artifact import open_artifact, open_model, read_file
 from ..errors import LoadError, TeneralError, UsageError
 from ..pin import split_pin
 from ..process.helper import OWNER_GONE, HelperProcess
-from .shared import MAX_FILES_BYTES, LoadedBase, SharedBase, new_memory_file
+from .targets.shared import MAX_FILES_BYTES, LoadedBase, SharedBase, new_memory_file
 
 if TYPE_CHECKING:
     from ..format.manifest import Manifest
@@ -111,6 +111,7 @@ def main(socket_fd: int, memory_fd: int) -> None:
 
 def _load(task: SharedTask, memory_fd: int) -> LoadedBase | None:
     from .load import WeightLoad
+    from .targets.host import HostTarget
 
     address, digest = split_pin(task.address)
     source = open_model(address, task.source_options)
@@ -119,7 +120,8 @@ def _load(task: SharedTask, memory_fd: int) -> LoadedBase | None:
         _check(manifest, source)
         if manifest.digest == task.held_digest:
             return None
-        with WeightLoad(source, manifest, options=task.load_options, shared_fd=memory_fd) as load:
+        target = HostTarget(manifest, shared_fd=memory_fd)
+        with WeightLoad(source, manifest, target=target, options=task.load_options) as load:
             load.start()
             for group in manifest.groups:
                 load.wait(group.index)

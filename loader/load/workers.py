@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from ..process.cpu import quick_turns
 from ..timeline import Timeline
@@ -16,9 +15,7 @@ from .accounting import Meter, Phase, add_part_span, in_part
 from .parts import Parts
 from .plan import Plan, Step
 from .queue import Piece, Read, WorkQueue
-
-if TYPE_CHECKING:
-    from ..format.fill import Scratch
+from .targets.base import Target
 
 
 class Fetcher:
@@ -99,17 +96,12 @@ class Decoder:
     """`run` is the body of every decode thread of one load."""
 
     def __init__(
-        self,
-        parts: Parts,
-        work: WorkQueue,
-        *,
-        fill: Callable[[Step, memoryview, Scratch], None],
-        settle: Callable[[Step], None],
+        self, parts: Parts, work: WorkQueue, target: Target, *, settle: Callable[[Step], None]
     ) -> None:
-        """`fill` decodes the verified bytes of a step to where its values go; then `settle` takes it."""
+        """`settle` takes each step whose values are in the target."""
         self._parts = parts
         self._work = work
-        self._fill = fill
+        self._target = target
         self._settle = settle
 
     def run(self) -> None:
@@ -125,7 +117,7 @@ class Decoder:
             while (task := self._work.next_step()) is not None:
                 step, stored = task
                 if self._parts.is_right(step.part, stored):
-                    self._fill(step, stored, scratch)
+                    self._target.fill(self._parts, step, stored, scratch, self._work.rate_bytes_per_s)
                     self._parts.keep(step.part, stored)
                     self._settle(step)
                 else:

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ...loader.format.manifest import Tier
 from ...loader.load.options import Order
-from ...loader.load.plan import WEIGHT_BYTES_PER_S
+from ...loader.load.policy import WEIGHT_BYTES_PER_S
 from ..kv.kinds import KVKind
 from ..step.backend import OnLayer
 from ..step.batch import StepBatch
 
 if TYPE_CHECKING:
     from ...loader.format.manifest import Manifest
-    from ..weights import AnyLoad
+    from ...loader.load.base import AnyLoad
 
 
 class DecoderLimits(Protocol):

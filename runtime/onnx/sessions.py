@@ -31,8 +31,8 @@ from ..errors import CancelledError, ModelError, RequestError
 from .spec import PLACEHOLDER_NAME, WHOLE_NAME, OnnxSpec, SegmentSpec
 
 if TYPE_CHECKING:
+    from ...loader.load.base import AnyLoad
     from ..files import ModelFiles
-    from ..weights import AnyLoad
 
     Arrays = Mapping[str, np.ndarray[Any, Any]]
 

@@ -17,10 +17,10 @@ from ..errors import ModelError
 from .spec import FILE_NAME, NO_TELEMETRY, parse_spec
 
 if TYPE_CHECKING:
+    from ...loader.load.base import AnyLoad
     from ...loader.timeline import Timeline
     from ..config import ServeConfig
     from ..files import ModelFiles
-    from ..weights import AnyLoad
     from .runner import OnnxRunner
 
 logger = logging.getLogger(__name__)

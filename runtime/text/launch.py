@@ -11,7 +11,7 @@ from ...loader.process.helper import HelperProcess, ProcessContext
 from ...loader.sources.base import SourceOptions
 
 if TYPE_CHECKING:
-    from ...loader.load.shared import HeldFiles
+    from ...loader.load.targets.shared import HeldFiles
 
 # Concurrent requests: a long text must not block all others.
 NUM_LINES = 3

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.support.artifacts import coarse
 
 from teneral.loader.format import codec
+from teneral.loader.format.fill import Scratch, decode_planes
 from teneral.loader.format.manifest import (
     DTYPE_BITS,
     FRAME_ELEMENTS,
@@ -25,7 +26,7 @@ from teneral.loader.format.manifest import (
     align,
     decoded_plane_bytes,
 )
-from teneral.loader.format.planes import pack, unpack
+from teneral.loader.format.planes import pack
 
 COUNTS = st.one_of(
     st.integers(1, 40),
@@ -72,11 +73,11 @@ def decode(
     parts: dict[Tier, tuple[memoryview, tuple[Plane, ...]]],
     tier: Tier,
     out: np.ndarray,
-    scratch: codec.Scratch | None = None,
+    scratch: Scratch | None = None,
 ) -> None:
     stored, planes = parts[tier]
     segment = Segment(0, 0, tensor.num_elements, planes)
-    codec.decode_planes(tensor, segment, tier, stored, out, scratch or codec.Scratch())
+    decode_planes(tensor, segment, tier, stored, out, scratch or Scratch())
 
 
 def words(*values: int) -> np.ndarray:
@@ -128,7 +129,7 @@ def check_tiers(name: str, data: np.ndarray) -> None:
     tensor = tensor_of(dtype, encoding, data.size * 8 // DTYPE_BITS[dtype])
     parts = store(dtype, encoding, data)
     assert list(parts) == list(known)
-    out, scratch = np.full_like(data, 0xA5), codec.Scratch()
+    out, scratch = np.full_like(data, 0xA5), Scratch()
     for tier, bits in known.items():
         for _ in range(2):
             decode(tensor, parts, tier, out, scratch)
@@ -211,8 +212,8 @@ def test_the_planes_of_bf16_3_are_those_of_the_first_writer() -> None:
 
 
 @st.composite
-def segments_around_batches(draw: st.DrawFn) -> tuple[str, Encoding, int]:
-    """A dtype, its encoding, and a count of elements next to where a batch or one of its frames ends."""
+def segments_around_frames(draw: st.DrawFn) -> tuple[str, Encoding, int]:
+    """A dtype, its encoding, and a count of elements next to where a frame, or a batch of the packer, ends."""
     dtype, encoding = draw(
         st.sampled_from(
             [("BF16", Encoding.BF16_3)] * 2
@@ -221,19 +222,17 @@ def segments_around_batches(draw: st.DrawFn) -> tuple[str, Encoding, int]:
             + [(dtype, Encoding.BYTES) for dtype in ("I8", "BF16", "F32", "F64")]
         )
     )
-    tier, width = draw(st.sampled_from(encoding.tiers)), DTYPE_BITS[dtype] // 8
-    frames_a_batch = codec.max_batch_frames(encoding, tier, width)
-    frames = draw(st.integers(1, 2)) * frames_a_batch + draw(st.integers(-1, 1))
+    frames = draw(st.sampled_from([0, 1, 2, 7, 8, 9]))
     return dtype, encoding, max(1, frames * FRAME_ELEMENTS + draw(st.sampled_from([-2, -1, 0, 1, 2, 1000])))
 
 
 @given(
-    segment=segments_around_batches(),
+    segment=segments_around_frames(),
     kind=st.sampled_from(["weights", "repetitions", "zeros", "noise"]),
     seed=st.integers(0, 1 << 16),
 )
 @settings(max_examples=40, deadline=None)
-def test_every_bit_comes_back_where_batches_end(
+def test_every_bit_comes_back_where_frames_end(
     segment: tuple[str, Encoding, int], kind: str, seed: int
 ) -> None:
     dtype, encoding, count = segment
@@ -241,15 +240,15 @@ def test_every_bit_comes_back_where_batches_end(
     data = made_of(kind, tensor.size_bytes, seed)
     parts = store(dtype, encoding, data)
     slab = np.full(data.size + 128, 0xEE, np.uint8)
-    scratch = codec.Scratch()
+    scratch = Scratch()
     for tier in parts:
         decode(tensor, parts, tier, slab[64:-64], scratch)
     assert np.array_equal(slab[64:-64], data)
     assert set(slab[:64]) | set(slab[-64:]) == {0xEE}
 
 
-def test_what_a_batch_leaves_behind_does_not_reach_the_next() -> None:
-    scratch = codec.Scratch()
+def test_what_a_segment_leaves_behind_does_not_reach_the_next() -> None:
+    scratch = Scratch()
     for count in (9 * FRAME_ELEMENTS + 5, 3, FRAME_ELEMENTS, 1, 2 * FRAME_ELEMENTS + 1):
         tensor = tensor_of("BF16", Encoding.BF16_3, count)
         data = made_of("weights", tensor.size_bytes, count)
@@ -258,11 +257,6 @@ def test_what_a_batch_leaves_behind_does_not_reach_the_next() -> None:
         for tier in parts:
             decode(tensor, parts, tier, out, scratch)
         assert np.array_equal(out, data)
-
-
-def test_a_thread_works_in_less_than_4_mib() -> None:
-    scratch = codec.Scratch()
-    assert scratch.planes.nbytes + sum(buffer.nbytes for buffer in scratch.room) < 4 << 20
 
 
 def test_the_bits_of_bf16_stand_where_the_format_says() -> None:
@@ -295,9 +289,6 @@ def test_elements_share_bytes_at_a_distance_within_each_frame(
     pack(elements, bits, packed)
     assert np.array_equal(packed[:frame_bytes], packed[frame_bytes:])
     assert {int(place): int(packed[place]) for place in np.flatnonzero(packed[:frame_bytes])} == expected
-    back = np.empty_like(elements)
-    unpack(packed, bits, back)
-    assert np.array_equal(back, elements)
 
 
 def test_a_shorter_frame_has_its_own_distance() -> None:
@@ -413,7 +404,7 @@ def test_threads_decode_at_the_same_time_without_disturbing_each_other() -> None
     outs = [np.zeros_like(data) for data in originals]
 
     def work(data: np.ndarray, out: np.ndarray) -> None:
-        scratch = codec.Scratch()
+        scratch = Scratch()
         for _ in range(5):
             parts = store("BF16", Encoding.BF16_3, data)
             decode(tensor, parts, Tier.DRAFT, out, scratch)

@@ -13,7 +13,8 @@ from tests.support.store_faults import Fault
 
 from teneral.loader.errors import IntegrityError
 from teneral.loader.format.manifest import Part
-from teneral.loader.load.load import LoadOptions, WeightLoad
+from teneral.loader.load.load import WeightLoad
+from teneral.loader.load.options import LoadOptions
 
 ONE_AT_A_TIME = LoadOptions(connections=1, decode_threads=1)
 

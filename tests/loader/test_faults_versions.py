@@ -27,7 +27,8 @@ from tests.support.store_server import StoreServer
 from teneral.loader.artifact import open_artifact
 from teneral.loader.errors import ChangedError, IntegrityError, TeneralError
 from teneral.loader.format.manifest import Manifest
-from teneral.loader.load.load import LoadOptions, WeightLoad
+from teneral.loader.load.load import WeightLoad
+from teneral.loader.load.options import LoadOptions
 from teneral.loader.sources.base import Source, SourceOptions
 from teneral.loader.sources.file.store import FileStore
 from teneral.loader.sources.http.source import HttpSource

@@ -21,8 +21,8 @@ from teneral.loader.artifact import open_artifact
 from teneral.loader.errors import UnavailableError
 from teneral.loader.format.manifest import Tier
 from teneral.loader.load.accounting import LoadState
-from teneral.loader.load.load import LoadOptions, WeightLoad
-from teneral.loader.load.options import Order
+from teneral.loader.load.load import WeightLoad
+from teneral.loader.load.options import LoadOptions, Order
 from teneral.loader.load.plan import RowParts
 from teneral.loader.tools.pack.pack import pack
 

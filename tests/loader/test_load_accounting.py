@@ -10,7 +10,8 @@ from tests.support.weight_loads import LAYERS, assert_group_holds, poisoned
 from teneral.loader.errors import InsufficientMemoryError, UsageError
 from teneral.loader.format.manifest import Tier
 from teneral.loader.load.accounting import LoadState
-from teneral.loader.load.load import LoadOptions, WeightLoad
+from teneral.loader.load.load import WeightLoad
+from teneral.loader.load.options import LoadOptions
 from teneral.loader.timeline import Timeline
 
 

@@ -15,6 +15,7 @@ from tests.support.checkpoints import (
     raw_file,
 )
 from tests.support.load import patience_s
+from tests.support.weight_loads import mapped_load
 
 from teneral.loader.artifact import open_artifact
 from teneral.loader.errors import ChangedError, InsufficientMemoryError, LoadCancelledError
@@ -22,9 +23,9 @@ from teneral.loader.format.checkpoint import manifest_in_place, open_checkpoint
 from teneral.loader.format.manifest import Manifest
 from teneral.loader.load.accounting import LoadState
 from teneral.loader.load.load import WeightLoad
-from teneral.loader.load.mapped_load import MappedLoad, NotInPlaceError
 from teneral.loader.load.options import LoadOptions
 from teneral.loader.load.plan import RowParts
+from teneral.loader.load.targets.mapped import NotInPlaceError
 from teneral.loader.memory.limits import Available
 from teneral.loader.sources.base import Mappable
 from teneral.loader.sources.file.store import FileStore
@@ -48,18 +49,18 @@ def padded(data: bytes) -> bytes:
     return prefix + data[8 : 8 + size_bytes] + padding + data[8 + size_bytes :]
 
 
-def tensor_of(load: MappedLoad | WeightLoad, name: str) -> bytes:
+def tensor_of(load: WeightLoad, name: str) -> bytes:
     tensor = load.manifest.by_name[name]
     return load.slab(tensor.group)[tensor.offset_bytes :][: tensor.size_bytes].tobytes()
 
 
-def begun(source: FileStore, options: LoadOptions | None = None) -> MappedLoad:
-    load = MappedLoad(source, open_artifact(source, in_place=True), options=options)
+def begun(source: FileStore, options: LoadOptions | None = None) -> WeightLoad:
+    load = mapped_load(source, open_artifact(source, in_place=True), options=options)
     load.start()
     return load
 
 
-def wait_all(load: MappedLoad | WeightLoad) -> None:
+def wait_all(load: WeightLoad) -> None:
     for group in load.manifest.groups:
         load.wait(group.index, timeout_s=WAIT_S)
 
@@ -98,7 +99,7 @@ def test_groups_are_stretches_of_one_file_in_forward_order(tmp_path: Path) -> No
         ends = [tensor.offset_bytes + tensor.size_bytes for tensor in members]
         assert [tensor.offset_bytes for tensor in members] == [0, *ends[:-1]]
         assert group.slab_bytes == ends[-1]
-    MappedLoad(source, manifest).close()
+    mapped_load(source, manifest).close()
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.norms.weight"])
@@ -121,11 +122,11 @@ def test_packed_weights_are_not_mapped(tmp_path: Path) -> None:
     pack(model_store(llama_contents(num_layers=1)), FileStore(tmp_path))
     store = FileStore(tmp_path)
     with pytest.raises(NotInPlaceError):
-        MappedLoad(store, open_artifact(store, in_place=True))
+        mapped_load(store, open_artifact(store, in_place=True))
 
 
 def test_rows_that_are_asked_for_come_before_the_rest_of_their_table(tmp_path: Path) -> None:
-    load = MappedLoad(
+    load = mapped_load(
         source := write(tmp_path, llama_contents(vocabulary=70_000)),
         open_artifact(source, in_place=True),
         options=LoadOptions(on_demand=True),
@@ -141,7 +142,7 @@ def test_rows_that_are_asked_for_come_before_the_rest_of_their_table(tmp_path: P
 
 def test_a_file_that_is_cut_off_before_it_is_read_fails_the_load(tmp_path: Path) -> None:
     source = write(tmp_path, llama_contents())
-    load = MappedLoad(source, open_artifact(source, in_place=True))
+    load = mapped_load(source, open_artifact(source, in_place=True))
     os.truncate(tmp_path / "model.safetensors", 5000)
     load.start()
     with pytest.raises(ChangedError, match=r"part \d+ .* of model\.safetensors"):
@@ -155,7 +156,7 @@ def test_a_file_that_was_replaced_since_its_header_was_read_is_refused(tmp_path:
     manifest = open_artifact(source, in_place=True)
     write(tmp_path, llama_contents(dtype="F32"))
     with pytest.raises(ChangedError):
-        MappedLoad(source, manifest)
+        mapped_load(source, manifest)
 
 
 def test_weights_stay_when_their_file_is_replaced_by_renaming(tmp_path: Path) -> None:
@@ -184,7 +185,7 @@ def test_slabs_outlive_the_load_and_writing_does_not_reach_the_file(tmp_path: Pa
 
 def test_a_load_that_was_cancelled_says_so_at_its_gates(tmp_path: Path) -> None:
     source = write(tmp_path, llama_contents())
-    load = MappedLoad(source, open_artifact(source, in_place=True))
+    load = mapped_load(source, open_artifact(source, in_place=True))
     load.cancel()
     load.start()
     with pytest.raises(LoadCancelledError):
@@ -196,16 +197,16 @@ def test_weights_that_would_not_stay_in_memory_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write(tmp_path, llama_contents())
-    monkeypatch.setattr("teneral.loader.load.threaded.available", lambda: Available(1, "a test's limit"))
+    monkeypatch.setattr("teneral.loader.load.room.available", lambda: Available(1, "a test's limit"))
     with pytest.raises(InsufficientMemoryError, match="a test's limit"):
-        MappedLoad(source, open_artifact(source, in_place=True))
+        mapped_load(source, open_artifact(source, in_place=True))
 
 
 def test_a_budget_given_by_the_options_bounds_mapped_weights_too(tmp_path: Path) -> None:
     source = write(tmp_path, llama_contents())
     manifest = open_artifact(source, in_place=True)
     with pytest.raises(InsufficientMemoryError, match="as the options say"):
-        MappedLoad(source, manifest, options=LoadOptions(available_bytes=manifest.weight_bytes - 1))
+        mapped_load(source, manifest, options=LoadOptions(available_bytes=manifest.weight_bytes - 1))
 
 
 def test_only_folders_of_this_machine_can_be_mapped(tmp_path: Path) -> None:
@@ -216,4 +217,4 @@ def test_only_folders_of_this_machine_can_be_mapped(tmp_path: Path) -> None:
 def test_a_manifest_of_other_slabs_is_no_ground_for_mapping(tmp_path: Path) -> None:
     manifest: Manifest = open_artifact(source := write(tmp_path, llama_contents(num_layers=2)))
     with pytest.raises(NotInPlaceError, match="stretches"):
-        MappedLoad(source, manifest)
+        mapped_load(source, manifest)

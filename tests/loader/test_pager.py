@@ -25,10 +25,9 @@ from teneral.loader.errors import (
 from teneral.loader.format.manifest import Manifest
 from teneral.loader.format.safetensors import SafetensorsWriter, TensorSpec
 from teneral.loader.load.accounting import LoadState
+from teneral.loader.load.experts import Residency, plan_paging
 from teneral.loader.load.load import WeightLoad
 from teneral.loader.load.options import LoadOptions
-from teneral.loader.load.paged_load import PagedLoad
-from teneral.loader.load.pager import Residency, plan_paging
 from teneral.loader.load.plan import expert_groups
 from teneral.loader.sources.open import open_source, open_store
 from teneral.loader.tools.pack.pack import pack
@@ -111,7 +110,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def paged(
     artifact: Path, num_experts: int, *, cache_dir: Path | None = None
-) -> Iterator[tuple[PagedLoad, PacedSource, list[int]]]:
+) -> Iterator[tuple[WeightLoad, PacedSource, list[int]]]:
     """A load that has begun, with room for this number of experts, and the experts' groups."""
     source = PacedSource(open_source(str(artifact)))
     manifest = open_artifact(source)
@@ -119,7 +118,7 @@ def paged(
     paging = plan_paging(manifest, manifest.weight_bytes - (len(experts) - num_experts) * EXPERT_BYTES)
     assert paging is not None
     options = LoadOptions(on_demand=True, cache_dir=None if cache_dir is None else str(cache_dir))
-    with closing(source), PagedLoad(source, manifest, paging, options=options) as load:
+    with closing(source), WeightLoad(source, manifest, paging=paging, options=options) as load:
         load.start()
         yield load, source, experts
         load.check_integrity()
@@ -136,7 +135,7 @@ def contents(artifact: Path) -> list[bytes]:
         return [bytes(load.slab(group.index)) for group in manifest.groups]
 
 
-def holds(load: PagedLoad, group: int, contents: list[bytes]) -> bool:
+def holds(load: WeightLoad, group: int, contents: list[bytes]) -> bool:
     return bytes(load.slab(group)) == contents[group]
 
 
@@ -158,11 +157,11 @@ def test_wanted_groups_come_and_what_was_used_longest_ago_goes(artifact: Path, c
     with paged(artifact, EXPERTS) as (load, _, experts):
         for turn in range(3):
             for pair in zip(experts[::2], experts[1::2], strict=True):
-                load.want_pages(pair)
-                assert load.wait_pages(pair, WAIT_S), turn
+                load.experts.want(pair)
+                assert load.experts.wait(pair, WAIT_S), turn
                 assert all(holds(load, group, contents) for group in pair)
                 load.check_integrity()
-        figures = load.paging_statistics()
+        figures = load.experts.statistics()
         assert figures.resident_bytes <= figures.budget_bytes == EXPERTS * EXPERT_BYTES
         assert figures.evictions_total == 3 * len(experts) - EXPERTS
         assert figures.misses_total == 3 * len(experts)
@@ -173,8 +172,8 @@ def test_an_evicted_group_has_no_pages(artifact: Path) -> None:
     with paged(artifact, EXPERTS) as (load, _, experts):
         first, later = experts[0], experts[1 : EXPERTS + 1]
         for wanted in ([first], later):
-            load.want_pages(wanted)
-            assert load.wait_pages(wanted, WAIT_S)
+            load.experts.want(wanted)
+            assert load.experts.wait(wanted, WAIT_S)
         inner = load.slab(first)[4096:-4096]
         assert len(inner) > 4096
         assert not inner.any()
@@ -186,23 +185,23 @@ def test_wanted_groups_stay_whatever_else_was_asked_for(artifact: Path, contents
         held = source.hold(
             reads_of(load.manifest, *(part for part in load.manifest.parts if part.group in abandoned))
         )
-        load.want_pages(abandoned)
+        load.experts.want(abandoned)
         held.wait_reached()
-        load.want_pages(wanted)  # has no room for all before the others have ended
-        assert not load.wait_pages(wanted, 0.05)
+        load.experts.want(wanted)  # has no room for all before the others have ended
+        assert not load.experts.wait(wanted, 0.05)
         held.release()
-        assert load.wait_pages(wanted, WAIT_S)
+        assert load.experts.wait(wanted, WAIT_S)
         assert all(holds(load, group, contents) for group in wanted)
 
 
 def test_a_group_that_is_there_is_not_fetched_again(artifact: Path) -> None:
     with paged(artifact, EXPERTS) as (load, source, experts):
         for wanted in (experts[:2], experts[2:4]):
-            load.want_pages(wanted)
-            assert load.wait_pages(wanted, WAIT_S)
+            load.experts.want(wanted)
+            assert load.experts.wait(wanted, WAIT_S)
         num_calls = len(source.calls)
-        load.want_pages(experts[:2])
-        assert load.wait_pages(experts[:2], 0.0)
+        load.experts.want(experts[:2])
+        assert load.experts.wait(experts[:2], 0.0)
         assert len(source.calls) == num_calls
 
 
@@ -216,16 +215,16 @@ def test_damage_is_read_once_more_and_then_raised_until_it_is_gone(
     with paged(artifact, EXPERTS) as (load, source, experts):
         bad, good = experts[0], experts[1]
         source.spoil(reads_of(load.manifest, *part_of(load.manifest, bad)), times=3)
-        load.want_pages([bad, good])
+        load.experts.want([bad, good])
         with pytest.raises(PartsUnavailableError, match=r"layers\.0\.experts\.0.*wrong digest") as raised:
-            load.wait_pages([bad, good], WAIT_S)
+            load.experts.wait([bad, good], WAIT_S)
         assert isinstance(raised.value.__cause__, IntegrityError)
-        load.want_pages([good])
-        assert load.wait_pages([good], WAIT_S)
-        load.want_pages([bad])  # spoilt once more, and right the second time
-        assert load.wait_pages([bad], WAIT_S)
+        load.experts.want([good])
+        assert load.experts.wait([good], WAIT_S)
+        load.experts.want([bad])  # spoilt once more, and right the second time
+        assert load.experts.wait([bad], WAIT_S)
         assert holds(load, bad, contents)
-        assert load.paging_statistics().failures_total == 1
+        assert load.experts.statistics().failures_total == 1
 
 
 def test_a_store_that_gives_nothing_fails_waiting_threads_alone(
@@ -235,25 +234,25 @@ def test_a_store_that_gives_nothing_fails_waiting_threads_alone(
         is_down = [True]
         rule = reads_of(load.manifest, *part_of(load.manifest, experts[3]))
         source.fail(lambda: UnavailableError("the store is gone"), lambda call: is_down[0] and rule(call))
-        load.want_pages(experts[3:4])
+        load.experts.want(experts[3:4])
         with pytest.raises(PartsUnavailableError, match="the store is gone"):
-            load.wait_pages(experts[3:4], WAIT_S)
+            load.experts.wait(experts[3:4], WAIT_S)
         assert load.failure is None
         is_down[0] = False
-        load.want_pages(experts[3:4])
-        assert load.wait_pages(experts[3:4], WAIT_S)
+        load.experts.want(experts[3:4])
+        assert load.experts.wait(experts[3:4], WAIT_S)
         assert holds(load, experts[3], contents)
 
 
 def test_cancelling_wakes_waiting_threads(artifact: Path) -> None:
     with paged(artifact, EXPERTS) as (load, source, experts):
         held = source.hold(reads_of(load.manifest, *part_of(load.manifest, experts[0])))
-        load.want_pages(experts[:1])
+        load.experts.want(experts[:1])
         held.wait_reached()
         timer = threading.Timer(0.05, load.cancel)
         timer.start()
         with pytest.raises(LoadCancelledError):
-            load.wait_pages(experts[:1], WAIT_S)
+            load.experts.wait(experts[:1], WAIT_S)
         timer.join()
 
 
@@ -266,15 +265,15 @@ def test_the_nodes_cache_saves_the_second_fetch(
     monkeypatch.setattr(writer, "WAIT_S", WAIT_S)
     with paged(artifact, EXPERTS, cache_dir=tmp_path / "cache") as (load, _, experts):
         for group in experts:
-            load.want_pages([group])
-            assert load.wait_pages([group], WAIT_S)
+            load.experts.want([group])
+            assert load.experts.wait([group], WAIT_S)
     assert load.join_cache(WAIT_S)
     with paged(artifact, EXPERTS, cache_dir=tmp_path / "cache") as (load, source, experts):
         load.join(WAIT_S)
         source.calls.clear()
         for group in experts:
-            load.want_pages([group])
-            assert load.wait_pages([group], WAIT_S)
+            load.experts.want([group])
+            assert load.experts.wait([group], WAIT_S)
             assert holds(load, group, contents)
         assert not source.calls
 

@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from teneral.loader.load.options import Order
-from teneral.loader.load.plan import MIN_GAIN_S, MIN_PROPOSALS, WEIGHT_BYTES_PER_S, Prediction, Sizes, predict
+from teneral.loader.load.policy import (
+    MIN_GAIN_S,
+    MIN_PROPOSALS,
+    WEIGHT_BYTES_PER_S,
+    Prediction,
+    Sizes,
+    predict,
+)
 
 GB = 1_000_000_000
 MODEL = Sizes(

@@ -20,10 +20,10 @@ from tests.support.store_http import Request
 from teneral.loader.errors import ChangedError, IntegrityError, ManifestError
 from teneral.loader.format.manifest import Blob, Manifest, Part
 from teneral.loader.format.manifest_json import dump_manifest, parse_manifest
-from teneral.loader.load import fetch as ahead
-from teneral.loader.load.fetch import ROOM_BYTES, Prefetch
+from teneral.loader.load import prefetch as ahead
 from teneral.loader.load.load import WeightLoad
 from teneral.loader.load.options import LoadOptions
+from teneral.loader.load.prefetch import ROOM_BYTES, Prefetch
 from teneral.loader.memory.limits import MIB
 from teneral.loader.sources.base import Source, SourceOptions
 from teneral.loader.sources.http.source import HttpSource

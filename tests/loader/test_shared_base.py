@@ -13,13 +13,14 @@ import pytest
 from tests.support.inspection import memory_fd_of
 from tests.support.load import patience_s
 from tests.support.tiny_models import save_tiny
+from tests.support.weight_loads import shared_load
 
 from teneral.loader.artifact import find_file, open_artifact
 from teneral.loader.errors import InsufficientMemoryError, LoadError, NotFoundError
 from teneral.loader.load.load import WeightLoad
 from teneral.loader.load.options import LoadOptions
-from teneral.loader.load.shared import SharedBase, SharedLoad
 from teneral.loader.load.shared_child import SharedLoading, SharedTask
+from teneral.loader.load.targets.shared import SharedBase
 from teneral.loader.sources.base import SourceOptions
 from teneral.loader.sources.file.store import FileStore
 from teneral.loader.tools.pack.pack import pack
@@ -48,7 +49,7 @@ def base(artifact: Path) -> Iterator[SharedBase]:
 def test_weights_and_files_are_those_of_the_artifact(artifact: Path, base: SharedBase) -> None:
     source = FileStore(artifact)
     manifest = open_artifact(source)
-    shared = SharedLoad(base, manifest)
+    shared = shared_load(base, manifest)
     shared.start()
     assert shared.join(WAIT_S)
     with WeightLoad(source, manifest) as load:
@@ -67,7 +68,7 @@ def test_weights_and_files_are_those_of_the_artifact(artifact: Path, base: Share
 
 
 def test_a_writer_changes_its_own_copy_alone(base: SharedBase) -> None:
-    first, second = SharedLoad(base, base.manifest), SharedLoad(base, base.manifest)
+    first, second = shared_load(base, base.manifest), shared_load(base, base.manifest)
     slab = first.slab(0)
     before = int(slab[0])
     slab[0] = before ^ 0xFF

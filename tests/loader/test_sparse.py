@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.loader.test_codec import COUNTS, FLOATS, made_of, words
 from tests.support.artifacts import coarse
-from tests.support.native import ISAS, loaded
+from tests.support.native import decoded_by, each_isa
 
 from teneral.loader.format import codec
+from teneral.loader.format.fill import Scratch, decode_planes
 from teneral.loader.format.manifest import (
     DTYPE_BITS,
     FRAME_ELEMENTS,
@@ -26,22 +24,10 @@ from teneral.loader.format.manifest import (
     align,
     decoded_plane_bytes,
 )
-from teneral.loader.native import merge
 
 SPARSE_FLOATS = ["bf16.sparse.3", "bf16.sparse.7", "bf16.sparse.1.3", "f16.sparse.3", "f16.sparse.1.9",
                  "f32.sparse.7", "f32.sparse.0.22", "f32.sparse.23"]  # fmt: skip
-NUMPY = "numpy"
-each_way = pytest.mark.parametrize("way", [*ISAS, NUMPY])
 Stored = dict[Tier, tuple[bytes, tuple[Plane, ...]]]
-
-
-@contextmanager
-def decoding_by(way: str) -> Iterator[None]:
-    functions = None if way == NUMPY else loaded(way).functions
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(merge, "_merge_function", lambda: functions and functions.tn_merge)
-        patch.setattr(merge, "_scatter_function", lambda: functions and functions.tn_scatter)
-        yield
 
 
 def parts_of(name: str) -> tuple[str, Encoding, dict[Tier, int]]:
@@ -86,9 +72,7 @@ def decode(
 ) -> None:
     content, planes = parts[tier]
     tensor = Tensor(0, "w", dtype, (count,), 0, encoding, 0)
-    codec.decode_planes(
-        tensor, Segment(0, 0, count, planes, num), tier, memoryview(content), out, codec.Scratch()
-    )
+    decode_planes(tensor, Segment(0, 0, count, planes, num), tier, memoryview(content), out, Scratch())
 
 
 def check_tiers(name: str, data: np.ndarray) -> None:
@@ -113,7 +97,7 @@ def check_tiers(name: str, data: np.ndarray) -> None:
     assert np.array_equal(out, data)
 
 
-@each_way
+@each_isa
 @settings(max_examples=40, deadline=None)
 @given(
     name=st.sampled_from(SPARSE_FLOATS),
@@ -124,65 +108,65 @@ def check_tiers(name: str, data: np.ndarray) -> None:
     seed=st.integers(0, 1 << 16),
 )
 def test_every_tier_and_every_bit_comes_back(
-    way: str, name: str, kind: str, count: int, share: float, negative: bool, seed: int
+    isa: str, name: str, kind: str, count: int, share: float, negative: bool, seed: int
 ) -> None:
     width = DTYPE_BITS[parts_of(name)[0]] // 8
     data = zeroed(made_of(kind, count * width, seed), width, share, seed, negative=negative)
     if not (data.view(f"<u{width}") << np.array(1, f"<u{width}")).any():
         data[0] = 1  # a segment has at least one value
-    with decoding_by(way):
+    with decoded_by(isa):
         check_tiers(name, data)
 
 
-@each_way
+@each_isa
 @pytest.mark.parametrize("name", [name for name in SPARSE_FLOATS if not name.startswith("f32")])
-def test_all_bit_patterns_of_16_bits_come_back(way: str, name: str) -> None:
+def test_all_bit_patterns_of_16_bits_come_back(isa: str, name: str) -> None:
     patterns = np.random.default_rng(0).permutation(np.arange(1 << 16, dtype="<u2"))
     mixed = np.zeros(3 << 16, "<u2")
     mixed[::3] = patterns
-    with decoding_by(way):
+    with decoded_by(isa):
         check_tiers(name, patterns.view(np.uint8))
         check_tiers(name, mixed.view(np.uint8))
 
 
-@each_way
-def test_infinities_payloads_of_nan_and_denormals_of_fp32_come_back(way: str) -> None:
+@each_isa
+def test_infinities_payloads_of_nan_and_denormals_of_fp32_come_back(isa: str) -> None:
     patterns = [0, 1, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC12345, 0x3F800000]
     data = np.array([pattern | sign for pattern in patterns for sign in (0, 1 << 31)], "<u4")
-    with decoding_by(way):
+    with decoded_by(isa):
         check_tiers("f32.sparse.7", data.view(np.uint8))
 
 
-@each_way
+@each_isa
 @pytest.mark.parametrize("runs", [(0, 40_000), (70_000, 0), (3, 70_000, 1, 66_000, 9), (131_072, 131_072)])
-def test_long_runs_of_values_and_of_zeros_come_back(way: str, runs: tuple[int, ...]) -> None:
+def test_long_runs_of_values_and_of_zeros_come_back(isa: str, runs: tuple[int, ...]) -> None:
     pieces = [np.full(run, 0x3F81 if number % 2 else 0, "<u2") for number, run in enumerate(runs)]
     data = np.concatenate([*pieces, np.array([0x8000, 0xBF80, 0], "<u2")]).view(np.uint8)
-    with decoding_by(way):
+    with decoded_by(isa):
         check_tiers("bf16.sparse.3", data)
 
 
-@each_way
+@each_isa
 @given(count=COUNTS, share=st.sampled_from([0.0, 0.5, 0.99]), seed=st.integers(0, 1 << 16))
 @settings(max_examples=20, deadline=None)
-def test_bytes_come_back(way: str, count: int, share: float, seed: int) -> None:
+def test_bytes_come_back(isa: str, count: int, share: float, seed: int) -> None:
     data = zeroed(made_of("noise", count, seed), 1, share, seed)
     data[-1] = 0x80
     parts, num = stored("I8", Encoding.BYTES_SPARSE, data)
     out = np.full_like(data, 0xA5)
-    with decoding_by(way):
+    with decoded_by(isa):
         decode("I8", Encoding.BYTES_SPARSE, parts, num, Tier.DRAFT, out, count)
     assert np.array_equal(out, data)
 
 
-@each_way
-def test_floats_at_odd_addresses_come_back_and_nothing_behind_them_is_written(way: str) -> None:
+@each_isa
+def test_floats_at_odd_addresses_come_back_and_nothing_behind_them_is_written(isa: str) -> None:
     data = zeroed(made_of("noise", 2 * 1003, 1), 2, 0.5, 1)
     _, encoding, known = parts_of("bf16.sparse.3")
     parts, num = stored("BF16", encoding, data)
     for shift in (0, 1):
         memory = np.full(shift + data.size + 64, 0x5A, np.uint8)
-        with decoding_by(way):
+        with decoded_by(isa):
             for tier in known:
                 decode("BF16", encoding, parts, num, tier, memory[shift : shift + data.size], 1003)
         assert np.array_equal(memory[shift : shift + data.size], data)
@@ -219,11 +203,6 @@ def test_an_encoding_knows_its_dense_and_its_sparse_twin() -> None:
     assert Encoding.BYTES.sparse is Encoding.BYTES_SPARSE
     assert Encoding.WHOLE.sparse is None
     assert Encoding.BYTES_SKETCH.sparse is None
-
-
-@pytest.mark.parametrize("isa", ISAS)
-def test_the_declarations_are_the_librarys(isa: str) -> None:
-    loaded(isa).check_struct("tn_scatter_args", merge.ScatterArgs)
 
 
 def test_a_whole_frame_of_zeros_between_values_costs_next_to_nothing() -> None:

@@ -19,8 +19,8 @@ from tests.support.weight_loads import start_process_load
 from teneral.loader.artifact import open_artifact
 from teneral.loader.errors import UsageError
 from teneral.loader.format.manifest import Manifest, Tier
-from teneral.loader.load.load import LoadOptions, WeightLoad
-from teneral.loader.load.options import Order
+from teneral.loader.load.load import WeightLoad
+from teneral.loader.load.options import LoadOptions, Order
 from teneral.loader.load.plan import Plan, RowParts, plan_load
 from teneral.loader.sources.file.store import FileStore
 from teneral.loader.tools.pack.pack import pack

@@ -10,10 +10,11 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.native import frames_decoded_by
+from tests.support.native import ISAS, decoded_by
 
 from teneral.loader.errors import IntegrityError
 from teneral.loader.format import zstd
+from teneral.loader.native.frames import decode_frames, find_frames
 
 FRAME_BYTES = st.sampled_from([1, 7, 1000, 32_768, zstd.MAX_FRAME_BYTES])
 CONTENT = st.one_of(
@@ -22,31 +23,27 @@ CONTENT = st.one_of(
 )
 
 
-@pytest.fixture(params=["the native core", "python-zstandard"], scope="module", autouse=True)
+@pytest.fixture(params=ISAS, scope="module", autouse=True)
 def decoder(request: pytest.FixtureRequest) -> Iterator[None]:
-    with frames_decoded_by(request.param):
+    with decoded_by(request.param):
         yield
 
 
-def join(src: bytes, size_bytes: int, frame_bytes: int, frames_a_piece: int = 1) -> bytes:
-    """What the frames hold, read a few at a time."""
-    reader = zstd.FrameReader(memoryview(src), frame_bytes)
+def join(src: bytes, size_bytes: int, frame_bytes: int) -> bytes:
     content = np.empty(size_bytes, np.uint8)
-    for start in range(0, size_bytes, frames_a_piece * frame_bytes):
-        reader.read_into(content[start : start + frames_a_piece * frame_bytes])
-    reader.finish()
+    decode_frames(memoryview(src), content, frame_bytes)
     return content.tobytes()
 
 
-@given(content=CONTENT, frame_bytes=FRAME_BYTES, huf=st.booleans(), frames_a_piece=st.integers(1, 20))
+@given(content=CONTENT, frame_bytes=FRAME_BYTES, huf=st.booleans())
 @settings(max_examples=100, deadline=None)
 def test_frames_give_their_content_back_however_many_are_read_at_a_time(
-    content: bytes, frame_bytes: int, huf: bool, frames_a_piece: int
+    content: bytes, frame_bytes: int, huf: bool
 ) -> None:
     content = content[: 300 * frame_bytes]
     coded = zstd.compress_frames(content, frame_bytes, huf=huf)
     assert len(coded) % zstd.FRAME_ALIGNMENT_BYTES == 0
-    assert join(coded, len(content), frame_bytes, frames_a_piece) == content
+    assert join(coded, len(content), frame_bytes) == content
 
 
 @given(content=CONTENT, frame_bytes=st.sampled_from([1000, zstd.MAX_FRAME_BYTES]), huf=st.booleans())
@@ -73,21 +70,19 @@ def test_frames_are_cut_at_the_same_number_of_bytes() -> None:
     assert sizes == [100, 100, 50]
 
 
-def test_pieces_are_read_one_after_the_other() -> None:
-    reader = zstd.FrameReader(memoryview(zstd.compress_frames(bytes(range(250)), 100, huf=True)), 100)
-    first, second = np.empty(100, np.uint8), np.empty(150, np.uint8)
-    reader.read_into(first)
-    reader.read_into(second)
-    reader.finish()
-    assert first.tobytes() + second.tobytes() == bytes(range(250))
-
-
-def test_frames_that_were_not_read_are_refused_at_the_end() -> None:
+def test_frames_that_do_not_belong_to_the_content_are_refused() -> None:
     coded = zstd.compress_frames(bytes(range(250)), 100, huf=True)
-    reader = zstd.FrameReader(memoryview(coded), 100)
-    reader.read_into(np.empty(200, np.uint8))
     with pytest.raises(IntegrityError, match="bytes follow the last zstd frame"):
-        reader.finish()
+        join(coded, 200, 100)
+
+
+def test_frames_are_found_without_being_decoded() -> None:
+    coded = zstd.compress_frames(bytes(range(250)), 100, huf=True)
+    for begin, end in find_frames(memoryview(coded), 250, 100).tolist():
+        assert begin % 8 == 0
+        zstandard.ZstdDecompressor().decompress(coded[begin:end])
+    with pytest.raises(IntegrityError, match="end within the zstd frame"):
+        find_frames(memoryview(coded)[:-8], 250, 100)
 
 
 def test_no_content_makes_no_frames() -> None:
@@ -101,22 +96,20 @@ def test_literals_alone_shrink_what_has_few_different_bytes() -> None:
     assert len(coded) < 0.45 * exponents.size
 
 
-@pytest.mark.parametrize("frames_a_piece", [1, 2, 3])
 @pytest.mark.parametrize("difference", [-1, 1, 100, -100])
-def test_another_size_than_expected_is_refused(difference: int, frames_a_piece: int) -> None:
+def test_another_size_than_expected_is_refused(difference: int) -> None:
     coded = zstd.compress_frames(bytes(1000), 400, huf=True)
     with pytest.raises(IntegrityError):
-        join(coded, 1000 + difference, 400, frames_a_piece)
+        join(coded, 1000 + difference, 400)
 
 
 def test_other_cuts_than_expected_are_refused_although_the_content_is_the_same() -> None:
     coded = zstd.compress_frames(bytes(1000), 250, huf=True)
-    for frames_a_piece in (1, 2):
-        with pytest.raises(IntegrityError, match="declares 250 bytes, not 500"):
-            join(coded, 1000, 500, frames_a_piece)
+    with pytest.raises(IntegrityError, match="the zstd frame at byte 0 declares another size"):
+        join(coded, 1000, 500)
 
 
 def test_an_error_names_the_place() -> None:
     with pytest.raises(IntegrityError, match=r"^tensor 'w': there is no zstd frame at byte 0") as caught:
-        zstd.FrameReader(memoryview(bytes(64)), 10, where="tensor 'w'").read_into(np.empty(10, np.uint8))
+        decode_frames(memoryview(bytes(64)), np.empty(10, np.uint8), 10, where="tensor 'w'")
     assert caught.value.where == "tensor 'w'"

@@ -13,11 +13,11 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.native import ISAS, loaded
+from tests.support.native import ISAS, decoded_by
 
 from teneral.loader.errors import IntegrityError
 from teneral.loader.format import zstd
-from teneral.loader.native import merge
+from teneral.loader.native.frames import decode_frames
 
 GUARD_BYTES = 64
 SIZES = (1, 5, 6, 63, 255, 256, 300, 1023, 5000, zstd.MAX_FRAME_BYTES)
@@ -30,9 +30,7 @@ Block = tuple[int, int, bytes]  # type, size that the header states, what is sto
 @pytest.fixture(params=ISAS, scope="module", autouse=True)
 def library_of(request: pytest.FixtureRequest) -> Iterator[None]:
     """Decode by the library of one instruction set."""
-    functions = loaded(request.param).functions
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(merge, "_decode_frames_function", lambda: functions.tn_decode_frames)
+    with decoded_by(request.param):
         yield
 
 
@@ -132,12 +130,13 @@ def decoded(frame: bytes, size_bytes: int) -> bytes | None:
     """
     memory = np.full(size_bytes + 2 * GUARD_BYTES, 0xEE, np.uint8)
     content = memory[GUARD_BYTES:-GUARD_BYTES]
-    src = np.frombuffer(padded(frame), np.uint8)
-    result = merge.decode_frames(src, content, size_bytes)
-    assert set(memory[:GUARD_BYTES]) | set(memory[-GUARD_BYTES:]) == {0xEE}
-    assert result in ((True, src.size), (False, 0))
-    assert merge.decode_frames(src, content.copy(), size_bytes, only_quick=True) in (result, None)
-    return content.tobytes() if result[0] else None
+    try:
+        decode_frames(memoryview(padded(frame)), content, size_bytes)
+    except IntegrityError:
+        return None
+    finally:
+        assert set(memory[:GUARD_BYTES]) | set(memory[-GUARD_BYTES:]) == {0xEE}
+    return content.tobytes()
 
 
 def decoded_by_libzstd(frame: bytes, size_bytes: int) -> bytes | None:
@@ -184,18 +183,15 @@ def test_literals_that_repeat_one_byte(form: int) -> None:
     assert decoded(frame, 30) == decoded_by_libzstd(frame, 30) == b"x" * 30
 
 
-def test_frames_that_libzstd_decodes_faster_can_be_left_to_it() -> None:
-    rng = np.random.default_rng(5)
-    few, many = (rng.normal(120, width, 65_536).astype(np.uint8) for width in (2, 30))
-    matches = np.frombuffer(b"".join(b"some words%d" % number for number in range(4000)), np.uint8)
-    for content, huf, is_left in ((few, True, False), (many, True, True), (matches, False, True)):
-        src = np.frombuffer(zstd.compress_frames(content.data, 65_536, huf=huf), np.uint8)
-        out = np.zeros(content.size, np.uint8)
-        result = merge.decode_frames(src, out, 65_536, only_quick=True)
-        assert result == (None if is_left else (True, src.size))
-        assert not out.any() if is_left else (out == content).all()
-        assert merge.decode_frames(src, out, 65_536) == (True, src.size)
-        assert (out == content).all()
+@pytest.mark.parametrize("size_bytes", [900, 16_383, 16_384, 65_536])
+@pytest.mark.parametrize("width", [0.5, 2, 10, 30, 80])
+def test_short_and_long_codes_decode_to_their_content(size_bytes: int, width: float) -> None:
+    """Few literals and long codes have a table of single symbols, the others one of several."""
+    content = np.random.default_rng(5).normal(120, width, size_bytes).astype(np.uint8).tobytes()
+    for num_blocks in (1, 3):  # further blocks may have the first one's codes
+        for compressor in (*compressors()[-4:], zstandard.ZstdCompressor(level=1)):
+            frame = frame_of(in_blocks(compressor, content, num_blocks), size_bytes)
+            assert decoded(frame, size_bytes) == content
 
 
 def test_each_flipped_bit_of_small_frames() -> None:
@@ -275,11 +271,10 @@ def test_a_damaged_frame_among_others_is_named() -> None:
     coded = bytearray(zstd.compress_frames(content, 1000, huf=True))
     second = coded.index(struct.pack("<I", 0xFD2FB528), 4)
     coded[second + 20 : second + 40] = bytes(20)
-    reader = zstd.FrameReader(memoryview(coded), 1000, where="tensor 'w'")
     with pytest.raises(
         IntegrityError, match=f"^tensor 'w': the zstd frame at byte {second} cannot be decoded$"
     ):
-        reader.read_into(np.empty(3000, np.uint8))
+        decode_frames(memoryview(coded), np.empty(3000, np.uint8), 1000, where="tensor 'w'")
 
 
 @pytest.mark.parametrize("longest", [2, 10, 11, 12])

@@ -11,6 +11,7 @@ from blake3 import blake3
 from tests.support.paced import WAIT_S
 
 from teneral.loader.format import codec
+from teneral.loader.format.fill import Scratch, decode_planes
 from teneral.loader.format.manifest import (
     DTYPE_BITS,
     Blob,
@@ -48,7 +49,7 @@ class CodedTensors:
                 tensor = self.manifest.tensors[segment.tensor]
                 begin = tensor.offset_bytes + segment.start * tensor.element_bytes
                 out = weights[begin : begin + segment.count * tensor.element_bytes]
-                codec.decode_planes(tensor, segment, part.tier, memoryview(stored), out, codec.Scratch())
+                decode_planes(tensor, segment, part.tier, memoryview(stored), out, Scratch())
         return weights
 
 

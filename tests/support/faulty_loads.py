@@ -16,7 +16,8 @@ from tests.support.store_http import Request
 from tests.support.store_server import StoreServer
 
 from teneral.loader.load.accounting import LoadStatistics
-from teneral.loader.load.load import LoadOptions, WeightLoad
+from teneral.loader.load.load import WeightLoad
+from teneral.loader.load.options import LoadOptions
 from teneral.loader.sources.base import SourceOptions
 from teneral.loader.sources.http.outage import HttpStatistics
 from teneral.loader.sources.http.source import HttpSource

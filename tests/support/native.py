@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from teneral.loader.native import merge
+from teneral.loader.native import fill, frames
 from teneral.loader.native.library import Library, library_path, usable_isas
 from teneral.runtime.backends.native import arrays
 from teneral.runtime.backends.native.products import Products, Weight
@@ -110,12 +110,12 @@ def fused_pairs(isa: str) -> Iterator[None]:
 
 
 @contextmanager
-def frames_decoded_by(way: str) -> Iterator[None]:
-    """Decode all frames inside by the best library, or by python-zstandard as where there is none."""
-    decode = merge.decode_frames
+def decoded_by(isa: str) -> Iterator[None]:
+    """Decode all frames and parts inside by the library of one instruction set."""
+    functions = loaded(isa).functions
     with pytest.MonkeyPatch.context() as patch:
-        by_core = way == "the native core"
-        patch.setattr(merge, "decode_frames", lambda *args, only_quick: decode(*args) if by_core else None)
+        patch.setattr(fill, "_function", lambda: functions.tn_fill_part)
+        patch.setattr(frames, "_function", lambda: functions.tn_decode_frames)
         yield
 
 

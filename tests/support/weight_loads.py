@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 from tests.support.artifacts import BuiltArtifact
 
-from teneral.loader.format.manifest import Tier
+from teneral.loader.format.manifest import Manifest, Tier
 from teneral.loader.load.launch import Task, launch
 from teneral.loader.load.load import WeightLoad
 from teneral.loader.load.options import LoadOptions
 from teneral.loader.load.process_load import ProcessLoad
-from teneral.loader.sources.base import SourceOptions
+from teneral.loader.load.targets.mapped import MappedFiles, MappedTarget
+from teneral.loader.load.targets.shared import NothingToRead, SharedBase, SharedTarget
+from teneral.loader.sources.base import Mappable, SourceOptions
 from teneral.loader.timeline import Timeline
 
 LAYERS = [
@@ -32,6 +34,17 @@ def start_process_load(
     timeline = timeline or Timeline()
     task = Task(url, None, source_options or SourceOptions(), options or LoadOptions(), timeline.started_at)
     return ProcessLoad(launch(task), timeline=timeline)
+
+
+def mapped_load(source: Mappable, manifest: Manifest, *, options: LoadOptions | None = None) -> WeightLoad:
+    """A load of plain files where they lie."""
+    files = MappedFiles(source)
+    return WeightLoad(files, manifest, target=MappedTarget(manifest, files), options=options)
+
+
+def shared_load(base: SharedBase, manifest: Manifest) -> WeightLoad:
+    """The load of weights that a memory file holds."""
+    return WeightLoad(NothingToRead(base.address), manifest, target=SharedTarget(base, manifest))
 
 
 def poisoned(load: WeightLoad) -> WeightLoad:

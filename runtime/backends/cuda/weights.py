@@ -8,7 +8,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from ....loader.load.device_load import DeviceLoad
+from ....loader.load.base import PlacedLoad
 from ...tensors import DType, Tensor
 from ...weights import StreamedWeights
 from ..torch.tensors import TORCH_DTYPES, stacked_view
@@ -34,7 +34,7 @@ class DeviceTensor(Tensor, frozen=True, eq=False):
 class DeviceWeights(StreamedWeights):
     """`StreamedWeights` over slabs in a device's memory."""
 
-    def __init__(self, load: DeviceLoad) -> None:
+    def __init__(self, load: PlacedLoad) -> None:
         super().__init__(load)
         self._device_load = load
         self._device_slabs: dict[int, torch.Tensor] = {}

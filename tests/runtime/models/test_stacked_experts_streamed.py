@@ -23,10 +23,9 @@ from teneral.loader.format import layout
 from teneral.loader.format.layout import is_stacked
 from teneral.loader.format.manifest import Part
 from teneral.loader.load import queue
+from teneral.loader.load.experts import plan_paging, step_need
 from teneral.loader.load.load import WeightLoad
 from teneral.loader.load.options import LoadOptions
-from teneral.loader.load.paged_load import PagedLoad
-from teneral.loader.load.pager import plan_paging, step_need
 from teneral.loader.load.plan import RowParts, expert_groups
 from teneral.loader.native.library import library
 from teneral.loader.sources.open import open_source, open_store
@@ -183,7 +182,7 @@ def test_experts_of_one_tensor_come_and_go_one_by_one(folders, form):
     assert len(paging.pages) == SHAPE["num_local_experts"] * len(paging.groups)
     assert need.layer_bytes > 0.5 * manifest.groups[min(paging.groups)].slab_bytes
     expected, chosen = whole(folders[form])
-    with PagedLoad(source, manifest, paging, options=OPTIONS) as load:
+    with WeightLoad(source, manifest, paging=paging, options=OPTIONS) as load:
         config = json.loads((folders["plain"] / "config.json").read_text())
         decoder = build_model(config, StreamedWeights(load), backends=[NativeBackend()])
         assert isinstance(decoder, Decoder)
@@ -194,7 +193,7 @@ def test_experts_of_one_tensor_come_and_go_one_by_one(folders, form):
             for name in ("a", "b", "c"):  # others, which make way for each other
                 Stepper(decoder).step({name: prompt_of(3, seed=ord(name))})
             load.check_integrity()
-        statistics = load.paging_statistics()
+        statistics = load.experts.statistics()
         assert statistics.evictions_total > 0
         assert statistics.resident < len(paging.pages)
         assert statistics.hits_total > 0

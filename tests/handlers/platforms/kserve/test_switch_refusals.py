@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.support.switching import LOAD, UNLOAD, Models, alone, answer, fine_tune, serving, switch
 
-from teneral.loader.load import threaded
+from teneral.loader.load import room
 from teneral.loader.memory.limits import Available
 from teneral.loader.sources.file.store import FileStore
 from teneral.loader.tools.pack.content import Base
@@ -112,7 +112,7 @@ async def test_a_fine_tune_for_which_there_is_no_memory_is_refused(
     async with serving(models.base) as server:
         before = await answer(server)
         with monkeypatch.context() as patch:
-            patch.setattr(threaded, "available", lambda: Available(100_000, "as the test says"))
+            patch.setattr(room, "available", lambda: Available(100_000, "as the test says"))
             refused = await switch(server, models.folder / "one")
             assert refused.status == 400
             assert "as the test says" in refused.json["error"]

@@ -11,20 +11,13 @@ from __future__ import annotations
 
 import fcntl
 import os
-import threading
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
-from ..errors import LoadError
-from ..format.manifest import Manifest, Tier, align
-from ..memory.arena import MADV_POPULATE_READ, PREFAULT_STEP_BYTES, adviser, map_private
-from .options import LoadOptions
-from .plan import Plan
-from .resident import ResidentBase
-from .threaded import InPlaceLoad
-
-if TYPE_CHECKING:
-    from ..timeline import Timeline
+from ...errors import LoadError
+from ...format.manifest import Manifest, align
+from ...memory.arena import MADV_POPULATE_READ, PREFAULT_STEP_BYTES, adviser, map_private
+from .base import Target
 
 MAX_FILES_BYTES = 256 * 1024 * 1024  # of all small files together
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
@@ -91,56 +84,47 @@ class SharedBase:
         os.close(self.files.fd)
 
 
-class SharedLoad(InPlaceLoad):
-    """The load of weights that are there: all gates are open, and nothing is read.
-
-    A thread enters the pages into this process's tables, front to back, so that forward passes need
-    not. The slabs live as long as their views.
+class SharedTarget(Target):
+    """Views of the shared base: all values are there. A thread enters the pages into this process's tables, front to
+    back, so that forward passes need not. The slabs live as long as their views.
     """
 
-    def __init__(self, base: SharedBase, manifest: Manifest, *, timeline: Timeline | None = None) -> None:
-        """`manifest` is the base's, perhaps of another generation. Raises as `SharedBase.map` does."""
-        super().__init__(manifest, Plan(()), LoadOptions(), timeline)
+    is_full = True
+
+    def __init__(self, base: SharedBase, manifest: Manifest) -> None:
+        """`manifest` is the base's, perhaps of another generation."""
         assert manifest.digest == base.digest
-        self._memory = base.map()
+        self._base, self._manifest = base, manifest
         self.reserved_bytes = manifest.weight_bytes
-        self._slabs: list[memoryview] = []
+
+    def take_memory(self) -> None:
+        self._memory = self._base.map()
+        self.slabs = []
         start = 0
-        for group in manifest.groups:
-            self._slabs.append(self._memory[start : start + group.slab_bytes])
+        for group in self._manifest.groups:
+            self.slabs.append(self._memory[start : start + group.slab_bytes])
             start += align(group.slab_bytes)
-        for part in manifest.parts:
-            self._readiness.settle(part.index)
-        gates = [(group.index, Tier.REFINE) for group in manifest.groups]
-        self._readiness.open(gates, range(len(manifest.parts)))
 
-    def as_base(self) -> ResidentBase:
-        """The weights, for loads of fine-tunes."""
-        return ResidentBase(self.manifest, [self.slab(group.index) for group in self.manifest.groups])
-
-    def start(self) -> None:
-        super().start()
-        thread = threading.Thread(target=self._enter_pages, name="teneral-map", daemon=True)
-        self._threads = [thread]
-        thread.start()
-
-    def want_parts(self, numbers: Collection[int]) -> None:
-        """As `WeightLoad.want_parts`: all are there."""
-
-    def cancel(self) -> None:
-        """Nothing is under way."""
-
-    def _enter_pages(self) -> None:
+    def prefault(self, stopped: Callable[[], bool]) -> None:
         advise = adviser(self._memory)
         for offset in range(0, len(self._memory), PREFAULT_STEP_BYTES):
-            if not advise(offset, PREFAULT_STEP_BYTES, MADV_POPULATE_READ):
+            if stopped() or not advise(offset, PREFAULT_STEP_BYTES, MADV_POPULATE_READ):
                 return
 
-    def _make_threads(self) -> list[threading.Thread]:
-        return []
-
-    def _stop(self) -> None:
-        """Nothing waits for work."""
-
-    def _figures(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, Any]:
         return {"shared": True}
+
+
+class NothingToRead:
+    """The source of a full target's load."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def read_into(
+        self, name: str, start: int, buffer: memoryview, *, version: str | None = None
+    ) -> str | None:
+        raise LoadError(f"{name} is not read: all values of {self.url} are in memory")
+
+    def close(self) -> None:
+        """Holds nothing."""

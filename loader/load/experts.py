@@ -16,19 +16,22 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import PartsUnavailableError, TeneralError, UsageError
 from ..format.layout import is_stacked, layer_of
-from ..format.manifest import Manifest, Part, Segment
+from ..format.manifest import Manifest, Part
 from ..memory.limits import MIB
 from .accounting import in_part
 from .parts import Parts
 from .plan import RowParts, expert_groups, writing_order
 
+if TYPE_CHECKING:
+    from ..cache.part_cache import PartCache
+    from .targets.host import HostTarget
+
 MAX_THREADS = 8
 BUFFER_BYTES = 96 * MIB  # of all threads together, if that is enough for two
-MAX_SPANS = 4_000  # of parts on the timeline: an instance may fetch for days
 
 
 class Page(NamedTuple):
@@ -245,16 +248,19 @@ class Pager:
         self,
         parts: Parts,
         paging: Paging,
+        target: HostTarget,
         *,
-        place: Callable[[Segment], memoryview],
-        discard: Callable[[int, int, int], None],
+        want_parts: Callable[[Collection[int]], None],
+        wait_parts: Callable[[Collection[int], float | None], None],
+        cache: PartCache | None = None,
     ) -> None:
-        """`place` gives a segment's bytes in its slab; `discard` returns the memory of a group's
-        slab to the system, from one byte up to another.
+        """`want_parts` and `wait_parts` are the load's, for parts that stay. `cache` is what `parts` reads, and closed
+        here.
         """
         self._parts = parts
-        self._place = place
-        self._discard = discard
+        self._target = target
+        self._want_parts, self._wait_parts = want_parts, wait_parts
+        self.cache = cache
         self._paging = paging
         self._pages = paging.pages
         sizes = {number: page.size_bytes for number, page in paging.pages.items()}
@@ -281,27 +287,39 @@ class Pager:
         for thread in self._threads:
             thread.start()
 
+    def pages_of(self, group: int) -> tuple[int, ...]:
+        """The numbers of a group's pages: its own, or each expert's where it holds all of a layer."""
+        return tuple(number for number, page in self._pages.items() if page.group == group)
+
     def want(self, pages: Collection[int]) -> None:
-        """Have these pages in memory until the next call; fetch those that are not there. Returns at once."""
+        """Have these pages in memory until the next call, and what they share with others; fetch what is not there.
+        Returns at once.
+        """
         wanted = frozenset(pages)
         with self._changed:
-            if wanted == self._wanted and not self._errors:
-                return
-            self._wanted = wanted
-            self._errors.clear()
-            ordered = sorted(wanted)
-            self._residency.use(ordered)
-            self._queue = deque(page for page in ordered if page not in self._residency)
-            num_missing = len(wanted - self._filled)
-            self._misses += num_missing
-            self._hits += len(wanted) - num_missing
-            self._changed.notify_all()
+            if wanted != self._wanted or self._errors:
+                self._wanted = wanted
+                self._errors.clear()
+                ordered = sorted(wanted)
+                self._residency.use(ordered)
+                self._queue = deque(page for page in ordered if page not in self._residency)
+                num_missing = len(wanted - self._filled)
+                self._misses += num_missing
+                self._hits += len(wanted) - num_missing
+                self._changed.notify_all()
+        if shared := self._shared_by(pages):
+            self._want_parts(shared)
 
     def wait(self, pages: Collection[int], timeout_s: float | None = None) -> bool:
-        """Block until these pages, the wanted ones, are filled; False after `timeout_s`. Raises
-        `PartsUnavailableError` if one of them could not be read or was wrong, and the error of `stop`.
+        """Block until these pages, the wanted ones, hold their exact values; False after `timeout_s`. Raises
+        `PartsUnavailableError` if one of them could not be read or was wrong, and the load's error.
         """
         begun_s = time.monotonic()
+        if shared := self._shared_by(pages):
+            try:
+                self._wait_parts(shared, timeout_s)
+            except TimeoutError:
+                return False
         with self._changed:
             self._changed.wait_for(lambda: self._is_decided(pages), timeout_s)
             self._wait_s += time.monotonic() - begun_s
@@ -313,6 +331,10 @@ class Pager:
             if error is not None:
                 raise copy.copy(error) from error.__cause__
             return False
+
+    def _shared_by(self, pages: Collection[int]) -> set[int]:
+        """The numbers of the parts that these pages share with others."""
+        return set().union(*(self._pages[page].shared for page in pages))
 
     def statistics(self) -> PagerStatistics:
         with self._changed:
@@ -349,10 +371,12 @@ class Pager:
         with self._changed:
             return bool(self._filling)
 
-    def join(self) -> None:
-        """Wait, after `stop`, until the threads have ended."""
+    def close(self) -> None:
+        """Wait, after `stop`, until the threads have ended, and give the cache what is left."""
         for thread in self._threads:
             thread.join()
+        if self.cache is not None:
+            self.cache.finish()
 
     def _is_decided(self, pages: Collection[int]) -> bool:
         is_failed = self._stopped is not None or not self._errors.keys().isdisjoint(pages)
@@ -370,7 +394,7 @@ class Pager:
                 for part in self._pages[page].parts:
                     stored = buffer[: part.size_bytes]
                     self._parts.read(part, stored)
-                    self._parts.fill(part, stored, self._place, scratch)
+                    self._parts.fill(part, stored, self._target.place, scratch)
                     self._parts.keep(part, stored)
             except TeneralError as error:
                 failure = error
@@ -403,7 +427,7 @@ class Pager:
         self._filled.discard(page)
         self._residency.evict(page)
         for begin, end in self._pages[page].ranges:
-            self._discard(self._pages[page].group, begin, end)
+            self._target.discard_range(self._pages[page].group, begin, end)
 
     def _settle(self, page: int, failure: TeneralError | None) -> None:
         size_bytes = sum(part.size_bytes for part in self._pages[page].parts)

@@ -1,0 +1,68 @@
+"""The base of targets: memory that exists, at its final address, before a byte of it has arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ...format.fill import Scratch
+    from ..parts import Parts
+    from ..plan import Step
+
+
+class Target:
+    """Where the values of one load go. Thread-safe. What is not overridden does nothing."""
+
+    what = "weights"  # in the message of a load that does not fit
+    weight_bytes = 0  # of this process's memory that they take
+    reserved_bytes = 0  # of that, taken from the system before the load began
+    held_bytes = 0  # taken before, also where the weights need less
+    is_full = False  # all values are there, and nothing is read
+    is_direct = True  # parts that need no decoding are read straight into slabs
+    is_used_here = True  # keys and values of what computes with the weights need memory here, too
+    is_helper = False  # the weights are for another process, whose memory counts, too
+    marks_gates = True  # the timeline takes note of gates that open; else what places the values does
+    has_all_pages = False  # the system has given all of the weights' memory: mapping it elsewhere is cheap
+    refine_wait_s = 0.0  # that `reading` has waited
+    slabs: Sequence[memoryview] = ()  # by group; there after `take_memory`
+
+    def take_memory(self) -> None:
+        """Take the slabs' memory. Raises `InsufficientMemoryError`."""
+
+    def fill(
+        self, parts: Parts, step: Step, stored: memoryview, scratch: Scratch, rate_bytes_per_s: float
+    ) -> None:
+        """Decode a step's verified bytes to where its values go. `rate_bytes_per_s` is what the
+        store gives; 0: unknown. Raises, naming the part.
+        """
+        raise NotImplementedError
+
+    def reading(self, group: int) -> AbstractContextManager[None]:
+        """While this is held the group's values stay as they are."""
+        return nullcontext()
+
+    def prefault(self, stopped: Callable[[], bool]) -> None:
+        """Have the memory's pages given by the system, until that is done or stopped. The body of a thread."""
+
+    @property
+    def can_collapse(self) -> bool:
+        """True if `collapse` may gain something, after the load."""
+        return False
+
+    def collapse(self, stopped: Callable[[], bool]) -> None:
+        """Make the memory's small pages huge ones, until that is done or stopped. The body of a thread."""
+
+    def discard(self) -> None:
+        """Return the weights' memory to the system; the slabs stay valid, and read as zeros."""
+
+    def stop(self) -> None:
+        """Wake threads that wait in `fill`: the load has failed or was cancelled."""
+
+    def close(self) -> None:
+        """Give back all but the slabs, once no thread uses it any more."""
+
+    def figures(self) -> dict[str, Any]:
+        """Attributes of the load's span on the timeline."""
+        return {}

@@ -198,9 +198,7 @@ class WeightLoad:
 
     @property
     def has_all_pages(self) -> bool:
-        """True if the system has given all of the weights' memory: mapping it elsewhere is cheap
-        then.
-        """
+        """True if the system has given all of the weights' memory: mapping it elsewhere is cheap."""
         return self._target.has_all_pages
 
     def slab(self, group: int) -> npt.NDArray[np.uint8]:

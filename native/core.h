@@ -147,6 +147,20 @@ typedef struct tn_decode_frames_args {
 
 TN_EXPORT int tn_decode_frames(tn_decode_frames_args *args);
 
+/* The reverse (huffman_encode.c), for packing: frames of literals alone, the same on every machine. */
+typedef struct tn_encode_frames_args {
+    size_t size;
+    const uint8_t *src;  /* (src_bytes,) */
+    uint8_t *out;        /* (out_bytes,), at least tn_encoded_bound */
+    int64_t src_bytes;
+    int64_t out_bytes;
+    int64_t frame_bytes; /* 1 to TN_MAX_FRAME_BYTES: what each frame holds, but for a shorter last one */
+    int64_t end;         /* written: the bytes of all frames, with their padding */
+} tn_encode_frames_args;
+
+TN_EXPORT int64_t tn_encoded_bound(int64_t src_bytes, int64_t frame_bytes);
+TN_EXPORT int tn_encode_frames(tn_encode_frames_args *args);
+
 /* ---- filling parts (fill.c; docs/format.md, "Encodings") ---- */
 
 /* A plane of a segment: bytes [offset, offset + size) of its part. */

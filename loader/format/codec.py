@@ -34,9 +34,6 @@ DEFAULT_DRAFT_BITS = {"BF16": 3, "F16": 3, "F32": 7}
 
 _MAX_BATCH_FRAMES = 8  # that are split at a time: more of them gain little, and leave the cache
 _MAX_SAMPLE_FRAMES = 4
-# Below 30 % a plane has so few frequent symbols that matches of them are found everywhere, and are in the
-# way. The exponents of dense weights take 33 %.
-_WEIGHED_BELOW = 0.3
 _LEVEL_1_MIN_GAIN = 0.1  # over literals only; frames with matches decode at a third of the speed
 
 
@@ -108,11 +105,7 @@ def _code_plane(plane: Bytes, *, share: int) -> CodedPlane:
     level_1_bytes = len(zstd.compress_frames(sample.data, frame_bytes, huf=False))
     if min(huf_bytes, level_1_bytes) <= (1 - MIN_PLANE_GAIN) * sample.size:
         huf = level_1_bytes > (1 - _LEVEL_1_MIN_GAIN) * huf_bytes
-        weighed = huf and huf_bytes < _WEIGHED_BELOW * sample.size
-        if weighed:  # it looks less far for matches, too
-            weighed_bytes = len(zstd.compress_frames(sample.data, frame_bytes, huf=True, weighed=True))
-            weighed = weighed_bytes <= huf_bytes
-        coded = zstd.compress_frames(plane.data, frame_bytes, huf=huf, weighed=weighed)
+        coded = zstd.compress_frames(plane.data, frame_bytes, huf=huf)
         if len(coded) <= (1 - MIN_PLANE_GAIN) * plane.size:
             return Codec.ZSTD, coded
     return Codec.RAW, plane.data

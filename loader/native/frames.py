@@ -1,4 +1,4 @@
-"""Runs of zstd frames, checked and decoded by the native core: `tn_decode_frames`.
+"""Runs of zstd frames, checked and decoded by the native core, and made: `tn_decode_frames`, `tn_encode_frames`.
 
 Frames may be anything: nothing outside of the memory that is given is read or written. A frame
 that is not exactly as `docs/format.md`, "Frames", has it raises `IntegrityError`, which says where.
@@ -74,6 +74,38 @@ class DecodeFramesArgs(ctypes.Structure):
     )
 
 
+class EncodeFramesArgs(ctypes.Structure):
+    """`tn_encode_frames_args` of core.h."""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("src", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("src_bytes", ctypes.c_int64),
+        ("out_bytes", ctypes.c_int64),
+        ("frame_bytes", ctypes.c_int64),
+        ("end", ctypes.c_int64),
+    )
+
+
+def encode_frames(data: memoryview | Bytes, frame_bytes: int) -> memoryview:
+    """Frames of literals alone, each with `frame_bytes` of the data but for a shorter last one. Without the GIL."""
+    src = np.frombuffer(data, np.uint8)
+    bound, encode = _encode_functions()
+    out = np.empty(bound(src.size, frame_bytes), np.uint8)
+    args = EncodeFramesArgs(
+        size=ctypes.sizeof(EncodeFramesArgs),
+        src=address(src),
+        out=address(out),
+        src_bytes=src.size,
+        out_bytes=out.size,
+        frame_bytes=frame_bytes,
+    )
+    status = encode(ctypes.byref(args))
+    assert status == OK, f"tn_encode_frames refused: {status}"
+    return out[: args.end].data
+
+
 def decode_frames(src: memoryview | Bytes, out: Bytes, frame_bytes: int, *, where: str = "") -> None:
     """Fill `out`, contiguous bytes, from frames of `frame_bytes` each, but for a shorter last one, which are
     all of `src`. Without the GIL. `where` names them in errors; after one, `out` is undefined.
@@ -128,3 +160,14 @@ def _function() -> Callable[..., int]:
     loaded.check_struct("tn_decode_frames_args", DecodeFramesArgs)
     function: Callable[..., int] = loaded.functions.tn_decode_frames
     return function
+
+
+@functools.cache
+def _encode_functions() -> tuple[Callable[..., int], Callable[..., int]]:
+    """The bound of the frames' bytes, and what makes them."""
+    loaded = require_library()
+    loaded.check_struct("tn_encode_frames_args", EncodeFramesArgs)
+    bound: Callable[..., int] = loaded.functions.tn_encoded_bound
+    bound.restype, bound.argtypes = ctypes.c_int64, (ctypes.c_int64, ctypes.c_int64)  # type: ignore[attr-defined]
+    encode: Callable[..., int] = loaded.functions.tn_encode_frames
+    return bound, encode

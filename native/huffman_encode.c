@@ -1,0 +1,354 @@
+/* Bytes → zstd frames of literals alone (RFC 8878): one block with Huffman codes in four streams and no sequences, or
+ * raw bytes, or one repeated byte, whichever is shortest. Any zstd reads them, and huffman.c fast.
+ *
+ * Codes have at most 11 bits: optimal ones, by package-merge where Huffman's own are longer. Streams are read from their
+ * ends, so they are written from the last symbol to the first. The same bytes on every machine. */
+#include <stdbool.h>
+#include <string.h>
+
+#include "core.h"
+#include "isa.h"
+
+enum {
+    SYMBOLS = 256,
+    MAX_CODE_BITS = 11,
+    MAX_DIRECT_WEIGHTS = 128,
+    MIN_LITERALS = 32,   /* of fewer a tree costs more than it saves */
+    MIN_FOUR = 256,      /* literals in four streams */
+    FRAME_ROOM = 32,     /* headers and padding of a frame */
+    STATES_LOG = 6,      /* of the weights' states: the most that the format allows */
+    STATES = 1 << STATES_LOG,
+    MAX_TREE_BYTES = 128,
+};
+
+TN_INLINE uint8_t *put_little(uint8_t *to, uint64_t value, int bytes) {
+    memcpy(to, &value, (size_t)bytes);
+    return to + bytes;
+}
+
+/* ---- code lengths ---- */
+
+typedef struct {
+    uint32_t counts[SYMBOLS];
+    uint8_t symbols[SYMBOLS]; /* those that there are, rare ones first */
+    uint8_t bits[SYMBOLS];    /* by symbol; 0: there is none */
+    uint16_t codes[SYMBOLS];
+    int num;  /* symbols that there are */
+    int last; /* the highest of them */
+} codes_t;
+
+/* Four tables, so that neighbours that are alike do not wait for each other's counts. */
+static void count_symbols(codes_t *codes, const uint8_t *src, int64_t size) {
+    uint32_t tables[4][SYMBOLS] = {{0}};
+    int64_t i = 0;
+    for (; i + 4 <= size; i += 4)
+        for (int table = 0; table < 4; table++) tables[table][src[i + table]]++;
+    for (; i < size; i++) tables[0][src[i]]++;
+    memset(codes->bits, 0, sizeof codes->bits);
+    codes->num = 0;
+    for (int symbol = 0; symbol < SYMBOLS; symbol++) {
+        codes->counts[symbol] = tables[0][symbol] + tables[1][symbol] + tables[2][symbol] + tables[3][symbol];
+        if (codes->counts[symbol] == 0) continue;
+        codes->last = symbol;
+        int place = codes->num++;
+        for (; place > 0 && codes->counts[codes->symbols[place - 1]] > codes->counts[symbol]; place--)
+            codes->symbols[place] = codes->symbols[place - 1];
+        codes->symbols[place] = (uint8_t)symbol;
+    }
+}
+
+/* Huffman's codes, by two queues; false if one has more than MAX_CODE_BITS. */
+static bool find_lengths(codes_t *codes) {
+    uint32_t sums[SYMBOLS];
+    uint16_t parents[2 * SYMBOLS];
+    const int num = codes->num;
+    int leaf = 0, pair = 0;
+    for (int made = 0; made < num - 1; made++) {
+        sums[made] = 0;
+        for (int side = 0; side < 2; side++) {
+            const bool takes_leaf = leaf < num && (pair == made || codes->counts[codes->symbols[leaf]] <= sums[pair]);
+            sums[made] += takes_leaf ? codes->counts[codes->symbols[leaf]] : sums[pair];
+            parents[takes_leaf ? leaf++ : num + pair++] = (uint16_t)(num + made);
+        }
+    }
+    uint8_t depths[2 * SYMBOLS];
+    depths[2 * num - 2] = 0;
+    for (int node = 2 * num - 3; node >= 0; node--) {
+        depths[node] = (uint8_t)(depths[parents[node]] + 1);
+        if (node < num) codes->bits[codes->symbols[node]] = depths[node];
+    }
+    return codes->bits[codes->symbols[0]] <= MAX_CODE_BITS; /* the rarest one is among the longest */
+}
+
+/* The best codes of at most MAX_CODE_BITS, by package-merge: of each level's items, coins and packages of two from the
+ * level below, the cheapest 2 (n - 1) are taken on the last; a symbol has as many bits as coins were taken of it. */
+static void limit_lengths(codes_t *codes) {
+    const int num = codes->num;
+    uint32_t costs[2][2 * SYMBOLS];
+    bool is_coin[MAX_CODE_BITS][2 * SYMBOLS];
+    int size = 0;
+    for (int level = 0; level < MAX_CODE_BITS; level++) {
+        const uint32_t *below = costs[(level + 1) % 2];
+        uint32_t *own = costs[level % 2];
+        const int packages = size / 2;
+        int coin = 0, package = 0, made = 0;
+        while (coin < num || package < packages) {
+            const uint32_t packed = package < packages ? below[2 * package] + below[2 * package + 1] : 0;
+            const bool takes_coin = coin < num && (package == packages || codes->counts[codes->symbols[coin]] <= packed);
+            is_coin[level][made] = takes_coin;
+            own[made++] = takes_coin ? codes->counts[codes->symbols[coin++]] : packed;
+            if (!takes_coin) package++;
+        }
+        size = made;
+    }
+    memset(codes->bits, 0, sizeof codes->bits);
+    int taken = 2 * (num - 1);
+    for (int level = MAX_CODE_BITS - 1; level >= 0; level--) {
+        int coins = 0;
+        for (int i = 0; i < taken; i++) coins += is_coin[level][i];
+        for (int i = 0; i < coins; i++) codes->bits[codes->symbols[i]]++;
+        taken = 2 * (taken - coins);
+    }
+}
+
+/* Codes from the longest on, symbols of one length in their order; returns the bits of the longest. */
+static int assign_codes(codes_t *codes) {
+    int longest = 0;
+    for (int symbol = 0; symbol <= codes->last; symbol++) longest = codes->bits[symbol] > longest ? codes->bits[symbol] : longest;
+    uint32_t place = 0; /* of 1 << longest */
+    for (int bits = longest; bits > 0; bits--)
+        for (int symbol = 0; symbol <= codes->last; symbol++)
+            if (codes->bits[symbol] == bits) {
+                codes->codes[symbol] = (uint16_t)(place >> (longest - bits));
+                place += 1u << (longest - bits);
+            }
+    return longest;
+}
+
+/* ---- the tree's description ---- */
+
+/* Shares of STATES for weights that occur so often, at least 1 of each; false if there is a single weight. */
+static bool share_states(int *shares, const int *counts, int num_weights, int total) {
+    int left = STATES, largest = 0;
+    for (int weight = 0; weight < num_weights; weight++) {
+        shares[weight] = counts[weight] * STATES / total;
+        if (counts[weight] > 0 && shares[weight] == 0) shares[weight] = 1;
+        left -= shares[weight];
+        if (counts[weight] > counts[largest]) largest = weight;
+    }
+    for (; left < 0; left++) { /* those that were given too much are the largest ones */
+        int most = 0;
+        for (int weight = 1; weight < num_weights; weight++) most = shares[weight] > shares[most] ? weight : most;
+        shares[most]--;
+    }
+    shares[largest] += left;
+    return shares[largest] < STATES;
+}
+
+typedef struct {
+    uint64_t word;
+    int bits;
+    uint8_t *to;
+} bits_t;
+
+TN_INLINE void put_bits(bits_t *bits, uint64_t value, int count) {
+    bits->word |= value << bits->bits;
+    bits->bits += count;
+}
+
+/* Whole bytes go to memory, of which eight are written. */
+TN_INLINE void flush_bits(bits_t *bits) {
+    memcpy(bits->to, &bits->word, sizeof bits->word);
+    bits->to += bits->bits >> 3;
+    bits->word >>= bits->bits & ~7;
+    bits->bits &= 7;
+}
+
+/* RFC 8878, section 4.1.1. */
+static uint8_t *put_shares(uint8_t *to, const int *shares, int num_weights) {
+    bits_t bits = {0, 0, to};
+    int left = STATES + 1, threshold = STATES, width = STATES_LOG + 1;
+    put_bits(&bits, STATES_LOG - 5, 4);
+    for (int weight = 0; weight < num_weights && left > 1;) {
+        const int share = shares[weight++], most = 2 * threshold - 1 - left;
+        left -= share;
+        int value = share + 1;
+        if (value >= threshold) value += most;
+        put_bits(&bits, (uint64_t)value, width - (value < most));
+        flush_bits(&bits);
+        while (left < threshold) width--, threshold >>= 1;
+        if (share != 0) continue;
+        int zeros = 0;
+        while (weight < num_weights && shares[weight] == 0) weight++, zeros++;
+        for (; zeros >= 3; zeros -= 3) put_bits(&bits, 3, 2);
+        put_bits(&bits, (uint64_t)zeros, 2);
+        flush_bits(&bits);
+    }
+    flush_bits(&bits);
+    return bits.to + (bits.bits > 0);
+}
+
+/* The weights in two turns of states; where they end, or NULL if states cannot describe them. */
+static uint8_t *put_states(uint8_t *to, const uint8_t *weights, int num) {
+    int counts[MAX_CODE_BITS + 1] = {0}, shares[MAX_CODE_BITS + 1], first[MAX_CODE_BITS + 1], num_weights = 0;
+    for (int i = 0; i < num; i++) {
+        counts[weights[i]]++;
+        if (weights[i] >= num_weights) num_weights = weights[i] + 1;
+    }
+    if (num < 2 || !share_states(shares, counts, num_weights, num)) return NULL;
+    to = put_shares(to, shares, num_weights);
+    uint8_t spread[STATES], places[STATES]; /* `places`: each weight's states, in order */
+    int at = 0, place = 0;
+    for (int weight = 0; weight < num_weights; weight++) {
+        first[weight] = at;
+        at += shares[weight];
+        for (int i = 0; i < shares[weight]; i++) {
+            spread[place] = (uint8_t)weight;
+            place = (place + (STATES >> 1) + (STATES >> 3) + 3) & (STATES - 1);
+        }
+    }
+    int next[MAX_CODE_BITS + 1];
+    memcpy(next, first, sizeof next);
+    for (int state = 0; state < STATES; state++) places[next[spread[state]]++] = (uint8_t)state;
+    bits_t bits = {0, 0, to};
+    int turns[2];
+    for (int i = num - 1; i >= 0; i--) {
+        const int weight = weights[i], share = shares[weight];
+        if (i >= num - 2) {
+            turns[i % 2] = STATES + places[first[weight]];
+            continue;
+        }
+        const int state = turns[i % 2];
+        int width = 0;
+        while (state >> width >= 2 * share) width++;
+        put_bits(&bits, (uint64_t)(state & ((1 << width) - 1)), width);
+        flush_bits(&bits);
+        turns[i % 2] = STATES + places[first[weight] + (state >> width) - share];
+    }
+    put_bits(&bits, (uint64_t)(turns[1] - STATES), STATES_LOG);
+    put_bits(&bits, (uint64_t)(turns[0] - STATES), STATES_LOG);
+    put_bits(&bits, 1, 1);
+    flush_bits(&bits);
+    return bits.to + (bits.bits > 0);
+}
+
+/* The shorter description of the tree; its end, or NULL if there is none. */
+static uint8_t *put_tree(uint8_t *to, const codes_t *codes, int longest) {
+    uint8_t weights[SYMBOLS], states[2 * MAX_TREE_BYTES + 8];
+    const int num = codes->last; /* the last one's weight follows from the others */
+    for (int symbol = 0; symbol < num; symbol++)
+        weights[symbol] = codes->bits[symbol] ? (uint8_t)(longest + 1 - codes->bits[symbol]) : 0;
+    const uint8_t *end = put_states(states, weights, num);
+    const int64_t bytes = end == NULL ? MAX_TREE_BYTES : end - states, direct = (num + 1) / 2;
+    if (bytes < MAX_TREE_BYTES && (bytes < direct || num > MAX_DIRECT_WEIGHTS)) {
+        *to++ = (uint8_t)bytes;
+        memcpy(to, states, (size_t)bytes);
+        return to + bytes;
+    }
+    if (num > MAX_DIRECT_WEIGHTS) return NULL;
+    *to++ = (uint8_t)(127 + num);
+    weights[num] = 0;
+    for (int i = 0; i < num; i += 2) *to++ = (uint8_t)(weights[i] << 4 | weights[i + 1]);
+    return to;
+}
+
+/* ---- streams and frames ---- */
+
+static uint8_t *put_stream(uint8_t *to, const uint32_t *table, const uint8_t *src, int64_t size) {
+    bits_t bits = {0, 0, to};
+    int64_t i = size;
+    for (; i % 4 != 0; i--) put_bits(&bits, table[src[i - 1]] >> 8, table[src[i - 1]] & 255);
+    flush_bits(&bits);
+    for (; i > 0; i -= 4) { /* with 7 that were left, no more than 51 bits */
+        for (int j = 1; j <= 4; j++) put_bits(&bits, table[src[i - j]] >> 8, table[src[i - j]] & 255);
+        flush_bits(&bits);
+    }
+    put_bits(&bits, 1, 1);
+    flush_bits(&bits);
+    return bits.to + (bits.bits > 0);
+}
+
+/* A block's literals and its 0 sequences into memory with room for `size` bytes and FRAME_ROOM; their end, or NULL if
+ * raw bytes take less. */
+static uint8_t *put_literals(uint8_t *to, codes_t *codes, const uint8_t *src, int64_t size) {
+    if (!find_lengths(codes)) limit_lengths(codes);
+    const int longest = assign_codes(codes);
+    int64_t num_bits = 0;
+    uint32_t table[SYMBOLS];
+    for (int symbol = 0; symbol <= codes->last; symbol++) {
+        num_bits += (int64_t)codes->counts[symbol] * codes->bits[symbol];
+        table[symbol] = (uint32_t)codes->codes[symbol] << 8 | codes->bits[symbol];
+    }
+    if (num_bits / 8 + MAX_TREE_BYTES + FRAME_ROOM >= size) return NULL;
+    const int num_streams = size < MIN_FOUR ? 1 : 4, form = num_streams == 1 ? 0 : size < 1 << 10 ? 1 : size < 1 << 14 ? 2 : 3;
+    const int head = form < 2 ? 3 : form + 2, width = form < 2 ? 10 : 4 * form + 6;
+    uint8_t *body = to + head, *end = put_tree(body, codes, longest);
+    if (end == NULL) return NULL;
+    if (num_streams == 1) {
+        end = put_stream(end, table, src, size);
+    } else {
+        uint8_t *sizes = end;
+        end += 6;
+        const int64_t share = (size + 3) / 4;
+        for (int stream = 0; stream < 4; stream++) {
+            uint8_t *begin = end;
+            end = put_stream(end, table, src + stream * share, stream < 3 ? share : size - 3 * share);
+            if (stream < 3) sizes = put_little(sizes, (uint64_t)(end - begin), 2);
+        }
+    }
+    put_little(to, 2 | (uint64_t)form << 2 | (uint64_t)size << 4 | (uint64_t)(end - body) << (4 + width), head);
+    *end++ = 0;
+    return end;
+}
+
+static uint8_t *put_frame(uint8_t *to, codes_t *codes, const uint8_t *src, int64_t size) {
+    enum { RAW, RLE, COMPRESSED };
+    uint8_t *begin = to;
+    to = put_little(to, 0xfd2fb528, 4);
+    const int field = size < 256 ? 1 : 2;
+    *to++ = field == 1 ? 0x20 : 0x60; /* a single segment, whose size follows */
+    to = put_little(to, (uint64_t)(field == 1 ? size : size - 256), field);
+    count_symbols(codes, src, size);
+    uint8_t *block = to + 3, *end = NULL;
+    int kind = RLE;
+    int64_t stated = size;
+    if (codes->num == 1) {
+        *block = src[0];
+        end = block + 1;
+    } else if (size >= MIN_LITERALS && (end = put_literals(block, codes, src, size)) != NULL && end - block < size) {
+        kind = COMPRESSED;
+        stated = end - block;
+    } else {
+        kind = RAW;
+        memcpy(block, src, (size_t)size);
+        end = block + size;
+    }
+    put_little(to, 1 | (uint64_t)kind << 1 | (uint64_t)stated << 3, 3);
+    const int64_t missing = -(end - begin) & 7;
+    if (missing) { /* the shortest skippable frame of zeros */
+        end = put_little(put_little(end, 0x184d2a50, 4), (uint64_t)missing, 4);
+        memset(end, 0, (size_t)missing);
+        end += missing;
+    }
+    return end;
+}
+
+int64_t tn_encoded_bound(int64_t src_bytes, int64_t frame_bytes) {
+    const int64_t num_frames = (src_bytes + frame_bytes - 1) / frame_bytes;
+    return src_bytes + num_frames * (FRAME_ROOM + 16) + 2 * MAX_TREE_BYTES;
+}
+
+int tn_encode_frames(tn_encode_frames_args *args) {
+    const int64_t frame_bytes = args->frame_bytes;
+    if (args->size != sizeof *args || frame_bytes < 1 || frame_bytes > TN_MAX_FRAME_BYTES ||
+        args->out_bytes < tn_encoded_bound(args->src_bytes, frame_bytes))
+        return TN_REFUSED;
+    codes_t codes;
+    uint8_t *to = args->out;
+    for (int64_t begin = 0; begin < args->src_bytes; begin += frame_bytes) {
+        const int64_t left = args->src_bytes - begin;
+        to = put_frame(to, &codes, args->src + begin, left < frame_bytes ? left : frame_bytes);
+    }
+    args->end = to - args->out;
+    return TN_OK;
+}

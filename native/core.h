@@ -222,6 +222,28 @@ typedef struct tn_fill_args {
 
 TN_EXPORT int tn_fill_part(tn_fill_args *args);
 
+/* ---- splitting floats (split.c), for packing ---- */
+
+#define TN_MAX_SPLIT_PLANES 6 /* exponents, and those of a field */
+
+/* One tier of some floats into its planes. The field is the sign, where the tier begins with exponents, and then those
+ * mantissa bits that are new with it. */
+typedef struct tn_split_args {
+    size_t size;
+    const void *words;                    /* (count,) of `word_bytes` */
+    uint8_t *planes[TN_MAX_SPLIT_PLANES]; /* in the format's order, each of exactly the size that it needs */
+    int64_t count;
+    int32_t plane_bits[TN_MAX_SPLIT_PLANES];
+    int32_t num_planes;
+    int32_t word_bytes;                   /* 2 or 4 */
+    int32_t has_exponents;                /* 1: the first plane, and a sign */
+    int32_t field_bits;
+    int32_t mantissa_bits;                /* of the format */
+    int32_t known_bits;                   /* of these, with this tier */
+} tn_split_args;
+
+TN_EXPORT int tn_split(const tn_split_args *args);
+
 /* A vector of weights: of a norm. */
 typedef struct tn_vector {
     const void *data; /* F32, BF16 or F16; NULL: there is none */

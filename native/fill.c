@@ -42,16 +42,11 @@ static bool fails(filler_t *filler, tn_fault fault, int64_t plane, int64_t at) {
     return false;
 }
 
+/* Of one frame, or of several, each of which has whole bytes. */
 TN_INLINE int64_t plane_bytes(int64_t count, int bits, int element_bytes) {
     if (bits == WHOLE) return count * element_bytes;
     const int share = 8 / bits;
     return (count + share - 1) / share;
-}
-
-/* The bytes of all frames of `count` elements. */
-static int64_t all_plane_bytes(int64_t count, int bits, int element_bytes) {
-    const int64_t rest = count % TN_FRAME_ELEMENTS;
-    return plane_bytes(count - rest, bits, element_bytes) + plane_bytes(rest, bits, element_bytes);
 }
 
 /* False if a raw plane has not the size that `size` bytes take. Coded ones are checked as they are read. */
@@ -122,7 +117,7 @@ static bool open_planes(filler_t *filler, planes_t *planes, const tn_fill_segmen
     planes->first = first;
     planes->num = (int)(segment->num_planes - first);
     for (int i = 0; i < planes->num; i++) {
-        const int64_t size = all_plane_bytes(count, planes->planes[i].bits, segment->element_bytes);
+        const int64_t size = plane_bytes(count, planes->planes[i].bits, segment->element_bytes);
         uint8_t *room = filler->pieces + (int64_t)i * TN_FRAME_ELEMENTS;
         if (!open_plane(filler, &planes->readers[i], &planes->planes[i], first + i, size, room)) return false;
     }
@@ -212,7 +207,7 @@ static bool fill_plane(filler_t *filler, const tn_fill_segment *segment, int64_t
     reader_t reader;
     if (bits == WHOLE && plane->is_coded)
         return fails(filler, TN_RAW_SIZE, number, segment->count * segment->element_bytes);
-    if (!open_plane(filler, &reader, plane, number, all_plane_bytes(segment->count, bits, segment->element_bytes), NULL))
+    if (!open_plane(filler, &reader, plane, number, plane_bytes(segment->count, bits, segment->element_bytes), NULL))
         return false;
     uint8_t *out = plane->out;
     for (int64_t begin = 0, count; begin < segment->count; begin += count) {
@@ -330,8 +325,12 @@ static bool is_possible(const tn_fill_segment *segment, const tn_fill_args *args
     case TN_FILL_WHOLE: return !is_sparse && segment->num_planes == 1;
     case TN_FILL_BYTES: return is_sparse ? width == 1 && segment->is_first && segment->num_planes == 2 : segment->num_planes == width;
     case TN_FILL_FLOATS: {
-        const int num = segment->num_planes - in_front - segment->is_first;
-        return (width == 2 || width == 4) && num >= 1 && num <= TN_MAX_PLANES;
+        const int first = in_front + (segment->is_first ? 1 : 0), known = segment->known_bits;
+        int field_bits = 0;
+        for (int i = first; i < segment->num_planes; i++) field_bits += segment->planes[i].bits;
+        if ((width != 2 && width != 4) || 1 + segment->exponent_bits + segment->mantissa_bits != 8 * width) return false;
+        if (segment->num_planes == first || segment->num_planes - first > TN_MAX_PLANES) return false;
+        return known <= segment->mantissa_bits && (segment->is_first ? field_bits == 1 + known : field_bits <= known);
     }
     case TN_FILL_DIFFERENCES: return !is_sparse && segment->num_planes == width;
     case TN_FILL_PLANES: return !is_sparse;

@@ -254,13 +254,18 @@ static uint8_t *put_tree(uint8_t *to, const codes_t *codes, int longest) {
 
 /* ---- streams and frames ---- */
 
+TN_INLINE void put_symbol(bits_t *bits, const uint32_t *table, uint8_t symbol) {
+    put_bits(bits, table[symbol] >> 8, table[symbol] & 255);
+}
+
+/* At most 44 bits between two flushes, and 7 before. */
 static uint8_t *put_stream(uint8_t *to, const uint32_t *table, const uint8_t *src, int64_t size) {
     bits_t bits = {0, 0, to};
     int64_t i = size;
-    for (; i % 4 != 0; i--) put_bits(&bits, table[src[i - 1]] >> 8, table[src[i - 1]] & 255);
+    for (; i % 4 != 0; i--) put_symbol(&bits, table, src[i - 1]);
     flush_bits(&bits);
-    for (; i > 0; i -= 4) { /* with 7 that were left, no more than 51 bits */
-        for (int j = 1; j <= 4; j++) put_bits(&bits, table[src[i - j]] >> 8, table[src[i - j]] & 255);
+    for (; i > 0; i -= 4) {
+        for (int j = 1; j <= 4; j++) put_symbol(&bits, table, src[i - j]);
         flush_bits(&bits);
     }
     put_bits(&bits, 1, 1);
@@ -268,8 +273,19 @@ static uint8_t *put_stream(uint8_t *to, const uint32_t *table, const uint8_t *sr
     return bits.to + (bits.bits > 0);
 }
 
-/* A block's literals and its 0 sequences into memory with room for `size` bytes and FRAME_ROOM; their end, or NULL if
- * raw bytes take less. */
+/* Four streams, after the sizes of three of them. */
+static uint8_t *put_four_streams(uint8_t *to, const uint32_t *table, const uint8_t *src, int64_t size) {
+    const int64_t share = (size + 3) / 4;
+    uint8_t *end = to + 6;
+    for (int stream = 0; stream < 4; stream++) {
+        uint8_t *begin = end;
+        end = put_stream(end, table, src + stream * share, stream < 3 ? share : size - 3 * share);
+        if (stream < 3) to = put_little(to, (uint64_t)(end - begin), 2);
+    }
+    return end;
+}
+
+/* A block's literals and its 0 sequences; their end, or NULL if raw bytes take less. */
 static uint8_t *put_literals(uint8_t *to, codes_t *codes, const uint8_t *src, int64_t size) {
     if (!find_lengths(codes)) limit_lengths(codes);
     const int longest = assign_codes(codes);
@@ -284,18 +300,7 @@ static uint8_t *put_literals(uint8_t *to, codes_t *codes, const uint8_t *src, in
     const int head = form < 2 ? 3 : form + 2, width = form < 2 ? 10 : 4 * form + 6;
     uint8_t *body = to + head, *end = put_tree(body, codes, longest);
     if (end == NULL) return NULL;
-    if (num_streams == 1) {
-        end = put_stream(end, table, src, size);
-    } else {
-        uint8_t *sizes = end;
-        end += 6;
-        const int64_t share = (size + 3) / 4;
-        for (int stream = 0; stream < 4; stream++) {
-            uint8_t *begin = end;
-            end = put_stream(end, table, src + stream * share, stream < 3 ? share : size - 3 * share);
-            if (stream < 3) sizes = put_little(sizes, (uint64_t)(end - begin), 2);
-        }
-    }
+    end = num_streams == 1 ? put_stream(end, table, src, size) : put_four_streams(end, table, src, size);
     put_little(to, 2 | (uint64_t)form << 2 | (uint64_t)size << 4 | (uint64_t)(end - body) << (4 + width), head);
     *end++ = 0;
     return end;
@@ -335,7 +340,7 @@ static uint8_t *put_frame(uint8_t *to, codes_t *codes, const uint8_t *src, int64
 
 int64_t tn_encoded_bound(int64_t src_bytes, int64_t frame_bytes) {
     const int64_t num_frames = (src_bytes + frame_bytes - 1) / frame_bytes;
-    return src_bytes + num_frames * (FRAME_ROOM + 16) + 2 * MAX_TREE_BYTES;
+    return src_bytes + num_frames * FRAME_ROOM + 4 * MAX_TREE_BYTES;
 }
 
 int tn_encode_frames(tn_encode_frames_args *args) {

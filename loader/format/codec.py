@@ -3,7 +3,7 @@
 For packing; `fill.py` is the way back. Pure computation on buffers; `docs/format.md`, "Encodings", is the norm. It does
 not know parts, blobs or digests.
 
-`planes.py` cuts floats into bits, `sparse.py` takes out the zeros. `share` below is the number of elements that
+`native/split.c` cuts floats into bits, `sparse.py` takes out the zeros. `share` below is the number of elements that
 share one byte of a plane (`plane_shares`): 2 for nibbles.
 """
 
@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..native.split import split
 from . import zstd
 from .delta import difference
 from .manifest import DTYPE_BITS, FRAME_ELEMENTS, Codec, Encoding, Tier, plane_shares
-from .planes import split_floats, word_type
 from .sparse import count_values, take_apart
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from .encoding import FloatFormat
 
     Bytes = NDArray[np.uint8]
     CodedPlane = tuple[Codec, bytes | memoryview]
@@ -32,7 +34,6 @@ MIN_SPLIT_ELEMENTS = 1024  # smaller matrices of floats stay whole
 # Mantissa bits of the draft that suit a dtype. That of fp32 is what bf16 has, truncated.
 DEFAULT_DRAFT_BITS = {"BF16": 3, "F16": 3, "F32": 7}
 
-_MAX_BATCH_FRAMES = 8  # that are split at a time: more of them gain little, and leave the cache
 _MAX_SAMPLE_FRAMES = 4
 _LEVEL_1_MIN_GAIN = 0.1  # over literals only; frames with matches decode at a third of the speed
 
@@ -72,8 +73,12 @@ def encode_segment(dtype: str, encoding: Encoding, data: Bytes) -> dict[Tier, li
         columns = data.reshape(-1, element_bytes)
         planes = (np.ascontiguousarray(columns[:, place]) for place in range(element_bytes))
         return {encoding.tiers[0]: [_code_plane(plane, share=1) for plane in planes]}
-    words = data.view(word_type(encoding.float_format))
+    words = data.view(_word_type(encoding.float_format))
     return {tier: _split_float(words, encoding, tier) for tier in encoding.tiers}
+
+
+def _word_type(float_format: FloatFormat) -> np.dtype[Any]:
+    return np.dtype(f"<u{float_format.bits // 8}")
 
 
 def num_values(encoding: Encoding, data: Bytes) -> int | None:
@@ -82,7 +87,7 @@ def num_values(encoding: Encoding, data: Bytes) -> int | None:
 
 
 def _sparse_word(encoding: Encoding) -> np.dtype[Any]:
-    return np.dtype(np.uint8) if encoding.float_format is None else word_type(encoding.float_format)
+    return np.dtype(np.uint8) if encoding.float_format is None else _word_type(encoding.float_format)
 
 
 def _encode_sparse(dtype: str, encoding: Encoding, data: Bytes) -> dict[Tier, list[CodedPlane]]:
@@ -102,13 +107,24 @@ def _code_plane(plane: Bytes, *, share: int) -> CodedPlane:
         return Codec.RAW, plane.data
     sample = _sample(plane, frame_bytes)
     huf_bytes = len(zstd.compress_frames(sample.data, frame_bytes, huf=True))
-    level_1_bytes = len(zstd.compress_frames(sample.data, frame_bytes, huf=False))
-    if min(huf_bytes, level_1_bytes) <= (1 - MIN_PLANE_GAIN) * sample.size:
-        huf = level_1_bytes > (1 - _LEVEL_1_MIN_GAIN) * huf_bytes
-        coded = zstd.compress_frames(plane.data, frame_bytes, huf=huf)
-        if len(coded) <= (1 - MIN_PLANE_GAIN) * plane.size:
-            return Codec.ZSTD, coded
-    return Codec.RAW, plane.data
+    huf = not _has_matches(sample, frame_bytes, huf_bytes)
+    if huf and huf_bytes > (1 - MIN_PLANE_GAIN) * sample.size:
+        return Codec.RAW, plane.data
+    coded = zstd.compress_frames(plane.data, frame_bytes, huf=huf)
+    return (Codec.ZSTD, coded) if len(coded) <= (1 - MIN_PLANE_GAIN) * plane.size else (Codec.RAW, plane.data)
+
+
+def _has_matches(sample: Bytes, frame_bytes: int, huf_bytes: int) -> bool:
+    """True if zstd's matches save so much of the sample, over literals alone, that they are worth their time. The first
+    frame tells where they save next to nothing, as of weights.
+    """
+    first = sample[:frame_bytes]
+    share = len(zstd.compress_frames(first.data, frame_bytes, huf=False)) / first.size
+    if share > huf_bytes / sample.size:
+        return False
+    return (
+        len(zstd.compress_frames(sample.data, frame_bytes, huf=False)) <= (1 - _LEVEL_1_MIN_GAIN) * huf_bytes
+    )
 
 
 def _sample(plane: Bytes, frame_bytes: int) -> Bytes:
@@ -121,18 +137,20 @@ def _sample(plane: Bytes, frame_bytes: int) -> Bytes:
 
 def _split_float(words: NDArray[Any], encoding: Encoding, tier: Tier) -> list[CodedPlane]:
     """One tier's planes of n bit patterns."""
+    float_format, before = encoding.float_format, encoding.bits_before(tier)
+    assert float_format is not None
+    known = encoding.mantissa_bits(tier)
     shares = plane_shares(encoding, tier, words.itemsize)
     planes = [np.empty(-(-words.size // share), np.uint8) for share in shares]
-    begin = 0
-    for count in _batch_counts(words.size, _MAX_BATCH_FRAMES):
-        end = begin + count
-        # All batches but the last are whole frames, so each plane's bytes are cut between two of
-        # them.
-        pieces = [
-            plane[begin // share : -(-end // share)] for plane, share in zip(planes, shares, strict=True)
-        ]
-        split_floats(words[begin:end], encoding, tier, pieces)
-        begin = end
+    split(
+        words,
+        planes,
+        encoding.plane_bits(tier, words.itemsize),
+        has_exponents=before is None,
+        field_bits=1 + known if before is None else known - before,
+        mantissa_bits=float_format.mantissa_bits,
+        known_bits=known,
+    )
     return [_code_plane(plane, share=share) for plane, share in zip(planes, shares, strict=True)]
 
 
@@ -140,13 +158,3 @@ def encode_differences(dtype: str, data: Bytes, base: Bytes) -> dict[Tier, list[
     """The planes of a segment's differences to the base's bytes. Takes twice their size in memory."""
     word = np.dtype(f"<u{max(1, DTYPE_BITS[dtype] // 8)}")
     return encode_segment(dtype, Encoding.DELTA, difference(data.view(word), base.view(word)).view(np.uint8))
-
-
-def _batch_counts(count: int, max_frames: int) -> list[int]:
-    """How many elements to decode at a time: up to `max_frames` whole frames; at last what is left
-    of one.
-    """
-    num_whole, rest = divmod(count, FRAME_ELEMENTS)
-    num_full, frames = divmod(num_whole, max_frames)
-    counts = [max_frames * FRAME_ELEMENTS] * num_full + [frames * FRAME_ELEMENTS, rest]
-    return [count for count in counts if count]

@@ -168,7 +168,7 @@ def test_a_bomb_that_declares_little_ends_at_what_it_declares() -> None:
 
 
 def test_a_frame_may_not_end_in_the_next_one() -> None:
-    coded = zstd.compress_frames(CONTENT, 1000, huf=True)
+    coded = bytes(zstd.compress_frames(CONTENT, 1000, huf=True))
     first_end = coded.index(struct.pack("<I", 0xFD2FB528), 4)
     with pytest.raises(IntegrityError):
         decoded(coded[: first_end - 8] + coded[first_end:])

@@ -26,7 +26,7 @@ from teneral.loader.format.manifest import (
     align,
     decoded_plane_bytes,
 )
-from teneral.loader.format.planes import pack
+from teneral.loader.native.split import split
 
 COUNTS = st.one_of(
     st.integers(1, 40),
@@ -281,19 +281,20 @@ def test_the_bits_of_bf16_stand_where_the_format_says() -> None:
 def test_elements_share_bytes_at_a_distance_within_each_frame(
     bits: int, values: dict[int, int], expected: dict[int, int]
 ) -> None:
-    elements = np.zeros(2 * FRAME_ELEMENTS, np.uint8)
+    elements = np.zeros(2 * FRAME_ELEMENTS, "<u2")
     frame_bytes = FRAME_ELEMENTS * bits // 8
     for place, value in values.items():
         elements[[place, FRAME_ELEMENTS + place]] = value
     packed = np.empty(2 * frame_bytes, np.uint8)
-    pack(elements, bits, packed)
+    split(elements, [packed], [bits], has_exponents=False, field_bits=bits, mantissa_bits=7, known_bits=7)
     assert np.array_equal(packed[:frame_bytes], packed[frame_bytes:])
     assert {int(place): int(packed[place]) for place in np.flatnonzero(packed[:frame_bytes])} == expected
 
 
 def test_a_shorter_frame_has_its_own_distance() -> None:
     packed = np.empty(2, np.uint8)
-    pack(np.array([1, 2, 3, 1, 2], np.uint8), 2, packed)
+    elements = np.array([1, 2, 3, 1, 2], "<u2")
+    split(elements, [packed], [2], has_exponents=False, field_bits=2, mantissa_bits=7, known_bits=7)
     assert packed.tolist() == [0b00_10_11_01, 0b00_00_01_10]  # elements 0, 2, 4 and 1, 3
 
 

@@ -371,6 +371,30 @@ static void check_frames(int num_changed) {
     }
 }
 
+/* What is made decodes to what it was made of, within the bound. */
+static void check_encode(void) {
+    const int64_t bytes = 1 + random_below(random_below(2) ? 600 : 90000), frame = 1 + random_below(random_below(2) ? 300 : 65536);
+    const int width = 1 + random_below(8);
+    tn_encode_frames_args args = {.size = sizeof args, .src_bytes = bytes, .frame_bytes = frame,
+                                  .out_bytes = tn_encoded_bound(bytes, frame)};
+    uint8_t *src = malloc((size_t)bytes), *coded = malloc((size_t)args.out_bytes), *out = malloc((size_t)bytes);
+    if (src == NULL || coded == NULL || out == NULL) exit(2);
+    for (int64_t i = 0; i < bytes; i++) { /* rarer and rarer symbols */
+        int symbol = 0;
+        while (symbol < 255 && random_below(width) == 0) symbol += 1 + random_below(3);
+        src[i] = (uint8_t)symbol;
+    }
+    args.src = src, args.out = coded;
+    if (tn_encode_frames(&args) != TN_OK || args.end > args.out_bytes) fail("the status of frames that are made");
+    uint8_t *exact = malloc((size_t)args.end);
+    if (exact == NULL) exit(2);
+    memcpy(exact, coded, (size_t)args.end);
+    tn_decode_frames_args back = {.size = sizeof back, .src = exact, .out = out, .src_bytes = args.end, .out_bytes = bytes,
+                                  .frame_bytes = frame};
+    if (tn_decode_frames(&back) != TN_OK || memcmp(src, out, (size_t)bytes)) fail("a frame that was made here");
+    free(src), free(coded), free(out), free(exact);
+}
+
 /* ---- parts ---- */
 
 /* Segments of random planes, most of which lie: sizes, offsets, counts of values, frames that are noise or spoilt. Every
@@ -387,7 +411,7 @@ static void check_fill(void) {
     tn_fill_segment segment = {.out = out, .base = random_below(2) ? base : NULL, .planes = planes, .count = count,
                                .num_values = is_sparse ? random_below((int)count + 1) : -1, .kind = kind, .element_bytes = width,
                                .is_first = random_below(2), .is_last = random_below(2), .exponent_bits = width == 4 ? 8 : 5,
-                               .mantissa_bits = width == 4 ? 23 : 10, .known_bits = 3, .num_planes = 1 + random_below(10)};
+                               .mantissa_bits = width == 4 ? 23 : 10, .known_bits = 3, .num_planes = kind == TN_FILL_FLOATS ? 2 + random_below(4) : kind == TN_FILL_WHOLE ? 1 : random_below(4) ? width : 1 + random_below(10)};
     memset(out, 0x3f, (size_t)(count * width));
     int64_t at = 0;
     for (int i = 0; i < segment.num_planes; i++) {
@@ -407,6 +431,9 @@ static void check_fill(void) {
         at += right;
         if (at >= bytes) at = 0;
     }
+    int field_bits = 0; /* most floats are possible, so that they are looked at */
+    for (int i = (is_sparse && segment.is_first ? 2 : 0) + segment.is_first; i < segment.num_planes; i++) field_bits += planes[i].bits;
+    if (random_below(8)) segment.known_bits = field_bits - segment.is_first;
     tn_fill_args args = {.size = sizeof args, .stored = stored, .segments = &segment, .scratch = scratch, .stored_bytes = bytes,
                          .num_segments = 1, .scratch_bytes = TN_FILL_SPARSE_BYTES};
     const int status = tn_fill_part(&args);
@@ -510,7 +537,7 @@ int main(int argc, char **argv) {
         }
     }
     check_frames(100 * (argc > 1 ? atoi(argv[1]) : 200));
-    for (int i = 0; i < 20 * (argc > 1 ? atoi(argv[1]) : 200); i++) check_fill();
+    for (int i = 0; i < 20 * (argc > 1 ? atoi(argv[1]) : 200); i++) check_fill(), check_encode();
     check_exp();
     check_callers_at_once();
     check_team();

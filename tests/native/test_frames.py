@@ -11,13 +11,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import zstandard
+from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.native import ISAS, decoded_by
 
 from teneral.loader.errors import IntegrityError
 from teneral.loader.format import zstd
-from teneral.loader.native.frames import decode_frames
+from teneral.loader.native.frames import decode_frames, encode_frames, find_frames
 
 GUARD_BYTES = 64
 SIZES = (1, 5, 6, 63, 255, 256, 300, 1023, 5000, zstd.MAX_FRAME_BYTES)
@@ -286,3 +287,50 @@ def test_codes_of_more_than_eleven_bits_are_refused_as_the_rfc_says(longest: int
     frame = frame_of([(COMPRESSED_BLOCK, len(block), block)], 24)
     assert decoded_by_libzstd(frame, 24) == bytes([longest]) * 24
     assert decoded(frame, 24) == (None if longest > 11 else bytes([longest]) * 24)
+
+
+# Frames that are made here
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 32),
+    size_bytes=st.one_of(st.integers(1, 3000), st.sampled_from([65_535, 65_536, 65_537, 200_000])),
+    kind=st.sampled_from(["noise", "weights", "few", "one", "rare", "powers", "steep"]),
+    frame_bytes=st.sampled_from([1, 37, 255, 256, 1000, 16_384, 65_536]),
+)
+def test_frames_that_are_made_here_are_decoded_by_libzstd_and_here(
+    seed: int, size_bytes: int, kind: str, frame_bytes: int
+) -> None:
+    if frame_bytes < 37:
+        size_bytes = min(size_bytes, 500)
+    rng = np.random.default_rng(seed)
+    content = {
+        "noise": lambda: rng.integers(0, 256, size_bytes),
+        "weights": lambda: rng.normal(120, rng.uniform(0.3, 60), size_bytes).clip(0, 255),
+        "few": lambda: rng.choice([3, 250], size_bytes, p=[0.9, 0.1]),
+        "one": lambda: np.full(size_bytes, 9),
+        "rare": lambda: np.where(rng.random(size_bytes) < 0.999, 0, rng.integers(0, 256, size_bytes)),
+        # The deepest trees: each symbol is about as frequent as all rarer ones together.
+        "powers": lambda: rng.permutation(np.repeat(np.arange(24), (1.618 ** np.arange(24)).astype(int)))[
+            :size_bytes
+        ],
+        "steep": lambda: 255 * rng.random(size_bytes) ** rng.uniform(1, 40),
+    }[kind]().astype(np.uint8)
+    coded = bytes(encode_frames(content, frame_bytes))
+    for begin, end in find_frames(coded, content.size, frame_bytes).tolist():
+        assert begin % 8 == 0
+        header = zstandard.get_frame_parameters(coded[begin:end])
+        assert header.content_size == header.window_size <= frame_bytes
+    reader = zstandard.ZstdDecompressor().stream_reader(coded, read_across_frames=True)
+    assert reader.read(content.size + 1) == content.tobytes()
+    out = np.empty_like(content)
+    decode_frames(coded, out, frame_bytes)
+    assert np.array_equal(out, content)
+    assert len(coded) <= content.size + -(-content.size // frame_bytes) * 32
+
+
+def test_frames_are_the_same_on_every_instruction_set() -> None:
+    content = np.random.default_rng(6).normal(120, 3, 300_000).astype(np.uint8)
+    digest = blake3(encode_frames(content, 65_536)).hexdigest()
+    assert digest == "cae1b41a65e77f54daa119c0456cadd5bcb3d0ef13e8d5878e37c66b80faa21c"

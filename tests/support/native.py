@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import functools
 import hashlib
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from teneral.loader.native import fill, frames
+from teneral.loader.native import fill, frames, split
 from teneral.loader.native.library import Library, library_path, usable_isas
 from teneral.runtime.backends.native import arrays
 from teneral.runtime.backends.native.products import Products, Weight
@@ -111,11 +112,17 @@ def fused_pairs(isa: str) -> Iterator[None]:
 
 @contextmanager
 def decoded_by(isa: str) -> Iterator[None]:
-    """Decode all frames and parts inside by the library of one instruction set."""
+    """Make and decode all frames, planes and parts inside by the library of one instruction set."""
     functions = loaded(isa).functions
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fill, "_function", lambda: functions.tn_fill_part)
         patch.setattr(frames, "_function", lambda: functions.tn_decode_frames)
+        functions.tn_encoded_bound.restype = ctypes.c_int64
+        functions.tn_encoded_bound.argtypes = ctypes.c_int64, ctypes.c_int64
+        patch.setattr(
+            frames, "_encode_functions", lambda: (functions.tn_encoded_bound, functions.tn_encode_frames)
+        )
+        patch.setattr(split, "_function", lambda: functions.tn_split)
         yield
 
 

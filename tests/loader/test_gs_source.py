@@ -16,6 +16,7 @@ from teneral.loader.errors import (
     FormatError,
     NotFoundError,
     SourceClosedError,
+    SourceError,
     UnavailableError,
     UsageError,
 )
@@ -233,7 +234,7 @@ def is_chunk(call: Call) -> bool:
     return call.method == "PUT" and not call.headers["content-range"].startswith("bytes */")
 
 
-def test_a_chunk_that_broke_off_goes_on_where_it_got_to(server: GsServer, store: GsStore) -> None:
+def test_a_chunk_that_broke_off_is_sent_again(server: GsServer, store: GsStore) -> None:
     """The second chunk's connection breaks after the store has kept half of it, the third's before anything."""
     seen: list[str] = []
 
@@ -251,7 +252,39 @@ def test_a_chunk_that_broke_off_goes_on_where_it_got_to(server: GsServer, store:
     data = DATA[: 3 * CHUNK + 17]
     assert stream(store, data).size_bytes == len(data)
     assert server.objects["models"]["a model/streamed"][0] == data
-    assert seen[2] == f"bytes {CHUNK * 3 // 2}-{2 * CHUNK - 1}/*"
+    assert seen[2] == seen[1]
+
+
+def test_a_chunk_of_which_a_part_was_kept_goes_on_there(server: GsServer, store: GsStore) -> None:
+    """The store keeps half of the second chunk, and then nothing, and says so."""
+    seen: list[str] = []
+
+    def fault(call: Call) -> Reply | None:
+        if is_chunk(call):
+            seen.append(call.headers["content-range"])
+            if len(seen) in (2, 3):
+                content = server.sessions["1"]["content"]
+                content += call.body[: CHUNK // 2] if len(seen) == 2 else b""
+                return 308, {"Range": f"bytes=0-{len(content) - 1}"}, b""
+        return None
+
+    server.fault = fault
+    data = DATA[: 3 * CHUNK + 17]
+    assert stream(store, data).size_bytes == len(data)
+    assert server.objects["models"]["a model/streamed"][0] == data
+    assert seen[2] == seen[3] == f"bytes {CHUNK * 3 // 2}-{2 * CHUNK - 1}/*"
+
+
+def test_a_session_that_has_expired_is_named(server: GsServer, store: GsStore) -> None:
+    server.fault = lambda call: (410, {}, b"") if is_chunk(call) else None
+    with pytest.raises(SourceError, match="has expired"):
+        stream(store, DATA)
+
+
+def test_a_store_that_keeps_nothing_of_a_chunk_is_given_up(server: GsServer, store: GsStore) -> None:
+    server.fault = lambda call: (308, {}, b"") if is_chunk(call) else None
+    with pytest.raises(UnavailableError, match="takes no more"):
+        stream(store, DATA)
 
 
 def test_an_upload_whose_last_answer_was_lost_is_found_complete(server: GsServer, store: GsStore) -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import select
 import socket
+import ssl
+import threading
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+from tests.support.store_certificate import write_certificate
 
 from teneral.loader.sources.base import SourceOptions
 from teneral.loader.sources.http.address import Origin
 from teneral.loader.sources.http.poll_coroutines import PollCoroutine, Wait
-from teneral.loader.sources.http.wire import MAX_SLICE_BYTES, WAKE_BYTES, AddressBook, Wire
+from teneral.loader.sources.http.wire import MAX_SLICE_BYTES, WAKE_BYTES, AddressBook, Wire, WireTimeoutError
 
 WAIT_MS = 10_000
 
@@ -88,3 +93,55 @@ def test_the_end_of_a_body_is_not_waited_for_in_large_pieces(pair: tuple[Wire, s
     while got < 7:
         got += wire.receive(view[got:])
     assert bytes(view) == b"z" * 7
+
+
+@pytest.fixture(params=["plain", "tls"])
+def uploading(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Wire, socket.socket]]:
+    """A wire that gives up after two seconds, and the server's end of it, whose buffer is small."""
+    client = served = None
+    if request.param == "tls":
+        certificate = write_certificate(tmp_path / "server.pem")
+        served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        served.load_cert_chain(certificate)
+        client = ssl.create_default_context(cafile=str(certificate))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        origin = Origin("https" if client else "http", "127.0.0.1", listener.getsockname()[1])
+        wire = Wire(origin, SourceOptions(read_timeout_s=2.0), client, AddressBook())
+        accepted: list[socket.socket] = []
+
+        def accept() -> None:
+            server, _ = listener.accept()
+            accepted.append(served.wrap_socket(server, server_side=True) if served else server)
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        finish(wire.connect())
+        thread.join()
+        with accepted[0] as server:
+            yield wire, server
+        wire.close()
+
+
+def test_a_body_larger_than_all_buffers_arrives_whole(uploading: tuple[Wire, socket.socket]) -> None:
+    """The server pauses for longer than the kernel's own limit, so that pieces are sent in part."""
+    wire, server = uploading
+    body = bytes(range(256)) * 65_536  # 16 MiB
+    received = bytearray()
+
+    def receive() -> None:
+        time.sleep(1.3)
+        while len(received) < len(body) and (piece := server.recv(1 << 20)):
+            received.extend(piece)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    wire.send(body)
+    thread.join()
+    assert received == body
+
+
+def test_a_server_that_takes_nothing_of_a_body_is_given_up(uploading: tuple[Wire, socket.socket]) -> None:
+    wire, _ = uploading
+    with pytest.raises(WireTimeoutError, match="took nothing for 2 s"):
+        wire.send(bytes(32 << 20))

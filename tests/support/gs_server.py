@@ -57,7 +57,10 @@ class GsServer:
             owner: ClassVar[GsServer] = server
 
             def handle_one_request(self) -> None:
-                self.raw_requestline = self.rfile.readline(65_537)
+                try:
+                    self.raw_requestline = self.rfile.readline(65_537)
+                except ConnectionError:  # the client gave up an upload
+                    self.raw_requestline = b""
                 if not self.raw_requestline or not self.parse_request():
                     self.close_connection = True
                     return
@@ -200,6 +203,9 @@ class GsServer:
             return problem(410, "gone", "no such session")
         session = self.sessions[number]
         content: bytearray = session["content"]
+        if "reply" in session:
+            reply: Reply = session["reply"]
+            return reply
         if call.method == "DELETE":
             del self.sessions[number]
             return 499, {}, b""
@@ -207,14 +213,14 @@ class GsServer:
         if span is None or (span[1] and int(span[2]) + 1 - int(span[1]) != len(call.body)):
             return problem(400, "badRequest", "Failed to parse Content-Range header.")
         if span[1]:
-            if int(span[1]) != len(content):
+            if int(span[1]) > len(content):
                 return problem(503, "backendError", "out of order")
             if span[3] == "*" and len(call.body) % QUANTUM_BYTES:
                 return problem(400, "badRequest", "not a multiple of 256 KiB")
-            content += call.body
+            content += call.body[len(content) - int(span[1]) :]  # what is there already is ignored
         if span[3] != "*" and int(span[3]) == len(content):
             reply = self._create(session["call"], session["bucket"], session["key"], bytes(content))
-            session["done"] = True
+            session["reply"] = reply
             return reply
         return 308, {"Range": f"bytes=0-{len(content) - 1}"} if content else {}, b""
 

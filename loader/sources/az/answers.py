@@ -18,7 +18,13 @@ from .credentials import WAYS_TO_GIVE
 
 _ENCODED_NAME = re.compile(r'<Name Encoded="true">([^<]*)</Name>')
 _LOST = frozenset(
-    {"BlobAlreadyExists", "ConditionNotMet", "TargetConditionNotMet", "UnauthorizedBlobOverwrite"}
+    {
+        "BlobAlreadyExists",
+        "ConditionNotMet",
+        "InvalidBlockList",  # the first commit drops the blocks of all others
+        "TargetConditionNotMet",
+        "UnauthorizedBlobOverwrite",
+    }
 )
 _RIGHTS = (
     "The identity needs the role Storage Blob Data Reader (Storage Blob Data Contributor to write), "
@@ -59,13 +65,9 @@ def version_of(etag: str) -> str | None:
     return quoted if len(quoted) > 2 and len(quoted) < 200 and is_strong_etag(quoted) else None
 
 
-def code_of(body: bytes) -> str:
-    return parse_problem(body).code
-
-
-def is_lost(status: int, code: str) -> bool:
+def is_lost(head: Head, body: bytes) -> bool:
     """True if a write's condition did not hold."""
-    return status == 412 or code in _LOST
+    return head.status == 412 or parse_problem(body).code in _LOST
 
 
 def explain(head: Head, body: bytes, *, source: str, name: str, is_anonymous: bool) -> SourceError:

@@ -14,13 +14,14 @@ from typing import Any
 from ...errors import AccessDeniedError, UnavailableError, UsageError
 from ..http.address import WebAddress, encode_value, parse_address
 from ..http.connections import BodyTooLargeError
-from ..http.head import Headers, Request, is_header
-from ..http.tokens import MAX_ANSWER_BYTES, Token, ask_platform, is_overloaded
+from ..http.head import Head, Headers, Request, is_header
+from ..http.tokens import MAX_ANSWER_BYTES, Token, ask_service, is_overloaded
 from ..http.wire import WireError
 from .address import Query, Settings
 
 RENEW_S = 300.0  # before a token ends
 PAUSE_S = 0.5
+APPLICATION_TIMEOUT_S = 10.0
 RESOURCE = "https://storage.azure.com/"
 IMDS = "http://169.254.169.254"
 AUTHORITY = "https://login.microsoftonline.com"
@@ -52,16 +53,21 @@ def ask_token(environment: Mapping[str, str]) -> Token:
 def _by_managed_identity(environment: Mapping[str, str]) -> Token:
     request = _identity_request(environment)
     try:
-        head, body = ask_platform(request, is_busy=_is_busy, pause_s=PAUSE_S)
+        head, body = ask_service(request, is_busy=_is_busy, pause_s=PAUSE_S)
     except (WireError, BodyTooLargeError, OSError) as error:
         message = "there are no credentials for Blob Storage, and no managed identity answers"
         raise AccessDeniedError(f"{message} ({error})", hint=WAYS_TO_GIVE) from error
+    hint = "Assign an identity, and set AZURE_CLIENT_ID if there are several."
+    return _answered(head, body, "the managed identity's service", hint)
+
+
+def _answered(head: Head, body: bytes, service: str, hint: str) -> Token:
     if head.status == 200:
         return _token_from(body)
-    message = f"the managed identity's service answers {head.status} in place of a token"
+    message = f"{service} answers {head.status} in place of a token"
     if is_overloaded(head.status):
         raise UnavailableError(message, retry_after_s=head.retry_after_s)
-    raise AccessDeniedError(message, hint="Assign an identity, and set AZURE_CLIENT_ID if there are several.")
+    raise AccessDeniedError(message, hint=hint)
 
 
 def _is_busy(status: int) -> bool:
@@ -88,10 +94,6 @@ def _identity_request(environment: Mapping[str, str]) -> Request:
 
 def _by_application(environment: Mapping[str, str], proof: Mapping[str, str]) -> Token:
     """By a registered application's secret, or by a token of an issuer that it trusts."""
-    from urllib.parse import urlencode
-
-    from ..base import SourceOptions
-    from ..http.send import Sender  # with http.client and ssl: only where needed
     from .address import is_loopback
 
     authority = _address(environment.get("AZURE_AUTHORITY_HOST") or AUTHORITY, "AZURE_AUTHORITY_HOST", "")
@@ -104,18 +106,19 @@ def _by_application(environment: Mapping[str, str], proof: Mapping[str, str]) ->
         **proof,
         "scope": f"{RESOURCE}.default",
     }
+    body = "&".join(f"{name}={encode_value(value)}" for name, value in form.items()).encode()
     target = f"{authority.path.rstrip('/')}/{tenant}/oauth2/v2.0/token"
     headers = (("Content-Type", "application/x-www-form-urlencoded"),)
-    request = Request("POST", authority.origin, target, (), headers)
-    sender = Sender("Azure's token service", SourceOptions(max_attempts=3))
-    reply = sender.until_answered("", lambda: request, urlencode(form).encode())
-    status = reply.head.status
-    if status == 429 or status >= 500:
-        raise UnavailableError(f"the token service answers {status}", retry_after_s=reply.head.retry_after_s)
-    if status != 200 or len(reply.body) > MAX_ANSWER_BYTES:
-        hint = "Check AZURE_CLIENT_ID, AZURE_TENANT_ID, and the secret or the federated credential."
-        raise AccessDeniedError(f"the token service answers {status} in place of a token", hint=hint)
-    return _token_from(reply.body)
+    request = Request("POST", authority.origin, target, (), headers, body)
+    try:
+        head, answer = ask_service(
+            request, is_busy=is_overloaded, pause_s=PAUSE_S, timeout_s=APPLICATION_TIMEOUT_S
+        )
+    except (WireError, BodyTooLargeError, OSError) as error:
+        hint = "Check the network and AZURE_AUTHORITY_HOST; proxies (HTTPS_PROXY) are not used."
+        raise UnavailableError(f"Azure's token service does not answer: {error}", hint=hint) from error
+    hint = "Check AZURE_CLIENT_ID, AZURE_TENANT_ID, and the secret or the federated credential."
+    return _answered(head, answer, "Azure's token service", hint)
 
 
 def _token_from(body: bytes) -> Token:

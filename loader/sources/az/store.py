@@ -48,7 +48,7 @@ class AzStore(BucketStore):
 
     def request(self, name: str, extra: Headers) -> Request:
         """As `ObjectServer.request`."""
-        return self._authorized("GET", name, (), extra, 0)
+        return self._authorized("GET", name, (), extra)
 
     def refusal(self, name: str, request: Request, head: Head, body: bytes) -> TeneralError | None:
         """As `ObjectServer.refusal`."""
@@ -67,20 +67,22 @@ class AzStore(BucketStore):
         if token is not None:
             query = (*query, ("marker", token))
         body, _ = self._client.fetch(
-            "", lambda: self._authorized("GET", "", query, (), 0), max_bytes=MAX_PAGE_BYTES
+            "", lambda: self._authorized("GET", "", query, ()), max_bytes=MAX_PAGE_BYTES
         )
         return parse_page(body, where=self.url)
 
-    def _authorized(self, method: str, name: str, query: Query, headers: Headers, num_bytes: int) -> Request:
-        """A request as of now for an object ('' for the container), with a body of `num_bytes`."""
+    def _authorized(
+        self, method: str, name: str, query: Query, headers: Headers, body: bytes = b""
+    ) -> Request:
+        """A request as of now for an object ('' for the container)."""
         path = blob_path(self._settings, self._container, self._key(name) if name else "")
         own: Headers = (("x-ms-version", API_VERSION), ("x-ms-date", date(time.time())))
         if self._settings.key:
-            own = (*own, ("Authorization", self._signature(method, path, query, (*headers, *own), num_bytes)))
+            own = (*own, ("Authorization", self._signature(method, path, query, (*headers, *own), len(body))))
         elif self._tokens is not None:
             own = (*own, *bearer(self._tokens.get()))
         target = encoded(path, query, self._settings.sas)
-        return Request(method, self._settings.origin, target, headers, own)
+        return Request(method, self._settings.origin, target, headers, own, body)
 
     def _signature(self, method: str, path: str, query: Query, headers: Headers, num_bytes: int) -> str:
         from .credentials import authorization
@@ -91,9 +93,9 @@ class AzStore(BucketStore):
             raise AccessDeniedError("the account's key is malformed", hint="Copy it once more.") from None
 
     def _open_uploads(self) -> Uploads:
-        from .uploads import Uploads  # with http.client and ssl
+        from .uploads import Uploads  # a cold start writes nothing
 
-        return Uploads(self.url, self._options, build=self._authorized, refusal=self.refusal)
+        return Uploads(self, self._options, build=self._authorized)
 
     def _forget_credentials(self) -> None:
         if self._tokens is not None:

@@ -7,30 +7,27 @@ from base64 import b64encode
 from collections.abc import Callable
 from contextlib import suppress
 
-from ...errors import NotFoundError, SourceError, TeneralError
+from ...errors import NotFoundError, SourceError
 from ..base import ObjectInfo, PartWriter, SourceOptions, lost
+from ..http.client import ObjectServer
 from ..http.head import Head, Headers, Request, is_strong_etag
-from ..http.send import Reply, Sender
+from ..http.uploads import HttpUploads
 from .address import Query
-from .answers import code_of, is_lost
+from .answers import is_lost
 
 BLOCK_BYTES = 8 * 1024 * 1024  # a blob has up to 50,000 of them
 _BLOB = ("x-ms-blob-type", "BlockBlob")
 _BINARY = ("Content-Type", "application/octet-stream")
 
-# Method, name, query, headers, size of the body.
-Build = Callable[[str, str, Query, Headers, int], Request]
-Refusal = Callable[[str, Request, Head, bytes], TeneralError | None]
+Build = Callable[[str, str, Query, Headers, bytes], Request]  # method, name, query, headers, body
 
 
-class Uploads:
+class Uploads(HttpUploads):
     """The writing side of one store. Thread-safe. Names are relative to the prefix."""
 
-    def __init__(self, url: str, options: SourceOptions, *, build: Build, refusal: Refusal) -> None:
-        self.url = url
+    def __init__(self, server: ObjectServer, options: SourceOptions, *, build: Build) -> None:
+        super().__init__(server, options)
         self._build = build
-        self._refusal = refusal
-        self._sender = Sender(url, options)
 
     def create(self, name: str, *, if_absent: bool) -> AzWriter:
         return AzWriter(self, name, if_absent=if_absent)
@@ -42,51 +39,31 @@ class Uploads:
         is also so where the answer to an attempt that succeeded was lost on the way.
         """
         condition = self._condition(name, if_absent, if_version)
-        reply = self._send(
-            name, "PUT", (), (_BINARY, _BLOB, *condition), data, is_conditional=bool(condition)
-        )
-        return self._info(name, len(data), reply)
+        head = self._put(name, (), (_BINARY, _BLOB, *condition), data, is_conditional=bool(condition))
+        return self._info(name, len(data), head)
 
     def delete(self, name: str) -> None:
         with suppress(NotFoundError):
-            self._send(name, "DELETE", (), (), b"")
+            self._send(name, lambda: self._build("DELETE", name, (), (), b""))
 
     def send_block(self, name: str, block: str, data: bytes) -> None:
-        self._send(name, "PUT", (("comp", "block"), ("blockid", block)), (_BINARY,), data)
+        self._put(name, (("comp", "block"), ("blockid", block)), (_BINARY,), data)
 
     def finish(self, name: str, blocks: list[str], num_bytes: int, *, if_absent: bool) -> ObjectInfo:
         """Make the object of these blocks, in order. Raises `AlreadyExistsError`."""
         listed = "".join(f"<Latest>{block}</Latest>" for block in blocks)
         document = f'<?xml version="1.0" encoding="utf-8"?><BlockList>{listed}</BlockList>'.encode()
         headers = (("Content-Type", "text/plain; charset=UTF-8"), *self._condition(name, if_absent, None))
-        query = (("comp", "blocklist"),)
-        reply = self._send(name, "PUT", query, headers, document, is_conditional=if_absent)
-        return self._info(name, num_bytes, reply)
+        head = self._put(name, (("comp", "blocklist"),), headers, document, is_conditional=if_absent)
+        return self._info(name, num_bytes, head)
 
-    def close(self) -> None:
-        self._sender.close()
-
-    def _send(
-        self,
-        name: str,
-        method: str,
-        query: Query,
-        headers: Headers,
-        data: bytes,
-        *,
-        is_conditional: bool = False,
-    ) -> Reply:
-        def explain(request: Request, reply: Reply) -> TeneralError | None:
-            code = code_of(reply.body)
-            # The first commit drops the blocks of all others.
-            if is_conditional and (is_lost(reply.head.status, code) or code == "InvalidBlockList"):
-                return lost(self.url, name)
-            return self._refusal(name, request, reply.head, reply.body)
-
+    def _put(
+        self, name: str, query: Query, headers: Headers, data: bytes, *, is_conditional: bool = False
+    ) -> Head:
         def build() -> Request:
-            return self._build(method, name, query, headers, len(data))
+            return self._build("PUT", name, query, headers, data)
 
-        return self._sender.authorized(name, build, data, explain)
+        return self._send(name, build, is_lost=lambda head, body: is_conditional and is_lost(head, body))[0]
 
     def _condition(self, name: str, if_absent: bool, if_version: str | None) -> Headers:
         if if_version is not None:
@@ -95,8 +72,8 @@ class Uploads:
             return (("If-Match", if_version),)
         return (("If-None-Match", "*"),) if if_absent else ()
 
-    def _info(self, name: str, num_bytes: int, reply: Reply) -> ObjectInfo:
-        etag = reply.head.headers.get("etag", "")
+    def _info(self, name: str, num_bytes: int, head: Head) -> ObjectInfo:
+        etag = head.headers.get("etag", "")
         if not is_strong_etag(etag):
             message = f"{self.url} does not say which version of {name} it keeps"
             raise SourceError(message, source=self.url, name=name)

@@ -14,7 +14,7 @@ from ...errors import AccessDeniedError, UnavailableError, UsageError
 from ..http.address import parse_address
 from ..http.connections import BodyTooLargeError
 from ..http.head import Head, Request
-from ..http.tokens import Token, TokenCache, ask_platform, is_overloaded
+from ..http.tokens import Token, TokenCache, ask_service, is_overloaded
 from ..http.wire import WireError
 
 RENEW_S = 225.0  # before a token ends: the metadata server has the next one from 300 s before
@@ -62,7 +62,7 @@ def ask_metadata(environment: Mapping[str, str]) -> Token:
         )
     request = Request("GET", address.origin, _TOKEN_TARGET, (_FLAVOR,))
     try:
-        head, body = ask_platform(request, is_busy=is_overloaded, pause_s=PAUSE_S)
+        head, body = ask_service(request, is_busy=is_overloaded, pause_s=PAUSE_S)
     except (WireError, BodyTooLargeError, OSError) as error:
         from .answers import WAYS_TO_GIVE
 

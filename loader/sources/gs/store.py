@@ -85,25 +85,18 @@ class GsStore(BucketStore):
         )
         return parse_page(body, where=self.url)
 
-    def _authorized(self, method: str, target: str, headers: Headers) -> Request:
+    def _authorized(self, method: str, target: str, headers: Headers, body: bytes = b"") -> Request:
         """A request as of now, with a token that is good."""
         private: Headers = () if self._tokens is None else bearer(self._tokens.get())
         if self._settings.user_project is not None:
             private = (*private, ("x-goog-user-project", self._settings.user_project))
-        return Request(method, self._settings.origin, target, headers, private)
+        return Request(method, self._settings.origin, target, headers, private, body)
 
     def _open_uploads(self) -> Uploads:
-        from .uploads import Uploads  # with http.client and ssl
+        from .uploads import Uploads  # a cold start writes nothing
 
-        return Uploads(
-            self.url,
-            self._bucket,
-            self._prefix,
-            self._options,
-            origin=self._settings.origin,
-            build=self._authorized,
-            refusal=self.refusal,
-        )
+        origin = self._settings.origin
+        return Uploads(self, self._bucket, self._prefix, self._options, origin=origin, build=self._authorized)
 
     def _forget_credentials(self) -> None:
         if self._tokens is not None:

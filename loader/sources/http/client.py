@@ -19,12 +19,13 @@ from ..base import ObjectInfo, SourceOptions, check_name
 from .connections import BodyTooLargeError, Connection, ConnectionPool, StaleConnectionError
 from .head import Head, Headers, RangeRead, Request, WrongAnswerError, redirected
 from .outage import HttpStatistics, Note, Tally
-from .poll_coroutines import PollCoroutine
+from .poll_coroutines import PollCoroutine, run
 from .retry import MendedError, Retrying, Throttle
 from .stragglers import Answer, HedgedRead, Stragglers, first_to_answer
 
 MAX_REDIRECTS = 3
 MAX_EXCERPT_BYTES = 16 * 1024  # of a body that explains an error
+MAX_SENT_ANSWER_BYTES = 1024 * 1024  # of the answer to a request that writes
 _FIRST_BYTE: Headers = (("Range", "bytes=0-0"),)
 _REDIRECTS = (301, 302, 303, 307, 308)
 _BUSY = (429, 503)
@@ -32,6 +33,8 @@ _BUSY = (429, 503)
 _NO_CODINGS = ("", "identity", "aws-chunked")
 
 T = TypeVar("T")
+# The error that a refusal means for one request; None: the one that it means for all.
+Explain = Callable[[Head, bytes], TeneralError | None]
 
 
 class ObjectServer(Protocol):
@@ -68,9 +71,10 @@ class HttpClient:
         *,
         ca_file: str | None = None,
         read_head: Callable[[Head], Head] | None = None,
+        done: str = "read from",
     ) -> None:
         """`read_head` translates a store's own fields, such as an object's version, to those of
-        HTTP.
+        HTTP. `done` is what is done with objects, for messages.
 
         Raises `UsageError` for invalid time limits, rates and numbers.
         """
@@ -81,7 +85,7 @@ class HttpClient:
         self._throttle = Throttle()
         self._stragglers = Stragglers(options.hedge_after_s, self._throttle)
         self._pool = ConnectionPool(options, ca_file=ca_file)
-        self._retrying = Retrying(server.url, options, self._throttle, self._tally)
+        self._retrying = Retrying(server.url, options, self._throttle, self._tally, done=done)
 
     def stat(self, name: str) -> ObjectInfo:
         """Asks for the first byte: the answer to a HEAD request would carry no explanation of an
@@ -134,6 +138,20 @@ class HttpClient:
             return body, head
 
         return self._until_done(name, attempt)
+
+    def send(
+        self, name: str, build: Callable[[], Request], explain: Explain | None = None
+    ) -> tuple[Head, bytes]:
+        """The head and body of the good answer to `build()`, a request that writes.
+
+        It is sent again after a failure, so it must bear repetition, but never twice at the same
+        time. `explain` goes before the server's `refusal`, where it gives an error.
+        """
+
+        def attempt(fresh: bool) -> tuple[Head, bytes]:
+            return run(self._sent(name, build(), fresh, explain))
+
+        return self._retrying.until_done(name, attempt)
 
     def read_into(self, name: str, start: int, buffer: memoryview, version: str | None) -> str | None:
         check_name(name)
@@ -214,6 +232,27 @@ class HttpClient:
                 raise self._refused(name, request, head, excerpt, asked_s)
             request = self._redirected(name, request, location)
         raise self._unavailable(name, f"{self._server.url} redirects {name} more than {MAX_REDIRECTS} times")
+
+    def _sent(
+        self, name: str, request: Request, fresh: bool, explain: Explain | None
+    ) -> PollCoroutine[tuple[Head, bytes]]:
+        asked_s = time.monotonic()
+        connection, head = yield from self._exchange(request, fresh)
+        is_good = head.status < 300 or head.status == 308  # by which Cloud Storage asks for more
+        try:
+            if is_good:
+                body = yield from connection.read_all(MAX_SENT_ANSWER_BYTES)
+            else:
+                body = yield from connection.read_excerpt(MAX_EXCERPT_BYTES)
+        except BodyTooLargeError:
+            raise base.too_large(self._server.url, name, None, MAX_SENT_ANSWER_BYTES) from None
+        finally:
+            self._pool.give_back(connection)
+        if not is_good:
+            error = explain(head, body) if explain else None
+            raise error or self._refused(name, request, head, body, asked_s)
+        self._throttle.succeeded()
+        return head, body
 
     def _exchange(self, request: Request, fresh: bool) -> PollCoroutine[tuple[Connection, Head]]:
         while True:

@@ -100,6 +100,8 @@ class Connection:
             yield from self._wire.connect()
         try:
             self._wire.send(request.encode())
+            if request.body:
+                self._wire.send(request.body)
             yield from self._receive_more()
         except WireTimeoutError:
             raise

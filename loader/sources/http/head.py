@@ -34,8 +34,8 @@ class HeadError(ValueError):
 
 
 class Request(NamedTuple):
-    """One request without a body. `private_headers` are for this origin alone: a redirect away
-    drops them.
+    """One request. `private_headers` are for this origin alone: a redirect away drops them, as it does
+    the body.
     """
 
     method: str
@@ -43,8 +43,10 @@ class Request(NamedTuple):
     target: str  # path and query, percent-encoded
     headers: Headers = ()
     private_headers: Headers = ()
+    body: bytes = b""  # sent behind the head
 
     def encode(self) -> bytes:
+        """The request's head."""
         lines = [
             f"{self.method} {self.target} HTTP/1.1",
             f"Host: {self.origin.authority}",
@@ -52,6 +54,7 @@ class Request(NamedTuple):
             "Accept: */*",
             # A compressed answer would have other offsets than the object.
             "Accept-Encoding: identity",
+            *(() if self.method == "GET" else (f"Content-Length: {len(self.body)}",)),
             *(f"{name}: {value}" for name, value in (*self.headers, *self.private_headers)),
         ]
         return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")

@@ -30,6 +30,15 @@ class Wait(NamedTuple):
 PollCoroutine: TypeAlias = Generator[Wait, None, T]
 
 
+def run(steps: PollCoroutine[T]) -> T:
+    """The result of one coroutine on its own. Blocks."""
+    race = Race[T]()
+    race.enter(steps)
+    while (won := race.wait()) is None:
+        pass
+    return won[1]
+
+
 class Race(Generic[T]):
     """Several ways to one result, two at most as a rule; the first one there wins. For one thread.
 

@@ -8,13 +8,12 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from ...errors import SourceError
 from ..base import SourceOptions
 from .connections import Connection
 from .head import Head, Headers, Request
-from .poll_coroutines import PollCoroutine, Race
+from .poll_coroutines import run
 from .wire import AddressBook, WireError
 
 AGAIN_S = 30.0  # until the next attempt to renew a token that is still good
@@ -103,26 +102,35 @@ def bearer(token: str) -> Headers:
     return (("Authorization", f"Bearer {token}"),)
 
 
-def exchange(request: Request) -> tuple[Head, bytes]:
-    """The answer of a platform's token service on the local network, over a plain connection of its
-    own.
+def exchange(request: Request, *, timeout_s: float = TIMEOUT_S) -> tuple[Head, bytes]:
+    """The answer of a token service, over a connection of its own. `timeout_s` suits one on the local
+    network.
 
     Raises `WireError`, `OSError` and `BodyTooLargeError`.
     """
-    options = SourceOptions(connect_timeout_s=TIMEOUT_S, read_timeout_s=TIMEOUT_S)
-    connection = Connection(request.origin, options, None, AddressBook())
+    options = SourceOptions(connect_timeout_s=timeout_s, read_timeout_s=timeout_s)
+    tls = None
+    if request.origin.scheme == "https":
+        import ssl  # platforms give tokens over plain connections
+
+        tls = ssl.create_default_context()
+    connection = Connection(request.origin, options, tls, AddressBook())
     try:
-        head = _run(connection.exchange(request))
-        return head, _run(connection.read_all(MAX_ANSWER_BYTES))
+        head = run(connection.exchange(request))
+        return head, run(connection.read_all(MAX_ANSWER_BYTES))
     finally:
         connection.close()
 
 
-def ask_platform(request: Request, *, is_busy: Callable[[int], bool], pause_s: float) -> tuple[Head, bytes]:
-    """As `exchange`, tried again after an outage and after statuses that say that the service is busy."""
+def ask_service(
+    request: Request, *, is_busy: Callable[[int], bool], pause_s: float, timeout_s: float = TIMEOUT_S
+) -> tuple[Head, bytes]:
+    """The answer of a token service, which is asked again after an outage and while it is busy. Raises
+    the errors of `exchange`.
+    """
     for left in reversed(range(ATTEMPTS)):
         try:
-            head, body = exchange(request)
+            head, body = exchange(request, timeout_s=timeout_s)
         except WireError as error:
             if not left or not error.is_outage:
                 raise
@@ -136,11 +144,3 @@ def ask_platform(request: Request, *, is_busy: Callable[[int], bool], pause_s: f
 def is_overloaded(status: int) -> bool:
     """True for the statuses of a token service that is worth another try."""
     return status == 429 or status >= 500
-
-
-def _run(steps: PollCoroutine[Any]) -> Any:
-    race = Race[Any]()
-    race.enter(steps)
-    while (won := race.wait()) is None:
-        pass
-    return won[1]

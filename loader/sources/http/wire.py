@@ -177,19 +177,27 @@ class Wire:
         raise WireError(f"no connection to {self.origin} could be made: {reason}") from failure
 
     def send(self, data: bytes) -> None:
-        """Send a request: a few kilobytes at most, so that this never waits long. Raises
-        `WireError`.
+        """Send a request's head, or its body. Blocks. Raises `WireError`, also where the server takes
+        nothing for `read_timeout_s`.
         """
         connected = self._held()
-        self._heard_s = self._window_s = time.monotonic()
-        self._window_bytes = 0
+        self._heard_s = time.monotonic()
+        left = memoryview(data)
         try:
             self._wake_at(connected, 1)
             if self._tls is not None:
                 connected.settimeout(TICK_S)
-            connected.sendall(data)
+            while left:
+                try:
+                    left = left[connected.send(left[:MAX_SLICE_BYTES]) :]
+                    self._heard_s = time.monotonic()
+                except (BlockingIOError, TimeoutError):
+                    if time.monotonic() - self._heard_s >= self._read_timeout_s or self._interrupted:
+                        message = f"{self.origin} took nothing for {self._read_timeout_s:g} s"
+                        raise WireTimeoutError(message) from None
         except OSError as error:
             raise self._broken(error) from error
+        self._window_s, self._window_bytes = self._heard_s, 0
 
     def receive(self, view: memoryview) -> int:
         """As much of `view` as comes within a tick, up to a megabyte; 0 where nothing does. Blocks.

@@ -14,21 +14,17 @@ import os.path
 import re
 import time
 from collections.abc import Mapping
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-from ..base import SourceOptions
 from ..http.address import Origin
-from ..http.connections import BodyTooLargeError, Connection
+from ..http.connections import BodyTooLargeError
 from ..http.head import Headers, Request
-from ..http.poll_coroutines import PollCoroutine, Race
-from ..http.wire import AddressBook, WireError
+from ..http.tokens import AGAIN_S, MAX_ANSWER_BYTES, exchange
+from ..http.wire import WireError
 from .sigv4 import Credentials
 
 RENEW_S = 600.0  # before they expire, as boto3 does at the latest
-AGAIN_S = 30.0  # until the next attempt to renew what is still good
-MAX_ANSWER_BYTES = 64 << 10
 TIMEOUT_S = 2.0
-T = TypeVar("T")
 _ECS = "169.254.170.2"
 _KNOWN_HOSTS = frozenset((_ECS, "169.254.170.23", "fd00:ec2::23", "localhost", "::1"))
 _FULL = re.compile(r"http://(?:\[([0-9A-Fa-f:]+)\]|([0-9A-Za-z.]+))(?::(\d{1,5}))?(/[\x21-\x7e]*)?")
@@ -115,13 +111,8 @@ def ask(endpoint: Endpoint, headers: Headers) -> tuple[Credentials, str]:
     `WireError`, `OSError`, `BodyTooLargeError`, and `ValueError`, `KeyError` or `TypeError` for an
     answer that is none.
     """
-    options = SourceOptions(connect_timeout_s=TIMEOUT_S, read_timeout_s=TIMEOUT_S)
-    connection = Connection(endpoint.origin, options, None, AddressBook())
-    try:
-        head = _run(connection.exchange(Request("GET", endpoint.origin, endpoint.target, (), headers)))
-        body = _run(connection.read_all(MAX_ANSWER_BYTES))
-    finally:
-        connection.close()
+    request = Request("GET", endpoint.origin, endpoint.target, (), headers)
+    head, body = exchange(request, timeout_s=TIMEOUT_S)
     if head.status != 200:
         raise ValueError(f"it answers with status {head.status}")
     import json  # not before the first request is on its way
@@ -151,11 +142,3 @@ def _authorization(environment: Mapping[str, str]) -> Headers:
     if not token.isascii() or not token.isprintable():
         raise ValueError("the authorization token cannot stand in a header")
     return (("Authorization", token),)
-
-
-def _run(steps: PollCoroutine[T]) -> T:
-    race = Race[T]()
-    race.enter(steps)
-    while (won := race.wait()) is None:
-        pass
-    return won[1]

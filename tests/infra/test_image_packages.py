@@ -21,7 +21,7 @@ LOCK = ROOT / "infra" / "image" / "lock"
 DEMO = ROOT / "demo" / "model"
 # Modules that extras bring, or that a platform's own image has.
 EXTRAS = {
-    "PIL", "cryptography", "cupy", "onnx", "onnxruntime", "opentelemetry", "pyarrow", "ray", "runpod", "starlette",
+    "PIL", "cupy", "onnx", "onnxruntime", "opentelemetry", "pyarrow", "ray", "runpod", "starlette",
     "torch", "transformers", "triton", "vllm",
 }  # fmt: skip
 IMPORT_ALL = """

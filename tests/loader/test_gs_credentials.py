@@ -9,14 +9,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import google.auth.exceptions
+import google.auth.iam
+import google.oauth2.credentials
 import pytest
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, padding, rsa
 from tests.support.gs_server import Call, GsServer, Reply, serving_blob
 
-from teneral.loader.errors import (
-    AccessDeniedError,
-)
+from teneral.loader.errors import AccessDeniedError, UnavailableError
 from teneral.loader.sources.base import SourceOptions
 from teneral.loader.sources.gs.store import GsStore
 
@@ -45,6 +46,8 @@ def give_file(folder: Path, monkeypatch: pytest.MonkeyPatch, settings: object) -
 
 RSA_KEY = rsa.generate_private_key(65537, 2048)
 EMAIL = "reader@my-project.iam.gserviceaccount.com"
+GOOGLES = "https://oauth2.googleapis.com/token"
+IMPERSONATION = f"/v1/projects/-/serviceAccounts/{EMAIL}:generateAccessToken"
 
 
 def pem(key: rsa.RSAPrivateKey | ec.EllipticCurvePrivateKey, password: bytes | None = None) -> str:
@@ -56,11 +59,12 @@ def pem(key: rsa.RSAPrivateKey | ec.EllipticCurvePrivateKey, password: bytes | N
 
 def account_key(**more: object) -> dict[str, object]:
     kept = {"client_email": EMAIL, "private_key_id": "key-1", "private_key": pem(RSA_KEY)}
+    kept["token_uri"] = GOOGLES
     return {"type": "service_account", "project_id": "my-project", **kept, **more}
 
 
 def federation(server: GsServer, folder: Path, **more: object) -> dict[str, object]:
-    (folder / "subject").write_text("identity\n")
+    (folder / "subject").write_text("identity")
     return {
         "type": "external_account",
         "audience": "//iam.googleapis.com/projects/1/locations/global/workloadIdentityPools/p/providers/q",
@@ -83,7 +87,7 @@ class TokenService:
         if call.path == "/v1/token":
             self.forms.append(dict(parse_qsl(call.body.decode())))
             return 200, {}, b'{"access_token": "federated", "expires_in": 3600}'
-        if call.path == "/impersonate":
+        if call.path == IMPERSONATION:
             assert call.headers["authorization"] == "Bearer federated"
             settings = {"accessToken": "token-1", "expireTime": "2100-01-01T00:00:00Z"}
             return 200, {}, json.dumps(settings).encode()
@@ -115,7 +119,7 @@ def test_federation_may_impersonate_an_account_and_ask_an_address(
         "format": {"type": "json", "subject_token_field_name": "token"},
     }
     more = {
-        "service_account_impersonation_url": f"{server.url}/impersonate",
+        "service_account_impersonation_url": f"{server.url}{IMPERSONATION}",
         "credential_source": source,
     }
     give_file(tmp_path, monkeypatch, federation(server, tmp_path, **more))
@@ -127,12 +131,8 @@ def test_federation_may_impersonate_an_account_and_ask_an_address(
 def test_the_login_of_gcloud_is_found_and_used(
     server: GsServer, store: GsStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {
-        "client_id": "id",
-        "client_secret": "s",
-        "refresh_token": "r",
-        "token_uri": f"{server.url}/v1/token",
-    }
+    settings = {"client_id": "id", "client_secret": "s", "refresh_token": "r"}
+    monkeypatch.setattr(google.oauth2.credentials, "_GOOGLE_OAUTH2_TOKEN_ENDPOINT", f"{server.url}/v1/token")
     path = give_file(tmp_path, monkeypatch, {"type": "authorized_user", **settings})
     path.rename(tmp_path / "application_default_credentials.json")
     monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS")
@@ -167,7 +167,7 @@ def test_a_service_accounts_key_signs_for_its_token(
     assert content.pop("exp") - content["iat"] == 3600
     assert abs(content.pop("iat") - time.time()) < 60
     scope = "https://www.googleapis.com/auth/devstorage.read_write"
-    assert content == {"iss": EMAIL, "scope": scope, "aud": f"{server.url}/v1/token"}
+    assert content == {"iss": EMAIL, "scope": scope, "aud": GOOGLES}
     assert server.num_tokens_asked == 0
 
 
@@ -177,35 +177,35 @@ def test_a_key_that_the_token_service_refuses_says_why(
     give_file(tmp_path, monkeypatch, account_key(token_uri=f"{server.url}/v1/token"))
     refusal = {"error": "invalid_grant", "error_description": "Invalid JWT Signature."}
     server.fault = lambda call: (400, {}, json.dumps(refusal).encode()) if call.path == "/v1/token" else None
-    with pytest.raises(AccessDeniedError, match=r"400 \(Invalid JWT Signature\.\)"):
+    with pytest.raises(AccessDeniedError, match=r"invalid_grant: Invalid JWT Signature\."):
         store.stat("blob")
 
 
-def test_a_key_without_the_package_that_signs_names_the_ways_out(
+def test_a_credential_file_without_google_auth_names_the_ways_out(
     store: GsStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     give_file(tmp_path, monkeypatch, account_key())
-    monkeypatch.setitem(sys.modules, "cryptography.exceptions", None)
-    with pytest.raises(AccessDeniedError, match="cryptography") as caught:
+    monkeypatch.delattr(google.auth, "exceptions")
+    monkeypatch.setitem(sys.modules, "google.auth.exceptions", None)
+    with pytest.raises(AccessDeniedError, match="google-auth") as caught:
         store.stat("blob")
-    assert "pip install 'teneral[gs-keys]'" in caught.value.hint
+    assert "pip install 'teneral[gs]'" in caught.value.hint
     assert "gcloud auth application-default login" in caught.value.hint
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (account_key(private_key="secret"), "not an RSA key"),
-        (account_key(private_key=pem(ec.generate_private_key(ec.SECP256R1()))), "not an RSA key"),
-        (account_key(private_key=pem(RSA_KEY, password=b"secret")), "not an RSA key"),
-        (account_key(private_key="\ud800"), "not an RSA key"),
-        (account_key(private_key=None), "private_key is not a text"),
-        (account_key(client_email=7), "client_email is not a text"),
+        (account_key(private_key="secret"), "PEM"),
+        (account_key(private_key=pem(ec.generate_private_key(ec.SECP256R1()))), "ECPrivateKey"),
+        (account_key(private_key=pem(RSA_KEY, password=b"secret")), "is encrypted"),
+        (account_key(private_key="\ud800"), "can't encode"),
+        (account_key(private_key=["secret"]), "private_key is not a text"),
         (account_key(token_uri="http://oauth2.example/token"), "https"),
-        ({"type": "service_account", "client_email": "a@b"}, "private_key_id.* is missing"),
+        ({"type": "service_account", "client_email": "a@b"}, "missing fields token_uri"),
         ({"type": "gdch"}, "'gdch'"),
         ({"type": "authorized_user", "client_id": "id"}, "client_secret"),
-        ({"type": "external_account", "audience": "a"}, "subject_token_type"),
+        ({"type": "external_account", "audience": "a"}, "valid credential source"),
         ("no JSON", "not a JSON object"),
         ("[]", "not a JSON object"),
         (" " * 70_000, "larger"),
@@ -233,3 +233,29 @@ def test_a_missing_credential_file_is_named(store: GsStore, monkeypatch: pytest.
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nonexistent.json")
     with pytest.raises(AccessDeniedError, match=r"/nonexistent\.json"):
         store.stat("blob")
+
+
+def test_a_file_of_impersonation_asks_for_the_other_account(
+    server: GsServer, store: GsStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `gcloud auth application-default login --impersonate-service-account` writes it."""
+    settings = {
+        "type": "impersonated_service_account",
+        "service_account_impersonation_url": f"{server.url}{IMPERSONATION}",
+        "source_credentials": account_key(token_uri=f"{server.url}/v1/token"),
+    }
+    endpoint = server.url + IMPERSONATION.replace(EMAIL, "{}")
+    monkeypatch.setattr(google.auth.iam, "_IAM_ENDPOINT", endpoint)
+    give_file(tmp_path, monkeypatch, settings)
+    server.fault = TokenService()
+    assert store.stat("blob").size_bytes == len(DATA)
+
+
+def test_a_token_service_that_is_away_is_worth_another_try(
+    server: GsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_file(tmp_path, monkeypatch, account_key(token_uri="http://127.0.0.1:9/token"))
+    store = GsStore("gs://models/x", SourceOptions(endpoint_url=server.url, max_attempts=1, outage_s=0.0))
+    with pytest.raises(UnavailableError, match="does not answer"):
+        store.stat("blob")
+    store.close()

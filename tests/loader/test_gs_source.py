@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.support.gs_server import METADATA_PATH, Call, GsServer, Reply, problem, serving_blob
+from tests.support.inspection import kept_for_writing
 
 from teneral.loader.errors import (
     AccessDeniedError,
@@ -211,6 +212,15 @@ def test_refusals_say_what_is_missing(server: GsServer, store: GsStore) -> None:
 
 
 # Writing
+
+
+def test_a_connection_is_kept_for_the_next_write_until_the_process_may_stand_still(store: GsStore) -> None:
+    store.put("new", b"x")
+    store.put("new", b"y")
+    assert kept_for_writing(store) == 1
+    store.quiesce()
+    assert kept_for_writing(store) == 0
+    store.put("new", b"z")
 
 
 def stream(store: GsStore, data: bytes, *, if_absent: bool = False) -> ObjectInfo:

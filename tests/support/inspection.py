@@ -225,6 +225,12 @@ def authorized(store: Any, *request: Any) -> Any:
     return store._authorized(*request)
 
 
+def kept_for_writing(store: Any) -> int:
+    """The idle connections of a store's writing side."""
+    kept: int = store._uploads._client._pool.statistics().idle
+    return kept
+
+
 def weights_of(load: Any) -> Any:
     """The `WeightLoad` of a `ModuleLoad`."""
     return load._weights

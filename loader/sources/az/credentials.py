@@ -1,7 +1,7 @@
 """Access tokens for Blob Storage, by an application's secret or workload identity, or else from the
 platform's managed identity, and Shared Key signatures, as the page "Authorize with Shared Key" has them.
 
-A managed identity is asked for over `http1`, so that a container imports nothing for it.
+Token services are asked over connections of our own, so that a container imports nothing for them.
 """
 
 from __future__ import annotations

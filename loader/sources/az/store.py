@@ -1,6 +1,6 @@
 """A Blob Storage container's folder as a store.
 
-Reading goes over `http_client`; nothing of Azure's packages is needed or imported. An object's
+Reading goes over `http/client.py`; nothing of Azure's packages is needed or imported. An object's
 version is its ETag. Writing is in `uploads.py`, imported by the first write.
 """
 

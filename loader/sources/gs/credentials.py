@@ -1,7 +1,7 @@
 """Access tokens for Cloud Storage: from a credential file, else from the metadata server.
 
-The metadata server is asked over `http1`, so that a container on Cloud Run or a pod of GKE imports
-nothing for its token. What a file says is `credential_files.py`'s business.
+The metadata server is asked over a connection of our own, so that a container on Cloud Run or a pod
+of GKE imports nothing for its token. Files are read by `credential_files.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _ask(environment: Mapping[str, str]) -> Token:
     path = find_file(environment)
     if path is None:
         return ask_metadata(environment)
-    from .credential_files import ask_with_file  # with http.client: only where needed
+    from .credential_files import ask_with_file  # lazy: pulls in google-auth
 
     return ask_with_file(path)
 

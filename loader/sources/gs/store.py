@@ -1,6 +1,6 @@
 """A Cloud Storage bucket's folder as a store.
 
-Reading goes over `http_client` with a bearer token; nothing of Google's packages is needed or
+Reading goes over `http/client.py` with a bearer token; nothing of Google's packages is needed or
 imported. An object's version is its generation. Writing is in `uploads.py`, imported by the first
 write.
 """

@@ -128,6 +128,10 @@ class BucketStore(HttpReads, ABC):
     def quiesce(self) -> None:
         """As `Remote.quiesce`."""
         super().quiesce()
+        with self._lock:
+            uploads = self._uploads
+        if isinstance(uploads, base.Remote):
+            uploads.quiesce()
         self._forget_credentials()
 
     def close(self) -> None:

@@ -71,10 +71,10 @@ class HttpClient:
         *,
         ca_file: str | None = None,
         read_head: Callable[[Head], Head] | None = None,
-        done: str = "read from",
+        verb: str = "read from",
     ) -> None:
         """`read_head` translates a store's own fields, such as an object's version, to those of
-        HTTP. `done` is what is done with objects, for messages.
+        HTTP. `verb` says what is done with objects, for messages.
 
         Raises `UsageError` for invalid time limits, rates and numbers.
         """
@@ -85,7 +85,7 @@ class HttpClient:
         self._throttle = Throttle()
         self._stragglers = Stragglers(options.hedge_after_s, self._throttle)
         self._pool = ConnectionPool(options, ca_file=ca_file)
-        self._retrying = Retrying(server.url, options, self._throttle, self._tally, done=done)
+        self._retrying = Retrying(server.url, options, self._throttle, self._tally, verb=verb)
 
     def stat(self, name: str) -> ObjectInfo:
         """Asks for the first byte: the answer to a HEAD request would carry no explanation of an

@@ -161,11 +161,11 @@ class Retrying:
     """The retries of one source. Thread-safe. Blocks without the GIL."""
 
     def __init__(
-        self, source: str, options: SourceOptions, throttle: Throttle, tally: Tally, *, done: str
+        self, source: str, options: SourceOptions, throttle: Throttle, tally: Tally, *, verb: str
     ) -> None:
-        """`source` is its address, and `done` what is done with its objects: for messages."""
+        """`source` is its address, and `verb` what is done with its objects: for messages."""
         self._source = source
-        self._done = done
+        self._verb = verb
         self._options = options
         self.outage = Outage()
         self._throttle = throttle
@@ -231,7 +231,7 @@ class Retrying:
         self._throttle.close()
 
     def _from_wire(self, name: str, error: WireError) -> UnavailableError:
-        message = f"{name or 'the list'} could not be {self._done} {self._source}: {error}"
+        message = f"{name or 'the list'} could not be {self._verb} {self._source}: {error}"
         if error.is_final:
             hint = "Set SSL_CERT_FILE to the certificates to trust, or correct the address."
             raise SourceError(message, source=self._source, name=name, hint=hint) from error

@@ -24,7 +24,11 @@ class HttpUploads:
             read_timeout_s=timeout_s, min_rate_bytes_s=0, hedge_after_s=0.0, outage_s=0.0
         )
         self.url = server.url
-        self._client = HttpClient(server, options, done="written to")
+        self._client = HttpClient(server, options, verb="written to")
+
+    def quiesce(self) -> None:
+        """Close idle connections, before the process may stand still. Does not block."""
+        self._client.quiesce()
 
     def close(self) -> None:
         """Requests under way raise `SourceClosedError`, as later ones do. Idempotent."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -343,6 +345,28 @@ def test_a_streamed_object_that_exists_is_refused_at_its_commit(server: GsServer
     with pytest.raises(AlreadyExistsError):
         writer.commit()
     assert server.objects["models"]["a model/blob"][0] == DATA
+
+
+def test_a_refusal_that_comes_before_the_whole_body_is_understood() -> None:
+    """The server answers the head of the request, and closes with most of the body unread."""
+    status, _, body = problem(403, "forbidden", "storage.objects.create is missing")
+    head = f"HTTP/1.1 {status} Forbidden\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def refuse() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(head.encode() + body)
+
+        thread = threading.Thread(target=refuse)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        store = GsStore(URL, SourceOptions(endpoint_url=url, anonymous=True, max_attempts=1))
+        with pytest.raises(AccessDeniedError, match=r"storage\.objects\.create"):
+            store.put("new", bytes(16 << 20))
+        store.close()
+        thread.join()
 
 
 def test_a_version_of_another_store_never_matches(store: GsStore) -> None:

@@ -100,8 +100,7 @@ class Connection:
             yield from self._wire.connect()
         try:
             self._wire.send(request.encode())
-            if request.body:
-                self._wire.send(request.body)
+            self._send_body(request.body)
             yield from self._receive_more()
         except WireTimeoutError:
             raise
@@ -109,6 +108,14 @@ class Connection:
             if self._is_fresh:
                 raise
             raise StaleConnectionError(str(error)) from error
+
+    def _send_body(self, body: bytes) -> None:
+        try:
+            self._wire.send(body)
+        except WireTimeoutError:
+            raise
+        except WireError:
+            pass  # a server that closes before it has all of it may have given its reason
 
     def read_some(self, view: memoryview) -> int:
         """Put more of a body of known length at the start of `view`: what comes within a tick,

@@ -13,8 +13,9 @@ from tests.support.az_server import ACCOUNT, IMDS_PATH, KEY, SAS, AzServer, prob
 from teneral.loader.errors import AccessDeniedError, AlreadyExistsError, NotFoundError, UsageError
 from teneral.loader.sources.az import credentials, uploads
 from teneral.loader.sources.az.address import settings_from
-from teneral.loader.sources.az.store import AzStore, date
+from teneral.loader.sources.az.store import AzStore
 from teneral.loader.sources.base import ObjectInfo, SourceOptions
+from teneral.loader.sources.http.head import format_date
 from teneral.loader.sources.open import open_store
 
 DATA = bytes(range(256)) * 4096  # 1 MiB
@@ -285,7 +286,7 @@ def test_a_malformed_secret_is_refused_unshown(environment: dict[str, str]) -> N
 
 
 def test_dates_are_written_as_http_has_them() -> None:
-    assert date(784111777) == "Sun, 06 Nov 1994 08:49:37 GMT"
+    assert format_date(784111777) == "Sun, 06 Nov 1994 08:49:37 GMT"
 
 
 @pytest.mark.parametrize("server", ["key", "token"], indirect=True)

@@ -323,6 +323,14 @@ def test_a_store_that_takes_nothing_is_given_up(server: GsServer) -> None:
     store.close()
 
 
+def test_a_store_that_is_not_there_is_unavailable_for_writing() -> None:
+    options = SourceOptions(endpoint_url="http://127.0.0.1:9", anonymous=True, max_attempts=1)
+    store = GsStore(URL, options)
+    with pytest.raises(UnavailableError, match="new could not be written to gs://models"):
+        store.put("new", b"x")
+    store.close()
+
+
 def test_an_aborted_upload_leaves_no_session(server: GsServer, store: GsStore) -> None:
     writer = store.create("new")
     writer.write(DATA)

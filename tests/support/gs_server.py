@@ -58,9 +58,12 @@ class GsServer:
 
             def handle_one_request(self) -> None:
                 try:
-                    self.raw_requestline = self.rfile.readline(65_537)
-                except ConnectionError:  # the client gave up an upload
-                    self.raw_requestline = b""
+                    self._answer_one()
+                except ConnectionError:  # a fault, or a client that gave up
+                    self.close_connection = True
+
+            def _answer_one(self) -> None:
+                self.raw_requestline = self.rfile.readline(65_537)
                 if not self.raw_requestline or not self.parse_request():
                     self.close_connection = True
                     return
@@ -70,12 +73,7 @@ class GsServer:
                 if len(body) < length:  # the client was killed: half a request changes nothing
                     self.close_connection = True
                     return
-                call = Call(self.command, self.path, headers, body)
-                try:
-                    status, fields, answer = self.owner.answer(call)
-                except ConnectionError:
-                    self.close_connection = True
-                    return
+                status, fields, answer = self.owner.answer(Call(self.command, self.path, headers, body))
                 self.send_response(status)
                 for name, value in fields.items():
                     self.send_header(name, value)

@@ -10,14 +10,13 @@ from collections.abc import Mapping
 
 from ...errors import AccessDeniedError, UsageError
 from ..base import SourceOptions
-from ..http.address import Origin, WebAddress, encode_path, encode_value, parse_address
+from ..http.address import Origin, WebAddress, encode_path, encode_value, is_loopback, parse_address
 
 _ACCOUNT = re.compile(r"[a-z0-9]{3,24}")
 _CONTAINER = re.compile(r"\$root|\$web|[a-z0-9](?:-?[a-z0-9]){2,62}")
 _KEY = re.compile(r"[A-Za-z0-9+/]{1,200}={0,2}")
 _SAS = re.compile(r"[A-Za-z0-9%&=._~:/+-]{1,4096}")
 _SUFFIX = re.compile(r"[a-z0-9][a-z0-9.-]{1,100}")
-_LOOPBACK = re.compile(r"localhost|::1|127(\.\d{1,3}){3}")
 _CONNECTION = "AZURE_STORAGE_CONNECTION_STRING"
 _HINT = "Write az://account/container/prefix, or az://container/prefix with AZURE_STORAGE_ACCOUNT."
 
@@ -87,10 +86,6 @@ def settings_from(
     if options.anonymous:
         key = sas = ""
     return Settings(account, endpoint, key, sas, options.anonymous), first, rest.strip("/")
-
-
-def is_loopback(origin: Origin) -> bool:
-    return _LOOPBACK.fullmatch(origin.host) is not None
 
 
 def encoded(path: str, query: Query, sas: str) -> str:

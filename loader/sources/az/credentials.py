@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import AccessDeniedError, UnavailableError, UsageError
-from ..http.address import WebAddress, encode_value, parse_address
+from ..http.address import WebAddress, encode_value, is_loopback, parse_address
 from ..http.connections import BodyTooLargeError
-from ..http.head import Head, Headers, Request, is_header
+from ..http.head import Headers, Request, is_header
 from ..http.tokens import MAX_ANSWER_BYTES, Token, ask_service, is_overloaded
 from ..http.wire import WireError
 from .address import Query, Settings
@@ -52,22 +52,14 @@ def ask_token(environment: Mapping[str, str]) -> Token:
 
 def _by_managed_identity(environment: Mapping[str, str]) -> Token:
     request = _identity_request(environment)
+    hint = "Assign an identity, and set AZURE_CLIENT_ID if there are several."
+    service = "the managed identity's service"
     try:
-        head, body = ask_service(request, is_busy=_is_busy, pause_s=PAUSE_S)
+        _, body = ask_service(request, service, hint=hint, pause_s=PAUSE_S, is_busy=_is_busy)
     except (WireError, BodyTooLargeError, OSError) as error:
         message = "there are no credentials for Blob Storage, and no managed identity answers"
         raise AccessDeniedError(f"{message} ({error})", hint=WAYS_TO_GIVE) from error
-    hint = "Assign an identity, and set AZURE_CLIENT_ID if there are several."
-    return _answered(head, body, "the managed identity's service", hint)
-
-
-def _answered(head: Head, body: bytes, service: str, hint: str) -> Token:
-    if head.status == 200:
-        return _token_from(body)
-    message = f"{service} answers {head.status} in place of a token"
-    if is_overloaded(head.status):
-        raise UnavailableError(message, retry_after_s=head.retry_after_s)
-    raise AccessDeniedError(message, hint=hint)
+    return _token_from(body)
 
 
 def _is_busy(status: int) -> bool:
@@ -94,8 +86,6 @@ def _identity_request(environment: Mapping[str, str]) -> Request:
 
 def _by_application(environment: Mapping[str, str], proof: Mapping[str, str]) -> Token:
     """By a registered application's secret, or by a token of an issuer that it trusts."""
-    from .address import is_loopback
-
     authority = _address(environment.get("AZURE_AUTHORITY_HOST") or AUTHORITY, "AZURE_AUTHORITY_HOST", "")
     if authority.origin.scheme != "https" and not is_loopback(authority.origin):
         raise UsageError("AZURE_AUTHORITY_HOST must be an https address", key="AZURE_AUTHORITY_HOST")
@@ -110,15 +100,14 @@ def _by_application(environment: Mapping[str, str], proof: Mapping[str, str]) ->
     target = f"{authority.path.rstrip('/')}/{tenant}/oauth2/v2.0/token"
     headers = (("Content-Type", "application/x-www-form-urlencoded"),)
     request = Request("POST", authority.origin, target, (), headers, body)
+    hint = "Check AZURE_CLIENT_ID, AZURE_TENANT_ID, and the secret or the federated credential."
+    service = "Azure's token service"
     try:
-        head, answer = ask_service(
-            request, is_busy=is_overloaded, pause_s=PAUSE_S, timeout_s=APPLICATION_TIMEOUT_S
-        )
+        _, answer = ask_service(request, service, hint=hint, pause_s=PAUSE_S, timeout_s=APPLICATION_TIMEOUT_S)
     except (WireError, BodyTooLargeError, OSError) as error:
         hint = "Check the network and AZURE_AUTHORITY_HOST; proxies (HTTPS_PROXY) are not used."
-        raise UnavailableError(f"Azure's token service does not answer: {error}", hint=hint) from error
-    hint = "Check AZURE_CLIENT_ID, AZURE_TENANT_ID, and the secret or the federated credential."
-    return _answered(head, answer, "Azure's token service", hint)
+        raise UnavailableError(f"{service} does not answer: {error}", hint=hint) from error
+    return _token_from(answer)
 
 
 def _token_from(body: bytes) -> Token:

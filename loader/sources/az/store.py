@@ -14,7 +14,7 @@ from ...errors import AccessDeniedError, TeneralError
 from ..base import SourceOptions
 from ..http.bucket import BucketStore, Page
 from ..http.client import HttpClient
-from ..http.head import Head, Headers, Request
+from ..http.head import Head, Headers, Request, format_date
 from ..http.tokens import TokenCache, bearer
 from .address import Query, blob_path, encoded, settings_from
 from .credentials import RENEW_S, ask_token
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 API_VERSION = "2021-08-06"
 PAGE_OBJECTS = 1_000
 MAX_PAGE_BYTES = 32 * 1024 * 1024
-_DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
-_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 
 
 class AzStore(BucketStore):
@@ -76,7 +74,7 @@ class AzStore(BucketStore):
     ) -> Request:
         """A request as of now for an object ('' for the container)."""
         path = blob_path(self._settings, self._container, self._key(name) if name else "")
-        own: Headers = (("x-ms-version", API_VERSION), ("x-ms-date", date(time.time())))
+        own: Headers = (("x-ms-version", API_VERSION), ("x-ms-date", format_date(time.time())))
         if self._settings.key:
             own = (*own, ("Authorization", self._signature(method, path, query, (*headers, *own), len(body))))
         elif self._tokens is not None:
@@ -100,12 +98,3 @@ class AzStore(BucketStore):
     def _forget_credentials(self) -> None:
         if self._tokens is not None:
             self._tokens.forget()
-
-
-def date(unix_s: float) -> str:
-    """A time as HTTP writes it, whatever the locale."""
-    now = time.gmtime(unix_s)
-    day, month = _DAYS[now.tm_wday], _MONTHS[now.tm_mon - 1]
-    return (
-        f"{day}, {now.tm_mday:02} {month} {now.tm_year} {now.tm_hour:02}:{now.tm_min:02}:{now.tm_sec:02} GMT"
-    )

@@ -11,12 +11,11 @@ from typing import NamedTuple
 
 from ...errors import UsageError
 from ..base import SourceOptions
-from ..http.address import Origin, encode_value, parse_address
+from ..http.address import Origin, encode_value, is_loopback, parse_address
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 _GOOGLE = Origin("https", "storage.googleapis.com", 443)
 MAX_DIGITS = 19  # of a number in an answer
-_LOOPBACK = re.compile(r"localhost|::1|127(\.\d{1,3}){3}")
 
 Query = tuple[tuple[str, str], ...]
 
@@ -59,10 +58,6 @@ def settings_from(options: SourceOptions, environment: Mapping[str, str]) -> Set
         origin = _origin_of(emulator if "://" in emulator else f"http://{emulator}", "STORAGE_EMULATOR_HOST")
         is_anonymous = True
     return Settings(origin, is_anonymous, _user_project(options, environment))
-
-
-def is_loopback(origin: Origin) -> bool:
-    return _LOOPBACK.fullmatch(origin.host) is not None
 
 
 def object_target(bucket: str, key: str, query: Query) -> str:

@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 
 from ...errors import AccessDeniedError, UnavailableError
 from ..base import shown_text
-from ..http.address import parse_address
+from ..http.address import is_loopback, parse_address
 from ..http.connections import BodyTooLargeError
 from ..http.head import Request, is_header
 from ..http.tokens import MAX_ANSWER_BYTES, Token, exchange
 from ..http.wire import WireError
-from .address import is_loopback
 from .answers import WAYS_TO_GIVE
 
 SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"

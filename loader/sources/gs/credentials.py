@@ -10,11 +10,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import AccessDeniedError, UnavailableError, UsageError
+from ...errors import AccessDeniedError, UsageError
 from ..http.address import parse_address
 from ..http.connections import BodyTooLargeError
 from ..http.head import Head, Request
-from ..http.tokens import Token, TokenCache, ask_service, is_overloaded
+from ..http.tokens import Token, TokenCache, ask_service
 from ..http.wire import WireError
 
 RENEW_S = 225.0  # before a token ends: the metadata server has the next one from 300 s before
@@ -61,19 +61,15 @@ def ask_metadata(environment: Mapping[str, str]) -> Token:
             "GCE_METADATA_HOST is not a host", key="GCE_METADATA_HOST", hint="Write host or host:port."
         )
     request = Request("GET", address.origin, _TOKEN_TARGET, (_FLAVOR,))
+    hint = "Give the machine, the pod or the service a service account."
     try:
-        head, body = ask_service(request, is_busy=is_overloaded, pause_s=PAUSE_S)
+        head, body = ask_service(request, "the metadata server", hint=hint, pause_s=PAUSE_S)
     except (WireError, BodyTooLargeError, OSError) as error:
         from .answers import WAYS_TO_GIVE
 
         message = "there are no credentials for Cloud Storage, and no metadata server answers"
         raise AccessDeniedError(f"{message} ({error})", hint=WAYS_TO_GIVE) from error
-    if head.status == 200:
-        return _token_from(head, body)
-    message = f"the metadata server answers {head.status} in place of a token"
-    if is_overloaded(head.status):
-        raise UnavailableError(message, retry_after_s=head.retry_after_s)
-    raise AccessDeniedError(message, hint="Give the machine, the pod or the service a service account.")
+    return _token_from(head, body)
 
 
 def _token_from(head: Head, body: bytes) -> Token:

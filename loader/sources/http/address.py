@@ -70,6 +70,11 @@ def parse_address(url: str) -> WebAddress | None:
     return WebAddress(origin, path, query)
 
 
+def is_loopback(origin: Origin) -> bool:
+    """True if an address is this machine's own, so that plain http carries no secret over a network."""
+    return re.fullmatch(r"localhost|::1|127(\.\d{1,3}){3}", origin.host) is not None
+
+
 def encode_path(name: str) -> str:
     """A name as it stands in an address's path, and in S3's signatures, which normalise neither
     '//' nor '.'.

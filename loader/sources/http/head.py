@@ -9,6 +9,7 @@ on where the next answer begins.
 from __future__ import annotations
 
 import re
+import time
 from typing import NamedTuple
 
 from ...errors import UnavailableError
@@ -26,6 +27,7 @@ _CONTENT_RANGE = r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)"
 _STRONG_ETAG = re.compile(r'"[\x21\x23-\x7e\x80-\xff]*"')
 _NUMBER = re.compile(r"\d{1,19}")
 _DATE = r"[A-Z][a-z]{2}, (\d\d) ([A-Z][a-z]{2}) (\d{4}) (\d\d):(\d\d):(\d\d) GMT"
+_DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 
 
@@ -157,15 +159,21 @@ def parse_date(value: str) -> int | None:
     return ((days * 24 + hour) * 60 + minute) * 60 + second
 
 
+def format_date(unix_s: float) -> str:
+    """A time as HTTP writes it, whatever the locale."""
+    now = time.gmtime(unix_s)
+    return time.strftime(f"{_DAYS[now.tm_wday]}, %d {_MONTHS[now.tm_mon - 1]} %Y %H:%M:%S GMT", now)
+
+
 def parse_time(text: object) -> float | None:
     """Unix seconds of a time in ISO 8601 with its zone; None for all else."""
     import datetime  # a cold start lists nothing
 
     try:
-        time = datetime.datetime.fromisoformat(text) if isinstance(text, str) else None
+        moment = datetime.datetime.fromisoformat(text) if isinstance(text, str) else None
     except ValueError:
         return None
-    return time.timestamp() if time is not None and time.tzinfo is not None else None
+    return moment.timestamp() if moment is not None and moment.tzinfo is not None else None
 
 
 def is_strong_etag(value: str) -> bool:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from ...errors import SourceError
+from ...errors import AccessDeniedError, SourceError, UnavailableError
 from ..base import SourceOptions
 from .connections import Connection
 from .head import Head, Headers, Request
@@ -122,11 +122,24 @@ def exchange(request: Request, *, timeout_s: float = TIMEOUT_S) -> tuple[Head, b
         connection.close()
 
 
+def is_overloaded(status: int) -> bool:
+    """True for the statuses of a token service that is worth another try."""
+    return status == 429 or status >= 500
+
+
 def ask_service(
-    request: Request, *, is_busy: Callable[[int], bool], pause_s: float, timeout_s: float = TIMEOUT_S
+    request: Request,
+    service: str,
+    *,
+    hint: str,
+    pause_s: float,
+    is_busy: Callable[[int], bool] = is_overloaded,
+    timeout_s: float = TIMEOUT_S,
 ) -> tuple[Head, bytes]:
-    """The answer of a token service, which is asked again after an outage and while it is busy. Raises
-    the errors of `exchange`.
+    """The good answer of a token service, which is asked again after an outage and while it is busy.
+
+    Raises the errors of `exchange`, `AccessDeniedError` with the `hint` for a refusal, and
+    `UnavailableError` where it stays overloaded.
     """
     for left in reversed(range(ATTEMPTS)):
         try:
@@ -138,9 +151,9 @@ def ask_service(
             if not left or not is_busy(head.status):
                 break
         time.sleep(pause_s)
-    return head, body
-
-
-def is_overloaded(status: int) -> bool:
-    """True for the statuses of a token service that is worth another try."""
-    return status == 429 or status >= 500
+    if head.status == 200:
+        return head, body
+    message = f"{service} answers {head.status} in place of a token"
+    if is_overloaded(head.status):
+        raise UnavailableError(message, retry_after_s=head.retry_after_s)
+    raise AccessDeniedError(message, hint=hint)

@@ -128,6 +128,26 @@ def test_federation_may_impersonate_an_account_and_ask_an_address(
     assert service.forms[0]["subject_token"] == "from-url"
 
 
+def test_federation_takes_the_role_of_a_machine_of_aws(
+    server: GsServer, store: GsStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
+        monkeypatch.setenv(name, name.lower())
+    source = {
+        "environment_id": "aws1",
+        "regional_cred_verification_url": "https://sts.{region}.amazonaws.com?Action=GetCallerIdentity",
+    }
+    more = {
+        "subject_token_type": "urn:ietf:params:aws:token-type:aws4_request",
+        "credential_source": source,
+    }
+    give_file(tmp_path, monkeypatch, federation(server, tmp_path, **more))
+    server.fault = service = TokenService()
+    server.tokens = {"federated"}
+    store.stat("blob")
+    assert "sts.aws_region.amazonaws.com" in service.forms[0]["subject_token"]
+
+
 def test_the_login_of_gcloud_is_found_and_used(
     server: GsServer, store: GsStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,7 +119,7 @@ def load_here(
     if shared_load is not None and not is_shared:
         from ..loader.load.resident import ResidentBase  # few servers have one
 
-        base = ResidentBase.of(shared_load)
+        base = ResidentBase.of(shared_load.manifest, shared_load.slab)
     if base is not None:
         manifest = base.join(manifest, source.url)
         # The base drafts, and layers follow one another.
@@ -239,7 +239,7 @@ def _load_host(
     paging = None
     if is_paged:
         # Few servers have less memory than their model takes.
-        from ..loader.load.experts import plan_paging
+        from ..loader.load.pages import plan_paging
 
         assert options.weights_bytes is not None
         paging = plan_paging(manifest, options.weights_bytes)

@@ -120,7 +120,7 @@ def base_in_memory(
     from .models.decoder import Decoder
 
     own = model if isinstance(model, Decoder) else None
-    return BaseInMemory(ResidentBase.of(load), text_settings, tokenizer, own)
+    return BaseInMemory(ResidentBase.of(load.manifest, load.slab), text_settings, tokenizer, own)
 
 
 def _digests(manifest: Manifest) -> dict[str, bytes | None]:

@@ -50,7 +50,7 @@ class Load(Protocol):
 
     @property
     def experts(self) -> Pager | None:
-        """What has experts in memory while they are used; None where all stay."""
+        """The pager of experts that are in memory while they are used; None where all stay."""
 
     def wait(self, group: int, tier: Tier = Tier.REFINE, timeout_s: float | None = None) -> None:
         """Return when the group holds that tier's values (`REFINE`: exact ones), at once if it does

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from ..cache.part_cache import PartCache
-    from .experts import Pager, Paging
+    from .experts import Pager
+    from .pages import Paging
     from .prefetch import Prefetch
     from .resident import ResidentBase
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class RangeSource(Protocol):
-    """What a load needs of its source: see `sources.base.Source`."""
+    """The part of `sources.base.Source` that a load needs."""
 
     @property
     def url(self) -> str: ...
@@ -138,7 +138,7 @@ class Parts:
         )
 
     def is_right(self, part: Part, stored: memoryview) -> bool:
-        """Whether these are the part's bytes; False: to be fetched again. Raises `IntegrityError` when they were wrong
+        """True if these are the part's bytes; False: to be fetched again. Raises `IntegrityError` when they were wrong
         before. A part without a digest was never packed: there is nothing to compare with.
         """
         if part.digest is None:

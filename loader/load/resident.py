@@ -17,11 +17,9 @@ from ..format.limits import MANIFEST_NAME
 from ..format.manifest import Manifest, Segment, Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
-
-    from .base import HostLoad
 
     Bytes = NDArray[np.uint8]
 
@@ -38,10 +36,9 @@ class ResidentBase:
         self._own = {tensor.name: tensor for tensor in manifest.tensors}
 
     @classmethod
-    def of(cls, load: HostLoad) -> Self:
-        """The weights of a load that is exact."""
-        manifest = load.manifest
-        return cls(manifest, [load.slab(group.index) for group in manifest.groups])
+    def of(cls, manifest: Manifest, slab: Callable[[int], Bytes]) -> Self:
+        """The weights of a load that is exact, whose `slab` gives the memory of a group."""
+        return cls(manifest, [slab(group.index) for group in manifest.groups])
 
     def join(self, tuned: Manifest, url: str) -> Manifest:
         """The manifest with which a load of the fine-tune at `url` reads its differences alone.

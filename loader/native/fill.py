@@ -91,7 +91,7 @@ class FillArgs(ctypes.Structure):
 
 
 class Damage(NamedTuple):
-    """What is wrong with a part, and where: the number of a segment, and of a plane in it (-1: no single one). `at` is
+    """A fault of a part, and its place: the number of a segment, and of a plane in it (-1: no single one). `at` is
     the byte in that plane; of a raw plane the size that it should have; of bytes that follow frames how many they are.
     """
 

@@ -116,7 +116,7 @@ def decode_frames(src: memoryview | Bytes, out: Bytes, frame_bytes: int, *, wher
 def find_frames(
     src: memoryview | Bytes, size_bytes: int, frame_bytes: int, *, where: str = ""
 ) -> NDArray[np.int64]:
-    """Where each frame in `src` begins and ends, (num_frames, 2), without its padding. Headers and
+    """The begin and end of each frame in `src`, (num_frames, 2), without its padding. Headers and
     paddings are checked, and nothing is decoded. `size_bytes` is what the frames hold.
     """
     extents = np.empty((-(-size_bytes // frame_bytes), 2), np.int64)

@@ -17,7 +17,7 @@ from ..format.checkpoint_files import shorten, unknown_names
 from ..format.delta import BASE_PREFIX
 from ..format.layout import is_stacked, layer_of
 from ..format.manifest import FORMAT_VERSION, Group, Manifest, Tensor, Tier
-from ..load.experts import find_pages, step_need
+from ..load.pages import find_pages, step_need
 from .progress_bar import format_bytes
 
 PRUNED_KEY = "teneral.pruned"  # of the metadata: see tools/pack/prune.py

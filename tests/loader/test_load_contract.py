@@ -144,7 +144,7 @@ def test_the_values_stay_when_the_load_is_closed_twice(kind: str, folders: tuple
 
 
 @each_reader
-def test_a_cancelled_load_frees_those_who_wait_at_once(kind: str, folders: tuple[Path, Path]) -> None:
+def test_a_cancelled_load_frees_its_waiters_at_once(kind: str, folders: tuple[Path, Path]) -> None:
     source = PacedSource(FileStore(folders[1]))
     source.hold()
     with begun(kind, folders, source) as load:

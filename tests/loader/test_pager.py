@@ -25,9 +25,10 @@ from teneral.loader.errors import (
 from teneral.loader.format.manifest import Manifest
 from teneral.loader.format.safetensors import SafetensorsWriter, TensorSpec
 from teneral.loader.load.accounting import LoadState
-from teneral.loader.load.experts import Residency, plan_paging
+from teneral.loader.load.experts import Residency
 from teneral.loader.load.load import WeightLoad
 from teneral.loader.load.options import LoadOptions
+from teneral.loader.load.pages import plan_paging
 from teneral.loader.load.plan import expert_groups
 from teneral.loader.sources.open import open_source, open_store
 from teneral.loader.tools.pack.pack import pack

@@ -1,1 +1,1 @@
-"""Where the values of a load go: memory of this process, files that are used in place, another device."""
+"""The targets of a load's values: memory of this process, files that are used in place, another device."""

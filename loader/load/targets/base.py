@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Target:
-    """Where the values of one load go. Thread-safe. What is not overridden does nothing."""
+    """The target of one load's values. Thread-safe. Methods that are not overridden do nothing."""
 
     what = "weights"  # in the message of a load that does not fit
     weight_bytes = 0  # of this process's memory that they take

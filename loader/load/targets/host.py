@@ -13,7 +13,7 @@ from .base import Target
 
 if TYPE_CHECKING:
     from ...format.fill import Scratch
-    from ..experts import Paging
+    from ..pages import Paging
     from ..parts import Parts
     from ..plan import Step
     from ..resident import ResidentBase

@@ -23,9 +23,9 @@ from teneral.loader.format import layout
 from teneral.loader.format.layout import is_stacked
 from teneral.loader.format.manifest import Part
 from teneral.loader.load import queue
-from teneral.loader.load.experts import plan_paging, step_need
 from teneral.loader.load.load import WeightLoad
 from teneral.loader.load.options import LoadOptions
+from teneral.loader.load.pages import plan_paging, step_need
 from teneral.loader.load.plan import RowParts, expert_groups
 from teneral.loader.native.library import library
 from teneral.loader.sources.open import open_source, open_store

@@ -6,7 +6,7 @@ but the standard library. Settings, from the environment:
 - `TENERAL_CC`: the compiler's command. Otherwise the `ziglang` package where it is installed, else `cc`.
 - `TENERAL_TARGET`: a triple of zig's, such as `aarch64-linux-gnu.2.28`, to build for another machine.
 
-A library that does not compile is left out with a warning. Without any, numpy computes.
+A library that does not compile is left out with a warning. Without any, weights can be neither decoded nor packed.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ def build(folder: Path) -> list[Path]:
     """Compile all libraries for the target into `folder`, side by side; returns those that were built."""
     compiler, isas = find_compiler(), ISA_FLAGS.get(target_machine(), {})
     if not isas or sys.platform != "linux":
-        _warn(f"no native core for {target_machine()}: numpy will compute, slowly")
+        _warn(f"no native core for {target_machine()}: weights can be neither decoded nor packed")
         return []
     if compiler is None:
-        _warn("no C compiler (neither TENERAL_CC nor the ziglang package nor cc): numpy will compute, slowly")
+        _warn("no C compiler (neither TENERAL_CC nor the ziglang package nor cc): weights can be neither decoded nor packed")
         return []
     folder.mkdir(parents=True, exist_ok=True)
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -83,7 +83,7 @@ def build(folder: Path) -> list[Path]:
             if path
         ]
     if not built:
-        _warn("no native library could be built: numpy will compute, slowly")
+        _warn("no native library could be built: weights can be neither decoded nor packed")
     return built
 
 

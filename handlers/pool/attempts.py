@@ -31,6 +31,7 @@ class Verdict:
     """A request's judgement of its instance."""
 
     is_error: bool = False  # the instance was at fault
+    is_late: bool = False  # the request's time ran out
     is_hung: bool = False  # it does nothing more
     was_given_up: bool = False  # by its client: that says nothing
 
@@ -53,7 +54,7 @@ async def ask_instances(
     """
     for attempt in range(MAX_ASKED):
         if attempt:
-            deployment = _heir(supervisor, chooser, deployment, version)
+            deployment = _replacement(supervisor, chooser, deployment, version)
         lease = await _place(supervisor, deployment, version, affinities)
         verdict = Verdict()
         try:
@@ -92,7 +93,7 @@ async def _place(
     return lease
 
 
-def _heir(
+def _replacement(
     supervisor: Supervisor, chooser: Chooser, deployment: Deployment, version: int | None
 ) -> Deployment:
     """The deployment that has replaced this one, if any."""

@@ -16,7 +16,6 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import NamedTuple
 from urllib.parse import quote
 
 import aiohttp
@@ -33,9 +32,10 @@ from ..http.errors import SERVER_ERROR, ApiError, as_api_error, retry_after
 from ..http.keys import ApiKeys
 from ..http.limits import PIECE_BYTES
 from .attempts import LostError, Verdict, ask_instances
-from .deployment import Affinity, Deployment, FailingError, Lease
+from .deployment import Deployment, FailingError, Lease
 from .protocols import StreamEnd, shaped_response
-from .routing import MAX_KEY_CHARS, Body, Chooser
+from .proxy_request import ProxyRequest, parse_request
+from .routing import Chooser
 from .shadow import Seen, Shadows
 from .supervisor import Supervisor
 from .versions import ModelState
@@ -51,25 +51,6 @@ MAX_ANSWER_FIELD_BYTES = 256 << 10
 # Beyond the model's own limit, for its instance to report the time-out.
 UPSTREAM_GRACE_S = 10.0
 DRAINED_RETRY_AFTER_S = 60  # the model is back only once a client wakes it
-ACTING_PATHS = frozenset(
-    {"/invoke", "/invocations", "/events", "/"}
-)  # functions have side effects: never retried
-BODY_PATHS = frozenset(
-    {
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/v1/responses",
-        "/v1/embeddings",
-        "/tokenize",
-        "/detokenize",
-        *("/v1/messages", "/v1/messages/count_tokens"),
-        *("/v1/classify", "/classify", "/v1/score", "/score"),
-        *("/v1/rerank", "/v2/rerank", "/rerank"),
-    }
-)
-_KSERVE = re.compile(
-    r"/v2/models/(?P<name>.+?)(?:/versions/(?P<version>[^/]+))?(?P<verb>/(?:infer|generate|generate_stream|config|stats))?"
-)
 _PARAMETER = re.compile(r"{(\w+)}")
 _HOP_BY_HOP = frozenset(
     {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding"}
@@ -77,23 +58,6 @@ _HOP_BY_HOP = frozenset(
 _OWN_HEADERS = _HOP_BY_HOP | {"upgrade", "host", "content-length"}
 logger = logging.getLogger("teneral.pool")
 access_logger = logging.getLogger("teneral.pool.access")
-
-
-class Asked(NamedTuple):
-    """A request as parsed by the front."""
-
-    name: str  # as written by the client; '' without one
-    session: str | None
-    affinities: tuple[Affinity, ...]
-    path: str  # at the instance; {model} stands for the model's own name
-    data: bytes
-    is_repeatable: bool
-    body: Body | None = None
-    is_kserve: bool = False
-
-    def body_for(self, model: str) -> bytes:
-        """The body with the instance's own name of the model."""
-        return self.data if self.body is None else self.body.named(model)
 
 
 class Front:
@@ -136,10 +100,10 @@ class Front:
             data = bytearray()
             try:
                 await self._read(request, data)
-                asked = _understand(request, bytes(data))
-                state, deployment, version = self._find(request, asked)
+                parsed = parse_request(request, bytes(data))
+                state, deployment, version = self._find(request, parsed)
                 model = state.model.name
-                response = await self._answer(request, asked, deployment, version, request_id)
+                response = await self._answer(request, parsed, deployment, version, request_id)
             finally:
                 self._bodies_bytes -= len(data)
             status = response.status
@@ -162,7 +126,7 @@ class Front:
             if access_logger.isEnabledFor(logging.INFO):
                 _log_access(request, status, seconds, model, request_id)
 
-    # understanding
+    # parsing
 
     async def _read(self, request: web.Request, data: bytearray) -> None:
         """Append the body to `data`; it counts among all bodies until the request has ended."""
@@ -193,14 +157,14 @@ class Front:
                 408, f"the body took longer than {BODY_TIMEOUT_S:g} s", code="request_timeout"
             ) from None
 
-    def _find(self, request: web.Request, asked: Asked) -> tuple[ModelState, Deployment, int | None]:
+    def _find(self, request: web.Request, parsed: ProxyRequest) -> tuple[ModelState, Deployment, int | None]:
         """The model and version for a request, and the version that it names. Raises `ApiError`."""
         supervisor = self._supervisor
         if supervisor.draining:
             raise ApiError(
                 503, "the pool is shutting down", kind=SERVER_ERROR, code="draining", headers=retry_after(1)
             )
-        name = asked.name
+        name = parsed.name
         if not name:
             if len(supervisor.models) != 1:
                 self._check_key(request, None)
@@ -210,7 +174,7 @@ class Front:
                     param="model",
                 )
             name = next(iter(supervisor.models))
-        target = self._chooser.target(supervisor.pool, name, asked.session)
+        target = self._chooser.target(supervisor.pool, name, parsed.session)
         state = None if target is None else supervisor.models.get(target.model)
         self._check_key(request, state)
         if target is None or state is None:
@@ -223,7 +187,7 @@ class Front:
                 code="model_unloaded",
                 headers=retry_after(DRAINED_RETRY_AFTER_S),
             )
-        deployment = state.choose(target.version, asked.session, self._chooser)
+        deployment = state.choose(target.version, parsed.session, self._chooser)
         if deployment is None:
             if state.trouble and target.version is None:
                 raise ApiError(
@@ -248,7 +212,7 @@ class Front:
     async def _answer(
         self,
         request: web.Request,
-        asked: Asked,
+        parsed: ProxyRequest,
         deployment: Deployment,
         version: int | None,
         request_id: str,
@@ -262,9 +226,11 @@ class Front:
                     self._chooser,
                     deployment,
                     version,
-                    lambda lease, verdict: self._splice(request, asked, lease, verdict, request_id, limit),
-                    affinities=asked.affinities,
-                    is_repeatable=asked.is_repeatable,
+                    lambda lease, verdict: self._proxy_once(
+                        request, parsed, lease, verdict, request_id, limit
+                    ),
+                    affinities=parsed.affinities,
+                    is_repeatable=parsed.is_repeatable,
                 )
         except TimeoutError:
             raise _took_too_long() from None
@@ -277,10 +243,10 @@ class Front:
                 headers=retry_after(1),
             ) from None
 
-    async def _splice(
+    async def _proxy_once(
         self,
         request: web.Request,
-        asked: Asked,
+        parsed: ProxyRequest,
         lease: Lease,
         verdict: Verdict,
         request_id: str,
@@ -289,31 +255,16 @@ class Front:
         """Send the request to the instance, and pass its answer through. Raises `LostError` if
         nothing was sent to the client yet. At the time `limit`, a stream ends with an error.
         """
-        deployment, is_late = lease.server.deployment, False
-        headers = _forwarded(request, request_id)
-        path = asked.path.replace("{model}", quote(deployment.model.name)) if asked.is_kserve else asked.path
+        deployment = lease.server.deployment
+        name = deployment.model.name
+        path = parsed.path.replace("{model}", quote(name)) if parsed.is_kserve else parsed.path
+        body, headers = parsed.body_for(name), _forwarded(request, request_id)
         url = URL(f"{lease.server.process.url}{path}", encoded=True)
-        body = asked.body_for(deployment.model.name)
         began_s = time.monotonic()
         try:
-            try:
-                answer = await self._client().request(
-                    request.method, url, data=body or None, headers=headers, allow_redirects=False
-                )
-            except (aiohttp.ClientError, ConnectionError) as error:
-                if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
-                    raise _out_of_files() from error
-                verdict.is_error = True
-                raise LostError from error
-            async with answer:
+            async with await self._send(request.method, url, body, headers, verdict) as answer:
                 verdict.is_error = answer.status >= 500 and answer.status != 503
-                whole = None
-                if answer.content_length is not None and answer.content_length <= MAX_WHOLE_BYTES:
-                    try:
-                        whole = await answer.read()
-                    except (aiohttp.ClientError, ConnectionError) as error:
-                        verdict.is_error = True
-                        raise LostError from error
+                whole = await _read_whole(answer, verdict)
                 reply_headers = _passed_on(answer.headers)
                 reply_headers["x-request-id"] = request_id
                 reply_headers["x-teneral-model"] = deployment.name
@@ -327,21 +278,28 @@ class Front:
                 end_s = limit.when()
                 assert end_s is not None
                 limit.reschedule(None)  # no other answer can follow what was sent
-                end = StreamEnd(request.path, request_id)
-                failure = await _pour(answer, response, end, end_s)
-                if failure is not None:
-                    verdict.is_error, is_late = True, failure.status == 504
-                    if answer.content_type != "text/event-stream":
-                        raise ConnectionResetError(failure.message)
-                    await response.write(end.event(failure))
-                await response.write_eof()
+                await _stream(answer, response, StreamEnd(request.path, request_id), end_s, verdict)
                 return response
         except asyncio.CancelledError:
-            is_late = limit.expired()
+            verdict.is_late |= limit.expired()
             raise
         finally:
-            if is_late and time.monotonic() - began_s > deployment.model.request_timeout_s:
+            if verdict.is_late and time.monotonic() - began_s > deployment.model.request_timeout_s:
                 verdict.is_error = verdict.is_hung = True
+
+    async def _send(
+        self, method: str, url: URL, body: bytes, headers: CIMultiDict[str], verdict: Verdict
+    ) -> aiohttp.ClientResponse:
+        """Send a request to an instance. Raises `LostError` if no answer begins."""
+        try:
+            return await self._client().request(
+                method, url, data=body or None, headers=headers, allow_redirects=False
+            )
+        except (aiohttp.ClientError, ConnectionError) as error:
+            if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+                raise _out_of_files() from error
+            verdict.is_error = True
+            raise LostError from error
 
     def _client(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -376,7 +334,37 @@ def _took_too_long() -> ApiError:
     return ApiError(504, "the instance did not answer in time", kind=SERVER_ERROR, code="request_timeout")
 
 
-async def _pour(
+async def _read_whole(answer: aiohttp.ClientResponse, verdict: Verdict) -> bytes | None:
+    """The whole body of a short answer; None if it is to be streamed. Raises `LostError`."""
+    if answer.content_length is None or answer.content_length > MAX_WHOLE_BYTES:
+        return None
+    try:
+        return await answer.read()
+    except (aiohttp.ClientError, ConnectionError) as error:
+        verdict.is_error = True
+        raise LostError from error
+
+
+async def _stream(
+    answer: aiohttp.ClientResponse,
+    response: web.StreamResponse,
+    end: StreamEnd,
+    end_s: float,
+    verdict: Verdict,
+) -> None:
+    """Pass a body through to its end. A failure is the last event of a stream of events; of any other body, it closes
+    the connection: raises `ConnectionResetError`.
+    """
+    failure = await _copy_body(answer, response, end, end_s)
+    if failure is not None:
+        verdict.is_error, verdict.is_late = True, failure.status == 504
+        if answer.content_type != "text/event-stream":
+            raise ConnectionResetError(failure.message)
+        await response.write(end.event(failure))
+    await response.write_eof()
+
+
+async def _copy_body(
     answer: aiohttp.ClientResponse, response: web.StreamResponse, end: StreamEnd, end_s: float
 ) -> ApiError | None:
     """Pass an answer's body through as it arrives. Returns the error if the instance ended in the
@@ -422,27 +410,6 @@ def _log_access(request: web.Request, status: int, seconds: float, model: str, r
         request_id,
         extra={"fields": fields},
     )
-
-
-def _understand(request: web.Request, data: bytes) -> Asked:
-    """Parse a request. Raises `ApiError` for an unreadable body."""
-    path = request.path
-    session = (request.headers.get("x-session-id") or "")[:MAX_KEY_CHARS] or None
-    named = request.headers.get("x-teneral-model", "")
-    raw_path = request.rel_url.raw_path_qs
-    if path in BODY_PATHS:
-        body = Body.parse(data)
-        session = body.session if body.fields.teneral and body.session else session or body.session
-        affinities: tuple[Affinity, ...] = (session,) if session else tuple(body.prefixes())
-        name = body.model or named
-        return Asked(name, session, affinities, raw_path, data, True, body=body)
-    if found := _KSERVE.fullmatch(path):
-        version = found["version"]
-        name = f"{found['name']}@{version}" if version else found["name"]
-        own = f"/v2/models/{{model}}{found['verb'] or ''}"
-        return Asked(name, session, (session,) if session else (), own, data, True, is_kserve=True)
-    affinities = (session,) if session else ()
-    return Asked(named, session, affinities, raw_path, data, path not in ACTING_PATHS)
 
 
 def _forwarded(request: web.Request, request_id: str) -> CIMultiDict[str]:

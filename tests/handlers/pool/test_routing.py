@@ -10,7 +10,8 @@ import pytest
 
 from teneral.handlers.http.errors import ApiError
 from teneral.handlers.pool.file import parse_pool
-from teneral.handlers.pool.routing import Body, Chooser, RoundRobin, Target, rendezvous
+from teneral.handlers.pool.proxy_request import Body
+from teneral.handlers.pool.routing import Chooser, RoundRobin, Target, rendezvous
 
 POOL = parse_pool(
     """

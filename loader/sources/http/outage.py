@@ -8,6 +8,7 @@ something is missing or denied, do not. The clock decides nothing: `retry.py` do
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -79,6 +80,15 @@ class Outage:
         if lasts:
             self._note(began_s, None, reason)
         return number, now_s - began_s
+
+    def left_s(self, patience_s: float) -> float:
+        """How much is left of `patience_s` in the outage under way: negative when it has lasted
+        longer, and infinite without one, or without patience.
+        """
+        began_s = self._began_s
+        if began_s is None or patience_s <= 0:
+            return math.inf
+        return began_s + patience_s - self._clock()
 
     def succeeded(self) -> None:
         """A reader got what it asked for."""

@@ -10,7 +10,9 @@ sent before it), and the limit grows again with every round of successes. A seco
 any success, or a delay that the store asks for, makes all readers wait, longer after each round.
 
 A store that answers no reader is in an outage: then neither attempts nor the bucket count, but the
-time since the first failure (`outage.py`), one clock for all readers.
+time since the first failure (`outage.py`), one clock for all readers. When it has run out, each
+reader asks a last time, without waiting for its turn: with many readers, the turns of a busy store
+would take several times as long.
 """
 
 from __future__ import annotations
@@ -81,15 +83,20 @@ class Throttle:
     def is_pausing(self) -> bool:
         return time.monotonic() < self._not_before_s
 
-    def enter(self) -> bool:
-        """Wait for a place, without the GIL; False when closed. An admitted caller must `leave`."""
+    def enter(self, patience_s: Callable[[], float] = lambda: math.inf) -> bool:
+        """Wait for a place, without the GIL; False when closed. An admitted caller must `leave`.
+
+        A caller whose `patience_s` is used up is admitted at once. It is asked again whenever a
+        place becomes free.
+        """
         with self._changed:
             while not self._closed:
-                pause_s = self._not_before_s - time.monotonic()
-                if pause_s <= 0 and self._under_way < self._limit:
+                pause_s, left_s = self._not_before_s - time.monotonic(), patience_s()
+                if left_s <= 0 or (pause_s <= 0 and self._under_way < self._limit):
                     self._under_way += 1
                     return True
-                self._changed.wait(pause_s if pause_s > 0 else None)
+                wait_s = min(left_s, pause_s if pause_s > 0 else math.inf)
+                self._changed.wait(wait_s if wait_s < math.inf else None)
             return False
 
     def leave(self) -> None:
@@ -193,7 +200,7 @@ class Retrying:
     ) -> T:
         mends = reached_bytes = 0
         while True:
-            if not self._throttle.enter():
+            if not self._throttle.enter(lambda: self.outage.left_s(self._options.outage_s)):
                 raise base.closed(self._source, name)
             try:
                 result = attempt(tries.num_failed > 0)
@@ -223,7 +230,9 @@ class Retrying:
             if why:
                 raise _given_up(failure, why) from failure
             self._tally.add(retries=1)
-            self._closed.wait(pause_s(min(tries.num_failed, MAX_DOUBLINGS), failure.retry_after_s))
+            pause = pause_s(min(tries.num_failed, MAX_DOUBLINGS), failure.retry_after_s)
+            left_s = self.outage.left_s(self._options.outage_s)
+            self._closed.wait(min(pause, left_s) if left_s > 0 else pause)
 
     def close(self) -> None:
         """End the waits of all callers, now and later. Idempotent."""
@@ -278,9 +287,9 @@ class _Tries:
         self._outage_number = number
         if goes_on and lasted_s < self._options.outage_s:
             return ""
-        self._num_counted += 1
-        if goes_on and self._options.outage_s > 0 and self.num_failed >= self._options.max_attempts:
+        if goes_on and self._options.outage_s > 0:
             return f"after {self.num_failed} attempts; nothing has come for {lasted_s:.0f} s"
+        self._num_counted += 1
         if self._num_counted >= self._options.max_attempts:
             return f"after {self.num_failed} attempts"
         return "" if self._bucket.spend() else "too many requests to this source fail to try again"

@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Any
 
 from ...loader.errors import AlreadyExistsError, NotFoundError, SourceError, UnavailableError
-from ...loader.format.json_object import Document, JsonObject
+from ...loader.format.json_object import Document, JsonObject, with_own_digest
 from ...loader.sources.base import ObjectInfo
 from ...loader.sources.http.retry import pause_s
 from .claims import CLAIMS_FOLDER
@@ -201,12 +201,14 @@ def dump_manifest(finished: Finished, index: JobIndex, places: Places) -> bytes:
             for number, part in enumerate(finished.parts)
         ],
     }
-    return json.dumps(document, ensure_ascii=False, indent=1).encode() + b"\n"
+    return with_own_digest(json.dumps(document, ensure_ascii=False, indent=1).encode())
 
 
 def parse_manifest(data: bytes) -> Finished:
-    """Parse a manifest. Raises `JobFormatError`."""
-    document = _MANIFEST.read(data, max_items=8 * MAX_PARTS)
+    """Parse a manifest. Raises `IntegrityError` if it does not have the digest that stands at its end;
+    else `JobFormatError`.
+    """
+    document = _MANIFEST.read_checked(data, max_items=8 * MAX_PARTS)
     top = JsonObject(document, MANIFEST_NAME, _KEYS, document=_MANIFEST)
     if top.text("format") != FORMAT_NAME or top.integer("version") != FORMAT_VERSION:
         _MANIFEST.refuse("it is of another format or version", MANIFEST_NAME)

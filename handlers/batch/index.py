@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from ...loader.format.json_object import Document, JsonObject, is_text
+from ...loader.format.json_object import Document, JsonObject, is_text, with_own_digest
 from .input import MAX_PARTS, PartSpan, Scanned
 from .spec import MAX_LINE_BYTES, MAX_LINES, JobFormatError, JobMismatchError
 
@@ -144,12 +144,15 @@ def dump_index(index: JobIndex) -> bytes:
         "part_records": [part.num_records for part in index.parts],
         "duplicates": _packed(index.duplicates),
     }
-    return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+    return with_own_digest(json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode())
 
 
 def parse_index(data: bytes) -> JobIndex:
-    """Parse an index. Raises `JobFormatError`, whose `where` names the place."""
-    top = JsonObject(INDEX.read(data, max_items=4 * MAX_PARTS + 1_000), INDEX_NAME, _KEYS, document=INDEX)
+    """Parse an index. Raises `IntegrityError` if it does not have the digest that stands at its end;
+    else `JobFormatError`, whose `where` names the place.
+    """
+    document = INDEX.read_checked(data, max_items=4 * MAX_PARTS + 1_000)
+    top = JsonObject(document, INDEX_NAME, _KEYS, document=INDEX)
     if top.text("format") != FORMAT_NAME or top.integer("version") != FORMAT_VERSION:
         INDEX.refuse("it is of another format or version", INDEX_NAME, hint=_NEWER)
     identity = Identity(

@@ -2,6 +2,9 @@
 must have, and each value the type, range and spelling that is asked for. Anything else raises an
 error of the document's that names the place.
 
+A document may have a digest of itself: its last key, `blake3`, is the BLAKE3-256 of all bytes
+before it, so that damage is found before anything is parsed (decision 0060).
+
 It does not know what the values mean.
 """
 
@@ -12,7 +15,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from ..errors import FormatError, ManifestError, UsageError
+from blake3 import blake3
+
+from ..errors import FormatError, IntegrityError, ManifestError, UsageError
 from ..sources.base import check_name, is_showable
 from .limits import MANIFEST_NAME
 
@@ -22,6 +27,9 @@ MAX_INTEGER = 2**53 - 1  # what every JSON reader holds exactly
 DAMAGED = "The file is damaged, or `teneral pack` did not write it. Pack the model again."
 NEWER = "A newer Teneral may have written it: upgrade, or pack the model again with this version."
 
+OWN_DIGEST_KEY = "blake3"  # of the document itself; those written before it was introduced have none
+_OWN_DIGEST = re.compile(rb',\s*"blake3": ?"([0-9a-f]{64})"\s*}\s*\Z')
+_OWN_DIGEST_BYTES = 100  # with its spaces
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 T = TypeVar("T")
@@ -43,6 +51,34 @@ class Document(NamedTuple):
         """
         place = where if where == self.name else f"{self.name}, {where}"
         raise self.error(f"{place}: {message}", where=where, hint=hint or self.damaged)
+
+    def check_own_digest(self, digest: str, found: str, *, hint: str = "") -> None:
+        """Raise `IntegrityError` unless the digest of itself is the one that was found."""
+        if digest != found:
+            raise IntegrityError(
+                f"{self.name} is damaged: its bytes are not those that were written",
+                where=self.name,
+                expected=digest,
+                got=found,
+                hint=hint or self.damaged,
+            )
+
+    def read_checked(self, data: bytes, *, max_items: int) -> dict[str, Any]:
+        """`read` without the digest of itself, which is checked before. Raises `IntegrityError` when it
+        is another one; a document without one is read as it is.
+        """
+        found = _OWN_DIGEST.search(data, max(0, len(data) - _OWN_DIGEST_BYTES))
+        if found is not None:
+            own = blake3(memoryview(data)[: found.start()]).hexdigest()
+            self.check_own_digest(found[1].decode(), own)
+        document = self.read(data, max_items=max_items)
+        if document.pop(OWN_DIGEST_KEY, None) is not None and found is None:
+            self.refuse_misplaced_digest()
+        return document
+
+    def refuse_misplaced_digest(self) -> NoReturn:
+        """Raises the error about a digest of itself that is not found without parsing."""
+        self.refuse(f'{self.name} does not end with it, as 64 hexadecimal digits and "}}', OWN_DIGEST_KEY)
 
     def read(self, data: bytes, *, max_items: int) -> dict[str, Any]:
         """The JSON object in `data`, in which no key stands twice and all numbers are integers."""
@@ -74,6 +110,18 @@ class Document(NamedTuple):
 
     def _refuse_number(self, text: str) -> NoReturn:
         self.refuse(f"the number {text[:40]} is not an integer", self.name)
+
+
+def with_own_digest(data: bytes) -> bytes:
+    """A document of one or more keys, as `json.dumps` has it, with its digest of itself. One that is
+    indented by 1 stays so, and gets a last newline.
+    """
+    is_indented = data.endswith(b"\n}")
+    before, space, end = (data[:-2], b" ", b"\n}\n") if is_indented else (data[:-1], b"", b"}")
+    gap = b"\n " if is_indented else b""
+    return b'%b,%b"%b":%b"%b"%b' % (
+        before, gap, OWN_DIGEST_KEY.encode(), space, blake3(before).hexdigest().encode(), end
+    )  # fmt: skip
 
 
 MANIFEST = Document(MANIFEST_NAME, ManifestError, DAMAGED, NEWER)

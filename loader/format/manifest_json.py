@@ -16,7 +16,18 @@ from typing import Any, NamedTuple, TypeAlias
 from blake3 import blake3
 
 from ..errors import IntegrityError, ManifestError
-from .json_object import MANIFEST, MAX_INTEGER, NEWER, JsonObject, is_digest, is_text, is_unicode, refuse
+from .json_object import (
+    MANIFEST,
+    MAX_INTEGER,
+    NEWER,
+    OWN_DIGEST_KEY,
+    JsonObject,
+    is_digest,
+    is_text,
+    is_unicode,
+    refuse,
+    with_own_digest,
+)
 from .limits import MANIFEST_NAME, MAX_MANIFEST_BYTES, MAX_SMALL_FILE_BYTES
 from .manifest import (
     DTYPE_BITS,
@@ -55,7 +66,6 @@ _TOP_KEYS = frozenset(
 )
 _BASE_KEY = "base"  # in manifests with differences to another artifact
 _GENERATION_KEY = "generation"  # in manifests whose objects all lie in one folder of that name
-_OWN_DIGEST_KEY = "blake3"  # of all bytes before it; manifests before 2026-11-27 have none
 _END = re.compile(rb'(?:,"generation":"([0-9a-f]{12})")?(?:,"blake3":"([0-9a-f]{64})")?}\Z')
 _END_BYTES = 105  # with both
 _BLOB_KEYS = frozenset(("name", "size"))
@@ -90,14 +100,9 @@ def parse_manifest(
     if len(data) > MAX_MANIFEST_BYTES:
         refuse(f"it has {len(data)} bytes, more than {MAX_MANIFEST_BYTES}", MANIFEST_NAME)
     end = _read_end(data)
-    if end.own_digest not in ("", end.own_digest_found):
-        raise IntegrityError(
-            f"{MANIFEST_NAME} is damaged: its bytes are not those that were written",
-            where=MANIFEST_NAME,
-            expected=end.own_digest,
-            got=end.own_digest_found,
-            hint="Restore the object, or pack the model again.",
-        )
+    if end.own_digest:
+        hint = "Restore the object, or pack the model again."
+        MANIFEST.check_own_digest(end.own_digest, end.own_digest_found, hint=hint)
     if expected_digest is not None and end.digest != expected_digest:
         raise IntegrityError(
             f"{MANIFEST_NAME} is not the one that was pinned",
@@ -110,7 +115,7 @@ def parse_manifest(
     _check_version(document)
     _check_end(document, end)
     folder = blob_folder(end.generation) if end.generation else ""
-    more_keys = {key for key in (_BASE_KEY, _GENERATION_KEY, _OWN_DIGEST_KEY) if key in document}
+    more_keys = {key for key in (_BASE_KEY, _GENERATION_KEY, OWN_DIGEST_KEY) if key in document}
     top = JsonObject(document, MANIFEST_NAME, _TOP_KEYS | more_keys)
     groups, tensors = _parse_groups(top.items("groups", MAX_GROUPS))
     blobs = tuple(_parse_blob(*item, folder) for item in top.items("blobs", MAX_BLOBS))
@@ -199,7 +204,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
         data = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError as error:
         raise ManifestError(f"a text in the manifest is not valid Unicode: {error}") from error
-    data = _with_own_digest(data)
+    data = with_own_digest(data)
     again = parse_manifest(data)
     for field in Manifest._fields:
         if field in ("digest", "has_own_digest"):
@@ -224,16 +229,12 @@ def _check_version(document: dict[str, Any]) -> None:
 
 def _check_end(document: dict[str, Any], end: _End) -> None:
     """The last keys must stand where they are found without parsing."""
-    if _OWN_DIGEST_KEY in document and not end.own_digest:
-        refuse('the manifest does not end with it, as 64 hexadecimal digits and "}', _OWN_DIGEST_KEY)
+    if OWN_DIGEST_KEY in document and not end.own_digest:
+        MANIFEST.refuse_misplaced_digest()
     if _GENERATION_KEY in document and not end.generation:
         refuse(
             "the manifest does not end with it, as 12 hexadecimal digits, and its own digest", _GENERATION_KEY
         )
-
-
-def _with_own_digest(data: bytes) -> bytes:
-    return b'%b,"%b":"%b"}' % (data[:-1], _OWN_DIGEST_KEY.encode(), blake3(data[:-1]).hexdigest().encode())
 
 
 # Values ← JSON

@@ -11,8 +11,9 @@ import pytest
 from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.flipped_bits import without_own_digest
 from tests.support.format_artifacts import MIXED_LAYOUT, Shapes, build_format_artifact
-from tests.support.manifest_documents import document_of, without_own_digest
+from tests.support.manifest_documents import document_of
 
 from teneral.loader.errors import IntegrityError, ManifestError
 from teneral.loader.format.manifest import FRAME_ELEMENTS, Blob, Manifest, Tier

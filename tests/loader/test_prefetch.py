@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from tests.support.artifacts import BuiltArtifact, build_artifact
 from tests.support.faulty_loads import LAYERS, FaultyStore, check_load, faulty_store
+from tests.support.flipped_bits import without_own_digest
 from tests.support.inspection import slices_of
-from tests.support.manifest_documents import without_own_digest
 from tests.support.paced import WAIT_S
 from tests.support.store_faults import Fault
 from tests.support.store_http import Request

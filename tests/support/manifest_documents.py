@@ -15,13 +15,6 @@ from teneral.loader.format.manifest_json import parse_manifest
 Document = dict[str, Any]
 
 
-def without_own_digest(manifest: bytes) -> bytes:
-    """As older writers have made it."""
-    before, mark, _ = manifest.rpartition(b',"blake3":')
-    assert mark
-    return before + b"}"
-
-
 def document_of(manifest: bytes) -> Document:
     """The JSON without the manifest's own digest, so that what is changed in it is not refused for that alone."""
     document: Document = json.loads(manifest)

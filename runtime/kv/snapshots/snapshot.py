@@ -21,7 +21,7 @@ from blake3 import blake3
 from msgspec import Struct
 
 from ....loader.errors import IntegrityError, UsageError
-from ....loader.format.json_object import MAX_INTEGER, Document, JsonObject, is_text
+from ....loader.format.json_object import MAX_INTEGER, Document, JsonObject, is_text, with_own_digest
 from ....loader.format.manifest import PLANE_ALIGNMENT_BYTES, Blob, Codec, Plane, align
 from ...errors import SnapshotError, SnapshotMismatchError
 
@@ -237,8 +237,9 @@ _NAMES = {
 def parse_snapshot(data: bytes, *, expected_digest: bytes | None = None) -> Snapshot:
     """Parse and check the snapshot in `data`.
 
-    Raises `IntegrityError` if its BLAKE3-256 is not `expected_digest`, before parsing; else
-    `SnapshotError`, whose `where` names the place.
+    Raises `IntegrityError` if its BLAKE3-256 is not `expected_digest`, or it does not have the
+    digest that stands at its end, before parsing; else `SnapshotError`, whose `where` names the
+    place.
     """
     if len(data) > MAX_SNAPSHOT_JSON_BYTES:
         SNAPSHOT.refuse(f"it has {len(data)} bytes, more than {MAX_SNAPSHOT_JSON_BYTES}", SNAPSHOT_NAME)
@@ -251,7 +252,7 @@ def parse_snapshot(data: bytes, *, expected_digest: bytes | None = None) -> Snap
             got=digest.hex(),
             hint="The snapshot was replaced, or the pin belongs to another one: renew or drop the address's '@b3:…'.",
         )
-    document = SNAPSHOT.read(data, max_items=MAX_JSON_ITEMS)
+    document = SNAPSHOT.read_checked(data, max_items=MAX_JSON_ITEMS)
     _check_version(document)
     top = JsonObject(document, SNAPSHOT_NAME, _TOP_KEYS, document=SNAPSHOT)
     identity = _parse_identity(top)
@@ -310,7 +311,7 @@ def dump_snapshot(snapshot: Snapshot) -> bytes:
             for prefix in snapshot.prefixes
         ],
     }
-    data = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+    data = with_own_digest(json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode())
     parse_snapshot(data)
     return data
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.flipped_bits import accepted_flips, without_own_digest
 
 from teneral.handlers.batch.index import (
     Identity,
@@ -105,10 +106,20 @@ def test_seeds_and_ids_are_the_lines_own_and_the_same_for_everybody() -> None:
     ],
 )
 def test_what_is_not_an_index_is_refused(change: dict[str, Any]) -> None:
-    document = json.loads(dump_index(index_of([{"prompt": str(number)} for number in range(4)])))
+    index = index_of([{"prompt": str(number)} for number in range(4)])
+    document = json.loads(without_own_digest(dump_index(index)))
     parse_index(json.dumps(document).encode())
     with pytest.raises(JobFormatError):
         parse_index(json.dumps(document | change).encode())
+
+
+def test_every_flipped_bit_of_an_index_is_refused() -> None:
+    assert accepted_flips(dump_index(index_of([{"prompt": "a"}, {"prompt": "a"}])), parse_index) == []
+
+
+def test_an_index_of_an_older_worker_has_no_digest_of_itself_and_is_read() -> None:
+    index = index_of([{"prompt": "a"}])
+    assert parse_index(without_own_digest(dump_index(index))) == index
 
 
 @given(st.binary(max_size=200))

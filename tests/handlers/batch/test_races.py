@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.support.flipped_bits import accepted_flips, without_own_digest
 from tests.support.memory_store import MemoryStore
 
 from teneral.handlers.batch import parts
-from teneral.handlers.batch.finish import finish_job, read_finished
+from teneral.handlers.batch.finish import finish_job, parse_manifest, read_finished
 from teneral.handlers.batch.index import INDEX_NAME, Identity, JobIndex, dump_index, make_index
 from teneral.handlers.batch.input import Scanned, Scanner
 from teneral.handlers.batch.job import find_index, publish_index
@@ -163,6 +164,16 @@ def test_any_worker_that_finishes_a_job_leaves_the_same_end(kind: type[MemorySto
     finish_job(places_of(other, MemoryStore()), index(), known)
     assert other.read("manifest.json", max_bytes=10_000)[0] == manifest
     assert json.loads(manifest)["records"] == 4
+
+
+def test_every_flipped_bit_of_a_manifest_is_refused_and_one_of_an_older_worker_is_read() -> None:
+    work = MemoryStore()
+    for number in range(2):
+        put(work, number, RECORD * 2)
+    finished = finish_job(places_of(work), index(), {})
+    manifest = work.read("manifest.json", max_bytes=10_000)[0]
+    assert accepted_flips(manifest, parse_manifest) == []
+    assert parse_manifest(without_own_digest(manifest)) == finished
 
 
 def test_a_part_that_was_replaced_after_the_manifest_is_not_taken_into_the_file() -> None:

@@ -11,6 +11,7 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from tests.support.flipped_bits import accepted_flips, without_own_digest
 from tests.support.kv_snapshots import Pool, tokens_of, write
 from tests.support.memory_store import MemoryStore
 
@@ -38,7 +39,7 @@ def stored(num_parts: int = 1) -> bytes:
 
 
 def changed(change: Callable[[dict[str, Any]], object]) -> bytes:
-    document = json.loads(stored())
+    document = json.loads(without_own_digest(stored()))
     change(document)
     return json.dumps(document).encode()
 
@@ -57,11 +58,27 @@ def test_another_one_than_was_pinned_is_refused_before_it_is_parsed():
         parse_snapshot(b"not even JSON", expected_digest=bytes(32))
 
 
+def test_every_flipped_bit_is_refused():
+    assert accepted_flips(SOUND, parse_snapshot) == []
+
+
+def test_one_of_an_older_writer_has_no_digest_of_itself_and_is_read():
+    old, new = parse_snapshot(without_own_digest(SOUND)), parse_snapshot(SOUND)
+    assert replace(old, digest=new.digest) == new
+
+
+def test_a_digest_of_itself_at_another_place_is_refused():
+    with pytest.raises(SnapshotError, match="does not end with it"):
+        parse_snapshot(
+            changed(lambda document: document.update(blake3="0" * 64, generator=document.pop("generator")))
+        )
+
+
 def test_no_text_and_no_salt_is_in_it():
     keys = set(json.loads(stored()))
     assert keys == {
         "format", "version", "generator", "host", "model", "dtype", "epoch", "layout", "block_size", "block_bytes",
-        "element_bytes", "seed", "blobs", "parts", "prefixes",
+        "element_bytes", "seed", "blobs", "parts", "prefixes", "blake3",
     }  # fmt: skip
 
 
@@ -160,7 +177,7 @@ def test_counts_and_sizes_are_bounded(monkeypatch):
 @settings(deadline=None, max_examples=100)
 @given(data=st.data())
 def test_noise_in_a_sound_one_is_refused_or_harmless(data):
-    sound = SOUND
+    sound = without_own_digest(SOUND)
     place = data.draw(st.integers(0, len(sound) - 1))
     noise = data.draw(st.binary(min_size=1, max_size=4))
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,7 +20,7 @@ from ..openai.chat import chat_settings
 from ..openai.chat_request import ChatRequest, ChatSettings, FormatOfChat
 from ..openai.deltas import Delta, Finish, ReasoningDelta, TextDelta, ToolCallDelta
 from ..openai.fields import Fields
-from ..openai.generation import Outcome, Step, respond
+from ..openai.generation import Outcome, Step, make_format, respond
 from ..openai.parameters import own_names
 from ..openai.prompts import mentions
 from ..openai.responses import Usage
@@ -53,23 +54,25 @@ class MessageRoutes:
         async with service.admission.body(request) as data:
             body = self._messages.decode(data)
             with own_names(OWN_NAMES):
-                fmt = self._format(body, MESSAGES)
+                fmt = await self._format(body, MESSAGES, len(data))
                 return await respond(service, request, fmt, body_bytes=len(data), framing=FRAMING)
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         service = self._service
         async with service.admission.body(request) as data:
             with own_names(OWN_NAMES):
-                fmt = self._format(self._count.decode(data), COUNT_TOKENS)
+                fmt = await self._format(self._count.decode(data), COUNT_TOKENS, len(data))
                 tokenizer = await service.tokenizer()
                 await service.text_threads.run(len(data), fmt.prepare, tokenizer, None)
         answer = encode({"input_tokens": fmt.num_prompt_tokens})
         return web.Response(body=answer, content_type="application/json")
 
-    def _format(self, body: PromptBody, fields: Fields) -> MessagesFormat:
+    async def _format(self, body: PromptBody, fields: Fields, body_bytes: int) -> MessagesFormat:
         service = self._service
         model = service.answering_as(body.model)
-        return MessagesFormat(body, fields, model=model, settings=chat_settings(service))
+        make = partial(MessagesFormat, body, fields, model=model, settings=chat_settings(service))
+        has_schema = bool(body.tools) or body.output_config is not None
+        return await make_format(service, body_bytes, make, has_schema=has_schema)
 
 
 class MessagesFormat(FormatOfChat):

@@ -16,7 +16,7 @@ from ..http.json_bodies import encode
 from ..http.service import BodyRoute, Service
 from .chat_request import ChatRequest, FormatOfChat
 from .deltas import Answer, Delta, Finish, ReasoningDelta, TextDelta, ToolCallDelta
-from .generation import Outcome, Step, UnreportedDrafts, respond
+from .generation import Outcome, Step, UnreportedDrafts, make_format, respond
 from .logprobs import chat_logprobs, prompt_places, token_bytes
 from .parameters import own_names
 from .prompts import ChatSettings
@@ -37,6 +37,7 @@ from .responses import (
     Usage,
 )
 from .schemas import ChatBody
+from .structured import has_schema
 
 if TYPE_CHECKING:
     from ...runtime.text.tokenizer import TextTokenizer
@@ -49,7 +50,8 @@ class ChatRoute(BodyRoute[ChatBody]):
         service = self._service
         with own_names({"prompt": "messages"}):
             model = service.answering_as(body.model, body.lora)
-            fmt = ChatFormat(body, model=model, settings=chat_settings(service))
+            make = partial(ChatFormat, body, model=model, settings=chat_settings(service))
+            fmt = await make_format(service, body_bytes, make, has_schema=has_schema(body))
             return await respond(service, request, fmt, body_bytes=body_bytes)
 
 

@@ -18,7 +18,7 @@ from ...runtime.step.requests import FirstToken, GenerationEvent, GenerationRequ
 from ..http.json_bodies import encode
 from ..http.service import BodyRoute
 from .fields import COMPLETIONS, refuse_unsupported
-from .generation import Outcome, Step, UnreportedDrafts, respond
+from .generation import Outcome, Step, UnreportedDrafts, make_format, respond
 from .logprobs import completion_logprobs, prompt_places, token_bytes
 from .parameters import (
     check_extras,
@@ -33,7 +33,7 @@ from .parameters import (
 )
 from .responses import Completion, CompletionChoice, CompletionLogprobs, PromptPlaces, Usage
 from .schemas import CompletionBody
-from .structured import grammar_of
+from .structured import grammar_of, has_schema
 
 if TYPE_CHECKING:
     from ...runtime.text.tokenizer import TextTokenizer
@@ -48,12 +48,14 @@ class CompletionRoute(BodyRoute[CompletionBody]):
         self, request: web.Request, body: CompletionBody, body_bytes: int
     ) -> web.StreamResponse:
         service = self._service
-        fmt = CompletionFormat(
+        make = partial(
+            CompletionFormat,
             body,
             model=service.answering_as(body.model, body.lora),
             max_sequences=service.limits.max_sequences,
             first_token=service.first_token,
         )
+        fmt = await make_format(service, body_bytes, make, has_schema=has_schema(body))
         return await respond(service, request, fmt, body_bytes=body_bytes)
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType, field
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from ...runtime.text.tokenizer import TextTokenizer
 
 DRAFTED_TOKENS_HEADER = "Teneral-Drafted-Tokens"
+A = TypeVar("A")
 
 
 class Tally(Struct):
@@ -275,6 +276,13 @@ class Format(Asked, Protocol):
     def usage_chunk(self, usage: Usage) -> bytes: ...
 
     def whole(self, outcomes: Sequence[Outcome], usage: Usage) -> bytes: ...
+
+
+async def make_format(service: Service, body_bytes: int, make: Callable[[], A], *, has_schema: bool) -> A:
+    """The request's generation as `make` returns it. One with schemas is made in a thread for texts:
+    the event loop stays free while they are rewritten. Raises `RequestError`.
+    """
+    return await service.text_threads.run(body_bytes, make) if has_schema else make()
 
 
 async def respond(

@@ -28,12 +28,13 @@ from ..http.sse import Framing
 from .chat import chat_settings
 from .chat_request import ChatRequest, ChatSettings, FormatOfChat
 from .deltas import Delta, Finish, ReasoningDelta, TextDelta, ToolCallDelta
-from .generation import Outcome, Step, respond
+from .generation import Outcome, Step, make_format, respond
 from .logprobs import chat_logprobs, token_bytes
 from .parameters import own_names
 from .responses import Usage
 from .responses_body import ResponsesBody, chat_of
 from .schemas import ChatBody
+from .structured import has_schema
 
 if TYPE_CHECKING:
     from ...runtime.text.tokenizer import TextTokenizer
@@ -212,7 +213,8 @@ class ResponsesRoute(BodyRoute[ResponsesBody]):
         chat = chat_of(body)  # by this route's names
         with own_names(OWN_NAMES):
             model = service.answering_as(body.model)
-            fmt = ResponsesFormat(body, chat, model=model, settings=chat_settings(service))
+            make = partial(ResponsesFormat, body, chat, model=model, settings=chat_settings(service))
+            fmt = await make_format(service, body_bytes, make, has_schema=has_schema(chat))
             return await respond(service, request, fmt, body_bytes=body_bytes, framing=fmt.framing)
 
 

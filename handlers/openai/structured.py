@@ -7,7 +7,7 @@ from typing import Any
 
 from ...runtime.errors import RequestError
 from ...runtime.grammar.spec import COMPACT, GrammarSpec
-from .schemas import GenerationBody, ResponseFormat, StructuredOutputs
+from .schemas import ChatBody, GenerationBody, ResponseFormat, StructuredOutputs
 
 Make = Callable[[], GrammarSpec]
 
@@ -29,6 +29,18 @@ def grammar_of(body: GenerationBody) -> GrammarSpec | None:
         return None
     (make,) = asked.values()
     return make()
+
+
+def has_schema(body: GenerationBody) -> bool:
+    """True if the body has schemas, tools' included, which may take seconds of CPU time to rewrite."""
+    fmt, outputs = body.response_format, body.structured_outputs
+    return (
+        body.guided_json is not None
+        or body.json_schema is not None
+        or (fmt is not None and (fmt.json_schema is not None or fmt.schema_ is not None))
+        or (outputs is not None and outputs.json is not None)
+        or (isinstance(body, ChatBody) and bool(body.tools))
+    )
 
 
 def _asked(body: GenerationBody) -> Iterator[tuple[str, Make]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,6 +16,7 @@ from ..http.service import Service
 from .chat import chat_settings
 from .chat_request import ChatRequest
 from .fields import TOKENIZE, refuse_unsupported
+from .generation import make_format
 from .schemas import ChatBody, Message
 
 if TYPE_CHECKING:
@@ -65,7 +67,10 @@ class TokenRoutes:
             body = self._tokenize.decode(data)
             service.check_model(body.model)
             _check(body)
-            chat = None if body.messages is None else self._chat_of(body, body.messages)
+            chat = None
+            if body.messages is not None:
+                make = partial(self._chat_of, body, body.messages)
+                chat = await make_format(service, len(data), make, has_schema=bool(body.tools))
             tokenizer = await service.tokenizer()
             tokens, pieces = await service.text_threads.run(len(data), _tokens_of, body, chat, tokenizer)
         answer = Tokenized(len(tokens), await service.context_tokens(), tokens, pieces)

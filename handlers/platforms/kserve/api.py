@@ -25,8 +25,9 @@ from ...http.errors import ApiError, expected_wait_s, retry_after
 from ...http.invoke import SESSION_HEADER
 from ...http.json_bodies import Decoder, encode
 from ...http.service import CALL, Call, Service
-from ...openai.generation import generate, respond
+from ...openai.generation import generate, make_format, respond
 from ...openai.parameters import tokens_of
+from ...openai.structured import has_schema
 from .metadata import (
     VERSION,
     Counts,
@@ -132,12 +133,9 @@ class Inference:
                 "infer returns whole texts", param="stream", hint="Use generate_stream for a stream."
             )
         echo = takes_prompt_back(options)
-        wanted = TextRequest(
-            texts,
-            generation_body(options, stream=False),
-            first_token=service.first_token,
-            request_id=call.request_id,
-        )
+        body = generation_body(options, stream=False)
+        make = partial(TextRequest, texts, body, first_token=service.first_token, request_id=call.request_id)
+        wanted = await make_format(service, body_bytes, make, has_schema=has_schema(body))
         outcomes, _ = await generate(service, call, wanted, body_bytes)
         answers = [outcome.text for outcome in outcomes]
         if echo:
@@ -371,9 +369,11 @@ class KServeRoutes:
                     400, "generate returns one answer: use generate_stream for a stream", param="stream"
                 )
             echo = takes_prompt_back(options)
-            fmt = GenerateFormat(
+            body = generation_body(options, stream=stream)
+            make = partial(
+                GenerateFormat,
                 text,
-                generation_body(options, stream=stream),
+                body,
                 first_token=service.first_token,
                 request_id=call.request_id,
                 model=name,
@@ -381,6 +381,7 @@ class KServeRoutes:
                 given_id=given_id,
                 echo=echo,
             )
+            fmt = await make_format(service, len(data), make, has_schema=has_schema(body))
             return await respond(service, request, fmt, body_bytes=len(data), framing=FRAMING)
 
     # the repository

@@ -16,6 +16,7 @@ from tests.support.instances import TinyParts
 from tests.support.load import patience_s
 from tests.support.tiny_models import save_tiny, tiny_model
 
+from teneral.runtime.grammar import spec
 from teneral.runtime.grammar.compiler import GrammarCompiler
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 100}
@@ -230,3 +231,39 @@ async def test_nothing_is_sent_ahead_that_might_be_taken_back(start: Any, fields
                     text += json.loads(line[6:])["choices"][0]["delta"].get("content", "")
         whole = (await server.post("/v1/chat/completions", body)).json
         assert text == content_of(whole)
+
+
+REWRITING_ROUTES = {
+    "/v1/chat/completions": {**CHAT, "response_format": FORMAT},
+    "/v1/completions": {**TEXT, "guided_json": SCHEMA},
+    "/v1/responses": {
+        "input": "Hello",
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}},
+    },
+    "/v1/messages": {**CHAT, "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+    "/v1/messages/count_tokens": {
+        "messages": CHAT["messages"],
+        "tools": [{"name": "f", "strict": True, "input_schema": SCHEMA}],
+    },
+    "/tokenize": {
+        "messages": CHAT["messages"],
+        "tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": SCHEMA}}],
+    },
+    "/v2/models/tiny%2Fmodel/generate": {"text_input": "Hello", "parameters": {"guided_json": json.dumps(SCHEMA)}},
+}
+
+
+@pytest.mark.parametrize("route", REWRITING_ROUTES)
+async def test_schemas_are_rewritten_in_a_thread_for_texts(
+    server: Any, route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large ones take seconds of CPU time, in which the event loop has to answer others."""
+    threads: set[str] = set()
+
+    def noted(given: str, *args: Any, **options: Any) -> str:
+        threads.add(threading.current_thread().name.rpartition("_")[0])
+        return given
+
+    monkeypatch.setattr(spec, "_rewritten", noted)
+    await server.post(route, REWRITING_ROUTES[route])
+    assert threads == {"teneral-text"}

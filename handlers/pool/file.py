@@ -10,6 +10,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -256,6 +257,7 @@ class _Reader:
                 hint=f'Name an environment variable: {written}_env = "{written.upper()}"',
             )
         settings[written] = self._parse(SETTINGS[written].parse, value, *path)
+        self._parse(partial(keys.check_page_setting, written), settings[written], *path)
 
     def _node(self, defaults: dict[str, Any]) -> Node:
         values = self._values(self._table(("node",)), keys.NODE_KEYS, "node")

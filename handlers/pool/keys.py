@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from ...loader.errors import UsageError
 from ...runtime.setting import parse_bytes
 
 FILE_VERSION = 1
@@ -258,3 +259,15 @@ PATCH_KEYS: dict[str, Key] = {
 }
 TOP_KEYS = ("version", "defaults", "models", "aliases", "instance", "node", "slo", "patch")
 MODEL_TABLES = ("pins", "serve", "instance")  # tables below [models.X]
+
+
+def check_page_setting(name: str, value: Any) -> None:
+    """Raise `ValueError` for names of hosts or origins that the pool's own port could not obey."""
+    if name not in ("allowed_hosts", "cors_origin"):
+        return
+    from ..http.web_pages import parse_hosts, parse_origins  # lazy: brings aiohttp along
+
+    try:
+        (parse_hosts if name == "allowed_hosts" else parse_origins)(value)
+    except UsageError as error:
+        raise ValueError(error.message.removeprefix(f"{name} ")) from None

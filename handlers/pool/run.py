@@ -320,8 +320,6 @@ def _guarding_from_pages(supervisor: Supervisor, *, is_open: bool, is_hosted: bo
     """Web pages may send requests from the pool's own address and from origins that a model's `cors_origin` names; the
     pool's names are those of any model's `allowed_hosts`. An instance checks its model's origins; here no page of
     another origin may start, stop or list anything. Preflight requests name no model, so they are answered here.
-
-    Raises `UsageError` for a setting that is neither.
     """
     any_host = frozenset({ANY}) if is_hosted else frozenset()
 

@@ -191,6 +191,13 @@ CASES: list[tuple[Code, str, str, str]] = [
     (Code.E2, "helper/{version}", f"helper/{{version}}@b3:{'0' * 64}", "Pin them in [models.helper.pins]"),
     (Code.E2, "models/my-model", "models/my-model@b3:12", "does not end in a whole pin"),
     (Code.E2, 'api_key_env = "HELPER_KEY"', 'api_key = "hunter2"', 'api_key_env = "API_KEY"'),
+    (Code.E2, "max_running = 4", 'cors_origin = "app.example"', "must be 1 to 64 origins such as https://"),
+    (
+        Code.E2,
+        "max_running = 4",
+        'allowed_hosts = "http://a/b"',
+        "must be 1 to 64 host names such as models.",
+    ),
     (Code.E2, "[models.my-model]", '[models."my model"]', "must be a name of letters"),
     (Code.E2, 'platform = "knative"', 'platform = "nomad"', "must be one of knative"),
     (Code.E2, 'kind = "Service"', "", "patch[0]: needs the key kind"),

@@ -89,6 +89,8 @@ STANDBY_IMPORT_S = 300.0
 # that, this many times in a row, hangs.
 READY_POLL_S = 10.0
 MAX_SILENT_POLLS = 3
+# A start that answers, and whose load gets no further for so long, has failed: platforms' longest start, too.
+MAX_STALLED_S = 900.0
 # The period of probes of a ready instance, and the time limit of each. One that misses this many in a row hangs. A
 # single one is missed on a busy machine, and when the clock jumps.
 PROBE_S = 5.0
@@ -182,7 +184,11 @@ class ServerProcess(Process):
             raise ConnectionError(str(error)) from error
 
     async def wait_ready(self, session: aiohttp.ClientSession, ready_path: str) -> None:
-        """Return when it is ready as `ready_path` asks. Raises `StartError` when it fails or ends before."""
+        """Return when it is ready as `ready_path` asks. Raises `StartError` when it fails or ends before, or its load
+        gets no further for `MAX_STALLED_S`.
+        """
+        loop = asyncio.get_running_loop()
+        progress, progressed_s = None, loop.time()
         separator = "&" if "?" in ready_path else "?"
         path = f"{ready_path}{separator}wait_s={READY_POLL_S:g}"
         reason, silent = "", 0
@@ -196,6 +202,10 @@ class ServerProcess(Process):
                 reason = str(report.get("error", ""))
                 if report.get("state") in ("failed", "draining"):
                     break
+                if report.get("progress") != progress:
+                    progress, progressed_s = report.get("progress"), loop.time()
+                elif loop.time() - progressed_s >= MAX_STALLED_S:
+                    raise StartError(f"its load got no further for {MAX_STALLED_S:g} s: see its log")
             except TimeoutError:
                 silent += 1
                 if silent == MAX_SILENT_POLLS:

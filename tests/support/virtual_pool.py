@@ -137,6 +137,7 @@ class VirtualProcess(ServerProcess):
         self.ended = asyncio.Event()
         self.hung_s: float | None = None  # since when it does nothing
         self.latency_s = 0.001
+        self.progress: dict[str, float] = {}  # of its load
         self.was_ready = False
         self.was_asked_to_end = False
         self.asks: dict[asyncio.Future[None], float] = {}  # requests in work, and when they came
@@ -195,7 +196,7 @@ class VirtualProcess(ServerProcess):
                 if self.health == DAMAGED and self.loop.now_s - self.began_s >= START_S[DAMAGED]:
                     return 503, json.dumps({"state": "failed", "error": "a part is damaged"}).encode()
                 if self.loop.now_s >= hold_s:
-                    return 503, json.dumps({"state": "loading"}).encode()
+                    return 503, json.dumps({"state": "loading", "progress": self.progress}).encode()
             await asyncio.sleep(min(0.5, max(1e-3, end_s - self.loop.now_s)))
 
     async def answer(self, work_s: float) -> None:

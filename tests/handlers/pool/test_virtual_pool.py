@@ -30,6 +30,7 @@ from teneral.handlers.pool.deployment import FailingError
 from teneral.handlers.pool.process import (
     HUNG_S,
     MAX_SILENT_POLLS,
+    MAX_STALLED_S,
     OVERHEAD_BYTES,
     PROBE_S,
     READY_POLL_S,
@@ -376,6 +377,21 @@ def test_a_start_that_hangs_is_given_up(pool: VirtualPool) -> None:
     request = pool.ask("n", None, 1.0, 1e6)
     pool.run(10.0)
     assert (request.failure, request.answered_by) == (None, "n")
+
+
+def test_a_start_that_answers_and_gets_no_further_is_given_up(pool: VirtualPool) -> None:
+    pool.store.versions[2] = StoredVersion(0, NEVER, pool.loop.now_s)
+    pool.reload()
+    pool.run(1.0)
+    starting = pool.machine.running[-1]
+    pool.run(MAX_STALLED_S - 10.0)
+    starting.progress = {"fraction": 0.5}
+    pool.run(MAX_STALLED_S - 20.0)
+    assert not starting.ended.is_set(), "it has come further"
+    pool.run(40.0)
+    assert starting.ended.is_set()
+    (second,) = pool.supervisor.models["m"].targets()
+    assert "its load got no further for 900 s" in second.reason
 
 
 def test_a_busy_machine_or_a_clock_that_jumps_ends_no_instance(pool: VirtualPool) -> None:

@@ -39,6 +39,7 @@ from .loading import (
     warn_of_cache,
     wire_share_of,
 )
+from .metrics import on_the_wire
 from .start import Helpers, launch_helpers
 from .state import Forecast, State, resolve, result_or_none
 
@@ -318,7 +319,7 @@ class Instance:
         if self.load is not None:
             statistics = self.load.statistics()
             if statistics is not None:
-                figures["load"] = statistics
+                figures["load"] = on_the_wire(statistics, self._wire_share)
             if (placement := placement_statistics(self.load)) is not None:
                 figures["placement"] = placement
             if (paging := paging_statistics(self.load)) is not None:

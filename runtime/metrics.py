@@ -22,6 +22,8 @@ from .state import State
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
+    from ..loader.load.accounting import LoadStatistics
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS_BUCKETS = (
     0.001,
@@ -316,6 +318,24 @@ _PROPOSAL_COUNTERS: dict[tuple[str, ...], tuple[str, str, dict[str, str]]] = {
     ("engine", "accepted_look_ahead_total"): (*_LOOK_AHEAD, {"outcome": "accepted"}),
     ("engine", "rejected_look_ahead_total"): (*_LOOK_AHEAD, {"outcome": "rejected"}),
 }
+
+
+def on_the_wire(load: LoadStatistics, share: float) -> LoadStatistics:
+    """A load's statistics with what crossed the network in place of what its source made of that:
+    `share` bytes for each.
+    """
+    link = load.link
+    return load._replace(
+        stored_bytes=round(load.stored_bytes * share),
+        fetch=load.fetch._replace(size_bytes=round(load.fetch.size_bytes * share)),
+        link=link._replace(
+            rate_bytes_per_s=link.rate_bytes_per_s * share,
+            connection_bytes_per_s=link.connection_bytes_per_s * share,
+            smallest_range_bytes=round(link.smallest_range_bytes * share),
+            mean_range_bytes=round(link.mean_range_bytes * share),
+            largest_range_bytes=round(link.largest_range_bytes * share),
+        ),
+    )
 
 
 def numbers_in(value: Any, path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], float]]:

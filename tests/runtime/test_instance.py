@@ -349,3 +349,8 @@ def test_the_progress_of_a_gguf_file_counts_the_bytes_of_the_file(tmp_path: Path
             if "wire_share" in span.attributes
         ]
         assert share == pytest.approx(stored_bytes / made_bytes, rel=1e-3)
+        counted = instance.statistics()["load"]
+        assert counted.stored_bytes == counted.fetch.size_bytes == stored_bytes
+        made = instance.load.statistics()
+        assert counted.link.rate_bytes_per_s == pytest.approx(made.link.rate_bytes_per_s * share, rel=1e-3)
+        assert counted.weight_bytes == made.weight_bytes

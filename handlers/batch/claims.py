@@ -4,7 +4,8 @@ A claim is a small object, created by a conditional write before a part is compu
 `RENEW_S` while the work goes on, and removed with it. The claim of a worker that was killed is
 never rewritten: it expires once another worker has seen it unchanged for `LEASE_S`. Only that
 worker's own clock measures this, and only while it reaches the store, so that wrong clocks, a
-stopped observer and a store that is away expire nothing.
+stopped observer and a store that is away expire nothing. A claim names the process that made it: a
+worker started on the same host after a kill finds that process gone, and takes the part at once.
 
 Claims save work and guarantee nothing: a part may still be computed twice, where its worker stalls
 for longer than `LEASE_S`. Each part appears once because its own write is conditional (`parts.py`).
@@ -13,18 +14,22 @@ for longer than `LEASE_S`. Each part appears once because its own write is condi
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import os
 import secrets
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 
-from ...loader.errors import AlreadyExistsError, NotFoundError, SourceError, UnavailableError
+from ...loader.errors import AlreadyExistsError, FormatError, NotFoundError, SourceError, UnavailableError
 from ...loader.sources.base import Store
 from .input import MAX_PARTS
 from .parts import remove_quietly
 
 CLAIMS_FOLDER = "claims/"
+MAX_CLAIM_BYTES = 200
 RENEW_S = 5.0
 LEASE_S = 15.0
 # Seconds that one look may add to an unchanged claim's age: the holder may have lacked the store,
@@ -47,6 +52,7 @@ class Claims:
     def __init__(self, work: Store) -> None:
         self._work = work
         self._name = secrets.token_hex(8)
+        self._process = " ".join(_own_process())
         self._held: dict[int, float] = {}  # when each was written last
         self._num_writes = 0
         # Claims of other workers; None before the first look at them.
@@ -65,10 +71,10 @@ class Claims:
         return list(self._held)
 
     async def take(self, number: int) -> bool:
-        """Claim the part. False if another worker has: then `pulse` returns it when its claim is
-        gone, or has expired. Raises the store's errors.
+        """Claim the part. False if another worker has, which may be alive: then `pulse` returns it when
+        its claim is gone, or has expired. Raises the store's errors.
         """
-        if await asyncio.to_thread(self._create, number, self._expired.pop(number, None)):
+        if await asyncio.to_thread(self._take, number, self._expired.pop(number, None)):
             self._held[number] = _now_s()
             return True
         self._awaited[number] = None
@@ -118,6 +124,20 @@ class Claims:
             else:  # released meanwhile
                 await asyncio.to_thread(remove_quietly, self._work, claim_name(number))
 
+    def _take(self, number: int, expired: str | None) -> bool:
+        if self._create(number, expired):
+            return True
+        left = self._left_by_dead(number)
+        return left is not None and self._create(number, left)
+
+    def _left_by_dead(self, number: int) -> str | None:
+        """The version of a claim whose process ran on this host and is gone; None for all others."""
+        try:
+            data, info = self._work.read(claim_name(number), max_bytes=MAX_CLAIM_BYTES)
+        except (SourceError, FormatError):
+            return None
+        return info.version if _is_gone(data.decode("ascii", "replace").split()[2:]) else None
+
     def _create(self, number: int, expired: str | None) -> bool:
         name, data = claim_name(number), self._content()
         try:
@@ -135,7 +155,7 @@ class Claims:
     def _content(self) -> bytes:
         """Different in each write: in S3 the content decides the version."""
         self._num_writes += 1
-        return f"{self._name} {self._num_writes}\n".encode()
+        return f"{self._name} {self._num_writes} {self._process}\n".encode()
 
 
 def claim_name(number: int) -> str:
@@ -155,3 +175,37 @@ def list_claims(work: Store) -> dict[int, str]:
 
 def _now_s() -> float:
     return asyncio.get_running_loop().time()
+
+
+def _own_process() -> list[str]:
+    """The host with its boot and this process's PID namespace, the process's number, and when it was
+    started: three words; none where the system does not say.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+        return [hashlib.sha256(boot.encode()).hexdigest()[:16], str(os.getpid()), _started(os.getpid())]
+    except OSError:
+        return []
+
+
+def _is_gone(process: list[str]) -> bool:
+    """True if `_own_process` of a worker names one of this host that has ended."""
+    own = _own_process()
+    if len(process) != 3 or process[:1] != own[:1] or not process[1].isdecimal():
+        return False
+    number = int(process[1])
+    try:
+        os.kill(number, 0)  # also where /proc hides the processes of other users
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    with suppress(OSError):
+        return _started(number) != process[2]
+    return False
+
+
+def _started(number: int) -> str:
+    """When a process was started, in clock ticks since the boot; "ended" for one that only waits to be collected."""
+    fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+    return "ended" if fields[0] in "ZX" else fields[19]

@@ -6,13 +6,14 @@ import calendar
 import email.utils
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from tests.support.aws_environment import use_test_credentials
 from tests.support.load import patience_s
+from tests.support.s3_blob import DATA, read, record
 from tests.support.store_faults import Fault
 from tests.support.store_http import Request
 from tests.support.store_server import StoreServer
@@ -21,7 +22,6 @@ from teneral.loader.errors import AccessDeniedError
 from teneral.loader.sources.base import SourceOptions
 from teneral.loader.sources.s3.store import S3Store
 
-DATA = bytes(range(256)) * 40
 THREADS = 8
 
 
@@ -40,22 +40,6 @@ def store(server: StoreServer) -> Iterator[S3Store]:
     store = S3Store("s3://models/m", options)
     yield store
     store.close()
-
-
-def record(server: StoreServer, answer: Callable[[Request], Fault | None]) -> list[Request]:
-    """The requests that arrive from now on, each answered as `answer` says."""
-    seen: list[Request] = []
-
-    def hook(request: Request) -> Fault | None:
-        seen.append(request)
-        return answer(request)
-
-    server.set_fault(hook)
-    return seen
-
-
-def read(store: S3Store) -> bytes:
-    return store.read("blob", max_bytes=len(DATA))[0]
 
 
 def skewed(request: Request, ahead_s: float) -> Fault | None:

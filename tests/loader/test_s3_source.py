@@ -14,6 +14,7 @@ import pytest
 from botocore.credentials import ReadOnlyCredentials
 from tests.support.checkpoints import llama_contents, model_objects
 from tests.support.load import patience_s
+from tests.support.s3_blob import DATA, read, record
 from tests.support.store_faults import Fault
 from tests.support.store_http import Request
 from tests.support.store_server import StoreServer
@@ -33,9 +34,6 @@ from teneral.loader.sources.base import SourceOptions
 from teneral.loader.sources.http.xml import parse_page
 from teneral.loader.sources.s3.store import S3Store
 from teneral.loader.sources.s3.uploads import PART_BYTES
-
-DATA = bytes(range(256)) * 40
-
 
 URL = "s3://models/m"
 
@@ -80,22 +78,6 @@ def opened(server: StoreServer) -> Iterator[Callable[..., S3Store]]:
     yield open_at
     for store in stores:
         store.close()
-
-
-def record(server: StoreServer, answer: Callable[[Request], Fault | None] = lambda _: None) -> list[Request]:
-    """The requests that arrive from now on, each answered as `answer` says."""
-    seen: list[Request] = []
-
-    def hook(request: Request) -> Fault | None:
-        seen.append(request)
-        return answer(request)
-
-    server.set_fault(hook)
-    return seen
-
-
-def read(store: S3Store) -> bytes:
-    return store.read("blob", max_bytes=len(DATA))[0]
 
 
 def region_of(request: Request) -> str:

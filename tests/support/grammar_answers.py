@@ -1,14 +1,26 @@
-"""Answers that a compiled grammar accepts, and random ones that it allows."""
+"""Answers that a compiled grammar accepts, random ones that it allows, and a schema for them."""
 
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 from tests.support.instances import TinyParts
 
 from teneral.runtime.errors import GrammarError
 from teneral.runtime.grammar.compiler import CompiledGrammar
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["cat", "dog", "bird"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 4}, "maxItems": 2},
+    },
+    "required": ["kind", "count", "tags"],
+    "additionalProperties": False,
+}
 
 
 def accepts(parts: TinyParts, grammar: CompiledGrammar, text: str) -> bool:

@@ -249,7 +249,10 @@ REWRITING_ROUTES = {
         "messages": CHAT["messages"],
         "tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": SCHEMA}}],
     },
-    "/v2/models/tiny%2Fmodel/generate": {"text_input": "Hello", "parameters": {"guided_json": json.dumps(SCHEMA)}},
+    "/v2/models/tiny%2Fmodel/generate": {
+        "text_input": "Hello",
+        "parameters": {"guided_json": json.dumps(SCHEMA)},
+    },
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
+from tests.support.grammar_answers import SCHEMA
 from tests.support.instances import SteeredModel, TinyParts
 from tests.support.load import patience_s
 
@@ -18,16 +19,6 @@ from teneral.runtime.step.backend import host_backend
 from teneral.runtime.step.requests import FinishReason, GenerationEvent, GenerationRequest, SamplingParams
 
 TIMEOUT_S = patience_s(60)
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "kind": {"enum": ["cat", "dog", "bird"]},
-        "count": {"type": "integer", "minimum": 0, "maximum": 99},
-        "tags": {"type": "array", "items": {"type": "string", "maxLength": 4}, "maxItems": 2},
-    },
-    "required": ["kind", "count", "tags"],
-    "additionalProperties": False,
-}
 
 
 class Rig:

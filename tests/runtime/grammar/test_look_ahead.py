@@ -9,6 +9,7 @@ import jsonschema_rs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.grammar_answers import SCHEMA
 from tests.support.instances import TinyParts
 from tests.support.load import patience_s
 from tests.support.proposers import knowing
@@ -21,16 +22,6 @@ from teneral.runtime.step.requests import FinishReason, GenerationRequest, Sampl
 from teneral.runtime.step.state import SamplingState
 
 TIMEOUT_S = patience_s(60)
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "kind": {"enum": ["cat", "dog", "bird"]},
-        "count": {"type": "integer", "minimum": 0, "maximum": 99},
-        "tags": {"type": "array", "items": {"type": "string", "maxLength": 4}, "maxItems": 2},
-    },
-    "required": ["kind", "count", "tags"],
-    "additionalProperties": False,
-}
 SPECS = (GrammarSpec.json_schema(SCHEMA), GrammarSpec.regex("(ab|cd){3,9}(e|f)"))
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from blake3 import blake3
 
-from ....loader.errors import IntegrityError, NotFoundError
+from ....loader.errors import FormatError, IntegrityError, NotFoundError
 from ....loader.format.codec import encode_segment
 from ....loader.format.fill import Scratch, decode_planes
 from ....loader.format.manifest import (
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 
 def open_snapshot(source: Source, *, digest: bytes | None = None) -> tuple[Snapshot, str]:
-    """Read `snapshot.json`. Returns it and the version of the object, for a conditional
-    replacement.
+    """Read `snapshot.json`; a second time where it is refused, as bits flip on the way, too. Returns
+    it and the version of the object, for a conditional replacement.
 
     Raises `NotFoundError` without one, `SnapshotError`, `IntegrityError` if it is not the pinned
     one, and the source's errors.
@@ -56,7 +56,13 @@ def open_snapshot(source: Source, *, digest: bytes | None = None) -> tuple[Snaps
         raise NotFoundError(
             f"there is no KV snapshot at {source.url}", source=source.url, hint=hint
         ) from error
-    return parse_snapshot(data, expected_digest=digest), info.version
+    try:
+        return parse_snapshot(data, expected_digest=digest), info.version
+    except FormatError:
+        again, info = source.read(SNAPSHOT_NAME, max_bytes=MAX_SNAPSHOT_JSON_BYTES)
+        if again == data:
+            raise
+    return parse_snapshot(again, expected_digest=digest), info.version
 
 
 class SnapshotReader:

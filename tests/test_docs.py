@@ -54,6 +54,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_reference_pages_are_those_of_the_code() -> None:
+    pytest.importorskip("torch", reason="some of the pages are of what needs torch")
     command = [sys.executable, "scripts/reference.py", "--check"]
     subprocess.run(command, cwd=ROOT, check=True)
 

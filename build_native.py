@@ -73,7 +73,9 @@ def build(folder: Path) -> list[Path]:
         _warn(f"no native core for {target_machine()}: weights can be neither decoded nor packed")
         return []
     if compiler is None:
-        _warn("no C compiler (TENERAL_CC, the ziglang package, cc): weights can be neither decoded nor packed")
+        _warn(
+            "no C compiler (TENERAL_CC, the ziglang package, cc): weights can be neither decoded nor packed"
+        )
         return []
     folder.mkdir(parents=True, exist_ok=True)
     with concurrent.futures.ThreadPoolExecutor() as pool:

@@ -31,7 +31,7 @@ class Span(NamedTuple):
     attributes: dict[str, Any]
 
     def as_json(self) -> dict[str, Any]:
-        """As `docs/timeline.md` has it, to the microsecond."""
+        """The JSON of `docs/timeline.md`, to the microsecond."""
         return {
             "lane": self.lane,
             "name": self.name,

@@ -250,7 +250,7 @@ def _counter(
 def _histogram(
     name: str, help_text: str, observed: Histogram | Mapping[Any, Histogram], labels: tuple[str, ...] = ()
 ) -> Metric:
-    """As `_counter`, of histograms."""
+    """A family of histograms, one for each combination of label values."""
     from prometheus_client.core import HistogramMetricFamily
 
     family = HistogramMetricFamily(name, help_text, labels=labels)

@@ -76,10 +76,9 @@ class SharedBaseInMemory(NamedTuple):
     def tokenizer_for(
         self, tuned: Manifest, files: ModelFiles, adjust: Callable[[TextSettings], TextSettings]
     ) -> None:
-        """As `BaseInMemory.tokenizer_for`: the process that was taken has one that waits for its files."""
+        """None: the process that was taken has one that waits for its files."""
 
     def drafter_for(self, model: Decoder, choice: BackendChoice) -> Decoder | None:
-        """As `BaseInMemory.drafter_for`."""
         from .models.build import build_model
         from .models.decoder import Decoder
         from .weights import StreamedWeights

@@ -68,7 +68,7 @@ class ExpertGate(Protocol):
         """Request these, in all tiers up to this one, before all others. Returns at once."""
 
     def opens(self, experts: Rows, timeout_s: float, tier: Tier = Tier.REFINE) -> bool:
-        """As `Gate.opens`."""
+        """True if they have at least `tier` now, or within this time. Raises the load's error."""
 
     def reading(self, experts: Rows, tier: Tier = Tier.REFINE) -> AbstractContextManager[None]:
         """Block until they have at least `tier`. They do not change inside the context, and are

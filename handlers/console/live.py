@@ -101,7 +101,7 @@ def _load_of(instance: Instance, state: State) -> dict[str, Any]:
 
 
 def _event(instance: Instance, spans: list[Span], load: dict[str, Any]) -> dict[str, Any]:
-    """As `Timeline.snapshot` has it, with the new spans only."""
+    """The timeline's snapshot with the new spans only."""
     timeline = instance.timeline
     return {**timeline.head(), "spans": [span.as_json() for span in spans], "load": load}
 

@@ -333,7 +333,7 @@ class BodyRoute(ABC, Generic[T]):
             return await self.answer(request, data)
 
     async def answer(self, request: web.Request, data: bytes | bytearray) -> web.StreamResponse:
-        """As `post`, with a body that was read already."""
+        """Answer a POST whose body was read already."""
         return await self._answer(request, self._decoder.decode(data), len(data))
 
     @abstractmethod

@@ -44,7 +44,7 @@ class Server:
     closing: bool = False  # gets no more requests, and ends when it has none
 
     def candidate(self, memory_bytes: int) -> Candidate:
-        """As eviction sees it. `memory_bytes` is what its end would free."""
+        """The deployment's weight in an eviction. `memory_bytes` is what its end would free."""
         return Candidate(
             self.key,
             frequency=float(self.served),
@@ -115,7 +115,7 @@ class Deployment:
 
     @property
     def name(self) -> str:
-        """As clients may name it."""
+        """The name by which clients ask for it: `model`, or `model@version`."""
         version = self.release.version
         return self.model.name if version is None else f"{self.model.name}@{version}"
 

@@ -32,7 +32,7 @@ class Budget:
 
     @property
     def used_bytes(self) -> int:
-        """As measured."""
+        """The measured bytes."""
         return sum(self._measured.values())
 
     def charge_of(self, key: str) -> int:

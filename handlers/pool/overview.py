@@ -64,7 +64,7 @@ class Overview:
         return _json({"name": state.model.name, "ready": is_ready}, status=200 if is_ready else 503)
 
     async def models(self, request: web.Request) -> web.Response:
-        """As OpenAI lists them, with aliases, and each model's state and versions."""
+        """OpenAI's list of models, with aliases, and each model's state and versions."""
         self._check(request)
         return _json({"object": "list", "data": list(self._entries())})
 

@@ -216,7 +216,7 @@ class Versions:
 
     @classmethod
     def of(cls, written: Any) -> Versions:
-        """As the file has it, parsed."""
+        """The file's value, parsed."""
         match written:
             case "latest":
                 return cls()
@@ -446,7 +446,7 @@ def _homes(path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 
 
 def _dotted(path: tuple[str, ...]) -> str:
-    """As a user would write it: `models.a.min_warm`, `patch[0].merge`."""
+    """The path that a user would write: `models.a.min_warm`, `patch[0].merge`."""
     text = ""
     for name in path:
         if name.isdigit() and text == "patch":

@@ -85,7 +85,7 @@ class Recipe(NamedTuple):
         return GENERAL_KERNELS[self.word_bytes]
 
     def packed(self) -> bytes:
-        """As the kernels read it."""
+        """The bytes that the kernels read."""
         unused = (0,) * (MAX_PLANES - len(self.bits))
         numbers = (len(self.bits), self.word_bytes, self.sign_plane, self.sign_up)
         return _RECIPE.pack(self.keep, self.fill, *numbers, *self.bits, *unused, *self.ups, *unused)
@@ -276,7 +276,7 @@ def _stretches(manifest: Manifest, part: Part, starts: Sequence[int], coded: boo
 
 
 def _stored(tensor: Tensor, segment: Segment, tier: Tier) -> tuple[int | None, ...]:
-    """As `_Stretch` has it. A device decompresses whole bytes that may have any value."""
+    """The `stored` of a `_Stretch`. A device decompresses whole bytes that may have any value."""
     all_bits = tensor.encoding.plane_bits(tier, tensor.element_bytes)
     may_stay = not _has_checked_bytes(tensor)
     return tuple(

@@ -25,7 +25,7 @@ MIN_SPREAD = 0.1
 
 
 class Link(NamedTuple):
-    """As the last reads showed it; 0 is unknown."""
+    """The link that the last reads showed; 0 is unknown."""
 
     first_byte_s: float = 0.0  # from a request to its answer's first byte
     connection_bytes_per_s: float = 0.0  # of one connection, once its bytes flow
@@ -230,7 +230,7 @@ class LinkTuner:
 
     @property
     def rate_bytes_per_s(self) -> float:
-        """As `LinkStatistics` has it; costs next to nothing."""
+        """The tuner's figures; costs next to nothing."""
         took_s = self._last_ended_s - self._first_began_s
         return self._arrived_bytes / max(took_s, 1e-6) if self._num_arrived else 0.0
 

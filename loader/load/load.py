@@ -422,7 +422,7 @@ class WeightLoad:
             self._order.choose(time.monotonic() - self._started_at_s, self._cache)
 
     def _add_fetchers(self) -> None:
-        """As many as should read by now. Surplus threads idle."""
+        """Start the fetchers that should read by now. Surplus threads idle."""
         if self._num_fetchers >= self._work.connections:
             return
         with self._lifecycle:

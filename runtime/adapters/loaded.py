@@ -46,7 +46,6 @@ class LoadedAdapter:
         return self.digest is not None
 
     def opens(self, layer: int, timeout_s: float | None) -> bool:
-        """As `Adapter.opens`."""
         if self.digest is not None:
             return True
         with self._changed:

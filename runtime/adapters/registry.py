@@ -265,7 +265,7 @@ class AdapterRegistry:
             self._source.close()
 
     def quiesce(self) -> None:
-        """As `Remote.quiesce`, of the store that the template names."""
+        """Quiesce the connections of the store that the template names."""
         quiesce = getattr(self._source, "quiesce", None)
         if quiesce is not None:
             quiesce()

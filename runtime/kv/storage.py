@@ -95,7 +95,6 @@ class FloatBlocks(_Blocks):
 
     @property
     def layout(self) -> str:
-        """As `KVPool.layout`."""
         return self.shape.layout(self.dtype.label)
 
 
@@ -115,7 +114,7 @@ class Int8Blocks(_Blocks):
 
     @property
     def layout(self) -> str:
-        """As `KVPool.layout`: a block's codes, then its scales."""
+        """The layout of a block: its codes, then its scales."""
         return self.shape.layout(f"int8+{self.dtype.label}", extra="+1")
 
 

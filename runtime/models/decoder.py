@@ -55,7 +55,7 @@ class Stage(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As the timeline shows it."""
+        """Its name on the timeline."""
         if self.work is Work.EMBED:
             return "embed"
         return "head" if self.work in (Work.STRIP, Work.HEAD) else f"layers.{self.layer}"
@@ -100,7 +100,7 @@ class Decoder:
 
     @property
     def is_batch_invariant(self) -> bool:
-        """As the executor has it."""
+        """True if the executor gives the same bits in any batch."""
         return self.executor.is_batch_invariant
 
     @property

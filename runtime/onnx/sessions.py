@@ -266,7 +266,6 @@ class WholeModel:
         return list(self._session.get_providers())
 
     def run(self, inputs: Arrays, run: Run) -> dict[str, np.ndarray[Any, Any]]:
-        """As `SegmentedModel.run`."""
         run.check()
         made = _run(self._session, self._outputs, inputs, run)
         return dict(zip(self._outputs, made, strict=True))
@@ -298,7 +297,7 @@ class Placeholder:
 
     @classmethod
     def of(cls, spec: OnnxSpec, load: AnyLoad) -> Self:
-        """As long as the largest weight. Raises `ModelError`."""
+        """A buffer as long as the largest weight. Raises `ModelError`."""
         by_name = load.manifest.by_name
         return cls(max((by_name[name].size_bytes for name in spec.weights), default=0))
 

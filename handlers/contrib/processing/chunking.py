@@ -289,7 +289,7 @@ def chunks(
 async def achunks(
     model: Tokens, text: str | Iterable[str] | AsyncIterable[str], *, max_tokens: int, overlap_tokens: int = 0
 ) -> AsyncIterator[Chunk]:
-    """As `chunks`, for async handlers; the text may come from an async iterator, too."""
+    """The chunks of a text, for async handlers; the text may come from an async iterator, too."""
     chunker = await asyncio.to_thread(Chunker, model, max_tokens=max_tokens, overlap_tokens=overlap_tokens)
     async for piece in _apieces(text):
         for chunk in await asyncio.to_thread(_all, chunker.feed, piece):

@@ -138,7 +138,7 @@ def choose(
 async def achoose(
     model: Model, prompt: Prompt, labels: Sequence[str], *, temperature: float = 1.0, **options: Any
 ) -> dict[str, float]:
-    """As `choose`, for async handlers."""
+    """The chosen label, for async handlers."""
     encoded = [await model.atokenize(label, add_special_tokens=False) for label in labels]
     tokens = _first_tokens(labels, encoded)
     return _scores_of(await model.agenerate(prompt, **_constrained(tokens, options)), tokens, temperature)

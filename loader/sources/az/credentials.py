@@ -63,7 +63,7 @@ def _by_managed_identity(environment: Mapping[str, str]) -> Token:
 
 
 def _is_busy(status: int) -> bool:
-    """As Azure's page on retries has it."""
+    """The rule of Azure's page on retries."""
     return status in (404, 410) or is_overloaded(status)
 
 

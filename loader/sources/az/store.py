@@ -45,11 +45,9 @@ class AzStore(BucketStore):
         return f"az://{self._settings.account}/{self._container}/{self._prefix}".rstrip("/")
 
     def request(self, name: str, extra: Headers) -> Request:
-        """As `ObjectServer.request`."""
         return self._authorized("GET", name, (), extra)
 
     def refusal(self, name: str, request: Request, head: Head, body: bytes) -> TeneralError | None:
-        """As `ObjectServer.refusal`."""
         if head.status == 401 and self._tokens is not None and self._tokens.renews(request):
             return None
         from .answers import explain  # only on the way to an error

@@ -65,7 +65,7 @@ class FileStore:
         return version
 
     def map(self, name: str, *, version: str | None = None) -> memoryview:
-        """As `Mappable.map`. The mapping holds the file: what is renamed over it or removed stays
+        """A mapping of the file (`Mappable.map`). It holds the file: what is renamed over it or removed stays
         readable.
         """
         with self._opened(name) as (fd, status):
@@ -75,13 +75,12 @@ class FileStore:
             return memoryview(mmap.mmap(fd, status.st_size, access=mmap.ACCESS_COPY))
 
     def check_version(self, name: str, version: str | None) -> None:
-        """As `Mappable.check_version`."""
         self._check_open(name)
         with self._folder.translated(name):
             self._check_version(name, os.stat(self._folder.path_of(name)), version)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """As `Source.list`; raises `NotFoundError` where the store's folder itself does not exist."""
+        """The objects (`Source.list`); raises `NotFoundError` where the store's folder itself does not exist."""
         self._check_open("")
         with self._folder.translated(""):
             if not os.path.isdir(self.url):

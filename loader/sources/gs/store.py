@@ -54,7 +54,7 @@ class GsStore(BucketStore):
         return f"gs://{self._bucket}/{self._prefix}".rstrip("/")
 
     def request(self, name: str, extra: Headers) -> Request:
-        """As `ObjectServer.request`. The condition on a version becomes one on the generation."""
+        """A request of Google's. The condition on a version becomes one on the generation."""
         query: Query = (("alt", "media"),)
         headers = []
         for field, value in extra:
@@ -66,7 +66,6 @@ class GsStore(BucketStore):
         return self._authorized("GET", object_target(self._bucket, self._key(name), query), tuple(headers))
 
     def refusal(self, name: str, request: Request, head: Head, body: bytes) -> TeneralError | None:
-        """As `ObjectServer.refusal`."""
         if head.status == 401 and self._tokens is not None and self._tokens.renews(request):
             return None
         from .answers import explain  # only on the way to an error

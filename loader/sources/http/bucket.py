@@ -37,11 +37,9 @@ class HttpReads:
         return self._client.read_into(name, start, buffer, version)
 
     def on_outage(self, note: Note) -> None:
-        """As `Outage.watch`."""
         self._client.on_outage(note)
 
     def quiesce(self) -> None:
-        """As `Remote.quiesce`."""
         self._client.quiesce()
 
     def close(self) -> None:
@@ -110,7 +108,7 @@ class BucketStore(HttpReads, ABC):
     def _forget_credentials(self) -> None: ...
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """As `Source.list`, a page at a time. A folder without objects is empty, not missing."""
+        """The objects, a page at a time. A folder without objects is empty, not missing."""
         folder = f"{self._prefix}/" if self._prefix else ""
         token: str | None = None
         for _ in range(MAX_PAGES):
@@ -126,7 +124,6 @@ class BucketStore(HttpReads, ABC):
         raise SourceError(f"{self.url} holds too many objects to be listed", source=self.url)
 
     def quiesce(self) -> None:
-        """As `Remote.quiesce`."""
         super().quiesce()
         with self._lock:
             uploads = self._uploads

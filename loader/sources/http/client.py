@@ -173,7 +173,6 @@ class HttpClient:
         return self._tally.counts()._replace(connections_opened=self._pool.statistics().opened)
 
     def on_outage(self, note: Note) -> None:
-        """As `Outage.watch`."""
         self._retrying.outage.watch(note)
 
     def quiesce(self) -> None:

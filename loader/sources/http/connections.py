@@ -129,7 +129,7 @@ class Connection:
         return count
 
     def read_soon(self, view: memoryview) -> PollCoroutine[int]:
-        """As `read_some`, but waits as steps do, and until there is something."""
+        """Read what comes next; waits, as steps do, until there is something."""
         view = view[: self._remaining]
         count = self._take(view) if self._buffer else (yield from self._wire.receive_soon(view))
         self._remaining = (self._remaining or 0) - count

@@ -28,7 +28,7 @@ class WaitsForStore(Protocol):
     """A source that waits for its store to come back."""
 
     def on_outage(self, note: Note) -> None:
-        """As `Outage.watch`."""
+        """Have each outage of the store noted (`Outage.watch`)."""
 
 
 class Outage:

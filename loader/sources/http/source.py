@@ -61,12 +61,11 @@ class HttpSource(HttpReads):
         )
 
     def request(self, name: str, extra: Headers) -> Request:
-        """As `ObjectServer.request`."""
         target = f"{self._folder}/{encode_path(name)}{self._query}"
         return Request("GET", self._origin, target, extra, self._headers)
 
     def refusal(self, name: str, request: Request, head: Head, body: bytes) -> TeneralError:
-        """As `ObjectServer.refusal`; a web server's words are not looked at, its status is enough."""
+        """The error by the status alone: a web server's words are not looked at."""
         if head.status in (401, 403):
             return AccessDeniedError(
                 f"{name} in {self.url}: access is denied ({head.status})",

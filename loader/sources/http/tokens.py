@@ -73,7 +73,7 @@ class TokenCache:
             return self._get().text != refused
 
     def renews(self, request: Request) -> bool:
-        """As `renew`, for the token of a request that was refused; False where it has none."""
+        """Renew the token of a request that was refused; False where it has none."""
         scheme, _, token = dict(request.private_headers).get("Authorization", "").partition(" ")
         return scheme == "Bearer" and self.renew(token)
 

@@ -200,7 +200,7 @@ class Wire:
         self._window_s, self._window_bytes = self._heard_s, 0
 
     def receive(self, view: memoryview) -> int:
-        """As much of `view` as comes within a tick, up to a megabyte; 0 where nothing does. Blocks.
+        """Fill the beginning of `view` with what comes within a tick, up to a megabyte; 0 where nothing does. Blocks.
         All of `view` is expected to come.
 
         Raises `WireError`, also where so little came for `read_timeout_s` that the wire must be

@@ -61,11 +61,9 @@ class S3Store(BucketStore):
         return f"s3://{self._bucket}/{self._prefix}".rstrip("/")
 
     def request(self, name: str, extra: Headers) -> Request:
-        """As `ObjectServer.request`."""
         return self._signed(f"/{self._key(name)}", (), extra)
 
     def refusal(self, name: str, request: Request, head: Head, body: bytes) -> TeneralError | None:
-        """As `ObjectServer.refusal`."""
         from ..http.xml import parse_problem
         from .answers import explain  # only on the way to an error
 

@@ -92,8 +92,10 @@ class Readiness:
         with self._changed:
             for number in parts:
                 self._is_there[number] = True
-            for group, tier in gates:
-                for reached in range(tier + 1):  # exact values satisfy a wait for coarser ones
+            # Exact values satisfy a wait for coarser ones. The exact gate first: waiters look without the lock, and who
+            # finds the coarser one open may ask for it next.
+            for group, tier in reversed(gates):
+                for reached in range(tier, -1, -1):
                     self._open[reached][group] = True
             if gates or not self._watched.isdisjoint(parts):
                 self._announce()

@@ -5,6 +5,7 @@ half-written.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import socket
@@ -20,6 +21,7 @@ from tests.support.tiny_models import save_tiny
 
 from teneral import cli
 from teneral.loader import errors as loading
+from teneral.runtime.config import SETTINGS
 from teneral.runtime.synth import synthesize
 
 DEMO_MODEL = str(Path(__file__).parents[1] / "demo" / "model")
@@ -334,3 +336,51 @@ def test_packing_that_is_ended_by_a_signal_leaves_nothing_behind(
     assert process.returncode == code
     assert "Traceback" not in printed
     assert not (tmp_path / "out").exists()
+
+
+def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([]) == 0
+    assert "COMMAND" in capsys.readouterr().out
+
+
+def test_a_short_flag_prints_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.run(["-V"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("teneral ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["srve"], "serve"),
+        (["serve", "--conections", "3"], "--connections"),
+        (["inspect", "--jsn", "model"], "--json"),
+        (["pool", "chek", "pool.toml"], "check"),
+        (["serve", "--conections=3"], "--connections"),
+    ],
+)
+def test_a_mistyped_word_is_answered_with_the_one_that_was_meant(
+    arguments: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.run(arguments)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert f"did you mean {meant}?" in error
+    assert "--help lists what it takes" in error
+    assert len(error.splitlines()) == 2
+
+
+def test_help_of_serve_shows_what_people_use_and_help_all_every_setting(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def flags_of(arguments: list[str]) -> set[str]:
+        with pytest.raises(SystemExit):
+            cli.run(arguments)
+        return set(re.findall(r"^  (?:-h, )?(--[a-z0-9-]+)", capsys.readouterr().out, re.MULTILINE))
+
+    usual, every = flags_of(["serve", "--help"]), flags_of(["serve", "--help-all"])
+    assert len(usual - {"--help"}) <= 15
+    assert {f"--{name.replace('_', '-')}" for name in SETTINGS if name != "model"} <= every
+    assert usual < every

@@ -38,7 +38,7 @@ def run(arguments: list[str]) -> int:
     try:
         with _sigterm_raising():
             options = parse(arguments)  # in here: it imports, which Ctrl-C may interrupt
-            code = COMMANDS[options.command](options)
+            code = COMMANDS[options.command](options) if options.command else 0
         if sys.stdout is not None:
             sys.stdout.flush()  # in here, where an error can still be reported
         return code

@@ -8,29 +8,64 @@ import re
 import sys
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .cli_source import add_base_flag, add_source_flags
+
+if TYPE_CHECKING:
+    from .runtime.setting import Setting
 
 SOURCE_HELP = (
     "directory with config.json and *.safetensors, or an .onnx file; path, s3://, gs://, az://, http(s)://"
 )
 
 
+# The settings that `serve --help` shows, by task; `--help-all` shows all of them.
+SHOWN_SETTINGS = {
+    "what is served, and where": ("name", "host", "port", "api_key", "handler"),
+    "the store and the start": ("endpoint_url", "cache_dir", "first_token", "standby"),
+    "memory and speed": ("device", "threads", "max_context", "kv_bytes"),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors name what was probably meant. `shows_all`: its help has every setting."""
+
+    shows_all = False
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage in one line and the error; exit with 2."""
+        command = self.prog.removesuffix(" [-h]")
+        known = list(self._option_string_actions)
+        typed = re.findall(r"(?:unrecognized arguments:|invalid choice:) '?([^ ']+)", message)
+        for action in self._actions:
+            known += list(action.choices or ()) if isinstance(action, argparse._SubParsersAction) else []
+        if typed:
+            from difflib import get_close_matches  # only on the way to an error
+
+            message = message.partition(" (choose from")[0]
+            if meant := get_close_matches(typed[0].partition("=")[0], known, 1):
+                message += f"; did you mean {meant[0]}?"
+        self.exit(2, f"{command}: {message}\n  {command} --help lists what it takes.\n")
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The parsed flags; `command` names the command. Ends the process, as argparse does, on invalid ones."""
+    """The parsed flags; `command` names the command, and is "" where none was given, after the help was printed. Ends
+    the process, as argparse does, on invalid ones.
+    """
     from . import __version__
 
     # Made anew for every flag. Left to itself, it imports what reads archives to learn how wide the terminal is.
     formatter = partial(argparse.HelpFormatter, width=_columns() - 2)
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="teneral",
         formatter_class=formatter,
         description="Serve models from object storage that answer while their weights are still arriving.",
     )
-    parser.add_argument("--version", action="version", version=f"teneral {__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"teneral {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(
-        title="commands", required=True, metavar="COMMAND", dest="command", prog="teneral"
+        title="commands", metavar="COMMAND", dest="command", prog="teneral", parser_class=_Parser
     )
     chosen = next((argument for argument in arguments if not argument.startswith("-")), "")
     # A command given by name loads no other's flags or help.
@@ -47,8 +82,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
             command.add_argument(
                 "--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
             )
+            command.shows_all = "--help-all" in arguments
             add_flags(command)
-    return parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        commands.choices.get(options.command, parser).error(f"unrecognized arguments: {' '.join(unknown)}")
+    if options.command is None:
+        parser.print_help()
+        options.command = ""
+    return options
 
 
 def _columns() -> int:
@@ -239,7 +281,7 @@ def _eval(command: argparse.ArgumentParser) -> None:
     _add_text_flags(command)
 
 
-def _serve(command: argparse.ArgumentParser) -> None:
+def _serve(command: _Parser) -> None:
     command.add_argument(
         "model",
         metavar="MODEL",
@@ -271,7 +313,7 @@ def _standby(command: argparse.ArgumentParser) -> None:
     add_source_flags(command)
 
 
-def _invoke(command: argparse.ArgumentParser) -> None:
+def _invoke(command: _Parser) -> None:
     command.add_argument("function", metavar="FUNCTION", help="module:function or path/file.py:function")
     command.add_argument(
         "--event", metavar="FILE", default="-", help="JSON file with the event, - for standard input"
@@ -285,7 +327,7 @@ def _invoke(command: argparse.ArgumentParser) -> None:
     _add_settings(command, model_flag=True)
 
 
-def _batch(command: argparse.ArgumentParser) -> None:
+def _batch(command: _Parser) -> None:
     command.add_argument("artifact", metavar="ARTIFACT", help="an artifact or a model directory")
     command.add_argument(
         "input", metavar="INPUT", help="JSONL, a request a line: a path, s3://bucket/key or gs://bucket/key"
@@ -417,38 +459,51 @@ def _add_work_flags(command: argparse.ArgumentParser) -> None:
     add_source_flags(command)
 
 
-def _add_settings(command: argparse.ArgumentParser, *, model_flag: bool = False) -> None:
+def _add_settings(command: _Parser, *, model_flag: bool = False) -> None:
     """A flag for every setting of `ServeConfig`; values stay texts here, `resolve` parses and validates
-    them.
+    them. `--help` shows those that people use, `--help-all` all.
     """
     from .runtime.config import SETTINGS
 
+    command.add_argument("--help-all", action="help", help="show all flags, and exit")
     command.add_argument(
         "--config",
         metavar="FILE.toml",
         default=None,
         help="settings by name; flags and TENERAL_* win over it",
     )
+    groups = {
+        name: group
+        for title, names in SHOWN_SETTINGS.items()
+        for group in [command.add_argument_group(title)]
+        for name in names
+    }
+    others = command.add_argument_group("all other settings")
     for name, setting in SETTINGS.items():
         if name == "model" and not model_flag:
             continue
-        flag = f"--{name.replace('_', '-')}"
+        flags, how = _flag_of(name, setting)
         help_text = setting.help.replace("%", "%%")
-        if isinstance(setting.default, bool):
-            command.add_argument(
-                flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=help_text
-            )
-        else:
-            shown = (
-                ""
-                if setting.default in (None, "") or "default" in help_text
-                else f" (default: {setting.default})"
-            )
-            metavar = setting.metavar or name.rpartition("_")[2].upper()
-            command.add_argument(flag, metavar=metavar, default=argparse.SUPPRESS, help=help_text + shown)
+        if name not in groups and name != "model" and not command.shows_all:
+            help_text = argparse.SUPPRESS
+        elif setting.default not in (None, "", True, False) and "default" not in help_text:
+            help_text += f" (default: {setting.default})"
+        groups.get(name, others).add_argument(*flags, help=help_text, **how)
+    if not command.shows_all:
+        command.epilog = f"{command.prog} --help-all shows {len(SETTINGS) - len(groups)} settings more."
 
 
-COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+def _flag_of(name: str, setting: Setting) -> tuple[list[str], dict[str, Any]]:
+    """A setting's flag, and how argparse takes it."""
+    how: dict[str, Any] = {"default": argparse.SUPPRESS}
+    if isinstance(setting.default, bool):
+        how["action"] = argparse.BooleanOptionalAction
+    else:
+        how["metavar"] = setting.metavar or name.rpartition("_")[2].upper()
+    return [f"--{name.replace('_', '-')}"], how
+
+
+COMMANDS: dict[str, tuple[str, Callable[[_Parser], None]]] = {
     "pack": ("turn a Hugging Face directory into an artifact", _pack),
     "unpack": ("turn an artifact back into safetensors, each tensor bit for bit", _unpack),
     "verify": ("read a whole artifact and name every part that is damaged", _verify),

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .weights import Weights
 
 
-class Parts(Protocol):
+class BuildParts(Protocol):
     """The parts of an instance that a build reads, waits for and makes."""
 
     config: ServeConfig
@@ -68,7 +68,7 @@ class ModelBuild:
 
     def __init__(
         self,
-        instance: Parts,
+        instance: BuildParts,
         *,
         snapshots: SnapshotService | None,
         fail: Callable[[TeneralError], None],

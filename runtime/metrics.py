@@ -155,13 +155,13 @@ class Metrics:
 
         metrics = self
 
-        class Snapshot(Collector):
+        class MetricsSnapshot(Collector):
             def collect(self) -> Iterator[Metric]:
                 yield from metrics._families()
                 yield from _from_statistics(statistics)
 
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(Snapshot())
+        registry.register(MetricsSnapshot())
         ProcessCollector(registry=registry)
         return generate_latest(registry)
 

@@ -94,7 +94,9 @@ def attend_s(shares: list[tuple[int, int]], *, num_stages: int = 5, is_recorded:
     from teneral.runtime.step.batch import SequenceSpan
 
     group = HEADS // KV_HEADS
-    shape = v.Shape("bf16", "bf16", 4096, 4096, 14336, HEAD_DIM, HEAD_DIM, group, False, "silu", BLOCK_SIZE)
+    shape = v.ModelShape(
+        "bf16", "bf16", 4096, 4096, 14336, HEAD_DIM, HEAD_DIM, group, False, "silu", BLOCK_SIZE
+    )
     sizes = [-(-(past + new) // BLOCK_SIZE) for past, new in shares]
     order = list(range(sum(sizes)))
     random.Random(0).shuffle(order)

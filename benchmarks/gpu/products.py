@@ -44,12 +44,12 @@ def times_us(num_out: int, num_in: int) -> dict[str, float]:
     """By kernel, dtype and number of rows."""
     import torch
 
-    from teneral.runtime.backends.cuda.products import Products
+    from teneral.runtime.backends.cuda.products import CudaProducts
     from teneral.runtime.backends.cuda.warm_up import open_launcher
     from teneral.runtime.backends.torch.layers import Linear, QuantizedLinear
 
     launch, _ = open_launcher(torch.device("cuda:0"), None)
-    products = Products(launch, "bf16", rows_by_kernel=True)
+    products = CudaProducts(launch, "bf16", rows_by_kernel=True)
 
     def took_us(matrices: list[Any], num_rows: int, product: Callable[[Any, Any], object]) -> float:
         x = torch.randn((num_rows, num_in), dtype=torch.bfloat16, device="cuda")

@@ -13,14 +13,14 @@ from aiohttp import web
 from ...runtime.errors import RequestError
 from ...runtime.step.requests import GenerationEvent, GenerationRequest
 from ..http.errors import ApiError
-from ..http.json_bodies import Decoder, encode
+from ..http.json_bodies import JsonDecoder, encode
 from ..http.service import CALL, Service
 from ..http.sse import Framing
 from ..openai.chat import chat_settings
 from ..openai.chat_request import ChatRequest, ChatSettings, FormatOfChat
 from ..openai.deltas import Delta, Finish, ReasoningDelta, TextDelta, ToolCallDelta
 from ..openai.fields import Fields
-from ..openai.generation import Outcome, Step, make_format, respond
+from ..openai.generation import SequenceOutcome, Step, make_format, respond
 from ..openai.parameters import own_names
 from ..openai.prompts import mentions
 from ..openai.responses import Usage
@@ -46,8 +46,8 @@ THINKS = "enable_thinking"  # the variable of chat templates
 class MessageRoutes:
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._messages = Decoder(MessagesBody)
-        self._count = Decoder(CountBody)
+        self._messages = JsonDecoder(MessagesBody)
+        self._count = JsonDecoder(CountBody)
 
     async def post(self, request: web.Request) -> web.StreamResponse:
         service = self._service
@@ -121,7 +121,7 @@ class MessagesFormat(FormatOfChat):
         ]
         return b"\n\n".join(map(_named, events))
 
-    def whole(self, outcomes: Sequence[Outcome], usage: Usage) -> bytes:
+    def whole(self, outcomes: Sequence[SequenceOutcome], usage: Usage) -> bytes:
         (outcome,) = outcomes
         event = GenerationEvent(
             outcome.text, (), finish_reason=outcome.finish_reason, stopped_by=outcome.stopped_by

@@ -40,7 +40,7 @@ from ..function.context import Context
 from ..function.options import check_options
 from ..http.keys import parse_keys
 from .index import JobIndex
-from .input import Call, Embed, Generate, Line, Problem
+from .input import Embed, Generate, Line, LineProblem, RouteCall
 from .spec import ModelBrokenError
 
 if TYPE_CHECKING:
@@ -69,9 +69,9 @@ class Answers:
     async def one(self, line: Line) -> Record:
         """The record of any line. Raises the instance's own errors, `DrainingError` among them."""
         match line.request:
-            case Problem() as problem:
+            case LineProblem() as problem:
                 return self._failed(line, problem)
-            case Call() as call:
+            case RouteCall() as call:
                 return await self._call(line, call)
             case Generate() as request:
                 return await self._plain(line, lambda: self._generate(line, request))
@@ -107,7 +107,7 @@ class Answers:
         except LineError as fault:
             return self._failed(line, _problem_of(fault.error))
 
-    async def _call(self, line: Line, call: Call) -> Record:
+    async def _call(self, line: Line, call: RouteCall) -> Record:
         body = msgspec.json.encode(self._with_defaults(line, call))
         record_id = self._index.record_id(line.number)
         headers = {**self._headers, "x-request-id": f"req_{record_id}"}
@@ -133,7 +133,7 @@ class Answers:
                 return self._failed(line, _problem_of(fault.error))
         return answered_call(line, record_id, status, answer)
 
-    def _with_defaults(self, line: Line, call: Call) -> dict[str, object]:
+    def _with_defaults(self, line: Line, call: RouteCall) -> dict[str, object]:
         """The body with a default seed and the priority of batch work."""
         if call.url == "/v1/embeddings":
             return call.body
@@ -159,19 +159,19 @@ class Answers:
     def _context(self, line: Line) -> Context:
         return Context(self._host, request_id=f"batch-{self._index.record_id(line.number)}")
 
-    def _failed(self, line: Line, problem: Problem) -> Record:
+    def _failed(self, line: Line, problem: LineProblem) -> Record:
         return failed(line, self._index.record_id(line.number), problem)
 
 
-def _problem_of(error: TeneralError) -> Problem:
+def _problem_of(error: TeneralError) -> LineProblem:
     message = f"{error.message}. {error.hint}" if error.hint else error.message
     if isinstance(error, ContextLengthError):
-        return Problem("context_length_exceeded", message)
+        return LineProblem("context_length_exceeded", message)
     if isinstance(error, CapacityError):
-        return Problem("rate_limit_exceeded", message)
+        return LineProblem("rate_limit_exceeded", message)
     if isinstance(error, RequestError):
-        return Problem(getattr(error, "code", "invalid_request"), message)
-    return Problem("failed", message)
+        return LineProblem(getattr(error, "code", "invalid_request"), message)
+    return LineProblem("failed", message)
 
 
 @asynccontextmanager
@@ -241,7 +241,7 @@ def embedded(line: Line, vector: np.ndarray) -> Record:
     return Record(_line({"custom_id": line.custom_id, "embedding": vector.tolist()}), is_failed=False)
 
 
-def failed(line: Line, record_id: str, problem: Problem) -> Record:
+def failed(line: Line, record_id: str, problem: LineProblem) -> Record:
     error = {"code": problem.code, "message": problem.message}
     if line.is_openai:
         return Record(_line(_openai(line, record_id, None, error)), is_failed=True)

@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Any
 
 from ...loader.errors import AlreadyExistsError, NotFoundError, SourceError, UnavailableError
-from ...loader.format.json_object import Document, JsonObject, with_own_digest
+from ...loader.format.json_object import DocumentKind, JsonObject, with_own_digest
 from ...loader.sources.base import ObjectInfo
 from ...loader.sources.http.retry import pause_s
 from .claims import CLAIMS_FOLDER
@@ -31,7 +31,7 @@ MAX_MANIFEST_BYTES = 4 << 20
 MAX_RECORD_BYTES = 1 << 50
 # Attempts to write the file, if others write it concurrently or the store fails.
 MAX_WRITES = 6
-_MANIFEST = Document(
+_MANIFEST = DocumentKind(
     MANIFEST_NAME,
     JobFormatError,
     "It is damaged, or Teneral did not write it: remove it and run the job again.",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from ...loader.format.json_object import Document, JsonObject, is_text, with_own_digest
+from ...loader.format.json_object import DocumentKind, JsonObject, is_text, with_own_digest
 from .input import MAX_PARTS, PartSpan, Scanned
 from .spec import MAX_LINE_BYTES, MAX_LINES, JobFormatError, JobMismatchError
 
@@ -29,7 +29,7 @@ MAX_INPUT_BYTES = 1 << 48
 _CHUNK_CHARS = 1_000
 _DAMAGED = "It is damaged, or Teneral did not write it: choose another output, or remove this one."
 _NEWER = "A newer Teneral may have written it: upgrade, or choose another output."
-INDEX = Document(INDEX_NAME, JobFormatError, _DAMAGED, _NEWER)
+INDEX = DocumentKind(INDEX_NAME, JobFormatError, _DAMAGED, _NEWER)
 _KEYS = frozenset(
     (
         "format", "version", "key", "input", "input_version", "model", "options", "openai", "bytes", "lines",
@@ -39,7 +39,7 @@ _KEYS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class JobIdentity:
     """The identity of a job: runs with the same identity are one job."""
 
     input: str  # its address
@@ -58,7 +58,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class JobIndex:
-    identity: Identity
+    identity: JobIdentity
     key: str
     size_bytes: int
     max_line_bytes: int
@@ -82,7 +82,7 @@ class JobIndex:
         return hashlib.sha256(f"{self.key} {what} {line_number}".encode()).digest()
 
 
-def make_index(identity: Identity, scanned: Scanned, *, size_bytes: int, max_line_bytes: int) -> JobIndex:
+def make_index(identity: JobIdentity, scanned: Scanned, *, size_bytes: int, max_line_bytes: int) -> JobIndex:
     return JobIndex(
         identity=identity,
         key=identity.key,
@@ -96,7 +96,7 @@ def make_index(identity: Identity, scanned: Scanned, *, size_bytes: int, max_lin
     )
 
 
-def check_same_job(index: JobIndex, wanted: Identity, *, place: str) -> None:
+def check_same_job(index: JobIndex, wanted: JobIdentity, *, place: str) -> None:
     """Raise `JobMismatchError`, naming the difference."""
     found = index.identity
     if index.key == wanted.key:
@@ -155,7 +155,7 @@ def parse_index(data: bytes) -> JobIndex:
     top = JsonObject(document, INDEX_NAME, _KEYS, document=INDEX)
     if top.text("format") != FORMAT_NAME or top.integer("version") != FORMAT_VERSION:
         INDEX.refuse("it is of another format or version", INDEX_NAME, hint=_NEWER)
-    identity = Identity(
+    identity = JobIdentity(
         top.text("input"), top.text("input_version"), top.text("model"), top.table("options", is_text)
     )
     if top.text("key") != identity.key:

@@ -5,7 +5,7 @@ Invariant: lines do not depend on the chunks of bytes in which they arrive, and 
 the allowed length is held. A longer one is skipped, and reported.
 
 A line is a request of OpenAI's Batch API (`custom_id`, `method`, `url`, `body`), or a plain one:
-`prompt` or `messages` with generation options, or `input` to embed. Anything else is a `Problem`,
+`prompt` or `messages` with generation options, or `input` to embed. Anything else is a `LineProblem`,
 which becomes an error record: no line can fail a job. Nothing that needs the model is checked here.
 
 One pass finds the beginnings of the parts, the number of records, and duplicates of custom_ids. Its
@@ -109,7 +109,7 @@ CustomId = str | int
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RouteCall:
     """A request to a route of the HTTP API."""
 
     url: str
@@ -128,14 +128,14 @@ class Embed:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class LineProblem:
     """The reason why a line has no answer. Codes: docs/batch.md."""
 
     code: str
     message: str
 
 
-Request = Call | Generate | Embed | Problem
+Request = RouteCall | Generate | Embed | LineProblem
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class LineHead:
     """The fields of a line that the scan needs: the name and the form of its answer."""
 
     custom_id: CustomId | None  # None: the line has no valid one
@@ -175,7 +175,7 @@ _OBJECT = msgspec.json.Decoder(dict[str, Any])
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-def read_head(raw: RawLine) -> Head | None:
+def read_head(raw: RawLine) -> LineHead | None:
     """The head of a line; None if the line is too long or not a JSON object."""
     if raw.data is None:
         return None
@@ -185,7 +185,7 @@ def read_head(raw: RawLine) -> Head | None:
         return None
     given = msgspec.UNSET
     is_openai = fields.url is not given or fields.method is not given or fields.body is not given
-    return Head(
+    return LineHead(
         is_implicit=fields.custom_id is given or fields.custom_id is None,
         custom_id=_usable_id(fields.custom_id, raw.number),
         is_openai=is_openai,
@@ -215,25 +215,25 @@ def parse_line(raw: RawLine, *, is_duplicate: bool, job_is_openai: bool, max_lin
         message = f"line {raw.number}: the custom_id {shown!r} is a duplicate of an earlier line's"
         if head.is_implicit:
             message = f"line {raw.number} has no custom_id, and its number is that of another line"
-        custom_id, request = None, Problem("duplicate_custom_id", message)
+        custom_id, request = None, LineProblem("duplicate_custom_id", message)
     elif custom_id is None:
         wanted = f"a text of 1 to {MAX_ID_CHARS} characters or a whole number"
-        request = Problem("invalid_custom_id", f"line {raw.number}: the custom_id must be {wanted}")
+        request = LineProblem("invalid_custom_id", f"line {raw.number}: the custom_id must be {wanted}")
     return Line(raw.number, custom_id, request, head.is_openai, len(raw.data or b""))
 
 
-def _unreadable(raw: RawLine, max_line_bytes: int) -> Problem:
+def _unreadable(raw: RawLine, max_line_bytes: int) -> LineProblem:
     if raw.data is None:
-        return Problem("line_too_long", f"line {raw.number} is longer than {max_line_bytes} bytes")
+        return LineProblem("line_too_long", f"line {raw.number} is longer than {max_line_bytes} bytes")
     try:
         _OBJECT.decode(raw.data)
         reason = "it is not an object"
     except _UNREADABLE as error:
         reason = str(error)[:MAX_SHOWN_CHARS].replace("`", "'")
-    return Problem("invalid_json", f"line {raw.number} is not a JSON object: {reason}")
+    return LineProblem("invalid_json", f"line {raw.number} is not a JSON object: {reason}")
 
 
-def _request_of(raw: RawLine, head: Head) -> Request:
+def _request_of(raw: RawLine, head: LineHead) -> Request:
     try:
         fields = _OBJECT.decode(raw.data or b"")
     # In the part that `read_head` skipped.
@@ -243,23 +243,23 @@ def _request_of(raw: RawLine, head: Head) -> Request:
     return _call(fields, raw.number) if head.is_openai else _plain(fields, raw.number)
 
 
-def _call(fields: dict[str, Any], number: int) -> Call | Problem:
+def _call(fields: dict[str, Any], number: int) -> RouteCall | LineProblem:
     method, url, body = fields.get("method", "POST"), fields.get("url"), fields.get("body")
     if method != "POST":
         return _invalid(number, "the method must be POST")
     if not isinstance(url, str) or url not in URLS:
         shown = repr(url[:MAX_SHOWN_CHARS]) if isinstance(url, str) else "none"
-        return Problem(
+        return LineProblem(
             "unknown_url", f"line {number}: the url must be one of {', '.join(URLS)}; it is {shown}"
         )
     if not isinstance(body, dict):
         return _invalid(number, "the body must be an object")
     if body.get("stream"):
         return _invalid(number, "batch jobs do not stream: leave `stream` out of the body")
-    return Call(url, body)
+    return RouteCall(url, body)
 
 
-def _plain(fields: dict[str, Any], number: int) -> Generate | Embed | Problem:
+def _plain(fields: dict[str, Any], number: int) -> Generate | Embed | LineProblem:
     asked = [name for name in ("prompt", "messages", "input") if name in fields]
     if len(asked) != 1:
         return _invalid(number, "give either a prompt, messages or an input")
@@ -276,8 +276,8 @@ def _plain(fields: dict[str, Any], number: int) -> Generate | Embed | Problem:
     return Embed(str(value))
 
 
-def _invalid(number: int, message: str) -> Problem:
-    return Problem("invalid_request", f"line {number}: {message}")
+def _invalid(number: int, message: str) -> LineProblem:
+    return LineProblem("invalid_request", f"line {number}: {message}")
 
 
 MAX_PARTS = 4_096
@@ -316,7 +316,7 @@ class Scanned:
     duplicates: bytes
 
 
-class Scanner:
+class LineScanner:
     """The pass. Feed it all bytes, in order, and then `finish`."""
 
     def __init__(self, *, max_line_bytes: int, max_lines: int, part_lines: int) -> None:

@@ -34,7 +34,7 @@ from .finish import MANIFEST_NAME, Finished, finish_job
 from .index import (
     INDEX_NAME,
     MAX_INDEX_BYTES,
-    Identity,
+    JobIdentity,
     JobIndex,
     check_same_job,
     dump_index,
@@ -42,9 +42,9 @@ from .index import (
     make_index,
     parse_index,
 )
-from .input import Scanned, Scanner
+from .input import LineScanner, Scanned
 from .parts import PartInfo, Places, list_partials, list_parts, open_places, plan_order, read_input
-from .progress import JobProgress, Meter
+from .progress import JobProgress, ProgressMeter
 from .spec import JobMismatchError, JobReport, JobSpec, Status
 from .worker import Worker
 
@@ -78,7 +78,7 @@ async def arun_job(
     this loop: it must not block.
     """
     lifetime = lifetime or Lifetime()
-    meter = Meter()
+    meter = ProgressMeter()
     with open_places(spec, host.config.source_options) as places:
         job = _Job(spec, host, places, lifetime, meter)
         async with _reporting(meter, on_progress):
@@ -100,14 +100,14 @@ def finish_computed(spec: JobSpec, config: ServeConfig) -> JobReport | None:
         version = places.input.identity_of(info)
         wanted = identity_of(spec, config, places.input.address, version, model)
         check_same_job(index, wanted, place=places.output)
-        return _complete(spec, index, finish_job(places, index, {}), Meter())
+        return _complete(spec, index, finish_job(places, index, {}), ProgressMeter())
 
 
 class _Job:
     """One run of a job. Lives on one event loop."""
 
     def __init__(
-        self, spec: JobSpec, host: Instance, places: Places, lifetime: Lifetime, meter: Meter
+        self, spec: JobSpec, host: Instance, places: Places, lifetime: Lifetime, meter: ProgressMeter
     ) -> None:
         self._spec = spec
         self._host = host
@@ -225,7 +225,7 @@ class _Job:
         return "draining" if draining is not None else "deadline"
 
 
-def _complete(spec: JobSpec, index: JobIndex, finished: Finished, meter: Meter) -> JobReport:
+def _complete(spec: JobSpec, index: JobIndex, finished: Finished, meter: ProgressMeter) -> JobReport:
     view = meter.view()
     return JobReport(
         status=Status.COMPLETE,
@@ -272,7 +272,7 @@ def _in_daemon(function: Callable[[], T]) -> Future[T]:
 
 
 @asynccontextmanager
-async def _reporting(meter: Meter, on_progress: OnProgress | None) -> AsyncIterator[None]:
+async def _reporting(meter: ProgressMeter, on_progress: OnProgress | None) -> AsyncIterator[None]:
     """Report progress regularly inside this context, and once at the end."""
     if on_progress is None:
         yield
@@ -311,7 +311,7 @@ class Opened:
 
 def identity_of(
     spec: JobSpec, config: ServeConfig, input_address: str, input_version: str, model: str
-) -> Identity:
+) -> JobIdentity:
     """The identity of the answers: from the settings, those that a user chooses and that affect a
     model's answers.
     """
@@ -323,7 +323,7 @@ def identity_of(
         "kv_dtype": config.kv_dtype,
         "compute_dtype": config.compute_dtype,
     }
-    return Identity(input_address, input_version, model, index_options(options))
+    return JobIdentity(input_address, input_version, model, index_options(options))
 
 
 def model_of(digest: bytes | None, config: ServeConfig) -> str:
@@ -394,7 +394,7 @@ def scan_input(
     Raises `CancelledError` once the lifetime has ended, `ChangedError`, and `UsageError` for an
     input that is compressed or has too many lines.
     """
-    scanner = Scanner(max_line_bytes=spec.max_line_bytes, max_lines=spec.max_lines, part_lines=part_lines)
+    scanner = LineScanner(max_line_bytes=spec.max_line_bytes, max_lines=spec.max_lines, part_lines=part_lines)
     for number, chunk in enumerate(read_input(places.input, version, 0, size_bytes)):
         lifetime.check()
         if number == 0 and chunk.startswith(COMPRESSED):
@@ -406,7 +406,7 @@ def scan_input(
 
 
 def publish_index(
-    places: Places, identity: Identity, scanned: Scanned, *, size_bytes: int, max_line_bytes: int
+    places: Places, identity: JobIdentity, scanned: Scanned, *, size_bytes: int, max_line_bytes: int
 ) -> tuple[JobIndex, bool]:
     """Publish the index of the job, and return whether it is new. Blocks. Raises `JobMismatchError`
     if another job was first.

@@ -40,7 +40,7 @@ class JobProgress:
         }
 
 
-class Meter:
+class ProgressMeter:
     """The counters. For the event loop's thread only."""
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ from .parts import (
     remove_partial,
     write_partial,
 )
-from .progress import Meter
+from .progress import ProgressMeter
 
 MIN_OPEN_PARTS = 2
 # Of one call: of similar length, so that few tokens are padding.
@@ -68,7 +68,7 @@ class Worker:
         answers: Answers,
         *,
         input_version: str,
-        meter: Meter,
+        meter: ProgressMeter,
         lifetime: Lifetime,
         drain_s: float,
         window: int,

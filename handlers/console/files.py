@@ -42,7 +42,7 @@ _STYLE = '<link rel="stylesheet" href="console.css">'
 _SCRIPT = '<script src="/console.js" defer></script>\n'
 
 
-class Answer(NamedTuple):
+class FileResponse(NamedTuple):
     """One file as an HTTP response."""
 
     status: int  # 200, or 304 for a client that has the file already
@@ -56,9 +56,9 @@ class PageFiles:
     def __init__(self, *, mode: str = "server", needs_key: bool = False) -> None:
         self._mode = mode
         self._needs_key = needs_key
-        self._answers: dict[str, Answer] = {}  # by path
+        self._answers: dict[str, FileResponse] = {}  # by path
 
-    def answer(self, path: str, known_tag: str | None = None) -> Answer:
+    def answer(self, path: str, known_tag: str | None = None) -> FileResponse:
         """The file at one of `PATHS`; 304 if `known_tag`, an `If-None-Match` header, names it. Raises `OSError` where
         it cannot be read.
         """
@@ -68,9 +68,9 @@ class PageFiles:
         if known_tag != answer.headers["ETag"]:
             return answer
         headers = {name: value for name, value in answer.headers.items() if name != "Content-Type"}
-        return Answer(304, headers, b"")
+        return FileResponse(304, headers, b"")
 
-    def _read(self, path: str) -> Answer:
+    def _read(self, path: str) -> FileResponse:
         import zlib  # a start does without it
 
         name = path.removeprefix("/") or "index.html"
@@ -83,7 +83,7 @@ class PageFiles:
             "Cache-Control": "no-cache",
             "ETag": f'"{zlib.crc32(body):08x}-{len(body)}"',
         }
-        return Answer(200, headers, body)
+        return FileResponse(200, headers, body)
 
 
 def page(*, mode: str, needs_key: bool) -> bytes:

@@ -150,7 +150,7 @@ RETRY_AFTER_S = 5.0
 logger = logging.getLogger("teneral.handler")
 
 
-class FunctionCall(Struct, eq=False):
+class FunctionInvocation(Struct, eq=False):
     """One call of the function."""
 
     request_id: str
@@ -174,15 +174,15 @@ class FunctionCalls:
         self.max_calls = max_calls
         self._name = name
         self._lock = threading.Lock()
-        self._calls: dict[FunctionCall, None] = {}  # the oldest first
+        self._calls: dict[FunctionInvocation, None] = {}  # the oldest first
         self._num_refused = 0
         self._logged_s = float("-inf")
 
-    def begin(self, request_id: str) -> FunctionCall:
+    def begin(self, request_id: str) -> FunctionInvocation:
         """Count a new call. Raises `HandlerBusyError` at the bound."""
         with self._lock:
             if len(self._calls) < self.max_calls:
-                call = FunctionCall(request_id)
+                call = FunctionInvocation(request_id)
                 self._calls[call] = None
                 return call
             self._num_refused += 1
@@ -197,7 +197,7 @@ class FunctionCalls:
             hint="Have the function end when context.cancelled is set or its deadline passes.",
         )
 
-    def end(self, call: FunctionCall) -> None:
+    def end(self, call: FunctionInvocation) -> None:
         """Count the end of the call's function. Idempotent."""
         with self._lock:
             is_logged = call in self._calls and call.is_logged
@@ -210,7 +210,7 @@ class FunctionCalls:
                 time.monotonic() - call.abandoned_s,
             )
 
-    def abandon(self, call: FunctionCall) -> None:
+    def abandon(self, call: FunctionInvocation) -> None:
         """Mark a call whose client left, on a running event loop. If it goes on, this is logged
         soon.
         """
@@ -238,7 +238,7 @@ class FunctionCalls:
         left = f"; {len(abandoned)} go on although their readers left: {named}{more}" if abandoned else ""
         return f"{num_calls} of {self.max_calls} run{left}"
 
-    def _tell(self, call: FunctionCall) -> None:
+    def _tell(self, call: FunctionInvocation) -> None:
         with self._lock:
             if call not in self._calls:
                 return

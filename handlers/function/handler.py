@@ -25,7 +25,7 @@ from typing import Any
 
 from ...loader.errors import TeneralError
 from ...runtime.errors import CancelledError, HandlerError, ResultError
-from .calls import DEFAULT_MAX_CALLS, CallThreads, FunctionCall, FunctionCalls, LoopThread
+from .calls import DEFAULT_MAX_CALLS, CallThreads, FunctionCalls, FunctionInvocation, LoopThread
 from .channel import ChannelClosedError, ThreadToLoopChannel
 from .context import LOGGER_NAME, Context
 
@@ -166,7 +166,11 @@ def kind_of(function: Callable[..., Any]) -> HandlerKind:
 
 
 def _begin(
-    handler: Handler, event: Any, context: Context, results: ThreadToLoopChannel[Any], call: FunctionCall
+    handler: Handler,
+    event: Any,
+    context: Context,
+    results: ThreadToLoopChannel[Any],
+    call: FunctionInvocation,
 ) -> Callable[[], object]:
     """Start the invocation outside the caller's loop. Returns a function that requests its end;
     threads ignore it.
@@ -188,7 +192,11 @@ def _begin(
 
 
 def _invoke_and_end(
-    handler: Handler, event: Any, context: Context, results: ThreadToLoopChannel[Any], call: FunctionCall
+    handler: Handler,
+    event: Any,
+    context: Context,
+    results: ThreadToLoopChannel[Any],
+    call: FunctionInvocation,
 ) -> None:
     try:
         _invoke(handler, event, context, results, call)
@@ -197,7 +205,11 @@ def _invoke_and_end(
 
 
 def _invoke(
-    handler: Handler, event: Any, context: Context, results: ThreadToLoopChannel[Any], call: FunctionCall
+    handler: Handler,
+    event: Any,
+    context: Context,
+    results: ThreadToLoopChannel[Any],
+    call: FunctionInvocation,
 ) -> None:
     """The body of a plain function's thread. Raises nothing; ends the results.
 
@@ -229,7 +241,11 @@ def _invoke(
 
 
 async def _invoke_async(
-    handler: Handler, event: Any, context: Context, results: ThreadToLoopChannel[Any], call: FunctionCall
+    handler: Handler,
+    event: Any,
+    context: Context,
+    results: ThreadToLoopChannel[Any],
+    call: FunctionInvocation,
 ) -> None:
     """The body of a coroutine's task, on the handler's loop."""
     try:

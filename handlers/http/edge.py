@@ -20,7 +20,7 @@ from ...runtime.state import State
 from .errors import ApiError
 from .inflight import deadline_of
 from .keys import ApiKeys, given_key
-from .service import CALL, SERVICE, Call, Service
+from .service import CALL, SERVICE, HttpCall, Service
 from .spans import SAMPLED, RequestTimes, TraceParent
 from .web_pages import SAFE_METHODS, Hosts, Origins, check_media_type
 
@@ -62,7 +62,7 @@ def edge(
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        call = Call(request_id_of(request), parent=trace_parent_of(request))
+        call = HttpCall(request_id_of(request), parent=trace_parent_of(request))
         CALL.set(call)
         status, size_bytes = CLIENT_GONE, 0
         service.connections.request_begins(request.protocol, body_is_to_come=body_is_to_come(request))
@@ -122,7 +122,7 @@ def _size_bytes(response: web.StreamResponse) -> int:
     return response.body_length if response.prepared else 0
 
 
-def _log_access(request: web.Request, status: int, size_bytes: int, call: Call, rules: EdgeRules) -> None:
+def _log_access(request: web.Request, status: int, size_bytes: int, call: HttpCall, rules: EdgeRules) -> None:
     """Log one line for each request: the path as sent, which has no line breaks, without the query,
     which may contain a secret. Frequent probes are logged for debugging only.
     """
@@ -144,7 +144,7 @@ def _log_access(request: web.Request, status: int, size_bytes: int, call: Call, 
         )
 
 
-def _work_of(call: Call) -> str:
+def _work_of(call: HttpCall) -> str:
     """The end of the line: tokens, the first token's time and the caller's trace, where there are any."""
     parts = []
     if call.generated_tokens:
@@ -157,7 +157,7 @@ def _work_of(call: Call) -> str:
 
 
 def _fields_of(
-    request: web.Request, path: str, status: int, size_bytes: int, call: Call
+    request: web.Request, path: str, status: int, size_bytes: int, call: HttpCall
 ) -> dict[str, str | int | float]:
     """The line's figures under their names, for logs in JSON."""
     fields: dict[str, str | int | float] = {
@@ -177,7 +177,7 @@ def _fields_of(
     return fields
 
 
-def _times_of(request: web.Request, status: int, call: Call, model: str) -> RequestTimes:
+def _times_of(request: web.Request, status: int, call: HttpCall, model: str) -> RequestTimes:
     first_token_s = None if call.first_token_s is None else call.arrived_s + call.first_token_s
     return RequestTimes(
         method=request.method,
@@ -220,7 +220,7 @@ class _Guards(Struct, frozen=True):
 
 
 async def _guarded(
-    service: Service, guards: _Guards, request: web.Request, handler: Handler, call: Call
+    service: Service, guards: _Guards, request: web.Request, handler: Handler, call: HttpCall
 ) -> web.StreamResponse:
     try:
         is_from_outside = not is_from_inside(request)

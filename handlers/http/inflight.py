@@ -21,7 +21,7 @@ from .errors import SERVER_ERROR, ApiError
 CUT_GRACE_S = 0.5  # for ended requests to notify their clients
 
 
-class Work:
+class RequestWork:
     """One request in progress."""
 
     def __init__(self, scope: asyncio.Timeout) -> None:
@@ -75,7 +75,7 @@ class InFlight:
     def __init__(self, max_works: int, retry_after_s: Callable[[], float] = lambda: 1.0) -> None:
         self._max_works = max_works
         self._retry_after_s = retry_after_s
-        self._works: set[Work] = set()
+        self._works: set[RequestWork] = set()
         self._num_places_taken = 0
         self.draining = False
 
@@ -87,7 +87,7 @@ class InFlight:
     def num_places_taken(self) -> int:
         return self._num_places_taken
 
-    def take_place(self, work: Work) -> None:
+    def take_place(self, work: RequestWork) -> None:
         """Record that the request's body has arrived. Raises `CapacityError` without a free place.
         Idempotent.
         """
@@ -97,21 +97,21 @@ class InFlight:
             self._num_places_taken += 1
 
     @property
-    def works(self) -> frozenset[Work]:
+    def works(self) -> frozenset[RequestWork]:
         return frozenset(self._works)
 
     @asynccontextmanager
-    async def work(self) -> AsyncIterator[Work]:
+    async def work(self) -> AsyncIterator[RequestWork]:
         """A context for one request's work, once it has taken a place. Raises `DrainingError` or
         `CapacityError` before anything is started, and the error that ended the work.
         """
         if self.draining:
             raise DrainingError("this instance is shutting down")
         self._require_place()
-        work: Work | None = None
+        work: RequestWork | None = None
         try:
             async with asyncio.timeout(None) as scope:
-                work = Work(scope)
+                work = RequestWork(scope)
                 self._works.add(work)
                 yield work
         except TimeoutError:
@@ -140,7 +140,7 @@ class InFlight:
         return await finish(self.works, timeout_s, reason)
 
 
-async def finish(works: Collection[Work], timeout_s: float, reason: TeneralError) -> bool:
+async def finish(works: Collection[RequestWork], timeout_s: float, reason: TeneralError) -> bool:
     """Wait for these requests; end those still running after `timeout_s`. Returns True if none was
     ended.
     """
@@ -153,7 +153,7 @@ async def finish(works: Collection[Work], timeout_s: float, reason: TeneralError
     return False
 
 
-async def all_ended(works: Collection[Work], timeout_s: float) -> bool:
+async def all_ended(works: Collection[RequestWork], timeout_s: float) -> bool:
     """Wait for these requests; False after `timeout_s`."""
     try:
         async with asyncio.timeout(timeout_s):

@@ -17,8 +17,8 @@ from aiohttp import web
 from ...runtime.errors import CancelledError
 from ..function.context import NO_FACTS, Context
 from ..function.handler import Handler, run, up_to
-from .json_bodies import Decoder, encode
-from .service import CALL, Call, Service
+from .json_bodies import JsonDecoder, encode
+from .service import CALL, HttpCall, Service
 from .sse import NDJSON, SSE, EventStream, Framing, complete
 
 SESSION_HEADER = "Teneral-Session"  # `context.session`
@@ -28,7 +28,7 @@ class InvokeRoute:
     def __init__(self, service: Service, handler: Handler) -> None:
         self._service = service
         self._handler = handler
-        self._decoder: Decoder[Any] = Decoder(Any)
+        self._decoder: JsonDecoder[Any] = JsonDecoder(Any)
 
     async def post(self, request: web.Request) -> web.StreamResponse:
         async with self._service.admission.body(request) as data:
@@ -38,7 +38,7 @@ class InvokeRoute:
                 return await respond(self._service, request, self._handler, values)
 
 
-class Values(AsyncIterator[Any]):
+class HandlerValues(AsyncIterator[Any]):
     """A function's values as they are made. `is_stream` is known with the first of them."""
 
     def __init__(self, values: AsyncIterator[Any], is_stream: asyncio.Event) -> None:
@@ -63,7 +63,7 @@ async def invoking(
     session: str | None = None,
     platform: Mapping[str, Any] = NO_FACTS,
     trace_id: str | None = None,
-) -> AsyncIterator[Values]:
+) -> AsyncIterator[HandlerValues]:
     """A context with the function's values, one after another. Leaving it cancels the rest.
 
     Raises the function's errors inside; 504 at the time limit.
@@ -80,10 +80,10 @@ async def invoking(
     is_stream = asyncio.Event()
     values = cast(AsyncGenerator[Any, None], run(handler, event, context, on_stream=is_stream.set))
     async with aclosing(values), aclosing(_in_time(values, context, call)) as timely:
-        yield Values(timely, is_stream)
+        yield HandlerValues(timely, is_stream)
 
 
-async def _in_time(values: AsyncIterator[Any], context: Context, call: Call) -> AsyncGenerator[Any, None]:
+async def _in_time(values: AsyncIterator[Any], context: Context, call: HttpCall) -> AsyncGenerator[Any, None]:
     """The values; an expired time limit is reported as such, also in a stream that has begun."""
     try:
         async for value in values:
@@ -95,7 +95,7 @@ async def _in_time(values: AsyncIterator[Any], context: Context, call: Call) -> 
 
 
 async def respond(
-    service: Service, request: web.Request, handler: Handler, values: Values
+    service: Service, request: web.Request, handler: Handler, values: HandlerValues
 ) -> web.StreamResponse:
     """Respond with a returned value as a whole; with yielded ones as the stream of the caller's
     `Accept`.

@@ -99,7 +99,7 @@ def _too_many(max_items: int) -> RequestError:
 T = TypeVar("T")
 
 
-class Decoder(Generic[T]):
+class JsonDecoder(Generic[T]):
     """Decoder from JSON to a value of one of the types above, or to any JSON value for `Any`."""
 
     def __init__(self, kind: type[T]) -> None:

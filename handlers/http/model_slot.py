@@ -32,7 +32,7 @@ from ...loader.timeline import Timeline
 from ...runtime.errors import DrainingError, RequestError, UnloadedError
 from ...runtime.state import State
 from ..function.lifetime import calling_on_loop
-from .inflight import InFlight, Work, all_ended, finish
+from .inflight import InFlight, RequestWork, all_ended, finish
 
 if TYPE_CHECKING:
     from ...runtime.instance import Instance
@@ -74,7 +74,7 @@ class ModelSlot:
         self._turn = asyncio.Lock()
         self._changes: set[asyncio.Task[None]] = set()
         # Requests that wait for a change, and that a change must not wait for.
-        self._askers: set[Work] = set()
+        self._askers: set[RequestWork] = set()
         self._on_end: Callable[[], object] = lambda: None
 
     @property
@@ -98,19 +98,19 @@ class ModelSlot:
         self._on_end = on_end
         self._watch(self.instance)
 
-    async def unload(self, work: Work | None, *, drain_timeout_s: float) -> None:
+    async def unload(self, work: RequestWork | None, *, drain_timeout_s: float) -> None:
         """Free the model's memory, once running requests have ended or after `drain_timeout_s`.
         Returns when done; at once without a model. `work` is the calling request.
         """
         await self._change(work, self._unload(drain_timeout_s))
 
-    async def load(self, work: Work | None) -> None:
+    async def load(self, work: RequestWork | None) -> None:
         """Load the model if it is not loaded. Returns once it can answer. Raises the error of its
         load; the model is then unloaded, and the next call tries again.
         """
         await self._change(work, self._load())
 
-    async def switch(self, work: Work | None, address: str, *, drain_timeout_s: float) -> None:
+    async def switch(self, work: RequestWork | None, address: str, *, drain_timeout_s: float) -> None:
         """Serve the fine-tune at `address`, which is read as differences to the model in memory, or
         that model again. Returns once all of it is exact.
 
@@ -132,7 +132,7 @@ class ModelSlot:
             if instance is not self._first:
                 await asyncio.to_thread(instance.close)
 
-    async def _change(self, work: Work | None, change: Coroutine[Any, Any, None]) -> None:
+    async def _change(self, work: RequestWork | None, change: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(self._in_turn(change))
         self._changes.add(task)
         task.add_done_callback(self._forget)
@@ -205,7 +205,7 @@ class ModelSlot:
             self._changes.add(self._retiring)
             self._retiring.add_done_callback(self._forget)
 
-    async def _retire(self, tuned: Instance, works: Collection[Work], drain_timeout_s: float) -> None:
+    async def _retire(self, tuned: Instance, works: Collection[RequestWork], drain_timeout_s: float) -> None:
         """End a fine-tune's instance when those requests have ended, or with its own after that time."""
         await all_ended(works, drain_timeout_s)
         await self._end_tuned(tuned)
@@ -214,7 +214,7 @@ class ModelSlot:
         if self._retiring is not None:
             await asyncio.wait([self._retiring])
 
-    async def _take_up(self, address: str, before: Instance, base: Instance) -> frozenset[Work]:
+    async def _take_up(self, address: str, before: Instance, base: Instance) -> frozenset[RequestWork]:
         """Load the fine-tune over its base, and serve it. Returns the requests that may still be
         `before`'s. After an error, `before` serves.
         """

@@ -27,8 +27,8 @@ from ..function.channel import LoopCalls
 from .admission import Admission
 from .connections import Connections
 from .errors import SERVER_ERROR, ApiError, as_api_error, expected_wait_s
-from .inflight import Deadline, InFlight, Work
-from .json_bodies import Decoder
+from .inflight import Deadline, InFlight, RequestWork
+from .json_bodies import JsonDecoder
 from .limits import Limits
 from .model_slot import ModelSlot, count_start
 
@@ -48,14 +48,14 @@ logger = logging.getLogger("teneral.http")
 T = TypeVar("T")
 
 
-class Call(Struct):
+class HttpCall(Struct):
     """One HTTP request, from its arrival. `work` is set while the route's handler runs, for POST
     routes, and so is `deadline`, if the caller sent one.
     """
 
     request_id: str
     arrived_s: float = field(default_factory=time.monotonic)
-    work: Work | None = None
+    work: RequestWork | None = None
     deadline: Deadline | None = None
     parent: TraceParent | None = None  # the caller's span, if it sent a W3C traceparent
     load: Timeline | None = None  # of the load under way when it came
@@ -110,7 +110,7 @@ class Call(Struct):
 
 # Each request is handled in a task of its own, so this is the request's. (aiohttp's own place for
 # it changed its key type between the supported versions.)
-CALL: ContextVar[Call] = ContextVar("call")
+CALL: ContextVar[HttpCall] = ContextVar("call")
 
 
 class Service:
@@ -326,7 +326,7 @@ class BodyRoute(ABC, Generic[T]):
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._decoder = Decoder(self.kind)
+        self._decoder = JsonDecoder(self.kind)
 
     async def post(self, request: web.Request) -> web.StreamResponse:
         async with self._service.admission.body(request) as data:

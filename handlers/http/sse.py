@@ -21,7 +21,7 @@ from .errors import ApiError
 from .limits import PIECE_BYTES, Limits
 
 if TYPE_CHECKING:
-    from .service import Call
+    from .service import HttpCall
 
 
 class Framing(Struct, frozen=True):
@@ -150,7 +150,7 @@ class EventStream:
             await asyncio.wait({ticker})
 
 
-async def complete(stream: EventStream, call: Call, sending: Awaitable[None]) -> web.StreamResponse:
+async def complete(stream: EventStream, call: HttpCall, sending: Awaitable[None]) -> web.StreamResponse:
     """Await the sender, then end the stream: successfully, or with an error event if something was
     sent before.
 

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from ...runtime.errors import RequestError
 from ..http.errors import ApiError
-from ..http.json_bodies import Decoder
+from ..http.json_bodies import JsonDecoder
 from ..http.service import Service
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ class UnloadBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class AdapterRoutes:
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._load = Decoder(LoadBody)
-        self._unload = Decoder(UnloadBody)
+        self._load = JsonDecoder(LoadBody)
+        self._unload = JsonDecoder(UnloadBody)
 
     async def load(self, request: web.Request) -> web.Response:
         """Returns when the adapter is there. The load ends with the request: when its client leaves,

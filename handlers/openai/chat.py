@@ -16,7 +16,7 @@ from ..http.json_bodies import encode
 from ..http.service import BodyRoute, Service
 from .chat_request import ChatRequest, FormatOfChat
 from .deltas import Answer, Delta, Finish, ReasoningDelta, TextDelta, ToolCallDelta
-from .generation import Outcome, Step, UnreportedDrafts, make_format, respond
+from .generation import SequenceOutcome, Step, UnreportedDrafts, make_format, respond
 from .logprobs import chat_logprobs, prompt_places, token_bytes
 from .parameters import own_names
 from .prompts import ChatSettings
@@ -109,7 +109,7 @@ class ChatFormat(FormatOfChat):
     def usage_chunk(self, usage: Usage) -> bytes:
         return encode(ChatChunk(self._id, self._created, self._model, [], usage=usage))
 
-    def whole(self, outcomes: Sequence[Outcome], usage: Usage) -> bytes:
+    def whole(self, outcomes: Sequence[SequenceOutcome], usage: Usage) -> bytes:
         choices = [
             self._choice(index, outcome, self._chat.answer(outcome)) for index, outcome in enumerate(outcomes)
         ]
@@ -124,7 +124,7 @@ class ChatFormat(FormatOfChat):
     def _wants_logprobs(self) -> bool:
         return self._chat.num_top_logprobs is not None
 
-    def _choice(self, index: int, outcome: Outcome, answer: Answer) -> ChatChoice:
+    def _choice(self, index: int, outcome: SequenceOutcome, answer: Answer) -> ChatChoice:
         calls = [ChatCall(call.id, ChatFunction(call.name, call.arguments)) for call in answer.calls]
         message = ChatMessage(
             answer.text if answer.text or not calls else None,

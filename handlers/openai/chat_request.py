@@ -22,7 +22,7 @@ from .deltas import (
     reasoning_tags,
 )
 from .fields import CHAT, refuse_unsupported
-from .generation import Outcome
+from .generation import SequenceOutcome
 from .parameters import (
     check_extras,
     check_stream,
@@ -147,7 +147,7 @@ class ChatRequest:
         is_cut = _is_cut(event.finish_reason, event.stopped_by)
         return self._readers[index].push(event.text, event.finish_reason, is_cut=is_cut)
 
-    def answer(self, outcome: Outcome) -> Answer:
+    def answer(self, outcome: SequenceOutcome) -> Answer:
         """A whole choice. Of one that was cut off, a call is given as far as it came, as in a stream."""
         is_cut = _is_cut(outcome.finish_reason, outcome.stopped_by)
         reader = self._reader(is_eager=is_cut)

@@ -18,7 +18,7 @@ from ...runtime.step.requests import FirstToken, GenerationEvent, GenerationRequ
 from ..http.json_bodies import encode
 from ..http.service import BodyRoute
 from .fields import COMPLETIONS, refuse_unsupported
-from .generation import Outcome, Step, UnreportedDrafts, make_format, respond
+from .generation import SequenceOutcome, Step, UnreportedDrafts, make_format, respond
 from .logprobs import completion_logprobs, prompt_places, token_bytes
 from .parameters import (
     check_extras,
@@ -157,7 +157,7 @@ class CompletionFormat:
     def usage_chunk(self, usage: Usage) -> bytes:
         return encode(Completion(self._id, self._created, self._model, [], usage=usage))
 
-    def whole(self, outcomes: Sequence[Outcome], usage: Usage) -> bytes:
+    def whole(self, outcomes: Sequence[SequenceOutcome], usage: Usage) -> bytes:
         choices = [
             CompletionChoice(
                 index,
@@ -171,11 +171,11 @@ class CompletionFormat:
         ]
         return encode(Completion(self._id, self._created, self._model, choices, usage=usage))
 
-    def _best(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+    def _best(self, outcomes: Sequence[SequenceOutcome]) -> list[SequenceOutcome]:
         """The choices to be answered with, prompt by prompt; of equals, those that come first."""
         if self._best_of == self._n:
             return list(outcomes)
-        best: list[Outcome] = []
+        best: list[SequenceOutcome] = []
         for first in range(0, len(outcomes), self._best_of):
             own = outcomes[first : first + self._best_of]
             best += sorted(own, key=_mean_logprob, reverse=True)[: self._n]
@@ -188,7 +188,7 @@ class CompletionFormat:
         prompt = self._prompts[index // self._n]
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
-    def _logprobs(self, part: GenerationEvent | Outcome, index: int) -> CompletionLogprobs | None:
+    def _logprobs(self, part: GenerationEvent | SequenceOutcome, index: int) -> CompletionLogprobs | None:
         """Of the tokens of a choice's part, and before the first of them those of an echoed prompt."""
         entries: list[TokenLogprob] = list(part.logprobs)
         first_token: int | None = None
@@ -205,7 +205,7 @@ class CompletionFormat:
             self._num_chars[index] = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
         return logprobs
 
-    def _prompt_places(self, outcome: Outcome) -> PromptPlaces | UnsetType:
+    def _prompt_places(self, outcome: SequenceOutcome) -> PromptPlaces | UnsetType:
         if self.body.prompt_logprobs is None or outcome.prompt_logprobs is None:
             return msgspec.UNSET
         return prompt_places(outcome.prompt_logprobs, self._bytes_of, num_top=self.body.prompt_logprobs)
@@ -226,7 +226,7 @@ def _best_of(body: CompletionBody, n: int, *, num_prompts: int, max_sequences: i
     return best_of
 
 
-def _mean_logprob(outcome: Outcome) -> float:
+def _mean_logprob(outcome: SequenceOutcome) -> float:
     return sum(entry.logprob for entry in outcome.logprobs) / max(1, len(outcome.logprobs))
 
 

@@ -47,7 +47,7 @@ class Finish(Struct, frozen=True):
 Delta = TextDelta | ReasoningDelta | ToolCallDelta | Finish
 
 
-class ToolCall(Struct, frozen=True):
+class AnswerToolCall(Struct, frozen=True):
     id: str
     name: str
     arguments: str  # a JSON object, as the model wrote it; cut off where `max_tokens` cut the answer
@@ -58,7 +58,7 @@ class Answer(Struct, frozen=True):
 
     text: str
     reasoning: str
-    calls: tuple[ToolCall, ...]
+    calls: tuple[AnswerToolCall, ...]
     finish_reason: str
 
     @classmethod
@@ -82,7 +82,8 @@ class Answer(Struct, frozen=True):
                 case Finish(reason):
                     pass
         calls = (
-            ToolCall(*head, arguments="".join(pieces)) for head, pieces in zip(heads, arguments, strict=True)
+            AnswerToolCall(*head, arguments="".join(pieces))
+            for head, pieces in zip(heads, arguments, strict=True)
         )
         return cls("".join(texts), "".join(reasoning), tuple(calls), reason)
 

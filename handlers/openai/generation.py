@@ -30,7 +30,7 @@ from ...runtime.step.requests import (
     TokenLogprob,
 )
 from ..function.channel import ThreadToLoopChannel
-from ..http.service import CALL, Call, Service
+from ..http.service import CALL, HttpCall, Service
 from ..http.sse import SSE, EventStream, Framing, complete
 from .parameters import WHOLE_CONTEXT, forced_text_may_change, priority_of, queue_of
 from .responses import ChunkExtras, CompletionTokensDetails, PromptTokensDetails, Usage
@@ -94,7 +94,7 @@ class UnreportedDrafts(Struct):
 Step = tuple[int, GenerationEvent]  # which sequence, and how it went on
 
 
-class Outcome(Struct):
+class SequenceOutcome(Struct):
     """All of one sequence, as it adds up."""
 
     texts: list[str] = field(default_factory=list)
@@ -115,13 +115,13 @@ class Outcome(Struct):
         self.stopped_by = event.stopped_by
 
 
-class Sequences:
+class RequestSequences:
     """A context manager: whatever happens inside, what has not ended on leaving is cancelled."""
 
     def __init__(
         self,
         service: Service,
-        call: Call,
+        call: HttpCall,
         *,
         max_pending_events: int | None = None,
         on_overflow: Callable[[], None] = lambda: None,
@@ -238,7 +238,7 @@ def _failure(event: GenerationEvent) -> TeneralError:
 LOGPROB_BYTES = 128  # of one token's, while it is held and as JSON
 
 
-class Asked(Protocol):
+class RequestGeneration(Protocol):
     """A request's generation. Does no I/O."""
 
     num_sequences: int
@@ -259,7 +259,7 @@ class Asked(Protocol):
     def num_prompt_tokens(self) -> int: ...
 
 
-class Format(Asked, Protocol):
+class Format(RequestGeneration, Protocol):
     """One request's side of the wire, too: `completions.CompletionFormat` or `chat.ChatFormat`."""
 
     @property
@@ -275,7 +275,7 @@ class Format(Asked, Protocol):
 
     def usage_chunk(self, usage: Usage) -> bytes: ...
 
-    def whole(self, outcomes: Sequence[Outcome], usage: Usage) -> bytes: ...
+    def whole(self, outcomes: Sequence[SequenceOutcome], usage: Usage) -> bytes: ...
 
 
 async def make_format(service: Service, body_bytes: int, make: Callable[[], A], *, has_schema: bool) -> A:
@@ -300,15 +300,15 @@ async def respond(
 
 async def generate(
     service: Service,
-    call: Call,
-    asked: Asked,
+    call: HttpCall,
+    asked: RequestGeneration,
     body_bytes: int,
     *,
     charge: Callable[[int], None] = lambda _: None,
-) -> tuple[list[Outcome], Usage]:
+) -> tuple[list[SequenceOutcome], Usage]:
     """All of it, once it is there. `charge` is called with the memory that is held of it, and may raise."""
-    outcomes = [Outcome() for _ in range(asked.num_sequences)]
-    with Sequences(service, call) as sequences:
+    outcomes = [SequenceOutcome() for _ in range(asked.num_sequences)]
+    with RequestSequences(service, call) as sequences:
         await _submit(service, call, asked, sequences, body_bytes)
         while steps := await sequences.next_steps():
             for index, event in steps:
@@ -322,7 +322,7 @@ async def generate(
     return outcomes, sequences.tally.usage(asked.num_prompt_tokens, asked.first_token)
 
 
-async def _whole(service: Service, call: Call, fmt: Format, body_bytes: int) -> web.Response:
+async def _whole(service: Service, call: HttpCall, fmt: Format, body_bytes: int) -> web.Response:
     with service.admission.answer() as charge:
         outcomes, usage = await generate(service, call, fmt, body_bytes, charge=charge)
         if fmt.looks_up_tokens:
@@ -338,10 +338,10 @@ async def _whole(service: Service, call: Call, fmt: Format, body_bytes: int) -> 
 
 
 async def _send_steps(
-    stream: EventStream, service: Service, call: Call, fmt: Format, body_bytes: int
+    stream: EventStream, service: Service, call: HttpCall, fmt: Format, body_bytes: int
 ) -> None:
     bound = service.limits.max_pending_events
-    with Sequences(service, call, max_pending_events=bound, on_overflow=stream.abort) as sequences:
+    with RequestSequences(service, call, max_pending_events=bound, on_overflow=stream.abort) as sequences:
         beginning = await _beginning(service, call, fmt, body_bytes)
         if beginning is not None:
             await stream.send(*_chunks(fmt, beginning.steps(fmt.num_sequences)))
@@ -379,7 +379,7 @@ class Beginning:
         return (index, replace(event, text=event.text[num_sent:])) if num_sent else step
 
 
-async def _beginning(service: Service, call: Call, fmt: Format, body_bytes: int) -> Beginning | None:
+async def _beginning(service: Service, call: HttpCall, fmt: Format, body_bytes: int) -> Beginning | None:
     """Text that can be sent while there is no engine yet, or no vocabulary for its grammar. None where both are there,
     where nothing is forced, and where stop strings, logprobs or a limit might take some of it back. Raises
     `GrammarError`.
@@ -398,7 +398,7 @@ async def _beginning(service: Service, call: Call, fmt: Format, body_bytes: int)
     return Beginning(text, fmt.num_sequences)
 
 
-def _is_cold(service: Service, call: Call) -> bool:
+def _is_cold(service: Service, call: HttpCall) -> bool:
     """True where the first token is some time off: the model loads, or did when the request came and its vocabulary is
     yet to be prepared for grammars, which takes tenths of a second.
     """
@@ -414,7 +414,9 @@ def _chunks(fmt: Format, steps: Sequence[Step]) -> list[bytes]:
     return [item for step in steps for item in fmt.chunks(step)]
 
 
-async def _submit(service: Service, call: Call, fmt: Asked, sequences: Sequences, body_bytes: int) -> None:
+async def _submit(
+    service: Service, call: HttpCall, fmt: RequestGeneration, sequences: RequestSequences, body_bytes: int
+) -> None:
     """All that comes before the engine has the request; its sequences count as waiting meanwhile."""
     adapter = service.adapter_of(fmt.body.model, fmt.body.lora)
     instance = service.instance  # one for tokenizer and engine, even if another takes its place

@@ -28,7 +28,7 @@ from ..http.sse import Framing
 from .chat import chat_settings
 from .chat_request import ChatRequest, ChatSettings, FormatOfChat
 from .deltas import Delta, Finish, ReasoningDelta, TextDelta, ToolCallDelta
-from .generation import Outcome, Step, make_format, respond
+from .generation import SequenceOutcome, Step, make_format, respond
 from .logprobs import chat_logprobs, token_bytes
 from .parameters import own_names
 from .responses import Usage
@@ -260,7 +260,7 @@ class ResponsesFormat(FormatOfChat):
         events.append(self._items.event(kind, response=self._response(self._status, usage)))
         return b"\n\n".join(map(_named, events))
 
-    def whole(self, outcomes: Sequence[Outcome], usage: Usage) -> bytes:
+    def whole(self, outcomes: Sequence[SequenceOutcome], usage: Usage) -> bytes:
         (outcome,) = outcomes
         event = GenerationEvent(
             outcome.text, (), finish_reason=outcome.finish_reason, stopped_by=outcome.stopped_by

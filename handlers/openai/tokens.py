@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from ...runtime.errors import RequestError
 from ...runtime.text.backend import MAX_TOKEN
-from ..http.json_bodies import Decoder, encode
+from ..http.json_bodies import JsonDecoder, encode
 from ..http.service import Service
 from .chat import chat_settings
 from .chat_request import ChatRequest
@@ -58,8 +58,8 @@ class Detokenized(msgspec.Struct, frozen=True):
 class TokenRoutes:
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._tokenize = Decoder(TokenizeBody)
-        self._detokenize = Decoder(DetokenizeBody)
+        self._tokenize = JsonDecoder(TokenizeBody)
+        self._detokenize = JsonDecoder(DetokenizeBody)
 
     async def tokenize(self, request: web.Request) -> web.Response:
         service = self._service

@@ -31,7 +31,7 @@ from ...runtime.errors import HandlerError, RequestError
 from ..function.handler import Handler
 from ..http.errors import ApiError, as_api_error
 from ..http.invoke import invoking
-from ..http.json_bodies import Decoder, encode
+from ..http.json_bodies import JsonDecoder, encode
 from ..plain import handler as plain
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class CloudEventRoute:
         self._service = service
         self._handler = handler or Handler(_ask_model)
         self._source = f"/teneral/{quote(service.instance.model_name, safe='')}"
-        self._decoder: Decoder[Any] = Decoder(Any)
+        self._decoder: JsonDecoder[Any] = JsonDecoder(Any)
 
     async def post(self, request: web.Request) -> web.StreamResponse:
         async with self._service.admission.body(request) as data:
@@ -340,7 +340,7 @@ def message_of(event: Mapping[str, Any]) -> Any:
         return None
     content = _base64_bytes(message["data"], "data.message.data")
     try:
-        return Decoder(Any).decode(content)
+        return JsonDecoder(Any).decode(content)
     except RequestError:
         pass
     try:

@@ -118,7 +118,7 @@ def _work(instance: Instance, handler: Handler, drain_timeout_s: float) -> None:
     else:
         instance.embedder.result()
     jobs = JobsProgress()
-    worker = Worker(
+    worker = RunPodWorker(
         instance,
         handler,
         drain_timeout_s=drain_timeout_s,
@@ -130,7 +130,7 @@ def _work(instance: Instance, handler: Handler, drain_timeout_s: float) -> None:
         runpod.serverless.start({**settings, "return_aggregate_stream": True})
 
 
-class Worker:
+class RunPodWorker:
     """The SDK's callbacks, on its event loop."""
 
     def __init__(

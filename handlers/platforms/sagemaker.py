@@ -24,7 +24,7 @@ from aiohttp import web
 from ...runtime.errors import RequestError
 from ..http.errors import ApiError
 from ..http.invoke import invoking, respond, stream_values, whole
-from ..http.json_bodies import Decoder, check_shape, encode
+from ..http.json_bodies import JsonDecoder, check_shape, encode
 from ..http.sse import NDJSON, SSE, Framing
 from ..openai.chat import ChatRoute
 from ..openai.completions import CompletionRoute
@@ -68,8 +68,8 @@ class SageMakerRoute:
     def __init__(self, service: Service, handler: Handler | None) -> None:
         self._service = service
         self._handler = handler
-        self._any: Decoder[Any] = Decoder(Any)
-        self._top_level: Decoder[dict[str, msgspec.Raw]] = Decoder(dict[str, msgspec.Raw])
+        self._any: JsonDecoder[Any] = JsonDecoder(Any)
+        self._top_level: JsonDecoder[dict[str, msgspec.Raw]] = JsonDecoder(dict[str, msgspec.Raw])
         self._routes: dict[str, Callable[[web.Request, bytes | bytearray], Awaitable[web.StreamResponse]]] = {
             "messages": ChatRoute(service).answer,
             "prompt": CompletionRoute(service).answer,

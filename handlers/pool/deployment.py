@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from ...loader.errors import TeneralError
 from ...runtime.config import ServeConfig
 from ..http.keys import ApiKeys, parse_keys
-from .policy import Candidate, Demand, IdleGaps, Load, Quiet, Window, route
+from .policy import Candidate, Demand, IdleGaps, InstanceLoad, Quiet, Window, route
 from .process import DEFAULT_KV_BYTES, OVERHEAD_BYTES, ServerProcess
 from .repository import Release
 from .values import Model
@@ -188,7 +188,7 @@ class Deployment:
             chosen = ready[0] if ready[0].in_work < self.model.max_concurrency else None
         else:
             known = next((self.affinity[each] for each in affinities if each in self.affinity), None)
-            loads = [Load(server.key, server.in_work, server.key == known) for server in ready]
+            loads = [InstanceLoad(server.key, server.in_work, server.key == known) for server in ready]
             key = route(self.model, loads)
             chosen = None if key is None else self.servers[key]
         if chosen is not None:

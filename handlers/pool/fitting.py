@@ -15,13 +15,13 @@ from ...loader.sources.open import scheme_of
 from ...runtime.config import ServeConfig
 from .deployment import Deployment
 from .process import DEFAULT_KV_BYTES, standby_bytes
-from .repository import Release, Repository, absolute
+from .repository import Release, ReleaseRepository, absolute
 from .values import Code, Model, Pool, PoolWarning
 
 
 def fitting_warnings(pool: Pool, *, deep: bool = False) -> Iterator[PoolWarning]:
     """Warnings about sources (W6) and memory (W7). Never raises what a store raises."""
-    repository = Repository(pool.folder)
+    repository = ReleaseRepository(pool.folder)
     needs: dict[str, int] = {}
     for model in pool:
         trouble, release = _found(pool, repository, model, deep=deep)
@@ -37,7 +37,9 @@ def fitting_warnings(pool: Pool, *, deep: bool = False) -> Iterator[PoolWarning]
     yield from _memory_warnings(pool, needs, standby_bytes(pool.node, base), at_least=not deep)
 
 
-def _found(pool: Pool, repository: Repository, model: Model, *, deep: bool) -> tuple[str, Release | None]:
+def _found(
+    pool: Pool, repository: ReleaseRepository, model: Model, *, deep: bool
+) -> tuple[str, Release | None]:
     """The fault of a model's source, and the newest of its releases, where it was looked at."""
     if deep:
         try:

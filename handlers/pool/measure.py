@@ -28,8 +28,8 @@ from ...runtime.config import ServeConfig
 from ..standby.handover import ask_status
 from .file import read_pool
 from .memory import process_tree, tree_pss_bytes
-from .process import ServerProcess, StandbyPool, inherited_environment, instance_config, start_server
-from .repository import Release, Repository
+from .process import ServerProcess, StandbyChild, inherited_environment, instance_config, start_server
+from .repository import Release, ReleaseRepository
 from .values import Model, Pool
 
 SCHEMA = 1
@@ -65,11 +65,11 @@ def measure(file: str, *, num_starts: int = 5, output: str | None = None) -> int
 
 async def _measure_all(pool: Pool, num_starts: int) -> dict[str, dict[str, Any]]:
     environment = dict(os.environ)
-    repository = Repository(pool.folder)
+    repository = ReleaseRepository(pool.folder)
     with tempfile.TemporaryDirectory(prefix="teneral-measure-") as folder:
         standby = None
         if pool.node.standby:
-            standby = StandbyPool(Path(folder), pool)
+            standby = StandbyChild(Path(folder), pool)
             standby.start()
         try:
             base = await asyncio.to_thread(repository.standby_base, pool.node)
@@ -96,7 +96,7 @@ async def _measure_all(pool: Pool, num_starts: int) -> dict[str, dict[str, Any]]
                 await standby.end()
 
 
-async def _wait_base(standby: StandbyPool) -> None:
+async def _wait_base(standby: StandbyChild) -> None:
     """Wait until its processes have their base. Raises `UnavailableError` where the pool ends, or loads no base."""
     status: dict[str, Any] = {}
     while standby.runs and not status.get("bytes"):
@@ -115,7 +115,7 @@ class _Run:
         model: Model,
         release: Release,
         config: ServeConfig,
-        standby: StandbyPool | None,
+        standby: StandbyChild | None,
         environment: dict[str, str],
         session: aiohttp.ClientSession,
     ) -> None:

@@ -89,14 +89,14 @@ class PoolMetrics:
 
         metrics = self
 
-        class Snapshot(Collector):
+        class PoolSnapshot(Collector):
             def collect(self) -> Iterator[Metric]:
                 yield from metrics._counters()
                 yield from metrics._histograms()
                 yield from metrics._gauges(gauges)
 
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(Snapshot())
+        registry.register(PoolSnapshot())
         return generate_latest(registry)
 
     def _counters(self) -> Iterator[Metric]:

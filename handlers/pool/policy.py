@@ -186,7 +186,7 @@ def victim(candidates: Iterable[Candidate]) -> Candidate | None:
     return min(candidates, key=lambda each: (value_of(each), each.key), default=None)
 
 
-class Load(NamedTuple):
+class InstanceLoad(NamedTuple):
     """A ready instance, as routing sees it."""
 
     key: str
@@ -194,7 +194,7 @@ class Load(NamedTuple):
     has_session: bool = False  # the request's session, or the longest known beginning of its prompt
 
 
-def route(model: Model, ready: Iterable[Load]) -> str | None:
+def route(model: Model, ready: Iterable[InstanceLoad]) -> str | None:
     """The instance for a request: one that has its session unless its queue is longer by more than 2 than the shortest;
     else the least loaded. None when every instance has `max_concurrency` requests.
     """

@@ -28,7 +28,7 @@ from ...loader.process.cpu import available_cores
 from ...loader.process.helper import ProcessContext
 from ...runtime.config import PREFIX, ServeConfig
 from ..http.listening import listen
-from ..standby.handover import Channel, HandoverError, Order
+from ..standby.handover import Channel, HandOver, HandoverError
 from .keys import PATH_SETTINGS
 from .memory import tree_pss_bytes
 from .repository import Release, absolute
@@ -240,7 +240,7 @@ class ServerProcess(Process):
 
 
 async def start_server(
-    config: ServeConfig, *, standby: StandbyPool | None, environment: Mapping[str, str]
+    config: ServeConfig, *, standby: StandbyChild | None, environment: Mapping[str, str]
 ) -> ServerProcess:
     """An instance of this configuration, from a standby process where there is one. Raises `StartError`."""
     with listen(HOST, 0) as listener:
@@ -274,7 +274,7 @@ async def start_server(
 
 
 def _hand_over(
-    standby: StandbyPool, config: ServeConfig, listener: socket.socket, environment: Mapping[str, str]
+    standby: StandbyChild, config: ServeConfig, listener: socket.socket, environment: Mapping[str, str]
 ) -> tuple[int, Channel] | None:
     """The process that took the order, and the channel that keeps it alive. None where none did in time. Blocks."""
     deadline_s = time.monotonic() + (STANDBY_ANSWER_S if standby.has_answered else STANDBY_IMPORT_S)
@@ -290,7 +290,7 @@ def _hand_over(
         try:
             context = ProcessContext(dict(environment), os.getcwd())
             channel.settimeout(max(0.1, deadline_s - time.monotonic()))
-            channel.send_order(Order(config, context, time.monotonic(), (null, 2, 2), listener.fileno()))
+            channel.send_order(HandOver(config, context, time.monotonic(), (null, 2, 2), listener.fileno()))
         finally:
             os.close(null)
         pid = int(channel.receive()["process"])
@@ -317,7 +317,7 @@ def _connect(path: str) -> Channel | None:
 class Machine:
     """The machine of a pool: starts its instances, and measures them. Tests replace it."""
 
-    def __init__(self, standby: StandbyPool | None, environment: Mapping[str, str]) -> None:
+    def __init__(self, standby: StandbyChild | None, environment: Mapping[str, str]) -> None:
         """`environment` is that of the instances."""
         self.standby = standby
         self._environment = environment
@@ -349,7 +349,7 @@ class Machine:
         return self._session
 
 
-class StandbyPool:
+class StandbyChild:
     """`teneral standby` as a child of the supervisor. Started again where it ends by itself."""
 
     def __init__(self, folder: Path, pool: Pool) -> None:

@@ -52,7 +52,7 @@ class RolledBackError(NotFoundError):
     """A version that is not to be served any more; of a model, that it has no other."""
 
 
-class Repository:
+class ReleaseRepository:
     """The releases of one pool's models. Remembers what it opened, and opens again only what has changed."""
 
     def __init__(self, folder: Path) -> None:

@@ -16,7 +16,7 @@ from .values import Pool
 T = TypeVar("T", bound=Hashable)
 
 
-class Target(NamedTuple):
+class RouteTarget(NamedTuple):
     """A model, and the version that the request names; None: by the model's weights."""
 
     model: str
@@ -62,14 +62,14 @@ class Chooser:
         self._turns: dict[str, RoundRobin[str]] = {}
         self._version_turns: dict[str, RoundRobin[int]] = {}
 
-    def target(self, pool: Pool, name: str, key: str | None) -> Target | None:
+    def target(self, pool: Pool, name: str, key: str | None) -> RouteTarget | None:
         """The target of a served name: `name`, `name@8` or an alias, whatever its case. None where there is none."""
         base, _, version = name.partition("@")
         found = _find(pool.models, base)
         if found is not None:
             if not version:
-                return Target(found)
-            return Target(found, int(version)) if VERSION_NAME.fullmatch(version) else None
+                return RouteTarget(found)
+            return RouteTarget(found, int(version)) if VERSION_NAME.fullmatch(version) else None
         alias = _find(pool.aliases, name)
         if alias is None:
             return None
@@ -77,7 +77,7 @@ class Chooser:
         turns = self._turns.setdefault(alias, RoundRobin())
         chosen = rendezvous(weights, key) if key is not None else turns.next(weights)
         base, _, version = chosen.partition("@")
-        return Target(base, int(version) if version else None)
+        return RouteTarget(base, int(version) if version else None)
 
     def version(self, model: str, weights: Mapping[int, int], key: str | None) -> int:
         """By these weights, of which one is positive; the same for the same key."""

@@ -44,10 +44,10 @@ from .front import Front
 from .memory import Budget
 from .metrics import PoolMetrics
 from .overview import Overview
-from .process import Machine, StandbyPool, inherited_environment, instance_config, standby_bytes
+from .process import Machine, StandbyChild, inherited_environment, instance_config, standby_bytes
 from .protocols import shaped_response
 from .reload import Reloader
-from .repository import Release, Repository, models_in
+from .repository import Release, ReleaseRepository, models_in
 from .supervisor import Supervisor
 from .values import Code, Model, Pool
 from .versions import ModelState
@@ -147,7 +147,7 @@ class PoolRunner:
         self._options = options
         self._folder = folder
         self._environment = environment
-        self._repository = Repository(pool.folder)
+        self._repository = ReleaseRepository(pool.folder)
         self._supervisor: Supervisor | None = None
         key = environment.get(f"{PREFIX}API_KEY")
         self._key = key or None
@@ -205,7 +205,7 @@ class PoolRunner:
         budget = Budget(limit_bytes)
         base = await asyncio.to_thread(self._repository.standby_base, node)
         budget.keep(STANDBY_KEY, standby_bytes(node, base))
-        standby = StandbyPool(self._folder, self._pool) if node.standby else None
+        standby = StandbyChild(self._folder, self._pool) if node.standby else None
         states = {name: ModelState(model) for name, model in self._pool.models.items()}
         machine = Machine(standby, inherited_environment(self._environment))
         supervisor = Supervisor(self._pool, states, budget, PoolMetrics(), machine)

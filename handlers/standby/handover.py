@@ -49,7 +49,7 @@ class HandoverError(Exception):
     """The other process is gone, belongs to another user, or violates the protocol."""
 
 
-class Order(NamedTuple):
+class HandOver(NamedTuple):
     """The content of a hand-over. The receiver closes the open files."""
 
     config: ServeConfig
@@ -76,7 +76,7 @@ class Order(NamedTuple):
         return _line(message), [*self.streams, self.listener]
 
     @classmethod
-    def decode(cls, message: dict[str, Any], files: list[int]) -> Order:
+    def decode(cls, message: dict[str, Any], files: list[int]) -> HandOver:
         """Decode an order. Raises `HandoverError` for an invalid one."""
         try:
             config = ServeConfig(**message["config"])
@@ -114,7 +114,7 @@ class Channel:
         """Send a message. Raises `HandoverError`."""
         self._send(_line(message), [])
 
-    def send_order(self, order: Order) -> None:
+    def send_order(self, order: HandOver) -> None:
         """Send an order. The files stay open here as well. Raises `HandoverError`."""
         self._send(*order.encode())
 
@@ -122,14 +122,14 @@ class Channel:
         """The next message. Raises `HandoverError` at the end, or after the time limit."""
         return self._receive([])
 
-    def receive_order(self) -> Order | None:
+    def receive_order(self) -> HandOver | None:
         """An order; None for a question for the pool's status. Raises `HandoverError`."""
         files: list[int] = []
         try:
             message = self._receive(files)
             if message == STATUS_QUESTION and not files:
                 return None
-            return Order.decode(message, files)
+            return HandOver.decode(message, files)
         except HandoverError:
             for fd in files:
                 os.close(fd)
@@ -203,7 +203,7 @@ def hand_over(config: ServeConfig, listener: socket.socket, timeline: Timeline) 
     if channel is None:
         return None
     context = ProcessContext(dict(os.environ), os.getcwd(), ProcessLimits.current())
-    order = Order(config, context, timeline.started_at, (0, 1, 2), listener.fileno())
+    order = HandOver(config, context, timeline.started_at, (0, 1, 2), listener.fileno())
     try:
         channel.settimeout(_answer_timeout_s())
         channel.send_order(order)

@@ -29,7 +29,7 @@ from ...runtime.errors import ModelError
 from ...runtime.start import LaunchedHelpers, launch_helpers
 from ...runtime.text.chat import ChatWorker
 from ...runtime.text.launch import PreparedTokenizer
-from .handover import Channel, HandoverError, Order
+from .handover import Channel, HandOver, HandoverError
 
 if TYPE_CHECKING:
     from ...loader.load.targets.shared import SharedBase
@@ -164,7 +164,7 @@ def _has_room(reserve_bytes: int) -> bool:
     return left is None or left.size_bytes >= 2 * reserve_bytes
 
 
-def _accept(ends: PoolEnds, ahead: _Ahead) -> tuple[Channel, Order] | None:
+def _accept(ends: PoolEnds, ahead: _Ahead) -> tuple[Channel, HandOver] | None:
     """The first complete order; None if the pool is gone, or a helper: then another process of the pool takes the
     order. Completes `ahead` meanwhile.
     """
@@ -211,7 +211,7 @@ def _accept(ends: PoolEnds, ahead: _Ahead) -> tuple[Channel, Order] | None:
         channel.close()
 
 
-def _serve(channel: Channel, order: Order, ahead: _Ahead, serving: Serving) -> int:
+def _serve(channel: Channel, order: HandOver, ahead: _Ahead, serving: Serving) -> int:
     """Serve the order. Returns the exit status after sending it."""
     # The client forwards its signals, and its terminal's.
     os.setsid()

@@ -15,27 +15,27 @@ from ...handlers.pool.file import read_pool
 from ...handlers.pool.values import Model, Pool
 from ...loader.errors import UsageError
 from .instance_model import Profile, parse_assumptions, profile_of, read_profiles
-from .search import Choice, Price, cheapest, pareto, parse_price, search, try_out
-from .trace import Request, in_order, read_trace, synthesize
+from .search import PoolChoice, Price, cheapest, pareto, parse_price, search, try_out
+from .trace import Arrival, in_order, read_trace, synthesize
 
 DEFAULT_MEASURED = "pool.measured.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ModelPlan:
     """One model's: the pool as the file has it, and the grid."""
 
     model: Model
     profile: Profile
     num_requests: int
     duration_s: float
-    as_written: Choice
-    choices: list[Choice]
+    as_written: PoolChoice
+    choices: list[PoolChoice]
     ttft_p99_s: float | None  # the objective
     price: Price
 
     @property
-    def advice(self) -> Choice | None:
+    def advice(self) -> PoolChoice | None:
         """The cheapest pool that meets the objective."""
         return None if self.ttft_p99_s is None else cheapest(self.choices, self.ttft_p99_s)
 
@@ -72,7 +72,7 @@ _HEADER = "  {:>10} {:>7} {:>6}  {:>7} {:>8} {:>8} {:>11} {:>7} {{cost:>11}}".fo
 )
 
 
-def _line(choice: Choice, mark: str) -> str:
+def _line(choice: PoolChoice, mark: str) -> str:
     model, outcome = choice.model, choice.outcome
     kept = "hybrid" if model.policy == "hybrid" else f"{model.idle_timeout_s:g}"
     row = (
@@ -83,7 +83,7 @@ def _line(choice: Choice, mark: str) -> str:
     return f"{row}  {mark}".rstrip()
 
 
-def _row(choice: Choice) -> dict[str, Any]:
+def _row(choice: PoolChoice) -> dict[str, Any]:
     model, outcome = choice.model, choice.outcome
     return {
         "min_warm": model.min_warm,
@@ -101,7 +101,7 @@ def _row(choice: Choice) -> dict[str, Any]:
     }
 
 
-def page(plans: list[Plan]) -> str:
+def page(plans: list[ModelPlan]) -> str:
     """A self-contained page: for each model its table, and the grid by cost and p99."""
     parts = [
         f"<h2>{html.escape(plan.model.name)}</h2>{_picture(plan)}<pre>{html.escape(plan.render())}</pre>"
@@ -116,7 +116,7 @@ def page(plans: list[Plan]) -> str:
     )
 
 
-def _picture(plan: Plan) -> str:
+def _picture(plan: ModelPlan) -> str:
     front = {id(choice) for choice in pareto(plan.choices)}
     dots = [(choice, "front" if id(choice) in front else "") for choice in plan.choices]
     dots.append((plan.as_written, "written"))
@@ -181,10 +181,10 @@ def plan(options: PlanOptions) -> int:
 
 
 def _plan(
-    pool: Pool, name: str, requests: list[Request], profile: Profile, price: Price, cores: float | None
-) -> Plan:
+    pool: Pool, name: str, requests: list[Arrival], profile: Profile, price: Price, cores: float | None
+) -> ModelPlan:
     model = pool.models[name]
-    return Plan(
+    return ModelPlan(
         model=model,
         profile=profile,
         num_requests=len(requests),
@@ -196,10 +196,10 @@ def _plan(
     )
 
 
-def _requests(pool: Pool, options: PlanOptions) -> list[Request]:
+def _requests(pool: Pool, options: PlanOptions) -> list[Arrival]:
     """Of the trace and the synthetic arrivals. Those that name no model are the first one's."""
     first = next(iter(pool.models))
-    requests: list[Request] = []
+    requests: list[Arrival] = []
     if options.trace is not None:
         requests += read_trace(options.trace, model=first)
     for spec in options.synthetic:

@@ -14,7 +14,7 @@ from ...handlers.pool.values import Model
 from ...loader.errors import UsageError
 from .instance_model import Profile
 from .simulate import Outcome, simulate
-from .trace import Request
+from .trace import Arrival
 
 MIN_WARM = (0, 1, 2, 4)
 BUFFER = (0, 1, 2)
@@ -52,7 +52,7 @@ def parse_price(text: str | None) -> Price:
     return Price(value, 0.0, "cost") if unit == "h" else Price(0.0, value, "cost")
 
 
-class Choice(NamedTuple):
+class PoolChoice(NamedTuple):
     """One pool of the grid, and what became of it."""
 
     model: Model
@@ -85,32 +85,32 @@ def candidates(model: Model) -> Iterable[Model]:
 
 
 def try_out(
-    requests: Sequence[Request], model: Model, profile: Profile, price: Price, cores: float | None
-) -> Choice:
+    requests: Sequence[Arrival], model: Model, profile: Profile, price: Price, cores: float | None
+) -> PoolChoice:
     """One pool under the requests of its model."""
     outcome = simulate(requests, {model.name: model}, {model.name: profile}, cores=cores)[model.name]
     ordered = sorted(outcome.first_token_s)
     half, most = (ordered[round(share * (len(ordered) - 1))] if ordered else 0.0 for share in (0.5, 0.99))
-    return Choice(model, outcome, half, most, cost_of(outcome, model, price))
+    return PoolChoice(model, outcome, half, most, cost_of(outcome, model, price))
 
 
 def search(
-    requests: Sequence[Request], model: Model, profile: Profile, price: Price, cores: float | None = None
-) -> list[Choice]:
+    requests: Sequence[Arrival], model: Model, profile: Profile, price: Price, cores: float | None = None
+) -> list[PoolChoice]:
     """The grid, in its order."""
     return [try_out(requests, each, profile, price, cores) for each in candidates(model)]
 
 
-def pareto(choices: Iterable[Choice]) -> list[Choice]:
+def pareto(choices: Iterable[PoolChoice]) -> list[PoolChoice]:
     """Those that no other beats in both cost and p99, the cheapest first."""
-    front: list[Choice] = []
+    front: list[PoolChoice] = []
     for choice in sorted(choices, key=lambda each: (each.cost, each.ttft_p99_s)):
         if not front or choice.ttft_p99_s < front[-1].ttft_p99_s:
             front.append(choice)
     return front
 
 
-def cheapest(choices: Iterable[Choice], ttft_p99_s: float) -> Choice | None:
+def cheapest(choices: Iterable[PoolChoice], ttft_p99_s: float) -> PoolChoice | None:
     """Of those whose p99 is at most that and that refuse no request. None is an answer."""
     good = [each for each in choices if each.ttft_p99_s <= ttft_p99_s and each.outcome.refused == 0]
     return min(good, key=lambda each: (each.cost, each.ttft_p99_s), default=None)

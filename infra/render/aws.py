@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from ...handlers.pool.values import Code, Model
-from .documents import Document, Rendering
+from .documents import RenderedDocument, Rendering
 from .limits import Unit
 from .pods import whole_seconds
 
@@ -51,8 +51,8 @@ def template(
     return {**body, "Resources": resources, "Outputs": outputs}
 
 
-def template_document(base: str, body: dict[str, Any]) -> Document:
-    return Document("Template", base, body, f"{base}.template.yaml")
+def template_document(base: str, body: dict[str, Any]) -> RenderedDocument:
+    return RenderedDocument("Template", base, body, f"{base}.template.yaml")
 
 
 def role(service: str, statements: list[dict[str, Any]], *, condition: bool = True) -> dict[str, Any]:

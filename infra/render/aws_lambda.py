@@ -17,7 +17,7 @@ from .aws import (
     template,
     template_document,
 )
-from .documents import SCRATCH_BYTES, Document, Rendering
+from .documents import SCRATCH_BYTES, RenderedDocument, Rendering
 from .limits import MIB, Unit, check_limits, units_of
 from .pods import whole_seconds
 
@@ -31,7 +31,7 @@ SETTINGS_OF_OTHERS = (
 )  # one invocation at a time
 
 
-def render_model(rendering: Rendering, model: Model) -> list[Document]:
+def render_model(rendering: Rendering, model: Model) -> list[RenderedDocument]:
     check_limits(rendering, model)
     unit = units_of(rendering, model)[0]
     check_image(rendering, unit)

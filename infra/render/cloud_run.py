@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...handlers.pool.values import Code, Model
-from .documents import Document, Rendering, with_digest
+from .documents import RenderedDocument, Rendering, with_digest
 from .limits import MIB, READ, Unit, check_limits, units_of
 from .pods import PORT, cpu_quantity, memory_quantity, whole_seconds
 
@@ -30,7 +30,7 @@ MIN_ACCOUNT_CHARS, MAX_ACCOUNT_CHARS = 6, 30
 TARGET_SHARE = (0.1, 0.95)  # of containerConcurrency that instances may aim at
 
 
-def render_model(rendering: Rendering, model: Model) -> list[Document]:
+def render_model(rendering: Rendering, model: Model) -> list[RenderedDocument]:
     check_limits(rendering, model)
     units = units_of(rendering, model)
     _check_size(rendering, units[0])
@@ -119,7 +119,7 @@ def _traffic(units: list[Unit]) -> list[dict[str, Any]]:
     ]
 
 
-def _service(rendering: Rendering, unit: Unit, traffic: list[dict[str, Any]], file: str) -> Document:
+def _service(rendering: Rendering, unit: Unit, traffic: list[dict[str, Any]], file: str) -> RenderedDocument:
     body = {
         "apiVersion": "serving.knative.dev/v1",
         "kind": "Service",
@@ -130,7 +130,7 @@ def _service(rendering: Rendering, unit: Unit, traffic: list[dict[str, Any]], fi
         },
         "spec": {"template": _template(rendering, unit), "traffic": traffic},
     }
-    return Document("Service", unit.base, body, file)
+    return RenderedDocument("Service", unit.base, body, file)
 
 
 def _template(rendering: Rendering, unit: Unit) -> dict[str, Any]:

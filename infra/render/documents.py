@@ -20,7 +20,7 @@ SCRATCH_BYTES = 1 << 30  # for temporary files of a read-only container
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class RenderedDocument:
     """One document. `kind` and `name` are what a `[[patch]]` selects by; `file` is its name in a folder."""
 
     kind: str

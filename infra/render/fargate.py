@@ -20,7 +20,7 @@ from .aws import (
     template,
     template_document,
 )
-from .documents import SCRATCH_BYTES, Document, Rendering
+from .documents import SCRATCH_BYTES, RenderedDocument, Rendering
 from .limits import END_S, MIB, READ, Unit, check_limits, units_of
 from .pods import PORT, whole_seconds
 
@@ -40,7 +40,7 @@ MAX_IDLE_S = 4000  # of a load balancer's connection
 START_S = 900  # longest load; until then the balancer's verdict does not end a task
 
 
-def render_model(rendering: Rendering, model: Model) -> list[Document]:
+def render_model(rendering: Rendering, model: Model) -> list[RenderedDocument]:
     check_limits(rendering, model)
     if model.min_warm == 0:
         raise rendering.error(

@@ -5,19 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from ...handlers.pool.values import Code, Model
-from .documents import Document, Rendering
+from .documents import RenderedDocument, Rendering
 from .limits import Unit, check_limits, units_of
 from .pods import container, labels, probes, service_account, volumes, whole_seconds
 
 API = "serving.knative.dev/v1"
 
 
-def render_model(rendering: Rendering, model: Model) -> list[Document]:
+def render_model(rendering: Rendering, model: Model) -> list[RenderedDocument]:
     check_limits(rendering, model)
     check_drain(rendering, model)
     units = units_of(rendering, model)
     account = service_account(units[0])
-    documents = [Document("ServiceAccount", units[0].base, account, f"{units[0].base}.service-account.yaml")]
+    documents = [
+        RenderedDocument("ServiceAccount", units[0].base, account, f"{units[0].base}.service-account.yaml")
+    ]
     if len(units) == 1:
         return [*documents, _service(units[0])]
     return [*documents, *map(_configuration, units), _route(units)]
@@ -35,27 +37,27 @@ def check_drain(rendering: Rendering, model: Model) -> None:
         )
 
 
-def _service(unit: Unit) -> Document:
+def _service(unit: Unit) -> RenderedDocument:
     body = {
         "apiVersion": API,
         "kind": "Service",
         "metadata": {"name": unit.name, "labels": labels(unit)},
         "spec": {"template": _template(unit), "traffic": [{"latestRevision": True, "percent": 100}]},
     }
-    return Document("Service", unit.name, body, f"{unit.name}.service.yaml")
+    return RenderedDocument("Service", unit.name, body, f"{unit.name}.service.yaml")
 
 
-def _configuration(unit: Unit) -> Document:
+def _configuration(unit: Unit) -> RenderedDocument:
     body = {
         "apiVersion": API,
         "kind": "Configuration",
         "metadata": {"name": unit.name, "labels": labels(unit)},
         "spec": {"template": _template(unit)},
     }
-    return Document("Configuration", unit.name, body, f"{unit.name}.configuration.yaml")
+    return RenderedDocument("Configuration", unit.name, body, f"{unit.name}.configuration.yaml")
 
 
-def _route(units: list[Unit]) -> Document:
+def _route(units: list[Unit]) -> RenderedDocument:
     """Each version has an address of its own as well: its tag is in front of the route's host."""
     name = units[0].base
     body = {
@@ -74,7 +76,7 @@ def _route(units: list[Unit]) -> Document:
             ]
         },
     }
-    return Document("Route", name, body, f"{name}.route.yaml")
+    return RenderedDocument("Route", name, body, f"{name}.route.yaml")
 
 
 def _template(unit: Unit) -> dict[str, Any]:

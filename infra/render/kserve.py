@@ -9,18 +9,20 @@ from __future__ import annotations
 from typing import Any
 
 from ...handlers.pool.values import Model
-from .documents import Document, Rendering
+from .documents import RenderedDocument, Rendering
 from .knative import check_drain, scaling_annotations
 from .limits import Unit, check_limits, units_of
 from .pods import container, labels, probes, service_account, volumes, whole_seconds
 
 
-def render_model(rendering: Rendering, model: Model) -> list[Document]:
+def render_model(rendering: Rendering, model: Model) -> list[RenderedDocument]:
     check_limits(rendering, model)
     check_drain(rendering, model)
     units = units_of(rendering, model, platform_setting="kserve")
     base = units[0].base
-    documents = [Document("ServiceAccount", base, service_account(units[0]), f"{base}.service-account.yaml")]
+    documents = [
+        RenderedDocument("ServiceAccount", base, service_account(units[0]), f"{base}.service-account.yaml")
+    ]
     if len(units) == 1:
         return [*documents, _inference_service(units[0], canary=None, file=f"{base}.inference-service.yaml")]
     return documents + [
@@ -33,7 +35,7 @@ def render_model(rendering: Rendering, model: Model) -> list[Document]:
     ]
 
 
-def _inference_service(unit: Unit, *, canary: int | None, file: str) -> Document:
+def _inference_service(unit: Unit, *, canary: int | None, file: str) -> RenderedDocument:
     model = unit.model
     annotations = {"serving.kserve.io/deploymentMode": "Knative", **_idle_annotations(unit)}
     tests = probes(unit)
@@ -59,7 +61,7 @@ def _inference_service(unit: Unit, *, canary: int | None, file: str) -> Document
         "metadata": {"name": unit.base, "labels": labels(unit), "annotations": annotations},
         "spec": {"predictor": predictor},
     }
-    return Document("InferenceService", unit.base, body, file)
+    return RenderedDocument("InferenceService", unit.base, body, file)
 
 
 def _idle_annotations(unit: Unit) -> dict[str, str]:

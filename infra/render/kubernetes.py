@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...handlers.pool.values import Code, Model
-from .documents import SCRATCH_BYTES, Document, Rendering
+from .documents import SCRATCH_BYTES, RenderedDocument, Rendering
 from .limits import END_S, LIMITS, MAX_VERSIONS, Unit, check_limits, units_of
 from .pods import (
     PORT,
@@ -39,11 +39,13 @@ ROUTES_FORGET_S = 3
 NAME_PATTERN = "^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$"
 
 
-def render_model(rendering: Rendering, model: Model) -> list[Document]:
+def render_model(rendering: Rendering, model: Model) -> list[RenderedDocument]:
     check(rendering, model)
     units = units_of(rendering, model, sets_drain=True)
     base = units[0].base
-    documents = [Document("ServiceAccount", base, service_account(units[0]), f"{base}.service-account.yaml")]
+    documents = [
+        RenderedDocument("ServiceAccount", base, service_account(units[0]), f"{base}.service-account.yaml")
+    ]
     for unit in units:
         documents += _unit_documents(rendering, unit)
     if len(units) > 1:
@@ -74,7 +76,7 @@ def check(rendering: Rendering, model: Model) -> None:
         rendering.warn(Code.W1, model, "shadow", "is left out: the source has no versions", always=True)
 
 
-def _unit_documents(rendering: Rendering, unit: Unit) -> list[Document]:
+def _unit_documents(rendering: Rendering, unit: Unit) -> list[RenderedDocument]:
     bodies = [_deployment(unit)]
     if unit.min_warm or unit.weight == 0:
         bodies += [_service(unit, unit.name)]
@@ -91,10 +93,10 @@ def _unit_documents(rendering: Rendering, unit: Unit) -> list[Document]:
     return [_document(body) for body in bodies]
 
 
-def _document(body: dict[str, Any]) -> Document:
+def _document(body: dict[str, Any]) -> RenderedDocument:
     kind, name = body["kind"], body["metadata"]["name"]
     dashed = "".join(f"-{char.lower()}" if char.isupper() else char for char in kind).strip("-")
-    return Document(kind, name, body, f"{name}.{dashed.replace('h-t-t-p-', 'http-')}.yaml")
+    return RenderedDocument(kind, name, body, f"{name}.{dashed.replace('h-t-t-p-', 'http-')}.yaml")
 
 
 def _deployment(unit: Unit) -> dict[str, Any]:
@@ -238,7 +240,7 @@ def _disruption_budget(unit: Unit) -> dict[str, Any]:
     }
 
 
-def _split(rendering: Rendering, units: list[Unit]) -> Document:
+def _split(rendering: Rendering, units: list[Unit]) -> RenderedDocument:
     """Traffic by weight, and copies for a shadow, in Gateway API's terms."""
     model, base = units[0].model, units[0].base
     rule: dict[str, Any] = {
@@ -263,7 +265,7 @@ def _split(rendering: Rendering, units: list[Unit]) -> Document:
     return _document(body)
 
 
-def render_pool(rendering: Rendering, models: Sequence[Model]) -> list[Document]:
+def render_pool(rendering: Rendering, models: Sequence[Model]) -> list[RenderedDocument]:
     """One document: the chart's values."""
     tables = {}
     for model in models:
@@ -275,7 +277,7 @@ def render_pool(rendering: Rendering, models: Sequence[Model]) -> list[Document]
         "gateway": rendering.options.gateway,
         "models": tables,
     }
-    return [Document("Values", "teneral", body, "values.yaml")]
+    return [RenderedDocument("Values", "teneral", body, "values.yaml")]
 
 
 def _model_values(units: list[Unit]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...handlers.pool.values import Code, Model
-from .documents import SCRATCH_BYTES, Document, Rendering
+from .documents import SCRATCH_BYTES, RenderedDocument, Rendering
 from .limits import END_S, SCRATCH, Unit, check_limits, units_of
 from .pods import (
     USER_ID,
@@ -40,10 +40,10 @@ AGENT_PORT = 52365
 RAY_VERSION = "2.60.0"
 
 
-def render_serve(rendering: Rendering, models: Sequence[Model]) -> list[Document]:
+def render_serve(rendering: Rendering, models: Sequence[Model]) -> list[RenderedDocument]:
     """`serve deploy serve.yaml`."""
     return [
-        Document(
+        RenderedDocument(
             "Serve",
             "teneral",
             _serve_config(rendering, models),
@@ -52,7 +52,7 @@ def render_serve(rendering: Rendering, models: Sequence[Model]) -> list[Document
     ]
 
 
-def render_kuberay(rendering: Rendering, models: Sequence[Model]) -> list[Document]:
+def render_kuberay(rendering: Rendering, models: Sequence[Model]) -> list[RenderedDocument]:
     """A RayService whose workers have one instance each: a resource by the version's name takes it there."""
     units = [unit for model in models for unit in units_of(rendering, model, sets_drain=True)]
     body = {
@@ -72,7 +72,7 @@ def render_kuberay(rendering: Rendering, models: Sequence[Model]) -> list[Docume
             },
         },
     }
-    return [Document("RayService", "teneral", body, "rayservice.yaml")]
+    return [RenderedDocument("RayService", "teneral", body, "rayservice.yaml")]
 
 
 def _serve_config(rendering: Rendering, models: Sequence[Model], *, in_pods: bool = False) -> dict[str, Any]:

@@ -16,11 +16,11 @@ from ...handlers.pool.values import Code, Model, Pool, PoolWarning
 from ...loader.errors import UsageError
 from ...loader.sources.open import scheme_of
 from . import aws_lambda, cloud_run, fargate, knative, kserve, kubernetes, ray, sagemaker
-from .documents import Document, ModelSize, Options, Rendering
+from .documents import ModelSize, Options, RenderedDocument, Rendering
 from .limits import FOLDERS
 from .yaml_text import yaml_text
 
-Renderer = Callable[[Rendering, Sequence[Model]], list[Document]]
+Renderer = Callable[[Rendering, Sequence[Model]], list[RenderedDocument]]
 
 
 def merge_patch(target: Any, patch: Any) -> Any:
@@ -39,8 +39,8 @@ def merge_patch(target: Any, patch: Any) -> Any:
 
 
 def apply_patches(
-    rendering: Rendering, documents: Iterable[Document], *, every: bool = True
-) -> list[Document]:
+    rendering: Rendering, documents: Iterable[RenderedDocument], *, every: bool = True
+) -> list[RenderedDocument]:
     """The documents with the file's patches for this platform. A patch that changes a rendered
     value, instead of adding one, is W4; one that fits no document is E2 where these are `every`
     document of the pool.
@@ -92,7 +92,7 @@ def changed_values(
             yield here
 
 
-def _each(render_model: Callable[[Rendering, Model], list[Document]]) -> Renderer:
+def _each(render_model: Callable[[Rendering, Model], list[RenderedDocument]]) -> Renderer:
     """The renderer of a platform that deploys models one by one."""
     return lambda rendering, models: [
         document for model in models for document in render_model(rendering, model)
@@ -119,7 +119,7 @@ class Rendered(NamedTuple):
 
     platform: str
     file: str
-    documents: tuple[Document, ...]
+    documents: tuple[RenderedDocument, ...]
     warnings: tuple[PoolWarning, ...]
 
     def texts(self) -> dict[str, str]:

@@ -21,7 +21,7 @@ from .aws import (
     template,
     template_document,
 )
-from .documents import SCRATCH_BYTES, Document, Rendering
+from .documents import SCRATCH_BYTES, RenderedDocument, Rendering
 from .limits import MIB, READ, Unit, check_limits, units_of
 
 GIB = 1 << 30
@@ -48,7 +48,7 @@ START_S = 900  # longest load: SageMaker gives up on a container after this
 VARIANT = "main"
 
 
-def render_model(rendering: Rendering, model: Model) -> list[Document]:
+def render_model(rendering: Rendering, model: Model) -> list[RenderedDocument]:
     check_limits(rendering, model)
     units = units_of(rendering, model, platform_setting="sagemaker")
     image = check_image(rendering, units[0])

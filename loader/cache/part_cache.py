@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 
 from .folder import CacheFolder, WrongEntryError
-from .writer import CacheStatistics, CacheWriter, ReadGate, Tally, is_crawling
+from .writer import CacheStatistics, CacheTally, CacheWriter, ReadGate, is_crawling
 
 SLICE_BYTES = 1024 * 1024  # between two slices a read notices that the disk crawls
 
@@ -39,7 +39,7 @@ class PartCache:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder = CacheFolder(directory, budget_bytes=budget_bytes)
-        self._tally = Tally()
+        self._tally = CacheTally()
         self._writer = CacheWriter(self._folder, self._tally)
         self._gate = ReadGate()
         self._clock = clock

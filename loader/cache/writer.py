@@ -38,7 +38,7 @@ class CacheStatistics(NamedTuple):
     troubles: tuple[str, ...] = ()
 
 
-class Tally:
+class CacheTally:
     """Adds up. Thread-safe."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ PENDING_BYTES = 32 * 1024 * 1024  # what waits to be written, unless it is a sin
 class CacheWriter:
     """Writes to a folder. All methods may be called from any thread."""
 
-    def __init__(self, folder: CacheFolder, tally: Tally) -> None:
+    def __init__(self, folder: CacheFolder, tally: CacheTally) -> None:
         self._folder = folder
         self._tally = tally
         self._wake = threading.Condition()

@@ -26,23 +26,23 @@ class DeviceSpeed(NamedTuple):
     bytes_per_s: float | None = None
 
 
-class Choice(NamedTuple):
+class PathChoice(NamedTuple):
     path: Path
     why: str
 
 
-def choose_path(link_bytes_per_s: float, host_bytes_per_s: float | None, device: DeviceSpeed) -> Choice:
+def choose_path(link_bytes_per_s: float, host_bytes_per_s: float | None, device: DeviceSpeed) -> PathChoice:
     """Rates are of stored bytes: what the store gives (0: unknown), and what all of the host's
     cores decompress.
     """
     if not device.decompresses:
-        return Choice(Path.HOST, "the device does not decompress")
+        return PathChoice(Path.HOST, "the device does not decompress")
     if not link_bytes_per_s or host_bytes_per_s is None:
-        return Choice(Path.HOST, "nothing was measured yet")
+        return PathChoice(Path.HOST, "nothing was measured yet")
     if host_bytes_per_s >= MARGIN * link_bytes_per_s:
-        return Choice(Path.HOST, "the host keeps up with the store")
+        return PathChoice(Path.HOST, "the host keeps up with the store")
     if device.bytes_per_s is None:
-        return Choice(Path.DEVICE, "the host does not keep up with the store")
+        return PathChoice(Path.DEVICE, "the host does not keep up with the store")
     if device.bytes_per_s > MARGIN * host_bytes_per_s:
-        return Choice(Path.DEVICE, "the device is faster than the host")
-    return Choice(Path.HOST, "the device is no faster than the host")
+        return PathChoice(Path.DEVICE, "the device is faster than the host")
+    return PathChoice(Path.HOST, "the device is no faster than the host")

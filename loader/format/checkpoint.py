@@ -32,7 +32,7 @@ from .manifest import (
     Tensor,
     Tier,
 )
-from .safetensors import FIRST_READ_BYTES, MAX_TENSORS, Entry, SafetensorsFile, read_header
+from .safetensors import FIRST_READ_BYTES, MAX_TENSORS, SafetensorsFile, TensorEntry, read_header
 
 # A tensor of this size is read on its own, straight into its slab; smaller neighbours share a part
 # and so a request.
@@ -43,7 +43,7 @@ MAX_SHARED_PART_BYTES = 16 * 1024 * 1024
 class StoredTensor(NamedTuple):
     """A tensor and the number of the shard whose bytes [entry.begin, entry.end) are its content."""
 
-    entry: Entry
+    entry: TensorEntry
     shard: int
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..errors import IntegrityError
-from ..native.fill import Damage, Kind, PlaneArgs, SegmentArgs, fill
+from ..native.fill import Damage, FillKind, PlaneArgs, SegmentArgs, fill
 from ..native.fill import Scratch as Scratch  # noqa: PLC0414 - callers find all that filling takes here
 from ..native.frames import Fault, address, damaged
 from .encoding import Encoding, Tier
@@ -30,7 +30,7 @@ _DENSE = -1  # for `num_values`
 _WHOLE = 0  # bits of a plane that is not cut
 
 
-class Stretch(NamedTuple):
+class SegmentMemory(NamedTuple):
     """A segment of a part, and the memory of its elements: (count · element_bytes,) bytes in its slab."""
 
     tensor: Tensor
@@ -39,7 +39,7 @@ class Stretch(NamedTuple):
     base: Bytes | None = None  # of differences: the elements they are added to; None: those of `out`, once
 
 
-def fill_part(stretches: Sequence[Stretch], tier: Tier, stored: memoryview, scratch: Scratch) -> None:
+def fill_part(stretches: Sequence[SegmentMemory], tier: Tier, stored: memoryview, scratch: Scratch) -> None:
     """Write what one part says about its segments, whose memory they name. One call, without the GIL.
 
     `stored` is the whole part, already verified. Raises `IntegrityError` when a plane does not
@@ -90,13 +90,13 @@ def decode_planes(
     base: Bytes | None = None,
 ) -> None:
     """Fill a single segment: see `fill_part`."""
-    fill_part([Stretch(tensor, segment, np.frombuffer(out, np.uint8), base)], tier, stored, scratch)
+    fill_part([SegmentMemory(tensor, segment, np.frombuffer(out, np.uint8), base)], tier, stored, scratch)
 
 
 class _Recipe(NamedTuple):
     """How one tier of an encoding becomes elements of this size. `bits` are its planes', masks and signs included."""
 
-    kind: Kind
+    kind: FillKind
     bits: tuple[int, ...]
     numbers: tuple[int, bool, bool, int, int, int]  # the last six of `SegmentArgs`
 
@@ -104,23 +104,23 @@ class _Recipe(NamedTuple):
 @functools.cache  # of some hundred encodings, two or three tiers each
 def _recipe_for(encoding: Encoding, tier: Tier, element_bytes: int, is_delta: bool) -> _Recipe:
     if is_delta or encoding is Encoding.DELTA:
-        return _Recipe(Kind.DIFFERENCES, (8,) * element_bytes, (element_bytes, True, True, 0, 0, 0))
+        return _Recipe(FillKind.DIFFERENCES, (8,) * element_bytes, (element_bytes, True, True, 0, 0, 0))
     if encoding.is_whole:
-        return _Recipe(Kind.WHOLE, (_WHOLE,), (element_bytes, True, True, 0, 0, 0))
+        return _Recipe(FillKind.WHOLE, (_WHOLE,), (element_bytes, True, True, 0, 0, 0))
     bits = encoding.plane_bits(tier, element_bytes)
     is_first, is_last = tier is encoding.tiers[0], tier is encoding.tiers[-1]
     float_format = encoding.float_format
     if encoding.is_sparse and is_first:
         bits = (1, *bits) if float_format is None else (1, 1, *bits)
     if float_format is None:
-        return _Recipe(Kind.BYTES, bits, (element_bytes, is_first, is_last, 0, 0, 0))
+        return _Recipe(FillKind.BYTES, bits, (element_bytes, is_first, is_last, 0, 0, 0))
     mantissa = float_format.mantissa_bits, encoding.mantissa_bits(tier)
     return _Recipe(
-        Kind.FLOATS, bits, (element_bytes, is_first, is_last, float_format.exponent_bits, *mantissa)
+        FillKind.FLOATS, bits, (element_bytes, is_first, is_last, float_format.exponent_bits, *mantissa)
     )
 
 
-def _merged(stretch: Stretch, tier: Tier) -> SegmentArgs:
+def _merged(stretch: SegmentMemory, tier: Tier) -> SegmentArgs:
     tensor, segment, out, base = stretch
     recipe = _recipe_for(tensor.encoding, tier, tensor.element_bytes, segment.is_delta)
     planes = [
@@ -153,7 +153,7 @@ def _apart(tensor: Tensor, segment: Segment, tier: Tier, outs: Sequence[Bytes | 
         )
         for plane, bits, out in zip(segment.planes, recipe.bits, outs, strict=True)
     ]
-    return SegmentArgs(0, 0, planes, segment.count, _DENSE, Kind.PLANES, *recipe.numbers)
+    return SegmentArgs(0, 0, planes, segment.count, _DENSE, FillKind.PLANES, *recipe.numbers)
 
 
 def _fill(

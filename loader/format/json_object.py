@@ -35,7 +35,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 T = TypeVar("T")
 
 
-class Document(NamedTuple):
+class DocumentKind(NamedTuple):
     """A kind of JSON document: its object's name, and what is raised about one that is wrong, and
     advised.
     """
@@ -124,7 +124,7 @@ def with_own_digest(data: bytes) -> bytes:
     )  # fmt: skip
 
 
-MANIFEST = Document(MANIFEST_NAME, ManifestError, DAMAGED, NEWER)
+MANIFEST = DocumentKind(MANIFEST_NAME, ManifestError, DAMAGED, NEWER)
 
 
 def refuse(message: str, where: str, *, hint: str = DAMAGED) -> NoReturn:
@@ -160,7 +160,7 @@ class JsonObject:
     __slots__ = ("_document", "_value", "_where")
 
     def __init__(
-        self, value: Any, where: str, keys: frozenset[str], *, document: Document = MANIFEST
+        self, value: Any, where: str, keys: frozenset[str], *, document: DocumentKind = MANIFEST
     ) -> None:
         self._document = document
         refuse = document.refuse

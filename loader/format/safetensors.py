@@ -50,7 +50,7 @@ class TensorSpec(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """One tensor, whose content is bytes [begin, end) counted from the start of the file."""
 
     name: str
@@ -69,7 +69,7 @@ class SafetensorsFile(NamedTuple):
 
     where: str
     metadata: dict[str, str]
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
     data_start: int
     size_bytes: int
 
@@ -129,7 +129,7 @@ def parse_header(header: bytes, file_size_bytes: int, *, where: str) -> Safetens
     """
     metadata: dict[str, str] = {}
     data_start = PREFIX_BYTES + len(header)
-    found: list[Entry] = []
+    found: list[TensorEntry] = []
     for name, value in decode_object(header, where=where).items():
         if name == METADATA_KEY:
             metadata = _check_metadata(value, where)
@@ -243,7 +243,7 @@ def _check_metadata(value: Any, where: str) -> dict[str, str]:
     return dict(value)
 
 
-def _check_entry(name: str, value: Any, data_start: int, where: str) -> Entry:
+def _check_entry(name: str, value: Any, data_start: int, where: str) -> TensorEntry:
     """One tensor of the header, in itself: types, ranges, and as many bytes as its shape needs."""
     if not is_tensor_name(name):
         raise CheckpointError(f"{where}: {name[:100]!r} is not a usable tensor name", where=where)
@@ -269,7 +269,7 @@ def _check_entry(name: str, value: Any, data_start: int, where: str) -> Entry:
             f"{here}: {dtype} of shape {shape} takes {needed} bytes, but its offsets span {end - begin}",
             where=here,
         )
-    return Entry(name, dtype, tuple(shape), data_start + begin, data_start + end)
+    return TensorEntry(name, dtype, tuple(shape), data_start + begin, data_start + end)
 
 
 def _check_packed(name: str, dtype: str, shape: tuple[int, ...], where: str) -> None:
@@ -279,7 +279,7 @@ def _check_packed(name: str, dtype: str, shape: tuple[int, ...], where: str) -> 
         raise CheckpointError(f"{here}: {dtype} of shape {list(shape)} does not fill whole bytes", where=here)
 
 
-def _check_layout(entries: list[Entry], data_start: int, file_size_bytes: int, where: str) -> None:
+def _check_layout(entries: list[TensorEntry], data_start: int, file_size_bytes: int, where: str) -> None:
     """Sorted entries must fill [data_start, file_size_bytes) exactly: no overlaps, holes or
     remainders.
     """

@@ -87,7 +87,7 @@ class ReadLimits(NamedTuple):
     buffer_bytes: int = 0  # of staging that is taken
 
 
-class Position(NamedTuple):
+class PlanPosition(NamedTuple):
     """The state of the plan when a range is cut."""
 
     # That a caller waits for, and so all connections share; None: no caller waits.
@@ -96,7 +96,7 @@ class Position(NamedTuple):
     is_staged: bool = True  # else it is read straight to where it will stay
 
 
-def range_bytes(position: Position, link: Link, width: int, limits: ReadLimits) -> int:
+def range_bytes(position: PlanPosition, link: Link, width: int, limits: ReadLimits) -> int:
     """The bytes that the next range should take, at least 1: of this part, or of more where that is
     small.
     """
@@ -199,7 +199,7 @@ class LinkTuner:
         """How many may read at the same time."""
         return self._width.connections
 
-    def range_bytes(self, position: Position) -> int:
+    def range_bytes(self, position: PlanPosition) -> int:
         """The most bytes that the next range may take."""
         size_bytes = range_bytes(position, self._link, self.connections, self._limits)
         if position.awaited_bytes is not None and size_bytes < USUAL_RANGE_BYTES:

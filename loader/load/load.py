@@ -36,7 +36,7 @@ from .queue import WorkQueue
 from .room import check_room
 from .targets.base import Target
 from .targets.host import HostTarget
-from .workers import Decoder, Fetcher
+from .workers import Fetcher, PartDecoder
 
 if TYPE_CHECKING:
     import numpy as np
@@ -371,7 +371,7 @@ class WeightLoad:
                 settle=self._settle,
                 between=self._between_reads,
             ).run
-            decoder = Decoder(parts, self._work, self._target, settle=self._settle)
+            decoder = PartDecoder(parts, self._work, self._target, settle=self._settle)
             num_ranges = max(len(self._plan.steps), -(-self._stored_bytes // MIN_RANGE_BYTES))
             self._num_fetchers = min(self._work.connections, num_ranges)
             threads += [

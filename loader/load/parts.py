@@ -216,7 +216,7 @@ class Parts:
         # numpy is imported by the first thread that decodes: the first ranges are on their way by then.
         import numpy as np
 
-        from ..format.fill import Stretch, fill_part
+        from ..format.fill import SegmentMemory, fill_part
 
         stretches = []
         for segment in part.segments:
@@ -228,7 +228,7 @@ class Parts:
                 continue
             is_added = resident is not None and segment.is_delta
             values = resident.values(tensor, segment) if resident is not None and is_added else None
-            stretches.append(Stretch(tensor, segment, np.frombuffer(out, np.uint8), values))
+            stretches.append(SegmentMemory(tensor, segment, np.frombuffer(out, np.uint8), values))
         fill_part(stretches, part.tier, stored, scratch)
 
     def _add_span(self, phase: Phase, part: Part, begun_at_s: float, **attributes: object) -> None:

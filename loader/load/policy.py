@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
     weight_bytes: int
 
 
-class Prediction(NamedTuple):
+class OrderPrediction(NamedTuple):
     """Times in seconds since the load began."""
 
     order: Order
@@ -63,7 +63,7 @@ def predict(
     ready_s: float,
     sends_drafts: bool,
     decoding_limits: bool = False,
-) -> Prediction:
+) -> OrderPrediction:
     """Decide for a load that has run for `elapsed_s`, on a link that gives it this rate (> 0).
 
     `ready_s` is when the model will be able to compute, since the load began: libraries are
@@ -89,7 +89,7 @@ def predict(
         order, why = Order.DRAFT_FIRST, f"time for {num_proposals} proposals"
     else:
         order, why = Order.EXACT, "the exact weights come too soon after the draft to gain anything"
-    return Prediction(order, rate_bytes_per_s, draft_s, exact_s, token_s, num_proposals, why)
+    return OrderPrediction(order, rate_bytes_per_s, draft_s, exact_s, token_s, num_proposals, why)
 
 
 class OrderChoice:

@@ -26,7 +26,7 @@ MAX_SLICES = 8  # at 200 MB/s, until the first bytes come that a plan asked for
 ROOM_BYTES = 256 * MIB
 
 
-class Taken(NamedTuple):
+class PrefetchedBytes(NamedTuple):
     """The prefetched beginning of a range, in bytes, and the version of the blob that it is of."""
 
     num_bytes: int
@@ -85,7 +85,7 @@ class Prefetch:
             self._begin(blob.name, part.offset_bytes, part.size_bytes)
         return True
 
-    def take(self, blob: str, start: int, memory: memoryview) -> Taken | None:
+    def take(self, blob: str, start: int, memory: memoryview) -> PrefetchedBytes | None:
         """Fill the beginning of `memory`, with bytes of the blob from `start` on; None where there
         is nothing.
 
@@ -106,7 +106,7 @@ class Prefetch:
             found.left_bytes -= count
             if found.left_bytes <= 0:
                 self._slices = [each for each in self._slices if each is not found]
-        return Taken(count, found.version)
+        return PrefetchedBytes(count, found.version)
 
     def _begin(self, blob: str, start: int, size_bytes: int) -> None:
         end = start + min(size_bytes, MAX_SLICES * SLICE_BYTES)

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from ..format.manifest import Part, Tier
 from ..memory.staging import Buffer, Staging, discard
 from .fetch_order import FetchOrder
-from .link import LinkStatistics, LinkTuner, Position, cut
+from .link import LinkStatistics, LinkTuner, PlanPosition, cut
 from .options import Order
 from .plan import Plan, Step
 
@@ -38,7 +38,7 @@ HOLD_S, MAX_HOLD_S = 0.15, 1.0
 HOLD_MARGIN = 1.5
 
 
-class Piece(NamedTuple):
+class PartPiece(NamedTuple):
     """Bytes [start_bytes, end_bytes) of the part of step number `step`."""
 
     step: int
@@ -58,7 +58,7 @@ class Read(NamedTuple):
     blob: int
     start_bytes: int
     end_bytes: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PartPiece, ...]
     began_s: float  # when it was handed out, on `time.monotonic()`'s clock
 
 
@@ -279,7 +279,7 @@ class WorkQueue:
             if on_loan > self._staging.used_bytes or (self._num_left == 0 and self._staging.used_bytes):
                 raise RuntimeError("staging is on loan to steps that are done")
 
-    def _next_pieces(self) -> tuple[Piece, ...]:
+    def _next_pieces(self) -> tuple[PartPiece, ...]:
         """The pieces that the next range reads; none when all are requested, or while staging has
         no room for the next part.
         """
@@ -296,7 +296,7 @@ class WorkQueue:
                 return ()
         self._fetch_order.take(run)
         if len(run) > 1:
-            return tuple(Piece(each, 0, self._missing[each]) for each in run)
+            return tuple(PartPiece(each, 0, self._missing[each]) for each in run)
         self._cursors[number] = 0
         return self._cut(number)
 
@@ -319,7 +319,7 @@ class WorkQueue:
         if gap_s < MAX_HOLD_S:
             self._hold_s = min(MAX_HOLD_S, max(HOLD_S, HOLD_MARGIN * gap_s))
 
-    def _cut(self, number: int) -> tuple[Piece, ...]:
+    def _cut(self, number: int) -> tuple[PartPiece, ...]:
         """The next range of a part with bytes that are not requested yet."""
         start = self._cursors.pop(number)
         left_bytes = self._plan.steps[number].part.size_bytes - start
@@ -327,14 +327,16 @@ class WorkQueue:
         if end < start + left_bytes:
             # In front again, so that a part to be fetched once more does not wait for others.
             self._cursors = {number: end, **self._cursors}
-        return (Piece(number, start, end),)
+        return (PartPiece(number, start, end),)
 
     def _range_bytes(self, number: int) -> int:
         is_staged = self._plan.steps[number].slab_offset_bytes is None
         order = self._fetch_order
-        return self._tuner.range_bytes(Position(order.awaited_bytes, order.bytes_to_end(number), is_staged))
+        return self._tuner.range_bytes(
+            PlanPosition(order.awaited_bytes, order.bytes_to_end(number), is_staged)
+        )
 
-    def _hand_out(self, pieces: tuple[Piece, ...]) -> tuple[Read, memoryview]:
+    def _hand_out(self, pieces: tuple[PartPiece, ...]) -> tuple[Read, memoryview]:
         now_s = time.monotonic()
         for piece in pieces:
             self._begun_at_s.setdefault(piece.step, now_s)
@@ -347,7 +349,7 @@ class WorkQueue:
         self._tuner.handed_out(end - start)
         return Read(part.blob, start, end, pieces, now_s), self._memory_of(pieces, end - start)
 
-    def _memory_of(self, pieces: tuple[Piece, ...], size_bytes: int) -> memoryview:
+    def _memory_of(self, pieces: tuple[PartPiece, ...], size_bytes: int) -> memoryview:
         first = pieces[0]
         if len(pieces) == 1:
             return self._memory[first.step][first.start_bytes : first.end_bytes]

@@ -14,7 +14,7 @@ from ..timeline import Timeline
 from .accounting import Meter, Phase, add_part_span, in_part
 from .parts import Parts
 from .plan import Plan, Step
-from .queue import Piece, Read, WorkQueue
+from .queue import PartPiece, Read, WorkQueue
 from .targets.base import Target
 
 
@@ -81,18 +81,18 @@ class Fetcher:
             self._parts.read_range(read.blob, *self._place(piece, read, memory))
         return False
 
-    def _is_cached(self, piece: Piece, read: Read, memory: memoryview) -> bool:
+    def _is_cached(self, piece: PartPiece, read: Read, memory: memoryview) -> bool:
         part = self._plan.steps[piece.step].part
         return self._parts.read_cached(part, piece.start_bytes, self._place(piece, read, memory)[1])
 
-    def _place(self, piece: Piece, read: Read, memory: memoryview) -> tuple[int, memoryview]:
+    def _place(self, piece: PartPiece, read: Read, memory: memoryview) -> tuple[int, memoryview]:
         """The start of a piece in its blob, and its own stretch of the read's memory."""
         start = self._plan.steps[piece.step].part.offset_bytes + piece.start_bytes
         offset = start - read.start_bytes
         return start, memory[offset : offset + piece.size_bytes]
 
 
-class Decoder:
+class PartDecoder:
     """`run` is the body of every decode thread of one load."""
 
     def __init__(

@@ -33,7 +33,7 @@ PLANE = struct.Struct("=qqQii")
 SEGMENT = struct.Struct("=QQQqq8i")
 
 
-class Kind(enum.IntEnum):
+class FillKind(enum.IntEnum):
     """`tn_fill_kind` of core.h."""
 
     WHOLE = 0
@@ -63,7 +63,7 @@ class SegmentArgs(NamedTuple):
     planes: Sequence[PlaneArgs]
     count: int  # type: ignore[assignment]  # shadows a method of tuples that is not used
     num_values: int
-    kind: Kind
+    kind: FillKind
     element_bytes: int
     is_first: bool
     is_last: bool

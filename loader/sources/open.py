@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .base import SourceOptions, Store
 
 
-class Kind(NamedTuple):
+class StoreKind(NamedTuple):
     """A kind of store. `module` has the class `name`, made from an address and `SourceOptions`."""
 
     module: str
@@ -33,13 +33,13 @@ class Kind(NamedTuple):
 
 # By scheme, "" for a plain path.
 KINDS = {
-    "": Kind(".file.store", "FileStore", "a path"),
-    "file": Kind(".file.store", "FileStore", "file:///folder"),
-    "s3": Kind(".s3.store", "S3Store", "s3://bucket/prefix", has_buckets=True),
-    "gs": Kind(".gs.store", "GsStore", "gs://bucket/prefix", has_buckets=True),
-    "az": Kind(".az.store", "AzStore", "az://account/container/prefix", has_buckets=True),
-    "http": Kind(".http.source", "HttpSource", "", is_store=False),
-    "https": Kind(".http.source", "HttpSource", "http(s)://host/folder", is_store=False),
+    "": StoreKind(".file.store", "FileStore", "a path"),
+    "file": StoreKind(".file.store", "FileStore", "file:///folder"),
+    "s3": StoreKind(".s3.store", "S3Store", "s3://bucket/prefix", has_buckets=True),
+    "gs": StoreKind(".gs.store", "GsStore", "gs://bucket/prefix", has_buckets=True),
+    "az": StoreKind(".az.store", "AzStore", "az://account/container/prefix", has_buckets=True),
+    "http": StoreKind(".http.source", "HttpSource", "", is_store=False),
+    "https": StoreKind(".http.source", "HttpSource", "http(s)://host/folder", is_store=False),
 }
 # Most models are in such a store.
 _LIKELY_SCHEME = "s3"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ...loader.artifact import find_file, read_file
 from ...loader.format.encoding import Encoding
 from ...loader.format.manifest import Manifest
-from ...loader.format.safetensors import Entry
+from ...loader.format.safetensors import TensorEntry
 from ...loader.load.load import WeightLoad
 from ...loader.load.options import LoadOptions
 from ...loader.sources.base import Source
@@ -51,7 +51,7 @@ class PackedAdapter(NamedTuple):
         options = LoadOptions(connections=NUM_CONNECTIONS, staging_bytes=STAGING_BYTES)
         with WeightLoad(self.source, self.manifest, options=options) as load:
 
-            def content(entry: Entry) -> memoryview:
+            def content(entry: TensorEntry) -> memoryview:
                 tensor = tensors[entry.name]
                 end_bytes = tensor.offset_bytes + tensor.size_bytes
                 return load.slab(tensor.group)[tensor.offset_bytes : end_bytes].data
@@ -99,7 +99,7 @@ def open_packed(
             )
     peft = PeftConfig.parse(read_file(source, manifest, CONFIG_NAME))
     entries = {
-        name: Entry(name, tensor.dtype, tensor.shape, 0, tensor.size_bytes)
+        name: TensorEntry(name, tensor.dtype, tensor.shape, 0, tensor.size_bytes)
         for name, tensor in manifest.by_name.items()
     }
     return PackedAdapter(source, manifest, plan_adapter(peft, entries, base))

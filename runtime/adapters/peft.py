@@ -16,15 +16,15 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from ...loader.errors import CheckpointError
-from ...loader.format.safetensors import Entry, decode_object
+from ...loader.format.safetensors import TensorEntry, decode_object
 from ..errors import AdapterError
 from ..models.adapter import (
     MAX_RANK,
     AdapterPart,
+    AdapterPlace,
     AdapterSite,
     AdapterWeights,
     Module,
-    Place,
     modules_of,
 )
 from ..models.decoder_config import DecoderConfig
@@ -134,8 +134,8 @@ class ModulePlan(Struct, frozen=True):
 
     module: Module
     factor: float
-    a: Entry  # (rank, num_in)
-    b: Entry  # (num_out, rank)
+    a: TensorEntry  # (rank, num_in)
+    b: TensorEntry  # (num_out, rank)
 
     @property
     def rank(self) -> int:
@@ -158,7 +158,7 @@ class AdapterPlan(Struct, frozen=True):
         """Arrays without content."""
         return AdapterWeights(tuple(_allocate(layer, self.dtype) for layer in self.layers), self.size_bytes)
 
-    def fill(self, weights: AdapterWeights, layer: int, content: Callable[[Entry], memoryview]) -> None:
+    def fill(self, weights: AdapterWeights, layer: int, content: Callable[[TensorEntry], memoryview]) -> None:
         """One layer's content; `content` has the bytes of a matrix. Raises `AdapterError` for numbers that are not
         finite.
         """
@@ -171,7 +171,7 @@ class AdapterPlan(Struct, frozen=True):
                 first += plan.rank
 
 
-def plan_adapter(peft: PeftConfig, entries: Mapping[str, Entry], base: DecoderConfig) -> AdapterPlan:
+def plan_adapter(peft: PeftConfig, entries: Mapping[str, TensorEntry], base: DecoderConfig) -> AdapterPlan:
     """The place of each tensor of the adapter in the base. Raises `AdapterError` unless they are exactly those that the
     config announces, in the shapes that it and the base give.
     """
@@ -203,7 +203,7 @@ def plan_adapter(peft: PeftConfig, entries: Mapping[str, Entry], base: DecoderCo
     return AdapterPlan(tuple(layers), DType.BF16 if dtypes == {"BF16"} else DType.F32)
 
 
-def _module_plan(peft: PeftConfig, module: Module, full: str, pair: dict[str, Entry]) -> ModulePlan:
+def _module_plan(peft: PeftConfig, module: Module, full: str, pair: dict[str, TensorEntry]) -> ModulePlan:
     rank = peft.rank_of(full)
     shapes = {"A": (rank, module.num_in), "B": (module.num_out, rank)}
     for side, shape in shapes.items():
@@ -220,9 +220,9 @@ def _module_plan(peft: PeftConfig, module: Module, full: str, pair: dict[str, En
     return ModulePlan(module, peft.factor_of(full), pair["A"], pair["B"])
 
 
-def _matrices(entries: Mapping[str, Entry]) -> dict[tuple[int, str], dict[str, Entry]]:
+def _matrices(entries: Mapping[str, TensorEntry]) -> dict[tuple[int, str], dict[str, TensorEntry]]:
     """By layer and module name: A and B."""
-    found: dict[tuple[int, str], dict[str, Entry]] = {}
+    found: dict[tuple[int, str], dict[str, TensorEntry]] = {}
     for name, entry in entries.items():
         match = _TENSOR.fullmatch(name)
         if match is None:
@@ -234,8 +234,8 @@ def _matrices(entries: Mapping[str, Entry]) -> dict[tuple[int, str], dict[str, E
     return found
 
 
-def _allocate(plans: Iterable[ModulePlan], dtype: DType) -> dict[Place, AdapterSite]:
-    by_place: dict[Place, list[ModulePlan]] = {}
+def _allocate(plans: Iterable[ModulePlan], dtype: DType) -> dict[AdapterPlace, AdapterSite]:
+    by_place: dict[AdapterPlace, list[ModulePlan]] = {}
     for plan in plans:
         by_place.setdefault(plan.module.place, []).append(plan)
     return {
@@ -254,7 +254,7 @@ def _empty(shape: tuple[int, int], dtype: DType) -> Tensor:
     return Tensor(dtype, aligned_empty(shape, dtype.numpy))
 
 
-def _matrix(entry: Entry, data: memoryview, dtype: DType) -> npt.NDArray[Any]:
+def _matrix(entry: TensorEntry, data: memoryview, dtype: DType) -> npt.NDArray[Any]:
     """The entry's matrix in this dtype, which holds its numbers exactly. Raises `AdapterError` for one that would make
     every answer NaN.
     """

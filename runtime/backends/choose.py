@@ -105,7 +105,7 @@ def has_torch() -> bool:
     return find_spec("torch") is not None
 
 
-class Row(NamedTuple):
+class BackendRow(NamedTuple):
     """A way to compute on the CPU. `make` imports it."""
 
     name: str  # in `--backend`, as the setting's own row has it
@@ -134,7 +134,7 @@ def _numpy(choice: BackendChoice) -> ExecutorFactory:
 
 
 # In order of preference. numpy stands in for the native core where that has no library.
-ROWS = (Row(NATIVE, _native), Row(TORCH, _torch, has_torch), Row(NATIVE, _numpy))
+ROWS = (BackendRow(NATIVE, _native), BackendRow(TORCH, _torch, has_torch), BackendRow(NATIVE, _numpy))
 
 
 def model_of_transformers(config: Any, weights: Any, compute_dtype: str, **files: Any) -> tuple[Any, bool]:

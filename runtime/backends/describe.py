@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from ..errors import ModelError
-from ..models.adapter import Place, modules_of
+from ..models.adapter import AdapterPlace, modules_of
 from ..models.decoder_config import DecoderConfig
 from ..models.encoder_config import EncoderConfig, is_encoder
 from ..models.executor import refusal_of
@@ -64,5 +64,5 @@ def _of_decoder(config: DecoderConfig) -> dict[str, Any]:
         "native_refuses": refusal_of_spec(spec),
         "kernels_refuse": kernels_refusal_of(spec),
         "quantizes": config.names.stacked_experts is None,
-        "adapts": ["attention", *(["MLP"] if Place.DOWN in places else [])],
+        "adapts": ["attention", *(["MLP"] if AdapterPlace.DOWN in places else [])],
     }

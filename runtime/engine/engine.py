@@ -47,7 +47,7 @@ from .generation import Generation, OnEvent
 from .look_ahead import LookAhead, Outcome
 from .next_step import next_plan, use_idle_time
 from .options import EngineOptions, EngineStatistics, check_request, fit_pool
-from .scheduler import Preempted, Share, is_out_of_memory, largest_first
+from .scheduler import Preempted, StepShare, is_out_of_memory, largest_first
 from .sequence import Sequence as TokenSequence
 from .sequence import error_event
 from .state import SchedulerState, statistics_of
@@ -341,7 +341,7 @@ class Engine:
         victims = largest_first([(each, each.num_tokens) for each in members])
         self._run_out(exhausted, victims[:1], victims[1:])
 
-    def _execute(self, shares: Sequence[Share[TokenSequence]]) -> None:
+    def _execute(self, shares: Sequence[StepShare[TokenSequence]]) -> None:
         choosing = [share.sequence for share in shares if share.is_last]
         exhausted: str | None = None
         try:
@@ -363,7 +363,7 @@ class Engine:
             return
         self._delivery.give([share.sequence for share in shares], choosing, outcomes)
 
-    def _compute(self, shares: Sequence[Share[TokenSequence]]) -> list[Outcome]:
+    def _compute(self, shares: Sequence[StepShare[TokenSequence]]) -> list[Outcome]:
         """Compute one step, and choose the next tokens."""
         backend, step, spill = self._backend, self._state.num_steps, self._state.blocks.spill
         rows = self._look_ahead.rows(shares)

@@ -25,7 +25,7 @@ from ..step.requests import GenerationEvent
 from ..step.state import Chosen
 from .ngrams import NgramProposer
 from .proposal_lengths import MAX_PROPOSALS, Chance, MatchAcceptance, RowCosts, proposal_lengths
-from .scheduler import Share
+from .scheduler import StepShare
 from .sequence import Sequence as TokenSequence
 from .sequence import error_event
 from .state import SchedulerState
@@ -69,7 +69,7 @@ class LookAhead:
         promises = bool(getattr(model, "is_batch_invariant", False))  # test doubles say nothing
         self.is_on = promises and max_proposals != 0
 
-    def rows(self, shares: Sequence[Share[TokenSequence]]) -> list[Rows]:
+    def rows(self, shares: Sequence[StepShare[TokenSequence]]) -> list[Rows]:
         """The rows of these shares, with those of proposals, for which blocks are allocated.
         `outcomes` must follow; after an error, the caller shrinks the lanes.
         """
@@ -97,7 +97,7 @@ class LookAhead:
             self._costs.add(len(rows), sum(own.num_logits - 1 for own in rows), took_s)
 
     def outcomes(
-        self, shares: Sequence[Share[TokenSequence]], rows: Sequence[Rows], logits: Any, choose: Choose
+        self, shares: Sequence[StepShare[TokenSequence]], rows: Sequence[Rows], logits: Any, choose: Choose
     ) -> list[Outcome]:
         """The outcomes for the shares that are the last of their sequences, from the logits of all
         rows; and the computed tokens of all of the shares' lanes.
@@ -120,7 +120,7 @@ class LookAhead:
     # -- before a step
     # ----------------------------------------------------------------------------------------
 
-    def _chosen(self, shares: Sequence[Share[TokenSequence]]) -> list[ShareProposals]:
+    def _chosen(self, shares: Sequence[StepShare[TokenSequence]]) -> list[ShareProposals]:
         if any(share.sequence.waits_for_adapter for share in shares):
             return []
         num_left = self._state.options.max_step_tokens - sum(share.num_tokens for share in shares)
@@ -206,7 +206,7 @@ class LookAhead:
                 each.prospects.acceptance.add(each.num_matched, len(each.tokens), num_accepted)
 
 
-def rows_of(share: Share[TokenSequence]) -> Rows:
+def rows_of(share: StepShare[TokenSequence]) -> Rows:
     """The rows of the scheduler's share of a sequence."""
     lane = share.sequence.exact
     end = lane.num_computed + share.num_tokens

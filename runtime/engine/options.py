@@ -17,7 +17,7 @@ from .scheduler import Preempted, SchedulerLimits
 if TYPE_CHECKING:
     from ..kv.sessions import Unpinned
     from ..kv.spill.spill import SpillStatistics
-    from ..step.backend import DeviceStatistics
+    from ..step.backend import BackendDeviceStatistics
     from .arrival import DecoderLike, DecoderLimits
 
 
@@ -141,7 +141,7 @@ class EngineStatistics(Struct, frozen=True):
     prefix_lookup_tokens_total: int = 0
     prefix_evictions_total: int = 0
     spill: SpillStatistics | None = None
-    device: DeviceStatistics | None = None  # of a device other than the CPU
+    device: BackendDeviceStatistics | None = None  # of a device other than the CPU
     exhausted_total: int = 0  # steps that ran out of memory
     queued_by_priority: Mapping[Priority, int] = field(default_factory=dict)
     tenants_waiting: int = 0

@@ -79,7 +79,7 @@ class SchedulerLimits(Struct, frozen=True):
     block_size: int
 
 
-class Share(Struct, Generic[SequenceT], frozen=True):
+class StepShare(Struct, Generic[SequenceT], frozen=True):
     """One sequence's part of a step: its next `num_tokens` tokens, which need `num_new_blocks` more
     blocks.
     """
@@ -97,7 +97,7 @@ class StepPlan(Struct, Generic[SequenceT], frozen=True):
     # The latest admitted first, so that they return to the front of the queue.
     preempted: tuple[SequenceT, ...]
     admitted: tuple[SequenceT, ...]  # in the order of admission
-    shares: tuple[Share[SequenceT], ...]  # of running or admitted sequences, in the order of admission
+    shares: tuple[StepShare[SequenceT], ...]  # of running or admitted sequences, in the order of admission
 
 
 FreedBy = Callable[[Sequence[SequenceT]], int]
@@ -213,7 +213,7 @@ class _Step(Generic[SequenceT]):
         self.limits = limits
         # Later ones are preempted first.
         self.active = sorted(running, key=attrgetter("is_batch"))
-        self.shares: dict[int, Share[SequenceT]] = {}
+        self.shares: dict[int, StepShare[SequenceT]] = {}
         self.preempted: list[SequenceT] = []
         self.admitted: list[SequenceT] = []
         self.num_free_blocks = num_free_blocks
@@ -308,7 +308,7 @@ class _Step(Generic[SequenceT]):
         for sequence in decoding:
             # The block of the last token, which is the one to compute.
             num_new_blocks = (sequence.num_tokens - 1) // block_size + 1 - sequence.num_blocks
-            self.shares[id(sequence)] = Share(sequence, 1, num_new_blocks, True)
+            self.shares[id(sequence)] = StepShare(sequence, 1, num_new_blocks, True)
             self.num_free_blocks -= num_new_blocks
         self.tokens_left -= len(decoding)
 
@@ -326,7 +326,7 @@ class _Step(Generic[SequenceT]):
         num_tokens = min(wanted, room)
         num_new_blocks = self._num_blocks_for(sequence.num_computed + num_tokens) - sequence.num_blocks
         is_last = num_tokens == _num_missing(sequence)
-        self.shares[id(sequence)] = Share(sequence, num_tokens, num_new_blocks, is_last)
+        self.shares[id(sequence)] = StepShare(sequence, num_tokens, num_new_blocks, is_last)
         self.num_free_blocks -= num_new_blocks
         self.tokens_left -= num_tokens
         return num_tokens

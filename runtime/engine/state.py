@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from ...loader.errors import TeneralError
-from ..step.backend import DeviceStatistics
+from ..step.backend import BackendDeviceStatistics
 from ..step.batch import Epoch
 from ..step.requests import FinishReason, GenerationEvent, Priority
 from .block_manager import BlockManager, CopyTokens
@@ -344,7 +344,7 @@ class SchedulerState:
 
 
 def statistics_of(
-    state: SchedulerState, *, kv_bytes: int, max_context: int, device: DeviceStatistics | None
+    state: SchedulerState, *, kv_bytes: int, max_context: int, device: BackendDeviceStatistics | None
 ) -> EngineStatistics:
     """Take a snapshot under the scheduler state's lock."""
     blocks = state.blocks

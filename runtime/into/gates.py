@@ -26,7 +26,7 @@ from ...loader.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class ModuleGate:
     """A gate. `members`, a module and its descendants, which may be called separately, wait until
     all of `tensors` have arrived.
     """
@@ -36,19 +36,19 @@ class Gate:
     tensors: tuple[torch.Tensor, ...]
 
 
-def find_gates(root: nn.Module) -> list[Gate]:
+def find_gates(root: nn.Module) -> list[ModuleGate]:
     """The gates in the module's order. A module is a member of at most one gate."""
     walk = _Walk()
     loose = walk.visit("", root)
     # The root has no forward of its own: no call waits, but the load tracks them.
     if loose:
-        walk.gates.append(Gate("", (), tuple(loose)))
+        walk.gates.append(ModuleGate("", (), tuple(loose)))
     return walk.gates
 
 
 class _Walk:
     def __init__(self) -> None:
-        self.gates: list[Gate] = []
+        self.gates: list[ModuleGate] = []
         self._seen: set[nn.Module] = set()  # shared modules occur in a tree several times
 
     def visit(self, path: str, module: nn.Module) -> list[torch.Tensor]:
@@ -69,15 +69,15 @@ class _Walk:
             elif child not in self._seen:
                 self.gates.append(self._whole(child_path, child))
         if has_forward(module) and loose:
-            self.gates.append(Gate(path, (module,), tuple(loose)))
+            self.gates.append(ModuleGate(path, (module,), tuple(loose)))
             return []
         return loose
 
-    def _whole(self, path: str, module: nn.Module) -> Gate:
+    def _whole(self, path: str, module: nn.Module) -> ModuleGate:
         members = tuple(each for each in module.modules() if each not in self._seen)
         self._seen.update(members)
         tensors = [tensor for each in module.modules() for tensor in _own_tensors(each)]
-        return Gate(path, members, tuple(tensors))
+        return ModuleGate(path, members, tuple(tensors))
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -106,7 +106,7 @@ class GateHooks:
     tells whether they never will.
     """
 
-    def __init__(self, gate: Gate, wait: Callable[[], None], *, is_lost: Callable[[], bool]) -> None:
+    def __init__(self, gate: ModuleGate, wait: Callable[[], None], *, is_lost: Callable[[], bool]) -> None:
         self._members = gate.members
         self._wait = wait
         self.is_lost = is_lost

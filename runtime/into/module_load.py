@@ -24,7 +24,7 @@ from ...loader.load.load import WeightLoad
 from ...loader.load.options import LoadOptions
 from ...loader.sources.base import Source, SourceOptions
 from .files import Address, open_weights
-from .gates import Gate, GateHooks, find_gates
+from .gates import GateHooks, ModuleGate, find_gates
 from .match import Action, Filling, Rename, bind, check_bindable, match_weights
 from .slots import check_module, find_slots
 
@@ -171,7 +171,7 @@ class ModuleLoad:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _install(self, gate: Gate) -> GateHooks:
+    def _install(self, gate: ModuleGate) -> GateHooks:
         groups = sorted({group for tensor in gate.tensors for group in self._groups_of.get(id(tensor), ())})
 
         def wait() -> None:

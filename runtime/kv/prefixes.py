@@ -118,7 +118,7 @@ def _num_equal(some: Sequence[int], others: Sequence[int]) -> int:
     return number
 
 
-class Entry(Struct):
+class BlockUsage(Struct):
     """The usage of one block."""
 
     parent: bytes | None  # None: the block is the first of its chain
@@ -135,7 +135,7 @@ class PrefixLedger:
     def __init__(self, max_entries: int, is_there: Callable[[bytes], bool]) -> None:
         self._max_entries = max_entries
         self._is_there = is_there
-        self._entries: dict[bytes, Entry] = {}
+        self._entries: dict[bytes, BlockUsage] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -145,7 +145,7 @@ class PrefixLedger:
         now_s = time.monotonic()
         for depth in range(first, len(hashes)):
             if hashes[depth] not in self._entries:
-                self._entries[hashes[depth]] = Entry(hashes[depth - 1] if depth else None, depth, now_s)
+                self._entries[hashes[depth]] = BlockUsage(hashes[depth - 1] if depth else None, depth, now_s)
         if len(self._entries) > self._max_entries:
             self._forget()
 
@@ -158,7 +158,7 @@ class PrefixLedger:
                 entry.num_hits += 1
                 entry.used_s = now_s
 
-    def entry(self, block_hash: bytes) -> Entry | None:
+    def entry(self, block_hash: bytes) -> BlockUsage | None:
         """The usage of this block, read-only."""
         return self._entries.get(block_hash)
 

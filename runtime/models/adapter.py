@@ -18,7 +18,7 @@ from .decoder_config import DecoderConfig
 MAX_RANK = 512  # of one module
 
 
-class Place(enum.IntEnum):
+class AdapterPlace(enum.IntEnum):
     """The projections of a layer that adapters know: those of `DecoderLayerWeights` with these names."""
 
     QKV = 0
@@ -52,7 +52,7 @@ class AdapterSite(Struct, frozen=True, eq=False):
 
 class AdapterWeights(Struct, frozen=True, eq=False, weakref=True):
     layers: tuple[
-        Mapping[Place, AdapterSite], ...
+        Mapping[AdapterPlace, AdapterSite], ...
     ]  # of each layer of the model; most have all places or none
     size_bytes: int
 
@@ -81,7 +81,7 @@ class Module(Struct, frozen=True):
     """A module of one layer that an adapter may change, as a checkpoint names it: "self_attn.q_proj"."""
 
     name: str
-    place: Place
+    place: AdapterPlace
     first: int  # column of the place's output
     num_out: int
     num_in: int
@@ -91,16 +91,18 @@ def modules_of(config: DecoderConfig, layer: int) -> tuple[Module, ...]:
     """The modules of a layer that adapters may change. Mixtures of experts have none but those of attention."""
     names = config.names
     query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    found = _stacked(Place.QKV, names.qkv, (query_size, key_size, key_size), config.hidden_size)
-    found.append(Module("self_attn.o_proj", Place.OUTPUT, 0, config.hidden_size, query_size))
+    found = _stacked(AdapterPlace.QKV, names.qkv, (query_size, key_size, key_size), config.hidden_size)
+    found.append(Module("self_attn.o_proj", AdapterPlace.OUTPUT, 0, config.hidden_size, query_size))
     if config.experts is None or not config.experts.layers[layer]:
         inner = config.intermediate_size
-        found += _stacked(Place.GATE_UP, names.gate_up, (inner, inner), config.hidden_size)
-        found.append(Module("mlp.down_proj", Place.DOWN, 0, config.hidden_size, inner))
+        found += _stacked(AdapterPlace.GATE_UP, names.gate_up, (inner, inner), config.hidden_size)
+        found.append(Module("mlp.down_proj", AdapterPlace.DOWN, 0, config.hidden_size, inner))
     return tuple(found)
 
 
-def _stacked(place: Place, names: tuple[str, ...], sizes: tuple[int, ...], num_in: int) -> list[Module]:
+def _stacked(
+    place: AdapterPlace, names: tuple[str, ...], sizes: tuple[int, ...], num_in: int
+) -> list[Module]:
     if len(names) == 1:
         return [Module(names[0], place, 0, sum(sizes), num_in)]
     firsts = [sum(sizes[:number]) for number in range(len(sizes))]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from ...loader.errors import CheckpointError, NotFoundError, UsageError
 from ...loader.format.checkpoint import Checkpoint, StoredTensor
 from ...loader.format.checkpoint_files import SMALL_FILES
-from ...loader.format.safetensors import Entry
+from ...loader.format.safetensors import TensorEntry
 from ...loader.process.scratch import ScratchFolder, remove_abandoned
 from ...loader.sources.base import ObjectInfo, Source, Store, check_name
 from ...loader.sources.file.store import FileStore
@@ -140,7 +140,7 @@ def checkpoint_of(folder: Path) -> Checkpoint:
     tensors: dict[str, StoredTensor] = {}
     groups: dict[str, list[str]] = {}
     for each in listed:
-        entry = Entry(each["name"], each["dtype"], tuple(each["shape"]), each["begin"], each["end"])
+        entry = TensorEntry(each["name"], each["dtype"], tuple(each["shape"]), each["begin"], each["end"])
         tensors[entry.name] = StoredTensor(entry, 0)
         groups.setdefault(f"segments.{each['group']}", []).append(entry.name)
     names = [FILE_NAME, *sorted(path.name for path in folder.glob("segment-*.onnx")), WHOLE_NAME]

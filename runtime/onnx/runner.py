@@ -59,7 +59,7 @@ class Executable(Protocol):
     def close(self) -> None: ...
 
 
-class Lifetime(Protocol):
+class CallLifetime(Protocol):
     """A blocking caller's deadline and cancellation: `handlers.function.lifetime.Lifetime`."""
 
     deadline: float | None  # on `time.monotonic()`'s clock
@@ -138,7 +138,7 @@ class OnnxRunner(CallQueue[_Call]):
         """
         return self._submit(self._arrays(inputs))
 
-    def run(self, inputs: Mapping[str, Any], lifetime: Lifetime) -> Arrays:
+    def run(self, inputs: Mapping[str, Any], lifetime: CallLifetime) -> Arrays:
         """The result of `submit`, blocking: in this thread if nothing else runs or waits.
 
         Raises CancelledError at the end of the lifetime. In this thread, a deadline counts while

@@ -26,7 +26,7 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class ComparedModel:
     """A model to be compared, and the pinned digest of its manifest, if any."""
 
     source: Source
@@ -100,8 +100,8 @@ class AgainstReport:
 
 
 def evaluate_against(
-    artifact: Candidate,
-    original: Candidate,
+    artifact: ComparedModel,
+    original: ComparedModel,
     text: EvaluationText,
     *,
     max_tokens: int = 2048,

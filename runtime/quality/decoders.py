@@ -83,7 +83,7 @@ def _floats(x: Any) -> Floats:
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptance:
+class DraftAcceptance:
     """The number of drafted tokens that the exact model would have chosen."""
 
     drafted: int  # tokens at each place
@@ -124,9 +124,9 @@ class DecoderQuality:
     # Mean over the predictions, between the last hidden states, the head's inputs.
     hidden_cosine: float
     worst_hidden_cosine: float
-    accepted: Acceptance
+    accepted: DraftAcceptance
     # Of the exact model drafting for itself.
-    exact_accepted: Acceptance
+    exact_accepted: DraftAcceptance
 
 
 def compare_decoders(
@@ -261,7 +261,7 @@ def _places(tokens: Sequence[int], prefix: Sequence[int], max_context: int) -> t
 
 def _draft_and_verify(
     model: Decoder, exact: Decoder, contexts: Sequence[Sequence[int]], drafted: int, kv: KVKind
-) -> Acceptance:
+) -> DraftAcceptance:
     """Draft with `model` from each context, and verify with `exact`.
 
     Tokens that end a text are not special here: the tokens after them are compared as well.
@@ -280,7 +280,7 @@ def _draft_and_verify(
             place for place, (ours, theirs) in enumerate(zip(draft, chosen, strict=True)) if ours != theirs
         )
         accepted.append(next(wrong, drafted))
-    return Acceptance(drafted, tuple(accepted))
+    return DraftAcceptance(drafted, tuple(accepted))
 
 
 def _continue_greedily(

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...loader.format.manifest import Manifest
 from ...loader.tools.progress_bar import format_bytes
-from .decoders import Acceptance, DecoderQuality
+from .decoders import DecoderQuality, DraftAcceptance
 from .encoders import EncoderQuality
 from .text import EvaluationText
 
@@ -139,7 +139,7 @@ def quality_json(quality: DecoderQuality | EncoderQuality) -> dict[str, Any]:
     return {"kind": kind, **figures}
 
 
-def _acceptance_json(acceptance: Acceptance) -> dict[str, Any]:
+def _acceptance_json(acceptance: DraftAcceptance) -> dict[str, Any]:
     return {
         "mean": acceptance.mean,
         "mean_error": acceptance.mean_error,
@@ -166,7 +166,7 @@ def decoder_rows(quality: DecoderQuality) -> list[Row]:
     ]
 
 
-def _mean(acceptance: Acceptance) -> str:
+def _mean(acceptance: DraftAcceptance) -> str:
     return f"{acceptance.mean:.1f} ± {acceptance.mean_error:.1f}"
 
 

@@ -25,7 +25,7 @@ OnLayer = Callable[[int, str, float, float], None]
 EXPERT_WAIT = "wait for experts"
 
 
-class DeviceStatistics(Struct, frozen=True):
+class BackendDeviceStatistics(Struct, frozen=True):
     """A snapshot of a device's memory, in bytes, and of its work. Counts are from the engine's
     start.
     """
@@ -76,7 +76,7 @@ class Backend(Protocol):
     def make_room(self) -> None:
         """Free all memory that can be freed, after a step ran out of memory."""
 
-    def statistics(self) -> DeviceStatistics | None: ...
+    def statistics(self) -> BackendDeviceStatistics | None: ...
 
 
 class BackendOptions(Struct, frozen=True, kw_only=True):
@@ -123,7 +123,7 @@ class HostBackend:
     def make_room(self) -> None:
         pass
 
-    def statistics(self) -> DeviceStatistics | None:
+    def statistics(self) -> BackendDeviceStatistics | None:
         return None
 
 

@@ -65,7 +65,7 @@ class EncodedPair(NamedTuple):
         )
 
 
-class Backend(Protocol):
+class TokenizerBackend(Protocol):
     """A tokenizer. Thread-safe. `TextTokenizer` has checked the arguments."""
 
     @property

@@ -63,7 +63,7 @@ def make_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     import jinja2.ext
     import jinja2.sandbox
 
-    class Generation(jinja2.ext.Extension):
+    class GenerationTag(jinja2.ext.Extension):
         """`{% generation %}…{% endgeneration %}` marks an assistant's words for training; here it
         renders its content.
         """
@@ -94,7 +94,7 @@ def make_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
             raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}")
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals.update(raise_exception=_refuse, strftime_now=_now, namespace=Namespace)

@@ -14,7 +14,7 @@ from ..errors import ContextLengthError, RequestError
 from ..grammar.compiler import GrammarCompiler
 from ..grammar.matcher import Grammar
 from ..grammar.spec import GrammarSpec
-from .backend import MAX_TOKEN, Backend, EncodedPair, LocalBackend
+from .backend import MAX_TOKEN, EncodedPair, LocalBackend, TokenizerBackend
 from .chat import ChatTemplate, ChatWorker, Message
 from .settings import Files, TextSettings, read_tokenizer_file
 
@@ -27,7 +27,7 @@ class TextTokenizer:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: TokenizerBackend,
         settings: TextSettings,
         *,
         chat_template: ChatTemplate | None = None,

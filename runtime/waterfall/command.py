@@ -21,7 +21,7 @@ from ...loader.errors import FormatError, NotFoundError, UsageError
 from ...loader.sources.base import SourceOptions
 from ...loader.sources.open import open_source
 from ...loader.timeline import Span
-from .snapshot import Snapshot, parse_snapshot
+from .snapshot import TimelineSnapshot, parse_snapshot
 
 MAX_SNAPSHOT_BYTES = 64 << 20
 MIN_WIDTH, DEFAULT_WIDTH, MAX_WIDTH = 40, 100, 400
@@ -218,7 +218,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST
 
 
-def _by_lane(parsed: Snapshot) -> list[tuple[str, list[Span]]]:
+def _by_lane(parsed: TimelineSnapshot) -> list[tuple[str, list[Span]]]:
     lanes: dict[str, list[Span]] = {}
     for span in parsed.spans:
         lanes.setdefault(span.lane, []).append(span)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...loader.timeline import Span
-from .snapshot import Snapshot, clean_text, whole_number
+from .snapshot import TimelineSnapshot, clean_text, whole_number
 
 MAX_REQUEST_ROWS = 12
 MAX_TASK_ROWS = 40
@@ -26,7 +26,7 @@ OTHER_LANES = (*LOAD_LANES, "ready", "execute", "request")
 SMALLEST_END_S = 1e-3
 
 
-class Kind(enum.StrEnum):
+class BarKind(enum.StrEnum):
     """The kind of a bar, in the order of the phases of a weight and then of a request."""
 
     TASK = "task"
@@ -57,7 +57,7 @@ class Section(enum.StrEnum):
 class Bar:
     """Half-open [start_s, end_s) since process start. `tier` is "draft", "refine" or ""."""
 
-    kind: Kind
+    kind: BarKind
     start_s: float
     end_s: float
     title: str
@@ -125,7 +125,7 @@ def throughput(picture: Picture, num_bins: int) -> list[float]:
     width_s = picture.end_s / num_bins
     for row in picture.rows:
         for bar in row.bars:
-            if bar.kind is Kind.FETCH and bar.size_bytes:
+            if bar.kind is BarKind.FETCH and bar.size_bytes:
                 _spread(bins, steps, bar, width_s)
     levels = itertools.accumulate(steps[:num_bins])
     noise = 1e-9 * sum(bins)  # what adding and taking away leaves
@@ -201,11 +201,11 @@ def _spread(bins: list[float], steps: list[float], bar: Bar, width_s: float) -> 
 
 
 ENGINE_MARKS = ("engine runs", "can answer")  # the latter in timelines of older versions
-REQUEST_KINDS = {"queued": Kind.QUEUED, "prefill": Kind.PREFILL, "decode": Kind.GENERATE}
+REQUEST_KINDS = {"queued": BarKind.QUEUED, "prefill": BarKind.PREFILL, "decode": BarKind.GENERATE}
 REQUEST_MARKS = {"first token": MarkKind.FIRST_TOKEN, "last token": MarkKind.LAST_TOKEN}
 
 
-def picture_of(snapshot: Snapshot, *, max_layer_rows: int) -> Picture:
+def picture_of(snapshot: TimelineSnapshot, *, max_layer_rows: int) -> Picture:
     """The picture of a snapshot. Neighbouring layers share rows, so that `max_layer_rows` are enough."""
     lanes: dict[str, list[Span]] = defaultdict(list)
     for span in snapshot.spans:
@@ -239,7 +239,7 @@ def _task_rows(lanes: dict[str, list[Span]]) -> list[Row]:
             continue
         label = span.name if span.lane == "process" else span.lane
         title = f"{label}: {span.name}" if label != span.name else label
-        bar = Bar(Kind.TASK, span.start_s, span.end_s, f"{title}, {format_s(span.end_s - span.start_s)}")
+        bar = Bar(BarKind.TASK, span.start_s, span.end_s, f"{title}, {format_s(span.end_s - span.start_s)}")
         rows.setdefault(label, []).append(bar)
     return [
         Row(Section.START, label, tuple(bars), note=format_s(sum(bar.end_s - bar.start_s for bar in bars)))
@@ -264,7 +264,7 @@ def _layer_rows(lanes: dict[str, list[Span]]) -> list[Row]:
             group = span.attributes.get("group")
             if isinstance(group, str):
                 layer = layers[group]
-                layer.bars.append(_part_bar(Kind(lane), group, span, share if lane == "fetch" else 1.0))
+                layer.bars.append(_part_bar(BarKind(lane), group, span, share if lane == "fetch" else 1.0))
                 part = whole_number(span.attributes.get("part"))
                 layer.order = min(layer.order, math.inf if part is None else part)
     for span in lanes["ready"]:
@@ -277,7 +277,7 @@ def _layer_rows(lanes: dict[str, list[Span]]) -> list[Row]:
         if "layer" in span.attributes:
             layer = layers[span.name]
             title = f"{span.name}: executed in {format_s(span.end_s - span.start_s)}"
-            layer.bars.append(Bar(Kind.EXECUTE, span.start_s, span.end_s, title))
+            layer.bars.append(Bar(BarKind.EXECUTE, span.start_s, span.end_s, title))
             if span.attributes["layer"] == -1:  # the embeddings, which may lie in the store as the head
                 layer.order = -1
     ordered = sorted(layers.items(), key=lambda item: item[1].order)
@@ -293,7 +293,7 @@ def _wire_share(lanes: dict[str, list[Span]]) -> float:
     return next((float(share) for share in found if isinstance(share, float) and 0 < share < 1e3), 1.0)
 
 
-def _part_bar(kind: Kind, group: str, span: Span, share: float) -> Bar:
+def _part_bar(kind: BarKind, group: str, span: Span, share: float) -> Bar:
     size_bytes = round(share * (whole_number(span.attributes.get("bytes")) or 0))
     tier = span.attributes.get("tier")
     tier = tier if tier in ("draft", "refine") else ""
@@ -316,7 +316,7 @@ def _step_row(spans: Iterable[Span]) -> list[Row]:
         if "layer" not in span.attributes:
             tokens = whole_number(span.attributes.get("tokens")) or 0
             title = f"{span.name}: {tokens} tokens in {format_s(span.end_s - span.start_s)}"
-            bars.append(Bar(Kind.EXECUTE, span.start_s, span.end_s, title))
+            bars.append(Bar(BarKind.EXECUTE, span.start_s, span.end_s, title))
     return [Row(Section.REQUESTS, "forward passes", tuple(bars))] if bars else []
 
 
@@ -417,7 +417,7 @@ def _loaded_s(now_s: float, rows: Iterable[Row], fetches: list[Span]) -> float:
     """
     if fetches and not any(span.name == "load" for span in fetches):
         return max(now_s, SMALLEST_END_S)
-    loading = [bar.end_s for row in rows for bar in row.bars if bar.kind is not Kind.EXECUTE]
+    loading = [bar.end_s for row in rows for bar in row.bars if bar.kind is not BarKind.EXECUTE]
     ready = [mark.at_s for row in rows for mark in row.marks]
     return max([SMALLEST_END_S, *loading, *ready])
 

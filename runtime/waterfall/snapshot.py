@@ -21,7 +21,7 @@ MAX_ATTRIBUTES = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class TimelineSnapshot:
     """Spans in the order of their start; names and texts in them are printable and short."""
 
     spans: tuple[Span, ...]
@@ -30,7 +30,7 @@ class Snapshot:
     num_dropped: int
 
 
-def parse_snapshot(value: Any) -> Snapshot:
+def parse_snapshot(value: Any) -> TimelineSnapshot:
     """`value` is what `Timeline.snapshot` gave, or what JSON made of it. Raises `FormatError`."""
     if not isinstance(value, dict) or not isinstance(value.get("spans"), list):
         raise FormatError(
@@ -45,7 +45,7 @@ def parse_snapshot(value: Any) -> Snapshot:
     if len(value["spans"]) > MAX_SPANS:
         raise FormatError(f"the timeline has more than {MAX_SPANS} spans", where="spans")
     spans = [_span(entry, f"spans[{index}]") for index, entry in enumerate(value["spans"])]
-    return Snapshot(
+    return TimelineSnapshot(
         spans=tuple(sorted(spans, key=lambda span: span.start_s)),
         now_s=_number(value, "now_s", MAX_TIME_S, ""),
         started_unix_s=_number(value, "started_unix_s", 1e11, ""),

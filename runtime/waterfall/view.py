@@ -13,8 +13,8 @@ from typing import Any
 
 from .picture import (
     Bar,
+    BarKind,
     Figures,
-    Kind,
     MarkKind,
     Picture,
     Row,
@@ -31,16 +31,16 @@ DEFAULT_MAX_ROWS = 40
 MIN_WIDTH = 40
 MAX_LABEL_CHARS = 20
 
-SIGNS: dict[Kind | MarkKind, str] = {
-    Kind.TASK: "━",
-    Kind.QUEUED: "·",
-    Kind.FETCH: "░",
-    Kind.VERIFY: "▒",
-    Kind.DECODE: "▓",
-    Kind.PLACE: "▚",
-    Kind.EXECUTE: "█",
-    Kind.PREFILL: "═",
-    Kind.GENERATE: "█",
+SIGNS: dict[BarKind | MarkKind, str] = {
+    BarKind.TASK: "━",
+    BarKind.QUEUED: "·",
+    BarKind.FETCH: "░",
+    BarKind.VERIFY: "▒",
+    BarKind.DECODE: "▓",
+    BarKind.PLACE: "▚",
+    BarKind.EXECUTE: "█",
+    BarKind.PREFILL: "═",
+    BarKind.GENERATE: "█",
     MarkKind.DRAFT: "╎",
     MarkKind.EXACT: "│",
     MarkKind.FIRST_TOKEN: "◆",
@@ -49,16 +49,16 @@ SIGNS: dict[Kind | MarkKind, str] = {
 SPARKS = " ▁▂▃▄▅▆▇█"
 
 # ANSI colours of the 256 that every terminal has; readable on light and on dark ground.
-COLORS: dict[Kind | MarkKind, str] = {
-    Kind.TASK: "38;5;103",
-    Kind.QUEUED: "38;5;245",
-    Kind.FETCH: "38;5;39",
-    Kind.VERIFY: "38;5;37",
-    Kind.DECODE: "38;5;99",
-    Kind.PLACE: "38;5;133",
-    Kind.EXECUTE: "38;5;208",
-    Kind.PREFILL: "38;5;208",
-    Kind.GENERATE: "38;5;208",
+COLORS: dict[BarKind | MarkKind, str] = {
+    BarKind.TASK: "38;5;103",
+    BarKind.QUEUED: "38;5;245",
+    BarKind.FETCH: "38;5;39",
+    BarKind.VERIFY: "38;5;37",
+    BarKind.DECODE: "38;5;99",
+    BarKind.PLACE: "38;5;133",
+    BarKind.EXECUTE: "38;5;208",
+    BarKind.PREFILL: "38;5;208",
+    BarKind.GENERATE: "38;5;208",
     MarkKind.DRAFT: "38;5;71",
     MarkKind.EXACT: "38;5;71",
     MarkKind.FIRST_TOKEN: "38;5;161",
@@ -66,16 +66,16 @@ COLORS: dict[Kind | MarkKind, str] = {
 }
 PLAIN, BOLD, GREY = "", "1", "38;5;245"
 
-LEGEND: tuple[Kind | MarkKind, ...] = (
-    Kind.FETCH,
-    Kind.VERIFY,
-    Kind.DECODE,
-    Kind.PLACE,
+LEGEND: tuple[BarKind | MarkKind, ...] = (
+    BarKind.FETCH,
+    BarKind.VERIFY,
+    BarKind.DECODE,
+    BarKind.PLACE,
     MarkKind.DRAFT,
     MarkKind.EXACT,
-    Kind.EXECUTE,
-    Kind.QUEUED,
-    Kind.PREFILL,
+    BarKind.EXECUTE,
+    BarKind.QUEUED,
+    BarKind.PREFILL,
     MarkKind.FIRST_TOKEN,
 )
 
@@ -155,7 +155,7 @@ def _remarks(picture: Picture) -> list[Line]:
 
 def _legend(picture: Picture, width: int) -> list[Line]:
     """The meaning of the signs in this picture, in as many lines as needed."""
-    seen: set[Kind | MarkKind] = {bar.kind for row in picture.rows for bar in row.bars}
+    seen: set[BarKind | MarkKind] = {bar.kind for row in picture.rows for bar in row.bars}
     seen |= {mark.kind for row in picture.rows for mark in row.marks}
     lines: list[Line] = []
     for kind in LEGEND:
@@ -188,7 +188,7 @@ def _cells(row: Row, end_s: float, num_columns: int) -> Line:
     """Bars in the order of a weight's way, so that the later phase covers the earlier one; then the marks."""
     cells = [BLANK] * num_columns
     column_s = end_s / num_columns
-    order = {kind: number for number, kind in enumerate((*Kind, *reversed(MarkKind)))}
+    order = {kind: number for number, kind in enumerate((*BarKind, *reversed(MarkKind)))}
     for bar in sorted(row.bars, key=lambda bar: order[bar.kind]):
         _draw_bar(cells, bar, column_s)
     for mark in sorted(row.marks, key=lambda mark: order[mark.kind]):
@@ -199,7 +199,7 @@ def _cells(row: Row, end_s: float, num_columns: int) -> Line:
 def _draw_bar(cells: Line, bar: Bar, column_s: float) -> None:
     first = min(len(cells) - 1, int(bar.start_s / column_s))
     last = min(len(cells), max(first + 1, math.ceil(bar.end_s / column_s)))
-    hides_decoding = bar.kind is Kind.EXECUTE and cells[first][0] == SIGNS[Kind.DECODE]
+    hides_decoding = bar.kind is BarKind.EXECUTE and cells[first][0] == SIGNS[BarKind.DECODE]
     if hides_decoding and cells[first + 1 : first + 2] == [BLANK]:
         first, last = first + 1, max(last, first + 2)
     cells[first:last] = [(SIGNS[bar.kind], COLORS[bar.kind])] * (last - first)
@@ -214,7 +214,7 @@ def _place_mark(cells: Line, column: int, kind: MarkKind) -> None:
         cells[column] = cell
         return
     for place in (column, column + 1):
-        if place < len(cells) and cells[place][0] in (" ", SIGNS[Kind.FETCH]):
+        if place < len(cells) and cells[place][0] in (" ", SIGNS[BarKind.FETCH]):
             cells[place] = cell
             return
 
@@ -226,7 +226,7 @@ def _network_line(picture: Picture, label_width: int, num_columns: int) -> Line:
     if not highest:
         return _line("network", label_width, [], "")
     sparks = [
-        (SPARKS[math.ceil(count / highest * (len(SPARKS) - 1))], COLORS[Kind.FETCH]) for count in arrived
+        (SPARKS[math.ceil(count / highest * (len(SPARKS) - 1))], COLORS[BarKind.FETCH]) for count in arrived
     ]
     rate = highest * num_columns / picture.end_s
     return _line("network", label_width, sparks, f"peak {format_bytes(rate)}/s")

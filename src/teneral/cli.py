@@ -308,7 +308,7 @@ def _eval(options: argparse.Namespace) -> int:
     from .loader.pin import split_pin
     from .loader.tools.progress_bar import ProgressBar
     from .runtime.kv.kinds import KVKind
-    from .runtime.quality.against import Candidate, evaluate_against
+    from .runtime.quality.against import ComparedModel, evaluate_against
     from .runtime.quality.text import read_text
 
     text = read_text(options.text)
@@ -316,7 +316,7 @@ def _eval(options: argparse.Namespace) -> int:
     own = source_options(options)._replace(base=None)
     needs_base: list[bool] = []
 
-    def candidate(argument: str) -> Candidate:
+    def candidate(argument: str) -> ComparedModel:
         """The model, with the base where it is stored as differences."""
         address, digest = split_pin(argument)
         source = open_model(address, own)
@@ -325,7 +325,7 @@ def _eval(options: argparse.Namespace) -> int:
         if is_based:
             source.close()
             source = open_model(address, own._replace(base=options.base))
-        return Candidate(source, digest)
+        return ComparedModel(source, digest)
 
     candidates = candidate(options.artifact), candidate(options.against)
     if options.base is not None and not any(needs_base):
@@ -389,7 +389,7 @@ def _invoke(options: argparse.Namespace) -> int:
 
 
 def _batch(options: argparse.Namespace) -> int:
-    from .handlers.batch.spec import JobSpec, Share, share_of
+    from .handlers.batch.spec import JobSpec, WorkerShare, share_of
     from .handlers.platforms.settings import resolve
 
     config = resolve({**_settings(options), "model": options.artifact}, os.environ, options.config)
@@ -399,7 +399,7 @@ def _batch(options: argparse.Namespace) -> int:
         max_line_bytes=options.max_line_bytes,
         max_lines=options.max_lines,
         part_lines=options.part_lines,
-        share=Share.parse(options.worker) if options.worker is not None else share_of(os.environ),
+        share=WorkerShare.parse(options.worker) if options.worker is not None else share_of(os.environ),
         drain_s=8.0 if config.drain_timeout_s is None else config.drain_timeout_s,
     )
     from .handlers.batch.command import EXIT_INCOMPLETE, run_batch  # imports the server

@@ -15,7 +15,7 @@ from tests.support.format_artifacts import Shapes, build_format_artifact
 from tests.support.manifest_documents import document_of
 
 from teneral.handlers.function.context import Context
-from teneral.handlers.http.json_bodies import Decoder
+from teneral.handlers.http.json_bodies import JsonDecoder
 from teneral.handlers.openai.chat import ChatFormat
 from teneral.handlers.openai.completions import CompletionFormat
 from teneral.handlers.openai.prompts import ChatSettings
@@ -135,13 +135,13 @@ def test_any_text_is_a_name_or_refused(text: str) -> None:
 
 
 def completion(extras: dict[str, Any]) -> CompletionFormat:
-    body = Decoder(CompletionBody).decode(json.dumps({"prompt": "x", "teneral": extras}).encode())
+    body = JsonDecoder(CompletionBody).decode(json.dumps({"prompt": "x", "teneral": extras}).encode())
     return CompletionFormat(body, model="m", max_sequences=4, first_token=FirstToken.EXACT)
 
 
 def chat(extras: dict[str, Any]) -> ChatFormat:
     messages = [{"role": "user", "content": "x"}]
-    body = Decoder(ChatBody).decode(json.dumps({"messages": messages, "teneral": extras}).encode())
+    body = JsonDecoder(ChatBody).decode(json.dumps({"messages": messages, "teneral": extras}).encode())
     return ChatFormat(body, model="m", settings=ChatSettings(max_sequences=4))
 
 

@@ -27,7 +27,7 @@ from tests.support.standby_processes import (
 )
 from tests.support.tiny_models import save_tiny
 
-from teneral.handlers.standby.handover import MAX_MESSAGE_BYTES, Channel, Order
+from teneral.handlers.standby.handover import MAX_MESSAGE_BYTES, Channel, HandOver
 from teneral.handlers.standby.pool import Serving, StandbyPool, listen_locally
 from teneral.loader.errors import UsageError
 from teneral.loader.process.helper import ProcessContext
@@ -359,7 +359,7 @@ def test_a_client_that_gives_up_leaves_no_open_file_behind(pool: Pool) -> None:
     reading, writing = os.pipe()
     with socket.socket(socket.AF_UNIX) as sock, socket.create_server(("127.0.0.1", 0)) as listener:
         sock.connect(str(pool.path))
-        order = Order(
+        order = HandOver(
             ServeConfig(model="m"),
             ProcessContext({}, "/"),
             0.0,

@@ -18,7 +18,7 @@ from tests.support.standby_processes import (
     WAIT_S,
 )
 
-from teneral.handlers.standby.handover import Channel, HandoverError, Order, hand_over
+from teneral.handlers.standby.handover import Channel, HandOver, HandoverError, hand_over
 from teneral.handlers.standby.pool import listen_locally
 from teneral.loader.load.launch import Task
 from teneral.loader.load.options import LoadOptions
@@ -91,7 +91,7 @@ def test_a_hard_limit_that_cannot_be_raised_stays_and_the_soft_one_keeps_below_i
 
 def test_an_orders_secrets_are_not_shown() -> None:
     context = ProcessContext({"AWS_SECRET_ACCESS_KEY": "hush"}, "/")
-    order = Order(ServeConfig(model="m"), context, 0.0, (0, 1, 2), 3)
+    order = HandOver(ServeConfig(model="m"), context, 0.0, (0, 1, 2), 3)
     assert "hush" not in repr(order)
     assert "hush" not in repr(Task("m", None, SourceOptions(), LoadOptions(), 0.0, context=context))
 

@@ -14,7 +14,7 @@ from teneral.loader.load.link import (
     Link,
     LinkMeter,
     LinkTuner,
-    Position,
+    PlanPosition,
     ReadLimits,
     Width,
     cut,
@@ -25,7 +25,7 @@ from teneral.loader.load.link import (
 
 MIB = 1 << 20
 LIMITS = ReadLimits(range_bytes=16 * MIB, connections=32, staging_bytes=128 * MIB)
-FAR_FROM_THE_END = Position(None, 10_000 * MIB)
+FAR_FROM_THE_END = PlanPosition(None, 10_000 * MIB)
 SLOW = Link(first_byte_s=0.015, connection_bytes_per_s=25e6)
 FAST = Link(first_byte_s=0.02, connection_bytes_per_s=125e6)
 
@@ -40,7 +40,9 @@ budgets = st.builds(
     connections=st.integers(1, 256),
     staging_bytes=st.integers(0, 1 << 31),
 )
-positions = st.builds(Position, st.none() | st.integers(1, 1 << 31), st.integers(1, 1 << 40), st.booleans())
+positions = st.builds(
+    PlanPosition, st.none() | st.integers(1, 1 << 31), st.integers(1, 1 << 40), st.booleans()
+)
 
 
 def test_a_range_takes_several_times_as_long_as_its_first_byte() -> None:
@@ -63,22 +65,22 @@ def test_what_is_read_to_its_place_is_not_limited_by_the_staging() -> None:
 
 def test_the_faster_the_link_the_larger_is_its_smallest_range() -> None:
     """So that asking takes a core a quarter of its time at most."""
-    near_the_end = Position(None, 1, is_staged=False)
+    near_the_end = PlanPosition(None, 1, is_staged=False)
     for rate in (25e6, 125e6, 1e9):
         least_bytes = range_bytes(near_the_end, Link(0.001, rate / 8), 8, LIMITS)
         assert least_bytes == max(MIN_RANGE_BYTES, int(4e-3 * rate))
 
 
 def test_what_somebody_waits_for_is_shared_by_all_connections() -> None:
-    assert range_bytes(Position(8 * MIB, 1000 * MIB), SLOW, 8, LIMITS) == MIB
-    assert range_bytes(Position(MIB, 1000 * MIB), SLOW, 8, LIMITS) == 4e-3 * 8 * 25e6
-    assert range_bytes(Position(MIB, 1000 * MIB), Link(0.05, 5e6), 8, LIMITS) == MIN_RANGE_BYTES
+    assert range_bytes(PlanPosition(8 * MIB, 1000 * MIB), SLOW, 8, LIMITS) == MIB
+    assert range_bytes(PlanPosition(MIB, 1000 * MIB), SLOW, 8, LIMITS) == 4e-3 * 8 * 25e6
+    assert range_bytes(PlanPosition(MIB, 1000 * MIB), Link(0.05, 5e6), 8, LIMITS) == MIN_RANGE_BYTES
 
 
 def test_ranges_shrink_towards_the_end() -> None:
     left, sizes = 100 * MIB, []
     while left > 0:
-        sizes.append(min(left, range_bytes(Position(None, left), FAST, 8, LIMITS)))
+        sizes.append(min(left, range_bytes(PlanPosition(None, left), FAST, 8, LIMITS)))
         left -= sizes[-1]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > 6 * MIB
@@ -87,7 +89,7 @@ def test_ranges_shrink_towards_the_end() -> None:
 
 @given(positions, links, st.integers(1, 256), budgets)
 def test_a_range_is_within_the_budget_whatever_was_measured(
-    position: Position, link: Link, width: int, limits: ReadLimits
+    position: PlanPosition, link: Link, width: int, limits: ReadLimits
 ) -> None:
     size_bytes = range_bytes(position, link, width, limits)
     assert 1 <= size_bytes <= limits.range_bytes
@@ -195,7 +197,7 @@ def simulate(
     reads: list[list[float]] = []  # of those under way: size, bytes left, when it began, when its bytes come
     while left_bytes or reads:
         while left_bytes and len(reads) < tuner.connections:
-            size_bytes = min(left_bytes, tuner.range_bytes(Position(None, left_bytes)))
+            size_bytes = min(left_bytes, tuner.range_bytes(PlanPosition(None, left_bytes)))
             tuner.handed_out(size_bytes)
             left_bytes -= size_bytes
             reads.append([size_bytes, size_bytes, now_s, now_s + latencies.uniform(*LATENCY_S)])
@@ -221,7 +223,7 @@ def test_a_load_over_many_slow_connections_uses_them_all() -> None:
 def test_small_ranges_that_somebody_waits_for_are_no_trial() -> None:
     tuner = LinkTuner(LIMITS)
     for number in range(200):
-        size_bytes = tuner.range_bytes(Position(MIB, 10_000 * MIB))
+        size_bytes = tuner.range_bytes(PlanPosition(MIB, 10_000 * MIB))
         tuner.arrived(size_bytes, number / 100, number / 100 + 0.05, 10_000 * MIB)
     assert tuner.statistics().most_connections == FIRST_CONNECTIONS
 

@@ -14,7 +14,7 @@ from teneral.loader.load.policy import (
     MIN_GAIN_S,
     MIN_PROPOSALS,
     WEIGHT_BYTES_PER_S,
-    Prediction,
+    OrderPrediction,
     Sizes,
     predict,
 )
@@ -34,7 +34,7 @@ rates = st.floats(1e3, 1e11)
 seconds = st.floats(0, 600)
 
 
-def decided(sizes: Sizes, rate_mb_s: float, *, sends_drafts: bool = False) -> Prediction:
+def decided(sizes: Sizes, rate_mb_s: float, *, sends_drafts: bool = False) -> OrderPrediction:
     return predict(sizes, rate_mb_s * 1e6, elapsed_s=0.3, ready_s=2.0, sends_drafts=sends_drafts)
 
 
@@ -54,7 +54,7 @@ def test_on_a_slow_link_the_draft_comes_first() -> None:
 
 
 def test_where_decoding_is_slower_than_the_link_proposals_do_not_take_its_cores() -> None:
-    def of(sends_drafts: bool) -> Prediction:
+    def of(sends_drafts: bool) -> OrderPrediction:
         return predict(
             MODEL, 1e8, elapsed_s=0.3, ready_s=2.0, sends_drafts=sends_drafts, decoding_limits=True
         )

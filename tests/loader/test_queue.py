@@ -17,7 +17,7 @@ from tests.support.load import patience_s
 
 from teneral.loader.format.manifest import Tier
 from teneral.loader.load import queue
-from teneral.loader.load.link import LinkTuner, Position, ReadLimits
+from teneral.loader.load.link import LinkTuner, PlanPosition, ReadLimits
 from teneral.loader.load.options import Order
 from teneral.loader.load.plan import Plan, Step, plan_load
 from teneral.loader.load.queue import Read, WorkQueue
@@ -38,7 +38,7 @@ class OnePace(LinkTuner):
     def connections(self) -> int:
         return 1000
 
-    def range_bytes(self, position: Position) -> int:
+    def range_bytes(self, position: PlanPosition) -> int:
         return self._range_bytes
 
 

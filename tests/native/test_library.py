@@ -22,7 +22,7 @@ from teneral.loader.native.library import (
     supported_isas,
     usable_isas,
 )
-from teneral.runtime.backends.native.products import LinearArgs, Matrix
+from teneral.runtime.backends.native.products import LinearArgs, MatrixRecord
 
 AVX2 = {"avx2", "fma", "f16c", "bmi2"}
 AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
@@ -100,7 +100,7 @@ def test_one_that_cannot_be_used_is_refused_with_those_that_can(named: str) -> N
 def test_a_library_says_what_it_is(isa: str) -> None:
     library = loaded(isa)
     assert library.isa == isa
-    library.check_struct("tn_matrix", Matrix)
+    library.check_struct("tn_matrix", MatrixRecord)
     library.check_struct("tn_linear_args", LinearArgs)
 
 

@@ -8,7 +8,7 @@ from tests.support.reference_kernels import ReferenceKernels
 
 from teneral.runtime.backends.cuda import variants as v
 from teneral.runtime.backends.cuda.tables import StepTables, tables_of
-from teneral.runtime.backends.cuda.variants import Shape
+from teneral.runtime.backends.cuda.variants import ModelShape
 from teneral.runtime.step.batch import SequenceSpan
 
 TOLERANCE = {
@@ -19,7 +19,7 @@ TOLERANCE = {
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def shape(**overrides) -> Shape:
+def shape(**overrides) -> ModelShape:
     dtype = NAMES[overrides.pop("dtype", torch.float32)]
     base = {
         "dtype": dtype,
@@ -34,7 +34,7 @@ def shape(**overrides) -> Shape:
         "activation": "silu",
         "block_size": 4,
     }
-    return Shape(**{**base, **overrides})
+    return ModelShape(**{**base, **overrides})
 
 
 def both(launch, variant, grid, arguments, outputs, device="cpu"):

@@ -20,7 +20,7 @@ from tests.support.load import patience_s
 
 from teneral.handlers.app import create_app
 from teneral.handlers.function.handler import Handler
-from teneral.handlers.platforms.aws_lambda.answers import Answers
+from teneral.handlers.platforms.aws_lambda.answers import LoopAnswers
 from teneral.handlers.platforms.aws_lambda.loop import InvocationLoop
 
 WAIT_S = patience_s(60)
@@ -59,7 +59,7 @@ async def running_loop(
     """The end of the loop is not waited for where it has failed: `Rig.end` tells."""
     handler = Handler(function)
     with instance:
-        answers = Answers(
+        answers = LoopAnswers(
             instance,
             handler,
             lambda: create_app(instance, handler=handler),

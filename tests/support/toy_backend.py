@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from teneral.runtime.backends.choose import BackendChoice, Row
+from teneral.runtime.backends.choose import BackendChoice, BackendRow
 from teneral.runtime.kv.kinds import KVKind
 from teneral.runtime.kv.storage import KVStorage
 from teneral.runtime.models.decoder_config import LayerRotary, Norm
@@ -74,7 +74,7 @@ def make(choice: BackendChoice) -> ToyBackend:
     return ToyBackend()
 
 
-ROW = Row(ToyBackend.name, make)
+ROW = BackendRow(ToyBackend.name, make)
 
 
 class ToyExecutor:

@@ -16,9 +16,9 @@ from contextlib import closing
 from teneral.loader.errors import AlreadyExistsError, NotFoundError, UsageError
 from teneral.loader.sources import base, open
 from teneral.loader.sources.base import ObjectInfo, SourceOptions, Writer, check_name
-from teneral.loader.sources.open import Kind
+from teneral.loader.sources.open import StoreKind
 
-ROW = {"toy": Kind(__name__, "ToyStore", "toy:///folder/objects.db/prefix")}
+ROW = {"toy": StoreKind(__name__, "ToyStore", "toy:///folder/objects.db/prefix")}
 _TABLE = "CREATE TABLE IF NOT EXISTS objects (name TEXT PRIMARY KEY, data BLOB, version INTEGER)"
 _NEXT = "SELECT coalesce(max(version), 0) + 1 FROM objects"
 
@@ -143,5 +143,5 @@ class ToyWriter(Writer):
 if __name__ == "__main__":
     from teneral import cli
 
-    open.KINDS.update({"toy": Kind("tests.support.toy_store", "ToyStore", ROW["toy"].form)})
+    open.KINDS.update({"toy": StoreKind("tests.support.toy_store", "ToyStore", ROW["toy"].form)})
     sys.exit(cli.run(sys.argv[1:]))

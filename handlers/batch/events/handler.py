@@ -31,7 +31,8 @@ from ..spec import Status
 from .outputs import Outputs
 from .parse import (
     Asked,
-    Call,
+    AwaitedCall,
+    BatchRequest,
     EventError,
     Handshake,
     Ignored,
@@ -39,10 +40,9 @@ from .parse import (
     Job,
     JobFailedError,
     JobRetryError,
-    Message,
     Notice,
     Queue,
-    Request,
+    QueueMessage,
     as_job_error,
     parse_event,
     parse_message,
@@ -73,7 +73,7 @@ async def handler(event: Any, context: Context) -> Any:
         match asked:
             case Queue(messages):
                 return await run.queue(messages)
-            case Call(one):
+            case AwaitedCall(one):
                 return (await run.all_of([one]))[0]
             case Items(several):
                 return await run.all_of(several)
@@ -102,8 +102,8 @@ class _Run:
         """Reports and records in the order of `asked`. An incomplete job is marked in its report.
         Raises the first error.
         """
-        lines = iter(await self._records([of for of in asked if isinstance(of, Request)]))
-        return [next(lines) if isinstance(of, Request) else await self._do(of) for of in asked]
+        lines = iter(await self._records([of for of in asked if isinstance(of, BatchRequest)]))
+        return [next(lines) if isinstance(of, BatchRequest) else await self._do(of) for of in asked]
 
     async def each_of(self, asked: Sequence[Asked | EventError]) -> list[Any]:
         """Reports and records for a sender that does not wait: everything is tried before an error
@@ -123,18 +123,18 @@ class _Run:
             raise raised
         return results
 
-    async def queue(self, messages: Sequence[Message]) -> dict[str, Any]:
+    async def queue(self, messages: Sequence[QueueMessage]) -> dict[str, Any]:
         """The partial batch response."""
         asked = {message.id: _asked_by(message) for message in messages}
-        has_requests = any(isinstance(of, Request) for parts in asked.values() for of in parts)
+        has_requests = any(isinstance(of, BatchRequest) for parts in asked.values() for of in parts)
         async with AsyncExitStack() as stack:
             queued: QueuedRequests | None = None
             if has_requests and self._outputs.answers is not None:
                 queued = await stack.enter_async_context(open_queued_requests(self._host, self._outputs))
 
-            async def do(message: Message) -> None:
+            async def do(message: QueueMessage) -> None:
                 parts = asked[message.id]
-                if queued is not None and any(isinstance(of, Request) for of in parts):
+                if queued is not None and any(isinstance(of, BatchRequest) for of in parts):
                     async with self._in_time():
                         await queued.answer(message, parts)
                 else:
@@ -153,7 +153,7 @@ class _Run:
             case Ignored(reason):
                 _log.info("ignored: %s", reason)
                 return {"status": "ignored", "reason": reason}
-            case Request():
+            case BatchRequest():
                 raise JobFailedError(
                     "the answer to a request in this kind of event would be lost",
                     hint="Invoke the function with it, or send it to a queue and set TENERAL_BATCH_ANSWERS.",
@@ -183,7 +183,7 @@ class _Run:
             hint="Another run continues from there.",
         )
 
-    async def _records(self, asked: Sequence[Request]) -> list[Any]:
+    async def _records(self, asked: Sequence[BatchRequest]) -> list[Any]:
         if not asked:
             return []
         lines = lines_of(asked)
@@ -201,7 +201,7 @@ class _Run:
             raise JobRetryError("the time was over before all requests were answered") from None
 
 
-def _asked_by(message: Message) -> Sequence[Asked | EventError]:
+def _asked_by(message: QueueMessage) -> Sequence[Asked | EventError]:
     """The requests of a message; an `EventError` in place of an invalid event, which fails only
     this message.
     """
@@ -224,7 +224,7 @@ def _lifetime_of(context: Context) -> Lifetime:
 
 
 async def work_off(
-    messages: Sequence[Message], do: Callable[[Message], Awaitable[object]]
+    messages: Sequence[QueueMessage], do: Callable[[QueueMessage], Awaitable[object]]
 ) -> dict[str, list[dict[str, str]]]:
     """Run `do` for all messages. Returns the partial batch response: the failed messages, in the
     order of the batch.
@@ -232,13 +232,13 @@ async def work_off(
     Raises nothing except cancellation: an error of one message, of any kind, must not redeliver the
     others.
     """
-    lanes: dict[str, list[Message]] = {}
+    lanes: dict[str, list[QueueMessage]] = {}
     for number, message in enumerate(messages):
         name = f"message {number}" if message.group is None else f"group {message.group}"
         lanes.setdefault(name, []).append(message)
     failed: set[str] = set()
 
-    async def work(lane: list[Message]) -> None:
+    async def work(lane: list[QueueMessage]) -> None:
         for done, message in enumerate(lane):
             try:
                 await do(message)
@@ -257,7 +257,7 @@ def response_of(failed: Sequence[str]) -> dict[str, Any]:
     return {"batchItemFailures": [{"itemIdentifier": message_id} for message_id in failed]}
 
 
-def _tell(message: Message, error: Exception) -> None:
+def _tell(message: QueueMessage, error: Exception) -> None:
     """Log the error, for the reader of a dead-letter queue."""
     if not isinstance(error, TeneralError):
         _log.error("message %s of %s failed", message.id, message.queue, exc_info=error)

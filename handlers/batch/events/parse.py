@@ -35,7 +35,7 @@ from ...function.object_events import (
     ObjectRef,
     created_objects,
 )
-from ..spec import WORTH_ANOTHER_RUN, JobSpec, Share
+from ..spec import WORTH_ANOTHER_RUN, JobSpec, WorkerShare
 
 # Of one batch: SQS's maximum for a function.
 MAX_MESSAGES = 10_000
@@ -61,7 +61,7 @@ class Job:
 
     input: ObjectRef
     output: str | None = None
-    share: Share | None = None
+    share: WorkerShare | None = None
     limits: Mapping[str, Any] = field(default_factory=dict)  # fields of JobSpec, by name
     # The event announces the upload of the input.
     is_upload: bool = False
@@ -78,7 +78,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class BatchRequest:
     """One request, like a line of a job's input. An invalid one is answered with an error."""
 
     fields: Mapping[str, Any]
@@ -91,11 +91,11 @@ class Ignored:
     reason: str
 
 
-Asked = Job | Request | Ignored
+Asked = Job | BatchRequest | Ignored
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class AwaitedCall:
     """A request whose sender waits for the result."""
 
     asked: Asked
@@ -116,7 +116,7 @@ class Notice:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class QueueMessage:
     """A message of a queue. `group` is None without ordering. `parse_message` parses `body`."""
 
     id: str
@@ -127,7 +127,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    messages: tuple[Message, ...]
+    messages: tuple[QueueMessage, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class Handshake:
     code: str
 
 
-Event = Call | Items | Notice | Queue | Handshake
+Event = AwaitedCall | Items | Notice | Queue | Handshake
 
 
 def parse_event(event: Any) -> Event:
@@ -173,7 +173,7 @@ def _parse(event: Any, depth: int) -> Event:
         return _items(event)
     if event.get("Type") == "Notification" and "Message" in event:
         return _parse(_decoded(event["Message"], "Message"), depth + 1)
-    return Call(_asked(event))
+    return AwaitedCall(_asked(event))
 
 
 def _cloudevent(event: dict[str, Any], depth: int) -> Event:
@@ -190,7 +190,7 @@ def _cloudevent(event: dict[str, Any], depth: int) -> Event:
         return _pubsub(data.get("message") if isinstance(data, dict) else None, depth)
     brought = _parse(data, depth + 1)
     # A CloudEvent's answer is only used for requests. A job must fail to be sent again.
-    is_request = isinstance(brought, Call) and isinstance(brought.asked, Request)
+    is_request = isinstance(brought, AwaitedCall) and isinstance(brought.asked, BatchRequest)
     return brought if is_request else Notice(_flat(brought))
 
 
@@ -227,7 +227,7 @@ def _news(ref: ObjectRef | None) -> Asked:
 def _flat(event: Event) -> tuple[Asked, ...]:
     """The requests of a wrapped event."""
     match event:
-        case Call(asked):
+        case AwaitedCall(asked):
             return (asked,)
         case Items(asked) | Notice(asked):
             return asked
@@ -271,7 +271,7 @@ def _text(record: dict[str, Any], name: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _message(record: dict[str, Any], number: int) -> Message:
+def _message(record: dict[str, Any], number: int) -> QueueMessage:
     message_id = _text(record, "messageId")
     if not _MESSAGE_ID.fullmatch(message_id):
         raise EventError(f"record {number} has no messageId", param="Records")
@@ -280,7 +280,7 @@ def _message(record: dict[str, Any], number: int) -> Message:
     attributes = record.get("attributes")
     group = _text(attributes, "MessageGroupId") if isinstance(attributes, dict) else ""
     # Queues without ordering may have groups too, for fairness among tenants.
-    return Message(message_id, queue, group if queue.endswith(".fifo") else None, record.get("body"))
+    return QueueMessage(message_id, queue, group if queue.endswith(".fifo") else None, record.get("body"))
 
 
 def _eventbridge(event: dict[str, Any], depth: int) -> Event:
@@ -316,11 +316,11 @@ def _items(event: dict[str, Any]) -> Items:
     return Items(tuple(_asked({**common, **item}) for item in items))
 
 
-def _asked(fields: dict[str, Any]) -> Job | Request:
+def _asked(fields: dict[str, Any]) -> Job | BatchRequest:
     if _is_job(fields):
         return _job(fields)
     if any(name in fields for name in _REQUEST_KEYS):
-        return Request(fields)
+        return BatchRequest(fields)
     keys = ", ".join(repr(str(key)[:40]) for key in list(fields)[:8])
     raise EventError(
         f"the event starts no job: it has {keys or 'no fields'}",
@@ -358,7 +358,7 @@ def _job(fields: dict[str, Any]) -> Job:
         place = _address(output, "output")
         _checked(replace(place, key=place.key.removesuffix("/")), "output")
     try:
-        share = Share.parse(str(worker)) if worker is not None else None
+        share = WorkerShare.parse(str(worker)) if worker is not None else None
         job = Job(ref, output, share, limits)
         job.spec(output or ref.url)
     except UsageError as error:

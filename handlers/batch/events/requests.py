@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 from ....loader.errors import AlreadyExistsError, NotFoundError
 from ....loader.sources.open import open_store
 from ..answers import Answers, Record, answering
-from ..index import Identity, JobIndex
+from ..index import JobIdentity, JobIndex
 from ..input import Line, RawLine, parse_line, read_head
 from ..worker import units_of
 from .outputs import Outputs
-from .parse import Asked, EventError, JobFailedError, Message, Request
+from .parse import Asked, BatchRequest, EventError, JobFailedError, QueueMessage
 
 if TYPE_CHECKING:
     from ....loader.sources.base import Store
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 MAX_LINE_BYTES = 1 << 20
 
 
-def line_of(request: Request, number: int) -> Line:
+def line_of(request: BatchRequest, number: int) -> Line:
     """The line of a request. Raises `EventError` if it is not a valid line."""
     return lines_of([request], first_number=number)[0]
 
 
-def lines_of(requests: Sequence[Request], *, first_number: int = 1) -> list[Line]:
+def lines_of(requests: Sequence[BatchRequest], *, first_number: int = 1) -> list[Line]:
     """The lines of requests. A repeated `custom_id` is answered with an error. Raises `EventError`."""
     seen: set[object] = set()
     lines = []
@@ -115,7 +115,7 @@ async def answering_requests(host: Instance) -> AsyncIterator[Requests]:
 
 def _index_of(host: Instance) -> JobIndex:
     """An index that is never written, for the seeds and ids of records."""
-    identity = Identity("event", "", host.model_name, {})
+    identity = JobIdentity("event", "", host.model_name, {})
     return JobIndex(
         identity=identity,
         key=identity.key,
@@ -144,20 +144,20 @@ class QueuedRequests:
         self._store = store
         self._outputs = outputs
 
-    async def answer(self, message: Message, asked: Sequence[Asked | EventError]) -> None:
+    async def answer(self, message: QueueMessage, asked: Sequence[Asked | EventError]) -> None:
         """Answer a message; returns once the answer is stored.
 
         Raises `JobFailedError` for a message that is more than one request, and the errors of the
         instance or the store.
         """
         request = asked[0]
-        if len(asked) != 1 or not isinstance(request, Request):
+        if len(asked) != 1 or not isinstance(request, BatchRequest):
             raise JobFailedError("a message must have one request, or jobs")
         key = self._outputs.key_of_answer(message.queue, message.id)
         if await asyncio.to_thread(self._is_there, key):
             return
         fields = {"custom_id": message.id, **request.fields}
-        (record,) = await self._requests.answer([line_of(Request(fields), number_of(message.id))])
+        (record,) = await self._requests.answer([line_of(BatchRequest(fields), number_of(message.id))])
         try:
             await asyncio.to_thread(self._store.put, key, record.data, if_absent=True)
         except AlreadyExistsError:

@@ -32,7 +32,7 @@ _END = object()
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class PipelineStage:
     """One function and its name in errors: "pre check_length of summarise"."""
 
     function: Function
@@ -68,9 +68,9 @@ class Pipeline:
     """A handler with its functions."""
 
     function: Function
-    pre: tuple[Stage, ...]
-    post: tuple[Stage, ...]
-    post_stream: tuple[Stage, ...]
+    pre: tuple[PipelineStage, ...]
+    post: tuple[PipelineStage, ...]
+    post_stream: tuple[PipelineStage, ...]
 
     # -- plain -----------------------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ _WRAPPERS: dict[HandlerKind, Callable[[Pipeline, HandlerKind], Function]] = {
 }
 
 
-def _stage(function: Function, where: str, name: str) -> Stage:
+def _stage(function: Function, where: str, name: str) -> PipelineStage:
     own_name = getattr(function, "__name__", type(function).__name__)
     label = f"{where} {own_name} of {name}"
     if not callable(function):
@@ -230,7 +230,7 @@ def _stage(function: Function, where: str, name: str) -> Stage:
         raise HandlerError(f"{label} yields", hint="Give it as post_stream, or have it return one value.")
     if where == "post_stream" and kind is HandlerKind.ASYNC:
         raise HandlerError(f"{label} is a coroutine", hint="Write it as `async def` with `yield`.")
-    return Stage(function, label, kind)
+    return PipelineStage(function, label, kind)
 
 
 def _kind_with(own: HandlerKind, pipeline: Pipeline, name: str) -> HandlerKind:

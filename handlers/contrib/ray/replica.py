@@ -42,7 +42,7 @@ HOP_HEADERS = frozenset(
 )
 
 
-class ServerProcess:
+class ReplicaServer:
     """A server that is stopped, starting, or running at `port`. For one event loop."""
 
     def __init__(self, environment: Mapping[str, str], *, ready_path: str, drain_s: float) -> None:
@@ -180,7 +180,7 @@ class Replica:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings = dict(settings)
         environment = {**settings["environment"], **_secrets(settings.get("secrets", {}))}
-        self._server = ServerProcess(
+        self._server = ReplicaServer(
             environment, ready_path=settings["ready_path"], drain_s=settings["drain_s"]
         )
         self._waking = asyncio.Lock()

@@ -85,12 +85,12 @@ class NotACallError(Exception):
     """The text is no call of this format. Never leaves the package."""
 
 
-class Call(Struct, frozen=True):
+class ParsedCall(Struct, frozen=True):
     name: str
     arguments: str  # a JSON object
 
 
-class Shape(Struct, frozen=True):
+class CallShape(Struct, frozen=True):
     """The exact text around a call's name and arguments, as grammars have it: calls are
     `first`, then each `before_name` NAME `before_arguments` OBJECT `after_arguments`, with `separator` between them,
     then `last`.
@@ -104,17 +104,17 @@ class Shape(Struct, frozen=True):
     last: str = ""
 
 
-class Block:
+class ToolBlock:
     """One block, whose text comes in pieces."""
 
-    def read(self, text: str, *, is_final: bool) -> tuple[list[Call], int] | None:
+    def read(self, text: str, *, is_final: bool) -> tuple[list[ParsedCall], int] | None:
         """The calls of the block with which `text` begins, and the index behind them; None: more text is needed.
 
         Called with more of the same text each time; `is_final` says that no more will come. Raises `NotACallError`.
         """
         raise NotImplementedError
 
-    def partial(self, text: str) -> tuple[list[Call], int]:
+    def partial(self, text: str) -> tuple[list[ParsedCall], int]:
         """The calls whose names are certain, each with as much of its arguments as is, and the index behind the text
         that they were made of.
 
@@ -123,7 +123,7 @@ class Block:
         return [], 0
 
 
-class SteppedBlock(Block):
+class SteppedBlock(ToolBlock):
     """A block whose arguments are not JSON: read a step at a time, and written as JSON meanwhile."""
 
     def __init__(self, opener: str, functions: Functions) -> None:
@@ -133,8 +133,8 @@ class SteppedBlock(Block):
         self._arguments: list[str] = []  # of each call, as far as they are certain
         self._keys: set[str] = set()  # of the call that is open
 
-    def _calls(self) -> list[Call]:
-        return [Call(*each) for each in zip(self._names, self._arguments, strict=True)]
+    def _calls(self) -> list[ParsedCall]:
+        return [ParsedCall(*each) for each in zip(self._names, self._arguments, strict=True)]
 
     def _skip_spaces(self, text: str) -> None:
         while self._index < len(text) and text[self._index] in SPACES:
@@ -161,10 +161,10 @@ class ToolFormat(Struct, frozen=True):
     """One way to write calls."""
 
     name: str  # as `--tool-parser` has it
-    shape: Shape
+    shape: CallShape
     openers: tuple[str, ...]  # texts that open a block, wherever they stand
     is_bare: bool  # whether an answer may also begin with a call, without an opener
-    block: Callable[[str, Functions], Block]  # from the opener ('': bare)
+    block: Callable[[str, Functions], ToolBlock]  # from the opener ('': bare)
     arguments_key: str = "arguments"  # of a call's object
     # Rules for arguments that are not one JSON object: of this name, of these properties (None: any)
     argument_rules: Callable[[str, Sequence[Property] | None], list[str]] | None = None
@@ -184,7 +184,7 @@ class _Head(Struct):
     end: int | None = None
 
 
-class JsonBlock(Block):
+class JsonBlock(ToolBlock):
     """An object, or a list of objects, between an opener and a closer."""
 
     def __init__(self, opener: str, closer: str, names: Collection[str]) -> None:
@@ -195,9 +195,9 @@ class JsonBlock(Block):
         self._scanner = JsonScanner()
         self._num_scanned = 0
         self._end: int | None = None
-        self._calls: list[Call] = []
+        self._calls: list[ParsedCall] = []
 
-    def read(self, text: str, *, is_final: bool) -> tuple[list[Call], int] | None:
+    def read(self, text: str, *, is_final: bool) -> tuple[list[ParsedCall], int] | None:
         start = _skip_spaces(text, len(self._opener))
         if start == len(text):
             _need_more(is_final=is_final)
@@ -214,7 +214,7 @@ class JsonBlock(Block):
             self._calls = self._decoded(text, text[start : self._end])
         return self._closed(text, self._end, is_final=is_final)
 
-    def partial(self, text: str) -> tuple[list[Call], int]:
+    def partial(self, text: str) -> tuple[list[ParsedCall], int]:
         start = _skip_spaces(text, len(self._opener))
         is_list = text.startswith("[", start)
         while True:
@@ -235,16 +235,16 @@ class JsonBlock(Block):
                 self._heads.append(_Head(found[1], found.end(), found.end()))
                 self._head_scanner = JsonScanner()
         end = len(text) if not self._heads or self._heads[-1].end is None else self._heads[-1].end
-        return [Call(head.name, text[head.start : head.end]) for head in self._heads], end
+        return [ParsedCall(head.name, text[head.start : head.end]) for head in self._heads], end
 
-    def _decoded(self, text: str, block: str) -> list[Call]:
+    def _decoded(self, text: str, block: str) -> list[ParsedCall]:
         """The block's calls; as they were written where `partial` gave them already."""
         try:
             return calls_of(block, self._names, may_omit=bool(self._opener))
         except NotACallError:
             if not self._heads or self._heads[-1].end is None:
                 raise
-            return [Call(head.name, text[head.start : head.end]) for head in self._heads]
+            return [ParsedCall(head.name, text[head.start : head.end]) for head in self._heads]
 
     def _check_beginning(self, text: str, start: int) -> None:
         """Finds out early that an object is no call, so that an answer in JSON is not held back."""
@@ -256,7 +256,7 @@ class JsonBlock(Block):
         if key[1] == "name" and (name := _FIRST_NAME.match(text, key.end())) and name[1] not in self._names:
             raise NotACallError
 
-    def _closed(self, text: str, end: int, *, is_final: bool) -> tuple[list[Call], int] | None:
+    def _closed(self, text: str, end: int, *, is_final: bool) -> tuple[list[ParsedCall], int] | None:
         """The calls, once the closer is there. Where the next block opens, or the answer ends, it may be missing."""
         if not self._closer:
             return self._calls, end
@@ -274,7 +274,7 @@ class JsonBlock(Block):
         return self._calls, len(text) if may_close else end
 
 
-def calls_of(text: str, names: Collection[str], *, may_omit: bool) -> list[Call]:
+def calls_of(text: str, names: Collection[str], *, may_omit: bool) -> list[ParsedCall]:
     """The calls in an object or a list of objects. Raises `NotACallError` unless all of it is calls of known
     functions. `may_omit` allows those without arguments.
     """
@@ -329,7 +329,7 @@ class _Written(msgspec.Struct):
     function: msgspec.Raw = _NONE
 
 
-def _call(written: _Written, names: Collection[str], *, may_omit: bool) -> Call:
+def _call(written: _Written, names: Collection[str], *, may_omit: bool) -> ParsedCall:
     name = written.name
     arguments = bytes(written.arguments) or bytes(written.parameters)
     if function := bytes(written.function):
@@ -342,7 +342,7 @@ def _call(written: _Written, names: Collection[str], *, may_omit: bool) -> Call:
         name = name or nested
     if name is None or name not in names or not (arguments or may_omit):
         raise NotACallError
-    return Call(name, object_text(arguments) if arguments else "{}")
+    return ParsedCall(name, object_text(arguments) if arguments else "{}")
 
 
 def _skip_spaces(text: str, start: int) -> int:

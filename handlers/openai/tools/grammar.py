@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ....runtime.errors import RequestError
 from ....runtime.grammar.spec import GrammarKind, GrammarSpec, SchemaTime
 from ..deltas import ReasoningTags
-from .format import Shape, ToolFormat
+from .format import CallShape, ToolFormat
 from .functions import MAX_CALLS, ToolMode, ToolPlan, properties_of
 from .harmony import (
     ANALYSIS,
@@ -24,8 +24,8 @@ from .harmony import (
     HARMONY,
     MESSAGE,
     START,
+    HarmonyPlace,
     Header,
-    Place,
     PromptEnd,
 )
 
@@ -81,9 +81,9 @@ def channels_grammar(plan: ToolPlan | None, answer: GrammarSpec | None, prompt_e
     channels = f'("{ANALYSIS}" | "{COMMENTARY}")'
     rules.append(f"message: {_text(CHANNEL, markers)} {channels} {_text(MESSAGE, markers)} {until_next}")
     start = f"message* ({' | '.join(ends)})"
-    if prompt_end.place is Place.BETWEEN:
+    if prompt_end.place is HarmonyPlace.BETWEEN:
         start = f"{next_message} {start}"
-    elif prompt_end.place is Place.TEXT:
+    elif prompt_end.place is HarmonyPlace.TEXT:
         is_last = "last" in ends and Header.read(prompt_end.header).channel == FINAL
         start = last if is_last else f"{until_next} {start}"
     param = "tools" if answer is None or plan is not None else answer.param
@@ -153,7 +153,7 @@ def _json_rules(fmt: ToolFormat, plan: ToolPlan, answer: GrammarSpec) -> list[st
     return rules
 
 
-def _more_calls(shape: Shape, plan: ToolPlan, markers: list[str]) -> str:
+def _more_calls(shape: CallShape, plan: ToolPlan, markers: list[str]) -> str:
     more = (plan.max_calls or MAX_CALLS) - 1
     return f" ({_text(shape.separator, markers)} call){{0,{more}}}" if more else ""
 

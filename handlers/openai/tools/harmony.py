@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from ....runtime.text.detokenizer import open_length
 from ..deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
-from .format import Functions, JsonBlock, NotACallError, Shape, ToolFormat, object_text
+from .format import CallShape, Functions, JsonBlock, NotACallError, ToolFormat, object_text
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
@@ -46,7 +46,7 @@ _WORDS = (ASSISTANT, ANALYSIS, COMMENTARY, FINAL, "to=")
 HARMONY = ToolFormat(
     name="harmony",
     # A call ends the answer.
-    shape=Shape(
+    shape=CallShape(
         before_name=f"{CHANNEL}{COMMENTARY} to={NAMESPACE}",
         before_arguments=f" {CONSTRAIN}json{MESSAGE}",
         after_arguments="",
@@ -64,7 +64,7 @@ def has_channels(templates: Mapping[str, str]) -> bool:
     return any(CHANNEL in text and MESSAGE in text for text in templates.values())
 
 
-class Place(enum.Enum):
+class HarmonyPlace(enum.Enum):
     BETWEEN = enum.auto()  # behind a message
     HEADER = enum.auto()
     TEXT = enum.auto()
@@ -97,20 +97,20 @@ class Header(Struct, frozen=True):
 class PromptEnd(Struct, frozen=True):
     """The place in a conversation where a prompt ends, with the header of its last message up to there."""
 
-    place: Place
+    place: HarmonyPlace
     header: str = ""
 
     @classmethod
     def of(cls, prompt: str) -> PromptEnd:
         start = prompt.rfind(START)
         if start < 0:
-            return cls(Place.BETWEEN)
+            return cls(HarmonyPlace.BETWEEN)
         header, marker, text = prompt[start + len(START) :].partition(MESSAGE)
         if not marker:
-            return cls(Place.HEADER, header.rstrip())
+            return cls(HarmonyPlace.HEADER, header.rstrip())
         if any(end in text for end in (END, RETURN, CALL)):
-            return cls(Place.BETWEEN)
-        return cls(Place.TEXT, header)
+            return cls(HarmonyPlace.BETWEEN)
+        return cls(HarmonyPlace.TEXT, header)
 
 
 class _Kind(enum.Enum):
@@ -145,7 +145,7 @@ class ChannelReader:
         self._place = prompt_end.place
         self._header = prompt_end.header  # the prompt's part of the header
         # Whether the answer may have no header at all: some models leave it out.
-        self._may_be_bare = self._place is Place.HEADER and CHANNEL not in self._header
+        self._may_be_bare = self._place is HarmonyPlace.HEADER and CHANNEL not in self._header
         if self._may_be_bare:
             self._header += " "
         self._text = ""  # what is not decided
@@ -156,7 +156,7 @@ class ChannelReader:
         self._num_calls = 0
         self._is_over = False
         self._deltas: list[Delta] = []
-        if self._place is Place.TEXT:
+        if self._place is HarmonyPlace.TEXT:
             self._begin(Header.read(self._header))
 
     def push(self, text: str) -> list[Delta]:
@@ -169,7 +169,11 @@ class ChannelReader:
         return self._run(is_final=True)
 
     def _run(self, *, is_final: bool) -> list[Delta]:
-        steps = {Place.BETWEEN: self._between, Place.HEADER: self._in_header, Place.TEXT: self._in_text}
+        steps = {
+            HarmonyPlace.BETWEEN: self._between,
+            HarmonyPlace.HEADER: self._in_header,
+            HarmonyPlace.TEXT: self._in_text,
+        }
         while not self._is_over and steps[self._place](is_final=is_final):
             pass
         if self._is_over:
@@ -187,7 +191,7 @@ class ChannelReader:
         if not rest or (not is_final and START.startswith(rest)):
             return False
         self._begin(Header())
-        self._place = Place.TEXT
+        self._place = HarmonyPlace.TEXT
         return True
 
     def _in_header(self, *, is_final: bool) -> bool:
@@ -198,7 +202,7 @@ class ChannelReader:
             self._may_be_bare = False
             if not rest.startswith(_BEGINNINGS):
                 self._begin(Header())
-                self._place = Place.TEXT
+                self._place = HarmonyPlace.TEXT
                 return True
         place, marker = _first(self._text, _HEADER_ENDS)
         if not marker and not is_final and place < MAX_HEADER_CHARS + len(MESSAGE):
@@ -212,7 +216,7 @@ class ChannelReader:
         if marker != MESSAGE:  # a header that is none
             self._give(_rest_of_header(text, is_cut=not marker and not self._text))
         if marker in (MESSAGE, ""):
-            self._place = Place.TEXT
+            self._place = HarmonyPlace.TEXT
         else:
             self._end()
             self._leave(marker)
@@ -226,7 +230,7 @@ class ChannelReader:
             self._text = self._text[place - held :]
             if is_final:
                 self._end()
-                self._place = Place.BETWEEN
+                self._place = HarmonyPlace.BETWEEN
             return False
         self._give(self._text[:place])
         self._end()
@@ -239,10 +243,10 @@ class ChannelReader:
         if marker in (START, CHANNEL):
             self._to_header(self._text)
         else:
-            self._place = Place.BETWEEN
+            self._place = HarmonyPlace.BETWEEN
 
     def _to_header(self, text: str) -> None:
-        self._text, self._header, self._place = text, "", Place.HEADER
+        self._text, self._header, self._place = text, "", HarmonyPlace.HEADER
 
     # -- the open message
 

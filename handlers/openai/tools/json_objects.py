@@ -4,14 +4,14 @@ and bare for models whose own way is not known.
 
 from __future__ import annotations
 
-from .format import SPACES, JsonBlock, Shape, ToolFormat
+from .format import SPACES, CallShape, JsonBlock, ToolFormat
 
 OPENER, CLOSER = "<tool_call>", "</tool_call>"  # of Hermes
 PYTHON_TAG, PYTHON_END = "<|python_tag|>", "<|python_end|>"  # of Llama
 
 HERMES = ToolFormat(
     name="hermes",
-    shape=Shape(
+    shape=CallShape(
         before_name=f'{OPENER}\n{{"name": "',
         before_arguments='", "arguments": ',
         after_arguments=f"}}\n{CLOSER}",
@@ -27,7 +27,7 @@ HERMES = ToolFormat(
 # which `<|python_end|>` ends.
 LLAMA3 = ToolFormat(
     name="llama3",
-    shape=Shape(
+    shape=CallShape(
         before_name='{"name": "', before_arguments='", "parameters": ', after_arguments="}", separator="; "
     ),
     openers=(PYTHON_TAG, PYTHON_END),
@@ -41,7 +41,7 @@ LLAMA3 = ToolFormat(
 # A line each.
 GENERIC_JSON = ToolFormat(
     name="json",
-    shape=Shape(
+    shape=CallShape(
         before_name='{"name": "', before_arguments='", "arguments": ', after_arguments="}", separator="\n"
     ),
     openers=(),

@@ -13,13 +13,13 @@ from msgspec.structs import replace
 
 from .format import (
     SPACES,
-    Block,
-    Call,
+    CallShape,
     Functions,
     JsonBlock,
     JsonScanner,
     NotACallError,
-    Shape,
+    ParsedCall,
+    ToolBlock,
     ToolFormat,
     object_text,
 )
@@ -43,7 +43,7 @@ def given_id(text: str) -> str:
     return "".join(_ALPHABET[byte % len(_ALPHABET)] for byte in digest[:ID_CHARS])
 
 
-class NamedBlock(Block):
+class NamedBlock(ToolBlock):
     """One call, its name before its arguments; or a list of calls, as `JsonBlock` has it."""
 
     def __init__(self, opener: str, names: Functions) -> None:
@@ -54,7 +54,7 @@ class NamedBlock(Block):
         self._begun: tuple[str, int] | None = None  # the name, and where the arguments begin
         self._end: int | None = None
 
-    def read(self, text: str, *, is_final: bool) -> tuple[list[Call], int] | None:
+    def read(self, text: str, *, is_final: bool) -> tuple[list[ParsedCall], int] | None:
         body = text[len(self._opener) :].lstrip(SPACES)
         if not body or body[0] in "[{":
             return self._list.read(text, is_final=is_final)
@@ -64,9 +64,9 @@ class NamedBlock(Block):
                 raise NotACallError
             return None
         name, start = self._begun
-        return [Call(name, object_text(text[start : self._end].encode()))], self._end
+        return [ParsedCall(name, object_text(text[start : self._end].encode()))], self._end
 
-    def partial(self, text: str) -> tuple[list[Call], int]:
+    def partial(self, text: str) -> tuple[list[ParsedCall], int]:
         body = text[len(self._opener) :].lstrip(SPACES)
         if not body or body[0] in "[{":
             return self._list.partial(text)
@@ -77,7 +77,7 @@ class NamedBlock(Block):
         if self._begun is None:
             return [], 0
         name, start = self._begun
-        return [Call(name, text[start : self._end])], len(text) if self._end is None else self._end
+        return [ParsedCall(name, text[start : self._end])], len(text) if self._end is None else self._end
 
     def _advance(self, text: str) -> None:
         if self._begun is None:
@@ -98,7 +98,7 @@ class NamedBlock(Block):
 
 LIST = ToolFormat(
     name="mistral",
-    shape=Shape(
+    shape=CallShape(
         before_name='{"name": "',
         before_arguments='", "arguments": ',
         after_arguments="}",
@@ -115,5 +115,5 @@ LIST = ToolFormat(
 )
 NAMED = replace(
     LIST,
-    shape=Shape(before_name=OPENER, before_arguments=ARGUMENTS, after_arguments="", separator=""),
+    shape=CallShape(before_name=OPENER, before_arguments=ARGUMENTS, after_arguments="", separator=""),
 )

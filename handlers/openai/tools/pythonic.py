@@ -14,7 +14,7 @@ from typing import Any
 
 from ....runtime.errors import RequestError
 from ....runtime.grammar.spec import GrammarSpec
-from .format import SPACES, Call, Functions, NotACallError, Shape, SteppedBlock, ToolFormat, is_json
+from .format import SPACES, CallShape, Functions, NotACallError, ParsedCall, SteppedBlock, ToolFormat, is_json
 from .functions import Property
 
 OPENER, CLOSER = "<|python_start|>", "<|python_end|>"
@@ -32,7 +32,7 @@ class PythonBlock(SteppedBlock):
         self._expects = "list"  # list, call, key, value, argument, next or end
         self._value = _LiteralScanner()
 
-    def read(self, text: str, *, is_final: bool) -> tuple[list[Call], int] | None:
+    def read(self, text: str, *, is_final: bool) -> tuple[list[ParsedCall], int] | None:
         self._advance(text)
         if self._expects == "end":
             return self._closed(text, is_final=is_final)
@@ -40,7 +40,7 @@ class PythonBlock(SteppedBlock):
             raise NotACallError
         return None
 
-    def partial(self, text: str) -> tuple[list[Call], int]:
+    def partial(self, text: str) -> tuple[list[ParsedCall], int]:
         try:
             self._advance(text)
         except NotACallError:
@@ -129,7 +129,7 @@ class PythonBlock(SteppedBlock):
         self._index += 1
         self._expects = "next"
 
-    def _closed(self, text: str, *, is_final: bool) -> tuple[list[Call], int] | None:
+    def _closed(self, text: str, *, is_final: bool) -> tuple[list[ParsedCall], int] | None:
         """The calls, once it is known whether the closer follows."""
         if not self._opener:
             return self._calls(), self._index
@@ -248,7 +248,7 @@ def argument_rules(rule: str, properties: Sequence[Property] | None) -> list[str
 
 PYTHONIC = ToolFormat(
     name="pythonic",
-    shape=Shape(
+    shape=CallShape(
         before_name="", before_arguments="(", after_arguments=")", separator=", ", first="[", last="]"
     ),
     openers=(OPENER,),

@@ -15,7 +15,16 @@ from typing import Any
 from ....runtime.errors import RequestError
 from ....runtime.grammar.spec import GrammarSpec
 from ....runtime.text.detokenizer import open_length
-from .format import Call, Functions, JsonBlock, NotACallError, Shape, SteppedBlock, ToolFormat, is_json
+from .format import (
+    CallShape,
+    Functions,
+    JsonBlock,
+    NotACallError,
+    ParsedCall,
+    SteppedBlock,
+    ToolFormat,
+    is_json,
+)
 from .functions import Property
 from .json_objects import CLOSER, OPENER
 
@@ -46,7 +55,7 @@ class XmlBlock(SteppedBlock):
         self._key = ""
         self._num_open = 0  # characters of the open value that its arguments have already
 
-    def read(self, text: str, *, is_final: bool) -> tuple[list[Call], int] | None:
+    def read(self, text: str, *, is_final: bool) -> tuple[list[ParsedCall], int] | None:
         self._advance(text)
         if self._is_json:
             return self._json.read(text, is_final=is_final)
@@ -56,7 +65,7 @@ class XmlBlock(SteppedBlock):
             raise NotACallError
         return None
 
-    def partial(self, text: str) -> tuple[list[Call], int]:
+    def partial(self, text: str) -> tuple[list[ParsedCall], int]:
         try:
             self._advance(text)
         except NotACallError:
@@ -229,7 +238,7 @@ def argument_rules(rule: str, properties: Sequence[Property] | None) -> list[str
 
 QWEN3_CODER = ToolFormat(
     name="qwen3_coder",
-    shape=Shape(
+    shape=CallShape(
         before_name=f"{OPENER}\n{FUNCTION}",
         before_arguments=">\n",
         after_arguments=f"{END_FUNCTION}\n{CLOSER}",

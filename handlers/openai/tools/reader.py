@@ -18,7 +18,7 @@ import enum
 
 from ....runtime.text.detokenizer import open_length
 from ..deltas import Delta, TextDelta, ToolCallDelta
-from .format import SPACES, Block, Call, Functions, JsonScanner, NotACallError, ToolFormat
+from .format import SPACES, Functions, JsonScanner, NotACallError, ParsedCall, ToolBlock, ToolFormat
 
 
 class _Place(enum.Enum):
@@ -53,7 +53,7 @@ class CallReader:
         self._place = _Place.EDGE
         self._text = ""  # what is not decided
         self._spaces = ""  # before the block
-        self._block: Block | None = None
+        self._block: ToolBlock | None = None
         self._given: list[int] = []  # characters of arguments that were given out, of each call of the block
         self._scanner = JsonScanner()
         self._deltas: list[Delta] = []
@@ -250,7 +250,7 @@ class CallReader:
         self._deltas.append(ToolCallDelta(self.num_calls, id=self._fmt.new_id(), name=name))
         self.num_calls += 1
 
-    def _give_begun(self, calls: list[Call]) -> None:
+    def _give_begun(self, calls: list[ParsedCall]) -> None:
         """Give out what is certain of the block's calls, and was not given before."""
         for number, call in enumerate(calls):
             if number == len(self._given):
@@ -266,7 +266,7 @@ class CallReader:
         if piece:
             self._deltas.append(ToolCallDelta(index, piece))
 
-    def _give_call(self, call: Call) -> None:
+    def _give_call(self, call: ParsedCall) -> None:
         if self._place is _Place.OVER:
             return
         self._begin_call(call.name)

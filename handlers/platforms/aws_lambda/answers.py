@@ -121,7 +121,7 @@ BYTES = "application/unknown"
 PIECE_BYTES = 64 << 10
 
 
-class Answers:
+class LoopAnswers:
     """The answers of one event loop, to any number of concurrent invocations. Close it with
     `close`.
     """
@@ -196,7 +196,7 @@ class Answers:
     async def _answer_http(
         self, invocation: Invocation, event: dict[str, Any], kind: EventKind, reply: Reply
     ) -> None:
-        from .http_events import Head, request_of, response_of
+        from .http_events import ResponseHead, request_of, response_of
 
         timeout_s = invocation.timeout_s()
         try:
@@ -207,22 +207,28 @@ class Answers:
                     return
                 head, body = await self._ask_inside(invocation, request)
         except RequestError as error:
-            head, body = Head(400, _JSON), _error_body(error.message, "invalid_request_error", "bad_event")
+            head, body = (
+                ResponseHead(400, _JSON),
+                _error_body(error.message, "invalid_request_error", "bad_event"),
+            )
         except TimeoutError:
             if timeout_s is None or reply.has_begun:
                 raise CancelledError("the request did not end before its deadline") from None
             message = "the request exceeded the function's time limit"
-            head, body = Head(504, _JSON), _error_body(message, "server_error", "request_timeout")
+            head, body = ResponseHead(504, _JSON), _error_body(message, "server_error", "request_timeout")
         answer = response_of(head, body, kind, event)
         if len(answer) > MAX_RESPONSE_BYTES:
             message = str(ResponseTooLargeError(len(answer)))
             answer = response_of(
-                Head(500, _JSON), _error_body(message, "server_error", "response_too_large"), kind, event
+                ResponseHead(500, _JSON),
+                _error_body(message, "server_error", "response_too_large"),
+                kind,
+                event,
             )
         await reply.whole(answer)
 
     async def _ask_inside(self, invocation: Invocation, request: Any) -> tuple[Any, bytes]:
-        from .http_events import Head
+        from .http_events import ResponseHead
 
         async with await self._send(invocation, request) as response:
             body = bytearray()
@@ -230,14 +236,16 @@ class Answers:
                 body += piece
                 if len(body) > MAX_RESPONSE_BYTES:
                     message = str(ResponseTooLargeError(len(body)))
-                    return Head(500, _JSON), _error_body(message, "server_error", "response_too_large")
-            return Head(response.status, list(response.headers.items())), bytes(body)
+                    return ResponseHead(500, _JSON), _error_body(
+                        message, "server_error", "response_too_large"
+                    )
+            return ResponseHead(response.status, list(response.headers.items())), bytes(body)
 
     async def _stream_http(self, invocation: Invocation, request: Any, reply: Reply) -> None:
-        from .http_events import STREAM_CONTENT_TYPE, Head, prelude_of
+        from .http_events import STREAM_CONTENT_TYPE, ResponseHead, prelude_of
 
         async with await self._send(invocation, request) as response:
-            head = Head(response.status, list(response.headers.items()))
+            head = ResponseHead(response.status, list(response.headers.items()))
             await reply.write(prelude_of(head), STREAM_CONTENT_TYPE)
             async for piece in response.content.iter_any():
                 await reply.write(piece, STREAM_CONTENT_TYPE)

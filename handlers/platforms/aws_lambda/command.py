@@ -109,14 +109,14 @@ async def _answer_invocations(
     import asyncio
     import time
 
-    from .answers import Answers
+    from .answers import LoopAnswers
     from .loop import InvocationLoop
 
     config = instance.config
     own_handler = handler if handler.name != DEFAULT_HANDLER else None
 
     platform = platform_of(NAME, {})
-    answers = Answers(
+    answers = LoopAnswers(
         instance,
         handler,
         lambda: make_app(instance, own_handler, platform),

@@ -54,7 +54,7 @@ class ResponseTooLargeError(TeneralError):
         )
 
 
-class Report(Struct, frozen=True):
+class ErrorReport(Struct, frozen=True):
     """An error as it is reported."""
 
     error_type: str
@@ -82,20 +82,20 @@ class Report(Struct, frozen=True):
         return json.dumps({"working_directory": os.getcwd(), "exceptions": [text], "paths": paths})
 
 
-def report(error: BaseException) -> Report:
+def report(error: BaseException) -> ErrorReport:
     """The report of an exception."""
     if isinstance(error, InputError):
-        return Report(error.error_type, error.message)
+        return ErrorReport(error.error_type, error.message)
     if isinstance(error, ResponseTooLargeError):
-        return Report(RESPONSE_TOO_LARGE, str(error))
+        return ErrorReport(RESPONSE_TOO_LARGE, str(error))
     if isinstance(error, ResultError):
-        return Report("Runtime.MarshalError", f"Unable to marshal response: {error}")
+        return ErrorReport("Runtime.MarshalError", f"Unable to marshal response: {error}")
     if isinstance(error, HandlerError) and error.__cause__ is not None:
         error = error.__cause__
-    return Report(type(error).__name__, _text(error), _frames(error.__traceback__))
+    return ErrorReport(type(error).__name__, _text(error), _frames(error.__traceback__))
 
 
-def init_report(error: BaseException) -> Report:
+def init_report(error: BaseException) -> ErrorReport:
     """The report of an error without an invocation: importing the handler or loading the model
     failed.
     """
@@ -103,10 +103,10 @@ def init_report(error: BaseException) -> Report:
         cause = error.__cause__
         if isinstance(cause, SyntaxError):
             place = f'  File "{cause.filename}" Line {cause.lineno}\n    {cause.text}'
-            return Report("Runtime.UserCodeSyntaxError", error.message, place=place)
+            return ErrorReport("Runtime.UserCodeSyntaxError", error.message, place=place)
         if cause is None or isinstance(cause, ImportError):
             error_type = "Runtime.HandlerNotFound" if cause is None else "Runtime.ImportModuleError"
-            return Report(error_type, str(error))
+            return ErrorReport(error_type, str(error))
     return report(error)
 
 

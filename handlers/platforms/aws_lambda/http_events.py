@@ -99,7 +99,7 @@ def _kind_of_request(event: dict[str, Any], surroundings: dict[str, Any]) -> Eve
     return EventKind.DIRECT
 
 
-class Request(Struct, frozen=True):
+class EventRequest(Struct, frozen=True):
     """A request. `target` is path and query, as sent."""
 
     method: str
@@ -111,14 +111,14 @@ class Request(Struct, frozen=True):
         return next((value for key, value in self.headers if key.lower() == name), None)
 
 
-class Head(Struct, frozen=True):
+class ResponseHead(Struct, frozen=True):
     """The head of a response."""
 
     status: int
     headers: Headers
 
 
-def request_of(event: dict[str, Any], kind: EventKind) -> Request:
+def request_of(event: dict[str, Any], kind: EventKind) -> EventRequest:
     """The request in an event of an HTTP kind. Raises `RequestError` for an invalid one."""
     read = {
         EventKind.HTTP_V2: _target_and_headers_v2,
@@ -129,10 +129,10 @@ def request_of(event: dict[str, Any], kind: EventKind) -> Request:
     if not (method.isascii() and method.isalpha()):
         raise RequestError("the event's HTTP method is invalid", param="httpMethod")
     target, headers = read[kind](event)
-    return Request(method.upper(), target, [pair for pair in headers if _passes(*pair)], _body(event))
+    return EventRequest(method.upper(), target, [pair for pair in headers if _passes(*pair)], _body(event))
 
 
-def response_of(head: Head, body: bytes, kind: EventKind, event: dict[str, Any]) -> bytes:
+def response_of(head: ResponseHead, body: bytes, kind: EventKind, event: dict[str, Any]) -> bytes:
     """The response as an answer to the event, in its service's shape."""
     value: dict[str, Any] = {"statusCode": head.status}
     if kind is EventKind.HTTP_V2:
@@ -152,7 +152,7 @@ def response_of(head: Head, body: bytes, kind: EventKind, event: dict[str, Any])
     return json.dumps(value, ensure_ascii=False).encode()
 
 
-def prelude_of(head: Head) -> bytes:
+def prelude_of(head: ResponseHead) -> bytes:
     """The prelude of a streamed answer."""
     return json.dumps({"statusCode": head.status, **_joined(head.headers)}).encode() + PRELUDE_END
 

@@ -35,7 +35,7 @@ def set_up_logging(level: str, environment: Mapping[str, str]) -> None:
     """
     handler = logging.StreamHandler(sys.stderr)
     is_json = environment.get("AWS_LAMBDA_LOG_FORMAT", "").upper() == "JSON"
-    handler.setFormatter(JsonLines() if is_json else TextLines())
+    handler.setFormatter(LambdaJsonLines() if is_json else TextLines())
     configured = _LEVELS.get(environment.get("AWS_LAMBDA_LOG_LEVEL", "").upper())
     logging.basicConfig(level=configured or level.upper(), handlers=[handler], force=True)
     logging.getLogger("torch").setLevel(logging.WARNING)
@@ -57,7 +57,7 @@ class TextLines(logging.Formatter):
         return super().format(record).replace("\n", "\r")
 
 
-class JsonLines(logging.Formatter):
+class LambdaJsonLines(logging.Formatter):
     """The fields of Lambda's JSON logs."""
 
     def __init__(self) -> None:

@@ -65,7 +65,7 @@ class RuntimeApiError(TeneralError):
         return not 400 <= self.status < 500
 
 
-class Answer(Struct, frozen=True):
+class RuntimeAnswer(Struct, frozen=True):
     """An answer. `headers` have lower-case names; of several with one name, the last."""
 
     status: int
@@ -93,7 +93,7 @@ class RuntimeApi:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
-    async def next(self) -> Answer:
+    async def next(self) -> RuntimeAnswer:
         """Wait for the next invocation. Raises `RuntimeApiError`."""
         return _expect(await self._exchange(self._next), "/invocation/next")
 
@@ -179,7 +179,7 @@ class RuntimeApi:
         head = self._head("POST", path, {**headers, "Content-Length": str(len(body))})
         _expect(await self._exchange(head + body), f"/{path}")
 
-    async def _exchange(self, request: bytes) -> Answer:
+    async def _exchange(self, request: bytes) -> RuntimeAnswer:
         """Send a request and read its answer.
 
         Retried once, on a new connection, if the connection is lost without any answer: it was
@@ -200,7 +200,7 @@ class RuntimeApi:
             self.close()
             raise
 
-    async def _ask(self, request: bytes) -> Answer:
+    async def _ask(self, request: bytes) -> RuntimeAnswer:
         if self._writer is None:
             await self._connect()
         assert self._writer is not None
@@ -222,7 +222,7 @@ class RuntimeApi:
 
     # answers
 
-    async def read_answer(self) -> Answer:
+    async def read_answer(self) -> RuntimeAnswer:
         """The next answer on the connection. Raises `OSError`, `EOFError` or `ValueError` for an
         invalid one.
         """
@@ -237,7 +237,7 @@ class RuntimeApi:
         body = await self._read_body(self._reader, headers)
         if headers.get("connection", "").lower() == "close":
             self.close()
-        return Answer(status, headers, body)
+        return RuntimeAnswer(status, headers, body)
 
     async def _read_body(self, reader: asyncio.StreamReader, headers: Mapping[str, str]) -> bytes:
         if "chunked" in headers.get("transfer-encoding", "").lower():
@@ -298,7 +298,7 @@ class Stream:
             self._api.close()
 
 
-def _expect(answer: Answer, path: str) -> Answer:
+def _expect(answer: RuntimeAnswer, path: str) -> RuntimeAnswer:
     if 200 <= answer.status < 300:
         return answer
     text = answer.body[:500].decode("utf-8", "replace")
@@ -332,7 +332,7 @@ class Invocation(Struct, frozen=True):
     invocation_id: str | None = None
 
     @classmethod
-    def of(cls, answer: Answer) -> Invocation:
+    def of(cls, answer: RuntimeAnswer) -> Invocation:
         """Parse an answer. Raises `InputError` without a request id, because it could not be
         answered.
         """

@@ -23,8 +23,8 @@ from ...function.context import Context
 from ...function.handler import Handler, run
 from ...http.errors import ApiError, expected_wait_s, retry_after
 from ...http.invoke import SESSION_HEADER
-from ...http.json_bodies import Decoder, encode
-from ...http.service import CALL, Call, Service
+from ...http.json_bodies import JsonDecoder, encode
+from ...http.service import CALL, HttpCall, Service
 from ...openai.generation import generate, make_format, respond
 from ...openai.parameters import tokens_of
 from ...openai.structured import has_schema
@@ -73,7 +73,7 @@ INLINE_BYTES = 64 << 10
 MAX_RESULTS = 4_096  # values of a function that returns several
 
 
-class Asked(Struct, frozen=True):
+class InferRequest(Struct, frozen=True):
     """One parsed request."""
 
     request: InferenceRequest
@@ -87,7 +87,7 @@ class Inference:
     def __init__(self, service: Service, handler: Handler | None) -> None:
         self._service = service
         self._handler = handler
-        self._decoder = Decoder(InferenceRequest)
+        self._decoder = JsonDecoder(InferenceRequest)
 
     async def answer(self, request: web.Request, *, model: str, version: str) -> web.Response:
         service, call = self._service, CALL.get()
@@ -102,16 +102,18 @@ class Inference:
             )
             return response
 
-    def _read(self, request: web.Request, data: bytearray) -> Asked:
+    def _read(self, request: web.Request, data: bytearray) -> InferRequest:
         head, binary = _split(data, request.headers.get(HEADER_LENGTH))
         body = self._decoder.decode(head)
         if len(body.outputs or ()) > MAX_TENSORS:
             raise RequestError(f"at most {MAX_TENSORS} outputs are allowed", param="outputs")
         for output in body.outputs or ():
             _check_output(output)
-        return Asked(body, read_tensors(body.inputs, binary), split_parameters(body.parameters))
+        return InferRequest(body, read_tensors(body.inputs, binary), split_parameters(body.parameters))
 
-    async def _outputs(self, asked: Asked, call: Call, request: web.Request, body_bytes: int) -> list[Tensor]:
+    async def _outputs(
+        self, asked: InferRequest, call: HttpCall, request: web.Request, body_bytes: int
+    ) -> list[Tensor]:
         service = self._service
         if self._handler is not None:
             session = request.headers.get(SESSION_HEADER) or None
@@ -124,7 +126,7 @@ class Inference:
             return await self._compute(asked, call)
         return await self._generate(asked, call, body_bytes)
 
-    async def _generate(self, asked: Asked, call: Call, body_bytes: int) -> list[Tensor]:
+    async def _generate(self, asked: InferRequest, call: HttpCall, body_bytes: int) -> list[Tensor]:
         service, tensors = self._service, dict(asked.tensors)
         _, texts, shape = prompts_of(tensors, max_prompts=service.limits.max_sequences)
         options = options_of(tensors, asked.parameters)
@@ -143,7 +145,7 @@ class Inference:
         reasons = [str(outcome.finish_reason) for outcome in outcomes]
         return [_texts("text_output", shape, answers), _texts("finish_reason", shape, reasons)]
 
-    async def _embed(self, asked: Asked, call: Call, body_bytes: int) -> list[Tensor]:
+    async def _embed(self, asked: InferRequest, call: HttpCall, body_bytes: int) -> list[Tensor]:
         service, tensors = self._service, dict(asked.tensors)
         name, texts, _ = prompts_of(tensors, max_prompts=service.limits.max_embedding_inputs)
         if tensors or asked.parameters:
@@ -161,7 +163,7 @@ class Inference:
         vectors = await asyncio.wrap_future(embedder.embed(token_lists))  # (N, dim) float32
         return [Tensor("embedding", "FP32", vectors.shape, vectors.reshape(-1))]
 
-    async def _compute(self, asked: Asked, call: Call) -> list[Tensor]:
+    async def _compute(self, asked: InferRequest, call: HttpCall) -> list[Tensor]:
         """Compute an ONNX model's outputs for the tensors."""
         if asked.parameters:
             raise RequestError(
@@ -180,7 +182,7 @@ class Inference:
         kinds = {value.name: datatype_of(value.type) for value in runner.spec.outputs}
         return [_as_tensor(name, kinds[name], array) for name, array in made.items()]
 
-    async def _run(self, handler: Handler, asked: Asked, call: Call, session: str | None) -> Any:
+    async def _run(self, handler: Handler, asked: InferRequest, call: HttpCall, session: str | None) -> Any:
         """The function's result; a list of several values. Raises `RequestError` for more than
         `MAX_RESULTS`.
         """

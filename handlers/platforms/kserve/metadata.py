@@ -16,7 +16,7 @@ from msgspec import Struct
 from .... import __version__
 from ....runtime.state import State
 from ...http.errors import ApiError
-from ...http.json_bodies import Decoder, encode
+from ...http.json_bodies import JsonDecoder, encode
 from ...http.service import CALL, Service
 from .schemas import ChangeRequest, IndexRequest, ModelIndex, ModelMetadata, ServerMetadata, TensorMetadata
 from .tensors import BYTES
@@ -152,8 +152,8 @@ _STATES = {
 class Repository:
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._index = Decoder(IndexRequest)
-        self._change = Decoder(ChangeRequest)
+        self._index = JsonDecoder(IndexRequest)
+        self._change = JsonDecoder(ChangeRequest)
 
     async def index(self, request: web.Request, *, version: str) -> web.Response:
         service = self._service

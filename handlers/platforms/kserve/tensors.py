@@ -24,7 +24,7 @@ import numpy as np
 from msgspec import Struct
 
 from ....runtime.errors import RequestError
-from ...http.json_bodies import MAX_JSON_ITEMS, Decoder
+from ...http.json_bodies import MAX_JSON_ITEMS, JsonDecoder
 from .schemas import RequestInput
 
 SINGLE_OUTPUT = "output"  # the name of a result that is no dict
@@ -283,7 +283,7 @@ def _from_json(given: RequestInput) -> Tensor:
     if given.data is msgspec.UNSET:
         raise _wrong(given.name, "its data are missing")
     try:
-        data = Decoder(Any).decode(bytes(given.data))
+        data = JsonDecoder(Any).decode(bytes(given.data))
     except RequestError as error:
         raise _wrong(given.name, f"its data cannot be read: {error.message}") from None
     values = _flat(given, data)

@@ -16,9 +16,9 @@ from msgspec import UNSET
 
 from ....runtime.errors import RequestError
 from ....runtime.step.requests import FirstToken, GenerationRequest
-from ...http.json_bodies import Decoder, encode, invalid_field
+from ...http.json_bodies import JsonDecoder, encode, invalid_field
 from ...http.sse import SSE, Framing
-from ...openai.generation import Outcome, Step
+from ...openai.generation import SequenceOutcome, Step
 from ...openai.parameters import check_extras, prompt_tokens, sequences, wanted_first_token
 from ...openai.responses import Usage
 from ...openai.schemas import Extras, GenerationBody
@@ -109,7 +109,7 @@ FRAMING = Framing(
 
 # Inputs of Triton's vLLM backend that are not options.
 _STREAM, _NO_ECHO, _SAMPLING = "stream", "exclude_input_in_output", "sampling_parameters"
-_decode_object: Callable[[bytes], dict[str, Any]] = Decoder(dict[str, Any]).decode
+_decode_object: Callable[[bytes], dict[str, Any]] = JsonDecoder(dict[str, Any]).decode
 
 
 class TextRequest:
@@ -187,7 +187,7 @@ class GenerateFormat(TextRequest):
     def usage_chunk(self, usage: Usage) -> bytes:
         raise NotImplementedError("Triton's streams have no usage")
 
-    def whole(self, outcomes: Sequence[Outcome], usage: Usage) -> bytes:
+    def whole(self, outcomes: Sequence[SequenceOutcome], usage: Usage) -> bytes:
         (outcome,) = outcomes
         return self._answer(self._unsent_prompt + outcome.text, str(outcome.finish_reason))
 

@@ -20,9 +20,9 @@ import numpy as np
 from ...errors import FormatError, NotFoundError
 from ...sources.base import ObjectInfo, Remote, Source, check_name
 from ..nibbles import pack_nibbles
-from ..safetensors import Entry, make_header
+from ..safetensors import TensorEntry, make_header
 from .fields import GgufFields
-from .model import Form, GgufModel, Piece, describe_model
+from .model import Form, GgufModel, TensorPiece, describe_model
 from .reader import GgufTensor, read_gguf
 from .tokenizer import tokenizer_files
 
@@ -45,8 +45,8 @@ class _Content(NamedTuple):
     model: GgufModel
     files: dict[str, bytes]
     header: bytes  # of model.safetensors
-    entries: tuple[Entry, ...]  # in the order of their bytes
-    pieces: tuple[Piece, ...]  # of the entries
+    entries: tuple[TensorEntry, ...]  # in the order of their bytes
+    pieces: tuple[TensorPiece, ...]  # of the entries
     size_bytes: int  # of model.safetensors
 
 
@@ -167,7 +167,7 @@ class GgufDirectory:
             if begin < stop:
                 self._make(content.info, piece, begin - entry.begin, out[begin - start : stop - start])
 
-    def _make(self, info: ObjectInfo, piece: Piece, start: int, out: Bytes) -> None:
+    def _make(self, info: ObjectInfo, piece: TensorPiece, start: int, out: Bytes) -> None:
         """Fill `out` with a piece's bytes from `start` on."""
         tensor = piece.source
         own_bytes = _row_bytes(piece)
@@ -186,7 +186,7 @@ class GgufDirectory:
                 _copy_overlap(made, (first + row) * own_bytes, out, start)
 
 
-def _row_bytes(piece: Piece) -> int:
+def _row_bytes(piece: TensorPiece) -> int:
     """Of a piece that a row of its tensor becomes."""
     columns = piece.source.columns
     if piece.form is Form.FLOATS:
@@ -201,7 +201,7 @@ def _row_bytes(piece: Piece) -> int:
     }[piece.form]
 
 
-def _made(piece: Piece, rows: Bytes) -> Bytes:
+def _made(piece: TensorPiece, rows: Bytes) -> Bytes:
     """Some rows of blocks as the piece has them, with rows of heads back in transformers' order."""
     if piece.head_rows:
         # In a head, rows 2i and 2i + 1 turn together; transformers has them half a head apart.

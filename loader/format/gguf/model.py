@@ -59,7 +59,7 @@ class Form(enum.Enum):
     E8M0 = "exponents"
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """A tensor of the model directory, made of one of the file's."""
 
     spec: TensorSpec
@@ -74,7 +74,7 @@ class GgufModel:
     """`conversions` describes in words how each type of block is converted."""
 
     config: dict[str, Any]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
     vocab_size: int
     conversions: tuple[str, ...]
 
@@ -91,7 +91,7 @@ def describe_model(file: GgufFile, read_table: Table, *, keep_integers: bool = T
         )
     config = _config(file, fields, family, read_table)
     dtype = _float_dtype(file)
-    pieces: list[Piece] = []
+    pieces: list[TensorPiece] = []
     for tensor in file.tensors.values():
         if tensor.name in (_ROPE_FREQUENCIES, *_ROPE_FACTORS):
             continue
@@ -328,16 +328,16 @@ def _float_dtype(file: GgufFile) -> str:
 
 def _pieces_of(
     name: str, tensor: GgufTensor, dtype: str, head_rows: int, shift: float, *, keep_integers: bool
-) -> Iterator[Piece]:
+) -> Iterator[TensorPiece]:
     shape = tensor.shape
     if keep_integers and tensor.type.bits is not None and len(shape) == 2 and name.endswith(".weight"):
         is_table = name == _OUTER["token_embd.weight"]  # whose rows are looked up
         if tensor.type.bits == 4 and shape[1] % RUN == 0 and not is_table:
-            yield Piece(TensorSpec(name, "U8", (shape[0], shape[1] // 2)), tensor, Form.INT4, head_rows)
+            yield TensorPiece(TensorSpec(name, "U8", (shape[0], shape[1] // 2)), tensor, Form.INT4, head_rows)
         else:
-            yield Piece(TensorSpec(name, "I8", shape), tensor, Form.INT8, head_rows)
+            yield TensorPiece(TensorSpec(name, "I8", shape), tensor, Form.INT8, head_rows)
         scales = TensorSpec(f"{name}_scale", "F16", (shape[0], shape[1] // tensor.type.elements))
-        yield Piece(scales, tensor, Form.SCALES, head_rows)
+        yield TensorPiece(scales, tensor, Form.SCALES, head_rows)
         return
     if (
         keep_integers
@@ -345,9 +345,9 @@ def _pieces_of(
         and len(shape) == 2
         and name != _OUTER["token_embd.weight"]
     ):
-        yield Piece(TensorSpec(name, "U8", (shape[0], shape[1] // 2)), tensor, Form.E2M1, head_rows)
+        yield TensorPiece(TensorSpec(name, "U8", (shape[0], shape[1] // 2)), tensor, Form.E2M1, head_rows)
         exponents = TensorSpec(f"{name}_scale", "U8", (shape[0], shape[1] // tensor.type.elements))
-        yield Piece(exponents, tensor, Form.E8M0, head_rows)
+        yield TensorPiece(exponents, tensor, Form.E8M0, head_rows)
         return
     is_norm = name.endswith(("norm.weight", "sinks"))
     own = tensor.type.dtype if is_norm and tensor.type.dtype is not None else dtype
@@ -356,10 +356,10 @@ def _pieces_of(
     if shift:
         own = "F32"  # which holds the differences
     spec = TensorSpec(name, own, tensor.shape)
-    yield Piece(spec, tensor._replace(shape=shape), Form.FLOATS, head_rows, shift)
+    yield TensorPiece(spec, tensor._replace(shape=shape), Form.FLOATS, head_rows, shift)
 
 
-def _conversions(pieces: list[Piece]) -> Iterator[str]:
+def _conversions(pieces: list[TensorPiece]) -> Iterator[str]:
     """A line for each type of block: its conversion."""
     counts: dict[tuple[str, str], set[str]] = {}
     for piece in pieces:

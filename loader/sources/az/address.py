@@ -23,7 +23,7 @@ _HINT = "Write az://account/container/prefix, or az://container/prefix with AZUR
 Query = tuple[tuple[str, str], ...]
 
 
-class Settings:
+class AzSettings:
     """An account's address, and its key or signature where the environment gives one. Secrets are
     not shown.
     """
@@ -55,7 +55,7 @@ def parse_url(url: str) -> tuple[str, str, str]:
 
 def settings_from(
     url: str, options: SourceOptions, environment: Mapping[str, str]
-) -> tuple[Settings, str, str]:
+) -> tuple[AzSettings, str, str]:
     """The account's settings, the container, and the prefix without '/' at its ends. Raises
     `UsageError`.
     """
@@ -85,7 +85,7 @@ def settings_from(
         )
     if options.anonymous:
         key = sas = ""
-    return Settings(account, endpoint, key, sas, options.anonymous), first, rest.strip("/")
+    return AzSettings(account, endpoint, key, sas, options.anonymous), first, rest.strip("/")
 
 
 def encoded(path: str, query: Query, sas: str) -> str:
@@ -95,7 +95,7 @@ def encoded(path: str, query: Query, sas: str) -> str:
     return f"{path}?{whole}" if whole else path
 
 
-def blob_path(settings: Settings, container: str, key: str) -> str:
+def blob_path(settings: AzSettings, container: str, key: str) -> str:
     return f"{settings.path}/{container}/{encode_path(key)}" if key else f"{settings.path}/{container}"
 
 

@@ -10,7 +10,7 @@ import re
 from urllib.parse import unquote
 
 from ...errors import AccessDeniedError, FormatError, NotFoundError, SourceError
-from ..http.bucket import Listed, Page
+from ..http.bucket import Listed, ListingPage
 from ..http.head import Head, is_strong_etag, parse_date
 from ..http.source import status_error
 from ..http.xml import element_text, parse_problem
@@ -32,7 +32,7 @@ _RIGHTS = (
 )
 
 
-def parse_page(document: bytes, *, where: str) -> Page:
+def parse_page(document: bytes, *, where: str) -> ListingPage:
     """A page of List Blobs. Raises `FormatError` for anything else."""
     text = document.decode("utf-8", "replace")
     if "<EnumerationResults" not in text:
@@ -56,7 +56,7 @@ def parse_page(document: bytes, *, where: str) -> Page:
             raise FormatError(f"{where} lists a blob without a name, size or ETag", where=where)
         modified = parse_date(element_text(entry, "Last-Modified") or "")
         objects.append(Listed(key, int(size), version, modified))
-    return Page(tuple(objects), element_text(text, "NextMarker") or None)
+    return ListingPage(tuple(objects), element_text(text, "NextMarker") or None)
 
 
 def version_of(etag: str) -> str | None:

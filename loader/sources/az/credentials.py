@@ -17,7 +17,7 @@ from ..http.connections import BodyTooLargeError
 from ..http.head import Headers, Request, is_header
 from ..http.tokens import MAX_ANSWER_BYTES, Token, ask_service, is_overloaded
 from ..http.wire import WireError
-from .address import Query, Settings
+from .address import AzSettings, Query
 
 RENEW_S = 300.0  # before a token ends
 PAUSE_S = 0.5
@@ -158,7 +158,7 @@ def _read(path: str) -> str:
 
 
 def authorization(
-    settings: Settings, method: str, path: str, query: Query, headers: Headers, num_bytes: int
+    settings: AzSettings, method: str, path: str, query: Query, headers: Headers, num_bytes: int
 ) -> str:
     """The Authorization field of a request with a body of `num_bytes`. Raises `ValueError` for a
     malformed key.

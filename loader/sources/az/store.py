@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ...errors import AccessDeniedError, TeneralError
 from ..base import SourceOptions
-from ..http.bucket import BucketStore, Page
+from ..http.bucket import BucketStore, ListingPage
 from ..http.client import HttpClient
 from ..http.head import Head, Headers, Request, format_date
 from ..http.tokens import TokenCache, bearer
@@ -20,7 +20,7 @@ from .address import Query, blob_path, encoded, settings_from
 from .credentials import RENEW_S, ask_token
 
 if TYPE_CHECKING:
-    from .uploads import Uploads
+    from .uploads import AzUploads
 
 API_VERSION = "2021-08-06"
 PAGE_OBJECTS = 1_000
@@ -54,7 +54,7 @@ class AzStore(BucketStore):
 
         return explain(head, body, source=self.url, name=name, is_anonymous=self._settings.is_anonymous)
 
-    def _page(self, prefix: str, token: str | None) -> Page:
+    def _page(self, prefix: str, token: str | None) -> ListingPage:
         from .answers import parse_page  # a cold start lists nothing
 
         query: Query = (("restype", "container"), ("comp", "list"), ("maxresults", str(PAGE_OBJECTS)))
@@ -88,10 +88,10 @@ class AzStore(BucketStore):
         except ValueError:
             raise AccessDeniedError("the account's key is malformed", hint="Copy it once more.") from None
 
-    def _open_uploads(self) -> Uploads:
-        from .uploads import Uploads  # a cold start writes nothing
+    def _open_uploads(self) -> AzUploads:
+        from .uploads import AzUploads  # a cold start writes nothing
 
-        return Uploads(self, self._options, build=self._authorized)
+        return AzUploads(self, self._options, build=self._authorized)
 
     def _forget_credentials(self) -> None:
         if self._tokens is not None:

@@ -22,7 +22,7 @@ _BINARY = ("Content-Type", "application/octet-stream")
 Build = Callable[[str, str, Query, Headers, bytes], Request]  # method, name, query, headers, body
 
 
-class Uploads(HttpUploads):
+class AzUploads(HttpUploads):
     """The writing side of one store. Thread-safe. Names are relative to the prefix."""
 
     def __init__(self, server: ObjectServer, options: SourceOptions, *, build: Build) -> None:
@@ -87,7 +87,7 @@ class AzWriter(PartWriter):
     name.
     """
 
-    def __init__(self, uploads: Uploads, name: str, *, if_absent: bool = False) -> None:
+    def __init__(self, uploads: AzUploads, name: str, *, if_absent: bool = False) -> None:
         super().__init__(BLOCK_BYTES)
         self._uploads = uploads
         self._name = name

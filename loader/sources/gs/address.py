@@ -20,7 +20,7 @@ MAX_DIGITS = 19  # of a number in an answer
 Query = tuple[tuple[str, str], ...]
 
 
-class Settings(NamedTuple):
+class GsSettings(NamedTuple):
     """The API's address, whether requests carry a token, and the project that pays for them."""
 
     origin: Origin
@@ -38,7 +38,7 @@ def parse_url(url: str) -> tuple[str, str]:
     return bucket, prefix.strip("/")
 
 
-def settings_from(options: SourceOptions, environment: Mapping[str, str]) -> Settings:
+def settings_from(options: SourceOptions, environment: Mapping[str, str]) -> GsSettings:
     """Options before STORAGE_EMULATOR_HOST before Google's own address. Raises `UsageError`.
 
     An emulator gets no token. No other plain http address does either, unless it is on this
@@ -57,7 +57,7 @@ def settings_from(options: SourceOptions, environment: Mapping[str, str]) -> Set
     elif emulator is not None:
         origin = _origin_of(emulator if "://" in emulator else f"http://{emulator}", "STORAGE_EMULATOR_HOST")
         is_anonymous = True
-    return Settings(origin, is_anonymous, _user_project(options, environment))
+    return GsSettings(origin, is_anonymous, _user_project(options, environment))
 
 
 def object_target(bucket: str, key: str, query: Query) -> str:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ...errors import AccessDeniedError, FormatError, NotFoundError, SourceError
 from ..base import MAX_SHOWN_CHARS, ObjectInfo, shown_text
-from ..http.bucket import Listed, Page
+from ..http.bucket import Listed, ListingPage
 from ..http.head import Head, parse_time
 from ..http.source import status_error
 from .address import is_number, version_of
@@ -27,21 +27,21 @@ _RIGHTS = (
 )
 
 
-class Problem(NamedTuple):
+class ErrorContent(NamedTuple):
     """The content of an error document, as `shown_text`; '' where it says nothing."""
 
     reason: str
     message: str
 
 
-def parse_problem(document: bytes) -> Problem:
+def parse_problem(document: bytes) -> ErrorContent:
     """Never raises: anything but an error document has no reason."""
     try:
         error = json.loads(document.decode())["error"]
         reason = str(error["errors"][0]["reason"]) if error.get("errors") else ""
-        return Problem(shown_text(reason), shown_text(str(error.get("message", ""))))
+        return ErrorContent(shown_text(reason), shown_text(str(error.get("message", ""))))
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
-        return Problem("", shown_text(document[: 4 * MAX_SHOWN_CHARS].decode("utf-8", "replace")))
+        return ErrorContent("", shown_text(document[: 4 * MAX_SHOWN_CHARS].decode("utf-8", "replace")))
 
 
 def parse_object(document: bytes, name: str, *, where: str) -> ObjectInfo:
@@ -50,13 +50,13 @@ def parse_object(document: bytes, name: str, *, where: str) -> ObjectInfo:
     return ObjectInfo(name, listed.size_bytes, listed.version)
 
 
-def parse_page(document: bytes, *, where: str) -> Page:
+def parse_page(document: bytes, *, where: str) -> ListingPage:
     """A page of a listing. Raises `FormatError`."""
     page = _parse(document, where)
     items, token = page.get("items", []), page.get("nextPageToken")
     if type(items) is not list or (token is not None and (type(token) is not str or not token)):
         raise FormatError(f"{where} did not answer with a list of objects", where=where)
-    return Page(tuple(_listed(item, where) for item in items), token)
+    return ListingPage(tuple(_listed(item, where) for item in items), token)
 
 
 def explain(head: Head, body: bytes, *, source: str, name: str, is_anonymous: bool) -> SourceError:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ...errors import TeneralError
 from ..base import SourceOptions
-from ..http.bucket import BucketStore, Page
+from ..http.bucket import BucketStore, ListingPage
 from ..http.client import HttpClient
 from ..http.head import Head, Headers, Request
 from ..http.tokens import bearer
@@ -29,7 +29,7 @@ from .address import (
 from .credentials import token_chain
 
 if TYPE_CHECKING:
-    from .uploads import Uploads
+    from .uploads import GsUploads
 
 PAGE_OBJECTS = 1_000
 MAX_PAGE_BYTES = 32 * 1024 * 1024  # of 1,000 objects, with the fields that are asked for
@@ -72,7 +72,7 @@ class GsStore(BucketStore):
 
         return explain(head, body, source=self.url, name=name, is_anonymous=self._tokens is None)
 
-    def _page(self, prefix: str, token: str | None) -> Page:
+    def _page(self, prefix: str, token: str | None) -> ListingPage:
         from .answers import parse_page  # a cold start lists nothing
 
         query: Query = (("prefix", prefix), ("maxResults", str(PAGE_OBJECTS)), ("fields", _FIELDS))
@@ -91,11 +91,13 @@ class GsStore(BucketStore):
             private = (*private, ("x-goog-user-project", self._settings.user_project))
         return Request(method, self._settings.origin, target, headers, private, body)
 
-    def _open_uploads(self) -> Uploads:
-        from .uploads import Uploads  # a cold start writes nothing
+    def _open_uploads(self) -> GsUploads:
+        from .uploads import GsUploads  # a cold start writes nothing
 
         origin = self._settings.origin
-        return Uploads(self, self._bucket, self._prefix, self._options, origin=origin, build=self._authorized)
+        return GsUploads(
+            self, self._bucket, self._prefix, self._options, origin=origin, build=self._authorized
+        )
 
     def _forget_credentials(self) -> None:
         if self._tokens is not None:

@@ -26,7 +26,7 @@ _ABSENT = "0"  # the generation of an object that does not exist
 Build = Callable[[str, str, Headers, bytes], Request]  # method, target, headers, body → with a token
 
 
-class Uploads(HttpUploads):
+class GsUploads(HttpUploads):
     """The writing side of one store. Thread-safe. Names are relative to the prefix."""
 
     def __init__(
@@ -149,7 +149,7 @@ class Uploads(HttpUploads):
 class GsWriter(PartWriter):
     """An `ObjectWriter`. Holds one chunk in memory; a small object goes in a single request."""
 
-    def __init__(self, uploads: Uploads, name: str, *, if_absent: bool = False) -> None:
+    def __init__(self, uploads: GsUploads, name: str, *, if_absent: bool = False) -> None:
         super().__init__(CHUNK_BYTES)
         self._uploads = uploads
         self._name = name

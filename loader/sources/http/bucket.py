@@ -59,7 +59,7 @@ class Listed(NamedTuple):
     modified_unix_s: float | None = None
 
 
-class Page(NamedTuple):
+class ListingPage(NamedTuple):
     objects: tuple[Listed, ...]
     next_token: str | None
 
@@ -97,7 +97,7 @@ class BucketStore(HttpReads, ABC):
         return False
 
     @abstractmethod
-    def _page(self, prefix: str, token: str | None) -> Page:
+    def _page(self, prefix: str, token: str | None) -> ListingPage:
         """One page of the objects whose keys begin with `prefix`; None: the first one."""
 
     @abstractmethod

@@ -18,10 +18,10 @@ from .. import base
 from ..base import ObjectInfo, SourceOptions, check_name
 from .connections import BodyTooLargeError, Connection, ConnectionPool, StaleConnectionError
 from .head import Head, Headers, RangeRead, Request, WrongAnswerError, redirected
-from .outage import HttpStatistics, Note, Tally
+from .outage import HttpStatistics, HttpTally, Note
 from .poll_coroutines import PollCoroutine, run
 from .retry import MendedError, Retrying, Throttle
-from .stragglers import Answer, HedgedRead, Stragglers, first_to_answer
+from .stragglers import HedgedRead, RangeAnswer, Stragglers, first_to_answer
 
 MAX_REDIRECTS = 3
 MAX_EXCERPT_BYTES = 16 * 1024  # of a body that explains an error
@@ -81,7 +81,7 @@ class HttpClient:
         _check_limits(options)
         self._read_head = read_head
         self._server = server
-        self._tally = Tally()
+        self._tally = HttpTally()
         self._throttle = Throttle()
         self._stragglers = Stragglers(options.hedge_after_s, self._throttle)
         self._pool = ConnectionPool(options, ca_file=ca_file)
@@ -190,7 +190,7 @@ class HttpClient:
 
         return self._retrying.until_done(name, run)
 
-    def _ask_range(self, wanted: RangeRead, fresh: bool) -> PollCoroutine[Answer]:
+    def _ask_range(self, wanted: RangeRead, fresh: bool) -> PollCoroutine[RangeAnswer]:
         """A right answer with what is missing of a range, its first byte there."""
         done, asked_s = wanted.done, time.monotonic()
         request = self._server.request(wanted.name, wanted.headers())
@@ -204,7 +204,7 @@ class HttpClient:
         self._stragglers.answered(time.monotonic() - asked_s)
         if begin:
             self._tally.add(resumed=1)
-        return Answer(connection, begin)
+        return RangeAnswer(connection, begin)
 
     def _answer(self, name: str, request: Request, fresh: bool) -> PollCoroutine[tuple[Connection, Head]]:
         """A successful answer, redirects followed, its body unread. The connection is the caller's

@@ -144,7 +144,7 @@ class HttpStatistics(NamedTuple):
     wasted_bytes: int = 0  # of those received, which had come already
 
 
-class Tally:
+class HttpTally:
     """Thread-safe."""
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ from ...errors import SourceError, UnavailableError
 from .. import base
 from ..base import SourceOptions
 from .head import WrongAnswerError
-from .outage import Outage, Tally
+from .outage import HttpTally, Outage
 from .wire import WireError
 
 
@@ -168,7 +168,7 @@ class Retrying:
     """The retries of one source. Thread-safe. Blocks without the GIL."""
 
     def __init__(
-        self, source: str, options: SourceOptions, throttle: Throttle, tally: Tally, *, verb: str
+        self, source: str, options: SourceOptions, throttle: Throttle, tally: HttpTally, *, verb: str
     ) -> None:
         """`source` is its address, and `verb` what is done with its objects: for messages."""
         self._source = source

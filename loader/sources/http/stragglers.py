@@ -24,7 +24,7 @@ from typing import TypeVar
 from ...errors import UnavailableError
 from .connections import Connection, ConnectionPool
 from .head import RangeRead
-from .outage import Tally
+from .outage import HttpTally
 from .poll_coroutines import PollCoroutine, Race
 from .retry import Throttle, TokenBucket
 from .wire import MAX_SLICE_BYTES, WireError
@@ -173,7 +173,7 @@ RECOVERED_BYTES = 64 * 1024
 T = TypeVar("T")
 
 
-class Answer:
+class RangeAnswer:
     """A right answer's body that has begun. `done` is how far the range is filled by it."""
 
     __slots__ = ("connection", "done")
@@ -187,7 +187,7 @@ def first_to_answer(
     first: PollCoroutine[T],
     again: Callable[[], PollCoroutine[T]],
     watch: Watch,
-    tally: Tally,
+    tally: HttpTally,
     *,
     is_behind: bool = False,
 ) -> T:
@@ -214,7 +214,7 @@ def first_to_answer(
     return result
 
 
-def _hedge(race: Race[T], again: Callable[[], PollCoroutine[T]], tally: Tally) -> None:
+def _hedge(race: Race[T], again: Callable[[], PollCoroutine[T]], tally: HttpTally) -> None:
     tally.add(hedges=1)
     race.enter(again())
 
@@ -227,10 +227,10 @@ class HedgedRead:
         wanted: RangeRead,
         view: memoryview,
         *,
-        ask: Callable[[bool], PollCoroutine[Answer]],
+        ask: Callable[[bool], PollCoroutine[RangeAnswer]],
         pool: ConnectionPool,
         stragglers: Stragglers,
-        tally: Tally,
+        tally: HttpTally,
     ) -> None:
         """`ask(fresh)` asks for what `wanted` is missing, over a new connection if `fresh`."""
         self._wanted = wanted
@@ -255,7 +255,7 @@ class HedgedRead:
                     self._catch_up(answer, watch), self._ask_again, watch, self._tally, is_behind=True
                 )
 
-    def _read_on(self, answer: Answer, watch: Watch) -> bool:
+    def _read_on(self, answer: RangeAnswer, watch: Watch) -> bool:
         """Read until the range is full (then the connection is given back), or until it is behind:
         True.
         """
@@ -269,10 +269,10 @@ class HedgedRead:
         self._pool.give_back(answer.connection)
         return False
 
-    def _ask_again(self) -> PollCoroutine[Answer]:
+    def _ask_again(self) -> PollCoroutine[RangeAnswer]:
         return self._ask(True)
 
-    def _catch_up(self, answer: Answer, watch: Watch) -> PollCoroutine[Answer]:
+    def _catch_up(self, answer: RangeAnswer, watch: Watch) -> PollCoroutine[RangeAnswer]:
         """The answer itself, once it has brought enough to be trusted again."""
         enough = min(len(self._view), answer.done + RECOVERED_BYTES)
         try:
@@ -286,7 +286,7 @@ class HedgedRead:
             raise
         return answer
 
-    def _got(self, answer: Answer, count: int) -> None:
+    def _got(self, answer: RangeAnswer, count: int) -> None:
         begin, answer.done = answer.done, answer.done + count
         new = max(0, answer.done - max(begin, self._wanted.done))
         self._wanted.done = max(self._wanted.done, answer.done)

@@ -12,7 +12,7 @@ from urllib.parse import unquote_plus
 
 from ...errors import FormatError
 from ..base import shown_text
-from .bucket import Listed, Page
+from .bucket import Listed, ListingPage
 from .head import parse_time
 
 _ENTITY = re.compile(r"&(#x[0-9a-fA-F]{1,6}|#[0-9]{1,7}|lt|gt|amp|quot|apos);")
@@ -36,7 +36,7 @@ def parse_problem(document: bytes) -> S3Problem:
     return S3Problem(code, " ".join(message.split()), region)
 
 
-def parse_page(document: bytes, *, where: str) -> Page:
+def parse_page(document: bytes, *, where: str) -> ListingPage:
     """A page of ListObjectsV2. Raises `FormatError` for anything else."""
     text = document.decode("utf-8", "replace")
     if "<ListBucketResult" not in text:
@@ -56,7 +56,7 @@ def parse_page(document: bytes, *, where: str) -> Page:
     token = element_text(text, "NextContinuationToken")
     if is_truncated and not token:
         raise FormatError(f"{where} does not say how its list goes on", where=where)
-    return Page(tuple(objects), token if is_truncated else None)
+    return ListingPage(tuple(objects), token if is_truncated else None)
 
 
 def element_text(document: str, tag: str) -> str | None:

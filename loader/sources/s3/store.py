@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ...errors import TeneralError
 from ..base import SourceOptions
 from ..http.address import encode_path
-from ..http.bucket import BucketStore, Page
+from ..http.bucket import BucketStore, ListingPage
 from ..http.client import HttpClient
 from ..http.head import Head, Headers, Request, parse_date
 from .address import address_of, is_region, parse_url, settings_from
@@ -85,7 +85,7 @@ class S3Store(BucketStore):
             retry_after_s=head.retry_after_s,
         )
 
-    def _page(self, prefix: str, token: str | None) -> Page:
+    def _page(self, prefix: str, token: str | None) -> ListingPage:
         from ..http.xml import parse_page  # a cold start lists nothing
 
         query = [("list-type", "2"), ("encoding-type", "url"), ("prefix", prefix)]

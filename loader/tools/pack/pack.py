@@ -50,7 +50,7 @@ from .quantize_plan import (
     plan_quantize,
 )
 from .sparse_plan import choose_sparse
-from .write import BlobWriter, EncodedPart, Encoder, buffer_bytes, find_replaced, publish
+from .write import BlobWriter, EncodedPart, PartEncoder, buffer_bytes, find_replaced, publish
 
 if TYPE_CHECKING:
     from .write import Bytes
@@ -261,7 +261,7 @@ def _write(
             checkpoint,
             work.plan,
             work.quantized,
-            Encoder(work.content, base_reader),
+            PartEncoder(work.content, base_reader),
             writer,
             progress=progress,
             threads=threads,
@@ -287,7 +287,7 @@ def _store_content(
     checkpoint: Checkpoint,
     plan: PackPlan,
     quantized: QuantizePlan | None,
-    encoder: Encoder,
+    encoder: PartEncoder,
     writer: BlobWriter,
     *,
     progress: Callable[[TransferProgress], None] | None,
@@ -331,7 +331,7 @@ def _hash_tensors(job: Job, content: Bytes, hashes: list[blake3]) -> None:
 
 
 def _encode_in_order(
-    encoder: Encoder, jobs: tuple[Job, ...], threads: int
+    encoder: PartEncoder, jobs: tuple[Job, ...], threads: int
 ) -> Generator[tuple[Job, Bytes, list[EncodedPart]], None, None]:
     """Encode jobs in threads; yields each with the bytes that were read for it (each stretch starts
     aligned) and its parts, which are valid until the next is asked for.

@@ -56,7 +56,7 @@ class EncodedPart:
     digest: bytes
 
 
-class Encoder:
+class PartEncoder:
     """Reads and encodes the jobs of one checkpoint. Thread-safe."""
 
     def __init__(self, content: ContentReader, base: BaseReader | None = None) -> None:
@@ -99,7 +99,7 @@ class Encoder:
 
 
 def buffer_bytes(stretches: Sequence[Stretch]) -> int:
-    """The buffer that `Encoder.encode` needs: every tensor's stretch starts aligned in it."""
+    """The buffer that `PartEncoder.encode` needs: every tensor's stretch starts aligned in it."""
     return sum(align(stretch.size_bytes) for stretch in stretches)
 
 

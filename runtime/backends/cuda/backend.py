@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ....loader.timeline import Timeline
-from ...step.backend import Backend, BackendOptions, DeviceStatistics, HostBackend, OnLayer
+from ...step.backend import Backend, BackendDeviceStatistics, BackendOptions, HostBackend, OnLayer
 from ...step.batch import Rows, StepBatch
 from ...step.state import Chosen, SamplingState
 from .decoder import DeviceKernels
@@ -162,9 +162,9 @@ class CudaBackend:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def statistics(self) -> DeviceStatistics | None:
+    def statistics(self) -> BackendDeviceStatistics | None:
         graphs = self._graphs
-        return DeviceStatistics(
+        return BackendDeviceStatistics(
             **device_memory(self._device),
             weight_bytes=self._weight_bytes,
             kv_bytes=self._kv.size_bytes,

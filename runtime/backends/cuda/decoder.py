@@ -20,7 +20,7 @@ from ..torch.layers import RMSNorm
 from . import variants as v
 from .implemented import refusal_of_spec
 from .launch import Launcher
-from .products import MIN_ROW_ARCHITECTURE, Products
+from .products import MIN_ROW_ARCHITECTURE, CudaProducts
 from .storage import DeviceKVStorage
 from .tables import StepTables, split_keys, tell_device
 from .variants import shape_of, short_name
@@ -64,7 +64,7 @@ class DeviceKernels:
         self.max_context = max_context
         self.scale = spec.attention_scale * math.log2(math.e)
         shape = self.shape
-        self.products = Products(launch, shape.dtype, rows_by_kernel=architecture >= MIN_ROW_ARCHITECTURE)
+        self.products = CudaProducts(launch, shape.dtype, rows_by_kernel=architecture >= MIN_ROW_ARCHITECTURE)
         self.norm = v.norm_variant(shape, adds=False)
         self.add_norm = v.norm_variant(shape, adds=True)
         self.place = v.place_variant(shape)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from ...errors import DeviceLostError
-from ...step.backend import Backend, DeviceStatistics, OnLayer
+from ...step.backend import Backend, BackendDeviceStatistics, OnLayer
 from ...step.batch import Rows, StepBatch
 from ...step.state import Chosen, SamplingState
 from .launch import OUT_OF_MEMORY, LaunchError
@@ -100,7 +100,7 @@ class GuardedBackend:
         with self._translated_errors():
             self.backend.make_room()
 
-    def statistics(self) -> DeviceStatistics | None:
+    def statistics(self) -> BackendDeviceStatistics | None:
         return self.backend.statistics()
 
     @contextmanager

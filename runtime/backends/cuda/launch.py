@@ -50,7 +50,7 @@ class Launcher(Protocol):
         """Load or compile all of these variants now. Raises the first error."""
 
 
-class Source(Protocol):
+class BinarySource(Protocol):
     """A provider of binaries."""
 
     def find(self, variant: Variant) -> tuple[Binary, bytes] | None:
@@ -118,7 +118,7 @@ class BinaryLauncher:
     Not thread-safe; the device's context must be current in the calling thread.
     """
 
-    def __init__(self, sources: Sequence[Source], driver: Driver, device: torch.device) -> None:
+    def __init__(self, sources: Sequence[BinarySource], driver: Driver, device: torch.device) -> None:
         self._sources = sources
         self._driver = driver
         self._device = device

@@ -41,7 +41,7 @@ class Binary:
         return asdict(self)
 
 
-class Library:
+class CudaLibrary:
     """The binaries for one device."""
 
     def __init__(self, folder: Path, binaries: dict[str, Binary]) -> None:
@@ -59,7 +59,7 @@ class Library:
         return binary, path.read_bytes()
 
 
-def open_library(root: Path, capability: tuple[int, int]) -> tuple[Library | None, str]:
+def open_library(root: Path, capability: tuple[int, int]) -> tuple[CudaLibrary | None, str]:
     """Open the binaries in `root` for a device of this capability. Returns them and a description
     for logs; None: there are none.
 
@@ -76,7 +76,7 @@ def open_library(root: Path, capability: tuple[int, int]) -> tuple[Library | Non
         binaries = _read_index(folder / INDEX)
     except (OSError, ValueError, KeyError, TypeError) as error:
         return None, f"{folder} is unusable: {error}"
-    return Library(folder, binaries), f"{len(binaries)} in {folder}"
+    return CudaLibrary(folder, binaries), f"{len(binaries)} in {folder}"
 
 
 def architecture_folder(root: Path, architecture: int) -> Path:

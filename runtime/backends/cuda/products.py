@@ -32,7 +32,7 @@ MAX_INTEGER_ROWS = 512
 MIN_ROW_ARCHITECTURE = 90
 
 
-class Products:
+class CudaProducts:
     """The products of one model. Not thread-safe."""
 
     def __init__(self, launch: Launcher, dtype: str, *, rows_by_kernel: bool) -> None:

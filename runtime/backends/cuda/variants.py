@@ -142,7 +142,7 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     """The dimensions of a model that select its variants."""
 
     dtype: str
@@ -158,7 +158,7 @@ class Shape:
     block_size: int
 
 
-def why_not(shape: Shape) -> str | None:
+def why_not(shape: ModelShape) -> str | None:
     """The reason why the kernels do not support a model of this shape; None: they do."""
     if shape.dtype not in DTYPES or shape.norm_dtype not in DTYPES:
         return f"the kernels support {', '.join(DTYPES)}, but this model computes in {shape.dtype}"
@@ -173,7 +173,7 @@ def why_not(shape: Shape) -> str | None:
     return None
 
 
-def decode_variant(shape: Shape, *, is_split: bool, num_stages: int = 3) -> Variant:
+def decode_variant(shape: ModelShape, *, is_split: bool, num_stages: int = 3) -> Variant:
     padded = power_of_2(shape.head_dim)
     constants = {
         "HEAD_DIM": shape.head_dim,
@@ -197,18 +197,18 @@ def decode_stages(architecture: int) -> int:
     return max(DECODE_STAGES) if architecture >= 90 else min(DECODE_STAGES)
 
 
-def decode_keys(shape: Shape) -> int:
+def decode_keys(shape: ModelShape) -> int:
     """The number of keys that a program of `decode_attention` reads at a time."""
     return 64 if power_of_2(shape.head_dim) <= 128 and shape.dtype != "fp32" else 32
 
 
-def merge_variant(shape: Shape) -> Variant:
+def merge_variant(shape: ModelShape) -> Variant:
     padded = power_of_2(shape.head_dim)
     constants = {"HEAD_DIM": shape.head_dim, "PADDED_DIM": padded, "SPLITS": MAX_SPLITS}
     return Variant("merge_splits", shape.dtype, tuple(constants.items()), num_warps=8 if padded > 128 else 4)
 
 
-def chunk_variant(shape: Shape) -> Variant:
+def chunk_variant(shape: ModelShape) -> Variant:
     padded = power_of_2(shape.head_dim)
     constants = {
         "HEAD_DIM": shape.head_dim,
@@ -221,14 +221,14 @@ def chunk_variant(shape: Shape) -> Variant:
     return Variant("chunk_attention", shape.dtype, tuple(constants.items()), num_warps=num_warps)
 
 
-def norm_variant(shape: Shape, *, adds: bool) -> Variant:
+def norm_variant(shape: ModelShape, *, adds: bool) -> Variant:
     padded = power_of_2(shape.hidden_size)
     constants = {"SIZE": shape.hidden_size, "PADDED": padded, "ADDS": int(adds)}
     num_warps = 16 if padded > 8192 else 8 if padded > 2048 else 4
     return Variant("rms_norm", shape.dtype, tuple(constants.items()), shape.norm_dtype, num_warps=num_warps)
 
 
-def place_variant(shape: Shape) -> Variant:
+def place_variant(shape: ModelShape) -> Variant:
     num_rest = shape.head_dim - shape.rotary_dim
     constants = {
         "HEAD_DIM": shape.head_dim,
@@ -242,7 +242,7 @@ def place_variant(shape: Shape) -> Variant:
     return Variant("place_heads", shape.dtype, tuple(constants.items()), norm_dtype)
 
 
-def gate_variant(shape: Shape) -> Variant:
+def gate_variant(shape: ModelShape) -> Variant:
     constants = {"SIZE": shape.inner_size, "KIND": ACTIVATIONS[shape.activation], "PIECE": PIECE}
     return Variant("gate", shape.dtype, tuple(constants.items()))
 
@@ -324,7 +324,7 @@ def race_variant(*, has_tokens: bool) -> Variant:
     return Variant("race", "fp32", (("HAS_TOKENS", int(has_tokens)), ("PIECE", PIECE)))
 
 
-def variants_of(shape: Shape) -> tuple[Variant, ...]:
+def variants_of(shape: ModelShape) -> tuple[Variant, ...]:
     """All variants that generation with such a model may launch."""
     products = dict.fromkeys(
         product_variant(shape.dtype, num_in, adds=adds)
@@ -368,7 +368,7 @@ def usual_variants(block_size: int = 16) -> tuple[Variant, ...]:
             (128, 4, 4096, 4096, 12288, True),  # Qwen3-8B
             (128, 5, 5120, 5120, 17408, True),  # Qwen3-14B
         ):
-            shape = Shape(
+            shape = ModelShape(
                 dtype=dtype,
                 norm_dtype=dtype,
                 hidden_size=hidden_size,
@@ -414,13 +414,13 @@ def short_name(dtype: torch.dtype) -> str:
     return _NAMES.get(name, name)
 
 
-def shape_of(executor: TorchExecutor, block_size: int) -> Shape:
+def shape_of(executor: TorchExecutor, block_size: int) -> ModelShape:
     # That all norms are stored alike is checked elsewhere.
     norm = executor.norm.weight
     return _shape(executor.spec, short_name(executor.dtype), short_name(norm.dtype), block_size)
 
 
-def shape_of_config(config: DecoderConfig, block_size: int) -> tuple[Shape, ...]:
+def shape_of_config(config: DecoderConfig, block_size: int) -> tuple[ModelShape, ...]:
     """The shapes of a model known only by its config: in the config's dtype, with norms in that and
     in fp32.
     """
@@ -429,8 +429,8 @@ def shape_of_config(config: DecoderConfig, block_size: int) -> tuple[Shape, ...]
     return tuple(_shape(spec, name, norm, block_size) for norm in dict.fromkeys((name, "fp32")))
 
 
-def _shape(spec: DecoderSpec, dtype: str, norm_dtype: str, block_size: int) -> Shape:
-    return Shape(
+def _shape(spec: DecoderSpec, dtype: str, norm_dtype: str, block_size: int) -> ModelShape:
+    return ModelShape(
         dtype=dtype,
         norm_dtype=norm_dtype,
         hidden_size=spec.hidden_size,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ....loader.timeline import Timeline
-from .launch import BinaryLauncher, Driver, Launcher, Source
+from .launch import BinaryLauncher, BinarySource, Driver, Launcher
 from .library import open_library
 
 WARM_UP_SIZE = 256
@@ -32,7 +32,7 @@ def open_launcher(device: torch.device, folder: Path | None) -> tuple[Launcher, 
     Raises ImportError or OSError without any source of kernels.
     """
     major, minor = torch.cuda.get_device_capability(device)
-    sources: list[Source] = []
+    sources: list[BinarySource] = []
     descriptions: list[str] = []
     if folder is not None:
         library, found = open_library(folder, (major, minor))

@@ -11,10 +11,10 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ...models.adapter import Adapter, AdapterSite, AdapterWeights, Place
+from ...models.adapter import Adapter, AdapterPlace, AdapterSite, AdapterWeights
 from ...step.batch import SequenceSpan
 from . import arrays, records
-from .products import Matrix, Weight
+from .products import MatrixRecord, Weight
 
 if TYPE_CHECKING:
     from ....loader.native.library import Library
@@ -24,7 +24,7 @@ MAX_RUN_ROWS = 64  # of a chunk: a prompt's rows are several, which threads shar
 _POINTER, _INT64, _INT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 
-class AdapterPart(ctypes.Structure):
+class AdapterPartRecord(ctypes.Structure):
     """`tn_adapter_part`"""
 
     _fields_ = (
@@ -40,13 +40,13 @@ class AdapterPart(ctypes.Structure):
 class AdapterSiteRecord(ctypes.Structure):
     """`tn_adapter_site`"""
 
-    _fields_ = (("a", Matrix), ("parts", ctypes.POINTER(AdapterPart)), ("num_parts", _INT64))
+    _fields_ = (("a", MatrixRecord), ("parts", ctypes.POINTER(AdapterPartRecord)), ("num_parts", _INT64))
 
 
 class AdapterLayer(ctypes.Structure):
     """`tn_adapter_layer`"""
 
-    _fields_ = (("sites", AdapterSiteRecord * len(Place)),)
+    _fields_ = (("sites", AdapterSiteRecord * len(AdapterPlace)),)
 
 
 class AdapterRun(ctypes.Structure):
@@ -69,7 +69,7 @@ class AdaptedStepArgs(ctypes.Structure):
 
 
 STRUCTS: Mapping[str, type[ctypes.Structure]] = {
-    "tn_adapter_part": AdapterPart,
+    "tn_adapter_part": AdapterPartRecord,
     "tn_adapter_site": AdapterSiteRecord,
     "tn_adapter_layer": AdapterLayer,
     "tn_adapter_run": AdapterRun,
@@ -90,9 +90,9 @@ class AdapterRecords:
 
     def _site(self, site: AdapterSite) -> AdapterSiteRecord:
         a = Weight(site.a.array)
-        parts = (AdapterPart * len(site.parts))(
+        parts = (AdapterPartRecord * len(site.parts))(
             *(
-                AdapterPart(
+                AdapterPartRecord(
                     b=arrays.address(part.b.array),
                     first=part.first,
                     num_out=part.num_out,
@@ -129,7 +129,7 @@ class AdaptedSteps:
         self._step = library.functions.tn_adapted_decoder_step
         self._step.argtypes = [ctypes.POINTER(AdaptedStepArgs)]
         self._records: weakref.WeakKeyDictionary[Adapter, AdapterRecords] = weakref.WeakKeyDictionary()
-        self._low = arrays.Scratch()
+        self._low = arrays.NativeScratch()
 
     def runs(self, spans: Sequence[SequenceSpan]) -> StepRuns:
         """Neighbouring rows of one adapter are one run, up to a bound. At least one of the spans has one."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SLAB_ALIGNMENT = 64  # bytes
 
 
-class DType(enum.IntEnum):
+class NativeDType(enum.IntEnum):
     """`tn_dtype` of core.h."""
 
     F32 = 0
@@ -36,16 +36,16 @@ class DType(enum.IntEnum):
 
 
 _DTYPES = {
-    np.dtype(np.float32): DType.F32,
-    np.dtype(np.uint16): DType.BF16,
-    np.dtype(np.float16): DType.F16,
-    np.dtype(np.int8): DType.I8,
-    np.dtype(np.uint8): DType.U8,
-    np.dtype(np.int16): DType.I16,
+    np.dtype(np.float32): NativeDType.F32,
+    np.dtype(np.uint16): NativeDType.BF16,
+    np.dtype(np.float16): NativeDType.F16,
+    np.dtype(np.int8): NativeDType.I8,
+    np.dtype(np.uint8): NativeDType.U8,
+    np.dtype(np.int16): NativeDType.I16,
 }
 
 
-class Scratch:
+class NativeScratch:
     """Memory of one caller, aligned to 64 bytes, for the core's use during one call. Grows."""
 
     __slots__ = ("_first", "_memory")
@@ -63,7 +63,7 @@ class Scratch:
         return self._first
 
 
-def dtype_of(array: Array) -> DType:
+def dtype_of(array: Array) -> NativeDType:
     """Raises `ValueError` for a dtype that the core does not have."""
     dtype = _DTYPES.get(array.dtype)
     if dtype is None:

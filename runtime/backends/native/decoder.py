@@ -25,7 +25,7 @@ from .operations import ACTIVATIONS, MAX_HEAD_DIM, NORMS, ROTARIES, Operations
 from .pools import Pool, Spans, check_ids
 from .products import Products
 from .tables import turn_tables
-from .weights import WEIGHTS, Parts, refusal_of_tensors, vector_of
+from .weights import WEIGHTS, ProjectionParts, refusal_of_tensors, vector_of
 
 if TYPE_CHECKING:
     from ....loader.native.library import Library
@@ -117,7 +117,7 @@ def refusal_of_spec(spec: DecoderSpec) -> str | None:
     return refusal_of(spec, {**IMPLEMENTED, **as_the_main_one}, NAME)
 
 
-class Step(Struct, frozen=True, eq=False):
+class NativeStep(Struct, frozen=True, eq=False):
     """The state that all layers share in one pass. Keeps the arrays alive whose addresses the core gets."""
 
     batch: StepBatch
@@ -148,15 +148,15 @@ class NativeDecoder:
         # Of matrices that are converted there would be no rows yet.
         self.scores_in_strips = weights.head.is_settled and len(weights.head.matrices()) == 1
         self._scratch_bytes = library.functions.tn_decoder_scratch_bytes
-        self._scratch_bytes.argtypes = [ctypes.POINTER(records.Decoder), ctypes.c_int64]
+        self._scratch_bytes.argtypes = [ctypes.POINTER(records.DecoderRecord), ctypes.c_int64]
         self._scratch_bytes.restype = ctypes.c_int64
         self._turns, self._local_turns = turn_tables(spec)
-        self._scratch = arrays.Scratch()
-        self._layers = (records.DecoderLayer * spec.num_layers)()
-        self._parts: dict[int, tuple[Parts, ...]] = {}  # of the layers whose records are there
-        self._head: Parts | None = None
+        self._scratch = arrays.NativeScratch()
+        self._layers = (records.DecoderLayerRecord * spec.num_layers)()
+        self._parts: dict[int, tuple[ProjectionParts, ...]] = {}  # of the layers whose records are there
+        self._head: ProjectionParts | None = None
         self._pool: tuple[Any, Pool] | None = None  # that of the last step
-        self._record = records.Decoder(
+        self._record = records.DecoderRecord(
             layers=self._layers,
             hidden_size=spec.hidden_size,
             intermediate_size=spec.intermediate_size,
@@ -186,7 +186,7 @@ class NativeDecoder:
         factor = self._spec.embedding_scale
         return self._operations.embed(table.weight.array, scale, batch.tokens, out, factor)
 
-    def begin(self, batch: StepBatch, kv: Any) -> Step:
+    def begin(self, batch: StepBatch, kv: Any) -> NativeStep:
         """Raises `ValueError` for rows, slots or blocks that do not fit."""
         pool = self._pool_of(kv)
         spec, num_rows = self._spec, len(batch.tokens)
@@ -200,14 +200,14 @@ class NativeDecoder:
         if not num_rows == len(batch.positions) == len(batch.slots):
             raise ValueError("tokens, positions and slots must be equally many")
         local = None if self._local_turns is None else self._local_turns.up_to(end)
-        return Step(batch, pool, spans, self._turns.up_to(end), local, self._runs(batch))
+        return NativeStep(batch, pool, spans, self._turns.up_to(end), local, self._runs(batch))
 
-    def layers(self, step: Step, first: int, end: int, x: Array) -> Array:
+    def layers(self, step: NativeStep, first: int, end: int, x: Array) -> Array:
         """x (T, hidden_size) through the layers [first, end), in place."""
         self._run(step, first, end, x, WHOLE_LAYERS)
         return x
 
-    def route(self, step: Step, layer: int, x: Array) -> tuple[Array, Int64s]:
+    def route(self, step: NativeStep, layer: int, x: Array) -> tuple[Array, Int64s]:
         """x (T, hidden_size) through the layer's attention, in place, and the experts of its rows."""
         experts = self._spec.experts
         assert experts is not None
@@ -215,13 +215,13 @@ class NativeDecoder:
         self._run(step, layer, layer + 1, x, UP_TO_ROUTER, chosen)
         return x, chosen
 
-    def experts(self, step: Step, layer: int, x: Array) -> Array:
+    def experts(self, step: NativeStep, layer: int, x: Array) -> Array:
         """x (T, hidden_size) through the layer's experts, in place. The router chooses again, and the same."""
         self._run(step, layer, layer + 1, x, FROM_ROUTER_ON)
         return x
 
     def _run(
-        self, step: Step, first: int, end: int, x: Array, half: int, chosen: Int64s | None = None
+        self, step: NativeStep, first: int, end: int, x: Array, half: int, chosen: Int64s | None = None
     ) -> None:
         num_rows = len(step.batch.tokens)
         if x.shape != (num_rows, self._spec.hidden_size) or x.dtype != self._spec.dtype.numpy:
@@ -260,7 +260,7 @@ class NativeDecoder:
         if not len(rows):
             return out
         normed = self._final_norm(x, rows)
-        head = self._head or Parts(self._weights.head.matrices())
+        head = self._head or ProjectionParts(self._weights.head.matrices())
         first = 0
         for number, weight in enumerate(head.weights):
             columns = out[:, first : first + weight.num_out]
@@ -275,7 +275,7 @@ class NativeDecoder:
         out = np.empty((len(rows), end - first), np.float32)
         if not len(rows):
             return out
-        self._head = self._head or Parts(self._weights.head.matrices())
+        self._head = self._head or ProjectionParts(self._weights.head.matrices())
         own = self._head.weights[0].rows(first, end)
         self._products.linear(self._head.input_of(0, self._final_norm(x, rows)), own, out)
         return self._scaled_and_capped(out)
@@ -313,7 +313,7 @@ class NativeDecoder:
             self._adapted = AdaptedSteps(self._library)
         return self._adapted.runs(batch.spans)
 
-    def _fill(self, index: int) -> tuple[Parts, ...]:
+    def _fill(self, index: int) -> tuple[ProjectionParts, ...]:
         """The layer's record, which reads these matrices. Its weights are there.
 
         The matrices are kept, and the record with them, once they are settled: others are made anew by each step until
@@ -321,7 +321,7 @@ class NativeDecoder:
         """
         layer = self._weights.layers[index]
         parts = {
-            name: Parts(projection.matrices())
+            name: ProjectionParts(projection.matrices())
             for name, projection in (
                 ("qkv", layer.qkv),
                 ("output", layer.output),
@@ -331,7 +331,7 @@ class NativeDecoder:
             )
             if projection is not None
         }
-        record = records.DecoderLayer(
+        record = records.DecoderLayerRecord(
             attention_norm=vector_of(layer.attention_norm),
             query_norm=vector_of(layer.query_norm),
             key_norm=vector_of(layer.key_norm),
@@ -344,7 +344,8 @@ class NativeDecoder:
             **{name: part.record for name, part in parts.items()},
         )
         experts = [
-            (Parts(expert.gate_up.matrices()), Parts(expert.down.matrices())) for expert in layer.experts
+            (ProjectionParts(expert.gate_up.matrices()), ProjectionParts(expert.down.matrices()))
+            for expert in layer.experts
         ]
         if any(part.permuted_size for part in (*itertools.chain(*experts), *_of(parts, "router"))):
             raise ModelError(
@@ -367,7 +368,7 @@ class NativeDecoder:
         return filled
 
 
-def _of(parts: Mapping[str, Parts], name: str) -> list[Parts]:
+def _of(parts: Mapping[str, ProjectionParts], name: str) -> list[ProjectionParts]:
     return [parts[name]] if name in parts else []
 
 

@@ -21,7 +21,7 @@ from .pooling import chosen_rows, normalize, pooled
 from .pools import check_ids
 from .products import Products
 from .tables import DistanceTables, TurnTable
-from .weights import Parts, refusal_of_tensors, vector_of
+from .weights import ProjectionParts, refusal_of_tensors, vector_of
 
 if TYPE_CHECKING:
     from ....loader.native.library import Library
@@ -95,19 +95,19 @@ class NativeEncoder:
         self._products = Products(library)
         self._operations = Operations(library)
         self._scratch_bytes = library.functions.tn_encoder_scratch_bytes
-        self._scratch_bytes.argtypes = [ctypes.POINTER(records.Encoder), ctypes.c_int64]
+        self._scratch_bytes.argtypes = [ctypes.POINTER(records.EncoderRecord), ctypes.c_int64]
         self._scratch_bytes.restype = ctypes.c_int64
-        self._scratch = arrays.Scratch()
+        self._scratch = arrays.NativeScratch()
         self._no_bias = Tensor(DType.F32, np.zeros(spec.hidden_size, np.float32))
         self._distances = DistanceTables(spec, weights)
         self._turns = None if spec.rotary is None else TurnTable(spec.rotary, spec.dtype)
         self._local_turns = None if spec.local_rotary is None else TurnTable(spec.local_rotary, spec.dtype)
-        self._layers = (records.EncoderLayer * spec.num_layers)()
+        self._layers = (records.EncoderLayerRecord * spec.num_layers)()
         self._parts = [self._fill(index) for index in range(spec.num_layers)]
         self._positions: list[Array | None] = [
             None
         ] * spec.num_layers  # of disentangled positions, once computed
-        self._record = records.Encoder(
+        self._record = records.EncoderRecord(
             layers=self._layers,
             hidden_size=spec.hidden_size,
             intermediate_size=spec.intermediate_size,
@@ -215,7 +215,7 @@ class NativeEncoder:
         """x times all matrices of the projection, side by side."""
         parts = [
             self._products.linear(x, weight, np.empty((len(x), weight.num_out), dtype))
-            for weight in Parts(projection.matrices()).weights
+            for weight in ProjectionParts(projection.matrices()).weights
         ]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
@@ -244,15 +244,17 @@ class NativeEncoder:
         self._layers[index].position_queries = arrays.address(both)
         self._layers[index].position_keys = arrays.address(both) + both[0].nbytes
 
-    def _fill(self, index: int) -> tuple[Parts, ...]:
+    def _fill(self, index: int) -> tuple[ProjectionParts, ...]:
         """The layer's record, and what it refers to."""
         layer = self._weights.layers[index]
-        parts = tuple(Parts(each.matrices()) for each in (layer.qkv, layer.output, layer.up, layer.down))
+        parts = tuple(
+            ProjectionParts(each.matrices()) for each in (layer.qkv, layer.output, layer.up, layer.down)
+        )
         vectors = []
         for norm in (layer.attention_norm, layer.mlp_norm):
             weight, bias = (None, None) if norm is None else (norm.weight, norm.bias or self._no_bias)
             vectors += [vector_of(weight), vector_of(bias)]
-        self._layers[index] = records.EncoderLayer(
+        self._layers[index] = records.EncoderLayerRecord(
             *(part.record for part in parts), *vectors, window=self._spec.windows[index] or 0
         )
         return parts

@@ -15,7 +15,7 @@ from ...models.matrices import Tensor
 from ...models.spec import Activation
 from ...step.batch import Int64s
 from . import arrays, records
-from .arrays import DType
+from .arrays import NativeDType
 from .pools import check_ids
 from .products import is_group_count
 from .weights import vector_of
@@ -215,6 +215,6 @@ def check_starts(starts: Int64s, num_rows: int) -> None:
 def _check_rows(array: Array, shape: tuple[int, ...], dtype: Any = None) -> None:
     if array.shape != shape or (dtype is not None and array.dtype != dtype):
         raise ValueError(f"rows must be {shape} {dtype or ''}, not {array.shape} {array.dtype}")
-    if arrays.dtype_of(array) not in (DType.F32, DType.BF16):
+    if arrays.dtype_of(array) not in (NativeDType.F32, NativeDType.BF16):
         raise ValueError(f"rows must be fp32 or bf16 (as uint16), not {array.dtype}")
     arrays.check_contiguous(array, "rows")

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...step.batch import Int64s, SequenceSpan
 from . import arrays, records
-from .arrays import DType
+from .arrays import NativeDType
 
 if TYPE_CHECKING:
     from .arrays import Array
@@ -52,7 +52,7 @@ class Pool:
             return cls(kv.codes, kv.scales, kv.block_size)
         return cls(kv.data, None, kv.block_size)
 
-    def takes(self, dtype: DType) -> bool:
+    def takes(self, dtype: NativeDType) -> bool:
         """True if rows of this dtype go in and come out."""
         return dtype in (self.record.dtype, self.record.scale_dtype if self.record.scale else -1)
 
@@ -82,9 +82,9 @@ class Spans:
         check_ids(self._blocks, pool.num_slots // pool.block_size, "a block")
         base = arrays.address(self._blocks)
         self.num = len(spans)
-        self.records = (records.Span * len(spans))(
+        self.records = (records.SpanRecord * len(spans))(
             *(
-                records.Span(span.start, span.length, span.context_len, base + 8 * first)
+                records.SpanRecord(span.start, span.length, span.context_len, base + 8 * first)
                 for span, first in zip(spans, firsts, strict=True)
             )
         )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from . import arrays
-from .arrays import DType
+from .arrays import NativeDType
 
 if TYPE_CHECKING:
     from ....loader.native.library import Library
@@ -22,10 +22,10 @@ _GROUP_STEP = 32
 _RUN = 64  # columns of 4 bits whose bytes lie together
 _ZERO_RANGE = (-129, 128)  # of I16: less one of these, 8 bits are still exact as bf16
 _E2M1_GROUP = 32  # columns that share a scale
-_FLOATS = (DType.F32, DType.BF16, DType.F16)
+_FLOATS = (NativeDType.F32, NativeDType.BF16, NativeDType.F16)
 
 
-class Matrix(ctypes.Structure):
+class MatrixRecord(ctypes.Structure):
     """`tn_matrix` of core.h."""
 
     _fields_ = (
@@ -48,7 +48,7 @@ class LinearArgs(ctypes.Structure):
 
     _fields_ = (
         ("size", ctypes.c_size_t),
-        ("weight", ctypes.POINTER(Matrix)),
+        ("weight", ctypes.POINTER(MatrixRecord)),
         ("x", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("num_rows", ctypes.c_int64),
@@ -87,15 +87,15 @@ class Weight:
         dtype = arrays.dtype_of(data)
         if data.ndim != 2 or 0 in data.shape:
             raise ValueError(f"weights must be (num_out, num_in), not {data.shape}")
-        if dtype is DType.U8:
-            is_e2m1 = scale is not None and arrays.dtype_of(scale) is DType.U8
-            dtype = DType.E2M1 if is_e2m1 else DType.U4
+        if dtype is NativeDType.U8:
+            is_e2m1 = scale is not None and arrays.dtype_of(scale) is NativeDType.U8
+            dtype = NativeDType.E2M1 if is_e2m1 else NativeDType.U4
         self.num_out = int(data.shape[0])
-        self.num_in = int(data.shape[1]) * (2 if dtype in (DType.U4, DType.E2M1) else 1)
-        if dtype not in (*_FLOATS, DType.I8, DType.U4, DType.E2M1):
+        self.num_in = int(data.shape[1]) * (2 if dtype in (NativeDType.U4, NativeDType.E2M1) else 1)
+        if dtype not in (*_FLOATS, NativeDType.I8, NativeDType.U4, NativeDType.E2M1):
             raise ValueError(f"no product with weights of {data.dtype}")
         self._arrays = (data, scale, zero, bias)
-        if dtype is DType.E2M1:
+        if dtype is NativeDType.E2M1:
             row_step = _row_step(data, scale, bias)
         else:
             row_step = 0
@@ -104,7 +104,7 @@ class Weight:
                     arrays.check_contiguous(array, what)
         if bias is not None and (bias.shape != (self.num_out,) or arrays.dtype_of(bias) not in _FLOATS):
             raise ValueError(f"bias must be ({self.num_out},) floats, not {bias.shape} {bias.dtype}")
-        self.record = Matrix(
+        self.record = MatrixRecord(
             data=arrays.address(data),
             scale=arrays.address_or_null(scale),
             zero=arrays.address_or_null(zero),
@@ -124,13 +124,13 @@ class Weight:
         assert data is not None
         return Weight(data, scale=scale, zero=zero, bias=bias)
 
-    def _check_groups(self, dtype: DType, scale: Array | None, zero: Array | None) -> int:
+    def _check_groups(self, dtype: NativeDType, scale: Array | None, zero: Array | None) -> int:
         """The group size, 0 for floats."""
         if dtype in _FLOATS:
             if scale is not None or zero is not None:
                 raise ValueError("weights of floats have no scales and no zeros")
             return 0
-        if dtype is DType.E2M1:
+        if dtype is NativeDType.E2M1:
             if scale is None or scale.shape != (self.num_out, self.num_in // _E2M1_GROUP) or zero is not None:
                 raise ValueError(
                     f"MXFP4 needs a scale for each {_E2M1_GROUP} of {self.num_in} columns, and no zeros"
@@ -138,11 +138,11 @@ class Weight:
             if self.num_in % _E2M1_GROUP:
                 raise ValueError(f"rows of MXFP4 must be a multiple of {_E2M1_GROUP}, not {self.num_in}")
             return _E2M1_GROUP
-        if dtype is DType.U4 and self.num_in % _RUN:
+        if dtype is NativeDType.U4 and self.num_in % _RUN:
             raise ValueError(f"rows of 4 bits must be a multiple of {_RUN}, not {self.num_in}")
         if scale is None or scale.ndim != 2 or len(scale) != self.num_out or not scale.shape[1]:
             raise ValueError(f"integers need scales of ({self.num_out}, groups)")
-        if arrays.dtype_of(scale) not in (DType.F32, DType.BF16, DType.F16):
+        if arrays.dtype_of(scale) not in (NativeDType.F32, NativeDType.BF16, NativeDType.F16):
             raise ValueError(f"scales must be fp32, bf16 or fp16, not {scale.dtype}")
         if not is_group_count(scale.shape[1], self.num_in):
             raise ValueError(
@@ -153,19 +153,19 @@ class Weight:
             self._check_zero(dtype, scale, zero)
         return self.num_in // int(scale.shape[1])
 
-    def _check_zero(self, dtype: DType, scale: Array, zero: Array) -> None:
-        expected = DType.U8 if dtype is DType.U4 else DType.I16
+    def _check_zero(self, dtype: NativeDType, scale: Array, zero: Array) -> None:
+        expected = NativeDType.U8 if dtype is NativeDType.U4 else NativeDType.I16
         if zero.shape != scale.shape or arrays.dtype_of(zero) is not expected:
             raise ValueError(f"zeros must be {scale.shape} {expected.name}, not {zero.shape} {zero.dtype}")
         least, most = _ZERO_RANGE
-        if expected is DType.I16 and not (least <= int(zero.min()) and int(zero.max()) <= most):
+        if expected is NativeDType.I16 and not (least <= int(zero.min()) and int(zero.max()) <= most):
             raise ValueError(f"zeros of 8 bits must be from {least} to {most}")
 
 
-def _scale_dtype(dtype: DType, scale: Array | None) -> DType:
+def _scale_dtype(dtype: NativeDType, scale: Array | None) -> NativeDType:
     if scale is None:
-        return DType.F32  # not looked at
-    return DType.E8M0 if dtype is DType.E2M1 else arrays.dtype_of(scale)
+        return NativeDType.F32  # not looked at
+    return NativeDType.E8M0 if dtype is NativeDType.E2M1 else arrays.dtype_of(scale)
 
 
 def _row_step(data: Array, scale: Array | None, bias: Array | None) -> int:
@@ -186,7 +186,7 @@ class Products:
 
     def __init__(self, library: Library) -> None:
         """Raises `NativeLibraryError` where the library was built from other declarations."""
-        library.check_struct("tn_matrix", Matrix)
+        library.check_struct("tn_matrix", MatrixRecord)
         library.check_struct("tn_linear_args", LinearArgs)
         self._linear = library.functions.tn_linear
         self._linear.argtypes = [ctypes.POINTER(LinearArgs)]
@@ -219,7 +219,7 @@ class Products:
             x_dtype=arrays.dtype_of(x),
             out_dtype=arrays.dtype_of(out),
         )
-        scratch = arrays.Scratch()
+        scratch = arrays.NativeScratch()
         if scratch_bytes := int(self._scratch_bytes(ctypes.byref(args))):
             args.packed = scratch.address_of(scratch_bytes)
         status = self._linear(ctypes.byref(args))
@@ -230,5 +230,5 @@ class Products:
 def _check_rows(array: Array, num_columns: int, what: str) -> None:
     if array.ndim != 2 or array.shape[1] != num_columns:
         raise ValueError(f"{what} must be (rows, {num_columns}), not {array.shape}")
-    if arrays.dtype_of(array) not in (DType.F32, DType.BF16) or not array.flags.aligned:
+    if arrays.dtype_of(array) not in (NativeDType.F32, NativeDType.BF16) or not array.flags.aligned:
         raise ValueError(f"{what} must be aligned fp32 or bf16 (as uint16), not {array.dtype}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING
 
-from .products import LinearArgs, Matrix
+from .products import LinearArgs, MatrixRecord
 
 if TYPE_CHECKING:
     from ....loader.native.library import Library
@@ -133,7 +133,7 @@ class HeadsArgs(ctypes.Structure):
     )
 
 
-class Span(ctypes.Structure):
+class SpanRecord(ctypes.Structure):
     """`tn_span`"""
 
     _fields_ = (("start", _INT64), ("length", _INT64), ("context_len", _INT64), ("blocks", _POINTER))
@@ -194,17 +194,17 @@ class TextAttentionArgs(ctypes.Structure):
     )
 
 
-class Part(ctypes.Structure):
+class PartRecord(ctypes.Structure):
     """`tn_part`"""
 
-    _fields_ = (("matrix", Matrix), ("columns", _POINTER))
+    _fields_ = (("matrix", MatrixRecord), ("columns", _POINTER))
 
 
-class Projection(ctypes.Structure):
+class ProjectionRecord(ctypes.Structure):
     """`tn_projection`"""
 
     _fields_ = (
-        ("parts", ctypes.POINTER(Part)),
+        ("parts", ctypes.POINTER(PartRecord)),
         ("num_parts", _INT64),
         ("num_in", _INT64),
         ("num_out", _INT64),
@@ -214,10 +214,10 @@ class Projection(ctypes.Structure):
 class Expert(ctypes.Structure):
     """`tn_expert`"""
 
-    _fields_ = (("gate_up", Projection), ("down", Projection))
+    _fields_ = (("gate_up", ProjectionRecord), ("down", ProjectionRecord))
 
 
-class DecoderLayer(ctypes.Structure):
+class DecoderLayerRecord(ctypes.Structure):
     """`tn_decoder_layer`"""
 
     _fields_ = (
@@ -227,11 +227,11 @@ class DecoderLayer(ctypes.Structure):
         ("attention_output_norm", Vector),
         ("mlp_norm", Vector),
         ("mlp_output_norm", Vector),
-        ("qkv", Projection),
-        ("output", Projection),
-        ("gate_up", Projection),
-        ("down", Projection),
-        ("router", Projection),
+        ("qkv", ProjectionRecord),
+        ("output", ProjectionRecord),
+        ("gate_up", ProjectionRecord),
+        ("down", ProjectionRecord),
+        ("router", ProjectionRecord),
         ("experts", ctypes.POINTER(Expert)),
         ("sinks", Vector),
         ("window", _INT64),
@@ -240,11 +240,11 @@ class DecoderLayer(ctypes.Structure):
     )
 
 
-class Decoder(ctypes.Structure):
+class DecoderRecord(ctypes.Structure):
     """`tn_decoder`"""
 
     _fields_ = (
-        ("layers", ctypes.POINTER(DecoderLayer)),
+        ("layers", ctypes.POINTER(DecoderLayerRecord)),
         ("hidden_size", _INT64),
         ("intermediate_size", _INT64),
         ("num_heads", _INT64),
@@ -279,7 +279,7 @@ class DecoderStepArgs(ctypes.Structure):
 
     _fields_ = (
         ("size", ctypes.c_size_t),
-        ("model", ctypes.POINTER(Decoder)),
+        ("model", ctypes.POINTER(DecoderRecord)),
         ("kv", ctypes.POINTER(KV)),
         ("spans", _POINTER),
         ("turns", _POINTER),
@@ -298,14 +298,14 @@ class DecoderStepArgs(ctypes.Structure):
     )
 
 
-class EncoderLayer(ctypes.Structure):
+class EncoderLayerRecord(ctypes.Structure):
     """`tn_encoder_layer`"""
 
     _fields_ = (
-        ("qkv", Projection),
-        ("output", Projection),
-        ("up", Projection),
-        ("down", Projection),
+        ("qkv", ProjectionRecord),
+        ("output", ProjectionRecord),
+        ("up", ProjectionRecord),
+        ("down", ProjectionRecord),
         ("attention_norm_weight", Vector),
         ("attention_norm_bias", Vector),
         ("mlp_norm_weight", Vector),
@@ -316,11 +316,11 @@ class EncoderLayer(ctypes.Structure):
     )
 
 
-class Encoder(ctypes.Structure):
+class EncoderRecord(ctypes.Structure):
     """`tn_encoder`"""
 
     _fields_ = (
-        ("layers", ctypes.POINTER(EncoderLayer)),
+        ("layers", ctypes.POINTER(EncoderLayerRecord)),
         ("hidden_size", _INT64),
         ("intermediate_size", _INT64),
         ("num_heads", _INT64),
@@ -340,7 +340,7 @@ class EncoderStepArgs(ctypes.Structure):
 
     _fields_ = (
         ("size", ctypes.c_size_t),
-        ("model", ctypes.POINTER(Encoder)),
+        ("model", ctypes.POINTER(EncoderRecord)),
         ("starts", _POINTER),
         ("turns", _POINTER),
         ("local_turns", _POINTER),
@@ -373,7 +373,7 @@ class MeanArgs(ctypes.Structure):
 
 
 STRUCTS: dict[str, type[ctypes.Structure]] = {
-    "tn_matrix": Matrix,
+    "tn_matrix": MatrixRecord,
     "tn_linear_args": LinearArgs,
     "tn_vector": Vector,
     "tn_embed_args": EmbedArgs,
@@ -382,18 +382,18 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "tn_activate_args": ActivateArgs,
     "tn_kv": KV,
     "tn_heads_args": HeadsArgs,
-    "tn_span": Span,
+    "tn_span": SpanRecord,
     "tn_attention_args": AttentionArgs,
     "tn_distances": Distances,
     "tn_text_attention_args": TextAttentionArgs,
-    "tn_part": Part,
-    "tn_projection": Projection,
+    "tn_part": PartRecord,
+    "tn_projection": ProjectionRecord,
     "tn_expert": Expert,
-    "tn_decoder_layer": DecoderLayer,
-    "tn_decoder": Decoder,
+    "tn_decoder_layer": DecoderLayerRecord,
+    "tn_decoder": DecoderRecord,
     "tn_decoder_step_args": DecoderStepArgs,
-    "tn_encoder_layer": EncoderLayer,
-    "tn_encoder": Encoder,
+    "tn_encoder_layer": EncoderLayerRecord,
+    "tn_encoder": EncoderRecord,
     "tn_encoder_step_args": EncoderStepArgs,
     "tn_mean_args": MeanArgs,
 }

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...models.adapter import Place
+from ...models.adapter import AdapterPlace
 from ...models.decoder_config import LayerRotary
 from ...models.matrices import (
     DecoderLayerWeights,
@@ -46,10 +46,12 @@ if TYPE_CHECKING:
 
     ReferenceStep = tuple[StepBatch, Pool, dict[LayerRotary, Floats]]
 
-Adapt = Callable[[Place, Floats, Floats], Floats]  # of a projection's input and output: the output, adapted
+Adapt = Callable[
+    [AdapterPlace, Floats, Floats], Floats
+]  # of a projection's input and output: the output, adapted
 
 
-def as_it_is(place: Place, x: Floats, y: Floats) -> Floats:
+def as_it_is(place: AdapterPlace, x: Floats, y: Floats) -> Floats:
     """Of rows without adapters."""
     return y
 
@@ -92,9 +94,9 @@ class ReferenceDecoder:
             normed = self._norm(x, layer.attention_norm)
             at = partial(_adapt, step[0], index, spec.dtype)
             attended = self._attend(
-                index, step, at(Place.QKV, normed, self._project(normed, layer.qkv, spec.dtype))
+                index, step, at(AdapterPlace.QKV, normed, self._project(normed, layer.qkv, spec.dtype))
             )
-            more = at(Place.OUTPUT, attended, self._project(attended, layer.output, spec.dtype))
+            more = at(AdapterPlace.OUTPUT, attended, self._project(attended, layer.output, spec.dtype))
             x = self._sum(x, self._norm(more, layer.attention_output_norm))
             if not spec.is_parallel:
                 normed = self._norm(x, layer.mlp_norm)
@@ -106,13 +108,13 @@ class ReferenceDecoder:
         if layer.gate_up is None or layer.down is None:
             assert isinstance(layer, DecoderLayerWeights)
             return self._mixture(layer, x)
-        gate, up = np.split(at(Place.GATE_UP, x, self._project(x, layer.gate_up, dtype)), 2, axis=1)
+        gate, up = np.split(at(AdapterPlace.GATE_UP, x, self._project(x, layer.gate_up, dtype)), 2, axis=1)
         experts = self._spec.experts
         if experts is not None and experts.swiglu is not None and isinstance(layer, ExpertWeights):
             inner = reference.clamped_swiglu(gate, up, experts.swiglu, dtype)
         else:
             inner = reference.activate(gate, up, self._spec.activation, dtype)
-        return at(Place.DOWN, inner, self._project(inner, layer.down, dtype))
+        return at(AdapterPlace.DOWN, inner, self._project(inner, layer.down, dtype))
 
     def _mixture(self, layer: DecoderLayerWeights, x: Floats) -> Floats:
         experts, dtype = self._spec.experts, self._spec.dtype
@@ -233,7 +235,7 @@ def _project(x: Floats, projection: Projection, dtype: DType) -> Floats:
     return np.concatenate([reference.product(x, matrix, dtype) for matrix in projection.matrices()], axis=1)
 
 
-def _adapt(batch: StepBatch, layer: int, dtype: DType, place: Place, x: Floats, y: Floats) -> Floats:
+def _adapt(batch: StepBatch, layer: int, dtype: DType, place: AdapterPlace, x: Floats, y: Floats) -> Floats:
     """y of the projection of x, with what the rows' adapters add to it."""
     for span in batch.spans:
         site = None if span.adapter is None else span.adapter.weights.layers[layer].get(place)

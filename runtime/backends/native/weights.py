@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _NONE = records.Vector()
 
 
-class Parts:
+class ProjectionParts:
     """A projection's matrices: `record` is what the core reads, `weights` the same one by one."""
 
     __slots__ = ("_columns", "_parts", "permuted_size", "record", "weights")
@@ -30,9 +30,9 @@ class Parts:
         """Raises `ModelError` for a matrix that the core does not multiply with."""
         self.weights = [_weight_of(matrix) for matrix in matrices]
         self._columns = [_order_of(matrix) for matrix in matrices]
-        self._parts = (records.Part * len(matrices))(
+        self._parts = (records.PartRecord * len(matrices))(
             *(
-                records.Part(weight.record, arrays.address_or_null(columns))
+                records.PartRecord(weight.record, arrays.address_or_null(columns))
                 for weight, columns in zip(self.weights, self._columns, strict=True)
             )
         )
@@ -40,7 +40,7 @@ class Parts:
         # Inputs of a row that are put into orders of the parts' own.
         self.permuted_size = num_in * sum(columns is not None for columns in self._columns)
         num_out = sum(weight.num_out for weight in self.weights)
-        self.record = records.Projection(self._parts, len(matrices), num_in, num_out)
+        self.record = records.ProjectionRecord(self._parts, len(matrices), num_in, num_out)
 
     def input_of(self, number: int, x: Array) -> Array:
         """x (T, K) as this one of the matrices takes it."""

@@ -80,7 +80,7 @@ Turns = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, (T, 1, rotary_di
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TorchStep:
     """The state that all layers share in one forward pass."""
 
     kv: TorchPool
@@ -139,7 +139,7 @@ class TorchExecutor:
             window: plan_attention(batch.spans, kv, num_heads=self.spec.num_heads, window=window)
             for window in set(self.spec.windows)
         }
-        return Step(kv, int64s(batch.slots, self.device), turns, plans)
+        return TorchStep(kv, int64s(batch.slots, self.device), turns, plans)
 
     @torch.inference_mode()
     def layers(self, step: Any, first: int, end: int, x: torch.Tensor) -> torch.Tensor:
@@ -228,7 +228,7 @@ class DecoderLayer:
         )
         self.mlp_output_norm = _norm(weights.mlp_output_norm, spec)
 
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, step: TorchStep) -> torch.Tensor:
         """May change x."""
         normed = x if self.attention_norm is None else self.attention_norm(x)
         x = self._sum(x, self.attention(normed, step), self.attention_output_norm)
@@ -269,7 +269,7 @@ class Attention:
         self.output = product_of(weights.output, device)
         self.sinks = None if weights.sinks is None else to_torch(weights.sinks)
 
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, step: TorchStep) -> torch.Tensor:
         heads = self.qkv(x).view(len(x), -1, self.head_dim)  # (T, query + key + value heads, head_dim)
         rotated = heads[:, : self.num_rotated]
         if self.head_norm is not None:

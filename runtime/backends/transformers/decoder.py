@@ -34,7 +34,7 @@ _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_le
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TransformersLimits:
     """The fields of the engine's `DecoderLimits` and `EncoderLimits`."""
 
     vocab_size: int
@@ -46,7 +46,7 @@ class Limits:
         return self.max_context
 
 
-def limits_of(settings: Any, labels: tuple[str, ...] = (), *, most: int | None = None) -> Limits:
+def limits_of(settings: Any, labels: tuple[str, ...] = (), *, most: int | None = None) -> TransformersLimits:
     """`settings` is a PretrainedConfig; `most` bounds the tokens further."""
     stated = (getattr(settings, key, None) for key in _LENGTH_KEYS)
     length = next((value for value in stated if isinstance(value, int) and value > 0), _UNSTATED_TOKENS)
@@ -54,7 +54,9 @@ def limits_of(settings: Any, labels: tuple[str, ...] = (), *, most: int | None =
     # Its positions begin after the padding's.
     if "roberta" in str(getattr(settings, "model_type", "")):
         offset = int(settings.pad_token_id or 0) + 1
-    return Limits(int(settings.vocab_size), min(length - offset, most or _MOST_TOKENS, _MOST_TOKENS), labels)
+    return TransformersLimits(
+        int(settings.vocab_size), min(length - offset, most or _MOST_TOKENS, _MOST_TOKENS), labels
+    )
 
 
 class TokenPool:
@@ -97,7 +99,7 @@ class TokenPool:
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedExecutor:
     """A stand-in for an executor, with its name for logs and metrics."""
 
     name: str
@@ -112,7 +114,7 @@ class TransformersDecoder:
     def __init__(self, module: Any, settings: Any, computes: ComputeDtype) -> None:
         self.config = limits_of(settings)
         self.computes = computes
-        self.executor = Named("transformers", f"transformers/{transformers.__version__}")
+        self.executor = NamedExecutor("transformers", f"transformers/{transformers.__version__}")
         self._module = module
         takes = inspect.signature(module.forward).parameters
         self._cache_name = next((name for name in _CACHE_NAMES if name in takes), None)

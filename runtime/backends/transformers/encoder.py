@@ -25,7 +25,7 @@ from ...weights import Weights
 from ..torch.encoder import pool_states
 from ..torch.layers import activation
 from ..torch.tensors import to_torch
-from .decoder import Named, limits_of
+from .decoder import NamedExecutor, limits_of
 
 
 class SentenceLayers:
@@ -68,7 +68,7 @@ class TransformersEncoder:
             labels = tuple(settings.id2label[index] for index in range(settings.num_labels))
         self.config = limits_of(settings, labels, most=most)
         self.computes = computes
-        self.executor = Named("transformers", f"transformers/{transformers.__version__}")
+        self.executor = NamedExecutor("transformers", f"transformers/{transformers.__version__}")
         self._module = module
         self._takes_types = "token_type_ids" in inspect.signature(module.forward).parameters
         self._sentence = sentence

@@ -21,7 +21,7 @@ from blake3 import blake3
 from msgspec import Struct
 
 from ....loader.errors import IntegrityError, UsageError
-from ....loader.format.json_object import MAX_INTEGER, Document, JsonObject, is_text, with_own_digest
+from ....loader.format.json_object import MAX_INTEGER, DocumentKind, JsonObject, is_text, with_own_digest
 from ....loader.format.manifest import PLANE_ALIGNMENT_BYTES, Blob, Codec, Plane, align
 from ...errors import SnapshotError, SnapshotMismatchError
 
@@ -49,7 +49,7 @@ MAX_BLOBS = 1_024
 MAX_PREFIXES = 1_024
 MAX_BLOCK_SIZE = 65_536
 
-SNAPSHOT = Document(
+SNAPSHOT = DocumentKind(
     SNAPSHOT_NAME,
     SnapshotError,
     "The file is damaged, or Teneral did not write it. Export the snapshot again.",

@@ -15,7 +15,7 @@ from tests.support.tiny_models import save_tiny
 
 from teneral.cli import run as teneral
 from teneral.handlers.batch.command import exit_code
-from teneral.handlers.batch.progress import JobProgress, Meter, ProgressLines, render
+from teneral.handlers.batch.progress import JobProgress, ProgressLines, ProgressMeter, render
 from teneral.handlers.batch.spec import JobReport, Status
 from teneral.loader.errors import LoadError, NoSpaceError, TeneralError, UnavailableError
 
@@ -160,7 +160,7 @@ def test_a_line_says_how_far_the_job_is() -> None:
     line = render(progress_of(200, 50, run_failed=3))
     assert " 25%  50 of 200  3 errors  50 tokens/s  30 s left" in line
     assert len(render(progress_of(10**6, 10**5), width=60)) <= 60
-    assert render(Meter().view()) == "batch  reading the input"
+    assert render(ProgressMeter().view()) == "batch  reading the input"
     assert "100%" in render(progress_of(0, 0))
 
 

@@ -12,22 +12,22 @@ from hypothesis import strategies as st
 from tests.support.flipped_bits import accepted_flips, without_own_digest
 
 from teneral.handlers.batch.index import (
-    Identity,
+    JobIdentity,
     JobIndex,
     check_same_job,
     dump_index,
     make_index,
     parse_index,
 )
-from teneral.handlers.batch.input import Scanner
+from teneral.handlers.batch.input import LineScanner
 from teneral.handlers.batch.spec import JobFormatError, JobMismatchError
 
-IDENTITY = Identity("s3://bucket/in.jsonl", "abc", "f" * 64, {"max_line_bytes": "1024", "name": "m"})
+IDENTITY = JobIdentity("s3://bucket/in.jsonl", "abc", "f" * 64, {"max_line_bytes": "1024", "name": "m"})
 
 
 def index_of(lines: list[dict[str, Any]], part_lines: int = 2) -> JobIndex:
     data = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
-    scanner = Scanner(max_line_bytes=1024, max_lines=10_000, part_lines=part_lines)
+    scanner = LineScanner(max_line_bytes=1024, max_lines=10_000, part_lines=part_lines)
     scanner.feed(data)
     return make_index(IDENTITY, scanner.finish(), size_bytes=len(data), max_line_bytes=1024)
 
@@ -58,7 +58,7 @@ def test_thousands_of_duplicates_fit() -> None:
         (replace(IDENTITY, options={"max_line_bytes": "99", "name": "m"}), "max_line_bytes 1024, not 99"),
     ],
 )
-def test_another_job_is_refused_by_what_is_another(other: Identity, named: str) -> None:
+def test_another_job_is_refused_by_what_is_another(other: JobIdentity, named: str) -> None:
     index = index_of([{"prompt": "a"}])
     check_same_job(index, IDENTITY, place="out/")
     assert other.key != IDENTITY.key

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teneral.handlers.batch.input import Call, Embed, Generate, Line, Problem, RawLine, parse_line
+from teneral.handlers.batch.input import Embed, Generate, Line, LineProblem, RawLine, RouteCall, parse_line
 from teneral.handlers.batch.worker import units_of
 
 
@@ -27,9 +27,9 @@ def call(**fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("value", "request_"),
     [
-        (call(), Call("/v1/completions", {"prompt": "a"})),
-        ({"url": "/v1/embeddings", "body": {"input": "a"}}, Call("/v1/embeddings", {"input": "a"})),
-        (call(body={"stream": False}), Call("/v1/completions", {"stream": False})),
+        (call(), RouteCall("/v1/completions", {"prompt": "a"})),
+        ({"url": "/v1/embeddings", "body": {"input": "a"}}, RouteCall("/v1/embeddings", {"input": "a"})),
+        (call(body={"stream": False}), RouteCall("/v1/completions", {"stream": False})),
         ({"prompt": "a", "max_tokens": 3}, Generate("a", {"max_tokens": 3})),
         ({"messages": [{"role": "user"}], "seed": 1}, Generate([{"role": "user"}], {"seed": 1})),
         ({"input": "a", "custom_id": "n"}, Embed("a")),
@@ -69,7 +69,7 @@ def test_a_line_is_a_request(value: Any, request_: Any) -> None:
 )
 def test_a_line_that_is_no_request_says_which_and_why(value: Any, code: str) -> None:
     problem = parsed(value).request
-    assert isinstance(problem, Problem)
+    assert isinstance(problem, LineProblem)
     assert problem.code == code
     assert "line 7" in problem.message
 
@@ -85,7 +85,7 @@ def test_a_line_without_a_custom_id_has_its_number(fields: dict[str, Any], custo
 def test_a_duplicate_does_not_take_the_name() -> None:
     line = parsed(call(), is_duplicate=True)
     assert line.custom_id is None
-    assert isinstance(line.request, Problem)
+    assert isinstance(line.request, LineProblem)
     assert line.request.code == "duplicate_custom_id"
 
 

@@ -14,8 +14,8 @@ from tests.support.memory_store import MemoryStore
 
 from teneral.handlers.batch import parts
 from teneral.handlers.batch.finish import finish_job, parse_manifest, read_finished
-from teneral.handlers.batch.index import INDEX_NAME, Identity, JobIndex, dump_index, make_index
-from teneral.handlers.batch.input import Scanned, Scanner
+from teneral.handlers.batch.index import INDEX_NAME, JobIdentity, JobIndex, dump_index, make_index
+from teneral.handlers.batch.input import LineScanner, Scanned
 from teneral.handlers.batch.job import find_index, publish_index
 from teneral.handlers.batch.parts import (
     Input,
@@ -30,12 +30,12 @@ from teneral.handlers.batch.spec import JobMismatchError
 from teneral.loader.errors import AlreadyExistsError, ChangedError, SourceError
 from teneral.loader.sources.base import ObjectInfo, Store
 
-IDENTITY = Identity("/in.jsonl", "1", "f" * 64, {"max_line_bytes": "1024"})
+IDENTITY = JobIdentity("/in.jsonl", "1", "f" * 64, {"max_line_bytes": "1024"})
 RECORD = b'{"custom_id":"1","text":"a"}\n'
 
 
 def scanned(count: int = 4) -> Scanned:
-    scanner = Scanner(max_line_bytes=1024, max_lines=100, part_lines=2)
+    scanner = LineScanner(max_line_bytes=1024, max_lines=100, part_lines=2)
     scanner.feed(b'{"prompt":"a"}\n' * count)
     return scanner.finish()
 
@@ -104,7 +104,7 @@ def test_of_two_who_begin_a_job_both_go_by_the_index_of_the_first() -> None:
     again, is_new = publish_index(places_of(store), IDENTITY, scanned(6), size_bytes=90, max_line_bytes=1024)
     assert not is_new
     assert again == first
-    other = Identity("/other.jsonl", "1", "f" * 64, {"max_line_bytes": "1024"})
+    other = JobIdentity("/other.jsonl", "1", "f" * 64, {"max_line_bytes": "1024"})
     with pytest.raises(JobMismatchError, match="another input"):
         publish_index(places_of(store), other, scanned(), size_bytes=60, max_line_bytes=1024)
 

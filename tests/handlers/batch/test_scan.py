@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from tests.support.inspection import held_by
 
 from teneral.handlers.batch import input
-from teneral.handlers.batch.input import LineSplitter, Problem, RawLine, Scanned, Scanner, merged, parse_line
+from teneral.handlers.batch.input import (
+    LineProblem,
+    LineScanner,
+    LineSplitter,
+    RawLine,
+    Scanned,
+    merged,
+    parse_line,
+)
 from teneral.loader.errors import UsageError
 
 MAX_LINE = 64
@@ -46,7 +54,7 @@ def expected_lines(data: bytes) -> list[RawLine]:
 def scanned(lines: list[object], *, part_lines: int = 4, places: list[int] | None = None) -> Scanned:
     texts = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
     data = b"".join(text + b"\n" for text in texts)
-    scanner = Scanner(max_line_bytes=1024, max_lines=1000, part_lines=part_lines)
+    scanner = LineScanner(max_line_bytes=1024, max_lines=1000, part_lines=part_lines)
     for chunk in cut(data, places or []):
         scanner.feed(chunk)
     return scanner.finish()
@@ -77,7 +85,7 @@ def test_a_line_whose_number_is_taken_says_so() -> None:
     raw = RawLine(2, 0, b'{"prompt": "b"}')
     line = parse_line(raw, is_duplicate=True, job_is_openai=False, max_line_bytes=100)
     assert line.custom_id is None
-    assert isinstance(line.request, Problem)
+    assert isinstance(line.request, LineProblem)
     assert line.request.code == "duplicate_custom_id"
     assert "its number is that of another line" in line.request.message
 
@@ -162,7 +170,7 @@ def test_there_are_never_too_many_parts(count: int, max_parts: int) -> None:
 
 
 def test_more_lines_than_allowed_are_refused() -> None:
-    scanner = Scanner(max_line_bytes=100, max_lines=3, part_lines=2)
+    scanner = LineScanner(max_line_bytes=100, max_lines=3, part_lines=2)
     scanner.feed(b"\n\n\n")
     with pytest.raises(UsageError, match="more than 3 lines") as caught:
         scanner.feed(b"{}\n")

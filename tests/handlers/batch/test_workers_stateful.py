@@ -29,7 +29,7 @@ from teneral.handlers.batch import job
 from teneral.handlers.batch.answers import Record
 from teneral.handlers.batch.input import Line
 from teneral.handlers.batch.parts import Input, Places
-from teneral.handlers.batch.progress import Meter
+from teneral.handlers.batch.progress import ProgressMeter
 from teneral.handlers.batch.spec import JobReport, JobSpec, Status
 from teneral.handlers.function.lifetime import Lifetime
 from teneral.loader.errors import AlreadyExistsError, UnavailableError
@@ -97,7 +97,7 @@ class Process:
         host: Any = SimpleNamespace(
             config=config_of("model", max_running=2, max_queued=4), digest=None, answers=cluster
         )
-        self.task = self.loop.create_task(run_job_at(places, spec, host, self.lifetime, Meter()))
+        self.task = self.loop.create_task(run_job_at(places, spec, host, self.lifetime, ProgressMeter()))
 
     @property
     def is_running(self) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from tests.support.tiny_models import save_tiny
 
 from teneral.handlers.contrib.ray.policy import desired
-from teneral.handlers.contrib.ray.replica import Replica, ServerProcess, child_environment
+from teneral.handlers.contrib.ray.replica import Replica, ReplicaServer, child_environment
 from teneral.loader.errors import LoadError, UsageError
 
 DEMO = Path(__file__).parents[3] / "demo" / "model"
@@ -79,7 +79,7 @@ async def test_a_client_that_goes_away_while_the_model_wakes_leaves_the_start_to
 
 
 async def test_a_server_that_cannot_start_is_an_error_and_leaves_no_process():
-    server = ServerProcess({"TENERAL_MODEL": "/nowhere/model"}, ready_path="/readyz", drain_s=1)
+    server = ReplicaServer({"TENERAL_MODEL": "/nowhere/model"}, ready_path="/readyz", drain_s=1)
 
     async def begin():
         await server.start()

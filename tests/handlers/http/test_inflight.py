@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from teneral.handlers.http.errors import ApiError
-from teneral.handlers.http.inflight import InFlight, Work
+from teneral.handlers.http.inflight import InFlight, RequestWork
 from teneral.runtime.errors import CapacityError, DrainingError
 
 
@@ -50,7 +50,7 @@ async def test_inside_the_work_an_ending_differs_from_a_cancellation() -> None:
     works = InFlight(8)
     seen: list[object] = []
 
-    async def task(started: asyncio.Future[Work]) -> None:
+    async def task(started: asyncio.Future[RequestWork]) -> None:
         async with works.work() as work:
             started.set_result(work)
             try:
@@ -61,7 +61,7 @@ async def test_inside_the_work_an_ending_differs_from_a_cancellation() -> None:
 
     reason = ApiError(418, "tea")
     for end in (True, False):
-        started: asyncio.Future[Work] = asyncio.get_running_loop().create_future()
+        started: asyncio.Future[RequestWork] = asyncio.get_running_loop().create_future()
         running = asyncio.create_task(task(started))
         work = await started
         if end:

@@ -13,7 +13,7 @@ from teneral.handlers.http.json_bodies import (
     ITEM_BYTES,
     MAX_JSON_DEPTH,
     MAX_JSON_ITEMS,
-    Decoder,
+    JsonDecoder,
     check_shape,
     memory_bytes,
 )
@@ -26,7 +26,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=3),
     max_leaves=12,
 )
-decoder: Decoder[Any] = Decoder(Any)
+decoder: JsonDecoder[Any] = JsonDecoder(Any)
 
 
 def depth(value: Any) -> int:

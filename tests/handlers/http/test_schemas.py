@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from teneral.handlers.function.options import ParsedOptions
-from teneral.handlers.http.json_bodies import Decoder, check_keys
+from teneral.handlers.http.json_bodies import JsonDecoder, check_keys
 from teneral.handlers.openai.chat import ChatFormat
 from teneral.handlers.openai.completions import CompletionFormat
 from teneral.handlers.openai.parameters import for_choice, options_of, split_prompt
@@ -34,7 +34,7 @@ JSON = st.recursive(
 
 def refusal(kind: type, body: Any) -> RequestError:
     with pytest.raises(RequestError) as caught:
-        Decoder(kind).decode(msgspec.json.encode(body))
+        JsonDecoder(kind).decode(msgspec.json.encode(body))
     return caught.value
 
 
@@ -95,7 +95,7 @@ def test_any_json_is_either_a_request_or_refused(fields: dict[str, Any], value: 
     ):
         for body in ({**required, **fields}, fields, value):
             try:
-                decoded = Decoder(kind).decode(msgspec.json.encode(body))
+                decoded = JsonDecoder(kind).decode(msgspec.json.encode(body))
                 made = fmt(decoded, model="m")
             except RequestError:
                 continue
@@ -106,7 +106,9 @@ def test_json_in_a_text_of_the_body_has_a_bound_of_its_own() -> None:
     calls = [{"function": {"name": "f", "arguments": '{"a":"' + "x" * 600_000 + '"}'}}] * 2
     body = {"messages": [{"role": "assistant", "tool_calls": calls}]}
     with pytest.raises(RequestError) as caught:
-        ChatFormat(Decoder(ChatBody).decode(msgspec.json.encode(body)), model="m", settings=ChatSettings())
+        ChatFormat(
+            JsonDecoder(ChatBody).decode(msgspec.json.encode(body)), model="m", settings=ChatSettings()
+        )
     assert caught.value.param == "messages"
 
 
@@ -125,13 +127,13 @@ def test_json_in_a_text_of_the_body_has_a_bound_of_its_own() -> None:
     ],
 )
 def test_null_stands_for_the_default_in_unknown_fields_too(kind: type, body: dict[str, Any]) -> None:
-    Decoder(kind).decode(msgspec.json.encode(body))
+    JsonDecoder(kind).decode(msgspec.json.encode(body))
 
 
 def test_null_of_a_schema_is_kept() -> None:
     schema = {"const": None, "default": None}
     body = {"messages": [], "guided_json": schema, "new": None, "temperature": None}
-    decoded = Decoder(ChatBody).decode(msgspec.json.encode(body))
+    decoded = JsonDecoder(ChatBody).decode(msgspec.json.encode(body))
     assert decoded.guided_json == schema
     assert decoded.temperature is None
 
@@ -151,7 +153,7 @@ def test_an_unknown_field_with_a_value_is_refused(unknown: dict[str, Any]) -> No
 )
 def test_a_key_that_comes_twice_is_refused(data: bytes, param: str) -> None:
     with pytest.raises(RequestError, match="twice") as caught:
-        Decoder(CompletionBody).decode(data)
+        JsonDecoder(CompletionBody).decode(data)
     assert caught.value.param == param
 
 
@@ -164,7 +166,7 @@ def test_keys_that_differ_are_never_refused(value: Any) -> None:
 @given(st.binary(max_size=200))
 def test_any_bytes_are_either_a_request_or_refused(data: bytes) -> None:
     try:
-        body = Decoder(EmbeddingBody).decode(data)
+        body = JsonDecoder(EmbeddingBody).decode(data)
     except RequestError:
         return
     assert body.input is not None

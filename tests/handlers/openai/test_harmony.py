@@ -18,7 +18,7 @@ from teneral.handlers.openai.tools.harmony import (
     HARMONY,
     MAX_HEADER_CHARS,
     ChannelReader,
-    Place,
+    HarmonyPlace,
     PromptEnd,
     harmony_messages,
     harmony_tools,
@@ -192,14 +192,14 @@ def test_the_result_does_not_depend_on_the_pieces(
 @pytest.mark.parametrize(
     ("prompt", "place"),
     [
-        (PROMPT, Place.HEADER),
-        (f"{PROMPT}\n", Place.HEADER),
-        (f"{PROMPT}<|channel|>final<|message|>It is", Place.TEXT),
-        (f"{PROMPT}<|channel|>final<|message|>Yes.<|return|>", Place.BETWEEN),
-        ("Hello", Place.BETWEEN),
+        (PROMPT, HarmonyPlace.HEADER),
+        (f"{PROMPT}\n", HarmonyPlace.HEADER),
+        (f"{PROMPT}<|channel|>final<|message|>It is", HarmonyPlace.TEXT),
+        (f"{PROMPT}<|channel|>final<|message|>Yes.<|return|>", HarmonyPlace.BETWEEN),
+        ("Hello", HarmonyPlace.BETWEEN),
     ],
 )
-def test_the_place_where_a_prompt_ends(prompt: str, place: Place) -> None:
+def test_the_place_where_a_prompt_ends(prompt: str, place: HarmonyPlace) -> None:
     assert PromptEnd.of(prompt).place is place
 
 

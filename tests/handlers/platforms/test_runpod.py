@@ -24,7 +24,7 @@ from tests.support.small_host import SmallHost
 from tests.support.tiny_models import save_tiny
 
 from teneral.handlers.function.handler import Handler
-from teneral.handlers.platforms.runpod import Worker, check_surroundings
+from teneral.handlers.platforms.runpod import RunPodWorker, check_surroundings
 from teneral.loader.errors import UsageError
 from teneral.loader.sources.file.store import FileStore
 from teneral.loader.tools.pack.pack import pack
@@ -41,10 +41,10 @@ with_sdk = pytest.mark.skipif(
 
 
 @pytest.fixture
-def work(host: SmallHost) -> Callable[..., Worker]:
-    def make(function: Callable[..., Any], **options: Any) -> Worker:
+def work(host: SmallHost) -> Callable[..., RunPodWorker]:
+    def make(function: Callable[..., Any], **options: Any) -> RunPodWorker:
         reported: list[Any] = options.pop("reported", [])
-        return Worker(
+        return RunPodWorker(
             host,
             Handler(function),
             drain_timeout_s=0,

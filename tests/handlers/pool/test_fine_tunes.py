@@ -24,7 +24,7 @@ from tests.support.tiny_models import save_tiny, tiny_model
 from teneral import cli
 from teneral.handlers.pool.admission import STANDBY_KEY
 from teneral.handlers.pool.file import parse_pool
-from teneral.handlers.pool.repository import Repository
+from teneral.handlers.pool.repository import ReleaseRepository
 from teneral.handlers.pool.run import PoolRunner, RunOptions, run_pool
 from teneral.handlers.pool.values import Pool
 from teneral.handlers.standby.handover import ask_status
@@ -147,7 +147,7 @@ standby = 2
 standby_memory = "1MiB"
 standby_base = "{tmp_path}/packed"
 """)
-    base = Repository(tmp_path).standby_base(pool.node)
+    base = ReleaseRepository(tmp_path).standby_base(pool.node)
     assert base is not None
     kept = asyncio.run(kept_bytes(pool, tmp_path))
     assert kept == (2 << 20) + base.weight_bytes > 2 << 20

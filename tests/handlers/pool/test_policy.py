@@ -14,7 +14,7 @@ from teneral.handlers.pool.policy import (
     Demand,
     Idle,
     IdleGaps,
-    Load,
+    InstanceLoad,
     Quiet,
     Window,
     desired,
@@ -37,9 +37,9 @@ def test_instances_are_wanted_for_each_target_of_requests(in_work: int, waiting:
 
 def test_a_request_goes_to_its_session_unless_that_is_busier_by_more_than_two() -> None:
     model = Model("m", "/m", max_concurrency=5)
-    assert route(model, [Load("a", 1), Load("b", 3, has_session=True)]) == "b"
-    assert route(model, [Load("a", 0), Load("b", 3, has_session=True)]) == "a"
-    assert route(model, [Load("a", 5), Load("b", 5, has_session=True)]) is None
+    assert route(model, [InstanceLoad("a", 1), InstanceLoad("b", 3, has_session=True)]) == "b"
+    assert route(model, [InstanceLoad("a", 0), InstanceLoad("b", 3, has_session=True)]) == "a"
+    assert route(model, [InstanceLoad("a", 5), InstanceLoad("b", 5, has_session=True)]) is None
 
 
 def test_a_victim_is_the_candidate_that_costs_least_to_bring_back() -> None:
@@ -107,7 +107,7 @@ class PolicyMachine(RuleBasedStateMachine):
             self.quiet_since_s = None
         elif self.quiet_since_s is None:
             self.quiet_since_s, self.window = self.now_s, self.gaps.window()
-        while self.waiting and (key := route(self.model, [Load(k, n) for k, n in self.work.items()])):
+        while self.waiting and (key := route(self.model, [InstanceLoad(k, n) for k, n in self.work.items()])):
             self.waiting -= 1
             self.work[key] += 1
         count = desired(self.model, self.demand, self.quiet) - len(self.starting) - len(self.work)

@@ -19,7 +19,7 @@ from teneral import cli
 from teneral.handlers.pool.deployment import Deployment
 from teneral.handlers.pool.file import PoolFileError, parse_pool
 from teneral.handlers.pool.process import OVERHEAD_BYTES, instance_config
-from teneral.handlers.pool.repository import Repository, models_in
+from teneral.handlers.pool.repository import ReleaseRepository, models_in
 from teneral.handlers.pool.values import Model, Shadow, Versions
 from teneral.loader.errors import AccessDeniedError, NotFoundError, TeneralError, UsageError
 from teneral.runtime.config import ServeConfig
@@ -39,7 +39,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def served(repository: Path, **settings: object) -> list[int | None]:
     model = Model("m", str(repository / "model" / "{version}"), **settings)  # type: ignore[arg-type]
-    releases, _ = Repository(repository).releases(model)
+    releases, _ = ReleaseRepository(repository).releases(model)
     return [release.version for release in releases]
 
 
@@ -55,7 +55,7 @@ def test_a_version_that_is_not_whole_gives_way_to_the_one_before(repository: Pat
     (tmp_path / "copy" / "model" / "10" / "config.json").unlink()
     (tmp_path / "copy" / "model" / "12").mkdir()
     model = Model("m", str(tmp_path / "copy" / "model" / "{version}"))
-    releases, trouble = Repository(tmp_path).releases(model)
+    releases, trouble = ReleaseRepository(tmp_path).releases(model)
     assert [release.version for release in releases] == [9]
     assert "version 12" in trouble
 
@@ -72,14 +72,14 @@ def test_a_version_that_the_file_names_and_that_is_not_there_is_reported(
     repository: Path, settings: dict[str, Any]
 ) -> None:
     model = Model("m", str(repository / "model" / "{version}"), **settings)
-    releases, trouble = Repository(repository).releases(model)
+    releases, trouble = ReleaseRepository(repository).releases(model)
     assert 9 in [release.version for release in releases]
     assert trouble == "version 12, which the pool file names, is not there"
 
 
 def test_a_release_changes_its_revision_with_its_bytes(repository: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(repository / "model" / "10", tmp_path / "plain")
-    known = Repository(tmp_path)
+    known = ReleaseRepository(tmp_path)
     model = Model("m", "plain")  # relative to the pool file
     (before,), _ = known.releases(model)
     assert before.address == str(folder)
@@ -91,7 +91,7 @@ def test_a_release_changes_its_revision_with_its_bytes(repository: Path, tmp_pat
 
 
 def test_models_may_share_an_address(repository: Path) -> None:
-    known = Repository(repository)
+    known = ReleaseRepository(repository)
     address = str(repository / "model" / "9")
     (alone,), _ = known.releases(Model("a", address))
     both, _ = known.releases(
@@ -116,7 +116,7 @@ def test_versions_of_a_bucket_are_found_and_a_start_reads_their_stored_bytes(
     sources = models_in(address)
     assert sources == {"model": f"{address}/model/{{version}}"}
     model = Model("m", sources["model"], versions=Versions(latest=None))
-    releases, trouble = Repository(repository).releases(model)
+    releases, trouble = ReleaseRepository(repository).releases(model)
     assert trouble == ""
     assert [(each.version, each.address) for each in releases] == [
         (9, f"{address}/model/9"),
@@ -129,7 +129,7 @@ def test_versions_of_a_bucket_are_found_and_a_start_reads_their_stored_bytes(
 
 def test_a_version_that_the_store_refused_once_is_read_again(repository: Path, store: StoreServer) -> None:
     model = Model("m", f"s3://{repository.name}/model/9")
-    known = Repository(repository)
+    known = ReleaseRepository(repository)
     refusal = Fault(status=403, code="AccessDenied")
     store.set_fault(lambda request: refusal if request.method == "GET" and request.key else None)
     with pytest.raises(AccessDeniedError):
@@ -141,7 +141,7 @@ def test_a_version_that_the_store_refused_once_is_read_again(repository: Path, s
 
 def test_a_rejected_release_is_left_out(repository: Path) -> None:
     model = Model("m", str(repository / "model" / "{version}"))
-    known = Repository(repository)
+    known = ReleaseRepository(repository)
     (newest,), _ = known.releases(model)
     (older,), trouble = known.releases(model, without=frozenset({(10, newest.revision)}))
     assert older.version == 9
@@ -153,14 +153,14 @@ def test_a_pinned_version_must_be_that_one(repository: Path) -> None:
         "m", str(repository / "model" / "{version}"), versions=Versions(None, (9,)), pins={9: "00" * 32}
     )
     with pytest.raises(TeneralError):
-        Repository(repository).releases(model)
+        ReleaseRepository(repository).releases(model)
 
 
 def test_nothing_is_named_as_such(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for source in ("empty/{version}", "nowhere/{version}", "nowhere"):
         with pytest.raises(NotFoundError):
-            Repository(tmp_path).releases(Model("m", source))
+            ReleaseRepository(tmp_path).releases(Model("m", source))
 
 
 def test_models_of_a_repository_are_found_and_take_the_files_defaults(repository: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_fine_tune_is_whole_when_its_base_is_there(tmp_path: Path) -> None:
     pack = ["pack", str(tmp_path / "plain"), str(tmp_path / "tuned" / "3"), "--quiet"]
     assert cli.run([*pack, "--base", str(tmp_path / "base")]) == 0
 
-    known = Repository(tmp_path)
+    known = ReleaseRepository(tmp_path)
     with pytest.raises(UsageError, match="only the differences to"):
         known.releases(Model("m", "tuned/3"))
     model = Model("m", "tuned/{version}", base="base")
@@ -197,7 +197,7 @@ def test_a_fine_tune_is_whole_when_its_base_is_there(tmp_path: Path) -> None:
     assert release.address == str(tmp_path / "tuned" / "3")
 
     (tmp_path / "base").rename(tmp_path / "away")
-    fresh = Repository(tmp_path)
+    fresh = ReleaseRepository(tmp_path)
     with pytest.raises(NotFoundError):
         fresh.releases(model)
     (tmp_path / "away").rename(tmp_path / "base")
@@ -219,7 +219,7 @@ handler = "summarise.py:handler"
 """
     pool = parse_pool(text, str(repository / "pool.toml"))
     model = pool.models["m"]
-    (release,), _ = Repository(pool.folder).releases(model)
+    (release,), _ = ReleaseRepository(pool.folder).releases(model)
     config = instance_config(pool, model, release, tmp_path, {})
     assert config.adapters == str(repository / "adapters" / "{name}")
     assert config.handler == str(repository / "summarise.py:handler")
@@ -240,7 +240,7 @@ def test_encoders_and_onnx_models_need_no_memory_for_keys_and_values(
     needs = {}
     for address in ("plain", "packed", "table", decoder):
         model = Model("m", address)
-        (release,), _ = Repository(tmp_path).releases(model)
+        (release,), _ = ReleaseRepository(tmp_path).releases(model)
         config = ServeConfig(model=release.address, kv_bytes=1 << 30)
         needs[address] = Deployment(model, release, config).need_bytes - release.weight_bytes
     assert needs == dict.fromkeys(("plain", "packed", "table"), OVERHEAD_BYTES) | {

@@ -11,7 +11,7 @@ import pytest
 from teneral.handlers.http.errors import ApiError
 from teneral.handlers.pool.file import parse_pool
 from teneral.handlers.pool.proxy_request import Body
-from teneral.handlers.pool.routing import Chooser, RoundRobin, Target, rendezvous
+from teneral.handlers.pool.routing import Chooser, RoundRobin, RouteTarget, rendezvous
 
 POOL = parse_pool(
     """
@@ -31,16 +31,16 @@ split = { Plain = 30, "helper@8" = 70 }
 @pytest.mark.parametrize(
     ("name", "target"),
     [
-        ("plain", Target("Plain")),
-        ("PLAIN", Target("Plain")),
-        ("helper@8", Target("helper", 8)),
-        ("One", Target("helper", 8)),
+        ("plain", RouteTarget("Plain")),
+        ("PLAIN", RouteTarget("Plain")),
+        ("helper@8", RouteTarget("helper", 8)),
+        ("One", RouteTarget("helper", 8)),
         ("helper@08", None),
         ("helper@x", None),
         ("nothing", None),
     ],
 )
-def test_names_versions_and_aliases_lead_to_targets(name: str, target: Target | None) -> None:
+def test_names_versions_and_aliases_lead_to_targets(name: str, target: RouteTarget | None) -> None:
     assert Chooser().target(POOL, name, None) == target
 
 
@@ -80,7 +80,7 @@ def test_weights_of_zero_are_never_chosen() -> None:
 def test_an_alias_is_split_by_its_weights() -> None:
     chooser = Chooser()
     counts = Counter(chooser.target(POOL, "split", None) for _ in range(1000))
-    assert counts == {Target("Plain"): 300, Target("helper", 8): 700}
+    assert counts == {RouteTarget("Plain"): 300, RouteTarget("helper", 8): 700}
 
 
 def test_a_body_keeps_its_bytes_but_for_the_model() -> None:

@@ -19,7 +19,7 @@ from tests.support.simulated_device import SimulatedDevice
 from teneral.loader.device import ring as pieces
 from teneral.loader.device import sink
 from teneral.loader.device.base import Device
-from teneral.loader.device.paths import Choice, DeviceSpeed
+from teneral.loader.device.paths import DeviceSpeed, PathChoice
 from teneral.loader.device.paths import Path as ChosenPath
 from teneral.loader.device.paths import Path as DecompressionPath
 from teneral.loader.device.ring import ring_bytes
@@ -260,8 +260,8 @@ def test_a_device_that_decompresses_gets_frames_and_a_gate_opens_when_it_has(
 ) -> None:
     able = SimulatedDevice(decompresses=True)
 
-    def choose(link_bytes_per_s: float, host_bytes_per_s: float | None, speed: DeviceSpeed) -> Choice:
-        return Choice(ChosenPath.DEVICE if speed.decompresses else ChosenPath.HOST, "a test says so")
+    def choose(link_bytes_per_s: float, host_bytes_per_s: float | None, speed: DeviceSpeed) -> PathChoice:
+        return PathChoice(ChosenPath.DEVICE if speed.decompresses else ChosenPath.HOST, "a test says so")
 
     monkeypatch.setattr(sink, "choose_path", choose)
     source = PacedSource(built.store.reopen())

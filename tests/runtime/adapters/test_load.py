@@ -11,11 +11,11 @@ from tests.support.adapters import save_adapter
 from tests.support.memory_store import MemoryStore
 from tests.support.tiny_models import save_tiny, tiny_model
 
-from teneral.loader.format.safetensors import FIRST_READ_BYTES, Entry, SafetensorsFile
+from teneral.loader.format.safetensors import FIRST_READ_BYTES, SafetensorsFile, TensorEntry
 from teneral.runtime.adapters import load
 from teneral.runtime.adapters.load import LAST_RANGE_BYTES, NUM_CONNECTIONS, RANGE_BYTES, open_adapter
 from teneral.runtime.adapters.peft import WEIGHTS_NAME, AdapterPlan, ModulePlan
-from teneral.runtime.models.adapter import Module, Place
+from teneral.runtime.models.adapter import AdapterPlace, Module
 from teneral.runtime.models.decoder_config import DecoderConfig
 from teneral.runtime.tensors import DType
 
@@ -30,11 +30,11 @@ def file_of(num_layers: int, matrix_bytes: int) -> tuple[AdapterPlan, Safetensor
     entries = {}
     for layer in range(num_layers):
         a, b = (
-            Entry(f"{layer}.{side}", "BF16", (1, matrix_bytes // 2), begin, begin + matrix_bytes)
+            TensorEntry(f"{layer}.{side}", "BF16", (1, matrix_bytes // 2), begin, begin + matrix_bytes)
             for side, begin in (("A", begins[layer]), ("B", begins[layer] + matrix_bytes))
         )
         entries |= {a.name: a, b.name: b}
-        module = Module("self_attn.o_proj", Place.OUTPUT, 0, matrix_bytes // 2, matrix_bytes // 2)
+        module = Module("self_attn.o_proj", AdapterPlace.OUTPUT, 0, matrix_bytes // 2, matrix_bytes // 2)
         layers.append((ModulePlan(module, 1.0, a, b),))
     size_bytes = HEADER_BYTES + 2 * matrix_bytes * num_layers
     return AdapterPlan(tuple(layers), DType.BF16), SafetensorsFile("x", {}, entries, HEADER_BYTES, size_bytes)

@@ -21,7 +21,8 @@ from tests.support.cloud_events import (
 
 from teneral.handlers.batch.events.outputs import Outputs
 from teneral.handlers.batch.events.parse import (
-    Call,
+    AwaitedCall,
+    BatchRequest,
     EventError,
     Handshake,
     Ignored,
@@ -30,7 +31,6 @@ from teneral.handlers.batch.events.parse import (
     JobFailedError,
     Notice,
     Queue,
-    Request,
     parse_event,
     parse_message,
 )
@@ -121,12 +121,12 @@ def test_a_subscription_is_validated_by_its_code() -> None:
 )
 def test_a_job_by_name_in_any_store_and_in_a_message_of_pubsub(job: dict[str, Any], ref: ObjectRef) -> None:
     asked = Job(ref, job["output"])
-    assert parse_event(job) == Call(asked)
+    assert parse_event(job) == AwaitedCall(asked)
     assert parse_event(pubsub(job)) == parse_event(pubsub_event(pubsub(job))) == Notice((asked,))
 
 
 def test_a_request_in_a_message_of_pubsub_is_one_that_is_never_read() -> None:
-    assert parse_event(pubsub({"prompt": "Hello"})) == Notice((Request({"prompt": "Hello"}),))
+    assert parse_event(pubsub({"prompt": "Hello"})) == Notice((BatchRequest({"prompt": "Hello"}),))
 
 
 @pytest.mark.parametrize(
@@ -272,4 +272,4 @@ def test_a_real_event_with_one_wrong_value_raises_nothing_but_the_named_error(da
     else:
         owner[key] = data.draw(_JSON)
     with only_named_errors():
-        assert isinstance(parse_event(event), Call | Items | Notice | Queue | Handshake)
+        assert isinstance(parse_event(event), AwaitedCall | Items | Notice | Queue | Handshake)

@@ -12,7 +12,7 @@ from teneral.handlers.batch.events import parse
 from teneral.handlers.batch.events.outputs import Outputs
 from teneral.handlers.batch.events.parse import (
     _JOB_KEYS,
-    Call,
+    AwaitedCall,
     Job,
     JobFailedError,
     JobRetryError,
@@ -37,7 +37,7 @@ def test_the_state_machine_names_the_errors_and_sends_a_job() -> None:
     assert {name for name in vars(parse) if re.fullmatch(r"(Job|Event)\w*Error", name)} <= named
     payload = {key.removesuffix(".$"): "s3://bucket/a.jsonl" for key in state["Parameters"]["Payload"]}
     found = parse_event(payload)
-    assert isinstance(found, Call)
+    assert isinstance(found, AwaitedCall)
     assert isinstance(found.asked, Job)
 
 

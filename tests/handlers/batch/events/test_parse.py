@@ -33,19 +33,19 @@ from tests.support.batch_events import (
 
 from teneral.handlers.batch.events.outputs import Outputs
 from teneral.handlers.batch.events.parse import (
-    Call,
+    AwaitedCall,
+    BatchRequest,
     EventError,
     Ignored,
     Items,
     Job,
     Notice,
     Queue,
-    Request,
     parse_event,
     parse_message,
 )
 from teneral.handlers.batch.events.requests import lines_of
-from teneral.handlers.batch.spec import JobSpec, Share
+from teneral.handlers.batch.spec import JobSpec, WorkerShare
 from teneral.handlers.function.object_events import ObjectRef
 
 JOB = {"input": "s3://bucket/in.jsonl", "output": "s3://bucket/out.jsonl"}
@@ -157,10 +157,13 @@ def test_what_starts_nothing_is_ignored(event: dict[str, Any]) -> None:
 def test_a_job_by_name_with_its_options() -> None:
     asked = {**JOB, "version": '"abc"', "worker": "1/4", "part_lines": 7, "max_lines": 10}
     job = Job(
-        ObjectRef("bucket", "in.jsonl", "abc"), JOB["output"], Share(1, 4), {"part_lines": 7, "max_lines": 10}
+        ObjectRef("bucket", "in.jsonl", "abc"),
+        JOB["output"],
+        WorkerShare(1, 4),
+        {"part_lines": 7, "max_lines": 10},
     )
-    assert parse_event(asked) == Call(job)
-    assert parse_event({"input": "s3://bucket/in.jsonl"}) == Call(Job(ObjectRef("bucket", "in.jsonl")))
+    assert parse_event(asked) == AwaitedCall(job)
+    assert parse_event({"input": "s3://bucket/in.jsonl"}) == AwaitedCall(Job(ObjectRef("bucket", "in.jsonl")))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +179,7 @@ def test_a_job_by_name_with_its_options() -> None:
 def test_a_job_comes_in_any_wrapping(event: dict[str, Any]) -> None:
     job = Job(ObjectRef("bucket", "in.jsonl"), JOB["output"])
     found = parse_event(event)
-    assert found == (Call(job) if "Type" in event else Notice((job,)))
+    assert found == (AwaitedCall(job) if "Type" in event else Notice((job,)))
     assert parse_message(json.dumps(event)) == (job,)
 
 
@@ -191,8 +194,8 @@ def test_a_job_comes_in_any_wrapping(event: dict[str, Any]) -> None:
     ],
 )
 def test_a_line_of_a_job_is_a_request(line: dict[str, Any]) -> None:
-    assert parse_event(line) == Call(Request(line))
-    assert parse_message(json.dumps(line)) == (Request(line),)
+    assert parse_event(line) == AwaitedCall(BatchRequest(line))
+    assert parse_message(json.dumps(line)) == (BatchRequest(line),)
 
 
 def test_items_of_a_distributed_map_have_what_all_of_the_batch_have() -> None:
@@ -204,7 +207,7 @@ def test_items_of_a_distributed_map_have_what_all_of_the_batch_have() -> None:
         parse_event(event)
     event["Items"].pop()
     assert parse_event(event) == Items(
-        (Request({"prompt": "a", "max_tokens": 3}), Request({"prompt": "b", "max_tokens": 9}))
+        (BatchRequest({"prompt": "a", "max_tokens": 3}), BatchRequest({"prompt": "b", "max_tokens": 9}))
     )
     given = {"Items": [{"input": "s3://bucket/1.jsonl"}], "BatchInput": {"part_lines": 5}}
     assert parse_event(given) == Items((Job(ObjectRef("bucket", "1.jsonl"), limits={"part_lines": 5}),))
@@ -331,7 +334,7 @@ def only_named_errors() -> Iterator[None]:
 @given(_EVENTS)
 def test_garbage_raises_nothing_but_the_named_error(event: Any) -> None:
     with only_named_errors():
-        assert isinstance(parse_event(event), Call | Items | Notice | Queue)
+        assert isinstance(parse_event(event), AwaitedCall | Items | Notice | Queue)
 
 
 def _places(value: Any) -> list[tuple[Any, Any]]:
@@ -365,7 +368,7 @@ def test_a_real_event_with_one_wrong_value_raises_nothing_but_the_named_error(da
                 found.messages[0].queue, found.messages[0].id
             ).removeprefix("a/")
         else:
-            asked = (found.asked,) if isinstance(found, Call) else found.asked
+            asked = (found.asked,) if isinstance(found, AwaitedCall) else found.asked
         for job in asked:
             if isinstance(job, Job):
                 assert isinstance(job.spec(OUTPUTS.of_job(job)), JobSpec)
@@ -378,7 +381,7 @@ _FIELDS = st.dictionaries(st.sampled_from(["custom_id", "prompt", "messages", "i
 @given(st.lists(_FIELDS, min_size=1, max_size=4))
 def test_any_requests_are_lines_in_their_order(fields: list[dict[str, Any]]) -> None:
     with only_named_errors():
-        lines = lines_of([Request(of) for of in fields])
+        lines = lines_of([BatchRequest(of) for of in fields])
         assert [line.number for line in lines] == list(range(1, len(fields) + 1))
         names = [line.custom_id for line in lines if line.custom_id is not None]
         assert len(names) == len(set(names))

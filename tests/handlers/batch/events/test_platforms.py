@@ -20,7 +20,7 @@ from teneral.handlers.app import create_app
 from teneral.handlers.batch import worker as worker_module
 from teneral.handlers.function.handler import load_handler
 from teneral.handlers.http.server import serving_inside
-from teneral.handlers.platforms.aws_lambda.answers import Answers
+from teneral.handlers.platforms.aws_lambda.answers import LoopAnswers
 from teneral.handlers.platforms.aws_lambda.loop import InvocationLoop
 from teneral.runtime.instance import Instance
 
@@ -74,7 +74,7 @@ async def test_on_lambda(cloud: Cloud, instance: Instance) -> None:
     handler = load_handler(HANDLER)
     etag = cloud.put("s3://uploads/lambda.jsonl", prompts(2))
     with FakeRuntimeApi() as api:
-        answers = Answers(instance, handler, create_app, environment={}, is_streaming=False)
+        answers = LoopAnswers(instance, handler, create_app, environment={}, is_streaming=False)
         loop = InvocationLoop(api.address, instance, answers.answer, num_workers=1, drain_timeout_s=1.0)
         task = asyncio.create_task(loop.run())
 

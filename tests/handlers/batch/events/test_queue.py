@@ -23,7 +23,7 @@ from tests.support.batch_jobs import prompts
 
 from teneral.handlers.batch.events.handler import work_off
 from teneral.handlers.batch.events.outputs import Outputs
-from teneral.handlers.batch.events.parse import Message, Queue, Request, parse_event
+from teneral.handlers.batch.events.parse import BatchRequest, Queue, QueueMessage, parse_event
 from teneral.handlers.batch.events.requests import Requests, open_queued_requests
 from teneral.runtime.instance import Instance
 
@@ -152,7 +152,7 @@ async def test_of_two_answers_to_a_message_the_first_stays(
 
     monkeypatch.setattr(Requests, "answer", overtaken)
     async with open_queued_requests(instance, outputs) as queued:
-        await queued.answer(Message("m", "race", None, ""), [Request(PROMPT)])
+        await queued.answer(QueueMessage("m", "race", None, ""), [BatchRequest(PROMPT)])
     assert cloud.read(f"s3://results/{key}") == b"the other's"
 
 
@@ -189,7 +189,7 @@ def by_us(event: dict[str, Any], failing: set[str]) -> tuple[list[str], list[str
     """What failed, and what was tried."""
     tried: list[str] = []
 
-    async def handle(message: Message) -> None:
+    async def handle(message: QueueMessage) -> None:
         tried.append(message.id)
         await asyncio.sleep(0)
         if message.id in failing:

@@ -14,7 +14,7 @@ from tests.support.lambda_rig import running_loop
 
 from teneral.handlers.platforms.aws_lambda.http_events import (
     EventKind,
-    Head,
+    ResponseHead,
     kind_of_event,
     prelude_of,
     request_of,
@@ -181,7 +181,7 @@ HEADERS = [("Content-Type", "application/json"), ("Set-Cookie", "a=1"), ("Set-Co
 
 
 def test_each_service_gets_the_shape_that_it_reads() -> None:
-    head = Head(200, [*HEADERS, ("Transfer-Encoding", "chunked")])
+    head = ResponseHead(200, [*HEADERS, ("Transfer-Encoding", "chunked")])
     text = {"statusCode": 200, "body": '{"ü": 1}', "isBase64Encoded": False}
     body = '{"ü": 1}'.encode()
     assert json.loads(response_of(head, body, EventKind.HTTP_V2, {})) == {
@@ -215,13 +215,15 @@ def test_each_service_gets_the_shape_that_it_reads() -> None:
     ],
 )
 def test_only_text_is_sent_as_text(content_type: str, body: bytes, is_base64: bool) -> None:
-    reply = json.loads(response_of(Head(200, [("Content-Type", content_type)]), body, EventKind.HTTP_V2, {}))
+    reply = json.loads(
+        response_of(ResponseHead(200, [("Content-Type", content_type)]), body, EventKind.HTTP_V2, {})
+    )
     assert reply["isBase64Encoded"] is is_base64
     assert (base64.b64decode(reply["body"]) if is_base64 else reply["body"].encode()) == body
 
 
 def test_a_stream_begins_with_its_head_and_eight_zeros() -> None:
-    head, _, rest = prelude_of(Head(201, HEADERS)).partition(b"\0" * 8)
+    head, _, rest = prelude_of(ResponseHead(201, HEADERS)).partition(b"\0" * 8)
     assert json.loads(head) == {
         "statusCode": 201,
         "headers": {"content-type": "application/json", "vary": "x"},

@@ -19,7 +19,7 @@ from tests.support.load import patience_s, slowdown
 from teneral.handlers.platforms.aws_lambda import loop as loop_module
 from teneral.handlers.platforms.aws_lambda import runtime_api
 from teneral.handlers.platforms.aws_lambda.errors import MAX_RESPONSE_BYTES
-from teneral.handlers.platforms.aws_lambda.logs import JsonLines, TextLines
+from teneral.handlers.platforms.aws_lambda.logs import LambdaJsonLines, TextLines
 from teneral.handlers.platforms.aws_lambda.runtime_api import RuntimeApiError
 from teneral.loader.errors import UnavailableError
 
@@ -399,7 +399,7 @@ async def test_as_many_run_at_a_time_as_lambda_says_each_on_its_own(
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(TextLines().format(record))
-            assert f'"requestId": "{lines[-1].split(chr(9))[2]}"' in JsonLines().format(record)
+            assert f'"requestId": "{lines[-1].split(chr(9))[2]}"' in LambdaJsonLines().format(record)
 
     keep = Keep()
     log.addHandler(keep)

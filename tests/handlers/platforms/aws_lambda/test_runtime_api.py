@@ -19,8 +19,8 @@ from teneral.handlers.platforms.aws_lambda.loop import seed_anew
 from teneral.handlers.platforms.aws_lambda.runtime_api import (
     MARGIN_S,
     MAX_EVENT_BYTES,
-    Answer,
     Invocation,
+    RuntimeAnswer,
     RuntimeApi,
     RuntimeApiError,
 )
@@ -50,7 +50,7 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nX-Name: a: b\r\n\r\n{}"
 
 async def test_an_answer_is_read() -> None:
     async with speaking(OK) as api:
-        assert await api.next() == Answer(200, {"content-length": "2", "x-name": "a: b"}, b"{}")
+        assert await api.next() == RuntimeAnswer(200, {"content-length": "2", "x-name": "a: b"}, b"{}")
 
 
 async def test_a_connection_that_ends_without_a_word_is_tried_once_more() -> None:
@@ -108,7 +108,7 @@ def test_what_is_no_address_is_refused(address: str) -> None:
 def test_an_invocation_without_an_id_is_refused() -> None:
     for headers in ({}, {"lambda-runtime-aws-request-id": "a/../b"}):
         with pytest.raises(InputError):
-            Invocation.of(Answer(200, headers, b""))
+            Invocation.of(RuntimeAnswer(200, headers, b""))
 
 
 def test_some_of_an_invocations_time_is_kept_for_its_answer() -> None:

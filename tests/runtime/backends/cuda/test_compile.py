@@ -16,7 +16,7 @@ from teneral.runtime.backends.cuda.compile import Compiler, compile_variant, cou
 from teneral.runtime.backends.cuda.launch import BinaryLauncher, LaunchError, parameters_for
 from teneral.runtime.backends.cuda.library import INDEX, Binary, open_library
 from teneral.runtime.backends.cuda.variants import (
-    Shape,
+    ModelShape,
     decode_stages,
     gate_variant,
     integer_variant,
@@ -30,7 +30,7 @@ triton = pytest.importorskip("triton", reason="kernels are written in Triton, wh
 
 # What a block may have on sm_86 and sm_89, the smallest of those meant.
 SHARED_BYTES_OF_THE_SMALLEST = 99 << 10
-LLAMA_8B = Shape(
+LLAMA_8B = ModelShape(
     dtype="bf16",
     norm_dtype="bf16",
     hidden_size=4096,
@@ -45,8 +45,8 @@ LLAMA_8B = Shape(
 )
 
 
-def with_shape(**changes) -> Shape:
-    return Shape(**{**{name: getattr(LLAMA_8B, name) for name in Shape.__slots__}, **changes})
+def with_shape(**changes) -> ModelShape:
+    return ModelShape(**{**{name: getattr(LLAMA_8B, name) for name in ModelShape.__slots__}, **changes})
 
 
 OTHERS = {

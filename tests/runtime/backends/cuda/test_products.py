@@ -15,7 +15,7 @@ from tests.support.reference_kernels import ReferenceKernels
 from teneral.runtime.backends.cuda.decoder import DeviceKernels
 from teneral.runtime.backends.cuda.executor import CudaModelBackend
 from teneral.runtime.backends.cuda.launch import LaunchError
-from teneral.runtime.backends.cuda.products import MIN_ROW_ARCHITECTURE, Products
+from teneral.runtime.backends.cuda.products import MIN_ROW_ARCHITECTURE, CudaProducts
 from teneral.runtime.backends.cuda.variants import integer_variant
 from teneral.runtime.backends.torch.backend import TorchBackend
 from teneral.runtime.backends.torch.layers import Linear, QuantizedLinear, SideBySide
@@ -40,7 +40,7 @@ def test_the_architecture_decides_which_rows_the_kernel_multiplies(by_kernel):
 
 def test_matrices_and_biases_that_are_not_aligned_are_torchs():
     launch = ReferenceKernels()
-    products = Products(launch, "fp32", rows_by_kernel=True)
+    products = CudaProducts(launch, "fp32", rows_by_kernel=True)
     row = torch.randn(1, 64)
     numbers = torch.randn(1 + 32 * 64)
     aligned, unaligned = numbers[:-1].view(32, 64), numbers[1:].view(32, 64)
@@ -51,7 +51,7 @@ def test_matrices_and_biases_that_are_not_aligned_are_torchs():
 
 
 def test_a_product_with_a_bias_is_added():
-    products = Products(ReferenceKernels(), "fp32", rows_by_kernel=True)
+    products = CudaProducts(ReferenceKernels(), "fp32", rows_by_kernel=True)
     projection = Linear(torch.randn(32, 64), torch.randn(32))
     row, x = torch.randn(1, 64), torch.randn(1, 32)
     expected = x + projection(row)
@@ -64,7 +64,7 @@ def test_a_product_with_a_bias_is_added():
 def test_few_rows_go_to_the_kernel_of_the_integers_and_many_to_torch(bits, has_zero, group_size):
     torch.manual_seed(0)
     launch = ReferenceKernels()
-    products = Products(launch, "fp32", rows_by_kernel=True)
+    products = CudaProducts(launch, "fp32", rows_by_kernel=True)
     num_groups = 128 // group_size
     low, high, dtype, width = (0, 256, torch.uint8, 64) if bits == 4 else (-128, 128, torch.int8, 128)
     levels = torch.randint(low, high, (40, width), dtype=dtype)

@@ -445,7 +445,7 @@ def test_functions_refuse_structs_of_another_size_and_dtypes_that_they_lack(isa)
         "tn_encoder_step": records.EncoderStepArgs,
         "tn_mean": records.MeanArgs,
     }.items():
-        model = (records.Encoder if "encoder" in name else records.Decoder)(dtype=2)
+        model = (records.EncoderRecord if "encoder" in name else records.DecoderRecord)(dtype=2)
         args = struct(size=ctypes.sizeof(struct) + 8)
         if hasattr(args, "model"):
             args.model = ctypes.cast(ctypes.pointer(model), type(args.model))

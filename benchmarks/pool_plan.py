@@ -36,7 +36,7 @@ from teneral.handlers.pool.file import parse_pool
 from teneral.handlers.pool.measure import measure
 from teneral.infra.plan.instance_model import Profile, profile_of, read_profiles
 from teneral.infra.plan.simulate import Outcome, simulate
-from teneral.infra.plan.trace import Arrival, in_order, synthesize
+from teneral.infra.plan.trace import ArrivedRequest, in_order, synthesize
 
 TRACES = {
     "poisson, slow": "poisson:rate=0.3,prompt=64,output=32",
@@ -124,13 +124,13 @@ def _front_s(folder: Path, file: str) -> float:
         time.sleep(SETTLE_S)
         for port in ports * FRONT_REQUESTS:
             time.sleep(0.2)
-            answer = asyncio.run(_ask_all(port, [Arrival(0.0, "m", 64, 1)]))
+            answer = asyncio.run(_ask_all(port, [ArrivedRequest(0.0, "m", 64, 1)]))
             times.setdefault(port, []).append(answer[0][0])
     direct_s, front_s = (statistics.median(times[port]) for port in ports)
     return max(0.0, front_s - direct_s)
 
 
-def _requests(spec: str, seconds: float) -> list[Arrival]:
+def _requests(spec: str, seconds: float) -> list[ArrivedRequest]:
     """Of the trace, the first at 0, within the model's context."""
     requests = in_order(synthesize(f"{spec},duration={seconds:g},seed=7", model="m"))
     return [
@@ -142,7 +142,7 @@ def _requests(spec: str, seconds: float) -> list[Arrival]:
     ]
 
 
-def _plan(file: str, requests: list[Arrival], profile: Profile, seconds: float) -> dict[str, float]:
+def _plan(file: str, requests: list[ArrivedRequest], profile: Profile, seconds: float) -> dict[str, float]:
     model = parse_pool(file).models["m"]
     cores = float(os.cpu_count() or 1)
     return _figures(simulate(requests, {"m": model}, {"m": profile}, cores=cores, until_s=seconds)["m"])
@@ -158,7 +158,7 @@ def _figures(outcome: Outcome) -> dict[str, float]:
 
 
 def _replay(
-    folder: Path, file: str, traces: dict[str, list[Arrival]], seconds: float
+    folder: Path, file: str, traces: dict[str, list[ArrivedRequest]], seconds: float
 ) -> dict[str, dict[str, float]]:
     """The traces against one real pool, each from when its standby processes and warm instances are there."""
     results = {}
@@ -221,18 +221,20 @@ class _Instances:
             last_s = now_s
 
 
-async def _ask_all(port: int, requests: list[Arrival]) -> list[tuple[float, str]]:
+async def _ask_all(port: int, requests: list[ArrivedRequest]) -> list[tuple[float, str]]:
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         began_s = time.monotonic()
 
-        async def one(number: int, request: Arrival) -> tuple[float, str]:
+        async def one(number: int, request: ArrivedRequest) -> tuple[float, str]:
             await asyncio.sleep(max(0.0, began_s + request.t_s - time.monotonic()))
             return await _ask(session, port, request, number)
 
         return await asyncio.gather(*(one(*numbered) for numbered in enumerate(requests)))
 
 
-async def _ask(session: aiohttp.ClientSession, port: int, request: Arrival, number: int) -> tuple[float, str]:
+async def _ask(
+    session: aiohttp.ClientSession, port: int, request: ArrivedRequest, number: int
+) -> tuple[float, str]:
     """Time to the first token, and what the request waited for."""
     chance = random.Random(f"{time.monotonic_ns()} {number}")
     body = {

@@ -24,11 +24,11 @@ from .values import (
     InstanceSize,
     KeyLines,
     Model,
-    Node,
     Patch,
     Place,
     Pool,
     PoolFileError,
+    PoolNode,
     Shadow,
     Slo,
     Versions,
@@ -259,7 +259,7 @@ class _Reader:
         settings[written] = self._parse(SETTINGS[written].parse, value, *path)
         self._parse(partial(keys.check_page_setting, written), settings[written], *path)
 
-    def _node(self, defaults: dict[str, Any]) -> Node:
+    def _node(self, defaults: dict[str, Any]) -> PoolNode:
         values = self._values(self._table(("node",)), keys.NODE_KEYS, "node")
         base, store = values.get("standby_base"), {}
         if base is not None:
@@ -271,7 +271,7 @@ class _Reader:
             self._check_address(base, *place)
             settings, _ = self._serve("", defaults)  # those of [defaults.serve]
             store = {name: settings[name] for name in keys.STORE_SETTINGS if name in settings}
-        return Node(
+        return PoolNode(
             memory_bytes=values.get("memory"),
             standby=values.get("standby", 0),
             standby_memory_bytes=values.get("standby_memory", 0),

@@ -32,7 +32,7 @@ from ..standby.handover import Channel, HandOver, HandoverError
 from .keys import PATH_SETTINGS
 from .memory import tree_pss_bytes
 from .repository import Release, absolute
-from .values import Code, Model, Node, Pool
+from .values import Code, Model, Pool, PoolNode
 
 # Of a server, in addition to its weights and KV pool.
 OVERHEAD_BYTES = 250 << 20
@@ -390,7 +390,7 @@ class StandbyChild:
             await self.process.end(1.0)
 
 
-def standby_bytes(node: Node, base: Release | None) -> int:
+def standby_bytes(node: PoolNode, base: Release | None) -> int:
     """Memory of the waiting processes, and of the base that they share."""
     base_bytes = 0 if base is None else base.weight_bytes
     return node.standby * node.standby_memory_bytes + base_bytes

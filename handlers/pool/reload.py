@@ -17,7 +17,7 @@ from .admission import STANDBY_KEY
 from .process import standby_bytes
 from .repository import Release, RolledBackError
 from .supervisor import Supervisor
-from .values import Model, Node, Pool
+from .values import Model, Pool, PoolNode
 from .versions import ModelState
 
 logger = logging.getLogger("teneral.pool")
@@ -30,7 +30,7 @@ class Releases(Protocol):
         self, model: Model, *, without: frozenset[tuple[int | None, str]] = ...
     ) -> tuple[tuple[Release, ...], str]: ...
 
-    def standby_base(self, node: Node) -> Release | None: ...
+    def standby_base(self, node: PoolNode) -> Release | None: ...
 
 
 class Reloader:

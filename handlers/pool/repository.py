@@ -24,7 +24,7 @@ from ...loader.sources.open import forms, is_read_only, open_source, scheme_of
 from ...runtime.config import ServeConfig
 from ...runtime.files import is_onnx
 from .keys import SERVED_NAME, VERSION_NAME
-from .values import Model, Node
+from .values import Model, PoolNode
 
 if TYPE_CHECKING:
     from ...loader.format.manifest import Manifest
@@ -80,7 +80,7 @@ class ReleaseRepository:
             without=without,
         )
 
-    def standby_base(self, node: Node) -> Release | None:
+    def standby_base(self, node: PoolNode) -> Release | None:
         """The artifact that the node's standby processes have in memory, if any. Raises the error of one that cannot be
         read, and `UsageError` for weights that are not packed.
         """

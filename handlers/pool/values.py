@@ -259,7 +259,7 @@ class InstanceSize:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class PoolNode:
     """One machine. `memory_bytes` None: what it has free.
 
     `standby_base` is an artifact whose weights the standby processes have in memory, and
@@ -399,7 +399,7 @@ class Pool:
     models: Mapping[str, Model]
     aliases: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     instance: InstanceSize = InstanceSize()
-    node: Node = Node()
+    node: PoolNode = PoolNode()
     slo: Slo = Slo()
     patches: tuple[Patch, ...] = ()
     lines: KeyLines = field(default_factory=lambda: KeyLines(""), compare=False, repr=False)

@@ -16,7 +16,7 @@ from ...handlers.pool.values import Model, Pool
 from ...loader.errors import UsageError
 from .instance_model import Profile, parse_assumptions, profile_of, read_profiles
 from .search import PoolChoice, Price, cheapest, pareto, parse_price, search, try_out
-from .trace import Arrival, in_order, read_trace, synthesize
+from .trace import ArrivedRequest, in_order, read_trace, synthesize
 
 DEFAULT_MEASURED = "pool.measured.json"
 
@@ -181,7 +181,7 @@ def plan(options: PlanOptions) -> int:
 
 
 def _plan(
-    pool: Pool, name: str, requests: list[Arrival], profile: Profile, price: Price, cores: float | None
+    pool: Pool, name: str, requests: list[ArrivedRequest], profile: Profile, price: Price, cores: float | None
 ) -> ModelPlan:
     model = pool.models[name]
     return ModelPlan(
@@ -196,10 +196,10 @@ def _plan(
     )
 
 
-def _requests(pool: Pool, options: PlanOptions) -> list[Arrival]:
+def _requests(pool: Pool, options: PlanOptions) -> list[ArrivedRequest]:
     """Of the trace and the synthetic arrivals. Those that name no model are the first one's."""
     first = next(iter(pool.models))
-    requests: list[Arrival] = []
+    requests: list[ArrivedRequest] = []
     if options.trace is not None:
         requests += read_trace(options.trace, model=first)
     for spec in options.synthetic:

@@ -14,7 +14,7 @@ from ...handlers.pool.values import Model
 from ...loader.errors import UsageError
 from .instance_model import Profile
 from .simulate import Outcome, simulate
-from .trace import Arrival
+from .trace import ArrivedRequest
 
 MIN_WARM = (0, 1, 2, 4)
 BUFFER = (0, 1, 2)
@@ -85,7 +85,7 @@ def candidates(model: Model) -> Iterable[Model]:
 
 
 def try_out(
-    requests: Sequence[Arrival], model: Model, profile: Profile, price: Price, cores: float | None
+    requests: Sequence[ArrivedRequest], model: Model, profile: Profile, price: Price, cores: float | None
 ) -> PoolChoice:
     """One pool under the requests of its model."""
     outcome = simulate(requests, {model.name: model}, {model.name: profile}, cores=cores)[model.name]
@@ -95,7 +95,11 @@ def try_out(
 
 
 def search(
-    requests: Sequence[Arrival], model: Model, profile: Profile, price: Price, cores: float | None = None
+    requests: Sequence[ArrivedRequest],
+    model: Model,
+    profile: Profile,
+    price: Price,
+    cores: float | None = None,
 ) -> list[PoolChoice]:
     """The grid, in its order."""
     return [try_out(requests, each, profile, price, cores) for each in candidates(model)]

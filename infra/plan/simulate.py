@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from ...handlers.pool.policy import Demand, IdleGaps, Quiet, Window, desired, idle_limit_s, max_starts
 from ...handlers.pool.values import Model
 from .instance_model import Profile
-from .trace import Arrival
+from .trace import ArrivedRequest
 
 _INFINITY = float("inf")
 _PLATFORM_READY, _IDLE, _EXPECTED = 0, 1, 2
@@ -109,7 +109,7 @@ class _Model:
         self.idle: deque[tuple[float, _Instance]] = deque()  # since when; some are busy again
         self.starting = 0
         self.present = 0  # starting and ready
-        self.waiting: deque[tuple[float, Arrival]] = deque()
+        self.waiting: deque[tuple[float, ArrivedRequest]] = deque()
         self.max_in_work = model.max_concurrency
         self.speeds = [1.0, *(profile.speed(batch) for batch in range(1, model.max_concurrency + 1))]
         self.slots = [0.0] * profile.standby  # times from which standby processes can be taken
@@ -137,7 +137,7 @@ class _Model:
 
 
 def simulate(
-    requests: Sequence[Arrival],
+    requests: Sequence[ArrivedRequest],
     models: Mapping[str, Model],
     profiles: Mapping[str, Profile],
     *,
@@ -175,7 +175,7 @@ class _Simulation:
         self.num_starting = 0  # not ready yet
         self.number = 0
 
-    def run(self, requests: Sequence[Arrival], until_s: float | None) -> dict[str, Outcome]:
+    def run(self, requests: Sequence[ArrivedRequest], until_s: float | None) -> dict[str, Outcome]:
         for model in self.models.values():
             self._begin_warm(model)
         position, count = 0, len(requests)
@@ -217,7 +217,7 @@ class _Simulation:
 
     # events
 
-    def _arrive(self, request: Arrival) -> None:
+    def _arrive(self, request: ArrivedRequest) -> None:
         model = self.models.get(request.model)
         if model is None:
             return
@@ -344,7 +344,7 @@ class _Simulation:
             model.outcome.cold += 1
         self._admit(model, instance, request, arrived_s)
 
-    def _admit(self, model: _Model, instance: _Instance, request: Arrival, arrived_s: float) -> None:
+    def _admit(self, model: _Model, instance: _Instance, request: ArrivedRequest, arrived_s: float) -> None:
         profile = model.profile
         if instance.in_work == 0:
             instance.busy_since_s = self.now_s

@@ -36,7 +36,7 @@ _DEFAULTS: dict[str, dict[str, float]] = {
 _COMMON = {"duration": 3600.0, "prompt": 256.0, "output": 64.0, "seed": 0.0}
 
 
-class Arrival(NamedTuple):
+class ArrivedRequest(NamedTuple):
     """One arrival. `work_s` is its whole time at an instance that does nothing else, where a trace gives that; None: it
     follows from its tokens.
     """
@@ -48,7 +48,7 @@ class Arrival(NamedTuple):
     work_s: float | None = None
 
 
-def read_trace(path: str | Path, *, model: str) -> list[Arrival]:
+def read_trace(path: str | Path, *, model: str) -> list[ArrivedRequest]:
     """The requests of a file in order of time, the first at 0. `model` is that of those which name none.
 
     Raises `UsageError` naming the line that cannot be read.
@@ -60,7 +60,7 @@ def read_trace(path: str | Path, *, model: str) -> list[Arrival]:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read the trace {path}: {error}", key="trace") from error
-    requests: list[Arrival] = []
+    requests: list[ArrivedRequest] = []
     for number, request in _requests(text, model, str(path)):
         if not all(map(math.isfinite, (request.t_s, request.work_s or 0.0))) or (request.work_s or 0.0) < 0:
             raise UsageError(f"{path}:{number}: times must be finite", key="trace")
@@ -74,14 +74,14 @@ def read_trace(path: str | Path, *, model: str) -> list[Arrival]:
     return in_order(requests)
 
 
-def in_order(requests: Iterable[Arrival]) -> list[Arrival]:
+def in_order(requests: Iterable[ArrivedRequest]) -> list[ArrivedRequest]:
     """Sorted by time, the first at 0."""
     ordered = sorted(requests, key=lambda request: request.t_s)
     origin_s = ordered[0].t_s if ordered else 0.0
     return [request._replace(t_s=request.t_s - origin_s) for request in ordered]
 
 
-def _requests(text: str, model: str, path: str) -> Iterator[tuple[int, Arrival]]:
+def _requests(text: str, model: str, path: str) -> Iterator[tuple[int, ArrivedRequest]]:
     first = text.lstrip()[:1]
     if first == "{":
         for number, line in enumerate(text.splitlines(), 1):
@@ -103,16 +103,16 @@ def _requests(text: str, model: str, path: str) -> Iterator[tuple[int, Arrival]]
             yield number, _guarded(lambda values=values: read(values, model), path, number)  # type: ignore[misc]
 
 
-def _guarded(make: Callable[[], Arrival], path: str, number: int) -> Arrival:
+def _guarded(make: Callable[[], ArrivedRequest], path: str, number: int) -> ArrivedRequest:
     try:
         return make()
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise UsageError(f"{path}:{number}: not a request: {error}", key="trace") from error
 
 
-def _from_json(line: str, model: str) -> Arrival:
+def _from_json(line: str, model: str) -> ArrivedRequest:
     value = json.loads(line)
-    return Arrival(
+    return ArrivedRequest(
         float(value["t"]),
         str(value.get("model", model)),
         int(value["prompt_tokens"]),
@@ -120,25 +120,25 @@ def _from_json(line: str, model: str) -> Arrival:
     )
 
 
-def _plain(row: dict[str, str], model: str) -> Arrival:
-    return Arrival(
+def _plain(row: dict[str, str], model: str) -> ArrivedRequest:
+    return ArrivedRequest(
         float(row["t"]), row.get("model") or model, int(row["prompt_tokens"]), int(row["output_tokens"])
     )
 
 
-def _azure_llm(row: dict[str, str], model: str) -> Arrival:
+def _azure_llm(row: dict[str, str], model: str) -> ArrivedRequest:
     text = row["TIMESTAMP"]
     head, _, fraction = text.partition(".")
     seconds = datetime.fromisoformat(head).timestamp() + float(f"0.{fraction.rstrip('Z') or 0}")
-    return Arrival(seconds, model, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+    return ArrivedRequest(seconds, model, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
 
 
-def _azure_functions(row: dict[str, str], model: str) -> Arrival:
+def _azure_functions(row: dict[str, str], model: str) -> ArrivedRequest:
     duration_s = float(row["duration"])
-    return Arrival(float(row["end_timestamp"]) - duration_s, model, 0, 0, duration_s)
+    return ArrivedRequest(float(row["end_timestamp"]) - duration_s, model, 0, 0, duration_s)
 
 
-_READERS: dict[frozenset[str], Callable[[dict[str, str], str], Arrival]] = {
+_READERS: dict[frozenset[str], Callable[[dict[str, str], str], ArrivedRequest]] = {
     frozenset({"t", "model", "prompt_tokens", "output_tokens"}): _plain,
     frozenset({"t", "prompt_tokens", "output_tokens"}): _plain,
     frozenset({"TIMESTAMP", "ContextTokens", "GeneratedTokens"}): _azure_llm,
@@ -146,7 +146,7 @@ _READERS: dict[frozenset[str], Callable[[dict[str, str], str], Arrival]] = {
 }
 
 
-def synthesize(spec: str, *, model: str) -> list[Arrival]:
+def synthesize(spec: str, *, model: str) -> list[ArrivedRequest]:
     """The requests of a spec. The same spec gives the same requests. Raises `UsageError`."""
     kind, _, rest = spec.partition(":")
     if kind not in _DEFAULTS:
@@ -171,7 +171,7 @@ def synthesize(spec: str, *, model: str) -> list[Arrival]:
         raise UsageError(f"{spec}: that is more than {MAX_REQUESTS:,} requests", key="synthetic")
     rng = random.Random(int(values["seed"]))  # noqa: S311 - arrivals are no secret
     return [
-        Arrival(t_s, model, _tokens(rng, values["prompt"]), _tokens(rng, values["output"]))
+        ArrivedRequest(t_s, model, _tokens(rng, values["prompt"]), _tokens(rng, values["output"]))
         for t_s in _times(kind, values, rng)
     ]
 

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.loader.test_sparse import Stored, decode, decoding_by, each_way, parts_of, stored, zeroed
+from tests.loader.test_sparse import Stored, decode, parts_of, stored, zeroed
 from tests.support.format_artifacts import build_format_artifact
 from tests.support.manifest_documents import document_of
+from tests.support.native import decoded_by, each_isa
 
 from teneral.loader.errors import IntegrityError, ManifestError
 from teneral.loader.format.manifest import FRAME_ELEMENTS, Codec, Plane, Tier
@@ -102,7 +103,7 @@ def test_a_manifest_is_refused_that_lies_about_values(
     assert caught.value.where
 
 
-@each_way
+@each_isa
 @settings(max_examples=60, deadline=None)
 @given(
     changes=st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1, max_size=4),
@@ -110,7 +111,7 @@ def test_a_manifest_is_refused_that_lies_about_values(
     tier=st.sampled_from([Tier.DRAFT, Tier.REFINE]),
 )
 def test_changed_bytes_and_counts_are_refused_or_write_nothing_outside(
-    way: str, changes: list[tuple[int, int]], num: int, tier: Tier
+    isa: str, changes: list[tuple[int, int]], num: int, tier: Tier
 ) -> None:
     _, encoding, _ = parts_of("bf16.sparse.3")
     rng = np.random.default_rng(1)
@@ -121,7 +122,7 @@ def test_changed_bytes_and_counts_are_refused_or_write_nothing_outside(
     for place, value in changes:
         damaged[place % len(damaged)] = value
     memory = np.full(64 + 2006 + 64, 0x5A, np.uint8)
-    with decoding_by(way):
+    with decoded_by(isa):
         for claimed in (declared, min(num, 1003)):
             with contextlib.suppress(IntegrityError):
                 decode(
@@ -166,7 +167,7 @@ def hostile(change: str) -> tuple[Stored, int, np.ndarray]:
     return parts, 500, data
 
 
-@each_way
+@each_isa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -178,42 +179,42 @@ def hostile(change: str) -> tuple[Stored, int, np.ndarray]:
         ("bits behind the signs", "the unused bits behind the last of its signs"),
     ],
 )
-def test_masks_and_signs_that_lie_are_refused(way: str, change: str, message: str) -> None:
+def test_masks_and_signs_that_lie_are_refused(isa: str, change: str, message: str) -> None:
     _, encoding, _ = parts_of("bf16.sparse.3")
     parts, num, _ = hostile(change)
     memory = np.full(64 + 2006 + 64, 0x5A, np.uint8)
-    with decoding_by(way), pytest.raises(IntegrityError, match=message):
+    with decoded_by(isa), pytest.raises(IntegrityError, match=message):
         decode("BF16", encoding, parts, num, Tier.DRAFT, memory[64:-64], 1003)
     assert (memory[:64] == 0x5A).all()
     assert (memory[-64:] == 0x5A).all()
 
 
-@each_way
-def test_a_later_tier_over_another_number_of_values_is_refused(way: str) -> None:
+@each_isa
+def test_a_later_tier_over_another_number_of_values_is_refused(isa: str) -> None:
     _, encoding, _ = parts_of("bf16.sparse.3")
     parts, num, data = hostile("nothing")
     for number in (499, 501):
         there = np.zeros(1003, "<u2")
         there[:number] = 0x3F88
-        with decoding_by(way), pytest.raises(IntegrityError, match="the tiers before have another number"):
+        with decoded_by(isa), pytest.raises(IntegrityError, match="the tiers before have another number"):
             decode("BF16", encoding, parts, num, Tier.REFINE, there.view(np.uint8), 1003)
     out = np.zeros(2006, np.uint8)
-    with decoding_by(way):
+    with decoded_by(isa):
         for tier in (Tier.DRAFT, Tier.REFINE):
             decode("BF16", encoding, parts, num, tier, out, 1003)
     assert np.array_equal(out.view("<u2"), data)
 
 
-@each_way
+@each_isa
 @pytest.mark.parametrize("place", [0, 250, 499])
-def test_a_value_that_becomes_a_zero_is_refused(way: str, place: int) -> None:
+def test_a_value_that_becomes_a_zero_is_refused(isa: str, place: int) -> None:
     _, encoding, _ = parts_of("bf16.sparse.3")
     parts, num, _ = hostile("nothing")
     content, planes = parts[Tier.DRAFT]
     damaged = bytearray(content)
     damaged[planes[2].offset_bytes + place] = 0  # the exponent; sign and mantissa are 0
     out = np.zeros(2006, np.uint8)
-    with decoding_by(way):
+    with decoded_by(isa):
         decode("BF16", encoding, {Tier.DRAFT: (bytes(damaged), planes)}, num, Tier.DRAFT, out, 1003)
         with pytest.raises(IntegrityError, match="a value is a zero"):
             decode("BF16", encoding, parts, num, Tier.REFINE, out, 1003)

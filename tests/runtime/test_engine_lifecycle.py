@@ -102,10 +102,17 @@ def test_a_stop_that_is_half_done_when_the_step_ends_loses_no_block():
 def test_nothing_comes_after_a_cancellation():
     with EngineRig() as rig:
         events = []
-        generation = rig.submit(on_event=events.append)
+        cancelled = threading.Event()
+
+        def take(event):
+            events.append(event)
+            cancelled.wait(TIMEOUT_S)  # it cannot end before
+
+        generation = rig.submit(on_event=take)
         next(generation.events(TIMEOUT_S))
         generation.cancel()
         generation.cancel()
+        cancelled.set()
         finish(rig.submit(max_tokens=3))
         assert [event.finish_reason for event in events[:-1]] == [None] * (len(events) - 1)
         assert events[-1].finish_reason is FinishReason.CANCELLED

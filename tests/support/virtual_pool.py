@@ -23,7 +23,7 @@ from teneral.handlers.pool.reload import Reloader
 from teneral.handlers.pool.repository import Release, choose_releases
 from teneral.handlers.pool.routing import Chooser
 from teneral.handlers.pool.supervisor import Supervisor
-from teneral.handlers.pool.values import Model, Node, Pool
+from teneral.handlers.pool.values import Model, Pool, PoolNode
 from teneral.handlers.pool.versions import ModelState
 from teneral.loader.errors import FormatError, NotFoundError, TeneralError, UnavailableError
 from teneral.runtime.config import ServeConfig
@@ -104,7 +104,7 @@ class VirtualStore:
             return (Release(None, model.source, "0", WEIGHT_BYTES),), ""
         return choose_releases(model, set(self.versions), self._open, without=without)
 
-    def standby_base(self, node: Node) -> Release | None:
+    def standby_base(self, node: PoolNode) -> Release | None:
         return None
 
     def health(self, address: str) -> str:

@@ -18,7 +18,7 @@ from teneral.handlers.pool.values import InstanceSize, Model
 from teneral.infra.plan.instance_model import Profile, profile_of, read_profiles
 from teneral.infra.plan.search import Price, candidates, cheapest, cost_of, pareto, parse_price, search
 from teneral.infra.plan.simulate import Outcome, simulate
-from teneral.infra.plan.trace import Arrival, read_trace, synthesize
+from teneral.infra.plan.trace import ArrivedRequest, read_trace, synthesize
 from teneral.loader.errors import UsageError
 
 TRACES = Path(__file__).parents[4] / "shared" / "traces"
@@ -31,12 +31,12 @@ PROFILE = Profile(
 )
 
 
-def one(requests: list[Arrival], model: Model, profile: Profile = PROFILE, **more: float) -> Outcome:
+def one(requests: list[ArrivedRequest], model: Model, profile: Profile = PROFILE, **more: float) -> Outcome:
     return simulate(requests, {"m": model}, {"m": profile}, **more)["m"]
 
 
-def at(t_s: float, prompt: int = 100, output: int = 11) -> Arrival:
-    return Arrival(t_s, "m", prompt, output)
+def at(t_s: float, prompt: int = 100, output: int = 11) -> ArrivedRequest:
+    return ArrivedRequest(t_s, "m", prompt, output)
 
 
 def test_a_cold_request_waits_for_the_start_and_a_warm_one_does_not() -> None:
@@ -61,7 +61,7 @@ def test_an_instance_that_ended_is_started_again() -> None:
 
 def test_sequences_of_a_batch_slow_each_other_down_as_measured() -> None:
     model = Model("m", "/m", min_warm=1, max_instances=1, target_concurrency=8)
-    requests = [Arrival(10.0, "m", 0, 41) for _ in range(4)]
+    requests = [ArrivedRequest(10.0, "m", 0, 41) for _ in range(4)]
     outcome = one(requests, model, until_s=100.0)
     assert outcome.busy_s == pytest.approx(4 * 40 / 20.0), "160 tokens at 20 a second"
     alone = one(requests[:1], model, until_s=100.0)
@@ -72,7 +72,7 @@ def starts_at_once(number: int, profile: Profile = PROFILE, **more: float) -> li
     """First tokens of requests that come together, each to an instance of its own; their work takes no core."""
     profile = profile_of({"work_cores": 1e-9}, "here", profile)
     model = Model("m", "/m", max_instances=number, target_concurrency=1, max_concurrency=1)
-    requests = [Arrival(0.0, "m", 0, 101) for _ in range(number)]
+    requests = [ArrivedRequest(0.0, "m", 0, 101) for _ in range(number)]
     return sorted(one(requests, model, profile, **more).first_token_s)
 
 

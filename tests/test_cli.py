@@ -384,3 +384,34 @@ def test_help_of_serve_shows_what_people_use_and_help_all_every_setting(
     assert len(usual - {"--help"}) <= 15
     assert {f"--{name.replace('_', '-')}" for name in SETTINGS if name != "model"} <= every
     assert usual < every
+
+
+def test_results_are_printed_for_machines_too(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["verify", str(artifact), "--quiet", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["problems"] == []
+    assert len(bytes.fromhex(report["digest"])) == 32
+    assert cli.run(["gc", str(artifact), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["removed"] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [(["ser"], "serve"), (["serve", "--kv-h"], "--kv-host-bytes"), (["pool", "che"], "check")],
+)
+def test_bash_completes_commands_flags_and_actions(
+    words: list[str], completed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    script += (
+        f'COMP_WORDS=(teneral {" ".join(words)}); COMP_CWORD={len(words)}; _teneral; echo "${{COMPREPLY[@]}}"'
+    )
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert completed in done.stdout.split()
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_have_a_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["completion", shell]) == 0
+    assert "serve" in capsys.readouterr().out

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from .cli_errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_TERMINATED, exit_code, report_error
 from .cli_flags import parse
+from .cli_report import print_result
 from .cli_source import source_options
 from .loader import errors as loading
 
@@ -142,7 +143,7 @@ def _pack(options: argparse.Namespace) -> int:
             threads=options.threads,
             progress=bar.update,
         )
-    print(result.render())
+    print_result(result, as_json=options.json)
     return 0
 
 
@@ -168,14 +169,8 @@ def _pack_adapter(options: argparse.Namespace, source: Source, store: Store) -> 
     from .loader.tools.progress_bar import ProgressBar
     from .runtime.adapters.pack import pack_adapter
 
-    flags = ("draft_bits", "embed_bits", "head_bits", "sketch_bits", "quantize", "group_size", "calibrate")
-    given = [name for name in (*flags, "prune") if getattr(options, name) is not None]
-    if given or options.asymmetric or options.dequantize:
-        raise loading.UsageError(
-            "an adapter is packed as it is: it has no tiers, and is neither quantised nor pruned",
-            key=given[0] if given else "quantize",
-            hint="Leave these flags out.",
-        )
+    what = "an adapter is packed as it is: it has no tiers, and is neither quantised nor pruned"
+    _refuse_flags(options, what, "prune")
     if options.base is None:
         raise loading.UsageError(
             f"{options.model} is a LoRA adapter, which is packed with its base's digest",
@@ -194,8 +189,16 @@ def _pack_adapter(options: argparse.Namespace, source: Source, store: Store) -> 
             threads=options.threads,
             progress=bar.update,
         )
-    print(result.render())
+    print_result(result, as_json=options.json)
     return 0
+
+
+def _refuse_flags(options: argparse.Namespace, what: str, *others: str) -> None:
+    """Raise `UsageError` with this message where flags are given that change weights."""
+    flags = ("draft_bits", "embed_bits", "head_bits", "sketch_bits", "quantize", "group_size", "calibrate")
+    given = [name for name in (*flags, *others) if getattr(options, name) is not None]
+    if given or options.asymmetric or options.dequantize:
+        raise loading.UsageError(what, key=given[0] if given else "quantize", hint="Leave these flags out.")
 
 
 def _pack_onnx(options: argparse.Namespace) -> int:
@@ -203,14 +206,7 @@ def _pack_onnx(options: argparse.Namespace) -> int:
     from .loader.tools.progress_bar import ProgressBar
     from .runtime.onnx.pack import pack_onnx
 
-    flags = ("draft_bits", "embed_bits", "head_bits", "sketch_bits", "quantize", "group_size", "calibrate")
-    given = [name for name in flags if getattr(options, name) is not None]
-    if given or options.asymmetric or options.dequantize:
-        raise loading.UsageError(
-            "an ONNX model is packed as it is: it has no tiers, and its own tools quantise it",
-            key=given[0] if given else "quantize",
-            hint="Leave these flags out.",
-        )
+    _refuse_flags(options, "an ONNX model is packed as it is: it has no tiers, and its own tools quantise it")
     with ProgressBar("packing", quiet=options.quiet) as bar:
         result = pack_onnx(
             options.model,
@@ -220,7 +216,7 @@ def _pack_onnx(options: argparse.Namespace) -> int:
             threads=options.threads,
             progress=bar.update,
         )
-    print(result.render())
+    print_result(result, as_json=options.json)
     return 0
 
 
@@ -234,7 +230,7 @@ def _unpack(options: argparse.Namespace) -> int:
     source = open_model(address, source_options(options))
     with ProgressBar("unpacking", quiet=options.quiet) as bar:
         result = unpack(source, options.directory, digest=digest, force=options.force, progress=bar.update)
-    print(result.render())
+    print_result(result, as_json=options.json)
     return 0
 
 
@@ -248,7 +244,7 @@ def _verify(options: argparse.Namespace) -> int:
     source = open_model(address, source_options(options))
     with ProgressBar("verifying", quiet=options.quiet) as bar:
         report = verify(source, digest=digest, threads=options.threads, progress=bar.update)
-    print(report.render())
+    print_result(report, as_json=options.json)
     return 0 if report.ok else exit_code(loading.IntegrityError("damaged"))
 
 
@@ -258,7 +254,7 @@ def _gc(options: argparse.Namespace) -> int:
 
     store = open_store(options.artifact, source_options(options))
     report = collect_garbage(store, older_than_s=options.older_than, dry_run=options.dry_run)
-    print(report.render())
+    print_result(report, as_json=options.json)
     return 0
 
 
@@ -469,6 +465,13 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(options).items() if name in SETTINGS}
 
 
+def _completion(options: argparse.Namespace) -> int:
+    from .cli_completion import completion
+
+    print(completion(options.shell), end="")
+    return 0
+
+
 def _print_json(value: Any) -> None:
     import json
 
@@ -490,5 +493,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "kv": _kv,
     "pool": _pool,
     "timeline": _timeline,
+    "completion": _completion,
     "synth": _synth,
 }

@@ -8,45 +8,13 @@ import re
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
 
+from .cli_parser import Parser, add_settings
 from .cli_source import add_base_flag, add_source_flags
-
-if TYPE_CHECKING:
-    from .runtime.setting import Setting
 
 SOURCE_HELP = (
     "directory with config.json and *.safetensors, or an .onnx file; path, s3://, gs://, az://, http(s)://"
 )
-
-
-# The settings that `serve --help` shows, by task; `--help-all` shows all of them.
-SHOWN_SETTINGS = {
-    "what is served, and where": ("name", "host", "port", "api_key", "handler"),
-    "the store and the start": ("endpoint_url", "cache_dir", "first_token", "standby"),
-    "memory and speed": ("device", "threads", "max_context", "kv_bytes"),
-}
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors name what was probably meant. `shows_all`: its help has every setting."""
-
-    shows_all = False
-
-    def error(self, message: str) -> NoReturn:
-        """Print the usage in one line and the error; exit with 2."""
-        command = self.prog.removesuffix(" [-h]")
-        known = list(self._option_string_actions)
-        typed = re.findall(r"(?:unrecognized arguments:|invalid choice:) '?([^ ']+)", message)
-        for action in self._actions:
-            known += list(action.choices or ()) if isinstance(action, argparse._SubParsersAction) else []
-        if typed:
-            from difflib import get_close_matches  # only on the way to an error
-
-            message = message.partition(" (choose from")[0]
-            if meant := get_close_matches(typed[0].partition("=")[0], known, 1):
-                message += f"; did you mean {meant[0]}?"
-        self.exit(2, f"{command}: {message}\n  {command} --help lists what it takes.\n")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -57,7 +25,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
     # Made anew for every flag. Left to itself, it imports what reads archives to learn how wide the terminal is.
     formatter = partial(argparse.HelpFormatter, width=_columns() - 2)
-    parser = _Parser(
+    parser = Parser(
         prog="teneral",
         formatter_class=formatter,
         description="Serve models from object storage that answer while their weights are still arriving.",
@@ -65,7 +33,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("-V", "--version", action="version", version=f"teneral {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(
-        title="commands", metavar="COMMAND", dest="command", prog="teneral", parser_class=_Parser
+        title="commands", metavar="COMMAND", dest="command", prog="teneral", parser_class=Parser
     )
     chosen = next((argument for argument in arguments if not argument.startswith("-")), "")
     # A command given by name loads no other's flags or help.
@@ -136,6 +104,7 @@ def _pack(command: argparse.ArgumentParser) -> None:
         "load it; of a LoRA adapter: its base",
     )
     _add_zeros(command)
+    _add_json(command)
     _add_work_flags(command)
 
 
@@ -210,12 +179,14 @@ def _unpack(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--force", action="store_true", help="write into a directory that has files of these names"
     )
+    _add_json(command)
     _add_work_flags(command)
 
 
 def _verify(command: argparse.ArgumentParser) -> None:
     command.add_argument("artifact", metavar="ARTIFACT")
     add_base_flag(command)
+    _add_json(command)
     _add_work_flags(command)
 
 
@@ -229,6 +200,7 @@ def _gc(command: argparse.ArgumentParser) -> None:
         help="remove what has been unused for so long, as in 90m, 24h or 7d (default: 24h); 0 for all of it",
     )
     command.add_argument("--dry-run", action="store_true", help="list what is unused, and remove nothing")
+    _add_json(command)
     add_source_flags(command)
 
 
@@ -281,7 +253,7 @@ def _eval(command: argparse.ArgumentParser) -> None:
     _add_text_flags(command)
 
 
-def _serve(command: _Parser) -> None:
+def _serve(command: Parser) -> None:
     command.add_argument(
         "model",
         metavar="MODEL",
@@ -289,7 +261,7 @@ def _serve(command: _Parser) -> None:
         default=argparse.SUPPRESS,
         help="an artifact or a model directory",
     )
-    _add_settings(command)
+    add_settings(command)
 
 
 def _standby(command: argparse.ArgumentParser) -> None:
@@ -313,7 +285,7 @@ def _standby(command: argparse.ArgumentParser) -> None:
     add_source_flags(command)
 
 
-def _invoke(command: _Parser) -> None:
+def _invoke(command: Parser) -> None:
     command.add_argument("function", metavar="FUNCTION", help="module:function or path/file.py:function")
     command.add_argument(
         "--event", metavar="FILE", default="-", help="JSON file with the event, - for standard input"
@@ -324,10 +296,10 @@ def _invoke(command: _Parser) -> None:
         metavar="SECONDS",
         help="time the handler has (default: that of --request-timeout-s)",
     )
-    _add_settings(command, model_flag=True)
+    add_settings(command, model_flag=True)
 
 
-def _batch(command: _Parser) -> None:
+def _batch(command: Parser) -> None:
     command.add_argument("artifact", metavar="ARTIFACT", help="an artifact or a model directory")
     command.add_argument(
         "input", metavar="INPUT", help="JSONL, a request a line: a path, s3://bucket/key or gs://bucket/key"
@@ -360,7 +332,7 @@ def _batch(command: _Parser) -> None:
         "--max-lines", type=_natural, default=1_000_000, metavar="N", help="most lines (default: 1,000,000)"
     )
     command.add_argument("--quiet", action="store_true", help="no progress")
-    _add_settings(command)
+    add_settings(command)
 
 
 def _kv(command: argparse.ArgumentParser) -> None:
@@ -425,6 +397,10 @@ def _timeline(command: argparse.ArgumentParser) -> None:
     command.add_argument("--color", choices=("auto", "always", "never"), default="auto")
 
 
+def _completion(command: argparse.ArgumentParser) -> None:
+    command.add_argument("shell", choices=("bash", "zsh", "fish"), help="of which the script is")
+
+
 def _synth(command: argparse.ArgumentParser) -> None:
     command.add_argument("directory", metavar="DIRECTORY")
     command.add_argument(
@@ -451,6 +427,10 @@ def _natural(text: str) -> int:
     return int(text)
 
 
+def _add_json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="print the result for machines")
+
+
 def _add_work_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--threads", type=int, default=None, metavar="N", help="threads (default: the cores at hand)"
@@ -459,51 +439,7 @@ def _add_work_flags(command: argparse.ArgumentParser) -> None:
     add_source_flags(command)
 
 
-def _add_settings(command: _Parser, *, model_flag: bool = False) -> None:
-    """A flag for every setting of `ServeConfig`; values stay texts here, `resolve` parses and validates
-    them. `--help` shows those that people use, `--help-all` all.
-    """
-    from .runtime.config import SETTINGS
-
-    command.add_argument("--help-all", action="help", help="show all flags, and exit")
-    command.add_argument(
-        "--config",
-        metavar="FILE.toml",
-        default=None,
-        help="settings by name; flags and TENERAL_* win over it",
-    )
-    groups = {
-        name: group
-        for title, names in SHOWN_SETTINGS.items()
-        for group in [command.add_argument_group(title)]
-        for name in names
-    }
-    others = command.add_argument_group("all other settings")
-    for name, setting in SETTINGS.items():
-        if name == "model" and not model_flag:
-            continue
-        flags, how = _flag_of(name, setting)
-        help_text = setting.help.replace("%", "%%")
-        if name not in groups and name != "model" and not command.shows_all:
-            help_text = argparse.SUPPRESS
-        elif setting.default not in (None, "", True, False) and "default" not in help_text:
-            help_text += f" (default: {setting.default})"
-        groups.get(name, others).add_argument(*flags, help=help_text, **how)
-    if not command.shows_all:
-        command.epilog = f"{command.prog} --help-all shows {len(SETTINGS) - len(groups)} settings more."
-
-
-def _flag_of(name: str, setting: Setting) -> tuple[list[str], dict[str, Any]]:
-    """A setting's flag, and how argparse takes it."""
-    how: dict[str, Any] = {"default": argparse.SUPPRESS}
-    if isinstance(setting.default, bool):
-        how["action"] = argparse.BooleanOptionalAction
-    else:
-        how["metavar"] = setting.metavar or name.rpartition("_")[2].upper()
-    return [f"--{name.replace('_', '-')}"], how
-
-
-COMMANDS: dict[str, tuple[str, Callable[[_Parser], None]]] = {
+COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "pack": ("turn a Hugging Face directory into an artifact", _pack),
     "unpack": ("turn an artifact back into safetensors, each tensor bit for bit", _unpack),
     "verify": ("read a whole artifact and name every part that is damaged", _verify),
@@ -518,5 +454,6 @@ COMMANDS: dict[str, tuple[str, Callable[[_Parser], None]]] = {
     "kv": ("store what prompts begin with, computed, and look after it", _kv),
     "pool": ("run, check and plan warm pools of several models, from one file", _pool),
     "timeline": ("draw a cold start as a waterfall", _timeline),
+    "completion": ("print a script that completes commands and flags in a shell", _completion),
     "synth": ("write a model of a real architecture's shape with random weights", _synth),
 }

@@ -537,7 +537,7 @@ int main(int argc, char **argv) {
         }
     }
     check_frames(100 * (argc > 1 ? atoi(argv[1]) : 200));
-    for (int i = 0; i < 20 * (argc > 1 ? atoi(argv[1]) : 200); i++) check_fill(), check_encode();
+    for (int i = 0; i < 8 * (argc > 1 ? atoi(argv[1]) : 200); i++) check_fill(), check_encode();
     check_exp();
     check_callers_at_once();
     check_team();

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 # With more, a load onto a device leaves two of them to its server, which imports torch and places meanwhile.
 MIN_CORES_TO_SPARE = 4
-MAX_EXPERT_SPANS = 4_000  # on the timeline: an instance may fetch them for days
+MAX_EXPERT_SPANS = 4_000  # an instance may fetch them for days
 COLLAPSE_DELAY_S = 2.0  # after the end: the first answers need the cores
 
 # Arrays that numpy has a dtype for. bfloat16 shows as its bit patterns; everything else as bytes.
@@ -83,25 +83,26 @@ class WeightLoad:
         versions: BlobVersions | None = None,
         base: ResidentBase | None = None,
         paging: Paging | None = None,
+        groups: frozenset[int] | None = None,
         full_speed: threading.Event | None = None,
     ) -> None:
-        """Take the target's memory; by default, the target is memory of this process. Nothing is read yet.
+        """Take the target's memory, by default this process's. Nothing is read yet.
 
-        With `base`, the manifest is one that it has joined. The pages of `paging` are read by
-        `want_pages` alone. What was read ahead, in `prefetch`, is not read again. Loads that share
-        `versions` read the same version of each blob. Until `full_speed` is set, where it is given,
-        decoding leaves two cores to others.
-
+        With `base`, the manifest is one that it has joined. The pages of `paging` are read by `experts` alone, and of
+        `groups`, where they are given, these alone. What was read ahead, in `prefetch`, is not read again. Loads that
+        share `versions` read the same version of each blob. Until `full_speed` is set, decoding leaves two cores alone.
         Raises `InsufficientMemoryError` when it would not fit, and the target's errors.
         """
         self.manifest = manifest
         self._options = options = options or LoadOptions()
         self._timeline = timeline or Timeline()
         self._source = source
-        self._target = target = target or HostTarget(manifest, base=base, paging=paging)
+        self._target = target = target or HostTarget(manifest, base=base, paging=paging, groups=groups)
         self._base, self._full_speed, self._prefetch = base, full_speed, prefetch
         self._versions = versions or BlobVersions(manifest, source.url)
-        absent = frozenset() if paging is None else paging.parts
+        absent = frozenset[int]() if paging is None else paging.parts
+        if groups is not None:
+            absent = frozenset(part.index for part in manifest.parts if part.group not in groups)
         self.paged_groups: frozenset[int] = frozenset() if paging is None else paging.groups
         self._plan = plan = (
             Plan(())
@@ -293,10 +294,8 @@ class WeightLoad:
         return True
 
     def join_cache(self, timeout_s: float | None = None) -> bool:
-        """Wait, once the load has ended (of a paged one, after `close`), until the node's cache holds what it takes;
-        False after `timeout_s`, which experts have once more.
-
-        Only a process that is about to end needs to wait for that.
+        """Wait until the node's cache holds what it takes; False after `timeout_s`. For a process that is about to end:
+        after the load's end, or where there are experts, after `close`.
         """
         caches = [self._cache, None if self.experts is None else self.experts.cache]
         return all(cache is None or cache.join(timeout_s) for cache in caches)

@@ -7,17 +7,13 @@ verified.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from ..errors import FormatError, TeneralError
 from ..format.manifest import Manifest
 from ..sources.base import Source
 from ..timeline import Timeline
-from .accounting import describe_part
 from .load import WeightLoad
 from .options import MIB, LoadOptions
 from .parts import BlobVersions
@@ -55,21 +51,6 @@ def cut_windows(manifest: Manifest, groups: Sequence[int], max_bytes: int) -> li
         windows[-1].append(group)
         room_bytes -= size_bytes
     return [tuple(window) for window in windows]
-
-
-def restrict(manifest: Manifest, groups: Sequence[int]) -> Manifest:
-    """The manifest for a load of these groups only: the others have neither memory nor parts.
-
-    Groups and tensors keep their numbers; the parts are numbered anew.
-    """
-    chosen = set(groups)
-    parts = [part for part in manifest.parts if part.group in chosen]
-    return manifest._replace(
-        groups=tuple(
-            group if group.index in chosen else group._replace(slab_bytes=0) for group in manifest.groups
-        ),
-        parts=tuple(part._replace(index=number) for number, part in enumerate(parts)),
-    )
 
 
 class SuccessiveLoad:
@@ -121,8 +102,7 @@ class SuccessiveLoad:
                 # between two.
                 if len(self._windows) == 1 and (window.is_there() or group == window.groups[-1]):
                     self._begin_window()
-                with self._naming_parts(window):
-                    window.load.wait(group)
+                window.load.wait(group)
                 yield group, window.load.slab(group)
             self._end_window()
 
@@ -153,7 +133,8 @@ class SuccessiveLoad:
         # A timeline of its own, because to it every group that is not its business looks ready.
         load = WeightLoad(
             self._source,
-            restrict(self._manifest, groups),
+            self._manifest,
+            groups=frozenset(groups),
             options=self._options,
             timeline=Timeline(),
             versions=self._versions,
@@ -166,8 +147,9 @@ class SuccessiveLoad:
         window.load.join()  # all is there: its threads are ending
         window.load.close()
         statistics, done, cache = window.load.statistics(), self._done, window.load.statistics().cache
+        weight_bytes = sum(self._manifest.groups[group].slab_bytes for group in window.groups)
         self._done = done._replace(
-            weight_bytes=done.weight_bytes + statistics.weight_bytes,
+            weight_bytes=done.weight_bytes + weight_bytes,
             stored_bytes=done.stored_bytes + statistics.stored_bytes,
             unverified_bytes=done.unverified_bytes + statistics.unverified_bytes,
             cached_bytes=done.cached_bytes + (cache.read_bytes if cache is not None else 0),
@@ -182,16 +164,8 @@ class SuccessiveLoad:
             begun_s,
             begun_s + statistics.elapsed_s,
             stored_bytes=statistics.stored_bytes,
-            weight_bytes=statistics.weight_bytes,
+            weight_bytes=weight_bytes,
         )
-
-    @contextmanager
-    def _naming_parts(self, window: _Window) -> Iterator[None]:
-        """Errors name parts by their numbers in the whole manifest, as `teneral verify` does."""
-        try:
-            yield
-        except TeneralError as error:
-            raise _renumbered(error, self._manifest, window.load.manifest) from error.__cause__
 
 
 class _Window(NamedTuple):
@@ -201,19 +175,3 @@ class _Window(NamedTuple):
 
     def is_there(self) -> bool:
         return all(self.load.is_ready(group) for group in self.groups)
-
-
-def _renumbered(error: TeneralError, manifest: Manifest, part_of: Manifest) -> TeneralError:
-    """The error with the part's name in the whole manifest in place of that in `part_of`."""
-    places = {(part.blob, part.offset_bytes): part for part in manifest.parts}
-    for part in part_of.parts:
-        here = describe_part(part_of, part)
-        if here in error.message:
-            there = describe_part(manifest, places[part.blob, part.offset_bytes])
-            renamed = copy.copy(error)
-            renamed.message = error.message.replace(here, there)
-            renamed.args = (renamed.message,)
-            if isinstance(renamed, FormatError):
-                renamed.where = renamed.where.replace(here, there)
-            return renamed
-    return error

@@ -13,7 +13,7 @@ from teneral.loader.errors import ChangedError, IntegrityError, UnavailableError
 from teneral.loader.format.manifest import Tier
 from teneral.loader.load import windows as successive
 from teneral.loader.load.load import WeightLoad
-from teneral.loader.load.windows import SuccessiveLoad, cut_windows, restrict
+from teneral.loader.load.windows import SuccessiveLoad, cut_windows
 from teneral.loader.timeline import Timeline
 
 LAYERS = [(f"layers.{number}", {f"w{number}": ("BF16", (100, 100))}) for number in range(6)]
@@ -68,11 +68,17 @@ def test_windows_hold_as_many_groups_as_fit_and_at_least_one(built):
     assert cut_windows(built.manifest, (), size) == []
 
 
-def test_a_restricted_manifest_has_the_parts_of_its_groups_and_memory_for_no_others(built):
-    part = restrict(built.manifest, [2])
-    assert {each.group for each in part.parts} == {2}
-    assert [each.index for each in part.parts] == list(range(len(part.parts)))
-    assert part.weight_bytes == slab_bytes(built)
+def test_a_load_of_some_groups_reads_their_parts_and_has_memory_for_no_others(built):
+    with WeightLoad(built.store, built.manifest, groups=frozenset([2])) as load:
+        load.start()
+        load.wait(2)
+        assert load.join()
+        assert load.statistics().stored_bytes == sum(
+            part.size_bytes for part in built.manifest.parts if part.group == 2
+        )
+        sizes = {group.index: load.slab(group.index).size for group in built.manifest.groups}
+        assert {group for group, size in sizes.items() if size} == {2}
+        assert not load.is_ready(1)
 
 
 def test_at_most_two_windows_are_in_memory_while_they_are_taken(built, monkeypatch):

@@ -32,21 +32,27 @@ class HostTarget(Target):
         reserve: Reserve | None = None,
         base: ResidentBase | None = None,
         paging: Paging | None = None,
+        groups: frozenset[int] | None = None,
     ) -> None:
-        """With `shared_fd`, the slabs lie in that memory file, which stays the caller's; with `reserve`, in the memory
-        that it has taken. Differences are added to the values of the `base`. The pages of `paging` come and go.
+        """With `shared_fd`, the slabs lie in that memory file, which stays the caller's; with
+        `reserve`, in the memory that it has taken. Differences are added to the values of the
+        `base`. The pages of `paging` come and go. Other `groups` than these, if they are given, get
+        no memory.
         """
         self._manifest = manifest
         self._shared_fd, self._reserve, self._base, self._paging = shared_fd, reserve, base, paging
+        self._sizes_bytes = [
+            group.slab_bytes if groups is None or group.index in groups else 0 for group in manifest.groups
+        ]
         self.weight_bytes = (
-            manifest.weight_bytes if paging is None else paging.weights_bytes + paging.buffer_bytes
+            sum(self._sizes_bytes) if paging is None else paging.weights_bytes + paging.buffer_bytes
         )
         self.held_bytes = 0 if reserve is None else reserve.taken_bytes
         self.reserved_bytes = min(self.held_bytes, manifest.weight_bytes)
         self.is_helper = shared_fd is not None
 
     def take_memory(self) -> None:
-        sizes = [group.slab_bytes for group in self._manifest.groups]
+        sizes = self._sizes_bytes
         self._arena = Arena(
             sizes, shared_fd=self._shared_fd, reserve=self._reserve, is_sparse=self._paging is not None
         )

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from benchmarks.report import begin, finish, median, table, title
 
 from teneral.loader.format import codec
+from teneral.loader.format.fill import Scratch, decode_planes
 from teneral.loader.format.manifest import Encoding, Plane, Segment, Tensor, Tier, align
 from teneral.loader.tools.pack.prune import prune_two_of_four
 
@@ -127,11 +128,11 @@ class Model:
         }
 
     def _decode(self, tiers: tuple[Tier, ...], first: int, step: int) -> None:
-        scratch = codec.Scratch()
+        scratch = Scratch()
         for tier in tiers:
             for segment, stored in self._stored[tier][first::step]:
                 out = self._slab[2 * segment.start : 2 * (segment.start + segment.count)]
-                codec.decode_planes(self._tensor, segment, tier, stored, out, scratch)
+                decode_planes(self._tensor, segment, tier, stored, out, scratch)
 
 
 def _prune(words: npt.NDArray[np.uint16], kind: str, rng: np.random.Generator) -> None:

@@ -96,12 +96,13 @@ def by_threads(
 
     from teneral.loader.artifact import open_artifact
     from teneral.loader.load.load import WeightLoad
+    from teneral.loader.load.targets.host import HostTarget
     from teneral.loader.sources.open import open_source
 
     clock = Clock()
     with closing(open_source(address)) as source:
         manifest = open_artifact(source)
-        with WeightLoad(source, manifest, reserve=reserve) as load:
+        with WeightLoad(source, manifest, target=HostTarget(manifest, reserve=reserve)) as load:
             load.start()
             for group in manifest.groups:
                 load.wait(group.index)

@@ -1,16 +1,21 @@
-"""The figures of the README (between its `figures` marks), of `docs/benchmarks.md` (`benchmark`) and of the stories in
-`docs/stories/` (`figures`), from the latest results.
+"""The figures of the README (between its `figures` marks), of `docs/benchmarks.md` (`benchmark`), of the stories in
+`docs/stories/` (`figures`) and of `docs/draft.md` (`draft`), from the latest results.
 
     python -m benchmarks.readme [--check]
 
 Figures come from `cold_start`, `starts`, `standby` and `hot`; the page has those of `draft`, `throughput` and `prefix`,
-too, where there are results of them. With `--check` nothing is written, and the exit code is 1 when a page and the
-results differ.
+too, where there are results of them. Any page may have a figure in a sentence or a cell, by its name in `named`:
+
+    the first token came after <!--=cold.teneral-->3.42 s<!--/-->.
+
+With `--check` nothing is written, and the exit code is 1 when a page and the results differ.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +33,8 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "benchmarks.md"
 STORIES = ROOT / "docs" / "stories"
+DRAFTS = ROOT / "docs" / "draft.md"
+NAMED = re.compile(r"<!--=([\w.-]+)-->(.*?)<!--/-->", re.DOTALL)
 _STORIES = {"lambda.md": aws_lambda, "scale-to-zero.md": kubernetes, "fine-tunes.md": fine_tunes}
 RATE_MB_S = 200.0
 IMPORT_TORCH = "import torch"
@@ -53,9 +60,14 @@ def main() -> int:
     options = parser.parse_args()
     stale = False
     stories = [(STORIES / page, "figures", story(module)) for page, module in _STORIES.items()]
-    for page, mark, text in ((README, "figures", figures()), (PAGE, "benchmark", section()), *stories):
+    tables = [(README, "figures", figures()), (PAGE, "benchmark", section()), *stories]
+    tables.append((DRAFTS, "draft", draft_rates(newest("draft"))))
+    values = named()
+    for page in (README, *sorted((ROOT / "docs").rglob("*.md"))):
         before = page.read_text(encoding="utf-8")
-        after = filled(before, mark, text)
+        after = with_named(before, values, str(page.relative_to(ROOT)))
+        for _, mark, text in [each for each in tables if each[0] == page]:
+            after = filled(after, mark, text)
         if options.check and before != after:
             print(
                 f"the figures of {page.relative_to(ROOT)} are not those of the latest results",
@@ -161,6 +173,76 @@ def filled(page: str, mark: str, text: str) -> str:
     return f"{head}{begin}{text}{end}{tail}"
 
 
+def named() -> dict[str, str]:
+    """The figures that sentences of any page may have, by name, as text with their units."""
+    link = nearest(newest("cold_start")["results"], RATE_MB_S)
+    ours_s, wire = link["systems"][PACKED]["first_token_s"], link["wire_s"]
+    sent = nearest(newest("draft")["results"], DRAFT_RATE_MB_S)["wire_s"]
+    stored = newest("cold_start")["stored_bytes"]
+    values = {
+        "cold.teneral": f"{ours_s:.2f} s",
+        "cold.of-wire": f"{ours_s / wire['packed']:.2f}",
+        "cold.wire": f"{wire['packed']:.2f} s",
+        "cold.transformers": f"{link['systems'][BASE]['first_token_s']:.2f} s",
+        "cold.packed": f"{stored['packed'] / 1e6:.0f} MB",
+        "cold.plain": f"{stored['plain'] / 1e6:.0f} MB",
+        "draft.of-sent": f"{sent['draft'] / sent['packed']:.0%}".replace("%", " %"),
+        "draft.of-original": f"{sent['draft'] / sent['plain']:.0%}".replace("%", " %"),
+    }
+    for benchmark, short in (("starts", "starts"), ("standby", "standby"), ("prefix", "prefix")):
+        for system, row in newest(benchmark)["results"].items():
+            values[f"{short}.{_slug(system)}"] = f"{row['first_token_s']:.2f} s"
+    for benchmark in ("cold_start", "starts", "standby", "prefix", "pool", "fine_tune"):
+        values[f"{benchmark.replace('_', '-')}.day"] = _day(newest(benchmark))
+    return values | _of_pools(newest("pool")["results"]) | _of_fine_tunes(newest("fine_tune"))
+
+
+def _of_pools(results: dict[str, Any]) -> dict[str, str]:
+    values = {
+        f"pool.{model}-{point}": f"{results[f'swap {model}'][f'{point}_s']:.2f} s"
+        for model in ("demo", "like")
+        for point in ("p50", "p95", "most")
+    }
+    front = results["front"]
+    return values | {
+        "pool.front-p50": f"{(front['pool']['p50_s'] - front['direct']['p50_s']) * 1e3:.1f} ms",
+        "pool.front-cores": f"{front['stream']['cores_at_2000']:.2f}",
+        "pool.kept": f"{results['kv']['ratio']:.2f}x",
+        "pool.burst": f"{results['burst']['ratio']:.2f}x",
+    }
+
+
+def _of_fine_tunes(report: dict[str, Any]) -> dict[str, str]:
+    stored = report["stored_bytes"]
+    read_bytes = {"whole, cold": stored["whole"], "based, cold": stored["base"] + stored["tuned"]}
+    values = {}
+    for system, times_s in report["results"].items():
+        name, median_s = f"tune.{_slug(system)}", statistics.median(times_s)
+        wire_s = read_bytes.get(system, stored["tuned"]) / report["rate_mb_s"] / 1e6
+        values[name] = f"{median_s:.2f}"
+        values[f"{name}-range"] = f"{min(times_s):.2f}–{max(times_s):.2f}"
+        values[f"{name}-of-wire"] = f"{median_s / wire_s:.2f}x"
+    return values
+
+
+def _slug(system: str) -> str:
+    """`standby-packed-3-at-once` of `standby, packed, 3 at once`."""
+    return re.sub(r"[^\w.]+", "-", system).strip("-").lower()
+
+
+def with_named(page: str, values: dict[str, str], place: str) -> str:
+    """The page with each named figure as it is now. Raises SystemExit for a name that is not there."""
+
+    def value(found: re.Match[str]) -> str:
+        if found[1] not in values:
+            raise SystemExit(
+                f"{place}: no figure is named {found[1]}: benchmarks/readme.py has those that are"
+            )
+        return f"<!--={found[1]}-->{values[found[1]]}<!--/-->"
+
+    return NAMED.sub(value, page)
+
+
 def starts(report: dict[str, Any]) -> str:
     """The table of starts with the model on the node."""
     results = report["results"]
@@ -245,6 +327,26 @@ def draft(report: dict[str, Any]) -> str:
         f" ([draft-quality.md](draft-quality.md) is about real ones).\n\n"
         f"{table(columns, rows)}\n\n"
         "![Tokens received over time, one line a system](draft.svg)"
+    )
+
+
+def draft_rates(report: dict[str, Any]) -> str:
+    """First and last token of each system, one column a rate."""
+    shown = {DRAFT: "drafts sent", AHEAD: "exact", WITHOUT: "exact without any draft", BASE: BASE}
+    rows = []
+    for system, words in shown.items():
+        rows.append([f"{words}, first token"])
+        rows.append([f"{words}, token {report['num_tokens']}"])
+        for link in report["results"]:
+            row = link["systems"][system]
+            of_wire = row["first_token_s"] / wire_s(link, system)
+            rows[-2].append(f"{row['first_token_s']:.2f} ({of_wire:.2f}x)")
+            rows[-1].append(f"{row['last_token_s']:.2f}")
+    rates = [f"{link['rate_mb_s']:g} MB/s" for link in report["results"]]
+    return (
+        f"A model of {report['model'].removesuffix('-agreeing')}'s shape in an S3 store,\n"
+        f"{_where(report)}.\nSeconds from starting the process, in brackets relative to the transfer time of\n"
+        f"the bytes that the token needs:\n\n{table(['', *rates], rows)}\n"
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import re
 import subprocess
 import sys
@@ -108,3 +110,61 @@ def test_every_benchmark_script_and_target_exists(page: Path) -> None:
     spans = {"server"}  # of the timeline, and no target
     wrong += [name for name in {*_TARGET.findall(text)} - spans if f"\n{name}:" not in makefile]
     assert wrong == []
+
+
+# Figures
+
+# What the pages of figures are made of; a decision keeps the figures of its day.
+FIGURES = [page for page in [*PAGES, ROOT / "README.md"] if "decisions" not in page.parts]
+_MARKED = re.compile(r"<!--=[\w.-]+-->.*?<!--/-->", re.DOTALL)
+_TABLES = re.compile(r"<!-- (\w+) -->\n.*?<!-- /\1 -->", re.DOTALL)
+_MEASURED = re.compile(r"(?<![\w.])\d+\.\d\d+ (?:ms|s|GB/s|MB/s|CPU-s)(?![\w/])")
+_RUN = re.compile(r"\b20\d\d-\d\d-\d\d\b|<!--=[\w-]+\.day-->")
+# The benchmarks whose tables benchmarks.md has.
+_TABLED = {"cold_start", "starts", "standby", "draft", "prefix"}
+
+
+def test_figures_are_those_of_the_latest_results() -> None:
+    subprocess.run([sys.executable, "-m", "benchmarks.readme", "--check"], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("page", FIGURES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_line_begins_with_a_named_figure(page: Path) -> None:
+    """A comment at the beginning of a line would end its paragraph in the site."""
+    assert re.findall(r"^ *<!--=.*", page.read_text(encoding="utf-8"), re.MULTILINE) == []
+
+
+@pytest.mark.parametrize("page", FIGURES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_measured_figure_names_its_run(page: Path) -> None:
+    """A section with a time or a rate of two decimals and more has the day of its measurement, too."""
+    text = _FENCED.sub("", page.read_text(encoding="utf-8"))
+    sections = re.split(r"^(?=#{1,6} )", text, flags=re.MULTILINE)
+    nameless = [found[0] for part in sections if not _RUN.search(part) for found in _MEASURED.finditer(part)]
+    assert nameless == []
+
+
+@pytest.mark.parametrize("page", FIGURES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_figure_of_a_table_is_copied_by_hand(page: Path) -> None:
+    """`benchmarks.readme` writes the first tokens of benchmarks.md, of now and before, into other pages."""
+    if page.name == "benchmarks.md":
+        return
+    text = _TABLES.sub("", _MARKED.sub("", _FENCED.sub("", page.read_text(encoding="utf-8"))))
+    assert sorted(set(re.findall(r"(?<![\d.])\d+\.\d\d s\b", text)) & first_tokens()) == []
+
+
+@functools.cache
+def first_tokens() -> frozenset[str]:
+    """Those of two seconds and more, which are hardly equal by chance."""
+    reports = [json.loads(path.read_text()) for path in (ROOT / "benchmarks" / "results").glob("*.json")]
+    times = [time_s for report in reports if report["benchmark"] in _TABLED for time_s in _times(report)]
+    return frozenset(f"{time_s:.2f} s" for time_s in times if time_s >= 2)
+
+
+def _times(value: Any) -> Iterator[float]:
+    if isinstance(value, dict):
+        if isinstance(value.get("first_token_s"), float):
+            yield value["first_token_s"]
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            yield from _times(each)

@@ -58,7 +58,7 @@ def parsed(words: list[str]) -> tuple[Any, str]:
     except SystemExit as end:
         if end.code == 0:
             return None, ""  # --help, --version
-        return None, output.getvalue().strip().rpartition("\n")[2]
+        return None, output.getvalue().strip().partition("\n")[0]
 
 
 def test_there_are_fragments_of_each_kind() -> None:

@@ -38,7 +38,7 @@ from ...loader.sources.open import open_source, open_store, scheme_of
 from .answers import Record
 from .index import JobIndex
 from .input import Line, LineSplitter, RawLine, parse_line
-from .spec import JobFormatError, JobSpec, WorkerShare
+from .spec import JobFormatError, JobSpec, Share
 
 WORK_SUFFIX = ".parts"
 FILE_SUFFIX = ".jsonl"
@@ -175,11 +175,11 @@ def is_there(work: Store, number: int) -> bool:
     return True
 
 
-def plan_order(num_parts: int, done: frozenset[int], share: WorkerShare | None, start: int) -> list[int]:
+def plan_order(num_parts: int, done: frozenset[int], share: Share | None, start: int) -> list[int]:
     """The missing parts of a worker's share in its order: from `start` on, then from the beginning.
     Workers that begin at different places collide late.
     """
-    share = share or WorkerShare(0, 1)
+    share = share or Share(0, 1)
     mine = [number for number in range(share.index, num_parts, share.count) if number not in done]
     return [number for number in mine if number >= start] + [number for number in mine if number < start]
 

@@ -35,7 +35,7 @@ _SHARE = re.compile(r"(\d{1,6})/(\d{1,6})")
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerShare:
+class Share:
     """The parts of one of several workers: those whose number modulo `count` is `index`."""
 
     index: int
@@ -50,7 +50,7 @@ class WorkerShare:
             )
 
     @classmethod
-    def parse(cls, text: str) -> WorkerShare:
+    def parse(cls, text: str) -> Share:
         """Parse 'I/N'. Raises `UsageError`."""
         match = _SHARE.fullmatch(text)
         if match is None:
@@ -78,7 +78,7 @@ class JobSpec:
     max_line_bytes: int = 1 << 20
     max_lines: int = 1_000_000
     part_lines: int | None = None  # None: about twice the engine's max_running
-    share: WorkerShare | None = None  # None: all parts
+    share: Share | None = None  # None: all parts
     # For the lines in progress when the job is asked to stop.
     drain_s: float = 8.0
     model_identity: str | None = None  # None: the digest of the model's artifact
@@ -156,13 +156,13 @@ INDEX_VARIABLE = "AWS_BATCH_JOB_ARRAY_INDEX"
 SIZE_VARIABLE = "AWS_BATCH_JOB_ARRAY_SIZE"
 
 
-def share_of(environment: Mapping[str, str]) -> WorkerShare | None:
+def share_of(environment: Mapping[str, str]) -> Share | None:
     """The share; None outside an array job. Raises `UsageError` for invalid variables."""
     index, size = environment.get(INDEX_VARIABLE, ""), environment.get(SIZE_VARIABLE, "")
     if not index:
         return None
     try:
-        return WorkerShare.parse(f"{index}/{size}")
+        return Share.parse(f"{index}/{size}")
     except UsageError as error:
         raise UsageError(
             f"{INDEX_VARIABLE} is {index[:20]!r} and {SIZE_VARIABLE} is {size[:20]!r}",

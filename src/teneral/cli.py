@@ -385,7 +385,7 @@ def _invoke(options: argparse.Namespace) -> int:
 
 
 def _batch(options: argparse.Namespace) -> int:
-    from .handlers.batch.spec import JobSpec, WorkerShare, share_of
+    from .handlers.batch.spec import JobSpec, Share, share_of
     from .handlers.platforms.settings import resolve
 
     config = resolve({**_settings(options), "model": options.artifact}, os.environ, options.config)
@@ -395,7 +395,7 @@ def _batch(options: argparse.Namespace) -> int:
         max_line_bytes=options.max_line_bytes,
         max_lines=options.max_lines,
         part_lines=options.part_lines,
-        share=WorkerShare.parse(options.worker) if options.worker is not None else share_of(os.environ),
+        share=Share.parse(options.worker) if options.worker is not None else share_of(os.environ),
         drain_s=8.0 if config.drain_timeout_s is None else config.drain_timeout_s,
     )
     from .handlers.batch.command import EXIT_INCOMPLETE, run_batch  # imports the server

@@ -54,7 +54,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
             add_flags(command)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        commands.choices.get(options.command, parser).error(f"unrecognized arguments: {' '.join(unknown)}")
+        parser.chosen(options).error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.command is None:
         parser.print_help()
         options.command = ""

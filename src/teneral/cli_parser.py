@@ -22,6 +22,14 @@ class Parser(argparse.ArgumentParser):
 
     shows_all = False
 
+    def chosen(self, options: argparse.Namespace) -> Parser:
+        """The parser of the command, and of its action, that was given."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                found = action.choices.get(getattr(options, action.dest, None))
+                return self if found is None else found.chosen(options)
+        return self
+
     def error(self, message: str) -> NoReturn:
         """Print the usage in one line and the error; exit with 2."""
         command = self.prog.removesuffix(" [-h]")

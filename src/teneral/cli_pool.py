@@ -9,13 +9,14 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from .cli_parser import Parser
 from .cli_source import add_source_flags, source_options
 from .loader.errors import UsageError
 
 FILE = "pool.toml"
 
 
-class _ActionParser(argparse.ArgumentParser):
+class _ActionParser(Parser):
     """Takes the pool file after flags as well, as in `render knative -o DIR FILE`. Before Python 3.12.7 argparse gives
     an optional argument its default as soon as the argument before it is read, and then refuses the file.
     """

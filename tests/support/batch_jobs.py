@@ -144,12 +144,12 @@ def num_parts(work: Path) -> int:
 
 def _work(model: str, fields: dict[str, Any]) -> int:
     from teneral.handlers.batch.command import exit_code, run_batch
-    from teneral.handlers.batch.spec import JobSpec, WorkerShare
+    from teneral.handlers.batch.spec import JobSpec, Share
 
     worker = fields.pop("worker", None)
     deadline_s = fields.pop("deadline_s", None)
     settings = fields.pop("settings", {})
-    spec = JobSpec(share=WorkerShare.parse(worker) if worker else None, **fields)
+    spec = JobSpec(share=Share.parse(worker) if worker else None, **fields)
     return exit_code(run_batch(spec, config_of(model, **settings), deadline_s=deadline_s, quiet=True))
 
 

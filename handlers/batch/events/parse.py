@@ -35,7 +35,7 @@ from ...function.object_events import (
     ObjectRef,
     created_objects,
 )
-from ..spec import WORTH_ANOTHER_RUN, JobSpec, WorkerShare
+from ..spec import WORTH_ANOTHER_RUN, JobSpec, Share
 
 # Of one batch: SQS's maximum for a function.
 MAX_MESSAGES = 10_000
@@ -61,7 +61,7 @@ class Job:
 
     input: ObjectRef
     output: str | None = None
-    share: WorkerShare | None = None
+    share: Share | None = None
     limits: Mapping[str, Any] = field(default_factory=dict)  # fields of JobSpec, by name
     # The event announces the upload of the input.
     is_upload: bool = False
@@ -358,7 +358,7 @@ def _job(fields: dict[str, Any]) -> Job:
         place = _address(output, "output")
         _checked(replace(place, key=place.key.removesuffix("/")), "output")
     try:
-        share = WorkerShare.parse(str(worker)) if worker is not None else None
+        share = Share.parse(str(worker)) if worker is not None else None
         job = Job(ref, output, share, limits)
         job.spec(output or ref.url)
     except UsageError as error:

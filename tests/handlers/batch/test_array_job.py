@@ -9,7 +9,7 @@ import pytest
 from tests.support.batch_jobs import prompts, read_records, write_lines
 
 from teneral.cli import run as teneral
-from teneral.handlers.batch.spec import WorkerShare, share_of
+from teneral.handlers.batch.spec import Share, share_of
 from teneral.loader.errors import UsageError
 
 FLAGS = ["--loader", "thread", "--threads", "1", "--log-level", "error", "--part-lines", "2"]
@@ -20,8 +20,8 @@ def child(index: object, size: object) -> dict[str, str]:
 
 
 def test_a_child_s_share_is_its_index_of_the_array_s_size() -> None:
-    assert share_of(child(0, 2)) == WorkerShare(0, 2)
-    assert share_of(child(9_999, 10_000)) == WorkerShare(9_999, 10_000)
+    assert share_of(child(0, 2)) == Share(0, 2)
+    assert share_of(child(9_999, 10_000)) == Share(9_999, 10_000)
 
 
 def test_any_other_process_has_none() -> None:

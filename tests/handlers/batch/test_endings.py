@@ -31,7 +31,7 @@ from teneral.handlers.batch.index import INDEX_NAME
 from teneral.handlers.batch.job import arun_job
 from teneral.handlers.batch.parts import plan_order
 from teneral.handlers.batch.progress import JobProgress
-from teneral.handlers.batch.spec import JobReport, JobSpec, ModelBrokenError, Status, WorkerShare
+from teneral.handlers.batch.spec import JobReport, JobSpec, ModelBrokenError, Share, Status
 from teneral.handlers.batch.worker import MIN_MARGIN_S, PartPace
 from teneral.handlers.function.lifetime import Lifetime
 from teneral.loader.errors import NoSpaceError, UnavailableError
@@ -72,9 +72,7 @@ def test_one_slow_part_among_many_does_not_decide() -> None:
 def test_shares_together_are_all_that_is_missing(
     num_parts: int, done: set[int], count: int, start: int
 ) -> None:
-    orders = [
-        plan_order(num_parts, frozenset(done), WorkerShare(index, count), start) for index in range(count)
-    ]
+    orders = [plan_order(num_parts, frozenset(done), Share(index, count), start) for index in range(count)]
     assert sorted(number for order in orders for number in order) == sorted(set(range(num_parts)) - done)
     assert all(order == sorted(order, key=lambda number: (number < start, number)) for order in orders)
 

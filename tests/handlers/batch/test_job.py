@@ -21,8 +21,8 @@ from teneral.handlers.batch.spec import (
     JobMismatchError,
     JobReport,
     JobSpec,
+    Share,
     Status,
-    WorkerShare,
 )
 from teneral.loader.errors import ChangedError, NotFoundError, UsageError
 from teneral.runtime.instance import Instance
@@ -276,9 +276,7 @@ def test_the_size_of_parts_is_the_first_workers(run: Run, given: Path, tmp_path:
 def test_each_of_several_workers_does_its_share_and_the_last_ends_the_job(
     run: Run, given: Path, tmp_path: Path
 ) -> None:
-    reports = [
-        run(given, tmp_path / "out.jsonl", part_lines=4, share=WorkerShare(index, 3)) for index in (2, 0, 1)
-    ]
+    reports = [run(given, tmp_path / "out.jsonl", part_lines=4, share=Share(index, 3)) for index in (2, 0, 1)]
     assert [report.status for report in reports] == [Status.SHARE_DONE, Status.SHARE_DONE, Status.COMPLETE]
     assert [report.run_records for report in reports] == [8, 12, 10]
     assert [record["custom_id"] for record in read_records(tmp_path / "out.jsonl")] == [
@@ -396,7 +394,7 @@ def test_a_compressed_input_is_refused_as_a_whole(run: Run, given: Path, tmp_pat
 @pytest.mark.parametrize("text", ["", "1", "4/4", "a/b", "1/0", "-1/2", "0/99999"])
 def test_an_invalid_share_is_refused(text: str) -> None:
     with pytest.raises(UsageError) as caught:
-        WorkerShare.parse(text)
+        Share.parse(text)
     assert caught.value.key == "worker"
 
 

@@ -45,7 +45,7 @@ from teneral.handlers.batch.events.parse import (
     parse_message,
 )
 from teneral.handlers.batch.events.requests import lines_of
-from teneral.handlers.batch.spec import JobSpec, WorkerShare
+from teneral.handlers.batch.spec import JobSpec, Share
 from teneral.handlers.function.object_events import ObjectRef
 
 JOB = {"input": "s3://bucket/in.jsonl", "output": "s3://bucket/out.jsonl"}
@@ -159,7 +159,7 @@ def test_a_job_by_name_with_its_options() -> None:
     job = Job(
         ObjectRef("bucket", "in.jsonl", "abc"),
         JOB["output"],
-        WorkerShare(1, 4),
+        Share(1, 4),
         {"part_lines": 7, "max_lines": 10},
     )
     assert parse_event(asked) == AwaitedCall(job)

@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
         """The parser of the command, and of its action, that was given."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
-                found = action.choices.get(getattr(options, action.dest, None))
+                found = action.choices.get(getattr(options, action.dest, None) or "")
                 return self if found is None else found.chosen(options)
         return self
 

@@ -5,23 +5,30 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
 from . import platforms
-from .anthropic.routes import anthropic_routes, is_anthropic
+from .anthropic.routes import ROUTES as ANTHROPIC
+from .anthropic.routes import is_anthropic
 from .console.files import PATHS as CONSOLE_PATHS
-from .console.routes import console_routes
+from .console.routes import ROUTES as CONSOLE
+from .console.routes import PageRoutes
 from .http.application import make_application
 from .http.edge import OPEN_PATHS, EdgeRules
 from .http.limits import Limits
+from .http.routes import DOCUMENT
 from .http.server import serve
-from .http.service import CALL
-from .openai.routes import COHERE_RERANK, openai_routes
-from .platforms import HTTP, Platform, Route, imported, routes_of
+from .http.service import CALL, later, web_routes
+
+# Used by first requests, and imported before them: other routes are imported by theirs.
+from .openai import completions, embeddings  # noqa: F401
+from .openai.routes import COHERE_RERANK
+from .openai.routes import ROUTES as OPENAI
+from .platforms import HTTP, Platform, imported, routes_of
 
 if TYPE_CHECKING:
     from aiohttp.typedefs import Handler as RouteHandler
@@ -32,8 +39,6 @@ if TYPE_CHECKING:
     from .http.service import Service
 
 __all__ = ["Limits", "create_app", "edge_rules", "serve"]
-
-_PARAMETER = re.compile(r"{(\w+):[^{}]*}")
 
 
 def create_app(
@@ -47,14 +52,15 @@ def create_app(
     """`make_application` with all routes of this server. `serve` runs it."""
 
     def routes(service: Service) -> Iterator[web.RouteDef]:
-        yield from openai_routes(service)
-        yield from anthropic_routes(service)
-        if not platform.run:  # a platform without a port has no browser in front of it
-            yield from console_routes(service, has_page=instance.config.console)
+        yield from web_routes((*OPENAI, *ANTHROPIC, *(CONSOLE if has_port else ())), partial(later, service))
+        if has_port and instance.config.console:
+            needs_key = instance.config.api_key is not None
+            yield from PageRoutes(mode="server", needs_key=needs_key).routes()
         for row in platforms.PLATFORMS:
             yield from _platform_routes(row, service, handler)
-        yield web.get("/openapi.json", _document_route(rules.open_paths))
+        yield from web_routes([DOCUMENT], lambda _: _document_route(rules.open_paths))
 
+    has_port = not platform.run  # without one there is no browser in front of it
     rules = edge_rules(platform, has_console=instance.config.console)
     return make_application(
         instance,
@@ -72,8 +78,8 @@ def edge_rules(platform: Platform, *, has_console: bool = True) -> EdgeRules:
     console_paths = CONSOLE_PATHS if has_console and not platform.run else frozenset()
     routes = [route for row in platforms.PLATFORMS for route in routes_of(row)]
     return EdgeRules(
-        open_paths=OPEN_PATHS | console_paths | {_pattern(route) for route in routes if route.is_open},
-        control_paths=frozenset(_pattern(route) for route in routes if route.is_control),
+        open_paths=OPEN_PATHS | console_paths | {route.canonical for route in routes if route.is_open},
+        control_paths=frozenset(route.canonical for route in routes if route.is_control),
         takes_any_media=platform.takes_any_media,
         error_response=_error_response,
     )
@@ -92,11 +98,7 @@ def _platform_routes(platform: Platform, service: Service, handler: Handler | No
 
         return handle
 
-    for route in routes_of(platform):
-        if route.method == "GET":
-            yield web.get(route.path, to(route.name))
-        else:
-            yield web.route(route.method, route.path, to(route.name))
+    yield from web_routes(routes_of(platform), to)
 
 
 def _document_route(open_paths: frozenset[str]) -> RouteHandler:
@@ -118,11 +120,6 @@ def _document(open_paths: frozenset[str]) -> bytes:
     from .http.json_bodies import encode
 
     return encode(document(open_paths))
-
-
-def _pattern(route: Route) -> str:
-    """The path in aiohttp's syntax, without the parameters' own patterns."""
-    return _PARAMETER.sub(r"{\1}", route.path)
 
 
 def _error_response(request: web.Request, error: ApiError) -> web.Response:

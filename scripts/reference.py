@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from teneral.handlers.api_document.document import document
-from teneral.handlers.api_document.operations import POOL, POOL_OPEN_PATHS
 from teneral.handlers.app import edge_rules
 from teneral.handlers.function.context import Context
 from teneral.handlers.platforms import HTTP
+from teneral.handlers.pool.overview import OPEN_PATHS, ROUTES
 from teneral.runtime.config import PREFIX, SETTINGS
 from teneral.runtime.into.files import load_file
 from teneral.runtime.into.module_load import load_into
@@ -31,7 +31,7 @@ SIZE = "must be a size"
 
 def http_page() -> str:
     """Each route of the OpenAPI document, and each type that it names."""
-    described, pool = document(edge_rules(HTTP).open_paths), document(POOL_OPEN_PATHS, "pool")
+    described, pool = document(edge_rules(HTTP).open_paths), document(OPEN_PATHS, ROUTES)
     lines = ["# HTTP reference", "", MADE, ""]
     lines += [
         "All routes of `teneral serve`, and those that `teneral pool run` adds. Both have this page as an"
@@ -49,7 +49,7 @@ def http_page() -> str:
         for path, item in {**described["paths"], **own}.items()
         for method, operation in item.items()
     ]
-    for tag in [*described["tags"], *(tag for tag in pool["tags"] if tag["name"] == POOL)]:
+    for tag in [*described["tags"], *(tag for tag in pool["tags"] if tag["name"] == "pool")]:
         lines += [f"## {tag['name']}", "", tag["description"].replace("docs/", ""), ""]
         lines += ["| route | | body | answer |", "|---|---|---|---|"]
         for path, method, operation in operations:

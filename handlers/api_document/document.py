@@ -1,35 +1,43 @@
 """The OpenAPI 3.1 document of all HTTP routes, served at /openapi.json.
 
 Bodies are the types that parse requests and write answers, notes on fields are the tables of
-`openai/fields.py` and `anthropic/bodies.py`; routes are those of `operations.py`, and tests compare
-the list with the routes of a real server. Imported by the first request for the document.
+`openai/fields.py` and `anthropic/bodies.py`; routes are the tables that servers register.
+Imported by the first request for the document.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from ..anthropic.bodies import ROUTES as ANTHROPIC_FIELDS
+from ..http.routes import JSON, Route, Schema
 from ..openai.fields import ROUTES as OPENAI_FIELDS
 from ..openai.fields import Effect
-from .operations import JSON, OPERATIONS, POOL_OPERATIONS, TAGS, Operation, Schema
+from .routes import server_routes
 
-Scope = Literal["server", "pool"]
+TAGS = {
+    "generate": "OpenAI's API: generation. docs/openai.md describes each field.",
+    "encode": "Vectors, labels and scores of encoders, as OpenAI, Jina, Cohere and vLLM have them.",
+    "tokens": "Tokens of texts, as vLLM has them.",
+    "anthropic": "Anthropic's API. docs/anthropic.md describes it.",
+    "models": "The model and its adapters.",
+    "function": "The user's function, and the routes by which platforms call it.",
+    "kserve": "Open Inference Protocol V2 and Triton's extensions. docs/kserve.md describes them.",
+    "operate": "Probes, metrics and views for operators.",
+    "pool": "Only in front of `teneral pool run`. docs/pool.md describes it.",
+}
 MODEL_HEADER = "x-teneral-model"
 _WHOSE = "The model, where neither the body nor the path names it."
-# A server's routes that a pool's front has itself, with the same answers.
-_OF_THE_FRONT = frozenset({"/", "/console.js", "/console.svg", "/openapi.json", "/metrics"})
 _KSERVE = ".platforms.kserve.schemas:"
 # Types that only a schema above names.
 _MORE = (f"{_KSERVE}ModelIndex", ".openai.responses:ChatChunk")
-_ACTIONS = {
-    "/v2/repository/models/{name}/{action}": ["load", "unload"],
-    "/v1/pool/{name}/{action}": ["sleep", "wake", "drain"],
-}
+_PARAMETER = re.compile(r"{(\w+)(?::([^{}]*))?}")
+_CHOICE = re.compile(r"\w+(\|\w+)+")
 _ERRORS: Mapping[str, Schema] = {
     "Error": {
         "type": "object",
@@ -78,23 +86,29 @@ _BOUNDS: Mapping[tuple[str, str], Schema] = {
 }
 
 
-def document(open_paths: Collection[str], scope: Scope = "server") -> dict[str, Any]:
-    """The document of a server, or of a pool's front; `open_paths` need no key."""
+def document(open_paths: Collection[str], front: Sequence[Route] = ()) -> dict[str, Any]:
+    """The document of a server, or of a pool with a `front` of these routes, which passes all others on to an instance.
+    `open_paths` need no key.
+    """
     from ... import __version__
 
-    operations = OPERATIONS if scope == "server" else _in_front_of_a_pool()
-    named = {name for each in operations for name in (each.body, each.answer) if isinstance(name, str)}
+    own = {(each.method, each.canonical) for each in front}
+    passed_on = [each for each in server_routes() if (each.method, each.canonical) not in own]
+    routes = [*front, *passed_on]
+    named = {name for each in routes for name in (each.body, each.answer) if isinstance(name, str)}
     _, schemas = msgspec.json.schema_components(
         [_type(name) for name in sorted(named.union(_MORE))], ref_template="#/components/schemas/{name}"
     )
     for (name, field), bounds in _BOUNDS.items():
         schemas[name]["properties"][field].update(bounds)
-    for operation in operations:
-        _describe(schemas, operation)
+    for each in routes:
+        _describe(schemas, each)
     paths: dict[str, dict[str, Any]] = {}
-    for each in operations:
-        paths.setdefault(each.path, {})[each.method.lower()] = _described(
-            each, each.method == "GET" and each.path in open_paths
+    for number, each in enumerate(routes):
+        paths.setdefault(each.canonical, {})[each.method.lower()] = _described(
+            each,
+            is_open=each.method == "GET" and each.canonical in open_paths,
+            is_passed_on=bool(front) and number >= len(front),
         )
     return {
         "openapi": "3.1.0",
@@ -107,7 +121,7 @@ def document(open_paths: Collection[str], scope: Scope = "server") -> dict[str, 
         "tags": [
             {"name": name, "description": text}
             for name, text in TAGS.items()
-            if any(each.tag == name for each in operations)
+            if any(each.tag == name for each in routes)
         ],
         "paths": paths,
         "components": {
@@ -120,25 +134,12 @@ def document(open_paths: Collection[str], scope: Scope = "server") -> dict[str, 
     }
 
 
-def _in_front_of_a_pool() -> tuple[Operation, ...]:
-    """A pool's own routes, and those of a server that it passes on to the model of the request."""
-    own = {(each.method, each.path) for each in POOL_OPERATIONS}
-    passed_on = [each for each in OPERATIONS if (each.method, each.path) not in own]
-    return (
-        *POOL_OPERATIONS,
-        *(
-            each._replace(is_passed_on=each.method != "GET" or each.path not in _OF_THE_FRONT)
-            for each in passed_on
-        ),
-    )
-
-
-def _describe(schemas: Mapping[str, Schema], operation: Operation) -> None:
+def _describe(schemas: Mapping[str, Schema], route: Route) -> None:
     """Adds the notes of the tables of fields to the schema of a body."""
-    fields = {**OPENAI_FIELDS, **ANTHROPIC_FIELDS}.get(operation.path)
-    if fields is None or not isinstance(operation.body, str):
+    fields = {**OPENAI_FIELDS, **ANTHROPIC_FIELDS}.get(route.canonical)
+    if fields is None or not isinstance(route.body, str):
         return
-    properties = schemas[_type(operation.body).__name__]["properties"]
+    properties = schemas[_type(route.body).__name__]["properties"]
     for name, (effect, note) in fields.items():
         words = [] if effect is Effect.HONOURED else [str(effect)]
         text = ": ".join([*words, note] if note else words)
@@ -148,63 +149,59 @@ def _describe(schemas: Mapping[str, Schema], operation: Operation) -> None:
             properties[name] = {**schema, "description": text}
 
 
-def _described(operation: Operation, is_open: bool) -> dict[str, Any]:
+def _described(route: Route, *, is_open: bool, is_passed_on: bool) -> dict[str, Any]:
     described: dict[str, Any] = {
-        "operationId": _identifier(operation),
-        "tags": [operation.tag],
-        "summary": operation.summary,
+        "operationId": _identifier(route),
+        "tags": [route.tag],
+        "summary": route.summary,
     }
     if is_open:
         described["security"] = []
-    if parameters := list(_parameters(operation)):
+    if parameters := list(_parameters(route, is_passed_on=is_passed_on)):
         described["parameters"] = parameters
-    if operation.body is not None:
-        example = {} if operation.example is None else {"example": operation.example}
+    if route.body is not None:
+        example = {} if route.example is None else {"example": route.example}
         described["requestBody"] = {
-            "required": operation.needs_body,
-            "content": {operation.body_media: {"schema": _schema(operation.body), **example}},
+            "required": route.needs_body,
+            "content": {route.body_media: {"schema": _schema(route.body), **example}},
         }
-    success: dict[str, Any] = {"description": operation.summary + "."}
-    if operation.media:
-        success["content"] = {media: _content(operation, media) for media in operation.media}
-    responses = dict.fromkeys(operation.status, success)
+    success: dict[str, Any] = {"description": route.summary + "."}
+    if route.media:
+        success["content"] = {media: _content(route, media) for media in route.media}
+    responses = dict.fromkeys(route.status, success)
     if "204" in responses:
         responses["204"] = {"description": "Nothing to say."}
     error: dict[str, Any] = {
         "description": "The error: its cause, and a remedy. 429 and 503 have Retry-After."
     }
-    error |= {"content": {JSON: {"schema": {"$ref": f"#/components/schemas/{_error_of(operation)}"}}}}
+    error |= {"content": {JSON: {"schema": {"$ref": f"#/components/schemas/{_error_of(route)}"}}}}
     described["responses"] = {**responses, "default": error}
     return described
 
 
-def _content(operation: Operation, media: str) -> Schema:
-    return {"schema": _schema(operation.answer)} if media == JSON and operation.answer is not None else {}
+def _content(route: Route, media: str) -> Schema:
+    return {"schema": _schema(route.answer)} if media == JSON and route.answer is not None else {}
 
 
-def _parameters(operation: Operation) -> Iterator[Schema]:
-    for name in _names(operation.path):
+def _parameters(route: Route, *, is_passed_on: bool) -> Iterator[Schema]:
+    for name, pattern in _PARAMETER.findall(route.path):
         schema: Schema = {"type": "string", "minLength": 1}
-        if name == "action":
-            schema = {"enum": _ACTIONS[operation.path]}
+        if _CHOICE.fullmatch(pattern):
+            schema = {"enum": pattern.split("|")}
         yield {"name": name, "in": "path", "required": True, "schema": schema}
-    for name, schema in operation.query:
+    for name, schema in route.query:
         yield {"name": name, "in": "query", "schema": schema}
-    if operation.is_passed_on:
+    if is_passed_on:
         yield {"name": MODEL_HEADER, "in": "header", "description": _WHOSE, "schema": {"type": "string"}}
 
 
-def _names(path: str) -> Iterable[str]:
-    return (part[1:-1] for part in path.split("/") if part.startswith("{"))
+def _identifier(route: Route) -> str:
+    words = "".join(each if each.isalnum() else "_" for each in route.canonical).strip("_") or "root"
+    return f"{route.method.lower()}_{words}".rstrip("_")
 
 
-def _identifier(operation: Operation) -> str:
-    words = "".join(each if each.isalnum() else "_" for each in operation.path).strip("_") or "root"
-    return f"{operation.method.lower()}_{words}".rstrip("_")
-
-
-def _error_of(operation: Operation) -> str:
-    return {"anthropic": "AnthropicError", "kserve": "KServeError"}.get(operation.tag, "Error")
+def _error_of(route: Route) -> str:
+    return {"anthropic": "AnthropicError", "kserve": "KServeError"}.get(route.tag, "Error")
 
 
 def _schema(given: str | Schema) -> Schema:

@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
@@ -181,7 +182,8 @@ async def answering(host: Instance, index: JobIndex, *, window: int) -> AsyncIte
     from ..http.application import make_application
     from ..http.limits import Limits
     from ..http.server import serving_inside
-    from ..openai.routes import openai_routes
+    from ..http.service import later, web_routes
+    from ..openai.routes import ROUTES
 
     limits = Limits.from_config(host.config)
     max_body_bytes = max(limits.max_body_bytes, index.max_line_bytes + (1 << 16))
@@ -193,7 +195,8 @@ async def answering(host: Instance, index: JobIndex, *, window: int) -> AsyncIte
         max_body_bytes_in_flight=max(limits.max_body_bytes_in_flight, 2 * max_body_bytes),
         request_timeout_s=REQUEST_TIMEOUT_S,
     )
-    async with serving_inside(make_application(host, openai_routes, limits=limits)) as session:
+    app = make_application(host, lambda service: web_routes(ROUTES, partial(later, service)), limits=limits)
+    async with serving_inside(app) as session:
         yield Answers(host, session, index)
 
 

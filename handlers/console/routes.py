@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from ..http.service import later
-from .files import PATHS, PageFiles
+from ..http.routes import ANY, SSE, Route
+from ..http.service import web_routes
+from .files import PageFiles
 
-if TYPE_CHECKING:
-    from ..http.service import Service
-
-
-def console_routes(service: Service, *, has_page: bool) -> Iterator[web.RouteDef]:
-    """The routes of the page's own data, and with `has_page` those of the page."""
-    live = f"{__package__}.live"
-    # A stream is no answer to HEAD.
-    yield web.get("/timeline/events", later(service, live, "TimelineEvents", "get"), allow_head=False)
-    yield web.get("/debug/artifact", later(service, live, "ArtifactRoute", "get"))
-    if has_page:
-        needs_key = service.instance.config.api_key is not None
-        yield from PageRoutes(mode="server", needs_key=needs_key).routes()
+# The page's own data.
+ROUTES = (
+    Route(
+        "GET", "/timeline/events", ".console.live:TimelineEvents.get", "operate", "The same as it happens",
+        media=(SSE,),
+    ),
+    Route(
+        "GET", "/debug/artifact", ".console.live:ArtifactRoute.get", "operate", "Layers, tiers and digests",
+        None, ANY,
+    ),
+)  # fmt: skip
+PAGES = tuple(
+    Route("GET", path, "get", "operate", "The console", media=(media,))
+    for path, media in (
+        ("/", "text/html"),
+        ("/console.js", "text/javascript"),
+        ("/console.svg", "image/svg+xml"),
+    )
+)
 
 
 class PageRoutes:
@@ -36,4 +42,4 @@ class PageRoutes:
         return web.Response(status=answer.status, headers=answer.headers, body=answer.body or None)
 
     def routes(self) -> Iterator[web.RouteDef]:
-        return (web.get(path, self.get) for path in sorted(PATHS))
+        return web_routes(PAGES, lambda _: self.get)

@@ -24,7 +24,8 @@ from .json_bodies import encode
 from .keys import ApiKeys, parse_keys
 from .limits import Limits
 from .listening import max_files
-from .service import SERVICE, Service
+from .routes import ROUTES
+from .service import SERVICE, Service, web_routes
 from .web_pages import Hosts, Origins, parse_hosts, parse_origins
 
 if TYPE_CHECKING:
@@ -216,20 +217,12 @@ def make_application(
     app.on_response_prepare.append(stamp(origins))
     calls = None if handler is None else handler.calls
     health = HealthRoutes(service, ping_while_loading=ping_while_loading, calls=calls)
-    app.add_routes(
-        [
-            web.get("/livez", health.livez),
-            web.get("/readyz", health.readyz),
-            web.get("/health", health.readyz),
-            web.get("/ping", health.ping),
-            web.get("/version", health.version),
-            web.get("/metrics", health.metrics),
-            web.get("/timeline", health.timeline),
-            web.get("/debug/kv", DebugRoutes(service).kv),
-            web.post("/invoke", _invoke_route(service, handler)),
-            *routes(service),
-        ]
-    )
+    handlers: dict[str, RouteHandler] = {
+        "kv": DebugRoutes(service).kv,
+        "invoke": _invoke_route(service, handler),
+    }
+    app.add_routes(web_routes(ROUTES, lambda name: handlers.get(name) or getattr(health, name)))
+    app.add_routes(routes(service))
     return app
 
 

@@ -20,12 +20,12 @@ from ...runtime.state import State
 from .errors import ApiError
 from .inflight import deadline_of
 from .keys import ApiKeys, given_key
+from .routes import ROUTES
 from .service import CALL, SERVICE, HttpCall, Service
 from .spans import SAMPLED, RequestTimes, TraceParent
 from .web_pages import SAFE_METHODS, Hosts, Origins, check_media_type
 
-# Probes have no key.
-OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping"})
+OPEN_PATHS = frozenset(route.path for route in ROUTES if route.is_open)
 QUIET_PATHS = frozenset({"/metrics", "/timeline", "/timeline/events", "/debug/kv", "/debug/artifact"})
 MAX_LOGGED_PATH_CHARS = 200
 # No client receives it: for metrics only.

@@ -9,7 +9,7 @@ import functools
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import partial
@@ -31,9 +31,10 @@ from .inflight import Deadline, InFlight, RequestWork
 from .json_bodies import JsonDecoder
 from .limits import Limits
 from .model_slot import ModelSlot, count_start
+from .routes import SSE, Route
 
 if TYPE_CHECKING:
-    from aiohttp.typedefs import Handler
+    from aiohttp.typedefs import Handler as RouteHandler
 
     from ...loader.timeline import Timeline
     from ...runtime.engine.engine import EngineStatistics
@@ -340,15 +341,28 @@ class BodyRoute(ABC, Generic[T]):
     async def _answer(self, request: web.Request, body: T, body_bytes: int) -> web.StreamResponse: ...
 
 
-def later(service: Service, module: str, kind: str, method: str) -> Handler:
-    """A route handler that calls `method` of an object of class `kind`, made from the service;
-    `module` is its full name.
+def web_routes(routes: Iterable[Route], handler_of: Callable[[str], RouteHandler]) -> Iterator[web.RouteDef]:
+    """The routes for aiohttp; `handler_of` makes the handler of a route by its name in the table."""
+    for route in routes:
+        if route.method == "GET":
+            # A stream is no answer to HEAD.
+            yield web.get(route.path, handler_of(route.handler), allow_head=route.media != (SSE,))
+        else:
+            yield web.route(route.method, route.path, handler_of(route.handler))
+
+
+def later(service: Service, address: str) -> RouteHandler:
+    """A handler that calls the method at ".module:Class.method", below `handlers`, of an object made from the
+    service. Its first request imports the module.
     """
     made: list[object] = []
+    module, _, where = address.partition(":")
+    kind, _, method = where.partition(".")
 
     async def handle(request: web.Request) -> web.StreamResponse:
         if not made:
-            made.append(getattr(import_module(module), kind)(service))
+            package = __package__.rpartition(".")[0]
+            made.append(getattr(import_module(module, package), kind)(service))
         response: web.StreamResponse = await getattr(made[0], method)(request)
         return response
 

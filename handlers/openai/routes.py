@@ -2,46 +2,92 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from aiohttp import web
-
-from ..http.service import later
-from .completions import CompletionRoute
-from .embeddings import EmbeddingRoute, ModelRoutes
-
-if TYPE_CHECKING:
-    from ..http.service import Service
+from ..http.routes import STREAMED, TEXT, Route, Schema
 
 COHERE_RERANK = "/v2/rerank"  # below the Open Inference Protocol's prefix, and not of it
+_RESPONSE: Schema = {
+    "type": "object",
+    "required": ["id", "object", "created_at", "model", "status", "output"],
+    "properties": {
+        "object": {"const": "response"},
+        "output": {"type": "array", "items": {"type": "object"}},
+        **{name: {"type": "string"} for name in ("id", "model", "status")},
+    },
+}
+_PAIRS = {"text_1": "Which insects fly?", "text_2": ["A dragonfly", "A stone"]}
+_DOCUMENTS = {"query": "Which insects fly?", "documents": ["A dragonfly", "A stone"]}
 
-# Path, module, class and method of routes that are imported by their first request: a cold start does without them.
-_LATER = (
-    ("/v1/chat/completions", "chat", "ChatRoute", "post"),
-    ("/v1/responses", "responses_api", "ResponsesRoute", "post"),
-    ("/v1/load_lora_adapter", "adapters", "AdapterRoutes", "load"),
-    ("/v1/unload_lora_adapter", "adapters", "AdapterRoutes", "unload"),
-    ("/tokenize", "tokens", "TokenRoutes", "tokenize"),
-    ("/detokenize", "tokens", "TokenRoutes", "detokenize"),
-    ("/v1/classify", "rerank", "ClassifyRoute", "post"),
-    ("/classify", "rerank", "ClassifyRoute", "post"),
-    ("/v1/score", "rerank", "ScoreRoute", "post"),
-    ("/score", "rerank", "ScoreRoute", "post"),
-    ("/v1/rerank", "rerank", "RerankRoute", "post"),  # Jina's, and Cohere's first
-    (COHERE_RERANK, "rerank", "RerankRoute", "post"),  # Cohere's
-    ("/rerank", "rerank", "RerankRoute", "post"),
-)
-
-
-def openai_routes(service: Service) -> list[web.RouteDef]:
-    models = ModelRoutes(service)
-    return [
-        web.get("/v1/models", models.list),
-        web.get("/v1/models/{id:.+}", models.get),  # names may have slashes: org/model
-        web.post("/v1/completions", CompletionRoute(service).post),
-        web.post("/v1/embeddings", EmbeddingRoute(service).post),
-        *(
-            web.post(path, later(service, f"{__package__}.{module}", *where))
-            for path, module, *where in _LATER
-        ),
-    ]
+ROUTES = (
+    Route(
+        "POST", "/v1/chat/completions", ".openai.chat:ChatRoute.post", "generate", "Answer a chat",
+        ".openai.schemas:ChatBody", ".openai.responses:ChatCompletion", STREAMED,
+        example={"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16},
+    ),
+    Route(
+        "POST", "/v1/completions", ".openai.completions:CompletionRoute.post", "generate",
+        "Go on from a prompt",
+        ".openai.schemas:CompletionBody", ".openai.responses:Completion", STREAMED,
+        example={"prompt": "Once upon a time", "max_tokens": 16},
+    ),
+    Route(
+        "POST", "/v1/responses", ".openai.responses_api:ResponsesRoute.post", "generate",
+        "Answer items; nothing is stored",
+        ".openai.responses_body:ResponsesBody", _RESPONSE, STREAMED,
+        example={"input": "Hello", "max_output_tokens": 16},
+    ),
+    Route(
+        "POST", "/v1/embeddings", ".openai.embeddings:EmbeddingRoute.post", "encode", "Vectors of texts",
+        ".openai.schemas:EmbeddingBody", ".openai.responses:EmbeddingList",
+        example={"input": ["Hello", "Good morning"]},
+    ),
+    *(
+        Route(
+            "POST", path, ".openai.rerank:ClassifyRoute.post", "encode", "Labels of texts",
+            ".openai.rerank:ClassifyBody", ".openai.rerank:Classification",
+            example={"input": "Dragonflies are fast."},
+        )
+        for path in ("/v1/classify", "/classify")
+    ),
+    *(
+        Route(
+            "POST", path, ".openai.rerank:ScoreRoute.post", "encode", "Scores of pairs of texts",
+            ".openai.rerank:ScoreBody", ".openai.rerank:Scores", example=_PAIRS,
+        )
+        for path in ("/v1/score", "/score")
+    ),
+    *(
+        Route(
+            "POST", path, ".openai.rerank:RerankRoute.post", "encode",
+            "Documents in the order of their relevance",
+            ".openai.rerank:RerankBody", ".openai.rerank:Ranking", example=_DOCUMENTS,
+        )
+        for path in ("/v1/rerank", COHERE_RERANK, "/rerank")  # Jina's and Cohere's first, Cohere's, vLLM's
+    ),
+    Route(
+        "POST", "/tokenize", ".openai.tokens:TokenRoutes.tokenize", "tokens", "Tokens of a text or a chat",
+        ".openai.tokens:TokenizeBody", ".openai.tokens:Tokenized", example={"prompt": "Hello"},
+    ),
+    Route(
+        "POST", "/detokenize", ".openai.tokens:TokenRoutes.detokenize", "tokens", "The text of tokens",
+        ".openai.tokens:DetokenizeBody", ".openai.tokens:Detokenized", example={"tokens": [72, 105]},
+    ),
+    Route(
+        "GET", "/v1/models", ".openai.embeddings:ModelRoutes.list", "models", "The model and its adapters",
+        None, ".openai.responses:ModelList",
+    ),
+    Route(
+        "GET", "/v1/models/{id:.+}",  # names may have slashes: org/model
+        ".openai.embeddings:ModelRoutes.get", "models", "One of them",
+        None, ".openai.responses:Model",
+    ),
+    Route(
+        "POST", "/v1/load_lora_adapter", ".openai.adapters:AdapterRoutes.load", "models",
+        "Load an adapter; needs --model-control",
+        ".openai.adapters:LoadBody", media=(TEXT,),
+    ),
+    Route(
+        "POST", "/v1/unload_lora_adapter", ".openai.adapters:AdapterRoutes.unload", "models",
+        "Unload an adapter; needs --model-control",
+        ".openai.adapters:UnloadBody", media=(TEXT,),
+    ),
+)  # fmt: skip

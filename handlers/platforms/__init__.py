@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...loader.errors import UsageError
+from ..http.routes import JSON, STREAMED, Route, Schema
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -29,14 +30,30 @@ HOST_SIGNS = ("KUBERNETES_SERVICE_HOST", "ECS_CONTAINER_METADATA_URI_V4", "ECS_C
 LOOPBACK, EVERY_ADDRESS = "127.0.0.1", "0.0.0.0"  # noqa: S104 - for containers of a platform
 
 
-class Route(NamedTuple):
-    """One path that a platform calls, and the method of `Platform.api` that answers it."""
-
-    method: str
-    path: str  # in aiohttp's syntax
-    name: str = "post"
-    is_open: bool = False  # a probe, without a key
-    is_control: bool = False  # works without a model
+_EVENT: Schema = {
+    "type": "object",
+    "required": ["specversion", "type", "source", "id"],
+    "properties": {
+        "specversion": {"const": "1.0"},
+        **{name: {"type": "string", "minLength": 1} for name in ("type", "source", "id")},
+        "data": {},
+    },
+}
+_EXAMPLE = {"specversion": "1.0", "type": "a.b", "source": "/c", "id": "1", "data": {"text": "Hello"}}
+_CLOUDEVENTS = (
+    *(
+        Route(
+            "POST", path, "post", "function", "A CloudEvent, also in binary mode, and a push of Pub/Sub",
+            _EVENT, {}, (JSON, "application/cloudevents+json"), status=("200", "204"), example=_EXAMPLE,
+            body_media="application/cloudevents+json",
+        )
+        for path in ("/", "/events")
+    ),
+    Route("OPTIONS", "/events", "permit", "function", "Webhook permission for CloudEvents", media=()),
+)  # fmt: skip
+_SAGEMAKER = (
+    Route("POST", "/invocations", "post", "function", "SageMaker's call", {}, {}, STREAMED, needs_body=False),
+)
 
 
 class Platform(NamedTuple):
@@ -69,7 +86,7 @@ PLATFORMS: tuple[Platform, ...] = (
     Platform(
         "cloud-run",  # and Knative
         sign="K_SERVICE",
-        routes=(Route("POST", "/"), Route("POST", "/events"), Route("OPTIONS", "/events", "permit")),
+        routes=_CLOUDEVENTS,
         api=".cloudevents:CloudEventRoute",
     ),
     Platform(
@@ -86,7 +103,7 @@ PLATFORMS: tuple[Platform, ...] = (
         takes_any_media=True,
         variables=(("SAGEMAKER_BIND_TO_PORT", "port"),),
         model_folder="/opt/ml/model",
-        routes=(Route("POST", "/invocations"),),
+        routes=_SAGEMAKER,
         api=".sagemaker:SageMakerRoute",
     ),
     Platform(  # RunPod's load balancer

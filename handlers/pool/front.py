@@ -24,7 +24,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from ...loader.errors import InsufficientMemoryError
-from ..api_document.operations import OPERATIONS
+from ..api_document.routes import server_routes
 from ..console.files import PATHS as CONSOLE_PATHS
 from ..http.connections import Connections, invite_body
 from ..http.edge import check_key, request_id_of
@@ -82,14 +82,14 @@ class Front:
         """An instance's routes. Other paths are 404 without an instance: neither a scanner nor a router that
         tries vLLM's own routes wakes a model.
         """
-        for operation in OPERATIONS:
-            if operation.method == "GET" and operation.path in CONSOLE_PATHS:
+        for route in server_routes():
+            if route.method == "GET" and route.path in CONSOLE_PATHS:
                 continue
-            path = _PARAMETER.sub(r"{\1:.+}", operation.path)
-            if operation.method == "GET":
+            path = _PARAMETER.sub(r"{\1:.+}", route.canonical)
+            if route.method == "GET":
                 yield web.get(path, self.work)  # and HEAD
             else:
-                yield web.route(operation.method, path, self.work)
+                yield web.route(route.method, path, self.work)
 
     async def work(self, request: web.Request) -> web.StreamResponse:
         """Any request for a model."""

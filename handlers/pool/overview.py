@@ -10,15 +10,57 @@ from typing import Any
 from aiohttp import web
 
 from ...runtime.metrics import CONTENT_TYPE
+from ..console.routes import PAGES
 from ..http.edge import check_key
 from ..http.errors import SERVER_ERROR, ApiError, retry_after
 from ..http.json_bodies import encode
 from ..http.keys import ApiKeys
+from ..http.routes import ANY, DOCUMENT, METRICS, STATUS, Route, Schema
+from ..http.service import web_routes
 from .admission import STANDBY_KEY
 from .deployment import Deployment
 from .metrics import Gauges
 from .supervisor import Supervisor
 from .versions import ModelState
+
+_READINESS: Schema = {
+    "type": "object",
+    "required": ["state"],
+    "properties": {"state": {"enum": ["starting", "ready", "draining"]}},
+}
+# In place of a server's routes with the same paths; a pool passes all other requests on to instances.
+ROUTES = (
+    Route("GET", "/v1/pool", "pool", "pool", "Models, instances and memory", None, ANY),
+    Route(
+        "POST", "/v1/pool/{name:.+}/{action:sleep|wake|drain}", "control", "pool",
+        "Put a model to sleep, wake or drain it",
+        None, ANY,
+    ),
+    Route("GET", "/v1/models", "models", "models", "All models and aliases, with their states", None, ANY),
+    Route("GET", "/v1/models/{id:.+}", "model", "models", "One of them", None, ANY),
+    Route("GET", "/livez", "livez", "operate", "The process lives", None, STATUS, is_open=True),
+    Route(
+        "GET", "/v2/models/{name:.+}/ready", "model_ready", "kserve",
+        "Requests to the model are answered, if need be after a start",
+        None, ".platforms.kserve.schemas:ModelReady", status=("200", "503"), is_open=True,
+    ),
+    Route("GET", "/v2/health/live", "livez", "kserve", "Liveness", None, STATUS, is_open=True),
+    *(
+        Route(
+            "GET", path, "readyz", tag, "Each model has its warm instances",
+            None, _READINESS, status=("200", "503"), is_open=True,
+        )
+        for path, tag in (
+            ("/readyz", "operate"),
+            ("/health", "operate"),
+            ("/ping", "operate"),
+            ("/v2/health/ready", "kserve"),
+        )
+    ),
+    METRICS,
+    DOCUMENT,
+)  # fmt: skip
+OPEN_PATHS = frozenset(route.canonical for route in ROUTES if route.is_open)
 
 
 class Overview:
@@ -31,22 +73,8 @@ class Overview:
         self._created_unix_s = int(time.time())
         self._document: bytes | None = None  # made by its first request
 
-    def routes(self) -> list[web.RouteDef]:
-        return [
-            web.get("/livez", self.livez),
-            web.get("/readyz", self.readyz),
-            web.get("/health", self.readyz),
-            web.get("/ping", self.readyz),
-            web.get("/v2/health/live", self.livez),
-            web.get("/v2/health/ready", self.readyz),
-            web.get("/v2/models/{name:.+}/ready", self.model_ready),
-            web.get("/metrics", self.metrics),
-            web.get("/openapi.json", self.document),
-            web.get("/v1/models", self.models),
-            web.get("/v1/models/{id:.+}", self.model),
-            web.get("/v1/pool", self.pool),
-            web.post("/v1/pool/{name:.+}/{action:sleep|wake|drain}", self.control),
-        ]
+    def routes(self) -> Iterator[web.RouteDef]:
+        return web_routes(ROUTES, lambda name: getattr(self, name))
 
     async def livez(self, request: web.Request) -> web.Response:
         return _json({"status": "ok"})
@@ -224,10 +252,9 @@ class Overview:
 def _make_document() -> bytes:
     # Few clients read it.
     from ..api_document.document import document
-    from ..api_document.operations import POOL_OPEN_PATHS
-    from ..console.files import PATHS
 
-    return encode(document(POOL_OPEN_PATHS | PATHS, "pool"))
+    pages = {route.path for route in PAGES}
+    return encode(document(OPEN_PATHS | pages, (*ROUTES, *PAGES)))
 
 
 def _state_of(state: ModelState) -> str:

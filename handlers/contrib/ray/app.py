@@ -26,7 +26,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from ...api_document.operations import has_route
+from ...api_document.routes import has_route
 from ...http.edge import request_id_of
 from ...http.errors import INVALID_REQUEST, SERVER_ERROR, ApiError
 from ...pool.protocols import StreamEnd, shaped_response

@@ -13,20 +13,23 @@ from tests.support.instances import StagedInstance, TinyParts
 
 from teneral.handlers.anthropic.bodies import ROUTES as ANTHROPIC_FIELDS
 from teneral.handlers.api_document.document import MODEL_HEADER, document
-from teneral.handlers.api_document.operations import OPERATIONS, POOL_OPEN_PATHS, POOL_OPERATIONS, has_route
+from teneral.handlers.api_document.routes import has_route, server_routes
 from teneral.handlers.app import create_app, edge_rules
 from teneral.handlers.console.files import PATHS as CONSOLE_PATHS
+from teneral.handlers.console.routes import PAGES
 from teneral.handlers.openai.fields import ROUTES as OPENAI_FIELDS
 from teneral.handlers.platforms import HTTP
 from teneral.handlers.platforms.kserve import schemas
 from teneral.handlers.platforms.kserve.metadata import _STATES
 from teneral.handlers.platforms.kserve.tensors import DATATYPES
+from teneral.handlers.pool.overview import OPEN_PATHS as POOL_OPEN_PATHS
+from teneral.handlers.pool.overview import ROUTES as POOL_ROUTES
 from teneral.handlers.pool.overview import Overview
 from teneral.runtime.state import State
 
 OPEN_PATHS = edge_rules(HTTP).open_paths
 DOCUMENT = document(OPEN_PATHS)
-OF_A_POOL = document(POOL_OPEN_PATHS, "pool")
+OF_A_POOL = document(POOL_OPEN_PATHS, (*POOL_ROUTES, *PAGES))
 SCHEMAS = DOCUMENT["components"]["schemas"]
 STRUCTS = [
     each for each in vars(schemas).values() if isinstance(each, type) and issubclass(each, msgspec.Struct)
@@ -56,7 +59,7 @@ def test_it_has_the_routes_of_a_server_and_no_others(tiny_parts: TinyParts) -> N
         for route in create_app(StagedInstance(tiny_parts)).router.routes()
         if route.resource and route.method != "HEAD"
     }
-    assert documented() == served == {(each.method, each.path) for each in OPERATIONS}
+    assert documented() == served == {(each.method, each.canonical) for each in server_routes()}
 
 
 def test_a_path_has_a_route_or_none(tiny_parts: TinyParts) -> None:
@@ -80,7 +83,6 @@ def test_a_pools_has_its_own_routes_and_those_that_it_passes_on() -> None:
     routes = Overview(None, None, may_control=True).routes()  # type: ignore[arg-type]
     served = {(route.method, re.sub(r"{(\w+):[^{}]*}", r"{\1}", route.path)) for route in routes}
     assert documented(OF_A_POOL) == served | documented()
-    assert {(each.method, each.path) for each in POOL_OPERATIONS} <= served
     for path, item in OF_A_POOL["paths"].items():
         for method, operation in item.items():
             names = {each["name"] for each in operation.get("parameters", ()) if each["in"] == "header"}
@@ -196,13 +198,13 @@ async def test_what_needs_no_key_is_marked_so_for_its_method_alone(start: Any) -
 async def test_its_examples_are_answered(start: Any, encoder_parts: TinyParts, kind: str) -> None:
     served = []
     async with start(**({"parts": encoder_parts} if kind == "encoder" else {})) as server:
-        for each in OPERATIONS:
+        for each in server_routes():
             if (
                 each.example is not None
                 and each.tag != "function"
                 and (each.tag in ("encode",)) is (kind == "encoder")
             ):
-                path = each.path.replace("{name}", server.instance.model_name)
+                path = each.canonical.replace("{name}", server.instance.model_name)
                 body = {
                     **each.example,
                     **({"model": server.instance.model_name} if "model" in each.example else {}),
@@ -212,5 +214,5 @@ async def test_its_examples_are_answered(start: Any, encoder_parts: TinyParts, k
                     assert "has no labels" in answer.error["message"]
                     continue
                 assert answer.status == 200, (path, answer.body)
-                served.append(each.path)
+                served.append(each.canonical)
     assert len(served) >= (6 if kind == "encoder" else 9)

@@ -17,7 +17,7 @@ def test_every_address_of_a_row_names_something(row: Platform) -> None:
     for address in (row.api, row.error_response, row.run):
         assert not address or callable(imported(address))
     api = imported(row.api) if row.api else None
-    assert all(callable(getattr(api, route.name)) for route in routes_of(row))
+    assert all(callable(getattr(api, route.handler)) for route in routes_of(row))
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,10 @@ from tests.support.standby_processes import WAIT_S, descendants, runs, until
 
 from teneral import cli
 from teneral.handlers.api_document.document import document as api_document
-from teneral.handlers.api_document.operations import POOL_OPEN_PATHS
 from teneral.handlers.console.files import PATHS as CONSOLE_PATHS
+from teneral.handlers.console.routes import PAGES
 from teneral.handlers.pool.memory import tree_pss_bytes
+from teneral.handlers.pool.overview import OPEN_PATHS, ROUTES
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="processes are watched as Linux does it"),
@@ -134,7 +135,7 @@ def test_the_front_sends_its_own_document_and_answers_as_it_says(models: Path, t
         assert pool.ask("GET", "/openapi.json").status == 401
         headers = {"Authorization": "Bearer sesame"}
         document = pool.ask("GET", "/openapi.json", headers=headers).json
-        assert document == json.loads(json.dumps(api_document(POOL_OPEN_PATHS | CONSOLE_PATHS, "pool")))
+        assert document == json.loads(json.dumps(api_document(OPEN_PATHS | CONSOLE_PATHS, (*ROUTES, *PAGES))))
         for path, item in document["paths"].items():
             operation = item.get("get")
             if operation is None or any(each["in"] == "header" for each in operation.get("parameters", ())):

@@ -46,7 +46,7 @@ def test_an_order_brings_the_clients_umask_limits_niceness_and_cores() -> None:
     """As they are in another process, which takes them over as a standby does."""
     client = """if True:
         import os, resource, socket, sys
-        from teneral.handlers.standby.handover import Channel, Order
+        from teneral.handlers.standby.handover import Channel, HandOver
         from teneral.loader.process.helper import ProcessLimits, ProcessContext
         from teneral.runtime.config import ServeConfig
 
@@ -57,7 +57,7 @@ def test_an_order_brings_the_clients_umask_limits_niceness_and_cores() -> None:
         context = ProcessContext({}, "/", ProcessLimits.current())
         ours, theirs = socket.socketpair()
         if os.fork():
-            Channel(ours).send_order(Order(ServeConfig(model="m"), context, 0.0, (0, 1, 2), 0))
+            Channel(ours).send_order(HandOver(ServeConfig(model="m"), context, 0.0, (0, 1, 2), 0))
             sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
         os.umask(0)
         resource.setrlimit(resource.RLIMIT_NOFILE, (99, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import sys
+
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from teneral.infra.render.yaml_text import yaml_text
+from teneral.loader.errors import UsageError
 
 TEXTS = st.one_of(
     st.text(),
@@ -36,8 +39,20 @@ def test_lists_start_in_the_column_of_their_key_and_long_texts_keep_their_lines(
 
 
 @pytest.mark.parametrize(
-    "value", [{1: 2}, object(), float("nan"), float("inf"), b"bytes", {"k" * 2000: 1}, "\ud800", {1, 2}]
+    "text", ["1e3", "0o17", "y", "4e12345678", "0x1F", "12_000", "1:30", ".inf", "2026-11-23"]
 )
+def test_texts_that_any_yaml_version_reads_as_something_else_are_quoted(text):
+    assert yaml_text([{"a": text}]) == f'a: "{text}"\n'
+
+
+def test_an_error_names_the_package_that_rendering_needs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(UsageError) as raised:
+        yaml_text([{}])
+    assert "teneral[render]" in str(raised.value.hint)
+
+
+@pytest.mark.parametrize("value", [{1: 2}, object(), float("nan"), float("inf"), b"bytes", "\ud800", {1, 2}])
 def test_values_outside_the_subset_are_refused(value):
     with pytest.raises((TypeError, ValueError)):
         yaml_text([{"a": value} if not isinstance(value, dict) else value])

@@ -53,13 +53,13 @@ class ServeConfig:
     host: str = setting(
         "127.0.0.1",
         text,
-        "address to listen on (0.0.0.0, which is every one, in the image and on a platform)",
+        "address to listen on (in the image and on a platform 0.0.0.0: all interfaces)",
     )
     port: int = setting(8080, integer(0, 65535), "port to listen on; 0 takes a free one", metavar="PORT")
     health_port: int | None = setting(
         None,
         integer(0, 65535),
-        "another port to listen on, for a platform that sends its probes elsewhere (default: none)",
+        "a second port for health probes, where a platform sends them elsewhere (default: none)",
         metavar="PORT",
     )
     handler: str | None = setting(
@@ -68,23 +68,23 @@ class ServeConfig:
     platform: str = setting(
         "auto",
         text,
-        "where this runs: http, cloud-run, kserve, sagemaker, runpod, runpod-queue, lambda; auto looks",
+        "platform adapter: http, cloud-run, kserve, sagemaker, runpod, runpod-queue, lambda; auto detects it",
         metavar="NAME",
     )
     api_key: str | None = setting(
-        None, text, "bearer token that requests must carry; several with commas, or @FILE", secret=True
+        None, text, "bearer token that requests must carry; several comma-separated, or @FILE", secret=True
     )
     cors_origin: str | None = setting(
         None,
         text,
-        "origins of web pages that may call this server, with commas; * is any (default: none)",
+        "CORS: origins of web pages that may call this server, comma-separated; * is any (default: none)",
         metavar="ORIGIN",
     )
     allowed_hosts: str | None = setting(
         None,
         text,
-        "names by which this server may be called, with commas; * is any (default: without a key and at a private "
-        "address, private names)",
+        "accepted Host headers, comma-separated; * is any (default: private names, where there is no key and the "
+        "address is private)",
         metavar="HOST",
     )
     console: bool = setting(True, boolean, "a page at / that shows the start, the KV pool and the load")
@@ -107,41 +107,41 @@ class ServeConfig:
         "auto", choice("auto", "path", "virtual"), "how a bucket is addressed: auto, path or virtual"
     )
     anonymous: bool = setting(False, boolean, "send unsigned requests")
-    requester_pays: bool = setting(False, boolean, "agree to pay for the requests")
+    requester_pays: bool = setting(False, boolean, "pay for the requests (requester-pays buckets)")
     read_timeout_s: float = setting(
         10.0, seconds(0.1, 600), "silence after which a request has failed", metavar="SECONDS"
     )
     outage_s: float = setting(
         30.0,
         seconds(0, 3600),
-        "how long a store that gives nothing is waited for; 0: only as many attempts as anything else",
+        "how long to keep retrying a store that is down; 0: no longer than other errors",
         metavar="SECONDS",
     )
     hedge_after_s: float = setting(
         0.25,
         seconds(0, 600),
-        "how long a read may be behind the others before it is asked for again; 0: never",
+        "hedged reads: how far behind the others a read may be before it is sent again; 0: never",
         metavar="SECONDS",
     )
     min_rate_bytes_s: int = setting(
         4096,
         integer(0, 1 << 40),
-        "bytes a second below which a request has failed; 0: none",
+        "minimum throughput: a slower request has failed; 0: none",
         metavar="BYTES",
     )
     # Loading
     loader: str = setting(
         "auto",
         choice("auto", "process", "thread"),
-        "where weights are read and decoded: in a process of its own, or in the server's threads; auto: in threads, "
-        "but for a GPU and where torch is imported; thread: the tokenizer, too, is parsed in one",
+        "load weights in a process of its own or in the server's threads; auto: in threads, but for a GPU and "
+        "where torch is imported; thread: parse the tokenizer in one, too",
         metavar="WHERE",
     )
     mmap: bool = setting(
         True,
         boolean,
-        "use plain safetensors of a local folder where they lie, without a copy, on a CPU; --no-… reads them, so that "
-        "files may be overwritten in place while they are served",
+        "memory-map local safetensors instead of copying them (CPU); --no-… copies them, so that files may be "
+        "overwritten in place while they are served",
     )
     connections: int = setting(
         32, integer(1, 256), "most connections that fetch at the same time; fewer where these are as fast"
@@ -149,30 +149,30 @@ class ServeConfig:
     weights_bytes: int | None = setting(
         None,
         parse_bytes,
-        "most memory for the weights of a mixture of experts: experts that were used last stay, others are read again "
-        "when they are chosen (default: all stay)",
+        "memory limit for the weights of a mixture of experts: experts used last stay, others are read again "
+        "when a token is routed to them (default: all stay)",
         metavar="SIZE",
     )
     staging_bytes: int | None = setting(
         None,
         parse_bytes,
-        "memory for bytes in flight (default: 96 MiB, or less where memory is short)",
+        "staging buffer for bytes in flight (default: 96 MiB, or less where memory is short)",
         metavar="SIZE",
     )
     cache_dir: str | None = setting(
-        None, text, "folder of this node to keep verified parts in, for the next container", metavar="DIR"
+        None, text, "local cache of verified parts, for the next container on this node", metavar="DIR"
     )
     cache_bytes: int = setting(20 << 30, parse_bytes, "most that is kept there", metavar="SIZE")
     first_token: str = setting(
         "exact",
         choice("exact", "draft", "sketch"),
-        "what chooses the first tokens while weights arrive: the exact weights, or their draft or sketch",
+        "weights that choose the first tokens during a load: exact, draft or sketch",
         metavar="WEIGHTS",
     )
     draft_ahead: bool = setting(
         True,
         boolean,
-        "compute with the draft tier while the exact weights arrive, where there is time for it",
+        "speculate with the draft tier while the exact weights arrive, where there is time for it",
     )
     verify_exact: bool = setting(
         False, boolean, "when all weights are there, compare each tensor with the digest of its original"
@@ -187,13 +187,13 @@ class ServeConfig:
     tool_parser: str = setting(
         "auto",
         choice("auto", "hermes", "qwen3_coder", "llama3", "pythonic", "mistral", "harmony", "json", "off"),
-        "how the model writes calls of functions (auto: by its chat template)",
+        "format of the model's tool calls (auto: by its chat template)",
         metavar="NAME",
     )
     reasoning_parser: str = setting(
         "auto",
         choice("auto", "off"),
-        "whether reasoning is taken out of answers (auto: where the chat template has tags for it)",
+        "separate reasoning from answers (auto: where the chat template has tags for it)",
         metavar="NAME",
     )
     # The engine
@@ -206,22 +206,22 @@ class ServeConfig:
     kv_dtype: str = setting(
         "model",
         choice("model", "int8"),
-        "how the KV pool stores: in the model's dtype, or in half of its memory as int8",
+        "dtype of the KV cache: the model's, or int8 in half of the memory",
     )
     prefix_cache: bool = setting(
-        True, boolean, "keep what was computed of past requests, for those that begin in the same way"
+        True, boolean, "prefix cache: reuse keys and values of past requests that begin in the same way"
     )
     look_ahead: int | str = setting(
         "auto",
         automatic(1, 64),
-        "tokens that a step may verify ahead where an answer repeats its prompt or itself, on backends whose answers "
-        "do not change with it: as many as pay (auto), none (off), or up to N wherever it does",
+        "speculative tokens a step, proposed from the prompt and the answer so far (n-grams), on backends whose "
+        "answers do not change with them: as many as pay (auto), none (off), or up to N",
         metavar="N",
     )
     kv_host_bytes: int | None = setting(
         None,
         parse_bytes,
-        "memory for what the KV pool gives up; of use where the pool is on another device",
+        "host memory for KV blocks evicted from the pool; of use where the pool is on another device",
         metavar="SIZE",
     )
     kv_disk_bytes: int | None = setting(
@@ -231,22 +231,24 @@ class ServeConfig:
     kv_snapshot: str | None = setting(
         None,
         text,
-        "where computed prefixes are kept between instances; may end in @b3:DIGEST",
+        "address of a KV snapshot: computed prefixes kept between instances; may end in @b3:DIGEST",
         metavar="ADDRESS",
     )
     kv_snapshot_bytes: int = setting(
         256 << 20, parse_bytes, "most that is read from and left there", metavar="SIZE"
     )
     kv_snapshot_save: bool = setting(
-        True, boolean, "at the end, leave there what several requests began with; --no-… only reads"
+        True,
+        boolean,
+        "save prefixes that several requests shared to the snapshot at the end; --no-… only reads",
     )
     kv_snapshot_sessions: bool = setting(
-        False, boolean, "leave there what sessions keep as well, for when they go on elsewhere"
+        False, boolean, "save sessions to the snapshot, too, so that they can continue on another instance"
     )
     session_kv_bytes: int | None = setting(
         None,
         parse_bytes,
-        "most of it that sessions may keep for their next turn (default: half)",
+        "largest share of the KV pool for idle sessions (default: half)",
         metavar="SIZE",
     )
     session_idle_s: float = setting(
@@ -256,67 +258,69 @@ class ServeConfig:
     adapters: str | None = setting(
         None,
         text,
-        "where LoRA adapters are, by name: s3://bucket/adapters/{name} (default: there are none)",
+        "address of LoRA adapters, by name: s3://bucket/adapters/{name} (default: none)",
         metavar="ADDRESS",
     )
     adapters_bytes: int = setting(
-        1 << 30, parse_bytes, "most memory for adapters; those used longest ago make way", metavar="SIZE"
+        1 << 30, parse_bytes, "memory for adapters; the least recently used are unloaded", metavar="SIZE"
     )
-    max_running: int = setting(32, integer(1, 4096), "sequences that decode at the same time")
-    max_queued: int = setting(256, integer(0, 1 << 20), "requests that may wait; beyond, clients get 429")
+    max_running: int = setting(32, integer(1, 4096), "sequences in a batch (continuous batching)")
+    max_queued: int = setting(
+        256, integer(0, 1 << 20), "queue length: requests that may wait; beyond, clients get 429"
+    )
     max_queued_per_tenant: int | None = setting(
         None, integer(0, 1 << 20), "requests of one tenant that may wait (default: half of --max-queued)"
     )
     max_wait_s: float | None = setting(
-        None, seconds(0, 3_600), "longest wait for a place; beyond, clients get 429", metavar="SECONDS"
+        None, seconds(0, 3_600), "longest time in the queue; beyond, clients get 429", metavar="SECONDS"
     )
     embed_delay_s: float = setting(
         0.0,
         seconds(0, 10),
-        "longest time that a text waits for others to share its batch; one that is alone never does",
+        "batching delay of embeddings: longest wait for others to share a batch; a lone text never waits",
         metavar="SECONDS",
     )
     backend: str = setting(
         "auto",
         choice("auto", "native", "torch", "transformers"),
-        "what computes (auto: on a CPU native, torch for what that lacks, where it is installed; on a GPU torch)",
+        "compute backend (auto: native on a CPU, torch for what that lacks, where it is installed; torch on a GPU)",
     )
     compute_dtype: str = setting(
         "auto",
         choice("auto", "bfloat16", "float16", "float32"),
-        "what to compute in (auto: bf16 weights in bf16 and others in fp32; torch: what the CPU is fast in)",
+        "compute dtype (auto: bf16 for bf16 weights, else fp32; torch: what the CPU is fast in)",
         metavar="DTYPE",
     )
     device: str = setting(
         "auto",
         parse_device,
-        "what computes: cpu, cuda or cuda:N (auto: the first GPU, where there is one and CuPy is installed)",
+        "compute device: cpu, cuda or cuda:N (auto: the first GPU, where there is one and CuPy is installed)",
         metavar="DEVICE",
     )
     kernel_dir: str | None = setting(
         None,
         text,
-        "folder with kernels that were compiled for a GPU, so that none is at the start",
+        "folder of GPU kernels compiled ahead of time",
         metavar="DIR",
     )
     threads: int | None = setting(None, integer(1, 1024), "threads that compute (default: the cores at hand)")
     trim_imports: bool = setting(
         False,
         boolean,
-        "leave out of torch what only tracing needs (torch.compile, meta tensors): starts 0.2 s sooner",
+        "skip the parts of torch that only tracing needs (torch.compile, meta tensors): starts 0.2 s sooner",
     )
     # ONNX models
     ort_providers: str | None = setting(
         None,
         names("cpu", "openvino", "cuda", "tensorrt"),
-        "what computes an ONNX model once it is loaded, in order of preference, with commas: cpu, openvino, cuda, "
-        "tensorrt (default: cpu)",
+        "ONNX Runtime execution providers in order of preference, comma-separated: cpu, openvino, cuda, tensorrt "
+        "(default: cpu)",
         metavar="NAMES",
     )
     ort_batch: int = setting(
         8,
         integer(1, 4096),
-        "most rows of an ONNX model's batch dimension that calls share a run with; 1: calls run alone",
+        "dynamic batching of ONNX calls: largest batch; 1: none",
     )
     # Standby processes
     standby: int = setting(
@@ -325,7 +329,7 @@ class ServeConfig:
     standby_socket: str | None = setting(
         None,
         text,
-        "local socket of a standby pool: serve from a process of it, if one is there",
+        "socket of a standby pool: serve from one of its processes, if one is there",
         metavar="PATH",
     )
     # Batch jobs that events start
@@ -349,16 +353,16 @@ class ServeConfig:
     drain_timeout_s: float | None = setting(
         None,
         seconds(0, 3_600),
-        "time for running requests at shutdown (default: what the platform allows, 8 s where none is known)",
+        "graceful shutdown: time for running requests (default: what the platform allows, else 8 s)",
         metavar="SECONDS",
     )
     lambda_streaming: bool = setting(
         False,
         boolean,
-        "on AWS Lambda, stream answers: for function URLs with InvokeMode RESPONSE_STREAM",
+        "AWS Lambda response streaming, for function URLs with InvokeMode RESPONSE_STREAM",
     )
     emf: bool = setting(
-        False, boolean, "figures of requests and starts for CloudWatch, one JSON line each on standard output"
+        False, boolean, "CloudWatch metrics (EMF) of requests and starts, as JSON lines on standard output"
     )
     otel: bool = setting(
         False, boolean, "export OpenTelemetry spans of requests, as the OTEL_* variables say"

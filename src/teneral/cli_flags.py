@@ -245,7 +245,7 @@ def _eval(command: argparse.ArgumentParser) -> None:
     command.add_argument("artifact", metavar="ARTIFACT", help="an artifact, or a directory of safetensors")
     add_base_flag(command)
     command.add_argument(
-        "--against", metavar="ORIGINAL", required=True, help="what it was made of: another of the two"
+        "--against", metavar="ORIGINAL", required=True, help="the original model (artifact or directory)"
     )
     command.add_argument(
         "--kv-dtype", choices=("model", "int8"), default="model", help="of ARTIFACT's keys and values"
@@ -445,13 +445,13 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "verify": ("read a whole artifact and name every part that is damaged", _verify),
     "gc": ("remove what replaced artifacts and killed packs have left", _gc),
     "inspect": ("print layers, tiers, bytes and ratios", _inspect),
-    "eval-draft": ("measure how much of a model its draft keeps", _eval_draft),
-    "eval": ("measure how much of a model a smaller version of it keeps", _eval),
+    "eval-draft": ("measure the quality of a model's draft", _eval_draft),
+    "eval": ("measure the quality of a smaller version of a model", _eval),
     "serve": ("serve a model over HTTP, as OpenAI's API does", _serve),
     "standby": ("keep processes that have imported everything and hold no model", _standby),
     "invoke": ("call a function handler once, here", _invoke),
     "batch": ("answer all requests of a file, each exactly once", _batch),
-    "kv": ("store what prompts begin with, computed, and look after it", _kv),
+    "kv": ("precompute and manage KV snapshots of shared prompt prefixes", _kv),
     "pool": ("run, check and plan warm pools of several models, from one file", _pool),
     "timeline": ("draw a cold start as a waterfall", _timeline),
     "completion": ("print a script that completes commands and flags in a shell", _completion),

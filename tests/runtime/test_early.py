@@ -16,6 +16,7 @@ from tests.support.early_rig import (
 from tests.support.inspection import drafting_of, events_of, kv_of, state_of
 
 from teneral.loader.tools.pack.plan import TierOptions
+from teneral.runtime.engine.speculation import Acceptance, max_proposals
 from teneral.runtime.kv.storage import by_block
 from teneral.runtime.step.batch import Epoch
 from teneral.runtime.step.requests import FinishReason, FirstToken, GenerationRequest, SamplingParams
@@ -109,8 +110,11 @@ def test_a_pass_that_stops_at_every_layer_changes_no_token(artifact, expected, s
         wait_until(lambda: num_proposed(rig) >= 3)
         rig.refine(0)
         late = rig.submit(PROMPTS[2], sampling=sampling)  # joins when the other's pass is on its way
+        most = 2 * max_proposals(
+            Acceptance().rate
+        )  # where this thread gets no processor, the draft is there already
         for group in rig.groups[1:]:
-            wanted = num_proposed(rig) + 2
+            wanted = min(num_proposed(rig) + 2, most)
             wait_until(lambda wanted=wanted: num_proposed(rig) >= wanted)
             rig.arrival.has_time = group % 2 == 0  # now and then what was drafted has to catch up
             rig.refine(group)

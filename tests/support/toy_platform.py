@@ -25,7 +25,10 @@ ROW = Platform(
     drain_timeout_s=3.0,
     ping_while_loading=202,
     variables=(("TOY_PORT", "port"),),
-    routes=(Route("POST", "/toy/run"), Route("GET", "/toy/alive", "alive", is_open=True)),
+    routes=(
+        Route("POST", "/toy/run", "post", "function", "Call the function", {}, {}),
+        Route("GET", "/toy/alive", "alive", "operate", "Liveness", is_open=True),
+    ),
     api=f"{__name__}:ToyRoutes",
     error_prefix="/toy/",
     error_response=f"{__name__}:error_response",

@@ -23,7 +23,7 @@ from benchmarks.tasks import random_prompt
 
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.engine.embedder import Embedder
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 
 NUM_TEXTS = 512
 WARM_UP_S = 0.5

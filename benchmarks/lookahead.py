@@ -31,7 +31,7 @@ from benchmarks.report import begin, finish, new_parser, note, table, title
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.engine.engine import Engine
 from teneral.runtime.grammar.spec import GrammarSpec
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 from teneral.runtime.step.batch import SequenceSpan, StepBatch
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 from teneral.runtime.text.tokenizer import TextTokenizer

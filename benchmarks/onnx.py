@@ -222,7 +222,7 @@ def _served_here(folder: Path, *, threads: int) -> Iterator[tuple[Any, Any]]:
     """`context.model.run` and `OnnxRunner.submit` of an instance in this process, whose whole session computes."""
     from teneral.handlers.function.context import Context
     from teneral.runtime.config import ServeConfig
-    from teneral.runtime.instance import Instance
+    from teneral.runtime.instance.instance import Instance
 
     with Instance(ServeConfig(model=str(folder / "artifact"), threads=threads)) as instance:
         runner = instance.onnx.result(60)

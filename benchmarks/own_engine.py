@@ -22,7 +22,7 @@ from teneral.loader.sources.open import open_source
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.engine.engine import Engine
 from teneral.runtime.engine.generation import Generation
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 from teneral.runtime.step.requests import GenerationEvent, GenerationRequest, SamplingParams
 
 KV_BYTES = 512 << 20

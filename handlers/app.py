@@ -33,7 +33,7 @@ from .platforms import HTTP, Platform, imported, routes_of
 if TYPE_CHECKING:
     from aiohttp.typedefs import Handler as RouteHandler
 
-    from ..runtime.instance import Instance
+    from ..runtime.instance.instance import Instance
     from .function.handler import Handler
     from .http.errors import ApiError
     from .http.service import Service

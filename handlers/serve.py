@@ -23,7 +23,7 @@ from ..loader.pin import split_pin
 from ..loader.sources.open import local_path
 from ..loader.timeline import Timeline
 from ..runtime.config import ServeConfig
-from ..runtime.start import Helpers, LaunchedHelpers, launch_helpers
+from ..runtime.instance.helpers import LaunchedHelpers, launch_helpers
 from ..runtime.state import State
 from .http.listening import OPEN_WARNING, is_loopback, listen, max_files, require_files, shown_address
 from .platforms import MODEL_SIGNS, Platform, imported, is_hosted, platform_of
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from ..loader.sources.base import SourceOptions
-    from ..runtime.instance import Instance
-    from ..runtime.opening import Opening
+    from ..runtime.instance.instance import Instance
     from .console.early import EarlyPage
     from .function.handler import Handler
     from .http.limits import Limits
@@ -112,22 +111,17 @@ def serve_on(
     Blocks. Raises the error that ended the instance. `ending` is notified of a failure at once.
     """
     ending = ending or Ending()
-    opening = _open_ahead(config, timeline, launched)
-    with (
-        sock,
-        _early_page(sock, config) as early_page,
-        _probe_socket(config) as probe_sock,
-        _adopted(launched, timeline) as helpers,
-    ):
-        load = helpers.load if helpers is not None else None
-        if load is not None:
-            ending.has_failed = lambda: load.failure is not None
-        if opening is not None:
-            opening.import_ahead()
+    opening = None
+    if launched is None or launched.load is None:
+        # After the fork of the helpers: it starts a thread.
+        from ..runtime.instance.opening import Opening
+
+        opening = Opening(config, timeline, launched=launched)
+    with sock, _early_page(sock, config) as early_page, _probe_socket(config) as probe_sock:
         with timeline.span("process", "import runtime"):
             import logging
 
-            from ..runtime.instance import Instance
+            from ..runtime.instance.instance import Instance
         began_s = timeline.now_s()
         logging.basicConfig(
             level=config.log_level.upper(),
@@ -142,7 +136,7 @@ def serve_on(
         logging.getLogger("torch").setLevel(logging.WARNING)
         with (
             Instance(
-                config, timeline=timeline, helpers=helpers, opening=opening, server_first=True
+                config, timeline=timeline, launched=launched, opening=opening, server_first=True
             ) as instance,
             _standby_pool(config, instance),
         ):
@@ -183,18 +177,6 @@ def serve_on(
         raise failure
 
 
-def _open_ahead(config: ServeConfig, timeline: Timeline, launched: LaunchedHelpers | None) -> Opening | None:
-    """Request a remote model's manifest, unless another process does, memory was reserved for it, or it
-    may be in memory.
-    """
-    if launched is not None and any((launched.load, launched.reserve, launched.shared)):
-        return None
-    # After the fork of the helpers: it starts a thread.
-    from ..runtime.opening import open_ahead
-
-    return open_ahead(config, timeline)
-
-
 def _early_page(sock: socket.socket, config: ServeConfig) -> AbstractContextManager[EarlyPage | None]:
     """The console's page until the web server is imported; a standby process has done so before."""
     if not config.console or "aiohttp.web" in sys.modules:
@@ -203,13 +185,6 @@ def _early_page(sock: socket.socket, config: ServeConfig) -> AbstractContextMana
 
     more_headers = "" if config.cors_origin is None else "Vary: Origin\r\n"
     return EarlyPage(sock, needs_key=config.api_key is not None, more_headers=more_headers)
-
-
-def _adopted(launched: LaunchedHelpers | None, timeline: Timeline) -> AbstractContextManager[Helpers | None]:
-    if launched is None:
-        return nullcontext()
-    with timeline.span("process", "adopt helpers"):
-        return launched.adopt(timeline)
 
 
 def _announce(

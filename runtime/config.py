@@ -8,7 +8,8 @@ except for the standard variables of AWS, which the S3 source reads like every A
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, Self
+from collections.abc import Callable
+from typing import Any, NoReturn, Self, TypeVar
 
 from ..loader.device.detect import parse_device
 from ..loader.load.options import LoadOptions, Order
@@ -27,6 +28,7 @@ from .setting import (
     text,
 )
 
+T = TypeVar("T")
 PREFIX = "TENERAL_"
 # Of a server's processes without weights and keys: 212 MiB with a small vocabulary, 185 of them the
 # server's own, and about 40 more for parsing a large one (docs/reliability.md).
@@ -403,37 +405,26 @@ class ServeConfig:
         shown = (f"{name}={value!r}" for name, value in vars(self).items() if not SETTINGS[name].secret)
         return f"ServeConfig({', '.join(shown)})"
 
+    def options(self, kind: Callable[..., T], **more: Any) -> T:
+        """A room's options, a NamedTuple or a Struct: each field that a setting has the name of, and `more`."""
+        names: tuple[str, ...] = getattr(kind, "_fields", ()) or getattr(kind, "__struct_fields__", ())
+        own = {name: value for name, value in vars(self).items() if name in names}
+        return kind(**{**own, **more})
+
     @property
     def source_options(self) -> SourceOptions:
-        return SourceOptions(
-            endpoint_url=self.endpoint_url,
-            region=self.region,
-            profile=self.profile,
-            addressing_style=self.addressing_style,
-            anonymous=self.anonymous,
-            requester_pays=self.requester_pays,
-            base=self.base,
-            max_connections=self.connections,
-            read_timeout_s=self.read_timeout_s,
-            outage_s=self.outage_s,
-            hedge_after_s=self.hedge_after_s,
-            min_rate_bytes_s=self.min_rate_bytes_s,
-        )
+        return self.options(SourceOptions, max_connections=self.connections)
 
     @property
     def load_options(self) -> LoadOptions:
-        return LoadOptions(
-            connections=self.connections,
-            staging_bytes=self.staging_bytes,
+        return self.options(
+            LoadOptions,
             reserved_bytes=(self.kv_bytes or 0) + (self.kv_host_bytes or 0),
             serving_bytes=SERVING_BYTES,
             order=Order.AUTO if self.draft_ahead else Order.EXACT,
             ready_s=READY_S,
             sends_drafts=self.first_token != "exact",  # noqa: S105 - not that kind of token
             on_demand=True,
-            weights_bytes=self.weights_bytes,
-            cache_dir=self.cache_dir,
-            cache_bytes=self.cache_bytes,
         )
 
     @property

@@ -19,7 +19,7 @@ from ..loader.sources.open import open_store
 from ..loader.tools.progress_bar import format_bytes
 from .config import ServeConfig
 from .errors import ModelError, SnapshotMismatchError
-from .instance import Instance
+from .instance.instance import Instance
 from .kv.snapshots.snapshot import RECENT, SNAPSHOT_NAME, check_prefix_name, require_same
 
 if TYPE_CHECKING:

@@ -1,14 +1,9 @@
-"""The states of an instance, as named by every API, its forecast, and its futures."""
+"""The states of an instance, as named by every API, and its forecast."""
 
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
-
-T = TypeVar("T")
+from typing import NamedTuple
 
 
 class State(enum.StrEnum):
@@ -42,14 +37,3 @@ class Forecast(NamedTuple):
     first_token_s: float
     # A mixture's first token needs those experts alone that its router will choose.
     is_upper_bound: bool = False
-
-
-def resolve(future: Future[T], value: T) -> None:
-    """Set the result of a future that the instance's end may have set before."""
-    if not future.done():
-        future.set_result(value)
-
-
-def result_or_none(future: Future[T]) -> T | None:
-    """The result, if there is one by now."""
-    return future.result() if future.done() and future.exception() is None else None

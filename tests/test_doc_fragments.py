@@ -224,7 +224,7 @@ def test_the_readmes_module_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_job_from_python_runs(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from teneral.runtime.config import ServeConfig
-    from teneral.runtime.instance import Instance
+    from teneral.runtime.instance.instance import Instance
 
     monkeypatch.chdir(tmp_path)
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}

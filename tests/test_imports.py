@@ -30,8 +30,8 @@ SERVER_MODULES = (
     "handlers.platforms.kserve.api", "handlers.platforms.sagemaker", "handlers.serve", "handlers.standby.pool",
     "loader.cache.part_cache", "loader.load.child", "loader.load.load", "loader.load.targets.mapped",
     "loader.load.experts", "runtime.adapters.registry", "runtime.backends.choose",
-    "runtime.backends.native.backend", "runtime.building", "runtime.engine.embedder", "runtime.engine.engine",
-    "runtime.grammar.json_schema", "runtime.instance", "runtime.kv.snapshots.service", "runtime.metrics",
+    "runtime.backends.native.backend", "runtime.instance.model", "runtime.engine.embedder", "runtime.engine.engine",
+    "runtime.grammar.json_schema", "runtime.instance.instance", "runtime.kv.snapshots.service", "runtime.metrics",
     "runtime.models.build", "runtime.onnx.runner", "runtime.onnx.start", "runtime.text.remote",
     "runtime.text.tokenizer_child",
 )  # fmt: skip
@@ -71,7 +71,7 @@ def test_an_import_brings_only_what_it_may(statement: str, allowed: set[str]) ->
 
 
 def test_the_instance_starts_to_fetch_without_torch_or_a_web_server() -> None:
-    loaded = loaded_by("import teneral.runtime.instance")
+    loaded = loaded_by("import teneral.runtime.instance.instance")
     assert not loaded & {
         "torch",
         "transformers",

@@ -47,7 +47,7 @@ from .spec import ModelBrokenError
 if TYPE_CHECKING:
     import numpy as np
 
-    from ...runtime.instance import Instance
+    from ...runtime.instance.instance import Instance
     from ..function.streams import Completion
 
 

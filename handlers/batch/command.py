@@ -13,7 +13,7 @@ import sys
 
 from ...loader.errors import UsageError
 from ...runtime.config import ServeConfig
-from ...runtime.instance import Instance
+from ...runtime.instance.instance import Instance
 from ..function.lifetime import Lifetime
 from .job import arun_job, finish_computed
 from .progress import ProgressLines

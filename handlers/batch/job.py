@@ -49,7 +49,7 @@ from .spec import JobMismatchError, JobReport, JobSpec, Status
 from .worker import Worker
 
 if TYPE_CHECKING:
-    from ...runtime.instance import Instance
+    from ...runtime.instance.instance import Instance
 
 
 PROGRESS_S = 0.2

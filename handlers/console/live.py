@@ -21,7 +21,7 @@ from ..http.sse import SSE, EventStream
 if TYPE_CHECKING:
     from ...loader.format.manifest import Manifest
     from ...loader.sources.base import Source
-    from ...runtime.instance import Instance
+    from ...runtime.instance.instance import Instance
     from ..http.service import Service
 
 MAX_STREAMS = 16

@@ -17,7 +17,7 @@ from typing import Any
 from ...loader.errors import UsageError
 from ...runtime.config import ServeConfig
 from ...runtime.errors import HandlerError
-from ...runtime.instance import Instance
+from ...runtime.instance.instance import Instance
 from .context import Context
 from .handler import Handler, load_handler, run
 

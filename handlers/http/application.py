@@ -30,7 +30,7 @@ from .web_pages import Hosts, Origins, parse_hosts, parse_origins
 
 if TYPE_CHECKING:
     from ...runtime.config import ServeConfig
-    from ...runtime.instance import Instance
+    from ...runtime.instance.instance import Instance
     from ..function.calls import FunctionCalls
     from ..function.handler import Handler
     from .logs import EmfWriter
@@ -236,7 +236,7 @@ def _invoke_route(service: Service, handler: Handler | None) -> RouteHandler:
 
 
 def _another(config: ServeConfig) -> Instance:
-    from ...runtime.instance import Instance  # imported already, for the first instance
+    from ...runtime.instance.instance import Instance  # imported already, for the first instance
 
     timeline = Timeline(started_at=time.monotonic())  # this process started long before
     return Instance(config, timeline=timeline)

@@ -35,7 +35,7 @@ from ..function.lifetime import calling_on_loop
 from .inflight import InFlight, RequestWork, all_ended, finish
 
 if TYPE_CHECKING:
-    from ...runtime.instance import Instance
+    from ...runtime.instance.instance import Instance
     from ...runtime.metrics import Metrics
     from .logs import EmfWriter
 
@@ -293,7 +293,7 @@ def _make_tuned(address: str, base: Instance) -> Instance:
     """The instance of a fine-tune, not started. Blocks until all of the base is exact. Raises
     `UsageError` for a model that cannot be a base.
     """
-    from ...runtime.instance import Instance  # imported already, for the first instance
+    from ...runtime.instance.instance import Instance  # imported already, for the first instance
 
     config = base.config.replace(model=address, name=base.model_name, base=None)
     weights = base.as_base()

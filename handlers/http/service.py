@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from ...loader.timeline import Timeline
     from ...runtime.engine.engine import EngineStatistics
-    from ...runtime.instance import Instance
+    from ...runtime.instance.instance import Instance
     from ...runtime.metrics import Metrics
     from ...runtime.text.tokenizer import TextTokenizer
     from .logs import EmfWriter

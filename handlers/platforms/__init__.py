@@ -17,7 +17,7 @@ from ..http.routes import JSON, STREAMED, Route, Schema
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from ...runtime.instance import Instance
+    from ...runtime.instance.instance import Instance
     from ..function.handler import Handler
 
     # Makes the HTTP application of a platform without a port, for events that are HTTP requests.

@@ -22,19 +22,19 @@ import os
 import signal
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, nullcontext, suppress
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
 from ...loader.errors import TeneralError, UsageError
 from ...loader.timeline import Timeline
 from ...runtime.config import ServeConfig
 from ...runtime.errors import CancelledError, DrainingError
-from ...runtime.start import launch_helpers
+from ...runtime.instance.helpers import launch_helpers
 from ..function.lifetime import calling_on_loop
 from . import platform_of
 
 if TYPE_CHECKING:
-    from ...runtime.instance import Instance
+    from ...runtime.instance.instance import Instance
     from ..function.context import Context
     from ..function.handler import Handler
     from . import MakeApp
@@ -61,26 +61,25 @@ def run_runpod_queue(config: ServeConfig, _make_app: MakeApp) -> int:
     check_surroundings(os.environ)
     timeline = Timeline()
     launched = launch_helpers(config, timeline, fork=True)
-    with launched.adopt(timeline) if launched else nullcontext() as helpers:
-        from ...runtime.instance import Instance  # from here on in parallel to the load
+    from ...runtime.instance.instance import Instance  # from here on in parallel to the load
 
-        logging.basicConfig(
-            level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-        )
-        logging.getLogger("torch").setLevel(logging.WARNING)
-        with Instance(config, timeline=timeline, helpers=helpers) as instance:
-            from ..function.handler import Handler, load_handler
-            from ..plain import handler as plain
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("torch").setLevel(logging.WARNING)
+    with Instance(config, timeline=timeline, launched=launched) as instance:
+        from ..function.handler import Handler, load_handler
+        from ..plain import handler as plain
 
-            handler = load_handler(config.handler) if config.handler else Handler(plain)
-            try:
-                drain_timeout_s = config.drain_timeout_s
-                if drain_timeout_s is None:
-                    drain_timeout_s = platform_of(NAME, {}).drain_timeout_s
-                _work(instance, handler, drain_timeout_s)
-            finally:
-                handler.close()
-            failure = instance.failure
+        handler = load_handler(config.handler) if config.handler else Handler(plain)
+        try:
+            drain_timeout_s = config.drain_timeout_s
+            if drain_timeout_s is None:
+                drain_timeout_s = platform_of(NAME, {}).drain_timeout_s
+            _work(instance, handler, drain_timeout_s)
+        finally:
+            handler.close()
+        failure = instance.failure
     if failure is not None:
         raise failure
     return 0

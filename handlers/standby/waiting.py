@@ -26,7 +26,7 @@ from ...loader.process.helper import HelperProcess
 from ...loader.timeline import Timeline
 from ...runtime.config import ServeConfig
 from ...runtime.errors import ModelError
-from ...runtime.start import LaunchedHelpers, launch_helpers
+from ...runtime.instance.helpers import LaunchedHelpers, launch_helpers
 from ...runtime.text.chat import ChatWorker
 from ...runtime.text.launch import PreparedTokenizer
 from .handover import Channel, HandOver, HandoverError

@@ -52,7 +52,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
     # Proposals of a sequence in a step, where it repeats itself; None: as many as pay, 0: none.
     look_ahead: int | None = None
     # Folder of kernels compiled ahead of time, for a CUDA device.
-    kernels_dir: str | None = None
+    kernel_dir: str | None = None
 
     def __post_init__(self) -> None:
         _require_at_least("kv_bytes", self.kv_bytes, 1)
@@ -108,7 +108,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
             max_running=self.max_running,
             max_step_tokens=self.max_step_tokens,
             max_context=max_context,
-            kernels_dir=self.kernels_dir,
+            kernel_dir=self.kernel_dir,
         )
 
 

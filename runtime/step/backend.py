@@ -87,7 +87,7 @@ class BackendOptions(Struct, frozen=True, kw_only=True):
     max_step_tokens: int
     max_context: int
     # Folder of kernels compiled ahead of time, for a CUDA device.
-    kernels_dir: str | None = None
+    kernel_dir: str | None = None
 
 
 MakeBackend = Callable[[Any, Any, BackendOptions, Timeline | None], Backend]  # of a model and its pool

@@ -25,7 +25,7 @@ from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.unpack import unpack
 from teneral.loader.tools.verify import verify
 from teneral.runtime.config import ServeConfig
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 from teneral.runtime.into.files import load_file
 
 NAME = "manifest.json"

@@ -92,7 +92,7 @@ def test_reading_the_flags_imports_nothing_that_only_help_needs() -> None:
 
 
 def test_sending_for_the_weights_needs_next_to_nothing() -> None:
-    modules = modules_after("import teneral.runtime.start, teneral.handlers.serve")
+    modules = modules_after("import teneral.runtime.instance.helpers, teneral.handlers.serve")
     own = {name for name in modules if name.startswith("teneral.")}
     heavy = {
         "numpy",
@@ -105,18 +105,21 @@ def test_sending_for_the_weights_needs_next_to_nothing() -> None:
         "msgspec",
     }
     assert modules & heavy == set()
-    assert not any(name.startswith(("teneral.loader.format", "teneral.runtime.instance")) for name in own)
+    assert not any(
+        name.startswith(("teneral.loader.format", "teneral.runtime.instance.instance")) for name in own
+    )
 
 
 def test_a_remote_models_manifest_is_requested_before_the_instances_modules_are_imported() -> None:
     modules = modules_after(
-        "import teneral.handlers.serve, teneral.runtime.text.launch, teneral.runtime.opening, "
+        "import teneral.handlers.serve, teneral.runtime.text.launch, teneral.runtime.instance.opening, "
         "teneral.loader.sources.s3.store"
     )
     heavy = {"logging", "json", "concurrent.futures", "numpy", "msgspec", "dataclasses", "blake3", "asyncio"}
     assert modules & heavy == set()
     assert (
-        not {"teneral.runtime.instance", "teneral.runtime.files", "teneral.handlers.console.early"} & modules
+        not {"teneral.runtime.instance.instance", "teneral.runtime.files", "teneral.handlers.console.early"}
+        & modules
     )
 
 

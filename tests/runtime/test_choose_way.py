@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from teneral.runtime.loading import Way, choose_way
+from teneral.runtime.instance.loading import Way, choose_way
 
 USUAL: dict[str, Any] = {
     "device": "cpu",

@@ -29,7 +29,7 @@ from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.pack.plan import TierOptions
 from teneral.loader.tools.pack.quantize_plan import QuantizeOptions
 from teneral.runtime.config import ServeConfig
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 from teneral.runtime.kv_export import PrefixText, export_prefixes
 from teneral.runtime.state import State
 from teneral.runtime.step.requests import FinishReason, GenerationRequest, SamplingParams

@@ -27,7 +27,7 @@ from teneral.loader.sources.file.store import FileStore
 from teneral.loader.tools.pack.pack import pack
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.errors import DrainingError, ModelError
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 from teneral.runtime.kv.storage import DEFAULT_KV_BYTES, default_kv_bytes
 from teneral.runtime.resolve import resolve
 from teneral.runtime.state import State

@@ -21,10 +21,9 @@ from teneral.loader.sources.file.store import FileStore
 from teneral.loader.timeline import Timeline
 from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.pack.plan import TierOptions
-from teneral.runtime import loading
 from teneral.runtime.config import ServeConfig
-from teneral.runtime.instance import Instance
-from teneral.runtime.start import Helpers
+from teneral.runtime.instance.helpers import Helpers, LaunchedHelpers
+from teneral.runtime.instance.instance import Instance
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 from teneral.runtime.text.launch import PreparedTokenizer, TokenizerTask
 from teneral.runtime.text.remote import TokenizerProcess
@@ -63,7 +62,12 @@ def on_device(config: ServeConfig, device: SimulatedDevice) -> Instance:
         DeviceLoad.follow(load, lambda: device, timeline=timeline),
         TokenizerProcess(tokenizer, timeline=timeline),
     )
-    return Instance(config, timeline=timeline, helpers=helpers)
+
+    class Launched(LaunchedHelpers):
+        def adopt(self, timeline: Timeline) -> Helpers:
+            return helpers
+
+    return Instance(config, timeline=timeline, launched=Launched(load, tokenizer))
 
 
 def generate(instance: Instance) -> list[int]:
@@ -98,8 +102,10 @@ def test_an_instance_on_a_device_gives_the_tokens_of_one_on_the_cpu(
 def test_a_load_in_the_servers_own_threads_goes_to_the_device_as_well(
     folder: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "choose_device", lambda wanted: "simulated")
-    monkeypatch.setattr(loading, "opener", lambda name, kernel_dir, timeline: lambda: device)
+    monkeypatch.setattr("teneral.runtime.instance.loading.choose_device", lambda wanted: "simulated")
+    monkeypatch.setattr(
+        "teneral.runtime.instance.loading.opener", lambda name, kernel_dir, timeline: lambda: device
+    )
     config = config_of(folder / "models" / "tiny", verify_exact=True)
     source = FileStore(folder / "models" / "tiny")
     with Instance(config, source=source) as instance, Instance(config) as here:

@@ -17,7 +17,7 @@ from teneral.loader.sources.file.store import FileStore
 from teneral.loader.tools.pack.pack import pack
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.errors import SnapshotMismatchError
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 from teneral.runtime.kv.snapshots.parts import open_snapshot
 from teneral.runtime.kv.snapshots.snapshot import SNAPSHOT_NAME
 from teneral.runtime.kv.snapshots.tools import verify_snapshot

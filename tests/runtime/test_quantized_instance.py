@@ -15,7 +15,7 @@ from teneral.loader.sources.base import Source
 from teneral.loader.sources.file.store import FileStore
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.errors import ModelError
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 
 WAIT_S = patience_s(60)

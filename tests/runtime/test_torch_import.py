@@ -19,7 +19,7 @@ from teneral.runtime.torch_import import import_torch
 trimmed = import_torch(trim={trim})
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 with Instance(ServeConfig(model={model!r}, loader="thread", backend="torch")) as instance:
     if {embeds}:
         vectors = instance.embedder.result().embed([[1, 2, 3], [4, 5]]).result()

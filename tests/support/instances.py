@@ -22,7 +22,7 @@ from teneral.runtime.config import ServeConfig
 from teneral.runtime.engine.embedder import Embedder
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.errors import ModelError
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 from teneral.runtime.state import Forecast
 from teneral.runtime.step.backend import host_backend
 from teneral.runtime.text.settings import TextSettings

@@ -15,7 +15,7 @@ from teneral.loader.sources.file.store import FileStore
 from teneral.loader.tools.pack.content import Base
 from teneral.loader.tools.pack.pack import pack
 from teneral.runtime.config import ServeConfig
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 
 from .http_server import Server, running_server
 from .tiny_models import save_tiny

@@ -50,7 +50,7 @@ from .parse import (
 from .requests import QueuedRequests, answering_requests, lines_of, open_queued_requests
 
 if TYPE_CHECKING:
-    from ....runtime.instance import Instance
+    from ....runtime.instance.instance import Instance
     from ...function.context import Context
 
 

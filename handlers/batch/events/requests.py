@@ -26,7 +26,7 @@ from .parse import Asked, BatchRequest, EventError, JobFailedError, QueueMessage
 
 if TYPE_CHECKING:
     from ....loader.sources.base import Store
-    from ....runtime.instance import Instance
+    from ....runtime.instance.instance import Instance
 
 
 MAX_LINE_BYTES = 1 << 20

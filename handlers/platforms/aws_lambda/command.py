@@ -14,17 +14,16 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from ....loader.errors import TeneralError, UsageError
 from ....loader.timeline import Timeline
 from ....runtime.config import ServeConfig
-from ....runtime.start import Helpers, launch_helpers
+from ....runtime.instance.helpers import LaunchedHelpers, launch_helpers
 from .. import platform_of
 
 if TYPE_CHECKING:
-    from ....runtime.instance import Instance
+    from ....runtime.instance.instance import Instance
     from ...function.handler import Handler
     from .. import MakeApp
 
@@ -57,18 +56,17 @@ def run_lambda(config: ServeConfig, make_app: MakeApp) -> int:
         launched = launch_helpers(config, timeline, fork=True)
     except TeneralError as error:
         return _could_not_start(address, error)
-    with launched.adopt(timeline) if launched else nullcontext() as helpers:
-        return _run(address, config, timeline, helpers, make_app)
+    return _run(address, config, timeline, launched, make_app)
 
 
 def _run(
-    address: str, config: ServeConfig, timeline: Timeline, helpers: Helpers | None, make_app: MakeApp
+    address: str, config: ServeConfig, timeline: Timeline, launched: LaunchedHelpers | None, make_app: MakeApp
 ) -> int:
     with timeline.span("process", "import runtime"):
-        from ....runtime.instance import Instance
+        from ....runtime.instance.instance import Instance
         from .logs import set_up_logging
     set_up_logging(config.log_level, os.environ)
-    with Instance(config, timeline=timeline, helpers=helpers) as instance:
+    with Instance(config, timeline=timeline, launched=launched) as instance:
         instance.kind.add_done_callback(lambda _: _collect_garbage())
         with timeline.span("process", "import handler"):
             from ...function.handler import load_handler

@@ -207,7 +207,7 @@ def cuda_backend(model: Any, kv: Any, options: BackendOptions, timeline: Timelin
         device = torch.device(model.device)
         use_flash_attention()
         with span(timeline, "kernels' modules"):
-            folder = Path(options.kernels_dir) if options.kernels_dir else None
+            folder = Path(options.kernel_dir) if options.kernel_dir else None
             launch, description = open_launcher(device, folder)
             kernels = _kernels(model, options, launch)
     except Exception as error:  # noqa: BLE001 - torch can replace kernels after any error of a compiler or a driver

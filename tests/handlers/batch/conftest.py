@@ -14,7 +14,7 @@ from tests.support.tiny_models import save_tiny
 
 from teneral.handlers.batch.job import run_job
 from teneral.handlers.batch.spec import JobReport, JobSpec
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 
 
 @pytest.fixture(scope="session")

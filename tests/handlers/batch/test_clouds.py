@@ -29,7 +29,7 @@ from teneral.handlers.function.handler import run as call
 from teneral.handlers.http.server import serving_inside
 from teneral.loader.errors import ChangedError
 from teneral.loader.sources.base import SourceOptions
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 
 Run = Callable[..., JobReport]
 BUCKET = "jobs"

@@ -35,7 +35,7 @@ from teneral.handlers.batch.spec import JobReport, JobSpec, ModelBrokenError, Sh
 from teneral.handlers.batch.worker import MIN_MARGIN_S, PartPace
 from teneral.handlers.function.lifetime import Lifetime
 from teneral.loader.errors import NoSpaceError, UnavailableError
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 
 Run = Callable[..., JobReport]
 

@@ -25,7 +25,7 @@ from teneral.handlers.batch.spec import (
     Status,
 )
 from teneral.loader.errors import ChangedError, NotFoundError, UsageError
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 
 Run = Callable[..., JobReport]
 ROOM_BYTES = 60_000  # for two tiny adapters

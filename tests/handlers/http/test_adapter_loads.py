@@ -25,7 +25,7 @@ from tests.support.tiny_models import save_tiny, tiny_model
 
 from teneral.runtime.adapters.registry import AdapterRegistry
 from teneral.runtime.config import ServeConfig
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 

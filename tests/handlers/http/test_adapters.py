@@ -16,7 +16,7 @@ from tests.support.http_server import events, running_server
 from tests.support.tiny_models import save_tiny, tiny_model
 
 from teneral.runtime.config import ServeConfig
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 
 PROMPT = [(number * 7) % 90 for number in range(40)]
 BODY: dict[str, Any] = {

@@ -181,7 +181,7 @@ import asyncio, socket, sys, time
 from teneral.handlers.function.handler import Handler
 from teneral.handlers.app import create_app, serve
 from teneral.runtime.config import ServeConfig
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 
 def count(event, context):
     for number in range(event):
@@ -252,7 +252,7 @@ from teneral.handlers.function.handler import Handler
 from teneral.handlers.app import create_app, serve
 from teneral.loader.errors import IntegrityError
 from teneral.runtime.config import ServeConfig
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 
 def count(event, context):
     instance._fail(IntegrityError("a part is damaged"))

@@ -22,7 +22,7 @@ from teneral.handlers.app import edge_rules
 from teneral.handlers.function.handler import Handler
 from teneral.handlers.platforms import HTTP
 from teneral.runtime.config import ServeConfig
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 
 PYTHON = os.environ.get("TENERAL_TEST_SCHEMATHESIS", "")
 MAX_EXAMPLES = int(os.environ.get("TENERAL_TEST_EXAMPLES", "30"))

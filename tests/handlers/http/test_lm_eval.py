@@ -18,7 +18,7 @@ from tests.support.http_server import running_server
 from tests.support.tiny_models import save_tiny, tiny_model
 
 from teneral.runtime.config import ServeConfig
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 
 LM_EVAL = os.environ.get("TENERAL_LM_EVAL", "")
 TASK = """\

@@ -13,7 +13,7 @@ from tests.support.memory_store import MemoryStore
 from teneral.loader.sources.file.store import FileStore
 from teneral.loader.tools.pack.pack import pack
 from teneral.runtime.config import ServeConfig
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 from teneral.runtime.text.tokenizer import TextTokenizer
 
 TEXTS = ["hi", "a nymph climbs a stem", "x" * 70]

@@ -10,7 +10,7 @@ from tests.support.http_server import running_server
 from tests.support.tiny_models import save_tiny
 
 from teneral.runtime.config import ServeConfig
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 
 
 @pytest.mark.parametrize(

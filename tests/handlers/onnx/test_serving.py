@@ -27,12 +27,12 @@ from teneral.loader.sources.file.store import FileStore
 from teneral.loader.timeline import Timeline
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.errors import ModelError
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.helpers import launch_helpers
+from teneral.runtime.instance.instance import Instance
 from teneral.runtime.onnx import sessions
 from teneral.runtime.onnx.pack import pack_onnx
 from teneral.runtime.onnx.spec import NO_TELEMETRY
 from teneral.runtime.onnx.start import import_ahead
-from teneral.runtime.start import launch_helpers
 
 Context = Any
 

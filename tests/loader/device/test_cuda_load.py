@@ -21,7 +21,7 @@ from teneral.loader.sources.file.store import FileStore
 from teneral.loader.timeline import Timeline
 from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.pack.plan import TierOptions
-from teneral.runtime.start import opener
+from teneral.runtime.instance.helpers import opener
 
 WAIT_S = patience_s(60)
 pytestmark = [

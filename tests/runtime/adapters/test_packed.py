@@ -27,7 +27,7 @@ from teneral.runtime.adapters.packed import PackedAdapter, open_packed
 from teneral.runtime.adapters.registry import AdapterRegistry
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.errors import AdapterError, AdapterNotFoundError
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 from teneral.runtime.models.decoder_config import DecoderConfig
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 

@@ -28,7 +28,7 @@ from teneral.runtime.adapters.registry import AdapterRegistry, split_template
 from teneral.runtime.backends.native.backend import NativeBackend
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.errors import AdapterError, AdapterNotFoundError, AdapterUnavailableError, CapacityError
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 from teneral.runtime.models.adapter import AdapterWeights
 from teneral.runtime.step.requests import FirstToken, GenerationRequest, SamplingParams
 

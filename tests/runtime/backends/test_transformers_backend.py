@@ -21,7 +21,7 @@ from teneral.runtime.backends.choose import BackendChoice
 from teneral.runtime.backends.transformers.decoder import TransformersDecoder
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.errors import ModelError
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 from teneral.runtime.models.executor import ComputeDtype
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 from teneral.runtime.tensors import DType

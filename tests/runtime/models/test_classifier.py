@@ -18,7 +18,7 @@ from teneral.runtime.backends.native.backend import NativeBackend, ReferenceBack
 from teneral.runtime.backends.torch.backend import TorchBackend
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.errors import ContextLengthError, ModelError, RequestError
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 
 
 @torch.no_grad()

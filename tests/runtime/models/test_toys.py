@@ -30,7 +30,7 @@ from teneral.runtime.backends.torch import layers
 from teneral.runtime.backends.torch.backend import TorchBackend
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.errors import ModelError
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 from teneral.runtime.models import projections
 from teneral.runtime.models.decoder_config import FAMILY_MODULES
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams

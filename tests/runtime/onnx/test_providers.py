@@ -16,7 +16,7 @@ from tests.support.onnx_artifacts import pack_named
 from tests.support.paced import WAIT_S
 
 from teneral.runtime.config import ServeConfig
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 from teneral.runtime.onnx.sessions import PROVIDERS, WholeModel
 
 OTHERS = [name for name in PROVIDERS if name != "cpu"]

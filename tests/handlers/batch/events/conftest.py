@@ -19,7 +19,7 @@ from tests.support.load import patience_s
 from teneral.handlers.batch.worker import PartPace
 from teneral.handlers.function.context import Context
 from teneral.handlers.function.handler import load_handler, run
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 
 Invoke = Callable[..., Awaitable[Any]]
 

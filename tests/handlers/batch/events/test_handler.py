@@ -25,7 +25,7 @@ from teneral.cli_errors import exit_code
 from teneral.handlers.batch.events.parse import EventError, JobFailedError, JobRetryError
 from teneral.handlers.http.errors import as_api_error
 from teneral.handlers.platforms.aws_lambda.errors import report as lambda_report
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 
 
 def ids(count: int) -> list[str]:

@@ -22,7 +22,7 @@ from teneral.handlers.function.handler import load_handler
 from teneral.handlers.http.server import serving_inside
 from teneral.handlers.platforms.aws_lambda.answers import LoopAnswers
 from teneral.handlers.platforms.aws_lambda.loop import InvocationLoop
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 
 HANDLER = "teneral.handlers.batch:handler"
 MISSING = {"input": "s3://uploads/missing.jsonl", "output": "s3://results/missing.jsonl"}

@@ -25,7 +25,7 @@ from teneral.handlers.batch.events.handler import work_off
 from teneral.handlers.batch.events.outputs import Outputs
 from teneral.handlers.batch.events.parse import BatchRequest, Queue, QueueMessage, parse_event
 from teneral.handlers.batch.events.requests import Requests, open_queued_requests
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 
 PROMPT = {"prompt": "Hello", "max_tokens": 4, "temperature": 0}
 

@@ -20,7 +20,7 @@ from tests.support.onnx_models import Made, Net
 
 from teneral.handlers.function.handler import load_handler
 from teneral.runtime.config import ServeConfig
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 
 LABELS = ("red", "green", "blue")
 SIZE = 16

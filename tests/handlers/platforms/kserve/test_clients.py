@@ -17,7 +17,7 @@ from tests.support.tiny_models import save_tiny
 
 from teneral.handlers.function.handler import Handler
 from teneral.runtime.config import ServeConfig
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance.instance import Instance
 
 CLIENTS = os.environ.get("TENERAL_KSERVE_CLIENTS", "")
 ROOT = Path(__file__).parents[4]

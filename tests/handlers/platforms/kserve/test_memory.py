@@ -14,8 +14,8 @@ from tests.support.tiny_models import save_tiny
 
 from teneral.loader.timeline import Timeline
 from teneral.runtime.config import ServeConfig
-from teneral.runtime.instance import Instance
-from teneral.runtime.start import launch_helpers
+from teneral.runtime.instance.helpers import launch_helpers
+from teneral.runtime.instance.instance import Instance
 from teneral.runtime.synth import synthesize
 
 LOAD, UNLOAD = "/v2/repository/models/m/load", "/v2/repository/models/m/unload"
@@ -74,20 +74,19 @@ async def test_the_memory_of_weights_goes_back_to_the_system(
     timeline = Timeline()
     launched = launch_helpers(config, timeline)
     assert launched is not None
-    with launched.adopt(timeline) as helpers:  # held on to, as `teneral serve` does
-        first = Instance(config, timeline=timeline, helpers=helpers)
-        async with running_server(first) as server:
-            for _ in range(2):
-                assert (await server.post(INFER, {"inputs": [ONCE]})).status == 200
-                await server.eventually(lambda: str(server.service.state) == "ready")
-                instance = server.service.instance
-                for group in range(len(instance.load.manifest.groups)):
-                    instance.load.slab(group).max()  # so that this process has all of its pages
-                del instance
-                loaded_bytes = resident_bytes()
-                assert (await server.post(UNLOAD)).status == 200
-                assert loaded_bytes - resident_bytes() > 0.9 * weights_bytes
-                assert (await server.post(LOAD)).status == 200
+    first = Instance(config, timeline=timeline, launched=launched)  # held on to, as `teneral serve` does
+    async with running_server(first) as server:
+        for _ in range(2):
+            assert (await server.post(INFER, {"inputs": [ONCE]})).status == 200
+            await server.eventually(lambda: str(server.service.state) == "ready")
+            instance = server.service.instance
+            for group in range(len(instance.load.manifest.groups)):
+                instance.load.slab(group).max()  # so that this process has all of its pages
+            del instance
+            loaded_bytes = resident_bytes()
+            assert (await server.post(UNLOAD)).status == 200
+            assert loaded_bytes - resident_bytes() > 0.9 * weights_bytes
+            assert (await server.post(LOAD)).status == 200
 
 
 async def test_a_model_that_is_gone_from_its_place_cannot_come_back_until_it_is_there(

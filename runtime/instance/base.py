@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..loader.errors import UsageError
-from ..loader.load.resident import ResidentBase
-from .errors import ModelError
-from .text.settings import TextSettings
+from ...loader.errors import UsageError
+from ...loader.load.resident import ResidentBase
+from ..errors import ModelError
+from ..text.settings import TextSettings
 
 if TYPE_CHECKING:
-    from ..loader.format.manifest import Manifest
-    from ..loader.load.base import AnyLoad, HostLoad
-    from .backends.choose import BackendChoice
-    from .files import ModelFiles
-    from .models.decoder import Decoder
-    from .text.tokenizer import TextTokenizer
+    from ...loader.format.manifest import Manifest
+    from ...loader.load.base import AnyLoad, HostLoad
+    from ..backends.choose import BackendChoice
+    from ..files import ModelFiles
+    from ..models.decoder import Decoder
+    from ..text.tokenizer import TextTokenizer
 
 # All that a tokenizer is made of, but config.json, which often differs in nothing that matters to it.
 TEXT_FILES = (
@@ -61,7 +61,7 @@ class BaseInMemory(NamedTuple):
         own = self.model
         if own is None or not _share_pool(own, model):
             return None
-        from .models.build import build_again
+        from ..models.build import build_again
 
         return build_again(own, choice.model_backends())
 
@@ -79,9 +79,9 @@ class SharedBaseInMemory(NamedTuple):
         """None: the process that was taken has one that waits for its files."""
 
     def drafter_for(self, model: Decoder, choice: BackendChoice) -> Decoder | None:
-        from .models.build import build_model
-        from .models.decoder import Decoder
-        from .weights import StreamedWeights
+        from ..models.build import build_model
+        from ..models.decoder import Decoder
+        from ..weights import StreamedWeights
 
         if not isinstance(model, Decoder):
             return None
@@ -116,7 +116,7 @@ def base_in_memory(
             key="weights_bytes",
             hint="Leave it out, or start a server with the fine-tune.",
         )
-    from .models.decoder import Decoder
+    from ..models.decoder import Decoder
 
     own = model if isinstance(model, Decoder) else None
     return BaseInMemory(ResidentBase.of(load.manifest, load.slab), text_settings, tokenizer, own)

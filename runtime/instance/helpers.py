@@ -1,5 +1,4 @@
-"""The first step of an instance: requesting its weights and its tokenizer, before anything else is
-imported.
+"""The helper processes of an instance: launched before anything else is imported, adopted later.
 
 Imports little, and nothing that starts a thread.
 """
@@ -10,23 +9,23 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from ..loader.device.detect import CPU, choose_device, index_of
-from ..loader.errors import UsageError
-from ..loader.load.launch import Launched, Prepared, Task, is_possible, launch
-from ..loader.pin import split_pin
-from ..loader.timeline import Timeline
-from .config import ServeConfig
+from ...loader.device.detect import CPU, choose_device, index_of
+from ...loader.errors import UsageError
+from ...loader.load.launch import Launched, Prepared, Task, is_possible, launch
+from ...loader.pin import split_pin
+from ...loader.timeline import Timeline
+from ..config import ServeConfig
 
 if TYPE_CHECKING:
-    from ..loader.device.base import Device
-    from ..loader.load.device_load import DeviceLoad
-    from ..loader.load.process_load import ProcessLoad
-    from ..loader.load.targets.shared import SharedBase
-    from ..loader.memory.arena import Reserve
-    from ..loader.process.helper import ProcessContext
-    from .text.chat import ChatWorker
-    from .text.launch import LaunchedTokenizer, PreparedTokenizer
-    from .text.remote import TokenizerProcess
+    from ...loader.device.base import Device
+    from ...loader.load.device_load import DeviceLoad
+    from ...loader.load.process_load import ProcessLoad
+    from ...loader.load.targets.shared import SharedBase
+    from ...loader.memory.arena import Reserve
+    from ...loader.process.helper import ProcessContext
+    from ..text.chat import ChatWorker
+    from ..text.launch import LaunchedTokenizer, PreparedTokenizer
+    from ..text.remote import TokenizerProcess
 
 
 class LaunchedHelpers(NamedTuple):
@@ -44,7 +43,7 @@ class LaunchedHelpers(NamedTuple):
         afterwards if another device than the CPU is used.
         """
         # Imported while they are running.
-        from .text.remote import TokenizerProcess
+        from ..text.remote import TokenizerProcess
 
         tokenizer = TokenizerProcess(self.tokenizer, timeline=timeline, chat_worker=self.chat_worker)
         return Helpers(self._follow(timeline), tokenizer, self.reserve, self.shared)
@@ -54,10 +53,10 @@ class LaunchedHelpers(NamedTuple):
             return None
         device = self.load.task.device
         if device == CPU:
-            from ..loader.load.process_load import ProcessLoad  # as above
+            from ...loader.load.process_load import ProcessLoad  # as above
 
             return ProcessLoad(self.load, timeline=timeline)
-        from ..loader.load.device_load import DeviceLoad  # as above
+        from ...loader.load.device_load import DeviceLoad  # as above
 
         return DeviceLoad.follow(self.load, opener(device, self.kernel_dir, timeline), timeline=timeline)
 
@@ -126,11 +125,13 @@ def launch_helpers(
         prepared = prepared or Prepared(fork=fork)
         if reserve is not None:
             reserve.release()
-            reserve = None
+        if shared is not None:
+            shared.close()
+        reserve = shared = None
         files = prepared.files
         load = launch(Task(address, digest, source, options, began_at, device, context), prepared)
     # The weights are requested without it.
-    from .text.launch import PreparedTokenizer, TokenizerTask
+    from ..text.launch import PreparedTokenizer, TokenizerTask
 
     tokenizer = tokenizer or PreparedTokenizer(files=files, fork=fork)
     launched = tokenizer.launch(TokenizerTask(address, source, options, began_at, context))
@@ -142,7 +143,7 @@ def _needs_none(config: ServeConfig) -> bool:
     if config.loader == "process" or "://" in config.model.removeprefix("file://"):
         return False
     # Others read their manifest later.
-    from .files import seems_onnx
+    from ..files import seems_onnx
 
     return seems_onnx(config.model, without_tokenizer=True) and not _loads_in_process(
         config, choose_device(config.device)
@@ -177,7 +178,7 @@ def opener(device: str, kernel_dir: str | None, timeline: Timeline) -> Callable[
         # Only devices need it.
         from pathlib import Path
 
-        from ..loader.device.cuda import CudaDevice
+        from ...loader.device.cuda import CudaDevice
 
         folders = [Path(kernel_dir)] if kernel_dir else []
         with suppress(RuntimeError):  # a user without a home: kernels are then compiled each time

@@ -1,37 +1,31 @@
-"""The load from an instance's side: one in its own threads, checks of exactness, and statistics.
-
-This module does not know the instance, nor the use of the weights.
-"""
+"""The choice of a load in an instance's own threads, and its start. It does not know the use of the weights."""
 
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
-from ..loader.device.detect import CPU, choose_device
-from ..loader.errors import IntegrityError, UnavailableError, UsageError
-from ..loader.load.options import Order
-from ..loader.sources.base import Mappable, Remote
-from .start import opener, refuse_weights_bytes
+from ...loader.device.detect import CPU, choose_device
+from ...loader.errors import UnavailableError
+from ...loader.load.options import Order
+from ...loader.sources.base import Mappable, Remote
+from .helpers import opener, refuse_weights_bytes
 
 if TYPE_CHECKING:
     import threading
 
-    from ..loader.device.base import DeviceStatistics
-    from ..loader.format.manifest import Blob, Manifest, Part, Tensor
-    from ..loader.load.base import AnyLoad, HostLoad
-    from ..loader.load.device_load import DeviceLoad
-    from ..loader.load.experts import PagerStatistics
-    from ..loader.load.load import WeightLoad
-    from ..loader.load.options import LoadOptions
-    from ..loader.load.prefetch import Prefetch
-    from ..loader.load.resident import ResidentBase
-    from ..loader.load.targets.shared import SharedBase
-    from ..loader.memory.arena import Reserve
-    from ..loader.sources.base import Source
-    from ..loader.timeline import Timeline
-    from .config import ServeConfig
-    from .files import ModelFiles
+    from ...loader.format.manifest import Blob, Manifest, Part
+    from ...loader.load.base import AnyLoad, HostLoad
+    from ...loader.load.device_load import DeviceLoad
+    from ...loader.load.load import WeightLoad
+    from ...loader.load.options import LoadOptions
+    from ...loader.load.prefetch import Prefetch
+    from ...loader.load.resident import ResidentBase
+    from ...loader.load.targets.shared import SharedBase
+    from ...loader.memory.arena import Reserve
+    from ...loader.sources.base import Source
+    from ...loader.timeline import Timeline
+    from ..config import ServeConfig
 
 
 class StartedLoad(NamedTuple):
@@ -98,7 +92,7 @@ def load_here(
     step needs (`config.weights_bytes`).
     """
     # The loader's process imports these, if there is one.
-    from ..loader.artifact import open_artifact
+    from ...loader.artifact import open_artifact
 
     options, device = config.load_options, choose_device(config.device)
     may_map = config.mmap and device == CPU and config.weights_bytes is None
@@ -117,14 +111,14 @@ def load_here(
     shared_load = None if shared is None else _map_shared(shared, manifest, timeline)
     is_shared = shared_load is not None and manifest.digest == shared_load.manifest.digest
     if shared_load is not None and not is_shared:
-        from ..loader.load.resident import ResidentBase  # few servers have one
+        from ...loader.load.resident import ResidentBase  # few servers have one
 
         base = ResidentBase.of(shared_load.manifest, shared_load.slab)
     if base is not None:
         manifest = base.join(manifest, source.url)
         # The base drafts, and layers follow one another.
         options = type(options)(**{**options._asdict(), "order": Order.EXACT})
-    from .files import is_onnx  # the manifest was requested without it
+    from ..files import is_onnx  # the manifest was requested without it
 
     if is_onnx(manifest):  # ONNX Runtime's own providers copy to devices
         device = CPU
@@ -173,8 +167,8 @@ def _map_shared(shared: SharedBase, manifest: Manifest, timeline: Timeline) -> W
     if shared.digest not in (manifest.digest, manifest.base):
         return None
     # Few servers are taken from a pool with a base.
-    from ..loader.load.load import WeightLoad
-    from ..loader.load.targets.shared import NothingToRead, SharedTarget
+    from ...loader.load.load import WeightLoad
+    from ...loader.load.targets.shared import NothingToRead, SharedTarget
 
     manifest = manifest if manifest.digest == shared.digest else shared.manifest
     target = SharedTarget(shared, manifest)
@@ -187,8 +181,8 @@ def _map_shared(shared: SharedBase, manifest: Manifest, timeline: Timeline) -> W
 def _map(source: Mappable, manifest: Manifest, options: LoadOptions, timeline: Timeline) -> WeightLoad | None:
     """Start a load of mapped files; None if the file system does not support it."""
     # Artifacts do not need it.
-    from ..loader.load.load import WeightLoad
-    from ..loader.load.targets.mapped import MappedFiles, MappedTarget, NotInPlaceError
+    from ...loader.load.load import WeightLoad
+    from ...loader.load.targets.mapped import MappedFiles, MappedTarget, NotInPlaceError
 
     files = MappedFiles(source)
     try:
@@ -208,7 +202,7 @@ def _load_device(
     options: LoadOptions,
     timeline: Timeline,
 ) -> DeviceLoad:
-    from ..loader.load.device_load import DeviceLoad  # the manifest was requested without it
+    from ...loader.load.device_load import DeviceLoad  # the manifest was requested without it
 
     refuse_weights_bytes(config)
     open_device = opener(device, config.kernel_dir, timeline)
@@ -228,18 +222,18 @@ def _load_host(
     full_speed: threading.Event | None,
 ) -> WeightLoad:
     """Start a load into this process's memory. Raises `UsageError` where that is less than a step needs."""
-    from ..loader.load.load import WeightLoad  # the manifest was requested without it
-    from ..loader.load.targets.host import HostTarget
+    from ...loader.load.load import WeightLoad  # the manifest was requested without it
+    from ...loader.load.targets.host import HostTarget
 
     if not isinstance(source, Remote):
         # Decoding is all that such a load waits for: what it imports comes before the web server.
-        from ..loader.format import fill  # noqa: F401
+        from ...loader.format import fill  # noqa: F401
 
         full_speed = None
     paging = None
     if is_paged:
         # Few servers have less memory than their model takes.
-        from ..loader.load.pages import plan_paging
+        from ...loader.load.pages import plan_paging
 
         assert options.weights_bytes is not None
         paging = plan_paging(manifest, options.weights_bytes)
@@ -277,7 +271,7 @@ class _Prefetcher:
             return True
         if self.found is None:
             # The manifest was requested without it.
-            from ..loader.load.prefetch import Prefetch
+            from ...loader.load.prefetch import Prefetch
 
             self.found = Prefetch(
                 self._source,
@@ -287,114 +281,3 @@ class _Prefetcher:
                 held_bytes=self._held_bytes,
             )
         return self.found.look(weight_bytes, blob, part)
-
-
-def wait_exact(load: AnyLoad) -> None:
-    """Block until all weights that stay in memory are exact, if they will be; then log the names of
-    files that nothing will use. Raises the load's error.
-    """
-    for group in range(len(load.manifest.groups)):
-        if group not in load.paged_groups:
-            load.wait(group)
-    if load.place == "device":
-        load.wait_done()
-    _warn_of_files(load.manifest)
-
-
-def tensor_digests(files: ModelFiles, manifest: Manifest) -> tuple[bytes, ...]:
-    """The digests of the original tensors. Raises `UsageError` if they are unknown."""
-    from ..loader.format.tensor_digests import (
-        FILE_NAME,
-        parse_tensor_digests,
-        # Verification is not urgent.
-    )
-
-    data = files.read(FILE_NAME)
-    if data is None:
-        raise UsageError(
-            "the exact tensors' digests are unknown: this is not an artifact, or one of an older version",
-            key="verify_exact",
-            hint="Pack the model (again), or leave verify_exact out.",
-        )
-    return parse_tensor_digests(data, manifest)
-
-
-def verify_exact(load: AnyLoad, expected: tuple[bytes, ...]) -> None:
-    """Compare all tensors with their digests. Raises `IntegrityError`, naming the first wrong
-    tensor.
-    """
-    from ..loader.format.tensor_digests import wrong_tensors
-
-    def content(tensor: Tensor) -> memoryview:
-        end_bytes = tensor.offset_bytes + tensor.size_bytes
-        if load.place == "device":
-            return load.read_back(tensor.group, tensor.offset_bytes, end_bytes)
-        return load.slab(tensor.group)[tensor.offset_bytes : end_bytes].data
-
-    wrong = wrong_tensors(load.manifest, expected, content)
-    if wrong:
-        raise IntegrityError(
-            f"tensor {wrong[0].name!r} is in memory not what was packed; {len(wrong)} of {len(expected)} are not",
-            where=wrong[0].name,
-            hint="Each part was correct when it arrived, so this is a defect of Teneral or of the machine's memory.",
-        )
-
-
-def untaken_bytes(load: AnyLoad, weights_bytes: int | None) -> int:
-    """The weights' memory, `weights_bytes` at most, except for a standby process's reserve from before the load."""
-    size_bytes = load.manifest.weight_bytes
-    if weights_bytes is not None:
-        size_bytes = min(size_bytes, weights_bytes)
-    return size_bytes - load.reserved_bytes
-
-
-def check_paged(load: AnyLoad, model: Any) -> None:
-    """Raise `UsageError` if the model needs weights that are not all in memory."""
-    if load.paged_groups and not getattr(model, "routes_apart", False):
-        raise UsageError(
-            "weights_bytes is less than the model takes, but what computes it reads all experts of a layer at once",
-            key="weights_bytes",
-            hint="Use --backend native, and weights that it computes as they are stored; or leave it out.",
-        )
-
-
-def check_whole(load: AnyLoad) -> None:
-    """Raise `UsageError` if not all weights are in memory, which are to be compared with their digests."""
-    if load.paged_groups:
-        raise UsageError(
-            "verify_exact compares all weights, but weights_bytes leaves some of them out",
-            key="verify_exact",
-            hint="Leave one of the two out. `teneral verify` reads the whole artifact.",
-        )
-
-
-def placement_statistics(load: AnyLoad) -> DeviceStatistics | None:
-    """The statistics of another device's work; None without one, or while it is being opened."""
-    return load.device_statistics() if load.place == "device" else None
-
-
-def paging_statistics(load: AnyLoad) -> PagerStatistics | None:
-    """The statistics of experts that come and go; None if all of them stay."""
-    return None if load.experts is None else load.experts.statistics()
-
-
-def _warn_of_files(manifest: Manifest) -> None:
-    """Log the names of an artifact's small files that nothing will use."""
-    # Only needed when the load has ended.
-    from ..loader.format.checkpoint_files import shorten, unknown_names
-
-    if unknown := unknown_names(file.name for file in manifest.files):
-        import logging
-
-        message = "the model has small files that nothing uses, as their names are not known: %s"
-        logging.getLogger(__name__).warning(message, shorten(unknown))
-
-
-def warn_of_cache(load: AnyLoad) -> None:
-    # Only needed with a cache.
-    import logging
-
-    statistics = load.statistics()
-    if statistics is not None and statistics.cache is not None:
-        for trouble in statistics.cache.troubles:
-            logging.getLogger(__name__).warning("%s", trouble)

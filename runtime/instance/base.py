@@ -30,6 +30,7 @@ TEXT_FILES = (
     "special_tokens_map.json",
     "generation_config.json",
     "chat_template.jinja",
+    "sentence_bert_config.json",
 )
 
 

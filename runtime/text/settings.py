@@ -16,12 +16,32 @@ MAX_TEMPLATE_BYTES = 256 << 10  # of a file that replaces the model's own
 # Returns a file of the model directory by its name; None if there is none.
 Files = Callable[[str], bytes | None]
 
+# The classes of transformers' tokenizers that number the two texts of a pair; all others give each
+# token type 0, whatever the template in tokenizer.json says.
+_CLASSES_WITH_TYPES = frozenset(
+    f"{name}Tokenizer"
+    for name in (
+        "Bert",
+        "ConvBert",
+        "Deberta",
+        "DebertaV2",
+        "Electra",
+        "LayoutLM",
+        "MobileBert",
+        "SqueezeBert",
+    )
+)
+# Where no file names the class, the model's type does.
+_MODELS_WITH_TYPES = ("bert", "convbert", "deberta", "deberta-v2", "electra", "nomic_bert")
+
 
 class TextSettings(NamedTuple):
     special_tokens: dict[str, str]  # "bos_token" and so on → its text
     templates: dict[str, str]  # chat templates by name; empty if the model has none
     # The ones that the model's own files name; the tokenizer's is added to them.
     eos_token_ids: frozenset[int]
+    # False: every token of a pair has type 0.
+    has_token_types: bool = True
 
     def with_template(self, text: str) -> TextSettings:
         """The settings with this chat template, for requests with tools and without."""
@@ -34,11 +54,12 @@ class TextSettings(NamedTuple):
 
         Raises `ModelError` for damaged files.
         """
-        settings = _json_object(files, "tokenizer_config.json")
+        settings, config = _json_object(files, "tokenizer_config.json"), _json_object(files, "config.json")
         return cls(
             _special_tokens({**_json_object(files, "special_tokens_map.json"), **settings}),
             _chat_templates(settings.get("chat_template"), files("chat_template.jinja")),
-            _eos_token_ids(files),
+            _eos_token_ids(_json_object(files, "generation_config.json"), config),
+            _has_token_types(settings, config),
         )
 
 
@@ -67,14 +88,37 @@ def read_template(path: str) -> str:
 
 
 def read_tokenizer_file(files: Files) -> bytes:
-    """Read the content of tokenizer.json. Raises `ModelError` if there is none."""
+    """Read the content of tokenizer.json, which lowercases texts where sentence_bert_config.json says so.
+
+    Raises `ModelError` if there is none, or if one of the files is damaged.
+    """
     data = files("tokenizer.json")
     if data is None:
         raise ModelError(
             "the model has no tokenizer.json",
             hint="Save the tokenizer with transformers (AutoTokenizer, save_pretrained), and pack again.",
         )
-    return data
+    lowercases = _json_object(files, "sentence_bert_config.json").get("do_lower_case", False)
+    if not isinstance(lowercases, bool):
+        raise ModelError(
+            f"sentence_bert_config.json: do_lower_case is {lowercases!r}, but must be true or false"
+        )
+    return _lowercasing(data) if lowercases else data
+
+
+def _lowercasing(data: bytes) -> bytes:
+    """The content of tokenizer.json with a normalizer that lowercases before all others, as
+    sentence-transformers adds it; special tokens in texts keep their spelling.
+    """
+    try:
+        tokenizer = json.loads(data)
+        own = tokenizer.get("normalizer")
+    except (ValueError, RecursionError, AttributeError):
+        return data  # its reader reports the damage
+    is_sequence = isinstance(own, dict) and isinstance(own.get("normalizers"), list)
+    normalizers = own["normalizers"] if is_sequence else [] if own is None else [own]
+    tokenizer["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "Lowercase"}, *normalizers]}
+    return json.dumps(tokenizer, ensure_ascii=False).encode()
 
 
 def _json_object(files: Files, name: str) -> dict[str, Any]:
@@ -121,11 +165,22 @@ def _chat_templates(in_settings: Any, file: bytes | None) -> dict[str, str]:
     return templates
 
 
-def _eos_token_ids(files: Files) -> frozenset[int]:
+def _has_token_types(settings: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """True where transformers gives the model the token types of the tokenizer's template."""
+    inputs = settings.get("model_input_names")
+    if isinstance(inputs, list):
+        return "token_type_ids" in inputs
+    stated = settings.get("tokenizer_class") or config.get("tokenizer_class")
+    if isinstance(stated, str):
+        return stated.removesuffix("Fast") in _CLASSES_WITH_TYPES
+    return config.get("model_type") in _MODELS_WITH_TYPES
+
+
+def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any]) -> frozenset[int]:
     """The tokens that end a text: those of generation_config.json, else config.json."""
-    named = _json_object(files, "generation_config.json").get("eos_token_id")
+    named = generation.get("eos_token_id")
     if named is None:
-        named = _json_object(files, "config.json").get("eos_token_id")
+        named = config.get("eos_token_id")
     ids = named if isinstance(named, list) else [] if named is None else [named]
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 1 << 31:

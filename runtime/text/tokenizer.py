@@ -35,6 +35,7 @@ class TextTokenizer:
         """Owns `backend` and `chat_template`, and closes them."""
         self._backend = backend
         self.special_tokens = settings.special_tokens
+        self._has_token_types = settings.has_token_types
         self.chat_template = chat_template or make_chat_template(settings)
         self.vocab_size = backend.vocab_size
         own = backend.piece_to_id(self.special_tokens.get("eos_token", ""))
@@ -73,7 +74,7 @@ class TextTokenizer:
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str | None]]) -> list[EncodedPair]:
         """Encode each pair of texts, or each single text, with the model's own template, special
-        tokens included.
+        tokens included. All token types are 0 where transformers passes none to the model.
 
         Raises `RequestError` for a text that is too long or is not Unicode.
         """
@@ -81,7 +82,10 @@ class TextTokenizer:
             for text in pair:
                 if text is not None:
                     _check_text(text)
-        return self._backend.encode_pairs(pairs)
+        encoded = self._backend.encode_pairs(pairs)
+        if self._has_token_types:
+            return encoded
+        return [pair._replace(types=(0,) * len(pair.types)) for pair in encoded]
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
         """The half-open range of the text's characters for each of its tokens, without special

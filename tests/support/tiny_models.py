@@ -264,6 +264,7 @@ def _save_encoder_tokenizer(directory: Path) -> None:
         directory / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
             "pad_token": "[PAD]",
             "cls_token": "[CLS]",
             "sep_token": "[SEP]",

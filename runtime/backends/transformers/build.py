@@ -7,6 +7,7 @@ model is never run.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _DECODERS = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 _CLASSIFIERS = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
+# Floats that JSON lacks, as transformers writes them: {"__float__": "Infinity"}.
+_SPECIAL_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 _ENCODERS = ("MODEL_MAPPING_NAMES", "MODEL_FOR_MASKED_LM_MAPPING_NAMES")
 
 
@@ -69,7 +72,7 @@ def build_with_transformers(
         return TransformersDecoder(module, settings, computes)
     sentence = None
     if kind == "encoder":
-        sentence = sentence_of(modules, pooling, dense or {}, int(settings.hidden_size))
+        sentence = sentence_of(modules, pooling, dense or {}, int(settings.get_text_config().hidden_size))
     return TransformersEncoder(module, settings, computes, sentence, sentence_bert, dense_weights)
 
 
@@ -96,11 +99,25 @@ def _kind_of(config: Mapping[str, Any]) -> tuple[str, str]:
 
 def _settings_of(config: Mapping[str, Any]) -> Any:
     try:
-        return transformers.CONFIG_MAPPING[str(config.get("model_type"))].from_dict(dict(config))
+        return transformers.CONFIG_MAPPING[str(config.get("model_type"))].from_dict(
+            _with_floats(dict(config))
+        )
     except Exception as error:
         raise ModelError(
             f"transformers {transformers.__version__} does not read this config.json: {str(error)[:300]}"
         ) from error
+
+
+def _with_floats(value: Any) -> Any:
+    """A copy of a parsed config.json with special floats as numbers."""
+    match value:
+        case {"__float__": str(name), **others} if name in _SPECIAL_FLOATS and not others:
+            return _SPECIAL_FLOATS[name]
+        case dict():
+            return {key: _with_floats(each) for key, each in value.items()}
+        case list():
+            return [_with_floats(each) for each in value]
+    return value
 
 
 def _class_of(architecture: str, kind: str) -> Any:

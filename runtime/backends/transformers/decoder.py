@@ -48,6 +48,7 @@ class TransformersLimits:
 
 def limits_of(settings: Any, labels: tuple[str, ...] = (), *, most: int | None = None) -> TransformersLimits:
     """`settings` is a PretrainedConfig; `most` bounds the tokens further."""
+    settings = settings.get_text_config()
     stated = (getattr(settings, key, None) for key in _LENGTH_KEYS)
     length = next((value for value in stated if isinstance(value, int) and value > 0), _UNSTATED_TOKENS)
     offset = 0
@@ -203,8 +204,14 @@ class TransformersDecoder:
 
 
 def _token_bytes(settings: Any, dtype: DType) -> int:
-    """The bytes of one token's keys and values in all layers."""
-    heads = getattr(settings, "num_key_value_heads", None)
-    head_dim = getattr(settings, "head_dim", None)
-    width = heads * head_dim if heads and head_dim else int(settings.hidden_size)
-    return 2 * int(settings.num_hidden_layers) * int(width) * dtype.size_bytes + 8
+    """The bytes of one token's keys and values in all layers, whose heads may differ (Gemma 4)."""
+    settings = settings.get_text_config()
+    num_layers = int(settings.num_hidden_layers)
+    layers = getattr(settings, "per_layer_config", None) or [settings] * num_layers
+    return 2 * sum(map(_kv_width, layers)) * dtype.size_bytes + 8
+
+
+def _kv_width(layer: Any) -> int:
+    heads = getattr(layer, "num_key_value_heads", None)
+    head_dim = getattr(layer, "head_dim", None)
+    return int(heads * head_dim if heads and head_dim else layer.hidden_size)

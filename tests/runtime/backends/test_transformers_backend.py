@@ -38,6 +38,8 @@ GPT_2: dict[str, Any] = {
     "eos_token_id": 256,
 }
 
+GEMMA_4_TOKENS = [f"{name}_token_id" for name in ("boi", "eoi", "image", "video", "boa", "eoa", "audio")]
+
 
 def random_weights(model: Any) -> Any:
     generator = torch.Generator().manual_seed(1)
@@ -75,6 +77,74 @@ def mamba_2() -> Any:
         chunk_size=8,
     )
     return random_weights(transformers.Mamba2ForCausalLM(config))
+
+
+def of_layers_of_several_kinds(model_type: str) -> Any:
+    """A tiny model with recurrent layers, or with heads of several sizes."""
+    mamba = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1}
+    text = {
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": 257,
+        "eos_token_id": 256,
+        "pad_token_id": 0,
+    }
+    gemma_4 = {
+        **text,
+        "head_dim": 16,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "vocab_size_per_layer_input": 320,
+        "hidden_size_per_layer_input": 8,
+    }
+    numbers = dict(zip(GEMMA_4_TOKENS, range(300, 307), strict=True))
+    vision = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2)
+    settings: dict[str, Any] = {
+        "granitemoehybrid": {
+            **text,
+            **mamba,
+            "layer_types": ["mamba", "attention"],
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "shared_intermediate_size": 32,
+        },
+        "falcon_h1": {**text, **mamba, "mamba_d_ssm": 128},
+        "gemma4_text": gemma_4,
+        "gemma4": {
+            "text_config": gemma_4,
+            "vision_config": {**vision, "hidden_size": 16, "intermediate_size": 16, "head_dim": 8},
+            "audio_config": None,
+            **numbers,
+        },
+    }
+    config = transformers.AutoConfig.for_model(model_type, **settings[model_type])
+    return random_weights(transformers.AutoModelForCausalLM.from_config(config))
+
+
+@pytest.mark.parametrize("model_type", ["granitemoehybrid", "falcon_h1", "gemma4_text", "gemma4"])
+def test_a_config_of_transformers_5_is_read_with_its_floats_and_layers(
+    tmp_path: Path, model_type: str
+) -> None:
+    """Infinity is {"__float__": "Infinity"} in it, and Gemma 4 has no number of heads for all layers."""
+    oracle = of_layers_of_several_kinds(model_type)
+    oracle.save_pretrained(save_tiny("llama", tmp_path))
+    assert ("__float__" in (tmp_path / "config.json").read_text()) == ("gemma" not in model_type)
+    with Instance(CONFIG, source=FileStore(tmp_path)) as instance:
+        engine = instance.engine.result(WAIT_S)
+        for prompt in ([5, 6, 7], list(range(20, 60))):
+            request = GenerationRequest(
+                "test",
+                tuple(prompt),
+                max_tokens=6,
+                sampling=SamplingParams(temperature=0.0),
+                ignore_eos=True,
+            )
+            assert tokens_of(engine.submit(request)) == greedy(oracle, prompt, 6)
 
 
 def decoder_of(model: Any) -> TransformersDecoder:

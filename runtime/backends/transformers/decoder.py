@@ -130,6 +130,10 @@ class TransformersDecoder:
     def dtype(self) -> DType:
         return self.computes.dtype
 
+    @property
+    def numerics(self) -> str:
+        return self.executor.numerics
+
     def kv_block_bytes(self, block_size: int, *, kind: KVKind = KVKind.MODEL) -> int:
         """The approximate size of transformers' cache for this number of tokens."""
         return block_size * self._token_bytes

@@ -16,6 +16,7 @@ from tests.support.tiny_models import save_tiny, transformers
 
 from teneral.loader.errors import UsageError
 from teneral.loader.sources.file.store import FileStore
+from teneral.loader.tools.pack.pack import pack
 from teneral.runtime.backends import choose
 from teneral.runtime.backends.choose import BackendChoice
 from teneral.runtime.backends.transformers.decoder import TransformersDecoder
@@ -38,6 +39,7 @@ GPT_2: dict[str, Any] = {
     "eos_token_id": 256,
 }
 
+GREEDY = SamplingParams(temperature=0.0)
 GEMMA_4_TOKENS = [f"{name}_token_id" for name in ("boi", "eoi", "image", "video", "boa", "eoa", "audio")]
 
 
@@ -178,6 +180,15 @@ def test_greedy_tokens_of_several_sequences_are_those_of_transformers(gpt_2: tup
     for own, prompt in zip(ours, prompts, strict=True):
         assert own == greedy(oracle, prompt, 12)
     assert again == ours[1]
+
+
+def test_an_artifact_is_served_as_its_checkpoint(gpt_2: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, oracle = gpt_2
+    pack(FileStore(folder), FileStore(tmp_path / "packed"))
+    with Instance(CONFIG, source=FileStore(tmp_path / "packed")) as instance:
+        request = GenerationRequest("test", (5, 6, 7), max_tokens=6, sampling=GREEDY, ignore_eos=True)
+        ours = tokens_of(instance.engine.result(WAIT_S).submit(request))
+    assert ours == greedy(oracle, [5, 6, 7], 6)
 
 
 def test_a_cached_sequence_computes_its_new_tokens_only(gpt_2: tuple[Path, Any]) -> None:

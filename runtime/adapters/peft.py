@@ -29,6 +29,7 @@ from ..models.adapter import (
 )
 from ..models.decoder_config import DecoderConfig
 from ..tensors import DType, Tensor, aligned_empty, from_float32, to_float32
+from .patterns import Pattern, StepBudget
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -65,6 +66,7 @@ _READ = frozenset(
         "lora_alpha",
         "use_rslora",
         "target_modules",
+        "exclude_modules",
         "layers_to_transform",
         "rank_pattern",
         "alpha_pattern",
@@ -83,10 +85,12 @@ class PeftConfig(Struct, frozen=True):
     rank: int
     alpha: float
     use_rslora: bool
-    targets: tuple[str, ...] | None  # ends of module names; None: all linear modules of layers
+    targets: tuple[str, ...] | Pattern | None  # ends of module names; None: all linear modules of layers
+    excluded: tuple[str, ...] | Pattern  # of the targets
     layers: frozenset[int] | None  # None: all
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
+    # Their first that fits a module counts.
+    rank_pattern: tuple[tuple[str | Pattern, int], ...]
+    alpha_pattern: tuple[tuple[str | Pattern, float], ...]
 
     @classmethod
     def parse(cls, data: bytes) -> PeftConfig:
@@ -96,29 +100,40 @@ class PeftConfig(Struct, frozen=True):
         except CheckpointError as error:
             raise AdapterError(error.message) from error
         _check_options(fields)
-        targets = fields.get("target_modules")
+        targets, layers = fields.get("target_modules"), _layers(fields.get("layers_to_transform"))
+        if layers is not None and isinstance(targets, str) and targets != ALL_LINEAR:
+            raise AdapterError(
+                f"{CONFIG_NAME}: layers_to_transform stands beside a regular expression in target_modules",
+                hint="List the names of the modules, or name the layers in the expression.",
+            )
+        budget = StepBudget()
         return cls(
             rank=_whole(fields, "r", 1, MAX_RANK),
             alpha=_number(fields.get("lora_alpha"), "lora_alpha"),
             use_rslora=_flag(fields, "use_rslora"),
-            targets=None if targets == ALL_LINEAR else _targets(targets),
-            layers=_layers(fields.get("layers_to_transform")),
-            rank_pattern={
-                key: _whole({"rank_pattern": value}, "rank_pattern", 1, MAX_RANK)
-                for key, value in _pattern(fields, "rank_pattern").items()
-            },
-            alpha_pattern={
-                key: _number(value, "alpha_pattern")
-                for key, value in _pattern(fields, "alpha_pattern").items()
-            },
+            targets=None if targets == ALL_LINEAR else _modules("target_modules", targets, budget),
+            excluded=_modules("exclude_modules", fields["exclude_modules"], budget)
+            if fields.get("exclude_modules")
+            else (),
+            layers=layers,
+            rank_pattern=tuple(
+                (key, _whole({"rank_pattern": value}, "rank_pattern", 1, MAX_RANK))
+                for key, value in _pattern(fields, "rank_pattern", budget)
+            ),
+            alpha_pattern=tuple(
+                (key, _number(value, "alpha_pattern"))
+                for key, value in _pattern(fields, "alpha_pattern", budget)
+            ),
         )
 
     def rank_of(self, module: str) -> int:
-        """Of a module by its full name."""
-        return next((rank for key, rank in self.rank_pattern.items() if _ends(module, key)), self.rank)
+        """Of a module by its full name. Like all here, raises `AdapterError` where expressions take too
+        long to match.
+        """
+        return next((rank for key, rank in self.rank_pattern if _fits(module, key)), self.rank)
 
     def factor_of(self, module: str) -> float:
-        alpha = next((own for key, own in self.alpha_pattern.items() if _ends(module, key)), self.alpha)
+        alpha = next((own for key, own in self.alpha_pattern if _fits(module, key)), self.alpha)
         rank = self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
@@ -126,7 +141,14 @@ class PeftConfig(Struct, frozen=True):
         """True if the adapter changes this module of this layer."""
         if self.layers is not None and layer not in self.layers:
             return False
-        return self.targets is None or any(_ends(module, target) for target in self.targets)
+        return (self.targets is None or _fits_any(module, self.targets)) and not _fits_any(
+            module, self.excluded
+        )
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The ends of module names that `target_modules` lists."""
+        return self.targets if isinstance(self.targets, tuple) else ()
 
 
 class ModulePlan(Struct, frozen=True):
@@ -182,11 +204,11 @@ def plan_adapter(peft: PeftConfig, entries: Mapping[str, TensorEntry], base: Dec
         plans = []
         for module in modules_of(base, layer):
             full = f"model.layers.{layer}.{module.name}"
+            named.update(target for target in peft.named if _fits(full, target))
             if peft.wants(layer, full):
-                named.update(target for target in peft.targets or () if _ends(full, target))
                 plans.append(_module_plan(peft, module, full, found.pop((layer, module.name), {})))
         layers.append(tuple(plans))
-    if missing := set(peft.targets or ()) - named:
+    if missing := set(peft.named) - named:
         raise AdapterError(
             f"target_modules names {min(missing)!r}, which is no projection of this base that adapters may change",
             hint=f"These are {', '.join(module.name for module in modules_of(base, 0))}.",
@@ -325,12 +347,15 @@ def _flag(fields: Mapping[str, Any], name: str) -> bool:
     return value
 
 
-def _targets(value: Any) -> tuple[str, ...]:
+def _modules(name: str, value: Any, budget: StepBudget) -> tuple[str, ...] | Pattern:
+    """Ends of module names, or a regular expression for whole ones."""
+    if isinstance(value, str):
+        return Pattern(value, budget, option=name)
     if not isinstance(value, list) or not 0 < len(value) <= MAX_TARGETS:
-        _refuse("target_modules", value)
-    for name in value:
-        if not isinstance(name, str) or not _PLAIN.fullmatch(name):
-            _refuse("target_modules", name)
+        _refuse(name, value)
+    for each in value:
+        if not isinstance(each, str) or not _PLAIN.fullmatch(each):
+            _refuse(name, each)
     return tuple(value)
 
 
@@ -343,16 +368,25 @@ def _layers(value: Any) -> frozenset[int] | None:
     return frozenset(numbers)
 
 
-def _pattern(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Ends of module names; PEFT takes regular expressions, of which these are the plain ones."""
+def _pattern(fields: Mapping[str, Any], name: str, budget: StepBudget) -> list[tuple[str | Pattern, Any]]:
+    """Ends of module names, or regular expressions for them, with the value of each."""
     value = fields.get(name) or {}
     if not isinstance(value, dict) or len(value) > MAX_PATTERNS:
         _refuse(name, value)
-    for key in value:
-        if not _PLAIN.fullmatch(key):
-            _refuse(name, key)
-    return value
+    return [
+        (key if _PLAIN.fullmatch(key) else Pattern(rf"(.*\.)?({key})", budget, option=name), own)
+        for key, own in value.items()
+    ]
 
 
-def _ends(module: str, end: str) -> bool:
-    return module == end or module.endswith(f".{end}")
+def _fits(module: str, pattern: str | Pattern) -> bool:
+    """True if the module has this end, or matches."""
+    if isinstance(pattern, Pattern):
+        return pattern.matches(module)
+    return module == pattern or module.endswith(f".{pattern}")
+
+
+def _fits_any(module: str, patterns: tuple[str, ...] | Pattern) -> bool:
+    if isinstance(patterns, Pattern):
+        return patterns.matches(module)
+    return any(_fits(module, each) for each in patterns)

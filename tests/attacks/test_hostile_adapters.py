@@ -45,13 +45,19 @@ UNSUPPORTED: list[dict[str, Any]] = [
     {"init_lora_weights": "pissa"},
     {"init_lora_weights": "pissa_niter_4"},
     {"init_lora_weights": "loftq"},
-    {"exclude_modules": ["q_proj"]},
-    {"target_modules": r".*\.(q|v)_proj"},
+    {"exclude_modules": [".*"]},
+    {"exclude_modules": 1},
+    {"target_modules": r".*\.(?=q|v).*"},
+    {"target_modules": r"(.*"},
+    {"target_modules": "(" * 5000},
+    {"target_modules": "(" * 4000},
+    {"target_modules": r".*_proj", "layers_to_transform": [1]},
     {"target_modules": ["(a+)+$"]},
     {"target_modules": []},
     {"target_modules": None},
     {"target_modules": ["q_proj", "lm_head"]},
-    {"rank_pattern": {"^model.*q_proj": 4}},
+    {"rank_pattern": {")": 8}},
+    {"rank_pattern": {"q_proj": 4, "(?i)v_proj": 4}},
     {"rank_pattern": {"q_proj": 0}},
     {"rank_pattern": [4]},
     {"alpha_pattern": {"q_proj": "8"}},
@@ -92,6 +98,26 @@ def test_unsupported_options_are_refused_by_name(folder: Path, options: dict[str
         check(folder)
     assert next(iter(options)) in found.value.message
     assert len(found.value.message) < 500
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": r".*\.q_proj"},  # and not v_proj
+        {"exclude_modules": ["q_proj"]},
+        {"rank_pattern": {"^model.*q_proj": 4}},
+        {"target_modules": f"((({'(.*)*' * 500}){{900}}){{900}})*!"},
+        {"alpha_pattern": {f"({'(.*)*' * 100}){{1,900}}{index}": 8 for index in range(1000)}},
+    ],
+    ids=lambda options: json.dumps(options)[:60],
+)
+def test_expressions_that_do_not_fit_the_tensors_or_take_long_are_refused(
+    folder: Path, options: dict[str, Any]
+) -> None:
+    base = {"target_modules": ["q_proj", "v_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(adapter_config(**base | options)))
+    with pytest.raises(AdapterError, match=r"announce|rank|too long"):
+        check(folder)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -21,7 +22,14 @@ from teneral.runtime.models.decoder_config import DecoderConfig
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
-# Seven sets of modules that adapters are trained for, with more of what PEFT lets one choose.
+# As Unsloth writes them.
+UNSLOTH = (
+    r"(?:.*?(?:language|text).*?(?:self_attn|attention|attn|mlp|feed_forward|ffn|dense).*?"
+    r"(?:q_proj|v_proj|down_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\."
+    r"(?:self_attn|attention|attn|mlp|feed_forward|ffn|dense)\.(?:(?:q_proj|v_proj|down_proj)))"
+)
+
+# Sets of modules that adapters are trained for, with more of what PEFT lets one choose.
 SETS: dict[str, dict[str, Any]] = {
     "queries and values": {"target_modules": ["q_proj", "v_proj"]},
     "attention": {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "r": 4, "lora_alpha": 16},
@@ -33,6 +41,13 @@ SETS: dict[str, dict[str, Any]] = {
         "target_modules": list(ALL),
         "rank_pattern": {"q_proj": 2, "layers.1.mlp.down_proj": 12},
         "alpha_pattern": {"k_proj": 1},
+    },
+    "expression": {"target_modules": UNSLOTH, "exclude_modules": r".*layers\.1\.mlp.*"},
+    "excluded": {"target_modules": list(ALL), "exclude_modules": ["o_proj", "layers.2.mlp.up_proj"]},
+    "patterns of expressions": {
+        "target_modules": list(ALL),
+        "rank_pattern": {r"layers\.[12]\..*\.[qv]_proj": 5, r"(?:gate|up)_proj": 3},
+        "alpha_pattern": {r"^model\.layers\.\d+\.self_attn\.k_proj": 2},
     },
 }
 
@@ -86,16 +101,23 @@ def linears_of(model: Any) -> dict[str, torch.nn.Linear]:
 
 def targeted(config: dict[str, Any], name: str) -> bool:
     """As PEFT decides it."""
+
+    def fits(modules: Any) -> bool:
+        if isinstance(modules, str):
+            return re.fullmatch(modules, name) is not None
+        return any(name == each or name.endswith(f".{each}") for each in modules or ())
+
     layers = config["layers_to_transform"]
     if layers is not None and int(name.split(".layers.")[1].split(".", maxsplit=1)[0]) not in layers:
         return False
     targets = config["target_modules"]
-    return targets == "all-linear" or any(name == each or name.endswith(f".{each}") for each in targets)
+    return (targets == "all-linear" or fits(targets)) and not fits(config["exclude_modules"])
 
 
 def rank_and_factor(config: dict[str, Any], name: str) -> tuple[int, float]:
     def of(pattern: str, default: Any) -> Any:
-        return next((value for key, value in config[pattern].items() if name.endswith(f".{key}")), default)
+        found = (value for key, value in config[pattern].items() if re.match(rf"(.*\.)?({key})$", name))
+        return next(found, default)
 
     rank, alpha = of("rank_pattern", config["r"]), of("alpha_pattern", config["lora_alpha"])
     return rank, alpha / (math.sqrt(rank) if config["use_rslora"] else rank)

@@ -6,7 +6,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # All targets share one .venv.
 .NOTPARALLEL:
 
-.PHONY: demo demo-chat test quick check bench wheel docs clean
+.PHONY: demo demo-chat test quick check bench wheels docs clean
 
 demo: ## pack the demo model, cold-start it, ask it something, draw the waterfall
 	@scripts/setup
@@ -33,10 +33,8 @@ bench: ## all benchmarks, with their peers; or some: make bench ONLY="cold_start
 	@.venv/bin/python -m benchmarks.peer_environment || true # what cannot be installed is left out, and named
 	@.venv/bin/python -m benchmarks $(ONLY) $(FLAGS)
 
-wheel: ## build the wheel into dist/
-	@scripts/setup dev
-	@rm -rf build # setuptools would pack what earlier builds left there
-	@.venv/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+wheels: ## build the source distribution and the wheels into dist/, and check them
+	@scripts/build-wheels
 
 docs: ## the site of docs/, in build/site
 	@scripts/docs

@@ -1,7 +1,10 @@
-"""The build's one step that pyproject.toml cannot name: the native core (`build_native.py`)."""
+"""The build's steps that pyproject.toml cannot name: the native core (`build_native.py`), and the commit that
+`teneral --version` prints.
+"""
 
 from __future__ import annotations
 
+import runpy
 import shutil
 import sys
 from pathlib import Path
@@ -10,10 +13,14 @@ from typing import Any, ClassVar
 from setuptools import Command, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build import build
+from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # a build backend does not
 
 import build_native
+
+PACKAGE = build_native.ROOT / "src" / "teneral"
 
 
 class BuildNative(Command):
@@ -53,6 +60,27 @@ class BuildWithNative(build):
     sub_commands: ClassVar[list[tuple[str, Any]]] = [*build.sub_commands, ("build_native", None)]
 
 
+class BuildWithCommit(build_py):
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:  # which asks git whenever the version is asked for
+            write_commit(Path(self.build_lib, "teneral"))
+
+
+class SourcesWithCommit(sdist):
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        super().make_release_tree(base_dir, files)
+        write_commit(Path(base_dir, "src", "teneral"))
+
+
+def write_commit(folder: Path) -> None:
+    """Write the file that names the commit into a copy of the package, where git or the sources name it."""
+    # By its path: the package itself imports what is not installed here.
+    version = runpy.run_path(str(PACKAGE / "cli_version.py"))
+    if commit := version["built_from"](PACKAGE):
+        (folder / version["COMMIT_FILE"]).write_text(f"{commit}\n", encoding="ascii")
+
+
 class PlatformWheel(bdist_wheel):
     """A wheel for every Python on one platform; for all platforms where it holds no library."""
 
@@ -61,4 +89,12 @@ class PlatformWheel(bdist_wheel):
         return ("py3", "none", build_native.wheel_platform() if step.built else "any")
 
 
-setup(cmdclass={"build": BuildWithNative, "build_native": BuildNative, "bdist_wheel": PlatformWheel})
+setup(
+    cmdclass={
+        "build": BuildWithNative,
+        "build_native": BuildNative,
+        "build_py": BuildWithCommit,
+        "bdist_wheel": PlatformWheel,
+        "sdist": SourcesWithCommit,
+    }
+)

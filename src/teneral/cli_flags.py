@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-from .cli_parser import Parser, add_settings
+from .cli_parser import Parser, PrintVersion, add_settings
 from .cli_source import add_base_flag, add_source_flags
 
 SOURCE_HELP = (
@@ -21,8 +21,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """The parsed flags; `command` names the command, and is "" where none was given, after the help was printed. Ends
     the process, as argparse does, on invalid ones.
     """
-    from . import __version__
-
     # Made anew for every flag. Left to itself, it imports what reads archives to learn how wide the terminal is.
     formatter = partial(argparse.HelpFormatter, width=_columns() - 2)
     parser = Parser(
@@ -30,7 +28,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         formatter_class=formatter,
         description="Serve models from object storage that answer while their weights are still arriving.",
     )
-    parser.add_argument("-V", "--version", action="version", version=f"teneral {__version__}")
+    parser.add_argument(
+        "-V", "--version", action=PrintVersion, nargs=0, help="print the version and its commit"
+    )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", dest="command", prog="teneral", parser_class=Parser

@@ -88,3 +88,13 @@ def _flag_of(name: str, setting: Setting) -> tuple[list[str], dict[str, Any]]:
     else:
         how["metavar"] = setting.metavar or name.rpartition("_")[2].upper()
     return [f"--{name.replace('_', '-')}"], how
+
+
+class PrintVersion(argparse.Action):
+    """`--version`: prints the version and the commit, and ends the process."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from .cli_version import version_line  # lazy: no start pays for asking git
+
+        print(version_line())
+        parser.exit()

@@ -14,8 +14,10 @@
 # Of them what nothing here imports is left out (docs/decisions/0054).
 # The layer of dependencies has one time for all of its files: made again of the same packages, it is the one that the
 # build's cache has.
+# BASE is the base image; `scripts/build-images` names it by its digest.
 ARG PYTHON=3.12
-FROM python:${PYTHON}-slim-bookworm AS system
+ARG BASE=python:${PYTHON}-slim-bookworm
+FROM ${BASE} AS system
 # tini is process 1: the kernel drops a SIGTERM for a process 1 that has no handler yet, which Python has only after its
 # imports.
 RUN apt-get update && apt-get install -y --no-install-recommends tini && rm -rf /var/lib/apt/lists/*
@@ -73,9 +75,12 @@ RUN python sbom.py "lock/${EXTRAS:-base}.txt" --system \
  && find /opt/teneral -exec touch -h -d @0 {} +
 
 FROM dependencies AS code
+# The commit that `teneral --version` names: the build's context has no git.
+ARG COMMIT=""
 WORKDIR /src
 COPY . .
-RUN /opt/teneral/bin/pip install --no-compile --no-deps --target /opt/teneral-code/lib . \
+RUN if [ -n "${COMMIT}" ]; then echo "${COMMIT}" >src/teneral/COMMIT; fi \
+ && /opt/teneral/bin/pip install --no-compile --no-deps --target /opt/teneral-code/lib . \
  && mv /opt/teneral-code/lib/bin /opt/teneral-code/bin \
  && { /opt/teneral/bin/python -m compileall -qq -j 0 --invalidation-mode unchecked-hash /opt/teneral-code/lib || true; } \
  && install -m 0644 infra/image/healthcheck.py /opt/teneral-code/healthcheck.py

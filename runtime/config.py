@@ -19,6 +19,7 @@ from .setting import (
     automatic,
     boolean,
     choice,
+    group,
     integer,
     names,
     parse_bytes,
@@ -45,19 +46,24 @@ class ServeConfig:
     the time until the first range is requested.
     """
 
+    group("what is served, and where")
     model: str = setting(
         "",
         text,
         "artifact or model directory: a path, s3://, gs://, az://, http(s)://; may end in @b3:DIGEST",
     )
-    # What is served, and where
-    name: str | None = setting(None, text, "the model's name for clients (default: the last part of MODEL)")
+    name: str | None = setting(
+        None, text, "the model's name for clients (default: the last part of MODEL)", is_common=True
+    )
     host: str = setting(
         "127.0.0.1",
         text,
         "address to listen on (in the image and on a platform 0.0.0.0: all interfaces)",
+        is_common=True,
     )
-    port: int = setting(8080, integer(0, 65535), "port to listen on; 0 takes a free one", metavar="PORT")
+    port: int = setting(
+        8080, integer(0, 65535), "port to listen on; 0 takes a free one", metavar="PORT", is_common=True
+    )
     health_port: int | None = setting(
         None,
         integer(0, 65535),
@@ -65,7 +71,10 @@ class ServeConfig:
         metavar="PORT",
     )
     handler: str | None = setting(
-        None, text, "function to serve at /invoke: module:function or file.py:function"
+        None,
+        text,
+        "function to serve at /invoke: module:function or file.py:function",
+        is_common=True,
     )
     platform: str = setting(
         "auto",
@@ -74,7 +83,11 @@ class ServeConfig:
         metavar="NAME",
     )
     api_key: str | None = setting(
-        None, text, "bearer token that requests must carry; several comma-separated, or @FILE", secret=True
+        None,
+        text,
+        "bearer token that requests must carry; several comma-separated, or @FILE",
+        secret=True,
+        is_common=True,
     )
     cors_origin: str | None = setting(
         None,
@@ -95,14 +108,16 @@ class ServeConfig:
         boolean,
         "let clients unload and load the model, switch to its fine-tunes (/v2/repository), and load adapters",
     )
-    # The store
+    group("the store")
     base: str | None = setting(
         None,
         text,
         "the base of a fine-tune that is stored as differences to it, perhaps with …@b3:DIGEST",
         metavar="ARTIFACT",
     )
-    endpoint_url: str | None = setting(None, text, "address of an S3-compatible store", metavar="URL")
+    endpoint_url: str | None = setting(
+        None, text, "address of an S3-compatible store", metavar="URL", is_common=True
+    )
     region: str | None = setting(None, text, "region of the bucket")
     profile: str | None = setting(None, text, "AWS profile to take credentials from")
     addressing_style: str = setting(
@@ -131,7 +146,7 @@ class ServeConfig:
         "minimum throughput: a slower request has failed; 0: none",
         metavar="BYTES",
     )
-    # Loading
+    group("the load")
     loader: str = setting(
         "auto",
         choice("auto", "process", "thread"),
@@ -162,7 +177,11 @@ class ServeConfig:
         metavar="SIZE",
     )
     cache_dir: str | None = setting(
-        None, text, "local cache of verified parts, for the next container on this node", metavar="DIR"
+        None,
+        text,
+        "local cache of verified parts, for the next container on this node",
+        metavar="DIR",
+        is_common=True,
     )
     cache_bytes: int = setting(20 << 30, parse_bytes, "most that is kept there", metavar="SIZE")
     first_token: str = setting(
@@ -170,6 +189,7 @@ class ServeConfig:
         choice("exact", "draft", "sketch"),
         "weights that choose the first tokens during a load: exact, draft or sketch",
         metavar="WEIGHTS",
+        is_common=True,
     )
     draft_ahead: bool = setting(
         True,
@@ -179,7 +199,7 @@ class ServeConfig:
     verify_exact: bool = setting(
         False, boolean, "when all weights are there, compare each tensor with the digest of its original"
     )
-    # Chats
+    group("chats")
     chat_template: str | None = setting(
         None, text, "file with a chat template in place of the model's own", metavar="FILE"
     )
@@ -198,12 +218,19 @@ class ServeConfig:
         "separate reasoning from answers (auto: where the chat template has tags for it)",
         metavar="NAME",
     )
-    # The engine
+    group("the engine")
     max_context: int | None = setting(
-        None, integer(1, 1 << 24), "tokens a sequence may have (default: what the model was made for)"
+        None,
+        integer(1, 1 << 24),
+        "tokens a sequence may have (default: what the model was made for)",
+        is_common=True,
     )
     kv_bytes: int | None = setting(
-        None, parse_bytes, "memory for the KV pool (default: a share of what is free)", metavar="SIZE"
+        None,
+        parse_bytes,
+        "memory for the KV pool (default: a share of what is free)",
+        metavar="SIZE",
+        is_common=True,
     )
     kv_dtype: str = setting(
         "model",
@@ -256,16 +283,6 @@ class ServeConfig:
     session_idle_s: float = setting(
         900.0, seconds(0, 86_400), "time after which a session keeps it no longer", metavar="SECONDS"
     )
-    # Adapters
-    adapters: str | None = setting(
-        None,
-        text,
-        "address of LoRA adapters, by name: s3://bucket/adapters/{name} (default: none)",
-        metavar="ADDRESS",
-    )
-    adapters_bytes: int = setting(
-        1 << 30, parse_bytes, "memory for adapters; the least recently used are unloaded", metavar="SIZE"
-    )
     max_running: int = setting(32, integer(1, 4096), "sequences in a batch (continuous batching)")
     max_queued: int = setting(
         256, integer(0, 1 << 20), "queue length: requests that may wait; beyond, clients get 429"
@@ -298,6 +315,7 @@ class ServeConfig:
         parse_device,
         "compute device: cpu, cuda or cuda:N (auto: the first GPU, where there is one and CuPy is installed)",
         metavar="DEVICE",
+        is_common=True,
     )
     kernel_dir: str | None = setting(
         None,
@@ -305,13 +323,25 @@ class ServeConfig:
         "folder of GPU kernels compiled ahead of time",
         metavar="DIR",
     )
-    threads: int | None = setting(None, integer(1, 1024), "threads that compute (default: the cores at hand)")
+    threads: int | None = setting(
+        None, integer(1, 1024), "threads that compute (default: the cores at hand)", is_common=True
+    )
     trim_imports: bool = setting(
         False,
         boolean,
         "skip the parts of torch that only tracing needs (torch.compile, meta tensors): starts 0.2 s sooner",
     )
-    # ONNX models
+    group("adapters")
+    adapters: str | None = setting(
+        None,
+        text,
+        "address of LoRA adapters, by name: s3://bucket/adapters/{name} (default: none)",
+        metavar="ADDRESS",
+    )
+    adapters_bytes: int = setting(
+        1 << 30, parse_bytes, "memory for adapters; the least recently used are unloaded", metavar="SIZE"
+    )
+    group("ONNX models")
     ort_providers: str | None = setting(
         None,
         names("cpu", "openvino", "cuda", "tensorrt"),
@@ -324,9 +354,13 @@ class ServeConfig:
         integer(1, 4096),
         "dynamic batching of ONNX calls: largest batch; 1: none",
     )
-    # Standby processes
+    group("standby processes")
     standby: int = setting(
-        0, integer(0, 256), "processes to keep that have imported everything and hold no model", metavar="N"
+        0,
+        integer(0, 256),
+        "processes to keep that have imported everything and hold no model",
+        metavar="N",
+        is_common=True,
     )
     standby_socket: str | None = setting(
         None,
@@ -334,7 +368,7 @@ class ServeConfig:
         "socket of a standby pool: serve from one of its processes, if one is there",
         metavar="PATH",
     )
-    # Batch jobs that events start
+    group("batch jobs that events start")
     batch_output: str | None = setting(
         None,
         template("account", "bucket", "key", "etag", required="key"),
@@ -347,7 +381,7 @@ class ServeConfig:
         "where the answers to single requests from a queue go: s3://answers/{queue}/{id}.json",
         metavar="ADDRESS",
     )
-    # Requests and shutdown
+    group("requests and shutdown")
     max_body_bytes: int = setting(8 << 20, parse_bytes, "largest request body", metavar="SIZE")
     request_timeout_s: float = setting(
         600.0, seconds(0.1, 86_400), "longest time for one request", metavar="SECONDS"
@@ -441,4 +475,6 @@ class ServeConfig:
         return address.rpartition("/")[2] or "model"
 
 
+# Of every command that reads or writes a store.
+STORE_SETTINGS = ("endpoint_url", "region", "profile", "addressing_style", "anonymous", "requester_pays")
 SETTINGS = {name: value for name, value in vars(ServeConfig).items() if isinstance(value, Setting)}

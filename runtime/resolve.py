@@ -44,7 +44,7 @@ def resolve(
             values[name] = _parse(name, environment[variable], variable)
     values.update(_from_environment(environment))
     for name, value in flags.items():
-        values[name] = _parse(name, value, f"--{name.replace('_', '-')}")
+        values[name] = parse_flag(name, value)
     values.update(defaults(values))
     if not values.get("model"):
         raise UsageError(
@@ -90,6 +90,11 @@ def _from_file(path: str | Path) -> dict[str, Any]:
             raise _unknown(f"{path}: {key}", list(SETTINGS), key)
         values[key] = _parse(key, value, f"{path}: {key}")
     return values
+
+
+def parse_flag(name: str, value: Any) -> Any:
+    """The value of a setting that was given as a flag. Raises `UsageError`, which names that."""
+    return _parse(name, value, f"--{name.replace('_', '-')}")
 
 
 def _parse(name: str, value: Any, key: str) -> Any:

@@ -140,9 +140,26 @@ class Setting(NamedTuple):
     help: str
     metavar: str
     secret: bool  # masked in output
+    is_common: bool  # people use it: `serve --help` shows it, and not `--help-all` alone
+    group: str
+
+
+_group = ""  # of the settings that are being made
+
+
+def group(title: str) -> None:
+    """The settings that follow in the table are of this group."""
+    global _group  # noqa: PLW0603 - while one module is imported
+    _group = title
 
 
 def setting(
-    default: Any, parse: Callable[[Any], Any], help: str, *, metavar: str = "", secret: bool = False
+    default: Any,
+    parse: Callable[[Any], Any],
+    help: str,
+    *,
+    metavar: str = "",
+    secret: bool = False,
+    is_common: bool = False,
 ) -> Any:
-    return Setting(default, parse, help, metavar, secret)
+    return Setting(default, parse, help, metavar, secret, is_common, _group)

@@ -104,9 +104,13 @@ def settings_page() -> str:
         "A setting has one name: the flag `--max-queued` is the variable `TENERAL_MAX_QUEUED` and the key"
     ]
     lines += ["`max_queued` of the TOML file that `--config` or `TENERAL_CONFIG` names. Flags override the"]
-    lines += ["environment, and the environment overrides the file. [cli.md](cli.md) has the commands.", ""]
-    lines += ["| flag | variable | default | values | meaning |", "|---|---|---|---|---|"]
+    lines += ["environment, and the environment overrides the file. [cli.md](cli.md) has the commands."]
+    group = ""
     for name, setting in SETTINGS.items():
+        if setting.group != group:
+            group = setting.group
+            lines += ["", f"## {group[0].upper()}{group[1:]}", ""]
+            lines += ["| flag | variable | default | values | meaning |", "|---|---|---|---|---|"]
         flag = "--" + name.replace("_", "-")
         if isinstance(setting.default, bool):
             flag = f"{flag}`, `--no-{flag[2:]}"

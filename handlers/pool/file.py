@@ -269,8 +269,10 @@ class _Reader:
                     Code.E2, "needs standby processes", *place, hint="Write standby = 2 as well."
                 )
             self._check_address(base, *place)
+            from ...runtime.config import STORE_SETTINGS
+
             settings, _ = self._serve("", defaults)  # those of [defaults.serve]
-            store = {name: settings[name] for name in keys.STORE_SETTINGS if name in settings}
+            store = {name: settings[name] for name in STORE_SETTINGS if name in settings}
         return PoolNode(
             memory_bytes=values.get("memory"),
             standby=values.get("standby", 0),

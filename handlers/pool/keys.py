@@ -36,8 +36,6 @@ ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 PATH_SETTINGS = frozenset(
     {"adapters", "cache_dir", "chat_template", "kernel_dir", "kv_disk_dir", "kv_snapshot"}
 )
-# Settings of `serve` that are flags of `teneral standby` as well, for the store of its base.
-STORE_SETTINGS = ("endpoint_url", "region", "profile", "addressing_style", "anonymous", "requester_pays")
 # Settings of `teneral serve` that follow from the pool file and from nothing else.
 POOL_SETTINGS = frozenset(
     {

@@ -9,13 +9,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from .runtime.setting import Setting
 
-# The settings that `serve --help` shows, by task; `--help-all` shows all of them.
-SHOWN_SETTINGS = {
-    "what is served, and where": ("name", "host", "port", "api_key", "handler"),
-    "the store and the start": ("endpoint_url", "cache_dir", "first_token", "standby"),
-    "memory and speed": ("device", "threads", "max_context", "kv_bytes"),
-}
-
 
 class Parser(argparse.ArgumentParser):
     """A parser whose errors name what was probably meant. `shows_all`: its help has every setting."""
@@ -59,35 +52,32 @@ def add_settings(command: Parser, *, model_flag: bool = False) -> None:
         default=None,
         help="settings by name; flags and TENERAL_* win over it",
     )
-    groups = {
-        name: group
-        for title, names in SHOWN_SETTINGS.items()
-        for group in [command.add_argument_group(title)]
-        for name in names
-    }
-    others = command.add_argument_group("all other settings")
+    groups: dict[str, Any] = {}
     for name, setting in SETTINGS.items():
         if name == "model" and not model_flag:
             continue
-        flags, how = _flag_of(name, setting)
-        help_text = setting.help.replace("%", "%%")
-        if name not in groups and name != "model" and not command.shows_all:
-            help_text = argparse.SUPPRESS
-        elif setting.default not in (None, "", True, False) and "default" not in help_text:
-            help_text += f" (default: {setting.default})"
-        groups.get(name, others).add_argument(*flags, help=help_text, **how)
+        is_shown = command.shows_all or setting.is_common or name == "model"
+        if is_shown and setting.group not in groups:
+            groups[setting.group] = command.add_argument_group(setting.group)
+        add_setting(groups[setting.group] if is_shown else command, name, setting, is_shown=is_shown)
     if not command.shows_all:
-        command.epilog = f"{command.prog} --help-all shows {len(SETTINGS) - len(groups)} settings more."
+        num_hidden = sum(not setting.is_common for setting in SETTINGS.values())
+        command.epilog = f"{command.prog} --help-all shows {num_hidden} settings more."
 
 
-def _flag_of(name: str, setting: Setting) -> tuple[list[str], dict[str, Any]]:
-    """A setting's flag, and how argparse takes it."""
-    how: dict[str, Any] = {"default": argparse.SUPPRESS}
+def add_setting(parser: Any, name: str, setting: Setting, *, is_shown: bool = True) -> None:
+    """Add the flag of a setting to a parser or a group of one. Its value stays a text."""
+    help_text = argparse.SUPPRESS
+    if is_shown:
+        help_text = setting.help.replace("%", "%%")
+        if setting.default not in (None, "", True, False) and "default" not in help_text:
+            help_text += f" (default: {setting.default})"
+    how: dict[str, Any] = {"default": argparse.SUPPRESS, "help": help_text}
     if isinstance(setting.default, bool):
         how["action"] = argparse.BooleanOptionalAction
     else:
         how["metavar"] = setting.metavar or name.rpartition("_")[2].upper()
-    return [f"--{name.replace('_', '-')}"], how
+    parser.add_argument(f"--{name.replace('_', '-')}", **how)
 
 
 class PrintVersion(argparse.Action):

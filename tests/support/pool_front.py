@@ -92,7 +92,8 @@ async def running(
         deployment = state.targets()[0]
         assert instance.port is not None
         process = Process(os.getpid(), instance.port, "standby")
-        deployment.servers["m#1"] = Server("m#1", deployment, process, 0.1, 0.0, 0.0)
+        now_s = asyncio.get_running_loop().time()
+        deployment.servers["m#1"] = Server("m#1", deployment, process, 0.1, now_s, 0.0)
         rig = Rig(supervisor_of(runner), deployment, process, sock.getsockname()[1])
         try:
             async with rig.client:

@@ -13,7 +13,6 @@ from aiohttp import web
 
 from . import platforms
 from .anthropic.routes import ROUTES as ANTHROPIC
-from .anthropic.routes import is_anthropic
 from .console.files import PATHS as CONSOLE_PATHS
 from .console.routes import ROUTES as CONSOLE
 from .console.routes import PageRoutes
@@ -22,11 +21,10 @@ from .http.edge import OPEN_PATHS, EdgeRules
 from .http.limits import Limits
 from .http.routes import DOCUMENT
 from .http.server import serve
-from .http.service import CALL, later, web_routes
+from .http.service import later, web_routes
 
 # Used by first requests, and imported before them: other routes are imported by theirs.
 from .openai import completions, embeddings  # noqa: F401
-from .openai.routes import COHERE_RERANK
 from .openai.routes import ROUTES as OPENAI
 from .platforms import HTTP, Platform, imported, routes_of
 
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
 
     from ..runtime.instance.instance import Instance
     from .function.handler import Handler
-    from .http.errors import ApiError
     from .http.service import Service
 
 __all__ = ["Limits", "create_app", "edge_rules", "serve"]
@@ -81,7 +78,7 @@ def edge_rules(platform: Platform, *, has_console: bool = True) -> EdgeRules:
         open_paths=OPEN_PATHS | console_paths | {route.canonical for route in routes if route.is_open},
         control_paths=frozenset(route.canonical for route in routes if route.is_control),
         takes_any_media=platform.takes_any_media,
-        error_response=_error_response,
+        error_response=platforms.shaped_response,
     )
 
 
@@ -120,18 +117,3 @@ def _document(open_paths: frozenset[str]) -> bytes:
     from .http.json_bodies import encode
 
     return encode(document(open_paths))
-
-
-def _error_response(request: web.Request, error: ApiError) -> web.Response:
-    """The error in the protocol of the requested path."""
-    if is_anthropic(request.path, request.headers):
-        # Rarely used.
-        from .anthropic.errors import error_response
-
-        call = CALL.get(None)
-        return error_response(error, None if call is None else call.request_id)
-    for row in () if request.path == COHERE_RERANK else platforms.PLATFORMS:
-        if row.error_prefix and f"{request.path}/".startswith(row.error_prefix):
-            response: web.Response = imported(row.error_response)(error)
-            return response
-    return error.response()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 
 from aiohttp import web
 
@@ -19,6 +19,83 @@ from .connections import invite_body
 from .errors import ApiError
 from .json_bodies import memory_bytes
 from .limits import Limits
+
+
+class Bodies:
+    """The bodies of the requests in progress, bounded one by one and all together. For the event loop's thread only."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        arrived: Callable[[web.Request], None] = lambda _: None,
+        retry_after_s: Callable[[], float] = lambda: 1.0,
+    ) -> None:
+        """`arrived` is called once a request's body is there; it may raise."""
+        self._limits = limits
+        self._arrived = arrived
+        self._retry_after_s = retry_after_s
+        self.charged_bytes = 0
+
+    @asynccontextmanager
+    async def read(
+        self, request: web.Request, memory_bytes: Callable[[bytearray], int] = len
+    ) -> AsyncIterator[bytearray]:
+        """The request's body, charged inside this context with the memory that it takes once it is decoded.
+
+        Raises `ApiError` 413 for a body beyond the limit, 408 for one that does not arrive, 415 for
+        a compressed one, and `CapacityError` if the bodies of all requests together are too large.
+        """
+        self._check_head(request)
+        data = bytearray()
+        charged_bytes = 0
+        try:
+            async for chunk in self._chunks(request):
+                if len(data) + len(chunk) > self._limits.max_body_bytes:
+                    raise self._too_large()
+                charged_bytes += self._charge(len(chunk))
+                data += chunk
+            charged_bytes += self._charge(memory_bytes(data) - len(data))
+            self._arrived(request)
+            yield data
+        finally:
+            self.charged_bytes -= charged_bytes
+
+    async def _chunks(self, request: web.Request) -> AsyncIterator[bytes]:
+        """The body's chunks as they arrive; 408 at the time limit."""
+        end_s = asyncio.get_running_loop().time() + self._limits.body_timeout_s
+        await invite_body(request)
+        while True:
+            try:
+                async with asyncio.timeout_at(end_s):
+                    chunk = await request.content.readany()
+            except TimeoutError:
+                raise ApiError(408, "the body did not arrive in time", code="request_timeout") from None
+            if not chunk:
+                return
+            yield chunk
+
+    def _charge(self, num_bytes: int) -> int:
+        """Charge that much memory; returns the number. Raises `CapacityError` beyond the limit."""
+        if self.charged_bytes + num_bytes > self._limits.max_body_bytes_in_flight:
+            raise CapacityError(
+                "the bodies of the requests in progress use all of their memory limit",
+                retry_after_s=self._retry_after_s(),
+            )
+        self.charged_bytes += num_bytes
+        return num_bytes
+
+    def _check_head(self, request: web.Request) -> None:
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise ApiError(
+                415, "compressed bodies are not supported: send it uncompressed", code="unsupported_encoding"
+            )
+        if request.content_length is not None and request.content_length > self._limits.max_body_bytes:
+            raise self._too_large()
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413, f"the body is larger than {self._limits.max_body_bytes} bytes", code="request_too_large"
+        )
 
 
 class Admission:
@@ -37,9 +114,8 @@ class Admission:
         self._limits = limits
         self._num_in_engine = num_in_engine
         self._retry_after_s = retry_after_s
-        self._body_is_there = body_is_there
+        self._bodies = Bodies(limits, body_is_there, retry_after_s)
         self._waiting = 0
-        self._body_bytes = 0
         self._answer_bytes = 0
 
     @property
@@ -50,7 +126,7 @@ class Admission:
     @property
     def body_bytes(self) -> int:
         """The memory currently charged for request bodies."""
-        return self._body_bytes
+        return self._bodies.charged_bytes
 
     @property
     def answer_bytes(self) -> int:
@@ -103,61 +179,6 @@ class Admission:
         finally:
             self._answer_bytes -= charged_bytes
 
-    @asynccontextmanager
-    async def body(self, request: web.Request) -> AsyncIterator[bytearray]:
-        """The request's body, charged inside this context together with its decoded values.
-
-        Raises `ApiError` 413 for a body beyond the limit, 408 for one that does not arrive, 415 for
-        a compressed one, and `CapacityError` if the bodies of all requests together are too large.
-        """
-        self._check_head(request)
-        data = bytearray()
-        charged_bytes = 0
-        try:
-            async for chunk in self._chunks(request):
-                if len(data) + len(chunk) > self._limits.max_body_bytes:
-                    raise self._too_large()
-                charged_bytes += self._charge(len(chunk))
-                data += chunk
-            charged_bytes += self._charge(memory_bytes(data) - len(data))
-            self._body_is_there(request)
-            yield data
-        finally:
-            self._body_bytes -= charged_bytes
-
-    async def _chunks(self, request: web.Request) -> AsyncIterator[bytes]:
-        """The body's chunks as they arrive; 408 at the time limit."""
-        end_s = asyncio.get_running_loop().time() + self._limits.body_timeout_s
-        await invite_body(request)
-        while True:
-            try:
-                async with asyncio.timeout_at(end_s):
-                    chunk = await request.content.readany()
-            except TimeoutError:
-                raise ApiError(408, "the body did not arrive in time", code="request_timeout") from None
-            if not chunk:
-                return
-            yield chunk
-
-    def _charge(self, num_bytes: int) -> int:
-        """Charge that much memory; returns the number. Raises `CapacityError` beyond the limit."""
-        if self._body_bytes + num_bytes > self._limits.max_body_bytes_in_flight:
-            raise CapacityError(
-                "the bodies of the requests in progress use all of their memory limit",
-                retry_after_s=self._retry_after_s(),
-            )
-        self._body_bytes += num_bytes
-        return num_bytes
-
-    def _check_head(self, request: web.Request) -> None:
-        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise ApiError(
-                415, "compressed bodies are not supported: send it uncompressed", code="unsupported_encoding"
-            )
-        if request.content_length is not None and request.content_length > self._limits.max_body_bytes:
-            raise self._too_large()
-
-    def _too_large(self) -> ApiError:
-        return ApiError(
-            413, f"the body is larger than {self._limits.max_body_bytes} bytes", code="request_too_large"
-        )
+    def body(self, request: web.Request) -> AbstractAsyncContextManager[bytearray]:
+        """The request's body, as in `Bodies.read`, charged together with its decoded values."""
+        return self._bodies.read(request, memory_bytes)

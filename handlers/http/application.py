@@ -18,7 +18,7 @@ from aiohttp.typedefs import Handler as RouteHandler
 from ...loader.timeline import Timeline
 from ...runtime.metrics import CONTENT_TYPE, Metrics
 from ...runtime.state import State
-from .edge import EdgeRules, edge, stamp
+from .edge import EdgeRules, ServerEdge
 from .errors import NOT_READY_RETRY_AFTER_S, SERVER_ERROR, ApiError, expected_wait_s, retry_after
 from .json_bodies import encode
 from .keys import ApiKeys, parse_keys
@@ -210,11 +210,10 @@ def make_application(
     named_origins = parse_origins(instance.config.cors_origin)
     hosts = Hosts(named_hosts, is_open=keys is None, origins=named_origins)
     origins = Origins(named_origins, named_hosts)
-    app = web.Application(middlewares=[edge(service, keys, hosts, origins, rules or EdgeRules())])
+    app = ServerEdge(service, keys, hosts, origins, rules or EdgeRules()).application()
     app[SERVICE] = service
     if spans is not None:
         app.on_cleanup.append(lambda _: asyncio.to_thread(spans.close))
-    app.on_response_prepare.append(stamp(origins))
     calls = None if handler is None else handler.calls
     health = HealthRoutes(service, ping_while_loading=ping_while_loading, calls=calls)
     handlers: dict[str, RouteHandler] = {

@@ -34,6 +34,7 @@ from .limits import (
     MAX_REQUEST_LINE_BYTES,
     MAX_UNSENT_BYTES,
     PIECE_BYTES,
+    Limits,
 )
 
 HEAD_END = b"\r\n\r\n"
@@ -177,18 +178,9 @@ def _tell_bad_requests_briefly(record: logging.LogRecord) -> bool:
 class Connections:
     """The connections of one server. For the event loop's thread only."""
 
-    def __init__(
-        self,
-        *,
-        max_connections: int,
-        head_timeout_s: float,
-        write_stall_s: float,
-        retry_after_s: Callable[[], float] = lambda: 1.0,
-    ) -> None:
-        self.head_timeout_s = head_timeout_s
-        self.write_stall_s = write_stall_s
+    def __init__(self, limits: Limits, retry_after_s: Callable[[], float] = lambda: 1.0) -> None:
+        self.limits = limits
         self.retry_after_s = retry_after_s
-        self._max_connections = max_connections
         self._open: dict[object, _Connection] = {}  # by aiohttp's protocol, as known to requests
         # The connection with the longest idle time first.
         self._idle: dict[_Connection, None] = {}
@@ -233,7 +225,7 @@ class Connections:
         """Make room for one more connection, if necessary by closing the one with the longest idle
         time, or the slowest body. Returns whether there is room.
         """
-        if len(self._open) < self._max_connections:
+        if len(self._open) < self.limits.max_connections:
             return True
         longest = next(iter(self._idle), None)
         if longest is None and self._receiving:
@@ -346,7 +338,7 @@ class _Connection(asyncio.Protocol):
         owner = self._owner
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(
-                owner.head_timeout_s,
+                owner.limits.head_timeout_s,
                 self._refuse,
                 408,
                 "the headers did not arrive in time",
@@ -380,7 +372,7 @@ class _Connection(asyncio.Protocol):
             else:
                 self._watch_taking()
 
-        self._stall_timer = asyncio.get_running_loop().call_later(self._owner.write_stall_s, check)
+        self._stall_timer = asyncio.get_running_loop().call_later(self._owner.limits.write_stall_s, check)
 
     def _stop_watching(self) -> None:
         if self._stall_timer is not None:

@@ -1,5 +1,8 @@
-"""The middleware of every request: its id, its API key, its place among the running requests, its
-errors, its metrics, and its log line.
+"""The edge: what every request passes at the port of a server and of a pool.
+
+Its id, the names and pages that may call, its API key, the bounds on connections, its errors, its metrics and its log
+line. `Edge` has what both ports do; `ServerEdge` adds the places, deadlines and figures of an instance's requests, and
+`pool/run.py` the pages and counts of several models.
 """
 
 from __future__ import annotations
@@ -10,18 +13,20 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
+from aiohttp.typedefs import Handler
 from msgspec import Struct
 
 from ...runtime.state import State
-from .errors import ApiError
+from .connections import Connections
+from .errors import ApiError, as_api_error
 from .inflight import deadline_of
 from .keys import ApiKeys, given_key
 from .routes import ROUTES
-from .service import CALL, SERVICE, HttpCall, Service
+from .service import CALL, HttpCall, Service
 from .spans import SAMPLED, RequestTimes, TraceParent
 from .web_pages import SAFE_METHODS, Hosts, Origins, check_media_type
 
@@ -30,7 +35,6 @@ QUIET_PATHS = frozenset({"/metrics", "/timeline", "/timeline/events", "/debug/kv
 MAX_LOGGED_PATH_CHARS = 200
 # No client receives it: for metrics only.
 CLIENT_GONE = 499
-access_logger = logging.getLogger("teneral.http.access")
 _TRACEPARENT = re.compile(
     r"(?P<version>[0-9a-f]{2})-(?P<trace>[0-9a-f]{32})-(?P<span>[0-9a-f]{16})-(?P<flags>[0-9a-f]{2})(?P<rest>(?:-.{0,200})?)\Z"
 )
@@ -40,77 +44,203 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 class EdgeRules(Struct, frozen=True):
     """The edge's rules for the routes, which it does not import. Paths are patterns of routes."""
 
-    open_paths: frozenset[str] = OPEN_PATHS  # answered without a key
+    open_paths: frozenset[str] = OPEN_PATHS  # probes: answered without a key, and logged for debugging only
+    quiet_paths: frozenset[str] = QUIET_PATHS  # logged for debugging only, too
     control_paths: frozenset[str] = frozenset()  # work without a model
     takes_any_media: bool = False  # as in `check_media_type`
-    error_response: Callable[[web.Request, ApiError], web.Response] = lambda _, error: error.response()
+    # Of a request's path, headers and id.
+    error_response: Callable[[str, Mapping[str, str], ApiError, str], web.Response] = (
+        lambda _path, _headers, error, _id: error.response()
+    )
+
+
+class Edge(ABC):
+    """The edge of one port. Used on its event loop only."""
+
+    # A front of instances that check the origins of their own models: here no page of another origin may even
+    # read, and only preflights have headers for pages.
+    is_front = False
+
+    def __init__(
+        self, connections: Connections, keys: ApiKeys | None, rules: EdgeRules, logger: logging.Logger
+    ) -> None:
+        """With `keys`, every route except the open ones needs one of them, and so does an unknown path. `logger` gets
+        errors, and its child `access` a line for each request.
+        """
+        self.connections = connections
+        self.keys = keys
+        self._rules = rules
+        self._logger = logger
+        self._access_logger = logger.getChild("access")
+
+    def application(self) -> web.Application:
+        """An application behind this edge, without routes."""
+        app = web.Application(middlewares=[self._handle])
+        app.on_response_prepare.append(self._stamp)
+        return app
 
     @property
-    def quiet_paths(self) -> frozenset[str]:
-        """Paths that probes, scrapers and the console read every second: logged for debugging only."""
-        return self.open_paths | QUIET_PATHS
+    @abstractmethod
+    def is_draining(self) -> bool: ...
 
+    @abstractmethod
+    def pages(self) -> tuple[Hosts, Origins]:
+        """The names by which the port may be called, and the origins whose pages may send requests."""
 
-def edge(
-    service: Service, keys: ApiKeys | None, hosts: Hosts, origins: Origins, rules: EdgeRules
-) -> Middleware:
-    """The middleware. With `keys`, every route except the open ones needs one of them, and so does
-    an unknown path. The server may be called as one of `hosts`; pages of `origins` may send requests.
-    """
+    @abstractmethod
+    def ended(self, request: web.Request, status: int, call: HttpCall) -> None:
+        """Count a request. `status` is 499 if its client has disconnected."""
 
-    guards = _Guards(keys, hosts, origins, rules)
+    async def admit(
+        self, request: web.Request, handler: Handler, call: HttpCall, *, is_from_outside: bool
+    ) -> web.StreamResponse:
+        """Answer a request that may be answered."""
+        return await handler(request)
+
+    def as_api_error(self, error: Exception) -> ApiError:
+        """The client's view of an exception."""
+        return as_api_error(error)
+
+    def is_open(self, request: web.Request) -> bool:
+        """True if no key is needed. By the matched route, not the spelling of its path; and only for
+        reading: a path that is open for probes may also accept work.
+        """
+        return request.method in ("GET", "HEAD") and route_of(request) in self._rules.open_paths
 
     @web.middleware
-    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _handle(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         call = HttpCall(request_id_of(request), parent=trace_parent_of(request))
         CALL.set(call)
         status, size_bytes = CLIENT_GONE, 0
-        service.connections.request_begins(request.protocol, body_is_to_come=body_is_to_come(request))
+        self.connections.request_begins(request.protocol, body_is_to_come=_body_is_to_come(request))
         try:
-            response = await _guarded(service, guards, request, handler, call)
+            response = await self._guarded(request, handler, call)
             status = call.error_status or response.status
             size_bytes = _size_bytes(response)
             return response
         finally:
-            service.connections.request_ends(request.protocol, request.content)
-            service.metrics.request_ended(_route_of(request), status, call.age_s())
-            _log_access(request, status, size_bytes, call, rules)
-            if service.emf is not None and request.method == "POST":
-                service.emf.request_ended(
-                    status,
-                    call.age_s(),
-                    prompt_tokens=call.prompt_tokens,
-                    cached_tokens=call.cached_tokens,
-                    generated_tokens=call.generated_tokens,
-                    first_token_s=call.first_token_s,
-                    is_cold=call.load is not None,
-                    request_id=call.request_id,
-                )
-            if service.spans is not None and request.method == "POST" and service.spans.wants(call.parent):
-                service.spans.add(_times_of(request, status, call, service.instance.model_name))
+            self.connections.request_ends(request.protocol, request.content)
+            self.ended(request, status, call)
+            self._log_access(request, status, size_bytes, call)
 
-    return middleware
+    async def _guarded(self, request: web.Request, handler: Handler, call: HttpCall) -> web.StreamResponse:
+        try:
+            is_from_outside = not _is_from_inside(request)
+            if is_from_outside:
+                hosts, origins = self.pages()
+                hosts.check(request)
+                # Before the key: browsers send preflights without one.
+                if (answer := origins.preflight(request)) is not None:
+                    origins.stamp(request, answer)
+                    return answer
+                if self.is_front or request.method not in SAFE_METHODS:
+                    origins.check(request)
+            if self.keys is not None and not self.is_open(request):
+                check_key(request, self.keys)
+            return await self.admit(request, handler, call, is_from_outside=is_from_outside)
+        except asyncio.CancelledError:
+            raise
+        except ConnectionError:
+            raise  # the client disconnected while it was written to
+        except Exception as error:  # noqa: BLE001 - every error is answered
+            failure = call.explain(error, self.as_api_error(error), self._logger)
+            return self._rules.error_response(request.path, request.headers, failure, call.request_id)
 
-
-def stamp(origins: Origins) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
-    """The handler of the signal `on_response_prepare`: the headers of every response."""
-
-    async def add(request: web.Request, response: web.StreamResponse) -> None:
+    async def _stamp(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Add the headers of every response."""
         response.headers["Server"] = "teneral"  # aiohttp's own would show version numbers
-        if request.app[SERVICE].in_flight.draining:
+        if self.is_draining:
             # Has a load balancer send the next request elsewhere.
             response.headers["Connection"] = "close"
             response.force_close()
-        origins.stamp(request, response)
+        if not self.is_front:
+            self.pages()[1].stamp(request, response)
         call = CALL.get(None)
         if call is not None:
             response.headers["x-request-id"] = call.request_id
-            response.headers["openai-processing-ms"] = str(round(call.age_s() * 1000))
+            # A front passes its instance's on.
+            response.headers.setdefault("openai-processing-ms", str(round(call.age_s() * 1000)))
 
-    return add
+    def _log_access(self, request: web.Request, status: int, size_bytes: int, call: HttpCall) -> None:
+        """Log one line for each request: the path as sent, which has no line breaks, without the query,
+        which may contain a secret. Frequent probes are logged for debugging only.
+        """
+        rules, route = self._rules, route_of(request)
+        is_quiet = request.method in ("GET", "HEAD") and (
+            route in rules.open_paths or route in rules.quiet_paths
+        )
+        level = logging.DEBUG if is_quiet else logging.INFO
+        if self._access_logger.isEnabledFor(level):
+            path = ascii(request.raw_path.partition("?")[0][:MAX_LOGGED_PATH_CHARS])[1:-1]
+            self._access_logger.log(
+                level,
+                "%s %s %d %d bytes %.1f ms %s%s",
+                request.method,
+                path,
+                status,
+                size_bytes,
+                1000 * call.age_s(),
+                call.request_id,
+                _work_of(call),
+                extra={"fields": _fields_of(request, path, status, size_bytes, call)},
+            )
 
 
-def body_is_to_come(request: web.Request) -> bool:
+class ServerEdge(Edge):
+    """The edge of a server: with the places, deadlines, metrics and spans of its requests."""
+
+    def __init__(
+        self, service: Service, keys: ApiKeys | None, hosts: Hosts, origins: Origins, rules: EdgeRules
+    ) -> None:
+        super().__init__(service.connections, keys, rules, logging.getLogger("teneral.http"))
+        self._service = service
+        self._pages = hosts, origins
+
+    @property
+    def is_draining(self) -> bool:
+        return self._service.in_flight.draining
+
+    def pages(self) -> tuple[Hosts, Origins]:
+        return self._pages
+
+    async def admit(
+        self, request: web.Request, handler: Handler, call: HttpCall, *, is_from_outside: bool
+    ) -> web.StreamResponse:
+        if request.method != "POST":
+            return await handler(request)
+        service = self._service
+        call.deadline = deadline_of(request, call.arrived_s)
+        async with service.in_flight.work() as call.work:
+            if call.deadline is not None:
+                call.work.limit(call.deadline.remaining_s(), call.deadline.error())
+            if route_of(request) not in self._rules.control_paths:
+                service.slot.check()
+                if service.state is State.LOADING:
+                    service.metrics.cold_request()
+                    call.load = service.instance.timeline
+            if is_from_outside:
+                check_media_type(request, takes_any=self._rules.takes_any_media)
+            return await handler(request)
+
+    def ended(self, request: web.Request, status: int, call: HttpCall) -> None:
+        service = self._service
+        service.metrics.request_ended(route_of(request), status, call.age_s())
+        if service.emf is not None and request.method == "POST":
+            service.emf.request_ended(
+                status,
+                call.age_s(),
+                prompt_tokens=call.prompt_tokens,
+                cached_tokens=call.cached_tokens,
+                generated_tokens=call.generated_tokens,
+                first_token_s=call.first_token_s,
+                is_cold=call.load is not None,
+                request_id=call.request_id,
+            )
+        if service.spans is not None and request.method == "POST" and service.spans.wants(call.parent):
+            service.spans.add(_times_of(request, status, call, service.instance.model_name))
+
+
+def _body_is_to_come(request: web.Request) -> bool:
     """True if more of the request's body is on its way."""
     return request.method == "POST" and request.can_read_body and not request.content.is_eof()
 
@@ -122,31 +252,9 @@ def _size_bytes(response: web.StreamResponse) -> int:
     return response.body_length if response.prepared else 0
 
 
-def _log_access(request: web.Request, status: int, size_bytes: int, call: HttpCall, rules: EdgeRules) -> None:
-    """Log one line for each request: the path as sent, which has no line breaks, without the query,
-    which may contain a secret. Frequent probes are logged for debugging only.
-    """
-    is_quiet = request.method in ("GET", "HEAD") and _route_of(request) in rules.quiet_paths
-    level = logging.DEBUG if is_quiet else logging.INFO
-    if access_logger.isEnabledFor(level):
-        path = ascii(request.raw_path.partition("?")[0][:MAX_LOGGED_PATH_CHARS])[1:-1]
-        access_logger.log(
-            level,
-            "%s %s %d %d bytes %.1f ms %s%s",
-            request.method,
-            path,
-            status,
-            size_bytes,
-            1000 * call.age_s(),
-            call.request_id,
-            _work_of(call),
-            extra={"fields": _fields_of(request, path, status, size_bytes, call)},
-        )
-
-
 def _work_of(call: HttpCall) -> str:
-    """The end of the line: tokens, the first token's time and the caller's trace, where there are any."""
-    parts = []
+    """The end of the line: model, tokens, the first token's time and the caller's trace, where there are any."""
+    parts = [f" model {call.model}"] if call.model else []
     if call.generated_tokens:
         parts.append(f" {call.prompt_tokens}+{call.generated_tokens} tokens")
     if call.first_token_s is not None:
@@ -168,6 +276,8 @@ def _fields_of(
         "duration_s": round(call.age_s(), 6),
         "request_id": call.request_id,
     }
+    if call.model:
+        fields["model"] = call.model
     if call.generated_tokens:
         fields |= {"prompt_tokens": call.prompt_tokens, "generated_tokens": call.generated_tokens}
     if call.first_token_s is not None:
@@ -181,7 +291,7 @@ def _times_of(request: web.Request, status: int, call: HttpCall, model: str) -> 
     first_token_s = None if call.first_token_s is None else call.arrived_s + call.first_token_s
     return RequestTimes(
         method=request.method,
-        route=_route_of(request),
+        route=route_of(request),
         status=status,
         request_id=call.request_id,
         model=model,
@@ -212,56 +322,6 @@ def trace_parent_of(request: web.BaseRequest) -> TraceParent | None:
     return TraceParent(found["trace"], found["span"], bool(int(found["flags"], 16) & SAMPLED))
 
 
-class _Guards(Struct, frozen=True):
-    keys: ApiKeys | None
-    hosts: Hosts
-    origins: Origins
-    rules: EdgeRules
-
-
-async def _guarded(
-    service: Service, guards: _Guards, request: web.Request, handler: Handler, call: HttpCall
-) -> web.StreamResponse:
-    try:
-        is_from_outside = not is_from_inside(request)
-        if is_from_outside:
-            guards.hosts.check(request)
-            # Before the key: browsers send preflights without one.
-            if (answer := guards.origins.preflight(request)) is not None:
-                return answer
-            if request.method not in SAFE_METHODS:
-                guards.origins.check(request)
-        if guards.keys is not None and not _is_open(request, guards.rules):
-            check_key(request, guards.keys)
-        if request.method != "POST":
-            return await handler(request)
-        call.deadline = deadline_of(request, call.arrived_s)
-        async with service.in_flight.work() as call.work:
-            if call.deadline is not None:
-                call.work.limit(call.deadline.remaining_s(), call.deadline.error())
-            if _route_of(request) not in guards.rules.control_paths:
-                service.slot.check()
-                if service.state is State.LOADING:
-                    service.metrics.cold_request()
-                    call.load = service.instance.timeline
-            if is_from_outside:
-                check_media_type(request, takes_any=guards.rules.takes_any_media)
-            return await handler(request)
-    except asyncio.CancelledError:
-        raise
-    except ConnectionError:
-        raise  # the client disconnected while it was written to
-    except Exception as error:  # noqa: BLE001 - every error is answered
-        return guards.rules.error_response(request, call.explain(error))
-
-
-def _is_open(request: web.Request, rules: EdgeRules) -> bool:
-    """True if no key is needed. By the matched route, not the spelling of its path; and only for
-    reading: a path that is open for probes may also accept work.
-    """
-    return request.method in ("GET", "HEAD") and _route_of(request) in rules.open_paths
-
-
 def check_key(request: web.Request, keys: ApiKeys) -> None:
     """Check the API key. Raises `ApiError` with 401."""
     if keys.opens(given_key(request.headers)):
@@ -274,13 +334,13 @@ def check_key(request: web.Request, keys: ApiKeys) -> None:
     )
 
 
-def _route_of(request: web.Request) -> str:
+def route_of(request: web.Request) -> str:
     """The route's pattern: a client's text must not become a time series."""
     resource = request.match_info.route.resource
     return "unmatched" if resource is None else resource.canonical
 
 
-def is_from_inside(request: web.Request) -> bool:
+def _is_from_inside(request: web.Request) -> bool:
     """True if it came over the local socket of `inside.py`."""
     sock = None if request.transport is None else request.transport.get_extra_info("socket")
     return sock is not None and sock.family == socket.AF_UNIX

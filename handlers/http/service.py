@@ -55,6 +55,7 @@ class HttpCall(Struct):
     """
 
     request_id: str
+    model: str = ""  # at a pool's port: the requested one, or "unknown"
     arrived_s: float = field(default_factory=time.monotonic)
     work: RequestWork | None = None
     deadline: Deadline | None = None
@@ -98,9 +99,11 @@ class HttpCall(Struct):
             return self.deadline.error()
         return ApiError(504, error.message, kind=SERVER_ERROR, code="request_timeout")
 
-    def explain(self, error: Exception) -> ApiError:
-        """The client's view of an exception; the log has the rest."""
-        failure = as_api_error(error)
+    def explain(
+        self, error: Exception, failure: ApiError | None = None, logger: logging.Logger = logger
+    ) -> ApiError:
+        """The client's view of an exception, `failure` or the usual one; the log has the rest."""
+        failure = failure or as_api_error(error)
         self.error_status = failure.status
         if not isinstance(error, TeneralError | web.HTTPException | web.RequestPayloadError):
             logger.error("request %s failed", self.request_id, exc_info=error)
@@ -139,12 +142,7 @@ class Service:
         self.slot = ModelSlot(
             instance, make_instance, self.in_flight, started=partial(count_start, metrics, emf)
         )
-        self.connections = Connections(
-            max_connections=limits.max_connections,
-            head_timeout_s=limits.head_timeout_s,
-            write_stall_s=limits.write_stall_s,
-            retry_after_s=self._retry_after_s,
-        )
+        self.connections = Connections(limits, self._retry_after_s)
         self.loop_calls = LoopCalls()
         self.text_threads = TextThreads()
 

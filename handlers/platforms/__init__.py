@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from ...runtime.instance.instance import Instance
     from ..function.handler import Handler
+    from ..http.errors import ApiError
 
     # Makes the HTTP application of a platform without a port, for events that are HTTP requests.
     MakeApp = Callable[[Instance, Handler | None, "Platform"], web.Application]
@@ -156,3 +157,20 @@ def imported(address: str) -> Any:
 
     module, _, name = address.partition(":")
     return getattr(import_module(module, __package__), name)
+
+
+def shaped_response(path: str, headers: Mapping[str, str], error: ApiError, request_id: str) -> web.Response:
+    """An error as a whole answer, in the protocol of the requested path. `headers` ignores case."""
+    # lazy: a start needs none of them before its port is open
+    from ..anthropic.routes import is_anthropic
+    from ..openai.routes import COHERE_RERANK
+
+    if is_anthropic(path, headers):
+        from ..anthropic.errors import error_response  # lazy: rarely used
+
+        return error_response(error, request_id)
+    for row in () if path == COHERE_RERANK else PLATFORMS:
+        if row.error_prefix and f"{path}/".startswith(row.error_prefix):
+            response: web.Response = imported(row.error_response)(error)
+            return response
+    return error.response()

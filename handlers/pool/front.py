@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
 import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from urllib.parse import quote
 
 import aiohttp
@@ -26,25 +24,23 @@ from yarl import URL
 from ...loader.errors import InsufficientMemoryError
 from ..api_document.routes import server_routes
 from ..console.files import PATHS as CONSOLE_PATHS
-from ..http.connections import Connections, invite_body
-from ..http.edge import check_key, request_id_of
+from ..http.admission import Bodies
+from ..http.edge import check_key
 from ..http.errors import SERVER_ERROR, ApiError, as_api_error, retry_after
 from ..http.keys import ApiKeys
 from ..http.limits import PIECE_BYTES
+from ..http.service import CALL, HttpCall
 from .attempts import LostError, Verdict, ask_instances
 from .deployment import Deployment, FailingError, Lease
-from .protocols import StreamEnd, shaped_response
+from .protocols import StreamEnd
 from .proxy_request import ProxyRequest, parse_request
 from .routing import Chooser
 from .shadow import Seen, Shadows
 from .supervisor import Supervisor
 from .versions import ModelState
 
-MAX_BODIES_BYTES = 256 << 20  # of all requests at the same time
-DEFAULT_MAX_BODY_BYTES = 8 << 20
 # An answer of a known length up to this is read completely before its first byte is sent.
 MAX_WHOLE_BYTES = 1 << 20
-BODY_TIMEOUT_S = 60.0
 UPSTREAM_KEEPALIVE_S = 60.0
 # Of a header in an answer: a CloudEvent's attributes have 64 KiB, and take three times that as a header.
 MAX_ANSWER_FIELD_BYTES = 256 << 10
@@ -56,21 +52,18 @@ _HOP_BY_HOP = frozenset(
     {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding"}
 )
 _OWN_HEADERS = _HOP_BY_HOP | {"upgrade", "host", "content-length"}
-logger = logging.getLogger("teneral.pool")
-access_logger = logging.getLogger("teneral.pool.access")
 
 
 class Front:
     """The routes of models' requests. One per pool."""
 
-    def __init__(self, supervisor: Supervisor, connections: Connections, keys: ApiKeys | None) -> None:
+    def __init__(self, supervisor: Supervisor, bodies: Bodies, keys: ApiKeys | None) -> None:
         """`keys` grant access to all models without a key of their own."""
         self._supervisor = supervisor
-        self._connections = connections
+        self._bodies = bodies
         self._keys = keys
         self._chooser = Chooser()
         self._shadows = Shadows(supervisor)
-        self._bodies_bytes = 0
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -92,70 +85,19 @@ class Front:
                 yield web.route(route.method, path, self.work)
 
     async def work(self, request: web.Request) -> web.StreamResponse:
-        """Any request for a model."""
-        began_s = time.monotonic()
-        request_id = request_id_of(request)
-        status, model = 499, "unknown"
-        try:
-            data = bytearray()
-            try:
-                await self._read(request, data)
-                parsed = parse_request(request, bytes(data))
-                state, deployment, version = self._find(request, parsed)
-                model = state.model.name
-                response = await self._answer(request, parsed, deployment, version, request_id)
-            finally:
-                self._bodies_bytes -= len(data)
-            status = response.status
-            return response
-        except asyncio.CancelledError:
-            raise
-        except ConnectionError:
-            raise  # the client disconnected while it was written to
-        except Exception as error:  # noqa: BLE001 - every error is answered
-            failure = _as_api_error(error)
-            status = failure.status
-            if status >= 500:
-                logger.warning("request %s: %d %s", request_id, status, error)
-            answer = shaped_response(request.path, request.headers, failure, request_id)
-            answer.headers["x-request-id"] = request_id
-            return answer
-        finally:
-            seconds = time.monotonic() - began_s
-            self._supervisor.metrics.request_ended(model, status, seconds)
-            if access_logger.isEnabledFor(logging.INFO):
-                _log_access(request, status, seconds, model, request_id)
-
-    # parsing
-
-    async def _read(self, request: web.Request, data: bytearray) -> None:
-        """Append the body to `data`; it counts among all bodies until the request has ended."""
+        """Any request for a model. Checks its key, which depends on the model."""
+        call = CALL.get()
+        call.model = "unknown"
         if request.method != "POST":
-            return
-        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise ApiError(415, "compressed bodies are not supported", code="unsupported_encoding")
-        if (request.content_length or 0) > DEFAULT_MAX_BODY_BYTES:
-            raise _too_large()
-        await invite_body(request)
-        try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                async for piece in request.content.iter_any():
-                    if len(data) + len(piece) > DEFAULT_MAX_BODY_BYTES:
-                        raise _too_large()
-                    if self._bodies_bytes + len(piece) > MAX_BODIES_BYTES:
-                        raise ApiError(
-                            503,
-                            "too many bytes of request bodies are in flight",
-                            kind=SERVER_ERROR,
-                            headers=retry_after(1),
-                        )
-                    data += piece
-                    self._bodies_bytes += len(piece)
-            self._connections.body_is_there(request.protocol)
-        except TimeoutError:
-            raise ApiError(
-                408, f"the body took longer than {BODY_TIMEOUT_S:g} s", code="request_timeout"
-            ) from None
+            return await self._work(request, b"", call)
+        async with self._bodies.read(request) as data:
+            return await self._work(request, bytes(data), call)
+
+    async def _work(self, request: web.Request, data: bytes, call: HttpCall) -> web.StreamResponse:
+        parsed = parse_request(request, data)
+        state, deployment, version = self._find(request, parsed)
+        call.model = state.model.name
+        return await self._answer(request, parsed, deployment, version, call.request_id)
 
     def _find(self, request: web.Request, parsed: ProxyRequest) -> tuple[ModelState, Deployment, int | None]:
         """The model and version for a request, and the version that it names. Raises `ApiError`."""
@@ -266,7 +208,6 @@ class Front:
                 verdict.is_error = answer.status >= 500 and answer.status != 503
                 whole = await _read_whole(answer, verdict)
                 reply_headers = _passed_on(answer.headers)
-                reply_headers["x-request-id"] = request_id
                 reply_headers["x-teneral-model"] = deployment.name
                 reply_headers["x-teneral-start"] = lease.start
                 seen = Seen(answer.status, whole, time.monotonic() - began_s)
@@ -312,12 +253,6 @@ class Front:
                 cookie_jar=aiohttp.DummyCookieJar(),
             )
         return self._session
-
-
-def _too_large() -> ApiError:
-    return ApiError(
-        413, f"the body is larger than {DEFAULT_MAX_BODY_BYTES:,} bytes", code="request_too_large"
-    )
 
 
 def _out_of_files() -> ApiError:
@@ -389,29 +324,6 @@ async def _copy_body(
         end.passed(piece)
 
 
-def _log_access(request: web.Request, status: int, seconds: float, model: str, request_id: str) -> None:
-    """One line for each request, without the query, which may contain a secret."""
-    path = ascii(request.path[:200])[1:-1]
-    fields = {
-        "method": request.method,
-        "path": path,
-        "status": status,
-        "duration_s": round(seconds, 6),
-        "model": model,
-        "request_id": request_id,
-    }
-    access_logger.info(
-        "%s %s %d %.1f ms %s %s",
-        request.method,
-        path,
-        status,
-        seconds * 1000,
-        model,
-        request_id,
-        extra={"fields": fields},
-    )
-
-
 def _forwarded(request: web.Request, request_id: str) -> CIMultiDict[str]:
     named = {name.strip().lower() for name in request.headers.get("Connection", "").split(",")}
     headers = CIMultiDict(
@@ -424,9 +336,7 @@ def _forwarded(request: web.Request, request_id: str) -> CIMultiDict[str]:
 
 
 def _passed_on(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    own = CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in _OWN_HEADERS)
-    own["Server"] = "teneral"
-    return own
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in _OWN_HEADERS)
 
 
 def _not_found(name: str) -> ApiError:
@@ -438,7 +348,7 @@ def _not_found(name: str) -> ApiError:
     )
 
 
-def _as_api_error(error: Exception) -> ApiError:
+def as_pool_error(error: Exception) -> ApiError:
     """The pool's own errors as HTTP; all others as in every server."""
     if isinstance(error, FailingError):
         return ApiError(
@@ -453,7 +363,4 @@ def _as_api_error(error: Exception) -> ApiError:
     failure = as_api_error(error)
     if failure.status == 429:  # the pool's queue: another try elsewhere, or later, is of use
         return ApiError(503, failure.message, kind=SERVER_ERROR, code="no_instance", headers=failure.headers)
-    if failure.status == 500:
-        with suppress(Exception):
-            logger.error("a request failed", exc_info=error)
     return failure

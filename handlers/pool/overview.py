@@ -11,10 +11,8 @@ from aiohttp import web
 
 from ...runtime.metrics import CONTENT_TYPE
 from ..console.routes import PAGES
-from ..http.edge import check_key
 from ..http.errors import SERVER_ERROR, ApiError, retry_after
 from ..http.json_bodies import encode
-from ..http.keys import ApiKeys
 from ..http.routes import ANY, DOCUMENT, METRICS, STATUS, Route, Schema
 from ..http.service import web_routes
 from .admission import STANDBY_KEY
@@ -66,9 +64,8 @@ OPEN_PATHS = frozenset(route.canonical for route in ROUTES if route.is_open)
 class Overview:
     """Routes that ask no instance. One per pool."""
 
-    def __init__(self, supervisor: Supervisor, keys: ApiKeys | None, *, may_control: bool) -> None:
+    def __init__(self, supervisor: Supervisor, *, may_control: bool) -> None:
         self._supervisor = supervisor
-        self._keys = keys
         self._may_control = may_control
         self._created_unix_s = int(time.time())
         self._document: bytes | None = None  # made by its first request
@@ -93,11 +90,9 @@ class Overview:
 
     async def models(self, request: web.Request) -> web.Response:
         """OpenAI's list of models, with aliases, and each model's state and versions."""
-        self._check(request)
         return _json({"object": "list", "data": list(self._entries())})
 
     async def model(self, request: web.Request) -> web.Response:
-        self._check(request)
         name = request.match_info["id"].casefold()
         found = next((entry for entry in self._entries() if entry["id"].casefold() == name), None)
         if found is None:
@@ -106,7 +101,6 @@ class Overview:
 
     async def pool(self, request: web.Request) -> web.Response:
         """Everything that the supervisor knows."""
-        self._check(request)
         supervisor = self._supervisor
         budget = supervisor.budget
         return _json(
@@ -127,13 +121,11 @@ class Overview:
         )
 
     async def metrics(self, request: web.Request) -> web.Response:
-        self._check(request)
         text = await asyncio.to_thread(self._supervisor.metrics.render, self._gauges())
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     async def document(self, request: web.Request) -> web.Response:
         """The OpenAPI document of these routes, and of those that are passed on to instances."""
-        self._check(request)
         if self._document is None:
             # It imports the types of all bodies, in a thread: requests go on meanwhile.
             self._document = await asyncio.to_thread(_make_document)
@@ -141,7 +133,6 @@ class Overview:
 
     async def control(self, request: web.Request) -> web.Response:
         """Put a model to sleep, wake it, or have it refuse requests until it is woken."""
-        self._check(request)
         if not self._may_control:
             raise ApiError(
                 403, "models are not controlled here: start the pool with --model-control", code="forbidden"
@@ -167,10 +158,6 @@ class Overview:
         lease = await self._supervisor.acquire(deployment)
         assert lease is not None
         self._supervisor.hand_back(lease)
-
-    def _check(self, request: web.Request) -> None:
-        if self._keys is not None:
-            check_key(request, self._keys)
 
     def _state(self, name: str) -> ModelState:
         states = self._supervisor.models

@@ -1,35 +1,18 @@
-"""Errors in the protocol of the requested path, of fronts of instances: as whole answers, and as the last event of a
-stream whose instance is lost.
-"""
+"""The last event of a stream whose instance is lost: an error in the protocol of the requested path."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
 import msgspec
-from aiohttp import web
 
-from ..anthropic.errors import error_event, error_response
+from ..anthropic.errors import error_event
 from ..anthropic.routes import is_anthropic
 from ..http.errors import ApiError
 
-RERANK_PATH = "/v2/rerank"  # Cohere's, all other paths below /v2 are KServe's
 RESPONSES_PATH = "/v1/responses"
 _NUMBER = re.compile(rb'"sequence_number":(\d{1,9})}')
 _TAIL_BYTES = 32  # of a piece, in which a number may begin
-
-
-def shaped_response(path: str, headers: Mapping[str, str], error: ApiError, request_id: str) -> web.Response:
-    """The error as a whole answer to a request with this path and these headers, which ignore case."""
-    if is_anthropic(path, headers):
-        return error_response(error, request_id)
-    if path.startswith("/v2/") and path != RERANK_PATH:
-        body = msgspec.json.encode({"error": error.message})
-        return web.Response(
-            status=error.status, body=body, content_type="application/json", headers=error.headers
-        )
-    return error.response()
 
 
 class StreamEnd:

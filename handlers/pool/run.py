@@ -21,31 +21,33 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
 
-from ...loader.errors import TeneralError, UsageError
+from ...loader.errors import UsageError
 from ...loader.memory.limits import available_bytes
 from ...loader.process.scratch import ScratchFolder, owning, remove_abandoned
 from ...loader.sources.open import scheme_of
 from ...runtime.config import PREFIX, ServeConfig
+from ..console.files import PATHS as CONSOLE_PATHS
 from ..console.routes import PageRoutes
+from ..http.admission import Bodies
 from ..http.connections import Connections, app_runner
-from ..http.edge import body_is_to_come, request_id_of
-from ..http.errors import as_api_error
+from ..http.edge import QUIET_PATHS, Edge, EdgeRules
+from ..http.errors import ApiError
 from ..http.keys import ApiKeys, parse_keys
 from ..http.limits import Limits
 from ..http.listening import OPEN_WARNING, is_loopback, listen, max_files, shown_address
 from ..http.logs import write_json
+from ..http.service import HttpCall
 from ..http.web_pages import ANY, Hosts, Origins, parse_hosts, parse_origins
+from ..platforms import shaped_response
 from .admission import STANDBY_KEY
 from .deployment import Deployment
 from .file import read_pool
-from .front import Front
+from .front import Front, as_pool_error
 from .memory import Budget
 from .metrics import PoolMetrics
-from .overview import Overview
+from .overview import OPEN_PATHS, Overview
 from .process import Machine, StandbyChild, inherited_environment, instance_config, standby_bytes
-from .protocols import shaped_response
 from .reload import Reloader
 from .repository import Release, ReleaseRepository, models_in
 from .supervisor import Supervisor
@@ -83,6 +85,7 @@ def state_folder(given: str | None) -> Iterator[Path]:
 
 WATCH_S = 10.0
 BACKLOG = 1024
+MAX_BODIES_BYTES = 256 << 20  # of all requests at the same time
 FILES_PER_INSTANCE = 4  # at most: while it starts, and its connection for probes
 logger = logging.getLogger("teneral.pool")
 
@@ -156,17 +159,14 @@ class PoolRunner:
     async def serve(self, sock: socket.socket) -> None:
         supervisor, reloader = await self._make_supervisor()
         self._supervisor = supervisor
-        connections = _bounded_connections(supervisor)
-        front = Front(supervisor, connections, self._keys)
-        overview = Overview(supervisor, self._keys, may_control=self._options.model_control)
-        guard = _guarding_from_pages(
-            supervisor, is_open=self._keys is None, is_hosted=self._options.is_hosted
-        )
-        middlewares = [_counting(connections), _answering_errors, guard]
-        app = web.Application(middlewares=middlewares)
-        app.on_response_prepare.append(_name_the_server)
-        routes = list(overview.routes())
-        if self._options.console:
+        limits = _limits(supervisor)
+        connections = Connections(limits)
+        bodies = Bodies(limits, lambda request: connections.body_is_there(request.protocol))
+        front = Front(supervisor, bodies, self._keys)
+        options = self._options
+        app = PoolEdge(supervisor, front, connections, self._keys, options).application()
+        routes = list(Overview(supervisor, may_control=options.model_control).routes())
+        if options.console:
             routes += PageRoutes(mode="pool", needs_key=self._keys is not None).routes()
         app.add_routes([*routes, *front.routes()])
         runner = app_runner(app)
@@ -279,72 +279,78 @@ def _signals(reloader: Reloader) -> Iterator[asyncio.Event]:
             loop.remove_signal_handler(signal.SIGHUP)
 
 
-def _bounded_connections(supervisor: Supervisor) -> Connections:
-    """The bounds on the front's connections: places at all instances, and some to spare, as far as
-    the limit of open files allows.
+def _limits(supervisor: Supervisor) -> Limits:
+    """The bounds of the front: connections for the places at all instances, and some to spare, as far as the limit of
+    open files allows.
     """
     models = [state.model for state in supervisor.models.values()]
     places = sum(model.max_instances * model.max_concurrency for model in models)
     # Each request has a connection to its instance, too, and each instance has files of its own.
     num_files = max_files() - FILES_PER_INSTANCE * sum(model.max_instances for model in models)
-    wanted = Limits(max_connections=max(1024, min(65_536, 2 * places)))
+    wanted = Limits(
+        max_connections=max(1024, min(65_536, 2 * places)), max_body_bytes_in_flight=MAX_BODIES_BYTES
+    )
     limits = wanted.within_files(num_files // 2)
     if limits.max_connections < wanted.max_connections:
         logger.info("%d connections at a time, because ulimit -n is %d", limits.max_connections, max_files())
-    return Connections(
-        max_connections=limits.max_connections,
-        head_timeout_s=limits.head_timeout_s,
-        write_stall_s=limits.write_stall_s,
-    )
+    return limits
 
 
-def _counting(connections: Connections) -> Middleware:
-    """Counts each request, whatever its route, for the bounds on connections."""
-
-    @web.middleware
-    async def count(request: web.Request, handler: Handler) -> web.StreamResponse:
-        connections.request_begins(request.protocol, body_is_to_come=body_is_to_come(request))
-        try:
-            return await handler(request)
-        finally:
-            connections.request_ends(request.protocol, request.content)
-
-    return count
-
-
-async def _name_the_server(_: web.Request, response: web.StreamResponse) -> None:
-    response.headers["Server"] = "teneral"  # aiohttp's own would show version numbers
-
-
-def _guarding_from_pages(supervisor: Supervisor, *, is_open: bool, is_hosted: bool) -> Middleware:
-    """Web pages may send requests from the pool's own address and from origins that a model's `cors_origin` names; the
-    pool's names are those of any model's `allowed_hosts`. An instance checks its model's origins; here no page of
-    another origin may start, stop or list anything. Preflight requests name no model, so they are answered here.
+class PoolEdge(Edge):
+    """The edge of a pool's port. Web pages may send requests from the pool's own address and from origins that a
+    model's `cors_origin` names; the pool's names are those of any model's `allowed_hosts`.
     """
-    any_host = frozenset({ANY}) if is_hosted else frozenset()
 
-    def guards_of(pool: Pool) -> tuple[Pool, Hosts, Origins]:
+    is_front = True
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        front: Front,
+        connections: Connections,
+        keys: ApiKeys | None,
+        options: RunOptions,
+    ) -> None:
+        rules = EdgeRules(
+            open_paths=OPEN_PATHS | (CONSOLE_PATHS if options.console else frozenset()),
+            quiet_paths=QUIET_PATHS | {"/v1/pool"},  # which the console reads every second
+            error_response=shaped_response,
+        )
+        super().__init__(connections, keys, rules, logger)
+        self._supervisor = supervisor
+        self._front = front
+        self._any_host = frozenset({ANY}) if options.is_hosted else frozenset()
+        self._pages = self._pages_of(supervisor.pool)
+
+    @property
+    def is_draining(self) -> bool:
+        return self._supervisor.draining
+
+    def pages(self) -> tuple[Hosts, Origins]:
+        if self._pages[0] is not self._supervisor.pool:
+            self._pages = self._pages_of(self._supervisor.pool)
+        return self._pages[1:]
+
+    def ended(self, request: web.Request, status: int, call: HttpCall) -> None:
+        if call.model:
+            self._supervisor.metrics.request_ended(call.model, status, call.age_s())
+
+    def as_api_error(self, error: Exception) -> ApiError:
+        return as_pool_error(error)
+
+    def is_open(self, request: web.Request) -> bool:
+        """The front checks keys itself: its models may have their own."""
+        return request.match_info.handler == self._front.work or super().is_open(request)
+
+    def _pages_of(self, pool: Pool) -> tuple[Pool, Hosts, Origins]:
         origins = _named(pool, "cors_origin", parse_origins)
         hosts = _named(pool, "allowed_hosts", parse_hosts)
-        return pool, Hosts(hosts or any_host, is_open=is_open, origins=origins), Origins(origins, hosts)
-
-    made = guards_of(supervisor.pool)
-
-    @web.middleware
-    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        nonlocal made
-        if made[0] is not supervisor.pool:
-            made = guards_of(supervisor.pool)
-        _, hosts, origins = made
-        hosts.check(request)
-        preflight = origins.preflight(request)
-        if preflight is None:
-            origins.check(request)
-            return await handler(request)
-        origins.stamp(request, preflight)
-        return preflight
-
-    return guard
+        is_open = self.keys is None
+        return (
+            pool,
+            Hosts(hosts or self._any_host, is_open=is_open, origins=origins),
+            Origins(origins, hosts),
+        )
 
 
 def _named(pool: Pool, setting: str, parse: Callable[[str], frozenset[str]]) -> frozenset[str]:
@@ -352,15 +358,6 @@ def _named(pool: Pool, setting: str, parse: Callable[[str], frozenset[str]]) -> 
     return frozenset(
         name for model in pool if (text := model.serve.get(setting)) for name in parse(str(text))
     )
-
-
-@web.middleware
-async def _answering_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Errors of the overview's routes, and paths without a route; the front answers its own."""
-    try:
-        return await handler(request)
-    except (TeneralError, web.HTTPException) as error:
-        return shaped_response(request.path, request.headers, as_api_error(error), request_id_of(request))
 
 
 def _shown(deployment: Deployment) -> str:

@@ -29,7 +29,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from ...api_document.routes import has_route
 from ...http.edge import request_id_of
 from ...http.errors import INVALID_REQUEST, SERVER_ERROR, ApiError
-from ...pool.protocols import StreamEnd, shaped_response
+from ...platforms import shaped_response
+from ...pool.protocols import StreamEnd
 from .replica import Replica
 
 MAX_BODY_BYTES = 8 << 20

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import io
 import json
 import logging
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +18,8 @@ from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.pool_front import BODY, Rig, running
 
-from teneral.handlers.pool import front
+from teneral.handlers.http.limits import Limits
+from teneral.handlers.pool import front, run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are watched as Linux does it")
 MINE = {"x-request-id": "mine"}
@@ -39,10 +42,12 @@ async def ask(rig: Rig, method: str, path: str, **request: Any) -> Seen:
         text = await received.read()
         headers = {name.lower(): value for name, value in received.headers.items()}
     assert headers.pop("server") == "teneral"
+    assert headers.pop("x-request-id") == "mine"
+    assert int(headers.pop("openai-processing-ms")) >= 0
     error = json.loads(text)["error"] if received.status >= 400 else {}
     if isinstance(error, str):  # KServe's
         error = {"message": error}
-    for name in ("content-length", "date", "content-type", "x-request-id"):
+    for name in ("content-length", "date", "content-type"):
         headers.pop(name, None)
     return Seen(received.status, error.get("code"), error.get("message", ""), headers)
 
@@ -123,6 +128,7 @@ async def test_each_error_has_its_status_code_and_headers(
 
 async def test_a_pool_without_room_or_at_its_end_says_when_to_retry(tmp_path: Path) -> None:
     again = {"retry-after": "1"}
+    at_its_end = {**again, "connection": "close"}
     async with running(tmp_path, instance) as rig:
         lease = await rig.supervisor.acquire(rig.deployment)
         assert lease is not None
@@ -131,7 +137,28 @@ async def test_a_pool_without_room_or_at_its_end_says_when_to_retry(tmp_path: Pa
         rig.supervisor.release(lease)
         rig.supervisor.draining = True
         draining = await ask(rig, "POST", "/v1/completions", json=BODY)
-        assert draining == (503, "draining", "the pool is shutting down", again)
+        assert draining == (503, "draining", "the pool is shutting down", at_its_end)
+
+
+async def test_bodies_are_bounded_together_and_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = functools.partial(Limits, body_timeout_s=0.1)
+    monkeypatch.setattr(run, "Limits", few)
+    monkeypatch.setattr(run, "MAX_BODIES_BYTES", 40)
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.sleep(0.5)
+        yield b"}"
+
+    async with running(tmp_path, instance) as rig:
+        for _ in range(3):  # each gives its memory back
+            assert (await ask(rig, "POST", "/v1/completions", json=BODY)).status == 200
+        full = await ask(rig, "POST", "/v1/completions", json={**BODY, "suffix": "x" * 40})
+        assert (full.status, full.headers) == (503, {"retry-after": "1"})
+        late = await ask(rig, "POST", "/v1/completions", data=slow())
+        assert (late.status, late.code) == (408, "request_timeout")
 
 
 async def test_with_a_key_only_probes_and_the_page_are_open(tmp_path: Path) -> None:
@@ -145,6 +172,8 @@ async def test_with_a_key_only_probes_and_the_page_are_open(tmp_path: Path) -> N
             ("GET", "/v1/pool"),
             ("GET", "/metrics"),
             ("GET", "/openapi.json"),
+            ("GET", "/nowhere"),
+            ("GET", "/v1/completions"),
             ("POST", "/v1/pool/m/sleep"),
         ):
             body = {"json": BODY} if method == "POST" else {}
@@ -169,17 +198,25 @@ async def test_an_instance_gets_the_id_of_the_answer(tmp_path: Path, given: str)
     assert request_id == "mine" if given == "mine" else request_id.startswith("req_")
 
 
-async def test_a_request_for_a_model_is_one_line_without_its_query(
+async def test_a_request_is_one_line_with_its_model_and_without_its_query(
     tmp_path: Path, access: list[logging.LogRecord]
 ) -> None:
     async with running(tmp_path, instance) as rig:
         await ask(rig, "POST", "/v1/completions?token=secret", json=BODY)
         await ask(rig, "POST", "/v1/messages", json={"model": "x"})
+        await ask(rig, "GET", "/v1/models", headers={"Host": "evil.example"})
+        for path in ("/livez", "/readyz", "/v1/pool"):  # which probes and the console read every second
+            await ask(rig, "GET", path)
     fields = [record.fields for record in access]  # type: ignore[attr-defined]
-    shown = [(each["path"], each["status"], each["model"], each["request_id"]) for each in fields]
-    assert shown == [("/v1/completions", 200, "m", "mine"), ("/v1/messages", 404, "unknown", "mine")]
-    assert all(each["method"] == "POST" and 0 < each["duration_s"] < 60 for each in fields)
-    assert access[0].getMessage().startswith("POST /v1/completions 200 ")
+    shown = [(each["path"], each["status"], each.get("model"), each["request_id"]) for each in fields]
+    assert shown == [
+        ("/v1/completions", 200, "m", "mine"),
+        ("/v1/messages", 404, "unknown", "mine"),
+        ("/v1/models", 403, None, "mine"),
+    ]
+    assert all(each["bytes"] and 0 < each["duration_s"] < 60 for each in fields)
+    line = r"POST /v1/completions 200 \d+ bytes \d+\.\d ms mine model m"
+    assert re.fullmatch(line, access[0].getMessage())
 
 
 async def test_requests_for_models_are_counted_by_model_and_status(tmp_path: Path) -> None:

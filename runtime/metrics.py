@@ -12,7 +12,7 @@ import bisect
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import asdict
@@ -20,10 +20,11 @@ from msgspec.structs import asdict
 from .state import State
 
 if TYPE_CHECKING:
-    from prometheus_client.core import Metric
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
     from ..loader.load.accounting import LoadStatistics
 
+T = TypeVar("T")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS_BUCKETS = (
     0.001,
@@ -78,7 +79,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._requests: dict[tuple[str, str], int] = {}
+        self._requests: dict[tuple[str, ...], int] = {}
         self._request_seconds: dict[str, Histogram] = {}
         self._first_token_seconds = Histogram()
         self._inter_token_seconds = Histogram()
@@ -86,7 +87,7 @@ class Metrics:
         self._generation_seconds = Histogram()
         self._sequence_prompt_tokens = Histogram(TOKEN_BUCKETS)
         self._sequence_generated_tokens = Histogram(TOKEN_BUCKETS)
-        self._starts: dict[tuple[str, str], int] = {}
+        self._starts: dict[tuple[str, ...], int] = {}
         self._start_seconds: dict[str, Histogram] = {}
         self._cold_requests = 0
         self._prompt_tokens = 0
@@ -149,85 +150,74 @@ class Metrics:
         """The exposition text, with every number in `statistics` named by its path. The first call
         imports the client.
         """
-        # 60 ms that a cold start cannot afford; the first scrape can.
-        from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-        from prometheus_client.registry import Collector
+        from prometheus_client import ProcessCollector  # lazy: 60 ms that a cold start cannot afford
 
-        metrics = self
-
-        class MetricsSnapshot(Collector):
-            def collect(self) -> Iterator[Metric]:
-                yield from metrics._families()
-                yield from _from_statistics(statistics)
-
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(MetricsSnapshot())
-        ProcessCollector(registry=registry)
-        return generate_latest(registry)
+        process = ProcessCollector(registry=None)
+        return exposition((*self._families(), *_from_statistics(statistics), *process.collect()))
 
     def _families(self) -> Iterator[Metric]:
         yield _build_info()
         with self._lock:
             families = [
-                _counter(
+                counter(
                     "teneral_requests",
                     "Requests by route and status; 499: the client went away.",
                     self._requests,
                     ("route", "status"),
                 ),
-                _histogram(
+                histogram(
                     "teneral_request_seconds",
                     "From a request's arrival to its response's end.",
-                    {(route,): each for route, each in self._request_seconds.items()},
+                    self._request_seconds,
                     ("route",),
                 ),
-                _histogram(
+                histogram(
                     "teneral_first_token_seconds",
                     "From a request's arrival to the first token of each sequence.",
                     self._first_token_seconds,
                 ),
-                _histogram(
+                histogram(
                     "teneral_inter_token_seconds",
                     "Between the tokens of a sequence.",
                     self._inter_token_seconds,
                 ),
-                _counter(
+                counter(
                     "teneral_starts",
                     "Starts by kind (cold, standby, reload, switch) and outcome.",
                     self._starts,
                     ("kind", "outcome"),
                 ),
-                _histogram(
+                histogram(
                     "teneral_start_seconds",
                     "From the beginning of a start until requests can be answered.",
-                    {(kind,): each for kind, each in self._start_seconds.items()},
+                    self._start_seconds,
                     ("kind",),
                 ),
-                _counter(
+                counter(
                     "teneral_cold_requests",
                     "Requests that arrived while nothing could be answered yet.",
                     self._cold_requests,
                 ),
-                _counter("teneral_prompt_tokens", "Tokens of prompts taken.", self._prompt_tokens),
-                _counter("teneral_generated_tokens", "Tokens generated.", self._generated_tokens),
+                counter("teneral_prompt_tokens", "Tokens of prompts taken.", self._prompt_tokens),
+                counter("teneral_generated_tokens", "Tokens generated.", self._generated_tokens),
                 *self._families_of_sequences(),
             ]
         yield from families
 
     def _families_of_sequences(self) -> list[Metric]:
         return [
-            _histogram("teneral_queue_seconds", "A sequence's wait for its first step.", self._queue_seconds),
-            _histogram(
+            histogram("teneral_queue_seconds", "A sequence's wait for its first step.", self._queue_seconds),
+            histogram(
                 "teneral_generation_seconds",
                 "From a sequence's first token to its last.",
                 self._generation_seconds,
             ),
-            _histogram(
+            histogram(
                 "teneral_sequence_prompt_tokens",
                 "Tokens in the prompt of a sequence.",
                 self._sequence_prompt_tokens,
             ),
-            _histogram(
+            histogram(
                 "teneral_sequence_generated_tokens",
                 "Tokens generated by a sequence.",
                 self._sequence_generated_tokens,
@@ -235,28 +225,60 @@ class Metrics:
         ]
 
 
-def _counter(
-    name: str, help_text: str, counted: int | Mapping[Any, int], labels: tuple[str, ...] = ()
-) -> Metric:
-    """A family of one number without labels, or of one for each tuple of their values."""
+# By the values of its labels; a text for one label, and a value alone without any.
+Labelled: TypeAlias = T | Mapping[str, T] | Mapping[tuple[str, ...], T]
+
+
+def counter(name: str, help_text: str, counted: Labelled[float], labels: tuple[str, ...] = ()) -> Metric:
+    """A family of one number, or of one for each combination of label values."""
     from prometheus_client.core import CounterMetricFamily
 
-    family = CounterMetricFamily(name, help_text, labels=labels)
-    for values, count in counted.items() if isinstance(counted, Mapping) else [((), counted)]:
+    return _filled(CounterMetricFamily(name, help_text, labels=labels), counted)
+
+
+def gauge(name: str, help_text: str, measured: Labelled[float], labels: tuple[str, ...] = ()) -> Metric:
+    """A family of one gauge, or of one for each combination of label values."""
+    from prometheus_client.core import GaugeMetricFamily
+
+    return _filled(GaugeMetricFamily(name, help_text, labels=labels), measured)
+
+
+def histogram(
+    name: str, help_text: str, observed: Labelled[Histogram], labels: tuple[str, ...] = ()
+) -> Metric:
+    """A family of one histogram, or of one for each combination of label values."""
+    from prometheus_client.core import HistogramMetricFamily
+
+    family = HistogramMetricFamily(name, help_text, labels=labels)
+    for values, each in _rows(observed):
+        family.add_metric(values, each.cumulative(), each.sum)
+    return family
+
+
+def _filled(family: CounterMetricFamily | GaugeMetricFamily, counted: Labelled[float]) -> Metric:
+    for values, count in _rows(counted):
         family.add_metric(values, count)
     return family
 
 
-def _histogram(
-    name: str, help_text: str, observed: Histogram | Mapping[Any, Histogram], labels: tuple[str, ...] = ()
-) -> Metric:
-    """A family of histograms, one for each combination of label values."""
-    from prometheus_client.core import HistogramMetricFamily
+def _rows(labelled: Labelled[T]) -> Iterator[tuple[tuple[str, ...], T]]:
+    if not isinstance(labelled, Mapping):
+        yield (), labelled
+        return
+    for values, each in labelled.items():
+        yield (values,) if isinstance(values, str) else values, each
 
-    family = HistogramMetricFamily(name, help_text, labels=labels)
-    for values, each in observed.items() if isinstance(observed, Mapping) else [((), observed)]:
-        family.add_metric(values, each.cumulative(), each.sum)
-    return family
+
+def exposition(families: Iterable[Metric]) -> bytes:
+    """The text of metric families for Prometheus. The first call imports the client."""
+    from prometheus_client import generate_latest
+    from prometheus_client.registry import Collector
+
+    class Snapshot(Collector):
+        def collect(self) -> Iterable[Metric]:
+            return families
+
+    return generate_latest(Snapshot())
 
 
 def _build_info() -> Metric:

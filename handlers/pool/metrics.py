@@ -5,22 +5,22 @@ supervisor's state.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...runtime.metrics import Histogram
+from ...runtime.metrics import Histogram, counter, exposition, gauge, histogram
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 
 class Gauges(NamedTuple):
-    """Rows of one scrape: labels and value."""
+    """The values of one scrape, by their labels."""
 
-    instances: Iterable[tuple[tuple[str, str, str], float]]  # model, version, state
-    desired: Iterable[tuple[tuple[str], float]]
-    waiting: Iterable[tuple[tuple[str], float]]
-    memory_bytes: Iterable[tuple[tuple[str], float]]  # budget, used, reserved
+    instances: Mapping[tuple[str, ...], float]  # model, version, state
+    desired: Mapping[str, float]  # model
+    waiting: Mapping[str, float]  # model
+    memory_bytes: Mapping[str, float]  # budget, used, reserved
 
 
 class PoolMetrics:
@@ -30,7 +30,7 @@ class PoolMetrics:
         self._requests: Counter[tuple[str, ...]] = Counter()
         self._request_seconds: dict[str, Histogram] = {}
         self._starts: Counter[tuple[str, ...]] = Counter()
-        self._start_seconds: dict[tuple[str, str], Histogram] = {}
+        self._start_seconds: dict[tuple[str, ...], Histogram] = {}
         self._wait_seconds = Histogram()
         self._cold_requests: Counter[str] = Counter()
         self._deaths: Counter[str] = Counter()
@@ -84,108 +84,62 @@ class PoolMetrics:
 
     def render(self, gauges: Gauges) -> bytes:
         """The exposition text."""
-        from prometheus_client import CollectorRegistry, generate_latest  # 60 ms, for the first scrape
-        from prometheus_client.registry import Collector
+        return exposition(self._families(gauges))
 
-        metrics = self
-
-        class PoolSnapshot(Collector):
-            def collect(self) -> Iterator[Metric]:
-                yield from metrics._counters()
-                yield from metrics._histograms()
-                yield from metrics._gauges(gauges)
-
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(PoolSnapshot())
-        return generate_latest(registry)
-
-    def _counters(self) -> Iterator[Metric]:
-        from prometheus_client.core import CounterMetricFamily
-
-        rows: list[tuple[str, str, tuple[str, ...], Mapping[tuple[str, ...], float]]] = [
-            ("teneral_requests", "Requests by model and status.", ("model", "status"), self._requests),
-            (
-                "teneral_starts",
-                "Starts of instances by kind (cold, standby) and outcome.",
-                ("model", "kind", "outcome"),
-                self._starts,
-            ),
-            (
-                "teneral_cold_requests",
-                "Requests that waited for an instance.",
-                ("model",),
-                _keyed(self._cold_requests),
-            ),
-            ("teneral_pool_deaths", "Instances that ended by themselves.", ("model",), _keyed(self._deaths)),
-            (
-                "teneral_pool_evictions",
-                "Instances that gave way to another model's (idle, or fairness: no more requests while at work).",
-                ("reason",),
-                _keyed(self._evictions),
-            ),
-            ("teneral_shadow", "Copies of requests by outcome.", ("outcome",), _keyed(self._shadow)),
-            (
-                "teneral_shadow_tokens",
-                "Tokens of compared pairs, by side: answer or copy.",
-                ("side",),
-                _keyed(self._shadow_tokens),
-            ),
-            (
-                "teneral_shadow_seconds",
-                "Time that these tokens took.",
-                ("side",),
-                _keyed(self._shadow_seconds),
-            ),
-        ]
-        for name, help_text, labels, counts in rows:
-            family = CounterMetricFamily(name, help_text, labels=labels)
-            for key, count in counts.items():
-                family.add_metric(key, count)
-            yield family
-
-    def _histograms(self) -> Iterator[Metric]:
-        from prometheus_client.core import HistogramMetricFamily
-
-        requests = HistogramMetricFamily(
-            "teneral_request_seconds", "From a request's arrival to its response's end.", labels=("model",)
+    def _families(self, gauges: Gauges) -> Iterator[Metric]:
+        yield counter(
+            "teneral_requests", "Requests by model and status.", self._requests, ("model", "status")
         )
-        for model, histogram in self._request_seconds.items():
-            requests.add_metric((model,), histogram.cumulative(), histogram.sum)
-        starts = HistogramMetricFamily(
+        yield counter(
+            "teneral_starts",
+            "Starts of instances by kind (cold, standby) and outcome.",
+            self._starts,
+            ("model", "kind", "outcome"),
+        )
+        yield counter(
+            "teneral_cold_requests", "Requests that waited for an instance.", self._cold_requests, ("model",)
+        )
+        yield counter("teneral_pool_deaths", "Instances that ended by themselves.", self._deaths, ("model",))
+        yield counter(
+            "teneral_pool_evictions",
+            "Instances that gave way to another model's (idle, or fairness: no more requests while at work).",
+            self._evictions,
+            ("reason",),
+        )
+        yield counter("teneral_shadow", "Copies of requests by outcome.", self._shadow, ("outcome",))
+        yield counter(
+            "teneral_shadow_tokens",
+            "Tokens of compared pairs, by side: answer or copy.",
+            self._shadow_tokens,
+            ("side",),
+        )
+        yield counter(
+            "teneral_shadow_seconds", "Time that these tokens took.", self._shadow_seconds, ("side",)
+        )
+        yield histogram(
+            "teneral_request_seconds",
+            "From a request's arrival to its response's end.",
+            self._request_seconds,
+            ("model",),
+        )
+        yield histogram(
             "teneral_start_seconds",
             "From the beginning of a start until it is ready.",
-            labels=("model", "kind"),
+            self._start_seconds,
+            ("model", "kind"),
         )
-        for key, histogram in self._start_seconds.items():
-            starts.add_metric(key, histogram.cumulative(), histogram.sum)
-        waits = HistogramMetricFamily("teneral_pool_wait_seconds", "Wait of requests for an instance.")
-        waits.add_metric((), self._wait_seconds.cumulative(), self._wait_seconds.sum)
-        return iter((requests, starts, waits))
-
-    def _gauges(self, gauges: Gauges) -> Iterator[Metric]:
-        from prometheus_client.core import GaugeMetricFamily
-
-        for name, help_text, labels, rows in (
-            (
-                "teneral_pool_instances",
-                "Instances by state.",
-                ("model", "version", "state"),
-                gauges.instances,
-            ),
-            ("teneral_pool_desired", "Instances that the policy wants.", ("model",), gauges.desired),
-            ("teneral_pool_waiting", "Requests that wait for an instance.", ("model",), gauges.waiting),
-            (
-                "teneral_pool_memory_bytes",
-                "Memory of the pool: its budget, used as measured, and reserved.",
-                ("kind",),
-                gauges.memory_bytes,
-            ),
-        ):
-            family = GaugeMetricFamily(name, help_text, labels=labels)
-            for key, value in rows:
-                family.add_metric(key, value)
-            yield family
-
-
-def _keyed(counts: Mapping[str, float]) -> dict[tuple[str, ...], float]:
-    return {(key,): count for key, count in counts.items()}
+        yield histogram("teneral_pool_wait_seconds", "Wait of requests for an instance.", self._wait_seconds)
+        yield gauge(
+            "teneral_pool_instances",
+            "Instances by state.",
+            gauges.instances,
+            ("model", "version", "state"),
+        )
+        yield gauge("teneral_pool_desired", "Instances that the policy wants.", gauges.desired, ("model",))
+        yield gauge("teneral_pool_waiting", "Requests that wait for an instance.", gauges.waiting, ("model",))
+        yield gauge(
+            "teneral_pool_memory_bytes",
+            "Memory of the pool: its budget, used as measured, and reserved.",
+            gauges.memory_bytes,
+            ("kind",),
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -214,26 +215,17 @@ class Overview:
 
     def _gauges(self) -> Gauges:
         supervisor, budget = self._supervisor, self._supervisor.budget
-        instances: dict[tuple[str, str, str], float] = {}
-        desired: dict[tuple[str], float] = {}
-        waiting: dict[tuple[str], float] = {}
+        instances: Counter[tuple[str, ...]] = Counter()
+        desired: Counter[str] = Counter()
+        waiting: Counter[str] = Counter()
         for deployment in supervisor.deployments():
             name, version = deployment.model.name, str(deployment.release.version or "")
-            for state, count in (("ready", len(deployment.ready)), ("starting", len(deployment.starting))):
-                instances[name, version, state] = instances.get((name, version, state), 0) + count
-            desired[(name,)] = desired.get((name,), 0) + supervisor.wants(deployment)
-            waiting[(name,)] = waiting.get((name,), 0) + len(deployment.waiting)
-        memory = [
-            ("budget", budget.limit_bytes),
-            ("used", budget.used_bytes),
-            ("reserved", budget.charged_bytes),
-        ]
-        return Gauges(
-            list(instances.items()),
-            list(desired.items()),
-            list(waiting.items()),
-            [((kind,), float(size)) for kind, size in memory],
-        )
+            instances[name, version, "ready"] += len(deployment.ready)
+            instances[name, version, "starting"] += len(deployment.starting)
+            desired[name] += supervisor.wants(deployment)
+            waiting[name] += len(deployment.waiting)
+        memory = {"budget": budget.limit_bytes, "used": budget.used_bytes, "reserved": budget.charged_bytes}
+        return Gauges(instances, desired, waiting, memory)
 
 
 def _make_document() -> bytes:

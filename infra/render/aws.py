@@ -15,7 +15,7 @@ TEMPLATE_VERSION = "2010-09-09"
 LOG_DAYS = 30
 _ECR = re.compile(
     r"(?P<account>[0-9]{12})\.dkr\.ecr\.(?P<region>[a-z0-9-]+)\.amazonaws\.com(?:\.cn)?/"
-    r"(?P<repository>[a-z0-9][a-z0-9._/-]{0,255})(?::[A-Za-z0-9_.-]{1,128})?(?:@sha256:[0-9a-f]{64})?"
+    r"(?P<repository>[a-z0-9][a-z0-9._/-]{0,255})(?::(?P<tag>[A-Za-z0-9_.-]{1,128}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?"
 )
 _READ = ["s3:GetObject"]
 # Multipart uploads with conditional writes, the reading of what is there, and the removal of what was begun.
@@ -40,6 +40,16 @@ def check_image(rendering: Rendering, unit: Unit) -> re.Match[str]:
             hint="Push it there: 123456789012.dkr.ecr.REGION.amazonaws.com/teneral@sha256:….",
         )
     return match
+
+
+def image_of_ecr(image: str) -> tuple[str, str, str, str] | None:
+    """Account, region, repository and ECR's identifier of an image; None for one of another registry."""
+    match = _ECR.fullmatch(image)
+    if match is None:
+        return None
+    digest, tag = match["digest"], match["tag"] or "latest"
+    found = f"imageDigest={digest}" if digest else f"imageTag={tag}"
+    return match["account"], match["region"], match["repository"], found
 
 
 def template(

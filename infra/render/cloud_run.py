@@ -69,6 +69,11 @@ def account_name(base: str) -> str:
     return with_digest(base, base, MAX_ACCOUNT_CHARS)
 
 
+def secret_name(key: str) -> str:
+    """The name in Secret Manager of a secret setting's variable."""
+    return key.lower().replace("_", "-")
+
+
 def _check_size(rendering: Rendering, unit: Unit) -> None:
     if unit.cpu not in CORES:
         allowed = ", ".join(map(str, CORES))
@@ -176,7 +181,7 @@ def _container(unit: Unit) -> dict[str, Any]:
     secrets: list[dict[str, Any]] = [
         {
             "name": name,
-            "valueFrom": {"secretKeyRef": {"name": key.lower().replace("_", "-"), "key": "latest"}},
+            "valueFrom": {"secretKeyRef": {"name": secret_name(key), "key": "latest"}},
         }
         for name, key in unit.secrets.items()
     ]

@@ -12,6 +12,7 @@ from ...handlers.pool.file import read_pool
 from ...handlers.pool.values import Model, Pool, PoolWarning
 from ...loader.errors import NoSpaceError, UsageError
 from ...loader.sources.base import SourceOptions
+from . import deploy
 from .documents import ModelSize, Options
 from .render import Rendered, chosen_models, render
 
@@ -56,14 +57,21 @@ def limits(pool: Pool, platform: str) -> Sequence[PoolWarning]:
     return render(pool, platform).warnings
 
 
+def texts_of(rendered: Rendered) -> dict[str, str]:
+    """File name → text of all that a folder gets: the documents, the script that deploys them, its README."""
+    return rendered.texts() | deploy.texts(rendered.deployment, rendered.platform, rendered.file)
+
+
 def write(rendered: Rendered, folder: Path) -> None:
-    """One file a document, each replaced whole. Files that an earlier rendering left there are named, not removed."""
+    """Write the files, each replaced whole. Files that an earlier rendering left there are named, not removed."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in rendered.texts().items():
+        for name, text in texts_of(rendered).items():
             temporary = folder / f".{name}.{os.getpid()}"
             try:
                 temporary.write_text(text, encoding="utf-8")
+                if name == deploy.SCRIPT:
+                    temporary.chmod(temporary.stat().st_mode | 0o111)
                 temporary.replace(folder / name)
             finally:
                 temporary.unlink(missing_ok=True)
@@ -78,7 +86,7 @@ def write(rendered: Rendered, folder: Path) -> None:
 def compare(rendered: Rendered, folder: Path) -> int:
     """0 when the folder has exactly these files; else 1, and the differences on standard output."""
     differs = False
-    for name, text in rendered.texts().items():
+    for name, text in texts_of(rendered).items():
         before = _read(folder / name)
         if before != text:
             differs = True

@@ -15,7 +15,7 @@ from ...handlers.pool.keys import PATH_SETTINGS
 from ...handlers.pool.values import Code, Model, Pool, PoolWarning
 from ...loader.errors import UsageError
 from ...loader.sources.open import scheme_of
-from . import aws_lambda, cloud_run, fargate, knative, kserve, kubernetes, ray, sagemaker
+from . import aws_lambda, cloud_run, deploy, fargate, knative, kserve, kubernetes, ray, sagemaker
 from .documents import ModelSize, Options, RenderedDocument, Rendering
 from .limits import FOLDERS
 from .yaml_text import yaml_text
@@ -121,6 +121,7 @@ class Rendered(NamedTuple):
     file: str
     documents: tuple[RenderedDocument, ...]
     warnings: tuple[PoolWarning, ...]
+    deployment: deploy.Deployment
 
     def texts(self) -> dict[str, str]:
         """File name → text of each document."""
@@ -157,7 +158,8 @@ def render(
         message = "is left out: a deployed model answers to its own name only"
         rendering.warnings.append(pool.warning(Code.W1, message, "aliases", alias))
     patched = apply_patches(rendering, documents, every=model is None)
-    return Rendered(platform, pool.file, tuple(patched), tuple(rendering.warnings))
+    deployment = deploy.plan(rendering, models, patched)
+    return Rendered(platform, pool.file, tuple(patched), tuple(rendering.warnings), deployment)
 
 
 def _check_paths(rendering: Rendering, model: Model) -> None:

@@ -83,7 +83,10 @@ def _add_render(command: argparse.ArgumentParser) -> None:
     _add_file(command)
     where = command.add_mutually_exclusive_group()
     where.add_argument(
-        "-o", "--output", metavar="DIR", help="one file a document (default: all to standard output)"
+        "-o",
+        "--output",
+        metavar="DIR",
+        help="one file a document, and deploy.sh, which applies them (default: documents to standard output)",
     )
     where.add_argument("--check", metavar="DIR", help="write nothing; status 1 and a diff where DIR differs")
     command.add_argument("--model", metavar="NAME", help="this model alone")

@@ -1,6 +1,6 @@
 """The line of `teneral --version`, with the commit that the program was built from.
 
-A wheel and a source distribution have the commit in the file `COMMIT` beside this one, which their build writes
+A wheel and a source distribution have the commit in the file `COMMIT` of this folder, which their build writes
 (`setup.py`). A checkout asks git.
 """
 

@@ -12,6 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tests.support.aws_commands import check_aws_command
 from tests.support.infra_validators import check_cloudformation
 from tests.support.load import patience_s
 
@@ -21,11 +22,6 @@ from teneral.infra.render.render import RENDERERS, render
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted((DOCS / "deploy").glob("*.md"))
 PLATFORM_PAGES = [page for page in PAGES if page.stem in RENDERERS]
-# Of programs that are not at hand in every run; `scripts/conformance-infra` asks helm and kubectl themselves.
-FLAGS = {
-    "cloudformation deploy": {"--template-file", "--stack-name", "--capabilities", "--parameter-overrides"},
-}
-OF_EVERY_AWS_COMMAND = {"--cli-binary-format", "--region", "--output", "--query"}
 ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")  # a variable in front of a command
 PROGRAMS = {
     "teneral",
@@ -108,19 +104,7 @@ def test_the_readmes_file_is_valid_and_its_patch_fits():
 
 @pytest.mark.parametrize("command", of("aws"))
 def test_a_command_of_aws_is_in_its_api(command):
-    from botocore import xform_name
-    from botocore.session import Session
-
-    service, operation, *rest = command[1:]
-    given = {word.partition("=")[0] for word in rest if word.startswith("--")} - OF_EVERY_AWS_COMMAND
-    if f"{service} {operation}" in FLAGS:
-        assert given <= FLAGS[f"{service} {operation}"]
-        return
-    model = Session().get_service_model(service)
-    names = {xform_name(name, "-"): name for name in model.operation_names}
-    shape = model.operation_model(names[operation]).input_shape
-    assert given <= {f"--{xform_name(name, '-')}" for name in shape.members}
-    assert {f"--{xform_name(name, '-')}" for name in shape.required_members} <= given
+    check_aws_command(command)
 
 
 @pytest.mark.parametrize("program", ["kubectl", "helm", "sam", "docker", "gcloud"])

@@ -170,7 +170,9 @@ def walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
                     assert done.returncode == 0, f"{words}: {done.stderr}"
             if platform == "cloud-run":
                 monkeypatch.setenv("TENERAL_ENDPOINT_URL", cloud_storage.url)
-            return [yaml.safe_load(path.read_text()) for path in sorted((tmp_path / "rendered").iterdir())]
+            return [
+                yaml.safe_load(path.read_text()) for path in sorted((tmp_path / "rendered").glob("*.yaml"))
+            ]
 
         yield follow
 

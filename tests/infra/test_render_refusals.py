@@ -314,7 +314,8 @@ def test_the_command_writes_checks_and_names_what_differs(tmp_path, capsys):
     out = tmp_path / "out"
     arguments = ["pool", "render", "knative", str(file)]
     assert run([*arguments, "-o", str(out)]) == 0
-    assert {path.name for path in out.iterdir()} == {"m.service.yaml", "m.service-account.yaml"}
+    written = {"m.service.yaml", "m.service-account.yaml", "deploy.sh", "README.md"}
+    assert {path.name for path in out.iterdir()} == written
     assert run([*arguments, "--check", str(out)]) == 0
     file.write_text(PLAIN.replace("min_warm = 1", "min_warm = 2"))
     capsys.readouterr()

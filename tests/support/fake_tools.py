@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from tests.support.load import patience_s
 
-# Of every Unix, for scripts that run on the machines of those who deploy.
+# Programs that every Unix has.
 REAL_PROGRAMS = (
     "bash", "sh", "env", "cat", "cp", "cut", "dirname", "git", "grep", "head", "kill", "mkdir", "mktemp", "rm", "sed",
     "seq", "sleep", "sort", "tail", "tr", "true",
@@ -70,7 +70,7 @@ class FakeTools:
     def answer(
         self, pattern: str, stdout: str = "", *, stderr: str = "", status: int = 0, times: int = 0
     ) -> None:
-        """What a call answers whose line fits; later rules go before earlier ones. `times`: so many calls, then not."""
+        """Set the answer of calls whose line fits. Later rules go first; `times` bounds the calls of a rule."""
         rules = json.loads(self._rules.read_text())
         self._rules.write_text(json.dumps([[pattern, stdout, stderr, status, times], *rules]))
 

@@ -145,7 +145,7 @@ def follow(page: str) -> tuple[Any, list[list[str]]]:
     for words in commands(path):
         if words[0] == "teneral" and words[1] != "standby":
             assert run(words[1:]) == 0
-    (rendered,) = Path("rendered").iterdir()
+    (rendered,) = Path("rendered").glob("*.yaml")
     requests = [words for words in commands(path) if words[0] == "curl"]
     return yaml.safe_load(rendered.read_text()), requests
 

@@ -1,0 +1,3 @@
+apply() {
+  each_file apply_file
+}

@@ -1,0 +1,195 @@
+#!/usr/bin/env bash
+# Rendered by `teneral pool render fargate` from reference.pool.toml: change that file, not this one.
+# Deploys chat and embed on ECS on Fargate:
+#
+#   ./deploy.sh          check, apply, ready and call, one after the other
+#   ./deploy.sh check    name what must exist before and does not; changes nothing
+#   ./deploy.sh apply    apply the documents next to this script
+#   ./deploy.sh ready    wait until instances are ready
+#   ./deploy.sh call     send one request to each model
+#   ./deploy.sh remove   remove what `apply` made
+set -euo pipefail
+
+each_file() { # calls its arguments with FILE
+  "$@" chat.template.yaml
+  "$@" embed.template.yaml
+}
+
+each_api_key() { # calls its arguments with MODEL VARIABLE
+  "$@" chat CHAT_API_KEY
+}
+
+each_image() { # calls its arguments with ACCOUNT REGION REPOSITORY IMAGE_ID
+  "$@" 123456789012 eu-central-1 teneral imageDigest=sha256:4c7d1f0a9be2834d5f60718293a4b5c6d7e8f9000112233445566778899aabbc
+}
+
+each_model() { # calls its arguments with MODEL STACK KEYS API_KEY_VARIABLE
+  "$@" chat chat CHAT_API_KEY CHAT_API_KEY
+  "$@" embed embed '' ''
+}
+
+TIMEOUT_S="${TIMEOUT_S:-600}" # longest wait for instances, and for each answer
+
+cd "$(dirname "$0")"
+incomplete=""
+
+# Names what must exist and does not, and how to make it.
+missing() { # WHAT REMEDY
+  echo "missing: $1" >&2
+  echo "  $2" >&2
+  incomplete=1
+}
+
+need() { # PROGRAM
+  command -v "$1" >/dev/null || missing "the program $1" "install it, and put it on the PATH"
+}
+
+stop_if_incomplete() {
+  if [ -n "$incomplete" ]; then exit 1; fi
+}
+
+check_api_key() { # MODEL VARIABLE
+  [ -n "${!2:-}" ] || missing "the variable $2: the API key of $1, for the call" "export $2"
+}
+
+# Prints an answer of the model: text, or of an encoder, which has none, a vector. An API key reaches curl through a
+# pipe: other users of this machine can see arguments.
+ask() { # URL MODEL API_KEY_VARIABLE [HEADER...]
+  local url="$1" model="$2" key_variable="$3" answer
+  shift 3
+  if [ -n "$key_variable" ]; then
+    check_api_key "$model" "$key_variable"
+    stop_if_incomplete
+    set -- "authorization: Bearer ${!key_variable}" "$@"
+  fi
+  if answer="$(post "$url/v1/completions" '{"model": "'"$model"'", "prompt": "Hello", "max_tokens": 16}' "$@")"; then
+    echo "$model: $answer"
+  elif post "$url/v1/embeddings" '{"model": "'"$model"'", "input": "Hello"}' "$@" >/dev/null; then
+    echo "$model: a vector"
+  else
+    echo "$model does not answer at $url: $answer" >&2
+    exit 1
+  fi
+}
+
+# Repeats a request while nothing listens there, or it answers that it is not ready.
+post() { # URL BODY [HEADER...]
+  local url="$1" body="$2"
+  shift 2
+  printf '%s\n' "content-type: application/json" "$@" |
+    curl --silent --show-error --fail-with-body --retry 20 --retry-delay 1 --retry-connrefused \
+      --connect-timeout 10 --max-time "$TIMEOUT_S" ${INGRESS:+--connect-to "::$INGRESS"} -H @- -d "$body" "$url"
+}
+
+SECRET_ARN="${SECRET_ARN:-}" # of the secret with all keys below, as one JSON object; not needed where there are none
+
+check_account() {
+  need aws
+  stop_if_incomplete
+  if ! aws sts get-caller-identity >/dev/null; then
+    missing "a login at AWS" "aws login, aws sso login or aws configure"
+    stop_if_incomplete
+  fi
+  each_image check_image
+  each_model check_secret
+}
+
+check_image() { # ACCOUNT REGION REPOSITORY IMAGE_ID
+  aws ecr describe-images --registry-id "$1" --region "$2" --repository-name "$3" --image-ids "$4" >/dev/null 2>&1 ||
+    missing "the image $3 ($4) in ECR, account $1, $2" \
+      "aws ecr get-login-password --region $2 | docker login --username AWS --password-stdin $1.dkr.ecr.$2.amazonaws.com, and docker push"
+}
+
+# Asks for the secret's description, never for its values.
+check_secret() { # MODEL STACK KEYS
+  if [ -z "$3" ]; then return; fi
+  if [ -z "$SECRET_ARN" ]; then
+    missing "the variable SECRET_ARN: a secret with the keys $3" \
+      "aws secretsmanager create-secret --name teneral --secret-string file://keys.json, and SECRET_ARN=arn:… $0"
+  elif ! aws secretsmanager describe-secret --secret-id "$SECRET_ARN" >/dev/null 2>&1; then
+    missing "the secret $SECRET_ARN" "aws secretsmanager create-secret --name teneral --secret-string file://keys.json"
+  fi
+}
+
+# Ends when all of the stack's resources are ready, or, after a failure, as they were before.
+deploy_stack() { # STACK KEYS [PARAMETER...]
+  local stack="$1" keys="$2"
+  shift 2
+  if [ -n "$keys" ]; then set -- "SecretArn=$SECRET_ARN" "$@"; fi
+  if [ $# -gt 0 ]; then set -- --parameter-overrides "$@"; fi
+  aws cloudformation deploy --template-file "$stack.template.yaml" --stack-name "$stack" \
+    --capabilities CAPABILITY_IAM --no-fail-on-empty-changeset "$@"
+}
+
+ready() {
+  each_model stack_ready
+}
+
+stack_ready() { # MODEL STACK KEYS
+  local status
+  status="$(aws cloudformation describe-stacks --stack-name "$2" --query 'Stacks[0].StackStatus' --output text)"
+  case "$status" in
+    CREATE_COMPLETE | UPDATE_COMPLETE) ;;
+    *)
+      echo "the stack $2 is $status: aws cloudformation describe-stack-events --stack-name $2" >&2
+      exit 1
+      ;;
+  esac
+}
+
+output() { # STACK NAME
+  aws cloudformation describe-stacks --stack-name "$1" --query "Stacks[0].Outputs[?OutputKey=='$2'].OutputValue" --output text
+}
+
+call() {
+  each_model call_model
+}
+
+remove() {
+  each_model remove_stack
+}
+
+remove_stack() { # MODEL STACK KEYS
+  aws cloudformation delete-stack --stack-name "$2"
+  aws cloudformation wait stack-delete-complete --stack-name "$2"
+}
+
+VPC="${VPC:-}"
+SUBNETS="${SUBNETS:-}"           # private ones, in two zones at least, with commas between them
+CLIENTS="${CLIENTS:-10.0.0.0/8}" # addresses that may send requests
+
+check() {
+  [ -n "$VPC" ] || missing "the variable VPC" "VPC=vpc-… $0"
+  [ -n "$SUBNETS" ] || missing "the variable SUBNETS" "SUBNETS=subnet-…,subnet-… $0"
+  need curl
+  check_account
+  each_api_key check_api_key
+  stop_if_incomplete
+}
+
+apply() {
+  each_model deploy_model
+}
+
+deploy_model() { # MODEL STACK KEYS
+  deploy_stack "$2" "$3" "Vpc=$VPC" "Subnets=$SUBNETS" "Clients=$CLIENTS"
+}
+
+# From inside the VPC: the balancer has no address outside.
+call_model() { # MODEL STACK KEYS API_KEY_VARIABLE
+  ask "$(output "$2" Url)" "$1" "$4"
+}
+
+case "${1:-deploy}" in
+  deploy)
+    check
+    apply
+    ready
+    call
+    ;;
+  check | apply | ready | call | remove) "$1" ;;
+  *)
+    echo "unknown step '$1': name check, apply, ready, call or remove, or none for the first four" >&2
+    exit 2
+    ;;
+esac

@@ -14,7 +14,7 @@ from .errors import AccessDeniedError, ChangedError, FormatError, IntegrityError
 from .format.limits import MANIFEST_NAME, MAX_MANIFEST_BYTES, MAX_SMALL_FILE_BYTES
 from .pin import PIN_MARK, split_pin
 from .sources.base import Source, SourceOptions
-from .sources.open import open_source
+from .sources.open import model_address, open_source, scheme_of
 
 if TYPE_CHECKING:
     from .cache.part_cache import PartCache
@@ -23,21 +23,28 @@ if TYPE_CHECKING:
 
 
 def open_model(url: str, options: SourceOptions | None = None, *, keep_integers: bool = True) -> Source:
-    """A source on the folder at `url`; on one with the content of a model directory where `url` is
-    a GGUF file's.
+    """A source on the folder at `url`, or of the model of that name on the Hub; on one with the content
+    of a model directory where `url` is a GGUF file's.
 
     `keep_integers` is as `GgufDirectory` has it. With the option `base`, the source has the base's
-    objects, too. Does no I/O. Raises `UsageError` for an unusable
+    objects, too. Does no I/O but a look at what this machine has. Raises `UsageError` for an unusable
     address. The caller closes the source.
     """
-    if not is_gguf(url):
+    url = model_address(url)
+    quantisation = _quantisation_of(url)
+    if not quantisation and not is_gguf(url):
         source = open_source(url, options)
         return source if options is None or options.base is None else _with_base(source, options)
     from .format.gguf.directory import GgufDirectory  # most models are none
 
     folder, slash, name = url.rpartition("/")
+    if quantisation:
+        folder, slash, name = url, "", ""
     return GgufDirectory(
-        open_source(folder + slash if slash else ".", options), name, keep_integers=keep_integers
+        open_source(folder + slash or ".", options),
+        name,
+        quantisation=quantisation,
+        keep_integers=keep_integers,
     )
 
 
@@ -46,13 +53,22 @@ def _with_base(source: Source, options: SourceOptions) -> Source:
     from .sources.base import BasedSource
 
     assert options.base is not None
-    address, digest = split_pin(options.base)
+    address, digest = split_pin(model_address(options.base))
     base = open_source(address, options._replace(base=None))
     return BasedSource(source, base, prefix=BASE_PREFIX, base_digest=digest)
 
 
 def is_gguf(url: str) -> bool:
     return url.lower().endswith(".gguf")
+
+
+def _quantisation_of(url: str) -> str:
+    """Of a GGUF file on the Hub that is chosen by it; '' for all other addresses."""
+    if scheme_of(url) != "hf":
+        return ""
+    from .sources.hub.address import parse_url  # most models are elsewhere
+
+    return parse_url(url).quantisation
 
 
 def is_artifact(source: Source) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, Self, TypeVar
 from ..loader.device.detect import parse_device
 from ..loader.load.options import LoadOptions, Order
 from ..loader.sources.base import SourceOptions
+from ..loader.sources.open import scheme_of
 from .setting import (
     Setting,
     automatic,
@@ -50,10 +51,14 @@ class ServeConfig:
     model: str = setting(
         "",
         text,
-        "artifact or model directory: a path, s3://, gs://, az://, http(s)://; may end in @b3:DIGEST",
+        "artifact or model directory: a path, a name on the Hub (org/name[@revision][:QUANTISATION]), hf://, s3://, "
+        "gs://, az://, http(s)://; may end in @b3:DIGEST",
     )
     name: str | None = setting(
-        None, text, "the model's name for clients (default: the last part of MODEL)", is_common=True
+        None,
+        text,
+        "the model's name for clients (default: org/name of a model on the Hub, else the last part of MODEL)",
+        is_common=True,
     )
     host: str = setting(
         "127.0.0.1",
@@ -468,10 +473,16 @@ class ServeConfig:
 
     @property
     def served_name(self) -> str:
-        """The model's name for clients: `name`, or the last part of the address without its pin."""
+        """The model's name for clients: `name`, or `org/name` of one on the Hub, or the last part of the
+        address without its pin.
+        """
         if self.name:
             return self.name
         address = self.model.partition("@b3:")[0].partition("?")[0].rstrip("/")
+        if scheme_of(address) == "hf":
+            from ..loader.sources.hub.address import parse_url  # most models are elsewhere
+
+            return parse_url(address).repo
         return address.rpartition("/")[2] or "model"
 
 

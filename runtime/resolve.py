@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..loader.errors import UsageError
+from ..loader.sources.open import model_address
 from .config import PREFIX, SETTINGS, ServeConfig
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ def resolve(
     for name, value in flags.items():
         values[name] = parse_flag(name, value)
     values.update(defaults(values))
+    for name in ("model", "base"):
+        if values.get(name):
+            values[name] = model_address(values[name])
     if not values.get("model"):
         raise UsageError(
             "no model was named",

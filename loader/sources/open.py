@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import UsageError
+from ..pin import split_pin
 from .base import ObjectInfo, Source, closed
 
 if TYPE_CHECKING:
@@ -20,12 +21,14 @@ if TYPE_CHECKING:
 
 
 class StoreKind(NamedTuple):
-    """A kind of store. `module` has the class `name`, made from an address and `SourceOptions`."""
+    """A kind of store. `module` has the class or function `name`, which makes a source from an address
+    and `SourceOptions`.
+    """
 
     module: str
     name: str
     form: str  # of its addresses, for messages; "": that of another row
-    is_store: bool = True  # can be written to and listed; False: its class is a `Source` only
+    is_store: bool = True  # can be written to; False: its class is a `Source` only
     # Its folder has an `address.parse_url`, which checks the name of a bucket or an account's
     # container.
     has_buckets: bool = False
@@ -38,6 +41,7 @@ KINDS = {
     "s3": StoreKind(".s3.store", "S3Store", "s3://bucket/prefix", has_buckets=True),
     "gs": StoreKind(".gs.store", "GsStore", "gs://bucket/prefix", has_buckets=True),
     "az": StoreKind(".az.store", "AzStore", "az://account/container/prefix", has_buckets=True),
+    "hf": StoreKind(".hub.store", "open_hub", "hf://org/name", is_store=False),
     "http": StoreKind(".http.source", "HttpSource", "", is_store=False),
     "https": StoreKind(".http.source", "HttpSource", "http(s)://host/folder", is_store=False),
 }
@@ -45,6 +49,10 @@ KINDS = {
 _LIKELY_SCHEME = "s3"
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+# A model of the Hub, its revision, and the quantisation of its GGUF file.
+_HUB_NAME = re.compile(
+    r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}(?:@[A-Za-z0-9._/-]+)?(?::[A-Za-z0-9_-]+)?"
+)
 
 
 def open_source(url: str, options: SourceOptions | None = None) -> Source:
@@ -105,6 +113,18 @@ def forms(*, stores: bool = False) -> str:
     """The forms of the addresses of all kinds, or of those that can be written to: for messages."""
     *others, last = (kind.form for kind in KINDS.values() if kind.form and (kind.is_store or not stores))
     return f"{', '.join(others)} or {last}"
+
+
+def model_address(address: str) -> str:
+    """A model's address with its scheme: hf:// goes in front of a name of the Hub, such as `org/name`,
+    `org/name@revision` and `org/name:Q4_K_M`. A local path always wins over such a name.
+
+    Raises `UsageError` for half a pin.
+    """
+    plain, _ = split_pin(address)
+    if not _HUB_NAME.fullmatch(plain) or os.path.lexists(plain):
+        return address
+    return f"hf://{address}"
 
 
 def check_bucket(url: str) -> None:

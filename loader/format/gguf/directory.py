@@ -51,16 +51,20 @@ class _Content(NamedTuple):
 
 
 class GgufDirectory:
-    """The file `name` of `source`, which is closed with it. Reads nothing before it is asked for
-    something.
+    """The file `name` of `source`, or the one of a `quantisation`, which is closed with it. Reads
+    nothing before it is asked for something.
 
     With `keep_integers`, blocks that are integers times a scale are stored as such where
     docs/quantize.md has a layout for the same numbers; otherwise everything is floats.
     """
 
-    def __init__(self, source: Source, name: str, *, keep_integers: bool = True) -> None:
+    def __init__(
+        self, source: Source, name: str, *, quantisation: str = "", keep_integers: bool = True
+    ) -> None:
+        """With a `quantisation`, the `name` is not known yet: ''."""
         self._source = source
-        self._name = check_name(name)
+        self._name = name if quantisation else check_name(name)
+        self._quantisation = quantisation
         self._keep_integers = keep_integers
         self._known: _Content | None = None
         self._opening = threading.Lock()
@@ -69,7 +73,7 @@ class GgufDirectory:
 
     @property
     def url(self) -> str:
-        return f"{self._source.url.rstrip('/')}/{self._name}"
+        return f"{self._source.url.rstrip('/')}/{self._name}".rstrip("/")
 
     def conversions(self) -> tuple[str, ...]:
         """The conversion of each type of block, a line each. Raises `CheckpointError` for a file
@@ -133,6 +137,11 @@ class GgufDirectory:
             return self._known
 
     def _read_content(self) -> _Content:
+        if not self._name:
+            from ...sources.hub.quantisation import choose_file  # most files have names
+
+            names = [info.name for info in self._source.list()]
+            self._name = choose_file(names, self._quantisation, where=self._source.url)
         info = self._source.stat(self._name)
         file = read_gguf(self._source, info)
 

@@ -71,15 +71,18 @@ class HttpClient:
         *,
         ca_file: str | None = None,
         read_head: Callable[[Head], Head] | None = None,
+        on_redirect: Callable[[str, Request], None] | None = None,
         verb: str = "read from",
     ) -> None:
         """`read_head` translates a store's own fields, such as an object's version, to those of
-        HTTP. `verb` says what is done with objects, for messages.
+        HTTP. `on_redirect` takes an object's name and the request that a redirect led to. `verb`
+        says what is done with objects, for messages.
 
         Raises `UsageError` for invalid time limits, rates and numbers.
         """
         _check_limits(options)
         self._read_head = read_head
+        self._on_redirect = on_redirect
         self._server = server
         self._tally = HttpTally()
         self._throttle = Throttle()
@@ -285,6 +288,8 @@ class HttpClient:
                 name=name,
                 hint="Redirects are followed to web addresses, and never from https to http.",
             )
+        if self._on_redirect is not None:
+            self._on_redirect(name, following)
         return following
 
     def _check_coding(self, name: str, head: Head) -> None:

@@ -1,0 +1,1 @@
+"""Models of the Hugging Face Hub, as a source."""

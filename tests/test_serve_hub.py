@@ -1,0 +1,160 @@
+"""`teneral serve org/name` as a process: from the Hub, from its cache, offline, and where the Hub refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.gguf_models import write_gguf
+from tests.support.hub_library import run
+from tests.support.hub_server import Call, HubServer, Reply, hub_variables
+from tests.support.tiny_models import save_tiny, tiny_model
+from tests.test_serve import TENERAL, WAIT_S, Server
+
+SETTINGS = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("hub") / "model")
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> str:
+    """The answer of the same model in a local folder."""
+    return answer(model, {}, name="model")
+
+
+@pytest.fixture
+def hub(model: Path) -> Iterator[HubServer]:
+    with HubServer() as server:
+        server.repository("org/tiny", model)
+        yield server
+
+
+def answer(
+    address: Path | str,
+    variables: dict[str, str],
+    *flags: str,
+    name: str = "org/tiny",
+    prompt: str | list[int] = "hello",
+    log: list[Any] | None = None,
+) -> str:
+    """The text that a server of the model gives to a client that asks for it by this name. Its timeline is put into
+    the `log`.
+    """
+    # Of variables of their own the class takes it that they are a platform's.
+    server = Server(
+        address, *flags, program=("/usr/bin/env", *(f"{k}={v}" for k, v in variables.items()), *TENERAL)
+    )
+    try:
+        status, data = server.ask("POST", "/v1/completions", {"model": name, "prompt": prompt, **SETTINGS})
+        assert status == 200, data
+        if log is not None:
+            log.append(json.loads(server.ask("GET", "/timeline")[1]))
+        text = json.loads(data)["choices"][0]["text"]
+        assert isinstance(text, str)
+        return text
+    finally:
+        server.close()
+
+
+def failure(address: str, variables: dict[str, str], *flags: str) -> str:
+    """The message of a server that ends by itself."""
+    result = subprocess.run(
+        [*TENERAL, "serve", address, "--port", "0", *flags],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert result.returncode != 0
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def test_a_model_streams_from_the_hub_under_its_own_name(
+    hub: HubServer, expected: str, tmp_path: Path
+) -> None:
+    assert answer("org/tiny", hub_variables(hub, tmp_path)) == expected
+    assert not hub.calls_of("hub", "/resolve/main/")
+    assert hub.calls_of("content"), "the weights"
+    assert not (tmp_path / "hub").exists(), "nothing is downloaded"
+
+
+def test_a_loader_of_its_own_and_a_pinned_commit_give_the_same(
+    hub: HubServer, expected: str, tmp_path: Path
+) -> None:
+    repository = hub.repositories["org/tiny"]
+    commit = repository.refs["main"]
+    repository.commit({"README.md": b"the model has moved"})
+    variables = hub_variables(hub, tmp_path)
+    assert answer(f"org/tiny@{commit}", variables, "--loader", "process") == expected
+    assert answer(f"hf://org/tiny@{commit}", variables, "--loader", "thread") == expected
+    assert "holds neither manifest.json nor safetensors" in failure("org/tiny", variables)
+
+
+def test_a_model_in_the_cache_is_mapped_without_the_hub(
+    hub: HubServer, expected: str, tmp_path: Path
+) -> None:
+    variables = hub_variables(hub, tmp_path)
+    run("hub.snapshot_download('org/tiny')", hub, tmp_path)
+    hub.calls.clear()
+    log: list[Any] = []
+    assert answer("org/tiny", variables, log=log) == expected
+    assert answer("org/tiny@main", variables | {"HF_HUB_OFFLINE": "1"}) == expected
+    assert not hub.calls
+    assert '"mapped": true' in json.dumps(log)
+
+
+def test_offline_a_model_that_is_not_in_the_cache_ends_the_start(hub: HubServer, tmp_path: Path) -> None:
+    message = failure("org/tiny", hub_variables(hub, tmp_path) | {"HF_HUB_OFFLINE": "1"})
+    assert "HF_HUB_OFFLINE is set" in message
+    assert "hf download org/tiny" in message
+    assert not hub.calls
+
+
+def test_a_gated_model_needs_a_token_of_a_reader(hub: HubServer, expected: str, tmp_path: Path) -> None:
+    hub.tokens, hub.repositories["org/tiny"].readers = {"hf_good"}, {"hf_good"}
+    message = failure("org/tiny", hub_variables(hub, tmp_path))
+    assert "org/tiny is gated" in message
+    assert f"{hub.url}/org/tiny" in message
+    assert answer("org/tiny", hub_variables(hub, tmp_path) | {"HF_TOKEN": "hf_good"}) == expected
+
+
+def test_neither_a_folder_nor_a_model_of_the_hub_says_both(hub: HubServer, tmp_path: Path) -> None:
+    message = failure("org/absent", hub_variables(hub, tmp_path))
+    assert "there is no model org/absent on the Hub" in message
+    assert "no folder org/absent here" in message
+
+
+def test_addresses_that_expire_during_a_load_are_renewed(
+    hub: HubServer, expected: str, tmp_path: Path
+) -> None:
+    def expire(call: Call) -> Reply | None:
+        if call.server == "content" and len(hub.calls_of("content")) % 3 == 0:
+            return 403, {}, b"Request has expired"
+        return None
+
+    hub.fault = expire
+    assert answer("org/tiny", hub_variables(hub, tmp_path)) == expected
+    assert len(hub.calls_of("hub", "model.safetensors")) > 1
+
+
+def test_a_gguf_file_is_chosen_by_its_quantisation(hub: HubServer, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny-F32.gguf", tiny_model("llama"))
+    write_gguf(tmp_path / "tiny-Q8_0.gguf", tiny_model("llama"), "Q8_0")
+    files = {path.name: path.read_bytes() for path in tmp_path.glob("*.gguf")}
+    hub.repository("org/gguf", files)
+    variables = hub_variables(hub, tmp_path / "home")
+    local = answer(tmp_path / "tiny-Q8_0.gguf", {}, name="tiny-Q8_0.gguf", prompt=[65, 66])
+    assert answer("org/gguf:Q8_0", variables, name="org/gguf", prompt=[65, 66]) == local
+    message = failure("org/gguf:Q4_K_M", variables)
+    assert "has no GGUF file of the quantisation Q4_K_M" in message
+    assert "It has F32, Q8_0." in message

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .errors import AccessDeniedError, ChangedError, FormatError, IntegrityError, NotFoundError, UsageError
+from .errors import AccessDeniedError, FormatError, IntegrityError, NotFoundError, UsageError
 from .format.limits import MANIFEST_NAME, MAX_MANIFEST_BYTES, MAX_SMALL_FILE_BYTES
 from .pin import PIN_MARK, split_pin
-from .sources.base import Source, SourceOptions
+from .sources.base import Source, SourceOptions, changed
 from .sources.open import model_address, open_source, scheme_of
 
 if TYPE_CHECKING:
@@ -264,8 +264,8 @@ def read_file(source: Source, manifest: Manifest, name: str, *, cache: PartCache
     What has a digest is taken from the `cache` if it is there, and offered to it if not.
 
     Raises `NotFoundError` when the manifest names no such file, `IntegrityError` when its bytes are
-    other ones, and `ChangedError` when a plain file has another size than when the folder was
-    opened.
+    other ones, and `ChangedError` when a plain file is of another version than when the folder was
+    opened, perhaps by another process.
     """
     file = find_file(manifest, name)
     if file is None:
@@ -273,14 +273,12 @@ def read_file(source: Source, manifest: Manifest, name: str, *, cache: PartCache
     kept = _read_cached(file, cache)
     if kept is not None:
         return kept
-    data, _ = source.read(file.path, max_bytes=MAX_SMALL_FILE_BYTES)
+    data, info = source.read(file.path, max_bytes=MAX_SMALL_FILE_BYTES)
     if file.digest is not None and not _is_content(data, file):  # perhaps only on the way
         data, _ = source.read(file.path, max_bytes=MAX_SMALL_FILE_BYTES)
     if file.digest is None:
-        if len(data) != file.size_bytes:
-            raise ChangedError(
-                f"{name} had {file.size_bytes} bytes and has {len(data)} now", source=source.url, name=name
-            )
+        if len(data) != file.size_bytes or file.version not in (None, info.version):
+            raise changed(source.url, name, f"version {file.version} was expected, {info.version} is there")
         return data
     check_content(data, file)
     if cache is not None:

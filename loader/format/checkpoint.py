@@ -187,7 +187,9 @@ def _manifest(checkpoint: Checkpoint, groups: tuple[Group, ...], tensors: tuple[
     return Manifest(
         generator="safetensors",
         blobs=tuple(Blob(shard.name, shard.size_bytes, shard.version) for shard in checkpoint.shards),
-        files=tuple(File(info.name, info.name, info.size_bytes, None) for info in checkpoint.files),
+        files=tuple(
+            File(info.name, info.name, info.size_bytes, None, info.version) for info in checkpoint.files
+        ),
         groups=groups,
         tensors=tensors,
         parts=tuple(parts),

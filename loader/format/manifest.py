@@ -143,13 +143,14 @@ class Blob(NamedTuple):
 
 class File(NamedTuple):
     """A small file kept next to the weights (config.json, tokenizer.json, …), stored as object
-    `path`.
+    `path`. `version` pins one without a digest (plain safetensors only).
     """
 
     name: str
     path: str
     size_bytes: int
     digest: bytes | None
+    version: str | None = None
 
 
 class _Manifest(NamedTuple):

@@ -214,12 +214,13 @@ def test_a_file_that_is_not_in_the_manifest_is_not_found_even_if_it_is_there(art
         read_file(store, open_artifact(store), "extra.json")
 
 
-def test_a_plain_file_that_changed_its_size_is_noticed() -> None:
+@pytest.mark.parametrize("changed", [b"{}", SMALL_FILES["config.json"].swapcase()])
+def test_a_plain_file_that_changed_is_noticed(changed: bytes) -> None:
     store = model_store(llama_contents())
     manifest = open_artifact(store)
     assert read_file(store, manifest, "config.json") == SMALL_FILES["config.json"]
-    store.put("config.json", b"{}")
-    with pytest.raises(ChangedError, match="had 23 bytes and has 2 now"):
+    store.put("config.json", changed)
+    with pytest.raises(ChangedError, match="version v1 was expected, v5 is there"):
         read_file(store, manifest, "config.json")
 
 

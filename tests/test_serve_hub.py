@@ -1,4 +1,6 @@
-"""`teneral serve org/name` as a process: from the Hub, from its cache, offline, and where the Hub refuses."""
+"""`teneral serve org/name` as a process: from the Hub, from its cache, offline, and where the Hub refuses; and the
+other commands that take a model.
+"""
 
 from __future__ import annotations
 
@@ -158,3 +160,25 @@ def test_a_gguf_file_is_chosen_by_its_quantisation(hub: HubServer, tmp_path: Pat
     message = failure("org/gguf:Q4_K_M", variables)
     assert "has no GGUF file of the quantisation Q4_K_M" in message
     assert "It has F32, Q8_0." in message
+
+
+def test_the_other_commands_take_names_of_the_hub(hub: HubServer, model: Path, tmp_path: Path) -> None:
+    def teneral(*arguments: str, status: int = 0) -> str:
+        result = subprocess.run(
+            [*TENERAL, *arguments],
+            env=os.environ | hub_variables(hub, tmp_path / "home"),
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S,
+            check=False,
+        )
+        assert result.returncode == status, result.stderr
+        return result.stdout + result.stderr
+
+    teneral("pack", "org/tiny", str(tmp_path / "packed"), "--quiet")
+    hub.repository("org/packed", tmp_path / "packed")
+    teneral("verify", "org/packed", "--quiet")
+    teneral("pack", str(model), str(tmp_path / "tuned"), "--base", "org/packed", "--quiet")
+    assert "llama" in teneral("inspect", str(tmp_path / "tuned"), "--base", "org/packed", "--json")
+    assert "org/tiny@" in teneral("inspect", "org/tiny")
+    assert "there is no model org/absent on the Hub" in teneral("inspect", "org/absent", status=3)

@@ -176,7 +176,8 @@ def _check_paths(rendering: Rendering, model: Model) -> None:
                 model,
                 key,
                 f"is {address}, relative to this file; an instance on {rendering.platform} has other files",
-                hint="Name an address in a store, or the absolute path that the image or a volume has.",
+                hint="Name an address in a store (hf://org/name for a model of the Hub), or the absolute path that the "
+                "image or a volume has.",
             )
         if key.removeprefix("serve.") not in FOLDERS:
             message = f"is {address}, on each instance's own disk: the image or a volume must have it"

@@ -78,7 +78,10 @@ _CONVERT_HINT = (
     "Only safetensors are read, which cannot run code. Convert the model once, with transformers: "
     "AutoModel.from_pretrained(DIR).save_pretrained(NEW_DIR, safe_serialization=True)."
 )
-_PACK_ONNX_HINT = "Pack it, and serve what that makes: teneral pack FOLDER/model.onnx ARTIFACT"
+_HINTS = {
+    ".onnx": "Pack it, and serve what that makes: teneral pack FOLDER/model.onnx ARTIFACT",
+    ".gguf": "Give the file's own address, or, on the Hub, its quantisation: org/name:Q4_K_M",
+}
 CONNECTIONS = 8
 
 
@@ -232,7 +235,7 @@ def _no_weights(source: Source, found: Mapping[str, ObjectInfo]) -> CheckpointEr
             return CheckpointError(
                 f"{source.url} holds {_OTHER_FORMATS[suffix]} ({name}) and no safetensors",
                 where=source.url,
-                hint=_PACK_ONNX_HINT if suffix == ".onnx" else _CONVERT_HINT,
+                hint=_HINTS.get(suffix, _CONVERT_HINT),
             )
     return CheckpointError(
         f"{source.url} holds neither manifest.json nor safetensors files",

@@ -27,7 +27,7 @@ from msgspec import Struct
 from ...loader.errors import TeneralError, UsageError
 from ...loader.pin import split_pin
 from ...loader.sources.base import Source, SourceOptions
-from ...loader.sources.open import open_source
+from ...loader.sources.open import model_address, open_source
 from ..errors import AdapterError, AdapterNotFoundError, AdapterUnavailableError
 from ..models.decoder_config import DecoderConfig
 from .load import as_adapter_error, open_adapter
@@ -314,7 +314,7 @@ class AdapterRegistry:
             is_registered = adapter.name in self._addresses
         if not is_registered and source is not None:
             return self._read(adapter, source, folder)
-        address, digest = split_pin(adapter.address)
+        address, digest = split_pin(model_address(adapter.address))
         own = open_source(address, self._options)
         try:
             with self._changed:

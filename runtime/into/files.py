@@ -22,7 +22,7 @@ from ...loader.format.safetensors import read_header
 from ...loader.load.load import WeightLoad
 from ...loader.pin import split_pin
 from ...loader.sources.base import Source, SourceOptions
-from ...loader.sources.open import open_source, scheme_of
+from ...loader.sources.open import model_address, open_source, scheme_of
 from .slots import tensor_over
 
 Address = str | os.PathLike[str]
@@ -44,7 +44,7 @@ def open_weights(
     Raises `UsageError` for an invalid address, `NotFoundError`, `FormatError` for damaged files,
     and the source's own errors.
     """
-    url, digest = split_pin(os.fspath(address))
+    url, digest = split_pin(model_address(os.fspath(address)))
     folder, file_name = _split_file(url)
     if file_name and digest is not None:
         raise UsageError(

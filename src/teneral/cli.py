@@ -105,7 +105,7 @@ def _discard_output() -> None:
 def _pack(options: argparse.Namespace) -> int:
     from .cli_quantize import calibrator, quantize_options
     from .loader.artifact import open_model
-    from .loader.sources.open import open_store
+    from .loader.sources.open import model_address, open_store
     from .loader.tools.pack.content import Base
     from .loader.tools.pack.pack import pack
     from .loader.tools.pack.plan import TierOptions
@@ -114,6 +114,7 @@ def _pack(options: argparse.Namespace) -> int:
     from .runtime.adapters.pack import is_adapter_folder
     from .runtime.onnx.pack import is_onnx_model, refuse_other_formats
 
+    options.model = model_address(options.model)
     refuse_other_formats(options.model)
     if is_onnx_model(options.model, source_options(options)):
         return _pack_onnx(options)
@@ -165,7 +166,7 @@ def _warn_if_refused(source: Source) -> None:
 
 def _pack_adapter(options: argparse.Namespace, source: Source, store: Store) -> int:
     from .loader.pin import split_pin
-    from .loader.sources.open import open_source
+    from .loader.sources.open import model_address, open_source
     from .loader.tools.progress_bar import ProgressBar
     from .runtime.adapters.pack import pack_adapter
 
@@ -177,7 +178,7 @@ def _pack_adapter(options: argparse.Namespace, source: Source, store: Store) -> 
             key="base",
             hint="Add --base with the artifact of its base.",
         )
-    address, pin = split_pin(options.base)
+    address, pin = split_pin(model_address(options.base))
     base = open_source(address, source_options(options)._replace(base=None))
     with ProgressBar("packing", quiet=options.quiet) as bar:
         result = pack_adapter(

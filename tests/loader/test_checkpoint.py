@@ -247,19 +247,19 @@ def test_a_folder_that_may_not_be_read_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "what"),
+    ("name", "what", "way"),
     [
-        ("pytorch_model.bin", "pickled weights"),
-        ("model.pt", "pickled weights"),
-        ("model.gguf", "a GGUF file"),
-        ("tf_model.h5", "TensorFlow weights"),
+        ("pytorch_model.bin", "pickled weights", "save_pretrained"),
+        ("model.pt", "pickled weights", "save_pretrained"),
+        ("model.gguf", "a GGUF file", "the file's own address"),
+        ("tf_model.h5", "TensorFlow weights", "save_pretrained"),
     ],
 )
-def test_weights_of_another_format_are_named_with_a_way_to_convert_them(name: str, what: str) -> None:
+def test_weights_of_another_format_are_named_with_a_way_to_them(name: str, what: str, way: str) -> None:
     with pytest.raises(CheckpointError, match=what) as caught:
         open_checkpoint(MemoryStore({"config.json": b"{}", name: b"?"}))
     assert name in caught.value.message
-    assert "save_pretrained" in caught.value.hint
+    assert way in caught.value.hint
 
 
 def test_pickles_are_noticed_where_nothing_can_be_listed() -> None:

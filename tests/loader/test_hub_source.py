@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 from tests.support.hub_server import Call, HubServer, Reply, use_hub
+from tests.support.tiny_models import save_tiny
 
+import teneral
 from teneral.loader.errors import (
     AccessDeniedError,
     ChangedError,
@@ -369,3 +371,15 @@ def test_a_gguf_file_is_chosen_by_its_quantisation() -> None:
         assert said in caught.value.hint
     with pytest.raises(SourceError, match="no GGUF file of the quantisation Q4"):
         choose_file([], "Q4", where="w")
+
+
+# ---- wherever a model's address is taken ----
+
+
+def test_weights_are_loaded_into_any_program_by_their_name(hub: HubServer, tmp_path: Path) -> None:
+    model = save_tiny("llama", tmp_path / "model")
+    hub.repository("org/llama", model)
+    loaded = teneral.load_file("org/llama")
+    expected = teneral.load_file(model)
+    assert loaded.keys() == expected.keys()
+    assert all(loaded[name].equal(expected[name]) for name in expected)

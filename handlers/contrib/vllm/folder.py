@@ -18,7 +18,7 @@ from ....loader.format.checkpoint_files import INDEX_SUFFIX, SUFFIX
 from ....loader.format.limits import MANIFEST_NAME
 from ....loader.format.tensor_digests import FILE_NAME as DIGESTS_NAME
 from ....loader.pin import PIN_MARK, split_pin
-from ....loader.sources.open import open_source, scheme_of
+from ....loader.sources.open import model_address, open_source, scheme_of
 
 CONFIG_NAME = "config.json"
 
@@ -44,7 +44,7 @@ def write_small_files(address: str, cache_root: str | os.PathLike[str]) -> Small
     `CheckpointError` without a config.json, `UsageError`, `NotFoundError`, `FormatError` and the
     source's errors.
     """
-    url, digest = split_pin(address)
+    url, digest = split_pin(model_address(address))
     source = open_source(url)
     try:
         manifest = open_artifact(source, digest=digest, without_base=True)

@@ -26,7 +26,7 @@ from ...format.manifest import FRAME_ELEMENTS, Manifest, Tensor
 from ...load.windows import SuccessiveLoad
 from ...pin import split_pin
 from ...sources.base import Source, SourceOptions
-from ...sources.open import open_source
+from ...sources.open import model_address, open_source
 from .plan import Job, PackPlan
 from .prune import Pruner
 from .quantize_plan import QuantizingReader
@@ -107,7 +107,7 @@ class Base:
     @staticmethod
     def at(address: str, options: SourceOptions) -> Base:
         """The base at an address, which may be pinned. Raises as a `Base` does, and as sources do."""
-        url, digest = split_pin(address)
+        url, digest = split_pin(model_address(address))
         return Base(open_source(url, options), digest=digest)
 
     def find(self, tensor: Tensor) -> Tensor | None:

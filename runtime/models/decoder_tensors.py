@@ -14,7 +14,7 @@ from ..tensors import DType, Tensor
 from ..weights import Weights
 from .decoder_config import DecoderConfig, Experts
 from .matrices import DecoderLayerWeights, DecoderWeights, ExpertWeights
-from .parameters import Parameters, check_computable
+from .parameters import Parameters, stored_dtype
 from .projections import take_embeddings, take_linear, take_stacked
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _WITHOUT_EFFECT = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
 
 
 def take_decoder(config: DecoderConfig, weights: Weights) -> tuple[DecoderWeights, DType]:
-    """All of the decoder's weights, and what those of them that are no integers are stored in. Raises `ModelError` when
+    """All of the decoder's weights, and what most of those that are no integers are stored in. Raises `ModelError` when
     a tensor is missing or does not fit `config`.
     """
     root = "" if "embed_tokens.weight" in weights else "model."
@@ -35,7 +35,7 @@ def take_decoder(config: DecoderConfig, weights: Weights) -> tuple[DecoderWeight
     made: list[Parameters] = []
 
     def parameters(prefix: str) -> Parameters:
-        made.append(Parameters(weights, prefix, stored, config.quantization))
+        made.append(Parameters(weights, prefix, config.quantization))
         return made[-1]
 
     entry = parameters(root)
@@ -185,13 +185,10 @@ def _sized(names: Sequence[str], sizes: Sequence[int]) -> list[tuple[str, int]]:
 
 
 def _stored_dtype(config: DecoderConfig, weights: Weights, embeddings: str) -> DType:
-    """That of the embeddings; where these are integers, what config.json says."""
-    tensor = weights.tensor(f"{embeddings}.weight")
+    """Where embeddings are integers, what config.json says; else what most weights are."""
     if f"{embeddings}.weight_scale" in weights:
         return DType.of_label(config.dtype or "bfloat16")  # a name that was checked
-    if tensor.dtype not in (DType.I8, DType.U8):  # of these a better complaint follows
-        check_computable(f"{embeddings}.weight", tensor)
-    return tensor.dtype
+    return stored_dtype(weights, f"{embeddings}.weight")
 
 
 def _head_name(config: DecoderConfig, weights: Weights, embeddings: str) -> str:

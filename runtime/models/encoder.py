@@ -20,7 +20,7 @@ from ..weights import Weights
 from .encoder_config import EncoderConfig
 from .executor import ComputeDtype, EncoderExecutor, TextBatch
 from .matrices import DenseMatrix, EncoderLayerWeights, EncoderWeights, LayerNormWeights, Projection
-from .parameters import Parameters, check_computable
+from .parameters import Parameters, stored_dtype
 from .pooling_config import DENSE_WEIGHTS, Dense
 from .projections import take_linear, take_stacked
 from .spec import EncoderSpec
@@ -148,16 +148,13 @@ def batches_by_length(lengths: Sequence[int]) -> list[list[int]]:
 def take_encoder(
     config: EncoderConfig, weights: Weights, dense: DenseTensors | None = None
 ) -> tuple[EncoderWeights, DType]:
-    """All of the encoder's weights, with a classifier's head where `config` has labels, and what they are stored in.
+    """All of the encoder's weights, with a classifier's head where `config` has labels, and what most are stored in.
     Raises `ModelError` when a tensor is missing or does not fit `config`.
     """
     names, hidden_size = config.names, config.hidden_size
     root = _root(config, weights)
-    word_name = f"{root}{names.words}.weight"
-    word_embeddings = weights.tensor(word_name)
-    check_computable(word_name, word_embeddings)
-    stored = word_embeddings.dtype
-    entry = Parameters(weights, root, stored)
+    stored = stored_dtype(weights, f"{root}{names.words}.weight")
+    entry = Parameters(weights, root)
     words = entry.take(f"{names.words}.weight", config.vocab_size, hidden_size)
     positions = types = relative = relative_norm = None
     if config.max_positions:
@@ -173,10 +170,10 @@ def take_encoder(
     norm = _take_layer_norm(entry, names.norm, hidden_size, bias=config.has_norm_bias)
     entry_gate = entry.row_gate(f"{names.words}.weight")
     layers = tuple(
-        _take_layer(config, Parameters(weights, root + names.layer.format(index), stored), index)
+        _take_layer(config, Parameters(weights, root + names.layer.format(index)), index)
         for index in range(config.num_layers)
     )
-    last = Parameters(weights, "", stored)
+    last = Parameters(weights, "")
     final_norm = head_dense = head_norm = scores = None
     if names.final_norm:
         final_norm = _take_layer_norm(last, root + names.final_norm, hidden_size, bias=config.has_norm_bias)
@@ -239,9 +236,7 @@ def take_dense(layer: Dense, weights: DenseTensors) -> DenseMatrix:
             f"modules.json has a Dense module in {layer.folder}, but there is no {layer.folder}/{DENSE_WEIGHTS}",
             hint="Save the model with sentence-transformers 2.3 or later, which writes safetensors.",
         )
-    stored = own.tensor("linear.weight").dtype
-    check_computable(f"{layer.folder}/linear.weight", own.tensor("linear.weight"))
-    parameters = Parameters(own, "", stored)
+    parameters = Parameters(own, "")
     weight = parameters.take("linear.weight", layer.num_out, layer.num_in)
     return DenseMatrix(weight, parameters.take("linear.bias", layer.num_out) if layer.has_bias else None)
 

@@ -7,6 +7,7 @@ dtypes are looked at here: content may still be missing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
@@ -27,32 +28,25 @@ class Parameters:
         self,
         weights: Weights,
         prefix: str,
-        dtype: DType,
         quantization: QuantizationConfig | None = None,
     ) -> None:
-        """`dtype` is what all matrices must be stored in that are not quantised; `quantization` is what config.json
-        says of those that are.
-        """
+        """`quantization` is what config.json says of quantised matrices."""
         self._weights = weights
         self._prefix = prefix
-        self._dtype = dtype
         self.quantization = quantization
         self._taken: list[str] = []
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """The tensor `prefix + name`, not copied. Raises `ModelError` unless it has this shape and dtype."""
+        """The tensor `prefix + name`, not copied: bf16, fp16 or fp32, which some checkpoints mix. Raises `ModelError`
+        unless it has this shape and one of these dtypes.
+        """
         tensor = self._take(name, shape)
         if tensor.dtype in (DType.I8, DType.U8):
             raise ModelError(
                 f"tensor {self._prefix}{name} is quantised, but there is no {self._prefix}{name}_scale",
                 hint="Pack the original model again, with --quantize.",
             )
-        if tensor.dtype is not self._dtype:
-            raise ModelError(
-                f"tensor {self._prefix}{name} is {tensor.dtype.label}, "
-                f"but the model is stored in {self._dtype.label}",
-                hint="Save it all in one of bf16, fp16 and fp32.",
-            )
+        check_computable(self._prefix + name, tensor)
         return tensor
 
     def take_as(self, name: str, shape: tuple[int, ...], *dtypes: DType) -> Tensor:
@@ -143,3 +137,17 @@ def check_computable(name: str, tensor: Tensor) -> None:
             f"tensor {name} is {tensor.dtype.label}, which models are not computed in",
             hint="Use its bf16, fp16 or fp32 weights, and `teneral pack --quantize` to have it smaller.",
         )
+
+
+def stored_dtype(weights: Weights, embeddings: str) -> DType:
+    """What most numbers of the weights that models are computed in are stored in. Raises `ModelError` where the
+    embeddings, by their full name, are none of these.
+    """
+    table = weights.tensor(embeddings)
+    if table.dtype not in (DType.I8, DType.U8):  # of these a better complaint follows
+        check_computable(embeddings, table)
+    sizes = dict.fromkeys(COMPUTE_DTYPES, 0)
+    for tensor in map(weights.tensor, weights.names()):
+        if tensor.dtype in sizes:
+            sizes[tensor.dtype] += math.prod(tensor.shape)
+    return max(sizes, key=lambda dtype: (sizes[dtype], dtype is table.dtype))

@@ -61,7 +61,7 @@ class CudaProducts:
             return self._by_integers(projection, x)
         if type(projection) is SideBySide:
             return torch.cat([self(part, x) for part in projection.parts], dim=-1)
-        if len(x) == 1 and self._takes_row(projection):
+        if len(x) == 1 and self._takes_row(projection, x):
             out = x.new_empty((1, len(projection.weight)))
             bias = projection.bias
             self._run(projection.weight, x, out if bias is None else bias, out, adds=bias is not None)
@@ -71,10 +71,10 @@ class CudaProducts:
 
     def add_(self, x: torch.Tensor, projection: Any, inner: torch.Tensor) -> torch.Tensor:
         """Compute x += projection(inner). A product that adds by itself saves one kernel."""
-        if len(x) == 1 and self._takes_row(projection) and projection.bias is None:
+        if len(x) == 1 and self._takes_row(projection, inner) and projection.bias is None:
             self._run(projection.weight, inner, x, x, adds=True)
             return x
-        if is_plain(projection):
+        if is_plain(projection) and projection.weight.dtype is x.dtype:
             return torch.addmm(x, inner, projection.weight.t(), out=x)
         return x.add_(self(projection, inner))
 
@@ -82,12 +82,16 @@ class CudaProducts:
         """Compute out (1, out) = row (1, in) times the matrix, by the kernel."""
         self._run(matrix, row, out, out, adds=False)
 
-    def _takes_row(self, projection: Any) -> bool:
+    def _takes_row(self, projection: Any, row: torch.Tensor) -> bool:
+        """True if the kernel computes this row's product: all in its dtype, which some checkpoints mix."""
         return (
             self.rows_by_kernel
             and type(projection) is Linear
             and is_aligned(projection.weight)
-            and (projection.bias is None or projection.bias.data_ptr() % ALIGNMENT_BYTES == 0)
+            and all(
+                each is None or (each.dtype is row.dtype and each.data_ptr() % ALIGNMENT_BYTES == 0)
+                for each in (projection.weight, projection.bias)
+            )
         )
 
     def _run(

@@ -350,8 +350,8 @@ SCRATCH_ELEMENTS = 1 << 20
 class Linear:
     """x @ weight.T + bias. `weight` is (out, in), `bias` (out,) or None.
 
-    Weights of another dtype than x are multiplied in fp32, a stretch of rows at a time, so that
-    none of them is rounded.
+    Weights of another dtype than x, or than the bias, are multiplied in fp32, a stretch of rows at a
+    time, so that none of them is rounded.
     """
 
     __slots__ = ("bias", "weight")
@@ -365,7 +365,7 @@ class Linear:
         return self.weight.shape[1]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype is self.weight.dtype:
+        if x.dtype is self.weight.dtype and (self.bias is None or x.dtype is self.bias.dtype):
             return F.linear(x, self.weight, self.bias)
         return self.in_float32(x).to(x.dtype)
 

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from tests.support.decoding import Stepper, prompt_of
 from tests.support.models import DictWeights, build_model, embed
-from tests.support.tiny_models import DECODERS, ENCODERS, FAMILIES, config_json, tensors_of, tiny_model
+from tests.support.tiny_models import (
+    DECODERS,
+    ENCODERS,
+    FAMILIES,
+    config_json,
+    tensors_of,
+    tiny_model,
+    with_tensors,
+)
 
+from teneral.runtime.backends.choose import BackendChoice
 from teneral.runtime.errors import ModelError
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.models.encoder import Encoder
+from teneral.runtime.tensors import DType
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -73,14 +86,60 @@ def test_integers_without_their_scales_are_refused_by_name():
         build_model(config_json(model), DictWeights(tensors))
 
 
-def test_a_matrix_of_another_dtype_than_the_embeddings_is_refused():
+def mixed(model: Any) -> dict[str, torch.Tensor]:
+    """Its tensors in bf16, fp32 and fp16 in turn."""
+    dtypes = (torch.bfloat16, torch.float32, torch.bfloat16, torch.float16)
+    return {
+        name: tensor.to(dtypes[number % len(dtypes)])
+        for number, (name, tensor) in enumerate(tensors_of(model).items())
+    }
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize(
+    ("family", "dtype", "tolerance"),
+    [
+        ("llama", "float32", 2e-4),
+        ("qwen2", "float32", 2e-4),
+        ("mixtral", "float32", 2e-4),  # in bf16 a row may choose other experts
+        ("llama", "bfloat16", 0.25),
+        ("qwen2", "bfloat16", 0.25),
+    ],
+)
+def test_a_checkpoint_of_several_dtypes_is_computed_with_each_as_stored(
+    family: str, dtype: str, tolerance: float, backend: str
+) -> None:
+    model = tiny_model(family)
+    tensors = mixed(model)
+    oracle = with_tensors(model, tensors)
+    with torch.no_grad():
+        expected = oracle(torch.tensor([prompt_of(20)])).logits[0]
+    backends = BackendChoice(backend, compute_dtype=dtype).model_backends()
+    ours = build_model(config_json(model), DictWeights(tensors), backends=backends)
+    logits = Stepper(ours).step({"a": prompt_of(20)})["a"]
+    torch.testing.assert_close(logits, expected, atol=tolerance, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_an_encoder_of_several_dtypes_is_computed_with_each_as_stored(backend: str) -> None:
+    model = tiny_model("bert")
+    tensors = mixed(model)
+    oracle = with_tensors(model, tensors)
+    with torch.no_grad():
+        expected = oracle(torch.tensor([prompt_of(20)])).last_hidden_state[0].mean(0)
+    backends = BackendChoice(backend, compute_dtype="float32").model_backends()
+    ours = build_model(config_json(model), DictWeights(tensors), backends=backends)
+    expected /= expected.norm()
+    np.testing.assert_allclose(ours.embed([prompt_of(20)])[0], expected.numpy(), atol=1e-5)
+
+
+def test_most_weights_decide_the_dtype_of_the_rest() -> None:
     model = tiny_model("llama")
     tensors = tensors_of(model)
-    name = "model.layers.1.mlp.up_proj.weight"
-
-    with pytest.raises(ModelError, match="bfloat16, but the model is stored in float32") as caught:
-        build_model(config_json(model), DictWeights({**tensors, name: tensors[name].bfloat16()}))
-    assert name in caught.value.message
+    first = "model.embed_tokens.weight"
+    halved = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    assert build_model(config_json(model), DictWeights({**halved, first: tensors[first]})).dtype is DType.BF16
+    assert build_model(config_json(model), DictWeights({**tensors, first: halved[first]})).dtype is DType.F32
 
 
 def test_a_head_of_its_own_is_used_also_where_the_config_says_tied():

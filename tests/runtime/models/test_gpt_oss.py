@@ -272,7 +272,7 @@ def one_matrix(weight: tuple[int, int], scale: tuple[int, int]) -> Parameters:
         "x.weight": torch.zeros(weight, dtype=torch.uint8),
         "x.weight_scale": torch.zeros(scale, dtype=torch.uint8),
     }
-    return Parameters(DictWeights(tensors), "", DType.BF16)
+    return Parameters(DictWeights(tensors), "")
 
 
 def test_any_matrix_may_be_in_mxfp4():

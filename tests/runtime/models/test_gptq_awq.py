@@ -44,7 +44,7 @@ def take_linear(*arguments: Any, bias: bool) -> Any:
 
 def parameters_of(tensors: dict[str, torch.Tensor], note: dict[str, Any]) -> Parameters:
     config = QuantizationConfig.from_fields(Fields({"quantization_config": note}))
-    return Parameters(DictWeights(tensors), "", DType.F32, config)
+    return Parameters(DictWeights(tensors), "", config)
 
 
 @given(
@@ -193,7 +193,7 @@ def test_columns_in_groups_that_are_none_are_refused(order):
 def test_integers_of_gptq_without_a_word_in_the_config_are_refused():
     with pytest.raises(ModelError, match=r"config\.json does not say"):
         take_linear(
-            Parameters(DictWeights(Matrix(16, 64, GPTQ).tensors("x")), "", DType.F32),
+            Parameters(DictWeights(Matrix(16, 64, GPTQ).tensors("x")), ""),
             "x",
             64,
             16,
@@ -370,7 +370,7 @@ def test_what_was_converted_from_a_draft_is_not_kept():
     tensors["x.scales"].mul_(1.1)
     weights = Arriving(tensors)
     config = QuantizationConfig.from_fields(Fields({"quantization_config": AWQ}))
-    projection = take_linear(Parameters(weights, "", DType.F32, config), "x", 64, 16, bias=False)
+    projection = take_linear(Parameters(weights, "", config), "x", 64, 16, bias=False)
     x = torch.randn(2, 64)
 
     drafted = projection(x)

@@ -34,7 +34,7 @@ def shapes(*, bias: bool) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def stacked(tensors: dict[str, torch.Tensor], *, bias: bool) -> Linear | SideBySide:
-    parameters = Parameters(DictWeights(tensors), "", DType.F32)
+    parameters = Parameters(DictWeights(tensors), "")
     projection = product(take_stacked(parameters, SIZES, NUM_IN, bias=bias))
     assert isinstance(projection, Linear | SideBySide)
     return projection

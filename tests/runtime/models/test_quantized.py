@@ -137,7 +137,7 @@ def parameters_of(tensors: dict[str, torch.Tensor], **quantization: Any) -> Para
 
     note = {"quant_method": "teneral", "bits": 4, "group_size": 64, **quantization}
     config = QuantizationConfig.from_fields(Fields({"quantization_config": note}))
-    return Parameters(DictWeights(tensors), "", DType.F32, config)
+    return Parameters(DictWeights(tensors), "", config)
 
 
 def named(name: str, weight: Any, scale: Any, zero: Any = None) -> dict[str, torch.Tensor]:

@@ -41,7 +41,7 @@ class Table(NamedTuple):
 
 
 class Deployment(NamedTuple):
-    """What a platform's script deploys. `settings` are defaults of its variables."""
+    """Deployment by the script of a platform. `settings` are defaults of its variables."""
 
     tables: Mapping[str, Table]
     settings: Mapping[str, str]

@@ -103,7 +103,7 @@ class PeftConfig(Struct, frozen=True):
         targets, layers = fields.get("target_modules"), _layers(fields.get("layers_to_transform"))
         if layers is not None and isinstance(targets, str) and targets != ALL_LINEAR:
             raise AdapterError(
-                f"{CONFIG_NAME}: layers_to_transform stands beside a regular expression in target_modules",
+                f"{CONFIG_NAME}: layers_to_transform and a regular expression in target_modules exclude each other",
                 hint="List the names of the modules, or name the layers in the expression.",
             )
         budget = StepBudget()

@@ -185,7 +185,7 @@ def _sized(names: Sequence[str], sizes: Sequence[int]) -> list[tuple[str, int]]:
 
 
 def _stored_dtype(config: DecoderConfig, weights: Weights, embeddings: str) -> DType:
-    """Where embeddings are integers, what config.json says; else what most weights are."""
+    """The dtype of config.json for integer embeddings; else that of most weights."""
     if f"{embeddings}.weight_scale" in weights:
         return DType.of_label(config.dtype or "bfloat16")  # a name that was checked
     return stored_dtype(weights, f"{embeddings}.weight")

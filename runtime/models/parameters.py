@@ -140,7 +140,7 @@ def check_computable(name: str, tensor: Tensor) -> None:
 
 
 def stored_dtype(weights: Weights, embeddings: str) -> DType:
-    """What most numbers of the weights that models are computed in are stored in. Raises `ModelError` where the
+    """The dtype of most numbers of the weights, of those that models are computed in. Raises `ModelError` where the
     embeddings, by their full name, are none of these.
     """
     table = weights.tensor(embeddings)

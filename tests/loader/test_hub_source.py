@@ -325,7 +325,7 @@ def test_an_endpoint_may_be_a_folder_of_a_mirror(hub: HubServer, monkeypatch: py
     hub.fault = lambda call: (
         None
         if call.server == "content" or not call.path.startswith("/mirror/")
-        else hub._hub_answer(call._replace(path=call.path.removeprefix("/mirror")))
+        else hub.hub_answer(call._replace(path=call.path.removeprefix("/mirror")))
     )
     assert read(opened("hf://org/tiny"), "model.safetensors") == WEIGHTS[:1000]
 
@@ -361,14 +361,14 @@ def test_a_gguf_file_is_chosen_by_its_quantisation() -> None:
     assert choose_file(GGUF, "Q4_K_M", where="w") == "tiny-q4_k_m.gguf"
     assert choose_file(GGUF, "q8_0", where="w") == "tiny-Q8_0.gguf"
     assert choose_file(GGUF, "F16", where="w") == "tiny.F16.gguf"
-    for wanted, said in (
+    for wanted, hint in (
         ("Q4_K", "It has F16, Q4_K_M, Q5_0, Q6_K, Q8_0."),
         ("Q6_K", "llama-gguf-split --merge"),
         ("Q5_0", "a/x-Q5_0.gguf, b/x-Q5_0.gguf"),
     ):
         with pytest.raises(NotFoundError) as caught:
             choose_file(GGUF, wanted, where="w")
-        assert said in caught.value.hint
+        assert hint in caught.value.hint
     with pytest.raises(SourceError, match="no GGUF file of the quantisation Q4"):
         choose_file([], "Q4", where="w")
 

@@ -116,9 +116,9 @@ class HubServer:
         if fault is not None and (reply := fault(call)) is not None:
             return reply
         with self._lock:
-            return self._hub_answer(call) if call.server == "hub" else self._content_answer(call)
+            return self.hub_answer(call) if call.server == "hub" else self._content_answer(call)
 
-    def _hub_answer(self, call: Call) -> Reply:
+    def hub_answer(self, call: Call) -> Reply:
         found = re.fullmatch(
             r"/api/models/([^/]+/[^/]+)/(revision|tree)/([^/]+)"
             r"|/([^/]+/[^/]+)/(resolve)/(refs%2F[^/]+|[^/]+)/(.+)",

@@ -72,8 +72,8 @@ def explain(
     """The error for an answer of the Hub's own, by its status and the code that it has for people."""
     status, repo = head.status, address.repo
     code = head.headers.get("x-error-code", "")
-    said = shown_text(head.headers.get("x-error-message", ""))
-    detail = " ".join(text for text in (str(status), code, said) if text)
+    message = shown_text(head.headers.get("x-error-message", ""))
+    detail = " ".join(text for text in (str(status), code, message) if text)
     page = f"{endpoint}/{repo}"
     if code == "GatedRepo" or (status == 403 and not code):
         return AccessDeniedError(
@@ -82,7 +82,7 @@ def explain(
             name=name,
             hint=f"Accept them at {page}, and {_LOGIN}.",
         )
-    if status in (401, 403) and has_token and "credentials" in said.lower():
+    if status in (401, 403) and has_token and "credentials" in message.lower():
         return AccessDeniedError(
             f"the Hub does not accept the token ({detail})",
             source=source,

@@ -17,7 +17,7 @@ _TAG = re.compile(
     re.IGNORECASE,
 )
 _PIECE = re.compile(r"-[0-9]{5}-of-[0-9]{5}$")
-# Beside the model: its vision encoder, and statistics for quantising it.
+# Files of a model's repository that are no model: its vision encoder, and statistics for quantising it.
 _OTHERS = ("mmproj", "imatrix")
 
 

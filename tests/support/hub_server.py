@@ -272,12 +272,15 @@ def _problem(status: int, code: str, message: str, headers: dict[str, str] | Non
 
 def hub_variables(server: HubServer, home: Path) -> dict[str, str]:
     """The environment of a process whose Hub this is, with a cache of its own."""
-    return {"HF_ENDPOINT": server.url, "HF_HOME": str(home)}
+    return {"HF_ENDPOINT": server.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
 
 
 def use_hub(patch: pytest.MonkeyPatch, server: HubServer, home: Path) -> None:
     """Have this process find the server, and nothing else of what the machine's user has set up."""
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_HUB_CACHE", "HF_HUB_OFFLINE"):
+    from huggingface_hub import constants  # which reads the environment as it is imported
+
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_HUB_CACHE"):
         patch.delenv(name, raising=False)
+    patch.setattr(constants, "HF_HUB_OFFLINE", False)
     for name, value in hub_variables(server, home).items():
         patch.setenv(name, value)

@@ -204,6 +204,9 @@ class ServeConfig:
     verify_exact: bool = setting(
         False, boolean, "when all weights are there, compare each tensor with the digest of its original"
     )
+    verify_files: bool = setting(
+        True, boolean, "compare the Hub's safetensors with the SHA-256 that it states, while they are served"
+    )
     group("chats")
     chat_template: str | None = setting(
         None, text, "file with a chat template in place of the model's own", metavar="FILE"

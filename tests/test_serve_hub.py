@@ -4,6 +4,7 @@ other commands that take a model.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -147,6 +148,20 @@ def test_addresses_that_expire_during_a_load_are_renewed(
     hub.fault = expire
     assert answer("org/tiny", hub_variables(hub, tmp_path)) == expected
     assert len(hub.calls_of("hub", "model.safetensors")) > 1
+
+
+@pytest.mark.parametrize("loader", ["thread", "process"])
+def test_weights_with_another_digest_than_the_hubs_end_the_server(
+    hub: HubServer, model: Path, expected: str, tmp_path: Path, loader: str
+) -> None:
+    content = (model / "model.safetensors").read_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    hub.contents[digest] = content[:-1] + bytes([content[-1] ^ 1])
+    message = failure("org/tiny", hub_variables(hub, tmp_path), "--loader", loader)
+    assert "model.safetensors in hf://org/tiny@" in message
+    assert f"its store states {digest}" in message
+    variables = hub_variables(hub, tmp_path)
+    assert answer("org/tiny", variables, "--loader", loader, "--no-verify-files") != ""
 
 
 def test_a_gguf_file_is_chosen_by_its_quantisation(hub: HubServer, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from itertools import zip_longest
 from typing import NamedTuple
 
 from ..errors import CheckpointError, TeneralError
@@ -29,6 +30,7 @@ from .manifest import (
     Part,
     Plane,
     Segment,
+    StatedDigest,
     Tensor,
     Tier,
 )
@@ -60,6 +62,7 @@ class Checkpoint(NamedTuple):
     # Groups and their tensors in forward order, where something knows better than the tensors' names.
     groups: tuple[tuple[str, tuple[str, ...]], ...] | None = None
     left_out: tuple[str, ...] = ()  # names of files that look like settings, but are not known
+    stated: tuple[StatedDigest | None, ...] = ()  # of each shard, where the store states any
 
     @property
     def weight_bytes(self) -> int:
@@ -86,8 +89,20 @@ def open_checkpoint(source: Source) -> Checkpoint:
     for header in reversed(headers):
         metadata.update(header.metadata)
     return Checkpoint(
-        source.url, shards.infos, tensors, small_files(found), metadata, left_out=left_out(found)
+        source.url,
+        shards.infos,
+        tensors,
+        small_files(found),
+        metadata,
+        left_out=left_out(found),
+        stated=tuple(map(_stated, shards.infos, headers)),
     )
+
+
+def _stated(info: ObjectInfo, header: SafetensorsFile) -> StatedDigest | None:
+    if info.sha256 is None or header.head_sha256 is None:
+        return None
+    return StatedDigest(info.sha256, header.data_start, header.head_sha256)
 
 
 class _Guess:
@@ -186,7 +201,10 @@ def _manifest(checkpoint: Checkpoint, groups: tuple[Group, ...], tensors: tuple[
                 parts.append(_stored_part(len(parts), stretches, places))
     return Manifest(
         generator="safetensors",
-        blobs=tuple(Blob(shard.name, shard.size_bytes, shard.version) for shard in checkpoint.shards),
+        blobs=tuple(
+            Blob(shard.name, shard.size_bytes, shard.version, stated)
+            for shard, stated in zip_longest(checkpoint.shards, checkpoint.stated)
+        ),
         files=tuple(
             File(info.name, info.name, info.size_bytes, None, info.version) for info in checkpoint.files
         ),

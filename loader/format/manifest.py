@@ -39,6 +39,11 @@ DTYPE_BITS: dict[str, int] = {
     "U64": 64, "I64": 64, "F64": 64, "C64": 64,
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
+# Arrays that numpy has a dtype for. bfloat16 shows as its bit patterns; everything else as bytes.
+NUMPY_DTYPES: dict[str, str] = {
+    "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8",
+    "I64": "<i8", "F16": "<f2", "F32": "<f4", "F64": "<f8", "C64": "<c8", "BF16": "<u2",
+}  # fmt: skip
 
 
 class Codec(enum.StrEnum):
@@ -130,15 +135,27 @@ class Group(NamedTuple):
     slab_bytes: int
 
 
+class StatedDigest(NamedTuple):
+    """The SHA-256 that a store states of a whole safetensors file, and that of its first `head_bytes`,
+    which are in front of its tensors, as they were read.
+    """
+
+    sha256: bytes
+    head_bytes: int
+    head_sha256: bytes
+
+
 class Blob(NamedTuple):
     """A stored object that holds parts back to back.
 
-    `version` pins it where the source knows one (plain safetensors only).
+    `version` pins it where the source knows one, and `stated` is its digest where its store states one
+    (plain safetensors only).
     """
 
     name: str
     size_bytes: int
     version: str | None = None
+    stated: StatedDigest | None = None
 
 
 class File(NamedTuple):
@@ -183,6 +200,11 @@ class Manifest(_Manifest):
         table = {tensor.name: tensor for tensor in self.tensors}
         table.update({alias: table[target] for alias, target in self.aliases.items()})
         return table
+
+    @cached_property
+    def stated_blobs(self) -> tuple[int, ...]:
+        """The numbers of the plain files whose digests their store states."""
+        return tuple(number for number, blob in enumerate(self.blobs) if blob.stated is not None)
 
     @cached_property
     def weight_bytes(self) -> int:

@@ -65,13 +65,16 @@ class TensorEntry(NamedTuple):
 
 
 class SafetensorsFile(NamedTuple):
-    """A checked header. `entries` stand in the order of their bytes, which begin at `data_start`."""
+    """A checked header. `entries` stand in the order of their bytes, which begin at `data_start`.
+    `head_sha256` is the digest of the bytes before, of a file whose store states its own.
+    """
 
     where: str
     metadata: dict[str, str]
     entries: dict[str, TensorEntry]
     data_start: int
     size_bytes: int
+    head_sha256: bytes | None = None
 
 
 def read_header(source: Source, info: ObjectInfo, *, start: bytes = b"") -> SafetensorsFile:
@@ -93,14 +96,17 @@ def read_header(source: Source, info: ObjectInfo, *, start: bytes = b"") -> Safe
         source.read_into(info.name, 0, memoryview(first), version=info.version)
         start = bytes(first)
     end = PREFIX_BYTES + header_size(start[:PREFIX_BYTES], info.size_bytes, where=where)
-    if end <= len(start):
-        return parse_header(start[PREFIX_BYTES:end], info.size_bytes, where=where)
-    header = bytearray(end - PREFIX_BYTES)
-    already = len(start) - PREFIX_BYTES
-    header[:already] = start[PREFIX_BYTES:]
-    with memoryview(header) as view:
-        source.read_into(info.name, len(start), view[already:], version=info.version)
-    return parse_header(bytes(header), info.size_bytes, where=where)
+    head = bytearray(start[:end])
+    if end > len(start):
+        head += bytes(end - len(start))
+        with memoryview(head) as view:
+            source.read_into(info.name, len(start), view[len(start) :], version=info.version)
+    file = parse_header(bytes(head[PREFIX_BYTES:]), info.size_bytes, where=where)
+    if info.sha256 is None:
+        return file
+    import hashlib  # few stores state digests
+
+    return file._replace(head_sha256=hashlib.sha256(head).digest())
 
 
 def header_size(prefix: bytes, file_size_bytes: int, *, where: str) -> int:

@@ -51,6 +51,8 @@ class LoadProgress(NamedTuple):
     num_groups: int
     order: Order = Order.EXACT  # AUTO while nothing is decided
     rate_bytes_per_s: float = 0.0  # of all that came from the store; 0: unknown
+    # Files that are still to be compared with the digests that their store states.
+    unchecked_files: int = 0
 
     @property
     def left_s(self) -> float:
@@ -127,6 +129,11 @@ class Meter:
             self.parts_decoded += 1
             self.unverified_bytes += 0 if verified else size_bytes
             self.direct_bytes += size_bytes if direct else 0
+
+    def checked(self, size_bytes: int) -> None:
+        """Count the bytes of a settled file as verified: its digest is the one that its store states."""
+        with self._lock:
+            self.unverified_bytes -= size_bytes
 
     def phase(self, phase: Phase) -> PhaseStatistics:
         return self._phases[phase]

@@ -71,6 +71,11 @@ class Load(Protocol):
         Returns at once when they are there already. Raises as `wait` does.
         """
 
+    def wait_checks(self, timeout_s: float | None = None) -> None:
+        """Return when every plain file whose digest the store states was compared with it, at once where
+        there is none. Gates open before. Raises as `wait` does, and `IntegrityError`.
+        """
+
     def want_parts(self, numbers: Collection[int]) -> None:
         """Have these parts fetched before all others. Returns at once."""
 

@@ -164,6 +164,8 @@ def _load(
         tell()
     _report(load, reporter)
     load.join()
+    if load.failure is not None:
+        raise load.failure
     reporter.send(statistics=load.statistics(), progress=load.progress())
     if options.cache_dir is not None:
         load.join_cache(CACHE_WAIT_S)

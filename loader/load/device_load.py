@@ -165,6 +165,9 @@ class DeviceLoad:
             self.want_parts(numbers)
             readiness.wait_parts(numbers, timeout_s)
 
+    def wait_checks(self, timeout_s: float | None = None) -> None:
+        """Values go to the device one by one, so that there is no whole file to be compared."""
+
     def want_parts(self, numbers: Collection[int]) -> None:
         self._fed().want_parts(numbers)
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from ..cache.part_cache import PartCache
     from .targets.host import HostTarget
 
+MAX_SPANS = 4_000  # an instance may fetch them for days
+
 
 class Residency:
     """The pages that have memory, those used longest ago first. Decides, and does nothing. Not thread-safe."""

@@ -32,15 +32,18 @@ class Readiness:
         *,
         absent: Collection[int] = frozenset(),
         is_full: bool = False,
+        num_checks: int = 0,
     ) -> None:
         """`parts` are the group and tier of every part, by its number. All are going to be settled but
         the `absent` ones, whose groups' gates never open. If it `is_full`, all are settled already.
+        Gates do not wait for the `num_checks` of whole files, but the end of the load does.
         """
         self._parts = parts
         self._unsettled = [[0] * len(Tier) for _ in range(num_groups)]  # by group and tier
         for group, tier in parts:
             self._unsettled[group][tier] += 1
-        self._num_unsettled = len(parts) - len(absent)
+        self._num_unsettled = len(parts) - len(absent) + num_checks
+        self.num_checks = num_checks  # that are not settled
         self._open = [[False] * num_groups for _ in Tier]
         self._is_there = [False] * len(parts)
         self._watched: set[int] = set()  # parts that are waited for by their numbers
@@ -86,6 +89,20 @@ class Readiness:
             self._unsettled[group][tier] -= 1
             self._num_unsettled -= 1
             return self._completed(group, tier), self._num_unsettled == 0 and self._error is None
+
+    def settle_check(self) -> bool:
+        """Count a whole file as compared. Returns whether this completes the load."""
+        with self._changed:
+            self.num_checks -= 1
+            self._num_unsettled -= 1
+            self._announce()
+            return self._num_unsettled == 0 and self._error is None
+
+    def wait_checks(self, timeout_s: float | None) -> None:
+        """Return when all whole files were compared. Raises as `wait` does."""
+        self._wait_until(
+            lambda: self.num_checks == 0, timeout_s, "files were not compared with their digests"
+        )
 
     def open(self, gates: Sequence[Gate] = (), parts: Collection[int] = ()) -> None:
         """Let those pass who wait at the gates, or for the parts, which are settled."""

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ..errors import LoadCancelledError, LoadError, TeneralError
-from ..format.manifest import Manifest, Tier
+from ..format.manifest import NUMPY_DTYPES, Manifest, Tier
 from ..memory.arena import as_array
 from ..memory.staging import Staging
 from ..process.cpu import available_cores
@@ -50,14 +50,7 @@ if TYPE_CHECKING:
 
 # With more, a load onto a device leaves two of them to its server, which imports torch and places meanwhile.
 MIN_CORES_TO_SPARE = 4
-MAX_EXPERT_SPANS = 4_000  # an instance may fetch them for days
 COLLAPSE_DELAY_S = 2.0  # after the end: the first answers need the cores
-
-# Arrays that numpy has a dtype for. bfloat16 shows as its bit patterns; everything else as bytes.
-NUMPY_DTYPES: dict[str, str] = {
-    "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8",
-    "I64": "<i8", "F16": "<f2", "F32": "<f4", "F64": "<f8", "C64": "<c8", "BF16": "<u2",
-}  # fmt: skip
 
 
 class WeightLoad:
@@ -108,18 +101,18 @@ class WeightLoad:
             Plan(())
             if target.is_full
             else plan_load(
-                manifest,
-                options.order,
-                on_demand=options.on_demand,
-                direct=target.is_direct,
-                without=absent,
+                manifest, options.order, on_demand=options.on_demand, direct=target.is_direct, without=absent
             )
         )
         self._stored_bytes = plan.stored_bytes
         self._meter = Meter()
         # Where the base drafts, no tier but the exact one is usable: its gates open for all of them.
         tiers = [(part.group, part.tier if base is None else Tier.REFINE) for part in manifest.parts]
-        self._readiness = Readiness(len(manifest.groups), tiers, absent=absent, is_full=target.is_full)
+        may_check = options.verify_files and target.has_places and not absent
+        num_checks = len(manifest.stated_blobs) if may_check else 0
+        self._readiness = Readiness(
+            len(manifest.groups), tiers, absent=absent, is_full=target.is_full, num_checks=num_checks
+        )
         limits = check_room(target, plan, options, num_decoders=self._num_decoders, source_url=source.url)
         self._staging_bytes = limits.buffer_bytes
         self.reserved_bytes = target.reserved_bytes
@@ -176,6 +169,9 @@ class WeightLoad:
             if asks:
                 self.want_parts(numbers)
             self._readiness.wait_parts(numbers, timeout_s)
+
+    def wait_checks(self, timeout_s: float | None = None) -> None:
+        self._readiness.wait_checks(timeout_s)
 
     def want_parts(self, numbers: Collection[int]) -> None:
         """`wait_for_change` tells when one of them is there."""
@@ -252,6 +248,7 @@ class WeightLoad:
             num_groups=len(self.manifest.groups) - len(self.paged_groups),
             order=self.order,
             rate_bytes_per_s=self._work.rate_bytes_per_s,
+            unchecked_files=self._readiness.num_checks,
         )
 
     def statistics(self) -> LoadStatistics:
@@ -329,11 +326,11 @@ class WeightLoad:
         return self._options.decode_threads or cores
 
     def _make_experts(self, paging: Paging) -> Pager:
-        from .experts import Pager  # few servers have less memory than their model takes
+        from .experts import MAX_SPANS, Pager  # few servers have less memory than their model takes
 
         assert isinstance(self._target, HostTarget)
         cache = open_cache(self._options, self.manifest)
-        parts = self._make_parts(cache, max_spans=MAX_EXPERT_SPANS)
+        parts = self._make_parts(cache, max_spans=MAX_SPANS)
         return Pager(
             parts, paging, self._target, want_parts=self.want_parts, wait_parts=self.wait_parts, cache=cache
         )
@@ -373,22 +370,24 @@ class WeightLoad:
             decoder = PartDecoder(parts, self._work, self._target, settle=self._settle)
             num_ranges = max(len(self._plan.steps), -(-self._stored_bytes // MIN_RANGE_BYTES))
             self._num_fetchers = min(self._work.connections, num_ranges)
-            threads += [
-                self._make_thread(f"teneral-fetch-{number}", self._fetch)
-                for number in range(self._num_fetchers)
-            ]
+            threads += self._make_several("fetch", [self._fetch] * self._num_fetchers)
             num_staged = sum(step.slab_offset_bytes is None for step in self._plan.steps)
-            threads += [
-                self._make_thread(
-                    f"teneral-decode-{number}",
-                    pacing.paced(decoder.run, is_spare=number < num_spare),
+            num_decoders = min(self._num_decoders, num_staged)
+            paced = [pacing.paced(decoder.run, is_spare=each < num_spare) for each in range(num_decoders)]
+            threads += self._make_several("decode", paced)
+            if self._readiness.num_checks:
+                from .file_checks import FileChecks  # few stores state digests
+
+                checks = FileChecks(
+                    self, parts, self._target, self._settle_check, self._meter, self._timeline
                 )
-                for number in range(min(self._num_decoders, num_staged))
-            ]
-        threads.append(
-            self._make_thread("teneral-prefault", pacing.paced(self._prefault, is_spare=num_spare > 0))
-        )
+                threads += self._make_several("check", [checks.run] * checks.num_threads)
+        prefault = pacing.paced(lambda: self._target.prefault(self._is_over), is_spare=num_spare > 0)
+        threads.append(self._make_thread("teneral-prefault", prefault))
         return threads
+
+    def _make_several(self, name: str, bodies: Iterable[Callable[[], None]]) -> list[threading.Thread]:
+        return [self._make_thread(f"teneral-{name}-{each}", body) for each, body in enumerate(bodies)]
 
     def _make_thread(self, name: str, body: Callable[[], None]) -> threading.Thread:
         # Daemons: a process that wants to exit must not wait for a model that nothing needs.
@@ -408,9 +407,6 @@ class WeightLoad:
     def _is_over(self) -> bool:
         """True if its threads have nothing to do any more. A full target's enters pages after the end."""
         return self._closed.is_set() if self._target.is_full else self._ended_at_s is not None
-
-    def _prefault(self) -> None:
-        self._target.prefault(self._is_over)
 
     def _between_reads(self) -> None:
         self._add_fetchers()
@@ -448,6 +444,10 @@ class WeightLoad:
         if all_settled:
             self._end()
         self._readiness.open(gates, (part.index,))
+
+    def _settle_check(self) -> None:
+        if self._readiness.settle_check():
+            self._end()
 
     def _mark_ready(self, gates: Iterable[Gate]) -> None:
         if self._target.marks_gates:

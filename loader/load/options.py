@@ -39,6 +39,7 @@ class _Values(NamedTuple):
     available_bytes: int | None = None  # memory that may be taken; default: what the system says
     cache_dir: str | None = None  # where this node keeps parts for the next load; default: nowhere
     cache_bytes: int = 20 * 1024 * MIB  # most that is kept there
+    verify_files: bool = True  # plain files are compared with the digests that their store states
 
 
 class LoadOptions(_Values):

@@ -86,7 +86,7 @@ class ProcessLoad:
         self._progress_at_s = 0.0
         self._error: TeneralError | None = None
         self._progress: LoadProgress | None = None
-        self._order = launched.task.load_options.order  # until the child tells
+        self._options = launched.task.load_options
         self._statistics: LoadStatistics | None = None
         self._maps_ahead = False
         self._wanted: set[int] = set()  # parts that the child was asked for
@@ -126,6 +126,11 @@ class ProcessLoad:
             self.want_parts(numbers)
             self._readiness.wait_parts(numbers, timeout_s)
 
+    def wait_checks(self, timeout_s: float | None = None) -> None:
+        _ = self.manifest
+        assert self._readiness is not None
+        self._readiness.wait_checks(timeout_s)
+
     def want_parts(self, numbers: Collection[int]) -> None:
         with self._lock:
             new = [number for number in numbers if number not in self._wanted]
@@ -148,7 +153,7 @@ class ProcessLoad:
 
     def progress(self) -> LoadProgress:
         """The child's last report: at every gate, and a few times a second between them."""
-        return self._progress or LoadProgress(LoadState.IDLE, 0, 0, 0, 0, 0, 0, 0, order=self._order)
+        return self._progress or LoadProgress(LoadState.IDLE, 0, 0, 0, 0, 0, 0, 0, order=self._options.order)
 
     def reading(self, group: int) -> AbstractContextManager[None]:
         assert self._refine_locks is not None, "nothing can be used before the manifest is there"
@@ -243,6 +248,8 @@ class ProcessLoad:
             # All is there, also parts that were requested too late to be reported.
             if self._readiness is not None:
                 self._readiness.open(parts=range(len(self.manifest.parts)))
+                while self._readiness.num_checks:
+                    self._readiness.settle_check()
         if report.error is not None:
             self._fail(report.error)
 
@@ -256,8 +263,11 @@ class ProcessLoad:
                 slabs = [group.slab_bytes for group in manifest.groups]
                 self._arena = Arena(slabs, shared_fd=memory_fd)
                 self._refine_locks = RefineLocks(len(manifest.groups), shared_fd=memory_fd)
+            may_check = self._images is None and self._options.verify_files
             self._readiness = Readiness(
-                len(manifest.groups), [(part.group, part.tier) for part in manifest.parts]
+                len(manifest.groups),
+                [(part.group, part.tier) for part in manifest.parts],
+                num_checks=len(manifest.stated_blobs) if may_check else 0,
             )
             self._manifest = manifest
         self._opened.set()

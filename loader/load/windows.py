@@ -144,6 +144,7 @@ class SuccessiveLoad:
 
     def _end_window(self) -> None:
         window = self._windows.pop(0)
+        window.load.wait_checks()
         window.load.join()  # all is there: its threads are ending
         window.load.close()
         statistics, done, cache = window.load.statistics(), self._done, window.load.statistics().cache

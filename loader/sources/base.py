@@ -44,13 +44,15 @@ _HOSTILE = re.compile(
 
 class ObjectInfo(NamedTuple):
     """One stored object. `version` changes whenever its bytes do (an ETag; size and mtime_ns for
-    files). `modified_unix_s` is when it was last written, where a listing says so.
+    files). `modified_unix_s` is when it was last written, where a listing says so; `sha256` the digest
+    of its content, where the store states it.
     """
 
     name: str
     size_bytes: int
     version: str
     modified_unix_s: float | None = None
+    sha256: bytes | None = None
 
 
 class SourceOptions(NamedTuple):

@@ -13,14 +13,16 @@ if TYPE_CHECKING:
 
 
 def wait_exact(load: AnyLoad) -> None:
-    """Block until all weights that stay in memory are exact, if they will be; then log the names of
-    files that nothing will use. Raises the load's error.
+    """Block until all weights that stay in memory are exact, if they will be, and files whose digests
+    their store states were compared with them; then log the names of files that nothing will use.
+    Raises the load's error.
     """
     for group in range(len(load.manifest.groups)):
         if group not in load.paged_groups:
             load.wait(group)
     if load.place == "device":
         load.wait_done()
+    load.wait_checks()
     _warn_of_files(load.manifest)
 
 

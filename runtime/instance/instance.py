@@ -215,4 +215,4 @@ class Instance(Startup):
         if self.load is None:
             return False
         progress = self.load.progress()
-        return progress.groups_exact == progress.num_groups
+        return progress.groups_exact == progress.num_groups and not progress.unchecked_files

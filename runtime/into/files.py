@@ -132,5 +132,6 @@ def load_file(
             load.wait(group.index)
             if target.type != "cpu":
                 stored.update({index: stored[index].to(target) for index in group.tensors})
+        load.wait_checks()
         load.join()
     return {name: stored[tensor.index] for name, tensor in manifest.by_name.items()}

@@ -140,6 +140,8 @@ class ModuleLoad:
             self._wait_for(self._groups_below(module), timeout_s)
             return
         self._wait_for(range(len(self._settled)), timeout_s)
+        if (weights := self._weights) is not None:
+            weights.wait_checks(timeout_s)
         # The thread only has to remove the gates.
         self._thread.join()
 
@@ -212,6 +214,7 @@ class ModuleLoad:
         """
         try:
             self._wait_for(range(len(self._settled)), None)
+            weights.wait_checks()
         except Exception:  # noqa: BLE001 - every waiting thread raises the same error, and no thread waits here
             self._lost = True
         weights.join()

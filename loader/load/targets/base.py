@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ...format.fill import Scratch
+    from ...format.manifest import Segment
     from ..parts import Parts
     from ..plan import Step
 
@@ -23,6 +24,7 @@ class Target:
     is_direct = True  # parts that need no decoding are read straight into slabs
     is_used_here = True  # keys and values of what computes with the weights need memory here, too
     is_helper = False  # the weights are for another process, whose memory counts, too
+    has_places = False  # `place` gives a part's bytes as they were stored, once they are there
     marks_gates = True  # the timeline takes note of gates that open; else what places the values does
     has_all_pages = False  # the system has given all of the weights' memory: mapping it elsewhere is cheap
     refine_wait_s = 0.0  # that `reading` has waited
@@ -37,6 +39,10 @@ class Target:
         """Decode a step's verified bytes to where its values go. `rate_bytes_per_s` is what the
         store gives; 0: unknown. Raises, naming the part.
         """
+        raise NotImplementedError
+
+    def place(self, segment: Segment) -> memoryview:
+        """The segment's own bytes. Of a target that `has_places`."""
         raise NotImplementedError
 
     def reading(self, group: int) -> AbstractContextManager[None]:

@@ -24,6 +24,8 @@ MIN_HUGE_BYTES = 64 << 20  # of weights: fewer stay in caches, or take no time
 class HostTarget(Target):
     """Decodes parts into an arena. Writers of a group's values and readers of those before wait for each other."""
 
+    has_places = True
+
     def __init__(
         self,
         manifest: Manifest,

@@ -197,7 +197,9 @@ class HubSource(HttpReads):
         return file
 
     def _info(self, name: str, file: HubFile) -> ObjectInfo:
-        return ObjectInfo(name, file.size_bytes, f"{file.size_bytes}/{_etag(self._resolved().commit)}")
+        version = f"{file.size_bytes}/{_etag(self._resolved().commit)}"
+        sha256 = None if file.sha256 is None else bytes.fromhex(file.sha256)
+        return ObjectInfo(name, file.size_bytes, version, sha256=sha256)
 
 
 def _etag(commit: str) -> str:

@@ -16,6 +16,7 @@ import pytest
 from tests.support.gguf_models import write_gguf
 from tests.support.hub_library import run
 from tests.support.hub_server import Call, HubServer, Reply, hub_variables
+from tests.support.pool_runs import PoolRun, pool_file
 from tests.support.tiny_models import save_tiny, tiny_model
 from tests.test_serve import TENERAL, WAIT_S, Server
 
@@ -58,6 +59,8 @@ def answer(
     try:
         status, data = server.ask("POST", "/v1/completions", {"model": name, "prompt": prompt, **SETTINGS})
         assert status == 200, data
+        listed = json.loads(server.ask("GET", "/v1/models")[1])["data"]
+        assert [each["id"] for each in listed] == [name]
         if log is not None:
             log.append(json.loads(server.ask("GET", "/timeline")[1]))
         text = json.loads(data)["choices"][0]["text"]
@@ -80,6 +83,20 @@ def failure(address: str, variables: dict[str, str], *flags: str) -> str:
     assert result.returncode != 0
     assert "Traceback" not in result.stderr
     return result.stderr
+
+
+def teneral(variables: dict[str, str], *arguments: str, status: int = 0) -> str:
+    """What the command prints."""
+    result = subprocess.run(
+        [*TENERAL, *arguments],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert result.returncode == status, result.stderr
+    return result.stdout + result.stderr
 
 
 def test_a_model_streams_from_the_hub_under_its_own_name(
@@ -177,23 +194,36 @@ def test_a_gguf_file_is_chosen_by_its_quantisation(hub: HubServer, tmp_path: Pat
     assert "It has F32, Q8_0." in message
 
 
-def test_the_other_commands_take_names_of_the_hub(hub: HubServer, model: Path, tmp_path: Path) -> None:
-    def teneral(*arguments: str, status: int = 0) -> str:
-        result = subprocess.run(
-            [*TENERAL, *arguments],
-            env=os.environ | hub_variables(hub, tmp_path / "home"),
-            capture_output=True,
-            text=True,
-            timeout=WAIT_S,
-            check=False,
-        )
-        assert result.returncode == status, result.stderr
-        return result.stdout + result.stderr
+def test_a_pool_and_a_batch_name_a_model_of_the_hub_as_it_does(
+    hub: HubServer, expected: str, tmp_path: Path
+) -> None:
+    variables = hub_variables(hub, tmp_path / "home")
+    tables = '[models."org/tiny"]\nsource = "hf://org/tiny"\n'
+    with PoolRun(
+        tmp_path, pool_file(tables, node='[node]\nmemory = "8GiB"\n'), environment=variables
+    ) as pool:
+        reply = pool.ask("POST", "/v1/completions", {"model": "org/tiny", "prompt": "hello", **SETTINGS})
+        assert (reply.status, reply.text, reply.json["model"]) == (200, expected, "org/tiny"), pool.log
+        assert [each["id"] for each in pool.ask("GET", "/v1/models").json["data"]] == ["org/tiny"]
 
-    teneral("pack", "org/tiny", str(tmp_path / "packed"), "--quiet")
+    body = {"model": "org/tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
+    teneral(
+        variables, "batch", "org/tiny", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), "--quiet"
+    )
+    (record,) = (json.loads(text) for text in (tmp_path / "out.jsonl").read_text().splitlines())
+    assert record["response"]["body"]["model"] == "org/tiny"
+
+
+def test_the_other_commands_take_names_of_the_hub(hub: HubServer, model: Path, tmp_path: Path) -> None:
+    def command(*arguments: str, status: int = 0) -> str:
+        return teneral(hub_variables(hub, tmp_path / "home"), *arguments, status=status)
+
+    command("pack", "org/tiny", str(tmp_path / "packed"), "--quiet")
     hub.repository("org/packed", tmp_path / "packed")
-    teneral("verify", "org/packed", "--quiet")
-    teneral("pack", str(model), str(tmp_path / "tuned"), "--base", "org/packed", "--quiet")
-    assert "llama" in teneral("inspect", str(tmp_path / "tuned"), "--base", "org/packed", "--json")
-    assert "org/tiny@" in teneral("inspect", "org/tiny")
-    assert "there is no model org/absent on the Hub" in teneral("inspect", "org/absent", status=3)
+    command("verify", "org/packed", "--quiet")
+    command("pack", str(model), str(tmp_path / "tuned"), "--base", "org/packed", "--quiet")
+    assert "llama" in command("inspect", str(tmp_path / "tuned"), "--base", "org/packed", "--json")
+    assert "org/tiny@" in command("inspect", "org/tiny")
+    assert "there is no model org/absent on the Hub" in command("inspect", "org/absent", status=3)

@@ -4,6 +4,7 @@ other commands that take a model.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
@@ -17,6 +18,8 @@ from tests.support.gguf_models import write_gguf
 from tests.support.hub_library import run
 from tests.support.hub_server import Call, HubServer, Reply, hub_variables
 from tests.support.pool_runs import PoolRun, pool_file
+from tests.support.proxy_server import ProxyServer
+from tests.support.store_certificate import write_certificate
 from tests.support.tiny_models import save_tiny, tiny_model
 from tests.test_serve import TENERAL, WAIT_S, Server
 
@@ -131,6 +134,31 @@ def test_a_model_in_the_cache_is_mapped_without_the_hub(
     assert answer("org/tiny@main", variables | {"HF_HUB_OFFLINE": "1"}) == expected
     assert not hub.calls
     assert '"mapped": true' in json.dumps(log)
+
+
+def test_behind_a_proxy_a_model_streams_through_it_and_its_password_is_not_logged(
+    hub: HubServer, expected: str, tmp_path: Path
+) -> None:
+    credentials = "Basic " + base64.b64encode(b"user:secret-word").decode()
+    certificate = write_certificate(tmp_path / "authority.pem")
+    with ProxyServer(certificate=certificate, credentials=credentials) as proxy:
+        hub.content_url = f"https://{proxy.lead('content', hub.content_url)}"
+        variables = {
+            "HF_ENDPOINT": f"https://{proxy.lead('hub', hub.url)}",
+            "HF_HOME": str(tmp_path / "home"),
+            "HTTPS_PROXY": proxy.url.replace("://", "://user:secret-word@"),
+            "SSL_CERT_FILE": str(certificate),
+        }
+        assert answer("org/tiny", variables) == expected
+        assert {call.target for call in proxy.calls} == {
+            "hub.store.example:443",
+            "content.store.example:443",
+        }
+        proxy.credentials = "Basic others"
+        message = failure("org/tiny", variables, "--log-level", "debug")
+    assert "asks for other credentials" in message
+    assert "secret-word" not in message
+    assert credentials not in message
 
 
 def test_offline_a_model_that_is_not_in_the_cache_ends_the_start(hub: HubServer, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A certificate for 127.0.0.1 that signs itself, for servers with TLS."""
+"""A certificate for 127.0.0.1 and *.store.example that signs itself, for servers with TLS."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def write_certificate(path: Path) -> Path:
         .not_valid_before(now - datetime.timedelta(hours=1))
         .not_valid_after(now + datetime.timedelta(days=1))
         .add_extension(
-            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False
+            x509.SubjectAlternativeName(
+                [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName("*.store.example")]
+            ),
+            critical=False,
         )
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)

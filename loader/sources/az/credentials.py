@@ -105,7 +105,7 @@ def _by_application(environment: Mapping[str, str], proof: Mapping[str, str]) ->
     try:
         _, answer = ask_service(request, service, hint=hint, pause_s=PAUSE_S, timeout_s=APPLICATION_TIMEOUT_S)
     except (WireError, BodyTooLargeError, OSError) as error:
-        hint = "Check the network and AZURE_AUTHORITY_HOST; proxies (HTTPS_PROXY) are not used."
+        hint = "Check the network, AZURE_AUTHORITY_HOST, HTTPS_PROXY and NO_PROXY."
         raise UnavailableError(f"{service} does not answer: {error}", hint=hint) from error
     return _token_from(answer)
 

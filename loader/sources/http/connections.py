@@ -10,6 +10,7 @@ and in age; closing it makes every reader give up.
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -19,10 +20,12 @@ from ..base import SourceOptions
 from .address import Origin
 from .head import Head, HeadError, Request, parse_head
 from .poll_coroutines import PollCoroutine
-from .wire import AddressBook, Wire, WireError, WireTimeoutError
+from .wire import AddressBook, Wire, WireError, WireTimeoutError, refused_by_proxy
 
 if TYPE_CHECKING:
     import ssl
+
+    from .proxy import Proxies, Proxy
 
 MAX_HEAD_BYTES = 32 * 1024
 MAX_INFORMATIONAL = 8  # heads of status 1xx before the answer's own
@@ -45,11 +48,17 @@ class Connection:
     """Connects at its first request. For one thread at a time; `interrupt` may be called by any."""
 
     def __init__(
-        self, origin: Origin, options: SourceOptions, tls: ssl.SSLContext | None, addresses: AddressBook
+        self,
+        origin: Origin,
+        options: SourceOptions,
+        tls: ssl.SSLContext | None,
+        addresses: AddressBook,
+        proxy: Proxy | None = None,
     ) -> None:
         self.origin = origin
         self.idle_since_s = 0.0  # the pool's note
-        self._wire = Wire(origin, options, tls, addresses)
+        self._proxy = proxy
+        self._wire = Wire(origin, options, tls, addresses, proxy)
         self._buffer = bytearray()  # received, not yet used
         # Bytes of the body still to come; None where only its end will tell.
         self._remaining: int | None = 0
@@ -86,6 +95,8 @@ class Connection:
         except HeadError as error:
             message = f"{self.origin} sent a malformed answer: {error}"
             raise WireError(message, is_outage=False) from error
+        if head.status == 407 and self._proxy is not None:
+            raise refused_by_proxy(self._proxy, self.origin, head.status)
         has_body = request.method != "HEAD" and head.status not in (204, 304)
         self._keeps_alive = head.keeps_alive
         self._is_chunked = has_body and head.is_chunked
@@ -98,6 +109,9 @@ class Connection:
         """Send the request and wait for the first byte of an answer."""
         if not self._wire.is_connected:
             yield from self._wire.connect()
+        if self._proxy is not None and self.origin.scheme == "http":  # the target is the whole address
+            private = (*request.private_headers, *self._proxy.headers)
+            request = request._replace(target=f"{self.origin}{request.target}", private_headers=private)
         try:
             self._wire.send(request.encode())
             self._send_body(request.body)
@@ -260,6 +274,7 @@ class Connection:
         raise HeadError("too many trailers")
 
 
+PROXY_VARIABLES = ("https_proxy", "HTTPS_PROXY", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
 MAX_IDLE = 32  # connections kept for an origin; how many are in use is up to the threads that read
 MAX_IDLE_S = 15.0  # S3 and most proxies close after 20 s or more: an older one is likely dead
 
@@ -277,6 +292,7 @@ class ConnectionPool:
         """`ca_file` holds the certificates to trust, in place of the system's."""
         self._options = options
         self._ca_file = ca_file
+        self._proxies = proxies_of_environment()
         self._tls: ssl.SSLContext | None = None
         self._addresses = AddressBook()
         self._idle: dict[Origin, list[Connection]] = {}  # the last one was used last
@@ -293,7 +309,8 @@ class ConnectionPool:
         """The warmest idle connection, or a new one that is not connected yet: always that if
         `fresh`.
 
-        Raises `WireError` where the certificates for TLS cannot be read.
+        Raises `WireError` where the certificates for TLS cannot be read, and `UsageError` for a proxy
+        that cannot be used.
         """
         with self._lock:
             idle = [] if fresh else self._idle.get(origin, [])
@@ -303,7 +320,9 @@ class ConnectionPool:
                     break
                 connection.close()
             else:
-                connection = Connection(origin, self._options, self._tls_for(origin), self._addresses)
+                proxy = None if self._proxies is None else self._proxies.of(origin)
+                tls = self._tls_for(origin)
+                connection = Connection(origin, self._options, tls, self._addresses, proxy)
                 self._opened += 1
             self._in_use.add(connection)
             if self._closed:
@@ -347,12 +366,36 @@ class ConnectionPool:
         if origin.scheme != "https":
             return None
         if self._tls is None:
-            import ssl  # 10 ms that a plain store need not pay
-
-            try:
-                self._tls = ssl.create_default_context(cafile=self._ca_file)
-            except OSError as error:
-                message = f"the certificates to trust cannot be read from {self._ca_file}: {error}"
-                raise WireError(message, is_final=True) from error
-            self._tls.set_alpn_protocols(["http/1.1"])
+            self._tls = tls_context(self._ca_file)
         return self._tls
+
+
+def trusted_certificates(ca_file: str | None) -> str | None:
+    """The file or folder of certificates to trust in place of the system's; None for those."""
+    return ca_file or os.environ.get("SSL_CERT_FILE") or os.environ.get("REQUESTS_CA_BUNDLE") or None
+
+
+def tls_context(ca_file: str | None = None) -> ssl.SSLContext:
+    """A context that trusts `trusted_certificates`. Raises `WireError` where they cannot be read."""
+    import ssl  # 10 ms that a plain store need not pay
+
+    trusted = trusted_certificates(ca_file)
+    try:
+        if trusted is not None and os.path.isdir(trusted):
+            context = ssl.create_default_context(capath=trusted)
+        else:
+            context = ssl.create_default_context(cafile=trusted)
+    except OSError as error:
+        message = f"the certificates to trust cannot be read from {trusted}: {error}"
+        raise WireError(message, is_final=True) from error
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
+def proxies_of_environment() -> Proxies | None:
+    """None where no variable names a proxy."""
+    if not any(map(os.environ.get, PROXY_VARIABLES)):
+        return None
+    from .proxy import Proxies  # few networks have one
+
+    return Proxies(os.environ)

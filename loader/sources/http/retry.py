@@ -242,9 +242,12 @@ class Retrying:
     def _from_wire(self, name: str, error: WireError) -> UnavailableError:
         message = f"{name or 'the list'} could not be {self._verb} {self._source}: {error}"
         if error.is_final:
-            hint = "Set SSL_CERT_FILE to the certificates to trust, or correct the address."
+            hint = (
+                error.hint
+                or "Set SSL_CERT_FILE or REQUESTS_CA_BUNDLE to the certificates to trust, or correct the address."
+            )
             raise SourceError(message, source=self._source, name=name, hint=hint) from error
-        hint = "Check the address and the network; proxies (HTTPS_PROXY) are not used."
+        hint = error.hint or "Check the address, the network and HTTPS_PROXY, HTTP_PROXY and NO_PROXY."
         failure = self._unavailable(name, message, hint=hint)
         failure.__cause__ = error
         return failure

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from ...errors import AccessDeniedError, SourceError, UnavailableError
 from ..base import SourceOptions
-from .connections import Connection
+from .connections import Connection, proxies_of_environment, tls_context
 from .head import Head, Headers, Request
 from .poll_coroutines import run
 from .wire import AddressBook, WireError
@@ -106,15 +106,13 @@ def exchange(request: Request, *, timeout_s: float = TIMEOUT_S) -> tuple[Head, b
     """The answer of a token service, over a connection of its own. `timeout_s` suits one on the local
     network.
 
-    Raises `WireError`, `OSError` and `BodyTooLargeError`.
+    Raises `WireError`, `OSError`, `BodyTooLargeError`, and `UsageError` for a proxy that cannot be used.
     """
     options = SourceOptions(connect_timeout_s=timeout_s, read_timeout_s=timeout_s)
-    tls = None
-    if request.origin.scheme == "https":
-        import ssl  # platforms give tokens over plain connections
-
-        tls = ssl.create_default_context()
-    connection = Connection(request.origin, options, tls, AddressBook())
+    tls = tls_context() if request.origin.scheme == "https" else None
+    proxies = proxies_of_environment()
+    proxy = None if proxies is None else proxies.of(request.origin)
+    connection = Connection(request.origin, options, tls, AddressBook(), proxy)
     try:
         head = run(connection.exchange(request))
         return head, run(connection.read_all(MAX_ANSWER_BYTES))

@@ -4,7 +4,7 @@ A connection is made within a time limit, read without the GIL, and given up as 
 closes. There are two ways to read. Bodies: a blocking call for up to a megabyte (`MSG_WAITALL`)
 that lasts a tick at most, so that bytes go on flowing while another thread imports torch, and the
 reader can look at its clock. All else: coroutines (`poll_coroutines.py`), so that one thread can
-wait for two wires. A wire knows nothing of HTTP. Proxies are not supported.
+wait for two wires. Of HTTP a wire knows the request for a proxy's tunnel alone.
 
 Connections are spread over a host's addresses, and one that did not answer is tried last: a
 front-end of a store that is down costs one connection its time, not all of them.
@@ -28,6 +28,8 @@ from .poll_coroutines import TICK_S, PollCoroutine, Wait
 
 if TYPE_CHECKING:
     import ssl
+
+    from .proxy import Proxy
 
 MAX_AGE_S = 30.0  # stores change their addresses by the minute
 
@@ -91,6 +93,7 @@ class AddressBook:
             self._entries.pop(origin, None)
 
 
+MAX_TUNNEL_HEAD_BYTES = 16 * 1024  # of a proxy's answer
 MAX_SLICE_BYTES = 1024 * 1024  # the most that is awaited in one system call
 # A reader that waits for more than that is woken by that much, and not by each packet.
 WAKE_BYTES = 512 * 1024
@@ -102,26 +105,47 @@ _UNDER_WAY = (errno.EINPROGRESS, errno.EALREADY, errno.EWOULDBLOCK, errno.EINTR)
 
 class WireError(Exception):
     """The connection could not be made, broke, fell silent or made no sense. `is_final`: no retry
-    helps; `is_outage`: the store may be away for a while.
+    helps; `is_outage`: the store may be away for a while; `hint`: '' for the usual one.
     """
 
-    def __init__(self, message: str, *, is_final: bool = False, is_outage: bool = True) -> None:
+    def __init__(
+        self, message: str, *, is_final: bool = False, is_outage: bool = True, hint: str = ""
+    ) -> None:
         super().__init__(message)
         self.is_final = is_final
         self.is_outage = is_outage
+        self.hint = hint
 
 
 class WireTimeoutError(WireError):
     """Nothing, or next to nothing, arrived for as long as the options allow."""
 
 
+def refused_by_proxy(proxy: Proxy, origin: Origin, status: int) -> WireError:
+    """The error for a proxy's own answer. Its credentials are not shown."""
+    what = "asks for other credentials" if status == 407 else "refuses the connection"
+    return WireError(
+        f"the proxy {proxy.origin} {what} to {origin} ({status})",
+        is_final=status < 500 and status != 429,
+        hint="Check the proxy's address, user and password in HTTPS_PROXY or HTTP_PROXY, or have NO_PROXY "
+        f"name {origin.host}.",
+    )
+
+
 class Wire:
     """For one thread at a time; `interrupt` may be called by any."""
 
     def __init__(
-        self, origin: Origin, options: SourceOptions, tls: ssl.SSLContext | None, addresses: AddressBook
+        self,
+        origin: Origin,
+        options: SourceOptions,
+        tls: ssl.SSLContext | None,
+        addresses: AddressBook,
+        proxy: Proxy | None = None,
     ) -> None:
         self.origin = origin
+        self._proxy = proxy
+        self._peer = origin if proxy is None else proxy.origin
         self._connect_timeout_s = options.connect_timeout_s
         self._read_timeout_s = options.read_timeout_s
         self._min_rate_bytes_s = options.min_rate_bytes_s
@@ -139,10 +163,12 @@ class Wire:
         return self._socket is not None
 
     def connect(self) -> PollCoroutine[None]:
-        """Try the host's addresses one after another, within one time limit. Raises `WireError`."""
-        host = self.origin.host
+        """Try the addresses of the host, or of the proxy, one after another, within one time limit.
+        Raises `WireError`.
+        """
+        host = self._peer.host if self._proxy is None else f"{self._peer.host} of the proxy"
         try:
-            addresses = self._addresses.addresses(self.origin)
+            addresses = self._addresses.addresses(self._peer)
         except (OSError, UnicodeError) as error:
             is_unknown = isinstance(error, UnicodeError) or error.errno == socket.EAI_NONAME
             raise WireError(
@@ -161,20 +187,21 @@ class Wire:
             except OSError as error:
                 failure = error
                 self.close()
-                self._addresses.failed(self.origin, address)
+                self._addresses.failed(self._peer, address)
             except GeneratorExit:  # another connection was sooner
                 self.close()
-                self._addresses.failed(self.origin, address)
+                self._addresses.failed(self._peer, address)
                 raise
         if self.is_connected:
             return
-        self._addresses.forget(self.origin)
+        self._addresses.forget(self._peer)
         if self._tls is not None and _is_bad_certificate(failure):
             raise WireError(f"{self.origin} has no valid certificate: {failure}", is_final=True) from failure
         reason = (
             f"no answer for {self._connect_timeout_s:g} s" if isinstance(failure, TimeoutError) else failure
         )
-        raise WireError(f"no connection to {self.origin} could be made: {reason}") from failure
+        way = "" if self._proxy is None else f" through the proxy {self._peer}"
+        raise WireError(f"no connection to {self.origin} could be made{way}: {reason}") from failure
 
     def send(self, data: bytes) -> None:
         """Send a request's head, or its body. Blocks. Raises `WireError`, also where the server takes
@@ -286,6 +313,8 @@ class Wire:
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", 1, 0))
             return
+        if self._proxy is not None:
+            yield from self._open_tunnel(plain, self._proxy, deadline_s)
         # suppress_ragged_eofs=False: a connection that was cut must not look like one that ended.
         secure = self._tls.wrap_socket(
             plain,
@@ -295,6 +324,26 @@ class Wire:
         )
         self._hold(secure)
         yield from self._until_done(secure, secure.do_handshake, deadline_s)
+
+    def _open_tunnel(self, plain: socket.socket, proxy: Proxy, deadline_s: float) -> PollCoroutine[None]:
+        """Have the proxy connect to the origin. Raises `OSError`, and `WireError` where it refuses."""
+        from .head import HeadError, parse_head  # few networks have a proxy
+
+        plain.send(proxy.tunnel_request(self.origin))  # small, and nothing is in front of it
+        answer = bytearray()
+        while b"\r\n\r\n" not in answer:  # the server says nothing before TLS begins
+            yield from self._wait(plain, select.POLLIN, deadline_s)
+            with suppress(BlockingIOError):
+                piece = plain.recv(MAX_TUNNEL_HEAD_BYTES)
+                if not piece or len(answer) + len(piece) > MAX_TUNNEL_HEAD_BYTES:
+                    raise ConnectionError("the proxy gave no answer")
+                answer += piece
+        try:
+            status = parse_head(bytes(answer).partition(b"\r\n\r\n")[0]).status
+        except HeadError as error:
+            raise ConnectionError(f"the proxy sent a malformed answer: {error}") from error
+        if status != 200:
+            raise refused_by_proxy(proxy, self.origin, status)
 
     def _until_done(
         self, secure: ssl.SSLSocket, act: Callable[[], None], deadline_s: float

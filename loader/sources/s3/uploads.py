@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from ...errors import AccessDeniedError, SourceError, UnavailableError
 from ..base import ObjectInfo, PartWriter, SourceOptions, lost
+from ..http.connections import trusted_certificates
 from ..http.retry import pause_s
 from .address import S3Settings
 from .answers import CONFLICTS, explain
@@ -177,7 +178,9 @@ def _make_client(region: str, settings: S3Settings, options: SourceOptions) -> A
     )
     try:
         session = boto3.session.Session(profile_name=settings.profile, region_name=region)
-        return session.client("s3", endpoint_url=settings.endpoint_url, config=config)
+        # As for reading; boto3 knows AWS_CA_BUNDLE alone, and finds proxies itself.
+        verify = trusted_certificates(settings.ca_file)
+        return session.client("s3", endpoint_url=settings.endpoint_url, config=config, verify=verify)
     except BotoCoreError as error:
         raise AccessDeniedError(f"S3 cannot be written to: {error}", hint=WAYS_TO_GIVE) from error
 

@@ -8,9 +8,9 @@
 #   docker build -t teneral --target lambda .                        for AWS Lambda
 #   docker build -t teneral --target runpod --build-arg EXTRAS=runpod .    a worker of RunPod's queue
 #
-# TORCH_INDEX is the index that torch comes from: one with its CPU builds, a tenth of the size, unless CUDA is wanted; a
-# torch that brings CUDA's libraries unasked ends the build.
 # Dependencies come as infra/image/lock/<extras>.txt pins them, with hashes; for other extras, as pyproject.toml allows.
+# TORCH_INDEX is the index of a torch that no lock pins: one with its CPU builds, a tenth of the size, unless CUDA is
+# wanted; a torch that brings CUDA's libraries unasked ends the build.
 # Of them what nothing here imports is left out (docs/decisions/0054).
 # The layer of dependencies has one time for all of its files: made again of the same packages, it is the one that the
 # build's cache has.
@@ -46,21 +46,22 @@ RUN python -m venv --without-pip /opt/teneral && cd /opt/teneral/lib/python*/sit
 WORKDIR /lock
 COPY --from=wanted /lock/ ./
 COPY infra/image/lock ./lock
-# What torch ships for compiling against it and for testing it is left out: more than a quarter of its size.
-RUN if [ -s torch.txt ]; then \
+RUN locked="lock/${EXTRAS:-base}.txt"; if [ -s torch.txt ]; then if grep -qs "^torch==" "$locked"; then \
+      if [ -n "${TORCH_INDEX}" ]; then echo "$locked pins torch: leave TORCH_INDEX out" >&2; exit 1; fi; \
+    else \
       /opt/teneral/bin/pip install --no-compile ${TORCH_INDEX:+--index-url "${TORCH_INDEX}"} -r torch.txt \
-      && torch="$(echo /opt/teneral/lib/python*/site-packages/torch)" \
-      && rm -rf "$torch/include" "$torch/share" "$torch/test" "$torch"/bin/test_* "$torch"/bin/protoc* \
-      && case ",${EXTRAS}," in *cuda*) ;; *) if [ -e "${torch%/torch}/nvidia" ]; then \
+      && case ",${EXTRAS}," in *cuda*) ;; *) if [ -e /opt/teneral/lib/python*/site-packages/nvidia ]; then \
            echo "torch came with CUDA's libraries: set TORCH_INDEX to an index of its CPU builds, or add cuda13 to EXTRAS" >&2; \
-           exit 1; fi ;; esac; fi
+           exit 1; fi ;; esac; fi; fi
 RUN locked="lock/${EXTRAS:-base}.txt"; if [ -f "$locked" ]; then \
       /opt/teneral/bin/pip install --no-compile --no-deps --require-hashes -r "$locked"; \
     else /opt/teneral/bin/pip install --no-compile -r wanted.txt; fi
 # numpy's own tests, zstandard's second build, for Pythons that are not CPython, and what extension modules have for
 # debuggers: 50 MB. Libraries that a wheel has in a folder of their own were rewritten when it was made, and stay.
+# What torch ships for compiling against it and for testing it is more than a quarter of its size.
 RUN cd /opt/teneral/lib/python*/site-packages && find numpy -name tests -type d -prune -exec rm -rf {} + \
  && rm -f zstandard/_cffi*.so \
+ && rm -rf torch/include torch/share torch/test torch/bin/test_* torch/bin/protoc* \
  && apt-get update && apt-get install -y --no-install-recommends binutils \
  && find . -name "*.cpython-*.so" -exec strip --strip-unneeded {} + && find . -name "*.abi3.so" -exec strip --strip-unneeded {} + \
  && apt-get purge -y --auto-remove binutils && rm -rf /var/lib/apt/lists/*

@@ -3,7 +3,7 @@
     python dependencies.py pyproject.toml torch,runpod               all but torch, one a line
     python dependencies.py pyproject.toml torch,runpod --torch       torch's alone, if any asks for it
 
-torch is apart because its builds come from different indexes; everything else is locked in `lock/`. Runs on the image's
+torch is apart because its builds come from different indexes, where no file of `lock/` pins it. Runs on the image's
 bare Python: standard library only.
 """
 

@@ -62,17 +62,18 @@ def test_an_extra_that_is_unknown_ends_the_build():
         dependencies("cuda99")
 
 
-@pytest.mark.parametrize("extras", ["base", "ray", "runpod"])
+@pytest.mark.parametrize("extras", ["base", "ray", "runpod", "cuda13"])
 def test_the_lock_pins_each_requirement_within_its_range_and_by_its_hash(extras):
     """After a change of dependencies: scripts/lock."""
     text = (IMAGE / "lock" / f"{extras}.txt").read_text()
     pins = dict(re.findall(r"^([a-z0-9._-]+)==([^\s;]+)", text, re.MULTILINE))
-    for line in dependencies("" if extras == "base" else extras):
+    torch = dependencies(extras, "--torch") if extras == "cuda13" else []
+    for line in [*dependencies("" if extras == "base" else extras), *torch]:
         requirement = Requirement(line)
         name = requirement.name.lower().replace("_", "-")
         assert requirement.specifier.contains(pins[name]), f"{line}: {pins.get(name)} is locked"
     assert text.count("==") <= text.count("--hash=sha256:")
-    assert "torch==" not in text
+    assert ("\ntorch==" in text) == (extras == "cuda13")
 
 
 def test_the_image_has_no_root_a_probe_and_a_process_1_that_obeys():

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 IMAGE = Path(__file__).parents[2] / "infra" / "image"
-LOCKS = ("base", "runpod")
+LOCKS = ("base", "runpod", "cuda13")
 VALIDATE = """
 import sys
 from cyclonedx.schema import SchemaVersion
@@ -62,7 +62,7 @@ def test_what_is_installed_is_listed_with_the_locked_hashes() -> None:
 
 
 def test_another_lock_is_another_document() -> None:
-    first, second = (bill(IMAGE / "lock" / f"{lock}.txt")["serialNumber"] for lock in LOCKS)
+    first, second = (bill(IMAGE / "lock" / f"{lock}.txt")["serialNumber"] for lock in LOCKS[:2])
     assert first != second
 
 

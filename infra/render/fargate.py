@@ -146,7 +146,8 @@ def _network(model: Model) -> dict[str, Any]:
 
 
 def _group(description: str, vpc: dict[str, str], rule: dict[str, Any]) -> dict[str, Any]:
-    properties = {"GroupDescription": description, "VpcId": vpc, "SecurityGroupIngress": [rule]}
+    rules = [{"Description": description, **rule}]
+    properties = {"GroupDescription": description, "VpcId": vpc, "SecurityGroupIngress": rules}
     return {"Type": "AWS::EC2::SecurityGroup", "Properties": properties}
 
 

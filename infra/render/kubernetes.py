@@ -19,6 +19,7 @@ from .documents import SCRATCH_BYTES, RenderedDocument, Rendering
 from .limits import END_S, LIMITS, MAX_VERSIONS, Unit, check_limits, units_of
 from .pods import (
     PORT,
+    USER_ID,
     container,
     cpu_quantity,
     labels,
@@ -36,6 +37,15 @@ SCALER = "keda-add-ons-http-external-scaler.keda:9090"
 # Endpoints still send requests for a moment after a pod began to end; SIGTERM waits for that long,
 # within the pod's grace period.
 ROUTES_FORGET_S = 3
+# Of a pod's spec, what the chart's values may add: the cluster's matters, not the model's.
+POD_KEYS = {
+    "affinity": {"type": "object"},
+    "imagePullSecrets": {"type": "array"},
+    "nodeSelector": {"type": "object"},
+    "priorityClassName": {"type": "string"},
+    "runtimeClassName": {"type": "string"},
+    "tolerations": {"type": "array"},
+}
 NAME_PATTERN = "^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$"
 
 
@@ -88,8 +98,9 @@ def _unit_documents(rendering: Rendering, unit: Unit) -> list[RenderedDocument]:
             _interceptor_route(unit),
             _scaled_object(unit, _interceptor_trigger(unit)),
         ]
-    if unit.min_warm > 1:
+    if unit.max_instances > 1:
         bodies.append(_disruption_budget(unit))
+    bodies.append(_network_policy(unit))
     return [_document(body) for body in bodies]
 
 
@@ -106,6 +117,9 @@ def _deployment(unit: Unit) -> dict[str, Any]:
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": ROUTES_FORGET_S + drain_s + END_S,
+        **_spread(unit),
+        # A volume that a patch puts in place of an empty one is the image's user's, too.
+        "securityContext": {"fsGroup": USER_ID, "fsGroupChangePolicy": "OnRootMismatch"},
         "containers": [
             {
                 **container(unit),
@@ -123,11 +137,31 @@ def _deployment(unit: Unit) -> dict[str, Any]:
             # No `replicas`: KEDA sets them, and applying this again must not undo that.
             **({} if unit.min_warm or unit.weight else {"replicas": 1}),
             "revisionHistoryLimit": 3,
-            "selector": {"matchLabels": {"app.kubernetes.io/name": unit.name}},
+            "selector": _selector(unit),
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
             "template": {"metadata": {"labels": labels(unit), "annotations": _scraped()}, "spec": pod},
         },
     }
+
+
+def _selector(unit: Unit) -> dict[str, Any]:
+    return {"matchLabels": {"app.kubernetes.io/name": unit.name}}
+
+
+def _spread(unit: Unit) -> dict[str, Any]:
+    """Instances go to different zones and nodes, where there are some; one that finds none starts all the same."""
+    if unit.max_instances == 1:
+        return {}
+    constraints = [
+        {
+            "maxSkew": 1,
+            "topologyKey": key,
+            "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": _selector(unit),
+        }
+        for key in ("topology.kubernetes.io/zone", "kubernetes.io/hostname")
+    ]
+    return {"topologySpreadConstraints": constraints}
 
 
 def _scraped() -> dict[str, str]:
@@ -236,7 +270,23 @@ def _disruption_budget(unit: Unit) -> dict[str, Any]:
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
         "metadata": metadata(unit),
-        "spec": {"maxUnavailable": 1, "selector": {"matchLabels": {"app.kubernetes.io/name": unit.name}}},
+        "spec": {"maxUnavailable": 1, "selector": _selector(unit)},
+    }
+
+
+def _network_policy(unit: Unit) -> dict[str, Any]:
+    """Requests at the server's port alone. Where they may come from, and what an instance may reach, is a patch's:
+    stores have names, and policies know addresses.
+    """
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": metadata(unit),
+        "spec": {
+            "podSelector": _selector(unit),
+            "policyTypes": ["Ingress"],
+            "ingress": [{"ports": [{"protocol": "TCP", "port": PORT}]}],
+        },
     }
 
 
@@ -357,6 +407,7 @@ def values_schema() -> dict[str, Any]:
             "volumes": {"type": "array", "items": volume},
             "environment": {**texts, "propertyNames": {"pattern": "^TENERAL_[A-Z0-9_]+$"}},
             "secrets": {**texts, "propertyNames": {"pattern": "^TENERAL_[A-Z0-9_]+$"}},
+            "pod": _object(POD_KEYS, required=[]),
             "versions": {"type": "array", "items": version, "minItems": 1, "maxItems": MAX_VERSIONS["helm"]},
             "shadow": _object(
                 {"version": _whole(1, 10**12), "percent": _whole(1, 100)}, required=["version", "percent"]

@@ -41,6 +41,7 @@ def container(unit: Unit, *, port_name: str = "http", name: str = "teneral") -> 
         "image": unit.image,
         "args": ["serve"],
         "env": environment(unit),
+        "envFrom": store_variables(unit),
         "ports": [{"name": port_name, "containerPort": PORT}],
         "resources": resources(unit),
         "securityContext": security_context(),
@@ -55,6 +56,11 @@ def environment(unit: Unit) -> list[dict[str, Any]]:
         {"name": name, "valueFrom": {"secretKeyRef": {"name": f"{unit.base}-secrets", "key": key}}}
         for name, key in unit.secrets.items()
     ]
+
+
+def store_variables(unit: Unit) -> list[dict[str, Any]]:
+    """Variables of the secret `<model>-store`, where it exists: keys of a store that takes no identity of a pod."""
+    return [{"secretRef": {"name": f"{unit.base}-store", "optional": True}}]
 
 
 def resources(unit: Unit) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from .pods import (
     cpu_quantity,
     memory_quantity,
     security_context,
+    store_variables,
     volume_mounts,
     volumes,
     whole_seconds,
@@ -241,6 +242,7 @@ def _worker_pod(rendering: Rendering, unit: Unit) -> dict[str, Any]:
             {"name": key, "valueFrom": {"secretKeyRef": {"name": f"{unit.base}-secrets", "key": key}}}
             for key in secrets
         ]
+    container["envFrom"] = store_variables(unit)
     container["readinessProbe"] = _probe(PORT, "/-/healthz")
     container["livenessProbe"] = _liveness()
     # Not of /tmp: Ray keeps its logs there, and objects that are too many for its memory.

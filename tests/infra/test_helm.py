@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
-from tests.support.infra_validators import read_documents
+from tests.support.infra_validators import check_kubernetes, read_documents
 from tests.support.pool_files import PLAIN, VERSIONED, pool_files, render_text
 
 from teneral.infra.render.kubernetes import values_schema
@@ -119,4 +119,27 @@ def test_the_shortest_values_are_enough():
     result = helm("template", "release", str(CHART), values=json.dumps({"models": {"chat": model}}))
     assert result.returncode == 0, result.stderr
     kinds = sorted(each["kind"] for each in yaml.safe_load_all(result.stdout) if each)
-    assert kinds == ["Deployment", "InterceptorRoute", "ScaledObject", "Service", "Service", "ServiceAccount"]
+    assert kinds == [
+        *("Deployment", "InterceptorRoute", "NetworkPolicy", "PodDisruptionBudget"),
+        *("ScaledObject", "Service", "Service", "ServiceAccount"),
+    ]
+
+
+@needs_helm
+def test_the_clusters_own_keys_of_a_pod_reach_it():
+    values = yaml.safe_load(render_text(PLAIN, "helm").stream())
+    pod = {
+        "imagePullSecrets": [{"name": "registry"}],
+        "tolerations": [{"key": "models", "operator": "Exists", "effect": "NoSchedule"}],
+    }
+    values["models"]["m"]["pod"] = pod
+    result = helm("template", "release", str(CHART), values=json.dumps(values))
+    assert result.returncode == 0, result.stderr
+    documents = [each for each in read_documents(result.stdout) if each]
+    check_kubernetes(documents)
+    (spec,) = [each["spec"]["template"]["spec"] for each in documents if each["kind"] == "Deployment"]
+    assert {name: spec[name] for name in pod} == pod
+    values["models"]["m"]["pod"] = {"hostNetwork": True}
+    result = helm("template", "release", str(CHART), values=json.dumps(values))
+    assert result.returncode != 0
+    assert "hostNetwork" in result.stderr

@@ -10,6 +10,7 @@ import yaml
 from tests.support.infra_validators import (
     check_cloudformation,
     check_kubernetes,
+    check_pod_security,
     check_policies,
     check_requests,
 )
@@ -24,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "infra" / "examples" / "reference.pool.toml"
 CLOUDFORMATION = ("lambda", "sagemaker", "fargate")
 CHART = ROOT / "infra" / "helm" / "teneral"
+ZERO = PLAIN.replace("min_warm = 1", "min_warm = 0\nbuffer = 1")
 KUBERNETES = ("knative", "kserve", "kubernetes", "kuberay")
 
 
@@ -51,9 +53,25 @@ def test_kubernetes_takes_the_reference_pool(platform):
 
 @pytest.mark.parametrize("platform", KUBERNETES)
 def test_kubernetes_takes_several_versions_and_zero(platform):
-    zero = PLAIN.replace("min_warm = 1", "min_warm = 0\nbuffer = 1")
-    for text in (VERSIONED, zero):
+    for text in (VERSIONED, ZERO):
         check_kubernetes([document.body for document in render_text(text, platform).documents])
+
+
+@pytest.mark.parametrize("platform", KUBERNETES)
+def test_every_pod_fits_the_restricted_standard(platform):
+    for text in (REFERENCE.read_text(), VERSIONED, ZERO):
+        assert sum(check_pod_security(document.body) for document in render_text(text, platform).documents)
+
+
+def test_a_model_of_several_instances_is_spread_over_zones_and_keeps_all_but_one_in_a_drain():
+    for most in (1, 2):
+        text = PLAIN.replace("min_warm = 1", f"min_warm = 1\nmax_instances = {most}")
+        documents = {each.kind: each.body.get("spec") for each in render_text(text, "kubernetes").documents}
+        pod = documents["Deployment"]["template"]["spec"]
+        keys = [each["topologyKey"] for each in pod.get("topologySpreadConstraints", ())]
+        assert keys == (["topology.kubernetes.io/zone", "kubernetes.io/hostname"] if most > 1 else [])
+        assert ("PodDisruptionBudget" in documents) == (most > 1)
+        assert documents["NetworkPolicy"]["ingress"] == [{"ports": [{"protocol": "TCP", "port": 8080}]}]
 
 
 def test_cloud_run_takes_the_reference_pool_as_a_knative_service():

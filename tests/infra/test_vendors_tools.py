@@ -66,3 +66,15 @@ def test_googles_types_have_every_field_of_a_cloud_run_service(text):
         [tool("CLOUD_RUN"), program], input=json.dumps(documents), capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 0, result.stderr[-2000:]
+
+
+@pytest.mark.timeout(600)
+def test_checkov_finds_nothing_that_its_file_does_not_argue():
+    result = subprocess.run(
+        [tool("CHECKOV"), "--config-file", ROOT / "infra" / "checkov.yaml", "--skip-download"],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        cwd=ROOT,
+    )
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]

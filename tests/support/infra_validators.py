@@ -10,7 +10,7 @@ import copy
 import functools
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +183,44 @@ def check_admission(document: Mapping[str, Any]) -> None:
             assert template["spec"]["timeoutSeconds"] <= 3600
         if traffic := spec.get("traffic"):
             assert sum(each["percent"] for each in traffic) == 100
+
+
+POD_VOLUMES = {
+    *("configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim"),
+    *("projected", "secret"),
+}
+
+
+def check_pod_security(document: Mapping[str, Any]) -> int:
+    """The pod security standard `restricted`, of each pod in a document; returns how many there are."""
+    pods = list(_pods(document))
+    for pod in pods:
+        assert not pod.keys() & {"hostNetwork", "hostPID", "hostIPC", "hostUsers"}
+        for volume in pod.get("volumes", ()):
+            assert set(volume) - {"name"} <= POD_VOLUMES, volume
+        assert set(pod.get("securityContext", {})) <= {"fsGroup", "fsGroupChangePolicy"}
+        for container in [*pod["containers"], *pod.get("initContainers", ())]:
+            context = container["securityContext"]
+            assert context["runAsNonRoot"] is True
+            assert context["runAsUser"] > 0
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["capabilities"] == {"drop": ["ALL"]}
+            assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+            assert not context.keys() & {"privileged", "procMount", "seLinuxOptions", "appArmorProfile"}
+            assert not [port for port in container.get("ports", ()) if "hostPort" in port]
+            for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+                assert "host" not in container.get(name, {}).get("httpGet", {})
+    return len(pods)
+
+
+def _pods(value: Any) -> Iterator[Mapping[str, Any]]:
+    if isinstance(value, dict):
+        if "containers" in value:
+            yield value
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            yield from _pods(each)
 
 
 def check_cloudformation(text: str) -> None:

@@ -15,10 +15,14 @@ each_file() { # calls its arguments with FILE
   "$@" chat.deployment.yaml
   "$@" chat.service.yaml
   "$@" chat.scaled-object.yaml
+  "$@" chat.pod-disruption-budget.yaml
+  "$@" chat.network-policy.yaml
   "$@" embed.service-account.yaml
   "$@" embed.deployment.yaml
   "$@" embed.service.yaml
   "$@" embed.scaled-object.yaml
+  "$@" embed.pod-disruption-budget.yaml
+  "$@" embed.network-policy.yaml
 }
 
 each_api_key() { # calls its arguments with MODEL VARIABLE

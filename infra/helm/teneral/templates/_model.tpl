@@ -35,6 +35,21 @@ serviceAccountName: {{ .base }}
 automountServiceAccountToken: false
 enableServiceLinks: false
 terminationGracePeriodSeconds: {{ add (int (include "teneral.seconds" .model.drain_s)) 8 }}
+{{- if gt (int .most) 1 }}
+topologySpreadConstraints:
+{{- range list "topology.kubernetes.io/zone" "kubernetes.io/hostname" }}
+- maxSkew: 1
+  topologyKey: {{ . }}
+  whenUnsatisfiable: ScheduleAnyway
+  labelSelector:
+    matchLabels:
+      app.kubernetes.io/name: {{ $.name }}
+{{- end }}
+{{- end }}
+securityContext: {fsGroup: 10001, fsGroupChangePolicy: OnRootMismatch}
+{{- with .model.pod }}
+{{ toYaml . }}
+{{- end }}
 containers:
 - name: teneral
   image: {{ .model.image | quote }}
@@ -51,6 +66,8 @@ containers:
         name: {{ $.base }}-secrets
         key: {{ $key }}
   {{- end }}
+  envFrom:
+  - secretRef: {name: {{ .base }}-store, optional: true}
   ports:
   - name: http
     containerPort: 8080

@@ -15,6 +15,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from aiohttp import web
 
 from ...runtime.errors import CapacityError, RequestError
+from .compression import Decompressor, decompressor_of
 from .connections import invite_body
 from .errors import ApiError
 from .json_bodies import memory_bytes
@@ -42,18 +43,23 @@ class Bodies:
     ) -> AsyncIterator[bytearray]:
         """The request's body, charged inside this context with the memory that it takes once it is decoded.
 
-        Raises `ApiError` 413 for a body beyond the limit, 408 for one that does not arrive, 415 for
-        a compressed one, and `CapacityError` if the bodies of all requests together are too large.
+        A compressed one is decompressed as it arrives: the limits are those of the JSON in it. Raises
+        `ApiError` 413 for a body beyond the limit, 408 for one that does not arrive, 415 for an
+        unknown compression, 400 for a damaged one, and `CapacityError` if the bodies of all requests
+        together are too large.
         """
-        self._check_head(request)
+        decompress = self._decoder_of(request)
         data = bytearray()
         charged_bytes = 0
         try:
             async for chunk in self._chunks(request):
-                if len(data) + len(chunk) > self._limits.max_body_bytes:
-                    raise self._too_large()
-                charged_bytes += self._charge(len(chunk))
-                data += chunk
+                for piece in decompress(chunk) if decompress else (chunk,):
+                    if len(data) + len(piece) > self._limits.max_body_bytes:
+                        raise self._too_large()
+                    charged_bytes += self._charge(len(piece))
+                    data += piece
+            if decompress is not None:
+                decompress.finish()
             charged_bytes += self._charge(memory_bytes(data) - len(data))
             self._arrived(request)
             yield data
@@ -84,13 +90,12 @@ class Bodies:
         self.charged_bytes += num_bytes
         return num_bytes
 
-    def _check_head(self, request: web.Request) -> None:
-        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise ApiError(
-                415, "compressed bodies are not supported: send it uncompressed", code="unsupported_encoding"
-            )
+    def _decoder_of(self, request: web.Request) -> Decompressor | None:
+        """The decompressor of a request's body; None for a plain one. Raises what its head forbids."""
+        decompressor = decompressor_of(request.headers.getall("Content-Encoding", []))
         if request.content_length is not None and request.content_length > self._limits.max_body_bytes:
             raise self._too_large()
+        return decompressor
 
     def _too_large(self) -> ApiError:
         return ApiError(

@@ -56,7 +56,7 @@ def app_runner(app: web.Application) -> web.AppRunner:
         # A disconnected client cancels its handler, and with it its generations.
         handler_cancellation=True,
         keepalive_timeout=IDLE_CONNECTION_S,
-        # Compressed bodies are refused, which rules out decompression bombs.
+        # `compression.py` decompresses bodies, within their limits.
         auto_decompress=False,
         max_line_size=MAX_REQUEST_LINE_BYTES,
         max_field_size=MAX_HEADER_BYTES,

@@ -51,7 +51,8 @@ _PARAMETER = re.compile(r"{(\w+)}")
 _HOP_BY_HOP = frozenset(
     {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding"}
 )
-_OWN_HEADERS = _HOP_BY_HOP | {"upgrade", "host", "content-length"}
+# Bodies are passed on as they were decompressed.
+_OWN_HEADERS = _HOP_BY_HOP | {"upgrade", "host", "content-length", "content-encoding"}
 
 
 class Front:

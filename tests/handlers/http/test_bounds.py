@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import socket
+import zlib
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import pytest
+import zstandard
 from tests.support.load import patience_s
 
 from teneral.handlers.http import connections
+from teneral.handlers.http.compression import decompressor_of
 from teneral.handlers.http.limits import MAX_HEADER_BYTES, MAX_HEADERS, MAX_REQUEST_LINE_BYTES, Limits
 from teneral.handlers.openai.generation import LOGPROB_BYTES
 
@@ -59,12 +64,54 @@ async def test_a_body_that_does_not_arrive_is_not_waited_for_for_ever(start: Any
         assert (await server.request("POST", "/v1/completions", data=stalling())).status == 408
 
 
-async def test_a_compressed_body_is_refused_not_unpacked(start: Any) -> None:
+ENCODED = {
+    "gzip": gzip.compress,
+    "deflate": zlib.compress,
+    "zstd": lambda data: zstandard.ZstdCompressor().compress(data),
+}
+
+
+@pytest.mark.parametrize("encoding", ENCODED)
+async def test_a_compressed_body_is_what_it_decompresses_to(start: Any, encoding: str) -> None:
+    body = b'{"prompt": "x", "max_tokens": 1, "temperature": 0}'
+    whole = ENCODED[encoding](body)
+    headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
+    async with start() as server:
+        post = partial(server.request, "POST", "/v1/completions", headers=headers)
+        plain = await server.request(
+            "POST", "/v1/completions", data=body, headers=headers | {"Content-Encoding": ""}
+        )
+        answer = await post(data=whole)
+        assert answer.status == 200, answer.text
+        assert answer.json["choices"] == plain.json["choices"]
+        for damaged in (whole[:-1], whole + b"x", whole + whole, b"x" * 100, b""):
+            answer = await post(data=damaged)
+            assert (answer.status, answer.error["code"]) == (400, "invalid_encoding"), damaged
+        await server.eventually(lambda: server.service.admission.body_bytes == 0)
+
+
+@pytest.mark.parametrize("encoding", ENCODED)
+async def test_a_decompression_bomb_ends_at_the_limit_of_a_body(start: Any, encoding: str) -> None:
+    bomb = ENCODED[encoding](bytes(256 << 20))
+    decompress = decompressor_of([encoding])
+    assert decompress is not None
+    assert len(next(iter(decompress(bomb)))) <= 2 << 20
     async with start() as server:
         answer = await server.request(
-            "POST", "/v1/completions", data=b"\x1f\x8b", headers={"Content-Encoding": "gzip"}
+            "POST", "/v1/completions", data=bomb, headers={"Content-Encoding": encoding}
         )
-        assert (answer.status, answer.error["code"]) == (415, "unsupported_encoding")
+        assert (answer.status, answer.error["code"]) == (413, "request_too_large")
+        assert server.service.admission.body_bytes == 0
+
+
+async def test_an_unknown_compression_is_refused_by_name(start: Any) -> None:
+    async with start() as server:
+        for encoding in ("br", "gzip, gzip"):
+            answer = await server.request(
+                "POST", "/v1/completions", data=b"x", headers={"Content-Encoding": encoding}
+            )
+            assert (answer.status, answer.error["code"]) == (415, "unsupported_encoding")
+            assert answer.headers["Accept-Encoding"] == "gzip, deflate, zstd"
 
 
 async def test_headers_are_bounded(start: Any) -> None:

@@ -96,8 +96,8 @@ def access(caplog: pytest.LogCaptureFixture) -> Iterator[list[logging.LogRecord]
         (
             "POST",
             "/v1/completions",
-            {"data": b"x", "headers": {"Content-Encoding": "gzip"}},
-            (415, "unsupported_encoding"),
+            {"data": b"x", "headers": {"Content-Encoding": "br"}},
+            (415, "unsupported_encoding", {"accept-encoding": "gzip, deflate, zstd"}),
         ),
         (
             "POST",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -16,9 +15,9 @@ from ..http.json_bodies import encode
 from ..http.service import BodyRoute, Service
 from .chat_request import ChatRequest, FormatOfChat
 from .deltas import Answer, Delta, Finish, ReasoningDelta, TextDelta, ToolCallDelta
-from .generation import SequenceOutcome, Step, UnreportedDrafts, make_format, respond
+from .generation import SequenceOutcome, Step, StreamTokens, make_format, respond
 from .logprobs import chat_logprobs, prompt_places, token_bytes
-from .parameters import own_names
+from .parameters import answer_id, own_names
 from .prompts import ChatSettings
 from .responses import (
     ChatCall,
@@ -70,12 +69,12 @@ class ChatFormat(FormatOfChat):
     """One chat request's side of the wire. Raises `RequestError` for an invalid body."""
 
     def __init__(self, body: ChatBody, *, model: str, settings: ChatSettings) -> None:
-        self._id = f"chatcmpl-{secrets.token_hex(12)}"
+        self._id = answer_id("chatcmpl", body)
         super().__init__(ChatRequest(body, request_id=self._id, settings=settings))
         self._model = model
         self._created = int(time.time())
         self._begun: set[int] = set()  # choices whose role was sent
-        self._unreported = UnreportedDrafts()
+        self._tokens = StreamTokens()
 
     def prepare(self, tokenizer: TextTokenizer, max_tokens: int | None) -> list[GenerationRequest]:
         self._bytes_of = partial(token_bytes, tokenizer)
@@ -87,24 +86,39 @@ class ChatFormat(FormatOfChat):
 
     def chunks(self, step: Step) -> list[bytes]:
         index, event = step
-        self._unreported.add(index, event)
+        self._tokens.add(index, event)
+        deltas = self._shown(self._chat.read(index, event))
         chunks = []
         if index not in self._begun:
+            chunks.append(self._opening(index))
             self._begun.add(index)
-            chunks.append(
-                self._chunk(ChatChunkChoice(index, ChatDelta(role="assistant", content="", refusal=None)))
-            )
-        deltas = self._chat.read(index, event)
+            if echo := self._echo():
+                deltas.insert(0, TextDelta(echo))
         logprobs = self._logprobs(event)
-        if logprobs is not None and all(isinstance(delta, Finish) for delta in deltas):
+        ids = list(event.tokens) if self.body.return_token_ids else []
+        if (logprobs is not None or ids) and all(isinstance(delta, Finish) for delta in deltas):
             deltas.insert(0, TextDelta(""))  # the text of these tokens is held back
         for delta in deltas:
             choice = ChatChunkChoice(
-                index, *_wire_delta(delta), logprobs=logprobs, stop_reason=_stop_reason(delta, event)
+                index,
+                *_wire_delta(delta),
+                logprobs=logprobs,
+                stop_reason=_stop_reason(delta, event),
+                token_ids=ids or UNSET,
             )
-            chunks.append(self._chunk(choice, self._unreported.take(index)))
-            logprobs = None
+            chunks.append(self._chunk(choice, self._tokens.take(index)))
+            logprobs, ids = None, []
         return chunks
+
+    def _opening(self, index: int) -> bytes:
+        """The first chunk of a choice; that of the answer has what concerns all of it."""
+        is_first = not self._begun
+        choice = ChatChunkChoice(index, ChatDelta(role="assistant", content="", refusal=None))
+        return self._chunk(
+            choice,
+            self._warnings() if is_first else UNSET,
+            self._prompt_token_ids() if is_first else UNSET,
+        )
 
     def usage_chunk(self, usage: Usage) -> bytes:
         return encode(ChatChunk(self._id, self._created, self._model, [], usage=usage))
@@ -117,8 +131,34 @@ class ChatFormat(FormatOfChat):
         if self.body.prompt_logprobs is not None and (prompt := outcomes[0].prompt_logprobs) is not None:
             places = prompt_places(prompt, self._bytes_of, num_top=self.body.prompt_logprobs)
         return encode(
-            ChatCompletion(self._id, self._created, self._model, choices, usage, prompt_logprobs=places)
+            ChatCompletion(
+                self._id,
+                self._created,
+                self._model,
+                choices,
+                usage,
+                prompt_logprobs=places,
+                prompt_token_ids=self._prompt_token_ids(),
+                teneral=self._warnings(),
+            )
         )
+
+    def _warnings(self) -> ChunkExtras | UnsetType:
+        warnings = self._chat.warnings
+        return ChunkExtras(warnings=list(warnings)) if warnings else UNSET
+
+    def _prompt_token_ids(self) -> list[int] | UnsetType:
+        return list(self._chat.prompt) if self.body.return_token_ids else UNSET
+
+    def _echo(self) -> str:
+        """The text in front of an answer's own: the last message, an assistant's."""
+        last = self._chat.last_message
+        return str(last["content"]) if self.body.echo and last["role"] == "assistant" else ""
+
+    def _shown(self, deltas: list[Delta]) -> list[Delta]:
+        if self.body.include_reasoning is not False:
+            return deltas
+        return [delta for delta in deltas if not isinstance(delta, ReasoningDelta)]
 
     @property
     def _wants_logprobs(self) -> bool:
@@ -126,24 +166,46 @@ class ChatFormat(FormatOfChat):
 
     def _choice(self, index: int, outcome: SequenceOutcome, answer: Answer) -> ChatChoice:
         calls = [ChatCall(call.id, ChatFunction(call.name, call.arguments)) for call in answer.calls]
+        reasoning = UNSET if self.body.include_reasoning is False else answer.reasoning or UNSET
+        text = self._echo() + answer.text
         message = ChatMessage(
-            answer.text if answer.text or not calls else None,
-            reasoning_content=answer.reasoning or UNSET,
-            reasoning=answer.reasoning or UNSET,
+            text if text or not calls else None,
+            reasoning_content=reasoning,
+            reasoning=reasoning,
             tool_calls=calls or UNSET,
         )
-        logprobs = chat_logprobs(outcome.logprobs, self._bytes_of) if self._wants_logprobs else None
-        reason = UNSET if outcome.stopped_by is None else outcome.stopped_by
         return ChatChoice(
-            index, message, finish_reason=answer.finish_reason, logprobs=logprobs, stop_reason=reason
+            index,
+            message,
+            finish_reason=answer.finish_reason,
+            logprobs=self._logprobs(outcome) if self._wants_logprobs else None,
+            stop_reason=UNSET if outcome.stopped_by is None else outcome.stopped_by,
+            token_ids=outcome.tokens if self.body.return_token_ids else UNSET,
         )
 
-    def _logprobs(self, event: GenerationEvent) -> ChatLogprobs | None:
-        return chat_logprobs(event.logprobs, self._bytes_of) if event.logprobs else None
+    def _logprobs(self, part: GenerationEvent | SequenceOutcome) -> ChatLogprobs | None:
+        if isinstance(part, GenerationEvent) and not part.logprobs:
+            return None
+        names_ids = bool(self.body.return_tokens_as_token_ids)
+        return chat_logprobs(part.logprobs, self._bytes_of, names_ids=names_ids)
 
-    def _chunk(self, choice: ChatChunkChoice, teneral: ChunkExtras | UnsetType = UNSET) -> bytes:
-        usage = None if self.body.includes_usage else UNSET
-        return encode(ChatChunk(self._id, self._created, self._model, [choice], usage=usage, teneral=teneral))
+    def _chunk(
+        self,
+        choice: ChatChunkChoice,
+        teneral: ChunkExtras | UnsetType = UNSET,
+        prompt_token_ids: list[int] | UnsetType = UNSET,
+    ) -> bytes:
+        return encode(
+            ChatChunk(
+                self._id,
+                self._created,
+                self._model,
+                [choice],
+                usage=self._tokens.usage(self.body, self.num_prompt_tokens),
+                prompt_token_ids=prompt_token_ids,
+                teneral=teneral,
+            )
+        )
 
 
 def _stop_reason(delta: Delta, event: GenerationEvent) -> str | int | UnsetType:

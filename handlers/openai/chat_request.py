@@ -4,8 +4,9 @@ text, reasoning and tool calls. Every route that answers chats uses it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...runtime.errors import RequestError
 from ...runtime.grammar.spec import GrammarSpec
@@ -27,6 +28,7 @@ from .parameters import (
     check_extras,
     check_stream,
     check_top_logprobs,
+    max_tokens_of,
     num_choices,
     prompt_tokens,
     sequences,
@@ -45,6 +47,9 @@ from .tools.reader import CallReader
 if TYPE_CHECKING:
     from ...runtime.text.settings import TextSettings
     from ...runtime.text.tokenizer import TextTokenizer
+
+
+logger = logging.getLogger("teneral.http")
 
 
 class ChatRequest:
@@ -66,15 +71,17 @@ class ChatRequest:
         if any(modality != "text" for modality in body.modalities or []):
             raise RequestError("modalities other than 'text' are not supported", param="modalities")
         self.body = body
-        self.max_tokens = (
-            body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        )
+        self.max_tokens = body.max_completion_tokens
+        if self.max_tokens is None:
+            self.max_tokens = max_tokens_of(body, default=None)
         self.first_token = wanted_first_token(body, default=settings.first_token)
         self.num_sequences = num_choices(body, num_prompts=1, max_sequences=settings.max_sequences)
-        self.num_prompt_tokens = 0
+        self.prompt: tuple[int, ...] = ()  # its tokens, once it is prepared
         self.num_top_logprobs = _num_top_logprobs(body)
+        self.warnings: list[str] = []  # what of the request has no effect with this model
         self._id = request_id
         self._settings = settings
+        self._reasoning_parser = _reasoning_parser(body, settings)
         self._messages = template_messages(body.messages)
         self._plan = tool_plan(body.tools, body.tool_choice, body.parallel_tool_calls)
         self._form = grammar_of(body)
@@ -114,17 +121,20 @@ class ChatRequest:
         self._tags = None if has_channels else self._reasoning_tags(templates)
         self._format = self._format_of(templates)
         text = self._render(tokenizer, templates)
+        self.warnings += self._prompt.warnings
+        for warning in self.warnings:
+            logger.info("request %s: %s", self._id, warning)
         self._is_open = self._tags is not None and self._tags.is_open(text)
         self._prompt_end = PromptEnd.of(text) if has_channels else None
         prompt = prompt_tokens(
             self.body,
             text,
             tokenizer,
-            add_special_tokens=False,  # the template wrote them
+            add_special_tokens=bool(self.body.add_special_tokens),  # the template wrote them
             max_prompt_tokens=max_tokens,
             max_tokens=self.max_tokens,
         )
-        self.num_prompt_tokens = len(prompt)
+        self.prompt = prompt
         grammar = self._grammar()
         return sequences(
             self.body,
@@ -139,6 +149,14 @@ class ChatRequest:
             grammar=None if grammar is None else tokenizer.compile_grammar(grammar),
             shown_tokens=self._shown_tokens(tokenizer),
         )
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def last_message(self) -> Mapping[str, Any]:
+        return self._messages[-1]
 
     def read(self, index: int, event: GenerationEvent) -> list[Delta]:
         """The deltas of an event of choice `index`; the last event's end with `Finish`."""
@@ -157,7 +175,7 @@ class ChatRequest:
         return answers_in_channels(templates, self._settings.tool_parser)
 
     def _reasoning_tags(self, templates: Mapping[str, str]) -> ReasoningTags | None:
-        return reasoning_tags(templates, self._settings.reasoning_parser)
+        return reasoning_tags(templates, self._reasoning_parser)
 
     def _reader(self, *, is_eager: bool) -> AnswerReader:
         if self._prompt_end is not None:
@@ -167,7 +185,7 @@ class ChatRequest:
                 functions,
                 max_calls=self._plan.max_calls,
                 is_eager=is_eager,
-                gives_reasoning=self._settings.reasoning_parser != REASONING_OFF,
+                gives_reasoning=self._reasoning_parser != REASONING_OFF,
             )
             return AnswerReader(channels, None)
         reasoning = None if self._tags is None else ReasoningReader(self._tags, is_open=self._is_open)
@@ -273,6 +291,17 @@ class AnswerReader:
 def _is_cut(finish_reason: FinishReason | None, stopped_by: str | int | None) -> bool:
     """True if `max_tokens` or a stop string ended the answer, and not the model."""
     return finish_reason is FinishReason.LENGTH or isinstance(stopped_by, str)
+
+
+def _reasoning_parser(body: ChatBody, settings: ChatSettings) -> str:
+    """The server's setting, unless the request wants reasoning in the text."""
+    if body.reasoning_format not in (None, "auto", "deepseek", "none"):
+        raise RequestError(
+            f"reasoning_format {body.reasoning_format[:50]!r} is not supported; 'auto', 'deepseek' and 'none' are",
+            param="reasoning_format",
+        )
+    in_text = body.separate_reasoning is False or body.reasoning_format == "none"
+    return REASONING_OFF if in_text else settings.reasoning_parser
 
 
 def _num_top_logprobs(body: ChatBody) -> int | None:

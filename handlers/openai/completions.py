@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Sequence
 from functools import cache, partial
@@ -18,13 +17,15 @@ from ...runtime.step.requests import FirstToken, GenerationEvent, GenerationRequ
 from ..http.json_bodies import encode
 from ..http.service import BodyRoute
 from .fields import COMPLETIONS, refuse_unsupported
-from .generation import SequenceOutcome, Step, UnreportedDrafts, make_format, respond
+from .generation import SequenceOutcome, Step, StreamTokens, make_format, respond
 from .logprobs import completion_logprobs, prompt_places, token_bytes
 from .parameters import (
+    answer_id,
     check_extras,
     check_sequences,
     check_stream,
     check_top_logprobs,
+    max_tokens_of,
     num_choices,
     prompt_tokens,
     sequences,
@@ -72,7 +73,7 @@ class CompletionFormat:
         _refuse_unsupported(body)
         self.body = body
         self.grammar = grammar_of(body)
-        self.max_tokens: int | None = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        self.max_tokens = max_tokens_of(body, default=DEFAULT_MAX_TOKENS)
         self.first_token = wanted_first_token(body, default=first_token)
         self._prompts = split_prompt(body.prompt, param="prompt", max_prompts=max_sequences)
         self._n = num_choices(body, num_prompts=len(self._prompts), max_sequences=max_sequences)
@@ -80,12 +81,12 @@ class CompletionFormat:
         self.num_sequences = self._best_of * len(self._prompts)
         self.num_prompt_tokens = 0
         self._model = model
-        self._id = f"cmpl-{secrets.token_hex(12)}"
+        self._id = answer_id("cmpl", body)
         self._created = int(time.time())
         self._num_chars: dict[
             int, int
         ] = {}  # of each choice that has begun, its tokens' text given out so far
-        self._unreported = UnreportedDrafts()
+        self._tokens = StreamTokens()
 
     def prepare(self, tokenizer: TextTokenizer, max_tokens: int | None) -> list[GenerationRequest]:
         body = self.body
@@ -103,6 +104,8 @@ class CompletionFormat:
         if body.truncate_prompt_tokens is not None:
             self._prompts = [list(prompt) for prompt in prompts]  # an echo is of what was computed
         self._first_tokens = [prompt[0] for prompt in prompts]
+        if body.return_token_ids:
+            self._prompt_tokens = [list(prompt) for prompt in prompts]
         self.num_prompt_tokens = sum(map(len, prompts))
         self._tokenizer = tokenizer
         self._bytes_of = cache(partial(token_bytes, tokenizer))  # of an echoed prompt many come again
@@ -134,12 +137,15 @@ class CompletionFormat:
     def chunks(self, step: Step) -> list[bytes]:
         index, event = step
         text = event.text
-        self._unreported.add(index, event)
-        if index not in self._num_chars:
+        self._tokens.add(index, event)
+        is_first = index not in self._num_chars
+        gives_ids = bool(self.body.return_token_ids)
+        if is_first:
             self._num_chars[index] = 0
             text = self._echo(index) + text
         has_logprobs = event.logprobs or event.prompt_logprobs is not None
-        if not text and not has_logprobs and event.finish_reason is None:
+        has_ids = gives_ids and (is_first or event.tokens)
+        if not text and not has_logprobs and not has_ids and event.finish_reason is None:
             return []
         choice = CompletionChoice(
             index,
@@ -147,9 +153,13 @@ class CompletionFormat:
             finish_reason=None if event.finish_reason is None else str(event.finish_reason),
             logprobs=self._logprobs(event, index),
             stop_reason=msgspec.UNSET if event.stopped_by is None else event.stopped_by,
+            token_ids=list(event.tokens) if gives_ids else msgspec.UNSET,
+            prompt_token_ids=self._prompt_tokens[index // self._n]
+            if gives_ids and is_first
+            else msgspec.UNSET,
         )
-        usage = None if self.body.includes_usage else msgspec.UNSET
-        teneral = self._unreported.take(index)
+        usage = self._tokens.usage(self.body, self.num_prompt_tokens)
+        teneral = self._tokens.take(index)
         return [
             encode(Completion(self._id, self._created, self._model, [choice], usage=usage, teneral=teneral))
         ]
@@ -158,6 +168,7 @@ class CompletionFormat:
         return encode(Completion(self._id, self._created, self._model, [], usage=usage))
 
     def whole(self, outcomes: Sequence[SequenceOutcome], usage: Usage) -> bytes:
+        gives_ids = bool(self.body.return_token_ids)
         choices = [
             CompletionChoice(
                 index,
@@ -166,6 +177,8 @@ class CompletionFormat:
                 logprobs=None if self.body.logprobs is None else self._logprobs(outcome, index),
                 prompt_logprobs=self._prompt_places(outcome),
                 stop_reason=msgspec.UNSET if outcome.stopped_by is None else outcome.stopped_by,
+                token_ids=outcome.tokens if gives_ids else msgspec.UNSET,
+                prompt_token_ids=self._prompt_tokens[index // self._n] if gives_ids else msgspec.UNSET,
             )
             for index, outcome in enumerate(self._best(outcomes))
         ]
@@ -199,10 +212,17 @@ class CompletionFormat:
         elif not entries and isinstance(part, GenerationEvent):
             return None
         logprobs = completion_logprobs(
-            entries, self._bytes_of, start=self._num_chars.get(index, 0), first_token=first_token
+            entries,
+            self._bytes_of,
+            start=self._num_chars.get(index, 0),
+            first_token=first_token,
+            names_ids=bool(self.body.return_tokens_as_token_ids),
         )
         if logprobs.tokens:
-            self._num_chars[index] = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
+            last_token = entries[-1].token if entries else first_token
+            assert last_token is not None
+            last = self._bytes_of(last_token).decode("utf-8", "replace")
+            self._num_chars[index] = logprobs.text_offset[-1] + len(last)
         return logprobs
 
     def _prompt_places(self, outcome: SequenceOutcome) -> PromptPlaces | UnsetType:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...runtime.errors import RequestError
+from .other_servers import OTHER_SERVERS
 
 
 class Effect(enum.StrEnum):
@@ -28,7 +29,10 @@ _GENERATION: Fields = {
     "lora": (_YES, "the name of an [adapter](adapters.md), where `model` names none"),
     "n": (_YES, "choices, each with its own seed"),
     "stream": (_YES, ""),
-    "stream_options": (_YES, "`include_usage`; `include_obfuscation` is without effect"),
+    "stream_options": (
+        _YES,
+        "`include_usage`; vLLM's `continuous_usage_stats`; `include_obfuscation` is without effect",
+    ),
     "max_tokens": (_YES, ""),
     "temperature": (_YES, ""),
     "top_p": (_YES, ""),
@@ -62,10 +66,66 @@ _GENERATION: Fields = {
     "json_schema": (_YES, "SGLang's and llama.cpp's"),
     "regex": (_YES, "SGLang's"),
     "ebnf": (_YES, "SGLang's; GBNF or Lark's notation"),
+    "grammar": (_YES, "llama.cpp's; as `ebnf`"),
+    "cache_salt": (_YES, "vLLM's; as `teneral.cache_salt`"),
+    "priority": (_YES, "vLLM's; above 0: `teneral.priority` `batch`, else `interactive`"),
+    "session_id": (_YES, "vLLM's; as `teneral.session`"),
+    "n_predict": (_YES, "llama.cpp's `max_tokens`, where there is none; -1: until the context is full"),
+    "repeat_penalty": (_YES, "llama.cpp's `repetition_penalty`"),
+    "request_id": (_YES, "vLLM's: the end of the answer's `id`"),
+    "return_token_ids": (_YES, "vLLM's: `prompt_token_ids` and each choice's `token_ids`"),
+    "return_tokens_as_token_ids": (_YES, "vLLM's: log-probabilities name tokens as `token_id:7`"),
+    "teneral": (_YES, "`first_token`, `cache_salt`, `session`, `tenant`, `priority`"),
+    "user": (_IDLE, "no users are distinguished by it: `teneral.tenant` does"),
+    "cache_prompt": (_IDLE, "the KV cache keeps the beginnings of all prompts"),
+    "id_slot": (_IDLE, "sequences have no slots to choose from"),
+    "samplers": (_IDLE, "the order of samplers is fixed"),
+    "backend_sampling": (_IDLE, "the same tokens either way"),
+    **dict.fromkeys(("n_keep", "n_discard", "n_cache_reuse"), (_IDLE, "a context is never shifted")),
+    "repeat_last_n": (_IDLE, "penalties count all tokens"),
+    "timings_per_token": (_IDLE, "`/metrics` has times"),
+    "response_fields": (_IDLE, "answers have all fields"),
+    "sse_ping_interval": (_IDLE, "idle streams get a comment every few seconds"),
+    "stream_interval": (_IDLE, "a chunk has the tokens that are there"),
+    "return_mm_kwargs": (_IDLE, "of another route"),
+    **dict.fromkeys(
+        (
+            *("xtc_threshold", "dynatemp_exponent", "mirostat_tau", "mirostat_eta", "adaptive_decay"),
+            *("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
+        ),
+        (_IDLE, "of a sampler that is off: its switch is refused"),
+    ),
     "no_stop_trim": (_NO, "SGLang's; false is what happens. Use `include_stop_str_in_output`"),
     "return_hidden_states": (_NO, "SGLang's; false is what happens"),
-    "user": (_IDLE, "no users are distinguished by it: `teneral.tenant` does"),
-    "teneral": (_YES, "`first_token`, `cache_salt`, `session`, `tenant`, `priority`"),
+    "use_beam_search": (_NO, "false is what happens; `best_of` of /v1/completions gives the likeliest"),
+    "length_penalty": (_NO, "of a beam search; 1 is what happens"),
+    "spaces_between_special_tokens": (_NO, "true is what happens"),
+    "truncation_side": (_NO, "`left` is what happens"),
+    "watermarking": (_NO, "false is what happens"),
+    "logprob_token_ids": (_NO, "use `logprobs`"),
+    "repetition_detection": (_NO, "use `repetition_penalty`"),
+    "routed_experts_prompt_start": (_NO, "answers have no routes of experts"),
+    "return_token_offsets": (_NO, "false is what happens"),
+    **dict.fromkeys(
+        ("kv_transfer_params", "ec_transfer_params"), (_NO, "this server computes prompts and answers")
+    ),
+    "vllm_xargs": (_NO, "of vLLM's own extensions"),
+    **dict.fromkeys(
+        (
+            *("typical_p", "top_n_sigma", "xtc_probability", "dynatemp_range", "mirostat"),
+            *("adaptive_target", "dry_multiplier"),
+        ),
+        (_NO, "llama.cpp's sampler; the value that switches it off is accepted"),
+    ),
+    "min_keep": (_NO, "0 is what happens"),
+    "n_cmpl": (_NO, "use `n`"),
+    "n_indent": (_NO, "0 is what happens"),
+    "n_probs": (_NO, "use `logprobs`"),
+    "post_sampling_probs": (_NO, "false is what happens"),
+    "return_tokens": (_NO, "use `return_token_ids`"),
+    "return_progress": (_NO, "false is what happens"),
+    "t_max_predict_ms": (_NO, "use the header `Deadline-Ms`; 0 and -1 are accepted"),
+    "verbose": (_NO, "false is what happens"),
 }
 
 COMPLETIONS: Fields = {
@@ -76,6 +136,7 @@ COMPLETIONS: Fields = {
     "best_of": (_YES, "choices, of which the `n` likeliest are given, by their tokens' mean log-probability"),
     "add_special_tokens": (_YES, "vLLM's: with false a prompt's text gets none"),
     "suffix": (_NO, "this model only goes on from a prompt"),
+    "prompt_embeds": (_NO, "send `prompt`"),
 }
 
 CHAT: Fields = {
@@ -93,9 +154,19 @@ CHAT: Fields = {
     "chat_template": (_YES, "vLLM's; where the server permits it, else refused"),
     "chat_template_kwargs": (_YES, "vLLM's; variables that the chat template has, others are refused"),
     "add_generation_prompt": (_YES, "vLLM's"),
+    "add_special_tokens": (_YES, "vLLM's: with true also those that the chat template does not write"),
     "continue_final_message": (_YES, "vLLM's"),
+    "echo": (_YES, "vLLM's: the answer begins with the last message, if that is an assistant's"),
     "documents": (_YES, "where the chat template has them; else refused"),
-    "reasoning_effort": (_YES, "where the chat template has it; else refused"),
+    "reasoning_effort": (
+        _YES,
+        "where the chat template has it; `none` switches reasoning off where the template can; else without "
+        "effect, with a warning in the answer",
+    ),
+    "include_reasoning": (_YES, "vLLM's; with false answers have no reasoning"),
+    "separate_reasoning": (_YES, "SGLang's; with false reasoning is text of the answer"),
+    "reasoning_format": (_YES, "llama.cpp's: `auto`, `deepseek`; `none`: reasoning is text of the answer"),
+    "verbosity": (_YES, "where the chat template has it; else without effect, with a warning in the answer"),
     "modalities": (_YES, "`text`; others are refused"),
     "metadata": (_IDLE, "nothing is stored"),
     "store": (_IDLE, "nothing is stored"),
@@ -105,14 +176,15 @@ CHAT: Fields = {
     "prompt_cache_retention": (_IDLE, "as `prompt_cache_key`"),
     "safety_identifier": (_IDLE, "nothing is reported"),
     "service_tier": (_IDLE, "there is one tier; `teneral.priority` is ours"),
-    "include_reasoning": (_NO, "vLLM's; true is what happens"),
-    "separate_reasoning": (_NO, "SGLang's; true is what happens"),
     "stream_reasoning": (_NO, "SGLang's; true is what happens"),
+    "return_prompt_text": (_NO, "use /apply-template"),
+    **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs"), (_NO, "this model takes text")),
+    "parse_tool_calls": (_NO, "true is what happens; `--tool-parser off` is the server's"),
+    "reasoning_control": (_NO, "false is what happens"),
     "audio": (_NO, "this model writes text"),
     "function_call": (_NO, "use `tool_choice`; `none` and `auto` are accepted"),
     "functions": (_NO, "use `tools`; an empty list is accepted"),
     "moderation": (_NO, "answers are not moderated"),
-    "verbosity": (_NO, "say in a message how long the answer should be"),
     "web_search_options": (_NO, "this server does not search"),
 }
 
@@ -236,9 +308,28 @@ ROUTES: Mapping[str, Fields] = {
 _AS_IT_IS: Mapping[str, tuple[Any, ...]] = {
     "no_stop_trim": (False,),
     "return_hidden_states": (False,),
-    "include_reasoning": (True,),
-    "separate_reasoning": (True,),
     "stream_reasoning": (True,),
+    # vLLM's and llama.cpp's defaults: their clients send them all.
+    **dict.fromkeys(("spaces_between_special_tokens", "parse_tool_calls"), (True,)),
+    **dict.fromkeys(
+        (
+            *("use_beam_search", "watermarking", "return_token_offsets", "return_prompt_text"),
+            *("post_sampling_probs", "return_tokens", "return_progress", "verbose", "reasoning_control"),
+        ),
+        (False,),
+    ),
+    **dict.fromkeys(
+        (
+            *("routed_experts_prompt_start", "min_keep", "n_indent", "n_probs", "xtc_probability"),
+            *("dynatemp_range", "mirostat", "dry_multiplier"),
+        ),
+        (0,),
+    ),
+    **dict.fromkeys(("vllm_xargs", "media_io_kwargs", "mm_processor_kwargs"), ({},)),
+    **dict.fromkeys(("length_penalty", "typical_p", "n_cmpl"), (1,)),
+    **dict.fromkeys(("t_max_predict_ms", "top_n_sigma"), (0, -1)),
+    "adaptive_target": (-1,),
+    "truncation_side": ("left",),
     # Older clients', of a chat without functions.
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -253,10 +344,16 @@ def refuse_unsupported(body: Any, fields: Fields) -> None:
 
 
 def as_markdown(routes: Mapping[str, Fields] = ROUTES) -> str:
-    """The tables of docs/openai.md, or of other routes."""
+    """The tables of docs/openai.md, or of other routes; with the fields that other servers know, where a route is
+    theirs, too.
+    """
     lines: list[str] = []
     for route, fields in routes.items():
-        lines += [f"### {route}", "", "| field | | |", "|---|---|---|"]
-        lines += [f"| `{name}` | {effect} | {note} |" for name, (effect, note) in fields.items()]
+        others = OTHER_SERVERS.get(route)
+        columns, rule = (" vLLM | llama.cpp |", "---|---|") if others else ("", "")
+        lines += [f"### {route}", "", f"| field | |{columns} |", f"|---|---|{rule}---|"]
+        for name, (effect, note) in fields.items():
+            known = [] if others is None else ["yes" if name in each else "" for each in others]
+            lines.append(f"| {' | '.join([f'`{name}`', str(effect), *known, note])} |")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"

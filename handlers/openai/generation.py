@@ -76,14 +76,22 @@ class Tally(Struct):
         )
 
 
-class UnreportedDrafts(Struct):
-    """Drafted tokens, by choice, that no chunk has reported yet."""
+class StreamTokens(Struct):
+    """Tokens of a stream so far, and the drafted ones, by choice, that no chunk has reported yet."""
 
+    num_tokens: int = 0
     _num_drafted: dict[int, int] = field(default_factory=dict)
 
     def add(self, index: int, event: GenerationEvent) -> None:
+        self.num_tokens += len(event.tokens)
         if event.num_drafted:
             self._num_drafted[index] = self._num_drafted.get(index, 0) + event.num_drafted
+
+    def usage(self, body: GenerationBody, num_prompt_tokens: int) -> Usage | UnsetType | None:
+        """The `usage` of a chunk."""
+        if body.includes_usage_so_far:
+            return Usage(num_prompt_tokens, self.num_tokens, num_prompt_tokens + self.num_tokens)
+        return None if body.includes_usage else UNSET
 
     def take(self, index: int) -> ChunkExtras | UnsetType:
         """The fields of this choice's next chunk."""
@@ -102,6 +110,7 @@ class SequenceOutcome(Struct):
     finish_reason: FinishReason | None = None
     prompt_logprobs: PromptLogprobs | None = None
     stopped_by: str | int | None = None
+    tokens: list[int] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -109,6 +118,7 @@ class SequenceOutcome(Struct):
 
     def add(self, event: GenerationEvent) -> None:
         self.texts.append(event.text)
+        self.tokens += event.tokens
         self.logprobs.extend(event.logprobs)
         self.finish_reason = event.finish_reason
         self.prompt_logprobs = self.prompt_logprobs or event.prompt_logprobs

@@ -30,12 +30,20 @@ LOWEST = -9999.0  # for a token that cannot come: JSON has no infinity, and Open
 TokenBytes = Callable[[int], bytes]  # one token alone
 
 
-def chat_logprobs(entries: Sequence[TokenLogprob], bytes_of: TokenBytes) -> ChatLogprobs:
+def chat_logprobs(
+    entries: Sequence[TokenLogprob], bytes_of: TokenBytes, *, names_ids: bool = False
+) -> ChatLogprobs:
+    """With `names_ids` tokens are named by their ids, as vLLM does."""
+
+    def shown(token: int, logprob: float) -> tuple[str, float, list[int]]:
+        data = bytes_of(token)
+        return _id_name(token) if names_ids else _text(data), _finite(logprob), list(data)
+
     return ChatLogprobs(
         [
             ChatLogprob(
-                *_shown(bytes_of(entry.token), entry.logprob),
-                top_logprobs=[TopLogprob(*_shown(bytes_of(token), logprob)) for token, logprob in entry.top],
+                *shown(entry.token, entry.logprob),
+                top_logprobs=[TopLogprob(*shown(token, logprob)) for token, logprob in entry.top],
             )
             for entry in entries
         ]
@@ -43,15 +51,23 @@ def chat_logprobs(entries: Sequence[TokenLogprob], bytes_of: TokenBytes) -> Chat
 
 
 def completion_logprobs(
-    entries: Sequence[TokenLogprob], bytes_of: TokenBytes, *, start: int, first_token: int | None = None
+    entries: Sequence[TokenLogprob],
+    bytes_of: TokenBytes,
+    *,
+    start: int,
+    first_token: int | None = None,
+    names_ids: bool = False,
 ) -> CompletionLogprobs:
     """`start` is where the first of these tokens' text begins, in characters. `first_token` is that of an echoed
-    prompt, which stands before `entries`.
+    prompt, which stands before `entries`. With `names_ids` tokens are named by their ids, as vLLM does.
     """
     tokens = [entry.token for entry in entries]
     values: list[float | None] = [_finite(entry.logprob) for entry in entries]
     top: list[dict[str, float] | None] = [
-        {_text(bytes_of(token)): _finite(logprob) for token, logprob in _with_chosen(entry)}
+        {
+            _id_name(token) if names_ids else _text(bytes_of(token)): _finite(logprob)
+            for token, logprob in _with_chosen(entry)
+        }
         for entry in entries
     ]
     if first_token is not None:
@@ -61,7 +77,8 @@ def completion_logprobs(
     for text in texts:
         offsets.append(start)
         start += len(text)
-    return CompletionLogprobs(text_offset=offsets, token_logprobs=values, tokens=texts, top_logprobs=top)
+    names = list(map(_id_name, tokens)) if names_ids else texts
+    return CompletionLogprobs(text_offset=offsets, token_logprobs=values, tokens=names, top_logprobs=top)
 
 
 def prompt_places(logprobs: PromptLogprobs, bytes_of: TokenBytes, *, num_top: int) -> PromptPlaces:
@@ -81,8 +98,8 @@ def _with_chosen(entry: TokenLogprob) -> tuple[tuple[int, float], ...]:
     return (*entry.top, (entry.token, entry.logprob))
 
 
-def _shown(data: bytes, logprob: float) -> tuple[str, float, list[int]]:
-    return _text(data), _finite(logprob), list(data)
+def _id_name(token: int) -> str:
+    return f"token_id:{token}"
 
 
 def _text(data: bytes) -> str:

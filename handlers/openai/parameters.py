@@ -7,10 +7,11 @@ here.
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from msgspec.structs import replace
 
@@ -37,6 +38,7 @@ MAX_BAD_WORD_CHARS = 256
 WHOLE_CONTEXT = -1  # of truncate_prompt_tokens: as many as there is room for
 _INDEX = re.compile(r"\[\d+\]")
 _SEED_SPAN = 1 << 64
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _SHARED_OPTIONS = (
     "temperature",
     "top_p",
@@ -109,20 +111,56 @@ def wanted_first_token(body: GenerationBody, *, default: FirstToken) -> FirstTok
     return default if asked is None else asked
 
 
+def extras_of(body: GenerationBody) -> Extras:
+    """The body's `teneral`, with vLLM's names for its fields. Raises `RequestError` where they differ."""
+    extras = body.teneral or Extras()
+    vllm: dict[str, tuple[str, Any]] = {}
+    if body.cache_salt is not None:
+        vllm["cache_salt"] = ("cache_salt", body.cache_salt)
+    if body.session_id is not None:
+        vllm["session"] = ("session_id", body.session_id)
+    if body.priority is not None:
+        vllm["priority"] = ("priority", Priority.BATCH if body.priority > 0 else Priority.INTERACTIVE)
+    for name, (param, value) in vllm.items():
+        own = getattr(extras, name)
+        if own is not None and own != value:
+            raise RequestError(f"{param} and teneral.{name} contradict one another", param=param)
+    return replace(extras, **{name: value for name, (_, value) in vllm.items()})
+
+
 def check_extras(body: GenerationBody) -> None:
     """Raises `RequestError` for invalid names."""
-    extras = body.teneral or Extras()
+    extras = extras_of(body)
     check_owner(session=extras.session or "", tenant=extras.tenant or "", cache_salt=extras.cache_salt or "")
 
 
 def queue_of(body: GenerationBody) -> str:
     """`GenerationRequest.queue_name` of what is made of this body."""
-    extras = body.teneral or Extras()
+    extras = extras_of(body)
     return queue_name(extras.tenant or "", extras.cache_salt or "")
 
 
 def priority_of(body: GenerationBody) -> Priority:
-    return (body.teneral and body.teneral.priority) or Priority.INTERACTIVE
+    return extras_of(body).priority or Priority.INTERACTIVE
+
+
+def max_tokens_of(body: GenerationBody, *, default: int | None) -> int | None:
+    """The most tokens of an answer; None: until the context is full."""
+    if body.max_tokens is not None or body.n_predict is None:
+        return default if body.max_tokens is None else body.max_tokens
+    return None if body.n_predict == -1 else body.n_predict
+
+
+def answer_id(prefix: str, body: GenerationBody) -> str:
+    """The `id` of an answer, which need not be unique. Raises `RequestError`."""
+    if body.request_id is None:
+        return f"{prefix}-{secrets.token_hex(12)}"
+    if not _REQUEST_ID.fullmatch(body.request_id):
+        raise RequestError(
+            "request_id must be 1 to 128 letters, digits or characters of ._:/+=@- in ASCII",
+            param="request_id",
+        )
+    return f"{prefix}-{body.request_id}"
 
 
 def options_of(body: GenerationBody, bad_words: tuple[tuple[int, ...], ...] = ()) -> ParsedOptions:
@@ -130,10 +168,12 @@ def options_of(body: GenerationBody, bad_words: tuple[tuple[int, ...], ...] = ()
 
     `bad_words` are the body's as tokens. Raises `RequestError` for values out of range.
     """
+    extras = extras_of(body)
     options = parse_options(
-        {name: getattr(body, name) for name in _SHARED_OPTIONS}
+        {"repetition_penalty": body.repeat_penalty}
+        | {name: value for name in _SHARED_OPTIONS if (value := getattr(body, name)) is not None}
         | {"top_k": None if body.top_k == -1 else body.top_k}
-        | ({} if body.teneral is None else {name: getattr(body.teneral, name) for name in _OWN_OPTIONS})
+        | {name: getattr(extras, name) for name in _OWN_OPTIONS}
     )
     if body.allowed_token_ids is None and not bad_words:
         return options

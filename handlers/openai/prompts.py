@@ -1,7 +1,8 @@
 """The prompt of a chat: its messages as chat templates take them, and the model's template, as the server's
 settings and the request's own fields have it.
 
-A field that the template has no variable for is refused: it would be ignored.
+A field that the template has no variable for is refused: it would be ignored. Efforts, which many clients always send,
+are ignored with a warning.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ MAX_VARIABLES = 64
 # Variables that the request gives in fields of their own, or that are the server's to give.
 _OTHERS = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"}
+)
+# The variable of DeepSeek's, Granite's and Kimi's templates, and neither prose nor a message's field.
+_THINKING = re.compile(
+    r"(?<![\w.'\"])thinking\s+is\s+(?:not\s+)?defined|\b(?:if|not|and)\s+thinking\b(?!\s*[.(\[])"
 )
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 # Of all tool calls that the conversation has: JSON in texts of the body, whose own bounds do not count it.
@@ -52,7 +57,9 @@ class ChatPrompt:
                 hint="Its operator can permit it with --trust-request-chat-template, or give --chat-template FILE.",
             )
         self._source = body.chat_template
-        self._continues = bool(body.continue_final_message)
+        self._continues = bool(body.continue_final_message) or (
+            bool(body.messages) and bool(body.messages[-1].prefix)
+        )
         self._adds_prompt = (
             not self._continues if body.add_generation_prompt is None else body.add_generation_prompt
         )
@@ -67,6 +74,12 @@ class ChatPrompt:
                 param="continue_final_message",
             )
         self._variables = _variables(body)
+        self._efforts = {
+            name: value
+            for name in ("reasoning_effort", "verbosity")
+            if (value := getattr(body, name)) is not None
+        }
+        self.warnings: list[str] = []  # once it is rendered
         self._params = {name: f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs or {}}
 
     def templates(self, templates: Mapping[str, str]) -> Mapping[str, str]:
@@ -88,14 +101,38 @@ class ChatPrompt:
                     f"{param} is not supported: the model's chat template has no variable {name!r}",
                     param=param,
                 )
+        variables = {**self._effort_variables(templates), **self._variables}
         text = tokenizer.chat_template.render(
             messages,
             tools=tools,
             add_generation_prompt=self._adds_prompt,
-            variables=self._variables,
+            variables=variables,
             source=self._source,
         )
         return _up_to(text, messages[-1]["content"]) if self._continues else text
+
+    def _effort_variables(self, templates: Mapping[str, str]) -> dict[str, Any]:
+        """Those of the fields that have an effect with this template; warns of the others."""
+        variables: dict[str, Any] = {}
+        self.warnings = []
+        for name, value in self._efforts.items():
+            if mentions(templates, name):
+                variables[name] = value
+            elif name != "reasoning_effort" or not thinking_switch(templates):
+                self.warnings.append(
+                    f"{name} is without effect: the model's chat template has no variable for it"
+                )
+        effort, switch = self._efforts.get("reasoning_effort"), thinking_switch(templates)
+        if effort is not None and switch:
+            variables[switch] = effort != "none"
+        return variables
+
+
+def thinking_switch(templates: Mapping[str, str]) -> str:
+    """The template's variable that switches reasoning on and off; '' for none."""
+    if mentions(templates, "enable_thinking"):
+        return "enable_thinking"
+    return "thinking" if any(_THINKING.search(text) for text in templates.values()) else ""
 
 
 def mentions(templates: Mapping[str, str], name: str) -> bool:
@@ -115,9 +152,8 @@ def _variables(body: ChatBody) -> dict[str, Any]:
             raise RequestError(
                 f"chat_template_kwargs cannot give {name[:64]!r}", param=f"chat_template_kwargs.{name[:64]}"
             )
-    for name in ("documents", "reasoning_effort"):
-        if (value := getattr(body, name)) is not None:
-            variables[name] = value
+    if body.documents is not None:
+        variables["documents"] = body.documents
     return variables
 
 
@@ -160,11 +196,23 @@ def template_message(message: Message, index: int) -> dict[str, Any]:
         result["name"] = message.name
     if message.tool_call_id is not None:
         result["tool_call_id"] = message.tool_call_id
-    if reasoning := message.reasoning_content or message.reasoning:
+    if reasoning := message.reasoning_content or message.reasoning or _details(message, where):
         result["reasoning_content"] = reasoning
     if message.tool_calls:
         result["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     return result
+
+
+def _details(message: Message, where: str) -> str:
+    """The text of OpenRouter's `reasoning_details`."""
+    texts = []
+    for number, detail in enumerate(message.reasoning_details or []):
+        text = detail.get("text") or detail.get("summary") or ""
+        if not isinstance(text, str):
+            param = f"{where}.reasoning_details[{number}].text"
+            raise RequestError(f"{param} must be a text", param=param)
+        texts.append(text)
+    return "".join(texts)
 
 
 def with_arguments(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -48,9 +48,10 @@ PromptPlaces = list[dict[int, PromptLogprob] | None]  # a place a token; the fir
 
 
 class ChunkExtras(msgspec.Struct, frozen=True):
-    """Teneral's own fields of a chunk."""
+    """Teneral's own fields of an answer or a chunk."""
 
-    drafted_tokens: int  # of the tokens since the choice's last chunk
+    drafted_tokens: int | UnsetType = UNSET  # of the tokens since the choice's last chunk
+    warnings: list[str] | UnsetType = UNSET  # what of the request is without effect with this model
 
 
 # -- /v1/chat/completions
@@ -101,6 +102,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     finish_reason: str
     logprobs: ChatLogprobs | None = None
     stop_reason: str | int | UnsetType = UNSET  # as vLLM has it: the stop string or stop token
+    token_ids: list[int] | UnsetType = UNSET  # as vLLM has them
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
@@ -110,8 +112,10 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptPlaces | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
     object: Literal["chat.completion"] = "chat.completion"
     system_fingerprint: str = SYSTEM_FINGERPRINT
+    teneral: ChunkExtras | UnsetType = UNSET
 
 
 class ChatFunctionDelta(msgspec.Struct, frozen=True):
@@ -141,6 +145,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     logprobs: ChatLogprobs | None = None
     stop_reason: str | int | UnsetType = UNSET  # as vLLM has it: the stop string or stop token
+    token_ids: list[int] | UnsetType = UNSET  # as vLLM has them, with the first chunk of a step
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
@@ -149,6 +154,7 @@ class ChatChunk(msgspec.Struct, frozen=True):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET  # in the first chunk
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     system_fingerprint: str = SYSTEM_FINGERPRINT
     teneral: ChunkExtras | UnsetType = UNSET
@@ -174,6 +180,8 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     logprobs: CompletionLogprobs | None = None
     prompt_logprobs: PromptPlaces | UnsetType = UNSET
     stop_reason: str | int | UnsetType = UNSET  # as vLLM has it: the stop string or stop token
+    token_ids: list[int] | UnsetType = UNSET  # as vLLM has them
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True):

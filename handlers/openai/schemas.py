@@ -20,6 +20,7 @@ Prompt = str | list[str | int | list[int]]
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # without effect: chunks are never padded
+    continuous_usage_stats: bool | None = None  # vLLM's: with include_usage, each chunk has the usage so far
 
 
 class Extras(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,18 +102,85 @@ class GenerationBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
     json_schema: dict[str, Any] | bool | str | None = None
     regex: str | None = None
     ebnf: str | None = None
+    grammar: str | None = None
+    # vLLM's and llama.cpp's names of fields of ours
+    cache_salt: str | None = None
+    priority: int | None = None
+    session_id: str | None = None
+    n_predict: int | None = None
+    repeat_penalty: float | None = None
+    # What an answer has besides
+    request_id: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    lora: str | None = None  # the name of an adapter, where `model` names none
+    teneral: Extras | None = None
+    # Without effect on an answer (`fields.py`)
+    user: str | None = None
+    cache_prompt: Any = None
+    id_slot: Any = None
+    samplers: Any = None
+    backend_sampling: Any = None
+    n_keep: Any = None
+    n_discard: Any = None
+    n_cache_reuse: Any = None
+    repeat_last_n: Any = None
+    timings_per_token: Any = None
+    response_fields: Any = None
+    sse_ping_interval: Any = None
+    stream_interval: Any = None
+    return_mm_kwargs: Any = None
+    xtc_threshold: Any = None
+    dynatemp_exponent: Any = None
+    mirostat_tau: Any = None
+    mirostat_eta: Any = None
+    adaptive_decay: Any = None
+    dry_base: Any = None
+    dry_allowed_length: Any = None
+    dry_penalty_last_n: Any = None
+    dry_sequence_breakers: Any = None
     # Refused, unless null or what happens in any case (`fields.py`)
     no_stop_trim: bool | None = None
     return_hidden_states: bool | None = None
-    lora: str | None = None  # the name of an adapter, where `model` names none
-    # Without effect on an answer
-    user: str | None = None
-    teneral: Extras | None = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    spaces_between_special_tokens: Any = None
+    truncation_side: Any = None
+    watermarking: Any = None
+    logprob_token_ids: Any = None
+    repetition_detection: Any = None
+    routed_experts_prompt_start: Any = None
+    return_token_offsets: Any = None
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
+    vllm_xargs: Any = None
+    typical_p: Any = None
+    top_n_sigma: Any = None
+    xtc_probability: Any = None
+    dynatemp_range: Any = None
+    mirostat: Any = None
+    adaptive_target: Any = None
+    dry_multiplier: Any = None
+    min_keep: Any = None
+    n_cmpl: Any = None
+    n_indent: Any = None
+    n_probs: Any = None
+    post_sampling_probs: Any = None
+    return_tokens: Any = None
+    return_progress: Any = None
+    t_max_predict_ms: Any = None
+    verbose: Any = None
 
     @property
     def includes_usage(self) -> bool:
         """True if a stream is to end with its usage. Its other chunks then have it as null."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def includes_usage_so_far(self) -> bool:
+        """True if each chunk of a stream is to have the usage up to it."""
+        options = self.stream_options
+        return self.includes_usage and options is not None and bool(options.continuous_usage_stats)
 
 
 class CompletionBody(GenerationBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -122,6 +190,7 @@ class CompletionBody(GenerationBody, kw_only=True, frozen=True, forbid_unknown_f
     suffix: str | None = None
     best_of: int | None = None
     logprobs: int | None = None
+    prompt_embeds: Any = None  # refused, unless null
 
 
 class ContentPart(msgspec.Struct, frozen=True):
@@ -140,6 +209,10 @@ class ToolCall(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
     type: Literal["function"] = "function"
     function: FunctionCall
     index: int | None = None  # some clients send a call back as it came in a stream
+    # Of other providers, without effect: their clients keep them in histories
+    provider_specific_fields: Any = None
+    extra_content: Any = None
+    cache_control: Any = None
 
 
 class Message(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -150,6 +223,13 @@ class Message(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=T
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # the same, as vLLM names it
+    reasoning_details: list[dict[str, Any]] | None = None  # the same, as OpenRouter has it
+    prefix: bool | None = None  # of the last message, an assistant's: as `continue_final_message`
+    # Of other providers, without effect: their clients keep them in histories
+    id: str | None = None
+    provider_specific_fields: Any = None
+    thinking_blocks: Any = None
+    cache_control: Any = None
     # As answers have them, which clients send back; of any use only where they are null or empty
     refusal: str | None = None
     annotations: list[Any] | None = None
@@ -168,9 +248,15 @@ class ChatBody(GenerationBody, kw_only=True, frozen=True, forbid_unknown_fields=
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
     continue_final_message: bool | None = None
+    echo: bool | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    reasoning_format: str | None = None
+    verbosity: str | None = None
     modalities: list[str] | None = None
     # Without effect on an answer: docs/openai.md says why
     metadata: dict[str, str] | None = None
@@ -182,14 +268,16 @@ class ChatBody(GenerationBody, kw_only=True, frozen=True, forbid_unknown_fields=
     service_tier: str | None = None
     store: bool | None = None
     # Refused, unless null or what happens in any case (`fields.py`)
-    include_reasoning: bool | None = None
-    separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
+    return_prompt_text: Any = None
+    media_io_kwargs: Any = None
+    mm_processor_kwargs: Any = None
+    parse_tool_calls: Any = None
+    reasoning_control: Any = None
     audio: Any = None
     function_call: Any = None
     functions: Any = None
     moderation: Any = None
-    verbosity: Any = None
     web_search_options: Any = None
 
 

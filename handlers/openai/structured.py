@@ -58,7 +58,11 @@ def _asked(body: GenerationBody) -> Iterator[tuple[str, Make]]:
             yield param, _regex(expression, param)
     if body.guided_choice is not None:
         yield "guided_choice", _choice(body.guided_choice, "guided_choice")
-    for param, grammar in (("guided_grammar", body.guided_grammar), ("ebnf", body.ebnf)):
+    for param, grammar in (
+        ("guided_grammar", body.guided_grammar),
+        ("ebnf", body.ebnf),
+        ("grammar", body.grammar),
+    ):
         if grammar is not None:
             yield param, _grammar(grammar, param)
 

@@ -12,6 +12,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
 from teneral.handlers.openai.fields import ROUTES, Effect, as_markdown
+from teneral.handlers.openai.other_servers import OTHER_SERVERS
 from teneral.handlers.openai.rerank import ClassifyBody, RerankBody, ScoreBody
 from teneral.handlers.openai.responses_body import ResponsesBody
 from teneral.handlers.openai.schemas import ChatBody, CompletionBody, EmbeddingBody
@@ -64,6 +65,12 @@ def test_every_field_of_openais_own_types_is_in_the_table(route: str) -> None:
     assert names - set(ROUTES[route]) == set()
 
 
+@pytest.mark.parametrize("route", OTHER_SERVERS)
+def test_every_field_that_vllm_and_llama_cpp_know_is_in_the_table(route: str) -> None:
+    for names in OTHER_SERVERS[route]:
+        assert names - set(ROUTES[route]) == set()
+
+
 def test_the_documentation_has_this_table() -> None:
     assert as_markdown() in (ROOT / "docs" / "openai.md").read_text()
 
@@ -74,7 +81,7 @@ async def test_refused_fields_are_refused_by_name_unless_null(start: Any, route:
         for name, (effect, _) in ROUTES[route].items():
             if effect is Effect.REFUSED:
                 value = {"no_stop_trim": True, "return_hidden_states": True}.get(name, "x")
-                value = False if name.endswith("_reasoning") else value
+                value = False if name == "stream_reasoning" else value
                 refused = await server.post(route, {**LEAST[route], name: value})
                 assert (refused.status, refused.error["param"]) == (400, name)
                 assert (await server.post(route, {**LEAST[route], name: None})).status == 200

@@ -101,5 +101,7 @@ async def test_what_is_refused_names_its_field(client: openai.AsyncOpenAI) -> No
         await client.chat.completions.create(model=MODEL, messages=HELLO, tool_choice="required")
     assert caught.value.param == "tool_choice"
     with pytest.raises(openai.BadRequestError) as caught:
-        await client.chat.completions.create(model=MODEL, messages=HELLO, reasoning_effort="low")
-    assert caught.value.param == "reasoning_effort"
+        await client.chat.completions.create(
+            model=MODEL, messages=HELLO, web_search_options={"search_context_size": "low"}
+        )
+    assert caught.value.param == "web_search_options"

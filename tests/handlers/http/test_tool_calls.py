@@ -386,7 +386,6 @@ async def test_variables_go_to_the_template_and_others_are_refused(start: Any, c
             ({"chat_template_kwargs": {"no_such": 1}}, "chat_template_kwargs.no_such"),
             ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
             ({"documents": [{"title": "x"}]}, "documents"),
-            ({"reasoning_effort": "low"}, "reasoning_effort"),
             ({"chat_template": "{{ messages[0].content }}"}, "chat_template"),
             ({"continue_final_message": True}, "continue_final_message"),
             ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),

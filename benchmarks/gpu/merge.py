@@ -138,7 +138,7 @@ def placer(device: Any, launch: Any, image: Any, weights: Any) -> Callable[[], N
 
     grid = (BLOCKS_PER_FRAME, min(launch.num_frames, MAX_GRID_Y))
     numbers = (np.uint32(launch.table_bytes), np.uint32(launch.num_frames))
-    arguments = (np.uint64(image.data.ptr), *numbers, np.uint64(weights.data.ptr))
+    arguments = (np.uint64(image.data.ptr), *numbers, np.uint64(weights.data.ptr), np.uint64(0))
     kernel = device._kernels[launch.kernel]
     return lambda: kernel(grid, (THREADS,), arguments)
 

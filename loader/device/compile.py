@@ -23,15 +23,23 @@ from pathlib import Path
 
 from ..errors import LoadError
 
-SOURCE = Path(__file__).with_name("kernels") / "merge.cu"
+# One program: each goes on where the one before ends.
+SOURCES = tuple(
+    Path(__file__).with_name("kernels") / name for name in ("blake3.cu", "huf_frames.cu", "merge.cu")
+)
 OPTIONS = ("--std=c++17", "--restrict")
 USUAL_ARCHITECTURES = (80, 90, 100)
 
 
+def program_text() -> str:
+    """All kernels' source; the compiler's messages name the files."""
+    return "".join(f'#line 1 "{path.name}"\n{path.read_text(encoding="ascii")}' for path in SOURCES)
+
+
 def cubin_name(architecture: int) -> str:
     """The file of compiled kernels for 10 · major + minor of a compute capability."""
-    what = SOURCE.read_bytes() + repr(OPTIONS).encode()
-    return f"merge-{hashlib.sha256(what).hexdigest()[:16]}-sm{architecture}.cubin"
+    what = program_text().encode() + repr(OPTIONS).encode()
+    return f"loader-{hashlib.sha256(what).hexdigest()[:16]}-sm{architecture}.cubin"
 
 
 def compile_kernels(architecture: int) -> bytes:
@@ -42,7 +50,7 @@ def compile_kernels(architecture: int) -> bytes:
 
     program, log = None, ""
     try:
-        program = nvrtc.createProgram(SOURCE.read_text(encoding="ascii"), SOURCE.name, (), ())
+        program = nvrtc.createProgram(program_text(), "loader.cu", (), ())
         try:
             nvrtc.compileProgram(program, (*OPTIONS, f"--gpu-architecture=sm_{architecture}"))
         except nvrtc.NVRTCError:

@@ -311,7 +311,8 @@ class CudaDevice:
         ring, weights = np.uint64(self._ring_memory.ptr + offset_bytes), np.uint64(self._weights.data.ptr)
         for launch in image.launches:
             grid = (BLOCKS_PER_FRAME, min(launch.num_frames, MAX_GRID_Y))
-            arguments = (ring, np.uint32(launch.table_bytes), np.uint32(launch.num_frames), weights)
+            counts = np.uint32(launch.table_bytes), np.uint32(launch.num_frames)
+            arguments = (ring, *counts, weights, np.uint64(0))
             with self._merges:
                 self._kernels[launch.kernel](grid, (THREADS,), arguments)
 
@@ -326,7 +327,7 @@ class CudaDevice:
         kernels = {name: self._module.get_function(name) for name in (*KERNELS, RESOLVE_KERNEL)}
         # CUDA loads a kernel when it is first launched: now, over no frames.
         memory = self._cupy.cuda.Memory(1024)
-        nothing = (np.uint64(memory.ptr), np.uint32(0), np.uint32(0), np.uint64(memory.ptr))
+        nothing = (np.uint64(memory.ptr), np.uint32(0), np.uint32(0), np.uint64(memory.ptr), np.uint64(0))
         with self._merges:
             for name in KERNELS:
                 kernels[name]((1,), (THREADS,), nothing)

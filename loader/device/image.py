@@ -55,6 +55,7 @@ NO_PLANE = 0xFFFFFFFF  # for `sign_plane`: no plane has a sign
 # fast as memory; the others do anything, words of that many bits.
 DRAFT_KERNEL, REFINE_KERNEL = "merge_bf16_draft", "refine_low_nibbles"
 GENERAL_KERNELS = {2: "merge_words_16", 4: "merge_words_32", 8: "merge_words_64"}
+COPY_KERNEL = "copy_if"  # bytes that are weights as they are
 RESOLVE_KERNEL = "resolve_chunks"  # for a decompressor, before these
 KERNELS = (DRAFT_KERNEL, REFINE_KERNEL, *GENERAL_KERNELS.values())
 

@@ -183,10 +183,10 @@ class CupyOnCpu:
             assert sizes == [8, 4, 4, 8, 8, 8, 8]
             work = lambda: self._kernels.resolve_at(*map(int, arguments))  # noqa: E731 - launched later
         else:
-            assert sizes == [8, 4, 4, 8]
-            image, table, num, weights = map(int, arguments)
+            assert sizes == [8, 4, 4, 8, 8]
+            image, table, num, weights, wrong = map(int, arguments)
             pair = (grid[0], grid[1] if len(grid) > 1 else 1)
-            work = lambda: self._kernels.run_at(Launch(name, table, num), image, weights, grid=pair)  # noqa: E731
+            work = lambda: self._kernels.run_at(Launch(name, table, num), image, weights, wrong, grid=pair)  # noqa: E731
         self.launch(self.current.stream, work)
 
 

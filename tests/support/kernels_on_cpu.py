@@ -1,6 +1,6 @@
 """The kernels' very source, compiled for this machine's CPU behind a small header, and run block by block.
 
-`__global__` means nothing here, and threads are a loop. Accesses that are not aligned as a GPU needs them end the
+Accesses that are not aligned as a GPU needs them end the
 process: the compiler is asked to check each.
 """
 
@@ -15,52 +15,29 @@ import numpy as np
 import numpy.typing as npt
 from tests.support.load import patience_s
 
-from teneral.loader.device.compile import SOURCE
+from teneral.loader.device.compile import program_text
 from teneral.loader.device.image import Launch
 
-THREADS = 256
+HASHED_BYTES = 128 << 10  # by a block
 
-HEADER = """
-struct alignas(8) uint2 { unsigned x, y; };
-struct alignas(16) uint4 { unsigned x, y, z, w; };
-static inline uint2 make_uint2(unsigned x, unsigned y) { return uint2{x, y}; }
-static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return uint4{x, y, z, w}; }
-struct Place { unsigned x, y, z; };
-static Place threadIdx, blockIdx, blockDim, gridDim;
-#define __global__
-#define __device__
-#define __launch_bounds__(n)
-"""
-
+HEADER = Path(__file__).with_suffix(".hpp")
 RUNNER = """
-typedef void (*Merge)(const unsigned char*, unsigned, unsigned, unsigned char*);
-static void every_thread(unsigned grid_x, unsigned grid_y, void (*run)(void*), void* arguments) {
-  gridDim = Place{grid_x, grid_y, 1};
-  blockDim = Place{THREADS, 1, 1};
-  for (blockIdx.y = 0; blockIdx.y < grid_y; blockIdx.y++)
-    for (blockIdx.x = 0; blockIdx.x < grid_x; blockIdx.x++)
-      for (threadIdx.x = 0; threadIdx.x < THREADS; threadIdx.x++) run(arguments);
+typedef void (*Merge)(const u8*, u32, u32, u8*, const u32*);
+extern "C" void run_resolve(u32 grid_x, u8* image, u32 table, u32 num, u64* a, u64* b, u64* c, u64* d) {
+  every_thread(grid_x, 1, THREADS, [=] { resolve_chunks(image, table, num, a, b, c, d); });
 }
-struct Chunks { unsigned char* image; unsigned table, num; unsigned long long *a, *b, *c, *d; };
-static void call_resolve(void* given) {
-  Chunks* a = (Chunks*)given;
-  resolve_chunks(a->image, a->table, a->num, a->a, a->b, a->c, a->d);
+extern "C" void run_merge(u32 grid_x, u32 grid_y, Merge kernel, const u8* image, u32 table, u32 num, u8* weights,
+                          const u32* wrong) {
+  every_thread(grid_x, grid_y, THREADS, [=] { kernel(image, table, num, weights, wrong); });
 }
-extern "C" void run_resolve(unsigned grid_x, unsigned char* image, unsigned table, unsigned num,
-                            unsigned long long* a, unsigned long long* b, unsigned long long* c,
-                            unsigned long long* d) {
-  Chunks arguments = {image, table, num, a, b, c, d};
-  every_thread(grid_x, 1, call_resolve, &arguments);
+extern "C" void run_blake3_chunks(u32 grid, u32 reversed, const u8* image, u32 part_bytes, u32* nodes) {
+  every_lane(grid, HASH_THREADS, reversed, [=] { blake3_chunks(image, part_bytes, nodes); });
 }
-struct Arguments { Merge kernel; const unsigned char* image; unsigned table, num; unsigned char* weights; };
-static void call(void* given) {
-  Arguments* a = (Arguments*)given;
-  a->kernel(a->image, a->table, a->num, a->weights);
+extern "C" void run_blake3_root(u32 reversed, u32* nodes, u32 part_bytes, const u32* digest, u32* wrong) {
+  every_lane(1, ROOT_THREADS, reversed, [=] { blake3_root(nodes, part_bytes, digest, wrong); });
 }
-extern "C" void run_merge(unsigned grid_x, unsigned grid_y, Merge kernel, const unsigned char* image, unsigned table,
-                          unsigned num, unsigned char* weights) {
-  Arguments arguments = {kernel, image, table, num, weights};
-  every_thread(grid_x, grid_y, call, &arguments);
+extern "C" void run_huf_frames(u32 grid, u32 reversed, u8* image, u32 table, u32 num, u32* wrong) {
+  every_lane(grid, LANES, reversed, [=] { huf_frames(image, table, num, wrong); });
 }
 """
 
@@ -75,7 +52,8 @@ class KernelsOnCpu:
     def __init__(self, folder: Path) -> None:
         """Compiles, a second or two. `folder` is for the files."""
         source, library = folder / "kernels.cpp", folder / "kernels.so"
-        source.write_text(HEADER + SOURCE.read_text(encoding="ascii") + RUNNER, encoding="ascii")
+        header = f'#include "{HEADER}"\n'
+        source.write_text(f'{header}{program_text()}#line 1 "runner"\n{RUNNER}', encoding="ascii")
         program = compiler()
         assert program is not None
         checks = [
@@ -107,14 +85,24 @@ class KernelsOnCpu:
         *,
         grid: tuple[int, int] = (4, 3),
         kernel: str | None = None,
+        wrong: int = 0,
     ) -> None:
         """Both arrays must begin at a multiple of 64 bytes, as device memory does."""
-        self.run_at(launch, image.ctypes.data, weights.ctypes.data, grid=grid, kernel=kernel)
+        word = np.array([wrong], np.uint32)
+        at = image.ctypes.data, weights.ctypes.data, word.ctypes.data
+        self.run_at(launch, *at, grid=grid, kernel=kernel)
 
     def run_at(
-        self, launch: Launch, image: int, weights: int, *, grid: tuple[int, int], kernel: str | None = None
+        self,
+        launch: Launch,
+        image: int,
+        weights: int,
+        wrong: int,
+        *,
+        grid: tuple[int, int],
+        kernel: str | None = None,
     ) -> None:
-        """The same, by addresses."""
+        """The same, by addresses; that of `wrong` may be 0."""
         self._library.run_merge(
             *map(ctypes.c_uint, grid),
             getattr(self._library, kernel or launch.kernel),
@@ -122,6 +110,47 @@ class KernelsOnCpu:
             ctypes.c_uint(launch.table_bytes),
             ctypes.c_uint(launch.num_frames),
             ctypes.c_void_p(weights),
+            ctypes.c_void_p(wrong),
+        )
+
+    def hash_at(
+        self, image: int, part_bytes: int, digest: int, nodes: int, wrong: int, *, reversed: bool = False
+    ) -> None:
+        """Both kernels of blake3.cu, by addresses."""
+        self.hash_chunks_at(
+            -(-max(1, part_bytes) // HASHED_BYTES), image, part_bytes, nodes, reversed=reversed
+        )
+        self.hash_root_at(nodes, part_bytes, digest, wrong, reversed=reversed)
+
+    def hash_chunks_at(
+        self, grid: int, image: int, part_bytes: int, nodes: int, *, reversed: bool = False
+    ) -> None:
+        self._library.run_blake3_chunks(
+            *map(ctypes.c_uint, (grid, reversed)),
+            ctypes.c_void_p(image),
+            ctypes.c_uint(part_bytes),
+            ctypes.c_void_p(nodes),
+        )
+
+    def hash_root_at(
+        self, nodes: int, part_bytes: int, digest: int, wrong: int, *, reversed: bool = False
+    ) -> None:
+        self._library.run_blake3_root(
+            ctypes.c_uint(reversed),
+            ctypes.c_void_p(nodes),
+            ctypes.c_uint(part_bytes),
+            *map(ctypes.c_void_p, (digest, wrong)),
+        )
+
+    def decode_at(
+        self, grid: int, image: int, table_bytes: int, num: int, wrong: int, *, reversed: bool = False
+    ) -> None:
+        """The kernel of huf_frames.cu, by addresses."""
+        self._library.run_huf_frames(
+            *map(ctypes.c_uint, (grid, reversed)),
+            ctypes.c_void_p(image),
+            *map(ctypes.c_uint, (table_bytes, num)),
+            ctypes.c_void_p(wrong),
         )
 
     def resolve(

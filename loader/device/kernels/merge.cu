@@ -1,4 +1,4 @@
-// Planes become words in a model's weights: every kernel of the loader.
+// Planes become words in a model's weights.
 //
 // An image is what is uploaded of one part (loader/device/image.py): tables, then planes. A table is a Recipe and an
 // array of Frames. A frame is 65,536 elements of one tensor, or the fewer that are its last ones (docs/format.md, "Packed
@@ -9,6 +9,9 @@
 // All offsets are from the image's or the weights' first byte, checked when the tables were made. Planes begin
 // at multiples of 16 bytes in the image, tensors at multiples of 64 in the weights. Nothing here waits, shares memory
 // between threads, or writes a word twice: the same source is compiled for CPUs by the tests, and run there.
+//
+// Where `wrong` is not null and not 0, kernels before have found the part's digest or a frame wrong (blake3.cu,
+// huf_frames.cu), and not one weight is written.
 //
 // Blocks have THREADS threads. Of the grid, y goes over frames and x over what a frame is cut into; any size will do.
 
@@ -98,7 +101,8 @@ __device__ inline void merge_whole_frame(const Recipe& recipe, const Frame& fram
 }
 
 template <typename Word>
-__device__ inline void merge_words(const u8* image, u32 table, u32 num_frames, u8* weights) {
+__device__ inline void merge_words(const u8* image, u32 table, u32 num_frames, u8* weights, const u32* wrong) {
+  if (wrong && *wrong) return;
   const Recipe& recipe = *(const Recipe*)(image + table);
   const Frame* frames = (const Frame*)(image + table + sizeof(Recipe));
   for (u32 number = blockIdx.y; number < num_frames; number += gridDim.y) {
@@ -113,18 +117,18 @@ __device__ inline void merge_words(const u8* image, u32 table, u32 num_frames, u
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    merge_words_16(const u8* image, u32 table, u32 num_frames, u8* weights) {
-  merge_words<u16>(image, table, num_frames, weights);
+    merge_words_16(const u8* image, u32 table, u32 num_frames, u8* weights, const u32* wrong) {
+  merge_words<u16>(image, table, num_frames, weights, wrong);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    merge_words_32(const u8* image, u32 table, u32 num_frames, u8* weights) {
-  merge_words<u32>(image, table, num_frames, weights);
+    merge_words_32(const u8* image, u32 table, u32 num_frames, u8* weights, const u32* wrong) {
+  merge_words<u32>(image, table, num_frames, weights, wrong);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    merge_words_64(const u8* image, u32 table, u32 num_frames, u8* weights) {
-  merge_words<u64>(image, table, num_frames, weights);
+    merge_words_64(const u8* image, u32 table, u32 num_frames, u8* weights, const u32* wrong) {
+  merge_words<u64>(image, table, num_frames, weights, wrong);
 }
 
 // The lower, or the upper two of four bytes, each in a half of its own.
@@ -194,7 +198,9 @@ __device__ inline void refine_slice(const uint2* nibbles, uint4* out, u32 first)
 
 // bf16 with 3 mantissa bits known: exponents and nibbles -> words. The default draft.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    merge_bf16_draft(const u8* __restrict__ image, u32 table, u32 num_frames, u8* __restrict__ weights) {
+    merge_bf16_draft(const u8* __restrict__ image, u32 table, u32 num_frames, u8* __restrict__ weights,
+                     const u32* wrong) {
+  if (wrong && *wrong) return;
   const Frame* frames = (const Frame*)(image + table + sizeof(Recipe));
   for (u32 number = blockIdx.y; number < num_frames; number += gridDim.y) {
     const Frame& frame = frames[number];
@@ -214,7 +220,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 // Words of 16 bits with the 4 lowest replaced by a nibble: what makes the default draft exact.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    refine_low_nibbles(const u8* __restrict__ image, u32 table, u32 num_frames, u8* __restrict__ weights) {
+    refine_low_nibbles(const u8* __restrict__ image, u32 table, u32 num_frames, u8* __restrict__ weights,
+                       const u32* wrong) {
+  if (wrong && *wrong) return;
   const Frame* frames = (const Frame*)(image + table + sizeof(Recipe));
   for (u32 number = blockIdx.y; number < num_frames; number += gridDim.y) {
     const Frame& frame = frames[number];
@@ -228,6 +236,27 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (u32 first = blockIdx.x * slice; first < FRAME_ELEMENTS / 2 / RUN; first += gridDim.x * slice) {
       refine_slice(nibbles, (uint4*)out, first);
     }
+  }
+}
+
+struct Copied {
+  u64 out;  // in the weights
+  u32 from, num_bytes;  // in the image
+};
+
+// Bytes that are weights as they are. Both sides begin at multiples of 8 bytes.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    copy_if(const u8* image, u32 table, u32 num, u8* weights, const u32* wrong) {
+  if (wrong && *wrong) return;
+  const Copied* entries = (const Copied*)(image + table);
+  for (u32 number = blockIdx.y; number < num; number += gridDim.y) {
+    const Copied entry = entries[number];
+    const u64* from = (const u64*)(image + entry.from);
+    u64* out = (u64*)(weights + entry.out);
+    const u32 first = blockIdx.x * THREADS + threadIdx.x, num_words = entry.num_bytes / 8;
+    for (u32 i = first; i < num_words; i += gridDim.x * THREADS) out[i] = from[i];
+    const u32 rest = 8 * num_words + first;
+    if (rest < entry.num_bytes) ((u8*)out)[rest] = ((const u8*)from)[rest];
   }
 }
 

@@ -306,7 +306,7 @@ def test_a_cubin_is_taken_for_its_architecture_and_later_minor_versions_of_it(tm
 
 
 def test_a_cubin_of_other_sources_is_never_taken(tmp_path: FilePath) -> None:
-    (tmp_path / cubin_name(90).replace("merge-", "merge-0")).write_bytes(b"of another version")
+    (tmp_path / cubin_name(90).replace("loader-", "loader-0")).write_bytes(b"of another version")
     assert find_cubin(90, [tmp_path]) is None
 
 

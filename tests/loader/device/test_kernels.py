@@ -205,7 +205,7 @@ def test_a_compile_error_has_the_compilers_words(tmp_path: Path, monkeypatch: py
 
     wrong = tmp_path / "merge.cu"
     wrong.write_text("this is no kernel;")
-    monkeypatch.setattr(compiling, "SOURCE", wrong)
+    monkeypatch.setattr(compiling, "SOURCES", (wrong,))
     with pytest.raises(LoadError, match=r"sm_90(.|\n)*this is no kernel"):
         compiling.compile_kernels(90)
 
@@ -217,7 +217,10 @@ def test_the_kernels_compile_for_every_gpu_that_is_meant(architecture: int, tmp_
 
     cubin = compile_kernels(architecture)
     assert cubin[:4] == b"\x7fELF"
-    assert all(name.encode() in cubin for name in (*KERNELS, "resolve_chunks"))
+    assert all(
+        name.encode() in cubin
+        for name in (*KERNELS, "resolve_chunks", "copy_if", "blake3_chunks", "blake3_root", "huf_frames")
+    )
     assert find_cubin(architecture, [tmp_path]) is None
     path = keep_cubin(architecture, cubin, tmp_path)
     assert find_cubin(architecture, [tmp_path]) == find_cubin(architecture + 6, [tmp_path]) == path

@@ -1,0 +1,1 @@
+"""The CUDA driver: memory, streams, events, modules, launches and graphs of one device."""

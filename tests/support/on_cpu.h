@@ -26,7 +26,7 @@ static Dim threadIdx, blockIdx, gridDim, blockDim;
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(8) uint2 { unsigned x, y; };
 
-struct Fiber { ucontext_t start; jmp_buf at; char* stack; bool has_begun, is_done; int waits; };
+struct Fiber { ucontext_t start; jmp_buf at; char* stack; bool has_begun, is_done; int waits; unsigned exchanges; };
 enum { RUNS, FOR_BLOCK, FOR_WARP };
 static const unsigned MAX_THREADS = 1024, STACK_BYTES = 64 << 10;
 static Fiber fibers[MAX_THREADS];
@@ -36,15 +36,17 @@ static void (*fiber_kernel)(void**);
 static void** fiber_parameters;
 alignas(128) static char shared_memory[228 << 10];
 
-static void fiber_main() {
-  fiber_kernel(fiber_parameters);
-  fibers[current].is_done = true;
-  _longjmp(scheduler, 1);
-}
 static void wait_for(int what) {
   Fiber& self = fibers[current];
   self.waits = what;
   if (!_setjmp(self.at)) _longjmp(scheduler, 1);
+}
+static void fiber_main() {
+  for (;;) {
+    fiber_kernel(fiber_parameters);
+    fibers[current].is_done = true;
+    wait_for(RUNS);  // until the next block has work for it
+  }
 }
 static inline void __syncthreads() { wait_for(FOR_BLOCK); }
 static inline void __syncwarp() { wait_for(FOR_WARP); }
@@ -62,13 +64,15 @@ static void resume(unsigned number) {
 static void run_block(unsigned num) {
   for (unsigned i = 0; i < num; i++) {
     Fiber& fiber = fibers[i];
-    if (!fiber.stack) fiber.stack = (char*)malloc(STACK_BYTES);
-    getcontext(&fiber.start);
-    fiber.start.uc_stack.ss_sp = fiber.stack;
-    fiber.start.uc_stack.ss_size = STACK_BYTES;
-    fiber.start.uc_link = nullptr;
-    makecontext(&fiber.start, fiber_main, 0);
-    fiber.has_begun = fiber.is_done = false;
+    if (!fiber.stack) {
+      fiber.stack = (char*)malloc(STACK_BYTES);
+      getcontext(&fiber.start);
+      fiber.start.uc_stack.ss_sp = fiber.stack;
+      fiber.start.uc_stack.ss_size = STACK_BYTES;
+      fiber.start.uc_link = nullptr;
+      makecontext(&fiber.start, fiber_main, 0);
+    }
+    fiber.is_done = false;
     fiber.waits = RUNS;
   }
   for (;;) {
@@ -107,4 +111,82 @@ extern "C" void run_on_cpu(void (*kernel)(void**), void** parameters, const unsi
         memset(shared_memory, 0xA5, shared_bytes);
         run_block(block);
       }
+}
+
+// What lanes of a warp give each other: one barrier each, as the places of every second exchange are others.
+template <class Given>
+static Given* exchange(const Given& given) {
+  alignas(16) static char places[2][MAX_THREADS][32];
+  static_assert(sizeof(Given) <= 32);
+  unsigned turn = fibers[current].exchanges++ % 2;
+  memcpy(places[turn][current], &given, sizeof(Given));
+  __syncwarp();
+  static Given of_warp[32];
+  for (unsigned lane = 0; lane < 32; lane++) memcpy(&of_warp[lane], places[turn][current / 32 * 32 + lane], sizeof(Given));
+  return of_warp;
+}
+template <class Number>
+static Number shuffled(Number x, unsigned mask) { return exchange(x)[(threadIdx.x % 32) ^ mask]; }
+
+static inline float float_of_bits(unsigned bits) { float x; memcpy(&x, &bits, 4); return x; }
+static inline unsigned bits_of_float(float x) { unsigned bits; memcpy(&bits, &x, 4); return bits; }
+template <class Number>
+static Number min(Number a, Number b) { return a < b ? a : b; }
+static inline void atomicAdd(unsigned long long* at, unsigned long long by) { *at += by; }
+
+struct Bf16 {
+  static constexpr bool IS_BF16 = true;
+  static float wide(unsigned short x) { return float_of_bits((unsigned)x << 16); }
+  static unsigned short narrow(float x) {
+    unsigned bits = bits_of_float(x);
+    return x != x ? 0x7FFF : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+  }
+  static unsigned pair(float low, float high) { return narrow(low) | (unsigned)narrow(high) << 16; }
+  static unsigned fused(unsigned a, unsigned b, unsigned c) { return pair(fmaf(wide(a), wide(b), wide(c)), fmaf(wide(a >> 16), wide(b >> 16), wide(c >> 16))); }
+};
+struct F16 {
+  static constexpr bool IS_BF16 = false;
+  static float wide(unsigned short x) {
+    unsigned exponent = x >> 10 & 31, fraction = x & 1023;
+    float size = exponent == 31 ? (fraction ? NAN : INFINITY) : exponent ? ldexpf(1024 + fraction, (int)exponent - 25) : ldexpf(fraction, -24);
+    return x >> 15 ? -size : size;
+  }
+  static unsigned short narrow(float x) {
+    unsigned sign = bits_of_float(x) >> 16 & 0x8000;
+    float size = fabsf(x);
+    if (x != x) return 0x7FFF;
+    if (size >= 65520) return sign | 0x7C00;
+    int exponent;
+    frexpf(size, &exponent);
+    float unit = ldexpf(1, exponent - 11 < -24 ? -24 : exponent - 11);
+    float rest = nearbyintf(size / unit) * unit;  // to even
+    if (rest == 0) return sign;
+    frexpf(rest, &exponent);
+    if (exponent < -13) return sign | (unsigned)ldexpf(rest, 24);
+    return sign | (unsigned)(exponent + 14) << 10 | ((unsigned)ldexpf(rest, 11 - exponent) & 1023);
+  }
+  static unsigned pair(float low, float high) { return narrow(low) | (unsigned)narrow(high) << 16; }
+  static unsigned fused(unsigned a, unsigned b, unsigned c) { return pair(fmaf(wide(a), wide(b), wide(c)), fmaf(wide(a >> 16), wide(b >> 16), wide(c >> 16))); }
+};
+
+// mma.m16n8k16: lane 4 g + c has rows g and g + 8 of a, column g of b, and columns 2 c and 2 c + 1 of d.
+struct Fragments { unsigned a[4], b[2]; };
+template <class T>
+static void multiply_add(float* d, const unsigned* a, unsigned b0, unsigned b1) {
+  const Fragments* all = exchange(Fragments{{a[0], a[1], a[2], a[3]}, {b0, b1}});
+  const unsigned g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+  for (unsigned i = 0; i < 4; i++)
+    for (unsigned k = 0; k < 16; k++) {
+      const unsigned lane = k % 8 / 2, half = 16 * (k % 2), column = 2 * c + i % 2;
+      const unsigned x = all[4 * g + lane].a[i / 2 + 2 * (k / 8)] >> half, y = all[4 * column + lane].b[k / 8] >> half;
+      d[i] += T::wide(x) * T::wide(y);
+    }
+}
+static inline void load_transposed(unsigned* out, const void* row) {
+  const void** rows = exchange(row);
+  const unsigned g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+  for (unsigned matrix = 0; matrix < 4; matrix++) {
+    const unsigned short *one = (const unsigned short*)rows[8 * matrix + 2 * c], *two = (const unsigned short*)rows[8 * matrix + 2 * c + 1];
+    out[matrix] = one[g] | (unsigned)two[g] << 16;
+  }
 }

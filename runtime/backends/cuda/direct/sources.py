@@ -1,0 +1,61 @@
+"""The kernels' sources, as modules that are compiled and loaded one by one.
+
+A model needs few of them: what all have, a module a format of its matrices, and one for the size of
+its heads. Each has the dtype of activations compiled in. This module compiles nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from ....errors import ModelError
+from ....tensors import DType
+
+FOLDER = Path(__file__).with_name("kernels")
+ROWS, CHOOSE, BLOCKS = "rows", "choose", "blocks"
+HEAD_DIMS = (32, 64, 128, 256)
+FORMATS = {"float": "Float", "int8": "Int8", "int4": "Int4", "fp8": "Fp8"}
+NAMES = (
+    ROWS,
+    CHOOSE,
+    BLOCKS,
+    *(f"product_{name}" for name in FORMATS),
+    *(f"attention_{dim}" for dim in HEAD_DIMS),
+)
+DTYPES = (DType.BF16, DType.F16)
+
+
+class KernelModule(NamedTuple):
+    """One compilation unit."""
+
+    name: str  # of NAMES
+    dtype: DType  # of activations, keys and values
+
+    @property
+    def text(self) -> str:
+        """The source, after which the compiler's messages name the files."""
+        kind, _, variant = self.name.partition("_")
+        text = "".join(
+            f'#line 1 "{name}.cuh"\n{(FOLDER / f"{name}.cuh").read_text(encoding="utf-8")}'
+            for name in ("device", kind)
+        )
+        if kind == "product":
+            text += f"PRODUCTS({variant}, {FORMATS[variant]})\n"
+        elif kind == "attention":
+            text += f"ATTENTION({variant})\n"
+        return "#define IN_F16\n" + text if self.dtype is DType.F16 else text
+
+
+def product_module(format_name: str) -> str:
+    return f"product_{format_name}"
+
+
+def attention_module(head_dim: int) -> str:
+    """The module for heads of this size. Raises `ModelError` for larger ones."""
+    dim = next((dim for dim in HEAD_DIMS if head_dim <= dim), None)
+    if dim is None:
+        raise ModelError(
+            f"heads of {head_dim} numbers are too large for the device's kernels, which take up to {HEAD_DIMS[-1]}"
+        )
+    return f"attention_{dim}"

@@ -1,0 +1,20 @@
+"""The device of these tests: the driver's library and the kernels, both compiled for the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests.support.cuda_driver import COMPILER
+from tests.support.direct_kernels import Device
+
+from teneral.runtime.tensors import DType
+
+
+@pytest.fixture(params=[DType.BF16, DType.F16], ids=["bf16", "fp16"])
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    if COMPILER is None:
+        pytest.skip("no C++ compiler")
+    made = Device(request.param)
+    yield made
+    made.close()

@@ -1,0 +1,201 @@
+"""Embeddings, norms, heads and the gate on the device, against torch; copies of blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.support.direct_kernels import Device
+
+from teneral.runtime.backends.cuda.direct.arguments import (
+    CopyBlocks,
+    CopyTokens,
+    Embed,
+    Gate,
+    PlaceHeads,
+    RmsNorm,
+)
+from teneral.runtime.tensors import DType, from_float32, to_float32
+
+TORCH = {DType.BF16: torch.bfloat16, DType.F16: torch.float16}
+
+
+def random(device: Device, *shape: int, seed: int = 0) -> np.ndarray:
+    numbers = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    return from_float32(numbers, device.kernels.dtype)
+
+
+def tensor(device: Device, numbers: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(numbers.view(np.int16)).view(TORCH[device.kernels.dtype])
+
+
+def assert_close(device: Device, found: np.ndarray, expected: torch.Tensor, *, num_off: int = 0) -> None:
+    """Equal but for `num_off` numbers, which are one rounding apart."""
+    dtype = device.kernels.dtype
+    wide, known = to_float32(found, dtype), expected.float().numpy()
+    np.testing.assert_allclose(wide, known, rtol=2**-7 if dtype is DType.BF16 else 2**-10, atol=1e-6)
+    assert np.count_nonzero(wide != known) <= num_off
+
+
+def counts(device: Device, *numbers: int) -> int:
+    return device.put(np.array(numbers, np.uint32)).address
+
+
+@pytest.mark.parametrize("scale", [1.0, 12.0])
+def test_embeddings_are_the_tokens_rows(device: Device, scale: float) -> None:
+    dtype = device.kernels.dtype
+    table, tokens = random(device, 50, 72), np.array([49, 3, 3, 0], np.uint32)
+    out = device.put(np.zeros((4, 72), dtype.numpy), dtype)
+    arguments = Embed(
+        device.put(table, dtype).address,
+        device.put(tokens).address,
+        out.address,
+        counts(device, 3),
+        72,
+        scale,
+    )
+    device.run("rows", "embed", (4,), 256, arguments)
+    expected = tensor(device, table)[torch.tensor([49, 3, 3])] * scale
+    found = device.get(out)
+    assert_close(device, found[:3], expected)
+    assert not found[3].any()  # rows beyond the count are left alone
+
+
+@pytest.mark.parametrize("weight_kind", [0, 1, 2])
+@pytest.mark.parametrize("size", [64, 1000])
+def test_norms(device: Device, size: int, weight_kind: int) -> None:
+    dtype = device.kernels.dtype
+    kind = (DType.BF16, DType.F16, DType.F32)[weight_kind]
+    x = random(device, 5, size)
+    weight = from_float32(1 + np.random.default_rng(1).random(size).astype(np.float32), kind)
+    rows = np.array([4, 0, 2], np.uint32)
+    out = device.put(np.zeros((3, size), dtype.numpy), dtype)
+    arguments = RmsNorm(
+        x=device.put(x, dtype).address, weight=device.put(weight, kind).address, out=out.address,
+        rows=device.put(rows).address, counts=counts(device, 0, 3),
+        count=1, size=size, weight_kind=weight_kind, eps=1e-5,
+    )  # fmt: skip
+    device.run("rows", "rms_norm", (3,), 256, arguments)
+    wide = tensor(device, x).float()[rows.astype(np.int64)]
+    unit = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(TORCH[dtype])
+    own = torch.from_numpy(to_float32(weight, kind)).to(TORCH[dtype])
+    assert_close(device, device.get(out), unit * own, num_off=6)
+
+
+@pytest.mark.parametrize("kind", range(4))
+def test_gates(device: Device, kind: int) -> None:
+    dtype, size = device.kernels.dtype, 300
+    product = random(device, 3, 2 * size)
+    out = device.put(np.zeros((3, size), dtype.numpy), dtype)
+    arguments = Gate(device.put(product, dtype).address, out.address, counts(device, 3), size, kind)
+    device.run("rows", "gate", (3, 2), 256, arguments)
+    functions: list[Any] = [
+        torch.nn.functional.silu,
+        torch.nn.functional.gelu,
+        lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+        torch.relu,
+    ]
+    first, second = tensor(device, product).split(size, dim=1)
+    active = functions[kind](first.float()).to(TORCH[dtype])
+    assert_close(device, device.get(out), active * second, num_off=20)
+
+
+class Heads:
+    """Rows of heads, and what `place_heads` makes of them."""
+
+    num_heads, num_kv_heads, num_slots, eps = 4, 2, 24, 1e-6
+
+    def __init__(self, device: Device, head_dim: int, rotary_dim: int, *, norms: bool) -> None:
+        dtype = device.kernels.dtype
+        self.device, self.head_dim, self.rotary_dim = device, head_dim, rotary_dim
+        self.heads = random(device, 5, self.num_heads + 2 * self.num_kv_heads, head_dim)
+        self.positions, self.slots = (
+            np.array([0, 7, 9, 30, 2], np.uint32),
+            np.array([3, 20, 5, 0, 9], np.uint32),
+        )
+        angles = np.arange(31, dtype=np.float32)[:, None] * np.linspace(
+            1, 0.01, rotary_dim // 2, dtype=np.float32
+        )
+        self.cos, self.sin = np.cos(angles), np.sin(angles)
+        self.norms = [random(device, head_dim, seed=seed) for seed in (1, 2)] if norms else []
+        pool = device.put(np.zeros((2, self.num_slots, self.num_kv_heads, head_dim), dtype.numpy), dtype)
+        stored = device.put(self.heads, dtype)
+        query_norm, key_norm = [device.put(norm, dtype).address for norm in self.norms] or (0, 0)
+        arguments = PlaceHeads(
+            heads=stored.address, cos=device.put(self.cos).address, sin=device.put(self.sin).address,
+            query_norm=query_norm, key_norm=key_norm, keys=pool.row(0), values=pool.row(1),
+            positions=device.put(self.positions).address, slots=device.put(self.slots).address,
+            counts=counts(device, 5), num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
+            head_dim=head_dim, rotary_dim=rotary_dim, norm_kind=0 if dtype is DType.BF16 else 1, eps=self.eps,
+        )  # fmt: skip
+        device.run("rows", "place_heads", (6, 2), 128, arguments)
+        self.pool, self.after = device.get(pool), device.get(stored)
+
+    def expected(self) -> torch.Tensor:
+        """As transformers computes it: (rows, heads, head_dim)."""
+        kind = TORCH[self.device.kernels.dtype]
+        x = tensor(self.device, self.heads).clone()
+        turned = self.num_heads + self.num_kv_heads
+        if self.norms:
+            for number, (first, end) in enumerate(((0, self.num_heads), (self.num_heads, turned))):
+                wide = x[:, first:end].float()
+                unit = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(kind)
+                x[:, first:end] = unit * tensor(self.device, self.norms[number])
+        half = self.rotary_dim // 2
+        at = self.positions.astype(np.int64)
+        cos, sin = (torch.from_numpy(table[at]).to(kind)[:, None] for table in (self.cos, self.sin))
+        low, high = x[:, :turned, :half].clone(), x[:, :turned, half : 2 * half].clone()
+        x[:, :turned, :half] = low * cos + -high * sin
+        x[:, :turned, half : 2 * half] = high * cos + low * sin
+        return x
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(16, 16), (64, 64), (80, 32), (256, 256)])
+def test_heads_are_normalised_turned_and_stored(
+    device: Device, head_dim: int, rotary_dim: int, norms: bool
+) -> None:
+    made = Heads(device, head_dim, rotary_dim, norms=norms)
+    expected, num_off = made.expected(), 40 if norms else 0
+    assert_close(device, made.after[:, :4], expected[:, :4], num_off=num_off)
+    slots = made.slots.astype(np.int64)
+    assert_close(device, made.pool[0][slots], expected[:, 4:6], num_off=num_off)
+    assert_close(device, made.pool[1][slots], expected[:, 6:])
+    np.testing.assert_array_equal(made.after[:, 4:], made.heads[:, 4:])
+    others = np.setdiff1d(np.arange(made.num_slots), slots)
+    assert not made.pool[:, others].any()
+
+
+LAYERS, BLOCKS, SLOTS, KV_HEADS, DIM = 2, 5, 4, 3, 8
+
+
+def test_blocks_leave_the_pool_in_the_order_of_the_hosts_and_come_back(device: Device) -> None:
+    dtype = device.kernels.dtype
+    pool = random(device, LAYERS, 2, BLOCKS, SLOTS, KV_HEADS, DIM)
+    chosen = np.array([4, 1, 2], np.uint32)
+    on_device = device.put(pool, dtype)
+    stored = device.put(np.zeros((3, LAYERS, 2, KV_HEADS, SLOTS, DIM), dtype.numpy), dtype)
+    sizes = (LAYERS, BLOCKS, SLOTS, KV_HEADS, DIM)
+    arguments = CopyBlocks(on_device.address, stored.address, device.put(chosen).address, *sizes, 0)
+    device.run("blocks", "copy_blocks", (3, 2 * LAYERS), 256, arguments)
+    found = device.get(stored)
+    np.testing.assert_array_equal(found, pool[:, :, chosen].transpose(2, 0, 1, 4, 3, 5))
+    others = np.array([0, 3, 1], np.uint32)
+    arguments = CopyBlocks(on_device.address, stored.address, device.put(others).address, *sizes, 1)
+    device.run("blocks", "copy_blocks", (3, 2 * LAYERS), 256, arguments)
+    after = device.get(on_device)
+    np.testing.assert_array_equal(after[:, :, others], pool[:, :, chosen])
+    np.testing.assert_array_equal(after[:, :, [2, 4]], pool[:, :, [2, 4]])
+
+
+def test_the_first_tokens_of_a_block_are_copied_to_another(device: Device) -> None:
+    pool = random(device, LAYERS, 2, BLOCKS, SLOTS, KV_HEADS, DIM)
+    on_device = device.put(pool, device.kernels.dtype)
+    arguments = CopyTokens(on_device.address, BLOCKS, SLOTS, KV_HEADS * DIM, 3, 0, 2)
+    device.run("blocks", "copy_tokens", (2 * LAYERS,), 256, arguments)
+    after = device.get(on_device)
+    np.testing.assert_array_equal(after[:, :, 0, :2], pool[:, :, 3, :2])
+    pool[:, :, 0, :2] = after[:, :, 0, :2]
+    np.testing.assert_array_equal(after, pool)

@@ -1,0 +1,118 @@
+"""The direct path's kernels compiled for this machine's CPU, and arrays on the device without one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tests.support.cuda_driver import COMPILER, HERE, CudaOnCpu, compile_library
+
+from teneral.loader.device.driver.base import Driver
+from teneral.runtime.backends.cuda.direct.memory import Array
+from teneral.runtime.backends.cuda.direct.program import Kernels
+from teneral.runtime.backends.cuda.direct.sources import KernelModule
+from teneral.runtime.tensors import DType
+
+# What is computed with addresses that are not aligned as a GPU needs them ends the process.
+CHECKS = (
+    "-fsanitize=alignment,bounds",
+    "-fno-sanitize-recover=all",
+    "-fsanitize-undefined-trap-on-error",
+    "-Wall",
+    "-Wno-unknown-pragmas",
+    "-Wno-unused-function",
+    "-Wno-unused-variable",
+    "-Werror",
+)
+
+
+@cache
+def cuda() -> CudaOnCpu:
+    """One a process."""
+    return CudaOnCpu(Path(tempfile.mkdtemp(prefix="libcuda-")))
+
+
+class CpuSource:
+    """A `KernelSource`: the sources compiled behind `on_cpu.h`."""
+
+    def image(self, module: KernelModule) -> bytes:
+        return compiled(module)
+
+
+@cache
+def compiled(module: KernelModule) -> bytes:
+    """Compiled once for all processes of a machine, by what it is made of."""
+    header = (HERE / "on_cpu.h").read_text(encoding="utf-8")
+    digest = hashlib.sha256(repr((header, module.text, CHECKS, COMPILER)).encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / "teneral-kernels-on-cpu"
+    folder.mkdir(exist_ok=True)
+    library = folder / f"{module.name}-{module.dtype.value}-{digest}.so"
+    if not library.exists():
+        source = library.with_suffix(f".{os.getpid()}.cpp")
+        source.write_text(f'#include "{HERE / "on_cpu.h"}"\n{module.text}', encoding="utf-8")
+        compile_library(source, source.with_suffix(".so"), *CHECKS).replace(library)
+        source.unlink()
+    return library.read_bytes()
+
+
+class Device:
+    """A driver with a stream, and arrays that go there and back."""
+
+    def __init__(self, dtype: DType = DType.BF16) -> None:
+        self.driver: Driver = cuda().driver()
+        self.stream = self.driver.stream()
+        self.kernels = Kernels(self.driver, CpuSource(), dtype)
+        self._taken: list[int] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
+        size_bytes = max(1, int(np.prod(shape, dtype=np.int64)) * dtype.size_bytes)
+        self._taken.append(self.driver.alloc(size_bytes))
+        return Array(self._taken[-1], shape, dtype)
+
+    def put(self, numbers: npt.NDArray[Any], dtype: DType | None = None) -> Array:
+        """BF16 as uint16."""
+        numbers = np.ascontiguousarray(numbers)
+        array = self.empty(numbers.shape, dtype or _DTYPES[numbers.dtype.str])
+        assert array.size_bytes == numbers.nbytes
+        if numbers.nbytes:
+            self.driver.copy_in(array.address, numbers.ctypes.data, numbers.nbytes, self.stream)
+            self.driver.synchronize_stream(self.stream)
+        return array
+
+    def get(self, array: Array) -> npt.NDArray[Any]:
+        numbers = np.empty(array.shape, array.dtype.numpy)
+        if numbers.nbytes:
+            self.driver.copy_out(numbers.ctypes.data, array.address, numbers.nbytes, self.stream)
+        self.driver.synchronize_stream(self.stream)
+        return numbers
+
+    def run(
+        self,
+        module: str,
+        kernel: str,
+        grid: tuple[int, ...],
+        block: int,
+        arguments: Any,
+        *,
+        shared_bytes: int = 0,
+    ) -> None:
+        launch = self.kernels.launch(module, kernel, grid, block, arguments, shared_bytes=shared_bytes)
+        self.driver.launch(launch, self.stream)
+
+    def close(self) -> None:
+        self.driver.synchronize_stream(self.stream)
+        for address in self._taken:
+            self.driver.free(address)
+        self._taken.clear()
+
+
+_DTYPES = {
+    np.dtype(dtype.numpy).str: dtype
+    for dtype in (DType.BF16, DType.F16, DType.F32, DType.F64, DType.I8, DType.U8, DType.U32, DType.I64)
+}

@@ -43,6 +43,7 @@ INLINE = [
 # Checked with the programs that they need, or against what those programs publish.
 ELSEWHERE = {
     "docs/handlers.md": "tests/handlers/test_documentation.py",
+    "docs/tutorial.md": "tests/test_walkthrough.py",
     "docs/processing.md": "tests/handlers/contrib/processing/test_documentation.py",
     "docs/deploy/ray.md": "scripts/conformance-ray-llm: needs Ray and vLLM",
     "docs/anthropic.md": "scripts/conformance-anthropic: needs its client",

@@ -89,6 +89,22 @@ def test_a_command_inside_of_a_sentence_has_known_flags() -> None:
     assert wrong == []
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("from-*.md")), ids=lambda page: page.stem)
+def test_a_flag_that_takes_anothers_place_exists(page: Path) -> None:
+    """In tables whose second column is Teneral's; a flag of one command stands behind the command's name."""
+    names = {name.replace("_", "-") for name in SETTINGS} | {"config"}
+    own = {f"--{name}" for name in names} | {f"--no-{name}" for name in names}
+    wrong = []
+    for cells in re.findall(r"^\|[^|]*\|([^|]*)\|", page.read_text(encoding="utf-8"), re.MULTILINE):
+        for span in re.findall(r"`([^`]+)`", cells):
+            if span.startswith("--"):
+                wrong += [] if span.split()[0] in own else [span]
+            elif span.startswith("teneral "):
+                complaint = parsed(span.split()[1:])[1]
+                wrong += [span] if re.search(r"unrecognized|invalid", complaint) else []
+    assert wrong == []
+
+
 def test_every_command_is_documented() -> None:
     documented = {words[1] for _, words in TENERAL} | {text.split()[1] for _, text in INLINE}
     assert documented >= set(COMMANDS)
@@ -221,6 +237,18 @@ def test_the_readmes_module_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPa
     names = {"teneral": teneral, "torch": torch, "AutoModelForCausalLM": AutoModelForCausalLM}
     names |= {"config": AutoConfig.from_pretrained("my-model"), "prompt": torch.tensor([[1, 2, 3]])}
     assert run(local, **names)["tokens"].shape[1] > 3
+
+
+def test_a_function_takes_tritons_tensors(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(of("docs/from-triton.md", "text_input").text)
+    server = Server(folder / "my-model", "--handler", f"{tmp_path}/model.py:handler", "--name", "my-model")
+    try:
+        tensor = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["Once"]}
+        status, data = server.ask("POST", "/v2/models/my-model/infer", {"inputs": [tensor]})
+        assert status == 200, data
+        assert json.loads(data)["outputs"][0]["name"] == "text_output"
+    finally:
+        server.close()
 
 
 def test_a_job_from_python_runs(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

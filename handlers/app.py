@@ -45,8 +45,9 @@ def create_app(
     limits: Limits | None = None,
     platform: Platform = HTTP,
     make_instance: Callable[[], Instance] | None = None,
+    trusts_inside: bool = True,
 ) -> web.Application:
-    """`make_application` with all routes of this server. `serve` runs it."""
+    """`make_application` with all routes of this server. `serve` runs it. `trusts_inside` is of `EdgeRules`."""
 
     def routes(service: Service) -> Iterator[web.RouteDef]:
         yield from web_routes((*OPENAI, *ANTHROPIC, *(CONSOLE if has_port else ())), partial(later, service))
@@ -58,7 +59,7 @@ def create_app(
         yield from web_routes([DOCUMENT], lambda _: _document_route(rules.open_paths))
 
     has_port = not platform.run  # without one there is no browser in front of it
-    rules = edge_rules(platform, has_console=instance.config.console)
+    rules = edge_rules(platform, has_console=instance.config.console, trusts_inside=trusts_inside)
     return make_application(
         instance,
         routes,
@@ -70,7 +71,7 @@ def create_app(
     )
 
 
-def edge_rules(platform: Platform, *, has_console: bool = True) -> EdgeRules:
+def edge_rules(platform: Platform, *, has_console: bool = True, trusts_inside: bool = True) -> EdgeRules:
     """The edge's rules for all platforms' routes, and for the platform of this server."""
     console_paths = CONSOLE_PATHS if has_console and not platform.run else frozenset()
     routes = [route for row in platforms.PLATFORMS for route in routes_of(row)]
@@ -78,6 +79,7 @@ def edge_rules(platform: Platform, *, has_console: bool = True) -> EdgeRules:
         open_paths=OPEN_PATHS | console_paths | {route.canonical for route in routes if route.is_open},
         control_paths=frozenset(route.canonical for route in routes if route.is_control),
         takes_any_media=platform.takes_any_media,
+        trusts_inside=trusts_inside,
         error_response=platforms.shaped_response,
     )
 

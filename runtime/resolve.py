@@ -6,6 +6,7 @@ Unknown keys are errors, and every error names the key as the user wrote it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,19 @@ def resolve(
             hint="Name an artifact or a model directory: teneral serve s3://bucket/models/my-model",
         )
     return ServeConfig(**values)
+
+
+def keyword_values(model: str | os.PathLike[str], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The `flags` of `resolve` for a program's call with keyword arguments, of which None is the default. Raises
+    `UsageError`, naming the unknown or invalid one.
+    """
+    values: dict[str, Any] = {}
+    for name, value in {"model": model, **settings}.items():
+        if name not in SETTINGS:
+            raise _unknown(name, list(SETTINGS))
+        if value is not None:
+            values[name] = _parse(name, os.fspath(value) if isinstance(value, os.PathLike) else value, name)
+    return values
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:

@@ -15,7 +15,10 @@ from typing import Any
 
 from teneral.handlers.api_document.document import document
 from teneral.handlers.app import edge_rules
-from teneral.handlers.function.context import Context
+from teneral.handlers.asgi import asgi_app
+from teneral.handlers.engine import AsyncEngine, Engine
+from teneral.handlers.function.context import Context, Model
+from teneral.handlers.function.streams import Completion
 from teneral.handlers.platforms import HTTP
 from teneral.handlers.pool.overview import OPEN_PATHS, ROUTES
 from teneral.runtime.config import PREFIX, SETTINGS
@@ -27,6 +30,7 @@ from teneral.runtime.setting import Setting
 DOCS = Path(__file__).parent.parent / "docs"
 MADE = "<!-- Made by `python scripts/reference.py`: change the code, not this page. -->"
 SIZE = "must be a size"
+INTERNAL = frozenset({"instance", "release"})  # of an engine: for other parts of Teneral
 
 
 def http_page() -> str:
@@ -153,23 +157,43 @@ def python_page() -> str:
     """The public functions, and the context of a user's function."""
     lines = ["# Python reference", "", MADE, ""]
     lines += [
-        "The functions of `import teneral`, and the `context` that a function of the user gets. Examples"
+        "The names of `import teneral`, and the `context` that a function of the user gets. Examples are in"
     ]
-    lines += ["are in [any-module.md](any-module.md) and [handlers.md](handlers.md).", "", "## teneral", ""]
-    for function in (load_into, load_file, empty_weights):
+    lines += [
+        "[engine.md](engine.md), [any-module.md](any-module.md) and [handlers.md](handlers.md).",
+        "",
+        "## teneral",
+        "",
+    ]
+    for function in (asgi_app, load_into, load_file, empty_weights):
         lines += _function(f"teneral.{function.__name__}", function)
-    lines += ["## context", "", *_docstring(Context), ""]
-    for name, member in _public(Context):
-        if isinstance(member, property):
-            lines += [f"### context.{name}", "", *_docstring(member), ""]
-        else:
-            lines += _function(f"context.{name}", member)
+    lines += _class("teneral.Engine", Engine)
+    lines += ["## teneral.AsyncEngine", "", *_docstring(AsyncEngine), ""]
+    lines += _class("context", Context) + _class("context.model", Model) + _class("Completion", Completion)
     return "\n".join(lines).rstrip() + "\n"
 
 
+def _class(name: str, kind: type) -> list[str]:
+    lines = [f"## {name}", "", *_docstring(kind), ""]
+    if name.startswith("teneral."):
+        lines += _function(name, kind.__init__)[2:]
+        name = "engine"
+    for each, member in _public(kind):
+        if isinstance(member, property):
+            lines += [f"### {name}.{each}", "", *_docstring(member), ""]
+        else:
+            lines += _function(f"{name}.{each}", member)
+    return lines
+
+
 def _public(kind: type) -> Iterator[tuple[str, Any]]:
-    for name, member in vars(kind).items():
-        if not name.startswith("_") and (callable(member) or isinstance(member, property)):
+    members = {name: member for each in reversed(kind.__mro__) for name, member in vars(each).items()}
+    for name, member in members.items():
+        if (
+            name not in INTERNAL
+            and not name.startswith("_")
+            and (callable(member) or isinstance(member, property))
+        ):
             yield name, member
 
 

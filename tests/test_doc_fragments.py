@@ -42,6 +42,7 @@ INLINE = [
 ]
 # Checked with the programs that they need, or against what those programs publish.
 ELSEWHERE = {
+    "docs/engine.md": "tests/test_examples.py",
     "docs/handlers.md": "tests/handlers/test_documentation.py",
     "docs/tutorial.md": "tests/test_walkthrough.py",
     "docs/processing.md": "tests/handlers/contrib/processing/test_documentation.py",

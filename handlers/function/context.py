@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Unpack
 
 from ...runtime.errors import RequestError
 from ...runtime.step.requests import FirstToken, GenerationRequest, check_owner
-from .lifetime import Lifetime, refuse_to_block_a_loop
+from .lifetime import Lifetime
 from .options import GenerateOptions, ParsedOptions, parse_options
 from .streams import AsyncTextStream, Completion, TextStream
 
@@ -81,6 +81,7 @@ class Model:
 
     @property
     def name(self) -> str:
+        """The model's name, as servers give it to clients."""
         return self._host.model_name
 
     # -- text ------------------------------------------------------------------------------------------------
@@ -93,7 +94,7 @@ class Model:
         """Generate like `generate`, in pieces of text as they are decided. Returns once the request
         is in the engine's queue.
         """
-        refuse_to_block_a_loop()
+        self._lifetime.refuse_to_block_a_loop()
         tokenizer = self._lifetime.wait(self._host.tokenizer)
         request = self._request(tokenizer, prompt, parse_options(options))
         engine = self._lifetime.wait(self._host.engine)
@@ -158,7 +159,7 @@ class Model:
         `inputs` are arrays of the model's types, or values that numpy converts to arrays. Blocks while the weights
         that it needs arrive. Raises `RequestError`, naming the input that does not fit.
         """
-        refuse_to_block_a_loop()
+        self._lifetime.refuse_to_block_a_loop()
         return self._lifetime.wait(self._host.onnx).run(inputs, self._lifetime)
 
     async def arun(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
@@ -207,7 +208,7 @@ class Model:
     def _rows(
         self, texts: str | Sequence[str], method: Literal["embed", "classify"]
     ) -> np.ndarray[Any, np.dtype[np.float32]]:
-        refuse_to_block_a_loop()
+        self._lifetime.refuse_to_block_a_loop()
         tokenizer = self._lifetime.wait(self._host.tokenizer)
         embedder = self._lifetime.wait(self._host.embedder)
         rows = getattr(embedder, method)(_tokenize_texts(tokenizer, texts, embedder.max_tokens))

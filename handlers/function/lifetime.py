@@ -24,8 +24,11 @@ T = TypeVar("T")
 class Lifetime:
     """A lifetime. Thread-safe. Ends once, for good."""
 
-    def __init__(self, timeout_s: float | None = None) -> None:
-        """`timeout_s` counts from now; None is no deadline."""
+    def __init__(self, timeout_s: float | None = None, *, may_block_loops: bool = False) -> None:
+        """`timeout_s` counts from now; None is no deadline. With `may_block_loops` a blocking wait is allowed in a
+        thread that runs an event loop: in a notebook's cell, which does.
+        """
+        self._may_block_loops = may_block_loops
         self.deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._cancelled = False
         self._callbacks: dict[int, Callable[[], None]] = {}
@@ -82,7 +85,7 @@ class Lifetime:
         would block an event loop.
         """
         if not future.done():
-            refuse_to_block_a_loop()
+            self.refuse_to_block_a_loop()
             woken = threading.Event()
             future.add_done_callback(lambda _: woken.set())
             forget = self.on_cancel(woken.set)
@@ -110,6 +113,11 @@ class Lifetime:
             if not future.done():
                 raise self.ending()
         return future.result()
+
+    def refuse_to_block_a_loop(self) -> None:
+        """Raise `HandlerError` if this thread runs an event loop that a wait may not block."""
+        if not self._may_block_loops:
+            refuse_to_block_a_loop()
 
     def _forget(self, key: int) -> None:
         with self._lock:

@@ -19,7 +19,7 @@ from msgspec.structs import asdict
 from ...runtime.errors import CancelledError, HandlerError, ModelError
 from ...runtime.step.requests import FinishReason, GenerationEvent, GenerationRequest, TokenLogprob
 from .channel import ThreadToLoopChannel
-from .lifetime import Lifetime, refuse_to_block_a_loop
+from .lifetime import Lifetime
 
 if TYPE_CHECKING:
     from ...runtime.engine.generation import Generation
@@ -142,7 +142,7 @@ class TextStream(_Generated):
 
     def __next__(self) -> str:
         """Blocks until there is text. Raises `StopIteration` when the generation has finished."""
-        refuse_to_block_a_loop()
+        self._lifetime.refuse_to_block_a_loop()
         while not self._ended:
             if text := self._take(self._next_event()):
                 return text

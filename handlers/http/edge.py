@@ -48,6 +48,8 @@ class EdgeRules(Struct, frozen=True):
     quiet_paths: frozenset[str] = QUIET_PATHS  # logged for debugging only, too
     control_paths: frozenset[str] = frozenset()  # work without a model
     takes_any_media: bool = False  # as in `check_media_type`
+    # Requests over the local socket are the platform's own, and no web page's.
+    trusts_inside: bool = True
     # Of a request's path, headers and id.
     error_response: Callable[[str, Mapping[str, str], ApiError, str], web.Response] = (
         lambda _path, _headers, error, _id: error.response()
@@ -125,7 +127,7 @@ class Edge(ABC):
 
     async def _guarded(self, request: web.Request, handler: Handler, call: HttpCall) -> web.StreamResponse:
         try:
-            is_from_outside = not _is_from_inside(request)
+            is_from_outside = not (self._rules.trusts_inside and _is_from_inside(request))
             if is_from_outside:
                 hosts, origins = self.pages()
                 hosts.check(request)

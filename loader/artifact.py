@@ -26,7 +26,7 @@ def open_model(url: str, options: SourceOptions | None = None, *, keep_integers:
     """A source on the folder at `url`, or of the model of that name on the Hub; on one with the content
     of a model directory where `url` is a GGUF file's.
 
-    `keep_integers` is as `GgufDirectory` has it. With the option `base`, the source has the base's
+    Without `keep_integers` a GGUF file's numbers become floats. With the option `base`, the source has the base's
     objects, too. Does no I/O but a look at what this machine has. Raises `UsageError` for an unusable
     address. The caller closes the source.
     """
@@ -36,6 +36,10 @@ def open_model(url: str, options: SourceOptions | None = None, *, keep_integers:
         source = open_source(url, options)
         return source if options is None or options.base is None else _with_base(source, options)
     from .format.gguf.directory import GgufDirectory  # most models are none
+    from .format.gguf.model import Keeps
+
+    keeps_blocks = options is None or options.gguf_blocks
+    keeps = Keeps.FLOATS if not keep_integers else Keeps.BLOCKS if keeps_blocks else Keeps.INTEGERS
 
     folder, slash, name = url.rpartition("/")
     if quantisation:
@@ -44,7 +48,7 @@ def open_model(url: str, options: SourceOptions | None = None, *, keep_integers:
         open_source(folder + slash or ".", options),
         name,
         quantisation=quantisation,
-        keep_integers=keep_integers,
+        keeps=keeps,
     )
 
 

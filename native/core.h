@@ -37,6 +37,12 @@ typedef enum tn_dtype {
     TN_U4 = 6, /* two a byte, in runs of 64 columns (docs/quantize.md, "The layout") */
     TN_E2M1 = 7, /* MXFP4's elements, two neighbours a byte, the first one in its low half */
     TN_E8M0 = 8, /* MXFP4's scales: 2^(byte - 127); 255 is NaN */
+    TN_Q4_K = 9, /* ggml's blocks, as GGUF files have them (blocks.h): of 256 columns, */
+    TN_Q5_K = 10,
+    TN_Q6_K = 11,
+    TN_Q4_1 = 12, /* and of 32 */
+    TN_Q5_0 = 13,
+    TN_Q5_1 = 14,
 } tn_dtype;
 
 /* ---- the library ---- */
@@ -68,13 +74,13 @@ TN_EXPORT void tn_set_fused_pairs(int32_t fused);
  * Integers mean (q - zero) * scale, a scale for each group of columns; E2M1 mean their value times the scale. */
 typedef struct tn_matrix {
     const void *data;   /* (num_out, num_in) F32, BF16, F16, I8; or U4 or E2M1, num_in / 2 bytes a row, num_in a
-                         * multiple of 64 or 32 */
-    const void *scale;  /* (num_out, num_in / group_size) F32, BF16 or F16, of E2M1 E8M0; NULL for floats */
+                         * multiple of 64 or 32; or blocks, of which num_in is a multiple */
+    const void *scale;  /* (num_out, num_in / group_size) F32, BF16 or F16, of E2M1 E8M0; NULL for floats and blocks */
     const void *zero;   /* like scale: U8 with U4, at most 16; I16 with I8, |q - zero| <= 256. NULL: 8 or 0 */
     const void *bias;   /* (num_out,) F32, BF16 or F16; or NULL */
     int64_t num_out;
     int64_t num_in;
-    int64_t group_size; /* a multiple of 32 that divides num_in, or num_in itself; of E2M1 32; 0 for floats */
+    int64_t group_size; /* a multiple of 32 that divides num_in, or num_in itself; of E2M1 32; 0 for floats and blocks */
     int32_t dtype;
     int32_t scale_dtype;
     int32_t bias_dtype;
@@ -264,7 +270,7 @@ typedef enum tn_activation {
 /* The rows of some tokens, rounded once. */
 typedef struct tn_embed_args {
     size_t size;
-    const void *table;     /* (vocab, num_columns) F32, BF16, F16 or I8 */
+    const void *table;     /* (vocab, num_columns) F32, BF16, F16, I8 or blocks */
     const void *scale;     /* (vocab, num_columns / group_size) F32, BF16 or F16, of rows of I8; else NULL */
     const int64_t *tokens; /* (num_rows,) below vocab */
     void *out;             /* (num_rows, num_columns) */

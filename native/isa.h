@@ -96,6 +96,13 @@ TN_INLINE void vf_order_bf16(float *to, const uint16_t *columns) {
 }
 #endif
 
+#ifndef TN_ROUND_PAIR
+TN_INLINE void vf_store_bf16_pair(uint16_t *to, vf low, vf high) {
+    vf_store_bf16(to, low);
+    vf_store_bf16(to + TN_LANES, high);
+}
+#endif
+
 /* Rounded to bf16, and back: what a bf16 model keeps of it. */
 TN_INLINE vf vf_round_bf16(vf value) {
     uint16_t rounded[TN_LANES];

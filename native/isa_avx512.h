@@ -122,6 +122,7 @@ TN_INLINE void vf_reduce4(float *to, vf a, vf b, vf c, vf d, int first) {
 typedef __m512bh vb;
 
 TN_INLINE vb vb_load(const uint16_t *from) { return (vb)_mm512_loadu_si512(from); }
+TN_INLINE void vb_store(uint16_t *to, vb value) { _mm512_storeu_si512(to, (__m512i)value); }
 TN_INLINE vb vb_load_part(const uint16_t *from, int count) { /* count < 2 * TN_LANES */
     return (vb)_mm512_maskz_loadu_epi16((1u << count) - 1, from);
 }
@@ -163,6 +164,12 @@ TN_INLINE void vf_load_pairs_e2m1(const uint8_t *from, vf *odd, vf *even) {
     const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)from));
     *odd = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), v_e2m1_values());
     *even = _mm512_permutexvar_ps(bytes, v_e2m1_values()); /* which looks at the lowest 4 bits of each */
+}
+
+/* Of 2 * TN_LANES elements; denormals become 0, as `vb_dot` takes them. */
+#define TN_ROUND_PAIR 1
+TN_INLINE void vf_store_bf16_pair(uint16_t *to, vf low, vf high) {
+    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
 }
 
 TN_INLINE vb v_of_i8(__m128i low, __m128i high) {
@@ -218,6 +225,60 @@ TN_INLINE vb vb_load_e2m1(const uint8_t *from) { /* 16 bytes */
         0x4000, 0x3fc0, 0x3f80, 0x3f00, 0x0000); /* twice: five bits are looked at, of which one is the neighbour's */
     return (vb)_mm512_permutexvar_epi16(both, table);
 }
+
+/* The 32 levels of up to 5 bits of a group, times its scale plus its offset, rounded to bf16. */
+TN_INLINE __m512i v_table(float scale, float offset) {
+    const vf low = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const vf high = _mm512_setr_ps(16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31);
+    return (__m512i)_mm512_cvtne2ps_pbh(vf_fma(high, vf_set(scale), vf_set(offset)),
+                                        vf_fma(low, vf_set(scale), vf_set(offset)));
+}
+
+/* Runs of 64 columns in blocks of 256 (blocks.h): the first 32, and the others. `scale` and `offset` are of their groups. */
+TN_INLINE void vb_load_q4_k(const uint8_t *block, int run, const float *scale, const float *offset, vb *low, vb *high) {
+    vb_load_u4(block + 16 + 32 * run, vb_levels_of(scale[0], offset[0], scale[1], offset[1]), low, high);
+}
+TN_INLINE void vb_load_q5_k(const uint8_t *block, int run, const float *scale, const float *offset, vb *low, vb *high) {
+    const __m512i fifths = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)(block + 16)));
+    const __m512i halves = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)(block + 48 + 32 * run)));
+    const __m512i sixteen = _mm512_set1_epi16(16);
+    __m512i lows = _mm512_and_si512(halves, _mm512_set1_epi16(15)), highs = _mm512_srli_epi16(halves, 4);
+    lows = _mm512_mask_add_epi16(lows, _mm512_test_epi16_mask(fifths, _mm512_set1_epi16((short)(1 << 2 * run))), lows, sixteen);
+    highs = _mm512_mask_add_epi16(highs, _mm512_test_epi16_mask(fifths, _mm512_set1_epi16((short)(2 << 2 * run))), highs, sixteen);
+    *low = (vb)_mm512_permutexvar_epi16(lows, v_table(scale[0], offset[0]));
+    *high = (vb)_mm512_permutexvar_epi16(highs, v_table(scale[1], offset[1]));
+}
+/* 32 levels of 6 bits times the scales of their two groups. */
+TN_INLINE vb v_of_q6(__m256i halves, __m256i tops, const float *scale) {
+    const __m256i low = _mm256_and_si256(halves, _mm256_set1_epi8(15));
+    const __m256i high = _mm256_slli_epi16(_mm256_and_si256(tops, _mm256_set1_epi8(3)), 4);
+    const __m256i levels = _mm256_sub_epi8(_mm256_or_si256(low, high), _mm256_set1_epi8(32));
+    const vf first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(levels)));
+    const vf second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(levels, 1)));
+    return _mm512_cvtne2ps_pbh(vf_mul(second, vf_set(scale[1])), vf_mul(first, vf_set(scale[0])));
+}
+TN_INLINE void vb_load_q6_k(const uint8_t *block, int run, const float *scale, vb *low, vb *high) {
+    const uint8_t *halves = block + 64 * (run / 2), *tops = block + 128 + 32 * (run / 2);
+    const __m256i top = _mm256_loadu_si256((const void *)tops);
+    __m256i first = _mm256_loadu_si256((const void *)halves), second = _mm256_loadu_si256((const void *)(halves + 32));
+    if (run % 2 == 0) {
+        *low = v_of_q6(first, top, scale);
+        *high = v_of_q6(second, _mm256_srli_epi16(top, 2), scale + 2);
+    } else {
+        *low = v_of_q6(_mm256_srli_epi16(first, 4), _mm256_srli_epi16(top, 4), scale);
+        *high = v_of_q6(_mm256_srli_epi16(second, 4), _mm256_srli_epi16(top, 6), scale + 2);
+    }
+}
+
+/* 32 columns: levels j and j + 16 are the halves of byte j, and bit j of `fifths` is level j's fifth one. */
+TN_INLINE vb vb_load_small(const uint8_t *halves, uint32_t fifths, float scale, float offset) {
+    const __m256i bytes = _mm256_cvtepu8_epi16(_mm_loadu_si128((const void *)halves));
+    const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_and_si256(bytes, _mm256_set1_epi16(15))),
+                                            _mm256_srli_epi16(bytes, 4), 1);
+    const __m512i levels = _mm512_mask_add_epi16(both, fifths, both, _mm512_set1_epi16(16));
+    return (vb)_mm512_permutexvar_epi16(levels, v_table(scale, offset));
+}
+
 TN_INLINE vb vb_load_i8_part(const int8_t *from, int count) { /* count < 32 */
     const __m256i bytes = _mm256_maskz_loadu_epi8((1u << count) - 1, from);
     return v_of_i8(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1));

@@ -39,7 +39,7 @@ enum {
     PANEL_ROWS = 192,        /* … of these rows: a block of them and of the weights stays in the second cache */
     COPIED_ROWS = 128,       /* … or of these, where they are copied in fp32 */
     STRIDE = BLOCK + 16,     /* of copied rows and of strips: powers of two would share few places in the first cache */
-    MAX_GROUPS = BLOCK / GROUP_STEP + TN_LANES, /* that share a block: at most one more than are whole; in vectors */
+    MAX_GROUPS = TN_BLOCK_GROUPS + TN_LANES, /* that share a block: at most one more than are whole; in vectors */
     AHEAD_BYTES = 2048,      /* of a column, asked for before they are widened */
     AHEAD_QUAD_BYTES = 8192, /* of quads, asked for before they are multiplied; twice as many of integers */
     FEW_ROWS = 16,           /* their inputs stay in the cache for all of K */
@@ -47,6 +47,7 @@ enum {
     MAX_I8_ROWS = 16,        /* for which tiles widen integers themselves: with more, a strip is faster */
     MAX_U4_ROWS = 8,
     MAX_E2M1_ROWS = 6,
+    MAX_BLOCKS_ROWS = 8,
     PAIRED = 2 * TN_LANES,   /* elements of a vector of pairs */
     FUSED_GROUPS = 8,        /* whose sums are scaled together */
     ALONE_PRODUCTS = 1 << 18 /* below this number, waking threads costs more than it gains */
@@ -68,7 +69,7 @@ typedef struct {
     const void *column[QUAD];
     float *strip;               /* (QUAD, STRIDE): weights in fp32, once they are widened */
     const float (*scale)[MAX_GROUPS]; /* of each group, (QUAD, groups) */
-    const float (*offset)[MAX_GROUPS]; /* of U4, added to scaled levels */
+    const float (*offset)[MAX_GROUPS]; /* of U4 and blocks, added to scaled levels */
     int first_count;            /* elements of the first group that are in this block */
     int group_size;
     int count;                  /* elements of the block */
@@ -175,8 +176,56 @@ TN_INLINE void sum_u4(const int rows, const bool is_wide, vf sums[][QUAD], const
 }
 #endif
 
+#if TN_INTEGER_TILES
+/* A run of 64 columns: number `run` of a block, or two small blocks, or one, where only 32 of `count` are left. */
+TN_INLINE void load_blocks(const int dtype, const uint8_t *block, int run, int count, const float *scale,
+                           const float *offset, vb *low, vb *high) {
+    switch (dtype) {
+    case TN_Q4_K: vb_load_q4_k(block, run, scale, offset, low, high); return;
+    case TN_Q5_K: vb_load_q5_k(block, run, scale, offset, low, high); return;
+    case TN_Q6_K: vb_load_q6_k(block, run, scale, low, high); return;
+    default: break;
+    }
+    const int bytes = tn_block_bytes(dtype), header = dtype == TN_Q5_0 ? 2 : 4;
+    vb *to[] = {low, high};
+    *high = (vb){0};
+    for (int n = 0; n < 2 && n * 32 < count; n++, block += bytes) {
+        uint32_t fifths = 0;
+        if (dtype != TN_Q4_1) memcpy(&fifths, block + header, sizeof fifths);
+        *to[n] = vb_load_small(block + header + (dtype == TN_Q4_1 ? 0 : 4), fifths, scale[n], offset[n]);
+    }
+}
+
+/* The same with blocks: two small ones are gone through like a run. */
+TN_INLINE void sum_blocks(const int rows, const int dtype, vf sums[][QUAD], const uint16_t *x, int64_t x_stride,
+                          const quartet_t *w) {
+    const int columns = tn_block_columns(dtype), bytes = tn_block_bytes(dtype);
+    const int runs = columns > RUN ? columns / RUN : 1, groups = RUN / tn_block_group(dtype); /* of a run */
+    const int step = columns > RUN ? bytes : 2 * bytes;
+    const uint8_t *block[QUAD] = {w->column[0], w->column[1], w->column[2], w->column[3]};
+    for (int k = 0, group = 0; k < w->count;) {
+        for (int run = 0; run < runs && k < w->count; run++, k += RUN, group += groups) {
+            const bool is_half = k + RUN > w->count; /* a small block is left */
+            vb half[2][QUAD];
+            for (int j = 0; j < QUAD; j++) {
+                __builtin_prefetch(block[j] + run * (bytes / runs) + w->ahead_bytes);
+                load_blocks(dtype, block[j], run, w->count - k, w->scale[j] + group, w->offset[j] + group, &half[0][j],
+                            &half[1][j]);
+            }
+            for (int which = 0; which < 2 - is_half; which++)
+                for (int i = 0; i < rows; i++) {
+                    const vb inputs = vb_load(x + i * x_stride + k + RUN / 2 * which);
+                    for (int j = 0; j < QUAD; j++) sums[i][j] = vb_dot(sums[i][j], inputs, half[which][j]);
+                }
+        }
+        for (int j = 0; j < QUAD; j++) block[j] += step;
+    }
+}
+#endif
+
 /* Of the inputs, and of the weights as the tile takes them. */
 typedef enum { BF16_PAIRS, BF16_FROM_MEMORY, BF16_AND_I8, BF16_AND_U4, BF16_AND_WIDE_U4, BF16_AND_E2M1,
+               BF16_AND_Q4_K, BF16_AND_Q5_K, BF16_AND_Q6_K, BF16_AND_Q4_1, BF16_AND_Q5_0, BF16_AND_Q5_1,
                FUSED_IN_STRIP, FUSED_AND_BF16, FUSED_AND_I8, FUSED_AND_E2M1,
                F32_IN_STRIP, F32_AND_F32, F32_AND_BF16, F32_AND_F16, F32_AND_I8, F32_AND_E2M1,
                F32_AND_U4, F32_KEEPING_U4 } way_t;
@@ -368,6 +417,10 @@ TN_INLINE void sum_lanes(const int rows, const way_t way, vf sums[][QUAD], const
         sum_u4(rows, way == BF16_AND_WIDE_U4, sums, x, x_stride, w);
         return;
     }
+    if (way >= BF16_AND_Q4_K && way <= BF16_AND_Q5_1) {
+        sum_blocks(rows, TN_Q4_K + (int)(way - BF16_AND_Q4_K), sums, x, x_stride, w);
+        return;
+    }
 #endif
     (void)x_stride;
 #if TN_FUSED_PAIRS
@@ -509,6 +562,12 @@ TILE(scaled_i8, scaled_tile, SCALED_TILE_ROWS, BF16_AND_I8)
 TILE(tile_u4, tile, SCALED_TILE_ROWS, BF16_AND_U4)
 TILE(tile_wide_u4, tile, SCALED_TILE_ROWS, BF16_AND_WIDE_U4)
 TILE(scaled_e2m1, scaled_tile, SCALED_TILE_ROWS, BF16_AND_E2M1)
+TILE(tile_q4_k, tile, SCALED_TILE_ROWS, BF16_AND_Q4_K)
+TILE(tile_q5_k, tile, SCALED_TILE_ROWS, BF16_AND_Q5_K)
+TILE(tile_q6_k, tile, SCALED_TILE_ROWS, BF16_AND_Q6_K)
+TILE(tile_q4_1, tile, SCALED_TILE_ROWS, BF16_AND_Q4_1)
+TILE(tile_q5_0, tile, SCALED_TILE_ROWS, BF16_AND_Q5_0)
+TILE(tile_q5_1, tile, SCALED_TILE_ROWS, BF16_AND_Q5_1)
 #endif
 
 #if TN_FUSED_PAIRS
@@ -535,6 +594,12 @@ static tile_t tile_for(way_t way, scaling_t scaling) {
     case BF16_AND_U4: return tile_u4;
     case BF16_AND_WIDE_U4: return tile_wide_u4;
     case BF16_AND_E2M1: return scaled_e2m1;
+    case BF16_AND_Q4_K: return tile_q4_k;
+    case BF16_AND_Q5_K: return tile_q5_k;
+    case BF16_AND_Q6_K: return tile_q6_k;
+    case BF16_AND_Q4_1: return tile_q4_1;
+    case BF16_AND_Q5_0: return tile_q5_0;
+    case BF16_AND_Q5_1: return tile_q5_1;
 #endif
 #if TN_FUSED_PAIRS
     case FUSED_IN_STRIP:
@@ -566,6 +631,7 @@ typedef struct {
     vf totals[SCALED_TILE_ROWS][QUAD];
     quartet_t quad[STRIP_COLUMNS / QUAD];
 } strip_t;
+_Static_assert((int)BLOCK <= (int)TN_BLOCK_COLUMNS && BLOCK % 256 == 0, "a block of K is whole blocks of a file");
 _Static_assert(offsetof(strip_t, inputs) % 4096 == 2048, "inputs are half a page from the weights");
 
 /* The first `count` of them; of dtypes that are not in runs or groups. */
@@ -635,6 +701,37 @@ static void expand_u4_bf16(uint16_t *to, const uint8_t *from, int count, int64_t
         scale += 1 + step;
         offset += 1 + step;
     }
+}
+
+/* `count` elements of blocks, whose groups are there. */
+static void expand_blocks_bf16(uint16_t *to, const uint8_t *from, int count, int dtype, const float *scale,
+                               const float *offset) {
+#if TN_INTEGER_TILES
+#define EXPAND(type)                                                                                          \
+    case type:                                                                                                \
+        for (int k = 0; k < count; k += RUN, scale += RUN / tn_block_group(type), offset += RUN / tn_block_group(type)) { \
+            const int columns = tn_block_columns(type);                                                       \
+            vb low, high;                                                                                     \
+            load_blocks(type, from + k / columns * tn_block_bytes(type), k % columns / RUN, count - k, scale, offset, \
+                        &low, &high);                                                                         \
+            vb_store(to + k, low);                                                                            \
+            vb_store(to + k + RUN / 2, high); /* a strip has room behind its end */                            \
+        }                                                                                                     \
+        return;
+    switch (dtype) {
+        EXPAND(TN_Q4_K)
+        EXPAND(TN_Q5_K)
+        EXPAND(TN_Q6_K)
+        EXPAND(TN_Q4_1)
+        EXPAND(TN_Q5_0)
+        EXPAND(TN_Q5_1)
+    }
+#undef EXPAND
+#else
+    (void)scale;
+    (void)offset;
+    tn_round_blocks(to, from, count, dtype);
+#endif
 }
 
 /* `count` elements of E2M1, a multiple of 32. */
@@ -726,7 +823,8 @@ static void expand_pairs(strip_t *strip, int n, const tn_matrix *w, const void *
         expand_u4_bf16(in_bf16, from, block->count, block->left, w->group_size, strip->scale[n], strip->offset[n]);
         break;
     case TN_E2M1: expand_e2m1_bf16(in_bf16, from, block->count); break;
-    default: pairs = from;
+    case TN_BF16: pairs = from; break;
+    default: tn_round_blocks(in_bf16, from, block->count, w->dtype);
     }
     split_pairs((float *)strip->weights[n], pairs, block->count);
 }
@@ -752,13 +850,18 @@ static void expand(strip_t *strip, int n, const tn_matrix *w, int64_t column, co
         expand_e2m1_bf16(to, from, block->count);
         return;
     }
+    if (way == BF16_PAIRS && tn_is_blocks(w->dtype)) {
+        expand_blocks_bf16(to, from, block->count, w->dtype, strip->scale[n], strip->offset[n]);
+        return;
+    }
 #endif
     switch (w->dtype) {
     case TN_I8: expand_i8(to, w, from, block->count, zero_place, block->left, way == BF16_PAIRS); return;
     case TN_U4: expand_u4_f32(to, from, block->count, strip->scale[n], strip->offset[n]); return;
     case TN_F32: widen(F32_AND_F32, to, from, block->count, 0); return;
     case TN_BF16: widen(F32_AND_BF16, to, from, block->count, 0); return;
-    default: widen(F32_AND_F16, to, from, block->count, 0);
+    case TN_F16: widen(F32_AND_F16, to, from, block->count, 0); return;
+    default: tn_widen_blocks(to, from, block->count, w->dtype);
     }
 }
 
@@ -836,6 +939,15 @@ static void take_groups(strip_t *strip, int n, const tn_matrix *w, int64_t colum
     }
 }
 
+/* The same of blocks, for tiles of pairs and their strips: others take blocks apart by themselves. */
+static void take_block_groups(strip_t *strip, int n, const tn_matrix *w, const char *columns, int num, int64_t stride,
+                              const block_t *block, way_t way) {
+    if (is_f32(way)) return;
+    for (int j = 0; j < QUAD; j++)
+        tn_block_scales(strip->scale[n + j], strip->offset[n + j], columns + (j < num ? j : num - 1) * stride, block->count,
+                        w->dtype);
+}
+
 /* What does not change with the columns. */
 static void start_strip(strip_t *strip, const tn_matrix *w) {
     for (int n = 0; n < STRIP_COLUMNS; n += QUAD) {
@@ -862,6 +974,7 @@ static void fill_strip(strip_t *strip, const tn_matrix *w, int64_t first, int nu
         quad->first_count = first_count;
         quad->ahead_bytes = block->ahead_bytes;
         quad->kept_bytes = block->kept_bytes;
+        if (tn_is_blocks(w->dtype)) take_block_groups(strip, n, w, column + n * stride, num - n, stride, block, way);
         if (w->scale != NULL) take_groups(strip, n, w, first + n, num - n, block, is_f32(way) && !is_fused(way));
         for (int j = 0; j < QUAD; j++) {
             const int from = n + j < num ? n + j : num - 1;
@@ -876,7 +989,7 @@ static void fill_strip(strip_t *strip, const tn_matrix *w, int64_t first, int nu
 /* The first row leaves U4 in the strip if whole tiles are left: it delays them less than a strip that is written before,
  * but a thin tile would cost more. */
 static way_t way_in_f32(const tn_matrix *w, int64_t num_rows) {
-    if (w->num_in % GROUP_STEP || (w->dtype == TN_I8 && w->zero != NULL)) return F32_IN_STRIP;
+    if (tn_is_blocks(w->dtype) || w->num_in % GROUP_STEP || (w->dtype == TN_I8 && w->zero != NULL)) return F32_IN_STRIP;
     switch (w->dtype) {
     case TN_F32: return F32_AND_F32;
     case TN_BF16: return F32_AND_BF16;
@@ -902,7 +1015,7 @@ static bool is_worth_fusing(const tn_matrix *w, int64_t num_rows) {
 }
 
 static way_t way_in_pairs(const tn_matrix *w) {
-    if (w->num_in % PAIRED || w->zero != NULL || w->dtype == TN_U4) return FUSED_IN_STRIP;
+    if (w->num_in % PAIRED || w->zero != NULL || w->dtype == TN_U4 || tn_is_blocks(w->dtype)) return FUSED_IN_STRIP;
     return w->dtype == TN_BF16 ? FUSED_AND_BF16 : w->dtype == TN_I8 ? FUSED_AND_I8 : FUSED_AND_E2M1;
 }
 #endif
@@ -918,10 +1031,11 @@ static way_t way_of(const tn_linear_args *args) {
     if (w->dtype == TN_U4 && args->num_rows <= MAX_U4_ROWS)
         return w->group_size % RUN == 0 ? BF16_AND_WIDE_U4 : BF16_AND_U4;
     if (w->dtype == TN_E2M1 && args->num_rows <= MAX_E2M1_ROWS) return BF16_AND_E2M1;
+    if (tn_is_blocks(w->dtype) && args->num_rows <= MAX_BLOCKS_ROWS) return BF16_AND_Q4_K + (way_t)(w->dtype - TN_Q4_K);
     if (args->num_rows <= MAX_I8_ROWS && w->dtype == TN_I8 && w->zero == NULL) return BF16_AND_I8;
 #endif
     if (w->dtype == TN_BF16) return BF16_FROM_MEMORY;
-    if (w->dtype == TN_I8 || w->dtype == TN_U4 || w->dtype == TN_E2M1) return BF16_PAIRS;
+    if (w->dtype == TN_I8 || w->dtype == TN_U4 || w->dtype == TN_E2M1 || tn_is_blocks(w->dtype)) return BF16_PAIRS;
 #endif
     return way_in_f32(w, args->num_rows);
 }
@@ -1001,8 +1115,7 @@ static tiles_t tiles_for(const tn_matrix *w, const block_t *block, way_t way) {
     const bool is_scaled = w->scale != NULL && w->dtype != TN_U4; /* which are scaled as they are widened */
     const scaling_t scaling = !is_scaled ? NOT_SCALED : block->groups == 1 ? EVENLY_SCALED : SCALED;
     const bool is_widening =
-        way == BF16_AND_U4 || way == BF16_AND_WIDE_U4 || way == BF16_AND_E2M1 || way == F32_AND_E2M1 ||
-        way == FUSED_AND_E2M1;
+        (way >= BF16_AND_U4 && way <= BF16_AND_Q5_1) || way == F32_AND_E2M1 || way == FUSED_AND_E2M1;
     return (tiles_t){tile_for(way, scaling), tile_for(later_way(way), scaling),
                      scaling == SCALED || is_widening ? SCALED_TILE_ROWS : TILE_ROWS};
 }
@@ -1060,8 +1173,10 @@ static void sum_panel(const panel_t *panel, strip_t *strip) {
 static bool is_along_k(const panel_t *panel) {
     const tn_matrix *w = panel->args->weight;
     const int64_t num_blocks = (w->num_in + BLOCK - 1) / BLOCK;
-    if (panel->rows > FEW_ROWS || w->scale == NULL || num_blocks == 1 || num_blocks > MAX_BLOCKS) return false;
-    return is_f32(panel->way) ? panel->rows * num_blocks <= COPIED_ROWS : is_in_place(panel->way);
+    const bool is_integer = w->scale != NULL || tn_is_blocks(w->dtype);
+    if (panel->rows > FEW_ROWS || !is_integer || num_blocks == 1 || num_blocks > MAX_BLOCKS) return false;
+    if (is_f32(panel->way)) return panel->rows * num_blocks <= COPIED_ROWS;
+    return is_in_place(panel->way) || tn_is_blocks(w->dtype);
 }
 
 /* The same in that order. Each sum adds its blocks ascending, as above. */
@@ -1168,12 +1283,14 @@ int tn_linear_check(const tn_linear_args *args) {
     if (args->size != sizeof *args) return TN_REFUSED;
     const tn_matrix *w = args->weight;
     const bool is_integer = w->dtype == TN_I8 || w->dtype == TN_U4 || w->dtype == TN_E2M1;
-    if (!is_integer && w->dtype != TN_F32 && w->dtype != TN_BF16 && w->dtype != TN_F16) return TN_REFUSED;
+    const bool is_blocks = tn_is_blocks(w->dtype) && tn_block_bytes(w->dtype) != 0;
+    if (!is_integer && !is_blocks && w->dtype != TN_F32 && w->dtype != TN_BF16 && w->dtype != TN_F16) return TN_REFUSED;
     if (is_integer != (w->scale != NULL)) return TN_REFUSED;
     if (args->x_dtype != TN_F32 && args->x_dtype != TN_BF16) return TN_REFUSED;
     if (args->out_dtype != TN_F32 && args->out_dtype != TN_BF16) return TN_REFUSED;
     assert(!is_integer || (w->num_in % w->group_size == 0 && (w->group_size % GROUP_STEP == 0 || w->group_size == w->num_in)));
     assert(w->dtype != TN_U4 || w->num_in % RUN == 0);
+    assert(!is_blocks || w->num_in % tn_block_columns(w->dtype) == 0);
     if ((w->dtype == TN_E2M1) != (w->scale != NULL && w->scale_dtype == TN_E8M0)) return TN_REFUSED;
     assert(w->dtype == TN_E2M1 ? w->group_size == GROUP_STEP && w->num_in % GROUP_STEP == 0 : w->row_step == 0);
     return TN_OK;

@@ -5,6 +5,7 @@
 #include <math.h>
 #include <stdbool.h>
 
+#include "blocks.h"
 #include "elements.h"
 #include "functions.h"
 
@@ -185,11 +186,29 @@ void tn_permute_row(void *to, const void *from, const int64_t *places, int64_t n
 
 /* ---- embeddings ---- */
 
+static void embed_blocks(const tn_embed_args *args, void *out, int64_t token) {
+    const int columns = tn_block_columns(args->table_dtype), bytes = tn_block_bytes(args->table_dtype);
+    const char *from = (const char *)args->table + token * (args->num_columns / columns) * bytes;
+    float numbers[TN_BLOCK_COLUMNS];
+    for (int64_t begin = 0; begin < args->num_columns; begin += TN_BLOCK_COLUMNS) {
+        const int64_t left = args->num_columns - begin;
+        const int count = left < TN_BLOCK_COLUMNS ? (int)left : TN_BLOCK_COLUMNS;
+        tn_widen_blocks(numbers, from + begin / columns * bytes, count, args->table_dtype);
+        for (int k = 0; k < count; k += TN_LANES)
+            store_elements(out, args->dtype, begin + k, vf_load(numbers + k), TN_LANES);
+    }
+    if (args->factor != 1.0f) tn_scale_row(out, args->factor, args->num_columns, args->dtype);
+}
+
 static void embed_row(const tn_embed_args *args, int64_t row) {
     const int64_t token = args->tokens[row], num = args->num_columns, first = token * num;
     void *out = element_at(args->out, args->dtype, row * num);
     const int64_t group_size = args->scale != NULL ? args->group_size : num;
     const int64_t first_group = token * (num / group_size);
+    if (tn_is_blocks(args->table_dtype)) {
+        embed_blocks(args, out, token);
+        return;
+    }
     for (int64_t place = 0; place < num; place += TN_LANES) {
         const int count = lanes_left(num - place);
         vf value;
@@ -223,7 +242,9 @@ static void embed_body(void *arg, tn_region *region, int id) {
 
 int tn_embed(const tn_embed_args *args) {
     if (args->size != sizeof *args || !is_row_dtype(args->dtype)) return TN_REFUSED;
-    if ((args->table_dtype == TN_I8) != (args->scale != NULL) || args->table_dtype > TN_I8) return TN_REFUSED;
+    const bool is_blocks = tn_is_blocks(args->table_dtype) && tn_block_bytes(args->table_dtype) != 0;
+    if ((args->table_dtype == TN_I8) != (args->scale != NULL)) return TN_REFUSED;
+    if (args->table_dtype > TN_I8 && !is_blocks) return TN_REFUSED;
     run(embed_body, args, args->num_rows * args->num_columns);
     return TN_OK;
 }

@@ -2,6 +2,7 @@
 #ifndef TN_WEIGHTS_H
 #define TN_WEIGHTS_H
 
+#include "blocks.h"
 #include "core.h"
 #include "elements.h"
 
@@ -10,6 +11,7 @@ TN_INLINE int64_t stored_row(const tn_matrix *w, int64_t column) { return w->row
 
 /* Of `num` elements. */
 TN_INLINE int64_t bytes_of(const tn_matrix *w, int64_t num) {
+    if (tn_is_blocks(w->dtype)) return num / tn_block_columns(w->dtype) * tn_block_bytes(w->dtype);
     return w->dtype == TN_U4 || w->dtype == TN_E2M1 ? num / 2 : num * (w->dtype == TN_F32 ? 4 : w->dtype == TN_I8 ? 1 : 2);
 }
 

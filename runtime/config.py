@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn, Self, TypeVar
 
-from ..loader.device.detect import parse_device
+from ..loader.device.detect import CPU, choose_device, parse_device
 from ..loader.load.options import LoadOptions, Order
 from ..loader.sources.base import SourceOptions
 from ..loader.sources.open import scheme_of
@@ -455,7 +455,9 @@ class ServeConfig:
 
     @property
     def source_options(self) -> SourceOptions:
-        return self.options(SourceOptions, max_connections=self.connections)
+        # Other backends compute with floats and integers of our own layout.
+        is_native = self.backend in ("auto", "native") and choose_device(self.device) == CPU
+        return self.options(SourceOptions, max_connections=self.connections, gguf_blocks=is_native)
 
     @property
     def load_options(self) -> LoadOptions:

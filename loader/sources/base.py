@@ -78,6 +78,7 @@ class SourceOptions(NamedTuple):
     base: str | None = None  # of a fine-tune that is stored as differences: its base's address
     # Of a folder: links that lead out of it are followed, which packing does not want.
     outside_links: bool = True
+    gguf_blocks: bool = True  # of a GGUF file: blocks stay as they are, which the native core alone reads
     headers: tuple[tuple[str, str], ...] = ()  # may hold secrets, and are not shown
 
     def __repr__(self) -> str:

@@ -17,9 +17,11 @@ from ..errors import ModelError
 from ..tensors import DType, Tensor
 
 if TYPE_CHECKING:
+    from ...loader.format.gguf.blocks import BlockType
     from ..weights import ExpertGate, Gate, RowGate, Strip
 
 __all__ = [
+    "BlockMatrix",
     "DecoderLayerWeights",
     "DecoderWeights",
     "DenseMatrix",
@@ -200,6 +202,37 @@ class Mxfp4Matrix(Struct, frozen=True, eq=False):
         return None
 
 
+class BlockMatrix(Struct, frozen=True, eq=False):
+    """y = x @ w.T + bias of w (N, K) in blocks as GGUF files have them: levels, and their scales with them."""
+
+    weight: Tensor  # (N, K / columns of a block, bytes of a block) U8
+    block: BlockType
+    bias: Tensor | None = None  # (N,) BF16, F16 or F32
+
+    @property
+    def columns(self) -> None:
+        return None
+
+    @property
+    def num_in(self) -> int:
+        return self.weight.shape[1] * self.block.elements
+
+    @property
+    def num_out(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def kind(self) -> Hashable:
+        return BlockMatrix, self.block.name
+
+    def joined(self, others: Sequence[BlockMatrix]) -> BlockMatrix | None:
+        parts = (self, *others)
+        weight, bias = _whole([part.weight for part in parts]), _whole([part.bias for part in parts])
+        if weight is None or (self.bias is not None and bias is None):
+            return None
+        return BlockMatrix(weight, self.block, bias)
+
+
 class Projection(Protocol):
     """One product, (T, K) → (T, N): matrices of the same input, whose outputs lie side by side in this order."""
 
@@ -250,10 +283,11 @@ class StoredProjection(Struct, frozen=True, eq=False):
 
 
 class EmbeddingTable(Struct, frozen=True, eq=False):
-    """A row for each token: floats, or int8 times the scales of its groups, rounded to the spec's dtype."""
+    """A row for each token: floats, or int8 times the scales of its groups, or blocks, rounded to the spec's dtype."""
 
-    weight: Tensor  # (vocab, hidden) BF16, F16, F32, or I8
+    weight: Tensor  # (vocab, hidden) BF16, F16, F32, or I8; or (vocab, blocks, bytes of a block) U8
     scale: Tensor | None = None  # (vocab, G) BF16, F16 or F32, where the weight is I8; G divides hidden
+    block: BlockType | None = None  # of a weight in blocks
 
 
 class ExpertWeights(Struct, frozen=True, eq=False):

@@ -4,7 +4,7 @@ A loader that puts q, k and v (or gate and up) next to each other makes the stac
 arrived: nothing is copied, and nothing can be, since the content may not be there yet.
 
 Which tensors there are decides what a projection is made of (`FORMATS`): with `X.weight_scale` its weights are
-integers, with `X.qweight` those of GPTQ or AWQ (docs/quantize.md).
+integers, with `X.qweight` those of GPTQ or AWQ (docs/quantize.md); three dimensions are blocks of a GGUF file.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ..errors import ModelError
 from ..tensors import DType
 from .matrices import (
     MXFP4_GROUP,
+    BlockMatrix,
     DenseMatrix,
     EmbeddingTable,
     IntegerMatrix,
@@ -90,6 +91,9 @@ def take_stacked(
 
 def take_embeddings(parameters: Parameters, name: str, vocab_size: int, hidden_size: int) -> EmbeddingTable:
     """The table `name`.weight. Raises `ModelError` where it does not fit."""
+    if _is_blocks(parameters, name):
+        table = _take_blocks(parameters, name, hidden_size, vocab_size, False)
+        return EmbeddingTable(table.weight, block=table.block)
     if f"{name}.weight_scale" not in parameters:
         return EmbeddingTable(parameters.take(f"{name}.weight", vocab_size, hidden_size))
     weight = parameters.take_as(f"{name}.weight", (vocab_size, hidden_size), DType.I8)
@@ -106,6 +110,29 @@ def _take_one(parameters: Parameters, name: str, num_in: int, num_out: int, *, b
 def _take_dense(parameters: Parameters, name: str, num_in: int, num_out: int, bias: bool) -> DenseMatrix:
     weight = parameters.take(f"{name}.weight", num_out, num_in)
     return DenseMatrix(weight, parameters.take(f"{name}.bias", num_out) if bias else None)
+
+
+def _is_blocks(parameters: Parameters, name: str) -> bool:
+    weight = f"{name}.weight"
+    if weight not in parameters:
+        return False
+    tensor = parameters.peek(weight)
+    return tensor.dtype is DType.U8 and len(tensor.shape) == 3
+
+
+def _take_blocks(parameters: Parameters, name: str, num_in: int, num_out: int, bias: bool) -> BlockMatrix:
+    from ...loader.format.gguf.blocks import block_of_bytes  # most models have none
+
+    shape = parameters.peek(f"{name}.weight").shape
+    block = block_of_bytes(shape[2])
+    if block is None or num_in % block.elements:
+        raise ModelError(
+            f"tensor {parameters.full_name(name)}.weight has shape {shape}, which are no blocks of {num_in} columns",
+            hint="Pack the GGUF file again, with --dequantize where other programs are to read it.",
+        )
+    blocks = (num_out, num_in // block.elements, block.block_bytes)
+    weight = parameters.take_as(f"{name}.weight", blocks, DType.U8)
+    return BlockMatrix(weight, block, parameters.take(f"{name}.bias", num_out) if bias else None)
 
 
 def _has_scales(parameters: Parameters, name: str) -> bool:
@@ -161,6 +188,7 @@ def _joined_or_all(run: Sequence[Matrix]) -> Sequence[Matrix]:
 
 
 FORMATS: tuple[StoredFormat, ...] = (
+    StoredFormat(_is_blocks, _take_blocks),
     StoredFormat(_is_mxfp4, _take_mxfp4),
     StoredFormat(_has_scales, _take_integers),
     StoredFormat(lambda parameters, name: True, _take_dense),

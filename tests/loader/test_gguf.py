@@ -23,6 +23,7 @@ from tests.support.gguf_files import (
     float_tensors,
     gguf_file,
     metadata,
+    random_blocks,
 )
 from tests.support.memory_store import MemoryStore
 from tests.support.quantized import slow_dequantize
@@ -31,8 +32,9 @@ from tokenizers import Tokenizer
 
 from teneral.loader.artifact import open_artifact, open_model
 from teneral.loader.format.gguf import directory
-from teneral.loader.format.gguf.blocks import BLOCK_TYPES, BlockType
+from teneral.loader.format.gguf.blocks import BLOCK_TYPES, block_of_bytes
 from teneral.loader.format.gguf.directory import GgufDirectory
+from teneral.loader.format.gguf.model import Keeps
 from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.pack.quantize import to_float32
 from teneral.loader.tools.pack.quantize_plan import QuantizeOptions
@@ -44,27 +46,7 @@ gguf = pytest.importorskip("gguf")
 
 NAME = "model.gguf"
 NUMBERS = {kind.name: number for number, kind in BLOCK_TYPES.items()}
-SCALE_PLACES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 EXACT = ("Q8_0", "Q4_0", "Q5_0")
-
-
-def random_blocks(kind: BlockType, count: int, seed: int = 0) -> np.ndarray:
-    """(count, block bytes): any bits, but for scales, which are numbers."""
-    rng = np.random.default_rng(seed)
-    blocks = rng.integers(0, 256, (count, kind.block_bytes), dtype=np.uint8)
-    if kind.dtype is not None:
-        values = (rng.standard_normal(count) * 0.1).astype("<f4")
-        if kind.dtype == "BF16":
-            return (values.view("<u4") >> 16).astype("<u2").view(np.uint8).reshape(count, 2)
-        return values.astype({"F32": "<f4", "F16": "<f2"}[kind.dtype]).view(np.uint8).reshape(count, -1)
-    if kind.name == "MXFP4":
-        blocks[:, 0] = rng.integers(0, 255, count)  # 255 is NaN, which gguf-py takes for a number
-        return blocks
-    for at in SCALE_PLACES.get(kind.name, (0,)):
-        blocks[:, at : at + 2] = (
-            (rng.standard_normal(count) * 0.01).astype("<f2").view(np.uint8).reshape(count, 2)
-        )
-    return blocks
 
 
 def tensors_of(type_name: str, architecture: str = "llama", vocab_size: int = len(PIECES)) -> list[RawTensor]:
@@ -88,6 +70,12 @@ def contents_of(source: Any) -> Contents:
 def numbers(contents: Contents, name: str) -> np.ndarray:
     """What a matrix or vector means, in fp32."""
     dtype, shape, data = contents[name]
+    if len(shape) == 3:
+        block = block_of_bytes(shape[2])
+        assert block is not None
+        return block.to_floats(np.frombuffer(data, np.uint8).reshape(-1, shape[2])).reshape(
+            len(data) and shape[0], -1
+        )
     if dtype in ("I8", "U8"):
         weight = np.frombuffer(data, np.int8 if dtype == "I8" else np.uint8).reshape(shape)
         _, scale_shape, scale = contents[f"{name}_scale"]
@@ -126,15 +114,17 @@ def test_blocks_mean_what_ggufs_own_package_reads(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_0", "Q4_1", "Q5_1"])
-def test_tensors_are_the_same_numbers_or_these_rounded_to_bf16(name: str) -> None:
+@pytest.mark.parametrize("keeps", Keeps)
+def test_tensors_are_the_same_numbers_or_these_rounded_to_bf16(name: str, keeps: Keeps) -> None:
     tensors = tensors_of(name)
-    source = GgufDirectory(MemoryStore({NAME: gguf_file(metadata(), tensors)}), NAME)
+    source = GgufDirectory(MemoryStore({NAME: gguf_file(metadata(), tensors)}), NAME, keeps=keeps)
     contents = contents_of(source)
     assert len({key for key in contents if not key.endswith("_scale")}) == len(tensors)
     for tensor in tensors:
         ours = hf_name(tensor.name)
         want = expected(tensor)
-        if name not in ("F32", "F16", "BF16", *EXACT) and len(want.shape) == 2:
+        is_kept = keeps is Keeps.BLOCKS or (keeps is Keeps.INTEGERS and name in EXACT)
+        if name not in ("F32", "F16", "BF16") and not is_kept and len(want.shape) == 2:
             want = as_bf16(want)
         np.testing.assert_array_equal(numbers(contents, ours), want, err_msg=ours)
 
@@ -152,7 +142,8 @@ def hf_name(name: str) -> str:
 
 def test_integers_take_the_layout_that_holds_the_same_numbers() -> None:
     for name, dtypes in (("Q8_0", {"I8"}), ("Q5_0", {"I8"}), ("Q4_0", {"I8", "U8"}), ("Q4_1", {"BF16"})):
-        source = GgufDirectory(MemoryStore({NAME: gguf_file(metadata(), tensors_of(name))}), NAME)
+        store = MemoryStore({NAME: gguf_file(metadata(), tensors_of(name))})
+        source = GgufDirectory(store, NAME, keeps=Keeps.INTEGERS)
         found = {
             dtype
             for key, (dtype, shape, _) in contents_of(source).items()
@@ -160,6 +151,19 @@ def test_integers_take_the_layout_that_holds_the_same_numbers() -> None:
         }
         assert found == dtypes  # of Q4_0: embeddings, and rows of 96, are no runs of 64
         assert any(line.startswith(f"{name}: ") for line in source.conversions())
+
+
+@pytest.mark.parametrize("name", ["Q4_1", "Q5_0", "Q5_1"])
+def test_blocks_lie_as_in_the_file(name: str) -> None:
+    file = gguf_file(metadata("qwen2"), tensors_of(name, "qwen2"))
+    source = GgufDirectory(MemoryStore({NAME: file}), NAME)
+    contents = contents_of(source)
+    kept = [data for dtype, shape, data in contents.values() if len(shape) == 3]
+    assert kept
+    assert all(data in file for data in kept)
+    assert any(line.startswith(f"{name}: ") and "as they are" in line for line in source.conversions())
+    # Names, shapes and norms aside.
+    assert source.stat("model.safetensors").size_bytes < 1.05 * len(file)
 
 
 class CountingStore(MemoryStore):
@@ -174,26 +178,26 @@ class CountingStore(MemoryStore):
         return super().read_into(name, start, buffer, version=version)
 
 
-@pytest.mark.parametrize("keep_integers", [True, False])
+@pytest.mark.parametrize("keeps", Keeps)
 @pytest.mark.parametrize("name", ["F16", "Q8_0", "Q4_0", "Q4_1"])
-def test_the_share_of_the_network_is_what_is_read(name: str, keep_integers: bool) -> None:
+def test_the_share_of_the_network_is_what_is_read(name: str, keeps: Keeps) -> None:
     """Not the bytes that are made of it, which a load counts."""
     store = CountingStore({NAME: gguf_file(metadata(), tensors_of(name))})
-    source = GgufDirectory(store, NAME, keep_integers=keep_integers)
+    source = GgufDirectory(store, NAME, keeps=keeps)
     share, size_bytes = source.wire_share, source.stat(directory.WEIGHTS_NAME).size_bytes
     store.num_bytes = 0
     source.read_into(directory.WEIGHTS_NAME, 0, memoryview(bytearray(size_bytes)))
     assert store.num_bytes == pytest.approx(share * size_bytes, abs=1)
-    if name.startswith("Q") and not keep_integers:
+    if name.startswith("Q") and keeps is Keeps.FLOATS:
         assert share < 0.7
 
 
 def test_floats_of_everything_where_integers_are_not_wanted() -> None:
     store = MemoryStore({NAME: gguf_file(metadata(), tensors_of("Q8_0"))})
-    contents = contents_of(GgufDirectory(store, NAME, keep_integers=False))
+    contents = contents_of(GgufDirectory(store, NAME, keeps=Keeps.FLOATS))
     assert {dtype for dtype, shape, _ in contents.values() if len(shape) == 2} == {"BF16"}
     target = MemoryStore()
-    pack(GgufDirectory(store, NAME, keep_integers=False), target, quantize=QuantizeOptions(8))
+    pack(GgufDirectory(store, NAME, keeps=Keeps.FLOATS), target, quantize=QuantizeOptions(8))
     assert any(tensor.dtype == "I8" for tensor in open_artifact(target).tensors)
 
 
@@ -286,7 +290,7 @@ def test_memory_does_not_grow_with_the_file() -> None:
         placed.append(each._replace(offset=at, data=b""))
         at += shift if each.name == "token_embd.weight" else -(-len(each.data) // 32) * 32
     header = gguf_file(metadata(), placed)
-    source = GgufDirectory(Zeros({NAME: b""}), NAME, keep_integers=False)
+    source = GgufDirectory(Zeros({NAME: b""}), NAME, keeps=Keeps.FLOATS)
     info = source.stat("model.safetensors")
     buffer = bytearray(8 << 20)
     tracemalloc.start()
@@ -408,9 +412,12 @@ def test_llama_3s_stretched_frequencies_are_recognised() -> None:
     assert found["rope_theta"] == 500000.0
 
 
-@pytest.mark.parametrize(("name", "is_larger"), [("Q4_1", True), ("F32", False)])
+@pytest.mark.parametrize(
+    ("name", "keeps", "is_larger"),
+    [("Q4_1", Keeps.FLOATS, True), ("Q4_1", Keeps.BLOCKS, False), ("F32", Keeps.BLOCKS, False)],
+)
 def test_sizes_are_compared_with_the_file_and_a_larger_artifact_is_not_advised(
-    name: str, is_larger: bool
+    name: str, keeps: Keeps, is_larger: bool
 ) -> None:
     more = [f"piece{number}" for number in range(6000)]  # so that weights are most of the file
     vocabulary = {
@@ -419,7 +426,7 @@ def test_sizes_are_compared_with_the_file_and_a_larger_artifact_is_not_advised(
     }
     tensors = tensors_of(name, vocab_size=len(PIECES) + len(more))
     content = gguf_file(metadata(**vocabulary), tensors)
-    result = pack(GgufDirectory(MemoryStore({NAME: content}), NAME), MemoryStore())
+    result = pack(GgufDirectory(MemoryStore({NAME: content}), NAME, keeps=keeps), MemoryStore())
     assert result.source_bytes == len(content)
     assert (result.stored_bytes > len(content)) is is_larger
     assert result.is_larger_than_file is is_larger

@@ -131,6 +131,28 @@ static weights_t make_weights(int dtype, int num_out, int num_in, int group_size
 }
 
 /* The product with scratch of exactly the size that it asks for. */
+/* Any bits, but for scales, which are numbers. What they mean is what embeddings of them are. */
+static weights_t make_blocks(int dtype, int num_out, int num_blocks) {
+    const int bytes[] = {144, 176, 210, 20, 22, 24}, scales[][2] = {{0, 2}, {0, 2}, {208, 208}, {0, 2}, {0, 0}, {0, 2}};
+    const int type = dtype - TN_Q4_K, columns = dtype <= TN_Q6_K ? 256 : 32, num_in = num_blocks * columns;
+    weights_t made = {{.num_out = num_out, .num_in = num_in, .dtype = dtype}, exactly(sizeof(double) * num_out * num_in)};
+    uint8_t *data = exactly((size_t)num_out * num_blocks * bytes[type]);
+    for (int n = 0; n < num_out * num_blocks; n++) {
+        uint8_t *block = data + n * bytes[type];
+        for (int at = 0; at < bytes[type]; at++) block[at] = (uint8_t)random_bits();
+        for (int which = 0; which < 2; which++) block[scales[type][which] + 1] = (uint8_t)(0x20 + random_below(8));
+    }
+    made.matrix.data = data;
+    int64_t *rows = exactly(sizeof(int64_t) * num_out);
+    float *numbers = exactly(sizeof(float) * num_out * num_in);
+    for (int n = 0; n < num_out; n++) rows[n] = n;
+    const tn_embed_args args = {.size = sizeof args, .table = data, .tokens = rows, .out = numbers, .num_rows = num_out,
+                                .num_columns = num_in, .table_dtype = dtype, .dtype = TN_F32, .factor = 1.0f};
+    if (tn_embed(&args) != TN_OK) fail("a status");
+    for (int n = 0; n < num_out * num_in; n++) made.means[n] = numbers[n];
+    return made;
+}
+
 static void run_linear(tn_linear_args *args) {
     const int64_t num_bytes = tn_linear_scratch_bytes(args);
     args->packed = num_bytes ? aligned_alloc(64, (size_t)num_bytes) : NULL;
@@ -152,7 +174,7 @@ static void check_product(const weights_t *weights, int rows, int x_dtype) {
     tn_linear_args args = {sizeof args, &weights->matrix, x, out, rows, num_in, num_out, x_dtype, TN_F32, NULL};
     tn_set_fused_pairs(random_below(2));
     run_linear(&args);
-    const bool is_rounded = weights->matrix.dtype == TN_U4 && x_dtype == TN_BF16 &&
+    const bool is_rounded = (weights->matrix.dtype == TN_U4 || weights->matrix.dtype >= TN_Q4_K) && x_dtype == TN_BF16 &&
                             (strstr(tn_describe(), "bf16") || strstr(tn_describe(), "amx"));
     for (int row = 0; row < rows; row++) {
         for (int n = 0; n < num_out; n++) {
@@ -178,9 +200,10 @@ static void check_product(const weights_t *weights, int rows, int x_dtype) {
 }
 
 static void check_products(int cases) {
-    const int dtypes[] = {TN_F32, TN_BF16, TN_F16, TN_I8, TN_U4, TN_E2M1};
+    const int dtypes[] = {TN_F32, TN_BF16, TN_F16, TN_I8, TN_U4, TN_E2M1, TN_Q4_K, TN_Q5_K, TN_Q6_K, TN_Q4_1, TN_Q5_0, TN_Q5_1};
+    const int num_dtypes = (int)(sizeof dtypes / sizeof *dtypes);
     for (int number = 0; number < cases; number++) {
-        const int dtype = dtypes[number % 6], num_out = 1 + random_below(70);
+        const int dtype = dtypes[number % num_dtypes], num_out = 1 + random_below(70);
         int group_size = 1 + random_below(1200), num_in = group_size;
         if (dtype == TN_U4 || (dtype == TN_I8 && random_below(2))) {
             group_size = 32 * (1 + random_below(5));
@@ -190,7 +213,9 @@ static void check_products(int cases) {
             group_size = 32;
             num_in = group_size * (1 + random_below(50));
         }
-        const weights_t weights = make_weights(dtype, num_out, num_in, group_size, random_below(2));
+        const weights_t weights = dtype >= TN_Q4_K
+                                      ? make_blocks(dtype, num_out, 1 + random_below(dtype <= TN_Q6_K ? 6 : 40))
+                                      : make_weights(dtype, num_out, num_in, group_size, random_below(2));
         check_product(&weights, 1 + random_below(number % 7 ? 20 : 210), number % 2 ? TN_F32 : TN_BF16);
     }
 }

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from teneral.loader.format.gguf.blocks import BlockType
+
 U32, I32, F32, BOOL, TEXT, ARRAY, U64 = 4, 5, 6, 7, 8, 9, 10
 PIECES = ("a", "b", "c", "ab", "<|end|>", "<|start|>")
 KINDS = (1, 1, 1, 1, 3, 3)
@@ -136,3 +138,25 @@ def float_tensors(
         RawTensor(name, tuple(reversed(shape)), 0, (rng.standard_normal(shape) * 0.1).astype("<f4").tobytes())
         for name, shape in shapes(architecture, vocab_size).items()
     ]
+
+
+SCALE_PLACES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+
+
+def random_blocks(kind: BlockType, count: int, seed: int = 0) -> np.ndarray:
+    """(count, block bytes): any bits, but for scales, which are numbers."""
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (count, kind.block_bytes), dtype=np.uint8)
+    if kind.dtype is not None:
+        values = (rng.standard_normal(count) * 0.1).astype("<f4")
+        if kind.dtype == "BF16":
+            return (values.view("<u4") >> 16).astype("<u2").view(np.uint8).reshape(count, 2)
+        return values.astype({"F32": "<f4", "F16": "<f2"}[kind.dtype]).view(np.uint8).reshape(count, -1)
+    if kind.name == "MXFP4":
+        blocks[:, 0] = rng.integers(0, 255, count)  # 255 is NaN, which gguf-py takes for a number
+        return blocks
+    for at in SCALE_PLACES.get(kind.name, (0,)):
+        blocks[:, at : at + 2] = (
+            (rng.standard_normal(count) * 0.01).astype("<f2").view(np.uint8).reshape(count, 2)
+        )
+    return blocks

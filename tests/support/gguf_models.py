@@ -14,7 +14,12 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from tests.support.gguf_files import random_blocks
 from tests.support.tiny_models import tensors_of
+
+from teneral.loader.format.gguf.blocks import BLOCK_TYPES
+
+KINDS = {kind.name: kind for kind in BLOCK_TYPES.values()}
 
 # transformers' model_type → gguf-py's name
 ARCHITECTURES = {
@@ -138,7 +143,10 @@ def _write(writer: Any, name: str, data: np.ndarray, kind: str) -> np.ndarray:
     if kind == "F32" or not is_matrix or data.shape[-1] % block:
         writer.add_tensor(name, np.ascontiguousarray(data, np.float32))
         return data.astype(np.float32)
-    blocks = gguf.quants.quantize(data.astype(np.float32), quantised)
+    if kind.endswith("_K"):  # which the package reads, and does not write
+        blocks = random_blocks(KINDS[kind], data.size // block, len(name)).reshape(*data.shape[:-1], -1)
+    else:
+        blocks = gguf.quants.quantize(data.astype(np.float32), quantised)
     writer.add_tensor(name, blocks, raw_dtype=quantised)
     numbers: np.ndarray = gguf.quants.dequantize(blocks, quantised).reshape(data.shape)
     return numbers

@@ -11,7 +11,7 @@ Everything takes blocks as bytes (B, block bytes) and gives (B, elements).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -49,6 +49,7 @@ class BlockType:
     to_integers: Callable[[Bytes], Integers] | None = None
     bits: int | None = None
     dtype: str | None = None  # of the numbers, where they are stored plainly
+    is_kept: bool = False  # products read the blocks as they are
 
     def row_bytes(self, columns: int) -> int:
         return columns // self.elements * self.block_bytes
@@ -182,12 +183,19 @@ BLOCK_TYPES: dict[int, BlockType] = {
     1: BlockType("F16", 1, 2, _f16, dtype="F16"),
     30: BlockType("BF16", 1, 2, _bf16, dtype="BF16"),
     2: _integers("Q4_0", 18, 4, _q4_0),
-    3: BlockType("Q4_1", SMALL, 20, _q4_1),
-    6: _integers("Q5_0", 22, 8, _q5_0),
-    7: BlockType("Q5_1", SMALL, 24, _q5_1),
+    3: BlockType("Q4_1", SMALL, 20, _q4_1, is_kept=True),
+    6: replace(_integers("Q5_0", 22, 8, _q5_0), is_kept=True),
+    7: BlockType("Q5_1", SMALL, 24, _q5_1, is_kept=True),
     8: _integers("Q8_0", 34, 8, _q8_0),
-    12: BlockType("Q4_K", LARGE, 144, _q4_k),
-    13: BlockType("Q5_K", LARGE, 176, _q5_k),
-    14: BlockType("Q6_K", LARGE, 210, _q6_k),
+    12: BlockType("Q4_K", LARGE, 144, _q4_k, is_kept=True),
+    13: BlockType("Q5_K", LARGE, 176, _q5_k, is_kept=True),
+    14: BlockType("Q6_K", LARGE, 210, _q6_k, is_kept=True),
     39: BlockType(MXFP4, SMALL, 17, _mxfp4),
 }
+
+_KEPT = {kind.block_bytes: kind for kind in BLOCK_TYPES.values() if kind.is_kept}
+
+
+def block_of_bytes(block_bytes: int) -> BlockType | None:
+    """The type whose blocks products read as they are, by the bytes of one; None: there is none of that size."""
+    return _KEPT.get(block_bytes)

@@ -22,7 +22,7 @@ from ...sources.base import ObjectInfo, Remote, Source, check_name
 from ..nibbles import pack_nibbles
 from ..safetensors import TensorEntry, make_header
 from .fields import GgufFields
-from .model import Form, GgufModel, TensorPiece, describe_model
+from .model import Form, GgufModel, Keeps, TensorPiece, describe_model
 from .reader import GgufTensor, read_gguf
 from .tokenizer import tokenizer_files
 
@@ -54,18 +54,17 @@ class GgufDirectory:
     """The file `name` of `source`, or the one of a `quantisation`, which is closed with it. Reads
     nothing before it is asked for something.
 
-    With `keep_integers`, blocks that are integers times a scale are stored as such where
-    docs/quantize.md has a layout for the same numbers; otherwise everything is floats.
+    `keeps` says what of the file stays as it is.
     """
 
     def __init__(
-        self, source: Source, name: str, *, quantisation: str = "", keep_integers: bool = True
+        self, source: Source, name: str, *, quantisation: str = "", keeps: Keeps = Keeps.BLOCKS
     ) -> None:
         """With a `quantisation`, the `name` is not known yet: ''."""
         self._source = source
         self._name = name if quantisation else check_name(name)
         self._quantisation = quantisation
-        self._keep_integers = keep_integers
+        self._keeps = keeps
         self._known: _Content | None = None
         self._opening = threading.Lock()
         if isinstance(source, Remote):  # then this is one, too
@@ -151,7 +150,7 @@ class GgufDirectory:
             numbers: list[float] = _floats(tensor, rows).reshape(-1).tolist()
             return numbers
 
-        model = describe_model(file, read_table, keep_integers=self._keep_integers)
+        model = describe_model(file, read_table, self._keeps)
         files = tokenizer_files(GgufFields(file.where, file.metadata), model.vocab_size)
         files[CONFIG_NAME] = (json.dumps(model.config, indent=2) + "\n").encode()
         header, layout = make_header(
@@ -179,6 +178,9 @@ class GgufDirectory:
     def _make(self, info: ObjectInfo, piece: TensorPiece, start: int, out: Bytes) -> None:
         """Fill `out` with a piece's bytes from `start` on."""
         tensor = piece.source
+        if _lies_in_the_file(piece):
+            self._source.read_into(info.name, tensor.begin + start, out.data, version=info.version)
+            return
         own_bytes = _row_bytes(piece)
         unit = piece.head_rows or 1  # rows that are only known together
         begin = start // own_bytes // unit * unit
@@ -195,9 +197,17 @@ class GgufDirectory:
                 _copy_overlap(made, (first + row) * own_bytes, out, start)
 
 
+def _lies_in_the_file(piece: TensorPiece) -> bool:
+    """True if the piece's bytes are those of the file, in the same order."""
+    is_plain = piece.form is Form.FLOATS and piece.source.type.dtype == piece.spec.dtype and not piece.shift
+    return not piece.head_rows and (is_plain or piece.form is Form.BLOCKS)
+
+
 def _row_bytes(piece: TensorPiece) -> int:
     """Of a piece that a row of its tensor becomes."""
     columns = piece.source.columns
+    if piece.form is Form.BLOCKS:
+        return piece.source.row_bytes
     if piece.form is Form.FLOATS:
         return columns * (4 if piece.spec.dtype == "F32" else 2)
     groups = columns // piece.source.type.elements
@@ -216,6 +226,8 @@ def _made(piece: TensorPiece, rows: Bytes) -> Bytes:
         # In a head, rows 2i and 2i + 1 turn together; transformers has them half a head apart.
         heads = rows.reshape(-1, piece.head_rows // 2, 2, rows.shape[1])
         rows = np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(rows.shape)
+    if piece.form is Form.BLOCKS:
+        return rows.reshape(-1)
     kind = piece.source.type
     blocks = rows.reshape(-1, kind.block_bytes)
     if piece.form is Form.SCALES:

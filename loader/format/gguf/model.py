@@ -57,6 +57,15 @@ class Form(enum.Enum):
     SCALES = "scales"
     E2M1 = "MXFP4"
     E8M0 = "exponents"
+    BLOCKS = "blocks"
+
+
+class Keeps(enum.IntEnum):
+    """How much of a file stays as it is: each keeps what those before it keep."""
+
+    FLOATS = 0  # all numbers become floats
+    INTEGERS = 1  # blocks of integers stay integers where our own layout holds the same numbers
+    BLOCKS = 2  # other blocks of integers stay as they are, which the native core alone reads
 
 
 class TensorPiece(NamedTuple):
@@ -79,10 +88,8 @@ class GgufModel:
     conversions: tuple[str, ...]
 
 
-def describe_model(file: GgufFile, read_table: Table, *, keep_integers: bool = True) -> GgufModel:
-    """The model in a file. With `keep_integers`, blocks of integers stay integers where our layout
-    holds the same numbers. Raises `CheckpointError` for what is not supported.
-    """
+def describe_model(file: GgufFile, read_table: Table, keeps: Keeps = Keeps.BLOCKS) -> GgufModel:
+    """The model in a file. Raises `CheckpointError` for what is not supported."""
     fields = GgufFields(file.where, file.metadata)
     family = family_of(fields)
     if fields.integer("split.count", 0, 1 << 16, 0) > 1:
@@ -99,9 +106,9 @@ def describe_model(file: GgufFile, read_table: Table, *, keep_integers: bool = T
             head_rows, shift = _head_rows(fields, name, part, config, family), 0.0
             if family.has_shifted_norms and name.endswith("norm.weight"):
                 shift = -1.0
-            pieces += _pieces_of(name, part, dtype, head_rows, shift, keep_integers=keep_integers)
+            pieces += _pieces_of(name, part, dtype, head_rows, shift, keeps)
     config["torch_dtype"] = _TORCH_NAMES[dtype]
-    bits = {Form.INT8: 8, Form.INT4: 4, Form.E2M1: 4}
+    bits = {Form.INT8: 8, Form.INT4: 4, Form.E2M1: 4, Form.BLOCKS: 8}  # of blocks more than 4
     kept = {bits[piece.form] for piece in pieces if piece.form in bits}
     if kept:
         config["quantization_config"] = {
@@ -327,10 +334,16 @@ def _float_dtype(file: GgufFile) -> str:
 
 
 def _pieces_of(
-    name: str, tensor: GgufTensor, dtype: str, head_rows: int, shift: float, *, keep_integers: bool
+    name: str, tensor: GgufTensor, dtype: str, head_rows: int, shift: float, keeps: Keeps
 ) -> Iterator[TensorPiece]:
     shape = tensor.shape
-    if keep_integers and tensor.type.bits is not None and len(shape) == 2 and name.endswith(".weight"):
+    is_matrix = len(shape) == 2 and name.endswith(".weight")
+    if keeps >= Keeps.BLOCKS and tensor.type.is_kept and is_matrix:
+        block = tensor.type
+        stored = (shape[0], shape[1] // block.elements, block.block_bytes)
+        yield TensorPiece(TensorSpec(name, "U8", stored), tensor, Form.BLOCKS, head_rows)
+        return
+    if keeps >= Keeps.INTEGERS and tensor.type.bits is not None and is_matrix:
         is_table = name == _OUTER["token_embd.weight"]  # whose rows are looked up
         if tensor.type.bits == 4 and shape[1] % RUN == 0 and not is_table:
             yield TensorPiece(TensorSpec(name, "U8", (shape[0], shape[1] // 2)), tensor, Form.INT4, head_rows)
@@ -340,7 +353,7 @@ def _pieces_of(
         yield TensorPiece(scales, tensor, Form.SCALES, head_rows)
         return
     if (
-        keep_integers
+        keeps >= Keeps.INTEGERS
         and tensor.type.name == MXFP4
         and len(shape) == 2
         and name != _OUTER["token_embd.weight"]
@@ -366,7 +379,9 @@ def _conversions(pieces: list[TensorPiece]) -> Iterator[str]:
         if piece.form in (Form.SCALES, Form.E8M0):
             continue
         kind, stored = piece.source.type, piece.spec.dtype
-        if piece.form is Form.E2M1:
+        if piece.form is Form.BLOCKS:
+            what = "as they are, the same numbers"
+        elif piece.form is Form.E2M1:
             what = "MXFP4, the same numbers"
         elif piece.form is not Form.FLOATS:
             what = f"{piece.form.value} in groups of {kind.elements}, the same numbers"

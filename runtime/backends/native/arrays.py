@@ -33,6 +33,12 @@ class NativeDType(enum.IntEnum):
     U4 = 6
     E2M1 = 7
     E8M0 = 8
+    Q4_K = 9
+    Q5_K = 10
+    Q6_K = 11
+    Q4_1 = 12
+    Q5_0 = 13
+    Q5_1 = 14
 
 
 _DTYPES = {
@@ -42,6 +48,16 @@ _DTYPES = {
     np.dtype(np.int8): NativeDType.I8,
     np.dtype(np.uint8): NativeDType.U8,
     np.dtype(np.int16): NativeDType.I16,
+}
+
+# By their bytes; `loader/format/gguf/blocks.py` has their layouts.
+_BLOCKS = {
+    144: (NativeDType.Q4_K, 256),
+    176: (NativeDType.Q5_K, 256),
+    210: (NativeDType.Q6_K, 256),
+    20: (NativeDType.Q4_1, 32),
+    22: (NativeDType.Q5_0, 32),
+    24: (NativeDType.Q5_1, 32),
 }
 
 
@@ -69,6 +85,16 @@ def dtype_of(array: Array) -> NativeDType:
     if dtype is None:
         raise ValueError(f"the native core has no dtype {array.dtype}")
     return dtype
+
+
+def block_columns(table: Array) -> tuple[NativeDType, int]:
+    """(rows, blocks, bytes of a block) uint8 → the dtype of ggml's blocks and the columns of a row. Raises
+    `ValueError` for bytes that are no block's.
+    """
+    dtype, columns = _BLOCKS.get(table.shape[2], (None, 0))
+    if dtype is None or table.dtype != np.uint8:
+        raise ValueError(f"the native core has no blocks of {table.shape[2]} {table.dtype}")
+    return dtype, int(table.shape[1]) * columns
 
 
 def address(array: Array) -> int:

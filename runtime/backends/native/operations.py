@@ -73,10 +73,14 @@ class Operations:
         self, table: Array, scale: Array | None, tokens: Int64s, out: Array, factor: float = 1.0
     ) -> Array:
         """out (T, columns) = rows of table (vocab, columns), times their scales (vocab, groups) where it is
-        int8, and times the factor.
+        int8, and times the factor. Or the table is (vocab, blocks, bytes of one) of a GGUF file.
         """
         check_ids(tokens, len(table), "a token")
-        _check_rows(out, (len(tokens), table.shape[1]))
+        if table.ndim == 3:
+            table_dtype, num_columns = arrays.block_columns(table)
+        else:
+            table_dtype, num_columns = arrays.dtype_of(table), table.shape[1]
+        _check_rows(out, (len(tokens), num_columns))
         arrays.check_contiguous(table, "embeddings")
         if scale is not None:
             arrays.check_contiguous(scale, "scales")
@@ -89,7 +93,7 @@ class Operations:
             out=arrays.address(out),
             num_rows=len(out),
             num_columns=out.shape[1],
-            table_dtype=arrays.dtype_of(table),
+            table_dtype=table_dtype,
             scale_dtype=0 if scale is None else arrays.dtype_of(scale),
             dtype=arrays.dtype_of(out),
             group_size=0 if scale is None else table.shape[1] // scale.shape[1],

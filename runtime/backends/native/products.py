@@ -80,20 +80,15 @@ class Weight:
     ) -> None:
         """`data`: (N, K) float32, uint16 (bf16), float16 or int8, or (N, K / 2) uint8 of two numbers each.
 
-        `scale`: (N, groups) of integers; `zero` likewise, uint8 with 4 bits and int16 with 8; `bias`: (N,). With scales
-        of uint8 the numbers are MXFP4's, and rows of data, scale and bias may lie equally far apart.
+        Or blocks of a GGUF file, (N, blocks, bytes of one) uint8. `scale`: (N, groups) of integers; `zero` likewise,
+        uint8 with 4 bits and int16 with 8; `bias`: (N,). With scales of uint8 the numbers are MXFP4's, and rows of
+        data, scale and bias may lie equally far apart.
         Raises `ValueError` for what the core does not take.
         """
-        dtype = arrays.dtype_of(data)
-        if data.ndim != 2 or 0 in data.shape:
+        if data.ndim not in (2, 3) or 0 in data.shape:
             raise ValueError(f"weights must be (num_out, num_in), not {data.shape}")
-        if dtype is NativeDType.U8:
-            is_e2m1 = scale is not None and arrays.dtype_of(scale) is NativeDType.U8
-            dtype = NativeDType.E2M1 if is_e2m1 else NativeDType.U4
+        dtype, self.num_in = arrays.block_columns(data) if data.ndim == 3 else _elements(data, scale)
         self.num_out = int(data.shape[0])
-        self.num_in = int(data.shape[1]) * (2 if dtype in (NativeDType.U4, NativeDType.E2M1) else 1)
-        if dtype not in (*_FLOATS, NativeDType.I8, NativeDType.U4, NativeDType.E2M1):
-            raise ValueError(f"no product with weights of {data.dtype}")
         self._arrays = (data, scale, zero, bias)
         if dtype is NativeDType.E2M1:
             row_step = _row_step(data, scale, bias)
@@ -126,9 +121,9 @@ class Weight:
 
     def _check_groups(self, dtype: NativeDType, scale: Array | None, zero: Array | None) -> int:
         """The group size, 0 for floats."""
-        if dtype in _FLOATS:
+        if dtype in _FLOATS or dtype >= NativeDType.Q4_K:
             if scale is not None or zero is not None:
-                raise ValueError("weights of floats have no scales and no zeros")
+                raise ValueError("floats and blocks have no scales and no zeros of their own")
             return 0
         if dtype is NativeDType.E2M1:
             if scale is None or scale.shape != (self.num_out, self.num_in // _E2M1_GROUP) or zero is not None:
@@ -160,6 +155,17 @@ class Weight:
         least, most = _ZERO_RANGE
         if expected is NativeDType.I16 and not (least <= int(zero.min()) and int(zero.max()) <= most):
             raise ValueError(f"zeros of 8 bits must be from {least} to {most}")
+
+
+def _elements(data: Array, scale: Array | None) -> tuple[NativeDType, int]:
+    """The dtype of (num_out, …) elements, and their number in a row."""
+    dtype, num = arrays.dtype_of(data), int(data.shape[1])
+    if dtype is NativeDType.U8:
+        is_e2m1 = scale is not None and arrays.dtype_of(scale) is NativeDType.U8
+        return NativeDType.E2M1 if is_e2m1 else NativeDType.U4, 2 * num
+    if dtype not in (*_FLOATS, NativeDType.I8):
+        raise ValueError(f"no product with weights of {data.dtype}")
+    return dtype, num
 
 
 def _scale_dtype(dtype: NativeDType, scale: Array | None) -> NativeDType:

@@ -8,16 +8,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ...models.decoder_config import ClampedSwiglu, Experts, Norm
-from ...models.matrices import DenseMatrix, IntegerMatrix, Matrix, Mxfp4Matrix, Tensor, for_format
+from ...models.matrices import (
+    BlockMatrix,
+    DenseMatrix,
+    IntegerMatrix,
+    Matrix,
+    Mxfp4Matrix,
+    Tensor,
+    for_format,
+)
 from ...models.spec import Activation
 from ...step.batch import Int64s
 from ...tensors import DType, from_float32, to_float32
+
+if TYPE_CHECKING:
+    from ....loader.format.gguf.blocks import BlockType
 
 Floats = npt.NDArray[np.float32]
 
@@ -76,7 +87,17 @@ def _of_mxfp4(matrix: Mxfp4Matrix) -> Floats:
     return meant
 
 
+def _of_blocks(matrix: BlockMatrix) -> Floats:
+    return block_rows(matrix.block, matrix.weight.array)
+
+
+def block_rows(block: BlockType, rows: npt.NDArray[np.uint8]) -> Floats:
+    """(N, blocks, bytes of a block) → (N, columns)."""
+    return block.to_floats(rows.reshape(-1, block.block_bytes)).reshape(len(rows), -1)
+
+
 FLOATS: dict[type[Any], Callable[[Any], Floats]] = {
+    BlockMatrix: _of_blocks,
     DenseMatrix: _of_dense,
     IntegerMatrix: _of_integers,
     Mxfp4Matrix: _of_mxfp4,
@@ -99,9 +120,19 @@ def product(x: Floats, matrix: Matrix, dtype: DType) -> Floats:
 # ---- rows ----
 
 
-def embed(table: Tensor, scale: Tensor | None, tokens: Int64s, dtype: DType, factor: float = 1.0) -> Floats:
+def embed(
+    table: Tensor,
+    scale: Tensor | None,
+    tokens: Int64s,
+    dtype: DType,
+    factor: float = 1.0,
+    block: BlockType | None = None,
+) -> Floats:
     """(T, columns)"""
-    rows = _rows(table, scale, tokens, dtype)
+    if block is not None:
+        rows = rounded(block_rows(block, table.array[tokens]), dtype)
+    else:
+        rows = _rows(table, scale, tokens, dtype)
     return rows if factor == 1.0 else rounded(rows * np.float32(factor), dtype)
 
 

@@ -74,7 +74,9 @@ class ReferenceDecoder:
         table = self._weights.embeddings
         check_ids(batch.tokens, len(table.weight.array), "a token")
         spec = self._spec
-        return reference.embed(table.weight, table.scale, batch.tokens, spec.dtype, spec.embedding_scale)
+        return reference.embed(
+            table.weight, table.scale, batch.tokens, spec.dtype, spec.embedding_scale, table.block
+        )
 
     def begin(self, batch: StepBatch, kv: Any) -> ReferenceStep:
         pool = Pool.of(kv)

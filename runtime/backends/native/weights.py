@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...errors import ModelError
-from ...models.matrices import DenseMatrix, IntegerMatrix, Matrix, Mxfp4Matrix, Tensor, for_format
+from ...models.matrices import (
+    BlockMatrix,
+    DenseMatrix,
+    IntegerMatrix,
+    Matrix,
+    Mxfp4Matrix,
+    Tensor,
+    for_format,
+)
 from . import arrays, records
 from .products import Weight
 
@@ -91,7 +99,12 @@ def _of_mxfp4(matrix: Mxfp4Matrix) -> Weight:
     return Weight(matrix.weight.array, scale=matrix.scale.array, bias=_array_of(matrix.bias))
 
 
+def _of_blocks(matrix: BlockMatrix) -> Weight:
+    return Weight(matrix.weight.array, bias=_array_of(matrix.bias))
+
+
 WEIGHTS: dict[type[Any], Callable[[Any], Weight]] = {
+    BlockMatrix: _of_blocks,
     DenseMatrix: _of_dense,
     IntegerMatrix: _of_integers,
     Mxfp4Matrix: _of_mxfp4,

@@ -18,7 +18,17 @@ from ...models.spec import Activation, DecoderSpec
 from ...step.batch import Int64s, StepBatch
 from ...tensors import Tensor
 from .attention import SpanPlan, paged_attention, plan_attention
-from .layers import HeadNorm, Linear, RMSNorm, RopeTable, activation, clamped_swiglu, product_of, rotation
+from .blocks import block_rows
+from .layers import (
+    HeadNorm,
+    Linear,
+    RMSNorm,
+    RopeTable,
+    activation,
+    clamped_swiglu,
+    product_of,
+    rotation,
+)
 from .storage import TorchInt8KVStorage, TorchKVStorage, TorchPool
 from .tensors import int64s, to_numpy, to_torch, torch_dtype
 
@@ -184,13 +194,14 @@ class Embeddings:
     Rows are made in `dtype`, then multiplied by `factor`.
     """
 
-    __slots__ = ("dtype", "factor", "scale", "weight")
+    __slots__ = ("block", "dtype", "factor", "scale", "weight")
 
     def __init__(self, table: EmbeddingTable, dtype: torch.dtype, factor: float = 1.0) -> None:
         self.factor = factor
         self.weight = to_torch(table.weight)
         self.scale = None if table.scale is None else to_torch(table.scale)
         self.dtype = dtype
+        self.block = table.block
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         """The rows of these tokens, (T,) integers → (T, hidden). Reads no others."""
@@ -198,6 +209,8 @@ class Embeddings:
         return rows if self.factor == 1.0 else rows * self.factor
 
     def _rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.block is not None:
+            return block_rows(self.block, self.weight[tokens]).to(self.dtype)
         rows = F.embedding(tokens, self.weight)
         if self.scale is None:
             return rows.to(self.dtype)

@@ -21,11 +21,21 @@ import torch
 import torch.nn.functional as F
 
 from ....loader.format.nibbles import RUN
+from ...errors import ModelError
 from ...models.decoder_config import ClampedSwiglu, Norm
-from ...models.matrices import DenseMatrix, IntegerMatrix, Matrix, Mxfp4Matrix, Projection, for_format
+from ...models.matrices import (
+    BlockMatrix,
+    DenseMatrix,
+    IntegerMatrix,
+    Matrix,
+    Mxfp4Matrix,
+    Projection,
+    for_format,
+)
 from ...models.rotary import Rotary
 from ...models.spec import Activation
 from ...tensors import Tensor
+from .blocks import BlockLinear
 from .tensors import to_torch
 
 _SCRATCH_ELEMENTS = 1 << 20  # weights dequantised at a time
@@ -456,7 +466,17 @@ def _there(tensor: Tensor | None, device: torch.device) -> torch.Tensor | None:
     return None if tensor is None else to_torch(tensor).to(device)
 
 
+def _of_blocks(matrix: BlockMatrix, device: torch.device) -> Product:
+    if device.type != "cpu":
+        raise ModelError(
+            f"weights in blocks of a GGUF file ({matrix.block.name}) are computed on a CPU only",
+            hint="Serve the GGUF file itself, or pack it with --dequantize; or say --device cpu.",
+        )
+    return BlockLinear(to_torch(matrix.weight), matrix.block, _there(matrix.bias, device))
+
+
 PRODUCTS: dict[type[Any], Callable[[Any, torch.device], Product]] = {
+    BlockMatrix: _of_blocks,
     DenseMatrix: _of_dense,
     IntegerMatrix: _of_integers,
     Mxfp4Matrix: _of_mxfp4,

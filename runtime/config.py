@@ -456,7 +456,8 @@ class ServeConfig:
     @property
     def source_options(self) -> SourceOptions:
         # Other backends compute with floats and integers of our own layout.
-        is_native = self.backend in ("auto", "native") and choose_device(self.device) == CPU
+        device = choose_device(self.device) if self.device == "auto" else self.device
+        is_native = self.backend in ("auto", "native") and device == CPU
         return self.options(SourceOptions, max_connections=self.connections, gguf_blocks=is_native)
 
     @property

@@ -123,7 +123,8 @@ def _pack(options: argparse.Namespace) -> int:
     keep_integers = quantize is None and not options.dequantize
     own = source_options(options)._replace(base=None)  # the base is no part of what is read
     # Or a link to a secret would be packed with the model.
-    confined = own._replace(outside_links=False)
+    # Blocks of a GGUF file are not pruned; what they become is.
+    confined = own._replace(outside_links=False, gguf_blocks=options.prune is None)
     source = open_model(options.model, confined, keep_integers=keep_integers)
     store = open_store(options.artifact, own)
     if is_adapter_folder(source):

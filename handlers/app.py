@@ -24,7 +24,7 @@ from .http.server import serve
 from .http.service import later, web_routes
 
 # Used by first requests, and imported before them: other routes are imported by theirs.
-from .openai import completions, embeddings  # noqa: F401
+from .openai import completions, models  # noqa: F401
 from .openai.routes import ROUTES as OPENAI
 from .platforms import HTTP, Platform, imported, routes_of
 

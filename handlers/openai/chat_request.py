@@ -115,12 +115,16 @@ class ChatRequest:
         templates = self._prompt.templates(templates)
         return self._has_channels(templates) or self._reasoning_tags(templates) is not None
 
-    def prepare(self, tokenizer: TextTokenizer, max_tokens: int | None) -> list[GenerationRequest]:
+    def render(self, tokenizer: TextTokenizer) -> str:
+        """The prompt as text. Blocks. Raises `RequestError` for what the model's template does not take."""
         templates = self._prompt.templates(tokenizer.templates)
-        has_channels = self._has_channels(templates)
-        self._tags = None if has_channels else self._reasoning_tags(templates)
+        self._tags = None if self._has_channels(templates) else self._reasoning_tags(templates)
         self._format = self._format_of(templates)
-        text = self._render(tokenizer, templates)
+        return self._render(tokenizer, templates)
+
+    def prepare(self, tokenizer: TextTokenizer, max_tokens: int | None) -> list[GenerationRequest]:
+        text = self.render(tokenizer)
+        has_channels = self._has_channels(self._prompt.templates(tokenizer.templates))
         self.warnings += self._prompt.warnings
         for warning in self.warnings:
             logger.info("request %s: %s", self._id, warning)

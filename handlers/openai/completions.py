@@ -17,6 +17,7 @@ from ...runtime.step.requests import FirstToken, GenerationEvent, GenerationRequ
 from ..http.json_bodies import encode
 from ..http.service import BodyRoute
 from .fields import COMPLETIONS, refuse_unsupported
+from .fill_in import end_tokens, fill_prompt
 from .generation import SequenceOutcome, Step, StreamTokens, make_format, respond
 from .logprobs import completion_logprobs, prompt_places, token_bytes
 from .parameters import (
@@ -73,6 +74,8 @@ class CompletionFormat:
         _refuse_unsupported(body)
         self.body = body
         self.grammar = grammar_of(body)
+        if body.suffix and body.echo:
+            raise RequestError("echo and suffix contradict one another", param="echo")
         self.max_tokens = max_tokens_of(body, default=DEFAULT_MAX_TOKENS)
         self.first_token = wanted_first_token(body, default=first_token)
         self._prompts = split_prompt(body.prompt, param="prompt", max_prompts=max_sequences)
@@ -89,6 +92,8 @@ class CompletionFormat:
         self._tokens = StreamTokens()
 
     def prepare(self, tokenizer: TextTokenizer, max_tokens: int | None) -> list[GenerationRequest]:
+        if self.body.suffix:
+            self._fill_in(tokenizer, self.body.suffix)
         body = self.body
         prompts = [
             prompt_tokens(
@@ -121,6 +126,18 @@ class CompletionFormat:
             first_token=self.first_token,
             grammar=None if self.grammar is None else tokenizer.compile_grammar(self.grammar),
         )
+
+    def use_prompt(self, tokens: list[int], ends: list[int]) -> None:
+        """Replace the prompt by tokens, whose answer these tokens end, too."""
+        self._prompts = [tokens]
+        self.body = replace(self.body, stop_token_ids=[*(self.body.stop_token_ids or []), *ends])
+
+    def _fill_in(self, tokenizer: TextTokenizer, suffix: str) -> None:
+        """Put the suffix into the prompt. Raises `RequestError` for a model that cannot."""
+        (prompt,) = self._prompts if len(self._prompts) == 1 else (None,)
+        if not isinstance(prompt, str):
+            raise RequestError("suffix needs a prompt that is one text", param="suffix")
+        self.use_prompt(fill_prompt(tokenizer, prompt, suffix), end_tokens(tokenizer))
 
     @property
     def looks_up_tokens(self) -> bool:

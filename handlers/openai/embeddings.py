@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, GET /v1/models and /v1/models/{id}."""
+"""POST /v1/embeddings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...runtime.errors import RequestError
 from ..http.json_bodies import encode
 from ..http.service import CALL, BodyRoute, Service
 from .parameters import split_prompt, tokens_of
-from .responses import Embedding, EmbeddingList, EmbeddingUsage, Model, ModelList
+from .responses import Embedding, EmbeddingList, EmbeddingUsage
 from .schemas import EmbeddingBody
 
 if TYPE_CHECKING:
@@ -109,39 +109,3 @@ def _numbers(vector: np.ndarray) -> list[float]:
 def _base64(vector: np.ndarray) -> str:
     """The numbers as little-endian float32, as OpenAI's clients ask for them."""
     return base64.b64encode(vector.astype("<f4", copy=False).tobytes()).decode("ascii")
-
-
-class ModelRoutes:
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    async def list(self, request: web.Request) -> web.Response:
-        return web.Response(
-            body=encode(ModelList([self._model(), *self._adapters()])), content_type="application/json"
-        )
-
-    async def get(self, request: web.Request) -> web.Response:
-        """The base, or an adapter that is there."""
-        name = request.match_info["id"]
-        found = next((each for each in self._adapters() if each.id == name), None)
-        if found is None:
-            self._service.check_model(name)
-        return web.Response(body=encode(found or self._model()), content_type="application/json")
-
-    def _model(self) -> Model:
-        instance = self._service.instance
-        return Model(instance.model_name, instance.created_unix_s)
-
-    def _adapters(self) -> Sequence[Model]:
-        """Those in memory. One that was loaded by a name of its own has it; others are the base's."""
-        registry, base = self._service.instance.adapters, self._service.instance.model_name
-        if registry is None:
-            return []
-        return [
-            Model(
-                adapter.name if is_registered else f"{base}:{adapter.name}",
-                adapter.created_unix_s,
-                parent=base,
-            )
-            for adapter, is_registered in registry.listed()
-        ]

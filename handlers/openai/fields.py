@@ -135,8 +135,19 @@ COMPLETIONS: Fields = {
     "logprobs": (_YES, "up to 20; with `echo` of the prompt, too, whose first token has none"),
     "best_of": (_YES, "choices, of which the `n` likeliest are given, by their tokens' mean log-probability"),
     "add_special_tokens": (_YES, "vLLM's: with false a prompt's text gets none"),
-    "suffix": (_NO, "this model only goes on from a prompt"),
+    "suffix": (_YES, "where the vocabulary has tokens for filling in the middle; else refused"),
     "prompt_embeds": (_NO, "send `prompt`"),
+}
+
+INFILL: Fields = {
+    "input_prefix": (_YES, "the text before the place"),
+    "input_suffix": (_YES, "the text behind it"),
+    "input_extra": (_YES, "other files: `filename`, `text`"),
+    "prompt": (_YES, "the beginning of the answer"),
+    **_GENERATION,
+    "n": (_YES, "1; others are refused"),
+    "stream_options": (_IDLE, "the last chunk has the counts"),
+    **dict.fromkeys(("t_max_prompt_ms", "t_max_predict_ms"), (_IDLE, "the header `Deadline-Ms` is a limit")),
 }
 
 CHAT: Fields = {
@@ -252,6 +263,18 @@ TOKENIZE: Fields = {
     "mm_processor_kwargs": (_NO, "this model takes text"),
 }
 
+APPLY_TEMPLATE: Fields = {
+    "messages": (_YES, ""),
+    **{
+        name: TOKENIZE[name]
+        for name in (
+            *("model", "tools", "add_generation_prompt", "continue_final_message"),
+            *("chat_template", "chat_template_kwargs"),
+        )
+    },
+    "reasoning_effort": (_YES, "as of /v1/chat/completions"),
+}
+
 DETOKENIZE: Fields = {
     "tokens": (_YES, "up to as many as a body may have; special ones have their text"),
     "model": (_YES, "the served model's name, or nothing"),
@@ -293,10 +316,12 @@ RERANK: Fields = {
 ROUTES: Mapping[str, Fields] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETIONS,
+    "/infill": INFILL,
     "/v1/responses": RESPONSES,
     "/v1/embeddings": EMBEDDINGS,
     "/tokenize": TOKENIZE,
     "/detokenize": DETOKENIZE,
+    "/apply-template": APPLY_TEMPLATE,
     "/v1/classify": CLASSIFY,
     "/v1/score": SCORE,
     "/v1/rerank": RERANK,

@@ -229,6 +229,7 @@ class Model(msgspec.Struct, frozen=True):
     object: Literal["model"] = "model"
     owned_by: str = "teneral"
     parent: str | UnsetType = UNSET  # of an adapter: its base
+    max_model_len: int | UnsetType = UNSET  # tokens of prompt and answer together; once it is known
 
 
 class ModelList(msgspec.Struct, frozen=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..http.routes import STREAMED, TEXT, Route, Schema
+from ..http.routes import ANY, STREAMED, TEXT, Route, Schema
 
 COHERE_RERANK = "/v2/rerank"  # below the Open Inference Protocol's prefix, and not of it
 _RESPONSE: Schema = {
@@ -13,6 +13,11 @@ _RESPONSE: Schema = {
         "output": {"type": "array", "items": {"type": "object"}},
         **{name: {"type": "string"} for name in ("id", "model", "status")},
     },
+}
+_INFILLED: Schema = {
+    "type": "object",
+    "required": ["content", "stop"],
+    "properties": {"content": {"type": "string"}, "stop": {"type": "boolean"}},
 }
 _PAIRS = {"text_1": "Which insects fly?", "text_2": ["A dragonfly", "A stone"]}
 _DOCUMENTS = {"query": "Which insects fly?", "documents": ["A dragonfly", "A stone"]}
@@ -72,12 +77,33 @@ ROUTES = (
         ".openai.tokens:DetokenizeBody", ".openai.tokens:Detokenized", example={"tokens": [72, 105]},
     ),
     Route(
-        "GET", "/v1/models", ".openai.embeddings:ModelRoutes.list", "models", "The model and its adapters",
+        "POST", "/apply-template", ".openai.llama_cpp:ServerRoutes.apply_template", "tokens",
+        "The prompt that the chat template makes of messages",
+        ".openai.tokens:PromptBody", ".openai.llama_cpp:AppliedTemplate",
+        example={"messages": [{"role": "user", "content": "Hello"}]},
+    ),
+    Route(
+        "POST", "/infill", ".openai.llama_cpp:InfillRoute.post", "generate",
+        "Fill in the middle, as llama.cpp has it",
+        ".openai.llama_cpp:InfillBody", _INFILLED, STREAMED,
+        example={"input_prefix": "def add(a, b):\n    return ", "input_suffix": "\n", "n_predict": 8},
+    ),
+    Route(
+        "GET", "/props", ".openai.llama_cpp:ServerRoutes.props", "models",
+        "The model's context and chat template, as llama.cpp has them", None, ANY,
+    ),
+    Route(
+        "GET", "/slots", ".openai.llama_cpp:ServerRoutes.slots", "models",
+        "Busy and idle places in a batch, as llama.cpp has them", None, {"type": "array", "items": ANY},
+        query=(("fail_on_no_slot", {"enum": ["0", "1"]}),),
+    ),
+    Route(
+        "GET", "/v1/models", ".openai.models:ModelRoutes.list", "models", "The model and its adapters",
         None, ".openai.responses:ModelList",
     ),
     Route(
         "GET", "/v1/models/{id:.+}",  # names may have slashes: org/model
-        ".openai.embeddings:ModelRoutes.get", "models", "One of them",
+        ".openai.models:ModelRoutes.get", "models", "One of them",
         None, ".openai.responses:Model",
     ),
     Route(

@@ -23,19 +23,31 @@ if TYPE_CHECKING:
     from ...runtime.text.tokenizer import TextTokenizer
 
 
-class TokenizeBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """A text, or messages with what belongs to them."""
+class MessagesBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """The fields of a chat that make its prompt."""
 
     model: str | None = None
-    prompt: str | None = None
     messages: list[Message] | None = None
-    add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     tools: list[dict[str, Any]] | None = None
-    return_token_strs: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
+
+
+class PromptBody(MessagesBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Messages, with what belongs to them."""
+
+    messages: list[Message]
+    reasoning_effort: str | None = None
+
+
+class TokenizeBody(MessagesBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """A text, or messages with what belongs to them."""
+
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
     mm_processor_kwargs: Any = None
 
 
@@ -69,24 +81,12 @@ class TokenRoutes:
             _check(body)
             chat = None
             if body.messages is not None:
-                make = partial(self._chat_of, body, body.messages)
+                make = partial(prompt_chat, body, service)
                 chat = await make_format(service, len(data), make, has_schema=bool(body.tools))
             tokenizer = await service.tokenizer()
             tokens, pieces = await service.text_threads.run(len(data), _tokens_of, body, chat, tokenizer)
         answer = Tokenized(len(tokens), await service.context_tokens(), tokens, pieces)
         return web.Response(body=encode(answer), content_type="application/json")
-
-    def _chat_of(self, body: TokenizeBody, messages: list[Message]) -> ChatRequest:
-        """The chat whose prompt is asked for, which is then the same."""
-        chat = ChatBody(
-            messages=messages,
-            tools=body.tools,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            chat_template=body.chat_template,
-            chat_template_kwargs=body.chat_template_kwargs,
-        )
-        return ChatRequest(chat, request_id="tokenize", settings=chat_settings(self._service))
 
     async def detokenize(self, request: web.Request) -> web.Response:
         service = self._service
@@ -100,6 +100,20 @@ class TokenRoutes:
                 len(data), tokenizer.decode, body.tokens, skip_special_tokens=False
             )
         return web.Response(body=encode(Detokenized(text)), content_type="application/json")
+
+
+def prompt_chat(body: MessagesBody, service: Service) -> ChatRequest:
+    """The chat whose prompt is asked for, which is then the same."""
+    chat = ChatBody(
+        messages=body.messages or [],
+        tools=body.tools,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        chat_template=body.chat_template,
+        chat_template_kwargs=body.chat_template_kwargs,
+        reasoning_effort=body.reasoning_effort if isinstance(body, PromptBody) else None,
+    )
+    return ChatRequest(chat, request_id="tokenize", settings=chat_settings(service))
 
 
 # Fields of a prompt of messages.

@@ -27,6 +27,7 @@ BODY_PATHS = frozenset(
         "/v1/embeddings",
         "/tokenize",
         "/detokenize",
+        *("/apply-template", "/infill"),
         *("/v1/messages", "/v1/messages/count_tokens"),
         *("/v1/classify", "/classify", "/v1/score", "/score"),
         *("/v1/rerank", "/v2/rerank", "/rerank"),

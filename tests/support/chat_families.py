@@ -69,6 +69,10 @@ FAMILIES: dict[str, tuple[str, dict[str, bool]]] = {
     ),
     "none": ("", {}),
     "plain": (_MESSAGES.replace("tool_calls", "calls"), {}),
+    "fill": (
+        _MESSAGES,
+        dict.fromkeys(("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>"), True),
+    ),
     "reasoning": (
         "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}{% if enable_thinking %}{% endif %}"
         + _MESSAGES

@@ -12,11 +12,12 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
 from teneral.handlers.openai.fields import ROUTES, Effect, as_markdown
+from teneral.handlers.openai.llama_cpp import InfillBody
 from teneral.handlers.openai.other_servers import OTHER_SERVERS
 from teneral.handlers.openai.rerank import ClassifyBody, RerankBody, ScoreBody
 from teneral.handlers.openai.responses_body import ResponsesBody
 from teneral.handlers.openai.schemas import ChatBody, CompletionBody, EmbeddingBody
-from teneral.handlers.openai.tokens import DetokenizeBody, TokenizeBody
+from teneral.handlers.openai.tokens import DetokenizeBody, PromptBody, TokenizeBody
 
 ROOT = Path(__file__).parents[3]
 BODIES: dict[str, type[msgspec.Struct]] = {
@@ -26,6 +27,8 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/embeddings": EmbeddingBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
+    "/apply-template": PromptBody,
+    "/infill": InfillBody,
     "/v1/classify": ClassifyBody,
     "/v1/score": ScoreBody,
     "/v1/rerank": RerankBody,

@@ -210,6 +210,9 @@ async def test_its_examples_are_answered(start: Any, encoder_parts: TinyParts, k
                     **({"model": server.instance.model_name} if "model" in each.example else {}),
                 }
                 answer = await server.post(path, body)
+                if path == "/infill":
+                    assert "no tokens for filling in" in answer.error["message"]
+                    continue
                 if "classify" in path:
                     assert "has no labels" in answer.error["message"]
                     continue

@@ -1,0 +1,52 @@
+"""GET /v1/models and /v1/models/{id}."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aiohttp import web
+from msgspec import UNSET, UnsetType
+
+from ..http.json_bodies import encode
+from ..http.service import Service
+from .responses import Model, ModelList
+
+
+class ModelRoutes:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def list(self, request: web.Request) -> web.Response:
+        return web.Response(
+            body=encode(ModelList([self._model(), *self._adapters()])), content_type="application/json"
+        )
+
+    async def get(self, request: web.Request) -> web.Response:
+        """The base, or an adapter that is there."""
+        name = request.match_info["id"]
+        found = next((each for each in self._adapters() if each.id == name), None)
+        if found is None:
+            self._service.check_model(name)
+        return web.Response(body=encode(found or self._model()), content_type="application/json")
+
+    def _model(self) -> Model:
+        instance = self._service.instance
+        return Model(instance.model_name, instance.created_unix_s, max_model_len=self._context())
+
+    def _context(self) -> int | UnsetType:
+        return UNSET if self._service.max_context is None else self._service.max_context
+
+    def _adapters(self) -> Sequence[Model]:
+        """Those in memory. One that was loaded by a name of its own has it; others are the base's."""
+        registry, base = self._service.instance.adapters, self._service.instance.model_name
+        if registry is None:
+            return []
+        return [
+            Model(
+                adapter.name if is_registered else f"{base}:{adapter.name}",
+                adapter.created_unix_s,
+                parent=base,
+                max_model_len=self._context(),
+            )
+            for adapter, is_registered in registry.listed()
+        ]

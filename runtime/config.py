@@ -391,6 +391,15 @@ class ServeConfig:
     )
     group("requests and shutdown")
     max_body_bytes: int = setting(8 << 20, parse_bytes, "largest request body", metavar="SIZE")
+    responses_bytes: int = setting(
+        64 << 20,
+        parse_bytes,
+        "memory for answers of /v1/responses and for conversations, kept for later requests; 0: none are",
+        metavar="SIZE",
+    )
+    responses_idle_s: float = setting(
+        3600.0, seconds(0, 604_800), "time after its last use for which one is kept", metavar="SECONDS"
+    )
     request_timeout_s: float = setting(
         600.0, seconds(0.1, 86_400), "longest time for one request", metavar="SECONDS"
     )

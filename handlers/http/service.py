@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar, cast
 
 from aiohttp import web
 from msgspec import Struct, field
@@ -145,6 +145,13 @@ class Service:
         self.connections = Connections(limits, self._retry_after_s)
         self.loop_calls = LoopCalls()
         self.text_threads = TextThreads()
+        self._shared: dict[Callable[[Service], object], object] = {}
+
+    def shared(self, make: Callable[[Service], T]) -> T:
+        """An object that several routes of an API share, made by the first of them that needs it."""
+        if make not in self._shared:
+            self._shared[make] = make(self)
+        return cast(T, self._shared[make])
 
     @property
     def instance(self) -> Instance:

@@ -58,6 +58,8 @@ class ChatRequest:
     Raises `RequestError` for an invalid body.
     """
 
+    needs_context = False
+
     def __init__(
         self,
         body: ChatBody,
@@ -316,6 +318,8 @@ def _num_top_logprobs(body: ChatBody) -> int | None:
 
 class FormatOfChat:
     """The part of a `Format` that its chat answers, whatever the wire."""
+
+    needs_context = False
 
     def __init__(self, chat: ChatRequest) -> None:
         self._chat = chat

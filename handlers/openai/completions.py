@@ -65,6 +65,7 @@ class CompletionFormat:
     """One completion request's side of the wire. Raises `RequestError` for an invalid body."""
 
     begins_with_grammar = None
+    needs_context = False
 
     def __init__(
         self, body: CompletionBody, *, model: str, max_sequences: int, first_token: FirstToken

@@ -211,7 +211,8 @@ EMBEDDINGS: Fields = {
 RESPONSES: Fields = {
     "input": (
         _YES,
-        "a text, or items: messages of text, `function_call`, `function_call_output`, `reasoning`",
+        "a text, or items: messages of text, `function_call`, `custom_tool_call` and their outputs, `reasoning`, "
+        "`item_reference`; items of tools that OpenAI runs are left out with a warning",
     ),
     "model": (_YES, "the served model's name, or nothing"),
     "instructions": (_YES, "the first message, a system's"),
@@ -219,18 +220,27 @@ RESPONSES: Fields = {
     "temperature": (_YES, ""),
     "top_p": (_YES, ""),
     "top_logprobs": (_YES, "up to 20"),
-    "include": (_YES, "`message.output_text.logprobs`; `reasoning.encrypted_content` is without effect"),
-    "tools": (_YES, "functions; others are refused"),
-    "tool_choice": (_YES, "`none`, `auto`, `required` or a function"),
+    "include": (_YES, "`message.output_text.logprobs`; OpenAI's others are without effect"),
+    "tools": (_YES, "functions and custom tools; others are left out with a warning, or refused if required"),
+    "tool_choice": (_YES, "`none`, `auto`, `required`, a function, a custom tool, `allowed_tools`"),
     "parallel_tool_calls": (_YES, ""),
-    "text": (_YES, "`format`: `text`, `json_object`, `json_schema`; `verbosity` is refused"),
-    "reasoning": (_YES, "`effort`, where the model's template takes it; `summary` is without effect"),
+    "text": (
+        _YES,
+        "`format`: `text`, `json_object`, `json_schema`; `verbosity` where the model's template takes it, else a "
+        "warning",
+    ),
+    "reasoning": (
+        _YES,
+        "`effort` where the model's template takes it, else a warning; `summary` is without effect, with a warning",
+    ),
     "stream": (_YES, ""),
     "stream_options": (_YES, "`include_obfuscation` is without effect; the last event has the usage"),
-    "store": (_YES, "false, which is the default here: nothing is stored; true is refused"),
-    "background": (_YES, "false; true is refused"),
-    "truncation": (_YES, "`disabled`; `auto` is refused"),
+    "store": (_YES, "true unless given: kept in memory, `--responses-bytes` and `--responses-idle-s`"),
+    "background": (_YES, "not in a stream"),
+    "truncation": (_YES, "`auto`: the oldest messages are left out where the context is full; `disabled`"),
     "metadata": (_YES, "comes back with the answer"),
+    "previous_response_id": (_YES, "of an answer that is stored, by the same API key"),
+    "conversation": (_YES, "of /v1/conversations: its items come first, and the answer's are added"),
     "teneral": (_YES, "`first_token`, `cache_salt`, `session`, `tenant`, `priority`"),
     "max_tool_calls": (_IDLE, "of tools that run on the server, of which there are none"),
     "prompt_cache_key": (_IDLE, "prompts are found by their content; `teneral.cache_salt` keeps them apart"),
@@ -239,14 +249,25 @@ RESPONSES: Fields = {
     "safety_identifier": (_IDLE, "nothing is reported"),
     "service_tier": (_IDLE, "there is one tier; `teneral.priority` is ours"),
     "user": (_IDLE, "no users are distinguished by it: `teneral.tenant` does"),
-    "previous_response_id": (_NO, "nothing is stored: send the conversation's items as `input`"),
-    "conversation": (_NO, "nothing is stored: send the conversation's items as `input`"),
-    "prompt": (_NO, "nothing is stored: send the prompt's text"),
+    "client_metadata": (_IDLE, "Codex's: nothing is reported"),
+    "context_management": (_IDLE, "nothing is compacted; `truncation` shortens a context that is full"),
+    "prompt": (_NO, "no prompts are stored: send the prompt's text"),
     "access_programs": (_NO, "there are none"),
-    "background_options": (_NO, "answers come in the request"),
-    "context_management": (_NO, "the context is the client's to shorten"),
+    "background_options": (_NO, "there are none"),
     "image": (_NO, "this model writes text"),
     "moderation": (_NO, "answers are not moderated"),
+}
+
+COUNT_INPUT_TOKENS: Fields = {
+    **{
+        name: RESPONSES[name]
+        for name in (
+            *("input", "model", "instructions", "tools", "tool_choice", "parallel_tool_calls", "text"),
+            *("reasoning", "previous_response_id", "conversation"),
+        )
+    },
+    "truncation": (_IDLE, "nothing is left out of the count"),
+    "personality": (_IDLE, "say in `instructions` how the model should answer"),
 }
 
 TOKENIZE: Fields = {
@@ -318,6 +339,7 @@ ROUTES: Mapping[str, Fields] = {
     "/v1/completions": COMPLETIONS,
     "/infill": INFILL,
     "/v1/responses": RESPONSES,
+    "/v1/responses/input_tokens": COUNT_INPUT_TOKENS,
     "/v1/embeddings": EMBEDDINGS,
     "/tokenize": TOKENIZE,
     "/detokenize": DETOKENIZE,

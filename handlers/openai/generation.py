@@ -256,6 +256,7 @@ class RequestGeneration(Protocol):
 
     grammar: GrammarSpec | None  # the form that its answers must have
     max_tokens: int | None  # of an answer; None: until the context is full
+    needs_context: bool  # whether `prepare` needs to know how many tokens there is room for
 
     @property
     def body(self) -> GenerationBody: ...
@@ -432,7 +433,7 @@ async def _submit(
     instance = service.instance  # one for tokenizer and engine, even if another takes its place
     with service.admission.waiting(fmt.num_sequences):
         service.require_room(queue_of(fmt.body), priority_of(fmt.body), fmt.num_sequences)
-        if fmt.body.truncate_prompt_tokens == WHOLE_CONTEXT:
+        if fmt.needs_context or fmt.body.truncate_prompt_tokens == WHOLE_CONTEXT:
             await service.ready(instance.engine)  # which knows how many tokens there is room for
         tokenizer = await service.ready(instance.tokenizer)
         requests = await service.text_threads.run(body_bytes, fmt.prepare, tokenizer, service.max_context)

@@ -44,7 +44,7 @@ class AppliedTemplate(msgspec.Struct, frozen=True):
 
 
 class ServerRoutes:
-    """What this server is and does, and prompts as the model gets them."""
+    """Descriptions of the server, and the prompts that its chat template makes."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -70,7 +70,7 @@ class ServerRoutes:
         return web.Response(body=encode(answer), content_type="application/json")
 
     async def slots(self, request: web.Request) -> web.Response:
-        """Places in a batch. Prompts are nobody else's to read: a slot says no more than that it is busy."""
+        """Places in a batch. A slot says that it is busy, and shows no prompt."""
         service = self._service
         engine = await service.ready(service.instance.engine)
         num_running, num_slots = engine.statistics().running, service.instance.config.max_running

@@ -1,20 +1,18 @@
-"""POST /v1/responses: OpenAI's Responses API without its store.
-
-An answer grows by items, one after the other: reasoning, text and calls. Each is begun, continued
-and ended by events whose `sequence_number`s count from 0. The same items are the whole answer's
-output.
-"""
+"""POST /v1/responses: a response as it is made, whole, as a stream, or in the background."""
 
 from __future__ import annotations
 
-import secrets
+import asyncio
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from aiohttp import web
 
+from ...runtime.errors import CapacityError, ContextLengthError, RequestError
 from ...runtime.step.requests import (
     FinishReason,
     GenerationEvent,
@@ -23,30 +21,34 @@ from ...runtime.step.requests import (
 )
 from ..http.errors import ApiError
 from ..http.json_bodies import encode
-from ..http.service import BodyRoute
+from ..http.service import CALL, BodyRoute, HttpCall, Service
 from ..http.sse import Framing
 from .chat import chat_settings
 from .chat_request import ChatRequest, ChatSettings, FormatOfChat
-from .deltas import Delta, Finish, ReasoningDelta, TextDelta, ToolCallDelta
-from .generation import SequenceOutcome, Step, make_format, respond
+from .deltas import Delta, Finish
+from .generation import SequenceOutcome, Step, generate, make_format, respond
 from .logprobs import chat_logprobs, token_bytes
 from .parameters import own_names
+from .response_items import InputItem, as_item, stored_items
+from .response_output import COMPLETED, IN_PROGRESS, INCOMPLETE, AnswerItems, Event
+from .response_store import Conversation, Json, ResponseStore, StoredItems, new_id, not_found, owner_of
 from .responses import Usage
-from .responses_body import ResponsesBody, chat_of
+from .responses_body import CountTokensBody, ResponsesBody, chat_of, check_fields, tools_of
 from .schemas import ChatBody
-from .structured import has_schema
 
 if TYPE_CHECKING:
     from ...runtime.text.tokenizer import TextTokenizer
 
-Event = dict[str, Any]
-Json = dict[str, Any]
-COMPLETED, INCOMPLETE, IN_PROGRESS = "completed", "incomplete", "in_progress"
+logger = logging.getLogger("teneral.http")
+
+MAX_HISTORY_BYTES = 8 << 20  # of the items before those of a request, as JSON
+MAX_BACKGROUND = 32  # responses that are made without a client waiting
 OWN_NAMES = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
     "prompt": "input",
     "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
     "response_format": "text.format",
     "response_format.json_schema.schema": "text.format.schema",
     "tools[].function.name": "tools[].name",
@@ -55,182 +57,197 @@ OWN_NAMES = {
 }
 
 
-class AnswerItems:
-    """One answer's. Deltas in, events out."""
-
-    def __init__(self) -> None:
-        self.items: list[Json] = []
-        self._num_events = 0
-        self._is_open = False  # the last item
-        self._pieces: list[str] = []  # of the last item
-        self._logprobs: list[Json] = []  # of tokens whose text has not come yet
-        self._own_logprobs: list[Json] = []  # of the last item
-
-    @property
-    def is_untouched(self) -> bool:
-        """True before the first event."""
-        return not self._num_events
-
-    @property
-    def reasoning(self) -> str:
-        return "".join(
-            part["text"] for item in self.items if item["type"] == "reasoning" for part in item["content"]
-        )
-
-    def event(self, kind: str, **fields: Any) -> Event:
-        """The next event of the stream."""
-        number, self._num_events = self._num_events, self._num_events + 1
-        return {"type": kind, **fields, "sequence_number": number}
-
-    def add(self, delta: Delta, logprobs: list[Json]) -> list[Event]:
-        """The stream events of one delta; `logprobs` belong to its tokens."""
-        self.hold(logprobs)
-        match delta:
-            case TextDelta(text):
-                return self._more("message", text) if text or self._logprobs else []
-            case ReasoningDelta(text):
-                self._logprobs = []
-                return self._more("reasoning", text)
-            case ToolCallDelta(_, arguments, call_id, name):
-                return self._call(arguments, call_id, name)
-        return []
-
-    def hold(self, logprobs: list[Json]) -> None:
-        """Keeps them for the next text: that of their tokens has not come."""
-        self._logprobs += logprobs
-
-    def finish(self, status: str) -> list[Event]:
-        """The end of the last item, and an empty message where there is none."""
-        is_text = not self.items or (self._is_open and self.items[-1]["type"] == "message")
-        events = self._more("message", "") if is_text and (self._logprobs or not self.items) else []
-        return [*events, *self._end(status)]
-
-    # -- text and reasoning
-
-    def _more(self, kind: str, text: str) -> list[Event]:
-        events: list[Event] = []
-        if not self._is_open or self.items[-1]["type"] != kind:
-            events = [*self._end(COMPLETED), *self._begin_text(kind)]
-        self._pieces.append(text)
-        place = self._place()
-        if kind == "reasoning":
-            return [*events, self.event("response.reasoning_text.delta", **place, delta=text)]
-        logprobs, self._logprobs = self._logprobs, []
-        self._own_logprobs += logprobs
-        return [*events, self.event("response.output_text.delta", **place, delta=text, logprobs=logprobs)]
-
-    def _begin_text(self, kind: str) -> list[Event]:
-        if kind == "reasoning":
-            item: Json = {"id": _id("rs"), "type": kind, "summary": [], "content": [], "status": IN_PROGRESS}
-        else:
-            item = {"id": _id("msg"), "type": kind, "role": "assistant", "content": [], "status": IN_PROGRESS}
-        events = [self._begin(item)]
-        return [*events, self.event("response.content_part.added", **self._place(), part=_part(kind, "", []))]
-
-    def _end_text(self, item: Json) -> list[Event]:
-        kind, text, place = item["type"], "".join(self._pieces), self._place()
-        part = _part(kind, text, self._own_logprobs)
-        item["content"] = [part]
-        if kind == "reasoning":
-            done = self.event("response.reasoning_text.done", **place, text=text)
-        else:
-            done = self.event("response.output_text.done", **place, text=text, logprobs=self._own_logprobs)
-        return [done, self.event("response.content_part.done", **place, part=part)]
-
-    def _place(self) -> Json:
-        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, "content_index": 0}
-
-    # -- calls
-
-    def _call(self, arguments: str, call_id: str, name: str) -> list[Event]:
-        events: list[Event] = []
-        if call_id:
-            item = {
-                "id": _id("fc"),
-                "type": "function_call",
-                "call_id": call_id,
-                "name": name,
-                "arguments": "",
-                "status": IN_PROGRESS,
-            }
-            events = [*self._end(COMPLETED), self._begin(item)]
-        if arguments:
-            self._pieces.append(arguments)
-            events.append(
-                self.event("response.function_call_arguments.delta", **self._call_place(), delta=arguments)
-            )
-        return events
-
-    def _end_call(self, item: Json) -> list[Event]:
-        item["arguments"] = "".join(self._pieces)
-        return [
-            self.event(
-                "response.function_call_arguments.done",
-                **self._call_place(),
-                name=item["name"],
-                arguments=item["arguments"],
-            )
-        ]
-
-    def _call_place(self) -> Json:
-        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
-
-    # -- all kinds
-
-    def _begin(self, item: Json) -> Event:
-        self.items.append(item)
-        self._is_open, self._pieces, self._own_logprobs = True, [], []
-        return self.event("response.output_item.added", output_index=len(self.items) - 1, item=dict(item))
-
-    def _end(self, status: str) -> list[Event]:
-        if not self._is_open:
-            return []
-        item, self._is_open = self.items[-1], False
-        end: Callable[[Json], list[Event]] = (
-            self._end_call if item["type"] == "function_call" else self._end_text
-        )
-        events = end(item)
-        item["status"] = status
-        index = len(self.items) - 1
-        return [*events, self.event("response.output_item.done", output_index=index, item=dict(item))]
-
-
-def _part(kind: str, text: str, logprobs: list[Json]) -> Json:
-    if kind == "reasoning":
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-
-
-def _id(prefix: str) -> str:
-    return f"{prefix}_{secrets.token_hex(16)}"
-
-
 class ResponsesRoute(BodyRoute[ResponsesBody]):
     kind = ResponsesBody
 
     async def _answer(self, request: web.Request, body: ResponsesBody, body_bytes: int) -> web.StreamResponse:
         service = self._service
-        chat = chat_of(body)  # by this route's names
+        check_fields(body)
+        keeper = Keeper(service.shared(ResponseStore.of), owner_of(request), body)
+        history = keeper.history()
+        model = service.answering_as(body.model)
+        make = partial(make_response, body, history, keeper, model=model, settings=chat_settings(service))
         with own_names(OWN_NAMES):
-            model = service.answering_as(body.model)
-            make = partial(ResponsesFormat, body, chat, model=model, settings=chat_settings(service))
-            fmt = await make_format(service, body_bytes, make, has_schema=has_schema(chat))
-            return await respond(service, request, fmt, body_bytes=body_bytes, framing=fmt.framing)
+            fmt = await make_format(
+                service, body_bytes, make, has_schema=bool(body.tools) or body.text is not None
+            )
+            if body.background:
+                return await run_in_background(service, fmt, keeper, body_bytes)
+            response = await respond(service, request, fmt, body_bytes=body_bytes, framing=fmt.framing)
+            fmt.keep()
+            return response
+
+
+def make_response(
+    body: ResponsesBody, history: Sequence[InputItem], keeper: Keeper, *, model: str, settings: ChatSettings
+) -> ResponsesFormat:
+    """Raises `RequestError` by this route's names."""
+    warnings: list[str] = []
+    tools = tools_of(body, warnings)
+    chat = chat_of(msgspec.structs.replace(body, input=keeper.items), history, tools, warnings)
+    return ResponsesFormat(body, chat, keeper, tools.custom, warnings, model=model, settings=settings)
+
+
+class Keeper:
+    """The stored entries that a request continues, and the one that it leaves."""
+
+    def __init__(self, store: ResponseStore, owner: bytes, body: ResponsesBody | CountTokensBody) -> None:
+        """Raises `ApiError` 404 for what is not there."""
+        self._store, self._owner = store, owner
+        stores = isinstance(body, ResponsesBody) and body.store is not False
+        if isinstance(body, ResponsesBody) and body.store and not store.max_bytes:
+            raise RequestError(
+                "store is not supported on this server",
+                param="store",
+                hint="Its operator can set --responses-bytes.",
+            )
+        self.is_storing = stores and store.max_bytes > 0
+        self.previous = self._entry(body.previous_response_id, "response", "previous_response_id")
+        if self.previous is not None and self.previous.task is not None:
+            raise RequestError("the previous response is not complete yet", param="previous_response_id")
+        self.conversation = self._entry(body.conversation_id, "conversation", "conversation")
+        items = body.input
+        if isinstance(items, list) and any(item.is_reference for item in items):
+            items = [
+                self._item(item, number) if item.is_reference else item for number, item in enumerate(items)
+            ]
+        self.items = items or []
+        self.entry: StoredItems | None = None
+
+    def history(self) -> list[InputItem]:
+        """The items before those of the request. Raises `RequestError` where they are too many."""
+        turns = [] if self.previous is None else self.previous.turns()
+        if self.conversation is not None:
+            turns = [self.conversation]
+        if sum(turn.size_bytes for turn in turns) > MAX_HISTORY_BYTES:
+            raise RequestError(
+                f"the conversation is longer than {MAX_HISTORY_BYTES} bytes", param="previous_response_id"
+            )
+        return [as_item(item) for turn in turns for item in turn.own_items()]
+
+    def put(self, response: Json) -> StoredItems | None:
+        """Keep this response, and add to the conversation. None where nothing is kept."""
+        items = stored_items(self.items)
+        if self.conversation is not None and self.entry is None:
+            added = [*self.conversation.own_items(), *items, *response["output"]]
+            if not self._store.change(
+                self._owner, self.conversation, items=encode(added), body=self.conversation.body
+            ):
+                logger.warning("conversation %s is full: nothing was added", self.conversation.id)
+        if not self.is_storing:
+            return None
+        if self.entry is None:
+            self.entry = StoredItems(response["id"], encode(items), encode(response), self.previous)
+            return self.entry if self._store.put(self._owner, self.entry) else None
+        return self.entry if self._store.change(self._owner, self.entry, body=encode(response)) else None
+
+    def _entry(self, name: str | None, kind: str, param: str) -> StoredItems | None:
+        if name is None:
+            return None
+        entry = self._store.get(self._owner, name)
+        if entry is None or isinstance(entry, Conversation) is not (kind == "conversation"):
+            raise not_found(kind, name, self._store, param=param)
+        return entry
+
+    def _item(self, item: InputItem, number: int) -> InputItem:
+        found = self._store.find_item(self._owner, item.id or "")
+        if found is None:
+            raise not_found("item", item.id or "", self._store, param=f"input[{number}]")
+        return as_item(found)
+
+
+async def run_in_background(
+    service: Service, fmt: ResponsesFormat, keeper: Keeper, body_bytes: int
+) -> web.Response:
+    """Begin a response, and answer with it as it is: it is found by its id."""
+    if sum(not task.done() for task in _background(service)) >= MAX_BACKGROUND:
+        raise CapacityError(
+            f"{MAX_BACKGROUND} responses are made in the background, which is the limit", retry_after_s=1.0
+        )
+    queued = fmt.response("queued", None)
+    entry = keeper.put(queued)
+    if entry is None:
+        raise RequestError(
+            "background needs store, and this response is larger than the store", param="background"
+        )
+    entry.is_background = True
+    task = asyncio.create_task(_make_in_background(service, fmt, keeper, body_bytes))
+    entry.task = task
+    tasks = _background(service)
+    tasks.add(task)
+
+    def ended(_: object) -> None:
+        tasks.discard(task)
+        entry.task = None
+
+    task.add_done_callback(ended)
+    return web.Response(body=encode(queued), content_type="application/json")
+
+
+async def _make_in_background(
+    service: Service, fmt: ResponsesFormat, keeper: Keeper, body_bytes: int
+) -> None:
+    call = HttpCall(CALL.get().request_id)
+    CALL.set(call)
+    try:
+        async with service.in_flight.work() as call.work:
+            service.in_flight.take_place(call.work)
+            keeper.put(fmt.response(IN_PROGRESS, None))
+            with service.admission.answer() as charge, own_names(OWN_NAMES):
+                outcomes, usage = await generate(service, call, fmt, body_bytes, charge=charge)
+                await service.text_threads.run(body_bytes, fmt.whole, outcomes, usage)
+        fmt.keep()
+    except asyncio.CancelledError:
+        keeper.put(fmt.response("cancelled", None))
+        raise
+    except Exception as error:  # noqa: BLE001 - the client finds it in the response
+        failure = call.explain(error)
+        # OpenAI's clients know no other codes than these and some of images.
+        code = "server_error" if failure.status >= 500 else "invalid_prompt"
+        code = "rate_limit_exceeded" if failure.status == 429 else code
+        keeper.put(fmt.response("failed", None, error={"code": code, "message": failure.message}))
+
+
+class BackgroundTasks(set[asyncio.Task[None]]):
+    """The responses that a server makes in the background."""
+
+    @classmethod
+    def of(cls, service: Service) -> BackgroundTasks:
+        return cls()
+
+
+def _background(service: Service) -> BackgroundTasks:
+    return service.shared(BackgroundTasks.of)
 
 
 class ResponsesFormat(FormatOfChat):
     """One request's side of the wire. Raises `RequestError` for an invalid body."""
 
-    def __init__(self, body: ResponsesBody, chat: ChatBody, *, model: str, settings: ChatSettings) -> None:
-        """`chat` is the same request as a chat."""
-        self._id = f"resp_{secrets.token_hex(16)}"
+    def __init__(
+        self,
+        body: ResponsesBody,
+        chat: ChatBody,
+        keeper: Keeper,
+        custom: frozenset[str],
+        warnings: list[str],
+        *,
+        model: str,
+        settings: ChatSettings,
+    ) -> None:
+        """`chat` is the same request as a chat; `custom` are the names of tools whose input is a text."""
+        self._id = new_id("resp")
         super().__init__(ChatRequest(chat, request_id=self._id, settings=settings))
+        self._settings = settings
         self._asked = body
+        self._keeper = keeper
         self._model = model
         self._created = int(time.time())
-        self._items = AnswerItems()
+        self._items = AnswerItems(custom)
+        self._warnings = warnings
         self._finish: str | None = None
         self._may_reason = False
+        self._final: Json | None = None
+        self.needs_context = body.truncation == "auto"
 
     @property
     def framing(self) -> Framing:
@@ -241,7 +258,54 @@ class ResponsesFormat(FormatOfChat):
         self._tokenizer = tokenizer
         self._bytes_of = partial(token_bytes, tokenizer)
         self._may_reason = self._chat.may_reason(tokenizer.templates)
+        if self.needs_context and max_tokens is not None:
+            return self._fitting(tokenizer, max_tokens)
         return self._chat.prepare(tokenizer, max_tokens)
+
+    def _fitting(self, tokenizer: TextTokenizer, max_tokens: int) -> list[GenerationRequest]:
+        """The prompt without as many of its oldest messages as is needed for it to fit."""
+        messages = self.body.messages
+        num_first = next(
+            (n for n, each in enumerate(messages) if each.role not in ("system", "developer")), 0
+        )
+        # From a user's message on: calls and their results stay together.
+        starts = [n for n, each in enumerate(messages) if n > num_first and each.role == "user"]
+        room = max_tokens - min(self.max_tokens or 1, max_tokens // 4)
+
+        def attempt(start: int) -> list[GenerationRequest] | None:
+            kept = msgspec.structs.replace(self.body, messages=[*messages[:num_first], *messages[start:]])
+            chat = ChatRequest(kept, request_id=self._id, settings=self._settings)
+            try:
+                requests = chat.prepare(tokenizer, max_tokens)
+            except ContextLengthError:
+                return None
+            if chat.num_prompt_tokens > room:
+                return None
+            self._chat = chat
+            return requests
+
+        if (requests := attempt(num_first)) is not None:
+            return requests
+        low, high = 0, len(starts)  # the first of `starts` that fits
+        best: list[GenerationRequest] | None = None
+        while low < high:
+            middle = (low + high) // 2
+            if (requests := attempt(starts[middle])) is not None:
+                best, high = requests, middle
+            else:
+                low = middle + 1
+        if best is None:
+            return self._chat.prepare(tokenizer, max_tokens)
+        self._warnings.append(
+            f"the context is full: the {starts[high] - num_first} oldest messages are left out"
+        )
+        return best
+
+    def keep(self) -> None:
+        """Leave the response in the store, once it is complete. Idempotent."""
+        if self._final is not None:
+            self._keeper.put(self._final)
+            self._final = None
 
     @property
     def looks_up_tokens(self) -> bool:
@@ -257,7 +321,9 @@ class ResponsesFormat(FormatOfChat):
         """The last events: only here is known what they have to say."""
         events = self._items.finish(self._status)
         kind = f"response.{self._status}"
-        events.append(self._items.event(kind, response=self._response(self._status, usage)))
+        self._final = self.response(self._status, usage)
+        events.append(self._items.event(kind, response=self._final))
+        self.keep()  # before the client knows of its end
         return b"\n\n".join(map(_named, events))
 
     def whole(self, outcomes: Sequence[SequenceOutcome], usage: Usage) -> bytes:
@@ -267,7 +333,8 @@ class ResponsesFormat(FormatOfChat):
         )
         self._add(self._chat.read(0, event), outcome.logprobs)
         self._items.finish(self._status)
-        return encode(self._response(self._status, usage))
+        self._final = self.response(self._status, usage)
+        return encode(self._final)
 
     @property
     def _status(self) -> str:
@@ -287,7 +354,7 @@ class ResponsesFormat(FormatOfChat):
         return events
 
     def _opening(self) -> list[Event]:
-        response = self._response(IN_PROGRESS, None)
+        response = self.response(IN_PROGRESS, None)
         return [
             self._items.event("response.created", response=response),
             self._items.event("response.in_progress", response=response),
@@ -297,8 +364,10 @@ class ResponsesFormat(FormatOfChat):
         """The stream's last event, where it ends by an error."""
         return _named(self._items.event("error", code=error.code, message=error.message, param=error.param))
 
-    def _response(self, status: str, usage: Usage | None) -> Json:
+    def response(self, status: str, usage: Usage | None, *, error: Json | None = None) -> Json:
+        """The response as it is now."""
         asked = self._asked
+        warnings = [*self._warnings, *self._chat.warnings]
         text = {"format": {"type": "text"}} if asked.text is None or asked.text.format is None else asked.text
         return {
             "id": self._id,
@@ -306,32 +375,34 @@ class ResponsesFormat(FormatOfChat):
             "created_at": self._created,
             "completed_at": int(time.time()) if status == COMPLETED else None,
             "status": status,
-            "background": False,
-            "error": None,
+            "background": bool(asked.background),
+            "conversation": None if asked.conversation_id is None else {"id": asked.conversation_id},
+            "error": error,
             "incomplete_details": {"reason": "max_output_tokens"} if status == INCOMPLETE else None,
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
             "max_tool_calls": asked.max_tool_calls,
             "metadata": asked.metadata or {},
             "model": self._model,
-            "output": [] if status == IN_PROGRESS else self._items.items,
+            "output": self._items.items if status in (COMPLETED, INCOMPLETE) else [],
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": asked.previous_response_id,
             "reasoning": {
                 "effort": None if asked.reasoning is None else asked.reasoning.effort,
                 "summary": None,
             },
             "service_tier": "default",
-            "store": False,
+            "store": self._keeper.is_storing,
             "temperature": 1.0 if asked.temperature is None else asked.temperature,
             "text": text,
             "tool_choice": "auto" if asked.tool_choice is None else asked.tool_choice,
             "tools": asked.tools or [],
             "top_logprobs": asked.top_logprobs or 0,
             "top_p": 1.0 if asked.top_p is None else asked.top_p,
-            "truncation": "disabled",
+            "truncation": asked.truncation or "disabled",
             "usage": None if usage is None else self._usage(usage),
             "user": asked.user,
+            **({"teneral": {"warnings": warnings}} if warnings else {}),
         }
 
     def _usage(self, usage: Usage) -> Json:

@@ -1,56 +1,30 @@
-"""Bodies of /v1/responses, and the chat that each comes to.
-
-Nothing is stored: a request brings its whole conversation.
-"""
+"""Bodies of /v1/responses, and the chat that each comes to."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ...runtime.errors import RequestError
 from .fields import RESPONSES, refuse_unsupported
-from .schemas import (
-    ChatBody,
-    ContentPart,
-    Extras,
-    FunctionCall,
-    JsonSchemaFormat,
-    Message,
-    ResponseFormat,
-    StreamOptions,
-    ToolCall,
-)
+from .response_items import CUSTOM_INPUT, InputItem, messages_of
+from .schemas import ChatBody, Extras, JsonSchemaFormat, Message, ResponseFormat, StreamOptions
 
 LOGPROBS = "message.output_text.logprobs"
-# Of `include`, without effect: reasoning is never encrypted.
-_IDLE_INCLUDES = frozenset({"reasoning.encrypted_content"})
-
-
-class InputPart(msgspec.Struct, kw_only=True, frozen=True):
-    """Content of a message, of a call's output, or of reasoning, as clients send it or got it."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None  # of an assistant's part of this type
-
-
-class InputItem(msgspec.Struct, kw_only=True, frozen=True):
-    """Any item; `type` says which of the fields count. An item that an answer had comes back with all of its fields."""
-
-    type: str | None = None  # None: a message
-    id: str | None = None
-    status: str | None = None
-    role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | list[InputPart] | None = None
-    phase: str | None = None
-    call_id: str | None = None
-    name: str | None = None
-    arguments: str | None = None
-    output: str | list[InputPart] | None = None
-    summary: list[InputPart] | None = None
+# Of `include`, without effect: reasoning is never encrypted, and these tools do not run.
+_IDLE_INCLUDES = frozenset(
+    {
+        "reasoning.encrypted_content",
+        "file_search_call.results",
+        "web_search_call.results",
+        "web_search_call.action.sources",
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "message.input_image.image_url",
+    }
+)
 
 
 class TextFormat(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -72,8 +46,33 @@ class Reasoning(msgspec.Struct, kw_only=True, frozen=True):
     generate_summary: str | None = None
 
 
+class ConversationName(msgspec.Struct, kw_only=True, frozen=True):
+    id: str
+
+
+class CountTokensBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """The fields of a request that make its prompt."""
+
+    input: str | list[InputItem] | None = None
+    model: str | None = None
+    instructions: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    previous_response_id: str | None = None
+    conversation: str | ConversationName | None = None
+    truncation: str | None = None
+    personality: str | None = None  # without effect
+
+    @property
+    def conversation_id(self) -> str | None:
+        return self.conversation.id if isinstance(self.conversation, ConversationName) else self.conversation
+
+
 class ResponsesBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    input: str | list[InputItem]
+    input: str | list[InputItem] | None = None
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -92,6 +91,8 @@ class ResponsesBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fi
     background: bool | None = None
     truncation: str | None = None
     metadata: dict[str, str] | None = None
+    previous_response_id: str | None = None
+    conversation: str | ConversationName | None = None
     teneral: Extras | None = None
     # Without effect on an answer
     max_tool_calls: int | None = None
@@ -101,31 +102,45 @@ class ResponsesBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fi
     safety_identifier: str | None = None
     service_tier: str | None = None
     user: str | None = None
+    client_metadata: Any = None
+    context_management: Any = None
     # Refused, unless null
-    previous_response_id: Any = None
-    conversation: Any = None
     prompt: Any = None
     access_programs: Any = None
     background_options: Any = None
-    context_management: Any = None
     image: Any = None
     moderation: Any = None
 
+    @property
+    def conversation_id(self) -> str | None:
+        return self.conversation.id if isinstance(self.conversation, ConversationName) else self.conversation
 
-def chat_of(body: ResponsesBody) -> ChatBody:
-    """The same request as a chat. Raises `RequestError` for what is not supported, by the names of this route."""
-    refuse_unsupported(body, RESPONSES)
-    for name, wanted in (("store", False), ("background", False), ("truncation", "disabled")):
-        if getattr(body, name) not in (None, wanted):
-            raise RequestError(
-                f"{name} other than {msgspec.json.encode(wanted).decode()} is not supported: this server stores "
-                "nothing, and answers in the request",
-                param=name,
-            )
-    messages = _messages(body.input)
+
+class ResponseTools(NamedTuple):
+    """The tools of a request that can be called, as a chat has them."""
+
+    functions: list[dict[str, Any]] | None
+    custom: frozenset[str]  # names of tools whose input is a text
+    choice: str | dict[str, Any] | None
+
+
+def chat_of(
+    body: ResponsesBody, history: Sequence[InputItem], tools: ResponseTools, warnings: list[str]
+) -> ChatBody:
+    """The same request as a chat, behind the items of its history. Adds warnings of what is without effect.
+
+    Raises `RequestError` for what is not supported, by the names of this route.
+    """
+    given = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input or []
+    messages = messages_of([*history, *given], warnings, first=len(history))
+    if not messages:
+        raise RequestError("input is empty", param="input")
     if body.instructions is not None:
         messages = [Message(role="system", content=body.instructions), *messages]
     logprobs = _wants_logprobs(body)
+    reasoning = body.reasoning or Reasoning()
+    if reasoning.summary or reasoning.generate_summary:
+        warnings.append("reasoning.summary is without effect: reasoning is given as it is")
     return ChatBody(
         model=body.model,
         messages=messages,
@@ -134,16 +149,34 @@ def chat_of(body: ResponsesBody) -> ChatBody:
         top_p=body.top_p,
         logprobs=logprobs or None,
         top_logprobs=body.top_logprobs if logprobs else None,
-        tools=None if body.tools is None else [_tool(tool, number) for number, tool in enumerate(body.tools)],
-        tool_choice=_tool_choice(body.tool_choice),
+        tools=tools.functions,
+        tool_choice=tools.choice,
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_response_format(body.text),
-        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        verbosity=None if body.text is None else body.text.verbosity,
+        reasoning_effort=reasoning.effort,
         stream=body.stream,
         # So that the end of a stream is written with the usage.
         stream_options=StreamOptions(include_usage=True) if body.stream else None,
         teneral=body.teneral,
     )
+
+
+def check_fields(body: ResponsesBody) -> None:
+    """Raise `RequestError` for fields that are not supported, or contradict one another."""
+    refuse_unsupported(body, RESPONSES)
+    if body.truncation not in (None, "auto", "disabled"):
+        raise RequestError("truncation must be 'auto' or 'disabled'", param="truncation")
+    if body.background and body.stream:
+        raise RequestError(
+            "background and stream together are not supported: get the answer by its id", param="background"
+        )
+    if body.background and body.store is False:
+        raise RequestError("background needs store: the answer is found by its id", param="background")
+    if body.previous_response_id is not None and body.conversation is not None:
+        raise RequestError(
+            "previous_response_id and conversation contradict one another", param="previous_response_id"
+        )
 
 
 def _wants_logprobs(body: ResponsesBody) -> bool:
@@ -153,113 +186,86 @@ def _wants_logprobs(body: ResponsesBody) -> bool:
     return LOGPROBS in (body.include or []) or bool(body.top_logprobs)
 
 
-def _messages(given: str | Sequence[InputItem]) -> list[Message]:
-    """Calls and reasoning belong to the assistant's message before or behind them."""
-    if isinstance(given, str):
-        return [Message(role="user", content=given)]
-    if not given:
-        raise RequestError("input is empty", param="input")
-    messages: list[Message] = []
-    reasoning: str | None = None
-    for number, item in enumerate(given):
-        where = f"input[{number}]"
-        match item.type:
-            case None | "message":
-                message = _message(item, where)
-                if message.role == "assistant" and reasoning is not None:
-                    message = msgspec.structs.replace(message, reasoning_content=reasoning)
-                reasoning = None
-                messages.append(message)
-            case "function_call":
-                call = _call(item, where)
-                if messages and messages[-1].role == "assistant" and reasoning is None:
-                    calls = [*(messages[-1].tool_calls or []), call]
-                    messages[-1] = msgspec.structs.replace(messages[-1], tool_calls=calls)
-                else:
-                    messages.append(Message(role="assistant", tool_calls=[call], reasoning_content=reasoning))
-                    reasoning = None
-            case "function_call_output":
-                if item.output is None or item.call_id is None:
-                    raise RequestError(f"{where} needs call_id and output", param=where)
-                output = _text(item.output, f"{where}.output")
-                messages.append(Message(role="tool", content=output, tool_call_id=item.call_id))
-            case "reasoning":
-                reasoning = "\n".join(part.text or "" for part in _parts(item.content)) or None
+def tools_of(body: ResponsesBody, warnings: list[str]) -> ResponseTools:
+    """The functions and custom tools; others are left out with a warning. Raises `RequestError` where one of those
+    must be called.
+    """
+    functions: list[dict[str, Any]] = []
+    custom: set[str] = set()
+    skipped: list[int] = []
+    for number, tool in enumerate(body.tools or []):
+        match tool.get("type"):
+            case "function":
+                names = ("name", "description", "parameters", "strict")
+                functions.append({name: tool[name] for name in names if tool.get(name) is not None})
+            case "custom":
+                functions.append(_custom(tool, number, warnings))
+                custom.add(str(tool.get("name")))
             case kind:
-                raise RequestError(f"{where} is of type {kind[:50]!r}, which is not supported", param=where)
-    return messages
-
-
-def _message(item: InputItem, where: str) -> Message:
-    if item.role is None:
-        raise RequestError(f"{where}.role is missing", param=f"{where}.role")
-    if item.content is None:
-        raise RequestError(f"{where}.content is missing", param=f"{where}.content")
-    return Message(role=item.role, content=_text(item.content, f"{where}.content"))
-
-
-def _call(item: InputItem, where: str) -> ToolCall:
-    if item.call_id is None or item.name is None or item.arguments is None:
-        raise RequestError(f"{where} needs call_id, name and arguments", param=where)
-    return ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=item.arguments))
-
-
-def _parts(content: str | list[InputPart] | None) -> list[InputPart]:
-    return [InputPart(type="text", text=content)] if isinstance(content, str) else content or []
-
-
-def _text(content: str | list[InputPart], where: str) -> str | list[ContentPart]:
-    if isinstance(content, str):
-        return content
-    parts = []
-    for number, part in enumerate(content):
-        param = f"{where}[{number}]"
-        if part.type == "refusal" and part.refusal is not None:
-            parts.append(ContentPart("text", part.refusal))
-            continue
-        if part.type not in ("input_text", "output_text", "text"):
-            raise RequestError(
-                f"{param} is of type {part.type[:50]!r}; this model takes text only", param=param
-            )
-        if part.text is None:
-            raise RequestError(f"{param}.text is missing", param=f"{param}.text")
-        parts.append(ContentPart("text", part.text))
-    return parts
-
-
-def _tool(tool: dict[str, Any], number: int) -> dict[str, Any]:
-    """A function as chats have it, one level deeper. Other kinds are refused here, by their place."""
-    kind = tool.get("type")
-    if kind != "function":
+                skipped.append(number)
+                warnings.append(
+                    f"tools[{number}] is left out: this server does not run tools of type {str(kind)[:50]!r}"
+                )
+    choice = _tool_choice(body.tool_choice)
+    if choice == "required" and skipped and not functions:
+        number = skipped[0]
+        kind = str((body.tools or [])[number].get("type"))[:50]
         raise RequestError(
-            f"tools[{number}] is of type {str(kind)[:50]!r}; only functions are supported",
+            f"tools[{number}] is of type {kind!r}, which this server does not run, and tool_choice requires a call",
             param=f"tools[{number}].type",
         )
-    names = ("name", "description", "parameters", "strict")
+    nested = None if body.tools is None else [{"type": "function", "function": each} for each in functions]
+    return ResponseTools(nested, frozenset(custom), choice)
+
+
+def _custom(tool: dict[str, Any], number: int, warnings: list[str]) -> dict[str, Any]:
+    """A tool whose input is a text, as a function of one argument. A regular expression guides it."""
+    text: dict[str, Any] = {"type": "string"}
+    description = str(tool.get("description") or "")
+    fmt = tool.get("format")
+    is_regex = False
+    if isinstance(fmt, dict) and fmt.get("type") == "grammar":
+        definition, syntax = fmt.get("definition"), fmt.get("syntax")
+        if not isinstance(definition, str) or syntax not in ("lark", "regex"):
+            param = f"tools[{number}].format"
+            raise RequestError(f"{param} needs syntax 'lark' or 'regex' and a definition", param=param)
+        is_regex = syntax == "regex"
+        if is_regex:
+            text["pattern"] = f"^(?:{definition})$"
+        else:
+            description += f"\n\nIts input follows this grammar (Lark):\n{definition}"
+            warnings.append(f"tools[{number}].format is given to the model, and does not guide it")
+    parameters = {
+        "type": "object",
+        "properties": {CUSTOM_INPUT: text},
+        "required": [CUSTOM_INPUT],
+        "additionalProperties": False,
+    }
     return {
-        "type": "function",
-        "function": {name: tool[name] for name in names if tool.get(name) is not None},
+        "name": tool.get("name"),
+        "description": description,
+        "parameters": parameters,
+        **({"strict": True} if is_regex else {}),
     }
 
 
 def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    if not isinstance(choice, dict) or choice.get("type") != "function":
-        if isinstance(choice, dict):
-            kind = str(choice.get("type"))[:50]
-            raise RequestError(f"tool_choice of type {kind!r} is not supported", param="tool_choice.type")
+    if not isinstance(choice, dict):
         return choice
-    return {"type": "function", "function": {"name": choice.get("name")}}
+    match choice.get("type"):
+        case "function" | "custom":
+            return {"type": "function", "function": {"name": choice.get("name")}}
+        case "allowed_tools":
+            return choice
+        case kind:
+            raise RequestError(
+                f"tool_choice of type {str(kind)[:50]!r} is not supported: this server does not run such tools",
+                param="tool_choice.type",
+            )
 
 
 def _response_format(text: TextConfig | None) -> ResponseFormat | None:
-    if text is None:
-        return None
-    if text.verbosity is not None:
-        raise RequestError(
-            "text.verbosity is not supported: say in a message how long the answer should be",
-            param="text.verbosity",
-        )
-    fmt = text.format
+    fmt = None if text is None else text.format
     if fmt is None:
         return None
     if fmt.type not in ("text", "json_object", "json_schema"):

@@ -14,6 +14,17 @@ _RESPONSE: Schema = {
         **{name: {"type": "string"} for name in ("id", "model", "status")},
     },
 }
+_LIST: Schema = {
+    "type": "object",
+    "required": ["object", "data", "has_more"],
+    "properties": {"object": {"const": "list"}, "data": {"type": "array", "items": ANY}},
+}
+_CONVERSATION = ".openai.response_routes:ConversationBody"
+_PAGE = (
+    ("after", {"type": "string"}),
+    ("limit", {"type": "integer", "minimum": 1, "maximum": 100}),
+    ("order", {"enum": ["asc", "desc"]}),
+)
 _INFILLED: Schema = {
     "type": "object",
     "required": ["content", "stop"],
@@ -36,9 +47,38 @@ ROUTES = (
     ),
     Route(
         "POST", "/v1/responses", ".openai.responses_api:ResponsesRoute.post", "generate",
-        "Answer items; nothing is stored",
+        "Answer items, and keep the answer for later ones",
         ".openai.responses_body:ResponsesBody", _RESPONSE, STREAMED,
         example={"input": "Hello", "max_output_tokens": 16},
+    ),
+    Route(
+        "POST", "/v1/responses/input_tokens", ".openai.response_routes:CountInputTokensRoute.post", "tokens",
+        "Count the tokens of items",
+        ".openai.responses_body:CountTokensBody", ANY, example={"input": "Hello"},
+    ),
+    *(
+        Route(method, f"/v1/responses/{{id}}{path}", f".openai.response_routes:StoredRoutes.{name}", "stored",
+              summary, None, answer, query=query)
+        for method, path, name, summary, answer, query in (
+            ("GET", "", "get", "A stored response", _RESPONSE, ()),
+            ("DELETE", "", "delete", "Delete a stored response", ANY, ()),
+            ("GET", "/input_items", "input_items", "The items that a stored response continues", _LIST, _PAGE),
+            ("POST", "/cancel", "cancel", "End a response that is made in the background", _RESPONSE, ()),
+        )
+    ),
+    *(
+        Route(method, f"/v1/conversations{path}", f".openai.response_routes:StoredRoutes.{name}", "stored",
+              summary, body, answer, query=query)
+        for method, path, name, summary, body, answer, query in (
+            ("POST", "", "create_conversation", "Begin a conversation", _CONVERSATION, ANY, ()),
+            ("GET", "/{id}", "get_conversation", "A conversation", None, ANY, ()),
+            ("POST", "/{id}", "update_conversation", "Change its metadata", _CONVERSATION, ANY, ()),
+            ("DELETE", "/{id}", "delete_conversation", "Delete a conversation", None, ANY, ()),
+            ("GET", "/{id}/items", "conversation_items", "Its items", None, _LIST, _PAGE),
+            ("POST", "/{id}/items", "add_items", "Add items", ".openai.response_routes:ItemsBody", _LIST, ()),
+            ("GET", "/{id}/items/{item}", "get_item", "One of its items", None, ANY, ()),
+            ("DELETE", "/{id}/items/{item}", "delete_item", "Delete one of its items", None, ANY, ()),
+        )
     ),
     Route(
         "POST", "/v1/embeddings", ".openai.embeddings:EmbeddingRoute.post", "encode", "Vectors of texts",

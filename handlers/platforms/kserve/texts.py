@@ -115,6 +115,8 @@ _decode_object: Callable[[bytes], dict[str, Any]] = JsonDecoder(dict[str, Any]).
 class TextRequest:
     """Some prompts and one set of options: `respond.Asked`. Raises `RequestError` for invalid ones."""
 
+    needs_context = False
+
     def __init__(
         self, prompts: Sequence[str], body: GenerationBody, *, first_token: FirstToken, request_id: str
     ) -> None:

@@ -15,7 +15,7 @@ from teneral.handlers.openai.fields import ROUTES, Effect, as_markdown
 from teneral.handlers.openai.llama_cpp import InfillBody
 from teneral.handlers.openai.other_servers import OTHER_SERVERS
 from teneral.handlers.openai.rerank import ClassifyBody, RerankBody, ScoreBody
-from teneral.handlers.openai.responses_body import ResponsesBody
+from teneral.handlers.openai.responses_body import CountTokensBody, ResponsesBody
 from teneral.handlers.openai.schemas import ChatBody, CompletionBody, EmbeddingBody
 from teneral.handlers.openai.tokens import DetokenizeBody, PromptBody, TokenizeBody
 
@@ -24,6 +24,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
     "/v1/responses": ResponsesBody,
+    "/v1/responses/input_tokens": CountTokensBody,
     "/v1/embeddings": EmbeddingBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,

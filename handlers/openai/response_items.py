@@ -1,0 +1,166 @@
+"""Items of the Responses API: from what a request and its history have to the messages of a chat.
+
+Items of tools that OpenAI runs itself, which other servers' histories may have, are left out with a warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from ...runtime.errors import RequestError
+from ..http.json_bodies import encode
+from .response_store import Json, new_id
+from .schemas import ContentPart, FunctionCall, Message, ToolCall
+
+CUSTOM_INPUT = "input"  # the argument of a custom tool, whose input is a text
+_SKIPPED = frozenset(
+    f"{name}{suffix}"
+    for name in (
+        *("web_search", "file_search", "code_interpreter", "image_generation", "local_shell", "shell"),
+        *("apply_patch", "computer", "mcp", "tool_search"),
+    )
+    for suffix in ("_call", "_call_output", "_output")
+) | {"mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "compaction", "context_compaction"}
+
+
+class InputPart(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """Content of a message, of a call's output, or of reasoning, as clients send it or got it."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None  # of an assistant's part of this type
+
+
+class InputItem(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """Any item; `type` says which of the fields count. An item that an answer had comes back with all of its fields."""
+
+    type: str | None = None  # None: a message, or a reference if there is an id alone
+    id: str | None = None
+    status: str | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[InputPart] | None = None
+    phase: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    input: str | None = None  # of a custom tool's call
+    output: str | list[InputPart] | None = None
+    summary: list[InputPart] | None = None
+
+    @property
+    def is_reference(self) -> bool:
+        is_bare = self.type is None and self.role is None and self.content is None and self.id is not None
+        return self.type == "item_reference" or is_bare
+
+
+_PREFIXES = {"function_call": "fc", "custom_tool_call": "ctc", "reasoning": "rs"}
+
+
+def stored_items(given: str | Sequence[InputItem]) -> list[Json]:
+    """The items as they are kept and listed: each with an id, content as parts."""
+    items = [InputItem(role="user", content=given)] if isinstance(given, str) else given
+    return [_stored(item) for item in items]
+
+
+def _stored(item: InputItem) -> Json:
+    stored: Json = msgspec.to_builtins(item)
+    kind = item.type or "message"
+    stored = {"id": item.id or new_id(_PREFIXES.get(kind, "msg")), **stored, "type": kind}
+    if kind == "message":
+        part = "output_text" if item.role == "assistant" else "input_text"
+        if isinstance(item.content, str):
+            stored["content"] = [{"type": part, "text": item.content}]
+        for each in stored.get("content", []):
+            if each["type"] == "output_text":
+                each.setdefault("annotations", [])
+        stored.setdefault("status", "completed")
+    return stored
+
+
+def messages_of(given: Sequence[InputItem], warnings: list[str], *, first: int = 0) -> list[Message]:
+    """The messages of a chat. Calls and reasoning belong to the assistant's message before or behind them.
+
+    Adds warnings of what is left out. `first` is the number of items before those of the request, which has named none
+    of them. Raises `RequestError`.
+    """
+    messages: list[Message] = []
+    reasoning: str | None = None
+    for number, item in enumerate(given, -first):
+        where = f"input[{number}]" if number >= 0 else "previous_response_id"
+        match item.type:
+            case None | "message":
+                message = _message(item, where)
+                if message.role == "assistant" and reasoning is not None:
+                    message = msgspec.structs.replace(message, reasoning_content=reasoning)
+                reasoning = None
+                messages.append(message)
+            case "function_call" | "custom_tool_call":
+                call = _call(item, where)
+                if messages and messages[-1].role == "assistant" and reasoning is None:
+                    calls = [*(messages[-1].tool_calls or []), call]
+                    messages[-1] = msgspec.structs.replace(messages[-1], tool_calls=calls)
+                else:
+                    messages.append(Message(role="assistant", tool_calls=[call], reasoning_content=reasoning))
+                    reasoning = None
+            case "function_call_output" | "custom_tool_call_output":
+                if item.output is None or item.call_id is None:
+                    raise RequestError(f"{where} needs call_id and output", param=where)
+                output = _text(item.output, f"{where}.output")
+                messages.append(Message(role="tool", content=output, tool_call_id=item.call_id))
+            case "reasoning":
+                parts = _parts(item.content) or item.summary or []
+                reasoning = "\n".join(part.text or "" for part in parts) or None
+            case kind if kind in _SKIPPED:
+                warnings.append(f"{where} is left out: this server does not run tools of type {kind!r}")
+            case kind:
+                raise RequestError(f"{where} is of type {kind[:50]!r}, which is not supported", param=where)
+    return messages
+
+
+def _message(item: InputItem, where: str) -> Message:
+    if item.role is None:
+        raise RequestError(f"{where}.role is missing", param=f"{where}.role")
+    if item.content is None:
+        raise RequestError(f"{where}.content is missing", param=f"{where}.content")
+    return Message(role=item.role, content=_text(item.content, f"{where}.content"))
+
+
+def _call(item: InputItem, where: str) -> ToolCall:
+    arguments = item.arguments
+    if item.type == "custom_tool_call" and item.input is not None:
+        arguments = encode({CUSTOM_INPUT: item.input}).decode()
+    if item.call_id is None or item.name is None or arguments is None:
+        text = "input" if item.type == "custom_tool_call" else "arguments"
+        raise RequestError(f"{where} needs call_id, name and {text}", param=where)
+    return ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=arguments))
+
+
+def _parts(content: str | list[InputPart] | None) -> list[InputPart]:
+    return [InputPart(type="text", text=content)] if isinstance(content, str) else content or []
+
+
+def _text(content: str | list[InputPart], where: str) -> str | list[ContentPart]:
+    if isinstance(content, str):
+        return content
+    parts = []
+    for number, part in enumerate(content):
+        param = f"{where}[{number}]"
+        if part.type == "refusal" and part.refusal is not None:
+            parts.append(ContentPart("text", part.refusal))
+            continue
+        if part.type not in ("input_text", "output_text", "text"):
+            raise RequestError(
+                f"{param} is of type {part.type[:50]!r}; this model takes text only", param=param
+            )
+        if part.text is None:
+            raise RequestError(f"{param}.text is missing", param=f"{param}.text")
+        parts.append(ContentPart("text", part.text))
+    return parts
+
+
+def as_item(value: Any) -> InputItem:
+    """A stored item as a request has it."""
+    return msgspec.convert(value, InputItem)

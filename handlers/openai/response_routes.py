@@ -1,0 +1,234 @@
+"""Stored responses and conversations: what /v1/responses/{id} and /v1/conversations give, change and delete."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from functools import partial
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from ...runtime.errors import RequestError
+from ..http.errors import ApiError
+from ..http.json_bodies import JsonDecoder, encode
+from ..http.service import BodyRoute, Service
+from .chat import chat_settings
+from .chat_request import ChatRequest
+from .generation import make_format
+from .parameters import own_names
+from .response_items import InputItem, stored_items
+from .response_store import (
+    Conversation,
+    Json,
+    ResponseStore,
+    StoredItems,
+    listed,
+    new_id,
+    not_found,
+    owner_of,
+)
+from .responses_api import OWN_NAMES, Keeper
+from .responses_body import CountTokensBody, ResponsesBody, chat_of, tools_of
+
+MAX_CONVERSATION_ITEMS = 20  # of one request, as OpenAI has it
+MAX_METADATA = 16
+
+
+class ConversationBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    items: list[InputItem] | None = None
+    metadata: dict[str, str] | None = None
+
+
+class ItemsBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    items: list[InputItem]
+
+
+def _json(value: Any) -> web.Response:
+    return web.Response(body=encode(value), content_type="application/json")
+
+
+class StoredRoutes:
+    """The routes of stored responses and conversations, of one API key each."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._store = service.shared(ResponseStore.of)
+        self._conversation = JsonDecoder(ConversationBody)
+        self._items = JsonDecoder(ItemsBody)
+
+    # -- responses
+
+    async def get(self, request: web.Request) -> web.Response:
+        if request.query.get("stream", "").lower() in ("true", "1"):
+            raise ApiError(
+                400, "stream is not supported here: get the response once it is complete", param="stream"
+            )
+        return web.Response(body=self._response(request).body, content_type="application/json")
+
+    async def delete(self, request: web.Request) -> web.Response:
+        entry = self._response(request)
+        self._store.remove(owner_of(request), entry.id)
+        return _json({"id": entry.id, "object": "response", "deleted": True})
+
+    async def input_items(self, request: web.Request) -> web.Response:
+        """Of the request and of those that it continues."""
+        *before, last = self._response(request).turns()
+        items = [item for turn in before for item in turn.own_items()]
+        items += msgspec.json.decode(last.items, type=list[Json])
+        return _json(listed(items, request.query))
+
+    async def cancel(self, request: web.Request) -> web.Response:
+        """End a response that is made in the background; one that is complete stays as it is."""
+        entry = self._response(request)
+        if not entry.is_background:
+            raise ApiError(
+                400, f"the response {entry.id!r} is not made in the background", param="response_id"
+            )
+        task = entry.task
+        if task is not None:
+            task.cancel()
+            with contextlib.suppress(BaseException):
+                await task
+        return web.Response(body=entry.body, content_type="application/json")
+
+    # -- conversations
+
+    async def create_conversation(self, request: web.Request) -> web.Response:
+        async with self._service.admission.body(request) as data:
+            body = self._conversation.decode(data or b"{}")
+            _check(body.items, body.metadata)
+            made: Json = {
+                "id": new_id("conv"),
+                "object": "conversation",
+                "created_at": int(time.time()),
+                "metadata": body.metadata or {},
+            }
+            conversation = Conversation(made["id"], encode(made))
+            conversation.items = encode(stored_items(body.items or []))
+        if not self._store.put(owner_of(request), conversation):
+            raise self._too_large()
+        return _json(made)
+
+    async def get_conversation(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._found(request).body, content_type="application/json")
+
+    async def update_conversation(self, request: web.Request) -> web.Response:
+        conversation = self._found(request)
+        async with self._service.admission.body(request) as data:
+            body = self._conversation.decode(data)
+        if body.items is not None:
+            raise RequestError("items are added at /v1/conversations/{id}/items", param="items")
+        _check(None, body.metadata)
+        changed = {**msgspec.json.decode(conversation.body), "metadata": body.metadata or {}}
+        if not self._store.change(owner_of(request), conversation, body=encode(changed)):
+            raise self._too_large()
+        return _json(changed)
+
+    async def delete_conversation(self, request: web.Request) -> web.Response:
+        conversation = self._found(request)
+        self._store.remove(owner_of(request), conversation.id)
+        return _json({"id": conversation.id, "object": "conversation.deleted", "deleted": True})
+
+    async def conversation_items(self, request: web.Request) -> web.Response:
+        return _json(listed(list(self._found(request).own_items()), request.query))
+
+    async def add_items(self, request: web.Request) -> web.Response:
+        async with self._service.admission.body(request) as data:
+            body = self._items.decode(data)
+            _check(body.items, None)
+            added = stored_items(body.items)
+        conversation = self._found(request)
+        self._change_items(request, conversation, [*conversation.own_items(), *added])
+        return _json(listed(added, {"order": "asc"}))
+
+    async def get_item(self, request: web.Request) -> web.Response:
+        return _json(self._item(request, self._found(request)))
+
+    async def delete_item(self, request: web.Request) -> web.Response:
+        """Answers with the conversation, as OpenAI does."""
+        conversation = self._found(request)
+        item = self._item(request, conversation)
+        self._change_items(request, conversation, [each for each in conversation.own_items() if each != item])
+        return web.Response(body=conversation.body, content_type="application/json")
+
+    def _response(self, request: web.Request) -> StoredItems:
+        name = request.match_info["id"]
+        entry = self._store.get(owner_of(request), name)
+        if entry is None or isinstance(entry, Conversation):
+            raise not_found("response", name, self._store, param="response_id")
+        return entry
+
+    def _found(self, request: web.Request) -> Conversation:
+        name = request.match_info["id"]
+        entry = self._store.get(owner_of(request), name)
+        if not isinstance(entry, Conversation):
+            raise not_found("conversation", name, self._store, param="conversation_id")
+        return entry
+
+    def _item(self, request: web.Request, conversation: Conversation) -> Json:
+        name = request.match_info["item"]
+        found = next((each for each in conversation.own_items() if each.get("id") == name), None)
+        if found is None:
+            raise ApiError(
+                404, f"the conversation has no item {name[:100]!r}", param="item_id", code="not_found"
+            )
+        return found
+
+    def _change_items(self, request: web.Request, conversation: Conversation, items: list[Json]) -> None:
+        if not self._store.change(
+            owner_of(request), conversation, items=encode(items), body=conversation.body
+        ):
+            raise self._too_large()
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413,
+            f"the conversation is larger than the {self._store.max_bytes} bytes that this server keeps",
+            code="request_too_large",
+        )
+
+
+def _check(items: list[InputItem] | None, metadata: dict[str, str] | None) -> None:
+    if items is not None and len(items) > MAX_CONVERSATION_ITEMS:
+        raise RequestError(f"items may have {MAX_CONVERSATION_ITEMS} entries", param="items")
+    for number, item in enumerate(items or []):
+        if item.is_reference:
+            raise RequestError(f"items[{number}] must be an item and no reference", param=f"items[{number}]")
+    if metadata is not None and len(metadata) > MAX_METADATA:
+        raise RequestError(f"metadata may have {MAX_METADATA} entries", param="metadata")
+
+
+class CountInputTokensRoute(BodyRoute[CountTokensBody]):
+    """POST /v1/responses/input_tokens."""
+
+    kind = CountTokensBody
+
+    async def _answer(self, request: web.Request, body: CountTokensBody, body_bytes: int) -> web.Response:
+        service = self._service
+        service.check_model(body.model)
+        keeper = Keeper(service.shared(ResponseStore.of), owner_of(request), body)
+        with own_names(OWN_NAMES):
+            make = partial(_chat_of, body, keeper, service)
+            chat = await make_format(
+                service, body_bytes, make, has_schema=bool(body.tools) or body.text is not None
+            )
+            tokenizer = await service.tokenizer()
+            await service.text_threads.run(body_bytes, chat.prepare, tokenizer, None)
+        return _json({"object": "response.input_tokens", "input_tokens": chat.num_prompt_tokens})
+
+
+def _chat_of(body: CountTokensBody, keeper: Keeper, service: Service) -> ChatRequest:
+    asked = ResponsesBody(
+        input=keeper.items,
+        instructions=body.instructions,
+        tools=body.tools,
+        tool_choice=body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        text=body.text,
+        reasoning=body.reasoning,
+    )
+    warnings: list[str] = []
+    chat = chat_of(asked, keeper.history(), tools_of(asked, warnings), warnings)
+    return ChatRequest(chat, request_id="input_tokens", settings=chat_settings(service))

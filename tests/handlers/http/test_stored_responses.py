@@ -1,0 +1,335 @@
+"""Responses and conversations that a server keeps, through OpenAI's own client with its strict validation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+from tests.support.chat_families import scripted
+
+from teneral.handlers.openai.response_store import (
+    ENTRY_BYTES,
+    Conversation,
+    ResponseStore,
+    StoredItems,
+)
+
+MODEL = "tiny/model"
+GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_output_tokens": 8}
+CUSTOM = {"type": "custom", "name": "patch", "description": "Change a file"}
+
+
+def client_of(server: Any, key: str = "one") -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(
+        base_url=f"{server.url}/v1", api_key=key, max_retries=0, _strict_response_validation=True
+    )
+
+
+@pytest.fixture
+async def server(start: Any, chat_parts: Any) -> AsyncIterator[Any]:
+    async with start(parts=chat_parts("hermes")) as running:
+        yield running
+        running.service.shared(ResponseStore.of).check_integrity()
+
+
+@pytest.fixture
+async def client(server: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with client_of(server) as made:
+        yield made
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_response_continues_the_one_that_it_names(client: openai.AsyncOpenAI, stream: bool) -> None:
+    """As if its items were sent again, over several turns."""
+    items: list[Any] = []
+    previous: str | None = None
+    for turn in range(4):
+        text = f"Turn {turn}"
+        items.append({"role": "user", "content": text})
+        whole = await client.responses.create(input=items, store=False, **GREEDY)
+        asked: dict[str, Any] = {"input": text, "previous_response_id": previous, **GREEDY}
+        if stream:
+            events = [event async for event in await client.responses.create(stream=True, **asked)]
+            answer = events[-1].response
+        else:
+            answer = await client.responses.create(**asked)
+        assert answer.output_text == whole.output_text
+        assert answer.usage.input_tokens == whole.usage.input_tokens
+        assert answer.previous_response_id == previous
+        items += answer.output
+        previous = answer.id
+    assert previous is not None
+    listed = await client.responses.input_items.list(previous, order="asc", limit=100)
+    assert [item.type for item in listed.data] == ["message"] * 7
+    page = await client.responses.input_items.list(previous, limit=2)
+    assert page.has_more
+    assert page.data[0].content[0].text == "Turn 3"  # type: ignore[union-attr]
+
+
+async def test_a_response_is_found_until_it_is_deleted(server: Any, client: openai.AsyncOpenAI) -> None:
+    answer = await client.responses.create(input="Hello", metadata={"a": "b"}, **GREEDY)
+    found = await client.responses.retrieve(answer.id)
+    assert found.model_dump() == answer.model_dump()
+    async with client_of(server, "two") as other:
+        with pytest.raises(openai.NotFoundError):
+            await other.responses.retrieve(answer.id)
+        with pytest.raises(openai.NotFoundError, match="for the API key that made"):
+            await other.responses.create(input="x", previous_response_id=answer.id, **GREEDY)
+    after = await client.responses.create(input="And?", previous_response_id=answer.id, **GREEDY)
+    await client.responses.delete(answer.id)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(answer.id)
+    # What continues it has it still.
+    again = await client.responses.create(input="So?", previous_response_id=after.id, **GREEDY)
+    assert again.usage is not None
+    listed = await client.responses.input_items.list(again.id, order="asc")
+    assert len(listed.data) == 5
+
+
+async def test_nothing_is_kept_where_the_client_or_the_server_says_so(
+    start: Any, client: openai.AsyncOpenAI
+) -> None:
+    answer = await client.responses.create(input="Hello", store=False, **GREEDY)
+    assert answer.store is False  # type: ignore[attr-defined]
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(answer.id)
+    async with start(responses_bytes=0) as server, client_of(server) as other:
+        answer = await other.responses.create(input="Hello", **GREEDY)
+        assert answer.store is False  # type: ignore[attr-defined]
+        with pytest.raises(openai.BadRequestError) as caught:
+            await other.responses.create(input="Hello", store=True, **GREEDY)
+        assert caught.value.param == "store"
+
+
+async def test_a_reference_stands_for_its_item(client: openai.AsyncOpenAI) -> None:
+    first = await client.responses.create(input="Hello", **GREEDY)
+    for reference in ({"type": "item_reference", "id": first.output[0].id}, {"id": first.output[0].id}):
+        items: Any = [{"role": "user", "content": "Hello"}, reference, {"role": "user", "content": "And?"}]
+        answer = await client.responses.create(input=items, **GREEDY)
+        whole = [items[0], first.output[0], items[2]]
+        assert answer.output_text == (await client.responses.create(input=whole, **GREEDY)).output_text
+    with pytest.raises(openai.NotFoundError) as caught:
+        await client.responses.create(input=[{"type": "item_reference", "id": "msg_1"}], **GREEDY)
+    assert caught.value.param == "input[0]"
+
+
+async def test_a_conversation_grows_by_its_responses(client: openai.AsyncOpenAI) -> None:
+    hello: Any = [{"type": "message", "role": "user", "content": "Hello"}]
+    made = await client.conversations.create(items=hello, metadata={"a": "b"})
+    assert (await client.conversations.retrieve(made.id)).metadata == {"a": "b"}
+    answer = await client.responses.create(input="And?", conversation=made.id, **GREEDY)
+    assert answer.conversation is not None
+    items = (await client.conversations.items.list(made.id, order="asc")).data
+    assert [item.type for item in items] == ["message"] * 3
+    events = [
+        event
+        async for event in await client.responses.create(
+            input="So?", conversation={"id": made.id}, stream=True, **GREEDY
+        )
+    ]
+    whole = [*hello, {"role": "user", "content": "And?"}, *answer.output, {"role": "user", "content": "So?"}]
+    expected = await client.responses.create(input=whole, **GREEDY)
+    assert events[-1].response.output_text == expected.output_text
+    items = (await client.conversations.items.list(made.id, order="asc")).data
+    assert len(items) == 5
+    first = items[0].id
+    assert first is not None
+    await client.conversations.items.delete(first, conversation_id=made.id)
+    added = await client.conversations.items.create(made.id, items=hello)
+    assert added.data[0].type == "message"
+    assert len((await client.conversations.items.list(made.id)).data) == 5
+    await client.conversations.update(made.id, metadata={"c": "d"})
+    assert (await client.conversations.retrieve(made.id)).metadata == {"c": "d"}
+    assert (await client.conversations.delete(made.id)).deleted
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.create(input="x", conversation=made.id, **GREEDY)
+
+
+async def test_input_is_counted_as_it_is_computed(client: openai.AsyncOpenAI) -> None:
+    first = await client.responses.create(input="Hello", **GREEDY)
+    asked: dict[str, Any] = {"input": "And?", "previous_response_id": first.id, "instructions": "Be brief."}
+    counted = await client.responses.input_tokens.count(model=MODEL, **asked)
+    answer = await client.responses.create(**asked, **GREEDY)
+    assert answer.usage is not None
+    assert counted.input_tokens == answer.usage.input_tokens
+
+
+async def test_a_response_is_made_in_the_background(client: openai.AsyncOpenAI) -> None:
+    expected = await client.responses.create(input="Hello", **GREEDY)
+    answer = await client.responses.create(input="Hello", background=True, **GREEDY)
+    assert (answer.status, answer.background) == ("queued", True)
+    while answer.status in ("queued", "in_progress"):
+        await asyncio.sleep(0.01)
+        answer = await client.responses.retrieve(answer.id)
+    assert answer.status == "incomplete"  # max_output_tokens
+    assert answer.output_text == expected.output_text
+    after = await client.responses.create(input="And?", previous_response_id=answer.id, **GREEDY)
+    assert after.status == "incomplete"
+
+
+async def test_a_response_in_the_background_can_be_cancelled_or_fail(
+    server: Any, client: openai.AsyncOpenAI
+) -> None:
+    server.instance.model.step_s = 0.02
+    long = {**GREEDY, "max_output_tokens": 2000}
+    answer = await client.responses.create(input="Hello", background=True, **long)
+    await server.eventually(lambda: server.running() == 1)
+    with pytest.raises(openai.BadRequestError, match="not complete yet"):
+        await client.responses.create(input="x", previous_response_id=answer.id, **GREEDY)
+    cancelled = await client.responses.cancel(answer.id)
+    assert cancelled.status == "cancelled"
+    await server.eventually(lambda: server.running() == 0)
+    assert (await client.responses.cancel(answer.id)).status == "cancelled"
+    other = await client.responses.create(input="Hello", **GREEDY)
+    with pytest.raises(openai.BadRequestError, match="not made in the background"):
+        await client.responses.cancel(other.id)
+    answer = await client.responses.create(input="Hello", background=True, **long)
+    await server.eventually(lambda: server.running() == 1)
+    server.instance.model.failure = RuntimeError("broken")
+    while answer.status in ("queued", "in_progress"):
+        await asyncio.sleep(0.01)
+        answer = await client.responses.retrieve(answer.id)
+    assert answer.status == "failed"
+    assert answer.error is not None
+    assert "broken" in answer.error.message
+
+
+async def test_a_full_context_loses_its_oldest_messages(client: openai.AsyncOpenAI) -> None:
+    long: list[Any] = [{"role": "user", "content": f"{number} " + "word " * 400} for number in range(12)]
+    asked: dict[str, Any] = {"input": long, "instructions": "Be brief.", **GREEDY}
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.responses.create(**asked)
+    assert caught.value.code == "context_length_exceeded"
+    answer = await client.responses.create(truncation="auto", **asked)
+    assert answer.truncation == "auto"
+    (warning,) = answer.teneral["warnings"]  # type: ignore[attr-defined]
+    assert "oldest messages are left out" in warning
+    num_left_out = int(warning.split("the ")[2].split(" ")[0])
+    kept = await client.responses.create(**{**asked, "input": long[num_left_out:]})
+    assert kept.output_text == answer.output_text
+
+
+async def test_tools_that_openai_runs_are_left_out_with_a_warning(client: openai.AsyncOpenAI) -> None:
+    tools: Any = [{"type": "web_search"}, {"type": "mcp", "server_label": "x", "server_url": "http://x"}]
+    items: Any = [
+        {
+            "type": "web_search_call",
+            "id": "ws_1",
+            "status": "completed",
+            "action": {"type": "search", "query": "x"},
+        },
+        {"role": "user", "content": "Hello"},
+    ]
+    answer = await client.responses.create(
+        input=items,
+        tools=tools,
+        reasoning={"effort": "low", "summary": "auto"},
+        text={"verbosity": "low"},
+        **GREEDY,
+    )
+    warnings = answer.teneral["warnings"]  # type: ignore[attr-defined]
+    for words in ("tools[0]", "tools[1]", "input[0]", "summary", "reasoning_effort", "verbosity"):
+        assert any(words in warning for warning in warnings), words
+    plain = await client.responses.create(input="Hello", **GREEDY)
+    assert answer.output_text == plain.output_text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_custom_tool_takes_a_text(server: Any, client: openai.AsyncOpenAI, stream: bool) -> None:
+    call = '<tool_call>\n{"name": "patch", "arguments": {"input": "a \\"b\\"\\nc"}}\n</tool_call>'
+    asked: dict[str, Any] = {"input": "Hello", "tools": [CUSTOM], **GREEDY, "max_output_tokens": 200}
+    with scripted(server, call):
+        if stream:
+            events = [event async for event in await client.responses.create(stream=True, **asked)]
+            answer = events[-1].response
+            kinds = [event.type for event in events if "custom_tool_call_input" in event.type]
+            assert kinds == ["response.custom_tool_call_input.delta", "response.custom_tool_call_input.done"]
+        else:
+            answer = await client.responses.create(**asked)
+    (item,) = answer.output
+    assert (item.type, item.name, item.input) == ("custom_tool_call", "patch", 'a "b"\nc')
+    result: Any = [{"type": "custom_tool_call_output", "call_id": item.call_id, "output": "done"}]
+    after = await client.responses.create(
+        input=result, previous_response_id=answer.id, tools=[CUSTOM], **GREEDY
+    )
+    assert after.status == "incomplete"
+
+
+async def test_a_regular_expression_guides_a_custom_tool(client: openai.AsyncOpenAI) -> None:
+    fmt = {"type": "grammar", "syntax": "regex", "definition": "[0-9]{3}"}
+    answer = await client.responses.create(
+        input="Hello",
+        tools=[{**CUSTOM, "format": fmt}],  # type: ignore[typeddict-item]
+        tool_choice={"type": "custom", "name": "patch"},
+        **{**GREEDY, "max_output_tokens": 200},
+    )
+    (item,) = answer.output
+    assert item.type == "custom_tool_call"
+    assert item.input.isdigit()
+    assert len(item.input) == 3
+
+
+# The store
+
+
+def turn(name: str, size: int = 0, previous: StoredItems | None = None) -> StoredItems:
+    return StoredItems(name, b"[]", b"x" * size, previous)
+
+
+def test_the_store_is_bounded_in_bytes_and_the_longest_unused_goes_first() -> None:
+    store = ResponseStore(max_bytes=4 * (ENTRY_BYTES + 1002), max_idle_s=10, clock=lambda: 0.0)
+    for name in "abcd":
+        assert store.put(b"k", turn(name, 1000))
+    assert store.get(b"k", "a") is not None
+    assert store.put(b"k", turn("e", 1000))
+    assert store.get(b"k", "b") is None
+    assert [name for name in "acde" if store.get(b"k", name)] == list("acde")
+    assert not store.put(b"k", turn("f", 1 << 20))
+    assert store.put(b"other", turn("g", 1000))  # the key that uses most makes room
+    assert store.get(b"other", "g") is not None
+    assert len(store) == 4
+    store.check_integrity()
+
+
+def test_a_turn_is_kept_as_long_as_another_continues_it() -> None:
+    store = ResponseStore(max_bytes=1 << 20, max_idle_s=10, clock=lambda: 0.0)
+    first = turn("a", 1000)
+    second = turn("b", 1000, first)
+    assert store.put(b"k", first)
+    assert store.put(b"k", second)
+    assert store.remove(b"k", "a")
+    store.check_integrity()
+    assert store.num_bytes == first.size_bytes + second.size_bytes
+    assert store.remove(b"k", "b")
+    assert store.num_bytes == 0
+    assert not store.remove(b"k", "b")
+
+
+def test_what_is_not_used_is_dropped_after_its_time() -> None:
+    now = [0.0]
+    store = ResponseStore(max_bytes=1 << 20, max_idle_s=10, clock=lambda: now[0])
+    store.put(b"k", turn("a"))
+    store.put(b"k", turn("b"))
+    now[0] = 9.0
+    assert store.get(b"k", "a") is not None
+    now[0] = 11.0
+    assert store.get(b"k", "b") is None
+    assert store.get(b"k", "a") is not None
+    now[0] = 30.0
+    assert store.get(b"k", "a") is None
+    assert store.num_bytes == 0
+
+
+def test_a_conversation_that_grows_makes_room_or_stays_as_it_is() -> None:
+    store = ResponseStore(max_bytes=3 * ENTRY_BYTES, max_idle_s=10, clock=lambda: 0.0)
+    conversation = Conversation("c", b"{}")
+    assert store.put(b"k", conversation)
+    assert store.put(b"k", turn("a", 100))
+    assert store.change(b"k", conversation, items=b"x" * (2 * ENTRY_BYTES - 100), body=b"{}")
+    assert store.get(b"k", "a") is None
+    assert not store.change(b"k", conversation, items=b"x" * (3 * ENTRY_BYTES), body=b"{}")
+    assert len(conversation.items) == 2 * ENTRY_BYTES - 100
+    store.check_integrity()

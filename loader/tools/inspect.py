@@ -256,6 +256,7 @@ def _header(description: Mapping[str, Any]) -> list[str]:
         "artifact" if description["digest"] else "model": description["url"],
         "family": _render_family(description.get("model")),
         "takes": _render_uses(description.get("model")),
+        "memory": _render_memory(description),
         "format": f"{description['format']}, written by {description['generator']}"
         if description["digest"]
         else "plain weights, not packed",
@@ -297,6 +298,16 @@ def _render_uses(model: Mapping[str, Any] | None) -> str:
     if model["adapts"]:
         uses.append(f"LoRA adapters of {' and '.join(model['adapts'])}")
     return "; ".join(uses)
+
+
+def _render_memory(description: Mapping[str, Any]) -> str:
+    """Of what a server holds, the process itself left out."""
+    weights = f"{format_bytes(description['totals']['raw_bytes'])} of weights"
+    kv = (description.get("model") or {}).get("kv_bytes_per_token")
+    if kv is None:
+        return weights
+    bf16, int8 = (format_bytes(kv[dtype] * 1000) for dtype in ("bf16", "int8"))
+    return f"{weights}; keys and values of 1,000 tokens {bf16}, in int8 {int8}"
 
 
 def _render_precision(entry: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 from ..errors import ModelError
+from ..kv.storage import FloatBlocks, Int8Blocks
 from ..models.adapter import AdapterPlace, modules_of
 from ..models.decoder_config import DecoderConfig
 from ..models.encoder_config import EncoderConfig, is_encoder
@@ -25,7 +26,8 @@ def describe_model(config_json: bytes) -> dict[str, Any]:
     """A JSON-ready value: `family`, `kind`, `max_tokens`; `native_refuses` and `kernels_refuse`, the
     reasons or null, in place of which torch computes; `quantizes`, true if `pack --quantize` takes
     the model and its GPTQ and AWQ checkpoints are read; `adapts`, what LoRA adapters may change:
-    "attention" and "MLP".
+    "attention" and "MLP"; `kv_bytes_per_token`, of keys and values in bf16 and in int8, null for an
+    encoder.
 
     Or `refused`, the reason why the runtime does not support the model. Imports no torch, and raises
     nothing for any content of the file.
@@ -50,11 +52,13 @@ def _of_encoder(config: EncoderConfig) -> dict[str, Any]:
         "kernels_refuse": _ENCODERS_ON_A_GPU,
         "quantizes": False,
         "adapts": [],
+        "kv_bytes_per_token": None,
     }
 
 
 def _of_decoder(config: DecoderConfig) -> dict[str, Any]:
     spec = DecoderSpec.of(config, DType.BF16)
+    token = spec.kv_shape(num_blocks=1, block_size=1)
     places = {module.place for layer in range(config.num_layers) for module in modules_of(config, layer)}
     return {
         "refused": None,
@@ -65,4 +69,5 @@ def _of_decoder(config: DecoderConfig) -> dict[str, Any]:
         "kernels_refuse": kernels_refusal_of(spec),
         "quantizes": config.names.stacked_experts is None,
         "adapts": ["attention", *(["MLP"] if AdapterPlace.DOWN in places else [])],
+        "kv_bytes_per_token": {"bf16": FloatBlocks.block_bytes(token), "int8": Int8Blocks.block_bytes(token)},
     }

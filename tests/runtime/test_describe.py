@@ -40,6 +40,15 @@ def test_a_description_says_what_can_be_done_with_the_weights(family, kernels, q
     assert (described["quantizes"], described["adapts"]) == (quantizes, adapts)
 
 
+def test_keys_and_values_of_a_token_take_what_their_pool_takes():
+    config = config_json(tiny_model("llama"))
+    described = describe_model(json.dumps(config).encode())
+
+    numbers = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * 16
+    assert described["kv_bytes_per_token"] == {"bf16": 2 * numbers, "int8": numbers + 2 * numbers // 16}
+    assert describe_model(json.dumps(config_json(tiny_model("bert"))).encode())["kv_bytes_per_token"] is None
+
+
 def decoders_of_the_page() -> dict[str, dict[str, str]]:
     """The rows of the table of decoders in docs/models.md, by model_type."""
     text = (Path(__file__).parents[2] / "docs" / "models.md").read_text()

@@ -189,12 +189,30 @@ def named() -> dict[str, str]:
         "draft.of-sent": f"{sent['draft'] / sent['packed']:.0%}".replace("%", " %"),
         "draft.of-original": f"{sent['draft'] / sent['plain']:.0%}".replace("%", " %"),
     }
-    for benchmark, short in (("starts", "starts"), ("standby", "standby"), ("prefix", "prefix")):
-        for system, row in newest(benchmark)["results"].items():
-            values[f"{short}.{_slug(system)}"] = f"{row['first_token_s']:.2f} s"
-    for benchmark in ("cold_start", "starts", "standby", "prefix", "pool", "fine_tune"):
+    firsts = {"cold": link["systems"]}
+    firsts |= {benchmark: newest(benchmark)["results"] for benchmark in ("starts", "standby", "prefix")}
+    for short, results in firsts.items():
+        for system, row in results.items():
+            values.setdefault(f"{short}.{_slug(system)}", f"{row['first_token_s']:.2f} s")
+    for over, results in newest("throughput")["results"].items():
+        for system, row in results.items():
+            values[f"throughput.{over}.{_slug(system)}"] = f"{row['gb_s']:.2f} GB/s" if "gb_s" in row else "–"
+    for benchmark in ("cold_start", "starts", "standby", "prefix", "pool", "fine_tune", "throughput", "hot"):
         values[f"{benchmark.replace('_', '-')}.day"] = _day(newest(benchmark))
-    return values | _of_pools(newest("pool")["results"]) | _of_fine_tunes(newest("fine_tune"))
+    return values | _of_pools(newest("pool")["results"]) | _of_fine_tunes(newest("fine_tune")) | _of_hot()
+
+
+def _of_hot() -> dict[str, str]:
+    """`hot-amx.teneral-int8-llama.cpp-q8_0.answers-batch-1`: ours relative to a rival, as in the tables."""
+    values = {}
+    for variant in ("", *_HOT_VARIANTS):
+        report = newest("hot", variant)
+        short = f"hot-{variant}" if variant else "hot"
+        values[f"{short}.day"] = _day(report)
+        for name, *cells in ratios(report):
+            for column, cell in zip(_hot_columns(report), cells, strict=True):
+                values[f"{short}.{_slug(name)}.{_slug(column)}"] = cell
+    return values
 
 
 def _of_pools(results: dict[str, Any]) -> dict[str, str]:

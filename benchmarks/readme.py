@@ -80,7 +80,7 @@ def main() -> int:
 
 
 def figures() -> str:
-    """The README's table: one row a promise, each with its peer of the same run."""
+    """The README's table: one row a promise, each with its peer."""
     cold = newest("cold_start")
     link = nearest(cold["results"], RATE_MB_S)
     packed, base = link["systems"][PACKED]["first_token_s"], link["systems"][BASE]["first_token_s"]
@@ -93,44 +93,36 @@ def figures() -> str:
             _day(cold),
         ]
     ]
-    start = newest("starts")
-    local = start["results"]
-    peer = LLAMA_SERVER if LLAMA_SERVER in local else IMPORT_TORCH
+    start, waiting = newest("starts"), newest("standby")
+    peer = f"{start['results'][LLAMA_SERVER]['first_token_s']:.2f} s: {LLAMA_SERVER}"
+    local, taken = start["results"]["teneral, plain"], waiting["results"]["standby, plain"]
     rows.append(
         [
             "the same model in a local folder, plain: first token over HTTP",
-            f"{local['teneral, plain']['first_token_s']:.2f} s",
-            f"{local[peer]['first_token_s']:.2f} s: {peer}",
+            f"{local['first_token_s']:.2f} s",
+            peer,
             _day(start),
         ]
     )
-    waiting = newest("standby")
-    taken, transformers = waiting["results"]["standby, plain"], waiting["results"]["transformers"]
+    # llama.cpp has no standby: what it does instead is to start.
     rows.append(
         [
             "the same, taken over by a standby process",
             f"{taken['first_token_s']:.2f} s",
-            f"{transformers['first_token_s']:.2f} s: transformers",
-            _day(waiting),
+            peer,
+            f"{_day(waiting)}, peer {_day(start)}",
         ]
     )
-    warm = newest("hot")
-    ours, theirs = (warm["results"][name] for name in ("teneral bf16", "llama.cpp BF16"))
-    size = str(max(map(int, ours["decode"])))
-    rows.append(
-        [
-            f"warm, bf16: tokens/s of one answer, of {size} at once",
-            f"{ours['decode']['1']:.0f}, {ours['decode'][size]:.0f}",
-            f"{theirs['decode']['1']:.0f}, {theirs['decode'][size]:.0f}: llama.cpp",
-            _day(warm),
-        ]
-    )
-    columns = [
-        f"{start['machine']['cores']} shared cores, no GPU",
-        "Teneral",
-        "peer in the same run",
-        "measured",
-    ]
+    warm, amx = newest("hot"), newest("hot", "amx")
+    most = str(max(warm["batches"]))
+    for what, report, size, own, other in (
+        ("bf16, one answer", warm, "1", "teneral bf16", "llama.cpp BF16"),
+        (f"bf16, {most} answers at once", warm, most, "teneral bf16", "llama.cpp BF16"),
+        ("int4, one answer, on an Intel processor with AMX", amx, "1", "teneral int4", "llama.cpp Q4_0"),
+    ):
+        ours, theirs = (report["results"][name]["decode"][size] for name in (own, other))
+        rows.append([f"warm, tokens/s: {what}", f"{ours:.0f}", f"{theirs:.0f}: {other}", _day(report)])
+    columns = [f"{start['machine']['cores']} shared cores, no GPU", "Teneral", "peer", "measured"]
     return table(columns, rows) + "\n"
 
 

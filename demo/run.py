@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,25 +72,26 @@ def main() -> int:
 class Server:
     """`teneral serve` in a process of its own, on a free port."""
 
-    def __init__(self, artifact: Path) -> None:
+    def __init__(self, model: Path | str, variables: Mapping[str, str] | None = None) -> None:
         command = [
             sys.executable,
             "-m",
             "teneral",
             "serve",
-            str(artifact),
+            str(model),
             "--host",
             "127.0.0.1",
             "--port",
             "0",
         ]
-        print(f"$ teneral serve {artifact.relative_to(ROOT)}", flush=True)
+        shown = model.relative_to(ROOT) if isinstance(model, Path) else model
+        print(f"$ teneral serve {shown}", flush=True)
         # A shell's own settings of Teneral are not the demo's, and without bytecode a cold start is no measure.
         environment = {
             name: value
             for name, value in os.environ.items()
             if name != "PYTHONDONTWRITEBYTECODE" and not name.startswith("TENERAL_")
-        }
+        } | dict(variables or {})
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         self.port = self._find_port()
 

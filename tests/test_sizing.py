@@ -96,7 +96,7 @@ def row(name: str, folder: Path) -> str:
     for size in weights.values():
         needed = instance_bytes(size, CONTEXT * token)
         mb = math.ceil(needed / (1 << 20))
-        cells.append(f"{mb:,}" if mb <= lambda_mb() else f"~~{mb:,}~~")
+        cells.append(f"{mb:,}" if mb <= lambda_mb() else f"<del>{mb:,}</del>")
     return f"| {' | '.join(cells)} |"
 
 

@@ -226,6 +226,7 @@ def main() -> None:
                         continue  # other programs, and what downloads 93 MB
                     print(f"{step.place}  {step.file or step.text}", flush=True)
                     walk.follow(step)
+        print("every command succeeded; removing the clone", flush=True)
 
 
 if __name__ == "__main__":

@@ -132,6 +132,8 @@ static inline float float_of_bits(unsigned bits) { float x; memcpy(&x, &bits, 4)
 static inline unsigned bits_of_float(float x) { unsigned bits; memcpy(&bits, &x, 4); return bits; }
 template <class Number>
 static Number min(Number a, Number b) { return a < b ? a : b; }
+template <class Number>
+static Number max(Number a, Number b) { return a > b ? a : b; }
 static inline void atomicAdd(unsigned long long* at, unsigned long long by) { *at += by; }
 
 struct Bf16 {

@@ -106,6 +106,9 @@ struct AttentionBlock {
 
   __device__ __forceinline__ u32 position_of(u32 row) const { return context - length + (first_pair + row) / group; }
 
+  // That any of the rows sees.
+  __device__ __forceinline__ u32 first_key() const { return position_of(0) + 1 > args.window ? position_of(0) + 1 - args.window : 0; }
+
   __device__ __forceinline__ u16* out_of(u32 row) const {
     const u32 pair = first_pair + row;
     return args.out + ((u64)(start + pair / group) * args.num_heads + kv_head * group + pair % group) * args.head_dim;
@@ -127,8 +130,7 @@ struct AttentionBlock {
     EACH(r, ROW_TILES)
       EACH(part, PARTS)
         EACH(i, 4) sums[r][part][i] = 0;
-    const u32 last = position_of(num_pairs - 1), first = position_of(0);
-    const u32 from = first + 1 > args.window ? first + 1 - args.window : 0;
+    const u32 last = position_of(num_pairs - 1), from = first_key();
     for (u32 number = 0; number < TILES_PER_SPLIT; number++) {
       const u32 key = (split * TILES_PER_SPLIT + number) * TILE;
       if (key > last) break;
@@ -238,7 +240,8 @@ struct AttentionBlock {
 
   __device__ __forceinline__ void fold_splits(u32 first, u32 end) {
     float all[ROW_TILES][PARTS][4] = {};
-    for (u32 split = first; split < end; split++) {
+    // What no row sees changes nothing.
+    for (u32 split = max(first, first_key() / (TILE * TILES_PER_SPLIT)); split < end; split++) {
       compute_split(split);
       for (u32 row = threadIdx.x; row < ROWS; row += ATTENTION_THREADS) fold(room.folded[row], room.largest[row], room.total[row], room.keep[row], room.add[row]);
       __syncthreads();

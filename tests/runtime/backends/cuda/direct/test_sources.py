@@ -9,12 +9,19 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.support.cuda_driver import COMPILER
+from tests.support.cuda_driver import COMPILER, HERE, compile_library
 from tests.support.direct_kernels import compiled
 from tests.support.load import patience_s
 
 from teneral.runtime.backends.cuda.direct import arguments
-from teneral.runtime.backends.cuda.direct.sources import FOLDER, NAMES, KernelModule, attention_module
+from teneral.runtime.backends.cuda.direct.attention import shared_bytes
+from teneral.runtime.backends.cuda.direct.sources import (
+    FOLDER,
+    HEAD_DIMS,
+    NAMES,
+    KernelModule,
+    attention_module,
+)
 from teneral.runtime.errors import ModelError
 from teneral.runtime.tensors import DType
 
@@ -64,6 +71,23 @@ def test_structures_have_the_compilers_sizes(tmp_path: Path) -> None:
         path.write_bytes(compiled(KernelModule(module, DType.BF16)))
         size = ctypes.c_uint32.in_dll(ctypes.CDLL(str(path)), f"{kernel}_bytes").value
         assert size == ctypes.sizeof(kind), kernel
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_a_block_of_attention_is_given_the_shared_memory_that_it_takes(tmp_path: Path) -> None:
+    sizes = {(dim, pairs): shared_bytes(dim, pairs) for dim in HEAD_DIMS for pairs in (16, 64)}
+    rooms = "".join(
+        f'extern "C" const unsigned room_{dim}_{pairs};'
+        f"const unsigned room_{dim}_{pairs} = sizeof(Room<{dim}, {pairs // 16}>);\n"
+        for dim, pairs in sizes
+    )
+    source = tmp_path / "rooms.cpp"
+    text = KernelModule("attention_32", DType.BF16).text
+    source.write_text(f'#include "{HERE / "on_cpu.h"}"\n{text}{rooms}', encoding="utf-8")
+    library = ctypes.CDLL(str(compile_library(source, tmp_path / "rooms.so")))
+    for (dim, pairs), size in sizes.items():
+        assert ctypes.c_uint32.in_dll(library, f"room_{dim}_{pairs}").value == size
+        assert size <= 99 << 10 or dim == 256  # of sm_86 and sm_89
 
 
 def test_heads_have_the_module_of_the_next_size() -> None:

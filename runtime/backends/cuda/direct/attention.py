@@ -1,0 +1,46 @@
+"""Attention's launches."""
+
+from __future__ import annotations
+
+from .....loader.device.driver.base import Launch
+from .arguments import Attention
+from .program import Kernels
+from .sources import attention_module
+from .tables import FEW_PAIRS, MANY_PAIRS, ProgramKey
+
+_THREADS = 128
+_TILE_KEYS = 64
+
+
+def attention_launches(
+    kernels: Kernels, arguments: Attention, key: ProgramKey, *, max_spans: int
+) -> list[Launch]:
+    """Attention of one layer over the block table, for steps that fit `key`."""
+    module = attention_module(arguments.head_dim)
+    dim, num_pairs = int(module.partition("_")[2]), MANY_PAIRS if key.many else FEW_PAIRS
+    group = arguments.num_heads // arguments.num_kv_heads
+    num_kv_heads = arguments.num_kv_heads
+    launches = [
+        kernels.launch(
+            module,
+            f"{module}_{num_pairs}",
+            (key.num_items(group, max_spans), num_kv_heads),
+            _THREADS,
+            arguments,
+            shared_bytes=shared_bytes(dim, num_pairs),
+        )
+    ]
+    if key.slots:
+        num_merges = min(key.rows * -(-group // FEW_PAIRS), key.slots)
+        launches.append(
+            kernels.launch(module, "merge_splits", (num_merges, num_kv_heads), _THREADS, arguments)
+        )
+    return launches
+
+
+def shared_bytes(dim: int, num_pairs: int) -> int:
+    """The size of `Room` in the source: rows are padded by 16 bytes."""
+    rows = (num_pairs + _TILE_KEYS) * (dim + 8) * 2  # queries, values
+    weights = num_pairs * (_TILE_KEYS + 8) * 2
+    scores = num_pairs * (_TILE_KEYS + 4) * 4
+    return rows + weights + scores + num_pairs * 7 * 4

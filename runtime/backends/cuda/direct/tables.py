@@ -1,0 +1,212 @@
+"""A step's tables: what a batch is to the kernels, at fixed places of one buffer.
+
+Attention is cut into items, which a block computes for each key head. Those of few rows and long
+contexts are cut by keys, too, so that all processors take part; what a row gives does not depend on
+it (`kernels/attention.cuh`). This module knows no driver: tables are numbers on the host.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from ....errors import ModelError
+from ....step.batch import SequenceSpan, StepBatch
+
+U32s = npt.NDArray[np.uint32]
+
+SPLIT_KEYS = 256
+FEW_PAIRS, MANY_PAIRS = 16, 64  # pairs (token, head) of an item
+ALONE = 0xFFFFFFFF  # an item that folds its splits itself
+# Splits that are folded by a launch of its own: a step has room for one of these.
+SLOTS = (0, 64, 512)
+MAX_SPLITS_PER_ITEM = 16
+BLOCKS_PER_PROCESSOR = 4  # a guess, until it was measured
+
+NUM_COUNTS = 8
+_COUNT_ROWS, _COUNT_LOGITS, _COUNT_ITEMS, _COUNT_MERGES = range(4)
+_ITEM_SIZE, _MERGE_SIZE = 5, 4
+
+
+class ProgramKey(NamedTuple):
+    """What a program is made for; each serves all steps that fit."""
+
+    rows: int  # at most
+    logits: int
+    many: bool  # items of MANY_PAIRS
+    slots: int  # of SLOTS
+
+    def num_items(self, group: int, max_spans: int) -> int:
+        """The most items of a step."""
+        if self.many:
+            return self.rows * group // MANY_PAIRS + min(self.rows, max_spans) + self.slots
+        return self.rows * -(-group // FEW_PAIRS) + self.slots
+
+
+class TableSizes(Struct, frozen=True):
+    """The limits of a step, and where its tables lie in the buffer, in numbers of 4 bytes."""
+
+    max_rows: int
+    max_spans: int
+    max_logits: int
+    max_items: int
+    max_blocks: int
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        sizes = {
+            "counts": NUM_COUNTS,
+            "tokens": self.max_rows,
+            "positions": self.max_rows,
+            "slots": self.max_rows,
+            "logit_rows": self.max_logits,
+            "starts": self.max_spans,
+            "lengths": self.max_spans,
+            "contexts": self.max_spans,
+            "table_starts": self.max_spans,
+            "merges": _MERGE_SIZE * self.max_spans,
+            "items": _ITEM_SIZE * self.max_items,
+            "blocks": self.max_blocks,
+        }
+        begins = itertools.accumulate(sizes.values(), initial=0)
+        return dict(zip((*sizes, "end"), begins, strict=True))
+
+
+class AttentionPlan(NamedTuple):
+    items: list[tuple[int, int, int, int, int]]  # as `arguments.Item`
+    merges: list[tuple[int, int, int, int]]  # as `arguments.Merge`
+    num_slots: int
+    many: bool
+
+
+def plan_attention(
+    spans: Sequence[SequenceSpan], group: int, *, num_kv_heads: int, num_processors: int
+) -> AttentionPlan:
+    """Cut the attention of a step into items. `group` query heads share a key head."""
+    many = any(span.length * group > FEW_PAIRS for span in spans)
+    size = MANY_PAIRS if many else FEW_PAIRS
+    num_items = sum(-(-span.length * group // size) for span in spans)
+    wanted = -(-BLOCKS_PER_PROCESSOR * num_processors // max(1, num_items * num_kv_heads))
+    plan = AttentionPlan([], [], 0, many)
+    num_slots = 0
+    for number, span in enumerate(spans):
+        num_pairs = span.length * group
+        for first in range(0, num_pairs, size):
+            last = min(first + size, num_pairs) - 1
+            num_splits = (span.context_len - span.length + last // group) // SPLIT_KEYS + 1
+            pieces = min(num_splits, max(wanted, -(-num_splits // MAX_SPLITS_PER_ITEM)))
+            if last - first >= FEW_PAIRS or pieces == 1 or num_slots + num_splits > SLOTS[-1]:
+                plan.items.append((number, first, 0, num_splits, ALONE))
+                continue
+            length = -(-num_splits // pieces)
+            plan.merges.append((number, first, num_slots, num_splits))
+            for begin in range(0, num_splits, length):
+                end = min(begin + length, num_splits)
+                plan.items.append((number, first, begin, end, num_slots + begin))
+            num_slots += num_splits
+    return plan._replace(num_slots=num_slots)
+
+
+class StepTables:
+    """Fills a buffer of `TableSizes` with one batch after another. Not thread-safe."""
+
+    def __init__(
+        self,
+        sizes: TableSizes,
+        *,
+        group: int,
+        num_kv_heads: int,
+        num_processors: int,
+        vocab_size: int,
+        num_blocks: int,
+        block_size: int,
+    ) -> None:
+        self._sizes = sizes
+        self._group = group
+        self._num_kv_heads = num_kv_heads
+        self._num_processors = num_processors
+        self._vocab_size = vocab_size
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._offsets = sizes.offsets
+
+    def fill(self, batch: StepBatch, into: U32s) -> tuple[AttentionPlan, int]:
+        """Write the batch's tables. Returns its plan, and the numbers of `into` that are in use.
+
+        Raises `ModelError` for a batch that is too large, and for ids that nothing has.
+        """
+        spans, offsets = batch.spans, self._offsets
+        self._check(batch)
+        plan = plan_attention(
+            spans, self._group, num_kv_heads=self._num_kv_heads, num_processors=self._num_processors
+        )
+        self._require("items of attention", len(plan.items), self._sizes.max_items)
+        num_merges = len(plan.merges)
+        self._require("split items", num_merges, self._sizes.max_spans)
+        counts = into[offsets["counts"] : offsets["counts"] + NUM_COUNTS]
+        counts[:] = 0
+        counts[_COUNT_ROWS], counts[_COUNT_LOGITS] = len(batch.tokens), len(batch.logit_rows)
+        counts[_COUNT_ITEMS], counts[_COUNT_MERGES] = len(plan.items), num_merges
+        blocks = list(itertools.chain.from_iterable(span.blocks for span in spans))
+        self._require("blocks", len(blocks), self._sizes.max_blocks)
+        lengths = [len(span.blocks) for span in spans]
+        for name, numbers in (
+            ("tokens", batch.tokens),
+            ("positions", batch.positions),
+            ("slots", batch.slots),
+            ("logit_rows", batch.logit_rows),
+            ("starts", [span.start for span in spans]),
+            ("lengths", [span.length for span in spans]),
+            ("contexts", [span.context_len for span in spans]),
+            ("table_starts", list(itertools.accumulate(lengths, initial=0))[:-1]),
+            ("merges", list(itertools.chain.from_iterable(plan.merges))),
+            ("items", list(itertools.chain.from_iterable(plan.items))),
+            ("blocks", blocks),
+        ):
+            begin = offsets[name]
+            into[begin : begin + len(numbers)] = numbers
+        if (
+            blocks
+            and int(into[offsets["blocks"] : offsets["blocks"] + len(blocks)].max()) >= self._num_blocks
+        ):
+            raise ModelError(f"a block of a step is outside the pool's {self._num_blocks}")
+        return plan, offsets["blocks"] + len(blocks)
+
+    def _check(self, batch: StepBatch) -> None:
+        self._require("rows", len(batch.tokens), self._sizes.max_rows)
+        self._require("sequences", len(batch.spans), self._sizes.max_spans)
+        self._require("rows of logits", len(batch.logit_rows), self._sizes.max_logits)
+        num_slots = self._num_blocks * self._block_size
+        for what, numbers, end in (
+            ("token", batch.tokens, self._vocab_size),
+            ("slot", batch.slots, num_slots),
+            ("row of logits", batch.logit_rows, len(batch.tokens)),
+        ):
+            if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < end:
+                raise ModelError(f"a {what} of a step is outside [0, {end})")
+        for span in batch.spans:
+            if span.context_len > len(span.blocks) * self._block_size:
+                raise ModelError(
+                    f"a sequence of {span.context_len} tokens has {len(span.blocks)} blocks of {self._block_size}"
+                )
+
+    def _require(self, what: str, num: int, most: int) -> None:
+        if num > most:
+            raise ModelError(
+                f"a step has {num} {what}, more than the {most} that the device's tables have room for"
+            )
+
+
+def bucket_of(num: int, most: int) -> int:
+    """The next power of 2, at most `most`."""
+    return min(1 << max(0, num - 1).bit_length(), most)
+
+
+def slots_of(num: int) -> int:
+    """The smallest of SLOTS that holds this many."""
+    return next(slots for slots in SLOTS if num <= slots)

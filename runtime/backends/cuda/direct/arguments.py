@@ -50,7 +50,7 @@ class Product(ctypes.Structure):
 
 
 class Item(ctypes.Structure):
-    """What a block of attention computes."""
+    """The share of one block of attention."""
 
     _fields_ = _fields(_U32, "span first_pair first_split end_split slot")
 

@@ -19,7 +19,7 @@ from .sources import product_module
 
 NUM_STRETCHES = 8
 FEW_ROWS = (8, 16, 32, 64)
-# Up to so many rows, each stretch of a matrix has a warp, and the matrix is read once for each 64;
+# Up to this number of rows, each stretch of a matrix has a warp, and the matrix is read once for each 64;
 # above, a warp has all stretches. A guess, until it was measured.
 MAX_FEW_ROWS = 256
 WEIGHT_KINDS = {DType.BF16: 0, DType.F16: 1, DType.F32: 2}

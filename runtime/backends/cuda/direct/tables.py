@@ -34,7 +34,7 @@ _ITEM_SIZE, _MERGE_SIZE = 5, 4
 
 
 class ProgramKey(NamedTuple):
-    """What a program is made for; each serves all steps that fit."""
+    """The steps that a program serves: all that fit."""
 
     rows: int  # at most
     logits: int

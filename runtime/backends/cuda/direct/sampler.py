@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -70,7 +71,7 @@ class TokenSampler:
         self._answer.download(num_bytes)
         self.wait()
         host = self._answer.host
-        results = (Result * num).from_buffer_copy(host[:result_bytes])
+        results = (Result * num).from_buffer_copy(host[:result_bytes].tobytes())
         tops = host[result_bytes : result_bytes + 2 * top_bytes].view(np.uint32).reshape(2, num, max_top)
         return [
             asked.errors.get(row) or _choice(results[row], state, tops[:, row])
@@ -221,7 +222,7 @@ class _Asked:
         self._values.append(np.concatenate([added, penalties]))
 
 
-def _joined(arrays: list[npt.NDArray[np.generic]], dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
+def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     return np.concatenate(arrays) if arrays else np.empty(0, dtype)
 
 

@@ -40,7 +40,7 @@ class Room:
         self.address = self._driver.alloc(size_bytes)
         self._host_address = self._driver.alloc_host(size_bytes)
         self.size_bytes = size_bytes
-        self.host = np.frombuffer((ctypes.c_uint8 * size_bytes).from_address(self._host_address), np.uint8)
+        self.host = np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(self._host_address))
 
     def upload(self, size_bytes: int) -> None:
         """Queue a copy of the first bytes to the device."""

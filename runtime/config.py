@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Self, TypeVar
 from ..loader.device.detect import CPU, choose_device, parse_device
 from ..loader.load.options import LoadOptions, Order
 from ..loader.sources.base import SourceOptions
-from ..loader.sources.open import scheme_of
+from ..loader.sources.open import model_name
 from .setting import (
     Setting,
     automatic,
@@ -491,14 +491,7 @@ class ServeConfig:
         """The model's name for clients: `name`, or `org/name` of one on the Hub, or the last part of the
         address without its pin.
         """
-        if self.name:
-            return self.name
-        address = self.model.partition("@b3:")[0].partition("?")[0].rstrip("/")
-        if scheme_of(address) == "hf":
-            from ..loader.sources.hub.address import parse_url  # most models are elsewhere
-
-            return parse_url(address).repo
-        return address.rpartition("/")[2] or "model"
+        return self.name or model_name(self.model)
 
 
 # Of every command that reads or writes a store.

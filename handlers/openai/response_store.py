@@ -56,7 +56,7 @@ class StoredItems:
         return turns[::-1]
 
     def own_items(self) -> Iterator[Json]:
-        """What the request brought, and the output."""
+        """The items of the request, and the output."""
         yield from msgspec.json.decode(self.items, type=list[Json])
         yield from msgspec.json.decode(self.body, type=Json).get("output", [])
 

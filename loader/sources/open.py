@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import UsageError
-from ..pin import split_pin
+from ..pin import PIN_MARK, split_pin
 from .base import ObjectInfo, Source, closed
 
 if TYPE_CHECKING:
@@ -125,6 +125,16 @@ def model_address(address: str) -> str:
     if not _HUB_NAME.fullmatch(plain) or os.path.lexists(plain):
         return address
     return f"hf://{address}"
+
+
+def model_name(address: str) -> str:
+    """A model's name by its address: `org/name` of one on the Hub, else the last part without its pin."""
+    plain = address.partition(PIN_MARK)[0].partition("?")[0].rstrip("/")
+    if scheme_of(plain) == "hf":
+        from .hub.address import parse_url  # most models are elsewhere
+
+        return parse_url(plain).repo
+    return plain.rpartition("/")[2] or "model"
 
 
 def check_bucket(url: str) -> None:

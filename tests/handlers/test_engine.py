@@ -183,7 +183,7 @@ def test_closing_ends_running_calls_and_frees_everything(folder: Path) -> None:
     assert left == []
 
 
-def test_a_second_engine_lives_beside_the_first(engine: teneral.Engine, folder: Path) -> None:
+def test_two_engines_live_in_a_process(engine: teneral.Engine, folder: Path) -> None:
     with teneral.Engine(folder / "encoder", threads=1) as second:
         rows = second.embed(["one", "two"])
         assert (rows.shape, rows.dtype.name) == ((2, 64), "float32")
@@ -230,7 +230,7 @@ print(engine.generate("Hello", max_tokens=3, temperature=0).usage.completion_tok
     assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")
 
 
-def test_a_forked_process_is_told_that_the_engine_is_not_its_own(folder: Path) -> None:
+def test_a_forked_process_gets_an_error_as_the_engine_is_not_its_own(folder: Path) -> None:
     source = """
 import os, sys, warnings, teneral
 warnings.simplefilter("ignore")  # newer versions of Python warn of forks of threads

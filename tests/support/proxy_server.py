@@ -34,7 +34,7 @@ class ProxyCall(NamedTuple):
 
 
 class ProxyServer:
-    """A context manager. With `credentials` ("Basic …") it refuses those who send others."""
+    """A context manager. With `credentials` ("Basic …") it refuses all others."""
 
     def __init__(self, *, certificate: Path | None = None, credentials: str | None = None) -> None:
         self.calls: list[ProxyCall] = []

@@ -49,6 +49,36 @@ static void take_q6_k_scales(float *restrict scale, float *restrict offset, cons
     for (int n = 0; n < 16; n++) offset[n] = -0.0f; /* which leaves the sign of a zero */
 }
 
+/* 4 bits each, of a scale in the low half and a minimum in the high one. */
+static void take_q2_k_scales(float *restrict scale, float *restrict offset, const uint8_t *from) {
+    const float step = half_at(from + 80), minimum_step = -half_at(from + 82);
+    for (int n = 0; n < 16; n++) {
+        scale[n] = step * (float)(from[n] & 15);
+        offset[n] = minimum_step * (float)(from[n] >> 4);
+    }
+}
+
+/* 6 bits each, less 32: the low 4 of groups 0 to 7 and 8 to 15 in halves of 8 bytes, the high 2 in the last 4 bytes. */
+static void take_q3_k_scales(float *restrict scale, float *restrict offset, const uint8_t *from) {
+    const float step = half_at(from + 108);
+    const uint8_t *packed = from + 96;
+    for (int n = 0; n < 16; n++) {
+        const int low = n < 8 ? packed[n] & 15 : packed[n - 8] >> 4, high = packed[8 + n % 4] >> n / 4 * 2 & 3;
+        scale[n] = step * (float)((low | high << 4) - 32);
+        offset[n] = 0.0f;
+    }
+}
+
+/* 6 bits each, less 32: the low 4 in halves of 4 bytes, the high 2 in a word. */
+static void take_iq4_xs_scales(float *restrict scale, float *restrict offset, const uint8_t *from) {
+    const float step = half_at(from);
+    const int high = from[2] | from[3] << 8;
+    for (int n = 0; n < 8; n++) {
+        scale[n] = step * (float)(((from[4 + n / 2] >> n % 2 * 4 & 15) | (high >> 2 * n & 3) << 4) - 32);
+        offset[n] = 0.0f;
+    }
+}
+
 void tn_block_scales(float *scale, float *offset, const void *blocks, int count, int dtype) {
     const uint8_t *from = blocks;
     const int columns = tn_block_columns(dtype), bytes = tn_block_bytes(dtype);
@@ -58,6 +88,13 @@ void tn_block_scales(float *scale, float *offset, const void *blocks, int count,
         case TN_Q4_K:
         case TN_Q5_K: take_large_scales(scale, offset, from); break;
         case TN_Q6_K: take_q6_k_scales(scale, offset, from); break;
+        case TN_Q2_K: take_q2_k_scales(scale, offset, from); break;
+        case TN_Q3_K: take_q3_k_scales(scale, offset, from); break;
+        case TN_IQ4_XS: take_iq4_xs_scales(scale, offset, from); break;
+        case TN_IQ4_NL:
+            *scale = half_at(from);
+            *offset = 0.0f;
+            break;
         case TN_Q5_0:
             *scale = half_at(from);
             *offset = -16.0f * *scale;
@@ -125,6 +162,27 @@ static void take_q6_k(int8_t *restrict level, const uint8_t *restrict low, const
         }
 }
 
+/* Of 128 columns, bits 2 j and 2 j + 1 of 32 bytes are those of columns 32 j to 32 j + 31. */
+static void take_q2_k(int8_t *restrict level, const uint8_t *restrict pairs) {
+    for (int half = 0; half < 2; half++, pairs += 32)
+        for (int quarter = 0; quarter < 4; quarter++, level += 32)
+            for (int j = 0; j < 32; j++) level[j] = (int8_t)(pairs[j] >> 2 * quarter & 3);
+}
+
+/* The same, less 4 where a bit of `fours` is not set: bit g of byte j is of column 32 g + j. */
+static void take_q3_k(int8_t *restrict level, const uint8_t *restrict fours, const uint8_t *restrict pairs) {
+    for (int half = 0; half < 2; half++, pairs += 32)
+        for (int quarter = 0; quarter < 4; quarter++, level += 32)
+            for (int j = 0; j < 32; j++)
+                level[j] = (int8_t)((pairs[j] >> 2 * quarter & 3) + (fours[j] >> (4 * half + quarter) & 1) * 4 - 4);
+}
+
+/* Half bytes as `take_halves` has them, for levels of a table. */
+static void take_from_table(int8_t *level, const uint8_t *from) {
+    static const int8_t table[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+    v_look_up(level, from, table);
+}
+
 static void take_levels(int8_t *level, const uint8_t *from, int count, int dtype) {
     const int columns = tn_block_columns(dtype), bytes = tn_block_bytes(dtype);
     for (int n = 0; n < count / columns; n++, from += bytes, level += columns) {
@@ -132,6 +190,13 @@ static void take_levels(int8_t *level, const uint8_t *from, int count, int dtype
         case TN_Q4_K: take_q4_k(level, from + 16); break;
         case TN_Q5_K: take_q5_k(level, from + 16, from + 48); break;
         case TN_Q6_K: take_q6_k(level, from, from + 128); break;
+        case TN_Q2_K: take_q2_k(level, from + 16); break;
+        case TN_Q3_K: take_q3_k(level, from, from + 32); break;
+        case TN_IQ4_XS:
+            for (int group = 0; group < LARGE / GROUP; group++)
+                take_from_table(level + group * GROUP, from + 8 + group * GROUP / 2);
+            break;
+        case TN_IQ4_NL: take_from_table(level, from + 2); break;
         case TN_Q4_1: take_halves(level, from + 4); break;
         case TN_Q5_0:
             take_halves(level, from + 6);

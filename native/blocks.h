@@ -19,7 +19,19 @@ enum {
 
 /* Columns and bytes of a block; 0 of dtypes that are none. */
 TN_INLINE int tn_block_columns(int dtype) {
-    return dtype < TN_Q4_K ? 0 : dtype <= TN_Q6_K ? 256 : 32;
+    switch (dtype) {
+    case TN_Q4_K:
+    case TN_Q5_K:
+    case TN_Q6_K:
+    case TN_Q2_K:
+    case TN_Q3_K:
+    case TN_IQ4_XS: return 256;
+    case TN_Q4_1:
+    case TN_Q5_0:
+    case TN_Q5_1:
+    case TN_IQ4_NL: return 32;
+    default: return 0;
+    }
 }
 TN_INLINE int tn_block_bytes(int dtype) {
     switch (dtype) {
@@ -29,11 +41,15 @@ TN_INLINE int tn_block_bytes(int dtype) {
     case TN_Q4_1: return 20;
     case TN_Q5_0: return 22;
     case TN_Q5_1: return 24;
+    case TN_Q2_K: return 84;
+    case TN_Q3_K: return 110;
+    case TN_IQ4_XS: return 136;
+    case TN_IQ4_NL: return 18;
     default: return 0;
     }
 }
 /* Columns that share a scale. */
-TN_INLINE int tn_block_group(int dtype) { return dtype == TN_Q6_K ? 16 : 32; }
+TN_INLINE int tn_block_group(int dtype) { return dtype == TN_Q6_K || dtype == TN_Q2_K || dtype == TN_Q3_K ? 16 : 32; }
 TN_INLINE bool tn_is_blocks(int dtype) { return dtype >= TN_Q4_K; }
 
 /* The scale and the offset of each group of `count` columns. */

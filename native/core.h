@@ -43,6 +43,10 @@ typedef enum tn_dtype {
     TN_Q4_1 = 12, /* and of 32 */
     TN_Q5_0 = 13,
     TN_Q5_1 = 14,
+    TN_Q2_K = 15, /* of 256 again, */
+    TN_Q3_K = 16,
+    TN_IQ4_XS = 17,
+    TN_IQ4_NL = 18, /* and of 32 */
 } tn_dtype;
 
 /* ---- the library ---- */

@@ -132,6 +132,14 @@ TN_INLINE vf vf_load_e2m1(const uint8_t *from) {
     return _mm256_xor_ps(_mm256_permutevar8x32_ps(table, both), _mm256_castsi256_ps(sign));
 }
 
+/* Entries of a table of 16: `to` and `to` + 16 are those of the low and of the high halves of 16 bytes. */
+TN_INLINE void v_look_up(int8_t *to, const uint8_t *halves, const int8_t *table) {
+    const __m128i bytes = _mm_loadu_si128((const void *)halves), entries = _mm_loadu_si128((const void *)table);
+    const __m128i low = _mm_set1_epi8(15);
+    _mm_storeu_si128((void *)to, _mm_shuffle_epi8(entries, _mm_and_si128(bytes, low)));
+    _mm_storeu_si128((void *)(to + 16), _mm_shuffle_epi8(entries, _mm_and_si128(_mm_srli_epi16(bytes, 4), low)));
+}
+
 /* ---- over lanes ---- */
 
 TN_INLINE __m128 v_halves(__m256 a) { /* 8 lanes → 4 */

@@ -89,6 +89,14 @@ TN_INLINE vf vf_load_e2m1(const uint8_t *from) {
     return _mm512_permutexvar_ps(both, v_e2m1_values()); /* which looks at the lowest 4 bits of each */
 }
 
+/* Entries of a table of 16: `to` and `to` + 16 are those of the low and of the high halves of 16 bytes. */
+TN_INLINE void v_look_up(int8_t *to, const uint8_t *halves, const int8_t *table) {
+    const __m128i bytes = _mm_loadu_si128((const void *)halves), entries = _mm_loadu_si128((const void *)table);
+    const __m128i low = _mm_set1_epi8(15);
+    _mm_storeu_si128((void *)to, _mm_shuffle_epi8(entries, _mm_and_si128(bytes, low)));
+    _mm_storeu_si128((void *)(to + 16), _mm_shuffle_epi8(entries, _mm_and_si128(_mm_srli_epi16(bytes, 4), low)));
+}
+
 /* ---- over lanes ---- */
 
 TN_INLINE __m128 v_halves(__m512 a) { /* 16 lanes → 4 */

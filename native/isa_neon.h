@@ -91,6 +91,14 @@ TN_INLINE vf vf_load_e2m1(const uint8_t *from) {
     return vld1q_f32(lanes);
 }
 
+/* Entries of a table of 16: `to` and `to` + 16 are those of the low and of the high halves of 16 bytes. */
+TN_INLINE void v_look_up(int8_t *to, const uint8_t *halves, const int8_t *table) {
+    const uint8x16_t bytes = vld1q_u8(halves);
+    const int8x16_t entries = vld1q_s8(table);
+    vst1q_s8(to, vqtbl1q_s8(entries, vandq_u8(bytes, vdupq_n_u8(15))));
+    vst1q_s8(to + 16, vqtbl1q_s8(entries, vshrq_n_u8(bytes, 4)));
+}
+
 /* ---- over lanes ---- */
 
 TN_INLINE float vf_sum(vf a) {

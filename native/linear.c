@@ -727,11 +727,10 @@ static void expand_blocks_bf16(uint16_t *to, const uint8_t *from, int count, int
         EXPAND(TN_Q5_1)
     }
 #undef EXPAND
-#else
+#endif
     (void)scale;
     (void)offset;
     tn_round_blocks(to, from, count, dtype);
-#endif
 }
 
 /* `count` elements of E2M1, a multiple of 32. */
@@ -942,7 +941,7 @@ static void take_groups(strip_t *strip, int n, const tn_matrix *w, int64_t colum
 /* The same of blocks, for tiles of pairs and their strips: others take blocks apart by themselves. */
 static void take_block_groups(strip_t *strip, int n, const tn_matrix *w, const char *columns, int num, int64_t stride,
                               const block_t *block, way_t way) {
-    if (is_f32(way)) return;
+    if (is_f32(way) || w->dtype > TN_Q5_1) return;
     for (int j = 0; j < QUAD; j++)
         tn_block_scales(strip->scale[n + j], strip->offset[n + j], columns + (j < num ? j : num - 1) * stride, block->count,
                         w->dtype);
@@ -1031,7 +1030,8 @@ static way_t way_of(const tn_linear_args *args) {
     if (w->dtype == TN_U4 && args->num_rows <= MAX_U4_ROWS)
         return w->group_size % RUN == 0 ? BF16_AND_WIDE_U4 : BF16_AND_U4;
     if (w->dtype == TN_E2M1 && args->num_rows <= MAX_E2M1_ROWS) return BF16_AND_E2M1;
-    if (tn_is_blocks(w->dtype) && args->num_rows <= MAX_BLOCKS_ROWS) return BF16_AND_Q4_K + (way_t)(w->dtype - TN_Q4_K);
+    if (w->dtype >= TN_Q4_K && w->dtype <= TN_Q5_1 && args->num_rows <= MAX_BLOCKS_ROWS)
+        return BF16_AND_Q4_K + (way_t)(w->dtype - TN_Q4_K);
     if (args->num_rows <= MAX_I8_ROWS && w->dtype == TN_I8 && w->zero == NULL) return BF16_AND_I8;
 #endif
     if (w->dtype == TN_BF16) return BF16_FROM_MEMORY;

@@ -133,8 +133,9 @@ static weights_t make_weights(int dtype, int num_out, int num_in, int group_size
 /* The product with scratch of exactly the size that it asks for. */
 /* Any bits, but for scales, which are numbers. What they mean is what embeddings of them are. */
 static weights_t make_blocks(int dtype, int num_out, int num_blocks) {
-    const int bytes[] = {144, 176, 210, 20, 22, 24}, scales[][2] = {{0, 2}, {0, 2}, {208, 208}, {0, 2}, {0, 0}, {0, 2}};
-    const int type = dtype - TN_Q4_K, columns = dtype <= TN_Q6_K ? 256 : 32, num_in = num_blocks * columns;
+    const int bytes[] = {144, 176, 210, 20, 22, 24, 84, 110, 136, 18};
+    const int scales[][2] = {{0, 2}, {0, 2}, {208, 208}, {0, 2}, {0, 0}, {0, 2}, {80, 82}, {108, 108}, {0, 0}, {0, 0}};
+    const int type = dtype - TN_Q4_K, columns = bytes[type] > 32 ? 256 : 32, num_in = num_blocks * columns;
     weights_t made = {{.num_out = num_out, .num_in = num_in, .dtype = dtype}, exactly(sizeof(double) * num_out * num_in)};
     uint8_t *data = exactly((size_t)num_out * num_blocks * bytes[type]);
     for (int n = 0; n < num_out * num_blocks; n++) {
@@ -200,7 +201,7 @@ static void check_product(const weights_t *weights, int rows, int x_dtype) {
 }
 
 static void check_products(int cases) {
-    const int dtypes[] = {TN_F32, TN_BF16, TN_F16, TN_I8, TN_U4, TN_E2M1, TN_Q4_K, TN_Q5_K, TN_Q6_K, TN_Q4_1, TN_Q5_0, TN_Q5_1};
+    const int dtypes[] = {TN_F32, TN_BF16, TN_F16, TN_I8, TN_U4, TN_E2M1, TN_Q4_K, TN_Q5_K, TN_Q6_K, TN_Q4_1, TN_Q5_0, TN_Q5_1, TN_Q2_K, TN_Q3_K, TN_IQ4_XS, TN_IQ4_NL};
     const int num_dtypes = (int)(sizeof dtypes / sizeof *dtypes);
     for (int number = 0; number < cases; number++) {
         const int dtype = dtypes[number % num_dtypes], num_out = 1 + random_below(70);
@@ -214,7 +215,7 @@ static void check_products(int cases) {
             num_in = group_size * (1 + random_below(50));
         }
         const weights_t weights = dtype >= TN_Q4_K
-                                      ? make_blocks(dtype, num_out, 1 + random_below(dtype <= TN_Q6_K ? 6 : 40))
+                                      ? make_blocks(dtype, num_out, 1 + random_below(6))
                                       : make_weights(dtype, num_out, num_in, group_size, random_below(2));
         check_product(&weights, 1 + random_below(number % 7 ? 20 : 210), number % 2 ? TN_F32 : TN_BF16);
     }

@@ -173,6 +173,56 @@ def _q6_k(blocks: Bytes) -> Floats:
     return product.reshape(-1, LARGE)
 
 
+def _q2_k(blocks: Bytes) -> Floats:
+    """16 bytes with a scale and a minimum each, of 16 elements; then two bits an element."""
+    scales = _half(blocks, 80)[:, None] * (blocks[:, :16] & np.uint8(15)).astype(np.float32)
+    minima = _half(blocks, 82)[:, None] * (blocks[:, :16] >> np.uint8(4)).astype(np.float32)
+    levels = _two_bits(blocks[:, 16:80]).reshape(-1, 16, 16)
+    floats: Floats = levels * scales[:, :, None] - minima[:, :, None]
+    return floats.reshape(-1, LARGE)
+
+
+def _two_bits(packed: Bytes) -> Bytes:
+    """(B, 64) → (B, 256): in each half, bits 2 j and 2 j + 1 of 32 bytes are elements 32 j to 32 j + 31."""
+    shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
+    levels: Bytes = packed.reshape(-1, 2, 1, 32) >> shifts & np.uint8(3)
+    return levels.reshape(-1, LARGE)
+
+
+def _q3_k(blocks: Bytes) -> Floats:
+    """Two bits an element, less 4 where its bit of the first 32 bytes is not set; scales of 6 bits, less 32."""
+    places = np.arange(8, dtype=np.uint8)[:, None]
+    third = (blocks[:, None, :32] >> places & np.uint8(1)).reshape(-1, LARGE).astype(np.int8)
+    levels = _two_bits(blocks[:, 32:96]).view(np.int8) + (third - np.int8(1)) * np.int8(4)
+    packed, shifts = blocks[:, 96:108], np.array([0, 2, 4, 6], np.uint8)[:, None]
+    high = (packed[:, None, 8:] >> shifts & np.uint8(3)).reshape(-1, 16)
+    scales = (_nibbles(packed[:, :8]) | high << np.uint8(4)).view(np.int8) - np.int8(32)
+    step = _half(blocks, 108)[:, None] * scales
+    product: Floats = levels.reshape(-1, 16, 16) * step[:, :, None]
+    return product.reshape(-1, LARGE)
+
+
+# The levels of IQ4_NL and IQ4_XS.
+_LEVELS = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
+)
+
+
+def _iq4_nl(blocks: Bytes) -> Floats:
+    return _scaled(Integers(_LEVELS[_nibbles(blocks[:, 2:])], _half(blocks, 0)))
+
+
+def _iq4_xs(blocks: Bytes) -> Floats:
+    """Groups of 32, with scales of 6 bits, less 32: the high 2 in a word, the low 4 in four bytes."""
+    groups = np.arange(_LARGE_GROUPS)
+    high = np.ascontiguousarray(blocks[:, 2:4]).view("<u2") >> (2 * groups).astype(np.uint16) & np.uint16(3)
+    low = blocks[:, 4 + groups // 2] >> (groups % 2 * 4).astype(np.uint8) & np.uint8(15)
+    scales = (low | high.astype(np.uint8) << np.uint8(4)).view(np.int8) - np.int8(32)
+    levels = _LEVELS[_nibbles(blocks[:, 8:].reshape(-1, SMALL // 2))].reshape(-1, _LARGE_GROUPS, SMALL)
+    floats: Floats = levels * (_half(blocks, 0)[:, None] * scales)[:, :, None]
+    return floats.reshape(-1, LARGE)
+
+
 def _integers(name: str, block_bytes: int, bits: int, read: Callable[[Bytes], Integers]) -> BlockType:
     return BlockType(name, SMALL, block_bytes, lambda blocks: _scaled(read(blocks)), read, bits)
 
@@ -187,9 +237,13 @@ BLOCK_TYPES: dict[int, BlockType] = {
     6: replace(_integers("Q5_0", 22, 8, _q5_0), is_kept=True),
     7: BlockType("Q5_1", SMALL, 24, _q5_1, is_kept=True),
     8: _integers("Q8_0", 34, 8, _q8_0),
+    10: BlockType("Q2_K", LARGE, 84, _q2_k, is_kept=True),
+    11: BlockType("Q3_K", LARGE, 110, _q3_k, is_kept=True),
     12: BlockType("Q4_K", LARGE, 144, _q4_k, is_kept=True),
     13: BlockType("Q5_K", LARGE, 176, _q5_k, is_kept=True),
     14: BlockType("Q6_K", LARGE, 210, _q6_k, is_kept=True),
+    20: BlockType("IQ4_NL", SMALL, 18, _iq4_nl, is_kept=True),
+    23: BlockType("IQ4_XS", LARGE, 136, _iq4_xs, is_kept=True),
     39: BlockType(MXFP4, SMALL, 17, _mxfp4),
 }
 

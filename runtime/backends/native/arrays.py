@@ -39,6 +39,10 @@ class NativeDType(enum.IntEnum):
     Q4_1 = 12
     Q5_0 = 13
     Q5_1 = 14
+    Q2_K = 15
+    Q3_K = 16
+    IQ4_XS = 17
+    IQ4_NL = 18
 
 
 _DTYPES = {
@@ -58,6 +62,10 @@ _BLOCKS = {
     20: (NativeDType.Q4_1, 32),
     22: (NativeDType.Q5_0, 32),
     24: (NativeDType.Q5_1, 32),
+    84: (NativeDType.Q2_K, 256),
+    110: (NativeDType.Q3_K, 256),
+    136: (NativeDType.IQ4_XS, 256),
+    18: (NativeDType.IQ4_NL, 32),
 }
 
 

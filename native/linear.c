@@ -721,7 +721,6 @@ static void expand_blocks_bf16(uint16_t *to, const uint8_t *from, int count, int
     switch (dtype) {
         EXPAND(TN_Q4_K)
         EXPAND(TN_Q5_K)
-        EXPAND(TN_Q6_K)
         EXPAND(TN_Q4_1)
         EXPAND(TN_Q5_0)
         EXPAND(TN_Q5_1)

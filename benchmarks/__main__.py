@@ -23,6 +23,7 @@ BENCHMARKS = {
     "pool_plan": "the predictions of `teneral pool plan` against a real pool, and the speed of its search",
     "ray_serve": "Ray Serve: waking a sleeping model, a warm request's cost, prefix affinity (needs Ray)",
     "starts": "exec → first answer, model on the node; llama.cpp's server, onnxruntime, `import torch`",
+    "hub": "exec → first token of org/name: streamed, and from the Hub's cache, against the same bytes elsewhere",
     "first_range": "exec → first request at the store",
     "throughput": "GB/s of weights and CPU seconds a GB at full speed, over HTTP, TLS and from files, with the peers",
     "memory": "peak memory of a load, over the same process with no model",

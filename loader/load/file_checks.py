@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .targets.base import Target
 
 HEAD_BYTES = 1 << 20  # read at once, of what is in front of the tensors
-NICENESS = 10
+NICENESS = 5
 MAX_THREADS = 4
 
 
@@ -75,13 +75,16 @@ class FileChecks:
         blob = self._parts.manifest.blobs[number]
         stated = blob.stated
         assert stated is not None
+        parts = _parts_of(self._parts.manifest, number)
+        if parts:
+            self._load.wait(parts[0].group)  # at the start of a load its own reads come first
         digest, num_bytes = hashlib.sha256(), 0
         for piece in self._head(number, stated.head_bytes):
             digest.update(piece)
         # The tensors' places were read from another answer than this one.
         is_same = digest.digest() == stated.head_sha256
         begun_at_s: float | None = None
-        for part in _parts_of(self._parts.manifest, number):
+        for part in parts:
             self._load.wait(part.group)
             if self._load.failure is not None:  # gates that have opened stay open
                 return

@@ -8,6 +8,8 @@ requests that carry a token, as it must never see one.
 
 from __future__ import annotations
 
+import argparse
+import functools
 import hashlib
 import json
 import re
@@ -167,7 +169,7 @@ class HubServer:
         content = files[name]
         if not is_large(name):
             return _ranged(call, content, {"ETag": f'"{git_sha1(content)}"', "X-Repo-Commit": commit})
-        sha256 = hashlib.sha256(content).hexdigest()
+        sha256 = sha256_of(content)
         self.contents.setdefault(sha256, content)
         self._num_signatures += 1
         signature = str(self._num_signatures)
@@ -226,12 +228,18 @@ def is_large(name: str) -> bool:
     return name.endswith(LARGE)
 
 
+@functools.cache
+def sha256_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+@functools.cache
 def git_sha1(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
 def _lfs(content: bytes) -> dict[str, Any]:
-    return {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
+    return {"sha256": sha256_of(content), "size": len(content), "pointerSize": 134}
 
 
 def _siblings(files: dict[str, bytes], query: dict[str, str]) -> list[dict[str, Any]]:
@@ -246,7 +254,7 @@ def _siblings(files: dict[str, bytes], query: dict[str, str]) -> list[dict[str, 
 
 def _tree_entry(name: str, content: bytes) -> dict[str, Any]:
     entry = {"type": "file", "oid": git_sha1(content), "size": len(content), "path": name}
-    lfs = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
+    lfs = {"oid": sha256_of(content), "size": len(content), "pointerSize": 134}
     return entry | ({"lfs": lfs} if is_large(name) else {})
 
 
@@ -284,3 +292,26 @@ def use_hub(patch: pytest.MonkeyPatch, server: HubServer, home: Path) -> None:
     patch.setattr(constants, "HF_HUB_OFFLINE", False)
     for name, value in hub_variables(server, home).items():
         patch.setenv(name, value)
+
+
+def main() -> None:
+    """A Hub with one model, a folder's, until it is ended; prints its address. `--content-url` is that of a web server
+    that has the large files by their SHA-256, in place of the content network here.
+    """
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", help="org/name")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--content-url")
+    options = parser.parse_args()
+    with HubServer() as server:
+        server.content_url = options.content_url or server.content_url
+        server.repository(options.name, options.folder)
+        for content in next(iter(server.repositories[options.name].commits.values())).values():
+            sha256_of(content)
+            git_sha1(content)
+        print(server.url, flush=True)
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -65,6 +65,18 @@ def wait_all(load: WeightLoad) -> None:
         load.wait(group.index, timeout_s=WAIT_S)
 
 
+def test_a_folder_behind_a_link_into_a_process_is_mapped(tmp_path: Path) -> None:
+    """As a model in an image is shown to the container next to it."""
+    contents = llama_contents(num_layers=1)
+    write(tmp_path / "model", contents)
+    (tmp_path / "models").symlink_to(f"/proc/{os.getpid()}/root{tmp_path}/model")
+    with begun(FileStore(tmp_path / "models")) as load:
+        for group in load.manifest.groups:
+            load.wait(group.index, timeout_s=WAIT_S)
+        name = next(iter(contents))
+        assert tensor_of(load, name) == bytes(contents[name][2])
+
+
 @pytest.mark.parametrize("num_shards", [1, 3])
 @pytest.mark.parametrize("is_untied_first", [False, True])
 def test_every_tensor_is_what_reading_gives(tmp_path: Path, num_shards: int, is_untied_first: bool) -> None:

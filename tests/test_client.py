@@ -93,7 +93,9 @@ def test_httpx_and_requests_sign_path_query_and_body(url: str) -> None:
 
 def test_openais_client_signs_its_calls(url: str) -> None:
     with openai.OpenAI(
-        base_url=f"{url}/v1", api_key="unused", http_client=httpx2.Client(auth=AwsSignature(REGION))
+        base_url=f"{url}/v1",
+        api_key="unused",
+        http_client=openai.DefaultHttpxClient(auth=AwsSignature(REGION)),
     ) as client:
         assert client.completions.create(model="chat", prompt="Hello").model == "chat"
 

@@ -284,7 +284,6 @@ def _network_policy(unit: Unit) -> dict[str, Any]:
         "metadata": metadata(unit),
         "spec": {
             "podSelector": _selector(unit),
-            "policyTypes": ["Ingress"],
             "ingress": [{"ports": [{"protocol": "TCP", "port": PORT}]}],
         },
     }

@@ -154,7 +154,7 @@ def walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.chdir(tmp_path)
     save_tiny("llama", tmp_path / "my-model")
     save_tiny("bert", tmp_path / "my-encoder")
-    (tmp_path / "buckets" / "models").mkdir(parents=True)
+    (tmp_path / "buckets" / "my-models").mkdir(parents=True)
     with StoreServer(tmp_path / "buckets") as store, GsServer() as cloud_storage:
         cloud_storage.objects["my-project-models"] = {}
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", store.url)

@@ -14,7 +14,12 @@ CUSTOM = {
     ("cloudformation", "deploy"): {
         "--template-file", "--stack-name", "--capabilities", "--parameter-overrides", "--no-fail-on-empty-changeset",
     },
+    ("configure", "export-credentials"): {"--format"},
     ("ecr", "get-login-password"): set(),
+    ("s3", "cp"): {"--exclude", "--recursive"},
+    ("s3", "mb"): set(),
+    ("s3", "rb"): {"--force"},
+    ("s3", "rm"): {"--recursive"},
     ("logs", "tail"): set(),
 }  # fmt: skip
 

@@ -74,7 +74,9 @@ def commands(program: str) -> list[tuple[str, list[str]]]:
         for number, command in _whole_lines(block.text):
             if begin := _COMMAND.match(command):
                 place = f"{block.page.relative_to(ROOT)}:{block.line + number}"
-                found += [(place, words) for words in _meant(begin[1]) if words[0] == program]
+                found += [
+                    (place, words) for words in _meant(begin[1].removesuffix(" &")) if words[0] == program
+                ]
     return found
 
 

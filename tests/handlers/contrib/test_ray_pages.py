@@ -128,7 +128,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # these nodes ask for no token
     monkeypatch.chdir(folder)
     save_tiny("llama", folder / "my-model")
-    (folder / "buckets" / "models").mkdir(parents=True)
+    (folder / "buckets" / "my-models").mkdir(parents=True)
     found = Cluster(folder)
     with StoreServer(folder / "buckets") as store:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", store.url)
@@ -164,7 +164,9 @@ def check_requests(cluster: Cluster, requests: list[list[str]]) -> None:
 
 def test_the_page_of_ray_serve(cluster: Cluster) -> None:
     config, requests = follow("ray")
-    standby = next(words for words in commands(DOCS / "deploy" / "ray.md") if words[1] == "standby")
+    standby = next(
+        words for words in commands(DOCS / "deploy" / "ray.md") if words[:2] == ["teneral", "standby"]
+    )
     path = str(Path.cwd() / "s.sock")
     cluster.spawn([sys.executable, "-m", *[path if word == STANDBY_SOCKET else word for word in standby]])
     cluster.start_node("--num-cpus=2", f"--memory={8 * GIB}", head=True)

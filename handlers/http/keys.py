@@ -35,10 +35,14 @@ class ApiKeys:
         return len(self._digests)
 
     def opens(self, given: bytes) -> bool:
+        return self.place_of(given) > 0
+
+    def place_of(self, given: bytes) -> int:
+        """The key's place in the setting, from 1; 0 for one that opens nothing. It names a key where none is shown."""
         digest = self._digest(given)
-        found = False
-        for each in self._digests:
-            found |= hmac.compare_digest(digest, each)
+        found = 0
+        for place, each in enumerate(self._digests, 1):
+            found = max(found, place * hmac.compare_digest(digest, each))
         return found
 
     def _digest(self, key: bytes) -> bytes:

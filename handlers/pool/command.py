@@ -1,4 +1,4 @@
-"""The commands of `teneral pool` that read: check and status.
+"""The commands of `teneral pool` that read a file, or ask a running pool: check, status, promote and rollback.
 
 `teneral pool check`: reads a pool file and prints what it describes, or what is wrong with it.
 
@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -14,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from typing import Any
+from urllib.parse import quote
 
 from ...loader.errors import UnavailableError, UsageError
 from ...runtime.config import PREFIX
@@ -84,32 +86,64 @@ def _line(model: Model) -> str:
 
 MAX_BYTES = 64 << 20
 TIMEOUT_S = 10.0
+PROMOTION_TIMEOUT_S = 660.0  # a version is started before it is promoted, within `queue_timeout_s`
 
 
 def status(url: str, *, as_json: bool) -> int:
     """Prints it. Returns 0; raises `UsageError` or `UnavailableError` for an address without a pool."""
+    pool = _ask(url, "/v1/pool")
+    try:
+        text = json.dumps(pool, indent=2) if as_json else render(pool)
+    except (KeyError, TypeError) as error:
+        raise _no_pool(url, error) from error
+    print(text)
+    return 0
+
+
+def control(url: str, version: str, action: str) -> int:
+    """Promote a version, `MODEL@VERSION`, or roll it back, and print which ones get requests. Returns 0; raises as
+    `status`, and `UnavailableError` with the pool's reason where it refuses.
+    """
+    model = _ask(url, f"/v1/pool/{quote(version)}/{action}", method="POST", timeout_s=PROMOTION_TIMEOUT_S)
+    try:
+        names = [str(name) for name in model["targets"]]
+    except (KeyError, TypeError) as error:
+        raise _no_pool(url, error) from error
+    print(f"requests without a version go to {', '.join(names)}")
+    return 0
+
+
+def _ask(url: str, path: str, *, method: str = "GET", timeout_s: float = TIMEOUT_S) -> Any:
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"{url} is not an address of a pool", key="url", hint="Give http://host:port.")
     headers = {}
     if key := os.environ.get(f"{PREFIX}API_KEY"):
         headers["Authorization"] = f"Bearer {parse_keys(key)[0]}"
-    request = urllib.request.Request(f"{url.rstrip('/')}/v1/pool", headers=headers)  # noqa: S310 - checked above
+    request = urllib.request.Request(f"{url.rstrip('/')}{path}", headers=headers, method=method)  # noqa: S310 - checked above
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:  # noqa: S310 - as above
-            pool = json.loads(answer.read(MAX_BYTES))
-        text = json.dumps(pool, indent=2) if as_json else render(pool)
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:  # noqa: S310 - as above
+            return json.loads(answer.read(MAX_BYTES))
     except urllib.error.HTTPError as error:
         needs_key = error.code == 401
         hint = f"Set {PREFIX}API_KEY to the pool's key." if needs_key else "Give the address of a pool."
-        message = f"{url} answers {error.code} {error.reason}"
+        message = f"{url} answers {error.code} {error.reason}{_message_of(error)}"
         raise UnavailableError(message, source=url, hint=hint) from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = getattr(error, "reason", error)  # urllib's errors have it, without their own names
-        raise UnavailableError(
-            f"no pool answers at {url}: {reason}", source=url, hint="Start one: teneral pool run pool.toml"
-        ) from error
-    print(text)
-    return 0
+    except (OSError, ValueError) as error:
+        raise _no_pool(url, error) from error
+
+
+def _message_of(error: urllib.error.HTTPError) -> str:
+    """The message in an error's body, where it is the pool's."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return f": {json.loads(error.read(MAX_BYTES))['error']['message']}"
+    return ""
+
+
+def _no_pool(url: str, error: Exception) -> UnavailableError:
+    reason = getattr(error, "reason", error)  # urllib's errors have it, without their own names
+    return UnavailableError(
+        f"no pool answers at {url}: {reason}", source=url, hint="Start one: teneral pool run pool.toml"
+    )
 
 
 def render(pool: dict[str, Any]) -> str:

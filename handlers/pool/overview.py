@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -14,14 +16,17 @@ from ...runtime.metrics import CONTENT_TYPE
 from ..console.routes import PAGES
 from ..http.errors import SERVER_ERROR, ApiError, retry_after
 from ..http.json_bodies import encode
+from ..http.keys import ApiKeys, given_key
 from ..http.routes import ANY, DOCUMENT, METRICS, STATUS, Route, Schema
-from ..http.service import web_routes
+from ..http.service import CALL, web_routes
 from .admission import STANDBY_KEY
 from .deployment import Deployment
 from .metrics import Gauges
 from .supervisor import Supervisor
 from .versions import ModelState
 
+audit_logger = logging.getLogger("teneral.pool.audit")
+_NAMED_VERSION = re.compile(r"(.+)@([1-9][0-9]{0,11})")
 _READINESS: Schema = {
     "type": "object",
     "required": ["state"],
@@ -31,8 +36,8 @@ _READINESS: Schema = {
 ROUTES = (
     Route("GET", "/v1/pool", "pool", "pool", "Models, instances and memory", None, ANY),
     Route(
-        "POST", "/v1/pool/{name:.+}/{action:sleep|wake|drain}", "control", "pool",
-        "Put a model to sleep, wake or drain it",
+        "POST", "/v1/pool/{name:.+}/{action:sleep|wake|drain|promote|rollback}", "control", "pool",
+        "Put a model to sleep, wake or drain it; promote or roll back a version, `name@8`",
         None, ANY,
     ),
     Route("GET", "/v1/models", "models", "models", "All models and aliases, with their states", None, ANY),
@@ -65,8 +70,9 @@ OPEN_PATHS = frozenset(route.canonical for route in ROUTES if route.is_open)
 class Overview:
     """Routes that ask no instance. One per pool."""
 
-    def __init__(self, supervisor: Supervisor, *, may_control: bool) -> None:
+    def __init__(self, supervisor: Supervisor, keys: ApiKeys | None, *, may_control: bool) -> None:
         self._supervisor = supervisor
+        self._keys = keys
         self._may_control = may_control
         self._created_unix_s = int(time.time())
         self._document: bytes | None = None  # made by its first request
@@ -133,13 +139,44 @@ class Overview:
         return web.Response(body=self._document, content_type="application/json")
 
     async def control(self, request: web.Request) -> web.Response:
-        """Put a model to sleep, wake it, or have it refuse requests until it is woken."""
+        """Put a model to sleep, wake it, or have it refuse requests until it is woken; promote a version, or roll one
+        back. Each call is one line of the log, by which key and from where, whether it was allowed or not.
+        """
+        outcome = "failed"
+        try:
+            response = await self._control(request)
+            outcome = "done"
+        except ApiError as error:
+            outcome = f"refused ({error.status})"
+            raise
+        finally:
+            key = 0 if self._keys is None else self._keys.place_of(given_key(request.headers))
+            audit_logger.info(
+                "%s %r: %s, from %s with %s, %s",
+                request.match_info["action"],
+                request.match_info["name"][:200],
+                outcome,
+                request.remote,
+                f"key {key}" if key else "no key",
+                CALL.get().request_id,
+            )
+        return response
+
+    async def _control(self, request: web.Request) -> web.Response:
         if not self._may_control:
             raise ApiError(
                 403, "models are not controlled here: start the pool with --model-control", code="forbidden"
             )
-        state = self._state(request.match_info["name"])
-        match request.match_info["action"]:
+        action, name = request.match_info["action"], request.match_info["name"]
+        version: int | None = None
+        if action in ("promote", "rollback") and (found := _NAMED_VERSION.fullmatch(name)):
+            name, version = found[1], int(found[2])
+        state = self._state(name)
+        match action:
+            case "promote":
+                await self._promote(state, version)
+            case "rollback":
+                await self._roll_back(state, version)
             case "sleep":
                 self._supervisor.sleep(state)
             case "drain":
@@ -150,12 +187,53 @@ class Overview:
                 await self._wake(state)
         return _json(self._describe(state))
 
+    async def _promote(self, state: ModelState, version: int | None) -> None:
+        """Have a version get all requests without one, once an instance of it is ready."""
+        if version is None:
+            raise ApiError(400, "name the version to promote: MODEL@VERSION", param="model")
+        if str(version) in state.rejected:
+            state.forgive(version)
+            await self._look_again(state)
+        deployment = state.get(version)
+        if deployment is None:
+            served = ", ".join(map(str, state.versions)) or "none"
+            raise ApiError(
+                404, f"version {version} of {state.model.name!r} is not served; those served: {served}",
+                param="model", code="model_not_found",
+            )  # fmt: skip
+        await self._start(deployment)
+        state.promote(version)
+        await self._look_again(state)
+
+    async def _roll_back(self, state: ModelState, version: int | None) -> None:
+        """Have other versions get a version's requests, until it is promoted or its bytes change."""
+        before = state.rejections
+        newest = max(state.targets(), key=lambda each: each.release.version or 0, default=None)
+        deployment = newest if version is None else state.get(version)
+        number = None if deployment is None else deployment.release.version
+        if deployment is None or number is None or not state.reject(deployment, "rolled back by a client"):
+            raise ApiError(409, f"{state.model.name!r} has no such version that is served", code="conflict")
+        await self._look_again(state)
+        if str(number) not in state.rejected:
+            state.restore(before)
+            raise ApiError(
+                409, f"{state.model.name!r} has no version but {number} that can be served", code="conflict"
+            )
+
+    async def _look_again(self, state: ModelState) -> None:
+        if (task := self._supervisor.look_again(state)) is not None:
+            await asyncio.shield(task)
+
     async def _wake(self, state: ModelState) -> None:
         deployment = next(iter(state.serving()), None)
         if deployment is None:
             raise ApiError(
                 503, f"nothing of {state.model.name!r} can be served: {state.trouble}", kind=SERVER_ERROR
             )
+        await self._start(deployment)
+
+    async def _start(self, deployment: Deployment) -> None:
+        """Wait until an instance is ready."""
         lease = await self._supervisor.acquire(deployment)
         assert lease is not None
         self._supervisor.hand_back(lease)
@@ -177,10 +255,13 @@ class Overview:
     def _describe(self, state: ModelState) -> dict[str, Any]:
         described: dict[str, Any] = {
             "state": _state_of(state),
+            "targets": [deployment.name for deployment in state.targets()],
             "versions": [self._describe_deployment(deployment) for deployment in state.deployments()],
         }
         if state.trouble:
             described["trouble"] = state.trouble
+        if state.promoted is not None:
+            described["promoted"] = state.promoted
         if state.rejected:
             described["rejected"] = dict(state.rejected)
         return described

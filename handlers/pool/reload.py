@@ -57,19 +57,19 @@ class Reloader:
         self._lock = asyncio.Lock()
         self._mistake = ""  # of the file, as it was read last
         self._tasks: set[asyncio.Task[None]] = set()
-        supervisor.on_reject = self._look_again
+        supervisor.look_again = self._look_again
 
     async def refresh_all(self) -> None:
         """Look for the versions of all models. Never raises."""
         states = self._supervisor.models.values()
-        await asyncio.gather(*(self.refresh(state, state.model) for state in states))
+        await asyncio.gather(*(self.refresh(state, state.file_model) for state in states))
 
     async def refresh(self, state: ModelState, model: Model) -> None:
         """Look for the model's versions, and serve them. What cannot be read changes nothing."""
         known_trouble = state.trouble
         try:
             releases, state.trouble = await asyncio.to_thread(
-                self._repository.releases, model, without=state.rejected_releases
+                self._repository.releases, model, without=frozenset(state.rejections)
             )
             pool = self._supervisor.pool
             state.update(model, [(release, self._configure(pool, model, release)) for release in releases])
@@ -116,17 +116,18 @@ class Reloader:
             await asyncio.sleep(every_s)
             await self.reload()
 
-    def _look_again(self, state: ModelState) -> None:
-        """Look for another version of a model of which one was rolled back."""
+    def _look_again(self, state: ModelState) -> asyncio.Task[None]:
+        """Look for the versions of a model of which one was rolled back or promoted."""
 
         async def refresh() -> None:
             async with self._lock:
-                await self.refresh(state, state.model)
+                await self.refresh(state, state.file_model)
                 self._supervisor.tick()
 
-        task = asyncio.ensure_future(refresh())
+        task = asyncio.create_task(refresh())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _refresh_base(self) -> None:
         """Have the standby processes hold what lies at their base's address now. Never raises."""

@@ -165,7 +165,7 @@ class PoolRunner:
         front = Front(supervisor, bodies, self._keys)
         options = self._options
         app = PoolEdge(supervisor, front, connections, self._keys, options).application()
-        routes = list(Overview(supervisor, may_control=options.model_control).routes())
+        routes = list(Overview(supervisor, self._keys, may_control=options.model_control).routes())
         if options.console:
             routes += PageRoutes(mode="pool", needs_key=self._keys is not None).routes()
         app.add_routes([*routes, *front.routes()])

@@ -49,7 +49,8 @@ class Supervisor:
         self.metrics = metrics
         self.standby = machine.standby
         self.draining = False
-        self.on_reject: Callable[[ModelState], object] = lambda state: None  # to look for another version
+        # Looks for the model's versions, after one was rolled back or promoted.
+        self.look_again: Callable[[ModelState], asyncio.Task[None] | None] = lambda state: None
         self._machine = machine
         self._admission = StartAdmission(budget, metrics, self.deployments, self.wants, self._end)
         self._numbers = itertools.count(1)
@@ -218,7 +219,7 @@ class Supervisor:
         state = self.models.get(deployment.model.name)
         reason = f"{deployment.errors} of {deployment.answers} answers were errors"
         if state is not None and state.reject(deployment, reason):
-            self.on_reject(state)
+            self.look_again(state)
 
     @property
     def _now_s(self) -> float:

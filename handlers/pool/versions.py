@@ -7,6 +7,7 @@ So a request without a version goes to a proven one wherever there is any. Used 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -27,6 +28,7 @@ class ModelState:
 
     def __init__(self, model: Model) -> None:
         self.model = model
+        self.file_model = model  # as the pool file has it; `model` has the traffic of a promotion
         self.paused = False  # refuses requests, until it is woken
         self.asleep = False  # starts nothing until a request comes
         self.trouble = ""  # why a version, or the whole model, is not served
@@ -34,6 +36,7 @@ class ModelState:
         self._previous: list[Deployment] = []
         self._retired: list[Deployment] = []
         self._rejected: dict[tuple[Version, str], str] = {}
+        self._promoted: Version = None
 
     def deployments(self) -> Iterator[Deployment]:
         """All that have, or may have, instances."""
@@ -53,6 +56,14 @@ class ModelState:
     @property
     def versions(self) -> list[int]:
         return sorted(version for version in self._current if version is not None)
+
+    @property
+    def promoted(self) -> Version:
+        """The version that a client promoted, if it is in force."""
+        return self._promoted
+
+    def get(self, version: int) -> Deployment | None:
+        return self._current.get(version)
 
     @property
     def rejected(self) -> Mapping[str, str]:
@@ -77,7 +88,9 @@ class ModelState:
 
     def update(self, model: Model, releases: Sequence[tuple[Release, ServeConfig]]) -> None:
         """Serve these releases from now on, oldest first. Those that are served already go on as they are."""
-        self.model = model
+        if model != self.file_model or self._promoted not in {release.version for release, _ in releases}:
+            self._promoted = None
+        self.file_model, self.model = model, self._with_promotion(model)
         is_proven = any(d.was_ready for d in self.deployments() if not d.retired)
         known = {_identity(d.release, d.config): d for d in self.deployments() if not d.retired}
         has_instances = any(d.servers for d in known.values())
@@ -86,9 +99,9 @@ class ModelState:
         for release, config in releases:
             deployment = known.pop(_identity(release, config), None)
             if deployment is None:
-                deployment = Deployment(model, release, config, gaps=gaps.copy())
+                deployment = Deployment(self.model, release, config, gaps=gaps.copy())
                 logger.info("%s: serving %s", deployment.name, release.address)
-            deployment.model = model
+            deployment.model = self.model
             fresh[release.version] = deployment
         self._previous = [deployment for deployment in known.values() if deployment.was_ready]
         self._current = fresh
@@ -113,19 +126,34 @@ class ModelState:
         if deployment.retired or identity in self._rejected or not self.model.is_versioned:
             return False
         self._rejected[identity] = reason
+        if deployment.release.version == self._promoted:
+            self._promoted, self.model = None, self.file_model
         logger.warning("%s is not served any more: %s", deployment.name, reason)
         self._mark_targets()
         return True
 
-    def forgive(self) -> None:
-        """Serve what was rejected again: there is nothing else."""
-        self._rejected.clear()
+    def forgive(self, version: Version = None) -> None:
+        """Serve what was rejected again: this version, or all of them, where there is nothing else."""
+        self._rejected = {
+            each: why for each, why in self._rejected.items() if version is not None and each[0] != version
+        }
+        self._mark_targets()
+
+    def promote(self, version: int) -> None:
+        """Have this version, which should be proven, get all requests without one, from the next `update` on, until the
+        file's entry changes or the version is not served any more.
+        """
+        self._promoted = version
+
+    def restore(self, rejections: Mapping[tuple[Version, str], str]) -> None:
+        """Have these, which `rejections` gave before, be rejected again, and no others."""
+        self._rejected = dict(rejections)
         self._mark_targets()
 
     @property
-    def rejected_releases(self) -> frozenset[tuple[Version, str]]:
-        """Versions and revisions."""
-        return frozenset(self._rejected)
+    def rejections(self) -> Mapping[tuple[Version, str], str]:
+        """Reasons by version and revision."""
+        return dict(self._rejected)
 
     def settle(self) -> bool:
         """Retire the old versions once all that take their place are proven, and forget those that have ended. Whether
@@ -146,6 +174,12 @@ class ModelState:
         for deployment in self._previous:
             deployment.refuse_waiting(error)
         self.settle()
+
+    def _with_promotion(self, model: Model) -> Model:
+        if self._promoted is None:
+            return model
+        shadow = None if model.shadow and model.shadow.version == self._promoted else model.shadow
+        return dataclasses.replace(model, traffic={self._promoted: 100}, shadow=shadow)
 
     def _targets(self) -> list[Version]:
         return [version for version, deployment in self._current.items() if deployment.is_target]

@@ -146,7 +146,9 @@ def _add_run(command: argparse.ArgumentParser) -> None:
         "--watch-s", type=float, default=10.0, metavar="SECONDS", help="how often (default: 10)"
     )
     command.add_argument(
-        "--model-control", action="store_true", help="let clients put models to sleep, wake and drain them"
+        "--model-control",
+        action="store_true",
+        help="let clients put models to sleep, wake and drain them, and promote versions",
     )
     command.add_argument("--no-console", action="store_true", help="no page at / that shows the pool")
     command.add_argument(
@@ -266,10 +268,32 @@ def _plan(options: argparse.Namespace) -> int:
     )
 
 
-def _add_status(command: argparse.ArgumentParser) -> None:
+def _add_url(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--url", default="http://127.0.0.1:8080", help="of the pool (default: http://127.0.0.1:8080)"
     )
+
+
+def _add_promote(command: argparse.ArgumentParser) -> None:
+    command.add_argument("version", metavar="MODEL@VERSION")
+    _add_url(command)
+
+
+def _add_rollback(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "version", metavar="MODEL[@VERSION]", help="(default: the newest that gets requests)"
+    )
+    _add_url(command)
+
+
+def _control(options: argparse.Namespace) -> int:
+    from .handlers.pool.command import control
+
+    return control(options.url, options.version, options.action)
+
+
+def _add_status(command: argparse.ArgumentParser) -> None:
+    _add_url(command)
     command.add_argument("--json", action="store_true", help="for machines")
 
 
@@ -286,6 +310,12 @@ ACTIONS: dict[
 ] = {
     "run": ("serve all models of a pool file on this machine, behind one port", _add_run, _run),
     "status": ("print the models and instances of a pool that runs", _add_status, _status),
+    "promote": ("send a running pool's requests to this version of a model", _add_promote, _control),
+    "rollback": (
+        "send a running pool's requests to other versions than this one",
+        _add_rollback,
+        _control,
+    ),
     "measure": ("start instances here, and write how fast they start and answer", _add_measure, _measure),
     "plan": ("say how a pool does under a trace of arrivals, and what it costs", _add_plan, _plan),
     "check": ("read a pool file, and name all that is wrong with it", _add_check, _check),

@@ -80,7 +80,7 @@ def test_a_path_has_a_route_or_none(tiny_parts: TinyParts) -> None:
 
 
 def test_a_pools_has_its_own_routes_and_those_that_it_passes_on() -> None:
-    routes = Overview(None, may_control=True).routes()  # type: ignore[arg-type]
+    routes = Overview(None, None, may_control=True).routes()  # type: ignore[arg-type]
     served = {(route.method, re.sub(r"{(\w+):[^{}]*}", r"{\1}", route.path)) for route in routes}
     assert documented(OF_A_POOL) == served | documented()
     for path, item in OF_A_POOL["paths"].items():

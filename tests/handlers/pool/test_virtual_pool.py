@@ -418,7 +418,7 @@ def test_a_version_that_was_rolled_back_stays_so_when_the_store_is_away(pool: Vi
     state = pool.supervisor.models["m"]
     (second,) = state.targets()
     assert state.reject(second, "too many errors")
-    pool.act(lambda: pool.supervisor.on_reject(state))
+    pool.act(lambda: pool.supervisor.look_again(state))
     pool.run(5.0)
     pool.store.away_until_s = pool.loop.now_s + 10.0
     pool.reload()

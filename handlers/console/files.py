@@ -16,7 +16,7 @@ ASSETS = ("console.js", "console.svg")
 PATHS = frozenset({"/", *(f"/{name}" for name in ASSETS)})
 # Of console.css, which lies in the page; a test has it where the file has changed. To compute it here would import
 # hashlib, and with it OpenSSL: 30 ms of the first paint while the server starts.
-STYLE_SHA256 = "xZyjiHIUw9R/u7oKYFL7/w+4BI2V1gWb+IpJIx1DyQE="
+STYLE_SHA256 = "rX/OgRHnTKfh0HgLCi8f04yCcRtpqVub1H2obRobOdY="
 POLICY = (
     f"default-src 'none'; script-src 'self'; style-src 'sha256-{STYLE_SHA256}'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -27,6 +27,7 @@ SCRIPTS = (
     "picture.js",
     "waterfall.js",
     "start.js",
+    "markdown.js",
     "playground.js",
     "tokens.js",
     "kv.js",
@@ -37,9 +38,9 @@ SCRIPTS = (
 )
 _TYPES = {"html": "text/html", "js": "text/javascript", "svg": "image/svg+xml"}
 _ROOT = 'data-mode="server" data-key="none"'
-_ICON = '<link rel="icon" href="/console.svg">\n'
+_ICON = '<link rel="icon" href="console.svg">\n'
 _STYLE = '<link rel="stylesheet" href="console.css">'
-_SCRIPT = '<script src="/console.js" defer></script>\n'
+_SCRIPT = '<script src="console.js" defer></script>\n'
 
 
 class FileResponse(NamedTuple):

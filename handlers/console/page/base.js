@@ -4,7 +4,9 @@ const root = document.documentElement;
 const mode = root.dataset.mode;
 const byId = id => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
-const POLL_MS = 2000;
+const POLL_MS = 2000, PULSE_MS = 1000;
+// Below it are the server's routes, where another program has mounted them.
+const base = location.pathname.replace(/\/$/, "");
 
 let apiKey = "";
 let poolModel = ""; // of a pool: the model that requests name
@@ -96,7 +98,7 @@ function headersFor(more = {}) {
 
 // The answer of this server. Throws AnswerError with the server's own words.
 async function ask(path, options = {}) {
-  const response = await fetch(path, { ...options, headers: headersFor(options.headers), cache: "no-store", credentials: "omit" });
+  const response = await fetch(base + path, { ...options, headers: headersFor(options.headers), cache: "no-store", credentials: "omit" });
   if (response.ok) return response;
   let message = `${response.status} ${response.statusText}`;
   try {

@@ -26,6 +26,22 @@ async function readState() {
   if (start.load) showState(start.load);
 }
 
+// Once a second, whatever else is read: a server that has ended is seen within two.
+let isBeating = false;
+async function beat() {
+  if (mode === "file" || isBeating || document.visibilityState === "hidden" || !byId("key-form").hidden) return;
+  isBeating = true;
+  try {
+    await ask("/livez", { signal: AbortSignal.timeout(5 * PULSE_MS) });
+    if (byId("state").classList.contains("trouble") && mode === "server") refresh();
+  } catch (error) {
+    // Before its first answer the server may still be importing what answers.
+    if (!error.status && (error.name !== "TimeoutError" || start.load)) showTrouble(error);
+  } finally {
+    isBeating = false;
+  }
+}
+
 function showTrouble(error) {
   if (!error) {
     if (byId("state").classList.contains("trouble")) byId("state").className = "state";
@@ -126,6 +142,7 @@ else {
     showPanel(current);
     if (mode === "server" && current !== "start") followStart();
     setInterval(refresh, POLL_MS);
+    setInterval(beat, PULSE_MS);
     setInterval(() => { if (start.load && ["loading", "partial"].includes(start.load.state)) drawStart(); }, 250);
   };
   document.addEventListener("visibilitychange", () => refresh());

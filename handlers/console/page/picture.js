@@ -93,12 +93,26 @@ function layerRows(of) {
   });
 }
 
+// The picture with no more rows of layers than a screen has room for, at least a dozen: neighbours share one.
+function foldLayers(picture, rowPx, screenPx) {
+  const layers = picture.rows.filter(row => row.section === "weights"), others = picture.rows.length - layers.length;
+  const most = Math.max(12, Math.floor(screenPx / rowPx) - others), shared = shareRows(layers, most);
+  const first = picture.rows.indexOf(layers[0]);
+  return { ...picture, rows: shared === layers ? picture.rows : [...picture.rows.slice(0, first), ...shared, ...picture.rows.slice(first + layers.length)],
+    numLayers: layers.length, isFolded: shared !== layers };
+}
+
 function shareRows(rows, most) {
   if (rows.length <= most) return rows;
   const per = Math.ceil(rows.length / most), shared = [];
   for (let first = 0; first < rows.length; first += per) {
     const some = rows.slice(first, first + per), last = some[some.length - 1];
-    shared.push({ section: "weights", label: `${some[0].label}–${last.label.replace(/^[a-z._]+/, "")}`, note: last.note,
+    if (some.length === 1) {
+      shared.push(last);
+      continue;
+    }
+    const kind = label => /^[a-z._]*/.exec(label)[0], ends = kind(some[0].label) === kind(last.label) ? last.label.slice(kind(last.label).length) : last.label;
+    shared.push({ section: "weights", label: `${some[0].label}–${ends}`, note: last.note,
       bars: some.flatMap(row => row.bars), marks: some.flatMap(row => row.marks), bytes: some.reduce((sum, row) => sum + row.bytes, 0) });
   }
   return shared;

@@ -1,13 +1,18 @@
 // Chats and completions as any client sends them. Messages live in this page only.
 
-const play = { messages: [], abort: null };
+const play = { messages: [], abort: null, last: null };
+const EMPTY = "Nothing is stored: what you write is gone with this page.";
+const isNarrow = () => matchMedia("(max-width: 900px)").matches;
 
 function makePlayground() {
-  const form = byId("ask");
+  const form = byId("ask"), prompt = byId("prompt");
   const update = () => {
     const isChat = form.elements.kind.value === "chat";
     for (const part of document.querySelectorAll(".chat-only")) part.hidden = !isChat;
-    byId("prompt-label").textContent = isChat ? "Message" : "Prompt";
+    byId("forget").hidden = !isChat;
+    byId("prompt-label").textContent = prompt.placeholder = isChat ? "Message" : "Text to continue";
+    byId("send-hint").textContent = isChat ? "Enter sends, Shift + Enter begins a line" : "Ctrl + Enter sends";
+    byId("token-legend").hidden = !byId("logprobs").checked;
     const kind = byId("form").value;
     byId("grammar-field").hidden = kind === "text" || kind === "json_object";
     byId("grammar-label").textContent = { json_schema: "Schema", regex: "Expression", choice: "Choices, a line each", grammar: "Grammar" }[kind] ?? "Schema";
@@ -15,28 +20,47 @@ function makePlayground() {
   form.addEventListener("change", update);
   form.addEventListener("submit", event => {
     event.preventDefault();
-    send();
+    send(prompt.value);
   });
   form.addEventListener("keydown", event => {
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
+    if (event.key !== "Enter" || event.isComposing) return;
+    const sends = event.ctrlKey || event.metaKey || (event.target === prompt && !event.shiftKey && form.elements.kind.value === "chat");
+    if (!sends) return;
+    event.preventDefault();
+    form.requestSubmit();
   });
+  prompt.addEventListener("input", fitPrompt);
   byId("stop").addEventListener("click", () => play.abort?.abort());
   byId("forget").addEventListener("click", () => {
+    play.abort?.abort();
     play.messages = [];
-    byId("transcript").replaceChildren();
-    selectToken(null);
-    byId("ask-figures").replaceChildren();
-    byId("ask-state").textContent = "A new chat.";
+    clearAnswers();
+    prompt.focus();
   });
-  for (const button of document.querySelectorAll("[data-copy]")) {
-    button.addEventListener("click", async () => {
-      await navigator.clipboard.writeText(byId(button.dataset.copy).textContent);
-      button.textContent = "Copied";
-      setTimeout(() => { button.textContent = "Copy"; }, 1500);
-    });
-  }
+  byId("show-parameters").addEventListener("click", () => showParameters(byId("parameters").hidden));
+  for (const button of document.querySelectorAll("[data-copy]"))
+    button.addEventListener("click", () => copyText(button, byId(button.dataset.copy).textContent));
+  showParameters(!isNarrow());
   makeTokens();
   update();
+  clearAnswers();
+}
+
+function showParameters(isShown) {
+  byId("parameters").hidden = !isShown;
+  byId("show-parameters").setAttribute("aria-expanded", String(isShown));
+}
+
+function clearAnswers() {
+  show(byId("transcript"), el("p", { class: "empty soft" }, EMPTY));
+  selectToken(null);
+  for (const id of ["ask-figures", "ask-error", "ask-state"]) byId(id).replaceChildren();
+}
+
+// As high as its text, up to a third of the window.
+function fitPrompt() {
+  const prompt = byId("prompt");
+  prompt.rows = Math.min(8, Math.max(1, prompt.value.split("\n").length));
 }
 
 function parsed(id, label) {
@@ -50,8 +74,8 @@ function parsed(id, label) {
 }
 
 // The request's path and body, as the form has them. Throws Error for what is no JSON.
-function requestOf() {
-  const form = byId("ask"), isChat = form.elements.kind.value === "chat", prompt = byId("prompt").value;
+function requestOf(prompt) {
+  const form = byId("ask"), isChat = form.elements.kind.value === "chat";
   const body = {};
   if (poolModel) body.model = poolModel;
   if (isChat) {
@@ -77,26 +101,35 @@ function requestOf() {
   return { path: isChat ? "/v1/chat/completions" : "/v1/completions", body, isChat };
 }
 
-async function send() {
+async function send(prompt) {
   if (play.abort) return;
   let request;
   byId("ask-error").textContent = "";
   try {
-    request = requestOf();
+    request = requestOf(prompt);
   } catch (error) {
     byId("ask-error").textContent = error.message;
     return;
   }
-  const { path, body, isChat } = request, prompt = byId("prompt").value, box = byId("transcript");
+  const { path, body, isChat } = request, box = byId("transcript");
   showCode(path, body);
+  box.querySelector(".empty")?.remove();
+  box.querySelector(".again")?.remove();
   if (!isChat) box.replaceChildren();
-  box.append(el("p", { class: isChat ? "turn user" : "turn given" }, prompt));
-  const target = el("p", { class: isChat ? "turn assistant" : "turn given" });
-  box.append(target);
-  const answer = { target, text: "", calls: [], reasoning: "", usage: null, began: performance.now(), first: null, last: null, tokens: 0, drafted: 0, finish: "" };
+  const asked = el("p", { class: isChat ? "turn user" : "turn given" }, prompt);
+  const target = el(isChat ? "div" : "p", { class: isChat ? "turn assistant" : "turn given" });
+  box.append(asked, target);
+  box.scrollTop = box.scrollHeight;
+  const answer = { target, isChat, hasTokens: !isChat || Boolean(body.logprobs), body: isChat ? target.appendChild(el("div", { class: "markdown" })) : target,
+    text: "", reasoning: "", reasoned: null, calls: [], usage: null, began: performance.now(), first: null, last: null, tokens: 0, drafted: 0, finish: "", frame: 0 };
   play.abort = new AbortController();
-  byId("stop").disabled = false;
+  showBusy(true);
+  if (isChat) {
+    byId("prompt").value = "";
+    fitPrompt();
+  }
   byId("ask-state").textContent = "Waiting for the first token …";
+  let isKept = true;
   try {
     const response = await ask(path, { method: "POST", body: JSON.stringify(body), signal: play.abort.signal, headers: { "Content-Type": "application/json" } });
     if (body.stream) {
@@ -104,53 +137,104 @@ async function send() {
         if (data === "[DONE]") break;
         const chunk = JSON.parse(data);
         if (chunk.error) throw new Error(chunk.error.message);
-        take(answer, chunk, isChat);
+        take(answer, chunk);
       }
-    } else take(answer, await response.json(), isChat);
-    if (isChat) {
-      const message = { role: "assistant", content: answer.text };
-      play.messages.push({ role: "user", content: prompt }, message);
-      byId("prompt").value = "";
-    }
-    byId("ask-state").textContent = answer.finish === "length" ? "Ended at the most tokens." : answer.finish === "tool_calls" ? "The model calls tools." : "Done.";
+    } else take(answer, await response.json());
+    byId("ask-state").textContent = { length: "Stopped at the token limit.", tool_calls: "The model calls tools." }[answer.finish] ?? "";
   } catch (error) {
-    byId("ask-state").textContent = error.name === "AbortError" ? "Stopped." : "Refused.";
-    if (error.name !== "AbortError") byId("ask-error").textContent = error.message;
-    if (!target.childNodes.length) target.remove();
+    const isStopped = error.name === "AbortError";
+    byId("ask-state").textContent = isStopped ? "Stopped." : "";
+    if (!isStopped) byId("ask-error").textContent = error instanceof AnswerError || !(error instanceof TypeError) ? error.message : "The server does not answer.";
+    isKept = answer.text !== "";
   } finally {
     play.abort = null;
-    byId("stop").disabled = true;
-    showFigures(answer);
+    showBusy(false);
+    cancelAnimationFrame(answer.frame);
+    draw(answer);
+    finish(answer, prompt, asked, isKept);
   }
 }
 
+// Keep what was said for the next message; what was refused goes back where it was written.
+function finish(answer, prompt, asked, isKept) {
+  if (answer.reasoning) showReasoning(answer, true);
+  showFigures(answer);
+  if (!answer.isChat) return;
+  if (!isKept) {
+    answer.target.remove();
+    asked.remove();
+    if (!byId("prompt").value) byId("prompt").value = prompt;
+    fitPrompt();
+    return;
+  }
+  const kept = play.messages.length;
+  play.messages.push({ role: "user", content: prompt }, { role: "assistant", content: answer.text });
+  answer.target.append(el("p", { class: "actions" },
+    el("button", { type: "button", class: "quiet copy", onclick: event => copyText(event.currentTarget, answer.text) }, "Copy"),
+    el("button", { type: "button", class: "quiet again", onclick: () => {
+      if (play.abort) return;
+      play.messages.length = kept;
+      answer.target.remove();
+      asked.remove();
+      send(prompt);
+    } }, "Try again")));
+  const box = byId("transcript");
+  box.scrollTop = box.scrollHeight;
+}
+
+function showBusy(isBusy) {
+  byId("stop").hidden = !isBusy;
+  byId("send").hidden = isBusy;
+  if (isBusy && document.activeElement === document.body) byId("prompt").focus();
+}
+
 // One chunk of a stream, or a whole answer.
-function take(answer, chunk, isChat) {
+function take(answer, chunk) {
   if (chunk.usage) answer.usage = chunk.usage;
   const choice = chunk.choices?.[0];
   if (!choice) return;
-  const part = isChat ? choice.delta ?? choice.message ?? {} : choice;
+  const { isChat } = answer, part = isChat ? choice.delta ?? choice.message ?? {} : choice;
   const content = (isChat ? part.content : part.text) ?? "";
   if (choice.finish_reason) answer.finish = choice.finish_reason;
-  if (part.reasoning_content) {
-    answer.reasoning += part.reasoning_content;
-    const place = answer.target.querySelector(".reasoning") ?? answer.target.insertBefore(el("span", { class: "reasoning" }), answer.target.firstChild);
-    place.textContent = answer.reasoning;
-  }
+  if (part.reasoning_content) answer.reasoning += part.reasoning_content;
   for (const call of part.tool_calls ?? []) addCall(answer, call);
   const drafted = chunk.teneral?.drafted_tokens ?? 0;
   const tokens = tokensIn(choice.logprobs, isChat);
   if (!content && !tokens.length && !part.reasoning_content && !part.tool_calls) return;
-  answer.first ??= performance.now();
   answer.last = performance.now();
+  answer.first ??= answer.last;
+  if (answer.reasoning && content) answer.reasoned ??= answer.last;
   answer.text += content;
   answer.tokens += Math.max(1, tokens.length);
   answer.drafted += drafted;
-  // A token's text may be a part of a character: where they do not add up to the text, the text is what counts.
-  if (tokens.length && tokens.map(token => token.text).join("") === content)
-    answer.target.append(...tokens.map((token, index) => tokenSpan({ ...token, isDrafted: index < drafted })));
-  else if (content) answer.target.append(tokenSpan({ text: content, logprob: tokens.length === 1 ? tokens[0].logprob : null, top: tokens[0]?.top, isDrafted: drafted > 0 }));
+  if (answer.hasTokens) {
+    if (drafted) byId("token-legend").hidden = false;
+    // A token's text may be a part of a character: where they do not add up to the text, the text is what counts.
+    if (tokens.length && tokens.map(token => token.text).join("") === content)
+      answer.body.append(...tokens.map((token, index) => tokenSpan({ ...token, isDrafted: index < drafted })));
+    else if (content) answer.body.append(tokenSpan({ text: content, logprob: tokens.length === 1 ? tokens[0].logprob : null, top: tokens[0]?.top, isDrafted: drafted > 0 }));
+  }
   byId("ask-state").textContent = `Answering … first token after ${seconds((answer.first - answer.began) / 1000)}`;
+  if (!answer.frame) answer.frame = requestAnimationFrame(() => draw(answer));
+}
+
+// What has come, once a frame. A reader who has scrolled up stays there.
+function draw(answer) {
+  answer.frame = 0;
+  const box = byId("transcript"), isAtEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 60;
+  if (answer.reasoning) showReasoning(answer, false);
+  if (!answer.hasTokens) patch(answer.body, markdown(answer.text));
+  if (isAtEnd) box.scrollTop = box.scrollHeight;
+}
+
+function showReasoning(answer, isOver) {
+  if (!answer.folded) {
+    answer.folded = el("details", { class: "reasoning" }, el("summary"), el("div"));
+    answer.target.prepend(answer.folded);
+  }
+  const took = ((answer.reasoned ?? answer.last) - answer.first) / 1000;
+  answer.folded.firstChild.textContent = answer.reasoned || isOver ? `Reasoned for ${seconds(took)}` : `Reasoning … ${seconds(took)}`;
+  answer.folded.lastChild.textContent = answer.reasoning;
 }
 
 function tokensIn(logprobs, isChat) {
@@ -187,11 +271,11 @@ const quoted = content => `'${content.replaceAll("'", "'\\''")}'`;
 
 function showCode(path, body) {
   const hasKey = root.dataset.key === "needed" || apiKey, json = JSON.stringify(body, null, 2);
-  byId("curl").textContent = `curl ${body.stream ? "-N " : ""}${location.origin}${path} \\\n  -H 'Content-Type: application/json' \\\n`
+  byId("curl").textContent = `curl ${body.stream ? "-N " : ""}${location.origin}${base}${path} \\\n  -H 'Content-Type: application/json' \\\n`
     + (hasKey ? "  -H \"Authorization: Bearer $TENERAL_API_KEY\" \\\n" : "") + `  -d ${quoted(json)}`;
   byId("python").textContent = [
     "import json", "import os", "from openai import OpenAI", "",
-    `client = OpenAI(base_url=${JSON.stringify(`${location.origin}/v1`)}, api_key=os.environ.get("TENERAL_API_KEY", "none"))`,
+    `client = OpenAI(base_url=${JSON.stringify(`${location.origin}${base}/v1`)}, api_key=os.environ.get("TENERAL_API_KEY", "none"))`,
     `request = json.loads(r"""${json.includes('"""') ? json.replaceAll('"""', '\\"\\"\\"') : json}""")`,
     "own = {name: request.pop(name) for name in (\"teneral\", \"structured_outputs\", \"lora\") if name in request}",
     `request.setdefault("model", ${JSON.stringify(byId("model").textContent)})`,

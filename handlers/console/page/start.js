@@ -1,6 +1,6 @@
 // The cold start: as it happens, by the timeline's events; of a file, as it was.
 
-const start = { snapshot: null, load: null, received: 0, forecast: null, drawn: null, stream: null };
+const start = { snapshot: null, load: null, received: 0, forecast: null, stream: null, isUnfolded: false };
 
 function makeStart() {
   const chart = el("div", { class: "chart" });
@@ -9,6 +9,10 @@ function makeStart() {
     el("dl", { id: "start-cards", class: "figures" }),
     el("section", { id: "explained", class: "card", "aria-labelledby": "explained-title" }),
     el("div", { id: "legend", class: "legend", role: "group", "aria-label": "Phases to show" }),
+    el("button", { id: "fold", class: "quiet", type: "button", "aria-expanded": "false", hidden: true, onclick: () => {
+      start.isUnfolded = !start.isUnfolded;
+      drawStart();
+    } }),
     chart,
     el("details", { id: "start-table" }, el("summary", {}, "As a table"), el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Layers as a table" })),
     el("p", { id: "start-remarks", class: "soft" }));
@@ -31,7 +35,11 @@ function drawStart() {
   drawExplained(picture.explained);
   const box = panel.querySelector(".chart"), width = Math.floor(box.clientWidth);
   if (width > 0) {
-    box.replaceChildren(drawWaterfall(picture, width));
+    const folded = foldLayers(picture, ROW_PX, innerHeight - CHART_FRAME_PX);
+    box.replaceChildren(drawWaterfall(start.isUnfolded ? picture : folded, width));
+    byId("fold").hidden = !folded.isFolded;
+    byId("fold").setAttribute("aria-expanded", String(start.isUnfolded));
+    byId("fold").textContent = start.isUnfolded ? "Fold the layers" : `Show each of ${folded.numLayers} layers`;
     show(byId("legend"), legendOf(picture));
   }
   if (byId("start-table").open) show(byId("start-table").querySelector("div"), tableOf(picture));
@@ -94,7 +102,7 @@ function drawExplained({ end, share, parts }) {
     stack(parts, end, `Of ${seconds(end)}: ${label}`),
     el("ul", { class: "keys" }, parts.filter(part => part.amount > 0.0005 * end).map(part =>
       key(part.kind, `${part.label} `, el("b", {}, seconds(part.amount)), ` ${percent(part.amount / end, 1)}`))),
-    el("p", { class: "soft" }, `${percent(share, 1)} of ${seconds(end)} is explained. Of what goes on at the same time, what comes first here counts.`));
+    el("p", { class: "soft" }, `${percent(share, 1)} of ${seconds(end)} is explained. Where phases overlap, the first in this list is counted.`));
 }
 
 function legendOf(picture) {

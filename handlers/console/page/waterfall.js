@@ -6,6 +6,7 @@ const LEGEND = [
   ["execute", "forward pass"], ["queued", "queued"], ["prefill", "prefill"], ["generate", "generate"], ["first-token", "first token"],
 ];
 const SECTIONS = { process: "PROCESS", weights: "WEIGHTS", requests: "REQUESTS" };
+const ROW_PX = 18, CHART_FRAME_PX = 210; // of a row; of the header, the axis and the network above and below the rows
 const hiddenKinds = new Set();
 
 const kindOf = bar => bar.kind === "fetch" && bar.tier === "refine" ? "refine" : bar.kind;
@@ -13,7 +14,7 @@ const kindOf = bar => bar.kind === "fetch" && bar.tier === "refine" ? "refine" :
 function drawWaterfall(picture, width) {
   const narrow = width < 620;
   const left = narrow ? 82 : 140, right = width - (narrow ? 10 : 104);
-  const rowHeight = picture.rows.length > 60 ? 12 : 18, networkHeight = 46;
+  const rowHeight = picture.rows.length > 60 ? 12 : ROW_PX, networkHeight = 46;
   const x = at => left + (right - left) * Math.min(1, at / picture.end);
   const moments = momentsOf(picture);
   const axisY = 16, top = 24 + 15 * moments.length + 4;

@@ -5,57 +5,31 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shutil
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.adapters import save_adapter
-from tests.support.chat_families import family_parts
 from tests.support.cold_start import cold_start
+from tests.support.console_visits import SIZES, WAIT_MS, Browser, Visit, chromium, expect, url_of
 from tests.support.gated_server import GatedServer
-from tests.support.load import patience_s
 from tests.support.pool_runs import PoolRun
+from tests.support.ports import free_port
+from tests.support.standby_processes import until
 from tests.support.store_server import StoreServer
 from tests.support.tiny_models import save_tiny, tiny_model
 from tests.test_serve import Server
-from tests.test_serve_draft import GatedStore
 
+import teneral
 from teneral.handlers.console.files import standalone
 from teneral.loader.sources.file.store import FileStore
 from teneral.loader.tools.pack.pack import pack
 from teneral.runtime.waterfall.command import checked_snapshot
 
-TOOLS = Path(os.environ.get("CONSOLE_TOOLS", Path(__file__).parents[3] / ".conformance-console"))
-BROWSER = os.environ.get("CONSOLE_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
-AXE = TOOLS / "node_modules" / "axe-core" / "axe.min.js"
-if not (TOOLS / "playwright").is_dir() or BROWSER is None:
-    pytest.skip("Chromium and Playwright are needed: scripts/conformance-console", allow_module_level=True)
-sys.path.append(str(TOOLS))
-from playwright.sync_api import Browser, Page, expect, sync_playwright  # noqa: E402
-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-WAIT_MS = 1000 * patience_s(30)
-SIZES = {"phone": (360, 740), "desktop": (1280, 900)}
 PANELS = ("start", "playground", "kv", "load", "artifact")
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"enum": ["Oslo"]}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-    },
-}
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture
@@ -91,43 +63,6 @@ def warm_server(folder: Path) -> Iterator[Server]:
     )
     yield server
     server.close()
-
-
-class Visit:
-    """A page of the console; at its end nothing was written to the browser's console as an error."""
-
-    def __init__(self, browser: Browser, url: str, size: str, scheme: Any = "light", path: str = "/") -> None:
-        width, height = SIZES[size]
-        self.page: Page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
-        self.page.set_default_timeout(WAIT_MS)
-        self.errors: list[str] = []
-        self.page.on(
-            "console", lambda line: line.type in ("error", "warning") and self.errors.append(line.text)
-        )
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.goto(url + path)
-
-    def open(self, panel: str) -> None:
-        self.page.evaluate("name => { location.hash = name; }", panel)
-        expect(self.page.locator(f"#panel-{panel}")).to_be_visible(timeout=WAIT_MS)
-
-    def check(self) -> None:
-        """No overflow, no error, and nothing that axe-core finds."""
-        spare = self.page.evaluate("innerWidth - document.documentElement.scrollWidth")
-        assert spare >= 0, f"{-spare} px too wide"
-        if AXE.exists():
-            self.page.evaluate(AXE.read_text(encoding="utf-8"))
-            found = self.page.evaluate("axe.run(document, {resultTypes: ['violations']})")
-            seen = [(one["id"], [node["html"][:200] for node in one["nodes"]]) for one in found["violations"]]
-            assert seen == []
-        assert self.errors == []
-
-    def close(self) -> None:
-        self.page.close()
-
-
-def url_of(server: Any) -> str:
-    return f"http://127.0.0.1:{server.port}"
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -189,7 +124,7 @@ def test_every_panel_of_a_warm_server(browser: Browser, warm_server: Server, siz
     visit = Visit(browser, url_of(warm_server), size, scheme)
     seen = {
         "start": "Ready after|First token after",
-        "playground": "Answer",
+        "playground": "Nothing is stored",
         "kv": "of the KV pool is taken",
         "load": "sequences? runs?",
         "artifact": "stored",
@@ -209,114 +144,6 @@ def test_every_panel_of_a_warm_server(browser: Browser, warm_server: Server, siz
     for name in ("waiting", "tokens a second", "refused, 429", "refused, 503"):
         expect(visit.page.locator("#panel-load dt", has_text=name).first).to_be_visible(timeout=WAIT_MS)
     visit.close()
-
-
-def test_an_answer_comes_token_by_token_with_probabilities_and_code(
-    browser: Browser, warm_server: Server
-) -> None:
-    visit = Visit(browser, url_of(warm_server), "desktop", path="/#playground")
-    page = visit.page
-    page.locator("input[value=completion]").check(force=True)
-    page.fill("#prompt", "hello there, it's me")
-    page.fill("#max-tokens", "12")
-    page.fill("#temperature", "0")
-    page.keyboard.press("Control+Enter")
-    page.wait_for_selector("#ask-figures dt")
-    page.wait_for_selector("#stop:disabled")
-    assert page.locator("#transcript .token").count() >= 1
-    page.focus("#transcript")
-    page.keyboard.press("ArrowRight")
-    expect(page.locator("#token")).to_contain_text("logprob")
-    page.locator("#code summary").click()
-    curl = page.locator("#curl").text_content() or ""
-    assert f"{url_of(warm_server)}/v1/completions" in curl
-    assert "'\\''s me" in curl
-    compile(page.locator("#python").text_content() or "", "shown", "exec")
-    visit.check()
-    page.locator("summary", has_text="Form of the answer").click()
-    page.select_option("#form", "json_schema")
-    page.fill("#grammar", "{")
-    page.locator("#send").click()
-    expect(page.locator("#ask-error")).to_contain_text("Schema")
-    page.fill(
-        "#grammar",
-        '{"type": "object", "properties": {"n": {"enum": [1]}}, "required": ["n"], "additionalProperties": false}',
-    )
-    page.locator("#send").click()
-    expect(page.locator("#transcript")).to_contain_text('"n"', timeout=WAIT_MS)
-    page.wait_for_selector("#stop:disabled")
-    for form, rule, answer in (
-        ("regex", "4[0-1]", re.compile("4[01]")),
-        ("choice", "left\nright", re.compile("left|right")),
-        ("grammar", 'root ::= "yes" | "no"', re.compile("yes|no")),
-    ):
-        page.select_option("#form", form)
-        page.fill("#grammar", rule)
-        page.locator("#send").click()
-        expect(page.locator("#transcript")).to_have_text(answer, timeout=WAIT_MS)
-        page.wait_for_selector("#stop:disabled")
-    visit.check()
-    visit.close()
-
-
-def test_tokens_that_the_draft_chose_are_marked(browser: Browser, folder: Path) -> None:
-    store = GatedStore(folder)
-    with store.server:
-        server = Server(f"{store.server.url}/bucket/model", "--name", "tiny")
-        try:
-            visit = Visit(browser, url_of(server), "desktop", path="/#playground")
-            page = visit.page
-            page.locator("input[value=completion]").check(force=True)
-            page.fill("#prompt", "hello there")
-            page.fill("#max-tokens", "40")
-            page.fill("#temperature", "0")
-            page.select_option("#first-token", "draft")
-            page.locator("#send").click()
-            expect(page.locator("#transcript .token.drafted").first).to_be_attached(timeout=WAIT_MS)
-            store.may_refine.set()
-            page.wait_for_selector("#stop:disabled")
-            page.focus("#transcript")
-            page.keyboard.press("ArrowRight")
-            expect(page.locator("#token .tag")).to_have_text("drafted")
-            expect(page.locator("#ask-figures")).to_contain_text(re.compile(r"drafted\s*[1-9]"))
-            visit.check()
-            visit.close()
-        finally:
-            store.may_refine.set()
-            server.close()
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_chat_calls_tools(browser: Browser, tmp_path: Path, size: str) -> None:
-    family_parts("hermes", tmp_path).tokenizer.close()
-    server = Server(tmp_path, "--name", "tiny")
-    try:
-        visit = Visit(browser, url_of(server), size, path="/#playground")
-        page = visit.page
-        page.fill("#prompt", "Hello")
-        page.fill("#max-tokens", "24")
-        page.locator("#send").click()
-        expect(page.locator("#transcript .assistant .token").first).to_be_attached(timeout=WAIT_MS)
-        page.wait_for_selector("#stop:disabled", state="attached")
-        # A random model's tokens may have no text: special ones, and parts of a character.
-        page.locator("#transcript .token", has_text=re.compile(r"\S")).first.hover()
-        expect(page.locator("#token")).to_contain_text("logprob")
-        page.locator("summary", has_text="Form of the answer").click()
-        page.fill("#tools", json.dumps([TOOL]))
-        page.select_option("#tool-choice", "required")
-        page.fill("#max-tokens", "100")
-        page.fill("#prompt", "And the weather?")
-        page.locator("#send").click()
-        expect(page.locator("#transcript .call").first).to_have_text(
-            re.compile(r'^weather\(\{"city": ?"Oslo"\}\)$'), timeout=WAIT_MS
-        )
-        page.wait_for_selector("#stop:disabled", state="attached")
-        page.locator("#code summary").click()
-        assert '"tool_choice": "required"' in (page.locator("#curl").text_content() or "")
-        visit.check()
-        visit.close()
-    finally:
-        server.close()
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -357,6 +184,7 @@ def test_an_adapter_is_asked_and_shown_with_what_the_others_did(
     try:
         visit = Visit(browser, url_of(server), size, path="/#playground")
         page = visit.page
+        visit.show_parameters()
         expect(page.locator("#adapter")).to_be_visible(timeout=WAIT_MS)
         page.locator("input[value=completion]").check(force=True)
         page.fill("#prompt", "hello there")
@@ -365,7 +193,7 @@ def test_an_adapter_is_asked_and_shown_with_what_the_others_did(
             page.fill("#adapter", name)
             with page.expect_response("**/v1/completions"):
                 page.locator("#send").click()
-            page.wait_for_selector("#stop:disabled", state="attached")
+            page.wait_for_selector("#stop[hidden]", state="attached")
         page.locator("#code summary").click()
         assert '"lora": "legal-german"' in (page.locator("#curl").text_content() or "")
         visit.check()
@@ -382,6 +210,45 @@ def test_an_adapter_is_asked_and_shown_with_what_the_others_did(
         visit.close()
     finally:
         server.close()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_layers_beyond_a_screen_are_folded(browser: Browser, tmp_path: Path, size: str) -> None:
+    page = tmp_path / "start.html"
+    page.write_text(standalone(checked_snapshot(cold_start(num_layers=80))), encoding="utf-8")
+    visit = Visit(browser, page.as_uri(), size, path="")
+    fold = visit.page.locator("#fold")
+    expect(fold).to_have_text("Show each of 82 layers")
+    rows = visit.page.locator(".chart .row")
+    folded = rows.count()
+    visit.check()
+    fold.click()
+    expect(fold).to_have_text("Fold the layers")
+    assert rows.count() > 80 > folded
+    visit.check()
+    visit.close()
+
+
+def test_the_page_works_below_a_mount_point(browser: Browser, folder: Path) -> None:
+    fastapi = pytest.importorskip("fastapi", reason="FastAPI is not installed: scripts/conformance-asgi")
+    uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed: scripts/conformance-asgi")
+    llm = teneral.asgi_app(folder / "model", name="tiny")
+    app = fastapi.FastAPI(lifespan=llm.lifespan)
+    app.mount("/llm", llm)
+    server = uvicorn.Server(uvicorn.Config(app, port=free_port(), log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        until(lambda: server.started, "the server did not start")
+        visit = Visit(browser, f"http://127.0.0.1:{server.config.port}", "desktop", path="/llm/")
+        expect(visit.page.locator("#state")).to_have_text("ready", timeout=WAIT_MS)
+        for panel in PANELS:
+            visit.open(panel)
+            visit.check()
+        visit.close()
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 def test_without_adapters_none_is_offered(browser: Browser, warm_server: Server) -> None:

@@ -10,7 +10,7 @@ import pytest
 from teneral.loader.errors import UsageError
 from teneral.loader.sources.base import SourceOptions
 from teneral.runtime.config import SETTINGS, ServeConfig
-from teneral.runtime.resolve import resolve
+from teneral.runtime.resolve import keyword_values, resolve
 from teneral.runtime.setting import parse_bytes
 
 
@@ -199,3 +199,26 @@ def test_a_configuration_is_a_frozen_value() -> None:
         ServeConfig(model="a", prot=1)
     with pytest.raises(TypeError, match="prot"):
         config.replace(prot=1)
+
+
+def test_keyword_arguments_are_flags_by_name_and_none_is_the_default() -> None:
+    values = keyword_values(
+        Path("model"), {"kv_bytes": "1MiB", "look_ahead": "off", "threads": None, "cache_dir": Path("x")}
+    )
+    assert values == {"model": "model", "kv_bytes": 1 << 20, "look_ahead": 0, "cache_dir": "x"}
+    config = resolve(values, {"TENERAL_THREADS": "3"})
+    assert (config.kv_bytes, config.look_ahead, config.threads) == (1 << 20, 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"kv_byte": 1}, "unknown setting kv_byte\n.*Did you mean kv_bytes?"),
+        ({"max_running": 0}, "^max_running must be"),
+    ],
+)
+def test_a_keyword_argument_that_is_unknown_or_invalid_is_refused(
+    settings: dict[str, object], text: str
+) -> None:
+    with pytest.raises(UsageError, match=text):
+        keyword_values("model", settings)

@@ -84,6 +84,11 @@ def test_the_instance_starts_to_fetch_without_torch_or_a_web_server() -> None:
     }
 
 
+def test_an_engine_needs_no_web_server_and_an_application_imports_it_with_its_first_request() -> None:
+    loaded = loaded_by("import teneral; teneral.Engine; teneral.asgi_app")
+    assert not loaded & {"torch", "aiohttp", "boto3", "tokenizers", "jinja2", "prometheus_client", "numpy"}
+
+
 def test_a_function_on_lambda_that_no_http_request_reaches_needs_no_web_server() -> None:
     loaded = loaded_by(
         "import teneral.handlers.platforms.aws_lambda.loop, teneral.handlers.platforms.aws_lambda.answers; "

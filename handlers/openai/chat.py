@@ -156,9 +156,14 @@ class ChatFormat(FormatOfChat):
         return str(last["content"]) if self.body.echo and last["role"] == "assistant" else ""
 
     def _shown(self, deltas: list[Delta]) -> list[Delta]:
-        if self.body.include_reasoning is not False:
+        if self._gives_reasoning:
             return deltas
         return [delta for delta in deltas if not isinstance(delta, ReasoningDelta)]
+
+    @property
+    def _gives_reasoning(self) -> bool:
+        options = self.body.reasoning
+        return self.body.include_reasoning is not False and not (options is not None and options.exclude)
 
     @property
     def _wants_logprobs(self) -> bool:
@@ -166,7 +171,7 @@ class ChatFormat(FormatOfChat):
 
     def _choice(self, index: int, outcome: SequenceOutcome, answer: Answer) -> ChatChoice:
         calls = [ChatCall(call.id, ChatFunction(call.name, call.arguments)) for call in answer.calls]
-        reasoning = UNSET if self.body.include_reasoning is False else answer.reasoning or UNSET
+        reasoning = answer.reasoning or UNSET if self._gives_reasoning else UNSET
         text = self._echo() + answer.text
         message = ChatMessage(
             text if text or not calls else None,

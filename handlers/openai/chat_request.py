@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...runtime.errors import RequestError
+from ...runtime.grammar.budget import ReasoningBudget, ReasoningTokens
+from ...runtime.grammar.matcher import Grammar
 from ...runtime.grammar.spec import GrammarSpec
 from ...runtime.step.requests import FinishReason, GenerationEvent, GenerationRequest
 from .deltas import (
@@ -34,14 +36,34 @@ from .parameters import (
     sequences,
     wanted_first_token,
 )
-from .prompts import ChatPrompt, ChatSettings, mentions, template_messages, with_arguments, with_ids
+from .prompts import (
+    ChatPrompt,
+    ChatSettings,
+    budget_of,
+    mentions,
+    template_messages,
+    with_arguments,
+    with_ids,
+)
 from .schemas import ChatBody
 from .structured import grammar_of
 from .tools.choose import answers_in_channels, tool_format
 from .tools.format import ToolFormat
 from .tools.functions import ToolMode, ToolPlan, described, tool_plan
 from .tools.grammar import calls_grammar, channels_grammar, reasoning_grammar
-from .tools.harmony import HARMONY, ChannelReader, PromptEnd, harmony_messages, harmony_tools
+from .tools.harmony import (
+    ANALYSIS,
+    CHANNEL,
+    END,
+    HARMONY,
+    MESSAGE,
+    ChannelReader,
+    HarmonyPlace,
+    Header,
+    PromptEnd,
+    harmony_messages,
+    harmony_tools,
+)
 from .tools.reader import CallReader
 
 if TYPE_CHECKING:
@@ -50,6 +72,9 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("teneral.http")
+
+# The beginning and the end of reasoning in channels.
+CHANNEL_REASONING = (f"{CHANNEL}{ANALYSIS}{MESSAGE}", END)
 
 
 class ChatRequest:
@@ -84,6 +109,8 @@ class ChatRequest:
         self._id = request_id
         self._settings = settings
         self._reasoning_parser = _reasoning_parser(body, settings)
+        self._budget = budget_of(body)
+        self._templates: Mapping[str, str] = {}  # the model's
         self._messages = template_messages(body.messages)
         self._plan = tool_plan(body.tools, body.tool_choice, body.parallel_tool_calls)
         self._form = grammar_of(body)
@@ -119,6 +146,7 @@ class ChatRequest:
 
     def render(self, tokenizer: TextTokenizer) -> str:
         """The prompt as text. Blocks. Raises `RequestError` for what the model's template does not take."""
+        self._templates = tokenizer.templates
         templates = self._prompt.templates(tokenizer.templates)
         self._tags = None if self._has_channels(templates) else self._reasoning_tags(templates)
         self._format = self._format_of(templates)
@@ -127,7 +155,7 @@ class ChatRequest:
     def prepare(self, tokenizer: TextTokenizer, max_tokens: int | None) -> list[GenerationRequest]:
         text = self.render(tokenizer)
         has_channels = self._has_channels(self._prompt.templates(tokenizer.templates))
-        self.warnings += self._prompt.warnings
+        self.warnings = [*self._prompt.warnings, *self._without_reasoning()]
         for warning in self.warnings:
             logger.info("request %s: %s", self._id, warning)
         self._is_open = self._tags is not None and self._tags.is_open(text)
@@ -152,7 +180,9 @@ class ChatRequest:
             num_top_logprobs=self.num_top_logprobs,
             num_prompt_logprobs=self.body.prompt_logprobs,
             first_token=self.first_token,
-            grammar=None if grammar is None else tokenizer.compile_grammar(grammar),
+            grammar=self._within_budget(
+                tokenizer, None if grammar is None else tokenizer.compile_grammar(grammar)
+            ),
             shown_tokens=self._shown_tokens(tokenizer),
         )
 
@@ -244,6 +274,39 @@ class ChatRequest:
         if self._tags is None:
             return self._form
         return reasoning_grammar(self._form, self._tags, is_open=self._is_open)
+
+    def _without_reasoning(self) -> list[str]:
+        """Warnings of fields about reasoning, for a model that does not reason."""
+        if self._tags is not None or self._has_channels(self._prompt.templates(self._templates)):
+            return []
+        wanted = self._budget is not None or (self.body.reasoning is not None and self.body.reasoning.enabled)
+        return (
+            ["the budget or switch of reasoning is without effect: the model does not reason"]
+            if wanted
+            else []
+        )
+
+    def _within_budget(self, tokenizer: TextTokenizer, grammar: Grammar | None) -> Grammar | None:
+        """The grammar, behind reasoning of a bounded number of tokens."""
+        if self._budget is None or (self._tags is None and self._prompt_end is None):
+            return grammar
+        tags, end = self._tags, self._prompt_end
+        opened, closed = CHANNEL_REASONING if tags is None else (tags.open, tags.close)
+        forced = closed if tags is None else f"{chr(10)}{closed}{2 * chr(10)}"
+        is_open = self._is_open or (
+            end is not None and end.place is HarmonyPlace.TEXT and Header.read(end.header).channel == ANALYSIS
+        )
+
+        def tokens(text: str) -> tuple[int, ...]:
+            return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+        return ReasoningBudget(
+            grammar,
+            ReasoningTokens(tokens(opened), tokens(closed), tokens(forced)),
+            vocab_size=tokenizer.vocab_size,
+            max_tokens=self._budget,
+            is_open=is_open,
+        )
 
     def _shown_tokens(self, tokenizer: TextTokenizer) -> dict[int, str]:
         """Special tokens that the readers look for, which have no text else."""

@@ -135,6 +135,7 @@ COMPLETIONS: Fields = {
     "logprobs": (_YES, "up to 20; with `echo` of the prompt, too, whose first token has none"),
     "best_of": (_YES, "choices, of which the `n` likeliest are given, by their tokens' mean log-probability"),
     "add_special_tokens": (_YES, "vLLM's: with false a prompt's text gets none"),
+    "thinking_token_budget": (_NO, "of chats; -1 is accepted"),
     "suffix": (_YES, "where the vocabulary has tokens for filling in the middle; else refused"),
     "prompt_embeds": (_NO, "send `prompt`"),
 }
@@ -146,6 +147,7 @@ INFILL: Fields = {
     "prompt": (_YES, "the beginning of the answer"),
     **_GENERATION,
     "n": (_YES, "1; others are refused"),
+    "thinking_token_budget": (_NO, "of chats; -1 is accepted"),
     "stream_options": (_IDLE, "the last chunk has the counts"),
     **dict.fromkeys(("t_max_prompt_ms", "t_max_predict_ms"), (_IDLE, "the header `Deadline-Ms` is a limit")),
 }
@@ -174,6 +176,14 @@ CHAT: Fields = {
         "where the chat template has it; `none` switches reasoning off where the template can; else without "
         "effect, with a warning in the answer",
     ),
+    "thinking_token_budget": (
+        _YES,
+        "vLLM's: the most tokens of reasoning; its end is forced then; -1: no limit. Without effect, with a warning, "
+        "where the model does not reason",
+    ),
+    "thinking_budget": (_YES, "Qwen's; as `thinking_token_budget`"),
+    "reasoning_budget_tokens": (_YES, "llama.cpp's; as `thinking_token_budget`"),
+    "reasoning": (_YES, "OpenRouter's: `effort`, `max_tokens`, `enabled`, `exclude`, as the fields here"),
     "include_reasoning": (_YES, "vLLM's; with false answers have no reasoning"),
     "separate_reasoning": (_YES, "SGLang's; with false reasoning is text of the answer"),
     "reasoning_format": (_YES, "llama.cpp's: `auto`, `deepseek`; `none`: reasoning is text of the answer"),
@@ -375,8 +385,9 @@ _AS_IT_IS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("vllm_xargs", "media_io_kwargs", "mm_processor_kwargs"), ({},)),
     **dict.fromkeys(("length_penalty", "typical_p", "n_cmpl"), (1,)),
     **dict.fromkeys(("t_max_predict_ms", "top_n_sigma"), (0, -1)),
-    "adaptive_target": (-1,),
+    **dict.fromkeys(("adaptive_target", "thinking_token_budget"), (-1,)),
     "truncation_side": ("left",),
+    "speed": ("standard",),
     # Older clients', of a chat without functions.
     "functions": ([],),
     "function_call": ("none", "auto"),

@@ -30,7 +30,7 @@ _VLLM = (
     "truncate_prompt_tokens truncation_side allowed_token_ids prompt_logprobs logprob_token_ids bad_words "
     "add_special_tokens response_format structured_outputs priority request_id session_id "
     "return_tokens_as_token_ids return_token_ids routed_experts_prompt_start return_token_offsets return_mm_kwargs "
-    "cache_salt kv_transfer_params ec_transfer_params vllm_xargs repetition_detection "
+    "cache_salt kv_transfer_params ec_transfer_params vllm_xargs repetition_detection thinking_token_budget "
     "stream_interval"
 )
 _LLAMA_CPP = (
@@ -52,7 +52,12 @@ OTHER_SERVERS: Mapping[str, OtherServers] = {
             *(_OPENAI, _VLLM, _CHAT),
             "include_reasoning documents chat_template media_io_kwargs mm_processor_kwargs return_prompt_text",
         ),
-        _names(_OPENAI, _LLAMA_CPP, _CHAT, "reasoning_format parse_tool_calls reasoning_control"),
+        _names(
+            _OPENAI,
+            _LLAMA_CPP,
+            _CHAT,
+            "reasoning_format parse_tool_calls reasoning_control reasoning_budget_tokens",
+        ),
     ),
     "/v1/completions": OtherServers(
         _names(_OPENAI, _VLLM, "prompt echo logprobs suffix prompt_embeds"),

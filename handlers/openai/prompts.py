@@ -76,9 +76,11 @@ class ChatPrompt:
         self._variables = _variables(body)
         self._efforts = {
             name: value
-            for name in ("reasoning_effort", "verbosity")
-            if (value := getattr(body, name)) is not None
+            for name, value in (("reasoning_effort", effort_of(body)), ("verbosity", body.verbosity))
+            if value is not None
         }
+        self._thinks = None if body.reasoning is None else body.reasoning.enabled
+        self._budget = budget_of(body)
         self.warnings: list[str] = []  # once it is rendered
         self._params = {name: f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs or {}}
 
@@ -123,9 +125,38 @@ class ChatPrompt:
                     f"{name} is without effect: the model's chat template has no variable for it"
                 )
         effort, switch = self._efforts.get("reasoning_effort"), thinking_switch(templates)
-        if effort is not None and switch:
+        if switch and self._thinks is not None:
+            variables[switch] = self._thinks
+        elif switch and effort is not None:
             variables[switch] = effort != "none"
+        if self._budget is not None and mentions(templates, "thinking_budget"):
+            variables["thinking_budget"] = self._budget
         return variables
+
+
+def effort_of(body: ChatBody) -> str | None:
+    """The effort, by any of its names."""
+    if body.reasoning_effort is None and body.reasoning is not None:
+        return body.reasoning.effort
+    return body.reasoning_effort
+
+
+def budget_of(body: ChatBody) -> int | None:
+    """The most tokens of reasoning; None: no limit. Raises `RequestError`."""
+    given = {
+        name: value
+        for name in ("thinking_token_budget", "thinking_budget", "reasoning_budget_tokens")
+        if (value := getattr(body, name)) is not None
+    }
+    if body.reasoning is not None and body.reasoning.max_tokens is not None:
+        given["reasoning.max_tokens"] = body.reasoning.max_tokens
+    for param, value in given.items():
+        if not -1 <= value < 1 << 31:
+            raise RequestError(f"{param} is {value}, but must be at least 0, or -1 for no limit", param=param)
+    if len(set(given.values())) > 1:
+        raise RequestError(f"{' and '.join(given)} contradict one another", param=next(iter(given)))
+    budget = next(iter(given.values()), -1)
+    return None if budget == -1 else budget
 
 
 def thinking_switch(templates: Mapping[str, str]) -> str:

@@ -109,6 +109,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
     session_id: str | None = None
     n_predict: int | None = None
     repeat_penalty: float | None = None
+    thinking_token_budget: int | None = None
     # What an answer has besides
     request_id: str | None = None
     return_token_ids: bool | None = None
@@ -237,6 +238,15 @@ class Message(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=T
     function_call: Any = None
 
 
+class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """OpenRouter's options of reasoning, to which those of other APIs come."""
+
+    effort: str | None = None
+    max_tokens: int | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None
+
+
 class ChatBody(GenerationBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
     messages: list[Message]
     max_completion_tokens: int | None = None
@@ -253,6 +263,9 @@ class ChatBody(GenerationBody, kw_only=True, frozen=True, forbid_unknown_fields=
     echo: bool | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
+    reasoning: ReasoningOptions | None = None
+    thinking_budget: int | None = None
+    reasoning_budget_tokens: int | None = None
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
     reasoning_format: str | None = None

@@ -20,6 +20,7 @@ from ..openai.schemas import (
     FunctionCall,
     JsonSchemaFormat,
     Message,
+    ReasoningOptions,
     ResponseFormat,
     StreamOptions,
     ToolCall,
@@ -31,15 +32,34 @@ _PROMPT: Fields = {
     "model": (_YES, "the served model's name"),
     "messages": (
         _YES,
-        "`text`, `tool_use`, `tool_result` and `thinking` blocks; a last assistant's is gone on from",
+        "`text`, `tool_use`, `tool_result`, `thinking`, `document` of text and `search_result` blocks; those of "
+        "Anthropic's own tools are left out with a warning; a last assistant's is gone on from",
     ),
     "system": (_YES, "a text, or blocks of text"),
-    "tools": (_YES, "functions; others are refused"),
+    "tools": (
+        _YES,
+        "functions; others are left out with a warning, or refused where `tool_choice` needs one",
+    ),
     "tool_choice": (_YES, "`auto`, `any`, `tool`, `none`; `disable_parallel_tool_use`"),
-    "thinking": (_YES, "where the model's template has `enable_thinking`; `budget_tokens` is without effect"),
-    "output_config": (_YES, "`format`: `json_schema`; `effort` where the model's template takes it"),
+    "thinking": (
+        _YES,
+        "`enabled`, `adaptive`, `disabled`, where the model reasons and its template can switch it; `budget_tokens`: "
+        "the end of the reasoning is forced then; else a warning",
+    ),
+    "context_management": (
+        _YES,
+        "`clear_thinking_20251015` and `clear_tool_uses_20250919`; others are left out with a warning",
+    ),
+    "output_config": (
+        _YES,
+        "`format`: `json_schema`; `effort` where the model's template takes it, else a warning; `task_budget` is "
+        "without effect",
+    ),
+    "output_format": (_YES, "the older name of `output_config.format`"),
+    "mcp_servers": (_YES, "left out with a warning: this server calls no others"),
     "cache_control": (_IDLE, "prompts are found by their content, here and in blocks"),
-    "speed": (_NO, "there is one speed"),
+    "betas": (_IDLE, "as the header `anthropic-beta`: what is supported needs none"),
+    "speed": (_NO, "there is one speed, `standard`"),
     "user_profile_id": (_NO, "there are no profiles"),
     "workspace_id": (_NO, "there are no workspaces"),
 }
@@ -55,11 +75,9 @@ MESSAGES: Fields = {
     "teneral": (_YES, "`first_token`, `cache_salt`, `session`, `tenant`, `priority`"),
     "metadata": (_IDLE, "no users are distinguished by it: `teneral.tenant` does"),
     "service_tier": (_IDLE, "there is one tier; `teneral.priority` is ours"),
-    "container": (_NO, "nothing is stored"),
-    "context_management": (_NO, "the context is the client's to shorten"),
+    "container": (_IDLE, "of tools that do not run here"),
     "diagnostics": (_NO, "there are none"),
     "inference_geo": (_NO, "this server is where it is"),
-    "mcp_servers": (_NO, "this server calls no others"),
 }
 
 COUNT_TOKENS: Fields = {**_PROMPT}
@@ -68,7 +86,15 @@ ROUTES = {"/v1/messages": MESSAGES, "/v1/messages/count_tokens": COUNT_TOKENS}
 
 
 # Accepted without effect: there is no text in them.
-_IDLE_BLOCKS = frozenset({"redacted_thinking"})
+_IDLE_BLOCKS = frozenset({"redacted_thinking", "container_upload", "compaction"})
+# Of tools that Anthropic runs, in histories.
+_SERVER_BLOCKS = frozenset(
+    {
+        *("server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result"),
+        *("bash_code_execution_tool_result", "text_editor_code_execution_tool_result", "mcp_tool_use"),
+        *("mcp_tool_result", "tool_search_tool_result", "tool_reference"),
+    }
+)
 
 
 class Block(msgspec.Struct, kw_only=True, frozen=True):
@@ -83,6 +109,9 @@ class Block(msgspec.Struct, kw_only=True, frozen=True):
     content: str | list[Block] | None = None
     is_error: bool | None = None  # without effect: the content says so
     thinking: str | None = None
+    source: Any = None  # of a document; of a search result, where it was found
+    title: str | None = None
+    context: str | None = None
 
 
 class Turn(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -106,7 +135,8 @@ class ToolChoice(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
 
 class Thinking(msgspec.Struct, kw_only=True, frozen=True):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None  # without effect
+    budget_tokens: int | None = None
+    display: str | None = None  # `omitted`: without its text
 
 
 class OutputFormat(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -117,6 +147,27 @@ class OutputFormat(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
 class OutputConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     effort: str | None = None
     format: OutputFormat | None = None
+    task_budget: Any = None  # without effect
+
+
+class Threshold(msgspec.Struct, kw_only=True, frozen=True):
+    type: str
+    value: int
+
+
+class ContextEdit(msgspec.Struct, kw_only=True, frozen=True):
+    """Any edit; `type` says which of the fields count."""
+
+    type: str
+    keep: Threshold | str | None = None
+    trigger: Threshold | None = None
+    clear_at_least: Threshold | None = None
+    clear_tool_inputs: bool | list[str] | None = None
+    exclude_tools: list[str] | None = None
+
+
+class ContextManagement(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    edits: list[ContextEdit] | None = None
 
 
 class PromptBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -129,7 +180,12 @@ class PromptBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: Any = None  # without effect
+    output_format: OutputFormat | None = None
+    context_management: ContextManagement | None = None
+    mcp_servers: list[Any] | None = None
+    # Without effect
+    cache_control: Any = None
+    betas: Any = None
     # Refused, unless null
     speed: Any = None
     user_profile_id: Any = None
@@ -151,18 +207,20 @@ class MessagesBody(PromptBody, kw_only=True, frozen=True, forbid_unknown_fields=
     # Without effect on an answer
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
-    # Refused, unless null
     container: Any = None
-    context_management: Any = None
+    # Refused, unless null
     diagnostics: Any = None
     inference_geo: Any = None
-    mcp_servers: Any = None
 
 
-def chat_of(body: PromptBody, fields: Fields) -> ChatBody:
-    """The same request as a chat, but for `thinking`. Raises `RequestError` by the names of this route."""
+def chat_of(body: PromptBody, fields: Fields, warnings: list[str]) -> ChatBody:
+    """The same request as a chat. Adds warnings of what is left out. Raises `RequestError` by the names of this
+    route.
+    """
     refuse_unsupported(body, fields)
-    messages = _messages(body.messages)
+    messages = _messages(body.messages, warnings)
+    if body.mcp_servers:
+        warnings.append("mcp_servers are left out: this server calls no others")
     if body.system is not None:
         messages = [Message(role="system", content=_text(body.system, "system")), *messages]
     parallel: bool | None = None
@@ -171,10 +229,11 @@ def chat_of(body: PromptBody, fields: Fields) -> ChatBody:
     chat = ChatBody(
         model=body.model,
         messages=messages,
-        tools=None if body.tools is None else [_tool(tool, number) for number, tool in enumerate(body.tools)],
+        tools=None if body.tools is None else _tools(body.tools, body.tool_choice, warnings),
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=parallel,
-        response_format=_response_format(body.output_config),
+        response_format=_response_format(body),
+        reasoning=_reasoning(body.thinking),
         reasoning_effort=None if body.output_config is None else body.output_config.effort,
         continue_final_message=True if body.messages and body.messages[-1].role == "assistant" else None,
     )
@@ -194,7 +253,16 @@ def chat_of(body: PromptBody, fields: Fields) -> ChatBody:
     )
 
 
-def _messages(turns: Sequence[Turn]) -> list[Message]:
+def _reasoning(thinking: Thinking | None) -> ReasoningOptions | None:
+    if thinking is None:
+        return None
+    budget = thinking.budget_tokens if thinking.type == "enabled" else None
+    if budget is not None and budget < 1:
+        raise RequestError("thinking.budget_tokens must be at least 1", param="thinking.budget_tokens")
+    return ReasoningOptions(enabled=thinking.type != "disabled", max_tokens=budget)
+
+
+def _messages(turns: Sequence[Turn], warnings: list[str]) -> list[Message]:
     """Turns of one role that follow one another are one. A tool's results come before what the user says with them."""
     if not turns:
         raise RequestError("messages is empty", param="messages")
@@ -203,7 +271,8 @@ def _messages(turns: Sequence[Turn]) -> list[Message]:
         where = f"messages[{number}].content"
         own = [Message(role=turn.role, content=turn.content)] if isinstance(turn.content, str) else None
         if own is None:
-            own = _of_assistant(turn, where) if turn.role == "assistant" else _of_user(turn, where)
+            of_role = _of_assistant if turn.role == "assistant" else _of_user
+            own = of_role(turn, where, warnings)
         if messages and own and messages[-1].role == own[0].role != "tool":
             messages[-1:] = [_joined(messages[-1], own[0])]
             own = own[1:]
@@ -223,7 +292,7 @@ def _parts(message: Message) -> list[ContentPart]:
     return [ContentPart("text", content)] if isinstance(content, str) else content or []
 
 
-def _of_assistant(turn: Turn, where: str) -> list[Message]:
+def _of_assistant(turn: Turn, where: str, warnings: list[str]) -> list[Message]:
     texts: list[ContentPart] = []
     calls: list[ToolCall] = []
     thoughts: list[str] = []
@@ -240,6 +309,8 @@ def _of_assistant(turn: Turn, where: str) -> list[Message]:
                     raise RequestError(f"{place} needs id, name and input", param=place)
                 function = FunctionCall(name=block.name, arguments=encode(block.input or {}).decode())
                 calls.append(ToolCall(id=block.id, function=function))
+            case kind if kind in _SERVER_BLOCKS:
+                warnings.append(_left_out(place, kind))
             case kind if kind not in _IDLE_BLOCKS:
                 raise _unsupported(kind, place)
     reasoning = "".join(thoughts) or None
@@ -253,34 +324,61 @@ def _of_assistant(turn: Turn, where: str) -> list[Message]:
     ]
 
 
-def _of_user(turn: Turn, where: str) -> list[Message]:
+def _of_user(turn: Turn, where: str, warnings: list[str]) -> list[Message]:
     texts: list[ContentPart] = []
     results: list[Message] = []
     for number, block in enumerate(turn.content):
         assert isinstance(block, Block)
         place = f"{where}[{number}]"
         match block.type:
-            case "text":
-                texts.append(ContentPart("text", _given(block.text, f"{place}.text")))
             case "tool_result":
                 if block.tool_use_id is None:
                     raise RequestError(f"{place}.tool_use_id is missing", param=f"{place}.tool_use_id")
-                content = _text(block.content or "", f"{place}.content")
+                content = _text(block.content or "", f"{place}.content", warnings)
                 results.append(Message(role="tool", content=content, tool_call_id=block.tool_use_id))
-            case kind:
-                raise _unsupported(kind, place)
+            case kind if kind in _SERVER_BLOCKS or kind in _IDLE_BLOCKS:
+                warnings.append(_left_out(place, kind))
+            case _:
+                texts.append(ContentPart("text", _block_text(block, place)))
     return [*results, Message(role=turn.role, content=texts)] if texts else results
 
 
-def _text(content: str | list[Block], where: str) -> str | list[ContentPart]:
+def _text(
+    content: str | list[Block], where: str, warnings: list[str] | None = None
+) -> str | list[ContentPart]:
     if isinstance(content, str):
         return content
     parts = []
     for number, block in enumerate(content):
-        if block.type != "text":
-            raise _unsupported(block.type, f"{where}[{number}]")
-        parts.append(ContentPart("text", _given(block.text, f"{where}[{number}].text")))
+        place = f"{where}[{number}]"
+        if warnings is not None and block.type in _SERVER_BLOCKS:
+            warnings.append(_left_out(place, block.type))
+        else:
+            parts.append(ContentPart("text", _block_text(block, place)))
     return parts
+
+
+def _block_text(block: Block, place: str) -> str:
+    """The text of a block of text, of a document that is text, or of a search result."""
+    source = block.source
+    match block.type:
+        case "text":
+            return _given(block.text, f"{place}.text")
+        case "document" if isinstance(source, dict) and source.get("type") == "text":
+            data = source.get("data")
+            if not isinstance(data, str):
+                raise RequestError(f"{place}.source.data is missing", param=f"{place}.source.data")
+            return "\n".join(part for part in (block.title, block.context, data) if part)
+        case "search_result":
+            found = _text(block.content or [], f"{place}.content")
+            texts = [found] if isinstance(found, str) else [part.text or "" for part in found]
+            head = [part for part in (block.title, source) if isinstance(part, str)]
+            return "\n".join([*head, *texts])
+    raise _unsupported(block.type, place)
+
+
+def _left_out(place: str, kind: str) -> str:
+    return f"{place} is left out: this server does not run tools of type {kind[:50]!r}"
 
 
 def _given(text: str | None, param: str) -> str:
@@ -293,12 +391,27 @@ def _unsupported(kind: str, param: str) -> RequestError:
     return RequestError(f"{param} is of type {kind[:50]!r}; this model takes text only", param=param)
 
 
-def _tool(tool: Tool, number: int) -> dict[str, Any]:
-    if tool.type not in (None, "custom"):
-        raise RequestError(
-            f"tools[{number}] is of type {tool.type[:50]!r}; only functions are supported",
-            param=f"tools[{number}].type",
+def _tools(tools: Sequence[Tool], choice: ToolChoice | None, warnings: list[str]) -> list[dict[str, Any]]:
+    """The functions; tools that Anthropic knows or runs are left out. Raises `RequestError` where one of those must be
+    called.
+    """
+    functions = [tool for tool in tools if tool.type in (None, "custom")]
+    for number, tool in enumerate(tools):
+        if tool.type in (None, "custom"):
+            continue
+        is_wanted = choice is not None and (
+            (choice.type == "any" and not functions) or (choice.type == "tool" and choice.name == tool.name)
         )
+        if is_wanted:
+            raise RequestError(
+                f"tools[{number}] is of type {tool.type[:50]!r}, which is not supported, and tool_choice requires it",
+                param=f"tools[{number}].type",
+            )
+        warnings.append(_left_out(f"tools[{number}]", tool.type))
+    return [_tool(tool) for tool in functions]
+
+
+def _tool(tool: Tool) -> dict[str, Any]:
     given = {"description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
     function = {name: value for name, value in given.items() if value is not None}
     return {"type": "function", "function": {"name": tool.name, **function}}
@@ -317,11 +430,12 @@ def _tool_choice(choice: ToolChoice | None) -> str | dict[str, Any] | None:
     return names[choice.type]
 
 
-def _response_format(config: OutputConfig | None) -> ResponseFormat | None:
-    if config is None or config.format is None:
+def _response_format(body: PromptBody) -> ResponseFormat | None:
+    fmt, param = body.output_format, "output_format"
+    if body.output_config is not None and body.output_config.format is not None:
+        fmt, param = body.output_config.format, "output_config.format"
+    if fmt is None:
         return None
-    if config.format.type != "json_schema" or config.format.schema_ is None:
-        raise RequestError(
-            "output_config.format must be a json_schema with its schema", param="output_config.format"
-        )
-    return ResponseFormat("json_schema", JsonSchemaFormat(schema_=config.format.schema_))
+    if fmt.type != "json_schema" or fmt.schema_ is None:
+        raise RequestError(f"{param} must be a json_schema with its schema", param=param)
+    return ResponseFormat("json_schema", JsonSchemaFormat(schema_=fmt.schema_))

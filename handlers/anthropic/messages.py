@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import web
 
-from ...runtime.errors import RequestError
 from ...runtime.step.requests import GenerationEvent, GenerationRequest
 from ..http.errors import ApiError
 from ..http.json_bodies import JsonDecoder, encode
@@ -22,9 +21,10 @@ from ..openai.deltas import Delta, Finish, ReasoningDelta, TextDelta, ToolCallDe
 from ..openai.fields import Fields
 from ..openai.generation import SequenceOutcome, Step, make_format, respond
 from ..openai.parameters import own_names
-from ..openai.prompts import mentions
 from ..openai.responses import Usage
+from ..openai.schemas import Message
 from .bodies import COUNT_TOKENS, MESSAGES, CountBody, MessagesBody, PromptBody, chat_of
+from .context import apply_edits
 from .errors import error_event
 
 if TYPE_CHECKING:
@@ -35,12 +35,12 @@ OWN_NAMES = {
     "prompt": "messages",
     "stop": "stop_sequences",
     "reasoning_effort": "output_config.effort",
+    "reasoning.max_tokens": "thinking.budget_tokens",
     "response_format.json_schema.schema": "output_config.format.schema",
     "tools[].function.name": "tools[].name",
     "tools[].function.parameters": "tools[].input_schema",
     "tools[].function.strict": "tools[].strict",
 }
-THINKS = "enable_thinking"  # the variable of chat templates
 
 
 class MessageRoutes:
@@ -64,14 +64,14 @@ class MessageRoutes:
                 fmt = await self._format(self._count.decode(data), COUNT_TOKENS, len(data))
                 tokenizer = await service.tokenizer()
                 await service.text_threads.run(len(data), fmt.prepare, tokenizer, None)
-        answer = encode({"input_tokens": fmt.num_prompt_tokens})
+        answer = encode(fmt.count())
         return web.Response(body=answer, content_type="application/json")
 
     async def _format(self, body: PromptBody, fields: Fields, body_bytes: int) -> MessagesFormat:
         service = self._service
         model = service.answering_as(body.model)
         make = partial(MessagesFormat, body, fields, model=model, settings=chat_settings(service))
-        has_schema = bool(body.tools) or body.output_config is not None
+        has_schema = bool(body.tools) or body.output_config is not None or body.output_format is not None
         return await make_format(service, body_bytes, make, has_schema=has_schema)
 
 
@@ -80,9 +80,14 @@ class MessagesFormat(FormatOfChat):
 
     def __init__(self, body: PromptBody, fields: Fields, *, model: str, settings: ChatSettings) -> None:
         self._id = f"msg_{secrets.token_hex(12)}"
-        super().__init__(ChatRequest(chat_of(body, fields), request_id=self._id, settings=settings))
+        self._warnings: list[str] = []
+        chat = chat_of(body, fields, self._warnings)
+        super().__init__(ChatRequest(chat, request_id=self._id, settings=settings))
         self._settings = settings
-        self._thinking = body.thinking
+        self._management = body.context_management
+        self._edits: list[Json] = []
+        self._num_original_tokens = 0  # before the edits
+        self._omits_thinking = body.thinking is not None and body.thinking.display == "omitted"
         self._model = model
         self._blocks = Blocks()
         self._has_begun = False
@@ -91,10 +96,31 @@ class MessagesFormat(FormatOfChat):
     looks_up_tokens = False
 
     def prepare(self, tokenizer: TextTokenizer, max_tokens: int | None) -> list[GenerationRequest]:
-        if self._thinking is not None:
-            chat = self._with_thinking(tokenizer, thinks=self._thinking.type != "disabled")
-            self._chat = ChatRequest(chat, request_id=self._id, settings=self._settings)
+        if self._management is not None:
+            self._num_original_tokens = self._num_tokens(self.body.messages, tokenizer)
+            applied = apply_edits(
+                self.body.messages, self._management, lambda messages: self._num_tokens(messages, tokenizer)
+            )
+            self._edits = applied.report
+            self._warnings += applied.warnings
+            self._chat = self._with(applied.messages)
         return self._chat.prepare(tokenizer, max_tokens)
+
+    def _with(self, messages: Sequence[Message]) -> ChatRequest:
+        chat = msgspec.structs.replace(self.body, messages=list(messages))
+        return ChatRequest(chat, request_id=self._id, settings=self._settings)
+
+    def _num_tokens(self, messages: Sequence[Message], tokenizer: TextTokenizer) -> int:
+        text = self._with(messages).render(tokenizer)
+        return len(tokenizer.encode(text, add_special_tokens=False))
+
+    def count(self) -> Json:
+        """The answer of /v1/messages/count_tokens."""
+        original = {} if self._management is None else {"original_input_tokens": self._num_original_tokens}
+        return {
+            "input_tokens": self.num_prompt_tokens,
+            **({"context_management": original} if original else {}),
+        }
 
     def chunks(self, step: Step) -> list[bytes]:
         index, event = step
@@ -103,7 +129,7 @@ class MessagesFormat(FormatOfChat):
             self._has_begun = True
             events.append({"type": "message_start", "message": self._message([], None, None)})
         for delta in self._chat.read(index, event):
-            events += self._blocks.add(delta)
+            events += self._blocks.add(self._shown(delta))
         self._stopped_by = event.stopped_by
         return [_named(each) for each in events]
 
@@ -116,6 +142,7 @@ class MessagesFormat(FormatOfChat):
                 "type": "message_delta",
                 "delta": {"stop_reason": reason, "stop_sequence": sequence},
                 "usage": _usage(usage),
+                **self._managed(),
             },
             {"type": "message_stop"},
         ]
@@ -127,18 +154,17 @@ class MessagesFormat(FormatOfChat):
             outcome.text, (), finish_reason=outcome.finish_reason, stopped_by=outcome.stopped_by
         )
         for delta in self._chat.read(0, event):
-            self._blocks.add(delta)
+            self._blocks.add(self._shown(delta))
         self._blocks.finish()
         self._stopped_by = outcome.stopped_by
         return encode(self._message(self._blocks.blocks, usage, self._stop(usage)))
 
-    def _with_thinking(self, tokenizer: TextTokenizer, *, thinks: bool) -> Any:
-        """The chat with the variable for reasoning. Raises `RequestError` for a model that cannot."""
-        if mentions(tokenizer.templates, THINKS):
-            return msgspec.structs.replace(self.body, chat_template_kwargs={THINKS: thinks})
-        if thinks and not self._chat.may_reason(tokenizer.templates):
-            raise RequestError("thinking is not supported by this model's chat template", param="thinking")
-        return self.body
+    def _shown(self, delta: Delta) -> Delta:
+        """The delta, without the text of reasoning that the client leaves out."""
+        return TextDelta("") if self._omits_thinking and isinstance(delta, ReasoningDelta) else delta
+
+    def _managed(self) -> Json:
+        return {} if self._management is None else {"context_management": {"applied_edits": self._edits}}
 
     def _stop(self, usage: Usage) -> tuple[str, str | None]:
         """Why the answer ended, and the stop sequence where it was one."""
@@ -154,6 +180,7 @@ class MessagesFormat(FormatOfChat):
 
     def _message(self, content: list[Json], usage: Usage | None, stop: tuple[str, str | None] | None) -> Json:
         reason, sequence = stop or (None, None)
+        warnings = [*self._warnings, *self._chat.warnings]
         return {
             "id": self._id,
             "type": "message",
@@ -163,6 +190,8 @@ class MessagesFormat(FormatOfChat):
             "stop_reason": reason,
             "stop_sequence": sequence,
             "usage": _usage(usage or Usage(self.num_prompt_tokens, 0, self.num_prompt_tokens)),
+            **({} if usage is None else self._managed()),
+            **({"teneral": {"warnings": warnings}} if warnings else {}),
         }
 
 

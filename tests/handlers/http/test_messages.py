@@ -190,10 +190,158 @@ async def test_thinking_is_turned_on_and_off_where_the_template_can(server: Any,
     )
     assert on.json["input_tokens"] > off.json["input_tokens"]
     assert (await server.post("/v1/messages", {**HELLO, "thinking": {"type": "disabled"}})).status == 200
-    refused = await server.post(
-        "/v1/messages", {**HELLO, "thinking": {"type": "enabled", "budget_tokens": 1}}
-    )
-    assert refused.status == 400
+    for thinking in ({"type": "enabled", "budget_tokens": 1}, {"type": "adaptive"}):
+        answer = await send(server, thinking=thinking)
+        assert "does not reason" in answer["teneral"]["warnings"][0]
+
+
+async def test_reasoning_can_be_left_out(reasoning: Any) -> None:
+    with scripted(reasoning, "Hmm.</think>Yes."):
+        whole = await send(reasoning, thinking={"type": "adaptive"}, max_tokens=50)
+        left_out = await send(reasoning, thinking={"type": "adaptive", "display": "omitted"}, max_tokens=50)
+    assert [block["type"] for block in whole["content"]] == ["thinking", "text"]
+    assert left_out["content"] == whole["content"][1:]
+
+
+async def test_a_request_of_a_coding_agent_is_answered(start: Any, chat_parts: Any) -> None:
+    """With all the fields that such programs send, whatever the model is."""
+    cached = {"cache_control": {"type": "ephemeral"}}
+    body = {
+        "model": "tiny/model",
+        "max_tokens": 8,
+        "temperature": 0,
+        "system": [{"type": "text", "text": "You are an agent.", **cached}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Hello", **cached}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+                    {"type": "redacted_thinking", "data": "x"},
+                    {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
+                    {"type": "tool_use", "id": "t", "name": "weather", "input": {"city": "Bern"}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "t",
+                        "content": [{"type": "text", "text": "sunny"}],
+                    },
+                    {"type": "text", "text": "And?", **cached},
+                ],
+            },
+        ],
+        "tools": [
+            {**TOOL, **cached, "eager_input_streaming": True},
+            {"type": "web_search_20250305", "name": "web_search"},
+        ],
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+        "metadata": {"user_id": "x"},
+        "mcp_servers": [{"type": "url", "url": "http://x", "name": "x"}],
+        "betas": ["context-management-2025-06-27"],
+    }
+    headers = {"anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14"}
+    async with start(parts=chat_parts("hermes")) as server:
+        answer = await server.post("/v1/messages?beta=true", body, headers=headers)
+        assert answer.status == 200, answer.text
+        assert answer.json["context_management"] == {"applied_edits": []}
+        warnings = answer.json["teneral"]["warnings"]
+        for words in (
+            "tools[1]",
+            "messages[1].content[2]",
+            "mcp_servers",
+            "reasoning_effort",
+            "does not reason",
+        ):
+            assert any(words in warning for warning in warnings), words
+        streamed = await server.post("/v1/messages?beta=true", {**body, "stream": True}, headers=headers)
+        first, *_, last, _ = events_of(streamed.body)
+        assert first["message"]["teneral"]["warnings"] == warnings
+        assert last["context_management"] == {"applied_edits": []}
+        refused = await server.post(
+            "/v1/messages", {**body, "tool_choice": {"type": "tool", "name": "web_search"}}
+        )
+        assert refused.status == 400
+        assert "tools[1]" in refused.json["error"]["message"]
+
+
+async def test_documents_of_text_and_search_results_are_text(server: Any) -> None:
+    document = {
+        "type": "document",
+        "source": {"type": "text", "media_type": "text/plain", "data": "B"},
+        "title": "A",
+    }
+    found = {"type": "search_result", "source": "C", "title": "D", "content": [{"type": "text", "text": "E"}]}
+    blocks = await send(server, messages=[{"role": "user", "content": [document, found]}])
+    same = await send(server, messages=[{"role": "user", "content": "A\nB\nD\nC\nE"}])
+    assert blocks["content"] == same["content"]
+    for source in ({"type": "base64"}, {"type": "text"}):
+        body = {**HELLO, "messages": [{"role": "user", "content": [{"type": "document", "source": source}]}]}
+        assert (await server.post("/v1/messages", body)).status == 400
+
+
+def calls_and_results(number: int) -> list[Any]:
+    return [
+        turn
+        for index in range(number)
+        for turn in (
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": f"Hm {index}.", "signature": ""},
+                    {"type": "tool_use", "id": f"t{index}", "name": "weather", "input": {"city": "Bern"}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": f"t{index}", "content": "sunny " * 20}],
+            },
+        )
+    ]
+
+
+async def test_older_results_and_reasoning_are_cleared(start: Any, chat_parts: Any) -> None:
+    turns = [*HELLO["messages"], *calls_and_results(5)]
+    edit = {
+        "type": "clear_tool_uses_20250919",
+        "trigger": {"type": "input_tokens", "value": 100},
+        "keep": {"type": "tool_uses", "value": 2},
+    }
+    thinking = {"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 1}}
+    async with start(parts=chat_parts("hermes")) as server:
+        plain = await server.post("/v1/messages/count_tokens", counted(messages=turns))
+
+        async def managed(*edits: Any) -> Any:
+            body = counted(messages=turns, context_management={"edits": list(edits)})
+            return (await server.post("/v1/messages/count_tokens", body)).json
+
+        cleared = await managed(edit)
+        assert cleared["context_management"]["original_input_tokens"] == plain.json["input_tokens"]
+        assert cleared["input_tokens"] < plain.json["input_tokens"] - 3 * 20
+        untouched = await managed({**edit, "trigger": {"type": "input_tokens", "value": 1 << 20}})
+        assert untouched["input_tokens"] == plain.json["input_tokens"]
+        body = {
+            **HELLO,
+            "messages": turns,
+            "context_management": {"edits": [thinking, edit, {"type": "compact_20260112"}]},
+        }
+        answer = (await server.post("/v1/messages", body)).json
+        applied = {each["type"]: each for each in answer["context_management"]["applied_edits"]}
+        assert applied[edit["type"]]["cleared_tool_uses"] == 3
+        assert applied[edit["type"]]["cleared_input_tokens"] > 0
+        assert applied[thinking["type"]]["cleared_thinking_turns"] == 4
+        assert "edits[2]" in answer["teneral"]["warnings"][0]
+        refused = await server.post(
+            "/v1/messages",
+            {**body, "context_management": {"edits": [{**edit, "trigger": {"type": "x", "value": 1}}]}},
+        )
+        assert refused.status == 400
+        assert "context_management.edits[0].trigger" in refused.json["error"]["message"]
 
 
 def counted(**changes: Any) -> dict[str, Any]:
@@ -222,7 +370,6 @@ async def test_a_json_schema_is_followed(server: Any) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content[0].text"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "content[0]"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
         ({"tool_choice": {"type": "all"}}, "tool_choice"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
         (
@@ -230,7 +377,6 @@ async def test_a_json_schema_is_followed(server: Any) -> None:
             "output_config.format.schema",
         ),
         ({"tools": [{"name": "f", "strict": True, "input_schema": {"$ref": "#"}}]}, "tools[0].input_schema"),
-        ({"output_config": {"effort": "low"}}, "output_config.effort"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"no_such_field": 1}, "no_such_field"),
     ],

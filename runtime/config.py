@@ -216,7 +216,10 @@ class ServeConfig:
     )
     tool_parser: str = setting(
         "auto",
-        choice("auto", "hermes", "qwen3_coder", "llama3", "pythonic", "mistral", "harmony", "json", "off"),
+        choice(
+            *("auto", "hermes", "qwen3_coder", "glm", "llama3", "pythonic", "mistral", "harmony", "deepseek"),
+            *("kimi", "granite", "gemma", "json", "off"),
+        ),
         "format of the model's tool calls (auto: by its chat template)",
         metavar="NAME",
     )

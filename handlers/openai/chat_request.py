@@ -256,6 +256,8 @@ class ChatRequest:
             messages, tools = described(messages, tools), None
         elif self._has_channels(templates):
             messages, tools = harmony_messages(messages), harmony_tools(tools)
+        elif self._format is not None and self._format.given_ids is not None:
+            messages = self._format.given_ids(messages)
         elif self._format is not None:
             messages = with_ids(messages, self._format.given_id)
         return self._prompt.render(tokenizer, messages, tools)

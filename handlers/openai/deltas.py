@@ -99,7 +99,13 @@ class ReasoningTags(Struct, frozen=True):
         return prompt.rstrip().endswith(self.open)
 
 
-FAMILIES = (ReasoningTags("<think>", "</think>"), ReasoningTags("[THINK]", "[/THINK]"))
+FAMILIES = (
+    ReasoningTags("<think>", "</think>"),
+    ReasoningTags("[THINK]", "[/THINK]"),
+    ReasoningTags("<seed:think>", "</seed:think>"),
+    ReasoningTags("<|START_THINKING|>", "<|END_THINKING|>"),
+    ReasoningTags("◁think▷", "◁/think▷"),
+)
 REASONING_OFF = "off"
 SETTINGS = ("auto", REASONING_OFF)
 

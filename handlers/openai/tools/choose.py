@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .format import ToolFormat
+from .gemma import FUNCTION_GEMMA, GEMMA
+from .glm import GLM, KEY
 from .harmony import HARMONY, has_channels
-from .json_objects import GENERIC_JSON, HERMES, LLAMA3
+from .json_objects import GENERIC_JSON, GRANITE, HERMES, LLAMA3
 from .mistral import ARGUMENTS, LIST, NAMED
 from .pythonic import PYTHONIC
 from .qwen3_coder import FUNCTION, QWEN3_CODER
+from .sections import DEEPSEEK, DEEPSEEK_FENCED, KIMI
 
 AUTO, OFF = "auto", "off"
-_FORMATS = (HERMES, QWEN3_CODER, LLAMA3, PYTHONIC, LIST, HARMONY, GENERIC_JSON)
+_FORMATS = (
+    *(HERMES, QWEN3_CODER, GLM, LLAMA3, PYTHONIC, LIST, HARMONY, DEEPSEEK, KIMI, GRANITE, GEMMA),
+    GENERIC_JSON,
+)
 _BY_NAME = {each.name: each for each in _FORMATS}
 SETTINGS = (AUTO, *_BY_NAME, OFF)
 
-# GLM puts calls of its own in Hermes' tags; those are not read.
-_GLM = "<arg_key>"
+# Of DeepSeek's templates with arguments in a fence.
+_FENCE = "```json"
 # Of Llama's templates for calls in Python: their example.
 _PYTHONIC = "func_name1("
 # Of Llama's templates for calls in JSON.
@@ -31,7 +37,7 @@ def tool_format(templates: Mapping[str, str], setting: str = AUTO) -> ToolFormat
     text = templates.get("tool_use") or templates.get("default", "")
     if setting == AUTO:
         return _of_template(text)
-    return _mistral(text) if setting == LIST.name else _BY_NAME[setting]
+    return _variant(_BY_NAME[setting], text)
 
 
 def answers_in_channels(templates: Mapping[str, str], setting: str = AUTO) -> bool:
@@ -43,9 +49,14 @@ def _of_template(text: str) -> ToolFormat:
     if has_channels({"": text}):
         return HARMONY
     if LIST.openers[0] in text:
-        return _mistral(text)
-    if any(opener in text for opener in HERMES.openers) and _GLM not in text:
-        return QWEN3_CODER if FUNCTION in text else HERMES
+        return _variant(LIST, text)
+    for fmt in (DEEPSEEK, KIMI, FUNCTION_GEMMA, GEMMA):
+        if fmt.openers[0] in text:
+            return _variant(fmt, text)
+    if HERMES.openers[0] in text:
+        return GLM if KEY in text else QWEN3_CODER if FUNCTION in text else HERMES
+    if GRANITE.openers[0] in text:
+        return GRANITE
     if _PYTHONIC in text:
         return PYTHONIC
     if any(opener in text for opener in LLAMA3.openers) and _PARAMETERS in text:
@@ -57,5 +68,10 @@ def _of_template(text: str) -> ToolFormat:
     return GENERIC_JSON
 
 
-def _mistral(text: str) -> ToolFormat:
-    return NAMED if ARGUMENTS in text else LIST
+def _variant(fmt: ToolFormat, text: str) -> ToolFormat:
+    """The form of a format that a template has."""
+    if fmt is LIST and ARGUMENTS in text:
+        return NAMED
+    if fmt is DEEPSEEK and _FENCE in text:
+        return DEEPSEEK_FENCED
+    return FUNCTION_GEMMA if fmt is GEMMA and FUNCTION_GEMMA.openers[0] in text else fmt

@@ -173,6 +173,8 @@ class ToolFormat(Struct, frozen=True):
     new_id: Callable[[], str] = field(default=call_id)
     # The id of a call that the conversation has, as the family's template takes it
     given_id: Callable[[str], str] = field(default=lambda given: given)
+    # The conversation with ids as the family's template takes them, where they depend on more than the id
+    given_ids: Callable[[Sequence[Mapping[str, Any]]], list[dict[str, Any]]] | None = None
 
 
 class _Head(Struct):
@@ -187,8 +189,12 @@ class _Head(Struct):
 class JsonBlock(ToolBlock):
     """An object, or a list of objects, between an opener and a closer."""
 
-    def __init__(self, opener: str, closer: str, names: Collection[str]) -> None:
+    def __init__(
+        self, opener: str, closer: str, names: Collection[str], *, needs_closer: bool = True
+    ) -> None:
+        """Without `needs_closer` text may follow where the closer is missing."""
         self._opener, self._closer, self._names = opener, closer, names
+        self._needs_closer = needs_closer
         # For `partial`
         self._heads: list[_Head] = []
         self._head_scanner = JsonScanner()
@@ -268,6 +274,8 @@ class JsonBlock(ToolBlock):
         rest = text[start : start + len(self._opener) + len(self._closer)]
         may_close, may_open = self._closer.startswith(rest), self._opener.startswith(rest)
         if not may_close and not may_open:
+            if not self._needs_closer:
+                return self._calls, end
             raise NotACallError
         if not is_final:
             return None

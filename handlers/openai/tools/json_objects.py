@@ -38,6 +38,23 @@ LLAMA3 = ToolFormat(
     separators=f"{SPACES};,",
 )
 
+# A list behind the tag; Phi 4 closes it, Granite 3 does not.
+GRANITE = ToolFormat(
+    name="granite",
+    shape=CallShape(
+        before_name='{"name": "',
+        before_arguments='", "arguments": ',
+        after_arguments="}",
+        separator=", ",
+        first="<|tool_call|>[",
+        last="]",
+    ),
+    openers=("<|tool_call|>",),
+    is_bare=False,
+    block=lambda opener, names: JsonBlock(opener, "<|/tool_call|>", names, needs_closer=False),
+    markers=("<|tool_call|>", "<|/tool_call|>"),
+)
+
 # A line each.
 GENERIC_JSON = ToolFormat(
     name="json",

@@ -35,11 +35,12 @@ _NAME = re.compile(r"([^<>\n]{1,256})>")
 _ANNOTATIONS = frozenset({"title", "description", "default", "examples", "$defs", "$comment", "deprecated"})
 
 
-class _Place(enum.Enum):
+class XmlPlace(enum.Enum):
     START = enum.auto()  # behind the opener
     FUNCTION = enum.auto()  # at a function's name
     PARAMETERS = enum.auto()  # at a parameter or the function's end
     KEY = enum.auto()  # at a parameter's name
+    VALUE_TAG = enum.auto()  # between a name and its value, where they are apart
     VALUE = enum.auto()
     BETWEEN = enum.auto()  # behind a function
 
@@ -47,11 +48,14 @@ class _Place(enum.Enum):
 class XmlBlock(SteppedBlock):
     """Functions between the tags of a call; or JSON there, as Hermes' models write it."""
 
+    end_value = END_PARAMETER
+    value_break = "\n"  # around a value
+
     def __init__(self, opener: str, functions: Functions) -> None:
         super().__init__(opener, functions)
         self._json = JsonBlock(opener, CLOSER, functions)
         self._is_json = False
-        self._place = _Place.START if opener == OPENER else _Place.FUNCTION
+        self._place = XmlPlace.START if opener == OPENER else XmlPlace.FUNCTION
         self._key = ""
         self._num_open = 0  # characters of the open value that its arguments have already
 
@@ -59,7 +63,7 @@ class XmlBlock(SteppedBlock):
         self._advance(text)
         if self._is_json:
             return self._json.read(text, is_final=is_final)
-        if self._place is _Place.BETWEEN and (end := self._end(text, is_final=is_final)) is not None:
+        if self._place is XmlPlace.BETWEEN and (end := self._end(text, is_final=is_final)) is not None:
             return self._calls(), end
         if is_final:
             raise NotACallError
@@ -72,9 +76,9 @@ class XmlBlock(SteppedBlock):
             return self._calls(), self._index
         if self._is_json:
             return self._json.partial(text)
-        if self._place is _Place.VALUE and self._takes_text():
+        if self._place is XmlPlace.VALUE and self._takes_text():
             self._give_open(text)
-        return self._calls(), len(text) if self._place is not _Place.BETWEEN else self._index
+        return self._calls(), len(text) if self._place is not XmlPlace.BETWEEN else self._index
 
     def _advance(self, text: str) -> None:
         """Read as far as the text goes. Raises `NotACallError`."""
@@ -83,38 +87,38 @@ class XmlBlock(SteppedBlock):
 
     def _step(self, text: str) -> bool:
         match self._place:
-            case _Place.START:
+            case XmlPlace.START:
                 self._skip_spaces(text)
                 if text.startswith("{", self._index):
                     self._is_json = True
                     return False
-                return self._tag(text, {FUNCTION: _Place.FUNCTION})
-            case _Place.FUNCTION:
+                return self._tag(text, {FUNCTION: XmlPlace.FUNCTION})
+            case XmlPlace.FUNCTION:
                 return self._function(text)
-            case _Place.PARAMETERS:
+            case XmlPlace.PARAMETERS:
                 self._skip_spaces(text)
                 if text.startswith(END_FUNCTION, self._index):
                     self._arguments[-1] += "}"
-                return self._tag(text, {PARAMETER: _Place.KEY, END_FUNCTION: _Place.BETWEEN})
-            case _Place.KEY:
+                return self._tag(text, {PARAMETER: XmlPlace.KEY, END_FUNCTION: XmlPlace.BETWEEN})
+            case XmlPlace.KEY:
                 name = self._name(text)
                 if name is None:
                     return False
-                self._key, self._num_open, self._place = name, 0, _Place.VALUE
+                self._key, self._num_open, self._place = name, 0, XmlPlace.VALUE
                 return True
-            case _Place.VALUE:
+            case XmlPlace.VALUE:
                 return self._value(text)
-            case _Place.BETWEEN:
+            case XmlPlace.BETWEEN | XmlPlace.VALUE_TAG:
                 self._skip_spaces(text)
                 if text.startswith(FUNCTION, self._index) and self._opener == OPENER:
                     self._index += len(FUNCTION)
-                    self._place = _Place.FUNCTION
+                    self._place = XmlPlace.FUNCTION
                     return True
                 return False
 
-    def _tag(self, text: str, tags: Mapping[str, _Place]) -> bool:
+    def _tag(self, text: str, tags: Mapping[str, XmlPlace]) -> bool:
         """Go to the place behind the tag that follows; False: more text is needed."""
-        rest = text[self._index : self._index + len(PARAMETER)]
+        rest = text[self._index : self._index + max(map(len, tags))]
         for tag, place in tags.items():
             if rest.startswith(tag):
                 self._index += len(tag)
@@ -140,30 +144,30 @@ class XmlBlock(SteppedBlock):
         if name is None:
             return False
         self._begin(name)
-        self._place = _Place.PARAMETERS
+        self._place = XmlPlace.PARAMETERS
         return True
 
     def _value(self, text: str) -> bool:
-        end = text.find(END_PARAMETER, self._index)
+        end = text.find(self.end_value, self._index)
         if end < 0:
             return False
         if self._key not in self._keys:  # a name that is repeated counts once
-            value = text[self._index : end].removeprefix("\n").removesuffix("\n")
+            value = text[self._index : end].removeprefix(self.value_break).removesuffix(self.value_break)
             if self._num_open:
                 self._arguments[-1] += json.dumps(value, ensure_ascii=False)[self._num_open :]
             else:
                 self._arguments[-1] += self._before_value(self._key) + self._as_json(value)
             self._keys.add(self._key)
-        self._index = end + len(END_PARAMETER)
+        self._index = end + len(self.end_value)
         self._num_open = 0
-        self._place = _Place.PARAMETERS
+        self._place = XmlPlace.PARAMETERS
         return True
 
     def _give_open(self, text: str) -> None:
         """Add what is certain of the open value, a text, to its arguments."""
-        ending = f"\n{END_PARAMETER}"
-        held = max(open_length(text, ending), open_length(text, END_PARAMETER))
-        value = text[self._index : max(self._index, len(text) - held)].removeprefix("\n")
+        ending = f"{self.value_break}{self.end_value}"
+        held = max(open_length(text, ending), open_length(text, self.end_value))
+        value = text[self._index : max(self._index, len(text) - held)].removeprefix(self.value_break)
         if not value or self._key in self._keys:
             return
         if not self._num_open:

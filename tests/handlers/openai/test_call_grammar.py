@@ -13,24 +13,31 @@ from tests.support.grammar_vocabulary import Vocabulary
 from teneral.handlers.openai.deltas import FAMILIES, Answer, Finish
 from teneral.handlers.openai.tools.format import ToolFormat
 from teneral.handlers.openai.tools.functions import tool_plan
+from teneral.handlers.openai.tools.gemma import FUNCTION_GEMMA, GEMMA
+from teneral.handlers.openai.tools.glm import GLM
 from teneral.handlers.openai.tools.grammar import calls_grammar, reasoning_grammar
-from teneral.handlers.openai.tools.json_objects import GENERIC_JSON, HERMES, LLAMA3
+from teneral.handlers.openai.tools.json_objects import GENERIC_JSON, GRANITE, HERMES, LLAMA3
 from teneral.handlers.openai.tools.mistral import LIST, NAMED
 from teneral.handlers.openai.tools.pythonic import PYTHONIC
 from teneral.handlers.openai.tools.qwen3_coder import QWEN3_CODER
 from teneral.handlers.openai.tools.reader import CallReader
+from teneral.handlers.openai.tools.sections import DEEPSEEK, DEEPSEEK_FENCED, KIMI
 from teneral.runtime.errors import RequestError
 from teneral.runtime.grammar.spec import GrammarSpec
 
 MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>")
 FORMATS = {
     "hermes": HERMES, "llama3": LLAMA3, "mistral": LIST, "mistral-named": NAMED, "json": GENERIC_JSON,
-    "qwen3_coder": QWEN3_CODER, "pythonic": PYTHONIC,
+    "qwen3_coder": QWEN3_CODER, "pythonic": PYTHONIC, "glm": GLM, "gemma": GEMMA, "function-gemma": FUNCTION_GEMMA,
+    "deepseek": DEEPSEEK, "deepseek-fenced": DEEPSEEK_FENCED, "kimi": KIMI, "granite": GRANITE,
 }  # fmt: skip
 # A place's arguments, where they are not one JSON object.
 ARGUMENTS = {
     "qwen3_coder": "<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n</parameter>\n",
     "pythonic": 'city="Oslo", days=3',
+    "glm": "<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n",
+    "gemma": 'city:<|"|>Oslo<|"|>,days:3',
+    "function-gemma": "city:<escape>Oslo<escape>,days:3",
 }
 PLACE = {
     "type": "object",

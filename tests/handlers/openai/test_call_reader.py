@@ -12,11 +12,14 @@ from hypothesis import strategies as st
 
 from teneral.handlers.openai.deltas import Answer, Delta, Finish, TextDelta, ToolCallDelta
 from teneral.handlers.openai.tools.format import ToolFormat
-from teneral.handlers.openai.tools.json_objects import GENERIC_JSON, HERMES, LLAMA3
+from teneral.handlers.openai.tools.gemma import FUNCTION_GEMMA, GEMMA
+from teneral.handlers.openai.tools.glm import GLM
+from teneral.handlers.openai.tools.json_objects import GENERIC_JSON, GRANITE, HERMES, LLAMA3
 from teneral.handlers.openai.tools.mistral import LIST, NAMED
 from teneral.handlers.openai.tools.pythonic import PYTHONIC
 from teneral.handlers.openai.tools.qwen3_coder import QWEN3_CODER
 from teneral.handlers.openai.tools.reader import CallReader
+from teneral.handlers.openai.tools.sections import DEEPSEEK, DEEPSEEK_FENCED, KIMI
 
 CUTS = st.lists(st.integers(0, 200), max_size=8)
 PATIENT = settings(suppress_health_check=[HealthCheck.too_slow])
@@ -33,7 +36,16 @@ JSON_FORMATS = {
     "mistral-named": NAMED,
     "json": GENERIC_JSON,
 }
-FORMATS = {**JSON_FORMATS, "qwen3_coder": QWEN3_CODER, "pythonic": PYTHONIC}
+SECTIONS = {"deepseek": DEEPSEEK, "deepseek-fenced": DEEPSEEK_FENCED, "kimi": KIMI, "granite": GRANITE}
+JSON_FORMATS |= SECTIONS
+FORMATS = {
+    **JSON_FORMATS,
+    "qwen3_coder": QWEN3_CODER,
+    "pythonic": PYTHONIC,
+    "glm": GLM,
+    "gemma": GEMMA,
+    "function-gemma": FUNCTION_GEMMA,
+}
 CALL = {"name": "add", "arguments": {"a": 1, "b": [2, {"c": '}"]\\'}]}}
 
 
@@ -128,6 +140,70 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
         [("add", {"b": [1, {}], "other": "x y"}), ("get", {})],
     ),
     ("qwen3_coder", '<tool_call>{"name": "get"}</tool_call>', "", [("get", {})]),
+    (
+        "glm",
+        "I add.<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>text</arg_key>\n"
+        "<arg_value>12\n<b></arg_value>\n</tool_call>\n<tool_call>get_time</tool_call>",
+        "I add.",
+        [("add", {"a": 1, "text": "12\n<b>"}), ("get_time", {})],
+    ),
+    (
+        "glm",
+        "<tool_call>get<arg_key>url</arg_key><arg_value>x</arg_value><arg_key>n</arg_key><arg_value>null</arg_value>"
+        "</tool_call>",
+        "",
+        [("get", {"url": "x", "n": None})],
+    ),
+    (
+        "deepseek",
+        'Yes.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
+        "<｜tool▁call▁begin｜>get<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "Yes.",
+        [("add", {"a": 1}), ("get", {})],
+    ),
+    (
+        "deepseek",
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1}\n```'
+        "<｜tool▁call▁end｜>\n"
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "",
+        [("add", {"a": 1}), ("get", {})],
+    ),
+    ("deepseek", '<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}', "", [("add", {"a": 1})]),
+    (
+        "kimi",
+        '<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1}'
+        "<|tool_call_end|><|tool_call_begin|>functions.get:1 <|tool_call_argument_begin|> {}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        "",
+        [("add", {"a": 1}), ("get", {})],
+    ),
+    (
+        "granite",
+        '<|tool_call|>[{"name": "add", "arguments": {"a": 1}}, {"name": "get", "arguments": {}}]',
+        "",
+        [("add", {"a": 1}), ("get", {})],
+    ),
+    ("granite", '<|tool_call|>[{"name": "get", "arguments": {}}]<|/tool_call|>', "", [("get", {})]),
+    (
+        "gemma",
+        'I add.<|tool_call>call:add{a:1,b:[1.5,{c:<|"|>d,"}<|"|>},true],text:<|"|>12\n"é"<|"|>}<tool_call|>'
+        "<|tool_call>call:get_time{}<tool_call|>",
+        "I add.",
+        [("add", {"a": 1, "b": [1.5, {"c": 'd,"}'}, True], "text": '12\n"é"'}), ("get_time", {})],
+    ),
+    (
+        "gemma",
+        '<|tool_call>call:add{a: 1, b: ["x, y", word]}',
+        "",
+        [("add", {"a": 1, "b": ["x, y", "word"]})],
+    ),
+    (
+        "function-gemma",
+        "<start_function_call>call:get{url:<escape>x<escape>,n:null}<end_function_call>",
+        "",
+        [("get", {"url": "x", "n": None})],
+    ),
     (
         "pythonic",
         '[add(a=1, b="x, )]"), get_time()]',

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="the pages'
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_every_command_of_a_page_succeeds_in_order(page: Path, tmp_path: Path) -> None:
     followed = [step for step in steps(page) if step.program not in NOT_HERE]
     chat_model(tmp_path / "home" / "my-model")

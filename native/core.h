@@ -232,6 +232,67 @@ typedef struct tn_fill_args {
 
 TN_EXPORT int tn_fill_part(tn_fill_args *args);
 
+/* ---- walking parts (walk.c), for devices that verify, decode and merge them ---- */
+
+/* A part's image begins with the part as it is stored; offsets in what follows are from its first byte. The kernels in
+ * `loader/device/kernels` read these three. */
+
+/* A frame of a plane, to be decoded to `out`; of a raw plane, which lies there, `coded_bytes` is 0. Bytes from
+ * `check_from` on have no bit of the second byte of `masks`, those before none of the first. */
+typedef struct tn_coded_frame {
+    uint32_t coded, coded_bytes;
+    uint32_t out, out_bytes;
+    uint32_t check_from, masks;
+} tn_coded_frame;
+
+/* The elements of a frame, and where each plane has its bits of them. */
+typedef struct tn_merged_frame {
+    uint64_t out; /* of the first element, in the weights */
+    uint32_t count, unused;
+    uint32_t planes[8];
+} tn_merged_frame;
+
+/* Bytes that are weights as they are. */
+typedef struct tn_copied_bytes {
+    uint64_t out;
+    uint32_t from, num_bytes;
+} tn_copied_bytes;
+
+typedef struct tn_walk_plane {
+    int64_t offset; /* in the part */
+    int64_t size;
+    int64_t room;   /* where its decoded bytes go; unused where it is raw */
+    int32_t bits;   /* of an element: 8, 4, 2 or 1; 0: the whole element */
+    int32_t is_coded;
+} tn_walk_plane;
+
+/* Elements that follow one another in a tensor; never sparse ones or differences. */
+typedef struct tn_walk_segment {
+    void *entries;                /* written: tn_merged_frame, one for each TN_FRAME_ELEMENTS elements, or the fewer */
+                                  /* that are left; of a flat one a single tn_copied_bytes */
+    const tn_walk_plane *planes;  /* (num_planes,) */
+    int64_t out;                  /* where its elements go, in the weights */
+    int64_t count;
+    int32_t num_planes;
+    int32_t element_bytes;
+    int32_t exponent_bits;        /* that bytes of the first plane may have, of the first tier of floats; else 8 */
+    int32_t is_flat;              /* 1: its one plane is its elements */
+} tn_walk_segment;
+
+/* Nothing is decoded, and the bytes may be any. TN_DAMAGED: they are not what the manifest says, or have frames with
+ * sequences; the host looks then. */
+typedef struct tn_walk_args {
+    size_t size;
+    const uint8_t *stored;           /* (stored_bytes,): the part */
+    const tn_walk_segment *segments; /* (num_segments,) */
+    tn_coded_frame *frames;          /* written: (num_frames,), those of coded planes and those with bits to check */
+    int64_t stored_bytes;
+    int64_t num_segments;
+    int64_t num_frames;              /* that the manifest promises */
+} tn_walk_args;
+
+TN_EXPORT int tn_walk_part(const tn_walk_args *args);
+
 /* ---- splitting floats (split.c), for packing ---- */
 
 #define TN_MAX_SPLIT_PLANES 6 /* exponents, and those of a field */

@@ -178,6 +178,37 @@ tn_fault tn_next_frame(tn_frame_state *state, tn_frames *frames, uint8_t *out, i
     return TN_NO_FAULT;
 }
 
+/* True if a block is literals, and the byte that says that no sequences follow. */
+static bool is_literal_block(const uint8_t *src, int64_t size) {
+    if (size < 2) return false;
+    const int kind = src[0] & 3, form = src[0] >> 2 & 3;
+    int64_t taken;
+    if (kind == RAW_LITERALS || kind == RLE_LITERALS) {
+        const int head = form == 1 ? 2 : form == 3 ? 3 : 1;
+        const uint64_t word = load_word_within(src, size, 0) & (((uint64_t)1 << 8 * head) - 1);
+        taken = head + (kind == RLE_LITERALS ? 1 : (int64_t)(word >> (head == 1 ? 3 : 4)));
+    } else {
+        const coded_literals_t header = read_literals_header(src, size);
+        taken = header.head + header.stored;
+        if (header.head == 0) return false;
+    }
+    return taken + 1 == size && src[taken] == 0;
+}
+
+bool tn_is_literal_frame(const uint8_t *src, int64_t size) {
+    const int field = src[4] >> 6;
+    if (field == 3) return false; /* a size of 8 bytes */
+    for (int64_t at = 5 + (1 << field); size - at >= 3;) {
+        const int64_t head = src[at] | src[at + 1] << 8 | src[at + 2] << 16;
+        const int kind = head >> 1 & 3;
+        at += 3;
+        if (kind == COMPRESSED_BLOCK && !is_literal_block(src + at, head >> 3)) return false;
+        if (head & 1) return true;
+        at += kind == RLE_BLOCK ? 1 : head >> 3;
+    }
+    return false;
+}
+
 int tn_decode_frames(tn_decode_frames_args *args) {
     if (args->size != sizeof *args || args->frame_bytes < 1 || args->frame_bytes > TN_MAX_FRAME_BYTES) return TN_REFUSED;
     tn_frame_state state;

@@ -138,4 +138,7 @@ typedef struct {
  * alone. On a fault `at` is where the frame begins, or its padding, and `out` is undefined. */
 tn_fault tn_next_frame(tn_frame_state *state, tn_frames *frames, uint8_t *out, int64_t count);
 
+/* True if the frame of these bytes, which was stepped over, has no sequences: a device decodes it. */
+bool tn_is_literal_frame(const uint8_t *src, int64_t size);
+
 #endif

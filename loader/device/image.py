@@ -213,7 +213,7 @@ class PartImage(NamedTuple):
     chunks: Chunks | None = None
 
 
-class _Layout:
+class Layout:
     """Hands out memory, one piece behind another."""
 
     def __init__(self) -> None:
@@ -289,7 +289,7 @@ def _stored(tensor: Tensor, segment: Segment, tier: Tier) -> tuple[int | None, .
 @lru_cache(maxsize=MAX_PLANS)
 def _plan(tier: Tier, stretches: tuple[_Stretch, ...]) -> PartImage:
     pieces = _pieces(tier, stretches)
-    layout = _Layout()
+    layout = Layout()
     launches = tuple(
         Launch(recipe.kernel, layout.take(RECIPE_BYTES + num * FRAME_ENTRY_BYTES), num)
         for recipe, num in _num_frames(tier, stretches).items()

@@ -126,7 +126,7 @@ def fill(stored: Bytes, segments: Sequence[SegmentArgs], scratch: Scratch) -> Da
     """
     planes = bytearray(PLANE.size * sum(len(segment.planes) for segment in segments))
     array = bytearray(SEGMENT.size * len(segments))
-    first_plane = _address_of(planes)
+    first_plane = address_of(planes)
     at = 0
     for number, segment in enumerate(segments):
         out, base, its_planes, count, num_values, kind, *numbers = segment
@@ -142,7 +142,7 @@ def fill(stored: Bytes, segments: Sequence[SegmentArgs], scratch: Scratch) -> Da
     args = FillArgs(
         size=ctypes.sizeof(FillArgs),
         stored=address(stored),
-        segments=_address_of(array),
+        segments=address_of(array),
         scratch=address(memory),
         stored_bytes=stored.size,
         num_segments=len(segments),
@@ -153,7 +153,7 @@ def fill(stored: Bytes, segments: Sequence[SegmentArgs], scratch: Scratch) -> Da
     return None if status == OK else Damage(Fault(args.fault), args.segment, args.plane, args.at)
 
 
-def _address_of(memory: bytearray) -> int:
+def address_of(memory: bytearray) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory)) if memory else 0
 
 

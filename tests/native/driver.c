@@ -469,6 +469,37 @@ static void check_fill(void) {
 
 /* ---- the rest ---- */
 
+/* The same for a walk: of planes that lie, or have any bytes. Tables have exactly the room that was promised. */
+static void check_walk(void) {
+    static const int all_bits[] = {8, 4, 2, 1, 0};
+    const int64_t count = 1 + random_below(random_below(2) ? 100 : 200000), bytes = 8 + random_below(40000);
+    const int64_t num_entries = (count + TN_FRAME_ELEMENTS - 1) / TN_FRAME_ELEMENTS, num_frames = random_below(12);
+    uint8_t *stored = malloc((size_t)bytes);
+    for (int64_t i = 0; i < bytes; i++) stored[i] = (uint8_t)random_bits();
+    const char *frame = FRAMES[random_below((int)(sizeof FRAMES / sizeof *FRAMES))];
+    for (int64_t i = 0; i < (int64_t)strlen(frame) / 2 && i < bytes; i++) sscanf(frame + 2 * i, "%2hhx", &stored[i]);
+    if (random_below(2)) stored[random_below(bytes < 200 ? (int)bytes : 200)] ^= 1 << random_below(8);
+    tn_walk_plane planes[9];
+    const int is_flat = random_below(3) == 0, num_planes = is_flat ? 1 : random_below(10);
+    for (int i = 0; i < num_planes; i++) {
+        const int bits = all_bits[random_below(is_flat ? 5 : 4)];
+        const int64_t right = bits == 0 ? 2 * count : (count * bits + 7) / 8;
+        planes[i] = (tn_walk_plane){.offset = random_below(4) ? 0 : 8 * random_below((int)bytes) - 800,
+                                    .size = random_below(2) ? right : random_below((int)bytes + 9), .room = random_bits(),
+                                    .bits = bits, .is_coded = random_below(2)};
+    }
+    void *entries = malloc(is_flat ? sizeof(tn_copied_bytes) : (size_t)num_entries * sizeof(tn_merged_frame));
+    tn_coded_frame *frames = malloc((size_t)num_frames * sizeof *frames + 1);
+    if (stored == NULL || entries == NULL || frames == NULL) exit(2);
+    tn_walk_segment segment = {.entries = entries, .planes = planes, .count = count, .num_planes = num_planes,
+                               .element_bytes = 2, .exponent_bits = random_below(2) ? 5 : 8, .is_flat = is_flat};
+    tn_walk_args args = {.size = sizeof args, .stored = stored, .segments = &segment, .frames = frames,
+                         .stored_bytes = bytes, .num_segments = 1, .num_frames = num_frames};
+    const int status = tn_walk_part(&args);
+    if (status != TN_OK && status != TN_DAMAGED) fail("a walk was refused");
+    free(stored), free(entries), free(frames);
+}
+
 static void check_exp(void) {
     enum { COUNT = 100003 };
     float *x = exactly(sizeof(float) * COUNT), *out = exactly(sizeof(float) * COUNT);
@@ -563,7 +594,7 @@ int main(int argc, char **argv) {
         }
     }
     check_frames(100 * (argc > 1 ? atoi(argv[1]) : 200));
-    for (int i = 0; i < 8 * (argc > 1 ? atoi(argv[1]) : 200); i++) check_fill(), check_encode();
+    for (int i = 0; i < 8 * (argc > 1 ? atoi(argv[1]) : 200); i++) check_fill(), check_walk(), check_encode();
     check_exp();
     check_callers_at_once();
     check_team();

@@ -7,14 +7,25 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+from blake3 import blake3
 
 from teneral.loader.device.image import (
     CHUNK_ENTRY_BYTES,
+    COPY_KERNEL,
     FRAME_ENTRY_BYTES,
     RECIPE_BYTES,
     Chunks,
     Launch,
     Recipe,
+)
+from teneral.loader.device.stored import (
+    CODED_ENTRY_BYTES,
+    COPIED_ENTRY_BYTES,
+    DIGEST_BYTES,
+    DIGEST_DIFFERS,
+    FRAME_DAMAGED,
+    WRONG_BYTES,
+    StoredImage,
 )
 
 Bytes = npt.NDArray[np.uint8]
@@ -43,6 +54,52 @@ def decompress_chunks(chunks: Chunks, image: Bytes) -> None:
     for coded, coded_bytes, out, out_bytes in table.tolist():
         content = decompress(image[coded : coded + coded_bytes].tobytes(), max_output_size=out_bytes)
         image[out : out + out_bytes] = np.frombuffer(content, np.uint8)
+
+
+def run_stored(image: StoredImage, memory: Bytes, weights: Bytes) -> int:
+    """Do what a device does with a stored image in `memory`, (size_bytes,): returns the word `wrong`, and
+    leaves it there.
+    """
+    digest = memory[image.tables_begin :][:DIGEST_BYTES].tobytes()
+    wrong = 0 if blake3(memory[: image.part_bytes].tobytes()).digest() == digest else DIGEST_DIFFERS
+    begin = image.decode.table_bytes
+    table = memory[begin : begin + image.decode.num_frames * CODED_ENTRY_BYTES].view("<u4").reshape(-1, 6)
+    for entry in table.tolist():
+        wrong |= 0 if _decode(memory, *entry) else FRAME_DAMAGED
+    memory[image.wrong_begin : image.wrong_begin + WRONG_BYTES].view("<u4")[0] = wrong
+    for launch in image.launches if not wrong else ():
+        if launch.kernel == COPY_KERNEL:
+            _copy(launch, memory, weights)
+        else:
+            run_launch(launch, memory, weights)
+    return wrong
+
+
+def _decode(
+    memory: Bytes, coded: int, coded_bytes: int, out: int, out_bytes: int, begin: int, masks: int
+) -> bool:
+    """One entry for `huf_frames`. True if the frame is sound, and its bytes have the bits that they may have."""
+    import zstandard  # only for images that have frames
+
+    content = memory[out : out + out_bytes]
+    if coded_bytes:
+        decompress = zstandard.ZstdDecompressor().decompress
+        try:
+            decoded = decompress(memory[coded : coded + coded_bytes].tobytes(), max_output_size=out_bytes)
+        except zstandard.ZstdError:
+            return False
+        if len(decoded) != out_bytes:
+            return False
+        content[:] = np.frombuffer(decoded, np.uint8)
+    return not (content[:begin] & (masks & 255)).any() and not (content[begin:] & (masks >> 8)).any()
+
+
+def _copy(launch: Launch, memory: Bytes, weights: Bytes) -> None:
+    begin = launch.table_bytes
+    entries = memory[begin : begin + launch.num_frames * COPIED_ENTRY_BYTES].view("<u4").reshape(-1, 4)
+    for low, high, source, size in entries.tolist():
+        out = low | high << 32
+        weights[out : out + size] = memory[source : source + size]
 
 
 def _values(image: Bytes, begin: int, bits: int, count: int) -> npt.NDArray[np.uint64]:

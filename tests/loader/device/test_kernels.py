@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
+from tests.support.device_encodings import COUNTS, FLOATS, OTHERS
 from tests.support.device_parts import CodedTensors, code_tensors, every_word, weights_like
 from tests.support.image_programs import run_launch
 from tests.support.kernels_on_cpu import KernelsOnCpu, aligned_zeros, compiler
@@ -25,19 +26,6 @@ from teneral.loader.errors import LoadError
 from teneral.loader.format.manifest import DTYPE_BITS, FRAME_ELEMENTS, Encoding, Tier
 
 GUARD = 0xA5
-COUNTS = (1, 2, 15, 4097, FRAME_ELEMENTS - 1, FRAME_ELEMENTS, FRAME_ELEMENTS + 1, 2 * FRAME_ELEMENTS + 12_345)
-FLOATS = [
-    *[("BF16", f"bf16.{known}") for known in range(8)],
-    *[("F16", f"f16.{known}") for known in (0, 1, 3, 6, 7, 8, 10)],
-    *[("F32", f"f32.{known}") for known in (0, 3, 7, 8, 14, 22, 23)],
-    ("BF16", "bf16.0.3"),
-    ("BF16", "bf16.1.3"),
-    ("BF16", "bf16.2.7"),
-    ("F16", "f16.2.5"),
-    ("F32", "f32.3.19"),
-]
-OTHERS = [("F16", "bytes"), ("I32", "bytes"), ("F64", "bytes.sketch"), ("C64", "bytes"), ("F8_E4M3", "bytes")]
-OTHERS += [("BF16", "whole"), ("F32", "whole.sketch"), ("F4", "bytes"), ("BOOL", "whole")]
 
 
 @pytest.fixture(scope="module")

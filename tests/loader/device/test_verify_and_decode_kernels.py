@@ -105,7 +105,7 @@ class Decoded:
         """`checks`: from which byte on, and the bits that bytes before and from there on must not have."""
         table = np.zeros((len(frames), 6), "<u4")
         at = GUARD_BYTES + table.nbytes
-        for number, (frame, size) in enumerate(zip(frames, sizes, strict=True)):
+        for number, frame in enumerate(frames):
             at += -at % 8
             table[number, :2] = at, len(frame)
             at += len(frame)
@@ -312,4 +312,5 @@ def test_bytes_are_copied_to_the_weights(kernels: KernelsOnCpu, num_bytes: int) 
     weights[:] = GUARD
     kernels.run(Launch(COPY_KERNEL, 0, 1), image, weights)
     assert np.array_equal(weights[128 : 128 + num_bytes], content)
-    assert (weights[:128] == GUARD).all() and (weights[128 + num_bytes :] == GUARD).all()
+    assert (weights[:128] == GUARD).all()
+    assert (weights[128 + num_bytes :] == GUARD).all()

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from ....errors import ModelError
-from ....step.batch import SequenceSpan, StepBatch
+from ....step.batch import Int64s, SequenceSpan, StepBatch
 
 U32s = npt.NDArray[np.uint32]
 
@@ -37,7 +37,6 @@ class ProgramKey(NamedTuple):
     """The steps that a program serves: all that fit."""
 
     rows: int  # at most
-    logits: int
     many: bool  # items of MANY_PAIRS
     slots: int  # of SLOTS
 
@@ -176,6 +175,15 @@ class StepTables:
         ):
             raise ModelError(f"a block of a step is outside the pool's {self._num_blocks}")
         return plan, offsets["blocks"] + len(blocks)
+
+    def fill_logit_rows(self, rows: Int64s, into: U32s) -> int:
+        """Write tables that only say which rows are scored. Returns the numbers that are in use."""
+        self._require("rows of logits", len(rows), self._sizes.max_logits)
+        begin = self._offsets["logit_rows"]
+        into[:begin] = 0
+        into[_COUNT_LOGITS] = len(rows)
+        into[begin : begin + len(rows)] = rows
+        return begin + len(rows)
 
     def _check(self, batch: StepBatch) -> None:
         self._require("rows", len(batch.tokens), self._sizes.max_rows)

@@ -98,7 +98,7 @@ class Cache:
             num_heads=self.num_heads, num_kv_heads=KV_HEADS, head_dim=self.head_dim, block_size=BLOCK_SIZE,
             window=window, scale=self.scale * 1.4426950408889634,
         )  # fmt: skip
-        key = ProgramKey(len(rows), len(rows), plan.many, SLOTS[-1] if plan.merges else 0)
+        key = ProgramKey(len(rows), plan.many, SLOTS[-1] if plan.merges else 0)
         for launch in attention_launches(device.kernels, arguments, key, max_spans=len(spans)):
             short = launch._replace(grid=(min(launch.grid[0], len(plan.items) + 2), *launch.grid[1:]))
             device.driver.launch(short, device.stream)
@@ -208,5 +208,5 @@ class TestPlan:
         assert taken == list(range(plan.num_slots))
         assert plan.num_slots <= SLOTS[-1]
         rows = sum(span.length for span in spans)
-        key = ProgramKey(rows, rows, plan.many, SLOTS[-1])
+        key = ProgramKey(rows, plan.many, SLOTS[-1])
         assert len(plan.items) <= key.num_items(group, len(spans))

@@ -1,0 +1,114 @@
+"""The engine's backend on a device, without torch.
+
+A step is one copy of tables to the device, launches or one graph, the choice of tokens there, and one
+copy back, which is the step's only wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from .....loader.device.driver.base import CudaError
+from .....loader.errors import InsufficientMemoryError
+from ....errors import DeviceLostError
+from ....step.backend import BackendDeviceStatistics, BackendOptions, OnLayer
+from ....step.batch import Rows, StepBatch, build_batch
+from ....step.state import Chosen, SamplingState
+from .executor import DirectExecutor, Logits
+from .sampler import TokenSampler
+from .storage import DirectKVStorage
+from .workspace import Limits
+
+if TYPE_CHECKING:
+    from ....models.decoder import Decoder
+
+
+class OutOfMemoryError(InsufficientMemoryError):
+    """The device's memory ran out in a step, which may be tried again with less."""
+
+
+class DirectBackend:
+    """See `step.backend.Backend`."""
+
+    returns_early = True
+
+    def __init__(self, decoder: Decoder, kv: DirectKVStorage, options: BackendOptions) -> None:
+        """Opens the decoder's executor for this pool. Raises `CudaError` where memory is short."""
+        assert isinstance(decoder.executor, DirectExecutor)
+        self._decoder = decoder
+        self._executor = decoder.executor
+        self._kv = kv
+        self._block_size = options.block_size
+        self._num_out_of_memory = 0
+        limits = Limits(
+            max_rows=options.max_step_tokens,
+            max_spans=options.max_running,
+            max_context=options.max_context,
+            block_size=options.block_size,
+        )
+        self._executor.open(kv, limits)
+        device = self._executor.device
+        self._sampler = TokenSampler(device.driver, device.kernels(decoder.dtype), device.stream)
+
+    def build(self, parts: Sequence[Rows]) -> StepBatch:
+        return build_batch(parts, self._block_size)
+
+    def forward(self, batch: StepBatch, *, on_layer: OnLayer | None) -> Logits:
+        with self._translated_errors():
+            if self._decoder.is_exact and not batch.scored:
+                return self._executor.run(batch)
+            logits: Logits = self._decoder.forward(batch, self._kv, on_layer=on_layer)
+            return logits
+
+    def choose(self, logits: Logits, states: Sequence[SamplingState]) -> list[Chosen]:
+        with self._translated_errors():
+            return self._sampler.choose(logits.array, states)
+
+    def wants_idle_time(self, *, has_running: bool) -> bool:
+        return False
+
+    def work_when_idle(self) -> None:
+        pass
+
+    def make_room(self) -> None:
+        self._num_out_of_memory += 1
+        with self._translated_errors():
+            self._executor.device.driver.synchronize_stream(self._executor.device.stream)
+            self._executor.drop_graphs()
+
+    def close(self) -> None:
+        """Free all but the pool and the weights, once the device is done."""
+        self._sampler.close()
+        self._executor.close()
+
+    def statistics(self) -> BackendDeviceStatistics:
+        free_bytes, total_bytes = self._executor.device.driver.memory()
+        used_bytes = self._decoder.weights.size_bytes + self._kv.size_bytes
+        return BackendDeviceStatistics(
+            free_bytes=free_bytes,
+            total_bytes=total_bytes,
+            weight_bytes=self._decoder.weights.size_bytes,
+            kv_bytes=self._kv.size_bytes,
+            graph_bytes=0,  # the driver's own
+            activation_bytes=self._executor.workspace_bytes,
+            allocated_bytes=used_bytes + self._executor.workspace_bytes,
+            reserved_bytes=used_bytes + self._executor.workspace_bytes,
+            num_graphs=self._executor.num_graphs,
+            graph_steps_total=self._executor.num_graph_steps,
+            eager_steps_total=self._executor.num_eager_steps,
+            out_of_memory_total=self._num_out_of_memory,
+            narrow_redraws_total=0,
+        )
+
+    @contextmanager
+    def _translated_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except CudaError as error:
+            if error.is_out_of_memory:
+                raise OutOfMemoryError(error.message, hint=error.hint) from None
+            if error.is_lost:
+                raise DeviceLostError(error.message, hint=error.hint) from error
+            raise

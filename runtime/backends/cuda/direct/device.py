@@ -1,0 +1,42 @@
+"""A device as the direct path uses it: its driver, the one stream that steps run on, its kernels."""
+
+from __future__ import annotations
+
+from .....loader.device.driver.base import (
+    CAPABILITY_MAJOR,
+    CAPABILITY_MINOR,
+    NUM_PROCESSORS,
+    Driver,
+)
+from ....tensors import DType
+from .memory import Array
+from .program import Kernels, KernelSource
+
+
+class DirectDevice:
+    """One device. Made once a process; the stream is used by one thread at a time."""
+
+    def __init__(self, driver: Driver, source: KernelSource) -> None:
+        """Raises `CudaError`."""
+        self.driver = driver
+        self.source = source
+        self.stream = driver.stream()
+        self.num_processors = driver.attribute(NUM_PROCESSORS)
+        self.architecture = 10 * driver.attribute(CAPABILITY_MAJOR) + driver.attribute(CAPABILITY_MINOR)
+        self._kernels: dict[DType, Kernels] = {}
+
+    @property
+    def name(self) -> str:
+        return self.driver.name
+
+    def kernels(self, dtype: DType) -> Kernels:
+        """The kernels for activations of this dtype."""
+        if dtype not in self._kernels:
+            self._kernels[dtype] = Kernels(self.driver, self.source, dtype)
+        return self._kernels[dtype]
+
+    def read(self, array: Array, into: int) -> None:
+        """Copy an array to the host's memory at `into`. Blocks until the stream's work is done."""
+        if array.size_bytes:
+            self.driver.copy_out(into, array.address, array.size_bytes, self.stream)
+        self.driver.synchronize_stream(self.stream)

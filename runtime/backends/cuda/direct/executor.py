@@ -1,0 +1,334 @@
+"""The executor of decoders on a device, without torch: steps are programs over fixed addresses.
+
+Activations of a pass are the workspace's rows. Where several passes are under way, as while weights
+arrive, those of the others are kept in memory of their own meanwhile. What a request's tokens give
+depends on nothing that else is in the step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from ....errors import ModelError
+from ....kv.kinds import KVKind
+from ....models.executor import ComputeDtype
+from ....models.matrices import DecoderWeights, EncoderWeights
+from ....models.spec import DecoderSpec, EncoderSpec
+from ....step.batch import Int64s, StepBatch
+from ....tensors import DType
+from .device import DirectDevice
+from .launches import DecoderLaunches, modules_of, refusal
+from .memory import Array
+from .program import Graph, Program
+from .storage import DirectKVStorage
+from .tables import ProgramKey, bucket_of, slots_of
+from .workspace import Limits, Workspace, size_of
+
+NAME = "cuda"
+# Of the kernels' arithmetic: raised when a change of theirs changes a bit of a result.
+VERSION = 1
+# A decode step that came so often is worth a graph.
+MIN_GRAPH_STEPS = 8
+
+
+class Activations:
+    """Rows of a pass: the workspace's, or in memory of their own."""
+
+    __slots__ = ("__weakref__", "address", "device", "num_rows")
+
+    def __init__(self, device: DirectDevice, num_rows: int) -> None:
+        self.device = device
+        self.num_rows = num_rows
+        self.address = 0  # 0: in the workspace
+
+    def __del__(self) -> None:
+        if self.address:  # what reads it was queued before
+            self.device.driver.synchronize_stream(self.device.stream)
+            self.device.driver.free(self.address)
+
+
+class Logits:
+    """Rows of logits (R, vocab) fp32 on the device, valid until the next step."""
+
+    def __init__(self, device: DirectDevice, array: Array) -> None:
+        self.array = array
+        self._device = device
+
+    def __len__(self) -> int:
+        return self.array.shape[0]
+
+    def __getitem__(self, rows: slice) -> Logits:
+        first, end, step = rows.indices(len(self))
+        assert step == 1
+        shape = (max(0, end - first), *self.array.shape[1:])
+        return Logits(self._device, Array(self.array.row(first), shape, self.array.dtype))
+
+    def cpu(self) -> Logits:
+        """Itself, so that `PromptScores` reads it as it reads tensors."""
+        return self
+
+    def numpy(self) -> npt.NDArray[np.float32]:
+        """A copy on the host. Blocks."""
+        numbers = np.empty(self.array.shape, np.float32)
+        self._device.read(self.array, numbers.ctypes.data)
+        return numbers
+
+
+class DirectStep(Struct, frozen=True, eq=False):
+    """The state that all layers share in one pass."""
+
+    batch: StepBatch
+
+
+class DirectExecutor:
+    """See `models.executor.Executor`."""
+
+    name = NAME
+    is_batch_invariant = True
+    runs_layers_together = True
+    takes_adapters = False
+    routes_apart = False
+    scores_in_strips = False
+
+    def __init__(self, spec: DecoderSpec, weights: DecoderWeights, device: DirectDevice) -> None:
+        self.spec = spec
+        self.device = device
+        self._weights = weights
+        self._kernels = device.kernels(spec.dtype)
+        self._kv: DirectKVStorage | None = None
+        self._workspace: Workspace | None = None
+        self._launches: DecoderLaunches | None = None
+        self._programs: dict[ProgramKey, Program] = {}
+        self._heads: dict[int, Program] = {}
+        self._graphs: dict[ProgramKey, Graph] = {}
+        self._num_uses: dict[ProgramKey, int] = {}
+        self._in_workspace: weakref.ref[Activations] | None = None
+        self.num_graph_steps = 0
+        self.num_eager_steps = 0
+
+    @property
+    def numerics(self) -> str:
+        return f"{NAME}/{VERSION}/sm_{self.device.architecture}"
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
+    @property
+    def workspace_bytes(self) -> int:
+        return 0 if self._workspace is None else self._workspace.size_bytes
+
+    def open(self, kv: DirectKVStorage, limits: Limits) -> None:
+        """Take the memory for steps over this pool. Raises `CudaError` where it is not there."""
+        self.close()
+        self._kernels.load(modules_of(self.spec, self._weights))
+        self._kv = kv
+        self._workspace = Workspace(self.device, self.spec, limits, kv)
+        self._launches = DecoderLaunches(self._kernels, self._weights, self._workspace, kv)
+
+    def close(self) -> None:
+        """Free what `open` took, once the device is done with it. Idempotent."""
+        if self._workspace is None:
+            return
+        self.device.driver.synchronize_stream(self.device.stream)
+        self.drop_graphs()
+        self._programs.clear()
+        self._heads.clear()
+        self._workspace.close()
+        self._workspace = self._launches = None
+
+    def drop_graphs(self) -> None:
+        """Free the graphs; they are made again as steps come. None may run."""
+        for graph in self._graphs.values():
+            graph.close()
+        self._graphs.clear()
+        self._num_uses.clear()
+
+    # -- a pass, stage by stage ------------------------------------------------------------------------------
+
+    def embed(self, batch: StepBatch) -> Activations:
+        workspace = self._opened()
+        self._evict()
+        key = self._load(batch)
+        self._program(key).launch(self.device.stream, 0, 1)
+        x = Activations(self.device, len(batch.tokens))
+        self._in_workspace = weakref.ref(x)
+        assert x.num_rows <= workspace.limits.max_rows
+        return x
+
+    def begin(self, batch: StepBatch, kv: Any) -> DirectStep:
+        assert kv is self._kv, "the executor was opened for another pool"
+        return DirectStep(batch)
+
+    def layers(self, step: DirectStep, first: int, end: int, x: Activations) -> Activations:
+        self._fetch(x)
+        key = self._load(step.batch)
+        self._program(key).launch(self.device.stream, first + 1, end + 1)
+        return x
+
+    def logits(self, x: Activations, rows: Int64s) -> Logits:
+        """Valid until the next call."""
+        workspace = self._opened()
+        logits = workspace.arrays.logits
+        shape = (len(rows), logits.shape[1])
+        if len(rows):
+            self._fetch(x)
+            workspace.load_logit_rows(rows)
+            self._head(len(rows)).launch(self.device.stream)
+        return Logits(self.device, Array(logits.address, shape, logits.dtype))
+
+    def join(self, parts: Sequence[Activations]) -> Activations:
+        """Takes memory of its own."""
+        return self._gathered([(part, 0, part.num_rows) for part in parts])
+
+    def select(self, x: Activations, rows: Int64s) -> Activations:
+        """Takes memory of its own."""
+        cuts = np.flatnonzero(np.diff(rows) != 1) + 1
+        runs = [run for run in np.split(rows, cuts) if len(run)]
+        return self._gathered([(x, int(run[0]), len(run)) for run in runs])
+
+    # -- a whole step ----------------------------------------------------------------------------------------
+
+    def run(self, batch: StepBatch) -> Logits:
+        """All stages of a pass whose weights are all there, as one graph where its like came often.
+        Raises `CudaError` and `ModelError`.
+        """
+        workspace, stream = self._opened(), self.device.stream
+        self._evict()
+        key = self._load(batch)
+        num_logits = len(batch.logit_rows)
+        graph = self._graph(key, num_logits)
+        if graph is not None:
+            self.num_graph_steps += 1
+            graph.launch(stream)
+        else:
+            self.num_eager_steps += 1
+            self._program(key).launch(stream)
+            if num_logits:
+                self._head(num_logits).launch(stream)
+        logits = workspace.arrays.logits
+        shape = (num_logits, logits.shape[1])
+        return Logits(self.device, Array(logits.address, shape, logits.dtype))
+
+    # -- keys and values -------------------------------------------------------------------------------------
+
+    def new_kv(self, num_blocks: int, block_size: int, kind: KVKind) -> DirectKVStorage:
+        """Raises `CudaError` where the memory is not there."""
+        if kind is not KVKind.MODEL:
+            raise ModelError(
+                f"{self.name} does not store keys and values as {kind.value}",
+                hint="Leave --kv-dtype out, or use --device cpu.",
+            )
+        kv = DirectKVStorage(self.spec.kv_shape(num_blocks, block_size), self.device)
+        self.open(kv, Limits(max_context=self.spec.max_context, block_size=block_size))
+        return kv
+
+    def kv_block_bytes(self, block_size: int, kind: KVKind) -> int:
+        return DirectKVStorage.block_bytes(self.spec.kv_shape(1, block_size))
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _opened(self) -> Workspace:
+        assert self._workspace is not None, "the executor has no pool"
+        return self._workspace
+
+    def _load(self, batch: StepBatch) -> ProgramKey:
+        workspace = self._opened()
+        plan = workspace.load(batch)
+        rows = bucket_of(len(batch.tokens), workspace.limits.max_rows)
+        return ProgramKey(rows, plan.many, slots_of(plan.num_slots))
+
+    def _program(self, key: ProgramKey) -> Program:
+        if key not in self._programs:
+            assert self._launches is not None
+            self._programs[key] = self._launches.program(key)
+        return self._programs[key]
+
+    def _head(self, num_logits: int) -> Program:
+        bucket = bucket_of(num_logits, self._opened().arrays.logits.shape[0])
+        if bucket not in self._heads:
+            assert self._launches is not None
+            self._heads[bucket] = self._launches.head(bucket)
+        return self._heads[bucket]
+
+    def _graph(self, key: ProgramKey, num_logits: int) -> Graph | None:
+        """The graph of a step in which every row is scored; None: launch it kernel by kernel."""
+        bucket = bucket_of(num_logits, self._opened().arrays.logits.shape[0])
+        if key.many or bucket != key.rows:
+            return None
+        if key not in self._graphs:
+            self._num_uses[key] = self._num_uses.get(key, 0) + 1
+            if self._num_uses[key] < MIN_GRAPH_STEPS:
+                return None
+            stages = [*self._program(key).stages, *self._head(num_logits).stages]
+            self._graphs[key] = Program(self.device.driver, stages).graph()
+        return self._graphs[key]
+
+    def _evict(self) -> None:
+        """Make room in the workspace: move the rows of a pass under way to memory of their own."""
+        x = None if self._in_workspace is None else self._in_workspace()
+        self._in_workspace = None
+        if x is not None:
+            rows = self._opened().arrays.x
+            x.address = self.device.driver.alloc(size_of(rows, max(1, x.num_rows)))
+            self._copy(x.address, rows.address, x.num_rows)
+
+    def _fetch(self, x: Activations) -> None:
+        """Have these rows in the workspace."""
+        if not x.address:
+            assert self._in_workspace is not None
+            assert self._in_workspace() is x
+            return
+        self._evict()
+        self._copy(self._opened().arrays.x.address, x.address, x.num_rows)
+        self.device.driver.synchronize_stream(self.device.stream)
+        self.device.driver.free(x.address)
+        x.address = 0
+        self._in_workspace = weakref.ref(x)
+
+    def _gathered(self, runs: Sequence[tuple[Activations, int, int]]) -> Activations:
+        """Rows [first, first + num) of each, one behind the other."""
+        rows = self._opened().arrays.x
+        row_bytes = size_of(rows, 1)
+        made = Activations(self.device, sum(num for _, _, num in runs))
+        made.address = self.device.driver.alloc(row_bytes * max(1, made.num_rows))
+        at = made.address
+        for x, first, num in runs:
+            self._copy(at, (x.address or rows.address) + first * row_bytes, num)
+            at += num * row_bytes
+        return made
+
+    def _copy(self, to: int, source: int, num_rows: int) -> None:
+        if num_rows:
+            size_bytes = size_of(self._opened().arrays.x, num_rows)
+            self.device.driver.copy(to, source, size_bytes, self.device.stream)
+
+
+class DirectModelBackend:
+    """An `ExecutorFactory` for weights on a device. Computes in the dtype of the stored weights."""
+
+    name = NAME
+
+    def __init__(self, device: DirectDevice) -> None:
+        self._device = device
+
+    def compute_dtype(self, stored: DType, *, is_quantised: bool) -> ComputeDtype:
+        return ComputeDtype(stored, stored, "as stored")
+
+    def refuses_decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> str | None:
+        return refusal(spec, weights)
+
+    def refuses_encoder(self, spec: EncoderSpec, weights: EncoderWeights) -> str | None:
+        return "the device's direct path computes no encoders"
+
+    def decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> DirectExecutor:
+        return DirectExecutor(spec, weights, self._device)
+
+    def encoder(self, spec: EncoderSpec, weights: EncoderWeights) -> Any:
+        raise ModelError("the device's direct path computes no encoders")

@@ -1,0 +1,156 @@
+"""Whole engines on the direct path: transformers' tokens, the same in any company, and no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.cuda_driver import COMPILER
+from tests.support.direct_engine import DirectModel, DirectRig, greedy, prompts_of
+from tests.support.direct_kernels import cuda
+from tests.support.load import patience_s
+from tests.support.tiny_models import save_tiny, tiny_model
+
+from teneral.runtime.errors import CapacityError, DeviceLostError
+from teneral.runtime.step.requests import SamplingParams
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+
+
+@pytest.fixture(scope="module")
+def llama() -> Iterator[DirectModel]:
+    model = DirectModel.of(tiny_model("llama", dtype=torch.bfloat16))
+    yield model
+    model.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(family: str, dtype: torch.dtype) -> None:
+    oracle = tiny_model(family, dtype=dtype)
+    model = DirectModel.of(oracle)
+    prompts = prompts_of(3)
+    with DirectRig(model) as rig:
+        found = rig.say(prompts, 6)
+    model.close()
+    assert found == [greedy(oracle, prompt, 6) for prompt in prompts]
+
+
+def test_windows_forget() -> None:
+    oracle = tiny_model("mistral", dtype=torch.bfloat16, sliding_window=5)
+    model = DirectModel.of(oracle)
+    with DirectRig(model) as rig:
+        found = rig.say(prompts_of(2, seed=1), 5)
+    model.close()
+    assert found == [greedy(oracle, prompt, 5) for prompt in prompts_of(2, seed=1)]
+
+
+def test_answers_are_the_same_alone_in_company_in_chunks_and_preempted(llama: DirectModel) -> None:
+    """Greedy and drawn ones, with penalties, top-k and top-p."""
+    prompts = prompts_of(6, seed=2)
+    for sampling in (
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=1.2, top_p=0.95, top_k=60, repetition_penalty=1.1, seed=7),
+    ):
+        with DirectRig(llama) as rig:
+            alone = [rig.say([prompt], 12, sampling=sampling)[0] for prompt in prompts]
+            assert rig.say(prompts, 12, sampling=sampling) == alone
+        with DirectRig(llama, max_step_tokens=10, max_prefill_tokens=5, max_running=3) as rig:
+            assert rig.say(prompts, 12, sampling=sampling) == alone
+        with DirectRig(llama, num_blocks=16, max_running=4) as rig:
+            assert rig.say(prompts, 12, sampling=sampling) == alone
+            assert rig.engine.statistics().preemptions_total > 0
+
+
+def test_steps_that_come_often_become_graphs_with_the_same_tokens(llama: DirectModel) -> None:
+    prompts = prompts_of(3, seed=3)
+    with DirectRig(llama) as rig:
+        first = rig.say(prompts, 20)
+        statistics = rig.backend.statistics()
+        assert statistics.num_graphs > 0
+        assert statistics.graph_steps_total > 0
+        before = cuda().library.launches_run()
+        assert rig.say(prompts, 20) == first
+        assert cuda().library.launches_run() > before
+        rig.backend.make_room()
+        assert rig.backend.statistics().num_graphs == 0
+        assert rig.say(prompts, 20) == first
+
+
+def test_prompts_have_log_probabilities(llama: DirectModel) -> None:
+    """Of the prompt's tokens, computed in chunks, and of the answer's."""
+    oracle = tiny_model("llama", dtype=torch.bfloat16).float()
+    prompt = prompts_of(1, seed=4)[0] + (5, 6, 7)
+    with DirectRig(llama, max_step_tokens=16, max_prefill_tokens=7) as rig:
+        (generation,) = rig.submit([prompt], 3, num_prompt_logprobs=2, num_top_logprobs=2)
+        result = generation.result(60)
+    with torch.no_grad():
+        expected = torch.log_softmax(oracle(torch.tensor([prompt])).logits[0], -1)
+    found = result.prompt_logprobs
+    assert found is not None
+    for place in range(len(prompt) - 1):
+        assert found.logprobs[place] == pytest.approx(expected[place, prompt[place + 1]].item(), abs=0.2)
+    assert result.tokens == greedy(oracle, prompt, 3)
+
+
+def test_memory_that_runs_out_ends_one_request_and_not_the_others(llama: DirectModel) -> None:
+    prompts = prompts_of(3, seed=5)
+    with DirectRig(llama) as rig:
+        expected = rig.say(prompts, 8)
+        cuda().fail_next("cuMemcpyHtoDAsync_v2", 2)
+        generations = rig.submit(prompts, 8)
+        outcomes: list[object] = []
+        for generation in generations:
+            try:
+                outcomes.append(generation.result(60).tokens)
+            except CapacityError as error:
+                outcomes.append(error)
+        assert sum(isinstance(outcome, CapacityError) for outcome in outcomes) == 1
+        assert all(
+            outcome == tokens or isinstance(outcome, CapacityError)
+            for outcome, tokens in zip(outcomes, expected, strict=True)
+        )
+        assert rig.backend.statistics().out_of_memory_total == 1
+
+
+def test_a_lost_device_ends_the_engine_with_what_to_do() -> None:
+    model = DirectModel.of(tiny_model("llama", dtype=torch.bfloat16))
+    rig = DirectRig(model)
+    rig.engine.start()
+    rig.say([(1, 2)], 2)
+    cuda().lose(719)
+    try:
+        with pytest.raises(DeviceLostError, match=r"LAUNCH_FAILED \(719\)\n  `nvidia-smi`"):
+            rig.say([(1, 2, 3)], 3)
+        with pytest.raises(DeviceLostError):
+            rig.say([(1, 2, 3)], 3)
+        rig.engine.stop(60)
+    finally:
+        cuda().lose(0)
+    rig.backend.close()
+    rig.kv.close()
+    model.close()
+
+
+def test_an_answer_needs_no_torch(tmp_path: Path) -> None:
+    folder = save_tiny("qwen2", tmp_path / "model", dtype=torch.bfloat16)
+    prompts = prompts_of(2, seed=6)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.direct_program", str(folder), "4"],
+        input=json.dumps(prompts), capture_output=True, text=True, timeout=patience_s(100),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    imported = {name.partition(".")[0] for name in answer["modules"]}
+    assert not imported & {"torch", "triton", "cupy", "cupy_backends", "transformers"}
+    oracle = tiny_model("qwen2", dtype=torch.bfloat16)
+    assert [tuple(tokens) for tokens in answer["answers"]] == [
+        greedy(oracle, prompt, 4) for prompt in prompts
+    ]

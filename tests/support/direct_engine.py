@@ -1,0 +1,137 @@
+"""Models and engines on the direct path, over the driver and the kernels on the CPU. Imports no torch by itself."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from tests.support.direct_kernels import CpuSource, cuda
+from tests.support.load import patience_s
+from tests.support.toy_decoder import ToyTokenizer
+
+from teneral.runtime.backends.cuda.direct.backend import DirectBackend
+from teneral.runtime.backends.cuda.direct.device import DirectDevice
+from teneral.runtime.backends.cuda.direct.executor import DirectModelBackend
+from teneral.runtime.backends.cuda.direct.weights import tensor_at
+from teneral.runtime.engine.engine import Engine, EngineOptions
+from teneral.runtime.engine.generation import Generation
+from teneral.runtime.models.build import build_model
+from teneral.runtime.models.decoder import Decoder
+from teneral.runtime.step.backend import BackendOptions
+from teneral.runtime.step.requests import GenerationRequest, SamplingParams
+from teneral.runtime.tensors import Tensor
+from teneral.runtime.weights import DictWeights
+
+BLOCK_SIZE = 4
+TIMEOUT_S = patience_s(100)
+ALIGNMENT_BYTES = 64  # of tensors in a slab
+
+
+class DirectModel:
+    """A model on the device. Frees its memory when it is closed."""
+
+    def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """`tensors` on the host."""
+        self.device = DirectDevice(cuda().driver(), CpuSource())
+        self._slab = 0
+        made = build_model(config, DictWeights(self._put(tensors)), [DirectModelBackend(self.device)])
+        assert isinstance(made, Decoder)
+        self.decoder = made
+        self.executor: Any = made.executor
+
+    @classmethod
+    def of(cls, oracle: Any) -> DirectModel:
+        """A model of transformers."""
+        from tests.support.models import arrays_of
+        from tests.support.tiny_models import config_json, tensors_of
+
+        return cls(config_json(oracle), arrays_of(tensors_of(oracle)))
+
+    def _put(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """All in one slab, in their order."""
+        driver, places, total = self.device.driver, dict[str, int](), 0
+        for name, tensor in tensors.items():
+            places[name] = total
+            total += -(-tensor.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._slab = driver.alloc(total)
+        put: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            host = np.ascontiguousarray(tensor.array)
+            address = self._slab + places[name]
+            driver.copy_in(address, host.ctypes.data, host.nbytes, self.device.stream)
+            driver.synchronize_stream(self.device.stream)
+            put[name] = tensor_at(self.device, address, tensor.shape, tensor.dtype)
+        return put
+
+    def close(self) -> None:
+        self.executor.close()
+        self.device.driver.free(self._slab)
+
+
+class DirectRig:
+    """An engine that computes on the device. A context manager."""
+
+    def __init__(self, model: DirectModel, *, num_blocks: int = 100, **options: Any) -> None:
+        options = {
+            "block_size": BLOCK_SIZE,
+            "max_context": 96,
+            "max_running": 8,
+            "max_step_tokens": 64,
+            **options,
+        }
+        self.model = model
+        self.backend: Any = None
+
+        def make_backend(decoder: Any, kv: Any, chosen: BackendOptions, timeline: Any) -> DirectBackend:
+            self.kv = kv
+            self.backend = DirectBackend(decoder, kv, chosen)
+            return self.backend
+
+        kv_bytes = num_blocks * model.decoder.kv_block_bytes(options["block_size"])
+        self.engine = Engine(
+            model.decoder,
+            ToyTokenizer(),
+            options=EngineOptions(kv_bytes=kv_bytes, **options),
+            make_backend=make_backend,
+        )
+
+    def submit(self, prompts: Sequence[Sequence[int]], num_tokens: int, **fields: Any) -> list[Generation]:
+        fields.setdefault("sampling", SamplingParams(temperature=0))
+        return [
+            self.engine.submit(GenerationRequest(str(number), tuple(prompt), num_tokens, **fields))
+            for number, prompt in enumerate(prompts)
+        ]
+
+    def say(self, prompts: Sequence[Sequence[int]], num_tokens: int, **fields: Any) -> list[tuple[int, ...]]:
+        """Their tokens, when they run together."""
+        return [each.result(TIMEOUT_S).tokens for each in self.submit(prompts, num_tokens, **fields)]
+
+    def __enter__(self) -> DirectRig:
+        self.engine.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.engine.stop(TIMEOUT_S)
+        self.engine.check_integrity()
+        self.backend.close()
+        self.kv.close()
+
+
+def greedy(oracle: Any, prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+    """transformers' own tokens, computed in fp32 with the weights as they are stored."""
+    import torch
+
+    wide = copy.deepcopy(oracle).float()
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(num_tokens):
+            logits = wide(torch.tensor([tokens])).logits[0, -1]
+            tokens.append(int(logits.argmax()))
+    return tuple(tokens[len(prompt) :])
+
+
+def prompts_of(num: int, *, seed: int = 0, longest: int = 30) -> list[tuple[int, ...]]:
+    random = np.random.default_rng(seed)
+    return [tuple(map(int, random.integers(0, 250, random.integers(1, longest)))) for _ in range(num)]

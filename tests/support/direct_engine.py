@@ -35,7 +35,7 @@ class DirectModel:
     def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """`tensors` on the host."""
         self.device = DirectDevice(cuda().driver(), CpuSource())
-        self._slab = 0
+        self._taken: list[int] = []
         made = build_model(config, DictWeights(self._put(tensors)), [DirectModelBackend(self.device)])
         assert isinstance(made, Decoder)
         self.decoder = made
@@ -51,23 +51,29 @@ class DirectModel:
 
     def _put(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """All in one slab, in their order."""
-        driver, places, total = self.device.driver, dict[str, int](), 0
+        places, total = dict[str, int](), 0
         for name, tensor in tensors.items():
             places[name] = total
             total += -(-tensor.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        self._slab = driver.alloc(total)
-        put: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
-            host = np.ascontiguousarray(tensor.array)
-            address = self._slab + places[name]
-            driver.copy_in(address, host.ctypes.data, host.nbytes, self.device.stream)
-            driver.synchronize_stream(self.device.stream)
-            put[name] = tensor_at(self.device, address, tensor.shape, tensor.dtype)
-        return put
+        slab = self.device.driver.alloc(total)
+        self._taken.append(slab)
+        return {name: self._put_at(tensor, slab + places[name]) for name, tensor in tensors.items()}
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """One more tensor, in memory of its own."""
+        self._taken.append(self.device.driver.alloc(tensor.size_bytes))
+        return self._put_at(tensor, self._taken[-1])
+
+    def _put_at(self, tensor: Tensor, address: int) -> Tensor:
+        host = np.ascontiguousarray(tensor.array)
+        self.device.driver.copy_in(address, host.ctypes.data, host.nbytes, self.device.stream)
+        self.device.driver.synchronize_stream(self.device.stream)
+        return tensor_at(self.device, address, tensor.shape, tensor.dtype)
 
     def close(self) -> None:
         self.executor.close()
-        self.device.driver.free(self._slab)
+        for address in self._taken:
+            self.device.driver.free(address)
 
 
 class DirectRig:

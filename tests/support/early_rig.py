@@ -35,7 +35,7 @@ from teneral.runtime.engine.generation import Generation, OnEvent
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.step.backend import MakeBackend, host_backend
 from teneral.runtime.step.requests import FirstToken, GenerationRequest, SamplingParams
-from teneral.runtime.weights import StreamedWeights
+from teneral.runtime.weights import StreamedWeights, Weights
 
 TIMEOUT_S = patience_s(60)
 BLOCK_SIZE = 4
@@ -81,6 +81,7 @@ class EarlyRig:
         prefix_seed: bytes | None = None,
         make_backend: MakeBackend = host_backend,
         backends: Any = None,
+        make_weights: Callable[[WeightLoad], Weights] = StreamedWeights,
         make_adapters: Callable[[Any], Any] = lambda config: None,
         **options: Any,
     ) -> None:
@@ -103,7 +104,7 @@ class EarlyRig:
         self.arrival = SlowArrival(self.load)
         self.timeline = Timeline()
         config = json.loads(read_file(self.source, manifest, "config.json"))
-        self.model: Decoder = build_model(config, StreamedWeights(self.load), backends=backends)
+        self.model: Decoder = build_model(config, make_weights(self.load), backends=backends)
         self.engine = Engine(
             self.model,
             ToyTokenizer(),

@@ -1,0 +1,86 @@
+"""The pool on a device: its blocks are the host's pool's blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from tests.support.cuda_driver import COMPILER
+from tests.support.direct_kernels import CpuSource, cuda
+
+from teneral.runtime.backends.cuda.direct import storage
+from teneral.runtime.backends.cuda.direct.device import DirectDevice
+from teneral.runtime.backends.cuda.direct.memory import Arena, Array
+from teneral.runtime.backends.cuda.direct.storage import DirectKVStorage
+from teneral.runtime.errors import ModelError
+from teneral.runtime.kv.storage import KVStorage, PoolShape
+from teneral.runtime.tensors import DType
+
+SHAPE = PoolShape(2, 3, 8, 12, 4, DType.BF16)
+
+
+@pytest.fixture
+def pool() -> Iterator[DirectKVStorage]:
+    if COMPILER is None:
+        pytest.skip("no C++ compiler")
+    made = DirectKVStorage(SHAPE, DirectDevice(cuda().driver(), CpuSource()))
+    yield made
+    made.close()
+
+
+def content(num: int, seed: int = 0) -> np.ndarray:
+    size = KVStorage.block_bytes(SHAPE)
+    return np.random.default_rng(seed).integers(0, 256, (num, size), np.uint8)
+
+
+def test_blocks_come_back_as_they_went_in(pool: DirectKVStorage) -> None:
+    given, others = content(3), content(2, seed=1)
+    pool.copy_in([7, 0, 11], given)
+    pool.copy_in([1, 2], others)
+    found = np.empty_like(given)
+    pool.copy_out([7, 0, 11], found)
+    np.testing.assert_array_equal(found, given)
+    pool.copy_out([2, 11, 1], found)
+    np.testing.assert_array_equal(found, [others[1], given[2], others[0]])
+
+
+def test_more_than_is_copied_at_a_time(pool: DirectKVStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "_COPY_BYTES", 2 * KVStorage.block_bytes(SHAPE))
+    given, found = content(5), content(5, seed=2)
+    pool.copy_in([3, 1, 4, 0, 5], given)
+    pool.copy_out([3, 1, 4, 0, 5], found)
+    np.testing.assert_array_equal(found, given)
+
+
+def test_its_blocks_are_the_hosts(pool: DirectKVStorage) -> None:
+    """Each reads the other's, and the first tokens of a block are the same in both."""
+    host = KVStorage(SHAPE)
+    assert pool.layout == host.layout
+    assert (pool.size_bytes, pool.element_bytes) == (host.size_bytes, host.element_bytes)
+    given = content(12)
+    for each in (pool, host):
+        each.copy_in(range(12), given)
+        each.copy_tokens(3, 8, 3)
+    found = [np.empty_like(given) for _ in range(2)]
+    for each, into in zip((pool, host), found, strict=True):
+        each.copy_out(range(12), into)
+    np.testing.assert_array_equal(found[0], found[1])
+    assert (found[0] != given).any()
+
+
+def test_layers_lie_one_behind_the_other(pool: DirectKVStorage) -> None:
+    addresses = [address for layer in range(2) for address in pool.of_layer(layer)]
+    assert addresses == [pool.address + number * pool.size_bytes // 4 for number in range(4)]
+
+
+def test_an_arena_hands_out_what_it_has() -> None:
+    arena = Arena(1 << 20, 2048)
+    first = arena.take("rows", (3, 100), DType.BF16)
+    second = arena.take("numbers", (5,), DType.U32)
+    assert (first, second.address) == (Array(1 << 20, (3, 100), DType.BF16), (1 << 20) + 768)
+    assert first.row(2) == first.address + 400
+    arena.check_integrity()
+    with pytest.raises(ModelError, match=r"logits \[1, 300\] float32 takes 1,280 bytes .* has 1,024 left"):
+        arena.take("logits", (1, 300), DType.F32)
+    assert Arena.measure(lambda own: own.take("rows", (3, 100), DType.BF16)) == 768

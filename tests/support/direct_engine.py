@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from tests.support.direct_kernels import CpuSource, cuda
+from tests.support.direct_kernels import open_device
 from tests.support.load import patience_s
 from tests.support.toy_decoder import ToyTokenizer
 
 from teneral.runtime.backends.cuda.direct.backend import DirectBackend
-from teneral.runtime.backends.cuda.direct.device import DirectDevice
 from teneral.runtime.backends.cuda.direct.executor import DirectModelBackend
 from teneral.runtime.backends.cuda.direct.weights import tensor_at
 from teneral.runtime.engine.engine import Engine, EngineOptions
@@ -34,7 +33,7 @@ class DirectModel:
 
     def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """`tensors` on the host."""
-        self.device = DirectDevice(cuda().driver(), CpuSource())
+        self.device = open_device()
         self._taken: list[int] = []
         made = build_model(config, DictWeights(self._put(tensors)), [DirectModelBackend(self.device)])
         assert isinstance(made, Decoder)

@@ -1,4 +1,8 @@
-"""The direct path's kernels compiled for this machine's CPU, and arrays on the device without one."""
+"""The direct path's kernels compiled for this machine's CPU, and arrays on the device without one.
+
+With TENERAL_TEST_CUDA=1 in the environment, the device is a real one, and kernels are compiled by NVRTC: the tests of
+the direct path then hold it to what they hold the CPU to.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from tests.support.cuda_driver import COMPILER, HERE, CudaOnCpu, compile_library
 
-from teneral.loader.device.driver.base import Driver
+from teneral.loader.device.driver.base import CAPABILITY_MAJOR, CAPABILITY_MINOR, Driver
+from teneral.loader.device.driver.open import open_driver
+from teneral.runtime.backends.cuda.direct.compile import CompiledKernels
+from teneral.runtime.backends.cuda.direct.device import DirectDevice
 from teneral.runtime.backends.cuda.direct.memory import Array
-from teneral.runtime.backends.cuda.direct.program import Kernels
+from teneral.runtime.backends.cuda.direct.program import KernelSource
 from teneral.runtime.backends.cuda.direct.sources import KernelModule
 from teneral.runtime.tensors import DType
 
@@ -30,6 +38,25 @@ CHECKS = (
     "-Wno-unused-variable",
     "-Werror",
 )
+
+
+ON_DEVICE = os.environ.get("TENERAL_TEST_CUDA") == "1"
+needs_kernels = pytest.mark.skipif(COMPILER is None and not ON_DEVICE, reason="no C++ compiler")
+needs_double = pytest.mark.skipif(
+    ON_DEVICE or COMPILER is None, reason="the device's memory is not the host's"
+)
+
+
+def open_device() -> DirectDevice:
+    driver = open_driver(0) if ON_DEVICE else cuda().driver()
+    return DirectDevice(driver, kernel_source(driver))
+
+
+def kernel_source(driver: Driver) -> KernelSource:
+    if not ON_DEVICE:
+        return CpuSource()
+    architecture = 10 * driver.attribute(CAPABILITY_MAJOR) + driver.attribute(CAPABILITY_MINOR)
+    return CompiledKernels(architecture, [Path(tempfile.gettempdir()) / "teneral-kernels"])
 
 
 @cache
@@ -65,9 +92,8 @@ class Device:
     """A driver with a stream, and arrays that go there and back."""
 
     def __init__(self, dtype: DType = DType.BF16) -> None:
-        self.driver: Driver = cuda().driver()
-        self.stream = self.driver.stream()
-        self.kernels = Kernels(self.driver, CpuSource(), dtype)
+        device = open_device()
+        self.driver, self.stream, self.kernels = device.driver, device.stream, device.kernels(dtype)
         self._taken: list[int] = []
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:

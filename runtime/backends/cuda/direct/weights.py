@@ -1,14 +1,21 @@
-"""Weights on a device as `Tensor`: addresses over the slabs that a load fills."""
+"""Weights on a device as `Tensor`: addresses over the slabs that a load fills.
+
+A gate opens when the device has queued the last part behind it: here later work of the device's
+stream is then ordered behind it, and what replaces values in use behind that stream's work.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from .....loader.load.base import PlacedLoad
 from ....tensors import DType, Tensor
+from ....weights import StreamedWeights
 from .device import DirectDevice
 from .memory import Array
 
@@ -42,3 +49,44 @@ class DirectTensor(Tensor, frozen=True, eq=False):
 def tensor_at(device: DirectDevice, address: int, shape: tuple[int, ...], dtype: DType) -> DirectTensor:
     """The numbers at an address, which the caller keeps alive."""
     return DirectTensor(dtype, Array(address, shape, dtype), device.name, device)
+
+
+class LoadOnStream:
+    """A `PlacedLoad` for one stream, in place of the one that its caller names."""
+
+    device_name = "direct"  # no device of torch's, whose streams are torch's
+
+    def __init__(self, load: PlacedLoad, stream: int) -> None:
+        self._load = load
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._load, name)
+
+    def order_after(self, groups: Iterable[int], stream: int) -> None:
+        self._load.order_after(groups, self._stream)
+
+    def reading(self, group: int, stream: int = 0) -> AbstractContextManager[None]:
+        return self._load.reading(group, self._stream)
+
+
+class DirectWeights(StreamedWeights):
+    """`StreamedWeights` over slabs in a device's memory, read on its stream."""
+
+    def __init__(self, load: PlacedLoad, device: DirectDevice) -> None:
+        super().__init__(cast("PlacedLoad", LoadOnStream(load, device.stream)))
+        self._placed = load
+        self._device = device
+        self._device_slabs: dict[int, Any] = {}  # which keep the memory
+
+    def _view(self, group: int, begin: int, end: int, dtype: DType, shape: tuple[int, ...]) -> Tensor:
+        if group not in self._device_slabs:
+            self._device_slabs[group] = self._placed.device_slab(group)
+        return tensor_at(self._device, address_of(self._device_slabs[group]) + begin, shape, dtype)
+
+
+def address_of(array: Any) -> int:
+    """Of an array on a device (or, in tests, on the host)."""
+    interface = getattr(array, "__cuda_array_interface__", None) or array.__array_interface__
+    address: int = interface["data"][0]
+    return address

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.cuda_driver import COMPILER
-from tests.support.direct_kernels import CpuSource, cuda
+from tests.support.direct_kernels import needs_double, open_device
 from tests.support.early_rig import TIMEOUT_S, EarlyRig, packed_tiny
 from tests.support.inspection import state_of
 
@@ -26,7 +25,7 @@ from teneral.runtime.step.requests import FirstToken
 from teneral.runtime.tensors import DType, Tensor
 from teneral.runtime.weights import StreamedWeights
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+pytestmark = needs_double
 
 PROMPTS = [tuple((number * 37 + index * 11) % 250 for index in range(3 + 9 * number)) for number in range(3)]
 NUM_TOKENS = 16
@@ -72,7 +71,7 @@ class SlabWeights(StreamedWeights):
 
 class DirectEarlyRig(EarlyRig):
     def __init__(self, artifact: Path, **options: Any) -> None:
-        device = DirectDevice(cuda().driver(), CpuSource())
+        device = open_device()
         self.made: list[Any] = []
 
         def make_backend(model: Any, kv: Any, chosen: Any, timeline: Any) -> DirectBackend:

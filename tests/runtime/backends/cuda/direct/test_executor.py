@@ -12,8 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from tests.support.cuda_driver import COMPILER
 from tests.support.direct_engine import DirectModel
+from tests.support.direct_kernels import needs_kernels
 from tests.support.native_decoder import quantized, weights_of, with_parameters_in
 from tests.support.quantized import slow_dequantize
 from tests.support.tiny_models import tiny_model
@@ -29,7 +29,7 @@ from teneral.runtime.models.matrices import DecoderWeights, IntegerMatrix, Proje
 from teneral.runtime.step.batch import SequenceSpan, StepBatch
 from teneral.runtime.tensors import DType, Tensor
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+pytestmark = needs_kernels
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_CONTEXT = 4, 400, 500
 TEXT = [int(token) for token in np.random.default_rng(0).integers(0, 320, MAX_CONTEXT)]

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.support.cuda_driver import COMPILER
-from tests.support.direct_kernels import Device
+from tests.support.direct_kernels import Device, needs_kernels
 from tests.support.reference_kernels import device_exponentials
 
 from teneral.runtime.backends.cuda.direct.sampler import TokenSampler
@@ -21,7 +20,7 @@ from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 from teneral.runtime.step.state import Choice, Chosen, SamplingState
 
 VOCAB = 300
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+pytestmark = needs_kernels
 
 
 @pytest.fixture(autouse=True)

@@ -6,11 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from tests.support.cuda_driver import COMPILER
-from tests.support.direct_kernels import CpuSource, cuda
+from tests.support.direct_kernels import needs_kernels, open_device
 
 from teneral.runtime.backends.cuda.direct import storage
-from teneral.runtime.backends.cuda.direct.device import DirectDevice
 from teneral.runtime.backends.cuda.direct.memory import Arena, Array
 from teneral.runtime.backends.cuda.direct.storage import DirectKVStorage
 from teneral.runtime.errors import ModelError
@@ -19,12 +17,12 @@ from teneral.runtime.tensors import DType
 
 SHAPE = PoolShape(2, 3, 8, 12, 4, DType.BF16)
 
+pytestmark = needs_kernels
+
 
 @pytest.fixture
 def pool() -> Iterator[DirectKVStorage]:
-    if COMPILER is None:
-        pytest.skip("no C++ compiler")
-    made = DirectKVStorage(SHAPE, DirectDevice(cuda().driver(), CpuSource()))
+    made = DirectKVStorage(SHAPE, open_device())
     yield made
     made.close()
 

@@ -14,7 +14,7 @@ from aiohttp import web
 from ...runtime.errors import RequestError
 from ..http.json_bodies import encode
 from ..http.service import CALL, BodyRoute, Service
-from .parameters import split_prompt, tokens_of
+from .parameters import WHOLE_CONTEXT, check_truncation, split_prompt, tokens_of
 from .responses import Embedding, EmbeddingList, EmbeddingUsage
 from .schemas import EmbeddingBody
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ...runtime.engine.embedder import Embedder
+    from ...runtime.text.tokenizer import TextTokenizer
 
 
 class EmbeddingRoute(BodyRoute[EmbeddingBody]):
@@ -30,6 +31,7 @@ class EmbeddingRoute(BodyRoute[EmbeddingBody]):
     async def _answer(self, request: web.Request, body: EmbeddingBody, body_bytes: int) -> web.Response:
         service = self._service
         service.check_model(body.model)
+        check_truncation(body.truncate_prompt_tokens)
         inputs = split_prompt(body.input, param="input", max_prompts=service.limits.max_embedding_inputs)
         with service.admission.waiting(1):
             tokenizer = await service.tokenizer()
@@ -41,10 +43,16 @@ class EmbeddingRoute(BodyRoute[EmbeddingBody]):
                     hint="Ask /v1/classify, or serve a model that embeds.",
                 )
             embedder.require_room()
-            encode_text = partial(tokenizer.encode, max_tokens=embedder.max_tokens)
+            keep, most = body.truncate_prompt_tokens, embedder.max_tokens
+            encode_text = partial(tokenizer.encode, max_tokens=most)
+            if keep is not None:
+                most = most if keep == WHOLE_CONTEXT else min(keep, most)
+                encode_text = partial(_truncated, tokenizer, most)
             token_lists = await service.text_threads.run(
                 body_bytes, lambda: [tokens_of(item, encode_text, param="input") for item in inputs]
             )
+            if keep is not None:
+                token_lists = [tokens[:most] for tokens in token_lists]  # those that were sent as tokens
         vectors = await rows_of(service, embedder, embedder.embed, token_lists)
         # Here too: thousands of vectors as text are megabytes.
         answer = await asyncio.to_thread(self._encoded, body, vectors, sum(map(len, token_lists)))
@@ -60,6 +68,14 @@ class EmbeddingRoute(BodyRoute[EmbeddingBody]):
                 EmbeddingUsage(num_tokens, num_tokens),
             )
         )
+
+
+def _truncated(tokenizer: TextTokenizer, max_tokens: int, text: str) -> tuple[int, ...]:
+    """The text's tokens without the last ones, but with all special tokens. Raises `ContextLengthError` where
+    these alone are more.
+    """
+    (encoded,) = tokenizer.encode_pairs([(text, None)])
+    return encoded.within(max_tokens).tokens
 
 
 async def rows_of(

@@ -214,6 +214,10 @@ EMBEDDINGS: Fields = {
     "model": (_YES, "the served model's name, or nothing"),
     "encoding_format": (_YES, "`float` or `base64`"),
     "dimensions": (_YES, "the first numbers, at unit length; more than the model has are refused"),
+    "truncate_prompt_tokens": (
+        _YES,
+        "vLLM's: longer texts lose their last tokens; -1: what the model takes, as sentence-transformers does",
+    ),
     "user": (_IDLE, "no users are distinguished by it"),
     "teneral": (_YES, "there are no fields of ours here: any is refused"),
 }

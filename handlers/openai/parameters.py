@@ -327,6 +327,15 @@ def prompt_tokens(
     return tokens[-keep:]
 
 
+def check_truncation(keep: int | None) -> None:
+    """Raises `RequestError` for a `truncate_prompt_tokens` of texts that is out of range."""
+    if keep is not None and keep != WHOLE_CONTEXT and keep < 1:
+        raise RequestError(
+            f"truncate_prompt_tokens is {keep}, but must be at least 1, or -1 for all that the model takes",
+            param="truncate_prompt_tokens",
+        )
+
+
 def tokens_of(
     prompt: str | Sequence[int], encode: Callable[[str], Sequence[int]], *, param: str
 ) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from ..http.json_bodies import encode
 from ..http.service import BodyRoute, Service
 from .embeddings import rows_of, unit_length
 from .fields import CLASSIFY, RERANK, SCORE, Fields, refuse_unsupported
-from .parameters import WHOLE_CONTEXT
+from .parameters import WHOLE_CONTEXT, check_truncation
 
 if TYPE_CHECKING:
     from ...runtime.text.tokenizer import TextTokenizer
@@ -55,12 +55,7 @@ class EncoderUsage(msgspec.Struct, frozen=True):
 def check_encoder_body(body: EncoderBody, fields: Fields) -> None:
     """Raises `RequestError` for what is not supported, or is out of range."""
     refuse_unsupported(body, fields)
-    keep = body.truncate_prompt_tokens
-    if keep is not None and keep != WHOLE_CONTEXT and keep < 1:
-        raise RequestError(
-            f"truncate_prompt_tokens is {keep}, but must be at least 1, or -1 for all that the model takes",
-            param="truncate_prompt_tokens",
-        )
+    check_truncation(body.truncate_prompt_tokens)
 
 
 def as_texts(given: str | list[str], *, param: str, max_texts: int) -> list[str]:

@@ -299,5 +299,6 @@ class EmbeddingBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fi
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
+    truncate_prompt_tokens: int | None = None
     user: str | None = None  # without effect
     teneral: NoExtras | None = None

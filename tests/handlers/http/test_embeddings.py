@@ -89,3 +89,20 @@ async def test_fewer_dimensions_are_the_first_ones_at_unit_length(server: Any) -
     size = len(whole[0]["embedding"])
     same = (await server.post("/v1/embeddings", {"input": ["hello", "x"], "dimensions": size})).json["data"]
     assert same == whole
+
+
+async def test_long_texts_are_refused_or_shortened_as_sentence_transformers_does(
+    server: Any, encoder_parts: TinyParts
+) -> None:
+    """Their last tokens go, and the special ones stay."""
+    most = encoder_parts.model.config.max_tokens
+    refused = await server.post("/v1/embeddings", {"input": ["short", "x" * 3000]})
+    assert (refused.status, refused.error["code"]) == (400, "context_length_exceeded")
+    for keep, letters in ((-1, most - 2), (100_000, most - 2), (5, 3)):
+        for long, short in ((["x" * 3000, "yz"], ["x" * letters, "yz"]), ([7] * 3000, [7] * (letters + 2))):
+            ours = await server.post("/v1/embeddings", {"input": long, "truncate_prompt_tokens": keep})
+            same = await server.post("/v1/embeddings", {"input": short})
+            assert (ours.json["data"], ours.json["usage"]) == (same.json["data"], same.json["usage"])
+    for keep in (0, -2, 1):
+        answer = await server.post("/v1/embeddings", {"input": "x", "truncate_prompt_tokens": keep})
+        assert (answer.status, answer.error["param"]) == (400, "truncate_prompt_tokens")

@@ -16,7 +16,7 @@ from ...loader.errors import CheckpointError, UsageError
 from ...loader.sources.base import check_name
 from ...loader.sources.file.links import leads_out
 
-MIN_OPSET, MAX_OPSET = 13, 23
+MIN_OPSET, MAX_OPSET = 11, 23
 MAX_MODEL_BYTES = (1 << 31) - 1  # protobuf's own limit
 MAX_NODES = 200_000
 MAX_ELEMENTS = 1 << 48
@@ -71,7 +71,7 @@ def check_model(model: onnx.ModelProto, folder: Path) -> int:
     """A check that the model's own statements can be true, before anything acts on them. Returns its weights' bytes.
 
     Raises `CheckpointError` for external data outside of the folder, sizes that do not agree, huge shapes, too many
-    nodes, and other opsets than 13 to 23.
+    nodes, and other opsets than 11 to 23.
     """
     _check_opset(model)
     names: set[str] = set()

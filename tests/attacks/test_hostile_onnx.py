@@ -91,7 +91,7 @@ def clear_data(model: onnx.ModelProto) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda model: set_opset(model, 12), "its opset is 12, and 13 to 23 are supported"),
+        (lambda model: set_opset(model, 10), "its opset is 10, and 11 to 23 are supported"),
         (lambda model: set_opset(model, 99), "its opset is 99"),
         (lambda model: set_dims(model, 32, 33), "has 4096 bytes, and its shape says 4224"),
         (lambda model: set_dims(model, -1, 32), "a shape that no tensor can have"),

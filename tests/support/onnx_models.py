@@ -340,7 +340,34 @@ def branches() -> Made:
     return Made(net.model(), {"x": np.random.default_rng(2).standard_normal((3, 48)).astype("f4") + 1})
 
 
+def attributes() -> Made:
+    """Opset 11: axes and sizes are attributes, also in a branch, and a Softmax takes all later axes as one."""
+    net = Net(opset=11)
+    x = net.op("Softmax", net.input("x", ["n", 3, 16]), axis=1)
+    left, right = net.op("Split", x, outputs=2, axis=2, split=[8, 8])
+    y = net.op("Unsqueeze", net.op("MatMul", net.op("Sub", left, right), net.weight(8, 64)), axes=[1])
+    low = net.constant(np.array(-0.5, "f4"))
+    for _ in range(3):
+        y = net.op("Clip", net.op("MatMul", y, net.weight(64, 64)), low)
+    y = net.op("Squeeze", y, axes=[1])
+    branches = []
+    for kind in ("ReduceSum", "ReduceMax"):
+        value = f"branch_{kind}"
+        nodes = [
+            helper.make_node("MatMul", [y, net.weight(64, 64)], [f"{kind}_product"]),
+            helper.make_node(kind, [f"{kind}_product"], [value], axes=[1], keepdims=0),
+        ]
+        out = helper.make_tensor_value_info(value, TensorProto.FLOAT, None)
+        branches.append(helper.make_graph(nodes, kind, [], [out]))
+    is_sum = net.input("is_sum", [], TensorProto.BOOL)
+    net.op("If", is_sum, then_branch=branches[0], else_branch=branches[1], name="y")
+    net.output("y", ["n", 64])
+    inputs = {"x": net.rng.standard_normal((2, 3, 16)).astype("f4"), "is_sum": np.array(True)}
+    return Made(net.model(), inputs)
+
+
 MODELS: dict[str, Callable[[], Made]] = {
+    "attributes": attributes,
     "branches": branches,
     "resnet": resnet,
     "mobilenet": mobilenet,

@@ -129,6 +129,7 @@ def plan_differences(plan: PackPlan, content: ContentReader, base: Base) -> Pack
         tensor = groups[found.index]
         chosen[tensor.index] = _choose(tensor, content, values)
     if Encoding.SAME not in chosen.values() and Encoding.DELTA not in chosen.values():
+        _refuse_other_dtype(plan.manifest, base)
         raise UsageError(
             f"{base.source.url} has no weights in common with the model",
             key="base",
@@ -142,6 +143,19 @@ def plan_differences(plan: PackPlan, content: ContentReader, base: Base) -> Pack
         tuple(stretch._replace(tensor=tensors[stretch.tensor.index]) for stretch in job) for job in plan.jobs
     )
     return PackPlan(plan.manifest._replace(tensors=tensors, base=base.manifest.digest), jobs)
+
+
+def _refuse_other_dtype(manifest: Manifest, base: Base) -> None:
+    """Raises `UsageError` where the base stores tensors of the same names and shapes in another dtype."""
+    for tensor in manifest.tensors:
+        own = base.manifest.by_name.get(tensor.name)
+        if own is not None and own.shape == tensor.shape and own.dtype != tensor.dtype:
+            raise UsageError(
+                f"{tensor.name} is {tensor.dtype} here and {own.dtype} in the base "
+                f"{base.source.url}: differences are between numbers of one dtype",
+                key="base",
+                hint="Convert the model to the base's dtype, or pack the base again from weights of the model's.",
+            )
 
 
 def _groups_here(manifest: Manifest, base: Base) -> dict[int, Tensor]:

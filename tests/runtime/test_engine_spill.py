@@ -318,7 +318,7 @@ def test_an_engine_that_never_started_gives_its_file_back(tmp_path):
         ({"kv_host_bytes": BLOCK_BYTES - 1}, "kv_host_bytes"),
         ({"kv_host_bytes": -1}, "kv_host_bytes"),
         ({"kv_host_bytes": MUCH, "prefix_cache": False}, "prefix_cache"),
-        ({"kv_disk_bytes": MUCH, "kv_disk_dir": "/does/not/exist"}, "kv_disk_dir"),
+        ({"kv_disk_bytes": MUCH, "kv_disk_dir": "/dev/null/folder"}, "kv_disk_dir"),
     ],
 )
 def test_invalid_options_are_refused(options, key):

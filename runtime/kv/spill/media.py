@@ -91,11 +91,12 @@ class DiskMedium:
     name = "disk"
 
     def __init__(self, num_slots: int, block_bytes: int, folder: str) -> None:
-        """Raises OSError if no file can be made in the folder."""
+        """Makes the folder where it is missing. Raises OSError if no file can be made in it."""
         self.num_slots = num_slots
         self.block_bytes = block_bytes
         self._stride_bytes = slot_bytes_on_disk(block_bytes)
         self._digests: dict[int, bytes] = {}  # of written slots
+        os.makedirs(folder, mode=0o700, exist_ok=True)
         # Made without a name if the file system supports that, and otherwise unlinked at once; mode
         # 0600.
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - closed by `close`

@@ -46,6 +46,12 @@ def medium(request, tmp_path):
     medium.close()
 
 
+def test_a_disk_medium_makes_its_folder_for_the_owner_alone(tmp_path):
+    folder = tmp_path / "new" / "kv"
+    DiskMedium(NUM_SLOTS, BLOCK_BYTES, str(folder)).close()
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
 class TestEveryMedium:
     def test_says_what_it_is(self, medium):
         assert medium.name in ("host", "disk")
@@ -157,7 +163,7 @@ def test_budgets_become_slots(tmp_path):
         ({"disk_bytes": BLOCK_BYTES, "disk_dir": "."}, "kv_disk_bytes"),
         ({"disk_bytes": 1 << 20}, "kv_disk_dir"),
         ({"disk_dir": "."}, "kv_disk_bytes"),
-        ({"disk_bytes": 1 << 20, "disk_dir": "/does/not/exist"}, "kv_disk_dir"),
+        ({"disk_bytes": 1 << 20, "disk_dir": "/dev/null/folder"}, "kv_disk_dir"),
         ({"disk_bytes": 1 << 20, "disk_dir": "/proc"}, "kv_disk_dir"),
     ],
 )

@@ -491,9 +491,7 @@ class ServeConfig:
 
     @property
     def served_name(self) -> str:
-        """The model's name for clients: `name`, or `org/name` of one on the Hub, or the last part of the
-        address without its pin.
-        """
+        """The model's name for clients: `name`, or `model_name` of the address."""
         return self.name or model_name(self.model)
 
 

@@ -44,7 +44,7 @@ class EmbeddingRoute(BodyRoute[EmbeddingBody]):
                 )
             embedder.require_room()
             keep, most = body.truncate_prompt_tokens, embedder.max_tokens
-            encode_text = partial(tokenizer.encode, max_tokens=most)
+            encode_text: Callable[[str], Sequence[int]] = partial(tokenizer.encode, max_tokens=most)
             if keep is not None:
                 most = most if keep == WHOLE_CONTEXT else min(keep, most)
                 encode_text = partial(_truncated, tokenizer, most)

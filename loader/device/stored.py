@@ -58,7 +58,7 @@ class StoredImage(NamedTuple):
 
     @property
     def sent_bytes(self) -> int:
-        """What crosses the link."""
+        """The bytes that cross the link."""
         return self.part_bytes + self.tables_bytes
 
 
@@ -178,7 +178,7 @@ class _Stretch(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a segment's entries are in the tables, and in the image the rooms of its planes; 0 for one that is raw."""
+    """The places of a segment's entries in the tables, and of its planes' rooms in the image; 0 for a raw one."""
 
     recipe_begin: int
     entries_begin: int
@@ -242,5 +242,5 @@ def _plan(stretches: Sequence[_Stretch], part_bytes: int) -> tuple[StoredImage, 
 
 
 def _out_bytes(tensor: Tensor, segment: Segment, starts: Sequence[int]) -> int:
-    """Where the segment's elements go, in the weights."""
+    """The place of the segment's elements in the weights."""
     return starts[tensor.group] + tensor.offset_bytes + segment.start * tensor.element_bytes

@@ -433,7 +433,7 @@ def test_packing_against_what_is_no_base_is_refused(base: MemoryStore) -> None:
     store = MemoryStore()
     with pytest.raises(UsageError, match="no weights in common"):
         pack(model_store(llama_contents(hidden=64)), store, base=Base(base))
-    with pytest.raises(UsageError, match="is F32 here and BF16 in the base .* numbers of one dtype"):
+    with pytest.raises(UsageError, match=r"is F32 here and BF16 in the base .* numbers of one dtype"):
         pack(model_store(llama_contents(hidden=128, dtype="F32")), store, base=Base(base))
     with pytest.raises(UsageError, match="--base cannot go with"):
         pack(model_store(FINE_TUNE), store, base=Base(base), prune=PruneOptions(0.5))

@@ -203,9 +203,7 @@ def _q3_k(blocks: Bytes) -> Floats:
 
 
 # The levels of IQ4_NL and IQ4_XS.
-_LEVELS = np.array(
-    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
-)
+_LEVELS = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
 
 
 def _iq4_nl(blocks: Bytes) -> Floats:
@@ -218,8 +216,10 @@ def _iq4_xs(blocks: Bytes) -> Floats:
     high = np.ascontiguousarray(blocks[:, 2:4]).view("<u2") >> (2 * groups).astype(np.uint16) & np.uint16(3)
     low = blocks[:, 4 + groups // 2] >> (groups % 2 * 4).astype(np.uint8) & np.uint8(15)
     scales = (low | high.astype(np.uint8) << np.uint8(4)).view(np.int8) - np.int8(32)
-    levels = _LEVELS[_nibbles(blocks[:, 8:].reshape(-1, SMALL // 2))].reshape(-1, _LARGE_GROUPS, SMALL)
-    floats: Floats = levels * (_half(blocks, 0)[:, None] * scales)[:, :, None]
+    halves = np.ascontiguousarray(blocks[:, 8:]).reshape(-1, SMALL // 2)
+    levels: Levels = _LEVELS[_nibbles(halves)].reshape(-1, _LARGE_GROUPS, SMALL)
+    step: Floats = _half(blocks, 0)[:, None] * scales
+    floats: Floats = levels * step[:, :, None]
     return floats.reshape(-1, LARGE)
 
 

@@ -108,7 +108,7 @@ def test_a_page_keeps_all_but_its_figures() -> None:
 
 def test_the_readme_s_table_names_a_peer_and_a_day_in_each_row() -> None:
     rows = readme.figures().splitlines()[2:]
-    assert len(rows) == 4
+    assert len(rows) == 6
     for row in rows:
         cells = [cell.strip() for cell in row.strip("|").split("|")]
         assert all(cells)

@@ -27,6 +27,9 @@ static uint32_t word_at(const uint8_t *from) {
 
 /* Scales and minima of 8 groups, 6 bits each: groups 4 to 7 have their top 2 bits next to those of 0 to 3. */
 static void take_large_scales(float *restrict scale, float *restrict offset, const uint8_t *from) {
+#if TN_LARGE_SCALES
+    vf_take_large_scales(scale, offset, from);
+#else
     const float step = half_at(from), minimum_step = -half_at(from + 2);
     const uint32_t first = word_at(from + 4), second = word_at(from + 8), third = word_at(from + 12);
     const uint32_t packed[] = {
@@ -39,6 +42,7 @@ static void take_large_scales(float *restrict scale, float *restrict offset, con
     memcpy(levels, packed, sizeof levels);
     for (int n = 0; n < 8; n++) scale[n] = step * (float)levels[n];
     for (int n = 0; n < 8; n++) offset[n] = minimum_step * (float)levels[8 + n];
+#endif
 }
 
 static void take_q6_k_scales(float *restrict scale, float *restrict offset, const uint8_t *from) {

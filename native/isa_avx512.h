@@ -89,6 +89,24 @@ TN_INLINE vf vf_load_e2m1(const uint8_t *from) {
     return _mm512_permutexvar_ps(both, v_e2m1_values()); /* which looks at the lowest 4 bits of each */
 }
 
+/* Scales and offsets of the 8 groups in a block of Q4_K or Q5_K (blocks.c): of its first 16 bytes, two fp16 and packed
+ * words, the same bits as one after another. */
+#define TN_LARGE_SCALES 1
+TN_INLINE void vf_take_large_scales(float *scale, float *offset, const uint8_t *from) {
+    const __m128i words = _mm_loadu_si128((const void *)from);
+    const __m128i low = _mm_srlv_epi32(_mm_shuffle_epi32(words, 0xed), _mm_setr_epi32(0, 0, 0, 4)); /* a c b c */
+    const __m128i high = _mm_srli_epi32(_mm_shuffle_epi32(words, 0xa5), 2);                         /* a a b b */
+    const __m128i own = _mm_setr_epi32(0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f);
+    const __m128i top = _mm_setr_epi32(0, 0x30303030, 0, 0x30303030);
+    const __m128i levels = _mm_or_si128(_mm_and_si128(low, own), _mm_and_si128(high, top));
+    const __m128 steps = _mm_cvtph_ps(_mm_xor_si128(words, _mm_setr_epi32((int)0x80000000, 0, 0, 0)));
+    const __m512i which = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+    const vf both = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(levels)),
+                                  _mm512_permutexvar_ps(which, _mm512_castps128_ps512(steps)));
+    _mm256_storeu_ps(scale, _mm512_castps512_ps256(both));
+    _mm256_storeu_ps(offset, _mm512_extractf32x8_ps(both, 1));
+}
+
 /* Entries of a table of 16: `to` and `to` + 16 are those of the low and of the high halves of 16 bytes. */
 TN_INLINE void v_look_up(int8_t *to, const uint8_t *halves, const int8_t *table) {
     const __m128i bytes = _mm_loadu_si128((const void *)halves), entries = _mm_loadu_si128((const void *)table);

@@ -71,6 +71,24 @@ def main(url: str, model: str, key: str) -> None:
     answer = client.messages.create(**{**asked, "max_tokens": 100}, output_config={"format": fmt})
     assert answer.content[0].text == '{"kind":"cat"}', answer
 
+    # As a coding agent asks, of a model that has no use for all of it.
+    agent = client.beta.messages.create(
+        **asked,
+        betas=["context-management-2025-06-27"],
+        thinking={"type": "adaptive"},
+        context_management={"edits": [{"type": "clear_tool_uses_20250919"}]},
+        output_config={"effort": "high"},
+        tools=[{"type": "web_search_20250305", "name": "web_search"}],
+    )
+    assert agent.context_management.applied_edits == []
+    assert len(agent.teneral["warnings"]) == 3, agent
+    with client.beta.messages.stream(**asked, context_management={"edits": []}) as stream:
+        assert stream.get_final_message().context_management.applied_edits == []
+    managed = client.beta.messages.count_tokens(
+        model=model, messages=HELLO, context_management={"edits": [{"type": "clear_tool_uses_20250919"}]}
+    )
+    assert managed.context_management.original_input_tokens == managed.input_tokens
+
     for wrong, kind in (
         ({"model": "another"}, anthropic.NotFoundError),
         ({"max_tokens": -1}, anthropic.BadRequestError),

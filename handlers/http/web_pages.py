@@ -174,7 +174,7 @@ class Origins:
             return None
         self.check(request)
         headers = {
-            "Access-Control-Allow-Methods": "GET, HEAD, POST",
+            "Access-Control-Allow-Methods": "GET, HEAD, POST, DELETE",
             "Access-Control-Max-Age": str(PREFLIGHT_AGE_S),
         }
         asked = request.headers.get("Access-Control-Request-Headers", "")

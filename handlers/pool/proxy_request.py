@@ -6,6 +6,7 @@ Other values stay bytes, and a body whose model is renamed keeps them unchanged.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ class _Fields(msgspec.Struct):
 
     model: msgspec.Raw = msgspec.Raw()
     teneral: msgspec.Raw = msgspec.Raw()
+    conversation: msgspec.Raw = msgspec.Raw()
+    prompt_cache_key: msgspec.Raw = msgspec.Raw()
     user: msgspec.Raw = msgspec.Raw()
     messages: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
@@ -85,11 +88,11 @@ class Body:
                 session = msgspec.json.decode(fields.teneral, type=_Teneral).session
             except (msgspec.DecodeError, RecursionError):
                 session = None  # the instance says what is wrong with it
-        if session is None:
-            try:
-                session = _text(fields.user, "user")
-            except ApiError:
-                session = None
+        for name in ("conversation", "prompt_cache_key", "user"):
+            if session is None:
+                # The instance says what is wrong with another value.
+                with contextlib.suppress(ApiError):
+                    session = _text(getattr(fields, name), name)
         name, colon, adapter = (model or "").partition(":")
         return cls(data, fields, name or model, session[:MAX_KEY_CHARS] if session else None, colon + adapter)
 

@@ -123,11 +123,16 @@ def test_an_adapters_name_stays_with_the_body_and_is_no_part_of_the_models() -> 
     [
         ({"user": "u"}, "u"),
         ({"user": "u", "teneral": {"session": "s"}}, "s"),
+        ({"user": "u", "prompt_cache_key": "k"}, "k"),
+        ({"user": "u", "prompt_cache_key": "k", "conversation": "c"}, "c"),
+        ({"user": "u", "conversation": {"id": "c"}}, "u"),
         ({"teneral": {"session": 5}, "user": 3}, None),
         ({}, None),
     ],
 )
-def test_the_sticky_key_is_the_session_else_the_user(body: dict[str, object], session: str | None) -> None:
+def test_the_sticky_key_is_the_session_else_the_conversation_or_user(
+    body: dict[str, object], session: str | None
+) -> None:
     assert Body.parse(json.dumps(body).encode()).session == session
 
 

@@ -27,13 +27,14 @@ from ..console.files import PATHS as CONSOLE_PATHS
 from ..http.admission import Bodies
 from ..http.edge import check_key
 from ..http.errors import SERVER_ERROR, ApiError, as_api_error, retry_after
-from ..http.keys import ApiKeys
+from ..http.keys import ApiKeys, given_key
 from ..http.limits import PIECE_BYTES
 from ..http.service import CALL, HttpCall
 from .attempts import LostError, Verdict, ask_instances
 from .deployment import Deployment, FailingError, Lease
 from .protocols import StreamEnd
 from .proxy_request import ProxyRequest, parse_request
+from .rates import KeyRates
 from .routing import Chooser
 from .shadow import Seen, Shadows
 from .supervisor import Supervisor
@@ -58,11 +59,14 @@ _OWN_HEADERS = _HOP_BY_HOP | {"upgrade", "host", "content-length", "content-enco
 class Front:
     """The routes of models' requests. One per pool."""
 
-    def __init__(self, supervisor: Supervisor, bodies: Bodies, keys: ApiKeys | None) -> None:
-        """`keys` grant access to all models without a key of their own."""
+    def __init__(
+        self, supervisor: Supervisor, bodies: Bodies, keys: ApiKeys | None, rates: KeyRates | None = None
+    ) -> None:
+        """`keys` grant access to all models without a key of their own, at most as often as `rates` allows."""
         self._supervisor = supervisor
         self._bodies = bodies
         self._keys = keys
+        self._rates = rates
         self._chooser = Chooser()
         self._shadows = Shadows(supervisor)
         self._session: aiohttp.ClientSession | None = None
@@ -149,6 +153,8 @@ class Front:
         if self._keys is None or (state is not None and "api_key" in state.model.secrets):
             return
         check_key(request, self._keys)
+        if self._rates is not None:
+            self._rates.take(given_key(request.headers))
 
     # answering
 
@@ -362,6 +368,8 @@ def as_pool_error(error: Exception) -> ApiError:
     if isinstance(error, InsufficientMemoryError):
         return ApiError(507, error.message, kind=SERVER_ERROR, code="insufficient_memory")
     failure = as_api_error(error)
-    if failure.status == 429:  # the pool's queue: another try elsewhere, or later, is of use
+    if (
+        failure is not error and failure.status == 429
+    ):  # the pool's queue: another try elsewhere, or later, is of use
         return ApiError(503, failure.message, kind=SERVER_ERROR, code="no_instance", headers=failure.headers)
     return failure

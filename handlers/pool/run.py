@@ -48,6 +48,7 @@ from .memory import Budget
 from .metrics import PoolMetrics
 from .overview import OPEN_PATHS, Overview
 from .process import Machine, StandbyChild, inherited_environment, instance_config, standby_bytes
+from .rates import KeyRates
 from .reload import Reloader
 from .repository import Release, ReleaseRepository, models_in
 from .supervisor import Supervisor
@@ -102,6 +103,7 @@ class RunOptions:
     watch: bool = False
     watch_s: float = WATCH_S
     model_control: bool = False
+    key_rate: int = 0  # requests a minute of each API key; 0: any
     console: bool = True
     state_folder: str | None = None
     log_level: str = "info"
@@ -155,6 +157,9 @@ class PoolRunner:
         key = environment.get(f"{PREFIX}API_KEY")
         self._key = key or None
         self._keys = None if not key else ApiKeys(parse_keys(key))
+        if options.key_rate and self._keys is None:
+            raise UsageError("there are no API keys to limit", key="key-rate", hint=f"Set {PREFIX}API_KEY.")
+        self._rates = KeyRates(self._keys, options.key_rate) if self._keys and options.key_rate else None
 
     async def serve(self, sock: socket.socket) -> None:
         supervisor, reloader = await self._make_supervisor()
@@ -162,7 +167,7 @@ class PoolRunner:
         limits = _limits(supervisor)
         connections = Connections(limits)
         bodies = Bodies(limits, lambda request: connections.body_is_there(request.protocol))
-        front = Front(supervisor, bodies, self._keys)
+        front = Front(supervisor, bodies, self._keys, self._rates)
         options = self._options
         app = PoolEdge(supervisor, front, connections, self._keys, options).application()
         routes = list(Overview(supervisor, self._keys, may_control=options.model_control).routes())

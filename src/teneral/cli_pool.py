@@ -150,6 +150,13 @@ def _add_run(command: argparse.ArgumentParser) -> None:
         action="store_true",
         help="let clients put models to sleep, wake and drain them, and promote versions",
     )
+    command.add_argument(
+        "--key-rate",
+        type=int,
+        default=0,
+        metavar="N",
+        help="requests a minute that each key of TENERAL_API_KEY may send to models (default: any number)",
+    )
     command.add_argument("--no-console", action="store_true", help="no page at / that shows the pool")
     command.add_argument(
         "--state-dir", default=None, metavar="DIR", help="keep KV snapshots there between runs (default: not)"
@@ -173,6 +180,10 @@ def _run(options: argparse.Namespace) -> int:
         raise UsageError(f"--port must be from 0 to 65535; it is {options.port}", key="port")
     if not 0.1 <= options.watch_s <= 86_400:
         raise UsageError(f"--watch-s must be from 0.1 to 86400; it is {options.watch_s}", key="watch-s")
+    if not 0 <= options.key_rate <= 1_000_000:
+        raise UsageError(
+            f"--key-rate must be from 1 to 1000000, or 0; it is {options.key_rate}", key="key-rate"
+        )
     return run_pool(
         RunOptions(
             file=options.file,
@@ -183,6 +194,7 @@ def _run(options: argparse.Namespace) -> int:
             watch=options.watch,
             watch_s=options.watch_s,
             model_control=options.model_control,
+            key_rate=options.key_rate,
             console=not options.no_console,
             state_folder=options.state_dir,
             log_level=options.log_level,

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from .function.handler import Handler
     from .http.limits import Limits
 
+SHORT_LOAD_S = 2.0  # whose progress is not worth a line
+
 
 def run_server(config: ServeConfig) -> int:
     """Serve until a signal ends it. Returns 0; raises the error that ended the instance.
@@ -108,8 +110,10 @@ def serve_on(
 ) -> None:
     """Serve at a listening socket with launched helpers, until a signal. Closes the socket.
 
-    Blocks. Raises the error that ended the instance. `ending` is notified of a failure at once.
+    Blocks. Raises the error that ended the instance. `ending` is notified of a failure at once; it is
+    that of `teneral serve`, which shows people its load.
     """
+    shows_load = ending is not None and config.log_format == "text" and sys.stderr.isatty()
     ending = ending or Ending()
     opening = None
     if launched is None or launched.load is None:
@@ -164,6 +168,10 @@ def serve_on(
             if drain_timeout_s is None:
                 drain_timeout_s = platform.drain_timeout_s
             _announce(config, sock, probe_sock, limits)
+            if shows_load:
+                threading.Thread(
+                    target=_show_load, args=(instance,), name="teneral-progress", daemon=True
+                ).start()
             try:
                 more = () if probe_sock is None else (probe_sock,)
                 accepted = None if early_page is None else early_page.hand_over
@@ -217,6 +225,25 @@ def _log_ready(instance: Instance) -> None:
 
     for future in (instance.exact, instance.engine, instance.embedder, instance.onnx):
         future.add_done_callback(log)
+
+
+def _show_load(instance: Instance) -> None:
+    """Draw the load's progress, with its rate and the time that is left, where it takes longer than a
+    moment. The body of a thread.
+    """
+    if instance.wait_exact(SHORT_LOAD_S):
+        return
+    from ..loader.tools.progress_bar import ProgressBar, TransferProgress  # for people at a terminal
+
+    with ProgressBar("loading", started_s=instance.timeline.started_at) as bar:
+        while not instance.exact.done():
+            progress = instance.progress()
+            done_bytes, total_bytes = progress["fetched_bytes"], progress["stored_bytes"]
+            if total_bytes:
+                bar.update(TransferProgress(done_bytes, total_bytes))
+                if done_bytes >= total_bytes:
+                    return
+            instance.wait_exact(ProgressBar.redraw_s)
 
 
 def _collect_garbage() -> None:

@@ -79,12 +79,15 @@ class StatusLine:
     redraw_s = 0.1
     plain_line_s = 10.0  # so that logs stay short
 
-    def __init__(self, *, quiet: bool = False, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, *, quiet: bool = False, stream: TextIO | None = None, started_s: float | None = None
+    ) -> None:
+        """`started_s` is when the work began, on `time.monotonic()`'s clock; None: now."""
         self._is_quiet = quiet
         self._stream = sys.stderr if stream is None else stream
         self._is_terminal = self._stream.isatty()
-        self._started_s = time.monotonic()
-        self._printed_s = self._started_s
+        self._printed_s = time.monotonic()
+        self._started_s = self._printed_s if started_s is None else started_s
         self._is_line_open = False
 
     def close(self) -> None:
@@ -124,8 +127,15 @@ class StatusLine:
 class ProgressBar(StatusLine):
     """The progress of a transfer."""
 
-    def __init__(self, label: str, *, quiet: bool = False, stream: TextIO | None = None) -> None:
-        super().__init__(quiet=quiet, stream=stream)
+    def __init__(
+        self,
+        label: str,
+        *,
+        quiet: bool = False,
+        stream: TextIO | None = None,
+        started_s: float | None = None,
+    ) -> None:
+        super().__init__(quiet=quiet, stream=stream, started_s=started_s)
         self._label = label
 
     def update(self, progress: TransferProgress) -> None:
@@ -136,6 +146,6 @@ class ProgressBar(StatusLine):
 
     def _width_columns(self) -> int:
         try:
-            return os.get_terminal_size(self._stream.fileno()).columns - 1
+            return (os.get_terminal_size(self._stream.fileno()).columns or 101) - 1  # 0: unknown
         except (OSError, ValueError):
             return 100

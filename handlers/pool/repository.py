@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...loader.artifact import open_artifact, open_model, read_file
+from ...loader.artifact import find_file, open_artifact, open_model, read_file
 from ...loader.errors import FormatError, NotFoundError, TeneralError, UsageError
 from ...loader.format.limits import MANIFEST_NAME
 from ...loader.pin import split_pin
@@ -199,12 +199,15 @@ def _opened(
 
 def has_kv(source: Source, manifest: Manifest) -> bool:
     """True if it generates; also if its config cannot be read or is not known, which its instance says better."""
-    from ...runtime.models.encoder_config import is_encoder  # the tables of families, for a pool that runs
+    from ...runtime.models.decoder_config import is_pooled  # the tables of families, for a pool that runs
+    from ...runtime.models.encoder_config import is_encoder
 
     if is_onnx(manifest):
         return False
     try:
-        return not is_encoder(json.loads(read_file(source, manifest, "config.json")))
+        config = json.loads(read_file(source, manifest, "config.json"))
+        has_modules = find_file(manifest, "modules.json") is not None
+        return not is_encoder(config) and not is_pooled(config, has_modules=has_modules)
     except (TeneralError, ValueError):
         return True
 

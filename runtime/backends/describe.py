@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import ModelError
 from ..kv.storage import FloatBlocks, Int8Blocks
 from ..models.adapter import AdapterPlace, modules_of
-from ..models.decoder_config import DecoderConfig
+from ..models.decoder_config import DecoderConfig, is_pooled
 from ..models.encoder_config import EncoderConfig, is_encoder
 from ..models.executor import refusal_of
 from ..models.spec import DecoderSpec, EncoderSpec
@@ -36,7 +36,12 @@ def describe_model(config_json: bytes) -> dict[str, Any]:
         config = json.loads(config_json)
         if is_encoder(config):
             return _of_encoder(EncoderConfig.from_json(config))
-        return _of_decoder(DecoderConfig.from_json(config))
+        described = _of_decoder(DecoderConfig.from_json(config))
+        return (
+            described | {"kind": "encoder", "adapts": []}
+            if is_pooled(config, has_modules=False)
+            else described
+        )
     except (ModelError, ValueError, RecursionError) as error:
         return {"refused": str(getattr(error, "message", error))}
 

@@ -84,7 +84,7 @@ def build(
     """The model of a load that has begun. Raises `ModelError` and `CheckpointError` for one that cannot be computed."""
     from ..backends.choose import TRANSFORMERS, model_of_transformers  # imported for the choice
     from ..models.build import build_model
-    from ..models.encoder import Encoder
+    from ..models.decoder import Decoder
     from ..sentence_files import sentence_files
 
     with timeline.span("model", "build") as details:
@@ -96,7 +96,7 @@ def build(
         else:
             backends = choice.model_backends()
             model = build_model(model_config, weights, backends, max_context=config.max_context, **sentence)
-            is_encoder = isinstance(model, Encoder)
+            is_encoder = not isinstance(model, Decoder)
         details.update(backend=model.executor.name, **model.computes.attributes)
         _check_paged(load, model)
     return BuiltModel(model, "encoder" if is_encoder else "decoder", model_config)
@@ -132,7 +132,7 @@ def refusals(kind: str, config: ServeConfig) -> dict[str, ModelError]:
     if kind == "decoder":
         error = ModelError(
             f"{name} generates text and does not make embeddings",
-            hint="Serve an encoder (a BERT-type model) for /v1/embeddings.",
+            hint="Serve a model that embeds, as docs/models.md lists them, for /v1/embeddings.",
         )
         return {"embedder": error, "onnx": takes_texts}
     if config.adapters is not None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import ModelError
 from ..weights import Weights
 from .decoder import Decoder
-from .decoder_config import DecoderConfig
+from .decoder_config import DecoderConfig, is_pooled
 from .decoder_tensors import take_decoder
 from .encoder import DenseTensors, Encoder, take_encoder
 from .encoder_config import EncoderConfig, is_encoder
 from .executor import ComputeDtype, ExecutorFactory
 from .spec import DecoderSpec, EncoderSpec
+
+if TYPE_CHECKING:
+    from .pooled_decoder import PooledDecoder
 
 T = TypeVar("T", DecoderSpec, EncoderSpec)
 
@@ -32,30 +35,29 @@ def build_model(
     sentence_bert: Any = None,
     dense: Mapping[str, Any] | None = None,
     dense_weights: DenseTensors | None = None,
-) -> Decoder | Encoder:
+) -> Decoder | Encoder | PooledDecoder:
     """The model that a parsed config.json describes, over weights that may still be empty.
 
     A decoder whose rotary embedding is stretched for contexts beyond its own (`DecoderConfig.admitting`) is made for
     `max_context` tokens.
-    Encoders also take what modules.json, 1_Pooling/config.json and sentence_bert_config.json hold, where they are
-    there, and the config.json and weights of each folder with a Dense module. The first of `backends`, at least one,
-    that implements the model computes it, in a dtype of its choice; each one that refuses is logged with its reason.
+    Encoders, and decoders that embed or classify (`is_pooled`), also take what modules.json, 1_Pooling/config.json and
+    sentence_bert_config.json hold, where they are there, and the config.json and weights of each folder with a Dense
+    module. The first of `backends`, at least one, that implements the model computes it, in a dtype of its choice; each
+    one that refuses is logged with its reason.
     Every tensor that the model needs is looked up and checked; none is copied, and no content is read. Raises
     `ModelError` when the config is not supported by any of them, or a tensor is missing or does not fit.
     """
+    files = {"modules": modules, "pooling": pooling, "sentence_bert": sentence_bert, "dense": dense}
     if not is_encoder(config):
-        decoder = DecoderConfig.from_json(config).admitting(max_context or 0)
-        own, stored = take_decoder(decoder, weights)
-        backend, spec, computes = _first_that_can(
-            backends,
-            lambda backend: backend.compute_dtype(stored, is_quantised=decoder.quantization is not None),
-            lambda computes: DecoderSpec.of(decoder, computes.dtype),
-            lambda backend, spec: backend.refuses_decoder(spec, own),
+        if not is_pooled(config, has_modules=modules is not None):
+            return _decoder(DecoderConfig.from_json(config).admitting(max_context or 0), weights, backends)
+        from .pooled_decoder import PooledDecoder, PooledDecoderConfig  # of few servers
+
+        own_config = PooledDecoderConfig.from_json(config, max_context=max_context, **files)
+        return PooledDecoder(
+            own_config, _decoder(own_config.decoder, weights, backends), weights, dense_weights
         )
-        return Decoder(decoder, spec, own, backend.decoder(spec, own), computes)
-    encoder = EncoderConfig.from_json(
-        config, modules=modules, pooling=pooling, sentence_bert=sentence_bert, dense=dense
-    )
+    encoder = EncoderConfig.from_json(config, **files)
     taken, stored = take_encoder(encoder, weights, dense_weights)
     backend, text_spec, computes = _first_that_can(
         backends,
@@ -64,6 +66,17 @@ def build_model(
         lambda backend, spec: backend.refuses_encoder(spec, taken),
     )
     return Encoder(encoder, text_spec, taken, backend.encoder(text_spec, taken), computes)
+
+
+def _decoder(config: DecoderConfig, weights: Weights, backends: Iterable[ExecutorFactory]) -> Decoder:
+    own, stored = take_decoder(config, weights)
+    backend, spec, computes = _first_that_can(
+        backends,
+        lambda backend: backend.compute_dtype(stored, is_quantised=config.quantization is not None),
+        lambda computes: DecoderSpec.of(config, computes.dtype),
+        lambda backend, spec: backend.refuses_decoder(spec, own),
+    )
+    return Decoder(config, spec, own, backend.decoder(spec, own), computes)
 
 
 def build_again(model: Decoder, backends: Iterable[ExecutorFactory]) -> Decoder | None:

@@ -200,6 +200,22 @@ class ForwardPass:
         assert self._x is not None
         return self._x
 
+    @property
+    def is_at_head(self) -> bool:
+        """True once all layers are done, and no logits yet."""
+        return (
+            self._decoder.stages[min(self.stage, len(self._decoder.stages) - 1)].layer
+            == self._decoder.num_layers
+        )
+
+    def states(self, rows: Int64s) -> Floats:
+        """The head's inputs, (R, hidden_size) fp32, in place of logits: the pass is at its head. Blocks until the final
+        norm is there.
+        """
+        assert self.is_at_head
+        self._decoder.weights.head_gate()
+        return self._decoder.executor.states(self._x, rows)
+
     def can_advance(self, timeout_s: float = 0.0) -> bool:
         """True if the next stage's weights hold the tier, now or within this time. Raises the load's error."""
         work, layer, _ = self._decoder.stages[self.stage]

@@ -45,9 +45,21 @@ FAMILY_MODULES: dict[str, tuple[str, str]] = {
 }
 
 
-def decoder_architectures() -> dict[str, tuple[str]]:
-    """The architecture of each family."""
-    return {family: (architecture,) for family, (_, architecture) in FAMILY_MODULES.items()}
+def decoder_architectures() -> dict[str, tuple[str, ...]]:
+    """The architectures of each family: that which generates, the classifier, and the layers alone."""
+    found: dict[str, tuple[str, ...]] = {}
+    for family, (_, architecture) in FAMILY_MODULES.items():
+        name = "Gemma3Text" if family == "gemma3_text" else architecture.removesuffix("ForCausalLM")
+        found[family] = (architecture, f"{name}ForSequenceClassification", f"{name}Model")
+    return found
+
+
+def is_pooled(config: Mapping[str, Any], *, has_modules: bool) -> bool:
+    """True if a decoder's config.json describes one that embeds or classifies; `has_modules`: there is a modules.json
+    of sentence-transformers.
+    """
+    names = Fields(config).texts("architectures") or ()
+    return has_modules or any(name.endswith(("ForSequenceClassification", "Model")) for name in names)
 
 
 class Norm(enum.StrEnum):

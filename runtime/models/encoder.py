@@ -68,7 +68,7 @@ class Encoder:
         unknown token or type.
         """
         for position, tokens in enumerate(token_lists):
-            self._check(tokens, position)
+            check_text(tokens, position, max_tokens=self.config.max_tokens, vocab_size=self.config.vocab_size)
         type_lists = type_lists or [None] * len(token_lists)
         for position, (tokens, types) in enumerate(zip(token_lists, type_lists, strict=True)):
             self._check_types(tokens, types, position)
@@ -113,32 +113,32 @@ class Encoder:
                 f"input {position} has a token type that the model does not have", param="input"
             )
 
-    def _check(self, tokens: Sequence[int], position: int) -> None:
-        limit = self.config.max_tokens
-        if not tokens:
-            raise RequestError(f"input {position} has no tokens", param="input")
-        if len(tokens) > limit:
-            raise ContextLengthError(
-                f"input {position} has {len(tokens)} tokens, but this model takes up to {limit}",
-                param="input",
-            )
-        if min(tokens) < 0 or max(tokens) >= self.config.vocab_size:
-            raise RequestError(
-                f"input {position} has a token outside the vocabulary of {self.config.vocab_size}",
-                param="input",
-            )
+
+def check_text(tokens: Sequence[int], position: int, *, max_tokens: int, vocab_size: int) -> None:
+    """Raise `RequestError` or `ContextLengthError` for a text, the input at `position`, that a model cannot take."""
+    if not tokens:
+        raise RequestError(f"input {position} has no tokens", param="input")
+    if len(tokens) > max_tokens:
+        raise ContextLengthError(
+            f"input {position} has {len(tokens)} tokens, but this model takes up to {max_tokens}",
+            param="input",
+        )
+    if min(tokens) < 0 or max(tokens) >= vocab_size:
+        raise RequestError(
+            f"input {position} has a token outside the vocabulary of {vocab_size}", param="input"
+        )
 
 
-def batches_by_length(lengths: Sequence[int]) -> list[list[int]]:
+def batches_by_length(lengths: Sequence[int], max_tokens: int = MAX_BATCH_TOKENS) -> list[list[int]]:
     """Indices of the texts in batches of similar length.
 
-    A batch has at most MAX_BATCH_TOKENS tokens, padding included, or is a single text.
+    A batch has at most `max_tokens` tokens, padding included, or is a single text.
     """
     batches: list[list[int]] = []
     # Longest first: the first of a batch is then the length that the others are padded to.
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         batch = batches[-1] if batches else None
-        if batch is None or lengths[batch[0]] * (len(batch) + 1) > MAX_BATCH_TOKENS:
+        if batch is None or lengths[batch[0]] * (len(batch) + 1) > max_tokens:
             batches.append([index])
         else:
             batch.append(index)

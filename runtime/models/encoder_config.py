@@ -178,7 +178,7 @@ class EncoderConfig(Struct, frozen=True):
         stated_tokens = limits.optional_integer("max_seq_length", low=1, high=MAX_POSITIONS)
         config = replace(config, max_tokens=min(config.max_tokens, stated_tokens or MAX_POSITIONS))
         if family.classifier in (fields.texts("architectures") or ()):
-            return replace(config, labels=_labels(fields))
+            return replace(config, labels=labels_of(fields))
         sentence = sentence_of(modules, pooling, dense or {}, config.hidden_size)
         return replace(config, pooling=sentence.pooling, dense=sentence.dense, normalize=sentence.normalize)
 
@@ -223,8 +223,8 @@ def refuse_unless(fields: Fields, **allowed: Any) -> None:
             raise fields.wrong(key, f"but {value!r} is all that is supported")
 
 
-def _labels(config: Fields) -> tuple[str, ...]:
-    """Of `id2label`, which is left out where there are the two that transformers calls LABEL_0 and LABEL_1."""
+def labels_of(config: Fields) -> tuple[str, ...]:
+    """Those of `id2label`, which is left out where there are the two that transformers calls LABEL_0 and LABEL_1."""
     names = config.get("id2label")
     if names is None:
         return tuple(f"LABEL_{index}" for index in range(2))

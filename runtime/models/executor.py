@@ -85,6 +85,11 @@ class Executor(Protocol):
         array on the host; on a device the input of the backend's sampler.
         """
 
+    def states(self, x: Activations, rows: Int64s) -> Floats:
+        """The final norm of these rows of the last layer's output, (R, hidden_size) fp32: the inputs of the head. A new
+        array on the host.
+        """
+
     def join(self, parts: Sequence[Activations]) -> Activations:
         """Concatenate the rows: two passes that met continue as one."""
 

@@ -154,7 +154,7 @@ def _short(value: Any) -> str:
 
 def family_of(config: Fields, families: Mapping[str, tuple[str, ...]]) -> str:
     """The model's family, by `model_type` or else `architectures`; where both are there, they must agree."""
-    supported = [name for names in families.values() for name in names]
+    supported = [names[0] for names in families.values()]
     hint = f"Supported architectures: {', '.join(supported)}. {_OTHERS}"
     architectures = config.texts("architectures") or []
     if "model_type" in config:

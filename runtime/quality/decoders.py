@@ -20,12 +20,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..backends.native.reference import rms_norm
 from ..errors import ModelError
 from ..kv.kinds import KVKind
 from ..models.decoder import Decoder
 from ..step.batch import Int64s
-from ..tensors import DType, to_float32
 from .sequences import Sequences
 
 Floats = npt.NDArray[np.float32]
@@ -45,21 +43,18 @@ _MAX_SLICE_ELEMENTS = 4 << 20
 
 
 class RecordingExecutor:
-    """A decoder's executor that keeps the normed inputs of its last head: `states`, (R, hidden_size) fp32."""
+    """A decoder's executor that keeps the normed inputs of its last head: `recorded`, (R, hidden_size) fp32."""
 
     def __init__(self, decoder: Decoder) -> None:
-        self.states: Floats
+        self.recorded: Floats
         self._executor = decoder.executor
-        self._spec = decoder.spec
-        self._norm = decoder.weights.norm
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executor, name)
 
     def logits(self, x: Any, rows: Int64s) -> Any:
         """Like `Executor.logits`."""
-        spec = self._spec
-        self.states = rms_norm(_floats(x)[rows], self._norm, spec.norm_eps, DType.F32, spec.norm)
+        self.recorded = self._executor.states(x, rows)
         return self._executor.logits(x, rows)
 
 
@@ -72,14 +67,6 @@ def recorded_states(decoder: Decoder) -> Iterator[RecordingExecutor]:
         yield recording
     finally:
         decoder.executor = own
-
-
-def _floats(x: Any) -> Floats:
-    """An executor's activations: an array of numpy, whose bf16 is uint16, or a tensor of torch."""
-    if isinstance(x, np.ndarray):
-        return to_float32(x, DType.BF16 if x.dtype == np.uint16 else DType.F32)
-    floats: Floats = x.float().numpy()
-    return floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +197,7 @@ def _judge_window(approximate: Decoder, exact: Decoder, window: Sequence[int], k
 
 def _read(run: Sequences, recording: RecordingExecutor, tokens: Sequence[int]) -> tuple[Floats, Floats]:
     """Logits (T, vocab_size) and hidden states (T, hidden_size) of these tokens."""
-    return run.feed({0: tokens}, num_logits=len(tokens)), recording.states
+    return run.feed({0: tokens}, num_logits=len(tokens)), recording.recorded
 
 
 def judge(approximate: Floats, exact: Floats, targets: npt.NDArray[np.int64]) -> Doubles:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ..errors import ModelError
 from ..models.encoder import Encoder
+from ..models.pooled_decoder import PooledDecoder
 
 Doubles = npt.NDArray[np.float64]
 
@@ -34,7 +35,7 @@ class EncoderQuality:
 
 
 def compare_encoders(
-    approximate: Encoder, exact: Encoder, token_lists: Sequence[Sequence[int]]
+    approximate: Encoder | PooledDecoder, exact: Encoder | PooledDecoder, token_lists: Sequence[Sequence[int]]
 ) -> EncoderQuality:
     """Embed the sentences with both, and compare all pairs. Tokens include the special ones, and
     fit the model.

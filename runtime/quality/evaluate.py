@@ -22,6 +22,7 @@ from ..files import ModelFiles
 from ..models.build import build_model
 from ..models.decoder import Decoder
 from ..models.encoder import Encoder
+from ..models.pooled_decoder import PooledDecoder
 from ..sentence_files import sentence_files
 from .decoders import DecoderQuality, compare_decoders
 from .encoders import EncoderQuality, compare_encoders
@@ -141,7 +142,7 @@ class _Comparison:
             self.num_tokens = len(read.tokens)
             self._compare = lambda: compare_decoders(model, exact, read.tokens, prefix=read.prefix)
         else:
-            assert isinstance(model, Encoder)
+            assert not isinstance(model, Decoder)
             inputs = InputReader(files).for_encoder(
                 text, max_tokens, max_sentence_tokens=exact.config.max_tokens
             )
@@ -161,7 +162,7 @@ class _Comparison:
         return tuple(reports)
 
 
-def _build(files: ModelFiles, weights: TieredWeights) -> Decoder | Encoder:
+def _build(files: ModelFiles, weights: TieredWeights) -> Decoder | Encoder | PooledDecoder:
     """The model over weights whose content may not have arrived."""
     return build_model(
         files.json("config.json", required=True),

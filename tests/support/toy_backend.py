@@ -114,6 +114,9 @@ class ToyExecutor:
     def logits(self, x: Floats, rows: Int64s) -> Floats:
         return _product(self._norm(x[rows], self._weights.norm), self._weights.head)
 
+    def states(self, x: Floats, rows: Int64s) -> Floats:
+        return self._norm(x[rows], self._weights.norm)
+
     def join(self, parts: Sequence[Floats]) -> Floats:
         return np.concatenate(parts)
 

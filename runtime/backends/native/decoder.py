@@ -19,7 +19,7 @@ from ...models.executor import SIZES, Accepts, Floats, any_value, one_of, refusa
 from ...models.matrices import DecoderWeights, refusal_of_formats
 from ...models.spec import DecoderSpec
 from ...step.batch import Int64s, StepBatch
-from ...tensors import DType
+from ...tensors import DType, to_float32
 from . import arrays, records
 from .operations import ACTIVATIONS, MAX_HEAD_DIM, NORMS, ROTARIES, Operations
 from .pools import Pool, Spans, check_ids
@@ -269,6 +269,12 @@ class NativeDecoder:
         if self._weights.head.is_settled:
             self._head = head
         return self._scaled_and_capped(out)
+
+    def states(self, x: Array, rows: Int64s) -> Floats:
+        """(R, hidden_size) fp32, of numbers in the spec's dtype."""
+        if not len(rows):
+            return np.empty((0, self._spec.hidden_size), np.float32)
+        return to_float32(self._final_norm(x, rows), self._spec.dtype)
 
     def strip(self, x: Array, rows: Int64s, first: int, end: int) -> Floats:
         """The columns [first, end) of `logits`, bit for bit, which reads no other rows of the head."""

@@ -13,11 +13,11 @@ import numpy as np
 
 from ...models.executor import SIZES, Accepts, Floats, TextBatch, any_value, one_of, refusal_of
 from ...models.matrices import EncoderWeights, LayerNormWeights, StoredProjection, Tensor
+from ...models.pooling import chosen_rows, normalize, pooled
 from ...models.spec import Activation, EncoderSpec, Pooling
 from ...tensors import DType, from_float32
 from . import arrays, records
 from .operations import ACTIVATIONS, MAX_HEAD_DIM, Operations, check_starts
-from .pooling import chosen_rows, normalize, pooled
 from .pools import check_ids
 from .products import Products
 from .tables import DistanceTables, TurnTable

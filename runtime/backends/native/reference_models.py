@@ -24,6 +24,7 @@ from ...models.matrices import (
     LayerNormWeights,
     StoredProjection,
 )
+from ...models.pooling import chosen_rows, normalize, pooled
 from ...models.relative_positions import disentangled_buckets
 from ...models.rotary import Rotary
 from ...models.spec import DecoderSpec, EncoderSpec
@@ -31,7 +32,6 @@ from ...step.batch import Int64s, SequenceSpan, StepBatch
 from ...tensors import DType, from_float32, to_float32
 from . import reference
 from .operations import check_starts
-from .pooling import chosen_rows, normalize, pooled
 from .pools import Pool, Spans, check_ids
 from .reference import Floats
 from .tables import DistanceTables, TurnTable, turn_tables
@@ -135,6 +135,9 @@ class ReferenceDecoder:
         spec, weights = self._spec, self._weights
         logits = self._project(self._norm(x[rows], weights.norm), weights.head, DType.F32)
         return reference.scale_and_cap(logits, spec.logits_scale, spec.logit_cap)
+
+    def states(self, x: Floats, rows: Int64s) -> Floats:
+        return self._norm(x[rows], self._weights.norm)
 
     def join(self, parts: Sequence[Floats]) -> Floats:
         return np.concatenate(parts)

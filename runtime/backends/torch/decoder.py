@@ -161,6 +161,9 @@ class TorchExecutor:
     def logits(self, x: torch.Tensor, rows: Int64s) -> Any:
         return to_numpy(self.head_of(x[int64s(rows, self.device)]))
 
+    def states(self, x: torch.Tensor, rows: Int64s) -> Any:
+        return to_numpy(self.norm(x[int64s(rows, self.device)]).float())
+
     def head_of(self, x: torch.Tensor) -> torch.Tensor:
         """Logits (R, vocab_size) fp32 from the last layer's rows (R, hidden_size)."""
         states = self.norm(x)

@@ -1,14 +1,19 @@
-"""Encoders with the files of sentence-transformers, from a packed folder to /v1/embeddings."""
+"""Encoders, and decoders that embed or rank, from a packed folder to answers over HTTP."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 from tests.support.encoder_families import save_sentence_model
 from tests.support.http_server import running_server
 from tests.support.memory_store import MemoryStore
+from tests.support.tiny_models import save_tiny, tiny_config
 
 from teneral.loader.sources.file.store import FileStore
 from teneral.loader.tools.pack.pack import pack
@@ -17,6 +22,12 @@ from teneral.runtime.instance.instance import Instance
 from teneral.runtime.text.tokenizer import TextTokenizer
 
 TEXTS = ["hi", "a nymph climbs a stem", "x" * 70]
+
+
+def tokenizer_of(folder: Path) -> TextTokenizer:
+    return TextTokenizer.from_files(
+        lambda name: path.read_bytes() if (path := folder / name).exists() else None
+    )
 
 
 @pytest.mark.parametrize(("variant", "dense"), [("modernbert", 0), ("deberta-v3", 24), ("nomic_bert", 32)])
@@ -29,9 +40,7 @@ async def test_a_folder_is_served_with_its_pooling_and_its_dense_layer(
     if is_packed:
         source = MemoryStore()
         pack(FileStore(tmp_path), source)
-    tokenizer = TextTokenizer.from_files(
-        lambda name: path.read_bytes() if (path := tmp_path / name).exists() else None
-    )
+    tokenizer = tokenizer_of(tmp_path)
     config = ServeConfig(model="memory", name="tiny/model", threads=1)
 
     async with running_server(Instance(config, source=source)) as server:
@@ -54,3 +63,68 @@ async def test_a_dense_layer_without_weights_is_named(tmp_path: Path) -> None:
 
     assert answer.status >= 500
     assert "there is no 2_Dense/model.safetensors" in answer.json["error"]["message"]
+
+
+def served(folder: Path, *, is_packed: bool) -> Instance:
+    source: Any = FileStore(folder)
+    if is_packed:
+        source = MemoryStore()
+        pack(FileStore(folder), source)
+    return Instance(ServeConfig(model="memory", name="tiny/model", threads=1), source=source)
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+async def test_a_decoder_that_embeds_is_served_by_its_modules(
+    tmp_path: Path, one_thread: None, is_packed: bool
+) -> None:
+    """As Qwen3-Embedding is stored: the layers alone, pooled by the last token."""
+    save_tiny("qwen3", tmp_path, tie_word_embeddings=False)
+    oracle = transformers.AutoModel.from_pretrained(tmp_path).eval()
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(
+        {name.removeprefix("model."): own for name, own in tensors.items()}, tmp_path / "model.safetensors"
+    )
+    kinds = ("Transformer", "Pooling", "Normalize")
+    modules = [{"type": f"sentence_transformers.models.{kind}", "path": ""} for kind in kinds]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
+
+    async with running_server(served(tmp_path, is_packed=is_packed)) as server:
+        answer = await server.post("/v1/embeddings", {"input": TEXTS})
+        refused = await server.post("/v1/completions", {"prompt": "x", "max_tokens": 1})
+
+    assert answer.status == 200, answer.body
+    tokenizer = tokenizer_of(tmp_path)
+    with torch.no_grad():
+        for text, entry in zip(TEXTS, answer.json["data"], strict=True):
+            state = oracle(input_ids=torch.tensor([list(tokenizer.encode(text))])).last_hidden_state[0, -1]
+            right = torch.nn.functional.normalize(state, dim=0)
+            torch.testing.assert_close(torch.tensor(entry["embedding"]), right, atol=3e-5, rtol=1e-4)
+    assert refused.status >= 400
+    tokenizer.close()
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+async def test_a_reranker_on_a_decoder_scores_the_query_followed_by_each_document(
+    tmp_path: Path, one_thread: None, is_packed: bool
+) -> None:
+    save_tiny("qwen3", tmp_path)
+    torch.manual_seed(0)
+    config = tiny_config("qwen3", num_labels=1, pad_token_id=256)
+    oracle = transformers.AutoModelForSequenceClassification.from_config(config).eval()
+    oracle.save_pretrained(tmp_path)
+    documents = ["a b c", "nothing", "z"]
+
+    async with running_server(served(tmp_path, is_packed=is_packed)) as server:
+        answer = await server.post("/v1/rerank", {"query": "what is it? ", "documents": documents})
+
+    assert answer.status == 200, answer.body
+    tokenizer = tokenizer_of(tmp_path)
+    with torch.no_grad():
+        for entry in answer.json["results"]:
+            tokens = list(tokenizer.encode(f"what is it? {documents[entry['index']]}"))
+            right = torch.sigmoid(oracle(input_ids=torch.tensor([tokens])).logits[0, 0]).item()
+            assert entry["relevance_score"] == pytest.approx(right, abs=3e-5)
+    tokenizer.close()

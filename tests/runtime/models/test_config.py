@@ -184,7 +184,7 @@ def test_an_unknown_rope_type_is_refused_with_the_supported_ones():
     "data",
     [
         {**LLAMA, "model_type": "gpt2"},
-        {**LLAMA, "architectures": ["LlamaForSequenceClassification"]},
+        {**LLAMA, "architectures": ["LlamaForTokenClassification"]},
         {**LLAMA, "architectures": ["Qwen2ForCausalLM"]},
         {**LLAMA, "model_type": 3},
         without(LLAMA, "model_type", "architectures"),

@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...models.spec import Pooling
-from ...step.batch import Int64s
-from ...tensors import DType, to_float32
+from ..step.batch import Int64s
+from ..tensors import DType, to_float32
+from .spec import Pooling
 
 if TYPE_CHECKING:
-    from .arrays import Array
-    from .reference import Floats
+    from typing import Any
+
+    import numpy.typing as npt
+
+    Array = npt.NDArray[Any]
+    Floats = npt.NDArray[np.float32]
 
 _SMALLEST_NORM = np.float32(1e-12)  # of an embedding that is divided by it
 

@@ -1,0 +1,233 @@
+"""Decoders that embed or classify: the states of a text's tokens become one embedding, or a row of scores.
+
+A text attends only to itself and to earlier tokens, in keys and values that exist while its batch is computed. The
+head is not read. Layers follow arriving weights as in generation. It knows no text and no tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ..errors import ModelError
+from ..step.batch import Int64s, SequenceSpan, StepBatch
+from ..tensors import DType, to_float32
+from ..weights import Gate, Weights
+from .decoder import Decoder
+from .decoder_config import DecoderConfig
+from .encoder import DenseTensors, batches_by_length, check_text, take_dense
+from .encoder_config import labels_of
+from .executor import ComputeDtype, Executor, Floats
+from .fields import Fields
+from .matrices import DenseMatrix
+from .parameters import Parameters
+from .pooling import normalize, pooled
+from .pooling_config import SentenceConfig, sentence_of
+from .rope_config import MAX_POSITIONS
+from .spec import Pooling
+
+CLASSIFIER = "ForSequenceClassification"
+STEP_TOKENS = (
+    1_024  # of one pass: bounds activations; keys and values are those of a batch, or of one long text
+)
+_BLOCK_TOKENS = 16
+
+
+class PooledDecoderConfig(Struct, frozen=True):
+    """A decoder, and how its token states become one embedding or a row of scores."""
+
+    decoder: DecoderConfig
+    sentence: SentenceConfig
+    labels: tuple[str, ...]  # of a classifier, in the order of its scores; others have none
+    pad_token: int | None  # a classifier judges the last token that is another one
+    max_tokens: int  # of one text, special tokens included
+
+    @property
+    def vocab_size(self) -> int:
+        return self.decoder.vocab_size
+
+    @classmethod
+    def from_json(
+        cls,
+        data: Mapping[str, Any],
+        *,
+        modules: Any = None,
+        pooling: Any = None,
+        sentence_bert: Any = None,
+        dense: Mapping[str, Any] | None = None,
+        max_context: int | None = None,
+    ) -> PooledDecoderConfig:
+        """The arguments are those of `EncoderConfig.from_json`; texts have up to `max_context` tokens. Without a
+        modules.json an embedding is the last token's state, at unit length.
+
+        Raises `ModelError` naming the key that is missing, wrong or not supported.
+        """
+        fields = Fields(data)
+        # The head is not needed, and the embeddings stand in for it.
+        decoder = replace(DecoderConfig.from_json(data).admitting(max_context or 0), tie_word_embeddings=True)
+        limits = Fields({} if sentence_bert is None else sentence_bert, file="sentence_bert_config.json")
+        stated = limits.optional_integer("max_seq_length", low=1, high=MAX_POSITIONS)
+        if modules is None and pooling is None:
+            pooling = {"pooling_mode": "lasttoken"}
+        sentence = sentence_of(modules, pooling, dense or {}, decoder.hidden_size)
+        for layer in sentence.dense:
+            if layer.activation not in ("", "tanh"):
+                raise ModelError(
+                    f"{layer.folder}/config.json: the activation {layer.activation} is not supported behind a decoder",
+                    hint="Supported: Identity and Tanh.",
+                )
+        is_classifier = any(name.endswith(CLASSIFIER) for name in fields.texts("architectures") or ())
+        return cls(
+            decoder,
+            sentence,
+            labels_of(fields) if is_classifier else (),
+            fields.optional_integer("pad_token_id", low=-1, high=decoder.vocab_size),
+            min(decoder.max_context, stated or MAX_POSITIONS, max_context or MAX_POSITIONS),
+        )
+
+
+class PooledDecoder:
+    """A model and its weights. Not thread-safe: the caller runs one forward pass at a time."""
+
+    def __init__(
+        self,
+        config: PooledDecoderConfig,
+        decoder: Decoder,
+        weights: Weights,
+        dense: DenseTensors | None = None,
+    ) -> None:
+        """Raises `ModelError` when a tensor of a head or a Dense module is missing or does not fit."""
+        self.config = config
+        self._decoder = decoder
+        self._scores: DenseMatrix | None = None
+        self._scores_gate: Gate | None = None
+        self._dense = tuple(take_dense(layer, dense or {}) for layer in config.sentence.dense)
+        if config.labels:
+            own = Parameters(weights, "")
+            self._scores = DenseMatrix(
+                own.take("score.weight", len(config.labels), config.decoder.hidden_size), None
+            )
+            self._scores_gate = own.gate()
+        dense_size = (
+            config.sentence.dense[-1].num_out if config.sentence.dense else config.decoder.hidden_size
+        )
+        self.num_columns = len(config.labels) or dense_size  # of the result of `embed`
+
+    @property
+    def computes(self) -> ComputeDtype:
+        return self._decoder.computes
+
+    @property
+    def dtype(self) -> DType:
+        """Of activations."""
+        return self._decoder.dtype
+
+    @property
+    def device(self) -> str:
+        return self._decoder.device
+
+    @property
+    def executor(self) -> Executor:
+        return self._decoder.executor
+
+    @property
+    def routes_apart(self) -> bool:
+        """True if no stage reads all experts of a layer."""
+        return self._decoder.routes_apart
+
+    def embed(
+        self, token_lists: Sequence[Sequence[int]], type_lists: Sequence[Sequence[int] | None] | None = None
+    ) -> Floats:
+        """One row for each text, (N, num_columns) fp32: its embedding, or a classifier's scores. As
+        `Encoder.embed`; there are no types.
+        """
+        for position, tokens in enumerate(token_lists):
+            check_text(tokens, position, max_tokens=self.config.max_tokens, vocab_size=self.config.vocab_size)
+        rows = np.empty((len(token_lists), self.num_columns), np.float32)
+        for batch in batches_by_length([len(tokens) for tokens in token_lists], STEP_TOKENS):
+            rows[batch] = self._rows_of([token_lists[index] for index in batch])
+        return rows
+
+    def _rows_of(self, texts: Sequence[Sequence[int]]) -> Floats:
+        sentence = self.config.sentence
+        if self._scores is not None and self._scores_gate is not None:
+            states = self._states(texts, [[self._last(tokens)] for tokens in texts])
+            self._scores_gate()
+            return _through(self._scores, states)
+        mode = Pooling(sentence.pooling)
+        if mode is Pooling.LAST:
+            rows = self._states(texts, [[len(tokens) - 1] for tokens in texts])
+        else:
+            starts = np.cumsum([0, *map(len, texts)], dtype=np.int64)
+            rows = pooled(
+                self._states(texts, [range(len(tokens)) for tokens in texts]), starts, mode, DType.F32
+            )
+        for layer, matrix in zip(sentence.dense, self._dense, strict=True):
+            rows = _through(matrix, rows)
+            if layer.activation:
+                np.tanh(rows, out=rows)
+        if sentence.normalize:
+            normalize(rows)
+        return rows
+
+    def _last(self, tokens: Sequence[int]) -> int:
+        """The last token that is no padding, as transformers finds it."""
+        others = (at for at in range(len(tokens) - 1, -1, -1) if tokens[at] != self.config.pad_token)
+        return next(others, 0)
+
+    def _states(self, texts: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]) -> Floats:
+        """(R, hidden_size): the normed states of the wanted positions, ascending, of one text after the other. Several
+        texts have up to `STEP_TOKENS` together.
+        """
+        num_blocks = [-(-len(tokens) // _BLOCK_TOKENS) for tokens in texts]
+        first_blocks = np.cumsum([0, *num_blocks]).tolist()
+        kv = self._decoder.new_kv(first_blocks[-1], _BLOCK_TOKENS)
+        states = []
+        for begin in range(0, max(map(len, texts)), STEP_TOKENS):
+            batch = _batch_of(texts, begin, first_blocks)
+            rows = [
+                span.start + position - begin
+                for span, positions in zip(batch.spans, wanted, strict=True)
+                for position in positions
+                if begin <= position < begin + span.length
+            ]
+            states.append(self._pass(batch, kv, np.array(rows, np.int64)))
+        return np.concatenate(states)
+
+    def _pass(self, batch: StepBatch, kv: Any, rows: Int64s) -> Floats:
+        under_way = self._decoder.begin(batch, kv)
+        while not under_way.is_at_head:
+            under_way.advance()
+        return under_way.states(rows)
+
+
+def _batch_of(texts: Sequence[Sequence[int]], begin: int, first_blocks: Sequence[int]) -> StepBatch:
+    """The next `STEP_TOKENS` of each text from position `begin` on; text i has blocks from first_blocks[i] on."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    spans: list[SequenceSpan] = []
+    for number, text in enumerate(texts):
+        end = min(len(text), begin + STEP_TOKENS)
+        block = first_blocks[number]
+        blocks = tuple(range(block, block - (-end // _BLOCK_TOKENS)))
+        spans.append(SequenceSpan(len(tokens), end - begin, end, blocks))
+        tokens += text[begin:end]
+        positions += range(begin, end)
+        slots += range(block * _BLOCK_TOKENS + begin, block * _BLOCK_TOKENS + end)
+    split = np.array([tokens, positions, slots], np.int64)
+    return StepBatch(split[0], split[1], split[2], tuple(spans), np.empty(0, np.int64))
+
+
+def _through(matrix: DenseMatrix, rows: Floats) -> Floats:
+    """rows (N, num_in) → (N, num_out) fp32, one by one: a row's bits must not depend on the others."""
+    weight = to_float32(matrix.weight.array, matrix.weight.dtype)
+    out: npt.NDArray[np.float32] = np.stack([weight @ row for row in rows])
+    if matrix.bias is not None:
+        out += to_float32(matrix.bias.array, matrix.bias.dtype)
+    return out

@@ -1,0 +1,146 @@
+"""Decoders that embed or classify: as transformers computes them, by each backend, in any batch."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tests.support.models import DictWeights, build_model
+from tests.support.tiny_models import tiny_config, tiny_model
+
+from teneral.runtime.backends.describe import describe_model
+from teneral.runtime.backends.native.backend import NativeBackend, ReferenceBackend
+from teneral.runtime.backends.torch.backend import TorchBackend
+from teneral.runtime.errors import ContextLengthError, ModelError, RequestError
+from teneral.runtime.models import pooled_decoder
+
+BACKENDS = {"native": NativeBackend, "numpy": ReferenceBackend, "torch": TorchBackend}
+MODULES = [
+    {"type": f"sentence_transformers.models.{kind}"} for kind in ("Transformer", "Pooling", "Normalize")
+]
+LAST = {"pooling_mode_lasttoken": True}
+FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "glm4")
+PAD = 7
+
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+each_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def texts_of(*lengths: int) -> list[list[int]]:
+    random = np.random.default_rng(0)
+    return [random.integers(PAD + 1, 256, length).tolist() for length in lengths]
+
+
+def config_of(oracle: Any) -> dict[str, Any]:
+    """As its config.json has it."""
+    config: dict[str, Any] = json.loads(oracle.config.to_json_string(use_diff=False))
+    return config | {"architectures": [type(oracle).__name__]}
+
+
+def embedder(family: str, backend: str, **files: Any) -> tuple[Any, Any]:
+    """Ours, over the tensors' names without "model." as embedding models are stored, and transformers' layers."""
+    oracle = tiny_model(family)
+    tensors = {name.removeprefix("model."): tensor for name, tensor in oracle.state_dict().items()}
+    tensors.pop("lm_head.weight")
+    config = config_of(oracle)
+    sentence = {"modules": MODULES, "pooling": LAST} | files
+    return build_model(config, DictWeights(tensors), backends=[BACKENDS[backend]()], **sentence), oracle.model
+
+
+@torch.no_grad()
+def states_of(oracle: Any, text: list[int]) -> np.ndarray:
+    """(L, hidden_size)."""
+    return oracle(input_ids=torch.tensor([text])).last_hidden_state[0].numpy()
+
+
+@each_family
+@each_backend
+def test_embeddings_are_those_of_transformers(family, backend):
+    model, oracle = embedder(family, backend)
+    texts = texts_of(1, 96, 17, 64, 2)
+    right = np.array([states_of(oracle, text)[-1] for text in texts])
+    right /= np.linalg.norm(right, axis=1, keepdims=True)
+    np.testing.assert_allclose(model.embed(texts), right, atol=3e-5)
+
+
+@pytest.mark.parametrize(
+    ("mode", "pool"),
+    [
+        ("mean", lambda states: states.mean(0)),
+        ("cls", lambda states: states[0]),
+        ("max", lambda states: states.max(0)),
+    ],
+)
+def test_long_texts_are_read_in_pieces_for_every_pooling(mode, pool, monkeypatch):
+    monkeypatch.setattr(pooled_decoder, "STEP_TOKENS", 32)
+    model, oracle = embedder("qwen3", "native", modules=MODULES[:2], pooling={"pooling_mode": mode})
+    texts = texts_of(100, 3, 33, 20)
+    right = np.array([pool(states_of(oracle, text)) for text in texts])
+    np.testing.assert_allclose(model.embed(texts), right, atol=3e-5, rtol=1e-4)
+
+
+def test_a_text_has_the_same_bits_in_any_batch():
+    model, _ = embedder("qwen3", "native")
+    texts = texts_of(40, 5, 17, 90)
+    together = model.embed(texts)
+    for text, row in zip(texts, together, strict=True):
+        assert model.embed([text])[0].tobytes() == row.tobytes()
+
+
+def test_without_modules_a_model_of_layers_alone_gives_the_last_state_at_unit_length():
+    oracle = tiny_model("qwen3").model
+    model = build_model(config_of(oracle), DictWeights(oracle.state_dict()))
+    (text,) = texts_of(9)
+    right = states_of(oracle, text)[-1]
+    np.testing.assert_allclose(model.embed([text])[0], right / np.linalg.norm(right), atol=3e-5)
+
+
+@each_family
+@each_backend
+@pytest.mark.parametrize("pad", [None, PAD])
+def test_scores_are_those_of_transformers(family, backend, pad):
+    config = tiny_config(family, num_labels=3, pad_token_id=pad)
+    torch.manual_seed(0)
+    oracle = transformers.AutoModelForSequenceClassification.from_config(
+        config, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        for parameter in oracle.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    model = build_model(config_of(oracle), DictWeights(oracle.state_dict()), backends=[BACKENDS[backend]()])
+    texts = [*texts_of(3, 50, 96), [30, 40, PAD, PAD], [PAD]]
+
+    assert model.config.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+    with torch.no_grad():
+        right = [oracle(input_ids=torch.tensor([text])).logits[0].numpy() for text in texts]
+    np.testing.assert_allclose(model.embed(texts), right, atol=3e-5, rtol=1e-4)
+
+
+def test_texts_that_do_not_fit_are_refused_by_their_place():
+    model, _ = embedder("qwen3", "native", sentence_bert={"max_seq_length": 20})
+    assert model.config.max_tokens == 20
+    with pytest.raises(ContextLengthError, match="input 1 has 21 tokens"):
+        model.embed(texts_of(4, 21))
+    with pytest.raises(RequestError, match="input 0 has no tokens"):
+        model.embed([[]])
+    with pytest.raises(RequestError, match="outside the vocabulary of 320"):
+        model.embed([[320]])
+    model, _ = embedder("qwen3", "native", max_context=16)
+    assert model.config.max_tokens == 16
+
+
+def test_a_head_that_is_missing_is_named():
+    oracle = tiny_model("qwen3")
+    config = config_of(oracle) | {"architectures": ["Qwen3ForSequenceClassification"]}
+    with pytest.raises(ModelError, match=r"score\.weight"):
+        build_model(config, DictWeights(oracle.state_dict()))
+
+
+def test_layers_alone_are_described_as_an_encoder():
+    config = config_of(tiny_model("qwen3").model)
+    told = describe_model(json.dumps(config).encode())
+    assert (told["refused"], told["kind"], told["family"], told["adapts"]) == (None, "encoder", "qwen3", [])

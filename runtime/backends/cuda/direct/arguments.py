@@ -19,7 +19,11 @@ def _fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
 
 
 class Embed(ctypes.Structure):
-    _fields_ = (*_fields(_ADDRESS, "table tokens out counts"), ("size", _U32), ("scale", _F32))
+    _fields_ = (
+        *_fields(_ADDRESS, "table table_scale tokens out counts"),
+        *_fields(_U32, "size group scale_kind"),
+        ("scale", _F32),
+    )
 
 
 class RmsNorm(ctypes.Structure):

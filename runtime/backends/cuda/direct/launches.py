@@ -9,6 +9,7 @@ from ....models.decoder_config import Norm
 from ....models.executor import Accepts, one_of, refusal_of
 from ....models.matrices import DecoderLayerWeights, DecoderWeights, Projection, Tensor
 from ....models.spec import DecoderSpec
+from ....tensors import DType
 from ..implemented import IMPLEMENTED
 from .arguments import Attention, Embed, Gate, PlaceHeads, RmsNorm
 from .attention import attention_launches
@@ -43,7 +44,8 @@ def refusal(spec: DecoderSpec, weights: DecoderWeights) -> str | None:
     if reason is not None:
         return reason
     table = weights.embeddings
-    if table.weight.dtype is not spec.dtype or table.scale is not None:
+    expected = spec.dtype if table.scale is None else DType.I8
+    if table.weight.dtype is not expected or (table.scale and table.scale.dtype not in WEIGHT_KINDS):
         return f"{name} does not take embeddings in {table.weight.dtype.label}"
     for projection in (weights.head, *(each for layer in weights.layers for each in _projections(layer))):
         if projection is None or not projection.is_settled:
@@ -110,13 +112,17 @@ class DecoderLaunches:
         return Program(self._kernels.driver, [[norm, *products]])
 
     def _embed(self, key: ProgramKey) -> list[Launch]:
-        arrays, spec = self._arrays, self._spec
+        arrays, spec, table = self._arrays, self._spec, self._weights.embeddings
+        scale = table.scale
         arguments = Embed(
-            table=self._weights.embeddings.weight.array.address,
+            table=table.weight.array.address,
+            table_scale=scale.array.address if scale is not None else 0,
             tokens=self._table("tokens"),
             out=arrays.x.address,
             counts=self._counts.address,
             size=spec.hidden_size,
+            group=spec.hidden_size // scale.shape[1] if scale is not None else spec.hidden_size,
+            scale_kind=WEIGHT_KINDS[scale.dtype] if scale is not None else 0,
             scale=spec.embedding_scale,
         )
         return [self._kernels.launch(ROWS, "embed", (key.rows,), _THREADS, arguments)]

@@ -2,21 +2,28 @@
 // Results are rounded where transformers rounds.
 
 struct Embed {
-  const u16* table;  // (vocab, size)
+  const void* table;  // (vocab, size) 16-bit floats, or int8
+  const void* table_scale;  // (vocab, size / group) of int8; 0: floats
   const u32* tokens;  // (rows,)
   u16* out;  // (rows, size)
   const u32* counts;
-  u32 size;
+  u32 size, group, scale_kind;
   float scale;
 };
 
 // out = table[token] * scale.
 KERNEL(embed, Embed, 256) {
   if (blockIdx.x >= args.counts[NUM_ROWS]) return;
-  const u16* from = args.table + (u64)args.tokens[blockIdx.x] * args.size;
+  const u64 token = args.tokens[blockIdx.x], row = token * args.size;
   u16* to = args.out + (u64)blockIdx.x * args.size;
-  for (u32 at = threadIdx.x; at < args.size; at += blockDim.x)
-    to[at] = args.scale == 1.0f ? from[at] : narrow(wide(from[at]) * args.scale);
+  for (u32 at = threadIdx.x; at < args.size; at += blockDim.x) {
+    float number;
+    if (args.table_scale)
+      number = rounded((float)((const signed char*)args.table)[row + at] * number_at(args.table_scale, token * (args.size / args.group) + at / args.group, args.scale_kind));
+    else
+      number = wide(((const u16*)args.table)[row + at]);
+    to[at] = narrow(number * args.scale);
+  }
 }
 
 struct RmsNorm {

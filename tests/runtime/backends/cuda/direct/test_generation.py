@@ -10,13 +10,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.decoding import Stepper
 from tests.support.direct_engine import DirectModel, DirectRig, greedy, prompts_of
 from tests.support.direct_kernels import cuda, needs_double, needs_kernels
+from tests.support.direct_program import tensors_of
 from tests.support.load import patience_s
 from tests.support.tiny_models import save_tiny, tiny_model
 
+from teneral import cli
+from teneral.runtime.backends.choose import BackendChoice
 from teneral.runtime.errors import CapacityError, DeviceLostError
+from teneral.runtime.models.build import build_model
+from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.step.requests import SamplingParams
+from teneral.runtime.tensors import DType
+from teneral.runtime.weights import DictWeights
 
 pytestmark = needs_kernels
 
@@ -40,6 +48,24 @@ def test_greedy_tokens_are_those_of_transformers(family: str, dtype: torch.dtype
         found = rig.say(prompts, 6)
     model.close()
     assert found == [greedy(oracle, prompt, 6) for prompt in prompts]
+
+
+@pytest.mark.parametrize("flags", [("int8",), ("int4",), ("int4", "--asymmetric")], ids=" ".join)
+def test_quantised_models_say_what_the_cpu_says(flags: tuple[str, ...], tmp_path: Path) -> None:
+    """As `pack --quantize` makes them: matrices, head and embeddings."""
+    folder = save_tiny("llama", tmp_path / "model", dtype=torch.bfloat16, intermediate_size=128)
+    packed, plain = tmp_path / "packed", tmp_path / "plain"
+    assert cli.run(["pack", str(folder), str(packed), "--quantize", *flags, "--quiet"]) == 0
+    assert cli.run(["unpack", str(packed), str(plain), "--quiet"]) == 0
+    config, tensors = json.loads((plain / "config.json").read_text()), tensors_of(plain / "model.safetensors")
+    assert tensors["model.embed_tokens.weight"].dtype is DType.I8
+    model, prompt = DirectModel(config, tensors), prompts_of(1, seed=8)[0]
+    with DirectRig(model) as rig:
+        (found,) = rig.say([prompt], 6)
+    model.close()
+    on_cpu = build_model(config, DictWeights(tensors), BackendChoice(threads=1).model_backends())
+    assert isinstance(on_cpu, Decoder)
+    assert found == tuple(Stepper(on_cpu).greedy({"a": list(prompt)}, 6)["a"])
 
 
 def test_windows_forget() -> None:

@@ -49,18 +49,32 @@ def test_embeddings_are_the_tokens_rows(device: Device, scale: float) -> None:
     table, tokens = random(device, 50, 72), np.array([49, 3, 3, 0], np.uint32)
     out = device.put(np.zeros((4, 72), dtype.numpy), dtype)
     arguments = Embed(
-        device.put(table, dtype).address,
-        device.put(tokens).address,
-        out.address,
-        counts(device, 3),
-        72,
-        scale,
-    )
+        table=device.put(table, dtype).address, tokens=device.put(tokens).address, out=out.address,
+        counts=counts(device, 3), size=72, group=72, scale=scale,
+    )  # fmt: skip
     device.run("rows", "embed", (4,), 256, arguments)
     expected = tensor(device, table)[torch.tensor([49, 3, 3])] * scale
     found = device.get(out)
     assert_close(device, found[:3], expected)
     assert not found[3].any()  # rows beyond the count are left alone
+
+
+@pytest.mark.parametrize("scale", [1.0, 12.0])
+def test_embeddings_of_int8_are_levels_times_their_groups_scales(device: Device, scale: float) -> None:
+    dtype = device.kernels.dtype
+    levels = np.random.default_rng(0).integers(-128, 128, (50, 64), np.int8)
+    scales = from_float32(np.random.default_rng(1).random((50, 2)).astype(np.float32), DType.BF16)
+    tokens = np.array([49, 3], np.uint32)
+    out = device.put(np.zeros((2, 64), dtype.numpy), dtype)
+    arguments = Embed(
+        table=device.put(levels).address, table_scale=device.put(scales, DType.BF16).address,
+        tokens=device.put(tokens).address, out=out.address, counts=counts(device, 2),
+        size=64, group=32, scale_kind=0, scale=scale,
+    )  # fmt: skip
+    device.run("rows", "embed", (2,), 256, arguments)
+    numbers = levels * np.repeat(to_float32(scales, DType.BF16), 32, 1)
+    rows = torch.from_numpy(numbers[tokens.astype(np.int64)]).to(TORCH[dtype])
+    assert_close(device, device.get(out), rows * scale)
 
 
 @pytest.mark.parametrize("weight_kind", [0, 1, 2])

@@ -37,6 +37,16 @@ def _tests(name: str, limit_s: float, *paths: str, under: tuple[str, ...] = ()) 
     return StepPlan(name, (*under, *pytest, "--junitxml", "{junit}"), limit_s, (*pytest, "--collect-only"))
 
 
+def _direct_tests(limit_s: float) -> StepPlan:
+    """The tests of the path without torch, on the device in place of the CPU."""
+    plan = _tests("direct_tests", limit_s)
+    command, dry = (
+        tuple("not slow" if part == "gpu" else part for part in (*own, "tests/runtime/backends/cuda/direct"))
+        for own in (plan.command, plan.dry)
+    )
+    return replace(plan, command=("env", "TENERAL_TEST_CUDA=1", *command), dry=dry)
+
+
 MODEL = _benchmark("model", 500.0, module="prepare")
 MEMCHECK = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", "--target-processes", "all")
 
@@ -44,12 +54,14 @@ CALLS: dict[str, tuple[StepPlan, ...]] = {
     "A": (
         _benchmark("ceilings", 60.0),
         _tests("tests", 180.0, *GPU_TESTS),
+        _direct_tests(90.0),
         _tests("memcheck", 60.0, ONE_LOAD, "-k", "bf16 or exact", under=MEMCHECK),
         _benchmark("merge", 60.0),
         _benchmark("stream", 90.0),
     ),
     "B": (
         replace(MODEL, in_background=True),
+        _benchmark("direct", 60.0),
         _benchmark("decode", 100.0),
         _benchmark("decode_int4", 50.0, "--bits", "4", module="decode"),
         _benchmark("attention", 70.0),

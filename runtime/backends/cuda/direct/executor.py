@@ -117,6 +117,11 @@ class DirectExecutor:
         return f"{NAME}/{VERSION}/sm_{self.device.architecture}"
 
     @property
+    def modules(self) -> tuple[str, ...]:
+        """The kernels' modules that the model needs."""
+        return modules_of(self.spec, self._weights)
+
+    @property
     def num_graphs(self) -> int:
         return len(self._graphs)
 
@@ -127,7 +132,7 @@ class DirectExecutor:
     def open(self, kv: DirectKVStorage, limits: Limits) -> None:
         """Take the memory for steps over this pool. Raises `CudaError` where it is not there."""
         self.close()
-        self._kernels.load(modules_of(self.spec, self._weights))
+        self._kernels.load(self.modules)
         self._kv = kv
         self._workspace = Workspace(self.device, self.spec, limits, kv)
         self._launches = DecoderLaunches(self._kernels, self._weights, self._workspace, kv)
@@ -225,9 +230,9 @@ class DirectExecutor:
                 f"{self.name} does not store keys and values as {kind.value}",
                 hint="Leave --kv-dtype out, or use --device cpu.",
             )
-        kv = DirectKVStorage(self.spec.kv_shape(num_blocks, block_size), self.device)
-        self.open(kv, Limits(max_context=self.spec.max_context, block_size=block_size))
-        return kv
+        self.close()
+        self._kv = DirectKVStorage(self.spec.kv_shape(num_blocks, block_size), self.device)
+        return self._kv
 
     def kv_block_bytes(self, block_size: int, kind: KVKind) -> int:
         return DirectKVStorage.block_bytes(self.spec.kv_shape(1, block_size))
@@ -235,7 +240,11 @@ class DirectExecutor:
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _opened(self) -> Workspace:
-        assert self._workspace is not None, "the executor has no pool"
+        """The workspace; of the usual limits, where `open` has named none."""
+        if self._workspace is None:
+            assert self._kv is not None, "the executor has no pool"
+            self.open(self._kv, Limits(max_context=self.spec.max_context, block_size=self._kv.block_size))
+        assert self._workspace is not None
         return self._workspace
 
     def _load(self, batch: StepBatch) -> ProgramKey:

@@ -11,7 +11,7 @@ from enum import IntEnum
 
 from .....loader.device.driver.base import Launch
 from ....models.matrices import DenseMatrix, IntegerMatrix, Matrix
-from ....tensors import DType, Tensor
+from ....tensors import DType
 from .arguments import Product
 from .memory import Array
 from .program import Kernels
@@ -49,9 +49,11 @@ def format_of(matrix: Matrix, dtype: DType) -> str | None:
     """The name in `sources.FORMATS` of the kernels that multiply with this matrix; None: there are
     none.
     """
+    if matrix.weight.array.address % _ALIGNMENT_BYTES:
+        return None
     if type(matrix) is DenseMatrix:
         is_taken = matrix.weight.dtype is dtype and matrix.num_in % _CHUNK == 0
-        return "float" if is_taken and _is_aligned(matrix.weight) else None
+        return "float" if is_taken else None
     if type(matrix) is not IntegerMatrix or matrix.columns is not None:
         return None
     unit = _RUN if matrix.bits == 4 else _CHUNK
@@ -60,11 +62,6 @@ def format_of(matrix: Matrix, dtype: DType) -> str | None:
     if matrix.bits == 4:
         return "int4"
     return "int8" if matrix.zero is None else None
-
-
-def _is_aligned(tensor: Tensor) -> bool:
-    address: int = tensor.array.address
-    return address % _ALIGNMENT_BYTES == 0
 
 
 def stretch_length(num_in: int, *, group_size: int, unit: int = _CHUNK) -> int:

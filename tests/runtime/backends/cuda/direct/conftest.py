@@ -17,7 +17,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if needs_double.mark not in item.iter_markers("skipif")]
 
 
-@pytest.fixture(params=[DType.BF16, DType.F16], ids=["bf16", "fp16"])
+@pytest.fixture(params=[DType.BF16, pytest.param(DType.F16, marks=pytest.mark.slow)], ids=["bf16", "fp16"])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     if COMPILER is None and not ON_DEVICE:
         pytest.skip("no C++ compiler")

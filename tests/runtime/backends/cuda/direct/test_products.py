@@ -248,5 +248,6 @@ def test_matrices_that_the_kernels_do_not_take() -> None:
     assert format_of(IntegerMatrix(tensor(DType.I8, 8, 128), scale), bf16) == "int8"
     assert format_of(IntegerMatrix(tensor(DType.I8, 8, 64), scale), bf16) is None  # groups of 16
     assert format_of(IntegerMatrix(tensor(DType.U8, 8, 64), scale), bf16) == "int4"
+    assert format_of(IntegerMatrix(tensor(DType.U8, 8, 64, address=4), scale), bf16) is None
     assert format_of(IntegerMatrix(tensor(DType.I8, 8, 128), scale, tensor(DType.I16, 8, 4)), bf16) is None
     assert format_of(IntegerMatrix(tensor(DType.I8, 8, 128), scale, columns=np.arange(128)), bf16) is None

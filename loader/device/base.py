@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from ..errors import InsufficientMemoryError
 from ..memory.limits import MIB
 from .image import PartImage
+from .stored import StoredImage
 
 if TYPE_CHECKING:
     import numpy as np
@@ -82,17 +83,18 @@ class DeviceStatistics(NamedTuple):
     written_bytes: int  # of weights, by merging and copying; words that are replaced count again
     num_launches: int
     weights_bytes: int
-    ring_bytes: int  # as much on the host as on the device
+    ring_bytes: int  # on the host; as much on the device, or its slots
     open_s: float  # until the device could be asked for memory: its context and its kernels
     pin_s: float
     is_pinned: bool  # the host's ring is read by the device itself, and not copied once more
 
 
 class Placed(NamedTuple):
-    """An image that lies in the ring, and where."""
+    """An image that lies in the ring, and where; of a stored one the part, and its tables apart from it."""
 
-    image: PartImage
+    image: PartImage | StoredImage
     offset_bytes: int
+    tables_offset_bytes: int = 0
 
 
 class Device(Protocol):
@@ -109,9 +111,11 @@ class Device(Protocol):
     def free_bytes(self) -> int:
         """The device memory that is free now, in bytes."""
 
-    def reserve(self, weights_bytes: int, ring: memoryview) -> None:
+    def reserve(self, weights_bytes: int, ring: memoryview, *, slot_bytes: int = 0) -> None:
         """Take the memory for the weights, and what images need. To be called once, before all that
         follows.
+
+        With `slot_bytes`, which no image takes more of, images may be stored ones.
 
         `ring` is the host memory that images will lie in, whole pages; it stays the caller's, and
         must be there until `release_ring` or `close`. Raises `InsufficientMemoryError` with the
@@ -129,7 +133,9 @@ class Device(Protocol):
         One ticket for all.
 
         What others have read of these weights so far, up to `after`, is read before. The images'
-        memory belongs to the device until the ticket is done. Returns at once. Raises `LoadError`.
+        memory belongs to the device until the ticket is done: then the tables of each stored image
+        have the word `wrong`, and where that is not 0, the image has changed no weight. Returns at
+        once. Raises `LoadError`.
         """
 
     def order_after(self, ticket: Ticket, stream: int) -> None:

@@ -1,9 +1,12 @@
-"""A CUDA device, through CuPy: a pinned ring, two streams, and the kernels that merge planes.
+"""A CUDA device, through CuPy: a pinned ring, streams, and the kernels that merge planes.
 
 Uploads have a stream of their own, so that the next image crosses the link while the last one is
 merged, and while a refining waits for a computation. Streams wait for each other by events; the host
 waits for none but in `Ticket.wait`, `read_back` and `close`. Streams of others (torch's) are known
 by their numbers and are never owned here.
+
+Stored images go to *slots* of the device. Several streams verify and decode the images of different slots in parallel.
+Merges have one stream, in the order in which images came, and each reads the image's word `wrong` first.
 
 The weights are one allocation of their own, not a pool's: they are never given back while the model
 lives, and torch sees them by DLPack as they are. CuPy is imported when a device is opened, which
@@ -23,8 +26,16 @@ from ..format.manifest import align
 from ..timeline import Timeline
 from .base import DeviceStatistics, Placed, Ticket, check_device_fits, device_refused
 from .compile import cubin_for
-from .image import CHUNK_STATUS_BYTES, KERNELS, RESOLVE_KERNEL, PartImage
+from .image import CHUNK_STATUS_BYTES, COPY_KERNEL, KERNELS, RESOLVE_KERNEL, PartImage
 from .nvcomp import Decompressor, find_library
+from .stored import (
+    DECODE_KERNEL,
+    HASH_KERNEL,
+    ROOT_KERNEL,
+    WRONG_BYTES,
+    StoredImage,
+    num_blocks,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,6 +49,24 @@ PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context
 SCRATCH_ALIGNMENT_BYTES = 256
 # That go to the decompressor and come back for each chunk.
 CHUNK_ARRAYS_BYTES = 5 * 8 + CHUNK_STATUS_BYTES
+
+
+# More of them hide how long a frame takes to decode, fewer leave the weights more memory.
+MAX_SLOTS, MIN_SLOTS, SLOTS_BYTES = 6, 2, 512 << 20
+NUM_CHECKS = 3  # streams that verify and decode
+HASH_THREADS, ROOT_THREADS, LANES = 128, 256, 32  # of a block, as blake3.cu and huf_frames.cu have it
+
+
+class _Slot:
+    """Memory for an image, on the device."""
+
+    def __init__(self, memory: Any, checks: Any) -> None:
+        self.memory, self.checks = memory, checks
+        self.merged: Any = None  # the event behind its last image
+
+    @property
+    def address(self) -> int:
+        return int(self.memory.ptr)
 
 
 class CudaTicket:
@@ -93,6 +122,7 @@ class CudaDevice:
         self._host_ring: npt.NDArray[np.uint8] | None = None
         self._ring_address = 0
         self._ring_bytes = self._weights_bytes = 0
+        self._slots: list[_Slot] = []
         self._num_images = self._sent_bytes = self._written_bytes = self._num_launches = 0
         self._pin_s = 0.0
         self._scratch: Any = None  # of the decompressor
@@ -102,7 +132,9 @@ class CudaDevice:
         self._timeline = timeline
         with timeline.span("device", "context", device=self.name), self.used("opening it"):
             self._runtime.free(0)  # does nothing but make the context
-            self._uploads, self._merges = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+            self._uploads, self._merges, *self._checks = (
+                cupy.cuda.Stream(non_blocking=True) for _ in range(2 + NUM_CHECKS)
+            )
         with timeline.span("device", "kernels") as span, self.used("loading its kernels"):
             self._kernels, span["compiled"] = self._load_kernels(cubin_folders)
         self._open_s = time.monotonic() - begun_s
@@ -115,15 +147,21 @@ class CudaDevice:
         with self.used("asking for its memory"):
             return int(self._runtime.memGetInfo()[0])
 
-    def reserve(self, weights_bytes: int, ring: memoryview) -> None:
+    def reserve(self, weights_bytes: int, ring: memoryview, *, slot_bytes: int = 0) -> None:
         """See `base.Device`. Pinning takes the longest, some tenths of a second a GB."""
-        check_device_fits(self.name, self.free_bytes(), weights_bytes=weights_bytes, ring_bytes=len(ring))
+        num_slots = max(MIN_SLOTS, min(MAX_SLOTS, SLOTS_BYTES // slot_bytes)) if slot_bytes else 0
+        image_bytes = num_slots * slot_bytes or len(ring)
+        check_device_fits(self.name, self.free_bytes(), weights_bytes=weights_bytes, ring_bytes=image_bytes)
         import numpy as np  # CuPy requires it
 
         cupy = self._cupy
-        with self.used("taking memory", needed_bytes=weights_bytes + len(ring)):
+        with self.used("taking memory", needed_bytes=weights_bytes + image_bytes):
             weights = cupy.cuda.MemoryPointer(cupy.cuda.Memory(max(1, weights_bytes)), 0)
-            self._ring_memory = cupy.cuda.MemoryPointer(cupy.cuda.Memory(max(1, len(ring))), 0)
+            if not num_slots:
+                self._ring_memory = cupy.cuda.MemoryPointer(cupy.cuda.Memory(max(1, len(ring))), 0)
+            for number in range(num_slots):
+                memory = cupy.cuda.MemoryPointer(cupy.cuda.Memory(slot_bytes), 0)
+                self._slots.append(_Slot(memory, self._checks[number % NUM_CHECKS]))
         self._weights = cupy.ndarray((weights_bytes,), cupy.uint8, memptr=weights)
         self._weights_bytes, self._ring_bytes = weights_bytes, len(ring)
         self._host_ring = np.frombuffer(ring, np.uint8)
@@ -145,24 +183,23 @@ class CudaDevice:
 
     def place(self, images: Sequence[Placed], after: Iterable[Ticket] = ()) -> Ticket:
         with self.used("placing weights"):
-            for image, offset_bytes in images:
-                self._upload(image, offset_bytes)
+            if self._slots:
+                return self._place_in_slots(images, after)
+            for image, offset_bytes, _ in images:
+                assert isinstance(image, PartImage)
+                self._upload(image, offset_bytes, self._ring_memory.ptr + offset_bytes)
             there = self._cupy.cuda.Event(disable_timing=True)
             there.record(self._uploads)
             self._merges.wait_event(there)
             for ticket in after:
                 assert isinstance(ticket, CudaTicket)
                 self._merges.wait_event(ticket.event)
-            statuses = self._decompress([placed for placed in images if placed.image.chunks is not None])
-            for image, offset_bytes in images:
-                self._merge(image, offset_bytes)
+            statuses = self._decompress(images)
+            for image, offset_bytes, _ in images:
+                self._merge(image, self._ring_memory.ptr + offset_bytes)
             done = self._cupy.cuda.Event(block=True, disable_timing=True)
             done.record(self._merges)
-        self._num_images += len(images)
-        for image, _ in images:
-            self._sent_bytes += image.sent_bytes
-            self._written_bytes += image.written_bytes
-            self._num_launches += len(image.launches)
+        self._count(images)
         return CudaTicket(self, done, statuses)
 
     def order_after(self, ticket: Ticket, stream: int) -> None:
@@ -209,6 +246,7 @@ class CudaDevice:
                     self._runtime.hostUnregister(address)
         finally:
             self._ring_memory = self._host_ring = self._scratch = None
+            self._slots = []
 
     def close(self) -> None:
         if self._is_closed:
@@ -216,8 +254,8 @@ class CudaDevice:
         self._is_closed = True
         try:
             with self.used("closing it"):
-                self._uploads.synchronize()
-                self._merges.synchronize()
+                for stream in (self._uploads, *self._checks, self._merges):
+                    stream.synchronize()
         finally:  # also after an error: the system must not keep pages pinned that are not in use
             self.release_ring()
 
@@ -240,23 +278,89 @@ class CudaDevice:
             hint="`nvidia-smi` shows the device and its errors; --device cpu serves without it.",
         )
 
-    def _upload(self, image: PartImage, offset_bytes: int) -> None:
-        """Upload what the kernels need to the ring, and the rest straight to its place."""
+    def _count(self, images: Sequence[Placed]) -> None:
+        self._num_images += len(images)
+        for image, _, _ in images:
+            self._sent_bytes += image.sent_bytes
+            self._written_bytes += image.written_bytes
+            self._num_launches += len(image.launches)
+
+    def _place_in_slots(self, images: Sequence[Placed], after: Iterable[Ticket]) -> Ticket:
+        for ticket in after:  # merges only: what comes before them changes no weight
+            assert isinstance(ticket, CudaTicket)
+            self._merges.wait_event(ticket.event)
+        for placed in images:
+            slot = self._slots[self._num_images % len(self._slots)]
+            if slot.merged is not None:
+                self._uploads.wait_event(slot.merged)
+            if isinstance(placed.image, StoredImage):
+                self._place_stored(placed.image, placed, slot)
+            else:
+                self._upload(placed.image, placed.offset_bytes, slot.address)
+                self._follow(self._uploads, self._merges)
+                self._merge(placed.image, slot.address)
+            slot.merged = self._cupy.cuda.Event(disable_timing=True)
+            slot.merged.record(self._merges)
+            self._count((placed,))
+        done = self._cupy.cuda.Event(block=True, disable_timing=True)
+        done.record(self._merges)
+        return CudaTicket(self, done)
+
+    def _place_stored(self, image: StoredImage, placed: Placed, slot: _Slot) -> None:
+        """Upload, verify, decode and merge it; its word `wrong` comes back to its tables in the ring."""
+        import numpy as np  # as above
+
+        runtime, at = self._runtime, slot.address
+        tables, wrong = self._ring_address + placed.tables_offset_bytes, at + image.wrong_begin
+        for to, source, size_bytes in (
+            (at, self._ring_address + placed.offset_bytes, image.part_bytes),
+            (at + image.tables_begin, tables, image.tables_bytes),
+        ):
+            runtime.memcpyAsync(to, source, size_bytes, runtime.memcpyHostToDevice, self._uploads.ptr)
+        self._follow(self._uploads, slot.checks)
+        part_bytes, nodes = np.uint32(image.part_bytes), np.uint64(at + image.nodes_begin)
+        digest, word = np.uint64(at + image.tables_begin), np.uint64(wrong)
+        frames, num_frames = np.uint32(image.decode.table_bytes), image.decode.num_frames
+        with slot.checks:
+            grid = (num_blocks(image.part_bytes),)
+            self._kernels[HASH_KERNEL](grid, (HASH_THREADS,), (np.uint64(at), part_bytes, nodes))
+            self._kernels[ROOT_KERNEL]((1,), (ROOT_THREADS,), (nodes, part_bytes, digest, word))
+            if num_frames:
+                arguments = (np.uint64(at), frames, np.uint32(num_frames), word)
+                self._kernels[DECODE_KERNEL]((num_frames,), (LANES,), arguments)
+        self._follow(slot.checks, self._merges)
+        self._merge(image, at, wrong)
+        came_back = tables + image.wrong_begin - image.tables_begin
+        runtime.memcpyAsync(came_back, wrong, WRONG_BYTES, runtime.memcpyDeviceToHost, self._merges.ptr)
+
+    def _follow(self, first: Any, then: Any) -> None:
+        """Order what is launched later on a stream after what was launched on another one."""
+        event = self._cupy.cuda.Event(disable_timing=True)
+        event.record(first)
+        then.wait_event(event)
+
+    def _upload(self, image: PartImage, offset_bytes: int, to: int) -> None:
+        """Upload what the kernels need to an address of the device, and the rest straight to its place."""
         to_device, stream = self._runtime.memcpyHostToDevice, self._uploads.ptr
-        host, ring = self._ring_address + offset_bytes, self._ring_memory.ptr + offset_bytes
+        host = self._ring_address + offset_bytes
         if image.upload_bytes:
-            self._runtime.memcpyAsync(ring, host, image.upload_bytes, to_device, stream)
+            self._runtime.memcpyAsync(to, host, image.upload_bytes, to_device, stream)
         weights = self._weights.data.ptr
         for copy in image.copies:  # each is its words' only tier: nothing has read the old value
             if copy.size_bytes:
                 place = weights + copy.weights_bytes
                 self._runtime.memcpyAsync(place, host + copy.image_bytes, copy.size_bytes, to_device, stream)
 
-    def _decompress(self, images: Sequence[Placed]) -> list[npt.NDArray[np.int32]]:
+    def _decompress(self, placed: Sequence[Placed]) -> list[npt.NDArray[np.int32]]:
         """Have the frames of these images decompressed behind each, before they are merged: all in
         one launch, as one image has too few frames for a large device. Their results come to the
         host's images.
         """
+        images = [
+            (each.image.chunks, each.offset_bytes)
+            for each in placed
+            if isinstance(each.image, PartImage) and each.image.chunks is not None
+        ]
         if not images:
             return []
         import numpy as np  # as above
@@ -264,12 +368,11 @@ class CudaDevice:
         decompressor = self._decompressor
         assert decompressor is not None
         assert self._host_ring is not None
-        chunks = [placed.image.chunks for placed in images if placed.image.chunks is not None]
-        num = sum(each.num for each in chunks)
-        needed_bytes = decompressor.scratch_bytes(num, sum(each.total_bytes for each in chunks))
+        num = sum(each.num for each, _ in images)
+        needed_bytes = decompressor.scratch_bytes(num, sum(each.total_bytes for each, _ in images))
         arrays = self._take_scratch(num, needed_bytes)
         done = 0
-        for each, (_, offset_bytes) in zip(chunks, images, strict=True):
+        for each, offset_bytes in images:
             ring = np.uint64(self._ring_memory.ptr + offset_bytes)
             pointers = [np.uint64(arrays + 8 * (num * place + done)) for place in range(4)]
             arguments = (ring, np.uint32(each.table_bytes), np.uint32(each.num), *pointers)
@@ -279,7 +382,7 @@ class CudaDevice:
         room = arrays + align(num * CHUNK_ARRAYS_BYTES, SCRATCH_ALIGNMENT_BYTES)
         decompressor.launch(arrays, num, room, needed_bytes, self._merges.ptr)
         statuses, source = [], arrays + 5 * 8 * num
-        for each, (_, offset_bytes) in zip(chunks, images, strict=True):
+        for each, offset_bytes in images:
             begin = offset_bytes + each.status_bytes
             received = self._host_ring[begin : begin + CHUNK_STATUS_BYTES * each.num].view(np.int32)
             to_host = self._runtime.memcpyDeviceToHost
@@ -305,14 +408,15 @@ class CudaDevice:
             self._scratch_bytes = needed_bytes
         return int(self._scratch.ptr)
 
-    def _merge(self, image: PartImage, offset_bytes: int) -> None:
+    def _merge(self, image: PartImage | StoredImage, at: int, wrong: int = 0) -> None:
+        """`at` is the image's address on the device, `wrong` that of its word; 0: it has none."""
         import numpy as np  # as above
 
-        ring, weights = np.uint64(self._ring_memory.ptr + offset_bytes), np.uint64(self._weights.data.ptr)
+        memory, weights, word = np.uint64(at), np.uint64(self._weights.data.ptr), np.uint64(wrong)
         for launch in image.launches:
             grid = (BLOCKS_PER_FRAME, min(launch.num_frames, MAX_GRID_Y))
             counts = np.uint32(launch.table_bytes), np.uint32(launch.num_frames)
-            arguments = (ring, *counts, weights, np.uint64(0))
+            arguments = (memory, *counts, weights, word)
             with self._merges:
                 self._kernels[launch.kernel](grid, (THREADS,), arguments)
 
@@ -324,13 +428,18 @@ class CudaDevice:
         cubin, compiled = cubin_for(architecture, folders)
         # It stays loaded for as long as this does.
         self._module = self._cupy.RawModule(path=str(cubin))
-        kernels = {name: self._module.get_function(name) for name in (*KERNELS, RESOLVE_KERNEL)}
-        # CUDA loads a kernel when it is first launched: now, over no frames.
+        merging, checking = (*KERNELS, COPY_KERNEL), (HASH_KERNEL, ROOT_KERNEL, DECODE_KERNEL)
+        names = (*merging, *checking, RESOLVE_KERNEL)
+        kernels = {name: self._module.get_function(name) for name in names}
+        # CUDA loads a kernel when it is first launched: now, over no frames, and over no bytes.
         memory = self._cupy.cuda.Memory(1024)
-        nothing = (np.uint64(memory.ptr), np.uint32(0), np.uint32(0), np.uint64(memory.ptr), np.uint64(0))
+        address, zero = np.uint64(memory.ptr), np.uint32(0)
         with self._merges:
-            for name in KERNELS:
-                kernels[name]((1,), (THREADS,), nothing)
+            for name in merging:
+                kernels[name]((1,), (THREADS,), (address, zero, zero, address, np.uint64(0)))
+            kernels[HASH_KERNEL]((1,), (HASH_THREADS,), (address, zero, address))
+            kernels[ROOT_KERNEL]((1,), (ROOT_THREADS,), (address, zero, address, address))
+            kernels[DECODE_KERNEL]((1,), (LANES,), (address, zero, zero, address))
         self._merges.synchronize()  # the memory goes when this returns
         return kernels, compiled
 

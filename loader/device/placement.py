@@ -32,8 +32,9 @@ from ..timeline import Timeline
 from .base import Device, DeviceStatistics, Placed, Ticket
 from .image import PartImage, plan_image, slab_starts
 from .paths import DeviceSpeed
-from .ring import cut_part, with_plane_sizes
-from .sink import SentImage
+from .ring import cut_part, stored_ring, with_plane_sizes
+from .sink import SentImage, Way
+from .stored import WRONG_BYTES, StoredImage, plan_plain, plan_stored
 
 # Placed at a time: enough frames for a large device's decompressor, in up to 200 MiB of scratch.
 MAX_IMAGES = 4
@@ -50,12 +51,13 @@ class _OnItsWay(NamedTuple):
 class _PartOnItsWay:
     """A part of which only some images are done."""
 
-    def __init__(self, manifest: Manifest, part: Part, begun_at_s: float) -> None:
-        self.pieces = cut_part(manifest, part)
+    def __init__(self, manifest: Manifest, part: Part, way: Way, begun_at_s: float) -> None:
+        self.pieces = cut_part(manifest, part) if way is Way.PLANES else (part,)
         self.begun_at_s = begun_at_s
         self.num_unplaced = self.num_undone = len(self.pieces)
         self.sent_bytes = self.written_bytes = 0
-        self.is_coded = False  # any piece of it
+        # The device decodes any piece of it: the part counts once that is seen to have been right.
+        self.is_coded = way is Way.STORED
 
 
 class _Model(NamedTuple):
@@ -65,6 +67,7 @@ class _Model(NamedTuple):
     starts: list[int]
     weights_bytes: int
     ring: memoryview
+    slot_bytes: int  # 0: no image is a stored one
 
 
 class Placement:
@@ -76,12 +79,13 @@ class Placement:
         *,
         timeline: Timeline,
         settle: Callable[[int], None],
-        release: Callable[[int], None],
+        release: Callable[[int, bool], None],
         tell: Callable[[DeviceSpeed], None],
         fail: Callable[[TeneralError], None],
     ) -> None:
         """`open_device` is called on a thread of this. `settle` takes the number of each part that
-        is being placed, `release` the ring's places that are free again, `tell` what the device can
+        is being placed, `release` the ring's places that the device is done with, and whether it
+        found a stored image wrong there, which then was not placed. `tell` takes what the device can
         do that it need not, `fail` what ended it. They may be called from any thread.
         """
         self._open_device = open_device
@@ -114,8 +118,8 @@ class Placement:
         for thread in self._threads:
             thread.start()
 
-    def begin(self, manifest: Manifest, ring: memoryview) -> None:
-        """Set the manifest, and the memory in which images will lie."""
+    def begin(self, manifest: Manifest, ring: memoryview, *, as_stored: bool = False) -> None:
+        """Set the manifest, and the memory in which images will lie; `as_stored`, stored ones, too."""
         starts, weights_bytes = slab_starts(manifest.groups)
         self._refine_locks = RefineLocks(len(manifest.groups))
         self._last = [None] * len(manifest.groups)
@@ -124,7 +128,8 @@ class Placement:
             self._unplaced[part.group] += 1
         self._undone = list(self._unplaced)
         self._uses = [{} for _ in manifest.groups]
-        self._model = _Model(manifest, starts, weights_bytes, ring)
+        slot_bytes = stored_ring(manifest).slot_bytes if as_stored else 0
+        self._model = _Model(manifest, starts, weights_bytes, ring, slot_bytes)
         self._begun.set()
 
     def put(self, sent: SentImage) -> None:
@@ -271,7 +276,7 @@ class Placement:
             with self._timeline.span(
                 "device", "memory", weights_bytes=model.weights_bytes, ring_bytes=len(model.ring)
             ):
-                device.reserve(model.weights_bytes, model.ring)
+                device.reserve(model.weights_bytes, model.ring, slot_bytes=model.slot_bytes)
             self._reserved.set()
             if not model.manifest.parts:
                 self._finish(device, model)
@@ -309,7 +314,8 @@ class Placement:
         """See `num_together`."""
         begun_at_s = time.monotonic()
         images = tuple(
-            (sent, Placed(self._plan(model, sent, begun_at_s), sent.offset_bytes)) for sent in together
+            (sent, Placed(self._plan(model, sent, begun_at_s), sent.offset_bytes, sent.tables_offset_bytes))
+            for sent in together
         )
         placed = [each for _, each in images]
         part = model.manifest.parts[together[0].part]
@@ -325,7 +331,7 @@ class Placement:
         for sent in together:
             on_its_way = self._parts[sent.part]
             on_its_way.num_unplaced -= 1
-            if on_its_way.num_unplaced == 0:
+            if on_its_way.num_unplaced == 0 and sent.way is not Way.STORED:
                 self._unplaced[model.manifest.parts[sent.part].group] -= 1
                 if not on_its_way.is_coded:  # else it is seen first whether the device could decompress it
                     whole.append(sent.part)
@@ -333,11 +339,16 @@ class Placement:
         for number in whole:
             self._settle(number)
 
-    def _plan(self, model: _Model, sent: SentImage, begun_at_s: float) -> PartImage:
-        on_its_way = self._parts.get(sent.part)
+    def _plan(self, model: _Model, sent: SentImage, begun_at_s: float) -> PartImage | StoredImage:
+        part, on_its_way = model.manifest.parts[sent.part], self._parts.get(sent.part)
         if on_its_way is None:
-            part = model.manifest.parts[sent.part]
-            on_its_way = self._parts[sent.part] = _PartOnItsWay(model.manifest, part, begun_at_s)
+            on_its_way = self._parts[sent.part] = _PartOnItsWay(model.manifest, part, sent.way, begun_at_s)
+        if sent.way is Way.STORED:
+            return plan_stored(model.manifest, part)
+        if sent.way is Way.PLAIN:
+            plain = plan_plain(model.manifest, part, model.starts)
+            assert plain is not None
+            return plain
         piece = on_its_way.pieces[sent.piece]
         if sent.coded:
             on_its_way.is_coded = True
@@ -351,20 +362,42 @@ class Placement:
             placed.ticket.wait()
             busy_since_s, done_at_s = max(placed.begun_at_s, done_at_s), time.monotonic()
             coded_bytes = sum(each.image.sent_bytes for sent, each in placed.images if sent.coded)
-            for sent, (image, offset_bytes) in placed.images:
-                self._release(offset_bytes)
-                on_its_way = self._parts[sent.part]
-                on_its_way.num_undone -= 1
-                on_its_way.sent_bytes += image.sent_bytes
-                on_its_way.written_bytes += image.written_bytes
-                if on_its_way.num_undone == 0:
-                    self._note_done(sent.part, self._parts.pop(sent.part), done_at_s)
+            for sent, each in placed.images:
+                wrong = self._is_wrong(each)
+                self._note_image(sent, each, wrong, done_at_s)
+                self._release(each.offset_bytes, wrong)
             if coded_bytes:
                 self._tell(speed.seen(coded_bytes, done_at_s - busy_since_s))
             if not any(self._undone):
                 model = self._model
                 assert model is not None
                 self._finish(self._opened(), model)
+
+    def _is_wrong(self, placed: Placed) -> bool:
+        """True for a stored image that the device has reported as wrong: it has changed no weight."""
+        image, model = placed.image, self._model
+        if not isinstance(image, StoredImage):
+            return False
+        assert model is not None
+        begin = placed.tables_offset_bytes + image.wrong_begin - image.tables_begin
+        return any(model.ring[begin : begin + WRONG_BYTES])
+
+    def _note_image(self, sent: SentImage, placed: Placed, wrong: bool, done_at_s: float) -> None:
+        if wrong:  # it comes again
+            self._timeline.mark("device", "a part is not what its digest says", part=sent.part)
+            del self._parts[sent.part]
+            return
+        on_its_way = self._parts[sent.part]
+        on_its_way.num_undone -= 1
+        on_its_way.sent_bytes += placed.image.sent_bytes
+        on_its_way.written_bytes += placed.image.written_bytes
+        if on_its_way.num_undone > 0:
+            return
+        if sent.way is Way.STORED:
+            model = self._model
+            assert model is not None
+            self._unplaced[model.manifest.parts[sent.part].group] -= 1
+        self._note_done(sent.part, self._parts.pop(sent.part), done_at_s)
 
     def _note_done(self, number: int, on_its_way: _PartOnItsWay, done_at_s: float) -> None:
         """All images of a part are on the device."""

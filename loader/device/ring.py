@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ..errors import IntegrityError, LoadCancelledError
 from ..format.manifest import (
@@ -44,6 +45,7 @@ from .image import (
     RECIPE_BYTES,
     check_placeable,
 )
+from .stored import max_stored_bytes, max_tables_bytes
 
 MAX_PIECE_BYTES = 16 << 20
 
@@ -173,6 +175,7 @@ def _decoded_bytes(manifest: Manifest, part: Part, segment: Segment, count: int)
 DEFAULT_BYTES = 128 * 1024 * 1024
 CORE_BYTES = 24 * 1024 * 1024  # an image that is being filled, and another on its way
 MAX_BYTES = 512 * 1024 * 1024
+HOST_IMAGES_BYTES = 64 * 1024 * 1024  # where most parts go to the device as they are stored
 
 
 ROOM_SHARE = 8  # a ring takes at most this fraction (1/8) of the host's memory
@@ -185,16 +188,49 @@ def ring_bytes(manifest: Manifest, wanted_bytes: int | None = None, *, room_byte
     weights that no device can merge.
     """
     check_placeable(manifest)
-    if wanted_bytes is None:
-        wanted_bytes = min(max(DEFAULT_BYTES, available_cores() * CORE_BYTES), MAX_BYTES)
-    if room_bytes is not None:
-        wanted_bytes = min(wanted_bytes, room_bytes // ROOM_SHARE)
+    wanted_bytes = _wanted_bytes(wanted_bytes, room_bytes)
     bounds = [
         align(max_image_bytes(manifest, piece), ALIGNMENT_BYTES)
         for part in manifest.parts
         for piece in cut_part(manifest, part)
     ]
     return min(max(align(wanted_bytes, ALIGNMENT_BYTES), max(bounds, default=0)), sum(bounds))
+
+
+class StoredRing(NamedTuple):
+    """The ring of images as they are stored: `staging_bytes` that parts are read into and sent from, and behind them
+    `images_bytes` for the images of those that the host decodes. `slot_bytes` hold any of them on the device.
+    """
+
+    staging_bytes: int
+    images_bytes: int
+    slot_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.staging_bytes + self.images_bytes
+
+
+def stored_ring(manifest: Manifest, *, room_bytes: int | None = None) -> StoredRing:
+    """Its sizes for this model, as those of `ring_bytes`. Raises `UsageError` as that does."""
+    sizes = [
+        align(part.size_bytes + PLANE_BYTES + max_tables_bytes(part), ALIGNMENT_BYTES)
+        for part in manifest.parts
+    ]
+    wanted_bytes = align(_wanted_bytes(None, room_bytes), ALIGNMENT_BYTES)
+    staging_bytes = min(max(wanted_bytes, max(sizes, default=0)), sum(sizes))
+    images_bytes = ring_bytes(manifest, HOST_IMAGES_BYTES, room_bytes=room_bytes)
+    images = (
+        max_image_bytes(manifest, piece) for part in manifest.parts for piece in cut_part(manifest, part)
+    )
+    slots = (max_stored_bytes(part) for part in manifest.parts)
+    return StoredRing(staging_bytes, images_bytes, align(max((*images, *slots), default=0), ALIGNMENT_BYTES))
+
+
+def _wanted_bytes(wanted_bytes: int | None, room_bytes: int | None) -> int:
+    if wanted_bytes is None:
+        wanted_bytes = min(max(DEFAULT_BYTES, available_cores() * CORE_BYTES), MAX_BYTES)
+    return wanted_bytes if room_bytes is None else min(wanted_bytes, room_bytes // ROOM_SHARE)
 
 
 def max_image_bytes(manifest: Manifest, part: Part) -> int:

@@ -8,6 +8,7 @@ the images from the ring, or in which process.
 
 from __future__ import annotations
 
+import enum
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -83,6 +84,14 @@ def _keep_coded(
     ]
 
 
+class Way(enum.IntEnum):
+    """How an image became what it is, and so how it is placed."""
+
+    PLANES = 0  # the host has verified and decoded the part
+    STORED = 1  # the device will
+    PLAIN = 2  # the part's bytes are weights
+
+
 class SentImage(NamedTuple):
     """An image that lies in the ring, whole."""
 
@@ -91,6 +100,8 @@ class SentImage(NamedTuple):
     coded: bool = False  # as `plan_image` has it
     piece: int = 0  # its number in the part, as `cut_part` has them
     plane_sizes: tuple[int, ...] = ()  # of a coded piece, see `with_plane_sizes`
+    way: Way = Way.PLANES
+    tables_offset_bytes: int = 0  # of a stored one's tables, in the ring
 
 
 class ImageSink:
@@ -170,6 +181,10 @@ class ImageSink:
                 "device", f"planes are decompressed on the {choice.path}: {choice.why}", **rates
             )
         return choice.path
+
+    def give_back(self, offset_bytes: int) -> None:
+        """The image at that place of the ring is with the device."""
+        self._ring.give_back(offset_bytes)
 
     def close(self) -> None:
         """Wake threads that wait for room: images are not taken any more."""

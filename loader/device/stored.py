@@ -17,10 +17,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..format.manifest import FRAME_ELEMENTS, Codec, Manifest, Part, Segment, Tensor, decoded_plane_bytes
+from ..format.manifest import (
+    FRAME_ELEMENTS,
+    Codec,
+    Manifest,
+    Part,
+    Segment,
+    Tensor,
+    align,
+    decoded_plane_bytes,
+)
 from .image import (
     COPY_KERNEL,
     FRAME_ENTRY_BYTES,
+    PLANE_BYTES,
     RECIPE_BYTES,
     Copy,
     Launch,
@@ -58,7 +68,7 @@ class StoredImage(NamedTuple):
 
     @property
     def sent_bytes(self) -> int:
-        """The bytes that cross the link."""
+        """Bytes that cross the link."""
         return self.part_bytes + self.tables_bytes
 
 
@@ -93,9 +103,28 @@ def plan_stored(manifest: Manifest, part: Part) -> StoredImage:
     return _plan(_stretches(manifest, part), part.size_bytes)[0]
 
 
-def tables_bytes(manifest: Manifest, part: Part) -> int:
-    """The memory of the host that a part takes besides its own bytes; 0 for one that is not sent as it is stored."""
-    return plan_stored(manifest, part).tables_bytes if can_be_stored(manifest, part) else 0
+def max_tables_bytes(part: Part) -> int:
+    """The tables of a part's image take no more: cheaper to know than the plan. 0 for a part that is never sent so."""
+    if part.digest is None:
+        return 0
+    total = 2 * PLANE_BYTES + DIGEST_BYTES + WRONG_BYTES
+    for segment in part.segments:
+        num_frames = -(-segment.count // FRAME_ELEMENTS)
+        entries_bytes = FRAME_ENTRY_BYTES + len(segment.planes) * CODED_ENTRY_BYTES
+        total += RECIPE_BYTES + PLANE_BYTES + num_frames * entries_bytes
+    return align(total, PLANE_BYTES)
+
+
+def max_stored_bytes(part: Part) -> int:
+    """A part's image takes no more on the device."""
+    rooms_bytes = sum(
+        segment.count + PLANE_BYTES
+        for segment in part.segments
+        for plane in segment.planes
+        if plane.codec is Codec.ZSTD
+    )
+    nodes_bytes = num_blocks(part.size_bytes) * NODE_BYTES
+    return part.size_bytes + max_tables_bytes(part) + rooms_bytes + nodes_bytes + 4 * PLANE_BYTES
 
 
 def num_blocks(part_bytes: int) -> int:
@@ -106,8 +135,9 @@ def num_blocks(part_bytes: int) -> int:
 def write_tables(
     manifest: Manifest, part: Part, starts: Sequence[int], stored: memoryview, out: memoryview
 ) -> StoredImage | None:
-    """Write the tables of the part's image into `out`, (tables_bytes,). `stored` are the part's bytes, unverified:
-    None, with `out` undefined, where they are not what the manifest says, or have frames with sequences.
+    """Write the tables of the part's image into `out`, `max_tables_bytes` at a multiple of 16. `stored` are the part's
+    bytes, unverified: None, with `out` undefined, where they are not what the manifest says, or have frames with
+    sequences.
     """
     import numpy as np  # decoding threads have it; plans are made before
 
@@ -178,7 +208,7 @@ class _Stretch(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """The places of a segment's entries in the tables, and of its planes' rooms in the image; 0 for a raw one."""
+    """The offsets of a segment's entries in the tables, and of its planes' rooms in the image; 0 for a raw plane."""
 
     recipe_begin: int
     entries_begin: int
@@ -242,5 +272,5 @@ def _plan(stretches: Sequence[_Stretch], part_bytes: int) -> tuple[StoredImage, 
 
 
 def _out_bytes(tensor: Tensor, segment: Segment, starts: Sequence[int]) -> int:
-    """The place of the segment's elements in the weights."""
+    """The offset of the segment's elements in the weights."""
     return starts[tensor.group] + tensor.offset_bytes + segment.start * tensor.element_bytes

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from io import BufferedRWPair
 
     from ..device.paths import DeviceSpeed
-    from ..device.sink import ImageSink
     from ..format.manifest import Blob, Manifest, Part
     from ..sources.base import Source
     from .launch import Task
@@ -135,10 +134,11 @@ def _load(
 
     options = task.load_options
     manifest_sent = threading.Event()  # of the manifest, before which no image makes sense
-    images = (
-        _send_images(manifest, memory_fd, reporter, manifest_sent, inbox) if task.device != "cpu" else None
+    target: Target = (
+        HostTarget(manifest, shared_fd=memory_fd)
+        if task.device == "cpu"
+        else _device_target(task, manifest, memory_fd, reporter, manifest_sent, inbox)
     )
-    target = HostTarget(manifest, shared_fd=memory_fd) if images is None else _image_target(manifest, images)
     load = WeightLoad(
         source, manifest, target=target, options=options, timeline=reporter.timeline, prefetch=prefetch
     )
@@ -148,8 +148,7 @@ def _load(
     inbox.load = load  # before the manifest is sent, without which no part can be requested
 
     def tell() -> None:
-        ring_bytes = 0 if images is None else images.ring_bytes
-        reporter.send(manifest=manifest, progress=load.progress(), ring_bytes=ring_bytes)
+        reporter.send(manifest=manifest, progress=load.progress(), ring_bytes=target.ring_bytes)
         manifest_sent.set()
 
     # Pickling takes 3 ms, or 0.1 s once the threads that begin next run. A standby has nothing to
@@ -206,7 +205,7 @@ class _Inbox:
         self._stream = stream
         self.load: WeightLoad | None = None
         # Of what the ring has lent.
-        self.give_back: Callable[[int], None] = lambda offset_bytes: None
+        self.give_back: Callable[[int, bool], None] = lambda offset_bytes, wrong: None
         self.device_is: Callable[[DeviceSpeed], None] = lambda speed: None
 
     def listen(self) -> None:
@@ -220,7 +219,7 @@ class _Inbox:
                 from .report import GiveBack
 
                 if isinstance(wish, GiveBack):
-                    self.give_back(wish.offset_bytes)
+                    self.give_back(wish.offset_bytes, wish.wrong)
                 elif isinstance(wish, DeviceSpeed):
                     self.device_is(wish)
                 elif isinstance(wish, list):
@@ -231,37 +230,42 @@ class _Inbox:
             os._exit(1)
 
 
-def _image_target(manifest: Manifest, images: ImageSink) -> Target:
-    from .targets.images import ImageTarget  # weights of this machine's processors need none
-
-    return ImageTarget(manifest, images)
-
-
-def _send_images(
-    manifest: Manifest, memory_fd: int, reporter: Reporter, manifest_sent: threading.Event, inbox: _Inbox
-) -> ImageSink:
-    """The sink of parts whose weights are another device's: it leaves images in the memory file,
-    and reports them.
-    """
-    from ..device.ring import ImageRing, ring_bytes
+def _device_target(
+    task: Task,
+    manifest: Manifest,
+    memory_fd: int,
+    reporter: Reporter,
+    manifest_sent: threading.Event,
+    inbox: _Inbox,
+) -> Target:
+    """The target of weights that are another device's: it leaves images in the memory file, and reports them."""
+    # Weights of this machine's processors need none of these.
+    from ..device.ring import ImageRing, ring_bytes, stored_ring
     from ..device.sink import ImageSink, SentImage
     from ..memory.arena import map_shared
     from ..memory.limits import available_bytes
     from ..process.cpu import QUICK_S
-
-    sys.setswitchinterval(QUICK_S)  # for good: this process ends with the load
-    size_bytes = ring_bytes(manifest, room_bytes=available_bytes())
-    ring = ImageRing(map_shared(memory_fd, size_bytes, what="the ring of images"))
-    inbox.give_back = ring.give_back
+    from .targets.device import DeviceTarget
+    from .targets.images import ImageTarget
 
     def send(image: SentImage) -> None:
         manifest_sent.wait()
         with suppress(OSError):  # the parent is gone: the inbox ends this process
             reporter.send(image=image)
 
-    sink = ImageSink(manifest, ring, send, timeline=reporter.timeline)
-    inbox.device_is = sink.device_is
-    return sink
+    sys.setswitchinterval(QUICK_S)  # for good: this process ends with the load
+    room_bytes = available_bytes()
+    sizes = stored_ring(manifest, room_bytes=room_bytes) if task.as_stored else None
+    size_bytes = ring_bytes(manifest, room_bytes=room_bytes) if sizes is None else sizes.size_bytes
+    memory = map_shared(memory_fd, size_bytes, what="the ring of images")
+    target: DeviceTarget | ImageTarget
+    if sizes is None:
+        sink = ImageSink(manifest, ImageRing(memory), send, timeline=reporter.timeline)
+        target = ImageTarget(manifest, sink)
+    else:
+        target = DeviceTarget(manifest, memory, sizes, send, timeline=reporter.timeline)
+    inbox.give_back, inbox.device_is = target.give_back, target.device_is
+    return target
 
 
 def _tell_of_files(manifest: Manifest, files_fd: int) -> None:

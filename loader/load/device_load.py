@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ..device.paths import DeviceSpeed
 from ..device.placement import Placement
-from ..device.ring import ImageRing, ring_bytes
+from ..device.ring import ImageRing, ring_bytes, stored_ring
 from ..device.sink import ImageSink, SentImage
 from ..errors import LoadCancelledError, TeneralError
 from ..format.manifest import Manifest, Tier
@@ -29,6 +29,7 @@ from ..sources.base import Source
 from ..timeline import Timeline
 from .accounting import LoadProgress, LoadState, LoadStatistics, mark_ready
 from .gates import Readiness
+from .launch import AS_STORED
 from .options import LoadOptions, Order
 from .process_load import ProcessLoad
 
@@ -48,11 +49,11 @@ class DeviceLoad:
     paged_groups: frozenset[int] = frozenset()
     experts = None
 
-    def __init__(self, open_device: OpenDevice, *, timeline: Timeline) -> None:
+    def __init__(self, open_device: OpenDevice, *, timeline: Timeline, as_stored: bool) -> None:
         """Begin to open the device. For `follow` and `in_threads`."""
-        self._timeline = timeline
+        self._timeline, self._as_stored = timeline, as_stored
         self._feed: ProcessLoad | WeightLoad | None = None
-        self._give_back: Callable[[int], None] = lambda offset_bytes: None
+        self._give_back: Callable[[int, bool], None] = lambda offset_bytes, wrong: None
         self._device_is: Callable[[DeviceSpeed], None] = lambda speed: None
         self._manifest: Manifest | None = None
         self._readiness: Readiness | None = None
@@ -73,7 +74,7 @@ class DeviceLoad:
     def follow(cls, launched: Launched, open_device: OpenDevice, *, timeline: Timeline | None = None) -> Self:
         """Take over a load that was launched for another device."""
         timeline = timeline or Timeline(started_at=launched.task.started_at)
-        load = cls(open_device, timeline=timeline)
+        load = cls(open_device, timeline=timeline, as_stored=launched.task.as_stored)
         feed = ProcessLoad(launched, timeline=timeline, images=load)
         load._attach(feed, feed.give_back, feed.device_is)
         return load
@@ -87,22 +88,30 @@ class DeviceLoad:
         *,
         options: LoadOptions | None = None,
         timeline: Timeline | None = None,
+        as_stored: bool = AS_STORED,
     ) -> Self:
         """A load in threads of this process, begun at once. Raises `InsufficientMemoryError`."""
         # A load in another process needs nothing of them here.
         from .load import WeightLoad
+        from .targets.device import DeviceTarget
         from .targets.images import ImageTarget
 
-        timeline = timeline or Timeline()
-        memory = map_bytes(ring_bytes(manifest, room_bytes=available_bytes()), what="the ring of images")
-        ring = ImageRing(memory)
-        load = cls(open_device, timeline=timeline)
+        timeline, room_bytes = timeline or Timeline(), available_bytes()
+        sizes = stored_ring(manifest, room_bytes=room_bytes) if as_stored else None
+        size_bytes = ring_bytes(manifest, room_bytes=room_bytes) if sizes is None else sizes.size_bytes
+        memory = map_bytes(size_bytes, what="the ring of images")
+        load = cls(open_device, timeline=timeline, as_stored=as_stored)
+        target: DeviceTarget | ImageTarget
         try:
-            images = ImageSink(manifest, ring, load.put, timeline=timeline)
-            target = ImageTarget(manifest, images)
+            if sizes is None:
+                target = ImageTarget(
+                    manifest, ImageSink(manifest, ImageRing(memory), load.put, timeline=timeline)
+                )
+            else:
+                target = DeviceTarget(manifest, memory, sizes, load.put, timeline=timeline)
             feed = WeightLoad(source, manifest, target=target, options=options, timeline=timeline)
             load.opened(manifest, memory)
-            load._attach(feed, ring.give_back, images.device_is)
+            load._attach(feed, target.give_back, target.device_is)
             feed.start()
         except BaseException:
             load.close()
@@ -120,7 +129,7 @@ class DeviceLoad:
             failed = self._error
         if failed is not None:
             readiness.fail(failed)
-        self._placement.begin(manifest, ring)
+        self._placement.begin(manifest, ring, as_stored=self._as_stored)
         self._opened.set()
 
     def put(self, image: SentImage) -> None:
@@ -264,7 +273,7 @@ class DeviceLoad:
     def _attach(
         self,
         feed: ProcessLoad | WeightLoad,
-        give_back: Callable[[int], None],
+        give_back: Callable[[int, bool], None],
         device_is: Callable[[DeviceSpeed], None],
     ) -> None:
         with self._lock:
@@ -278,9 +287,9 @@ class DeviceLoad:
         assert self._feed is not None, "a load is used before it was made"
         return self._feed
 
-    def _release(self, offset_bytes: int) -> None:
+    def _release(self, offset_bytes: int, wrong: bool) -> None:
         self._attached.wait()
-        self._give_back(offset_bytes)
+        self._give_back(offset_bytes, wrong)
 
     def _tell(self, speed: DeviceSpeed) -> None:
         self._attached.wait()

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from .options import LoadOptions
 
 
+# Parts go as they are stored to a GPU, which verifies, decodes and merges them; else as planes that the host has
+# decoded. Off until it has run on a device (docs/gpu.md, "Parts as they are stored").
+AS_STORED = False
+
+
 class Prepared:
     """A process that waits for its `Task`. Hand it to `launch`, or `discard` it."""
 
@@ -64,6 +69,7 @@ class Task(NamedTuple):
     # Another one's weights: what lies in the memory file is then a ring of images.
     device: str = "cpu"
     context: ProcessContext | None = None  # the child takes these; None: it has them
+    as_stored: bool = AS_STORED
 
 
 class Launched(NamedTuple):

@@ -117,8 +117,8 @@ class WeightLoad:
         self._staging_bytes = limits.buffer_bytes
         self.reserved_bytes = target.reserved_bytes
         target.take_memory()
-        self._staging = Staging(self._staging_bytes)
-        self._work = WorkQueue(plan, self._staging, target.slabs, LinkTuner(limits))
+        self._staging = Staging(self._staging_bytes, memory=target.staging)
+        self._work = WorkQueue(plan, self._staging, target.slabs, LinkTuner(limits), target.room_bytes)
         self._cache = open_cache(options, manifest)
         self._order = OrderChoice(options, manifest, self._work, self._meter, self._timeline)
         self._steps = {step.part.index: step.number for step in plan.steps}
@@ -367,7 +367,8 @@ class WeightLoad:
                 settle=self._settle,
                 between=self._between_reads,
             ).run
-            decoder = PartDecoder(parts, self._work, self._target, settle=self._settle)
+            decoder = PartDecoder(parts, self._work, self._target, settle=self._settle, fail=self._fail)
+            self._target.attach(decoder)
             num_ranges = max(len(self._plan.steps), -(-self._stored_bytes // MIN_RANGE_BYTES))
             self._num_fetchers = min(self._work.connections, num_ranges)
             threads += self._make_several("fetch", [self._fetch] * self._num_fetchers)

@@ -272,9 +272,9 @@ class ProcessLoad:
             self._manifest = manifest
         self._opened.set()
 
-    def give_back(self, offset_bytes: int) -> None:
-        """The image at that place of the ring is with the device."""
-        self._tell(GiveBack(offset_bytes))
+    def give_back(self, offset_bytes: int, wrong: bool = False) -> None:
+        """The device is done with the image at that place of the ring, or found a stored one wrong."""
+        self._tell(GiveBack(offset_bytes, wrong))
 
     def device_is(self, speed: DeviceSpeed) -> None:
         """Tell the child the speed of the device that the images go to."""

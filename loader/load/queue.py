@@ -22,10 +22,10 @@ import heapq
 import math
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from ..format.manifest import Part, Tier
+from ..format.manifest import Part, Tier, align
 from ..memory.staging import Buffer, Staging, discard
 from .fetch_order import FetchOrder
 from .link import LinkStatistics, LinkTuner, PlanPosition, cut
@@ -36,6 +36,8 @@ from .plan import Plan, Step
 # seen to take longer.
 HOLD_S, MAX_HOLD_S = 0.15, 1.0
 HOLD_MARGIN = 1.5
+ROOM_ALIGNMENT_BYTES = 16
+NO_ROOM = memoryview(b"")
 
 
 class PartPiece(NamedTuple):
@@ -75,8 +77,17 @@ class _Loan:
 class WorkQueue:
     """Hands out a plan's ranges and steps. Thread-safe; the blocking methods wait without the GIL."""
 
-    def __init__(self, plan: Plan, staging: Staging, slabs: Sequence[memoryview], tuner: LinkTuner) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        staging: Staging,
+        slabs: Sequence[memoryview],
+        tuner: LinkTuner,
+        room_bytes: Callable[[Part], int] = lambda part: 0,
+    ) -> None:
+        """`room_bytes` is what a part takes in the staging besides its own bytes, a multiple of 16."""
         self._plan = plan
+        self._room_bytes = room_bytes
         self._staging = staging
         self._slabs = slabs
         self._tuner = tuner
@@ -96,6 +107,7 @@ class WorkQueue:
         # When the first range of a part on its way was handed out.
         self._begun_at_s: dict[int, float] = {}
         self._memory: dict[int, memoryview] = {}  # of steps under way: staging, or the slab itself
+        self._rooms: dict[int, memoryview] = {}  # what they take besides
         self._loans: dict[int, _Loan] = {}
         self._arrived: set[int] = set()  # with all bytes in, but needs unmet
         self._ready: list[tuple[int, int]] = []  # heap of steps to decode, by their turns
@@ -167,15 +179,15 @@ class WorkQueue:
                     self._offer(step.number)
         return whole
 
-    def next_step(self) -> tuple[Step, memoryview] | None:
-        """The earliest step to decode, and its part's bytes. Blocks while there is none; None at
-        the end.
+    def next_step(self) -> tuple[Step, memoryview, memoryview] | None:
+        """The earliest step to decode, its part's bytes, and the room that it has besides. Blocks while there is none;
+        None at the end.
         """
         with self._lock:
             while not self._stopped and self._num_left:
                 if self._ready:
                     _, number = heapq.heappop(self._ready)
-                    return self._plan.steps[number], self._memory[number]
+                    return self._plan.steps[number], self._memory[number], self._rooms.get(number, NO_ROOM)
                 self._decodable.wait()
             return None
 
@@ -195,6 +207,12 @@ class WorkQueue:
         with self._lock:
             self._fetch_order.reorder(order)
 
+    def decode_again(self, step: Step) -> None:
+        """Offer a step once more, with the bytes that it has."""
+        with self._lock:
+            self._arrived.add(step.number)
+            self._offer(step.number)
+
     def fetch_again(self, step: Step) -> None:
         """Have a part read once more, into the same memory, before all others."""
         with self._lock:
@@ -209,6 +227,7 @@ class WorkQueue:
         """
         with self._lock:
             del self._memory[step.number]
+            self._rooms.pop(step.number, None)
             loan = self._loans.pop(step.number, None)
             if loan is not None:
                 loan.num_steps -= 1
@@ -355,7 +374,7 @@ class WorkQueue:
             return self._memory[first.step][first.start_bytes : first.end_bytes]
         step = self._plan.steps[first.step]
         if step.slab_offset_bytes is None:
-            return self._loans[first.step].buffer.data
+            return self._loans[first.step].buffer.data[:size_bytes]
         begin = step.slab_offset_bytes
         return self._slabs[step.part.group][begin : begin + size_bytes]
 
@@ -369,16 +388,22 @@ class WorkQueue:
                 slab, offset = self._slabs[step.part.group], step.slab_offset_bytes or 0
                 self._memory[step.number] = slab[offset : offset + step.part.size_bytes]
             return True
-        if len(run) > 1 and size_bytes > self._staging.capacity_bytes:
+        rooms = [self._room_bytes(step.part) for step in steps]
+        room_at = align(size_bytes, ROOM_ALIGNMENT_BYTES)
+        needed_bytes = room_at + sum(rooms) if any(rooms) else size_bytes
+        if len(run) > 1 and needed_bytes > self._staging.capacity_bytes:
             return False
-        buffer = self._staging.acquire(size_bytes)
+        buffer = self._staging.acquire(needed_bytes)
         if buffer is None:
             return False
         loan = _Loan(buffer, len(run))
-        for step in steps:
+        for step, room_bytes in zip(steps, rooms, strict=True):
             offset = step.part.offset_bytes - begin
             self._loans[step.number] = loan
             self._memory[step.number] = buffer.data[offset : offset + step.part.size_bytes]
+            if room_bytes:
+                self._rooms[step.number] = buffer.data[room_at : room_at + room_bytes]
+                room_at += room_bytes
         return True
 
     def _offer(self, number: int) -> None:

@@ -34,9 +34,12 @@ class Report(NamedTuple):
 
 
 class GiveBack(NamedTuple):
-    """A message the other way: the image at that place of the ring is with the device."""
+    """A message the other way: the device is done with the image at that place of the ring, or found a stored one
+    `wrong`, which is the sender's then.
+    """
 
     offset_bytes: int
+    wrong: bool = False
 
 
 class Reporter:

@@ -29,6 +29,8 @@ def check_room(
         sizes, options.staging_bytes, room_bytes, num_decoders=0 if target.is_used_here else num_decoders
     )
     least_bytes = staging_bytes(sizes, 0, 0)
+    if target.staging is not None:
+        size_bytes = least_bytes = len(target.staging)
     check_fits(
         fixed_bytes + least_bytes,
         left,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from ..errors import TeneralError
 from ..process.cpu import quick_turns
 from ..timeline import Timeline
 from .accounting import Meter, Phase, add_part_span, in_part
@@ -96,13 +97,19 @@ class PartDecoder:
     """`run` is the body of every decode thread of one load."""
 
     def __init__(
-        self, parts: Parts, work: WorkQueue, target: Target, *, settle: Callable[[Step], None]
+        self,
+        parts: Parts,
+        work: WorkQueue,
+        target: Target,
+        *,
+        settle: Callable[[Step], None],
+        fail: Callable[[TeneralError], object],
     ) -> None:
-        """`settle` takes each step whose values are in the target."""
+        """`settle` takes each step whose values are in the target, `fail` an error that is not `run`'s."""
         self._parts = parts
         self._work = work
         self._target = target
-        self._settle = settle
+        self._settle, self._fail = settle, fail
 
     def run(self) -> None:
         """Decode until nothing is left or the queue is stopped. Raises `IntegrityError` naming the
@@ -115,7 +122,9 @@ class PartDecoder:
         # Imports would keep the GIL for 5 ms each time that a part needs it for an instant.
         with quick_turns():
             while (task := self._work.next_step()) is not None:
-                step, stored = task
+                step, stored, room = task
+                if self._target.hand_over(step, stored, room):
+                    continue
                 if self._parts.is_right(step.part, stored):
                     self._target.fill(self._parts, step, stored, scratch, self._work.rate_bytes_per_s)
                     self._parts.keep(step.part, stored)
@@ -123,3 +132,16 @@ class PartDecoder:
                 else:
                     self._work.fetch_again(step)
         self._work.discard_staging()
+
+    def placed(self, step: Step, stored: memoryview, *, wrong: bool) -> None:
+        """See `targets.base.Course`."""
+        if not wrong:
+            self._parts.keep(step.part, stored)
+            self._settle(step)
+        elif self._parts.is_right(step.part, stored):
+            self._work.decode_again(step)
+        else:
+            self._work.fetch_again(step)
+
+    def fail(self, error: TeneralError) -> None:
+        self._fail(error)

@@ -31,6 +31,8 @@ NAMES = (
     "cuda.MemoryPointer.ptr", "RawModule.get_function", "ndarray.data",
 )  # fmt: skip
 H2D, D2H = 1, 2
+BLOCKS = {"blake3_chunks": 128, "huf_frames": 32}
+SIGNATURES = {"blake3_chunks": [8, 4, 8], "blake3_root": [8, 4, 8, 8], "huf_frames": [8, 4, 4, 8]}
 HOST_REGISTER_FAILS = 1
 
 
@@ -177,9 +179,18 @@ class CupyOnCpu:
     def _launch(
         self, name: str, grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[Any, ...]
     ) -> None:
-        assert block == (256,)
+        assert block == (BLOCKS.get(name, 256),)
         sizes = [argument.itemsize for argument in arguments]
-        if name == "resolve_chunks":
+        if name in SIGNATURES:
+            assert sizes == SIGNATURES[name]
+            given = list(map(int, arguments))
+            if name == "blake3_chunks":
+                work = lambda: self._kernels.hash_chunks_at(grid[0], *given)  # noqa: E731 - launched later
+            elif name == "blake3_root":
+                work = lambda: self._kernels.hash_root_at(*given)  # noqa: E731
+            else:
+                work = lambda: self._kernels.decode_at(grid[0], *given)  # noqa: E731
+        elif name == "resolve_chunks":
             assert sizes == [8, 4, 4, 8, 8, 8, 8]
             work = lambda: self._kernels.resolve_at(*map(int, arguments))  # noqa: E731 - launched later
         else:

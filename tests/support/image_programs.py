@@ -27,6 +27,8 @@ from teneral.loader.device.stored import (
     WRONG_BYTES,
     StoredImage,
 )
+from teneral.loader.errors import IntegrityError
+from teneral.loader.native.frames import decode_frames
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -79,18 +81,13 @@ def _decode(
     memory: Bytes, coded: int, coded_bytes: int, out: int, out_bytes: int, begin: int, masks: int
 ) -> bool:
     """One entry for `huf_frames`. True if the frame is sound, and its bytes have the bits that they may have."""
-    import zstandard  # only for images that have frames
-
     content = memory[out : out + out_bytes]
     if coded_bytes:
-        decompress = zstandard.ZstdDecompressor().decompress
+        padding_bytes = 8 + -coded_bytes % 8 if coded_bytes % 8 else 0
         try:
-            decoded = decompress(memory[coded : coded + coded_bytes].tobytes(), max_output_size=out_bytes)
-        except zstandard.ZstdError:
+            decode_frames(memory[coded : coded + coded_bytes + padding_bytes], content, max(1, out_bytes))
+        except IntegrityError:
             return False
-        if len(decoded) != out_bytes:
-            return False
-        content[:] = np.frombuffer(decoded, np.uint8)
     return not (content[:begin] & (masks & 255)).any() and not (content[begin:] & (masks >> 8)).any()
 
 

@@ -162,7 +162,7 @@ def placed_of(load: Any, group: int) -> Any:
 
 def device_speed_of(load: Any) -> Any:
     """The speed of a `DeviceLoad`'s device, as measured."""
-    return load._device_is.__self__._device
+    return load._device_is.__self__._images._device
 
 
 def replace_allocator(engine: Any, allocator: Any) -> None:

@@ -13,15 +13,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 
 from teneral.loader.device.base import DeviceStatistics, Placed, Ticket, check_device_fits
 from teneral.loader.device.image import PartImage
+from teneral.loader.device.stored import DIGEST_BYTES, WRONG_BYTES, StoredImage
 from teneral.loader.errors import LoadError, TeneralError
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 HOST_STREAM = 0
 GARBAGE = 0xEE  # what fresh device memory is full of
@@ -87,9 +86,17 @@ class SimulatedDevice:
     """See `base.Device`."""
 
     def __init__(
-        self, *, memory_bytes: int = 1 << 40, fail_at_image: int | None = None, decompresses: bool = False
+        self,
+        *,
+        memory_bytes: int = 1 << 40,
+        fail_at_image: int | None = None,
+        decompresses: bool = False,
+        spoils: frozenset[int] = frozenset(),
     ) -> None:
-        """With `fail_at_image`, the image with that number fails on the device."""
+        """With `fail_at_image`, the image with that number fails on the device; stored images with the numbers of
+        `spoils` have a bit flipped on their way to it.
+        """
+        self._spoils = spoils
         self._decompresses = decompresses
         self._memory_bytes = memory_bytes
         self._fail_at_image = fail_at_image
@@ -97,6 +104,7 @@ class SimulatedDevice:
         self._streams: dict[int, _Stream] = {}
         self._num_images = self._sent_bytes = self._written_bytes = self._num_launches = 0
         self._weights_bytes = self._ring_bytes = 0
+        self._slots: dict[int, npt.NDArray[np.uint8]] = {}  # of stored images, by their place in the ring
         self._is_closed = False
 
     @property
@@ -110,9 +118,7 @@ class SimulatedDevice:
     def free_bytes(self) -> int:
         return self._memory_bytes
 
-    def reserve(self, weights_bytes: int, ring: memoryview) -> None:
-        import numpy as np  # as CuPy is: only with such a device
-
+    def reserve(self, weights_bytes: int, ring: memoryview, *, slot_bytes: int = 0) -> None:
         check_device_fits(self.name, self._memory_bytes, weights_bytes=weights_bytes, ring_bytes=len(ring))
         self._weights_bytes, self._ring_bytes = weights_bytes, len(ring)
         self._weights = np.full(weights_bytes, GARBAGE, np.uint8)
@@ -124,7 +130,7 @@ class SimulatedDevice:
 
     def place(self, images: Sequence[Placed], after: Iterable[Ticket] = ()) -> Ticket:
         first = self._num_images
-        for image, _ in images:
+        for image, _, _ in images:
             self._num_images += 1
             self._sent_bytes += image.sent_bytes
             self._written_bytes += image.written_bytes
@@ -135,7 +141,7 @@ class SimulatedDevice:
         for ticket in after:
             self._merges.launch(ticket.wait)
         for number, placed in enumerate(images, first):
-            self._merges.launch(partial(self._merge, *placed, fails=number == self._fail_at_image))
+            self._merges.launch(partial(self._merge, *placed, number=number))
         return self._merges.record()
 
     def order_after(self, ticket: Ticket, stream: int) -> None:
@@ -201,7 +207,13 @@ class SimulatedDevice:
         finally:
             free.set()
 
-    def _upload(self, image: PartImage, offset_bytes: int) -> None:
+    def _upload(self, image: PartImage | StoredImage, offset_bytes: int, tables_offset_bytes: int) -> None:
+        if isinstance(image, StoredImage):  # the ring is read here, as late as it may be
+            slot = self._slots[offset_bytes] = np.full(image.size_bytes, GARBAGE, np.uint8)
+            slot[: image.part_bytes] = self._host_ring[offset_bytes : offset_bytes + image.part_bytes]
+            tables = self._host_ring[tables_offset_bytes : tables_offset_bytes + image.tables_bytes]
+            slot[image.tables_begin : image.tables_begin + image.tables_bytes] = tables
+            return
         end = offset_bytes + image.upload_bytes
         self._ring[offset_bytes:end] = self._host_ring[offset_bytes:end]
         for copy in image.copies:
@@ -209,11 +221,21 @@ class SimulatedDevice:
             data = self._host_ring[begin : begin + copy.size_bytes]
             self._weights[copy.weights_bytes : copy.weights_bytes + copy.size_bytes] = data
 
-    def _merge(self, image: PartImage, offset_bytes: int, *, fails: bool) -> None:
-        from tests.support.image_programs import decompress_chunks, run_launch
+    def _merge(
+        self, image: PartImage | StoredImage, offset_bytes: int, tables_offset_bytes: int, *, number: int
+    ) -> None:
+        from tests.support.image_programs import decompress_chunks, run_launch, run_stored
 
-        if fails:
+        if number == self._fail_at_image:
             raise LoadError("the simulated device is set to fail here")
+        if isinstance(image, StoredImage):
+            slot = self._slots.pop(offset_bytes)
+            if number in self._spoils:
+                slot[image.part_bytes // 2] ^= 4
+            begin = tables_offset_bytes + DIGEST_BYTES
+            word = np.array([run_stored(image, slot, self._weights)], "<u4")
+            self._host_ring[begin : begin + WRONG_BYTES] = word.view(np.uint8)
+            return
         data = self._ring[offset_bytes : offset_bytes + image.size_bytes]
         if image.chunks is not None:
             decompress_chunks(image.chunks, data)

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from ...errors import TeneralError
     from ...format.fill import Scratch
-    from ...format.manifest import Segment
+    from ...format.manifest import Part, Segment
     from ..parts import Parts
     from ..plan import Step
+
+
+class Course(Protocol):
+    """The course of a load, for a target that has some parts decoded elsewhere."""
+
+    def placed(self, step: Step, stored: memoryview, *, wrong: bool) -> None:
+        """A step that was handed over has its values, or its bytes were found `wrong`. Raises `IntegrityError`."""
+
+    def fail(self, error: TeneralError) -> None:
+        """End the load."""
 
 
 class Target:
@@ -29,9 +40,24 @@ class Target:
     has_all_pages = False  # the system has given all of the weights' memory: mapping it elsewhere is cheap
     refine_wait_s = 0.0  # that `reading` has waited
     slabs: Sequence[memoryview] = ()  # by group; there after `take_memory`
+    staging: memoryview | None = None  # that parts are to be read into; None: memory of the load's own
+    ring_bytes = 0  # of images for another device
 
     def take_memory(self) -> None:
         """Take the slabs' memory. Raises `InsufficientMemoryError`."""
+
+    def attach(self, course: Course) -> None:
+        """Called once, before anything is handed over."""
+
+    def room_bytes(self, part: Part) -> int:
+        """Memory that the part takes in the staging besides its own bytes, a multiple of 16."""
+        return 0
+
+    def hand_over(self, step: Step, stored: memoryview, room: memoryview) -> bool:
+        """True if something else verifies and decodes the step's bytes: `Course.placed` follows. Else they are verified
+        here, and then there is `fill`.
+        """
+        return False
 
     def fill(
         self, parts: Parts, step: Step, stored: memoryview, scratch: Scratch, rate_bytes_per_s: float

@@ -381,7 +381,8 @@ def test_the_cupy_that_is_none_has_only_names_that_cupy_has() -> None:
 
 
 @pytest.mark.parametrize("order", [Order.EXACT, Order.DRAFT_FIRST])
-def test_a_whole_load_goes_through_the_code_for_cuda(order: Order) -> None:
+@pytest.mark.parametrize("as_stored", [False, True], ids=["planes", "as stored"])
+def test_a_whole_load_goes_through_the_code_for_cuda(order: Order, as_stored: bool) -> None:
     """Two threads, events, a stream of torch's: everything but the device."""
     bench = CudaOnCpuBench()
     layout = [
@@ -391,7 +392,11 @@ def test_a_whole_load_goes_through_the_code_for_cuda(order: Order) -> None:
     built = build_artifact(layout, sketch_bits=1, draft_elements=65_536, refine_elements=65_536)
     stream = bench.stream()
     with DeviceLoad.in_threads(
-        built.store, built.manifest, lambda: bench.device, options=LoadOptions(order=order)
+        built.store,
+        built.manifest,
+        lambda: bench.device,
+        options=LoadOptions(order=order),
+        as_stored=as_stored,
     ) as load:
         starts, _ = slab_starts(built.manifest.groups)
         for tensor in built.manifest.tensors:

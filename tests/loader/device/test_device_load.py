@@ -22,7 +22,7 @@ from teneral.loader.device.base import Device
 from teneral.loader.device.paths import DeviceSpeed, PathChoice
 from teneral.loader.device.paths import Path as ChosenPath
 from teneral.loader.device.paths import Path as DecompressionPath
-from teneral.loader.device.ring import ring_bytes
+from teneral.loader.device.ring import ring_bytes, stored_ring
 from teneral.loader.device.sink import ImageSink
 from teneral.loader.errors import (
     InsufficientMemoryError,
@@ -30,7 +30,7 @@ from teneral.loader.errors import (
     LoadCancelledError,
     LoadError,
 )
-from teneral.loader.format.manifest import Tensor, Tier
+from teneral.loader.format.manifest import Manifest, Tensor, Tier
 from teneral.loader.load import device_load
 from teneral.loader.load.accounting import LoadState
 from teneral.loader.load.device_load import DeviceLoad
@@ -60,11 +60,30 @@ def device() -> Iterator[SimulatedDevice]:
 def load_in_threads(
     built: BuiltArtifact, device: Device, *, source: object = None, **options: object
 ) -> Iterator[DeviceLoad]:
-    chosen = LoadOptions(**options)
+    chosen, source = LoadOptions(**options), source or built.store.reopen()
     with DeviceLoad.in_threads(
-        source or built.store.reopen(), built.manifest, lambda: device, options=chosen
+        source, built.manifest, lambda: device, options=chosen, as_stored=WAYS[-1]
     ) as load:
         yield load
+
+
+WAYS = [False]  # the last one counts
+PLANES_ALONE = pytest.mark.parametrize("as_stored", [False], indirect=True)
+
+
+@pytest.fixture(params=[False, True], ids=["planes", "as stored"], autouse=True)
+def as_stored(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether parts go to the device as they are stored."""
+    WAYS.append(request.param)
+    yield request.param
+    WAYS.pop()
+
+
+def shrink_rings(manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have loads of this model take rings with room for its largest image, or part, and no more."""
+    smallest, stored = ring_bytes(manifest, 1), stored_ring(manifest, room_bytes=1)
+    monkeypatch.setattr(device_load, "ring_bytes", lambda manifest, **_: smallest)
+    monkeypatch.setattr(device_load, "stored_ring", lambda manifest, **_: stored)
 
 
 @pytest.mark.parametrize("order", [Order.EXACT, Order.DRAFT_FIRST])
@@ -112,6 +131,7 @@ def test_plain_safetensors_go_to_the_device_as_they_are(device: SimulatedDevice)
     assert figures.sent_bytes == sum(original.size for original in built.originals.values())
 
 
+@PLANES_ALONE
 def test_a_gate_may_open_before_the_device_is_done_and_readers_wait_for_it(
     built: BuiltArtifact, device: SimulatedDevice
 ) -> None:
@@ -129,6 +149,7 @@ def test_a_gate_may_open_before_the_device_is_done_and_readers_wait_for_it(
         assert reader == [built.originals["embed"].tobytes()]
 
 
+@PLANES_ALONE  # test_stored_load.py has the other way's
 def test_draft_weights_in_use_stay_as_they_are_until_their_use_ends_on_the_device(
     built: BuiltArtifact, device: SimulatedDevice
 ) -> None:
@@ -169,8 +190,7 @@ def test_nothing_changes_under_who_uses_it_whatever_order_parts_come_in(
         draft_elements=65_536,
         refine_elements=65_536,
     )
-    smallest = ring_bytes(built.manifest, 1)
-    monkeypatch.setattr(device_load, "ring_bytes", lambda manifest, **_: smallest)
+    shrink_rings(built.manifest, monkeypatch)
     device = SimulatedDevice()
     source = PacedSource(built.store.reopen())
     source.delay(seed=seed, max_s=0.01)
@@ -215,13 +235,12 @@ def test_rows_that_are_asked_for_come_first(built: BuiltArtifact, device: Simula
 def test_a_ring_for_one_image_is_enough(
     built: BuiltArtifact, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    smallest = ring_bytes(built.manifest, 1)
-    assert smallest < ring_bytes(built.manifest)
-    monkeypatch.setattr(device_load, "ring_bytes", lambda manifest, **_: smallest)
+    shrink_rings(built.manifest, monkeypatch)
     with load_in_threads(built, device) as load:
         assert_exact(load, built.originals)
 
 
+@PLANES_ALONE
 @pytest.mark.parametrize("decompresses", [False, True], ids=["host", "device"])
 def test_parts_that_make_several_images_arrive_whole(
     monkeypatch: pytest.MonkeyPatch, decompresses: bool
@@ -254,6 +273,7 @@ def test_the_rings_memory_is_let_go_once_all_is_placed(built: BuiltArtifact, dev
         assert load.read_back(tensor.group, tensor.offset_bytes, end) == built.originals["up"].tobytes()
 
 
+@PLANES_ALONE
 @pytest.mark.parametrize("order", [Order.EXACT, Order.DRAFT_FIRST])
 def test_a_device_that_decompresses_gets_frames_and_a_gate_opens_when_it_has(
     built: BuiltArtifact, order: Order, monkeypatch: pytest.MonkeyPatch
@@ -313,6 +333,7 @@ def test_a_device_that_fails_on_the_way_fails_the_readers(built: BuiltArtifact) 
         assert_exact(load, built.originals)
 
 
+@PLANES_ALONE
 def test_a_device_that_fails_when_all_gates_are_open_fails_the_wait_for_the_weights(
     built: BuiltArtifact,
 ) -> None:
@@ -368,8 +389,7 @@ def test_damaged_bytes_never_reach_the_device(built: BuiltArtifact, device: Simu
 def test_closing_a_load_that_waits_for_room_ends_it(
     built: BuiltArtifact, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    smallest = ring_bytes(built.manifest, 1)
-    monkeypatch.setattr(device_load, "ring_bytes", lambda manifest, **_: smallest)
+    shrink_rings(built.manifest, monkeypatch)
     with device.hold():
         load = DeviceLoad.in_threads(built.store.reopen(), built.manifest, lambda: device)
         load.device_slab(0)

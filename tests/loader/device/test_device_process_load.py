@@ -50,10 +50,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def load_in_a_process(url: str, open_device: Callable[[], Device], **options: object) -> Iterator[DeviceLoad]:
+def load_in_a_process(
+    url: str, open_device: Callable[[], Device], *, as_stored: bool = False, **options: object
+) -> Iterator[DeviceLoad]:
     timeline = Timeline()
     source_options = SourceOptions(**options.pop("source_options", {}))
-    task = Task(url, None, source_options, LoadOptions(**options), timeline.started_at, device="simulated")
+    task = Task(
+        url,
+        None,
+        source_options,
+        LoadOptions(**options),
+        timeline.started_at,
+        device="simulated",
+        as_stored=as_stored,
+    )
     with DeviceLoad.follow(launch(task), open_device, timeline=timeline) as load:
         yield load
 
@@ -61,12 +71,19 @@ def load_in_a_process(url: str, open_device: Callable[[], Device], **options: ob
 needs_memory_files = pytest.mark.skipif(not is_possible(), reason="this system has no memory files")
 
 
+IN_BOTH_WAYS = pytest.mark.parametrize("as_stored", [False, True], ids=["planes", "as stored"])
+
+
 @needs_memory_files
-def test_a_process_brings_the_same_weights(folder: Path, device: SimulatedDevice) -> None:
+@IN_BOTH_WAYS
+def test_a_process_brings_the_same_weights(folder: Path, device: SimulatedDevice, as_stored: bool) -> None:
     artifact = folder / "bucket" / "model"
     source = FileStore(artifact)
     manifest = open_artifact(source)
-    with WeightLoad(source, manifest) as here, load_in_a_process(str(artifact), lambda: device) as there:
+    with (
+        WeightLoad(source, manifest) as here,
+        load_in_a_process(str(artifact), lambda: device, as_stored=as_stored) as there,
+    ):
         here.start()
         assert there.manifest == manifest
         for group in manifest.groups:
@@ -76,7 +93,8 @@ def test_a_process_brings_the_same_weights(folder: Path, device: SimulatedDevice
         assert there.progress().state is LoadState.EXACT
         assert there.statistics().stored_bytes == here.statistics().stored_bytes
         lanes = {span.lane for span in timeline_of(there).spans()}
-        assert {"fetch", "verify", "decode", "place", "ready"} <= lanes
+        assert {"fetch", "place", "ready"} <= lanes
+        assert as_stored != ({"verify", "decode"} <= lanes), "the device does both, or the host"
         marks = [span.name for span in timeline_of(there).spans() if span.lane == "ready"]
         assert len(marks) == len(set(marks)), "the child tells of gates that are not its own"
 
@@ -100,20 +118,43 @@ def test_a_process_may_be_done_before_the_device_is_open(folder: Path, device: S
 
 
 @needs_memory_files
+@IN_BOTH_WAYS
 def test_a_process_through_a_faulty_store_brings_exact_weights(
-    tmp_path: Path, device: SimulatedDevice
+    tmp_path: Path, device: SimulatedDevice, as_stored: bool
 ) -> None:
     pack(model_store(llama_contents(num_layers=2)), FileStore(tmp_path / "models"))
     contents = open_artifact(FileStore(tmp_path / "models"))
     with (
         StoreServer(tmp_path, fault=first_ranges(3, Fault(status=503))) as server,
-        load_in_a_process(f"{server.url}/models", lambda: device) as load,
+        load_in_a_process(f"{server.url}/models", lambda: device, as_stored=as_stored) as load,
         WeightLoad(FileStore(tmp_path / "models"), contents) as here,
     ):
         here.start()
         for group in contents.groups:
             here.wait(group.index, timeout_s=WAIT_S)
         assert_exact(load, {tensor.name: here.array(tensor.name) for tensor in contents.tensors})
+
+
+@needs_memory_files
+@pytest.mark.parametrize("spoils", [frozenset({0}), frozenset(range(3, 6))], ids=["the first", "some"])
+def test_a_part_that_the_device_finds_wrong_comes_again_from_the_process(
+    folder: Path, spoils: frozenset[int]
+) -> None:
+    device = SimulatedDevice(spoils=spoils)
+    source = FileStore(folder / "bucket" / "model")
+    manifest = open_artifact(source)
+    with (
+        WeightLoad(source, manifest) as here,
+        load_in_a_process(str(folder / "bucket" / "model"), lambda: device, as_stored=True) as there,
+    ):
+        here.start()
+        for group in manifest.groups:
+            here.wait(group.index, timeout_s=WAIT_S)
+        assert_exact(there, {tensor.name: here.array(tensor.name) for tensor in manifest.tensors})
+        assert there.wait_done(WAIT_S)
+        found = [span for span in timeline_of(there).spans() if "not what its digest says" in span.name]
+        assert 1 <= len(found) <= len(spoils)  # images of planes are verified before they are sent
+    device.close()
 
 
 @needs_memory_files

@@ -21,9 +21,9 @@ from teneral.loader.device.stored import (
     FRAME_DAMAGED,
     StoredImage,
     can_be_stored,
+    max_tables_bytes,
     plan_plain,
     plan_stored,
-    tables_bytes,
     write_tables,
 )
 from teneral.loader.format.manifest import FRAME_ELEMENTS, Codec, Part, Tier
@@ -54,7 +54,7 @@ def by_kernels(kernels: KernelsOnCpu) -> Run:
 def sent(coded: CodedTensors, part: Part, stored: bytes) -> tuple[StoredImage, np.ndarray] | None:
     """The image, and the device's memory with what crosses the link."""
     starts, _ = slab_starts(coded.manifest.groups)
-    tables = aligned_zeros(tables_bytes(coded.manifest, part))
+    tables = aligned_zeros(max_tables_bytes(part))
     tables[:] = GUARD
     image = write_tables(coded.manifest, part, starts, memoryview(stored), tables.data)
     if image is None:
@@ -63,7 +63,7 @@ def sent(coded: CodedTensors, part: Part, stored: bytes) -> tuple[StoredImage, n
     memory = aligned_zeros(image.size_bytes)
     memory[:] = GUARD
     memory[: image.part_bytes] = np.frombuffer(stored, np.uint8)
-    memory[image.tables_begin : image.tables_begin + image.tables_bytes] = tables
+    memory[image.tables_begin : image.tables_begin + image.tables_bytes] = tables[: image.tables_bytes]
     return image, memory
 
 
@@ -227,7 +227,7 @@ def test_a_part_with_sequences_is_left_to_the_host() -> None:
     planes += [each._replace(offset_bytes=each.offset_bytes + shift) for each in part.segments[0].planes[1:]]
     segment = part.segments[0]._replace(planes=tuple(planes))
     part = part._replace(size_bytes=len(made), segments=(segment,), digest=blake3(made).digest())
-    tables = aligned_zeros(tables_bytes(coded.manifest, part))
+    tables = aligned_zeros(max_tables_bytes(part))
     assert write_tables(coded.manifest, part, [0], memoryview(made), tables.data) is None
 
 
@@ -254,7 +254,7 @@ def test_the_walk_writes_nothing_outside_of_its_tables(seed: int) -> None:
             if rng.integers(2):
                 lying[place] = lying[place]._replace(planes=(plane, *lying[place].planes[1:]))
             other = part._replace(segments=tuple(lying))
-            size_bytes = tables_bytes(coded.manifest, other)
+            size_bytes = max_tables_bytes(other)
             tables = aligned_zeros(size_bytes + 64)
             tables[:] = GUARD
             write_tables(coded.manifest, other, [0], memoryview(spoilt), tables[:size_bytes].data)
@@ -289,4 +289,4 @@ def test_coded_parts_are_no_plain_ones() -> None:
     coded = code_tensors({"w": ("BF16", "bf16.3", weights_like("BF16", 100))})
     part = coded.manifest.parts[0]._replace(digest=None)
     assert plan_plain(coded.manifest, part, [0]) is None
-    assert tables_bytes(coded.manifest, part) == 0
+    assert max_tables_bytes(part) == 0

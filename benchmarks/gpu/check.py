@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.check A|B|C [--out DIR] [--only NAME ...] [--began SECONDS] [--dry-run]
 
-A: ceilings of the machine, the tests that need a device, one load under memcheck, merging, streaming. B: generating.
-C: cold starts and loads, with peers. `steps.py` lists the steps of each.
+A: ceilings of the machine, the tests that need a device, one load under memcheck, merging, streaming, parts as
+stored. B: generating. C: cold starts and loads, with peers. `steps.py` lists the steps of each.
 
 Results go to --out, to $OUT where that is set, each as soon as there is something: a step's own file while it measures,
 a summary after each step. The time is counted from --began, the epoch's seconds at which the script was started. The

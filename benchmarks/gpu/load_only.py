@@ -22,6 +22,7 @@ from benchmarks.report import machine, note, table, versions
 from benchmarks.store import prepare as prepare_store
 
 PEERS = ("safetensors", "fastsafetensors", "instanttensor", "runai-model-streamer")
+PACKED = ("teneral", "teneral, parts as stored")  # others read plain files
 TIMEOUT_S = 60.0
 
 PROLOGUE = """
@@ -40,8 +41,7 @@ ended_s = time.time()
 size = sum(each.nbytes for each in kept.values()) if kept else size
 print(f"result {size} {ended_s - begun_s} {ended_s - started_s}")
 """
-PROGRAMS = {
-    "teneral": """
+TENERAL = """
 from teneral.loader.device.cuda import CudaDevice
 from teneral.loader.load.device_load import DeviceLoad
 from teneral.loader.load.launch import Task, launch
@@ -51,10 +51,15 @@ from teneral.loader.timeline import Timeline
 begun_s = time.time()
 timeline = Timeline()
 task = Task(folder, None, SourceOptions(), LoadOptions(), timeline.started_at, device="cuda:0")
+task = task._replace(as_stored={as_stored})
 with DeviceLoad.follow(launch(task), lambda: CudaDevice(0, timeline=timeline), timeline=timeline) as load:
     assert load.wait_done(60.0)
     size = sum(tensor.size_bytes for tensor in load.manifest.tensors)
-""",
+"""
+PROGRAMS = {
+    "teneral": TENERAL.format(as_stored=False),
+    "teneral, parts as stored": TENERAL.format(as_stored=True),
+    "teneral, plain files, parts as stored": TENERAL.format(as_stored=True),
     "safetensors": """
 from safetensors.torch import load_file
 begun_s = time.time()
@@ -92,7 +97,7 @@ def main() -> int:
         return 2
     root = prepare.store_of(options.work, options.like, options.layers)
     prepare_store(options.like, root, num_layers=options.layers)
-    folders = {name: root / "models" / ("packed" if name == "teneral" else "plain") for name in PROGRAMS}
+    folders = {name: root / "models" / ("packed" if name in PACKED else "plain") for name in PROGRAMS}
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in PROGRAMS}
     failed: dict[str, str] = {}
     report: dict[str, Any] = {

@@ -57,7 +57,8 @@ CALLS: dict[str, tuple[StepPlan, ...]] = {
         _direct_tests(90.0),
         _tests("memcheck", 60.0, ONE_LOAD, "-k", "bf16 or exact", under=MEMCHECK),
         _benchmark("merge", 60.0),
-        _benchmark("stream", 90.0),
+        _benchmark("stream", 60.0),
+        _benchmark("stored", 60.0),
     ),
     "B": (
         replace(MODEL, in_background=True),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.gpu import stream
+from benchmarks.gpu import stored, stream
 from benchmarks.gpu.merge import by_numpy
 from benchmarks.gpu.planes import coded_parts, empty_parts
 from tests.support.image_programs import run_launch
@@ -64,7 +64,21 @@ def test_one_frame_is_merged_as_it_is_among_others() -> None:
         )
 
 
-@pytest.mark.parametrize("name", ["merge", "stream"])
+def test_what_the_benchmark_of_stored_parts_places_are_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "PART_ELEMENTS", COUNT)
+    made, device = stored.with_digests(coded_parts(COUNT, 9)), SimulatedDevice()
+    ring = map_bytes(1 << 20, what="a test's ring")
+    device.reserve(slab_starts(made.manifest.groups)[1], ring, slot_bytes=stored.slot_bytes(made))
+    slots = stored.fill_ring(ring, made)
+    assert all(len(places) > 1 for places in slots.values())
+    seconds, sent_bytes = stored.place_all(device, ring, slots, made)
+    assert seconds > 0
+    assert sent_bytes < 9 * 1.4 * COUNT
+    assert stored.has_right_weights(device)
+    device.close()
+
+
+@pytest.mark.parametrize("name", ["merge", "stream", "stored"])
 def test_without_a_device_a_benchmark_says_so_and_leaves_nothing(name: str, tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     command = [sys.executable, "-m", f"benchmarks.gpu.{name}", "--json", str(result)]

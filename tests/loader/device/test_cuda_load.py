@@ -44,11 +44,18 @@ def artifact(request: pytest.FixtureRequest, artifacts: dict[str, Path]) -> Path
     return artifacts[request.param]
 
 
+@pytest.fixture(params=[False, True], ids=["planes", "as stored"])
+def as_stored(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
 @pytest.fixture(params=[Order.EXACT, Order.DRAFT_FIRST])
-def load(request: pytest.FixtureRequest, artifact: Path, tmp_path: Path) -> Iterator[DeviceLoad]:
+def load(
+    request: pytest.FixtureRequest, artifact: Path, as_stored: bool, tmp_path: Path
+) -> Iterator[DeviceLoad]:
     timeline = Timeline()
-    options = LoadOptions(order=request.param)
-    task = Task(str(artifact), None, SourceOptions(), options, timeline.started_at, device="cuda:0")
+    options, at = LoadOptions(order=request.param), timeline.started_at
+    task = Task(str(artifact), None, SourceOptions(), options, at, device="cuda:0", as_stored=as_stored)
     launched = launch(task)
     with DeviceLoad.follow(launched, opener("cuda:0", str(tmp_path), timeline), timeline=timeline) as made:
         yield made

@@ -121,7 +121,7 @@ def place_in_ring(
 def place_all(
     device: Any, ring: memoryview, slots: dict[Tier, list[Placed]], made: Parts
 ) -> tuple[float, int]:
-    """Seconds, and bytes that were sent. All parts go where the first one goes, and wait for their place in the ring."""
+    """Seconds, and bytes that were sent. All parts go where the first one goes, and wait for a place in the ring."""
     on_their_way: deque[tuple[Any, Placed]] = deque()
     num_slots, sent_bytes = sum(map(len, slots.values())), 0
     begun_s = time.perf_counter()

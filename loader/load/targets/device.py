@@ -114,7 +114,7 @@ class DeviceTarget(Target):
         self._images.close()
 
     def _image_of(self, part: Part, stored: memoryview, room: memoryview) -> SentImage | None:
-        """What is sent of a part that needs nothing from this process; None for others."""
+        """The image of a part that needs no decoding here; None for others."""
         offset_bytes = address(np.frombuffer(stored, np.uint8)) - self._ring_address
         if plan_plain(self._manifest, part, self._starts) is not None:
             return SentImage(part.index, offset_bytes, way=Way.PLAIN)

@@ -165,7 +165,7 @@ def test_a_right_digest_over_a_damaged_frame_changes_no_weight(bench: Bench) -> 
     assert np.array_equal(bench.device.read_back(0, sent.weights_bytes), before)
 
 
-def test_images_of_planes_and_plain_parts_are_placed_beside_stored_ones(bench: Bench) -> None:
+def test_images_of_planes_are_placed_among_stored_ones(bench: Bench) -> None:
     plain = {"norm": ("BF16", "whole", weights_like("BF16", 777))}
     coded = code_tensors({**plain, "q": ("BF16", "bf16.3", weights_like("BF16", FRAME_ELEMENTS + 5))})
     sent = Sent(bench.device, coded)

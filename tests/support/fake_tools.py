@@ -19,8 +19,8 @@ from tests.support.load import patience_s
 
 # Programs that every Unix has.
 REAL_PROGRAMS = (
-    "bash", "sh", "env", "cat", "cp", "cut", "dirname", "git", "grep", "head", "id", "kill", "mkdir", "mktemp", "rm", "sed",
-    "seq", "sleep", "sort", "tail", "tr", "true",
+    "bash", "sh", "env", "cat", "cp", "cut", "dirname", "git", "grep", "head", "id", "kill", "mkdir", "mktemp", "rm",
+    "sed", "seq", "sleep", "sort", "tail", "tr", "true",
 )  # fmt: skip
 PROGRAM = """#!{python} -IS
 import json, os, re, stat, sys

@@ -142,5 +142,10 @@ def test_a_head_that_is_missing_is_named():
 
 def test_layers_alone_are_described_as_an_encoder():
     config = config_of(tiny_model("qwen3").model)
-    told = describe_model(json.dumps(config).encode())
-    assert (told["refused"], told["kind"], told["family"], told["adapts"]) == (None, "encoder", "qwen3", [])
+    described = describe_model(json.dumps(config).encode())
+    assert (described["refused"], described["kind"], described["family"], described["adapts"]) == (
+        None,
+        "encoder",
+        "qwen3",
+        [],
+    )

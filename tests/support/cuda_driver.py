@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,22 @@ from tests.support.load import patience_s
 from teneral.loader.device.driver.libcuda import LibcudaDriver
 
 HERE = Path(__file__).parent
-COMPILER = shutil.which("g++") or shutil.which("clang++")
+COMPILER = shutil.which("g++") if sys.platform == "linux" else None  # modules are ELF files
 
 
 def compile_library(source: Path, library: Path, *options: str) -> Path:
     """Compile C++ to a shared library, some seconds."""
     assert COMPILER is not None
-    command = [COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", "-U_FORTIFY_SOURCE", *options]
+    command = [
+        COMPILER,
+        "-std=c++17",
+        "-O1",
+        "-shared",
+        "-fPIC",
+        "-U_FORTIFY_SOURCE",
+        "-ffp-contract=off",
+        *options,
+    ]
     subprocess.run([*command, "-o", library, source, "-ldl"], check=True, timeout=patience_s(200))
     return library
 

@@ -25,6 +25,7 @@ from teneral.runtime.weights import DictWeights
 
 BLOCK_SIZE = 4
 TIMEOUT_S = patience_s(100)
+NEAR = 0.05  # of logits, whose neighbours are some tenths apart
 ALIGNMENT_BYTES = 64  # of tensors in a slab
 
 
@@ -135,6 +136,23 @@ def greedy(oracle: Any, prompt: Sequence[int], num_tokens: int) -> tuple[int, ..
             logits = wide(torch.tensor([tokens])).logits[0, -1]
             tokens.append(int(logits.argmax()))
     return tuple(tokens[len(prompt) :])
+
+
+def assert_greedy(oracle: Any, prompts: Sequence[Sequence[int]], found: Sequence[Sequence[int]]) -> None:
+    """The answers are `greedy`'s, up to a token that its model prefers by next to nothing; most are wholly."""
+    import torch
+
+    wide, num_whole = copy.deepcopy(oracle).float(), 0
+    for prompt, answer in zip(prompts, found, strict=True):
+        expected = greedy(oracle, prompt, len(answer))
+        num_whole += tuple(answer) == expected
+        for place, (token, other) in enumerate(zip(answer, expected, strict=True)):
+            if token != other:
+                with torch.no_grad():
+                    logits = wide(torch.tensor([[*prompt, *expected[:place]]])).logits[0, -1]
+                assert float(logits[other] - logits[token]) < NEAR, f"{prompt}: {answer}, not {expected}"
+                break
+    assert 2 * num_whole > len(prompts)
 
 
 def prompts_of(num: int, *, seed: int = 0, longest: int = 30) -> list[tuple[int, ...]]:

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.decoding import Stepper
-from tests.support.direct_engine import DirectModel, DirectRig, greedy, prompts_of
+from tests.support.direct_engine import DirectModel, DirectRig, assert_greedy, greedy, prompts_of
 from tests.support.direct_kernels import cuda, needs_double, needs_kernels
 from tests.support.direct_program import tensors_of
 from tests.support.load import patience_s
+from tests.support.native_decoder import with_parameters_in
 from tests.support.tiny_models import save_tiny, tiny_model
 
 from teneral import cli
@@ -28,7 +29,7 @@ from teneral.runtime.weights import DictWeights
 
 pytestmark = needs_kernels
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "ministral", "phi3")
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +42,13 @@ def llama() -> Iterator[DirectModel]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_transformers(family: str, dtype: torch.dtype) -> None:
-    oracle = tiny_model(family, dtype=dtype)
+    oracle = with_parameters_in(dtype, tiny_model(family))
     model = DirectModel.of(oracle)
     prompts = prompts_of(3)
     with DirectRig(model) as rig:
         found = rig.say(prompts, 6)
     model.close()
-    assert found == [greedy(oracle, prompt, 6) for prompt in prompts]
+    assert_greedy(oracle, prompts, found)
 
 
 @pytest.mark.parametrize("flags", [("int8",), ("int4",), ("int4", "--asymmetric")], ids=" ".join)

@@ -44,6 +44,14 @@ FAMILIES: dict[str, EncoderFamily] = {
     "xlm-roberta": EncoderFamily(
         "bert", ("XLMRobertaModel", "XLMRobertaForMaskedLM"), "XLMRobertaForSequenceClassification"
     ),
+    "camembert": EncoderFamily(
+        "bert", ("CamembertModel", "CamembertForMaskedLM"), "CamembertForSequenceClassification"
+    ),
+    "electra": EncoderFamily(
+        "bert",
+        ("ElectraModel", "ElectraForPreTraining", "ElectraForMaskedLM"),
+        "ElectraForSequenceClassification",
+    ),
     "distilbert": EncoderFamily(
         "distilbert", ("DistilBertModel", "DistilBertForMaskedLM"), "DistilBertForSequenceClassification"
     ),

@@ -42,6 +42,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 96,
         },
     ),
+    "camembert": (
+        "camembert",
+        {**_COMMON, "type_vocab_size": 1, "pad_token_id": 1, "max_position_embeddings": 98},
+    ),
+    "electra": ("electra", {**_COMMON, "embedding_size": 64, "type_vocab_size": 2}),
     "mpnet": ("mpnet", {**_COMMON, "max_position_embeddings": 202}),  # beyond the largest distance
     "modernbert": (
         "modernbert",

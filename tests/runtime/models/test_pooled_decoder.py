@@ -143,7 +143,7 @@ def test_a_head_that_is_missing_is_named():
 def test_layers_alone_are_described_as_an_encoder():
     config = config_of(tiny_model("qwen3").model)
     described = describe_model(json.dumps(config).encode())
-    assert (described["refused"], described["kind"], described["family"], described["adapts"]) == (
+    assert tuple(described[key] for key in ("refused", "kind", "family", "adapts")) == (
         None,
         "encoder",
         "qwen3",

@@ -164,7 +164,10 @@ def compare_decoders(
         hidden_cosine=float(cosine.mean()),
         worst_hidden_cosine=float(cosine.min()),
         accepted=_draft_and_verify(approximate, exact, contexts, drafted, kv),
-        exact_accepted=_draft_and_verify(exact, exact, contexts, drafted, KVKind.MODEL),
+        # Equal bits in any batch are equal choices: nothing to compute, which halves the time.
+        exact_accepted=DraftAcceptance(drafted, (drafted,) * len(contexts))
+        if exact.is_batch_invariant
+        else _draft_and_verify(exact, exact, contexts, drafted, KVKind.MODEL),
     )
 
 

@@ -16,6 +16,7 @@ from teneral.runtime.errors import ModelError
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.quality import decoders
 from teneral.runtime.quality.decoders import CONTEXT_TOKENS, DRAFTED_TOKENS, compare_decoders
+from teneral.runtime.step.batch import StepBatch
 
 
 def decoder_of(oracle: Any) -> Decoder:
@@ -136,6 +137,24 @@ def test_tokens_are_accepted_as_far_as_both_models_continue_alike(exact):
     assert quality.accepted.mean == mean(expected)
     assert quality.accepted.whole_share == expected.count(32) / 4
     assert quality.exact_accepted.accepted == (32, 32, 32, 32)
+
+
+def test_a_model_with_equal_bits_in_any_batch_does_not_draft_for_itself(draft, exact, monkeypatch):
+    """Its choices are known to be accepted, and drafting takes most of an evaluation."""
+    drafting: set[Decoder] = set()
+    own = Decoder.forward
+
+    def recorded(model: Decoder, batch: StepBatch, *arguments: Any) -> Any:
+        if all(span.length == 1 for span in batch.spans):
+            drafting.add(model)
+        return own(model, batch, *arguments)
+
+    monkeypatch.setattr(Decoder, "forward", recorded)
+    model, approximate = decoder_of(exact), decoder_of(draft)
+    assert model.is_batch_invariant
+    quality = compare_decoders(approximate, model, prompt_of(100))
+    assert drafting == {approximate}
+    assert quality.exact_accepted.whole_share == 1.0
 
 
 def test_a_long_text_is_read_in_windows_that_begin_with_the_prefix(draft, exact):

@@ -56,9 +56,9 @@ CALLS: dict[str, tuple[StepPlan, ...]] = {
         _tests("tests", 180.0, *GPU_TESTS),
         _direct_tests(90.0),
         _tests("memcheck", 60.0, ONE_LOAD, "-k", "bf16 or exact", under=MEMCHECK),
-        _benchmark("merge", 60.0),
-        _benchmark("stream", 60.0),
         _benchmark("stored", 60.0),
+        _benchmark("merge", 40.0),
+        _benchmark("stream", 50.0),
     ),
     "B": (
         replace(MODEL, in_background=True),

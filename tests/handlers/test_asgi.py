@@ -24,13 +24,17 @@ LONG = {"prompt": "Hello", "max_tokens": 480, "ignore_eos": True, "stream": True
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("asgi")
     save_tiny("qwen2", folder / "model")
-    (folder / "mine.py").write_text("def handler(event, context):\n    yield event\n    yield 'again'\n")
+    (folder / "function_of_the_app.py").write_text(
+        "def handler(event, context):\n    yield event\n    yield 'again'\n"
+    )
     return folder
 
 
 @pytest.fixture
 async def app(folder: Path) -> AsyncIterator[AsgiApp]:
-    app = teneral.asgi_app(folder / "model", name="tiny", threads=1, handler=f"{folder}/mine.py:handler")
+    app = teneral.asgi_app(
+        folder / "model", name="tiny", threads=1, handler=f"{folder}/function_of_the_app.py:handler"
+    )
     yield app
     await app.aclose()
 

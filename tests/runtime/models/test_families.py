@@ -413,11 +413,11 @@ def test_invalid_multipliers_are_refused(key, value):
         DecoderConfig.from_json({**data, key: value})
 
 
-def test_the_hint_for_an_unknown_architecture_names_all_that_are_known():
+def test_the_hint_for_an_unknown_architecture_names_all_that_generate():
     with pytest.raises(ModelError) as caught:
         DecoderConfig.from_json({"architectures": ["GPT2LMHeadModel"]})
 
-    assert all(name in caught.value.hint for names in decoder_architectures().values() for name in names)
+    assert all(names[0] in caught.value.hint for names in decoder_architectures().values())
 
 
 def test_every_family_can_be_imported_and_reads_a_model_of_its_own():

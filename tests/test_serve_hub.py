@@ -89,7 +89,7 @@ def failure(address: str, variables: dict[str, str], *flags: str) -> str:
 
 
 def teneral(variables: dict[str, str], *arguments: str, status: int = 0) -> str:
-    """What the command prints."""
+    """The output of the command."""
     result = subprocess.run(
         [*TENERAL, *arguments],
         env=os.environ | variables,

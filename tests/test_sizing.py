@@ -83,7 +83,7 @@ def weights_bytes(config: dict[str, Any], folder: Path) -> dict[str, int]:
 
 
 def instance_bytes(weight_bytes: int, kv_bytes: int) -> int:
-    """As `teneral pool render --read-manifests` counts."""
+    """The sum of `teneral pool render --read-manifests`."""
     text = f'version = 1\n[models.m]\nsource = "s3://b/m"\n[models.m.serve]\nkv_bytes = "{kv_bytes}"\n'
     (model,) = parse_pool(text).models.values()
     return needed_bytes(model, ModelSize(weight_bytes, has_kv=True))

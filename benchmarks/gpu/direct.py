@@ -28,7 +28,7 @@ from teneral.runtime.backends.cuda.direct.device import DirectDevice
 from teneral.runtime.backends.cuda.direct.executor import DirectExecutor, DirectModelBackend
 from teneral.runtime.backends.cuda.direct.sampler import TokenSampler
 from teneral.runtime.backends.cuda.direct.weights import tensor_at
-from teneral.runtime.backends.cuda.direct.workspace import Limits
+from teneral.runtime.backends.cuda.direct.workspace import WorkspaceLimits
 from teneral.runtime.kv.kinds import KVKind
 from teneral.runtime.models.build import build_model
 from teneral.runtime.models.decoder import Decoder
@@ -174,7 +174,7 @@ def measure(device: DirectDevice, options: argparse.Namespace, timer: Timer) -> 
     most = max(8, *BATCHES)
     num_blocks = most * (max(CONTEXT, PROMPT_TOKENS // most) // BLOCK_SIZE + 1)
     kv = timer("pool", lambda: executor.new_kv(num_blocks, BLOCK_SIZE, KVKind.MODEL))
-    limits = Limits(max_rows=PROMPT_TOKENS, max_spans=most, max_context=8192, block_size=BLOCK_SIZE)
+    limits = WorkspaceLimits(max_rows=PROMPT_TOKENS, max_spans=most, max_context=8192, block_size=BLOCK_SIZE)
     timer("workspace", lambda: executor.open(kv, limits))
     timer("first step", lambda: _finished(device, executor, batch_of(1, 1, CONTEXT)))
     measured: dict[str, Any] = {

@@ -15,7 +15,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from aiohttp import web
 
 from ...runtime.errors import CapacityError, RequestError
-from .compression import Decompressor, decompressor_of
+from .compression import BodyDecompressor, decompressor_of
 from .connections import invite_body
 from .errors import ApiError
 from .json_bodies import memory_bytes
@@ -90,7 +90,7 @@ class Bodies:
         self.charged_bytes += num_bytes
         return num_bytes
 
-    def _decoder_of(self, request: web.Request) -> Decompressor | None:
+    def _decoder_of(self, request: web.Request) -> BodyDecompressor | None:
         """The decompressor of a request's body; None for a plain one. Raises what its head forbids."""
         decompressor = decompressor_of(request.headers.getall("Content-Encoding", []))
         if request.content_length is not None and request.content_length > self._limits.max_body_bytes:

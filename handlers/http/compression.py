@@ -19,7 +19,7 @@ ZSTD_STEP_BYTES = 64  # of compressed data, at most 2 MiB of a body
 ENCODINGS = ("gzip", "deflate", "zstd")
 
 
-class Decompressor(Protocol):
+class BodyDecompressor(Protocol):
     """The decompression of one body."""
 
     def __call__(self, chunk: bytes) -> Iterator[bytes]:
@@ -29,7 +29,7 @@ class Decompressor(Protocol):
         """Check that the body was complete. Raises `ApiError` 400."""
 
 
-def decompressor_of(encodings: Sequence[str]) -> Decompressor | None:
+def decompressor_of(encodings: Sequence[str]) -> BodyDecompressor | None:
     """A decompressor by the values of `Content-Encoding`; None for a plain body. Raises `ApiError` 415."""
     names = [name for each in encodings for name in each.lower().replace(" ", "").split(",") if name]
     names = [name for name in names if name != "identity"]

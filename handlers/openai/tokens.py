@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ...runtime.text.tokenizer import TextTokenizer
 
 
-class MessagesBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class ChatPromptBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """The fields of a chat that make its prompt."""
 
     model: str | None = None
@@ -35,14 +35,14 @@ class MessagesBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
     continue_final_message: bool | None = None
 
 
-class PromptBody(MessagesBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class PromptBody(ChatPromptBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Messages, with what belongs to them."""
 
     messages: list[Message]
     reasoning_effort: str | None = None
 
 
-class TokenizeBody(MessagesBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class TokenizeBody(ChatPromptBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """A text, or messages with what belongs to them."""
 
     prompt: str | None = None
@@ -102,7 +102,7 @@ class TokenRoutes:
         return web.Response(body=encode(Detokenized(text)), content_type="application/json")
 
 
-def prompt_chat(body: MessagesBody, service: Service) -> ChatRequest:
+def prompt_chat(body: ChatPromptBody, service: Service) -> ChatRequest:
     """The chat whose prompt is asked for, which is then the same."""
     chat = ChatBody(
         messages=body.messages or [],

@@ -40,7 +40,7 @@ class Table(NamedTuple):
     rows: Rows
 
 
-class Deployment(NamedTuple):
+class DeployPlan(NamedTuple):
     """Deployment by the script of a platform. `settings` are defaults of its variables."""
 
     tables: Mapping[str, Table]
@@ -60,7 +60,7 @@ class Platform(NamedTuple):
     tables: Tables
 
 
-def plan(rendering: Rendering, models: Sequence[Model], documents: Sequence[RenderedDocument]) -> Deployment:
+def plan(rendering: Rendering, models: Sequence[Model], documents: Sequence[RenderedDocument]) -> DeployPlan:
     """The tables of the platform's script, from the documents in the order in which they are applied."""
     units = [units_of(rendering, model) for model in models]
     tables = {"file": Table("FILE", [(document.file,) for document in documents])}
@@ -70,19 +70,19 @@ def plan(rendering: Rendering, models: Sequence[Model], documents: Sequence[Rend
     tables |= PLATFORMS[rendering.platform].tables(rendering, units, documents)
     settings = {"PROJECT": rendering.options.project} if rendering.platform == "cloud-run" else {}
     names = tuple(_served_name(each[0]) for each in units)
-    return Deployment(
+    return DeployPlan(
         tables, {name: value for name, value in settings.items() if value}, names, units[0][0].base
     )
 
 
-def texts(deployment: Deployment, platform: str, file: str) -> dict[str, str]:
+def texts(deployment: DeployPlan, platform: str, file: str) -> dict[str, str]:
     """The script and its README, by file name."""
     named = {"platform": platform, "file": PurePath(file).name, "title": PLATFORMS[platform].title}
     named |= {"models": _listed(deployment.models), "resource": deployment.resource}
     return {SCRIPT: _script(deployment, platform, named), README: _readme(deployment, platform, named)}
 
 
-def _script(deployment: Deployment, platform: str, named: Mapping[str, str]) -> str:
+def _script(deployment: DeployPlan, platform: str, named: Mapping[str, str]) -> str:
     parts = [_part("head.sh").format(**named)]
     if deployment.settings:
         defaults = deployment.settings.items()
@@ -97,7 +97,7 @@ def _table(name: str, table: Table) -> str:
     return f"each_{name}() {{ # calls its arguments with {table.columns}\n{''.join(rows)}}}\n"
 
 
-def _readme(deployment: Deployment, platform: str, named: Mapping[str, str]) -> str:
+def _readme(deployment: DeployPlan, platform: str, named: Mapping[str, str]) -> str:
     files = [f"- `{file}`" for (file,) in deployment.tables["file"].rows]
     own = _part(f"{platform}.md").replace("{file}", named["file"]).replace("{resource}", named["resource"])
     return _part("readme.md").format(**named, files="\n".join(files), settings=own.rstrip("\n"))

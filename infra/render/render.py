@@ -121,7 +121,7 @@ class Rendered(NamedTuple):
     file: str
     documents: tuple[RenderedDocument, ...]
     warnings: tuple[PoolWarning, ...]
-    deployment: deploy.Deployment
+    deployment: deploy.DeployPlan
 
     def texts(self) -> dict[str, str]:
         """File name → text of each document."""

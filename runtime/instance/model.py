@@ -117,7 +117,7 @@ def _check_paged(load: AnyLoad, model: Any) -> None:
     """Raise `UsageError` if the model needs weights that are not all in memory."""
     if load.paged_groups and not getattr(model, "routes_apart", False):
         raise UsageError(
-            "weights_bytes is less than the model takes, but what computes it reads all experts of a layer at once",
+            "weights_bytes is less than the model takes, but its backend reads all experts of a layer at once",
             key="weights_bytes",
             hint="Use --backend native, and weights that it computes as they are stored; or leave it out.",
         )

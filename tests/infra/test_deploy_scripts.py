@@ -51,7 +51,7 @@ READING = (
 
 
 def answer_as_a_platform(tools: FakeTools) -> None:
-    """Where all is there and goes well."""
+    """Tools that are all there, and succeed."""
     tools.answer("kubectl .*go-template", "yes")
     tools.answer("kubectl .*status.url", "https://chat.models.example.com")
     tools.answer("serve status", "applications:\n  chat:\n    status: RUNNING\n")

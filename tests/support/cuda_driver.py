@@ -85,7 +85,7 @@ class _Bindings:
 
 
 class CupyRuntime(_Bindings):
-    """As `cupy_backends.cuda.api.runtime`, over the library."""
+    """A stand-in for `cupy_backends.cuda.api.runtime`, over the library."""
 
     CUDARuntimeError = CupyError
 
@@ -175,7 +175,7 @@ class CupyRuntime(_Bindings):
 
 
 class CupyDriver(_Bindings):
-    """As `cupy_backends.cuda.api.driver`, over the library."""
+    """A stand-in for `cupy_backends.cuda.api.driver`, over the library."""
 
     CUDADriverError = CupyError
 

@@ -115,7 +115,7 @@ class CudaError(LoadError):
         return self.code in _LOST
 
 
-class Parameters:
+class KernelParameters:
     """A kernel's only parameter, a structure passed by value, as the driver reads it."""
 
     __slots__ = ("_places", "address", "structure")
@@ -127,14 +127,14 @@ class Parameters:
         self.address = ctypes.addressof(self._places)
 
 
-class Launch(NamedTuple):
+class KernelLaunch(NamedTuple):
     """One launch of a kernel."""
 
     function: int
     grid: tuple[int, int, int]  # blocks, each at least 1
     block: int  # threads
     shared_bytes: int  # dynamic
-    parameters: Parameters
+    parameters: KernelParameters
 
 
 class Driver(Protocol):
@@ -204,9 +204,9 @@ class Driver(Protocol):
     def function(self, module: int, name: str, *, shared_bytes: int = 0) -> int:
         """A module's kernel, which may be launched with up to this much dynamic shared memory."""
 
-    def launch(self, launch: Launch, stream: int) -> None: ...
+    def launch(self, launch: KernelLaunch, stream: int) -> None: ...
 
-    def graph(self, launches: Sequence[Launch]) -> int:
+    def graph(self, launches: Sequence[KernelLaunch]) -> int:
         """A graph that runs these launches, each after the one before, with their parameters of
         now. Nothing runs, and no stream waits.
         """

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from .base import NOT_READY, SUCCESS, UNASKED_SHARED_BYTES, CudaError, Launch
+from .base import NOT_READY, SUCCESS, UNASKED_SHARED_BYTES, CudaError, KernelLaunch
 
 _PORTABLE = 1
 _NON_BLOCKING = 1
@@ -141,7 +141,7 @@ class BindingsDriver:
                 self._driver.funcSetAttribute(function, _MAX_DYNAMIC_SHARED, shared_bytes)
             return function
 
-    def launch(self, launch: Launch, stream: int) -> None:
+    def launch(self, launch: KernelLaunch, stream: int) -> None:
         function, grid, block, shared_bytes, parameters = launch
         try:  # not `_doing`, which takes a third of a launch's time
             self._enter()
@@ -151,7 +151,7 @@ class BindingsDriver:
         except self._errors as error:
             raise self._translated(error, "launching a kernel") from error
 
-    def graph(self, launches: Sequence[Launch]) -> int:
+    def graph(self, launches: Sequence[KernelLaunch]) -> int:
         """See `base.Driver`. The bindings make no nodes: the launches are captured on a stream of
         their own.
         """

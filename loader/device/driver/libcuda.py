@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from .base import NOT_READY, SUCCESS, UNASKED_SHARED_BYTES, CudaError, Launch
+from .base import NOT_READY, SUCCESS, UNASKED_SHARED_BYTES, CudaError, KernelLaunch
 
 LIBRARY = "libcuda.so.1"
 
@@ -182,14 +182,14 @@ class LibcudaDriver:
             self._call(doing, "cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, shared_bytes)
         return function
 
-    def launch(self, launch: Launch, stream: int) -> None:
+    def launch(self, launch: KernelLaunch, stream: int) -> None:
         self._enter()
         function, grid, block, shared_bytes, parameters = launch
         code = self._launch(function, *grid, block, 1, 1, shared_bytes, stream, parameters.address, None)
         if code:
             raise CudaError(code, "launching a kernel", device=self.name)
 
-    def graph(self, launches: Sequence[Launch]) -> int:
+    def graph(self, launches: Sequence[KernelLaunch]) -> int:
         self._enter()
         doing = f"making a graph of {len(launches)} kernels"
         graph = self._made(doing, "cuGraphCreate", 0)

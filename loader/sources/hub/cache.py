@@ -28,7 +28,7 @@ _INDEX = "model.safetensors.index.json"
 def find_snapshot(address: HubAddress, settings: HubSettings) -> str | None:
     """The folder of the model in the cache; None where it is not there, or not whole.
 
-    While offline, what there is of it is used: a missing file is an error of its own.
+    While offline an incomplete copy is used: a missing file is an error of its own.
     """
     folder = _snapshot_of(address, settings)
     if folder is None or not os.path.isdir(folder):

@@ -73,7 +73,7 @@ PLANES_ALONE = pytest.mark.parametrize("as_stored", [False], indirect=True)
 
 @pytest.fixture(params=[False, True], ids=["planes", "as stored"], autouse=True)
 def as_stored(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """Whether parts go to the device as they are stored."""
+    """The value of `as_stored`: True sends parts as they are stored."""
     WAYS.append(request.param)
     yield request.param
     WAYS.pop()

@@ -27,8 +27,8 @@ from teneral.loader.device.driver.base import (
     NUM_PROCESSORS,
     CudaError,
     Driver,
-    Launch,
-    Parameters,
+    KernelLaunch,
+    KernelParameters,
 )
 from teneral.loader.device.driver.bindings import BindingsDriver
 from teneral.loader.device.driver.libcuda import LibcudaDriver
@@ -90,9 +90,9 @@ class Rig:
         self.function = driver.function(driver.module(image), "add")
         driver.copy_in(self.address, self.host.ctypes.data, self.host.nbytes, self.stream)
 
-    def add(self, by: float) -> Launch:
-        parameters = Parameters(Add(self.address, self.host.size, by))
-        return Launch(self.function, (-(-self.host.size // 256), 1, 1), 256, 0, parameters)
+    def add(self, by: float) -> KernelLaunch:
+        parameters = KernelParameters(Add(self.address, self.host.size, by))
+        return KernelLaunch(self.function, (-(-self.host.size // 256), 1, 1), 256, 0, parameters)
 
     def read(self, stream: int | None = None) -> None:
         stream = self.stream if stream is None else stream

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .....loader.device.driver.base import Launch
+from .....loader.device.driver.base import KernelLaunch
 from .arguments import Attention
 from .program import Kernels
 from .sources import attention_module
@@ -14,7 +14,7 @@ _TILE_KEYS = 64
 
 def attention_launches(
     kernels: Kernels, arguments: Attention, key: ProgramKey, *, max_spans: int
-) -> list[Launch]:
+) -> list[KernelLaunch]:
     """Attention of one layer over the block table, for steps that fit `key`."""
     module = attention_module(arguments.head_dim)
     dim, num_pairs = int(module.partition("_")[2]), MANY_PAIRS if key.many else FEW_PAIRS

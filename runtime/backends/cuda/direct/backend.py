@@ -19,7 +19,7 @@ from ....step.state import Chosen, SamplingState
 from .executor import DirectExecutor, Logits
 from .sampler import TokenSampler
 from .storage import DirectKVStorage
-from .workspace import Limits
+from .workspace import WorkspaceLimits
 
 if TYPE_CHECKING:
     from ....models.decoder import Decoder
@@ -42,7 +42,7 @@ class DirectBackend:
         self._kv = kv
         self._block_size = options.block_size
         self._num_out_of_memory = 0
-        limits = Limits(
+        limits = WorkspaceLimits(
             max_rows=options.max_step_tokens,
             max_spans=options.max_running,
             max_context=options.max_context,

@@ -28,7 +28,7 @@ from .memory import Array
 from .program import Graph, Program
 from .storage import DirectKVStorage
 from .tables import ProgramKey, bucket_of, slots_of
-from .workspace import Limits, Workspace, size_of
+from .workspace import Workspace, WorkspaceLimits, size_of
 
 NAME = "cuda"
 # Of the kernels' arithmetic: raised when a change of theirs changes a bit of a result.
@@ -129,7 +129,7 @@ class DirectExecutor:
     def workspace_bytes(self) -> int:
         return 0 if self._workspace is None else self._workspace.size_bytes
 
-    def open(self, kv: DirectKVStorage, limits: Limits) -> None:
+    def open(self, kv: DirectKVStorage, limits: WorkspaceLimits) -> None:
         """Take the memory for steps over this pool. Raises `CudaError` where it is not there."""
         self.close()
         self._kernels.load(self.modules)
@@ -243,7 +243,9 @@ class DirectExecutor:
         """The workspace; of the usual limits, where `open` has named none."""
         if self._workspace is None:
             assert self._kv is not None, "the executor has no pool"
-            self.open(self._kv, Limits(max_context=self.spec.max_context, block_size=self._kv.block_size))
+            self.open(
+                self._kv, WorkspaceLimits(max_context=self.spec.max_context, block_size=self._kv.block_size)
+            )
         assert self._workspace is not None
         return self._workspace
 

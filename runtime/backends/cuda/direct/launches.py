@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from .....loader.device.driver.base import Launch
+from .....loader.device.driver.base import KernelLaunch
 from ....models.decoder_config import Norm
 from ....models.executor import Accepts, one_of, refusal_of
 from ....models.matrices import DecoderLayerWeights, DecoderWeights, Projection, Tensor
@@ -111,7 +111,7 @@ class DecoderLaunches:
         assert arrays.logits.shape[1] == spec.vocab_size
         return Program(self._kernels.driver, [[norm, *products]])
 
-    def _embed(self, key: ProgramKey) -> list[Launch]:
+    def _embed(self, key: ProgramKey) -> list[KernelLaunch]:
         arrays, spec, table = self._arrays, self._spec, self._weights.embeddings
         scale = table.scale
         arguments = Embed(
@@ -127,7 +127,7 @@ class DecoderLaunches:
         )
         return [self._kernels.launch(ROWS, "embed", (key.rows,), _THREADS, arguments)]
 
-    def _layer(self, number: int, key: ProgramKey) -> list[Launch]:
+    def _layer(self, number: int, key: ProgramKey) -> list[KernelLaunch]:
         layer, arrays, rows = self._weights.layers[number], self._arrays, key.rows
         assert layer.attention_norm is not None
         assert layer.mlp_norm is not None
@@ -163,7 +163,7 @@ class DecoderLaunches:
         *,
         rows: int = 0,
         output: Output = Output.ROWS,
-    ) -> Launch:
+    ) -> KernelLaunch:
         arguments = RmsNorm(
             x=x.address,
             weight=weight.array.address,
@@ -185,9 +185,9 @@ class DecoderLaunches:
         bucket: int,
         mode: Mode = Mode.STORE,
         output: Output = Output.ROWS,
-    ) -> list[Launch]:
+    ) -> list[KernelLaunch]:
         """Matrices of one input write side by side."""
-        launches: list[Launch] = []
+        launches: list[KernelLaunch] = []
         column = 0
         for matrix in projection.matrices():
             launches.append(
@@ -207,7 +207,7 @@ class DecoderLaunches:
         assert column == out.shape[1]
         return launches
 
-    def _place_heads(self, layer: DecoderLayerWeights, number: int, rows: int) -> Launch:
+    def _place_heads(self, layer: DecoderLayerWeights, number: int, rows: int) -> KernelLaunch:
         spec, arrays = self._spec, self._arrays
         keys, values = self._kv.of_layer(number)
         norm, key_norm = layer.query_norm, layer.key_norm
@@ -233,7 +233,7 @@ class DecoderLaunches:
         grid = rows, -(-num_heads // _HEADS_PER_BLOCK)
         return self._kernels.launch(ROWS, "place_heads", grid, _HEAD_THREADS, arguments)
 
-    def _attention(self, number: int, key: ProgramKey) -> list[Launch]:
+    def _attention(self, number: int, key: ProgramKey) -> list[KernelLaunch]:
         spec, arrays = self._spec, self._arrays
         keys, values = self._kv.of_layer(number)
         arguments = Attention(

@@ -33,7 +33,7 @@ class Array(Struct, frozen=True):
         return self.address + number * math.prod(self.shape[1:]) * self.dtype.size_bytes
 
 
-class Arena:
+class DeviceArena:
     """One stretch of device memory, handed out from its beginning. Nothing is given back: what has
     several uses is one array.
     """
@@ -44,7 +44,7 @@ class Arena:
         self.arrays: dict[str, Array] = {}
 
     @classmethod
-    def measure(cls, lay_out: Callable[[Arena], object]) -> int:
+    def measure(cls, lay_out: Callable[[DeviceArena], object]) -> int:
         """The bytes that `lay_out` takes from an arena."""
         arena = cls(0, 1 << 62)
         lay_out(arena)

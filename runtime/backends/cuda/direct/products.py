@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from enum import IntEnum
 
-from .....loader.device.driver.base import Launch
+from .....loader.device.driver.base import KernelLaunch
 from ....models.matrices import DenseMatrix, IntegerMatrix, Matrix
 from ....tensors import DType
 from .arguments import Product
@@ -81,7 +81,7 @@ def product_launch(
     column: int = 0,
     mode: Mode = Mode.STORE,
     output: Output = Output.ROWS,
-) -> Launch:
+) -> KernelLaunch:
     """out[:, column : column + num_out] = x @ matrix.T + bias, of up to `bucket` rows.
 
     x (R, num_in) in the model's dtype; out (R, columns), in fp32 for STORE_WIDE. The matrix must be

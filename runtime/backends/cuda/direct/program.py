@@ -1,6 +1,6 @@
 """Programs: the launches of a step, packed once and repeated as they are or as a graph.
 
-Parameters are addresses that never change, so a launch sets nothing. What varies between steps lies
+KernelParameters are addresses that never change, so a launch sets nothing. What varies between steps lies
 behind those addresses; grids are made for a bucket of rows, and blocks without rows end at once.
 """
 
@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Iterable
 from typing import Protocol
 
-from .....loader.device.driver.base import Driver, Launch, Parameters
+from .....loader.device.driver.base import Driver, KernelLaunch, KernelParameters
 from ....tensors import DType
 from .sources import KernelModule
 
@@ -50,7 +50,7 @@ class Kernels:
         arguments: ctypes.Structure,
         *,
         shared_bytes: int = 0,
-    ) -> Launch:
+    ) -> KernelLaunch:
         """A launch of a module's kernel. Raises `CudaError`."""
         function = self._functions.get(kernel)
         if function is None:
@@ -58,18 +58,18 @@ class Kernels:
             function = self.driver.function(self._modules[module], kernel, shared_bytes=shared_bytes)
             self._functions[kernel] = function
         x, y, z = (*grid, 1, 1)[:3]
-        return Launch(function, (x, y, z), block, shared_bytes, Parameters(arguments))
+        return KernelLaunch(function, (x, y, z), block, shared_bytes, KernelParameters(arguments))
 
 
 class Program:
     """Launches in stages, which run in order: those of the embeddings, of each layer, of the head."""
 
-    def __init__(self, driver: Driver, stages: Iterable[Iterable[Launch]]) -> None:
+    def __init__(self, driver: Driver, stages: Iterable[Iterable[KernelLaunch]]) -> None:
         self._driver = driver
         self.stages = tuple(tuple(stage) for stage in stages)
 
     def launch(self, stream: int, first: int = 0, end: int | None = None) -> None:
-        """Launch the stages [first, end)."""
+        """KernelLaunch the stages [first, end)."""
         for stage in self.stages[first:end]:
             for launch in stage:
                 self._driver.launch(launch, stream)
@@ -82,7 +82,7 @@ class Program:
 class Graph:
     """Launches that the device runs as one."""
 
-    def __init__(self, driver: Driver, launches: list[Launch]) -> None:
+    def __init__(self, driver: Driver, launches: list[KernelLaunch]) -> None:
         self._driver = driver
         self._handle: int | None = driver.graph(launches)
         self.num_launches = len(launches)

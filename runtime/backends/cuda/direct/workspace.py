@@ -14,7 +14,7 @@ from ....step.batch import Int64s, StepBatch
 from ....step.logprobs import rows_at_once
 from ....tensors import DType
 from .device import DirectDevice
-from .memory import Arena, Array
+from .memory import Array, DeviceArena
 from .storage import DirectKVStorage
 from .tables import FEW_PAIRS, SLOTS, AttentionPlan, ProgramKey, StepTables, TableSizes, U32s
 
@@ -22,7 +22,7 @@ _NUM_UPLINKS = 3
 _FIRST_POSITIONS = 4096  # whose angles are there from the start
 
 
-class Limits(Struct, frozen=True, kw_only=True):
+class WorkspaceLimits(Struct, frozen=True, kw_only=True):
     """The largest step."""
 
     max_rows: int = 2048
@@ -49,7 +49,7 @@ class Limits(Struct, frozen=True, kw_only=True):
 class StepArrays:
     """The arrays of an arena."""
 
-    def __init__(self, arena: Arena, spec: DecoderSpec, limits: Limits) -> None:
+    def __init__(self, arena: DeviceArena, spec: DecoderSpec, limits: WorkspaceLimits) -> None:
         rows, dtype = limits.max_rows, spec.dtype
         num_logits = limits.max_logits(spec.vocab_size)
         attended_size = spec.num_heads * spec.head_dim
@@ -81,14 +81,16 @@ class Workspace:
     Not thread-safe. Queues its copies on the device's stream.
     """
 
-    def __init__(self, device: DirectDevice, spec: DecoderSpec, limits: Limits, kv: DirectKVStorage) -> None:
+    def __init__(
+        self, device: DirectDevice, spec: DecoderSpec, limits: WorkspaceLimits, kv: DirectKVStorage
+    ) -> None:
         """Raises `CudaError` where the memory is not there."""
         self.device = device
         self.spec = spec
         self.limits = limits
-        self.size_bytes = Arena.measure(lambda arena: StepArrays(arena, spec, limits))
+        self.size_bytes = DeviceArena.measure(lambda arena: StepArrays(arena, spec, limits))
         self._address = device.driver.alloc(self.size_bytes)
-        self.arena = Arena(self._address, self.size_bytes)
+        self.arena = DeviceArena(self._address, self.size_bytes)
         self.arrays = StepArrays(self.arena, spec, limits)
         self.offsets = limits.table_sizes(spec).offsets
         self._tables = StepTables(

@@ -53,7 +53,7 @@ def test_greedy_tokens_are_those_of_transformers(family: str, dtype: torch.dtype
 
 @pytest.mark.parametrize("flags", [("int8",), ("int4",), ("int4", "--asymmetric")], ids=" ".join)
 def test_quantised_models_say_what_the_cpu_says(flags: tuple[str, ...], tmp_path: Path) -> None:
-    """As `pack --quantize` makes them: matrices, head and embeddings."""
+    """A model with the integers of `pack --quantize`: matrices, head and embeddings."""
     folder = save_tiny("llama", tmp_path / "model", dtype=torch.bfloat16, intermediate_size=128)
     packed, plain = tmp_path / "packed", tmp_path / "plain"
     assert cli.run(["pack", str(folder), str(packed), "--quantize", *flags, "--quiet"]) == 0

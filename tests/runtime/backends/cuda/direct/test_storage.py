@@ -9,7 +9,7 @@ import pytest
 from tests.support.direct_kernels import needs_kernels, open_device
 
 from teneral.runtime.backends.cuda.direct import storage
-from teneral.runtime.backends.cuda.direct.memory import Arena, Array
+from teneral.runtime.backends.cuda.direct.memory import Array, DeviceArena
 from teneral.runtime.backends.cuda.direct.storage import DirectKVStorage
 from teneral.runtime.errors import ModelError
 from teneral.runtime.kv.storage import KVStorage, PoolShape
@@ -73,7 +73,7 @@ def test_layers_lie_one_behind_the_other(pool: DirectKVStorage) -> None:
 
 
 def test_an_arena_hands_out_what_it_has() -> None:
-    arena = Arena(1 << 20, 2048)
+    arena = DeviceArena(1 << 20, 2048)
     first = arena.take("rows", (3, 100), DType.BF16)
     second = arena.take("numbers", (5,), DType.U32)
     assert (first, second.address) == (Array(1 << 20, (3, 100), DType.BF16), (1 << 20) + 768)
@@ -81,4 +81,4 @@ def test_an_arena_hands_out_what_it_has() -> None:
     arena.check_integrity()
     with pytest.raises(ModelError, match=r"logits \[1, 300\] float32 takes 1,280 bytes .* has 1,024 left"):
         arena.take("logits", (1, 300), DType.F32)
-    assert Arena.measure(lambda own: own.take("rows", (3, 100), DType.BF16)) == 768
+    assert DeviceArena.measure(lambda own: own.take("rows", (3, 100), DType.BF16)) == 768

@@ -143,9 +143,8 @@ def test_behind_a_proxy_a_model_streams_through_it_and_its_password_is_not_logge
     certificate = write_certificate(tmp_path / "authority.pem")
     with ProxyServer(certificate=certificate, credentials=credentials) as proxy:
         hub.content_url = f"https://{proxy.lead('content', hub.content_url)}"
-        variables = {
+        variables = hub_variables(hub, tmp_path / "home") | {
             "HF_ENDPOINT": f"https://{proxy.lead('hub', hub.url)}",
-            "HF_HOME": str(tmp_path / "home"),
             "HTTPS_PROXY": proxy.url.replace("://", "://user:secret-word@"),
             "SSL_CERT_FILE": str(certificate),
         }

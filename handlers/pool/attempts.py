@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -18,6 +19,9 @@ from .routing import Chooser
 from .supervisor import Supervisor
 
 MAX_ASKED = 2  # instances that a request is sent to
+# A process that ends closes its connections before it is seen to have ended, and would be asked again meanwhile. One
+# that has not ended after this time has lost a connection only.
+SEEN_TO_END_S = 1.0
 logger = logging.getLogger("teneral.pool")
 T = TypeVar("T")
 
@@ -52,8 +56,10 @@ async def ask_instances(
     `ask` fills in the verdict. Raises what `Supervisor.acquire` and `ask` raise; `LostError` when the
     last instance is lost.
     """
+    lost: Lease | None = None
     for attempt in range(MAX_ASKED):
-        if attempt:
+        if lost is not None:
+            await _seen_to_end(lost)
             deployment = _replacement(supervisor, chooser, deployment, version)
         lease = await _place(supervisor, deployment, version, affinities)
         verdict = Verdict()
@@ -62,6 +68,7 @@ async def ask_instances(
         except LostError:
             if attempt == MAX_ASKED - 1 or not is_repeatable:
                 raise
+            lost = lease
             logger.warning("%s ended before it answered, asking again", lease.server.key)
         except asyncio.CancelledError:
             verdict.was_given_up = not verdict.is_hung
@@ -72,6 +79,12 @@ async def ask_instances(
             else:
                 supervisor.release(lease, is_error=verdict.is_error, is_hung=verdict.is_hung)
     raise AssertionError("every attempt returns or raises")
+
+
+async def _seen_to_end(lost: Lease) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(SEEN_TO_END_S):
+            await lost.server.process.ended.wait()
 
 
 async def _place(

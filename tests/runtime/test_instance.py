@@ -350,6 +350,7 @@ def test_the_progress_of_a_gguf_file_counts_the_bytes_of_the_file(tmp_path: Path
             if "wire_share" in span.attributes
         ]
         assert share == pytest.approx(stored_bytes / made_bytes, rel=1e-3)
+        assert instance.load.join(WAIT_S), "a load in a process of its own sends its figures when it ends"
         counted = instance.statistics()["load"]
         assert counted.stored_bytes == counted.fetch.size_bytes == stored_bytes
         made = instance.load.statistics()

@@ -39,6 +39,7 @@ GOOD, SLOW, DAMAGED, CRASHES, NEVER, UNREADABLE = (
 )
 START_S = {GOOD: 3.0, SLOW: 45.0, DAMAGED: 1.0, CRASHES: 0.5, NEVER: 1e9}
 END_S = 0.1  # from SIGTERM to the end
+SEEN_S = 0.01  # from its connections' end, when a process ends, to its own
 WEIGHT_BYTES = 100 << 20
 
 
@@ -112,7 +113,8 @@ class VirtualStore:
         if not number.isdigit():
             return GOOD
         entry = self.versions.get(int(number))
-        return DAMAGED if entry is None or self.is_away else entry.health
+        is_lost = entry is None or self.is_away or entry.health == UNREADABLE
+        return DAMAGED if entry is None or is_lost else entry.health
 
     def _open(self, number: int) -> Release:
         entry = self.versions.get(number)
@@ -134,6 +136,7 @@ class VirtualProcess(ServerProcess):
         self.health = health
         self.loop = loop
         self.began_s = loop.now_s
+        self.has_crashed = False  # its connections have ended, and it will be seen to have ended
         self.ended = asyncio.Event()
         self.hung_s: float | None = None  # since when it does nothing
         self.latency_s = 0.001
@@ -168,13 +171,17 @@ class VirtualProcess(ServerProcess):
         self.hung_s = self.loop.now_s if self.hung_s is None else self.hung_s
 
     def crash(self) -> None:
-        """End, with all that it does."""
-        if self.ended.is_set():
+        """End, with all that it does: first its connections, then the process."""
+        if self.has_crashed:
             return
-        self.ended.set()
+        self.has_crashed = True
         for future in list(self.asks):
             if not future.done():
                 future.set_exception(LostError())
+        self.loop.call_later(SEEN_S, self._end)
+
+    def _end(self) -> None:
+        self.ended.set()
         for callback in self._callbacks:
             callback()
 
@@ -183,7 +190,7 @@ class VirtualProcess(ServerProcess):
         hold_s = self.loop.now_s + READY_POLL_S  # as wait_s asks
         await asyncio.sleep(self.latency_s)
         while True:
-            if self.ended.is_set():
+            if self.has_crashed:
                 raise ConnectionError("it has ended")
             if self.loop.now_s >= end_s:
                 raise TimeoutError
@@ -201,7 +208,7 @@ class VirtualProcess(ServerProcess):
 
     async def answer(self, work_s: float) -> None:
         """One request. Raises `LostError` when it ends before."""
-        if self.ended.is_set():
+        if self.has_crashed:
             raise LostError
         future: asyncio.Future[None] = self.loop.create_future()
         self.asks[future] = self.loop.now_s

@@ -52,6 +52,7 @@ class TokenizerProcess:
         self._chat_worker = chat_worker
         self._manifest: Manifest | None = None
         self._table: PieceTable | None = None
+        self._receiver: threading.Thread | None = None  # of the table
         self._lock = threading.Lock()  # held while starting another child, and at the end
         self._closed = False
         self._special_ids: dict[str, int | None] = {}
@@ -135,6 +136,8 @@ class TokenizerProcess:
             self._child.end()
             if self._chat_worker is not None:
                 self._chat_worker.end()
+        if self._receiver is not None:
+            self._receiver.join()
 
     def _ask(self, method: str, *arguments: Any, **options: Any) -> Any:
         child = self._child
@@ -169,7 +172,8 @@ class TokenizerProcess:
             with suppress(TeneralError):  # the child has ended: the next one decodes
                 self._table = child.receive()
 
-        threading.Thread(target=take, name="teneral-pieces", daemon=True).start()
+        self._receiver = threading.Thread(target=take, name="teneral-pieces", daemon=True)
+        self._receiver.start()
 
 
 class _Child:

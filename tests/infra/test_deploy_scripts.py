@@ -14,6 +14,7 @@ from tests.support.aws_commands import check_aws_command
 from tests.support.fake_tools import FakeTools
 from tests.support.load import patience_s
 from tests.support.pool_files import IMAGE, PLAIN, VERSIONED
+from tests.support.standby_processes import until
 
 from teneral.cli import run
 from teneral.infra.render.deploy import PLATFORMS, SHELL
@@ -315,7 +316,8 @@ def test_a_model_that_sleeps_on_kubernetes_is_called_through_the_interceptor(ren
     folder = render("kubernetes", ZERO)
     done = folder.deploy()
     assert done.returncode == 0, done.stderr
-    assert folder.tools.calls("port-forward --namespace keda service/keda-add-ons-http-interceptor-proxy")
+    forwarding = "port-forward --namespace keda service/keda-add-ons-http-interceptor-proxy"
+    until(lambda: bool(folder.tools.calls(forwarding)), "it is called beside the script")
     (called,) = folder.tools.calls("curl")
     assert "host: m\n" in called.piped
     assert folder.tools.calls("customresourcedefinition interceptorroutes.http.keda.sh")

@@ -21,7 +21,7 @@ from tests.support.batch_events import (
 from tests.support.batch_jobs import config_of, prompts
 from tests.support.load import slowdown
 
-from teneral.cli_errors import exit_code
+from teneral.cli_report import exit_code
 from teneral.handlers.batch.events.parse import EventError, JobFailedError, JobRetryError
 from teneral.handlers.http.errors import as_api_error
 from teneral.handlers.platforms.aws_lambda.errors import report as lambda_report
@@ -145,9 +145,9 @@ async def test_what_is_not_complete_goes_on_when_it_comes_again(
 
 
 async def test_requests_that_are_not_answered_in_time_are_worth_a_retry(invoke: Invoke) -> None:
-    items = [{"prompt": f"{number}", "max_tokens": 400, "ignore_eos": True} for number in range(300)]
+    items = [{"prompt": f"{number}", "max_tokens": 400, "ignore_eos": True} for number in range(600)]
     with pytest.raises(JobRetryError, match="before all requests"):
-        await invoke({"Items": items}, timeout_s=2.0 * slowdown())  # a tenth of it is for handing back
+        await invoke({"Items": items}, timeout_s=4.0 * slowdown())  # a tenth of it is for handing back
 
 
 async def test_a_store_that_does_not_answer_is_worth_a_retry(

@@ -28,7 +28,6 @@ from .accounting import LoadProgress, LoadState, LoadStatistics, Meter, mark_rea
 from .gates import Gate, Readiness
 from .link import MIN_RANGE_BYTES, LinkTuner
 from .options import LoadOptions, Order
-from .pacing import Pacing
 from .parts import BlobVersions, Parts, RangeSource, open_cache
 from .plan import Plan, Step, plan_load
 from .policy import OrderChoice
@@ -36,7 +35,7 @@ from .queue import WorkQueue
 from .room import check_room
 from .targets.base import Target
 from .targets.host import HostTarget
-from .workers import Fetcher, PartDecoder
+from .workers import Fetcher, Pacing, PartDecoder
 
 if TYPE_CHECKING:
     import numpy as np

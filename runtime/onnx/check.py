@@ -14,7 +14,7 @@ import onnx
 
 from ...loader.errors import CheckpointError, UsageError
 from ...loader.sources.base import check_name
-from ...loader.sources.file.links import leads_out
+from ...loader.sources.file.store import leads_out
 
 MIN_OPSET, MAX_OPSET = 11, 23
 MAX_MODEL_BYTES = (1 << 31) - 1  # protobuf's own limit

@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 
-EXIT_INTERRUPTED = 130  # as in `cli_errors`, which may not be imported yet
+EXIT_INTERRUPTED = 130  # as in `cli`, which may not be imported yet
 
 
 def main() -> int:

@@ -17,15 +17,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from .cli_errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_TERMINATED, exit_code, report_error
 from .cli_flags import parse
-from .cli_report import print_result
-from .cli_source import source_options
+from .cli_parser import source_options
+from .cli_report import EXIT_INTERNAL, exit_code, print_result, report_error
 from .loader import errors as loading
 
 if TYPE_CHECKING:
     from .loader.sources.base import Source, Store
 
+EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 UNPACKED_SUFFIXES = (".onnx", ".pt", ".pth", ".torchscript", ".pt2", ".pb", ".tflite")
 
 
@@ -356,7 +356,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _standby(options: argparse.Namespace) -> int:
-    from .cli_source import source_options
+    from .cli_parser import source_options
     from .handlers.serve import run_standby
     from .runtime.setting import parse_bytes
 

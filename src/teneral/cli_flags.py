@@ -9,8 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-from .cli_parser import Parser, PrintVersion, add_settings
-from .cli_source import add_base_flag, add_source_flags
+from .cli_parser import Parser, PrintVersion, add_base_flag, add_settings, add_source_flags
 
 SOURCE_HELP = (
     "directory with config.json and *.safetensors, or an .onnx file; path, s3://, gs://, az://, http(s)://"

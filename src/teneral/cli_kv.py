@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from .cli_errors import exit_code
-from .cli_source import source_options
+from .cli_parser import source_options
+from .cli_report import exit_code
 from .loader import errors as loading
 
 

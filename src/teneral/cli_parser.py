@@ -1,4 +1,4 @@
-"""The parser of every command, and the flags for the settings of an instance."""
+"""The parser of every command, and the flags for the settings of an instance and for stores."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
+    from .loader.sources.base import SourceOptions
     from .runtime.setting import Setting
 
 
@@ -88,3 +89,30 @@ class PrintVersion(argparse.Action):
 
         print(version_line())
         parser.exit()
+
+
+def add_source_flags(command: argparse.ArgumentParser) -> None:
+    """Add the flags of commands that read or write a store."""
+    from .runtime.config import SETTINGS, STORE_SETTINGS
+
+    group = command.add_argument_group("the store")
+    for name in STORE_SETTINGS:
+        add_setting(group, name, SETTINGS[name])
+
+
+def add_base_flag(command: argparse.ArgumentParser) -> None:
+    """Add the flag for artifacts that hold differences only."""
+    from .runtime.config import SETTINGS
+
+    command.set_defaults(base=None)
+    add_setting(command, "base", SETTINGS["base"])
+
+
+def source_options(options: argparse.Namespace) -> SourceOptions:
+    """The values of the flags for stores. Raises `UsageError` for invalid ones."""
+    from .loader.sources.base import SourceOptions
+    from .runtime.config import STORE_SETTINGS
+    from .runtime.resolve import parse_flag
+
+    names = [name for name in (*STORE_SETTINGS, "base") if getattr(options, name, None) is not None]
+    return SourceOptions(**{name: parse_flag(name, getattr(options, name)) for name in names})

@@ -9,8 +9,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from .cli_parser import Parser
-from .cli_source import add_source_flags, source_options
+from .cli_parser import Parser, add_source_flags, source_options
 from .loader.errors import UsageError
 
 FILE = "pool.toml"

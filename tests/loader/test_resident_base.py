@@ -16,7 +16,7 @@ from teneral.loader.artifact import open_artifact
 from teneral.loader.errors import IntegrityError, LoadCancelledError, ManifestError, UsageError
 from teneral.loader.format import delta
 from teneral.loader.format.manifest import FRAME_ELEMENTS, Encoding, Tier
-from teneral.loader.load import pacing
+from teneral.loader.load import workers
 from teneral.loader.load.load import WeightLoad
 from teneral.loader.load.options import LoadOptions, Order
 from teneral.loader.load.plan import RowParts
@@ -208,7 +208,7 @@ def test_the_nodes_cache_keeps_differences(store: MemoryStore, base: ResidentBas
 def test_nothing_is_decoded_while_the_base_has_its_head_start(
     store: MemoryStore, base: ResidentBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pacing, "HEAD_START_S", 3.0)
+    monkeypatch.setattr(workers, "HEAD_START_S", 3.0)
     source = PacedSource(store.reopen())
     manifest = base.join(open_artifact(source, without_base=True), source.url)
     assert any(not part.size_bytes for part in manifest.parts), "copies, which wait for no byte"

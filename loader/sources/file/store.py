@@ -2,7 +2,7 @@
 
 Reads go straight from the page cache into the caller's buffer (`preadv`, without the GIL). Symbolic
 links are followed for reading, as the caches of model hubs are made of them, but a name can never
-climb out with '..', and for packing no link may lead out of the folder (`links.py`). Writing is in
+climb out with '..', and for packing no link may lead out of the folder (`leads_out`). Writing is in
 `writer.py`: an object appears whole, under its final name, or not at all.
 """
 
@@ -18,8 +18,25 @@ from itertools import islice
 from ...errors import CheckpointError, FormatError, NotFoundError
 from .. import base
 from ..base import ObjectInfo, check_name
-from .links import leads_out
 from .writer import FileWriter, Folder, file_info, has_writer, is_temporary
+
+_SNAPSHOTS, _BLOBS = "snapshots", "blobs"
+
+
+def leads_out(root: str, path: str) -> str | None:
+    """The file behind `path` if it lies outside of the folder `root`; None if it is inside, or among the
+    blobs of the hub's cache whose snapshot `root` is. Raises `OSError` for a link that leads nowhere.
+    """
+    target, folder = os.path.realpath(path, strict=True), os.path.realpath(root)
+    allowed = [folder, *_blobs_of(folder)]
+    return None if any(target.startswith(os.path.join(each, "")) for each in allowed) else target
+
+
+def _blobs_of(folder: str) -> list[str]:
+    """The blobs next to `snapshots/REVISION`, at or above the folder. Not resolved: no link can move them."""
+    above, _, inside = folder.rpartition(f"/{_SNAPSHOTS}/")
+    return [os.path.join(above, _BLOBS)] if above and inside else []
+
 
 MAX_SLICE_BYTES = 16 * 1024 * 1024  # between two slices a read notices that its source was closed
 MAX_LISTED = 100_000  # files in one folder

@@ -26,7 +26,7 @@ from tests.support.batch_jobs import (
 from tests.support.instances import StagedInstance, SteeredModel, TinyParts
 from tests.support.tiny_disk import tiny_disk
 
-from teneral.cli_errors import exit_code
+from teneral.cli_report import exit_code
 from teneral.handlers.batch.index import INDEX_NAME
 from teneral.handlers.batch.job import arun_job
 from teneral.handlers.batch.parts import plan_order

@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from teneral.cli_errors import exit_code
+from teneral.cli_report import exit_code
 from teneral.handlers.batch.command import EXIT_INCOMPLETE, EXIT_TERMINATED
 from teneral.handlers.batch.events import parse
 from teneral.handlers.batch.events.outputs import Outputs

@@ -8,15 +8,12 @@ except for the standard variables of AWS, which the S3 source reads like every A
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn, Self, TypeVar
-
 from ..loader.device.detect import CPU, choose_device, parse_device
 from ..loader.load.options import LoadOptions, Order
 from ..loader.sources.base import SourceOptions
 from ..loader.sources.open import model_name
 from .setting import (
-    Setting,
+    Settings,
     automatic,
     boolean,
     choice,
@@ -30,7 +27,6 @@ from .setting import (
     text,
 )
 
-T = TypeVar("T")
 PREFIX = "TENERAL_"
 # Of a server's processes without weights and keys: 212 MiB with a small vocabulary, 185 of them the
 # server's own, and about 40 more for parsing a large one (docs/reliability.md).
@@ -39,12 +35,9 @@ READY_S = 0.5  # from a process's start until it can compute
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
-class ServeConfig:
+class ServeConfig(Settings):
     """Settings of an instance. Sizes are bytes, times are seconds. Made by `resolve`, which
     validates.
-
-    A frozen value, like a dataclass: importing dataclasses, and having one made, takes a tenth of
-    the time until the first range is requested.
     """
 
     group("what is served, and where")
@@ -312,8 +305,8 @@ class ServeConfig:
     )
     backend: str = setting(
         "auto",
-        choice("auto", "native", "torch", "transformers"),
-        "compute backend (auto: native on a CPU, torch for what that lacks, where it is installed; torch on a GPU)",
+        choice("auto", "native", "torch", "direct", "transformers"),
+        "compute backend (auto: native on a CPU, else torch if it is installed; direct: a GPU without torch, on trial)",
     )
     compute_dtype: str = setting(
         "auto",
@@ -426,49 +419,15 @@ class ServeConfig:
     log_format: str = setting("text", choice("text", "json"), "a line as text, or as a JSON object")
     log_level: str = setting("info", choice(*_LOG_LEVELS), "debug, info, warning or error")
 
-    def __init__(self, **values: Any) -> None:
-        """Make a configuration with these values and defaults; they are valid, or come from
-        `resolve`.
-        """
-        if unknown := values.keys() - SETTINGS.keys():
-            raise TypeError(f"there are no settings {', '.join(sorted(unknown))}")
-        for name, known in SETTINGS.items():
-            object.__setattr__(self, name, values.get(name, known.default))
-
-    def replace(self, **changes: Any) -> Self:
-        """A copy with these changes."""
-        return type(self)(**self.as_dict() | changes)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The arguments that make an equal configuration."""
-        return dict(vars(self))
-
-    def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise AttributeError(f"a configuration is immutable: {name}")
-
-    def __delattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"a configuration is immutable: {name}")
-
-    def __eq__(self, other: object) -> bool:
-        return vars(self) == vars(other) if isinstance(other, ServeConfig) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(tuple(vars(self).values()))
-
-    def __repr__(self) -> str:
-        shown = (f"{name}={value!r}" for name, value in vars(self).items() if not SETTINGS[name].secret)
-        return f"ServeConfig({', '.join(shown)})"
-
-    def options(self, kind: Callable[..., T], **more: Any) -> T:
-        """A room's options, a NamedTuple or a Struct: each field that a setting has the name of, and `more`."""
-        names: tuple[str, ...] = getattr(kind, "_fields", ()) or getattr(kind, "__struct_fields__", ())
-        own = {name: value for name, value in vars(self).items() if name in names}
-        return kind(**{**own, **more})
+    @property
+    def chosen_device(self) -> str:
+        """As `choose_device` names it. Raises `UsageError` where it cannot be used."""
+        return choose_device(self.device, needs_torch=self.backend != "direct")
 
     @property
     def source_options(self) -> SourceOptions:
         # Other backends compute with floats and integers of our own layout.
-        device = choose_device(self.device) if self.device == "auto" else self.device
+        device = self.chosen_device if self.device == "auto" else self.device
         is_native = self.backend in ("auto", "native") and device == CPU
         return self.options(SourceOptions, max_connections=self.connections, gguf_blocks=is_native)
 
@@ -497,4 +456,4 @@ class ServeConfig:
 
 # Of every command that reads or writes a store.
 STORE_SETTINGS = ("endpoint_url", "region", "profile", "addressing_style", "anonymous", "requester_pays")
-SETTINGS = {name: value for name, value in vars(ServeConfig).items() if isinstance(value, Setting)}
+SETTINGS = ServeConfig.table

@@ -19,6 +19,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ..errors import LoadError
@@ -89,6 +90,14 @@ def keep_cubin(architecture: int, cubin: bytes, folder: Path) -> Path:
     part.write_bytes(cubin)
     part.replace(path)
     return path
+
+
+def kernel_folders(kernel_dir: str | None) -> list[Path]:
+    """The folders of compiled kernels: that of the setting, and the user's cache, where new ones are kept."""
+    folders = [Path(kernel_dir)] if kernel_dir else []
+    with suppress(RuntimeError):  # a user without a home: kernels are then compiled each time
+        folders.append(Path.home() / ".cache" / "teneral" / "kernels")
+    return folders
 
 
 def cubin_for(architecture: int, folders: Sequence[Path]) -> tuple[Path, bool]:

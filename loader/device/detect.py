@@ -29,15 +29,17 @@ def parse_device(text: object) -> str:
     return text
 
 
-def choose_device(wanted: str, *, control_files: tuple[str, ...] = CONTROL_FILES) -> str:
+def choose_device(
+    wanted: str, *, needs_torch: bool = True, control_files: tuple[str, ...] = CONTROL_FILES
+) -> str:
     """ "cpu", or the name of a CUDA device such as "cuda:0". `wanted` is as `parse_device` has it.
 
-    "auto" takes a CUDA device where there is one, CuPy is installed and torch was built for CUDA.
+    "auto" takes a CUDA device where there is one, CuPy is installed and, if it is needed, torch was built for CUDA.
     Raises `UsageError` when a CUDA device is wanted by name and what it needs is missing.
     """
     if wanted == CPU:
         return CPU
-    lacks = _lacks(control_files)
+    lacks = _lacks(control_files, needs_torch)
     if wanted == "auto":
         return CPU if lacks else "cuda:0"
     if lacks:
@@ -54,7 +56,7 @@ def index_of(name: str) -> int:
     return int(name.partition(":")[2])
 
 
-def _lacks(control_files: tuple[str, ...]) -> str:
+def _lacks(control_files: tuple[str, ...], needs_torch: bool) -> str:
     """The requirement of a CUDA device that is missing, in words; "" when all are met."""
     if not any(os.path.exists(path) for path in control_files):
         return _NO_DRIVER
@@ -62,6 +64,8 @@ def _lacks(control_files: tuple[str, ...]) -> str:
 
     if find_spec("cupy") is None:
         return "CuPy is not installed"
+    if not needs_torch:
+        return ""
     torch = find_spec("torch")
     if torch is None or torch.origin is None or not _is_for_cuda(os.path.dirname(torch.origin)):
         return "torch was built without CUDA"

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from functools import cache
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import Struct
 
@@ -20,7 +21,10 @@ from ..models.executor import ExecutorFactory
 from ..step.backend import Backend, BackendOptions, host_backend
 from ..tensors import CPU
 
-AUTO, NATIVE, TORCH, TRANSFORMERS = "auto", "native", "torch", "transformers"
+if TYPE_CHECKING:
+    from .cuda.direct.device import DirectDevice
+
+AUTO, NATIVE, TORCH, DIRECT, TRANSFORMERS = "auto", "native", "torch", "direct", "transformers"
 
 
 class BackendChoice(Struct, frozen=True):
@@ -31,13 +35,23 @@ class BackendChoice(Struct, frozen=True):
     compute_dtype: str = AUTO  # or a dtype name as in config.json
     threads: int | None = None  # None: one for each available core
     trim_imports: bool = False
+    kernel_dir: str | None = None  # of compiled kernels
 
     @property
     def is_torch(self) -> bool:
         """True if torch computes any model, so that its import need not wait for the model's
         config.
         """
-        return self.device != CPU or self.asked in (TORCH, TRANSFORMERS)
+        return self.asked in (TORCH, TRANSFORMERS) or (self.device != CPU and not self.is_direct)
+
+    @property
+    def is_direct(self) -> bool:
+        """True if the device computes without torch."""
+        return self.asked == DIRECT
+
+    def direct_device(self) -> DirectDevice:
+        """The process's one, opened at the first call. Raises `CudaError`."""
+        return _direct_device(self.device, self.kernel_dir)
 
     def check(self) -> None:
         """Raise `UsageError` for a combination that this machine cannot run."""
@@ -46,6 +60,12 @@ class BackendChoice(Struct, frozen=True):
                 f"the native backend runs on the CPU only, but the weights are on {self.device}",
                 key="backend",
                 hint="Leave --backend out, or add --device cpu.",
+            )
+        if self.is_direct and self.device == CPU:
+            raise UsageError(
+                "the direct backend computes on a GPU, but the weights are on the CPU",
+                key="backend",
+                hint="Leave --backend out; or give the container a GPU and CuPy, and leave out --device cpu.",
             )
         if self.asked == TRANSFORMERS and self.device != CPU:
             raise UsageError(
@@ -70,6 +90,11 @@ class BackendChoice(Struct, frozen=True):
     def model_backends(self) -> Iterator[ExecutorFactory]:
         """Yield the candidates in order of preference. Each is imported only when it is reached."""
         self.check()
+        if self.is_direct:
+            from .cuda.direct.executor import DirectModelBackend
+
+            yield DirectModelBackend(self.direct_device())
+            return
         if self.device != CPU:
             self.import_torch()
             # Only models on a device need it.
@@ -98,6 +123,14 @@ class BackendChoice(Struct, frozen=True):
 
         torch.set_num_threads(self.threads or available_cores())
         return trimmed
+
+
+@cache
+def _direct_device(device: str, kernel_dir: str | None) -> DirectDevice:
+    from ...loader.device.compile import kernel_folders
+    from .cuda.direct.device import open_direct_device
+
+    return open_direct_device(device, kernel_folders(kernel_dir))
 
 
 def has_torch() -> bool:
@@ -151,6 +184,10 @@ def model_of_transformers(config: Any, weights: Any, compute_dtype: str, **files
 
 def step_backend(model: Any, kv: Any, options: BackendOptions, timeline: Timeline | None) -> Backend:
     """A `MakeBackend`: the backend for the device that holds the model's weights."""
+    if getattr(model.executor, "is_direct", False):
+        from .cuda.direct.backend import DirectBackend
+
+        return DirectBackend(model, kv, options)
     if getattr(model, "device", CPU) != CPU:
         # Only models on a device need it.
         from .cuda.backend import cuda_backend
@@ -169,6 +206,11 @@ def pool_bytes(model: Any, weight_bytes: int, max_running: int) -> int:
         from ..kv.storage import default_kv_bytes
 
         return default_kv_bytes(weight_bytes, available_bytes())
+    if getattr(model.executor, "is_direct", False):
+        from ..kv.storage import device_kv_bytes
+
+        free_bytes, _ = model.executor.device.driver.memory()
+        return device_kv_bytes(free_bytes, model.executor.step_bytes(max_running))
     # Only models on a device need it.
     from .cuda.storage import pool_bytes_on
 

@@ -6,10 +6,9 @@ Imports little, and nothing that starts a thread.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from ...loader.device.detect import CPU, choose_device, index_of
+from ...loader.device.detect import CPU, index_of
 from ...loader.errors import UsageError
 from ...loader.load.launch import Launched, Prepared, Task, is_possible, launch
 from ...loader.pin import split_pin
@@ -117,7 +116,7 @@ def launch_helpers(
         return None
     address, digest = split_pin(config.model)
     source, options = config.source_options, config.load_options
-    device = choose_device(config.device)
+    device = config.chosen_device
     began_at = timeline.started_at
     load = files = None
     if prepared is not None or _loads_in_process(config, device):
@@ -146,7 +145,7 @@ def _needs_none(config: ServeConfig) -> bool:
     from ..files import seems_onnx
 
     return seems_onnx(config.model, without_tokenizer=True) and not _loads_in_process(
-        config, choose_device(config.device)
+        config, config.chosen_device
     )
 
 
@@ -156,7 +155,7 @@ def _loads_in_process(config: ServeConfig, device: str) -> bool:
     """
     if config.loader == "process":
         return is_possible()
-    return is_possible() and (device != CPU or config.backend == "torch")
+    return is_possible() and config.backend != "direct" and (device != CPU or config.backend == "torch")
 
 
 def refuse_weights_bytes(config: ServeConfig) -> None:
@@ -170,19 +169,13 @@ def refuse_weights_bytes(config: ServeConfig) -> None:
 
 
 def opener(device: str, kernel_dir: str | None, timeline: Timeline) -> Callable[[], Device]:
-    """A function that opens a CUDA device in its calling thread. Compiled kernels are read from the
-    folder, and then from the user's cache of compiled kernels.
-    """
+    """A function that opens a CUDA device in its calling thread."""
 
     def open_device() -> Device:
         # Only devices need it.
-        from pathlib import Path
-
+        from ...loader.device.compile import kernel_folders
         from ...loader.device.cuda import CudaDevice
 
-        folders = [Path(kernel_dir)] if kernel_dir else []
-        with suppress(RuntimeError):  # a user without a home: kernels are then compiled each time
-            folders.append(Path.home() / ".cache" / "teneral" / "kernels")
-        return CudaDevice(index_of(device), timeline=timeline, cubin_folders=folders)
+        return CudaDevice(index_of(device), timeline=timeline, cubin_folders=kernel_folders(kernel_dir))
 
     return open_device

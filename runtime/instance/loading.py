@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from ...loader.device.detect import CPU, choose_device
+from ...loader.device.detect import CPU
 from ...loader.errors import UnavailableError
 from ...loader.load.options import Order
 from ...loader.sources.base import Mappable, Remote
@@ -94,7 +94,7 @@ def load_here(
     # The loader's process imports these, if there is one.
     from ...loader.artifact import open_artifact
 
-    options, device = config.load_options, choose_device(config.device)
+    options, device = config.load_options, config.chosen_device
     may_map = config.mmap and device == CPU and config.weights_bytes is None
     prefetcher = _Prefetcher(source, options, timeline, device, 0 if reserve is None else reserve.taken_bytes)
     if device != CPU or options.weights_bytes is not None:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...loader.device.detect import CPU, choose_device
+from ...loader.device.detect import CPU
 from ...loader.errors import TeneralError, UsageError
 from ...loader.load.options import Order
 from ..errors import ModelError
@@ -44,7 +44,7 @@ def choose_backend(
     """Choose it, import it, and models; wait until the server is there, before the imports on a CPU,
     on a GPU behind torch's, the longest part of a start there.
     """
-    device = choose_device(config.device)
+    device = config.chosen_device
 
     def wait_for_server() -> None:
         with timeline.span("process", "wait for the server"):
@@ -58,7 +58,9 @@ def choose_backend(
     # OpenMP's threads sleep between regions, whichever library loads it, for instance a
     # handler's torch (docs/decisions/0007).
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    choice = BackendChoice(config.backend, device, config.compute_dtype, config.threads, config.trim_imports)
+    choice = BackendChoice(
+        config.backend, device, config.compute_dtype, config.threads, config.trim_imports, config.kernel_dir
+    )
     choice.check()
     if choice.is_torch:
         with timeline.span("process", "import torch") as details:
@@ -68,7 +70,10 @@ def choose_backend(
     with timeline.span("process", "import models"):
         from .. import sentence_files  # noqa: F401
         from ..models import build, encoder  # noqa: F401
-    if device != CPU:
+    if choice.is_direct:
+        with timeline.span("device", "open for computing"):
+            choice.direct_device()
+    elif device != CPU:
         # One-time preparations of a GPU, in parallel to the fetch.
         import torch
 
@@ -89,7 +94,7 @@ def build(
 
     with timeline.span("model", "build") as details:
         model_config = files.json("config.json", required=True)
-        weights, sentence = _weights_of(load), sentence_files(files)
+        weights, sentence = _weights_of(load, choice), sentence_files(files)
         model: Any
         if config.backend == TRANSFORMERS:
             model, is_encoder = model_of_transformers(model_config, weights, config.compute_dtype, **sentence)
@@ -102,12 +107,16 @@ def build(
     return BuiltModel(model, "encoder" if is_encoder else "decoder", model_config)
 
 
-def _weights_of(load: AnyLoad) -> Weights:
+def _weights_of(load: AnyLoad, choice: BackendChoice) -> Weights:
     if load.place == "host":
         from ..weights import StreamedWeights
 
         return StreamedWeights(load)
-    # Only models on a device need it.
+    # Only models on a device need them.
+    if choice.is_direct:
+        from ..backends.cuda.direct.weights import DirectWeights
+
+        return DirectWeights(load, choice.direct_device())
     from ..backends.cuda.weights import DeviceWeights
 
     return DeviceWeights(load)

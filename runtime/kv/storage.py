@@ -128,6 +128,11 @@ def by_block(data: Any, num_blocks: int) -> Any:
 # and the container's other processes.
 KV_SHARE = 0.4
 DEFAULT_KV_BYTES = 4 << 30
+MIN_KV_BYTES = 1 << 20
+DEVICE_KV_SHARE = 0.9
+# A few hundred kernels' records for each size, and the activations that they share.
+GRAPH_BYTES = 256 << 20
+SPARE_BYTES = 512 << 20
 
 
 def default_kv_bytes(weight_bytes: int, free_bytes: int | None) -> int:
@@ -136,7 +141,14 @@ def default_kv_bytes(weight_bytes: int, free_bytes: int | None) -> int:
     """
     if free_bytes is None:
         return DEFAULT_KV_BYTES
-    return max(1 << 20, min(DEFAULT_KV_BYTES, int(KV_SHARE * (free_bytes - weight_bytes))))
+    return max(MIN_KV_BYTES, min(DEFAULT_KV_BYTES, int(KV_SHARE * (free_bytes - weight_bytes))))
+
+
+def device_kv_bytes(free_bytes: int, step_bytes: int) -> int:
+    """The default size of the pool on a device whose weights have their memory: most of the free bytes that the largest
+    step, graphs and a spare leave.
+    """
+    return max(MIN_KV_BYTES, int(DEVICE_KV_SHARE * (free_bytes - step_bytes - GRAPH_BYTES - SPARE_BYTES)))
 
 
 class KVStorage(FloatBlocks):

@@ -24,6 +24,7 @@ from teneral.loader.tools.pack.plan import TierOptions
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.instance.helpers import Helpers, LaunchedHelpers
 from teneral.runtime.instance.instance import Instance
+from teneral.runtime.instance.loading import Way
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 from teneral.runtime.text.launch import PreparedTokenizer, TokenizerTask
 from teneral.runtime.text.remote import TokenizerProcess
@@ -102,7 +103,7 @@ def test_an_instance_on_a_device_gives_the_tokens_of_one_on_the_cpu(
 def test_a_load_in_the_servers_own_threads_goes_to_the_device_as_well(
     folder: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("teneral.runtime.instance.loading.choose_device", lambda wanted: "simulated")
+    monkeypatch.setattr("teneral.runtime.instance.loading.choose_way", lambda **facts: Way.DEVICE)
     monkeypatch.setattr(
         "teneral.runtime.instance.loading.opener", lambda name, kernel_dir, timeline: lambda: device
     )

@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 from tests.support.direct_kernels import open_device
 from tests.support.load import patience_s
+from tests.support.simulated_device import SimulatedDevice, SimulatedTicket
 from tests.support.toy_decoder import ToyTokenizer
 
+from teneral.loader.device.base import Ticket
 from teneral.runtime.backends.cuda.direct.backend import DirectBackend
+from teneral.runtime.backends.cuda.direct.device import DirectDevice
 from teneral.runtime.backends.cuda.direct.executor import DirectModelBackend
 from teneral.runtime.backends.cuda.direct.weights import tensor_at
 from teneral.runtime.engine.engine import Engine, EngineOptions
@@ -27,6 +30,28 @@ BLOCK_SIZE = 4
 TIMEOUT_S = patience_s(100)
 NEAR = 0.05  # of logits, whose neighbours are some tenths apart
 ALIGNMENT_BYTES = 64  # of tensors in a slab
+
+
+class OrderedDevice(SimulatedDevice):
+    """Its weights are in the memory of the driver on the CPU, whose stream it is ordered with."""
+
+    def __init__(self, device: DirectDevice) -> None:
+        super().__init__()
+        self._direct = device
+        self.num_ordered = self.num_recorded = 0
+
+    def order_after(self, ticket: Ticket, stream: int) -> None:
+        assert stream == self._direct.stream
+        self.num_ordered += 1
+        ticket.wait()
+
+    def record(self, stream: int) -> Ticket:
+        assert stream == self._direct.stream
+        self.num_recorded += 1
+        self._direct.driver.synchronize_stream(stream)
+        ticket = SimulatedTicket()
+        ticket.finish(None)
+        return ticket
 
 
 class DirectModel:

@@ -12,23 +12,17 @@ rest.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from ...kv.storage import Bytes, PoolShape
+from ...kv.storage import Bytes, PoolShape, device_kv_bytes
 from ..torch.storage import Extent, TorchFloatBlocks
 from ..torch.tensors import torch_dtype
 
 if TYPE_CHECKING:
     from ...models.spec import DecoderSpec
 
-KV_SHARE = 0.9  # of the remaining memory
-# A few hundred kernels' records for each size, and the activations that they share.
-GRAPH_BYTES = 256 << 20
-SPARE_BYTES = 512 << 20
-MIN_KV_BYTES = 1 << 20
 MAX_STEP_TOKENS = 2_048  # as `EngineOptions`
 
 
@@ -105,38 +99,12 @@ class DeviceKVStorage(TorchFloatBlocks):
         return torch.tensor(list(blocks), dtype=torch.int64, device=self.device)
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceBudget:
-    """The bytes of each use of the device's memory."""
-
-    weight_bytes: int  # weights not yet allocated
-    activation_bytes: int
-    graph_bytes: int
-    spare_bytes: int
-    kv_bytes: int
-
-
-def plan_budget(
-    free_bytes: int, *, missing_weight_bytes: int, activation_bytes: int, kv_bytes: int | None
-) -> DeviceBudget:
-    """Divide `free_bytes` of the device.
-
-    `missing_weight_bytes` are not allocated yet. `kv_bytes` is the configured size of the pool,
-    which overrides the computed one.
-    """
-    taken = missing_weight_bytes + activation_bytes + GRAPH_BYTES + SPARE_BYTES
-    left = max(0, free_bytes - taken)
-    chosen = max(MIN_KV_BYTES, int(KV_SHARE * left)) if kv_bytes is None else kv_bytes
-    return DeviceBudget(missing_weight_bytes, activation_bytes, GRAPH_BYTES, SPARE_BYTES, chosen)
-
-
 def pool_bytes_on(device: str, spec: DecoderSpec, *, max_rows: int) -> int:
     """The pool's size in bytes on this device, whose weights are allocated already."""
     import torch
 
     free_bytes, _ = torch.cuda.mem_get_info(torch.device(device))
-    needed = activation_bytes(spec, MAX_STEP_TOKENS, max_rows)
-    return plan_budget(free_bytes, missing_weight_bytes=0, activation_bytes=needed, kv_bytes=None).kv_bytes
+    return device_kv_bytes(free_bytes, activation_bytes(spec, MAX_STEP_TOKENS, max_rows))
 
 
 def activation_bytes(spec: DecoderSpec, max_step_tokens: int, max_rows: int) -> int:

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
+from .....loader.device.detect import index_of
 from .....loader.device.driver.base import (
     CAPABILITY_MAJOR,
     CAPABILITY_MINOR,
     NUM_PROCESSORS,
     Driver,
 )
+from .....loader.device.driver.open import open_driver
 from ....tensors import DType
+from .compile import CompiledKernels
 from .memory import Array
 from .program import Kernels, KernelSource
+
+
+def open_direct_device(name: str, folders: Sequence[Path]) -> DirectDevice:
+    """Open a device named like "cuda:0"; compiled kernels are read from the folders, and kept in the last one.
+    Raises `CudaError`.
+    """
+    driver = open_driver(index_of(name))
+    architecture = 10 * driver.attribute(CAPABILITY_MAJOR) + driver.attribute(CAPABILITY_MINOR)
+    return DirectDevice(driver, CompiledKernels(architecture, folders))
 
 
 class DirectDevice:

@@ -17,18 +17,18 @@ from msgspec import Struct
 
 from ....errors import ModelError
 from ....kv.kinds import KVKind
-from ....models.executor import ComputeDtype
+from ....models.executor import ComputeDtype, Floats
 from ....models.matrices import DecoderWeights, EncoderWeights
 from ....models.spec import DecoderSpec, EncoderSpec
 from ....step.batch import Int64s, StepBatch
-from ....tensors import DType
+from ....tensors import DType, to_float32
 from .device import DirectDevice
 from .launches import DecoderLaunches, modules_of, refusal
-from .memory import Array
+from .memory import Array, DeviceArena
 from .program import Graph, Program
 from .storage import DirectKVStorage
 from .tables import ProgramKey, bucket_of, slots_of
-from .workspace import Workspace, WorkspaceLimits, size_of
+from .workspace import StepArrays, Workspace, WorkspaceLimits, size_of
 
 NAME = "cuda"
 # Of the kernels' arithmetic: raised when a change of theirs changes a bit of a result.
@@ -90,6 +90,7 @@ class DirectExecutor:
     """See `models.executor.Executor`."""
 
     name = NAME
+    is_direct = True
     is_batch_invariant = True
     runs_layers_together = True
     takes_adapters = False
@@ -136,6 +137,11 @@ class DirectExecutor:
         self._kv = kv
         self._workspace = Workspace(self.device, self.spec, limits, kv)
         self._launches = DecoderLaunches(self._kernels, self._weights, self._workspace, kv)
+
+    def step_bytes(self, max_running: int) -> int:
+        """The memory that `open` takes for this many sequences, of any length."""
+        limits = WorkspaceLimits(max_spans=max_running, max_context=self.spec.max_context)
+        return DeviceArena.measure(lambda arena: StepArrays(arena, self.spec, limits))
 
     def close(self) -> None:
         """Free what `open` took, once the device is done with it. Idempotent."""
@@ -187,6 +193,21 @@ class DirectExecutor:
             workspace.load_logit_rows(rows)
             self._head(len(rows)).launch(self.device.stream)
         return Logits(self.device, Array(logits.address, shape, logits.dtype))
+
+    def states(self, x: Activations, rows: Int64s) -> Floats:
+        """Blocks until the device is done."""
+        workspace, dtype = self._opened(), self.spec.dtype
+        scored = workspace.arrays.scored
+        found = np.empty((len(rows), scored.shape[1]), np.float32)
+        for first in range(0, len(rows), scored.shape[0]):
+            some = rows[first : first + scored.shape[0]]
+            self._fetch(x)
+            workspace.load_logit_rows(some)
+            self._head(len(some)).launch(self.device.stream, 0, 1)
+            numbers = np.empty((len(some), scored.shape[1]), dtype.numpy)
+            self.device.read(Array(scored.address, numbers.shape, dtype), numbers.ctypes.data)
+            found[first : first + len(some)] = to_float32(numbers, dtype)
+        return found
 
     def join(self, parts: Sequence[Activations]) -> Activations:
         """Takes memory of its own."""

@@ -95,7 +95,7 @@ class DecoderLaunches:
         return Program(self._kernels.driver, [self._embed(key), *layers])
 
     def head(self, num_logits: int) -> Program:
-        """One stage: logits of the rows that the tables name, at most `num_logits`."""
+        """Two stages, for the rows that the tables name, at most `num_logits`: their final norm, and logits."""
         arrays, spec = self._arrays, self._spec
         norm = self._norm(
             self._weights.norm,
@@ -109,7 +109,7 @@ class DecoderLaunches:
             self._weights.head, arrays.scored, arrays.logits, num_logits, Mode.STORE_WIDE, Output.LOGITS
         )
         assert arrays.logits.shape[1] == spec.vocab_size
-        return Program(self._kernels.driver, [[norm, *products]])
+        return Program(self._kernels.driver, [[norm], products])
 
     def _embed(self, key: ProgramKey) -> list[KernelLaunch]:
         arrays, spec, table = self._arrays, self._spec, self._weights.embeddings

@@ -23,12 +23,12 @@ _FIRST_POSITIONS = 4096  # whose angles are there from the start
 
 
 class WorkspaceLimits(Struct, frozen=True, kw_only=True):
-    """The largest step."""
+    """The largest step. Defaults are `EngineOptions`'s, but for `max_spans`."""
 
     max_rows: int = 2048
     max_spans: int = 256
     max_context: int
-    block_size: int
+    block_size: int = 16
 
     def table_sizes(self, spec: DecoderSpec) -> TableSizes:
         group = spec.num_heads // spec.num_kv_heads

@@ -10,13 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.tiny_models import config_json, tiny_model
 
-from teneral.runtime.backends.cuda.storage import (
-    GRAPH_BYTES,
-    MIN_KV_BYTES,
-    SPARE_BYTES,
-    activation_bytes,
-    plan_budget,
-)
+from teneral.runtime.backends.cuda.storage import activation_bytes
+from teneral.runtime.kv.storage import GRAPH_BYTES, MIN_KV_BYTES, SPARE_BYTES, device_kv_bytes
 from teneral.runtime.models.decoder_config import DecoderConfig
 from teneral.runtime.models.spec import DecoderSpec
 from teneral.runtime.tensors import DType
@@ -25,22 +20,16 @@ GIB = 1 << 30
 
 
 @settings(deadline=None)
-@given(free=st.integers(0, 200 * GIB), missing=st.integers(0, 200 * GIB), activations=st.integers(0, 8 * GIB))
-def test_all_parts_together_fit_what_is_free_if_they_can(free, missing, activations):
-    budget = plan_budget(free, missing_weight_bytes=missing, activation_bytes=activations, kv_bytes=None)
-    others = missing + activations + GRAPH_BYTES + SPARE_BYTES
-    assert budget.kv_bytes >= MIN_KV_BYTES
-    assert others + budget.kv_bytes <= max(free, others + MIN_KV_BYTES)
-
-
-def test_a_requested_size_is_given():
-    budget = plan_budget(40 * GIB, missing_weight_bytes=0, activation_bytes=GIB, kv_bytes=3 * GIB)
-    assert budget.kv_bytes == 3 * GIB
+@given(free=st.integers(0, 200 * GIB), activations=st.integers(0, 8 * GIB))
+def test_all_parts_together_fit_what_is_free_if_they_can(free, activations):
+    kv_bytes = device_kv_bytes(free, activations)
+    others = activations + GRAPH_BYTES + SPARE_BYTES
+    assert kv_bytes >= MIN_KV_BYTES
+    assert others + kv_bytes <= max(free, others + MIN_KV_BYTES)
 
 
 def test_most_of_what_is_left_is_for_keys_and_values():
-    budget = plan_budget(80 * GIB, missing_weight_bytes=16 * GIB, activation_bytes=GIB, kv_bytes=None)
-    assert 54 * GIB < budget.kv_bytes < 63 * GIB
+    assert 54 * GIB < device_kv_bytes(64 * GIB, GIB) < 63 * GIB
 
 
 @pytest.mark.parametrize("dtype", [DType.BF16, DType.F32])

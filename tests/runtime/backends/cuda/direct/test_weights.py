@@ -10,19 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.direct_engine import OrderedDevice
 from tests.support.direct_kernels import needs_double, open_device
 from tests.support.early_rig import packed_tiny
 from tests.support.paced import PacedSource, reads_of
-from tests.support.simulated_device import SimulatedDevice, SimulatedTicket
 from tests.support.tiny_models import tiny_model
 
 from teneral.loader.artifact import open_artifact, read_file
-from teneral.loader.device.base import Ticket
 from teneral.loader.format.manifest import Tier
 from teneral.loader.load.device_load import DeviceLoad
 from teneral.loader.load.options import LoadOptions, Order
 from teneral.loader.sources.open import open_source
-from teneral.runtime.backends.cuda.direct.device import DirectDevice
 from teneral.runtime.backends.cuda.direct.executor import DirectExecutor, DirectModelBackend
 from teneral.runtime.backends.cuda.direct.weights import DirectWeights, tensor_at
 from teneral.runtime.kv.kinds import KVKind
@@ -34,28 +32,6 @@ from teneral.runtime.tensors import DType
 pytestmark = needs_double
 
 TEXT = np.arange(7, 40, 2)
-
-
-class OrderedDevice(SimulatedDevice):
-    """Its weights are in the memory of the driver on the CPU, whose stream it is ordered with."""
-
-    def __init__(self, device: DirectDevice) -> None:
-        super().__init__()
-        self._direct = device
-        self.num_ordered = self.num_recorded = 0
-
-    def order_after(self, ticket: Ticket, stream: int) -> None:
-        assert stream == self._direct.stream
-        self.num_ordered += 1
-        ticket.wait()
-
-    def record(self, stream: int) -> Ticket:
-        assert stream == self._direct.stream
-        self.num_recorded += 1
-        self._direct.driver.synchronize_stream(stream)
-        ticket = SimulatedTicket()
-        ticket.finish(None)
-        return ticket
 
 
 class Loading:

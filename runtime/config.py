@@ -198,7 +198,7 @@ class ServeConfig(Settings):
         False, boolean, "when all weights are there, compare each tensor with the digest of its original"
     )
     verify_files: bool = setting(
-        True, boolean, "compare the Hub's safetensors with the SHA-256 that it states, while they are served"
+        True, boolean, "compare the Hub's files with the SHA-256 that it states, while they are served"
     )
     group("chats")
     chat_template: str | None = setting(

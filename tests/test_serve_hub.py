@@ -219,6 +219,38 @@ def test_a_gguf_file_is_chosen_by_its_quantisation(hub: HubServer, tmp_path: Pat
     message = failure("org/gguf:Q4_K_M", variables)
     assert "has no GGUF file of the quantisation Q4_K_M" in message
     assert "It has F32, Q8_0." in message
+    content = files["tiny-Q8_0.gguf"]
+    digest = hashlib.sha256(content).hexdigest()
+    hub.contents[digest] = content[:-1] + bytes([content[-1] ^ 1])
+    message = failure("org/gguf:Q8_0", variables)
+    assert "tiny-Q8_0.gguf is damaged" in message
+    assert f"its store states {digest}" in message
+
+
+def test_the_other_commands_take_a_gguf_file_by_its_quantisation(hub: HubServer, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny-Q8_0.gguf", tiny_model("llama"), "Q8_0")
+    hub.repository("org/gguf", {"tiny-Q8_0.gguf": (tmp_path / "tiny-Q8_0.gguf").read_bytes()})
+    variables = hub_variables(hub, tmp_path / "home")
+    assert "llama" in teneral(variables, "inspect", "org/gguf:Q8_0", "--json")
+    teneral(variables, "verify", "hf://org/gguf:Q8_0", "--quiet")
+    teneral(variables, "pack", "org/gguf:q8_0", str(tmp_path / "packed"), "--quiet")
+    teneral(variables, "verify", str(tmp_path / "packed"), "--quiet")
+
+    body = {"model": "org/gguf", "prompt": [65, 66], **SETTINGS}
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": body}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
+    out = tmp_path / "out.jsonl"
+    teneral(variables, "batch", "org/gguf:Q8_0", str(tmp_path / "in.jsonl"), str(out), "--quiet")
+    (record,) = (json.loads(text) for text in out.read_text().splitlines())
+    assert record["response"]["body"]["model"] == "org/gguf"
+
+    tables = '[models."org/gguf"]\nsource = "hf://org/gguf:Q8_0"\n'
+    with PoolRun(
+        tmp_path, pool_file(tables, node='[node]\nmemory = "8GiB"\n'), environment=variables
+    ) as pool:
+        reply = pool.ask("POST", "/v1/completions", body)
+        assert (reply.status, reply.json["model"]) == (200, "org/gguf"), pool.log
+    assert reply.text == record["response"]["body"]["choices"][0]["text"]
 
 
 def test_a_pool_and_a_batch_name_a_model_of_the_hub_as_it_does(

@@ -21,3 +21,10 @@ def pack_nibbles(levels: Bytes) -> Bytes:
     halves = levels.reshape(len(levels), -1, 2, RUN // 2)
     packed: Bytes = halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)
     return packed.reshape(len(levels), -1)
+
+
+def unpack_nibbles(packed: Bytes) -> Bytes:
+    """(N, K / 2) uint8 → (N, K) uint8: the levels that `pack_nibbles` has packed."""
+    runs = packed.reshape(len(packed), -1, 1, RUN // 2)
+    levels: Bytes = np.concatenate([runs & np.uint8(15), runs >> np.uint8(4)], axis=2)
+    return levels.reshape(len(packed), -1)

@@ -6,8 +6,9 @@
 
 SHA-256 has one order, that of the file, and a load another, that of the forward pass. So the bytes are
 taken from the slabs, once they are there; a file whose first tensor arrives last is hashed at the end.
+A source that makes weights of another file makes that file's bytes of them again (`Converted`).
 Gates do not wait for it: the load is exact only when all files were compared. Its threads yield to
-those that compute. Values that are decoded, or lie elsewhere than in this process's memory, are not
+those that compute. Parts that are decoded, or lie elsewhere than in this process's memory, are not
 checked here. It does not know which stores state digests.
 """
 
@@ -17,13 +18,15 @@ import hashlib
 import os
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ..errors import IntegrityError
-from ..format.manifest import Manifest, Part
+from ..format.manifest import Manifest, StatedDigest
 from ..process.cpu import available_cores
+from ..sources.base import Converted
 from .accounting import Phase
 
 if TYPE_CHECKING:
@@ -72,54 +75,82 @@ class FileChecks:
             return next(self._left, None)
 
     def _check(self, number: int) -> None:
-        blob = self._parts.manifest.blobs[number]
-        stated = blob.stated
+        stated = self._parts.manifest.blobs[number].stated
         assert stated is not None
-        parts = _parts_of(self._parts.manifest, number)
-        if parts:
-            self._load.wait(parts[0].group)  # at the start of a load its own reads come first
-        digest, num_bytes = hashlib.sha256(), 0
-        for piece in self._head(number, stated.head_bytes):
-            digest.update(piece)
-        # The tensors' places were read from another answer than this one.
-        is_same = digest.digest() == stated.head_sha256
-        begun_at_s: float | None = None
-        for part in parts:
-            self._load.wait(part.group)
-            if self._load.failure is not None:  # gates that have opened stay open
-                return
-            begun_at_s = begun_at_s or time.monotonic()
-            with self._meter.measure(Phase.VERIFY, part.size_bytes):
-                for segment in part.segments:
-                    digest.update(self._target.place(segment))
-            num_bytes += part.size_bytes
-        is_right = is_same and digest.digest() == stated.sha256
-        if begun_at_s is not None:
-            origin_s = self._timeline.started_at
-            self._timeline.add(
-                Phase.VERIFY, blob.name, begun_at_s - origin_s, time.monotonic() - origin_s, right=is_right
-            )
+        values = _LoadedBytes(self._load, self._target, self._parts.manifest, number)
+        values.wait_first()  # at the start of a load its own reads come first
+        digest, pieces = self._content(number, stated, values)
+        begun_at_s = time.monotonic()
+        for piece in pieces:
+            with self._meter.measure(Phase.VERIFY, len(piece)):
+                digest.update(piece)
+        is_right = digest.digest() == stated.sha256
+        origin_s, ended_at_s = self._timeline.started_at, time.monotonic()
+        name = self._parts.manifest.blobs[number].name
+        self._timeline.add(Phase.VERIFY, name, begun_at_s - origin_s, ended_at_s - origin_s, right=is_right)
         if not is_right:
-            where = f"{blob.name} in {self._parts.source_url}"
             expected, got = stated.sha256.hex(), digest.hexdigest()
-            reason = f"its SHA-256 is {got}, and its store states {expected}"
-            raise IntegrityError(
-                f"{where} is damaged: {reason if is_same else 'its header differs in two reads'}",
-                where=where,
-                expected=expected,
-                got=got,
-                hint="Start again. If that does not help, a proxy or a mirror changes the file.",
+            raise self._damaged(
+                number, f"its SHA-256 is {got}, and its store states {expected}", expected, got
             )
-        self._meter.checked(num_bytes)
+        self._meter.checked(values.size_bytes)
         self._settle()
 
-    def _head(self, number: int, size_bytes: int) -> Iterator[bytes]:
-        for begin in range(0, size_bytes, HEAD_BYTES):
-            piece = bytearray(min(HEAD_BYTES, size_bytes - begin))
+    def _content(
+        self, number: int, stated: StatedDigest, values: _LoadedBytes
+    ) -> tuple[hashlib._Hash, Iterator[memoryview]]:
+        """The file's SHA-256 as far as its head, and the bytes behind it."""
+        if isinstance(self._parts.source, Converted):
+            return self._parts.source.original(values.between)
+        digest = hashlib.sha256()
+        for begin in range(0, stated.head_bytes, HEAD_BYTES):
+            piece = bytearray(min(HEAD_BYTES, stated.head_bytes - begin))
             self._parts.read_range(number, begin, memoryview(piece))
-            yield bytes(piece)
+            digest.update(piece)
+        # The tensors' places were read from another answer than this one.
+        if digest.digest() != stated.head_sha256:
+            expected, got = stated.head_sha256.hex(), digest.hexdigest()
+            raise self._damaged(number, "its header differs in two reads", expected, got)
+        return digest, values.between(stated.head_bytes, self._parts.manifest.blobs[number].size_bytes)
+
+    def _damaged(self, number: int, reason: str, expected: str, got: str) -> IntegrityError:
+        where = f"{self._parts.manifest.blobs[number].name} in {self._parts.source_url}"
+        if isinstance(self._parts.source, Converted):
+            where = self._parts.source_url
+        return IntegrityError(
+            f"{where} is damaged: {reason}",
+            where=where,
+            expected=expected,
+            got=got,
+            hint="Start again. If that does not help, a proxy or a mirror changes the file.",
+        )
 
 
-def _parts_of(manifest: Manifest, blob: int) -> list[Part]:
-    """In file order. Safetensors have no gaps, so these and the head are the whole file."""
-    return sorted((part for part in manifest.parts if part.blob == blob), key=lambda part: part.offset_bytes)
+class _LoadedBytes:
+    """The bytes of one blob, in its own order, as a load has them."""
+
+    def __init__(self, load: HostLoad, target: Target, manifest: Manifest, blob: int) -> None:
+        self._load, self._target = load, target
+        parts = (part for part in manifest.parts if part.blob == blob)
+        # Safetensors have no gaps, so these and the head are the whole file.
+        self._parts = sorted(parts, key=lambda part: part.offset_bytes)
+        self.size_bytes = sum(part.size_bytes for part in self._parts)
+
+    def wait_first(self) -> None:
+        if self._parts:
+            self._load.wait(self._parts[0].group)
+
+    def between(self, begin: int, end: int) -> Iterator[memoryview]:
+        """Bytes [begin, end) of the file, each stretch once it has arrived. Raises the load's errors."""
+        first = bisect_right(self._parts, begin, key=lambda part: part.offset_bytes) - 1
+        for part in self._parts[max(0, first) :]:
+            if part.offset_bytes >= end:
+                return
+            self._load.wait(part.group)
+            if (failure := self._load.failure) is not None:  # gates that have opened stay open
+                raise failure
+            position = part.offset_bytes
+            for segment in part.segments:
+                values = self._target.place(segment)
+                yield values[max(0, begin - position) : max(0, end - position)]
+                position += len(values)

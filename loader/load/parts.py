@@ -99,7 +99,7 @@ class Parts:
         """
         self.manifest = manifest
         self.source_url = source.url
-        self._source = source
+        self.source = source
         self._versions = versions or BlobVersions(manifest, source.url)
         self._cache = cache
         self._prefetch = prefetch
@@ -123,7 +123,7 @@ class Parts:
             self._versions.check(blob, taken.version)
             start, rest = start + taken.num_bytes, rest[taken.num_bytes :]
         if rest:
-            version = self._source.read_into(name, start, rest, version=self._versions.of(blob))
+            version = self.source.read_into(name, start, rest, version=self._versions.of(blob))
             self._versions.check(blob, version)
         return len(rest) == len(memory)
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import NamedTuple, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, runtime_checkable
 
 from ..errors import (
     AccessDeniedError,
@@ -30,6 +30,9 @@ from ..errors import (
     SourceClosedError,
     UsageError,
 )
+
+if TYPE_CHECKING:
+    import hashlib
 
 MAX_NAME_BYTES = 1024  # S3's own limit for a key
 MAX_SHOWN_CHARS = 500  # of a store's own words in a message
@@ -45,7 +48,7 @@ _HOSTILE = re.compile(
 class ObjectInfo(NamedTuple):
     """One stored object. `version` changes whenever its bytes do (an ETag; size and mtime_ns for
     files). `modified_unix_s` is when it was last written, where a listing says so; `sha256` the digest
-    of its content, where the store states it.
+    of its content, where the store states it, or that of the file it is made of (`Converted`).
     """
 
     name: str
@@ -154,6 +157,19 @@ class Mappable(Source, Protocol):
 
     def check_version(self, name: str, version: str | None) -> None:
         """Raise `ChangedError` when the object is not of `version` by now."""
+
+
+@runtime_checkable
+class Converted(Protocol):
+    """A source that makes its weights of another file. The `sha256` of their `ObjectInfo` is that file's."""
+
+    def original(
+        self, values: Callable[[int, int], Iterator[memoryview]]
+    ) -> tuple[hashlib._Hash, Iterator[memoryview]]:
+        """The SHA-256 of the file's beginning, and the bytes behind that, made again from the weights:
+        `values(begin, end)` gives bytes [begin, end) of those, and may block. Raises its errors, and those of
+        a `Source`.
+        """
 
 
 class ObjectWriter(Protocol):

@@ -45,13 +45,15 @@ def damaged(content: bytes) -> bytes:
 
 
 @contextmanager
-def begun(kind: str, options: LoadOptions | None = None) -> Iterator[WeightLoad | ProcessLoad]:
+def begun(
+    kind: str, options: LoadOptions | None = None, *, address: str = "org/tiny"
+) -> Iterator[WeightLoad | ProcessLoad]:
     with ExitStack() as stack:
         load: WeightLoad | ProcessLoad
         if kind == "process":
-            load = start_process_load("org/tiny", options=options)
+            load = start_process_load(address, options=options)
         else:
-            source = stack.enter_context(closing(open_model("org/tiny")))
+            source = stack.enter_context(closing(open_model(address)))
             load = WeightLoad(source, open_artifact(source), options=options)
             load.start()
         yield stack.enter_context(load)

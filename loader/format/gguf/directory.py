@@ -19,17 +19,20 @@ import numpy as np
 
 from ...errors import FormatError, NotFoundError
 from ...sources.base import ObjectInfo, Remote, Source, check_name
-from ..nibbles import pack_nibbles
 from ..safetensors import TensorEntry, make_header
+from .conversion import floats_of, lies_in_the_file, made_of, row_bytes
 from .fields import GgufFields
-from .model import Form, GgufModel, Keeps, TensorPiece, describe_model
+from .model import GgufModel, Keeps, TensorPiece, describe_model
+from .original import OriginalBytes
 from .reader import GgufTensor, read_gguf
 from .tokenizer import tokenizer_files
 
 if TYPE_CHECKING:
+    import hashlib
+
     from numpy.typing import NDArray
 
-    from .blocks import Floats
+    from .original import Values
 
     Bytes = NDArray[np.uint8]
 
@@ -48,6 +51,8 @@ class _Content(NamedTuple):
     entries: tuple[TensorEntry, ...]  # in the order of their bytes
     pieces: tuple[TensorPiece, ...]  # of the entries
     size_bytes: int  # of model.safetensors
+    original: OriginalBytes
+    sha256: bytes | None  # of the GGUF file, where it can be compared with what is made of it
 
 
 class GgufDirectory:
@@ -94,7 +99,7 @@ class GgufDirectory:
     def stat(self, name: str) -> ObjectInfo:
         content = self._open()
         if name == WEIGHTS_NAME:
-            return ObjectInfo(name, content.size_bytes, content.info.version)
+            return ObjectInfo(name, content.size_bytes, content.info.version, sha256=content.sha256)
         if name not in content.files:
             raise NotFoundError(f"{self.url} gives no {name}", source=self.url, name=name)
         return ObjectInfo(name, len(content.files[name]), content.info.version)
@@ -126,6 +131,11 @@ class GgufDirectory:
         names = sorted((*self._open().files, WEIGHTS_NAME))
         return (self.stat(name) for name in names if name.startswith(prefix))
 
+    def original(self, values: Values) -> tuple[hashlib._Hash, Iterator[memoryview]]:
+        """See `sources.base.Converted`."""
+        original = self._open().original
+        return original.begin(), original.after_head(values)
+
     def close(self) -> None:
         self._source.close()
 
@@ -143,11 +153,13 @@ class GgufDirectory:
             self._name = choose_file(names, self._quantisation, where=self._source.url)
         info = self._source.stat(self._name)
         file = read_gguf(self._source, info)
+        original = OriginalBytes(self._source, info, file)
 
         def read_table(tensor: GgufTensor) -> list[float]:
             rows = np.empty((tensor.num_rows, tensor.row_bytes), np.uint8)
             self._source.read_into(info.name, tensor.begin, rows.reshape(-1).data, version=info.version)
-            numbers: list[float] = _floats(tensor, rows).reshape(-1).tolist()
+            original.keep(tensor, rows)
+            numbers: list[float] = floats_of(tensor, rows).reshape(-1).tolist()
             return numbers
 
         model = describe_model(file, read_table, self._keeps)
@@ -159,7 +171,9 @@ class GgufDirectory:
         by_name = {piece.spec.name: piece for piece in model.pieces}
         entries = tuple(layout.entries.values())
         pieces = tuple(by_name[entry.name] for entry in entries)
-        return _Content(info, model, files, header, entries, pieces, layout.size_bytes)
+        original.set_pieces(zip(entries, pieces, strict=True))
+        size_bytes, sha256 = layout.size_bytes, original.sha256
+        return _Content(info, model, files, header, entries, pieces, size_bytes, original, sha256)
 
     def _read_weights(self, content: _Content, start: int, out: Bytes) -> None:
         end = start + len(out)
@@ -173,15 +187,15 @@ class GgufDirectory:
             begin = max(start, entry.begin)
             stop = min(end, entry.end)
             if begin < stop:
-                self._make(content.info, piece, begin - entry.begin, out[begin - start : stop - start])
+                self._make(content, piece, begin - entry.begin, out[begin - start : stop - start])
 
-    def _make(self, info: ObjectInfo, piece: TensorPiece, start: int, out: Bytes) -> None:
+    def _make(self, content: _Content, piece: TensorPiece, start: int, out: Bytes) -> None:
         """Fill `out` with a piece's bytes from `start` on."""
-        tensor = piece.source
-        if _lies_in_the_file(piece):
+        tensor, info = piece.source, content.info
+        if lies_in_the_file(piece):
             self._source.read_into(info.name, tensor.begin + start, out.data, version=info.version)
             return
-        own_bytes = _row_bytes(piece)
+        own_bytes = row_bytes(piece)
         unit = piece.head_rows or 1  # rows that are only known together
         begin = start // own_bytes // unit * unit
         end = -(-(start + len(out)) // own_bytes)
@@ -192,79 +206,11 @@ class GgufDirectory:
             stored = np.empty((min(end, first + read_rows) - first, tensor.row_bytes), np.uint8)
             at = tensor.begin + first * tensor.row_bytes
             self._source.read_into(info.name, at, stored.reshape(-1).data, version=info.version)
+            if len(stored) == tensor.num_rows:
+                content.original.keep(tensor, stored)
             for row in range(0, len(stored), step):
-                made = _made(piece, stored[row : row + step])
+                made = made_of(piece, stored[row : row + step])
                 _copy_overlap(made, (first + row) * own_bytes, out, start)
-
-
-def _lies_in_the_file(piece: TensorPiece) -> bool:
-    """True if the piece's bytes are those of the file, in the same order."""
-    is_plain = piece.form is Form.FLOATS and piece.source.type.dtype == piece.spec.dtype and not piece.shift
-    return not piece.head_rows and (is_plain or piece.form is Form.BLOCKS)
-
-
-def _row_bytes(piece: TensorPiece) -> int:
-    """Of a piece that a row of its tensor becomes."""
-    columns = piece.source.columns
-    if piece.form is Form.BLOCKS:
-        return piece.source.row_bytes
-    if piece.form is Form.FLOATS:
-        return columns * (4 if piece.spec.dtype == "F32" else 2)
-    groups = columns // piece.source.type.elements
-    return {
-        Form.INT8: columns,
-        Form.INT4: columns // 2,
-        Form.E2M1: columns // 2,
-        Form.SCALES: 2 * groups,
-        Form.E8M0: groups,
-    }[piece.form]
-
-
-def _made(piece: TensorPiece, rows: Bytes) -> Bytes:
-    """Some rows of blocks as the piece has them, with rows of heads back in transformers' order."""
-    if piece.head_rows:
-        # In a head, rows 2i and 2i + 1 turn together; transformers has them half a head apart.
-        heads = rows.reshape(-1, piece.head_rows // 2, 2, rows.shape[1])
-        rows = np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(rows.shape)
-    if piece.form is Form.BLOCKS:
-        return rows.reshape(-1)
-    kind = piece.source.type
-    blocks = rows.reshape(-1, kind.block_bytes)
-    if piece.form is Form.SCALES:
-        return np.ascontiguousarray(blocks[:, :2]).reshape(-1)
-    if piece.form is Form.E8M0:
-        return np.ascontiguousarray(blocks[:, 0])
-    if piece.form is Form.E2M1:
-        # Byte j holds elements j and j + 16; neighbours are to be in one.
-        halves = np.concatenate([blocks[:, 1:] & np.uint8(15), blocks[:, 1:] >> np.uint8(4)], axis=1)
-        neighbours: Bytes = halves[:, ::2] | halves[:, 1::2] << np.uint8(4)
-        return neighbours.reshape(-1)
-    if piece.form is Form.FLOATS:
-        if kind.dtype == piece.spec.dtype and not piece.shift:
-            return rows.reshape(-1)
-        return _encode(kind.to_floats(blocks) + np.float32(piece.shift), piece.spec.dtype)
-    assert kind.to_integers is not None
-    levels = kind.to_integers(blocks).levels.reshape(len(rows), -1)
-    if piece.form is Form.INT8:
-        return levels.view(np.uint8).reshape(-1)
-    return pack_nibbles((levels + np.int8(8)).view(np.uint8)).reshape(-1)
-
-
-def _floats(tensor: GgufTensor, rows: Bytes) -> Floats:
-    return tensor.type.to_floats(rows.reshape(-1, tensor.type.block_bytes))
-
-
-def _encode(values: Floats, dtype: str) -> Bytes:
-    """The nearest numbers of a dtype, ties to even."""
-    if dtype == "F32":
-        return values.reshape(-1).view(np.uint8)
-    if dtype == "F16":
-        with np.errstate(over="ignore"):
-            return values.astype("<f2").reshape(-1).view(np.uint8)
-    bits = values.reshape(-1).view(np.uint32)
-    rounded = ((bits + (np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1)))) >> 16).astype("<u2")
-    rounded[np.isnan(values.reshape(-1))] = 0x7FC0
-    return rounded.view(np.uint8)
 
 
 def _copy_overlap(data: Bytes, data_start: int, out: Bytes, out_start: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from ...errors import CheckpointError
 from ...sources.base import ObjectInfo, Source
 from ..safetensors import is_tensor_name
 from .blocks import BLOCK_TYPES, BlockType
+
+if TYPE_CHECKING:
+    import hashlib
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -77,6 +80,15 @@ class GgufTensor(NamedTuple):
         return self.type.row_bytes(self.columns)
 
 
+class Head(NamedTuple):
+    """The bytes in front of the tensors, and the SHA-256 of them as they were read, to be copied and
+    continued.
+    """
+
+    size_bytes: int
+    sha256: hashlib._Hash
+
+
 class GgufFile(NamedTuple):
     """A checked header. Values of `metadata` are int, float, bool, str, list of str or bool, or a
     numeric array.
@@ -85,6 +97,7 @@ class GgufFile(NamedTuple):
     where: str
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]  # in the order of their bytes
+    head: Head | None = None  # of a file whose store states its digest
 
 
 def read_gguf(source: Source, info: ObjectInfo) -> GgufFile:
@@ -106,7 +119,8 @@ def read_gguf(source: Source, info: ObjectInfo) -> GgufFile:
     alignment = _alignment(header, metadata)
     table = [_read_entry(header) for _ in range(num_tensors)]
     begin = -(-header.position // alignment) * alignment
-    return GgufFile(info.name, metadata, _place(header, table, begin, alignment))
+    tensors = _place(header, table, begin, alignment)
+    return GgufFile(info.name, metadata, tensors, header.digest(begin) if info.sha256 is not None else None)
 
 
 class _Entry(NamedTuple):
@@ -167,6 +181,14 @@ class _Header:
         more = bytearray(min(self.size_bytes, max(end, 2 * have, _READ_BYTES)) - have)
         self._source.read_into(self._info.name, have, memoryview(more), version=self._info.version)
         self._data = self._data + more  # a new one: views of the old one may still be there
+
+    def digest(self, end: int) -> Head:
+        """Of all up to `end`, or to that of the file."""
+        import hashlib  # few stores state digests
+
+        size_bytes = min(end, self.size_bytes)
+        self.take(size_bytes - self.position)
+        return Head(size_bytes, hashlib.sha256(self._data[:size_bytes]))
 
     def number(self, code: str) -> Any:
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]

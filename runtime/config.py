@@ -23,6 +23,7 @@ from .setting import (
     parse_bytes,
     seconds,
     setting,
+    store_address,
     template,
     text,
 )
@@ -388,13 +389,13 @@ class ServeConfig(Settings):
     group("requests and shutdown")
     max_body_bytes: int = setting(8 << 20, parse_bytes, "largest request body", metavar="SIZE")
     responses_bytes: int = setting(
-        64 << 20,
-        parse_bytes,
-        "memory for answers of /v1/responses and for conversations, kept for later requests; 0: none are",
-        metavar="SIZE",
+        64 << 20, parse_bytes, "bound of responses and conversations kept; 0: none", metavar="SIZE"
     )
     responses_idle_s: float = setting(
-        3600.0, seconds(0, 604_800), "time after its last use for which one is kept", metavar="SECONDS"
+        3600.0, seconds(0, 2_592_000), "time after its last use for which one is kept", metavar="SECONDS"
+    )
+    responses_store: str | None = setting(
+        None, store_address, "where they are kept, for all instances (default: memory)", metavar="ADDRESS"
     )
     request_timeout_s: float = setting(
         600.0, seconds(0.1, 86_400), "longest time for one request", metavar="SECONDS"
@@ -406,9 +407,7 @@ class ServeConfig(Settings):
         metavar="SECONDS",
     )
     lambda_streaming: bool = setting(
-        False,
-        boolean,
-        "AWS Lambda response streaming, for function URLs with InvokeMode RESPONSE_STREAM",
+        False, boolean, "AWS Lambda response streaming, for function URLs with InvokeMode RESPONSE_STREAM"
     )
     emf: bool = setting(
         False, boolean, "CloudWatch metrics (EMF) of requests and starts, as JSON lines on standard output"

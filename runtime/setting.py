@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, NoReturn, Self, TypeVar
 
+from ..loader.sources.open import KINDS, forms, scheme_of
+
 T = TypeVar("T")
 _SIZE_UNITS = {"": 1, "b": 1} | {
     f"{letter}{end}": base**power
@@ -22,6 +24,14 @@ def text(value: Any) -> str:
     if not isinstance(value, str) or not value or "\0" in value:
         raise ValueError("must be a text")
     return value
+
+
+def store_address(value: Any) -> str:
+    """The address of a folder in a store that can be written to."""
+    kind = KINDS.get(scheme_of(text(value)))
+    if kind is None or not kind.is_store:
+        raise ValueError(f"must be {forms(stores=True)}")
+    return text(value)
 
 
 def boolean(value: Any) -> bool:

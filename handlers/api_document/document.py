@@ -22,7 +22,7 @@ from .routes import server_routes
 
 TAGS = {
     "generate": "OpenAI's API: generation. docs/openai.md describes each field.",
-    "stored": "Answers and conversations that this server keeps in its memory. docs/openai.md describes them.",
+    "stored": "Answers and conversations that the server keeps, in memory or a store. docs/openai.md describes them.",
     "encode": "Vectors, labels and scores of encoders, as OpenAI, Jina, Cohere and vLLM have them.",
     "tokens": "Tokens of texts, as vLLM has them.",
     "anthropic": "Anthropic's API. docs/anthropic.md describes it.",

@@ -128,6 +128,7 @@ class HealthRoutes:
                 "body_bytes": service.admission.body_bytes,
                 "answer_bytes": service.admission.answer_bytes,
             },
+            **{name: figures() for name, figures in service.figures.items()},
         }
         if self._calls is not None:
             statistics["function"] = self._calls.statistics()

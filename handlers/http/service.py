@@ -9,7 +9,7 @@ import functools
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import partial
@@ -145,6 +145,8 @@ class Service:
         self.connections = Connections(limits, self._retry_after_s)
         self.loop_calls = LoopCalls()
         self.text_threads = TextThreads()
+        # More figures for metrics, by the name of what they are of.
+        self.figures: dict[str, Callable[[], Mapping[str, float]]] = {}
         self._shared: dict[Callable[[Service], object], object] = {}
 
     def shared(self, make: Callable[[Service], T]) -> T:

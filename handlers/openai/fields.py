@@ -249,7 +249,7 @@ RESPONSES: Fields = {
     ),
     "stream": (_YES, ""),
     "stream_options": (_YES, "`include_obfuscation` is without effect; the last event has the usage"),
-    "store": (_YES, "true unless given: kept in memory, `--responses-bytes` and `--responses-idle-s`"),
+    "store": (_YES, "true unless given: kept within `--responses-bytes` and `--responses-idle-s`"),
     "background": (_YES, "not in a stream"),
     "truncation": (_YES, "`auto`: the oldest messages are left out where the context is full; `disabled`"),
     "metadata": (_YES, "comes back with the answer"),

@@ -8,7 +8,7 @@ token whose text is still held back is counted with the next chunk of its choice
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TypeVar
@@ -296,17 +296,27 @@ async def make_format(service: Service, body_bytes: int, make: Callable[[], A], 
     return await service.text_threads.run(body_bytes, make) if has_schema else make()
 
 
+async def _as_it_is(last: bytes) -> bytes:
+    return last
+
+
 async def respond(
-    service: Service, request: web.Request, fmt: Format, *, body_bytes: int, framing: Framing = SSE
+    service: Service,
+    request: web.Request,
+    fmt: Format,
+    *,
+    body_bytes: int,
+    framing: Framing = SSE,
+    keep: Callable[[bytes], Awaitable[bytes]] = _as_it_is,
 ) -> web.StreamResponse:
     """The response to a request whose body, of `body_bytes`, was decoded and checked into `fmt`. `framing` is that of
-    streams.
+    streams. `keep` is awaited with the whole answer, or a stream's end, and gives what is sent of it.
     """
-    if not fmt.body.stream:
-        return await _whole(service, CALL.get(), fmt, body_bytes)
     call = CALL.get()
+    if not fmt.body.stream:
+        return await _whole(service, call, fmt, body_bytes, keep)
     async with EventStream(request, framing, service.limits, comment=service.load_comment) as stream:
-        return await complete(stream, call, _send_steps(stream, service, call, fmt, body_bytes))
+        return await complete(stream, call, _send_steps(stream, service, call, fmt, body_bytes, keep))
 
 
 async def generate(
@@ -333,13 +343,16 @@ async def generate(
     return outcomes, sequences.tally.usage(asked.num_prompt_tokens, asked.first_token)
 
 
-async def _whole(service: Service, call: HttpCall, fmt: Format, body_bytes: int) -> web.Response:
+async def _whole(
+    service: Service, call: HttpCall, fmt: Format, body_bytes: int, keep: Callable[[bytes], Awaitable[bytes]]
+) -> web.Response:
     with service.admission.answer() as charge:
         outcomes, usage = await generate(service, call, fmt, body_bytes, charge=charge)
         if fmt.looks_up_tokens:
             answer = await service.text_threads.run(body_bytes, fmt.whole, outcomes, usage)
         else:
             answer = fmt.whole(outcomes, usage)
+        answer = await keep(answer)
     details = usage.completion_tokens_details
     return web.Response(
         body=answer,
@@ -349,7 +362,12 @@ async def _whole(service: Service, call: HttpCall, fmt: Format, body_bytes: int)
 
 
 async def _send_steps(
-    stream: EventStream, service: Service, call: HttpCall, fmt: Format, body_bytes: int
+    stream: EventStream,
+    service: Service,
+    call: HttpCall,
+    fmt: Format,
+    body_bytes: int,
+    keep: Callable[[bytes], Awaitable[bytes]],
 ) -> None:
     bound = service.limits.max_pending_events
     with RequestSequences(service, call, max_pending_events=bound, on_overflow=stream.abort) as sequences:
@@ -367,7 +385,8 @@ async def _send_steps(
             if items:
                 await stream.send(*items)
     if fmt.body.includes_usage:
-        await stream.send(fmt.usage_chunk(sequences.tally.usage(fmt.num_prompt_tokens, fmt.first_token)))
+        last = fmt.usage_chunk(sequences.tally.usage(fmt.num_prompt_tokens, fmt.first_token))
+        await stream.send(await keep(last))
 
 
 class Beginning:

@@ -12,7 +12,7 @@ import msgspec
 
 from ...runtime.errors import RequestError
 from ..http.json_bodies import encode
-from .response_store import Json, new_id
+from .response_store import Json, new_item_id
 from .schemas import ContentPart, FunctionCall, Message, ToolCall
 
 CUSTOM_INPUT = "input"  # the argument of a custom tool, whose input is a text
@@ -59,16 +59,16 @@ class InputItem(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
 _PREFIXES = {"function_call": "fc", "custom_tool_call": "ctc", "reasoning": "rs"}
 
 
-def stored_items(given: str | Sequence[InputItem]) -> list[Json]:
-    """The items as they are kept and listed: each with an id, content as parts."""
+def stored_items(given: str | Sequence[InputItem], entry_id: str) -> list[Json]:
+    """The items as they are kept in this entry, and listed: each with an id, content as parts."""
     items = [InputItem(role="user", content=given)] if isinstance(given, str) else given
-    return [_stored(item) for item in items]
+    return [_stored(item, entry_id) for item in items]
 
 
-def _stored(item: InputItem) -> Json:
+def _stored(item: InputItem, entry_id: str) -> Json:
     stored: Json = msgspec.to_builtins(item)
     kind = item.type or "message"
-    stored = {"id": item.id or new_id(_PREFIXES.get(kind, "msg")), **stored, "type": kind}
+    stored = {"id": item.id or new_item_id(_PREFIXES.get(kind, "msg"), entry_id), **stored, "type": kind}
     if kind == "message":
         part = "output_text" if item.role == "assistant" else "input_text"
         if isinstance(item.content, str):

@@ -14,18 +14,19 @@ import msgspec
 
 from .deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
 from .response_items import CUSTOM_INPUT
-from .response_store import Json, new_id
+from .response_store import IN_PROGRESS, Json, new_item_id
 
 Event = dict[str, Any]
-COMPLETED, INCOMPLETE, IN_PROGRESS = "completed", "incomplete", "in_progress"
+COMPLETED, INCOMPLETE = "completed", "incomplete"
 
 
 class AnswerItems:
     """One answer's. Deltas in, events out."""
 
-    def __init__(self, custom: frozenset[str] = frozenset()) -> None:
+    def __init__(self, response_id: str, custom: frozenset[str] = frozenset()) -> None:
         """`custom` are the names of tools whose input is a text."""
         self.items: list[Json] = []
+        self._response_id = response_id
         self._custom = custom
         self._num_events = 0
         self._is_open = False  # the last item
@@ -89,7 +90,7 @@ class AnswerItems:
     def _begin_text(self, kind: str) -> list[Event]:
         if kind == "reasoning":
             item: Json = {
-                "id": new_id("rs"),
+                "id": self._new_id("rs"),
                 "type": kind,
                 "summary": [],
                 "content": [],
@@ -97,7 +98,7 @@ class AnswerItems:
             }
         else:
             item = {
-                "id": new_id("msg"),
+                "id": self._new_id("msg"),
                 "type": kind,
                 "role": "assistant",
                 "content": [],
@@ -126,9 +127,9 @@ class AnswerItems:
         if call_id:
             head: Json = {"call_id": call_id, "name": name, "status": IN_PROGRESS}
             if name in self._custom:
-                item = {"id": new_id("ctc"), "type": "custom_tool_call", **head, "input": ""}
+                item = {"id": self._new_id("ctc"), "type": "custom_tool_call", **head, "input": ""}
             else:
-                item = {"id": new_id("fc"), "type": "function_call", **head, "arguments": ""}
+                item = {"id": self._new_id("fc"), "type": "function_call", **head, "arguments": ""}
             events = [*self._end(COMPLETED), self._begin(item)]
         if arguments:
             self._pieces.append(arguments)
@@ -162,6 +163,9 @@ class AnswerItems:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
 
     # -- all kinds
+
+    def _new_id(self, prefix: str) -> str:
+        return new_item_id(prefix, self._response_id)
 
     def _begin(self, item: Json) -> Event:
         self.items.append(item)

@@ -19,17 +19,18 @@ from .chat_request import ChatRequest
 from .generation import make_format
 from .parameters import own_names
 from .response_items import InputItem, stored_items
+from .response_keeper import Keeper, response_store
 from .response_store import (
     Conversation,
+    Edit,
     Json,
-    ResponseStore,
     StoredItems,
     listed,
     new_id,
     not_found,
     owner_of,
 )
-from .responses_api import OWN_NAMES, Keeper
+from .responses_api import OWN_NAMES, BackgroundTasks
 from .responses_body import CountTokensBody, ResponsesBody, chat_of, tools_of
 
 MAX_CONVERSATION_ITEMS = 20  # of one request, as OpenAI has it
@@ -39,6 +40,10 @@ MAX_METADATA = 16
 class ConversationBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     items: list[InputItem] | None = None
     metadata: dict[str, str] | None = None
+
+
+class _Background(msgspec.Struct):
+    background: bool = False
 
 
 class ItemsBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -54,7 +59,7 @@ class StoredRoutes:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._store = service.shared(ResponseStore.of)
+        self._store = service.shared(response_store)
         self._conversation = JsonDecoder(ConversationBody)
         self._items = JsonDecoder(ItemsBody)
 
@@ -65,33 +70,45 @@ class StoredRoutes:
             raise ApiError(
                 400, "stream is not supported here: get the response once it is complete", param="stream"
             )
-        return web.Response(body=self._response(request).body, content_type="application/json")
+        return web.Response(body=(await self._response(request)).body, content_type="application/json")
 
     async def delete(self, request: web.Request) -> web.Response:
-        entry = self._response(request)
-        self._store.remove(owner_of(request), entry.id)
+        entry = await self._response(request)
+        await self._end(entry)
+        await self._store.remove(owner_of(request), entry.id)
         return _json({"id": entry.id, "object": "response", "deleted": True})
 
     async def input_items(self, request: web.Request) -> web.Response:
         """Of the request and of those that it continues."""
-        *before, last = self._response(request).turns()
+        *before, last = (await self._response(request)).turns()
         items = [item for turn in before for item in turn.own_items()]
         items += msgspec.json.decode(last.items, type=list[Json])
         return _json(listed(items, request.query))
 
     async def cancel(self, request: web.Request) -> web.Response:
         """End a response that is made in the background; one that is complete stays as it is."""
-        entry = self._response(request)
-        if not entry.is_background:
+        entry = await self._response(request)
+        if not msgspec.json.decode(entry.body, type=_Background).background:
             raise ApiError(
                 400, f"the response {entry.id!r} is not made in the background", param="response_id"
             )
-        task = entry.task
-        if task is not None:
-            task.cancel()
-            with contextlib.suppress(BaseException):
-                await task
+        if await self._end(entry):
+            entry = await self._response(request)
+        elif not entry.is_complete:
+            raise ApiError(
+                409, f"the response {entry.id!r} is made by another instance of this server", code="conflict"
+            )
         return web.Response(body=entry.body, content_type="application/json")
+
+    async def _end(self, entry: StoredItems) -> bool:
+        """End a response that is made in the background here. False for others."""
+        task = self._service.shared(BackgroundTasks.of).get(entry.id)
+        if task is None:
+            return False
+        task.cancel()
+        with contextlib.suppress(BaseException):
+            await task
+        return True
 
     # -- conversations
 
@@ -106,81 +123,80 @@ class StoredRoutes:
                 "metadata": body.metadata or {},
             }
             conversation = Conversation(made["id"], encode(made))
-            conversation.items = encode(stored_items(body.items or []))
-        if not self._store.put(owner_of(request), conversation):
+            conversation.items = encode(stored_items(body.items or [], conversation.id))
+        if not await self._store.put(owner_of(request), conversation):
             raise self._too_large()
         return _json(made)
 
     async def get_conversation(self, request: web.Request) -> web.Response:
-        return web.Response(body=self._found(request).body, content_type="application/json")
+        return web.Response(body=(await self._found(request)).body, content_type="application/json")
 
     async def update_conversation(self, request: web.Request) -> web.Response:
-        conversation = self._found(request)
         async with self._service.admission.body(request) as data:
             body = self._conversation.decode(data)
         if body.items is not None:
             raise RequestError("items are added at /v1/conversations/{id}/items", param="items")
         _check(None, body.metadata)
-        changed = {**msgspec.json.decode(conversation.body), "metadata": body.metadata or {}}
-        if not self._store.change(owner_of(request), conversation, body=encode(changed)):
-            raise self._too_large()
-        return _json(changed)
+        metadata = body.metadata or {}
+
+        def edit(entry: StoredItems) -> tuple[bytes, bytes]:
+            return entry.items, encode({**msgspec.json.decode(entry.body), "metadata": metadata})
+
+        conversation = await self._changed(request, edit)
+        return web.Response(body=conversation.body, content_type="application/json")
 
     async def delete_conversation(self, request: web.Request) -> web.Response:
-        conversation = self._found(request)
-        self._store.remove(owner_of(request), conversation.id)
+        conversation = await self._found(request)
+        await self._store.remove(owner_of(request), conversation.id)
         return _json({"id": conversation.id, "object": "conversation.deleted", "deleted": True})
 
     async def conversation_items(self, request: web.Request) -> web.Response:
-        return _json(listed(list(self._found(request).own_items()), request.query))
+        return _json(listed(list((await self._found(request)).own_items()), request.query))
 
     async def add_items(self, request: web.Request) -> web.Response:
         async with self._service.admission.body(request) as data:
             body = self._items.decode(data)
             _check(body.items, None)
-            added = stored_items(body.items)
-        conversation = self._found(request)
-        self._change_items(request, conversation, [*conversation.own_items(), *added])
+            added = stored_items(body.items, request.match_info["id"])
+
+        def edit(entry: StoredItems) -> tuple[bytes, bytes]:
+            return encode([*entry.own_items(), *added]), entry.body
+
+        await self._changed(request, edit)
         return _json(listed(added, {"order": "asc"}))
 
     async def get_item(self, request: web.Request) -> web.Response:
-        return _json(self._item(request, self._found(request)))
+        return _json(_item(request, await self._found(request)))
 
     async def delete_item(self, request: web.Request) -> web.Response:
         """Answers with the conversation, as OpenAI does."""
-        conversation = self._found(request)
-        item = self._item(request, conversation)
-        self._change_items(request, conversation, [each for each in conversation.own_items() if each != item])
+
+        def edit(entry: StoredItems) -> tuple[bytes, bytes]:
+            item = _item(request, entry)
+            return encode([each for each in entry.own_items() if each != item]), entry.body
+
+        conversation = await self._changed(request, edit)
         return web.Response(body=conversation.body, content_type="application/json")
 
-    def _response(self, request: web.Request) -> StoredItems:
+    async def _response(self, request: web.Request) -> StoredItems:
         name = request.match_info["id"]
-        entry = self._store.get(owner_of(request), name)
+        entry = await self._store.get(owner_of(request), name)
         if entry is None or isinstance(entry, Conversation):
             raise not_found("response", name, self._store, param="response_id")
         return entry
 
-    def _found(self, request: web.Request) -> Conversation:
+    async def _found(self, request: web.Request) -> Conversation:
         name = request.match_info["id"]
-        entry = self._store.get(owner_of(request), name)
+        entry = await self._store.get(owner_of(request), name)
         if not isinstance(entry, Conversation):
             raise not_found("conversation", name, self._store, param="conversation_id")
         return entry
 
-    def _item(self, request: web.Request, conversation: Conversation) -> Json:
-        name = request.match_info["item"]
-        found = next((each for each in conversation.own_items() if each.get("id") == name), None)
-        if found is None:
-            raise ApiError(
-                404, f"the conversation has no item {name[:100]!r}", param="item_id", code="not_found"
-            )
-        return found
-
-    def _change_items(self, request: web.Request, conversation: Conversation, items: list[Json]) -> None:
-        if not self._store.change(
-            owner_of(request), conversation, items=encode(items), body=conversation.body
-        ):
+    async def _changed(self, request: web.Request, edit: Edit) -> Conversation:
+        conversation = await self._found(request)
+        if not await self._store.change(owner_of(request), conversation, edit):
             raise self._too_large()
+        return conversation
 
     def _too_large(self) -> ApiError:
         return ApiError(
@@ -188,6 +204,14 @@ class StoredRoutes:
             f"the conversation is larger than the {self._store.max_bytes} bytes that this server keeps",
             code="request_too_large",
         )
+
+
+def _item(request: web.Request, conversation: StoredItems) -> Json:
+    name = request.match_info["item"]
+    found = next((each for each in conversation.own_items() if each.get("id") == name), None)
+    if found is None:
+        raise ApiError(404, f"the conversation has no item {name[:100]!r}", param="item_id", code="not_found")
+    return found
 
 
 def _check(items: list[InputItem] | None, metadata: dict[str, str] | None) -> None:
@@ -208,7 +232,7 @@ class CountInputTokensRoute(BodyRoute[CountTokensBody]):
     async def _answer(self, request: web.Request, body: CountTokensBody, body_bytes: int) -> web.Response:
         service = self._service
         service.check_model(body.model)
-        keeper = Keeper(service.shared(ResponseStore.of), owner_of(request), body)
+        keeper = await Keeper.open(service.shared(response_store), owner_of(request), body)
         with own_names(OWN_NAMES):
             make = partial(_chat_of, body, keeper, service)
             chat = await make_format(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,19 +29,17 @@ from .deltas import Delta, Finish
 from .generation import SequenceOutcome, Step, generate, make_format, respond
 from .logprobs import chat_logprobs, token_bytes
 from .parameters import own_names
-from .response_items import InputItem, as_item, stored_items
-from .response_output import COMPLETED, IN_PROGRESS, INCOMPLETE, AnswerItems, Event
-from .response_store import Conversation, Json, ResponseStore, StoredItems, new_id, not_found, owner_of
+from .response_items import InputItem
+from .response_keeper import Keeper, response_store
+from .response_output import COMPLETED, INCOMPLETE, AnswerItems, Event
+from .response_store import IN_PROGRESS, LEASE_S, QUEUED, Json, new_id, owner_of
 from .responses import Usage
-from .responses_body import CountTokensBody, ResponsesBody, chat_of, check_fields, tools_of
+from .responses_body import ResponsesBody, chat_of, check_fields, tools_of
 from .schemas import ChatBody
 
 if TYPE_CHECKING:
     from ...runtime.text.tokenizer import TextTokenizer
 
-logger = logging.getLogger("teneral.http")
-
-MAX_HISTORY_BYTES = 8 << 20  # of the items before those of a request, as JSON
 MAX_BACKGROUND = 32  # responses that are made without a client waiting
 OWN_NAMES = {
     "max_tokens": "max_output_tokens",
@@ -63,7 +61,7 @@ class ResponsesRoute(BodyRoute[ResponsesBody]):
     async def _answer(self, request: web.Request, body: ResponsesBody, body_bytes: int) -> web.StreamResponse:
         service = self._service
         check_fields(body)
-        keeper = Keeper(service.shared(ResponseStore.of), owner_of(request), body)
+        keeper = await Keeper.open(service.shared(response_store), owner_of(request), body)
         history = keeper.history()
         model = service.answering_as(body.model)
         make = partial(make_response, body, history, keeper, model=model, settings=chat_settings(service))
@@ -73,9 +71,9 @@ class ResponsesRoute(BodyRoute[ResponsesBody]):
             )
             if body.background:
                 return await run_in_background(service, fmt, keeper, body_bytes)
-            response = await respond(service, request, fmt, body_bytes=body_bytes, framing=fmt.framing)
-            fmt.keep()
-            return response
+            return await respond(
+                service, request, fmt, body_bytes=body_bytes, framing=fmt.framing, keep=fmt.keep
+            )
 
 
 def make_response(
@@ -88,99 +86,23 @@ def make_response(
     return ResponsesFormat(body, chat, keeper, tools.custom, warnings, model=model, settings=settings)
 
 
-class Keeper:
-    """The stored entries that a request continues, and the one that it leaves."""
-
-    def __init__(self, store: ResponseStore, owner: bytes, body: ResponsesBody | CountTokensBody) -> None:
-        """Raises `ApiError` 404 for what is not there."""
-        self._store, self._owner = store, owner
-        stores = isinstance(body, ResponsesBody) and body.store is not False
-        if isinstance(body, ResponsesBody) and body.store and not store.max_bytes:
-            raise RequestError(
-                "store is not supported on this server",
-                param="store",
-                hint="Its operator can set --responses-bytes.",
-            )
-        self.is_storing = stores and store.max_bytes > 0
-        self.previous = self._entry(body.previous_response_id, "response", "previous_response_id")
-        if self.previous is not None and self.previous.task is not None:
-            raise RequestError("the previous response is not complete yet", param="previous_response_id")
-        self.conversation = self._entry(body.conversation_id, "conversation", "conversation")
-        items = body.input
-        if isinstance(items, list) and any(item.is_reference for item in items):
-            items = [
-                self._item(item, number) if item.is_reference else item for number, item in enumerate(items)
-            ]
-        self.items = items or []
-        self.entry: StoredItems | None = None
-
-    def history(self) -> list[InputItem]:
-        """The items before those of the request. Raises `RequestError` where they are too many."""
-        turns = [] if self.previous is None else self.previous.turns()
-        if self.conversation is not None:
-            turns = [self.conversation]
-        if sum(turn.size_bytes for turn in turns) > MAX_HISTORY_BYTES:
-            raise RequestError(
-                f"the conversation is longer than {MAX_HISTORY_BYTES} bytes", param="previous_response_id"
-            )
-        return [as_item(item) for turn in turns for item in turn.own_items()]
-
-    def put(self, response: Json) -> StoredItems | None:
-        """Keep this response, and add to the conversation. None where nothing is kept."""
-        items = stored_items(self.items)
-        if self.conversation is not None and self.entry is None:
-            added = [*self.conversation.own_items(), *items, *response["output"]]
-            if not self._store.change(
-                self._owner, self.conversation, items=encode(added), body=self.conversation.body
-            ):
-                logger.warning("conversation %s is full: nothing was added", self.conversation.id)
-        if not self.is_storing:
-            return None
-        if self.entry is None:
-            self.entry = StoredItems(response["id"], encode(items), encode(response), self.previous)
-            return self.entry if self._store.put(self._owner, self.entry) else None
-        return self.entry if self._store.change(self._owner, self.entry, body=encode(response)) else None
-
-    def _entry(self, name: str | None, kind: str, param: str) -> StoredItems | None:
-        if name is None:
-            return None
-        entry = self._store.get(self._owner, name)
-        if entry is None or isinstance(entry, Conversation) is not (kind == "conversation"):
-            raise not_found(kind, name, self._store, param=param)
-        return entry
-
-    def _item(self, item: InputItem, number: int) -> InputItem:
-        found = self._store.find_item(self._owner, item.id or "")
-        if found is None:
-            raise not_found("item", item.id or "", self._store, param=f"input[{number}]")
-        return as_item(found)
-
-
 async def run_in_background(
     service: Service, fmt: ResponsesFormat, keeper: Keeper, body_bytes: int
 ) -> web.Response:
     """Begin a response, and answer with it as it is: it is found by its id."""
-    if sum(not task.done() for task in _background(service)) >= MAX_BACKGROUND:
+    tasks = service.shared(BackgroundTasks.of)
+    if len(tasks) >= MAX_BACKGROUND:
         raise CapacityError(
             f"{MAX_BACKGROUND} responses are made in the background, which is the limit", retry_after_s=1.0
         )
-    queued = fmt.response("queued", None)
-    entry = keeper.put(queued)
-    if entry is None:
+    queued = fmt.response(QUEUED, None)
+    if not await keeper.put(queued):
         raise RequestError(
             "background needs store, and this response is larger than the store", param="background"
         )
-    entry.is_background = True
     task = asyncio.create_task(_make_in_background(service, fmt, keeper, body_bytes))
-    entry.task = task
-    tasks = _background(service)
-    tasks.add(task)
-
-    def ended(_: object) -> None:
-        tasks.discard(task)
-        entry.task = None
-
-    task.add_done_callback(ended)
+    tasks[fmt.id] = task
+    task.add_done_callback(lambda _: tasks.pop(fmt.id))
     return web.Response(body=encode(queued), content_type="application/json")
 
 
@@ -192,32 +114,48 @@ async def _make_in_background(
     try:
         async with service.in_flight.work() as call.work:
             service.in_flight.take_place(call.work)
-            keeper.put(fmt.response(IN_PROGRESS, None))
-            with service.admission.answer() as charge, own_names(OWN_NAMES):
+            with (
+                service.admission.answer() as charge,
+                own_names(OWN_NAMES),
+                _renewing(partial(keeper.put, fmt.response(IN_PROGRESS, None))),
+            ):
                 outcomes, usage = await generate(service, call, fmt, body_bytes, charge=charge)
-                await service.text_threads.run(body_bytes, fmt.whole, outcomes, usage)
-        fmt.keep()
+                whole = await service.text_threads.run(body_bytes, fmt.whole, outcomes, usage)
+        await fmt.keep(whole)
     except asyncio.CancelledError:
-        keeper.put(fmt.response("cancelled", None))
+        await keeper.put(fmt.response("cancelled", None))
         raise
     except Exception as error:  # noqa: BLE001 - the client finds it in the response
         failure = call.explain(error)
         # OpenAI's clients know no other codes than these and some of images.
         code = "server_error" if failure.status >= 500 else "invalid_prompt"
         code = "rate_limit_exceeded" if failure.status == 429 else code
-        keeper.put(fmt.response("failed", None, error={"code": code, "message": failure.message}))
+        await keeper.put(fmt.response("failed", None, error={"code": code, "message": failure.message}))
 
 
-class BackgroundTasks(set[asyncio.Task[None]]):
-    """The responses that a server makes in the background."""
+@contextlib.contextmanager
+def _renewing(renew: Callable[[], Awaitable[bool]]) -> Iterator[None]:
+    """Write a response now and again, so that other instances see that it is still being made."""
+
+    async def run() -> None:
+        while True:
+            with contextlib.suppress(ApiError):  # the store is down: the next attempt may be in time
+                await renew()
+            await asyncio.sleep(LEASE_S / 3)
+
+    task = asyncio.create_task(run())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+class BackgroundTasks(dict[str, asyncio.Task[None]]):
+    """The responses that a server makes in the background, by their ids."""
 
     @classmethod
     def of(cls, service: Service) -> BackgroundTasks:
         return cls()
-
-
-def _background(service: Service) -> BackgroundTasks:
-    return service.shared(BackgroundTasks.of)
 
 
 class ResponsesFormat(FormatOfChat):
@@ -235,18 +173,19 @@ class ResponsesFormat(FormatOfChat):
         settings: ChatSettings,
     ) -> None:
         """`chat` is the same request as a chat; `custom` are the names of tools whose input is a text."""
-        self._id = new_id("resp")
-        super().__init__(ChatRequest(chat, request_id=self._id, settings=settings))
+        self.id = new_id("resp")
+        super().__init__(ChatRequest(chat, request_id=self.id, settings=settings))
         self._settings = settings
         self._asked = body
         self._keeper = keeper
         self._model = model
         self._created = int(time.time())
-        self._items = AnswerItems(custom)
+        self._items = AnswerItems(self.id, custom)
         self._warnings = warnings
         self._finish: str | None = None
         self._may_reason = False
         self._final: Json | None = None
+        self._last: list[Event] = []  # of a stream
         self.needs_context = body.truncation == "auto"
 
     @property
@@ -274,7 +213,7 @@ class ResponsesFormat(FormatOfChat):
 
         def attempt(start: int) -> list[GenerationRequest] | None:
             kept = msgspec.structs.replace(self.body, messages=[*messages[:num_first], *messages[start:]])
-            chat = ChatRequest(kept, request_id=self._id, settings=self._settings)
+            chat = ChatRequest(kept, request_id=self.id, settings=self._settings)
             try:
                 requests = chat.prepare(tokenizer, max_tokens)
             except ContextLengthError:
@@ -301,11 +240,23 @@ class ResponsesFormat(FormatOfChat):
         )
         return best
 
-    def keep(self) -> None:
-        """Leave the response in the store, once it is complete. Idempotent."""
-        if self._final is not None:
-            self._keeper.put(self._final)
-            self._final = None
+    async def keep(self, last: bytes) -> bytes:
+        """Leave the complete response in the store, before the client knows of its end. `last` is the end of its
+        stream, or all of it; returned is what is sent, which says if it could not be kept.
+        """
+        if self._final is None:
+            return last
+        try:
+            is_kept = await self._keeper.put(self._final)
+            warning = "the response is larger than what this server keeps"
+        except ApiError as error:
+            is_kept, warning = False, error.message
+        if is_kept or not self._keeper.is_storing:
+            return last
+        self._final["store"] = False
+        warnings = [*self._final.get("teneral", {}).get("warnings", []), f"not stored: {warning}"]
+        self._final["teneral"] = {"warnings": warnings}
+        return b"\n\n".join(map(_named, self._last)) if self._last else encode(self._final)
 
     @property
     def looks_up_tokens(self) -> bool:
@@ -323,7 +274,7 @@ class ResponsesFormat(FormatOfChat):
         kind = f"response.{self._status}"
         self._final = self.response(self._status, usage)
         events.append(self._items.event(kind, response=self._final))
-        self.keep()  # before the client knows of its end
+        self._last = events
         return b"\n\n".join(map(_named, events))
 
     def whole(self, outcomes: Sequence[SequenceOutcome], usage: Usage) -> bytes:
@@ -370,7 +321,7 @@ class ResponsesFormat(FormatOfChat):
         warnings = [*self._warnings, *self._chat.warnings]
         text = {"format": {"type": "text"}} if asked.text is None or asked.text.format is None else asked.text
         return {
-            "id": self._id,
+            "id": self.id,
             "object": "response",
             "created_at": self._created,
             "completed_at": int(time.time()) if status == COMPLETED else None,

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from tests.support.chat_families import scripted
 
-from teneral.handlers.openai.response_store import (
-    ENTRY_BYTES,
-    Conversation,
-    ResponseStore,
-    StoredItems,
-)
+from teneral.handlers.openai.response_keeper import response_store
 
 MODEL = "tiny/model"
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_output_tokens": 8}
@@ -28,11 +25,14 @@ def client_of(server: Any, key: str = "one") -> openai.AsyncOpenAI:
     )
 
 
-@pytest.fixture
-async def server(start: Any, chat_parts: Any) -> AsyncIterator[Any]:
-    async with start(parts=chat_parts("hermes")) as running:
+@pytest.fixture(params=["memory", "folder"])
+async def server(
+    request: pytest.FixtureRequest, start: Any, chat_parts: Any, tmp_path: Path
+) -> AsyncIterator[Any]:
+    address = str(tmp_path / "responses") if request.param == "folder" else None
+    async with start(parts=chat_parts("hermes"), responses_store=address) as running:
         yield running
-        running.service.shared(ResponseStore.of).check_integrity()
+        running.service.shared(response_store).check_integrity()
 
 
 @pytest.fixture
@@ -272,64 +272,43 @@ async def test_a_regular_expression_guides_a_custom_tool(client: openai.AsyncOpe
     assert len(item.input) == 3
 
 
-# The store
+async def test_a_response_is_continued_after_a_restart_and_by_another_instance(
+    start: Any, chat_parts: Any, tmp_path: Path
+) -> None:
+    parts, address = chat_parts("hermes"), str(tmp_path)
+    items: list[Any] = []
+    previous: str | None = None
+    for turn in range(4):
+        items.append({"role": "user", "content": f"Turn {turn}"})
+        # A server of its own for each turn
+        async with start(parts=parts, responses_store=address) as server, client_of(server) as client:
+            asked: dict[str, Any] = {**GREEDY, "previous_response_id": previous}
+            answer = await client.responses.create(input=f"Turn {turn}", **asked)
+            whole = await client.responses.create(input=items, store=False, **GREEDY)
+            assert answer.output_text == whole.output_text
+            metrics = await server.get("/metrics")
+            assert "teneral_responses_writes_total 1.0" in metrics.body.decode()
+            async with client_of(server, "two") as other:
+                with pytest.raises(openai.NotFoundError):
+                    await other.responses.retrieve(answer.id)
+        items += answer.output
+        previous = answer.id
+    assert len(list(tmp_path.glob("*/resp_*.json.gz"))) == 4
 
 
-def turn(name: str, size: int = 0, previous: StoredItems | None = None) -> StoredItems:
-    return StoredItems(name, b"[]", b"x" * size, previous)
-
-
-def test_the_store_is_bounded_in_bytes_and_the_longest_unused_goes_first() -> None:
-    store = ResponseStore(max_bytes=4 * (ENTRY_BYTES + 1002), max_idle_s=10, clock=lambda: 0.0)
-    for name in "abcd":
-        assert store.put(b"k", turn(name, 1000))
-    assert store.get(b"k", "a") is not None
-    assert store.put(b"k", turn("e", 1000))
-    assert store.get(b"k", "b") is None
-    assert [name for name in "acde" if store.get(b"k", name)] == list("acde")
-    assert not store.put(b"k", turn("f", 1 << 20))
-    assert store.put(b"other", turn("g", 1000))  # the key that uses most makes room
-    assert store.get(b"other", "g") is not None
-    assert len(store) == 4
-    store.check_integrity()
-
-
-def test_a_turn_is_kept_as_long_as_another_continues_it() -> None:
-    store = ResponseStore(max_bytes=1 << 20, max_idle_s=10, clock=lambda: 0.0)
-    first = turn("a", 1000)
-    second = turn("b", 1000, first)
-    assert store.put(b"k", first)
-    assert store.put(b"k", second)
-    assert store.remove(b"k", "a")
-    store.check_integrity()
-    assert store.num_bytes == first.size_bytes + second.size_bytes
-    assert store.remove(b"k", "b")
-    assert store.num_bytes == 0
-    assert not store.remove(b"k", "b")
-
-
-def test_what_is_not_used_is_dropped_after_its_time() -> None:
-    now = [0.0]
-    store = ResponseStore(max_bytes=1 << 20, max_idle_s=10, clock=lambda: now[0])
-    store.put(b"k", turn("a"))
-    store.put(b"k", turn("b"))
-    now[0] = 9.0
-    assert store.get(b"k", "a") is not None
-    now[0] = 11.0
-    assert store.get(b"k", "b") is None
-    assert store.get(b"k", "a") is not None
-    now[0] = 30.0
-    assert store.get(b"k", "a") is None
-    assert store.num_bytes == 0
-
-
-def test_a_conversation_that_grows_makes_room_or_stays_as_it_is() -> None:
-    store = ResponseStore(max_bytes=3 * ENTRY_BYTES, max_idle_s=10, clock=lambda: 0.0)
-    conversation = Conversation("c", b"{}")
-    assert store.put(b"k", conversation)
-    assert store.put(b"k", turn("a", 100))
-    assert store.change(b"k", conversation, items=b"x" * (2 * ENTRY_BYTES - 100), body=b"{}")
-    assert store.get(b"k", "a") is None
-    assert not store.change(b"k", conversation, items=b"x" * (3 * ENTRY_BYTES), body=b"{}")
-    assert len(conversation.items) == 2 * ENTRY_BYTES - 100
-    store.check_integrity()
+async def test_a_store_that_fails_loses_no_answer(start: Any, chat_parts: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "responses"
+    async with (
+        start(parts=chat_parts("hermes"), responses_store=str(folder)) as server,
+        client_of(server) as client,
+    ):
+        await client.responses.create(input="Hello", **GREEDY)
+        shutil.rmtree(folder)
+        folder.write_text("in the way")
+        answer = await client.responses.create(input="Hello", **GREEDY)
+        assert answer.output_text
+        events = [event async for event in await client.responses.create(input="Hi", stream=True, **GREEDY)]
+        for each in (answer, events[-1].response):
+            assert each.store is False
+            assert "not stored" in each.teneral["warnings"][0]
+        folder.unlink()

@@ -542,6 +542,10 @@ typedef struct tn_expert {
     tn_projection down;
 } tn_expert;
 
+#define TN_MAX_CONVOLUTION 16
+
+/* A layer attends, or convolves: it has a convolution's taps then, `qkv` is to the thirds b, c and x of a row, and
+ * `output` takes c * convolution(b * x). */
 typedef struct tn_decoder_layer {
     tn_vector attention_norm;        /* (hidden_size,) or none */
     tn_vector query_norm;            /* (head_dim,), or with joint_norms of all heads; or none */
@@ -556,6 +560,10 @@ typedef struct tn_decoder_layer {
     tn_projection router;            /* to the experts' scores, in layers with a mixture */
     const tn_expert *experts;        /* (num_experts,) in place of gate_up and down; or NULL */
     tn_vector sinks;                 /* as in tn_attention_args */
+    tn_vector convolution;           /* (hidden_size, convolution_size) taps, that of a row's own token last; or none */
+    tn_vector convolution_bias;      /* (hidden_size,) or none */
+    int64_t kv_layer;                /* the pool's layer with its keys and values; a convolution's b * x is in those from
+                                      * it on, (2 * num_kv_heads * head_dim) numbers each */
     int64_t window;                  /* 0: all */
     int32_t rotary;                  /* tn_rotary */
     int32_t reserved;                /* 0 */
@@ -573,6 +581,7 @@ typedef struct tn_decoder {
     int64_t num_experts;            /* of a mixture, at most TN_MAX_EXPERTS; 0: there is none */
     int64_t num_experts_used;       /* by each row: those with the highest scores */
     int64_t expert_size;            /* intermediate size of each */
+    int64_t convolution_size;       /* tokens that a convolution sees, at most TN_MAX_CONVOLUTION; 0: no layer has one */
     float norm_eps;
     float attention_scale;
     float score_cap;                /* as in tn_attention_args */

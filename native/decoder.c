@@ -8,6 +8,7 @@
 
 #include "adapters.h"
 #include "attention.h"
+#include "convolution.h"
 #include "core.h"
 #include "elements.h"
 #include "experts.h"
@@ -23,8 +24,8 @@ typedef struct {
     const tn_decoder_step_args *args;
     tn_adapted adapted; /* of no layer and site yet */
     void *normed;   /* (num_rows, hidden_size): also what is added to x */
-    void *heads;    /* (num_rows, num_heads + 2 num_kv_heads, head_dim) */
-    void *attended; /* (num_rows, num_heads * head_dim) */
+    void *heads;    /* (num_rows, num_heads + 2 num_kv_heads, head_dim), or (num_rows, 3, hidden_size) to convolve */
+    void *attended; /* (num_rows, num_heads * head_dim), or (num_rows, hidden_size) of a convolution */
     void *gate_up;  /* (num_rows, 2 intermediate_size) */
     void *inner;    /* (num_rows, intermediate_size) */
     void *permuted; /* (num_rows, permuted_size) */
@@ -39,20 +40,22 @@ static void *take(char **scratch, int64_t num_elements, int dtype) {
     return taken;
 }
 
+static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
 /* Of any product. */
 static int64_t most_inputs(const tn_decoder *model) {
-    const int64_t heads = model->num_heads * model->head_dim;
-    const int64_t most = heads > model->hidden_size ? heads : model->hidden_size;
-    return most > model->intermediate_size ? most : model->intermediate_size;
+    return larger(larger(model->num_heads * model->head_dim, model->hidden_size), model->intermediate_size);
 }
 
 /* Lays the step's rows out in scratch; returns how many bytes they take. */
 static int64_t lay_out(step_t *step, const tn_decoder *model, int64_t num_rows, char *scratch) {
     const int dtype = model->dtype;
+    const int64_t convolved = model->convolution_size ? model->hidden_size : 0;
     char *next = scratch;
     step->normed = take(&next, num_rows * model->hidden_size, dtype);
-    step->heads = take(&next, num_rows * (model->num_heads + 2 * model->num_kv_heads) * model->head_dim, dtype);
-    step->attended = take(&next, num_rows * model->num_heads * model->head_dim, dtype);
+    const int64_t heads = (model->num_heads + 2 * model->num_kv_heads) * model->head_dim;
+    step->heads = take(&next, num_rows * larger(heads, 3 * convolved), dtype);
+    step->attended = take(&next, num_rows * larger(model->num_heads * model->head_dim, convolved), dtype);
     step->gate_up = take(&next, num_rows * 2 * model->intermediate_size, dtype);
     step->inner = take(&next, num_rows * model->intermediate_size, dtype);
     step->permuted = take(&next, num_rows * model->permuted_size, dtype);
@@ -129,7 +132,7 @@ static void project_stage(const step_t *step, const tn_projection *projection, c
     tn_barrier(region);
 }
 
-static void heads_stage(const step_t *step, const tn_decoder_layer *layer, int64_t index, tn_region *region) {
+static void heads_stage(const step_t *step, const tn_decoder_layer *layer, tn_region *region) {
     const tn_decoder_step_args *args = step->args;
     const tn_decoder *model = args->model;
     const tn_heads_args heads = {
@@ -143,7 +146,7 @@ static void heads_stage(const step_t *step, const tn_decoder_layer *layer, int64
         .slots = args->slots,
         .query_norm = layer->query_norm,
         .key_norm = layer->key_norm,
-        .layer = index,
+        .layer = layer->kv_layer,
         .num_rows = args->num_rows,
         .num_heads = model->num_heads,
         .num_kv_heads = model->num_kv_heads,
@@ -160,7 +163,7 @@ static void heads_stage(const step_t *step, const tn_decoder_layer *layer, int64
     tn_barrier(region);
 }
 
-static void attention_stage(const step_t *step, const tn_decoder_layer *layer, int64_t index, tn_region *region) {
+static void attention_stage(const step_t *step, const tn_decoder_layer *layer, tn_region *region) {
     const tn_decoder_step_args *args = step->args;
     const tn_decoder *model = args->model;
     const tn_attention_args attention = {
@@ -172,7 +175,7 @@ static void attention_stage(const step_t *step, const tn_decoder_layer *layer, i
         .num_spans = args->num_spans,
         .query_stride = (model->num_heads + 2 * model->num_kv_heads) * model->head_dim,
         .out_stride = model->num_heads * model->head_dim,
-        .layer = index,
+        .layer = layer->kv_layer,
         .window = layer->window,
         .num_heads = model->num_heads,
         .num_kv_heads = model->num_kv_heads,
@@ -184,6 +187,13 @@ static void attention_stage(const step_t *step, const tn_decoder_layer *layer, i
     };
     tn_attention_stage(&attention, region);
     tn_barrier(region);
+}
+
+static void convolution_stages(const step_t *step, const tn_decoder_layer *layer, tn_region *region) {
+    const tn_decoder_step_args *args = step->args;
+    const tn_convolution convolution = {args->model, layer,       args->kv,       args->spans,
+                                        args->slots, step->heads, step->attended, args->num_rows};
+    tn_convolution_stages(&convolution, region);
 }
 
 /* Columns of gate and the same ones of up, and at once what becomes of them, while they are in the cache. */
@@ -220,13 +230,17 @@ static void mlp_stages(const step_t *step, const tn_decoder_layer *layer, int64_
                       step->args->num_rows, region);
 }
 
-/* The layer's attention; `normed` holds its input, and then that of the MLP. */
+/* The layer's attention or convolution; `normed` holds its input, and then that of the MLP. */
 static void attention_stages(const step_t *step, const tn_decoder_layer *layer, int64_t index, tn_region *region) {
     const tn_adapted at_qkv = adapted_at(step, index, TN_AT_QKV);
     const tn_adapted at_output = adapted_at(step, index, TN_AT_OUTPUT);
     project_stage(step, &layer->qkv, &at_qkv, input_of(step, &layer->attention_norm), step->heads, region);
-    heads_stage(step, layer, index, region);
-    attention_stage(step, layer, index, region);
+    if (layer->convolution.data != NULL) {
+        convolution_stages(step, layer, region);
+    } else {
+        heads_stage(step, layer, region);
+        attention_stage(step, layer, region);
+    }
     if (step->args->model->parallel) mlp_stage(step, layer, index, region);
     project_stage(step, &layer->output, &at_output, step->attended, step->normed, region);
     residual_stage(step, &layer->attention_output_norm, &layer->mlp_norm, region);
@@ -282,6 +296,7 @@ static int run_step(const tn_decoder_step_args *args, const tn_adapted *adapted)
     if (args->size != sizeof *args || model->head_dim > TN_MAX_HEAD_DIM) return TN_REFUSED;
     if (model->num_experts > TN_MAX_EXPERTS || (model->num_experts && model->parallel)) return TN_REFUSED;
     if (model->dtype != TN_F32 && model->dtype != TN_BF16) return TN_REFUSED;
+    if (model->convolution_size > TN_MAX_CONVOLUTION) return TN_REFUSED;
     if (kv->dtype == TN_I8 ? kv->scale == NULL : kv->dtype != model->dtype) return TN_REFUSED;
     if (args->first == args->end) return TN_OK;
     if (args->half != TN_WHOLE_LAYERS && (args->end != args->first + 1 || model->layers[args->first].experts == NULL))

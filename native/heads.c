@@ -99,16 +99,12 @@ static void write_codes(int8_t *codes, const void *head, float scale, int64_t nu
     }
 }
 
-/* `part` is 0 for keys, 1 for values. */
-static void write_head(const tn_heads_args *args, const void *head, int part, int64_t kv_head, int64_t row) {
-    const tn_kv *kv = args->kv;
-    const int64_t place = ((args->layer * 2 + part) * args->num_kv_heads + kv_head) * kv->num_slots + args->slots[row];
-    const int64_t num = args->head_dim;
+void tn_write_pooled(const tn_kv *kv, int64_t place, int64_t head_dim, const void *numbers, int64_t num, int dtype) {
     if (kv->dtype != TN_I8) {
-        memcpy(element_at(kv->data, kv->dtype, place * num), head, (size_t)(num * element_bytes(kv->dtype)));
+        memcpy(element_at(kv->data, kv->dtype, place * head_dim), numbers, (size_t)(num * element_bytes(kv->dtype)));
         return;
     }
-    float scale = largest_size(head, num, args->dtype) / MAX_CODE;
+    float scale = largest_size(numbers, num, dtype) / MAX_CODE;
     if (kv->scale_dtype == TN_BF16) {
         const uint16_t rounded = bf16_of_f32(scale);
         ((uint16_t *)kv->scale)[place] = rounded;
@@ -116,7 +112,14 @@ static void write_head(const tn_heads_args *args, const void *head, int part, in
     } else {
         ((float *)kv->scale)[place] = scale;
     }
-    write_codes((int8_t *)kv->data + place * num, head, scale, num, args->dtype);
+    write_codes((int8_t *)kv->data + place * head_dim, numbers, scale, num, dtype);
+}
+
+/* `part` is 0 for keys, 1 for values. */
+static void write_head(const tn_heads_args *args, const void *head, int part, int64_t kv_head, int64_t row) {
+    const int64_t vector = (args->layer * 2 + part) * args->num_kv_heads + kv_head;
+    tn_write_pooled(args->kv, vector * args->kv->num_slots + args->slots[row], args->head_dim, head, args->head_dim,
+                    args->dtype);
 }
 
 void tn_write_heads_row(const tn_heads_args *args, int64_t row) {

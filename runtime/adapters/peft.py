@@ -209,9 +209,12 @@ def plan_adapter(peft: PeftConfig, entries: Mapping[str, TensorEntry], base: Dec
                 plans.append(_module_plan(peft, module, full, found.pop((layer, module.name), {})))
         layers.append(tuple(plans))
     if missing := set(peft.named) - named:
+        names = dict.fromkeys(
+            each.name for layer in range(base.num_layers) for each in modules_of(base, layer)
+        )
         raise AdapterError(
             f"target_modules names {min(missing)!r}, which is no projection of this base that adapters may change",
-            hint=f"These are {', '.join(module.name for module in modules_of(base, 0))}.",
+            hint=f"These are {', '.join(names)}.",
         )
     if found:
         layer, name = min(found)

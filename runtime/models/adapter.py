@@ -91,12 +91,17 @@ def modules_of(config: DecoderConfig, layer: int) -> tuple[Module, ...]:
     """The modules of a layer that adapters may change. Mixtures of experts have none but those of attention."""
     names = config.names
     query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    found = _stacked(AdapterPlace.QKV, names.qkv, (query_size, key_size, key_size), config.hidden_size)
-    found.append(Module("self_attn.o_proj", AdapterPlace.OUTPUT, 0, config.hidden_size, query_size))
+    if config.convolves(layer):
+        before, _, after = names.convolution
+        found = _stacked(AdapterPlace.QKV, (before,), (3 * config.hidden_size,), config.hidden_size)
+        found.append(Module(after, AdapterPlace.OUTPUT, 0, config.hidden_size, config.hidden_size))
+    else:
+        found = _stacked(AdapterPlace.QKV, names.qkv, (query_size, key_size, key_size), config.hidden_size)
+        found.append(Module(names.output, AdapterPlace.OUTPUT, 0, config.hidden_size, query_size))
     if config.experts is None or not config.experts.layers[layer]:
         inner = config.intermediate_size
         found += _stacked(AdapterPlace.GATE_UP, names.gate_up, (inner, inner), config.hidden_size)
-        found.append(Module("mlp.down_proj", AdapterPlace.DOWN, 0, config.hidden_size, inner))
+        found.append(Module(names.down, AdapterPlace.DOWN, 0, config.hidden_size, inner))
     return tuple(found)
 
 

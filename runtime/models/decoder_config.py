@@ -41,6 +41,7 @@ FAMILY_MODULES: dict[str, tuple[str, str]] = {
     "olmoe": ("olmoe", "OlmoeForCausalLM"),
     "phi3": ("phi3", "Phi3ForCausalLM"),
     "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
+    "lfm2": ("lfm2", "Lfm2ForCausalLM"),
     "gpt_oss": ("gpt_oss", "GptOssForCausalLM"),
 }
 
@@ -103,6 +104,17 @@ class Experts(Struct, frozen=True):
     swiglu: ClampedSwiglu | None = None  # in place of activation(gate) · up
 
 
+class ShortConvolutions(Struct, frozen=True):
+    """Gated convolutions in place of some layers' attention: output(c · convolution(b · x)) of a row's thirds b, c, x.
+
+    Each channel sees its own last `size` tokens. Products and sums are rounded to the model's dtype.
+    """
+
+    size: int  # tokens, a row's own included
+    layers: tuple[bool, ...]  # whether each layer has one; others attend
+    has_bias: bool  # the convolution, and the projections before and after it
+
+
 class LayerNames(Struct, frozen=True):
     """A layer's tensors in a checkpoint, after "model.layers.0.". None: the layer has no such norm."""
 
@@ -111,7 +123,12 @@ class LayerNames(Struct, frozen=True):
     mlp_norm: str | None = "post_attention_layernorm"
     mlp_output_norm: str | None = None
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # or one for all
-    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # likewise
+    query_norm: str = "self_attn.q_norm"
+    key_norm: str = "self_attn.k_norm"
+    output: str = "self_attn.o_proj"
+    convolution: tuple[str, str, str] = ("conv.in_proj", "conv.conv", "conv.out_proj")
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # one for each, or one for both
+    down: str = "mlp.down_proj"
     router: str = "mlp.gate"  # of a mixture
     expert: str = "mlp.experts.{}."
     expert_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
@@ -146,12 +163,14 @@ class DecoderConfig(Struct, frozen=True):
     has_sinks: bool = False  # each head has one more score, of a key without a value
     norm: Norm = Norm.RMS
     names: LayerNames = LayerNames()
+    final_norm: str = "norm"  # its name in a checkpoint, after "model."
     local_rope: RopeConfig | None = None
     layer_rotary: tuple[LayerRotary, ...] = ()  # of each layer; empty: all are turned by `rope`
     wide_rotary: bool = False  # turned in fp32, rounded once
     interleaved_rotary: bool = False  # number 2 i turns with 2 i + 1
     is_parallel: bool = False  # attention and MLP take the same norm
     experts: Experts | None = None
+    convolutions: ShortConvolutions | None = None
     attention_scale: float | None = None  # None: head_dim ** -0.5
     score_cap: float | None = None  # attention scores s become cap · tanh(s / cap)
     logit_cap: float | None = None  # likewise
@@ -174,6 +193,10 @@ class DecoderConfig(Struct, frozen=True):
     def is_stretched(self) -> bool:
         """True if rotary tables are stretched beyond the pretraining context."""
         return self.max_context > self.rope.max_context
+
+    def convolves(self, layer: int) -> bool:
+        """True if this layer has a convolution in place of attention."""
+        return self.convolutions is not None and self.convolutions.layers[layer]
 
     def admitting(self, max_context: int) -> DecoderConfig:
         """This config for contexts of `max_context` tokens, up to the limit of its rotary scaling; never shorter."""

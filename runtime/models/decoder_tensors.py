@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ModelError
 from ..tensors import DType, Tensor
@@ -45,7 +45,7 @@ def take_decoder(config: DecoderConfig, weights: Weights) -> tuple[DecoderWeight
         _take_layer(config, index, parameters(f"{root}layers.{index}.")) for index in range(config.num_layers)
     )
     final = parameters("")
-    norm = final.take_norm(f"{root}norm.weight", config.hidden_size)
+    norm = final.take_norm(f"{root}{config.final_norm}.weight", config.hidden_size)
     head_name = _head_name(config, weights, f"{root}embed_tokens")
     head = take_linear(final, head_name, config.hidden_size, config.vocab_size, bias=False)
     if config.quantization is not None and config.quantization.method != "teneral":
@@ -67,37 +67,28 @@ def take_decoder(config: DecoderConfig, weights: Weights) -> tuple[DecoderWeight
 def _take_layer(config: DecoderConfig, index: int, parameters: Parameters) -> DecoderLayerWeights:
     names = config.names
     hidden_size, inner_size = config.hidden_size, config.intermediate_size
-    query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention_norm = _take_norm(parameters, names.attention_norm, hidden_size)
-    qkv_sizes = (query_size, key_size, key_size)
-    qkv = take_stacked(parameters, _sized(names.qkv, qkv_sizes), hidden_size, bias=config.qkv_bias)
-    query_norm: Tensor | None = None
-    key_norm: Tensor | None = None
-    if config.qk_norm:
-        sizes = (query_size, key_size) if config.joint_qk_norm else (config.head_dim, config.head_dim)
-        query_norm = parameters.take_norm("self_attn.q_norm.weight", sizes[0])
-        key_norm = parameters.take_norm("self_attn.k_norm.weight", sizes[1])
-    output = take_linear(parameters, "self_attn.o_proj", query_size, hidden_size, bias=config.output_bias)
+    mixer = (
+        _take_convolution(config, parameters)
+        if config.convolves(index)
+        else _take_attention(config, parameters)
+    )
     mixture = config.experts if config.experts is not None and config.experts.layers[index] else None
     router = (
         take_linear(parameters, names.router, hidden_size, mixture.num, bias=mixture.has_bias)
         if mixture
         else None
     )
-    mlp = (config, parameters, inner_size, "", names.gate_up, "mlp.down_proj")
+    mlp = (config, parameters, inner_size, "", names.gate_up, names.down)
     own = None if mixture else _take_mlp(*mlp, bias=config.mlp_bias)
     attention_output_norm = _take_norm(parameters, names.attention_output_norm, hidden_size)
     mlp_norm = _take_norm(parameters, names.mlp_norm, hidden_size)
     mlp_output_norm = _take_norm(parameters, names.mlp_output_norm, hidden_size)
-    sinks = parameters.take_norm("self_attn.sinks", config.num_heads) if config.has_sinks else None
     router_gate = parameters.gate() if mixture else None
     experts, expert_gate = _take_experts(config, mixture, parameters) if mixture else ((), None)
     return DecoderLayerWeights(
         attention_norm=attention_norm,
-        qkv=qkv,
-        query_norm=query_norm,
-        key_norm=key_norm,
-        output=output,
+        **mixer,
         attention_output_norm=attention_output_norm,
         mlp_norm=mlp_norm,
         gate_up=None if own is None else own.gate_up,
@@ -107,9 +98,37 @@ def _take_layer(config: DecoderConfig, index: int, parameters: Parameters) -> De
         router_gate=router_gate,
         expert_gate=expert_gate,
         mlp_output_norm=mlp_output_norm,
-        sinks=sinks,
         gate=parameters.gate(),
     )
+
+
+def _take_attention(config: DecoderConfig, parameters: Parameters) -> dict[str, Any]:
+    """Fields of `DecoderLayerWeights`."""
+    names, hidden_size = config.names, config.hidden_size
+    query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    qkv_sizes = (query_size, key_size, key_size)
+    norms = (query_size, key_size) if config.joint_qk_norm else (config.head_dim, config.head_dim)
+    return {
+        "qkv": take_stacked(parameters, _sized(names.qkv, qkv_sizes), hidden_size, bias=config.qkv_bias),
+        "query_norm": _take_norm(parameters, names.query_norm, norms[0]) if config.qk_norm else None,
+        "key_norm": _take_norm(parameters, names.key_norm, norms[1]) if config.qk_norm else None,
+        "output": take_linear(parameters, names.output, query_size, hidden_size, bias=config.output_bias),
+        "sinks": parameters.take_norm("self_attn.sinks", config.num_heads) if config.has_sinks else None,
+    }
+
+
+def _take_convolution(config: DecoderConfig, parameters: Parameters) -> dict[str, Any]:
+    """The same of a layer that convolves in place of attending."""
+    convolutions, hidden_size = config.convolutions, config.hidden_size
+    assert convolutions is not None
+    before, taps, after = config.names.convolution
+    bias = convolutions.has_bias
+    return {
+        "qkv": take_linear(parameters, before, hidden_size, 3 * hidden_size, bias=bias),
+        "convolution": parameters.take(f"{taps}.weight", hidden_size, 1, convolutions.size),
+        "convolution_bias": parameters.take_norm(f"{taps}.bias", hidden_size) if bias else None,
+        "output": take_linear(parameters, after, hidden_size, hidden_size, bias=bias),
+    }
 
 
 def _take_experts(

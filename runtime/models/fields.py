@@ -44,6 +44,11 @@ class Fields:
     def __contains__(self, key: object) -> bool:
         return self._data.get(key) is not None
 
+    def renamed(self, names: Mapping[str, str]) -> Fields:
+        """The same fields, those of older names (the keys) under their newer ones, in place of what these had."""
+        newer = {new: self._data[old] for old, new in names.items() if old in self}
+        return Fields({**self._data, **newer}, file=self._file, where=self._where)
+
     def states(self, key: str) -> bool:
         """True if the key is there at all: for the few where `null` says something else than nothing does."""
         return key in self._data

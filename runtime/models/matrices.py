@@ -299,14 +299,18 @@ class DecoderLayerWeights(Struct, frozen=True, eq=False):
     """Norm weights are (size,) of any of BF16, F16, F32. `Norm.RMS` rounds them to the spec's dtype first."""
 
     attention_norm: Tensor | None  # (hidden,)
-    qkv: Projection  # query heads, key heads, value heads, (head_dim) numbers each
-    query_norm: Tensor | None  # (head_dim,), or of all heads together
-    key_norm: Tensor | None
+    qkv: Projection  # query heads, key heads, value heads, (head_dim) numbers each; of a convolution, three rows
     output: Projection
     mlp_norm: Tensor | None
     gate_up: Projection | None  # gate, then up; None: the layer has experts
     down: Projection | None
     gate: Gate
+    query_norm: Tensor | None = None  # (head_dim,), or of all heads together
+    key_norm: Tensor | None = None
+    convolution: Tensor | None = (
+        None  # (hidden, 1, size) in place of attention; a row's own token is the last
+    )
+    convolution_bias: Tensor | None = None  # (hidden,)
     router: Projection | None = None  # to the experts' scores
     experts: tuple[ExpertWeights, ...] = ()
     router_gate: Gate | None = None  # of a mixture, all but its experts

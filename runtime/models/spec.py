@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import enum
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 from msgspec import Struct
 
 from ..kv.storage import PoolShape
 from ..tensors import DType, from_float32, to_float32
-from .decoder_config import DecoderConfig, Experts, LayerRotary, Norm
+from .decoder_config import DecoderConfig, Experts, LayerRotary, Norm, ShortConvolutions
 from .encoder_config import Disentangled, EncoderConfig, PositionBias
 from .rotary import Rotary
 
@@ -93,6 +94,7 @@ class DecoderSpec(Struct, frozen=True):
     logits_scale: float
     activation: Activation
     experts: Experts | None  # in place of the MLP of some layers
+    convolutions: ShortConvolutions | None  # in place of the attention of some layers
     rotary: Rotary
     local_rotary: Rotary | None  # of the same dim
     layer_rotary: tuple[LayerRotary, ...]  # which of them turns a layer's queries and keys
@@ -142,6 +144,7 @@ class DecoderSpec(Struct, frozen=True):
             logits_scale=config.logits_scale,
             activation=_ACTIVATIONS[config.activation],
             experts=config.experts,
+            convolutions=config.convolutions,
             rotary=rotary(config.rope, config.max_context),
             local_rotary=None if local is None else rotary(local, config.max_context),
             layer_rotary=config.layer_rotary or (LayerRotary.MAIN,) * config.num_layers,
@@ -157,11 +160,20 @@ class DecoderSpec(Struct, frozen=True):
             tied_head=config.tie_word_embeddings,
         )
 
+    def kv_layers(self) -> tuple[int, ...]:
+        """(num_layers + 1,): layer i has the pool's layers from number i up to the next one's.
+
+        A convolution keeps each token's inputs where others have keys and values, in as many layers as they fill.
+        """
+        token_size = 2 * self.num_kv_heads * self.head_dim
+        convolves = (False,) * self.num_layers if self.convolutions is None else self.convolutions.layers
+        sizes = (-(-self.hidden_size // token_size) if each else 1 for each in convolves)
+        return tuple(accumulate(sizes, initial=0))
+
     def kv_shape(self, num_blocks: int, block_size: int) -> PoolShape:
         """The shape of a pool of this model's keys and values."""
-        return PoolShape(
-            self.num_layers, self.num_kv_heads, self.head_dim, num_blocks, block_size, self.dtype
-        )
+        num_layers = self.kv_layers()[-1]
+        return PoolShape(num_layers, self.num_kv_heads, self.head_dim, num_blocks, block_size, self.dtype)
 
 
 def _rounded(number: float, dtype: DType) -> float:

@@ -65,9 +65,19 @@ static tn_projection projection(int num_parts, int64_t num_in, int64_t num_out, 
 
 enum { LAYERS = 2, BLOCK_SIZE = 4, PARTS = 3 };
 
+/* Of the pool, before layer `end`. */
+static int64_t num_kv_layers(const tn_decoder *model, int end) {
+    const int64_t token = 2 * model->num_kv_heads * model->head_dim;
+    int64_t num = 0;
+    for (int n = 0; n < end; n++)
+        num += model->layers[n].convolution.data == NULL ? 1 : (model->hidden_size + token - 1) / token;
+    return num;
+}
+
 static tn_kv new_pool(const tn_decoder *model, int64_t num_blocks, bool int8) {
     tn_kv kv = {.num_slots = num_blocks * BLOCK_SIZE, .block_size = BLOCK_SIZE, .dtype = int8 ? TN_I8 : model->dtype};
-    const int64_t heads = LAYERS * 2 * model->num_kv_heads * kv.num_slots, item = model->dtype == TN_F32 ? 4 : 2;
+    const int64_t heads = num_kv_layers(model, LAYERS) * 2 * model->num_kv_heads * kv.num_slots;
+    const int64_t item = model->dtype == TN_F32 ? 4 : 2;
     kv.data = exactly((size_t)(heads * model->head_dim * (int8 ? 1 : item)));
     kv.scale_dtype = model->dtype;
     if (int8) kv.scale = exactly((size_t)(heads * item));
@@ -133,6 +143,7 @@ static void check_decoder(int dtype, bool int8) {
                         .activation = random_below(4), .dtype = dtype, .norm = random_below(4),
                         .joint_norms = random_below(2), .wide_turns = random_below(2),
                         .interleaved = random_below(2), .parallel = random_below(2)};
+    if (random_below(3) == 0) model.convolution_size = 1 + random_below(TN_MAX_CONVOLUTION);
     if (random_below(3) == 0 && !model.parallel) {
         model.num_experts = 1 + random_below(9);
         model.num_experts_used = 1 + random_below((int)model.num_experts);
@@ -146,7 +157,7 @@ static void check_decoder(int dtype, bool int8) {
     model.permuted_size = PARTS * (widest > model.intermediate_size ? widest : model.intermediate_size);
     for (int n = 0; n < LAYERS; n++) {
         const tn_vector none = {0};
-        const bool has_norms = random_below(2);
+        const bool has_norms = random_below(2), convolves = model.convolution_size && random_below(3);
         const int64_t hidden = model.hidden_size, inner = model.intermediate_size;
         layers[n] = (tn_decoder_layer){
             .attention_norm = has_input_norms ? vector(hidden, dtype) : none,
@@ -155,8 +166,11 @@ static void check_decoder(int dtype, bool int8) {
             .attention_output_norm = has_output_norms ? vector(hidden, dtype) : none,
             .mlp_norm = has_input_norms && !model.parallel ? vector(hidden, TN_F32) : none,
             .mlp_output_norm = has_output_norms ? vector(hidden, TN_F32) : none,
-            .qkv = projection(3, hidden, attended + 2 * heads * head_dim, dtype, true),
-            .output = projection(1, attended, hidden, dtype, true),
+            .qkv = projection(3, hidden, convolves ? 3 * hidden : attended + 2 * heads * head_dim, dtype, true),
+            .output = projection(1, convolves ? hidden : attended, hidden, dtype, true),
+            .convolution = convolves ? vector(hidden * model.convolution_size, dtype) : none,
+            .convolution_bias = convolves && random_below(2) ? vector(hidden, TN_F32) : none,
+            .kv_layer = num_kv_layers(&model, n),
             .gate_up = projection(2, hidden, 2 * inner, dtype, true),
             .down = projection(1, inner, hidden, dtype, true),
             .window = n ? 1 + random_below(300) : 0,

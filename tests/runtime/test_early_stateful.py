@@ -101,15 +101,17 @@ schedules = st.lists(st.one_of(asks, others, others), min_size=4, max_size=16)
 
 
 # In bf16 the native core gives each row the same bits in passes of any size, which torch does not.
-COMPUTED: dict[str, tuple[torch.dtype, Callable[[], Any]]] = {
-    "torch, fp32": (torch.float32, TorchBackend),
-    "native, bf16": (torch.bfloat16, NativeBackend),
+COMPUTED: dict[str, tuple[str, torch.dtype, Callable[[], Any]]] = {
+    "torch, fp32": ("llama", torch.float32, TorchBackend),
+    "native, bf16": ("llama", torch.bfloat16, NativeBackend),
+    "native, convolutions": ("lfm2", torch.bfloat16, NativeBackend),
 }
+UNTIED = {"tie_word_embeddings": False}  # so that each family has a head of its own
 
 
 @pytest.fixture(scope="module", params=COMPUTED)
 def computed(request):
-    """The backend, and its dtype."""
+    """The backend, its dtype, and the family."""
     if request.param.startswith("native") and library() is None:
         pytest.skip("there is no native library for this processor")
     return request.param
@@ -117,11 +119,12 @@ def computed(request):
 
 @pytest.fixture(scope="module")
 def artifact(computed, tmp_path_factory):
-    return packed_tiny(tmp_path_factory.mktemp("llama"), dtype=COMPUTED[computed][0])
+    family, dtype, _ = COMPUTED[computed]
+    return packed_tiny(tmp_path_factory.mktemp(family), family, dtype=dtype, **UNTIED)
 
 
 def rig_of(artifact: Path, computed: str, **options: Any) -> EarlyRig:
-    return EarlyRig(artifact, backends=[COMPUTED[computed][1]()], **options)
+    return EarlyRig(artifact, backends=[COMPUTED[computed][2]()], **options)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -134,8 +137,8 @@ def one_thread():
 
 @cache
 def exact_decoder(computed: str) -> Decoder:
-    dtype, backend = COMPUTED[computed]
-    oracle = tiny_model("llama", dtype=dtype, **SHAPE)
+    family, dtype, backend = COMPUTED[computed]
+    oracle = tiny_model(family, dtype=dtype, **SHAPE, **UNTIED)
     decoder = build_model(config_json(oracle), DictWeights(tensors_of(oracle)), backends=[backend()])
     assert isinstance(decoder, Decoder)
     return decoder

@@ -6,9 +6,12 @@ import torch
 from tests.support.decoding import oracle_greedy
 from tests.support.load import patience_s
 from tests.support.models import DictWeights, build_model
+from tests.support.proposers import knowing
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
 
+from teneral.loader.native.library import library
+from teneral.runtime.engine import look_ahead
 from teneral.runtime.engine.embedder import Embedder
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.step.backend import host_backend
@@ -20,7 +23,7 @@ TIMEOUT_S = patience_s(60)
 PROMPTS = [tuple((number * 37 + index * 11) % 250 for index in range(3 + 9 * number)) for number in range(5)]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "lfm2"])
 def model(request):
     """(transformers' model, our decoder over the same weights)"""
     oracle = tiny_model(request.param)
@@ -71,6 +74,19 @@ def test_chunks_and_preemption_change_no_token(model, sampling):
     )
     assert statistics.preemptions_total > 0
     assert tight == roomy
+
+
+@pytest.mark.skipif(library() is None, reason="without the native core there is no look-ahead")
+def test_rejected_look_ahead_changes_no_token(model, monkeypatch):
+    _, decoder = model
+    greedy = SamplingParams(temperature=0)
+    expected, _ = say(decoder, greedy, num_blocks=200, look_ahead=0)
+    texts = [(*prompt, *tokens) for prompt, tokens in zip(PROMPTS, expected, strict=True)]
+    monkeypatch.setattr(look_ahead, "NgramProposer", knowing(texts, 250, seed=1))
+    tokens, statistics = say(decoder, greedy, num_blocks=200, look_ahead=9)
+    assert tokens == expected
+    assert statistics.rejected_look_ahead_total > 0
+    assert statistics.accepted_look_ahead_total > 0
 
 
 def test_embeddings_are_the_encoders_in_any_batch():

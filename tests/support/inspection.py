@@ -318,3 +318,8 @@ def run_job_at(places: Any, spec: Any, host: Any, lifetime: Any, meter: Any) -> 
 def table_of(proposer: Any) -> Any:
     """The positions of an `NgramProposer`."""
     return proposer._table
+
+
+def num_layers_of(executor: Any) -> int:
+    """The layers of a native or numpy decoder."""
+    return int(executor._spec.num_layers)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 from numpy.typing import NDArray
+from tests.support.inspection import num_layers_of
 from tests.support.models import DictWeights
 from tests.support.tiny_models import config_json, tensors_of
 
@@ -106,7 +107,7 @@ def _integer_matrix(matrix: DenseMatrix, bits: int, group_size: int) -> IntegerM
 
 def new_pool(spec: DecoderSpec, num_blocks: int, block_size: int, *, int8: bool = False) -> Pool:
     """For this model, as `pool_of_shape`."""
-    shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim)
+    shape = (spec.kv_layers()[-1], spec.num_kv_heads, spec.head_dim)
     return pool_of_shape(shape, num_blocks, block_size, spec.dtype, int8=int8)
 
 
@@ -151,8 +152,7 @@ class NativeStepper:
         batch = self.batch(work)
         x = self.executor.embed(batch)
         step = self.executor.begin(batch, self.pool)
-        num_layers = self.pool.num_layers
-        for first, end in zip((0, *cuts), (*cuts, num_layers), strict=True):
+        for first, end in zip((0, *cuts), (*cuts, num_layers_of(self.executor)), strict=True):
             x = self.executor.layers(step, first, end, x)
         logits = self.executor.logits(x, batch.logit_rows)
         return {

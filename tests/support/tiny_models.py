@@ -82,6 +82,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.22,
         "logits_scaling": 2.0,
     },
+    "lfm2": {"full_attn_idxs": [1], "block_auto_adjust_ff_dim": False},
     "smollm3": {"no_rope_layer_interval": 2},
     "ministral": {"head_dim": 16, "sliding_window": 12},
     "glm": {"head_dim": 24},

@@ -35,7 +35,9 @@ _KEY_BITS = 15  # of a magnitude: all of 16-bit floats, of fp32 those that bf16 
 _PIECE_BYTES = 4 * 1024 * 1024
 _SORTED_ELEMENTS = 1024 * 1024  # at a time: sorting takes 8 bytes for each
 # Tables of rows and routers, which are small and must not fail, and experts' biases in one tensor.
-_KEPT = re.compile(r"(?:^|\.)(?:router|shared_expert_gate|(?:mlp|block_sparse_moe)\.gate)\.|embed|rel_|bias$")
+_KEPT = re.compile(
+    r"(?:^|\.)(?:router|shared_expert_gate|(?:mlp|block_sparse_moe)\.gate)\.|embed|rel_|conv\.conv\.|bias$"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,9 +64,9 @@ DEFAULT_INT8 = ("v",)
 _EMBEDDINGS = re.compile(r"(?:model\.)?embed_tokens\.weight")
 _HEAD = re.compile(r"lm_head\.weight")
 _PROJECTION = re.compile(
-    r"(?:model\.)?layers\.[0-9]+\.(?:self_attn\.(?:[qkvo]|qkv)_proj|"
+    r"(?:model\.)?layers\.[0-9]+\.(?:self_attn\.(?:[qkvo]|qkv|out)_proj|conv\.(?:in|out)_proj|"
     r"mlp\.(?:experts\.[0-9]+\.)?(?:gate|up|gate_up|down)_proj|"
-    r"block_sparse_moe\.experts\.[0-9]+\.w[123])\.weight"
+    r"(?:block_sparse_moe|feed_forward)\.(?:experts\.[0-9]+\.)?w[123])\.weight"
 )
 _STACKED_EXPERTS = re.compile(r"\.mlp\.experts\.(?:gate_up|down)_proj(?:_blocks)?$")
 _TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}

@@ -22,6 +22,7 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     "output_norms": one_of(False),
     "is_parallel": one_of(False),
     "experts": one_of(None),
+    "convolutions": one_of(None),
     "score_cap": one_of(None),
     "logit_cap": one_of(None),
     "embedding_scale": any_value,  # torch computes the rows

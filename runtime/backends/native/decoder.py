@@ -21,7 +21,7 @@ from ...models.spec import DecoderSpec
 from ...step.batch import Int64s, StepBatch
 from ...tensors import DType, to_float32
 from . import arrays, records
-from .operations import ACTIVATIONS, MAX_HEAD_DIM, NORMS, ROTARIES, Operations
+from .operations import ACTIVATIONS, MAX_CONVOLUTION, MAX_HEAD_DIM, NORMS, ROTARIES, Operations
 from .pools import Pool, Spans, check_ids
 from .products import Products
 from .tables import turn_tables
@@ -66,6 +66,9 @@ IMPLEMENTED: Mapping[str, Accepts] = {
             "experts.swiglu",
             "experts.swiglu.alpha",
             "experts.swiglu.limit",
+            "convolutions",
+            "convolutions.layers",
+            "convolutions.has_bias",
             "sinks",
             "rotary.interleaved",
             "max_context",
@@ -85,6 +88,7 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     "head_dim": lambda head_dim: head_dim <= MAX_HEAD_DIM,
     "activation": one_of(*ACTIVATIONS),
     "norm": one_of(*NORMS),
+    "convolutions.size": lambda size: size <= MAX_CONVOLUTION,
     "layer_rotary": lambda rotaries: set(rotaries) <= set(ROTARIES),
 }
 
@@ -151,6 +155,7 @@ class NativeDecoder:
         self._scratch_bytes.argtypes = [ctypes.POINTER(records.DecoderRecord), ctypes.c_int64]
         self._scratch_bytes.restype = ctypes.c_int64
         self._turns, self._local_turns = turn_tables(spec)
+        self._kv_layers = spec.kv_layers()
         self._scratch = arrays.NativeScratch()
         self._layers = (records.DecoderLayerRecord * spec.num_layers)()
         self._parts: dict[int, tuple[ProjectionParts, ...]] = {}  # of the layers whose records are there
@@ -175,6 +180,7 @@ class NativeDecoder:
             wide_turns=spec.wide_rotary,
             interleaved=spec.rotary.interleaved,
             parallel=spec.is_parallel,
+            convolution_size=0 if spec.convolutions is None else spec.convolutions.size,
             **_mixture(spec),
         )
 
@@ -190,7 +196,7 @@ class NativeDecoder:
         """Raises `ValueError` for rows, slots or blocks that do not fit."""
         pool = self._pool_of(kv)
         spec, num_rows = self._spec, len(batch.tokens)
-        shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim)
+        shape = (self._kv_layers[-1], spec.num_kv_heads, spec.head_dim)
         if (pool.num_layers, pool.num_kv_heads, pool.head_dim) != shape or not pool.takes(self._record.dtype):
             raise ValueError("the pool of keys and values was made for another model")
         spans = Spans(batch.spans, num_rows, pool)
@@ -345,6 +351,9 @@ class NativeDecoder:
             mlp_norm=vector_of(layer.mlp_norm),
             mlp_output_norm=vector_of(layer.mlp_output_norm),
             sinks=vector_of(layer.sinks),
+            convolution=vector_of(layer.convolution),
+            convolution_bias=vector_of(layer.convolution_bias),
+            kv_layer=self._kv_layers[index],
             window=self._spec.windows[index] or 0,
             rotary=ROTARIES[self._spec.layer_rotary[index]],
             **{name: part.record for name, part in parts.items()},

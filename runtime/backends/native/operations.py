@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .arrays import Array
 
 MAX_HEAD_DIM = 256
+MAX_CONVOLUTION = 16  # tokens
 ACTIVATIONS = {
     Activation.SILU: 0,
     Activation.GELU: 1,

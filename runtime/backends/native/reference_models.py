@@ -69,6 +69,7 @@ class ReferenceDecoder:
         self._spec = spec
         self._weights = weights
         self._turns, self._local_turns = turn_tables(spec)
+        self._kv_layers = spec.kv_layers()
 
     def embed(self, batch: StepBatch) -> Floats:
         table = self._weights.embeddings
@@ -95,9 +96,8 @@ class ReferenceDecoder:
             layer = self._weights.layers[index]
             normed = self._norm(x, layer.attention_norm)
             at = partial(_adapt, step[0], index, spec.dtype)
-            attended = self._attend(
-                index, step, at(AdapterPlace.QKV, normed, self._project(normed, layer.qkv, spec.dtype))
-            )
+            qkv = at(AdapterPlace.QKV, normed, self._project(normed, layer.qkv, spec.dtype))
+            attended = (self._attend if layer.convolution is None else self._convolve)(index, step, qkv)
             more = at(AdapterPlace.OUTPUT, attended, self._project(attended, layer.output, spec.dtype))
             x = self._sum(x, self._norm(more, layer.attention_output_norm))
             if not spec.is_parallel:
@@ -177,11 +177,41 @@ class ReferenceDecoder:
                 reference.turn(each, turns[rotary], spec.dtype, inner, interleaved=spec.rotary.interleaved)
                 for each in (queries, keys)
             )
-        _write(pool, index, batch.slots, np.stack((keys, values)), spec.dtype)
+        _write(pool, self._kv_layers[index], batch.slots, np.stack((keys, values)), spec.dtype)
         out = np.empty_like(queries)
         for span in batch.spans:
             self._attend_span(index, pool, span, queries, out)
         return out.reshape(len(out), -1)
+
+    def _convolve(self, index: int, step: ReferenceStep, thirds: Floats) -> Floats:
+        """Writes b · x of the rows' thirds b, c, x into the pool; thirds (T, 3 hidden_size) → (T, hidden_size)."""
+        spec, (batch, pool, _) = self._spec, step
+        layer, first, num = self._weights.layers[index], self._kv_layers[index], spec.hidden_size
+        assert layer.convolution is not None
+        taps = reference.vector(layer.convolution, spec.dtype)[:, 0].T  # (size, hidden_size)
+        b, c, x = np.split(thirds, 3, axis=1)
+        num_kept = self._kv_layers[index + 1] - first
+        kept = np.zeros((len(x), num_kept * 2 * spec.num_kv_heads * spec.head_dim), np.float32)
+        kept[:, :num] = reference.rounded(b * x, spec.dtype)
+        heads = kept.reshape(len(x), num_kept, 2, spec.num_kv_heads, spec.head_dim)
+        for number in range(num_kept):
+            _write(pool, first + number, batch.slots, heads[:, number].transpose(1, 0, 2, 3), spec.dtype)
+        out = (
+            np.zeros_like(c)
+            if layer.convolution_bias is None
+            else np.tile(reference.vector(layer.convolution_bias, spec.dtype), (len(c), 1))
+        )
+        for span in batch.spans:
+            own = slice(span.start, span.start + span.length)
+            found = [
+                np.stack(self._keys_and_values(first + number, pool, span)) for number in range(num_kept)
+            ]  # (2, kv_heads, context_len, head_dim) each
+            seen = np.concatenate(found).transpose(2, 0, 1, 3).reshape(span.context_len, -1)[:, :num]
+            seen = np.pad(seen, ((len(taps) - 1, 0), (0, 0)))
+            for number, tap in enumerate(taps):
+                end = span.context_len + number
+                out[own] += tap * seen[end - span.length : end]
+        return reference.rounded(c * reference.rounded(out, spec.dtype), spec.dtype)
 
     def _norm_heads(self, heads: Floats, weight: Tensor | None) -> Floats:
         rows = heads.reshape(len(heads), 1, -1) if self._spec.joint_head_norms else heads
@@ -189,7 +219,7 @@ class ReferenceDecoder:
 
     def _attend_span(self, index: int, pool: Pool, span: SequenceSpan, queries: Floats, out: Floats) -> None:
         spec = self._spec
-        keys, values = self._keys_and_values(index, pool, span)
+        keys, values = self._keys_and_values(self._kv_layers[index], pool, span)
         window = spec.windows[index] or span.context_len
         stored = self._weights.layers[index].sinks
         sinks = None if stored is None else to_float32(stored.array, stored.dtype)
@@ -207,11 +237,11 @@ class ReferenceDecoder:
                 sinks=sinks,
             )
 
-    def _keys_and_values(self, index: int, pool: Pool, span: SequenceSpan) -> tuple[Floats, Floats]:
+    def _keys_and_values(self, kv_layer: int, pool: Pool, span: SequenceSpan) -> tuple[Floats, Floats]:
         """Those of the span's sequence, (num_kv_heads, context_len, head_dim) each."""
         tokens = np.arange(span.context_len)
         slots = np.array(span.blocks)[tokens // pool.block_size] * pool.block_size + tokens % pool.block_size
-        return _read(pool, index, slots, self._spec.dtype)
+        return _read(pool, kv_layer, slots, self._spec.dtype)
 
 
 def _write(pool: Pool, layer: int, slots: Int64s, heads: Floats, dtype: DType) -> None:

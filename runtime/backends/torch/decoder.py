@@ -15,7 +15,7 @@ from ...models.executor import SIZES, Accepts, any_value, one_of
 from ...models.matrices import DecoderLayerWeights, DecoderWeights, EmbeddingTable, Projection
 from ...models.parameters import COMPUTE_DTYPES
 from ...models.spec import Activation, DecoderSpec
-from ...step.batch import Int64s, StepBatch
+from ...step.batch import Int64s, SequenceSpan, StepBatch
 from ...tensors import Tensor
 from .attention import SpanPlan, paged_attention, plan_attention
 from .blocks import block_rows
@@ -29,7 +29,7 @@ from .layers import (
     product_of,
     rotation,
 )
-from .storage import TorchInt8KVStorage, TorchKVStorage, TorchPool
+from .storage import Extent, TorchInt8KVStorage, TorchKVStorage, TorchPool
 from .tensors import int64s, to_numpy, to_torch, torch_dtype
 
 IMPLEMENTED: Mapping[str, Accepts] = {
@@ -52,6 +52,10 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     "experts.swiglu": any_value,
     "experts.swiglu.alpha": any_value,
     "experts.swiglu.limit": any_value,
+    "convolutions": any_value,
+    "convolutions.size": any_value,
+    "convolutions.layers": any_value,
+    "convolutions.has_bias": any_value,
     "sinks": any_value,
     "score_cap": any_value,
     "logit_cap": any_value,
@@ -97,6 +101,7 @@ class TorchStep:
     slots: torch.Tensor  # (T,) int64
     turns: dict[LayerRotary, Turns]
     plans: dict[int | None, tuple[SpanPlan, ...]]  # by sliding window
+    seen: tuple[tuple[SequenceSpan, Extent], ...]  # tokens that each span's convolutions see
 
 
 class TorchExecutor:
@@ -149,7 +154,14 @@ class TorchExecutor:
             window: plan_attention(batch.spans, kv, num_heads=self.spec.num_heads, window=window)
             for window in set(self.spec.windows)
         }
-        return TorchStep(kv, int64s(batch.slots, self.device), turns, plans)
+        seen: tuple[tuple[SequenceSpan, Extent], ...] = ()
+        if self.spec.convolutions is not None:
+            more = self.spec.convolutions.size - 1
+            firsts = [max(0, span.context_len - span.length - more) for span in batch.spans]
+            seen = tuple(
+                (span, kv.extent(span, first)) for span, first in zip(batch.spans, firsts, strict=True)
+            )
+        return TorchStep(kv, int64s(batch.slots, self.device), turns, plans, seen)
 
     @torch.inference_mode()
     def layers(self, step: Any, first: int, end: int, x: torch.Tensor) -> torch.Tensor:
@@ -234,7 +246,11 @@ class DecoderLayer:
         self.residual_scale = spec.residual_scale
         self.is_parallel = spec.is_parallel
         self.attention_norm = _norm(weights.attention_norm, spec)
-        self.attention = Attention(spec, index, weights, device)
+        self.mixer: Attention | ShortConvolution = (
+            Attention(spec, index, weights, device)
+            if weights.convolution is None
+            else ShortConvolution(spec, index, weights, weights.convolution, device)
+        )
         self.attention_output_norm = _norm(weights.attention_output_norm, spec)
         self.mlp_norm = _norm(weights.mlp_norm, spec)
         self.mlp: GatedMLP | Mixture = (
@@ -244,10 +260,16 @@ class DecoderLayer:
         )
         self.mlp_output_norm = _norm(weights.mlp_output_norm, spec)
 
+    @property
+    def attention(self) -> Attention:
+        """Of a layer that attends."""
+        assert isinstance(self.mixer, Attention)
+        return self.mixer
+
     def __call__(self, x: torch.Tensor, step: TorchStep) -> torch.Tensor:
         """May change x."""
         normed = x if self.attention_norm is None else self.attention_norm(x)
-        x = self._sum(x, self.attention(normed, step), self.attention_output_norm)
+        x = self._sum(x, self.mixer(normed, step), self.attention_output_norm)
         if not self.is_parallel:
             normed = x if self.mlp_norm is None else self.mlp_norm(x)
         return self._sum(x, self.mlp(normed), self.mlp_output_norm)
@@ -268,7 +290,7 @@ class Attention:
     def __init__(
         self, spec: DecoderSpec, layer: int, weights: DecoderLayerWeights, device: torch.device
     ) -> None:
-        self.layer = layer
+        self.kv_layer = spec.kv_layers()[layer]
         self.num_heads = spec.num_heads
         self.num_rotated = spec.num_heads + spec.num_kv_heads  # queries and keys; values are not rotated
         self.head_dim = spec.head_dim
@@ -292,12 +314,44 @@ class Attention:
             self.head_norm.apply_(rotated)
         if self.rotary is not LayerRotary.NONE:
             self.rotate(rotated, *step.turns[self.rotary])
-        step.kv.write(self.layer, step.slots, heads[:, self.num_heads :])
+        step.kv.write(self.kv_layer, step.slots, heads[:, self.num_heads :])
         queries = heads[:, : self.num_heads]
         attended = paged_attention(
-            queries, step.kv, self.layer, step.plans[self.window], self.scale, self.cap, self.sinks
+            queries, step.kv, self.kv_layer, step.plans[self.window], self.scale, self.cap, self.sinks
         )
         return self.output(attended)
+
+
+class ShortConvolution:
+    """output(c · convolution(b · x)) of the thirds b, c, x of each row. The pool keeps b · x of all tokens."""
+
+    def __init__(
+        self, spec: DecoderSpec, layer: int, weights: DecoderLayerWeights, taps: Tensor, device: torch.device
+    ) -> None:
+        self.kv_layers = range(*spec.kv_layers()[layer : layer + 2])
+        self.shape = (2 * spec.num_kv_heads, spec.head_dim)  # of a token in one of these layers
+        self.thirds = product_of(weights.qkv, device)
+        self.taps = to_torch(taps)
+        self.bias = None if weights.convolution_bias is None else to_torch(weights.convolution_bias)
+        self.output = product_of(weights.output, device)
+
+    def __call__(self, x: torch.Tensor, step: TorchStep) -> torch.Tensor:
+        b, c, x = self.thirds(x).chunk(3, dim=-1)
+        size = len(self.kv_layers) * self.shape[0] * self.shape[1]
+        kept = F.pad(b * x, (0, size - x.shape[-1])).view(len(x), len(self.kv_layers), *self.shape)
+        for number, kv_layer in enumerate(self.kv_layers):
+            step.kv.write(kv_layer, step.slots, kept[:, number])
+        rows = [self._convolve(step.kv, span, extent, x.shape[-1]) for span, extent in step.seen]
+        return self.output(c * torch.cat(rows))
+
+    def _convolve(self, kv: TorchPool, span: SequenceSpan, extent: Extent, hidden_size: int) -> torch.Tensor:
+        """(span.length, hidden_size)"""
+        heads = torch.cat([half for kv_layer in self.kv_layers for half in kv.read(kv_layer, extent)])
+        seen = heads.transpose(1, 2).reshape(-1, extent.count)[:hidden_size]
+        padded = F.pad(seen, (span.length + self.taps.shape[-1] - 1 - extent.count, 0)).unsqueeze(0)
+        taps = self.taps.to(seen.dtype)
+        bias = None if self.bias is None else self.bias.to(seen.dtype)
+        return F.conv1d(padded, taps, bias, groups=hidden_size)[0].T
 
 
 class GatedMLP:

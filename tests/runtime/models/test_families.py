@@ -103,6 +103,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "swiglu_alpha": 0.7,
         },
     ),
+    "lfm2": ("lfm2", {}),
+    "lfm2, biases, a row in two of the pool's layers": (
+        "lfm2",
+        {
+            "layer_types": ["full_attention", "conv", "full_attention"],
+            "num_key_value_heads": 1,
+            "conv_bias": True,
+            "conv_L_cache": 5,
+            "block_auto_adjust_ff_dim": True,
+            "block_multiple_of": 48,
+            "tie_word_embeddings": False,
+        },
+    ),
     "smollm3": ("smollm3", {}),
     "smollm3, windows": (
         "smollm3",
@@ -312,6 +325,26 @@ PHI_4_MINI = {
     "vocab_size": 200064,
 }
 
+LFM_2 = {
+    "architectures": ["Lfm2ForCausalLM"],
+    "block_auto_adjust_ff_dim": True,
+    "block_ff_dim": 12288,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_multiple_of": 256,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    "hidden_size": 2048,
+    "max_position_embeddings": 128000,
+    "model_type": "lfm2",
+    "norm_eps": 1e-05,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "rope_theta": 1000000.0,
+    "vocab_size": 65536,
+}
+
 
 def test_gemma_2_as_published():
     config = DecoderConfig.from_json(GEMMA_2)
@@ -349,9 +382,27 @@ def test_phi_4_mini_as_published():
     )
 
 
+def test_lfm2_as_published():
+    config = DecoderConfig.from_json(LFM_2)
+    spec = DecoderSpec.of(config, DType.BF16)
+
+    assert config.intermediate_size == 8192
+    assert config.tie_word_embeddings
+    assert config.rope.theta == 1e6
+    assert [index for index in range(16) if not config.convolves(index)] == [2, 5, 8, 10, 12, 14]
+    assert spec.kv_layers()[:5] == (0, 2, 4, 5, 7), "a row of a convolution fills two of the pool's layers"
+    assert spec.kv_shape(num_blocks=1, block_size=1).num_layers == 6 + 2 * 10
+
+
 @pytest.mark.parametrize(
     ("data", "named"),
     [
+        ({**LFM_2, "full_attn_idxs": [2, "5"]}, "full_attn_idxs"),
+        ({**LFM_2, "layer_types": ["conv"] * 15}, "layer_types"),
+        ({**LFM_2, "layer_types": ["conv"] * 15 + ["mamba"]}, "layer_types"),
+        ({**LFM_2, "conv_L_cache": 17}, "conv_L_cache"),
+        ({**LFM_2, "block_multiple_of": 0}, "block_multiple_of"),
+        ({**LFM_2, "block_ff_dim": 1 << 20, "block_ffn_dim_multiplier": 9.0}, "block_ffn_dim_multiplier"),
         ({**GEMMA_2, "use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({**GEMMA_2, "hidden_activation": "gelu_7"}, "hidden_activation"),
         ({**GEMMA_2, "attn_logit_softcapping": 0.0}, "attn_logit_softcapping"),

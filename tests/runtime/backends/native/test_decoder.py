@@ -41,6 +41,7 @@ OTHERS = (
     "glm4",
     "cohere2",
     "olmoe",
+    "lfm2",
 )  # than those like Llama
 
 each_family = pytest.mark.parametrize("family", DECODERS)

@@ -267,7 +267,7 @@ class BlockManager:
         if sequence.needs_all_rows:
             return 0
         lane, size = sequence.exact, self._block_size
-        tokens = sequence.tokens[lane.num_computed : min(lane.num_computed + size, sequence.num_tokens - 1)]
+        tokens = sequence.keys(lane.num_computed, min(lane.num_computed + size, sequence.num_tokens - 1))
         previous = self._chain(sequence, len(lane.blocks))[-1]
         found = self.prefixes.find_beginning(previous, tokens)
         if found is None:
@@ -287,7 +287,7 @@ class BlockManager:
         """
         chain, size = self._chain(sequence, end), self._block_size
         for number in range(first, end):
-            tokens = sequence.tokens[number * size : (number + 1) * size]
+            tokens = sequence.keys(number * size, (number + 1) * size)
             self.prefixes.tell_tokens(chain[number + 1], chain[number], tokens)
 
     def _num_to_take(self, sequence: Sequence, found: list[int]) -> int:

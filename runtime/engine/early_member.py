@@ -61,8 +61,10 @@ def draft_lane(sequence: TokenSequence, *, shares_tokens: bool) -> Lane:
     ahead.
     """
     if shares_tokens:
-        return Lane(Epoch.DRAFT, sequence.tokens, sequence.sampling, sequence.adapter)
-    return Lane(Epoch.DRAFT, list(sequence.tokens), sequence.sampling.for_draft(), sequence.adapter)
+        tokens, sampling = sequence.tokens, sequence.sampling
+    else:
+        tokens, sampling = list(sequence.tokens), sequence.sampling.for_draft()
+    return Lane(Epoch.DRAFT, tokens, sampling, sequence.adapter, sequence.exact.images)
 
 
 def lane_of(member: Member) -> Lane:

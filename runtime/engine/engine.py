@@ -44,6 +44,7 @@ from .arrival import Arrival, DecoderLike
 from .delivery import Delivery
 from .early import EarlyPhase, TieredDecoder
 from .generation import Generation, OnEvent
+from .image_encoder import ImageEncoder
 from .look_ahead import LookAhead, Outcome
 from .next_step import next_plan, use_idle_time
 from .options import EngineOptions, EngineStatistics, check_request, fit_pool
@@ -109,6 +110,7 @@ class Engine:
             copy_tokens=self._kv.copy_tokens,
         )
         self._adapters = RequestAdapters(adapters, self._state.changed)
+        self._images = ImageEncoder(getattr(model, "vision", None), self._state.changed, timeline)
         blocks = self._state.blocks
         # Imports and exports computed blocks, from any thread.
         self.prefix_pool = PrefixPool(blocks, self._kv, seed=prefix_seed)
@@ -172,6 +174,7 @@ class Engine:
         Nothing was started then.
         """
         check_request(request, self._model.config, self.max_context)
+        self._images.check(request)
         max_new_tokens = self.max_context - len(request.prompt_tokens)
         if request.max_tokens is not None:
             max_new_tokens = min(max_new_tokens, request.max_tokens)
@@ -222,6 +225,7 @@ class Engine:
         if first is not None and first.tokens:
             self._timeline.add_forced(generation, len(first.tokens))
         self._adapters.follow(adapter, generation)
+        self._images.follow(generation)
         return generation
 
     def require_room(self, queue_name: str, priority: Priority, num_sequences: int = 1) -> None:
@@ -258,7 +262,7 @@ class Engine:
             return True
         if self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        return not self._thread.is_alive() and self._images.join(timeout_s)
 
     def abort(self, failure: TeneralError) -> None:
         """End every sequence now with this error, which later requests get, too. Does not wait."""
@@ -460,6 +464,7 @@ class Engine:
             state.is_stopping = True
             sequences = state.everybody()
             state.changed.notify_all()
+        self._images.stop()
         for sequence in sequences:
             sequence.generation.emit(error_event(reason))
 

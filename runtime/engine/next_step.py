@@ -52,8 +52,8 @@ def next_plan(
             if plan.shares or not waits:
                 return plan
             wait_s = None if blocks.spill is None else blocks.spill.wait_s()
-            waits_for_adapters = any(each.waits_for_adapter for each in state.waiting)
-            assert wait_s is not None or waits_for_adapters, "the oldest sequence can always go on"
+            waits_for_others = any(each.waits_for_adapter or each.waits_for_images for each in state.waiting)
+            assert wait_s is not None or waits_for_others, "the oldest sequence can always go on"
             state.changed.wait(wait_s)
 
 

@@ -19,6 +19,7 @@ from ..errors import GrammarError, as_teneral_error
 from ..kv.prefixes import chain_hash, seed_hash
 from ..kv.spill.policy import Fetch
 from ..step.batch import Epoch
+from ..step.images import PromptImage, prompt_keys
 from ..step.logprobs import PromptScores
 from ..step.requests import FinishReason, GenerationEvent, Priority
 from ..step.state import Choice, Chosen, SamplingState
@@ -52,14 +53,20 @@ class Lane:
     be in another sequence's block, the `source`. They are copied when the lane gets its next block.
     """
 
-    __slots__ = ("adapter", "blocks", "epoch", "num_computed", "sampling", "source", "tokens")
+    __slots__ = ("adapter", "blocks", "epoch", "images", "num_computed", "sampling", "source", "tokens")
 
     def __init__(
-        self, epoch: Epoch, tokens: list[int], sampling: SamplingState, adapter: AdapterLike | None = None
+        self,
+        epoch: Epoch,
+        tokens: list[int],
+        sampling: SamplingState,
+        adapter: AdapterLike | None = None,
+        images: tuple[PromptImage, ...] = (),
     ) -> None:
         """The tokens and the state are not copied."""
         self.epoch = epoch
         self.adapter = adapter
+        self.images = images  # of the prompt
         self.tokens = tokens  # to compute
         self.sampling = sampling  # of the token after these
         self.blocks: tuple[int, ...] = ()
@@ -78,6 +85,7 @@ class Sequence:
     __slots__ = (
         "_detokenizer",
         "_hashes",
+        "_prompt_keys",
         "_stop_strings",
         "_text_decides",
         "adapter",
@@ -127,7 +135,7 @@ class Sequence:
         num_logprobs = request.num_prompt_logprobs
         # Of the prompt, until the first event delivers them.
         self.scores = None if num_logprobs is None else PromptScores(request.prompt_tokens, num_logprobs)
-        self.exact = Lane(Epoch.EXACT, self.tokens, self.sampling, adapter)
+        self.exact = Lane(Epoch.EXACT, self.tokens, self.sampling, adapter, request.images)
         self.draft: Lane | None = None  # while the weights arrive
         self.num_remembered = 0  # full blocks available to others
         # The engine's own, from its first proposals on.
@@ -136,6 +144,8 @@ class Sequence:
         self.fetch: Fetch | None = None
         # Of full blocks, after the seed's.
         self._hashes: list[bytes] = []
+        # Of a prompt with images; others are their own keys.
+        self._prompt_keys = prompt_keys(self.tokens, request.images) if request.images else None
         self._detokenizer = Detokenizer(
             source, request.prompt_tokens, skips_special_tokens=request.skips_special_tokens
         )
@@ -178,6 +188,11 @@ class Sequence:
     def waits_for_adapter(self) -> bool:
         """True if its adapter is loading: until then it takes part in no step with others."""
         return self.adapter is not None and not self.adapter.is_complete
+
+    @property
+    def waits_for_images(self) -> bool:
+        """True if some of its images are not encoded yet: until then it takes part in no step."""
+        return any(image.rows is None for image in self.exact.images)
 
     @property
     def can_take(self) -> bool:
@@ -285,6 +300,13 @@ class Sequence:
         self.num_remembered = 0
         return blocks
 
+    def keys(self, first: int, end: int) -> list[int]:
+        """The tokens [first, end) as caches of prefixes tell them apart: those of images by the images' digests."""
+        own = self._prompt_keys
+        if own is None or first >= len(own):
+            return self.tokens[first:end]
+        return own[first:end] + self.tokens[len(own) : end]
+
     def chain(self, num_blocks: int, block_size: int, seed: bytes) -> list[bytes]:
         """The hashes of the first `num_blocks` blocks of its tokens, after the first one's
         predecessor: so `[n]` is the predecessor of number n. All of these are full. The seed and
@@ -298,8 +320,8 @@ class Sequence:
                 seed = seed_hash(seed, b"adapter", self.adapter.digest)
             hashes.append(seed_hash(seed, salt))
         for number in range(len(hashes) - 1, num_blocks):
-            tokens = self.tokens[number * block_size : (number + 1) * block_size]
-            hashes.append(chain_hash(hashes[number], tokens))
+            keys = self.keys(number * block_size, (number + 1) * block_size)
+            hashes.append(chain_hash(hashes[number], keys))
         return hashes[: num_blocks + 1]
 
 

@@ -193,7 +193,9 @@ class SchedulerState:
         for sequence in plan.admitted:
             self.admit(sequence)
         is_short = len(self.running) < self.options.max_running
-        self._is_short_of_blocks = is_short and not all(each.waits_for_adapter for each in self.waiting)
+        self._is_short_of_blocks = is_short and not all(
+            each.waits_for_adapter or each.waits_for_images for each in self.waiting
+        )
         for share in plan.shares:
             if share.num_new_blocks:
                 self.blocks.grow(share.sequence.exact, share.num_new_blocks)
@@ -211,8 +213,12 @@ class SchedulerState:
     # -- blocks ----------------------------------------------------------------------------------------------
 
     def ready(self) -> list[Sequence]:
-        """The waiting sequences that do not wait for blocks or an adapter being loaded."""
-        return [each for each in self.waiting if not (each.waits_for_blocks or each.waits_for_adapter)]
+        """The waiting sequences that do not wait for blocks, images or an adapter being loaded."""
+        return [
+            each
+            for each in self.waiting
+            if not (each.waits_for_blocks or each.waits_for_images or each.waits_for_adapter)
+        ]
 
     def followers(self) -> list[Sequence]:
         """Those that may follow an adapter on its way, layer by layer, while nothing else can be computed: the first
@@ -220,7 +226,7 @@ class SchedulerState:
         """
         if self.running:
             return []
-        found = [each for each in self.waiting if each.adapter is not None and each.adapter.has_begun]
+        found = [each for each in self.waiting if _may_follow(each)]
         return [each for each in found if each.adapter is found[0].adapter]
 
     def attach_prefixes(self) -> None:
@@ -229,7 +235,7 @@ class SchedulerState:
         """
         if self.waiting:
             self.blocks.attach(
-                [each for each in self.waiting if not each.waits_for_adapter],
+                [each for each in self.waiting if not (each.waits_for_adapter or each.waits_for_images)],
                 num_places=self.options.max_running - len(self.running),
                 num_promised=self.num_promised_blocks(),
             )
@@ -386,3 +392,8 @@ def statistics_of(
             sessions_unpinned_total=sessions.unpinned_total,
             retry_after_s=state.retry_after_s,
         )
+
+
+def _may_follow(sequence: Sequence) -> bool:
+    adapter = sequence.adapter
+    return adapter is not None and adapter.has_begun and not sequence.waits_for_images

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ..errors import ModelError
 from ..weights import Weights
@@ -76,7 +76,15 @@ def _decoder(config: DecoderConfig, weights: Weights, backends: Iterable[Executo
         lambda computes: DecoderSpec.of(config, computes.dtype),
         lambda backend, spec: backend.refuses_decoder(spec, own),
     )
-    return Decoder(config, spec, own, backend.decoder(spec, own), computes)
+    vision = None
+    if config.vision is not None:
+        from .vision import VisionFactory, build_vision  # of few models
+
+        factory = cast("VisionFactory", backend)
+        vision = build_vision(
+            config.vision, weights, factory, dtype=spec.dtype, hidden_size=config.hidden_size
+        )
+    return Decoder(config, spec, own, backend.decoder(spec, own), computes, vision)
 
 
 def build_again(model: Decoder, backends: Iterable[ExecutorFactory]) -> Decoder | None:
@@ -86,7 +94,7 @@ def build_again(model: Decoder, backends: Iterable[ExecutorFactory]) -> Decoder 
     for backend in backends:
         if backend.name == model.executor.name:
             executor = backend.decoder(model.spec, model.weights)
-            return Decoder(model.config, model.spec, model.weights, executor, model.computes)
+            return Decoder(model.config, model.spec, model.weights, executor, model.computes, model.vision)
     return None
 
 

@@ -31,6 +31,7 @@ from .spec import DecoderSpec
 if TYPE_CHECKING:
     from ..weights import ExpertGate
     from .adapter import Adapter  # of the few servers that have some
+    from .vision import VisionTower  # of the few models that have one
 
 REPORTED_WAIT_S = 1e-3  # for experts; less is no wait
 
@@ -71,12 +72,15 @@ class Decoder:
         weights: DecoderWeights,
         executor: Executor,
         computes: ComputeDtype,
+        vision: VisionTower | None = None,
     ) -> None:
+        """`vision` makes the rows of images, where the model takes them."""
         self.config = config
         self.spec = spec
         self.computes = computes
         self.weights = weights
         self.executor = executor
+        self.vision = vision
         self.num_layers = spec.num_layers
         strips = weights.head_strips if executor.scores_in_strips else ()
         self.stages = tuple(_stages(weights.layers, len(strips), routes_apart=executor.routes_apart))

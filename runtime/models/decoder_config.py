@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from .fields import ACTIVATIONS, MAX_EXPERTS, MAX_HEAD_DIM, MAX_WIDTH, Fields, family_of, shape_of
 from .quantization_config import QuantizationConfig, compute_dtype
 from .rope_config import MAX_POSITIONS, RopeConfig
+from .vision_config import VisionConfig
 
 # model_type → the module of its family, in `families/` or by its full name, and the architecture
 # whose weights this code can run.
@@ -44,6 +45,11 @@ FAMILY_MODULES: dict[str, tuple[str, str]] = {
     "lfm2": ("lfm2", "Lfm2ForCausalLM"),
     "gpt_oss": ("gpt_oss", "GptOssForCausalLM"),
 }
+# The same of decoders that also take images.
+VISION_FAMILY_MODULES: dict[str, tuple[str, str]] = {
+    "idefics3": ("idefics3", "Idefics3ForConditionalGeneration"),
+    "smolvlm": ("idefics3", "SmolVLMForConditionalGeneration"),
+}
 
 
 def decoder_architectures() -> dict[str, tuple[str, ...]]:
@@ -52,7 +58,7 @@ def decoder_architectures() -> dict[str, tuple[str, ...]]:
     for family, (_, architecture) in FAMILY_MODULES.items():
         name = "Gemma3Text" if family == "gemma3_text" else architecture.removesuffix("ForCausalLM")
         found[family] = (architecture, f"{name}ForSequenceClassification", f"{name}Model")
-    return found
+    return found | {family: (name,) for family, (_, name) in VISION_FAMILY_MODULES.items()}
 
 
 def is_pooled(config: Mapping[str, Any], *, has_modules: bool) -> bool:
@@ -139,7 +145,7 @@ class LayerNames(Struct, frozen=True):
 class DecoderConfig(Struct, frozen=True):
     """A decoder. Counts are at least 1; `num_kv_heads` divides `num_heads`. Defaults are those of the Llama family."""
 
-    family: str  # a key of FAMILY_MODULES
+    family: str  # a key of FAMILY_MODULES or VISION_FAMILY_MODULES
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -164,6 +170,8 @@ class DecoderConfig(Struct, frozen=True):
     norm: Norm = Norm.RMS
     names: LayerNames = LayerNames()
     final_norm: str = "norm"  # its name in a checkpoint, after "model."
+    roots: tuple[str, ...] = ("", "model.")  # what may stand before all names; the first that fits counts
+    vision: VisionConfig | None = None  # the tower whose rows take the places of image tokens
     local_rope: RopeConfig | None = None
     layer_rotary: tuple[LayerRotary, ...] = ()  # of each layer; empty: all are turned by `rope`
     wide_rotary: bool = False  # turned in fp32, rounded once
@@ -184,7 +192,7 @@ class DecoderConfig(Struct, frozen=True):
         """Raises `ModelError` naming the key that is missing, wrong or not supported."""
         config = Fields(data)
         family = family_of(config, decoder_architectures())
-        module, _ = FAMILY_MODULES[family]
+        module, _ = (FAMILY_MODULES | VISION_FAMILY_MODULES)[family]
         place = module if "." in module else f".families.{module}"
         read: Callable[[Fields, str], DecoderConfig] = import_module(place, __package__).read
         return read(config, family)

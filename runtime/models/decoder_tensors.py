@@ -20,7 +20,7 @@ from .projections import take_embeddings, take_linear, take_stacked
 if TYPE_CHECKING:
     from ..weights import ExpertGate
 
-_LAYER = re.compile(r"(?:model\.)?layers\.[0-9]+\.")
+_LAYER = re.compile(r"(?:model\.(?:text_model\.)?)?layers\.[0-9]+\.")
 # What some checkpoints have and models compute by themselves, or not at all: scales are of keys and values in 8 bits.
 _WITHOUT_EFFECT = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
 
@@ -29,7 +29,8 @@ def take_decoder(config: DecoderConfig, weights: Weights) -> tuple[DecoderWeight
     """All of the decoder's weights, and what most of those that are no integers are stored in. Raises `ModelError` when
     a tensor is missing or does not fit `config`.
     """
-    root = "" if "embed_tokens.weight" in weights else "model."
+    roots = config.roots
+    root = next((each for each in roots if f"{each}embed_tokens.weight" in weights), roots[-1])
     stored = _stored_dtype(config, weights, f"{root}embed_tokens")
 
     made: list[Parameters] = []

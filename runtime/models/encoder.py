@@ -166,8 +166,8 @@ def take_encoder(
     if config.disentangled is not None:
         relative = entry.take(f"{names.relative}.weight", 2 * config.disentangled.span, hidden_size)
         if names.relative_norm:
-            relative_norm = _take_layer_norm(entry, names.relative_norm, hidden_size)
-    norm = _take_layer_norm(entry, names.norm, hidden_size, bias=config.has_norm_bias)
+            relative_norm = take_layer_norm(entry, names.relative_norm, hidden_size)
+    norm = take_layer_norm(entry, names.norm, hidden_size, bias=config.has_norm_bias)
     entry_gate = entry.row_gate(f"{names.words}.weight")
     layers = tuple(
         _take_layer(config, Parameters(weights, root + names.layer.format(index)), index)
@@ -176,11 +176,11 @@ def take_encoder(
     last = Parameters(weights, "")
     final_norm = head_dense = head_norm = scores = None
     if names.final_norm:
-        final_norm = _take_layer_norm(last, root + names.final_norm, hidden_size, bias=config.has_norm_bias)
+        final_norm = take_layer_norm(last, root + names.final_norm, hidden_size, bias=config.has_norm_bias)
     if config.labels:
         head_dense = take_linear(last, names.dense, hidden_size, hidden_size, bias=config.has_head_bias)
         if config.has_head_norm:
-            head_norm = _take_layer_norm(last, names.head_norm, hidden_size, bias=config.has_norm_bias)
+            head_norm = take_layer_norm(last, names.head_norm, hidden_size, bias=config.has_norm_bias)
         scores = take_linear(last, names.scores, hidden_size, len(config.labels), bias=True)
     taken = EncoderWeights(
         words=words,
@@ -206,7 +206,7 @@ def _take_layer(config: EncoderConfig, parameters: Parameters, index: int) -> En
     output = take_linear(parameters, names.output, hidden_size, hidden_size, bias=config.has_output_bias)
     attention_norm = None
     if not config.has_pre_norm or index:
-        attention_norm = _take_layer_norm(
+        attention_norm = take_layer_norm(
             parameters, names.attention_norm, hidden_size, bias=config.has_norm_bias
         )
     up_size = inner_size * (2 if config.is_gated else 1)
@@ -216,7 +216,7 @@ def _take_layer(config: EncoderConfig, parameters: Parameters, index: int) -> En
         attention_norm=attention_norm,
         up=_take_equal(parameters, names.up, hidden_size, up_size, bias=config.has_mlp_bias),
         down=take_linear(parameters, names.down, inner_size, hidden_size, bias=config.has_mlp_bias),
-        mlp_norm=_take_layer_norm(parameters, names.mlp_norm, hidden_size, bias=config.has_norm_bias),
+        mlp_norm=take_layer_norm(parameters, names.mlp_norm, hidden_size, bias=config.has_norm_bias),
         gate=parameters.gate(),
     )
 
@@ -241,9 +241,10 @@ def take_dense(layer: Dense, weights: DenseTensors) -> DenseMatrix:
     return DenseMatrix(weight, parameters.take("linear.bias", layer.num_out) if layer.has_bias else None)
 
 
-def _take_layer_norm(
+def take_layer_norm(
     parameters: Parameters, name: str, hidden_size: int, *, bias: bool = True
 ) -> LayerNormWeights:
+    """The norm `name` of rows of `hidden_size`. Raises `ModelError` where it is missing or does not fit."""
     # Checkpoints that were converted from TensorFlow call the two gamma and beta.
     weight_name, bias_name = ("gamma", "beta") if f"{name}.gamma" in parameters else ("weight", "bias")
     return LayerNormWeights(

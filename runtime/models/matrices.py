@@ -35,6 +35,7 @@ __all__ = [
     "Projection",
     "StoredProjection",
     "Tensor",
+    "VisionWeights",
     "for_format",
     "refusal_of_formats",
 ]
@@ -377,6 +378,16 @@ class EncoderWeights(Struct, frozen=True, eq=False):
     @property
     def device(self) -> str:
         return self.words.device
+
+
+class VisionWeights(Struct, frozen=True, eq=False):
+    """A vision tower's weights. Of its encoder, `words` is the patches' matrix, the rows of `entry_gate` are those of
+    the positions, `norm` is not used, and the head's gate is the connector's, too.
+    """
+
+    encoder: EncoderWeights
+    patches: DenseMatrix  # (hidden, 3 * patch_size ** 2)
+    connector: Projection  # from the states of a token's patches, side by side, to the decoder's rows
 
 
 def refusal_of_formats(weights: DecoderWeights, table: Mapping[type[Any], Any], backend: str) -> str | None:

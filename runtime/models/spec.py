@@ -114,6 +114,7 @@ class DecoderSpec(Struct, frozen=True):
     )
     sinks: bool  # exp(sink) of each head is added to the sum that its exponentials are divided by
     tied_head: bool  # the head's matrix is the embeddings'
+    takes_images: bool  # rows of a vision tower take the places of embeddings
 
     @classmethod
     def of(cls, config: DecoderConfig, dtype: DType) -> DecoderSpec:
@@ -158,6 +159,7 @@ class DecoderSpec(Struct, frozen=True):
             joint_head_norms=config.joint_qk_norm,
             sinks=config.has_sinks,
             tied_head=config.tie_word_embeddings,
+            takes_images=config.vision is not None,
         )
 
     def kv_layers(self) -> tuple[int, ...]:

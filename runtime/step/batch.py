@@ -6,7 +6,7 @@ The conversion of sequences' rows to arrays runs once a step, so it must be fast
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -15,6 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 if TYPE_CHECKING:
+    from .images import PromptImage
     from .logprobs import PromptScores
 
 
@@ -25,6 +26,7 @@ class LaneLike(Protocol):
     blocks: tuple[int, ...]
     num_computed: int
     adapter: Any  # as `SequenceSpan` has it
+    images: tuple[PromptImage, ...]  # of the prompt; all have rows
 
 
 class Rows(Struct, frozen=True):
@@ -69,8 +71,14 @@ def build_batch(parts: Sequence[Rows], block_size: int) -> StepBatch:
     logit_rows: list[int] = []
     spans: list[SequenceSpan] = []
     scored: list[ScoredRows] = []
+    images: list[ImageRows] = []
     for part in parts:
         blocks = part.lane.blocks
+        for image in part.lane.images:
+            own = image.within(part.first, part.end)
+            if own.stop > own.start:
+                rows = image.places[own] + (len(tokens) - part.first)
+                images.append(ImageRows(rows, image.rows[own]))
         scored += part.scored(len(tokens))
         spans.append(SequenceSpan(len(tokens), part.end - part.first, part.end, blocks, part.lane.adapter))
         tokens += part.tokens[part.first : part.end]
@@ -93,6 +101,7 @@ def build_batch(parts: Sequence[Rows], block_size: int) -> StepBatch:
         tuple(spans),
         numbers[3 * num_tokens :],
         scored=tuple(scored),
+        images=tuple(images),
     )
 
 
@@ -134,6 +143,13 @@ class ScoredRows(Struct, frozen=True):
     length: int
 
 
+class ImageRows(Struct, frozen=True, eq=False):
+    """Rows of the batch that take these values in place of their tokens' embeddings."""
+
+    rows: Int64s  # (N,), ascending
+    values: Any  # (N, hidden_size) in the model's dtype
+
+
 class StepBatch(Struct, frozen=True, eq=False):
     """T tokens of all sequences together, and R rows whose logits are needed. All arrays are
     contiguous.
@@ -147,6 +163,7 @@ class StepBatch(Struct, frozen=True, eq=False):
     # The backend's copy of the batch on a device.
     on_device: Any = None
     scored: tuple[ScoredRows, ...] = ()
+    images: tuple[ImageRows, ...] = ()
     # Its pass is launched as a whole: `forward` returns at once, and waits for no weights.
     is_recorded: bool = False
 
@@ -156,11 +173,13 @@ def join(batches: Sequence[StepBatch]) -> StepBatch:
     spans: list[SequenceSpan] = []
     logit_rows: list[Int64s] = []
     scored: list[ScoredRows] = []
+    images: list[ImageRows] = []
     num_rows = 0
     for batch in batches:
         spans += [replace(span, start=span.start + num_rows) for span in batch.spans]
         logit_rows.append(batch.logit_rows + num_rows)
         scored += [replace(rows, start=rows.start + num_rows) for rows in batch.scored]
+        images += [replace(image, rows=image.rows + num_rows) for image in batch.images]
         num_rows += len(batch.tokens)
     return StepBatch(
         np.concatenate([batch.tokens for batch in batches]),
@@ -169,6 +188,7 @@ def join(batches: Sequence[StepBatch]) -> StepBatch:
         tuple(spans),
         np.concatenate(logit_rows),
         scored=tuple(scored),
+        images=tuple(images),
     )
 
 
@@ -193,5 +213,14 @@ def select(batch: StepBatch, numbers: Sequence[int]) -> tuple[StepBatch, Int64s]
         tuple(spans),
         np.array(logit_rows, dtype=np.int64),
         scored=tuple(replace(own, start=place[own.start]) for own in batch.scored if own.start in place),
+        images=tuple(_images_at(batch.images, index)),
     )
     return chosen, index
+
+
+def _images_at(images: Sequence[ImageRows], index: Int64s) -> Iterator[ImageRows]:
+    """The rest of the images in a batch of the rows with these numbers, ascending."""
+    for image in images:
+        is_left = np.isin(image.rows, index)
+        if is_left.any():
+            yield ImageRows(np.searchsorted(index, image.rows[is_left]), image.values[is_left])

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from .images import PromptImage
+
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1_024
 MAX_TOP_LOGPROBS = 20
@@ -142,6 +144,7 @@ class GenerationRequest(Struct, frozen=True):
     first_token: FirstToken = FirstToken.EXACT
     # Requests with different salts share no keys and values.
     cache_salt: str = ""
+    images: tuple[PromptImage, ...] = ()  # whose places have the model's image token
     # The name of the LoRA adapter that computes it; '': none.
     adapter: str = ""
     # The session whose keys and values are kept for its next request; '': none.
@@ -163,6 +166,10 @@ class GenerationRequest(Struct, frozen=True):
                 f"stop must have up to {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_STRING_CHARS} characters",
                 param="stop",
             )
+        if self.images:
+            from .images import check_images  # imports numpy, which few requests need here
+
+            check_images(self.images, len(self.prompt_tokens))
         check_owner(session=self.session, tenant=self.tenant, cache_salt=self.cache_salt)
         if self.num_top_logprobs is not None:
             _in_range("top_logprobs", self.num_top_logprobs, 0, MAX_TOP_LOGPROBS)

@@ -37,7 +37,8 @@ IMPLEMENTED = {
         any_value,
     ),
     **{name: one_of(False) for name in
-       ("output_norms", "is_parallel", "rotary.interleaved", "head_norms", "joint_head_norms", "sinks")},
+       ("output_norms", "is_parallel", "rotary.interleaved", "head_norms", "joint_head_norms", "sinks",
+        "takes_images")},
     **{name: one_of(None) for name in ("experts", "convolutions", "score_cap", "logit_cap", "local_rotary")},
     **{name: one_of(1.0) for name in ("embedding_scale", "residual_scale", "logits_scale")},
     "dtype": one_of(DType.F32),

@@ -45,6 +45,7 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     "joint_head_norms": one_of(False),
     "sinks": one_of(False),
     "tied_head": any_value,
+    "takes_images": one_of(False),
 }
 
 

@@ -9,7 +9,7 @@ from ....loader.native.library import VERSION, library
 from ...kv.kinds import KVKind
 from ...kv.storage import Int8KVStorage, KVStorage
 from ...models.executor import ComputeDtype, EncoderExecutor, Executor
-from ...models.matrices import DecoderWeights, EncoderWeights
+from ...models.matrices import DecoderWeights, EncoderWeights, VisionWeights
 from ...models.spec import DecoderSpec, EncoderSpec
 from ...tensors import CPU, DType
 from . import decoder
@@ -17,6 +17,7 @@ from .decoder import NAME, NativeDecoder
 
 if TYPE_CHECKING:
     from ....loader.native.library import Library
+    from ...models.vision import VisionExecutor
 
 _STORAGES: dict[KVKind, type[KVStorage] | type[Int8KVStorage]] = {
     KVKind.MODEL: KVStorage,
@@ -67,6 +68,12 @@ class NativeBackend:
         assert self._library is not None
         return NativeEncoder(spec, weights, self._library)
 
+    def vision(self, spec: EncoderSpec, weights: VisionWeights) -> VisionExecutor:
+        from .vision import NativeVision  # of few models
+
+        assert self._library is not None
+        return NativeVision(spec, weights, self._library)
+
     def _lacks(self, device: str) -> str | None:
         if device != CPU:
             return f"{self.name} computes on the CPU, and the weights are on {device}"
@@ -79,6 +86,8 @@ class ReferenceBackend(NativeBackend):
     name = "numpy"
 
     def refuses_decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> str | None:
+        if spec.takes_images:
+            return f"{self.name} does not implement takes_images"
         return self._lacks(weights.device) or decoder.refusal_of_spec(spec)
 
     def decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> Executor:

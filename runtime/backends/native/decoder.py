@@ -78,6 +78,7 @@ IMPLEMENTED: Mapping[str, Accepts] = {
             "mlp_bias",
             "head_norms",
             "tied_head",
+            "takes_images",
             "rotary.dim",
             "rotary.frequencies",
             "rotary.factor",
@@ -185,12 +186,15 @@ class NativeDecoder:
         )
 
     def embed(self, batch: StepBatch) -> Array:
-        """(T, hidden_size): the rows of the batch's tokens."""
+        """(T, hidden_size): the rows of the batch's tokens, and of its images."""
         table = self._weights.embeddings
         out = np.empty((len(batch.tokens), self._spec.hidden_size), self._spec.dtype.numpy)
         scale = None if table.scale is None else table.scale.array
         factor = self._spec.embedding_scale
-        return self._operations.embed(table.weight.array, scale, batch.tokens, out, factor)
+        x = self._operations.embed(table.weight.array, scale, batch.tokens, out, factor)
+        for image in batch.images:
+            x[image.rows] = image.values
+        return x
 
     def begin(self, batch: StepBatch, kv: Any) -> NativeStep:
         """Raises `ValueError` for rows, slots or blocks that do not fit."""

@@ -93,7 +93,7 @@ class NativeEncoder:
         self._spec = spec
         self._weights = weights
         self._products = Products(library)
-        self._operations = Operations(library)
+        self.operations = Operations(library)
         self._scratch_bytes = library.functions.tn_encoder_scratch_bytes
         self._scratch_bytes.argtypes = [ctypes.POINTER(records.EncoderRecord), ctypes.c_int64]
         self._scratch_bytes.restype = ctypes.c_int64
@@ -124,16 +124,16 @@ class NativeEncoder:
 
     def embed(self, batch: TextBatch) -> Array:
         """norm(word + type + position) of each token, (T, hidden_size)."""
-        weights, operations = self._weights, self._operations
+        weights, operations = self._weights, self.operations
         check_starts(batch.starts, len(batch.tokens))
-        x = self._rows_of(weights.words, batch.tokens)
+        x = self.rows_of(weights.words, batch.tokens)
         if weights.types is not None:
             types = np.zeros(1, np.int64) if batch.types is None else batch.types
-            operations.add(x, self._rows_of(weights.types, types))
+            operations.add(x, self.rows_of(weights.types, types))
         if weights.positions is not None:
             places = _places_of(batch) + self._spec.position_offset
-            operations.add(x, self._rows_of(weights.positions, places))
-        return self._norm(x, weights.norm)
+            operations.add(x, self.rows_of(weights.positions, places))
+        return self.norm(x, weights.norm)
 
     def layers(self, batch: TextBatch, first: int, end: int, x: Array) -> Array:
         """x (T, hidden_size) through the layers [first, end), in place."""
@@ -170,7 +170,7 @@ class NativeEncoder:
             first=first,
             end=end,
         )
-        self._operations.call("tn_encoder_step", args)
+        self.operations.call("tn_encoder_step", args)
         return x
 
     def finish(self, batch: TextBatch, x: Array) -> Floats:
@@ -180,17 +180,17 @@ class NativeEncoder:
         if rows is not None:  # of the others nothing is needed
             x, starts = np.ascontiguousarray(x[rows]), np.arange(len(starts), dtype=np.int64)
         if self._weights.final_norm is not None:
-            x = self._norm(x, self._weights.final_norm)
+            x = self.norm(x, self._weights.final_norm)
         if spec.num_labels and rows is not None:
             return self._scores(x)
         if spec.pooling is Pooling.MEAN:
-            result = self._operations.mean(x, starts)
+            result = self.operations.mean(x, starts)
         else:
             result = pooled(x, starts, spec.pooling, spec.dtype)
         if spec.num_labels:
             return self._scores(from_float32(result, spec.dtype))
         for matrix, layer in zip(self._weights.sentence, spec.dense, strict=True):
-            result = self._product(StoredProjection((matrix,)), result, result.dtype)
+            result = self.product(StoredProjection((matrix,)), result, result.dtype)
             if layer.activation is not None:
                 self._activate(result, layer.activation)
         if spec.normalize:
@@ -202,16 +202,16 @@ class NativeEncoder:
         weights = self._weights
         assert weights.dense is not None
         assert weights.scores is not None
-        dense = self._product(weights.dense, states, states.dtype)
+        dense = self.product(weights.dense, states, states.dtype)
         self._activate(dense, self._spec.head_activation)
         if weights.head_norm is not None:
-            self._norm(dense, weights.head_norm)
-        return self._product(weights.scores, dense, np.dtype(np.float32))
+            self.norm(dense, weights.head_norm)
+        return self.product(weights.scores, dense, np.dtype(np.float32))
 
     def _activate(self, rows: Array, activation: Activation) -> None:
-        self._operations.activate(rows, None, rows, ACTIVATIONS[activation])
+        self.operations.activate(rows, None, rows, ACTIVATIONS[activation])
 
-    def _product(self, projection: Projection, x: Array, dtype: np.dtype[np.generic]) -> Array:
+    def product(self, projection: Projection, x: Array, dtype: np.dtype[np.generic]) -> Array:
         """x times all matrices of the projection, side by side."""
         parts = [
             self._products.linear(x, weight, np.empty((len(x), weight.num_out), dtype))
@@ -219,14 +219,14 @@ class NativeEncoder:
         ]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
-    def _norm(self, x: Array, norm: LayerNormWeights) -> Array:
+    def norm(self, x: Array, norm: LayerNormWeights) -> Array:
         """In place."""
-        return self._operations.norm(x, x, norm.weight, norm.bias or self._no_bias, self._spec.norm_eps)
+        return self.operations.norm(x, x, norm.weight, norm.bias or self._no_bias, self._spec.norm_eps)
 
-    def _rows_of(self, table: Tensor, numbers: Array) -> Array:
+    def rows_of(self, table: Tensor, numbers: Array) -> Array:
         check_ids(numbers, len(table.array), "a token, a type or a position")
         out = np.empty((len(numbers), self._spec.hidden_size), self._spec.dtype.numpy)
-        return self._operations.embed(table.array, None, numbers, out)
+        return self.operations.embed(table.array, None, numbers, out)
 
     def _compute_positions(self, index: int) -> None:
         """Queries and keys of the layer's disentangled positions, by its projections; once, behind its gate."""
@@ -235,10 +235,10 @@ class NativeEncoder:
         spec, weights = self._spec, self._weights
         assert weights.relative is not None
         every = np.arange(len(weights.relative.array), dtype=np.int64)
-        table = self._rows_of(weights.relative, every)
+        table = self.rows_of(weights.relative, every)
         if weights.relative_norm is not None:
-            self._norm(table, weights.relative_norm)
-        rows = self._product(weights.layers[index].qkv, table, table.dtype)
+            self.norm(table, weights.relative_norm)
+        rows = self.product(weights.layers[index].qkv, table, table.dtype)
         queries, keys = (rows[:, part * spec.hidden_size :][:, : spec.hidden_size] for part in (0, 1))
         both = self._positions[index] = np.stack((queries, keys))  # (2, buckets, hidden_size)
         self._layers[index].position_queries = arrays.address(both)

@@ -82,6 +82,7 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     "head_norms": any_value,
     "joint_head_norms": any_value,
     "tied_head": any_value,
+    "takes_images": one_of(False),
 }
 
 _STORAGES: dict[KVKind, type[TorchKVStorage] | type[TorchInt8KVStorage]] = {

@@ -1,0 +1,252 @@
+"""The engine with prompts that have images: transformers' tokens in company, chunked, preempted and from its caches."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.support.load import patience_s
+from tests.support.models import DictWeights, build_model
+from tests.support.tiny_models import config_json, tensors_of
+from tests.support.toy_decoder import ToyTokenizer
+from tests.support.vision_models import (
+    IMAGE_TOKEN,
+    image_at,
+    pixel_values,
+    prompt_with,
+    random_tiles,
+    tiny_vision_model,
+)
+
+from teneral.runtime.engine import image_encoder
+from teneral.runtime.engine.engine import Engine, EngineOptions
+from teneral.runtime.errors import ModelError, RequestError
+from teneral.runtime.step.backend import host_backend
+from teneral.runtime.step.images import PromptImage
+from teneral.runtime.step.requests import FinishReason, GenerationRequest, SamplingParams
+
+NUM_TOKENS = 16
+BLOCK_SIZE = 4
+TIMEOUT_S = patience_s(60)
+GREEDY = SamplingParams(temperature=0)
+TEXT = GenerationRequest("text", (5, 6, 7, 8, 9), NUM_TOKENS, GREEDY)
+# Two images, the second of two tiles; a tile is four tokens.
+PROMPT = tuple(prompt_with([1, 2, 3], 4, [9, 10], 4, 4, [8, 7, 6]))
+PLACES = [index for index, token in enumerate(PROMPT) if token == IMAGE_TOKEN]
+
+
+@pytest.fixture(scope="module")
+def model() -> tuple[Any, Any]:
+    """(transformers' model, our decoder over the same weights)"""
+    oracle = tiny_vision_model()
+    return oracle, build_model(config_json(oracle), DictWeights(tensors_of(oracle)))
+
+
+class Rig:
+    """An engine over the decoder; checked when a test leaves it."""
+
+    def __init__(self, decoder: Any, *, num_blocks: int = 200, **options: Any) -> None:
+        self.engine = Engine(
+            decoder,
+            ToyTokenizer(),
+            options=EngineOptions(
+                kv_bytes=num_blocks * decoder.kv_block_bytes(BLOCK_SIZE),
+                block_size=BLOCK_SIZE,
+                max_context=96,
+                **options,
+            ),
+            make_backend=host_backend,
+        )
+
+    def tokens(self, *requests: GenerationRequest) -> list[tuple[int, ...]]:
+        generations = [self.engine.submit(request) for request in requests]
+        self.engine.start()
+        return [generation.result(TIMEOUT_S).tokens for generation in generations]
+
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.engine.stop(TIMEOUT_S)
+        self.engine.check_integrity()
+        statistics = self.engine.statistics()
+        assert statistics.free_blocks == statistics.num_blocks
+
+
+def request_with(*seeds: int, request_id: str = "images", **fields: Any) -> GenerationRequest:
+    """Of the two images with these seeds."""
+    first, second = seeds
+    images = (
+        image_at(PLACES[:4], random_tiles(1, seed=first), digest=bytes([first, 1])),
+        image_at(PLACES[4:], random_tiles(2, seed=second), digest=bytes([second, 2])),
+    )
+    return GenerationRequest(request_id, PROMPT, NUM_TOKENS, GREEDY, images=images, **fields)
+
+
+def oracle_tokens(oracle: Any, *seeds: int) -> tuple[int, ...]:
+    tiles = np.concatenate([random_tiles(1, seed=seeds[0]), random_tiles(2, seed=seeds[1])])
+    with torch.no_grad():
+        made = oracle.generate(
+            input_ids=torch.tensor([PROMPT]),
+            pixel_values=pixel_values(tiles),
+            max_new_tokens=NUM_TOKENS,
+            do_sample=False,
+            eos_token_id=-1,
+        )
+    return tuple(made[0, len(PROMPT) :].tolist())
+
+
+def test_greedy_tokens_are_those_of_transformers(model: tuple[Any, Any]) -> None:
+    oracle, decoder = model
+    with Rig(decoder) as rig:
+        (tokens,) = rig.tokens(request_with(1, 2))
+    assert tokens == oracle_tokens(oracle, 1, 2)
+
+
+def test_chunks_preemption_and_company_change_no_token(model: tuple[Any, Any]) -> None:
+    _, decoder = model
+    requests = [request_with(1, 2), TEXT, request_with(3, 4), request_with(2, 1), TEXT]
+    alone = []
+    for request in [request_with(1, 2), TEXT, request_with(3, 4), request_with(2, 1), TEXT]:
+        with Rig(decoder) as rig:
+            alone += rig.tokens(request)
+    with Rig(
+        decoder, num_blocks=20, max_step_tokens=24, max_running=5, max_prefill_tokens=7, prefix_cache=False
+    ) as rig:
+        assert rig.tokens(*requests) == alone
+        assert rig.engine.statistics().preemptions_total > 0
+
+
+def test_cached_prefixes_are_of_equal_images_alone(model: tuple[Any, Any]) -> None:
+    oracle, decoder = model
+    with Rig(decoder) as rig:
+        engine = rig.engine
+        engine.start()
+        cold = engine.submit(request_with(1, 2))
+        assert cold.result(TIMEOUT_S).tokens == oracle_tokens(oracle, 1, 2)
+        again = engine.submit(request_with(1, 2))
+        assert again.result(TIMEOUT_S).tokens == oracle_tokens(oracle, 1, 2)
+        assert again.num_cached_tokens >= len(PROMPT) - BLOCK_SIZE
+        # The second image is another one: what is before it may be reused, and nothing of it.
+        other = engine.submit(request_with(1, 3))
+        assert other.result(TIMEOUT_S).tokens == oracle_tokens(oracle, 1, 3)
+        assert other.num_cached_tokens == PLACES[4]
+        swapped = engine.submit(request_with(2, 1))
+        assert swapped.result(TIMEOUT_S).tokens == oracle_tokens(oracle, 2, 1)
+        assert swapped.num_cached_tokens == PLACES[0]
+
+
+def test_choices_of_a_prompt_share_its_images(model: tuple[Any, Any]) -> None:
+    oracle, decoder = model
+    first = request_with(1, 2)
+    second = GenerationRequest("second", PROMPT, NUM_TOKENS, GREEDY, images=first.images)
+    with Rig(decoder) as rig:
+        assert set(rig.tokens(first, second)) == {oracle_tokens(oracle, 1, 2)}
+    assert all(image.tiles is None for image in first.images)
+
+
+class SlowTower:
+    """The model's tower, which waits before each tile."""
+
+    def __init__(self, tower: Any) -> None:
+        self.config = tower.config
+        self.go_on = threading.Event()
+        self.num_tiles = 0
+        self.failure: Exception | None = None
+        self._tower = tower
+
+    def encode(self, tiles: Any, levels: Any) -> Any:
+        for part in self._tower.encode(tiles, levels):
+            self.go_on.wait(TIMEOUT_S)
+            if self.failure is not None:
+                raise self.failure
+            self.num_tiles += 1
+            yield part
+
+
+@pytest.fixture
+def slow(model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, SlowTower]:
+    decoder = model[1]
+    tower = SlowTower(decoder.vision)
+    monkeypatch.setattr(decoder, "vision", tower)
+    return decoder, tower
+
+
+def test_texts_are_computed_while_images_are_encoded(slow: tuple[Any, SlowTower]) -> None:
+    decoder, tower = slow
+    with Rig(decoder) as rig:
+        waiting = rig.engine.submit(request_with(1, 2))
+        (tokens,) = rig.tokens(TEXT)
+        assert len(tokens) == NUM_TOKENS
+        assert waiting.finish_reason is None
+        tower.go_on.set()
+        assert len(waiting.result(TIMEOUT_S).tokens) == NUM_TOKENS
+
+
+def test_a_request_that_is_cancelled_is_not_encoded_on(slow: tuple[Any, SlowTower]) -> None:
+    decoder, tower = slow
+    with Rig(decoder) as rig:
+        rig.engine.start()
+        cancelled = rig.engine.submit(request_with(1, 2))
+        cancelled.cancel()
+        tower.go_on.set()
+        assert len(rig.engine.submit(request_with(3, 3)).result(TIMEOUT_S).tokens) == NUM_TOKENS
+        # At most the tile under way was of the cancelled one; of the other, no image is an earlier one.
+        assert tower.num_tiles <= 4
+        assert cancelled.finish_reason is FinishReason.CANCELLED
+
+
+def test_a_failure_of_the_tower_ends_its_request_alone(slow: tuple[Any, SlowTower]) -> None:
+    decoder, tower = slow
+    tower.failure = ModelError("the tower fell")
+    tower.go_on.set()
+    with Rig(decoder) as rig:
+        rig.engine.start()
+        with pytest.raises(ModelError, match="the tower fell"):
+            rig.engine.submit(request_with(1, 2)).result(TIMEOUT_S)
+        assert len(rig.engine.submit(TEXT).result(TIMEOUT_S).tokens) == NUM_TOKENS
+
+
+def test_rows_of_images_are_kept_for_the_next_request(slow: tuple[Any, SlowTower]) -> None:
+    decoder, tower = slow
+    tower.go_on.set()
+    with Rig(decoder, prefix_cache=False) as rig:
+        rig.tokens(request_with(1, 2))
+        num_tiles = tower.num_tiles
+        rig.engine.submit(request_with(1, 2)).result(TIMEOUT_S)
+        assert tower.num_tiles == num_tiles
+
+
+def test_kept_rows_are_bounded(slow: tuple[Any, SlowTower], monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, tower = slow
+    tower.go_on.set()
+    monkeypatch.setattr(image_encoder, "MAX_KEPT_BYTES", 0)
+    with Rig(decoder, prefix_cache=False) as rig:
+        rig.tokens(request_with(1, 2))
+        num_tiles = tower.num_tiles
+        rig.engine.submit(request_with(1, 2)).result(TIMEOUT_S)
+        assert tower.num_tiles == 2 * num_tiles
+
+
+@pytest.mark.parametrize("places", [PLACES[:3], [0, 1, 2, 3], PLACES[:5]])
+def test_images_that_do_not_fit_their_places_are_refused(model: tuple[Any, Any], places: list[int]) -> None:
+    request = GenerationRequest("r", PROMPT, images=(image_at(places, random_tiles(1)),))
+    with Rig(model[1]) as rig, pytest.raises(RequestError, match="does not fit its places"):
+        rig.engine.submit(request)
+
+
+@pytest.mark.parametrize("places", [[3, 3], [-1], [len(PROMPT)]])
+def test_places_outside_the_prompt_are_refused(places: list[int]) -> None:
+    with pytest.raises(RequestError, match="images do not fit the prompt's tokens"):
+        GenerationRequest("r", PROMPT, images=(image_at(places, random_tiles(1)),))
+
+
+def test_keys_of_images_are_no_tokens_and_differ() -> None:
+    images = [PromptImage(bytes([each]), None, np.empty(0), np.arange(64)) for each in range(4)]
+    keys = [key for image in images for key in image.cache_keys()]
+    assert min(keys) >= 1 << 62
+    assert max(keys) < 1 << 63
+    assert len(set(keys)) == len(keys)

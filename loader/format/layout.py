@@ -98,7 +98,8 @@ _NUMBER = re.compile(r"([0-9]+)")
 _EXPERTS = re.compile(r"(.*\.[0-9]+)\.experts(\.[0-9]+)?(?:-[0-9]+)?", re.DOTALL)
 # All experts of a layer, one in each row, as gpt-oss has them in MXFP4. Biases are small, and stay in their layer.
 _STACKED = re.compile(r"(?:.*\.)?experts\.(?:gate_up|down)_proj_(?:blocks|scales)", re.DOTALL)
-_STEM = re.compile(r"emb(?!ed_out)|patch|stem|ln_pre|norm_pre|pre_?la?ye?rnorm", re.IGNORECASE)
+# A connector is small, and between an encoder's last layer and a decoder's first.
+_STEM = re.compile(r"emb(?!ed_out)|patch|stem|ln_pre|norm_pre|pre_?la?ye?rnorm|connector", re.IGNORECASE)
 _NORM = re.compile(r"norm|\bln_", re.IGNORECASE)
 _OUTPUT = re.compile(
     r"head|embed_out|pooler|classifier|score|logits|qa_outputs|_projection\b|proj_out|\bcls\b|^output\b|^fc\b"
@@ -142,7 +143,9 @@ def group_tensors(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, list
             others.append(name)
     stacks = sorted(last_number, key=_stack_key)
     labels = _label_stacks(stacks)
-    ended_by = {stack.rpartition(".")[0]: stack for stack in stacks[:-1]}
+    # "vision_model.post_layernorm" is behind "vision_model.encoder.layers", too.
+    ended_by = {stack.rpartition(".")[0].removesuffix(".encoder"): stack for stack in stacks[:-1]}
+    ended_by |= {stack.rpartition(".")[0]: stack for stack in stacks[:-1]}
     embed: list[str] = []
     head: list[str] = []
     for name in others:

@@ -169,6 +169,30 @@ def test_a_picture_is_seen_before_it_is_talked_about() -> None:
     ]
 
 
+def test_a_tower_ends_with_its_norm_and_needs_nothing_of_the_head() -> None:
+    groups = grouped(
+        "lm_head.weight",
+        "model.connector.modality_projection.proj.weight",
+        "model.text_model.embed_tokens.weight",
+        "model.text_model.layers.0.mlp.up_proj.weight",
+        "model.text_model.norm.weight",
+        "model.vision_model.embeddings.patch_embedding.weight",
+        "model.vision_model.encoder.layers.0.mlp.fc1.weight",
+        "model.vision_model.encoder.layers.1.mlp.fc1.weight",
+        "model.vision_model.post_layernorm.weight",
+    )
+    assert list(groups) == [
+        "embed",
+        "vision_model.encoder.layers.0",
+        "vision_model.encoder.layers.1",
+        "text_model.layers.0",
+        "head",
+    ]
+    assert "model.connector.modality_projection.proj.weight" in groups["embed"]
+    assert groups["vision_model.encoder.layers.1"][-1] == "model.vision_model.post_layernorm.weight"
+    assert groups["head"] == ["model.text_model.norm.weight", "lm_head.weight"]
+
+
 def test_stacks_that_differ_only_in_their_own_name_keep_it() -> None:
     groups = grouped("unet.down_blocks.0.conv.weight", "unet.up_blocks.0.conv.weight")
     assert list(groups) == ["unet.down_blocks.0", "unet.up_blocks.0"]

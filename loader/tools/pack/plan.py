@@ -49,8 +49,8 @@ MAX_DRAFT_BITS = 7  # all that bf16 has
 # The head and the values of a decoder have more bits than all others: few weights, whose errors count
 # most (docs/draft-quality.md, "The choice of bits").
 MORE_BITS = 2
-_VALUES = re.compile(r"(?:model\.)?layers\.[0-9]+\.self_attn\.v_proj\.weight")
-_OF_DECODERS = re.compile(r"(?:model\.)?layers\.[0-9]+\.self_attn\.(?:v|qkv)_proj\.weight")
+_VALUES = re.compile(r"(?:model\.(?:text_model\.)?)?layers\.[0-9]+\.self_attn\.v_proj\.weight")
+_OF_DECODERS = re.compile(r"(?:model\.(?:text_model\.)?)?layers\.[0-9]+\.self_attn\.(?:v|qkv)_proj\.weight")
 _ALL_BITS = 64  # more than any float has
 
 

@@ -61,10 +61,10 @@ PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 # Few weights, whose errors count most: docs/quantize.md, "The choice of bits".
 DEFAULT_INT8 = ("v",)
 
-_EMBEDDINGS = re.compile(r"(?:model\.)?embed_tokens\.weight")
+_EMBEDDINGS = re.compile(r"(?:model\.(?:text_model\.)?)?embed_tokens\.weight")
 _HEAD = re.compile(r"lm_head\.weight")
 _PROJECTION = re.compile(
-    r"(?:model\.)?layers\.[0-9]+\.(?:self_attn\.(?:[qkvo]|qkv|out)_proj|conv\.(?:in|out)_proj|"
+    r"(?:model\.(?:text_model\.)?)?layers\.[0-9]+\.(?:self_attn\.(?:[qkvo]|qkv|out)_proj|conv\.(?:in|out)_proj|"
     r"mlp\.(?:experts\.[0-9]+\.)?(?:gate|up|gate_up|down)_proj|"
     r"(?:block_sparse_moe|feed_forward)\.(?:experts\.[0-9]+\.)?w[123])\.weight"
 )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +12,7 @@ import pytest
 import torch
 from tests.support.decoding import Stepper
 from tests.support.models import DictWeights, build_model, torch_model
+from tests.support.paced import PacedSource
 from tests.support.tiny_models import config_json, tensors_of
 from tests.support.vision_models import (
     IMAGE_TOKEN,
@@ -19,10 +23,18 @@ from tests.support.vision_models import (
     tiny_vision_model,
 )
 
+from teneral.loader.artifact import open_artifact, read_file
+from teneral.loader.load.load import WeightLoad
+from teneral.loader.load.options import LoadOptions
+from teneral.loader.sources.open import open_source, open_store
+from teneral.loader.tools.pack.pack import pack
+from teneral.loader.tools.pack.plan import TierOptions
+from teneral.loader.tools.pack.quantize_plan import QuantizeOptions
 from teneral.runtime.errors import ModelError
 from teneral.runtime.models.decoder_config import VISION_FAMILY_MODULES, DecoderConfig
 from teneral.runtime.step.batch import ImageRows
 from teneral.runtime.tensors import to_float32
+from teneral.runtime.weights import StreamedWeights
 
 
 def ours(model: Any) -> Any:
@@ -131,3 +143,43 @@ def test_configs_that_cannot_be_computed_are_refused_by_name(change: dict[str, A
         config[key] = {**config[key], **value} if is_part else value
     with pytest.raises(ModelError, match=message):
         DecoderConfig.from_json(config)
+
+
+def save_vision(model: Any, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    return folder
+
+
+PACKED: dict[str, dict[str, Any]] = {
+    "packed": {},
+    "tiers": {"tiers": TierOptions(draft_bits=3)},
+    "int8": {"quantize": QuantizeOptions(8)},
+    "int4": {"quantize": QuantizeOptions(4)},
+}
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_a_packed_tower_computes_while_weights_arrive(tmp_path: Path, kind: str) -> None:
+    """The rows of images, and the logits, are those of a load that has ended; the tower is as it was."""
+    model = tiny_vision_model(dtype=torch.bfloat16, text={"intermediate_size": 128})
+    save_vision(model, tmp_path / "plain")
+    pack(open_source(str(tmp_path / "plain")), open_store(str(tmp_path / kind)), **PACKED[kind])
+    tiles, tokens = random_tiles(2), list(range(20))
+    expected = rows_of(ours(model), tiles)
+    results = []
+    for waits in (False, True):
+        source = PacedSource(open_source(str(tmp_path / kind)))
+        source.delay(seed=1, max_s=0.003)
+        manifest = open_artifact(source)
+        with closing(source), WeightLoad(source, manifest, options=LoadOptions()) as load:
+            for group in manifest.groups:
+                load.slab(group.index)[:] = 0xFF
+            config = json.loads(read_file(source, manifest, "config.json"))
+            decoder = build_model(config, StreamedWeights(load))
+            load.start()
+            if waits:
+                load.join()
+            assert (rows_of(decoder, tiles) == expected).all()
+            results.append(Stepper(decoder).step({"a": tokens})["a"])
+    assert torch.equal(*results)
+    assert results[0].isfinite().all()

@@ -317,7 +317,7 @@ def test_a_model_that_sleeps_on_kubernetes_is_called_through_the_interceptor(ren
     done = folder.deploy()
     assert done.returncode == 0, done.stderr
     forwarding = "port-forward --namespace keda service/keda-add-ons-http-interceptor-proxy"
-    until(lambda: bool(folder.tools.calls(forwarding)), "it is called beside the script")
+    until(lambda: bool(folder.tools.calls(forwarding)), "the call of a process in the background")
     (called,) = folder.tools.calls("curl")
     assert "host: m\n" in called.piped
     assert folder.tools.calls("customresourcedefinition interceptorroutes.http.keda.sh")

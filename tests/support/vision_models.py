@@ -75,7 +75,7 @@ def random_tiles(num: int, size: int = 32, *, seed: int = 0) -> np.ndarray:
 
 
 def prompt_with(*runs: int | list[int]) -> list[int]:
-    """Tokens, in which a number stands for so many image tokens."""
+    """Tokens, in which a number stands for a run of image tokens."""
     return [token for run in runs for token in ([IMAGE_TOKEN] * run if isinstance(run, int) else list(run))]
 
 

@@ -68,17 +68,18 @@ class Instance(Startup):
         self._closed.set()
         self.full_speed.set()
         self._settle(DrainingError("the instance was closed"))
-        tokenizer = result_or_none(self.tokenizer)
-        if tokenizer is not None and (self.base is None or tokenizer is not self.base.tokenizer):
-            tokenizer.close()
         for worker in self._workers():
             # Waiting callers have their answer now; the pass itself may wait at a gate, which …
             worker.stop(0)
         if self.load is not None:
             self.load.close()  # … opens, with an error, here
+        running = [worker for worker in self._workers() if not worker.stop()]
+        tokenizer = result_or_none(self.tokenizer)
+        if tokenizer is not None and (self.base is None or tokenizer is not self.base.tokenizer):
+            tokenizer.close()
         if self._helpers is not None:
             self._helpers.close()
-        for worker in self._workers():
+        for worker in running:  # which may have waited for the tokenizer
             worker.stop()
         if self._source is not None:
             self._source.close()

@@ -76,6 +76,13 @@ TN_INLINE vf vf_load_i8_part(const int8_t *from, int count) {
     return vf_load_i8(lanes);
 }
 
+/* The first `count` of TN_LANES floats of 8 bits. */
+TN_INLINE vf vf_load_e4m3_part(const uint8_t *from, int count) {
+    uint8_t lanes[TN_LANES] = {0};
+    for (int lane = 0; lane < count; lane++) lanes[lane] = from[lane];
+    return vf_load_e4m3(lanes);
+}
+
 #ifndef TN_U4_WORDS
 /* A run of 64 integers of 4 bits in 32 bytes, times their scales plus their offsets, of a group in the low halves and one in
  * the high ones. */

@@ -89,6 +89,15 @@ TN_INLINE vf vf_load_e2m1(const uint8_t *from) {
     return _mm512_permutexvar_ps(both, v_e2m1_values()); /* which looks at the lowest 4 bits of each */
 }
 
+/* TN_LANES E4M3: as fp16 they are 2^8 times smaller. All bits of exponent and mantissa set are NaN: one more carries. */
+TN_INLINE vf vf_load_e4m3(const uint8_t *from) {
+    const __m256i bits = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)from)), 7);
+    const __m256i carried = _mm256_add_epi16(_mm256_and_si256(bits, _mm256_set1_epi16(0x3f80)), _mm256_set1_epi16(0x80));
+    const __m256i is_nan = _mm256_and_si256(carried, _mm256_set1_epi16(0x4000));
+    const __m256i halves = _mm256_or_si256(_mm256_and_si256(bits, _mm256_set1_epi16((short)0xbfff)), is_nan);
+    return _mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(256.0f));
+}
+
 /* Scales and offsets of the 8 groups in a block of Q4_K or Q5_K (blocks.c): of its first 16 bytes, two fp16 and packed
  * words, the same bits as one after another. */
 #define TN_LARGE_SCALES 1
@@ -250,6 +259,23 @@ TN_INLINE vb vb_load_e2m1(const uint8_t *from) { /* 16 bytes */
         (short)0xc040, (short)0xc000, (short)0xbfc0, (short)0xbf80, (short)0xbf00, (short)0x8000, 0x40c0, 0x4080, 0x4040,
         0x4000, 0x3fc0, 0x3f80, 0x3f00, 0x0000); /* twice: five bits are looked at, of which one is the neighbour's */
     return (vb)_mm512_permutexvar_epi16(both, table);
+}
+
+/* 32 E4M3: a longer exponent, but for those without one and for NaN, sizes below 8 and 127, which a table has. */
+TN_INLINE vb v_of_e4m3(__m256i bytes) {
+    const __m512i words = _mm512_cvtepu8_epi16(bytes), size = _mm512_and_si512(words, _mm512_set1_epi16(0x7f));
+    const __m512i table = _mm512_set_epi16(0x7fc0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0x3c60,
+                                           0x3c40, 0x3c20, 0x3c00, 0x3bc0, 0x3b80, 0x3b00, 0); /* five bits are looked at */
+    const __mmask32 is_other =
+        _mm512_cmpgt_epu16_mask(_mm512_sub_epi16(size, _mm512_set1_epi16(8)), _mm512_set1_epi16(118));
+    const __m512i longer = _mm512_add_epi16(_mm512_slli_epi16(size, 4), _mm512_set1_epi16(0x3c00));
+    const __m512i value = _mm512_mask_permutexvar_epi16(longer, is_other, size, table);
+    enum { OR_AND = 0xf8 }; /* value | (words & sign) */
+    return (vb)_mm512_ternarylogic_epi32(value, _mm512_slli_epi16(words, 8), _mm512_set1_epi16((short)0x8000), OR_AND);
+}
+TN_INLINE vb vb_load_e4m3(const uint8_t *from) { return v_of_e4m3(_mm256_loadu_si256((const void *)from)); }
+TN_INLINE vb vb_load_e4m3_part(const uint8_t *from, int count) { /* count < 32 */
+    return v_of_e4m3(_mm256_maskz_loadu_epi8((1u << count) - 1, from));
 }
 
 /* The 32 levels of up to 5 bits of a group, times its scale plus its offset, rounded to bf16. */

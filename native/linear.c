@@ -2,7 +2,7 @@
  *
  * An element of the result is one sum over K, in an order that depends on K, the dtypes and the instruction set only:
  * K is cut into blocks of BLOCK elements; within one, lanes sum over consecutive vectors (with U4 in AVX2, over those
- * of `vf_scale_u4`), a tree of halves adds the lanes, and the blocks are added ascending. Where integers of 8 bits, or
+ * of `vf_scale_u4`), a tree of halves adds the lanes, and the blocks are added ascending. Where weights of 8 bits, or
  * MXFP4, have scales, the lanes of each group are multiplied with the group's scale and added, ascending, before the
  * tree. So neither the number of rows, nor how tiles, chunks or threads cut the work, changes a bit.
  *
@@ -47,6 +47,7 @@ enum {
     MAX_I8_ROWS = 16,        /* for which tiles widen integers themselves: with more, a strip is faster */
     MAX_U4_ROWS = 8,
     MAX_E2M1_ROWS = 6,
+    MAX_E4M3_ROWS = 8,
     MAX_BLOCKS_ROWS = 8,
     PAIRED = 2 * TN_LANES,   /* elements of a vector of pairs */
     FUSED_GROUPS = 8,        /* whose sums are scaled together */
@@ -121,6 +122,30 @@ TN_INLINE void sum_e2m1(const int rows, vf sums[][QUAD], const uint16_t *x, int6
             const vb inputs = vb_load(x + i * x_stride + k);
             for (int j = 0; j < QUAD; j++) sums[i][j] = vb_dot(sums[i][j], inputs, weights[j]);
         }
+    }
+}
+
+/* The same with E4M3. */
+TN_INLINE void sum_e4m3(const int rows, vf sums[][QUAD], const uint16_t *x, int64_t x_stride, const quartet_t *w,
+                        int begin, int end) {
+    const uint8_t *column[QUAD] = {w->column[0], w->column[1], w->column[2], w->column[3]};
+    int k = begin;
+    for (; k + 32 <= end; k += 32) {
+        vb weights[QUAD];
+        for (int j = 0; j < QUAD; j++) {
+            __builtin_prefetch(column[j] + k + w->ahead_bytes);
+            weights[j] = vb_load_e4m3(column[j] + k);
+        }
+        for (int i = 0; i < rows; i++) {
+            const vb inputs = vb_load(x + i * x_stride + k);
+            for (int j = 0; j < QUAD; j++) sums[i][j] = vb_dot(sums[i][j], inputs, weights[j]);
+        }
+    }
+    if (k == end) return;
+    for (int i = 0; i < rows; i++) {
+        const vb inputs = vb_load_part(x + i * x_stride + k, end - k);
+        for (int j = 0; j < QUAD; j++)
+            sums[i][j] = vb_dot(sums[i][j], inputs, vb_load_e4m3_part(column[j] + k, end - k));
     }
 }
 
@@ -224,11 +249,11 @@ TN_INLINE void sum_blocks(const int rows, const int dtype, vf sums[][QUAD], cons
 #endif
 
 /* Of the inputs, and of the weights as the tile takes them. */
-typedef enum { BF16_PAIRS, BF16_FROM_MEMORY, BF16_AND_I8, BF16_AND_U4, BF16_AND_WIDE_U4, BF16_AND_E2M1,
+typedef enum { BF16_PAIRS, BF16_FROM_MEMORY, BF16_AND_I8, BF16_AND_U4, BF16_AND_WIDE_U4, BF16_AND_E2M1, BF16_AND_E4M3,
                BF16_AND_Q4_K, BF16_AND_Q5_K, BF16_AND_Q6_K, BF16_AND_Q4_1, BF16_AND_Q5_0, BF16_AND_Q5_1,
                FUSED_IN_STRIP, FUSED_AND_BF16, FUSED_AND_I8, FUSED_AND_E2M1,
                F32_IN_STRIP, F32_AND_F32, F32_AND_BF16, F32_AND_F16, F32_AND_I8, F32_AND_E2M1,
-               F32_AND_U4, F32_KEEPING_U4 } way_t;
+               F32_AND_E4M3, F32_AND_U4, F32_KEEPING_U4 } way_t;
 
 /* Whether inputs are copied in fp32, and whether as fused pairs. */
 static bool is_f32(way_t way) { return way >= FUSED_IN_STRIP; }
@@ -241,6 +266,7 @@ TN_INLINE vf load_column(const way_t way, const void *column, int k) {
     case F32_AND_F16: return vf_load_f16((const uint16_t *)column + k);
     case F32_AND_I8: return vf_load_i8((const int8_t *)column + k);
     case F32_AND_E2M1: return vf_load_e2m1((const uint8_t *)column + k / 2);
+    case F32_AND_E4M3: return vf_load_e4m3((const uint8_t *)column + k);
     default: return vf_load((const float *)column + k);
     }
 }
@@ -253,6 +279,7 @@ TN_INLINE const char *column_at(const way_t way, const void *column, int k) {
     case F32_AND_BF16:
     case F32_AND_F16: return bytes + 2 * k;
     case FUSED_AND_I8:
+    case F32_AND_E4M3:
     case F32_AND_I8: return bytes + k;
     case FUSED_AND_E2M1:
     case F32_AND_E2M1: return bytes + k / 2;
@@ -264,10 +291,10 @@ TN_INLINE const char *column_at(const way_t way, const void *column, int k) {
  * their sums, and stay in the strip for later rows. */
 TN_INLINE void sum_f32(const int rows, const way_t way, vf sums[][QUAD], const float *x, const quartet_t *w, int begin,
                        int end) {
-    const int step = way == F32_AND_I8 || way == F32_AND_E2M1   ? 32
-                     : way == F32_AND_BF16 || way == F32_AND_F16 ? 16
-                     : way == F32_AND_F32                        ? 8
-                                                                 : TN_LANES; /* a strip may end there */
+    const int step = way == F32_AND_I8 || way == F32_AND_E2M1 || way == F32_AND_E4M3 ? 32
+                     : way == F32_AND_BF16 || way == F32_AND_F16                    ? 16
+                     : way == F32_AND_F32                                           ? 8
+                                                                                    : TN_LANES; /* a strip may end there */
     const int num = step > TN_LANES ? step / TN_LANES : 1; /* vectors, of 32 bytes in memory */
     const bool keeps = rows == FIRST_ROWS && way != F32_IN_STRIP && way != F32_AND_F32;
     const void *column[QUAD] = {w->column[0], w->column[1], w->column[2], w->column[3]};
@@ -413,6 +440,10 @@ TN_INLINE void sum_lanes(const int rows, const way_t way, vf sums[][QUAD], const
         sum_e2m1(rows, sums, x, x_stride, w, begin, end);
         return;
     }
+    if (way == BF16_AND_E4M3) {
+        sum_e4m3(rows, sums, x, x_stride, w, begin, end);
+        return;
+    }
     if (way == BF16_AND_U4 || way == BF16_AND_WIDE_U4) {
         sum_u4(rows, way == BF16_AND_WIDE_U4, sums, x, x_stride, w);
         return;
@@ -550,6 +581,8 @@ TILE(evenly_scaled_f32_and_i8, evenly_scaled_tile, TILE_ROWS, F32_AND_I8)
 TILE(scaled_strip, scaled_tile, SCALED_TILE_ROWS, F32_IN_STRIP)
 TILE(scaled_f32_and_i8, scaled_tile, SCALED_TILE_ROWS, F32_AND_I8)
 TILE(scaled_f32_and_e2m1, scaled_tile, SCALED_TILE_ROWS, F32_AND_E2M1)
+TILE(evenly_scaled_f32_and_e4m3, evenly_scaled_tile, SCALED_TILE_ROWS, F32_AND_E4M3)
+TILE(scaled_f32_and_e4m3, scaled_tile, SCALED_TILE_ROWS, F32_AND_E4M3)
 #if TN_BF16_DOT
 TILE(tile_bf16, tile, TILE_ROWS, BF16_PAIRS)
 TILE(tile_bf16_from_memory, tile, TILE_ROWS, BF16_FROM_MEMORY)
@@ -562,6 +595,8 @@ TILE(scaled_i8, scaled_tile, SCALED_TILE_ROWS, BF16_AND_I8)
 TILE(tile_u4, tile, SCALED_TILE_ROWS, BF16_AND_U4)
 TILE(tile_wide_u4, tile, SCALED_TILE_ROWS, BF16_AND_WIDE_U4)
 TILE(scaled_e2m1, scaled_tile, SCALED_TILE_ROWS, BF16_AND_E2M1)
+TILE(evenly_scaled_e4m3, evenly_scaled_tile, SCALED_TILE_ROWS, BF16_AND_E4M3)
+TILE(scaled_e4m3, scaled_tile, SCALED_TILE_ROWS, BF16_AND_E4M3)
 TILE(tile_q4_k, tile, SCALED_TILE_ROWS, BF16_AND_Q4_K)
 TILE(tile_q5_k, tile, SCALED_TILE_ROWS, BF16_AND_Q5_K)
 TILE(tile_q6_k, tile, SCALED_TILE_ROWS, BF16_AND_Q6_K)
@@ -594,6 +629,7 @@ static tile_t tile_for(way_t way, scaling_t scaling) {
     case BF16_AND_U4: return tile_u4;
     case BF16_AND_WIDE_U4: return tile_wide_u4;
     case BF16_AND_E2M1: return scaled_e2m1;
+    case BF16_AND_E4M3: return scaling == SCALED ? scaled_e4m3 : evenly_scaled_e4m3;
     case BF16_AND_Q4_K: return tile_q4_k;
     case BF16_AND_Q5_K: return tile_q5_k;
     case BF16_AND_Q6_K: return tile_q6_k;
@@ -615,6 +651,7 @@ static tile_t tile_for(way_t way, scaling_t scaling) {
     case F32_KEEPING_U4: return tile_f32_keeping_u4;
     case F32_AND_I8: return scaling == SCALED ? scaled_f32_and_i8 : evenly_scaled_f32_and_i8;
     case F32_AND_E2M1: return scaled_f32_and_e2m1;
+    case F32_AND_E4M3: return scaling == SCALED ? scaled_f32_and_e4m3 : evenly_scaled_f32_and_e4m3;
     default: return (const tile_t[]){tile_strip, evenly_scaled_strip, scaled_strip}[scaling];
     }
 }
@@ -640,6 +677,7 @@ TN_INLINE vf load_column_part(const way_t way, const void *column, int k, int co
     case F32_AND_BF16: return vf_load_bf16_part((const uint16_t *)column + k, count);
     case F32_AND_F16: return vf_load_f16_part((const uint16_t *)column + k, count);
     case F32_AND_I8: return vf_load_i8_part((const int8_t *)column + k, count);
+    case F32_AND_E4M3: return vf_load_e4m3_part((const uint8_t *)column + k, count);
     default: return vf_load_part((const float *)column + k, count);
     }
 }
@@ -732,6 +770,19 @@ static void expand_blocks_bf16(uint16_t *to, const uint8_t *from, int count, int
     tn_round_blocks(to, from, count, dtype);
 }
 
+/* `count` elements of E4M3. */
+static void expand_e4m3_bf16(uint16_t *to, const uint8_t *from, int count) {
+    int k = 0;
+#if TN_INTEGER_TILES
+    for (; k + 32 <= count; k += 32) {
+        __builtin_prefetch(from + k + AHEAD_BYTES);
+        vb_store(to + k, vb_load_e4m3(from + k));
+    }
+#endif
+    for (; k + TN_LANES <= count; k += TN_LANES) vf_store_bf16(to + k, vf_load_e4m3(from + k));
+    if (k < count) vf_store_bf16_part(to + k, vf_load_e4m3_part(from + k, count - k), count - k);
+}
+
 /* `count` elements of E2M1, a multiple of 32. */
 static void expand_e2m1_bf16(uint16_t *to, const uint8_t *from, int count) {
     for (int k = 0; k < count; k += TN_LANES) {
@@ -783,7 +834,7 @@ static block_t block_at(const tn_matrix *w, int64_t begin, bool along_k) {
     block.ahead_bytes = ahead_bytes(w, begin, along_k);
     if (w->scale != NULL) { /* in 32 bits: divisions take three times as long in 64 */
         const uint32_t size = (uint32_t)w->group_size, first = (uint32_t)begin;
-        block.num_groups = (uint32_t)w->num_in / size;
+        block.num_groups = groups_of(w);
         block.first_group = first / size;
         block.left = (block.first_group + 1) * size - begin;
         block.groups = (int)((first + (uint32_t)block.count - 1) / size - (uint32_t)block.first_group) + 1;
@@ -821,6 +872,7 @@ static void expand_pairs(strip_t *strip, int n, const tn_matrix *w, const void *
         expand_u4_bf16(in_bf16, from, block->count, block->left, w->group_size, strip->scale[n], strip->offset[n]);
         break;
     case TN_E2M1: expand_e2m1_bf16(in_bf16, from, block->count); break;
+    case TN_E4M3: expand_e4m3_bf16(in_bf16, from, block->count); break;
     case TN_BF16: pairs = from; break;
     default: tn_round_blocks(in_bf16, from, block->count, w->dtype);
     }
@@ -848,6 +900,10 @@ static void expand(strip_t *strip, int n, const tn_matrix *w, int64_t column, co
         expand_e2m1_bf16(to, from, block->count);
         return;
     }
+    if (way == BF16_PAIRS && w->dtype == TN_E4M3) {
+        expand_e4m3_bf16(to, from, block->count);
+        return;
+    }
     if (way == BF16_PAIRS && tn_is_blocks(w->dtype)) {
         expand_blocks_bf16(to, from, block->count, w->dtype, strip->scale[n], strip->offset[n]);
         return;
@@ -859,6 +915,7 @@ static void expand(strip_t *strip, int n, const tn_matrix *w, int64_t column, co
     case TN_F32: widen(F32_AND_F32, to, from, block->count, 0); return;
     case TN_BF16: widen(F32_AND_BF16, to, from, block->count, 0); return;
     case TN_F16: widen(F32_AND_F16, to, from, block->count, 0); return;
+    case TN_E4M3: widen(F32_AND_E4M3, to, from, block->count, 0); return;
     default: tn_widen_blocks(to, from, block->count, w->dtype);
     }
 }
@@ -910,16 +967,17 @@ TN_INLINE void take_scales(float *scale, float *offset, const tn_matrix *w, cons
  * strip, of which the last one stands for those that are missing. */
 static void take_groups(strip_t *strip, int n, const tn_matrix *w, int64_t column, int num, const block_t *block,
                         bool in_f32) {
-    const int64_t step = stored_row(w, 1) * block->num_groups, end = w->num_out * step;
+    const int64_t end = (scale_row(w, w->num_out - 1) + 1) * block->num_groups;
     const int scale_bytes = w->scale_dtype == TN_F32 ? 4 : w->scale_dtype == TN_E8M0 ? 1 : 2;
     const bool in_steps = in_f32 || w->group_size % RUN != 0; /* tiles take two halves of a run apart */
     const bool is_spread = w->dtype == TN_U4 && w->group_size != GROUP_STEP && in_steps;
     float scales[MAX_GROUPS], offsets[MAX_GROUPS];
     for (int j = 0; j < QUAD; j++) {
-        const int64_t place = (column + (j < num ? j : num - 1)) * step + block->first_group;
-        const int64_t next = place + STRIP_COLUMNS * step; /* in the next strip */
+        const int64_t own = column + (j < num ? j : num - 1);
+        const int64_t place = scale_row(w, own) * block->num_groups + block->first_group;
+        const int64_t next = scale_row(w, own + STRIP_COLUMNS) * block->num_groups + block->first_group; /* strip */
         if (block->begin == 0) __builtin_prefetch((const char *)w->scale + next * scale_bytes);
-        if (w->dtype == TN_I8 && block->groups == 1) {
+        if (is_bytes(w) && block->groups == 1) {
             strip->scale[n + j][0] = float_at(w->scale, w->scale_dtype, place);
             continue;
         }
@@ -993,6 +1051,7 @@ static way_t way_in_f32(const tn_matrix *w, int64_t num_rows) {
     case TN_BF16: return F32_AND_BF16;
     case TN_F16: return F32_AND_F16;
     case TN_I8: return F32_AND_I8;
+    case TN_E4M3: return F32_AND_E4M3;
     case TN_U4:
         if (num_rows <= TILE_ROWS) return F32_AND_U4;
         return num_rows % TILE_ROWS == 1 ? F32_KEEPING_U4 : F32_IN_STRIP;
@@ -1013,7 +1072,8 @@ static bool is_worth_fusing(const tn_matrix *w, int64_t num_rows) {
 }
 
 static way_t way_in_pairs(const tn_matrix *w) {
-    if (w->num_in % PAIRED || w->zero != NULL || w->dtype == TN_U4 || tn_is_blocks(w->dtype)) return FUSED_IN_STRIP;
+    if (w->num_in % PAIRED || w->zero != NULL) return FUSED_IN_STRIP;
+    if (w->dtype == TN_U4 || w->dtype == TN_E4M3 || tn_is_blocks(w->dtype)) return FUSED_IN_STRIP;
     return w->dtype == TN_BF16 ? FUSED_AND_BF16 : w->dtype == TN_I8 ? FUSED_AND_I8 : FUSED_AND_E2M1;
 }
 #endif
@@ -1029,12 +1089,13 @@ static way_t way_of(const tn_linear_args *args) {
     if (w->dtype == TN_U4 && args->num_rows <= MAX_U4_ROWS)
         return w->group_size % RUN == 0 ? BF16_AND_WIDE_U4 : BF16_AND_U4;
     if (w->dtype == TN_E2M1 && args->num_rows <= MAX_E2M1_ROWS) return BF16_AND_E2M1;
+    if (w->dtype == TN_E4M3 && args->num_rows <= MAX_E4M3_ROWS) return BF16_AND_E4M3;
     if (w->dtype >= TN_Q4_K && w->dtype <= TN_Q5_1 && args->num_rows <= MAX_BLOCKS_ROWS)
         return BF16_AND_Q4_K + (way_t)(w->dtype - TN_Q4_K);
     if (args->num_rows <= MAX_I8_ROWS && w->dtype == TN_I8 && w->zero == NULL) return BF16_AND_I8;
 #endif
     if (w->dtype == TN_BF16) return BF16_FROM_MEMORY;
-    if (w->dtype == TN_I8 || w->dtype == TN_U4 || w->dtype == TN_E2M1 || tn_is_blocks(w->dtype)) return BF16_PAIRS;
+    if (w->scale != NULL || tn_is_blocks(w->dtype)) return BF16_PAIRS;
 #endif
     return way_in_f32(w, args->num_rows);
 }
@@ -1114,7 +1175,7 @@ static tiles_t tiles_for(const tn_matrix *w, const block_t *block, way_t way) {
     const bool is_scaled = w->scale != NULL && w->dtype != TN_U4; /* which are scaled as they are widened */
     const scaling_t scaling = !is_scaled ? NOT_SCALED : block->groups == 1 ? EVENLY_SCALED : SCALED;
     const bool is_widening =
-        (way >= BF16_AND_U4 && way <= BF16_AND_Q5_1) || way == F32_AND_E2M1 || way == FUSED_AND_E2M1;
+        (way >= BF16_AND_U4 && way <= BF16_AND_Q5_1) || way == F32_AND_E2M1 || way == F32_AND_E4M3 || way == FUSED_AND_E2M1;
     return (tiles_t){tile_for(way, scaling), tile_for(later_way(way), scaling),
                      scaling == SCALED || is_widening ? SCALED_TILE_ROWS : TILE_ROWS};
 }
@@ -1281,13 +1342,15 @@ static void linear_body(void *arg, tn_region *region, int id) {
 int tn_linear_check(const tn_linear_args *args) {
     if (args->size != sizeof *args) return TN_REFUSED;
     const tn_matrix *w = args->weight;
-    const bool is_integer = w->dtype == TN_I8 || w->dtype == TN_U4 || w->dtype == TN_E2M1;
+    const bool is_integer = is_bytes(w) || w->dtype == TN_U4 || w->dtype == TN_E2M1;
     const bool is_blocks = tn_is_blocks(w->dtype) && tn_block_bytes(w->dtype) != 0;
     if (!is_integer && !is_blocks && w->dtype != TN_F32 && w->dtype != TN_BF16 && w->dtype != TN_F16) return TN_REFUSED;
     if (is_integer != (w->scale != NULL)) return TN_REFUSED;
     if (args->x_dtype != TN_F32 && args->x_dtype != TN_BF16) return TN_REFUSED;
     if (args->out_dtype != TN_F32 && args->out_dtype != TN_BF16) return TN_REFUSED;
-    assert(!is_integer || (w->num_in % w->group_size == 0 && (w->group_size % GROUP_STEP == 0 || w->group_size == w->num_in)));
+    assert(!is_integer || w->group_size % GROUP_STEP == 0 || w->group_size == w->num_in);
+    assert(!is_integer || w->num_in % w->group_size == 0 || w->dtype == TN_E4M3);
+    assert(w->scale_rows == 0 || w->dtype == TN_E4M3);
     assert(w->dtype != TN_U4 || w->num_in % RUN == 0);
     assert(!is_blocks || w->num_in % tn_block_columns(w->dtype) == 0);
     if ((w->dtype == TN_E2M1) != (w->scale != NULL && w->scale_dtype == TN_E8M0)) return TN_REFUSED;

@@ -5,7 +5,7 @@
  * integers, are widened to bf16 into a strip of tiles while the tiles before them are multiplied.
  *
  * An element of the result is one chain over K in steps of 32, ascending: c = c + (even + odd), from +0; elements behind
- * K are zeros on both sides. Where I8 has several groups of scales, each has a chain of its own, and total =
+ * K are zeros on both sides. Where I8 or E4M3 has several groups of scales, each has a chain of its own, and total =
  * fma(chain, scale, total), ascending; with one scale a column, the sum is multiplied with it. U4 and MXFP4 are scaled
  * first, and rounded to bf16, which is exact for MXFP4 within the range of bf16. A chain can be stored and loaded again:
  * neither blocks of K, nor rows, columns or threads change a bit.
@@ -41,7 +41,7 @@ enum {
 };
 
 typedef enum { IN_PLACE, STRIP_ONLY, FROM_BF16, FROM_I8, FROM_I8_AND_ZERO, FROM_U4, FROM_U4_AND_ZERO,
-               FROM_E2M1 } form_t;
+               FROM_E2M1, FROM_E4M3 } form_t;
 
 static int64_t round_up(int64_t number, int64_t to) { return (number + to - 1) / to * to; }
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -109,16 +109,17 @@ typedef struct {
     bool begins, ends; /* a chain */
 } block_t;
 
-static bool is_grouped(const tn_matrix *w) { return w->dtype == TN_I8 && w->group_size < w->num_in; }
+static bool is_grouped(const tn_matrix *w) { return is_bytes(w) && w->group_size < w->num_in; }
 
 static block_t block_at(const tn_matrix *w, int64_t begin, int64_t most) {
     int64_t end = least(begin + most, w->num_in);
     block_t block = {.begin = begin, .begins = begin == 0};
     if (w->scale != NULL) {
         const uint32_t size = (uint32_t)w->group_size; /* divisions take three times as long in 64 bits */
-        block.num_groups = (uint32_t)w->num_in / size;
+        block.num_groups = groups_of(w);
         block.first_group = (uint32_t)begin / size;
-        const int64_t group_end = (block.first_group + 1) * w->group_size;
+        const int64_t group_end = least((block.first_group + 1) * w->group_size, w->num_in);
+        block.ends = end >= group_end;
         if (is_grouped(w)) {
             end = least(end, group_end);
             block.begins = begin == block.first_group * w->group_size;
@@ -126,7 +127,7 @@ static block_t block_at(const tn_matrix *w, int64_t begin, int64_t most) {
         block.left = (int)(least(group_end, end) - begin);
         block.groups = (int)((uint32_t)(end - 1) / size - block.first_group) + 1;
     }
-    block.ends = is_grouped(w) ? end == (block.first_group + 1) * w->group_size : end == w->num_in;
+    if (!is_grouped(w)) block.ends = end == w->num_in;
     block.count = (int)(end - begin);
     block.steps = (block.count + STEP - 1) / STEP;
     return block;
@@ -160,8 +161,8 @@ TN_INLINE void take_groups(strip_t *strip, int c, const tn_matrix *w, const int 
 }
 
 static void take_scales(strip_t *strip, int c, const tn_matrix *w, int64_t column, const block_t *block) {
-    const int64_t place = column * block->num_groups + block->first_group;
-    if (block->groups == 1 && w->dtype == TN_I8) {
+    const int64_t place = scale_row(w, column) * block->num_groups + block->first_group;
+    if (block->groups == 1 && is_bytes(w)) {
         strip->scale[c][0] = float_at(w->scale, w->scale_dtype, place);
         strip->zero[c] = w->zero == NULL ? 0 : ((const int16_t *)w->zero)[place];
         return;
@@ -263,6 +264,14 @@ TN_INLINE void widen_column(const form_t form, const bool is_whole, const strip_
         __builtin_prefetch(own + strip->next_bytes);
         *low = i8_of(own, left, zero);
         if (has_second) *high = i8_of(own + STEP, left - STEP, zero);
+        return;
+    }
+    case FROM_E4M3: {
+        const uint8_t *own = (const uint8_t *)from + at->unit * UNIT;
+        __builtin_prefetch(own + strip->next_bytes);
+        *low = (__m512i)(left < STEP ? vb_load_e4m3_part(own, left) : vb_load_e4m3(own));
+        if (!has_second) return;
+        *high = (__m512i)(left < UNIT ? vb_load_e4m3_part(own + STEP, left - STEP) : vb_load_e4m3(own + STEP));
         return;
     }
     case FROM_U4:
@@ -593,13 +602,14 @@ static void sum_any(form_t form, panel_t *panel, const inputs_t *inputs, bool tw
     case FROM_I8_AND_ZERO: sum_form(FROM_I8_AND_ZERO, panel, inputs, two); return;
     case FROM_U4: sum_form(FROM_U4, panel, inputs, two); return;
     case FROM_U4_AND_ZERO: sum_form(FROM_U4_AND_ZERO, panel, inputs, two); return;
+    case FROM_E4M3: sum_form(FROM_E4M3, panel, inputs, two); return;
     default: sum_form(FROM_E2M1, panel, inputs, two);
     }
 }
 
 /* The results of 32 rows of a strip, to finish later. */
 static void expect_results(panel_t *panel, int column, int row, const sums_t sums) {
-    const bool is_scaled = panel->args->weight->dtype == TN_I8 && !panel->is_grouped;
+    const bool is_scaled = is_bytes(panel->args->weight) && !panel->is_grouped;
     const bool has_bias = panel->args->weight->bias != NULL;
     for (int r = 0; r < BLOCK_ROWS && row + r < panel->rows; r += SIDE)
         for (int c = 0; c < STRIP && column + c < panel->num; c += SIDE)
@@ -682,13 +692,14 @@ static form_t form_of(const tn_matrix *w) {
     case TN_BF16: return w->num_in % STEP ? FROM_BF16 : IN_PLACE;
     case TN_I8: return w->zero == NULL ? FROM_I8 : FROM_I8_AND_ZERO;
     case TN_U4: return w->zero == NULL ? FROM_U4 : FROM_U4_AND_ZERO;
+    case TN_E4M3: return FROM_E4M3;
     default: return FROM_E2M1;
     }
 }
 
 bool tn_takes_tiles(const tn_matrix *w, int x_dtype) {
     if (x_dtype != TN_BF16) return false;
-    return w->dtype == TN_BF16 || w->dtype == TN_I8 || w->dtype == TN_U4 || w->dtype == TN_E2M1;
+    return w->dtype == TN_BF16 || (w->scale != NULL && !tn_is_blocks(w->dtype));
 }
 
 void tn_tiles_columns(const tn_linear_args *args, int64_t begin, int64_t end) {

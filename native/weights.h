@@ -9,10 +9,23 @@
 /* The row of the stored matrix that holds a column's elements, scales and bias. */
 TN_INLINE int64_t stored_row(const tn_matrix *w, int64_t column) { return w->row_step ? column * w->row_step : column; }
 
+/* The row of `scale` that holds a column's; in 32 bits, in which divisions take a third of the time. */
+TN_INLINE int64_t scale_row(const tn_matrix *w, int64_t column) {
+    return w->scale_rows > 1 ? (int64_t)((uint32_t)column / (uint32_t)w->scale_rows) : stored_row(w, column);
+}
+
+/* Groups of columns, the last of which may be smaller. */
+TN_INLINE int64_t groups_of(const tn_matrix *w) {
+    return ((uint32_t)w->num_in + (uint32_t)w->group_size - 1) / (uint32_t)w->group_size;
+}
+
+/* Whether weights take a byte each, and the sums of their products are scaled. */
+TN_INLINE bool is_bytes(const tn_matrix *w) { return w->dtype == TN_I8 || w->dtype == TN_E4M3; }
+
 /* Of `num` elements. */
 TN_INLINE int64_t bytes_of(const tn_matrix *w, int64_t num) {
     if (tn_is_blocks(w->dtype)) return num / tn_block_columns(w->dtype) * tn_block_bytes(w->dtype);
-    return w->dtype == TN_U4 || w->dtype == TN_E2M1 ? num / 2 : num * (w->dtype == TN_F32 ? 4 : w->dtype == TN_I8 ? 1 : 2);
+    return w->dtype == TN_U4 || w->dtype == TN_E2M1 ? num / 2 : num * (w->dtype == TN_F32 ? 4 : is_bytes(w) ? 1 : 2);
 }
 
 /* 2^(byte - 127), the smallest of which is no normal number. */

@@ -28,6 +28,7 @@ __all__ = [
     "EmbeddingTable",
     "EncoderLayerWeights",
     "EncoderWeights",
+    "Float8Matrix",
     "IntegerMatrix",
     "LayerNormWeights",
     "Matrix",
@@ -201,6 +202,44 @@ class Mxfp4Matrix(Struct, frozen=True, eq=False):
 
     def joined(self, others: Sequence[Mxfp4Matrix]) -> None:
         return None
+
+
+class Float8Matrix(Struct, frozen=True, eq=False):
+    """y = x @ w.T + bias of w (N, K) = q · scale, with q in E4M3 and a scale for each block of rows and columns.
+
+    A block may be one row, or the whole matrix; edges cut blocks off.
+    """
+
+    weight: Tensor  # (N, K) F8_E4M3
+    scale: Tensor  # (N / block[0], K / block[1]), both rounded up, BF16, F16 or F32
+    block: tuple[int, int]
+    bias: Tensor | None = None  # (N,) BF16, F16 or F32
+
+    @property
+    def columns(self) -> None:
+        return None
+
+    @property
+    def num_in(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def num_out(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def kind(self) -> Hashable:
+        return Float8Matrix, self.block
+
+    def joined(self, others: Sequence[Float8Matrix]) -> Float8Matrix | None:
+        parts = (self, *others)
+        weight, scale = _whole([part.weight for part in parts]), _whole([part.scale for part in parts])
+        bias = _whole([part.bias for part in parts])
+        some_lack_bias = bias is None and any(part.bias is not None for part in parts)
+        is_cut = any(part.num_out % self.block[0] for part in parts[:-1])
+        if weight is None or scale is None or some_lack_bias or is_cut:
+            return None
+        return Float8Matrix(weight, scale, self.block, bias)
 
 
 class BlockMatrix(Struct, frozen=True, eq=False):

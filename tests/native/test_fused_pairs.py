@@ -45,7 +45,7 @@ def numbers(rng: np.random.Generator, shape: tuple[int, ...], kind: str) -> Arra
 
 @st.composite
 def weights(draw: st.DrawFn, rng: np.random.Generator) -> Weight:
-    kind = draw(st.sampled_from(["bf16", "int8", "int8 in groups", "int4", "mxfp4"]))
+    kind = draw(st.sampled_from(["bf16", "int8", "int8 in groups", "int4", "mxfp4", "fp8"]))
     num_out = draw(st.integers(1, 70))
     values = draw(st.sampled_from(sorted(NUMBERS)))
     has_zero = draw(st.booleans())
@@ -55,6 +55,10 @@ def weights(draw: st.DrawFn, rng: np.random.Generator) -> Weight:
         groups = (num_out, draw(st.integers(1, 68)))
         nibbles = rng.integers(0, 256, (num_out, groups[1] * 16)).astype(np.uint8)
         return Weight(nibbles, scale=rng.integers(*NUMBERS[values], groups).astype(np.uint8))
+    if kind == "fp8":
+        data = rng.integers(0, 256, (num_out, draw(st.integers(1, 2200))), dtype=np.uint8)
+        scale = numbers(rng, (-(-num_out // 16), -(-data.shape[1] // 128)), values)
+        return Weight(data, scale=scale, float8_block=(16, 128))
     if kind == "int8":
         groups, num_in = (num_out, 1), draw(st.integers(1, 2200))
     else:

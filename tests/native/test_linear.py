@@ -16,7 +16,7 @@ from teneral.runtime.backends.native.products import Weight
 
 Array = NDArray[Any]
 
-KINDS = ("fp32", "bf16", "fp16", "int8", "int4", "mxfp4")
+KINDS = ("fp32", "bf16", "fp16", "int8", "int4", "mxfp4", "fp8")
 
 
 class Case(NamedTuple):
@@ -97,6 +97,21 @@ def make_mxfp4(
     return Case(weight, means)
 
 
+def make_fp8(
+    rng: np.random.Generator, shape: tuple[int, int], block: tuple[int, int], bias: Array | None
+) -> Case:
+    data = rng.integers(0, 256, shape, dtype=np.uint8)
+    data[data % 128 == 127] = 0  # NaN
+    exponent, mantissa = data >> 3 & 15, (data & 7) / 8
+    values = np.where(exponent, 1 + mantissa, mantissa) * 2.0 ** (
+        np.maximum(exponent, 1).astype(np.float64) - 7
+    )
+    scale = floats(rng, (-(-shape[0] // block[0]), -(-shape[1] // block[1])))
+    each = np.arange(shape[0])[:, None] // block[0], np.arange(shape[1]) // block[1]
+    means = np.where(data & 128, -values, values) * scale[each]
+    return Case(Weight(data, scale=scale, bias=bias, float8_block=block), means)
+
+
 @st.composite
 def cases(draw: st.DrawFn, with_bias: bool = False) -> Case:
     kind = draw(st.sampled_from(KINDS))
@@ -107,6 +122,10 @@ def cases(draw: st.DrawFn, with_bias: bool = False) -> Case:
         return make_float(rng, kind, (num_out, draw(st.integers(1, 2200))), bias)
     if kind == "mxfp4":
         return make_mxfp4(rng, (num_out, 32 * draw(st.integers(1, 68))), bias, step=draw(st.integers(1, 3)))
+    if kind == "fp8":
+        shape = num_out, draw(st.integers(1, 2200))
+        rows, columns = draw(st.sampled_from([1, 3, 32, num_out])), draw(st.sampled_from([32, 128, 1056]))
+        return make_fp8(rng, shape, (rows, columns if draw(st.booleans()) else shape[1]), bias)
     if kind == "int8" and draw(st.booleans()):  # one scale a row, of any length
         num_in = group_size = draw(st.integers(1, 2200))
     else:
@@ -158,6 +177,8 @@ def test_prompts_of_any_length_are_what_numpy_computes(isa: str, kind: str, num_
         case = make_integers(rng, kind, shape, group_size=96, has_zero=True, scale_kind="bf16", bias=None)
     elif kind == "mxfp4":
         case = make_mxfp4(rng, shape, None, step=2)
+    elif kind == "fp8":
+        case = make_fp8(rng, shape, (16, 128), None)
     else:
         case = make_float(rng, kind, shape, None)
     for x in (floats(rng, (num_rows, 1152)), arrays.to_bf16(floats(rng, (num_rows, 1152)))):
@@ -192,6 +213,23 @@ def test_four_bits_may_have_scales_in_fp32(isa: str) -> None:
         expected = widened(x) @ means.T
         allowed = np.abs(widened(x)) @ np.abs(means).T * 2e-5
         assert (np.abs(product(isa, x, case.weight) - expected) <= allowed).all()
+
+
+@each_isa
+@pytest.mark.parametrize("num_rows", [1, 20])
+@pytest.mark.parametrize("in_bf16", [True, False])
+def test_every_number_of_8_bits_is_exact_and_two_are_nan(isa: str, num_rows: int, in_bf16: bool) -> None:
+    codes = np.arange(256, dtype=np.uint8)
+    data = np.zeros((256, 64), np.uint8)
+    data[codes, codes % 64] = codes
+    x = np.ones((num_rows, 64), np.uint16 if in_bf16 else np.float32)
+    x[:] = arrays.to_bf16(np.ones((1, 64), np.float32)) if in_bf16 else 1
+    weight = Weight(data, scale=np.ones((2, 1), np.float32), float8_block=(128, 64))
+    out = product(isa, x, weight)
+    assert (np.isnan(out) == (codes % 128 == 127)).all()
+    assert (out[:, :8] == np.arange(8) * 2.0**-9).all()
+    assert (out[:, 8:127] == np.exp2(codes[8:127] // 8 - 7.0) * (1 + codes[8:127] % 8 / 8)).all()
+    assert (out[:, 129:255] == -out[:, 1:127]).all()
 
 
 @each_isa

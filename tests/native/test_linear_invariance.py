@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tests.native.test_linear import KINDS, Case, cases, inputs, make_float, make_integers, make_mxfp4
+from tests.native.test_linear import (
+    KINDS,
+    Case,
+    cases,
+    inputs,
+    make_float,
+    make_fp8,
+    make_integers,
+    make_mxfp4,
+)
 from tests.support.native import each_isa, product, threads
 
 from teneral.runtime.backends.native import arrays
@@ -42,6 +51,8 @@ def large_case(kind: str) -> Case:
         )
     if kind == "mxfp4":
         return make_mxfp4(rng, (333, 1536), None, step=2)
+    if kind == "fp8":
+        return make_fp8(rng, (333, 1536), (128, 128), None)
     return make_float(rng, kind, (333, 1536), None)
 
 

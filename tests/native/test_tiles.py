@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.native.test_linear import KINDS, Case, make_float, make_integers, make_mxfp4
+from tests.native.test_linear import KINDS, Case, make_float, make_fp8, make_integers, make_mxfp4
 from tests.support.native import ISAS, SOFT_TILES, TILES, product, threads
 
 from teneral.loader.native.library import usable_isas
@@ -36,6 +36,7 @@ HASHES = {
     "int8": "080e83f3a70cb67f",
     "int4": "71aa49c9e0226dc3",
     "mxfp4": "1e6eddb6cbf12eff",
+    "fp8": "353299239fedd4ff",
 }
 
 
@@ -50,6 +51,9 @@ def make_cases(kind: str) -> list[Case]:
         ]
     if kind == "mxfp4":
         return [make_mxfp4(rng, shape, None, step=step) for step, shape in enumerate(shapes, start=1)]
+    if kind == "fp8":
+        blocks = [(1, 4096), (16, 128), (33, 64), (1, 32)]
+        return [make_fp8(rng, shape, block, None) for shape in [*shapes, (40, 1006)] for block in blocks]
     return [
         make_integers(
             rng,

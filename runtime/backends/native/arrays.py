@@ -33,16 +33,17 @@ class NativeDType(enum.IntEnum):
     U4 = 6
     E2M1 = 7
     E8M0 = 8
-    Q4_K = 9
-    Q5_K = 10
-    Q6_K = 11
-    Q4_1 = 12
-    Q5_0 = 13
-    Q5_1 = 14
-    Q2_K = 15
-    Q3_K = 16
-    IQ4_XS = 17
-    IQ4_NL = 18
+    E4M3 = 9
+    Q4_K = 10
+    Q5_K = 11
+    Q6_K = 12
+    Q4_1 = 13
+    Q5_0 = 14
+    Q5_1 = 15
+    Q2_K = 16
+    Q3_K = 17
+    IQ4_XS = 18
+    IQ4_NL = 19
 
 
 _DTYPES = {

@@ -1,4 +1,4 @@
-"""Products with the weights where the loader put them: bf16, fp32, fp16, or integers with scales.
+"""Products with the weights where the loader put them: bf16, fp32, fp16, or integers and fp8 with scales.
 
 Every argument is checked here, since C trusts its caller. Results depend on no number of rows or threads. Calls drop
 the GIL.
@@ -36,6 +36,7 @@ class MatrixRecord(ctypes.Structure):
         ("num_out", ctypes.c_int64),
         ("num_in", ctypes.c_int64),
         ("group_size", ctypes.c_int64),
+        ("scale_rows", ctypes.c_int64),
         ("dtype", ctypes.c_int32),
         ("scale_dtype", ctypes.c_int32),
         ("bias_dtype", ctypes.c_int32),
@@ -73,23 +74,34 @@ class Weight:
     Keeps the arrays. They may still be without content, but for an int16 `zero`, whose values are checked.
     """
 
-    __slots__ = ("_arrays", "num_in", "num_out", "record")
+    __slots__ = ("_arrays", "_float8_block", "num_in", "num_out", "record")
 
     def __init__(
-        self, data: Array, *, scale: Array | None = None, zero: Array | None = None, bias: Array | None = None
+        self,
+        data: Array,
+        *,
+        scale: Array | None = None,
+        zero: Array | None = None,
+        bias: Array | None = None,
+        float8_block: tuple[int, int] | None = None,
     ) -> None:
         """`data`: (N, K) float32, uint16 (bf16), float16 or int8, or (N, K / 2) uint8 of two numbers each.
 
         Or blocks of a GGUF file, (N, blocks, bytes of one) uint8. `scale`: (N, groups) of integers; `zero` likewise,
         uint8 with 4 bits and int16 with 8; `bias`: (N,). With scales of uint8 the numbers are MXFP4's, and rows of
-        data, scale and bias may lie equally far apart.
+        data, scale and bias may lie equally far apart. With `float8_block`, the rows and columns that share a scale,
+        `data` are E4M3 as uint8 (N, K), and `scale` has one for each block, also for those that the edges cut.
         Raises `ValueError` for what the core does not take.
         """
         if data.ndim not in (2, 3) or 0 in data.shape:
             raise ValueError(f"weights must be (num_out, num_in), not {data.shape}")
-        dtype, self.num_in = arrays.block_columns(data) if data.ndim == 3 else _elements(data, scale)
+        if float8_block is not None and data.ndim == 2 and arrays.dtype_of(data) is NativeDType.U8:
+            dtype, self.num_in = NativeDType.E4M3, int(data.shape[1])
+        else:
+            dtype, self.num_in = arrays.block_columns(data) if data.ndim == 3 else _elements(data, scale)
         self.num_out = int(data.shape[0])
         self._arrays = (data, scale, zero, bias)
+        self._float8_block = float8_block
         if dtype is NativeDType.E2M1:
             row_step = _row_step(data, scale, bias)
         else:
@@ -106,7 +118,10 @@ class Weight:
             bias=arrays.address_or_null(bias),
             num_out=self.num_out,
             num_in=self.num_in,
-            group_size=self._check_groups(dtype, scale, zero),
+            group_size=self._check_groups(dtype, scale, zero)
+            if float8_block is None
+            else self._check_float8(float8_block, scale),
+            scale_rows=0 if float8_block is None else float8_block[0],
             dtype=dtype,
             scale_dtype=_scale_dtype(dtype, scale),
             row_step=row_step,
@@ -114,10 +129,15 @@ class Weight:
         )
 
     def rows(self, first: int, end: int) -> Weight:
-        """Some of these rows, as views."""
+        """Some of these rows, as views; scales that rows of fp8 share, which must be there, are copied."""
         data, scale, zero, bias = (None if each is None else each[first:end] for each in self._arrays)
         assert data is not None
-        return Weight(data, scale=scale, zero=zero, bias=bias)
+        block = self._float8_block
+        if block is not None:  # the rows may begin within a block
+            every = self._arrays[1]
+            assert every is not None
+            scale, block = every[np.arange(first, end) // block[0]], (1, block[1])
+        return Weight(data, scale=scale, zero=zero, bias=bias, float8_block=block)
 
     def _check_groups(self, dtype: NativeDType, scale: Array | None, zero: Array | None) -> int:
         """The group size, 0 for floats."""
@@ -147,6 +167,16 @@ class Weight:
         if zero is not None:
             self._check_zero(dtype, scale, zero)
         return self.num_in // int(scale.shape[1])
+
+    def _check_float8(self, block: tuple[int, int], scale: Array | None) -> int:
+        """The group size."""
+        rows, columns = block
+        expected = -(-self.num_out // rows), -(-self.num_in // columns)
+        if scale is None or scale.shape != expected or arrays.dtype_of(scale) not in _FLOATS:
+            raise ValueError(f"fp8 in blocks of {block} needs {expected} scales in fp32, bf16 or fp16")
+        if columns % _GROUP_STEP and columns < self.num_in:
+            raise ValueError(f"blocks of fp8 must have a multiple of {_GROUP_STEP} columns, not {columns}")
+        return min(columns, self.num_in)
 
     def _check_zero(self, dtype: NativeDType, scale: Array, zero: Array) -> None:
         expected = NativeDType.U8 if dtype is NativeDType.U4 else NativeDType.I16

@@ -17,6 +17,7 @@ from ...models.decoder_config import ClampedSwiglu, Experts, Norm
 from ...models.matrices import (
     BlockMatrix,
     DenseMatrix,
+    Float8Matrix,
     IntegerMatrix,
     Matrix,
     Mxfp4Matrix,
@@ -38,6 +39,15 @@ _MIDDLE_4 = 8  # the level that means 0, where there is no zero of its own
 _E2M1 = np.array(
     [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32
 )  # MXFP4's elements
+# The numbers of fp8: a sign, four bits of exponent with a bias of 7, three of mantissa, and NaN.
+_E4M3 = np.array(
+    [
+        sign * (np.nan if code == 127 else (code % 8 / 8 + (code > 7)) * 2.0 ** (max(code // 8, 1) - 7))
+        for sign in (1, -1)
+        for code in range(128)
+    ],
+    np.float32,
+)
 _RUN = 64  # elements whose nibbles lie in the same 32 bytes
 
 
@@ -87,6 +97,14 @@ def _of_mxfp4(matrix: Mxfp4Matrix) -> Floats:
     return meant
 
 
+def _of_float8(matrix: Float8Matrix) -> Floats:
+    rows, columns = matrix.block
+    scale = to_float32(matrix.scale.array, matrix.scale.dtype)
+    spread = scale.repeat(rows, axis=0)[: matrix.num_out].repeat(columns, axis=1)[:, : matrix.num_in]
+    meant: Floats = _E4M3[matrix.weight.array] * spread
+    return meant
+
+
 def _of_blocks(matrix: BlockMatrix) -> Floats:
     return block_rows(matrix.block, matrix.weight.array)
 
@@ -99,6 +117,7 @@ def block_rows(block: BlockType, rows: npt.NDArray[np.uint8]) -> Floats:
 FLOATS: dict[type[Any], Callable[[Any], Floats]] = {
     BlockMatrix: _of_blocks,
     DenseMatrix: _of_dense,
+    Float8Matrix: _of_float8,
     IntegerMatrix: _of_integers,
     Mxfp4Matrix: _of_mxfp4,
 }

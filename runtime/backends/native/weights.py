@@ -14,6 +14,7 @@ from ...errors import ModelError
 from ...models.matrices import (
     BlockMatrix,
     DenseMatrix,
+    Float8Matrix,
     IntegerMatrix,
     Matrix,
     Mxfp4Matrix,
@@ -99,6 +100,15 @@ def _of_mxfp4(matrix: Mxfp4Matrix) -> Weight:
     return Weight(matrix.weight.array, scale=matrix.scale.array, bias=_array_of(matrix.bias))
 
 
+def _of_float8(matrix: Float8Matrix) -> Weight:
+    return Weight(
+        matrix.weight.array,
+        scale=matrix.scale.array,
+        bias=_array_of(matrix.bias),
+        float8_block=matrix.block,
+    )
+
+
 def _of_blocks(matrix: BlockMatrix) -> Weight:
     return Weight(matrix.weight.array, bias=_array_of(matrix.bias))
 
@@ -106,6 +116,7 @@ def _of_blocks(matrix: BlockMatrix) -> Weight:
 WEIGHTS: dict[type[Any], Callable[[Any], Weight]] = {
     BlockMatrix: _of_blocks,
     DenseMatrix: _of_dense,
+    Float8Matrix: _of_float8,
     IntegerMatrix: _of_integers,
     Mxfp4Matrix: _of_mxfp4,
 }

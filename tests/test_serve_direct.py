@@ -45,7 +45,7 @@ def answers(model: Path, *flags: str) -> tuple[list[str], str, str]:
         server.close()
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "ministral", "qwen2", "qwen3", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text", "cohere2"])
 def test_a_server_answers_without_torch_as_the_cpu_does(family: str, tmp_path: Path) -> None:
     save_tiny(family, tmp_path / "plain", dtype=torch.bfloat16)
     pack(FileStore(tmp_path / "plain"), FileStore(tmp_path / "packed"), tiers=TierOptions())

@@ -26,18 +26,30 @@ class Embed(ctypes.Structure):
     )
 
 
-class RmsNorm(ctypes.Structure):
+class NormRows(ctypes.Structure):
     _fields_ = (
         *_fields(_ADDRESS, "x weight out rows counts"),
-        *_fields(_U32, "count size weight_kind"),
+        *_fields(_U32, "count size x_stride out_stride weight_kind kind"),
         ("eps", _F32),
     )
+
+
+class AddRows(ctypes.Structure):
+    _fields_ = (
+        *_fields(_ADDRESS, "x more weight counts"),
+        *_fields(_U32, "size weight_kind kind"),
+        *_fields(_F32, "eps scale"),
+    )
+
+
+class ScaleLogits(ctypes.Structure):
+    _fields_ = (*_fields(_ADDRESS, "logits counts"), ("size", _U32), *_fields(_F32, "scale cap"))
 
 
 class PlaceHeads(ctypes.Structure):
     _fields_ = (
         *_fields(_ADDRESS, "heads cos sin query_norm key_norm keys values positions slots counts"),
-        *_fields(_U32, "num_heads num_kv_heads head_dim rotary_dim norm_kind"),
+        *_fields(_U32, "num_heads num_kv_heads head_dim rotary_dim weight_kind kind interleaved wide_turns"),
         ("eps", _F32),
     )
 
@@ -76,7 +88,7 @@ class Attention(ctypes.Structure):
             "starts lengths contexts table_starts blocks counts",
         ),
         *_fields(_U32, "num_heads num_kv_heads head_dim block_size window"),
-        ("scale", _F32),
+        *_fields(_F32, "scale cap"),
     )
 
 

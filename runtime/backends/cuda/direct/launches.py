@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 
 from .....loader.device.driver.base import KernelLaunch
-from ....models.decoder_config import Norm
-from ....models.executor import Accepts, one_of, refusal_of
+from ....models.decoder_config import LayerRotary, Norm
+from ....models.executor import Accepts, any_value, one_of, refusal_of
 from ....models.matrices import DecoderLayerWeights, DecoderWeights, Projection, Tensor
 from ....models.spec import DecoderSpec
 from ....tensors import DType
 from ..implemented import IMPLEMENTED
-from .arguments import Attention, Embed, Gate, PlaceHeads, RmsNorm
+from .arguments import AddRows, Attention, Embed, Gate, NormRows, PlaceHeads, ScaleLogits
 from .attention import attention_launches
 from .memory import Array
 from .products import WEIGHT_KINDS, Mode, Output, format_of, product_launch
@@ -22,6 +22,7 @@ from .tables import ProgramKey
 from .workspace import Workspace
 
 SEES_ALL = 1 << 30  # a window that no context reaches
+NORMS = (Norm.RMS, Norm.RMS_WIDE, Norm.RMS_PLUS_ONE, Norm.LAYER)  # as the kernels number them
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 _THREADS = 256
 _HEAD_THREADS, _HEADS_PER_BLOCK = 128, 4
@@ -30,7 +31,21 @@ _EIGHT = 8  # numbers that are read at once
 FEATURES: dict[str, Accepts] = {
     **IMPLEMENTED,
     "dtype": one_of(*DTYPES),
-    "norm": one_of(Norm.RMS),
+    "norm": one_of(*NORMS),
+    **dict.fromkeys(
+        (
+            *("input_norms", "output_norms", "is_parallel", "residual_scale", "logits_scale", "score_cap"),
+            *(
+                "logit_cap",
+                "rotary.interleaved",
+                "local_rotary",
+                "local_rotary.frequencies",
+                "local_rotary.factor",
+            ),
+            *("layer_rotary", "wide_rotary", "joint_head_norms"),
+        ),
+        any_value,
+    ),
     "head_dim": lambda dim: dim % _EIGHT == 0 and dim <= HEAD_DIMS[-1],
     "activation": one_of(*ACTIVATIONS),
     "rotary.dim": lambda dim: dim % 2 == 0,
@@ -40,7 +55,11 @@ FEATURES: dict[str, Accepts] = {
 def refusal(spec: DecoderSpec, weights: DecoderWeights) -> str | None:
     """Why the kernels cannot compute this model; None where they can."""
     name = "the device's direct path"
-    reason = refusal_of(spec, FEATURES, name)
+    of_local = {
+        "local_rotary.dim": one_of(spec.rotary.dim),
+        "local_rotary.interleaved": one_of(spec.rotary.interleaved),
+    }
+    reason = refusal_of(spec, FEATURES | of_local, name)
     if reason is not None:
         return reason
     table = weights.embeddings
@@ -97,6 +116,7 @@ class DecoderLaunches:
     def head(self, num_logits: int) -> Program:
         """Two stages, for the rows that the tables name, at most `num_logits`: their final norm, and logits."""
         arrays, spec = self._arrays, self._spec
+        assert arrays.logits.shape[1] == spec.vocab_size
         norm = self._norm(
             self._weights.norm,
             arrays.x,
@@ -108,7 +128,16 @@ class DecoderLaunches:
         products = self._product(
             self._weights.head, arrays.scored, arrays.logits, num_logits, Mode.STORE_WIDE, Output.LOGITS
         )
-        assert arrays.logits.shape[1] == spec.vocab_size
+        if spec.logits_scale != 1 or spec.logit_cap is not None:
+            scaling = ScaleLogits(
+                logits=arrays.logits.address,
+                counts=self._counts.address,
+                size=spec.vocab_size,
+                scale=spec.logits_scale,
+                cap=spec.logit_cap or 0,
+            )
+            grid = num_logits, -(-spec.vocab_size // _THREADS)
+            products.append(self._kernels.launch(ROWS, "scale_logits", grid, _THREADS, scaling))
         return Program(self._kernels.driver, [[norm], products])
 
     def _embed(self, key: ProgramKey) -> list[KernelLaunch]:
@@ -128,12 +157,11 @@ class DecoderLaunches:
         return [self._kernels.launch(ROWS, "embed", (key.rows,), _THREADS, arguments)]
 
     def _layer(self, number: int, key: ProgramKey) -> list[KernelLaunch]:
-        layer, arrays, rows = self._weights.layers[number], self._arrays, key.rows
-        assert layer.attention_norm is not None
-        assert layer.mlp_norm is not None
+        layer, arrays, rows, spec = self._weights.layers[number], self._arrays, key.rows, self._spec
         assert layer.gate_up is not None
         assert layer.down is not None
-        spec = self._spec
+        to_attention, x = self._input(layer.attention_norm, rows)
+        to_mlp, y = ([], x) if spec.is_parallel else self._input(layer.mlp_norm, rows)
         gate = Gate(
             product=arrays.inner.address,
             out=arrays.active.address,
@@ -143,15 +171,47 @@ class DecoderLaunches:
         )
         gate_grid = rows, -(-spec.intermediate_size // _THREADS)
         return [
-            self._norm(layer.attention_norm, arrays.x, arrays.normed, rows),
-            *self._product(layer.qkv, arrays.normed, arrays.heads, rows),
-            self._place_heads(layer, number, rows),
+            *to_attention,
+            *self._product(layer.qkv, x, arrays.heads, rows),
+            *self._place_heads(layer, number, rows),
             *self._attention(number, key),
-            *self._product(layer.output, arrays.attended, arrays.x, rows, Mode.ADD),
-            self._norm(layer.mlp_norm, arrays.x, arrays.normed, rows),
-            *self._product(layer.gate_up, arrays.normed, arrays.inner, rows),
+            *self._add(layer.output, arrays.attended, layer.attention_output_norm, rows),
+            *to_mlp,
+            *self._product(layer.gate_up, y, arrays.inner, rows),
             self._kernels.launch(ROWS, "gate", gate_grid, _THREADS, gate),
-            *self._product(layer.down, arrays.active, arrays.x, rows, Mode.ADD),
+            *self._add(layer.down, arrays.active, layer.mlp_output_norm, rows),
+        ]
+
+    def _input(self, norm: Tensor | None, rows: int) -> tuple[list[KernelLaunch], Array]:
+        """The launches that make the input of attention or of the MLP, and where it is then."""
+        arrays = self._arrays
+        return (
+            ([], arrays.x)
+            if norm is None
+            else ([self._norm(norm, arrays.x, arrays.normed, rows)], arrays.normed)
+        )
+
+    def _add(
+        self, projection: Projection, inputs: Array, norm: Tensor | None, rows: int
+    ) -> list[KernelLaunch]:
+        """x += projection(inputs), after a norm of its own and scaled, where there are such."""
+        arrays, spec = self._arrays, self._spec
+        if arrays.added is None:
+            return self._product(projection, inputs, arrays.x, rows, Mode.ADD)
+        adding = AddRows(
+            x=arrays.x.address,
+            more=arrays.added.address,
+            weight=norm.array.address if norm is not None else 0,
+            counts=self._counts.address,
+            size=spec.hidden_size,
+            weight_kind=WEIGHT_KINDS[norm.dtype] if norm is not None else 0,
+            kind=NORMS.index(spec.norm),
+            eps=spec.norm_eps,
+            scale=spec.residual_scale,
+        )
+        return [
+            *self._product(projection, inputs, arrays.added, rows),
+            self._kernels.launch(ROWS, "add_rows", (rows,), _THREADS, adding),
         ]
 
     def _norm(
@@ -164,18 +224,21 @@ class DecoderLaunches:
         rows: int = 0,
         output: Output = Output.ROWS,
     ) -> KernelLaunch:
-        arguments = RmsNorm(
+        arguments = NormRows(
             x=x.address,
             weight=weight.array.address,
             out=out.address,
             rows=rows,
             counts=self._counts.address,
             count=output,
-            size=self._spec.hidden_size,
+            size=weight.shape[0],
+            x_stride=x.shape[1],
+            out_stride=out.shape[1],
             weight_kind=WEIGHT_KINDS[weight.dtype],
+            kind=NORMS.index(self._spec.norm),
             eps=self._spec.norm_eps,
         )
-        return self._kernels.launch(ROWS, "rms_norm", (num_rows,), _THREADS, arguments)
+        return self._kernels.launch(ROWS, "norm_rows", (num_rows,), _THREADS, arguments)
 
     def _product(
         self,
@@ -207,14 +270,21 @@ class DecoderLaunches:
         assert column == out.shape[1]
         return launches
 
-    def _place_heads(self, layer: DecoderLayerWeights, number: int, rows: int) -> KernelLaunch:
+    def _place_heads(self, layer: DecoderLayerWeights, number: int, rows: int) -> list[KernelLaunch]:
         spec, arrays = self._spec, self._arrays
         keys, values = self._kv.of_layer(number)
         norm, key_norm = layer.query_norm, layer.key_norm
+        launches: list[KernelLaunch] = []
+        if spec.joint_head_norms and norm is not None and key_norm is not None:
+            heads, query_size = arrays.heads, spec.num_heads * spec.head_dim
+            of_keys = Array(heads.address + query_size * heads.dtype.size_bytes, heads.shape, heads.dtype)
+            launches = [self._norm(norm, heads, heads, rows), self._norm(key_norm, of_keys, of_keys, rows)]
+            norm = key_norm = None
+        angles = self._angles(number)
         arguments = PlaceHeads(
             heads=arrays.heads.address,
-            cos=arrays.cos.address,
-            sin=arrays.sin.address,
+            cos=angles[0],
+            sin=angles[1],
             query_norm=norm.array.address if norm is not None else 0,
             key_norm=key_norm.array.address if key_norm is not None else 0,
             keys=keys,
@@ -226,16 +296,29 @@ class DecoderLaunches:
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             rotary_dim=spec.rotary.dim,
-            norm_kind=WEIGHT_KINDS[norm.dtype] if norm is not None else 0,
+            weight_kind=WEIGHT_KINDS[norm.dtype] if norm is not None else 0,
+            kind=NORMS.index(spec.norm),
+            interleaved=spec.rotary.interleaved,
+            wide_turns=spec.wide_rotary,
             eps=spec.norm_eps,
         )
         num_heads = spec.num_heads + 2 * spec.num_kv_heads
         grid = rows, -(-num_heads // _HEADS_PER_BLOCK)
-        return self._kernels.launch(ROWS, "place_heads", grid, _HEAD_THREADS, arguments)
+        return [*launches, self._kernels.launch(ROWS, "place_heads", grid, _HEAD_THREADS, arguments)]
+
+    def _angles(self, number: int) -> tuple[int, int]:
+        """The tables of cosines and sines of a layer; zeros: its heads are not rotated."""
+        arrays, kind = self._arrays, self._spec.layer_rotary[number]
+        if kind is LayerRotary.NONE:
+            return 0, 0
+        tables = arrays.local_angles if kind is LayerRotary.LOCAL else (arrays.cos, arrays.sin)
+        assert tables is not None
+        return tables[0].address, tables[1].address
 
     def _attention(self, number: int, key: ProgramKey) -> list[KernelLaunch]:
         spec, arrays = self._spec, self._arrays
         keys, values = self._kv.of_layer(number)
+        cap = spec.score_cap or 0.0
         arguments = Attention(
             heads=arrays.heads.address,
             keys=keys,
@@ -253,7 +336,8 @@ class DecoderLaunches:
             head_dim=spec.head_dim,
             block_size=self._kv.block_size,
             window=spec.windows[number] or SEES_ALL,
-            scale=spec.attention_scale * math.log2(math.e),
+            scale=spec.attention_scale / cap if cap else spec.attention_scale * math.log2(math.e),
+            cap=cap * math.log2(math.e),
         )
         return attention_launches(self._kernels, arguments, key, max_spans=self._workspace.limits.max_spans)
 

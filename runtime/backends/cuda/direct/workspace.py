@@ -69,6 +69,17 @@ class StepArrays:
         self.split_scales = arena.take("scales of splits", (*split, 2), DType.F32)
         self.cos = arena.take("cosines", angles, DType.F32)
         self.sin = arena.take("sines", angles, DType.F32)
+        self.local_angles: tuple[Array, Array] | None = None  # of layers with a rotary table of their own
+        if spec.local_rotary is not None:
+            names = "local cosines", "local sines"
+            self.local_angles = (
+                arena.take(names[0], angles, DType.F32),
+                arena.take(names[1], angles, DType.F32),
+            )
+        # What is normalised or scaled before it is added to the rows
+        self.added: Array | None = None
+        if spec.output_norms or spec.residual_scale != 1:
+            self.added = arena.take("added rows", (rows, spec.hidden_size), dtype)
 
     def table(self, offset: int) -> int:
         """The address of a number of the tables."""
@@ -139,9 +150,10 @@ class Workspace:
         most = self.limits.max_context
         end = min(most, max(num, _FIRST_POSITIONS, 2 * self._num_positions))
         first, self._num_positions = self._num_positions, end
-        for array, numbers in zip(
-            (self.arrays.cos, self.arrays.sin), self.spec.rotary.tables(first, end), strict=True
-        ):
+        tables = [*zip((self.arrays.cos, self.arrays.sin), self.spec.rotary.tables(first, end), strict=True)]
+        if self.arrays.local_angles is not None and self.spec.local_rotary is not None:
+            tables += zip(self.arrays.local_angles, self.spec.local_rotary.tables(first, end), strict=True)
+        for array, numbers in tables:
             host = np.ascontiguousarray(numbers, np.float32)
             self.device.driver.copy_in(array.row(first), host.ctypes.data, host.nbytes, self.device.stream)
             self.device.driver.synchronize_stream(self.device.stream)  # before `host` is freed

@@ -36,7 +36,8 @@ struct Attention {
   const u32* blocks;
   const u32* counts;
   u32 num_heads, num_kv_heads, head_dim, block_size, window;  // window: how many tokens a token sees, itself included
-  float scale;  // of the scores, times log2(e)
+  float scale;  // of the scores, times log2(e); with a cap, divided by it instead
+  float cap;  // times log2(e): scores are no larger; 0: none
 };
 
 #define TILE 64
@@ -177,7 +178,8 @@ struct AttentionBlock {
         EACH(i, 4) {
           const u32 row = 16 * r + g + 8 * (i / 2), at = first + 2 * c + i % 2, position = position_of(row);
           const bool sees = key + at <= position && position < key + at + args.window && row < num_pairs;
-          room.scores[row][at] = sees ? acc[i] * args.scale : NONE;
+          const float scaled = acc[i] * args.scale;
+          room.scores[row][at] = !sees ? NONE : args.cap > 0 ? args.cap * tanhf(scaled) : scaled;
         }
       }
     }

@@ -26,32 +26,93 @@ KERNEL(embed, Embed, 256) {
   }
 }
 
-struct RmsNorm {
-  const u16* x;  // (rows, size)
+enum NormKind { RMS, RMS_WIDE, RMS_PLUS_ONE, LAYER };  // as `models.decoder_config.Norm`
+
+// A number of a norm's output; `unit` is x / rms(x), or (x - mean) / deviation.
+__device__ __forceinline__ u16 weighted(float unit, const void* weight, u32 at, u32 weight_kind, u32 kind) {
+  const float own = number_at(weight, at, weight_kind);
+  if (kind == RMS) return narrow(rounded(unit) * rounded(own));
+  return narrow(unit * (kind == RMS_PLUS_ONE ? 1.0f + own : own));
+}
+
+// The mean that a norm of this kind subtracts, and the factor for what is left. All threads of a block call it.
+struct Scaling {
+  float mean, factor;
+};
+__device__ __forceinline__ Scaling scaling_of(const u16* row, u32 size, u32 kind, float eps, float* of_warps) {
+  float mean = 0, squares = 0;
+  if (kind == LAYER) {
+    for (u32 at = threadIdx.x; at < size; at += blockDim.x) mean += wide(row[at]);
+    mean = block_sum(mean, of_warps) / (float)size;
+  }
+  for (u32 at = threadIdx.x; at < size; at += blockDim.x) squares = fmaf(wide(row[at]) - mean, wide(row[at]) - mean, squares);
+  return {mean, 1.0f / sqrtf(block_sum(squares, of_warps) / (float)size + eps)};
+}
+
+struct NormRows {
+  const u16* x;  // (rows, x_stride), of which a norm takes the first `size` numbers
   const void* weight;  // (size,)
-  u16* out;  // (rows, size)
+  u16* out;  // (rows, out_stride); may be x
   const u32* rows;  // the row of x for each row of out; 0: the same
   const u32* counts;
-  u32 count, size, weight_kind;
+  u32 count, size, x_stride, out_stride, weight_kind, kind;
   float eps;
 };
 
-// out = x / rms(x) * weight.
-KERNEL(rms_norm, RmsNorm, 256) {
+// out = norm(x).
+KERNEL(norm_rows, NormRows, 256) {
   __shared__ float of_warps[32];
   if (blockIdx.x >= args.counts[args.count]) return;
-  const u16* from = args.x + (u64)(args.rows ? args.rows[blockIdx.x] : blockIdx.x) * args.size;
-  u16* to = args.out + (u64)blockIdx.x * args.size;
-  float squares = 0;
-  for (u32 at = threadIdx.x; at < args.size; at += blockDim.x) squares = fmaf(wide(from[at]), wide(from[at]), squares);
-  const float factor = 1.0f / sqrtf(block_sum(squares, of_warps) / (float)args.size + args.eps);
+  const u16* from = args.x + (u64)(args.rows ? args.rows[blockIdx.x] : blockIdx.x) * args.x_stride;
+  u16* to = args.out + (u64)blockIdx.x * args.out_stride;
+  const Scaling scaling = scaling_of(from, args.size, args.kind, args.eps, of_warps);
   for (u32 at = threadIdx.x; at < args.size; at += blockDim.x)
-    to[at] = narrow(rounded(wide(from[at]) * factor) * rounded(number_at(args.weight, at, args.weight_kind)));
+    to[at] = weighted((wide(from[at]) - scaling.mean) * scaling.factor, args.weight, at, args.weight_kind, args.kind);
+}
+
+struct AddRows {
+  u16* x;  // (rows, size)
+  const u16* more;  // (rows, size)
+  const void* weight;  // (size,) of a norm; 0: none
+  const u32* counts;
+  u32 size, weight_kind, kind;
+  float eps, scale;
+};
+
+// x += norm(more) * scale.
+KERNEL(add_rows, AddRows, 256) {
+  __shared__ float of_warps[32];
+  if (blockIdx.x >= args.counts[NUM_ROWS]) return;
+  u16* to = args.x + (u64)blockIdx.x * args.size;
+  const u16* more = args.more + (u64)blockIdx.x * args.size;
+  Scaling scaling = {0, 1};
+  if (args.weight) scaling = scaling_of(more, args.size, args.kind, args.eps, of_warps);
+  for (u32 at = threadIdx.x; at < args.size; at += blockDim.x) {
+    u16 added = more[at];
+    if (args.weight) added = weighted((wide(added) - scaling.mean) * scaling.factor, args.weight, at, args.weight_kind, args.kind);
+    to[at] = narrow(wide(to[at]) + rounded(wide(added) * args.scale));
+  }
+}
+
+struct ScaleLogits {
+  float* logits;  // (rows, size)
+  const u32* counts;
+  u32 size;
+  float scale, cap;  // no cap: 0
+};
+
+// logits *= scale, and then no larger than the cap.
+KERNEL(scale_logits, ScaleLogits, 256) {
+  const u32 at = blockIdx.y * blockDim.x + threadIdx.x;
+  if (blockIdx.x >= args.counts[NUM_LOGITS] || at >= args.size) return;
+  float* logit = args.logits + (u64)blockIdx.x * args.size + at;
+  const float scaled = *logit * args.scale;
+  *logit = args.cap > 0 ? args.cap * tanhf(scaled / args.cap) : scaled;
 }
 
 struct PlaceHeads {
   u16* heads;  // (rows, num_heads + 2 * num_kv_heads, head_dim): queries, keys, values; queries are changed
-  const float* cos;  // (positions, rotary_dim / 2)
+  const float* cos;  // (positions, rotary_dim / 2); 0: heads are not rotated
   const float* sin;
   const void* query_norm;  // (head_dim,); 0: no norms
   const void* key_norm;
@@ -60,7 +121,9 @@ struct PlaceHeads {
   const u32* positions;  // (rows,)
   const u32* slots;  // (rows,)
   const u32* counts;
-  u32 num_heads, num_kv_heads, head_dim, rotary_dim, norm_kind;
+  u32 num_heads, num_kv_heads, head_dim, rotary_dim, weight_kind, kind;
+  u32 interleaved;  // number 2 i turns with 2 i + 1, not with that half of the rotated ones further on
+  u32 wide_turns;  // what is added is not rounded before
   float eps;
 };
 #define MAX_HEAD_DIM 256
@@ -80,26 +143,36 @@ KERNEL(place_heads, PlaceHeads, 128) {
     return;
   }
   float* numbers = own[warp];
-  float squares = 0;
+  float sum = 0, squares = 0;
   for (u32 at = lane; at < dim; at += 32) {
     numbers[at] = wide(from[at]);
-    squares = fmaf(numbers[at], numbers[at], squares);
+    sum += numbers[at];
   }
   if (args.query_norm) {
+    const float mean = args.kind == LAYER ? warp_sum(sum) / (float)dim : 0.0f;
+    for (u32 at = lane; at < dim; at += 32) squares = fmaf(numbers[at] - mean, numbers[at] - mean, squares);
     const float factor = 1.0f / sqrtf(warp_sum(squares) / (float)dim + args.eps);
     const void* weight = is_query ? args.query_norm : args.key_norm;
     for (u32 at = lane; at < dim; at += 32)
-      numbers[at] = rounded(rounded(numbers[at] * factor) * rounded(number_at(weight, at, args.norm_kind)));
+      numbers[at] = wide(weighted((numbers[at] - mean) * factor, weight, at, args.weight_kind, args.kind));
   }
   __syncwarp();
-  const u32 half = args.rotary_dim / 2;
+  const u32 half = args.cos ? args.rotary_dim / 2 : 0;
   const u64 angles = (u64)args.positions[row] * half;
   for (u32 at = lane; at < half; at += 32) {
-    const float low = numbers[at], high = numbers[at + half], cos = rounded(args.cos[angles + at]), sin = rounded(args.sin[angles + at]);
-    to[at] = narrow(rounded(low * cos) - rounded(high * sin));
-    to[at + half] = narrow(rounded(high * cos) + rounded(low * sin));
+    const u32 first = args.interleaved ? 2 * at : at, second = args.interleaved ? 2 * at + 1 : at + half;
+    const float low = numbers[first], high = numbers[second];
+    float cos = args.cos[angles + at], sin = args.sin[angles + at];
+    float of_first[2] = {low * cos, high * sin}, of_second[2] = {high * cos, low * sin};
+    if (!args.wide_turns) {
+      cos = rounded(cos), sin = rounded(sin);
+      of_first[0] = rounded(low * cos), of_first[1] = rounded(high * sin);
+      of_second[0] = rounded(high * cos), of_second[1] = rounded(low * sin);
+    }
+    to[first] = narrow(of_first[0] - of_first[1]);
+    to[second] = narrow(of_second[0] + of_second[1]);
   }
-  for (u32 at = args.rotary_dim + lane; at < dim; at += 32) to[at] = narrow(numbers[at]);
+  for (u32 at = 2 * half + lane; at < dim; at += 32) to[at] = narrow(numbers[at]);
 }
 
 struct Gate {

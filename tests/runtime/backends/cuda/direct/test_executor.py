@@ -27,7 +27,7 @@ from teneral.runtime.kv.kinds import KVKind
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.models.matrices import DecoderWeights, IntegerMatrix, Projection, StoredProjection
 from teneral.runtime.step.batch import SequenceSpan, StepBatch
-from teneral.runtime.tensors import DType, Tensor
+from teneral.runtime.tensors import DType, Tensor, to_float32
 
 pytestmark = needs_kernels
 
@@ -139,6 +139,19 @@ def test_a_text_has_the_same_bits_in_company_and_as_a_graph(stepper: Stepper, wh
         np.testing.assert_array_equal(found["short"][0], whole[30 + at])
     assert executor.num_graphs == 1
     assert executor.num_graph_steps == 3
+
+
+def test_states_are_the_inputs_of_the_head(model: DirectModel, stepper: Stepper, whole: np.ndarray) -> None:
+    """Of more rows than there is room for logits, too."""
+    executor, batch = stepper.executor, stepper.batch({"text": TEXT[:60]})
+    x = executor.layers(executor.begin(batch, stepper.kv), 0, 3, executor.embed(batch))
+    rows = np.array([59, *range(50), 3])
+    states = executor.states(x, rows)
+    assert (states.shape, states.dtype) == ((len(rows), 64), np.float32)
+    head = model.decoder.weights.head.matrices()[0].weight.on_host()
+    logits = states.astype(np.float64) @ to_float32(head, DType.BF16).astype(np.float64).T
+    np.testing.assert_allclose(logits, whole[rows], rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(executor.logits(x, rows[:3]).numpy(), whole[rows[:3]])
 
 
 _mixtures = itertools.count()
@@ -277,7 +290,7 @@ class TestRefusals:
     def test_what_kernels_lack_is_refused_by_name(self, model: DirectModel) -> None:
         decoder = model.decoder
         assert self.reason(decoder) is None
-        for field, value in (("dtype", DType.F32), ("head_dim", 20), ("score_cap", 3.0), ("sinks", True)):
+        for field, value in (("dtype", DType.F32), ("head_dim", 20), ("sinks", True)):
             assert f"does not implement {field}" in str(self.reason(decoder, **{field: value}))
 
     def test_matrices_in_another_dtype_are_refused(self, model: DirectModel) -> None:

@@ -29,7 +29,10 @@ from teneral.runtime.weights import DictWeights
 
 pytestmark = needs_kernels
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "ministral", "phi3")
+FAMILIES = (
+    *("llama", "qwen2", "qwen3", "mistral", "ministral", "phi3", "gemma2", "gemma3_text", "granite", "olmo2"),
+    *("glm", "glm4", "cohere", "cohere2", "smollm3"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +96,20 @@ def test_answers_are_the_same_alone_in_company_in_chunks_and_preempted(llama: Di
         with DirectRig(llama, num_blocks=16, max_running=4) as rig:
             assert rig.say(prompts, 12, sampling=sampling) == alone
             assert rig.engine.statistics().preemptions_total > 0
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma2", "gemma3_text", "granite", "olmo2", "glm4", "cohere2", "smollm3"]
+)
+def test_each_kind_of_norm_rotation_and_cap_gives_the_same_in_company_and_in_chunks(family: str) -> None:
+    model = DirectModel.of(tiny_model(family, dtype=torch.bfloat16))
+    prompts = prompts_of(3, seed=9)
+    with DirectRig(model) as rig:
+        alone = [rig.say([prompt], 10)[0] for prompt in prompts]
+        assert rig.say(prompts, 10) == alone
+    with DirectRig(model, max_step_tokens=10, max_prefill_tokens=5, max_running=3) as rig:
+        assert rig.say(prompts, 10) == alone
+    model.close()
 
 
 def test_steps_that_come_often_become_graphs_with_the_same_tokens(llama: DirectModel) -> None:

@@ -10,13 +10,17 @@ import torch
 from tests.support.direct_kernels import Device
 
 from teneral.runtime.backends.cuda.direct.arguments import (
+    AddRows,
     CopyBlocks,
     CopyTokens,
     Embed,
     Gate,
+    NormRows,
     PlaceHeads,
-    RmsNorm,
+    ScaleLogits,
 )
+from teneral.runtime.backends.cuda.direct.launches import NORMS
+from teneral.runtime.models.decoder_config import Norm
 from teneral.runtime.tensors import DType, from_float32, to_float32
 
 TORCH = {DType.BF16: torch.bfloat16, DType.F16: torch.float16}
@@ -77,25 +81,72 @@ def test_embeddings_of_int8_are_levels_times_their_groups_scales(device: Device,
     assert_close(device, device.get(out), rows * scale)
 
 
+def normed(x: torch.Tensor, weight: torch.Tensor, kind: Norm, dtype: torch.dtype) -> torch.Tensor:
+    """x and weight in fp32. As transformers' norms compute it, with an epsilon of 1e-5."""
+    if kind is Norm.LAYER:
+        x = x - x.mean(-1, keepdim=True)
+    unit = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+    if kind is Norm.RMS:
+        return unit.to(dtype) * weight.to(dtype)
+    return (unit * (1 + weight if kind is Norm.RMS_PLUS_ONE else weight)).to(dtype)
+
+
+@pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("weight_kind", [0, 1, 2])
 @pytest.mark.parametrize("size", [64, 1000])
-def test_norms(device: Device, size: int, weight_kind: int) -> None:
+def test_norms(device: Device, size: int, weight_kind: int, kind: Norm) -> None:
+    """Of the first numbers of longer rows."""
     dtype = device.kernels.dtype
-    kind = (DType.BF16, DType.F16, DType.F32)[weight_kind]
-    x = random(device, 5, size)
-    weight = from_float32(1 + np.random.default_rng(1).random(size).astype(np.float32), kind)
+    weight_dtype = (DType.BF16, DType.F16, DType.F32)[weight_kind]
+    x = random(device, 5, size + 8)
+    weight = from_float32(1 + np.random.default_rng(1).random(size).astype(np.float32), weight_dtype)
     rows = np.array([4, 0, 2], np.uint32)
-    out = device.put(np.zeros((3, size), dtype.numpy), dtype)
-    arguments = RmsNorm(
-        x=device.put(x, dtype).address, weight=device.put(weight, kind).address, out=out.address,
+    out = device.put(np.zeros((3, size + 16), dtype.numpy), dtype)
+    arguments = NormRows(
+        x=device.put(x, dtype).address, weight=device.put(weight, weight_dtype).address, out=out.address,
         rows=device.put(rows).address, counts=counts(device, 0, 3),
-        count=1, size=size, weight_kind=weight_kind, eps=1e-5,
+        count=1, size=size, x_stride=size + 8, out_stride=size + 16, weight_kind=weight_kind,
+        kind=NORMS.index(kind), eps=1e-5,
     )  # fmt: skip
-    device.run("rows", "rms_norm", (3,), 256, arguments)
-    wide = tensor(device, x).float()[rows.astype(np.int64)]
-    unit = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(TORCH[dtype])
-    own = torch.from_numpy(to_float32(weight, kind)).to(TORCH[dtype])
-    assert_close(device, device.get(out), unit * own, num_off=6)
+    device.run("rows", "norm_rows", (3,), 256, arguments)
+    wide = tensor(device, x).float()[rows.astype(np.int64), :size]
+    own = torch.from_numpy(to_float32(weight, weight_dtype))
+    found = device.get(out)
+    assert_close(device, found[:, :size].copy(), normed(wide, own, kind, TORCH[dtype]), num_off=6)
+    assert not found[:, size:].any()
+
+
+@pytest.mark.parametrize("kind", [None, *NORMS])
+@pytest.mark.parametrize("scale", [1.0, 0.22])
+def test_rows_are_added_after_a_norm_and_scaled(device: Device, kind: Norm | None, scale: float) -> None:
+    dtype, size = device.kernels.dtype, 300
+    x, more, weight = random(device, 4, size), random(device, 4, size, seed=1), random(device, size, seed=2)
+    out, own_kind = device.put(x, dtype), 0 if dtype is DType.BF16 else 1
+    arguments = AddRows(
+        x=out.address, more=device.put(more, dtype).address,
+        weight=0 if kind is None else device.put(weight, dtype).address, counts=counts(device, 3),
+        size=size, weight_kind=own_kind, kind=0 if kind is None else NORMS.index(kind), eps=1e-5, scale=scale,
+    )  # fmt: skip
+    device.run("rows", "add_rows", (4,), 256, arguments)
+    added = tensor(device, more)
+    if kind is not None:
+        added = normed(added.float(), tensor(device, weight).float(), kind, TORCH[dtype])
+    expected = tensor(device, x) + added * scale
+    expected[3] = tensor(device, x)[3]  # behind the rows that there are
+    assert_close(device, device.get(out), expected, num_off=12)
+
+
+@pytest.mark.parametrize("cap", [0.0, 5.0])
+def test_logits_are_scaled_and_capped(device: Device, cap: float) -> None:
+    logits = 10 * np.random.default_rng(0).standard_normal((3, 300)).astype(np.float32)
+    out = device.put(logits)
+    arguments = ScaleLogits(out.address, counts(device, 0, 2), 300, 0.5, cap)
+    device.run("rows", "scale_logits", (3, 2), 256, arguments)
+    expected = logits * np.float32(0.5)
+    expected = cap * np.tanh(expected / cap) if cap else expected
+    found = device.get(out)
+    np.testing.assert_allclose(found[:2], expected[:2], rtol=1e-6)
+    assert (found[2] == logits[2]).all()
 
 
 @pytest.mark.parametrize("kind", range(4))
@@ -142,7 +193,7 @@ class Heads:
             query_norm=query_norm, key_norm=key_norm, keys=pool.row(0), values=pool.row(1),
             positions=device.put(self.positions).address, slots=device.put(self.slots).address,
             counts=counts(device, 5), num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
-            head_dim=head_dim, rotary_dim=rotary_dim, norm_kind=0 if dtype is DType.BF16 else 1, eps=self.eps,
+            head_dim=head_dim, rotary_dim=rotary_dim, weight_kind=0 if dtype is DType.BF16 else 1, eps=self.eps,
         )  # fmt: skip
         device.run("rows", "place_heads", (6, 2), 128, arguments)
         self.pool, self.after = device.get(pool), device.get(stored)

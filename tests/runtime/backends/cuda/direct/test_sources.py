@@ -58,7 +58,9 @@ def test_structures_have_the_compilers_sizes(tmp_path: Path) -> None:
     for module, kernel, kind in (
         ("rows", "place_heads", arguments.PlaceHeads),
         ("rows", "embed", arguments.Embed),
-        ("rows", "rms_norm", arguments.RmsNorm),
+        ("rows", "norm_rows", arguments.NormRows),
+        ("rows", "add_rows", arguments.AddRows),
+        ("rows", "scale_logits", arguments.ScaleLogits),
         ("rows", "gate", arguments.Gate),
         ("product_float", "product_float_8", arguments.Product),
         ("attention_32", "merge_splits", arguments.Attention),

@@ -43,6 +43,8 @@ def compile_kernels(root: Path, folder: Path) -> None:
     config = root / "models" / "plain" / "config.json"
     options = ["--arch", architecture, "--config", config]
     subprocess.run([*run, "teneral.runtime.backends.cuda.compile", unfinished, *options], check=True)
+    direct = "teneral.runtime.backends.cuda.direct.compile"
+    subprocess.run([*run, direct, unfinished, architecture], check=True)
     unfinished.rename(folder)
 
 

@@ -39,7 +39,7 @@ GOOD, SLOW, DAMAGED, CRASHES, NEVER, UNREADABLE = (
 )
 START_S = {GOOD: 3.0, SLOW: 45.0, DAMAGED: 1.0, CRASHES: 0.5, NEVER: 1e9}
 END_S = 0.1  # from SIGTERM to the end
-SEEN_S = 0.01  # from its connections' end, when a process ends, to its own
+SEEN_S = 0.004  # from the end of its connections, when a process ends, to its own
 WEIGHT_BYTES = 100 << 20
 
 

@@ -7,7 +7,7 @@ import ctypes
 
 import pytest
 import torch
-from teneral.cli_errors import exit_code
+from teneral.cli_report import exit_code
 from tests.support.device_engine import TIMEOUT_S, DeviceRig, decoder_of
 from tests.support.reference_kernels import ReferenceKernels
 

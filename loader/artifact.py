@@ -17,23 +17,32 @@ from .sources.base import Source, SourceOptions, changed
 from .sources.open import model_address, open_source, scheme_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from .cache.part_cache import PartCache
     from .format.manifest import File, Manifest
     from .format.manifest_json import Look
 
 
-def open_model(url: str, options: SourceOptions | None = None, *, keep_integers: bool = True) -> Source:
+def open_model(
+    url: str,
+    options: SourceOptions | None = None,
+    *,
+    keep_integers: bool = True,
+    around: Callable[[Source], Source] | None = None,
+) -> Source:
     """A source on the folder at `url`, or of the model of that name on the Hub; on one with the content
     of a model directory where `url` is a GGUF file's.
 
     Without `keep_integers` a GGUF file's numbers become floats. With the option `base`, the source has the base's
-    objects, too. Does no I/O but a look at what this machine has. Raises `UsageError` for an unusable
-    address. The caller closes the source.
+    objects, too. All reads go through what `around` makes of the store's own source. Does no I/O but a look
+    at what this machine has. Raises `UsageError` for an unusable address. The caller closes the source.
     """
     url = model_address(url)
     quantisation = _quantisation_of(url)
     if not quantisation and not is_gguf(url):
         source = open_source(url, options)
+        source = source if around is None else around(source)
         return source if options is None or options.base is None else _with_base(source, options)
     from .format.gguf.directory import GgufDirectory  # most models are none
     from .format.gguf.model import Keeps
@@ -44,12 +53,9 @@ def open_model(url: str, options: SourceOptions | None = None, *, keep_integers:
     folder, slash, name = url.rpartition("/")
     if quantisation:
         folder, slash, name = url, "", ""
-    return GgufDirectory(
-        open_source(folder + slash or ".", options),
-        name,
-        quantisation=quantisation,
-        keeps=keeps,
-    )
+    source = open_source(folder + slash or ".", options)
+    source = source if around is None else around(source)
+    return GgufDirectory(source, name, quantisation=quantisation, keeps=keeps)
 
 
 def _with_base(source: Source, options: SourceOptions) -> Source:

@@ -286,3 +286,11 @@ def test_the_other_commands_take_names_of_the_hub(hub: HubServer, model: Path, t
     assert "llama" in command("inspect", str(tmp_path / "tuned"), "--base", "org/packed", "--json")
     assert "org/tiny@" in command("inspect", "org/tiny")
     assert "there is no model org/absent on the Hub" in command("inspect", "org/absent", status=3)
+    assert "have the SHA-256 that their store states" in command("verify", "org/tiny")
+    content = (model / "model.safetensors").read_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    hub.contents[digest] = content[:-1] + bytes([content[-1] ^ 1])
+    for arguments in (("verify", "org/tiny"), ("pack", "org/tiny", str(tmp_path / "damaged"))):
+        assert f"its store states {digest}" in command(*arguments, "--quiet", status=8)
+    assert not list((tmp_path / "damaged").rglob("*.json"))
+    command("pack", "org/tiny", str(tmp_path / "damaged"), "--quiet", "--no-verify-files")

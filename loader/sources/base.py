@@ -161,7 +161,12 @@ class Mappable(Source, Protocol):
 
 @runtime_checkable
 class Converted(Protocol):
-    """A source that makes its weights of another file. The `sha256` of their `ObjectInfo` is that file's."""
+    """A source that makes its weights of another file. The `sha256` of their `ObjectInfo` is that file's,
+    where `original` can be compared with it.
+    """
+
+    def stored_file(self) -> tuple[Source, ObjectInfo]:
+        """That file, and the source that has it, which is not the caller's to close. Raises as a `Source` does."""
 
     def original(
         self, values: Callable[[int, int], Iterator[memoryview]]

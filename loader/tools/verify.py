@@ -21,6 +21,7 @@ from ..sources.base import Source
 from .inspect import manifest_notes
 from .part_reader import PartReader, map_in_order
 from .progress_bar import TransferProgress, format_bytes, format_duration
+from .stated_files import compare_file, stated_files
 
 # Errors that say something about the artifact. Others (no network, no permission) say something
 # about this attempt.
@@ -44,7 +45,8 @@ class Problem:
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
     """The parts that were read, and what was wrong with them. `digest` is the manifest's, None for
-    plain safetensors. `notes` say what no digest vouches for, and what no reader uses.
+    plain weights, whose files were compared with the SHA-256 that their store states if `is_stated`. `notes`
+    say what no digest vouches for, and what no reader uses.
     """
 
     url: str
@@ -55,6 +57,7 @@ class VerifyReport:
     elapsed_s: float
     problems: tuple[Problem, ...]
     notes: tuple[str, ...] = ()
+    is_stated: bool = False
 
     @property
     def ok(self) -> bool:
@@ -67,6 +70,8 @@ class VerifyReport:
         if self.problems:
             lines = [f"  {problem}" for problem in self.problems]
             return "\n".join([f"damaged: {self.url}, {what}; problems: {len(self.problems)}", *lines])
+        if self.is_stated:
+            return f"intact: {what}, in {took}\n  {self.url}: the weights have the SHA-256 that their store states."
         if self.digest is None:
             return (
                 f"readable: {what}, in {took}\n"
@@ -84,7 +89,8 @@ def verify(
     progress: Callable[[TransferProgress], None] | None = None,
 ) -> VerifyReport:
     """Read and check every blob, part and file, and that `tensors.b3` has a digest for each tensor.
-    Blocks; `progress` is called from this thread.
+    Plain files whose store states their SHA-256 are compared with that instead. Blocks; `progress` is called
+    from this thread.
 
     With `digest`, the manifest must have that one. Raises `ManifestError`, `IntegrityError` for
     another manifest than the pinned one, `CheckpointError`, `NotFoundError` where there is no
@@ -95,19 +101,30 @@ def verify(
     manifest = open_artifact(source, digest=digest, without_base=True)
     reader = PartReader(source, manifest)
     problems = _check_blobs(source, manifest)
-    total_bytes = sum(part.size_bytes for part in manifest.parts)
+    stated = stated_files(source, manifest)
+    parts = () if stated else manifest.parts
+    total_bytes = sum(file.info.size_bytes for file in stated) + sum(part.size_bytes for part in parts)
     total_bytes += sum(file.size_bytes for file in manifest.files)
     done_bytes = 0
+
+    def done(num_bytes: int) -> None:
+        nonlocal done_bytes
+        done_bytes += num_bytes
+        if progress is not None:
+            progress(TransferProgress(done_bytes, total_bytes))
 
     def check(part: Part) -> Problem | None:
         return _check_part(reader, manifest, part)
 
-    with closing(map_in_order(check, manifest.parts, threads)) as results:
-        for part, problem in zip(manifest.parts, results, strict=True):
+    for stored in stated:
+        try:
+            compare_file(stored, threads=threads, done=done)
+        except _FINDINGS as error:
+            problems.append(Problem(f"{stored.info.name} in {stored.source.url}", error.message))
+    with closing(map_in_order(check, parts, threads)) as results:
+        for part, problem in zip(parts, results, strict=True):
             problems += [problem] if problem is not None else []
-            done_bytes += part.size_bytes
-            if progress is not None:
-                progress(TransferProgress(done_bytes, total_bytes))
+            done(part.size_bytes)
     for file in manifest.files:
         try:
             data = read_file(source, manifest, file.name)
@@ -115,9 +132,7 @@ def verify(
                 parse_tensor_digests(data, manifest)
         except _FINDINGS as error:
             problems.append(Problem(f"file {file.name} ({file.path})", error.message))
-        done_bytes += file.size_bytes
-        if progress is not None:
-            progress(TransferProgress(done_bytes, total_bytes))
+        done(file.size_bytes)
     return VerifyReport(
         url=source.url,
         digest=manifest.digest,
@@ -127,6 +142,7 @@ def verify(
         elapsed_s=time.monotonic() - started_s,
         problems=tuple(problems),
         notes=manifest_notes(manifest, is_pinned=digest is not None),
+        is_stated=bool(stated),
     )
 
 

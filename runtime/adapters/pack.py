@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ...loader.format.manifest import Manifest
     from ...loader.sources.base import Source, Store
     from ...loader.tools.progress_bar import TransferProgress
+    from ...loader.tools.stated_files import RecordedReads
 
 MODEL_CONFIG_NAME = "config.json"
 MAX_ADAPTER_BYTES = 1 << 40
@@ -43,6 +44,7 @@ def pack_adapter(
     force: bool = False,
     threads: int | None = None,
     progress: Callable[[TransferProgress], None] | None = None,
+    reads: RecordedReads | None = None,
 ) -> PackResult:
     """Pack the adapter in `source` into the folder `store`. Blocks, and writes as `pack` does. `base` is the artifact
     that it was trained on, which must have the digest `base_pin` where that is given.
@@ -85,6 +87,7 @@ def pack_adapter(
         threads=threads,
         progress=progress,
         checkpoint=checkpoint,
+        reads=reads,
     )
 
 

@@ -7,6 +7,7 @@ packed like any other model.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -27,6 +28,7 @@ from ...loader.sources.file.store import FileStore
 from ...loader.sources.open import open_source
 from ...loader.tools.pack.pack import PackResult, pack
 from ...loader.tools.pack.write import find_replaced
+from ...loader.tools.stated_files import check_digest
 from .spec import FILE_NAME, METADATA, NO_TELEMETRY, WHOLE_NAME
 
 if TYPE_CHECKING:
@@ -205,12 +207,14 @@ def _copy(source: Source, info: ObjectInfo, folder: Path) -> None:
         raise CheckpointError(
             f"{info.name} has {info.size_bytes} bytes, of {MAX_FILE_BYTES} allowed", where=info.name
         )
-    buffer = bytearray(min(info.size_bytes, _COPY_BYTES))
+    buffer, digest = bytearray(min(info.size_bytes, _COPY_BYTES)), hashlib.sha256()
     with open(folder / info.name, "xb") as file, memoryview(buffer) as view:
         for start in range(0, info.size_bytes, _COPY_BYTES):
             piece = view[: min(_COPY_BYTES, info.size_bytes - start)]
             source.read_into(info.name, start, piece, version=info.version)
             file.write(piece)
+            digest.update(piece)
+    check_digest(source.url, info, digest.digest())
 
 
 def _run_locations(model: Path) -> list[str]:

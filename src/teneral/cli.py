@@ -15,15 +15,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .cli_flags import parse
 from .cli_parser import source_options
 from .cli_report import EXIT_INTERNAL, exit_code, print_result, report_error
 from .loader import errors as loading
-
-if TYPE_CHECKING:
-    from .loader.sources.base import Source, Store
 
 EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 UNPACKED_SUFFIXES = (".onnx", ".pt", ".pth", ".torchscript", ".pt2", ".pb", ".tflite")
@@ -103,123 +100,9 @@ def _discard_output() -> None:
 
 
 def _pack(options: argparse.Namespace) -> int:
-    from .cli_quantize import calibrator, quantize_options
-    from .loader.artifact import open_model
-    from .loader.sources.open import model_address, open_store
-    from .loader.tools.pack.content import Base
-    from .loader.tools.pack.pack import pack
-    from .loader.tools.pack.plan import TierOptions
-    from .loader.tools.pack.prune import PruneOptions
-    from .loader.tools.progress_bar import ProgressBar
-    from .runtime.adapters.pack import is_adapter_folder
-    from .runtime.onnx.pack import is_onnx_model, refuse_other_formats
+    from .cli_pack import run_pack
 
-    options.model = model_address(options.model)
-    refuse_other_formats(options.model)
-    if is_onnx_model(options.model, source_options(options)):
-        return _pack_onnx(options)
-    tiers = TierOptions(options.draft_bits, options.embed_bits, options.head_bits, options.sketch_bits)
-    quantize = quantize_options(options)
-    keep_integers = quantize is None and not options.dequantize
-    own = source_options(options)._replace(base=None)  # the base is no part of what is read
-    # Or a link to a secret would be packed with the model.
-    # Blocks of a GGUF file are not pruned; what they become is.
-    confined = own._replace(outside_links=False, gguf_blocks=options.prune is None)
-    source = open_model(options.model, confined, keep_integers=keep_integers)
-    store = open_store(options.artifact, own)
-    if is_adapter_folder(source):
-        return _pack_adapter(options, source, store)
-    _warn_if_refused(source)
-    calibrate = calibrator(options, source, quantize)
-    with ProgressBar("packing", quiet=options.quiet) as bar:
-        result = pack(
-            source,
-            store,
-            tiers=tiers,
-            quantize=quantize,
-            calibrate=calibrate,
-            prune=PruneOptions.from_flags(options.prune, options.prune_all),
-            sparse=not options.dense,
-            base=None if options.base is None else Base.at(options.base, own),
-            force=options.force,
-            threads=options.threads,
-            progress=bar.update,
-        )
-    print_result(result, as_json=options.json)
-    return 0
-
-
-def _warn_if_refused(source: Source) -> None:
-    """Say before the work that `teneral serve` will refuse a model. It is packed all the same: `load_into` fills any
-    module.
-    """
-    from .loader.format.limits import MAX_SMALL_FILE_BYTES
-    from .runtime.backends.describe import describe_model
-
-    try:
-        config, _ = source.read("config.json", max_bytes=MAX_SMALL_FILE_BYTES)
-    except loading.TeneralError:
-        return  # weights without a config pack, too
-    refused = describe_model(config)["refused"]
-    if refused is not None:
-        print(f"teneral: warning: teneral serve does not take this model: {refused}", file=sys.stderr)
-
-
-def _pack_adapter(options: argparse.Namespace, source: Source, store: Store) -> int:
-    from .loader.pin import split_pin
-    from .loader.sources.open import model_address, open_source
-    from .loader.tools.progress_bar import ProgressBar
-    from .runtime.adapters.pack import pack_adapter
-
-    what = "an adapter is packed as it is: it has no tiers, and is neither quantised nor pruned"
-    _refuse_flags(options, what, "prune")
-    if options.base is None:
-        raise loading.UsageError(
-            f"{options.model} is a LoRA adapter, which is packed with its base's digest",
-            key="base",
-            hint="Add --base with the artifact of its base.",
-        )
-    address, pin = split_pin(model_address(options.base))
-    base = open_source(address, source_options(options)._replace(base=None))
-    with ProgressBar("packing", quiet=options.quiet) as bar:
-        result = pack_adapter(
-            source,
-            store,
-            base,
-            base_pin=pin,
-            force=options.force,
-            threads=options.threads,
-            progress=bar.update,
-        )
-    print_result(result, as_json=options.json)
-    return 0
-
-
-def _refuse_flags(options: argparse.Namespace, what: str, *others: str) -> None:
-    """Raise `UsageError` with this message where flags are given that change weights."""
-    flags = ("draft_bits", "embed_bits", "head_bits", "sketch_bits", "quantize", "group_size", "calibrate")
-    given = [name for name in (*flags, *others) if getattr(options, name) is not None]
-    if given or options.asymmetric or options.dequantize:
-        raise loading.UsageError(what, key=given[0] if given else "quantize", hint="Leave these flags out.")
-
-
-def _pack_onnx(options: argparse.Namespace) -> int:
-    from .loader.sources.open import open_store
-    from .loader.tools.progress_bar import ProgressBar
-    from .runtime.onnx.pack import pack_onnx
-
-    _refuse_flags(options, "an ONNX model is packed as it is: it has no tiers, and its own tools quantise it")
-    with ProgressBar("packing", quiet=options.quiet) as bar:
-        result = pack_onnx(
-            options.model,
-            open_store(options.artifact, source_options(options)),
-            options=source_options(options),
-            force=options.force,
-            threads=options.threads,
-            progress=bar.update,
-        )
-    print_result(result, as_json=options.json)
-    return 0
+    return run_pack(options)
 
 
 def _unpack(options: argparse.Namespace) -> int:

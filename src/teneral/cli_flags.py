@@ -103,6 +103,12 @@ def _pack(command: argparse.ArgumentParser) -> None:
         "load it; of a LoRA adapter: its base",
     )
     _add_zeros(command)
+    command.add_argument(
+        "--no-verify-files",
+        dest="verify_files",
+        action="store_false",
+        help="of a model of the Hub: do not read its files a second time, to compare them with their SHA-256",
+    )
     _add_json(command)
     _add_work_flags(command)
 

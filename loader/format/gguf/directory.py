@@ -131,6 +131,10 @@ class GgufDirectory:
         names = sorted((*self._open().files, WEIGHTS_NAME))
         return (self.stat(name) for name in names if name.startswith(prefix))
 
+    def stored_file(self) -> tuple[Source, ObjectInfo]:
+        """See `sources.base.Converted`."""
+        return self._source, self._open().info
+
     def original(self, values: Values) -> tuple[hashlib._Hash, Iterator[memoryview]]:
         """See `sources.base.Converted`."""
         original = self._open().original

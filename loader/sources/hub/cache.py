@@ -12,17 +12,29 @@ from __future__ import annotations
 
 import json
 import os
+import re
 
 from ...errors import NotFoundError
+from ..file.store import FileStore
 from .address import HubAddress, HubSettings, is_commit
 from .quantisation import choose_file
 
 MAX_INDEX_BYTES = 64 << 20
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 # Each with what goes along: a program may have wanted the tokenizer alone, or the configuration.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+
+
+class CachedModel(FileStore):
+    """A model in the cache, whose files are links to blobs that are called by their digests."""
+
+    def stated_sha256(self, name: str) -> bytes | None:
+        """The SHA-256 that the Hub stated of a large file as it was downloaded; None for others."""
+        blob = os.path.basename(os.path.realpath(os.path.join(self.url, name)))
+        return bytes.fromhex(blob) if _SHA256.fullmatch(blob) else None
 
 
 def find_snapshot(address: HubAddress, settings: HubSettings) -> str | None:

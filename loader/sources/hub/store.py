@@ -23,7 +23,6 @@ from typing import NamedTuple
 from ...errors import IntegrityError, NotFoundError, TeneralError
 from .. import base
 from ..base import ObjectInfo, Source, SourceOptions, check_name
-from ..file.store import FileStore
 from ..http.address import Origin
 from ..http.bucket import HttpReads
 from ..http.client import HttpClient
@@ -32,7 +31,7 @@ from ..http.source import status_error
 from ..http.tokens import bearer
 from .address import file_target, find_token, list_target, parse_url, settings_from
 from .answers import HubFile, Revision, explain, parse_revision
-from .cache import find_snapshot, not_cached
+from .cache import CachedModel, find_snapshot, not_cached
 
 MAX_LIST_BYTES = 32 << 20  # about 200 bytes a file
 LOCATION_S = 300.0  # for which a redirect's address is used again; the Hub signs them for an hour
@@ -47,7 +46,7 @@ def open_hub(url: str, options: SourceOptions | None = None) -> Source:
     address, settings = parse_url(url), settings_from(options, os.environ)
     folder = find_snapshot(address, settings)
     if folder is not None:
-        return FileStore(folder, outside_links=options.outside_links)
+        return CachedModel(folder, outside_links=options.outside_links)
     if settings.is_offline:
         raise not_cached(address, settings)
     return HubSource(url, options)

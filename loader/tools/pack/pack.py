@@ -38,6 +38,7 @@ from ...process.cpu import available_cores
 from ...sources.base import Source, Store
 from ..garbage import StoredGeneration, describe_unused, find_unused_quietly
 from ..progress_bar import TransferProgress, format_bytes
+from ..stated_files import RecordedReads
 from .content import Base, BaseReader, ContentReader, plan_differences
 from .plan import Job, PackPlan, TierOptions, find_aliases, forward_order, plan_pack
 from .prune import METADATA_KEY, PruneOptions, Pruner, find_prunable
@@ -108,9 +109,11 @@ def pack(
     progress: Callable[[TransferProgress], None] | None = None,
     threads: int | None = None,
     checkpoint: Checkpoint | None = None,
+    reads: RecordedReads | None = None,
 ) -> PackResult:
     """Pack the checkpoint in `source` into the folder `store`. Blocks; `progress` is called from
-    this thread. `checkpoint` is given where the folder's files do not say it themselves.
+    this thread. `checkpoint` is given where the folder's files do not say it themselves, and `reads` where
+    they are recorded: then the files are compared with the digests that their store states.
 
     `tiers` says how many bits come in which tier; with `quantize` the matrices of a decoder become
     integers, which have none (docs/quantize.md), chosen with what `calibrate` finds out about their
@@ -123,7 +126,8 @@ def pack(
     only with `force`, in one step; its old objects stay, so that loads of it go on, until
     `collect_garbage` removes them. Raises `UsageError` when the source is itself an artifact, or has nothing
     that can be quantised, `AlreadyExistsError` when the destination holds one or gets one
-    meanwhile, `CheckpointError` for a damaged checkpoint, `NoSpaceError`, and the errors of both
+    meanwhile, `CheckpointError` for a damaged checkpoint, `IntegrityError` for files with other digests,
+    `NoSpaceError`, and the errors of both
     stores; nothing is left behind.
     """
     _check_options(source, threads, tiers, quantize, prune, base)
@@ -143,7 +147,7 @@ def pack(
         for_base=for_base,
     )
     writer = BlobWriter(store)
-    manifest, data = _write(source, checkpoint, work, writer, progress=progress, threads=threads)
+    manifest, data = _write(source, checkpoint, work, writer, progress=progress, threads=threads, reads=reads)
     publish(store, writer, data, replaced)
     digest = manifest_digest(data)
     file_bytes = source.file_bytes() if isinstance(source, GgufDirectory) else None
@@ -252,6 +256,7 @@ def _write(
     *,
     progress: Callable[[TransferProgress], None] | None,
     threads: int,
+    reads: RecordedReads | None,
 ) -> tuple[Manifest, bytes]:
     """Write everything but the manifest, and return that, also as bytes. Discards what it wrote when it fails."""
     base_reader = None if work.base is None else BaseReader(work.base, work.plan.jobs)
@@ -265,6 +270,7 @@ def _write(
             writer,
             progress=progress,
             threads=threads,
+            reads=reads or RecordedReads(),
         )
         return manifest, dump_manifest(manifest)
     except BaseException as error:
@@ -292,18 +298,25 @@ def _store_content(
     *,
     progress: Callable[[TransferProgress], None] | None,
     threads: int,
+    reads: RecordedReads,
 ) -> Manifest:
     """Write everything but the manifest, and return that."""
     read_bytes = 0
+
+    def done(num_bytes: int) -> None:
+        nonlocal read_bytes
+        read_bytes += num_bytes
+        if progress is not None:
+            progress(TransferProgress(read_bytes, plan.read_bytes + reads.total_bytes))
+
     parts: list[Part] = []
     hashes = [blake3() for _ in plan.manifest.tensors]
     with closing(_encode_in_order(encoder, plan.jobs, threads)) as results:
         for job, data, encoded in results:
             parts += [_store_part(writer, part) for part in encoded]
             _hash_tensors(job, data, hashes)
-            read_bytes += sum(stretch.size_bytes for stretch in job)
-            if progress is not None:
-                progress(TransferProgress(read_bytes, plan.read_bytes))
+            done(sum(stretch.size_bytes for stretch in job))
+    reads.compare(threads, done)
     files = [
         writer.put_file(CONFIG_NAME, quantized.config)
         if quantized is not None and info.name == CONFIG_NAME

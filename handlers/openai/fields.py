@@ -250,7 +250,7 @@ RESPONSES: Fields = {
     "stream": (_YES, ""),
     "stream_options": (_YES, "`include_obfuscation` is without effect; the last event has the usage"),
     "store": (_YES, "true unless given: kept within `--responses-bytes` and `--responses-idle-s`"),
-    "background": (_YES, "not in a stream"),
+    "background": (_YES, "with `stream`, too: its events are found by the id"),
     "truncation": (_YES, "`auto`: the oldest messages are left out where the context is full; `disabled`"),
     "metadata": (_YES, "comes back with the answer"),
     "previous_response_id": (_YES, "of an answer that is stored, by the same API key"),

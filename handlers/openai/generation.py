@@ -316,7 +316,7 @@ async def respond(
     if not fmt.body.stream:
         return await _whole(service, call, fmt, body_bytes, keep)
     async with EventStream(request, framing, service.limits, comment=service.load_comment) as stream:
-        return await complete(stream, call, _send_steps(stream, service, call, fmt, body_bytes, keep))
+        return await complete(stream, call, send_steps(stream, service, call, fmt, body_bytes, keep))
 
 
 async def generate(
@@ -361,8 +361,17 @@ async def _whole(
     )
 
 
-async def _send_steps(
-    stream: EventStream,
+class Receiver(Protocol):
+    """The receiver of a stream's items: an `EventStream`, or a response that is made in the background."""
+
+    async def send(self, *items: bytes) -> None: ...
+
+    def abort(self) -> None:
+        """Called where the receiver is too many events behind."""
+
+
+async def send_steps(
+    stream: Receiver,
     service: Service,
     call: HttpCall,
     fmt: Format,

@@ -35,11 +35,6 @@ class AnswerItems:
         self._own_logprobs: list[Json] = []  # of the last item
 
     @property
-    def is_untouched(self) -> bool:
-        """True before the first event."""
-        return not self._num_events
-
-    @property
     def reasoning(self) -> str:
         return "".join(
             part["text"] for item in self.items if item["type"] == "reasoning" for part in item["content"]

@@ -1,8 +1,7 @@
-"""Stored responses and conversations: what /v1/responses/{id} and /v1/conversations give, change and delete."""
+"""The routes of responses and conversations: how one is made, given, changed and deleted."""
 
 from __future__ import annotations
 
-import contextlib
 import time
 from functools import partial
 from typing import Any
@@ -16,8 +15,9 @@ from ..http.json_bodies import JsonDecoder, encode
 from ..http.service import BodyRoute, Service
 from .chat import chat_settings
 from .chat_request import ChatRequest
-from .generation import make_format
+from .generation import make_format, respond
 from .parameters import own_names
+from .response_background import BackgroundResponses
 from .response_items import InputItem, stored_items
 from .response_keeper import Keeper, response_store
 from .response_store import (
@@ -30,8 +30,8 @@ from .response_store import (
     not_found,
     owner_of,
 )
-from .responses_api import OWN_NAMES, BackgroundTasks
-from .responses_body import CountTokensBody, ResponsesBody, chat_of, tools_of
+from .responses_api import make_response
+from .responses_body import OWN_NAMES, CountTokensBody, ResponsesBody, chat_of, check_fields, tools_of
 
 MAX_CONVERSATION_ITEMS = 20  # of one request, as OpenAI has it
 MAX_METADATA = 16
@@ -54,27 +54,53 @@ def _json(value: Any) -> web.Response:
     return web.Response(body=encode(value), content_type="application/json")
 
 
+class ResponsesRoute(BodyRoute[ResponsesBody]):
+    kind = ResponsesBody
+
+    async def _answer(self, request: web.Request, body: ResponsesBody, body_bytes: int) -> web.StreamResponse:
+        service = self._service
+        check_fields(body)
+        keeper = await Keeper.open(service.shared(response_store), owner_of(request), body)
+        history = keeper.history()
+        model = service.answering_as(body.model)
+        make = partial(make_response, body, history, keeper, model=model, settings=chat_settings(service))
+        with own_names(OWN_NAMES):
+            fmt = await make_format(
+                service, body_bytes, make, has_schema=bool(body.tools) or body.text is not None
+            )
+            if body.background:
+                return await service.shared(BackgroundResponses).begin(request, fmt, keeper, body_bytes)
+            return await respond(
+                service, request, fmt, body_bytes=body_bytes, framing=fmt.framing, keep=fmt.keep
+            )
+
+
 class StoredRoutes:
     """The routes of stored responses and conversations, of one API key each."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._store = service.shared(response_store)
+        self._background = service.shared(BackgroundResponses)
         self._conversation = JsonDecoder(ConversationBody)
         self._items = JsonDecoder(ItemsBody)
 
     # -- responses
 
-    async def get(self, request: web.Request) -> web.Response:
-        if request.query.get("stream", "").lower() in ("true", "1"):
-            raise ApiError(
-                400, "stream is not supported here: get the response once it is complete", param="stream"
-            )
-        return web.Response(body=(await self._response(request)).body, content_type="application/json")
+    async def get(self, request: web.Request) -> web.StreamResponse:
+        """As it is now, or with `stream` the events after the one of the number `starting_after`."""
+        entry = await self._response(request)
+        if request.query.get("stream", "").lower() not in ("true", "1"):
+            return web.Response(body=entry.body, content_type="application/json")
+        after = request.query.get("starting_after", "-1")
+        if after != "-1" and not (after.isascii() and after.isdigit() and len(after) < 10):
+            raise ApiError(400, "starting_after must be the number of an event", param="starting_after")
+        return await self._background.resume(request, entry.id, int(after))
 
     async def delete(self, request: web.Request) -> web.Response:
         entry = await self._response(request)
-        await self._end(entry)
+        await self._background.cancel(entry.id)
+        self._background.forget(entry.id)
         await self._store.remove(owner_of(request), entry.id)
         return _json({"id": entry.id, "object": "response", "deleted": True})
 
@@ -92,23 +118,13 @@ class StoredRoutes:
             raise ApiError(
                 400, f"the response {entry.id!r} is not made in the background", param="response_id"
             )
-        if await self._end(entry):
+        if await self._background.cancel(entry.id):
             entry = await self._response(request)
         elif not entry.is_complete:
             raise ApiError(
                 409, f"the response {entry.id!r} is made by another instance of this server", code="conflict"
             )
         return web.Response(body=entry.body, content_type="application/json")
-
-    async def _end(self, entry: StoredItems) -> bool:
-        """End a response that is made in the background here. False for others."""
-        task = self._service.shared(BackgroundTasks.of).get(entry.id)
-        if task is None:
-            return False
-        task.cancel()
-        with contextlib.suppress(BaseException):
-            await task
-        return True
 
     # -- conversations
 

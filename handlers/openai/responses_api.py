@@ -1,18 +1,15 @@
-"""POST /v1/responses: a response as it is made, whole, as a stream, or in the background."""
+"""A response of /v1/responses as it is made, whole or as the events of a stream."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from aiohttp import web
 
-from ...runtime.errors import CapacityError, ContextLengthError, RequestError
+from ...runtime.errors import ContextLengthError
 from ...runtime.step.requests import (
     FinishReason,
     GenerationEvent,
@@ -21,59 +18,21 @@ from ...runtime.step.requests import (
 )
 from ..http.errors import ApiError
 from ..http.json_bodies import encode
-from ..http.service import CALL, BodyRoute, HttpCall, Service
 from ..http.sse import Framing
-from .chat import chat_settings
 from .chat_request import ChatRequest, ChatSettings, FormatOfChat
 from .deltas import Delta, Finish
-from .generation import SequenceOutcome, Step, generate, make_format, respond
+from .generation import SequenceOutcome, Step
 from .logprobs import chat_logprobs, token_bytes
-from .parameters import own_names
 from .response_items import InputItem
-from .response_keeper import Keeper, response_store
+from .response_keeper import Keeper
 from .response_output import COMPLETED, INCOMPLETE, AnswerItems, Event
-from .response_store import IN_PROGRESS, LEASE_S, QUEUED, Json, new_id, owner_of
+from .response_store import IN_PROGRESS, Json, new_id
 from .responses import Usage
-from .responses_body import ResponsesBody, chat_of, check_fields, tools_of
+from .responses_body import ResponsesBody, chat_of, tools_of
 from .schemas import ChatBody
 
 if TYPE_CHECKING:
     from ...runtime.text.tokenizer import TextTokenizer
-
-MAX_BACKGROUND = 32  # responses that are made without a client waiting
-OWN_NAMES = {
-    "max_tokens": "max_output_tokens",
-    "messages": "input",
-    "prompt": "input",
-    "reasoning_effort": "reasoning.effort",
-    "verbosity": "text.verbosity",
-    "response_format": "text.format",
-    "response_format.json_schema.schema": "text.format.schema",
-    "tools[].function.name": "tools[].name",
-    "tools[].function.parameters": "tools[].parameters",
-    "tools[].function.strict": "tools[].strict",
-}
-
-
-class ResponsesRoute(BodyRoute[ResponsesBody]):
-    kind = ResponsesBody
-
-    async def _answer(self, request: web.Request, body: ResponsesBody, body_bytes: int) -> web.StreamResponse:
-        service = self._service
-        check_fields(body)
-        keeper = await Keeper.open(service.shared(response_store), owner_of(request), body)
-        history = keeper.history()
-        model = service.answering_as(body.model)
-        make = partial(make_response, body, history, keeper, model=model, settings=chat_settings(service))
-        with own_names(OWN_NAMES):
-            fmt = await make_format(
-                service, body_bytes, make, has_schema=bool(body.tools) or body.text is not None
-            )
-            if body.background:
-                return await run_in_background(service, fmt, keeper, body_bytes)
-            return await respond(
-                service, request, fmt, body_bytes=body_bytes, framing=fmt.framing, keep=fmt.keep
-            )
 
 
 def make_response(
@@ -84,78 +43,6 @@ def make_response(
     tools = tools_of(body, warnings)
     chat = chat_of(msgspec.structs.replace(body, input=keeper.items), history, tools, warnings)
     return ResponsesFormat(body, chat, keeper, tools.custom, warnings, model=model, settings=settings)
-
-
-async def run_in_background(
-    service: Service, fmt: ResponsesFormat, keeper: Keeper, body_bytes: int
-) -> web.Response:
-    """Begin a response, and answer with it as it is: it is found by its id."""
-    tasks = service.shared(BackgroundTasks.of)
-    if len(tasks) >= MAX_BACKGROUND:
-        raise CapacityError(
-            f"{MAX_BACKGROUND} responses are made in the background, which is the limit", retry_after_s=1.0
-        )
-    queued = fmt.response(QUEUED, None)
-    if not await keeper.put(queued):
-        raise RequestError(
-            "background needs store, and this response is larger than the store", param="background"
-        )
-    task = asyncio.create_task(_make_in_background(service, fmt, keeper, body_bytes))
-    tasks[fmt.id] = task
-    task.add_done_callback(lambda _: tasks.pop(fmt.id))
-    return web.Response(body=encode(queued), content_type="application/json")
-
-
-async def _make_in_background(
-    service: Service, fmt: ResponsesFormat, keeper: Keeper, body_bytes: int
-) -> None:
-    call = HttpCall(CALL.get().request_id)
-    CALL.set(call)
-    try:
-        async with service.in_flight.work() as call.work:
-            service.in_flight.take_place(call.work)
-            with (
-                service.admission.answer() as charge,
-                own_names(OWN_NAMES),
-                _renewing(partial(keeper.put, fmt.response(IN_PROGRESS, None))),
-            ):
-                outcomes, usage = await generate(service, call, fmt, body_bytes, charge=charge)
-                whole = await service.text_threads.run(body_bytes, fmt.whole, outcomes, usage)
-        await fmt.keep(whole)
-    except asyncio.CancelledError:
-        await keeper.put(fmt.response("cancelled", None))
-        raise
-    except Exception as error:  # noqa: BLE001 - the client finds it in the response
-        failure = call.explain(error)
-        # OpenAI's clients know no other codes than these and some of images.
-        code = "server_error" if failure.status >= 500 else "invalid_prompt"
-        code = "rate_limit_exceeded" if failure.status == 429 else code
-        await keeper.put(fmt.response("failed", None, error={"code": code, "message": failure.message}))
-
-
-@contextlib.contextmanager
-def _renewing(renew: Callable[[], Awaitable[bool]]) -> Iterator[None]:
-    """Write a response now and again, so that other instances see that it is still being made."""
-
-    async def run() -> None:
-        while True:
-            with contextlib.suppress(ApiError):  # the store is down: the next attempt may be in time
-                await renew()
-            await asyncio.sleep(LEASE_S / 3)
-
-    task = asyncio.create_task(run())
-    try:
-        yield
-    finally:
-        task.cancel()
-
-
-class BackgroundTasks(dict[str, asyncio.Task[None]]):
-    """The responses that a server makes in the background, by their ids."""
-
-    @classmethod
-    def of(cls, service: Service) -> BackgroundTasks:
-        return cls()
 
 
 class ResponsesFormat(FormatOfChat):
@@ -184,6 +71,7 @@ class ResponsesFormat(FormatOfChat):
         self._warnings = warnings
         self._finish: str | None = None
         self._may_reason = False
+        self._has_begun = self._is_queued = False  # the stream
         self._final: Json | None = None
         self._last: list[Event] = []  # of a stream
         self.needs_context = body.truncation == "auto"
@@ -264,7 +152,7 @@ class ResponsesFormat(FormatOfChat):
 
     def chunks(self, step: Step) -> list[bytes]:
         index, event = step
-        events = self._opening() if self._items.is_untouched else []
+        events = [] if self._has_begun else self._opening()
         events += self._add(self._chat.read(index, event), event.logprobs)
         return [_named(each) for each in events]
 
@@ -304,16 +192,24 @@ class ResponsesFormat(FormatOfChat):
         self._items.hold(logprobs)
         return events
 
+    def queued(self, response: Json) -> list[bytes]:
+        """The first events of a stream that is made in the background."""
+        self._is_queued = True
+        return [self.event(kind, response=response) for kind in ("response.created", "response.queued")]
+
+    def event(self, kind: str, **fields: Any) -> bytes:
+        """The next event of the stream."""
+        return _named(self._items.event(kind, **fields))
+
     def _opening(self) -> list[Event]:
+        self._has_begun = True
+        kinds = ("response.in_progress",) if self._is_queued else ("response.created", "response.in_progress")
         response = self.response(IN_PROGRESS, None)
-        return [
-            self._items.event("response.created", response=response),
-            self._items.event("response.in_progress", response=response),
-        ]
+        return [self._items.event(kind, response=response) for kind in kinds]
 
     def _error(self, error: ApiError) -> bytes:
         """The stream's last event, where it ends by an error."""
-        return _named(self._items.event("error", code=error.code, message=error.message, param=error.param))
+        return self.event("error", code=error.code, message=error.message, param=error.param)
 
     def response(self, status: str, usage: Usage | None, *, error: Json | None = None) -> Json:
         """The response as it is now."""

@@ -12,6 +12,18 @@ from .fields import RESPONSES, refuse_unsupported
 from .response_items import CUSTOM_INPUT, InputItem, messages_of
 from .schemas import ChatBody, Extras, JsonSchemaFormat, Message, ResponseFormat, StreamOptions
 
+OWN_NAMES = {
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "prompt": "input",
+    "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
+    "response_format": "text.format",
+    "response_format.json_schema.schema": "text.format.schema",
+    "tools[].function.name": "tools[].name",
+    "tools[].function.parameters": "tools[].parameters",
+    "tools[].function.strict": "tools[].strict",
+}
 LOGPROBS = "message.output_text.logprobs"
 # Of `include`, without effect: reasoning is never encrypted, and these tools do not run.
 _IDLE_INCLUDES = frozenset(
@@ -167,10 +179,6 @@ def check_fields(body: ResponsesBody) -> None:
     refuse_unsupported(body, RESPONSES)
     if body.truncation not in (None, "auto", "disabled"):
         raise RequestError("truncation must be 'auto' or 'disabled'", param="truncation")
-    if body.background and body.stream:
-        raise RequestError(
-            "background and stream together are not supported: get the answer by its id", param="background"
-        )
     if body.background and body.store is False:
         raise RequestError("background needs store: the answer is found by its id", param="background")
     if body.previous_response_id is not None and body.conversation is not None:

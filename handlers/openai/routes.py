@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..http.routes import ANY, STREAMED, TEXT, Route, Schema
+from ..http.routes import ANY, JSON, STREAMED, TEXT, Route, Schema
 
 COHERE_RERANK = "/v2/rerank"  # below the Open Inference Protocol's prefix, and not of it
 _RESPONSE: Schema = {
@@ -25,6 +25,7 @@ _PAGE = (
     ("limit", {"type": "integer", "minimum": 1, "maximum": 100}),
     ("order", {"enum": ["asc", "desc"]}),
 )
+_EVENTS = (("stream", {"enum": ["true", "false"]}), ("starting_after", {"type": "integer", "minimum": 0}))
 _INFILLED: Schema = {
     "type": "object",
     "required": ["content", "stop"],
@@ -46,7 +47,7 @@ ROUTES = (
         example={"prompt": "Once upon a time", "max_tokens": 16},
     ),
     Route(
-        "POST", "/v1/responses", ".openai.responses_api:ResponsesRoute.post", "generate",
+        "POST", "/v1/responses", ".openai.response_routes:ResponsesRoute.post", "generate",
         "Answer items, and keep the answer for later ones",
         ".openai.responses_body:ResponsesBody", _RESPONSE, STREAMED,
         example={"input": "Hello", "max_output_tokens": 16},
@@ -58,9 +59,9 @@ ROUTES = (
     ),
     *(
         Route(method, f"/v1/responses/{{id}}{path}", f".openai.response_routes:StoredRoutes.{name}", "stored",
-              summary, None, answer, query=query)
+              summary, None, answer, STREAMED if query is _EVENTS else (JSON,), query)
         for method, path, name, summary, answer, query in (
-            ("GET", "", "get", "A stored response", _RESPONSE, ()),
+            ("GET", "", "get", "A stored response", _RESPONSE, _EVENTS),
             ("DELETE", "", "delete", "Delete a stored response", ANY, ()),
             ("GET", "/input_items", "input_items", "The items that a stored response continues", _LIST, _PAGE),
             ("POST", "/cancel", "cancel", "End a response that is made in the background", _RESPONSE, ()),

@@ -235,7 +235,6 @@ async def test_reasoning_is_an_item_of_its_own(family_server: Any, family: str) 
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0]"),
         ({"include": ["no_such_thing"]}, "include[0]"),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tools[0].type"),
-        ({"background": True, "stream": True}, "background"),
         ({"background": True, "store": False}, "background"),
         ({"truncation": "some"}, "truncation"),
         ({"previous_response_id": "resp_1", "conversation": "conv_1"}, "previous_response_id"),

@@ -197,6 +197,63 @@ async def test_a_response_in_the_background_can_be_cancelled_or_fail(
     assert "broken" in answer.error.message
 
 
+async def test_a_stream_in_the_background_goes_on_where_its_client_left_it(
+    server: Any, client: openai.AsyncOpenAI
+) -> None:
+    server.instance.model.step_s = 0.01
+    asked: dict[str, Any] = {"input": "Hello", "background": True, "stream": True, **GREEDY}
+    stream = await client.responses.create(**asked)
+    first = [await anext(stream) for _ in range(2)]
+    await stream.close()
+    assert [event.type for event in first] == ["response.created", "response.queued"]
+    name = first[0].response.id
+    rest = [
+        event
+        async for event in await client.responses.retrieve(
+            name, stream=True, starting_after=first[-1].sequence_number
+        )
+    ]
+    assert [event.sequence_number for event in rest] == list(range(2, 2 + len(rest)))
+    assert rest[0].type == "response.in_progress"
+    last = rest[-1]
+    assert last.type == "response.incomplete"  # max_output_tokens
+    assert (await client.responses.retrieve(name)).model_dump() == last.response.model_dump()
+    # Once it has ended, too, and for its own key alone
+    again = [event async for event in await client.responses.retrieve(name, stream=True)]
+    assert [event.type for event in again] == [event.type for event in (*first, *rest)]
+    async with client_of(server, "two") as other:
+        with pytest.raises(openai.NotFoundError):
+            await other.responses.retrieve(name, stream=True)
+    with pytest.raises(openai.BadRequestError, match="starting_after"):
+        await client.responses.retrieve(name, stream=True, extra_query={"starting_after": "x"})
+    plain = await client.responses.create(input="Hello", **GREEDY)
+    assert plain.output_text == last.response.output_text
+    with pytest.raises(openai.BadRequestError, match="no stream"):
+        await client.responses.retrieve(plain.id, stream=True)
+    await client.responses.delete(name)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(name, stream=True)
+
+
+async def test_a_stream_in_the_background_ends_by_an_event(server: Any, client: openai.AsyncOpenAI) -> None:
+    server.instance.model.step_s = 0.02
+    asked: dict[str, Any] = {"input": "Hello", "background": True, "stream": True, **GREEDY}
+    asked["max_output_tokens"] = 2000
+    kinds: list[str] = []
+    async for event in await client.responses.create(**asked):
+        kinds.append(event.type)
+        if event.type == "response.in_progress":
+            assert (await client.responses.cancel(event.response.id)).status == "cancelled"
+    assert kinds[:3] == ["response.created", "response.queued", "response.in_progress"]
+    assert kinds[-1] == "error"
+    stream = await client.responses.create(**asked)
+    await server.eventually(lambda: server.running() == 1)
+    server.instance.model.failure = RuntimeError("broken")
+    events = [event async for event in stream]
+    assert events[-1].type == "response.failed"
+    assert "broken" in events[-1].response.error.message
+
+
 async def test_a_full_context_loses_its_oldest_messages(client: openai.AsyncOpenAI) -> None:
     long: list[Any] = [{"role": "user", "content": f"{number} " + "word " * 400} for number in range(12)]
     asked: dict[str, Any] = {"input": long, "instructions": "Be brief.", **GREEDY}

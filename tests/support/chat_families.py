@@ -93,9 +93,9 @@ FAMILIES: dict[str, tuple[str, dict[str, bool]]] = {
 _ENDS = {"harmony": ("<|return|>", "<|call|>")}  # where they are others
 
 
-def family_parts(family: str, directory: Path) -> TinyParts:
+def family_parts(family: str, directory: Path, *, context: int = CONTEXT) -> TinyParts:
     template, added = FAMILIES[family]
-    save_tiny("llama", directory, max_position_embeddings=CONTEXT)
+    save_tiny("llama", directory, max_position_embeddings=context)
     path = directory / "tokenizer_config.json"
     settings = {**json.loads(path.read_text()), "chat_template": template or None}
     if family in _ENDS:
@@ -112,7 +112,7 @@ def family_parts(family: str, directory: Path) -> TinyParts:
     if family in _ENDS:
         ends = [tokenizer.token_to_id(text) for text in _ENDS[family]]
         (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    return TinyParts.read(directory, tiny_model("llama", max_position_embeddings=CONTEXT))
+    return TinyParts.read(directory, tiny_model("llama", max_position_embeddings=context))
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import msgspec
 from ...runtime.errors import RequestError
 from ..http.json_bodies import encode
 from ..openai.fields import Effect, Fields, refuse_unsupported
+from ..openai.images import IMAGE_PART
 from ..openai.schemas import (
     ChatBody,
     ContentPart,
@@ -32,8 +33,8 @@ _PROMPT: Fields = {
     "model": (_YES, "the served model's name"),
     "messages": (
         _YES,
-        "`text`, `tool_use`, `tool_result`, `thinking`, `document` of text and `search_result` blocks; those of "
-        "Anthropic's own tools are left out with a warning; a last assistant's is gone on from",
+        "`text`, `image`, `tool_use`, `tool_result`, `thinking`, `document` of text and `search_result` blocks; those "
+        "of Anthropic's own tools are left out with a warning; a last assistant's is gone on from",
     ),
     "system": (_YES, "a text, or blocks of text"),
     "tools": (
@@ -339,7 +340,7 @@ def _of_user(turn: Turn, where: str, warnings: list[str]) -> list[Message]:
             case kind if kind in _SERVER_BLOCKS or kind in _IDLE_BLOCKS:
                 warnings.append(_left_out(place, kind))
             case _:
-                texts.append(ContentPart("text", _block_text(block, place)))
+                texts.append(_part(block, place))
     return [*results, Message(role=turn.role, content=texts)] if texts else results
 
 
@@ -354,8 +355,21 @@ def _text(
         if warnings is not None and block.type in _SERVER_BLOCKS:
             warnings.append(_left_out(place, block.type))
         else:
-            parts.append(ContentPart("text", _block_text(block, place)))
+            parts.append(_part(block, place))
     return parts
+
+
+def _part(block: Block, place: str) -> ContentPart:
+    """An image, or a text."""
+    if block.type != "image":
+        return ContentPart("text", _block_text(block, place))
+    source = block.source if isinstance(block.source, dict) else {}
+    url, data, media_type = (source.get(name) for name in ("url", "data", "media_type"))
+    if source.get("type") == "base64" and isinstance(data, str) and isinstance(media_type, str):
+        return ContentPart(IMAGE_PART, image_url=f"data:{media_type};base64,{data}")
+    if source.get("type") == "url" and isinstance(url, str):
+        return ContentPart(IMAGE_PART, image_url=url)
+    raise RequestError(f"{place}.source must be base64 with a media_type, or a url", param=f"{place}.source")
 
 
 def _block_text(block: Block, place: str) -> str:

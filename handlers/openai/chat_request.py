@@ -26,6 +26,7 @@ from .deltas import (
 )
 from .fields import CHAT, refuse_unsupported
 from .generation import SequenceOutcome
+from .images import ChatImages
 from .parameters import (
     check_extras,
     check_stream,
@@ -112,6 +113,11 @@ class ChatRequest:
         self._budget = budget_of(body)
         self._templates: Mapping[str, str] = {}  # the model's
         self._messages = template_messages(body.messages)
+        self._images = ChatImages(body.messages)
+        if self._images and body.truncate_prompt_tokens is not None:
+            raise RequestError(
+                "truncate_prompt_tokens cannot be used with images", param="truncate_prompt_tokens"
+            )
         self._plan = tool_plan(body.tools, body.tool_choice, body.parallel_tool_calls)
         self._form = grammar_of(body)
         self._prompt = ChatPrompt(body, self._settings)
@@ -160,6 +166,8 @@ class ChatRequest:
             logger.info("request %s: %s", self._id, warning)
         self._is_open = self._tags is not None and self._tags.is_open(text)
         self._prompt_end = PromptEnd.of(text) if has_channels else None
+        if self._images:
+            text = self._images.expanded(text, tokenizer.images, max_tokens)
         prompt = prompt_tokens(
             self.body,
             text,
@@ -169,6 +177,7 @@ class ChatRequest:
             max_tokens=self.max_tokens,
         )
         self.prompt = prompt
+        images = self._images.placed(prompt, tokenizer) if self._images else ()
         grammar = self._grammar()
         return sequences(
             self.body,
@@ -184,6 +193,7 @@ class ChatRequest:
                 tokenizer, None if grammar is None else tokenizer.compile_grammar(grammar)
             ),
             shown_tokens=self._shown_tokens(tokenizer),
+            images=images,
         )
 
     @property

@@ -31,6 +31,7 @@ from ..function.options import ParsedOptions, parse_options
 from .schemas import Extras, GenerationBody, Prompt
 
 if TYPE_CHECKING:
+    from ...runtime.step.images import PromptImage
     from ...runtime.text.tokenizer import TextTokenizer
 
 MAX_STOP_TOKEN_IDS = 1024
@@ -228,6 +229,7 @@ def sequences(
     num_prompt_logprobs: int | None = None,
     grammar: Grammar | None = None,
     shown_tokens: Mapping[int, str] | None = None,
+    images: tuple[PromptImage, ...] = (),
 ) -> list[GenerationRequest]:
     """One request for each choice of each prompt; sequence number i is choice i % n of prompt i // n."""
     options = options_of(body, bad_word_tokens(body, tokenizer))
@@ -250,6 +252,7 @@ def sequences(
             shown_tokens=shown_tokens or {},
             first_token=first_token,
             cache_salt=options.cache_salt,
+            images=images,
             session=options.session,
             tenant=options.tenant,
             priority=options.priority,

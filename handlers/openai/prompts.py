@@ -15,7 +15,8 @@ from msgspec import Struct
 
 from ...runtime.errors import RequestError
 from ...runtime.step.requests import FirstToken
-from .schemas import ChatBody, Message, ToolCall
+from .images import IMAGE_PART, image_url
+from .schemas import ChatBody, ContentPart, Message, ToolCall
 from .tools.arguments import arguments_object
 
 if TYPE_CHECKING:
@@ -104,12 +105,14 @@ class ChatPrompt:
                     param=param,
                 )
         variables = {**self._effort_variables(templates), **self._variables}
+        keeps_parts = tokenizer.images is not None and mentions(templates, "image")
         text = tokenizer.chat_template.render(
-            messages,
+            [_for_template(message, keeps_parts=keeps_parts) for message in messages],
             tools=tools,
             add_generation_prompt=self._adds_prompt,
             variables=variables,
             source=self._source,
+            keeps_parts=keeps_parts,
         )
         return _up_to(text, messages[-1]["content"]) if self._continues else text
 
@@ -132,6 +135,20 @@ class ChatPrompt:
         if self._budget is not None and mentions(templates, "thinking_budget"):
             variables["thinking_budget"] = self._budget
         return variables
+
+
+def _for_template(message: Mapping[str, Any], *, keeps_parts: bool) -> dict[str, Any]:
+    """The message as the template takes it: its text, or the parts that were sent."""
+    result = {key: value for key, value in message.items() if key != "parts"}
+    if not keeps_parts:
+        return result
+    parts = message.get("parts", [])
+    texts = [part["text"] for part in parts if part["type"] == "text"]
+    if "\n".join(texts) == message["content"] and parts:
+        return {**result, "content": parts}
+    # The text is another one now, such as one with descriptions of tools.
+    images = [part for part in parts if part["type"] == "image"]
+    return {**result, "content": [*images, {"type": "text", "text": message["content"]}]}
 
 
 def effort_of(body: ChatBody) -> str | None:
@@ -223,6 +240,11 @@ def template_message(message: Message, index: int) -> dict[str, Any]:
         "role": "system" if message.role == "developer" else message.role,
         "content": content or "",
     }
+    if isinstance(message.content, list):
+        result["parts"] = [
+            {"type": "image"} if part.type == IMAGE_PART else {"type": "text", "text": _text_of(part)}
+            for part in message.content
+        ]
     if message.name is not None:
         result["name"] = message.name
     if message.tool_call_id is not None:
@@ -232,6 +254,10 @@ def template_message(message: Message, index: int) -> dict[str, Any]:
     if message.tool_calls:
         result["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     return result
+
+
+def _text_of(part: ContentPart) -> str:
+    return part.text or part.refusal or ""
 
 
 def _details(message: Message, where: str) -> str:
@@ -287,6 +313,9 @@ def _text_content(message: Message, where: str) -> str | None:
         param = f"{where}.content[{number}]"
         if part.type == "refusal" and message.role == "assistant" and part.refusal is not None:
             texts.append(part.refusal)
+            continue
+        if part.type == IMAGE_PART:
+            image_url(part, message.role, param)
             continue
         if part.type != "text":
             raise RequestError(

@@ -12,6 +12,7 @@ import msgspec
 
 from ...runtime.errors import RequestError
 from ..http.json_bodies import encode
+from .images import IMAGE_PART
 from .response_store import Json, new_item_id
 from .schemas import ContentPart, FunctionCall, Message, ToolCall
 
@@ -32,6 +33,9 @@ class InputPart(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     type: str
     text: str | None = None
     refusal: str | None = None  # of an assistant's part of this type
+    image_url: str | None = None
+    detail: str | None = None  # of an image; without effect
+    file_id: str | None = None  # refused: no files are kept here
 
 
 class InputItem(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
@@ -150,6 +154,9 @@ def _text(content: str | list[InputPart], where: str) -> str | list[ContentPart]
         param = f"{where}[{number}]"
         if part.type == "refusal" and part.refusal is not None:
             parts.append(ContentPart("text", part.refusal))
+            continue
+        if part.type == "input_image" and part.file_id is None:
+            parts.append(ContentPart(IMAGE_PART, image_url=part.image_url))
             continue
         if part.type not in ("input_text", "output_text", "text"):
             raise RequestError(

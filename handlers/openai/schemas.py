@@ -194,10 +194,16 @@ class CompletionBody(GenerationBody, kw_only=True, frozen=True, forbid_unknown_f
     prompt_embeds: Any = None  # refused, unless null
 
 
+class ImageUrl(msgspec.Struct, frozen=True):
+    url: str
+    detail: str | None = None  # without effect
+
+
 class ContentPart(msgspec.Struct, frozen=True):
     type: str
     text: str | None = None
     refusal: str | None = None  # of an assistant's part of this type, as OpenAI's answers have it
+    image_url: str | ImageUrl | None = None
 
 
 class FunctionCall(msgspec.Struct, frozen=True):

@@ -112,11 +112,12 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
         source: str | None = None,
+        keeps_parts: bool = False,
     ) -> str:
         """Render the prompt, special tokens included as text.
 
         `variables` are passed to the template as well. `source` is a template that replaces the
-        model's.
+        model's. With `keeps_parts`, content that is a list of texts and images stays one.
 
         Raises `RequestError` if there is no template, if it rejects these messages or fails on
         them, or if `source` is at fault; `ModelError` if the model's template is at fault
@@ -135,7 +136,7 @@ class ChatTemplate:
         given = {
             **self._special_tokens,
             **(variables or {}),
-            "messages": plain_messages(messages),
+            "messages": plain_messages(messages, keeps_parts=keeps_parts),
             "tools": tools or None,
             "add_generation_prompt": add_generation_prompt,
         }
@@ -280,9 +281,9 @@ class ChatWorker:
         return bytes(data)
 
 
-def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def plain_messages(messages: Sequence[Message], *, keeps_parts: bool = False) -> list[dict[str, Any]]:
     """Messages in the form that templates expect: without keys that have no value, and with parts
-    of text joined.
+    of text joined, unless it `keeps_parts`, among which images may be then.
 
     Raises `RequestError`, naming the message that is not a mapping with a role, or that has content
     other than text.
@@ -296,7 +297,9 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
             raise RequestError(f"{where} must be an object with a role", param=where)
         kept = {key: value for key, value in message.items() if value is not None}
         if "content" in kept:
-            kept["content"] = _plain_text(kept["content"], f"{where}.content")
+            content = kept["content"]
+            if not keeps_parts or not isinstance(content, list) or not all(map(_is_part, content)):
+                kept["content"] = _plain_text(content, f"{where}.content")
         plain.append(kept)
     return plain
 
@@ -315,6 +318,13 @@ def _plain_text(content: Any, where: str) -> str:
             )
         texts.append(text)
     return "".join(texts)
+
+
+def _is_part(part: Any) -> bool:
+    """True for a text or an image, which has nothing but its place."""
+    return part == {"type": "image"} or (
+        isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    )
 
 
 def _encode(message: Mapping[str, Any]) -> bytes:

@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...loader.errors import UsageError
 from ..errors import ModelError
+
+if TYPE_CHECKING:
+    from ..images.processor import ImageProcessor
 
 MAX_TEMPLATE_BYTES = 256 << 10  # of a file that replaces the model's own
 
@@ -42,6 +45,7 @@ class TextSettings(NamedTuple):
     eos_token_ids: frozenset[int]
     # False: every token of a pair has type 0.
     has_token_types: bool = True
+    images: ImageProcessor | None = None  # None: the model reads text only
 
     def with_template(self, text: str) -> TextSettings:
         """The settings with this chat template, for requests with tools and without."""
@@ -49,18 +53,32 @@ class TextSettings(NamedTuple):
 
     @classmethod
     def read(cls, files: Files) -> TextSettings:
-        """Read tokenizer_config.json, special_tokens_map.json, generation_config.json, config.json
-        and chat_template.jinja.
+        """Read tokenizer_config.json, special_tokens_map.json, generation_config.json, config.json,
+        chat_template.jinja, and the files of processors.
 
         Raises `ModelError` for damaged files.
         """
         settings, config = _json_object(files, "tokenizer_config.json"), _json_object(files, "config.json")
+        special_tokens = _special_tokens({**_json_object(files, "special_tokens_map.json"), **settings})
+        processor = _json_object(files, "processor_config.json")
+        preprocessor = _json_object(files, "preprocessor_config.json")
         return cls(
-            _special_tokens({**_json_object(files, "special_tokens_map.json"), **settings}),
+            special_tokens,
             _chat_templates(settings.get("chat_template"), files("chat_template.jinja")),
             _eos_token_ids(_json_object(files, "generation_config.json"), config),
             _has_token_types(settings, config),
+            _image_processor(preprocessor, processor, special_tokens),
         )
+
+
+def _image_processor(
+    preprocessor: dict[str, Any], processor: dict[str, Any], special_tokens: dict[str, str]
+) -> ImageProcessor | None:
+    if not preprocessor and not processor:
+        return None
+    from ..images.processor import ImageProcessor  # of few models
+
+    return ImageProcessor.read(preprocessor, processor, special_tokens)
 
 
 def read_template(path: str) -> str:

@@ -36,6 +36,7 @@ class TextTokenizer:
         self._backend = backend
         self.special_tokens = settings.special_tokens
         self._has_token_types = settings.has_token_types
+        self.images = settings.images  # None: the model reads text only
         self.chat_template = chat_template or make_chat_template(settings)
         self.vocab_size = backend.vocab_size
         own = backend.piece_to_id(self.special_tokens.get("eos_token", ""))

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import json
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
+from tests.support.tiny_models import save_tiny
+from tokenizers import AddedToken, Tokenizer
 
 with warnings.catch_warnings():
     # transformers' own deprecations while it is imported are not ours to answer for
@@ -87,3 +94,54 @@ def pixel_values(tiles: np.ndarray, dtype: torch.dtype = torch.float32) -> torch
     """(1, N, 3, size, size), as the oracle takes tiles."""
     own = np.stack([PLAIN_LEVELS[channel][tiles[:, channel]] for channel in range(3)], axis=1)
     return torch.from_numpy(own)[None].to(dtype)
+
+
+MARKS = ("<fake_token_around_image>", "<global-img>", "<image>", "\n\n")
+# As SmolVLM's: parts one after the other, and none of a message whose content is a text.
+TEMPLATE = (
+    "<|start|>{% for message in messages %}<|{{ message.role }}|>{% for part in message.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% elif part.type == 'image' %}<image>{% endif %}{% endfor %}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+PREPROCESSOR = {
+    "image_processor_type": "Idefics3ImageProcessor",
+    "size": {"longest_edge": 64},
+    "max_image_size": {"longest_edge": 32},
+}
+PROCESSOR = {"processor_class": "SmolVLMProcessor", "image_seq_len": 4}
+
+
+def save_vision(directory: Path, *, model: Any = None) -> Any:
+    """Write a model's directory as Hugging Face does, with the files of its processor; returns the model."""
+    model = model or tiny_vision_model(text={"max_position_embeddings": 4096})
+    save_tiny("llama", directory)  # for the tokenizer
+    model.save_pretrained(directory)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    rows = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in (*MARKS, *rows)])
+    assert tokenizer.token_to_id("<image>") == IMAGE_TOKEN
+    tokenizer.save(str(directory / "tokenizer.json"))
+    path = directory / "tokenizer_config.json"
+    settings = {**json.loads(path.read_text()), "chat_template": TEMPLATE}
+    for name, content in (
+        ("tokenizer_config.json", settings),
+        ("preprocessor_config.json", PREPROCESSOR),
+        ("processor_config.json", PROCESSOR),
+    ):
+        (directory / name).write_text(json.dumps(content))
+    return model
+
+
+def picture(width: int, height: int, *, seed: int = 0) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def file_of(image: Image.Image, kind: str = "PNG") -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind)
+    return file.getvalue()
+
+
+def data_url(data: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"

@@ -1,29 +1,26 @@
-"""Untrusted images into arrays for vision models: `pip install 'teneral[images]'`.
+"""Images into arrays for vision models: `pip install 'teneral[images]'`.
 
-An image's header is checked before a pixel is decoded: its bytes, format, pixels and frames are
-bounded, so that a small file cannot become a large array. This module knows no models;
-`Normalisation` has a model's parameters.
+`decode_image` bounds untrusted files. This module knows no models; `Normalisation` has a model's
+parameters.
 """
 
 from __future__ import annotations
 
-import io
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ....loader.errors import UsageError
 from ....runtime.errors import RequestError
+from ....runtime.images.decode import decode_image, pillow_modules
 
 if TYPE_CHECKING:
     import numpy as np
     from PIL.Image import Image
 
-MAX_IMAGE_BYTES = 20 << 20
-MAX_PIXELS = 50_000_000  # 150 MB as RGB
+__all__ = ["Normalisation", "center_crop", "decode_image", "resize", "stack_images", "to_array"]
+
 MAX_SIDE = 1 << 14  # of the result of resizing
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # Pillow's names
 
 Resample = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 
@@ -40,47 +37,6 @@ class Normalisation:
             raise UsageError(
                 "mean and std need three numbers each, those of std above 0", key="normalisation"
             )
-
-
-def decode_image(
-    data: bytes,
-    *,
-    max_bytes: int = MAX_IMAGE_BYTES,
-    max_pixels: int = MAX_PIXELS,
-    formats: Sequence[str] = FORMATS,
-) -> Image:
-    """Decode the picture to RGB, with its EXIF orientation applied; the first frame of an
-    animation.
-
-    Transparency becomes white. Raises `RequestError` if it is too large, of another format, or
-    damaged.
-    """
-    if len(data) > max_bytes:
-        raise RequestError(f"the image has {len(data)} bytes, more than {max_bytes}", param="image")
-    pillow = _pillow()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow's own bound on pixels warns first; ours is below
-            image = pillow.Image.open(io.BytesIO(data), formats=list(formats))
-    except pillow.UnidentifiedImageError:
-        raise RequestError(
-            "the image's format is not supported",
-            param="image",
-            hint=f"Send one of {', '.join(formats)}.",
-        ) from None
-    except Exception as error:
-        raise _damaged(error) from error
-    with image:
-        width, height = image.size
-        if not 0 < width * height <= max_pixels:
-            raise RequestError(
-                f"the image has {width} x {height} pixels, more than {max_pixels}", param="image"
-            )
-        try:
-            image.load()
-            return _as_rgb(pillow.ImageOps.exif_transpose(image), pillow)
-        except Exception as error:  # decoders raise nearly any error for damaged files
-            raise _damaged(error) from error
 
 
 def resize(
@@ -103,7 +59,7 @@ def resize(
     height, width = size
     if not (0 < height <= MAX_SIDE and 0 < width <= MAX_SIDE):
         raise RequestError(f"an image of {width} x {height} pixels cannot be made", param="image")
-    pillow = _pillow()
+    pillow = pillow_modules()
     return image.resize((width, height), resample=pillow.Image.Resampling[resample.upper()])
 
 
@@ -144,31 +100,3 @@ def stack_images(
             hint="Resize them to one size.",
         )
     return np.stack(arrays)
-
-
-def _as_rgb(image: Image, pillow: Any) -> Image:
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        layers = image.convert("RGBA")
-        white = pillow.Image.new("RGBA", layers.size, (255, 255, 255, 255))
-        image = pillow.Image.alpha_composite(white, layers)
-    result: Image = image.convert("RGB")
-    return result
-
-
-def _damaged(error: Exception) -> RequestError:
-    return RequestError(
-        f"the image cannot be read: {type(error).__name__}: {str(error)[:200]}", param="image"
-    )
-
-
-def _pillow() -> Any:
-    """Import Pillow, an extra, as most models take no images."""
-    try:
-        import PIL
-        import PIL.Image
-        import PIL.ImageOps
-    except ImportError as error:
-        raise UsageError(
-            "images need Pillow, which is not installed", key="images", hint="pip install 'teneral[images]'"
-        ) from error
-    return PIL

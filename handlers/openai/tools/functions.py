@@ -193,10 +193,12 @@ def described(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | 
         elif message["role"] == "tool":
             name = message.get("name") or names.get(message.get("tool_call_id", ""), "the function")
             result = f"Result of {name}: {message['content']}"
+            parts = message.get("parts", [])  # images among them stay with the message
             if plain and plain[-1].get("is_result"):
                 plain[-1]["content"] += f"\n{result}"
+                plain[-1]["parts"] += parts
             else:
-                plain.append({"role": "user", "content": result, "is_result": True})
+                plain.append({"role": "user", "content": result, "parts": [*parts], "is_result": True})
         else:
             plain.append(dict(message))
     for message in plain:

@@ -25,32 +25,38 @@ static uint32_t word_at(const uint8_t *from) {
 
 /* ---- scales and offsets ---- */
 
-/* Scales and minima of 8 groups, 6 bits each: groups 4 to 7 have their top 2 bits next to those of 0 to 3. */
-static void take_large_scales(float *restrict scale, float *restrict offset, const uint8_t *from) {
+/* Scales and minima of 8 groups a block, 6 bits each: groups 4 to 7 have their top 2 bits next to those of 0 to 3. */
+static void take_large_scales(float *restrict scale, float *restrict offset, const uint8_t *from, int bytes, int num) {
 #if TN_LARGE_SCALES
-    vf_take_large_scales(scale, offset, from);
+    for (int n = 0; n < num; n += TN_LARGE_SCALES, scale += 8 * TN_LARGE_SCALES, offset += 8 * TN_LARGE_SCALES) {
+        const uint8_t *blocks[TN_LARGE_SCALES]; /* the last one again, where there are no more */
+        for (int i = 0; i < TN_LARGE_SCALES; i++) blocks[i] = from + (n + i < num ? n + i : num - 1) * bytes;
+        vf_take_large_scales(scale, offset, 8, blocks);
+    }
 #else
-    const float step = half_at(from), minimum_step = -half_at(from + 2);
-    const uint32_t first = word_at(from + 4), second = word_at(from + 8), third = word_at(from + 12);
-    const uint32_t packed[] = {
-        first & 0x3f3f3f3fu,
-        (third & 0x0f0f0f0fu) | (first >> 2 & 0x30303030u),
-        second & 0x3f3f3f3fu,
-        (third >> 4 & 0x0f0f0f0fu) | (second >> 2 & 0x30303030u),
-    };
-    uint8_t levels[16];
-    memcpy(levels, packed, sizeof levels);
-    for (int n = 0; n < 8; n++) scale[n] = step * (float)levels[n];
-    for (int n = 0; n < 8; n++) offset[n] = minimum_step * (float)levels[8 + n];
+    for (int n = 0; n < num; n++, from += bytes, scale += 8, offset += 8) {
+        const float step = half_at(from), minimum_step = -half_at(from + 2);
+        const uint32_t first = word_at(from + 4), second = word_at(from + 8), third = word_at(from + 12);
+        const uint32_t packed[] = {
+            first & 0x3f3f3f3fu,
+            (third & 0x0f0f0f0fu) | (first >> 2 & 0x30303030u),
+            second & 0x3f3f3f3fu,
+            (third >> 4 & 0x0f0f0f0fu) | (second >> 2 & 0x30303030u),
+        };
+        uint8_t levels[16];
+        memcpy(levels, packed, sizeof levels);
+        for (int group = 0; group < 8; group++) scale[group] = step * (float)levels[group];
+        for (int group = 0; group < 8; group++) offset[group] = minimum_step * (float)levels[8 + group];
+    }
 #endif
 }
 
 static void take_q6_k_scales(float *restrict scale, float *restrict offset, const uint8_t *from) {
-    const float step = half_at(from + 208);
-    int8_t levels[16];
-    memcpy(levels, from + 192, sizeof levels);
-    for (int n = 0; n < 16; n++) scale[n] = step * (float)levels[n];
-    for (int n = 0; n < 16; n++) offset[n] = -0.0f; /* which leaves the sign of a zero */
+    const vf step = vf_set(half_at(from + 208));
+    int8_t levels[16 + TN_LANES]; /* vectors of them may be read whole */
+    memcpy(levels, from + 192, 16);
+    for (int n = 0; n < 16; n += TN_LANES) vf_store(scale + n, vf_mul(vf_load_i8(levels + n), step));
+    for (int n = 0; n < 16; n += TN_LANES) vf_store(offset + n, vf_set(-0.0f)); /* which leaves the sign of a zero */
 }
 
 /* 4 bits each, of a scale in the low half and a minimum in the high one. */
@@ -83,31 +89,27 @@ static void take_iq4_xs_scales(float *restrict scale, float *restrict offset, co
     }
 }
 
+static void take_small_scales(float *scale, float *offset, const uint8_t *from, int dtype) {
+    *scale = half_at(from);
+    *offset = dtype == TN_IQ4_NL ? 0.0f : dtype == TN_Q5_0 ? -16.0f * *scale : half_at(from + 2);
+}
+
 void tn_block_scales(float *scale, float *offset, const void *blocks, int count, int dtype) {
     const uint8_t *from = blocks;
-    const int columns = tn_block_columns(dtype), bytes = tn_block_bytes(dtype);
-    const int step = columns / tn_block_group(dtype); /* groups of a block */
-    for (int n = 0; n < count / columns; n++, from += bytes, scale += step, offset += step) {
-        switch (dtype) {
-        case TN_Q4_K:
-        case TN_Q5_K: take_large_scales(scale, offset, from); break;
-        case TN_Q6_K: take_q6_k_scales(scale, offset, from); break;
-        case TN_Q2_K: take_q2_k_scales(scale, offset, from); break;
-        case TN_Q3_K: take_q3_k_scales(scale, offset, from); break;
-        case TN_IQ4_XS: take_iq4_xs_scales(scale, offset, from); break;
-        case TN_IQ4_NL:
-            *scale = half_at(from);
-            *offset = 0.0f;
-            break;
-        case TN_Q5_0:
-            *scale = half_at(from);
-            *offset = -16.0f * *scale;
-            break;
-        default:
-            *scale = half_at(from);
-            *offset = half_at(from + 2);
-        }
+    const int bytes = tn_block_bytes(dtype), num = tn_block_columns(dtype) == LARGE ? count / LARGE : count / GROUP;
+#define EACH_BLOCK(take, groups) \
+    for (int n = 0; n < num; n++) take(scale + n * groups, offset + n * groups, from + n * bytes)
+    switch (dtype) {
+    case TN_Q4_K:
+    case TN_Q5_K: take_large_scales(scale, offset, from, bytes, num); return;
+    case TN_Q6_K: EACH_BLOCK(take_q6_k_scales, 16); return;
+    case TN_Q2_K: EACH_BLOCK(take_q2_k_scales, 16); return;
+    case TN_Q3_K: EACH_BLOCK(take_q3_k_scales, 16); return;
+    case TN_IQ4_XS: EACH_BLOCK(take_iq4_xs_scales, 8); return;
+    default:
+        for (int n = 0; n < num; n++) take_small_scales(scale + n, offset + n, from + n * bytes, dtype);
     }
+#undef EACH_BLOCK
 }
 
 /* ---- levels ---- */

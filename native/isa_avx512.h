@@ -98,22 +98,34 @@ TN_INLINE vf vf_load_e4m3(const uint8_t *from) {
     return _mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(256.0f));
 }
 
-/* Scales and offsets of the 8 groups in a block of Q4_K or Q5_K (blocks.c): of its first 16 bytes, two fp16 and packed
- * words, the same bits as one after another. */
-#define TN_LARGE_SCALES 1
-TN_INLINE void vf_take_large_scales(float *scale, float *offset, const uint8_t *from) {
-    const __m128i words = _mm_loadu_si128((const void *)from);
-    const __m128i low = _mm_srlv_epi32(_mm_shuffle_epi32(words, 0xed), _mm_setr_epi32(0, 0, 0, 4)); /* a c b c */
-    const __m128i high = _mm_srli_epi32(_mm_shuffle_epi32(words, 0xa5), 2);                         /* a a b b */
-    const __m128i own = _mm_setr_epi32(0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f);
-    const __m128i top = _mm_setr_epi32(0, 0x30303030, 0, 0x30303030);
-    const __m128i levels = _mm_or_si128(_mm_and_si128(low, own), _mm_and_si128(high, top));
-    const __m128 steps = _mm_cvtph_ps(_mm_xor_si128(words, _mm_setr_epi32((int)0x80000000, 0, 0, 0)));
+/* Scales and offsets of four blocks of Q4_K or Q5_K (blocks.c), 8 of each, `step` floats from one block's to the next one's:
+ * of their first 16 bytes, two fp16 and packed words, the same bits as one after another. */
+#define TN_LARGE_SCALES 4
+TN_INLINE void vf_take_large_scales(float *scale, float *offset, int step, const uint8_t *const *block) {
+    __m512i words = _mm512_castsi128_si512(_mm_loadu_si128((const void *)block[0]));
+    words = _mm512_inserti32x4(words, _mm_loadu_si128((const void *)block[1]), 1);
+    words = _mm512_inserti32x4(words, _mm_loadu_si128((const void *)block[2]), 2);
+    words = _mm512_inserti32x4(words, _mm_loadu_si128((const void *)block[3]), 3);
+    const __m512i shifts = _mm512_set4_epi32(4, 0, 0, 0);
+    const __m512i own = _mm512_set4_epi32(0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f);
+    const __m512i top = _mm512_set4_epi32(0x30303030, 0, 0x30303030, 0);
+    const __m512i low = _mm512_srlv_epi32(_mm512_shuffle_epi32(words, 0xed), shifts); /* a c b c */
+    const __m512i high = _mm512_srli_epi32(_mm512_shuffle_epi32(words, 0xa5), 2);     /* a a b b */
+    const __m512i levels = _mm512_or_si512(_mm512_and_si512(low, own), _mm512_and_si512(high, top));
+    const __m512i of_each = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+    const __m512i firsts = _mm512_permutexvar_epi32(of_each, words);
+    const __m128i halves = _mm_xor_si128(_mm512_castsi512_si128(firsts), _mm_set1_epi32((int)0x80000000));
+    const vf steps = _mm512_castps256_ps512(_mm256_cvtph_ps(halves)); /* of each block the scales', the offsets' */
     const __m512i which = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
-    const vf both = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(levels)),
-                                  _mm512_permutexvar_ps(which, _mm512_castps128_ps512(steps)));
-    _mm256_storeu_ps(scale, _mm512_castps512_ps256(both));
-    _mm256_storeu_ps(offset, _mm512_extractf32x8_ps(both, 1));
+    _Alignas(64) uint8_t bytes[64];
+    _mm512_store_si512(bytes, levels);
+    for (int n = 0; n < 4; n++) {
+        const __m512i own_levels = _mm512_cvtepu8_epi32(_mm_load_si128((const void *)(bytes + 16 * n)));
+        const vf own_steps = _mm512_permutexvar_ps(_mm512_add_epi32(which, _mm512_set1_epi32(2 * n)), steps);
+        const vf both = vf_mul(_mm512_cvtepi32_ps(own_levels), own_steps);
+        _mm256_storeu_ps(scale + n * step, _mm512_castps512_ps256(both));
+        _mm256_storeu_ps(offset + n * step, _mm512_extractf32x8_ps(both, 1));
+    }
 }
 
 /* Entries of a table of 16: `to` and `to` + 16 are those of the low and of the high halves of 16 bytes. */
@@ -278,6 +290,13 @@ TN_INLINE vb vb_load_e4m3_part(const uint8_t *from, int count) { /* count < 32 *
     return v_of_e4m3(_mm256_maskz_loadu_epi8((1u << count) - 1, from));
 }
 
+/* The same of Q4_K, whose products with scales are exact: two operations, of units that lookups leave idle. */
+TN_INLINE vb_levels vb_levels_of_q4_k(const float *scale, const float *offset) {
+    const vf levels = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return (__m512i)_mm512_cvtne2ps_pbh(vf_add(vf_mul(levels, vf_set(scale[1])), vf_set(offset[1])),
+                                        vf_add(vf_mul(levels, vf_set(scale[0])), vf_set(offset[0])));
+}
+
 /* The 32 levels of up to 5 bits of a group, times its scale plus its offset, rounded to bf16. */
 TN_INLINE __m512i v_table(float scale, float offset) {
     const vf low = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -288,7 +307,7 @@ TN_INLINE __m512i v_table(float scale, float offset) {
 
 /* Runs of 64 columns in blocks of 256 (blocks.h): the first 32, and the others. `scale` and `offset` are of their groups. */
 TN_INLINE void vb_load_q4_k(const uint8_t *block, int run, const float *scale, const float *offset, vb *low, vb *high) {
-    vb_load_u4(block + 16 + 32 * run, vb_levels_of(scale[0], offset[0], scale[1], offset[1]), low, high);
+    vb_load_u4(block + 16 + 32 * run, vb_levels_of_q4_k(scale, offset), low, high);
 }
 TN_INLINE void vb_load_q5_k(const uint8_t *block, int run, const float *scale, const float *offset, vb *low, vb *high) {
     const __m512i fifths = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)(block + 16)));
@@ -300,26 +319,21 @@ TN_INLINE void vb_load_q5_k(const uint8_t *block, int run, const float *scale, c
     *low = (vb)_mm512_permutexvar_epi16(lows, v_table(scale[0], offset[0]));
     *high = (vb)_mm512_permutexvar_epi16(highs, v_table(scale[1], offset[1]));
 }
-/* 32 levels of 6 bits times the scales of their two groups. */
-TN_INLINE vb v_of_q6(__m256i halves, __m256i tops, const float *scale) {
-    const __m256i low = _mm256_and_si256(halves, _mm256_set1_epi8(15));
-    const __m256i high = _mm256_slli_epi16(_mm256_and_si256(tops, _mm256_set1_epi8(3)), 4);
-    const __m256i levels = _mm256_sub_epi8(_mm256_or_si256(low, high), _mm256_set1_epi8(32));
+/* 32 levels of 6 bits times the scales of their two groups: `halves` and `tops` after rotations of each 4 bytes. */
+TN_INLINE vb v_of_q6(const uint8_t *halves, int right, const uint8_t *tops, int left, const float *scale) {
+    const __m256i low = _mm256_srlv_epi32(_mm256_loadu_si256((const void *)halves), _mm256_set1_epi32(right));
+    const __m256i high = _mm256_rolv_epi32(_mm256_loadu_si256((const void *)tops), _mm256_set1_epi32(left));
+    const __m256i four = _mm256_and_si256(low, _mm256_set1_epi8(0x0f)), two = _mm256_and_si256(high, _mm256_set1_epi8(0x30));
+    const __m256i levels = _mm256_sub_epi8(_mm256_or_si256(four, two), _mm256_set1_epi8(32));
     const vf first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(levels)));
     const vf second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(levels, 1)));
     return _mm512_cvtne2ps_pbh(vf_mul(second, vf_set(scale[1])), vf_mul(first, vf_set(scale[0])));
 }
 TN_INLINE void vb_load_q6_k(const uint8_t *block, int run, const float *scale, vb *low, vb *high) {
-    const uint8_t *halves = block + 64 * (run / 2), *tops = block + 128 + 32 * (run / 2);
-    const __m256i top = _mm256_loadu_si256((const void *)tops);
-    __m256i first = _mm256_loadu_si256((const void *)halves), second = _mm256_loadu_si256((const void *)(halves + 32));
-    if (run % 2 == 0) {
-        *low = v_of_q6(first, top, scale);
-        *high = v_of_q6(second, _mm256_srli_epi16(top, 2), scale + 2);
-    } else {
-        *low = v_of_q6(_mm256_srli_epi16(first, 4), _mm256_srli_epi16(top, 4), scale);
-        *high = v_of_q6(_mm256_srli_epi16(second, 4), _mm256_srli_epi16(top, 6), scale + 2);
-    }
+    const uint8_t *halves = block + run / 2 * 64, *tops = block + 128 + run / 2 * 32;
+    const int right = run % 2 * 4; /* of the second run, high halves, and higher bits */
+    *low = v_of_q6(halves, right, tops, 4 - right, scale);
+    *high = v_of_q6(halves + 32, right, tops, 2 - right, scale + 2);
 }
 
 /* 32 columns: levels j and j + 16 are the halves of byte j, and bit j of `fifths` is level j's fifth one. */

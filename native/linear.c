@@ -31,6 +31,7 @@
 
 enum {
     BLOCK = 1024,            /* elements of K; a multiple of every vector, and of the runs of U4 */
+    STEP = 32,               /* elements of pairs that are multiplied at a time */
     RUN = 64,                /* elements of U4 whose low and high halves share bytes */
     GROUP_STEP = 32,         /* groups are multiples of it, unless there is one a row */
     QUAD = 4,                /* columns of a tile */
@@ -42,6 +43,7 @@ enum {
     MAX_GROUPS = TN_BLOCK_GROUPS + TN_LANES, /* that share a block: at most one more than are whole; in vectors */
     AHEAD_BYTES = 2048,      /* of a column, asked for before they are widened */
     AHEAD_QUAD_BYTES = 8192, /* of quads, asked for before they are multiplied; twice as many of integers */
+    LONG_QUAD_BYTES = 16384, /* do not stay in the first cache until they are used */
     FEW_ROWS = 16,           /* their inputs stay in the cache for all of K */
     MAX_BLOCKS = 64,         /* of K, in that order */
     MAX_I8_ROWS = 16,        /* for which tiles widen integers themselves: with more, a strip is faster */
@@ -75,6 +77,9 @@ typedef struct {
     int group_size;
     int count;                  /* elements of the block */
     int64_t ahead_bytes;        /* from each element to the one to ask for meanwhile */
+    const char *ahead;          /* what to ask for at the first step of pairs, */
+    int64_t ahead_next;         /* from one column's to the next one's, */
+    int64_t ahead_step;         /* and from one step's to the next one's: of STEP elements; of U4 and blocks, of RUN */
     int64_t kept_bytes;         /* of PAIRED elements that fused first rows leave in the strip; 0 where they do not */
     vf (*totals)[QUAD];         /* memory for a tile's, where they are kept there */
 } quartet_t;
@@ -82,17 +87,22 @@ typedef struct {
 /* ---- tiles ---- */
 
 #if TN_BF16_DOT
+/* Ask memory for what follows a step's weights. */
+TN_INLINE void ask_ahead(const char *ahead, const quartet_t *w) {
+#pragma GCC unroll 4
+    for (int j = 0; j < QUAD; j++) __builtin_prefetch(ahead + j * w->ahead_next);
+}
+
 /* Lanes of the products of `count` bf16 of each row with each column. */
 TN_INLINE void sum_bf16(const int rows, const bool ahead, vf sums[][QUAD], const uint16_t *x, int64_t x_stride,
                         const quartet_t *w, int begin, int end) {
     const uint16_t *column[QUAD] = {w->column[0], w->column[1], w->column[2], w->column[3]};
+    const char *next = w->ahead + begin / STEP * w->ahead_step;
     int k = begin;
-    for (; k + 2 * TN_LANES <= end; k += 2 * TN_LANES) {
+    for (; k + STEP <= end; k += STEP, next += w->ahead_step) {
+        if (ahead) ask_ahead(next, w);
         vb weights[QUAD];
-        for (int j = 0; j < QUAD; j++) {
-            if (ahead) __builtin_prefetch((const char *)(column[j] + k) + w->ahead_bytes);
-            weights[j] = vb_load(column[j] + k);
-        }
+        for (int j = 0; j < QUAD; j++) weights[j] = vb_load(column[j] + k);
         for (int i = 0; i < rows; i++) {
             const vb inputs = vb_load(x + i * x_stride + k);
             for (int j = 0; j < QUAD; j++) sums[i][j] = vb_dot(sums[i][j], inputs, weights[j]);
@@ -112,12 +122,11 @@ TN_INLINE void sum_bf16(const int rows, const bool ahead, vf sums[][QUAD], const
 TN_INLINE void sum_e2m1(const int rows, vf sums[][QUAD], const uint16_t *x, int64_t x_stride, const quartet_t *w,
                         int begin, int end) {
     const uint8_t *column[QUAD] = {w->column[0], w->column[1], w->column[2], w->column[3]};
-    for (int k = begin; k < end; k += 32) {
+    const char *next = w->ahead + begin / STEP * w->ahead_step;
+    for (int k = begin; k < end; k += STEP, next += w->ahead_step) {
+        ask_ahead(next, w);
         vb weights[QUAD];
-        for (int j = 0; j < QUAD; j++) {
-            __builtin_prefetch(column[j] + k / 2 + w->ahead_bytes);
-            weights[j] = vb_load_e2m1(column[j] + k / 2);
-        }
+        for (int j = 0; j < QUAD; j++) weights[j] = vb_load_e2m1(column[j] + k / 2);
         for (int i = 0; i < rows; i++) {
             const vb inputs = vb_load(x + i * x_stride + k);
             for (int j = 0; j < QUAD; j++) sums[i][j] = vb_dot(sums[i][j], inputs, weights[j]);
@@ -129,13 +138,12 @@ TN_INLINE void sum_e2m1(const int rows, vf sums[][QUAD], const uint16_t *x, int6
 TN_INLINE void sum_e4m3(const int rows, vf sums[][QUAD], const uint16_t *x, int64_t x_stride, const quartet_t *w,
                         int begin, int end) {
     const uint8_t *column[QUAD] = {w->column[0], w->column[1], w->column[2], w->column[3]};
+    const char *next = w->ahead + begin / STEP * w->ahead_step;
     int k = begin;
-    for (; k + 32 <= end; k += 32) {
+    for (; k + STEP <= end; k += STEP, next += w->ahead_step) {
+        ask_ahead(next, w);
         vb weights[QUAD];
-        for (int j = 0; j < QUAD; j++) {
-            __builtin_prefetch(column[j] + k + w->ahead_bytes);
-            weights[j] = vb_load_e4m3(column[j] + k);
-        }
+        for (int j = 0; j < QUAD; j++) weights[j] = vb_load_e4m3(column[j] + k);
         for (int i = 0; i < rows; i++) {
             const vb inputs = vb_load(x + i * x_stride + k);
             for (int j = 0; j < QUAD; j++) sums[i][j] = vb_dot(sums[i][j], inputs, weights[j]);
@@ -153,13 +161,12 @@ TN_INLINE void sum_e4m3(const int rows, vf sums[][QUAD], const uint16_t *x, int6
 TN_INLINE void sum_i8(const int rows, vf sums[][QUAD], const uint16_t *x, int64_t x_stride, const quartet_t *w,
                       int begin, int end) {
     const int8_t *column[QUAD] = {w->column[0], w->column[1], w->column[2], w->column[3]};
+    const char *next = w->ahead + begin / STEP * w->ahead_step;
     int k = begin;
-    for (; k + 32 <= end; k += 32) {
+    for (; k + STEP <= end; k += STEP, next += w->ahead_step) {
+        ask_ahead(next, w);
         vb weights[QUAD];
-        for (int j = 0; j < QUAD; j++) {
-            __builtin_prefetch(column[j] + k + w->ahead_bytes);
-            weights[j] = vb_load_i8(column[j] + k);
-        }
+        for (int j = 0; j < QUAD; j++) weights[j] = vb_load_i8(column[j] + k);
         for (int i = 0; i < rows; i++) {
             const vb inputs = vb_load(x + i * x_stride + k);
             for (int j = 0; j < QUAD; j++) sums[i][j] = vb_dot(sums[i][j], inputs, weights[j]);
@@ -176,6 +183,7 @@ TN_INLINE void sum_i8(const int rows, vf sums[][QUAD], const uint16_t *x, int64_
 /* The same with U4, of which a run is 64 elements in 32 bytes, of one group or of two. */
 TN_INLINE void sum_u4(const int rows, const bool is_wide, vf sums[][QUAD], const uint16_t *x, int64_t x_stride,
                       const quartet_t *w) {
+    const char *next = w->ahead;
     for (int begin = 0, group = 0, end; begin < w->count; begin = end, group += is_wide ? 1 : 2) {
         vb_levels levels[QUAD];
         for (int j = 0; j < QUAD; j++) {
@@ -184,13 +192,11 @@ TN_INLINE void sum_u4(const int rows, const bool is_wide, vf sums[][QUAD], const
         }
         end = !is_wide ? begin + RUN : group == 0 ? w->first_count : begin + w->group_size;
         if (is_wide && end > w->count) end = w->count;
-        for (int run = begin; run < end; run += RUN) {
+        for (int run = begin; run < end; run += RUN, next += w->ahead_step) {
+            ask_ahead(next, w);
             vb half[2][QUAD];
-            for (int j = 0; j < QUAD; j++) {
-                const uint8_t *column = (const uint8_t *)w->column[j] + run / 2;
-                __builtin_prefetch(column + w->ahead_bytes);
-                vb_load_u4(column, levels[j], &half[0][j], &half[1][j]);
-            }
+            for (int j = 0; j < QUAD; j++)
+                vb_load_u4((const uint8_t *)w->column[j] + run / 2, levels[j], &half[0][j], &half[1][j]);
             for (int which = 0; which < 2; which++)
                 for (int i = 0; i < rows; i++) {
                     const vb inputs = vb_load(x + i * x_stride + run + RUN / 2 * which);
@@ -228,15 +234,16 @@ TN_INLINE void sum_blocks(const int rows, const int dtype, vf sums[][QUAD], cons
     const int runs = columns > RUN ? columns / RUN : 1, groups = RUN / tn_block_group(dtype); /* of a run */
     const int step = columns > RUN ? bytes : 2 * bytes;
     const uint8_t *block[QUAD] = {w->column[0], w->column[1], w->column[2], w->column[3]};
+    const char *next = w->ahead;
     for (int k = 0, group = 0; k < w->count;) {
-        for (int run = 0; run < runs && k < w->count; run++, k += RUN, group += groups) {
-            const bool is_half = k + RUN > w->count; /* a small block is left */
+        for (int run = 0; run < runs && k < w->count; run++, k += RUN, group += groups, next += w->ahead_step) {
+            ask_ahead(next, w);
+            const bool is_half = columns < RUN && k + RUN > w->count; /* a small block is left */
             vb half[2][QUAD];
-            for (int j = 0; j < QUAD; j++) {
-                __builtin_prefetch(block[j] + run * (bytes / runs) + w->ahead_bytes);
+#pragma GCC unroll 4 /* or they are not in registers */
+            for (int j = 0; j < QUAD; j++)
                 load_blocks(dtype, block[j], run, w->count - k, w->scale[j] + group, w->offset[j] + group, &half[0][j],
                             &half[1][j]);
-            }
             for (int which = 0; which < 2 - is_half; which++)
                 for (int i = 0; i < rows; i++) {
                     const vb inputs = vb_load(x + i * x_stride + k + RUN / 2 * which);
@@ -803,15 +810,23 @@ static void expand_u4_f32(float *to, const uint8_t *from, int count, const float
     }
 }
 
+/* What to ask memory for: from a quad's first weights, and from one column's and one step's to the next one's. */
+typedef struct {
+    int64_t first, next, step;
+} ahead_t;
+
 /* A block of K, and its groups. */
 typedef struct {
     int64_t begin;       /* elements [begin, begin + count) of K */
     int count;
+    int64_t begin_bytes; /* of a column before `begin` */
+    int64_t stride;      /* from one column to the next in memory, in bytes */
     int64_t num_groups;  /* of a column, all in all; 0 without scales */
     int64_t first_group; /* that the block begins in */
     int64_t left;        /* elements of that group from `begin` on */
     int groups;          /* that the block has a part of */
     int64_t ahead_bytes; /* from each element to the one to ask for meanwhile */
+    ahead_t ahead;       /* the same in steps */
     int64_t kept_bytes;  /* as a quartet has them */
     const float *inputs; /* (rows of a panel, STRIDE), or NULL where they are not copied */
 } block_t;
@@ -829,9 +844,23 @@ static int64_t ahead_bytes(const tn_matrix *w, int64_t begin, bool along_k) {
     return then / num_blocks * quad_bytes + ((int64_t)(then % num_blocks) - now) * block_bytes;
 }
 
+/* Quads that are gone through as they lie in memory, and are not long, are asked for like that: bytes of all columns in
+ * one run. The others are asked for as they are used: in each column for itself. */
+static ahead_t ahead_of(const tn_matrix *w, const block_t *block, bool along_k) {
+    const int64_t step_bytes = bytes_of(w, 256) / (w->dtype == TN_U4 || tn_is_blocks(w->dtype) ? 256 / RUN : 256 / STEP);
+    const int64_t quad_bytes = QUAD * block->stride, most = quad_bytes > AHEAD_QUAD_BYTES ? quad_bytes : AHEAD_QUAD_BYTES;
+    const bool in_order = along_k || w->num_in <= BLOCK;
+    if (!in_order || w->row_step != 0 || quad_bytes > LONG_QUAD_BYTES)
+        return (ahead_t){block->ahead_bytes, block->stride, step_bytes};
+    return (ahead_t){(QUAD - 1) * block->begin_bytes + most, step_bytes, QUAD * step_bytes};
+}
+
 static block_t block_at(const tn_matrix *w, int64_t begin, bool along_k) {
     block_t block = {.begin = begin, .count = (int)(w->num_in - begin < BLOCK ? w->num_in - begin : BLOCK)};
+    block.begin_bytes = bytes_of(w, begin);
+    block.stride = bytes_of(w, stored_row(w, 1) * w->num_in);
     block.ahead_bytes = ahead_bytes(w, begin, along_k);
+    block.ahead = ahead_of(w, &block, along_k);
     if (w->scale != NULL) { /* in 32 bits: divisions take three times as long in 64 */
         const uint32_t size = (uint32_t)w->group_size, first = (uint32_t)begin;
         block.num_groups = groups_of(w);
@@ -999,9 +1028,20 @@ static void take_groups(strip_t *strip, int n, const tn_matrix *w, int64_t colum
 static void take_block_groups(strip_t *strip, int n, const tn_matrix *w, const char *columns, int num, int64_t stride,
                               const block_t *block, way_t way) {
     if (is_f32(way) || w->dtype > TN_Q5_1) return;
+    const uint8_t *from[QUAD];
+    for (int j = 0; j < QUAD; j++) from[j] = (const uint8_t *)columns + (j < num ? j : num - 1) * stride;
+#if TN_LARGE_SCALES
+    if (w->dtype == TN_Q4_K || w->dtype == TN_Q5_K) {
+        const int bytes = tn_block_bytes(w->dtype);
+        for (int group = 0; group < block->count / 32; group += 8) {
+            vf_take_large_scales(strip->scale[n] + group, strip->offset[n] + group, MAX_GROUPS, from);
+            for (int j = 0; j < QUAD; j++) from[j] += bytes;
+        }
+        return;
+    }
+#endif
     for (int j = 0; j < QUAD; j++)
-        tn_block_scales(strip->scale[n + j], strip->offset[n + j], columns + (j < num ? j : num - 1) * stride, block->count,
-                        w->dtype);
+        tn_block_scales(strip->scale[n + j], strip->offset[n + j], from[j], block->count, w->dtype);
 }
 
 /* What does not change with the columns. */
@@ -1021,14 +1061,17 @@ static void start_strip(strip_t *strip, const tn_matrix *w) {
  * The last quad's missing columns are its last one again: what is computed of them is not used. */
 static void fill_strip(strip_t *strip, const tn_matrix *w, int64_t first, int num, const block_t *block, way_t way) {
     const bool in_place = is_in_place(way);
-    const int64_t stride = bytes_of(w, stored_row(w, 1) * w->num_in);
-    const char *column = (const char *)w->data + first * stride + bytes_of(w, block->begin);
+    const int64_t stride = block->stride;
+    const char *column = (const char *)w->data + first * stride + block->begin_bytes;
     const int first_count = (int)(block->left < block->count ? block->left : block->count);
     for (int n = 0; n < num; n += QUAD) {
         quartet_t *quad = &strip->quad[n / QUAD];
         quad->count = block->count;
         quad->first_count = first_count;
         quad->ahead_bytes = block->ahead_bytes;
+        quad->ahead = column + n * stride + block->ahead.first;
+        quad->ahead_next = block->ahead.next;
+        quad->ahead_step = block->ahead.step;
         quad->kept_bytes = block->kept_bytes;
         if (tn_is_blocks(w->dtype)) take_block_groups(strip, n, w, column + n * stride, num - n, stride, block, way);
         if (w->scale != NULL) take_groups(strip, n, w, first + n, num - n, block, is_f32(way) && !is_fused(way));
@@ -1234,6 +1277,8 @@ static bool is_along_k(const panel_t *panel) {
     const tn_matrix *w = panel->args->weight;
     const int64_t num_blocks = (w->num_in + BLOCK - 1) / BLOCK;
     const bool is_integer = w->scale != NULL || tn_is_blocks(w->dtype);
+    const int64_t quad_bytes = bytes_of(w, QUAD * w->num_in);
+    if (panel->way == BF16_FROM_MEMORY) return panel->rows <= SCALED_TILE_ROWS && quad_bytes <= LONG_QUAD_BYTES;
     if (panel->rows > FEW_ROWS || !is_integer || num_blocks == 1 || num_blocks > MAX_BLOCKS) return false;
     if (is_f32(panel->way)) return panel->rows * num_blocks <= COPIED_ROWS;
     return is_in_place(panel->way) || tn_is_blocks(w->dtype);

@@ -25,29 +25,23 @@ static uint32_t word_at(const uint8_t *from) {
 
 /* ---- scales and offsets ---- */
 
-/* Scales and minima of 8 groups a block, 6 bits each: groups 4 to 7 have their top 2 bits next to those of 0 to 3. */
-static void take_large_scales(float *restrict scale, float *restrict offset, const uint8_t *from, int bytes, int num) {
+/* Scales and minima of 8 groups, 6 bits each: groups 4 to 7 have their top 2 bits next to those of 0 to 3. */
+static void take_large_scales(float *restrict scale, float *restrict offset, const uint8_t *from) {
 #if TN_LARGE_SCALES
-    for (int n = 0; n < num; n += TN_LARGE_SCALES, scale += 8 * TN_LARGE_SCALES, offset += 8 * TN_LARGE_SCALES) {
-        const uint8_t *blocks[TN_LARGE_SCALES]; /* the last one again, where there are no more */
-        for (int i = 0; i < TN_LARGE_SCALES; i++) blocks[i] = from + (n + i < num ? n + i : num - 1) * bytes;
-        vf_take_large_scales(scale, offset, 8, blocks);
-    }
+    vf_take_large_scales(scale, offset, from);
 #else
-    for (int n = 0; n < num; n++, from += bytes, scale += 8, offset += 8) {
-        const float step = half_at(from), minimum_step = -half_at(from + 2);
-        const uint32_t first = word_at(from + 4), second = word_at(from + 8), third = word_at(from + 12);
-        const uint32_t packed[] = {
-            first & 0x3f3f3f3fu,
-            (third & 0x0f0f0f0fu) | (first >> 2 & 0x30303030u),
-            second & 0x3f3f3f3fu,
-            (third >> 4 & 0x0f0f0f0fu) | (second >> 2 & 0x30303030u),
-        };
-        uint8_t levels[16];
-        memcpy(levels, packed, sizeof levels);
-        for (int group = 0; group < 8; group++) scale[group] = step * (float)levels[group];
-        for (int group = 0; group < 8; group++) offset[group] = minimum_step * (float)levels[8 + group];
-    }
+    const float step = half_at(from), minimum_step = -half_at(from + 2);
+    const uint32_t first = word_at(from + 4), second = word_at(from + 8), third = word_at(from + 12);
+    const uint32_t packed[] = {
+        first & 0x3f3f3f3fu,
+        (third & 0x0f0f0f0fu) | (first >> 2 & 0x30303030u),
+        second & 0x3f3f3f3fu,
+        (third >> 4 & 0x0f0f0f0fu) | (second >> 2 & 0x30303030u),
+    };
+    uint8_t levels[16];
+    memcpy(levels, packed, sizeof levels);
+    for (int n = 0; n < 8; n++) scale[n] = step * (float)levels[n];
+    for (int n = 0; n < 8; n++) offset[n] = minimum_step * (float)levels[8 + n];
 #endif
 }
 
@@ -101,7 +95,7 @@ void tn_block_scales(float *scale, float *offset, const void *blocks, int count,
     for (int n = 0; n < num; n++) take(scale + n * groups, offset + n * groups, from + n * bytes)
     switch (dtype) {
     case TN_Q4_K:
-    case TN_Q5_K: take_large_scales(scale, offset, from, bytes, num); return;
+    case TN_Q5_K: EACH_BLOCK(take_large_scales, 8); return;
     case TN_Q6_K: EACH_BLOCK(take_q6_k_scales, 16); return;
     case TN_Q2_K: EACH_BLOCK(take_q2_k_scales, 16); return;
     case TN_Q3_K: EACH_BLOCK(take_q3_k_scales, 16); return;

@@ -98,34 +98,22 @@ TN_INLINE vf vf_load_e4m3(const uint8_t *from) {
     return _mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(256.0f));
 }
 
-/* Scales and offsets of four blocks of Q4_K or Q5_K (blocks.c), 8 of each, `step` floats from one block's to the next one's:
- * of their first 16 bytes, two fp16 and packed words, the same bits as one after another. */
-#define TN_LARGE_SCALES 4
-TN_INLINE void vf_take_large_scales(float *scale, float *offset, int step, const uint8_t *const *block) {
-    __m512i words = _mm512_castsi128_si512(_mm_loadu_si128((const void *)block[0]));
-    words = _mm512_inserti32x4(words, _mm_loadu_si128((const void *)block[1]), 1);
-    words = _mm512_inserti32x4(words, _mm_loadu_si128((const void *)block[2]), 2);
-    words = _mm512_inserti32x4(words, _mm_loadu_si128((const void *)block[3]), 3);
-    const __m512i shifts = _mm512_set4_epi32(4, 0, 0, 0);
-    const __m512i own = _mm512_set4_epi32(0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f);
-    const __m512i top = _mm512_set4_epi32(0x30303030, 0, 0x30303030, 0);
-    const __m512i low = _mm512_srlv_epi32(_mm512_shuffle_epi32(words, 0xed), shifts); /* a c b c */
-    const __m512i high = _mm512_srli_epi32(_mm512_shuffle_epi32(words, 0xa5), 2);     /* a a b b */
-    const __m512i levels = _mm512_or_si512(_mm512_and_si512(low, own), _mm512_and_si512(high, top));
-    const __m512i of_each = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
-    const __m512i firsts = _mm512_permutexvar_epi32(of_each, words);
-    const __m128i halves = _mm_xor_si128(_mm512_castsi512_si128(firsts), _mm_set1_epi32((int)0x80000000));
-    const vf steps = _mm512_castps256_ps512(_mm256_cvtph_ps(halves)); /* of each block the scales', the offsets' */
+/* Scales and offsets of the 8 groups in a block of Q4_K or Q5_K (blocks.c): of its first 16 bytes, two fp16 and packed
+ * words, the same bits as one after another. */
+#define TN_LARGE_SCALES 1
+TN_INLINE void vf_take_large_scales(float *scale, float *offset, const uint8_t *from) {
+    const __m128i words = _mm_loadu_si128((const void *)from);
+    const __m128i low = _mm_srlv_epi32(_mm_shuffle_epi32(words, 0xed), _mm_setr_epi32(0, 0, 0, 4)); /* a c b c */
+    const __m128i high = _mm_srli_epi32(_mm_shuffle_epi32(words, 0xa5), 2);                         /* a a b b */
+    const __m128i own = _mm_setr_epi32(0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f);
+    const __m128i top = _mm_setr_epi32(0, 0x30303030, 0, 0x30303030);
+    const __m128i levels = _mm_or_si128(_mm_and_si128(low, own), _mm_and_si128(high, top));
+    const __m128 steps = _mm_cvtph_ps(_mm_xor_si128(words, _mm_setr_epi32((int)0x80000000, 0, 0, 0)));
     const __m512i which = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
-    _Alignas(64) uint8_t bytes[64];
-    _mm512_store_si512(bytes, levels);
-    for (int n = 0; n < 4; n++) {
-        const __m512i own_levels = _mm512_cvtepu8_epi32(_mm_load_si128((const void *)(bytes + 16 * n)));
-        const vf own_steps = _mm512_permutexvar_ps(_mm512_add_epi32(which, _mm512_set1_epi32(2 * n)), steps);
-        const vf both = vf_mul(_mm512_cvtepi32_ps(own_levels), own_steps);
-        _mm256_storeu_ps(scale + n * step, _mm512_castps512_ps256(both));
-        _mm256_storeu_ps(offset + n * step, _mm512_extractf32x8_ps(both, 1));
-    }
+    const vf both = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(levels)),
+                                  _mm512_permutexvar_ps(which, _mm512_castps128_ps512(steps)));
+    _mm256_storeu_ps(scale, _mm512_castps512_ps256(both));
+    _mm256_storeu_ps(offset, _mm512_extractf32x8_ps(both, 1));
 }
 
 /* Entries of a table of 16: `to` and `to` + 16 are those of the low and of the high halves of 16 bytes. */

@@ -1033,10 +1033,9 @@ static void take_block_groups(strip_t *strip, int n, const tn_matrix *w, const c
 #if TN_LARGE_SCALES
     if (w->dtype == TN_Q4_K || w->dtype == TN_Q5_K) {
         const int bytes = tn_block_bytes(w->dtype);
-        for (int group = 0; group < block->count / 32; group += 8) {
-            vf_take_large_scales(strip->scale[n] + group, strip->offset[n] + group, MAX_GROUPS, from);
-            for (int j = 0; j < QUAD; j++) from[j] += bytes;
-        }
+        for (int each = 0; each < block->count / 256; each++)
+            for (int j = 0; j < QUAD; j++)
+                vf_take_large_scales(strip->scale[n + j] + 8 * each, strip->offset[n + j] + 8 * each, from[j] + each * bytes);
         return;
     }
 #endif

@@ -38,6 +38,9 @@ FAMILY_MODULES: dict[str, tuple[str, str]] = {
     "glm4": ("glm", "Glm4ForCausalLM"),
     "granite": ("granite", "GraniteForCausalLM"),
     "olmo2": ("olmo2", "Olmo2ForCausalLM"),
+    "olmo3": ("olmo2", "Olmo3ForCausalLM"),
+    "exaone4": ("exaone4", "Exaone4ForCausalLM"),
+    "ernie4_5": ("ernie", "Ernie4_5ForCausalLM"),
     "mixtral": ("mixtral", "MixtralForCausalLM"),
     "olmoe": ("olmoe", "OlmoeForCausalLM"),
     "phi3": ("phi3", "Phi3ForCausalLM"),
@@ -272,6 +275,20 @@ def windows_by_type(
     if window is None and "sliding_attention" in kinds:
         raise config.wrong("layer_types", "but there is no sliding_window (or use_sliding_window is not set)")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds[:num_layers])
+
+
+def read_windows(
+    config: Fields, num_layers: int, *, interval: int, interval_key: str | None = "sliding_window_pattern"
+) -> tuple[int | None, ...]:
+    """Of each layer, by default 4,096 tokens. In files without `layer_types` each `interval`-th sees all, or as many as
+    `interval_key` says.
+    """
+    stated = config.optional_integer("sliding_window", low=1, high=MAX_POSITIONS)
+    window = stated if config.states("sliding_window") else 4_096
+    if interval_key is not None and "layer_types" not in config:
+        interval = config.integer(interval_key, low=1, high=1 << 16, default=interval)
+    by_place = [None if (index + 1) % interval == 0 else window for index in range(num_layers)]
+    return windows_by_type(config, num_layers, window, by_place)
 
 
 def read_experts(

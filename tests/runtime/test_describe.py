@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from tests.support.tiny_models import DECODERS, FAMILIES, config_json, tiny_model
 
-from teneral.loader.format.gguf.families import FAMILIES as GGUF_FAMILIES
-from teneral.loader.format.gguf.families import MIXTRAL
+from teneral.loader.format.gguf.families import model_types
 from teneral.runtime.backends.describe import describe_model
 
 
@@ -70,7 +69,6 @@ def test_the_page_has_a_row_for_every_family_of_decoders():
 @pytest.mark.parametrize("family", DECODERS)
 def test_the_page_says_of_each_family_what_the_code_does(family):
     described = describe_model(json.dumps(config_json(tiny_model(family))).encode())
-    in_gguf = {each.model_type for each in (*GGUF_FAMILIES.values(), MIXTRAL)} | {"mistral"}
     row = decoders_of_the_page()[family]
 
     assert row["native"] == ("yes" if described["native_refuses"] is None else "no")
@@ -78,7 +76,7 @@ def test_the_page_says_of_each_family_what_the_code_does(family):
     assert row["CUDA kernels"] == ("yes" if described["kernels_refuse"] is None else "torch")
     assert row["quantised"] == ("yes" if described["quantizes"] else "no")
     assert row["adapters"] == ", ".join(described["adapts"])
-    assert row["GGUF"] == ("yes" if family in in_gguf else "no")
+    assert row["GGUF"] == ("yes" if family in model_types() else "no")
 
 
 def test_a_model_that_the_core_lacks_is_described_with_the_reason():

@@ -34,6 +34,9 @@ ARCHITECTURES = {
     "phi3": "PHI3",
     "granite": "GRANITE",
     "olmo2": "OLMO2",
+    "olmo3": "OLMO2",
+    "exaone4": "EXAONE4",
+    "ernie4_5": "ERNIE4_5",
     "smollm3": "SMOLLM3",
     "gpt_oss": "GPT_OSS",
 }
@@ -170,6 +173,13 @@ def _add_settings(writer: Any, config: Any) -> None:
         writer.add_value_length(head_dim)
     if family in ("gemma2", "gemma3_text"):
         writer.add_sliding_window(config.sliding_window)
+    if family in ("olmo3", "exaone4") and config.sliding_window:
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    if family == "olmo3":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if family == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)

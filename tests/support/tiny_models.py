@@ -83,6 +83,24 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "logits_scaling": 2.0,
     },
     "lfm2": {"full_attn_idxs": [1], "block_auto_adjust_ff_dim": False},
+    "olmo3": {
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 5e5,
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+        },
+    },
+    "exaone4": {
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "ernie4_5": {"head_dim": 24},
     "smollm3": {"no_rope_layer_interval": 2},
     "ministral": {"head_dim": 16, "sliding_window": 12},
     "glm": {"head_dim": 24},

@@ -31,6 +31,10 @@ _FOUR_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_OUTPUT_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _LLAMA = {**_NORMS, **_ATTENTION, **_MLP}
 
 # (metadata, the architecture's prefix of keys, config.json so far) → more of config.json
@@ -73,15 +77,7 @@ def _gemma3(fields: GgufFields, own: str, config: Mapping[str, Any]) -> dict[str
     }
     if f"{own}final_logit_softcapping" in fields:
         found["final_logit_softcapping"] = fields.shortest(f"{own}final_logit_softcapping", 1e-3, 1e6)
-    pattern = fields.get(f"{own}attention.sliding_window_pattern")
-    if pattern is None:
-        found["sliding_window_pattern"] = 6
-        return found
-    layers = config["num_hidden_layers"]
-    if not isinstance(pattern, list) or len(pattern) != layers:
-        raise fields.wrong(f"{own}attention.sliding_window_pattern must say true or false for each layer")
-    found["layer_types"] = ["sliding_attention" if local is True else "full_attention" for local in pattern]
-    return found
+    return {**found, **_layer_types(fields, own, config, 6)}
 
 
 def _gemma_scale(config: Mapping[str, Any], layers_of_largest: int) -> dict[str, Any]:
@@ -112,10 +108,22 @@ def _granite(fields: GgufFields, own: str, config: Mapping[str, Any]) -> dict[st
     return {name: fields.shortest(own + key, 1e-6, 1e6) for name, key in keys.items()}
 
 
-def _olmo2(fields: GgufFields, own: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    if f"{own}attention.sliding_window" in fields:
-        raise fields.wrong("windows in some layers (OLMo 3) are not supported")
-    return {}
+def _windowed(fields: GgufFields, own: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Windows in the layers that the file lists, or else in three of four; in none where the file has no size."""
+    if f"{own}attention.sliding_window" not in fields:
+        return {"sliding_window": None, "layer_types": ["full_attention"] * config["num_hidden_layers"]}
+    window = fields.integer(f"{own}attention.sliding_window", 1, MAX_CONTEXT)
+    return {"sliding_window": window, **_layer_types(fields, own, config, 4)}
+
+
+def _layer_types(fields: GgufFields, own: str, config: Mapping[str, Any], interval: int) -> dict[str, Any]:
+    """The layers with a window, by default all but each `interval`-th."""
+    pattern = fields.get(f"{own}attention.sliding_window_pattern")
+    if pattern is None:
+        return {"sliding_window_pattern": interval}
+    if not isinstance(pattern, list) or len(pattern) != config["num_hidden_layers"]:
+        raise fields.wrong(f"{own}attention.sliding_window_pattern must say true or false for each layer")
+    return {"layer_types": ["sliding_attention" if local is True else "full_attention" for local in pattern]}
 
 
 def _smollm3(fields: GgufFields, own: str, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,15 +203,16 @@ FAMILIES: dict[str, Family] = {
     "olmo2": Family(
         "olmo2",
         "Olmo2ForCausalLM",
-        inner={
-            "post_attention_norm": "post_attention_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
-        }
-        | _ATTENTION
-        | _MLP
-        | _HEAD_NORMS,
-        settings=_olmo2,
+        inner=_OUTPUT_NORMS | _ATTENTION | _MLP | _HEAD_NORMS,
     ),
+    "exaone4": Family(
+        "exaone4",
+        "Exaone4ForCausalLM",
+        inner=_OUTPUT_NORMS | _ATTENTION | _MLP | _HEAD_NORMS,
+        biases=(),
+        settings=_windowed,
+    ),
+    "ernie4_5": Family("ernie4_5", "Ernie4_5ForCausalLM", biases=()),
     "smollm3": Family("smollm3", "SmolLM3ForCausalLM", is_permuted=True, settings=_smollm3),
     "qwen3moe": Family(
         "qwen3_moe",
@@ -229,16 +238,31 @@ FAMILIES["gpt-oss"] = Family(
     always_has_biases=True,
     settings=_gpt_oss,
 )
-# Of "llama", where there are experts
-MIXTRAL = Family(
-    "mixtral",
-    "MixtralForCausalLM",
-    inner=_NORMS | _ATTENTION | {"ffn_gate_inp": "block_sparse_moe.gate"},
-    experts=_experts(*(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
-    biases=(),
-    is_permuted=True,
-    settings=_mixtral,
-)
+# Models of an architecture that these keys tell apart, by the keys' ends
+_ALIKE = {
+    "llama": (
+        "expert_count",
+        Family(
+            "mixtral",
+            "MixtralForCausalLM",
+            inner=_NORMS | _ATTENTION | {"ffn_gate_inp": "block_sparse_moe.gate"},
+            experts=_experts(*(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
+            biases=(),
+            is_permuted=True,
+            settings=_mixtral,
+        ),
+    ),
+    "olmo2": (
+        "attention.sliding_window",
+        FAMILIES["olmo2"]._replace(model_type="olmo3", architecture="Olmo3ForCausalLM", settings=_windowed),
+    ),
+}
+
+
+def model_types() -> set[str]:
+    """Those of transformers, of all models that are read."""
+    families = (*FAMILIES.values(), *(family for _, family in _ALIKE.values()))
+    return {"mistral", *(family.model_type for family in families)}  # its files say llama
 
 
 def family_of(fields: GgufFields) -> Family:
@@ -249,9 +273,9 @@ def family_of(fields: GgufFields) -> Family:
             f"the architecture {name[:60]!r} is not supported",
             hint=f"Supported are {', '.join(sorted(FAMILIES))}. Others may be packed from the original model.",
         )
-    family = FAMILIES[name]
-    if not fields.integer(f"{name}.expert_count", 0, MAX_EXPERTS, 0) or family.experts is not None:
-        return family
-    if name == "llama":
-        return MIXTRAL
-    raise fields.wrong(f"a mixture of experts of the architecture {name!r} is not supported")
+    key, other = _ALIKE.get(name, ("", None))
+    is_other = other is not None and fields.integer(f"{name}.{key}", 0, MAX_CONTEXT, 0)
+    family = other if other is not None and is_other else FAMILIES[name]
+    if family.experts is None and fields.integer(f"{name}.expert_count", 0, MAX_EXPERTS, 0):
+        raise fields.wrong(f"a mixture of experts of the architecture {name!r} is not supported")
+    return family

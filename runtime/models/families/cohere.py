@@ -11,14 +11,12 @@ from ..decoder_config import (
     LayerRotary,
     Norm,
     read_common,
+    read_windows,
     refuse_set,
-    windows_by_type,
 )
 from ..fields import Fields
-from ..rope_config import MAX_POSITIONS
 
 _NAMES = LayerNames(mlp_norm=None)
-_DEFAULT_INTERVAL = 4  # of layers that see all
 
 
 def read(config: Fields, family: str) -> DecoderConfig:
@@ -39,18 +37,9 @@ def read(config: Fields, family: str) -> DecoderConfig:
     )
     if family == "cohere":
         return cohere
-    windows = _windows(config, common.num_layers)
+    windows = read_windows(config, common.num_layers, interval=4)
     return replace(
         cohere,
         windows=windows,
         layer_rotary=tuple(LayerRotary.NONE if window is None else LayerRotary.MAIN for window in windows),
     )
-
-
-def _windows(config: Fields, num_layers: int) -> tuple[int | None, ...]:
-    """Of each layer. In files without `layer_types` each `sliding_window_pattern`-th sees all."""
-    stated = config.optional_integer("sliding_window", low=1, high=MAX_POSITIONS)
-    window = stated if config.states("sliding_window") else 4_096
-    interval = config.integer("sliding_window_pattern", low=1, high=1 << 16, default=_DEFAULT_INTERVAL)
-    by_place = [None if (index + 1) % interval == 0 else window for index in range(num_layers)]
-    return windows_by_type(config, num_layers, window, by_place)

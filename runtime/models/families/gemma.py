@@ -14,11 +14,11 @@ from ..decoder_config import (
     LayerRotary,
     Norm,
     read_common,
+    read_windows,
     refuse_set,
-    windows_by_type,
 )
 from ..fields import Fields
-from ..rope_config import MAX_POSITIONS, RopeConfig
+from ..rope_config import RopeConfig
 
 _NAMES = LayerNames(
     attention_output_norm="post_attention_layernorm",
@@ -42,8 +42,11 @@ def read(config: Fields, family: str) -> DecoderConfig:
         is_tied=True,
     )
     attention_bias = config.boolean("attention_bias", default=False)
-    interval = config.integer("sliding_window_pattern", low=1, high=1 << 16, default=6) if is_third else 2
-    windows = _windows(config, common.num_layers, interval)
+    windows = (
+        read_windows(config, common.num_layers, interval=6)
+        if is_third
+        else read_windows(config, common.num_layers, interval=2, interval_key=None)
+    )
     gemma = replace(
         common,
         windows=windows,
@@ -64,14 +67,6 @@ def read(config: Fields, family: str) -> DecoderConfig:
         local_rope=_local_rope(config, common),
         layer_rotary=tuple(LayerRotary.MAIN if window is None else LayerRotary.LOCAL for window in windows),
     )
-
-
-def _windows(config: Fields, num_layers: int, interval: int) -> tuple[int | None, ...]:
-    """Of each layer. In files without `layer_types` each `interval`-th sees all."""
-    stated = config.optional_integer("sliding_window", low=1, high=MAX_POSITIONS)
-    window = stated if config.states("sliding_window") else 4_096
-    by_place = [None if (index + 1) % interval == 0 else window for index in range(num_layers)]
-    return windows_by_type(config, num_layers, window, by_place)
 
 
 def _cap(config: Fields, key: str, default: float | None) -> float | None:

@@ -57,6 +57,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite with biases": ("granite", {"attention_bias": True, "mlp_bias": True}),
     "olmo2": ("olmo2", {}),
     "olmo2, a key head a query head": ("olmo2", {"num_key_value_heads": 4, "attention_bias": True}),
+    "olmo3": ("olmo3", {}),
+    "exaone4": ("exaone4", {}),
+    "exaone4 without windows": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3, "tie_word_embeddings": True},
+    ),
+    "ernie4_5": ("ernie4_5", {}),
+    "ernie4_5 with biases": ("ernie4_5", {"use_bias": True, "tie_word_embeddings": False}),
     "phi3": ("phi3", {}),
     "phi3 window": ("phi3", {"sliding_window": 12}),
     "phi3, a part of each head": (

@@ -31,7 +31,12 @@ from teneral.runtime.weights import StreamedWeights
 
 KINDS = {"packed": None, "int8": QuantizeOptions(8), "int4": QuantizeOptions(4)}
 # Groups of 64 columns, and biases of whole lines of memory, between which no gap is left
-SIZES = {"qwen3_moe": {"moe_intermediate_size": 64}, "glm": {"head_dim": 32}, "glm4": {"head_dim": 32}}
+SIZES = {
+    "qwen3_moe": {"moe_intermediate_size": 64},
+    "glm": {"head_dim": 32},
+    "glm4": {"head_dim": 32},
+    "ernie4_5": {"head_dim": 32},
+}
 QUANTISED = [family for family in DECODERS if family != "gpt_oss"]  # whose experts are not taken apart
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native libraries are not built here")

@@ -7,10 +7,10 @@ import ctypes
 
 import pytest
 import torch
-from teneral.cli_report import exit_code
 from tests.support.device_engine import TIMEOUT_S, DeviceRig, decoder_of
 from tests.support.reference_kernels import ReferenceKernels
 
+from teneral.cli_report import exit_code
 from teneral.runtime.backends.cuda.guarded import GuardedBackend, is_out_of_memory
 from teneral.runtime.backends.cuda.launch import Driver, LaunchError
 from teneral.runtime.backends.cuda.library import Binary

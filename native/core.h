@@ -558,10 +558,11 @@ typedef struct tn_decoder_layer {
     tn_vector mlp_output_norm;       /* likewise */
     tn_projection qkv;               /* to query heads, key heads, value heads */
     tn_projection output;
-    tn_projection gate_up;           /* to gate, then up */
+    tn_projection gate_up;           /* to gate, then up; in layers with a mixture the shared expert's, or of no parts */
     tn_projection down;
     tn_projection router;            /* to the experts' scores, in layers with a mixture */
-    const tn_expert *experts;        /* (num_experts,) in place of gate_up and down; or NULL */
+    tn_vector correction;            /* (num_experts,) or none: added to scores to choose, and not to weights */
+    const tn_expert *experts;        /* (num_experts,) or NULL */
     tn_vector sinks;                 /* as in tn_attention_args */
     tn_vector convolution;           /* (hidden_size, convolution_size) taps, that of a row's own token last; or none */
     tn_vector convolution_bias;      /* (hidden_size,) or none */
@@ -584,6 +585,9 @@ typedef struct tn_decoder {
     int64_t num_experts;            /* of a mixture, at most TN_MAX_EXPERTS; 0: there is none */
     int64_t num_experts_used;       /* by each row: those with the highest scores */
     int64_t expert_size;            /* intermediate size of each */
+    int64_t shared_size;            /* of the shared expert, whose output is added to the others'; 0: there is none */
+    int64_t num_expert_groups;      /* equal runs of experts, at least 1 */
+    int64_t num_expert_groups_used; /* by each row: with the highest expert's score, or two highest with corrections */
     int64_t convolution_size;       /* tokens that a convolution sees, at most TN_MAX_CONVOLUTION; 0: no layer has one */
     float norm_eps;
     float attention_scale;
@@ -600,6 +604,10 @@ typedef struct tn_decoder {
     int32_t expert_weights_rounded; /* to `dtype` */
     float swiglu_alpha;             /* experts compute g / (1 + e^(-alpha * g)) * (u + 1), rounded once, of */
     float swiglu_limit;             /* g = min(gate, limit) and u = up clipped to +-limit; 0: the activation */
+    int32_t expert_sigmoid;         /* shares are sigmoids of scores, one by one; otherwise their softmax */
+    int32_t expert_scores_wide;     /* scores are fp32; otherwise rounded to `dtype` */
+    float expert_sum_eps;           /* added to the sum that weights are divided by */
+    float expert_factor;            /* of weights, behind that */
     int32_t reserved;               /* 0 */
 } tn_decoder;
 

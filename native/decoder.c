@@ -28,6 +28,7 @@ typedef struct {
     void *attended; /* (num_rows, num_heads * head_dim), or (num_rows, hidden_size) of a convolution */
     void *gate_up;  /* (num_rows, 2 intermediate_size) */
     void *inner;    /* (num_rows, intermediate_size) */
+    void *shared;   /* (num_rows, hidden_size): what the shared expert adds to a mixture */
     void *permuted; /* (num_rows, permuted_size) */
     void *packed;   /* inputs of one product at a time, as tiles take them */
     tn_mixture mixture;
@@ -42,9 +43,12 @@ static void *take(char **scratch, int64_t num_elements, int dtype) {
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
+/* Columns of an MLP between gate and down: of a dense one, or a shared expert. */
+static int64_t most_inner(const tn_decoder *model) { return larger(model->intermediate_size, model->shared_size); }
+
 /* Of any product. */
 static int64_t most_inputs(const tn_decoder *model) {
-    return larger(larger(model->num_heads * model->head_dim, model->hidden_size), model->intermediate_size);
+    return larger(larger(model->num_heads * model->head_dim, model->hidden_size), most_inner(model));
 }
 
 /* Lays the step's rows out in scratch; returns how many bytes they take. */
@@ -56,8 +60,9 @@ static int64_t lay_out(step_t *step, const tn_decoder *model, int64_t num_rows, 
     const int64_t heads = (model->num_heads + 2 * model->num_kv_heads) * model->head_dim;
     step->heads = take(&next, num_rows * larger(heads, 3 * convolved), dtype);
     step->attended = take(&next, num_rows * larger(model->num_heads * model->head_dim, convolved), dtype);
-    step->gate_up = take(&next, num_rows * 2 * model->intermediate_size, dtype);
-    step->inner = take(&next, num_rows * model->intermediate_size, dtype);
+    step->gate_up = take(&next, num_rows * 2 * most_inner(model), dtype);
+    step->inner = take(&next, num_rows * most_inner(model), dtype);
+    step->shared = take(&next, model->shared_size ? num_rows * model->hidden_size : 0, dtype);
     step->permuted = take(&next, num_rows * model->permuted_size, dtype);
     step->packed = next;
     next += tn_product_packed_bytes(num_rows, most_inputs(model), model->permuted_size, dtype);
@@ -121,7 +126,7 @@ static void adapted_columns(const tn_product *product, const tn_adapted *adapted
 static void project_stage(const step_t *step, const tn_projection *projection, const tn_adapted *adapted,
                           const void *x, void *out, tn_region *region) {
     const tn_product product = {projection, x, step->permuted, step->packed, out, step->args->num_rows,
-                                step->args->model->dtype};
+                                step->args->model->dtype, 0};
     tn_adapter_low_stage(adapted, x, projection->num_in, product.dtype, region);
     tn_input_stage(&product, region);
     if (adapted->num_runs) {
@@ -199,10 +204,10 @@ static void convolution_stages(const step_t *step, const tn_decoder_layer *layer
 /* Columns of gate and the same ones of up, and at once what becomes of them, while they are in the cache. */
 static void mlp_stage(const step_t *step, const tn_decoder_layer *layer, int64_t index, tn_region *region) {
     const tn_decoder *model = step->args->model;
-    const int64_t num_rows = step->args->num_rows, inner = model->intermediate_size;
+    const int64_t num_rows = step->args->num_rows, inner = layer->gate_up.num_out / 2;
     const int dtype = model->dtype;
     const void *x = model->parallel ? input_of(step, &layer->attention_norm) : input_of(step, &layer->mlp_norm);
-    const tn_product product = {&layer->gate_up, x, step->permuted, step->packed, step->gate_up, num_rows, dtype};
+    const tn_product product = {&layer->gate_up, x, step->permuted, step->packed, step->gate_up, num_rows, dtype, 0};
     const tn_adapted adapted = adapted_at(step, index, TN_AT_GATE_UP);
     tn_adapter_low_stage(&adapted, x, layer->gate_up.num_in, dtype, region);
     tn_input_stage(&product, region);
@@ -221,13 +226,22 @@ static void mlp_stage(const step_t *step, const tn_decoder_layer *layer, int64_t
 /* What `normed` holds then is to be added to x. */
 static void mlp_stages(const step_t *step, const tn_decoder_layer *layer, int64_t index, tn_region *region) {
     const tn_decoder *model = step->args->model;
-    if (layer->experts == NULL) {
-        const tn_adapted adapted = adapted_at(step, index, TN_AT_DOWN);
-        project_stage(step, &layer->down, &adapted, step->inner, step->normed, region);
-        return;
+    const bool is_mixture = layer->experts != NULL, has_mlp = layer->gate_up.num_parts > 0;
+    const tn_adapted adapted = adapted_at(step, index, TN_AT_DOWN);
+    if (is_mixture) {
+        if (has_mlp) mlp_stage(step, layer, index, region); /* the shared expert takes the same rows */
+        tn_mixture_stages(&step->mixture, model, layer, input_of(step, &layer->mlp_norm), step->normed,
+                          step->args->num_rows, region);
+        if (!has_mlp) return;
     }
-    tn_mixture_stages(&step->mixture, model, layer, input_of(step, &layer->mlp_norm), step->normed,
-                      step->args->num_rows, region);
+    project_stage(step, &layer->down, &adapted, step->inner, is_mixture ? step->shared : step->normed, region);
+    if (!is_mixture) return;
+    EACH_ROW(region, step->args->num_rows) {
+        const int64_t place = row * model->hidden_size;
+        tn_add_row(element_at(step->normed, model->dtype, place), element_at(step->shared, model->dtype, place),
+                   model->hidden_size, model->dtype);
+    }
+    tn_barrier(region);
 }
 
 /* The layer's attention or convolution; `normed` holds its input, and then that of the MLP. */
@@ -295,6 +309,10 @@ static int run_step(const tn_decoder_step_args *args, const tn_adapted *adapted)
     const tn_kv *kv = args->kv;
     if (args->size != sizeof *args || model->head_dim > TN_MAX_HEAD_DIM) return TN_REFUSED;
     if (model->num_experts > TN_MAX_EXPERTS || (model->num_experts && model->parallel)) return TN_REFUSED;
+    if (model->num_experts && (model->num_expert_groups < 1 || model->num_experts % model->num_expert_groups ||
+                               model->num_experts_used * model->num_expert_groups >
+                                   model->num_experts * model->num_expert_groups_used))
+        return TN_REFUSED;
     if (model->dtype != TN_F32 && model->dtype != TN_BF16) return TN_REFUSED;
     if (model->convolution_size > TN_MAX_CONVOLUTION) return TN_REFUSED;
     if (kv->dtype == TN_I8 ? kv->scale == NULL : kv->dtype != model->dtype) return TN_REFUSED;

@@ -49,7 +49,8 @@ static int64_t lay_out(step_t *step, const tn_encoder *model, int64_t num_rows, 
 
 static void project_stage(const step_t *step, const tn_projection *projection, const void *x, void *out,
                           tn_region *region) {
-    const tn_product product = {projection, x, NULL, step->packed, out, step->args->num_rows, step->args->model->dtype};
+    const tn_product product = {projection, x, NULL, step->packed, out, step->args->num_rows,
+                                step->args->model->dtype, 0};
     tn_input_stage(&product, region);
     tn_product_stage(&product, region);
     tn_barrier(region);
@@ -134,7 +135,7 @@ static void gated_stage(const step_t *step, const tn_projection *gate_up, const 
     const tn_encoder *model = step->args->model;
     const int64_t num_rows = step->args->num_rows, inner = model->intermediate_size;
     const int dtype = model->dtype;
-    const tn_product product = {gate_up, x, NULL, step->packed, step->gate_up, num_rows, dtype};
+    const tn_product product = {gate_up, x, NULL, step->packed, step->gate_up, num_rows, dtype, 0};
     tn_input_stage(&product, region);
     EACH_COLUMNS(region, inner) {
         tn_product_columns(&product, begin, end);
@@ -156,7 +157,7 @@ static void up_stage(const step_t *step, const tn_projection *up, const void *x,
         return;
     }
     const int64_t num_rows = step->args->num_rows, inner = model->intermediate_size;
-    const tn_product product = {up, x, NULL, step->packed, step->inner, num_rows, model->dtype};
+    const tn_product product = {up, x, NULL, step->packed, step->inner, num_rows, model->dtype, 0};
     tn_input_stage(&product, region);
     EACH_COLUMNS(region, inner) {
         tn_product_columns(&product, begin, end);

@@ -37,7 +37,7 @@ static int64_t packed_bytes(const tn_decoder *model, int64_t num_rows) {
 int64_t tn_lay_out_mixture(tn_mixture *mixture, const tn_decoder *model, int64_t num_rows, char *scratch) {
     const int64_t pairs = num_rows * model->num_experts_used, item = element_bytes(model->dtype);
     char *next = scratch;
-    mixture->scores = take(&next, num_rows * model->num_experts * item);
+    mixture->scores = take(&next, num_rows * model->num_experts * (int64_t)sizeof(float));
     mixture->chosen = take(&next, pairs * (int64_t)sizeof(int64_t));
     mixture->weights = take(&next, pairs * (int64_t)sizeof(float));
     mixture->starts = take(&next, (model->num_experts + 1) * (int64_t)sizeof(int64_t));
@@ -53,39 +53,80 @@ int64_t tn_lay_out_mixture(tn_mixture *mixture, const tn_decoder *model, int64_t
 
 /* ---- routing ---- */
 
-/* Exponentials of a row's scores less the largest; returns their sum, in order. */
-static float exponentials(float *powers, const void *scores, int64_t num, int dtype) {
+/* Each expert's share of a row by its scores: their softmax, or the sigmoid of each. `powers` order as shares do, and
+ * tell those apart that a division makes equal. */
+static void shares_of(const tn_decoder *model, const float *scores, float *powers, float *shares) {
+    const int64_t num = model->num_experts;
+    const int dtype = model->expert_scores_wide ? TN_F32 : model->dtype;
     float largest = -__builtin_inff(), total = 0.0f;
     for (int64_t place = 0; place < num; place += TN_LANES) {
         const int count = lanes_left(num - place);
-        vf_store_part(powers + place, load_elements(scores, dtype, place, count), count);
+        vf_store_part(powers + place, round_to(dtype, load_elements(scores, TN_F32, place, count)), count);
+    }
+    if (model->expert_sigmoid) {
+        for (int64_t n = 0; n < num; n++) powers[n] = -powers[n];
+        tn_exp(powers, powers, num);
+        for (int64_t n = 0; n < num; n++) powers[n] = shares[n] = 1.0f / (1.0f + powers[n]);
+        return;
     }
     for (int64_t n = 0; n < num; n++) largest = powers[n] > largest ? powers[n] : largest;
     for (int64_t n = 0; n < num; n++) powers[n] -= largest;
     tn_exp(powers, powers, num);
     for (int64_t n = 0; n < num; n++) total += powers[n];
-    return total;
+    for (int64_t n = 0; n < num; n++) shares[n] = powers[n] / total;
+}
+
+/* The highest number that is not taken; of equal ones the first. */
+static int64_t best_of(const float *numbers, const bool *is_taken, int64_t begin, int64_t end) {
+    int64_t best = -1;
+    for (int64_t n = begin; n < end; n++)
+        if (!is_taken[n] && (best < 0 || numbers[n] > numbers[best])) best = n;
+    return best;
+}
+
+/* Takes all experts but those of the row's groups. */
+static void take_other_groups(const tn_decoder *model, const float *numbers, bool by_two, bool *is_taken) {
+    const int64_t num_groups = model->num_expert_groups, size = model->num_experts / num_groups;
+    float best[TN_MAX_EXPERTS];
+    bool is_used[TN_MAX_EXPERTS] = {0};
+    for (int64_t group = 0; group < num_groups; group++) {
+        const int64_t begin = group * size, end = begin + size, first = best_of(numbers, is_taken, begin, end);
+        best[group] = numbers[first];
+        if (!by_two || size < 2) continue;
+        is_taken[first] = true;
+        best[group] += numbers[best_of(numbers, is_taken, begin, end)];
+        is_taken[first] = false;
+    }
+    for (int64_t k = 0; k < model->num_expert_groups_used; k++) is_used[best_of(best, is_used, 0, num_groups)] = true;
+    for (int64_t n = 0; n < model->num_experts; n++) is_taken[n] = !is_used[n / size];
 }
 
 /* The experts of one row, ascending, and their weights. Of equal scores the earlier one wins. */
-static void route_row(const tn_mixture *mixture, const tn_decoder *model, int64_t row) {
+static void route_row(const tn_mixture *mixture, const tn_decoder *model, const tn_vector *correction, int64_t row) {
     const int64_t num = model->num_experts, used = model->num_experts_used;
-    float powers[TN_MAX_EXPERTS] = {0};
-    bool is_chosen[TN_MAX_EXPERTS] = {0};
-    float total = exponentials(powers, element_at(mixture->scores, model->dtype, row * num), num, model->dtype);
+    const bool is_corrected = correction->data != NULL;
+    float powers[TN_MAX_EXPERTS] = {0}, shares[TN_MAX_EXPERTS] = {0};
+    bool is_taken[TN_MAX_EXPERTS] = {0}, is_chosen[TN_MAX_EXPERTS] = {0};
+    shares_of(model, mixture->scores + row * num, powers, shares);
+    for (int64_t n = 0; is_corrected && n < num; n += TN_LANES) {
+        const int count = lanes_left(num - n);
+        const vf more = load_elements(correction->data, correction->dtype, n, count);
+        vf_store_part(powers + n, vf_add(vf_load_part(shares + n, count), more), count);
+    }
+    if (model->num_expert_groups_used < model->num_expert_groups)
+        take_other_groups(model, powers, is_corrected, is_taken);
     float of_chosen = 0.0f;
     for (int64_t k = 0; k < used; k++) {
-        int64_t best = -1;
-        for (int64_t n = 0; n < num; n++)
-            if (!is_chosen[n] && (best < 0 || powers[n] > powers[best])) best = n;
-        is_chosen[best] = true;
-        of_chosen += powers[best] / total;
+        const int64_t best = best_of(powers, is_taken, 0, num);
+        is_taken[best] = is_chosen[best] = true;
+        of_chosen += shares[best];
     }
     int64_t pair = row * used;
     for (int64_t n = 0; n < num; n++) {
         if (!is_chosen[n]) continue;
-        float weight = powers[n] / total;
-        if (model->expert_weights_sum_to_1) weight /= of_chosen;
+        float weight = shares[n];
+        if (model->expert_weights_sum_to_1) weight /= of_chosen + model->expert_sum_eps;
+        weight *= model->expert_factor;
         if (model->expert_weights_rounded && model->dtype == TN_BF16) weight = f32_of_bf16(bf16_of_f32(weight));
         mixture->chosen[pair] = n;
         mixture->weights[pair++] = weight;
@@ -223,11 +264,11 @@ static void sum_row(const tn_mixture *mixture, const tn_decoder *model, void *ou
 
 void tn_router_stages(const tn_mixture *mixture, const tn_decoder *model, const tn_decoder_layer *layer, const void *x,
                       int64_t num_rows, tn_region *region) {
-    const tn_product scores = {&layer->router, x, NULL, mixture->packed, mixture->scores, num_rows, model->dtype};
+    const tn_product scores = {&layer->router, x, NULL, mixture->packed, mixture->scores, num_rows, model->dtype, 1};
     tn_input_stage(&scores, region);
     tn_product_stage(&scores, region);
     tn_barrier(region);
-    EACH_ROW(region, num_rows) route_row(mixture, model, row);
+    EACH_ROW(region, num_rows) route_row(mixture, model, &layer->correction, row);
     tn_barrier(region);
 }
 

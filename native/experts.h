@@ -8,7 +8,7 @@
 /* Scratch of a mixture. A pair is a row with one of its experts: pair row * num_experts_used + k, k ascending with the
  * expert's number. */
 typedef struct tn_mixture {
-    void *scores;     /* (num_rows, num_experts) */
+    float *scores;    /* (num_rows, num_experts) */
     int64_t *chosen;  /* (pairs,) numbers of experts */
     float *weights;   /* (pairs,) */
     int64_t *starts;  /* (num_experts + 1,) places of each expert's pairs */

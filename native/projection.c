@@ -79,6 +79,7 @@ void tn_input_stage(const tn_product *product, tn_region *region) {
 
 void tn_product_columns(const tn_product *product, int64_t begin, int64_t end) {
     const tn_projection *of = product->projection;
+    const int out_dtype = product->wide_out ? TN_F32 : product->dtype;
     int64_t first = 0, num_permuted = 0; /* the part's first column; parts before it with orders of their own */
     for (int64_t n = 0; n < of->num_parts && first < end; n++) {
         const tn_part *part = &of->parts[n];
@@ -90,12 +91,12 @@ void tn_product_columns(const tn_product *product, int64_t begin, int64_t end) {
             .size = sizeof args,
             .weight = &part->matrix,
             .x = inputs.x,
-            .out = element_at(product->out, product->dtype, first),
+            .out = element_at(product->out, out_dtype, first),
             .num_rows = product->num_rows,
             .x_stride = of->num_in,
             .out_stride = of->num_out,
             .x_dtype = product->dtype,
-            .out_dtype = product->dtype,
+            .out_dtype = out_dtype,
             .packed = inputs.packed,
         };
         if (from < to) tn_linear_columns(&args, from, to);

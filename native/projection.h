@@ -16,6 +16,7 @@ typedef struct tn_product {
     void *out;            /* (num_rows, num_out) */
     int64_t num_rows;
     int32_t dtype;
+    int32_t wide_out;     /* `out` is fp32 */
 } tn_product;
 
 /* Bytes of packed inputs (tiles.h) of any projection that takes at most `num_in` inputs, and at most `permuted_size` in

@@ -61,7 +61,7 @@ _MLP_STEPS = (
         "post_attention_layernorm",
         "pre_feedforward_layernorm ffn_norm layernorm_after final_layer_norm ln_2 norm2 norm_2 layer_norm2",
     ),
-    ("mlp.gate block_sparse_moe.gate router mlp.router shared_expert_gate",),
+    ("mlp.gate block_sparse_moe.gate feed_forward.gate router mlp.router shared_expert_gate",),
     (
         "gate_proj w1 wi_0",
         "up_proj w3 wi wi_1 fc1 c_fc lin1 linear1 intermediate.dense dense_h_to_4h",

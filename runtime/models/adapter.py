@@ -88,7 +88,8 @@ class Module(Struct, frozen=True):
 
 
 def modules_of(config: DecoderConfig, layer: int) -> tuple[Module, ...]:
-    """The modules of a layer that adapters may change. Mixtures of experts have none but those of attention."""
+    """The modules of a layer that adapters may change. Of a mixture of experts: those of attention and of
+    the shared expert."""
     names = config.names
     query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     if config.convolves(layer):
@@ -98,10 +99,14 @@ def modules_of(config: DecoderConfig, layer: int) -> tuple[Module, ...]:
     else:
         found = _stacked(AdapterPlace.QKV, names.qkv, (query_size, key_size, key_size), config.hidden_size)
         found.append(Module(names.output, AdapterPlace.OUTPUT, 0, config.hidden_size, query_size))
-    if config.experts is None or not config.experts.layers[layer]:
-        inner = config.intermediate_size
-        found += _stacked(AdapterPlace.GATE_UP, names.gate_up, (inner, inner), config.hidden_size)
-        found.append(Module(names.down, AdapterPlace.DOWN, 0, config.hidden_size, inner))
+    inner, gate_up, down = config.intermediate_size, names.gate_up, names.down
+    if config.experts is not None and config.experts.layers[layer]:
+        inner, prefix = config.experts.shared_size, names.shared_expert
+        gate_up = tuple(f"{prefix}{name}" for name in names.expert_gate_up)
+        down = f"{prefix}{names.expert_down}"
+    if inner:
+        found += _stacked(AdapterPlace.GATE_UP, gate_up, (inner, inner), config.hidden_size)
+        found.append(Module(down, AdapterPlace.DOWN, 0, config.hidden_size, inner))
     return tuple(found)
 
 

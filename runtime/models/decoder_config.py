@@ -46,6 +46,8 @@ FAMILY_MODULES: dict[str, tuple[str, str]] = {
     "phi3": ("phi3", "Phi3ForCausalLM"),
     "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
     "lfm2": ("lfm2", "Lfm2ForCausalLM"),
+    "lfm2_moe": ("lfm2", "Lfm2MoeForCausalLM"),
+    "glm4_moe": ("glm", "Glm4MoeForCausalLM"),
     "gpt_oss": ("gpt_oss", "GptOssForCausalLM"),
 }
 # The same of decoders that also take images.
@@ -96,11 +98,18 @@ class ClampedSwiglu(Struct, frozen=True):
     limit: float
 
 
-class Experts(Struct, frozen=True):
-    """A mixture of experts in place of a layer's MLP: each token goes through those few whose scores are highest.
+class ExpertShares(enum.StrEnum):
+    """The functions that make shares of a router's scores, in fp32."""
 
-    Scores are the router's, in the model's dtype; weights are their softmax in fp32. Outputs are rounded once they are
-    weighted, and added in the order of the experts.
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"  # of each score by itself
+
+
+class Experts(Struct, frozen=True):
+    """A mixture of experts in place of a layer's MLP: each token goes through those few whose shares are highest.
+
+    Shares are made of the router's scores, and weights of the shares. Outputs are rounded once they are weighted, and
+    added in the order of the experts; then that of the shared expert, if there is one.
     """
 
     num: int
@@ -111,6 +120,18 @@ class Experts(Struct, frozen=True):
     rounds_weights: bool  # to the model's dtype
     has_bias: bool = False  # the router and each expert's gate, up and down
     swiglu: ClampedSwiglu | None = None  # in place of activation(gate) · up
+    shares: ExpertShares = ExpertShares.SOFTMAX
+    wide_scores: bool = False  # scores are fp32; otherwise rounded to the model's dtype
+    has_correction: bool = (
+        False  # a number for each expert is added to its share to choose, and not to its weight
+    )
+    num_groups: int = 1  # equal runs of experts; those of other groups than the used ones are not chosen
+    num_groups_used: int = 1  # with the highest share, or two highest corrected ones together
+    sum_eps: float = 0.0  # added to the sum of shares that weights are divided by, with `sum_to_1`
+    factor: float = 1.0  # of weights, behind that
+    shared_size: int = (
+        0  # intermediate size of the shared expert, which all tokens go through; 0: there is none
+    )
 
 
 class ShortConvolutions(Struct, frozen=True):
@@ -142,6 +163,8 @@ class LayerNames(Struct, frozen=True):
     expert: str = "mlp.experts.{}."
     expert_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
+    expert_correction: str = "mlp.gate.e_score_correction_bias"
+    shared_expert: str = "mlp.shared_experts."
     stacked_experts: str | None = None  # all of a layer's in one tensor each: `stacked_experts.py`
 
 
@@ -302,8 +325,8 @@ def read_experts(
     swiglu: ClampedSwiglu | None = None,
 ) -> Experts:
     """A mixture in these layers. Files of transformers 5 say `num_local_experts`, others mostly `num_experts`."""
-    key = "num_experts" if "num_experts" in config else "num_local_experts"
-    num = config.integer(key, low=1, high=MAX_EXPERTS)
+    keys = ("num_experts", "n_routed_experts", "num_local_experts")
+    num = config.integer(next((key for key in keys if key in config), keys[-1]), low=1, high=MAX_EXPERTS)
     return Experts(
         num,
         config.integer("num_experts_per_tok", low=1, high=num),
@@ -313,6 +336,39 @@ def read_experts(
         rounds_weights,
         has_bias,
         swiglu,
+    )
+
+
+def read_sigmoid_experts(config: Fields, layers: Sequence[bool], *, sum_to_1: bool, factor: float) -> Experts:
+    """DeepSeek V3's kind of mixture in these layers, with these defaults: sigmoids as shares, corrections, groups of
+    experts, shared ones. Raises `ModelError`.
+    """
+    common = read_experts(
+        config,
+        size_key="moe_intermediate_size",
+        layers=layers,
+        sum_to_1=config.boolean("norm_topk_prob", default=sum_to_1),
+        rounds_weights=False,
+    )
+    num_groups = config.integer("n_group", low=1, high=common.num, default=1)
+    if common.num % num_groups:
+        raise config.wrong("n_group", f"but must divide the number of experts, {common.num}")
+    used = config.integer("topk_group", low=1, high=num_groups, default=1)
+    if common.num_used > common.num // num_groups * used:
+        raise config.wrong(
+            "topk_group", f"but {common.num_used} experts are chosen, more than their groups have"
+        )
+    num_shared = config.integer("n_shared_experts", low=0, high=MAX_EXPERTS, default=1)
+    return replace(
+        common,
+        shares=ExpertShares.SIGMOID,
+        wide_scores=True,
+        has_correction=True,
+        num_groups=num_groups,
+        num_groups_used=used,
+        sum_eps=1e-20,
+        factor=config.number("routed_scaling_factor", low=1e-6, high=1e6, default=factor),
+        shared_size=num_shared * common.size,
     )
 
 

@@ -80,8 +80,15 @@ def _take_layer(config: DecoderConfig, index: int, parameters: Parameters) -> De
         if mixture
         else None
     )
-    mlp = (config, parameters, inner_size, "", names.gate_up, names.down)
-    own = None if mixture else _take_mlp(*mlp, bias=config.mlp_bias)
+    correction = None
+    if mixture is not None and mixture.has_correction:
+        correction = parameters.take_norm(names.expert_correction, mixture.num)
+    own: ExpertWeights | None = None
+    if mixture is None:
+        own = _take_mlp(config, parameters, inner_size, "", names.gate_up, names.down, bias=config.mlp_bias)
+    elif mixture.shared_size:
+        shared = (names.shared_expert, names.expert_gate_up, names.expert_down)
+        own = _take_mlp(config, parameters, mixture.shared_size, *shared, bias=config.mlp_bias)
     attention_output_norm = _take_norm(parameters, names.attention_output_norm, hidden_size)
     mlp_norm = _take_norm(parameters, names.mlp_norm, hidden_size)
     mlp_output_norm = _take_norm(parameters, names.mlp_output_norm, hidden_size)
@@ -95,6 +102,7 @@ def _take_layer(config: DecoderConfig, index: int, parameters: Parameters) -> De
         gate_up=None if own is None else own.gate_up,
         down=None if own is None else own.down,
         router=router,
+        correction=correction,
         experts=experts,
         router_gate=router_gate,
         expert_gate=expert_gate,

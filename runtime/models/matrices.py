@@ -342,7 +342,7 @@ class DecoderLayerWeights(Struct, frozen=True, eq=False):
     qkv: Projection  # query heads, key heads, value heads, (head_dim) numbers each; of a convolution, three rows
     output: Projection
     mlp_norm: Tensor | None
-    gate_up: Projection | None  # gate, then up; None: the layer has experts
+    gate_up: Projection | None  # gate, then up; of a mixture the shared expert's, or None
     down: Projection | None
     gate: Gate
     query_norm: Tensor | None = None  # (head_dim,), or of all heads together
@@ -352,6 +352,7 @@ class DecoderLayerWeights(Struct, frozen=True, eq=False):
     )
     convolution_bias: Tensor | None = None  # (hidden,)
     router: Projection | None = None  # to the experts' scores
+    correction: Tensor | None = None  # (num_experts,), added to shares to choose
     experts: tuple[ExpertWeights, ...] = ()
     router_gate: Gate | None = None  # of a mixture, all but its experts
     expert_gate: ExpertGate | None = None  # of these, by their numbers; None: they are stored as one

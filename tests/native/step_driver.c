@@ -148,13 +148,20 @@ static void check_decoder(int dtype, bool int8) {
         model.num_experts = 1 + random_below(9);
         model.num_experts_used = 1 + random_below((int)model.num_experts);
         model.expert_size = 1 + random_below(40);
+        model.num_expert_groups = model.num_experts % 2 ? 1 : 2;
+        const bool fits = 2 * model.num_experts_used <= model.num_experts;
+        model.num_expert_groups_used = fits ? 1 : model.num_expert_groups;
+        model.expert_sigmoid = random_below(2), model.expert_scores_wide = random_below(2);
+        model.expert_sum_eps = 1e-6f, model.expert_factor = 1.5f;
+        if (random_below(2)) model.shared_size = 1 + random_below(100);
         model.expert_weights_sum_to_1 = random_below(2), model.expert_weights_rounded = random_below(2);
         if (random_below(2)) model.swiglu_alpha = 1.7f, model.swiglu_limit = 0.4f;
     }
     const bool has_input_norms = random_below(3), has_output_norms = random_below(2);
     const int64_t attended = model.num_heads * head_dim;
     const int64_t widest = attended > model.hidden_size ? attended : model.hidden_size;
-    model.permuted_size = PARTS * (widest > model.intermediate_size ? widest : model.intermediate_size);
+    const int64_t inner = model.shared_size > model.intermediate_size ? model.shared_size : model.intermediate_size;
+    model.permuted_size = PARTS * (widest > inner ? widest : inner);
     for (int n = 0; n < LAYERS; n++) {
         const tn_vector none = {0};
         const bool has_norms = random_below(2), convolves = model.convolution_size && random_below(3);
@@ -183,6 +190,11 @@ static void check_decoder(int dtype, bool int8) {
                                      projection(1, model.expert_size, hidden, dtype, false)};
         layers[n].experts = experts;
         layers[n].router = projection(1, hidden, model.num_experts, dtype, false);
+        layers[n].correction = random_below(2) ? vector(model.num_experts, TN_F32) : none;
+        layers[n].gate_up = layers[n].down = (tn_projection){0};
+        if (!model.shared_size) continue;
+        layers[n].gate_up = projection(2, hidden, 2 * model.shared_size, dtype, true);
+        layers[n].down = projection(1, model.shared_size, hidden, dtype, true);
     }
     const int64_t num = 1 + random_below(300), num_blocks = (num + BLOCK_SIZE - 1) / BLOCK_SIZE;
     const size_t bytes = (size_t)(num * model.hidden_size * (dtype == TN_F32 ? 4 : 2));

@@ -101,6 +101,25 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
     "ernie4_5": {"head_dim": 24},
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "routed_scaling_factor": 1.5,
+    },
+    "glm4_moe": {
+        "head_dim": 24,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.0,
+        "use_qk_norm": True,
+    },
     "smollm3": {"no_rope_layer_interval": 2},
     "ministral": {"head_dim": 16, "sliding_window": 12},
     "glm": {"head_dim": 24},
@@ -139,6 +158,8 @@ def tiny_config(family: str, **overrides: Any) -> transformers.PretrainedConfig:
     """transformers' config of a model of a few thousand weights; `overrides` are keys of its config.json."""
     base = _DECODER if family in DECODERS else _ENCODER
     settings = {**base, **_OF_FAMILY.get(family, {}), **overrides}
+    if "layer_types" in settings:
+        settings["layer_types"] = settings["layer_types"][: settings["num_hidden_layers"]]
     return transformers.AutoConfig.for_model(family, **settings)
 
 
@@ -149,12 +170,18 @@ def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
     model = factory.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in _weights_of(model).items():
             noise = torch.randn(parameter.shape, generator=generator)
             is_scale = "norm" in name.lower() and name.endswith("weight")
             # Wide enough that logits differ clearly, so that equal greedy tokens say something.
             parameter.copy_(1.0 + 0.2 * noise if is_scale else 0.15 * noise)
     return model.to(dtype).eval()
+
+
+def _weights_of(model: Any) -> dict[str, torch.Tensor]:
+    """Parameters, and the buffers that a checkpoint has: corrections of routers."""
+    corrections = {name: each for name, each in model.named_buffers() if name.endswith("_bias")}
+    return {**dict(model.named_parameters()), **corrections}
 
 
 def save_tiny(
@@ -189,11 +216,12 @@ def with_tensors(model: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     other = copy.deepcopy(model).float()
     left = dict(tensors)
     with torch.no_grad():
-        for name, parameter in other.named_parameters():
-            layer, is_of_experts, which = name.partition(".mlp.experts.")
+        for name, parameter in _weights_of(other).items():
+            own = "mlp" if parts is None else parts.own_block
+            layer, is_of_experts, which = name.partition(f".{own}.experts.")
             if not is_of_experts or parts is None:
                 prefix = "mlp" if parts is None else parts.block
-                parameter.copy_(left.pop(name.replace(".mlp.gate.weight", f".{prefix}.gate.weight")))
+                parameter.copy_(left.pop(name.replace(f".{own}.gate.weight", f".{prefix}.gate.weight")))
                 continue
             names = parts.gate_up if which == "gate_up_proj" else (parts.down,)
             for number in range(len(parameter)):
@@ -210,6 +238,7 @@ class _ExpertParts(NamedTuple):
     block: str
     gate_up: tuple[str, str]
     down: str
+    own_block: str = "mlp"  # of transformers' model
 
 
 def _parts_of_experts(family: str) -> _ExpertParts | None:
@@ -218,6 +247,8 @@ def _parts_of_experts(family: str) -> _ExpertParts | None:
         return None
     if family == "mixtral":
         return _ExpertParts("block_sparse_moe", ("w1", "w3"), "w2")
+    if family == "lfm2_moe":
+        return _ExpertParts("feed_forward", ("w1", "w3"), "w2", own_block="feed_forward")
     return _ExpertParts("mlp", ("gate_proj", "up_proj"), "down_proj")
 
 
@@ -228,9 +259,9 @@ def _with_experts_apart(state: dict[str, torch.Tensor], family: str) -> dict[str
         return state
     apart: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
-        layer, is_of_experts, which = name.partition(".mlp.experts.")
+        layer, is_of_experts, which = name.partition(f".{parts.own_block}.experts.")
         if not is_of_experts:
-            apart[name.replace(".mlp.gate.weight", f".{parts.block}.gate.weight")] = tensor
+            apart[name.replace(f".{parts.own_block}.gate.weight", f".{parts.block}.gate.weight")] = tensor
             continue
         for number, matrix in enumerate(tensor):
             names = parts.gate_up if which == "gate_up_proj" else (parts.down,)

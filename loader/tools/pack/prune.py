@@ -36,7 +36,7 @@ _PIECE_BYTES = 4 * 1024 * 1024
 _SORTED_ELEMENTS = 1024 * 1024  # at a time: sorting takes 8 bytes for each
 # Tables of rows and routers, which are small and must not fail, and experts' biases in one tensor.
 _KEPT = re.compile(
-    r"(?:^|\.)(?:router|shared_expert_gate|(?:mlp|block_sparse_moe)\.gate)\.|embed|rel_|conv\.conv\.|bias$"
+    r"(?:^|\.)(?:router|shared_expert_gate|(?:mlp|block_sparse_moe|feed_forward)\.gate)\.|embed|rel_|conv\.conv\.|bias$"
 )
 
 

@@ -65,7 +65,7 @@ _EMBEDDINGS = re.compile(r"(?:model\.(?:text_model\.)?)?embed_tokens\.weight")
 _HEAD = re.compile(r"lm_head\.weight")
 _PROJECTION = re.compile(
     r"(?:model\.(?:text_model\.)?)?layers\.[0-9]+\.(?:self_attn\.(?:[qkvo]|qkv|out)_proj|conv\.(?:in|out)_proj|"
-    r"mlp\.(?:experts\.[0-9]+\.)?(?:gate|up|gate_up|down)_proj|"
+    r"mlp\.(?:experts\.[0-9]+\.|shared_experts\.)?(?:gate|up|gate_up|down)_proj|"
     r"(?:block_sparse_moe|feed_forward)\.(?:experts\.[0-9]+\.)?w[123])\.weight"
 )
 _STACKED_EXPERTS = re.compile(r"\.mlp\.experts\.(?:gate_up|down)_proj(?:_blocks)?$")

@@ -15,6 +15,7 @@ import numpy as np
 from msgspec import Struct
 
 from ...errors import ModelError
+from ...models.decoder_config import ExpertShares
 from ...models.executor import SIZES, Accepts, Floats, any_value, one_of, refusal_of
 from ...models.matrices import DecoderWeights, refusal_of_formats
 from ...models.spec import DecoderSpec
@@ -66,6 +67,14 @@ IMPLEMENTED: Mapping[str, Accepts] = {
             "experts.swiglu",
             "experts.swiglu.alpha",
             "experts.swiglu.limit",
+            "experts.shares",
+            "experts.wide_scores",
+            "experts.has_correction",
+            "experts.num_groups",
+            "experts.num_groups_used",
+            "experts.sum_eps",
+            "experts.factor",
+            "experts.shared_size",
             "convolutions",
             "convolutions.layers",
             "convolutions.has_bias",
@@ -355,6 +364,7 @@ class NativeDecoder:
             mlp_norm=vector_of(layer.mlp_norm),
             mlp_output_norm=vector_of(layer.mlp_output_norm),
             sinks=vector_of(layer.sinks),
+            correction=vector_of(layer.correction),
             convolution=vector_of(layer.convolution),
             convolution_bias=vector_of(layer.convolution_bias),
             kv_layer=self._kv_layers[index],
@@ -400,6 +410,13 @@ def _mixture(spec: DecoderSpec) -> dict[str, float]:
         "num_experts": experts.num,
         "num_experts_used": experts.num_used,
         "expert_size": experts.size,
+        "shared_size": experts.shared_size,
+        "num_expert_groups": experts.num_groups,
+        "num_expert_groups_used": experts.num_groups_used,
+        "expert_sigmoid": experts.shares is ExpertShares.SIGMOID,
+        "expert_scores_wide": experts.wide_scores,
+        "expert_sum_eps": experts.sum_eps,
+        "expert_factor": experts.factor,
         "expert_weights_sum_to_1": experts.sum_to_1,
         "expert_weights_rounded": experts.rounds_weights,
         "swiglu_alpha": 0.0 if experts.swiglu is None else experts.swiglu.alpha,

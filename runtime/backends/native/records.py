@@ -232,6 +232,7 @@ class DecoderLayerRecord(ctypes.Structure):
         ("gate_up", ProjectionRecord),
         ("down", ProjectionRecord),
         ("router", ProjectionRecord),
+        ("correction", Vector),
         ("experts", ctypes.POINTER(Expert)),
         ("sinks", Vector),
         ("convolution", Vector),
@@ -258,6 +259,9 @@ class DecoderRecord(ctypes.Structure):
         ("num_experts", _INT64),
         ("num_experts_used", _INT64),
         ("expert_size", _INT64),
+        ("shared_size", _INT64),
+        ("num_expert_groups", _INT64),
+        ("num_expert_groups_used", _INT64),
         ("convolution_size", _INT64),
         ("norm_eps", _FLOAT),
         ("attention_scale", _FLOAT),
@@ -274,6 +278,10 @@ class DecoderRecord(ctypes.Structure):
         ("expert_weights_rounded", _INT32),
         ("swiglu_alpha", _FLOAT),
         ("swiglu_limit", _FLOAT),
+        ("expert_sigmoid", _INT32),
+        ("expert_scores_wide", _INT32),
+        ("expert_sum_eps", _FLOAT),
+        ("expert_factor", _FLOAT),
         ("reserved", _INT32),
     )
 

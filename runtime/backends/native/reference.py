@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ...models.decoder_config import ClampedSwiglu, Experts, Norm
+from ...models.decoder_config import ClampedSwiglu, Experts, ExpertShares, Norm
 from ...models.matrices import (
     BlockMatrix,
     DenseMatrix,
@@ -217,14 +217,29 @@ def _erf(x: Floats) -> Floats:
     return np.fromiter(map(math.erf, x.ravel().tolist()), np.float32, x.size).reshape(x.shape)
 
 
-def route(scores: Floats, experts: Experts, dtype: DType) -> tuple[Int64s, Floats]:
-    """The experts of each row by its scores (T, experts.num), and their weights: (T, num_used) each."""
-    powers = np.exp(scores - scores.max(-1, keepdims=True))
-    shares = powers / powers.sum(-1, keepdims=True)
-    chosen = np.argsort(-shares, axis=-1, kind="stable")[:, : experts.num_used]
+def route(
+    scores: Floats, experts: Experts, dtype: DType, correction: Floats | None = None
+) -> tuple[Int64s, Floats]:
+    """The experts of each row by its scores (T, experts.num), and their weights: (T, num_used) each. `correction`
+    (experts.num,) is added to shares to choose.
+    """
+    if experts.shares is ExpertShares.SIGMOID:
+        shares = np.float32(1.0) / (np.float32(1.0) + np.exp(-scores))
+    else:
+        powers = np.exp(scores - scores.max(-1, keepdims=True))
+        shares = powers / powers.sum(-1, keepdims=True)
+    numbers = shares if correction is None else shares + correction
+    if experts.num_groups_used < experts.num_groups:
+        groups = numbers.reshape(len(numbers), experts.num_groups, -1)
+        best = np.sort(groups, axis=-1)[..., -1 if correction is None else -2 :].sum(-1)
+        others = np.argsort(-best, axis=-1, kind="stable")[:, experts.num_groups_used :]
+        np.put_along_axis(groups := groups.copy(), others[:, :, None], -np.inf, axis=1)
+        numbers = groups.reshape(numbers.shape)
+    chosen = np.argsort(-numbers, axis=-1, kind="stable")[:, : experts.num_used]
     weights = np.take_along_axis(shares, chosen, axis=-1)
     if experts.sum_to_1:
-        weights /= weights.sum(-1, keepdims=True)
+        weights = weights / (weights.sum(-1, keepdims=True) + np.float32(experts.sum_eps))
+    weights = weights * np.float32(experts.factor)
     return chosen, rounded(weights, dtype) if experts.rounds_weights else weights
 
 

@@ -107,9 +107,14 @@ class ReferenceDecoder:
 
     def _mlp(self, layer: DecoderLayerWeights | ExpertWeights, x: Floats, at: Adapt = as_it_is) -> Floats:
         dtype = self._spec.dtype
-        if layer.gate_up is None or layer.down is None:
-            assert isinstance(layer, DecoderLayerWeights)
-            return self._mixture(layer, x)
+        if isinstance(layer, DecoderLayerWeights) and layer.experts:
+            made = self._mixture(layer, x)
+            if layer.gate_up is None or layer.down is None:
+                return made
+            shared = self._mlp(ExpertWeights(layer.gate_up, layer.down), x, at)
+            return reference.rounded(made + shared, dtype)
+        assert layer.gate_up is not None
+        assert layer.down is not None
         gate, up = np.split(at(AdapterPlace.GATE_UP, x, self._project(x, layer.gate_up, dtype)), 2, axis=1)
         experts = self._spec.experts
         if experts is not None and experts.swiglu is not None and isinstance(layer, ExpertWeights):
@@ -122,7 +127,9 @@ class ReferenceDecoder:
         experts, dtype = self._spec.experts, self._spec.dtype
         assert experts is not None
         assert layer.router is not None
-        chosen, weights = reference.route(self._project(x, layer.router, dtype), experts, dtype)
+        scores = self._project(x, layer.router, DType.F32 if experts.wide_scores else dtype)
+        correction = None if layer.correction is None else reference.vector(layer.correction, DType.F32)
+        chosen, weights = reference.route(scores, experts, dtype, correction)
         out = np.zeros_like(x)
         for number, expert in enumerate(layer.experts):
             rows, places = np.nonzero(chosen == number)

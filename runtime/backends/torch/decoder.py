@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ...kv.kinds import KVKind
-from ...models.decoder_config import ClampedSwiglu, LayerRotary, Norm
+from ...models.decoder_config import ClampedSwiglu, ExpertShares, LayerRotary, Norm
 from ...models.executor import SIZES, Accepts, any_value, one_of
 from ...models.matrices import DecoderLayerWeights, DecoderWeights, EmbeddingTable, Projection
 from ...models.parameters import COMPUTE_DTYPES
@@ -52,6 +52,14 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     "experts.swiglu": any_value,
     "experts.swiglu.alpha": any_value,
     "experts.swiglu.limit": any_value,
+    "experts.shares": any_value,
+    "experts.wide_scores": any_value,
+    "experts.has_correction": any_value,
+    "experts.num_groups": any_value,
+    "experts.num_groups_used": any_value,
+    "experts.sum_eps": any_value,
+    "experts.factor": any_value,
+    "experts.shared_size": any_value,
     "convolutions": any_value,
     "convolutions.size": any_value,
     "convolutions.layers": any_value,
@@ -381,7 +389,7 @@ class GatedMLP:
 
 
 class Mixture:
-    """The weighted sum of each row's experts, added in the order of the experts."""
+    """The weighted sum of each row's experts, added in the order of the experts, and the shared one's output."""
 
     def __init__(self, spec: DecoderSpec, weights: DecoderLayerWeights, device: torch.device) -> None:
         assert spec.experts is not None
@@ -392,16 +400,41 @@ class Mixture:
             GatedMLP(spec, each.gate_up, each.down, device, spec.experts.swiglu) for each in weights.experts
         ]
 
+        self.correction = None if weights.correction is None else to_torch(weights.correction).float()
+        self.shared = (
+            GatedMLP(spec, weights.gate_up, weights.down, device) if weights.gate_up is not None else None
+        )
+
+    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weights of the experts that each row chooses, and their numbers: (T, num_used) each."""
+        settings = self.settings
+        if settings.wide_scores and isinstance(self.router, Linear):
+            scores = self.router.in_float32(x)
+        else:
+            scores = self.router(x).float()
+        shares = (
+            scores.sigmoid() if settings.shares is ExpertShares.SIGMOID else torch.softmax(scores, dim=-1)
+        )
+        numbers = shares if self.correction is None else shares + self.correction
+        if settings.num_groups_used < settings.num_groups:
+            groups = numbers.view(len(x), settings.num_groups, -1)
+            num_best = 1 if self.correction is None else min(2, groups.shape[-1])
+            best = groups.topk(num_best, dim=-1).values.sum(-1)
+            others = best.argsort(dim=-1, descending=True, stable=True)[:, settings.num_groups_used :]
+            index = others.unsqueeze(-1).expand(-1, -1, groups.shape[-1])
+            numbers = groups.scatter(1, index, float("-inf")).view(numbers.shape)
+        chosen = torch.topk(numbers, settings.num_used, dim=-1).indices
+        weights = shares.gather(-1, chosen)
+        if settings.sum_to_1:
+            weights = weights / (weights.sum(-1, keepdim=True) + settings.sum_eps)
+        weights = weights * settings.factor
+        return (weights.to(x.dtype) if settings.rounds_weights else weights), chosen
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        shares = torch.softmax(self.router(x), dim=-1, dtype=torch.float32)
-        weights, chosen = torch.topk(shares, self.settings.num_used, dim=-1)
-        if self.settings.sum_to_1:
-            weights = weights / weights.sum(-1, keepdim=True)
-        if self.settings.rounds_weights:
-            weights = weights.to(x.dtype)
+        weights, chosen = self._route(x)
         out = torch.zeros_like(x)
         for number in sorted(set(chosen.flatten().tolist())):
             rows, places = torch.where(chosen == number)
             made = self.experts[number](x[rows]) * weights[rows, places].unsqueeze(-1)
             out[rows] += made.to(x.dtype)
-        return out
+        return out if self.shared is None else out + self.shared(x)

@@ -1,4 +1,4 @@
-"""LFM2: gated short convolutions in most layers, attention with norms of heads in the others."""
+"""LFM2: gated short convolutions in most layers, attention with norms of heads in the others; mixtures of experts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,16 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from ..decoder_config import DecoderConfig, LayerNames, ShortConvolutions, read_common
-from ..fields import MAX_WIDTH, Fields
+from ..decoder_config import (
+    DecoderConfig,
+    Experts,
+    ExpertShares,
+    LayerNames,
+    ShortConvolutions,
+    read_common,
+    read_experts,
+)
+from ..fields import MAX_LAYERS, MAX_WIDTH, Fields
 from ..rope_config import RopeConfig
 
 _NAMES = LayerNames(
@@ -19,6 +27,11 @@ _NAMES = LayerNames(
     output="self_attn.out_proj",
     gate_up=("feed_forward.w1", "feed_forward.w3"),
     down="feed_forward.w2",
+    router="feed_forward.gate",
+    expert="feed_forward.experts.{}.",
+    expert_gate_up=("w1", "w3"),
+    expert_down="w2",
+    expert_correction="feed_forward.expert_bias",
 )
 # Older files' names, which count where both are there, as they do for transformers.
 _RENAMED: Mapping[str, str] = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
@@ -30,9 +43,12 @@ def read(config: Fields, family: str) -> DecoderConfig:
     """Raises `ModelError` naming the key that is missing, wrong or not supported."""
     config = config.renamed(_RENAMED)
     common = read_common(config, family, rope=_ROPE, norm_eps_key="norm_eps", norm_eps=1e-5, is_tied=True)
+    is_mixture = family == "lfm2_moe"
+    stated = common.intermediate_size
     return replace(
         common,
-        intermediate_size=_inner_size(config, common.intermediate_size),
+        intermediate_size=stated if is_mixture else _inner_size(config, stated),
+        experts=_experts(config, common.num_layers) if is_mixture else None,
         qk_norm=True,
         convolutions=_convolutions(config, common.num_layers),
         names=_NAMES,
@@ -52,6 +68,25 @@ def _inner_size(config: Fields, stated: int) -> int:
     if not 1 <= size <= MAX_WIDTH:
         raise config.wrong("block_ffn_dim_multiplier", f"but makes an MLP of {size} columns")
     return size
+
+
+def _experts(config: Fields, num_layers: int) -> Experts:
+    """In all layers but the first ones."""
+    num_dense = config.integer("num_dense_layers", low=0, high=MAX_LAYERS, default=2)
+    common = read_experts(
+        config,
+        size_key="moe_intermediate_size",
+        layers=[index >= num_dense for index in range(num_layers)],
+        sum_to_1=config.boolean("norm_topk_prob", default=True),
+        rounds_weights=True,
+    )
+    return replace(
+        common,
+        shares=ExpertShares.SIGMOID,
+        has_correction=config.boolean("use_expert_bias", default=True),
+        sum_eps=1e-6,
+        factor=config.number("routed_scaling_factor", low=1e-6, high=1e6, default=1.0),
+    )
 
 
 def _convolutions(config: Fields, num_layers: int) -> ShortConvolutions | None:

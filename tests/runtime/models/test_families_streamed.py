@@ -33,8 +33,10 @@ KINDS = {"packed": None, "int8": QuantizeOptions(8), "int4": QuantizeOptions(4)}
 # Groups of 64 columns, and biases of whole lines of memory, between which no gap is left
 SIZES = {
     "qwen3_moe": {"moe_intermediate_size": 64},
+    "lfm2_moe": {"moe_intermediate_size": 64},
     "glm": {"head_dim": 32},
     "glm4": {"head_dim": 32},
+    "glm4_moe": {"head_dim": 32, "moe_intermediate_size": 64},
     "ernie4_5": {"head_dim": 32},
 }
 QUANTISED = [family for family in DECODERS if family != "gpt_oss"]  # whose experts are not taken apart

@@ -52,7 +52,7 @@ class Checkpoint(NamedTuple):
 @functools.cache
 def base_of(family: str) -> Any:
     """A model whose matrices have groups of 32 columns, and some of them runs of 64."""
-    is_small = family == "qwen3_moe"
+    is_small = family in ("qwen3_moe", "lfm2_moe", "glm4_moe")
     return tiny_model(family, **({"moe_intermediate_size": 64} if is_small else {}))
 
 

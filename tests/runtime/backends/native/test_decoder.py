@@ -42,6 +42,7 @@ OTHERS = (
     "cohere2",
     "olmoe",
     "lfm2",
+    "glm4_moe",
 )  # than those like Llama
 
 each_family = pytest.mark.parametrize("family", DECODERS)

@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.support.http_server import running_server
 from tests.support.tiny_models import save_tiny
+from tests.support.vision_models import data_url, file_of, picture, pixel_values, save_vision
 
+from teneral.loader.sources.open import open_source, open_store
+from teneral.loader.tools.pack.pack import pack
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.instance.instance import Instance
 
@@ -35,3 +39,28 @@ async def test_the_first_request_may_come_before_the_model(
         assert b"teneral_load_" in (await server.get("/metrics")).body
         lanes = {span["lane"] for span in (await server.get("/timeline")).json["spans"]}
         assert {"fetch", "model"} <= lanes
+
+
+async def test_a_packed_model_answers_about_an_image_that_came_before_it(
+    tmp_path: Path, one_thread: None
+) -> None:
+    model = save_vision(tmp_path / "plain")
+    pack(open_source(str(tmp_path / "plain")), open_store(str(tmp_path / "packed")))
+    config = ServeConfig(model=str(tmp_path / "packed"), name="tiny/eyes", kv_bytes=4 << 20, threads=1)
+    part = {"type": "image_url", "image_url": {"url": data_url(file_of(picture(20, 20)))}}
+    body = {
+        "messages": [{"role": "user", "content": [part]}],
+        "max_tokens": 1,
+        "temperature": 0,
+        "return_token_ids": True,
+        "ignore_eos": True,
+    }
+    async with running_server(Instance(config)) as server:
+        answer = (await server.post("/v1/chat/completions", body)).json
+        processor = server.instance.tokenizer.result().images
+        tiles = processor.tiles(picture(20, 20)).tiles
+        with torch.no_grad():
+            logits = model(
+                torch.tensor([answer["prompt_token_ids"]]), pixel_values=pixel_values(tiles)
+            ).logits
+        assert answer["choices"][0]["token_ids"] == [int(logits[0, -1].argmax())]

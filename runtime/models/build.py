@@ -70,6 +70,8 @@ def build_model(
 
 def _decoder(config: DecoderConfig, weights: Weights, backends: Iterable[ExecutorFactory]) -> Decoder:
     own, stored = take_decoder(config, weights)
+    if config.quantization is not None and config.quantization.rounds_inputs:
+        logger.info("config.json asks for products with inputs in 8 bits: they are used unrounded")
     backend, spec, computes = _first_that_can(
         backends,
         lambda backend: backend.compute_dtype(stored, is_quantised=config.quantization is not None),

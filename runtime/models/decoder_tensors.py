@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from ..weights import ExpertGate
 
 _LAYER = re.compile(r"(?:model\.(?:text_model\.)?)?layers\.[0-9]+\.")
-# What some checkpoints have and models compute by themselves, or not at all: scales are of keys and values in 8 bits.
-_WITHOUT_EFFECT = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
+# What some checkpoints have and models compute by themselves, or not at all: scales of keys, values and inputs
+# in 8 bits, which are not rounded.
+_WITHOUT_EFFECT = ("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".input_scale", ".activation_scale")
 
 
 def take_decoder(config: DecoderConfig, weights: Weights) -> tuple[DecoderWeights, DType]:

@@ -138,6 +138,12 @@ class Fields:
             raise self.wrong(key, "but must be a list of strings")
         return value
 
+    def refuse_others(self, known: Collection[str], *, hint: str = "") -> None:
+        """Raises `ModelError` for a key that is there and not `known`."""
+        for key, value in self._data.items():
+            if key not in known and value is not None:
+                raise ModelError(f"{self._file}: unknown field {self._where}{key:.80}", hint=hint)
+
     def wrong(self, key: str, complaint: str, *, hint: str = "") -> ModelError:
         """The error for a key whose value cannot be used."""
         value = _short(self._data.get(key))

@@ -1,8 +1,9 @@
-"""Matrices as GPTQ and AWQ store them → as `IntegerMatrix` has them: the same integers, zeros and
-scales; and projections of them, converted when they are first needed, and then kept.
+"""Matrices as GPTQ, AWQ and compressed-tensors store them → as `IntegerMatrix` has them: the same integers, zeros
+and scales; and projections of them, converted when they are first needed, and then kept.
 
-Both pack numbers of 4 or 8 bits into int32. GPTQ packs neighbours along the columns K of a matrix
-(N, K) and stores it transposed; AWQ packs along its rows N, in an order of its own. Conversions are
+All pack numbers of 4 or 8 bits into int32. GPTQ packs neighbours along the columns K of a matrix
+(N, K) and stores it transposed; AWQ packs along its rows N, in an order of its own; compressed-tensors packs along
+the columns, and zeros along the rows. Conversions are
 pure functions on arrays that are there; a projection checks shapes when it is made, and content is
 checked by the conversion.
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +34,12 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 _MAX_ELEMENTS = 1 << 22  # unpacked at a time
 _GROUP_SIZES = (128, 64, 32)  # that products are fastest with
 
+_KINDS = (  # of a matrix's tensors
+    *("qweight", "qzeros", "scales", "g_idx"),
+    *("weight_packed", "weight_zero_point", "weight_scale", "weight_g_idx"),
+)
 Int64s = npt.NDArray[np.int64]
+Packing = Literal["gptq", "awq", "rows"]
 _ZEROS = {np.dtype(np.uint8): DType.U8, np.dtype(np.int16): DType.I16}
 
 
@@ -41,12 +47,15 @@ class GptqAwqMatrix(Struct, frozen=True):
     """The tensors of one matrix (num_out, num_in), called `name`, and how to read them."""
 
     name: str
-    qweight: Tensor  # int32; gptq: (num_in / per word, num_out), awq: (num_in, num_out / 8)
-    qzeros: Tensor  # int32 (groups, num_out / per word)
-    scales: Tensor  # (groups, num_out)
+    # int32; gptq: (num_in / per word, num_out), awq: (num_in, num_out / 8), rows: (num_out, num_in / per word)
+    qweight: Tensor
+    qzeros: (
+        Tensor | None
+    )  # int32 (groups, num_out / per word), rows: (num_out / per word, groups); None: the middle
+    scales: Tensor  # (groups, num_out), rows: (num_out, groups)
     order: Tensor | None  # int32 (num_in,): the group of each column; None: one group after another
     bits: int
-    is_awq: bool
+    packing: Packing
     stores_zero_minus_one: bool
     reorders_columns: bool = False  # what config.json says of `order`
 
@@ -56,11 +65,17 @@ class GptqAwqMatrix(Struct, frozen=True):
 
     @property
     def num_out(self) -> int:
-        return self.scales.shape[1]
+        return self.scales.shape[0 if self.packing == "rows" else 1]
+
+    @property
+    def num_groups(self) -> int:
+        return self.scales.shape[1 if self.packing == "rows" else 0]
 
     @property
     def num_in(self) -> int:
-        return self.qweight.shape[0] if self.is_awq else self.qweight.shape[0] * 32 // self.bits
+        if self.packing == "awq":
+            return self.qweight.shape[0]
+        return self.qweight.shape[1 if self.packing == "rows" else 0] * 32 // self.bits
 
 
 class ConvertedMatrix(Struct, frozen=True):
@@ -81,7 +96,8 @@ def convert(matrix: GptqAwqMatrix) -> ConvertedMatrix:
     """
     columns = _columns(matrix)
     zero = _zeros(matrix)  # (num_out, groups) int16
-    scale = np.ascontiguousarray(to_float32(matrix.scales.on_host(), matrix.scales.dtype).T)
+    stored = to_float32(matrix.scales.on_host(), matrix.scales.dtype)
+    scale = np.array(stored) if matrix.packing == "rows" else np.ascontiguousarray(stored.T)
     weight = _weights(matrix, columns, zero)
     own_zero: npt.NDArray[Any] | None
     if (matrix.bits == 4 and weight.dtype == np.int8) or bool((zero == 1 << (matrix.bits - 1)).all()):
@@ -100,7 +116,7 @@ def _columns(matrix: GptqAwqMatrix) -> Int64s | None:
     """The columns, group by group."""
     if matrix.order is None:
         return None
-    groups = matrix.scales.shape[0]
+    groups = matrix.num_groups
     wanted = np.arange(matrix.num_in) // (matrix.num_in // groups)
     own = matrix.order.on_host().astype(np.int64)
     columns = own.argsort(kind="stable")
@@ -113,7 +129,12 @@ def _columns(matrix: GptqAwqMatrix) -> Int64s | None:
 
 def _zeros(matrix: GptqAwqMatrix) -> npt.NDArray[np.int16]:
     """(num_out, groups), from 0 to 2^bits - 1."""
+    if matrix.qzeros is None:
+        return np.full((matrix.num_out, matrix.num_groups), 1 << (matrix.bits - 1), np.int16)
     words = matrix.qzeros.on_host().view(np.uint32)
+    if matrix.packing == "rows":
+        levels = _unpacked(words[:, None, :], matrix, axis=1).reshape(-1, matrix.num_groups)
+        return levels[: matrix.num_out].astype(np.int16)
     if matrix.stores_zero_minus_one:
         # 1 was taken off each number while they stood packed, so it is added so: a 0 among them borrowed from its
         # neighbour, which gets it back.
@@ -131,13 +152,14 @@ def _weights(matrix: GptqAwqMatrix, columns: Int64s | None, zero: npt.NDArray[np
     step = max(8, _MAX_ELEMENTS // matrix.num_in // 8 * 8)
     for begin in range(0, matrix.num_out, step):
         end = min(begin + step, matrix.num_out)
-        if matrix.is_awq:
+        if matrix.packing == "rows":
+            rows = _unpacked(stored[begin:end, :, None], matrix, axis=2).reshape(end - begin, -1)
+        elif matrix.packing == "awq":
             words = stored[:, begin // 8 : end // 8, None]
-            levels = _unpacked(words, matrix, axis=2).reshape(matrix.num_in, -1)  # (num_in, rows)
+            rows = np.ascontiguousarray(_unpacked(words, matrix, axis=2).reshape(matrix.num_in, -1).T)
         else:
             words = stored[:, None, begin:end]
-            levels = _unpacked(words, matrix, axis=1).reshape(matrix.num_in, -1)
-        rows = np.ascontiguousarray(levels.T)
+            rows = np.ascontiguousarray(_unpacked(words, matrix, axis=1).reshape(matrix.num_in, -1).T)
         if columns is not None:
             rows = rows[:, columns]
         if is_packed:
@@ -152,7 +174,7 @@ def _weights(matrix: GptqAwqMatrix, columns: Int64s | None, zero: npt.NDArray[np
 
 def _unpacked(words: npt.NDArray[np.uint32], matrix: GptqAwqMatrix, *, axis: int) -> npt.NDArray[np.uint8]:
     """Words with a dimension of size 1 at `axis` → uint8, with the numbers of each word there."""
-    places = _AWQ_PLACES if matrix.is_awq else range(32 // matrix.bits)
+    places = _AWQ_PLACES if matrix.packing == "awq" else range(32 // matrix.bits)
     shape = [1, 1, 1]
     shape[axis] = -1
     shifts = np.array([place * matrix.bits for place in places], dtype=np.uint32).reshape(shape)
@@ -265,22 +287,24 @@ def _joined_biases(matrices: Sequence[GptqAwqMatrix], biases: Sequence[Tensor | 
 def take_gptq_awq(
     parameters: Parameters, names_and_sizes: Sequence[tuple[str, int]], num_in: int, *, bias: bool
 ) -> GptqAwqProjection:
-    """One projection to all the (name, num_out), whose tensors are `name`.qweight and so on. A bias that is there
-    counts even if the model has none without being quantised: some tools write it. Raises `ModelError`.
+    """One projection to all the (name, num_out), whose tensors are `name`.qweight or `name`.weight_packed, and so on.
+    A bias that is there counts even if the model has none without being quantised: some tools write it. Raises
+    `ModelError`.
     """
     matrices = [_take_matrix(parameters, name, num_in, num_out) for name, num_out in names_and_sizes]
     biases = [
         parameters.take(f"{name}.bias", num_out) if bias or f"{name}.bias" in parameters else None
         for name, num_out in names_and_sizes
     ]
-    kinds = ("qweight", "qzeros", "scales", "g_idx")
-    gate = parameters.gate_of([f"{name}.{kind}" for name, _ in names_and_sizes for kind in kinds])
+    gate = parameters.gate_of([f"{name}.{kind}" for name, _ in names_and_sizes for kind in _KINDS])
     return GptqAwqProjection(matrices, biases, gate)
 
 
 def _take_matrix(parameters: Parameters, name: str, num_in: int, num_out: int) -> GptqAwqMatrix:
     config = parameters.quantization
     full_name = parameters.full_name(name)
+    if f"{name}.weight_packed" in parameters:
+        return _take_rows(parameters, name, num_in, num_out)
     if config is None or config.method not in ("gptq", "awq"):
         raise ModelError(
             f"tensor {full_name}.qweight is there, but config.json does not say that the model is of GPTQ or AWQ",
@@ -303,8 +327,47 @@ def _take_matrix(parameters: Parameters, name: str, num_in: int, num_out: int) -
         if not is_awq and order_name in parameters
         else None,
         config.bits,
-        is_awq,
+        "awq" if is_awq else "gptq",
         config.stores_zero_minus_one,
+        config.reorders_columns,
+    )
+
+
+def _take_rows(parameters: Parameters, name: str, num_in: int, num_out: int) -> GptqAwqMatrix:
+    """As compressed-tensors packs them; the tensors' shapes tell the bits and the groups of each matrix."""
+    config = parameters.quantization
+    full_name = parameters.full_name(name)
+    if config is None or config.method != "compressed-tensors":
+        raise ModelError(
+            f"tensor {full_name}.weight_packed is there, but config.json does not say that the model is of "
+            "compressed-tensors",
+            hint="Do the config.json and the weights belong to the same model?",
+        )
+    stored, scales = (parameters.peek(f"{name}.{kind}").shape for kind in ("weight_packed", "weight_scale"))
+    bits = next((bits for bits in (4, 8) if stored == (num_out, num_in * bits // 32)), None)
+    groups = scales[1] if len(scales) == 2 else 0
+    if bits is None or num_in * bits % 32:
+        raise ModelError(
+            f"tensor {full_name}.weight_packed has shape {stored}, which is not ({num_out}, {num_in}) of 4 or 8 bits"
+        )
+    if groups < 1 or num_in % groups:
+        raise ModelError(
+            f"tensor {full_name}.weight_scale has shape {scales}, which does not fit ({num_out}, {num_in})"
+        )
+    zeros, order, size = (f"{name}.weight_{kind}" for kind in ("zero_point", "g_idx", "shape"))
+    if size in parameters:
+        parameters.take_as(size, (2,), DType.I64, DType.I32)
+    needs_zeros = zeros in parameters or not config.symmetric
+    packed_zeros = (-(-num_out * bits // 32), groups)
+    return GptqAwqMatrix(
+        full_name,
+        parameters.take_as(f"{name}.weight_packed", stored, DType.I32),
+        parameters.take_as(zeros, packed_zeros, DType.I32) if needs_zeros else None,
+        parameters.take_as(f"{name}.weight_scale", (num_out, groups), DType.F16, DType.BF16, DType.F32),
+        parameters.take_as(order, (num_in,), DType.I32) if order in parameters else None,
+        bits,
+        "rows",
+        False,
         config.reorders_columns,
     )
 

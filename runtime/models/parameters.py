@@ -41,7 +41,7 @@ class Parameters:
         unless it has this shape and one of these dtypes.
         """
         tensor = self._take(name, shape)
-        if tensor.dtype in (DType.I8, DType.U8):
+        if tensor.dtype in (DType.I8, DType.U8, DType.F8_E4M3):
             raise ModelError(
                 f"tensor {self._prefix}{name} is quantised, but there is no {self._prefix}{name}_scale",
                 hint="Pack the original model again, with --quantize.",

@@ -4,7 +4,8 @@ A loader that puts q, k and v (or gate and up) next to each other makes the stac
 arrived: nothing is copied, and nothing can be, since the content may not be there yet.
 
 Which tensors there are decides what a projection is made of (`FORMATS`): with `X.weight_scale` its weights are
-integers, with `X.qweight` those of GPTQ or AWQ (docs/quantize.md); three dimensions are blocks of a GGUF file.
+integers or fp8, with `X.qweight` those of GPTQ or AWQ, with `X.weight_packed` those of compressed-tensors
+(docs/quantize.md); three dimensions are blocks of a GGUF file.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from msgspec import Struct
 
 from ...loader.format.nibbles import RUN
 from ..errors import ModelError
-from ..tensors import DType
+from ..tensors import DType, Tensor
 from .matrices import (
     MXFP4_GROUP,
     BlockMatrix,
     DenseMatrix,
     EmbeddingTable,
+    Float8Matrix,
     IntegerMatrix,
     Matrix,
     Mxfp4Matrix,
@@ -32,6 +34,7 @@ from .matrices import (
 from .parameters import Parameters
 
 _SCALE_DTYPES = (DType.BF16, DType.F16, DType.F32)
+_FLOAT8_SCALES = ("scale_inv", "scale")  # both are multiplied with, whatever the first is called
 
 
 class StoredFormat(NamedTuple):
@@ -75,9 +78,12 @@ def take_stacked(
     parameters: Parameters, names_and_sizes: Sequence[tuple[str, int]], num_in: int, *, bias: bool
 ) -> Projection:
     """One projection to all the (name, num_out), in this order. Raises `ModelError` for what does not fit."""
-    is_foreign = [f"{name}.qweight" in parameters for name, _ in names_and_sizes]
+    is_foreign = [
+        any(f"{name}.{kind}" in parameters for kind in ("qweight", "weight_packed"))
+        for name, _ in names_and_sizes
+    ]
     if all(is_foreign):
-        from .gptq_awq import take_gptq_awq  # few models are of GPTQ or AWQ
+        from .gptq_awq import take_gptq_awq  # few models have such matrices
 
         return take_gptq_awq(parameters, names_and_sizes, num_in, bias=bias)
     if any(is_foreign):
@@ -135,6 +141,42 @@ def _take_blocks(parameters: Parameters, name: str, num_in: int, num_out: int, b
     return BlockMatrix(weight, block, parameters.take(f"{name}.bias", num_out) if bias else None)
 
 
+def _is_float8(parameters: Parameters, name: str) -> bool:
+    weight = f"{name}.weight"
+    is_stored = weight in parameters and parameters.peek(weight).dtype is DType.F8_E4M3
+    return is_stored and any(f"{weight}_{kind}" in parameters for kind in _FLOAT8_SCALES)
+
+
+def _take_float8(parameters: Parameters, name: str, num_in: int, num_out: int, bias: bool) -> Float8Matrix:
+    kind = next(kind for kind in _FLOAT8_SCALES if f"{name}.weight_{kind}" in parameters)
+    scale_name = f"{name}.weight_{kind}"
+    shape = parameters.peek(scale_name).shape
+    sides = (*shape, 1)[:2] if len(shape) == 1 else shape or (1, 1)
+    block = _float8_block(parameters, sides, num_in, num_out)
+    if block is None:
+        raise ModelError(
+            f"tensor {parameters.full_name(scale_name)} has shape {shape}, which does not fit weights of "
+            f"({num_out}, {num_in}) in blocks of {getattr(parameters.quantization, 'block', None)}"
+        )
+    weight = parameters.take_as(f"{name}.weight", (num_out, num_in), DType.F8_E4M3)
+    stored = parameters.take_as(scale_name, shape, *_SCALE_DTYPES)
+    scale = Tensor(stored.dtype, stored.array.reshape(sides), stored.device)
+    return Float8Matrix(weight, scale, block, parameters.take(f"{name}.bias", num_out) if bias else None)
+
+
+def _float8_block(
+    parameters: Parameters, sides: tuple[int, ...], num_in: int, num_out: int
+) -> tuple[int, int] | None:
+    """The rows and columns that share one of (rows, columns) scales; None where they fit nothing."""
+    block = parameters.quantization.block if parameters.quantization is not None else None
+    if block is not None and sides == (-(-num_out // block[0]), -(-num_in // block[1])):
+        return block
+    if sides == (1, 1):
+        return num_out, num_in
+    is_in_groups = len(sides) == 2 and sides[0] == num_out and sides[1] > 0 and num_in % sides[1] == 0
+    return (1, num_in // sides[1]) if is_in_groups else None
+
+
 def _has_scales(parameters: Parameters, name: str) -> bool:
     return f"{name}.weight_scale" in parameters
 
@@ -189,6 +231,7 @@ def _joined_or_all(run: Sequence[Matrix]) -> Sequence[Matrix]:
 
 FORMATS: tuple[StoredFormat, ...] = (
     StoredFormat(_is_blocks, _take_blocks),
+    StoredFormat(_is_float8, _take_float8),
     StoredFormat(_is_mxfp4, _take_mxfp4),
     StoredFormat(_has_scales, _take_integers),
     StoredFormat(lambda parameters, name: True, _take_dense),

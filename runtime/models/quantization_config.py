@@ -5,46 +5,61 @@ Shapes are those of the tensors, which determine the rest. Unsupported settings 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from msgspec import Struct
 
-from ..errors import ModelError
 from .fields import Fields
 
-METHODS = ("teneral", "gptq", "awq", "mxfp4")
 COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 
 _HINT = (
     "Pack the original model with `teneral pack --quantize int8` or `int4`, or take its GPTQ or AWQ weights."
 )
 _MAX_GROUP = 1 << 20
+_MAX_CONFIG_GROUPS = 1_024
+
+# Fields that say which matrices are quantised, which the tensors show, and how the checkpoint was made.
+_FP8_FIELDS = {
+    "quant_method", "fmt", "activation_scheme", "weight_block_size", "modules_to_not_convert", "ignored_layers",
+    "scale_fmt", "expert_dtype", "dequantize", "kv_cache_scheme", "is_checkpoint_fp8_serialized",
+}  # fmt: skip
+_COMPRESSED_FIELDS = {
+    "quant_method", "format", "config_groups", "ignore", "kv_cache_scheme", "quantization_status",
+    "global_compression_ratio", "sparsity_config", "transform_config", "version", "run_compressed", "dequantize",
+}  # fmt: skip
+_GROUP_FIELDS = {"targets", "weights", "input_activations", "output_activations", "format"}
+_WEIGHTS_FIELDS = {
+    "num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic", "actorder", "observer",
+    "observer_kwargs", "zp_dtype", "scale_dtype",
+}  # fmt: skip
+_COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 
 
 class QuantizationConfig(Struct, frozen=True):
     """`group_size` None is one group a row."""
 
-    method: str  # one of METHODS
+    method: str  # one of _READERS
     bits: int  # of most matrices; with "teneral" some have 8 whatever this says
     group_size: int | None
     symmetric: bool  # no zeros of their own are needed
     stores_zero_minus_one: bool = False  # GPTQ's first format
     reorders_columns: bool = False  # GPTQ's `desc_act`: columns are in groups by their order of activation
+    block: tuple[int, int] | None = None  # rows and columns of fp8 that share a scale, where they are blocks
+    rounds_inputs: bool = False  # asks for inputs in 8 bits, too; they are used as they are
 
     @classmethod
     def from_fields(cls, config: Fields) -> QuantizationConfig | None:
         """None of a model that is not quantised. Raises `ModelError` for methods and formats not supported."""
-        if "compression_config" in config:
-            raise ModelError(
-                "config.json has a compression_config: checkpoints of compressed-tensors are not supported",
-                hint=_HINT,
-            )
-        if "quantization_config" not in config:
+        keys = ("quantization_config", "compression_config")  # older tools write the second one
+        key = next((key for key in keys if key in config), None)
+        if key is None:
             return None
-        fields = Fields(config.get("quantization_config"), where="quantization_config.")
+        fields = Fields(config.get(key), where=f"{key}.")
         method = fields.text("quant_method")
-        if method not in METHODS:
+        if method not in _READERS:
             raise fields.wrong("quant_method", "which is not supported", hint=_HINT)
-        read = {"teneral": _read_teneral, "gptq": _read_gptq, "awq": _read_awq, "mxfp4": _read_mxfp4}[method]
-        return read(fields)
+        return _READERS[method](fields)
 
 
 def compute_dtype(config: Fields) -> str:
@@ -90,6 +105,96 @@ def _read_mxfp4(fields: Fields) -> QuantizationConfig:
     return QuantizationConfig("mxfp4", 4, 32, symmetric=True)
 
 
+def _read_fp8(fields: Fields) -> QuantizationConfig:
+    fields.refuse_others(_FP8_FIELDS, hint=_HINT)
+    fields.choice("fmt", ("e4m3", "float8_e4m3fn"), default="e4m3")
+    fields.choice("expert_dtype", ("fp8",), default="fp8")
+    scheme = fields.choice("activation_scheme", ("dynamic", "static"), default="dynamic")
+    return QuantizationConfig(
+        "fp8",
+        8,
+        None,
+        symmetric=True,
+        block=_block(fields, "weight_block_size"),
+        rounds_inputs=bool(scheme),
+    )
+
+
+def _read_compressed(fields: Fields) -> QuantizationConfig:
+    fields.refuse_others(_COMPRESSED_FIELDS, hint=_HINT)
+    form = fields.choice("format", (*_COMPRESSED_FORMATS, "mixed-precision"))
+    for key in ("sparsity_config", "transform_config"):
+        if fields.get(key) and fields.get(key) != {"format": "dense"}:
+            raise fields.wrong(key, "which is not supported", hint=_HINT)
+    groups = fields.get("config_groups")
+    if not isinstance(groups, Mapping) or not 0 < len(groups) <= _MAX_CONFIG_GROUPS:
+        raise fields.wrong("config_groups", f"but must be an object of 1 to {_MAX_CONFIG_GROUPS} groups")
+    read = [_read_group(group, form, where=f"config_groups.{name:.80}.") for name, group in groups.items()]
+    blocks = {group.block for group in read if group.block is not None}
+    if len(blocks) > 1:
+        raise fields.wrong("config_groups", "with blocks of several sizes", hint=_HINT)
+    return QuantizationConfig(
+        "compressed-tensors",
+        min(group.bits for group in read),
+        None,
+        symmetric=any(group.symmetric for group in read),
+        reorders_columns=any(group.reorders_columns for group in read),
+        block=next(iter(blocks), None),
+        rounds_inputs=any(group.rounds_inputs for group in read),
+    )
+
+
+def _read_group(group: object, form: str, *, where: str) -> QuantizationConfig:
+    """One scheme of compressed-tensors. `form` is that of the whole checkpoint."""
+    where = f"quantization_config.{where}"
+    fields = Fields(group, where=where)
+    fields.refuse_others(_GROUP_FIELDS, hint=_HINT)
+    form = fields.choice("format", _COMPRESSED_FORMATS, default=form)
+    weights = Fields(fields.get("weights"), where=f"{where}weights.")
+    weights.refuse_others(_WEIGHTS_FIELDS, hint=_HINT)
+    is_float = weights.choice("type", ("int", "float"), default="int") == "float"
+    bits = weights.integer("num_bits", low=1, high=32, default=8)
+    if bits not in ((8,) if is_float or form != "pack-quantized" else (4, 8)):
+        raise weights.wrong("num_bits", f"which is not supported with {form}", hint=_HINT)
+    if is_float and form in ("pack-quantized", "int-quantized"):
+        raise weights.wrong("type", f"which is not supported with {form}", hint=_HINT)
+    symmetric = weights.boolean("symmetric", default=True)
+    if not symmetric and form != "pack-quantized":
+        raise weights.wrong("symmetric", f"which is not supported with {form}", hint=_HINT)
+    if weights.boolean("dynamic", default=False):
+        raise weights.wrong("dynamic", "which is not supported of weights", hint=_HINT)
+    weights.choice("strategy", ("tensor", "channel", "group", "block"), default="tensor")
+    order = weights.get("actorder")
+    if order not in (None, True, False, "group", "weight", "static", "dynamic"):
+        raise weights.wrong("actorder", "which is not supported", hint=_HINT)
+    return QuantizationConfig(
+        "compressed-tensors",
+        bits,
+        None,
+        symmetric=symmetric,
+        reorders_columns=order in (True, "group", "dynamic"),
+        block=_block(weights, "block_structure"),
+        rounds_inputs="input_activations" in fields,
+    )
+
+
+def _block(fields: Fields, key: str) -> tuple[int, int] | None:
+    """Rows and columns of a block; older tools write "128x128"."""
+    value = fields.get(key)
+    if value is None:
+        return None
+    sides = value.split("x") if isinstance(value, str) else value
+    if not isinstance(sides, list) or len(sides) != 2:
+        raise fields.wrong(key, "but must be a number of rows and one of columns")
+    try:
+        rows, columns = (int(side) for side in sides)
+    except (TypeError, ValueError):
+        rows = columns = 0
+    if not (0 < rows <= _MAX_GROUP and 0 < columns <= _MAX_GROUP):
+        raise fields.wrong(key, f"but must be two whole numbers from 1 to {_MAX_GROUP}")
+    return rows, columns
+
+
 def _bits(fields: Fields, *allowed: int) -> int:
     key = "bits" if "bits" in fields else "w_bit"
     bits = fields.integer(key, low=1, high=32)
@@ -104,3 +209,13 @@ def _group_size(fields: Fields) -> int | None:
     if size == 0:
         raise fields.wrong(key, "but must be a number of columns, or -1 for all of them")
     return None if size == -1 else size
+
+
+_READERS: dict[str, Callable[[Fields], QuantizationConfig]] = {
+    "teneral": _read_teneral,
+    "gptq": _read_gptq,
+    "awq": _read_awq,
+    "mxfp4": _read_mxfp4,
+    "fp8": _read_fp8,
+    "compressed-tensors": _read_compressed,
+}

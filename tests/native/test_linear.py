@@ -216,6 +216,16 @@ def test_four_bits_may_have_scales_in_fp32(isa: str) -> None:
 
 
 @each_isa
+def test_rows_of_fp8_that_begin_within_a_block_have_its_scales(isa: str) -> None:
+    """Strips of a head are multiplied as they arrive."""
+    case = make_fp8(np.random.default_rng(5), (100, 160), (32, 128), None)
+    x = floats(np.random.default_rng(6), (3, 160))
+    whole = product(isa, x, case.weight)
+    for first, end in ((0, 7), (7, 64), (64, 100)):
+        assert np.array_equal(product(isa, x, case.weight.rows(first, end)), whole[:, first:end])
+
+
+@each_isa
 @pytest.mark.parametrize("num_rows", [1, 20])
 @pytest.mark.parametrize("in_bf16", [True, False])
 def test_every_number_of_8_bits_is_exact_and_two_are_nan(isa: str, num_rows: int, in_bf16: bool) -> None:

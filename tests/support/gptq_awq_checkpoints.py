@@ -1,4 +1,4 @@
-"""Whole checkpoints of GPTQ and AWQ, of any family, with random integers, and the weights that they mean."""
+"""Whole checkpoints of GPTQ, AWQ, fp8 and compressed-tensors, of any family, with random numbers, and their meaning."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import torch
-from tests.support.quantized import ForeignMatrix
+from tests.support.quantized import stored_matrix
 from tests.support.tiny_models import config_json, tensors_of
 
 _PROJECTION = re.compile(r"(_proj|\.w[123])\.weight$")
@@ -20,14 +20,14 @@ def is_projection(name: str) -> bool:
 def foreign_checkpoint(
     model: Any, note: dict[str, Any], *, act_order: bool = False
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """A transformers model with its projections as GPTQ or AWQ stores them: config.json, the checkpoint's tensors in
+    """A transformers model with its projections as a tool stores them: config.json, the checkpoint's tensors in
     fp32, and the weights that these mean.
     """
     config = {**config_json(model), "quantization_config": note, "torch_dtype": "float16"}
     checkpoint, floats = {}, {}
     for seed, (name, tensor) in enumerate(tensors_of(model).items()):
         if is_projection(name):
-            matrix = ForeignMatrix(*tensor.shape, note, seed=seed, act_order=act_order)
+            matrix = stored_matrix(*tensor.shape, note, seed=seed, act_order=act_order)
             checkpoint |= matrix.tensors(name.removesuffix(".weight"))
             floats[name] = matrix.weight()
         else:

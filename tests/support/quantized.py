@@ -13,6 +13,33 @@ import torch
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 32]}
+
+
+def compressed(form: str, *, activations: bool = False, **weights: Any) -> dict[str, Any]:
+    """The quantization_config of compressed-tensors with one scheme, as llm-compressor writes it."""
+    scheme = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "group_size": None}
+    scheme |= {"dynamic": False, "actorder": None, "observer": "minmax", "observer_kwargs": {}, **weights}
+    inputs = {"num_bits": 8, "type": scheme["type"], "dynamic": True, "strategy": "token"}
+    group = {"targets": ["Linear"], "weights": scheme, "input_activations": inputs if activations else None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": {**group, "output_activations": None}},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "sparsity_config": {},
+        "transform_config": {},
+        "version": "0.12.2",
+    }
+
+
+PACKED_INT4 = compressed("pack-quantized", num_bits=4, strategy="group", group_size=32, symmetric=False)
+INT8_ROWS = compressed("int-quantized", activations=True)
+FP8_ROWS = compressed("float-quantized", activations=True, type="float")
+
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight neighbours a nibble holds, from the lowest on
 
 
@@ -121,6 +148,92 @@ class ForeignMatrix:
 
     def weight(self) -> torch.Tensor:
         return dense(self.levels, self.zeros, self.scales, self.order)
+
+
+class CompressedMatrix:
+    """A matrix of compressed-tensors in 4 or 8 bits, packed or not, with random signed integers (N, K)."""
+
+    def __init__(
+        self, rows: int, columns: int, note: dict[str, Any], *, seed: int = 0, act_order: bool = False
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        (group,) = note["config_groups"].values()
+        scheme = group["weights"]
+        self.bits, self.is_packed = scheme["num_bits"], note["format"] == "pack-quantized"
+        half = 1 << (self.bits - 1)
+        size = scheme["group_size"] or columns
+        shape = (rows, columns // size)
+        self.levels = rng.integers(-half, half, (rows, columns))
+        self.zeros = None if scheme["symmetric"] else rng.integers(-half, half, shape)
+        self.scales = torch.from_numpy(rng.uniform(0.5, 1.5, shape) / 4 / half).to(torch.bfloat16)
+        self.order = np.arange(columns) // size
+        self.act_order = act_order
+        if act_order:
+            np.random.default_rng(123).shuffle(self.order)
+
+    def tensors(self, name: str) -> dict[str, torch.Tensor]:
+        scale = {f"{name}.weight_scale": self.scales}
+        if not self.is_packed:
+            return {f"{name}.weight": torch.from_numpy(self.levels.astype(np.int8)), **scale}
+        half = 1 << (self.bits - 1)
+        found = {
+            f"{name}.weight_packed": torch.from_numpy(pack_words(self.levels + half, self.bits)),
+            f"{name}.weight_shape": torch.tensor(self.levels.shape),
+            **scale,
+        }
+        if self.zeros is not None:
+            packed = pack_words(np.ascontiguousarray((self.zeros + half).T), self.bits)
+            found[f"{name}.weight_zero_point"] = torch.from_numpy(np.ascontiguousarray(packed.T))
+        if self.act_order:
+            found[f"{name}.weight_g_idx"] = torch.from_numpy(self.order.astype(np.int32))
+        return found
+
+    def weight(self) -> torch.Tensor:
+        zeros = np.zeros(self.scales.shape) if self.zeros is None else self.zeros
+        grouped = (self.levels - zeros[:, self.order]) * self.scales.double().numpy()[:, self.order]
+        return torch.from_numpy(grouped).float()
+
+
+class Float8Matrix:
+    """A matrix of fp8 with random numbers (N, K) of all sizes, and scales of blocks, of rows, or one."""
+
+    def __init__(self, rows: int, columns: int, note: dict[str, Any], *, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        codes = rng.integers(0, 256, (rows, columns), dtype=np.uint8)
+        codes[codes % 128 == 127] = 0  # NaN
+        self.numbers = torch.from_numpy(codes).view(torch.float8_e4m3fn)
+        self.is_inverse = note["quant_method"] == "fp8" and note.get("weight_block_size") is not None
+        if self.is_inverse:
+            self.block = tuple(note["weight_block_size"])
+        else:
+            has_rows = note["quant_method"] == "compressed-tensors"
+            self.block = (1, columns) if has_rows else (rows, columns)
+        shape = (-(-rows // self.block[0]), -(-columns // self.block[1]))
+        self.scales = torch.from_numpy(rng.uniform(0.5, 1.5, shape).astype(np.float32) / 1000)
+
+    def tensors(self, name: str) -> dict[str, torch.Tensor]:
+        scales = self.scales[0, 0] if self.block == tuple(self.numbers.shape) else self.scales
+        scale_name = f"{name}.weight_scale" + "_inv" * self.is_inverse
+        return {
+            f"{name}.weight": self.numbers,
+            scale_name: scales.clone(),
+            f"{name}.input_scale": torch.ones(1),
+        }
+
+    def weight(self) -> torch.Tensor:
+        rows, columns = self.numbers.shape
+        spread = self.scales.repeat_interleave(self.block[0], 0)[:rows]
+        return self.numbers.float() * spread.repeat_interleave(self.block[1], 1)[:, :columns]
+
+
+def stored_matrix(
+    rows: int, columns: int, note: dict[str, Any], *, seed: int = 0, act_order: bool = False
+) -> ForeignMatrix | CompressedMatrix | Float8Matrix:
+    """A random matrix as the tool of this quantization_config stores it."""
+    if note["quant_method"] == "fp8" or note.get("format") == "float-quantized":
+        return Float8Matrix(rows, columns, note, seed=seed)
+    kind = CompressedMatrix if note["quant_method"] == "compressed-tensors" else ForeignMatrix
+    return kind(rows, columns, note, seed=seed, act_order=act_order)
 
 
 def meant(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

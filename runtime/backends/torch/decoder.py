@@ -18,7 +18,7 @@ from ...models.spec import Activation, DecoderSpec
 from ...step.batch import Int64s, SequenceSpan, StepBatch
 from ...tensors import Tensor
 from .attention import SpanPlan, paged_attention, plan_attention
-from .blocks import block_rows
+from .expanded import block_rows
 from .layers import (
     HeadNorm,
     Linear,

@@ -26,6 +26,7 @@ from ...models.decoder_config import ClampedSwiglu, Norm
 from ...models.matrices import (
     BlockMatrix,
     DenseMatrix,
+    Float8Matrix,
     IntegerMatrix,
     Matrix,
     Mxfp4Matrix,
@@ -35,14 +36,12 @@ from ...models.matrices import (
 from ...models.rotary import Rotary
 from ...models.spec import Activation
 from ...tensors import Tensor
-from .blocks import BlockLinear
+from .expanded import BlockLinear, Float8Linear, Mxfp4Linear
 from .tensors import to_torch
 
-_SCRATCH_ELEMENTS = 1 << 20  # weights dequantised at a time
 _DEVICE_SCRATCH_ELEMENTS = 1 << 24  # on a device, where each stretch costs some launches
 # The 4-bit level of the number 0, without zero points.
 _MIDDLE_4 = 8
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _ALIGNMENT = 64  # bytes
 # Up to this many rows of input, a product without dequantised weights is faster.
 _MAX_PACKED_ROWS = 16
@@ -101,7 +100,7 @@ class QuantizedLinear:
         # anyway.
         own = x.float() if x.dtype == torch.float16 and x.device.type == "cpu" else x
         out = x.new_empty(x.shape[0], self.num_out)
-        scratch = _SCRATCH_ELEMENTS if x.device.type == "cpu" else _DEVICE_SCRATCH_ELEMENTS
+        scratch = SCRATCH_ELEMENTS if x.device.type == "cpu" else _DEVICE_SCRATCH_ELEMENTS
         step = max(1, scratch // self.num_in)
         for begin in range(0, self.num_out, step):
             end = min(begin + step, self.num_out)
@@ -133,40 +132,6 @@ class QuantizedLinear:
             and x.is_contiguous()
             and x.data_ptr() % _ALIGNMENT == 0
         )
-
-
-class Mxfp4Linear:
-    """x @ w.T + bias, where w (N, K) is in MXFP4 (`Mxfp4Matrix`): `weight` (N, K / 2) and `scale` (N, K / 32) uint8."""
-
-    __slots__ = ("_values", "bias", "num_in", "num_out", "scale", "weight")
-
-    def __init__(self, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.weight = weight
-        self.scale = scale
-        self.bias = bias
-        self.num_out = weight.shape[0]
-        self.num_in = weight.shape[1] * 2
-        self._values = torch.tensor(_E2M1, dtype=torch.float32, device=weight.device)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """(T, K) bf16, fp16 or fp32 → (T, N) of the same dtype; the weights' numbers are exact in bf16 and fp32."""
-        own = x.float() if x.dtype == torch.float16 else x
-        out = own.new_empty(len(x), self.num_out)
-        step = max(1, _SCRATCH_ELEMENTS // self.num_in)
-        for begin in range(0, self.num_out, step):
-            end = min(begin + step, self.num_out)
-            out[:, begin:end] = F.linear(own, self.rows(begin, end).to(own.dtype))
-        return (out if self.bias is None else out.add_(self.bias.to(out.dtype))).to(x.dtype)
-
-    def rows(self, begin: int, end: int) -> torch.Tensor:
-        """Rows [begin, end) of w, (rows, K) fp32."""
-        packed, scale = self.weight[begin:end], self.scale[begin:end]
-        levels = torch.stack([packed & 15, packed >> 4], dim=2).to(torch.int32)
-        values = self._values[levels.view(*scale.shape, -1)]
-        bits = scale.to(torch.int32) << 23  # 2 ** (scale - 127), the smallest of which is no normal number
-        bits = bits.masked_fill_(scale == 0, 0x400000).masked_fill_(scale == 255, 0x7FC00000)
-        powers = bits.view(torch.float32)
-        return (values * powers.unsqueeze(-1)).view(len(packed), -1)
 
 
 def dequantize(weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None) -> torch.Tensor:
@@ -451,6 +416,12 @@ def _of_mxfp4(matrix: Mxfp4Matrix, device: torch.device) -> Product:
     return Mxfp4Linear(to_torch(matrix.weight), to_torch(matrix.scale), _there(matrix.bias, device))
 
 
+def _of_float8(matrix: Float8Matrix, device: torch.device) -> Product:
+    return Float8Linear(
+        to_torch(matrix.weight), to_torch(matrix.scale), matrix.block, _there(matrix.bias, device)
+    )
+
+
 def _of_integers(matrix: IntegerMatrix, device: torch.device) -> Product:
     columns = None if matrix.columns is None else torch.from_numpy(matrix.columns).to(device)
     return QuantizedLinear(
@@ -478,6 +449,7 @@ def _of_blocks(matrix: BlockMatrix, device: torch.device) -> Product:
 PRODUCTS: dict[type[Any], Callable[[Any, torch.device], Product]] = {
     BlockMatrix: _of_blocks,
     DenseMatrix: _of_dense,
+    Float8Matrix: _of_float8,
     IntegerMatrix: _of_integers,
     Mxfp4Matrix: _of_mxfp4,
 }

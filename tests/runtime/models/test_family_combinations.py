@@ -21,7 +21,7 @@ from tests.support.decoding import Stepper, oracle_greedy, oracle_logits, prompt
 from tests.support.gptq_awq_checkpoints import foreign_checkpoint, is_projection
 from tests.support.models import DictWeights, build_model
 from tests.support.native_decoder import NativeStepper, new_pool
-from tests.support.quantized import AWQ, GPTQ, meant
+from tests.support.quantized import AWQ, FP8, FP8_ROWS, GPTQ, INT8_ROWS, PACKED_INT4, meant
 from tests.support.tiny_models import DECODERS, config_json, tensors_of, tiny_model, with_tensors
 
 from teneral.loader.errors import TeneralError
@@ -97,6 +97,11 @@ WAYS: dict[str, Callable[[str, Path], Checkpoint]] = {
     "gptq act-order": foreign({**GPTQ, "desc_act": True}, act_order=True),
     "gptq 8 bits": foreign({**GPTQ, "bits": 8, "sym": True}),
     "awq": foreign(AWQ),
+    "fp8 blocks": foreign(FP8),
+    "fp8 matrices": foreign({"quant_method": "fp8", "activation_scheme": "static"}),
+    "fp8 rows": foreign(FP8_ROWS),
+    "compressed int4": foreign(PACKED_INT4),
+    "compressed int8": foreign(INT8_ROWS),
     "int8": packed(quantize=QuantizeOptions(8)),
     "int4": packed(quantize=QuantizeOptions(4)),
     "int4 asymmetric": packed(quantize=QuantizeOptions(4, 32, asymmetric=True)),

@@ -205,7 +205,7 @@ def test_integers_of_gptq_without_a_word_in_the_config_are_refused():
     ("note", "message"),
     [
         ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
-        ({"quant_method": "fp8"}, "fp8"),
+        ({"quant_method": "modelopt"}, "modelopt"),
         ({"bits": 4}, "no quantization_config.quant_method"),
         ({**GPTQ, "bits": 3}, "bits is 3"),
         ({**GPTQ, "group_size": 0}, "group_size is 0"),
@@ -222,12 +222,6 @@ def test_integers_of_gptq_without_a_word_in_the_config_are_refused():
 def test_methods_and_formats_that_are_not_supported_are_refused_by_name(note, message):
     with pytest.raises(ModelError, match=message):
         QuantizationConfig.from_fields(Fields({"quantization_config": note}))
-
-
-def test_a_compressed_tensors_config_is_refused_by_name():
-    with pytest.raises(ModelError, match="compressed-tensors") as caught:
-        QuantizationConfig.from_fields(Fields({"compression_config": {}}))
-    assert "--quantize" in caught.value.hint
 
 
 # -- whole models

@@ -15,10 +15,11 @@ from itertools import groupby
 from typing import NamedTuple
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ...loader.format.nibbles import RUN
 from ..errors import ModelError
-from ..tensors import DType, Tensor
+from ..tensors import DType
 from .matrices import (
     MXFP4_GROUP,
     BlockMatrix,
@@ -160,7 +161,7 @@ def _take_float8(parameters: Parameters, name: str, num_in: int, num_out: int, b
         )
     weight = parameters.take_as(f"{name}.weight", (num_out, num_in), DType.F8_E4M3)
     stored = parameters.take_as(scale_name, shape, *_SCALE_DTYPES)
-    scale = Tensor(stored.dtype, stored.array.reshape(sides), stored.device)
+    scale = replace(stored, array=stored.array.reshape(sides))
     return Float8Matrix(weight, scale, block, parameters.take(f"{name}.bias", num_out) if bias else None)
 
 

@@ -28,6 +28,10 @@ class Array(Struct, frozen=True):
     def end(self) -> int:
         return self.address + self.size_bytes
 
+    def reshape(self, shape: tuple[int, ...]) -> Array:
+        """The same numbers, as many, in another shape."""
+        return Array(self.address, shape, self.dtype)
+
     def row(self, number: int) -> int:
         """The address of a row, an index of the first dimension."""
         return self.address + number * math.prod(self.shape[1:]) * self.dtype.size_bytes

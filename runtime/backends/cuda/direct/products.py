@@ -10,7 +10,7 @@ import math
 from enum import IntEnum
 
 from .....loader.device.driver.base import KernelLaunch
-from ....models.matrices import DenseMatrix, IntegerMatrix, Matrix
+from ....models.matrices import DenseMatrix, Float8Matrix, IntegerMatrix, Matrix
 from ....tensors import DType
 from .arguments import Product
 from .memory import Array
@@ -54,6 +54,10 @@ def format_of(matrix: Matrix, dtype: DType) -> str | None:
     if type(matrix) is DenseMatrix:
         is_taken = matrix.weight.dtype is dtype and matrix.num_in % _CHUNK == 0
         return "float" if is_taken else None
+    if type(matrix) is Float8Matrix:
+        columns = min(matrix.block[1], matrix.num_in)
+        is_whole = matrix.num_in % columns == 0 and columns % _CHUNK == 0
+        return "fp8" if is_whole and matrix.scale.dtype in WEIGHT_KINDS else None
     if type(matrix) is not IntegerMatrix or matrix.columns is not None:
         return None
     unit = _RUN if matrix.bits == 4 else _CHUNK
@@ -91,9 +95,11 @@ def product_launch(
     assert name is not None
     assert out.dtype is (DType.F32 if mode is Mode.STORE_WIDE else kernels.dtype)
     scale = zero = None
-    group_size = matrix.num_in
+    group_size, scale_rows = matrix.num_in, 1
     if isinstance(matrix, IntegerMatrix):
         scale, zero, group_size = matrix.scale, matrix.zero, matrix.group_size
+    elif isinstance(matrix, Float8Matrix):
+        scale, group_size, scale_rows = matrix.scale, min(matrix.block[1], matrix.num_in), matrix.block[0]
     bias = matrix.bias
     arguments = Product(
         weight=matrix.weight.array.address,
@@ -108,7 +114,7 @@ def product_launch(
         num_in=matrix.num_in,
         length=stretch_length(matrix.num_in, group_size=group_size, unit=_RUN if name == "int4" else _CHUNK),
         group=group_size,
-        scale_rows=1,
+        scale_rows=scale_rows,
         out_stride=out.shape[1],
         scale_kind=WEIGHT_KINDS[scale.dtype] if scale is not None else 0,
         bias_kind=WEIGHT_KINDS[bias.dtype] if bias is not None else 0,

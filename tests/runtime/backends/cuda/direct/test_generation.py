@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ from tests.support.decoding import Stepper
 from tests.support.direct_engine import DirectModel, DirectRig, assert_greedy, greedy, prompts_of
 from tests.support.direct_kernels import cuda, needs_double, needs_kernels
 from tests.support.direct_program import tensors_of
+from tests.support.gptq_awq_checkpoints import foreign_checkpoint
 from tests.support.load import patience_s
+from tests.support.models import arrays_of
 from tests.support.native_decoder import with_parameters_in
+from tests.support.quantized import FP8, FP8_ROWS
 from tests.support.tiny_models import save_tiny, tiny_model
 
 from teneral import cli
@@ -23,6 +27,7 @@ from teneral.runtime.backends.choose import BackendChoice
 from teneral.runtime.errors import CapacityError, DeviceLostError
 from teneral.runtime.models.build import build_model
 from teneral.runtime.models.decoder import Decoder
+from teneral.runtime.models.matrices import Float8Matrix
 from teneral.runtime.step.requests import SamplingParams
 from teneral.runtime.tensors import DType
 from teneral.runtime.weights import DictWeights
@@ -64,6 +69,22 @@ def test_quantised_models_say_what_the_cpu_says(flags: tuple[str, ...], tmp_path
     config, tensors = json.loads((plain / "config.json").read_text()), tensors_of(plain / "model.safetensors")
     assert tensors["model.embed_tokens.weight"].dtype is DType.I8
     model, prompt = DirectModel(config, tensors), prompts_of(1, seed=8)[0]
+    with DirectRig(model) as rig:
+        (found,) = rig.say([prompt], 6)
+    model.close()
+    on_cpu = build_model(config, DictWeights(tensors), BackendChoice(threads=1).model_backends())
+    assert isinstance(on_cpu, Decoder)
+    assert found == tuple(Stepper(on_cpu).greedy({"a": list(prompt)}, 6)["a"])
+
+
+@pytest.mark.parametrize("note", [FP8, FP8_ROWS, {"quant_method": "fp8", "activation_scheme": "static"}])
+def test_checkpoints_of_fp8_say_what_the_cpu_says(note: dict[str, Any]) -> None:
+    oracle = tiny_model("llama", intermediate_size=128)
+    config, checkpoint, _ = foreign_checkpoint(oracle, note)
+    halves = {n: t if t.dtype is torch.float8_e4m3fn else t.to(torch.bfloat16) for n, t in checkpoint.items()}
+    tensors, prompt = arrays_of(halves), prompts_of(1, seed=8)[0]
+    model = DirectModel(config, tensors)
+    assert isinstance(model.decoder.weights.layers[0].output.matrices()[0], Float8Matrix)
     with DirectRig(model) as rig:
         (found,) = rig.say([prompt], 6)
     model.close()

@@ -86,13 +86,13 @@ typedef struct {
 
 /* ---- tiles ---- */
 
-#if TN_BF16_DOT
 /* Ask memory for what follows a step's weights. */
 TN_INLINE void ask_ahead(const char *ahead, const quartet_t *w) {
 #pragma GCC unroll 4
     for (int j = 0; j < QUAD; j++) __builtin_prefetch(ahead + j * w->ahead_next);
 }
 
+#if TN_BF16_DOT
 /* Lanes of the products of `count` bf16 of each row with each column. */
 TN_INLINE void sum_bf16(const int rows, const bool ahead, vf sums[][QUAD], const uint16_t *x, int64_t x_stride,
                         const quartet_t *w, int begin, int end) {
@@ -100,7 +100,11 @@ TN_INLINE void sum_bf16(const int rows, const bool ahead, vf sums[][QUAD], const
     const char *next = w->ahead + begin / STEP * w->ahead_step;
     int k = begin;
     for (; k + STEP <= end; k += STEP, next += w->ahead_step) {
-        if (ahead) ask_ahead(next, w);
+        if (ahead) {
+            ask_ahead(next, w);
+            const bool in_one_run = w->ahead_next < w->ahead_step;
+            if (in_one_run) ask_ahead(next + w->ahead_step / 2, w); /* again: where many wait, some are lost */
+        }
         vb weights[QUAD];
         for (int j = 0; j < QUAD; j++) weights[j] = vb_load(column[j] + k);
         for (int i = 0; i < rows; i++) {
@@ -306,9 +310,9 @@ TN_INLINE void sum_f32(const int rows, const way_t way, vf sums[][QUAD], const f
     const bool keeps = rows == FIRST_ROWS && way != F32_IN_STRIP && way != F32_AND_F32;
     const void *column[QUAD] = {w->column[0], w->column[1], w->column[2], w->column[3]};
     float *strip = w->strip;
-    for (int k = begin; k < end; k += num * TN_LANES) {
-        for (int j = 0; j < QUAD && way != F32_IN_STRIP; j++)
-            __builtin_prefetch(column_at(way, column[j], k) + w->ahead_bytes);
+    const char *next = w->ahead + begin / step * (w->ahead_step * step / STEP);
+    for (int k = begin; k < end; k += num * TN_LANES, next += w->ahead_step * step / STEP) {
+        if (way != F32_IN_STRIP) ask_ahead(next, w);
 #pragma GCC unroll 1 /* or registers do not suffice */
         for (int place = k; place < k + num * TN_LANES; place += TN_LANES) {
             vf inputs[TILE_ROWS];
@@ -325,12 +329,13 @@ TN_INLINE void sum_f32(const int rows, const way_t way, vf sums[][QUAD], const f
 
 /* The same with U4, in runs. */
 TN_INLINE void sum_u4_f32(const int rows, const bool keeps, vf sums[][QUAD], const float *x, const quartet_t *w) {
-    for (int run = 0; run < w->count; run += RUN) {
+    const char *next = w->ahead;
+    for (int run = 0; run < w->count; run += RUN, next += w->ahead_step) {
         const int step = run / GROUP_STEP;
+        ask_ahead(next, w);
 #pragma GCC unroll 4
         for (int j = 0; j < QUAD; j++) {
             const uint8_t *column = (const uint8_t *)w->column[j] + run / 2;
-            __builtin_prefetch(column + w->ahead_bytes);
             vf weights[RUN / TN_LANES];
             vf_scale_u4(weights, column, w->scale[j] + step, w->offset[j] + step);
             for (int v = 0; v < RUN / TN_LANES; v++) {
@@ -1277,7 +1282,9 @@ static bool is_along_k(const panel_t *panel) {
     const int64_t num_blocks = (w->num_in + BLOCK - 1) / BLOCK;
     const bool is_integer = w->scale != NULL || tn_is_blocks(w->dtype);
     const int64_t quad_bytes = bytes_of(w, QUAD * w->num_in);
-    if (panel->way == BF16_FROM_MEMORY) return panel->rows <= SCALED_TILE_ROWS && quad_bytes <= LONG_QUAD_BYTES;
+    const bool is_floats = panel->way == F32_AND_BF16 || panel->way == F32_AND_F16 || panel->way == F32_AND_F32;
+    if (panel->way == BF16_FROM_MEMORY || is_floats)
+        return panel->rows <= (is_floats ? 1 : SCALED_TILE_ROWS) && quad_bytes <= LONG_QUAD_BYTES;
     if (panel->rows > FEW_ROWS || !is_integer || num_blocks == 1 || num_blocks > MAX_BLOCKS) return false;
     if (is_f32(panel->way)) return panel->rows * num_blocks <= COPIED_ROWS;
     return is_in_place(panel->way) || tn_is_blocks(w->dtype);

@@ -34,10 +34,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """A shell ignores Ctrl-C for what it runs in the background, and so would every process that a test starts. And no
     test may have ONNX Runtime send telemetry.
     """
+    config.pluginmanager.register(SkipsWithoutTorch())
     os.environ.setdefault(NO_TELEMETRY, "1")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -46,15 +47,21 @@ def pytest_configure() -> None:
 NEEDS_TORCH = ("torch", "transformers")
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, pytest.CollectReport]:
-    """A file that imports torch is skipped where there is none: `scripts/test-pythons --lean`."""
-    report = yield
-    missing = [name for name in NEEDS_TORCH if f"No module named '{name}'" in str(report.longrepr)]
-    if report.failed and missing:
-        report.outcome = "skipped"
-        report.longrepr = (str(collector.path), 0, f"needs {missing[0]}")
-    return report
+class SkipsWithoutTorch:
+    """A file or a folder that imports torch is skipped where there is none: `scripts/test-pythons --lean`. A plugin,
+    because a folder whose own conftest.py cannot be imported asks no other one.
+    """
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(
+        self, collector: pytest.Collector
+    ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+        report = yield
+        missing = [name for name in NEEDS_TORCH if f"No module named '{name}'" in str(report.longrepr)]
+        if report.failed and missing:
+            report.outcome = "skipped"
+            report.longrepr = (str(collector.path), 0, f"needs {missing[0]}")
+        return report
 
 
 LONGEST = ("test_sanitizers.py",)  # a minute and a half in one test

@@ -65,7 +65,7 @@ def is_local(url: str) -> bool:
 
 def test_a_downloaded_model_is_a_folder_and_needs_no_network(hub: HubServer, tmp_path: Path) -> None:
     repository = hub.repositories["org/tiny"]
-    for revision in ("main", "refs/pr/1", *repository.commits):
+    for revision in ("main", "refs/pr/1", *repository.refs.values()):
         assert is_local(f"hf://org/tiny@{revision}")
     source = open_source("hf://org/tiny")
     assert isinstance(source, Mappable)

@@ -27,6 +27,11 @@ edge (`teneral.cli`, `teneral.handlers`).
 
 from __future__ import annotations
 
+import errno
+
+# Of the dynamic loader's messages.
+_UNMAPPED = ("failed to map segment", "annot allocate memory", "cannot create shared object descriptor")
+
 
 class TeneralError(Exception):
     """Root of all errors raised on purpose. `hint` is one sentence that says what a user can do, or
@@ -181,3 +186,19 @@ class InsufficientMemoryError(TeneralError):
         super().__init__(message, hint=hint)
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
+
+
+def memory_error(error: BaseException) -> InsufficientMemoryError | None:
+    """What an error means that is raised where the system gives a process no more memory or threads: a library
+    that cannot be mapped, a thread that cannot start. None for all others.
+    """
+    text = str(error)
+    is_it = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    is_it |= isinstance(error, ImportError) and any(each in text for each in _UNMAPPED)
+    is_it |= isinstance(error, RuntimeError) and "can't start new thread" in text
+    if not is_it:
+        return None
+    return InsufficientMemoryError(
+        f"the system gives this process no more memory, or no more threads: {type(error).__name__}: {text}",
+        hint="Raise its limits (ulimit -v and -u, those of the container), or serve a smaller model.",
+    )

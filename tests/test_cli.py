@@ -56,6 +56,45 @@ def fails(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> str
     return printed
 
 
+TIGHT = """
+import resource, sys
+from teneral.cli import run
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (6 << 20),) * 2)
+sys.exit(run(["serve", sys.argv[1], "--port", "0"]))
+"""
+
+
+def test_a_limit_on_memory_that_no_library_fits_in_is_named(checkpoint: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TIGHT, str(checkpoint)],
+        capture_output=True,
+        text=True,
+        timeout=patience_s(60),
+        check=False,
+    )
+    assert done.returncode == 16, done.stderr
+    assert "no more memory" in done.stderr
+    assert "ulimit -v" in done.stderr
+    assert "internal error" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "is_it"),
+    [
+        (MemoryError(), True),
+        (OSError(12, "Cannot allocate memory"), True),
+        (OSError(2, "No such file"), False),
+        (ImportError("x.so: failed to map segment from shared object"), True),
+        (ImportError("No module named 'x'"), False),
+        (RuntimeError("can't start new thread"), True),
+        (RuntimeError("a defect"), False),
+    ],
+)
+def test_errors_of_a_system_without_memory_are_told_from_others(error: Exception, is_it: bool) -> None:
+    assert (loading.memory_error(error) is not None) is is_it
+
+
 def test_packing_inspecting_verifying_and_unpacking_agree(
     checkpoint: Path, artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,8 @@
 
 SHA-256 has one order, that of the file, and a load another, that of the forward pass. So the bytes are
 taken from the slabs, once they are there; a file whose first tensor arrives last is hashed at the end.
+To begin earlier, such a tensor (tied embeddings, which the head needs last) would have to come before
+the layers, and the first answer with it; SHA-256 does not begin in the middle.
 A source that makes weights of another file makes that file's bytes of them again (`Converted`).
 Gates do not wait for it: the load is exact only when all files were compared. Its threads yield to
 those that compute. Parts that are decoded, or lie elsewhere than in this process's memory, are not

@@ -26,7 +26,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from ...loader.artifact import open_model
-from ...loader.errors import TeneralError
+from ...loader.errors import TeneralError, memory_error
 from ...loader.pin import split_pin
 from ...loader.sources.http.outage import show_outages
 from ...loader.timeline import Timeline
@@ -368,7 +368,8 @@ class Startup:
             self._fail(error)
         # a bug in a thread must end the instance, not leave it waiting forever
         except Exception as error:  # noqa: BLE001
-            failure = ModelError(f"the instance could not start: {type(error).__name__}: {error}")
+            text = f"the instance could not start: {type(error).__name__}: {error}"
+            failure = memory_error(error) or ModelError(text)
             failure.__cause__ = error
             self._fail(failure)
 

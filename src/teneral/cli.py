@@ -56,6 +56,8 @@ def run(arguments: list[str]) -> int:
     except Exception as error:
         if debug:
             raise
+        if (short := loading.memory_error(error)) is not None:
+            return report_error(short)
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             _discard_output()
             print("teneral: no space is left where the output is written", file=sys.stderr)

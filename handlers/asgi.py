@@ -19,6 +19,7 @@ from urllib.parse import quote
 
 from ..loader.errors import TeneralError, UsageError
 from .engine import PROCESS_SETTINGS, AsyncEngine, Engine, EngineInstance, checked_settings
+from .http.limits import HOP_BY_HOP
 from .platforms import HTTP
 from .platforms.settings import resolve
 
@@ -32,10 +33,8 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-# Of one connection, and those that an ASGI server adds itself.
-OWN_REQUEST_HEADERS = frozenset(
-    b"connection keep-alive proxy-connection te trailer transfer-encoding upgrade expect".split()
-)
+# As ASGI has them, with those that its servers add themselves.
+OWN_REQUEST_HEADERS = frozenset(name.encode() for name in HOP_BY_HOP)
 OWN_RESPONSE_HEADERS = OWN_REQUEST_HEADERS | {b"date", b"server"}
 
 _DOTS = re.compile(r"(?<=/)\.\.?(?=/|\Z)")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET
 
 from ...runtime.step.requests import GenerationEvent, GenerationRequest
 from ..http.errors import ApiError
@@ -141,7 +142,7 @@ class MessagesFormat(FormatOfChat):
             {
                 "type": "message_delta",
                 "delta": {"stop_reason": reason, "stop_sequence": sequence},
-                "usage": _usage(usage),
+                "usage": _usage(self._chat.with_reasoning(usage)),
                 **self._managed(),
             },
             {"type": "message_stop"},
@@ -157,6 +158,7 @@ class MessagesFormat(FormatOfChat):
             self._blocks.add(self._shown(delta))
         self._blocks.finish()
         self._stopped_by = outcome.stopped_by
+        usage = self._chat.with_reasoning(usage)
         return encode(self._message(self._blocks.blocks, usage, self._stop(usage)))
 
     def _shown(self, delta: Delta) -> Delta:
@@ -267,11 +269,14 @@ def _object(text: str) -> Json:
 def _usage(usage: Usage) -> Json:
     """Tokens of the prompt that the KV pool had are counted apart, as Anthropic does."""
     num_cached = usage.prompt_tokens_details.cached_tokens
+    details = usage.completion_tokens_details
+    num_reasoning = UNSET if details is UNSET else details.reasoning_tokens
     return {
         "input_tokens": usage.prompt_tokens - num_cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": num_cached,
         "output_tokens": usage.completion_tokens,
+        **({} if num_reasoning is UNSET else {"output_tokens_details": {"thinking_tokens": num_reasoning}}),
     }
 
 

@@ -1,4 +1,4 @@
-"""The bounds of the HTTP API on untrusted input."""
+"""The bounds of the HTTP API on untrusted input, and the headers that no message takes beyond its connection."""
 
 from __future__ import annotations
 
@@ -25,6 +25,20 @@ PIECE_BYTES = 16 << 10
 # Longer than any load balancer keeps an idle connection (Google's 600 s is the longest): the server
 # must not close first, or a request on its way meets a closed socket.
 IDLE_CONNECTION_S = 620.0
+# Headers of one connection, not of a message: a proxy passes none of them on.
+HOP_BY_HOP = frozenset(
+    [
+        "connection",
+        "keep-alive",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        "expect",
+    ]
+)
+OWN_HEADERS = HOP_BY_HOP | {"host", "content-length"}  # with those that each sender writes anew
 
 
 class Limits(Struct, frozen=True, kw_only=True):

@@ -121,6 +121,7 @@ class ChatFormat(FormatOfChat):
         )
 
     def usage_chunk(self, usage: Usage) -> bytes:
+        usage = self._chat.with_reasoning(usage)
         return encode(ChatChunk(self._id, self._created, self._model, [], usage=usage))
 
     def whole(self, outcomes: Sequence[SequenceOutcome], usage: Usage) -> bytes:
@@ -136,7 +137,7 @@ class ChatFormat(FormatOfChat):
                 self._created,
                 self._model,
                 choices,
-                usage,
+                self._chat.with_reasoning(usage),
                 prompt_logprobs=places,
                 prompt_token_ids=self._prompt_token_ids(),
                 teneral=self._warnings(),

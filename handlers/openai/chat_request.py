@@ -8,6 +8,9 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from msgspec import UNSET
+from msgspec.structs import replace
+
 from ...runtime.errors import RequestError
 from ...runtime.grammar.budget import ReasoningBudget, ReasoningTokens
 from ...runtime.grammar.matcher import Grammar
@@ -18,6 +21,7 @@ from .deltas import (
     Answer,
     Delta,
     Finish,
+    ReasoningDelta,
     ReasoningReader,
     ReasoningTags,
     TextDelta,
@@ -46,6 +50,7 @@ from .prompts import (
     with_arguments,
     with_ids,
 )
+from .responses import CompletionTokensDetails, Usage
 from .schemas import ChatBody
 from .structured import grammar_of
 from .tools.choose import answers_in_channels, tool_format
@@ -130,6 +135,9 @@ class ChatRequest:
                 f"{self._form.param} and a required tool call contradict one another", param=self._form.param
             )
         self._readers: dict[int, AnswerReader] = {}
+        self._reasoning: list[str] = []  # of all choices, as it is read
+        self._tokenizer: TextTokenizer | None = None  # once it is prepared
+        self.counts_reasoning = False  # True, once it is prepared, if `with_reasoning` asks the tokenizer
         # Known once there is a prompt
         self._format: ToolFormat | None = None
         self._tags: ReasoningTags | None = None
@@ -152,7 +160,8 @@ class ChatRequest:
 
     def render(self, tokenizer: TextTokenizer) -> str:
         """The prompt as text. Blocks. Raises `RequestError` for what the model's template does not take."""
-        self._templates = tokenizer.templates
+        self._tokenizer, self._templates = tokenizer, tokenizer.templates
+        self.counts_reasoning = self.may_reason(tokenizer.templates)
         templates = self._prompt.templates(tokenizer.templates)
         self._tags = None if self._has_channels(templates) else self._reasoning_tags(templates)
         self._format = self._format_of(templates)
@@ -209,13 +218,29 @@ class ChatRequest:
         if index not in self._readers:
             self._readers[index] = self._reader(is_eager=True)
         is_cut = _is_cut(event.finish_reason, event.stopped_by)
-        return self._readers[index].push(event.text, event.finish_reason, is_cut=is_cut)
+        deltas = self._readers[index].push(event.text, event.finish_reason, is_cut=is_cut)
+        self._reasoning += [delta.text for delta in deltas if isinstance(delta, ReasoningDelta)]
+        return deltas
 
     def answer(self, outcome: SequenceOutcome) -> Answer:
         """A whole choice. Of one that was cut off, a call is given as far as it came, as in a stream."""
         is_cut = _is_cut(outcome.finish_reason, outcome.stopped_by)
         reader = self._reader(is_eager=is_cut)
-        return Answer.of(reader.push(outcome.text, outcome.finish_reason, is_cut=is_cut))
+        answer = Answer.of(reader.push(outcome.text, outcome.finish_reason, is_cut=is_cut))
+        self._reasoning.append(answer.reasoning)
+        return answer
+
+    def with_reasoning(self, usage: Usage) -> Usage:
+        """The usage with the tokens of the reasoning that was read, for a model that reasons. Blocks."""
+        if self._tokenizer is None or not self.counts_reasoning:
+            return usage
+        text, details = "".join(self._reasoning), usage.completion_tokens_details
+        num_tokens = len(self._tokenizer.encode(text, add_special_tokens=False)) if text else 0
+        details = replace(
+            CompletionTokensDetails() if details is UNSET else details,
+            reasoning_tokens=min(num_tokens, usage.completion_tokens),
+        )
+        return replace(usage, completion_tokens_details=details)
 
     def _has_channels(self, templates: Mapping[str, str]) -> bool:
         return answers_in_channels(templates, self._settings.tool_parser)
@@ -407,6 +432,10 @@ class FormatOfChat:
     @property
     def num_prompt_tokens(self) -> int:
         return self._chat.num_prompt_tokens
+
+    @property
+    def counts_reasoning(self) -> bool:
+        return self._chat.counts_reasoning
 
     @property
     def begins_with_grammar(self) -> Callable[[TextSettings], bool]:

@@ -140,6 +140,8 @@ class CompletionFormat:
             raise RequestError("suffix needs a prompt that is one text", param="suffix")
         self.use_prompt(fill_prompt(tokenizer, prompt, suffix), end_tokens(tokenizer))
 
+    counts_reasoning = False
+
     @property
     def looks_up_tokens(self) -> bool:
         body = self.body

@@ -278,6 +278,10 @@ class Format(RequestGeneration, Protocol):
         """True if `chunks` and `whole` ask the tokenizer, which blocks: then they are called in a thread."""
 
     @property
+    def counts_reasoning(self) -> bool:
+        """True if `usage_chunk` and `whole` ask the tokenizer."""
+
+    @property
     def begins_with_grammar(self) -> Callable[[TextSettings], bool] | None:
         """Reads from the model's settings if the grammar covers the whole answer; None: it always does."""
 
@@ -348,7 +352,7 @@ async def _whole(
 ) -> web.Response:
     with service.admission.answer() as charge:
         outcomes, usage = await generate(service, call, fmt, body_bytes, charge=charge)
-        if fmt.looks_up_tokens:
+        if fmt.looks_up_tokens or fmt.counts_reasoning:
             answer = await service.text_threads.run(body_bytes, fmt.whole, outcomes, usage)
         else:
             answer = fmt.whole(outcomes, usage)
@@ -394,7 +398,11 @@ async def send_steps(
             if items:
                 await stream.send(*items)
     if fmt.body.includes_usage:
-        last = fmt.usage_chunk(sequences.tally.usage(fmt.num_prompt_tokens, fmt.first_token))
+        usage = sequences.tally.usage(fmt.num_prompt_tokens, fmt.first_token)
+        if fmt.counts_reasoning:
+            last = await service.text_threads.run(body_bytes, fmt.usage_chunk, usage)
+        else:
+            last = fmt.usage_chunk(usage)
         await stream.send(await keep(last))
 
 

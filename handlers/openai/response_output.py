@@ -34,12 +34,6 @@ class AnswerItems:
         self._logprobs: list[Json] = []  # of tokens whose text has not come yet
         self._own_logprobs: list[Json] = []  # of the last item
 
-    @property
-    def reasoning(self) -> str:
-        return "".join(
-            part["text"] for item in self.items if item["type"] == "reasoning" for part in item["content"]
-        )
-
     def event(self, kind: str, **fields: Any) -> Event:
         """The next event of the stream."""
         number, self._num_events = self._num_events, self._num_events + 1

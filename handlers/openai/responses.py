@@ -19,13 +19,14 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True):
-    """Token details. `drafted_tokens` is our own; the other two are OpenAI's names for the result
+    """Token details. `drafted_tokens` is our own; the next two are OpenAI's names for the result
     of a prediction, from any source.
     """
 
-    drafted_tokens: int
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
+    drafted_tokens: int | UnsetType = UNSET
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
+    reasoning_tokens: int | UnsetType = UNSET  # of a model that reasons
 
 
 class Usage(msgspec.Struct, frozen=True):

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec import UNSET
 
 from ...runtime.errors import ContextLengthError
 from ...runtime.step.requests import (
@@ -70,7 +71,6 @@ class ResponsesFormat(FormatOfChat):
         self._items = AnswerItems(self.id, custom)
         self._warnings = warnings
         self._finish: str | None = None
-        self._may_reason = False
         self._has_begun = self._is_queued = False  # the stream
         self._final: Json | None = None
         self._last: list[Event] = []  # of a stream
@@ -82,9 +82,7 @@ class ResponsesFormat(FormatOfChat):
         return Framing("text/event-stream", b"", b"\n\n", True, b"", self._error)
 
     def prepare(self, tokenizer: TextTokenizer, max_tokens: int | None) -> list[GenerationRequest]:
-        self._tokenizer = tokenizer
         self._bytes_of = partial(token_bytes, tokenizer)
-        self._may_reason = self._chat.may_reason(tokenizer.templates)
         if self.needs_context and max_tokens is not None:
             return self._fitting(tokenizer, max_tokens)
         return self._chat.prepare(tokenizer, max_tokens)
@@ -148,7 +146,7 @@ class ResponsesFormat(FormatOfChat):
 
     @property
     def looks_up_tokens(self) -> bool:
-        return self._chat.num_top_logprobs is not None or self._may_reason
+        return self._chat.num_top_logprobs is not None
 
     def chunks(self, step: Step) -> list[bytes]:
         index, event = step
@@ -253,8 +251,8 @@ class ResponsesFormat(FormatOfChat):
         }
 
     def _usage(self, usage: Usage) -> Json:
-        reasoning = self._items.reasoning
-        num_reasoning = len(self._tokenizer.encode(reasoning, add_special_tokens=False)) if reasoning else 0
+        details = self._chat.with_reasoning(usage).completion_tokens_details
+        num_reasoning = 0 if details is UNSET else details.reasoning_tokens or 0
         return {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {
@@ -262,7 +260,7 @@ class ResponsesFormat(FormatOfChat):
                 "cache_write_tokens": 0,
             },
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": min(num_reasoning, usage.completion_tokens)},
+            "output_tokens_details": {"reasoning_tokens": num_reasoning},
             "total_tokens": usage.total_tokens,
         }
 

@@ -28,7 +28,7 @@ from ..http.admission import Bodies
 from ..http.edge import check_key
 from ..http.errors import SERVER_ERROR, ApiError, as_api_error, retry_after
 from ..http.keys import ApiKeys, given_key
-from ..http.limits import PIECE_BYTES
+from ..http.limits import OWN_HEADERS, PIECE_BYTES
 from ..http.service import CALL, HttpCall
 from .attempts import LostError, Verdict, ask_instances
 from .deployment import Deployment, FailingError, Lease
@@ -49,11 +49,8 @@ MAX_ANSWER_FIELD_BYTES = 256 << 10
 UPSTREAM_GRACE_S = 10.0
 DRAINED_RETRY_AFTER_S = 60  # the model is back only once a client wakes it
 _PARAMETER = re.compile(r"{(\w+)}")
-_HOP_BY_HOP = frozenset(
-    {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding"}
-)
 # Bodies are passed on as they were decompressed.
-_OWN_HEADERS = _HOP_BY_HOP | {"upgrade", "host", "content-length", "content-encoding"}
+_OWN_HEADERS = OWN_HEADERS | {"content-encoding"}
 
 
 class Front:

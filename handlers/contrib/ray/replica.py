@@ -24,6 +24,7 @@ from typing import Any
 import aiohttp
 
 from ....loader.errors import LoadError, UsageError
+from ...http.limits import OWN_HEADERS
 
 # Variables of Ray, and those that it sets for its workers.
 HIDDEN = re.compile(r"RAY_.*|OMP_NUM_THREADS|MKL_NUM_THREADS|OPENBLAS_NUM_THREADS|CUDA_VISIBLE_DEVICES_RAY")
@@ -36,10 +37,6 @@ LOG_S = 0.5  # for the last lines of an ended server's log
 END_S = 5.0
 # Loading may take any time.
 START_S = 3600.0
-# Of one connection, not of a message: a proxy sets its own.
-HOP_HEADERS = frozenset(
-    {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "host", "content-length"}
-)
 
 
 class ReplicaServer:
@@ -225,12 +222,12 @@ class Replica:
             await self._wake()
             assert self._session is not None
             url = f"http://127.0.0.1:{self._server.port}{path}"
-            kept = [(name, value) for name, value in headers if name.lower() not in HOP_HEADERS]
+            kept = [(name, value) for name, value in headers if name.lower() not in OWN_HEADERS]
             async with self._session.request(
                 method, url, headers=kept, data=body, allow_redirects=False
             ) as answer:
                 shown = [
-                    (name, value) for name, value in answer.headers.items() if name.lower() not in HOP_HEADERS
+                    (name, value) for name, value in answer.headers.items() if name.lower() not in OWN_HEADERS
                 ]
                 yield answer.status, shown
                 async for piece in answer.content.iter_any():

@@ -22,26 +22,13 @@ from urllib.parse import quote, urlencode
 from msgspec import Struct
 
 from ....runtime.errors import RequestError
+from ...http.limits import OWN_HEADERS
 
 STREAM_CONTENT_TYPE = "application/vnd.awslambda.http-integration-response"
 PRELUDE_END = b"\0" * 8
 
 Headers = list[tuple[str, str]]
 
-# Headers of one hop only, or written anew by each sender.
-_NOT_PASSED_ON = frozenset(
-    {
-        "connection",
-        "keep-alive",
-        "proxy-connection",
-        "transfer-encoding",
-        "te",
-        "trailer",
-        "upgrade",
-        "expect",
-    }
-    | {"host", "content-length"}
-)
 _SAFE_IN_PATHS = "/:@!$&'()*+,;=~%-._"
 _TEXTS = ("text/", "application/json", "application/x-ndjson", "application/javascript", "application/xml")
 
@@ -206,7 +193,7 @@ def _pairs(values: Any) -> Headers:
 
 
 def _passes(name: str, value: str) -> bool:
-    if name.lower() in _NOT_PASSED_ON:
+    if name.lower() in OWN_HEADERS:
         return False
     if not name.isascii() or not all(char.isalnum() or char in "!#$%&'*+-.^_`|~" for char in name):
         raise RequestError(f"{name[:100]!r} is not a valid header name", param="headers")
@@ -243,7 +230,7 @@ def _joined(headers: Headers) -> dict[str, Any]:
 def _apart(headers: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     apart: dict[str, list[str]] = {}
     for name, value in headers:
-        if name.lower() not in _NOT_PASSED_ON:
+        if name.lower() not in OWN_HEADERS:
             apart.setdefault(name.lower(), []).append(value)
     return apart
 

@@ -160,7 +160,7 @@ class TextRequest:
 class GenerateFormat(TextRequest):
     """One `generate` or `generate_stream`: `respond.Format`."""
 
-    looks_up_tokens = False
+    looks_up_tokens = counts_reasoning = False
     begins_with_grammar = None
 
     def __init__(

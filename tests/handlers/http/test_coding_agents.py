@@ -23,7 +23,7 @@ FOLDER = os.environ.get("TENERAL_CODING_AGENTS", "")
 MODEL = "tiny/model"
 CONTEXT = 1 << 18  # the first prompts of these programs have some 10,000 words, of a token a byte here
 COMMAND = "echo made >> made.txt; echo RESULT"
-SAID = "All is done."
+DONE = "All is done."
 TIMEOUT_S = 120
 
 pytestmark = [
@@ -72,7 +72,7 @@ def answering(server: Any, call: str) -> Iterator[list[str]]:
         prompt = tokenizer.decode(list(request.prompt_tokens))
         prompts.append(prompt)
         has_tools = "func_name1" in prompt  # of the template
-        text = call if has_tools and "RESULT" not in prompt.rpartition("TURN")[2] else SAID
+        text = call if has_tools and "RESULT" not in prompt.rpartition("TURN")[2] else DONE
         grammar = tokenizer.compile_grammar(GrammarSpec.choice([text]))
         # The end of the prompt is enough for an answer that is written.
         tokens = request.prompt_tokens[-64:]
@@ -130,7 +130,7 @@ async def test_a_session_of_a_coding_agent_with_a_restart(
                 arguments = agent.begin if turn == 0 else agent.resume
                 output = await run(agent, (*arguments, f"TURN {turn}: make a file"), server, folder)
             metrics = (await server.get("/metrics")).body.decode()
-        assert SAID in output
+        assert DONE in output
         assert (folder / "work" / "made.txt").read_text() == (turn + 1) * "made\n"
         assert all(f"TURN {each}:" in prompts[-1] for each in range(turn + 1))
         counted = re.findall(r'teneral_requests_total{route="(.*)",status="(\d+)"} (.*)', metrics)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -290,3 +291,26 @@ async def test_a_stream_that_fails_ends_with_an_error_event_of_the_next_number(s
     assert error["type"] == "error"
     assert error["sequence_number"] > 4
     assert "broken" in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_all_apis_count_the_tokens_of_reasoning(start: Any, chat_parts: Any, stream: bool) -> None:
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "stream": stream}
+    routes = {
+        "/v1/chat/completions": {**asked, "stream_options": {"include_usage": True} if stream else None},
+        "/v1/responses": {"input": "Hello", "stream": stream},
+        "/v1/messages": {**asked, "max_tokens": 100},
+    }
+    for family, text, count in (("reasoning", "Hmm.</think>Yes.", 4), ("hermes", "Yes.", None)):
+        async with start(parts=chat_parts(family)) as server:
+            for path, body in routes.items():
+                with scripted(server, text):
+                    answer = await server.post(path, {"model": MODEL, **body})
+                assert answer.status == 200
+                counted = [
+                    int(number)
+                    for number in re.findall(rb'"(?:reasoning|thinking)_tokens":(\d+)', answer.body)
+                ]
+                # OpenAI's responses have the field for every model.
+                missing = [0] if path == "/v1/responses" else []
+                assert counted == ([count] if count is not None else missing), path

@@ -388,6 +388,7 @@ class ServeConfig(Settings):
     )
     group("requests and shutdown")
     max_body_bytes: int = setting(8 << 20, parse_bytes, "largest request body", metavar="SIZE")
+    image_origins: str | None = setting(None, text, "origins of images in chats; *: any", metavar="ORIGIN")
     responses_bytes: int = setting(
         64 << 20, parse_bytes, "bound of responses and conversations kept; 0: none", metavar="SIZE"
     )

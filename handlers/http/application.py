@@ -209,6 +209,9 @@ def make_application(
     keys = None if api_key is None else ApiKeys(parse_keys(api_key))
     named_hosts = parse_hosts(instance.config.allowed_hosts)
     named_origins = parse_origins(instance.config.cors_origin)
+    parse_origins(
+        instance.config.image_origins, key="image_origins"
+    )  # read by the first request that needs it
     hosts = Hosts(named_hosts, is_open=keys is None, origins=named_origins)
     origins = Origins(named_origins, named_hosts)
     app = ServerEdge(service, keys, hosts, origins, rules or EdgeRules()).application()

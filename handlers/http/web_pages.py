@@ -37,8 +37,8 @@ _TOKENS = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, -]*")
 _JSON = re.compile(r"application/json|[\w.-]+/[\w.-]+\+json", re.ASCII)
 
 
-def parse_origins(setting: str | None) -> frozenset[str]:
-    """The origins in a setting, separated by commas. Raises `UsageError`."""
+def parse_origins(setting: str | None, *, key: str = "cors_origin") -> frozenset[str]:
+    """The origins in the setting `key`, separated by commas. Raises `UsageError`."""
     if setting is None:
         return frozenset()
     origins = frozenset(origin.strip().lower().rstrip("/") for origin in setting.split(",") if origin.strip())
@@ -46,8 +46,8 @@ def parse_origins(setting: str | None) -> frozenset[str]:
         origin == ANY or _ORIGIN.fullmatch(origin) for origin in origins
     ):
         raise UsageError(
-            f"cors_origin must be 1 to {MAX_ORIGINS} origins such as https://app.example.com, or *",
-            key="cors_origin",
+            f"{key} must be 1 to {MAX_ORIGINS} origins such as https://app.example.com, or *",
+            key=key,
             hint="Write scheme, host and port as in the browser's address bar, without a path.",
         )
     return origins

@@ -30,7 +30,7 @@ from .deltas import (
 )
 from .fields import CHAT, refuse_unsupported
 from .generation import SequenceOutcome
-from .images import ChatImages
+from .images import ChatImages, ImageSource, with_files
 from .parameters import (
     check_extras,
     check_stream,
@@ -118,8 +118,8 @@ class ChatRequest:
         self._budget = budget_of(body)
         self._templates: Mapping[str, str] = {}  # the model's
         self._messages = template_messages(body.messages)
-        self._images = ChatImages(body.messages)
-        if self._images and body.truncate_prompt_tokens is not None:
+        self.images = ChatImages(body.messages)
+        if self.images and body.truncate_prompt_tokens is not None:
             raise RequestError(
                 "truncate_prompt_tokens cannot be used with images", param="truncate_prompt_tokens"
             )
@@ -143,6 +143,11 @@ class ChatRequest:
         self._tags: ReasoningTags | None = None
         self._is_open = self._is_guided = False
         self._prompt_end: PromptEnd | None = None  # of a model that answers in channels
+
+    def with_images(self, files: Mapping[str, bytes]) -> ChatRequest:
+        """The same request with these files in place of their addresses."""
+        body = replace(self.body, messages=with_files(self.body.messages, files))
+        return ChatRequest(body, request_id=self._id, settings=self._settings)
 
     @property
     def grammar(self) -> GrammarSpec | None:
@@ -175,8 +180,8 @@ class ChatRequest:
             logger.info("request %s: %s", self._id, warning)
         self._is_open = self._tags is not None and self._tags.is_open(text)
         self._prompt_end = PromptEnd.of(text) if has_channels else None
-        if self._images:
-            text = self._images.expanded(text, tokenizer.images, max_tokens)
+        if self.images:
+            text = self.images.expanded(text, tokenizer.images, max_tokens)
         prompt = prompt_tokens(
             self.body,
             text,
@@ -186,7 +191,7 @@ class ChatRequest:
             max_tokens=self.max_tokens,
         )
         self.prompt = prompt
-        images = self._images.placed(prompt, tokenizer) if self._images else ()
+        images = self.images.placed(prompt, tokenizer) if self.images else ()
         grammar = self._grammar()
         return sequences(
             self.body,
@@ -428,6 +433,16 @@ class FormatOfChat:
         self.first_token = chat.first_token
         self.num_sequences = chat.num_sequences
         self.grammar = chat.grammar
+
+    @property
+    def remote_images(self) -> tuple[ImageSource, ...]:
+        """The images that must be fetched before `prepare`."""
+        return self._chat.images.remote
+
+    def give_images(self, files: Mapping[str, bytes]) -> None:
+        """Put the files of the remote images, by their addresses, in their places."""
+        self._chat = self._chat.with_images(files)
+        self.body = self._chat.body
 
     @property
     def num_prompt_tokens(self) -> int:

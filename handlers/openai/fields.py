@@ -155,7 +155,7 @@ INFILL: Fields = {
 CHAT: Fields = {
     "messages": (
         _YES,
-        "text only, and an assistant's refusals, which are text; images and audio are refused",
+        "text, and an assistant's refusals, which are text; `image_url` where the model takes images; audio is refused",
     ),
     **_GENERATION,
     "max_completion_tokens": (_YES, "goes before `max_tokens`"),
@@ -225,8 +225,8 @@ EMBEDDINGS: Fields = {
 RESPONSES: Fields = {
     "input": (
         _YES,
-        "a text, or items: messages of text, `function_call`, `custom_tool_call` and their outputs, `reasoning`, "
-        "`item_reference`; items of tools that OpenAI runs are left out with a warning",
+        "a text, or items: messages of text and `input_image`, `function_call`, `custom_tool_call` and their "
+        "outputs, `reasoning`, `item_reference`; items of tools that OpenAI runs are left out with a warning",
     ),
     "model": (_YES, "the served model's name, or nothing"),
     "instructions": (_YES, "the first message, a system's"),

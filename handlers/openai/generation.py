@@ -472,6 +472,12 @@ async def _submit(
         if fmt.needs_context or fmt.body.truncate_prompt_tokens == WHOLE_CONTEXT:
             await service.ready(instance.engine)  # which knows how many tokens there is room for
         tokenizer = await service.ready(instance.tokenizer)
+        remote = getattr(fmt, "remote_images", ())  # of chats alone
+        if remote and tokenizer.images is not None:
+            from .remote_images import ImageFetcher  # of the few servers that fetch some
+
+            give_images = fmt.give_images  # type: ignore[attr-defined]
+            give_images(await service.shared(ImageFetcher.of).fetch(remote))
         requests = await service.text_threads.run(body_bytes, fmt.prepare, tokenizer, service.max_context)
         engine = await service.ready(instance.engine)
         if adapter:

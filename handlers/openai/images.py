@@ -9,10 +9,11 @@ from __future__ import annotations
 import binascii
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ...loader.errors import UsageError
 from ...runtime.errors import ContextLengthError, RequestError
@@ -65,6 +66,11 @@ class ChatImages:
 
     def __bool__(self) -> bool:
         return bool(self._sources)
+
+    @property
+    def remote(self) -> tuple[ImageSource, ...]:
+        """Those with an address that is no data URL."""
+        return tuple(source for source in self._sources if not source.url.startswith("data:"))
 
     def expanded(self, text: str, processor: ImageProcessor | None, max_tokens: int | None) -> str:
         """The prompt with the text of each image in its place. Blocks while images are decoded. Raises `RequestError`
@@ -135,6 +141,24 @@ def image_url(part: ContentPart, role: str, param: str) -> str:
     return url
 
 
+def with_files(messages: Sequence[Message], files: Mapping[str, bytes]) -> list[Message]:
+    """The messages, with these files as data URLs in place of their addresses."""
+
+    def given(part: ContentPart) -> ContentPart:
+        url = part.image_url.url if isinstance(part.image_url, ImageUrl) else part.image_url
+        if part.type != IMAGE_PART or url is None or url not in files:
+            return part
+        data = binascii.b2a_base64(files[url], newline=False).decode()
+        return replace(part, image_url=f"data:image/any;base64,{data}")
+
+    return [
+        replace(message, content=[given(part) for part in message.content])
+        if isinstance(message.content, list)
+        else message
+        for message in messages
+    ]
+
+
 def _tiled(source: ImageSource, processor: ImageProcessor) -> _Tiled:
     from ...runtime.images.decode import decode_image  # imports Pillow, for servers that get images
 
@@ -158,7 +182,7 @@ def _bytes_of(source: ImageSource) -> bytes:
         raise RequestError(
             f"{param}.image_url is no data URL of base64",
             param=f"{param}.image_url",
-            hint="Send the image as data:image/png;base64,….",
+            hint="Send the image as data:image/png;base64,…; addresses are fetched for answers only.",
         )
     try:
         return binascii.a2b_base64(url[head.end() :], strict_mode=True)

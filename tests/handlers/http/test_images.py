@@ -86,7 +86,7 @@ def chat_with(*parts: dict[str, Any], **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": list(parts)}], **OPTIONS, **fields}
 
 
-def said(answer: Any) -> tuple[list[int], int]:
+def result_of(answer: Any) -> tuple[list[int], int]:
     assert answer.status == 200, answer.body
     return answer.json["choices"][0]["token_ids"], answer.json["usage"]["prompt_tokens"]
 
@@ -96,9 +96,11 @@ async def test_an_answer_about_an_image_is_that_of_transformers(
     server: Any, vision: Any, size: tuple[int, int]
 ) -> None:
     image = picture(*size)
-    answer = await server.post("/v1/chat/completions", chat_with(image_part(image), text_part("What is it?")))
-    expected = vision[1].answer("<|start|><|user|><image>What is it?<|end|><|assistant|>", image)
-    assert said(answer) == expected
+    answer = await server.post(
+        "/v1/chat/completions", chat_with(image_part(image), text_part("Describe it."))
+    )
+    expected = vision[1].answer("<|start|><|user|><image>Describe it.<|end|><|assistant|>", image)
+    assert result_of(answer) == expected
 
 
 async def test_a_conversation_of_several_images_and_turns(server: Any, vision: Any) -> None:
@@ -117,11 +119,11 @@ async def test_a_conversation_of_several_images_and_turns(server: Any, vision: A
         "<|assistant|>They differ.<|end|><|user|>How?<|end|><|assistant|>"
     )
     answer = await server.post("/v1/chat/completions", {"messages": messages, **OPTIONS})
-    assert said(answer) == vision[1].answer(prompt, first, second)
+    assert result_of(answer) == vision[1].answer(prompt, first, second)
     swapped = [messages[0], {**messages[1], "content": messages[1]["content"][::-1]}, *messages[2:]]
     again = await server.post("/v1/chat/completions", {"messages": swapped, **OPTIONS})
     assert (
-        said(again)[0]
+        result_of(again)[0]
         == vision[1].answer(
             prompt.replace("Compare <image> and <image>", "<image> and <image>Compare "), second, first
         )[0]
@@ -129,14 +131,14 @@ async def test_a_conversation_of_several_images_and_turns(server: Any, vision: A
 
 
 async def test_a_second_turn_finds_the_first_in_the_cache(server: Any) -> None:
-    chat = chat_with(image_part(picture(64, 64)), text_part("What is it?"))
+    chat = chat_with(image_part(picture(64, 64)), text_part("Describe it."))
     first = await server.post("/v1/chat/completions", chat)
     second = await server.post("/v1/chat/completions", chat)
-    assert said(first) == said(second)
+    assert result_of(first) == result_of(second)
     cached = second.json["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached > second.json["usage"]["prompt_tokens"] - 32
     other = await server.post(
-        "/v1/chat/completions", chat_with(image_part(picture(64, 64, seed=9)), text_part("What is it?"))
+        "/v1/chat/completions", chat_with(image_part(picture(64, 64, seed=9)), text_part("Describe it."))
     )
     assert other.json["usage"]["prompt_tokens_details"]["cached_tokens"] < 16
 
@@ -147,7 +149,7 @@ async def test_formats(server: Any, vision: Any, kind: str) -> None:
     part = {"type": "image_url", "image_url": data_url(data, "image/whatever")}
     answer = await server.post("/v1/chat/completions", chat_with(part, text_part("?")))
     expected = vision[1].answer("<|start|><|user|><image>?<|end|><|assistant|>", _decoded(data))
-    assert said(answer) == expected
+    assert result_of(answer) == expected
 
 
 def _decoded(data: bytes) -> Image.Image:
@@ -160,7 +162,7 @@ async def test_transparency_is_white(server: Any, vision: Any) -> None:
     white = Image.new("RGBA", image.size, (255, 255, 255, 255))
     answer = await server.post("/v1/chat/completions", chat_with(image_part(image), text_part("?")))
     shown = Image.alpha_composite(white, image).convert("RGB")
-    assert said(answer) == vision[1].answer("<|start|><|user|><image>?<|end|><|assistant|>", shown)
+    assert result_of(answer) == vision[1].answer("<|start|><|user|><image>?<|end|><|assistant|>", shown)
 
 
 async def test_texts_alone_reach_a_template_of_parts(server: Any) -> None:
@@ -173,8 +175,8 @@ async def test_texts_alone_reach_a_template_of_parts(server: Any) -> None:
 
 
 async def test_streams_and_other_apis_say_the_same(server: Any) -> None:
-    image, text = picture(64, 64), "What is it?"
-    expected, num_tokens = said(
+    image, text = picture(64, 64), "Describe it."
+    expected, num_tokens = result_of(
         await server.post("/v1/chat/completions", chat_with(image_part(image), text_part(text)))
     )
     stream = await server.post(
@@ -233,7 +235,8 @@ async def test_a_tool_result_may_be_an_image(server: Any) -> None:
     ("part", "message"),
     [
         ({"type": "image_url"}, "image_url is missing"),
-        ({"type": "image_url", "image_url": {"url": "ftp://x/y"}}, "image_url is no data URL"),
+        ({"type": "image_url", "image_url": {"url": "ftp://x/y"}}, "address must be http or https"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png,x"}}, "image_url is no data URL"),
         ({"type": "image_url", "image_url": "data:image/png;base64,###"}, "is not base64"),
         ({"type": "image_url", "image_url": data_url(b"hello")}, "format is not supported"),
         (
@@ -289,7 +292,7 @@ async def test_images_beyond_the_context_are_refused_before_all_are_read(vision:
     assert caught.value.param == "messages[0].content[1]"
 
 
-async def test_texts_that_look_like_images_are_refused_beside_images(server: Any) -> None:
+async def test_texts_that_look_like_images_are_refused_with_images(server: Any) -> None:
     chat = chat_with(image_part(picture(9, 9)), text_part("<image>"))
     answer = await server.post("/v1/chat/completions", chat)
     assert answer.status == 400

@@ -189,7 +189,7 @@ class InsufficientMemoryError(TeneralError):
 
 
 def memory_error(error: BaseException) -> InsufficientMemoryError | None:
-    """What an error means that is raised where the system gives a process no more memory or threads: a library
+    """The meaning of an error that is raised where the system gives a process no more memory or threads: a library
     that cannot be mapped, a thread that cannot start. None for all others.
     """
     text = str(error)

@@ -91,7 +91,7 @@ def test_a_limit_on_memory_that_no_library_fits_in_is_named(checkpoint: Path) ->
         (RuntimeError("a defect"), False),
     ],
 )
-def test_errors_of_a_system_without_memory_are_told_from_others(error: Exception, is_it: bool) -> None:
+def test_errors_of_a_system_without_memory_are_recognised(error: Exception, is_it: bool) -> None:
     assert (loading.memory_error(error) is not None) is is_it
 
 

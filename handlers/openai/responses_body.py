@@ -15,6 +15,8 @@ from .schemas import ChatBody, Extras, JsonSchemaFormat, Message, ResponseFormat
 OWN_NAMES = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
+    "messages[].content[]": "input",  # whose items have other numbers than the messages made of them
+    "messages[].content[].image_url": "input",
     "prompt": "input",
     "reasoning_effort": "reasoning.effort",
     "verbosity": "text.verbosity",

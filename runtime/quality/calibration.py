@@ -56,11 +56,12 @@ _NARROW = 1024
 _BLOCK_TOKENS = 16
 _STEP_TOKENS = 2048  # of several windows; bounds the activations
 _NAME = re.compile(
-    r"(?:model\.)?layers\.([0-9]+)\."
-    r"(?:self_attn\.(?:([qkv])_proj|(qkv_proj)|(o_proj))|mlp\.(?:(gate|up)_proj|(gate_up_proj)|(down_proj)))\.weight"
+    r"(?:model\.(?:text_model\.)?)?layers\.([0-9]+)\."
+    r"(?:self_attn\.(?:([qkv]|qkv)_proj|((?:o|out)_proj))|conv\.(?:(in_proj)|(out_proj))|"
+    r"(?:mlp|feed_forward)\.(?:(gate_proj|up_proj|gate_up_proj|w[13])|(down_proj|w2)))\.weight"
 )
 _QKV, _OUTPUT, _GATE_UP, _DOWN = range(4)
-_PROJECTION_OF_GROUP = {2: _QKV, 3: _QKV, 4: _OUTPUT, 5: _GATE_UP, 6: _GATE_UP, 7: _DOWN}
+_PROJECTION_OF_GROUP = {2: _QKV, 3: _OUTPUT, 4: _QKV, 5: _OUTPUT, 6: _GATE_UP, 7: _DOWN}
 
 
 class Calibration:

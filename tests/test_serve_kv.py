@@ -67,6 +67,9 @@ def test_a_snapshot_is_shown_verified_and_copied(
     pin = json.loads(capsys.readouterr().out)["pin"]
     assert run(["kv", "verify", pin, "--quiet"]) == 0
     assert "intact" in capsys.readouterr().out
+    assert run(["kv", "verify", pin, "--quiet", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["problems"], pin.endswith(report["digest"])) == ([], True)
     assert run(["kv", "import", pin, str(tmp_path / "copy"), "--quiet"]) == 0
     assert run(["kv", "import", pin, str(tmp_path / "copy"), "--quiet"]) == 6
     assert "--force" in capsys.readouterr().err

@@ -220,7 +220,7 @@ def _age_s(text: str) -> float:
 def _inspect(command: argparse.ArgumentParser) -> None:
     command.add_argument("artifact", metavar="ARTIFACT", help="an artifact, or a directory of safetensors")
     add_base_flag(command)
-    command.add_argument("--json", action="store_true", help="for machines")
+    _add_json(command)
     add_source_flags(command)
 
 
@@ -242,7 +242,7 @@ def _add_text_flags(command: argparse.ArgumentParser) -> None:
         metavar="N",
         help="how much of the text to use (default: 2048)",
     )
-    command.add_argument("--json", action="store_true", help="for machines")
+    _add_json(command)
     _add_work_flags(command)
 
 
@@ -368,9 +368,10 @@ def _kv(command: argparse.ArgumentParser) -> None:
         "--threads", default=None, metavar="N", help="threads that compute (default: the cores at hand)"
     )
     add_source_flags(export)
+    _add_json(export)
     inspect = actions.add_parser("inspect", help="print what a snapshot is for, and its prefixes")
     inspect.add_argument("snapshot", metavar="SNAPSHOT")
-    inspect.add_argument("--json", action="store_true", help="for machines")
+    _add_json(inspect)
     add_source_flags(inspect)
     verify = actions.add_parser("verify", help="read a whole snapshot and name every part that is damaged")
     verify.add_argument("snapshot", metavar="SNAPSHOT")
@@ -380,6 +381,7 @@ def _kv(command: argparse.ArgumentParser) -> None:
     importing.add_argument("--force", action="store_true", help="replace the snapshot that is there")
     for action in (verify, importing):
         action.add_argument("--quiet", action="store_true", help="no progress")
+        _add_json(action)
         add_source_flags(action)
 
 

@@ -6,7 +6,7 @@ import argparse
 import json
 
 from .cli_parser import source_options
-from .cli_report import exit_code
+from .cli_report import exit_code, print_result
 from .loader import errors as loading
 
 
@@ -30,7 +30,7 @@ def _kv_export(options: argparse.Namespace) -> int:
     report = export_prefixes(
         config, options.snapshot, prefixes, cache_salt=options.cache_salt, force=options.force
     )
-    print(report.render())
+    print_result(report, as_json=options.json)
     return 0
 
 
@@ -58,7 +58,7 @@ def _kv_verify(options: argparse.Namespace) -> int:
     source = open_source(address, source_options(options))
     with ProgressBar("verifying", quiet=options.quiet) as bar:
         report = verify_snapshot(source, digest=digest, progress=bar.update)
-    print(report.render())
+    print_result(report, as_json=options.json)
     return 0 if report.ok else exit_code(loading.IntegrityError("damaged"))
 
 
@@ -73,5 +73,5 @@ def _kv_import(options: argparse.Namespace) -> int:
     store = open_store(options.snapshot, source_options(options))
     with ProgressBar("importing", quiet=options.quiet) as bar:
         report = copy_snapshot(source, store, digest=digest, force=options.force, progress=bar.update)
-    print(report.render())
+    print_result(report, as_json=options.json)
     return 0

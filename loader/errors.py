@@ -27,8 +27,6 @@ edge (`teneral.cli`, `teneral.handlers`).
 
 from __future__ import annotations
 
-import errno
-
 # Of the dynamic loader's messages.
 _UNMAPPED = ("failed to map segment", "annot allocate memory", "cannot create shared object descriptor")
 
@@ -192,6 +190,8 @@ def memory_error(error: BaseException) -> InsufficientMemoryError | None:
     """The meaning of an error that is raised where the system gives a process no more memory or threads: a library
     that cannot be mapped, a thread that cannot start. None for all others.
     """
+    import errno  # of few processes
+
     text = str(error)
     is_it = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     is_it |= isinstance(error, ImportError) and any(each in text for each in _UNMAPPED)

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 if TYPE_CHECKING:
     from ....loader.format.gguf.blocks import BlockType
 
-SCRATCH_ELEMENTS = 1 << 20  # weights that are floats at a time
+# Weights that are floats at a time; a longer row gets scratch of its own size.
+SCRATCH_ELEMENTS = 1 << 20
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 

@@ -36,7 +36,7 @@ from ...models.matrices import (
 from ...models.rotary import Rotary
 from ...models.spec import Activation
 from ...tensors import Tensor
-from .expanded import BlockLinear, Float8Linear, Mxfp4Linear
+from .expanded import SCRATCH_ELEMENTS, BlockLinear, Float8Linear, Mxfp4Linear
 from .tensors import to_torch
 
 _DEVICE_SCRATCH_ELEMENTS = 1 << 24  # on a device, where each stretch costs some launches
@@ -317,9 +317,6 @@ def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
 
 
 Product = Callable[[torch.Tensor], torch.Tensor]  # (T, in) → (T, out)
-
-# Weights that exist twice at a time; a longer row gets scratch of its own size.
-SCRATCH_ELEMENTS = 1 << 20
 
 
 class Linear:

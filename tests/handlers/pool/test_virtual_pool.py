@@ -122,6 +122,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.reload([self.m, self.n] if has_n else [self.m])
             self.file_changed_s = self.now_s
             self.note_listing()
+            self.pool.run(0.01)  # what is cancelled gives back what it has
         elif what == "sleep":
             supervisor = self.pool.supervisor
             self.pool.act(lambda: supervisor.sleep(supervisor.models["m"]))

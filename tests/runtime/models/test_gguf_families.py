@@ -74,6 +74,8 @@ REFUSED = {
     "cohere2": "cohere2",
     "olmoe": "olmoe",
     "lfm2": "lfm2",
+    "lfm2_moe": "lfm2moe",
+    "glm4_moe": "glm4moe",
 }
 
 

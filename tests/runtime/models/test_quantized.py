@@ -101,7 +101,7 @@ def test_a_product_is_that_with_the_weights_that_are_meant(bits, groups, has_zer
 
 
 def test_a_product_is_made_a_stretch_of_rows_at_a_time(monkeypatch):
-    monkeypatch.setattr("teneral.runtime.backends.torch.layers._SCRATCH_ELEMENTS", 1000)
+    monkeypatch.setattr("teneral.runtime.backends.torch.layers.SCRATCH_ELEMENTS", 1000)
     tensors = integers(70, 128, bits=4, groups=2, has_zero=True)
     x = torch.randn(3, 128)
 

@@ -296,7 +296,8 @@ def _batch(options: argparse.Namespace) -> int:
             raise
         report_error(error)
         return EXIT_INCOMPLETE
-    print(report.render()) if sys.stdout.isatty() else _print_json(report.as_json())
+    is_read = sys.stdout.isatty() and not options.json
+    print(report.render()) if is_read else _print_json(report.as_json())
     return batch_exit_code(report)
 
 
@@ -342,7 +343,7 @@ def _synth(options: argparse.Namespace) -> int:
             residual_scale=options.residual_scale,
             progress=bar.update,
         )
-    print(result.render())
+    print_result(result, as_json=options.json)
     return 0
 
 

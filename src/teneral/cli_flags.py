@@ -315,6 +315,9 @@ def _batch(command: Parser) -> None:
         help="a folder, s3://bucket/prefix/ or gs://bucket/prefix/, or a name.jsonl",
     )
     command.add_argument(
+        "--json", action="store_true", help="print the report for machines, at a terminal, too"
+    )
+    command.add_argument(
         "--worker",
         metavar="I/N",
         default=None,
@@ -409,6 +412,7 @@ def _completion(command: argparse.ArgumentParser) -> None:
 
 
 def _synth(command: argparse.ArgumentParser) -> None:
+    _add_json(command)
     command.add_argument("directory", metavar="DIRECTORY")
     command.add_argument(
         "--like",

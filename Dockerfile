@@ -103,6 +103,9 @@ ENV TENERAL_HOST=0.0.0.0
 ENV PATH=/opt/teneral-code/bin:/opt/teneral/bin:$PATH TENERAL_KERNEL_DIR=/opt/teneral-kernels/gpu PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 # SageMaker names a port only to images that say so.
 LABEL com.amazonaws.sagemaker.capabilities.accept-bind-to-port=true
+# The one folder that is written to. A platform that mounts a volume there for a read-only root gives it to root, but
+# where the image has one already (ECS on Fargate).
+VOLUME /tmp
 USER 10001:10001
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["tini", "--", "teneral"]

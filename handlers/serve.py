@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ..loader.errors import TeneralError
@@ -37,6 +38,11 @@ if TYPE_CHECKING:
     from .function.handler import Handler
     from .http.limits import Limits
 
+# The modules that the first request which needs them imports, where no standby process has done so.
+LATER = (
+    ".openai.chat", ".openai.images", ".openai.tools.choose", ".openai.tools.grammar", ".openai.tools.reader",
+    "..runtime.grammar.budget", "..runtime.grammar.compiler",
+)  # fmt: skip
 SHORT_LOAD_S = 2.0  # whose progress is not worth a line
 
 
@@ -154,14 +160,15 @@ def serve_on(
 
                 import_web()
                 from .app import Limits, create_app, serve
-                from .function.handler import load_handler
             instance.kind.add_done_callback(lambda _: _collect_garbage())
             _log_ready(instance)
             limits = Limits.from_config(config)
             with timeline.span("process", "make server"):
-                handler = (
-                    load_handler(config.handler, max_calls=limits.max_in_flight) if config.handler else None
-                )
+                handler = None
+                if config.handler:
+                    from .function.handler import load_handler  # most servers have none
+
+                    handler = load_handler(config.handler, max_calls=limits.max_in_flight)
                 platform = platform_of(config.platform, os.environ)
                 app = create_app(instance, handler=handler, limits=limits, platform=platform)
             drain_timeout_s = config.drain_timeout_s
@@ -334,11 +341,8 @@ def run_standby(
 
 def import_server() -> None:
     """Import all modules of a server. Starts no thread."""
-    from . import app  # noqa: F401
-    from .function import handler  # noqa: F401
-
-    # Otherwise its first request would import it.
-    from .openai import chat  # noqa: F401
+    for name in (".app", ".function.handler", *LATER):
+        import_module(name, __package__)
 
 
 def main(listener: int, owner: int) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from .errors import AccessDeniedError, FormatError, IntegrityError, NotFoundError, UsageError
 from .format.limits import MANIFEST_NAME, MAX_MANIFEST_BYTES, MAX_SMALL_FILE_BYTES
 from .pin import PIN_MARK, split_pin
-from .sources.base import Source, SourceOptions, changed
+from .sources.base import Remote, Source, SourceOptions, changed
 from .sources.open import model_address, open_source, scheme_of
 
 if TYPE_CHECKING:
@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from .cache.part_cache import PartCache
     from .format.manifest import File, Manifest
     from .format.manifest_json import Look
+    from .timeline import Timeline
 
 
 def open_model(
     url: str,
     options: SourceOptions | None = None,
     *,
+    timeline: Timeline | None = None,
     keep_integers: bool = True,
     around: Callable[[Source], Source] | None = None,
 ) -> Source:
@@ -36,8 +38,24 @@ def open_model(
 
     Without `keep_integers` a GGUF file's numbers become floats. With the option `base`, the source has the base's
     objects, too. All reads go through what `around` makes of the store's own source. Does no I/O but a look
-    at what this machine has. Raises `UsageError` for an unusable address. The caller closes the source.
+    at what this machine has. The timeline shows when the source waited for its store. Raises `UsageError` for an
+    unusable address. The caller closes the source.
     """
+    source = _opened(url, options, keep_integers=keep_integers, around=around)
+    if timeline is not None and isinstance(source, Remote):
+        from .sources.http.outage import show_outages  # local folders do without
+
+        show_outages(source, timeline)
+    return source
+
+
+def _opened(
+    url: str,
+    options: SourceOptions | None,
+    *,
+    keep_integers: bool,
+    around: Callable[[Source], Source] | None,
+) -> Source:
     url = model_address(url)
     quantisation = _quantisation_of(url)
     if not quantisation and not is_gguf(url):

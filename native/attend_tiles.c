@@ -38,10 +38,12 @@ static bool is_even(const int64_t *place) {
 static keys_t keys_at(const tn_attend_tiles *of, int t, uint16_t copy[SIDE][TN_MAX_HEAD_DIM]) {
     if (t >= of->begin && t + SIDE <= of->end && of->head_dim % STEP == 0 && is_even(of->place + t))
         return (keys_t){of->vectors + of->place[t], 2 * (of->place[t + 1] - of->place[t])};
-    memset(copy, 0, sizeof(uint16_t) * SIDE * TN_MAX_HEAD_DIM);
-    for (int i = 0; i < SIDE; i++)
-        if (t + i >= of->begin && t + i < of->end)
-            memcpy(copy[i], of->vectors + of->place[t + i], (size_t)of->head_dim * 2);
+    const size_t bytes = (size_t)of->head_dim * 2, whole = (bytes + 2 * STEP - 1) / (2 * STEP) * (2 * STEP);
+    for (int i = 0; i < SIDE; i++) {
+        const size_t taken = t + i >= of->begin && t + i < of->end ? bytes : 0;
+        if (taken) memcpy(copy[i], of->vectors + of->place[t + i], taken);
+        memset((char *)copy[i] + taken, 0, whole - taken);
+    }
     return (keys_t){copy[0], sizeof copy[0]};
 }
 
@@ -163,7 +165,7 @@ static bool take_values(const tn_attend_tiles *of, work_t *work, int begin, int 
             has_odd |= pair_values(of, t, d, begin, end, tiles[0] + place, tiles[1 % MAX_WIDTHS] + place);
         }
     if (end % STEP) /* the rest of the last step */
-        for (int d = 0; d < of->stride; d += SIDE)
+        for (int d = 0; d < of->head_dim; d += SIDE)
             memset(work->values[end / STEP][d / SIDE] + (end % STEP + 1) / 2 * STEP, 0,
                    (size_t)(SIDE - (end % STEP + 1) / 2) * STEP * 2);
     return has_odd;
@@ -202,8 +204,8 @@ TN_INLINE void value_block(const bool two, const bool two_widths, const work_t *
 
 /* Rows [row, row + num), `num` at most 16 unless it is all of them. `sums` has whole tiles. */
 static void sum_values(const tn_attend_tiles *of, const work_t *work, int num, int first, int last, float *sums) {
-    for (int width = 0; width * SIDE < of->stride; width += 2) {
-        const bool two_widths = (width + 1) * SIDE < of->stride;
+    for (int width = 0; width * SIDE < of->head_dim; width += 2) {
+        const bool two_widths = (width + 1) * SIDE < of->head_dim;
         float *to = sums + width * SIDE;
         if (num > SIDE && two_widths)
             value_block(true, true, work, width, first, last, to, of->stride);

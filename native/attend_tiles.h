@@ -15,8 +15,8 @@ typedef struct tn_attend_tiles {
     const int *begins, *ends; /* what each row sees */
     const uint16_t *vectors; /* keys or values: number t is at vectors + place[t] */
     const int64_t *place;
-    int64_t stride;          /* elements: head_dim in whole vectors */
-    int64_t head_dim;        /* at most TN_MAX_HEAD_DIM */
+    int64_t stride;          /* elements of sums, at least head_dim in whole vectors */
+    int64_t head_dim;        /* numbers of a vector, at most TN_MAX_HEAD_DIM */
     int num_rows, begin, end;
 } tn_attend_tiles;
 

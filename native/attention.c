@@ -20,6 +20,7 @@ enum {
     CHUNK = TN_ATTEND_KEYS, /* 256; a multiple of every vector */
     QUAD = 4,        /* keys, or vectors of values, of a tile */
     TASK_ROWS = TN_ATTEND_ROWS, /* 32, that a thread takes at a time: (row, head) pairs of one key head */
+    LEAST_ROWS = 8,  /* of a task that is cut for other threads */
     ALONE_KEYS = 64, /* with so few rows times keys, waking threads costs more than it gains */
 };
 
@@ -41,6 +42,7 @@ typedef struct {
     int64_t num_keys;
     int64_t window;                   /* 0: all */
     bool sees_all;                    /* also keys behind its own; then the window is to each side */
+    const int64_t *ends;              /* of the rows, or NULL: the key behind the last one that each sees */
 
     const void *keys, *values;             /* of token 0, or of slot 0 */
     const void *key_scales, *value_scales; /* of I8 */
@@ -52,6 +54,7 @@ typedef struct {
     tn_distances distances; /* of this head */
 
     int64_t head_dim;
+    int64_t value_dim; /* less than head_dim of latents: the first numbers of keys are the values */
     float scale;
     float cap; /* 0: none */
     tn_vector sinks; /* of all heads, or none */
@@ -453,10 +456,12 @@ static void attend_chunk(const sequence_t *of, rows_t *task, int64_t first, int 
         if (of->cap != 0.0f) cap_scores(task->scores[row], from, to, of->scale, of->cap);
         total[row] = exponentials(task->scores[row], from, to, of->cap != 0.0f ? 1.0f : scale, &largest[row]);
     }
-    const vectors_t values = vectors_of(of, buffer, place, of->values, of->value_scales, slots, begin, end);
-    sum_values(task, &values, begin, end, of->head_dim, of->dtype);
+    const vectors_t values = of->values == of->keys /* of latents: they are there */
+                                 ? keys
+                                 : vectors_of(of, buffer, place, of->values, of->value_scales, slots, begin, end);
+    sum_values(task, &values, begin, end, of->value_dim, of->dtype);
     for (int row = 0; row < task->num; row++)
-        if (task->begin[row] < task->end[row]) merge(task, row, largest[row], total[row], of->head_dim);
+        if (task->begin[row] < task->end[row]) merge(task, row, largest[row], total[row], of->value_dim);
 }
 
 /* ---- tasks ---- */
@@ -486,9 +491,9 @@ static void store_output(const sequence_t *of, const rows_t *task, int row, int6
         factor = exp_of(largest - most);
         total = total * factor + exp_of(sink - most);
     }
-    for (int64_t d = 0; d < of->head_dim; d += TN_LANES) {
+    for (int64_t d = 0; d < of->value_dim; d += TN_LANES) {
         const vf output = vf_mul(vf_load(task->outputs + row * task->stride + d), vf_set(factor));
-        store_elements(of->out, of->dtype, place + d, vf_div(output, vf_set(total)), lanes_left(of->head_dim - d));
+        store_elements(of->out, of->dtype, place + d, vf_div(output, vf_set(total)), lanes_left(of->value_dim - d));
     }
 }
 
@@ -505,6 +510,7 @@ static int64_t first_key(const sequence_t *of, int64_t position) {
     return of->window && position > before ? position - before : 0;
 }
 static int64_t last_key(const sequence_t *of, int64_t position) {
+    if (of->ends != NULL) return of->ends[position - of->first_position];
     if (!of->sees_all) return position + 1;
     return of->window && position + of->window < of->num_keys ? position + of->window + 1 : of->num_keys;
 }
@@ -529,7 +535,7 @@ static void attend(const sequence_t *of, int64_t pair, int num) {
     for (int64_t piece = 0; piece < pieces; piece++)
         tn_pack(task.packed, task.queries, task.stride, num, of->head_dim, piece);
 #endif
-    /* Later rows see later keys. */
+    /* Later rows see no fewer keys at the end. */
     const int64_t first_position = of->first_position + row_of(of, pair);
     const int64_t last = last_key(of, of->first_position + row_of(of, pair + num - 1));
     for (int64_t chunk = first_key(of, first_position) / CHUNK * CHUNK; chunk < last; chunk += CHUNK) {
@@ -539,12 +545,12 @@ static void attend(const sequence_t *of, int64_t pair, int num) {
     for (int row = 0; row < num; row++) store_output(of, &task, row, pair + row);
 }
 
-static int64_t tasks_of(int64_t num_pairs) { return (num_pairs + TASK_ROWS - 1) / TASK_ROWS; }
+static int64_t tasks_of(int64_t num_pairs, int rows) { return (num_pairs + rows - 1) / rows; }
 
-/* Task number `task` of one key head's pairs. */
-static void run_task(const sequence_t *of, int64_t task, int64_t num_pairs) {
-    const int64_t pair = task * TASK_ROWS, left = num_pairs - pair;
-    attend(of, pair, left < TASK_ROWS ? (int)left : TASK_ROWS);
+/* Task number `task`, of `rows` pairs, of one key head's pairs. */
+static void run_task(const sequence_t *of, int64_t task, int64_t num_pairs, int rows) {
+    const int64_t pair = task * rows, left = num_pairs - pair;
+    attend(of, pair, left < rows ? (int)left : rows);
 }
 
 /* ---- stages ---- */
@@ -552,8 +558,9 @@ static void run_task(const sequence_t *of, int64_t task, int64_t num_pairs) {
 static sequence_t sequence_of(const tn_attention_args *args, const tn_span *span, int64_t kv_head) {
     const tn_kv *kv = args->kv;
     const int64_t group = args->num_heads / args->num_kv_heads, first_head = kv_head * group * args->head_dim;
-    const int64_t key_place = (args->layer * 2 * args->num_kv_heads + kv_head) * kv->num_slots;
-    const int64_t value_place = key_place + args->num_kv_heads * kv->num_slots;
+    const int64_t parts = args->latent_rank ? 1 : 2;
+    const int64_t key_place = (args->layer * parts * args->num_kv_heads + kv_head) * kv->num_slots;
+    const int64_t value_place = key_place + (parts - 1) * args->num_kv_heads * kv->num_slots;
     const int64_t item = kv->dtype == TN_I8 ? 1 : element_bytes(kv->dtype);
     const int64_t scale_bytes = kv->scale == NULL ? 0 : element_bytes(kv->scale_dtype);
     return (sequence_t){
@@ -564,6 +571,8 @@ static sequence_t sequence_of(const tn_attention_args *args, const tn_span *span
         .group = group,
         .first_position = span->context_len - span->length,
         .num_keys = span->context_len,
+        .sees_all = args->bidirectional != 0,
+        .ends = args->ends == NULL ? NULL : args->ends + span->start,
         .window = args->window,
         .keys = (const char *)kv->data + key_place * args->head_dim * item,
         .values = (const char *)kv->data + value_place * args->head_dim * item,
@@ -575,6 +584,7 @@ static sequence_t sequence_of(const tn_attention_args *args, const tn_span *span
         .kv_dtype = kv->dtype,
         .scale_dtype = kv->scale_dtype,
         .head_dim = args->head_dim,
+        .value_dim = args->latent_rank ? args->latent_rank : args->head_dim,
         .scale = args->scale,
         .cap = args->cap,
         .sinks = args->sinks,
@@ -583,20 +593,27 @@ static sequence_t sequence_of(const tn_attention_args *args, const tn_span *span
     };
 }
 
-static int64_t tasks_of_span(const tn_attention_args *args, const tn_span *span) {
-    return tasks_of(span->length * (args->num_heads / args->num_kv_heads)) * args->num_kv_heads;
+static int64_t tasks_of_span(const tn_attention_args *args, const tn_span *span, int rows) {
+    return tasks_of(span->length * (args->num_heads / args->num_kv_heads), rows) * args->num_kv_heads;
+}
+
+static int64_t tasks_of_spans(const tn_attention_args *args, int rows) {
+    int64_t num_tasks = 0;
+    for (int64_t n = 0; n < args->num_spans; n++) num_tasks += tasks_of_span(args, &args->spans[n], rows);
+    return num_tasks;
 }
 
 void tn_attention_stage(const tn_attention_args *args, tn_region *region) {
-    int64_t num_tasks = 0;
-    for (int64_t n = 0; n < args->num_spans; n++) num_tasks += tasks_of_span(args, &args->spans[n]);
+    int rows = TASK_ROWS; /* fewer where threads would have none: many heads of one sequence may share a key head */
+    int64_t num_tasks = tasks_of_spans(args, rows);
+    while (num_tasks < region->num && rows > LEAST_ROWS) num_tasks = tasks_of_spans(args, rows /= 2);
     /* From the last one: later rows see more keys, and what takes longest is begun first. */
     int64_t span = args->num_spans, first = num_tasks; /* of the span */
     for (int64_t task; (task = num_tasks - 1 - tn_next_chunk(region)) >= 0;) {
-        while (task < first) first -= tasks_of_span(args, &args->spans[--span]);
+        while (task < first) first -= tasks_of_span(args, &args->spans[--span], rows);
         const int64_t kv_head = (task - first) % args->num_kv_heads;
         const sequence_t of = sequence_of(args, &args->spans[span], kv_head);
-        run_task(&of, (task - first) / args->num_kv_heads, args->spans[span].length * of.group);
+        run_task(&of, (task - first) / args->num_kv_heads, args->spans[span].length * of.group, rows);
     }
 }
 
@@ -627,6 +644,7 @@ static sequence_t text_of(const tn_text_attention_args *args, int64_t text, int6
         .key_stride = 3 * hidden,
         .kv_dtype = args->dtype,
         .head_dim = args->head_dim,
+        .value_dim = args->head_dim,
         .scale = args->scale,
         .dtype = args->dtype,
     };
@@ -638,10 +656,10 @@ void tn_text_attention_stage(const tn_text_attention_args *args, tn_region *regi
         while (task >= end) {
             if (++text == args->num_texts) return;
             first = end;
-            end += tasks_of(args->starts[text + 1] - args->starts[text]) * args->num_heads;
+            end += tasks_of(args->starts[text + 1] - args->starts[text], TASK_ROWS) * args->num_heads;
         }
         const sequence_t of = text_of(args, text, (task - first) % args->num_heads);
-        run_task(&of, (task - first) / args->num_heads, of.num_keys);
+        run_task(&of, (task - first) / args->num_heads, of.num_keys, TASK_ROWS);
     }
 }
 
@@ -658,6 +676,7 @@ static void attention_body(void *arg, tn_region *region, int id) {
 
 int tn_attention(const tn_attention_args *args) {
     if (args->size != sizeof *args || !takes(args->dtype, args->head_dim)) return TN_REFUSED;
+    if (args->latent_rank < 0 || args->latent_rank > args->head_dim) return TN_REFUSED;
     const tn_kv *kv = args->kv;
     if (kv->dtype == TN_I8 ? kv->scale == NULL : kv->dtype != args->dtype) return TN_REFUSED;
     int64_t num_keys = 0;

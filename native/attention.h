@@ -6,7 +6,7 @@
 #include "team.h"
 
 /* The stage of a step's attention, and of an encoder's: all of its tasks, which the region's threads share. Takes about
- * 400 KiB of stack. */
+ * 1.3 MiB of stack, of which heads of 128 numbers touch a quarter. */
 void tn_attention_stage(const tn_attention_args *args, tn_region *region);
 void tn_text_attention_stage(const tn_text_attention_args *args, tn_region *region);
 

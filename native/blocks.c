@@ -8,7 +8,7 @@
 enum {
     GROUP = 32,         /* columns of a block, */
     LARGE = 256,        /* or of a large one */
-    AHEAD_BYTES = 2048, /* asked for before they are taken apart */
+    AHEAD_BYTES = 8192, /* asked for before they are taken apart */
 };
 
 static float half_at(const uint8_t *from) {
@@ -183,8 +183,10 @@ static void take_from_table(int8_t *level, const uint8_t *from) {
     v_look_up(level, from, table);
 }
 
-static void take_levels(int8_t *level, const uint8_t *from, int count, int dtype) {
+void tn_block_levels(int8_t *level, const void *blocks, int count, int dtype) {
+    const uint8_t *from = blocks;
     const int columns = tn_block_columns(dtype), bytes = tn_block_bytes(dtype);
+    for (int n = 0; n < count / columns * bytes; n += 64) __builtin_prefetch(from + n + AHEAD_BYTES);
     for (int n = 0; n < count / columns; n++, from += bytes, level += columns) {
         switch (dtype) {
         case TN_Q4_K: take_q4_k(level, from + 16); break;
@@ -219,10 +221,8 @@ typedef struct {
 } parts_t;
 
 static void take_parts(parts_t *parts, const void *from, int count, int dtype) {
-    const int num_bytes = count / tn_block_columns(dtype) * tn_block_bytes(dtype);
-    for (int n = 0; n < num_bytes; n += 64) __builtin_prefetch((const char *)from + n + AHEAD_BYTES);
+    tn_block_levels(parts->level, from, count, dtype);
     tn_block_scales(parts->scale, parts->offset, from, count, dtype);
-    take_levels(parts->level, from, count, dtype);
 }
 
 TN_INLINE vf number_at(const parts_t *parts, int k, const int size) {

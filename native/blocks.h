@@ -55,6 +55,9 @@ TN_INLINE bool tn_is_blocks(int dtype) { return dtype >= TN_Q4_K; }
 /* The scale and the offset of each group of `count` columns. */
 void tn_block_scales(float *scale, float *offset, const void *blocks, int count, int dtype);
 
+/* The level of each of `count` columns, a multiple of the block's. */
+void tn_block_levels(int8_t *level, const void *blocks, int count, int dtype);
+
 /* `count` numbers, a multiple of the block's and at most TN_BLOCK_COLUMNS, from blocks on: in fp32, or rounded to bf16. */
 void tn_widen_blocks(float *to, const void *from, int count, int dtype);
 void tn_round_blocks(uint16_t *to, const void *from, int count, int dtype);

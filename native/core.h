@@ -298,22 +298,29 @@ TN_EXPORT int tn_walk_part(const tn_walk_args *args);
 
 /* ---- splitting floats (split.c), for packing ---- */
 
-#define TN_MAX_SPLIT_PLANES 6 /* exponents, and those of a field */
+#define TN_MAX_SPLIT_PLANES 16 /* of all tiers */
 
-/* One tier of some floats into its planes. The field is the sign, where the tier begins with exponents, and then those
- * mantissa bits that are new with it. */
+/* Some bits of each word: those of `mask` behind `mantissa_down` bits, and of `sign` behind `sign_down`. */
+typedef struct tn_split_plane {
+    uint8_t *out;
+    int64_t out_bytes; /* at least the plane's; coded: at least tn_encoded_bound(the plane's, a frame's) */
+    int64_t end;       /* written: where its bytes end in `out` */
+    uint32_t mask;
+    uint32_t sign;
+    int32_t mantissa_down;
+    int32_t sign_down;
+    int32_t bits;      /* of an element: 8, 4, 2 or 1 */
+    int32_t is_coded;  /* 1: each frame as tn_encode_frames makes it, from the cache */
+} tn_split_plane;
+
+/* Floats into planes of all tiers, a frame of each after another. */
 typedef struct tn_split_args {
     size_t size;
-    const void *words;                    /* (count,) of `word_bytes` */
-    uint8_t *planes[TN_MAX_SPLIT_PLANES]; /* in the format's order, each of exactly the size that it needs */
+    const void *words; /* (count,) of `word_bytes` */
+    tn_split_plane *planes;
     int64_t count;
-    int32_t plane_bits[TN_MAX_SPLIT_PLANES];
     int32_t num_planes;
-    int32_t word_bytes;                   /* 2 or 4 */
-    int32_t has_exponents;                /* 1: the first plane, and a sign */
-    int32_t field_bits;
-    int32_t mantissa_bits;                /* of the format */
-    int32_t known_bits;                   /* of these, with this tier */
+    int32_t word_bytes; /* 2 or 4 */
 } tn_split_args;
 
 TN_EXPORT int tn_split(const tn_split_args *args);
@@ -333,6 +340,7 @@ typedef enum tn_activation {
     TN_GELU_TANH = 2,
     TN_RELU = 3,
     TN_TANH = 4,
+    TN_RELU2 = 5, /* the square of ReLU */
 } tn_activation;
 
 /* The rows of some tokens, rounded once. */
@@ -374,10 +382,11 @@ typedef enum tn_norm_kind {
     TN_RMS_WIDE = 1,     /* neither is */
     TN_RMS_PLUS_ONE = 2, /* neither is, and 1 + weight takes the weight's place */
     TN_LAYER = 3,        /* neither is, and x - mean(x) takes the place of x */
+    TN_LAYER_PLUS_ONE = 4, /* likewise with 1 + weight; there is a bias */
 } tn_norm_kind;
 
 /* Without a bias a norm of one of these kinds. With one the layer norm: (x - mean) / sqrt(variance + eps) * weight + bias, rounded once,
- * of weights that are rounded to `dtype` first. */
+ * of weights that are rounded to `dtype` first; 1 + weight of TN_LAYER_PLUS_ONE. */
 typedef struct tn_norm_args {
     size_t size;
     const void *x; /* (num_rows, num_columns) */
@@ -388,7 +397,7 @@ typedef struct tn_norm_args {
     int64_t num_columns;
     float eps;
     int32_t dtype;
-    int32_t kind;     /* tn_norm_kind, without a bias */
+    int32_t kind;     /* tn_norm_kind */
     int32_t reserved; /* 0 */
 } tn_norm_args;
 
@@ -414,7 +423,7 @@ TN_EXPORT int tn_activate(const tn_activate_args *args);
 
 /* A pool of keys and values, cut into blocks of slots. */
 typedef struct tn_kv {
-    void *data;         /* (num_layers, 2, num_kv_heads, num_slots, head_dim) F32, BF16 or I8 */
+    void *data;         /* (num_layers, 2, num_kv_heads, num_slots, head_dim) F32, BF16 or I8; of latents (num_layers, 1, ...) */
     void *scale;        /* (num_layers, 2, num_kv_heads, num_slots) F32 or BF16, of I8; else NULL */
     int64_t num_slots;
     int64_t block_size; /* slots; divides num_slots */
@@ -437,12 +446,13 @@ typedef struct tn_heads_args {
     int64_t num_rows;
     int64_t num_heads;
     int64_t num_kv_heads;
-    int64_t head_dim;       /* at most 256 */
+    int64_t head_dim;       /* at most TN_MAX_HEAD_DIM */
     int64_t rotary_dim;     /* even, at most head_dim */
     float norm_eps;
     int32_t dtype;          /* F32 or BF16 */
     int32_t norm;           /* tn_norm_kind */
     int32_t joint_norms;    /* all heads of a row are normalised as one */
+    int32_t late_norms;     /* heads are normalised once they are turned; not with joint_norms */
     int32_t wide_turns;     /* turned in fp32, rounded once; otherwise each product is rounded */
     int32_t interleaved;    /* number 2 i turns with 2 i + 1; otherwise number i with i + rotary_dim / 2 */
 } tn_heads_args;
@@ -451,7 +461,7 @@ TN_EXPORT int tn_write_heads(const tn_heads_args *args);
 
 /* ---- attention (attention.c) ---- */
 
-#define TN_MAX_HEAD_DIM 256
+#define TN_MAX_HEAD_DIM 576 /* a multiple of 32 */
 
 /* Rows [start, start + length) of a step: the newest `length` tokens of a sequence of `context_len`. */
 typedef struct tn_span {
@@ -459,9 +469,18 @@ typedef struct tn_span {
     int64_t length;
     int64_t context_len;
     const int64_t *blocks; /* token t lies in block blocks[t / block_size] of the pool */
+    float *state;          /* of models with delta nets: read unless the span begins its sequence, and written */
+    const struct tn_save *saves; /* ascending: copies of the state in between */
+    int64_t num_saves;
 } tn_span;
 
-/* Each row's queries over its sequence's keys, up to its own; num_kv_heads divides num_heads. */
+/* A copy of a span's state. */
+typedef struct tn_save {
+    int64_t num_rows; /* after this number of the span's rows */
+    float *state;
+} tn_save;
+
+/* Each row's queries over its sequence's keys, up to its own, to its end or all; num_kv_heads divides num_heads. */
 typedef struct tn_attention_args {
     size_t size;
     const tn_kv *kv;      /* holds the rows' own keys and values already */
@@ -472,15 +491,19 @@ typedef struct tn_attention_args {
     int64_t query_stride; /* elements, of rows */
     int64_t out_stride;   /* likewise */
     int64_t layer;
-    int64_t window;       /* tokens that a row sees, its own included; 0: all */
+    int64_t window;       /* tokens that a row sees, its own included; with bidirectional to each side of its own; 0: all */
     int64_t num_heads;
     int64_t num_kv_heads;
     int64_t head_dim;     /* at most TN_MAX_HEAD_DIM */
+    int64_t latent_rank;  /* values are this many first numbers of their keys, and so are a head's in `out`; 0: the pool has
+                           * values of their own */
     float scale;          /* of scores */
     int32_t dtype;        /* F32 or BF16 */
     float cap;            /* scaled scores s become cap * tanh(s / cap); 0: they do not */
-    int32_t reserved;     /* 0 */
+    int32_t bidirectional; /* rows see keys behind their own, too */
     tn_vector sinks;      /* (num_heads,) or none: one more score of each head, of a key without a value */
+    const int64_t *ends;  /* (rows,) or NULL: a row sees its sequence's tokens before this one, which is behind its own,
+                           * at most the context's length, and never before an earlier row's; a window ends there, too */
 } tn_attention_args;
 
 TN_EXPORT int tn_attention(const tn_attention_args *args);
@@ -546,21 +569,36 @@ typedef struct tn_expert {
 } tn_expert;
 
 #define TN_MAX_CONVOLUTION 16
+#define TN_MAX_DELTA_KEY 256
 
 /* A layer attends, or convolves: it has a convolution's taps then, `qkv` is to the thirds b, c and x of a row, and
- * `output` takes c * convolution(b * x). */
+ * `output` takes c * convolution(b * x). Of a model with latents `qkv` is to the inputs of `query_up`, or to query heads
+ * where there is none, and then to a latent and a key that is turned (latent.h). Or it is a gated delta net
+ * (delta_net.c) and has `delta_taps`: `qkv` is to queries, keys and values, whose channels the taps convolve, to gates,
+ * and to a beta and a decay of each value head. */
 typedef struct tn_decoder_layer {
     tn_vector attention_norm;        /* (hidden_size,) or none */
-    tn_vector query_norm;            /* (head_dim,), or with joint_norms of all heads; or none */
-    tn_vector key_norm;
+    tn_vector query_norm;            /* (head_dim,), or with joint_norms of all heads; of latents (query_rank,); or none */
+    tn_vector key_norm;              /* likewise, of latents (latent_rank,) */
     tn_vector attention_output_norm; /* (hidden_size,) or none: of what attention adds to x */
     tn_vector mlp_norm;              /* (hidden_size,) or none */
     tn_vector mlp_output_norm;       /* likewise */
+    tn_vector attention_norm_bias;   /* (hidden_size,) or none, of layer norms */
+    tn_vector mlp_norm_bias;
+    tn_vector attention_inner_norm;  /* (columns of `output`,) or none: of its input */
+    tn_vector mlp_inner_norm;        /* (columns of `down`,) or none, likewise; not in layers with a mixture */
     tn_projection qkv;               /* to query heads, key heads, value heads */
+    tn_projection query_up;          /* of latents: to query heads of plain_dim + rotary_dim numbers; or of no parts */
+    tn_projection key_up;            /* likewise: (num_heads * latent_rank, plain_dim), what queries are multiplied with */
+    tn_projection value_up;          /* likewise: (num_heads * (plain_dim + value_dim), latent_rank); the first plain_dim rows
+                                      * of a head are not read */
     tn_projection output;
-    tn_projection gate_up;           /* to gate, then up; in layers with a mixture the shared expert's, or of no parts */
+    tn_projection gate_up;           /* to gate, then up, or with `plain_mlp` to up alone; in layers with a mixture the
+                                        shared expert's, or of no parts */
     tn_projection down;
     tn_projection router;            /* to the experts' scores, in layers with a mixture */
+    tn_projection shared_gate;       /* to one number, with whose sigmoid the shared expert's output is multiplied; or of
+                                      * no parts */
     tn_vector correction;            /* (num_experts,) or none: added to scores to choose, and not to weights */
     const tn_expert *experts;        /* (num_experts,) or NULL */
     tn_vector sinks;                 /* as in tn_attention_args */
@@ -568,10 +606,24 @@ typedef struct tn_decoder_layer {
     tn_vector convolution_bias;      /* (hidden_size,) or none */
     int64_t kv_layer;                /* the pool's layer with its keys and values; a convolution's b * x is in those from
                                       * it on, (2 * num_kv_heads * head_dim) numbers each */
+    tn_vector delta_taps;            /* (queries, keys and values of all heads, delta_convolution_size); or none */
+    tn_vector delta_log;             /* (delta_value_heads,) each */
+    tn_vector delta_bias;
+    tn_vector delta_norm;            /* (delta_value_size,) */
+    int64_t state_first;             /* number of a state at which this layer's part begins: (delta_convolution_size - 1,
+                                      * channels) inputs, then (delta_value_heads, delta_key_size, delta_value_size) */
     int64_t window;                  /* 0: all */
     int32_t rotary;                  /* tn_rotary */
     int32_t reserved;                /* 0 */
 } tn_decoder_layer;
+
+/* Where `qkv` of a delta net has the numbers of each head. */
+typedef enum tn_delta_order {
+    TN_DELTA_APART = 0,   /* all queries, keys, values, gates, betas, decays */
+    TN_DELTA_GROUPED = 1, /* queries, keys, values and gates of each key head, then betas and decays of each */
+    TN_DELTA_SPLIT = 2,   /* all queries, keys, values, gates, then betas and decays of each key head */
+    TN_DELTA_TILED = 3,   /* as apart; value head v is of key head v % delta_key_heads, not of one of its neighbours' */
+} tn_delta_order;
 
 typedef struct tn_decoder {
     const tn_decoder_layer *layers; /* those of a call must be filled in */
@@ -588,18 +640,30 @@ typedef struct tn_decoder {
     int64_t shared_size;            /* of the shared expert, whose output is added to the others'; 0: there is none */
     int64_t num_expert_groups;      /* equal runs of experts, at least 1 */
     int64_t num_expert_groups_used; /* by each row: with the highest expert's score, or two highest with corrections */
+    int64_t latent_rank;            /* numbers of a token's latent, which has head_dim with its rotary key; 0: there is none */
+    int64_t query_rank;             /* of latents: inputs of query_up; 0: there is none */
+    int64_t plain_dim;              /* likewise: numbers of a query head before those that are turned */
+    int64_t value_dim;              /* likewise: of an output head */
     int64_t convolution_size;       /* tokens that a convolution sees, at most TN_MAX_CONVOLUTION; 0: no layer has one */
+    int64_t delta_key_heads;        /* of delta nets; 0: no layer has one */
+    int64_t delta_value_heads;      /* a multiple of these */
+    int64_t delta_key_size;         /* of a head: a multiple of 4, at most TN_MAX_DELTA_KEY */
+    int64_t delta_value_size;
+    int64_t delta_convolution_size; /* tokens that its convolution sees, at most TN_MAX_CONVOLUTION */
+    int64_t delta_order;            /* one of TN_DELTA_…: where `qkv` has the numbers of each head */
     float norm_eps;
     float attention_scale;
     float score_cap;                /* as in tn_attention_args */
     float residual_scale;           /* unless it is 1, what attention and MLP add is multiplied with it, and rounded */
     int32_t activation;
     int32_t dtype;                  /* of rows: F32 or BF16 */
+    int32_t plain_mlp;              /* down(activation(up(y))): no gate */
     int32_t norm;                   /* tn_norm_kind, of all norms */
     int32_t joint_norms;            /* as in tn_heads_args */
+    int32_t late_norms;             /* likewise */
     int32_t wide_turns;             /* likewise */
     int32_t interleaved;            /* likewise */
-    int32_t parallel;               /* the MLP takes what attention takes; there is no mlp_norm */
+    int32_t parallel;               /* the MLP takes what attention takes, or the mlp_norm of what attention's norm takes */
     int32_t expert_weights_sum_to_1; /* otherwise they are shares of all experts */
     int32_t expert_weights_rounded; /* to `dtype` */
     float swiglu_alpha;             /* experts compute g / (1 + e^(-alpha * g)) * (u + 1), rounded once, of */
@@ -608,6 +672,12 @@ typedef struct tn_decoder {
     int32_t expert_scores_wide;     /* scores are fp32; otherwise rounded to `dtype` */
     float expert_sum_eps;           /* added to the sum that weights are divided by */
     float expert_factor;            /* of weights, behind that */
+    int32_t bidirectional;          /* as in tn_attention_args: a step has all tokens of its sequences */
+    float latent_norm_eps;          /* of the norms of latents and of query_up's inputs */
+    int32_t gated_attention;        /* `qkv` makes a gate behind each query head; outputs are times its sigmoid */
+    int32_t interleaved_qkv;        /* `qkv` makes each head's query, key and value in turn; num_kv_heads is num_heads */
+    int32_t rounds_inputs;          /* of layers' projections to 8 bits, a row's largest size being 127; there are input norms,
+                                     * and no mixtures */
     int32_t reserved;               /* 0 */
 } tn_decoder;
 
@@ -631,6 +701,7 @@ typedef struct tn_decoder_step_args {
     const int64_t *slots;     /* (num_rows,) */
     void *x;                  /* (num_rows, hidden_size): changed to what comes out of the last of the layers */
     void *scratch;            /* on 64 bytes */
+    const int64_t *ends;      /* as in tn_attention_args */
     int64_t *chosen;          /* with TN_UP_TO_ROUTER: gets (num_rows, num_experts_used), ascending; else NULL */
     int64_t num_spans;
     int64_t num_rows;
@@ -725,6 +796,7 @@ typedef struct tn_encoder {
     int32_t dtype;      /* F32 or BF16 */
     int32_t pre_norm;   /* x + attention(norm(x)), then x + mlp(norm(x)); 0: the norm is of the sum */
     int32_t gated;      /* down(activation(gate) * up); 0: down(activation(up)) */
+    int32_t norm;       /* of all norms, which have biases if it is TN_LAYER */
 } tn_encoder;
 
 /* Layers [first, end) over texts back to back. */

@@ -1,8 +1,9 @@
 /* A decoder's step: all of its layers in one region, stage by stage, with a barrier between two stages.
  *
  * x + output(attention(qkv(norm(x)))), then x + down(activation(gate(y)) * up(y)) of y = norm(x); some models have
- * norms of what is added to x, too, or only these. What a stage writes is rounded to the model's dtype, as models that
- * compute in it round (docs/native.md, "Numbers"). In parallel layers the MLP takes the norm that attention takes. */
+ * norms of what is added to x, too, or only these; some have no gate. What a stage writes is rounded to the model's
+ * dtype, as models that compute in it round (docs/native.md, "Numbers"). In parallel layers the MLP takes the norm that
+ * attention takes, or one of its own of the same x. */
 #include <stdbool.h>
 #include <string.h>
 
@@ -10,9 +11,11 @@
 #include "attention.h"
 #include "convolution.h"
 #include "core.h"
+#include "delta_net.h"
 #include "elements.h"
 #include "experts.h"
 #include "heads.h"
+#include "latent.h"
 #include "linear.h"
 #include "projection.h"
 #include "rows.h"
@@ -24,11 +27,17 @@ typedef struct {
     const tn_decoder_step_args *args;
     tn_adapted adapted; /* of no layer and site yet */
     void *normed;   /* (num_rows, hidden_size): also what is added to x */
-    void *heads;    /* (num_rows, num_heads + 2 num_kv_heads, head_dim), or (num_rows, 3, hidden_size) to convolve */
-    void *attended; /* (num_rows, num_heads * head_dim), or (num_rows, hidden_size) of a convolution */
+    void *heads;    /* (num_rows, num_heads + 2 num_kv_heads, head_dim), or (num_rows, 3, hidden_size) to convolve; of
+                     * latents what `qkv` makes */
+    void *attended; /* (num_rows, num_heads * head_dim), or (num_rows, hidden_size) of a convolution; of latents the
+                     * sums, of a delta net the values */
+    void *mixed;    /* what `qkv` makes of rows for a delta net, or in another order than `heads` */
+    float *factors; /* of a delta net */
+    tn_latent latent; /* of no layer yet */
     void *gate_up;  /* (num_rows, 2 intermediate_size) */
     void *inner;    /* (num_rows, intermediate_size) */
     void *shared;   /* (num_rows, hidden_size): what the shared expert adds to a mixture */
+    float *gates;   /* (num_rows,): what it is gated with, before the sigmoid */
     void *permuted; /* (num_rows, permuted_size) */
     void *packed;   /* inputs of one product at a time, as tiles take them */
     tn_mixture mixture;
@@ -46,9 +55,33 @@ static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 /* Columns of an MLP between gate and down: of a dense one, or a shared expert. */
 static int64_t most_inner(const tn_decoder *model) { return larger(model->intermediate_size, model->shared_size); }
 
+/* Columns of what attention makes, or a delta net in its place. */
+static int64_t attended_size(const tn_decoder *model) {
+    const int64_t attended = model->num_heads * (model->latent_rank ? model->value_dim : model->head_dim);
+    return larger(attended, model->delta_value_heads * model->delta_value_size);
+}
+
 /* Of any product. */
 static int64_t most_inputs(const tn_decoder *model) {
-    return larger(larger(model->num_heads * model->head_dim, model->hidden_size), most_inner(model));
+    return larger(larger(attended_size(model), model->hidden_size), larger(most_inner(model), model->query_rank));
+}
+
+/* Columns of queries, keys and values with gates, or in another order than attention has them; 0: as it has them. */
+static int64_t mixed_columns(const tn_decoder *model) {
+    const int64_t kinds = model->gated_attention ? 2 : 1;
+    if (!model->gated_attention && !model->interleaved_qkv) return 0;
+    return (kinds * model->num_heads + 2 * model->num_kv_heads) * model->head_dim;
+}
+
+/* Rows of latent attention, which no other model has. */
+static void lay_out_latent(tn_latent *latent, const tn_decoder *model, int64_t num_rows, char **next) {
+    const int dtype = model->dtype;
+    const int64_t queries = model->num_heads * (model->plain_dim + model->rotary_dim);
+    latent->low = take(next, num_rows * model->query_rank, dtype);
+    latent->queries = take(next, model->query_rank ? num_rows * queries : 0, dtype);
+    latent->absorbed = take(next, num_rows * model->num_heads * model->head_dim, dtype);
+    latent->packed_heads = *next;
+    *next += tn_latent_packed_bytes(model, num_rows);
 }
 
 /* Lays the step's rows out in scratch; returns how many bytes they take. */
@@ -57,50 +90,76 @@ static int64_t lay_out(step_t *step, const tn_decoder *model, int64_t num_rows, 
     const int64_t convolved = model->convolution_size ? model->hidden_size : 0;
     char *next = scratch;
     step->normed = take(&next, num_rows * model->hidden_size, dtype);
-    const int64_t heads = (model->num_heads + 2 * model->num_kv_heads) * model->head_dim;
+    const int64_t heads = model->latent_rank ? tn_latent_down_size(model)
+                                             : (model->num_heads + 2 * model->num_kv_heads) * model->head_dim;
     step->heads = take(&next, num_rows * larger(heads, 3 * convolved), dtype);
-    step->attended = take(&next, num_rows * larger(model->num_heads * model->head_dim, convolved), dtype);
+    step->attended = take(&next, num_rows * larger(attended_size(model), convolved), dtype);
+    step->mixed = take(&next, num_rows * larger(mixed_columns(model), tn_delta_mixed(model)), dtype);
+    step->factors = take(&next, num_rows * 2 * (model->delta_key_heads + model->delta_value_heads), TN_F32);
     step->gate_up = take(&next, num_rows * 2 * most_inner(model), dtype);
     step->inner = take(&next, num_rows * most_inner(model), dtype);
     step->shared = take(&next, model->shared_size ? num_rows * model->hidden_size : 0, dtype);
+    step->gates = take(&next, model->shared_size ? num_rows : 0, TN_F32);
     step->permuted = take(&next, num_rows * model->permuted_size, dtype);
     step->packed = next;
     next += tn_product_packed_bytes(num_rows, most_inputs(model), model->permuted_size, dtype);
+    if (model->latent_rank) lay_out_latent(&step->latent, model, num_rows, &next);
     if (model->num_experts) next += tn_lay_out_mixture(&step->mixture, model, num_rows, next);
     return next - scratch;
 }
 
 /* ---- stages ---- */
 
-static void norm_row(const tn_decoder *model, void *out, const void *x, const tn_vector *weight) {
-    tn_norm_row(out, x, weight, model->hidden_size, model->norm_eps, model->norm, model->dtype);
+static void norm_row(const tn_decoder *model, void *out, const void *x, const tn_vector *weight,
+                     const tn_vector *bias) {
+    if (bias != NULL && bias->data != NULL)
+        tn_layer_norm_row(out, x, weight, bias, model->hidden_size, model->norm_eps, model->norm, model->dtype);
+    else
+        tn_norm_row(out, x, weight, model->hidden_size, model->norm_eps, model->norm, model->dtype);
 }
 
 /* normed = norm(x), where there is a norm. */
-static void norm_stage(const step_t *step, const tn_vector *weight, tn_region *region) {
+static void norm_stage(const step_t *step, const tn_vector *weight, const tn_vector *bias, tn_region *region) {
     const tn_decoder *model = step->args->model;
     if (weight->data == NULL) return;
     EACH_ROW(region, step->args->num_rows) {
         const int64_t place = row * model->hidden_size;
-        norm_row(model, element_at(step->normed, model->dtype, place), element_at(step->args->x, model->dtype, place),
-                 weight);
+        void *normed = element_at(step->normed, model->dtype, place);
+        norm_row(model, normed, element_at(step->args->x, model->dtype, place), weight, bias);
+        if (model->rounds_inputs) tn_round_to_codes_row(normed, model->hidden_size, model->dtype);
     }
     tn_barrier(region);
 }
 
 /* x += what `normed` holds, after a norm of its own and scaled, where there are such; then normed = norm(x), unless
  * there is no `next` norm. */
-static void residual_stage(const step_t *step, const tn_vector *own, const tn_vector *next, tn_region *region) {
+static void residual_stage(const step_t *step, const tn_vector *own, const tn_vector *next, const tn_vector *next_bias,
+                           tn_region *region) {
     const tn_decoder *model = step->args->model;
     EACH_ROW(region, step->args->num_rows) {
         const int64_t place = row * model->hidden_size;
         void *x = element_at(step->args->x, model->dtype, place);
         void *normed = element_at(step->normed, model->dtype, place);
-        if (own->data != NULL) norm_row(model, normed, normed, own);
+        if (own->data != NULL) norm_row(model, normed, normed, own, NULL);
         if (model->residual_scale != 1.0f)
             tn_scale_row(normed, model->residual_scale, model->hidden_size, model->dtype);
         tn_add_row(x, normed, model->hidden_size, model->dtype);
-        if (next != NULL && next->data != NULL) norm_row(model, normed, x, next);
+        if (next == NULL || next->data == NULL) continue;
+        norm_row(model, normed, x, next, next_bias);
+        if (model->rounds_inputs) tn_round_to_codes_row(normed, model->hidden_size, model->dtype);
+    }
+    tn_barrier(region);
+}
+
+/* rows = norm(rows), where there is a norm, of `num` numbers each: what attention or an activation made. Rounded, where
+ * inputs are. */
+static void inner_stage(const step_t *step, void *rows, const tn_vector *weight, int64_t num, tn_region *region) {
+    const tn_decoder *model = step->args->model;
+    if (weight->data == NULL && !model->rounds_inputs) return;
+    EACH_ROW(region, step->args->num_rows) {
+        void *own = element_at(rows, model->dtype, row * num);
+        if (weight->data != NULL) tn_norm_row(own, own, weight, num, model->norm_eps, model->norm, model->dtype);
+        if (model->rounds_inputs) tn_round_to_codes_row(own, num, model->dtype);
     }
     tn_barrier(region);
 }
@@ -137,11 +196,47 @@ static void project_stage(const step_t *step, const tn_projection *projection, c
     tn_barrier(region);
 }
 
-static void heads_stage(const step_t *step, const tn_decoder_layer *layer, tn_region *region) {
+/* Queries, keys and values of a row to where attention has them. Behind each query there is its key and value, or a gate,
+ * which stays. */
+static void part_heads(const step_t *step, int64_t row) {
+    const tn_decoder *model = step->args->model;
+    const int64_t num_heads = model->num_heads, bytes = model->head_dim * element_bytes(model->dtype);
+    const int64_t num_parts = model->interleaved_qkv ? 3 : 1, apart = model->interleaved_qkv ? 3 : 2;
+    const char *from = element_at(step->mixed, model->dtype, row * mixed_columns(model));
+    char *to = (char *)step->heads + row * (num_heads + 2 * model->num_kv_heads) * bytes;
+    for (int64_t part = 0; part < num_parts; part++)
+        for (int64_t head = 0; head < num_heads; head++)
+            memcpy(to + (part * num_heads + head) * bytes, from + (apart * head + part) * bytes, (size_t)bytes);
+    if (model->gated_attention)
+        memcpy(to + num_heads * bytes, from + 2 * num_heads * bytes, (size_t)(2 * model->num_kv_heads * bytes));
+}
+
+/* Outputs of attention times the sigmoids of their gates, each rounded. */
+static void gate_stage(const step_t *step, tn_region *region) {
+    const tn_decoder *model = step->args->model;
+    const int64_t num = model->head_dim;
+    const int dtype = model->dtype;
+    EACH_ROW(region, step->args->num_rows) {
+        for (int64_t head = 0; head < model->num_heads; head++) {
+            const int64_t gates = row * mixed_columns(model) + (2 * head + 1) * num;
+            const int64_t outputs = (row * model->num_heads + head) * num;
+            for (int64_t d = 0; d < num; d += TN_LANES) {
+                const int count = lanes_left(num - d);
+                const vf gate = load_elements(step->mixed, dtype, gates + d, count);
+                const vf share = vf_div(vf_set(1.0f), vf_add(vf_set(1.0f), vf_exp(vf_sub(vf_zero(), gate))));
+                const vf out = load_elements(step->attended, dtype, outputs + d, count);
+                store_elements(step->attended, dtype, outputs + d, vf_mul(out, round_to(dtype, share)), count);
+            }
+        }
+    }
+    tn_barrier(region);
+}
+
+static tn_heads_args heads_of(const step_t *step, const tn_decoder_layer *layer) {
     const tn_decoder_step_args *args = step->args;
     const tn_decoder *model = args->model;
-    const tn_heads_args heads = {
-        .size = sizeof heads,
+    return (tn_heads_args){
+        .size = sizeof(tn_heads_args),
         .kv = args->kv,
         .heads = step->heads,
         .turns = layer->rotary == TN_ROTARY_MAIN    ? args->turns
@@ -161,37 +256,63 @@ static void heads_stage(const step_t *step, const tn_decoder_layer *layer, tn_re
         .dtype = model->dtype,
         .norm = model->norm,
         .joint_norms = model->joint_norms,
+        .late_norms = model->late_norms,
         .wide_turns = model->wide_turns,
         .interleaved = model->interleaved,
     };
-    EACH_ROW(region, args->num_rows) tn_write_heads_row(&heads, row);
+}
+
+static void heads_stage(const step_t *step, const tn_decoder_layer *layer, tn_region *region) {
+    const tn_heads_args heads = heads_of(step, layer);
+    EACH_ROW(region, step->args->num_rows) {
+        if (mixed_columns(step->args->model)) part_heads(step, row);
+        tn_write_heads_row(&heads, row);
+    }
     tn_barrier(region);
 }
 
-static void attention_stage(const step_t *step, const tn_decoder_layer *layer, tn_region *region) {
+/* Of queries that are `query_stride` numbers apart. */
+static void attention_stage(const step_t *step, const tn_decoder_layer *layer, const void *queries,
+                            int64_t query_stride, void *out, tn_region *region) {
     const tn_decoder_step_args *args = step->args;
     const tn_decoder *model = args->model;
     const tn_attention_args attention = {
         .size = sizeof attention,
         .kv = args->kv,
         .spans = args->spans,
-        .queries = step->heads,
-        .out = step->attended,
+        .queries = queries,
+        .out = out,
         .num_spans = args->num_spans,
-        .query_stride = (model->num_heads + 2 * model->num_kv_heads) * model->head_dim,
+        .query_stride = query_stride,
         .out_stride = model->num_heads * model->head_dim,
         .layer = layer->kv_layer,
         .window = layer->window,
         .num_heads = model->num_heads,
         .num_kv_heads = model->num_kv_heads,
         .head_dim = model->head_dim,
+        .latent_rank = model->latent_rank,
         .scale = model->attention_scale,
         .dtype = model->dtype,
         .cap = model->score_cap,
+        .bidirectional = model->bidirectional,
         .sinks = layer->sinks,
+        .ends = args->ends,
     };
     tn_attention_stage(&attention, region);
     tn_barrier(region);
+}
+
+/* Each row's sums of latents take the place of its queries: no other row reads these. */
+static void latent_stages(const step_t *step, const tn_decoder_layer *layer, tn_region *region) {
+    const tn_decoder *model = step->args->model;
+    const tn_heads_args heads = heads_of(step, layer);
+    tn_latent latent = step->latent;
+    latent.args = step->args, latent.layer = layer, latent.heads = &heads;
+    latent.down = step->heads, latent.out = step->attended;
+    latent.permuted = step->permuted, latent.packed = step->packed;
+    tn_latent_query_stages(&latent, region);
+    attention_stage(step, layer, latent.absorbed, model->num_heads * model->head_dim, latent.absorbed, region);
+    tn_latent_value_stage(&latent, region);
 }
 
 static void convolution_stages(const step_t *step, const tn_decoder_layer *layer, tn_region *region) {
@@ -204,23 +325,50 @@ static void convolution_stages(const step_t *step, const tn_decoder_layer *layer
 /* Columns of gate and the same ones of up, and at once what becomes of them, while they are in the cache. */
 static void mlp_stage(const step_t *step, const tn_decoder_layer *layer, int64_t index, tn_region *region) {
     const tn_decoder *model = step->args->model;
-    const int64_t num_rows = step->args->num_rows, inner = layer->gate_up.num_out / 2;
+    const bool has_gate = !model->plain_mlp;
+    const int64_t num_rows = step->args->num_rows, inner = layer->gate_up.num_out / (has_gate ? 2 : 1);
     const int dtype = model->dtype;
-    const void *x = model->parallel ? input_of(step, &layer->attention_norm) : input_of(step, &layer->mlp_norm);
+    const bool shares_norm = model->parallel && layer->mlp_norm.data == NULL;
+    const void *x = input_of(step, shares_norm ? &layer->attention_norm : &layer->mlp_norm);
     const tn_product product = {&layer->gate_up, x, step->permuted, step->packed, step->gate_up, num_rows, dtype, 0};
     const tn_adapted adapted = adapted_at(step, index, TN_AT_GATE_UP);
     tn_adapter_low_stage(&adapted, x, layer->gate_up.num_in, dtype, region);
     tn_input_stage(&product, region);
     EACH_COLUMNS(region, inner) {
         adapted_columns(&product, &adapted, begin, end);
-        adapted_columns(&product, &adapted, inner + begin, inner + end);
+        if (has_gate) adapted_columns(&product, &adapted, inner + begin, inner + end);
         for (int64_t row = 0; row < num_rows; row++) {
-            const int64_t gate = row * 2 * inner + begin;
+            const int64_t gate = row * layer->gate_up.num_out + begin;
             tn_activate_row(element_at(step->inner, dtype, row * inner + begin), element_at(step->gate_up, dtype, gate),
-                            element_at(step->gate_up, dtype, gate + inner), end - begin, model->activation, dtype);
+                            has_gate ? element_at(step->gate_up, dtype, gate + inner) : NULL, end - begin,
+                            model->activation, dtype);
         }
     }
     tn_barrier(region);
+}
+
+/* The numbers that gate the shared expert, which takes the same rows. */
+static void shared_gate_stage(const step_t *step, const tn_decoder_layer *layer, tn_region *region) {
+    const tn_product product = {&layer->shared_gate, input_of(step, &layer->mlp_norm), step->permuted, step->packed,
+                                step->gates, step->args->num_rows, step->args->model->dtype, 1};
+    if (!layer->shared_gate.num_parts) return;
+    tn_input_stage(&product, region);
+    tn_product_stage(&product, region);
+    tn_barrier(region);
+}
+
+/* normed += shared, gated where there is a gate: its number and the sigmoid of that are rounded. */
+static void add_shared_row(const step_t *step, const tn_decoder_layer *layer, int64_t row) {
+    const tn_decoder *model = step->args->model;
+    void *shared = element_at(step->shared, model->dtype, row * model->hidden_size);
+    if (layer->shared_gate.num_parts) {
+        const vf gate = round_to(model->dtype, vf_set(step->gates[row])), one = vf_set(1.0f);
+        float share;
+        vf_store_part(&share, round_to(model->dtype, vf_div(one, vf_add(one, vf_exp(vf_sub(vf_zero(), gate))))), 1);
+        tn_scale_row(shared, share, model->hidden_size, model->dtype);
+    }
+    tn_add_row(element_at(step->normed, model->dtype, row * model->hidden_size), shared, model->hidden_size,
+               model->dtype);
 }
 
 /* What `normed` holds then is to be added to x. */
@@ -230,34 +378,55 @@ static void mlp_stages(const step_t *step, const tn_decoder_layer *layer, int64_
     const tn_adapted adapted = adapted_at(step, index, TN_AT_DOWN);
     if (is_mixture) {
         if (has_mlp) mlp_stage(step, layer, index, region); /* the shared expert takes the same rows */
+        shared_gate_stage(step, layer, region);
         tn_mixture_stages(&step->mixture, model, layer, input_of(step, &layer->mlp_norm), step->normed,
                           step->args->num_rows, region);
         if (!has_mlp) return;
     }
+    if (!is_mixture) inner_stage(step, step->inner, &layer->mlp_inner_norm, layer->down.num_in, region);
     project_stage(step, &layer->down, &adapted, step->inner, is_mixture ? step->shared : step->normed, region);
     if (!is_mixture) return;
-    EACH_ROW(region, step->args->num_rows) {
-        const int64_t place = row * model->hidden_size;
-        tn_add_row(element_at(step->normed, model->dtype, place), element_at(step->shared, model->dtype, place),
-                   model->hidden_size, model->dtype);
-    }
+    EACH_ROW(region, step->args->num_rows) add_shared_row(step, layer, row);
     tn_barrier(region);
 }
 
-/* The layer's attention or convolution; `normed` holds its input, and then that of the MLP. */
+static void delta_net_stage(const step_t *step, const tn_decoder_layer *layer, tn_region *region) {
+    const tn_decoder_step_args *args = step->args;
+    const tn_delta_net net = {args->model,   layer,          args->spans,    step->mixed,
+                              step->factors, step->attended, args->num_spans};
+    tn_delta_net_stage(&net, region);
+}
+
+/* The layer's attention, or what is in its place; `normed` holds its input, and then that of the MLP. */
 static void attention_stages(const step_t *step, const tn_decoder_layer *layer, int64_t index, tn_region *region) {
     const tn_adapted at_qkv = adapted_at(step, index, TN_AT_QKV);
     const tn_adapted at_output = adapted_at(step, index, TN_AT_OUTPUT);
-    project_stage(step, &layer->qkv, &at_qkv, input_of(step, &layer->attention_norm), step->heads, region);
-    if (layer->convolution.data != NULL) {
+    const bool is_delta_net = layer->delta_taps.data != NULL, convolves = layer->convolution.data != NULL;
+    const bool is_mixed = is_delta_net || (!convolves && mixed_columns(step->args->model) > 0);
+    project_stage(step, &layer->qkv, &at_qkv, input_of(step, &layer->attention_norm),
+                  is_mixed ? step->mixed : step->heads, region);
+    if (is_delta_net) {
+        delta_net_stage(step, layer, region);
+    } else if (convolves) {
         convolution_stages(step, layer, region);
+    } else if (step->args->model->latent_rank) {
+        latent_stages(step, layer, region);
     } else {
+        const tn_decoder *model = step->args->model;
         heads_stage(step, layer, region);
-        attention_stage(step, layer, region);
+        attention_stage(step, layer, step->heads, (model->num_heads + 2 * model->num_kv_heads) * model->head_dim,
+                        step->attended, region);
+        if (model->gated_attention) gate_stage(step, region);
     }
-    if (step->args->model->parallel) mlp_stage(step, layer, index, region);
+    const bool parallel = step->args->model->parallel;
+    if (parallel) {
+        norm_stage(step, &layer->mlp_norm, &layer->mlp_norm_bias, region);
+        mlp_stage(step, layer, index, region);
+    }
+    inner_stage(step, step->attended, &layer->attention_inner_norm, layer->output.num_in, region);
     project_stage(step, &layer->output, &at_output, step->attended, step->normed, region);
-    residual_stage(step, &layer->attention_output_norm, &layer->mlp_norm, region);
+    residual_stage(step, &layer->attention_output_norm, parallel ? NULL : &layer->mlp_norm, &layer->mlp_norm_bias,
+                   region);
 }
 
 static void up_to_router_body(void *arg, tn_region *region, int id) {
@@ -265,7 +434,7 @@ static void up_to_router_body(void *arg, tn_region *region, int id) {
     const step_t *step = arg;
     const tn_decoder_step_args *args = step->args;
     const tn_decoder_layer *layer = &args->model->layers[args->first];
-    norm_stage(step, &layer->attention_norm, region);
+    norm_stage(step, &layer->attention_norm, &layer->attention_norm_bias, region);
     attention_stages(step, layer, args->first, region);
     tn_router_stages(&step->mixture, args->model, layer, input_of(step, &layer->mlp_norm), args->num_rows, region);
 }
@@ -275,9 +444,9 @@ static void from_router_on_body(void *arg, tn_region *region, int id) {
     const step_t *step = arg;
     const tn_decoder_step_args *args = step->args;
     const tn_decoder_layer *layer = &args->model->layers[args->first];
-    norm_stage(step, &layer->mlp_norm, region);
+    norm_stage(step, &layer->mlp_norm, &layer->mlp_norm_bias, region);
     mlp_stages(step, layer, args->first, region);
-    residual_stage(step, &layer->mlp_output_norm, NULL, region);
+    residual_stage(step, &layer->mlp_output_norm, NULL, NULL, region);
 }
 
 /* The layers one after another; `normed` holds the first one's input, and each leaves the next one's there. */
@@ -286,14 +455,15 @@ static void step_body(void *arg, tn_region *region, int id) {
     const step_t *step = arg;
     const tn_decoder_step_args *args = step->args;
     const tn_decoder_layer *layers = args->model->layers;
-    norm_stage(step, &layers[args->first].attention_norm, region);
+    norm_stage(step, &layers[args->first].attention_norm, &layers[args->first].attention_norm_bias, region);
     for (int64_t index = args->first; index < args->end; index++) {
         const tn_decoder_layer *layer = &layers[index];
         attention_stages(step, layer, index, region);
         if (!args->model->parallel && layer->experts == NULL) mlp_stage(step, layer, index, region);
         mlp_stages(step, layer, index, region);
-        residual_stage(step, &layer->mlp_output_norm, index + 1 < args->end ? &layers[index + 1].attention_norm : NULL,
-                       region);
+        const tn_decoder_layer *next = index + 1 < args->end ? &layers[index + 1] : NULL;
+        residual_stage(step, &layer->mlp_output_norm, next == NULL ? NULL : &next->attention_norm,
+                       next == NULL ? NULL : &next->attention_norm_bias, region);
     }
 }
 
@@ -308,13 +478,22 @@ static int run_step(const tn_decoder_step_args *args, const tn_adapted *adapted)
     const tn_decoder *model = args->model;
     const tn_kv *kv = args->kv;
     if (args->size != sizeof *args || model->head_dim > TN_MAX_HEAD_DIM) return TN_REFUSED;
-    if (model->num_experts > TN_MAX_EXPERTS || (model->num_experts && model->parallel)) return TN_REFUSED;
+    if (model->num_experts > TN_MAX_EXPERTS) return TN_REFUSED;
+    if (model->num_experts && (model->parallel || model->rounds_inputs)) return TN_REFUSED;
     if (model->num_experts && (model->num_expert_groups < 1 || model->num_experts % model->num_expert_groups ||
                                model->num_experts_used * model->num_expert_groups >
                                    model->num_experts * model->num_expert_groups_used))
         return TN_REFUSED;
     if (model->dtype != TN_F32 && model->dtype != TN_BF16) return TN_REFUSED;
     if (model->convolution_size > TN_MAX_CONVOLUTION) return TN_REFUSED;
+    if (model->interleaved_qkv && (model->num_kv_heads != model->num_heads || model->gated_attention))
+        return TN_REFUSED;
+    if (model->latent_rank && (model->latent_rank + model->rotary_dim != model->head_dim || model->num_kv_heads != 1))
+        return TN_REFUSED;
+    if (model->delta_key_heads &&
+        (model->delta_key_size > TN_MAX_DELTA_KEY || model->delta_key_size % 4 || model->delta_convolution_size < 1 ||
+         model->delta_convolution_size > TN_MAX_CONVOLUTION || model->delta_value_heads % model->delta_key_heads))
+        return TN_REFUSED;
     if (kv->dtype == TN_I8 ? kv->scale == NULL : kv->dtype != model->dtype) return TN_REFUSED;
     if (args->first == args->end) return TN_OK;
     if (args->half != TN_WHOLE_LAYERS && (args->end != args->first + 1 || model->layers[args->first].experts == NULL))

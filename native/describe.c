@@ -14,9 +14,9 @@
 #define TEXT(macro) TEXT_(macro)
 
 #define STRUCTS(each)                                                                                        \
-    each(tn_matrix) each(tn_linear_args) each(tn_decode_frames_args) each(tn_encode_frames_args) each(tn_fill_plane) each(tn_fill_segment) each(tn_fill_args) each(tn_coded_frame) each(tn_merged_frame) each(tn_copied_bytes) each(tn_walk_plane) each(tn_walk_segment) each(tn_walk_args) each(tn_split_args) \
+    each(tn_matrix) each(tn_linear_args) each(tn_decode_frames_args) each(tn_encode_frames_args) each(tn_fill_plane) each(tn_fill_segment) each(tn_fill_args) each(tn_coded_frame) each(tn_merged_frame) each(tn_copied_bytes) each(tn_walk_plane) each(tn_walk_segment) each(tn_walk_args) each(tn_split_plane) each(tn_split_args) \
     each(tn_vector) each(tn_embed_args) each(tn_norm_args) each(tn_activate_args)                            \
-    each(tn_kv) each(tn_heads_args) each(tn_span) each(tn_attention_args)                                    \
+    each(tn_kv) each(tn_heads_args) each(tn_span) each(tn_save) each(tn_attention_args)                      \
     each(tn_distances) each(tn_text_attention_args) each(tn_part) each(tn_projection)                        \
     each(tn_expert) each(tn_decoder_layer) each(tn_decoder) each(tn_decoder_step_args) each(tn_encoder_layer) each(tn_encoder)\
     each(tn_encoder_step_args) each(tn_mean_args) each(tn_add_args)                                                 \

@@ -97,13 +97,21 @@ static void attention_stage(const step_t *step, const tn_encoder_layer *layer, t
     tn_barrier(region);
 }
 
+static void norm_row(const tn_encoder *model, void *out, const void *x, const tn_vector *weight,
+                     const tn_vector *bias) {
+    if (model->norm == TN_LAYER)
+        tn_layer_norm_row(out, x, weight, bias, model->hidden_size, model->norm_eps, TN_LAYER, model->dtype);
+    else
+        tn_norm_row(out, x, weight, model->hidden_size, model->norm_eps, model->norm, model->dtype);
+}
+
 /* x = norm(x + more) */
 static void residual_stage(const step_t *step, const tn_vector *weight, const tn_vector *bias, tn_region *region) {
     const tn_encoder *model = step->args->model;
     EACH_ROW(region, step->args->num_rows) {
         void *x = element_at(step->args->x, model->dtype, row * model->hidden_size);
         tn_add_row(x, element_at(step->more, model->dtype, row * model->hidden_size), model->hidden_size, model->dtype);
-        tn_layer_norm_row(x, x, weight, bias, model->hidden_size, model->norm_eps, model->dtype);
+        norm_row(model, x, x, weight, bias);
     }
     tn_barrier(region);
 }
@@ -113,8 +121,8 @@ static void norm_stage(const step_t *step, const tn_vector *weight, const tn_vec
     const tn_encoder *model = step->args->model;
     EACH_ROW(region, step->args->num_rows) {
         const int64_t place = row * model->hidden_size;
-        tn_layer_norm_row(element_at(step->normed, model->dtype, place), element_at(step->args->x, model->dtype, place),
-                          weight, bias, model->hidden_size, model->norm_eps, model->dtype);
+        norm_row(model, element_at(step->normed, model->dtype, place), element_at(step->args->x, model->dtype, place),
+                 weight, bias);
     }
     tn_barrier(region);
 }

@@ -70,6 +70,7 @@ TN_INLINE vf vf_activation(int activation, vf x) {
     case TN_GELU: return vf_gelu(x);
     case TN_GELU_TANH: return vf_gelu_tanh(x);
     case TN_TANH: return vf_tanh(x);
+    case TN_RELU2: return vf_mul(vf_max(vf_zero(), x), vf_max(vf_zero(), x));
     default: return vf_max(vf_zero(), x); /* ReLU; in this order, so that a NaN passes */
     }
 }

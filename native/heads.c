@@ -49,9 +49,12 @@ static void turn_neighbours(void *head, const float *cos, const float *sin, int6
     }
 }
 
-static void turn_head(const tn_heads_args *args, void *head, const tn_vector *norm, int64_t row) {
+static void norm_head(const tn_heads_args *args, void *head, const tn_vector *norm) {
     if (norm->data != NULL && !args->joint_norms)
         tn_norm_row(head, head, norm, args->head_dim, args->norm_eps, args->norm, args->dtype);
+}
+
+void tn_turn(const tn_heads_args *args, void *head, int64_t row) {
     if (args->turns == NULL) return;
     const float *cos = args->turns + args->turn[row] * args->rotary_dim, *sin = cos + args->rotary_dim / 2;
     if (args->interleaved)
@@ -64,6 +67,12 @@ static void turn_head(const tn_heads_args *args, void *head, const tn_vector *no
         turn(head, cos, sin, args->rotary_dim / 2, TN_BF16, TN_BF16);
 }
 
+static void norm_and_turn(const tn_heads_args *args, void *head, const tn_vector *norm, int64_t row) {
+    if (!args->late_norms) norm_head(args, head, norm);
+    tn_turn(args, head, row);
+    if (args->late_norms) norm_head(args, head, norm);
+}
+
 /* A row's query heads, or key heads, as one. */
 static void norm_heads(const tn_heads_args *args, void *heads, const tn_vector *norm, int64_t num) {
     if (norm->data != NULL && args->joint_norms)
@@ -71,19 +80,6 @@ static void norm_heads(const tn_heads_args *args, void *heads, const tn_vector *
 }
 
 /* ---- into the pool ---- */
-
-static float largest_size(const void *head, int64_t num, int dtype) {
-    float lanes[TN_LANES], largest = 0.0f;
-    for (int64_t place = 0; place < num; place += TN_LANES) {
-        vf_store(lanes, load_elements(head, dtype, place, lanes_left(num - place)));
-        for (int lane = 0; lane < TN_LANES; lane++) {
-            const float size = fabsf(lanes[lane]);
-            if (isnan(size)) return size;
-            if (size > largest) largest = size;
-        }
-    }
-    return largest;
-}
 
 /* A code for each number, by the scale as it is held. Zeros of what is not finite, and of a scale of 0. */
 static void write_codes(int8_t *codes, const void *head, float scale, int64_t num, int dtype) {
@@ -104,7 +100,7 @@ void tn_write_pooled(const tn_kv *kv, int64_t place, int64_t head_dim, const voi
         memcpy(element_at(kv->data, kv->dtype, place * head_dim), numbers, (size_t)(num * element_bytes(kv->dtype)));
         return;
     }
-    float scale = largest_size(numbers, num, dtype) / MAX_CODE;
+    float scale = tn_largest_size(numbers, num, dtype) / MAX_CODE;
     if (kv->scale_dtype == TN_BF16) {
         const uint16_t rounded = bf16_of_f32(scale);
         ((uint16_t *)kv->scale)[place] = rounded;
@@ -128,10 +124,10 @@ void tn_write_heads_row(const tn_heads_args *args, int64_t row) {
     const int64_t head_bytes = num * element_bytes(args->dtype);
     norm_heads(args, heads, &args->query_norm, num_heads);
     norm_heads(args, heads + num_heads * head_bytes, &args->key_norm, num_keys);
-    for (int64_t n = 0; n < num_heads; n++) turn_head(args, heads + n * head_bytes, &args->query_norm, row);
+    for (int64_t n = 0; n < num_heads; n++) norm_and_turn(args, heads + n * head_bytes, &args->query_norm, row);
     for (int64_t n = 0; n < num_keys; n++) {
         char *key = heads + (num_heads + n) * head_bytes;
-        turn_head(args, key, &args->key_norm, row);
+        norm_and_turn(args, key, &args->key_norm, row);
         write_head(args, key, 0, n, row);
         write_head(args, key + num_keys * head_bytes, 1, n, row);
     }

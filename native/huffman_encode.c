@@ -26,35 +26,143 @@ TN_INLINE uint8_t *put_little(uint8_t *to, uint64_t value, int bytes) {
     return to + bytes;
 }
 
-/* ---- code lengths ---- */
+/* ---- counts ---- */
 
-typedef struct {
-    uint32_t counts[SYMBOLS];
-    uint8_t symbols[SYMBOLS]; /* those that there are, rare ones first */
-    uint8_t bits[SYMBOLS];    /* by symbol; 0: there is none */
-    uint16_t codes[SYMBOLS];
-    int num;  /* symbols that there are */
-    int last; /* the highest of them */
-} codes_t;
+enum {
+    STREAMS = 4,
+    BLOCK = 4 * TN_LANES, /* bytes that are compared at once: a vector */
+    NEAR = 16,            /* the highest symbols, which are nearly all exponents of weights */
+    PAIRS = NEAR / 2,     /* of symbols: two are counted in the halves of a byte a lane */
+    RUN_BLOCKS = 15,      /* whose counts fit half a byte, */
+    MAX_BLOCKS = 16 * 15, /* and a byte */
+    RUN_BYTES = RUN_BLOCKS * BLOCK,
+};
+
+typedef uint8_t block_t __attribute__((vector_size(BLOCK)));
 
 /* Four tables, so that neighbours that are alike do not wait for each other's counts. */
-static void count_symbols(codes_t *codes, const uint8_t *src, int64_t size) {
+static void count_any(uint32_t *counts, const uint8_t *src, int64_t size) {
     uint32_t tables[4][SYMBOLS] = {{0}};
     int64_t i = 0;
     for (; i + 4 <= size; i += 4)
         for (int table = 0; table < 4; table++) tables[table][src[i + table]]++;
     for (; i < size; i++) tables[0][src[i]]++;
-    memset(codes->bits, 0, sizeof codes->bits);
-    codes->num = 0;
-    for (int symbol = 0; symbol < SYMBOLS; symbol++) {
-        codes->counts[symbol] = tables[0][symbol] + tables[1][symbol] + tables[2][symbol] + tables[3][symbol];
-        if (codes->counts[symbol] == 0) continue;
-        codes->last = symbol;
-        int place = codes->num++;
-        for (; place > 0 && codes->counts[codes->symbols[place - 1]] > codes->counts[symbol]; place--)
-            codes->symbols[place] = codes->symbols[place - 1];
-        codes->symbols[place] = (uint8_t)symbol;
+    for (int symbol = 0; symbol < SYMBOLS; symbol++)
+        counts[symbol] += tables[0][symbol] + tables[1][symbol] + tables[2][symbol] + tables[3][symbol];
+}
+
+/* Of each place below 16 the byte of a table, of which every 16 lanes have all; of 255 zero. */
+TN_INLINE block_t look_up_near(block_t table, block_t places) {
+#if defined(__AVX512BW__)
+    return (block_t)_mm512_shuffle_epi8((__m512i)table, (__m512i)places);
+#elif defined(__aarch64__)
+    return (block_t)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)places);
+#else
+    return (block_t)_mm256_shuffle_epi8((__m256i)table, (__m256i)places);
+#endif
+}
+
+TN_INLINE uint32_t sum_lanes(block_t bytes) {
+    const uint64_t every_other = 0x00ff00ff00ff00ff;
+    uint64_t words[BLOCK / 8], sums = 0; /* four of 16 bits */
+    memcpy(words, &bytes, sizeof words);
+    for (int i = 0; i < BLOCK / 8; i++) sums += (words[i] & every_other) + (words[i] >> 8 & every_other);
+    return (uint32_t)(sums * 0x0001000100010001 >> 48);
+}
+
+/* Bytes that are nearly all among the NEAR highest ones, by looking up which of these each is; false, and nothing is
+ * counted, where they are not. `size` is a multiple of BLOCK, at most MAX_BLOCKS of them. */
+static bool count_near(uint32_t *counts, const uint8_t *src, int64_t size) {
+    uint8_t last = 0;
+    for (int64_t i = 0; i < size; i++) last = src[i] > last ? src[i] : last;
+    const int first = last < NEAR ? 0 : last - NEAR + 1;
+    block_t tables[PAIRS], low[PAIRS] = {{0}}, high[PAIRS] = {{0}};
+    for (int pair = 0; pair < PAIRS; pair++)
+        for (int lane = 0; lane < BLOCK; lane++) tables[pair][lane] = lane % 16 / 2 == pair ? (lane % 2 ? 16 : 1) : 0;
+    uint32_t num_rare[MAX_BLOCKS / RUN_BLOCKS], all_rare = 0;
+    for (int64_t i = 0, end; i < size; i = end) {
+        block_t places, rare = {0}, sums[PAIRS] = {{0}};
+        end = size - i < RUN_BYTES ? size : i + RUN_BYTES;
+        for (int64_t j = i; j < end; j += BLOCK) {
+            memcpy(&places, src + j, BLOCK);
+            places -= (uint8_t)first;
+            const block_t is_rare = (block_t)(places >= NEAR);
+            rare -= is_rare, places |= is_rare;
+            for (int pair = 0; pair < PAIRS; pair++) sums[pair] += look_up_near(tables[pair], places);
+        }
+        for (int pair = 0; pair < PAIRS; pair++) low[pair] += sums[pair] & 15, high[pair] += sums[pair] >> 4;
+        num_rare[i / RUN_BYTES] = sum_lanes(rare);
+        all_rare += num_rare[i / RUN_BYTES];
     }
+    if (all_rare > size / 16) return false;
+    for (int symbol = 0; symbol < NEAR; symbol++)
+        counts[first + symbol] += sum_lanes((symbol % 2 ? high : low)[symbol / 2]);
+    for (int64_t i = 0; i < size; i += RUN_BYTES)
+        for (int64_t j = i; num_rare[i / RUN_BYTES] > 0; j += BLOCK) {
+            block_t block;
+            memcpy(&block, src + j, BLOCK);
+            if (sum_lanes((block_t)(block < (uint8_t)first)) == 0) continue;
+            for (int64_t k = j; k < j + BLOCK; k++)
+                if (src[k] < first) counts[src[k]]++, num_rare[i / RUN_BYTES]--;
+        }
+    return true;
+}
+
+static void count_stream(uint32_t *counts, const uint8_t *src, int64_t size) {
+    memset(counts, 0, SYMBOLS * sizeof *counts);
+    int64_t i = 0;
+    while (size - i >= BLOCK) {
+        const int64_t blocks = (size - i) / BLOCK, bytes = BLOCK * (blocks < MAX_BLOCKS ? blocks : MAX_BLOCKS);
+        if (!count_near(counts, src + i, bytes)) break;
+        i += bytes;
+    }
+    count_any(counts, src + i, size - i);
+}
+
+/* ---- code lengths ---- */
+
+typedef struct {
+    uint32_t counts[SYMBOLS];
+    uint32_t of_streams[STREAMS][SYMBOLS];
+    uint8_t symbols[SYMBOLS]; /* those that there are, rare ones first */
+    uint8_t bits[SYMBOLS];    /* by symbol; 0: there is none */
+    uint16_t codes[SYMBOLS];
+    int num;   /* symbols that there are */
+    int first; /* the lowest of them */
+    int last;  /* the highest */
+} codes_t;
+
+/* The symbols of one of the four streams: their number, of `size` in all. Each begins at a multiple of the first's. */
+TN_INLINE int64_t stream_size(int64_t size, int stream) {
+    const int64_t share = (size + STREAMS - 1) / STREAMS;
+    return stream < STREAMS - 1 ? share : size - (STREAMS - 1) * share;
+}
+
+/* Each symbol's place is the number of those that are rarer, or as rare and lower: for the compiler to make vectors of. */
+static void sort_symbols(codes_t *codes) {
+    uint32_t keys[SYMBOLS];
+    codes->num = 0;
+    for (int symbol = 0; symbol < SYMBOLS; symbol++)
+        if (codes->counts[symbol] != 0) keys[codes->num++] = codes->counts[symbol] << 8 | (uint32_t)symbol;
+    codes->first = keys[0] & 255;
+    codes->last = keys[codes->num - 1] & 255;
+    for (int i = 0; i < codes->num; i++) {
+        int place = 0;
+        for (int j = 0; j < codes->num; j++) place += keys[j] < keys[i];
+        codes->symbols[place] = (uint8_t)keys[i];
+    }
+}
+
+static void count_symbols(codes_t *codes, const uint8_t *src, int64_t size) {
+    memset(codes->counts, 0, sizeof codes->counts);
+    if (size < MIN_FOUR) count_any(codes->counts, src, size);
+    for (int stream = 0; size >= MIN_FOUR && stream < STREAMS; stream++) {
+        uint32_t *own = codes->of_streams[stream];
+        count_stream(own, src + stream * stream_size(size, 0), stream_size(size, stream));
+        for (int symbol = 0; symbol < SYMBOLS; symbol++) codes->counts[symbol] += own[symbol];
+    }
+    memset(codes->bits, 0, sizeof codes->bits);
+    sort_symbols(codes);
 }
 
 /* Huffman's codes, by two queues; false if one has more than MAX_CODE_BITS. */
@@ -254,13 +362,14 @@ static uint8_t *put_tree(uint8_t *to, const codes_t *codes, int longest) {
 
 /* ---- streams and frames ---- */
 
-TN_INLINE void put_symbol(bits_t *bits, const uint32_t *table, uint8_t symbol) {
-    put_bits(bits, table[symbol] >> 8, table[symbol] & 255);
+/* `table` has codes << 4 | their bits. */
+TN_INLINE void put_symbol(bits_t *bits, const uint16_t *table, uint8_t symbol) {
+    put_bits(bits, (uint64_t)table[symbol] >> 4, table[symbol] & 15);
 }
 
-/* At most 44 bits between two flushes, and 7 before. */
-static uint8_t *put_stream(uint8_t *to, const uint32_t *table, const uint8_t *src, int64_t size) {
-    bits_t bits = {0, 0, to};
+/* From the last symbol to the first, behind what is in `bits`; where they end. At most 44 bits between two flushes, and 7
+ * before. */
+static uint8_t *put_stream(bits_t bits, const uint16_t *table, const uint8_t *src, int64_t size) {
     int64_t i = size;
     for (; i % 4 != 0; i--) put_symbol(&bits, table, src[i - 1]);
     flush_bits(&bits);
@@ -273,16 +382,78 @@ static uint8_t *put_stream(uint8_t *to, const uint32_t *table, const uint8_t *sr
     return bits.to + (bits.bits > 0);
 }
 
-/* Four streams, after the sizes of three of them. */
-static uint8_t *put_four_streams(uint8_t *to, const uint32_t *table, const uint8_t *src, int64_t size) {
-    const int64_t share = (size + 3) / 4;
-    uint8_t *end = to + 6;
-    for (int stream = 0; stream < 4; stream++) {
-        uint8_t *begin = end;
-        end = put_stream(end, table, src + stream * share, stream < 3 ? share : size - 3 * share);
-        if (stream < 3) to = put_little(to, (uint64_t)(end - begin), 2);
+#ifdef __AVX512BW__
+enum { RUN = 32, QUADS = RUN / 4, MAX_FLUSHED_BITS = 56 }; /* a run: symbols of a stream that are coded at once */
+
+/* A run's codes, four in a word and eight in a word; the latter are the ones in even places. True if eight always fit. */
+TN_INLINE bool join_codes(const codes_t *codes, const uint16_t *table, const uint8_t *src, uint64_t words[2][QUADS],
+                          uint64_t bits[2][QUADS]) {
+    const __m512i symbols = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)src));
+    int begin = codes->first & ~63; /* of 64 entries, which two vectors have */
+    __m512i entries = _mm512_permutex2var_epi16(_mm512_load_si512(table + begin), symbols, _mm512_load_si512(table + begin + 32));
+    while ((begin += 64) <= codes->last) {
+        const __m512i more = _mm512_permutex2var_epi16(_mm512_load_si512(table + begin), symbols, _mm512_load_si512(table + begin + 32));
+        entries = _mm512_mask_mov_epi16(entries, _mm512_cmpge_epu16_mask(symbols, _mm512_set1_epi16((short)begin)), more);
     }
-    return end;
+    __m512i count = _mm512_and_si512(entries, _mm512_set1_epi16(15)), code = _mm512_srli_epi16(entries, 4);
+    __m512i odd = _mm512_srli_epi32(count, 16), low = _mm512_set1_epi32(0xffff);
+    code = _mm512_or_si512(_mm512_srli_epi32(code, 16), _mm512_sllv_epi32(_mm512_and_si512(code, low), odd));
+    count = _mm512_add_epi32(odd, _mm512_and_si512(count, low));
+    odd = _mm512_srli_epi64(count, 32), low = _mm512_set1_epi64(0xffffffff);
+    code = _mm512_or_si512(_mm512_srli_epi64(code, 32), _mm512_sllv_epi64(_mm512_and_si512(code, low), odd));
+    count = _mm512_add_epi64(odd, _mm512_and_si512(count, low));
+    _mm512_storeu_si512(words[0], code);
+    _mm512_storeu_si512(bits[0], count);
+    odd = _mm512_shuffle_epi32(count, _MM_PERM_BADC); /* each word's neighbour; of even words this is the odd one */
+    code = _mm512_or_si512(_mm512_shuffle_epi32(code, _MM_PERM_BADC), _mm512_sllv_epi64(code, odd));
+    count = _mm512_add_epi64(odd, count);
+    _mm512_storeu_si512(words[1], code);
+    _mm512_storeu_si512(bits[1], count);
+    return _mm512_cmpgt_epu64_mask(count, _mm512_set1_epi64(MAX_FLUSHED_BITS)) == 0;
+}
+
+/* The last RUN symbols before each of `ends`, which are moved there. */
+TN_INLINE void put_runs(bits_t *streams, const codes_t *codes, const uint16_t *table, const uint8_t **ends) {
+    uint64_t words[STREAMS][2][QUADS], bits[STREAMS][2][QUADS];
+    bool fit = true;
+    for (int stream = 0; stream < STREAMS; stream++)
+        fit &= join_codes(codes, table, ends[stream] -= RUN, words[stream], bits[stream]);
+    for (int word = QUADS - 1 - fit; word >= 0; word -= 1 + fit)
+        for (int stream = 0; stream < STREAMS; stream++) {
+            put_bits(&streams[stream], words[stream][fit][word], (int)bits[stream][fit][word]);
+            flush_bits(&streams[stream]);
+        }
+}
+#endif
+
+/* Four streams, after the sizes of three of them; where they end. With vectors they are written side by side, since a
+ * word has to wait for the place where the one before ended. */
+static uint8_t *put_four_streams(uint8_t *to, const codes_t *codes, const uint16_t *table, const uint8_t *src, int64_t size) {
+    bits_t streams[STREAMS];
+    const uint8_t *ends[STREAMS];
+    uint8_t *begins[STREAMS], *at = to + 2 * (STREAMS - 1);
+    for (int stream = 0; stream < STREAMS; stream++) {
+        int64_t num_bits = 1;
+        for (int symbol = codes->first; symbol <= codes->last; symbol++)
+            num_bits += (int64_t)codes->of_streams[stream][symbol] * codes->bits[symbol];
+        if (stream < STREAMS - 1) put_little(to + 2 * stream, (uint64_t)((num_bits + 7) / 8), 2);
+        streams[stream] = (bits_t){0, 0, begins[stream] = at};
+        ends[stream] = src + stream * stream_size(size, 0) + stream_size(size, stream);
+        at += (num_bits + 7) / 8;
+    }
+#ifdef __AVX512BW__
+    /* A flush writes eight bytes. 64 symbols are left, so that they are none of the next stream's. */
+    for (int64_t left = stream_size(size, STREAMS - 1); left >= RUN + 64; left -= RUN)
+        put_runs(streams, codes, table, ends);
+#endif
+    for (int stream = 0; stream < STREAMS; stream++) {
+        const uint8_t *begin = src + stream * stream_size(size, 0);
+        uint8_t next[8], *behind = stream < STREAMS - 1 ? begins[stream + 1] : at;
+        memcpy(next, behind, sizeof next);
+        put_stream(streams[stream], table, begin, ends[stream] - begin);
+        memcpy(behind, next, sizeof next);
+    }
+    return at;
 }
 
 /* A block's literals and its 0 sequences; their end, or NULL if raw bytes take less. */
@@ -290,17 +461,17 @@ static uint8_t *put_literals(uint8_t *to, codes_t *codes, const uint8_t *src, in
     if (!find_lengths(codes)) limit_lengths(codes);
     const int longest = assign_codes(codes);
     int64_t num_bits = 0;
-    uint32_t table[SYMBOLS];
-    for (int symbol = 0; symbol <= codes->last; symbol++) {
+    uint16_t table[SYMBOLS] __attribute__((aligned(64))) = {0};
+    for (int symbol = codes->first; symbol <= codes->last; symbol++) {
         num_bits += (int64_t)codes->counts[symbol] * codes->bits[symbol];
-        table[symbol] = (uint32_t)codes->codes[symbol] << 8 | codes->bits[symbol];
+        table[symbol] = (uint16_t)(codes->codes[symbol] << 4 | codes->bits[symbol]);
     }
     if (num_bits / 8 + MAX_TREE_BYTES + FRAME_ROOM >= size) return NULL;
     const int num_streams = size < MIN_FOUR ? 1 : 4, form = num_streams == 1 ? 0 : size < 1 << 10 ? 1 : size < 1 << 14 ? 2 : 3;
     const int head = form < 2 ? 3 : form + 2, width = form < 2 ? 10 : 4 * form + 6;
     uint8_t *body = to + head, *end = put_tree(body, codes, longest);
     if (end == NULL) return NULL;
-    end = num_streams == 1 ? put_stream(end, table, src, size) : put_four_streams(end, table, src, size);
+    end = num_streams == 1 ? put_stream((bits_t){0, 0, end}, table, src, size) : put_four_streams(end, codes, table, src, size);
     put_little(to, 2 | (uint64_t)form << 2 | (uint64_t)size << 4 | (uint64_t)(end - body) << (4 + width), head);
     *end++ = 0;
     return end;

@@ -222,21 +222,21 @@ TN_INLINE void vb_expand_i8(uint16_t *to, const int8_t *from, int zero) {
     _mm512_storeu_si512(to, (__m512i)both);
 }
 
-/* The sixteen levels of 4 bits times a scale plus an offset, rounded to bf16, for two groups. */
+/* The sixteen levels of 4 bits times a scale plus an offset, rounded to bf16: of the next group, then of this one. */
 typedef __m512i vb_levels;
 TN_INLINE vb_levels vb_levels_of(float scale, float offset, float next_scale, float next_offset) {
     const vf levels = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    return (__m512i)_mm512_cvtne2ps_pbh(vf_fma(levels, vf_set(next_scale), vf_set(next_offset)),
-                                        vf_fma(levels, vf_set(scale), vf_set(offset)));
+    return (__m512i)_mm512_cvtne2ps_pbh(vf_fma(levels, vf_set(scale), vf_set(offset)),
+                                        vf_fma(levels, vf_set(next_scale), vf_set(next_offset)));
 }
 
 /* 32 bytes → 32 columns of their low halves, which are of the first group, and 32 of their high ones. */
 TN_INLINE void vb_load_u4(const uint8_t *from, vb_levels levels, vb *low, vb *high) {
     const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)from));
-    const __m512i lows = _mm512_and_si512(bytes, _mm512_set1_epi16(15));
-    const __m512i highs = _mm512_or_si512(_mm512_srli_epi16(bytes, 4), _mm512_set1_epi16(16));
+    enum { AND_OR = 0xea }; /* bytes & second | third: the second half of the table */
+    const __m512i lows = _mm512_ternarylogic_epi32(bytes, _mm512_set1_epi16(15), _mm512_set1_epi16(16), AND_OR);
     *low = (vb)_mm512_permutexvar_epi16(lows, levels);
-    *high = (vb)_mm512_permutexvar_epi16(highs, levels);
+    *high = (vb)_mm512_permutexvar_epi16(_mm512_srli_epi16(bytes, 4), levels);
 }
 TN_INLINE void vb_expand_u4(uint16_t *low, uint16_t *high, const uint8_t *from, vb_levels levels) {
     vb low_values, high_values;
@@ -281,8 +281,8 @@ TN_INLINE vb vb_load_e4m3_part(const uint8_t *from, int count) { /* count < 32 *
 /* The same of Q4_K, whose products with scales are exact: two operations, of units that lookups leave idle. */
 TN_INLINE vb_levels vb_levels_of_q4_k(const float *scale, const float *offset) {
     const vf levels = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    return (__m512i)_mm512_cvtne2ps_pbh(vf_add(vf_mul(levels, vf_set(scale[1])), vf_set(offset[1])),
-                                        vf_add(vf_mul(levels, vf_set(scale[0])), vf_set(offset[0])));
+    return (__m512i)_mm512_cvtne2ps_pbh(vf_add(vf_mul(levels, vf_set(scale[0])), vf_set(offset[0])),
+                                        vf_add(vf_mul(levels, vf_set(scale[1])), vf_set(offset[1])));
 }
 
 /* The 32 levels of up to 5 bits of a group, times its scale plus its offset, rounded to bf16. */

@@ -93,6 +93,17 @@ TN_INLINE void ask_ahead(const char *ahead, const quartet_t *w) {
 }
 
 #if TN_BF16_DOT
+/* The products of a vector of each row with each column's from `place` on. */
+TN_INLINE void dot_bf16(const int rows, vf sums[][QUAD], const uint16_t *x, int64_t x_stride, const uint16_t *const *column,
+                        int place) {
+    vb weights[QUAD];
+    for (int j = 0; j < QUAD; j++) weights[j] = vb_load(column[j] + place);
+    for (int i = 0; i < rows; i++) {
+        const vb inputs = vb_load(x + i * x_stride);
+        for (int j = 0; j < QUAD; j++) sums[i][j] = vb_dot(sums[i][j], inputs, weights[j]);
+    }
+}
+
 /* Lanes of the products of `count` bf16 of each row with each column. */
 TN_INLINE void sum_bf16(const int rows, const bool ahead, vf sums[][QUAD], const uint16_t *x, int64_t x_stride,
                         const quartet_t *w, int begin, int end) {
@@ -105,13 +116,9 @@ TN_INLINE void sum_bf16(const int rows, const bool ahead, vf sums[][QUAD], const
             const bool in_one_run = w->ahead_next < w->ahead_step;
             if (in_one_run) ask_ahead(next + w->ahead_step / 2, w); /* again: where many wait, some are lost */
         }
-        vb weights[QUAD];
-        for (int j = 0; j < QUAD; j++) weights[j] = vb_load(column[j] + k);
-        for (int i = 0; i < rows; i++) {
-            const vb inputs = vb_load(x + i * x_stride + k);
-            for (int j = 0; j < QUAD; j++) sums[i][j] = vb_dot(sums[i][j], inputs, weights[j]);
-        }
+        for (int place = k; place < k + STEP; place += PAIRED) dot_bf16(rows, sums, x + place, x_stride, column, place);
     }
+    for (; k + PAIRED <= end; k += PAIRED) dot_bf16(rows, sums, x + k, x_stride, column, k);
     if (k == end) return;
     for (int i = 0; i < rows; i++) {
         const vb inputs = vb_load_part(x + i * x_stride + k, end - k);
@@ -264,11 +271,14 @@ typedef enum { BF16_PAIRS, BF16_FROM_MEMORY, BF16_AND_I8, BF16_AND_U4, BF16_AND_
                BF16_AND_Q4_K, BF16_AND_Q5_K, BF16_AND_Q6_K, BF16_AND_Q4_1, BF16_AND_Q5_0, BF16_AND_Q5_1,
                FUSED_IN_STRIP, FUSED_AND_BF16, FUSED_AND_I8, FUSED_AND_E2M1,
                F32_IN_STRIP, F32_AND_F32, F32_AND_BF16, F32_AND_F16, F32_AND_I8, F32_AND_E2M1,
-               F32_AND_E4M3, F32_AND_U4, F32_KEEPING_U4 } way_t;
+               F32_AND_E4M3, F32_AND_U4, F32_KEEPING_U4, F32_AND_LEVELS, F32_AND_HALF_LEVELS } way_t;
 
 /* Whether inputs are copied in fp32, and whether as fused pairs. */
 static bool is_f32(way_t way) { return way >= FUSED_IN_STRIP; }
 static bool is_fused(way_t way) { return is_f32(way) && way < F32_IN_STRIP; }
+
+/* Whether the strip has levels of blocks, in bytes, that tiles scale: of groups of 32 columns, or of half as many. */
+static bool is_levels(way_t way) { return way >= F32_AND_LEVELS; }
 
 /* TN_LANES weights of a column from element k on. */
 TN_INLINE vf load_column(const way_t way, const void *column, int k) {
@@ -342,6 +352,21 @@ TN_INLINE void sum_u4_f32(const int rows, const bool keeps, vf sums[][QUAD], con
                 if (keeps) vf_store(w->strip + j * STRIDE + run + v * TN_LANES, weights[v]);
                 for (int i = 0; i < rows; i++)
                     sums[i][j] = vf_fma(vf_load(x + i * STRIDE + run + v * TN_LANES), weights[v], sums[i][j]);
+            }
+        }
+    }
+}
+
+/* The same with levels of blocks, in groups of `size`. */
+TN_INLINE void sum_levels(const int rows, const int size, vf sums[][QUAD], const float *x, const quartet_t *w) {
+    for (int k = 0, group = 0; k < w->count; k += size, group++) {
+#pragma GCC unroll 4
+        for (int j = 0; j < QUAD; j++) {
+            const int8_t *levels = (const int8_t *)w->column[j] + k;
+            const vf scale = vf_set(w->scale[j][group]), offset = vf_set(w->offset[j][group]);
+            for (int place = 0; place < size; place += TN_LANES) {
+                const vf weights = vf_fma(vf_load_i8(levels + place), scale, offset);
+                for (int i = 0; i < rows; i++) sums[i][j] = vf_fma(vf_load(x + i * STRIDE + k + place), weights, sums[i][j]);
             }
         }
     }
@@ -474,7 +499,9 @@ TN_INLINE void sum_lanes(const int rows, const way_t way, vf sums[][QUAD], const
         return;
     }
 #endif
-    if (way == F32_AND_U4 || way == F32_KEEPING_U4)
+    if (is_levels(way))
+        sum_levels(rows, way == F32_AND_LEVELS ? GROUP_STEP : GROUP_STEP / 2, sums, x, w);
+    else if (way == F32_AND_U4 || way == F32_KEEPING_U4)
         sum_u4_f32(rows, way == F32_KEEPING_U4, sums, x, w);
     else
         sum_f32(rows, way, sums, x, w, begin, end);
@@ -588,6 +615,8 @@ TILE(tile_f32_and_bf16, tile, TILE_ROWS, F32_AND_BF16)
 TILE(tile_f32_and_f16, tile, TILE_ROWS, F32_AND_F16)
 TILE(tile_f32_and_u4, tile, TILE_ROWS, F32_AND_U4)
 TILE(tile_f32_keeping_u4, tile, 1, F32_KEEPING_U4)
+TILE(tile_f32_and_levels, tile, FIRST_ROWS, F32_AND_LEVELS)
+TILE(tile_f32_and_half_levels, tile, FIRST_ROWS, F32_AND_HALF_LEVELS)
 TILE(evenly_scaled_strip, evenly_scaled_tile, TILE_ROWS, F32_IN_STRIP)
 TILE(evenly_scaled_f32_and_i8, evenly_scaled_tile, TILE_ROWS, F32_AND_I8)
 TILE(scaled_strip, scaled_tile, SCALED_TILE_ROWS, F32_IN_STRIP)
@@ -661,6 +690,8 @@ static tile_t tile_for(way_t way, scaling_t scaling) {
     case F32_AND_F16: return tile_f32_and_f16;
     case F32_AND_U4: return tile_f32_and_u4;
     case F32_KEEPING_U4: return tile_f32_keeping_u4;
+    case F32_AND_LEVELS: return tile_f32_and_levels;
+    case F32_AND_HALF_LEVELS: return tile_f32_and_half_levels;
     case F32_AND_I8: return scaling == SCALED ? scaled_f32_and_i8 : evenly_scaled_f32_and_i8;
     case F32_AND_E2M1: return scaled_f32_and_e2m1;
     case F32_AND_E4M3: return scaling == SCALED ? scaled_f32_and_e4m3 : evenly_scaled_f32_and_e4m3;
@@ -877,7 +908,9 @@ static block_t block_at(const tn_matrix *w, int64_t begin, bool along_k) {
 }
 
 /* Whether tiles take the weights from where they are. */
-static bool is_in_place(way_t way) { return way != BF16_PAIRS && way != F32_IN_STRIP && way != FUSED_IN_STRIP; }
+static bool is_in_place(way_t way) {
+    return way != BF16_PAIRS && way != F32_IN_STRIP && way != FUSED_IN_STRIP && !is_levels(way);
+}
 
 #if TN_FUSED_PAIRS
 /* `count` bf16 in fp32: of PAIRED elements the odd ones, then the even ones, and zeros up to there. */
@@ -943,6 +976,10 @@ static void expand(strip_t *strip, int n, const tn_matrix *w, int64_t column, co
         return;
     }
 #endif
+    if (is_levels(way)) {
+        tn_block_levels(to, from, block->count, w->dtype);
+        return;
+    }
     switch (w->dtype) {
     case TN_I8: expand_i8(to, w, from, block->count, zero_place, block->left, way == BF16_PAIRS); return;
     case TN_U4: expand_u4_f32(to, from, block->count, strip->scale[n], strip->offset[n]); return;
@@ -1029,10 +1066,10 @@ static void take_groups(strip_t *strip, int n, const tn_matrix *w, int64_t colum
     }
 }
 
-/* The same of blocks, for tiles of pairs and their strips: others take blocks apart by themselves. */
+/* The same of blocks, for tiles that scale levels, and strips of pairs: others take blocks apart by themselves. */
 static void take_block_groups(strip_t *strip, int n, const tn_matrix *w, const char *columns, int num, int64_t stride,
                               const block_t *block, way_t way) {
-    if (is_f32(way) || w->dtype > TN_Q5_1) return;
+    if (is_f32(way) ? !is_levels(way) : w->dtype > TN_Q5_1) return;
     const uint8_t *from[QUAD];
     for (int j = 0; j < QUAD; j++) from[j] = (const uint8_t *)columns + (j < num ? j : num - 1) * stride;
 #if TN_LARGE_SCALES
@@ -1092,6 +1129,8 @@ static void fill_strip(strip_t *strip, const tn_matrix *w, int64_t first, int nu
 /* The first row leaves U4 in the strip if whole tiles are left: it delays them less than a strip that is written before,
  * but a thin tile would cost more. */
 static way_t way_in_f32(const tn_matrix *w, int64_t num_rows) {
+    if (tn_is_blocks(w->dtype) && num_rows <= FIRST_ROWS)
+        return tn_block_group(w->dtype) == GROUP_STEP ? F32_AND_LEVELS : F32_AND_HALF_LEVELS;
     if (tn_is_blocks(w->dtype) || w->num_in % GROUP_STEP || (w->dtype == TN_I8 && w->zero != NULL)) return F32_IN_STRIP;
     switch (w->dtype) {
     case TN_F32: return F32_AND_F32;
@@ -1264,7 +1303,8 @@ TN_INLINE void sum_block(const panel_t *panel, strip_t *strip, int n, int num, c
 static void sum_panel(const panel_t *panel, strip_t *strip) {
     const tn_matrix *w = panel->args->weight;
     const way_t later = later_way(panel->way);
-    const bool has_strip = later == BF16_PAIRS ? w->dtype != TN_BF16 : is_f32_strip(later) && panel->rows > TILE_ROWS;
+    const bool has_strip = later == BF16_PAIRS ? w->dtype != TN_BF16
+                                               : is_levels(panel->way) || (is_f32_strip(later) && panel->rows > TILE_ROWS);
     const int width = has_strip ? QUAD : STRIP_COLUMNS; /* a quad's strip stays in the first cache */
     for (int64_t begin = 0; begin < w->num_in; begin += BLOCK) {
         block_t block = block_at(w, begin, false);

@@ -88,24 +88,52 @@ void tn_norm_row(void *out, const void *x, const tn_vector *weight, int64_t num,
 }
 
 TN_INLINE void layer_norm_row(void *out, const void *x, const tn_vector *weight, const tn_vector *bias, int64_t num,
-                              float eps, const int dtype) {
+                              float eps, const bool plus_one, const int dtype) {
     const float mean = sum_of(x, num, dtype) / (float)num;
     const vf factor = vf_set(1.0f / sqrtf(sum_of_squares(x, mean, num, dtype) / (float)num + eps));
     for (int64_t place = 0; place < num; place += TN_LANES) {
         const int count = lanes_left(num - place);
         const vf unit = vf_mul(vf_sub(load_elements(x, dtype, place, count), vf_set(mean)), factor);
-        const vf result =
-            vf_fma(unit, load_weights(weight, place, count, dtype), load_weights(bias, place, count, dtype));
+        vf scale = load_weights(weight, place, count, dtype);
+        if (plus_one) scale = vf_add(vf_set(1.0f), scale);
+        const vf result = vf_fma(unit, scale, load_weights(bias, place, count, dtype));
         store_elements(out, dtype, place, result, count);
     }
 }
 
 void tn_layer_norm_row(void *out, const void *x, const tn_vector *weight, const tn_vector *bias, int64_t num,
-                       float eps, int dtype) {
+                       float eps, int kind, int dtype) {
+    const bool plus_one = kind == TN_LAYER_PLUS_ONE;
     if (dtype == TN_BF16)
-        layer_norm_row(out, x, weight, bias, num, eps, TN_BF16);
+        layer_norm_row(out, x, weight, bias, num, eps, plus_one, TN_BF16);
     else
-        layer_norm_row(out, x, weight, bias, num, eps, TN_F32);
+        layer_norm_row(out, x, weight, bias, num, eps, plus_one, TN_F32);
+}
+
+/* ---- inputs in 8 bits ---- */
+
+float tn_largest_size(const void *x, int64_t num, int dtype) {
+    float lanes[TN_LANES], largest = 0.0f;
+    for (int64_t place = 0; place < num; place += TN_LANES) {
+        vf_store(lanes, load_elements(x, dtype, place, lanes_left(num - place)));
+        for (int lane = 0; lane < TN_LANES; lane++) {
+            const float size = fabsf(lanes[lane]);
+            if (isnan(size)) return size;
+            if (size > largest) largest = size;
+        }
+    }
+    return largest;
+}
+
+void tn_round_to_codes_row(void *x, int64_t num, int dtype) {
+    const float largest = tn_largest_size(x, num, dtype), scale = 127.0f / (largest < 1e-5f ? 1e-5f : largest);
+    float lanes[TN_LANES];
+    for (int64_t place = 0; place < num; place += TN_LANES) {
+        const int count = lanes_left(num - place);
+        vf_store(lanes, vf_mul(load_elements(x, dtype, place, count), vf_set(scale)));
+        for (int lane = 0; lane < TN_LANES; lane++) lanes[lane] = rintf(lanes[lane]);
+        store_elements(x, dtype, place, vf_div(vf_load_part(lanes, count), vf_set(scale)), count);
+    }
 }
 
 /* ---- element by element ---- */
@@ -155,6 +183,7 @@ void tn_clamped_swiglu_row(void *out, const void *gate, const void *up, int64_t 
     case TN_GELU: activate_row(out, gate, up, num, TN_GELU, dtype); return;                    \
     case TN_GELU_TANH: activate_row(out, gate, up, num, TN_GELU_TANH, dtype); return;          \
     case TN_TANH: activate_row(out, gate, up, num, TN_TANH, dtype); return;                    \
+    case TN_RELU2: activate_row(out, gate, up, num, TN_RELU2, dtype); return;                  \
     default: activate_row(out, gate, up, num, TN_RELU, dtype); return;                         \
     }
 
@@ -272,13 +301,15 @@ static void norm_body(void *arg, tn_region *region, int id) {
         if (args->bias.data == NULL)
             tn_norm_row(out, x, &args->weight, args->num_columns, args->eps, args->kind, args->dtype);
         else
-            tn_layer_norm_row(out, x, &args->weight, &args->bias, args->num_columns, args->eps, args->dtype);
+            tn_layer_norm_row(out, x, &args->weight, &args->bias, args->num_columns, args->eps, args->kind,
+                              args->dtype);
     }
 }
 
 int tn_norm(const tn_norm_args *args) {
     if (args->size != sizeof *args || !is_row_dtype(args->dtype)) return TN_REFUSED;
-    if (args->kind < TN_RMS || args->kind > TN_LAYER) return TN_REFUSED;
+    if (args->kind < TN_RMS || args->kind > TN_LAYER_PLUS_ONE) return TN_REFUSED;
+    if (args->kind == TN_LAYER_PLUS_ONE && args->bias.data == NULL) return TN_REFUSED;
     run(norm_body, args, args->num_rows * args->num_columns);
     return TN_OK;
 }
@@ -296,7 +327,7 @@ static void activate_body(void *arg, tn_region *region, int id) {
 
 int tn_activate(const tn_activate_args *args) {
     if (args->size != sizeof *args || !is_row_dtype(args->dtype)) return TN_REFUSED;
-    if (args->activation < TN_SILU || args->activation > TN_TANH) return TN_REFUSED;
+    if (args->activation < TN_SILU || args->activation > TN_RELU2) return TN_REFUSED;
     run(activate_body, args, args->num_rows * args->num_columns);
     return TN_OK;
 }

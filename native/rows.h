@@ -8,12 +8,18 @@
 /* out = a norm of x, of one of the kinds of tn_norm_kind; out may be x. */
 void tn_norm_row(void *out, const void *x, const tn_vector *weight, int64_t num, float eps, int kind, int dtype);
 
-/* out = the layer norm of x; out may be x. */
+/* out = the layer norm of x, by 1 + weight of TN_LAYER_PLUS_ONE; out may be x. */
 void tn_layer_norm_row(void *out, const void *x, const tn_vector *weight, const tn_vector *bias, int64_t num,
-                       float eps, int dtype);
+                       float eps, int kind, int dtype);
 
 /* x += more, rounded. */
 void tn_add_row(void *x, const void *more, int64_t num, int dtype);
+
+/* The largest |x|, or NaN where there is one. */
+float tn_largest_size(const void *x, int64_t num, int dtype);
+
+/* x rounded to integers of 8 bits times its largest size / 127, and then to `dtype`. */
+void tn_round_to_codes_row(void *x, int64_t num, int dtype);
 
 /* x *= factor, rounded. */
 void tn_scale_row(void *x, float factor, int64_t num, int dtype);

@@ -34,7 +34,7 @@ enum {
     MOST_WITHOUT_NS = 512 * 1000 * 1000, /* ... and when that has failed again and again: twice as long each time */
     PAUSE_NS = 50 * 1000 * 1000,         /* between two regions: what was measured before it is out of date */
     WAITING_SHARE = 2,                   /* a share of one in this number of a region's time is too much */
-    STACK_BYTES = 2 << 20,               /* products take 0.7 MiB; thread sanitizers 0.8 of every stack */
+    STACK_BYTES = 3 << 20,               /* attention takes 1.3 MiB; thread sanitizers 0.8 of every stack */
 };
 
 static struct {

@@ -282,7 +282,7 @@ TN_INLINE void widen_column(const form_t form, const bool is_whole, const strip_
         const vf first = levels_of_u4(scale[at->first_group], has_zero ? level[at->first_group] : 8.0f);
         const vf second = levels_of_u4(scale[at->second_group], has_zero ? level[at->second_group] : 8.0f);
         vb both[2];
-        vb_load_u4((const uint8_t *)from + at->unit * (UNIT / 2), (__m512i)_mm512_cvtne2ps_pbh(second, first), &both[0],
+        vb_load_u4((const uint8_t *)from + at->unit * (UNIT / 2), (__m512i)_mm512_cvtne2ps_pbh(first, second), &both[0],
                    &both[1]);
         *low = (__m512i)both[0];
         *high = (__m512i)both[1];

@@ -88,6 +88,12 @@ class ServeConfig(Settings):
         secret=True,
         is_common=True,
     )
+    key_limits: str | None = setting(
+        None,
+        text,
+        "what each API key may use: requests_minute=N,tokens_minute=N, and _day; 429 beyond (default: any number)",
+        metavar="LIMITS",
+    )
     cors_origin: str | None = setting(
         None,
         text,
@@ -212,7 +218,7 @@ class ServeConfig(Settings):
         "auto",
         choice(
             *("auto", "hermes", "qwen3_coder", "glm", "llama3", "pythonic", "mistral", "harmony", "deepseek"),
-            *("kimi", "granite", "gemma", "json", "off"),
+            *("dsml", "kimi", "granite", "gemma", "json", "off"),
         ),
         "format of the model's tool calls (auto: by its chat template)",
         metavar="NAME",
@@ -321,6 +327,11 @@ class ServeConfig(Settings):
         "compute device: cpu, cuda or cuda:N (auto: the first GPU, where there is one and CuPy is installed)",
         metavar="DEVICE",
         is_common=True,
+    )
+    device_percent: int | None = setting(
+        None,
+        integer(1, 100),
+        "most of a GPU's memory that this server takes, for several on one (default: what is free)",
     )
     kernel_dir: str | None = setting(
         None,

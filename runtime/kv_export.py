@@ -122,7 +122,7 @@ def export_prefixes(
                 key="artifact",
                 hint="Pack it first: teneral pack MODEL ARTIFACT.",
             )
-        from .kv.snapshots.service import identity_of
+        from .kv.snapshots.service import NO_STATES, identity_of
         from .kv.snapshots.tools import lost_blocks
         from .kv.snapshots.writer import (  # imports numpy while weights were arriving
             find_published,
@@ -130,6 +130,8 @@ def export_prefixes(
             write_generation,
         )
 
+        if engine.prefix_pool.has_states:
+            raise UsageError(NO_STATES, key="model", hint="Its prompts are computed by each instance.")
         computing = _Computing(engine, cache_salt)
         tokens = {prefix.name: computing.add(prefix, tokenizer) for prefix in prefixes}
         identity = identity_of(engine.prefix_pool, model=model)

@@ -12,7 +12,7 @@ import bisect
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import asdict
@@ -72,6 +72,12 @@ class Histogram:
             total += count
             rows.append((bound, float(total)))
         return rows
+
+
+class Families(Protocol):
+    """Counts that become families of metrics."""
+
+    def families(self) -> Iterator[Metric]: ...
 
 
 class Metrics:
@@ -146,14 +152,15 @@ class Metrics:
             self._sequence_prompt_tokens.observe(prompt_tokens)
             self._sequence_generated_tokens.observe(generated_tokens)
 
-    def render(self, statistics: Mapping[str, Any]) -> bytes:
-        """The exposition text, with every number in `statistics` named by its path. The first call
-        imports the client.
+    def render(self, statistics: Mapping[str, Any], others: Families | None = None) -> bytes:
+        """The exposition text, with every number in `statistics` named by its path, and with the
+        families of `others`. The first call imports the client.
         """
         from prometheus_client import ProcessCollector  # lazy: 60 ms that a cold start cannot afford
 
         process = ProcessCollector(registry=None)
-        return exposition((*self._families(), *_from_statistics(statistics), *process.collect()))
+        more = () if others is None else others.families()
+        return exposition((*self._families(), *_from_statistics(statistics), *process.collect(), *more))
 
     def _families(self) -> Iterator[Metric]:
         yield _build_info()

@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 
 from ..loader.errors import CheckpointError
-from ..loader.format.safetensors import PREFIX_BYTES, header_size, parse_header
 from .errors import ModelError
 from .files import ModelFiles
-from .models.pooling_config import DENSE_WEIGHTS, dense_folders
 from .tensors import DType, Tensor, aligned_empty
 from .weights import DictWeights
 
@@ -31,8 +29,11 @@ def sentence_files(files: ModelFiles) -> dict[str, Any]:
     `ModelFiles.json`, and `ModelError` for a modules.json that is not supported.
     """
     found: dict[str, Any] = {key: files.json(name) for key, name in _FILES.items()}
-    folders = dense_folders(found["modules"])
-    if folders:
+    if found["modules"] is None:
+        return found
+    from .models.pooling_config import DENSE_WEIGHTS, dense_folders  # of few models
+
+    if folders := dense_folders(found["modules"]):
         found["dense"] = {folder: files.json(f"{folder}/config.json") for folder in folders}
         read = {folder: files.read(f"{folder}/{DENSE_WEIGHTS}") for folder in folders}
         found["dense_weights"] = {
@@ -47,6 +48,8 @@ def _weights_of(data: bytes, name: str) -> DictWeights:
     """The tensors of a safetensors file, copied to aligned memory. Raises `CheckpointError` if it
     is damaged.
     """
+    from ..loader.format.safetensors import PREFIX_BYTES, header_size, parse_header  # of few models
+
     if len(data) < PREFIX_BYTES:
         raise CheckpointError(f"{name} has {len(data)} bytes and no header", where=name)
     end = PREFIX_BYTES + header_size(data[:PREFIX_BYTES], len(data), where=name)

@@ -5,13 +5,19 @@ short and kept.
 from __future__ import annotations
 
 import ast
+import http.client
 import json
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.load import patience_s
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("loader", "runtime", "handlers", "infra")
@@ -120,6 +126,59 @@ def test_a_server_imports_what_a_platform_needs_when_that_platform_asks() -> Non
     platforms = ("sagemaker", "cloudevents", "runpod", "aws_lambda.command", "kserve.api")
     assert not loaded & {f"teneral.handlers.platforms.{name}" for name in platforms}
     assert "teneral.handlers.plain" not in loaded
+
+
+# With code in them, of the server's process: about what a reader of one cold chat has to follow. Those of requests and
+# models that ask for more are imported by these: tools, grammars, images, adapters, spilled blocks, encoders.
+MAX_FILES_OF_A_CHAT = 172
+SERVER = """
+import json, signal, sys
+from teneral.cli import run
+
+def tell(*_):
+    files = [module.__file__ for name, module in list(sys.modules.items()) if name.startswith("teneral.")]
+    print(json.dumps(files), flush=True)
+
+signal.signal(signal.SIGUSR1, tell)
+run(sys.argv[1:])
+"""
+
+
+def test_the_first_chat_of_a_cold_server_imports_few_files(tmp_path: Path) -> None:
+    plain, packed, port = tmp_path / "plain", tmp_path / "packed", free_port()
+    shutil.copytree(ROOT / "demo" / "model", plain)
+    settings = json.loads((plain / "tokenizer_config.json").read_text())
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (plain / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    subprocess.run([sys.executable, "-m", "teneral", "pack", "--quiet", plain, packed], check=True)
+    command = [sys.executable, "-c", SERVER, "serve", str(packed), "--host", "127.0.0.1", "--port", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            assert chat(port)["usage"]["completion_tokens"] == 2
+            server.send_signal(signal.SIGUSR1)
+            files = [Path(name) for name in json.loads(server.stdout.readline()) if name]
+        finally:
+            server.kill()
+    with_code = [file for file in files if len(ast.parse(file.read_text(encoding="utf-8")).body) > 1]
+    assert len(with_code) <= MAX_FILES_OF_A_CHAT, sorted(map(str, with_code))
+
+
+def chat(port: int) -> dict[str, Any]:
+    """The answer of two tokens to a chat, once the server listens."""
+    body = json.dumps({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2})
+    until_s = time.monotonic() + patience_s(30)
+    while True:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=patience_s(30))
+        try:
+            connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+            answer: dict[str, Any] = json.load(connection.getresponse())
+            return answer
+        except ConnectionRefusedError:
+            assert time.monotonic() < until_s, "the port did not open"
+            time.sleep(0.01)
+        finally:
+            connection.close()
 
 
 def test_an_engine_needs_no_statistics() -> None:

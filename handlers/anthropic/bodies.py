@@ -11,9 +11,9 @@ from typing import Any, Literal
 import msgspec
 
 from ...runtime.errors import RequestError
+from ..function.images import IMAGE_PART
 from ..http.json_bodies import encode
-from ..openai.fields import Effect, Fields, refuse_unsupported
-from ..openai.images import IMAGE_PART
+from ..openai.fields import CHAT, ROUTER, Effect, Fields, refuse_unsupported
 from ..openai.schemas import (
     ChatBody,
     ContentPart,
@@ -21,9 +21,11 @@ from ..openai.schemas import (
     FunctionCall,
     JsonSchemaFormat,
     Message,
-    ReasoningOptions,
+    PlacedChat,
+    PlacedPart,
     ResponseFormat,
     StreamOptions,
+    Thinking,
     ToolCall,
 )
 
@@ -57,12 +59,19 @@ _PROMPT: Fields = {
         "without effect",
     ),
     "output_format": (_YES, "the older name of `output_config.format`"),
+    "reasoning_effort": (_YES, "LiteLLM's name of `output_config.effort`"),
+    "chat_template_kwargs": CHAT["chat_template_kwargs"],
     "mcp_servers": (_YES, "left out with a warning: this server calls no others"),
     "cache_control": (_IDLE, "prompts are found by their content, here and in blocks"),
     "betas": (_IDLE, "as the header `anthropic-beta`: what is supported needs none"),
+    "litellm_metadata": (_IDLE, "LiteLLM's: nothing is reported"),
+    "user": (_IDLE, "no users are distinguished by it: `teneral.tenant` does"),
+    "fallbacks": (_IDLE, "OpenRouter's, of a router: `model` is served"),
+    **ROUTER,
     "speed": (_NO, "there is one speed, `standard`"),
     "user_profile_id": (_NO, "there are no profiles"),
     "workspace_id": (_NO, "there are no workspaces"),
+    **{name: CHAT[name] for name in ("kv_transfer_params", "plugins")},
 }
 
 MESSAGES: Fields = {
@@ -73,6 +82,7 @@ MESSAGES: Fields = {
     "temperature": (_YES, ""),
     "top_p": (_YES, ""),
     "top_k": (_YES, ""),
+    "session_id": CHAT["session_id"],
     "teneral": (_YES, "`first_token`, `cache_salt`, `session`, `tenant`, `priority`"),
     "metadata": (_IDLE, "no users are distinguished by it: `teneral.tenant` does"),
     "service_tier": (_IDLE, "there is one tier; `teneral.priority` is ours"),
@@ -116,7 +126,7 @@ class Block(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Turn(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    role: Literal["user", "assistant", "system"]
+    role: Literal["user", "assistant", "system", "ctx", "msg"]  # the last two are Claude Code's, of users
     content: str | list[Block]
 
 
@@ -132,12 +142,6 @@ class ToolChoice(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     type: str
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
-
-
-class Thinking(msgspec.Struct, kw_only=True, frozen=True):
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
-    display: str | None = None  # `omitted`: without its text
 
 
 class OutputFormat(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -182,15 +186,27 @@ class PromptBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     context_management: ContextManagement | None = None
     mcp_servers: list[Any] | None = None
     # Without effect
     cache_control: Any = None
     betas: Any = None
+    litellm_metadata: Any = None
+    user: str | None = None
+    fallbacks: Any = None
+    models: list[str] | None = None
+    provider: Any = None
+    route: str | None = None
+    stop_server_tools_when: Any = None
+    trace: Any = None
     # Refused, unless null
     speed: Any = None
     user_profile_id: Any = None
     workspace_id: Any = None
+    kv_transfer_params: Any = None
+    plugins: Any = None
 
 
 class CountBody(PromptBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -204,6 +220,7 @@ class MessagesBody(PromptBody, kw_only=True, frozen=True, forbid_unknown_fields=
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    session_id: str | None = None
     teneral: Extras | None = None
     # Without effect on an answer
     metadata: dict[str, Any] | None = None
@@ -227,15 +244,18 @@ def chat_of(body: PromptBody, fields: Fields, warnings: list[str]) -> ChatBody:
     parallel: bool | None = None
     if body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use:
         parallel = False
-    chat = ChatBody(
+    functions = _functions(body.tools or [], body.tool_choice, warnings)
+    chat = PlacedChat(
         model=body.model,
         messages=messages,
-        tools=None if body.tools is None else _tools(body.tools, body.tool_choice, warnings),
+        tools=None if body.tools is None else list(map(_tool, functions.values())),
+        tool_places=list(functions),
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=parallel,
         response_format=_response_format(body),
-        reasoning=_reasoning(body.thinking),
-        reasoning_effort=None if body.output_config is None else body.output_config.effort,
+        thinking=body.thinking,
+        reasoning_effort=_effort(body),
+        chat_template_kwargs=body.chat_template_kwargs,
         continue_final_message=True if body.messages and body.messages[-1].role == "assistant" else None,
     )
     if not isinstance(body, MessagesBody):
@@ -250,17 +270,18 @@ def chat_of(body: PromptBody, fields: Fields, warnings: list[str]) -> ChatBody:
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,
+        session_id=body.session_id,
         teneral=body.teneral,
     )
 
 
-def _reasoning(thinking: Thinking | None) -> ReasoningOptions | None:
-    if thinking is None:
-        return None
-    budget = thinking.budget_tokens if thinking.type == "enabled" else None
-    if budget is not None and budget < 1:
-        raise RequestError("thinking.budget_tokens must be at least 1", param="thinking.budget_tokens")
-    return ReasoningOptions(enabled=thinking.type != "disabled", max_tokens=budget)
+def _effort(body: PromptBody) -> str | None:
+    effort = None if body.output_config is None else body.output_config.effort
+    if effort is not None and body.reasoning_effort not in (None, effort):
+        raise RequestError(
+            "output_config.effort and reasoning_effort contradict one another", param="output_config.effort"
+        )
+    return body.reasoning_effort if effort is None else effort
 
 
 def _messages(turns: Sequence[Turn], warnings: list[str]) -> list[Message]:
@@ -270,7 +291,7 @@ def _messages(turns: Sequence[Turn], warnings: list[str]) -> list[Message]:
     messages: list[Message] = []
     for number, turn in enumerate(turns):
         where = f"messages[{number}].content"
-        own = [Message(role=turn.role, content=turn.content)] if isinstance(turn.content, str) else None
+        own = [Message(role=_role(turn), content=turn.content)] if isinstance(turn.content, str) else None
         if own is None:
             of_role = _of_assistant if turn.role == "assistant" else _of_user
             own = of_role(turn, where, warnings)
@@ -341,7 +362,15 @@ def _of_user(turn: Turn, where: str, warnings: list[str]) -> list[Message]:
                 warnings.append(_left_out(place, kind))
             case _:
                 texts.append(_part(block, place))
-    return [*results, Message(role=turn.role, content=texts)] if texts else results
+    return [*results, Message(role=_role(turn), content=texts)] if texts else results
+
+
+def _role(turn: Turn) -> Literal["user", "assistant", "system"]:
+    match turn.role:
+        case "ctx" | "msg":
+            return "user"
+        case role:
+            return role
 
 
 def _text(
@@ -366,9 +395,9 @@ def _part(block: Block, place: str) -> ContentPart:
     source = block.source if isinstance(block.source, dict) else {}
     url, data, media_type = (source.get(name) for name in ("url", "data", "media_type"))
     if source.get("type") == "base64" and isinstance(data, str) and isinstance(media_type, str):
-        return ContentPart(IMAGE_PART, image_url=f"data:{media_type};base64,{data}")
+        return PlacedPart(IMAGE_PART, image_url=f"data:{media_type};base64,{data}", place=place)
     if source.get("type") == "url" and isinstance(url, str):
-        return ContentPart(IMAGE_PART, image_url=url)
+        return PlacedPart(IMAGE_PART, image_url=url, place=place)
     raise RequestError(f"{place}.source must be base64 with a media_type, or a url", param=f"{place}.source")
 
 
@@ -402,14 +431,18 @@ def _given(text: str | None, param: str) -> str:
 
 
 def _unsupported(kind: str, param: str) -> RequestError:
-    return RequestError(f"{param} is of type {kind[:50]!r}; this model takes text only", param=param)
+    return RequestError(
+        f"{param} is of type {kind[:50]!r}; texts are taken, and images by models that see", param=param
+    )
 
 
-def _tools(tools: Sequence[Tool], choice: ToolChoice | None, warnings: list[str]) -> list[dict[str, Any]]:
-    """The functions; tools that Anthropic knows or runs are left out. Raises `RequestError` where one of those must be
-    called.
+def _functions(tools: Sequence[Tool], choice: ToolChoice | None, warnings: list[str]) -> dict[str, Tool]:
+    """The functions by their places; tools that Anthropic knows or runs are left out. Raises `RequestError` where one
+    of those must be called.
     """
-    functions = [tool for tool in tools if tool.type in (None, "custom")]
+    functions = {
+        f"tools[{number}]": tool for number, tool in enumerate(tools) if tool.type in (None, "custom")
+    }
     for number, tool in enumerate(tools):
         if tool.type in (None, "custom"):
             continue
@@ -422,7 +455,7 @@ def _tools(tools: Sequence[Tool], choice: ToolChoice | None, warnings: list[str]
                 param=f"tools[{number}].type",
             )
         warnings.append(_left_out(f"tools[{number}]", tool.type))
-    return [_tool(tool) for tool in functions]
+    return functions
 
 
 def _tool(tool: Tool) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ..http.json_bodies import JsonDecoder, encode
 from ..http.service import CALL, Service
 from ..http.sse import Framing
 from ..openai.chat import chat_settings
-from ..openai.chat_request import ChatRequest, ChatSettings, FormatOfChat
+from ..openai.chat_request import ChatRequest, ChatSettings, FormatOfChat, log_warnings
 from ..openai.deltas import Delta, Finish, ReasoningDelta, TextDelta, ToolCallDelta
 from ..openai.fields import Fields
 from ..openai.generation import SequenceOutcome, Step, make_format, respond
@@ -38,6 +38,7 @@ OWN_NAMES = {
     "reasoning_effort": "output_config.effort",
     "reasoning.max_tokens": "thinking.budget_tokens",
     "response_format.json_schema.schema": "output_config.format.schema",
+    "content[].image_url": "content[].source",
     "tools[].function.name": "tools[].name",
     "tools[].function.parameters": "tools[].input_schema",
     "tools[].function.strict": "tools[].strict",
@@ -83,6 +84,7 @@ class MessagesFormat(FormatOfChat):
         self._id = f"msg_{secrets.token_hex(12)}"
         self._warnings: list[str] = []
         chat = chat_of(body, fields, self._warnings)
+        log_warnings(self._id, self._warnings)
         super().__init__(ChatRequest(chat, request_id=self._id, settings=settings))
         self._settings = settings
         self._management = body.context_management
@@ -104,6 +106,7 @@ class MessagesFormat(FormatOfChat):
             )
             self._edits = applied.report
             self._warnings += applied.warnings
+            log_warnings(self._id, applied.warnings)
             self._chat = self._with(applied.messages)
         return self._chat.prepare(tokenizer, max_tokens)
 

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..function.lifetime import Lifetime, calling_on_loop
+from ..function.channel import calling_on_loop
+from ..function.lifetime import Lifetime
 from .answers import Answers, Record
 from .claims import Claims
 from .index import JobIndex

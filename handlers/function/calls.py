@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from msgspec import Struct, field
 
 from ...runtime.errors import HandlerBusyError
-from .lifetime import calling_on_loop
+from .channel import calling_on_loop
 
 JOIN_TIMEOUT_S = 5.0
 

@@ -12,6 +12,7 @@ may. The items are opaque.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
@@ -185,3 +186,13 @@ class ThreadToLoopChannel(Generic[T]):
     def _append(self, *items: T | _End) -> None:
         self._items.extend(items)
         self._arrived.set()
+
+
+def calling_on_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., object]) -> Callable[..., None]:
+    """A thread-safe function that calls `function` on `loop`; does nothing once the loop is closed."""
+
+    def call(*args: object) -> None:
+        with contextlib.suppress(RuntimeError):  # closed: there is no receiver
+            loop.call_soon_threadsafe(function, *args)
+
+    return call

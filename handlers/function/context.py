@@ -31,11 +31,13 @@ if TYPE_CHECKING:
     from ...runtime.engine.engine import Engine
     from ...runtime.onnx.runner import OnnxRunner
     from ...runtime.onnx.spec import Value
+    from ...runtime.step.images import PromptImage
     from ...runtime.text.tokenizer import TextTokenizer
 
 MAX_EMBEDDED_TEXTS = 2_048
 
-# A text to continue, or chat messages {"role": …, "content": …}.
+# A text to continue, or chat messages {"role": …, "content": …}. Content is a text, or a list of parts: texts, and
+# images as {"type": "image_url", "image_url": {"url": "data:…"}} or {"type": "image", "image": the file's bytes}.
 Prompt = str | Sequence[Mapping[str, Any]]
 LOGGER_NAME = "teneral.handler"
 NO_FACTS: Mapping[str, Any] = MappingProxyType({})
@@ -211,7 +213,9 @@ class Model:
         self._lifetime.refuse_to_block_a_loop()
         tokenizer = self._lifetime.wait(self._host.tokenizer)
         embedder = self._lifetime.wait(self._host.embedder)
-        rows = getattr(embedder, method)(_tokenize_texts(tokenizer, texts, embedder.max_tokens))
+        token_lists = _tokenize_texts(tokenizer, texts, embedder.max_tokens)
+        rows = getattr(embedder, method)(token_lists)
+        self._lifetime.count_tokens(sum(map(len, token_lists)), 0)
         try:
             return self._lifetime.wait(rows)
         finally:
@@ -224,6 +228,7 @@ class Model:
         embedder = await self._lifetime.wait_async(self._host.embedder)
         token_lists = await asyncio.to_thread(_tokenize_texts, tokenizer, texts, embedder.max_tokens)
         rows = getattr(embedder, method)(token_lists)
+        self._lifetime.count_tokens(sum(map(len, token_lists)), 0)
         try:
             return await self._lifetime.wait_async(rows)
         finally:
@@ -232,8 +237,15 @@ class Model:
     def _request(self, tokenizer: TextTokenizer, prompt: Prompt, options: ParsedOptions) -> GenerationRequest:
         engine = self._host.engine
         max_tokens = engine.result().max_context if engine.done() and engine.exception() is None else None
+        images: tuple[PromptImage, ...] = ()
         if isinstance(prompt, str):
             tokens = tokenizer.encode(prompt, max_tokens=max_tokens)
+        elif has_images(prompt):
+            from .images import render  # for the few functions whose prompts have some
+
+            tokens, images = render(
+                tokenizer, prompt, {"tools": options.tools, **options.template}, max_tokens
+            )
         else:
             text = tokenizer.chat(prompt, **{"tools": options.tools, **options.template})
             # The template wrote the special tokens.
@@ -252,7 +264,18 @@ class Model:
             cache_salt=options.cache_salt,
             priority=options.priority,
             adapter=options.adapter,
+            images=images,
         )
+
+
+def has_images(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """True if a message has a part that is an image."""
+    return any(
+        isinstance(part, Mapping) and part.get("type") in ("image_url", "image")
+        for message in messages
+        if isinstance(message, Mapping) and isinstance(message.get("content"), list | tuple)
+        for part in message["content"]
+    )
 
 
 def _tokenize_texts(tokenizer: TextTokenizer, texts: str | Sequence[str], max_tokens: int) -> list[list[int]]:
@@ -281,10 +304,11 @@ class Context:
         platform: Mapping[str, Any] = NO_FACTS,
         trace_id: str | None = None,
         on_progress: Callable[[Any], object] | None = None,
+        on_tokens: Callable[[int, int], None] = lambda _prompt, _generated: None,
     ) -> None:
         """`host` is the instance that serves the model; `timeout_s` counts from now, None is no
-        deadline. `platform` is the platform's information about the invocation. Raises RequestError
-        for an invalid `session`.
+        deadline. `platform` is the platform's information about the invocation; `on_tokens` is as in `Lifetime`.
+        Raises RequestError for an invalid `session`.
         """
         check_owner(session=session or "")
         self.request_id = request_id
@@ -300,7 +324,7 @@ class Context:
         # For handlers that are part of Teneral; all others use `model`.
         self.host = host
         self._on_progress = on_progress
-        self._lifetime = Lifetime(timeout_s)
+        self._lifetime = Lifetime(timeout_s, on_tokens=on_tokens)
         self.model = Model(host, self._lifetime, request_id, session=session)
 
     @property

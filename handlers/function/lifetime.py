@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from ...runtime.errors import CancelledError, HandlerError
+from .channel import calling_on_loop
 
 T = TypeVar("T")
 
@@ -24,10 +25,18 @@ T = TypeVar("T")
 class Lifetime:
     """A lifetime. Thread-safe. Ends once, for good."""
 
-    def __init__(self, timeout_s: float | None = None, *, may_block_loops: bool = False) -> None:
+    def __init__(
+        self,
+        timeout_s: float | None = None,
+        *,
+        may_block_loops: bool = False,
+        on_tokens: Callable[[int, int], None] = lambda _prompt, _generated: None,
+    ) -> None:
         """`timeout_s` counts from now; None is no deadline. With `may_block_loops` a blocking wait is allowed in a
-        thread that runs an event loop: in a notebook's cell, which does.
+        thread that runs an event loop: in a notebook's cell, which does. `on_tokens` gets the numbers of tokens that
+        the model took and gave, by one thread at a time; it must not block or raise.
         """
+        self._on_tokens = on_tokens
         self._may_block_loops = may_block_loops
         self.deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._cancelled = False
@@ -65,6 +74,11 @@ class Lifetime:
         if self._cancelled:
             callback()
         return lambda: self._forget(key)
+
+    def count_tokens(self, num_prompt: int, num_generated: int) -> None:
+        """Report the tokens of a call of the model."""
+        with self._lock:
+            self._on_tokens(num_prompt, num_generated)
 
     def check(self) -> None:
         """Raise `CancelledError` if the request was cancelled or its deadline has passed."""
@@ -122,16 +136,6 @@ class Lifetime:
     def _forget(self, key: int) -> None:
         with self._lock:
             self._callbacks.pop(key, None)
-
-
-def calling_on_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., object]) -> Callable[..., None]:
-    """A thread-safe function that calls `function` on `loop`; does nothing once the loop is closed."""
-
-    def call(*args: object) -> None:
-        with contextlib.suppress(RuntimeError):  # closed: there is no receiver
-            loop.call_soon_threadsafe(function, *args)
-
-    return call
 
 
 def refuse_to_block_a_loop() -> None:

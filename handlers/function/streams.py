@@ -93,6 +93,7 @@ class _Generated:
     ) -> None:
         self._lifetime.check()
         self._generation = submit(request, on_event)
+        self._lifetime.count_tokens(self._num_prompt_tokens, 0)
         self._forget = self._lifetime.on_cancel(self._generation.cancel)
 
     def _stop(self) -> None:
@@ -107,6 +108,7 @@ class _Generated:
         error.
         """
         self._num_tokens += len(event.tokens)
+        self._lifetime.count_tokens(0, len(event.tokens))
         self._num_drafted += event.num_drafted
         if event.finish_reason is not None:
             self._ended = True

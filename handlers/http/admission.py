@@ -11,15 +11,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
 from ...runtime.errors import CapacityError, RequestError
-from .compression import BodyDecompressor, decompressor_of
 from .connections import invite_body
 from .errors import ApiError
 from .json_bodies import memory_bytes
 from .limits import Limits
+
+if TYPE_CHECKING:
+    from .compression import BodyDecompressor
 
 
 class Bodies:
@@ -92,7 +95,11 @@ class Bodies:
 
     def _decoder_of(self, request: web.Request) -> BodyDecompressor | None:
         """The decompressor of a request's body; None for a plain one. Raises what its head forbids."""
-        decompressor = decompressor_of(request.headers.getall("Content-Encoding", []))
+        decompressor = None
+        if encodings := request.headers.getall("Content-Encoding", []):
+            from .compression import decompressor_of  # of few requests
+
+            decompressor = decompressor_of(encodings)
         if request.content_length is not None and request.content_length > self._limits.max_body_bytes:
             raise self._too_large()
         return decompressor

@@ -21,7 +21,6 @@ from ...runtime.state import State
 from .edge import EdgeRules, ServerEdge
 from .errors import NOT_READY_RETRY_AFTER_S, SERVER_ERROR, ApiError, expected_wait_s, retry_after
 from .json_bodies import encode
-from .keys import ApiKeys, parse_keys
 from .limits import Limits
 from .listening import max_files
 from .routes import ROUTES
@@ -33,6 +32,8 @@ if TYPE_CHECKING:
     from ...runtime.instance.instance import Instance
     from ..function.calls import FunctionCalls
     from ..function.handler import Handler
+    from .key_limits import KeyLimits
+    from .keys import ApiKeys
     from .logs import EmfWriter
     from .spans import SpanExport
 
@@ -133,7 +134,8 @@ class HealthRoutes:
         if self._calls is not None:
             statistics["function"] = self._calls.statistics()
         # In a thread: the first call imports the Prometheus client.
-        text = await asyncio.to_thread(service.metrics.render, statistics)
+        usage = None if service.key_limits is None else service.key_limits.usage()
+        text = await asyncio.to_thread(service.metrics.render, statistics, usage)
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     async def timeline(self, request: web.Request) -> web.Response:
@@ -202,11 +204,21 @@ def make_application(
     make_instance = make_instance or partial(_another, instance.config)
     limits = (limits or Limits()).within_files(max_files())
     spans = _spans(instance.config)
-    service = Service(
-        instance, limits, Metrics(), make_instance=make_instance, emf=_emf(instance.config), spans=spans
-    )
     api_key = instance.config.api_key
-    keys = None if api_key is None else ApiKeys(parse_keys(api_key))
+    keys: ApiKeys | None = None
+    if api_key is not None:
+        from .keys import ApiKeys, parse_keys
+
+        keys = ApiKeys(parse_keys(api_key))
+    service = Service(
+        instance,
+        limits,
+        Metrics(),
+        make_instance=make_instance,
+        emf=_emf(instance.config),
+        spans=spans,
+        key_limits=_key_limits(instance.config, keys),
+    )
     named_hosts = parse_hosts(instance.config.allowed_hosts)
     named_origins = parse_origins(instance.config.cors_origin)
     parse_origins(
@@ -259,6 +271,14 @@ def _emf(config: ServeConfig) -> EmfWriter | None:
     from .logs import EmfWriter  # rarely used
 
     return EmfWriter(config.served_name)
+
+
+def _key_limits(config: ServeConfig, keys: ApiKeys | None) -> KeyLimits | None:
+    if config.key_limits is None:
+        return None
+    from .key_limits import make_key_limits  # rarely used
+
+    return make_key_limits(config.key_limits, keys)
 
 
 def _without_function(service: Service) -> RouteHandler:

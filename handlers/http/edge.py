@@ -15,6 +15,7 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -24,11 +25,14 @@ from ...runtime.state import State
 from .connections import Connections
 from .errors import ApiError, as_api_error
 from .inflight import deadline_of
-from .keys import ApiKeys, given_key
 from .routes import ROUTES
-from .service import CALL, HttpCall, Service
-from .spans import SAMPLED, RequestTimes, TraceParent
+from .service import CALL, TOKENS_HEADER, HttpCall, Service
 from .web_pages import SAFE_METHODS, Hosts, Origins, check_media_type
+
+if TYPE_CHECKING:
+    from .key_limits import KeyLimits
+    from .keys import ApiKeys
+    from .spans import RequestTimes, TraceParent
 
 OPEN_PATHS = frozenset(route.path for route in ROUTES if route.is_open)
 QUIET_PATHS = frozenset({"/metrics", "/timeline", "/timeline/events", "/debug/kv", "/debug/artifact"})
@@ -64,13 +68,20 @@ class Edge(ABC):
     is_front = False
 
     def __init__(
-        self, connections: Connections, keys: ApiKeys | None, rules: EdgeRules, logger: logging.Logger
+        self,
+        connections: Connections,
+        keys: ApiKeys | None,
+        rules: EdgeRules,
+        logger: logging.Logger,
+        *,
+        key_limits: KeyLimits | None = None,
     ) -> None:
-        """With `keys`, every route except the open ones needs one of them, and so does an unknown path. `logger` gets
-        errors, and its child `access` a line for each request.
+        """With `keys`, every route except the open ones needs one of them, and so does an unknown path; `key_limits`
+        are theirs. `logger` gets errors, and its child `access` a line for each request.
         """
         self.connections = connections
         self.keys = keys
+        self.key_limits = key_limits
         self._rules = rules
         self._logger = logger
         self._access_logger = logger.getChild("access")
@@ -111,7 +122,11 @@ class Edge(ABC):
 
     @web.middleware
     async def _handle(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        call = HttpCall(request_id_of(request), parent=trace_parent_of(request))
+        call = HttpCall(
+            request_id_of(request),
+            parent=trace_parent_of(request),
+            tells_tokens=TOKENS_HEADER in request.headers,
+        )
         CALL.set(call)
         status, size_bytes = CLIENT_GONE, 0
         self.connections.request_begins(request.protocol, body_is_to_come=_body_is_to_come(request))
@@ -122,6 +137,8 @@ class Edge(ABC):
             return response
         finally:
             self.connections.request_ends(request.protocol, request.content)
+            if self.key_limits is not None and call.key_place:
+                self.key_limits.spend(call.key_place, call.prompt_tokens + call.generated_tokens)
             self.ended(request, status, call)
             self._log_access(request, status, size_bytes, call)
 
@@ -138,7 +155,7 @@ class Edge(ABC):
                 if self.is_front or request.method not in SAFE_METHODS:
                     origins.check(request)
             if self.keys is not None and not self.is_open(request):
-                check_key(request, self.keys)
+                self.keys.check(request.headers)
             return await self.admit(request, handler, call, is_from_outside=is_from_outside)
         except asyncio.CancelledError:
             raise
@@ -162,6 +179,10 @@ class Edge(ABC):
             response.headers["x-request-id"] = call.request_id
             # A front passes its instance's on.
             response.headers.setdefault("openai-processing-ms", str(round(call.age_s() * 1000)))
+            if call.tells_tokens and not self.is_front:
+                response.headers[TOKENS_HEADER] = call.tokens
+            if self.key_limits is not None and call.key_place:
+                response.headers.update(self.key_limits.headers(call.key_place))
 
     def _log_access(self, request: web.Request, status: int, size_bytes: int, call: HttpCall) -> None:
         """Log one line for each request: the path as sent, which has no line breaks, without the query,
@@ -194,7 +215,8 @@ class ServerEdge(Edge):
     def __init__(
         self, service: Service, keys: ApiKeys | None, hosts: Hosts, origins: Origins, rules: EdgeRules
     ) -> None:
-        super().__init__(service.connections, keys, rules, logging.getLogger("teneral.http"))
+        logger = logging.getLogger("teneral.http")
+        super().__init__(service.connections, keys, rules, logger, key_limits=service.key_limits)
         self._service = service
         self._pages = hosts, origins
 
@@ -216,6 +238,8 @@ class ServerEdge(Edge):
             if call.deadline is not None:
                 call.work.limit(call.deadline.remaining_s(), call.deadline.error())
             if route_of(request) not in self._rules.control_paths:
+                if self.key_limits is not None and is_from_outside:
+                    call.key_place = self.key_limits.admit_request(request.headers)
                 service.slot.check()
                 if service.state is State.LOADING:
                     service.metrics.cold_request()
@@ -290,6 +314,8 @@ def _fields_of(
 
 
 def _times_of(request: web.Request, status: int, call: HttpCall, model: str) -> RequestTimes:
+    from .spans import RequestTimes  # of servers that export them
+
     first_token_s = None if call.first_token_s is None else call.arrived_s + call.first_token_s
     return RequestTimes(
         method=request.method,
@@ -321,19 +347,9 @@ def trace_parent_of(request: web.BaseRequest) -> TraceParent | None:
         return None
     if found["version"] == "00" and found["rest"]:
         return None  # later versions may have more behind it
+    from .spans import SAMPLED, TraceParent
+
     return TraceParent(found["trace"], found["span"], bool(int(found["flags"], 16) & SAMPLED))
-
-
-def check_key(request: web.Request, keys: ApiKeys) -> None:
-    """Check the API key. Raises `ApiError` with 401."""
-    if keys.opens(given_key(request.headers)):
-        return
-    raise ApiError(
-        401,
-        "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'",
-        code="invalid_api_key",
-        headers={"WWW-Authenticate": "Bearer"},
-    )
 
 
 def route_of(request: web.Request) -> str:

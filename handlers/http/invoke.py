@@ -76,6 +76,7 @@ async def invoking(
         session=session,
         platform=platform,
         trace_id=trace_id,
+        on_tokens=call.add_tokens,
     )
     is_stream = asyncio.Event()
     values = cast(AsyncGenerator[Any, None], run(handler, event, context, on_stream=is_stream.set))

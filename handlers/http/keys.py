@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ...loader.errors import UsageError
+from .errors import ApiError
 
 MAX_KEYS = 64
 MAX_KEY_CHARS = 4096
@@ -36,6 +37,17 @@ class ApiKeys:
 
     def opens(self, given: bytes) -> bool:
         return self.place_of(given) > 0
+
+    def check(self, headers: Mapping[str, str]) -> None:
+        """Check the key in a request. Raises `ApiError` with 401."""
+        if self.opens(given_key(headers)):
+            return
+        raise ApiError(
+            401,
+            "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
 
     def place_of(self, given: bytes) -> int:
         """The key's place in the setting, from 1; 0 for one that opens nothing. It names a key where none is shown."""

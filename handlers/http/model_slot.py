@@ -31,7 +31,7 @@ from ...loader.errors import (
 from ...loader.timeline import Timeline
 from ...runtime.errors import DrainingError, RequestError, UnloadedError
 from ...runtime.state import State
-from ..function.lifetime import calling_on_loop
+from ..function.channel import calling_on_loop
 from .inflight import InFlight, RequestWork, all_ended, finish
 
 if TYPE_CHECKING:

@@ -78,7 +78,7 @@ ROUTES = (
             "GET", path, "readyz", "operate", "Requests can be answered",
             None, _READINESS, query=_WAIT, status=("200", "503"), is_open=True,
         )
-        for path in ("/readyz", "/health")
+        for path in ("/readyz", "/health", "/v1/health")
     ),
     Route(
         "GET", "/ping", "ping", "operate", "The probe of SageMaker and RunPod",

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, cast
 from aiohttp import web
 
 from ...loader.errors import TeneralError, UsageError
-from ...loader.process.scratch import ScratchFolder, remove_abandoned
 from .connections import app_runner
 from .service import SERVICE, Service, logger
 
@@ -159,6 +158,8 @@ async def serving_inside(app: web.Application) -> AsyncIterator[ClientSession]:
     time-outs except the application's own; nothing is decompressed. Raises `UsageError` without a
     temporary folder.
     """
+    from ...loader.process.scratch import ScratchFolder, remove_abandoned  # of servers with events
+
     try:
         folder = ScratchFolder(SOCKET_PREFIX)
         remove_abandoned(SOCKET_PREFIX)

@@ -41,9 +41,13 @@ if TYPE_CHECKING:
     from ...runtime.instance.instance import Instance
     from ...runtime.metrics import Metrics
     from ...runtime.text.tokenizer import TextTokenizer
+    from .key_limits import KeyLimits
     from .logs import EmfWriter
     from .spans import SpanExport, TraceParent
 
+# A pool sends this header with a request to learn its number of tokens: the response has it in a header of the same
+# name, and in a comment at the end of a stream of events. Both are as 12+34: of the prompt, and generated.
+TOKENS_HEADER = "x-teneral-tokens"
 logger = logging.getLogger("teneral.http")
 
 T = TypeVar("T")
@@ -64,6 +68,8 @@ class HttpCall(Struct):
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt, found in the KV pool
     generated_tokens: int = 0
+    tells_tokens: bool = False  # the request has `TOKENS_HEADER`
+    key_place: int = 0  # of its API key in the setting, where keys have limits; 0: it is not counted
     first_step_s: float | None = None  # of its first sequence that ended, on the clock of time.monotonic
     first_token_s: float | None = None  # since the arrival
     # Of the error sent to the client, which may be an item of a stream.
@@ -73,6 +79,21 @@ class HttpCall(Struct):
     def trace_id(self) -> str:
         """Of the caller's trace; '' without one."""
         return "" if self.parent is None else self.parent.trace_id
+
+    @property
+    def tokens(self) -> str:
+        """As `TOKENS_HEADER` has them."""
+        return f"{self.prompt_tokens}+{self.generated_tokens}"
+
+    @property
+    def comment(self) -> str:
+        """The comment at the end of a stream; '' for none."""
+        return f"tokens {self.tokens}" if self.tells_tokens else ""
+
+    def add_tokens(self, num_prompt: int, num_generated: int) -> None:
+        """Count the tokens of a function's call of its model."""
+        self.prompt_tokens += num_prompt
+        self.generated_tokens += num_generated
 
     def age_s(self) -> float:
         return time.monotonic() - self.arrived_s
@@ -131,12 +152,14 @@ class Service:
         make_instance: Callable[[], Instance],
         emf: EmfWriter | None = None,
         spans: SpanExport | None = None,
+        key_limits: KeyLimits | None = None,
     ) -> None:
         """`make_instance` makes another of the same configuration, to reload an unloaded model."""
         self.limits = limits
         self.metrics = metrics
         self.emf = emf
         self.spans = spans
+        self.key_limits = key_limits
         self.admission = Admission(limits, self._num_in_engine, self._retry_after_s, self._body_is_there)
         self.in_flight = InFlight(limits.max_in_flight, self._retry_after_s)
         self.slot = ModelSlot(

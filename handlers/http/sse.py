@@ -91,18 +91,20 @@ class EventStream:
         prefix, suffix = self._framing.prefix, self._framing.suffix
         await self._write(b"".join([prefix + item + suffix for item in items]))
 
-    async def fail(self, error: ApiError) -> web.StreamResponse:
-        """End with an error item."""
+    async def fail(self, error: ApiError, comment: str = "") -> web.StreamResponse:
+        """End with an error item, after a comment where the format has them."""
         await self._stop_ticker()
+        await self._write(self._comment_of(comment))
         await self.send(self._framing.error_body(error))
         await self._response.write_eof()
         return self._response
 
-    async def finish(self) -> web.StreamResponse:
-        """End a successful stream."""
+    async def finish(self, comment: str = "") -> web.StreamResponse:
+        """End a successful stream, after a comment where the format has them."""
         await self._stop_ticker()
-        if self._framing.end or not self.started:
-            await self._write(self._framing.end)
+        end = self._comment_of(comment) + self._framing.end
+        if end or not self.started:
+            await self._write(end)
         await self._response.write_eof()
         return self._response
 
@@ -110,6 +112,9 @@ class EventStream:
         """Abort the connection: for a client that does not read."""
         if self._request.transport is not None:
             self._request.transport.abort()
+
+    def _comment_of(self, text: str) -> bytes:
+        return f": {text}\n\n".encode() if text and self._framing.has_comments else b""
 
     async def _write(self, data: bytes) -> None:
         async with self._lock:
@@ -139,7 +144,7 @@ class EventStream:
                 continue
             # The task that writes items handles a client that has disconnected, or does not read.
             with contextlib.suppress(ConnectionError):
-                await self._write(f": {self._comment()}\n\n".encode())
+                await self._write(self._comment_of(self._comment()))
             self._last_write_s = loop.time()
 
     async def _stop_ticker(self) -> None:
@@ -158,14 +163,14 @@ async def complete(stream: EventStream, call: HttpCall, sending: Awaitable[None]
     """
     try:
         await sending
-        return await stream.finish()
+        return await stream.finish(call.comment)
     except ConnectionError:
         raise
     except asyncio.CancelledError:
         if call.ended_by is None or not stream.started:
             raise
-        return await stream.fail(call.explain(call.ended_by))
+        return await stream.fail(call.explain(call.ended_by), call.comment)
     except Exception as error:
         if not stream.started:
             raise
-        return await stream.fail(call.explain(error))
+        return await stream.fail(call.explain(error), call.comment)

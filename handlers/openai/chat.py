@@ -14,7 +14,7 @@ from ...runtime.step.requests import GenerationEvent, GenerationRequest
 from ..http.json_bodies import encode
 from ..http.service import BodyRoute, Service
 from .chat_request import ChatRequest, FormatOfChat
-from .deltas import Answer, Delta, Finish, ReasoningDelta, TextDelta, ToolCallDelta
+from .deltas import Answer, AnswerToolCall, Delta, Finish, ReasoningDelta, TextDelta, ToolCallDelta
 from .generation import SequenceOutcome, Step, StreamTokens, make_format, respond
 from .logprobs import chat_logprobs, prompt_places, token_bytes
 from .parameters import answer_id, own_names
@@ -26,6 +26,8 @@ from .responses import (
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
+    ChatCustom,
+    ChatCustomDelta,
     ChatDelta,
     ChatFunction,
     ChatFunctionDelta,
@@ -40,6 +42,7 @@ from .structured import has_schema
 
 if TYPE_CHECKING:
     from ...runtime.text.tokenizer import TextTokenizer
+    from .tools.custom import CustomCalls
 
 
 class ChatRoute(BodyRoute[ChatBody]):
@@ -73,7 +76,7 @@ class ChatFormat(FormatOfChat):
         super().__init__(ChatRequest(body, request_id=self._id, settings=settings))
         self._model = model
         self._created = int(time.time())
-        self._begun: set[int] = set()  # choices whose role was sent
+        self._begun: dict[int, CustomCalls | None] = {}  # of the choices whose role was sent
         self._tokens = StreamTokens()
 
     def prepare(self, tokenizer: TextTokenizer, max_tokens: int | None) -> list[GenerationRequest]:
@@ -89,11 +92,14 @@ class ChatFormat(FormatOfChat):
         self._tokens.add(index, event)
         deltas = self._shown(self._chat.read(index, event))
         chunks = []
-        if index not in self._begun:
+        is_first = index not in self._begun
+        if is_first:
             chunks.append(self._opening(index))
-            self._begun.add(index)
-            if echo := self._echo():
-                deltas.insert(0, TextDelta(echo))
+            self._begun[index] = self._custom_calls()
+        if (custom := self._begun[index]) is not None:
+            deltas = custom.shown(deltas)
+        if is_first and (echo := self._echo()):
+            deltas.insert(0, TextDelta(echo))
         logprobs = self._logprobs(event)
         ids = list(event.tokens) if self.body.return_token_ids else []
         if (logprobs is not None or ids) and all(isinstance(delta, Finish) for delta in deltas):
@@ -161,17 +167,25 @@ class ChatFormat(FormatOfChat):
             return deltas
         return [delta for delta in deltas if not isinstance(delta, ReasoningDelta)]
 
+    def _custom_calls(self) -> CustomCalls | None:
+        if not self._chat.custom_tools:
+            return None
+        from .tools.custom import CustomCalls  # of few requests
+
+        return CustomCalls(self._chat.custom_tools)
+
     @property
     def _gives_reasoning(self) -> bool:
-        options = self.body.reasoning
-        return self.body.include_reasoning is not False and not (options is not None and options.exclude)
+        body, options = self.body, self.body.reasoning
+        is_excluded = body.reasoning_format == "hidden" or (options is not None and options.exclude)
+        return body.include_reasoning is not False and not is_excluded
 
     @property
     def _wants_logprobs(self) -> bool:
         return self._chat.num_top_logprobs is not None
 
     def _choice(self, index: int, outcome: SequenceOutcome, answer: Answer) -> ChatChoice:
-        calls = [ChatCall(call.id, ChatFunction(call.name, call.arguments)) for call in answer.calls]
+        calls = [_wire_call(call, self._chat.custom_tools) for call in answer.calls]
         reasoning = answer.reasoning or UNSET if self._gives_reasoning else UNSET
         text = self._echo() + answer.text
         message = ChatMessage(
@@ -219,6 +233,15 @@ def _stop_reason(delta: Delta, event: GenerationEvent) -> str | int | UnsetType:
     return event.stopped_by if isinstance(delta, Finish) and event.stopped_by is not None else UNSET
 
 
+def _wire_call(call: AnswerToolCall, custom_tools: frozenset[str]) -> ChatCall:
+    if call.name in custom_tools:
+        from .tools.custom import custom_input  # of few requests
+
+        custom = ChatCustom(call.name, custom_input(call.arguments))
+        return ChatCall(call.id, type="custom", custom=custom)
+    return ChatCall(call.id, ChatFunction(call.name, call.arguments))
+
+
 def _wire_delta(delta: Delta) -> tuple[ChatDelta, str | None]:
     """A delta as a chunk has it, and the reason why the answer ended."""
     match delta:
@@ -226,9 +249,11 @@ def _wire_delta(delta: Delta) -> tuple[ChatDelta, str | None]:
             return ChatDelta(content=text), None
         case ReasoningDelta(text):
             return ChatDelta(reasoning_content=text, reasoning=text), None
-        case ToolCallDelta(index, arguments, call_id, name):
-            function = ChatFunctionDelta(arguments, name or UNSET)
-            call = ChatCallDelta(index, function, call_id or UNSET, "function" if call_id else UNSET)
+        case ToolCallDelta(index, text, call_id, name, is_custom):
+            kind = UNSET if not call_id else "custom" if is_custom else "function"
+            function = UNSET if is_custom else ChatFunctionDelta(text, name or UNSET)
+            custom = ChatCustomDelta(text, name or UNSET) if is_custom else UNSET
+            call = ChatCallDelta(index, function, call_id or UNSET, kind, custom)
             return ChatDelta(tool_calls=[call]), None
         case Finish(reason):
             return ChatDelta(), reason

@@ -5,17 +5,15 @@ text, reasoning and tool calls. Every route that answers chats uses it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
 from msgspec.structs import replace
 
 from ...runtime.errors import RequestError
-from ...runtime.grammar.budget import ReasoningBudget, ReasoningTokens
-from ...runtime.grammar.matcher import Grammar
-from ...runtime.grammar.spec import GrammarSpec
 from ...runtime.step.requests import FinishReason, GenerationEvent, GenerationRequest
+from ...runtime.text.chat import mentions
 from .deltas import (
     REASONING_OFF,
     Answer,
@@ -26,11 +24,11 @@ from .deltas import (
     ReasoningTags,
     TextDelta,
     ToolCallDelta,
+    answers_in_channels,
     reasoning_tags,
 )
 from .fields import CHAT, refuse_unsupported
 from .generation import SequenceOutcome
-from .images import ChatImages, ImageSource, with_files
 from .parameters import (
     check_extras,
     check_stream,
@@ -45,42 +43,34 @@ from .prompts import (
     ChatPrompt,
     ChatSettings,
     budget_of,
-    mentions,
     template_messages,
+    thinks_of,
     with_arguments,
     with_ids,
 )
 from .responses import CompletionTokensDetails, Usage
-from .schemas import ChatBody
+from .schemas import ChatBody, PlacedChat
 from .structured import grammar_of
-from .tools.choose import answers_in_channels, tool_format
-from .tools.format import ToolFormat
 from .tools.functions import ToolMode, ToolPlan, described, tool_plan
-from .tools.grammar import calls_grammar, channels_grammar, reasoning_grammar
-from .tools.harmony import (
-    ANALYSIS,
-    CHANNEL,
-    END,
-    HARMONY,
-    MESSAGE,
-    ChannelReader,
-    HarmonyPlace,
-    Header,
-    PromptEnd,
-    harmony_messages,
-    harmony_tools,
-)
-from .tools.reader import CallReader
 
 if TYPE_CHECKING:
+    from ...runtime.grammar.matcher import Grammar
+    from ...runtime.grammar.spec import GrammarSpec
     from ...runtime.text.settings import TextSettings
     from ...runtime.text.tokenizer import TextTokenizer
-
+    from ..function.images import ChatImages, ImageSource
+    from .tools.format import ToolFormat
+    from .tools.harmony import ChannelReader, PromptEnd
+    from .tools.reader import CallReader
 
 logger = logging.getLogger("teneral.http")
+_REASONING_FORMATS = ("auto", "deepseek", "none", "parsed", "raw", "hidden")
 
-# The beginning and the end of reasoning in channels.
-CHANNEL_REASONING = (f"{CHANNEL}{ANALYSIS}{MESSAGE}", END)
+
+def log_warnings(request_id: str, warnings: Sequence[str]) -> None:
+    """Log what of a request is left out or without effect."""
+    for warning in warnings:
+        logger.info("request %s: %s", request_id, warning)
 
 
 class ChatRequest:
@@ -118,18 +108,22 @@ class ChatRequest:
         self._budget = budget_of(body)
         self._templates: Mapping[str, str] = {}  # the model's
         self._messages = template_messages(body.messages)
-        self.images = ChatImages(body.messages)
-        if self.images and body.truncate_prompt_tokens is not None:
-            raise RequestError(
-                "truncate_prompt_tokens cannot be used with images", param="truncate_prompt_tokens"
-            )
-        self._plan = tool_plan(body.tools, body.tool_choice, body.parallel_tool_calls)
+        self.images = _images_of(body)
+        places = body.tool_places if isinstance(body, PlacedChat) else None
+        self._tool_warnings: list[str] = []
+        tools = body.tools
+        self.custom_tools: frozenset[str] = frozenset()
+        if tools:
+            from .tools.custom import functions_for  # of requests with tools
+
+            tools, self.custom_tools = functions_for(tools, self._tool_warnings)
+        self._plan = tool_plan(tools, body.tool_choice, body.parallel_tool_calls, places)
         self._form = grammar_of(body)
         self._prompt = ChatPrompt(body, self._settings)
         if (
             self._plan.mode is ToolMode.REQUIRED
             and self._form is not None
-            and self._form.param != "response_format"
+            and not self._form.param.startswith("response_format")  # its schema is named, too
         ):
             raise RequestError(
                 f"{self._form.param} and a required tool call contradict one another", param=self._form.param
@@ -146,6 +140,8 @@ class ChatRequest:
 
     def with_images(self, files: Mapping[str, bytes]) -> ChatRequest:
         """The same request with these files in place of their addresses."""
+        from .images import with_files
+
         body = replace(self.body, messages=with_files(self.body.messages, files))
         return ChatRequest(body, request_id=self._id, settings=self._settings)
 
@@ -175,12 +171,14 @@ class ChatRequest:
     def prepare(self, tokenizer: TextTokenizer, max_tokens: int | None) -> list[GenerationRequest]:
         text = self.render(tokenizer)
         has_channels = self._has_channels(self._prompt.templates(tokenizer.templates))
-        self.warnings = [*self._prompt.warnings, *self._without_reasoning()]
-        for warning in self.warnings:
-            logger.info("request %s: %s", self._id, warning)
+        self.warnings = [*self._tool_warnings, *self._prompt.warnings, *self._without_reasoning()]
+        log_warnings(self._id, self.warnings)
         self._is_open = self._tags is not None and self._tags.is_open(text)
-        self._prompt_end = PromptEnd.of(text) if has_channels else None
-        if self.images:
+        if has_channels:
+            from .tools.harmony import PromptEnd  # of few models
+
+            self._prompt_end = PromptEnd.of(text)
+        if self.images is not None:
             text = self.images.expanded(text, tokenizer.images, max_tokens)
         prompt = prompt_tokens(
             self.body,
@@ -191,7 +189,7 @@ class ChatRequest:
             max_tokens=self.max_tokens,
         )
         self.prompt = prompt
-        images = self.images.placed(prompt, tokenizer) if self.images else ()
+        images = self.images.placed(prompt, tokenizer) if self.images is not None else ()
         grammar = self._grammar()
         return sequences(
             self.body,
@@ -256,8 +254,7 @@ class ChatRequest:
     def _reader(self, *, is_eager: bool) -> AnswerReader:
         if self._prompt_end is not None:
             functions = {} if self._format is None else self._plan.parameters
-            channels = ChannelReader(
-                self._prompt_end,
+            channels = self._prompt_end.reader(
                 functions,
                 max_calls=self._plan.max_calls,
                 is_eager=is_eager,
@@ -267,6 +264,8 @@ class ChatRequest:
         reasoning = None if self._tags is None else ReasoningReader(self._tags, is_open=self._is_open)
         calls = None
         if self._format is not None:
+            from .tools.reader import CallReader  # of requests with tools
+
             calls = CallReader(
                 self._format,
                 self._plan.parameters,
@@ -280,6 +279,8 @@ class ChatRequest:
         """None where no calls are read. Raises `RequestError` where they are required all the same."""
         if self._plan.mode is ToolMode.NONE:
             return None
+        from .tools.choose import tool_format  # of requests with tools
+
         fmt = tool_format(templates, self._settings.tool_parser)
         if fmt is None and self._plan.mode is ToolMode.REQUIRED:
             raise RequestError(
@@ -295,6 +296,8 @@ class ChatRequest:
         if templates and not mentions(templates, "tools"):
             messages, tools = described(messages, tools), None
         elif self._has_channels(templates):
+            from .tools.harmony import harmony_messages, harmony_tools  # of few models
+
             messages, tools = harmony_messages(messages), harmony_tools(tools)
         elif self._format is not None and self._format.given_ids is not None:
             messages = self._format.given_ids(messages)
@@ -304,6 +307,10 @@ class ChatRequest:
 
     def _grammar(self) -> GrammarSpec | None:
         plan, fmt = self._plan, self._format
+        if fmt is None and self._form is None:
+            return None
+        from .tools.grammar import calls_grammar, channels_grammar, reasoning_grammar  # of few requests
+
         if fmt is not None and (plan.mode is ToolMode.REQUIRED or plan.is_strict or self._form is not None):
             self._is_guided = True
             if self._prompt_end is not None:
@@ -321,23 +328,23 @@ class ChatRequest:
         """Warnings of fields about reasoning, for a model that does not reason."""
         if self._tags is not None or self._has_channels(self._prompt.templates(self._templates)):
             return []
-        wanted = self._budget is not None or (self.body.reasoning is not None and self.body.reasoning.enabled)
-        return (
-            ["the budget or switch of reasoning is without effect: the model does not reason"]
-            if wanted
-            else []
-        )
+        if self._budget is None and not thinks_of(self.body):
+            return []
+        return ["the budget or switch of reasoning is without effect: the model does not reason"]
 
     def _within_budget(self, tokenizer: TextTokenizer, grammar: Grammar | None) -> Grammar | None:
         """The grammar, behind reasoning of a bounded number of tokens."""
-        if self._budget is None or (self._tags is None and self._prompt_end is None):
+        if self._budget is None:
             return grammar
-        tags, end = self._tags, self._prompt_end
-        opened, closed = CHANNEL_REASONING if tags is None else (tags.open, tags.close)
-        forced = closed if tags is None else f"{chr(10)}{closed}{2 * chr(10)}"
-        is_open = self._is_open or (
-            end is not None and end.place is HarmonyPlace.TEXT and Header.read(end.header).channel == ANALYSIS
-        )
+        if self._prompt_end is not None:
+            (opened, closed), is_open = self._prompt_end.reasoning_marks, self._prompt_end.is_reasoning
+            forced = closed
+        elif self._tags is not None:
+            opened, closed, is_open = self._tags.open, self._tags.close, self._is_open
+            forced = f"\n{closed}\n\n"
+        else:
+            return grammar
+        from ...runtime.grammar.budget import ReasoningBudget, ReasoningTokens  # of few requests
 
         def tokens(text: str) -> tuple[int, ...]:
             return tuple(tokenizer.encode(text, add_special_tokens=False))
@@ -352,8 +359,8 @@ class ChatRequest:
 
     def _shown_tokens(self, tokenizer: TextTokenizer) -> dict[int, str]:
         """Special tokens that the readers look for, which have no text else."""
-        fmt = HARMONY if self._prompt_end is not None else self._format
-        markers = () if fmt is None else fmt.markers
+        source = self._prompt_end or self._format
+        markers = () if source is None else source.markers
         if self._tags is not None:
             markers = (*markers, self._tags.open, self._tags.close)
         shown = {}
@@ -406,13 +413,25 @@ def _is_cut(finish_reason: FinishReason | None, stopped_by: str | int | None) ->
 
 def _reasoning_parser(body: ChatBody, settings: ChatSettings) -> str:
     """The server's setting, unless the request wants reasoning in the text."""
-    if body.reasoning_format not in (None, "auto", "deepseek", "none"):
+    if body.reasoning_format not in (None, *_REASONING_FORMATS):
         raise RequestError(
-            f"reasoning_format {body.reasoning_format[:50]!r} is not supported; 'auto', 'deepseek' and 'none' are",
+            f"reasoning_format {body.reasoning_format[:50]!r} is none of {', '.join(_REASONING_FORMATS)}",
             param="reasoning_format",
         )
-    in_text = body.separate_reasoning is False or body.reasoning_format == "none"
+    in_text = body.separate_reasoning is False or body.reasoning_format in ("none", "raw")
     return REASONING_OFF if in_text else settings.reasoning_parser
+
+
+def _images_of(body: ChatBody) -> ChatImages | None:
+    if not body.has_images:
+        return None
+    if body.truncate_prompt_tokens is not None:
+        raise RequestError(
+            "truncate_prompt_tokens cannot be used with images", param="truncate_prompt_tokens"
+        )
+    from .images import images_of  # of few requests
+
+    return images_of(body.messages)
 
 
 def _num_top_logprobs(body: ChatBody) -> int | None:
@@ -437,7 +456,8 @@ class FormatOfChat:
     @property
     def remote_images(self) -> tuple[ImageSource, ...]:
         """The images that must be fetched before `prepare`."""
-        return self._chat.images.remote
+        images = self._chat.images
+        return () if images is None else images.remote
 
     def give_images(self, files: Mapping[str, bytes]) -> None:
         """Put the files of the remote images, by their addresses, in their places."""

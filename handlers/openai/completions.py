@@ -17,7 +17,6 @@ from ...runtime.step.requests import FirstToken, GenerationEvent, GenerationRequ
 from ..http.json_bodies import encode
 from ..http.service import BodyRoute
 from .fields import COMPLETIONS, refuse_unsupported
-from .fill_in import end_tokens, fill_prompt
 from .generation import SequenceOutcome, Step, StreamTokens, make_format, respond
 from .logprobs import completion_logprobs, prompt_places, token_bytes
 from .parameters import (
@@ -135,6 +134,8 @@ class CompletionFormat:
 
     def _fill_in(self, tokenizer: TextTokenizer, suffix: str) -> None:
         """Put the suffix into the prompt. Raises `RequestError` for a model that cannot."""
+        from .fill_in import end_tokens, fill_prompt  # of few requests
+
         (prompt,) = self._prompts if len(self._prompts) == 1 else (None,)
         if not isinstance(prompt, str):
             raise RequestError("suffix needs a prompt that is one text", param="suffix")

@@ -15,6 +15,7 @@ from msgspec import Struct
 from ...runtime.text.detokenizer import open_length
 
 BREAKS = "\r\n"
+CHANNEL, MESSAGE = "<|channel|>", "<|message|>"  # in the headers of harmony's messages
 
 
 class TextDelta(Struct, frozen=True):
@@ -33,9 +34,10 @@ class ToolCallDelta(Struct, frozen=True):
     """A call of a function, or more of one: its first delta has `id` and `name`, the others have ''."""
 
     index: int  # among the calls of the answer, from 0
-    arguments: str = ""  # a piece of a JSON object
+    arguments: str = ""  # a piece of a JSON object; of a custom tool, its input
     id: str = ""
     name: str = ""
+    is_custom: bool = False
 
 
 class Finish(Struct, frozen=True):
@@ -93,10 +95,11 @@ class ReasoningTags(Struct, frozen=True):
 
     open: str
     close: str
+    head: str = ""  # a word behind the opening tag, which belongs to it
 
     def is_open(self, prompt: str) -> bool:
         """True if the prompt ends between the opening and the closing tag."""
-        return prompt.rstrip().endswith(self.open)
+        return prompt.rstrip().endswith((self.open, self.open + self.head))
 
 
 FAMILIES = (
@@ -105,9 +108,22 @@ FAMILIES = (
     ReasoningTags("<seed:think>", "</seed:think>"),
     ReasoningTags("<|START_THINKING|>", "<|END_THINKING|>"),
     ReasoningTags("◁think▷", "◁/think▷"),
+    ReasoningTags("<|channel>", "<channel|>", head="thought"),
 )
 REASONING_OFF = "off"
 SETTINGS = ("auto", REASONING_OFF)
+
+
+def answers_in_channels(templates: Mapping[str, str], setting: str = "auto") -> bool:
+    """True if the model's answers are messages on channels, with or without calls among them: those of
+    `tools/harmony.py`, which only such models import.
+    """
+    return setting == "harmony" or (setting in ("auto", "off") and has_channels(templates))
+
+
+def has_channels(templates: Mapping[str, str]) -> bool:
+    """True for the chat templates of models that answer in channels."""
+    return any(CHANNEL in text and MESSAGE in text for text in templates.values())
 
 
 def reasoning_tags(templates: Mapping[str, str], setting: str = "auto") -> ReasoningTags | None:
@@ -127,6 +143,7 @@ class ReasoningReader:
         self._text = ""  # what is not decided
         self._is_inside = is_open
         self._may_repeat = is_open  # the prompt's tag, by the model
+        self._has_head = False  # the tag's word was removed, or does not follow
         self._is_edge = True  # nothing but line breaks since the tag, or the beginning
         self._is_over = False  # no reasoning can come any more
 
@@ -165,6 +182,8 @@ class ReasoningReader:
     def _inside(self, *, is_final: bool) -> list[Delta]:
         if self._is_edge:
             self._text = self._text.lstrip(BREAKS)
+            if self._may_begin(self._tags.head, is_final=is_final):
+                return []
             if self._may_repeat and self._text.startswith(self._tags.open):
                 self._text = self._text[len(self._tags.open) :].lstrip(BREAKS)
                 self._may_repeat = False
@@ -182,6 +201,15 @@ class ReasoningReader:
         else:
             self._text = ""
         return [ReasoningDelta(reasoning)] if reasoning else []
+
+    def _may_begin(self, head: str, *, is_final: bool) -> bool:
+        """True while the text may be the beginning of `head`; removes it once it is there."""
+        if self._has_head or not head:
+            return False
+        if len(self._text) < len(head) and head.startswith(self._text) and not is_final:
+            return True
+        self._text, self._has_head = self._text.removeprefix(head).lstrip(BREAKS), True
+        return False
 
     def _answer(self) -> list[Delta]:
         text, self._text = self._text, ""

@@ -85,8 +85,10 @@ async def rows_of(
     token_lists: Sequence[Sequence[int]],
 ) -> np.ndarray:
     """A row for each text, (N, columns) fp32. `compute` is the embedder's `embed` or `classify`."""
-    service.metrics.prompt_taken(sum(map(len, token_lists)))
-    CALL.get().limit(service.limits.request_timeout_s)
+    call = CALL.get()
+    call.prompt_tokens = sum(map(len, token_lists))
+    service.metrics.prompt_taken(call.prompt_tokens)
+    call.limit(service.limits.request_timeout_s)
     rows = compute(token_lists)
     try:
         return await asyncio.wrap_future(rows)

@@ -33,19 +33,12 @@ _GENERATION: Fields = {
         _YES,
         "`include_usage`; vLLM's `continuous_usage_stats`; `include_obfuscation` is without effect",
     ),
-    "max_tokens": (_YES, ""),
-    "temperature": (_YES, ""),
-    "top_p": (_YES, ""),
-    "presence_penalty": (_YES, ""),
-    "frequency_penalty": (_YES, ""),
-    "logit_bias": (_YES, ""),
-    "seed": (_YES, ""),
-    "stop": (_YES, ""),
+    **dict.fromkeys(("max_tokens", "temperature", "top_p", "presence_penalty"), (_YES, "")),
+    **dict.fromkeys(("frequency_penalty", "logit_bias", "seed", "stop"), (_YES, "")),
     "top_k": (_YES, "of other servers; 0 and -1 are all tokens"),
-    "min_p": (_YES, "of other servers"),
-    "repetition_penalty": (_YES, "of other servers"),
-    "ignore_eos": (_YES, "of other servers"),
-    "stop_token_ids": (_YES, "of other servers"),
+    **dict.fromkeys(
+        ("min_p", "repetition_penalty", "ignore_eos", "stop_token_ids"), (_YES, "of other servers")
+    ),
     "min_tokens": (_YES, "vLLM's: no answer is shorter, unless its `response_format` is complete"),
     "bad_words": (_YES, "vLLM's: the tokens of each word, alone and after a space, are never completed"),
     "allowed_token_ids": (_YES, "vLLM's: the only tokens of an answer"),
@@ -58,10 +51,9 @@ _GENERATION: Fields = {
     "prompt_logprobs": (_YES, "vLLM's: up to 20; not in a stream"),
     "response_format": (_YES, "`text`, `json_object`, `json_schema`: [structured.md](structured.md)"),
     "structured_outputs": (_YES, "vLLM's: `json`, `regex`, `choice`, `grammar`, `json_object`"),
-    "guided_json": (_YES, "vLLM's older name"),
-    "guided_regex": (_YES, "vLLM's older name"),
-    "guided_choice": (_YES, "vLLM's older name"),
-    "guided_grammar": (_YES, "vLLM's older name"),
+    **dict.fromkeys(
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar"), (_YES, "vLLM's older name")
+    ),
     "guided_whitespace_pattern": (_YES, "vLLM's older name; compact JSON without it"),
     "json_schema": (_YES, "SGLang's and llama.cpp's"),
     "regex": (_YES, "SGLang's"),
@@ -128,6 +120,29 @@ _GENERATION: Fields = {
     "verbose": (_NO, "false is what happens"),
 }
 
+# Of those, what bodies of other APIs have as well, by the same names.
+SHARED_GENERATION = (
+    *(
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "logit_bias",
+        "seed",
+        "stop",
+    ),
+    *("ignore_eos", "stop_token_ids", "min_tokens", "bad_words", "allowed_token_ids", "skip_special_tokens"),
+    *("include_stop_str_in_output", "structured_outputs", "cache_salt", "priority", "session_id"),
+)
+
+# OpenRouter's.
+ROUTER: Fields = {
+    **dict.fromkeys(("models", "provider", "route"), (_IDLE, "OpenRouter's, of a router: `model` is served")),
+    "stop_server_tools_when": (_IDLE, "OpenRouter's: no tools run on the server"),
+    "trace": (_IDLE, "OpenRouter's: nothing is reported"),
+}
+
 COMPLETIONS: Fields = {
     "prompt": (_YES, "a text, tokens, or several of either"),
     **_GENERATION,
@@ -152,6 +167,11 @@ INFILL: Fields = {
     **dict.fromkeys(("t_max_prompt_ms", "t_max_predict_ms"), (_IDLE, "the header `Deadline-Ms` is a limit")),
 }
 
+LLAMA_CPP_COMPLETION: Fields = {
+    **{name: INFILL[name] for name in INFILL if not name.startswith("input_")},
+    "prompt": (_YES, "a text, or tokens"),
+}
+
 CHAT: Fields = {
     "messages": (
         _YES,
@@ -161,8 +181,8 @@ CHAT: Fields = {
     "max_completion_tokens": (_YES, "goes before `max_tokens`"),
     "logprobs": (_YES, ""),
     "top_logprobs": (_YES, "up to 20"),
-    "tools": (_YES, "functions: [tools.md](tools.md)"),
-    "tool_choice": (_YES, "`auto`, `none`, `required`, a function, `allowed_tools`"),
+    "tools": (_YES, "functions and custom tools: [tools.md](tools.md)"),
+    "tool_choice": (_YES, "`auto`, `none`, `required`, a function, a custom tool, `allowed_tools`"),
     "parallel_tool_calls": (_YES, ""),
     "chat_template": (_YES, "vLLM's; where the server permits it, else refused"),
     "chat_template_kwargs": (_YES, "vLLM's; variables that the chat template has, others are refused"),
@@ -183,12 +203,26 @@ CHAT: Fields = {
     ),
     "thinking_budget": (_YES, "Qwen's; as `thinking_token_budget`"),
     "reasoning_budget_tokens": (_YES, "llama.cpp's; as `thinking_token_budget`"),
-    "reasoning": (_YES, "OpenRouter's: `effort`, `max_tokens`, `enabled`, `exclude`, as the fields here"),
+    "reasoning": (
+        _YES,
+        "OpenRouter's: `effort`, `max_tokens`, `enabled`, `exclude`, as the fields here; `summary` is without effect",
+    ),
+    "thinking": (
+        _YES,
+        "Anthropic's, DeepSeek's and GLM's: `type` is `enabled`, `adaptive` or `disabled`, as `reasoning.enabled`; "
+        "`budget_tokens`, as `thinking_token_budget`; its other fields are without effect",
+    ),
+    "enable_thinking": (_YES, "Qwen's; as `reasoning.enabled`"),
     "include_reasoning": (_YES, "vLLM's; with false answers have no reasoning"),
     "separate_reasoning": (_YES, "SGLang's; with false reasoning is text of the answer"),
-    "reasoning_format": (_YES, "llama.cpp's: `auto`, `deepseek`; `none`: reasoning is text of the answer"),
+    "reasoning_format": (
+        _YES,
+        "llama.cpp's: `auto`, `deepseek`; `none`: reasoning is text of the answer; and Groq's "
+        "`parsed`, `raw` and `hidden`",
+    ),
     "verbosity": (_YES, "where the chat template has it; else without effect, with a warning in the answer"),
     "modalities": (_YES, "`text`; others are refused"),
+    "usage": (_YES, "OpenRouter's: `include`, as `stream_options.include_usage`"),
     "metadata": (_IDLE, "nothing is stored"),
     "store": (_IDLE, "nothing is stored"),
     "prediction": (_IDLE, "a hint for speed alone; the answer is the same"),
@@ -197,9 +231,15 @@ CHAT: Fields = {
     "prompt_cache_retention": (_IDLE, "as `prompt_cache_key`"),
     "safety_identifier": (_IDLE, "nothing is reported"),
     "service_tier": (_IDLE, "there is one tier; `teneral.priority` is ours"),
+    "cache_control": (_IDLE, "the KV cache keeps the beginnings of all prompts"),
+    "context_management": (_IDLE, "nothing is compacted"),
+    "include_server_side_tool_invocations": (_IDLE, "no tools run on the server"),
+    **ROUTER,
     "stream_reasoning": (_NO, "SGLang's; true is what happens"),
     "return_prompt_text": (_NO, "use /apply-template"),
-    **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs"), (_NO, "this model takes text")),
+    **dict.fromkeys(
+        ("media_io_kwargs", "mm_processor_kwargs"), (_NO, "images are prepared as the model says")
+    ),
     "parse_tool_calls": (_NO, "true is what happens; `--tool-parser off` is the server's"),
     "reasoning_control": (_NO, "false is what happens"),
     "audio": (_NO, "this model writes text"),
@@ -207,6 +247,15 @@ CHAT: Fields = {
     "functions": (_NO, "use `tools`; an empty list is accepted"),
     "moderation": (_NO, "answers are not moderated"),
     "web_search_options": (_NO, "this server does not search"),
+    "debug": (_NO, "OpenRouter's: there is no other server's request to show"),
+    "deferred_tools": (_NO, "OpenRouter's: all tools are in the prompt"),
+    "image_config": (_NO, "OpenRouter's: this model writes text"),
+    "plugins": (_NO, "OpenRouter's: this server has none; an empty list is accepted"),
+    "top_a": (_NO, "OpenRouter's: 0 is what happens; use `min_p`"),
+    "transforms": (
+        _NO,
+        "OpenRouter's: a prompt is not shortened unless `truncate_prompt_tokens` says so; an empty list is accepted",
+    ),
 }
 
 EMBEDDINGS: Fields = {
@@ -225,8 +274,9 @@ EMBEDDINGS: Fields = {
 RESPONSES: Fields = {
     "input": (
         _YES,
-        "a text, or items: messages of text and `input_image`, `function_call`, `custom_tool_call` and their "
-        "outputs, `reasoning`, `item_reference`; items of tools that OpenAI runs are left out with a warning",
+        "a text, or items: messages of text and `input_image`, `agent_message`, `function_call`, "
+        "`custom_tool_call`, a client's `tool_search_call` and their outputs, `reasoning`, "
+        "`item_reference`; items of tools that OpenAI runs are left out with a warning",
     ),
     "model": (_YES, "the served model's name, or nothing"),
     "instructions": (_YES, "the first message, a system's"),
@@ -235,7 +285,11 @@ RESPONSES: Fields = {
     "top_p": (_YES, ""),
     "top_logprobs": (_YES, "up to 20"),
     "include": (_YES, "`message.output_text.logprobs`; OpenAI's others are without effect"),
-    "tools": (_YES, "functions and custom tools; others are left out with a warning, or refused if required"),
+    "tools": (
+        _YES,
+        "functions and custom tools, also in a `namespace`, and a client's `tool_search`; "
+        "others are left out with a warning, or refused if required",
+    ),
     "tool_choice": (_YES, "`none`, `auto`, `required`, a function, a custom tool, `allowed_tools`"),
     "parallel_tool_calls": (_YES, ""),
     "text": (
@@ -245,7 +299,8 @@ RESPONSES: Fields = {
     ),
     "reasoning": (
         _YES,
-        "`effort` where the model's template takes it, else a warning; `summary` is without effect, with a warning",
+        "`effort` where the model's template takes it, else a warning; `summary` is without effect, with a warning; "
+        "OpenRouter's `max_tokens` and `enabled`, as of /v1/chat/completions",
     ),
     "stream": (_YES, ""),
     "stream_options": (_YES, "`include_obfuscation` is without effect; the last event has the usage"),
@@ -256,6 +311,8 @@ RESPONSES: Fields = {
     "previous_response_id": (_YES, "of an answer that is stored, by the same API key"),
     "conversation": (_YES, "of /v1/conversations: its items come first, and the answer's are added"),
     "teneral": (_YES, "`first_token`, `cache_salt`, `session`, `tenant`, `priority`"),
+    **{name: _GENERATION[name] for name in SHARED_GENERATION},
+    **{name: CHAT[name] for name in ("chat_template_kwargs", "enable_thinking", "modalities")},
     "max_tool_calls": (_IDLE, "of tools that run on the server, of which there are none"),
     "prompt_cache_key": (_IDLE, "prompts are found by their content; `teneral.cache_salt` keeps them apart"),
     "prompt_cache_options": (_IDLE, "as `prompt_cache_key`"),
@@ -265,11 +322,20 @@ RESPONSES: Fields = {
     "user": (_IDLE, "no users are distinguished by it: `teneral.tenant` does"),
     "client_metadata": (_IDLE, "Codex's: nothing is reported"),
     "context_management": (_IDLE, "nothing is compacted; `truncation` shortens a context that is full"),
+    "request_id": (_IDLE, "vLLM's: an answer's id is the server's, for it names the stored answer"),
+    **ROUTER,
     "prompt": (_NO, "no prompts are stored: send the prompt's text"),
     "access_programs": (_NO, "there are none"),
     "background_options": (_NO, "there are none"),
     "image": (_NO, "this model writes text"),
     "moderation": (_NO, "answers are not moderated"),
+    "multi_agent": (_NO, "this server runs no agents"),
+    "enable_response_messages": (_NO, "vLLM's: false is what happens"),
+    "previous_input_messages": (_NO, "vLLM's: send its items in `input`"),
+    "previous_response": (_NO, "vLLM's: send `previous_response_id`, or its items in `input`"),
+    "mm_processor_kwargs": CHAT["mm_processor_kwargs"],
+    "vllm_xargs": _GENERATION["vllm_xargs"],
+    **{name: CHAT[name] for name in ("image_config", "plugins", "transforms")},
 }
 
 COUNT_INPUT_TOKENS: Fields = {
@@ -295,6 +361,13 @@ TOKENIZE: Fields = {
     "chat_template": (_YES, "of messages, where the server permits it"),
     "chat_template_kwargs": (_YES, "of messages: as of /v1/chat/completions"),
     "continue_final_message": (_YES, "of messages"),
+    "content": (_YES, "llama.cpp's `prompt`, without special tokens around it unless `add_special` is true"),
+    "add_special": (_YES, "llama.cpp's, of `content`"),
+    "with_pieces": (
+        _YES,
+        "llama.cpp's: each token with its text as `piece`, or its bytes where these are no text",
+    ),
+    "parse_special": (_NO, "llama.cpp's: true is what happens"),
     "mm_processor_kwargs": (_NO, "this model takes text"),
 }
 
@@ -351,6 +424,7 @@ RERANK: Fields = {
 ROUTES: Mapping[str, Fields] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETIONS,
+    "/completion": LLAMA_CPP_COMPLETION,
     "/infill": INFILL,
     "/v1/responses": RESPONSES,
     "/v1/responses/input_tokens": COUNT_INPUT_TOKENS,
@@ -371,18 +445,19 @@ _AS_IT_IS: Mapping[str, tuple[Any, ...]] = {
     "return_hidden_states": (False,),
     "stream_reasoning": (True,),
     # vLLM's and llama.cpp's defaults: their clients send them all.
-    **dict.fromkeys(("spaces_between_special_tokens", "parse_tool_calls"), (True,)),
+    **dict.fromkeys(("spaces_between_special_tokens", "parse_tool_calls", "parse_special"), (True,)),
     **dict.fromkeys(
         (
             *("use_beam_search", "watermarking", "return_token_offsets", "return_prompt_text"),
             *("post_sampling_probs", "return_tokens", "return_progress", "verbose", "reasoning_control"),
+            "enable_response_messages",
         ),
         (False,),
     ),
     **dict.fromkeys(
         (
             *("routed_experts_prompt_start", "min_keep", "n_indent", "n_probs", "xtc_probability"),
-            *("dynatemp_range", "mirostat", "dry_multiplier"),
+            *("dynatemp_range", "mirostat", "dry_multiplier", "top_a"),
         ),
         (0,),
     ),
@@ -394,6 +469,8 @@ _AS_IT_IS: Mapping[str, tuple[Any, ...]] = {
     "speed": ("standard",),
     # Older clients', of a chat without functions.
     "functions": ([],),
+    **dict.fromkeys(("plugins", "transforms", "previous_input_messages"), ([],)),
+    **dict.fromkeys(("debug", "image_config"), ({},)),
     "function_call": ("none", "auto"),
 }
 

@@ -19,8 +19,6 @@ from msgspec.structs import replace
 
 from ...loader.errors import TeneralError
 from ...runtime.errors import CancelledError, ModelError
-from ...runtime.grammar.compiler import forced_text
-from ...runtime.grammar.spec import GrammarSpec
 from ...runtime.step.requests import (
     FinishReason,
     FirstToken,
@@ -39,6 +37,7 @@ from .schemas import GenerationBody
 if TYPE_CHECKING:
     from ...runtime.engine.engine import Engine
     from ...runtime.engine.generation import Generation
+    from ...runtime.grammar.spec import GrammarSpec
     from ...runtime.text.settings import TextSettings
     from ...runtime.text.tokenizer import TextTokenizer
 
@@ -438,6 +437,8 @@ async def _beginning(service: Service, call: HttpCall, fmt: Format, body_bytes: 
     is_first = fmt.begins_with_grammar
     if is_first is not None and not is_first(await service.ready(service.instance.text_settings)):
         return None
+    from ...runtime.grammar.compiler import forced_text  # of few requests
+
     text = await service.text_threads.run(body_bytes, forced_text, fmt.grammar)
     if not text or (fmt.max_tokens is not None and fmt.max_tokens < len(text.encode())):
         return None

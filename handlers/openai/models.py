@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from aiohttp import web
-from msgspec import UNSET, UnsetType
 
 from ..http.json_bodies import encode
 from ..http.service import Service
-from .responses import Model, ModelList
+from .responses import Architecture, Model, ModelList
 
 
 class ModelRoutes:
@@ -31,10 +31,16 @@ class ModelRoutes:
 
     def _model(self) -> Model:
         instance = self._service.instance
-        return Model(instance.model_name, instance.created_unix_s, max_model_len=self._context())
+        return Model(instance.model_name, instance.created_unix_s, **self._known())
 
-    def _context(self) -> int | UnsetType:
-        return UNSET if self._service.max_context is None else self._service.max_context
+    def _known(self) -> dict[str, Any]:
+        """The fields that the loaded model tells."""
+        context, settings = self._service.max_context, self._service.instance.text_settings
+        if context is None or not settings.done():
+            return {}
+        takes_images = settings.result().images is not None
+        architecture = Architecture(["text", "image"] if takes_images else ["text"], ["text"])
+        return {"max_model_len": context, "architecture": architecture}
 
     def _adapters(self) -> Sequence[Model]:
         """Those in memory. One that was loaded by a name of its own has it; others are the base's."""
@@ -46,7 +52,7 @@ class ModelRoutes:
                 adapter.name if is_registered else f"{base}:{adapter.name}",
                 adapter.created_unix_s,
                 parent=base,
-                max_model_len=self._context(),
+                **self._known(),
             )
             for adapter, is_registered in registry.listed()
         ]

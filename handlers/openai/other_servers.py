@@ -45,6 +45,8 @@ _CHAT = (
     "messages max_completion_tokens logprobs top_logprobs tools tool_choice parallel_tool_calls reasoning_effort "
     "response_format chat_template_kwargs add_generation_prompt continue_final_message echo"
 )
+_MESSAGES = "model messages system tools tool_choice chat_template_kwargs"
+_SAMPLED = "stream temperature top_p top_k"
 
 OTHER_SERVERS: Mapping[str, OtherServers] = {
     "/v1/chat/completions": OtherServers(
@@ -67,11 +69,19 @@ OTHER_SERVERS: Mapping[str, OtherServers] = {
         _names(
             "background include input instructions max_output_tokens max_tool_calls metadata model parallel_tool_calls",
             "previous_response_id prompt reasoning service_tier store stream temperature text tool_choice tools",
-            "top_logprobs top_p truncation user prompt_cache_key",
+            "top_logprobs top_p truncation user prompt_cache_key logit_bias top_k skip_special_tokens",
+            "include_stop_str_in_output request_id mm_processor_kwargs priority cache_salt structured_outputs",
+            "enable_response_messages previous_input_messages previous_response repetition_penalty seed stop",
+            "ignore_eos vllm_xargs presence_penalty frequency_penalty",
         ),
         _names(
             "input instructions max_output_tokens model parallel_tool_calls reasoning stream temperature text",
             "tool_choice tools top_logprobs top_p",
         ),
     ),
+    "/v1/messages": OtherServers(
+        _names(_MESSAGES, "max_tokens metadata output_config kv_transfer_params stop_sequences", _SAMPLED),
+        _names(_MESSAGES, "max_tokens metadata thinking stop_sequences", _SAMPLED),
+    ),
+    "/v1/messages/count_tokens": OtherServers(_names(_MESSAGES), _names(_MESSAGES, "thinking")),
 }

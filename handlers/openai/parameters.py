@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from msgspec.structs import replace
 
 from ...runtime.errors import RequestError
-from ...runtime.grammar.matcher import Grammar
 from ...runtime.step.requests import (
     MAX_BAD_WORDS,
     MAX_TOP_LOGPROBS,
@@ -31,6 +30,7 @@ from ..function.options import ParsedOptions, parse_options
 from .schemas import Extras, GenerationBody, Prompt
 
 if TYPE_CHECKING:
+    from ...runtime.grammar.matcher import Grammar
     from ...runtime.step.images import PromptImage
     from ...runtime.text.tokenizer import TextTokenizer
 
@@ -79,20 +79,32 @@ def check_sequences(num_choices: int, *, num_prompts: int, max_sequences: int, p
 
 @contextmanager
 def own_names(names: Mapping[str, str]) -> Iterator[None]:
-    """Has errors name a route's own fields, where they are about those of the chat that it comes to. `[]` in a name
-    stands for any index.
+    """Has errors name a route's own fields, where they are about those of the chat that it comes to. A name with `[]`,
+    which stands for any index, may be the end of a field's.
     """
     try:
         yield
     except RequestError as error:
-        name = names.get(_INDEX.sub("[]", error.param))
+        name = _own_name(error.param, names)
         if name is None:
             raise
-        for index in _INDEX.findall(error.param):
-            name = name.replace("[]", index, 1)
         # Not of prose: "the prompt has 9 tokens".
         message = re.sub(rf"(?<!the ){re.escape(error.param)}\b", lambda _: name, error.message, count=1)
         raise type(error)(message, param=name, hint=error.hint) from error
+
+
+def _own_name(param: str, names: Mapping[str, str]) -> str | None:
+    if param in names:
+        return names[param]
+    general = _INDEX.sub("[]", param)
+    for chats, own in names.items():
+        if "[]" not in chats or not f".{general}".endswith(f".{chats}"):
+            continue
+        name = general.removesuffix(chats) + own
+        for index in _INDEX.findall(param):
+            name = name.replace("[]", index, 1)
+        return name
+    return None
 
 
 def check_stream(body: GenerationBody) -> None:

@@ -15,9 +15,8 @@ from msgspec import Struct
 
 from ...runtime.errors import RequestError
 from ...runtime.step.requests import FirstToken
-from .images import IMAGE_PART, image_url
+from ...runtime.text.chat import mentions
 from .schemas import ChatBody, ContentPart, Message, ToolCall
-from .tools.arguments import arguments_object
 
 if TYPE_CHECKING:
     from ...runtime.text.tokenizer import TextTokenizer
@@ -80,7 +79,7 @@ class ChatPrompt:
             for name, value in (("reasoning_effort", effort_of(body)), ("verbosity", body.verbosity))
             if value is not None
         }
-        self._thinks = None if body.reasoning is None else body.reasoning.enabled
+        self._thinks = thinks_of(body)
         self._budget = budget_of(body)
         self.warnings: list[str] = []  # once it is rendered
         self._params = {name: f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs or {}}
@@ -158,6 +157,19 @@ def effort_of(body: ChatBody) -> str | None:
     return body.reasoning_effort
 
 
+def thinks_of(body: ChatBody) -> bool | None:
+    """The switch of reasoning, by any of its fields; None: as the model does. Raises `RequestError`."""
+    given = {
+        "reasoning.enabled": None if body.reasoning is None else body.reasoning.enabled,
+        "thinking": None if body.thinking is None else body.thinking.type != "disabled",
+        "enable_thinking": body.enable_thinking,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(set(given.values())) > 1:
+        raise RequestError(f"{' and '.join(given)} contradict one another", param=next(iter(given)))
+    return next(iter(given.values()), None)
+
+
 def budget_of(body: ChatBody) -> int | None:
     """The most tokens of reasoning; None: no limit. Raises `RequestError`."""
     given = {
@@ -167,6 +179,9 @@ def budget_of(body: ChatBody) -> int | None:
     }
     if body.reasoning is not None and body.reasoning.max_tokens is not None:
         given["reasoning.max_tokens"] = body.reasoning.max_tokens
+    thinking = body.thinking
+    if thinking is not None and thinking.type == "enabled" and thinking.budget_tokens is not None:
+        given["thinking.budget_tokens"] = thinking.budget_tokens
     for param, value in given.items():
         if not -1 <= value < 1 << 31:
             raise RequestError(f"{param} is {value}, but must be at least 0, or -1 for no limit", param=param)
@@ -181,11 +196,6 @@ def thinking_switch(templates: Mapping[str, str]) -> str:
     if mentions(templates, "enable_thinking"):
         return "enable_thinking"
     return "thinking" if any(_THINKING.search(text) for text in templates.values()) else ""
-
-
-def mentions(templates: Mapping[str, str], name: str) -> bool:
-    """True if a template uses a variable of this name."""
-    return any(re.search(rf"\b{re.escape(name)}\b", text) for text in templates.values())
 
 
 def _variables(body: ChatBody) -> dict[str, Any]:
@@ -242,7 +252,7 @@ def template_message(message: Message, index: int) -> dict[str, Any]:
     }
     if isinstance(message.content, list):
         result["parts"] = [
-            {"type": "image"} if part.type == IMAGE_PART else {"type": "text", "text": _text_of(part)}
+            {"type": "image"} if part.is_image else {"type": "text", "text": _text_of(part)}
             for part in message.content
         ]
     if message.name is not None:
@@ -283,6 +293,8 @@ def with_arguments(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    from .tools.arguments import arguments_object  # of conversations with calls
+
     function = call["function"]
     return {**call, "function": {**function, "arguments": arguments_object(function["arguments"])}}
 
@@ -314,12 +326,15 @@ def _text_content(message: Message, where: str) -> str | None:
         if part.type == "refusal" and message.role == "assistant" and part.refusal is not None:
             texts.append(part.refusal)
             continue
-        if part.type == IMAGE_PART:
-            image_url(part, message.role, param)
+        if part.is_image:
+            from .images import image_url, place_of  # of few requests
+
+            image_url(part, message.role, place_of(part, param))
             continue
         if part.type != "text":
             raise RequestError(
-                f"{param} is of type {part.type[:50]!r}; this model takes text only", param=param
+                f"{param} is of type {part.type[:50]!r}; texts are taken, and images by models that see",
+                param=param,
             )
         if part.text is None:
             raise RequestError(f"{param}.text is missing", param=f"{param}.text")

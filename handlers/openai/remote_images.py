@@ -25,8 +25,8 @@ from ...runtime.images.decode import MAX_IMAGE_BYTES
 from ..http.web_pages import ANY, parse_origins
 
 if TYPE_CHECKING:
+    from ..function.images import ImageSource
     from ..http.service import Service
-    from .images import ImageSource
 
 FETCH_S = 10.0  # for one image, redirects included
 MAX_REDIRECTS = 3
@@ -77,7 +77,9 @@ class ImageFetcher:
 
 
 def fetch_image(url: str, origins: frozenset[str], param: str, max_bytes: int) -> bytes:
-    """The file at an address. Blocks for `FETCH_S` at most. Raises `RequestError`."""
+    """The file at an address. Blocks for `FETCH_S` at most, and for what the system takes to resolve names. Raises
+    `RequestError`.
+    """
     deadline_s = time.monotonic() + FETCH_S
     for _ in range(1 + MAX_REDIRECTS):
         place = checked_place(url, origins, param)

@@ -98,6 +98,11 @@ class BackgroundResponses:
         self, request: web.Request, fmt: ResponsesFormat, keeper: Keeper, body_bytes: int
     ) -> web.StreamResponse:
         """Begin a response, and answer with it as it is, or with its stream: it is found by its id."""
+        if CALL.get().tells_tokens:
+            raise RequestError(
+                "background is not served by a pool whose keys have limits: it counts the tokens that it passes on",
+                param="background",
+            )
         if len(self._running) >= MAX_BACKGROUND:
             raise CapacityError(
                 f"{MAX_BACKGROUND} responses are made in the background, which is the limit",
@@ -153,7 +158,7 @@ class BackgroundResponses:
         self, made: BackgroundResponse, fmt: ResponsesFormat, keeper: Keeper, body_bytes: int
     ) -> None:
         service = self._service
-        call = HttpCall(CALL.get().request_id)
+        call = HttpCall(CALL.get().request_id, key_place=CALL.get().key_place)
         CALL.set(call)
         try:
             async with service.in_flight.work() as call.work:
@@ -181,6 +186,9 @@ class BackgroundResponses:
             await keeper.put(failed)
             if fmt.body.stream:
                 await made.send(fmt.event("response.failed", response=failed))
+        finally:
+            if service.key_limits is not None and call.key_place:
+                service.key_limits.spend(call.key_place, call.prompt_tokens + call.generated_tokens)
 
     def _ended_one(self, fmt: ResponsesFormat, made: BackgroundResponse, _: object) -> None:
         made.end()

@@ -7,14 +7,15 @@ output.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
 from .deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
-from .response_items import CUSTOM_INPUT
+from .response_items import CallableTool
 from .response_store import IN_PROGRESS, Json, new_item_id
+from .tools.custom import custom_input
 
 Event = dict[str, Any]
 COMPLETED, INCOMPLETE = "completed", "incomplete"
@@ -23,11 +24,11 @@ COMPLETED, INCOMPLETE = "completed", "incomplete"
 class AnswerItems:
     """One answer's. Deltas in, events out."""
 
-    def __init__(self, response_id: str, custom: frozenset[str] = frozenset()) -> None:
-        """`custom` are the names of tools whose input is a text."""
+    def __init__(self, response_id: str, tools: Mapping[str, CallableTool]) -> None:
+        """`tools` are found by their names in a chat."""
         self.items: list[Json] = []
         self._response_id = response_id
-        self._custom = custom
+        self._tools = tools
         self._num_events = 0
         self._is_open = False  # the last item
         self._pieces: list[str] = []  # of the last item
@@ -114,15 +115,22 @@ class AnswerItems:
     def _call(self, arguments: str, call_id: str, name: str) -> list[Event]:
         events: list[Event] = []
         if call_id:
-            head: Json = {"call_id": call_id, "name": name, "status": IN_PROGRESS}
-            if name in self._custom:
+            tool = self._tools.get(name, CallableTool(name))
+            head: Json = {"call_id": call_id, "name": tool.name, "status": IN_PROGRESS}
+            if tool.namespace is not None:
+                head["namespace"] = tool.namespace
+            if tool.kind == "tool_search":
+                item = {"id": self._new_id("tsc"), "type": "tool_search_call", **head, "execution": "client"}
+                del item["name"]
+                item["arguments"] = {}
+            elif tool.kind == "custom":
                 item = {"id": self._new_id("ctc"), "type": "custom_tool_call", **head, "input": ""}
             else:
                 item = {"id": self._new_id("fc"), "type": "function_call", **head, "arguments": ""}
             events = [*self._end(COMPLETED), self._begin(item)]
         if arguments:
             self._pieces.append(arguments)
-            if self.items[-1]["type"] == "custom_tool_call":  # the text is known once its JSON is
+            if self.items[-1]["type"] != "function_call":  # known once all of their JSON is
                 return events
             events.append(
                 self.event("response.function_call_arguments.delta", **self._call_place(), delta=arguments)
@@ -140,8 +148,12 @@ class AnswerItems:
             )
         ]
 
+    def _end_search(self, item: Json) -> list[Event]:
+        item["arguments"] = _object("".join(self._pieces))
+        return []
+
     def _end_custom(self, item: Json) -> list[Event]:
-        text = item["input"] = _custom_input("".join(self._pieces))
+        text = item["input"] = custom_input("".join(self._pieces))
         place, kind = self._call_place(), "response.custom_tool_call_input"
         return [
             self.event(f"{kind}.delta", **place, delta=text),
@@ -168,6 +180,7 @@ class AnswerItems:
         ends: dict[str, Callable[[Json], list[Event]]] = {
             "function_call": self._end_call,
             "custom_tool_call": self._end_custom,
+            "tool_search_call": self._end_search,
         }
         events = ends.get(item["type"], self._end_text)(item)
         item["status"] = status
@@ -181,10 +194,9 @@ def _part(kind: str, text: str, logprobs: list[Json]) -> Json:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _custom_input(arguments: str) -> str:
-    """The text in a custom tool's arguments; these themselves, where they are no JSON."""
+def _object(arguments: str) -> Json:
+    """The object that a search's arguments are; {} where they are cut off."""
     try:
-        text = msgspec.json.decode(arguments, type=dict[str, Any]).get(CUSTOM_INPUT)
+        return msgspec.json.decode(arguments, type=dict[str, Any])
     except msgspec.DecodeError:
-        return arguments
-    return text if isinstance(text, str) else arguments
+        return {}

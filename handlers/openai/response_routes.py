@@ -270,5 +270,6 @@ def _chat_of(body: CountTokensBody, keeper: Keeper, service: Service) -> ChatReq
         reasoning=body.reasoning,
     )
     warnings: list[str] = []
-    chat = chat_of(asked, keeper.history(), tools_of(asked, warnings), warnings)
+    history = keeper.history()
+    chat = chat_of(asked, history, tools_of(asked, history, warnings), warnings)
     return ChatRequest(chat, request_id="input_tokens", settings=chat_settings(service))

@@ -82,10 +82,18 @@ class ChatFunction(msgspec.Struct, frozen=True):
     arguments: str
 
 
+class ChatCustom(msgspec.Struct, frozen=True):
+    name: str
+    input: str
+
+
 class ChatCall(msgspec.Struct, frozen=True):
+    """A call of a function, or of a custom tool."""
+
     id: str
-    function: ChatFunction
-    type: Literal["function"] = "function"
+    function: ChatFunction | UnsetType = UNSET
+    type: Literal["function", "custom"] = "function"
+    custom: ChatCustom | UnsetType = UNSET
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
@@ -124,11 +132,17 @@ class ChatFunctionDelta(msgspec.Struct, frozen=True):
     name: str | UnsetType = UNSET
 
 
+class ChatCustomDelta(msgspec.Struct, frozen=True):
+    input: str
+    name: str | UnsetType = UNSET
+
+
 class ChatCallDelta(msgspec.Struct, frozen=True):
     index: int
-    function: ChatFunctionDelta
+    function: ChatFunctionDelta | UnsetType = UNSET
     id: str | UnsetType = UNSET
     type: str | UnsetType = UNSET
+    custom: ChatCustomDelta | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, frozen=True):
@@ -224,6 +238,13 @@ class EmbeddingList(msgspec.Struct, frozen=True):
 # ---------------------------------------------------------------------------------------------------------
 
 
+class Architecture(msgspec.Struct, frozen=True):
+    """OpenRouter's."""
+
+    input_modalities: list[Literal["text", "image"]]
+    output_modalities: list[Literal["text"]]
+
+
 class Model(msgspec.Struct, frozen=True):
     id: str
     created: int
@@ -231,6 +252,7 @@ class Model(msgspec.Struct, frozen=True):
     owned_by: str = "teneral"
     parent: str | UnsetType = UNSET  # of an adapter: its base
     max_model_len: int | UnsetType = UNSET  # tokens of prompt and answer together; once it is known
+    architecture: Architecture | UnsetType = UNSET  # of a model that writes text; likewise
 
 
 class ModelList(msgspec.Struct, frozen=True):

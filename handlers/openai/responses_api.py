@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +20,11 @@ from ...runtime.step.requests import (
 from ..http.errors import ApiError
 from ..http.json_bodies import encode
 from ..http.sse import Framing
-from .chat_request import ChatRequest, ChatSettings, FormatOfChat
+from .chat_request import ChatRequest, ChatSettings, FormatOfChat, log_warnings
 from .deltas import Delta, Finish
 from .generation import SequenceOutcome, Step
 from .logprobs import chat_logprobs, token_bytes
-from .response_items import InputItem
+from .response_items import CallableTool, InputItem
 from .response_keeper import Keeper
 from .response_output import COMPLETED, INCOMPLETE, AnswerItems, Event
 from .response_store import IN_PROGRESS, Json, new_id
@@ -41,9 +41,10 @@ def make_response(
 ) -> ResponsesFormat:
     """Raises `RequestError` by this route's names."""
     warnings: list[str] = []
-    tools = tools_of(body, warnings)
-    chat = chat_of(msgspec.structs.replace(body, input=keeper.items), history, tools, warnings)
-    return ResponsesFormat(body, chat, keeper, tools.custom, warnings, model=model, settings=settings)
+    asked = msgspec.structs.replace(body, input=keeper.items)
+    tools = tools_of(asked, history, warnings)
+    chat = chat_of(asked, history, tools, warnings)
+    return ResponsesFormat(body, chat, keeper, tools.callable, warnings, model=model, settings=settings)
 
 
 class ResponsesFormat(FormatOfChat):
@@ -54,13 +55,13 @@ class ResponsesFormat(FormatOfChat):
         body: ResponsesBody,
         chat: ChatBody,
         keeper: Keeper,
-        custom: frozenset[str],
+        tools: Mapping[str, CallableTool],
         warnings: list[str],
         *,
         model: str,
         settings: ChatSettings,
     ) -> None:
-        """`chat` is the same request as a chat; `custom` are the names of tools whose input is a text."""
+        """`chat` is the same request as a chat, whose functions have the names in `tools`."""
         self.id = new_id("resp")
         super().__init__(ChatRequest(chat, request_id=self.id, settings=settings))
         self._settings = settings
@@ -68,8 +69,9 @@ class ResponsesFormat(FormatOfChat):
         self._keeper = keeper
         self._model = model
         self._created = int(time.time())
-        self._items = AnswerItems(self.id, custom)
+        self._items = AnswerItems(self.id, tools)
         self._warnings = warnings
+        log_warnings(self.id, warnings)
         self._finish: str | None = None
         self._has_begun = self._is_queued = False  # the stream
         self._final: Json | None = None

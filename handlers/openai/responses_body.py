@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from ...runtime.errors import RequestError
-from .fields import RESPONSES, refuse_unsupported
-from .response_items import CUSTOM_INPUT, InputItem, messages_of
-from .schemas import ChatBody, Extras, JsonSchemaFormat, Message, ResponseFormat, StreamOptions
+from .fields import RESPONSES, SHARED_GENERATION, refuse_unsupported
+from .response_items import TOOL_SEARCH, CallableTool, InputItem, messages_of
+from .schemas import (
+    ChatBody,
+    Extras,
+    JsonSchemaFormat,
+    Message,
+    PlacedChat,
+    ReasoningOptions,
+    ResponseFormat,
+    StreamOptions,
+    StructuredOutputs,
+)
+from .tools.custom import custom_function
 
 OWN_NAMES = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
-    "messages[].content[]": "input",  # whose items have other numbers than the messages made of them
-    "messages[].content[].image_url": "input",
     "prompt": "input",
     "reasoning_effort": "reasoning.effort",
     "verbosity": "text.verbosity",
@@ -26,6 +35,7 @@ OWN_NAMES = {
     "tools[].function.parameters": "tools[].parameters",
     "tools[].function.strict": "tools[].strict",
 }
+_AS_IN_CHATS = (*SHARED_GENERATION, "chat_template_kwargs", "enable_thinking", "modalities")
 LOGPROBS = "message.output_text.logprobs"
 # Of `include`, without effect: reasoning is never encrypted, and these tools do not run.
 _IDLE_INCLUDES = frozenset(
@@ -58,6 +68,8 @@ class Reasoning(msgspec.Struct, kw_only=True, frozen=True):
     effort: str | None = None
     summary: str | None = None  # without effect: reasoning is given whole
     generate_summary: str | None = None
+    max_tokens: int | None = None  # OpenRouter's
+    enabled: bool | None = None  # OpenRouter's
 
 
 class ConversationName(msgspec.Struct, kw_only=True, frozen=True):
@@ -108,6 +120,29 @@ class ResponsesBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fi
     previous_response_id: str | None = None
     conversation: str | ConversationName | None = None
     teneral: Extras | None = None
+    # Of other servers' APIs, as chats have them
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    session_id: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    modalities: list[str] | None = None
     # Without effect on an answer
     max_tool_calls: int | None = None
     prompt_cache_key: str | None = None
@@ -118,12 +153,27 @@ class ResponsesBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fi
     user: str | None = None
     client_metadata: Any = None
     context_management: Any = None
+    request_id: str | None = None
+    models: list[str] | None = None
+    provider: Any = None
+    route: str | None = None
+    stop_server_tools_when: Any = None
+    trace: Any = None
     # Refused, unless null
     prompt: Any = None
     access_programs: Any = None
     background_options: Any = None
     image: Any = None
     moderation: Any = None
+    multi_agent: Any = None
+    enable_response_messages: Any = None
+    previous_input_messages: Any = None
+    previous_response: Any = None
+    mm_processor_kwargs: Any = None
+    vllm_xargs: Any = None
+    image_config: Any = None
+    plugins: Any = None
+    transforms: Any = None
 
     @property
     def conversation_id(self) -> str | None:
@@ -134,7 +184,8 @@ class ResponseTools(NamedTuple):
     """The tools of a request that can be called, as a chat has them."""
 
     functions: list[dict[str, Any]] | None
-    custom: frozenset[str]  # names of tools whose input is a text
+    places: list[str]  # of those, in the request
+    callable: Mapping[str, CallableTool]  # by their names in a chat
     choice: str | dict[str, Any] | None
 
 
@@ -155,7 +206,7 @@ def chat_of(
     reasoning = body.reasoning or Reasoning()
     if reasoning.summary or reasoning.generate_summary:
         warnings.append("reasoning.summary is without effect: reasoning is given as it is")
-    return ChatBody(
+    return PlacedChat(
         model=body.model,
         messages=messages,
         max_completion_tokens=body.max_output_tokens,
@@ -164,15 +215,18 @@ def chat_of(
         logprobs=logprobs or None,
         top_logprobs=body.top_logprobs if logprobs else None,
         tools=tools.functions,
+        tool_places=tools.places,
         tool_choice=tools.choice,
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_response_format(body.text),
         verbosity=None if body.text is None else body.text.verbosity,
         reasoning_effort=reasoning.effort,
+        reasoning=ReasoningOptions(max_tokens=reasoning.max_tokens, enabled=reasoning.enabled),
         stream=body.stream,
         # So that the end of a stream is written with the usage.
         stream_options=StreamOptions(include_usage=True) if body.stream else None,
         teneral=body.teneral,
+        **{name: getattr(body, name) for name in _AS_IN_CHATS},
     )
 
 
@@ -196,75 +250,96 @@ def _wants_logprobs(body: ResponsesBody) -> bool:
     return LOGPROBS in (body.include or []) or bool(body.top_logprobs)
 
 
-def tools_of(body: ResponsesBody, warnings: list[str]) -> ResponseTools:
-    """The functions and custom tools; others are left out with a warning. Raises `RequestError` where one of those
-    must be called.
+def tools_of(body: ResponsesBody, history: Sequence[InputItem], warnings: list[str]) -> ResponseTools:
+    """The functions and custom tools, also those of items; others are left out with a warning. Raises `RequestError`
+    where one of those must be called.
     """
-    functions: list[dict[str, Any]] = []
-    custom: set[str] = set()
-    skipped: list[int] = []
-    for number, tool in enumerate(body.tools or []):
+    given = body.input if isinstance(body.input, list) else []
+    lists = [("tools", body.tools)]
+    lists += [("previous_response_id", item.tools) for item in history]
+    lists += [(f"input[{number}].tools", item.tools) for number, item in enumerate(given)]
+    # Those by their names in a chat, with their places; a second one of `tools` by its place
+    functions: dict[str, tuple[str, dict[str, Any]]] = {}
+    tools: dict[str, CallableTool] = {}
+    skipped: list[tuple[str, str]] = []
+    for where, tool, namespace in (found for place, each in lists for found in _each_tool(each or [], place)):
         match tool.get("type"):
             case "function":
                 names = ("name", "description", "parameters", "strict")
-                functions.append({name: tool[name] for name in names if tool.get(name) is not None})
+                function = {name: tool[name] for name in names if tool.get(name) is not None}
             case "custom":
-                functions.append(_custom(tool, number, warnings))
-                custom.add(str(tool.get("name")))
+                function = custom_function(tool, where, warnings)
+            case "tool_search" if tool.get("execution") == "client":
+                function = _search(tool)
             case kind:
-                skipped.append(number)
+                skipped.append((where, str(kind)[:50]))
                 warnings.append(
-                    f"tools[{number}] is left out: this server does not run tools of type {str(kind)[:50]!r}"
+                    f"{where} is left out: this server does not run tools of type {str(kind)[:50]!r}"
                 )
-    choice = _tool_choice(body.tool_choice)
+                continue
+        called = CallableTool(str(function["name"]), namespace, tool["type"])
+        if namespace is not None:
+            function["name"] = called.full_name
+        is_second = called.full_name in tools and where.startswith("tools[")  # an item's goes before
+        functions[where if is_second else called.full_name] = (where, function)
+        tools[called.full_name] = called
+    choice = _tool_choice(body.tool_choice, tools)
     if choice == "required" and skipped and not functions:
-        number = skipped[0]
-        kind = str((body.tools or [])[number].get("type"))[:50]
+        where, kind = skipped[0]
         raise RequestError(
-            f"tools[{number}] is of type {kind!r}, which this server does not run, and tool_choice requires a call",
-            param=f"tools[{number}].type",
+            f"{where} is of type {kind!r}, which this server does not run, and tool_choice requires a call",
+            param=f"{where}.type",
         )
-    nested = None if body.tools is None else [{"type": "function", "function": each} for each in functions]
-    return ResponseTools(nested, frozenset(custom), choice)
+    has_tools = any(each is not None for _, each in lists)
+    nested = [{"type": "function", "function": function} for _, function in functions.values()]
+    places = [where for where, _ in functions.values()]
+    return ResponseTools(nested if has_tools else None, places, tools, choice)
 
 
-def _custom(tool: dict[str, Any], number: int, warnings: list[str]) -> dict[str, Any]:
-    """A tool whose input is a text, as a function of one argument. A regular expression guides it."""
-    text: dict[str, Any] = {"type": "string"}
-    description = str(tool.get("description") or "")
-    fmt = tool.get("format")
-    is_regex = False
-    if isinstance(fmt, dict) and fmt.get("type") == "grammar":
-        definition, syntax = fmt.get("definition"), fmt.get("syntax")
-        if not isinstance(definition, str) or syntax not in ("lark", "regex"):
-            param = f"tools[{number}].format"
-            raise RequestError(f"{param} needs syntax 'lark' or 'regex' and a definition", param=param)
-        is_regex = syntax == "regex"
-        if is_regex:
-            text["pattern"] = f"^(?:{definition})$"
-        else:
-            description += f"\n\nIts input follows this grammar (Lark):\n{definition}"
-            warnings.append(f"tools[{number}].format is given to the model, and does not guide it")
-    parameters = {
-        "type": "object",
-        "properties": {CUSTOM_INPUT: text},
-        "required": [CUSTOM_INPUT],
-        "additionalProperties": False,
-    }
+def _each_tool(
+    tools: Sequence[dict[str, Any]], param: str
+) -> Iterator[tuple[str, dict[str, Any], str | None]]:
+    """Each tool with its place and its namespace. The first tool of a namespace has the namespace's description too."""
+    for number, tool in enumerate(tools):
+        where = f"{param}[{number}]"
+        if tool.get("type") != "namespace":
+            yield where, tool, None
+            continue
+        namespace, members = tool.get("name"), tool.get("tools")
+        if not isinstance(namespace, str) or not isinstance(members, list):
+            raise RequestError(f"{where} is a namespace, and needs a name and tools", param=where)
+        for index, member in enumerate(members):
+            place = f"{where}.tools[{index}]"
+            if not isinstance(member, dict) or not isinstance(member.get("name"), str):
+                raise RequestError(f"{place} needs a type and a name", param=place)
+            description = member.get("description") or ""
+            if index == 0 and tool.get("description"):
+                description = f"{namespace}: {tool['description']}\n\n{description}"
+            yield place, {**member, "description": description}, namespace
+
+
+def _search(tool: dict[str, Any]) -> dict[str, Any]:
+    """A search of tools that the client runs, as a function."""
+    parameters = tool.get("parameters")
     return {
-        "name": tool.get("name"),
-        "description": description,
-        "parameters": parameters,
-        **({"strict": True} if is_regex else {}),
+        "name": TOOL_SEARCH,
+        "description": str(tool.get("description") or "Find tools"),
+        "parameters": {"type": "object"} if parameters is None else parameters,
     }
 
 
-def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+def _tool_choice(
+    choice: str | dict[str, Any] | None, tools: Mapping[str, CallableTool]
+) -> str | dict[str, Any] | None:
     if not isinstance(choice, dict):
         return choice
     match choice.get("type"):
         case "function" | "custom":
-            return {"type": "function", "function": {"name": choice.get("name")}}
+            return _named(choice, tools)
+        case "allowed_tools" if isinstance(allowed := choice.get("tools"), list):
+            named = [each for tool in allowed for each in _allowed(tool, tools)]
+            only_others = allowed and not named and choice.get("mode") == "auto"
+            return "none" if only_others else {**choice, "tools": named}
         case "allowed_tools":
             return choice
         case kind:
@@ -272,6 +347,30 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
                 f"tool_choice of type {str(kind)[:50]!r} is not supported: this server does not run such tools",
                 param="tool_choice.type",
             )
+
+
+def _allowed(tool: Any, tools: Mapping[str, CallableTool]) -> list[Any]:
+    """The functions of a chat that an entry of allowed tools names: none for a tool that this server does not run."""
+    if not isinstance(tool, dict):
+        return [tool]
+    match tool.get("type"):
+        case "namespace":
+            names = [name for name, each in tools.items() if each.namespace == tool.get("name")]
+            return [{"type": "function", "name": name} for name in names]
+        case "function" | "custom" | None:
+            return [_named(tool, tools)]
+        case _:
+            return []
+
+
+def _named(tool: dict[str, Any], tools: Mapping[str, CallableTool]) -> dict[str, Any]:
+    """A function of a chat. One in a namespace may be named without that, where no other has its name."""
+    name = tool.get("name")
+    if isinstance(name, str):
+        full_name = CallableTool(name, tool.get("namespace")).full_name
+        found = [each for each, called in tools.items() if called.name == name]
+        name = found[0] if full_name not in tools and len(found) == 1 else full_name
+    return {"type": "function", "function": {"name": name}}
 
 
 def _response_format(text: TextConfig | None) -> ResponseFormat | None:

@@ -19,6 +19,7 @@ _LIST: Schema = {
     "required": ["object", "data", "has_more"],
     "properties": {"object": {"const": "list"}, "data": {"type": "array", "items": ANY}},
 }
+_ID = r":(?!input_tokens$)[^/]+"  # which is a route of its own
 _CONVERSATION = ".openai.response_routes:ConversationBody"
 _PAGE = (
     ("after", {"type": "string"}),
@@ -58,7 +59,7 @@ ROUTES = (
         ".openai.responses_body:CountTokensBody", ANY, example={"input": "Hello"},
     ),
     *(
-        Route(method, f"/v1/responses/{{id}}{path}", f".openai.response_routes:StoredRoutes.{name}", "stored",
+        Route(method, f"/v1/responses/{{id{_ID}}}{path}", f".openai.response_routes:StoredRoutes.{name}", "stored",
               summary, None, answer, STREAMED if query is _EVENTS else (JSON,), query)
         for method, path, name, summary, answer, query in (
             ("GET", "", "get", "A stored response", _RESPONSE, _EVENTS),
@@ -69,7 +70,7 @@ ROUTES = (
     ),
     *(
         Route(method, f"/v1/conversations{path}", f".openai.response_routes:StoredRoutes.{name}", "stored",
-              summary, body, answer, query=query)
+              summary, body, answer, query=query, needs_body=name != "create_conversation")
         for method, path, name, summary, body, answer, query in (
             ("POST", "", "create_conversation", "Begin a conversation", _CONVERSATION, ANY, ()),
             ("GET", "/{id}", "get_conversation", "A conversation", None, ANY, ()),
@@ -124,6 +125,12 @@ ROUTES = (
         example={"messages": [{"role": "user", "content": "Hello"}]},
     ),
     Route(
+        "POST", "/completion", ".openai.llama_cpp:PromptedRoute.post", "generate",
+        "Go on from a prompt, as llama.cpp has it",
+        ".openai.llama_cpp:PromptedBody", _INFILLED, STREAMED,
+        example={"prompt": "Once upon a time", "n_predict": 8},
+    ),
+    Route(
         "POST", "/infill", ".openai.llama_cpp:InfillRoute.post", "generate",
         "Fill in the middle, as llama.cpp has it",
         ".openai.llama_cpp:InfillBody", _INFILLED, STREAMED,
@@ -138,9 +145,12 @@ ROUTES = (
         "Busy and idle places in a batch, as llama.cpp has them", None, {"type": "array", "items": ANY},
         query=(("fail_on_no_slot", {"enum": ["0", "1"]}),),
     ),
-    Route(
-        "GET", "/v1/models", ".openai.models:ModelRoutes.list", "models", "The model and its adapters",
-        None, ".openai.responses:ModelList",
+    *(
+        Route(
+            "GET", path, ".openai.models:ModelRoutes.list", "models", "The model and its adapters",
+            None, ".openai.responses:ModelList",
+        )
+        for path in ("/v1/models", "/models")  # OpenAI's, and llama.cpp's
     ),
     Route(
         "GET", "/v1/models/{id:.+}",  # names may have slashes: org/model

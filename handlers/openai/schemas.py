@@ -7,7 +7,7 @@ These are shapes only: ranges and combinations are checked where the values are 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -205,21 +205,46 @@ class ContentPart(msgspec.Struct, frozen=True):
     refusal: str | None = None  # of an assistant's part of this type, as OpenAI's answers have it
     image_url: str | ImageUrl | None = None
 
+    @property
+    def is_image(self) -> bool:
+        return self.type == "image_url"
+
+
+class PlacedPart(ContentPart, frozen=True):
+    """A part made of another API's; no client's body has one."""
+
+    place: str = ""  # of the client's part, which errors name
+
 
 class FunctionCall(msgspec.Struct, frozen=True):
     name: str
     arguments: str  # JSON, as the model wrote it
 
 
+class CustomCall(msgspec.Struct, frozen=True):
+    name: str
+    input: str
+
+
 class ToolCall(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """A call of a function. One of a custom tool comes as `custom`, and has the function that it is for the model."""
+
     id: str | None = None
-    type: Literal["function"] = "function"
-    function: FunctionCall
+    type: Literal["function", "custom"] = "function"
+    function: FunctionCall = FunctionCall("", "")
+    custom: CustomCall | None = None
     index: int | None = None  # some clients send a call back as it came in a stream
     # Of other providers, without effect: their clients keep them in histories
     provider_specific_fields: Any = None
     extra_content: Any = None
     cache_control: Any = None
+
+    def __post_init__(self) -> None:
+        if self.custom is not None:
+            arguments = msgspec.json.encode({"input": self.custom.input}).decode()
+            msgspec.structs.force_setattr(self, "function", FunctionCall(self.custom.name, arguments))
+        elif not self.function.name:
+            raise ValueError(f"Object missing required field `{self.type}`")
 
 
 class Message(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -251,6 +276,21 @@ class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     max_tokens: int | None = None
     enabled: bool | None = None
     exclude: bool | None = None
+    summary: str | None = None  # without effect: reasoning is given whole
+
+
+class Thinking(msgspec.Struct, frozen=True, kw_only=True):
+    """Anthropic's, DeepSeek's and GLM's options of reasoning."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None  # where it is enabled
+    display: str | None = None  # `omitted`: without its text, in messages
+
+
+class UsageOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """OpenRouter's."""
+
+    include: bool | None = None
 
 
 class ChatBody(GenerationBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -270,6 +310,8 @@ class ChatBody(GenerationBody, kw_only=True, frozen=True, forbid_unknown_fields=
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
     reasoning: ReasoningOptions | None = None
+    thinking: Thinking | None = None
+    enable_thinking: bool | None = None
     thinking_budget: int | None = None
     reasoning_budget_tokens: int | None = None
     include_reasoning: bool | None = None
@@ -277,6 +319,7 @@ class ChatBody(GenerationBody, kw_only=True, frozen=True, forbid_unknown_fields=
     reasoning_format: str | None = None
     verbosity: str | None = None
     modalities: list[str] | None = None
+    usage: UsageOptions | None = None
     # Without effect on an answer: docs/openai.md says why
     metadata: dict[str, str] | None = None
     prediction: dict[str, Any] | None = None
@@ -286,6 +329,14 @@ class ChatBody(GenerationBody, kw_only=True, frozen=True, forbid_unknown_fields=
     safety_identifier: str | None = None
     service_tier: str | None = None
     store: bool | None = None
+    cache_control: Any = None
+    context_management: Any = None
+    include_server_side_tool_invocations: bool | None = None
+    models: list[str] | None = None
+    provider: Any = None
+    route: str | None = None
+    stop_server_tools_when: Any = None
+    trace: Any = None
     # Refused, unless null or what happens in any case (`fields.py`)
     stream_reasoning: bool | None = None
     return_prompt_text: Any = None
@@ -298,6 +349,27 @@ class ChatBody(GenerationBody, kw_only=True, frozen=True, forbid_unknown_fields=
     functions: Any = None
     moderation: Any = None
     web_search_options: Any = None
+    debug: Any = None
+    deferred_tools: Any = None
+    image_config: Any = None
+    plugins: Any = None
+    top_a: Any = None
+    transforms: Any = None
+
+    @property
+    def has_images(self) -> bool:
+        parts = (message.content for message in self.messages if isinstance(message.content, list))
+        return any(part.is_image for content in parts for part in content)
+
+    @property
+    def includes_usage(self) -> bool:
+        return super().includes_usage or (self.usage is not None and bool(self.usage.include))
+
+
+class PlacedChat(ChatBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """A chat made of another API's request, whose errors name the client's fields. Never a client's body."""
+
+    tool_places: list[str]  # of `tools`, in their order
 
 
 class EmbeddingBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...runtime.errors import RequestError
-from ...runtime.grammar.spec import COMPACT, GrammarSpec
 from .schemas import ChatBody, GenerationBody, ResponseFormat, StructuredOutputs
 
-Make = Callable[[], GrammarSpec]
+if TYPE_CHECKING:
+    from ...runtime.grammar.spec import GrammarSpec
+
+Make = Callable[[type["GrammarSpec"]], "GrammarSpec"]
 
 
 def grammar_of(body: GenerationBody) -> GrammarSpec | None:
@@ -27,8 +29,10 @@ def grammar_of(body: GenerationBody) -> GrammarSpec | None:
                 "a whitespace pattern is for JSON schemas, and there is none", param=whitespace
             )
         return None
+    from ...runtime.grammar.spec import GrammarSpec  # of few requests
+
     (make,) = asked.values()
-    return make()
+    return make(GrammarSpec)
 
 
 def has_schema(body: GenerationBody) -> bool:
@@ -45,7 +49,7 @@ def has_schema(body: GenerationBody) -> bool:
 
 def _asked(body: GenerationBody) -> Iterator[tuple[str, Make]]:
     """Each requested form, by its field."""
-    whitespace = body.guided_whitespace_pattern or COMPACT
+    whitespace = body.guided_whitespace_pattern
     if body.response_format is not None and body.response_format.type != "text":
         yield from _of_response_format(body.response_format)
     if body.structured_outputs is not None:
@@ -73,15 +77,15 @@ def _of_response_format(fmt: ResponseFormat) -> Iterator[tuple[str, Make]]:
         if fmt.json_schema is not None:
             raise RequestError("response_format of type 'json_object' takes no json_schema", param=param)
         if fmt.schema_ is not None:
-            yield param, _json(fmt.schema_, f"{param}.schema", COMPACT)
+            yield param, _json(fmt.schema_, f"{param}.schema")
         else:
-            yield param, lambda: GrammarSpec.json_object(param=param)
+            yield param, lambda spec: spec.json_object(param=param)
     elif fmt.type == "json_schema":
         if fmt.json_schema is None or fmt.json_schema.schema_ is None:
             raise RequestError(
                 "response_format.json_schema.schema is missing", param="response_format.json_schema.schema"
             )
-        yield param, _json(fmt.json_schema.schema_, "response_format.json_schema.schema", COMPACT)
+        yield param, _json(fmt.json_schema.schema_, "response_format.json_schema.schema")
     else:
         raise RequestError(
             f"response_format of type {fmt.type[:50]!r} is not supported; "
@@ -93,7 +97,7 @@ def _of_response_format(fmt: ResponseFormat) -> Iterator[tuple[str, Make]]:
 def _of_structured_outputs(given: StructuredOutputs) -> Iterator[tuple[str, Make]]:
     name = "structured_outputs"
     if given.json is not None:
-        yield f"{name}.json", _json(given.json, f"{name}.json", given.whitespace_pattern or COMPACT)
+        yield f"{name}.json", _json(given.json, f"{name}.json", given.whitespace_pattern)
     if given.regex is not None:
         yield f"{name}.regex", _regex(given.regex, f"{name}.regex")
     if given.choice is not None:
@@ -101,7 +105,7 @@ def _of_structured_outputs(given: StructuredOutputs) -> Iterator[tuple[str, Make
     if given.grammar is not None:
         yield f"{name}.grammar", _grammar(given.grammar, f"{name}.grammar")
     if given.json_object:
-        yield f"{name}.json_object", lambda: GrammarSpec.json_object(param=f"{name}.json_object")
+        yield f"{name}.json_object", lambda spec: spec.json_object(param=f"{name}.json_object")
 
 
 def _whitespace(body: GenerationBody) -> str | None:
@@ -113,17 +117,18 @@ def _whitespace(body: GenerationBody) -> str | None:
     return None
 
 
-def _json(schema: dict[str, Any] | bool | str, param: str, whitespace: str) -> Make:
-    return lambda: GrammarSpec.json_schema(schema, param=param, whitespace=whitespace)
+def _json(schema: dict[str, Any] | bool | str, param: str, whitespace: str | None = None) -> Make:
+    """By default there is no whitespace between the tokens of JSON."""
+    return lambda spec: spec.json_schema(schema, param=param, whitespace=whitespace or "")
 
 
 def _regex(expression: str, param: str) -> Make:
-    return lambda: GrammarSpec.regex(expression, param=param)
+    return lambda spec: spec.regex(expression, param=param)
 
 
 def _choice(texts: list[str], param: str) -> Make:
-    return lambda: GrammarSpec.choice(texts, param=param)
+    return lambda spec: spec.choice(texts, param=param)
 
 
 def _grammar(grammar: str, param: str) -> Make:
-    return lambda: GrammarSpec.grammar(grammar, param=param)
+    return lambda spec: spec.grammar(grammar, param=param)

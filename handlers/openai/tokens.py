@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from .chat import chat_settings
 from .chat_request import ChatRequest
 from .fields import TOKENIZE, refuse_unsupported
 from .generation import make_format
+from .logprobs import token_bytes
 from .schemas import ChatBody, Message
 
 if TYPE_CHECKING:
@@ -48,6 +50,11 @@ class TokenizeBody(ChatPromptBody, kw_only=True, frozen=True, forbid_unknown_fie
     prompt: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
+    # llama.cpp's
+    content: str | None = None
+    add_special: bool | None = None
+    with_pieces: bool | None = None
+    parse_special: Any = None  # refused, unless null or true
     mm_processor_kwargs: Any = None
 
 
@@ -56,15 +63,21 @@ class DetokenizeBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
     model: str | None = None
 
 
+class TokenPiece(msgspec.Struct, frozen=True):
+    id: int
+    piece: str | list[int]  # its text, or its bytes
+
+
 class Tokenized(msgspec.Struct, frozen=True):
     count: int
     max_model_len: int
-    tokens: list[int]
+    tokens: list[int | TokenPiece]
     token_strs: list[str] | UnsetType = UNSET
 
 
 class Detokenized(msgspec.Struct, frozen=True):
     prompt: str
+    content: str  # the same, as llama.cpp names it
 
 
 class TokenRoutes:
@@ -85,7 +98,7 @@ class TokenRoutes:
                 chat = await make_format(service, len(data), make, has_schema=bool(body.tools))
             tokenizer = await service.tokenizer()
             tokens, pieces = await service.text_threads.run(len(data), _tokens_of, body, chat, tokenizer)
-        answer = Tokenized(len(tokens), await service.context_tokens(), tokens, pieces)
+        answer = Tokenized(len(tokens), await service.context_tokens(), list(tokens), pieces)
         return web.Response(body=encode(answer), content_type="application/json")
 
     async def detokenize(self, request: web.Request) -> web.Response:
@@ -99,7 +112,7 @@ class TokenRoutes:
             text = await service.text_threads.run(
                 len(data), tokenizer.decode, body.tokens, skip_special_tokens=False
             )
-        return web.Response(body=encode(Detokenized(text)), content_type="application/json")
+        return web.Response(body=encode(Detokenized(text, text)), content_type="application/json")
 
 
 def prompt_chat(body: ChatPromptBody, service: Service) -> ChatRequest:
@@ -128,8 +141,10 @@ _OF_CHATS = (
 
 def _check(body: TokenizeBody) -> None:
     refuse_unsupported(body, TOKENIZE)
-    if (body.prompt is None) == (body.messages is None):
-        raise RequestError("either prompt or messages must be given", param="prompt")
+    if sum(each is not None for each in (body.prompt, body.messages, body.content)) != 1:
+        raise RequestError("one of prompt, messages and content must be given", param="prompt")
+    if body.add_special is not None and body.content is None:
+        raise RequestError("add_special is for content", param="add_special")
     if body.messages is None:
         for name in _OF_CHATS:
             if getattr(body, name) is not None:
@@ -143,13 +158,27 @@ def _check(body: TokenizeBody) -> None:
 
 def _tokens_of(
     body: TokenizeBody, chat: ChatRequest | None, tokenizer: TextTokenizer
-) -> tuple[list[int], list[str] | UnsetType]:
+) -> tuple[Sequence[int | TokenPiece], list[str] | UnsetType]:
     """The tokens, and their pieces where they are asked for."""
-    if chat is None:
+    tokens: Sequence[int]
+    if body.content is not None:
+        adds_special = bool(body.add_special if body.add_special_tokens is None else body.add_special_tokens)
+        tokens = tokenizer.encode(body.content, add_special_tokens=adds_special)
+    elif chat is None:
         tokens = tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
     else:
         (request,) = chat.prepare(tokenizer, None)
-        tokens = list(request.prompt_tokens)
+        tokens = request.prompt_tokens
+    shown: Sequence[int | TokenPiece] = tokens
+    if body.with_pieces:
+        shown = [TokenPiece(token, _text_or_bytes(token_bytes(tokenizer, token))) for token in tokens]
     if not body.return_token_strs:
-        return tokens, UNSET
-    return tokens, [tokenizer.id_to_piece(token) or "" for token in tokens]
+        return shown, UNSET
+    return shown, [tokenizer.id_to_piece(token) or "" for token in tokens]
+
+
+def _text_or_bytes(data: bytes) -> str | list[int]:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)

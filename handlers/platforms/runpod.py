@@ -30,7 +30,7 @@ from ...loader.timeline import Timeline
 from ...runtime.config import ServeConfig
 from ...runtime.errors import CancelledError, DrainingError
 from ...runtime.instance.helpers import launch_helpers
-from ..function.lifetime import calling_on_loop
+from ..function.channel import calling_on_loop
 from . import platform_of
 
 if TYPE_CHECKING:

@@ -39,13 +39,26 @@ class StartAdmission:
         self._deployments = deployments
         self._wants = wants
         self._end = end
-        self._claims: dict[str, int] = {}  # bytes that starts wait for, by key
+        self._claims: dict[str, Deployment] = {}  # of starts that wait for memory, by key
         self._ending: dict[str, int] = {}  # bytes of instances that are about to be gone
 
+    def fits(self, deployment: Deployment) -> bool:
+        """True if an instance fits in free memory that no start waits for."""
+        share = deployment.device_share
+        if share is not None and share.percent + self._claimed(share.device) > (
+            self._budget.free_percent(share.device)
+        ):
+            return False
+        return deployment.need_bytes + self._claimed_bytes <= self._budget.free_bytes
+
     @property
-    def spare_bytes(self) -> int:
-        """Free memory that no start waits for."""
-        return self._budget.free_bytes - sum(self._claims.values())
+    def _claimed_bytes(self) -> int:
+        return sum(each.need_bytes for each in self._claims.values())
+
+    def _claimed(self, device: str) -> int:
+        """Thousandths of a device that starts wait for."""
+        shares = (each.device_share for each in self._claims.values())
+        return sum(each.percent for each in shares if each is not None and each.device == device)
 
     def waits(self, key: str) -> bool:
         """True while this start waits for memory."""
@@ -76,9 +89,9 @@ class StartAdmission:
                 hint="Give [node] more memory, or the model a smaller kv_bytes.",
             )
         began_s = loop.time()
-        self._claims[key] = need
+        self._claims[key] = deployment
         try:
-            while not self._budget.reserve(key, need):
+            while not self._budget.reserve(key, need, deployment.device_share):
                 if len(deployment.starting) + len(deployment.ready) > self._wants(deployment):
                     return False
                 self._make_room(deployment, waited_s=loop.time() - began_s)
@@ -89,18 +102,29 @@ class StartAdmission:
 
     def _make_room(self, deployment: Deployment, *, waited_s: float) -> None:
         """End idle instances until what is free, or about to be, is enough for all starts that wait."""
-        short = sum(self._claims.values()) - self._budget.free_bytes - sum(self._ending.values())
-        short -= sum(self._budget.charge_of(server.key) for server in self._closing())
-        while short > 0:
-            chosen = victim(self._candidates(deployment, busy=False))
+        budget, share = self._budget, deployment.device_share
+        leaving = {*self._ending, *(server.key for server in self._closing())}
+        short = self._claimed_bytes - budget.free_bytes - sum(self._ending.values())
+        short -= sum(budget.charge_of(key) for key in leaving - self._ending.keys())
+        device, short_share = "", 0  # percent of the device
+        if share is not None:
+            device = share.device
+            short_share = self._claimed(device) - budget.free_percent(device)
+            short_share -= sum(budget.share_of(key, device) for key in leaving)
+        while short > 0 or short_share > 0:
+            chosen = victim(
+                self._candidates(deployment, busy=False, device=device if short_share > 0 else "")
+            )
             if chosen is None:
                 break
             self.clock = max(self.clock, value_of(chosen))
             short -= chosen.memory_bytes
+            short_share -= budget.share_of(chosen.key, device)
             self._metrics.evicted("idle")
             self._end(self._server(chosen.key))
-        if short > 0 and waited_s > FAIR_WAIT_S and (deployment.waiting or deployment.pending):
-            chosen = victim(self._candidates(deployment, busy=True))
+        is_short = short > 0 or short_share > 0
+        if is_short and waited_s > FAIR_WAIT_S and (deployment.waiting or deployment.pending):
+            chosen = victim(self._candidates(deployment, busy=True, device=device if short_share > 0 else ""))
             if chosen is not None:
                 self._metrics.evicted("fairness")
                 self._server(chosen.key).closing = True
@@ -112,11 +136,12 @@ class StartAdmission:
     def _server(self, key: str) -> Server:
         return next(d.servers[key] for d in self._deployments() if key in d.servers)
 
-    def _candidates(self, starting: Deployment, *, busy: bool) -> list[Candidate]:
-        """Instances that may give way to a start: idle ones, or those at work."""
+    def _candidates(self, starting: Deployment, *, busy: bool, device: str) -> list[Candidate]:
+        """Instances that may give way to a start: idle ones, or those at work; with a device, those on it."""
         found = []
         for deployment in self._deployments():
-            if deployment is starting:
+            share = deployment.device_share
+            if deployment is starting or (device and (share is None or share.device != device)):
                 continue
             is_replaced = deployment.model.name == starting.model.name and starting.pending
             spare = len(deployment.ready) - (0 if is_replaced else deployment.scaled.min_warm)

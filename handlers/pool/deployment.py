@@ -17,7 +17,7 @@ from ..http.keys import ApiKeys, parse_keys
 from .policy import Candidate, Demand, IdleGaps, InstanceLoad, Quiet, Window, route
 from .process import DEFAULT_KV_BYTES, OVERHEAD_BYTES, ServerProcess
 from .repository import Release
-from .values import Model
+from .values import DeviceShare, Model
 
 # The longest that a start waits for the snapshot of an instance that ends; an idle one has saved it after 0.2 s.
 SAVE_WAIT_S = 5.0
@@ -131,6 +131,11 @@ class Deployment:
         kv_bytes = (self.config.kv_bytes or DEFAULT_KV_BYTES) if self.release.has_kv else 0
         weight_bytes = min(self.release.weight_bytes, self.config.weights_bytes or self.release.weight_bytes)
         return weight_bytes + kv_bytes + OVERHEAD_BYTES
+
+    @property
+    def device_share(self) -> DeviceShare | None:
+        """Of one instance; None for one without."""
+        return self.model.device_share
 
     @property
     def demand(self) -> Demand:

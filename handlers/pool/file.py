@@ -137,6 +137,9 @@ class _Reader:
         for name in tables:
             with self._noting():
                 models[name] = self._model(name, defaults, size)
+        for message, hint, place in keys.check_devices({name: model.serve for name, model in models.items()}):
+            with self._noting():
+                raise self._error(Code.E2, message, *place, hint=hint)
         self._check_served_names((*tables, *self._table(("aliases",))))
         return Pool(
             file=self._file,

@@ -8,7 +8,8 @@ are asked. Blocks.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
 from ...loader.errors import TeneralError
 from ...loader.sources.open import scheme_of
@@ -35,6 +36,19 @@ def fitting_warnings(pool: Pool, *, deep: bool = False) -> Iterator[PoolWarning]
         except TeneralError as error:
             yield pool.warning(Code.W6, f"cannot be used: {error.message}", "node", "standby_base")
     yield from _memory_warnings(pool, needs, standby_bytes(pool.node, base), at_least=not deep)
+    for trouble in crowded_devices((model, model.min_warm) for model in pool):
+        yield pool.warning(Code.W7, trouble, "models")
+
+
+def crowded_devices(warm: Iterable[tuple[Model, int]]) -> Iterator[str]:
+    """The faults of devices of whose memory warm instances would take too much, by models and their numbers."""
+    taken: Counter[str] = Counter()
+    for model, number in warm:
+        if (share := model.device_share) is not None:
+            taken[share.device] += number * share.percent
+    for device, percent in sorted(taken.items()):
+        if percent > 100:
+            yield f"take {percent} percent of {device} where all their min_warm instances run"
 
 
 def _found(

@@ -25,16 +25,15 @@ from ...loader.errors import InsufficientMemoryError
 from ..api_document.routes import server_routes
 from ..console.files import PATHS as CONSOLE_PATHS
 from ..http.admission import Bodies
-from ..http.edge import check_key
 from ..http.errors import SERVER_ERROR, ApiError, as_api_error, retry_after
-from ..http.keys import ApiKeys, given_key
+from ..http.key_limits import KeyLimits
+from ..http.keys import ApiKeys
 from ..http.limits import OWN_HEADERS, PIECE_BYTES
-from ..http.service import CALL, HttpCall
+from ..http.service import CALL, TOKENS_HEADER, HttpCall
 from .attempts import LostError, Verdict, ask_instances
 from .deployment import Deployment, FailingError, Lease
-from .protocols import StreamEnd
+from .protocols import StreamEnd, read_tokens
 from .proxy_request import ProxyRequest, parse_request
-from .rates import KeyRates
 from .routing import Chooser
 from .shadow import Seen, Shadows
 from .supervisor import Supervisor
@@ -57,13 +56,17 @@ class Front:
     """The routes of models' requests. One per pool."""
 
     def __init__(
-        self, supervisor: Supervisor, bodies: Bodies, keys: ApiKeys | None, rates: KeyRates | None = None
+        self,
+        supervisor: Supervisor,
+        bodies: Bodies,
+        keys: ApiKeys | None,
+        key_limits: KeyLimits | None = None,
     ) -> None:
-        """`keys` grant access to all models without a key of their own, at most as often as `rates` allows."""
+        """`keys` grant access to all models without a key of their own, within `key_limits`."""
         self._supervisor = supervisor
         self._bodies = bodies
         self._keys = keys
-        self._rates = rates
+        self._key_limits = key_limits
         self._chooser = Chooser()
         self._shadows = Shadows(supervisor)
         self._session: aiohttp.ClientSession | None = None
@@ -99,7 +102,7 @@ class Front:
         parsed = parse_request(request, data)
         state, deployment, version = self._find(request, parsed)
         call.model = state.model.name
-        return await self._answer(request, parsed, deployment, version, call.request_id)
+        return await self._answer(request, parsed, deployment, version, call)
 
     def _find(self, request: web.Request, parsed: ProxyRequest) -> tuple[ModelState, Deployment, int | None]:
         """The model and version for a request, and the version that it names. Raises `ApiError`."""
@@ -140,7 +143,7 @@ class Front:
                 )  # fmt: skip
             raise _not_found(name)
         if deployment.keys is not None:  # before an instance is started
-            check_key(request, deployment.keys)
+            deployment.keys.check(request.headers)
         return state, deployment, target.version
 
     def _check_key(self, request: web.Request, state: ModelState | None) -> None:
@@ -149,9 +152,9 @@ class Front:
         """
         if self._keys is None or (state is not None and "api_key" in state.model.secrets):
             return
-        check_key(request, self._keys)
-        if self._rates is not None:
-            self._rates.take(given_key(request.headers))
+        self._keys.check(request.headers)
+        if self._key_limits is not None:
+            CALL.get().key_place = self._key_limits.admit_request(request.headers)
 
     # answering
 
@@ -161,7 +164,7 @@ class Front:
         parsed: ProxyRequest,
         deployment: Deployment,
         version: int | None,
-        request_id: str,
+        call: HttpCall,
     ) -> web.StreamResponse:
         # Twice: where a version cannot be started, another one takes the request.
         limit_s = 2 * deployment.model.queue_timeout_s + deployment.model.request_timeout_s + UPSTREAM_GRACE_S
@@ -172,9 +175,7 @@ class Front:
                     self._chooser,
                     deployment,
                     version,
-                    lambda lease, verdict: self._proxy_once(
-                        request, parsed, lease, verdict, request_id, limit
-                    ),
+                    lambda lease, verdict: self._proxy_once(request, parsed, lease, verdict, call, limit),
                     affinities=parsed.affinities,
                     is_repeatable=parsed.is_repeatable,
                 )
@@ -195,7 +196,7 @@ class Front:
         parsed: ProxyRequest,
         lease: Lease,
         verdict: Verdict,
-        request_id: str,
+        call: HttpCall,
         limit: asyncio.Timeout,
     ) -> web.StreamResponse:
         """Send the request to the instance, and pass its answer through. Raises `LostError` if
@@ -204,7 +205,7 @@ class Front:
         deployment = lease.server.deployment
         name = deployment.model.name
         path = parsed.path.replace("{model}", quote(name)) if parsed.is_kserve else parsed.path
-        body, headers = parsed.body_for(name), _forwarded(request, request_id)
+        body, headers = parsed.body_for(name), _forwarded(request, call)
         url = URL(f"{lease.server.process.url}{path}", encoded=True)
         began_s = time.monotonic()
         try:
@@ -212,6 +213,7 @@ class Front:
                 verdict.is_error = answer.status >= 500 and answer.status != 503
                 whole = await _read_whole(answer, verdict)
                 reply_headers = _passed_on(answer.headers)
+                read_tokens(reply_headers.pop(TOKENS_HEADER, ""), call)
                 reply_headers["x-teneral-model"] = deployment.name
                 reply_headers["x-teneral-start"] = lease.start
                 seen = Seen(answer.status, whole, time.monotonic() - began_s)
@@ -223,10 +225,13 @@ class Front:
                 end_s = limit.when()
                 assert end_s is not None
                 limit.reschedule(None)  # no other answer can follow what was sent
-                await _stream(answer, response, StreamEnd(request.path, request_id), end_s, verdict)
+                end = StreamEnd(request.path, call.request_id, call if call.key_place else None)
+                await _stream(answer, response, end, end_s, verdict)
                 return response
         except asyncio.CancelledError:
             verdict.is_late |= limit.expired()
+            # Unknown where the client leaves before an answer: estimated from the body, at four bytes a token.
+            call.prompt_tokens = call.prompt_tokens or len(body) // 4
             raise
         finally:
             if verdict.is_late and time.monotonic() - began_s > deployment.model.request_timeout_s:
@@ -328,14 +333,17 @@ async def _copy_body(
         end.passed(piece)
 
 
-def _forwarded(request: web.Request, request_id: str) -> CIMultiDict[str]:
+def _forwarded(request: web.Request, call: HttpCall) -> CIMultiDict[str]:
     named = {name.strip().lower() for name in request.headers.get("Connection", "").split(",")}
     headers = CIMultiDict(
         (name, value)
         for name, value in request.headers.items()
         if name.lower() not in _OWN_HEADERS and name.lower() not in named
     )
-    headers["x-request-id"] = request_id
+    headers["x-request-id"] = call.request_id
+    headers.popall(TOKENS_HEADER, None)
+    if call.key_place:
+        headers[TOKENS_HEADER] = "1"
     return headers
 
 

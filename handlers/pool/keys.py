@@ -6,8 +6,9 @@ types, so the text "3" is not a number here.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ...loader.errors import UsageError
@@ -46,6 +47,7 @@ POOL_SETTINGS = frozenset(
         "port",
         "health_port",
         "platform",
+        "key_limits",
         "max_queued",
         "request_timeout_s",
         "drain_timeout_s",
@@ -58,6 +60,7 @@ POOL_SETTINGS = frozenset(
 POOL_HINTS = {
     "model": "Write source.",
     "base": "Write base of the model, above its serve table.",
+    "key_limits": "Start the pool with --key-limits.",
     "max_queued": "Write max_concurrency.",
     "request_timeout_s": "Write request_timeout_s of the model, above its serve table.",
     "drain_timeout_s": "Write drain_s.",
@@ -131,6 +134,17 @@ def size_or_zero(value: Any) -> int:
     return 0 if value == 0 and not isinstance(value, bool) else size(value)
 
 
+def event(value: Any) -> str:
+    """As JSON."""
+    try:
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError):
+        raise ValueError("must be a value of JSON, without dates and nan") from None
+    if len(written) > MAX_TEXT_CHARS:
+        raise ValueError(f"must be at most {MAX_TEXT_CHARS:,} characters of JSON")
+    return written
+
+
 def version_number(value: Any) -> int:
     """Of a version's name: a whole number without a leading zero."""
     if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 10**12:
@@ -192,6 +206,31 @@ def shadow(value: Any) -> dict[str, int]:
     return {"version": version_number(value["version"]), "percent": integer(1, 100)(value["percent"])}
 
 
+def device_of(serve: Mapping[str, Any]) -> str:
+    """The GPU that a model's settings name, as "cuda:0"; '' for none."""
+    device = str(serve.get("device", ""))
+    return f"{device}:0" if device == "cuda" else device if device.startswith("cuda:") else ""
+
+
+def check_devices(models: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """The faults of models' settings for devices: message, hint and place. `models` are the settings by name.
+
+    An instance without a share would take all that is free of the device, and so others' shares.
+    """
+    sharing = {device_of(serve): name for name, serve in models.items() if "device_percent" in serve}
+    for name, serve in models.items():
+        device, place = device_of(serve), ("models", name, "serve")
+        if not device and "device_percent" in serve:
+            yield (
+                "needs the device that is shared",
+                'Write device = "cuda:0" as well.',
+                (*place, "device_percent"),
+            )
+        elif device in sharing and "device_percent" not in serve and device:
+            hint = "Write device_percent for each model of the device."
+            yield f"is {device}, of which {sharing[device]} takes a share", hint, (*place, "device")
+
+
 MODEL_KEYS: dict[str, Key] = {
     "source": Key(
         source, REQUIRED, "address", "artifact or model folder; {version} at most once; @b3: pins it"
@@ -235,6 +274,9 @@ INSTANCE_KEYS: dict[str, Key] = {
     "cpu": Key(number(0.1, 1024), None, "cores", "cores of one instance; needed to render"),
     "memory": Key(size, None, "bytes", "memory of one instance; needed to render"),
     "gpu": Key(integer(0, 16), 0, "GPUs", "GPUs of one instance"),
+    "example_event": Key(
+        event, None, "", "an event of the image's function, which `deploy.sh call` sends (default: a prompt)"
+    ),
 }
 NODE_KEYS: dict[str, Key] = {
     "memory": Key(

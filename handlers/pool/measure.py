@@ -38,6 +38,11 @@ OUTPUT_TOKENS = 48
 FIRST_PROMPT_WORDS = 4  # of the request that waits for a start
 PROMPT_WORDS = (128, 64, 32, 16)  # of the long prompt: the first that fits the model's context
 REPEATS = 5
+BATCH_REPEATS = 3
+MAX_COLD_STARTS = 3
+MIN_PROMPT_S = (
+    0.1  # a shorter prompt says nothing of the cores: processor time is counted in hundredths of a second
+)
 MAX_OTHER_CORES = 0.2  # beyond it figures are those of a busy machine
 MIN_GAIN = 0.95  # of a batch, relative to a smaller one
 PAUSE_S = 0.2  # between requests: one that finds its instance idle takes longer than one of a queue
@@ -160,6 +165,9 @@ class _Run:
         refill = {}
         if 0 < num_standby <= MAX_TAKEN:  # more are enough for any burst that the machine could start at once
             refill["refill_s"] = round(await self._refill_s(num_standby), 4)
+        cold = (
+            {} if self._standby is None else await self._cold_start(min(num_starts, MAX_COLD_STARTS), warm_s)
+        )
         return {
             "start_s": round(max(1e-4, statistics.median(starts) - warm_s), 4),
             "ready_share": round(
@@ -169,10 +177,27 @@ class _Run:
             "bytes": self._release.stored_bytes,
             "standby": num_standby,
             **refill,
+            **cold,
             "peak_mb": round(peak_bytes / 1e6, 1),
             "starts_s": [round(each, 4) for each in starts],
             **speeds,
         }
+
+    async def _cold_start(self, num_starts: int, warm_s: float) -> dict[str, float]:
+        """The start without a standby process: medians."""
+        runs = []
+        for _ in range(num_starts):
+            began_s = time.monotonic()
+            process = await start_server(self._config, standby=None, environment=self._environment)
+            try:
+                await process.wait_ready(self._session, self._model.ready_path)
+                with suppress(TeneralError):
+                    await self._complete(process, FIRST_PROMPT_WORDS, 1)
+                runs.append((time.monotonic() - began_s, tree_cpu_s(process.pid)))
+            finally:
+                await process.end(1.0)
+        start_s, cpu_s = (statistics.median(figures) - warm_s for figures in zip(*runs, strict=True))
+        return {"cold_start_s": round(max(1e-4, start_s), 4), "cold_start_cpu_s": round(max(0.0, cpu_s), 4)}
 
     async def _start_once(self) -> None:
         process = await start_server(self._config, standby=self._standby, environment=self._environment)
@@ -215,20 +240,25 @@ class _Run:
         long = await self._longest(process)
         short = long // 8
         await self._complete(process, short, OUTPUT_TOKENS)  # pages are touched
-        _, warm_s = await self._first_token(process, FIRST_PROMPT_WORDS)
-        few, short_s = await self._first_token(process, short)
-        many, long_s = await self._first_token(process, long)
+        _, warm_s, _ = await self._first_token(process, FIRST_PROMPT_WORDS)
+        few, short_s, short_ratios = await self._first_token(process, short)
+        cpu_s = tree_cpu_s(process.pid)
+        many, long_s, long_ratios = await self._first_token(process, long)
+        cpu_s = tree_cpu_s(process.pid) - cpu_s
         per_token_s = max(1e-7, (long_s - short_s) / max(1, many - few))
         overhead_s = max(0.0, short_s - few * per_token_s)
-        cores = 1.0
+        cores = max(1.0, cpu_s / (REPEATS * long_s)) if long_s >= MIN_PROMPT_S else 1.0
         rates: dict[str, float] = {}
         for batch in BATCHES:
             if batch > self._model.max_concurrency:
                 break
-            cpu_s, began_s = tree_cpu_s(process.pid), time.monotonic()
-            await asyncio.gather(*(self._complete(process, short, OUTPUT_TOKENS) for _ in range(batch)))
-            seconds = time.monotonic() - began_s
-            cores = max(cores, (tree_cpu_s(process.pid) - cpu_s) / seconds)
+            times = []
+            for _ in range(BATCH_REPEATS):
+                cpu_s, began_s = tree_cpu_s(process.pid), time.monotonic()
+                await asyncio.gather(*(self._complete(process, short, OUTPUT_TOKENS) for _ in range(batch)))
+                times.append(time.monotonic() - began_s)
+                cores = max(cores, (tree_cpu_s(process.pid) - cpu_s) / times[-1])
+            seconds = statistics.median(times)
             # On a busy machine the other requests may have taken longer than these: at most half is not decoding.
             decoding_s = max(seconds / 2, seconds - overhead_s - batch * few * per_token_s)
             rates[str(batch)] = round(batch * (OUTPUT_TOKENS - 1) / decoding_s, 2)
@@ -237,18 +267,22 @@ class _Run:
             "overhead_s": round(overhead_s, 5),
             "warm_s": warm_s,
             "decode_tokens_s": rates,
+            "overhead_ratios": short_ratios,
+            "prompt_ratios": long_ratios,
             "work_cores": round(min(cores, os.cpu_count() or 1), 2),
         }
 
-    async def _first_token(self, process: ServerProcess, num_words: int) -> tuple[int, float]:
-        """Tokens of the prompt, and the median seconds to the first token of an idle instance. Prompts differ by a few
-        tokens.
+    async def _first_token(self, process: ServerProcess, num_words: int) -> tuple[int, float, list[float]]:
+        """Tokens of the prompt, the median seconds to the first token of an idle instance, and single ones' ratios to
+        it. Prompts differ by a few tokens.
         """
         runs = []
         for _ in range(REPEATS):
             await asyncio.sleep(PAUSE_S)
             runs.append(await self._complete(process, num_words, 1))
-        return round(statistics.median(tokens for tokens, _ in runs)), statistics.median(s for _, s in runs)
+        median_s = statistics.median(seconds for _, seconds in runs)
+        ratios = [round(seconds / median_s, 3) for _, seconds in runs]
+        return round(statistics.median(tokens for tokens, _ in runs)), median_s, ratios
 
     async def _longest(self, process: ServerProcess) -> int:
         """Words of the longest prompt that the model takes. Raises `TeneralError` where it takes none."""

@@ -12,14 +12,20 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from .values import DeviceShare
+
 
 class Budget:
-    """Reservations by key. What a process was measured to use counts where it is more than its reservation."""
+    """Reservations by key. What a process was measured to use counts where it is more than its reservation.
+
+    A reservation may have a share of a device, too: those of one device sum to 1 at most.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self._reserved: dict[str, int] = {}
         self._measured: dict[str, int] = {}
+        self._shares: dict[str, DeviceShare] = {}
         self._changed = asyncio.Event()
 
     @property
@@ -38,10 +44,27 @@ class Budget:
     def charge_of(self, key: str) -> int:
         return max(self._reserved.get(key, 0), self._measured.get(key, 0))
 
-    def reserve(self, key: str, size_bytes: int) -> bool:
-        """Reserve it if it fits; False if it does not."""
+    def free_percent(self, device: str) -> int:
+        return 100 - sum(self.share_of(key, device) for key in self._shares)
+
+    def share_of(self, key: str, device: str) -> int:
+        """The percent that is reserved of that device."""
+        share = self._shares.get(key)
+        return 0 if share is None or share.device != device else share.percent
+
+    def shares(self) -> dict[str, int]:
+        """The percent that is reserved of each device."""
+        devices = {share.device for share in self._shares.values()}
+        return {device: 100 - self.free_percent(device) for device in sorted(devices)}
+
+    def reserve(self, key: str, size_bytes: int, share: DeviceShare | None = None) -> bool:
+        """Reserve both if they fit; False if they do not."""
         if size_bytes > self.free_bytes:
             return False
+        if share is not None:
+            if share.percent > self.free_percent(share.device):
+                return False
+            self._shares[key] = share
         self._reserved[key] = size_bytes
         return True
 
@@ -58,6 +81,7 @@ class Budget:
         """Idempotent."""
         self._reserved.pop(key, None)
         self._measured.pop(key, None)
+        self._shares.pop(key, None)
         self.notify()
 
     def notify(self) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...runtime.metrics import Histogram, counter, exposition, gauge, histogram
+from ...runtime.metrics import Families, Histogram, counter, exposition, gauge, histogram
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -21,6 +21,7 @@ class Gauges(NamedTuple):
     desired: Mapping[str, float]  # model
     waiting: Mapping[str, float]  # model
     memory_bytes: Mapping[str, float]  # budget, used, reserved
+    device_percent: Mapping[str, float]  # reserved, by device
 
 
 class PoolMetrics:
@@ -82,9 +83,9 @@ class PoolMetrics:
             },
         }
 
-    def render(self, gauges: Gauges) -> bytes:
-        """The exposition text."""
-        return exposition(self._families(gauges))
+    def render(self, gauges: Gauges, others: Families | None = None) -> bytes:
+        """The exposition text, with the families of `others`."""
+        return exposition((*self._families(gauges), *(() if others is None else others.families())))
 
     def _families(self, gauges: Gauges) -> Iterator[Metric]:
         yield counter(
@@ -142,4 +143,10 @@ class PoolMetrics:
             "Memory of the pool: its budget, used as measured, and reserved.",
             gauges.memory_bytes,
             ("kind",),
+        )
+        yield gauge(
+            "teneral_pool_device_percent",
+            "Percent of a GPU's memory that instances with a share of it have.",
+            gauges.device_percent,
+            ("device",),
         )

@@ -16,6 +16,7 @@ from ...runtime.metrics import CONTENT_TYPE
 from ..console.routes import PAGES
 from ..http.errors import SERVER_ERROR, ApiError, retry_after
 from ..http.json_bodies import encode
+from ..http.key_limits import KeyLimits
 from ..http.keys import ApiKeys, given_key
 from ..http.routes import ANY, DOCUMENT, METRICS, STATUS, Route, Schema
 from ..http.service import CALL, web_routes
@@ -40,7 +41,10 @@ ROUTES = (
         "Put a model to sleep, wake or drain it; promote or roll back a version, `name@8`",
         None, ANY,
     ),
-    Route("GET", "/v1/models", "models", "models", "All models and aliases, with their states", None, ANY),
+    *(
+        Route("GET", path, "models", "models", "All models and aliases, with their states", None, ANY)
+        for path in ("/v1/models", "/models")
+    ),
     Route("GET", "/v1/models/{id:.+}", "model", "models", "One of them", None, ANY),
     Route("GET", "/livez", "livez", "operate", "The process lives", None, STATUS, is_open=True),
     Route(
@@ -57,6 +61,7 @@ ROUTES = (
         for path, tag in (
             ("/readyz", "operate"),
             ("/health", "operate"),
+            ("/v1/health", "operate"),
             ("/ping", "operate"),
             ("/v2/health/ready", "kserve"),
         )
@@ -70,8 +75,16 @@ OPEN_PATHS = frozenset(route.canonical for route in ROUTES if route.is_open)
 class Overview:
     """Routes that ask no instance. One per pool."""
 
-    def __init__(self, supervisor: Supervisor, keys: ApiKeys | None, *, may_control: bool) -> None:
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        keys: ApiKeys | None,
+        *,
+        may_control: bool,
+        key_limits: KeyLimits | None = None,
+    ) -> None:
         self._supervisor = supervisor
+        self._key_limits = key_limits
         self._keys = keys
         self._may_control = may_control
         self._created_unix_s = int(time.time())
@@ -128,7 +141,8 @@ class Overview:
         )
 
     async def metrics(self, request: web.Request) -> web.Response:
-        text = await asyncio.to_thread(self._supervisor.metrics.render, self._gauges())
+        usage = None if self._key_limits is None else self._key_limits.usage()
+        text = await asyncio.to_thread(self._supervisor.metrics.render, self._gauges(), usage)
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     async def document(self, request: web.Request) -> web.Response:
@@ -306,7 +320,7 @@ class Overview:
             desired[name] += supervisor.wants(deployment)
             waiting[name] += len(deployment.waiting)
         memory = {"budget": budget.limit_bytes, "used": budget.used_bytes, "reserved": budget.charged_bytes}
-        return Gauges(instances, desired, waiting, memory)
+        return Gauges(instances, desired, waiting, memory, budget.shares())
 
 
 def _make_document() -> bytes:

@@ -68,7 +68,8 @@ def instance_config(
     if release.base is not None:
         settings["base"] = release.base
     settings.setdefault("log_format", log_format)
-    settings.setdefault("kv_bytes", DEFAULT_KV_BYTES)
+    if model.device_share is None:
+        settings.setdefault("kv_bytes", DEFAULT_KV_BYTES)
     version = "" if release.version is None else f"@{release.version}"
     settings.setdefault("kv_snapshot_sessions", True)
     settings.setdefault("kv_snapshot", str(state_folder / "kv" / f"{model.name}{version}"))

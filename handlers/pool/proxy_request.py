@@ -28,7 +28,7 @@ BODY_PATHS = frozenset(
         "/v1/embeddings",
         "/tokenize",
         "/detokenize",
-        *("/apply-template", "/infill"),
+        *("/apply-template", "/completion", "/infill"),
         *("/v1/messages", "/v1/messages/count_tokens"),
         *("/v1/classify", "/classify", "/v1/score", "/score"),
         *("/v1/rerank", "/v2/rerank", "/rerank"),
@@ -47,6 +47,7 @@ class _Fields(msgspec.Struct):
 
     model: msgspec.Raw = msgspec.Raw()
     teneral: msgspec.Raw = msgspec.Raw()
+    session_id: msgspec.Raw = msgspec.Raw()
     conversation: msgspec.Raw = msgspec.Raw()
     prompt_cache_key: msgspec.Raw = msgspec.Raw()
     user: msgspec.Raw = msgspec.Raw()
@@ -88,7 +89,7 @@ class Body:
                 session = msgspec.json.decode(fields.teneral, type=_Teneral).session
             except (msgspec.DecodeError, RecursionError):
                 session = None  # the instance says what is wrong with it
-        for name in ("conversation", "prompt_cache_key", "user"):
+        for name in ("session_id", "conversation", "prompt_cache_key", "user"):
             if session is None:
                 # The instance says what is wrong with another value.
                 with contextlib.suppress(ApiError):

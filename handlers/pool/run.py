@@ -33,6 +33,7 @@ from ..http.admission import Bodies
 from ..http.connections import Connections, app_runner
 from ..http.edge import QUIET_PATHS, Edge, EdgeRules
 from ..http.errors import ApiError
+from ..http.key_limits import KeyLimits, make_key_limits
 from ..http.keys import ApiKeys, parse_keys
 from ..http.limits import Limits
 from ..http.listening import OPEN_WARNING, is_loopback, listen, max_files, shown_address
@@ -43,12 +44,12 @@ from ..platforms import shaped_response
 from .admission import STANDBY_KEY
 from .deployment import Deployment
 from .file import read_pool
+from .fitting import crowded_devices
 from .front import Front, as_pool_error
 from .memory import Budget
 from .metrics import PoolMetrics
 from .overview import OPEN_PATHS, Overview
 from .process import Machine, StandbyChild, inherited_environment, instance_config, standby_bytes
-from .rates import KeyRates
 from .reload import Reloader
 from .repository import Release, ReleaseRepository, models_in
 from .supervisor import Supervisor
@@ -103,7 +104,7 @@ class RunOptions:
     watch: bool = False
     watch_s: float = WATCH_S
     model_control: bool = False
-    key_rate: int = 0  # requests a minute of each API key; 0: any
+    key_limits: str | None = None  # as in `http.key_limits`
     console: bool = True
     state_folder: str | None = None
     log_level: str = "info"
@@ -157,9 +158,7 @@ class PoolRunner:
         key = environment.get(f"{PREFIX}API_KEY")
         self._key = key or None
         self._keys = None if not key else ApiKeys(parse_keys(key))
-        if options.key_rate and self._keys is None:
-            raise UsageError("there are no API keys to limit", key="key-rate", hint=f"Set {PREFIX}API_KEY.")
-        self._rates = KeyRates(self._keys, options.key_rate) if self._keys and options.key_rate else None
+        self._key_limits = make_key_limits(options.key_limits, self._keys)
 
     async def serve(self, sock: socket.socket) -> None:
         supervisor, reloader = await self._make_supervisor()
@@ -167,10 +166,14 @@ class PoolRunner:
         limits = _limits(supervisor)
         connections = Connections(limits)
         bodies = Bodies(limits, lambda request: connections.body_is_there(request.protocol))
-        front = Front(supervisor, bodies, self._keys, self._rates)
+        front = Front(supervisor, bodies, self._keys, self._key_limits)
         options = self._options
-        app = PoolEdge(supervisor, front, connections, self._keys, options).application()
-        routes = list(Overview(supervisor, self._keys, may_control=options.model_control).routes())
+        app = PoolEdge(supervisor, front, connections, self._keys, options, self._key_limits).application()
+        routes = list(
+            Overview(
+                supervisor, self._keys, may_control=options.model_control, key_limits=self._key_limits
+            ).routes()
+        )
         if options.console:
             routes += PageRoutes(mode="pool", needs_key=self._keys is not None).routes()
         app.add_routes([*routes, *front.routes()])
@@ -254,6 +257,10 @@ class PoolRunner:
                 "memory",
                 hint="Lower min_warm or kv_bytes of a model, or standby_memory, or give [node] more memory.",
             )
+        for trouble in crowded_devices((d.model, d.scaled.min_warm) for d in warm):
+            raise self._pool.error(
+                Code.E10, trouble, "models", hint="Lower min_warm or device_percent of a model."
+            )
 
 
 @contextmanager
@@ -315,13 +322,14 @@ class PoolEdge(Edge):
         connections: Connections,
         keys: ApiKeys | None,
         options: RunOptions,
+        key_limits: KeyLimits | None,
     ) -> None:
         rules = EdgeRules(
             open_paths=OPEN_PATHS | (CONSOLE_PATHS if options.console else frozenset()),
             quiet_paths=QUIET_PATHS | {"/v1/pool"},  # which the console reads every second
             error_response=shaped_response,
         )
-        super().__init__(connections, keys, rules, logger)
+        super().__init__(connections, keys, rules, logger, key_limits=key_limits)
         self._supervisor = supervisor
         self._front = front
         self._any_host = frozenset({ANY}) if options.is_hosted else frozenset()

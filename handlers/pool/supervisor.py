@@ -157,7 +157,7 @@ class Supervisor:
 
     def wake_for_shadow(self, deployment: Deployment) -> None:
         """Start an instance for copies of requests, if it has none and nothing must give way to it."""
-        fits = deployment.need_bytes <= self._admission.spare_bytes
+        fits = self._admission.fits(deployment)
         may = not (deployment.servers or deployment.starting or deployment.retired or self.draining)
         if fits and may and self._now_s >= deployment.retry_at_s:
             self._begin(deployment)
@@ -252,7 +252,7 @@ class Supervisor:
         must = max(base, int(deployment.pending)) - present
         for number in range(missing):
             # A spare instance, or one for a request that is only expected, is not worth another model's.
-            if number >= must and deployment.need_bytes > self._admission.spare_bytes:
+            if number >= must and not self._admission.fits(deployment):
                 return
             self._begin(deployment)
 

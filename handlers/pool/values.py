@@ -18,9 +18,10 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...loader.errors import UsageError
+from .keys import device_of
 
 
 class Code(enum.StrEnum):
@@ -251,11 +252,20 @@ class InstanceSize:
     cpu: float | None = None
     memory_bytes: int | None = None
     gpu: int = 0
+    example_event: str | None = None  # JSON
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> InstanceSize:
         """Of parsed keys."""
-        return cls(values.get("image"), values.get("cpu"), values.get("memory"), values.get("gpu", 0))
+        event = values.get("example_event")
+        return cls(values.get("image"), values.get("cpu"), values.get("memory"), values.get("gpu", 0), event)
+
+
+class DeviceShare(NamedTuple):
+    """The share of a GPU's memory that one instance takes."""
+
+    device: str  # as "cuda:0"
+    percent: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +338,12 @@ class Model:
     )  # secret settings → environment variables with them
     instance: InstanceSize = InstanceSize()
     given: frozenset[str] = frozenset()
+
+    @property
+    def device_share(self) -> DeviceShare | None:
+        """Of an instance; None where it takes what is free of its device, or computes on the CPU."""
+        device, percent = device_of(self.serve), self.serve.get("device_percent")
+        return None if percent is None or not device else DeviceShare(device, percent)
 
     @property
     def is_versioned(self) -> bool:

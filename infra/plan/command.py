@@ -1,5 +1,5 @@
-"""`teneral pool plan`: a pool file, a trace and measured figures become cold share, first-token times and cost, as
-text, JSON and a page.
+"""`teneral pool plan`: a pool file, a trace and measured figures become cold share, first-token times, instances over
+time and cost, as text, JSON and a page; on one host, in a fleet, or with a machine for each instance.
 """
 
 from __future__ import annotations
@@ -14,16 +14,20 @@ from typing import Any
 from ...handlers.pool.file import read_pool
 from ...handlers.pool.values import Model, Pool
 from ...loader.errors import UsageError
+from .fleet import Fetch, fetch_all, parse_fleet
 from .instance_model import Profile, parse_assumptions, profile_of, read_profiles
-from .search import PoolChoice, Price, cheapest, pareto, parse_price, search, try_out
+from .outcome import Price, parse_price
+from .search import Host, PoolChoice, cheapest, pareto, search, three_ways, try_out
 from .trace import ArrivedRequest, in_order, read_trace, synthesize
 
 DEFAULT_MEASURED = "pool.measured.json"
+MILLION = 1_000_000
+PARTS_OF_TIME = 24  # of the instances over time
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """One model's: the pool as the file has it, and the grid."""
+    """One model's: the pool as the file has it, and the grid or, where `ways` has any, the ways to keep capacity."""
 
     model: Model
     profile: Profile
@@ -33,6 +37,9 @@ class ModelPlan:
     choices: list[PoolChoice]
     ttft_p99_s: float | None  # the objective
     price: Price
+    ways: dict[str, PoolChoice]
+    fetches: list[Fetch]  # of a fleet
+    places: int
 
     @property
     def advice(self) -> PoolChoice | None:
@@ -46,12 +53,18 @@ class ModelPlan:
             "requests": self.num_requests,
             "duration_s": round(self.duration_s, 3),
             "profile": self.profile.as_json(),
-            "as_written": _row(self.as_written),
+            "as_written": {**_row(self.as_written), "instances": self._instances},
+            "ways": {name: _way(choice, self.num_requests) for name, choice in self.ways.items()},
+            "all_at_once": [{"instances": self.places, **fetch._asdict()} for fetch in self.fetches],
             "pareto": [_row(choice) for choice in pareto(self.choices)],
             "objective_ttft_p99_s": self.ttft_p99_s,
             "cheapest": None if advice is None else _row(advice),
             "cost_unit": self.price.unit,
         }
+
+    @property
+    def _instances(self) -> list[int]:
+        return self.as_written.outcome.over_time(self.duration_s, PARTS_OF_TIME)
 
     def render(self) -> str:
         lines = [
@@ -59,12 +72,29 @@ class ModelPlan:
             _HEADER.format(cost=self.price.unit),
             _line(self.as_written, "as written"),
             *(_line(choice, "") for choice in pareto(self.choices)),
+            f"  instances over time, as written: {' '.join(map(str, self._instances))}",
         ]
+        if self.ways:
+            lines += [_WAYS_HEADER, *(_way_line(*way, self.num_requests) for way in self.ways.items())]
+            if unpriced := self._unpriced:
+                lines.append(f"  not in the cost, for want of a price: {unpriced}")
+            if "cold" not in self.ways:
+                lines.append("  no row for cold: --assume cold_start_s=, or measure again")
+        if self.fetches:
+            lines.append(
+                f"  {self.places:,} starts at once: bytes from the store, and time of all bytes on the links"
+            )
+            lines += map(_fetch_line, self.fetches)
         if self.ttft_p99_s is not None:
             advice = self.advice
             cheapest = "none of these pools" if advice is None else advice.settings
             lines.append(f"cheapest with a first token's p99 of at most {self.ttft_p99_s:g} s: {cheapest}")
         return "\n".join(lines)
+
+    @property
+    def _unpriced(self) -> str:
+        prices = {"standby processes": self.price.standby_per_hour, "the store's bytes": self.price.per_gb}
+        return ", ".join(name for name, price in prices.items() if price is None)
 
 
 _HEADER = "  {:>10} {:>7} {:>6}  {:>7} {:>8} {:>8} {:>11} {:>7} {{cost:>11}}".format(
@@ -83,6 +113,30 @@ def _line(choice: PoolChoice, mark: str) -> str:
     return f"{row}  {mark}".rstrip()
 
 
+_WAYS_HEADER = "  {:>10} {:>9} {:>7} {:>8} {:>8} {:>11} {:>9} {:>9} {:>9} {:>14}".format(
+    "kept", "instances", "cold", "p50 s", "p99 s", "instance-h", "standby-h", "store GB", "cost", "a million"
+)
+
+
+def _way_line(name: str, choice: PoolChoice, num_requests: int) -> str:
+    outcome = choice.outcome
+    return (
+        f"  {name:>10} {outcome.most:>9,} {100 * outcome.cold_share:>6.2f}% {choice.ttft_p50_s:>8.3f}"
+        f" {choice.ttft_p99_s:>8.3f} {outcome.instance_s / 3600:>11.3f} {choice.standby_s / 3600:>9.2f}"
+        f" {outcome.store_bytes / 1e9:>9.1f} {choice.cost:>9.4f} {choice.cost / num_requests * MILLION:>14.4f}"
+    )
+
+
+def _way(choice: PoolChoice, num_requests: int) -> dict[str, Any]:
+    cost = choice.cost / num_requests * MILLION
+    return {**_row(choice), "standby_s": round(choice.standby_s, 1), "cost_of_a_million": round(cost, 6)}
+
+
+def _fetch_line(fetch: Fetch) -> str:
+    time = "" if fetch.seconds is None else f" {fetch.seconds:>10,.1f} s"
+    return f"  {fetch.weights:>10} {fetch.store_bytes / 1e9:>12,.1f} GB{time}"
+
+
 def _row(choice: PoolChoice) -> dict[str, Any]:
     model, outcome = choice.model, choice.outcome
     return {
@@ -95,7 +149,10 @@ def _row(choice: PoolChoice) -> dict[str, Any]:
         "ttft_p99_s": round(choice.ttft_p99_s, 4),
         "instance_s": round(outcome.instance_s, 1),
         "busy_s": round(outcome.busy_s, 1),
+        "starts": outcome.starts,
         "most_instances": outcome.most,
+        "store_bytes": outcome.store_bytes,
+        "peer_bytes": outcome.peer_bytes,
         "refused": outcome.refused,
         "cost": round(choice.cost, 6),
     }
@@ -146,6 +203,10 @@ class PlanOptions:
     measured: str | None = None
     assume: tuple[str, ...] = field(default_factory=tuple)
     price: str | None = None
+    standby_price: str | None = None
+    store_price: str | None = None
+    ways: bool = False
+    fleet: str | None = None
     platform_s: float | None = None
     cores: float | None = None
     as_json: bool = False
@@ -157,12 +218,13 @@ def plan(options: PlanOptions) -> int:
     pool = read_pool(options.file)
     requests = _requests(pool, options)
     profiles = _profiles(pool, options)
-    price = parse_price(options.price)
+    price = parse_price(options.price, options.standby_price, options.store_price)
+    host = _host(options)
     plans = []
     for name in pool.models:
         own = in_order(request for request in requests if request.model == name)
         if own:
-            plans.append(_plan(pool, name, own, profiles[name], price, options.cores))
+            plans.append(_plan(pool, name, own, profiles[name], price, host, ways=options.ways))
     if not plans:
         named = sorted({request.model for request in requests})
         raise UsageError(
@@ -180,19 +242,41 @@ def plan(options: PlanOptions) -> int:
     return 0
 
 
+def _host(options: PlanOptions) -> Host:
+    if options.fleet is not None and options.cores is not None:
+        raise UsageError("--fleet and --cores exclude each other: --cores is one host", key="fleet")
+    return Host(options.cores, None if options.fleet is None else parse_fleet(options.fleet))
+
+
 def _plan(
-    pool: Pool, name: str, requests: list[ArrivedRequest], profile: Profile, price: Price, cores: float | None
+    pool: Pool,
+    name: str,
+    requests: list[ArrivedRequest],
+    profile: Profile,
+    price: Price,
+    host: Host,
+    *,
+    ways: bool,
 ) -> ModelPlan:
-    model = pool.models[name]
+    model, fleet = pool.models[name], host.fleet
+    if fleet is not None and model.max_instances > fleet.places:
+        raise UsageError(
+            f"{name}: max_instances is {model.max_instances}, and the fleet has room for {fleet.places}",
+            key="fleet",
+            hint="Give --fleet more nodes, or a larger per_node.",
+        )
     return ModelPlan(
         model=model,
         profile=profile,
         num_requests=len(requests),
         duration_s=requests[-1].t_s,
-        as_written=try_out(requests, model, profile, price, cores),
-        choices=search(requests, model, profile, price, cores),
-        ttft_p99_s=pool.slo.ttft_p99_s,
+        as_written=try_out(requests, model, profile, price, host),
+        choices=[] if ways else search(requests, model, profile, price, host),
+        ttft_p99_s=None if ways else pool.slo.ttft_p99_s,
         price=price,
+        ways=three_ways(requests, model, profile, price, host) if ways else {},
+        fetches=[] if fleet is None else fetch_all(fleet, profile.bytes, profile.link_bytes_s),
+        places=0 if fleet is None else fleet.places,
     )
 
 

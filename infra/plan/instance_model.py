@@ -19,7 +19,12 @@ from ...loader.errors import UsageError
 SCHEMA = 1
 PACKED_OVERHEAD = 1.09  # time until the weights are exact, relative to stored bytes / link rate: 1.03 to 1.09
 MAX_FILE_BYTES = 1 << 20
-DETAILS = ("peak_mb", "starts_s")  # for people
+DETAILS = ("peak_mb",)  # for people
+MAX_SAMPLES = 1000
+MAY_BE_ZERO = (
+    "bytes", "platform_s", "overhead_s", "standby", "refill_s", "start_cpu_s", "cold_start_s", "cold_start_cpu_s",
+    "other_cores",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +45,17 @@ class Profile:
     overhead_s: float = 0.0  # of a request without tokens
     decode_tokens_s: tuple[tuple[int, float], ...] = ((1, 20.0), (8, 80.0))
     work_cores: float = 1.0  # that an instance with requests keeps busy
-    other_cores: float = 0.0  # that other processes used while this was measured; the plan does not use it
+    # That other processes used while this was measured. They are taken from a host's cores: all figures are of what
+    # was left.
+    other_cores: float = 0.0
     standby: int = 0  # standby processes of the machine; 0: starts do not need them
+    cold_start_s: float = 0.0  # without a standby process, where `start_s` is with one; 0: unknown
+    cold_start_cpu_s: float = 0.0
     refill_s: float = 1.0  # until a standby process that was taken has been replaced
+    # Single starts; and of an idle instance single first tokens of short and of long prompts, relative to their median.
+    starts_s: tuple[float, ...] = ()
+    overhead_ratios: tuple[float, ...] = ()
+    prompt_ratios: tuple[float, ...] = ()
 
     @property
     def wire_s(self) -> float:
@@ -55,18 +68,8 @@ class Profile:
         return max(self.start_s, self.wire_s, 1e-6)
 
     @property
-    def ready_work_s(self) -> float:
-        """The part of it until the instance takes requests."""
-        return min(1.0, self.ready_share) * self.start_work_s
-
-    @property
     def start_cores(self) -> float:
         return self.start_cpu_s / self.start_work_s
-
-    @property
-    def link_share(self) -> float:
-        """Share of the link's rate that a start takes, on average. From 0 to 1."""
-        return self.wire_s / self.start_work_s
 
     def speed(self, batch: int) -> float:
         """The speed of each of `batch` sequences, relative to one alone. Interpolated between measured batches."""
@@ -80,13 +83,24 @@ class Profile:
                 return min(1.0, rate / batch / alone)
         return min(1.0, points[-1][1] / batch / alone)
 
-    def prefill_s(self, prompt_tokens: int) -> float:
-        return self.overhead_s + prompt_tokens / self.prefill_tokens_s
+    def prompt_s(self, prompt_tokens: int) -> float:
+        """Time of a prompt's tokens, without the request's overhead."""
+        return prompt_tokens / self.prefill_tokens_s
 
     def decode_s(self, output_tokens: int) -> float:
         """Of a sequence alone."""
         batch, rate = self.decode_tokens_s[0]
         return max(0, output_tokens - 1) / (rate / batch)
+
+    def without_standby(self) -> Profile | None:
+        """The same without standby processes. None where it is not known how long a start takes then."""
+        if not self.standby:
+            return self
+        if not self.cold_start_s:
+            return None
+        return dataclasses.replace(
+            self, standby=0, start_s=self.cold_start_s, start_cpu_s=self.cold_start_cpu_s, starts_s=()
+        )
 
     def as_json(self) -> dict[str, Any]:
         values = dataclasses.asdict(self)
@@ -111,6 +125,8 @@ def profile_of(values: Mapping[str, Any], where: str, base: Profile | None = Non
             raise UsageError(
                 f"{where}: {name} must be a number above 0; it is {value!r}", key=name
             ) from error
+    if "start_s" in changes:  # one that is assumed does not vary
+        changes.setdefault("starts_s", ())
     return dataclasses.replace(base or Profile(), **changes)
 
 
@@ -122,9 +138,11 @@ def _figure(name: str, value: Any) -> Any:
         if not points or points[0][0] < 1 or len(points) > 64:
             raise ValueError
         return tuple(points)
-    number = _positive(
-        value, allow_zero=name in ("bytes", "platform_s", "overhead_s", "standby", "refill_s", "start_cpu_s")
-    )
+    if name in ("starts_s", "overhead_ratios", "prompt_ratios"):
+        if not isinstance(value, list) or len(value) > MAX_SAMPLES:
+            raise ValueError
+        return tuple(map(_positive, value))
+    number = _positive(value, allow_zero=name in MAY_BE_ZERO)
     return int(number) if name in ("bytes", "standby") else number
 
 

@@ -1,7 +1,5 @@
 """The search for settings: a grid of pools under one trace, those that no other beats, and the cheapest that is fast
-enough.
-
-Prices are the user's: none is shipped.
+enough; and a pool kept warm, started from standby processes, or cold.
 """
 
 from __future__ import annotations
@@ -11,45 +9,16 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ...handlers.pool.values import Model
-from ...loader.errors import UsageError
+from .fleet import Fleet
 from .instance_model import Profile
-from .simulate import Outcome, simulate
+from .outcome import Outcome, Price, cost_of
+from .simulate import simulate
 from .trace import ArrivedRequest
 
 MIN_WARM = (0, 1, 2, 4)
 BUFFER = (0, 1, 2)
 IDLE_TIMEOUT_S = (30.0, 60.0, 300.0, 900.0, 3600.0)
 HYBRID_TIMEOUT_S = 300.0  # until enough gaps have been seen
-
-
-class Price(NamedTuple):
-    """`per_hour` of an instance, and `per_gb_s` of memory while it is there. Both add up."""
-
-    per_hour: float = 1.0
-    per_gb_s: float = 0.0
-    unit: str = "instance-h"
-
-
-def cost_of(outcome: Outcome, model: Model, price: Price) -> float:
-    """In the price's unit. Where the price is one an hour, it is instance-hours."""
-    gigabytes = (model.instance.memory_bytes or 0) / 1e9
-    return outcome.instance_s / 3600 * price.per_hour + outcome.instance_s * gigabytes * price.per_gb_s
-
-
-def parse_price(text: str | None) -> Price:
-    """Of `0.10/h` or `0.0000166667/GB-s`. Raises `UsageError`."""
-    if text is None:
-        return Price()
-    amount, _, unit = text.partition("/")
-    try:
-        value = float(amount)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1e9 or unit not in ("h", "GB-s"):
-        raise UsageError(
-            f"--price {text}: must be a number and /h or /GB-s", key="price", hint="Such as 0.10/h."
-        )
-    return Price(value, 0.0, "cost") if unit == "h" else Price(0.0, value, "cost")
 
 
 class PoolChoice(NamedTuple):
@@ -60,6 +29,7 @@ class PoolChoice(NamedTuple):
     ttft_p50_s: float
     ttft_p99_s: float
     cost: float
+    standby_s: float = 0.0  # of all standby processes
 
     @property
     def settings(self) -> str:
@@ -84,25 +54,56 @@ def candidates(model: Model) -> Iterable[Model]:
                     )
 
 
+class Host(NamedTuple):
+    """The machines that instances run on: a fleet, one host with these cores, or (both None) one for each instance."""
+
+    cores: float | None = None
+    fleet: Fleet | None = None
+
+
+OWN = Host()
+
+
 def try_out(
-    requests: Sequence[ArrivedRequest], model: Model, profile: Profile, price: Price, cores: float | None
+    requests: Sequence[ArrivedRequest], model: Model, profile: Profile, price: Price, host: Host = OWN
 ) -> PoolChoice:
     """One pool under the requests of its model."""
-    outcome = simulate(requests, {model.name: model}, {model.name: profile}, cores=cores)[model.name]
-    ordered = sorted(outcome.first_token_s)
-    half, most = (ordered[round(share * (len(ordered) - 1))] if ordered else 0.0 for share in (0.5, 0.99))
-    return PoolChoice(model, outcome, half, most, cost_of(outcome, model, price))
+    outcomes = simulate(
+        requests, {model.name: model}, {model.name: profile}, cores=host.cores, fleet=host.fleet
+    )
+    outcome = outcomes[model.name]
+    nodes = 1 if host.fleet is None else host.fleet.nodes
+    standby_s = requests[-1].t_s * profile.standby * nodes
+    half_s, most_s = outcome.percentiles(50, 99)
+    cost = cost_of(outcome, model, price, standby_s=standby_s)
+    return PoolChoice(model, outcome, half_s, most_s, cost, standby_s)
 
 
 def search(
-    requests: Sequence[ArrivedRequest],
-    model: Model,
-    profile: Profile,
-    price: Price,
-    cores: float | None = None,
+    requests: Sequence[ArrivedRequest], model: Model, profile: Profile, price: Price, host: Host = OWN
 ) -> list[PoolChoice]:
     """The grid, in its order."""
-    return [try_out(requests, each, profile, price, cores) for each in candidates(model)]
+    return [try_out(requests, each, profile, price, host) for each in candidates(model)]
+
+
+def three_ways(
+    requests: Sequence[ArrivedRequest], model: Model, profile: Profile, price: Price, host: Host = OWN
+) -> dict[str, PoolChoice]:
+    """The pool by how it keeps capacity. `standby` and `cold` have instances while there are requests, started from
+    standby processes or without them, where the profile has figures for that; `warm` always has the most that these
+    had.
+    """
+    scaled = dataclasses.replace(model, min_warm=0, buffer=0, policy="fixed")
+    alone = profile.without_standby()
+    found = {}
+    if profile.standby:
+        found["standby"] = try_out(requests, scaled, profile, price, host)
+    if alone is not None:
+        found["cold"] = try_out(requests, scaled, alone, price, host)
+    most = max([1, *(choice.outcome.most for choice in found.values())])
+    always = dataclasses.replace(scaled, min_warm=most, max_instances=most)
+    warm = try_out(requests, always, dataclasses.replace(profile, standby=0), price, host)
+    return {"warm": warm, **found}
 
 
 def pareto(choices: Iterable[PoolChoice]) -> list[PoolChoice]:

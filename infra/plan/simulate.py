@@ -2,138 +2,30 @@
 
 Starts and work on one host share its cores (processor sharing): everything there slows down by the same factor, so
 completions are kept in a clock of the host's that runs slower than time while it has too much to do. Starts share the
-link to the store, too, and have a clock of their own, which is never ahead of the host's. Within an instance, sequences
-slow each other down as their batch was measured to. Pure: the same inputs give the same result.
+link to the store, too, and have a clock of their own, which is never ahead of the host's. An instance computes prompts
+one after the other, first come first served, and decodes nothing meanwhile, as an engine whose steps a prompt fills; a
+step has one overhead for all requests that wait for it. Then its sequences slow each other down as their batch was
+measured to. Starts and prompts vary as the measured ones did: each takes a measured one's ratio to the median, drawn
+from a seeded sequence. Pure: the same inputs give the same result.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
-from ...handlers.pool.policy import Demand, IdleGaps, Quiet, Window, desired, idle_limit_s, max_starts
+from ...handlers.pool.policy import IdleGaps, idle_limit_s, max_starts
 from ...handlers.pool.values import Model
-from .instance_model import Profile
+from .fleet import Fleet, Nodes, Way
+from .instance_model import PACKED_OVERHEAD, Profile
+from .outcome import Outcome
+from .state import ROUNDING_S, SimulatedInstance, SimulatedModel
 from .trace import ArrivedRequest
 
 _INFINITY = float("inf")
-_PLATFORM_READY, _IDLE, _EXPECTED = 0, 1, 2
-_ROUNDING_S = 1e-9
-
-
-@dataclass(slots=True)
-class Outcome:
-    """Of one model. `first_token_s` are from arrival to first token, in order of the requests' admission."""
-
-    requests: int = 0
-    cold: int = 0
-    refused: int = 0  # waited longer than the model's queue_timeout_s
-    first_token_s: array[float] = field(default_factory=lambda: array("d"))
-    instance_s: float = 0.0  # from an instance's start to its end
-    busy_s: float = 0.0  # with at least one request
-    starts: int = 0
-    most: int = 0  # instances at the same time
-
-    @property
-    def cold_share(self) -> float:
-        return self.cold / self.requests if self.requests else 0.0
-
-    def percentile(self, percent: float) -> float:
-        """Of the first token; 0 without answers."""
-        ordered = sorted(self.first_token_s)
-        if not ordered:
-            return 0.0
-        return ordered[min(len(ordered) - 1, round(percent / 100 * (len(ordered) - 1)))]
-
-
-class _Instance:
-    __slots__ = (
-        "began_s",
-        "busy_since_s",
-        "clock",
-        "ends",
-        "held",
-        "idle_since_s",
-        "in_work",
-        "model",
-        "own",
-        "ready_s",
-        "stamp",
-    )
-
-    def __init__(self, model: _Model, began_s: float) -> None:
-        self.model = model
-        self.began_s = began_s
-        self.ready_s = began_s
-        self.in_work = 0
-        self.own = 0.0  # its own clock: work done for each of its sequences
-        self.clock = 0.0  # the host's clock when that was looked at
-        self.ends: list[float] = []  # of its sequences, on its own clock
-        self.stamp = 0  # of its next completion; an older one is void
-        self.held: list[tuple[float, float]] | None = []  # arrival and prefill of requests until it is loaded
-        self.idle_since_s = 0.0
-        self.busy_since_s = 0.0
-
-
-class _Model:
-    __slots__ = (
-        "cores",
-        "gaps",
-        "idle",
-        "link_share",
-        "max_in_work",
-        "outcome",
-        "present",
-        "profile",
-        "quiet_since_s",
-        "ready",
-        "scaled",
-        "slots",
-        "speeds",
-        "starting",
-        "waiting",
-        "wanted",
-        "window",
-        "work_cores",
-    )
-
-    def __init__(self, model: Model, profile: Profile) -> None:
-        self.scaled = model
-        self.profile = profile
-        self.outcome = Outcome()
-        self.ready: list[_Instance] = []
-        self.idle: deque[tuple[float, _Instance]] = deque()  # since when; some are busy again
-        self.starting = 0
-        self.present = 0  # starting and ready
-        self.waiting: deque[tuple[float, ArrivedRequest]] = deque()
-        self.max_in_work = model.max_concurrency
-        self.speeds = [1.0, *(profile.speed(batch) for batch in range(1, model.max_concurrency + 1))]
-        self.slots = [0.0] * profile.standby  # times from which standby processes can be taken
-        self.cores = profile.start_cores
-        self.link_share = profile.link_share
-        self.work_cores = profile.work_cores
-        self.gaps = IdleGaps() if model.policy == "hybrid" else None
-        self.quiet_since_s: float | None = None  # when its last request ended
-        self.window: Window | None = None
-        # The policy's answer by the number of requests: it depends on nothing else.
-        most = model.target_concurrency * model.max_instances + 1
-        self.wanted = [desired(model, Demand(busy, 0)) for busy in range(most + 1)]
-
-    def wants(self, quiet: Quiet | None) -> int:
-        """Instances, by the policy."""
-        if quiet is not None:
-            return desired(self.scaled, Demand(0, 0), quiet)
-        busy = len(self.waiting) + sum(instance.in_work for instance in self.ready)
-        return self.wanted[busy] if busy < len(self.wanted) else self.wanted[-1]
-
-    def quiet(self, now_s: float) -> Quiet | None:
-        if self.window is None or self.quiet_since_s is None:
-            return None
-        return Quiet(now_s - self.quiet_since_s + _ROUNDING_S, self.window)
+_PLATFORM_READY, _IDLE, _EXPECTED, _TICK, _READY, _LOADED = range(6)
 
 
 def simulate(
@@ -143,23 +35,34 @@ def simulate(
     *,
     cores: float | None = None,
     until_s: float | None = None,
+    fleet: Fleet | None = None,
 ) -> dict[str, Outcome]:
     """Outcomes by model. `requests` are in order of time. `cores` are those of the one host that all instances share;
-    None: each has enough of its own. The `min_warm` instances are ready at time 0. Instances are paid for until
+    None: each has enough of its own. In a `fleet`, which has room for all of the models' `max_instances`, starts share
+    the store's link, and not those of nodes. The `min_warm` instances are ready at time 0. Instances are paid for until
     `until_s`, or until all requests have ended.
     """
-    return _Simulation(models, profiles, cores).run(requests, until_s)
+    return _Simulation(models, profiles, cores, fleet).run(requests, until_s)
 
 
 class _Simulation:
     def __init__(
-        self, models: Mapping[str, Model], profiles: Mapping[str, Profile], cores: float | None
+        self,
+        models: Mapping[str, Model],
+        profiles: Mapping[str, Profile],
+        cores: float | None,
+        fleet: Fleet | None,
     ) -> None:
-        self.models = {name: _Model(model, profiles[name]) for name, model in models.items()}
-        self.is_one_host = cores is not None
-        self.cores = _INFINITY if cores is None else cores
+        self.fleet = fleet or Fleet(1)
+        self.nodes = None if fleet is None else Nodes(fleet)
+        self.models = {name: SimulatedModel(model, profiles[name]) for name, model in models.items()}
+        self.shares_link = cores is not None or fleet is not None
+        self.cores = _INFINITY
+        if cores is not None:  # less what the machine of the figures did meanwhile
+            used = [max(cores - profiles[name].other_cores, profiles[name].work_cores) for name in models]
+            self.cores = min([cores, *used])
         self.start_places = _INFINITY if cores is None else max_starts(math.ceil(cores))
-        self.queue: deque[_Instance] = deque()  # that wait for a place to start
+        self.queue: deque[SimulatedInstance] = deque()  # that wait for a place to start
         self.now_s = 0.0
         self.clock = 0.0  # the host's
         self.pace = 1.0  # of the clock
@@ -167,12 +70,13 @@ class _Simulation:
         self.start_pace = 1.0
         self.demand = 0.0  # cores that are wanted now
         self.link_demand = 0.0  # of the link's rate, by starts
-        self.timers: list[tuple[float, int, int, _Model, _Instance]] = []
-        self.completions: list[tuple[float, int, int, _Instance]] = []  # clock, number, stamp
+        self.timers: list[tuple[float, int, int, SimulatedModel, SimulatedInstance]] = []
+        self.completions: list[tuple[float, int, int, SimulatedInstance]] = []  # clock, number, stamp
         self.loading: list[
-            tuple[float, int, bool, _Instance]
+            tuple[float, int, bool, SimulatedInstance]
         ] = []  # clock of starts, number, whether at its end
         self.num_starting = 0  # not ready yet
+        self.num_loading = 0  # not loaded yet
         self.number = 0
 
     def run(self, requests: Sequence[ArrivedRequest], until_s: float | None) -> dict[str, Outcome]:
@@ -189,7 +93,7 @@ class _Simulation:
                 self.now_s + (loading[0][0] - self.start_clock) / self.start_pace if loading else _INFINITY
             )
             next_s = min(next_arrival_s, timer_s, done_s, ready_s)
-            is_over = position >= count and not completions and not loading and not self._is_waiting()
+            is_over = position >= count and not (completions or self.num_loading or self._is_waiting())
             if next_s > end_s or next_s == _INFINITY or (is_over and until_s is None):
                 break
             self.clock += (next_s - self.now_s) * self.pace
@@ -225,14 +129,14 @@ class _Simulation:
         if model.gaps is not None and model.quiet_since_s is not None:
             model.gaps.observe(self.now_s - model.quiet_since_s)
             model.quiet_since_s = None
-        instance = None if model.waiting else self._least(model)
+        instance = None if model.waiting else model.least()
         if instance is None:
             model.waiting.append((self.now_s, request))
         else:
             self._admit(model, instance, request, self.now_s)
         self._start_missing(model)
 
-    def _complete(self, entry: tuple[float, int, int, _Instance]) -> None:
+    def _complete(self, entry: tuple[float, int, int, SimulatedInstance]) -> None:
         _, _, stamp, instance = entry
         model = instance.model
         if stamp != instance.stamp:
@@ -240,7 +144,9 @@ class _Simulation:
         self._advance(instance)
         heapq.heappop(instance.ends)
         instance.in_work -= 1
-        while model.waiting and (free := self._least(model)) is not None:
+        model.in_work -= 1
+        model.note_load(instance)
+        while model.waiting and (free := model.least()) is not None:
             self._take_waiting(model, free)
         if instance.in_work == 0:
             self._idle(model, instance)
@@ -250,83 +156,146 @@ class _Simulation:
             self._begin_gap(model, model.gaps, instance)
         self._end_late(model)
 
-    def _begin_gap(self, model: _Model, gaps: IdleGaps, last: _Instance) -> None:
+    def _begin_gap(self, model: SimulatedModel, gaps: IdleGaps, last: SimulatedInstance) -> None:
         """The last request has ended, at the instance `last`; the policy is hybrid."""
         model.quiet_since_s, model.window = self.now_s, gaps.window()
         for kind, after_s in zip((_EXPECTED, _IDLE), model.window or (), strict=False):
             self.number += 1
             heapq.heappush(self.timers, (self.now_s + after_s, self.number, kind, model, last))
 
-    def _ring(self, timer: tuple[float, int, int, _Model, _Instance]) -> None:
+    def _ring(self, timer: tuple[float, int, int, SimulatedModel, SimulatedInstance]) -> None:
         _, _, kind, model, instance = timer
         if kind == _PLATFORM_READY:
             self.queue.append(instance)
             self._load_next()
         elif kind == _EXPECTED:
             self._start_missing(model)
+        elif kind == _TICK:
+            self._begin_missing(model)
+        elif kind == _READY:
+            self._started(instance)
+        elif kind == _LOADED:
+            self._loaded(instance)
         else:
             self._end_late(model)
 
     # instances
 
-    def _begin_warm(self, model: _Model) -> None:
+    def _begin_warm(self, model: SimulatedModel) -> None:
         """Have its `min_warm` instances ready."""
         for _ in range(model.wants(None)):
-            model.present += 1
-            model.starting += 1
-            model.outcome.starts += 1
-            model.outcome.most = max(model.outcome.most, model.present)
-            instance = _Instance(model, self.now_s)
+            instance = self._new(model)
             instance.held = None
+            if self.nodes is not None and instance.node is not None:
+                list(self.nodes.loaded(instance.node, model.scaled.name))
             self._ready(model, instance)
+
+    def _new(self, model: SimulatedModel) -> SimulatedInstance:
+        self.number += 1
+        instance = SimulatedInstance(model, self.now_s, self.number)
+        if self.nodes is not None:
+            instance.node = self.nodes.place(model.scaled.name)
+        model.starting += 1
+        model.outcome.starts += 1
+        self._count(model, 1)
+        return instance
+
+    def _count(self, model: SimulatedModel, number: int) -> None:
+        model.present += number
+        model.outcome.counts.append((self.now_s, model.present))
 
     def _load_next(self) -> None:
         """Begin the starts that have a place."""
         while self.queue and self.num_starting < self.start_places:
             instance = self.queue.popleft()
-            model = instance.model
-            self._want(model.cores, model.link_share)
             self.num_starting += 1
-            for work_s, is_end in ((model.profile.ready_work_s, False), (model.profile.start_work_s, True)):
-                self.number += 1
-                heapq.heappush(self.loading, (self.start_clock + work_s, self.number, is_end, instance))
+            self.num_loading += 1
+            instance.ready_s = self.now_s
+            way: Way | None = Way.STORE
+            if self.nodes is not None and instance.node is not None:
+                way = self.nodes.fetch(instance.node, instance.model.scaled.name, instance)
+            if way is not None:
+                self._load(instance, way)
 
-    def _started(self, instance: _Instance) -> None:
+    def _load(self, instance: SimulatedInstance, way: Way) -> None:
+        """Read the weights, and count their bytes."""
+        model, profile = instance.model, instance.model.profile
+        work_s = profile.start_s * model.draw(model.start_ratios)
+        if way is Way.STORE:
+            slowest = min(profile.link_bytes_s, self.fleet.node_bytes_s)
+            model.outcome.store_bytes += profile.bytes
+        else:
+            slowest = self.fleet.peer_bytes_s if way is Way.PEER else _INFINITY
+            model.outcome.peer_bytes += profile.bytes if way is Way.PEER else 0
+        work_s = max(work_s, PACKED_OVERHEAD * profile.bytes / slowest, 1e-6)
+        if way is Way.STORE:
+            instance.link_share = profile.wire_s / work_s
+        self._want(model.cores, instance.link_share)
+        for share, is_end in ((min(1.0, profile.ready_share), False), (1.0, True)):
+            self.number += 1
+            if way is Way.STORE:
+                end = self.start_clock + share * work_s
+                heapq.heappush(self.loading, (end, self.number, is_end, instance))
+            else:  # of a fleet, where nothing slows it down
+                kind = _LOADED if is_end else _READY
+                end_s = max(self.now_s, instance.ready_s + share * work_s)  # it may have waited for its bytes
+                heapq.heappush(self.timers, (end_s, self.number, kind, model, instance))
+
+    def _started(self, instance: SimulatedInstance) -> None:
         self.num_starting -= 1
         self._ready(instance.model, instance)
         self._load_next()
 
-    def _loaded(self, instance: _Instance) -> None:
+    def _loaded(self, instance: SimulatedInstance) -> None:
         """All of its weights are there: what it took meanwhile begins."""
         model = instance.model
-        self._want(-model.cores, -model.link_share)
+        self._want(-model.cores, -instance.link_share)
+        self.num_loading -= 1
         held, instance.held = instance.held, None
         instance.clock = self.clock
         if held:
             self._want(model.work_cores)
-            for number, (arrived_s, prefill_s) in enumerate(held, 1):
-                self._note_first(model, number, arrived_s, prefill_s)
+            for arrived_s, request in held:
+                self._compute_prompt(model, instance, request, arrived_s)
             self._expect(instance)
+        if self.nodes is not None and instance.node is not None:
+            for waiting, way in self.nodes.loaded(instance.node, model.scaled.name):
+                self._load(waiting, way)
 
-    def _start_missing(self, model: _Model) -> None:
+    def _start_missing(self, model: SimulatedModel) -> None:
+        """Begin the starts that are missing when the platform decides the next time."""
+        if model.present >= model.wants(model.quiet(self.now_s)):
+            return
+        decides_s = self.fleet.scaling.next_tick_s(self.now_s, model.present)
+        if decides_s <= self.now_s + ROUNDING_S:
+            self._begin_missing(model)
+        elif decides_s != model.decides_s:
+            model.decides_s = decides_s
+            self.number += 1
+            unused = SimulatedInstance(model, self.now_s, self.number)
+            heapq.heappush(self.timers, (decides_s, self.number, _TICK, model, unused))
+
+    def _begin_missing(self, model: SimulatedModel) -> None:
         wanted = model.wants(model.quiet(self.now_s))
+        scaling = self.fleet.scaling
         while model.present < wanted:
-            model.present += 1
-            model.starting += 1
-            model.outcome.starts += 1
-            model.outcome.most = max(model.outcome.most, model.present)
-            instance = _Instance(model, self.now_s)
+            instance = self._new(model)
             begin_s = self.now_s + model.profile.platform_s
-            if model.slots:
-                slot_s = heapq.heappop(model.slots)
-                begin_s = max(begin_s, slot_s)
-                heapq.heappush(model.slots, begin_s + model.profile.refill_s)
+            if scaling.per_s:
+                begin_s = max(begin_s, model.limited_s - (scaling.burst - 1) / scaling.per_s)
+                model.limited_s = max(model.limited_s, begin_s) + 1 / scaling.per_s
+            if standby := model.profile.standby:
+                node = 0 if instance.node is None else instance.node.number
+                slots = model.slots.setdefault(node, [0.0] * standby)
+                begin_s = max(begin_s, slots[0])
+                heapq.heapreplace(slots, begin_s + model.profile.refill_s)
             self.number += 1
             heapq.heappush(self.timers, (begin_s, self.number, _PLATFORM_READY, model, instance))
 
-    def _ready(self, model: _Model, instance: _Instance) -> None:
+    def _ready(self, model: SimulatedModel, instance: SimulatedInstance) -> None:
         model.starting -= 1
         model.ready.append(instance)
+        model.note_load(instance)
         instance.ready_s = self.now_s
         instance.clock = self.clock
         while model.waiting and instance.in_work < model.max_in_work:
@@ -335,7 +304,7 @@ class _Simulation:
             instance.busy_since_s = self.now_s
             self._rest(model, instance)
 
-    def _take_waiting(self, model: _Model, instance: _Instance) -> None:
+    def _take_waiting(self, model: SimulatedModel, instance: SimulatedInstance) -> None:
         arrived_s, request = model.waiting.popleft()
         if self.now_s - arrived_s > model.scaled.queue_timeout_s:
             model.outcome.refused += 1
@@ -344,35 +313,51 @@ class _Simulation:
             model.outcome.cold += 1
         self._admit(model, instance, request, arrived_s)
 
-    def _admit(self, model: _Model, instance: _Instance, request: ArrivedRequest, arrived_s: float) -> None:
-        profile = model.profile
+    def _admit(
+        self, model: SimulatedModel, instance: SimulatedInstance, request: ArrivedRequest, arrived_s: float
+    ) -> None:
         if instance.in_work == 0:
             instance.busy_since_s = self.now_s
             if instance.held is None:
                 self._want(model.work_cores)
         self._advance(instance)
         instance.in_work += 1
-        prefill_s = profile.prefill_s(request.prompt_tokens)
-        work_s = request.work_s
-        if work_s is None:
-            work_s = prefill_s + profile.decode_s(request.output_tokens)
-        heapq.heappush(instance.ends, instance.own + work_s)
+        model.in_work += 1
+        model.note_load(instance)
         if instance.held is not None:
-            instance.held.append((arrived_s, prefill_s))
+            heapq.heappush(instance.ends, self._own_work_s(model, request))
+            instance.held.append((arrived_s, request))
             return
-        self._note_first(model, instance.in_work, arrived_s, prefill_s)
+        heapq.heappush(instance.ends, instance.own + self._own_work_s(model, request))
+        self._compute_prompt(model, instance, request, arrived_s)
         self._expect(instance)
 
-    def _note_first(self, model: _Model, batch: int, arrived_s: float, prefill_s: float) -> None:
-        slowed = model.speeds[batch] * self.pace
-        model.outcome.first_token_s.append(self.now_s - arrived_s + prefill_s / slowed)
+    def _own_work_s(self, model: SimulatedModel, request: ArrivedRequest) -> float:
+        """Of the instance with this sequence alone, after its prompt."""
+        if request.work_s is not None:
+            return request.work_s
+        return model.profile.decode_s(request.output_tokens)
 
-    def _idle(self, model: _Model, instance: _Instance) -> None:
+    def _compute_prompt(
+        self, model: SimulatedModel, instance: SimulatedInstance, request: ArrivedRequest, arrived_s: float
+    ) -> None:
+        """Note the request's first token: after the prompts before its own, and its own. A step has the overhead once,
+        for all that wait for it.
+        """
+        work = model.draw(model.prompt_ratios) * model.profile.prompt_s(request.prompt_tokens)
+        if self.clock >= instance.step_begin:  # else the last step has not begun, and takes this one, too
+            instance.step_begin = max(self.clock, instance.prompts_end)
+            work += model.draw(model.overhead_ratios) * model.profile.overhead_s
+        instance.prompts_end = max(self.clock, instance.prompts_end) + work
+        waited_s = self.now_s - arrived_s
+        model.outcome.first_token_s.append(waited_s + (instance.prompts_end - self.clock) / self.pace)
+
+    def _idle(self, model: SimulatedModel, instance: SimulatedInstance) -> None:
         self._want(-model.work_cores)
         model.outcome.busy_s += self.now_s - instance.busy_since_s
         self._rest(model, instance)
 
-    def _rest(self, model: _Model, instance: _Instance) -> None:
+    def _rest(self, model: SimulatedModel, instance: SimulatedInstance) -> None:
         instance.idle_since_s = self.now_s
         instance.stamp += 1
         model.idle.append((self.now_s, instance))
@@ -381,7 +366,7 @@ class _Simulation:
             self.timers, (self.now_s + model.scaled.idle_timeout_s, self.number, _IDLE, model, instance)
         )
 
-    def _end_late(self, model: _Model) -> None:
+    def _end_late(self, model: SimulatedModel) -> None:
         """End idle instances whose time is over, as `policy.to_end` has it."""
         quiet = model.quiet(self.now_s)
         idle, timeout_s = model.idle, idle_limit_s(model.scaled, quiet)
@@ -390,44 +375,39 @@ class _Simulation:
             if instance.in_work or instance.idle_since_s != since_s:  # it was busy since
                 idle.popleft()
                 continue
-            if since_s + timeout_s > self.now_s + _ROUNDING_S:
+            if since_s + timeout_s > self.now_s + ROUNDING_S:
                 return
             if len(model.ready) <= model.wants(quiet):
                 return
             idle.popleft()
             model.ready.remove(instance)
-            model.present -= 1
+            instance.number = -1
+            if self.nodes is not None and instance.node is not None:
+                self.nodes.leave(instance.node, model.scaled.name)
+            self._count(model, -1)
             self._pay(instance, self.now_s)
 
-    def _pay(self, instance: _Instance, until_s: float) -> None:
+    def _pay(self, instance: SimulatedInstance, until_s: float) -> None:
         instance.model.outcome.instance_s += until_s - instance.began_s
 
     # clocks
 
-    def _least(self, model: _Model) -> _Instance | None:
-        """The ready instance with fewest requests, if it takes one more."""
-        best, fewest = None, model.max_in_work
-        for instance in model.ready:
-            if instance.in_work < fewest:
-                best, fewest = instance, instance.in_work
-                if fewest == 0:
-                    break
-        return best
-
-    def _advance(self, instance: _Instance) -> None:
+    def _advance(self, instance: SimulatedInstance) -> None:
         if instance.held is None:
-            instance.own += (self.clock - instance.clock) * instance.model.speeds[instance.in_work]
+            begin = max(instance.clock, min(self.clock, instance.prompts_end))
+            instance.own += (self.clock - begin) * instance.model.speeds[instance.in_work]
         instance.clock = self.clock
 
-    def _expect(self, instance: _Instance) -> None:
+    def _expect(self, instance: SimulatedInstance) -> None:
         instance.stamp += 1
         left = max(0.0, instance.ends[0] - instance.own) / instance.model.speeds[instance.in_work]
+        end = max(self.clock, instance.prompts_end) + left
         self.number += 1
-        heapq.heappush(self.completions, (self.clock + left, self.number, instance.stamp, instance))
+        heapq.heappush(self.completions, (end, self.number, instance.stamp, instance))
 
     def _want(self, cores: float, link: float = 0.0) -> None:
         self.demand += cores
         self.pace = 1.0 if self.demand <= self.cores else self.cores / self.demand
         self.link_demand += link
-        is_shared = self.is_one_host and self.link_demand > 1.0
+        is_shared = self.shares_link and self.link_demand > 1.0
         self.start_pace = self.pace / self.link_demand if is_shared else self.pace

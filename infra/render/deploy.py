@@ -63,7 +63,11 @@ class Platform(NamedTuple):
 def plan(rendering: Rendering, models: Sequence[Model], documents: Sequence[RenderedDocument]) -> DeployPlan:
     """The tables of the platform's script, from the documents in the order in which they are applied."""
     units = [units_of(rendering, model) for model in models]
-    tables = {"file": Table("FILE", [(document.file,) for document in documents])}
+    events = [(_served_name(each[0]), each[0].model.instance.example_event or "") for each in units]
+    tables = {
+        "file": Table("FILE", [(document.file,) for document in documents]),
+        "event": Table("MODEL EXAMPLE_EVENT", [row for row in events if row[1]]),
+    }
     if "http" in PLATFORMS[rendering.platform].parts:
         keys = [(_served_name(each[0]), _key_variable(each[0])) for each in units]
         tables["api_key"] = Table("MODEL VARIABLE", [row for row in keys if row[1]])
@@ -156,11 +160,11 @@ def _deployments(
 ) -> dict[str, Table]:
     """Of Kubernetes and the chart, which makes the same documents."""
     versions = [unit for each in units for unit in each]
-    rows = [(unit.name, _served_name(unit), _key_variable(unit), str(unit.min_warm)) for unit in versions]
+    rows = [(_served_name(unit), unit.name, _key_variable(unit), str(unit.min_warm)) for unit in versions]
     if rendering.platform == "helm":
         quiet = Rendering(rendering.pool, "kubernetes", rendering.options, rendering.sizes)
         documents = [body for each in units for body in kubernetes.render_model(quiet, each[0].model)]
-    return {**_cluster(units, documents), "version": Table("NAME MODEL API_KEY_VARIABLE WARM", rows)}
+    return {**_cluster(units, documents), "model": Table("MODEL RESOURCE API_KEY_VARIABLE WARM", rows)}
 
 
 def _of_cluster(resource: Callable[[list[Unit]], str]) -> Tables:
@@ -213,21 +217,19 @@ def _stacks(
 
 PLATFORMS: dict[str, Platform] = {
     "knative": Platform(
-        "Knative", ("http", "kubectl", "knative_urls", "knative"), _of_cluster(_knative_resource)
+        "Knative", ("http", "kubectl", "files", "knative_urls"), _of_cluster(_knative_resource)
     ),
     "kserve": Platform(
         "KServe",
         ("http", "kubectl", "knative_urls", "kserve"),
         _of_cluster(lambda versions: f"inferenceservice/{versions[0].base}"),
     ),
-    "kubernetes": Platform(
-        "Kubernetes with KEDA", ("http", "kubectl", "deployments", "kubernetes"), _deployments
-    ),
+    "kubernetes": Platform("Kubernetes with KEDA", ("http", "kubectl", "files", "deployments"), _deployments),
     "helm": Platform("Kubernetes with Helm", ("http", "kubectl", "deployments", "helm"), _deployments),
     "cloud-run": Platform("Cloud Run", ("http", "cloud-run"), _cloud_run),
-    "lambda": Platform("AWS Lambda", ("aws", "lambda"), _stacks),
-    "sagemaker": Platform("SageMaker", ("aws", "sagemaker"), _stacks),
+    "lambda": Platform("AWS Lambda", ("aws", "stacks", "lambda"), _stacks),
+    "sagemaker": Platform("SageMaker", ("aws", "stacks", "sagemaker"), _stacks),
     "fargate": Platform("ECS on Fargate", ("http", "aws", "fargate"), _stacks),
     "ray": Platform("Ray Serve", ("http", "ray"), lambda _, units, __: {"model": _models(units, _base)}),
-    "kuberay": Platform("KubeRay", ("http", "kubectl", "kuberay"), _of_cluster(_base)),
+    "kuberay": Platform("KubeRay", ("http", "kubectl", "files", "kuberay"), _of_cluster(_base)),
 }

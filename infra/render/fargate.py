@@ -37,6 +37,7 @@ SIZES = {
 }
 FREE_DISK_GIB, MAX_DISK_GIB = 20, 200
 MAX_IDLE_S = 4000  # of a load balancer's connection
+SCRATCH = "scratch"
 START_S = 900  # longest load; until then the balancer's verdict does not end a task
 
 
@@ -211,6 +212,7 @@ def _task(rendering: Rendering, unit: Unit) -> dict[str, Any]:
         "ExecutionRoleArn": {"Fn::GetAtt": ["ExecutionRole", "Arn"]},
         "TaskRoleArn": {"Fn::GetAtt": ["TaskRole", "Arn"]},
         "ContainerDefinitions": [_container(unit)],
+        "Volumes": [{"Name": SCRATCH}],
     }
     disk_gib = -(-(unit.disk_bytes + SCRATCH_BYTES) // GIB)
     if disk_gib > MAX_DISK_GIB:
@@ -240,6 +242,9 @@ def _container(unit: Unit) -> dict[str, Any]:
         "Environment": [{"Name": name, "Value": value} for name, value in unit.environment.items()],
         "StopTimeout": whole_seconds(unit.drain_s) + END_S,
         "LogConfiguration": {"LogDriver": "awslogs", "Options": logs},
+        "ReadonlyRootFilesystem": True,
+        # In the container; every folder of files is below it (`check_limits`).
+        "MountPoints": [{"SourceVolume": SCRATCH, "ContainerPath": "/tmp"}],  # noqa: S108
     }
     if unit.secrets:
         definition["Secrets"] = [

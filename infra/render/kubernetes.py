@@ -1,5 +1,5 @@
 """Plain Kubernetes with KEDA: a Deployment and a Service a version, and what scales it; and the values of the
-Helm chart `infra/helm/teneral`, with the schema that the chart checks them by.
+Helm chart `infra/helm/teneral`, which has a schema of them.
 
 With `min_warm = 0` requests go through KEDA's HTTP add-on (0.14 or newer: InterceptorRoute), which holds them while the
 first instance starts; otherwise a Prometheus query counts the requests in work. A Prometheus trigger alone never wakes
@@ -16,7 +16,7 @@ from typing import Any
 
 from ...handlers.pool.values import Code, Model
 from .documents import SCRATCH_BYTES, RenderedDocument, Rendering
-from .limits import END_S, LIMITS, MAX_VERSIONS, Unit, check_limits, units_of
+from .limits import END_S, Unit, check_limits, units_of
 from .pods import (
     PORT,
     USER_ID,
@@ -37,16 +37,6 @@ SCALER = "keda-add-ons-http-external-scaler.keda:9090"
 # Endpoints still send requests for a moment after a pod began to end; SIGTERM waits for that long,
 # within the pod's grace period.
 ROUTES_FORGET_S = 3
-# Of a pod's spec, what the chart's values may add: the cluster's matters, not the model's.
-POD_KEYS = {
-    "affinity": {"type": "object"},
-    "imagePullSecrets": {"type": "array"},
-    "nodeSelector": {"type": "object"},
-    "priorityClassName": {"type": "string"},
-    "runtimeClassName": {"type": "string"},
-    "tolerations": {"type": "array"},
-}
-NAME_PATTERN = "^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$"
 
 
 def render_model(rendering: Rendering, model: Model) -> list[RenderedDocument]:
@@ -270,7 +260,12 @@ def _disruption_budget(unit: Unit) -> dict[str, Any]:
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
         "metadata": metadata(unit),
-        "spec": {"maxUnavailable": 1, "selector": _selector(unit)},
+        "spec": {
+            "maxUnavailable": 1,
+            # An instance that serves nothing holds no drain up.
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+            "selector": _selector(unit),
+        },
     }
 
 
@@ -364,75 +359,3 @@ def _model_values(units: list[Unit]) -> dict[str, Any]:
 def _version_values(unit: Unit) -> dict[str, Any]:
     values: dict[str, Any] = {"source": unit.address, "weight": unit.weight}
     return values if unit.version is None else {"version": unit.version, **values}
-
-
-def values_schema() -> dict[str, Any]:
-    """JSON Schema (draft 7, as Helm takes it) of the values."""
-    limits = {limit.key: limit for limit in LIMITS["helm"]}
-    idle = limits["idle_timeout_s"]
-    text, quantity = (
-        {"type": "string", "minLength": 1},
-        {"type": "string", "pattern": "^[0-9]+(m|Ki|Mi|Gi|Ti)?$"},
-    )
-    texts = {"type": "object", "additionalProperties": {"type": "string"}}
-    version = _object(
-        {"source": text, "version": _whole(1, 10**12), "weight": _whole(0, 100)}, required=["source"]
-    )
-    volume = _object(
-        {
-            "name": {"type": "string", "pattern": NAME_PATTERN},
-            "path": {"type": "string", "pattern": "^/"},
-            "size": quantity,
-        },
-        required=["name", "path", "size"],
-    )
-    model = _object(
-        {
-            "name": text,
-            "image": text,
-            "cpu": quantity,
-            "memory": quantity,
-            "disk": {"type": "string", "pattern": "^([0-9]+(Ki|Mi|Gi|Ti)?)?$"},
-            "gpu": _whole(0, 16),
-            "min_warm": _whole(0, 1000),
-            "max_instances": _whole(1, 1000),
-            "buffer": _whole(0, 100),
-            "idle_timeout_s": _seconds(idle.low, idle.high),
-            "target_concurrency": _whole(1, 1024),
-            "queue_timeout_s": _seconds(0.1, 600),
-            "request_timeout_s": _seconds(1, 3600),
-            "drain_s": _seconds(1, 3600),
-            "ready_path": {"enum": ["/readyz", "/readyz?when=exact"]},
-            "volumes": {"type": "array", "items": volume},
-            "environment": {**texts, "propertyNames": {"pattern": "^TENERAL_[A-Z0-9_]+$"}},
-            "secrets": {**texts, "propertyNames": {"pattern": "^TENERAL_[A-Z0-9_]+$"}},
-            "pod": _object(POD_KEYS, required=[]),
-            "versions": {"type": "array", "items": version, "minItems": 1, "maxItems": MAX_VERSIONS["helm"]},
-            "shadow": _object(
-                {"version": _whole(1, 10**12), "percent": _whole(1, 100)}, required=["version", "percent"]
-            ),
-        },
-        required=["image", "cpu", "memory", "versions"],
-    )
-    models = {"type": "object", "propertyNames": {"pattern": NAME_PATTERN}, "additionalProperties": model}
-    schema = _object(
-        {"prometheus": text, "gateway": text, "global": {"type": "object"}, "models": models},
-        required=["models"],
-    )
-    return {
-        "$schema": "http://json-schema.org/draft-07/schema#",
-        "title": "Values of the chart teneral",
-        **schema,
-    }
-
-
-def _object(properties: dict[str, Any], *, required: list[str]) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-
-
-def _whole(low: int, high: int) -> dict[str, Any]:
-    return {"type": "integer", "minimum": low, "maximum": high}
-
-
-def _seconds(low: float, high: float) -> dict[str, Any]:
-    return {"type": "number", "minimum": low, "maximum": high}

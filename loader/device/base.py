@@ -48,6 +48,14 @@ def check_device_fits(name: str, free_bytes: int, *, weights_bytes: int, ring_by
         raise device_refused(name, needed_bytes, free_bytes, made_of)
 
 
+def check_share(name: str, share_bytes: int, *, weights_bytes: int, step_bytes: int, kv_bytes: int) -> None:
+    """Raise `InsufficientMemoryError` when a server's share of a device has less than these take together."""
+    needed_bytes = weights_bytes + step_bytes + kv_bytes
+    if needed_bytes > share_bytes:
+        made_of = f"weights {weights_bytes / MIB:,.0f}, steps {step_bytes / MIB:,.0f}, KV pool {kv_bytes / MIB:,.0f}"
+        raise device_refused(name, needed_bytes, share_bytes, made_of)
+
+
 def device_refused(
     name: str, needed_bytes: int, free_bytes: int | None, made_of: str
 ) -> InsufficientMemoryError:
@@ -57,8 +65,8 @@ def device_refused(
         f"the model needs {needed_bytes / MIB:,.0f} MiB of the memory of {name} ({made_of}), but {have}",
         needed_bytes=needed_bytes,
         available_bytes=free_bytes,
-        hint="End what else uses the device, name another one (--device cuda:1), serve a smaller or quantised model, "
-        "or use the CPU (--device cpu).",
+        hint="End what else uses the device, raise --device-percent where it is set, name another device "
+        "(--device cuda:1), serve a smaller or quantised model, or use the CPU (--device cpu).",
     )
 
 

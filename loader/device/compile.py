@@ -44,48 +44,62 @@ def cubin_name(architecture: int) -> str:
 
 
 def compile_kernels(architecture: int) -> bytes:
-    """The cubin for an architecture. Needs NVRTC, and no device. Raises `LoadError` with the
-    compiler's own words.
-    """
-    from cupy.cuda import nvrtc  # some hundred ms, only for compiling
+    """The cubin for an architecture; raises the errors of `compile_text`."""
+    return compile_text(
+        "the loader's kernels", program_text(), OPTIONS, architecture, by="teneral.loader.device.compile"
+    )
 
-    program, log = None, ""
+
+def compile_text(what: str, text: str, options: Sequence[str], architecture: int, *, by: str) -> bytes:
+    """The cubin of a source text for an architecture. Needs NVRTC, and no device. Raises `LoadError` with
+    the compiler's own words, and with `by`, the module that compiles ahead.
+    """
+    made, log = None, ""
     try:
-        program = nvrtc.createProgram(program_text(), "loader.cu", (), ())
+        from cupy.cuda import nvrtc  # lazy: some hundred ms, only for compiling
+
+        made = nvrtc.createProgram(text, "kernels.cu", (), ())
         try:
-            nvrtc.compileProgram(program, (*OPTIONS, f"--gpu-architecture=sm_{architecture}"))
+            nvrtc.compileProgram(made, (*options, f"--gpu-architecture=sm_{architecture}"))
         except nvrtc.NVRTCError:
-            log = nvrtc.getProgramLog(program)
+            log = nvrtc.getProgramLog(made)
             raise
-        cubin: bytes = nvrtc.getCUBIN(program)
-    except RuntimeError as error:  # the compiler's own errors are such, and its absence is one
+        cubin: bytes = nvrtc.getCUBIN(made)
+    except (ImportError, RuntimeError) as error:  # the compiler's own errors are such, and its absence is one
         raise LoadError(
-            f"the loader's kernels do not compile for sm_{architecture}: {error} {log}".rstrip(),
-            hint="Compile them where NVRTC is, with `python -m teneral.loader.device.compile`, and name their folder "
-            "with --kernel-dir.",
+            f"{what} do not compile for sm_{architecture}: {error} {log}".rstrip(),
+            hint=f"Compile them where NVRTC is, with `python -m {by}`, and name their folder with --kernel-dir.",
         ) from error
     finally:
-        if program is not None:
-            nvrtc.destroyProgram(program)
+        if made is not None:
+            nvrtc.destroyProgram(made)
     return cubin
 
 
 def find_cubin(architecture: int, folders: Sequence[Path]) -> Path | None:
     """The first that runs there: for that very architecture, or for an earlier minor version of it."""
-    for minor in range(architecture % 10, -1, -1):
-        name = cubin_name(architecture // 10 * 10 + minor)
+    for each in that_run_on(architecture):
         for folder in folders:
-            if (folder / name).is_file():
-                return folder / name
+            if (folder / cubin_name(each)).is_file():
+                return folder / cubin_name(each)
     return None
+
+
+def that_run_on(architecture: int) -> range:
+    """The architectures whose cubins run on this one: itself, then earlier minor versions."""
+    return range(architecture, architecture // 10 * 10 - 1, -1)
 
 
 def keep_cubin(architecture: int, cubin: bytes, folder: Path) -> Path:
     """Write it, whole or not at all; several processes may write the same. Raises `OSError` where
     it cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / cubin_name(architecture)
+    return keep(cubin, folder / cubin_name(architecture))
+
+
+def keep(cubin: bytes, path: Path) -> Path:
+    """Write it to this path, likewise."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}")
     part.write_bytes(cubin)
     part.replace(path)

@@ -102,10 +102,12 @@ class CudaTicket:
 class CudaDevice:
     """See `base.Device`."""
 
-    def __init__(self, index: int, *, timeline: Timeline, cubin_folders: Sequence[Path] = ()) -> None:
+    def __init__(
+        self, index: int, *, timeline: Timeline, cubin_folders: Sequence[Path] = (), max_percent: int = 100
+    ) -> None:
         """Open the device: its context, and its kernels from the first of the folders that has
         them, compiled otherwise and left in the last one. Takes some tenths of a second, or
-        seconds. Raises `LoadError` when that fails.
+        seconds. `max_percent` is the share of its memory that may be taken. Raises `LoadError` when that fails.
         """
         begun_s = time.monotonic()
         self.name = f"cuda:{index}"
@@ -117,7 +119,7 @@ class CudaDevice:
                     f"CuPy cannot be imported: {error}", hint="Reinstall it, or say --device cpu."
                 ) from error
         self._cupy, self._runtime = cupy, cupy.cuda.runtime
-        self._index = index
+        self._index, self._max_percent = index, max_percent
         self._ring_memory: Any = None
         self._host_ring: npt.NDArray[np.uint8] | None = None
         self._ring_address = 0
@@ -145,7 +147,8 @@ class CudaDevice:
 
     def free_bytes(self) -> int:
         with self.used("asking for its memory"):
-            return int(self._runtime.memGetInfo()[0])
+            free_bytes, total_bytes = self._runtime.memGetInfo()
+        return min(int(free_bytes), int(total_bytes) * self._max_percent // 100)
 
     def reserve(self, weights_bytes: int, ring: memoryview, *, slot_bytes: int = 0) -> None:
         """See `base.Device`. Pinning takes the longest, some tenths of a second a GB."""

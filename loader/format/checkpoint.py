@@ -7,6 +7,7 @@ sub-folders are not looked for. Only headers are read here, never tensor content
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -40,6 +41,10 @@ from .safetensors import FIRST_READ_BYTES, MAX_TENSORS, SafetensorsFile, TensorE
 # and so a request.
 MIN_DIRECT_BYTES = 4 * 1024 * 1024
 MAX_SHARED_PART_BYTES = 16 * 1024 * 1024
+
+
+_STACKED = re.compile(r"(.*\.mlp\.experts\.)(gate_up|down)_proj")
+_FLOATS = ("BF16", "F16", "F32")
 
 
 class StoredTensor(NamedTuple):
@@ -97,6 +102,47 @@ def open_checkpoint(source: Source) -> Checkpoint:
         left_out=left_out(found),
         stated=tuple(map(_stated, shards.infos, headers)),
     )
+
+
+def with_experts_apart(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint as one with a tensor for each expert's matrix, in place of those in rows that transformers has:
+    (experts, 2 * size, hidden), gates before ups, and (experts, hidden, size). The bytes lie where they did. Tensors
+    in another order, as gpt-oss has them, stay.
+
+    Raises `CheckpointError` where these were too many.
+    """
+    if checkpoint.groups is not None:
+        return checkpoint
+    tensors: dict[str, StoredTensor] = {}
+    for name, stored in checkpoint.tensors.items():
+        found = _STACKED.fullmatch(name)
+        parts = ("gate", "up") if found is not None and found[2] == "gate_up" else ("down",)
+        if found is None or not _is_in_rows(checkpoint, found[1]):
+            tensors[name] = stored
+            continue
+        entry = stored.entry
+        num_experts, rows, columns = entry.shape
+        if len(tensors) + num_experts * len(parts) > MAX_TENSORS:
+            raise CheckpointError(f"{name} and others hold more than {MAX_TENSORS} matrices", where=name)
+        size = entry.size_bytes // (num_experts * len(parts))
+        for number in range(num_experts * len(parts)):
+            own = f"{found[1]}{number // len(parts)}.{parts[number % len(parts)]}_proj.weight"
+            begin = entry.begin + number * size
+            part = entry._replace(
+                name=own, shape=(rows // len(parts), columns), begin=begin, end=begin + size
+            )
+            tensors[own] = StoredTensor(part, stored.shard)
+    return checkpoint._replace(tensors=tensors)
+
+
+def _is_in_rows(checkpoint: Checkpoint, prefix: str) -> bool:
+    """True if both tensors of a layer's experts have floats, and shapes that fit each other."""
+    found = [checkpoint.tensors.get(f"{prefix}{kind}_proj") for kind in ("gate_up", "down")]
+    entries = [stored.entry for stored in found if stored is not None]
+    if any(entry.dtype not in _FLOATS or len(entry.shape) != 3 or 0 in entry.shape for entry in entries):
+        return False
+    shapes = [entry.shape for entry in entries]
+    return len(shapes) == 2 and shapes[0] == (shapes[1][0], 2 * shapes[1][2], shapes[1][1])
 
 
 def _stated(info: ObjectInfo, header: SafetensorsFile) -> StatedDigest | None:

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 from ..artifact import open_artifact, open_model
 from ..errors import TeneralError
 from ..process.helper import OWNER_GONE
-from ..sources.http.outage import show_outages
 from ..sources.open import import_likely_store
 from ..timeline import Timeline
 
@@ -112,8 +111,7 @@ def _open(task: Task, timeline: Timeline) -> tuple[Source, Manifest, Prefetch | 
         return prefetch.look(weight_bytes, blob, part)
 
     with timeline.span("manifest", "open"):
-        source = open_model(task.url, task.source_options)
-        show_outages(source, timeline)
+        source = open_model(task.url, task.source_options, timeline=timeline)
         threading.Thread(target=_import_ahead, daemon=True).start()
         manifest = open_artifact(source, digest=task.digest, look=look)
     return source, manifest, prefetch

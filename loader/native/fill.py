@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from .frames import DAMAGED, OK, Fault, address
-from .library import require_library
+from .library import fields, require_library
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -77,16 +77,8 @@ class FillArgs(ctypes.Structure):
 
     _fields_ = (
         ("size", ctypes.c_size_t),
-        ("stored", ctypes.c_void_p),
-        ("segments", ctypes.c_void_p),
-        ("scratch", ctypes.c_void_p),
-        ("stored_bytes", ctypes.c_int64),
-        ("num_segments", ctypes.c_int64),
-        ("scratch_bytes", ctypes.c_int64),
-        ("segment", ctypes.c_int64),
-        ("plane", ctypes.c_int64),
-        ("at", ctypes.c_int64),
-        ("fault", ctypes.c_int64),
+        *fields(ctypes.c_void_p, "stored segments scratch"),
+        *fields(ctypes.c_int64, "stored_bytes num_segments scratch_bytes segment plane at fault"),
     )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import IntegrityError
-from .library import require_library
+from .library import fields, require_library
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,14 +63,8 @@ class DecodeFramesArgs(ctypes.Structure):
 
     _fields_ = (
         ("size", ctypes.c_size_t),
-        ("src", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("extents", ctypes.c_void_p),
-        ("src_bytes", ctypes.c_int64),
-        ("out_bytes", ctypes.c_int64),
-        ("frame_bytes", ctypes.c_int64),
-        ("end", ctypes.c_int64),
-        ("fault", ctypes.c_int64),
+        *fields(ctypes.c_void_p, "src out extents"),
+        *fields(ctypes.c_int64, "src_bytes out_bytes frame_bytes end fault"),
     )
 
 
@@ -79,20 +73,20 @@ class EncodeFramesArgs(ctypes.Structure):
 
     _fields_ = (
         ("size", ctypes.c_size_t),
-        ("src", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("src_bytes", ctypes.c_int64),
-        ("out_bytes", ctypes.c_int64),
-        ("frame_bytes", ctypes.c_int64),
-        ("end", ctypes.c_int64),
+        *fields(ctypes.c_void_p, "src out"),
+        *fields(ctypes.c_int64, "src_bytes out_bytes frame_bytes end"),
     )
+
+
+def encoded_bound(size_bytes: int, frame_bytes: int) -> int:
+    """The room that `size_bytes` in frames need at most."""
+    return _encode_functions()[0](size_bytes, frame_bytes)
 
 
 def encode_frames(data: memoryview | Bytes, frame_bytes: int) -> memoryview:
     """Frames of literals alone, each with `frame_bytes` of the data but for a shorter last one. Without the GIL."""
     src = np.frombuffer(data, np.uint8)
-    bound, encode = _encode_functions()
-    out = np.empty(bound(src.size, frame_bytes), np.uint8)
+    out = np.empty(encoded_bound(src.size, frame_bytes), np.uint8)
     args = EncodeFramesArgs(
         size=ctypes.sizeof(EncodeFramesArgs),
         src=address(src),
@@ -101,7 +95,7 @@ def encode_frames(data: memoryview | Bytes, frame_bytes: int) -> memoryview:
         out_bytes=out.size,
         frame_bytes=frame_bytes,
     )
-    status = encode(ctypes.byref(args))
+    status = _encode_functions()[1](ctypes.byref(args))
     assert status == OK, f"tn_encode_frames refused: {status}"
     return out[: args.end].data
 

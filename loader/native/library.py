@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from typing import Any
 
 from ..errors import NativeLibraryError, UsageError
 from ..process.cpu import available_cores
@@ -33,6 +34,11 @@ _ISAS: dict[str, dict[str, frozenset[str]]] = {
     },
     "aarch64": {"aarch64_bf16": frozenset({"asimd", "bf16", "i8mm"}), "aarch64": frozenset({"asimd"})},
 }
+
+
+def fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
+    """Fields of one type for a structure's `_fields_`; spaces separate their names."""
+    return tuple((name, kind) for name in names.split())
 
 
 class Library:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .fill import address_of
 from .frames import DAMAGED, OK, address
-from .library import require_library
+from .library import fields, require_library
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,12 +59,8 @@ class WalkArgs(ctypes.Structure):
 
     _fields_ = (
         ("size", ctypes.c_size_t),
-        ("stored", ctypes.c_void_p),
-        ("segments", ctypes.c_void_p),
-        ("frames", ctypes.c_void_p),
-        ("stored_bytes", ctypes.c_int64),
-        ("num_segments", ctypes.c_int64),
-        ("num_frames", ctypes.c_int64),
+        *fields(ctypes.c_void_p, "stored segments frames"),
+        *fields(ctypes.c_int64, "stored_bytes num_segments num_frames"),
     )
 
 

@@ -45,6 +45,7 @@ _WITHOUT_EFFECT = frozenset(
         "base_model_name_or_path",
         "corda_config",
         "eva_config",
+        "fan_in_fan_out",  # of bases that store inputs first; A and B are alike
         "inference_mode",
         "layers_pattern",
         "loftq_config",
@@ -75,7 +76,10 @@ _READ = frozenset(
     }
 )
 _DTYPES = {"BF16": DType.BF16, "F16": DType.F16, "F32": DType.F32}
-_TENSOR = re.compile(r"base_model\.model\.model\.layers\.(\d{1,5})\.([A-Za-z0-9_.]+)\.lora_([AB])\.weight")
+_TENSOR = re.compile(
+    r"base_model\.model\.(?:(?:model\.(?:language_model\.)?|gpt_neox\.)layers|transformer\.h)"
+    r"\.(\d{1,5})\.([A-Za-z0-9_.]+)\.lora_([AB])\.weight"
+)
 _PLAIN = re.compile(r"[A-Za-z0-9_.]{1,256}")
 
 
@@ -203,7 +207,7 @@ def plan_adapter(peft: PeftConfig, entries: Mapping[str, TensorEntry], base: Dec
     for layer in range(base.num_layers):
         plans = []
         for module in modules_of(base, layer):
-            full = f"model.layers.{layer}.{module.name}"
+            full = f"{base.model_names.adapted_layers}.{layer}.{module.name}"
             named.update(target for target in peft.named if _fits(full, target))
             if peft.wants(layer, full):
                 plans.append(_module_plan(peft, module, full, found.pop((layer, module.name), {})))
@@ -220,7 +224,8 @@ def plan_adapter(peft: PeftConfig, entries: Mapping[str, TensorEntry], base: Dec
         layer, name = min(found)
         raise AdapterError(
             f"the adapter changes {name} of layer {layer}, which it does not announce or the base does not have",
-            hint="Adapters may change the projections of attention and of dense MLPs, in the layers of the base.",
+            hint="Adapters may change the projections of attention, but q_b_proj and kv_b_proj, and of dense MLPs and "
+            "shared experts, but not their gate, in the layers of the base.",
         )
     if not any(layers):
         raise AdapterError("the adapter changes nothing of this base")

@@ -196,22 +196,46 @@ def step_backend(model: Any, kv: Any, options: BackendOptions, timeline: Timelin
     return host_backend(model, kv, options, timeline)
 
 
-def pool_bytes(model: Any, weight_bytes: int, max_running: int) -> int:
-    """The default size of the KV pool in bytes.
+def pool_bytes(
+    model: Any,
+    weight_bytes: int,
+    max_running: int,
+    *,
+    kv_bytes: int | None = None,
+    device_percent: int | None = None,
+) -> int:
+    """The size of the KV pool in bytes: `kv_bytes`, or the default.
 
-    The weights have their memory by now; on a CPU, much of that is not touched yet.
+    The weights have their memory by now; on a CPU, much of that is not touched yet. Raises `InsufficientMemoryError`
+    where weights, the largest step and the pool are more than `device_percent` of the device's memory.
     """
+    if kv_bytes is not None and (model.device == CPU or device_percent is None):
+        return kv_bytes
     if model.device == CPU:
         from ...loader.memory.limits import available_bytes
         from ..kv.storage import default_kv_bytes
 
         return default_kv_bytes(weight_bytes, available_bytes())
     if getattr(model.executor, "is_direct", False):
-        from ..kv.storage import device_kv_bytes
+        free_bytes, total_bytes = model.executor.device.driver.memory()
+        step_bytes = model.executor.step_bytes(max_running)
+    else:
+        # Only models on a device need it.
+        from .cuda.storage import device_memory
 
-        free_bytes, _ = model.executor.device.driver.memory()
-        return device_kv_bytes(free_bytes, model.executor.step_bytes(max_running))
-    # Only models on a device need it.
-    from .cuda.storage import pool_bytes_on
+        free_bytes, total_bytes, step_bytes = device_memory(model.device, model.spec, max_rows=max_running)
+    from ..kv.storage import MIN_KV_BYTES, device_kv_bytes, spare_bytes
 
-    return pool_bytes_on(model.device, model.spec, max_rows=max_running)
+    if device_percent is not None:
+        from ...loader.device.base import check_share
+
+        share_bytes = total_bytes * device_percent // 100
+        check_share(
+            f"{device_percent} percent of {model.device}",
+            share_bytes,
+            weights_bytes=weight_bytes,
+            step_bytes=spare_bytes(step_bytes),
+            kv_bytes=kv_bytes or MIN_KV_BYTES,
+        )
+        free_bytes = min(free_bytes, share_bytes - weight_bytes)
+    return kv_bytes or device_kv_bytes(free_bytes, step_bytes)

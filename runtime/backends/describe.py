@@ -16,8 +16,8 @@ from ..models.executor import refusal_of
 from ..models.spec import DecoderSpec, EncoderSpec
 from ..tensors import DType
 from .cuda.implemented import refusal_of_spec as kernels_refusal_of
-from .native.decoder import NAME, refusal_of_spec
 from .native.encoder import IMPLEMENTED as ENCODERS_IMPLEMENTED
+from .native.implemented import NAME, refusal_of_spec
 
 _ENCODERS_ON_A_GPU = "a device's kernels compute no encoders"
 
@@ -37,11 +37,7 @@ def describe_model(config_json: bytes) -> dict[str, Any]:
         if is_encoder(config):
             return _of_encoder(EncoderConfig.from_json(config))
         described = _of_decoder(DecoderConfig.from_json(config))
-        return (
-            described | {"kind": "encoder", "adapts": []}
-            if is_pooled(config, has_modules=False)
-            else described
-        )
+        return described | {"kind": "encoder", "adapts": []} if is_pooled(config) else described
     except (ModelError, ValueError, RecursionError) as error:
         return {"refused": str(getattr(error, "message", error))}
 
@@ -72,7 +68,11 @@ def _of_decoder(config: DecoderConfig) -> dict[str, Any]:
         "max_tokens": config.max_context,
         "native_refuses": refusal_of_spec(spec),
         "kernels_refuse": kernels_refusal_of(spec),
-        "quantizes": config.names.stacked_experts is None,
-        "adapts": ["attention", *(["MLP"] if AdapterPlace.DOWN in places else [])],
+        "quantizes": config.names.stacked_experts is None or config.names.stacked_in_rows,
+        "adapts": [
+            name
+            for name, place in (("attention", AdapterPlace.OUTPUT), ("MLP", AdapterPlace.DOWN))
+            if place in places
+        ],
         "kv_bytes_per_token": {"bf16": FloatBlocks.block_bytes(token), "int8": Int8Blocks.block_bytes(token)},
     }

@@ -17,16 +17,22 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING
 
 from ..kv.blocks import BlockAllocator
 from ..kv.prefixes import PrefixCache, PrefixLedger
 from ..kv.sessions import SessionPins
-from ..kv.spill.media import open_media
-from ..kv.spill.spill import BlockContent, Spill
+from ..step.batch import StateSave
 from .options import EngineOptions
 from .scheduler import Prospect
 from .sequence import Lane, Sequence
 
+if TYPE_CHECKING:
+    from ..kv.spill.spill import BlockContent, Spill
+    from ..kv.states import StatePlaces
+
+CopyState = Callable[[int, int], None]
+"""`KVPool.copy_state`: from a place, to a place."""
 CopyTokens = Callable[[int, int, int], None]
 """`KVPool.copy_tokens`: from a block, to a block, how many."""
 
@@ -43,11 +49,14 @@ class BlockManager:
         prefix_seed: bytes,
         max_pinned_blocks: int,
         copy_tokens: CopyTokens,
+        num_states: int = 0,
+        copy_state: CopyState | None = None,
     ) -> None:
         """`prefix_seed` identifies the model of these keys and values; with another seed no block
         of this pool is found.
 
-        `copy_tokens` is called under `changed`, before the step whose sequence needs them.
+        `copy_tokens` is called under `changed`, before the step whose sequence needs them; as is
+        `copy_state`, of models with recurrent states, for which the pool has `num_states` places.
         """
         self.changed = changed
         self.allocator = BlockAllocator(num_blocks)
@@ -64,12 +73,23 @@ class BlockManager:
         self._block_size = options.block_size
         self._prefix_seed = prefix_seed
         self._copy_tokens = copy_tokens
+        self._states: StatePlaces | None = None
+        if num_states:
+            from ..kv.states import StatePlaces  # of few models
+
+            self._states = StatePlaces(num_states)
+        self._copy_state = copy_state
 
     def open_spill(self, kv: BlockContent, block_bytes: int, num_promised: Callable[[], int]) -> None:
         """Open the spill media of the options; `num_promised` is that of `Spill`. Once, at the
         beginning, by the owner that starts and stops it. Raises UsageError for an unusable medium.
         """
         options = self._options
+        if not options.spills:
+            return
+        from ..kv.spill.media import open_media
+        from ..kv.spill.spill import Spill
+
         media = open_media(
             block_bytes,
             host_bytes=options.kv_host_bytes,
@@ -117,7 +137,7 @@ class BlockManager:
         """The waiting sequence as it would be planned with the cached blocks of its prefix. Idle
         ones among those count as blocks still to allocate.
         """
-        found = self.prefixes.find(self._hashes_to_find(sequence))
+        found = self._usable(self._hashes_to_find(sequence))[0]
         return Prospect(
             num_tokens=sequence.num_tokens,
             num_blocks=len(found) - self.prefixes.num_idle_among(found),
@@ -141,7 +161,7 @@ class BlockManager:
             if num_places < 1:
                 return
             hashes = self._hashes_to_find(sequence)
-            found = self.prefixes.find(hashes)
+            found, num_cached = self._usable(hashes)
             num_needed = self._num_to_take(sequence, found)
             if num_needed > left:
                 return
@@ -153,7 +173,11 @@ class BlockManager:
             sequence.exact.blocks = tuple(found)
             sequence.exact.num_computed = len(found) * self._block_size
             sequence.num_remembered = len(found)
-            left -= self._attach_source(sequence, left)
+            if self._states is None:
+                left -= self._attach_source(sequence, left)
+            elif found:
+                sequence.exact.state_source = self._states.hold(hashes[len(found) - 1])
+            sequence.branch = num_cached * self._block_size if num_cached > len(found) else 0
 
     def detach(self, waiting: Iterable[Sequence]) -> None:
         """Detach the blocks of `attach` from sequences that were not admitted."""
@@ -171,6 +195,7 @@ class BlockManager:
 
     def remember(self, sequence: Sequence) -> None:
         """Make the sequence's full blocks available to others with the same prefix."""
+        self._keep_saved(sequence)
         num_full = sequence.num_computed // self._block_size
         if not self._options.prefix_cache or sequence.num_remembered == num_full:
             return
@@ -207,6 +232,64 @@ class BlockManager:
             source, lane.source = lane.source, None
             self.prefixes.release((source,))
 
+    def place_states(self, amounts: Iterable[tuple[Sequence, int]]) -> None:
+        """Give the recurrent states of the next step's sequences places, and as far as there are some
+        left, the copies that it makes of them. The amounts are tokens to compute. Nothing for models
+        without states.
+        """
+        states = self._states
+        if states is None:
+            return
+        amounts = tuple(amounts)
+        for sequence, _ in amounts:
+            lane = sequence.exact
+            if lane.state is None:
+                lane.state = states.take()
+                assert lane.state is not None, "more sequences than half of the places of states"
+            if lane.state_source is not None:
+                assert self._copy_state is not None
+                self._copy_state(lane.state_source, lane.state)
+                states.let_go(lane.state_source)
+                lane.state_source = None
+        for sequence, num_tokens in amounts:
+            lane = sequence.exact
+            self._drop_saves(lane)  # of a step that gave nothing
+            if not self._options.prefix_cache or sequence.waits_for_adapter:
+                continue
+            ends = states.ends_to_save(
+                lane.num_computed,
+                lane.num_computed + num_tokens,
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                branch=sequence.branch,
+                block_size=self._block_size,
+            )
+            places = [(end, states.take()) for end in ends]
+            lane.saves = tuple(StateSave(end, place) for end, place in places if place is not None)
+
+    def _keep_saved(self, sequence: Sequence) -> None:
+        """Let others find the copies of the sequence's state that the last step has made."""
+        states, lane = self._states, sequence.exact
+        if states is None or not lane.saves or lane.saves[-1].num_tokens > lane.num_computed:
+            return  # or the step failed
+        size = self._block_size
+        hashes = self._hashes(sequence, lane.saves[-1].num_tokens // size)
+        of_prompt = (sequence.num_prompt_tokens - 1) // size * size
+        for save in lane.saves:
+            block_hash = hashes[save.num_tokens // size - 1]
+            is_new = block_hash not in states
+            states.keep(block_hash, save.state)
+            if save.num_tokens > of_prompt:
+                if sequence.latest_save is not None:
+                    states.drop(sequence.latest_save)
+                sequence.latest_save = block_hash if is_new else None
+        lane.saves = ()
+
+    def _drop_saves(self, lane: Lane) -> None:
+        if self._states is not None:
+            for save in lane.saves:
+                self._states.release(save.state)
+            lane.saves = ()
+
     def shrink(self, lane: Lane, num_tokens: int) -> None:
         """Release the lane's blocks beyond `num_tokens` tokens."""
         surplus = -self.num_missing(lane, num_tokens)
@@ -215,7 +298,15 @@ class BlockManager:
             self.prefixes.release(freed)
 
     def take_back(self, sequence: Sequence) -> None:
-        """Release all blocks of a sequence, which keeps its tokens."""
+        """Release all blocks of a sequence, and its state's place; it keeps its tokens."""
+        lane = sequence.exact
+        if self._states is not None:
+            self._drop_saves(lane)
+            if lane.state is not None:
+                self._states.release(lane.state)
+            if lane.state_source is not None:
+                self._states.let_go(lane.state_source)
+            lane.state = lane.state_source = None
         self.prefixes.release(sequence.forget_computed())
 
     def drop_draft(self, sequence: Sequence) -> None:
@@ -242,6 +333,10 @@ class BlockManager:
             assert all(self.allocator.epoch(block) is lane.epoch for block in lane.blocks)
             assert lane.num_computed <= len(lane.blocks) * self._block_size
             assert lane.source is None, "a running sequence has not copied its source block"
+        if self._states is not None:
+            taken = [lane.state for lane in lanes if lane.state is not None]
+            taken += [save.state for lane in lanes for save in lane.saves]
+            self._states.check_integrity(taken, [])
 
     # ----------------------------------------------------------------------------------------------------------
 
@@ -256,6 +351,15 @@ class BlockManager:
         if not self._options.prefix_cache or sequence.needs_all_rows:
             return []
         return self._hashes(sequence, (sequence.num_tokens - 1) // self._block_size)
+
+    def _usable(self, hashes: list[bytes]) -> tuple[list[int], int]:
+        """The cached blocks of this chain, from the first one on, that a sequence can begin with; and the number of
+        those that are cached. With recurrent states they end where one was kept.
+        """
+        found = self.prefixes.find(hashes)
+        if self._states is None:
+            return found, len(found)
+        return found[: self._states.num_usable(hashes[: len(found)])], len(found)
 
     def _attach_source(self, sequence: Sequence, num_available: int) -> int:
         """Attach the cached block that shares the longest beginning with the sequence's next

@@ -302,8 +302,9 @@ class EarlyPhase:
             if not member.num_pending or (is_prompt_through and not is_time):
                 continue
             end = min(member.num_known, member.num_planned + self._max_rows - num_rows)
-            if end == member.num_planned:
+            if end <= member.num_planned:
                 break
+            end = member.sequence.exact.uncut(member.num_planned, end)
             parts.append((member.sequence, exact_rows(member, end)))
             num_rows += end - member.num_planned
             member.num_planned = end
@@ -327,8 +328,9 @@ class EarlyPhase:
             lane = member.draft
             assert lane is not None
             end = min(len(lane.tokens), lane.num_computed + self._max_rows - num_rows)
-            if end == lane.num_computed:
+            if end <= lane.num_computed:
                 break
+            end = lane.uncut(lane.num_computed, end)
             parts.append(Rows(lane, lane.tokens, lane.num_computed, end, int(end == len(lane.tokens))))
             takers += [member] if end == len(lane.tokens) else []
             num_rows += end - lane.num_computed

@@ -22,7 +22,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
+
+from msgspec.structs import replace
 
 from ...loader.errors import TeneralError
 from ...loader.process.cpu import quick_turns
@@ -35,7 +37,6 @@ from ..errors import (
     shutting_down,
 )
 from ..kv.prefix_pool import PrefixPool
-from ..kv.view import PoolView, view_pool
 from ..step.backend import MakeBackend
 from ..step.requests import FinishReason, GenerationEvent, GenerationRequest, Priority
 from ..text.detokenizer import DetokenizerSource
@@ -44,7 +45,6 @@ from .arrival import Arrival, DecoderLike
 from .delivery import Delivery
 from .early import EarlyPhase, TieredDecoder
 from .generation import Generation, OnEvent
-from .image_encoder import ImageEncoder
 from .look_ahead import LookAhead, Outcome
 from .next_step import next_plan, use_idle_time
 from .options import EngineOptions, EngineStatistics, check_request, fit_pool
@@ -53,6 +53,10 @@ from .sequence import Sequence as TokenSequence
 from .sequence import error_event
 from .state import SchedulerState, statistics_of
 from .trace import EngineTimeline
+
+if TYPE_CHECKING:
+    from ..kv.view import PoolView
+    from .image_encoder import ImageEncoder
 
 __all__ = ["DecoderLike", "Engine", "EngineOptions", "EngineStatistics"]
 
@@ -88,6 +92,12 @@ class Engine:
         they are private to this engine. `adapters` are those that requests may name. `drafter` drafts in
         place of the model, with weights of its own (`EarlyPhase`).
         """
+        pool = fit_pool(options, model)
+        if pool.num_states:
+            # Each runs in a place of its own, and may begin with a copy that has another. Sessions pin blocks,
+            # which are of no use without states.
+            max_running = min(options.max_running, pool.num_states // 2)
+            options = replace(options, max_running=max_running, max_sessions=0)
         self.options = options
         self._model = model
         self._tokenizer = tokenizer
@@ -96,10 +106,9 @@ class Engine:
         self._timeline = EngineTimeline(timeline)
         self._limits = options.scheduler_limits()
         block_size = options.block_size
-        pool = fit_pool(options, model)
         self.max_context = pool.max_context  # tokens of prompt and answer together
-        self._kv_bytes = pool.num_blocks * pool.bytes_per_block
-        self._kv = model.new_kv(pool.num_blocks, block_size, **pool.kind)
+        self._kv_bytes = pool.num_blocks * pool.bytes_per_block + pool.num_states * pool.state_bytes
+        self._kv = model.new_kv(pool.num_blocks, block_size, **pool.storage)
         self._thread: threading.Thread | None = None
         prefix_seed = prefix_seed or secrets.token_bytes(32)
         self._state = SchedulerState(
@@ -108,9 +117,15 @@ class Engine:
             prefix_seed=prefix_seed,
             max_pinned_blocks=options.max_pinned_blocks(pool.num_blocks, pool.bytes_per_block),
             copy_tokens=self._kv.copy_tokens,
+            num_states=pool.num_states,
+            copy_state=self._kv.copy_state if pool.num_states else None,
         )
         self._adapters = RequestAdapters(adapters, self._state.changed)
-        self._images = ImageEncoder(getattr(model, "vision", None), self._state.changed, timeline)
+        self._images: ImageEncoder | None = None
+        if (tower := getattr(model, "vision", None)) is not None:
+            from .image_encoder import ImageEncoder  # of few models
+
+            self._images = ImageEncoder(tower, self._state.changed, timeline)
         blocks = self._state.blocks
         # Imports and exports computed blocks, from any thread.
         self.prefix_pool = PrefixPool(blocks, self._kv, seed=prefix_seed)
@@ -121,8 +136,11 @@ class Engine:
             options.backend_options(self.max_context),
             timeline,
         )
-        self._early = None if arrival is None else self._early_phase(arrival, drafter)
-        self._look_ahead = LookAhead(self._state, model, options.look_ahead)
+        # Recurrent states cannot be taken back: nothing is proposed that may be rejected.
+        self._has_states = pool.num_states > 0
+        is_early = arrival is not None and not self._has_states
+        self._early = self._early_phase(arrival, drafter) if arrival is not None and is_early else None
+        self._look_ahead = LookAhead(self._state, model, 0 if self._has_states else options.look_ahead)
         is_on_device = self._backend.returns_early
         self._delivery = Delivery(self._state, is_late=is_on_device)
         # A device is idle while this thread waits for the interpreter, which threads that write
@@ -173,8 +191,9 @@ class Engine:
         GrammarError, CapacityError, DrainingError, or the error that cost the engine its weights.
         Nothing was started then.
         """
-        check_request(request, self._model.config, self.max_context)
-        self._images.check(request)
+        check_request(request, self._model.config, self.max_context, takes_images=self._images is not None)
+        if self._images is not None:
+            self._images.check(request)
         max_new_tokens = self.max_context - len(request.prompt_tokens)
         if request.max_tokens is not None:
             max_new_tokens = min(max_new_tokens, request.max_tokens)
@@ -225,7 +244,8 @@ class Engine:
         if first is not None and first.tokens:
             self._timeline.add_forced(generation, len(first.tokens))
         self._adapters.follow(adapter, generation)
-        self._images.follow(generation)
+        if self._images is not None:
+            self._images.follow(generation)
         return generation
 
     def require_room(self, queue_name: str, priority: Priority, num_sequences: int = 1) -> None:
@@ -262,7 +282,8 @@ class Engine:
             return True
         if self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
-        return not self._thread.is_alive() and self._images.join(timeout_s)
+        has_ended = not self._thread.is_alive()
+        return has_ended and (self._images is None or self._images.join(timeout_s))
 
     def abort(self, failure: TeneralError) -> None:
         """End every sequence now with this error, which later requests get, too. Does not wait."""
@@ -278,6 +299,8 @@ class Engine:
 
     def kv_view(self) -> PoolView:
         """The content of the KV pool, without anything that identifies its tenants."""
+        from ..kv.view import view_pool  # of few servers
+
         blocks = self._state.blocks
         with blocks.changed:
             return view_pool(
@@ -363,7 +386,8 @@ class Engine:
             exhausted = str(error)
         if exhausted is not None:
             victims = largest_first([(share.sequence, share.num_tokens) for share in shares])
-            self._run_out(exhausted, victims[:1], [])
+            # Recurrent states may be those of a later token.
+            self._run_out(exhausted, victims[:1], victims[1:] if self._has_states else [])
             return
         self._delivery.give([share.sequence for share in shares], choosing, outcomes)
 
@@ -464,7 +488,8 @@ class Engine:
             state.is_stopping = True
             sequences = state.everybody()
             state.changed.notify_all()
-        self._images.stop()
+        if self._images is not None:
+            self._images.stop()
         for sequence in sequences:
             sequence.generation.emit(error_event(reason))
 

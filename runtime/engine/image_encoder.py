@@ -25,7 +25,9 @@ from .generation import Generation
 from .sequence import error_event
 
 if TYPE_CHECKING:
+    from ..models.vision import Tiles
     from ..models.vision_config import VisionConfig
+    from ..step.batch import Int64s
 
 MAX_KEPT_BYTES = 64 << 20  # of rows whose requests have ended
 # Images on the timeline, which shows the beginning of an instance's life.
@@ -40,16 +42,16 @@ class TowerLike(Protocol):
     @property
     def config(self) -> VisionConfig: ...
 
-    def encode(self, tiles: Any, levels: Any) -> Iterator[Any]: ...
+    def encode(self, tiles: Any, levels: Any, is_over: Callable[[], bool]) -> Iterator[Any]: ...
 
 
 class ImageEncoder:
     """The encoder of one engine. Thread-safe."""
 
     def __init__(
-        self, tower: TowerLike | None, changed: threading.Condition, timeline: Timeline | None = None
+        self, tower: TowerLike, changed: threading.Condition, timeline: Timeline | None = None
     ) -> None:
-        """`changed` is notified when a request's images have rows. None: the model takes no images."""
+        """`changed` is notified when a request's images have rows."""
         self._tower = tower
         self._changed = changed
         self._timeline = timeline
@@ -61,15 +63,10 @@ class ImageEncoder:
         self._num_encoded = 0
 
     def check(self, request: GenerationRequest) -> None:
-        """Raise RequestError for images that the model does not take, or whose places in the prompt are not theirs."""
-        if not request.images:
-            return
-        if self._tower is None:
-            raise RequestError("this model takes text only, and no images", param="messages")
+        """Raise RequestError for images that do not fit the model, or whose places in the prompt are not theirs."""
         config = self._tower.config
         for image in request.images:
-            num_rows = 0 if image.tiles is None else len(image.tiles) * config.tokens_per_tile
-            is_fitting = image.rows is not None or len(image.places) == num_rows
+            is_fitting = _fits(config, image.tiles, image.places) or image.rows is not None
             tokens = {request.prompt_tokens[place] for place in image.places.tolist()}
             if not is_fitting or tokens - {config.image_token}:
                 raise RequestError("an image does not fit its places in the prompt", param="messages")
@@ -120,21 +117,24 @@ class ImageEncoder:
         self._kept[image.digest] = rows
         while sum(each.nbytes for each in self._kept.values()) > MAX_KEPT_BYTES:
             self._kept.popitem(last=False)
+        if self._tower.config.is_whole:
+            image.runs = image.find_runs()
+        if self._tower.config.has_grid and image.tiles is not None:
+            image.grid = self._tower.config.grid_of(*image.tiles.shape[2:])
         image.rows, image.tiles = rows, None
 
     def _compute(self, image: PromptImage, is_over: Callable[[], bool]) -> Any:
         """The image's rows; None if it is over before."""
-        assert self._tower is not None
         start_s = time.monotonic()
         parts: list[Any] = []
-        encoded = self._tower.encode(image.tiles, image.levels)
-        while not is_over():
-            part = next(encoded, None)
-            if part is None:
-                self._note(start_s, len(parts))
-                return np.concatenate(parts)
+        for part in self._tower.encode(image.tiles, image.levels, is_over):
             parts.append(part)
-        return None
+            if is_over():
+                return None
+        if is_over():
+            return None
+        self._note(start_s, len(parts))
+        return np.concatenate(parts)
 
     def _note(self, start_s: float, num_tiles: int) -> None:
         self._num_encoded += 1
@@ -142,3 +142,16 @@ class ImageEncoder:
             origin_s = self._timeline.started_at
             span = (start_s - origin_s, time.monotonic() - origin_s)
             self._timeline.add("execute", f"image {self._num_encoded}", *span, tiles=num_tiles)
+
+
+def _fits(config: VisionConfig, tiles: Tiles | None, places: Int64s) -> bool:
+    """True if the tower makes as many rows of these tiles as there are places. Tokens with rows and columns are those
+    of one tile, and adjacent.
+    """
+    if tiles is None or tiles.ndim != 4 or tiles.shape[1] != 3:
+        return False
+    rows, columns = config.grid_of(*tiles.shape[2:]) or (0, 0)
+    if not len(places) == len(tiles) * rows * columns > 0:
+        return False
+    is_run = int(places[-1] - places[0]) == len(places) - 1
+    return not config.has_grid or (len(tiles) == 1 and is_run)

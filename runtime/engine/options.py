@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import Struct, field
 
@@ -102,6 +102,11 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
             block_size=self.block_size,
         )
 
+    @property
+    def spills(self) -> bool:
+        """True if evicted blocks are kept outside of the pool."""
+        return bool(self.kv_host_bytes or self.kv_disk_bytes) or self.kv_disk_dir is not None
+
     def backend_options(self, max_context: int) -> BackendOptions:
         return BackendOptions(
             block_size=self.block_size,
@@ -158,33 +163,64 @@ class PoolSize(NamedTuple):
     num_blocks: int
     bytes_per_block: int
     max_context: int  # fewer tokens than requested if the pool holds fewer
-    kind: dict[str, KVKind]  # an argument of the model's methods; none for the model's own
+    storage: dict[str, Any]  # arguments of the model's `new_kv`; none for its own kind without states
+    num_states: int = 0  # places of recurrent states, for models that have some
+    state_bytes: int = 0  # of each
+
+
+STATE_SHARE = 0.5  # of a pool's bytes, at most, where a model has recurrent states
+COPIES_OF_STATES = 3  # for each sequence that may run
 
 
 def fit_pool(options: EngineOptions, model: DecoderLike) -> PoolSize:
     """The pool of `kv_bytes` for a model. Raises UsageError if it does not hold one sequence of two
     tokens.
     """
+    state_bytes = getattr(model, "state_bytes", 0)  # test doubles have none
+    num_states = _num_states(options, state_bytes) if state_bytes else 0
+    left_bytes = options.kv_bytes - num_states * state_bytes
     block_size = options.block_size
     # Models with only one kind of storage, such as test doubles, have no `kind` argument.
     kind: dict[str, KVKind] = {} if options.kv_dtype is KVKind.MODEL else {"kind": options.kv_dtype}
     bytes_per_block = model.kv_block_bytes(block_size, **kind)
-    num_blocks = options.kv_bytes // bytes_per_block
+    num_blocks = left_bytes // bytes_per_block
     wanted_context = min(model.config.max_context, options.max_context or model.config.max_context)
     max_context = min(wanted_context, num_blocks * block_size)
     if max_context < 2:
         num_wanted_blocks = -(-wanted_context // block_size)
         raise UsageError(
-            f"a KV pool of {options.kv_bytes} bytes is too small: {block_size} tokens need {bytes_per_block}",
+            f"a KV pool of {left_bytes} bytes is too small: {block_size} tokens need {bytes_per_block}",
             key="kv_bytes",
             hint=f"A context of {wanted_context} tokens takes {num_wanted_blocks * bytes_per_block}.",
         )
-    return PoolSize(num_blocks, bytes_per_block, max_context, kind)
+    storage = {**kind, "num_states": num_states} if num_states else kind
+    return PoolSize(num_blocks, bytes_per_block, max_context, storage, num_states, state_bytes)
 
 
-def check_request(request: GenerationRequest, limits: DecoderLimits, max_context: int) -> None:
-    """Raise ContextLengthError for a prompt beyond `max_context`, and RequestError for a token that the model does
-    not have.
+def _num_states(options: EngineOptions, state_bytes: int) -> int:
+    """The places of recurrent states: at least two, of which one sequence can run."""
+    num_fitting = int(STATE_SHARE * options.kv_bytes) // state_bytes
+    if num_fitting < 2:
+        raise UsageError(
+            f"a KV pool of {options.kv_bytes} bytes is too small: this model has states of {state_bytes} bytes "
+            "in addition to keys and values, and needs two of them in half of the pool",
+            key="kv_bytes",
+            hint=f"It takes at least {4 * state_bytes}.",
+        )
+    if options.kv_host_bytes or options.kv_disk_bytes:
+        raise UsageError(
+            "this model has recurrent states in addition to keys and values, which are not spilled",
+            key="kv_host_bytes" if options.kv_host_bytes else "kv_disk_bytes",
+            hint="Leave it out, and give the memory to --kv-bytes.",
+        )
+    return min(num_fitting, (1 + COPIES_OF_STATES) * options.max_running)
+
+
+def check_request(
+    request: GenerationRequest, limits: DecoderLimits, max_context: int, *, takes_images: bool
+) -> None:
+    """Raise ContextLengthError for a prompt beyond `max_context`, and RequestError for a token or an image that the
+    model does not take.
     """
     num_prompt = len(request.prompt_tokens)
     is_computed = request.max_tokens != 0 or request.num_prompt_logprobs is not None
@@ -204,6 +240,8 @@ def check_request(request: GenerationRequest, limits: DecoderLimits, max_context
                 f"{param} has a token that is not one of the model's, 0 to {limits.vocab_size - 1}",
                 param=param,
             )
+    if request.images and not takes_images:
+        raise RequestError("this model takes text only, and no images", param="messages")
 
 
 def _require_at_least(key: str, value: float, least: int) -> None:

@@ -4,7 +4,8 @@ over values.
 - Every sequence that decodes takes one token. Prompts (and preempted sequences, which are computed
   again) take the rest, in chunks; while another sequence decodes no more than `max_prefill_tokens`
   of a step, so that the pauses between tokens stay short. With none decoding they may fill the
-  step, so that a prompt follows arriving weights in one pass.
+  step, so that a prompt follows arriving weights in one pass. An image whose tokens see one another
+  is computed as a whole, even if that exceeds these limits.
 - Prompts are served in the order of turns (`waiting.py`), running ones before waiting ones; but
   within each tenant the one with the least left to compute takes the first of the tenant's turns,
   and so on. The oldest prompt of all keeps a part of each step, `1/OLDEST_SHARE`: however many
@@ -49,6 +50,11 @@ class Schedulable(Protocol):
     @property
     def num_computed(self) -> int:
         """Tokens whose keys and values are in those blocks."""
+
+    def uncut(self, end: int) -> int:
+        """The end of its next tokens, at most this one, that cuts nothing which is computed as a whole. Where there is
+        none, the end of that whole.
+        """
 
     @property
     def queue_name(self) -> str:
@@ -132,6 +138,9 @@ class Prospect(Struct, frozen=True):
     num_computed: int
     queue_name: str
     is_batch: bool = False
+
+    def uncut(self, end: int) -> int:
+        return end
 
 
 def make_way(
@@ -313,18 +322,20 @@ class _Step(Generic[SequenceT]):
         self.tokens_left -= len(decoding)
 
     def _give(self, sequence: SequenceT, wanted: int) -> int:
-        """Plan up to `wanted` tokens, preempting later sequences for the first one; returns the
-        number.
+        """Plan up to `wanted` tokens, or those of a first whole, preempting later sequences for the
+        first one; returns the number.
         """
         if wanted < 1 or any(sequence is other for other in self.preempted):
             return 0
-        while (room := self._room(sequence)) < 1:
+        first = sequence.num_computed
+        least = sequence.uncut(first + 1) - first
+        while (room := self._room(sequence)) < least:
             if self.active[-1] is sequence:
                 # It keeps its blocks and waits for an older one to end.
                 return 0
             self._preempt(self.active.pop())
-        num_tokens = min(wanted, room)
-        num_new_blocks = self._num_blocks_for(sequence.num_computed + num_tokens) - sequence.num_blocks
+        num_tokens = sequence.uncut(first + min(wanted, room)) - first
+        num_new_blocks = self._num_blocks_for(first + num_tokens) - sequence.num_blocks
         is_last = num_tokens == _num_missing(sequence)
         self.shares[id(sequence)] = StepShare(sequence, num_tokens, num_new_blocks, is_last)
         self.num_free_blocks -= num_new_blocks

@@ -10,21 +10,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import Struct
 
 from ...loader.errors import TeneralError
 from ..errors import GrammarError, as_teneral_error
 from ..kv.prefixes import chain_hash, seed_hash
-from ..kv.spill.policy import Fetch
-from ..step.batch import Epoch
-from ..step.images import PromptImage, prompt_keys
+from ..step.batch import Epoch, StateSave
 from ..step.logprobs import PromptScores
 from ..step.requests import FinishReason, GenerationEvent, Priority
 from ..step.state import Choice, Chosen, SamplingState
 from ..text.detokenizer import Detokenizer, DetokenizerSource, StopStrings
 from .generation import Generation
+
+if TYPE_CHECKING:
+    from ..kv.spill.policy import Fetch
+    from ..step.images import PromptImage
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +52,23 @@ class Lane:
     `blocks`, in order.
 
     While it holds cached blocks without being admitted (`block_manager.py`), the last of these tokens may
-    be in another sequence's block, the `source`. They are copied when the lane gets its next block.
+    be in another sequence's block, the `source`. They are copied when the lane gets its next block. Likewise the
+    recurrent state, of models that have one, is copied from `state_source`.
     """
 
-    __slots__ = ("adapter", "blocks", "epoch", "images", "num_computed", "sampling", "source", "tokens")
+    __slots__ = (
+        "adapter",
+        "blocks",
+        "epoch",
+        "images",
+        "num_computed",
+        "sampling",
+        "saves",
+        "source",
+        "state",
+        "state_source",
+        "tokens",
+    )
 
     def __init__(
         self,
@@ -71,12 +86,23 @@ class Lane:
         self.sampling = sampling  # of the token after these
         self.blocks: tuple[int, ...] = ()
         self.source: int | None = None
+        self.state: int | None = None
+        self.state_source: int | None = None
+        self.saves: tuple[StateSave, ...] = ()  # of the state, in the step that is computed
         self.num_computed = 0
 
     @property
     def num_missing(self) -> int:
         """The number of known tokens that are not computed."""
         return len(self.tokens) - self.num_computed
+
+    def uncut(self, first: int, end: int) -> int:
+        """The end of a step's tokens [first, end), moved so that it cuts no image that is computed as a whole."""
+        if not self.images:
+            return end
+        from ..step.images import uncut  # of few requests
+
+        return uncut(self.images, first, end)
 
 
 class Sequence:
@@ -89,12 +115,14 @@ class Sequence:
         "_stop_strings",
         "_text_decides",
         "adapter",
+        "branch",
         "draft",
         "end_tokens",
         "exact",
         "fetch",
         "generation",
         "is_batch",
+        "latest_save",
         "look_ahead",
         "max_new_tokens",
         "num_given_tokens",
@@ -138,6 +166,10 @@ class Sequence:
         self.exact = Lane(Epoch.EXACT, self.tokens, self.sampling, adapter, request.images)
         self.draft: Lane | None = None  # while the weights arrive
         self.num_remembered = 0  # full blocks available to others
+        # Of recurrent states (`kv/states.py`): tokens after which others' cached blocks have none, and the copy that a
+        # later one takes the place of.
+        self.branch = 0
+        self.latest_save: bytes | None = None
         # The engine's own, from its first proposals on.
         self.look_ahead: Any = None
         # Of its spilled blocks, while it waits.
@@ -145,7 +177,11 @@ class Sequence:
         # Of full blocks, after the seed's.
         self._hashes: list[bytes] = []
         # Of a prompt with images; others are their own keys.
-        self._prompt_keys = prompt_keys(self.tokens, request.images) if request.images else None
+        self._prompt_keys: list[int] | None = None
+        if request.images:
+            from ..step.images import prompt_keys
+
+            self._prompt_keys = prompt_keys(self.tokens, request.images)
         self._detokenizer = Detokenizer(
             source, request.prompt_tokens, skips_special_tokens=request.skips_special_tokens
         )
@@ -174,6 +210,9 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
+
+    def uncut(self, end: int) -> int:
+        return self.exact.uncut(self.exact.num_computed, end)
 
     @property
     def num_blocks(self) -> int:

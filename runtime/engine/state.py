@@ -16,7 +16,7 @@ from ...loader.errors import TeneralError
 from ..step.backend import BackendDeviceStatistics
 from ..step.batch import Epoch
 from ..step.requests import FinishReason, GenerationEvent, Priority
-from .block_manager import BlockManager, CopyTokens
+from .block_manager import BlockManager, CopyState, CopyTokens
 from .capacity import Capacity, steps_until_place
 from .generation import Generation
 from .options import EngineOptions, EngineStatistics
@@ -38,10 +38,10 @@ class SchedulerState:
         prefix_seed: bytes,
         max_pinned_blocks: int,
         copy_tokens: CopyTokens,
+        num_states: int = 0,
+        copy_state: CopyState | None = None,
     ) -> None:
-        """`prefix_seed`, `max_pinned_blocks` and `copy_tokens` are those of `BlockManager` and
-        `SessionPins`.
-        """
+        """The arguments from `prefix_seed` on are those of `BlockManager` and `SessionPins`."""
         self.changed = threading.Condition()
         self.options = options
         self.blocks = BlockManager(
@@ -51,6 +51,8 @@ class SchedulerState:
             prefix_seed=prefix_seed,
             max_pinned_blocks=max_pinned_blocks,
             copy_tokens=copy_tokens,
+            num_states=num_states,
+            copy_state=copy_state,
         )
         self.waiting: WaitingList[Sequence] = WaitingList()
         self.running: list[Sequence] = []  # in the order of admission
@@ -199,6 +201,7 @@ class SchedulerState:
         for share in plan.shares:
             if share.num_new_blocks:
                 self.blocks.grow(share.sequence.exact, share.num_new_blocks)
+        self.blocks.place_states((share.sequence, share.num_tokens) for share in plan.shares)
 
     def preempt(self, sequences: Iterable[Sequence], reason: Preempted) -> None:
         """Move running sequences back to the queue. They keep their tokens."""

@@ -15,11 +15,15 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from ..errors import GrammarError, ModelError, RequestError
-from .json_schema.unique_items import MARK, Position, RepeatedItemError, TokenTexts, UniqueItems
+from .json_schema import MARK
+from .json_schema.unique_items import Position, RepeatedItemError, TokenTexts, UniqueItems
 from .number_matcher import NumberMatcher, NumberTokens
 from .spec import COMPACT, GrammarKind, GrammarSpec
 
@@ -40,6 +44,7 @@ LIMITS: dict[str, Any] = {
     "precompute_large_lexemes": False,
     "verbose_errors": False,
 }
+_UNFORCED = '%llguidance {"no_forcing": true}'
 
 
 def forced_text(spec: GrammarSpec) -> str:
@@ -114,6 +119,7 @@ class GrammarCompiler:
         unique = _unique_items(spec)
         compiled = CompiledGrammar(
             matcher,
+            partial(_compiled, spec, self._tokenizer, forces=False),
             num_mask_words=-(-self._tokenizer.vocab_size // 32),
             param=spec.param,
             numbers=self._number_tokens() if _has_json(spec) else None,
@@ -155,16 +161,20 @@ class CompiledGrammar:
     def __init__(
         self,
         matcher: llguidance.LLMatcher,
+        make_unforced: Callable[[], llguidance.LLMatcher],
         *,
         num_mask_words: int,
         param: str = "",
         numbers: NumberTokens | None = None,
         unique: tuple[UniqueItems, TokenTexts] | None = None,
     ) -> None:
-        """`numbers` are the tokens of JSON's numbers, whose length is then bounded; `unique` are the
-        arrays whose items must differ. The library enforces neither.
+        """`make_unforced` compiles the same grammar without forced tokens. `numbers` are the tokens
+        of JSON's numbers, whose length is then bounded; `unique` are the arrays whose items must
+        differ. The library enforces neither.
         """
         self._matcher = matcher
+        self._make_unforced = make_unforced
+        self._unforced_matcher: llguidance.LLMatcher | None = None
         self._num_mask_words = num_mask_words
         self._param = param
         self._numbers = numbers
@@ -173,7 +183,8 @@ class CompiledGrammar:
 
     def start(self) -> Matcher:
         with self._lock:
-            matcher: Matcher = LibraryMatcher(self._matcher.deep_copy(), self._num_mask_words, self._param)
+            copy = self._matcher.deep_copy()
+        matcher: Matcher = LibraryMatcher(copy, self._num_mask_words, self._param, self._unforced)
         if self._numbers is not None:
             matcher = NumberMatcher(matcher, self._numbers)
         if self._unique is None:
@@ -183,16 +194,39 @@ class CompiledGrammar:
 
         return UniqueItemsMatcher(matcher, *self._unique)
 
+    def _unforced(self) -> llguidance.LLMatcher:
+        with self._lock:
+            if self._unforced_matcher is None:
+                self._unforced_matcher = self._make_unforced()
+            return self._unforced_matcher.deep_copy()
+
 
 class LibraryMatcher:
-    """A `Matcher`."""
+    """A `Matcher`.
 
-    __slots__ = ("_matcher", "_param", "num_mask_words")
+    The library spells text that must come as the tokenizer does, which takes the text of an added
+    token (`<tool_call>`) for that token, although a grammar's text never is one. Where only such a
+    token could come, the answer goes on in the same grammar without forced tokens.
+    """
 
-    def __init__(self, matcher: llguidance.LLMatcher, num_mask_words: int, param: str) -> None:
-        """`param` is the field that asked for the grammar."""
+    __slots__ = ("_accepted", "_make_unforced", "_matcher", "_param", "num_mask_words")
+
+    def __init__(
+        self,
+        matcher: llguidance.LLMatcher,
+        num_mask_words: int,
+        param: str,
+        make_unforced: Callable[[], llguidance.LLMatcher] | None,
+        accepted: Sequence[int] = (),
+    ) -> None:
+        """`param` is the field that asked for the grammar. `make_unforced` gives the same grammar
+        at its beginning, without forced tokens; None: this one is without. `accepted` are the
+        tokens so far.
+        """
         self._matcher = matcher
         self._param = param
+        self._make_unforced = make_unforced
+        self._accepted = list(accepted)  # needed as long as tokens are forced
         self.num_mask_words = num_mask_words
 
     @property
@@ -202,19 +236,30 @@ class LibraryMatcher:
     def mask_into(self, words: MaskWords) -> None:
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         self._check()
+        if self._make_unforced is None or self.is_finished:
+            return
+        if (token := _only_token(words)) is not None and not self._matcher.validate_tokens([token]):
+            self._matcher = self._make_unforced()
+            self._make_unforced = None
+            self._matcher.consume_tokens(self._accepted)
+            self._check()
+            self.mask_into(words)
 
     def accept(self, token: int) -> None:
         if not self._matcher.consume_token(token):
             self._check()
             raise GrammarError(f"the grammar does not allow token {token} here")
+        if self._make_unforced is not None:
+            self._accepted.append(token)
 
     def forced(self) -> list[int]:
         tokens: list[int] = self._matcher.compute_ff_tokens()
         self._check()
-        return tokens
+        return tokens[: self._matcher.validate_tokens(tokens)] if tokens else tokens
 
     def copy(self) -> LibraryMatcher:
-        return LibraryMatcher(self._matcher.deep_copy(), self.num_mask_words, self._param)
+        copy = self._matcher.deep_copy()
+        return LibraryMatcher(copy, self.num_mask_words, self._param, self._make_unforced, self._accepted)
 
     def _check(self) -> None:
         if self._matcher.is_error():
@@ -224,6 +269,15 @@ class LibraryMatcher:
                 param=self._param,
                 hint="Simplify the schema, the expression or the grammar.",
             )
+
+
+def _only_token(words: MaskWords) -> int | None:
+    """The token of a mask that allows no other."""
+    (indices,) = words.nonzero()
+    if len(indices) != 1:
+        return None
+    index, word = int(indices[0]), int(words[indices[0]])
+    return index * 32 + word.bit_length() - 1 if word & (word - 1) == 0 else None
 
 
 def _has_json(spec: GrammarSpec) -> bool:
@@ -242,11 +296,23 @@ def _unique_items(spec: GrammarSpec) -> UniqueItems | None:
     return UniqueItems(json.loads(spec.text))
 
 
-def _compiled(spec: GrammarSpec, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:
+def _compiled(
+    spec: GrammarSpec, tokenizer: llguidance.LLTokenizer, *, forces: bool = True
+) -> llguidance.LLMatcher:
+    """The grammar at its beginning; with `forces` false no tokens are forced. Raises `GrammarError`."""
     from llguidance import LLMatcher, LLParserLimits
 
     try:
-        source = _composed(spec, tokenizer) if spec.markers or spec.answer else _source(spec)
+        is_composed = spec.markers or spec.answer
+        if spec.answer is not None and _unique_items(spec.answer) is not None:
+            raise ValueError(
+                "uniqueItems of any items needs an answer that begins with its JSON, without reasoning or tools"
+            )
+        if forces:
+            source = _composed(spec, tokenizer) if is_composed else _source(spec)
+        else:
+            whole = spec if is_composed else GrammarSpec.composed("start: @answer", answer=spec)
+            source = _composed(replace(whole, text=f"{_UNFORCED}\n{whole.text}"), tokenizer)
     except (ValueError, RecursionError) as error:
         raise _refused(spec, str(error)) from None
     matcher = LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(**LIMITS))
@@ -297,10 +363,6 @@ def _composed(spec: GrammarSpec, tokenizer: llguidance.LLTokenizer) -> str:
         rules.append(f"TEXT_{number}: /(?s:.+)/")
     grammars: list[dict[str, Any]] = [{"lark_grammar": "\n".join(rules)}]
     if spec.answer is not None:
-        if _unique_items(spec.answer) is not None:
-            raise ValueError(
-                "uniqueItems of any items needs an answer that begins with its JSON, without reasoning or tools"
-            )
         source = _source(spec.answer)
         answer = json.loads(source)["grammars"][0] if source.startswith("{") else {"lark_grammar": source}
         grammars.append({**answer, "name": "answer"})

@@ -18,7 +18,7 @@ from typing import Any
 from msgspec import Struct
 
 from ..errors import GrammarError, RequestError
-from .json_schema.unique_items import MARK
+from .json_schema import MARK
 
 MAX_SCHEMA_BYTES = 64 << 10
 MAX_REWRITTEN_BYTES = 256 << 10  # of a schema in the keywords that the library has

@@ -36,6 +36,7 @@ class LaunchedHelpers(NamedTuple):
     chat_worker: ChatWorker | None = None  # an idle one
     reserve: Reserve | None = None  # memory for a load in the instance's own threads
     shared: SharedBase | None = None  # a base in memory, for such a load
+    device_percent: int | None = None  # from the configuration
 
     def adopt(self, timeline: Timeline) -> Helpers:
         """Adopt the processes. `timeline` must have their origin. No process can be forked
@@ -57,7 +58,8 @@ class LaunchedHelpers(NamedTuple):
             return ProcessLoad(self.load, timeline=timeline)
         from ...loader.load.device_load import DeviceLoad  # as above
 
-        return DeviceLoad.follow(self.load, opener(device, self.kernel_dir, timeline), timeline=timeline)
+        opened = opener(device, self.kernel_dir, timeline, self.device_percent)
+        return DeviceLoad.follow(self.load, opened, timeline=timeline)
 
 
 class Helpers(NamedTuple):
@@ -134,7 +136,9 @@ def launch_helpers(
 
     tokenizer = tokenizer or PreparedTokenizer(files=files, fork=fork)
     launched = tokenizer.launch(TokenizerTask(address, source, options, began_at, context))
-    return LaunchedHelpers(load, launched, config.kernel_dir, chat_worker, reserve, shared)
+    return LaunchedHelpers(
+        load, launched, config.kernel_dir, chat_worker, reserve, shared, config.device_percent
+    )
 
 
 def _needs_none(config: ServeConfig) -> bool:
@@ -168,7 +172,9 @@ def refuse_weights_bytes(config: ServeConfig) -> None:
         )
 
 
-def opener(device: str, kernel_dir: str | None, timeline: Timeline) -> Callable[[], Device]:
+def opener(
+    device: str, kernel_dir: str | None, timeline: Timeline, device_percent: int | None
+) -> Callable[[], Device]:
     """A function that opens a CUDA device in its calling thread."""
 
     def open_device() -> Device:
@@ -176,6 +182,11 @@ def opener(device: str, kernel_dir: str | None, timeline: Timeline) -> Callable[
         from ...loader.device.compile import kernel_folders
         from ...loader.device.cuda import CudaDevice
 
-        return CudaDevice(index_of(device), timeline=timeline, cubin_folders=kernel_folders(kernel_dir))
+        return CudaDevice(
+            index_of(device),
+            timeline=timeline,
+            cubin_folders=kernel_folders(kernel_dir),
+            max_percent=device_percent or 100,
+        )
 
     return open_device

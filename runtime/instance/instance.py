@@ -14,7 +14,7 @@ from ...loader.errors import TeneralError, UsageError
 from ...loader.sources.base import Remote
 from ..errors import DrainingError
 from ..state import Forecast, State
-from .startup import Startup, result_or_none
+from .startup import Startup, resolve, result_or_none
 
 if TYPE_CHECKING:
     from ...loader.format.manifest import Manifest
@@ -87,9 +87,7 @@ class Instance(Startup):
             self._snapshots.close()
         if self.adapters is not None:
             self.adapters.close()
-        with self._lock:
-            if not self.ended.done():
-                self.ended.set_result(self._failure)
+        resolve(self.ended, self._failure)
 
     def release(self, timeout_s: float = 10.0) -> None:
         """Drop the model, after `close`: references to this instance then hold none of its memory.

@@ -205,7 +205,7 @@ def _load_device(
     from ...loader.load.device_load import DeviceLoad  # the manifest was requested without it
 
     refuse_weights_bytes(config)
-    open_device = opener(device, config.kernel_dir, timeline)
+    open_device = opener(device, config.kernel_dir, timeline, config.device_percent)
     return DeviceLoad.in_threads(source, manifest, open_device, options=options, timeline=timeline)
 
 

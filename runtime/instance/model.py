@@ -69,7 +69,7 @@ def choose_backend(
         wait_for_server()
     with timeline.span("process", "import models"):
         from .. import sentence_files  # noqa: F401
-        from ..models import build, encoder  # noqa: F401
+        from ..models import build  # noqa: F401
     if choice.is_direct:
         with timeline.span("device", "open for computing"):
             choice.direct_device()
@@ -209,8 +209,13 @@ def make_engine(
     with timeline.span("model", "KV pool"):
         options = config.options(
             EngineOptions,
-            kv_bytes=config.kv_bytes
-            or pool_bytes(model, _untaken_bytes(load, config.weights_bytes), config.max_running),
+            kv_bytes=pool_bytes(
+                model,
+                _untaken_bytes(load, config.weights_bytes),
+                config.max_running,
+                kv_bytes=config.kv_bytes,
+                device_percent=config.device_percent,
+            ),
             kv_dtype=KVKind(config.kv_dtype),
             kv_host_bytes=config.kv_host_bytes or 0,
             kv_disk_bytes=config.kv_disk_bytes or 0,

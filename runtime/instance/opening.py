@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from ...loader.artifact import open_model
 from ...loader.pin import split_pin
 from ...loader.sources.base import Remote
-from ...loader.sources.http.outage import show_outages
 from .loading import load_here
 
 if TYPE_CHECKING:
@@ -55,8 +54,7 @@ class Opening:
         self._address, self._digest = split_pin(config.model)
         try:
             if self.source is None:
-                self.source = open_model(self._address, config.source_options)
-                show_outages(self.source, timeline)
+                self.source = open_model(self._address, config.source_options, timeline=timeline)
         except Exception as error:  # noqa: BLE001 - raised by `take`
             self._error = error
             self._ended.set()

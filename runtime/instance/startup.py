@@ -22,13 +22,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from ...loader.artifact import open_model
 from ...loader.errors import TeneralError, memory_error
 from ...loader.pin import split_pin
-from ...loader.sources.http.outage import show_outages
 from ...loader.timeline import Timeline
 from ..config import ServeConfig
 from ..errors import ModelError
@@ -180,13 +180,15 @@ class Startup:
             self._take(self._opening.take())
         else:
             address, _ = split_pin(self.config.model)
-            self._source = open_model(address, self.config.source_options)
-            show_outages(self._source, self.timeline)
+            self._source = open_model(address, self.config.source_options, timeline=self.timeline)
         assert self.load is not None
         assert self._source is not None
+        if self._closed.is_set():
+            self.load.close()  # `close` may not have seen it
+            return
         manifest = self.load.manifest
         self._wire_share = wire_share_of(self._source, self.timeline)
-        self.opening.set_result((self._source, manifest))
+        resolve(self.opening, (self._source, manifest))
         self._watch(self.load)
 
     def _take(self, started: StartedLoad) -> None:
@@ -243,8 +245,8 @@ class Startup:
         _, manifest = self.opening.result()
         if is_onnx(manifest) and not any(file.name == TOKENIZER_NAME for file in manifest.files):
             error = ModelError(f"{self.model_name} takes tensors and has no tokenizer")
-            self.text_settings.set_exception(error)
-            self.tokenizer.set_exception(error)
+            refuse(self.text_settings, error)
+            refuse(self.tokenizer, error)
             if self._helpers is not None:
                 self._helpers.tokenizer.close()
             return
@@ -261,7 +263,9 @@ class Startup:
 
             with self.timeline.span("tokenizer", "load"):
                 tokenizer = TextTokenizer.from_files(self.files().read, adjust=self._adjust_settings)
-        resolve(self.tokenizer, tokenizer)
+        if not resolve(self.tokenizer, tokenizer):
+            tokenizer.close()
+            return
         # The first chat is not to wait for its process; but the first tokens come first.
         if self.wait_exact() and not self._closed.wait(CHAT_DELAY_S):
             from ...loader.memory.limits import return_free_memory
@@ -303,7 +307,8 @@ class Startup:
         self._set_kind(built.kind)
         if built.kind == "encoder":
             embedder = steps.start_embedder(self.config, self.timeline, self.load, built)
-            resolve(self.embedder, embedder)
+            if not resolve(self.embedder, embedder):
+                embedder.stop()
         else:
             drafter = None
             if self.base is not None and self.config.draft_ahead:
@@ -323,7 +328,10 @@ class Startup:
             if self._snapshots is not None:
                 self._snapshots.attach(engine.prefix_pool, model=manifest.digest)
             engine.start()
-            resolve(self.engine, engine)
+            if not resolve(self.engine, engine):
+                engine.stop()
+                if self.adapters is not None:
+                    self.adapters.close()
         self.timeline.mark("process", "engine runs", first_token=self.config.first_token)
 
     def _start_onnx(self) -> None:
@@ -338,7 +346,9 @@ class Startup:
             attributes.update(backend="onnxruntime", segments=len(runner.spec.segments))
         self._set_kind("onnx")
         runner.start()
-        resolve(self.onnx, runner)
+        if not resolve(self.onnx, runner):
+            runner.stop()
+            return
         self.timeline.mark("process", "engine runs")
         if self.wait_exact() and exchange() and self.load.place == "host":
             self.load.discard()
@@ -382,16 +392,13 @@ class Startup:
         self._settle(error)
         for worker in self._workers():
             worker.abort(error)
-        with self._lock:
-            if not self.ended.done():
-                self.ended.set_result(error)
+        resolve(self.ended, error)
 
     def _settle(self, error: TeneralError) -> None:
         """Answer everything that waits, with this error."""
         futures = (self.opening, self.exact, self.text_settings, self.tokenizer, self.kind)
         for future in (*futures, self.engine, self.embedder, self.onnx):
-            with self._lock:
-                refuse(cast("Future[object]", future), error)
+            refuse(cast("Future[object]", future), error)
 
     def _workers(self) -> list[Engine | Embedder | OnnxRunner]:
         """The workers that exist so far: an engine, an embedder, or an ONNX model's runner."""
@@ -399,15 +406,18 @@ class Startup:
         return [worker for worker in found if worker is not None]
 
 
-def resolve(future: Future[T], value: T) -> None:
-    """Set the result of a future that the instance's end may have set before."""
-    if not future.done():
+def resolve(future: Future[T], value: T) -> bool:
+    """Set the result of a future; False where the instance's end has settled it before."""
+    try:
         future.set_result(value)
+    except InvalidStateError:
+        return False
+    return True
 
 
 def refuse(future: Future[T], error: Exception) -> None:
     """Set the error of a future that may have been settled before."""
-    if not future.done():
+    with suppress(InvalidStateError):
         future.set_exception(error)
 
 

@@ -69,6 +69,11 @@ class PrefixPool:
         """The size of the numbers in a block's bytes."""
         return self._kv.element_bytes
 
+    @property
+    def has_states(self) -> bool:
+        """True if blocks are of no use without recurrent states, which are not exported (`states.py`)."""
+        return bool(getattr(self._kv, "num_states", 0))  # only a host's pools have some
+
     def chain(self, tokens: Sequence[int], *, salt: str) -> tuple[bytes, ...]:
         """The hashes of these tokens' full blocks, under this salt."""
         chain: list[bytes] = []

@@ -12,6 +12,7 @@ read without a copy. Executors write and read the arrays themselves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -68,10 +69,19 @@ class PoolShape(NamedTuple):
     num_blocks: int
     block_size: int
     dtype: DType
+    num_parts: int = 2  # of a layer: keys and values; 1: latents, which both are made of
+    state_size: int = 0  # fp32 numbers of one sequence's recurrent state, in all layers together
+    num_states: int = 0
 
     def layout(self, kind: str, *, extra: str = "") -> str:
         """The text of `KVPool.layout`."""
-        return f"{kind}[{self.num_layers}, 2, {self.num_kv_heads}, {self.block_size}, {self.head_dim}{extra}]"
+        sizes = (self.num_layers, self.num_parts, self.num_kv_heads, self.block_size, self.head_dim)
+        return f"{kind}[{', '.join(map(str, sizes))}{extra}]"
+
+    @property
+    def vectors(self) -> tuple[int, int, int, int]:
+        """(layers, parts, kv_heads, slots): how the vectors of `head_dim` numbers lie."""
+        return self.num_layers, self.num_parts, self.num_kv_heads, self.num_blocks * self.block_size
 
 
 class _Blocks:
@@ -79,9 +89,8 @@ class _Blocks:
 
     def __init__(self, shape: PoolShape) -> None:
         self.shape = shape
-        self.num_layers, self.num_kv_heads, self.head_dim, self.num_blocks, self.block_size, self.dtype = (
-            shape
-        )
+        self.num_layers, self.num_kv_heads, self.head_dim = shape[:3]
+        self.num_blocks, self.block_size, self.dtype, self.num_parts = shape[3:7]
 
 
 class FloatBlocks(_Blocks):
@@ -90,8 +99,7 @@ class FloatBlocks(_Blocks):
     @staticmethod
     def block_bytes(shape: PoolShape) -> int:
         """The bytes of one block, in all layers together."""
-        num_numbers = shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * shape.block_size
-        return num_numbers * shape.dtype.size_bytes
+        return math.prod(shape.vectors) // shape.num_blocks * shape.head_dim * shape.dtype.size_bytes
 
     @property
     def layout(self) -> str:
@@ -104,8 +112,7 @@ class Int8Blocks(_Blocks):
     @staticmethod
     def block_bytes(shape: PoolShape) -> int:
         """The bytes of one block, in all layers together."""
-        num_rows = shape.num_layers * 2 * shape.num_kv_heads * shape.block_size
-        return num_rows * (shape.head_dim + shape.dtype.size_bytes)
+        return math.prod(shape.vectors) // shape.num_blocks * (shape.head_dim + shape.dtype.size_bytes)
 
     @property
     def element_bytes(self) -> int:
@@ -119,9 +126,8 @@ class Int8Blocks(_Blocks):
 
 
 def by_block(data: Any, num_blocks: int) -> Any:
-    """(layers, 2, kv_heads, slots, last) → (blocks, layers, 2, kv_heads, slots a block * last), a view."""
-    layers, two, heads = data.shape[:3]
-    return data.reshape(layers, two, heads, num_blocks, -1).transpose(3, 0, 1, 2, 4)
+    """(layers, parts, kv_heads, slots, last) → (blocks, layers, parts, kv_heads, slots a block * last), a view."""
+    return data.reshape(*data.shape[:3], num_blocks, -1).transpose(3, 0, 1, 2, 4)
 
 
 # The pool's share of the memory left by the weights on a CPU: the rest is for activations, staging,
@@ -148,22 +154,37 @@ def device_kv_bytes(free_bytes: int, step_bytes: int) -> int:
     """The default size of the pool on a device whose weights have their memory: most of the free bytes that the largest
     step, graphs and a spare leave.
     """
-    return max(MIN_KV_BYTES, int(DEVICE_KV_SHARE * (free_bytes - step_bytes - GRAPH_BYTES - SPARE_BYTES)))
+    return max(MIN_KV_BYTES, int(DEVICE_KV_SHARE * (free_bytes - spare_bytes(step_bytes))))
 
 
-class KVStorage(FloatBlocks):
+def spare_bytes(step_bytes: int) -> int:
+    """The memory of a device that its pool leaves: for the largest step, graphs and a spare."""
+    return step_bytes + GRAPH_BYTES + SPARE_BYTES
+
+
+class _States(_Blocks):
+    """The recurrent states of a host's pool: `states` is (num_states, state_size) fp32."""
+
+    def __init__(self, shape: PoolShape) -> None:
+        super().__init__(shape)
+        self.num_states = shape.num_states
+        self.states = reserved((shape.num_states, shape.state_size), np.float32)
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Copy a sequence's state to another place."""
+        self.states[target] = self.states[source]
+
+
+class KVStorage(_States, FloatBlocks):
     """Keys and values of `num_blocks` blocks in the model's dtype. Memory is reserved at once, and touched when it is
     written.
 
-    `data` is (layers, 2, kv_heads, num_blocks * block_size, head_dim): keys, then values; BF16 is held as uint16.
+    `data` is (layers, parts, kv_heads, num_blocks * block_size, head_dim): keys, then values; BF16 is held as uint16.
     """
 
     def __init__(self, shape: PoolShape) -> None:
         super().__init__(shape)
-        num_slots = shape.num_blocks * shape.block_size
-        self.data = reserved(
-            (shape.num_layers, 2, shape.num_kv_heads, num_slots, shape.head_dim), shape.dtype.numpy
-        )
+        self.data = reserved((*shape.vectors, shape.head_dim), shape.dtype.numpy)
 
     @property
     def size_bytes(self) -> int:
@@ -185,22 +206,21 @@ class KVStorage(FloatBlocks):
         copy_slots(self.data, source * self.block_size, target * self.block_size, num_tokens)
 
 
-class Int8KVStorage(Int8Blocks):
+class Int8KVStorage(_States, Int8Blocks):
     """Keys and values in half of the memory: 8-bit integers, with a scale for each token and head.
 
         x ≈ code · scale,   code in [-127, 127],   scale = max |x| / 127 of the head's numbers for that token
 
     Keys and values have scales of their own, in the model's dtype. A code is computed for the scale
     as rounded to that dtype, so reading multiplies exact numbers and rounds once. Numbers that are
-    not finite come back as NaN: their scale is not finite, and their code 0. `codes` is (layers, 2,
+    not finite come back as NaN: their scale is not finite, and their code 0. `codes` is (layers, parts,
     kv_heads, slots, head_dim) int8, `scales` (…, slots, 1) in `dtype`.
     """
 
     def __init__(self, shape: PoolShape) -> None:
         super().__init__(shape)
-        slots = (shape.num_layers, 2, shape.num_kv_heads, shape.num_blocks * shape.block_size)
-        self.codes = reserved((*slots, shape.head_dim), np.int8)
-        self.scales = reserved((*slots, 1), shape.dtype.numpy)
+        self.codes = reserved((*shape.vectors, shape.head_dim), np.int8)
+        self.scales = reserved((*shape.vectors, 1), shape.dtype.numpy)
 
     @property
     def size_bytes(self) -> int:

@@ -89,15 +89,32 @@ class Module(Struct, frozen=True):
 
 def modules_of(config: DecoderConfig, layer: int) -> tuple[Module, ...]:
     """The modules of a layer that adapters may change. Of a mixture of experts: those of attention and of
-    the shared expert."""
-    names = config.names
+    the shared expert. Of latents: what makes them, what makes queries or their low rank, and the output. None where
+    inputs are rounded."""
+    if config.quantization is not None and config.quantization.is_ternary:
+        return ()
+    names, latent = config.names, config.latent
     query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    if config.convolves(layer):
+    qkv_sizes: tuple[int, ...] = (query_size, key_size, key_size)
+    if config.gated_attention:
+        qkv_sizes = (2 * query_size, key_size, key_size)
+    if latent is not None:
+        queries = config.num_heads * (latent.plain_dim + config.rope.rotary_dim)
+        qkv_sizes = (latent.query_rank or queries, config.head_dim)
+        query_size = config.num_heads * latent.value_dim
+    if config.delta_nets is not None and config.is_delta_net(layer):
+        inputs = tuple(f"{names.delta_net}{name}" for name in names.delta_net_inputs)
+        found = _stacked(AdapterPlace.QKV, inputs, config.delta_nets.projected, config.hidden_size)
+        num_values = config.delta_nets.num_values
+        found.append(
+            Module(f"{names.delta_net}out_proj", AdapterPlace.OUTPUT, 0, config.hidden_size, num_values)
+        )
+    elif config.convolves(layer):
         before, _, after = names.convolution
         found = _stacked(AdapterPlace.QKV, (before,), (3 * config.hidden_size,), config.hidden_size)
         found.append(Module(after, AdapterPlace.OUTPUT, 0, config.hidden_size, config.hidden_size))
     else:
-        found = _stacked(AdapterPlace.QKV, names.qkv, (query_size, key_size, key_size), config.hidden_size)
+        found = _stacked(AdapterPlace.QKV, names.qkv, qkv_sizes, config.hidden_size)
         found.append(Module(names.output, AdapterPlace.OUTPUT, 0, config.hidden_size, query_size))
     inner, gate_up, down = config.intermediate_size, names.gate_up, names.down
     if config.experts is not None and config.experts.layers[layer]:
@@ -105,7 +122,8 @@ def modules_of(config: DecoderConfig, layer: int) -> tuple[Module, ...]:
         gate_up = tuple(f"{prefix}{name}" for name in names.expert_gate_up)
         down = f"{prefix}{names.expert_down}"
     if inner:
-        found += _stacked(AdapterPlace.GATE_UP, gate_up, (inner, inner), config.hidden_size)
+        sizes = (inner,) * (2 if config.gated_mlp else 1)
+        found += _stacked(AdapterPlace.GATE_UP, gate_up, sizes, config.hidden_size)
         found.append(Module(down, AdapterPlace.DOWN, 0, config.hidden_size, inner))
     return tuple(found)
 

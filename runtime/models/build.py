@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from ..errors import ModelError
 from ..weights import Weights
 from .decoder import Decoder
-from .decoder_config import DecoderConfig, is_pooled
+from .decoder_config import DecoderConfig, is_decoder, is_pooled
 from .decoder_tensors import take_decoder
-from .encoder import DenseTensors, Encoder, take_encoder
-from .encoder_config import EncoderConfig, is_encoder
 from .executor import ComputeDtype, ExecutorFactory
 from .spec import DecoderSpec, EncoderSpec
 
 if TYPE_CHECKING:
+    from .encoder import DenseTensors, Encoder
+    from .encoder_config import EncoderConfig
     from .pooled_decoder import PooledDecoder
 
 T = TypeVar("T", DecoderSpec, EncoderSpec)
@@ -48,24 +48,35 @@ def build_model(
     `ModelError` when the config is not supported by any of them, or a tensor is missing or does not fit.
     """
     files = {"modules": modules, "pooling": pooling, "sentence_bert": sentence_bert, "dense": dense}
-    if not is_encoder(config):
-        if not is_pooled(config, has_modules=modules is not None):
-            return _decoder(DecoderConfig.from_json(config).admitting(max_context or 0), weights, backends)
-        from .pooled_decoder import PooledDecoder, PooledDecoderConfig  # of few servers
+    if not is_decoder(config):
+        from .encoder_config import EncoderConfig, is_encoder  # decoders do without
 
-        own_config = PooledDecoderConfig.from_json(config, max_context=max_context, **files)
-        return PooledDecoder(
-            own_config, _decoder(own_config.decoder, weights, backends), weights, dense_weights
-        )
-    encoder = EncoderConfig.from_json(config, **files)
-    taken, stored = take_encoder(encoder, weights, dense_weights)
-    backend, text_spec, computes = _first_that_can(
+        if is_encoder(config):
+            return _encoder(EncoderConfig.from_json(config, **files), weights, dense_weights, backends)
+    if not is_pooled(config, has_modules=modules is not None):
+        return _decoder(DecoderConfig.from_json(config).admitting(max_context or 0), weights, backends)
+    from .pooled_decoder import PooledDecoder, PooledDecoderConfig  # of few servers
+
+    own_config = PooledDecoderConfig.from_json(config, max_context=max_context, **files)
+    return PooledDecoder(own_config, _decoder(own_config.decoder, weights, backends), weights, dense_weights)
+
+
+def _encoder(
+    config: EncoderConfig,
+    weights: Weights,
+    dense_weights: DenseTensors | None,
+    backends: Iterable[ExecutorFactory],
+) -> Encoder:
+    from .encoder import Encoder, take_encoder  # decoders do without
+
+    taken, stored = take_encoder(config, weights, dense_weights)
+    backend, spec, computes = _first_that_can(
         backends,
         lambda backend: backend.compute_dtype(stored, is_quantised=False),
-        lambda computes: EncoderSpec.of(encoder, computes.dtype),
+        lambda computes: EncoderSpec.of(config, computes.dtype),
         lambda backend, spec: backend.refuses_encoder(spec, taken),
     )
-    return Encoder(encoder, text_spec, taken, backend.encoder(text_spec, taken), computes)
+    return Encoder(config, spec, taken, backend.encoder(spec, taken), computes)
 
 
 def _decoder(config: DecoderConfig, weights: Weights, backends: Iterable[ExecutorFactory]) -> Decoder:

@@ -24,7 +24,7 @@ from ..step.logprobs import rows_at_once
 from ..tensors import DType
 from ..weights import Gate
 from .decoder_config import DecoderConfig
-from .executor import ComputeDtype, Executor, Floats, RoutingExecutor, StripExecutor
+from .executor import ComputeDtype, Executor, Floats, RoutingExecutor, StatefulExecutor, StripExecutor
 from .matrices import DecoderLayerWeights, DecoderWeights, ExpertWeights
 from .spec import DecoderSpec
 
@@ -119,9 +119,25 @@ class Decoder:
         self._is_exact = self._is_exact or self.weights.all_gate.opens(0.0)
         return self._is_exact
 
-    def new_kv(self, num_blocks: int, block_size: int, *, kind: KVKind = KVKind.MODEL) -> Any:
-        """Empty storage of the right shape; `num_blocks` times `kv_block_bytes`."""
-        return self.executor.new_kv(num_blocks, block_size, kind)
+    @property
+    def state_bytes(self) -> int:
+        """The size of a sequence's recurrent state; 0: the model has none."""
+        return 4 * self.spec.state_layers()[-1]
+
+    def new_kv(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        kind: KVKind = KVKind.MODEL,
+        num_states: int | None = None,
+    ) -> Any:
+        """Empty storage of the right shape; `num_blocks` times `kv_block_bytes`, and states of models that have some:
+        by default as many as blocks.
+        """
+        if num_states is None or not self.state_bytes:
+            return self.executor.new_kv(num_blocks, block_size, kind)
+        return cast("StatefulExecutor", self.executor).new_kv(num_blocks, block_size, kind, num_states)
 
     def kv_block_bytes(self, block_size: int, *, kind: KVKind = KVKind.MODEL) -> int:
         """The size of one block in what `new_kv` makes."""

@@ -11,25 +11,31 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from .fields import ACTIVATIONS, MAX_EXPERTS, MAX_HEAD_DIM, MAX_WIDTH, Fields, family_of, shape_of
-from .quantization_config import QuantizationConfig, compute_dtype
+from .fields import ACTIVATIONS, MAX_HEAD_DIM, Fields, family_of, shape_of
 from .rope_config import MAX_POSITIONS, RopeConfig
-from .vision_config import VisionConfig
 
-# model_type → the module of its family, in `families/` or by its full name, and the architecture
-# whose weights this code can run.
+if TYPE_CHECKING:
+    from .experts_config import Experts
+    from .quantization_config import QuantizationConfig
+    from .vision_config import VisionConfig
+
+# model_type → the module of its family, in `families/` or by its full name, and the architecture that it runs
 FAMILY_MODULES: dict[str, tuple[str, str]] = {
     "llama": ("llama", "LlamaForCausalLM"),
     "mistral": ("mistral", "MistralForCausalLM"),
     "ministral": ("mistral", "MinistralForCausalLM"),
     "qwen2": ("qwen", "Qwen2ForCausalLM"),
     "qwen3": ("qwen", "Qwen3ForCausalLM"),
+    "qwen2_moe": ("qwen", "Qwen2MoeForCausalLM"),
     "qwen3_moe": ("qwen", "Qwen3MoeForCausalLM"),
+    "qwen3_5_text": ("qwen3_5", "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe_text": ("qwen3_5", "Qwen3_5MoeForCausalLM"),
+    "qwen3_next": ("qwen3_5", "Qwen3NextForCausalLM"),
     "gemma2": ("gemma", "Gemma2ForCausalLM"),
     "gemma3_text": ("gemma", "Gemma3ForCausalLM"),
     "cohere": ("cohere", "CohereForCausalLM"),
@@ -41,19 +47,38 @@ FAMILY_MODULES: dict[str, tuple[str, str]] = {
     "olmo3": ("olmo2", "Olmo3ForCausalLM"),
     "exaone4": ("exaone4", "Exaone4ForCausalLM"),
     "ernie4_5": ("ernie", "Ernie4_5ForCausalLM"),
+    "ernie4_5_moe": ("ernie", "Ernie4_5_MoeForCausalLM"),
+    "hunyuan_v1_dense": ("hunyuan", "HunYuanDenseV1ForCausalLM"),
     "mixtral": ("mixtral", "MixtralForCausalLM"),
     "olmoe": ("olmoe", "OlmoeForCausalLM"),
     "phi3": ("phi3", "Phi3ForCausalLM"),
+    "bitnet": ("bitnet", "BitNetForCausalLM"),
+    "starcoder2": ("starcoder2", "Starcoder2ForCausalLM"),
+    "stablelm": ("stablelm", "StableLmForCausalLM"),
+    "phi": ("phi", "PhiForCausalLM"),
+    "nemotron": ("nemotron", "NemotronForCausalLM"),
+    "gpt2": ("gpt2", "GPT2LMHeadModel"),
+    "gpt_neox": ("gpt_neox", "GPTNeoXForCausalLM"),
     "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
     "lfm2": ("lfm2", "Lfm2ForCausalLM"),
     "lfm2_moe": ("lfm2", "Lfm2MoeForCausalLM"),
     "glm4_moe": ("glm", "Glm4MoeForCausalLM"),
     "gpt_oss": ("gpt_oss", "GptOssForCausalLM"),
+    "deepseek_v2": ("deepseek", "DeepseekV2ForCausalLM"),
+    "deepseek_v3": ("deepseek", "DeepseekV3ForCausalLM"),
+    "kimi_k2": ("deepseek", "DeepseekV3ForCausalLM"),
+    "glm4_moe_lite": ("deepseek", "Glm4MoeLiteForCausalLM"),
 }
+_WITH_HEAD = "LMHeadModel"  # the end of old names of architectures that generate
 # The same of decoders that also take images.
 VISION_FAMILY_MODULES: dict[str, tuple[str, str]] = {
     "idefics3": ("idefics3", "Idefics3ForConditionalGeneration"),
     "smolvlm": ("idefics3", "SmolVLMForConditionalGeneration"),
+    "gemma3": ("gemma", "Gemma3ForConditionalGeneration"),
+    "qwen2_5_vl": ("qwen_vl", "Qwen2_5_VLForConditionalGeneration"),
+    "qwen3_vl": ("qwen_vl", "Qwen3VLForConditionalGeneration"),
+    "qwen3_5": ("qwen_vl", "Qwen3_5ForConditionalGeneration"),
+    "qwen3_5_moe": ("qwen_vl", "Qwen3_5MoeForConditionalGeneration"),
 }
 
 
@@ -61,26 +86,36 @@ def decoder_architectures() -> dict[str, tuple[str, ...]]:
     """The architectures of each family: that which generates, the classifier, and the layers alone."""
     found: dict[str, tuple[str, ...]] = {}
     for family, (_, architecture) in FAMILY_MODULES.items():
-        name = "Gemma3Text" if family == "gemma3_text" else architecture.removesuffix("ForCausalLM")
-        found[family] = (architecture, f"{name}ForSequenceClassification", f"{name}Model")
+        name = architecture.removesuffix("ForCausalLM").removesuffix(_WITH_HEAD)
+        base = f"{name}Text" if family.endswith("_text") else name
+        pooled = (f"{base}ForSequenceClassification", f"{base}Model")
+        found[family] = (architecture, *(pooled if name != architecture else ()))
     return found | {family: (name,) for family, (_, name) in VISION_FAMILY_MODULES.items()}
 
 
-def is_pooled(config: Mapping[str, Any], *, has_modules: bool) -> bool:
+def is_decoder(config: Mapping[str, Any]) -> bool:
+    """True if a config.json is that of a decoder; False where `encoder_config.is_encoder` has to tell."""
+    fields = Fields(config)
+    supported = decoder_architectures().get(str(fields.get("model_type")), ())
+    return not set(supported).isdisjoint(fields.texts("architectures") or supported)
+
+
+def is_pooled(config: Mapping[str, Any], *, has_modules: bool = False) -> bool:
     """True if a decoder's config.json describes one that embeds or classifies; `has_modules`: there is a modules.json
     of sentence-transformers.
     """
-    names = Fields(config).texts("architectures") or ()
+    names = [name.removesuffix(_WITH_HEAD) for name in Fields(config).texts("architectures") or ()]
     return has_modules or any(name.endswith(("ForSequenceClassification", "Model")) for name in names)
 
 
 class Norm(enum.StrEnum):
-    """Kinds of norms over rows, without biases; sums are fp32."""
+    """Kinds of norms over rows; sums are fp32. Layer norms may have a bias, which is added before rounding."""
 
     RMS = "rms"  # x / rms(x), rounded to the model's dtype, times the weight
     RMS_WIDE = "rms_wide"  # x / rms(x) times the weight, rounded once
     RMS_PLUS_ONE = "rms_plus_one"  # x / rms(x) times (1 + weight), rounded once
     LAYER = "layer"  # (x - mean(x)) / deviation(x) times the weight, rounded once
+    LAYER_PLUS_ONE = "layer_plus_one"  # likewise times (1 + weight); there is a bias
 
 
 class LayerRotary(enum.StrEnum):
@@ -89,49 +124,6 @@ class LayerRotary(enum.StrEnum):
     MAIN = "main"
     LOCAL = "local"
     NONE = "none"  # they are not turned
-
-
-class ClampedSwiglu(Struct, frozen=True):
-    """g / (1 + exp(-alpha · g)) · (u + 1), rounded once, of g = min(gate, limit) and u = up clipped to ±limit."""
-
-    alpha: float
-    limit: float
-
-
-class ExpertShares(enum.StrEnum):
-    """The functions that make shares of a router's scores, in fp32."""
-
-    SOFTMAX = "softmax"
-    SIGMOID = "sigmoid"  # of each score by itself
-
-
-class Experts(Struct, frozen=True):
-    """A mixture of experts in place of a layer's MLP: each token goes through those few whose shares are highest.
-
-    Shares are made of the router's scores, and weights of the shares. Outputs are rounded once they are weighted, and
-    added in the order of the experts; then that of the shared expert, if there is one.
-    """
-
-    num: int
-    num_used: int  # by each token
-    size: int  # intermediate size of each
-    layers: tuple[bool, ...]  # whether each layer has them; others have an MLP
-    sum_to_1: bool  # the weights of those that are used; otherwise they are shares of all
-    rounds_weights: bool  # to the model's dtype
-    has_bias: bool = False  # the router and each expert's gate, up and down
-    swiglu: ClampedSwiglu | None = None  # in place of activation(gate) · up
-    shares: ExpertShares = ExpertShares.SOFTMAX
-    wide_scores: bool = False  # scores are fp32; otherwise rounded to the model's dtype
-    has_correction: bool = (
-        False  # a number for each expert is added to its share to choose, and not to its weight
-    )
-    num_groups: int = 1  # equal runs of experts; those of other groups than the used ones are not chosen
-    num_groups_used: int = 1  # with the highest share, or two highest corrected ones together
-    sum_eps: float = 0.0  # added to the sum of shares that weights are divided by, with `sum_to_1`
-    factor: float = 1.0  # of weights, behind that
-    shared_size: int = (
-        0  # intermediate size of the shared expert, which all tokens go through; 0: there is none
-    )
 
 
 class ShortConvolutions(Struct, frozen=True):
@@ -145,18 +137,82 @@ class ShortConvolutions(Struct, frozen=True):
     has_bias: bool  # the convolution, and the projections before and after it
 
 
+class LatentAttention(Struct, frozen=True):
+    """Keys and values of all heads as products with one latent a token, and one turned key that all heads share
+    (arXiv 2405.04434, section 2.1). The pool has the latent, normalised, and behind it that key: one head's `head_dim`.
+    """
+
+    rank: int  # numbers of a latent
+    query_rank: int  # of the normalised row that queries are made of; 0: they are made of the layer's input
+    plain_dim: int  # numbers of a query head that are not turned; `rope.rotary_dim` more are
+    value_dim: int  # of a head's output
+    norm_eps: float  # of both norms
+
+
+class DeltaOrder(enum.IntEnum):
+    """The order of the numbers that a gated delta net's inputs make of a row, by the core's numbers."""
+
+    APART = 0  # all queries, keys, values, gates, betas, decays
+    GROUPED = 1  # of each key head queries, keys, values and gates, then betas and decays of each
+    SPLIT = 2  # all queries, keys, values, gates; then of each key head betas and decays
+    TILED = 3  # apart, where value heads with the same key head have as many others between them as there are key heads
+
+
+class DeltaNets(Struct, frozen=True):
+    """Gated delta nets in place of some layers' attention: linear attention over a state of fixed size, in fp32.
+
+    Queries, keys and values are convolved as `ShortConvolutions` are, and pass SiLU. Each value head has a matrix of
+    (key_size, value_size); value heads share key heads as the heads of attention share keys.
+    """
+
+    num_key_heads: int
+    num_value_heads: int  # a multiple of these
+    key_size: int  # of a head
+    value_size: int
+    convolution_size: int  # tokens, a row's own included
+    layers: tuple[bool, ...]  # whether each layer is one; others attend
+    order: DeltaOrder = DeltaOrder.APART
+
+    @property
+    def projected(self) -> tuple[int, ...]:
+        """Numbers of a row that each of `LayerNames.delta_net_inputs` makes."""
+        if self.order is DeltaOrder.GROUPED:
+            return self.num_channels + self.num_values, 2 * self.num_value_heads
+        if self.order is DeltaOrder.SPLIT:
+            return self.num_channels, self.num_values, 2 * self.num_value_heads
+        return self.num_channels, self.num_values, self.num_value_heads, self.num_value_heads
+
+    @property
+    def num_values(self) -> int:
+        return self.num_value_heads * self.value_size
+
+    @property
+    def num_channels(self) -> int:
+        """Those that are convolved."""
+        return 2 * self.num_key_heads * self.key_size + self.num_values
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of a layer's state of one sequence: the convolution's last inputs, and the matrices."""
+        return (self.convolution_size - 1) * self.num_channels + self.num_values * self.key_size
+
+
 class LayerNames(Struct, frozen=True):
     """A layer's tensors in a checkpoint, after "model.layers.0.". None: the layer has no such norm."""
 
     attention_norm: str | None = "input_layernorm"
+    attention_inner_norm: str | None = None  # of the output projection's input
     attention_output_norm: str | None = None
     mlp_norm: str | None = "post_attention_layernorm"
+    mlp_inner_norm: str | None = None  # of the down projection's input
     mlp_output_norm: str | None = None
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # or one for all
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
     output: str = "self_attn.o_proj"
     convolution: tuple[str, str, str] = ("conv.in_proj", "conv.conv", "conv.out_proj")
+    delta_net: str = "linear_attn."
+    delta_net_inputs: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # one for each, or one for both
     down: str = "mlp.down_proj"
     router: str = "mlp.gate"  # of a mixture
@@ -165,7 +221,20 @@ class LayerNames(Struct, frozen=True):
     expert_down: str = "down_proj"
     expert_correction: str = "mlp.gate.e_score_correction_bias"
     shared_expert: str = "mlp.shared_experts."
+    shared_gate: str = "mlp.shared_expert_gate"
     stacked_experts: str | None = None  # all of a layer's in one tensor each: `stacked_experts.py`
+    stacked_in_rows: bool = False  # floats of these have the outputs first, gate and then up
+
+
+class ModelNames(Struct, frozen=True):
+    """The same of what is in no layer, after "model.", and of all layers."""
+
+    embeddings: str = "embed_tokens"
+    positions: str | None = None  # learned rows of positions, which are added to the embeddings
+    layers: str = "layers"
+    final_norm: str = "norm"
+    head: str = "lm_head"  # the whole name
+    adapted_layers: str = "model.layers"  # likewise, in adapters
 
 
 class DecoderConfig(Struct, frozen=True):
@@ -187,24 +256,37 @@ class DecoderConfig(Struct, frozen=True):
     tie_word_embeddings: bool
     quantization: QuantizationConfig | None
     dtype: str | None  # to compute in, where the model is quantised: embeddings do not always tell it
+    is_bidirectional: bool = False  # of a model that embeds; windows are tokens to each side then
     qkv_bias: bool = False
     output_bias: bool = False  # of the attention's output projection
     mlp_bias: bool = False
+    gated_mlp: bool = True  # otherwise down(activation(up(x))), where `names.gate_up` has `up` alone
+    head_bias: bool = False
+    norm_bias: bool = False  # of the norms before attention and MLP, and of the final one
     qk_norm: bool = False  # queries and keys are normalised, head by head
     joint_qk_norm: bool = False  # all heads of a row as one instead
+    late_qk_norm: bool = False  # once they are turned; not with `joint_qk_norm`
+    gated_attention: bool = False  # outputs are times the sigmoid of a gate behind each head's query
     has_sinks: bool = False  # each head has one more score, of a key without a value
     norm: Norm = Norm.RMS
     names: LayerNames = LayerNames()
-    final_norm: str = "norm"  # its name in a checkpoint, after "model."
+    model_names: ModelNames = ModelNames()
     roots: tuple[str, ...] = ("", "model.")  # what may stand before all names; the first that fits counts
     vision: VisionConfig | None = None  # the tower whose rows take the places of image tokens
     local_rope: RopeConfig | None = None
     layer_rotary: tuple[LayerRotary, ...] = ()  # of each layer; empty: all are turned by `rope`
     wide_rotary: bool = False  # turned in fp32, rounded once
     interleaved_rotary: bool = False  # number 2 i turns with 2 i + 1
-    is_parallel: bool = False  # attention and MLP take the same norm
+    rotary_axes: tuple[int, ...] = ()  # as `DecoderSpec` has them
+    is_parallel: bool = (
+        False  # attention and MLP take the same input, normed by one norm unless `names` has two
+    )
+    inputs_first: bool = False  # float matrices of layers are stored (num_in, num_out)
+    interleaved_qkv: bool = False  # each head's query, key and value lie one behind another in a row of `qkv`
     experts: Experts | None = None
     convolutions: ShortConvolutions | None = None
+    latent: LatentAttention | None = None  # then `num_kv_heads` is 1
+    delta_nets: DeltaNets | None = None
     attention_scale: float | None = None  # None: head_dim ** -0.5
     score_cap: float | None = None  # attention scores s become cap · tanh(s / cap)
     logit_cap: float | None = None  # likewise
@@ -232,6 +314,10 @@ class DecoderConfig(Struct, frozen=True):
         """True if this layer has a convolution in place of attention."""
         return self.convolutions is not None and self.convolutions.layers[layer]
 
+    def is_delta_net(self, layer: int) -> bool:
+        """True if this layer is a gated delta net."""
+        return self.delta_nets is not None and self.delta_nets.layers[layer]
+
     def admitting(self, max_context: int) -> DecoderConfig:
         """This config for contexts of `max_context` tokens, up to the limit of its rotary scaling; never shorter."""
         longest = self.rope.longest_context if self.rope.longest_context > self.rope.max_context else 0
@@ -253,7 +339,12 @@ def read_common(
     """The fields that nearly all families have, with these defaults where they are absent: no biases, full attention in
     all layers. `rope` takes the fields, `head_dim` and `max_positions`.
     """
-    quantization = QuantizationConfig.from_fields(config)
+    quantization: QuantizationConfig | None = None
+    dtype: str | None = None
+    if config.is_quantised:
+        from .quantization_config import QuantizationConfig, compute_dtype  # of few models
+
+        quantization, dtype = QuantizationConfig.from_fields(config), compute_dtype(config)
     shape = shape_of(config)
     hidden_size, num_heads = shape["hidden_size"], shape["num_heads"]
     num_kv_heads = config.integer("num_key_value_heads", low=1, high=num_heads, default=num_heads)
@@ -280,7 +371,7 @@ def read_common(
         windows=(None,) * shape["num_layers"],
         tie_word_embeddings=config.boolean("tie_word_embeddings", default=is_tied),
         quantization=quantization,
-        dtype=compute_dtype(config) if quantization is not None else None,
+        dtype=dtype,
     )
 
 
@@ -292,9 +383,8 @@ def windows_by_type(
     if kinds is None:
         return tuple(default)
     if len(kinds) < num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
-        raise config.wrong(
-            "layer_types", f"but must say full_attention or sliding_attention for each of {num_layers} layers"
-        )
+        asked = f"full_attention or sliding_attention for each of {num_layers} layers"
+        raise config.wrong("layer_types", f"but must say {asked}")
     if window is None and "sliding_attention" in kinds:
         raise config.wrong("layer_types", "but there is no sliding_window (or use_sliding_window is not set)")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds[:num_layers])
@@ -314,62 +404,9 @@ def read_windows(
     return windows_by_type(config, num_layers, window, by_place)
 
 
-def read_experts(
-    config: Fields,
-    *,
-    size_key: str,
-    layers: Sequence[bool],
-    sum_to_1: bool,
-    rounds_weights: bool,
-    has_bias: bool = False,
-    swiglu: ClampedSwiglu | None = None,
-) -> Experts:
-    """A mixture in these layers. Files of transformers 5 say `num_local_experts`, others mostly `num_experts`."""
-    keys = ("num_experts", "n_routed_experts", "num_local_experts")
-    num = config.integer(next((key for key in keys if key in config), keys[-1]), low=1, high=MAX_EXPERTS)
-    return Experts(
-        num,
-        config.integer("num_experts_per_tok", low=1, high=num),
-        config.integer(size_key, low=1, high=MAX_WIDTH),
-        tuple(layers),
-        sum_to_1,
-        rounds_weights,
-        has_bias,
-        swiglu,
-    )
-
-
-def read_sigmoid_experts(config: Fields, layers: Sequence[bool], *, sum_to_1: bool, factor: float) -> Experts:
-    """DeepSeek V3's kind of mixture in these layers, with these defaults: sigmoids as shares, corrections, groups of
-    experts, shared ones. Raises `ModelError`.
-    """
-    common = read_experts(
-        config,
-        size_key="moe_intermediate_size",
-        layers=layers,
-        sum_to_1=config.boolean("norm_topk_prob", default=sum_to_1),
-        rounds_weights=False,
-    )
-    num_groups = config.integer("n_group", low=1, high=common.num, default=1)
-    if common.num % num_groups:
-        raise config.wrong("n_group", f"but must divide the number of experts, {common.num}")
-    used = config.integer("topk_group", low=1, high=num_groups, default=1)
-    if common.num_used > common.num // num_groups * used:
-        raise config.wrong(
-            "topk_group", f"but {common.num_used} experts are chosen, more than their groups have"
-        )
-    num_shared = config.integer("n_shared_experts", low=0, high=MAX_EXPERTS, default=1)
-    return replace(
-        common,
-        shares=ExpertShares.SIGMOID,
-        wide_scores=True,
-        has_correction=True,
-        num_groups=num_groups,
-        num_groups_used=used,
-        sum_eps=1e-20,
-        factor=config.number("routed_scaling_factor", low=1e-6, high=1e6, default=factor),
-        shared_size=num_shared * common.size,
-    )
+def has_names_of_llama(config: Fields) -> bool:
+    """True of a model out of a GGUF file whose tensors, unlike those of its family, are named and stored as Llama's."""
+    return config.choice("tensor_names", ("llama",), default="own") == "llama"
 
 
 def refuse_set(config: Fields, *keys: str) -> None:

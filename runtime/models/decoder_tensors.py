@@ -12,50 +12,63 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ModelError
 from ..tensors import DType, Tensor
 from ..weights import Weights
-from .decoder_config import DecoderConfig, Experts
-from .matrices import DecoderLayerWeights, DecoderWeights, ExpertWeights
+from .decoder_config import DecoderConfig, LatentAttention
+from .matrices import DecoderLayerWeights, DecoderWeights, DeltaNetWeights, ExpertWeights
 from .parameters import Parameters, stored_dtype
 from .projections import take_embeddings, take_linear, take_stacked
 
 if TYPE_CHECKING:
     from ..weights import ExpertGate
+    from .experts_config import Experts
 
-_LAYER = re.compile(r"(?:model\.(?:text_model\.)?)?layers\.[0-9]+\.")
+QUERY_UP = "self_attn.q_b_proj"  # of latents with queries of a low rank
+_LAYER = re.compile(r"(?:.*?\.)?(?:layers|h)\.[0-9]+\.")
 # What some checkpoints have and models compute by themselves, or not at all: scales of keys, values and inputs
 # in 8 bits, which are not rounded.
-_WITHOUT_EFFECT = ("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".input_scale", ".activation_scale")
+_WITHOUT_EFFECT = (
+    *("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".input_scale", ".activation_scale"),
+    *("attention.bias", "attention.masked_bias", "attn.bias", "attn.masked_bias"),  # masks of old checkpoints
+)
 
 
 def take_decoder(config: DecoderConfig, weights: Weights) -> tuple[DecoderWeights, DType]:
     """All of the decoder's weights, and what most of those that are no integers are stored in. Raises `ModelError` when
     a tensor is missing or does not fit `config`.
     """
-    roots = config.roots
-    root = next((each for each in roots if f"{each}embed_tokens.weight" in weights), roots[-1])
-    stored = _stored_dtype(config, weights, f"{root}embed_tokens")
+    names, roots = config.model_names, config.roots
+    root = next((each for each in roots if f"{each}{names.embeddings}.weight" in weights), roots[-1])
+    stored = _stored_dtype(config, weights, f"{root}{names.embeddings}")
 
     made: list[Parameters] = []
 
-    def parameters(prefix: str) -> Parameters:
-        made.append(Parameters(weights, prefix, config.quantization))
+    def parameters(prefix: str, *, inputs_first: bool = False) -> Parameters:
+        made.append(Parameters(weights, prefix, config.quantization, inputs_first=inputs_first))
         return made[-1]
 
     entry = parameters(root)
-    embeddings = take_embeddings(entry, "embed_tokens", config.vocab_size, config.hidden_size)
-    entry_gate = entry.row_gate("embed_tokens.weight")
-    layers = tuple(
-        _take_layer(config, index, parameters(f"{root}layers.{index}.")) for index in range(config.num_layers)
-    )
+    embeddings = take_embeddings(entry, names.embeddings, config.vocab_size, config.hidden_size)
+    positions = None
+    if names.positions is not None:
+        positions = entry.take(f"{names.positions}.weight", config.rope.max_context, config.hidden_size)
+    entry_gate = entry.row_gate(f"{names.embeddings}.weight")
+    of_layers = [
+        parameters(f"{root}{names.layers}.{index}.", inputs_first=config.inputs_first)
+        for index in range(config.num_layers)
+    ]
+    layers = tuple(_take_layer(config, index, own) for index, own in enumerate(of_layers))
     final = parameters("")
-    norm = final.take_norm(f"{root}{config.final_norm}.weight", config.hidden_size)
-    head_name = _head_name(config, weights, f"{root}embed_tokens")
-    head = take_linear(final, head_name, config.hidden_size, config.vocab_size, bias=False)
+    norm = final.take_norm(f"{root}{names.final_norm}.weight", config.hidden_size)
+    norm_bias = _take_bias(final, f"{root}{names.final_norm}", config)
+    head_name = _head_name(config, weights, f"{root}{names.embeddings}")
+    head = take_linear(final, head_name, config.hidden_size, config.vocab_size, bias=config.head_bias)
     if config.quantization is not None and config.quantization.method != "teneral":
-        _check_none_left(weights, made)
+        _check_none_left(weights, of_layers, made)
     taken = DecoderWeights(
         embeddings=embeddings,
         layers=layers,
         norm=norm,
+        norm_bias=norm_bias,
+        positions=positions,
         head=head,
         entry_gate=entry_gate,
         head_gate=final.gate(),
@@ -70,17 +83,22 @@ def _take_layer(config: DecoderConfig, index: int, parameters: Parameters) -> De
     names = config.names
     hidden_size, inner_size = config.hidden_size, config.intermediate_size
     attention_norm = _take_norm(parameters, names.attention_norm, hidden_size)
-    mixer = (
-        _take_convolution(config, parameters)
-        if config.convolves(index)
-        else _take_attention(config, parameters)
-    )
+    attention_norm_bias = _take_bias(parameters, names.attention_norm, config)
+    take_mixer = _take_attention
+    if config.convolves(index):
+        take_mixer = _take_convolution
+    elif config.is_delta_net(index):
+        take_mixer = _take_delta_net
+    mixer = take_mixer(config, parameters)
     mixture = config.experts if config.experts is not None and config.experts.layers[index] else None
     router = (
         take_linear(parameters, names.router, hidden_size, mixture.num, bias=mixture.has_bias)
         if mixture
         else None
     )
+    shared_gate = None
+    if mixture is not None and mixture.has_shared_gate:
+        shared_gate = take_linear(parameters, names.shared_gate, hidden_size, 1, bias=False)
     correction = None
     if mixture is not None and mixture.has_correction:
         correction = parameters.take_norm(names.expert_correction, mixture.num)
@@ -90,19 +108,27 @@ def _take_layer(config: DecoderConfig, index: int, parameters: Parameters) -> De
     elif mixture.shared_size:
         shared = (names.shared_expert, names.expert_gate_up, names.expert_down)
         own = _take_mlp(config, parameters, mixture.shared_size, *shared, bias=config.mlp_bias)
+    inner_norm = _take_norm(parameters, names.attention_inner_norm, config.num_heads * config.head_dim)
+    mlp_inner_norm = _take_norm(parameters, names.mlp_inner_norm, inner_size)
     attention_output_norm = _take_norm(parameters, names.attention_output_norm, hidden_size)
     mlp_norm = _take_norm(parameters, names.mlp_norm, hidden_size)
+    mlp_norm_bias = _take_bias(parameters, names.mlp_norm, config)
     mlp_output_norm = _take_norm(parameters, names.mlp_output_norm, hidden_size)
     router_gate = parameters.gate() if mixture else None
     experts, expert_gate = _take_experts(config, mixture, parameters) if mixture else ((), None)
     return DecoderLayerWeights(
         attention_norm=attention_norm,
+        attention_norm_bias=attention_norm_bias,
         **mixer,
+        attention_inner_norm=inner_norm,
+        mlp_inner_norm=mlp_inner_norm,
         attention_output_norm=attention_output_norm,
         mlp_norm=mlp_norm,
+        mlp_norm_bias=mlp_norm_bias,
         gate_up=None if own is None else own.gate_up,
         down=None if own is None else own.down,
         router=router,
+        shared_gate=shared_gate,
         correction=correction,
         experts=experts,
         router_gate=router_gate,
@@ -114,9 +140,11 @@ def _take_layer(config: DecoderConfig, index: int, parameters: Parameters) -> De
 
 def _take_attention(config: DecoderConfig, parameters: Parameters) -> dict[str, Any]:
     """Fields of `DecoderLayerWeights`."""
+    if config.latent is not None:
+        return _take_latent_attention(config, config.latent, parameters)
     names, hidden_size = config.names, config.hidden_size
     query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    qkv_sizes = (query_size, key_size, key_size)
+    qkv_sizes = (2 * query_size if config.gated_attention else query_size, key_size, key_size)
     norms = (query_size, key_size) if config.joint_qk_norm else (config.head_dim, config.head_dim)
     return {
         "qkv": take_stacked(parameters, _sized(names.qkv, qkv_sizes), hidden_size, bias=config.qkv_bias),
@@ -124,6 +152,30 @@ def _take_attention(config: DecoderConfig, parameters: Parameters) -> dict[str, 
         "key_norm": _take_norm(parameters, names.key_norm, norms[1]) if config.qk_norm else None,
         "output": take_linear(parameters, names.output, query_size, hidden_size, bias=config.output_bias),
         "sinks": parameters.take_norm("self_attn.sinks", config.num_heads) if config.has_sinks else None,
+    }
+
+
+def _take_latent_attention(
+    config: DecoderConfig, latent: LatentAttention, parameters: Parameters
+) -> dict[str, Any]:
+    """The same of attention over latents."""
+    names, hidden_size, num_heads, rank = (
+        config.names,
+        config.hidden_size,
+        config.num_heads,
+        latent.query_rank,
+    )
+    query_size = num_heads * (latent.plain_dim + config.rope.rotary_dim)
+    down = _sized(names.qkv, (rank or query_size, config.head_dim))
+    up_size = num_heads * (latent.plain_dim + latent.value_dim)
+    up, value_size = "self_attn.kv_b_proj", num_heads * latent.value_dim
+    return {
+        "qkv": take_stacked(parameters, down, hidden_size, bias=False),
+        "query_norm": _take_norm(parameters, names.query_norm, rank) if rank else None,
+        "key_norm": _take_norm(parameters, names.key_norm, latent.rank),
+        "query_up": take_linear(parameters, QUERY_UP, rank, query_size, bias=False) if rank else None,
+        "key_value_up": take_linear(parameters, up, latent.rank, up_size, bias=False),
+        "output": take_linear(parameters, names.output, value_size, hidden_size, bias=False),
     }
 
 
@@ -141,6 +193,24 @@ def _take_convolution(config: DecoderConfig, parameters: Parameters) -> dict[str
     }
 
 
+def _take_delta_net(config: DecoderConfig, parameters: Parameters) -> dict[str, Any]:
+    """The same of a gated delta net."""
+    nets, hidden_size = config.delta_nets, config.hidden_size
+    assert nets is not None
+    prefix = config.names.delta_net
+    inputs = [f"{prefix}{name}" for name in config.names.delta_net_inputs]
+    return {
+        "qkv": take_stacked(parameters, _sized(inputs, nets.projected), hidden_size, bias=False),
+        "delta_net": DeltaNetWeights(
+            parameters.take(f"{prefix}conv1d.weight", nets.num_channels, 1, nets.convolution_size),
+            parameters.take_norm(f"{prefix}A_log", nets.num_value_heads),
+            parameters.take_norm(f"{prefix}dt_bias", nets.num_value_heads),
+            parameters.take_norm(f"{prefix}norm.weight", nets.value_size),
+        ),
+        "output": take_linear(parameters, f"{prefix}out_proj", nets.num_values, hidden_size, bias=False),
+    }
+
+
 def _take_experts(
     config: DecoderConfig, mixture: Experts, parameters: Parameters
 ) -> tuple[tuple[ExpertWeights, ...], ExpertGate | None]:
@@ -148,10 +218,11 @@ def _take_experts(
     names = config.names
     stacked = names.stacked_experts
     if stacked is not None and any(f"{stacked}down_proj{kind}" in parameters for kind in ("", "_blocks")):
-        from .stacked_experts import stacked_gate, take_stacked_experts  # of one family
+        from .stacked_experts import stacked_gate, take_stacked_experts  # of few families
 
-        taken = take_stacked_experts(parameters, stacked, mixture, config.hidden_size)
-        return taken, stacked_gate(parameters, stacked)
+        in_rows = names.stacked_in_rows
+        taken = take_stacked_experts(parameters, stacked, mixture, config.hidden_size, in_rows=in_rows)
+        return taken, stacked_gate(parameters, stacked, in_rows=in_rows)
     experts: list[ExpertWeights] = []
     starts: list[int] = []
     for number in range(mixture.num):
@@ -182,18 +253,19 @@ def _take_mlp(
     bias: bool,
 ) -> ExpertWeights:
     hidden_size = config.hidden_size
-    names = _sized([f"{prefix}{name}" for name in gate_up], (inner_size, inner_size))
+    sizes = (inner_size,) * (2 if config.gated_mlp else 1)
+    names = _sized([f"{prefix}{name}" for name in gate_up], sizes)
     return ExpertWeights(
         take_stacked(parameters, names, hidden_size, bias=bias),
         take_linear(parameters, f"{prefix}{down}", inner_size, hidden_size, bias=bias),
     )
 
 
-def _check_none_left(weights: Weights, taken: Sequence[Parameters]) -> None:
+def _check_none_left(weights: Weights, layers: Sequence[Parameters], taken: Sequence[Parameters]) -> None:
     """Raises `ModelError` for a tensor of a layer that nothing computes with: tools of quantisation move scales into
     tensors of their own, without which the others would mean something else.
     """
-    prefixes = {parameters.prefix for parameters in taken if ".layers." in f".{parameters.prefix}"}
+    prefixes = {parameters.prefix for parameters in layers}
     used = {name for parameters in taken for name in parameters.taken}
     for name in sorted(set(weights.names()) - used):
         layer = _LAYER.match(name)
@@ -206,6 +278,12 @@ def _check_none_left(weights: Weights, taken: Sequence[Parameters]) -> None:
 
 def _take_norm(parameters: Parameters, name: str | None, size: int) -> Tensor | None:
     return None if name is None else parameters.take_norm(f"{name}.weight", size)
+
+
+def _take_bias(parameters: Parameters, norm: str | None, config: DecoderConfig) -> Tensor | None:
+    if norm is None or not config.norm_bias:
+        return None
+    return parameters.take_norm(f"{norm}.bias", config.hidden_size)
 
 
 def _sized(names: Sequence[str], sizes: Sequence[int]) -> list[tuple[str, int]]:
@@ -225,11 +303,10 @@ def _head_name(config: DecoderConfig, weights: Weights, embeddings: str) -> str:
     """The head's matrix. Where a config says "tied" and the checkpoint holds another head, that counts, as it does for
     transformers; with equal bytes it makes no difference.
     """
-    if not config.tie_word_embeddings:
-        return "lm_head"
-    own, shared = "lm_head.weight", f"{embeddings}.weight"
-    if "lm_head.qweight" in weights:
-        return "lm_head"
+    head = config.model_names.head
+    if not config.tie_word_embeddings or f"{head}.qweight" in weights:
+        return head
+    own, shared = f"{head}.weight", f"{embeddings}.weight"
     if own not in weights or shared not in weights:
         return embeddings
-    return embeddings if weights.tensor(own).is_at(weights.tensor(shared)) else "lm_head"
+    return embeddings if weights.tensor(own).is_at(weights.tensor(shared)) else head

@@ -155,24 +155,31 @@ def take_encoder(
     root = _root(config, weights)
     stored = stored_dtype(weights, f"{root}{names.words}.weight")
     entry = Parameters(weights, root)
-    words = entry.take(f"{names.words}.weight", config.vocab_size, hidden_size)
-    positions = types = relative = relative_norm = None
+    embedding_size = config.embedding_size or hidden_size
+    words = entry.take(f"{names.words}.weight", config.vocab_size, embedding_size)
+    positions = types = relative = relative_norm = projection = None
     if config.max_positions:
-        positions = entry.take(f"{names.positions}.weight", config.max_positions, hidden_size)
+        positions = entry.take(f"{names.positions}.weight", config.max_positions, embedding_size)
     if config.type_vocab_size:
-        types = entry.take(f"{names.types}.weight", config.type_vocab_size, hidden_size)
+        types = entry.take(f"{names.types}.weight", config.type_vocab_size, embedding_size)
     if config.position_bias is not None:
         relative = entry.take(f"{names.relative}.weight", config.position_bias.num_buckets, config.num_heads)
     if config.disentangled is not None:
         relative = entry.take(f"{names.relative}.weight", 2 * config.disentangled.span, hidden_size)
         if names.relative_norm:
             relative_norm = take_layer_norm(entry, names.relative_norm, hidden_size)
-    norm = take_layer_norm(entry, names.norm, hidden_size, bias=config.has_norm_bias)
+    norm = None
+    if names.norm:
+        norm = take_layer_norm(entry, names.norm, embedding_size, bias=config.has_norm_bias)
+    if config.embedding_size is not None:
+        projection = take_linear(entry, names.projection, embedding_size, hidden_size, bias=True)
     entry_gate = entry.row_gate(f"{names.words}.weight")
-    layers = tuple(
+    num_own = config.num_layer_groups or config.num_layers
+    own_layers = [
         _take_layer(config, Parameters(weights, root + names.layer.format(index)), index)
-        for index in range(config.num_layers)
-    )
+        for index in range(num_own)
+    ]
+    layers = tuple(own_layers[index * num_own // config.num_layers] for index in range(config.num_layers))
     last = Parameters(weights, "")
     final_norm = head_dense = head_norm = scores = None
     if names.final_norm:
@@ -189,6 +196,7 @@ def take_encoder(
         norm=norm,
         layers=layers,
         entry_gate=entry_gate,
+        projection=projection,
         relative=relative,
         relative_norm=relative_norm,
         final_norm=final_norm,
@@ -205,7 +213,7 @@ def _take_layer(config: EncoderConfig, parameters: Parameters, index: int) -> En
     names, hidden_size, inner_size = config.names, config.hidden_size, config.intermediate_size
     output = take_linear(parameters, names.output, hidden_size, hidden_size, bias=config.has_output_bias)
     attention_norm = None
-    if not config.has_pre_norm or index:
+    if not config.has_pre_norm or index or not names.norm:
         attention_norm = take_layer_norm(
             parameters, names.attention_norm, hidden_size, bias=config.has_norm_bias
         )

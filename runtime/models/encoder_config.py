@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from ..errors import ModelError
 from .decoder_config import decoder_architectures
-from .fields import ACTIVATIONS, MAX_HEAD_DIM, Fields, family_of, shape_of
+from .fields import ACTIVATIONS, MAX_HEAD_DIM, QUANTIZATION_KEYS, Fields, family_of, shape_of
 from .pooling_config import Dense, sentence_of
 from .rope_config import MAX_POSITIONS
 
@@ -44,6 +44,9 @@ FAMILIES: dict[str, EncoderFamily] = {
     "xlm-roberta": EncoderFamily(
         "bert", ("XLMRobertaModel", "XLMRobertaForMaskedLM"), "XLMRobertaForSequenceClassification"
     ),
+    "xlm-roberta-xl": EncoderFamily(
+        "bert", ("XLMRobertaXLModel", "XLMRobertaXLForMaskedLM"), "XLMRobertaXLForSequenceClassification"
+    ),
     "camembert": EncoderFamily(
         "bert", ("CamembertModel", "CamembertForMaskedLM"), "CamembertForSequenceClassification"
     ),
@@ -51,6 +54,11 @@ FAMILIES: dict[str, EncoderFamily] = {
         "bert",
         ("ElectraModel", "ElectraForPreTraining", "ElectraForMaskedLM"),
         "ElectraForSequenceClassification",
+    ),
+    "albert": EncoderFamily(
+        "albert",
+        ("AlbertModel", "AlbertForPreTraining", "AlbertForMaskedLM"),
+        "AlbertForSequenceClassification",
     ),
     "distilbert": EncoderFamily(
         "distilbert", ("DistilBertModel", "DistilBertForMaskedLM"), "DistilBertForSequenceClassification"
@@ -81,7 +89,8 @@ class EncoderNames(Struct, frozen=True):
     words: str = "embeddings.word_embeddings"
     positions: str = "embeddings.position_embeddings"
     types: str = "embeddings.token_type_embeddings"
-    norm: str = "embeddings.LayerNorm"
+    norm: str = "embeddings.LayerNorm"  # "": embeddings are not normalised
+    projection: str = ""  # of embeddings to hidden_size
     relative: str = ""  # the table of a position bias, or of disentangled positions
     relative_norm: str = ""
     layer: str = "encoder.layer.{}."  # the prefix of a layer
@@ -132,11 +141,14 @@ class EncoderConfig(Struct, frozen=True):
     activation: str  # one of ACTIVATIONS
     norm_eps: float
     max_tokens: int  # of one text, special tokens included
+    # Columns of the embeddings and their norm, which a projection makes hidden_size; None: hidden_size, as they are.
+    embedding_size: int | None = None
+    num_layer_groups: int = 0  # equal runs of layers that share their weights; 0: each has its own
     max_positions: int = 0  # rows of the position table; 0: there is none
     position_offset: int = 0  # the row of the position table that a text's first token takes
     type_vocab_size: int = 0  # rows of the table of token types; 0: there is none
     is_gated: bool = False  # the MLP is down(activation(gate) · up)
-    # Norms are before attention and MLP, of which the first layer's attention has none.
+    # Norms are before attention and MLP; the first layer's attention has none where embeddings have one.
     has_pre_norm: bool = False
     has_norm_bias: bool = True
     has_qkv_bias: bool = True
@@ -245,7 +257,7 @@ def labels_of(config: Fields) -> tuple[str, ...]:
 
 
 def _refuse_quantised(config: Fields) -> None:
-    for key in ("quantization_config", "compression_config"):
+    for key in QUANTIZATION_KEYS:
         if key in config:
             raise ModelError(
                 f"config.json has a {key}: quantised encoders are not supported",

@@ -97,9 +97,9 @@ class Executor(Protocol):
         """Select these rows, ascending: some sequences have left the pass."""
 
     def new_kv(self, num_blocks: int, block_size: int, kind: KVKind) -> Any:
-        """Empty storage for keys and values, a `KVPool` of num_blocks times `kv_block_bytes`. Its
-        memory is not touched before it is written. Raises `ModelError` for a kind that this
-        executor lacks.
+        """Empty storage for keys and values, a `KVPool` of num_blocks times `kv_block_bytes`, and for as
+        many recurrent states of models that have some. Its memory is not touched before it is written.
+        Raises `ModelError` for a kind that this executor lacks.
         """
 
     def kv_block_bytes(self, block_size: int, kind: KVKind) -> int:
@@ -127,6 +127,13 @@ class StripExecutor(Executor, Protocol):
         """The columns [first, end) of `logits`, bit for bit: (R, end - first) fp32, a new array. Reads no other rows
         of the head.
         """
+
+
+class StatefulExecutor(Executor, Protocol):
+    """Computes models with recurrent states."""
+
+    def new_kv(self, num_blocks: int, block_size: int, kind: KVKind, num_states: int | None = None) -> Any:
+        """The same, for this many states."""
 
 
 class TextBatch(Struct, frozen=True, eq=False):

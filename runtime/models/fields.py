@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from ..errors import ModelError
 
 T = TypeVar("T")
 # What each architecture means by an activation's name; `backends/torch/layers.py` computes them.
-ACTIVATIONS = ("silu", "swish", "gelu", "gelu_python", "gelu_new", "gelu_pytorch_tanh", "relu")
+ACTIVATIONS = (
+    *("silu", "swish", "gelu", "gelu_python", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"),
+    *("relu", "relu2"),
+)
 
 MAX_LAYERS = 1_024
 MAX_WIDTH = 1 << 20  # of hidden and intermediate states
@@ -27,6 +31,9 @@ MAX_VOCABULARY = 1 << 24
 
 
 _OTHERS = "--backend transformers serves others that an installed transformers knows, slowly."
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")  # older tools write the second one
+# Of a model with a vision tower, where its decoder looks for them.
+_OF_WHOLE_MODEL = (*QUANTIZATION_KEYS, "dtype", "torch_dtype")
 
 
 class Fields:
@@ -46,8 +53,16 @@ class Fields:
 
     def renamed(self, names: Mapping[str, str]) -> Fields:
         """The same fields, those of older names (the keys) under their newer ones, in place of what these had."""
-        newer = {new: self._data[old] for old, new in names.items() if old in self}
-        return Fields({**self._data, **newer}, file=self._file, where=self._where)
+        return self.replaced({new: self._data[old] for old, new in names.items() if old in self})
+
+    def replaced(self, values: Mapping[str, Any]) -> Fields:
+        """The same fields with these values in place of those that they had."""
+        return Fields({**self._data, **values}, file=self._file, where=self._where)
+
+    def filled(self, defaults: Mapping[str, Any]) -> Fields:
+        """The same fields, with these in place of absent ones."""
+        given = {key: value for key, value in self._data.items() if value is not None}
+        return Fields({**defaults, **given}, file=self._file, where=self._where)
 
     def states(self, key: str) -> bool:
         """True if the key is there at all: for the few where `null` says something else than nothing does."""
@@ -138,6 +153,10 @@ class Fields:
             raise self.wrong(key, "but must be a list of strings")
         return value
 
+    @property
+    def is_quantised(self) -> bool:
+        return any(key in self for key in QUANTIZATION_KEYS)
+
     def refuse_others(self, known: Collection[str], *, hint: str = "") -> None:
         """Raises `ModelError` for a key that is there and not `known`."""
         for key, value in self._data.items():
@@ -197,3 +216,28 @@ def shape_of(config: Fields) -> dict[str, int]:
         "num_layers": config.integer("num_hidden_layers", low=1, high=MAX_LAYERS),
         "num_heads": config.integer("num_attention_heads", low=1, high=MAX_HEADS),
     }
+
+
+def text_fields(
+    config: Fields,
+    family: str,
+    model_type: str,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    is_tied: bool = False,
+    may_be_flat: bool = False,
+) -> Fields:
+    """The fields of the decoder inside a model that also has a vision tower. Its own `model_type` must be this one.
+    The whole model says whether embeddings are tied, and how weights are stored, as in transformers. Some files have
+    the decoder's fields next to the whole model's.
+    """
+    given = config.get("text_config")
+    if given is None and may_be_flat:
+        given = {**config._data, "model_type": model_type}
+    if not isinstance(given, dict):
+        raise ModelError(f"config.json: a model of the family {family!r} needs a text_config")
+    whole = {key: config.get(key) for key in _OF_WHOLE_MODEL if key in config}
+    tied = config.boolean("tie_word_embeddings", default=is_tied)
+    text = Fields({**defaults, **given, **whole, "tie_word_embeddings": tied}, where="text_config.")
+    text.choice("model_type", (model_type,), default=model_type)
+    return text

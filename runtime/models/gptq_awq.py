@@ -13,7 +13,6 @@ tensors are exact, since it would not become exact with them.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -24,7 +23,7 @@ from msgspec import Struct
 from ...loader.format.nibbles import RUN, pack_nibbles
 from ..errors import ModelError
 from ..tensors import DType, Tensor, aligned_empty, from_float32, to_float32
-from ..weights import Gate
+from .converted import ConvertedProjection
 from .matrices import IntegerMatrix
 from .parameters import Parameters
 from .quantization_config import QuantizationConfig
@@ -32,7 +31,7 @@ from .quantization_config import QuantizationConfig
 # Of eight neighbours, the nibble (from the lowest on) that AWQ's fast unpacking puts each in.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 _MAX_ELEMENTS = 1 << 22  # unpacked at a time
-_GROUP_SIZES = (128, 64, 32)  # that products are fastest with
+GROUP_SIZES = (128, 64, 32)  # that products are fastest with
 
 _KINDS = (  # of a matrix's tensors
     *("qweight", "qzeros", "scales", "g_idx"),
@@ -105,7 +104,7 @@ def convert(matrix: GptqAwqMatrix) -> ConvertedMatrix:
     else:
         own_zero = zero.astype(np.uint8) if matrix.bits == 4 else (zero - 128).astype(np.int16)
     share = matrix.num_in // scale.shape[1]
-    size = next((size for size in _GROUP_SIZES if share % size == 0), share)
+    size = next((size for size in GROUP_SIZES if share % size == 0), share)
     if size != share:  # small groups are fastest: the same scale for several of them
         scale = scale.repeat(share // size, axis=1)
         own_zero = own_zero.repeat(share // size, axis=1) if own_zero is not None else None
@@ -182,52 +181,14 @@ def _unpacked(words: npt.NDArray[np.uint32], matrix: GptqAwqMatrix, *, axis: int
     return levels
 
 
-class GptqAwqProjection:
-    """Several matrices of the same input, one below the other: a `Projection`."""
-
-    def __init__(
-        self, matrices: Sequence[GptqAwqMatrix], biases: Sequence[Tensor | None], gate: Gate
-    ) -> None:
-        """`gate` is that of the matrices' tensors."""
-        self._matrices = tuple(matrices)
-        self._biases = tuple(biases)
-        self._gate = gate
-        self._converting = threading.Lock()  # so that there is one copy
-        self._kept: tuple[IntegerMatrix, ...] | None = None
-
-    @property
-    def num_in(self) -> int:
-        return self._matrices[0].num_in
-
-    @property
-    def num_out(self) -> int:
-        return sum(matrix.num_out for matrix in self._matrices)
-
-    @property
-    def is_settled(self) -> bool:
-        return self._kept is not None
-
-    @property
-    def may_reorder_columns(self) -> bool:
-        return any(matrix.may_reorder_columns for matrix in self._matrices)
-
-    def matrices(self) -> tuple[IntegerMatrix, ...]:
-        """Blocks for the conversion the first time. Raises `ModelError` for invalid content."""
-        if self._kept is not None:
-            return self._kept
-        with self._converting:
-            matrices = self._kept or self._convert()
-            if self._gate.opens(0.0):
-                self._kept = matrices
-            return matrices
-
-    def _convert(self) -> tuple[IntegerMatrix, ...]:
-        found = [convert(matrix) for matrix in self._matrices]
-        if len(found) > 1 and _can_join(found):
-            found, biases = [_joined(found)], [_joined_biases(self._matrices, self._biases)]
-        else:
-            biases = list(self._biases)
-        return tuple(map(_as_matrix, found, biases))
+def _converted(
+    matrices: Sequence[GptqAwqMatrix], biases: Sequence[Tensor | None]
+) -> tuple[IntegerMatrix, ...]:
+    """Of one input, one below the other."""
+    found = [convert(matrix) for matrix in matrices]
+    if len(found) > 1 and _can_join(found):
+        found, biases = [_joined(found)], [_joined_biases(matrices, biases)]
+    return tuple(map(_as_matrix, found, biases))
 
 
 def _as_matrix(converted: ConvertedMatrix, bias: Tensor | None) -> IntegerMatrix:
@@ -286,7 +247,7 @@ def _joined_biases(matrices: Sequence[GptqAwqMatrix], biases: Sequence[Tensor | 
 
 def take_gptq_awq(
     parameters: Parameters, names_and_sizes: Sequence[tuple[str, int]], num_in: int, *, bias: bool
-) -> GptqAwqProjection:
+) -> ConvertedProjection:
     """One projection to all the (name, num_out), whose tensors are `name`.qweight or `name`.weight_packed, and so on.
     A bias that is there counts even if the model has none without being quantised: some tools write it. Raises
     `ModelError`.
@@ -297,7 +258,13 @@ def take_gptq_awq(
         for name, num_out in names_and_sizes
     ]
     gate = parameters.gate_of([f"{name}.{kind}" for name, _ in names_and_sizes for kind in _KINDS])
-    return GptqAwqProjection(matrices, biases, gate)
+    return ConvertedProjection(
+        num_in,
+        sum(size for _, size in names_and_sizes),
+        gate,
+        lambda: _converted(matrices, biases),
+        may_reorder_columns=any(matrix.may_reorder_columns for matrix in matrices),
+    )
 
 
 def _take_matrix(parameters: Parameters, name: str, num_in: int, num_out: int) -> GptqAwqMatrix:

@@ -335,27 +335,49 @@ class ExpertWeights(Struct, frozen=True, eq=False):
     down: Projection
 
 
+class DeltaNetWeights(Struct, frozen=True, eq=False):
+    """Tensors of a gated delta net between its projections. Computed with in the spec's dtype."""
+
+    taps: Tensor  # (queries, keys and values of all heads, 1, size): a row's own token is the last
+    log: Tensor  # (num_value_heads,): of what decays, and the bias of how long
+    bias: Tensor
+    norm: Tensor  # (value_size,)
+
+
 class DecoderLayerWeights(Struct, frozen=True, eq=False):
     """Norm weights are (size,) of any of BF16, F16, F32. `Norm.RMS` rounds them to the spec's dtype first."""
 
     attention_norm: Tensor | None  # (hidden,)
-    qkv: Projection  # query heads, key heads, value heads, (head_dim) numbers each; of a convolution, three rows
+    # Query heads, key heads, value heads, (head_dim) numbers each; of a convolution, three rows; of latents the inputs
+    # of `query_up`, or query heads where there is none, and then a latent and a key; of a gated delta net what
+    # `DeltaNets.projected` says.
+    qkv: Projection
     output: Projection
     mlp_norm: Tensor | None
-    gate_up: Projection | None  # gate, then up; of a mixture the shared expert's, or None
+    gate_up: Projection | None  # gate, then up, or up alone; of a mixture the shared expert's, or None
     down: Projection | None
     gate: Gate
-    query_norm: Tensor | None = None  # (head_dim,), or of all heads together
-    key_norm: Tensor | None = None
+    query_norm: Tensor | None = None  # (head_dim,), or of all heads together; of latents (query_rank,)
+    key_norm: Tensor | None = None  # likewise; of latents (rank,)
+    query_up: Projection | None = None  # of latents
+    key_value_up: Projection | None = None  # of latents: each head's plain_dim rows for keys, then value_dim
     convolution: Tensor | None = (
         None  # (hidden, 1, size) in place of attention; a row's own token is the last
     )
     convolution_bias: Tensor | None = None  # (hidden,)
+    delta_net: DeltaNetWeights | None = None  # in place of attention
     router: Projection | None = None  # to the experts' scores
+    shared_gate: Projection | None = (
+        None  # to one number, whose sigmoid multiplies the shared expert's output
+    )
     correction: Tensor | None = None  # (num_experts,), added to shares to choose
     experts: tuple[ExpertWeights, ...] = ()
     router_gate: Gate | None = None  # of a mixture, all but its experts
     expert_gate: ExpertGate | None = None  # of these, by their numbers; None: they are stored as one
+    attention_norm_bias: Tensor | None = None  # (hidden,)
+    mlp_norm_bias: Tensor | None = None
+    attention_inner_norm: Tensor | None = None  # (num_heads * head_dim,), of the input of `output`
+    mlp_inner_norm: Tensor | None = None  # (intermediate,), of that of `down`
     attention_output_norm: Tensor | None = None  # (hidden,)
     mlp_output_norm: Tensor | None = None
     sinks: Tensor | None = None  # (num_heads,)
@@ -368,11 +390,13 @@ class DecoderWeights(Struct, frozen=True, eq=False):
     layers: tuple[DecoderLayerWeights, ...]
     norm: Tensor
     head: Projection
-    entry_gate: RowGate  # of those rows of the embeddings that a step has
+    entry_gate: RowGate  # of those rows of the embeddings that a step has, and of all positions
     head_gate: Gate  # of the norm and the head
     all_gate: Gate
     head_strips: tuple[Strip, ...] = ()  # of its rows, where they arrive one by one
     size_bytes: int = 0  # of all tensors that came with the model
+    norm_bias: Tensor | None = None
+    positions: Tensor | None = None  # (max_context, hidden) BF16, F16 or F32
 
     @property
     def device(self) -> str:
@@ -399,12 +423,13 @@ class EncoderLayerWeights(Struct, frozen=True, eq=False):
 class EncoderWeights(Struct, frozen=True, eq=False):
     """An encoder's weights; a classifier's have `dense` and `scores`. None: the model has none of the kind."""
 
-    words: Tensor  # (vocab, hidden)
-    positions: Tensor | None  # (max_positions, hidden)
-    types: Tensor | None  # (type_vocab, hidden): row 0 is that of single texts
-    norm: LayerNormWeights
+    words: Tensor  # (vocab, embedding)
+    positions: Tensor | None  # (max_positions, embedding)
+    types: Tensor | None  # (type_vocab, embedding): row 0 is that of single texts
+    norm: LayerNormWeights | None  # of embeddings
     layers: tuple[EncoderLayerWeights, ...]
     entry_gate: RowGate  # of all that a layer does not hold
+    projection: Projection | None = None  # of embeddings, which are narrower than hidden or not, to hidden
     # Of a position bias (num_buckets, num_heads); disentangled (2 span, hidden).
     relative: Tensor | None = None
     relative_norm: LayerNormWeights | None = None  # of disentangled positions
@@ -420,14 +445,26 @@ class EncoderWeights(Struct, frozen=True, eq=False):
         return self.words.device
 
 
+class DeepConnector(Struct, frozen=True, eq=False):
+    """output(GELU(inner(norm(x)))) of the states x of a token's patches, side by side, behind a layer of the tower."""
+
+    norm: LayerNormWeights
+    inner: Projection
+    output: Projection
+
+
 class VisionWeights(Struct, frozen=True, eq=False):
-    """A vision tower's weights. Of its encoder, `words` is the patches' matrix, the rows of `entry_gate` are those of
-    the positions, `norm` is not used, and the head's gate is the connector's, too.
+    """A vision tower's weights. Of its encoder, `words` is the patches' matrix, whose rows are those of `entry_gate`,
+    `norm` is not used, and the head's gate is the connector's, too.
     """
 
     encoder: EncoderWeights
-    patches: DenseMatrix  # (hidden, 3 * patch_size ** 2)
-    connector: Projection  # from the states of a token's patches, side by side, to the decoder's rows
+    patches: DenseMatrix  # (hidden, 3 * num_frames * patch_size ** 2)
+    connector: Projection  # from the states of a token's patches, side by side
+    # (hidden,): then from their mean, normalised as `Norm.RMS_PLUS_ONE` does.
+    connector_norm: Tensor | None = None
+    connector_output: Projection | None = None  # then a GELU, and to the decoder's rows
+    deep: tuple[DeepConnector, ...] = ()  # of what some layers give
 
 
 def refusal_of_formats(weights: DecoderWeights, table: Mapping[type[Any], Any], backend: str) -> str | None:
@@ -435,7 +472,10 @@ def refusal_of_formats(weights: DecoderWeights, table: Mapping[type[Any], Any], 
     that are not settled yet, such as GPTQ's, become integers, which every backend computes.
     """
     for layer in weights.layers:
-        for projection in (layer.qkv, layer.output, layer.gate_up, layer.down):
+        for projection in (
+            *(layer.qkv, layer.output, layer.gate_up, layer.down),
+            *(layer.query_up, layer.key_value_up),
+        ):
             if projection is None or not projection.is_settled:
                 continue
             for matrix in projection.matrices():

@@ -10,11 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from ..errors import ModelError
 from ..tensors import DType, Tensor
 from ..weights import ExpertGate, Gate, RowGate, Strip, Weights
-from .quantization_config import QuantizationConfig
+
+if TYPE_CHECKING:
+    from .quantization_config import QuantizationConfig
 
 COMPUTE_DTYPES = (DType.BF16, DType.F16, DType.F32)
 
@@ -29,11 +32,16 @@ class Parameters:
         weights: Weights,
         prefix: str,
         quantization: QuantizationConfig | None = None,
+        *,
+        inputs_first: bool = False,
     ) -> None:
-        """`quantization` is what config.json says of quantised matrices."""
+        """`quantization` is what config.json says of quantised matrices; with `inputs_first`, others are (num_in,
+        num_out).
+        """
         self._weights = weights
         self._prefix = prefix
         self.quantization = quantization
+        self.inputs_first = inputs_first
         self._taken: list[str] = []
 
     def take(self, name: str, *shape: int) -> Tensor:
@@ -77,8 +85,11 @@ class Parameters:
         return self._prefix + name
 
     def take_norm(self, name: str, length: int) -> Tensor:
-        """A norm's vector, of any computable dtype: models in half precision keep some in fp32."""
-        tensor = self._take(name, (length,))
+        """A norm's vector, of any computable dtype: models in half precision keep some in fp32. Some checkpoints have
+        it as one row.
+        """
+        is_row = len(self._weights.tensor(self._prefix + name).shape) == 2
+        tensor = self._take(name, (1, length) if is_row else (length,))
         check_computable(self._prefix + name, tensor)
         return tensor
 

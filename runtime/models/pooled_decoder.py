@@ -1,7 +1,7 @@
 """Decoders that embed or classify: the states of a text's tokens become one embedding, or a row of scores.
 
-A text attends only to itself and to earlier tokens, in keys and values that exist while its batch is computed. The
-head is not read. Layers follow arriving weights as in generation. It knows no text and no tokenizer.
+A text attends only to its own tokens, earlier ones or all, in keys and values that exist while its batch is computed.
+The head is not read. Layers follow arriving weights as in generation. It knows no text and no tokenizer.
 """
 
 from __future__ import annotations
@@ -186,10 +186,13 @@ class PooledDecoder:
         """
         num_blocks = [-(-len(tokens) // _BLOCK_TOKENS) for tokens in texts]
         first_blocks = np.cumsum([0, *num_blocks]).tolist()
+        longest = max(map(len, texts))
+        # Where tokens see later ones, too, a text is one pass.
+        step_tokens = longest if self.config.decoder.is_bidirectional else STEP_TOKENS
         kv = self._decoder.new_kv(first_blocks[-1], _BLOCK_TOKENS)
         states = []
-        for begin in range(0, max(map(len, texts)), STEP_TOKENS):
-            batch = _batch_of(texts, begin, first_blocks)
+        for begin in range(0, longest, step_tokens):
+            batch = _batch_of(texts, begin, step_tokens, first_blocks)
             rows = [
                 span.start + position - begin
                 for span, positions in zip(batch.spans, wanted, strict=True)
@@ -206,14 +209,16 @@ class PooledDecoder:
         return under_way.states(rows)
 
 
-def _batch_of(texts: Sequence[Sequence[int]], begin: int, first_blocks: Sequence[int]) -> StepBatch:
-    """The next `STEP_TOKENS` of each text from position `begin` on; text i has blocks from first_blocks[i] on."""
+def _batch_of(
+    texts: Sequence[Sequence[int]], begin: int, step_tokens: int, first_blocks: Sequence[int]
+) -> StepBatch:
+    """The next `step_tokens` of each text from position `begin` on; text i has blocks from first_blocks[i] on."""
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     spans: list[SequenceSpan] = []
     for number, text in enumerate(texts):
-        end = min(len(text), begin + STEP_TOKENS)
+        end = min(len(text), begin + step_tokens)
         block = first_blocks[number]
         blocks = tuple(range(block, block - (-end // _BLOCK_TOKENS)))
         spans.append(SequenceSpan(len(tokens), end - begin, end, blocks))

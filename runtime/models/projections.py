@@ -32,7 +32,7 @@ from .matrices import (
     Projection,
     StoredProjection,
 )
-from .parameters import Parameters
+from .parameters import COMPUTE_DTYPES, Parameters
 
 _SCALE_DTYPES = (DType.BF16, DType.F16, DType.F32)
 _FLOAT8_SCALES = ("scale_inv", "scale")  # both are multiplied with, whatever the first is called
@@ -91,9 +91,32 @@ def take_stacked(
         return JoinedProjection(
             tuple(take_linear(parameters, name, num_in, size, bias=bias) for name, size in names_and_sizes)
         )
+    if parameters.quantization is not None and parameters.quantization.is_ternary and parameters.prefix:
+        from .ternary import take_ternary  # few models have such matrices
+
+        return take_ternary(parameters, names_and_sizes, num_in, bias=bias)
+    if parameters.inputs_first and _is_float(parameters, names_and_sizes[0][0]):
+        return _take_transposed(parameters, names_and_sizes, num_in, bias=bias)
     parts = [_take_one(parameters, name, num_in, num_out, bias=bias) for name, num_out in names_and_sizes]
     runs = [list(run) for _, run in groupby(parts, lambda part: part.kind)]
     return StoredProjection(tuple(matrix for run in runs for matrix in _joined_or_all(run)))
+
+
+def _is_float(parameters: Parameters, name: str) -> bool:
+    return parameters.peek(f"{name}.weight").dtype in COMPUTE_DTYPES
+
+
+def _take_transposed(
+    parameters: Parameters, names_and_sizes: Sequence[tuple[str, int]], num_in: int, *, bias: bool
+) -> Projection:
+    from .converted import transposed  # few models have such matrices
+
+    names = [name for name, _ in names_and_sizes]
+    return transposed(
+        [parameters.take(f"{name}.weight", num_in, size) for name, size in names_and_sizes],
+        [parameters.take(f"{name}.bias", size) if bias else None for name, size in names_and_sizes],
+        parameters.gate_of([f"{name}.{kind}" for name in names for kind in ("weight", "bias")]),
+    )
 
 
 def take_embeddings(parameters: Parameters, name: str, vocab_size: int, hidden_size: int) -> EmbeddingTable:

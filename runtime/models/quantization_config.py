@@ -5,11 +5,11 @@ Shapes are those of the tensors, which determine the rest. Unsupported settings 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from msgspec import Struct
 
-from .fields import Fields
+from .fields import QUANTIZATION_KEYS, Fields
 
 COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -20,9 +20,30 @@ _MAX_GROUP = 1 << 20
 _MAX_CONFIG_GROUPS = 1_024
 
 # Fields that say which matrices are quantised, which the tensors show, and how the checkpoint was made.
+_GPTQ_FIELDS = {
+    "quant_method", "bits", "w_bit", "group_size", "q_group_size", "sym", "desc_act", "format", "checkpoint_format",
+    "is_marlin_format", "pack_dtype", "data_type", "act_bits",
+    # Which matrices
+    "dynamic", "extra_config", "lm_head", "quant_lm_head", "modules_to_not_convert", "modules_in_block_to_quantize",
+    "block_name_to_quantize", "module_name_preceding_first_block", "to_quant_block_names", "inside_layer_modules",
+    # How it was made
+    "tokenizer", "dataset", "damp_percent", "damp_auto_increment", "static_groups", "act_group_aware", "hyb_act",
+    "true_sequential", "model_name_or_path", "model_file_base_name", "model_seqlen", "batch_size", "pad_token_id",
+    "max_input_length", "cache_block_outputs", "meta", "mse", "v2", "v2_alpha", "parallel_packing", "quantizer",
+    "uri", "version", "versionable", "autoround_version", "provider", "iters", "lr", "minmax_lr", "nsamples", "seqlen",
+    "low_gpu_mem_usage", "low_cpu_mem_usage", "enable_quanted_input", "enable_minmax_tuning", "enable_norm_bias_tuning",
+    "gradient_accumulate_steps", "not_use_best_mse", "scale_dtype", "amp", "sampler", "train_bs", "use_quant_input",
+    # How tools run it
+    "backend", "use_cuda_fp16", "use_exllama", "disable_exllama", "exllama_config", "awq_gemm_checkpoint", "do_fuse",
+    "modules_to_fuse", "fuse_max_seq_len",
+}  # fmt: skip
+_AWQ_FIELDS = {*_GPTQ_FIELDS, "zero_point", "q_backend"}
 _FP8_FIELDS = {
     "quant_method", "fmt", "activation_scheme", "weight_block_size", "modules_to_not_convert", "ignored_layers",
     "scale_fmt", "expert_dtype", "dequantize", "kv_cache_scheme", "is_checkpoint_fp8_serialized",
+}  # fmt: skip
+_BITNET_FIELDS = {
+    "quant_method", "modules_to_not_convert", "linear_class", "quantization_mode", "use_rms_norm", "rms_norm_eps",
 }  # fmt: skip
 _COMPRESSED_FIELDS = {
     "quant_method", "format", "config_groups", "ignore", "kv_cache_scheme", "quantization_status",
@@ -36,6 +57,9 @@ _WEIGHTS_FIELDS = {
 _COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 
 
+_TERNARY_FAMILIES = ("bitnet", "llama")  # whose layers' inputs come from norms
+
+
 class QuantizationConfig(Struct, frozen=True):
     """`group_size` None is one group a row."""
 
@@ -46,19 +70,28 @@ class QuantizationConfig(Struct, frozen=True):
     stores_zero_minus_one: bool = False  # GPTQ's first format
     reorders_columns: bool = False  # GPTQ's `desc_act`: columns are in groups by their order of activation
     block: tuple[int, int] | None = None  # rows and columns of fp8 that share a scale, where they are blocks
-    rounds_inputs: bool = False  # asks for inputs in 8 bits, too; they are used as they are
+    rounds_inputs: bool = (
+        False  # asks for inputs in 8 bits, too; they are used as they are, unless `is_ternary`
+    )
+    is_online: bool = False  # of BitNet: weights are stored as floats, and made ternary
+    divides_by_scale: bool = False  # of BitNet: a scale is what weights are divided by
+
+    @property
+    def is_ternary(self) -> bool:
+        return self.method == "bitnet"
 
     @classmethod
     def from_fields(cls, config: Fields) -> QuantizationConfig | None:
         """None of a model that is not quantised. Raises `ModelError` for methods and formats not supported."""
-        keys = ("quantization_config", "compression_config")  # older tools write the second one
-        key = next((key for key in keys if key in config), None)
+        key = next((key for key in QUANTIZATION_KEYS if key in config), None)
         if key is None:
             return None
         fields = Fields(config.get(key), where=f"{key}.")
         method = fields.text("quant_method")
         if method not in _READERS:
             raise fields.wrong("quant_method", "which is not supported", hint=_HINT)
+        if method == "bitnet" and config.get("model_type") not in _TERNARY_FAMILIES:
+            raise config.wrong("model_type", "which is not supported with the ternary weights of BitNet")
         return _READERS[method](fields)
 
 
@@ -78,7 +111,9 @@ def _read_teneral(fields: Fields) -> QuantizationConfig:
 
 
 def _read_gptq(fields: Fields) -> QuantizationConfig:
-    form = fields.choice("checkpoint_format", ("gptq", "gptq_v2"), default="gptq")
+    _refuse_unknown(fields, _GPTQ_FIELDS)
+    form = fields.choice("format", ("gptq", "gptq_v2"), default="gptq")  # of newer tools
+    form = fields.choice("checkpoint_format", ("gptq", "gptq_v2"), default=form)
     if fields.boolean("is_marlin_format", default=False):
         raise fields.wrong("is_marlin_format", "and only the plain format of GPTQ is supported", hint=_HINT)
     fields.choice("pack_dtype", ("int32",), default="int32")
@@ -93,12 +128,21 @@ def _read_gptq(fields: Fields) -> QuantizationConfig:
 
 
 def _read_awq(fields: Fields) -> QuantizationConfig:
+    _refuse_unknown(fields, _AWQ_FIELDS)
+    fields.choice("format", ("gemm",), default="gemm")
     version = fields.get("version")
     if version is not None and (not isinstance(version, str) or version.lower() != "gemm"):
         raise fields.wrong("version", "and only gemm is supported", hint=_HINT)
     if not fields.boolean("zero_point", default=True):
         raise fields.wrong("zero_point", "and only weights with zero points are supported", hint=_HINT)
     return QuantizationConfig("awq", _bits(fields, 4), _group_size(fields), symmetric=False)
+
+
+def _refuse_unknown(fields: Fields, known: Collection[str]) -> None:
+    """Raises `ModelError` for a field of GPTQ or AWQ that could change the result, such as `rotation`."""
+    fields.refuse_others(known, hint=_HINT)
+    fields.choice("data_type", ("int",), default="int")
+    fields.integer("act_bits", low=16, high=32, default=16)
 
 
 def _read_mxfp4(fields: Fields) -> QuantizationConfig:
@@ -178,6 +222,25 @@ def _read_group(group: object, form: str, *, where: str) -> QuantizationConfig:
     )
 
 
+def _read_bitnet(fields: Fields) -> QuantizationConfig:
+    fields.refuse_others(_BITNET_FIELDS, hint=_HINT)
+    if not set(fields.texts("modules_to_not_convert") or ()) <= {"lm_head"}:
+        raise fields.wrong("modules_to_not_convert", "and only lm_head may stay as it is", hint=_HINT)
+    if fields.boolean("use_rms_norm", default=False):
+        raise fields.wrong("use_rms_norm", "which is not supported", hint=_HINT)
+    kind = fields.choice("linear_class", ("bitlinear", "autobitlinear"), default="bitlinear")
+    mode = fields.choice("quantization_mode", ("online", "offline"), default="offline")
+    divides = kind == "bitlinear"
+    return QuantizationConfig(
+        "bitnet",
+        2,
+        None,
+        symmetric=True,
+        is_online=not divides and mode == "online",
+        divides_by_scale=divides,
+    )
+
+
 def _block(fields: Fields, key: str) -> tuple[int, int] | None:
     """Rows and columns of a block; older tools write "128x128"."""
     value = fields.get(key)
@@ -217,5 +280,6 @@ _READERS: dict[str, Callable[[Fields], QuantizationConfig]] = {
     "awq": _read_awq,
     "mxfp4": _read_mxfp4,
     "fp8": _read_fp8,
+    "bitnet": _read_bitnet,
     "compressed-tensors": _read_compressed,
 }

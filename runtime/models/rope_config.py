@@ -49,6 +49,7 @@ class RopeConfig(Struct, frozen=True):
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0  # cos and sin are multiplied by it
+    score_factor: float = 1.0  # DeepSeek's models multiply attention scores by it
     short_factors: tuple[float, ...] = ()  # (rotary_dim / 2,) of longrope, within the pretraining's context
     long_factors: tuple[float, ...] = ()  # beyond it
 
@@ -66,10 +67,12 @@ class RopeConfig(Struct, frozen=True):
         may_be_partial: bool = False,
         default_partial: float = 1.0,
         spellings: Mapping[str, str] = _NO_SPELLINGS,
+        may_have_alpha: bool = False,
     ) -> RopeConfig:
         """`kind` names the one for layers of this kind, of families that have several; `theta_key` where older files
         keep its base. `default_original` is the pretraining's context of files that do not state it, `spellings` are
-        older names of types.
+        older names of types. With `may_have_alpha`, a file's alpha stretches the base, and nothing depends on a text's
+        length.
         """
         key, rope = _rope_fields(config, kind)
         rope_type = _rope_type(rope, spellings)
@@ -78,6 +81,9 @@ class RopeConfig(Struct, frozen=True):
             if "rope_theta" in rope
             else config.number(theta_key, low=2.0, high=1e12, default=default_theta)
         )
+        if may_have_alpha and rope_type is RopeType.DYNAMIC and rope.get("alpha"):
+            theta *= rope.number("alpha", low=1e-3, high=1e6) ** (head_dim / (head_dim - 2))
+            rope_type = RopeType.DEFAULT
         partial_at = rope if "partial_rotary_factor" in rope else config
         rotary_dim = _rotary_dim(partial_at, head_dim, default_partial, may_be_partial=may_be_partial)
         if rope_type is RopeType.DEFAULT:
@@ -104,6 +110,10 @@ class RopeConfig(Struct, frozen=True):
                 beta_slow=rope.number("beta_slow", low=1e-3, high=1e6, default=1.0),
                 truncate=rope.boolean("truncate", default=True),
                 attention_factor=_yarn_attention_factor(rope, factor),
+                score_factor=_yarn_scale(
+                    factor, rope.number("mscale_all_dim", low=0.0, high=1e6, default=0.0)
+                )
+                ** 2,
             )
         if rope_type is RopeType.LONGROPE:
             length = rotary_dim // 2

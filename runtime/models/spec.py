@@ -11,15 +11,19 @@ from __future__ import annotations
 import enum
 from functools import partial
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec import Struct
 
 from ..kv.storage import PoolShape
 from ..tensors import DType, from_float32, to_float32
-from .decoder_config import DecoderConfig, Experts, LayerRotary, Norm, ShortConvolutions
-from .encoder_config import Disentangled, EncoderConfig, PositionBias
+from .decoder_config import DecoderConfig, DeltaNets, LatentAttention, LayerRotary, Norm, ShortConvolutions
 from .rotary import Rotary
+
+if TYPE_CHECKING:
+    from .encoder_config import Disentangled, EncoderConfig, PositionBias
+    from .experts_config import Experts
 
 
 class Activation(enum.StrEnum):
@@ -29,6 +33,7 @@ class Activation(enum.StrEnum):
     GELU = "gelu"  # x · Φ(x), by the error function
     GELU_TANH = "gelu_tanh"  # its approximation by a tanh
     RELU = "relu"
+    RELU2 = "relu2"  # its square
     TANH = "tanh"
 
 
@@ -38,8 +43,10 @@ _ACTIVATIONS = {
     "gelu": Activation.GELU,
     "gelu_python": Activation.GELU,
     "gelu_new": Activation.GELU_TANH,
+    "gelu_fast": Activation.GELU_TANH,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
     "relu": Activation.RELU,
+    "relu2": Activation.RELU2,
     "tanh": Activation.TANH,
 }
 
@@ -64,11 +71,11 @@ class Pooling(enum.StrEnum):
 
 class DecoderSpec(Struct, frozen=True):
     """A decoder whose layers are x + attention(norm(x)), then x + down(activation(gate(y)) · up(y))
-    of y = norm(x).
+    of y = norm(x), or without a gate x + down(activation(up(y))).
 
     Where there are output norms, what attention and MLP add to x is normalised first, and then
     scaled. Keys and values are what the rotation (of keys) and the projections give, in `dtype`. A
-    token sees itself and what came before it.
+    token sees itself and what came before it; with `is_bidirectional`, what comes after it, too.
     """
 
     dtype: DType  # of activations, keys and values: BF16, F16 or F32; sums are in fp32
@@ -81,20 +88,31 @@ class DecoderSpec(Struct, frozen=True):
     head_dim: int
     norm: Norm  # of all norms
     norm_eps: float
+    norm_bias: bool  # of input norms and the final one, which are layer norms then
     input_norms: bool  # before attention and MLP
     output_norms: bool  # behind them
+    inner_norms: bool  # before their last projections
+    rounds_inputs: bool  # of layers' projections to 8 bits: integers times a row's largest number / 127
     is_parallel: bool  # x + attention(y) + mlp(y) of y = norm(x)
+    parallel_norms: bool  # then attention and MLP have a norm of x each
+    interleaved_qkv: (
+        bool  # a row has each head's query, key and value together, not all queries, keys, values
+    )
     attention_scale: float  # scores are query · key times this
     score_cap: float | None  # scores s become cap · tanh(s / cap)
     logit_cap: float | None  # likewise, after logits_scale
     embedding_scale: (
         float  # what the embeddings' rows are multiplied with: rows and products are rounded to dtype
     )
+    learned_positions: bool  # then a row of each position is added to them
     residual_scale: float  # likewise what attention and MLP add
     logits_scale: float
     activation: Activation
     experts: Experts | None  # in place of the MLP of some layers
     convolutions: ShortConvolutions | None  # in place of the attention of some layers
+    latent: LatentAttention | None  # the pool has these in place of keys and values
+    # In place of the attention of some layers, which have a state of each sequence, and no keys and values.
+    delta_nets: DeltaNets | None
     rotary: Rotary
     local_rotary: Rotary | None  # of the same dim
     layer_rotary: tuple[LayerRotary, ...]  # which of them turns a layer's queries and keys
@@ -103,18 +121,30 @@ class DecoderSpec(Struct, frozen=True):
     )
     max_context: int  # tokens of prompt and answer together
     windows: tuple[int | None, ...]  # a layer: how many tokens back a token sees, itself included; None: all
+    is_bidirectional: bool  # a step has all tokens of its texts, and windows are tokens to each side
     qkv_bias: bool
     output_bias: bool  # of the attention's output projection
     mlp_bias: bool  # of gate, up and down
+    gated_mlp: bool
+    head_bias: bool
     head_norms: (
         bool  # queries and keys are normalised before they are turned; a weight is (head_dim,) for each head
     )
+    late_head_norms: bool  # once they are turned; not with joint norms
     joint_head_norms: (
         bool  # all heads of a row as one instead, with weights of (num_heads * head_dim,) and likewise
     )
+    gated_attention: bool  # outputs are times the sigmoid of a gate, which each head's query has behind it
     sinks: bool  # exp(sink) of each head is added to the sum that its exponentials are divided by
     tied_head: bool  # the head's matrix is the embeddings'
+    # (rotary.dim / 2,): the axis, of three, whose position turns each number, where an image's tokens have rows and
+    # columns (M-RoPE, arXiv 2409.12191, section 2.1); empty: a token has one position.
+    rotary_axes: tuple[int, ...]
     takes_images: bool  # rows of a vision tower take the places of embeddings
+    # Behind each of this number of first layers, an image's next rows are added to those of its tokens (DeepStack,
+    # arXiv 2406.04334).
+    num_deep_rows: int
+    whole_images: bool  # the tokens of an image see one another, in layers with a window, too
 
     @classmethod
     def of(cls, config: DecoderConfig, dtype: DType) -> DecoderSpec:
@@ -134,48 +164,84 @@ class DecoderSpec(Struct, frozen=True):
             head_dim=config.head_dim,
             norm=config.norm,
             norm_eps=config.norm_eps,
+            norm_bias=config.norm_bias,
             input_norms=names.attention_norm is not None,
             output_norms=names.attention_output_norm is not None,
+            inner_norms=names.attention_inner_norm is not None,
+            rounds_inputs=config.quantization is not None and config.quantization.is_ternary,
             is_parallel=config.is_parallel,
+            parallel_norms=config.is_parallel and names.mlp_norm is not None,
+            interleaved_qkv=config.interleaved_qkv,
             attention_scale=config.attention_scale or config.head_dim**-0.5,
             score_cap=config.score_cap,
             logit_cap=config.logit_cap,
             embedding_scale=embedding_scale,
+            learned_positions=config.model_names.positions is not None,
             residual_scale=config.residual_scale,
             logits_scale=config.logits_scale,
             activation=_ACTIVATIONS[config.activation],
             experts=config.experts,
             convolutions=config.convolutions,
+            latent=config.latent,
+            delta_nets=config.delta_nets,
             rotary=rotary(config.rope, config.max_context),
             local_rotary=None if local is None else rotary(local, config.max_context),
             layer_rotary=config.layer_rotary or (LayerRotary.MAIN,) * config.num_layers,
             wide_rotary=config.wide_rotary,
             max_context=config.max_context,
             windows=config.windows,
+            is_bidirectional=config.is_bidirectional,
             qkv_bias=config.qkv_bias,
             output_bias=config.output_bias,
             mlp_bias=config.mlp_bias,
+            gated_mlp=config.gated_mlp,
+            head_bias=config.head_bias,
             head_norms=config.qk_norm,
             joint_head_norms=config.joint_qk_norm,
+            late_head_norms=config.late_qk_norm,
+            gated_attention=config.gated_attention,
             sinks=config.has_sinks,
             tied_head=config.tie_word_embeddings,
+            rotary_axes=config.rotary_axes,
             takes_images=config.vision is not None,
+            num_deep_rows=0 if config.vision is None else len(config.vision.deep_layers),
+            whole_images=config.vision is not None and config.vision.is_whole,
         )
 
     def kv_layers(self) -> tuple[int, ...]:
         """(num_layers + 1,): layer i has the pool's layers from number i up to the next one's.
 
-        A convolution keeps each token's inputs where others have keys and values, in as many layers as they fill.
+        A convolution keeps each token's inputs where others have keys and values, in as many layers as they fill. A
+        delta net has none.
         """
         token_size = 2 * self.num_kv_heads * self.head_dim
         convolves = (False,) * self.num_layers if self.convolutions is None else self.convolutions.layers
-        sizes = (-(-self.hidden_size // token_size) if each else 1 for each in convolves)
+        sizes = [-(-self.hidden_size // token_size) if each else 1 for each in convolves]
+        if self.delta_nets is not None:
+            sizes = [0 if each else size for each, size in zip(self.delta_nets.layers, sizes, strict=True)]
         return tuple(accumulate(sizes, initial=0))
 
-    def kv_shape(self, num_blocks: int, block_size: int) -> PoolShape:
-        """The shape of a pool of this model's keys and values."""
-        num_layers = self.kv_layers()[-1]
-        return PoolShape(num_layers, self.num_kv_heads, self.head_dim, num_blocks, block_size, self.dtype)
+    def state_layers(self) -> tuple[int, ...]:
+        """(num_layers + 1,): layer i has the numbers of a sequence's state from this one up to the next one's."""
+        nets = self.delta_nets
+        if nets is None:
+            return (0,) * (self.num_layers + 1)
+        return tuple(accumulate((nets.state_size if each else 0 for each in nets.layers), initial=0))
+
+    def kv_shape(self, num_blocks: int, block_size: int, num_states: int | None = None) -> PoolShape:
+        """The shape of a pool of this model's keys and values, and of states: by default as many as blocks."""
+        num_layers, state_size = self.kv_layers()[-1], self.state_layers()[-1]
+        return PoolShape(
+            num_layers,
+            self.num_kv_heads,
+            self.head_dim,
+            num_blocks,
+            block_size,
+            self.dtype,
+            num_parts=2 if self.latent is None else 1,
+            state_size=state_size,
+            num_states=(num_blocks if num_states is None else num_states) if state_size else 0,
+        )
 
 
 def _rounded(number: float, dtype: DType) -> float:
@@ -194,10 +260,10 @@ class DenseSpec(Struct, frozen=True):
 class EncoderSpec(Struct, frozen=True):
     """An encoder whose layers are x = norm(x + attention(x)), then norm(x + mlp(x)); or, with
     `pre_norm`, x + attention(norm(x)), then x + mlp(norm(x)), where the first layer's attention
-    takes x itself.
+    takes x itself if there is an `embedding_norm`.
 
-    The first x is norm(word + type + position). The MLP is down(activation(up(x))), or, `gated`,
-    down(activation(gate(x)) · up(x)). Norms are LayerNorms, whose statistics are fp32. Each token
+    The first x is norm(word + type + position), or its projection. The MLP is down(activation(up(x))), or, `gated`,
+    down(activation(gate(x)) · up(x)). The statistics of norms are fp32. Each token
     sees the tokens of its own text that are in its layer's window. Position p of a text takes row
     position_offset + p of their table. What turns queries and keys is computed in fp32, and rounded
     once.
@@ -210,11 +276,14 @@ class EncoderSpec(Struct, frozen=True):
     num_layers: int
     num_heads: int
     head_dim: int
+    norm: Norm  # of all norms; LAYER of encoders of texts
     norm_eps: float
     attention_scale: float
     activation: Activation
     gated: bool
     pre_norm: bool
+    embedding_size: int | None  # columns of the embeddings, where they are projected; None: hidden_size
+    embedding_norm: bool  # False: the first x is word + type + position
     final_norm: bool  # of what the last layer makes
     norm_bias: bool
     qkv_bias: bool
@@ -249,11 +318,14 @@ class EncoderSpec(Struct, frozen=True):
             num_layers=config.num_layers,
             num_heads=config.num_heads,
             head_dim=head_dim,
+            norm=Norm.LAYER,
             norm_eps=config.norm_eps,
             attention_scale=(num_terms * head_dim) ** -0.5,
             activation=_ACTIVATIONS[config.activation],
             gated=config.is_gated,
             pre_norm=config.has_pre_norm,
+            embedding_size=config.embedding_size,
+            embedding_norm=bool(config.names.norm),
             final_norm=bool(config.names.final_norm),
             norm_bias=config.has_norm_bias,
             qkv_bias=config.has_qkv_bias,

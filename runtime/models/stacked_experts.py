@@ -1,26 +1,23 @@
-"""Experts that are stored together, all of a layer's in one tensor for gate and up and one for down: gpt-oss.
+"""Experts that are stored together, all of a layer's in one tensor for gate and up and one for down: gpt-oss, Qwen3.5.
 
-In MXFP4 they are used where the loader put them: gate and up are every second row. As floats they are stored with the
+In MXFP4 they are used where the loader put them: gate and up are every second row. As floats gpt-oss has them with the
 inputs first; each is copied into rows at its first use, and the copy is kept, so that such a model takes twice its
-size.
+size. Qwen3.5's are rows, first those of the gate, and used where they are.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
-import numpy as np
-
 from ..errors import ModelError
-from ..tensors import DType, Tensor, aligned_empty
-from ..weights import ExpertGate, Gate
-from .decoder_config import Experts
+from ..tensors import DType, Tensor
+from ..weights import ExpertGate
+from .converted import transposed
+from .experts_config import Experts
 from .matrices import (
     MXFP4_GROUP,
     DenseMatrix,
     ExpertWeights,
-    Matrix,
     Mxfp4Matrix,
     Projection,
     StoredProjection,
@@ -28,65 +25,32 @@ from .matrices import (
 from .parameters import Parameters
 
 
-class TransposedProjection:
-    """A `Projection` of matrices (num_in, num_out) of the same input."""
-
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor], gate: Gate) -> None:
-        """`weights` (K, N) and `biases` (N,) may be views with strides; `gate` is that of their tensors."""
-        self._weights = tuple(weights)
-        self._biases = tuple(biases)
-        self._gate = gate
-        self._copying = threading.Lock()  # so that there is one copy
-        self._kept: tuple[Matrix, ...] | None = None
-
-    @property
-    def num_in(self) -> int:
-        return self._weights[0].shape[0]
-
-    @property
-    def num_out(self) -> int:
-        return sum(weight.shape[1] for weight in self._weights)
-
-    @property
-    def is_settled(self) -> bool:
-        return self._kept is not None
-
-    @property
-    def may_reorder_columns(self) -> bool:
-        return False
-
-    def matrices(self) -> tuple[Matrix, ...]:
-        """Blocks for the copy the first time."""
-        if self._kept is not None:
-            return self._kept
-        with self._copying:
-            matrices = self._kept or tuple(map(_in_rows, self._weights, self._biases))
-            if self._gate.opens(0.0):
-                self._kept = matrices
-            return matrices
-
-
-def _in_rows(weight: Tensor, bias: Tensor) -> Matrix:
-    stored = weight.on_host()
-    rows = aligned_empty((stored.shape[1], stored.shape[0]), stored.dtype)
-    rows[:] = stored.T
-    return DenseMatrix(Tensor(weight.dtype, rows), Tensor(bias.dtype, np.array(bias.on_host())))
-
-
 def take_stacked_experts(
-    parameters: Parameters, prefix: str, mixture: Experts, hidden_size: int
+    parameters: Parameters, prefix: str, mixture: Experts, hidden_size: int, *, in_rows: bool
 ) -> tuple[ExpertWeights, ...]:
-    """Each expert's matrices, of the tensors `prefix`gate_up_proj… and `prefix`down_proj…. Raises `ModelError`."""
+    """Each expert's matrices, of the tensors `prefix`gate_up_proj… and `prefix`down_proj…; `in_rows`: of floats,
+    with the outputs first. Raises `ModelError`.
+    """
     num, size = mixture.num, mixture.size
+    if in_rows:
+        gate_up = _take_rows(parameters, f"{prefix}gate_up_proj", (num, 2 * size, hidden_size))
+        down = _take_rows(parameters, f"{prefix}down_proj", (num, hidden_size, size))
+        return tuple(map(ExpertWeights, gate_up, down))
     gate_up = _take(parameters, f"{prefix}gate_up_proj", num, hidden_size, 2 * size, alternating=True)
     down = _take(parameters, f"{prefix}down_proj", num, size, hidden_size, alternating=False)
     return tuple(map(ExpertWeights, gate_up, down))
 
 
-def stacked_gate(parameters: Parameters, prefix: str) -> ExpertGate | None:
-    """The gate for some of the experts; None of floats, which are copied, all of a layer together."""
-    names = [f"{prefix}{name}_proj_{kind}" for name in ("gate_up", "down") for kind in ("blocks", "scales")]
+def stacked_gate(parameters: Parameters, prefix: str, *, in_rows: bool) -> ExpertGate | None:
+    """The gate for some of the experts; None of floats that are copied, all of a layer together."""
+    kinds = ("",) if in_rows else ("_blocks", "_scales")
+    names = [f"{prefix}{name}_proj{kind}" for name in ("gate_up", "down") for kind in kinds]
     return parameters.stacked_expert_gate(names) if all(name in parameters for name in names) else None
+
+
+def _take_rows(parameters: Parameters, name: str, shape: tuple[int, int, int]) -> list[Projection]:
+    weight = parameters.take(name, *shape)
+    return [StoredProjection((DenseMatrix(_view(weight, expert, ())),)) for expert in range(shape[0])]
 
 
 def _take(
@@ -100,7 +64,7 @@ def _take(
     weight = parameters.take(name, num, num_in, num_out)
     gate = parameters.gate_of([name, f"{name}_bias"])
     return [
-        TransposedProjection(
+        transposed(
             [_view(weight, expert, (slice(None), part)) for part in rows],
             [_view(bias, expert, (part,)) for part in rows],
             gate,

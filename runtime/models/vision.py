@@ -6,18 +6,29 @@ exact weights only. It knows no files of images, no prompts and no tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from ..step.batch import Int64s
 from ..tensors import DType, Tensor, from_float32
 from ..weights import Weights
+from .converted import transposed
+from .decoder_config import Norm
 from .encoder import take_layer_norm
-from .matrices import DenseMatrix, EncoderLayerWeights, EncoderWeights, VisionWeights
+from .matrices import (
+    DeepConnector,
+    DenseMatrix,
+    EncoderLayerWeights,
+    EncoderWeights,
+    LayerNormWeights,
+    Projection,
+    VisionWeights,
+)
 from .parameters import Parameters
 from .projections import take_linear, take_stacked
+from .rotary import Floats, Rotary
 from .spec import Activation, EncoderSpec, Pooling, activation_of
 from .vision_config import VisionConfig
 
@@ -25,7 +36,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     Levels = npt.NDArray[np.float32]  # (3, 256): a channel's number for each value of a pixel
-    Tiles = npt.NDArray[np.uint8]  # (N, 3, tile_size, tile_size)
+    Tiles = npt.NDArray[np.uint8]  # (N, 3, height, width), as `VisionConfig.grid_of` takes them
 
 Rows = Any  # (T, hidden_size) in the dtype of activations
 
@@ -33,15 +44,24 @@ Rows = Any  # (T, hidden_size) in the dtype of activations
 class VisionExecutor(Protocol):
     """Computes a tower's tile. One thread at a time; long calls release the GIL."""
 
-    def embed(self, patches: Rows, places: Int64s) -> Rows:
-        """patches (P, 3 * patch_size ** 2) times the patches' matrix, plus the positions of `places` (P,)."""
+    def embed(self, patches: Rows, places: Int64s, shares: Floats | None) -> Rows:
+        """patches (P, 3 * num_frames * patch_size ** 2) times the patches' matrix, plus the positions of `places` (P,)
+        where there is a table of them, or with `shares` (P, 4) the sum of those of `places` (P, 4), times these.
+        """
 
-    def layers(self, first: int, end: int, x: Rows) -> Rows:
-        """x (P, hidden_size) through the layers [first, end). x may be changed, and is not used again."""
+    def layers(self, first: int, end: int, x: Rows, starts: Int64s, turns: Floats | None) -> Rows:
+        """x (P, hidden_size) through the layers [first, end). A patch sees those of its window, whose rows are
+        [starts[i], starts[i + 1]), and turns by its row of `turns` (P, head_dim): cosines, then sines. x may be
+        changed, and is not used again.
+        """
+
+    def connect_deep(self, number: int, x: Rows, order: Int64s) -> Rows:
+        """Likewise, by the `DeepConnector` of this number."""
 
     def connect(self, x: Rows, order: Int64s) -> Rows:
-        """The final norm of x (P, hidden_size), its rows in this order, the rows of each token side by side, times the
-        connector's matrix: (tokens, the decoder's hidden_size).
+        """The final norm of x (P, hidden_size), then the rows of each token, which `order` (tokens, rows of each)
+        numbers, side by side or averaged and normalised (`VisionWeights`), through the connector: (tokens, the
+        decoder's hidden_size).
         """
 
 
@@ -49,6 +69,17 @@ class VisionFactory(Protocol):
     """A backend that takes images, which `DecoderSpec.takes_images` says."""
 
     def vision(self, spec: EncoderSpec, weights: VisionWeights) -> VisionExecutor: ...
+
+
+class _Grid(NamedTuple):
+    """The order in which a tile's patches are computed: window by window."""
+
+    places: Int64s  # (P,): the patches' numbers, which count row by row of the tile
+    windows: Int64s  # (N + 1,): window i has the patches [windows[i], windows[i + 1])
+    order: Int64s  # (tokens, square ** 2): those of each token, row by row
+    turns: Floats | None  # (P, head_dim)
+    taps: Int64s  # (P,) or (P, 4): the rows of the table of positions
+    shares: Floats | None  # (P, 4)
 
 
 class VisionTower:
@@ -61,40 +92,95 @@ class VisionTower:
         self.dtype = dtype  # of activations
         self._weights = weights
         self._executor = executor
-        # transformers takes them from fp32 fractions, which of sizes that no model has are off by one here and there.
-        self._places = np.arange(config.patches_per_tile, dtype=np.int64)
-        self._order = shuffled(config.patches_per_side, config.shuffle)
 
-    def encode(self, tiles: Tiles, levels: Levels) -> Iterator[Rows]:
-        """The rows of each tile in turn, (tokens_per_tile, the decoder's hidden_size) in the decoder's dtype.
+    def encode(
+        self, tiles: Tiles, levels: Levels, is_over: Callable[[], bool] = lambda: False
+    ) -> Iterator[Rows]:
+        """The rows of each tile in turn, (its tokens, the decoder's hidden_size) in the decoder's dtype; where some
+        layers' states become rows, too, these are next to them. Ends between two layers once `is_over`.
 
         Blocks until the weights arrive, layer by layer, and raises the load's error if they never do.
         """
-        weights, executor = self._weights.encoder, self._executor
+        weights, executor, config = self._weights.encoder, self._executor, self.config
+        grid = _grid(config, tiles.shape[2] // config.patch_size, tiles.shape[3] // config.patch_size)
+        whole = np.array([0, len(grid.places)], np.int64)
         for tile in tiles:
-            weights.entry_gate(self._places)
-            x = executor.embed(self._patches(tile, levels), self._places)
+            weights.entry_gate(np.arange(config.hidden_size))
+            x = executor.embed(self._patches(tile, levels)[grid.places], grid.taps, grid.shares)
+            deep = []
             for index, layer in enumerate(weights.layers):
+                if is_over():
+                    return
                 layer.gate()
-                x = executor.layers(index, index + 1, x)
+                starts = whole if index in config.full_layers else grid.windows
+                x = executor.layers(index, index + 1, x, starts, grid.turns)
+                if index in config.deep_layers:
+                    deep.append(x.copy())
             if weights.head_gate is not None:
                 weights.head_gate()
-            yield executor.connect(x, self._order)
+            rows = executor.connect(x, grid.order)
+            if deep:
+                more = [executor.connect_deep(number, x, grid.order) for number, x in enumerate(deep)]
+                rows = np.concatenate([rows, *more], axis=1)
+            yield rows
 
     def _patches(self, tile: npt.NDArray[np.uint8], levels: Levels) -> Rows:
-        """(P, 3 * patch_size ** 2), row by row of patches: what of the tile is left over on the right and at the bottom
-        is no whole patch.
+        """(P, 3 * num_frames * patch_size ** 2), row by row of patches: what of the tile is left over on the right and
+        at the bottom is no whole patch.
         """
-        num, size = self.config.patches_per_side, self.config.patch_size
+        size, num_frames = self.config.patch_size, self.config.num_frames
+        rows, columns = (side // size for side in tile.shape[1:])
         pixels = np.stack([own[channel] for own, channel in zip(levels, tile, strict=True)])
-        whole = pixels[:, : num * size, : num * size].reshape(3, num, size, num, size)
-        return from_float32(whole.transpose(1, 3, 0, 2, 4).reshape(num * num, -1), self.dtype)
+        whole = pixels[:, : rows * size, : columns * size].reshape(3, rows, size, columns, size)
+        patches = np.repeat(whole.transpose(1, 3, 0, 2, 4)[:, :, :, None], num_frames, axis=3)
+        return from_float32(patches.reshape(rows * columns, -1), self.dtype)
 
 
-def shuffled(num_per_side: int, size: int) -> Int64s:
-    """The numbers of patches, token by token: those of each square of `size` by `size`, row by row."""
-    squares = np.arange(num_per_side**2).reshape(num_per_side // size, size, num_per_side // size, size)
-    return squares.transpose(0, 2, 1, 3).reshape(-1).astype(np.int64)
+def _grid(config: VisionConfig, num_rows: int, num_columns: int) -> _Grid:
+    """Of a tile with these rows and columns of patches."""
+    own = squares(num_rows, num_columns, config.square)
+    num_patches = num_rows * num_columns
+    # transformers takes positions from fp32 fractions, which of sizes that no model has are off by one here and there.
+    places, windows = np.arange(num_patches, dtype=np.int64), np.array([0, num_patches], np.int64)
+    if config.window:
+        row, column = np.divmod(np.arange(len(own)), num_columns // config.square)
+        window = row // config.window * num_columns + column // config.window
+        tokens = np.argsort(window, kind="stable")
+        places = own[tokens].reshape(-1)
+        ends = np.cumsum(np.unique(window, return_counts=True)[1]) * config.square**2
+        windows = np.concatenate((windows[:1], ends.astype(np.int64)))
+        own[tokens] = np.arange(num_patches).reshape(own.shape)
+    rotary = Rotary.whole(config.rope_theta, config.hidden_size // config.num_heads // 2)
+    if rotary is None:
+        return _Grid(places, windows, own, None, places, None)
+    tables = rotary.tables(0, max(num_rows, num_columns))
+    row, column = np.divmod(places, num_columns)
+    turns = np.concatenate([table[each] for table in tables for each in (row, column)], axis=1)
+    if not config.positions_side:
+        return _Grid(places, windows, own, turns, places, None)
+    side = config.positions_side
+    (upper, above), (left, before) = (_between(num, side) for num in (num_rows, num_columns))
+    taps = (upper[row, :, None] * side + left[column, None, :]).reshape(num_patches, 4)
+    shares = (above[row, :, None] * before[column, None, :]).reshape(num_patches, 4)
+    return _Grid(places, windows, own, turns, taps, shares)
+
+
+def _between(num: int, side: int) -> tuple[Int64s, Floats]:
+    """(num, 2) each: the neighbours of evenly spread places on an axis of `side` rows, from end to end, and the share
+    of each. In fp32, as transformers has them.
+    """
+    at = np.arange(num, dtype=np.float32) * np.float32(side - 1) / np.float32(max(num - 1, 1))
+    low = np.floor(at)
+    taps = np.minimum(np.stack((low, low + 1), axis=1), side - 1)
+    above = at - low
+    return taps.astype(np.int64), np.stack((1 - above, above), axis=1)
+
+
+def squares(num_rows: int, num_columns: int, size: int) -> Int64s:
+    """(tokens, size ** 2): the numbers of each token's patches, a square of `size` by `size`, row by row."""
+    shape = (num_rows // size, size, num_columns // size, size)
+    numbers = np.arange(num_rows * num_columns).reshape(shape)
+    return numbers.transpose(0, 2, 1, 3).reshape(-1, size**2).astype(np.int64)
 
 
 def build_vision(
@@ -110,6 +196,7 @@ def build_vision(
 def spec_of(config: VisionConfig, dtype: DType) -> EncoderSpec:
     """The tower's layers as those of an encoder."""
     head_dim = config.hidden_size // config.num_heads
+    rotary = Rotary.whole(config.rope_theta, head_dim // 2)  # of rows, and of columns
     return EncoderSpec(
         dtype=dtype,
         vocab_size=config.patches_per_tile,
@@ -118,21 +205,24 @@ def spec_of(config: VisionConfig, dtype: DType) -> EncoderSpec:
         num_layers=config.num_layers,
         num_heads=config.num_heads,
         head_dim=head_dim,
+        norm=Norm.RMS if config.has_rms_norms else Norm.LAYER,
         norm_eps=config.norm_eps,
         attention_scale=head_dim**-0.5,
         activation=activation_of(config.activation) or Activation.GELU_TANH,
-        gated=False,
+        gated=len(config.names.up) > 1,
         pre_norm=True,
+        embedding_size=None,
+        embedding_norm=False,
         final_norm=True,
-        norm_bias=True,
+        norm_bias=not config.has_rms_norms,
         qkv_bias=True,
         output_bias=True,
         mlp_bias=True,
-        max_positions=config.patches_per_tile,
+        max_positions=config.num_positions,
         position_offset=0,
         type_vocab_size=0,
         windows=(None,) * config.num_layers,
-        rotary=None,
+        rotary=None if rotary is None else Rotary(head_dim, rotary.frequencies * 2),
         local_rotary=None,
         position_bias=None,
         disentangled=None,
@@ -150,23 +240,29 @@ def take_vision(config: VisionConfig, weights: Weights, hidden_size: int) -> Vis
     """All of the tower's weights, and the connector to rows of `hidden_size`. Raises `ModelError` when a tensor is
     missing or does not fit `config`.
     """
-    width, size, num = config.hidden_size, config.patch_size, config.patches_per_tile
-    entry = Parameters(weights, config.root)
-    patches = entry.take("embeddings.patch_embedding.weight", width, 3, size, size)
-    matrix = DenseMatrix(
-        Tensor(patches.dtype, patches.array.reshape(width, -1)),
-        entry.take("embeddings.patch_embedding.bias", width),
-    )
-    table = "embeddings.position_embedding.weight"
-    positions = entry.take(table, num, width)
-    entry_gate = entry.row_gate(table)
+    width, size, names = config.hidden_size, config.patch_size, config.names
+    matrix_name = f"{names.patches}.weight"
+    root = next((each for each in config.roots if f"{each}{matrix_name}" in weights), config.roots[0])
+    entry = Parameters(weights, root)
+    frames = () if config.num_frames == 1 else (config.num_frames,)
+    patches = entry.take(matrix_name, width, 3, *frames, size, size)
+    bias = None if config.has_rms_norms else entry.take(f"{names.patches}.bias", width)
+    matrix = DenseMatrix(Tensor(patches.dtype, patches.array.reshape(width, -1)), bias)
+    positions = None
+    if names.positions is not None:
+        positions = entry.take(names.positions, config.num_positions, width)
+    entry_gate = entry.row_gate(matrix_name)
     layers = tuple(
-        _take_layer(config, Parameters(weights, f"{config.root}encoder.layers.{index}."))
+        _take_layer(config, Parameters(weights, f"{root}{names.layer.format(index)}"))
         for index in range(config.num_layers)
     )
     last = Parameters(weights, "")
-    final_norm = take_layer_norm(last, f"{config.root}post_layernorm", width)
-    connector = take_linear(last, config.connector, width * config.shuffle**2, hidden_size, bias=False)
+    final_norm = _take_norm(config, last, f"{root}{names.final_norm}")
+    norm, connector, output = _take_connector(config, last, hidden_size)
+    deep = tuple(
+        _take_deep(config, last, f"{root}{names.deep.format(number)}", hidden_size)
+        for number in range(len(config.deep_layers))
+    )
     encoder = EncoderWeights(
         words=matrix.weight,
         positions=positions,
@@ -177,18 +273,52 @@ def take_vision(config: VisionConfig, weights: Weights, hidden_size: int) -> Vis
         final_norm=final_norm,
         head_gate=last.gate(),
     )
-    return VisionWeights(encoder, matrix, connector)
+    return VisionWeights(encoder, matrix, connector, norm, output, deep)
+
+
+def _take_connector(
+    config: VisionConfig, parameters: Parameters, hidden_size: int
+) -> tuple[Tensor | None, Projection, Projection | None]:
+    """The norm of a token's mean, where there is one, the matrix, and what follows it."""
+    width, names, joined = config.hidden_size, config.connectors, config.hidden_size * config.square**2
+    if config.names.connector:
+        inner, output = config.names.connector
+        prefix = next((each for each in names if f"{each}{inner}.weight" in parameters), names[0])
+        first = take_linear(parameters, f"{prefix}{inner}", joined, joined, bias=True)
+        return None, first, take_linear(parameters, f"{prefix}{output}", joined, hidden_size, bias=True)
+    if not config.averages:
+        return None, take_linear(parameters, names[0], joined, hidden_size, bias=False), None
+    norm = "mm_soft_emb_norm.weight"
+    prefix = next((each for each in names if f"{each}{norm}" in parameters), names[0])
+    weight = parameters.take(f"{prefix}mm_input_projection_weight", width, hidden_size)
+    taken = parameters.take_norm(f"{prefix}{norm}", width)
+    return taken, transposed([weight], [None], parameters.gate()), None
+
+
+def _take_deep(config: VisionConfig, parameters: Parameters, prefix: str, hidden_size: int) -> DeepConnector:
+    joined, (inner, output) = config.hidden_size * config.square**2, config.names.connector
+    return DeepConnector(
+        norm=take_layer_norm(parameters, f"{prefix}norm", joined),
+        inner=take_linear(parameters, f"{prefix}{inner}", joined, joined, bias=True),
+        output=take_linear(parameters, f"{prefix}{output}", joined, hidden_size, bias=True),
+    )
 
 
 def _take_layer(config: VisionConfig, parameters: Parameters) -> EncoderLayerWeights:
-    width, inner = config.hidden_size, config.intermediate_size
-    names = [(f"self_attn.{part}_proj", width) for part in "qkv"]
+    width, inner, names = config.hidden_size, config.intermediate_size, config.names
+    qkv = [(name, 3 * width // len(names.qkv)) for name in names.qkv]
     return EncoderLayerWeights(
-        qkv=take_stacked(parameters, names, width, bias=True),
-        output=take_linear(parameters, "self_attn.out_proj", width, width, bias=True),
-        attention_norm=take_layer_norm(parameters, "layer_norm1", width),
-        up=take_linear(parameters, "mlp.fc1", width, inner, bias=True),
-        down=take_linear(parameters, "mlp.fc2", inner, width, bias=True),
-        mlp_norm=take_layer_norm(parameters, "layer_norm2", width),
+        qkv=take_stacked(parameters, qkv, width, bias=True),
+        output=take_linear(parameters, names.output, width, width, bias=True),
+        attention_norm=_take_norm(config, parameters, names.attention_norm),
+        up=take_stacked(parameters, [(name, inner) for name in names.up], width, bias=True),
+        down=take_linear(parameters, names.down, inner, width, bias=True),
+        mlp_norm=_take_norm(config, parameters, names.mlp_norm),
         gate=parameters.gate(),
     )
+
+
+def _take_norm(config: VisionConfig, parameters: Parameters, name: str) -> LayerNormWeights:
+    if not config.has_rms_norms:
+        return take_layer_norm(parameters, name, config.hidden_size)
+    return LayerNormWeights(parameters.take_norm(f"{name}.weight", config.hidden_size), None)

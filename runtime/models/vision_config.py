@@ -1,15 +1,20 @@
 """A vision tower and its connector as validated values of config.json.
 
-The tower is an encoder of square patches of square tiles, each of which attends to those of its own tile (SigLIP,
-arXiv 2303.15343). The connector makes one row of the decoder's embeddings of each square of patches (pixel shuffle,
-arXiv 2408.12637, section 3). Nothing here imports numpy.
+The tower is an encoder of square patches. SigLIP's (arXiv 2303.15343) takes square tiles, whose patches all see one
+another. Qwen2.5-VL's (arXiv 2502.13923, section 2.1) takes images of any size: patches turn by their rows and columns,
+and see those of their window in most layers. Qwen3-VL's has a table of positions, too, and no windows; the states of
+some of its layers also become rows. Qwen3.5's is the same without these. The connector makes one row of the decoder's
+embeddings of each square of patches: side by side (pixel shuffle, arXiv 2408.12637, section 3), or of their mean.
+Nothing here imports numpy.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from .fields import ACTIVATIONS, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields
 
@@ -18,6 +23,73 @@ if TYPE_CHECKING:
 
 MAX_TILE_PIXELS = 4_096  # of a tile's side
 MAX_PATCHES = 1 << 14  # of a tile
+_DEFAULTS: dict[str, object] = {
+    "image_size": 224,
+    "intermediate_size": 3_072,
+    "num_hidden_layers": 12,
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6,
+}
+_QWEN_DEFAULTS: dict[str, object] = {
+    "hidden_size": 3_584,
+    "intermediate_size": 3_420,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "hidden_act": "silu",
+    "patch_size": 14,
+    "fullatt_block_indexes": (7, 15, 23, 31),
+}
+
+
+_QWEN3_DEFAULTS: dict[str, object] = {
+    "hidden_size": 1_152,
+    "intermediate_size": 4_304,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "patch_size": 16,
+}
+
+
+class TowerNames(Struct, frozen=True):
+    """A tower's tensors in a checkpoint, behind its root; those of a layer behind `layer`."""
+
+    patches: str = "embeddings.patch_embedding"
+    positions: str | None = "embeddings.position_embedding.weight"  # None: there is no table of positions
+    layer: str = "encoder.layers.{}."
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # or one for all
+    output: str = "self_attn.out_proj"
+    attention_norm: str = "layer_norm1"
+    up: tuple[str, ...] = ("mlp.fc1",)  # or gate, then up
+    down: str = "mlp.fc2"
+    mlp_norm: str = "layer_norm2"
+    final_norm: str = "post_layernorm"
+    # Of a connector of two matrices, behind its prefix; and the prefix of each one that follows a layer, by number.
+    connector: tuple[str, ...] = ()
+    deep: str = ""
+
+
+_QWEN_NAMES = TowerNames(
+    patches="patch_embed.proj",
+    positions=None,
+    layer="blocks.{}.",
+    qkv=("attn.qkv",),
+    output="attn.proj",
+    attention_norm="norm1",
+    up=("mlp.gate_proj", "mlp.up_proj"),
+    down="mlp.down_proj",
+    mlp_norm="norm2",
+    final_norm="merger.ln_q",
+    connector=("mlp.0", "mlp.2"),
+)
+_QWEN3_NAMES = replace(
+    _QWEN_NAMES,
+    positions="pos_embed.weight",
+    up=("mlp.linear_fc1",),
+    down="mlp.linear_fc2",
+    final_norm="merger.norm",
+    connector=("linear_fc1", "linear_fc2"),
+    deep="deepstack_merger_list.{}.",
+)
 
 
 class VisionConfig(Struct, frozen=True):
@@ -29,12 +101,28 @@ class VisionConfig(Struct, frozen=True):
     num_heads: int
     activation: str  # one of ACTIVATIONS
     norm_eps: float
-    tile_size: int  # pixels of a tile's side
+    tile_size: int  # pixels of a tile's side; 0: a tile is one image, of any number of whole squares
     patch_size: int  # pixels of a patch's side
-    shuffle: int  # patches of a square of this side become one token
+    square: int  # patches of a square of this side become one token
     image_token: int  # the token that stands for each row of an image
-    root: str = "model.vision_model."  # the prefix of the tower's tensors
-    connector: str = "model.connector.modality_projection.proj"  # the connector's matrix
+    roots: tuple[
+        str, ...
+    ]  # what may stand before the names of the tower's tensors; the first that fits counts
+    connectors: tuple[str, ...]  # likewise, of the connector's
+    names: TowerNames = TowerNames()
+    # A token's row is made of the normalised mean of its patches, by a matrix stored inputs first; otherwise of its
+    # patches side by side.
+    averages: bool = False
+    is_whole: bool = False  # the tokens of an image see one another in the decoder, and are computed at once
+    has_rms_norms: bool = False  # and no biases of norms and patches
+    num_frames: int = 1  # a patch is given so often, as if frames of a video were equal
+    rope_theta: float | None = None  # patches turn by their rows and columns
+    window: int = 0  # tokens of the side of the windows that patches see; 0: they see all of their tile
+    full_layers: tuple[int, ...] = ()  # those without windows
+    positions_side: int = 0  # of a square table of positions that fits any size; 0: of a tile's patches
+    # The layers whose states also become rows, which are added to those of the decoder's first layers.
+    deep_layers: tuple[int, ...] = ()
+    has_grid: bool = False  # the decoder turns an image's tokens by their rows and columns
 
     @property
     def patches_per_side(self) -> int:
@@ -45,38 +133,163 @@ class VisionConfig(Struct, frozen=True):
         return self.patches_per_side**2
 
     @property
-    def tokens_per_tile(self) -> int:
-        return (self.patches_per_side // self.shuffle) ** 2
+    def num_positions(self) -> int:
+        """Of the table of positions."""
+        if self.names.positions is None:
+            return 0
+        return self.positions_side**2 or self.patches_per_tile
+
+    def grid_of(self, height: int, width: int) -> tuple[int, int] | None:
+        """Rows and columns of the tokens of a tile of these pixels; None: the tower does not take it."""
+        side = self.patch_size * self.square
+        if self.tile_size:
+            num = self.patches_per_side // self.square
+            return (num, num) if height == width == self.tile_size else None
+        rows, columns = height // side, width // side
+        is_whole = (rows * side, columns * side) == (height, width)
+        return (rows, columns) if is_whole and 0 < rows * columns <= MAX_PATCHES // self.square**2 else None
 
     @classmethod
     def of_idefics3(cls, config: Fields, vocab_size: int) -> VisionConfig:
         """Missing keys of `vision_config` have transformers' defaults. Raises `ModelError`."""
-        given: Mapping[str, object] = config.get("vision_config") or {}
-        own = Fields(given, where="vision_config.")
-        own.integer("num_channels", low=3, high=3, default=3)
-        hidden_size = own.integer("hidden_size", low=1, high=MAX_WIDTH, default=1_152)
-        num_heads = own.integer("num_attention_heads", low=1, high=MAX_HEADS, default=16)
-        if hidden_size % num_heads:
-            raise own.wrong("hidden_size", f"but must be a multiple of num_attention_heads, {num_heads}")
-        tile_size = own.integer("image_size", low=1, high=MAX_TILE_PIXELS, default=224)
-        patch_size = own.integer("patch_size", low=1, high=tile_size, default=32)
-        shuffle = config.integer("scale_factor", low=1, high=64, default=2)
-        made = cls(
-            hidden_size=hidden_size,
-            intermediate_size=own.integer("intermediate_size", low=1, high=MAX_WIDTH, default=3_072),
-            num_layers=own.integer("num_hidden_layers", low=1, high=MAX_LAYERS, default=12),
-            num_heads=num_heads,
-            activation=own.choice("hidden_act", ACTIVATIONS, default="gelu_pytorch_tanh"),
-            norm_eps=own.number("layer_norm_eps", low=0.0, high=1.0, default=1e-6),
-            tile_size=tile_size,
-            patch_size=patch_size,
-            shuffle=shuffle,
-            image_token=config.integer("image_token_id", low=0, high=vocab_size - 1, default=128_257),
-        )
-        if made.patches_per_tile > MAX_PATCHES:
-            raise own.wrong("patch_size", f"but a tile may have {MAX_PATCHES} patches")
-        if made.patches_per_side % shuffle:
+        defaults = {"hidden_size": 1_152, "num_attention_heads": 16, "patch_size": 32}
+        made = _read_tower(_vision_fields(config, defaults))
+        square = config.integer("scale_factor", low=1, high=64, default=2)
+        if made.patches_per_side % square:
             raise config.wrong(
                 "scale_factor", f"but must divide the {made.patches_per_side} patches of a side"
             )
-        return made
+        return replace(
+            made,
+            square=square,
+            image_token=config.integer("image_token_id", low=0, high=vocab_size - 1, default=128_257),
+            roots=("model.vision_model.",),
+            connectors=("model.connector.modality_projection.proj",),
+        )
+
+    @classmethod
+    def of_gemma3(cls, config: Fields, vocab_size: int) -> VisionConfig:
+        """Likewise."""
+        defaults = {"hidden_size": 768, "num_attention_heads": 12, "patch_size": 16}
+        made = _read_tower(_vision_fields(config, defaults))
+        num_tokens = config.integer("mm_tokens_per_image", low=1, high=MAX_PATCHES, default=256)
+        per_side = math.isqrt(num_tokens)
+        if per_side**2 != num_tokens or made.patches_per_side % per_side:
+            raise config.wrong(
+                "mm_tokens_per_image",
+                f"but must be the square of a number that divides the {made.patches_per_side} patches of a side",
+            )
+        # The latter is transformers' other name of it.
+        key = "image_token_index" if "image_token_index" in config else "image_token_id"
+        towers = ("vision_tower.vision_model.", "vision_tower.")
+        return replace(
+            made,
+            square=made.patches_per_side // per_side,
+            image_token=config.integer(key, low=0, high=vocab_size - 1, default=262_144),
+            roots=(*towers, *(f"model.{root}" for root in towers)),
+            connectors=("multi_modal_projector.", "model.multi_modal_projector."),
+            averages=True,
+            is_whole=True,
+        )
+
+    @classmethod
+    def of_qwen2_5_vl(cls, config: Fields, vocab_size: int, hidden_size: int) -> VisionConfig:
+        """Likewise, for a decoder with rows of `hidden_size`."""
+        own = _vision_fields(config, _QWEN_DEFAULTS)
+        made = replace(
+            _read_qwen(config, own, vocab_size, hidden_size), names=_QWEN_NAMES, has_rms_norms=True
+        )
+        side = made.patch_size * made.square
+        window = own.integer("window_size", low=side, high=MAX_TILE_PIXELS, default=112) // side
+        return replace(made, window=window, full_layers=_layers(own, "fullatt_block_indexes"))
+
+    @classmethod
+    def of_qwen3_5(cls, config: Fields, vocab_size: int, hidden_size: int) -> VisionConfig:
+        """Likewise."""
+        whole = config.filled({"image_token_id": 248_056})
+        return cls.of_qwen3_vl(whole, vocab_size, hidden_size, deep_layers=())
+
+    @classmethod
+    def of_qwen3_vl(
+        cls,
+        config: Fields,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        deep_layers: tuple[int, ...] = (8, 16, 24),
+    ) -> VisionConfig:
+        """Likewise; `deep_layers` are those of files that do not name any."""
+        own = _vision_fields(config, {**_QWEN3_DEFAULTS, "deepstack_visual_indexes": deep_layers})
+        made = _read_qwen(config, own, vocab_size, hidden_size)
+        num = own.integer("num_position_embeddings", low=1, high=MAX_PATCHES, default=2_304)
+        if math.isqrt(num) ** 2 != num:
+            raise own.wrong("num_position_embeddings", "but must be the square of a whole number")
+        deep_layers = _layers(own, "deepstack_visual_indexes")
+        if list(deep_layers) != sorted({*deep_layers} & {*range(made.num_layers)}):
+            raise own.wrong(
+                "deepstack_visual_indexes", f"but must name some of {made.num_layers} layers, ascending"
+            )
+        return replace(made, names=_QWEN3_NAMES, positions_side=math.isqrt(num), deep_layers=deep_layers)
+
+
+def _read_qwen(config: Fields, own: Fields, vocab_size: int, hidden_size: int) -> VisionConfig:
+    """The fields that towers of Qwen's models have in common, which are those of `own`."""
+    own.integer("out_hidden_size", low=hidden_size, high=hidden_size, default=3_584)
+    made = replace(_read_tower(own), tile_size=0, norm_eps=1e-6)
+    if made.hidden_size // made.num_heads % 4:
+        raise own.wrong("hidden_size", f"but must be a multiple of 4 for each of {made.num_heads} heads")
+    rope = Fields(own.get("rope_parameters") or {}, where="vision_config.rope_parameters.")
+    roots = ("model.visual.", "visual.")
+    return replace(
+        made,
+        square=own.integer("spatial_merge_size", low=1, high=64, default=2),
+        image_token=config.integer("image_token_id", low=0, high=vocab_size - 1, default=151_655),
+        roots=roots,
+        connectors=tuple(f"{root}merger." for root in roots),
+        num_frames=own.integer("temporal_patch_size", low=1, high=16, default=2),
+        rope_theta=rope.number("rope_theta", low=2.0, high=1e12, default=1e4),
+        has_grid=True,
+    )
+
+
+def _layers(own: Fields, key: str) -> tuple[int, ...]:
+    layers = own.get(key)
+    if not isinstance(layers, list | tuple) or any(type(index) is not int for index in layers):
+        raise own.wrong(key, "but must be a list of layers")
+    return tuple(layers)
+
+
+def _vision_fields(config: Fields, defaults: Mapping[str, object]) -> Fields:
+    """Of `vision_config`, with these defaults of keys that are absent or null."""
+    given = Fields(config.get("vision_config") or {}, where="vision_config.")
+    return given.renamed({"depth": "num_hidden_layers", "num_heads": "num_attention_heads"}).filled(
+        {**_DEFAULTS, **defaults}
+    )
+
+
+def _read_tower(own: Fields) -> VisionConfig:
+    """A tower by the fields of `vision_config`, and what the family has still to fill in."""
+    for key in ("num_channels", "in_channels", "in_chans"):
+        own.integer(key, low=3, high=3, default=3)
+    hidden_size = own.integer("hidden_size", low=1, high=MAX_WIDTH)
+    num_heads = own.integer("num_attention_heads", low=1, high=MAX_HEADS)
+    if hidden_size % num_heads:
+        raise own.wrong("hidden_size", f"but must be a multiple of num_attention_heads, {num_heads}")
+    tile_size = own.integer("image_size", low=1, high=MAX_TILE_PIXELS)
+    made = VisionConfig(
+        hidden_size=hidden_size,
+        intermediate_size=own.integer("intermediate_size", low=1, high=MAX_WIDTH),
+        num_layers=own.integer("num_hidden_layers", low=1, high=MAX_LAYERS),
+        num_heads=num_heads,
+        activation=own.choice("hidden_act", ACTIVATIONS),
+        norm_eps=own.number("layer_norm_eps", low=0.0, high=1.0),
+        tile_size=tile_size,
+        patch_size=own.integer("patch_size", low=1, high=tile_size),
+        square=1,
+        image_token=0,
+        roots=(),
+        connectors=(),
+    )
+    if made.patches_per_tile > MAX_PATCHES:
+        raise own.wrong("patch_size", f"but a tile may have {MAX_PATCHES} patches")
+    return made

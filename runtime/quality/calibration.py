@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,8 +25,11 @@ from ...loader.sources.base import Source
 from ...loader.tools.pack.quantize import InputMoments
 from ..backends.native.reference import floats_of, scale_and_cap
 from ..backends.native.reference_models import ReferenceDecoder
+from ..errors import ModelError
 from ..kv.storage import KVStorage
+from ..models.adapter import AdapterPlace, modules_of
 from ..models.decoder import Decoder
+from ..models.decoder_tensors import QUERY_UP
 from ..models.matrices import DecoderLayerWeights, DecoderWeights
 from ..models.spec import DecoderSpec
 from ..step.batch import SequenceSpan, StepBatch
@@ -55,13 +57,7 @@ _MIN_OWN_TOKENS = 1024
 _NARROW = 1024
 _BLOCK_TOKENS = 16
 _STEP_TOKENS = 2048  # of several windows; bounds the activations
-_NAME = re.compile(
-    r"(?:model\.(?:text_model\.)?)?layers\.([0-9]+)\."
-    r"(?:self_attn\.(?:([qkv]|qkv)_proj|((?:o|out)_proj))|conv\.(?:(in_proj)|(out_proj))|"
-    r"(?:mlp|feed_forward)\.(?:(gate_proj|up_proj|gate_up_proj|w[13])|(down_proj|w2)))\.weight"
-)
-_QKV, _OUTPUT, _GATE_UP, _DOWN = range(4)
-_PROJECTION_OF_GROUP = {2: _QKV, 3: _OUTPUT, 4: _QKV, 5: _OUTPUT, 6: _GATE_UP, 7: _DOWN}
+_QUERY_UP = len(AdapterPlace)  # of latents: the place behind those that adapters know
 
 
 class Calibration:
@@ -71,8 +67,21 @@ class Calibration:
         """The decoder's weights must be loaded. `names` are the matrices that will be requested, each
         once; others have no moments.
         """
-        spec = DecoderSpec.of(decoder.config, DType.F32)
+        config = decoder.config
+        spec = DecoderSpec.of(config, DType.F32)
         self._layers = decoder.weights.layers
+        self._places: dict[str, tuple[int, int]] = {
+            f"{root}{config.model_names.layers}.{layer}.{module.name}.weight": (layer, module.place)
+            for root in config.roots
+            for layer in range(config.num_layers)
+            for module in modules_of(config, layer)
+        }
+        if config.latent is not None:
+            self._places |= {
+                f"{root}layers.{layer}.{QUERY_UP}.weight": (layer, _QUERY_UP)
+                for root in config.roots
+                for layer in range(config.num_layers)
+            }
         self._decoder = _MeteredDecoder(spec, decoder.weights)
         self._batches = list(_batches(windows))
         num_blocks = max(batch.spans[-1].blocks[-1] for batch in self._batches) + 1
@@ -81,7 +90,7 @@ class Calibration:
         # Layers that the states have passed.
         self._num_done = 0
         self._meters: dict[tuple[int, int], _Meter] = {}  # by layer and projection
-        self._expected = Counter(place for name in names if (place := _place(name)) is not None)
+        self._expected = Counter(self._places[name] for name in names if name in self._places)
         self._lock = threading.Lock()
 
     def inputs_of(self, name: str) -> InputMoments | None:
@@ -90,7 +99,7 @@ class Calibration:
 
         Blocks while its layer is computed.
         """
-        place = _place(name)
+        place = self._places.get(name)
         if place is None:
             return None
         with self._lock:
@@ -112,15 +121,6 @@ class Calibration:
             if meter is not None and self._expected[layer, projection] > 0:
                 self._meters[layer, projection] = meter
         self._num_done += 1
-
-
-def _place(name: str) -> tuple[int, int] | None:
-    """The layer and the projection, `_QKV` or another, of a matrix."""
-    found = _NAME.fullmatch(name)
-    if found is None:
-        return None
-    assert found.lastindex is not None
-    return int(found[1]), _PROJECTION_OF_GROUP[found.lastindex]
 
 
 class _Meter:
@@ -154,10 +154,10 @@ class _MeteredDecoder(ReferenceDecoder):
         self._meters: dict[int, _Meter] = {}  # by the identity of the projection
 
     def meter(self, layer: DecoderLayerWeights) -> tuple[_Meter | None, ...]:
-        """New meters for this layer, in the order of `_QKV` and the others; None for a mixture's
-        experts, each of which sees few rows.
+        """New meters for this layer, in the order of `AdapterPlace` and `_QUERY_UP`; None for a mixture's experts,
+        each of which sees few rows.
         """
-        projections = (layer.qkv, layer.output, layer.gate_up, layer.down)
+        projections = (layer.qkv, layer.output, layer.gate_up, layer.down, layer.query_up)
         meters = tuple(None if each is None else _Meter(each.num_in) for each in projections)
         self._meters = {
             id(projection): meter
@@ -238,6 +238,11 @@ def calibrate(
     )
     counter = PartCounter(progress, sum(part.size_bytes for part in manifest.parts))
     model = WholeDecoder(source, manifest, threads=threads, on_part=counter)
+    if model.decoder.config.delta_nets is not None:
+        raise ModelError(
+            f"{source.url} has gated delta nets, which cannot be calibrated",
+            hint="Pack it with --no-calibrate.",
+        )
     reader = InputReader(model.files)
     columns = _widest(model.decoder)
     if columns <= _NARROW:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,8 @@ class LaneLike(Protocol):
     num_computed: int
     adapter: Any  # as `SequenceSpan` has it
     images: tuple[PromptImage, ...]  # of the prompt; all have rows
+    state: int | None  # as `SequenceSpan` has them
+    saves: tuple[StateSave, ...]
 
 
 class Rows(Struct, frozen=True):
@@ -72,6 +74,8 @@ def build_batch(parts: Sequence[Rows], block_size: int) -> StepBatch:
     spans: list[SequenceSpan] = []
     scored: list[ScoredRows] = []
     images: list[ImageRows] = []
+    axes: list[tuple[int, Int64s]] = []  # of rows from the first one on
+    runs: list[tuple[int, int, int]] = []  # rows [first, end), and what these see the tokens before
     for part in parts:
         blocks = part.lane.blocks
         for image in part.lane.images:
@@ -79,8 +83,21 @@ def build_batch(parts: Sequence[Rows], block_size: int) -> StepBatch:
             if own.stop > own.start:
                 rows = image.places[own] + (len(tokens) - part.first)
                 images.append(ImageRows(rows, image.rows[own]))
+                start = len(tokens) - part.first
+                runs += [
+                    (start + max(first, part.first), start + end, end)
+                    for first, end in image.runs
+                    if first < part.end and part.first < end
+                ]
+        if any(image.grid is not None for image in part.lane.images):
+            from .images import axes_of  # of few requests
+
+            axes.append((len(tokens), axes_of(part.lane.images, part.first, part.end)))
         scored += part.scored(len(tokens))
-        spans.append(SequenceSpan(len(tokens), part.end - part.first, part.end, blocks, part.lane.adapter))
+        lane, length = part.lane, part.end - part.first
+        spans.append(
+            SequenceSpan(len(tokens), length, part.end, blocks, lane.adapter, lane.state, lane.saves)
+        )
         tokens += part.tokens[part.first : part.end]
         positions += range(part.first, part.end)
         position = part.first
@@ -94,6 +111,16 @@ def build_batch(parts: Sequence[Rows], block_size: int) -> StepBatch:
     # One array and views of it: making an array from a list costs more than everything else here.
     num_tokens = len(tokens)
     numbers = np.array(tokens + positions + slots + logit_rows, dtype=np.int64)
+    ends = None
+    if runs:
+        ends = numbers[num_tokens : 2 * num_tokens] + 1
+        for first, end, seen in runs:
+            ends[first:end] = seen
+    turned = None
+    if axes:
+        turned = np.tile(numbers[num_tokens : 2 * num_tokens], (3, 1))
+        for first, positions_of in axes:
+            turned[:, first : first + positions_of.shape[1]] = positions_of
     return StepBatch(
         numbers[:num_tokens],
         numbers[num_tokens : 2 * num_tokens],
@@ -102,6 +129,8 @@ def build_batch(parts: Sequence[Rows], block_size: int) -> StepBatch:
         numbers[3 * num_tokens :],
         scored=tuple(scored),
         images=tuple(images),
+        ends=ends,
+        axes=turned,
     )
 
 
@@ -117,12 +146,21 @@ class Epoch(enum.IntEnum):
     EXACT = 1
 
 
+class StateSave(NamedTuple):
+    """A copy of a sequence's recurrent state as it is after its first `num_tokens` tokens."""
+
+    num_tokens: int
+    state: int  # where it goes
+
+
 class SequenceSpan(Struct, frozen=True):
     """One sequence's share of a step: rows [start, start + length) of the batch.
 
     `context_len` counts the tokens that its KV blocks hold once this step's rows are written (cached +
     length); `blocks` is its block table: token t of the sequence lies in block blocks[t // block_size]. `adapter` is
-    the `Adapter` (`models/adapter.py`) that its rows have.
+    the `Adapter` (`models/adapter.py`) that its rows have. `state` is the place of the sequence's recurrent state, of
+    models that have one: the step reads it unless the span begins the sequence, and leaves it as it is after its last
+    row. None: that with the number of its first block. `saves` are copies in between, ascending.
     """
 
     start: int
@@ -130,6 +168,8 @@ class SequenceSpan(Struct, frozen=True):
     context_len: int
     blocks: tuple[int, ...]
     adapter: Any = None
+    state: int | None = None
+    saves: tuple[StateSave, ...] = ()
 
 
 class ScoredRows(Struct, frozen=True):
@@ -147,7 +187,9 @@ class ImageRows(Struct, frozen=True, eq=False):
     """Rows of the batch that take these values in place of their tokens' embeddings."""
 
     rows: Int64s  # (N,), ascending
-    values: Any  # (N, hidden_size) in the model's dtype
+    values: (
+        Any  # (N, hidden_size) in the model's dtype; then, side by side, those of `DecoderSpec.num_deep_rows`
+    )
 
 
 class StepBatch(Struct, frozen=True, eq=False):
@@ -164,6 +206,10 @@ class StepBatch(Struct, frozen=True, eq=False):
     on_device: Any = None
     scored: tuple[ScoredRows, ...] = ()
     images: tuple[ImageRows, ...] = ()
+    # (T,): a token sees those of its sequence before this one; None: itself and all before it.
+    ends: Int64s | None = None
+    # (3, T): what turns a token in place of its position, on three axes; None: no sequence needs others.
+    axes: Int64s | None = None
     # Its pass is launched as a whole: `forward` returns at once, and waits for no weights.
     is_recorded: bool = False
 
@@ -189,7 +235,22 @@ def join(batches: Sequence[StepBatch]) -> StepBatch:
         np.concatenate(logit_rows),
         scored=tuple(scored),
         images=tuple(images),
+        ends=_joined_ends(batches),
+        axes=_joined_axes(batches),
     )
+
+
+def _joined_ends(batches: Sequence[StepBatch]) -> Int64s | None:
+    if all(batch.ends is None for batch in batches):
+        return None
+    return np.concatenate([batch.positions + 1 if batch.ends is None else batch.ends for batch in batches])
+
+
+def _joined_axes(batches: Sequence[StepBatch]) -> Int64s | None:
+    if all(batch.axes is None for batch in batches):
+        return None
+    axes = [np.tile(batch.positions, (3, 1)) if batch.axes is None else batch.axes for batch in batches]
+    return np.concatenate(axes, axis=1)
 
 
 def select(batch: StepBatch, numbers: Sequence[int]) -> tuple[StepBatch, Int64s]:
@@ -214,6 +275,8 @@ def select(batch: StepBatch, numbers: Sequence[int]) -> tuple[StepBatch, Int64s]
         np.array(logit_rows, dtype=np.int64),
         scored=tuple(replace(own, start=place[own.start]) for own in batch.scored if own.start in place),
         images=tuple(_images_at(batch.images, index)),
+        ends=None if batch.ends is None else batch.ends[index],
+        axes=None if batch.axes is None else batch.axes[:, index],
     )
     return chosen, index
 

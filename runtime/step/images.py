@@ -22,20 +22,55 @@ class PromptImage(Struct, eq=False):
     """
 
     digest: bytes  # of the image's bytes: equal digests have equal tiles
-    tiles: npt.NDArray[np.uint8] | None  # (N, 3, size, size), until there are rows
+    tiles: npt.NDArray[np.uint8] | None  # (N, 3, height, width), until there are rows
     levels: npt.NDArray[np.float32]  # (3, 256): a channel's number for each value of a pixel
     places: npt.NDArray[np.int64]  # (T,), ascending: the prompt's tokens that it takes the places of
-    rows: Any = None  # (T, hidden_size) in the model's dtype
+    rows: Any = None  # (T, hidden_size) or wider, as `ImageRows.values`
+    # [first, end) of each run of places whose tokens see one another; set before the rows, none where tokens see
+    # those before them only.
+    runs: tuple[tuple[int, int], ...] = ()
+    # Rows and columns of its tokens, whose places are adjacent, where the decoder turns them by these; likewise.
+    grid: tuple[int, int] | None = None
 
     def within(self, first: int, end: int) -> slice:
         """Those of its places that are in [first, end), by their numbers."""
         begin, stop = np.searchsorted(self.places, (first, end))
         return slice(int(begin), int(stop))
 
+    def find_runs(self) -> tuple[tuple[int, int], ...]:
+        """[first, end) of each run of its places."""
+        parts = np.split(self.places, np.flatnonzero(np.diff(self.places) > 1) + 1)
+        return tuple((int(part[0]), int(part[-1]) + 1) for part in parts if len(part))
+
     def cache_keys(self) -> array[int]:
         """A number for each place by which caches tell images apart: of 62 bits from the digest, and no token's id."""
         stream = hashlib.shake_256(b"image" + self.digest).digest(8 * len(self.places))
         return array("q", (np.frombuffer(stream, "<i8") & (_KEY_BIT - 1) | _KEY_BIT).tolist())
+
+
+def axes_of(images: Sequence[PromptImage], first: int, end: int) -> npt.NDArray[np.int64]:
+    """(3, end - first): the positions by which a sequence's tokens [first, end) turn, on the axes of time, rows and
+    columns, as M-RoPE has them (arXiv 2409.12191, section 2.1).
+
+    An image stays at one time, and takes as many positions as the longer of its sides has tokens; so those of the
+    tokens behind it are lower than their places. Images without a grid are like text.
+    """
+    axes = np.tile(np.arange(first, end, dtype=np.int64), (3, 1))
+    num_skipped = 0  # positions that the images so far do without
+    for image in sorted((each for each in images if each.grid is not None), key=lambda each: each.places[0]):
+        assert image.grid is not None
+        begin, (rows, columns) = int(image.places[0]), image.grid
+        stop = begin + rows * columns
+        if begin >= end:
+            break
+        own = np.arange(max(begin, first), min(stop, end), dtype=np.int64) - begin
+        if len(own):
+            at = max(begin - first, 0)
+            row, column = np.divmod(own, columns)
+            axes[:, at : at + len(own)] = np.stack((np.zeros_like(own), row, column)) + (begin - num_skipped)
+        num_skipped += rows * columns - max(rows, columns)
+        axes[:, max(stop - first, 0) :] = np.arange(max(stop, first), end) - num_skipped
+    return axes
 
 
 def prompt_keys(tokens: Sequence[int], images: Sequence[PromptImage]) -> list[int]:
@@ -45,6 +80,19 @@ def prompt_keys(tokens: Sequence[int], images: Sequence[PromptImage]) -> list[in
         for place, key in zip(image.places.tolist(), image.cache_keys(), strict=True):
             keys[place] = key
     return keys
+
+
+def uncut(images: Sequence[PromptImage], first: int, end: int) -> int:
+    """The end, at most this one, at which the tokens from `first` on cut no run of an image that sees itself. Where
+    there is none behind `first`, the end of that run: it is computed at once, though it exceeds a step's limit.
+
+    A run may be computed behind its first tokens, where a cache has these: it has them of the same image, whole.
+    """
+    for image in images:
+        for begin, stop in image.runs:
+            if begin < end < stop:
+                return begin if begin > first else stop
+    return end
 
 
 def check_images(images: Sequence[PromptImage], num_tokens: int) -> None:

@@ -12,12 +12,12 @@ from msgspec import Struct, field
 
 from ...loader.errors import TeneralError
 from ..errors import RequestError
-from ..grammar.matcher import Grammar
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from ..grammar.matcher import Grammar
     from .images import PromptImage
 
 MAX_STOP_STRINGS = 16

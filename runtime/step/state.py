@@ -17,11 +17,10 @@ import numpy as np
 from msgspec import Struct
 
 from ..errors import GrammarError, ModelError
-from ..grammar.matcher import Matcher
 from .requests import GenerationRequest, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
-    from ..grammar.matcher import MaskWords
+    from ..grammar.matcher import MaskWords, Matcher
 
 
 class TokenLimits:

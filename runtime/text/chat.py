@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -279,6 +280,11 @@ class ChatWorker:
                 raise ConnectionResetError("the process has ended")
             data += piece
         return bytes(data)
+
+
+def mentions(templates: Mapping[str, str], name: str) -> bool:
+    """True if a template uses a variable of this name."""
+    return any(re.search(rf"\b{re.escape(name)}\b", text) for text in templates.values())
 
 
 def plain_messages(messages: Sequence[Message], *, keeps_parts: bool = False) -> list[dict[str, Any]]:

@@ -81,11 +81,15 @@ class TokenizerProcess:
             # Not above: it would hold up the request for the manifest, and that for the first weights.
             from .tokenizer import TextTokenizer, make_chat_template
 
-            worker, self._chat_worker = self._chat_worker, None
+            with self._lock:
+                worker, self._chat_worker = self._chat_worker, None
             chat_template = make_chat_template(settings, worker)
             try:
                 facts = self._child.receive()
                 self.vocab_size, self.max_token_bytes, self._special_ids, spans = facts
+                with self._lock:
+                    self._require_open()
+                    self._expect_table(self._child)
             except TeneralError:
                 chat_template.close()
                 raise
@@ -94,7 +98,6 @@ class TokenizerProcess:
             raise
         for span in spans:
             self._timeline.add(span.lane, span.name, span.start_s, span.end_s, **span.attributes)
-        self._expect_table(self._child)
         return TextTokenizer(self, settings, chat_template=chat_template)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -136,8 +139,9 @@ class TokenizerProcess:
             self._child.end()
             if self._chat_worker is not None:
                 self._chat_worker.end()
-        if self._receiver is not None:
-            self._receiver.join()
+            receiver = self._receiver  # it was started with the lock held
+        if receiver is not None:
+            receiver.join()
 
     def _ask(self, method: str, *arguments: Any, **options: Any) -> Any:
         child = self._child
@@ -156,8 +160,7 @@ class TokenizerProcess:
         started.
         """
         with self._lock:
-            if self._closed:
-                raise ModelError("the tokenizer was closed")
+            self._require_open()
             if self._child is dead:
                 dead.end()
                 assert self._manifest is not None
@@ -167,7 +170,13 @@ class TokenizerProcess:
                 self._expect_table(self._child)
             return self._child
 
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ModelError("the tokenizer was closed")
+
     def _expect_table(self, child: _Child) -> None:
+        """Receive the table in a thread of its own. With the lock held."""
+
         def take() -> None:
             with suppress(TeneralError):  # the child has ended: the next one decodes
                 self._table = child.receive()

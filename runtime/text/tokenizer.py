@@ -7,16 +7,19 @@ are made in this process or another.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ContextLengthError, RequestError
-from ..grammar.compiler import GrammarCompiler
-from ..grammar.matcher import Grammar
-from ..grammar.spec import GrammarSpec
 from .backend import MAX_TOKEN, EncodedPair, LocalBackend, TokenizerBackend
 from .chat import ChatTemplate, ChatWorker, Message
 from .settings import Files, TextSettings, read_tokenizer_file
+
+if TYPE_CHECKING:
+    from ..grammar.compiler import GrammarCompiler
+    from ..grammar.matcher import Grammar
+    from ..grammar.spec import GrammarSpec
 
 # Tokenising this many takes up to 0.7 s, and superlinear time beyond.
 MAX_TEXT_CHARS = 1 << 20
@@ -41,7 +44,8 @@ class TextTokenizer:
         self.vocab_size = backend.vocab_size
         own = backend.piece_to_id(self.special_tokens.get("eos_token", ""))
         self.eos_token_ids = settings.eos_token_ids | (frozenset() if own is None else {own})
-        self._grammars = GrammarCompiler(backend.tokenizer_json, self.eos_token_ids)
+        self._grammars_lock = threading.Lock()
+        self._grammars: GrammarCompiler | None = None  # until the first request with a grammar
 
     @classmethod
     def from_files(
@@ -117,16 +121,22 @@ class TextTokenizer:
         /,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        keeps_parts: bool = False,
         **variables: Any,
     ) -> str:
         """The prompt that the model's chat template renders from the messages, special tokens
         included as text.
 
-        `variables` are passed to the template, such as `enable_thinking`. Blocks for about a
+        `variables` are passed to the template, such as `enable_thinking`; with `keeps_parts`, so are
+        lists of texts and images. Blocks for about a
         millisecond; raises the errors of `ChatTemplate.render`.
         """
         return self.chat_template.render(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            variables=variables,
+            keeps_parts=keeps_parts,
         )
 
     @property
@@ -147,7 +157,7 @@ class TextTokenizer:
     @property
     def is_ready_for_grammars(self) -> bool:
         """False until the first grammar has been compiled, or its vocabulary prepared."""
-        return self._grammars.is_prepared
+        return self._grammars is not None and self._grammars.is_prepared
 
     def compile_grammar(self, spec: GrammarSpec) -> Grammar:
         """Compile the grammar over this vocabulary. The first call takes up to a second and
@@ -155,6 +165,12 @@ class TextTokenizer:
 
         Raises `GrammarError`, and `RequestError` if the tokenizer does not support grammars.
         """
+        from ..grammar.compiler import GrammarCompiler  # of few requests
+
+        with self._grammars_lock:
+            self._grammars = self._grammars or GrammarCompiler(
+                self._backend.tokenizer_json, self.eos_token_ids
+            )
         return self._grammars.compile(spec)
 
     def close(self) -> None:

@@ -108,12 +108,10 @@ def _load(
     way.
     """
     from ...loader.artifact import open_model
-    from ...loader.sources.http.outage import show_outages
     from ..files import ModelFiles
     from .settings import TextSettings, read_tokenizer_file
 
-    source = open_model(task.url, task.source_options)
-    show_outages(source, timeline)
+    source = open_model(task.url, task.source_options, timeline=timeline)
     files = ModelFiles(source, manifest, task.load_options, task.held).read
     try:
         with timeline.span("tokenizer", "settings"):

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-from .cli_parser import Parser, PrintVersion, add_base_flag, add_settings, add_source_flags
+from .cli_parser import Parser, PrintVersion, add, add_base_flag, add_settings, add_source_flags, switch
 
 SOURCE_HELP = (
     "directory with config.json and *.safetensors, or an .onnx file; path, s3://, gs://, az://, http(s)://"
@@ -30,7 +30,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "-V", "--version", action=PrintVersion, nargs=0, help="print the version and its commit"
     )
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    switch(parser, "--debug", "show the traceback of an error")
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", dest="command", prog="teneral", parser_class=Parser
     )
@@ -46,9 +46,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
             formatter_class=formatter,
         )
         if name == chosen:
-            command.add_argument(
-                "--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
-            )
+            switch(command, "--debug", argparse.SUPPRESS, default=argparse.SUPPRESS)
             command.shows_all = "--help-all" in arguments
             add_flags(command)
     options, unknown = parser.parse_known_args(arguments)
@@ -72,15 +70,11 @@ def _columns() -> int:
 
 
 def _pack(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", metavar="MODEL", help=SOURCE_HELP)
-    command.add_argument(
-        "artifact",
-        metavar="ARTIFACT",
-        help="where to write it: a path, s3://bucket/prefix or gs://bucket/prefix",
+    add(command, "model", "MODEL", SOURCE_HELP)
+    add(
+        command, "artifact", "ARTIFACT", "where to write it: a path, s3://bucket/prefix or gs://bucket/prefix"
     )
-    command.add_argument(
-        "--force", action="store_true", help="replace the artifact that is there, atomically"
-    )
+    switch(command, "--force", "replace the artifact that is there, atomically")
     tiers = command.add_argument_group(
         "tiers", "mantissa bits: more make a better draft, which is there later"
     )
@@ -93,13 +87,13 @@ def _pack(command: argparse.ArgumentParser) -> None:
             "in a sketch, a tier before the draft, 0 to 6; 1 is 29 %% of bf16 (default: no sketch)",
         ),
     ):
-        tiers.add_argument(flag, type=_natural, default=None, metavar="N", help=help_text)
+        add(tiers, flag, "N", help_text, type=_natural)
     _add_smaller_weights(command)
-    command.add_argument(
+    add(
+        command,
         "--base",
-        metavar="ARTIFACT",
-        default=None,
-        help="store only what differs from this artifact, of which the model is a fine-tune, and which is needed to "
+        "ARTIFACT",
+        "store only what differs from this artifact, of which the model is a fine-tune, and which is needed to "
         "load it; of a LoRA adapter: its base",
     )
     _add_zeros(command)
@@ -118,72 +112,61 @@ def _add_smaller_weights(command: argparse.ArgumentParser) -> None:
     weights.add_argument(
         "--quantize",
         choices=("int8", "int4"),
-        default=None,
         help="integers for the matrices (default: as they are)",
     )
-    weights.add_argument(
+    add(
+        weights,
         "--group-size",
+        "N",
+        "columns that share a scale: 32, 64 or 128 (default: of int8 all of a row, of int4 32)",
         type=_natural,
-        default=None,
-        metavar="N",
-        help="columns that share a scale: 32, 64 or 128 (default: of int8 all of a row, of int4 32)",
     )
-    weights.add_argument(
-        "--asymmetric", action="store_true", help="of int4: every group has a zero of its own"
-    )
-    weights.add_argument(
+    switch(weights, "--asymmetric", "of int4: every group has a zero of its own")
+    add(
+        weights,
         "--int8",
-        metavar="NAMES",
-        default=None,
-        help="of int4: projections that get 8 bits, of q,k,v,o,gate,up,down (default: v)",
+        "NAMES",
+        "of int4: projections that get 8 bits, of q,k,v,o,gate,up,down (default: v)",
     )
-    weights.add_argument(
+    add(
+        weights,
         "--calibrate",
-        metavar="FILE",
-        default=None,
-        help="of int4: text like what the model will read, UTF-8: integers are chosen by their effect on its products "
+        "FILE",
+        "of int4: text like what the model will read, UTF-8: integers are chosen by their effect on its products "
         "with such inputs (default: a text that the model makes; needs memory for the model)",
     )
-    weights.add_argument(
-        "--no-calibrate", action="store_true", help="of int4: choose integers by the weights alone"
-    )
-    weights.add_argument(
+    switch(weights, "--no-calibrate", "of int4: choose integers by the weights alone")
+    add(
+        weights,
         "--calibrate-tokens",
+        "N",
+        "how much of that text to use (default: 8192; of the model's own, as much as its matrices need)",
         type=_natural,
-        default=None,
-        metavar="N",
-        help="how much of that text to use (default: 8192; of the model's own, as much as its matrices need)",
     )
-    weights.add_argument(
+    switch(
+        weights,
         "--dequantize",
-        action="store_true",
-        help="a GGUF file's integers become bf16: larger, and in tiers, so that there is a draft",
+        "a GGUF file's integers become bf16: larger, and in tiers, so that there is a draft",
     )
 
 
 def _add_zeros(command: argparse.ArgumentParser) -> None:
     zeros = command.add_argument_group("zeros: weights that are mostly zero are stored without them")
-    zeros.add_argument(
+    add(
+        zeros,
         "--prune",
-        metavar="SHARE",
-        default=None,
-        help="make this share of each matrix of the layers zero first, the smallest weights, or 2:4: two of each four",
+        "SHARE",
+        "make this share of each matrix of the layers zero first, the smallest weights, or 2:4: two of each four",
     )
-    zeros.add_argument("--prune-all", action="store_true", help="prune the embeddings and the head, too")
-    zeros.add_argument(
-        "--dense",
-        action="store_true",
-        help="store zeros like all weights: for GPUs, and for versions before 2026-11-23",
-    )
+    switch(zeros, "--prune-all", "prune the embeddings and the head, too")
+    switch(zeros, "--dense", "store zeros like all weights: for GPUs, and for versions before 2026-11-23")
 
 
 def _unpack(command: argparse.ArgumentParser) -> None:
     command.add_argument("artifact", metavar="ARTIFACT")
     add_base_flag(command)
     command.add_argument("directory", metavar="DIRECTORY")
-    command.add_argument(
-        "--force", action="store_true", help="write into a directory that has files of these names"
-    )
+    switch(command, "--force", "write into a directory that has files of these names")
     _add_json(command)
     _add_work_flags(command)
 
@@ -197,14 +180,15 @@ def _verify(command: argparse.ArgumentParser) -> None:
 
 def _gc(command: argparse.ArgumentParser) -> None:
     command.add_argument("artifact", metavar="ARTIFACT")
-    command.add_argument(
+    add(
+        command,
         "--older-than",
+        "AGE",
+        "remove what has been unused for so long, as in 90m, 24h or 7d (default: 24h); 0 for all of it",
         type=_age_s,
-        metavar="AGE",
         default=24 * 3600.0,
-        help="remove what has been unused for so long, as in 90m, 24h or 7d (default: 24h); 0 for all of it",
     )
-    command.add_argument("--dry-run", action="store_true", help="list what is unused, and remove nothing")
+    switch(command, "--dry-run", "list what is unused, and remove nothing")
     _add_json(command)
     add_source_flags(command)
 
@@ -218,7 +202,7 @@ def _age_s(text: str) -> float:
 
 
 def _inspect(command: argparse.ArgumentParser) -> None:
-    command.add_argument("artifact", metavar="ARTIFACT", help="an artifact, or a directory of safetensors")
+    add(command, "artifact", "ARTIFACT", "an artifact, or a directory of safetensors")
     add_base_flag(command)
     _add_json(command)
     add_source_flags(command)
@@ -232,26 +216,23 @@ def _eval_draft(command: argparse.ArgumentParser) -> None:
 
 def _add_text_flags(command: argparse.ArgumentParser) -> None:
     """For commands that let models read a text."""
-    command.add_argument(
-        "--text", metavar="FILE", help="text like your own, UTF-8 (default: a small one in here)"
-    )
-    command.add_argument(
+    add(command, "--text", "FILE", "text like your own, UTF-8 (default: a small one in here)")
+    add(
+        command,
         "--max-tokens",
+        "N",
+        "how much of the text to use (default: 2048)",
         type=_natural,
         default=2048,
-        metavar="N",
-        help="how much of the text to use (default: 2048)",
     )
     _add_json(command)
     _add_work_flags(command)
 
 
 def _eval(command: argparse.ArgumentParser) -> None:
-    command.add_argument("artifact", metavar="ARTIFACT", help="an artifact, or a directory of safetensors")
+    add(command, "artifact", "ARTIFACT", "an artifact, or a directory of safetensors")
     add_base_flag(command)
-    command.add_argument(
-        "--against", metavar="ORIGINAL", required=True, help="the original model (artifact or directory)"
-    )
+    add(command, "--against", "ORIGINAL", "the original model (artifact or directory)", required=True)
     command.add_argument(
         "--kv-dtype", choices=("model", "int8"), default="model", help="of ARTIFACT's keys and values"
     )
@@ -259,87 +240,58 @@ def _eval(command: argparse.ArgumentParser) -> None:
 
 
 def _serve(command: Parser) -> None:
-    command.add_argument(
-        "model",
-        metavar="MODEL",
-        nargs="?",
-        default=argparse.SUPPRESS,
-        help="an artifact or a model directory",
-    )
+    add(command, "model", "MODEL", "an artifact or a model directory", nargs="?", default=argparse.SUPPRESS)
     add_settings(command)
 
 
 def _standby(command: argparse.ArgumentParser) -> None:
-    command.add_argument("socket", metavar="SOCKET", help="where `teneral serve --standby-socket` finds them")
-    command.add_argument("--processes", type=_natural, default=1, metavar="N", help="how many (default: 1)")
-    command.add_argument(
+    add(command, "socket", "SOCKET", "where `teneral serve --standby-socket` finds them")
+    add(command, "--processes", "N", "how many (default: 1)", type=_natural, default=1)
+    add(
+        command,
         "--memory",
-        default=None,
-        metavar="SIZE",
-        help="memory for weights that each of them takes from the system ahead, such as 2GiB (default: none)",
+        "SIZE",
+        "memory for weights that each of them takes from the system ahead, such as 2GiB (default: none)",
     )
-    command.add_argument(
+    add(
+        command,
         "--base",
-        metavar="ARTIFACT",
-        default=None,
-        help="an artifact whose weights are in memory once for all of them, perhaps with …@b3:DIGEST (default: none)",
+        "ARTIFACT",
+        "an artifact whose weights are in memory once for all of them, perhaps with …@b3:DIGEST (default: none)",
     )
-    command.add_argument(
-        "--status", action="store_true", help="print the figures of the pool at SOCKET as JSON, and end"
-    )
+    switch(command, "--status", "print the figures of the pool at SOCKET as JSON, and end")
     add_source_flags(command)
 
 
 def _invoke(command: Parser) -> None:
-    command.add_argument("function", metavar="FUNCTION", help="module:function or path/file.py:function")
-    command.add_argument(
-        "--event", metavar="FILE", default="-", help="JSON file with the event, - for standard input"
-    )
-    command.add_argument(
+    add(command, "function", "FUNCTION", "module:function or path/file.py:function")
+    add(command, "--event", "FILE", "JSON file with the event, - for standard input", default="-")
+    add(
+        command,
         "--timeout-s",
+        "SECONDS",
+        "time the handler has (default: that of --request-timeout-s)",
         type=float,
-        metavar="SECONDS",
-        help="time the handler has (default: that of --request-timeout-s)",
     )
     add_settings(command, model_flag=True)
 
 
 def _batch(command: Parser) -> None:
-    command.add_argument("artifact", metavar="ARTIFACT", help="an artifact or a model directory")
-    command.add_argument(
-        "input", metavar="INPUT", help="JSONL, a request a line: a path, s3://bucket/key or gs://bucket/key"
-    )
-    command.add_argument(
-        "output",
-        metavar="OUTPUT",
-        help="a folder, s3://bucket/prefix/ or gs://bucket/prefix/, or a name.jsonl",
-    )
-    command.add_argument(
-        "--json", action="store_true", help="print the report for machines, at a terminal, too"
-    )
-    command.add_argument(
+    add(command, "artifact", "ARTIFACT", "an artifact or a model directory")
+    add(command, "input", "INPUT", "JSONL, a request a line: a path, s3://bucket/key or gs://bucket/key")
+    add(command, "output", "OUTPUT", "a folder, s3://bucket/prefix/ or gs://bucket/prefix/, or a name.jsonl")
+    switch(command, "--json", "print the report for machines, at a terminal, too")
+    add(
+        command,
         "--worker",
-        metavar="I/N",
-        default=None,
-        help="do the parts of worker I of N, from 0 (default: all, or of an array job of AWS Batch the child's)",
+        "I/N",
+        "do the parts of worker I of N, from 0 (default: all, or of an array job of AWS Batch the child's)",
     )
-    command.add_argument(
-        "--deadline-s",
-        type=float,
-        default=None,
-        metavar="SECONDS",
-        help="stop in time before, and exit with 75",
-    )
-    command.add_argument(
-        "--part-lines", type=_natural, default=None, metavar="N", help="lines a part (default: by the engine)"
-    )
-    command.add_argument(
-        "--max-line-bytes", type=_natural, default=1 << 20, metavar="N", help="longest line (default: 1 MiB)"
-    )
-    command.add_argument(
-        "--max-lines", type=_natural, default=1_000_000, metavar="N", help="most lines (default: 1,000,000)"
-    )
-    command.add_argument("--quiet", action="store_true", help="no progress")
+    add(command, "--deadline-s", "SECONDS", "stop in time before, and exit with 75", type=float)
+    add(command, "--part-lines", "N", "lines a part (default: by the engine)", type=_natural)
+    add(command, "--max-line-bytes", "N", "longest line (default: 1 MiB)", type=_natural, default=1 << 20)
+    add(command, "--max-lines", "N", "most lines (default: 1,000,000)", type=_natural, default=1_000_000)
+    switch(command, "--quiet", "no progress")
     add_settings(command)
 
 
@@ -347,29 +299,19 @@ def _kv(command: argparse.ArgumentParser) -> None:
     actions = command.add_subparsers(title="actions", required=True, metavar="ACTION", dest="action")
     export = actions.add_parser("export", help="compute prefixes and store their keys and values")
     export.add_argument("artifact", metavar="ARTIFACT")
-    export.add_argument(
-        "snapshot",
-        metavar="SNAPSHOT",
-        help="where to write it: a path, s3://bucket/prefix or gs://bucket/prefix",
-    )
+    add(export, "snapshot", "SNAPSHOT", "where to write it: a path, s3://bucket/prefix or gs://bucket/prefix")
     for flag, help_text in (
         ("--prefix", "a text that prompts begin with"),
         ("--chat-system", "a system prompt, as the model's chat template writes it"),
     ):
-        export.add_argument(
-            flag, action="append", default=[], metavar="NAME=FILE", help=f"{help_text}; may be given again"
-        )
-    export.add_argument(
-        "--cache-salt", default="", metavar="SALT", help="that of the requests which may find them"
-    )
-    export.add_argument("--force", action="store_true", help="replace what was made for something else")
+        add(export, flag, "NAME=FILE", f"{help_text}; may be given again", action="append", default=[])
+    add(export, "--cache-salt", "SALT", "that of the requests which may find them", default="")
+    switch(export, "--force", "replace what was made for something else")
     export.add_argument(
         "--kv-dtype", choices=("model", "int8"), default="model", help="that of the servers that will use it"
     )
-    export.add_argument("--kv-bytes", default=None, metavar="SIZE", help="memory for the longest prefix")
-    export.add_argument(
-        "--threads", default=None, metavar="N", help="threads that compute (default: the cores at hand)"
-    )
+    add(export, "--kv-bytes", "SIZE", "memory for the longest prefix")
+    add(export, "--threads", "N", "threads that compute (default: the cores at hand)")
     add_source_flags(export)
     _add_json(export)
     inspect = actions.add_parser("inspect", help="print what a snapshot is for, and its prefixes")
@@ -381,9 +323,9 @@ def _kv(command: argparse.ArgumentParser) -> None:
     importing = actions.add_parser("import", help="copy a snapshot from one store to another, verified")
     importing.add_argument("source", metavar="SOURCE")
     importing.add_argument("snapshot", metavar="DESTINATION")
-    importing.add_argument("--force", action="store_true", help="replace the snapshot that is there")
+    switch(importing, "--force", "replace the snapshot that is there")
     for action in (verify, importing):
-        action.add_argument("--quiet", action="store_true", help="no progress")
+        switch(action, "--quiet", "no progress")
         _add_json(action)
         add_source_flags(action)
 
@@ -395,12 +337,11 @@ def _pool(command: argparse.ArgumentParser) -> None:
 
 
 def _timeline(command: argparse.ArgumentParser) -> None:
-    command.add_argument("snapshot", metavar="URL-OR-FILE", help="a server's address, or a saved /timeline")
+    add(command, "snapshot", "URL-OR-FILE", "a server's address, or a saved /timeline")
     command.add_argument("-o", "--output", metavar="FILE", help="write a self-contained page there instead")
     command.add_argument(
         "--format",
         choices=("text", "html", "perfetto"),
-        default=None,
         help="text, html, or a trace for Perfetto and chrome://tracing (default: html with -o, else text)",
     )
     command.add_argument("--width", type=int, default=None, help="columns (default: the terminal's)")
@@ -414,22 +355,24 @@ def _completion(command: argparse.ArgumentParser) -> None:
 def _synth(command: argparse.ArgumentParser) -> None:
     _add_json(command)
     command.add_argument("directory", metavar="DIRECTORY")
-    command.add_argument(
+    add(
+        command,
         "--like",
+        "SHAPE",
+        "qwen2.5-0.5b, qwen3-0.6b, llama-3.2-1b, llama-3.1-8b or minilm",
         required=True,
-        metavar="SHAPE",
-        help="qwen2.5-0.5b, qwen3-0.6b, llama-3.2-1b, llama-3.1-8b or minilm",
     )
     command.add_argument("--seed", type=_natural, default=0)
     command.add_argument("--layers", type=int, default=None, help="fewer layers than the real one has")
-    command.add_argument(
+    add(
+        command,
         "--residual-scale",
+        "SCALE",
+        "of what each layer adds, up to 1: the smaller, the more often the model's draft agrees with it",
         type=float,
         default=1.0,
-        metavar="SCALE",
-        help="of what each layer adds, up to 1: the smaller, the more often the model's draft agrees with it",
     )
-    command.add_argument("--quiet", action="store_true", help="no progress")
+    switch(command, "--quiet", "no progress")
 
 
 def _natural(text: str) -> int:
@@ -439,14 +382,12 @@ def _natural(text: str) -> int:
 
 
 def _add_json(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--json", action="store_true", help="print the result for machines")
+    switch(command, "--json", "print the result for machines")
 
 
 def _add_work_flags(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--threads", type=int, default=None, metavar="N", help="threads (default: the cores at hand)"
-    )
-    command.add_argument("--quiet", action="store_true", help="no progress")
+    add(command, "--threads", "N", "threads (default: the cores at hand)", type=int)
+    switch(command, "--quiet", "no progress")
     add_source_flags(command)
 
 

@@ -40,6 +40,16 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{command}: {message}\n  {command} --help lists what it takes.\n")
 
 
+def add(command: Any, name: str, metavar: str, help_text: str, **more: Any) -> None:
+    """Add an argument, or a flag with a value, to a parser or a group of one. `more` is argparse's."""
+    command.add_argument(name, metavar=metavar, help=help_text, **more)
+
+
+def switch(command: Any, name: str, help_text: str, **more: Any) -> None:
+    """Add a flag without a value, likewise."""
+    command.add_argument(name, action="store_true", help=help_text, **more)
+
+
 def add_settings(command: Parser, *, model_flag: bool = False) -> None:
     """A flag for every setting of `ServeConfig`; values stay texts here, `resolve` parses and validates
     them. `--help` shows those that people use, `--help-all` all.
@@ -50,7 +60,6 @@ def add_settings(command: Parser, *, model_flag: bool = False) -> None:
     command.add_argument(
         "--config",
         metavar="FILE.toml",
-        default=None,
         help="settings by name; flags and TENERAL_* win over it",
     )
     groups: dict[str, Any] = {}

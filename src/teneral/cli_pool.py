@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from .cli_parser import Parser, add_source_flags, source_options
+from .cli_parser import Parser, add, add_source_flags, source_options, switch
 from .loader.errors import UsageError
 
 FILE = "pool.toml"
@@ -32,8 +32,10 @@ def add_flags(command: argparse.ArgumentParser) -> None:
     actions = command.add_subparsers(
         title="actions", required=True, metavar="ACTION", dest="action", parser_class=_ActionParser
     )
-    for name, (help_text, add, _) in ACTIONS.items():
-        add(actions.add_parser(name, help=help_text, description=help_text[0].upper() + help_text[1:] + "."))
+    for name, (help_text, add_flags_of, _) in ACTIONS.items():
+        add_flags_of(
+            actions.add_parser(name, help=help_text, description=help_text[0].upper() + help_text[1:] + ".")
+        )
 
 
 def run_pool_command(options: argparse.Namespace) -> int:
@@ -43,19 +45,15 @@ def run_pool_command(options: argparse.Namespace) -> int:
 
 
 def _add_file(command: argparse.ArgumentParser) -> None:
-    command.add_argument("file", metavar="POOL.toml", nargs="?", default=FILE, help=f"(default: {FILE})")
+    add(command, "file", "POOL.toml", f"(default: {FILE})", nargs="?", default=FILE)
 
 
 def _add_check(command: argparse.ArgumentParser) -> None:
     _add_file(command)
-    command.add_argument(
-        "--for", dest="platform", metavar="PLATFORM", help="with that platform's limits as well"
-    )
-    command.add_argument("--strict", action="store_true", help="warnings are errors")
-    command.add_argument(
-        "--deep", action="store_true", help="ask the stores whether the models are there, and how large"
-    )
-    command.add_argument("--json", action="store_true", help="for machines")
+    add(command, "--for", "PLATFORM", "with that platform's limits as well", dest="platform")
+    switch(command, "--strict", "warnings are errors")
+    switch(command, "--deep", "ask the stores whether the models are there, and how large")
+    switch(command, "--json", "for machines")
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -78,7 +76,7 @@ def _check(options: argparse.Namespace) -> int:
 def _add_render(command: argparse.ArgumentParser) -> None:
     from .handlers.pool.keys import PLATFORMS
 
-    command.add_argument("platform", metavar="PLATFORM", help=", ".join(PLATFORMS))
+    add(command, "platform", "PLATFORM", ", ".join(PLATFORMS))
     _add_file(command)
     where = command.add_mutually_exclusive_group()
     where.add_argument(
@@ -87,23 +85,19 @@ def _add_render(command: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="one file a document, and deploy.sh, which applies them (default: documents to standard output)",
     )
-    where.add_argument("--check", metavar="DIR", help="write nothing; status 1 and a diff where DIR differs")
-    command.add_argument("--model", metavar="NAME", help="this model alone")
-    command.add_argument("--strict", action="store_true", help="warnings are errors")
-    command.add_argument(
+    add(where, "--check", "DIR", "write nothing; status 1 and a diff where DIR differs")
+    add(command, "--model", "NAME", "this model alone")
+    switch(command, "--strict", "warnings are errors")
+    switch(
+        command,
         "--read-manifests",
-        action="store_true",
-        help="read the models' manifests, to size instances whose memory the file does not give and check the others",
+        "read the models' manifests, to size instances whose memory the file does not give and check the others",
     )
     around = command.add_argument_group("surroundings that the file does not describe")
-    around.add_argument(
-        "--project", default="", metavar="ID", help="cloud-run: project of the service accounts"
-    )
-    around.add_argument("--prometheus", metavar="URL", help="kubernetes, helm: server that KEDA asks")
-    around.add_argument("--gateway", metavar="NAME", help="kubernetes, helm: Gateway that divides traffic")
-    around.add_argument(
-        "--ray-zero", action="store_true", help="ray, kuberay: no replica stays where min_warm is 0"
-    )
+    add(around, "--project", "ID", "cloud-run: project of the service accounts", default="")
+    add(around, "--prometheus", "URL", "kubernetes, helm: server that KEDA asks")
+    add(around, "--gateway", "NAME", "kubernetes, helm: Gateway that divides traffic")
+    switch(around, "--ray-zero", "ray, kuberay: no replica stays where min_warm is 0")
     add_source_flags(command)
 
 
@@ -126,40 +120,33 @@ def _render(options: argparse.Namespace) -> int:
 
 def _add_run(command: argparse.ArgumentParser) -> None:
     _add_file(command)
-    command.add_argument(
+    add(
+        command,
         "--repository",
-        default=None,
-        metavar="DIR",
-        help="serve all models of a folder or s3://bucket/prefix: <model>/<version>/; the file is optional then",
+        "DIR",
+        "serve all models of a folder or s3://bucket/prefix: <model>/<version>/; the file is optional then",
     )
     command.add_argument(
         "--host",
-        default=None,
         help="address to listen on (default: TENERAL_HOST, else 127.0.0.1, or 0.0.0.0 on a platform)",
     )
     command.add_argument("--port", type=int, default=8080, help="port; 0 takes a free one (default: 8080)")
-    command.add_argument(
-        "--watch", action="store_true", help="look for changes of the file and for new versions"
-    )
-    command.add_argument(
-        "--watch-s", type=float, default=10.0, metavar="SECONDS", help="how often (default: 10)"
-    )
-    command.add_argument(
+    switch(command, "--watch", "look for changes of the file and for new versions")
+    add(command, "--watch-s", "SECONDS", "how often (default: 10)", type=float, default=10.0)
+    switch(
+        command,
         "--model-control",
-        action="store_true",
-        help="let clients put models to sleep, wake and drain them, and promote versions",
+        "let clients put models to sleep, wake and drain them, and promote versions",
     )
-    command.add_argument(
-        "--key-rate",
-        type=int,
-        default=0,
-        metavar="N",
-        help="requests a minute that each key of TENERAL_API_KEY may send to models (default: any number)",
+    add(
+        command,
+        "--key-limits",
+        "LIMITS",
+        "what each key of TENERAL_API_KEY may use: requests_minute=N,tokens_minute=N, and _day "
+        "(default: any number)",
     )
-    command.add_argument("--no-console", action="store_true", help="no page at / that shows the pool")
-    command.add_argument(
-        "--state-dir", default=None, metavar="DIR", help="keep KV snapshots there between runs (default: not)"
-    )
+    switch(command, "--no-console", "no page at / that shows the pool")
+    add(command, "--state-dir", "DIR", "keep KV snapshots there between runs (default: not)")
     command.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     command.add_argument(
         "--log-format",
@@ -179,10 +166,6 @@ def _run(options: argparse.Namespace) -> int:
         raise UsageError(f"--port must be from 0 to 65535; it is {options.port}", key="port")
     if not 0.1 <= options.watch_s <= 86_400:
         raise UsageError(f"--watch-s must be from 0.1 to 86400; it is {options.watch_s}", key="watch-s")
-    if not 0 <= options.key_rate <= 1_000_000:
-        raise UsageError(
-            f"--key-rate must be from 1 to 1000000, or 0; it is {options.key_rate}", key="key-rate"
-        )
     return run_pool(
         RunOptions(
             file=options.file,
@@ -193,7 +176,7 @@ def _run(options: argparse.Namespace) -> int:
             watch=options.watch,
             watch_s=options.watch_s,
             model_control=options.model_control,
-            key_rate=options.key_rate,
+            key_limits=options.key_limits,
             console=not options.no_console,
             state_folder=options.state_dir,
             log_level=options.log_level,
@@ -204,11 +187,10 @@ def _run(options: argparse.Namespace) -> int:
 
 def _add_measure(command: argparse.ArgumentParser) -> None:
     _add_file(command)
-    command.add_argument("--starts", type=int, default=5, metavar="N", help="of each model (default: 5)")
+    add(command, "--starts", "N", "of each model (default: 5)", type=int, default=5)
     command.add_argument(
         "-o",
         "--output",
-        default=None,
         metavar="FILE",
         help="(default: pool.measured.json in the pool file's folder)",
     )
@@ -222,42 +204,31 @@ def _measure(options: argparse.Namespace) -> int:
 
 def _add_plan(command: argparse.ArgumentParser) -> None:
     _add_file(command)
-    command.add_argument(
-        "--trace", default=None, metavar="FILE", help="arrivals: JSON lines, CSV, or one of Azure's"
-    )
-    command.add_argument(
+    add(command, "--trace", "FILE", "arrivals: JSON lines, CSV, or one of Azure's")
+    add(
+        command,
         "--synthetic",
+        "SPEC",
+        "arrivals such as bursty:rate=5,on=40,off=860,duration=21600; poisson: and diurnal: too; may be repeated",
         action="append",
         default=[],
-        metavar="SPEC",
-        help="arrivals such as bursty:rate=5,on=40,off=860,duration=21600; poisson: and diurnal: too; may be repeated",
     )
-    command.add_argument(
-        "--measured",
-        default=None,
-        metavar="FILE",
-        help="(default: pool.measured.json in the pool file's folder)",
-    )
-    command.add_argument(
-        "--assume",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a figure in place of a measured one",
-    )
+    add(command, "--measured", "FILE", "(default: pool.measured.json in the pool file's folder)")
+    add(command, "--assume", "NAME=VALUE", "a figure in place of a measured one", action="append", default=[])
     command.add_argument("--price", default=None, help="yours: 0.10/h an instance, or 0.0000167/GB-s")
-    command.add_argument(
-        "--platform-s", type=float, default=None, metavar="SECONDS", help="until a platform begins a start"
+    add(command, "--standby-price", "PRICE", "of a standby process: 0.01/h (default: not counted)")
+    add(command, "--store-price", "PRICE", "of the store's bytes: 0.02/GB (default: not counted)")
+    switch(command, "--ways", "compare a pool kept warm, on standby and cold, instead of a grid of settings")
+    add(
+        command,
+        "--fleet",
+        "SPEC",
+        "nodes such as nodes=100,per_node=10,zones=3,weights=cache,node_bytes_s=1.25e9,scaling=knative",
     )
-    command.add_argument(
-        "--cores",
-        type=float,
-        default=None,
-        metavar="N",
-        help="of the one host that all instances share (default: own ones)",
-    )
-    command.add_argument("--json", action="store_true", help="for machines")
-    command.add_argument("--html", default=None, metavar="FILE", help="write a page as well")
+    add(command, "--platform-s", "SECONDS", "until a platform begins a start", type=float)
+    add(command, "--cores", "N", "of the one host that all instances share (default: own ones)", type=float)
+    switch(command, "--json", "for machines")
+    add(command, "--html", "FILE", "write a page as well")
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -271,6 +242,10 @@ def _plan(options: argparse.Namespace) -> int:
             measured=options.measured,
             assume=tuple(options.assume),
             price=options.price,
+            standby_price=options.standby_price,
+            store_price=options.store_price,
+            ways=options.ways,
+            fleet=options.fleet,
             platform_s=options.platform_s,
             cores=options.cores,
             as_json=options.json,
@@ -291,9 +266,7 @@ def _add_promote(command: argparse.ArgumentParser) -> None:
 
 
 def _add_rollback(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "version", metavar="MODEL[@VERSION]", help="(default: the newest that gets requests)"
-    )
+    add(command, "version", "MODEL[@VERSION]", "(default: the newest that gets requests)")
     _add_url(command)
 
 
@@ -305,7 +278,7 @@ def _control(options: argparse.Namespace) -> int:
 
 def _add_status(command: argparse.ArgumentParser) -> None:
     _add_url(command)
-    command.add_argument("--json", action="store_true", help="for machines")
+    switch(command, "--json", "for machines")
 
 
 def _status(options: argparse.Namespace) -> int:

@@ -37,7 +37,6 @@ UNSUPPORTED: list[dict[str, Any]] = [
     {"bias": "all"},
     {"bias": "lora_only"},
     {"lora_bias": True},
-    {"fan_in_fan_out": True},
     {"layer_replication": [[0, 2]]},
     {"target_parameters": ["experts.gate_up_proj"]},
     {"trainable_token_indices": [1]},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 import threading
@@ -14,8 +15,11 @@ from tests.support.load import patience_s
 from tests.support.store_faults import Fault, Request
 from tests.support.store_server import StoreServer
 from tests.support.tiny_models import save_tiny
+from tests.support.vision_models import data_url, file_of, picture, save_vision
 
 import teneral
+from teneral.handlers.batch.job import run_job
+from teneral.handlers.batch.spec import JobSpec
 from teneral.loader.sources.file.store import FileStore
 from teneral.loader.tools.pack.pack import pack
 
@@ -296,3 +300,44 @@ except (teneral.CapacityError, teneral.RequestError) as error:
     errors = [line.partition("error: ")[2] for line in done.stdout.splitlines() if "error: " in line]
     assert len(errors) == 1, done.stdout + done.stderr
     assert errors[0].startswith('Unexpected keyword argument "max_token" for "stream"'), errors
+
+
+def test_engines_and_batch_jobs_take_images(folder: Path, tmp_path: Path) -> None:
+    save_vision(folder / "vision")
+    file = file_of(picture(70, 40))
+    options = {**GREEDY, "ignore_eos": True}
+
+    def asked(image: dict[str, object]) -> list[dict[str, object]]:
+        return [{"role": "user", "content": [image, {"type": "text", "text": "What?"}]}]
+
+    by_address = asked({"type": "image_url", "image_url": {"url": data_url(file)}})
+    lines: list[dict[str, object]] = [
+        {"custom_id": "plain", "messages": by_address, **options},
+        {
+            "custom_id": "route",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"messages": by_address, **options},
+        },
+        {
+            "custom_id": "bad",
+            "messages": asked({"type": "image_url", "image_url": "data:image/png;base64,eA=="}),
+        },
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with teneral.Engine(folder / "vision", threads=1) as engine:
+        answer = engine.chat(asked({"type": "image", "image": file}), **options).text
+        assert engine.chat(by_address, **options).text == answer
+        run_job(
+            JobSpec(input=str(tmp_path / "in.jsonl"), output=str(tmp_path / "out.jsonl")), engine.instance
+        )
+    plain, route, bad = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert plain["text"] == answer
+    assert route["response"]["body"]["choices"][0]["message"]["content"] == answer
+    assert bad["error"]["code"] == "invalid_request"
+
+    async def chat() -> str:
+        async with teneral.AsyncEngine(folder / "vision", threads=1) as engine:
+            return (await engine.chat(asked({"type": "image", "image": file}), **options)).text
+
+    assert asyncio.run(chat()) == answer

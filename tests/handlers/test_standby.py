@@ -64,7 +64,8 @@ def test_a_standby_serves_what_was_asked_for_and_another_takes_its_place(
     assert "taken over by a standby" not in alone.marks()
     after = pool.wait_full()
     assert len(set(after) - set(before)) == 1
-    assert taken.end()[0] == alone.end()[0] == 0
+    taken.end_well()
+    alone.end_well()
 
 
 def test_a_standby_whose_helper_was_killed_is_not_handed_out(pool: Pool, model: Path) -> None:
@@ -76,7 +77,7 @@ def test_a_standby_whose_helper_was_killed_is_not_handed_out(pool: Pool, model: 
                 os.kill(helper, signal.SIGKILL)
     with Server(model, pool.path) as server:
         assert server.complete()
-        assert server.end()[0] == 0
+        server.end_well()
     until(lambda: not any(map(runs, before)), "both are replaced")
     pool.wait_full()
     with Server(model, pool.path) as server:
@@ -182,7 +183,7 @@ def test_a_standby_renders_chats_with_a_process_that_it_had_ready(pool: Pool, tm
     (served,) = set(waiting) - set(pool.waiting())
     (taken,) = _chat_workers(served)
     assert taken in ready
-    assert server.end()[0] == 0
+    server.end_well()
     until(lambda: not runs(taken), "it ends with the server")
 
 
@@ -214,7 +215,7 @@ def test_the_standby_has_the_clients_environment_and_folder(pool: Pool, model: P
     )
     status, answer = server.get("/invoke", {})
     assert (status, answer) == (200, ["green", os.getcwd()])
-    assert server.end()[0] == 0
+    server.end_well()
 
 
 def test_memory_that_was_taken_ahead_holds_the_weights_and_the_rest_is_given_back(
@@ -237,7 +238,8 @@ def test_memory_that_was_taken_ahead_holds_the_weights_and_the_rest_is_given_bac
             after = pool.wait_full()
             (server,) = set(before) - set(after)
             assert _own_bytes(server) < reserve_bytes
-            assert taken.end()[0] == alone.end()[0] == 0
+            taken.end_well()
+            alone.end_well()
             before = after
     finally:
         pool.stop()

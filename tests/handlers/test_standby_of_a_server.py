@@ -77,7 +77,7 @@ def test_the_next_server_is_served_from_the_pool_of_the_first(first: FirstServer
         assert "taken over by a standby" not in first.marks()
         until(lambda: len(waiting_processes(pool)) == 2, "the pool to be full again")
         assert len(before & set(waiting_processes(pool))) == 1
-        assert second.end()[0] == 0
+        second.end_well()
     assert first.complete() == answer
 
 
@@ -114,7 +114,7 @@ def test_who_was_served_from_the_pool_outlives_it(first: FirstServer, model: Pat
         until(lambda: not runs(pool), "the pool to end")
         assert second.complete() == answer
         assert "taken over by a standby" in second.marks()
-        assert second.end()[0] == 0
+        second.end_well()
 
 
 @pytest.mark.parametrize("weights_come", [True, False])
@@ -132,7 +132,7 @@ def test_the_pool_is_not_in_the_way_of_the_weights(model: Path, tmp_path: Path, 
             store.set_fault(None)
             store.drop_connections()
             server.pool_when_full()
-        assert server.end()[0] == 0
+        server.end_well()
         assert not path.exists()
 
 

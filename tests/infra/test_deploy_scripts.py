@@ -14,7 +14,6 @@ from tests.support.aws_commands import check_aws_command
 from tests.support.fake_tools import FakeTools
 from tests.support.load import patience_s
 from tests.support.pool_files import IMAGE, PLAIN, VERSIONED
-from tests.support.standby_processes import until
 
 from teneral.cli import run
 from teneral.infra.render.deploy import PLATFORMS, SHELL
@@ -304,6 +303,24 @@ def test_an_encoder_is_asked_for_a_vector(platform: str, render: Render) -> None
     assert "embed: a vector" in done.stdout
 
 
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_a_function_is_sent_the_event_that_the_file_gives_it(platform: str, render: Render) -> None:
+    event = """{ text = "it's \\"$(5)\\"", pages = [1, 2] }"""
+    folder = render(platform, REFERENCE + f"\n[models.chat.instance]\nexample_event = {event}\n")
+    done = folder.deploy("call")
+    assert done.returncode == 0, done.stderr
+    bodies = [
+        json.loads(call.words[index + 1])
+        for call in folder.tools.calls()
+        for index, word in enumerate(call.words)
+        if word in ("-d", "--payload", "--body")
+    ]
+    assert bodies[0] == {"text": 'it\'s "$(5)"', "pages": [1, 2]}
+    assert [body.get("prompt") for body in bodies[1:]] == ["Hello"], "the other model's"
+    if "http" in PLATFORMS[platform].parts:
+        assert "/invoke" in folder.tools.calls("curl")[0].line
+
+
 def test_a_stack_that_went_back_is_not_ready(render: Render) -> None:
     folder = render("fargate")
     folder.tools.answer("StackStatus", "UPDATE_ROLLBACK_COMPLETE\n")
@@ -314,10 +331,10 @@ def test_a_stack_that_went_back_is_not_ready(render: Render) -> None:
 
 def test_a_model_that_sleeps_on_kubernetes_is_called_through_the_interceptor(render: Render) -> None:
     folder = render("kubernetes", ZERO)
+    forwarding = "port-forward --namespace keda service/keda-add-ons-http-interceptor-proxy"
+    folder.tools.answer("^curl", behind=forwarding)  # which is ended once there is an answer
     done = folder.deploy()
     assert done.returncode == 0, done.stderr
-    forwarding = "port-forward --namespace keda service/keda-add-ons-http-interceptor-proxy"
-    until(lambda: bool(folder.tools.calls(forwarding)), "the call of a process in the background")
     (called,) = folder.tools.calls("curl")
     assert "host: m\n" in called.piped
     assert folder.tools.calls("customresourcedefinition interceptorroutes.http.keda.sh")

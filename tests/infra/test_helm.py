@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
+from tests.support.helm_values import values_schema
 from tests.support.infra_validators import check_kubernetes, read_documents
 from tests.support.pool_files import PLAIN, VERSIONED, pool_files, render_text
-
-from teneral.infra.render.kubernetes import values_schema
 
 CHART = Path(__file__).parents[2] / "infra" / "helm" / "teneral"
 REFERENCE = Path(__file__).parents[2] / "infra" / "examples" / "reference.pool.toml"

@@ -13,6 +13,7 @@ from tests.support.infra_validators import (
     check_pod_security,
     check_policies,
     check_requests,
+    lint_cluster,
 )
 from tests.support.pool_files import DIGEST, PLAIN, VERSIONED, render_text
 
@@ -61,6 +62,35 @@ def test_kubernetes_takes_several_versions_and_zero(platform):
 def test_every_pod_fits_the_restricted_standard(platform):
     for text in (REFERENCE.read_text(), VERSIONED, ZERO):
         assert sum(check_pod_security(document.body) for document in render_text(text, platform).documents)
+
+
+@pytest.mark.parametrize("text", [REFERENCE.read_text(), VERSIONED, ZERO])
+def test_a_linter_of_clusters_finds_nothing(text):
+    """kube-linter knows no custom resources, and so nothing of the other platforms' documents."""
+    documents = [document.body for document in render_text(text, "kubernetes").documents]
+    assert lint_cluster(documents) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "finding"),
+    [
+        ("maxUnavailable: 1\n  unhealthy", "maxUnavailable: 0\n  unhealthy", "pdb-max-unavailable"),
+        ("kind: ServiceAccount", "kind: Secret", "non-existent-service-account"),
+        ("readOnlyRootFilesystem: true", "readOnlyRootFilesystem: false", "no-read-only-root-fs"),
+        ("memory: ", "storage: ", "unset-memory-requirements"),
+        ("path: /livez\n            port: 8080", "path: /livez\n            port: 8081", "liveness-port"),
+        ("name: TENERAL_NAME", "name: TENERAL_API_KEY", "duplicate-env-var"),
+        ("@sha256:", ":latest-", "latest-tag"),
+    ],
+)
+def test_the_linter_finds_faults(old, new, finding):
+    folder = ROOT / "infra" / "rendered" / "kubernetes"
+    text = "\n---\n".join(path.read_text() for path in sorted(folder.glob("chat.*.yaml")))
+    assert old in text
+    changed = text.replace(old, new).replace(
+        ":latest-4c7d1f0a9be2834d5f60718293a4b5c6d7e8f9000112233445566778899aabbc", ""
+    )
+    assert finding in lint_cluster([each for each in yaml.safe_load_all(changed) if each])
 
 
 def test_a_model_of_several_instances_is_spread_over_zones_and_keeps_all_but_one_in_a_drain():

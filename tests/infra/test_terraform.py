@@ -115,7 +115,12 @@ def test_terraform_applies_an_example_with_a_provider_that_pretends(name: str, t
         shutil.copytree(ROOT / "infra" / each, tmp_path / "infra" / each)
     folder = tmp_path / "infra" / "terraform" / "examples" / name
     plugins = [f"-plugin-dir={PLUGINS}"] if PLUGINS else []
-    terraform("init", "-backend=false", "-input=false", *plugins, folder=folder)
+    try:
+        terraform("init", "-backend=false", "-input=false", *plugins, folder=folder)
+    except AssertionError as error:
+        if PLUGINS or "Failed to query available provider packages" not in str(error):
+            raise
+        pytest.skip("the provider of AWS is neither here nor downloadable: TENERAL_TEST_TERRAFORM_PLUGINS")
     terraform("validate", folder=folder)
     (folder / "pretended.tftest.hcl").write_text(PRETENDED)
     assert "1 passed, 0 failed" in terraform("test", "-no-color", folder=folder)

@@ -26,7 +26,7 @@ from teneral.loader.format.manifest import (
     align,
     decoded_plane_bytes,
 )
-from teneral.loader.native.split import split
+from teneral.loader.native.split import Cut, split
 
 COUNTS = st.one_of(
     st.integers(1, 40),
@@ -285,16 +285,14 @@ def test_elements_share_bytes_at_a_distance_within_each_frame(
     frame_bytes = FRAME_ELEMENTS * bits // 8
     for place, value in values.items():
         elements[[place, FRAME_ELEMENTS + place]] = value
-    packed = np.empty(2 * frame_bytes, np.uint8)
-    split(elements, [packed], [bits], has_exponents=False, field_bits=bits, mantissa_bits=7, known_bits=7)
+    (packed,) = split(elements, [Cut(bits, 0, (1 << bits) - 1)])
+    assert packed.size == 2 * frame_bytes
     assert np.array_equal(packed[:frame_bytes], packed[frame_bytes:])
     assert {int(place): int(packed[place]) for place in np.flatnonzero(packed[:frame_bytes])} == expected
 
 
 def test_a_shorter_frame_has_its_own_distance() -> None:
-    packed = np.empty(2, np.uint8)
-    elements = np.array([1, 2, 3, 1, 2], "<u2")
-    split(elements, [packed], [2], has_exponents=False, field_bits=2, mantissa_bits=7, known_bits=7)
+    (packed,) = split(np.array([1, 2, 3, 1, 2], "<u2"), [Cut(2, 0, 3)])
     assert packed.tolist() == [0b00_10_11_01, 0b00_00_01_10]  # elements 0, 2, 4 and 1, 3
 
 
@@ -361,6 +359,14 @@ def test_weights_take_two_thirds_and_their_draft_four_tenths() -> None:
     draft_bytes, refine_bytes = (sum(len(stored) for _, stored in planes) for planes in coded.values())
     assert draft_bytes < 0.43 * 2 * count
     assert draft_bytes + refine_bytes < 0.68 * 2 * count
+
+
+@pytest.mark.parametrize("kind", ["weights", "repetitions", "zeros", "noise"])
+def test_planes_in_room_that_was_used_before_are_the_same(kind: str) -> None:
+    encoding = Encoding.of_float("BF16", 3, 1)
+    data = made_of(kind, 2 * (FRAME_ELEMENTS + 7), 5)
+    room = np.full(codec.encoding_room_bytes(encoding, data.size // 2), 0xA5, np.uint8)
+    assert codec.encode_segment("BF16", encoding, data, room) == codec.encode_segment("BF16", encoding, data)
 
 
 def test_matches_are_used_where_they_pay() -> None:

@@ -28,7 +28,10 @@ from teneral.runtime.quality.sequences import Sequences
 LLAMA_CPP = os.environ.get("TENERAL_LLAMA_CPP", "")
 ROOT = Path(__file__).parents[2]
 NAME = "model.gguf"
-SPLITS = ("gpt-2", "smollm", "refact", "llama-bpe", "dbrx", "qwen2", "deepseek-r1-qwen", "gpt-4o", "tekken")
+SPLITS = (
+    *("gpt-2", "smollm", "refact", "llama-bpe", "dbrx"),
+    *("qwen2", "qwen35", "deepseek-r1-qwen", "gpt-4o", "tekken"),
+)
 TEXTS = (
     "Hello, world! It's 2024, and they'll've DON'T'd 1234567 things.",
     "  leading, trailing  \n\n\t tabs\r\n and   runs    of spaces   ",
@@ -85,7 +88,7 @@ def comparable(split: str, texts: list[str]) -> list[str]:
     It leaves out Qwen's normalization (NFC), and takes case for that of ASCII and marks for no letters where the
     patterns of GPT-4o and Tekken have classes for both.
     """
-    if split in ("qwen2", "deepseek-r1-qwen"):
+    if split in ("qwen2", "qwen35", "deepseek-r1-qwen"):
         return [unicodedata.normalize("NFC", text) for text in texts]
     if split in ("gpt-4o", "tekken"):
         return ["".join(letter for letter in text if not _differs(letter)) for text in texts]

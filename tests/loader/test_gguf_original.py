@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from gguf import GGUFReader
 from tests.loader.test_file_checks import begun, damaged, each_load, wait_groups
 from tests.loader.test_gguf import NAME, NUMBERS, tensors_of
 from tests.support.gguf_files import gguf_file, metadata
@@ -86,6 +87,9 @@ def test_the_bytes_of_a_file_are_made_again_and_none_is_read_twice(name: str, ar
         ("qwen3_moe", "Q4_0"),
         ("gpt_oss", "MXFP4"),
         ("mixtral", "Q5_0"),
+        ("glm", "Q8_0"),
+        ("deepseek_v3", "Q8_0"),
+        ("qwen3_5_text", "Q8_0"),
     ],
 )
 def test_so_are_those_of_other_families(family: str, kind: str, tmp_path: Path) -> None:
@@ -117,6 +121,19 @@ def test_a_tensor_that_is_another_one_when_it_is_read_again_is_refused(
     weights = loaded(source)
     store.content = content
     with pytest.raises(IntegrityError, match=r"attn_k\.bias .* differs in two reads"):
+        restored(source, weights)
+
+
+def test_latents_that_are_others_when_they_are_read_again_are_refused(tmp_path: Path) -> None:
+    write_gguf(tmp_path / NAME, tiny_model("deepseek_v3"), "F16")
+    content = (tmp_path / NAME).read_bytes()
+    store = DigestStore(content)
+    source = GgufDirectory(store, NAME)
+    weights = loaded(source)
+    (values,) = (each for each in GGUFReader(tmp_path / NAME).tensors if each.name == "blk.1.attn_v_b.weight")
+    begin = int(values.data_offset)
+    store.content = content[:begin] + damaged(content[begin : begin + 2]) + content[begin + 2 :]
+    with pytest.raises(IntegrityError, match=r"blk\.1\.attn_v_b\.weight .* differs in two reads"):
         restored(source, weights)
 
 

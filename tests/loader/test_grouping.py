@@ -34,8 +34,8 @@ LAYERS_IN_FORWARD_ORDER = {
     ),
     "experts in one tensor": (
         "model.layers.0.",
-        "self_attn.o_proj.weight mlp.router.weight mlp.router.bias mlp.experts.gate_up_proj "
-        "mlp.experts.gate_up_proj_bias mlp.experts.down_proj mlp.experts.down_proj_bias",
+        "self_attn.o_proj.weight mlp.router.weight mlp.router.bias mlp.experts.gate_up_proj_bias "
+        "mlp.experts.down_proj_bias",
     ),
     "latent attention": (
         "model.layers.0.",
@@ -225,7 +225,7 @@ def test_experts_of_one_tensor_have_a_group_behind_their_layer() -> None:
     assert is_expert("layers.0.experts")
     assert is_stacked("layers.0.experts")
     assert not is_stacked("layers.0.experts.1")
-    assert list(grouped(*names)) == ["layers.0"], "floats are copied, all of a layer together"
+    assert list(grouped(*names)) == ["layers.0.experts"]
 
 
 def test_an_experts_scales_are_with_its_weights() -> None:

@@ -302,6 +302,17 @@ def test_integers_are_not_quantised_again() -> None:
     assert "GPTQ" in caught.value.hint
 
 
+def test_matrices_that_are_called_as_gpt_2s_and_have_outputs_first_are_refused() -> None:
+    """Those of GPT BigCode."""
+    name = "transformer.h.0.attn.c_attn.weight"
+    contents = {
+        "transformer.wte.weight": random_content("BF16", (96, 64)),
+        name: random_content("BF16", (192, 64)),
+    }
+    with pytest.raises(UsageError, match=rf"{name} of shape \[192, 64\]"):
+        packed(contents, INT8)
+
+
 def test_a_tensor_that_has_the_name_of_a_scale_is_refused() -> None:
     contents = llama_contents()
     contents[f"{Q_PROJ}_scale"] = random_content("F32", (64, 1))

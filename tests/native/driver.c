@@ -421,6 +421,31 @@ static void check_encode(void) {
     free(src), free(coded), free(out), free(exact);
 }
 
+/* Coded planes decode to what the raw ones are, each in exactly the room that it may touch. */
+static void check_split(void) {
+    const int64_t count = 1 + random_below(random_below(2) ? 300 : 140000), width = 2 + 2 * random_below(2);
+    const int bits = 1 << random_below(4), frame = TN_FRAME_ELEMENTS * bits / 8;
+    const int64_t bytes = (count * bits + 7) / 8, bound = tn_encoded_bound(bytes, frame);
+    uint8_t *words = malloc((size_t)(count * width)), *raw = malloc((size_t)bytes), *coded = malloc((size_t)bound);
+    if (words == NULL || raw == NULL || coded == NULL) exit(2);
+    for (int64_t i = 0; i < count * width; i++) words[i] = (uint8_t)(random_bits() & random_bits() & random_bits());
+    tn_split_plane planes[2] = {{.out = raw, .out_bytes = bytes, .mask = (1u << bits >> 1) - 1, .sign = 1u << bits >> 1,
+                                 .mantissa_down = random_below(8), .sign_down = random_below(8), .bits = bits}};
+    planes[1] = planes[0], planes[1].out = coded, planes[1].out_bytes = bound, planes[1].is_coded = 1;
+    tn_split_args args = {.size = sizeof args, .words = words, .planes = planes, .count = count, .num_planes = 2,
+                          .word_bytes = (int)width};
+    if (tn_split(&args) != TN_OK || planes[0].end != bytes || planes[1].end > bound) fail("the status of planes");
+    uint8_t *exact = malloc((size_t)planes[1].end), *out = malloc((size_t)bytes);
+    if (exact == NULL || out == NULL) exit(2);
+    memcpy(exact, coded, (size_t)planes[1].end);
+    tn_decode_frames_args back = {.size = sizeof back, .src = exact, .out = out, .src_bytes = planes[1].end,
+                                  .out_bytes = bytes, .frame_bytes = frame};
+    if (tn_decode_frames(&back) != TN_OK || memcmp(raw, out, (size_t)bytes)) fail("a coded plane");
+    planes[1].out_bytes = bound - 1;
+    if (tn_split(&args) != TN_REFUSED) fail("a plane without room");
+    free(words), free(raw), free(coded), free(exact), free(out);
+}
+
 /* ---- parts ---- */
 
 /* Segments of random planes, most of which lie: sizes, offsets, counts of values, frames that are noise or spoilt. Every
@@ -594,7 +619,7 @@ int main(int argc, char **argv) {
         }
     }
     check_frames(100 * (argc > 1 ? atoi(argv[1]) : 200));
-    for (int i = 0; i < 8 * (argc > 1 ? atoi(argv[1]) : 200); i++) check_fill(), check_walk(), check_encode();
+    for (int i = 0; i < 8 * (argc > 1 ? atoi(argv[1]) : 200); i++) check_fill(), check_walk(), check_encode(), check_split();
     check_exp();
     check_callers_at_once();
     check_team();

@@ -70,13 +70,30 @@ static int64_t num_kv_layers(const tn_decoder *model, int end) {
     const int64_t token = 2 * model->num_kv_heads * model->head_dim;
     int64_t num = 0;
     for (int n = 0; n < end; n++)
-        num += model->layers[n].convolution.data == NULL ? 1 : (model->hidden_size + token - 1) / token;
+        if (model->layers[n].delta_taps.data == NULL)
+            num += model->layers[n].convolution.data == NULL ? 1 : (model->hidden_size + token - 1) / token;
+    return num;
+}
+
+/* Queries, keys and values of a delta net. */
+static int64_t num_channels(const tn_decoder *model) {
+    return 2 * model->delta_key_heads * model->delta_key_size + model->delta_value_heads * model->delta_value_size;
+}
+
+/* Of a sequence's state, before layer `end`. */
+static int64_t num_of_state(const tn_decoder *model, int end) {
+    const int64_t matrices = model->delta_value_heads * model->delta_key_size * model->delta_value_size;
+    int64_t num = 0;
+    for (int n = 0; n < end; n++)
+        if (model->layers[n].delta_taps.data != NULL)
+            num += (model->delta_convolution_size - 1) * num_channels(model) + matrices;
     return num;
 }
 
 static tn_kv new_pool(const tn_decoder *model, int64_t num_blocks, bool int8) {
     tn_kv kv = {.num_slots = num_blocks * BLOCK_SIZE, .block_size = BLOCK_SIZE, .dtype = int8 ? TN_I8 : model->dtype};
-    const int64_t heads = num_kv_layers(model, LAYERS) * 2 * model->num_kv_heads * kv.num_slots;
+    const int64_t parts = model->latent_rank ? 1 : 2;
+    const int64_t heads = num_kv_layers(model, LAYERS) * parts * model->num_kv_heads * kv.num_slots;
     const int64_t item = model->dtype == TN_F32 ? 4 : 2;
     kv.data = exactly((size_t)(heads * model->head_dim * (int8 ? 1 : item)));
     kv.scale_dtype = model->dtype;
@@ -102,24 +119,27 @@ static void run_halves(tn_decoder_step_args *args) {
     args->chosen = NULL, args->half = TN_WHOLE_LAYERS;
 }
 
-/* Rows [begin, end) of a sequence whose tokens lie in blocks from the last one down. */
-static void run(const tn_decoder *model, const tn_kv *kv, const int64_t *blocks, const float *const turns[2],
-                const char *x, char *out, int64_t begin, int64_t end) {
+/* Rows [begin, end) of a sequence whose tokens lie in blocks from the last one down, with a copy of the state; `ends` of
+ * its tokens, or NULL. */
+static void run(const tn_decoder *model, const tn_kv *kv, const int64_t *blocks, const int64_t *ends,
+                const float *const turns[2], const char *x, char *out, int64_t begin, int64_t end, float *own_state,
+                tn_save save) {
     const int64_t num = end - begin, row_bytes = model->hidden_size * (model->dtype == TN_F32 ? 4 : 2);
     int64_t *turn = exactly(8 * (size_t)num), *slots = exactly(8 * (size_t)num);
     for (int64_t i = 0; i < num; i++) {
         turn[i] = begin + i;
         slots[i] = blocks[(begin + i) / BLOCK_SIZE] * BLOCK_SIZE + (begin + i) % BLOCK_SIZE;
     }
-    const tn_span span = {0, num, end, blocks};
+    const tn_span span = {0, num, end, blocks, own_state, &save, save.state != NULL};
     const int64_t scratch_bytes = tn_decoder_scratch_bytes(model, num);
     void *scratch = aligned_alloc(64, (size_t)scratch_bytes);
     char *rows = exactly((size_t)(num * row_bytes));
     memcpy(rows, x + begin * row_bytes, (size_t)(num * row_bytes));
     tn_decoder_step_args args = {.size = sizeof args, .model = model, .kv = kv, .spans = &span,
                                  .turns = turns[0], .local_turns = turns[1],
-                                 .turn = turn, .slots = slots, .x = rows, .scratch = scratch, .num_spans = 1,
-                                 .num_rows = num, .first = 0, .end = LAYERS};
+                                 .turn = turn, .slots = slots, .x = rows, .scratch = scratch,
+                                 .ends = ends == NULL ? NULL : ends + begin, .num_spans = 1, .num_rows = num,
+                                 .first = 0, .end = LAYERS};
     if (random_below(2)) { /* left after a layer, and after the router of a mixture */
         for (int n = 0; n < LAYERS; n++) {
             args.first = n, args.end = n + 1;
@@ -133,6 +153,47 @@ static void run(const tn_decoder *model, const tn_kv *kv, const int64_t *blocks,
     free(rows), free(scratch), free(turn), free(slots);
 }
 
+/* Attention over latents in place of keys and values. */
+static void add_latents(tn_decoder *model) {
+    model->num_heads = 1 + random_below(5), model->num_kv_heads = 1;
+    model->latent_rank = 1 + random_below(100), model->rotary_dim = 2 * (1 + random_below(12));
+    model->head_dim = model->latent_rank + model->rotary_dim;
+    model->plain_dim = 1 + random_below(40), model->value_dim = 1 + random_below(40);
+    model->query_rank = random_below(2) ? 1 + random_below(60) : 0;
+    model->latent_norm_eps = 1e-5f;
+}
+
+static void add_latent_weights(const tn_decoder *model, tn_decoder_layer *layer) {
+    const int dtype = model->dtype;
+    const int64_t num_heads = model->num_heads, queries = num_heads * (model->plain_dim + model->rotary_dim);
+    const int64_t down = (model->query_rank ? model->query_rank : queries) + model->head_dim;
+    layer->qkv = projection(2, model->hidden_size, down, dtype, true);
+    layer->query_norm = vector(model->query_rank, dtype);
+    layer->key_norm = vector(model->latent_rank, TN_F32);
+    if (model->query_rank) layer->query_up = projection(1, model->query_rank, queries, dtype, true);
+    layer->key_up = projection(1, model->plain_dim, num_heads * model->latent_rank, dtype, false);
+    layer->value_up = projection(1, model->latent_rank, num_heads * (model->plain_dim + model->value_dim), dtype, false);
+    layer->output = projection(1, num_heads * model->value_dim, model->hidden_size, dtype, true);
+}
+
+/* Gated delta nets in place of some layers' attention. */
+static void add_delta_nets(tn_decoder *model) {
+    model->delta_key_heads = 1 + random_below(2), model->delta_value_heads = model->delta_key_heads * (1 + random_below(2));
+    model->delta_key_size = 4 * (1 + random_below(10)), model->delta_value_size = 1 + random_below(40);
+    model->delta_convolution_size = 1 + random_below(TN_MAX_CONVOLUTION);
+    model->delta_order = random_below(4);
+}
+
+static void add_delta_net_weights(const tn_decoder *model, tn_decoder_layer *layer) {
+    const int dtype = model->dtype;
+    const int64_t heads = model->delta_value_heads, values = heads * model->delta_value_size;
+    layer->qkv = projection(PARTS, model->hidden_size, num_channels(model) + values + 2 * heads, dtype, true);
+    layer->output = projection(1, values, model->hidden_size, dtype, true);
+    layer->delta_taps = vector(num_channels(model) * model->delta_convolution_size, dtype);
+    layer->delta_log = vector(heads, TN_F32), layer->delta_bias = vector(heads, dtype);
+    layer->delta_norm = vector(model->delta_value_size, TN_F32);
+}
+
 static void check_decoder(int dtype, bool int8) {
     const int64_t heads = 1 + random_below(2), group = 1 + random_below(3), head_dim = 2 * (2 + random_below(40));
     tn_decoder_layer layers[LAYERS];
@@ -140,10 +201,14 @@ static void check_decoder(int dtype, bool int8) {
                         .intermediate_size = 3 + random_below(90), .num_kv_heads = heads, .head_dim = head_dim,
                         .rotary_dim = head_dim - 2 * random_below(2), .norm_eps = 1e-6f, .attention_scale = 0.1f,
                         .score_cap = random_below(2) ? 0.5f : 0.0f, .residual_scale = random_below(2) ? 0.3f : 1.0f,
-                        .activation = random_below(4), .dtype = dtype, .norm = random_below(4),
-                        .joint_norms = random_below(2), .wide_turns = random_below(2),
-                        .interleaved = random_below(2), .parallel = random_below(2)};
+                        .activation = random_below(6), .dtype = dtype, .norm = random_below(4),
+                        .joint_norms = random_below(2), .late_norms = random_below(2), .wide_turns = random_below(2),
+                        .interleaved = random_below(2), .parallel = random_below(2), .plain_mlp = random_below(2)};
     if (random_below(3) == 0) model.convolution_size = 1 + random_below(TN_MAX_CONVOLUTION);
+    else if (random_below(3) == 0) add_latents(&model);
+    else if (random_below(2)) add_delta_nets(&model);
+    model.gated_attention = !model.latent_rank && random_below(3) == 0;
+    model.interleaved_qkv = group == 1 && !model.latent_rank && !model.gated_attention && random_below(2);
     if (random_below(3) == 0 && !model.parallel) {
         model.num_experts = 1 + random_below(9);
         model.num_experts_used = 1 + random_below((int)model.num_experts);
@@ -157,32 +222,47 @@ static void check_decoder(int dtype, bool int8) {
         model.expert_weights_sum_to_1 = random_below(2), model.expert_weights_rounded = random_below(2);
         if (random_below(2)) model.swiglu_alpha = 1.7f, model.swiglu_limit = 0.4f;
     }
+    model.rounds_inputs = !model.num_experts && random_below(3) == 0;
     const bool has_input_norms = random_below(3), has_output_norms = random_below(2);
-    const int64_t attended = model.num_heads * head_dim;
-    const int64_t widest = attended > model.hidden_size ? attended : model.hidden_size;
+    const bool has_norm_bias = has_input_norms && random_below(2);
+    const bool has_mlp_norm = has_input_norms && (!model.parallel || random_below(2));
+    if (has_norm_bias && random_below(2)) model.norm = TN_LAYER_PLUS_ONE;
+    const int64_t attended = model.num_heads * (model.latent_rank ? model.value_dim : head_dim);
+    const int64_t values = model.delta_value_heads * model.delta_value_size, made = attended > values ? attended : values;
+    const int64_t widest = made > model.hidden_size ? made : model.hidden_size;
     const int64_t inner = model.shared_size > model.intermediate_size ? model.shared_size : model.intermediate_size;
-    model.permuted_size = PARTS * (widest > inner ? widest : inner);
+    const int64_t most = widest > inner ? widest : inner;
+    model.permuted_size = PARTS * (most > model.query_rank ? most : model.query_rank);
     for (int n = 0; n < LAYERS; n++) {
         const tn_vector none = {0};
+        const bool has_inner_norms = model.norm != TN_LAYER_PLUS_ONE && !model.delta_key_heads && random_below(2);
         const bool has_norms = random_below(2), convolves = model.convolution_size && random_below(3);
         const int64_t hidden = model.hidden_size, inner = model.intermediate_size;
+        const int64_t queries = model.gated_attention ? 2 * attended : attended;
         layers[n] = (tn_decoder_layer){
             .attention_norm = has_input_norms ? vector(hidden, dtype) : none,
             .query_norm = has_norms ? vector(model.joint_norms ? attended : head_dim, dtype) : none,
             .key_norm = has_norms ? vector(model.joint_norms ? heads * head_dim : head_dim, dtype) : none,
             .attention_output_norm = has_output_norms ? vector(hidden, dtype) : none,
-            .mlp_norm = has_input_norms && !model.parallel ? vector(hidden, TN_F32) : none,
+            .mlp_norm = has_mlp_norm ? vector(hidden, TN_F32) : none,
             .mlp_output_norm = has_output_norms ? vector(hidden, TN_F32) : none,
-            .qkv = projection(3, hidden, convolves ? 3 * hidden : attended + 2 * heads * head_dim, dtype, true),
+            .attention_norm_bias = has_norm_bias ? vector(hidden, dtype) : none,
+            .mlp_norm_bias = has_norm_bias && has_mlp_norm ? vector(hidden, TN_F32) : none,
+            .attention_inner_norm = has_inner_norms ? vector(convolves ? hidden : attended, dtype) : none,
+            .mlp_inner_norm = has_inner_norms ? vector(inner, TN_F32) : none,
+            .qkv = projection(3, hidden, convolves ? 3 * hidden : queries + 2 * heads * head_dim, dtype, true),
             .output = projection(1, convolves ? hidden : attended, hidden, dtype, true),
             .convolution = convolves ? vector(hidden * model.convolution_size, dtype) : none,
             .convolution_bias = convolves && random_below(2) ? vector(hidden, TN_F32) : none,
             .kv_layer = num_kv_layers(&model, n),
-            .gate_up = projection(2, hidden, 2 * inner, dtype, true),
+            .gate_up = projection(2, hidden, (model.plain_mlp ? 1 : 2) * inner, dtype, true),
             .down = projection(1, inner, hidden, dtype, true),
             .window = n ? 1 + random_below(300) : 0,
             .sinks = random_below(2) ? vector(model.num_heads, dtype) : none,
             .rotary = random_below(3)};
+        if (model.latent_rank) add_latent_weights(&model, &layers[n]);
+        layers[n].state_first = num_of_state(&model, n);
+        if (model.delta_key_heads && random_below(3)) add_delta_net_weights(&model, &layers[n]);
         if (!model.num_experts || random_below(3) == 0) continue; /* some layers have an MLP */
         tn_expert *experts = exactly(sizeof(tn_expert) * (size_t)model.num_experts);
         for (int64_t e = 0; e < model.num_experts; e++)
@@ -193,25 +273,37 @@ static void check_decoder(int dtype, bool int8) {
         layers[n].correction = random_below(2) ? vector(model.num_experts, TN_F32) : none;
         layers[n].gate_up = layers[n].down = (tn_projection){0};
         if (!model.shared_size) continue;
-        layers[n].gate_up = projection(2, hidden, 2 * model.shared_size, dtype, true);
+        if (random_below(2)) layers[n].shared_gate = projection(1, hidden, 1, dtype, false);
+        layers[n].gate_up = projection(2, hidden, (model.plain_mlp ? 1 : 2) * model.shared_size, dtype, true);
         layers[n].down = projection(1, model.shared_size, hidden, dtype, true);
     }
     const int64_t num = 1 + random_below(300), num_blocks = (num + BLOCK_SIZE - 1) / BLOCK_SIZE;
     const size_t bytes = (size_t)(num * model.hidden_size * (dtype == TN_F32 ? 4 : 2));
     int64_t *blocks = exactly(8 * (size_t)num_blocks);
     for (int64_t n = 0; n < num_blocks; n++) blocks[n] = num_blocks - 1 - n;
+    int64_t *ends = random_below(2) ? exactly(8 * (size_t)num) : NULL; /* an image's tokens see one another */
+    const int64_t image = random_below((int)num), behind = image + 1 + random_below((int)(num - image));
+    for (int64_t n = 0; ends != NULL && n < num; n++) ends[n] = n >= image && n < behind ? behind : n + 1;
     const float *const turns[2] = {numbers(num * model.rotary_dim, TN_F32), numbers(num * model.rotary_dim, TN_F32)};
     const char *x = numbers(num * model.hidden_size, dtype);
     char *whole = exactly(bytes), *pieces = exactly(bytes);
     const tn_kv first = new_pool(&model, num_blocks, int8), second = new_pool(&model, num_blocks, int8);
+    const size_t state_bytes = sizeof(float) * (size_t)num_of_state(&model, LAYERS);
+    float *states[2] = {exactly(state_bytes), exactly(state_bytes)}, *saved = exactly(state_bytes);
+    int64_t cut = 1 + random_below((int)num);
+    if (ends != NULL) cut = ends[cut - 1];
+    const tn_save none = {0}, at_cut = {cut, state_bytes ? saved : NULL};
     tn_set_threads(3);
-    run(&model, &first, blocks, turns, x, whole, 0, num);
+    run(&model, &first, blocks, ends, turns, x, whole, 0, num, states[0], at_cut);
     tn_set_threads(1 + random_below(2));
     for (int64_t begin = 0, end; begin < num; begin = end) {
-        end = begin + 1 + random_below((int)(num - begin));
-        run(&model, &second, blocks, turns, x, pieces, begin, end);
+        end = begin ? begin + 1 + random_below((int)(num - begin)) : cut;
+        if (ends != NULL) end = ends[end - 1];
+        run(&model, &second, blocks, ends, turns, x, pieces, begin, end, states[1], none);
+        if (!begin && memcmp(states[1], saved, state_bytes)) fail("a copy of a state is not the state");
     }
     if (memcmp(whole, pieces, bytes)) fail("a decoder's rows have other bits in pieces");
+    if (memcmp(states[0], states[1], state_bytes)) fail("a state has other bits in pieces");
 }
 
 static void check_encoder(int dtype) {
@@ -223,7 +315,8 @@ static void check_encoder(int dtype) {
     const tn_encoder model = {.layers = layers, .hidden_size = hidden, .intermediate_size = 1 + random_below(90),
                               .num_heads = heads, .head_dim = head_dim, .rotary_dim = has_turns ? head_dim : 0,
                               .norm_eps = 1e-6f, .attention_scale = 0.1f, .activation = random_below(4), .dtype = dtype,
-                              .pre_norm = random_below(2), .gated = random_below(2)};
+                              .pre_norm = random_below(2), .gated = random_below(2),
+                              .norm = random_below(2) ? TN_LAYER : TN_RMS};
     for (int n = 0; n < LAYERS; n++) {
         const tn_vector none = {0};
         const bool has_norm = n || !model.pre_norm;

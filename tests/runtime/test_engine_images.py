@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,15 +15,17 @@ from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of
 from tests.support.toy_decoder import ToyTokenizer
 from tests.support.vision_models import (
+    DYNAMIC,
     IMAGE_TOKEN,
     image_at,
-    pixel_values,
+    oracle_inputs,
     prompt_with,
     random_tiles,
     tiny_vision_model,
 )
 
 from teneral.runtime.engine import image_encoder
+from teneral.runtime.engine import options as engine_options
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.errors import ModelError, RequestError
 from teneral.runtime.step.backend import host_backend
@@ -33,28 +37,40 @@ BLOCK_SIZE = 4
 TIMEOUT_S = patience_s(60)
 GREEDY = SamplingParams(temperature=0)
 TEXT = GenerationRequest("text", (5, 6, 7, 8, 9), NUM_TOKENS, GREEDY)
-# Two images, the second of two tiles; a tile is four tokens.
+# Two images, the second of two tiles, or twice as wide; a tile is four tokens.
 PROMPT = tuple(prompt_with([1, 2, 3], 4, [9, 10], 4, 4, [8, 7, 6]))
 PLACES = [index for index, token in enumerate(PROMPT) if token == IMAGE_TOKEN]
 
 
+# Tokens of images see those before them, or one another, or turn by their rows and columns, or change a state.
+all_kinds = pytest.mark.parametrize("model", ["idefics3", "gemma3", *DYNAMIC], indirect=True)
+
+
 @pytest.fixture(scope="module")
-def model() -> tuple[Any, Any]:
+def model(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any]]:
     """(transformers' model, our decoder over the same weights)"""
-    oracle = tiny_vision_model()
-    return oracle, build_model(config_json(oracle), DictWeights(tensors_of(oracle)))
+    oracle, threads = tiny_vision_model(getattr(request, "param", "idefics3")), torch.get_num_threads()
+    torch.set_num_threads(
+        1
+    )  # on a busy machine, threads that wait for each other cost more than a tiny model
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_options, "STATE_SHARE", 0.98)  # of tiny models they are far larger than blocks
+        yield oracle, build_model(config_json(oracle), DictWeights(tensors_of(oracle)))
+    torch.set_num_threads(threads)
 
 
 class Rig:
     """An engine over the decoder; checked when a test leaves it."""
 
-    def __init__(self, decoder: Any, *, num_blocks: int = 200, **options: Any) -> None:
+    def __init__(self, decoder: Any, *, num_blocks: int = 200, max_running: int = 8, **options: Any) -> None:
+        kv_bytes = num_blocks * decoder.kv_block_bytes(BLOCK_SIZE) + 4 * max_running * decoder.state_bytes
         self.engine = Engine(
             decoder,
             ToyTokenizer(),
             options=EngineOptions(
-                kv_bytes=num_blocks * decoder.kv_block_bytes(BLOCK_SIZE),
+                kv_bytes=kv_bytes,
                 block_size=BLOCK_SIZE,
+                max_running=max_running,
                 max_context=96,
                 **options,
             ),
@@ -76,22 +92,27 @@ class Rig:
         assert statistics.free_blocks == statistics.num_blocks
 
 
-def request_with(*seeds: int, request_id: str = "images", **fields: Any) -> GenerationRequest:
-    """Of the two images with these seeds."""
-    first, second = seeds
+def tiles_of(oracle: Any, *seeds: int) -> tuple[np.ndarray, np.ndarray]:
+    is_one = oracle is not None and oracle.config.model_type in DYNAMIC
+    second = random_tiles(1, 32, 64, seed=seeds[1]) if is_one else random_tiles(2, seed=seeds[1])
+    return random_tiles(1, seed=seeds[0]), second
+
+
+def request_with(*seeds: int, oracle: Any = None, **fields: Any) -> GenerationRequest:
+    """Of the two images with these seeds, as the model takes them."""
+    first, second = tiles_of(oracle, *seeds)
     images = (
-        image_at(PLACES[:4], random_tiles(1, seed=first), digest=bytes([first, 1])),
-        image_at(PLACES[4:], random_tiles(2, seed=second), digest=bytes([second, 2])),
+        image_at(PLACES[:4], first, digest=bytes([seeds[0], 1])),
+        image_at(PLACES[4:], second, digest=bytes([seeds[1], 2])),
     )
-    return GenerationRequest(request_id, PROMPT, NUM_TOKENS, GREEDY, images=images, **fields)
+    return GenerationRequest("images", PROMPT, NUM_TOKENS, GREEDY, images=images, **fields)
 
 
+@functools.cache
 def oracle_tokens(oracle: Any, *seeds: int) -> tuple[int, ...]:
-    tiles = np.concatenate([random_tiles(1, seed=seeds[0]), random_tiles(2, seed=seeds[1])])
     with torch.no_grad():
         made = oracle.generate(
-            input_ids=torch.tensor([PROMPT]),
-            pixel_values=pixel_values(tiles),
+            **oracle_inputs(oracle, PROMPT, *tiles_of(oracle, *seeds)),
             max_new_tokens=NUM_TOKENS,
             do_sample=False,
             eos_token_id=-1,
@@ -99,18 +120,22 @@ def oracle_tokens(oracle: Any, *seeds: int) -> tuple[int, ...]:
     return tuple(made[0, len(PROMPT) :].tolist())
 
 
+@all_kinds
 def test_greedy_tokens_are_those_of_transformers(model: tuple[Any, Any]) -> None:
     oracle, decoder = model
     with Rig(decoder) as rig:
-        (tokens,) = rig.tokens(request_with(1, 2))
+        (tokens,) = rig.tokens(request_with(1, 2, oracle=oracle))
     assert tokens == oracle_tokens(oracle, 1, 2)
 
 
+@all_kinds
 def test_chunks_preemption_and_company_change_no_token(model: tuple[Any, Any]) -> None:
-    _, decoder = model
-    requests = [request_with(1, 2), TEXT, request_with(3, 4), request_with(2, 1), TEXT]
+    oracle, decoder = model
+    seeds = [(1, 2), None, (3, 4), (2, 1), None]
+    requests = [TEXT if each is None else request_with(*each, oracle=oracle) for each in seeds]
     alone = []
-    for request in [request_with(1, 2), TEXT, request_with(3, 4), request_with(2, 1), TEXT]:
+    for each in seeds:
+        request = TEXT if each is None else request_with(*each, oracle=oracle)
         with Rig(decoder) as rig:
             alone += rig.tokens(request)
     limits = {"max_step_tokens": 24, "max_running": 5, "max_prefill_tokens": 7, "prefix_cache": False}
@@ -122,23 +147,24 @@ def test_chunks_preemption_and_company_change_no_token(model: tuple[Any, Any]) -
     assert num_preemptions > 0
 
 
+@all_kinds
 def test_cached_prefixes_are_of_equal_images_alone(model: tuple[Any, Any]) -> None:
     oracle, decoder = model
     with Rig(decoder) as rig:
         engine = rig.engine
         engine.start()
-        cold = engine.submit(request_with(1, 2))
+        cold = engine.submit(request_with(1, 2, oracle=oracle))
         assert cold.result(TIMEOUT_S).tokens == oracle_tokens(oracle, 1, 2)
-        again = engine.submit(request_with(1, 2))
+        again = engine.submit(request_with(1, 2, oracle=oracle))
         assert again.result(TIMEOUT_S).tokens == oracle_tokens(oracle, 1, 2)
         assert again.num_cached_tokens >= len(PROMPT) - BLOCK_SIZE
-        # The second image is another one: what is before it may be reused, and nothing of it.
-        other = engine.submit(request_with(1, 3))
-        assert other.result(TIMEOUT_S).tokens == oracle_tokens(oracle, 1, 3)
-        assert other.num_cached_tokens == PLACES[4]
-        swapped = engine.submit(request_with(2, 1))
-        assert swapped.result(TIMEOUT_S).tokens == oracle_tokens(oracle, 2, 1)
-        assert swapped.num_cached_tokens == PLACES[0]
+        # The second image is another one: what is before it may be reused, and nothing of it. States are found at
+        # ends of blocks, once a prompt has parted there from another one.
+        num_reused = (0, 8, 0) if decoder.state_bytes else (PLACES[4], PLACES[4], PLACES[0])
+        for seeds, num in zip([(1, 3), (1, 4), (2, 1)], num_reused, strict=True):
+            other = engine.submit(request_with(*seeds, oracle=oracle))
+            assert other.result(TIMEOUT_S).tokens == oracle_tokens(oracle, *seeds)
+            assert other.num_cached_tokens == num
 
 
 def test_choices_of_a_prompt_share_its_images(model: tuple[Any, Any]) -> None:
@@ -160,8 +186,8 @@ class SlowTower:
         self.failure: Exception | None = None
         self._tower = tower
 
-    def encode(self, tiles: Any, levels: Any) -> Any:
-        for part in self._tower.encode(tiles, levels):
+    def encode(self, tiles: Any, levels: Any, is_over: Any) -> Any:
+        for part in self._tower.encode(tiles, levels, is_over):
             self.go_on.wait(TIMEOUT_S)
             if self.failure is not None:
                 raise self.failure

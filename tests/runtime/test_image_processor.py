@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from PIL import Image
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 from teneral.runtime.errors import ModelError, RequestError
@@ -19,6 +22,21 @@ NAMES = {"processor_class": "SmolVLMProcessor", "image_seq_len": 4}
 
 def ours(**settings: Any) -> ImageProcessor:
     made = ImageProcessor.read({**SETTINGS, **settings}, NAMES, {})
+    assert made is not None
+    return made
+
+
+def gemma(**settings: Any) -> ImageProcessor:
+    given = {"size": {"height": 32, "width": 32}, "do_pan_and_scan": None, **settings}
+    tokens = {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<soft>"}
+    made = ImageProcessor.read(given, {"processor_class": "Gemma3Processor", "image_seq_length": 4}, tokens)
+    assert made is not None
+    return made
+
+
+def qwen(**settings: Any) -> ImageProcessor:
+    given = {"patch_size": 8, "processor_class": "Qwen2_5_VLProcessor", **settings}
+    made = ImageProcessor.read(given, {}, {"image_token": "<pad>"})
     assert made is not None
     return made
 
@@ -69,14 +87,96 @@ def test_tiles_and_texts_are_those_of_transformers(size: tuple[int, int], settin
     )
 
 
+@pytest.mark.parametrize("size", [(32, 32), (200, 100), (7, 500), (1, 1)])
+@pytest.mark.parametrize("settings", [{}, {"resample": 3, "image_mean": [0.1, 0.2, 0.3]}])
+def test_gemmas_tiles_and_texts_are_those_of_transformers(
+    size: tuple[int, int], settings: dict[str, Any]
+) -> None:
+    image, processor = picture(*size), gemma(**settings)
+    expected = Gemma3ImageProcessorPil(size={"height": 32, "width": 32}, **settings)(
+        [image], return_tensors="np"
+    )
+    made, levels = processor.tiles(image), processor.levels
+    values = np.stack([levels[channel][made.tiles[:, channel]] for channel in range(3)], axis=1)
+    assert np.array_equal(values, expected["pixel_values"])
+    assert processor.text(made) == "\n\n<boi><soft><soft><soft><soft><eoi>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"do_pan_and_scan": True}, "do_pan_and_scan is true, which is not supported"),
+        ({"do_resize": False}, "must be resized"),
+        ({"size": {"height": 32, "width": 64}}, "to a square size"),
+        ({"size": {"height": 32}}, "cannot be used: .*width"),
+    ],
+)
+def test_gemmas_settings_that_cannot_be_used_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        gemma(**settings)
+
+
+QWEN_PIXELS: list[dict[str, Any]] = [
+    {"min_pixels": 1024, "max_pixels": 16_384},
+    {"size": {"shortest_edge": 4096, "longest_edge": 5000}, "resample": 2},
+    {"size": {"shortest_edge": 256, "longest_edge": 1 << 24}, "image_mean": [0.1, 0.2, 0.3]},
+]
+
+
+@pytest.mark.parametrize("size", [(32, 32), (200, 100), (7, 500), (1, 1), (1, 200), (72, 56), (333, 77)])
+@pytest.mark.parametrize("settings", QWEN_PIXELS)
+def test_qwens_tiles_and_texts_are_those_of_transformers(
+    size: tuple[int, int], settings: dict[str, Any]
+) -> None:
+    image, processor = picture(*size), qwen(**settings)
+    expected = Qwen2VLImageProcessorPil(patch_size=8, **settings)([image], return_tensors="np")
+    made, levels = processor.tiles(image), processor.levels
+    _, rows, columns = expected["image_grid_thw"][0].tolist()
+    assert made.tiles.shape == (1, 3, rows * 8, columns * 8)
+    values = np.stack([levels[channel][made.tiles[0, channel]] for channel in range(3)])
+    split = values.reshape(3, rows // 2, 2, 8, columns // 2, 2, 8).transpose(1, 4, 2, 5, 0, 3, 6)
+    patches = np.repeat(split.reshape(rows * columns, 3, 1, 64), 2, axis=2)
+    assert np.array_equal(patches.reshape(rows * columns, -1), expected["pixel_values"])
+    assert processor.text(made) == "<pad>" * (rows * columns // 4)
+    assert processor.num_tokens(made) == rows * columns // 4
+
+
+def test_qwens_images_are_bounded_whatever_the_file_allows() -> None:
+    made = qwen(max_pixels=1 << 40).tiles(Image.new("RGB", (3000, 2000)))
+    assert made.tiles[0, 0].size <= (1 << 14) * 64
+    with pytest.raises(RequestError, match="1 x 201 pixels is more than 200 times as long"):
+        qwen().tiles(Image.new("RGB", (1, 201)))
+
+
 def test_settings_within_processor_config_json_come_first() -> None:
     made = ImageProcessor.read({}, {**NAMES, "image_processor": SETTINGS}, {"image_token": "<img>"})
-    assert made == ours()._replace(image_token="<img>")
+    assert made == msgspec.structs.replace(ours(), placeholder="<img>", image_token="<img>")
+
+
+def test_qwen3s_processor_is_qwen2_5s() -> None:
+    given = {"patch_size": 8, "processor_class": "Qwen3VLProcessor"}
+    assert ImageProcessor.read(given, {}, {"image_token": "<pad>"}) == qwen()
 
 
 @pytest.mark.parametrize("name", [None, "LlavaProcessor"])
 def test_other_processors_are_none(name: str | None) -> None:
     assert ImageProcessor.read(SETTINGS, {"processor_class": name}, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"do_resize": False}, "must be resized"),
+        ({"min_pixels": 9, "max_pixels": 8}, "images of 9 to 8 pixels"),
+        ({"size": {"min_pixels": 9}}, "images of 0 to 0 pixels"),
+        ({"merge_size": 0}, "sides must be from 1"),
+        ({"patch_size": -2, "merge_size": -2}, "patches of -2 x -2"),
+        ({"max_pixels": "many"}, "cannot be used"),
+    ],
+)
+def test_qwens_settings_that_cannot_be_used_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        qwen(**settings)
 
 
 @pytest.mark.parametrize(

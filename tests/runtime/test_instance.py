@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from teneral.loader.sources.file.store import FileStore
 from teneral.loader.tools.pack.pack import pack
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.errors import DrainingError, ModelError
+from teneral.runtime.instance import model
 from teneral.runtime.instance.instance import Instance
 from teneral.runtime.kv.storage import DEFAULT_KV_BYTES, default_kv_bytes
 from teneral.runtime.resolve import resolve
@@ -328,6 +330,26 @@ def test_an_instance_that_was_not_let_build_can_be_closed(artifact: MemoryStore)
     instance.close()
     instance.release()
     assert not [thread for thread in threads_of(instance) if thread.is_alive()]
+
+
+@pytest.mark.parametrize(("family", "step"), [("llama", "make_engine"), ("bert", "start_embedder")])
+def test_a_worker_that_was_made_while_its_instance_was_closed_is_ended(
+    family: str, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny(family, tmp_path)
+    make = getattr(model, step)
+
+    def make_late(*arguments: Any, **options: Any) -> Any:
+        made = make(*arguments, **options)
+        instance.close()
+        return made
+
+    monkeypatch.setattr(model, step, make_late)
+    before = set(threading.enumerate())
+    instance = Instance(CONFIG, source=FileStore(tmp_path)).start()
+    assert instance.ended.result(WAIT_S) is None
+    instance.release(WAIT_S)
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.is_alive()]
 
 
 def test_the_progress_of_a_gguf_file_counts_the_bytes_of_the_file(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_a_load_in_the_servers_own_threads_goes_to_the_device_as_well(
 ) -> None:
     monkeypatch.setattr("teneral.runtime.instance.loading.choose_way", lambda **facts: Way.DEVICE)
     monkeypatch.setattr(
-        "teneral.runtime.instance.loading.opener", lambda name, kernel_dir, timeline: lambda: device
+        "teneral.runtime.instance.loading.opener", lambda name, kernel_dir, timeline, percent: lambda: device
     )
     config = config_of(folder / "models" / "tiny", verify_exact=True)
     source = FileStore(folder / "models" / "tiny")

@@ -23,6 +23,11 @@ class Job:
     num_left: int = 0  # tokens that it will still generate
     is_batch: bool = False
     queue_name: str = ""
+    whole: tuple[int, int] = (0, 0)  # tokens that are computed at once
+
+    def uncut(self, end):
+        first, stop = self.whole
+        return end if not first < end < stop else first if first > self.num_computed else stop
 
     def __repr__(self):
         return self.name
@@ -70,6 +75,15 @@ def test_a_chunked_prompt_goes_on_where_it_stopped():
     last = plan_step([decoding("a", 10), Job("b", 40, 32, 8)], [], 100, LIMITS)
     assert tokens_of(last) == {"a": 1, "b": 8}
     assert last.shares[1].is_last
+
+
+def test_a_chunk_ends_before_a_whole_and_takes_one_that_is_longer():
+    running = [decoding("a", 9), Job("b", 60, whole=(6, 50))]
+    assert tokens_of(plan_step(running, [], 100, LIMITS)) == {"a": 1, "b": 6}
+    running[1] = Job("b", 60, 6, 2, whole=(6, 50))
+    assert tokens_of(plan_step(running, [], 100, LIMITS)) == {"a": 1, "b": 44}
+    # Blocks for a part of it are of no use.
+    assert tokens_of(plan_step(running, [], 10, LIMITS)) == {"a": 1}
 
 
 def test_a_new_block_is_asked_for_only_when_the_last_is_full():
@@ -353,16 +367,19 @@ def test_a_plan_never_uses_more_blocks_than_are_free(num_free):
     assert sum(share.num_new_blocks for share in plan.shares) <= num_free + freed
 
 
-jobs = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12), st.booleans()), min_size=1, max_size=12)
+wholes = st.tuples(st.integers(0, 29), st.integers(1, 30))
+jobs = st.lists(
+    st.tuples(st.integers(1, 30), st.integers(1, 12), st.booleans(), wholes), min_size=1, max_size=12
+)
 
 
 @settings(deadline=None)
 @given(jobs=jobs, num_blocks=st.integers(11, 30), join_every=st.integers(1, 4))
 def test_every_sequence_ends_in_any_pool_that_holds_the_longest(jobs, num_blocks, join_every):
-    """Runs plans to the end; whatever was preempted is computed again."""
+    """Runs plans to the end; whatever was preempted is computed again, and no whole is cut."""
     todo = [
-        Job(str(number), prompt, num_left=new, is_batch=is_batch)
-        for number, (prompt, new, is_batch) in enumerate(jobs)
+        Job(str(number), prompt, num_left=new, is_batch=is_batch, whole=(first, min(stop, prompt)))
+        for number, (prompt, new, is_batch, (first, stop)) in enumerate(jobs)
     ]
     first_come = [[job.name for job in todo if job.is_batch is is_batch] for is_batch in (False, True)]
     waiting, running, ended = [], [], []
@@ -388,9 +405,11 @@ def test_every_sequence_ends_in_any_pool_that_holds_the_longest(jobs, num_blocks
             if job not in admissions:
                 admissions.append(job)
         assert len(running) <= LIMITS.max_running
-        assert sum(share.num_tokens for share in plan.shares) <= LIMITS.max_step_tokens
+        beyond = sum(max(0, share.sequence.whole[1] - share.sequence.whole[0]) for share in plan.shares)
+        assert sum(share.num_tokens for share in plan.shares) <= LIMITS.max_step_tokens + beyond
         for share in plan.shares:
             job = share.sequence
+            assert not job.whole[0] < job.num_computed + share.num_tokens < job.whole[1]
             assert job in running
             job.num_computed += share.num_tokens
             job.num_blocks += share.num_new_blocks

@@ -10,9 +10,10 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.support.inspection import lines_of, piece_table_of, text_backend_of
+from tests.support.inspection import lines_of, piece_table_of, text_backend_of, tokenizer_child_of
 from tests.support.load import patience_s
 from tests.support.tiny_models import save_tiny
 
@@ -175,6 +176,24 @@ def test_the_error_names_the_fault_of_the_files(folder: Path, tmp_path: Path) ->
     manifest = manifest_of(folder)
     with pytest.raises(NotFoundError):
         process_for(tmp_path / "nowhere").load(manifest)
+
+
+def test_one_that_is_closed_when_it_has_just_loaded_is_an_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = process_for(folder)
+    child = tokenizer_child_of(process)
+    receive, received = child.receive, []
+
+    def receive_and_close() -> Any:
+        received.append(receive())
+        if len(received) == 2:  # the settings, and the facts that end a load
+            process.close()
+        return received[-1]
+
+    monkeypatch.setattr(child, "receive", receive_and_close)
+    with pytest.raises(ModelError, match="closed"):
+        process.load(manifest_of(folder))
 
 
 def test_closing_ends_the_child_and_waiting_callers(folder: Path) -> None:

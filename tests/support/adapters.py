@@ -90,12 +90,14 @@ def adapter_config(**options: Any) -> dict[str, Any]:
     } | options
 
 
-def linears_of(model: Any) -> dict[str, torch.nn.Linear]:
+def linears_of(model: Any) -> dict[str, Any]:
     """The linear modules of a transformers model's layers, by their full names."""
+    from transformers.pytorch_utils import Conv1D
+
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and ".layers." in name
+        if isinstance(module, torch.nn.Linear | Conv1D) and (".layers." in name or ".h." in name)
     }
 
 
@@ -138,7 +140,8 @@ def make_tensors(
         if not targeted(config, name):
             continue
         rank, _ = rank_and_factor(config, name)
-        for side, shape in (("A", (rank, module.in_features)), ("B", (module.out_features, rank))):
+        num_in, num_out = module.weight.shape if ".h." in name else reversed(module.weight.shape)
+        for side, shape in (("A", (rank, num_in)), ("B", (num_out, rank))):
             numbers = torch.randn(shape, generator=generator) * size
             tensors[f"base_model.model.{name}.lora_{side}.weight"] = numbers.to(dtype)
     return tensors
@@ -184,7 +187,8 @@ def merged(model: Any, folder: Path) -> Any:
         if targeted(config, name):
             a, b = (tensors[f"base_model.model.{name}.lora_{side}.weight"].float() for side in "AB")
             with torch.no_grad():
-                module.weight += rank_and_factor(config, name)[1] * (b @ a)
+                more = rank_and_factor(config, name)[1] * (b @ a)
+                module.weight += more.T if ".h." in name else more
     return both
 
 

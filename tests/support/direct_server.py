@@ -31,7 +31,7 @@ def main() -> int:
     changed: Any = ServeConfig
     changed.chosen_device = property(lambda config: "cpu" if config.device == "cpu" else "cuda:0")
     device.open_direct_device = lambda name, folders: the_device()
-    loading.opener = lambda name, kernel_dir, timeline: lambda: OrderedDevice(the_device())  # type: ignore[assignment,return-value]
+    loading.opener = lambda *_: lambda: OrderedDevice(the_device())  # type: ignore[assignment,return-value]
     status = cli.run(sys.argv[1:])
     found = sorted(name for name in ("torch", "triton", "cupy") if name in sys.modules)
     print(f"imported: {found}", file=sys.stderr)

@@ -23,17 +23,19 @@ REAL_PROGRAMS = (
     "sed", "seq", "sleep", "sort", "tail", "tr", "true",
 )  # fmt: skip
 PROGRAM = """#!{python} -IS
-import json, os, re, stat, sys
+import json, os, re, stat, sys, time
 called = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
 piped = sys.stdin.read() if stat.S_ISFIFO(os.fstat(0).st_mode) else ""
 with open({log!r}, "a") as file:
     file.write(json.dumps([called, piped]) + "\\n")
 with open({log!r}) as file:
     before = [json.loads(line)[0] for line in file][:-1]
-for pattern, stdout, stderr, status, times in json.load(open({rules!r})):
+for pattern, stdout, stderr, status, times, behind in json.load(open({rules!r})):
     if re.search(pattern, " ".join(called)):
         if times and sum(bool(re.search(pattern, " ".join(each))) for each in before) >= times:
             continue
+        while behind not in "\\n".join(" ".join(json.loads(line)[0]) for line in open({log!r})):
+            time.sleep(0.02)
         sys.stdout.write(stdout)
         sys.stderr.write(stderr)
         sys.exit(status)
@@ -68,11 +70,20 @@ class FakeTools:
             path.chmod(0o755)
 
     def answer(
-        self, pattern: str, stdout: str = "", *, stderr: str = "", status: int = 0, times: int = 0
+        self,
+        pattern: str,
+        stdout: str = "",
+        *,
+        stderr: str = "",
+        status: int = 0,
+        times: int = 0,
+        behind: str = "",
     ) -> None:
-        """Set the answer of calls whose line fits. Later rules go first; `times` bounds the calls of a rule."""
+        """Set the answer of calls whose line fits. Later rules go first; `times` bounds the calls of a rule. The answer
+        waits for a call whose line has the text `behind`.
+        """
         rules = json.loads(self._rules.read_text())
-        self._rules.write_text(json.dumps([[pattern, stdout, stderr, status, times], *rules]))
+        self._rules.write_text(json.dumps([[pattern, stdout, stderr, status, times, behind], *rules]))
 
     def calls(self, pattern: str = "") -> list[Call]:
         """All calls so far, in order, that have the text in their line."""

@@ -9,12 +9,18 @@ import torch
 from tests.support.quantized import stored_matrix
 from tests.support.tiny_models import config_json, tensors_of
 
-_PROJECTION = re.compile(r"(_proj|\.w[123])\.weight$")
+_PROJECTION = re.compile(
+    r"(_proj(_with_mqa|_qkvz?|_z)?|\.w[123]|\.fc[12]|\.c_fc|\.dense(_h_to_4h|_4h_to_h)?|\.query_key_value|\.c_(attn|proj))\.weight$"
+)
 
 
 def is_projection(name: str) -> bool:
     """True of the matrices that the tools quantise: those of layers but for routers."""
-    return ".layers." in name and name.endswith(".weight") and _PROJECTION.search(name) is not None
+    return (
+        (".layers." in name or ".h." in name)
+        and name.endswith(".weight")
+        and _PROJECTION.search(name) is not None
+    )
 
 
 def foreign_checkpoint(
@@ -27,9 +33,11 @@ def foreign_checkpoint(
     checkpoint, floats = {}, {}
     for seed, (name, tensor) in enumerate(tensors_of(model).items()):
         if is_projection(name):
-            matrix = stored_matrix(*tensor.shape, note, seed=seed, act_order=act_order)
+            has_inputs_first = ".h." in name
+            shape = reversed(tensor.shape) if has_inputs_first else tensor.shape
+            matrix = stored_matrix(*shape, note, seed=seed, act_order=act_order)
             checkpoint |= matrix.tensors(name.removesuffix(".weight"))
-            floats[name] = matrix.weight()
+            floats[name] = matrix.weight().T if has_inputs_first else matrix.weight()
         else:
             checkpoint[name] = tensor.to(torch.float32)
             floats[name] = checkpoint[name]

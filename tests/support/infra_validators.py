@@ -10,7 +10,8 @@ import copy
 import functools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,78 @@ def check_pod_security(document: Mapping[str, Any]) -> int:
             for name in ("startupProbe", "readinessProbe", "livenessProbe"):
                 assert "host" not in container.get(name, {}).get("httpGet", {})
     return len(pods)
+
+
+SECRET_NAME = re.compile(r"(?i)secret|password|api_?key|token$|credential")
+SENSITIVE_PORTS = frozenset({22})
+
+
+def lint_cluster(documents: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The findings of kube-linter's default checks in documents that are applied together, by the checks' names; those
+    of pods' security contexts and of the host's namespaces and files are `check_pod_security`'s.
+    """
+    found: list[str] = []
+    by_kind: dict[str, list[Mapping[str, Any]]] = {}
+    for document in documents:
+        by_kind.setdefault(document["kind"], []).append(document)
+        if "extensions/v1beta" in document["apiVersion"]:
+            found.append("no-extensions-v1beta")
+        for pod in _pods(document):
+            found += _lint_pod(pod)
+    labels = [each["spec"]["template"]["metadata"]["labels"] for each in by_kind.get("Deployment", ())]
+    accounts = {each["metadata"]["name"] for each in by_kind.get("ServiceAccount", ())}
+    for deployment in by_kind.get("Deployment", ()):
+        spec = deployment["spec"]
+        if not spec["selector"]["matchLabels"].items() <= spec["template"]["metadata"]["labels"].items():
+            found.append("mismatching-selector")
+        if spec["template"]["spec"].get("serviceAccountName") not in accounts:
+            found.append("non-existent-service-account")
+        if spec.get("replicas", 1) > 1 and "podAntiAffinity" not in str(spec):
+            found.append("no-anti-affinity")
+    for service in by_kind.get("Service", ()):
+        selector = service["spec"].get("selector")  # of Knative's kind none
+        if selector is not None and not any(selector.items() <= each.items() for each in labels):
+            found.append("dangling-service")
+        for port in service["spec"].get("ports", ()):
+            target = port.get("targetPort", port["port"])
+            if not (
+                0 < target < 65_536 if isinstance(target, int) else re.fullmatch("[a-z0-9-]{1,15}", target)
+            ):
+                found.append("invalid-target-ports")
+    for budget in (each["spec"] for each in by_kind.get("PodDisruptionBudget", ())):
+        if budget.get("maxUnavailable", 1) in (0, "0%"):
+            found.append("pdb-max-unavailable")
+        if budget.get("minAvailable") == "100%":
+            found.append("pdb-min-available")
+        if budget.get("unhealthyPodEvictionPolicy") != "AlwaysAllow":
+            found.append("pdb-unhealthy-pod-eviction-policy")
+    return found
+
+
+def _lint_pod(pod: Mapping[str, Any]) -> Iterator[str]:
+    if "serviceAccount" in pod:
+        yield "deprecated-service-account-field"
+    for container in [*pod["containers"], *pod.get("initContainers", ())]:
+        names = [each["name"] for each in container.get("env", ())]
+        if len(names) != len(set(names)):
+            yield "duplicate-env-var"
+        if any(SECRET_NAME.search(each["name"]) and "value" in each for each in container.get("env", ())):
+            yield "env-var-secret"
+        if not re.search("@sha256:|:(?!latest)[^/]+$", container["image"]):
+            yield "latest-tag"
+        if not container["securityContext"].get("readOnlyRootFilesystem"):
+            yield "no-read-only-root-fs"
+        sizes = container.get("resources", {})
+        for size in ("cpu", "memory"):
+            if not all(size in sizes.get(kind, {}) for kind in ("requests", "limits")):
+                yield f"unset-{size}-requirements"
+        ports = {port["containerPort"] for port in container.get("ports", ())}
+        if ports & SENSITIVE_PORTS:
+            yield "ssh-port"
+        for probe in ("liveness", "readiness", "startup"):
+            port = container.get(f"{probe}Probe", {}).get("httpGet", {}).get("port")
+            if port is not None and port not in ports:
+                yield f"{probe}-port"
 
 
 def _pods(value: Any) -> Iterator[Mapping[str, Any]]:

@@ -323,3 +323,8 @@ def table_of(proposer: Any) -> Any:
 def num_layers_of(executor: Any) -> int:
     """The layers of a native or numpy decoder."""
     return int(executor._spec.num_layers)
+
+
+def tokenizer_child_of(tokenizer: Any) -> Any:
+    """The client side of a `TokenizerProcess`'s child."""
+    return tokenizer._child

@@ -106,17 +106,26 @@ def _integer_matrix(matrix: DenseMatrix, bits: int, group_size: int) -> IntegerM
 
 
 def new_pool(spec: DecoderSpec, num_blocks: int, block_size: int, *, int8: bool = False) -> Pool:
-    """For this model, as `pool_of_shape`."""
+    """For this model, as `pool_of_shape`; with as many states as blocks, where it has some, full of NaN, too."""
     shape = (spec.kv_layers()[-1], spec.num_kv_heads, spec.head_dim)
-    return pool_of_shape(shape, num_blocks, block_size, spec.dtype, int8=int8)
+    whole = spec.kv_shape(num_blocks, block_size)
+    states = np.full((whole.num_states, whole.state_size), np.nan, np.float32)
+    pool = pool_of_shape(shape, num_blocks, block_size, spec.dtype, int8=int8, parts=whole.num_parts)
+    return Pool(pool.data, pool.scales, block_size, states)
 
 
 def pool_of_shape(
-    shape: tuple[int, int, int], num_blocks: int, block_size: int, dtype: DType, *, int8: bool = False
+    shape: tuple[int, int, int],
+    num_blocks: int,
+    block_size: int,
+    dtype: DType,
+    *,
+    int8: bool = False,
+    parts: int = 2,
 ) -> Pool:
     """(layers, kv_heads, head_dim). Full of NaN, so that whatever is read before it is written is seen."""
     num_layers, num_kv_heads, head_dim = shape
-    whole = (num_layers, 2, num_kv_heads, num_blocks * block_size, head_dim)
+    whole = (num_layers, parts, num_kv_heads, num_blocks * block_size, head_dim)
     nan = np.array(0x7FC0, np.uint16) if dtype is DType.BF16 else np.array(np.nan, np.float32)
     if not int8:
         return Pool(np.full(whole, nan), None, block_size)

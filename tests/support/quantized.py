@@ -247,7 +247,8 @@ def meant(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if f"{name}_scale" in tensors:
             zero = f"{name.removesuffix('weight')}weight_zero"
             parts = tensor.numpy(), array(f"{name}_scale"), array(zero) if zero in tensors else None
-            found[name] = torch.from_numpy(slow_dequantize(*parts))
+            weight = torch.from_numpy(slow_dequantize(*parts))
+            found[name] = weight.T if ".h." in name else weight  # GPT-2's float matrices have inputs first
         elif not name.endswith((".weight_scale", ".weight_zero")):
             found[name] = tensor.float()
     return found

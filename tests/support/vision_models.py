@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ with warnings.catch_warnings():
 from teneral.runtime.step.images import PromptImage
 
 IMAGE_TOKEN = 262
+DYNAMIC = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")  # families whose tiles are images of any size
 PLAIN_LEVELS = np.repeat((np.arange(256, dtype=np.float32)[None] / 255 - 0.5) / 0.5, 3, axis=0)
 
 _TEXT = {
@@ -48,6 +50,83 @@ _VISION = {
 }
 
 
+# Of a text_config and of the whole, where families differ. Windows are shorter than an image with what is before it.
+_GEMMA3_TEXT = {
+    **_TEXT,
+    "model_type": "gemma3_text",
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+_QWEN_TEXT = {
+    **_TEXT,
+    "model_type": "qwen2_5_vl_text",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+}
+# Windows of 3 x 3 tokens, which no side of an image is a multiple of.
+_QWEN_VISION = {
+    **{key: value for key, value in _VISION.items() if key != "image_size"},
+    "num_hidden_layers": 3,
+    "window_size": 48,
+    "fullatt_block_indexes": [1],
+    "out_hidden_size": 64,
+}
+_QWEN3_TEXT = {
+    **_TEXT,
+    "model_type": "qwen3_vl_text",
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
+}
+_QWEN3_VISION = {
+    **{
+        key: value
+        for key, value in _QWEN_VISION.items()
+        if key not in ("window_size", "fullatt_block_indexes")
+    },
+    "num_position_embeddings": 25,
+    "deepstack_visual_indexes": [0, 1],
+}
+# The first layer is a delta net; a quarter of each head turns.
+_QWEN35_TEXT = {
+    **_TEXT,
+    "model_type": "qwen3_5_text",
+    "head_dim": 64,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [3, 3, 2],
+    },
+}
+_QWEN35_MOE_TEXT = {
+    **_QWEN35_TEXT,
+    "model_type": "qwen3_5_moe_text",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 96,
+}
+_QWEN35_VISION = {key: value for key, value in _QWEN3_VISION.items() if key != "deepstack_visual_indexes"}
+_QWEN_TOKENS = {"image_token_id": IMAGE_TOKEN, "video_token_id": 319}
+# Of a text_config, a vision_config and the whole.
+_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "idefics3": (_TEXT, _VISION, {"image_token_id": IMAGE_TOKEN, "scale_factor": 2}),
+    "gemma3": (_GEMMA3_TEXT, _VISION, {"image_token_index": IMAGE_TOKEN, "mm_tokens_per_image": 4}),
+    "qwen2_5_vl": (_QWEN_TEXT, _QWEN_VISION, _QWEN_TOKENS),
+    "qwen3_vl": (_QWEN3_TEXT, _QWEN3_VISION, _QWEN_TOKENS),
+    "qwen3_5": (_QWEN35_TEXT, _QWEN35_VISION, _QWEN_TOKENS),
+    "qwen3_5_moe": (_QWEN35_MOE_TEXT, _QWEN35_VISION, _QWEN_TOKENS),
+}
+
+
 def tiny_vision_model(
     family: str = "idefics3",
     *,
@@ -57,12 +136,12 @@ def tiny_vision_model(
     **overrides: Any,
 ) -> Any:
     """A transformers model of one of `VISION_FAMILY_MODULES`. No weight is left at 0 or 1."""
+    text, tower, whole = _FAMILIES.get(family, _FAMILIES["idefics3"])
     settings = {
-        "image_token_id": IMAGE_TOKEN,
-        "scale_factor": 2,
-        "text_config": {**_TEXT, **overrides.pop("text", {})},
-        "vision_config": {**_VISION, **(vision or {})},
-        "tie_word_embeddings": False,
+        **whole,
+        "text_config": {**text, **overrides.pop("text", {})},
+        "vision_config": {**tower, **(vision or {})},
+        "tie_word_embeddings": family in ("gemma3", "qwen3_5"),  # as models of these families have it
         **overrides,
     }
     config = transformers.AutoConfig.for_model(family, **settings)
@@ -76,9 +155,9 @@ def tiny_vision_model(
     return model.to(dtype).eval()
 
 
-def random_tiles(num: int, size: int = 32, *, seed: int = 0) -> np.ndarray:
-    """(num, 3, size, size) uint8."""
-    return np.random.default_rng(seed).integers(0, 256, (num, 3, size, size), dtype=np.uint8)
+def random_tiles(num: int, size: int = 32, width: int = 0, *, seed: int = 0) -> np.ndarray:
+    """(num, 3, size, width or size) uint8."""
+    return np.random.default_rng(seed).integers(0, 256, (num, 3, size, width or size), dtype=np.uint8)
 
 
 def prompt_with(*runs: int | list[int]) -> list[int]:
@@ -90,13 +169,48 @@ def image_at(places: list[int], tiles: np.ndarray, *, digest: bytes = b"one") ->
     return PromptImage(digest, tiles, PLAIN_LEVELS, np.array(places, np.int64))
 
 
+def oracle_inputs(model: Any, prompt: Sequence[int], *tiles: np.ndarray) -> dict[str, torch.Tensor]:
+    """The arguments of a transformers model for a prompt with these tiles."""
+    tokens, dtype = torch.tensor([list(prompt)]), next(model.parameters()).dtype
+    types = (tokens == IMAGE_TOKEN).long()
+    if model.config.model_type.removesuffix("_moe") in DYNAMIC:
+        size = model.config.vision_config.patch_size
+        images = [image for own in tiles for image in pixel_values(own, dtype)[0]]
+        return {
+            "input_ids": tokens,
+            "pixel_values": torch.cat([_patches(image, size) for image in images]),
+            "image_grid_thw": torch.tensor(
+                [[1, *(side // size for side in image.shape[1:])] for image in images]
+            ),
+            "mm_token_type_ids": types,
+        }
+    values = pixel_values(np.concatenate(tiles), dtype)
+    if model.config.model_type != "gemma3":
+        return {"input_ids": tokens, "pixel_values": values}
+    return {"input_ids": tokens, "pixel_values": values[0], "token_type_ids": types}
+
+
+def _patches(image: torch.Tensor, size: int) -> torch.Tensor:
+    """(P, 3 * 2 * size ** 2) of an image (3, height, width), by squares of 2 by 2 patches, each patch twice."""
+    _, height, width = image.shape
+    split = image.reshape(3, height // size // 2, 2, size, width // size // 2, 2, size)
+    patches = split.permute(1, 4, 2, 5, 0, 3, 6).reshape(-1, 3, 1, size, size)
+    return patches.repeat(1, 1, 2, 1, 1).reshape(len(patches), -1)
+
+
 def pixel_values(tiles: np.ndarray, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """(1, N, 3, size, size), as the oracle takes tiles."""
+    """(1, N, 3, size, size), as the oracle of Idefics 3 takes tiles."""
     own = np.stack([PLAIN_LEVELS[channel][tiles[:, channel]] for channel in range(3)], axis=1)
     return torch.from_numpy(own)[None].to(dtype)
 
 
-MARKS = ("<fake_token_around_image>", "<global-img>", "<image>", "\n\n")
+# Of the tokenizer; the third one is IMAGE_TOKEN.
+MARKS = {
+    "idefics3": ("<fake_token_around_image>", "<global-img>", "<image>", "\n\n"),
+    "gemma3": ("<start_of_image>", "<end_of_image>", "<image_soft_token>", "\n\n"),
+    "qwen2_5_vl": ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "\n\n"),
+}
+MARKS["qwen3_vl"] = MARKS["qwen3_5"] = MARKS["qwen2_5_vl"]
 # As SmolVLM's: parts one after the other, and none of a message whose content is a text.
 TEMPLATE = (
     "<|start|>{% for message in messages %}<|{{ message.role }}|>{% for part in message.content %}"
@@ -109,24 +223,47 @@ PREPROCESSOR = {
     "max_image_size": {"longest_edge": 32},
 }
 PROCESSOR = {"processor_class": "SmolVLMProcessor", "image_seq_len": 4}
+# What the template writes for an image, preprocessor_config.json and processor_config.json.
+_FILES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "idefics3": ("<image>", PREPROCESSOR, PROCESSOR),
+    "gemma3": (
+        "<start_of_image>",
+        {"size": {"height": 32, "width": 32}, "do_pan_and_scan": None},
+        {"processor_class": "Gemma3Processor", "image_seq_length": 4},
+    ),
+    "qwen2_5_vl": (
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        {
+            "patch_size": 8,
+            "min_pixels": 1024,
+            "max_pixels": 8192,
+            "image_mean": [0.5] * 3,
+            "image_std": [0.5] * 3,
+            "processor_class": "Qwen2_5_VLProcessor",
+        },
+        {},
+    ),
+}
+_FILES["qwen3_vl"] = _FILES["qwen3_5"] = (*_FILES["qwen2_5_vl"][:2], {"processor_class": "Qwen3VLProcessor"})
 
 
-def save_vision(directory: Path, *, model: Any = None) -> Any:
+def save_vision(directory: Path, family: str = "idefics3", *, model: Any = None) -> Any:
     """Write a model's directory as Hugging Face does, with the files of its processor; returns the model."""
-    model = model or tiny_vision_model(text={"max_position_embeddings": 4096})
+    model = model or tiny_vision_model(family, text={"max_position_embeddings": 4096})
+    placeholder, preprocessor, processor = _FILES[family]
     save_tiny("llama", directory)  # for the tokenizer
     model.save_pretrained(directory)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     rows = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in (*MARKS, *rows)])
-    assert tokenizer.token_to_id("<image>") == IMAGE_TOKEN
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in (*MARKS[family], *rows)])
+    assert tokenizer.token_to_id(MARKS[family][2]) == IMAGE_TOKEN
     tokenizer.save(str(directory / "tokenizer.json"))
     path = directory / "tokenizer_config.json"
-    settings = {**json.loads(path.read_text()), "chat_template": TEMPLATE}
+    settings = {**json.loads(path.read_text()), "chat_template": TEMPLATE.replace("<image>", placeholder)}
     for name, content in (
         ("tokenizer_config.json", settings),
-        ("preprocessor_config.json", PREPROCESSOR),
-        ("processor_config.json", PROCESSOR),
+        ("preprocessor_config.json", preprocessor),
+        ("processor_config.json", processor),
     ):
         (directory / name).write_text(json.dumps(content))
     return model

@@ -35,7 +35,7 @@ from .replica import Replica
 
 MAX_BODY_BYTES = 8 << 20
 PREFIX_CHARACTERS = 256  # of a prompt: requests that share them go to the same replica
-READY_PATHS = frozenset({"/health", "/readyz", "/livez"})
+READY_PATHS = frozenset({"/health", "/v1/health", "/readyz", "/livez"})
 # Of an answer that is not a stream: it is read to its end before the client gets any of it.
 MAX_WHOLE_BYTES = 1 << 20
 # Functions may have side effects, and are not retried.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ..deltas import has_channels
+from .dsml import DSML, DSML_V4, DSML_V32, TAGS
 from .format import ToolFormat
 from .gemma import FUNCTION_GEMMA, GEMMA
 from .glm import GLM, KEY
-from .harmony import HARMONY, has_channels
+from .harmony import HARMONY
 from .json_objects import GENERIC_JSON, GRANITE, HERMES, LLAMA3
 from .mistral import ARGUMENTS, LIST, NAMED
 from .pythonic import PYTHONIC
@@ -16,7 +18,7 @@ from .sections import DEEPSEEK, DEEPSEEK_FENCED, KIMI
 
 AUTO, OFF = "auto", "off"
 _FORMATS = (
-    *(HERMES, QWEN3_CODER, GLM, LLAMA3, PYTHONIC, LIST, HARMONY, DEEPSEEK, KIMI, GRANITE, GEMMA),
+    *(HERMES, QWEN3_CODER, GLM, LLAMA3, PYTHONIC, LIST, HARMONY, DEEPSEEK, DSML_V32, KIMI, GRANITE, GEMMA),
     GENERIC_JSON,
 )
 _BY_NAME = {each.name: each for each in _FORMATS}
@@ -40,16 +42,13 @@ def tool_format(templates: Mapping[str, str], setting: str = AUTO) -> ToolFormat
     return _variant(_BY_NAME[setting], text)
 
 
-def answers_in_channels(templates: Mapping[str, str], setting: str = AUTO) -> bool:
-    """True if the model's answers are messages on channels, with or without calls among them."""
-    return setting == HARMONY.name or (setting in (AUTO, OFF) and has_channels(templates))
-
-
 def _of_template(text: str) -> ToolFormat:
     if has_channels({"": text}):
         return HARMONY
     if LIST.openers[0] in text:
         return _variant(LIST, text)
+    if DSML in text:
+        return _variant(DSML_V32, text)
     for fmt in (DEEPSEEK, KIMI, FUNCTION_GEMMA, GEMMA):
         if fmt.openers[0] in text:
             return _variant(fmt, text)
@@ -72,6 +71,8 @@ def _variant(fmt: ToolFormat, text: str) -> ToolFormat:
     """The form of a format that a template has."""
     if fmt is LIST and ARGUMENTS in text:
         return NAMED
+    if fmt is DSML_V32 and TAGS[0] not in text and TAGS[1] in text:
+        return DSML_V4
     if fmt is DEEPSEEK and _FENCE in text:
         return DEEPSEEK_FENCED
     return FUNCTION_GEMMA if fmt is GEMMA and FUNCTION_GEMMA.openers[0] in text else fmt

@@ -11,16 +11,19 @@ import enum
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
 from ....runtime.errors import RequestError
-from ....runtime.grammar.spec import GrammarSpec, SchemaTime
+
+if TYPE_CHECKING:
+    from ....runtime.grammar.spec import GrammarSpec
 
 MAX_FUNCTIONS = 256
 MAX_CALLS = 16  # in an answer that a grammar guides
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+_KINDS = ("function", "custom")  # of tools
 _BEFORE = "You can call these functions:\n\n"
 _AFTER = (
     '\n\nTo call one, answer with nothing but a JSON object: {"name": its name, "arguments": its arguments}. For '
@@ -44,6 +47,8 @@ class Function(Struct, frozen=True):
 
     def arguments(self) -> GrammarSpec:
         """The schema of the arguments in a guided call. Raises `RequestError` for one that is not supported."""
+        from ....runtime.grammar.spec import GrammarSpec  # of few requests
+
         return GrammarSpec.json_schema({**self.parameters, "type": "object"}, param=self.param)
 
 
@@ -70,17 +75,24 @@ class ToolPlan(Struct, frozen=True):
 
 
 def tool_plan(
-    tools: Sequence[Mapping[str, Any]] | None, choice: str | Mapping[str, Any] | None, parallel: bool | None
+    tools: Sequence[Mapping[str, Any]] | None,
+    choice: str | Mapping[str, Any] | None,
+    parallel: bool | None,
+    places: Sequence[str] | None = None,
 ) -> ToolPlan:
-    """From `tools`, `tool_choice` and `parallel_tool_calls` of a request. Raises `RequestError`."""
-    functions = _functions(tools or [])
+    """From `tools`, `tool_choice` and `parallel_tool_calls` of a request, and the fields of its tools, where these are
+    not all of its list. Raises `RequestError`.
+    """
+    functions = _functions(tools or [], places)
     mode, names = _choice(choice, frozenset(functions), has_tools=bool(tools))
     if mode is ToolMode.NONE:
         return ToolPlan()
     max_calls = (
-        1 if parallel is False or (isinstance(choice, Mapping) and choice.get("type") == "function") else None
+        1 if parallel is False or (isinstance(choice, Mapping) and choice.get("type") in _KINDS) else None
     )
     chosen = tuple(function for name, function in functions.items() if name in names)
+    from ....runtime.grammar.spec import SchemaTime
+
     bound = SchemaTime("tools")
     for function in chosen:
         bound.check()
@@ -89,16 +101,16 @@ def tool_plan(
     return ToolPlan(mode, chosen, max_calls, tools)
 
 
-def _functions(tools: Sequence[Mapping[str, Any]]) -> dict[str, Function]:
+def _functions(tools: Sequence[Mapping[str, Any]], places: Sequence[str] | None) -> dict[str, Function]:
     if len(tools) > MAX_FUNCTIONS:
         raise RequestError(f"tools has {len(tools)} entries, but may have {MAX_FUNCTIONS}", param="tools")
     functions: dict[str, Function] = {}
     for number, tool in enumerate(tools):
-        function = _function(tool, f"tools[{number}]")
+        where = f"tools[{number}]" if places is None else places[number]
+        function = _function(tool, where)
         if function.name in functions:
             raise RequestError(
-                f"tools has two functions of the name {function.name!r}",
-                param=f"tools[{number}].function.name",
+                f"tools has two functions of the name {function.name!r}", param=f"{where}.function.name"
             )
         functions[function.name] = function
     return functions
@@ -108,7 +120,8 @@ def _function(tool: Mapping[str, Any], where: str) -> Function:
     kind = tool.get("type", "function")
     if kind != "function":
         raise RequestError(
-            f"{where} is of type {str(kind)[:50]!r}; only functions are supported", param=f"{where}.type"
+            f"{where} is of type {str(kind)[:50]!r}; only functions and custom tools are supported",
+            param=f"{where}.type",
         )
     function = tool.get("function")
     if not isinstance(function, Mapping):
@@ -150,12 +163,12 @@ def _choice(
         if mode is ToolMode.REQUIRED and not has_tools:
             raise RequestError("tool_choice is 'required', but there are no tools", param="tool_choice")
         return (mode if has_tools else ToolMode.NONE), names
-    if choice.get("type") == "function":
+    if choice.get("type") in _KINDS:
         return ToolMode.REQUIRED, frozenset((_named(choice, names),))
     if choice.get("type") == "allowed_tools":
         return _allowed(choice.get("allowed_tools", choice), names)
     raise RequestError(
-        f"tool_choice of type {str(choice.get('type'))[:50]!r} is not supported; 'function' and "
+        f"tool_choice of type {str(choice.get('type'))[:50]!r} is not supported; 'function', 'custom' and "
         "'allowed_tools' are",
         param="tool_choice.type",
     )
@@ -172,7 +185,7 @@ def _allowed(allowed: Any, names: frozenset[str]) -> tuple[ToolMode, frozenset[s
 
 
 def _named(choice: Mapping[str, Any], names: frozenset[str]) -> str:
-    function = choice.get("function")
+    function = choice.get(choice.get("type", "function"))
     name = function.get("name") if isinstance(function, Mapping) else choice.get("name")
     if not isinstance(name, str) or name not in names:
         raise RequestError(

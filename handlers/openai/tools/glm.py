@@ -56,7 +56,7 @@ class GlmBlock(XmlBlock):
                 return self._tag(text, {VALUE: XmlPlace.VALUE})
             case XmlPlace.VALUE:
                 return self._value(text)
-            case XmlPlace.BETWEEN:
+            case XmlPlace.BETWEEN | XmlPlace.END:
                 return False
 
     def _call_name(self, text: str) -> bool:

@@ -11,18 +11,16 @@ from collections.abc import Sequence
 
 from ....runtime.errors import RequestError
 from ....runtime.grammar.spec import GrammarKind, GrammarSpec, SchemaTime
-from ..deltas import ReasoningTags
+from ..deltas import CHANNEL, MESSAGE, ReasoningTags
 from .format import CallShape, ToolFormat
 from .functions import MAX_CALLS, ToolMode, ToolPlan, properties_of
 from .harmony import (
     ANALYSIS,
     ASSISTANT,
-    CHANNEL,
     COMMENTARY,
     END,
     FINAL,
     HARMONY,
-    MESSAGE,
     START,
     HarmonyPlace,
     Header,

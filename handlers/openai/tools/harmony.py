@@ -21,10 +21,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ....runtime.text.detokenizer import open_length
-from ..deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
+from ..deltas import CHANNEL, MESSAGE, Delta, ReasoningDelta, TextDelta, ToolCallDelta
 from .format import CallShape, Functions, JsonBlock, NotACallError, ToolFormat, object_text
 
-START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+START, CONSTRAIN = "<|start|>", "<|constrain|>"
 END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
 ASSISTANT, ANALYSIS, COMMENTARY, FINAL = "assistant", "analysis", "commentary", "final"
 NAMESPACE = "functions."
@@ -57,11 +57,6 @@ HARMONY = ToolFormat(
     block=lambda opener, names: JsonBlock(opener, "", names),
     markers=(START, CHANNEL, CONSTRAIN, MESSAGE, END, RETURN, CALL),
 )
-
-
-def has_channels(templates: Mapping[str, str]) -> bool:
-    """True for the chat templates of models that answer in channels."""
-    return any(CHANNEL in text and MESSAGE in text for text in templates.values())
 
 
 class HarmonyPlace(enum.Enum):
@@ -111,6 +106,29 @@ class PromptEnd(Struct, frozen=True):
         if any(end in text for end in (END, RETURN, CALL)):
             return cls(HarmonyPlace.BETWEEN)
         return cls(HarmonyPlace.TEXT, header)
+
+    @property
+    def is_reasoning(self) -> bool:
+        """True if the prompt ends inside of reasoning."""
+        return self.place is HarmonyPlace.TEXT and Header.read(self.header).channel == ANALYSIS
+
+    @property
+    def reasoning_marks(self) -> tuple[str, str]:
+        """The texts with which reasoning begins and ends."""
+        return f"{CHANNEL}{ANALYSIS}{MESSAGE}", END
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The texts that may be special tokens."""
+        return HARMONY.markers
+
+    def reader(
+        self, functions: Functions, *, max_calls: int | None, is_eager: bool, gives_reasoning: bool
+    ) -> ChannelReader:
+        """A reader of one answer, as `ChannelReader` has it."""
+        return ChannelReader(
+            self, functions, max_calls=max_calls, is_eager=is_eager, gives_reasoning=gives_reasoning
+        )
 
 
 class _Kind(enum.Enum):

@@ -43,6 +43,7 @@ class XmlPlace(enum.Enum):
     VALUE_TAG = enum.auto()  # between a name and its value, where they are apart
     VALUE = enum.auto()
     BETWEEN = enum.auto()  # behind a function
+    END = enum.auto()  # behind the closer, where one closes several functions
 
 
 class XmlBlock(SteppedBlock):
@@ -108,7 +109,7 @@ class XmlBlock(SteppedBlock):
                 return True
             case XmlPlace.VALUE:
                 return self._value(text)
-            case XmlPlace.BETWEEN | XmlPlace.VALUE_TAG:
+            case XmlPlace.BETWEEN | XmlPlace.VALUE_TAG | XmlPlace.END:
                 self._skip_spaces(text)
                 if text.startswith(FUNCTION, self._index) and self._opener == OPENER:
                     self._index += len(FUNCTION)

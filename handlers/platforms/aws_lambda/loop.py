@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from ....loader.errors import TeneralError
 from ....runtime.errors import CancelledError, DrainingError
-from ...function.lifetime import calling_on_loop
+from ...function.channel import calling_on_loop
 from ...lifecycle import HOOKS
 from .answers import Reply
 from .errors import AFTER_RESTORE, BEFORE_CHECKPOINT, report

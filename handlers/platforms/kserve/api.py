@@ -158,7 +158,8 @@ class Inference:
             token_lists = await service.text_threads.run(
                 body_bytes, lambda: [tokens_of(text, encode_text, param=name) for text in texts]
             )
-        service.metrics.prompt_taken(sum(map(len, token_lists)))
+        call.prompt_tokens = sum(map(len, token_lists))
+        service.metrics.prompt_taken(call.prompt_tokens)
         call.limit(service.limits.request_timeout_s)
         vectors = await asyncio.wrap_future(embedder.embed(token_lists))  # (N, dim) float32
         return [Tensor("embedding", "FP32", vectors.shape, vectors.reshape(-1))]
@@ -194,6 +195,7 @@ class Inference:
             request_id=call.request_id,
             timeout_s=call.time_left_s(limit_s),
             session=session,
+            on_tokens=call.add_tokens,
         )
         values = cast(AsyncGenerator[Any, None], run(handler, event, context))
         results: list[Any] = []

@@ -58,10 +58,6 @@ output() { # STACK NAME
   aws cloudformation describe-stacks --stack-name "$1" --query "Stacks[0].Outputs[?OutputKey=='$2'].OutputValue" --output text
 }
 
-call() {
-  each_model call_model
-}
-
 remove() {
   each_model remove_stack
 }

@@ -65,10 +65,6 @@ model_ready() { # MODEL RESOURCE API_KEY_VARIABLE
   fi
 }
 
-call() {
-  each_model call_model
-}
-
 # With an identity of the caller's: a service answers no others until it is made public.
 call_model() { # MODEL RESOURCE API_KEY_VARIABLE
   local url token

@@ -1,9 +1,5 @@
 INGRESS="${INGRESS:-}" # HOST:PORT of Knative's ingress, where this machine does not know the names of services
 
-check() {
-  check_cluster
-}
-
 ready() {
   each_model model_ready
 }
@@ -12,16 +8,8 @@ model_ready() { # MODEL RESOURCE API_KEY_VARIABLE
   in_namespace wait --for condition=Ready "$2" --timeout "${TIMEOUT_S}s"
 }
 
-call() {
-  each_model call_model
-}
-
 call_model() { # MODEL RESOURCE API_KEY_VARIABLE
   local url
   url="$(in_namespace get "$2" -o 'jsonpath={.status.url}')"
   ask "$url" "$1" "$3"
-}
-
-remove() {
-  each_file remove_file
 }

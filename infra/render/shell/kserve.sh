@@ -1,3 +1,7 @@
+check() {
+  check_cluster
+}
+
 # Documents of one model are its versions: the next one is a canary of one that is ready.
 apply() {
   each_file apply_in_turn
@@ -8,4 +12,8 @@ apply_in_turn() { # FILE
   case "$1" in
     *inference-service*) in_namespace wait --for condition=Ready "inferenceservice/${1%%.*}" --timeout "${TIMEOUT_S}s" ;;
   esac
+}
+
+remove() {
+  each_file remove_file
 }

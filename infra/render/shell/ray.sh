@@ -42,10 +42,6 @@ ready() {
   done
 }
 
-call() {
-  each_model call_model
-}
-
 call_model() { # MODEL RESOURCE API_KEY_VARIABLE
   ask "$URL" "$1" "$3"
 }

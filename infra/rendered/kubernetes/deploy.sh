@@ -25,6 +25,10 @@ each_file() { # calls its arguments with FILE
   "$@" embed.network-policy.yaml
 }
 
+each_event() { # calls its arguments with MODEL EXAMPLE_EVENT
+  :
+}
+
 each_api_key() { # calls its arguments with MODEL VARIABLE
   "$@" chat CHAT_API_KEY
 }
@@ -37,7 +41,7 @@ each_secret() { # calls its arguments with SECRET KEY...
   "$@" chat-secrets CHAT_API_KEY
 }
 
-each_version() { # calls its arguments with NAME MODEL API_KEY_VARIABLE WARM
+each_model() { # calls its arguments with MODEL RESOURCE API_KEY_VARIABLE WARM
   "$@" chat chat CHAT_API_KEY 1
   "$@" embed embed '' 1
 }
@@ -62,37 +66,58 @@ stop_if_incomplete() {
   if [ -n "$incomplete" ]; then exit 1; fi
 }
 
+call() {
+  each_model call_model
+}
+
+# Prints an answer: to the model's example event, else to a prompt, or of an encoder, which takes none, a vector. The
+# command gets a path of the server and a body, and prints the answer.
+try_bodies() { # MODEL FIELDS COMMAND...
+  local model="$1" fields="$2" event answer
+  shift 2
+  event="$(each_event print_event "$model")"
+  if [ -n "$event" ]; then
+    if answer="$("$@" /invoke "$event")"; then
+      echo "$model: $answer"
+      return
+    fi
+  elif answer="$("$@" /v1/completions "{$fields\"prompt\": \"Hello\", \"max_tokens\": 16}")"; then
+    echo "$model: $answer"
+    return
+  elif "$@" /v1/embeddings "{$fields\"input\": \"Hello\"}" >/dev/null; then
+    echo "$model: a vector"
+    return
+  fi
+  echo "$model does not answer: $answer" >&2
+  exit 1
+}
+
+print_event() { # MODEL OTHER_MODEL EXAMPLE_EVENT
+  if [ "$1" = "$2" ]; then printf '%s' "$3"; fi
+}
+
 check_api_key() { # MODEL VARIABLE
   [ -n "${!2:-}" ] || missing "the variable $2: the API key of $1, for the call" "export $2"
 }
 
-# Prints an answer of the model: text, or of an encoder, which has none, a vector. An API key reaches curl through a
-# pipe: other users of this machine can see arguments.
+# An API key reaches curl through a pipe: other users of this machine can see arguments.
 ask() { # URL MODEL API_KEY_VARIABLE [HEADER...]
-  local url="$1" model="$2" key_variable="$3" answer
+  local url="$1" model="$2" key_variable="$3"
   shift 3
   if [ -n "$key_variable" ]; then
     check_api_key "$model" "$key_variable"
     stop_if_incomplete
     set -- "authorization: Bearer ${!key_variable}" "$@"
   fi
-  if answer="$(post "$url/v1/completions" '{"model": "'"$model"'", "prompt": "Hello", "max_tokens": 16}' "$@")"; then
-    echo "$model: $answer"
-  elif post "$url/v1/embeddings" '{"model": "'"$model"'", "input": "Hello"}' "$@" >/dev/null; then
-    echo "$model: a vector"
-  else
-    echo "$model does not answer at $url: $answer" >&2
-    exit 1
-  fi
+  headers=("$@")
+  try_bodies "$model" '"model": "'"$model"'", ' post "$url"
 }
 
 # Repeats a request while nothing listens there, or it answers that it is not ready.
-post() { # URL BODY [HEADER...]
-  local url="$1" body="$2"
-  shift 2
-  printf '%s\n' "content-type: application/json" "$@" |
+post() { # URL PATH BODY
+  printf '%s\n' "content-type: application/json" ${headers[@]+"${headers[@]}"} |
     curl --silent --show-error --fail-with-body --retry 20 --retry-delay 1 --retry-connrefused \
-      --connect-timeout 10 --max-time "$TIMEOUT_S" ${INGRESS:+--connect-to "::$INGRESS"} -H @- -d "$body" "$url"
+      --connect-timeout 10 --max-time "$TIMEOUT_S" ${INGRESS:+--connect-to "::$INGRESS"} -H @- -d "$3" "$1$2"
 }
 
 NAMESPACE="${NAMESPACE:-models}"
@@ -157,32 +182,6 @@ ask_service() { # NAMESPACE SERVICE PORT MODEL API_KEY_VARIABLE [HEADER...]
   trap - EXIT
 }
 
-INTERCEPTOR_NAMESPACE="${INTERCEPTOR_NAMESPACE:-keda}" # of KEDA's HTTP add-on
-
-ready() {
-  each_version version_ready
-}
-
-version_ready() { # NAME MODEL API_KEY_VARIABLE WARM
-  if [ "$4" -gt 0 ]; then
-    in_namespace rollout status "deployment/$1" --timeout "${TIMEOUT_S}s"
-  else # a Deployment of no instances, which the first request starts
-    in_namespace wait --for condition=Ready "scaledobject/$1" --timeout "${TIMEOUT_S}s"
-  fi
-}
-
-call() {
-  each_version call_version
-}
-
-call_version() { # NAME MODEL API_KEY_VARIABLE WARM
-  if [ "$4" -gt 0 ]; then
-    ask_service "$NAMESPACE" "$1" 8080 "$2" "$3"
-  else # the interceptor finds the model by the host
-    ask_service "$INTERCEPTOR_NAMESPACE" keda-add-ons-http-interceptor-proxy 8080 "$2" "$3" "host: $1"
-  fi
-}
-
 check() {
   check_cluster
 }
@@ -193,6 +192,28 @@ apply() {
 
 remove() {
   each_file remove_file
+}
+
+INTERCEPTOR_NAMESPACE="${INTERCEPTOR_NAMESPACE:-keda}" # of KEDA's HTTP add-on
+
+ready() {
+  each_model model_ready
+}
+
+model_ready() { # MODEL RESOURCE API_KEY_VARIABLE WARM
+  if [ "$4" -gt 0 ]; then
+    in_namespace rollout status "deployment/$2" --timeout "${TIMEOUT_S}s"
+  else # a Deployment of no instances, which the first request starts
+    in_namespace wait --for condition=Ready "scaledobject/$2" --timeout "${TIMEOUT_S}s"
+  fi
+}
+
+call_model() { # MODEL RESOURCE API_KEY_VARIABLE WARM
+  if [ "$4" -gt 0 ]; then
+    ask_service "$NAMESPACE" "$2" 8080 "$1" "$3"
+  else # the interceptor finds the model by the host
+    ask_service "$INTERCEPTOR_NAMESPACE" keda-add-ons-http-interceptor-proxy 8080 "$1" "$3" "host: $2"
+  fi
 }
 
 case "${1:-deploy}" in

@@ -15,6 +15,10 @@ each_file() { # calls its arguments with FILE
   "$@" embed.template.yaml
 }
 
+each_event() { # calls its arguments with MODEL EXAMPLE_EVENT
+  :
+}
+
 each_image() { # calls its arguments with ACCOUNT REGION REPOSITORY IMAGE_ID
   "$@" 123456789012 eu-central-1 teneral imageDigest=sha256:4c7d1f0a9be2834d5f60718293a4b5c6d7e8f9000112233445566778899aabbc
 }
@@ -42,6 +46,36 @@ need() { # PROGRAM
 
 stop_if_incomplete() {
   if [ -n "$incomplete" ]; then exit 1; fi
+}
+
+call() {
+  each_model call_model
+}
+
+# Prints an answer: to the model's example event, else to a prompt, or of an encoder, which takes none, a vector. The
+# command gets a path of the server and a body, and prints the answer.
+try_bodies() { # MODEL FIELDS COMMAND...
+  local model="$1" fields="$2" event answer
+  shift 2
+  event="$(each_event print_event "$model")"
+  if [ -n "$event" ]; then
+    if answer="$("$@" /invoke "$event")"; then
+      echo "$model: $answer"
+      return
+    fi
+  elif answer="$("$@" /v1/completions "{$fields\"prompt\": \"Hello\", \"max_tokens\": 16}")"; then
+    echo "$model: $answer"
+    return
+  elif "$@" /v1/embeddings "{$fields\"input\": \"Hello\"}" >/dev/null; then
+    echo "$model: a vector"
+    return
+  fi
+  echo "$model does not answer: $answer" >&2
+  exit 1
+}
+
+print_event() { # MODEL OTHER_MODEL EXAMPLE_EVENT
+  if [ "$1" = "$2" ]; then printf '%s' "$3"; fi
 }
 
 SECRET_ARN="${SECRET_ARN:-}" # of the secret with all keys below, as one JSON object; not needed where there are none
@@ -104,10 +138,6 @@ output() { # STACK NAME
   aws cloudformation describe-stacks --stack-name "$1" --query "Stacks[0].Outputs[?OutputKey=='$2'].OutputValue" --output text
 }
 
-call() {
-  each_model call_model
-}
-
 remove() {
   each_model remove_stack
 }
@@ -132,23 +162,15 @@ deploy_model() { # MODEL STACK KEYS
 
 # By the function's own name, with the caller's rights; README.md has the call of its URL.
 call_model() { # MODEL STACK KEYS
-  local function
-  function="$(output "$2" Function)"
-  if invoke "$function" '{"prompt": "Hello", "max_tokens": 16}'; then
-    echo "$1: $(cat answer.json)"
-  elif invoke "$function" '{"input": "Hello"}'; then
-    echo "$1: a vector"
-  else
-    echo "$1 does not answer: $(cat answer.json)" >&2
-    exit 1
-  fi
-  rm -f answer.json
+  try_bodies "$1" "" invoke "$(output "$2" Function)"
 }
 
-invoke() { # FUNCTION PAYLOAD
+invoke() { # FUNCTION PATH PAYLOAD
   local failure
   failure="$(aws lambda invoke --function-name "$1" --qualifier live --cli-binary-format raw-in-base64-out \
-    --cli-read-timeout "$TIMEOUT_S" --payload "$2" --query FunctionError --output text answer.json)" && [ "$failure" = None ]
+    --cli-read-timeout "$TIMEOUT_S" --payload "$3" --query FunctionError --output text answer.json)" || failure="$?"
+  if [ -e answer.json ]; then cat answer.json && rm answer.json; fi
+  [ "$failure" = None ]
 }
 
 case "${1:-deploy}" in

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...errors import CheckpointError
 from ..nibbles import pack_nibbles, unpack_nibbles
 from .blocks import MXFP4
 from .model import Form, TensorPiece
@@ -39,8 +40,10 @@ def row_bytes(piece: TensorPiece) -> int:
     columns = piece.source.columns
     if piece.form is Form.BLOCKS:
         return piece.source.row_bytes
-    if piece.form is Form.FLOATS:
-        return columns * (4 if piece.spec.dtype == "F32" else 2)
+    if piece.form in (Form.FLOATS, Form.LOGS, Form.LATENTS):
+        # A bias has rows of one number.
+        width = piece.spec.shape[-1] if piece.form is Form.LATENTS else columns
+        return width * (4 if piece.spec.dtype == "F32" else 2)
     groups = columns // piece.source.type.elements
     return {
         Form.INT8: columns,
@@ -74,6 +77,12 @@ def made_of(piece: TensorPiece, rows: Bytes) -> Bytes:
         if kind.dtype == piece.spec.dtype and not piece.shift:
             return rows.reshape(-1)
         return _encode(kind.to_floats(blocks) + np.float32(piece.shift), piece.spec.dtype)
+    if piece.form is Form.LOGS:
+        decays = -kind.to_floats(blocks).astype(np.float64)
+        if not (decays > 0).all():
+            where = piece.source.name
+            raise CheckpointError(f"{where} has numbers that are not below 0", where=where)
+        return _encode(np.log(decays).astype(np.float32), "F32")
     assert kind.to_integers is not None
     levels = kind.to_integers(blocks).levels.reshape(len(rows), -1)
     if piece.form is Form.INT8:
@@ -81,11 +90,21 @@ def made_of(piece: TensorPiece, rows: Bytes) -> Bytes:
     return pack_nibbles((levels + np.int8(8)).view(np.uint8)).reshape(-1)
 
 
+def made_of_latents(piece: TensorPiece, tensor: GgufTensor, rows: Bytes) -> Bytes:
+    """Some heads of the tensor for keys or that for values as a piece of both has them: (heads, rows, row bytes)."""
+    heads = floats_of(tensor, rows).reshape(-1, *tensor.shape[1:])
+    if tensor is piece.source:
+        heads = np.ascontiguousarray(heads.swapaxes(1, 2))
+    return _encode(heads, piece.spec.dtype).reshape(*heads.shape[:2], -1)
+
+
 def is_reversible(pieces: Sequence[TensorPiece]) -> bool:
     """True if the pieces, all those of one tensor, hold every bit of it."""
     first = pieces[0]
     if first.form is Form.FLOATS:
         return first.source.type.dtype == first.spec.dtype and not first.shift
+    if first.form in (Form.LOGS, Form.LATENTS):
+        return False
     return first.form is Form.BLOCKS or first.source.type.name in _REVERSIBLE
 
 

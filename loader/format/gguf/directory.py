@@ -10,6 +10,7 @@ depend only on the file.
 from __future__ import annotations
 
 import json
+import math
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ import numpy as np
 from ...errors import FormatError, NotFoundError
 from ...sources.base import ObjectInfo, Remote, Source, check_name
 from ..safetensors import TensorEntry, make_header
-from .conversion import floats_of, lies_in_the_file, made_of, row_bytes
+from .conversion import floats_of, lies_in_the_file, made_of, made_of_latents, row_bytes
 from .fields import GgufFields
 from .model import GgufModel, Keeps, TensorPiece, describe_model
 from .original import OriginalBytes
@@ -89,7 +90,8 @@ class GgufDirectory:
     def wire_share(self) -> float:
         """Bytes of the file that are read for one byte of model.safetensors. Raises as `conversions`."""
         content = self._open()
-        read_bytes = sum(piece.source.num_rows * piece.source.row_bytes for piece in content.pieces)
+        sources = [tensor for piece in content.pieces for tensor in (piece.source, piece.values) if tensor]
+        read_bytes = sum(tensor.num_rows * tensor.row_bytes for tensor in sources)
         return read_bytes / content.size_bytes
 
     def file_bytes(self) -> int:
@@ -199,6 +201,9 @@ class GgufDirectory:
         if lies_in_the_file(piece):
             self._source.read_into(info.name, tensor.begin + start, out.data, version=info.version)
             return
+        if piece.values is not None:
+            self._make_latents(info, piece, piece.values, start, out)
+            return
         own_bytes = row_bytes(piece)
         unit = piece.head_rows or 1  # rows that are only known together
         begin = start // own_bytes // unit * unit
@@ -215,6 +220,25 @@ class GgufDirectory:
             for row in range(0, len(stored), step):
                 made = made_of(piece, stored[row : row + step])
                 _copy_overlap(made, (first + row) * own_bytes, out, start)
+
+    def _make_latents(
+        self, info: ObjectInfo, piece: TensorPiece, values: GgufTensor, start: int, out: Bytes
+    ) -> None:
+        """Likewise of a piece of keys and `values` of latents, some heads at a time."""
+        num_heads = values.shape[0]
+        head_bytes = piece.spec.shape[0] // num_heads * row_bytes(piece)
+        step = max(1, _READ_ELEMENTS // math.prod(piece.spec.shape) * num_heads)
+        end = -(-(start + len(out)) // head_bytes)
+        for first in range(start // head_bytes, end, step):
+            parts = []
+            for tensor in (piece.source, values):
+                own_bytes = tensor.size_bytes // num_heads
+                stored = np.empty(own_bytes * (min(end, first + step) - first), np.uint8)
+                self._source.read_into(
+                    info.name, tensor.begin + first * own_bytes, stored.data, version=info.version
+                )
+                parts.append(made_of_latents(piece, tensor, stored))
+            _copy_overlap(np.concatenate(parts, axis=1).reshape(-1), first * head_bytes, out, start)
 
 
 def _copy_overlap(data: Bytes, data_start: int, out: Bytes, out_start: int) -> None:

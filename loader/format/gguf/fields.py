@@ -26,13 +26,15 @@ class GgufFields:
     def get(self, key: str) -> Any:
         return self._metadata.get(key)
 
-    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
+    def integer(
+        self, key: str, low: int, high: int, default: int | None = None, *, may_lack: bool = False
+    ) -> int:
         """Without a default the key must be there. Some writers state one number a layer, all
-        alike: that one.
+        alike: that one. With `may_lack` it is 0 in layers that have none.
         """
         value = self._metadata.get(key, default)
         if hasattr(value, "tolist"):
-            value = value.tolist()
+            value = [each for each in value.tolist() if each or not may_lack]
             value = value[0] if value and all(each == value[0] for each in value) else value
         if type(value) is not int or not low <= value <= high:
             raise self._not(key, value, f"a whole number from {low} to {high}")

@@ -8,42 +8,30 @@ that is not known here is refused by name, since leaving it out would silently c
 from __future__ import annotations
 
 import enum
-import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from ...errors import CheckpointError
 from ..nibbles import RUN
 from ..safetensors import TensorSpec
 from .blocks import MXFP4
-from .families import Family, family_of
+from .families import EMBEDDINGS, LATENT_PARTS, LATENT_UP, SHARED_GATE, Family, family_of
 from .fields import GgufFields
 from .reader import GgufFile, GgufTensor
+from .rope import HINT, ROPE_TENSORS, Table, rope_scaling
+from .settings import MAX_CONTEXT, MAX_HEAD_DIM, MAX_LAYERS, MAX_WIDTH
 
-MAX_LAYERS = 1_024
-MAX_WIDTH = 1 << 20
 MAX_HEADS = 4_096
-MAX_HEAD_DIM = 1_024
-MAX_CONTEXT = 1 << 24
 MAX_EXPERTS_OF_ALL_LAYERS = 1 << 15
 
-_HINT = "Pack the original model, as Hugging Face has it."
-
-Table = Callable[[GgufTensor], list[float]]  # the content of a small tensor
-
-
-_OUTER = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_ROPE_FREQUENCIES = "rope_freqs.weight"
-_ROPE_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
-_LAYER = re.compile(r"blk\.([0-9]{1,4})\.([a-z_]+)\.(weight|bias)")
+_FINAL_NORMS = ("output_norm", "token_embd_norm")  # LFM2's files have the second
+_LAYER = re.compile(r"blk\.([0-9]{1,4})\.(?:([a-z0-9_.]+)\.(weight|bias)|ssm_a)")
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# Ends of names whose floats stay as they are: vectors that are not biases of products, convolutions, positions
+_KEPT_MATRICES = ("conv.weight", "conv1d.weight", "position_embd.weight", "embed_positions.weight")
+_KEPT = ("norm.weight", "sinks", "dt_bias", "e_score_correction_bias", "expert_bias", *_KEPT_MATRICES)
 # transformers' name of the dtype that floats are stored in
 _TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
@@ -58,6 +46,8 @@ class Form(enum.Enum):
     E2M1 = "MXFP4"
     E8M0 = "exponents"
     BLOCKS = "blocks"
+    LOGS = "logarithms"  # fp32, of negated floats
+    LATENTS = "latents"  # floats: each head's rows for keys, turned around, then those for values
 
 
 class Keeps(enum.IntEnum):
@@ -76,6 +66,7 @@ class TensorPiece(NamedTuple):
     form: Form
     head_rows: int = 0  # rows of a head whose pairs are taken apart; 0: rows stay in their order
     shift: float = 0.0  # added to floats, in fp32
+    values: GgufTensor | None = None  # of latents (heads, size, rank); `source` has keys, (heads, rank, size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,20 +82,23 @@ class GgufModel:
 def describe_model(file: GgufFile, read_table: Table, keeps: Keeps = Keeps.BLOCKS) -> GgufModel:
     """The model in a file. Raises `CheckpointError` for what is not supported."""
     fields = GgufFields(file.where, file.metadata)
-    family = family_of(fields)
+    family = family_of(fields, file.tensors)
     if fields.integer("split.count", 0, 1 << 16, 0) > 1:
         raise fields.wrong(
             "this is one of several files of a split model", hint="Join them with gguf-split --merge."
         )
-    config = _config(file, fields, family, read_table)
-    dtype = _float_dtype(file)
+    config, tensors = _config(file, fields, family, read_table)
+    dtype = _float_dtype(tensors)
     pieces: list[TensorPiece] = []
-    for tensor in file.tensors.values():
-        if tensor.name in (_ROPE_FREQUENCIES, *_ROPE_FACTORS):
+    for tensor in tensors:
+        kind = tensor.name.split(".")[2] if family.has_latents and tensor.name.startswith("blk.") else ""
+        if kind in LATENT_PARTS:
+            pieces += _latent_pieces(fields, family, file, tensor, config, dtype)
             continue
         for name, part in _named(fields, family, tensor, config):
             head_rows, shift = _head_rows(fields, name, part, config, family), 0.0
-            if family.has_shifted_norms and name.endswith("norm.weight"):
+            is_shifted = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+            if family.has_shifted_norms and is_shifted:
                 shift = -1.0
             pieces += _pieces_of(name, part, dtype, head_rows, shift, keeps)
     config["torch_dtype"] = _TORCH_NAMES[dtype]
@@ -117,60 +111,111 @@ def describe_model(file: GgufFile, read_table: Table, keeps: Keeps = Keeps.BLOCK
             "group_size": 32,
             "symmetric": True,
         }
-    rows = file.tensors["token_embd.weight"].shape[0]
+    rows = file.tensors[EMBEDDINGS].shape[0]
     return GgufModel(config, tuple(pieces), rows, tuple(_conversions(pieces)))
 
 
-def _config(file: GgufFile, fields: GgufFields, family: Family, read_table: Table) -> dict[str, Any]:
+def _config(
+    file: GgufFile, fields: GgufFields, family: Family, read_table: Table
+) -> tuple[dict[str, Any], list[GgufTensor]]:
+    """config.json, and the tensors that the model has besides it."""
     own = f"{fields.text('general.architecture')}."
-    embeddings = _matrix(file, fields, "token_embd.weight")
+    embeddings = _matrix(file, fields, EMBEDDINGS)
     hidden = fields.integer(own + "embedding_length", 1, MAX_WIDTH)
     heads = fields.integer(own + "attention.head_count", 1, MAX_HEADS)
-    kv_heads = fields.integer(own + "attention.head_count_kv", 1, heads, heads)
+    kv_heads = fields.integer(own + "attention.head_count_kv", 1, heads, heads, may_lack=True)
     if heads % kv_heads:
         raise fields.wrong(f"{heads} heads cannot share {kv_heads} heads of keys and values")
-    layers = fields.integer(own + "block_count", 1, MAX_LAYERS)
-    head_dim = fields.integer(own + "attention.key_length", 2, MAX_HEAD_DIM, max(2, hidden // heads))
-    turned = fields.integer(own + "rope.dimension_count", 2, head_dim, head_dim)
-    if turned % 2:
-        raise fields.wrong(f"{own}rope.dimension_count is {turned}, but must be even")
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if key == "rope.dimension_count" and family.may_turn_partly:
-            continue
-        if fields.integer(own + key, 1, MAX_HEAD_DIM, head_dim) != head_dim:
-            raise fields.wrong(
-                f"{own}{key} differs from the {head_dim} columns of a head, which is not supported"
-            )
-    if head_dim % 2:
-        raise fields.wrong(f"heads have {head_dim} columns, but must have an even number")
+    predicting = fields.integer(f"{own}nextn_predict_layers", 0, MAX_LAYERS, 0)  # which are not used
+    layers = fields.integer(own + "block_count", predicting + 1, MAX_LAYERS) - predicting
+    head_dim, turned = _head_columns(fields, own, family, max(2, hidden // heads))
+    # Of a mixture in all layers the size of an MLP is not used.
+    has_no_mlp = bool(family.experts) and f"{own}feed_forward_length" not in fields
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         "vocab_size": embeddings.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": fields.integer(own + "feed_forward_length", 1, MAX_WIDTH),
+        "intermediate_size": fields.integer(
+            own + ("expert_" if has_no_mlp else "") + "feed_forward_length", 1, MAX_WIDTH
+        ),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "hidden_act": family.activation,
-        "rms_norm_eps": fields.shortest(own + "attention.layer_norm_rms_epsilon", 0.0, 1.0),
+        family.norm_eps: fields.shortest(
+            f"{own}attention.layer_norm_{'' if family.has_layer_norms else 'rms_'}epsilon", 0.0, 1.0
+        ),
         "max_position_embeddings": fields.integer(own + "context_length", 1, MAX_CONTEXT),
         "rope_theta": fields.shortest(own + "rope.freq_base", 2.0, 1e12, 10_000.0),
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
-    has_bias = _has_attention_bias(file, fields, family)
+    tensors = [
+        part for tensor in _used(file, layers, predicting) for part in _apart(fields, family, tensor, config)
+    ]
+    has_bias = _has_attention_bias(tensors, fields, family)
     if family.always_has_biases and not has_bias:
         raise fields.wrong("the projections of the attention have no biases, which this architecture needs")
     if not family.always_has_biases:
-        config["attention_bias"] = has_bias
-    if turned != head_dim:
+        config[family.bias_setting] = has_bias
+    if family.may_turn_partly:
         config["partial_rotary_factor"] = turned / head_dim
+    for kind, setting in family.optional.items():
+        config[setting] = any(tensor.name.endswith(f".{kind}.weight") for tensor in tensors)
     config |= family.settings(fields, own, config)
-    scaling = _rope_scaling(file, fields, own, config, family, read_table)
+    scaling = rope_scaling(file, fields, own, config, family, read_table)
     if scaling is not None:
         config["rope_scaling"] = scaling
-    return config
+    return config, tensors
+
+
+def _head_columns(fields: GgufFields, own: str, family: Family, default: int) -> tuple[int, int]:
+    """Of a head, and how many of them are turned."""
+    length_key = "rope.dimension_count" if family.has_latents else "attention.key_length"
+    head_dim = fields.integer(own + length_key, 2, MAX_HEAD_DIM, default)
+    turned = fields.integer(own + "rope.dimension_count", 2, head_dim, head_dim)
+    if head_dim % 2 or turned % 2:
+        raise fields.wrong(f"{turned} of a head's {head_dim} columns are turned; both must be even")
+    equal = () if family.has_latents else ("attention.value_length", "rope.dimension_count")
+    for key in equal[:1] if family.may_turn_partly else equal:
+        if fields.integer(own + key, 1, MAX_HEAD_DIM, head_dim) != head_dim:
+            raise fields.wrong(
+                f"{own}{key} differs from the {head_dim} columns of a head, which is not supported"
+            )
+    return head_dim, turned
+
+
+def _used(file: GgufFile, layers: int, predicting: int) -> Iterator[GgufTensor]:
+    """All tensors but those that became settings, and those of layers that predict further tokens."""
+    prefixes = tuple(f"blk.{layer}." for layer in range(layers, layers + predicting))
+    for tensor in file.tensors.values():
+        if tensor.name not in ROPE_TENSORS and not tensor.name.startswith(prefixes):
+            yield tensor
+
+
+def _apart(
+    fields: GgufFields, family: Family, tensor: GgufTensor, config: dict[str, Any]
+) -> Iterator[GgufTensor]:
+    """A tensor with rows of queries, keys and values as one for each; any other as it is."""
+    found = _LAYER.fullmatch(tensor.name)
+    parts = family.merged.get(found[2], ()) if found is not None else ()
+    if not parts or found is None:
+        yield tensor
+        return
+    kv_rows = config["num_key_value_heads"] * config["head_dim"]
+    sizes = (config["num_attention_heads"] * config["head_dim"], kv_rows, kv_rows)
+    rows, first = tensor.shape[0], 0
+    if rows != sum(sizes):
+        raise fields.wrong(f"{tensor.name} of shape {tensor.shape} does not have {sum(sizes)} rows")
+    for part, size in zip(parts, sizes, strict=True):
+        yield tensor._replace(
+            name=f"blk.{found[1]}.{part}.{found[3]}",
+            shape=(size, *tensor.shape[1:]),
+            begin=tensor.begin + tensor.size_bytes * first // rows,
+            size_bytes=tensor.size_bytes * size // rows,
+        )
+        first += size
 
 
 def _matrix(file: GgufFile, fields: GgufFields, name: str) -> GgufTensor:
@@ -180,9 +225,10 @@ def _matrix(file: GgufFile, fields: GgufFields, name: str) -> GgufTensor:
     return tensor
 
 
-def _has_attention_bias(file: GgufFile, fields: GgufFields, family: Family) -> bool:
+def _has_attention_bias(tensors: list[GgufTensor], fields: GgufFields, family: Family) -> bool:
+    names = {tensor.name for tensor in tensors}
     has = {
-        kind: any(name.startswith("blk.") and name.endswith(f".{kind}.bias") for name in file.tensors)
+        kind: any(name.startswith("blk.") and name.endswith(f".{kind}.bias") for name in names)
         for kind in family.biases
     }
     if len(set(has.values())) > 1:
@@ -192,88 +238,18 @@ def _has_attention_bias(file: GgufFile, fields: GgufFields, family: Family) -> b
     return any(has.values())
 
 
-def _rope_scaling(
-    file: GgufFile,
-    fields: GgufFields,
-    own: str,
-    config: dict[str, Any],
-    family: Family,
-    read_table: Table,
-) -> dict[str, Any] | None:
-    turned = round(config.get("partial_rotary_factor", 1.0) * config["head_dim"])
-    if _ROPE_FREQUENCIES in file.tensors:
-        tensor = file.tensors[_ROPE_FREQUENCIES]
-        if tensor.type.name != "F32" or tensor.shape != (config["head_dim"] // 2,):
-            raise fields.wrong(f"{_ROPE_FREQUENCIES} must be {config['head_dim'] // 2} numbers of F32")
-        return _llama3_scaling(fields, read_table(tensor), config)
-    if family.model_type == "phi3" and any(name in file.tensors for name in _ROPE_FACTORS):
-        return _longrope_scaling(file, fields, own, turned, read_table)
-    kind = fields.text(own + "rope.scaling.type", "none")
-    if kind == "none":
-        return None
-    factor = fields.shortest(own + "rope.scaling.factor", 1e-3, 1e6, 1.0)
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": factor}
-    if kind == "yarn":
-        original = fields.integer(own + "rope.scaling.original_context_length", 1, MAX_CONTEXT)
-        yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-        return yarn | ({"truncate": False} if family.model_type == "gpt_oss" else {})
-    raise fields.wrong(
-        f"the rotary embedding is stretched by {kind[:40]!r}, which is not supported", hint=_HINT
-    )
-
-
-def _longrope_scaling(
-    file: GgufFile, fields: GgufFields, own: str, turned: int, read_table: Table
-) -> dict[str, Any]:
-    """Both sets of factors, and the multiplier of scores at stretched positions."""
-    factors = []
-    for name in _ROPE_FACTORS:
-        tensor = file.tensors.get(name)
-        if tensor is None or tensor.type.name != "F32" or tensor.shape != (turned // 2,):
-            raise fields.wrong(f"{name} must be {turned // 2} numbers of F32")
-        factors.append(read_table(tensor))
-    scaling: dict[str, Any] = {"rope_type": "longrope", "long_factor": factors[0], "short_factor": factors[1]}
-    if f"{own}rope.scaling.attn_factor" in fields:
-        scaling["attention_factor"] = fields.shortest(f"{own}rope.scaling.attn_factor", 0.0, 1e6)
-    return scaling
-
-
-def _llama3_scaling(fields: GgufFields, divisors: list[float], config: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of Llama 3.1's stretching that give these divisors of the frequencies."""
-    found = {
-        "rope_type": "llama3",
-        "factor": float(str(np.float32(max(divisors)))),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    if not np.allclose(_llama3_divisors(found, config), divisors, rtol=1e-4):
-        raise fields.wrong(f"{_ROPE_FREQUENCIES} is not what Llama 3.1 has", hint=_HINT)
-    return found
-
-
-def _llama3_divisors(scaling: dict[str, Any], config: dict[str, Any]) -> list[float]:
-    """The divisor of each frequency: 1 of short waves, the factor of long ones, and between them a
-    mixture.
-    """
-    divisors = []
-    for index in range(config["head_dim"] // 2):
-        wave = 2 * math.pi * config["rope_theta"] ** (2 * index / config["head_dim"])
-        share = scaling["original_max_position_embeddings"] / wave - scaling["low_freq_factor"]
-        share = min(1.0, max(0.0, share / (scaling["high_freq_factor"] - scaling["low_freq_factor"])))
-        divisors.append(1 / ((1 - share) / scaling["factor"] + share))
-    return divisors
-
-
 def _named(
     fields: GgufFields, family: Family, tensor: GgufTensor, config: dict[str, Any]
 ) -> Iterator[tuple[str, GgufTensor]]:
     """A tensor by its name of transformers; one with all experts of a layer is one for each of
     them.
     """
-    if tensor.name in _OUTER:
-        yield _OUTER[tensor.name], tensor
+    if tensor.name in family.outer:
+        yield family.outer[tensor.name], tensor
+        return
+    outer, _, suffix = tensor.name.partition(".")
+    if outer in _FINAL_NORMS and (suffix == "weight" or (suffix == "bias" and family.norms_have_biases)):
+        yield f"model.{family.final_norm}.{suffix}", tensor
         return
     found = _LAYER.fullmatch(tensor.name)
     if found is None or int(found[1]) >= config["num_hidden_layers"] or str(int(found[1])) != found[1]:
@@ -283,23 +259,59 @@ def _named(
         assert family.experts is not None
         for number, part in enumerate(_experts_of(fields, tensor, config, 3 if suffix == "weight" else 2)):
             yield f"{layer}{family.experts[kind].format(number)}.{suffix}", part
-    elif kind == "attn_sinks" and suffix == "weight" and kind in family.inner:
-        yield f"{layer}{family.inner[kind]}", tensor
-    elif kind in family.inner and (suffix == "weight" or kind in family.biases):
-        yield f"{layer}{family.inner[kind]}.{suffix}", tensor
+    elif (end := tensor.name.split(".", 2)[2]) in family.whole:
+        yield f"{layer}{family.whole[end]}", tensor
+    elif kind in family.inner and (suffix == "weight" or _may_have_bias(family, kind)):
+        # One row, which files have as a vector.
+        is_row = kind == SHARED_GATE and len(tensor.shape) == 1
+        shape = (1, *tensor.shape) if is_row else tensor.shape
+        yield f"{layer}{family.inner[kind]}.{suffix}", tensor._replace(shape=shape)
     else:
         raise _useless(fields, tensor)
 
 
+def _latent_pieces(
+    fields: GgufFields,
+    family: Family,
+    file: GgufFile,
+    tensor: GgufTensor,
+    config: dict[str, Any],
+    dtype: str,
+) -> Iterator[TensorPiece]:
+    """The one matrix for keys and values, made at the tensor for keys."""
+    _, layer, kind, suffix = tensor.name.split(".")
+    keys, values = (file.tensors.get(f"blk.{layer}.{each}.{suffix}") for each in LATENT_PARTS)
+    heads, rank = config["num_attention_heads"], config["kv_lora_rank"]
+    plain, size = config["qk_nope_head_dim"], config["v_head_dim"]
+    if (
+        keys is None
+        or values is None
+        or suffix != "weight"
+        or (keys.shape, values.shape) != ((heads, rank, plain), (heads, size, rank))
+    ):
+        raise fields.wrong(
+            f"{tensor.name} of shape {tensor.shape} is not one of two matrices for keys and values of "
+            f"{heads} heads, ({rank}, {plain}) and ({size}, {rank})"
+        )
+    if kind == LATENT_PARTS[0]:
+        name = f"model.layers.{layer}.{family.inner[LATENT_UP]}.weight"
+        spec = TensorSpec(name, dtype, (heads * (plain + size), rank))
+        yield TensorPiece(spec, keys, Form.LATENTS, values=values)
+
+
+def _may_have_bias(family: Family, kind: str) -> bool:
+    return kind in family.biases or (family.norms_have_biases and kind in ("attn_norm", "ffn_norm"))
+
+
 def _useless(fields: GgufFields, tensor: GgufTensor) -> CheckpointError:
-    return fields.wrong(f"the tensor {tensor.name} is of no known use", hint=_HINT)
+    return fields.wrong(f"the tensor {tensor.name} is of no known use", hint=HINT)
 
 
 def _experts_of(
     fields: GgufFields, tensor: GgufTensor, config: dict[str, Any], dimensions: int
 ) -> Iterator[GgufTensor]:
     """The matrices or vectors of a tensor (experts, …) with this number of dimensions."""
-    num = config.get("num_experts", config.get("num_local_experts"))
+    num = next(config[key] for key in _NUM_EXPERTS if key in config)
     if len(tensor.shape) != dimensions or tensor.shape[0] != num:
         raise fields.wrong(f"{tensor.name} of shape {tensor.shape} does not hold {num} experts")
     if num * config["num_hidden_layers"] > MAX_EXPERTS_OF_ALL_LAYERS:
@@ -324,11 +336,15 @@ def _head_rows(
     return head_rows
 
 
-def _float_dtype(file: GgufFile) -> str:
+def _float_dtype(tensors: list[GgufTensor]) -> str:
     """Of all matrices and biases that are no integers: theirs, where they have one in common; else
     BF16.
     """
-    found = {tensor.type.dtype for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    found = {
+        tensor.type.dtype
+        for tensor in tensors
+        if len(tensor.shape) > 1 and not tensor.name.endswith(_KEPT_MATRICES)
+    }
     dtype = found.pop() if len(found) == 1 else None
     return dtype or "BF16"
 
@@ -340,11 +356,11 @@ def _pieces_of(
     is_matrix = len(shape) == 2 and name.endswith(".weight")
     if keeps >= Keeps.BLOCKS and tensor.type.is_kept and is_matrix:
         block = tensor.type
-        stored = (shape[0], shape[1] // block.elements, block.block_bytes)
-        yield TensorPiece(TensorSpec(name, "U8", stored), tensor, Form.BLOCKS, head_rows)
+        blocks = (shape[0], shape[1] // block.elements, block.block_bytes)
+        yield TensorPiece(TensorSpec(name, "U8", blocks), tensor, Form.BLOCKS, head_rows)
         return
     if keeps >= Keeps.INTEGERS and tensor.type.bits is not None and is_matrix:
-        is_table = name == _OUTER["token_embd.weight"]  # whose rows are looked up
+        is_table = tensor.name == EMBEDDINGS  # whose rows are looked up
         if tensor.type.bits == 4 and shape[1] % RUN == 0 and not is_table:
             yield TensorPiece(TensorSpec(name, "U8", (shape[0], shape[1] // 2)), tensor, Form.INT4, head_rows)
         else:
@@ -356,19 +372,22 @@ def _pieces_of(
         keeps >= Keeps.INTEGERS
         and tensor.type.name == MXFP4
         and len(shape) == 2
-        and name != _OUTER["token_embd.weight"]
+        and tensor.name != EMBEDDINGS
     ):
         yield TensorPiece(TensorSpec(name, "U8", (shape[0], shape[1] // 2)), tensor, Form.E2M1, head_rows)
         exponents = TensorSpec(f"{name}_scale", "U8", (shape[0], shape[1] // tensor.type.elements))
         yield TensorPiece(exponents, tensor, Form.E8M0, head_rows)
         return
-    is_norm = name.endswith(("norm.weight", "sinks"))
-    own = tensor.type.dtype if is_norm and tensor.type.dtype is not None else dtype
+    if name.endswith("A_log"):
+        yield TensorPiece(TensorSpec(name, "F32", shape), tensor, Form.LOGS)
+        return
+    own = tensor.type.dtype if name.endswith(_KEPT) and tensor.type.dtype is not None else dtype
     if head_rows and len(shape) == 1:
         shape = (shape[0], 1)  # a bias: a row a number
     if shift:
         own = "F32"  # which holds the differences
-    spec = TensorSpec(name, own, tensor.shape)
+    stored = (shape[0], 1, shape[1]) if name.endswith(("conv.conv.weight", "conv1d.weight")) else tensor.shape
+    spec = TensorSpec(name, own, stored)
     yield TensorPiece(spec, tensor._replace(shape=shape), Form.FLOATS, head_rows, shift)
 
 
@@ -381,6 +400,10 @@ def _conversions(pieces: list[TensorPiece]) -> Iterator[str]:
         kind, stored = piece.source.type, piece.spec.dtype
         if piece.form is Form.BLOCKS:
             what = "as they are, the same numbers"
+        elif piece.form is Form.LATENTS:
+            what = f"{stored}, those for keys turned around"
+        elif piece.form is Form.LOGS:
+            what = "F32, the logarithms of what decays"
         elif piece.form is Form.E2M1:
             what = "MXFP4, the same numbers"
         elif piece.form is not Form.FLOATS:

@@ -18,7 +18,14 @@ import numpy as np
 from ...errors import IntegrityError
 from ...sources.base import ObjectInfo, Source
 from ..safetensors import TensorEntry
-from .conversion import is_reversible, lies_in_the_file, made_of, restored_from, row_bytes
+from .conversion import (
+    is_reversible,
+    lies_in_the_file,
+    made_of,
+    made_of_latents,
+    restored_from,
+    row_bytes,
+)
 from .model import TensorPiece
 from .reader import GgufFile, GgufTensor
 
@@ -62,10 +69,12 @@ class OriginalBytes:
     def set_pieces(self, pieces: Iterable[tuple[TensorEntry, TensorPiece]]) -> None:
         """The tensors of model.safetensors, and what each is made of. Called once."""
         for entry, piece in pieces:
-            tensor = piece.source
-            of_it = self._spans.get(tensor.begin)
-            known = of_it if of_it is not None and of_it.pieces else _Span(tensor, (), ())
-            self._spans[tensor.begin] = _Span(tensor, (*known.pieces, piece), (*known.entries, entry))
+            for tensor in (piece.source, piece.values):
+                if tensor is not None:
+                    of_it = self._spans.get(tensor.begin)
+                    known = of_it if of_it is not None and of_it.pieces else _Span(tensor, (), ())
+                    span = _Span(tensor, (*known.pieces, piece), (*known.entries, entry))
+                    self._spans[tensor.begin] = span
 
     @property
     def sha256(self) -> bytes | None:
@@ -110,6 +119,9 @@ class OriginalBytes:
         if lies_in_the_file(span.pieces[0]):
             yield from values(span.entries[0].begin, span.entries[0].end)
             return
+        if span.pieces[0].values is not None:
+            yield from self._latents(tensor, span.pieces[0], span.entries[0], values)
+            return
         unit = span.pieces[0].head_rows or 1
         step = max(1, _STEP_BYTES // tensor.row_bytes // unit) * unit
         for first in range(0, tensor.num_rows, step):
@@ -124,13 +136,32 @@ class OriginalBytes:
             stored = _joined(self._rows(tensor, first, stop)).reshape(stop - first, -1)
             for piece, own in zip(span.pieces, loaded, strict=True):
                 if not np.array_equal(made_of(piece, stored), own):
-                    where = f"{tensor.name} in {self._source.url}/{self._info.name}"
-                    raise IntegrityError(
-                        f"{where} differs in two reads",
-                        where=where,
-                        hint="Start again: the store is at fault.",
-                    )
+                    raise self._differs(tensor)
             yield stored.reshape(-1).data
+
+    def _latents(
+        self, tensor: GgufTensor, piece: TensorPiece, entry: TensorEntry, values: Values
+    ) -> Iterator[memoryview]:
+        """The matrices for keys or those for values of a piece that has both, some heads at a time."""
+        num_heads, per_head = tensor.shape[:2]
+        head_bytes = (entry.end - entry.begin) // num_heads
+        step = max(1, _STEP_BYTES // head_bytes)
+        for first in range(0, num_heads, step):
+            stop = min(num_heads, first + step)
+            loaded = _joined(values(entry.begin + first * head_bytes, entry.begin + stop * head_bytes))
+            stored = _joined(self._rows(tensor, first * per_head, stop * per_head))
+            made = made_of_latents(piece, tensor, stored)
+            heads = loaded.reshape(stop - first, -1, made.shape[2])
+            rows = made.shape[1]
+            if not np.array_equal(heads[:, :rows] if tensor is piece.source else heads[:, -rows:], made):
+                raise self._differs(tensor)
+            yield stored.data
+
+    def _differs(self, tensor: GgufTensor) -> IntegrityError:
+        where = f"{tensor.name} in {self._source.url}/{self._info.name}"
+        return IntegrityError(
+            f"{where} differs in two reads", where=where, hint="Start again: the store is at fault."
+        )
 
     def _rows(self, tensor: GgufTensor, first: int, stop: int) -> Iterator[memoryview]:
         """Rows as the file has them: kept, or read again."""

@@ -27,6 +27,7 @@ _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA_3 = rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
 _QWEN_2 = rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
+_QWEN_35 = _QWEN_2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"\s\p{L}", r"\s\p{L}\p{M}")
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
@@ -60,6 +61,7 @@ _SPLITS: dict[str, tuple[list[dict[str, Any]], dict[str, Any] | None, bool]] = {
     "llama-bpe": (_split(_LLAMA_3), None, True),
     "dbrx": (_split(_LLAMA_3), None, False),
     "qwen2": (_split(_QWEN_2), _NFC, False),
+    "qwen35": (_split(_QWEN_35), _NFC, False),
     "deepseek-r1-qwen": (_split(_QWEN_2), _NFC, False),
     "gpt-4o": (_split(_GPT_4O), None, False),
     "tekken": (_split(_TEKKEN), None, True),

@@ -25,7 +25,7 @@ from blake3 import blake3
 
 from ...artifact import is_artifact
 from ...errors import UsageError
-from ...format.checkpoint import Checkpoint, open_checkpoint
+from ...format.checkpoint import Checkpoint, open_checkpoint, with_experts_apart
 from ...format.checkpoint_files import shorten
 from ...format.encoding import Encoding
 from ...format.gguf.directory import GgufDirectory
@@ -133,6 +133,8 @@ def pack(
     _check_options(source, threads, tiers, quantize, prune, base)
     replaced = find_replaced(store, force=force)
     checkpoint = checkpoint or open_checkpoint(source)
+    if quantize is not None or prune is not None:
+        checkpoint = with_experts_apart(checkpoint)
     threads = threads or min(_MAX_THREADS, available_cores())
     work = _plan_work(
         source,

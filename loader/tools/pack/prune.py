@@ -34,9 +34,10 @@ METADATA_KEY = "teneral.pruned"  # of the manifest: what was done, in words
 _KEY_BITS = 15  # of a magnitude: all of 16-bit floats, of fp32 those that bf16 has, too
 _PIECE_BYTES = 4 * 1024 * 1024
 _SORTED_ELEMENTS = 1024 * 1024  # at a time: sorting takes 8 bytes for each
-# Tables of rows and routers, which are small and must not fail, and experts' biases in one tensor.
+# Tables of rows, routers, and what decays states, which are small and must not fail, and experts' biases in one tensor.
 _KEPT = re.compile(
-    r"(?:^|\.)(?:router|shared_expert_gate|(?:mlp|block_sparse_moe|feed_forward)\.gate)\.|embed|rel_|conv\.conv\.|bias$"
+    r"(?:^|\.)(?:router|shared_expert_gate|(?:mlp|block_sparse_moe|feed_forward)\.gate)\.|embed|rel_|"
+    r"conv\.conv\.|conv1d\.|in_proj_(?:a|b|ba)\.|bias$"
 )
 
 

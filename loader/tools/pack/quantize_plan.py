@@ -60,14 +60,21 @@ DEFAULT_GROUP_SIZE = 32  # of 4 bits; with 8 a whole row shares one scale
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 # Few weights, whose errors count most: docs/quantize.md, "The choice of bits".
 DEFAULT_INT8 = ("v",)
+_KINDS = {"q_a": "q", "q_b": "q", "kv_a": "v", "kv_b": "v"}  # of latents, which values are made of
 
-_EMBEDDINGS = re.compile(r"(?:model\.(?:text_model\.)?)?embed_tokens\.weight")
-_HEAD = re.compile(r"lm_head\.weight")
+# What may stand before the names of a decoder's tensors, alone or next to a tower.
+DECODER = r"(?:model\.(?:(?:text|language)_model\.)?|language_model\.model\.|gpt_neox\.|transformer\.)?"
+_EMBEDDINGS = re.compile(rf"{DECODER}(?:embed_(?:tokens|in)|wte)\.weight")
+_HEAD = re.compile(r"(?:lm_head|embed_out)\.weight")
 _PROJECTION = re.compile(
-    r"(?:model\.(?:text_model\.)?)?layers\.[0-9]+\.(?:self_attn\.(?:[qkvo]|qkv|out)_proj|conv\.(?:in|out)_proj|"
-    r"mlp\.(?:experts\.[0-9]+\.|shared_experts\.)?(?:gate|up|gate_up|down)_proj|"
+    rf"{DECODER}(?:layers|h)\.[0-9]+\.(?:"
+    r"self_attn\.(?:(?:[qkvo]|qkv|out|q_[ab]|kv_b)_proj|kv_a_proj_with_mqa|dense)|"
+    r"attention\.(?:query_key_value|dense)|mlp\.dense_(?:h_to_4h|4h_to_h)|attn\.c_(?:attn|proj)|conv\.(?:in|out)_proj|"
+    r"(?:tiled_)?linear_attn\.(?:in_proj_qkvz?|in_proj_z|out_proj)|"
+    r"mlp\.(?:(?:experts\.[0-9]+\.|shared_experts?\.)?(?:gate|up|gate_up|down)_proj|fc[12]|c_fc|c_proj)|"
     r"(?:block_sparse_moe|feed_forward)\.(?:experts\.[0-9]+\.)?w[123])\.weight"
 )
+_INPUTS_FIRST = re.compile(rf"{DECODER}h\.[0-9]+\.(?:attn|mlp)\.c_(?:attn|fc|proj)\.weight")  # GPT-2's
 _STACKED_EXPERTS = re.compile(r"\.mlp\.experts\.(?:gate_up|down)_proj(?:_blocks)?$")
 _TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
@@ -123,7 +130,9 @@ class Piece(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
-    """One matrix of the checkpoint, `name`, (rows, columns), and how it is quantised."""
+    """One matrix of the checkpoint, `name`, (rows, columns), and how it is quantised. With `is_transposed` the
+    checkpoint has (columns, rows).
+    """
 
     name: str
     rows: int
@@ -131,6 +140,7 @@ class QuantizedMatrix:
     bits: int
     group_size: int  # divides `columns`
     has_zero: bool
+    is_transposed: bool = False
 
     @property
     def groups(self) -> int:
@@ -233,7 +243,8 @@ def _find_options(name: str, options: QuantizeOptions) -> QuantizeOptions | None
     either way.
     """
     if _PROJECTION.fullmatch(name):
-        kind = name.removesuffix("_proj.weight").rpartition(".")[2]
+        kind = name.removesuffix(".weight").rpartition(".")[2].partition("_proj")[0]
+        kind = _KINDS.get(kind, kind)
         has_4_bits = kind not in (DEFAULT_INT8 if options.int8 is None else options.int8)
         return options if has_4_bits or options.bits == 8 else QuantizeOptions(8)
     return QuantizeOptions(8) if _EMBEDDINGS.fullmatch(name) or _HEAD.fullmatch(name) else None
@@ -249,7 +260,14 @@ def _plan_matrix(checkpoint: Checkpoint, name: str, options: QuantizeOptions) ->
         )
     if len(entry.shape) != 2 or 0 in entry.shape:
         raise CheckpointError(f"tensor {name} of shape {list(entry.shape)} is no matrix", where=name)
-    rows, columns = entry.shape
+    is_transposed = _INPUTS_FIRST.fullmatch(name) is not None
+    rows, columns = reversed(entry.shape) if is_transposed else entry.shape
+    if name.endswith(".c_attn.weight") and rows != 3 * columns:
+        raise UsageError(
+            f"tensor {name} of shape {list(entry.shape)} is none of GPT-2's, whose inputs come first",
+            key="quantize",
+            hint="Pack the model without --quantize.",
+        )
     own = _find_options(name, options)
     assert own is not None  # as for all names that come here
     group_size = own.group_size or (DEFAULT_GROUP_SIZE if own.bits == 4 else columns)
@@ -257,7 +275,7 @@ def _plan_matrix(checkpoint: Checkpoint, name: str, options: QuantizeOptions) ->
         own, group_size = QuantizeOptions(8), columns
     if columns % group_size:
         group_size = columns
-    return QuantizedMatrix(name, rows, columns, own.bits, group_size, own.asymmetric)
+    return QuantizedMatrix(name, rows, columns, own.bits, group_size, own.asymmetric, is_transposed)
 
 
 def _quantized_config(source: Source, checkpoint: Checkpoint, options: QuantizeOptions, dtype: str) -> bytes:
@@ -374,10 +392,18 @@ class QuantizingReader:
             return kept.moments
 
     def _read_rows(self, matrix: QuantizedMatrix, begin: int, end: int) -> Bytes:
-        """(end - begin, bytes of a row), as the checkpoint has them."""
+        """(end - begin, bytes of a row), as the checkpoint has them. All of a transposed matrix is in memory
+        meanwhile.
+        """
         stored = self._checkpoint.tensors[matrix.name]
         shard = self._checkpoint.shards[stored.shard]
-        row_bytes = matrix.columns * DTYPE_BITS[stored.entry.dtype] // 8
+        item_bytes = DTYPE_BITS[stored.entry.dtype] // 8
+        row_bytes = matrix.columns * item_bytes
+        if matrix.is_transposed:
+            whole = np.empty((matrix.columns, matrix.rows, item_bytes), np.uint8)
+            data = whole.reshape(-1).data
+            self._source.read_into(shard.name, stored.entry.begin, data, version=shard.version)
+            return np.ascontiguousarray(whole[:, begin:end].swapaxes(0, 1)).reshape(end - begin, row_bytes)
         rows = np.empty((end - begin, row_bytes), np.uint8)
         at = stored.entry.begin + begin * row_bytes
         self._source.read_into(shard.name, at, rows.reshape(-1).data, version=shard.version)

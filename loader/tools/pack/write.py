@@ -27,7 +27,7 @@ from ...errors import (
     SourceError,
     TeneralError,
 )
-from ...format.codec import encode_differences, encode_segment, num_values
+from ...format.codec import encode_differences, encode_segment, encoding_room_bytes, num_values
 from ...format.encoding import Encoding
 from ...format.layout import Stretch
 from ...format.limits import MANIFEST_NAME, MAX_MANIFEST_BYTES
@@ -73,12 +73,13 @@ class PartEncoder:
     def encode(self, stretches: Sequence[Stretch], buffer: Bytes) -> list[EncodedPart]:
         """The job's parts, one a tier, in the tiers' order.
 
-        `buffer` takes the tensors' bytes (`buffer_bytes(stretches)`) and must stay untouched while
-        the result is used. Memory besides: three times the largest tensor's stretch, and the parts
-        themselves.
+        `buffer` takes the tensors' bytes and the planes of floats (`buffer_bytes(stretches)`), and must
+        stay untouched while the result is used. Other planes take memory besides: three times the
+        largest tensor's stretch, and the parts themselves.
         """
         builders = [_PartBuilder(tier) for tier in Tier]
         position = 0
+        room = buffer[_content_bytes(stretches) :]
         for stretch in stretches:
             if self._is_stopped.is_set():
                 raise LoadCancelledError("packing was stopped")
@@ -90,7 +91,8 @@ class PartEncoder:
                 assert self._base is not None
                 planes = encode_differences(tensor.dtype, data, self._base.read(stretch))
             else:
-                planes = encode_segment(tensor.dtype, tensor.encoding, data)
+                planes = encode_segment(tensor.dtype, tensor.encoding, data, room)
+                room = room[encoding_room_bytes(tensor.encoding, stretch.count) :]
             values = num_values(tensor.encoding, data)
             for tier, coded in planes.items():
                 builders[tier].add(stretch, coded, values)
@@ -99,7 +101,14 @@ class PartEncoder:
 
 
 def buffer_bytes(stretches: Sequence[Stretch]) -> int:
-    """The buffer that `PartEncoder.encode` needs: every tensor's stretch starts aligned in it."""
+    """The buffer that `PartEncoder.encode` needs: every tensor's stretch starts aligned in it, and
+    the room for planes follows.
+    """
+    room = sum(encoding_room_bytes(stretch.tensor.encoding, stretch.count) for stretch in stretches)
+    return _content_bytes(stretches) + room
+
+
+def _content_bytes(stretches: Sequence[Stretch]) -> int:
     return sum(align(stretch.size_bytes) for stretch in stretches)
 
 

@@ -57,7 +57,7 @@ class CudaExecutor(TorchExecutor):
         return self.kernels.logits(x[torch.from_numpy(rows).to(self.device)])
 
     def new_kv(self, num_blocks: int, block_size: int, kind: KVKind) -> Any:
-        if kind is not KVKind.MODEL:
+        if kind is not KVKind.MODEL or self.spec.latent is not None:
             return super().new_kv(num_blocks, block_size, kind)
         return DeviceKVStorage(self.spec.kv_shape(num_blocks, block_size), device=self.device)
 

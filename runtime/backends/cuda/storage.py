@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...kv.storage import Bytes, PoolShape, device_kv_bytes
+from ...kv.storage import Bytes, PoolShape
 from ..torch.storage import Extent, TorchFloatBlocks
 from ..torch.tensors import torch_dtype
 
@@ -99,12 +99,12 @@ class DeviceKVStorage(TorchFloatBlocks):
         return torch.tensor(list(blocks), dtype=torch.int64, device=self.device)
 
 
-def pool_bytes_on(device: str, spec: DecoderSpec, *, max_rows: int) -> int:
-    """The pool's size in bytes on this device, whose weights are allocated already."""
+def device_memory(device: str, spec: DecoderSpec, *, max_rows: int) -> tuple[int, int, int]:
+    """(free, total, largest step) bytes of this device's memory."""
     import torch
 
-    free_bytes, _ = torch.cuda.mem_get_info(torch.device(device))
-    return device_kv_bytes(free_bytes, activation_bytes(spec, MAX_STEP_TOKENS, max_rows))
+    free_bytes, total_bytes = torch.cuda.mem_get_info(torch.device(device))
+    return free_bytes, total_bytes, activation_bytes(spec, MAX_STEP_TOKENS, max_rows)
 
 
 def activation_bytes(spec: DecoderSpec, max_step_tokens: int, max_rows: int) -> int:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from ....loader.native.library import fields
 from ...models.adapter import Adapter, AdapterPlace, AdapterSite, AdapterWeights
 from ...step.batch import SequenceSpan
 from . import arrays, records
@@ -29,9 +30,7 @@ class AdapterPartRecord(ctypes.Structure):
 
     _fields_ = (
         ("b", _POINTER),
-        ("first", _INT64),
-        ("num_out", _INT64),
-        ("rank", _INT64),
+        *fields(_INT64, "first num_out rank"),
         ("factor", ctypes.c_float),
         ("dtype", _INT32),
     )
@@ -63,8 +62,7 @@ class AdaptedStepArgs(ctypes.Structure):
         ("step", ctypes.POINTER(records.DecoderStepArgs)),
         ("runs", ctypes.POINTER(AdapterRun)),
         ("low", _POINTER),
-        ("num_runs", _INT64),
-        ("low_stride", _INT64),
+        *fields(_INT64, "num_runs low_stride"),
     )
 
 

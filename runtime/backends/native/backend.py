@@ -12,8 +12,8 @@ from ...models.executor import ComputeDtype, EncoderExecutor, Executor
 from ...models.matrices import DecoderWeights, EncoderWeights, VisionWeights
 from ...models.spec import DecoderSpec, EncoderSpec
 from ...tensors import CPU, DType
-from . import decoder
-from .decoder import NAME, NativeDecoder
+from .decoder import NativeDecoder
+from .implemented import NAME, refusal, refusal_of_spec
 
 if TYPE_CHECKING:
     from ....loader.native.library import Library
@@ -51,7 +51,7 @@ class NativeBackend:
         )
 
     def refuses_decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> str | None:
-        return self._lacks(weights.device) or decoder.refusal(spec, weights)
+        return self._lacks(weights.device) or refusal(spec, weights)
 
     def refuses_encoder(self, spec: EncoderSpec, weights: EncoderWeights) -> str | None:
         from . import encoder  # decoders do without
@@ -86,9 +86,10 @@ class ReferenceBackend(NativeBackend):
     name = "numpy"
 
     def refuses_decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> str | None:
-        if spec.takes_images:
-            return f"{self.name} does not implement takes_images"
-        return self._lacks(weights.device) or decoder.refusal_of_spec(spec)
+        lacks = {"takes_images": spec.takes_images, "delta_nets": spec.delta_nets is not None}
+        if any(lacks.values()):
+            return f"{self.name} does not implement {max(lacks, key=lambda name: lacks[name])}"
+        return self._lacks(weights.device) or refusal_of_spec(spec)
 
     def decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> Executor:
         from .reference_models import ReferenceDecoder  # few have no library
@@ -124,8 +125,8 @@ class _Pools:
 
     _spec: DecoderSpec
 
-    def new_kv(self, num_blocks: int, block_size: int, kind: KVKind) -> Any:
-        return _STORAGES[kind](self._spec.kv_shape(num_blocks, block_size))
+    def new_kv(self, num_blocks: int, block_size: int, kind: KVKind, num_states: int | None = None) -> Any:
+        return _STORAGES[kind](self._spec.kv_shape(num_blocks, block_size, num_states))
 
     def kv_block_bytes(self, block_size: int, kind: KVKind) -> int:
         return _STORAGES[kind].block_bytes(self._spec.kv_shape(1, block_size))

@@ -15,120 +15,26 @@ import numpy as np
 from msgspec import Struct
 
 from ...errors import ModelError
-from ...models.decoder_config import ExpertShares
-from ...models.executor import SIZES, Accepts, Floats, any_value, one_of, refusal_of
-from ...models.matrices import DecoderWeights, refusal_of_formats
+from ...models.decoder_config import LatentAttention
+from ...models.executor import Floats
+from ...models.matrices import DecoderWeights, DeltaNetWeights, DenseMatrix, Matrix
 from ...models.spec import DecoderSpec
 from ...step.batch import Int64s, StepBatch
-from ...tensors import DType, to_float32
+from ...tensors import Tensor, from_float32, to_float32
 from . import arrays, records
-from .operations import ACTIVATIONS, MAX_CONVOLUTION, MAX_HEAD_DIM, NORMS, ROTARIES, Operations
-from .pools import Pool, Spans, check_ids
-from .products import Products
+from .implemented import NAME, REORDERED
+from .operations import ACTIVATIONS, NORMS, ROTARIES, Operations
+from .pools import Pool, Spans, check_ends, check_ids
+from .products import Products, Weight
 from .tables import turn_tables
-from .weights import WEIGHTS, ProjectionParts, refusal_of_tensors, vector_of
+from .weights import ProjectionParts, vector_of
 
 if TYPE_CHECKING:
     from ....loader.native.library import Library
     from .adapters import AdaptedSteps, StepRuns
     from .arrays import Array
 
-NAME = "native"
 WHOLE_LAYERS, UP_TO_ROUTER, FROM_ROUTER_ON = 0, 1, 2  # `tn_half`
-
-_REORDERED = "experts with columns in an order of their own (GPTQ's desc_act)"
-
-IMPLEMENTED: Mapping[str, Accepts] = {
-    **SIZES,
-    **dict.fromkeys(
-        (
-            "num_kv_heads",
-            "input_norms",
-            "output_norms",
-            "score_cap",
-            "logit_cap",
-            "embedding_scale",
-            "residual_scale",
-            "logits_scale",
-            "local_rotary",
-            "local_rotary.frequencies",
-            "local_rotary.factor",
-            "wide_rotary",
-            "joint_head_norms",
-            "is_parallel",
-            "experts",
-            "experts.num",
-            "experts.num_used",
-            "experts.size",
-            "experts.layers",
-            "experts.sum_to_1",
-            "experts.rounds_weights",
-            "experts.has_bias",
-            "experts.swiglu",
-            "experts.swiglu.alpha",
-            "experts.swiglu.limit",
-            "experts.shares",
-            "experts.wide_scores",
-            "experts.has_correction",
-            "experts.num_groups",
-            "experts.num_groups_used",
-            "experts.sum_eps",
-            "experts.factor",
-            "experts.shared_size",
-            "convolutions",
-            "convolutions.layers",
-            "convolutions.has_bias",
-            "sinks",
-            "rotary.interleaved",
-            "max_context",
-            "windows",
-            "qkv_bias",
-            "output_bias",
-            "mlp_bias",
-            "head_norms",
-            "tied_head",
-            "takes_images",
-            "rotary.dim",
-            "rotary.frequencies",
-            "rotary.factor",
-        ),
-        any_value,
-    ),
-    "dtype": one_of(DType.BF16, DType.F32),
-    "head_dim": lambda head_dim: head_dim <= MAX_HEAD_DIM,
-    "activation": one_of(*ACTIVATIONS),
-    "norm": one_of(*NORMS),
-    "convolutions.size": lambda size: size <= MAX_CONVOLUTION,
-    "layer_rotary": lambda rotaries: set(rotaries) <= set(ROTARIES),
-}
-
-
-def refusal(spec: DecoderSpec, weights: DecoderWeights) -> str | None:
-    """Why the core cannot compute this model; None where it can."""
-    return (
-        refusal_of_spec(spec)
-        or refusal_of_tensors([weights.embeddings.weight])
-        or refusal_of_formats(weights, WEIGHTS, NAME)
-        or (f"{NAME} does not implement {_REORDERED}" if _may_reorder_experts(weights) else None)
-    )
-
-
-def _may_reorder_experts(weights: DecoderWeights) -> bool:
-    mixtures = [layer for layer in weights.layers if layer.experts]
-    experts = itertools.chain(*(layer.experts for layer in mixtures))
-    products = itertools.chain(
-        (layer.router for layer in mixtures), *((expert.gate_up, expert.down) for expert in experts)
-    )
-    return any(each is not None and each.may_reorder_columns for each in products)
-
-
-def refusal_of_spec(spec: DecoderSpec) -> str | None:
-    """Likewise, whatever its weights are."""
-    as_the_main_one = {
-        "local_rotary.dim": one_of(spec.rotary.dim),
-        "local_rotary.interleaved": one_of(spec.rotary.interleaved),
-    }
-    return refusal_of(spec, {**IMPLEMENTED, **as_the_main_one}, NAME)
 
 
 class NativeStep(Struct, frozen=True, eq=False):
@@ -139,6 +45,7 @@ class NativeStep(Struct, frozen=True, eq=False):
     spans: Spans
     turns: Floats  # (positions, rotary_dim)
     local_turns: Floats | None
+    turn: Int64s  # (T,): each token's row of them
     runs: StepRuns | None  # of rows that have adapters; None: none has
 
 
@@ -166,6 +73,7 @@ class NativeDecoder:
         self._scratch_bytes.restype = ctypes.c_int64
         self._turns, self._local_turns = turn_tables(spec)
         self._kv_layers = spec.kv_layers()
+        self._state_layers = spec.state_layers()
         self._scratch = arrays.NativeScratch()
         self._layers = (records.DecoderLayerRecord * spec.num_layers)()
         self._parts: dict[int, tuple[ProjectionParts, ...]] = {}  # of the layers whose records are there
@@ -185,13 +93,21 @@ class NativeDecoder:
             residual_scale=spec.residual_scale,
             activation=ACTIVATIONS[spec.activation],
             dtype=arrays.dtype_of(np.empty(0, spec.dtype.numpy)),
+            plain_mlp=not spec.gated_mlp,
             norm=NORMS[spec.norm],
             joint_norms=spec.joint_head_norms,
+            late_norms=spec.late_head_norms,
             wide_turns=spec.wide_rotary,
             interleaved=spec.rotary.interleaved,
             parallel=spec.is_parallel,
+            bidirectional=spec.is_bidirectional,
             convolution_size=0 if spec.convolutions is None else spec.convolutions.size,
+            gated_attention=spec.gated_attention,
+            rounds_inputs=spec.rounds_inputs,
+            interleaved_qkv=spec.interleaved_qkv,
             **_mixture(spec),
+            **_latent(spec),
+            **_delta_nets(spec),
         )
 
     def embed(self, batch: StepBatch) -> Array:
@@ -201,30 +117,58 @@ class NativeDecoder:
         scale = None if table.scale is None else table.scale.array
         factor = self._spec.embedding_scale
         x = self._operations.embed(table.weight.array, scale, batch.tokens, out, factor)
+        if self._weights.positions is not None:
+            more = np.empty_like(out)
+            x = self._operations.add(
+                x, self._operations.embed(self._weights.positions.array, None, batch.positions, more)
+            )
         for image in batch.images:
-            x[image.rows] = image.values
+            x[image.rows] = image.values[:, : self._spec.hidden_size]
         return x
 
     def begin(self, batch: StepBatch, kv: Any) -> NativeStep:
         """Raises `ValueError` for rows, slots or blocks that do not fit."""
         pool = self._pool_of(kv)
         spec, num_rows = self._spec, len(batch.tokens)
-        shape = (self._kv_layers[-1], spec.num_kv_heads, spec.head_dim)
-        if (pool.num_layers, pool.num_kv_heads, pool.head_dim) != shape or not pool.takes(self._record.dtype):
+        shape = (self._kv_layers[-1], 2 if spec.latent is None else 1, spec.num_kv_heads, spec.head_dim)
+        own = (pool.num_layers, pool.num_parts, pool.num_kv_heads, pool.head_dim)
+        if own != shape or not pool.takes(self._record.dtype):
             raise ValueError("the pool of keys and values was made for another model")
+        if pool.states.shape[1] != self._state_layers[-1]:
+            raise ValueError("the pool's recurrent states are another model's")
         spans = Spans(batch.spans, num_rows, pool)
         check_ids(batch.slots, pool.num_slots, "a slot")
         end = max((span.context_len for span in batch.spans), default=0)
         check_ids(batch.positions, end, "a position")
         if not num_rows == len(batch.positions) == len(batch.slots):
             raise ValueError("tokens, positions and slots must be equally many")
+        if batch.ends is not None:
+            check_ends(batch.ends, batch.spans, num_rows)
         local = None if self._local_turns is None else self._local_turns.up_to(end)
-        return NativeStep(batch, pool, spans, self._turns.up_to(end), local, self._runs(batch))
+        turns, turn = self._turns.up_to(end), batch.positions
+        if batch.axes is not None:
+            if batch.axes.shape != (3, num_rows) or not spec.rotary_axes:
+                raise ValueError(f"the model's {num_rows} tokens cannot turn by positions {batch.axes.shape}")
+            check_ids(batch.axes.reshape(-1), end, "a position")
+            turns = self._turns.at(batch.axes, spec.rotary_axes, end)
+            turn = np.arange(num_rows, dtype=np.int64)
+        return NativeStep(batch, pool, spans, turns, local, turn, self._runs(batch))
 
     def layers(self, step: NativeStep, first: int, end: int, x: Array) -> Array:
         """x (T, hidden_size) through the layers [first, end), in place."""
+        while step.batch.images and first < min(end, self._spec.num_deep_rows):
+            self._run(step, first, first + 1, x, WHOLE_LAYERS)
+            first += 1
+            self._add_deep_rows(step.batch, first, x)
         self._run(step, first, end, x, WHOLE_LAYERS)
         return x
+
+    def _add_deep_rows(self, batch: StepBatch, number: int, x: Array) -> None:
+        """Add those behind the first `number` layers."""
+        size = self._spec.hidden_size
+        for image in batch.images:
+            own, more = x[image.rows], image.values[:, number * size : (number + 1) * size]
+            x[image.rows] = self._operations.add(own, np.ascontiguousarray(more))
 
     def route(self, step: NativeStep, layer: int, x: Array) -> tuple[Array, Int64s]:
         """x (T, hidden_size) through the layer's attention, in place, and the experts of its rows."""
@@ -256,10 +200,11 @@ class NativeDecoder:
             spans=step.spans.address,
             turns=arrays.address(step.turns),
             local_turns=arrays.address_or_null(step.local_turns),
-            turn=arrays.address(step.batch.positions),
+            turn=arrays.address(step.turn),
             slots=arrays.address(step.batch.slots),
             x=arrays.address(x),
             scratch=self._scratch.address_of(num_bytes),
+            ends=arrays.address_or_null(step.batch.ends),
             chosen=arrays.address_or_null(chosen),
             num_spans=step.spans.num,
             num_rows=num_rows,
@@ -307,7 +252,10 @@ class NativeDecoder:
 
     def _final_norm(self, x: Array, rows: Int64s) -> Array:
         chosen, spec = np.ascontiguousarray(x[rows]), self._spec
-        return self._operations.norm(chosen, chosen, self._weights.norm, None, spec.norm_eps, spec.norm)
+        weights = self._weights
+        return self._operations.norm(
+            chosen, chosen, weights.norm, weights.norm_bias, spec.norm_eps, spec.norm
+        )
 
     def _scaled_and_capped(self, out: Floats) -> Floats:
         spec = self._spec
@@ -353,9 +301,16 @@ class NativeDecoder:
                 ("gate_up", layer.gate_up),
                 ("down", layer.down),
                 ("router", layer.router),
+                ("shared_gate", layer.shared_gate),
+                ("query_up", layer.query_up),
+                ("value_up", layer.key_value_up),
             )
             if projection is not None
         }
+        if self._spec.latent is not None:
+            assert layer.key_value_up is not None
+            (up,) = layer.key_value_up.matrices()
+            parts["key_up"] = self._transposed(up, parts["value_up"].weights[0], self._spec.latent)
         record = records.DecoderLayerRecord(
             attention_norm=vector_of(layer.attention_norm),
             query_norm=vector_of(layer.query_norm),
@@ -363,11 +318,17 @@ class NativeDecoder:
             attention_output_norm=vector_of(layer.attention_output_norm),
             mlp_norm=vector_of(layer.mlp_norm),
             mlp_output_norm=vector_of(layer.mlp_output_norm),
+            attention_norm_bias=vector_of(layer.attention_norm_bias),
+            mlp_norm_bias=vector_of(layer.mlp_norm_bias),
+            attention_inner_norm=vector_of(layer.attention_inner_norm),
+            mlp_inner_norm=vector_of(layer.mlp_inner_norm),
             sinks=vector_of(layer.sinks),
             correction=vector_of(layer.correction),
             convolution=vector_of(layer.convolution),
             convolution_bias=vector_of(layer.convolution_bias),
+            **_delta_net(layer.delta_net),
             kv_layer=self._kv_layers[index],
+            state_first=self._state_layers[index],
             window=self._spec.windows[index] or 0,
             rotary=ROTARIES[self._spec.layer_rotary[index]],
             **{name: part.record for name, part in parts.items()},
@@ -376,9 +337,10 @@ class NativeDecoder:
             (ProjectionParts(expert.gate_up.matrices()), ProjectionParts(expert.down.matrices()))
             for expert in layer.experts
         ]
-        if any(part.permuted_size for part in (*itertools.chain(*experts), *_of(parts, "router"))):
+        unordered = (*_of(parts, "router"), *_of(parts, "shared_gate"), *_of(parts, "value_up"))
+        if any(part.permuted_size for part in (*itertools.chain(*experts), *unordered)):
             raise ModelError(
-                f"layer {index}: {NAME} does not implement {_REORDERED}",
+                f"layer {index}: {NAME} does not implement {REORDERED}",
                 hint="Use --backend torch.",
             )
         if experts:
@@ -389,16 +351,78 @@ class NativeDecoder:
         self._record.permuted_size = max(
             self._record.permuted_size, *(part.permuted_size for part in parts.values())
         )
-        own = (layer.qkv, layer.output, layer.gate_up, layer.down, layer.router)
+        own = (
+            *(layer.qkv, layer.output, layer.gate_up, layer.down),
+            *(layer.router, layer.shared_gate, layer.query_up),
+        )
         of_experts = itertools.chain(*((expert.gate_up, expert.down) for expert in layer.experts))
         filled = (*parts.values(), *itertools.chain(*experts))
-        if all(each.is_settled for each in (*own, *of_experts) if each is not None):
+        # A transposed copy does not become exact with what it was made of.
+        is_copied = layer.key_value_up is not None
+        is_exact = not is_copied or (layer.router_gate or layer.gate).opens(0.0)
+        if is_exact and all(each.is_settled for each in (*own, *of_experts) if each is not None):
             self._parts[index] = filled
         return filled
+
+    def _transposed(self, up: Matrix, weight: Weight, latent: LatentAttention) -> ProjectionParts:
+        """Each head's rows for keys, transposed: (num_heads * rank, plain_dim). Floats as they are stored; of other
+        numbers what they mean, in the spec's dtype.
+        """
+        if isinstance(up, DenseMatrix):
+            dtype, columns = up.weight.dtype, up.weight.array.T
+        else:
+            dtype = self._spec.dtype
+            wide = np.empty((latent.rank, weight.num_out), np.float32)
+            identity = np.eye(latent.rank, dtype=np.float32)
+            columns = from_float32(self._products.linear(identity, weight, wide), dtype)
+        by_head = columns.reshape(latent.rank, self._spec.num_heads, -1)[:, :, : latent.plain_dim]
+        rows = np.ascontiguousarray(by_head.transpose(1, 0, 2)).reshape(-1, latent.plain_dim)
+        return ProjectionParts((DenseMatrix(Tensor(dtype, rows)),))
 
 
 def _of(parts: Mapping[str, ProjectionParts], name: str) -> list[ProjectionParts]:
     return [parts[name]] if name in parts else []
+
+
+def _latent(spec: DecoderSpec) -> dict[str, float]:
+    """Fields of the record about latents."""
+    latent = spec.latent
+    if latent is None:
+        return {}
+    return {
+        "latent_rank": latent.rank,
+        "query_rank": latent.query_rank,
+        "plain_dim": latent.plain_dim,
+        "value_dim": latent.value_dim,
+        "latent_norm_eps": latent.norm_eps,
+    }
+
+
+def _delta_nets(spec: DecoderSpec) -> dict[str, int]:
+    """Fields of the record about delta nets."""
+    nets = spec.delta_nets
+    if nets is None:
+        return {}
+    return {
+        "delta_key_heads": nets.num_key_heads,
+        "delta_value_heads": nets.num_value_heads,
+        "delta_key_size": nets.key_size,
+        "delta_value_size": nets.value_size,
+        "delta_convolution_size": nets.convolution_size,
+        "delta_order": nets.order,
+    }
+
+
+def _delta_net(weights: DeltaNetWeights | None) -> dict[str, records.Vector]:
+    """The same of a layer's record."""
+    if weights is None:
+        return {}
+    return {
+        "delta_taps": vector_of(weights.taps),
+        "delta_log": vector_of(weights.log),
+        "delta_bias": vector_of(weights.bias),
+        "delta_norm": vector_of(weights.norm),
+    }
 
 
 def _mixture(spec: DecoderSpec) -> dict[str, float]:
@@ -406,6 +430,8 @@ def _mixture(spec: DecoderSpec) -> dict[str, float]:
     experts = spec.experts
     if experts is None:
         return {}
+    from ...models.experts_config import ExpertShares  # of few models
+
     return {
         "num_experts": experts.num,
         "num_experts_used": experts.num_used,

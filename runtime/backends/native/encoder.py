@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...models.decoder_config import Norm
 from ...models.executor import SIZES, Accepts, Floats, TextBatch, any_value, one_of, refusal_of
 from ...models.matrices import EncoderWeights, LayerNormWeights, StoredProjection, Tensor
 from ...models.pooling import chosen_rows, normalize, pooled
+from ...models.relative_positions import DistanceTables
 from ...models.spec import Activation, EncoderSpec, Pooling
 from ...tensors import DType, from_float32
 from . import arrays, records
-from .operations import ACTIVATIONS, MAX_HEAD_DIM, Operations, check_starts
+from .operations import ACTIVATIONS, MAX_HEAD_DIM, NORMS, Operations, check_starts
 from .pools import check_ids
 from .products import Products
-from .tables import DistanceTables, TurnTable
+from .tables import TurnTable
 from .weights import ProjectionParts, refusal_of_tensors, vector_of
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ IMPLEMENTED: Mapping[str, Accepts] = {
         (
             "gated",
             "pre_norm",
+            "embedding_size",
+            "embedding_norm",
             "final_norm",
             "norm_bias",
             "qkv_bias",
@@ -69,6 +73,7 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     "rotary.interleaved": one_of(False),
     "local_rotary.interleaved": one_of(False),
     "dtype": one_of(DType.BF16, DType.F32),
+    "norm": one_of(Norm.LAYER),  # of texts: towers may have RMS norms
     "head_dim": lambda head_dim: head_dim <= MAX_HEAD_DIM,
     "activation": one_of(*ACTIVATIONS),
     "head_activation": one_of(*ACTIVATIONS),
@@ -120,10 +125,11 @@ class NativeEncoder:
             dtype=arrays.dtype_of(np.empty(0, spec.dtype.numpy)),
             pre_norm=spec.pre_norm,
             gated=spec.gated,
+            norm=NORMS[spec.norm],
         )
 
     def embed(self, batch: TextBatch) -> Array:
-        """norm(word + type + position) of each token, (T, hidden_size)."""
+        """norm(word + type + position) of each token, or its projection, (T, hidden_size)."""
         weights, operations = self._weights, self.operations
         check_starts(batch.starts, len(batch.tokens))
         x = self.rows_of(weights.words, batch.tokens)
@@ -133,10 +139,16 @@ class NativeEncoder:
         if weights.positions is not None:
             places = _places_of(batch) + self._spec.position_offset
             operations.add(x, self.rows_of(weights.positions, places))
-        return self.norm(x, weights.norm)
+        if weights.norm is not None:
+            x = self.norm(x, weights.norm)
+        return x if weights.projection is None else self.product(weights.projection, x, x.dtype)
 
-    def layers(self, batch: TextBatch, first: int, end: int, x: Array) -> Array:
-        """x (T, hidden_size) through the layers [first, end), in place."""
+    def layers(
+        self, batch: TextBatch, first: int, end: int, x: Array, own_turns: Floats | None = None
+    ) -> Array:
+        """x (T, hidden_size) through the layers [first, end), in place. `own_turns` (T, rotary_dim), cosines and then
+        sines, turn each row in place of those of its position.
+        """
         spec, num_rows = self._spec, len(batch.tokens)
         check_starts(batch.starts, num_rows)
         if x.shape != (num_rows, spec.hidden_size) or x.dtype != spec.dtype.numpy:
@@ -148,10 +160,14 @@ class NativeEncoder:
             for index in range(first, end):
                 self._compute_positions(index)
         longest = int(np.diff(batch.starts).max())
-        turns, local_turns = (
-            None if table is None else table.up_to(longest) for table in (self._turns, self._local_turns)
-        )
-        places = _places_of(batch)
+        local_turns = None if self._local_turns is None else self._local_turns.up_to(longest)
+        if own_turns is None:
+            turns, places = None if self._turns is None else self._turns.up_to(longest), _places_of(batch)
+        else:
+            if own_turns.shape != (num_rows, self._record.rotary_dim) or own_turns.dtype != np.float32:
+                raise ValueError(f"{num_rows} rows cannot turn by {own_turns.shape} {own_turns.dtype}")
+            arrays.check_contiguous(own_turns, "own_turns")
+            turns, places = own_turns, np.arange(num_rows, dtype=np.int64)
         distances = self._distances.up_to(longest - 1)
         num_bytes = int(self._scratch_bytes(ctypes.byref(self._record), num_rows))
         args = records.EncoderStepArgs(
@@ -221,11 +237,12 @@ class NativeEncoder:
 
     def norm(self, x: Array, norm: LayerNormWeights) -> Array:
         """In place."""
-        return self.operations.norm(x, x, norm.weight, norm.bias or self._no_bias, self._spec.norm_eps)
+        bias = (norm.bias or self._no_bias) if self._spec.norm is Norm.LAYER else None
+        return self.operations.norm(x, x, norm.weight, bias, self._spec.norm_eps, self._spec.norm)
 
     def rows_of(self, table: Tensor, numbers: Array) -> Array:
         check_ids(numbers, len(table.array), "a token, a type or a position")
-        out = np.empty((len(numbers), self._spec.hidden_size), self._spec.dtype.numpy)
+        out = np.empty((len(numbers), table.array.shape[1]), self._spec.dtype.numpy)
         return self.operations.embed(table.array, None, numbers, out)
 
     def _compute_positions(self, index: int) -> None:

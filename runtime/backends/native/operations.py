@@ -24,17 +24,20 @@ if TYPE_CHECKING:
     from ....loader.native.library import Library
     from .arrays import Array
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 576
 MAX_CONVOLUTION = 16  # tokens
+MAX_DELTA_KEY = 256
+DELTA_KEY_STEP = 4  # divides the size of a delta net's keys
 ACTIVATIONS = {
     Activation.SILU: 0,
     Activation.GELU: 1,
     Activation.GELU_TANH: 2,
     Activation.RELU: 3,
     Activation.TANH: 4,
+    Activation.RELU2: 5,
 }
 
-NORMS = {Norm.RMS: 0, Norm.RMS_WIDE: 1, Norm.RMS_PLUS_ONE: 2, Norm.LAYER: 3}
+NORMS = {Norm.RMS: 0, Norm.RMS_WIDE: 1, Norm.RMS_PLUS_ONE: 2, Norm.LAYER: 3, Norm.LAYER_PLUS_ONE: 4}
 ROTARIES = {LayerRotary.MAIN: 0, LayerRotary.LOCAL: 1, LayerRotary.NONE: 2}
 
 _FUNCTIONS: dict[str, type[ctypes.Structure]] = {
@@ -129,7 +132,7 @@ class Operations:
         eps: float,
         kind: Norm = Norm.RMS,
     ) -> Array:
-        """out = the RMS norm of x, or with a bias the layer norm; out may be x."""
+        """out = the RMS norm of x, or with a bias the layer norm; out may be x. `Norm.LAYER_PLUS_ONE` has a bias."""
         _check_rows(x, x.shape)
         _check_rows(out, x.shape, x.dtype)
         for tensor in (weight, bias):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ....loader.native.library import fields
 from . import arrays
 from .arrays import NativeDType
 
@@ -29,18 +30,9 @@ class MatrixRecord(ctypes.Structure):
     """`tn_matrix` of core.h."""
 
     _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("scale", ctypes.c_void_p),
-        ("zero", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("num_out", ctypes.c_int64),
-        ("num_in", ctypes.c_int64),
-        ("group_size", ctypes.c_int64),
-        ("scale_rows", ctypes.c_int64),
-        ("dtype", ctypes.c_int32),
-        ("scale_dtype", ctypes.c_int32),
-        ("bias_dtype", ctypes.c_int32),
-        ("row_step", ctypes.c_int32),
+        *fields(ctypes.c_void_p, "data scale zero bias"),
+        *fields(ctypes.c_int64, "num_out num_in group_size scale_rows"),
+        *fields(ctypes.c_int32, "dtype scale_dtype bias_dtype row_step"),
     )
 
 
@@ -50,13 +42,9 @@ class LinearArgs(ctypes.Structure):
     _fields_ = (
         ("size", ctypes.c_size_t),
         ("weight", ctypes.POINTER(MatrixRecord)),
-        ("x", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("num_rows", ctypes.c_int64),
-        ("x_stride", ctypes.c_int64),
-        ("out_stride", ctypes.c_int64),
-        ("x_dtype", ctypes.c_int32),
-        ("out_dtype", ctypes.c_int32),
+        *fields(ctypes.c_void_p, "x out"),
+        *fields(ctypes.c_int64, "num_rows x_stride out_stride"),
+        *fields(ctypes.c_int32, "x_dtype out_dtype"),
         ("packed", ctypes.c_void_p),
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING
 
+from ....loader.native.library import fields
 from .products import LinearArgs, MatrixRecord
 
 if TYPE_CHECKING:
@@ -28,16 +29,9 @@ class EmbedArgs(ctypes.Structure):
 
     _fields_ = (
         ("size", ctypes.c_size_t),
-        ("table", _POINTER),
-        ("scale", _POINTER),
-        ("tokens", _POINTER),
-        ("out", _POINTER),
-        ("num_rows", _INT64),
-        ("num_columns", _INT64),
-        ("table_dtype", _INT32),
-        ("scale_dtype", _INT32),
-        ("dtype", _INT32),
-        ("group_size", _INT32),
+        *fields(_POINTER, "table scale tokens out"),
+        *fields(_INT64, "num_rows num_columns"),
+        *fields(_INT32, "table_dtype scale_dtype dtype group_size"),
         ("factor", _FLOAT),
         ("reserved", _INT32),
     )
@@ -48,13 +42,9 @@ class AddArgs(ctypes.Structure):
 
     _fields_ = (
         ("size", ctypes.c_size_t),
-        ("x", _POINTER),
-        ("more", _POINTER),
-        ("num_rows", _INT64),
-        ("num_columns", _INT64),
-        ("more_stride", _INT64),
-        ("dtype", _INT32),
-        ("reserved", _INT32),
+        *fields(_POINTER, "x more"),
+        *fields(_INT64, "num_rows num_columns more_stride"),
+        *fields(_INT32, "dtype reserved"),
     )
 
 
@@ -63,16 +53,11 @@ class NormArgs(ctypes.Structure):
 
     _fields_ = (
         ("size", ctypes.c_size_t),
-        ("x", _POINTER),
-        ("out", _POINTER),
-        ("weight", Vector),
-        ("bias", Vector),
-        ("num_rows", _INT64),
-        ("num_columns", _INT64),
+        *fields(_POINTER, "x out"),
+        *fields(Vector, "weight bias"),
+        *fields(_INT64, "num_rows num_columns"),
         ("eps", _FLOAT),
-        ("dtype", _INT32),
-        ("kind", _INT32),
-        ("reserved", _INT32),
+        *fields(_INT32, "dtype kind reserved"),
     )
 
 
@@ -81,15 +66,9 @@ class ActivateArgs(ctypes.Structure):
 
     _fields_ = (
         ("size", ctypes.c_size_t),
-        ("gate", _POINTER),
-        ("up", _POINTER),
-        ("out", _POINTER),
-        ("num_rows", _INT64),
-        ("num_columns", _INT64),
-        ("in_stride", _INT64),
-        ("out_stride", _INT64),
-        ("activation", _INT32),
-        ("dtype", _INT32),
+        *fields(_POINTER, "gate up out"),
+        *fields(_INT64, "num_rows num_columns in_stride out_stride"),
+        *fields(_INT32, "activation dtype"),
     )
 
 
@@ -97,12 +76,9 @@ class KV(ctypes.Structure):
     """`tn_kv`"""
 
     _fields_ = (
-        ("data", _POINTER),
-        ("scale", _POINTER),
-        ("num_slots", _INT64),
-        ("block_size", _INT64),
-        ("dtype", _INT32),
-        ("scale_dtype", _INT32),
+        *fields(_POINTER, "data scale"),
+        *fields(_INT64, "num_slots block_size"),
+        *fields(_INT32, "dtype scale_dtype"),
     )
 
 
@@ -112,31 +88,28 @@ class HeadsArgs(ctypes.Structure):
     _fields_ = (
         ("size", ctypes.c_size_t),
         ("kv", ctypes.POINTER(KV)),
-        ("heads", _POINTER),
-        ("turns", _POINTER),
-        ("turn", _POINTER),
-        ("slots", _POINTER),
-        ("query_norm", Vector),
-        ("key_norm", Vector),
-        ("layer", _INT64),
-        ("num_rows", _INT64),
-        ("num_heads", _INT64),
-        ("num_kv_heads", _INT64),
-        ("head_dim", _INT64),
-        ("rotary_dim", _INT64),
+        *fields(_POINTER, "heads turns turn slots"),
+        *fields(Vector, "query_norm key_norm"),
+        *fields(_INT64, "layer num_rows num_heads num_kv_heads head_dim rotary_dim"),
         ("norm_eps", _FLOAT),
-        ("dtype", _INT32),
-        ("norm", _INT32),
-        ("joint_norms", _INT32),
-        ("wide_turns", _INT32),
-        ("interleaved", _INT32),
+        *fields(_INT32, "dtype norm joint_norms late_norms wide_turns interleaved"),
     )
 
 
 class SpanRecord(ctypes.Structure):
     """`tn_span`"""
 
-    _fields_ = (("start", _INT64), ("length", _INT64), ("context_len", _INT64), ("blocks", _POINTER))
+    _fields_ = (
+        *fields(_INT64, "start length context_len"),
+        *fields(_POINTER, "blocks state saves"),
+        ("num_saves", _INT64),
+    )
+
+
+class SaveRecord(ctypes.Structure):
+    """`tn_save`"""
+
+    _fields_ = (("num_rows", _INT64), ("state", _POINTER))
 
 
 class AttentionArgs(ctypes.Structure):
@@ -145,22 +118,15 @@ class AttentionArgs(ctypes.Structure):
     _fields_ = (
         ("size", ctypes.c_size_t),
         ("kv", ctypes.POINTER(KV)),
-        ("spans", _POINTER),
-        ("queries", _POINTER),
-        ("out", _POINTER),
-        ("num_spans", _INT64),
-        ("query_stride", _INT64),
-        ("out_stride", _INT64),
-        ("layer", _INT64),
-        ("window", _INT64),
-        ("num_heads", _INT64),
-        ("num_kv_heads", _INT64),
-        ("head_dim", _INT64),
+        *fields(_POINTER, "spans queries out"),
+        *fields(_INT64, "num_spans query_stride out_stride layer window num_heads num_kv_heads head_dim"),
+        ("latent_rank", _INT64),
         ("scale", _FLOAT),
         ("dtype", _INT32),
         ("cap", _FLOAT),
-        ("reserved", _INT32),
+        ("bidirectional", _INT32),
         ("sinks", Vector),
+        ("ends", _POINTER),
     )
 
 
@@ -168,10 +134,7 @@ class Distances(ctypes.Structure):
     """`tn_distances`"""
 
     _fields_ = (
-        ("bias", _POINTER),
-        ("keys", _POINTER),
-        ("queries", _POINTER),
-        ("buckets", _POINTER),
+        *fields(_POINTER, "bias keys queries buckets"),
         ("reach", _INT64),
     )
 
@@ -181,14 +144,9 @@ class TextAttentionArgs(ctypes.Structure):
 
     _fields_ = (
         ("size", ctypes.c_size_t),
-        ("qkv", _POINTER),
-        ("out", _POINTER),
-        ("starts", _POINTER),
+        *fields(_POINTER, "qkv out starts"),
         ("distances", Distances),
-        ("num_texts", _INT64),
-        ("num_heads", _INT64),
-        ("head_dim", _INT64),
-        ("window", _INT64),
+        *fields(_INT64, "num_texts num_heads head_dim window"),
         ("scale", _FLOAT),
         ("dtype", _INT32),
     )
@@ -205,9 +163,7 @@ class ProjectionRecord(ctypes.Structure):
 
     _fields_ = (
         ("parts", ctypes.POINTER(PartRecord)),
-        ("num_parts", _INT64),
-        ("num_in", _INT64),
-        ("num_out", _INT64),
+        *fields(_INT64, "num_parts num_in num_out"),
     )
 
 
@@ -221,26 +177,16 @@ class DecoderLayerRecord(ctypes.Structure):
     """`tn_decoder_layer`"""
 
     _fields_ = (
-        ("attention_norm", Vector),
-        ("query_norm", Vector),
-        ("key_norm", Vector),
-        ("attention_output_norm", Vector),
-        ("mlp_norm", Vector),
-        ("mlp_output_norm", Vector),
-        ("qkv", ProjectionRecord),
-        ("output", ProjectionRecord),
-        ("gate_up", ProjectionRecord),
-        ("down", ProjectionRecord),
-        ("router", ProjectionRecord),
+        *fields(Vector, "attention_norm query_norm key_norm attention_output_norm mlp_norm mlp_output_norm"),
+        *fields(Vector, "attention_norm_bias mlp_norm_bias attention_inner_norm mlp_inner_norm"),
+        *fields(ProjectionRecord, "qkv query_up key_up value_up output gate_up down router shared_gate"),
         ("correction", Vector),
         ("experts", ctypes.POINTER(Expert)),
-        ("sinks", Vector),
-        ("convolution", Vector),
-        ("convolution_bias", Vector),
+        *fields(Vector, "sinks convolution convolution_bias"),
         ("kv_layer", _INT64),
-        ("window", _INT64),
-        ("rotary", _INT32),
-        ("reserved", _INT32),
+        *fields(Vector, "delta_taps delta_log delta_bias delta_norm"),
+        *fields(_INT64, "state_first window"),
+        *fields(_INT32, "rotary reserved"),
     )
 
 
@@ -249,40 +195,20 @@ class DecoderRecord(ctypes.Structure):
 
     _fields_ = (
         ("layers", ctypes.POINTER(DecoderLayerRecord)),
-        ("hidden_size", _INT64),
-        ("intermediate_size", _INT64),
-        ("num_heads", _INT64),
-        ("num_kv_heads", _INT64),
-        ("head_dim", _INT64),
-        ("rotary_dim", _INT64),
-        ("permuted_size", _INT64),
-        ("num_experts", _INT64),
-        ("num_experts_used", _INT64),
-        ("expert_size", _INT64),
-        ("shared_size", _INT64),
-        ("num_expert_groups", _INT64),
-        ("num_expert_groups_used", _INT64),
-        ("convolution_size", _INT64),
-        ("norm_eps", _FLOAT),
-        ("attention_scale", _FLOAT),
-        ("score_cap", _FLOAT),
-        ("residual_scale", _FLOAT),
-        ("activation", _INT32),
-        ("dtype", _INT32),
-        ("norm", _INT32),
-        ("joint_norms", _INT32),
-        ("wide_turns", _INT32),
-        ("interleaved", _INT32),
-        ("parallel", _INT32),
-        ("expert_weights_sum_to_1", _INT32),
-        ("expert_weights_rounded", _INT32),
-        ("swiglu_alpha", _FLOAT),
-        ("swiglu_limit", _FLOAT),
-        ("expert_sigmoid", _INT32),
-        ("expert_scores_wide", _INT32),
-        ("expert_sum_eps", _FLOAT),
-        ("expert_factor", _FLOAT),
-        ("reserved", _INT32),
+        *fields(_INT64, "hidden_size intermediate_size num_heads num_kv_heads head_dim rotary_dim"),
+        *fields(_INT64, "permuted_size num_experts num_experts_used expert_size shared_size"),
+        *fields(_INT64, "num_expert_groups num_expert_groups_used latent_rank query_rank plain_dim"),
+        *fields(_INT64, "value_dim convolution_size delta_key_heads delta_value_heads delta_key_size"),
+        *fields(_INT64, "delta_value_size delta_convolution_size delta_order"),
+        *fields(_FLOAT, "norm_eps attention_scale score_cap residual_scale"),
+        *fields(_INT32, "activation dtype plain_mlp norm joint_norms late_norms wide_turns interleaved"),
+        *fields(_INT32, "parallel expert_weights_sum_to_1 expert_weights_rounded"),
+        *fields(_FLOAT, "swiglu_alpha swiglu_limit"),
+        *fields(_INT32, "expert_sigmoid expert_scores_wide"),
+        *fields(_FLOAT, "expert_sum_eps expert_factor"),
+        ("bidirectional", _INT32),
+        ("latent_norm_eps", _FLOAT),
+        *fields(_INT32, "gated_attention interleaved_qkv rounds_inputs reserved"),
     )
 
 
@@ -293,20 +219,9 @@ class DecoderStepArgs(ctypes.Structure):
         ("size", ctypes.c_size_t),
         ("model", ctypes.POINTER(DecoderRecord)),
         ("kv", ctypes.POINTER(KV)),
-        ("spans", _POINTER),
-        ("turns", _POINTER),
-        ("local_turns", _POINTER),
-        ("turn", _POINTER),
-        ("slots", _POINTER),
-        ("x", _POINTER),
-        ("scratch", _POINTER),
-        ("chosen", _POINTER),
-        ("num_spans", _INT64),
-        ("num_rows", _INT64),
-        ("first", _INT64),
-        ("end", _INT64),
-        ("half", _INT32),
-        ("reserved", _INT32),
+        *fields(_POINTER, "spans turns local_turns turn slots x scratch ends chosen"),
+        *fields(_INT64, "num_spans num_rows first end"),
+        *fields(_INT32, "half reserved"),
     )
 
 
@@ -314,16 +229,9 @@ class EncoderLayerRecord(ctypes.Structure):
     """`tn_encoder_layer`"""
 
     _fields_ = (
-        ("qkv", ProjectionRecord),
-        ("output", ProjectionRecord),
-        ("up", ProjectionRecord),
-        ("down", ProjectionRecord),
-        ("attention_norm_weight", Vector),
-        ("attention_norm_bias", Vector),
-        ("mlp_norm_weight", Vector),
-        ("mlp_norm_bias", Vector),
-        ("position_keys", _POINTER),
-        ("position_queries", _POINTER),
+        *fields(ProjectionRecord, "qkv output up down"),
+        *fields(Vector, "attention_norm_weight attention_norm_bias mlp_norm_weight mlp_norm_bias"),
+        *fields(_POINTER, "position_keys position_queries"),
         ("window", _INT64),
     )
 
@@ -333,17 +241,9 @@ class EncoderRecord(ctypes.Structure):
 
     _fields_ = (
         ("layers", ctypes.POINTER(EncoderLayerRecord)),
-        ("hidden_size", _INT64),
-        ("intermediate_size", _INT64),
-        ("num_heads", _INT64),
-        ("head_dim", _INT64),
-        ("rotary_dim", _INT64),
-        ("norm_eps", _FLOAT),
-        ("attention_scale", _FLOAT),
-        ("activation", _INT32),
-        ("dtype", _INT32),
-        ("pre_norm", _INT32),
-        ("gated", _INT32),
+        *fields(_INT64, "hidden_size intermediate_size num_heads head_dim rotary_dim"),
+        *fields(_FLOAT, "norm_eps attention_scale"),
+        *fields(_INT32, "activation dtype pre_norm gated norm"),
     )
 
 
@@ -353,19 +253,8 @@ class EncoderStepArgs(ctypes.Structure):
     _fields_ = (
         ("size", ctypes.c_size_t),
         ("model", ctypes.POINTER(EncoderRecord)),
-        ("starts", _POINTER),
-        ("turns", _POINTER),
-        ("local_turns", _POINTER),
-        ("turn", _POINTER),
-        ("bias", _POINTER),
-        ("buckets", _POINTER),
-        ("x", _POINTER),
-        ("scratch", _POINTER),
-        ("reach", _INT64),
-        ("num_texts", _INT64),
-        ("num_rows", _INT64),
-        ("first", _INT64),
-        ("end", _INT64),
+        *fields(_POINTER, "starts turns local_turns turn bias buckets x scratch"),
+        *fields(_INT64, "reach num_texts num_rows first end"),
     )
 
 
@@ -374,13 +263,9 @@ class MeanArgs(ctypes.Structure):
 
     _fields_ = (
         ("size", ctypes.c_size_t),
-        ("x", _POINTER),
-        ("starts", _POINTER),
-        ("out", _POINTER),
-        ("num_texts", _INT64),
-        ("num_columns", _INT64),
-        ("dtype", _INT32),
-        ("reserved", _INT32),
+        *fields(_POINTER, "x starts out"),
+        *fields(_INT64, "num_texts num_columns"),
+        *fields(_INT32, "dtype reserved"),
     )
 
 
@@ -395,6 +280,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "tn_kv": KV,
     "tn_heads_args": HeadsArgs,
     "tn_span": SpanRecord,
+    "tn_save": SaveRecord,
     "tn_attention_args": AttentionArgs,
     "tn_distances": Distances,
     "tn_text_attention_args": TextAttentionArgs,

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ...models.decoder_config import ClampedSwiglu, Experts, ExpertShares, Norm
+from ...models.decoder_config import Norm
+from ...models.experts_config import ClampedSwiglu, Experts, ExpertShares
 from ...models.matrices import (
     BlockMatrix,
     DenseMatrix,
@@ -49,6 +50,10 @@ _E4M3 = np.array(
     np.float32,
 )
 _RUN = 64  # elements whose nibbles lie in the same 32 bytes
+
+
+def sigmoid(x: Floats) -> Floats:
+    return np.float32(1.0) / (np.float32(1.0) + np.exp(-x))
 
 
 def rounded(x: Floats, dtype: DType) -> Floats:
@@ -164,7 +169,14 @@ def _rows(table: Tensor, scale: Tensor | None, tokens: Int64s, dtype: DType) -> 
     return rounded(grouped.reshape(rows.shape), dtype)
 
 
-def rms_norm(x: Floats, weight: Tensor, eps: float, dtype: DType, kind: Norm = Norm.RMS) -> Floats:
+def norm(
+    x: Floats, weight: Tensor, eps: float, dtype: DType, kind: Norm = Norm.RMS, bias: Tensor | None = None
+) -> Floats:
+    """A norm of one of the kinds; with a bias the layer norm, by 1 + weight of `Norm.LAYER_PLUS_ONE`."""
+    if bias is not None:
+        own = vector(weight, dtype)
+        scale = np.float32(1.0) + own if kind is Norm.LAYER_PLUS_ONE else own
+        return layer_norm(x, scale, vector(bias, dtype), eps, dtype)
     if kind is Norm.LAYER:
         x = x - x.sum(-1, keepdims=True) / np.float32(x.shape[-1])
     mean_square = (x * x).sum(-1, keepdims=True) / np.float32(x.shape[-1])
@@ -173,6 +185,12 @@ def rms_norm(x: Floats, weight: Tensor, eps: float, dtype: DType, kind: Norm = N
         return rounded(rounded(unit, dtype) * vector(weight, dtype), dtype)
     scale = to_float32(weight.array, weight.dtype)
     return rounded(unit * (np.float32(1.0) + scale if kind is Norm.RMS_PLUS_ONE else scale), dtype)
+
+
+def rounded_to_codes(x: Floats, dtype: DType) -> Floats:
+    """Each row as integers of 8 bits times its largest size / 127."""
+    scale = np.float32(127.0) / np.maximum(np.abs(x).max(-1, keepdims=True, initial=0.0), np.float32(1e-5))
+    return rounded(np.rint(x * scale) / scale, dtype)
 
 
 def layer_norm(x: Floats, weight: Floats, bias: Floats, eps: float, dtype: DType) -> Floats:
@@ -210,6 +228,8 @@ def _activation(x: Floats, activation: Activation) -> Floats:
             result = x / (one + np.exp(-2.0 * inner))
         case Activation.RELU:
             result = np.maximum(x, np.float32(0.0))
+        case Activation.RELU2:
+            result = np.square(np.maximum(x, np.float32(0.0)))
     return np.asarray(result, np.float32)
 
 
@@ -224,7 +244,7 @@ def route(
     (experts.num,) is added to shares to choose.
     """
     if experts.shares is ExpertShares.SIGMOID:
-        shares = np.float32(1.0) / (np.float32(1.0) + np.exp(-scores))
+        shares = sigmoid(scores)
     else:
         powers = np.exp(scores - scores.max(-1, keepdims=True))
         shares = powers / powers.sum(-1, keepdims=True)

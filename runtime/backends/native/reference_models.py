@@ -25,7 +25,7 @@ from ...models.matrices import (
     StoredProjection,
 )
 from ...models.pooling import chosen_rows, normalize, pooled
-from ...models.relative_positions import disentangled_buckets
+from ...models.relative_positions import DistanceTables, disentangled_buckets
 from ...models.rotary import Rotary
 from ...models.spec import DecoderSpec, EncoderSpec
 from ...step.batch import Int64s, SequenceSpan, StepBatch
@@ -34,14 +34,10 @@ from . import reference
 from .operations import check_starts
 from .pools import Pool, Spans, check_ids
 from .reference import Floats
-from .tables import DistanceTables, TurnTable, turn_tables
+from .tables import TurnTable, turn_tables
 
 if TYPE_CHECKING:
     from ...models.executor import TextBatch
-    from ...models.matrices import Projection, Tensor
-
-
-if TYPE_CHECKING:
     from ...models.matrices import Projection, Tensor
 
     ReferenceStep = tuple[StepBatch, Pool, dict[LayerRotary, Floats]]
@@ -75,9 +71,13 @@ class ReferenceDecoder:
         table = self._weights.embeddings
         check_ids(batch.tokens, len(table.weight.array), "a token")
         spec = self._spec
-        return reference.embed(
+        rows = reference.embed(
             table.weight, table.scale, batch.tokens, spec.dtype, spec.embedding_scale, table.block
         )
+        if self._weights.positions is None:
+            return rows
+        more = reference.embed(self._weights.positions, None, batch.positions, spec.dtype)
+        return reference.rounded(rows + more, spec.dtype)
 
     def begin(self, batch: StepBatch, kv: Any) -> ReferenceStep:
         pool = Pool.of(kv)
@@ -94,14 +94,17 @@ class ReferenceDecoder:
         spec = self._spec
         for index in range(first, end):
             layer = self._weights.layers[index]
-            normed = self._norm(x, layer.attention_norm)
+            normed = self._input(self._norm(x, layer.attention_norm, layer.attention_norm_bias))
             at = partial(_adapt, step[0], index, spec.dtype)
             qkv = at(AdapterPlace.QKV, normed, self._project(normed, layer.qkv, spec.dtype))
-            attended = (self._attend if layer.convolution is None else self._convolve)(index, step, qkv)
+            attended = self._input(
+                self._norm(self._mixer(index)(index, step, qkv), layer.attention_inner_norm)
+            )
             more = at(AdapterPlace.OUTPUT, attended, self._project(attended, layer.output, spec.dtype))
-            x = self._sum(x, self._norm(more, layer.attention_output_norm))
-            if not spec.is_parallel:
-                normed = self._norm(x, layer.mlp_norm)
+            before, x = x, self._sum(x, self._norm(more, layer.attention_output_norm))
+            if not spec.is_parallel or spec.parallel_norms:
+                own = before if spec.is_parallel else x
+                normed = self._input(self._norm(own, layer.mlp_norm, layer.mlp_norm_bias))
             x = self._sum(x, self._norm(self._mlp(layer, normed, at), layer.mlp_output_norm))
         return x
 
@@ -112,15 +115,21 @@ class ReferenceDecoder:
             if layer.gate_up is None or layer.down is None:
                 return made
             shared = self._mlp(ExpertWeights(layer.gate_up, layer.down), x, at)
+            if layer.shared_gate is not None:
+                gate = reference.rounded(reference.sigmoid(self._project(x, layer.shared_gate, dtype)), dtype)
+                shared = reference.rounded(shared * gate, dtype)
             return reference.rounded(made + shared, dtype)
         assert layer.gate_up is not None
         assert layer.down is not None
-        gate, up = np.split(at(AdapterPlace.GATE_UP, x, self._project(x, layer.gate_up, dtype)), 2, axis=1)
+        inner = at(AdapterPlace.GATE_UP, x, self._project(x, layer.gate_up, dtype))
+        gate, up = np.split(inner, 2, axis=1) if self._spec.gated_mlp else (inner, None)
         experts = self._spec.experts
-        if experts is not None and experts.swiglu is not None and isinstance(layer, ExpertWeights):
+        if up is not None and experts and experts.swiglu and isinstance(layer, ExpertWeights):
             inner = reference.clamped_swiglu(gate, up, experts.swiglu, dtype)
         else:
             inner = reference.activate(gate, up, self._spec.activation, dtype)
+        if isinstance(layer, DecoderLayerWeights):
+            inner = self._input(self._norm(inner, layer.mlp_inner_norm))
         return at(AdapterPlace.DOWN, inner, self._project(inner, layer.down, dtype))
 
     def _mixture(self, layer: DecoderLayerWeights, x: Floats) -> Floats:
@@ -140,11 +149,11 @@ class ReferenceDecoder:
 
     def logits(self, x: Floats, rows: Int64s) -> Floats:
         spec, weights = self._spec, self._weights
-        logits = self._project(self._norm(x[rows], weights.norm), weights.head, DType.F32)
+        logits = self._project(self._norm(x[rows], weights.norm, weights.norm_bias), weights.head, DType.F32)
         return reference.scale_and_cap(logits, spec.logits_scale, spec.logit_cap)
 
     def states(self, x: Floats, rows: Int64s) -> Floats:
-        return self._norm(x[rows], self._weights.norm)
+        return self._norm(x[rows], self._weights.norm, self._weights.norm_bias)
 
     def join(self, parts: Sequence[Floats]) -> Floats:
         return np.concatenate(parts)
@@ -155,12 +164,16 @@ class ReferenceDecoder:
     def _project(self, x: Floats, projection: Projection, dtype: DType) -> Floats:
         return _project(x, projection, dtype)
 
-    def _norm(self, x: Floats, weight: Tensor | None) -> Floats:
+    def _norm(self, x: Floats, weight: Tensor | None, bias: Tensor | None = None) -> Floats:
         """x itself where there is no such norm."""
         spec = self._spec
         if weight is None:
             return x
-        return reference.rms_norm(x, weight, spec.norm_eps, spec.dtype, spec.norm)
+        return reference.norm(x, weight, spec.norm_eps, spec.dtype, spec.norm, bias)
+
+    def _input(self, x: Floats) -> Floats:
+        """Of a layer's projection."""
+        return reference.rounded_to_codes(x, self._spec.dtype) if self._spec.rounds_inputs else x
 
     def _sum(self, x: Floats, more: Floats) -> Floats:
         spec = self._spec
@@ -168,15 +181,58 @@ class ReferenceDecoder:
             more = reference.rounded(more * np.float32(spec.residual_scale), spec.dtype)
         return reference.rounded(x + more, spec.dtype)
 
+    def _mixer(self, index: int) -> Callable[[int, ReferenceStep, Floats], Floats]:
+        if self._weights.layers[index].convolution is not None:
+            return self._convolve
+        return self._attend if self._spec.latent is None else self._attend_latents
+
+    def _attend_latents(self, index: int, step: ReferenceStep, down: Floats) -> Floats:
+        """Writes the rows' latents; down (T, …) of `qkv` → (T, num_heads * value_dim)."""
+        spec, layer, (batch, pool, turns) = self._spec, self._weights.layers[index], step
+        latent, dtype = spec.latent, spec.dtype
+        assert latent is not None
+        assert layer.key_norm is not None
+        assert layer.key_value_up is not None
+        num = down.shape[1] - spec.head_dim
+        queries, latents, keys = np.split(down, (num, num + latent.rank), axis=1)
+        latents = reference.norm(latents, layer.key_norm, latent.norm_eps, dtype, spec.norm)
+        if layer.query_up is not None and layer.query_norm is not None:
+            low = reference.norm(queries, layer.query_norm, latent.norm_eps, dtype, spec.norm)
+            queries = self._project(low, layer.query_up, dtype)
+        queries = queries.reshape(len(down), spec.num_heads, -1)
+        inner = DType.F32 if spec.wide_rotary else dtype
+        turned, keys = (
+            reference.turn(each, turns[LayerRotary.MAIN], dtype, inner, interleaved=spec.rotary.interleaved)
+            for each in (queries[:, :, latent.plain_dim :], keys[:, None])
+        )
+        stored = np.concatenate((latents[:, None], keys), axis=2)
+        _write(pool, self._kv_layers[index], batch.slots, stored[None], dtype)
+        identity = np.eye(latent.rank, dtype=np.float32)
+        ups = _project(identity, layer.key_value_up, DType.F32).T.reshape(spec.num_heads, -1, latent.rank)
+        plain, to_keys = (
+            queries[:, :, : latent.plain_dim],
+            reference.rounded(ups[:, : latent.plain_dim], dtype),
+        )
+        absorbed = reference.rounded(np.einsum("thd,hdr->thr", plain, to_keys), dtype)
+        queries = np.concatenate((absorbed, turned), axis=2)
+        out = np.empty_like(queries)
+        for span in batch.spans:
+            self._attend_span(index, pool, span, queries, out)
+        values = np.einsum("thr,hdr->thd", out[:, :, : latent.rank], ups[:, latent.plain_dim :])
+        return reference.rounded(values, dtype).reshape(len(out), -1)
+
     def _attend(self, index: int, step: ReferenceStep, qkv: Floats) -> Floats:
         """Writes the rows' keys and values; qkv (T, …) → (T, num_heads * head_dim)."""
         spec, (batch, pool, turns) = self._spec, step
         heads = qkv.reshape(len(qkv), -1, spec.head_dim)
+        if spec.interleaved_qkv:
+            heads = heads.reshape(len(qkv), -1, 3, spec.head_dim).swapaxes(1, 2).reshape(heads.shape)
         ends = (spec.num_heads, spec.num_heads + spec.num_kv_heads)
         queries, keys, values = np.split(heads, ends, axis=1)
         layer = self._weights.layers[index]
-        queries = self._norm_heads(queries, layer.query_norm)
-        keys = self._norm_heads(keys, layer.key_norm)
+        if not spec.late_head_norms:
+            queries = self._norm_heads(queries, layer.query_norm)
+            keys = self._norm_heads(keys, layer.key_norm)
         rotary = spec.layer_rotary[index]
         if rotary is not LayerRotary.NONE:
             inner = DType.F32 if spec.wide_rotary else spec.dtype
@@ -184,6 +240,9 @@ class ReferenceDecoder:
                 reference.turn(each, turns[rotary], spec.dtype, inner, interleaved=spec.rotary.interleaved)
                 for each in (queries, keys)
             )
+        if spec.late_head_norms:
+            queries = self._norm_heads(queries, layer.query_norm)
+            keys = self._norm_heads(keys, layer.key_norm)
         _write(pool, self._kv_layers[index], batch.slots, np.stack((keys, values)), spec.dtype)
         out = np.empty_like(queries)
         for span in batch.spans:
@@ -233,6 +292,8 @@ class ReferenceDecoder:
         for row in range(span.start, span.start + span.length):
             end = span.context_len - span.length + row - span.start + 1
             seen = (max(0, end - window), end)
+            if spec.is_bidirectional:
+                seen = (max(0, end - 1 - window), min(span.context_len, end + window))
             out[row] = reference.attention(
                 queries[row],
                 keys,
@@ -252,7 +313,7 @@ class ReferenceDecoder:
 
 
 def _write(pool: Pool, layer: int, slots: Int64s, heads: Floats, dtype: DType) -> None:
-    """heads (2, T, num_kv_heads, head_dim): keys, then values."""
+    """heads (parts, T, num_kv_heads, head_dim): keys, then values, or latents."""
     by_head = heads.transpose(0, 2, 1, 3)
     if pool.scales is None:
         pool.data[layer][:, :, slots] = from_float32(by_head, dtype)
@@ -263,14 +324,13 @@ def _write(pool: Pool, layer: int, slots: Int64s, heads: Floats, dtype: DType) -
 
 
 def _read(pool: Pool, layer: int, slots: Int64s, dtype: DType) -> tuple[Floats, Floats]:
-    """Keys and values, (num_kv_heads, len(slots), head_dim) each."""
+    """Keys and values, (num_kv_heads, len(slots), head_dim) each; both are latents where these are all there is."""
     stored = pool.data[layer][:, :, slots]
     if pool.scales is None:
-        keys, values = to_float32(stored, dtype)
+        parts = to_float32(stored, dtype)
     else:
-        scales = to_float32(pool.scales[layer][:, :, slots], dtype)
-        keys, values = reference.of_codes(stored, scales, dtype)
-    return keys, values
+        parts = reference.of_codes(stored, to_float32(pool.scales[layer][:, :, slots], dtype), dtype)
+    return parts[0], parts[-1]
 
 
 def _project(x: Floats, projection: Projection, dtype: DType) -> Floats:
@@ -316,7 +376,9 @@ class ReferenceEncoder:
             lengths = np.diff(batch.starts)
             places = np.arange(len(batch.tokens)) - np.repeat(batch.starts[:-1], lengths)
             x = self._sum(x, self._rows_of(weights.positions, places + spec.position_offset))
-        return self._norm(x, weights.norm)
+        if weights.norm is not None:
+            x = self._norm(x, weights.norm)
+        return x if weights.projection is None else _project(x, weights.projection, spec.dtype)
 
     def layers(self, batch: TextBatch, first: int, end: int, x: Floats) -> Floats:
         spec = self._spec

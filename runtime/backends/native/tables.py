@@ -1,6 +1,4 @@
-"""Tables that the core reads: cosines and sines of rotations by position, and the distances of two
-tokens, which attention scores depend on.
-"""
+"""Tables that the core reads: cosines and sines of rotations by position."""
 
 from __future__ import annotations
 
@@ -9,19 +7,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ...models.relative_positions import bias_buckets, disentangled_buckets
 from ...models.rotary import Rotary
-from ...models.spec import DecoderSpec, EncoderSpec
+from ...models.spec import DecoderSpec
 from ...tensors import DType, from_float32, to_float32
 
 if TYPE_CHECKING:
-    from ...models.matrices import EncoderWeights
-    from .arrays import Array
+    from collections.abc import Sequence
+
+    from ...step.batch import Int64s
 
 Floats = npt.NDArray[np.float32]
 
 _SMALLEST_TABLE = 512  # positions
-_SMALLEST_REACH = 127
 
 
 class TurnTable:
@@ -42,42 +39,21 @@ class TurnTable:
             self._table = np.concatenate((self._table, rounded))
         return self._table
 
+    def at(self, axes: Int64s, of: Sequence[int], end: int) -> Floats:
+        """(T, rotary_dim): the rows of tokens whose positions are `axes` (3, T), below `end`; number i turns by its
+        position on the axis of[i].
+        """
+        table, half = self.up_to(end), len(of)
+        rows = np.empty((axes.shape[1], 2 * half), np.float32)
+        for axis, positions in enumerate(axes):
+            columns = np.flatnonzero(np.equal(of, axis))
+            columns = np.concatenate((columns, columns + half))
+            rows[:, columns] = table[positions[:, None], columns]
+        return rows
+
 
 def turn_tables(spec: DecoderSpec) -> tuple[TurnTable, TurnTable | None]:
     """A decoder's main table, and the local one where it has one."""
     dtype = DType.F32 if spec.wide_rotary else spec.dtype
     local = spec.local_rotary
     return TurnTable(spec.rotary, dtype), None if local is None else TurnTable(local, dtype)
-
-
-class DistanceTables:
-    """Tables by the distance key - query, from -reach to reach. Replaced, not changed, when they grow."""
-
-    __slots__ = ("_spec", "_weights", "bias", "buckets", "reach")
-
-    def __init__(self, spec: EncoderSpec, weights: EncoderWeights) -> None:
-        """Reads no tensor's content."""
-        self._spec = spec
-        self._weights = weights
-        self.bias: Array | None = None  # (num_heads, 2 * reach + 1) fp32
-        self.buckets: Array | None = None  # (2 * reach + 1,)
-        self.reach = 0
-
-    def up_to(self, reach: int) -> DistanceTables:
-        """Itself, with at least this reach. Of a position bias it reads the weights."""
-        spec = self._spec
-        if (self.bias is not None or self.buckets is not None) and reach <= self.reach:
-            return self
-        if spec.position_bias is not None:
-            self.reach = _grown(reach)
-            assert self._weights.relative is not None
-            table = to_float32(self._weights.relative.array, self._weights.relative.dtype)
-            self.bias = np.ascontiguousarray(table[bias_buckets(spec.position_bias, self.reach)].T)
-        elif spec.disentangled is not None:
-            self.reach = _grown(reach)
-            self.buckets = disentangled_buckets(spec.disentangled, self.reach)
-        return self
-
-
-def _grown(reach: int) -> int:
-    return int((1 << max(reach, _SMALLEST_REACH).bit_length()) - 1)

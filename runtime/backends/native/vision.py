@@ -6,13 +6,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...models.executor import TextBatch
+from ...models.decoder_config import Norm
+from ...models.executor import Floats, TextBatch
 from ...models.matrices import StoredProjection
+from ...models.spec import Activation
+from ...tensors import from_float32, to_float32
 from .encoder import NativeEncoder
+from .operations import ACTIVATIONS
 
 if TYPE_CHECKING:
     from ....loader.native.library import Library
-    from ...models.matrices import VisionWeights
+    from ...models.matrices import Projection, VisionWeights
     from ...models.spec import EncoderSpec
     from ...step.batch import Int64s
     from .arrays import Array
@@ -23,22 +27,51 @@ class NativeVision:
 
     def __init__(self, spec: EncoderSpec, weights: VisionWeights, library: Library) -> None:
         """Reads no tensor's content."""
+        self._spec = spec
         self._weights = weights
         self._encoder = NativeEncoder(spec, weights.encoder, library)
 
-    def embed(self, patches: Array, places: Int64s) -> Array:
+    def embed(self, patches: Array, places: Int64s, shares: Floats | None) -> Array:
         positions = self._weights.encoder.positions
-        assert positions is not None
         x = self._encoder.product(StoredProjection((self._weights.patches,)), patches, patches.dtype)
-        return self._encoder.operations.add(x, self._encoder.rows_of(positions, places))
+        if positions is None:
+            return x
+        if shares is None:
+            return self._encoder.operations.add(x, self._encoder.rows_of(positions, places))
+        table = to_float32(positions.array, positions.dtype)
+        more = np.zeros(x.shape, np.float32)
+        for taps, share in zip(places.T, shares.T, strict=True):
+            more += table[taps] * share[:, None]
+        return self._encoder.operations.add(x, from_float32(more, self._spec.dtype))
 
-    def layers(self, first: int, end: int, x: Array) -> Array:
-        one = TextBatch(np.zeros(len(x), np.int64), np.array([0, len(x)], np.int64))
-        return self._encoder.layers(one, first, end, x)
+    def layers(self, first: int, end: int, x: Array, starts: Int64s, turns: Floats | None) -> Array:
+        return self._encoder.layers(TextBatch(np.zeros(len(x), np.int64), starts), first, end, x, turns)
 
     def connect(self, x: Array, order: Int64s) -> Array:
         final_norm = self._weights.encoder.final_norm
         assert final_norm is not None
-        states = self._encoder.norm(x, final_norm)[order]
-        connector = self._weights.connector
-        return self._encoder.product(connector, states.reshape(-1, connector.num_in), x.dtype)
+        states = self._encoder.norm(x, final_norm)
+        connector, norm = self._weights.connector, self._weights.connector_norm
+        operations = self._encoder.operations
+        if norm is None:
+            rows = states[order].reshape(len(order), connector.num_in)
+        else:
+            starts = np.arange(len(order) + 1, dtype=np.int64) * order.shape[1]
+            rows = from_float32(operations.mean(states[order.reshape(-1)], starts), self._spec.dtype)
+            operations.norm(rows, rows, norm, None, self._spec.norm_eps, Norm.RMS_PLUS_ONE)
+        output = self._weights.connector_output
+        return (
+            self._encoder.product(connector, rows, x.dtype)
+            if output is None
+            else self._mlp(connector, output, rows)
+        )
+
+    def connect_deep(self, number: int, x: Array, order: Int64s) -> Array:
+        deep = self._weights.deep[number]
+        rows = x[order].reshape(len(order), -1)
+        return self._mlp(deep.inner, deep.output, self._encoder.norm(rows, deep.norm))
+
+    def _mlp(self, inner: Projection, output: Projection, rows: Array) -> Array:
+        rows = self._encoder.product(inner, rows, rows.dtype)
+        self._encoder.operations.activate(rows, None, rows, ACTIVATIONS[Activation.GELU])
+        return self._encoder.product(output, rows, rows.dtype)

@@ -4,7 +4,7 @@ The part that all layers share (the location of each sequence's keys, the keys v
 is planned once a step: `plan_attention` is pure bookkeeping, `paged_attention` computes one layer.
 Keys and values are never repeated for the query heads that share them: with few rows these heads
 become further rows of one product; with many, where the mask would grow with them, they stay heads,
-and share the keys through a stride of 0. This module knows nothing of rotary embeddings,
+and share the keys through a stride of 0. This module computes no rotary embeddings, and knows nothing of
 projections or the owners of blocks.
 """
 
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from ...models.decoder_config import LayerRotary
 from ...step.batch import SequenceSpan
 from .storage import Extent, TorchPool
 from .tensors import torch_dtype
@@ -38,12 +39,44 @@ class SpanPlan:
     )  # (rows, keys), 0 or -inf; rows are length, times the query heads a key head if folded
 
 
+Turns = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, (T, 1, rotary_dim) each
+
+
+@dataclass(frozen=True, slots=True)
+class TorchStep:
+    """The state that all layers share in one forward pass."""
+
+    kv: TorchPool
+    slots: torch.Tensor  # (T,) int64
+    turns: dict[LayerRotary, Turns]
+    plans: dict[int | None, tuple[SpanPlan, ...]]  # by sliding window
+    seen: tuple[tuple[SequenceSpan, Extent], ...]  # tokens that each span's convolutions see
+
+
 def plan_attention(
-    spans: Sequence[SequenceSpan], kv: TorchPool, *, num_heads: int, window: int | None
+    spans: Sequence[SequenceSpan],
+    kv: TorchPool,
+    *,
+    num_heads: int,
+    window: int | None,
+    is_bidirectional: bool = False,
 ) -> tuple[SpanPlan, ...]:
-    """Plan for all layers whose tokens see `window` tokens back, themselves included (None: all)."""
+    """Plan for all layers whose tokens see `window` tokens back, themselves included (None: all); with
+    `is_bidirectional`, of spans without a past, `window` tokens to each side.
+    """
     heads_a_key_head = num_heads // kv.num_kv_heads
+    if is_bidirectional:
+        return tuple(_plan_text(span, kv, heads_a_key_head, window) for span in spans)
     return tuple(_plan_span(span, kv, heads_a_key_head, window) for span in spans)
+
+
+def _plan_text(span: SequenceSpan, kv: TorchPool, heads_a_key_head: int, window: int | None) -> SpanPlan:
+    folded = span.length <= MAX_FOLDED_ROWS
+    mask = None
+    if window is not None and span.length > window + 1:
+        place = torch.arange(span.length)
+        mask = _mask((place - place.unsqueeze(1)).abs() > window, kv, heads_a_key_head if folded else 1)
+    return SpanPlan(span.start, span.length, kv.extent(span, 0), folded, False, mask)
 
 
 def _plan_span(span: SequenceSpan, kv: TorchPool, heads_a_key_head: int, window: int | None) -> SpanPlan:
@@ -57,11 +90,15 @@ def _plan_span(span: SequenceSpan, kv: TorchPool, heads_a_key_head: int, window:
     mask = None
     if span.length > 1 and not is_causal:
         hidden = _hidden(range(num_past, span.context_len), range(first, span.context_len), window)
-        if folded:
-            hidden = hidden.repeat_interleave(heads_a_key_head, dim=0)
-        mask = torch.zeros(hidden.shape, dtype=torch_dtype(kv.dtype)).masked_fill_(hidden, float("-inf"))
-        mask = mask.to(kv.device)
+        mask = _mask(hidden, kv, heads_a_key_head if folded else 1)
     return SpanPlan(span.start, span.length, kv.extent(span, first), folded, is_causal, mask)
+
+
+def _mask(hidden: torch.Tensor, kv: TorchPool, repeats: int) -> torch.Tensor:
+    """-inf where keys are hidden, each row `repeats` times."""
+    hidden = hidden.repeat_interleave(repeats, dim=0)
+    mask = torch.zeros(hidden.shape, dtype=torch_dtype(kv.dtype)).masked_fill_(hidden, float("-inf"))
+    return mask.to(kv.device)
 
 
 def _hidden(rows: range, keys: range, window: int | None) -> torch.Tensor:

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from ...kv.kinds import KVKind
-from ...models.decoder_config import ClampedSwiglu, ExpertShares, LayerRotary, Norm
+from ...models.decoder_config import LayerRotary, Norm
 from ...models.executor import SIZES, Accepts, any_value, one_of
+from ...models.experts_config import ClampedSwiglu, ExpertShares
 from ...models.matrices import DecoderLayerWeights, DecoderWeights, EmbeddingTable, Projection
 from ...models.parameters import COMPUTE_DTYPES
 from ...models.spec import Activation, DecoderSpec
 from ...step.batch import Int64s, SequenceSpan, StepBatch
 from ...tensors import Tensor
-from .attention import SpanPlan, paged_attention, plan_attention
+from .attention import TorchStep, paged_attention, plan_attention
 from .expanded import block_rows
+from .latent import LatentAttention
 from .layers import (
     HeadNorm,
     Linear,
+    Product,
     RMSNorm,
     RopeTable,
+    RoundedInputs,
     activation,
     clamped_swiglu,
     product_of,
@@ -40,7 +43,12 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     "norm": one_of(*Norm),
     "input_norms": any_value,
     "output_norms": any_value,
+    "inner_norms": any_value,
+    "rounds_inputs": any_value,
     "is_parallel": any_value,
+    "parallel_norms": any_value,
+    "interleaved_qkv": any_value,
+    "learned_positions": any_value,
     "experts": any_value,
     "experts.num": any_value,
     "experts.num_used": any_value,
@@ -60,10 +68,19 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     "experts.sum_eps": any_value,
     "experts.factor": any_value,
     "experts.shared_size": any_value,
+    "experts.has_shared_gate": any_value,
     "convolutions": any_value,
+    "delta_nets": one_of(None),
+    "gated_attention": one_of(False),
     "convolutions.size": any_value,
     "convolutions.layers": any_value,
     "convolutions.has_bias": any_value,
+    "latent": any_value,
+    "latent.rank": any_value,
+    "latent.query_rank": any_value,
+    "latent.plain_dim": any_value,
+    "latent.value_dim": any_value,
+    "latent.norm_eps": any_value,
     "sinks": any_value,
     "score_cap": any_value,
     "logit_cap": any_value,
@@ -84,33 +101,27 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     "wide_rotary": any_value,
     "max_context": any_value,
     "windows": any_value,
+    "is_bidirectional": any_value,
     "qkv_bias": any_value,
     "output_bias": any_value,
     "mlp_bias": any_value,
+    "gated_mlp": any_value,
+    "norm_bias": any_value,
+    "head_bias": any_value,
     "head_norms": any_value,
     "joint_head_norms": any_value,
+    "late_head_norms": any_value,
     "tied_head": any_value,
+    "rotary_axes": one_of(()),
+    "num_deep_rows": one_of(0),
     "takes_images": one_of(False),
+    "whole_images": one_of(False),
 }
 
 _STORAGES: dict[KVKind, type[TorchKVStorage] | type[TorchInt8KVStorage]] = {
     KVKind.MODEL: TorchKVStorage,
     KVKind.INT8: TorchInt8KVStorage,
 }
-
-
-Turns = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, (T, 1, rotary_dim) each
-
-
-@dataclass(frozen=True, slots=True)
-class TorchStep:
-    """The state that all layers share in one forward pass."""
-
-    kv: TorchPool
-    slots: torch.Tensor  # (T,) int64
-    turns: dict[LayerRotary, Turns]
-    plans: dict[int | None, tuple[SpanPlan, ...]]  # by sliding window
-    seen: tuple[tuple[SequenceSpan, Extent], ...]  # tokens that each span's convolutions see
 
 
 class TorchExecutor:
@@ -128,10 +139,12 @@ class TorchExecutor:
         self.dtype = torch_dtype(spec.dtype)
         self.device = torch.device(weights.device)
         self.embeddings = Embeddings(weights.embeddings, self.dtype, spec.embedding_scale)
+        table = None if weights.positions is None else EmbeddingTable(weights.positions)
+        self.positions = None if table is None else Embeddings(table, self.dtype)
         self.layers_of = [
             DecoderLayer(spec, index, layer, self.device) for index, layer in enumerate(weights.layers)
         ]
-        self.norm = RMSNorm(to_torch(weights.norm), spec.norm_eps, spec.norm)
+        self.norm = _required_norm(weights.norm, spec, weights.norm_bias)
         self.head = product_of(weights.head, self.device)
         turned_in = torch.float32 if spec.wide_rotary else self.dtype
         self.rope = RopeTable(spec.rotary, spec.max_context, turned_in)
@@ -150,7 +163,8 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def embed(self, batch: StepBatch) -> torch.Tensor:
-        return self.embeddings(int64s(batch.tokens, self.device))
+        rows = self.embeddings(int64s(batch.tokens, self.device))
+        return rows if self.positions is None else rows + self.positions(int64s(batch.positions, self.device))
 
     @torch.inference_mode()
     def begin(self, batch: StepBatch, kv: Any) -> Any:
@@ -160,7 +174,13 @@ class TorchExecutor:
         if self.local_rope is not None:
             turns[LayerRotary.LOCAL] = self.local_rope.rows(positions, end)
         plans = {
-            window: plan_attention(batch.spans, kv, num_heads=self.spec.num_heads, window=window)
+            window: plan_attention(
+                batch.spans,
+                kv,
+                num_heads=self.spec.num_heads,
+                window=window,
+                is_bidirectional=self.spec.is_bidirectional,
+            )
             for window in set(self.spec.windows)
         }
         seen: tuple[tuple[SequenceSpan, Extent], ...] = ()
@@ -254,18 +274,21 @@ class DecoderLayer:
         self.index = index
         self.residual_scale = spec.residual_scale
         self.is_parallel = spec.is_parallel
-        self.attention_norm = _norm(weights.attention_norm, spec)
-        self.mixer: Attention | ShortConvolution = (
-            Attention(spec, index, weights, device)
-            if weights.convolution is None
-            else ShortConvolution(spec, index, weights, weights.convolution, device)
-        )
+        self.attention_norm = _norm(weights.attention_norm, spec, weights.attention_norm_bias)
+        self.mixer: Attention | LatentAttention | ShortConvolution
+        if weights.convolution is not None:
+            self.mixer = ShortConvolution(spec, index, weights, weights.convolution, device)
+        else:
+            attention = Attention if spec.latent is None else LatentAttention
+            self.mixer = attention(spec, index, weights, device)
         self.attention_output_norm = _norm(weights.attention_output_norm, spec)
-        self.mlp_norm = _norm(weights.mlp_norm, spec)
+        self.mlp_norm = _norm(weights.mlp_norm, spec, weights.mlp_norm_bias)
         self.mlp: GatedMLP | Mixture = (
             Mixture(spec, weights, device)
             if weights.experts
-            else GatedMLP(spec, weights.gate_up, weights.down, device)
+            else GatedMLP(
+                spec, weights.gate_up, weights.down, device, inner_norm=_norm(weights.mlp_inner_norm, spec)
+            )
         )
         self.mlp_output_norm = _norm(weights.mlp_output_norm, spec)
 
@@ -278,9 +301,12 @@ class DecoderLayer:
     def __call__(self, x: torch.Tensor, step: TorchStep) -> torch.Tensor:
         """May change x."""
         normed = x if self.attention_norm is None else self.attention_norm(x)
+        before = x
         x = self._sum(x, self.mixer(normed, step), self.attention_output_norm)
         if not self.is_parallel:
             normed = x if self.mlp_norm is None else self.mlp_norm(x)
+        elif self.mlp_norm is not None:
+            normed = self.mlp_norm(before)
         return self._sum(x, self.mlp(normed), self.mlp_output_norm)
 
     def _sum(self, x: torch.Tensor, more: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
@@ -289,8 +315,18 @@ class DecoderLayer:
         return x + more if self.residual_scale == 1.0 else x + more * self.residual_scale
 
 
-def _norm(weight: Tensor | None, spec: DecoderSpec) -> RMSNorm | None:
-    return None if weight is None else RMSNorm(to_torch(weight), spec.norm_eps, spec.norm)
+def _norm(weight: Tensor | None, spec: DecoderSpec, bias: Tensor | None = None) -> RMSNorm | None:
+    return None if weight is None else _required_norm(weight, spec, bias)
+
+
+def _required_norm(weight: Tensor, spec: DecoderSpec, bias: Tensor | None) -> RMSNorm:
+    own = None if bias is None else to_torch(bias)
+    return RMSNorm(to_torch(weight), spec.norm_eps, spec.norm, own)
+
+
+def _product(spec: DecoderSpec, projection: Projection, device: torch.device) -> Product:
+    product = product_of(projection, device)
+    return RoundedInputs(product) if spec.rounds_inputs else product
 
 
 class Attention:
@@ -305,30 +341,37 @@ class Attention:
         self.head_dim = spec.head_dim
         self.window = spec.windows[layer]
         self.scale = spec.attention_scale
+        self.has_interleaved_qkv = spec.interleaved_qkv
         self.cap = spec.score_cap
         self.rotary = spec.layer_rotary[layer]
         self.rotate = rotation(interleaved=spec.rotary.interleaved, wide=spec.wide_rotary)
-        self.qkv = product_of(weights.qkv, device)
+        self.qkv = _product(spec, weights.qkv, device)
         self.head_norm: HeadNorm | None = None
+        self.has_late_norms = spec.late_head_norms
         queries, keys = _norm(weights.query_norm, spec), _norm(weights.key_norm, spec)
         if queries is not None and keys is not None:
             self.head_norm = HeadNorm(queries, keys, spec.num_heads, is_joint=spec.joint_head_norms)
-        self.output = product_of(weights.output, device)
+        self.output = _product(spec, weights.output, device)
+        self.inner_norm = _norm(weights.attention_inner_norm, spec)
         self.sinks = None if weights.sinks is None else to_torch(weights.sinks)
 
     def __call__(self, x: torch.Tensor, step: TorchStep) -> torch.Tensor:
         heads = self.qkv(x).view(len(x), -1, self.head_dim)  # (T, query + key + value heads, head_dim)
+        if self.has_interleaved_qkv:
+            heads = heads.view(len(x), -1, 3, self.head_dim).transpose(1, 2).flatten(1, 2)
         rotated = heads[:, : self.num_rotated]
-        if self.head_norm is not None:
+        if self.head_norm is not None and not self.has_late_norms:
             self.head_norm.apply_(rotated)
         if self.rotary is not LayerRotary.NONE:
             self.rotate(rotated, *step.turns[self.rotary])
+        if self.head_norm is not None and self.has_late_norms:
+            self.head_norm.apply_(rotated)
         step.kv.write(self.kv_layer, step.slots, heads[:, self.num_heads :])
         queries = heads[:, : self.num_heads]
         attended = paged_attention(
             queries, step.kv, self.kv_layer, step.plans[self.window], self.scale, self.cap, self.sinks
         )
-        return self.output(attended)
+        return self.output(attended if self.inner_norm is None else self.inner_norm(attended))
 
 
 class ShortConvolution:
@@ -364,7 +407,9 @@ class ShortConvolution:
 
 
 class GatedMLP:
-    """down(activation(gate(x)) * up(x)), or with `swiglu` down(swiglu(gate(x), up(x)))."""
+    """down(activation(gate(x)) * up(x)), or with `swiglu` down(swiglu(gate(x), up(x))), or without a gate
+    down(activation(up(x))).
+    """
 
     def __init__(
         self,
@@ -373,19 +418,28 @@ class GatedMLP:
         down: Projection | None,
         device: torch.device,
         swiglu: ClampedSwiglu | None = None,
+        inner_norm: RMSNorm | None = None,
     ) -> None:
         assert gate_up is not None
         assert down is not None
-        self.gate_up = product_of(gate_up, device)
+        self.gate_up = _product(spec, gate_up, device)
         self.activation = activation(spec.activation)
-        self.down = product_of(down, device)
+        self.down = _product(spec, down, device)
         self.swiglu = swiglu
+        self.has_gate = spec.gated_mlp
+        self.inner_norm = inner_norm
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self._inner(x)
+        return self.down(inner if self.inner_norm is None else self.inner_norm(inner))
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.has_gate:
+            return self.activation(self.gate_up(x))
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         if self.swiglu is not None:
-            return self.down(clamped_swiglu(gate, up, self.swiglu))
-        return self.down(self.activation(gate).mul_(up))
+            return clamped_swiglu(gate, up, self.swiglu)
+        return self.activation(gate).mul_(up)
 
 
 class Mixture:
@@ -404,6 +458,9 @@ class Mixture:
         self.shared = (
             GatedMLP(spec, weights.gate_up, weights.down, device) if weights.gate_up is not None else None
         )
+
+        gate = weights.shared_gate
+        self.shared_gate = None if gate is None else product_of(gate, device)
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The weights of the experts that each row chooses, and their numbers: (T, num_used) each."""
@@ -437,4 +494,7 @@ class Mixture:
             rows, places = torch.where(chosen == number)
             made = self.experts[number](x[rows]) * weights[rows, places].unsqueeze(-1)
             out[rows] += made.to(x.dtype)
-        return out if self.shared is None else out + self.shared(x)
+        if self.shared is None:
+            return out
+        made = self.shared(x)
+        return out + (made if self.shared_gate is None else self.shared_gate(x).sigmoid() * made)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
+from ...models.decoder_config import Norm
 from ...models.executor import SIZES, Accepts, Floats, TextBatch, any_value, one_of
 from ...models.matrices import EncoderLayerWeights, EncoderWeights, LayerNormWeights, StoredProjection, Tensor
 from ...models.parameters import COMPUTE_DTYPES
@@ -22,9 +23,12 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     **SIZES,
     "dtype": one_of(*COMPUTE_DTYPES),
     "head_dim": any_value,
+    "norm": one_of(Norm.LAYER),
     "activation": one_of(*Activation),
     "gated": any_value,
     "pre_norm": any_value,
+    "embedding_size": any_value,
+    "embedding_norm": any_value,
     "final_norm": any_value,
     "norm_bias": any_value,
     "qkv_bias": any_value,
@@ -156,7 +160,8 @@ class TorchEncoderExecutor:
         self._device = device = torch.device(weights.device)
         self._words = to_torch(weights.words)
         self._positions, self._types = _optional(weights.positions), _optional(weights.types)
-        self._norm = _layer_norm(weights.norm, spec)
+        self._norm = None if weights.norm is None else _layer_norm(weights.norm, spec)
+        self._projection = None if weights.projection is None else product_of(weights.projection, device)
         self._distances = LayerDistances(
             spec,
             self._dtype,
@@ -195,7 +200,9 @@ class TorchEncoderExecutor:
             x = x + F.embedding(types, self._types).to(self._dtype)
         if self._positions is not None:
             x = x + self._positions[first : first + length].to(self._dtype)
-        return self._norm(x)
+        if self._norm is not None:
+            x = self._norm(x)
+        return x if self._projection is None else self._projection(x)
 
     @torch.inference_mode()
     def layers(self, batch: TextBatch, first: int, end: int, x: torch.Tensor) -> torch.Tensor:

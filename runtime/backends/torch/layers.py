@@ -22,7 +22,8 @@ import torch.nn.functional as F
 
 from ....loader.format.nibbles import RUN
 from ...errors import ModelError
-from ...models.decoder_config import ClampedSwiglu, Norm
+from ...models.decoder_config import Norm
+from ...models.experts_config import ClampedSwiglu
 from ...models.matrices import (
     BlockMatrix,
     DenseMatrix,
@@ -158,6 +159,7 @@ def activation(name: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
         Activation.GELU: F.gelu,
         Activation.GELU_TANH: _gelu_tanh,
         Activation.RELU: F.relu,
+        Activation.RELU2: lambda x: F.relu(x).square(),
         Activation.TANH: torch.tanh,
     }
     return functions[name]
@@ -175,11 +177,14 @@ def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, swiglu: ClampedSwiglu) 
 
 
 class RMSNorm:
-    """A norm over the last dimension, of one of the kinds of `Norm`. `weight` is (size,)."""
+    """A norm over the last dimension, of one of the kinds of `Norm`. `weight` and `bias` are (size,)."""
 
-    __slots__ = ("eps", "kind", "weight")
+    __slots__ = ("bias", "eps", "kind", "weight")
 
-    def __init__(self, weight: torch.Tensor, eps: float, kind: Norm = Norm.RMS) -> None:
+    def __init__(
+        self, weight: torch.Tensor, eps: float, kind: Norm = Norm.RMS, bias: torch.Tensor | None = None
+    ) -> None:
+        self.bias = bias
         self.weight = weight
         self.eps = eps
         self.kind = kind
@@ -188,11 +193,12 @@ class RMSNorm:
         if self.kind is Norm.RMS:
             return unit_rms(x, self.eps).mul_(self.weight.to(x.dtype))
         wide, factor = x.float(), self.weight.float()
-        if self.kind is Norm.LAYER:
+        if self.kind in (Norm.LAYER, Norm.LAYER_PLUS_ONE):
             wide = wide - wide.mean(-1, keepdim=True)
-        elif self.kind is Norm.RMS_PLUS_ONE:
+        if self.kind in (Norm.RMS_PLUS_ONE, Norm.LAYER_PLUS_ONE):
             factor = 1.0 + factor
-        return unit_rms(wide, self.eps).mul_(factor).to(x.dtype)
+        normed = unit_rms(wide, self.eps).mul_(factor)
+        return (normed if self.bias is None else normed.add_(self.bias.float())).to(x.dtype)
 
 
 class HeadNorm:
@@ -394,6 +400,20 @@ def product_of(projection: Projection, device: torch.device) -> Product:
     if projection.is_settled:
         return _product_over(projection.matrices(), device)
     return LateProduct(projection, device)
+
+
+class RoundedInputs:
+    """A product of rows as integers of 8 bits times a row's largest size / 127."""
+
+    __slots__ = ("product",)
+
+    def __init__(self, product: Product) -> None:
+        self.product = product
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        scale = 127.0 / wide.abs().amax(-1, keepdim=True).clamp(min=1e-5)
+        return self.product(((wide * scale).round() / scale).to(x.dtype))
 
 
 def _product_over(matrices: Sequence[Matrix], device: torch.device) -> Product:

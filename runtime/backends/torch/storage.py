@@ -42,7 +42,7 @@ class TorchPool(KVPool, Protocol):
     def device(self) -> torch.device: ...
 
     def write(self, layer: int, slots: torch.Tensor, keys_values: torch.Tensor) -> None:
-        """Store T tokens: slots (T,) int64; keys_values (T, 2 * num_kv_heads, head_dim), keys
+        """Store T tokens: slots (T,) int64; keys_values (T, parts * num_kv_heads, head_dim), keys
         first.
         """
 
@@ -103,29 +103,28 @@ class TorchKVStorage(TorchFloatBlocks):
     """
 
     def __init__(self, shape: PoolShape, *, device: torch.device | None = None) -> None:
-        num_slots = shape.num_blocks * shape.block_size
-        sizes = (shape.num_layers, 2, shape.num_kv_heads, num_slots, shape.head_dim)
+        sizes = (*shape.vectors, shape.head_dim)
         super().__init__(shape, torch.empty(sizes, dtype=torch_dtype(shape.dtype), device=device))
         # Views made once: every layer of every step needs its own, and indexing a list is cheaper.
         self._layers = list(self.data.unbind(0))
         self._keys = [layer[0] for layer in self._layers]
-        self._values = [layer[1] for layer in self._layers]
+        self._values = [layer[-1] for layer in self._layers]
 
     def copy_out(self, blocks: Sequence[int], into: Bytes) -> None:
         """Copy the content of these blocks: `into` is (len(blocks), bytes of a block),
         C-contiguous.
         """
-        by_block = self.data.view(len(self._layers), 2, self.num_kv_heads, self.num_blocks, -1)
+        by_block = self.data.view(len(self._layers), self.num_parts, self.num_kv_heads, self.num_blocks, -1)
         content = by_block[:, :, :, list(blocks)].movedim(
             3, 0
-        )  # (blocks, layers, 2, kv_heads, slots * head_dim)
+        )  # (blocks, layers, parts, kv_heads, slots * head_dim)
         torch.from_numpy(into).view(self.data.dtype).view(content.shape).copy_(content)
 
     def copy_in(self, blocks: Sequence[int], content: Bytes) -> None:
         """The reverse of `copy_out`. The blocks are distinct, and no other thread may read them
         meanwhile.
         """
-        by_block = self.data.view(len(self._layers), 2, self.num_kv_heads, self.num_blocks, -1)
+        by_block = self.data.view(len(self._layers), self.num_parts, self.num_kv_heads, self.num_blocks, -1)
         places = by_block.movedim(3, 0)
         shape = (len(blocks), *places.shape[1:])
         places[list(blocks)] = (
@@ -139,10 +138,10 @@ class TorchKVStorage(TorchFloatBlocks):
         copy_slots(self.data, source * self.block_size, target * self.block_size, num_tokens)
 
     def write(self, layer: int, slots: torch.Tensor, keys_values: torch.Tensor) -> None:
-        """Store T tokens: slots (T,) int64; keys_values (T, 2 * num_kv_heads, head_dim), keys
+        """Store T tokens: slots (T,) int64; keys_values (T, parts * num_kv_heads, head_dim), keys
         first.
         """
-        split = keys_values.view(len(slots), 2, self.num_kv_heads, -1)
+        split = keys_values.view(len(slots), self.num_parts, self.num_kv_heads, -1)
         self._layers[layer].index_copy_(2, slots, split.permute(1, 2, 0, 3))
 
     def read(self, layer: int, extent: Extent) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,9 +153,10 @@ class TorchKVStorage(TorchFloatBlocks):
         if extent.blocks is None:
             keys, values = self._keys[layer], self._values[layer]
         else:
-            by_block = self._layers[layer].view(2, self.num_kv_heads, self.num_blocks, -1)
+            by_block = self._layers[layer].view(self.num_parts, self.num_kv_heads, self.num_blocks, -1)
             gathered = by_block.index_select(2, extent.blocks)
-            keys, values = gathered.view(2, self.num_kv_heads, -1, self.head_dim).unbind(0)
+            parts = gathered.view(self.num_parts, self.num_kv_heads, -1, self.head_dim)
+            keys, values = parts[0], parts[-1]
         return keys.narrow(1, extent.start, extent.count), values.narrow(1, extent.start, extent.count)
 
 
@@ -167,10 +167,9 @@ class TorchInt8KVStorage(Int8Blocks):
 
     def __init__(self, shape: PoolShape, *, device: torch.device | None = None) -> None:
         super().__init__(shape)
-        slots = (shape.num_layers, 2, shape.num_kv_heads, shape.num_blocks * shape.block_size)
-        self.codes = torch.empty((*slots, shape.head_dim), dtype=torch.int8, device=device)
+        self.codes = torch.empty((*shape.vectors, shape.head_dim), dtype=torch.int8, device=device)
         self._torch_dtype = torch_dtype(shape.dtype)
-        self.scales = torch.empty((*slots, 1), dtype=self._torch_dtype, device=device)
+        self.scales = torch.empty((*shape.vectors, 1), dtype=self._torch_dtype, device=device)
         # Views made once: every layer of every step needs its own, and indexing a list is cheaper.
         self._layers = list(zip(self.codes.unbind(0), self.scales.unbind(0), strict=True))
 
@@ -215,14 +214,14 @@ class TorchInt8KVStorage(Int8Blocks):
             copy_slots(data, source * self.block_size, target * self.block_size, num_tokens)
 
     def write(self, layer: int, slots: torch.Tensor, keys_values: torch.Tensor) -> None:
-        """Store T tokens: slots (T,) int64; keys_values (T, 2 * num_kv_heads, head_dim), keys
+        """Store T tokens: slots (T,) int64; keys_values (T, parts * num_kv_heads, head_dim), keys
         first.
         """
         codes, scales = self._layers[layer]
         pieces = zip(torch.split(slots, WRITE_TOKENS), torch.split(keys_values, WRITE_TOKENS), strict=True)
         for piece_slots, piece in pieces:
             new_codes, new_scales = _quantized(piece)
-            split = (len(piece), 2, self.num_kv_heads, -1)
+            split = (len(piece), self.num_parts, self.num_kv_heads, -1)
             codes.index_copy_(2, piece_slots, new_codes.view(split).permute(1, 2, 0, 3))
             scales.index_copy_(2, piece_slots, new_scales.view(split).permute(1, 2, 0, 3))
 
@@ -236,19 +235,20 @@ class TorchInt8KVStorage(Int8Blocks):
         codes, scales = (each.narrow(2, extent.start, extent.count) for each in found)
         # Through fp32: its product is exact, and a third faster than one in 16 bits, which is not
         # vectorised.
-        keys, values = codes.float().mul_(scales.float()).to(self._torch_dtype).unbind(0)
-        return keys, values
+        parts = codes.float().mul_(scales.float()).to(self._torch_dtype)
+        return parts[0], parts[-1]
 
     def _gather(self, data: torch.Tensor, extent: Extent) -> torch.Tensor:
-        """The slots of the extent, of one layer's codes or scales: (2, kv_heads, slots, last)."""
+        """The slots of the extent, of one layer's codes or scales: (parts, kv_heads, slots, last)."""
         if extent.blocks is None:
             return data
-        by_block = data.view(2, self.num_kv_heads, self.num_blocks, -1)
-        return by_block.index_select(2, extent.blocks).view(2, self.num_kv_heads, -1, data.shape[-1])
+        by_block = data.view(self.num_parts, self.num_kv_heads, self.num_blocks, -1)
+        found = by_block.index_select(2, extent.blocks)
+        return found.view(self.num_parts, self.num_kv_heads, -1, data.shape[-1])
 
     def _by_block(self, data: torch.Tensor) -> torch.Tensor:
-        """(layers, 2, kv_heads, blocks, bytes of a head in a block)"""
-        return data.view(len(self._layers), 2, self.num_kv_heads, self.num_blocks, -1)
+        """(layers, parts, kv_heads, blocks, bytes of a head in a block)"""
+        return data.view(len(self._layers), self.num_parts, self.num_kv_heads, self.num_blocks, -1)
 
 
 def _quantized(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

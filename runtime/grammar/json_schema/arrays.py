@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from . import MARK
 from .algebra import Schema, SchemaError, any_of, key_of, other_than
-from .unique_items import MARK
 from .values import Values
 
 NUM_FREE = 3  # items that need not match, before and between those that must

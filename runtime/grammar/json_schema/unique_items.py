@@ -17,7 +17,8 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-MARK = "x-unique"  # the keyword of such an array in a rewritten schema
+from . import MARK
+
 # Several items in one token.
 _SEVERAL = re.compile(rb',(?:".*"|.*[,\]}]|.*true|.*false|.*null)', re.DOTALL)
 _NEGATIVE_ZERO = b"-0"  # equal to 0

@@ -144,6 +144,9 @@ class SnapshotService:
                 "plain safetensors have no digest that a KV snapshot could belong to: pack the model"
             )
             return
+        if pool.has_states:
+            self._refuse(NO_STATES)
+            return
         with self._turn:
             self._pool, self._here = pool, identity_of(pool, model=model)
         self._advance()
@@ -342,6 +345,9 @@ class SnapshotService:
         self._figures["failures_total"] += 1
         self._timeline.mark("model", "KV snapshot failed", address=self.address, error=str(error))
         logger.warning("%s: %s", what, error)
+
+
+NO_STATES = "this model has recurrent states in addition to keys and values, which a KV snapshot cannot hold"
 
 
 def identity_of(pool: PrefixPool, *, model: bytes) -> Identity:

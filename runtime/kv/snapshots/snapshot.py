@@ -158,7 +158,7 @@ class Snapshot(Struct, frozen=True, dict=True):
         return [self.parts[number] for number in numbers]
 
 
-_LAYOUT = re.compile(r"(int8\+)?([a-z0-9]{1,16})\[(\d{1,9}), 2, (\d{1,9}), (\d{1,9}), (\d{1,9})(\+1)?\]")
+_LAYOUT = re.compile(r"(int8\+)?([a-z0-9]{1,16})\[(\d{1,9}), ([12]), (\d{1,9}), (\d{1,9}), (\d{1,9})(\+1)?\]")
 _TOKENS = re.compile(r"tokens\[(\d{1,9})\]")
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -171,12 +171,12 @@ def check_layout(identity: Identity) -> str:
         wanted = (int(tokens[1]), 8 * int(tokens[1]), 8)
     else:
         found = _LAYOUT.fullmatch(identity.layout)
-        if found is None or found[2] not in _DTYPE_BYTES or (found[1] is None) != (found[7] is None):
+        if found is None or found[2] not in _DTYPE_BYTES or (found[1] is None) != (found[8] is None):
             return "is not one that this version knows"
         number_bytes = _DTYPE_BYTES[found[2]]
-        layers, heads, slots, head_dim = (int(found[group]) for group in (3, 4, 5, 6))
+        layers, parts, heads, slots, head_dim = (int(found[group]) for group in (3, 4, 5, 6, 7))
         row_bytes = head_dim * number_bytes if found[1] is None else head_dim + number_bytes
-        wanted = (slots, layers * 2 * heads * slots * row_bytes, number_bytes if found[1] is None else 1)
+        wanted = (slots, layers * parts * heads * slots * row_bytes, number_bytes if found[1] is None else 1)
     if wanted == (block_size, block_bytes, element_bytes):
         return ""
     return (

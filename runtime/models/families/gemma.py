@@ -1,7 +1,8 @@
-"""Gemma 2 and Gemma 3 (text): norms before and after attention and MLP, scaled embeddings, windows in most layers.
+"""Gemma 2 and Gemma 3: norms before and after attention and MLP, scaled embeddings, windows in most layers.
 
 Gemma 2 caps scores and logits; Gemma 3 normalises heads, and turns those of layers with a window by a table of their
-own. Models that also see images have another architecture, which is refused.
+own; with `use_bidirectional_attention` (EmbeddingGemma) it sees all of a text, and windows are halved, half to each
+side. Models that take images have a SigLIP tower, and keep the decoder's fields in a text_config.
 """
 
 from __future__ import annotations
@@ -13,25 +14,45 @@ from ..decoder_config import (
     LayerNames,
     LayerRotary,
     Norm,
+    is_pooled,
     read_common,
     read_windows,
-    refuse_set,
 )
-from ..fields import Fields
+from ..fields import Fields, text_fields
 from ..rope_config import RopeConfig
+from ..vision_config import VisionConfig
 
 _NAMES = LayerNames(
     attention_output_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
     mlp_output_norm="post_feedforward_layernorm",
 )
+_ROOTS = ("language_model.model.", "model.language_model.")  # next to a tower
+# transformers' defaults of a text_config, which files leave out.
+_DEFAULTS: dict[str, object] = {
+    "vocab_size": 262_208,
+    "hidden_size": 2_304,
+    "intermediate_size": 9_216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+}
 _THETA, _LOCAL_THETA = 1e6, 1e4  # of Gemma 3, where the file leaves them out
 
 
 def read(config: Fields, family: str) -> DecoderConfig:
     """Raises `ModelError` naming the key that is missing, wrong or not supported."""
-    refuse_set(config, "use_bidirectional_attention")
+    if family == "gemma3":
+        text = text_fields(config, family, "gemma3_text", _DEFAULTS, is_tied=True)
+        decoder = replace(read(text, "gemma3_text"), family=family, roots=_ROOTS)
+        return replace(decoder, vision=VisionConfig.of_gemma3(config, decoder.vocab_size))
     is_third = family == "gemma3_text"
+    is_bidirectional = config.boolean("use_bidirectional_attention", default=False)
+    if is_bidirectional and not (is_third and is_pooled({"architectures": config.texts("architectures")})):
+        raise config.wrong(
+            "use_bidirectional_attention", "which is only supported in embeddings of Gemma3TextModel"
+        )
     common = read_common(
         config,
         family,
@@ -47,9 +68,12 @@ def read(config: Fields, family: str) -> DecoderConfig:
         if is_third
         else read_windows(config, common.num_layers, interval=2, interval_key=None)
     )
+    if is_bidirectional:
+        windows = tuple(None if window is None else _half(config, window) for window in windows)
     gemma = replace(
         common,
         windows=windows,
+        is_bidirectional=is_bidirectional,
         qkv_bias=attention_bias,
         output_bias=attention_bias,
         norm=Norm.RMS_PLUS_ONE,
@@ -67,6 +91,13 @@ def read(config: Fields, family: str) -> DecoderConfig:
         local_rope=_local_rope(config, common),
         layer_rotary=tuple(LayerRotary.MAIN if window is None else LayerRotary.LOCAL for window in windows),
     )
+
+
+def _half(config: Fields, window: int) -> int:
+    """The tokens to each side that a token sees, itself excluded."""
+    if window < 2:
+        raise config.wrong("sliding_window", "but must be at least 2 for use_bidirectional_attention")
+    return window // 2
 
 
 def _cap(config: Fields, key: str, default: float | None) -> float | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ..decoder_config import DecoderConfig, LayerNames, read_common, read_sigmoid_experts
+from ..decoder_config import DecoderConfig, LayerNames, read_common
+from ..experts_config import read_sigmoid_experts
 from ..fields import MAX_LAYERS, Fields
 from ..rope_config import RopeConfig
 

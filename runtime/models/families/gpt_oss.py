@@ -6,15 +6,8 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from ...errors import ModelError
-from ..decoder_config import (
-    ClampedSwiglu,
-    DecoderConfig,
-    LayerNames,
-    Norm,
-    read_common,
-    read_experts,
-    windows_by_type,
-)
+from ..decoder_config import DecoderConfig, LayerNames, Norm, read_common, windows_by_type
+from ..experts_config import ClampedSwiglu, read_experts
 from ..fields import Fields
 from ..rope_config import MAX_POSITIONS, RopeConfig
 

@@ -7,15 +7,8 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from ..decoder_config import (
-    DecoderConfig,
-    Experts,
-    ExpertShares,
-    LayerNames,
-    ShortConvolutions,
-    read_common,
-    read_experts,
-)
+from ..decoder_config import DecoderConfig, LayerNames, ModelNames, ShortConvolutions, read_common
+from ..experts_config import Experts, ExpertShares, read_experts
 from ..fields import MAX_LAYERS, MAX_WIDTH, Fields
 from ..rope_config import RopeConfig
 
@@ -52,7 +45,7 @@ def read(config: Fields, family: str) -> DecoderConfig:
         qk_norm=True,
         convolutions=_convolutions(config, common.num_layers),
         names=_NAMES,
-        final_norm="embedding_norm",
+        model_names=ModelNames(final_norm="embedding_norm"),
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ..decoder_config import DecoderConfig, LayerNames, read_common, read_experts
+from ..decoder_config import DecoderConfig, LayerNames, read_common
+from ..experts_config import read_experts
 from ..fields import Fields
 from ..rope_config import MAX_POSITIONS
 

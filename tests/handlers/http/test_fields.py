@@ -11,8 +11,9 @@ from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
+from teneral.handlers.anthropic.bodies import ROUTES as ANTHROPIC
 from teneral.handlers.openai.fields import ROUTES, Effect, as_markdown
-from teneral.handlers.openai.llama_cpp import InfillBody
+from teneral.handlers.openai.llama_cpp import InfillBody, PromptedBody
 from teneral.handlers.openai.other_servers import OTHER_SERVERS
 from teneral.handlers.openai.rerank import ClassifyBody, RerankBody, ScoreBody
 from teneral.handlers.openai.responses_body import CountTokensBody, ResponsesBody
@@ -29,6 +30,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
     "/apply-template": PromptBody,
+    "/completion": PromptedBody,
     "/infill": InfillBody,
     "/v1/classify": ClassifyBody,
     "/v1/score": ScoreBody,
@@ -72,7 +74,7 @@ def test_every_field_of_openais_own_types_is_in_the_table(route: str) -> None:
 @pytest.mark.parametrize("route", OTHER_SERVERS)
 def test_every_field_that_vllm_and_llama_cpp_know_is_in_the_table(route: str) -> None:
     for names in OTHER_SERVERS[route]:
-        assert names - set(ROUTES[route]) == set()
+        assert names - set({**ROUTES, **ANTHROPIC}[route]) == set()
 
 
 def test_the_documentation_has_this_table() -> None:

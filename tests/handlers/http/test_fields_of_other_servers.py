@@ -10,7 +10,7 @@ import pytest
 from tests.support.chat_families import scripted
 from tests.support.http_server import events
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 HELLO = [{"role": "user", "content": "Hello"}]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 
@@ -128,6 +128,8 @@ async def test_reasoning_is_left_out_or_in_the_text_as_the_request_says(server: 
             {"include_reasoning": False},
             {"separate_reasoning": False},
             {"reasoning_format": "none"},
+            {"reasoning_format": "raw"},
+            {"reasoning_format": "hidden"},
         ):
             body = {"messages": HELLO, "max_tokens": 50, "temperature": 0, **fields}
             message = (await server.post(CHAT, body)).json["choices"][0]["message"]
@@ -135,10 +137,12 @@ async def test_reasoning_is_left_out_or_in_the_text_as_the_request_says(server: 
             streamed = [each["choices"][0]["delta"] for each in await chunks(server, CHAT, body)]
             for key in ("content", "reasoning_content"):
                 assert "".join(each.get(key) or "" for each in streamed) == (message.get(key) or "")
+    hidden = answers.popitem()[1]
     first, left_out, *in_text = answers.values()
+    assert hidden == left_out
     assert (first["reasoning_content"], first["content"]) == ("Hm.", "Hi.")
     assert (left_out.get("reasoning_content"), left_out["content"]) == (None, "Hi.")
-    assert [each["content"] for each in in_text] == ["Hm.</think>Hi."] * 2
+    assert [each["content"] for each in in_text] == ["Hm.</think>Hi."] * 3
 
 
 async def test_an_effort_switches_reasoning_and_warns_where_it_has_no_effect(server: Any) -> None:
@@ -186,3 +190,75 @@ async def test_histories_of_other_providers_are_taken(server: Any) -> None:
     assistant["reasoning_details"] = [{"text": 1}]
     refused = await server.post(CHAT, {"messages": messages, "max_tokens": 1})
     assert refused.error["param"] == "messages[1].reasoning_details[0].text"
+
+
+async def test_openrouters_fields_ask_for_usage_and_may_name_a_router(server: Any) -> None:
+    routed = {
+        "provider": {"order": ["a"]},
+        "models": ["x"],
+        "route": "fallback",
+        "plugins": [],
+        "transforms": [],
+    }
+    body = {"messages": HELLO, "max_tokens": 2, "usage": {"include": True}, **routed}
+    *_, last = await chunks(server, CHAT, body)
+    assert last["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("fields", [{"thinking": {"type": "disabled"}}, {"enable_thinking": False}])
+async def test_reasoning_is_switched_by_each_of_the_fields(
+    start: Any, chat_parts: Any, fields: dict[str, Any]
+) -> None:
+    async with start(parts=chat_parts("reasoning")) as server:
+        body = {"messages": HELLO, "max_tokens": 1, "return_token_ids": True}
+        ours = (await server.post(CHAT, {**body, "reasoning": {"enabled": False}})).json
+        theirs = (await server.post(CHAT, {**body, **fields})).json
+        plain = (await server.post(CHAT, body)).json
+        assert theirs["prompt_token_ids"] == ours["prompt_token_ids"]
+        assert theirs["prompt_token_ids"] != plain["prompt_token_ids"]
+        refused = await server.post(CHAT, {**body, **fields, "reasoning": {"enabled": True}})
+        assert (refused.status, refused.error["param"]) == (400, "reasoning.enabled")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logit_bias": {"7": 100}},
+        {"allowed_token_ids": [7, 9, 11]},
+        {"seed": 3, "temperature": 1.5, "top_k": 40, "min_p": 0.01},
+        {"presence_penalty": 2, "frequency_penalty": 2, "repetition_penalty": 1.5},
+        {"structured_outputs": {"choice": ["yes"]}},
+        {"ignore_eos": False, "stop": ["a"], "include_stop_str_in_output": True},
+        {"cache_salt": "s", "priority": 5, "session_id": "me"},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+    ],
+    ids=str,
+)
+async def test_responses_take_the_sampling_of_chats(server: Any, fields: dict[str, Any]) -> None:
+    same = {"ignore_eos": True, "temperature": 0, **fields}
+    body = {"messages": HELLO, "max_tokens": 6, **same}
+    chat = (await server.post(CHAT, body)).json
+    answer = await server.post(RESPONSES, {"input": "Hello", "max_output_tokens": 6, **same})
+    assert answer.status == 200, answer.text
+    assert answer.json["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
+    text = "".join(part["text"] for item in answer.json["output"] for part in item["content"])
+    message = chat["choices"][0]["message"]
+    assert text == message.get("reasoning", "") + (message["content"] or "")
+
+
+async def test_responses_refuse_what_chats_refuse_by_the_same_names(server: Any) -> None:
+    for fields, name in (
+        ({"top_k": -7}, "top_k"),
+        (
+            {"structured_outputs": {"regex": "a"}, "text": {"format": {"type": "json_object"}}},
+            "structured_outputs.regex",
+        ),
+        ({"modalities": ["image"]}, "modalities"),
+        ({"reasoning": {"max_tokens": -2}}, "reasoning.max_tokens"),
+        ({"session_id": "a", "teneral": {"session": "b"}}, "session_id"),
+    ):
+        refused = await server.post(RESPONSES, {"input": "Hello", **fields})
+        assert (refused.status, refused.error["param"]) == (400, name), refused.body
+    routed = {"provider": {"order": ["a"]}, "models": ["x"], "trace": {}, "plugins": [], "vllm_xargs": {}}
+    usual = await server.post(RESPONSES, {"input": "Hello", "max_output_tokens": 1, **routed})
+    assert usual.status == 200, usual.body

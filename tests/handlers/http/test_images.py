@@ -15,7 +15,8 @@ from tests.support.vision_models import PREPROCESSOR, data_url, file_of, picture
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
-from teneral.handlers.openai import images as chat_images
+from teneral.handlers.function import images as chat_images
+from teneral.handlers.openai.images import images_of
 from teneral.handlers.openai.schemas import ContentPart, Message
 from teneral.runtime.errors import ContextLengthError
 
@@ -260,7 +261,7 @@ async def test_images_that_cannot_be_read_are_refused(
 
 
 async def test_bounds(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("teneral.handlers.openai.images.MAX_IMAGES", 2)
+    monkeypatch.setattr("teneral.handlers.function.images.MAX_IMAGES", 2)
     parts = [image_part(picture(64, 64, seed=seed)) for seed in range(3)]
     answer = await server.post("/v1/chat/completions", chat_with(*parts))
     assert answer.status == 400
@@ -284,7 +285,7 @@ async def test_a_decompression_bomb_is_refused_by_its_header(server: Any) -> Non
 async def test_images_beyond_the_context_are_refused_before_all_are_read(vision: Any) -> None:
     good, bad = data_url(file_of(picture(64, 64))), "data:image/png;base64,x"
     parts = [ContentPart("image_url", image_url=url) for url in (good, good, bad)]
-    images = chat_images.ChatImages([Message(role="user", content=parts)])
+    images = images_of([Message(role="user", content=parts)])
     with pytest.raises(
         ContextLengthError, match=r"up to messages\[0\].content\[1\] take 40 tokens"
     ) as caught:
@@ -307,6 +308,16 @@ async def test_images_of_other_roles_are_refused(server: Any, role: str) -> None
     assert f"a message of role '{role}' cannot have" in answer.json["error"]["message"]
 
 
+async def test_clients_find_whether_a_model_takes_images(server: Any, start: Any) -> None:
+    async with start() as of_text:
+        for each, modalities in ((server, ["text", "image"]), (of_text, ["text"])):
+            await each.post("/v1/chat/completions", {**chat_with(text_part("Hello")), "max_tokens": 1})
+            props = (await each.get("/props")).json
+            assert props["modalities"] == {"vision": "image" in modalities, "audio": False}
+            (model,) = (await each.get("/v1/models")).json["data"]
+            assert model["architecture"]["input_modalities"] == modalities
+
+
 async def test_a_model_of_text_refuses_images(start: Any) -> None:
     async with start() as server:
         answer = await server.post(
@@ -314,5 +325,31 @@ async def test_a_model_of_text_refuses_images(start: Any) -> None:
         )
     assert answer.status == 400
     assert answer.json["error"]["message"] == (
-        "messages[0].content[0] is of type 'image_url'; this model takes text only"
+        "messages[0].content[0] is an image; this model takes text only"
     )
+
+
+async def test_a_function_gives_images_as_data_urls_and_as_files(start: Any, vision: Any) -> None:
+    image = picture(70, 40)
+
+    def handler(event: Any, context: Any) -> str:
+        part = event if event else {"type": "image", "image": file_of(image)}
+        messages = [{"role": "user", "content": [part, text_part("What?")]}]
+        return str(
+            context.model.generate(messages, max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True).text
+        )
+
+    async with start(parts=vision[0], handler=handler) as server:
+        chat = await server.post("/v1/chat/completions", chat_with(image_part(image), text_part("What?")))
+        expected = chat.json["choices"][0]["message"]["content"]
+        assert expected
+        for event in (image_part(image), None):
+            assert (await server.post("/invoke", event)).json == expected
+        other = await server.post("/invoke", image_part(picture(70, 40, seed=1)))
+        assert other.json != expected
+        refused = await server.post("/invoke", {"type": "image", "image": "x"})
+        assert (refused.status, refused.error["param"]) == (400, "messages[0].content[0].image")
+        refused = await server.post(
+            "/invoke", {"type": "image_url", "image_url": {"url": "http://127.0.0.1/x"}}
+        )
+        assert (refused.status, refused.error["param"]) == (400, "messages[0].content[0].image_url")

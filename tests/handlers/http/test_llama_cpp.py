@@ -33,6 +33,9 @@ async def test_slots_are_idle_or_busy_and_show_no_prompt(server: Any) -> None:
     assert len(slots) == server.instance.config.max_running
     assert [slot["is_processing"] for slot in slots] == [False] * len(slots)
     assert set(slots[0]) == {"id", "n_ctx", "is_processing"}
+    for query in ("fail_on_no_slot=true", "fail_on_no_slot=1&fail_on_no_slot=1"):
+        refused = await server.get(f"/slots?{query}")
+        assert (refused.status, refused.error["param"]) == (400, "fail_on_no_slot")
 
 
 async def test_the_applied_template_is_the_prompt(server: Any) -> None:
@@ -105,3 +108,44 @@ async def test_what_cannot_be_filled_in_is_refused_by_name(start: Any, server: A
             refused = await other.post(route, body)
             assert (refused.status, refused.error["param"]) == (400, param)
             assert "no tokens for filling in the middle" in refused.error["message"]
+
+
+@pytest.mark.parametrize("prompt", ["Hello", [5, 6, 7]], ids=["text", "tokens"])
+async def test_a_completion_is_that_of_the_other_route(server: Any, prompt: Any) -> None:
+    body = {"prompt": prompt, "temperature": 0, "ignore_eos": True}
+    usual = (await server.post("/v1/completions", {**body, "max_tokens": 5})).json
+    answer = (await server.post("/completion", {**body, "n_predict": 5})).json
+    assert answer["content"] == usual["choices"][0]["text"]
+    assert (answer["stop_type"], answer["tokens_predicted"]) == ("limit", 5)
+    streamed = await server.post("/completion", {**body, "n_predict": 5, "stream": True})
+    chunks = [json.loads(each) for each in events(streamed.body)]
+    assert "".join(each["content"] for each in chunks) == answer["content"]
+    assert [each["stop"] for each in chunks] == [False] * (len(chunks) - 1) + [True]
+    several = await server.post("/completion", {"prompt": ["a", "b"]})
+    assert (several.status, several.error["param"]) == (400, "prompt")
+
+
+async def test_tokens_of_a_content_are_there_and_back(server: Any) -> None:
+    tokenizer = server.instance.tokenizer.result()
+    tokens = tokenizer.encode("Hé!", add_special_tokens=False)
+    assert (await server.post("/tokenize", {"content": "Hé!"})).json["tokens"] == tokens
+    special = (await server.post("/tokenize", {"content": "Hé!", "add_special": True})).json["tokens"]
+    assert special == tokenizer.encode("Hé!")
+    pieces = (await server.post("/tokenize", {"content": "Hé!", "with_pieces": True})).json["tokens"]
+    assert [each["id"] for each in pieces] == tokens
+    parts = [
+        each["piece"].encode() if isinstance(each["piece"], str) else bytes(each["piece"]) for each in pieces
+    ]
+    assert b"".join(parts).decode().strip() == "Hé!"
+    assert (await server.post("/detokenize", {"tokens": tokens})).json["content"].strip() == "Hé!"
+    for body, param in (
+        ({"content": "x", "prompt": "y"}, "prompt"),
+        ({"prompt": "x", "add_special": True}, "add_special"),
+    ):
+        refused = await server.post("/tokenize", body)
+        assert (refused.status, refused.error["param"]) == (400, param)
+
+
+async def test_older_paths_are_the_same_routes(server: Any) -> None:
+    assert (await server.get("/v1/health")).json == (await server.get("/health")).json
+    assert (await server.get("/models")).json == (await server.get("/v1/models")).json

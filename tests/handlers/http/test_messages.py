@@ -447,3 +447,40 @@ async def test_refused_fields_are_refused_by_name_unless_null(server: Any, route
             assert refused.status == 400
             assert name in refused.json["error"]["message"]
             assert (await server.post(route, {**least, name: None})).status == 200
+
+
+async def test_fields_of_other_servers_count(reasoning: Any) -> None:
+    usual = await send(reasoning)
+    for fields in (
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"thinking": {"type": "disabled"}},
+        {"reasoning_effort": "none"},
+    ):
+        off = await send(reasoning, **fields)
+        assert off["usage"]["input_tokens"] < usual["usage"]["input_tokens"]
+    routed = {"provider": {}, "models": ["x"], "session_id": "me", "litellm_metadata": {}, "plugins": []}
+    of_claude_code = {"messages": [{"role": "ctx", "content": "Hello"}]}
+    assert (await send(reasoning, **routed, **of_claude_code))["content"] == usual["content"]
+    contrary = {**HELLO, "reasoning_effort": "low", "output_config": {"effort": "high"}}
+    refused = await reasoning.post("/v1/messages", contrary)
+    assert refused.status == 400
+    assert "reasoning_effort" in refused.json["error"]["message"]
+
+
+async def test_errors_name_the_blocks_and_tools_that_were_sent(server: Any) -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [image]}
+    use = {"type": "tool_use", "id": "a", "name": "weather", "input": {}}
+    turns = [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [{"type": "text", "text": "x"}, result]},
+    ]
+    broken = {**TOOL, "input_schema": {"$ref": "#"}, "strict": True}
+    for changes, place in (
+        ({"system": "x", "messages": turns}, "messages[2].content[1].content[0] is an image"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}, broken]}, "tools[1].input_schema"),
+    ):
+        refused = await server.post("/v1/messages", {**HELLO, **changes})
+        assert refused.status == 400
+        assert place in refused.json["error"]["message"]

@@ -32,6 +32,7 @@ NAMES: list[dict[str, Any]] = [
     {"thinking_budget": 5},
     {"reasoning_budget_tokens": 5},
     {"reasoning": {"max_tokens": 5}},
+    {"thinking": {"type": "enabled", "budget_tokens": 5}},
 ]
 
 

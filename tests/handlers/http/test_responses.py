@@ -222,6 +222,13 @@ async def test_reasoning_is_an_item_of_its_own(family_server: Any, family: str) 
         assert [item.type for item in whole.output] == ["reasoning", "message"]
 
 
+IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
+HISTORY: list[dict[str, Any]] = [
+    {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "a", "output": "x"},
+]
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [
@@ -230,7 +237,11 @@ async def test_reasoning_is_an_item_of_its_own(family_server: Any, family: str) 
         ({"input": [{"content": "x"}]}, "input[0].role"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            "input",
+            "input[0].content[0]",
+        ),
+        (
+            {"instructions": "x", "input": [HISTORY[0], {**HISTORY[1], "output": [IMAGE]}]},
+            "input[1].output[0]",
         ),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0]"),
@@ -249,6 +260,14 @@ async def test_reasoning_is_an_item_of_its_own(family_server: Any, family: str) 
         (
             {"tools": [{"type": "function", "name": "f", "strict": True, "parameters": {"$ref": "#"}}]},
             "tools[0].parameters",
+        ),
+        (
+            {"tools": [{"type": "web_search"}, {"type": "function", "name": "f", "strict": 1}]},
+            "tools[1].strict",
+        ),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "?"}]}]},
+            "tools[0].tools[0].name",
         ),
         ({"max_output_tokens": -1}, "max_output_tokens"),
         ({"no_such_field": 1}, "no_such_field"),

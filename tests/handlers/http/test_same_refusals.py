@@ -16,7 +16,7 @@ ROUTES: dict[str, tuple[dict[str, Any], dict[str, str], set[str]]] = {
     "/v1/responses": (
         {"input": "x", "max_output_tokens": 1},
         {"max_tokens": "max_output_tokens"},
-        {"top_k", "stop", "messages"},
+        {"messages"},
     ),
     "/v1/messages": ({"messages": HELLO, "max_tokens": 1}, {"stop": "stop_sequences"}, set()),
 }

@@ -157,6 +157,11 @@ async def test_input_is_counted_as_it_is_computed(client: openai.AsyncOpenAI) ->
     assert counted.input_tokens == answer.usage.input_tokens
 
 
+async def test_the_count_is_a_route_and_no_response(server: Any) -> None:
+    refused = await server.get("/v1/responses/input_tokens")
+    assert (refused.status, refused.headers["allow"]) == (405, "POST")
+
+
 async def test_a_response_is_made_in_the_background(client: openai.AsyncOpenAI) -> None:
     expected = await client.responses.create(input="Hello", **GREEDY)
     answer = await client.responses.create(input="Hello", background=True, **GREEDY)
@@ -313,6 +318,72 @@ async def test_a_custom_tool_takes_a_text(server: Any, client: openai.AsyncOpenA
         input=result, previous_response_id=answer.id, tools=[CUSTOM], **GREEDY
     )
     assert after.status == "incomplete"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("place", ["tools", "input"])
+async def test_functions_in_a_namespace_are_called_by_both_names(
+    server: Any, client: openai.AsyncOpenAI, stream: bool, place: str
+) -> None:
+    functions = [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in "ab"]
+    space = {"type": "namespace", "name": "crm", "description": "Orders", "tools": [*functions, CUSTOM]}
+    other = {"type": "function", "name": "b", "parameters": {"type": "object"}}
+    items: list[Any] = [{"role": "user", "content": "Hello"}]
+    if place == "input":
+        items.append({"type": "additional_tools", "role": "developer", "tools": [space]})
+    asked: dict[str, Any] = {**GREEDY, "max_output_tokens": 200, "tools": [other]}
+    asked["tools"] += [space] if place == "tools" else []
+    calls = ('{"name": "crm.a", "arguments": {}}', '{"name": "crm.patch", "arguments": {"input": "x"}}')
+    text = "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
+    with scripted(server, text):
+        answer = await client.responses.create(input=items, stream=stream, **asked)
+        if stream:
+            answer = [event async for event in answer][-1].response  # type: ignore[union-attr]
+    first, second = answer.output
+    assert (first.type, first.namespace, first.name) == ("function_call", "crm", "a")
+    assert (second.type, second.namespace, second.name) == ("custom_tool_call", "crm", "patch")
+    results: Any = [
+        {"type": f"{item.type}_output", "call_id": item.call_id, "output": "done"} for item in answer.output
+    ]
+    after = await client.responses.create(input=results, previous_response_id=answer.id, **asked)
+    whole = await client.responses.create(input=[*items, *answer.output, *results], **asked)
+    assert after.output_text == whole.output_text
+    assert after.usage.input_tokens == whole.usage.input_tokens
+    for choice, names in (
+        ({"type": "function", "name": "a"}, [("crm", "a")]),
+        ({"type": "function", "name": "b"}, [(None, "b")]),
+        (
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "namespace", "name": "crm"}]},
+            [("crm", "a"), ("crm", "b"), ("crm", "patch")],
+        ),
+        (
+            {
+                "type": "allowed_tools",
+                "mode": "required",
+                "tools": [{"type": "web_search"}, {"type": "function", "name": "b"}],
+            },
+            [(None, "b")],
+        ),
+    ):
+        guided = await client.responses.create(
+            input=items, tool_choice=choice, parallel_tool_calls=False, **asked
+        )
+        assert all((item.namespace, item.name) in names for item in guided.output)
+        assert guided.output
+
+
+async def test_tools_of_others_are_left_out_of_those_allowed_and_the_log_says_so(
+    client: openai.AsyncOpenAI, caplog: pytest.LogCaptureFixture
+) -> None:
+    allowed: Any = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}
+    tools: Any = [{"type": "web_search"}, {"type": "function", "name": "b", "parameters": {"type": "object"}}]
+    asked: Any = {**GREEDY, "input": "Hello", "tools": tools, "max_output_tokens": 8}
+    with caplog.at_level("INFO", logger="teneral.http"):
+        answer = await client.responses.create(tool_choice=allowed, **asked)
+    assert answer.output[0].type == "message"
+    assert f"request {answer.id}: tools[0] is left out" in caplog.text
+    with pytest.raises(openai.BadRequestError, match="must be a list of functions"):
+        await client.responses.create(tool_choice={**allowed, "mode": "required"}, **asked)
 
 
 async def test_a_regular_expression_guides_a_custom_tool(client: openai.AsyncOpenAI) -> None:

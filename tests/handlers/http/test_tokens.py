@@ -26,8 +26,8 @@ async def test_a_text_comes_back_from_its_tokens(server: Any) -> None:
         "tokens": tokens,
     }
     back = await server.post("/detokenize", {"model": "tiny/model", "tokens": tokens})
-    assert back.json == {"prompt": "Once <|end|>"}
-    assert (await server.post("/detokenize", {"tokens": []})).json == {"prompt": ""}
+    assert back.json == {"prompt": "Once <|end|>", "content": "Once <|end|>"}
+    assert (await server.post("/detokenize", {"tokens": []})).json == {"prompt": "", "content": ""}
 
 
 async def test_token_strs_are_the_vocabularys(server: Any) -> None:

@@ -301,7 +301,10 @@ async def test_a_form_and_tools_together(start: Any, chat_parts: Any) -> None:
             called = (await server.post(ROUTE, body)).json["choices"][0]
         with scripted(server, '"yes, it is"'):
             written = (await server.post(ROUTE, body)).json["choices"][0]
+            # Without effect where a call is required
+            required = await server.post(ROUTE, {**body, "tool_choice": "required"})
     assert called["finish_reason"] == "tool_calls"
+    assert required.json["choices"][0]["message"]["tool_calls"]
     assert written["message"]["content"] == '"yes"'
 
 

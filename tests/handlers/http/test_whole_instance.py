@@ -9,10 +9,11 @@ import pytest
 import torch
 from tests.support.http_server import running_server
 from tests.support.tiny_models import save_tiny
-from tests.support.vision_models import data_url, file_of, picture, pixel_values, save_vision
+from tests.support.vision_models import data_url, file_of, oracle_inputs, picture, save_vision
 
 from teneral.loader.sources.open import open_source, open_store
 from teneral.loader.tools.pack.pack import pack
+from teneral.loader.tools.pack.plan import TierOptions
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.instance.instance import Instance
 
@@ -41,13 +42,22 @@ async def test_the_first_request_may_come_before_the_model(
         assert {"fetch", "model"} <= lanes
 
 
+@pytest.mark.parametrize(
+    ("family", "tiers"),
+    [
+        ("idefics3", None),
+        ("gemma3", TierOptions(draft_bits=3)),
+        ("qwen2_5_vl", TierOptions(draft_bits=3)),
+        ("qwen3_5", None),
+    ],
+)
 async def test_a_packed_model_answers_about_an_image_that_came_before_it(
-    tmp_path: Path, one_thread: None
+    tmp_path: Path, one_thread: None, family: str, tiers: TierOptions | None
 ) -> None:
-    model = save_vision(tmp_path / "plain")
-    pack(open_source(str(tmp_path / "plain")), open_store(str(tmp_path / "packed")))
+    model = save_vision(tmp_path / "plain", family)
+    pack(open_source(str(tmp_path / "plain")), open_store(str(tmp_path / "packed")), tiers=tiers)
     config = ServeConfig(model=str(tmp_path / "packed"), name="tiny/eyes", kv_bytes=4 << 20, threads=1)
-    part = {"type": "image_url", "image_url": {"url": data_url(file_of(picture(20, 20)))}}
+    part = {"type": "image_url", "image_url": {"url": data_url(file_of(picture(20, 60)))}}
     body = {
         "messages": [{"role": "user", "content": [part]}],
         "max_tokens": 1,
@@ -58,9 +68,7 @@ async def test_a_packed_model_answers_about_an_image_that_came_before_it(
     async with running_server(Instance(config)) as server:
         answer = (await server.post("/v1/chat/completions", body)).json
         processor = server.instance.tokenizer.result().images
-        tiles = processor.tiles(picture(20, 20)).tiles
+        tiles = processor.tiles(picture(20, 60)).tiles
         with torch.no_grad():
-            logits = model(
-                torch.tensor([answer["prompt_token_ids"]]), pixel_values=pixel_values(tiles)
-            ).logits
+            logits = model(**oracle_inputs(model, answer["prompt_token_ids"], tiles)).logits
         assert answer["choices"][0]["token_ids"] == [int(logits[0, -1].argmax())]

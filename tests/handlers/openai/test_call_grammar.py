@@ -11,6 +11,7 @@ import pytest
 from tests.support.grammar_vocabulary import Vocabulary
 
 from teneral.handlers.openai.deltas import FAMILIES, Answer, Finish
+from teneral.handlers.openai.tools.dsml import DSML_V4, DSML_V32
 from teneral.handlers.openai.tools.format import ToolFormat
 from teneral.handlers.openai.tools.functions import tool_plan
 from teneral.handlers.openai.tools.gemma import FUNCTION_GEMMA, GEMMA
@@ -30,12 +31,18 @@ FORMATS = {
     "hermes": HERMES, "llama3": LLAMA3, "mistral": LIST, "mistral-named": NAMED, "json": GENERIC_JSON,
     "qwen3_coder": QWEN3_CODER, "pythonic": PYTHONIC, "glm": GLM, "gemma": GEMMA, "function-gemma": FUNCTION_GEMMA,
     "deepseek": DEEPSEEK, "deepseek-fenced": DEEPSEEK_FENCED, "kimi": KIMI, "granite": GRANITE,
+    "dsml": DSML_V32, "dsml-v4": DSML_V4,
 }  # fmt: skip
 # A place's arguments, where they are not one JSON object.
 ARGUMENTS = {
     "qwen3_coder": "<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n</parameter>\n",
     "pythonic": 'city="Oslo", days=3',
     "glm": "<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n",
+    **dict.fromkeys(
+        ("dsml", "dsml-v4"),
+        '<｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n',
+    ),
     "gemma": 'city:<|"|>Oslo<|"|>,days:3',
     "function-gemma": "city:<escape>Oslo<escape>,days:3",
 }
@@ -208,7 +215,7 @@ def test_a_form_that_is_no_schema_and_bare_calls_together_are_refused() -> None:
         (tools(), "always", "tool_choice"),
         ([], "required", "tool_choice"),
         (tools(), {"type": "function", "function": {"name": "x"}}, "tool_choice"),
-        (tools(), {"type": "custom"}, "tool_choice.type"),
+        (tools(), {"type": "custom"}, "tool_choice"),
         (tools(), {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}, "tool_choice"),
     ],
 )

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from teneral.handlers.openai.deltas import Answer, Delta, Finish, TextDelta, ToolCallDelta
+from teneral.handlers.openai.tools.dsml import DSML_V4, DSML_V32
 from teneral.handlers.openai.tools.format import ToolFormat
 from teneral.handlers.openai.tools.gemma import FUNCTION_GEMMA, GEMMA
 from teneral.handlers.openai.tools.glm import GLM
@@ -43,6 +44,8 @@ FORMATS = {
     "qwen3_coder": QWEN3_CODER,
     "pythonic": PYTHONIC,
     "glm": GLM,
+    "dsml": DSML_V32,
+    "dsml-v4": DSML_V4,
     "gemma": GEMMA,
     "function-gemma": FUNCTION_GEMMA,
 }
@@ -153,6 +156,23 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
         "</tool_call>",
         "",
         [("get", {"url": "x", "n": None})],
+    ),
+    (
+        "dsml",
+        'Yes.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="add">\n'
+        '<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="text" string="true">1\n<b></｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        '<｜DSML｜invoke name="get">\n<｜DSML｜parameter name="n">null</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        "</｜DSML｜function_calls>",
+        "Yes.\n\n",
+        [("add", {"a": 1, "text": "1\n<b>"}), ("get", {"n": None})],
+    ),
+    (
+        "dsml-v4",
+        '<｜DSML｜tool_calls><｜DSML｜invoke name="get"><｜DSML｜parameter name="n" string="true">null'
+        "</｜DSML｜parameter></｜DSML｜invoke>",
+        "",
+        [("get", {"n": "null"})],
     ),
     (
         "deepseek",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from teneral.handlers.openai.tools.choose import SETTINGS, answers_in_channels, tool_format
+from teneral.handlers.openai.deltas import answers_in_channels
+from teneral.handlers.openai.tools.choose import SETTINGS, tool_format
 from teneral.runtime.config import SETTINGS as CONFIG
 
 TEMPLATES = {
@@ -13,6 +14,7 @@ TEMPLATES = {
     "<tool_call>\n<function=example>\n<parameter=key>": "qwen3_coder",
     "<tool_call>{{ name }}<arg_key>": "glm",
     "<｜tool▁calls▁begin｜>{{ call }}": "deepseek",
+    "{% set dsml = '｜DSML｜' %}<{{ dsml }}function_calls>": "dsml",
     "<|tool_calls_section_begin|>{{ call }}": "kimi",
     "<|tool_call|>{{ calls | tojson }}": "granite",
     "<|tool_call>call:{{ name }}": "gemma",

@@ -8,16 +8,24 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from teneral.handlers.openai.deltas import FAMILIES, Answer, Delta, Finish, ReasoningReader, reasoning_tags
+from teneral.handlers.openai.deltas import (
+    FAMILIES,
+    Answer,
+    Delta,
+    Finish,
+    ReasoningReader,
+    ReasoningTags,
+    reasoning_tags,
+)
 
 TAGS = FAMILIES[0]
 CUTS = st.lists(st.integers(0, 60), max_size=8)
 PATIENT = settings(suppress_health_check=[HealthCheck.too_slow])
 
 
-def read(pieces: Sequence[str], *, is_open: bool = False) -> tuple[str, str]:
+def read(pieces: Sequence[str], *, is_open: bool = False, tags: ReasoningTags = TAGS) -> tuple[str, str]:
     """The reasoning and the answer."""
-    reader = ReasoningReader(TAGS, is_open=is_open)
+    reader = ReasoningReader(tags, is_open=is_open)
     deltas: list[Delta] = []
     for piece in pieces:
         deltas += reader.push(piece)
@@ -44,6 +52,26 @@ def read(pieces: Sequence[str], *, is_open: bool = False) -> tuple[str, str]:
 def test_reasoning_and_answer_in_any_pieces(text: str, is_open: bool, expected: tuple[str, str]) -> None:
     assert read([text], is_open=is_open) == expected
     assert read(list(text), is_open=is_open) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # As Gemma 4's template has it, with and without a thought
+        ("<|channel>thought\nLet me see.\n<channel|>It is 4.", ("Let me see.", "It is 4.")),
+        ("<|channel>thought\n<channel|>It is 4.", ("", "It is 4.")),
+        ("<|channel>though", ("though", "")),
+        ("<|channel>Let me see.<channel|>4", ("Let me see.", "4")),
+        ("It is 4.", ("", "It is 4.")),
+    ],
+)
+def test_a_word_behind_the_opening_tag_belongs_to_it(text: str, expected: tuple[str, str]) -> None:
+    tags = reasoning_tags({"default": "{{ part.split('<|channel>')[0] }}"})
+    assert tags is not None
+    assert tags.is_open("<|turn>model\n<|channel>thought\n")
+    assert not tags.is_open("<|turn>model\n<|channel>thought\n<channel|>")
+    assert read([text], tags=tags) == expected
+    assert read(list(text), tags=tags) == expected
 
 
 @PATIENT

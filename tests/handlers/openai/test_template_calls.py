@@ -44,6 +44,11 @@ TEMPLATES = {
     "glm": LOOP
     + "<tool_call>{{ f.name }}\n{% for k, v in f.arguments.items() %}<arg_key>{{ k }}</arg_key>\n<arg_value>"
     "{{ v if v is string else v | tojson }}</arg_value>\n{% endfor %}</tool_call>{% endfor %}",
+    "dsml": "{% set d = '｜DSML｜' %}<{{ d }}function_calls>\n"
+    + LOOP
+    + '<{{ d }}invoke name="{{ f.name }}">\n{% for k, v in f.arguments.items() %}<{{ d }}parameter name="{{ k }}" '
+    "string=\"{{ 'true' if v is string else 'false' }}\">{{ v if v is string else v | tojson }}</{{ d }}parameter>\n"
+    "{% endfor %}</{{ d }}invoke>\n{% endfor %}</{{ d }}function_calls>",
     "deepseek": "<｜tool▁calls▁begin｜>"
     + LOOP
     + "<｜tool▁call▁begin｜>{{ f.name }}<｜tool▁sep｜>{{ f.arguments | tojson }}<｜tool▁call▁end｜>{% endfor %}"

@@ -134,3 +134,22 @@ def test_figures_of_a_busy_machine_are_doubted() -> None:
     assert "other processes used 1.3 of" in busy
     assert "1,890 tokens/s in batches of 4 are fewer than 2,463 in batches of 2" in slower
     assert OtherWork().cores() >= 0.0
+
+
+def test_the_shares_of_a_gpu_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shares = {"a": 'device = "cuda"\ndevice_percent = 60', "b": 'device = "cuda:0"\ndevice_percent = 50'}
+
+    def text(**serves: str) -> str:
+        tables = (
+            f'[models.{name}]\nsource = "/models/{name}"\nmin_warm = 1\n[models.{name}.serve]\n{serve}\n'
+            for name, serve in serves.items()
+        )
+        return "version = 1\n" + "".join(tables)
+
+    assert check(tmp_path, text(**shares)) == 0
+    err = capsys.readouterr().err
+    assert "models: take 110 percent of cuda:0 where all their min_warm instances run [W7]" in err
+    assert check(tmp_path, text(**shares, c='device = "cuda:0"', d="device_percent = 5")) == 2
+    err = capsys.readouterr().err
+    assert "models.c.serve.device: is cuda:0, of which b takes a share" in err
+    assert "models.d.serve.device_percent: needs the device that is shared" in err

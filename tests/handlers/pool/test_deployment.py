@@ -9,7 +9,7 @@ import pytest
 from teneral.handlers.pool.deployment import Deployment
 from teneral.handlers.pool.memory import Budget
 from teneral.handlers.pool.repository import Release
-from teneral.handlers.pool.values import Model
+from teneral.handlers.pool.values import DeviceShare, Model
 from teneral.runtime.config import ServeConfig
 
 
@@ -58,6 +58,18 @@ def test_a_reservation_counts_until_it_is_released_and_no_two_pass_the_budget() 
     budget.release("a")
     budget.release("a")
     assert budget.free_bytes == 60
+
+
+def test_shares_of_a_device_are_one_whole_at_most() -> None:
+    budget = Budget(100)
+    assert budget.reserve("a", 10, DeviceShare("cuda:0", 60))
+    assert not budget.reserve("b", 10, DeviceShare("cuda:0", 41))
+    assert budget.free_bytes == 90, "what is refused is not half reserved"
+    assert budget.reserve("b", 10, DeviceShare("cuda:0", 40))
+    assert budget.reserve("c", 10, DeviceShare("cuda:1", 41))
+    assert budget.shares() == {"cuda:0": 100, "cuda:1": 41}
+    budget.release("a")
+    assert (budget.free_percent("cuda:0"), budget.shares()) == (60, {"cuda:0": 40, "cuda:1": 41})
 
 
 def test_memory_counts_as_measured_where_that_is_more_than_reserved() -> None:

@@ -239,6 +239,7 @@ async def test_requests_for_models_are_counted_by_model_and_status(tmp_path: Pat
         ("teneral_pool_desired", "gauge"),
         ("teneral_pool_waiting", "gauge"),
         ("teneral_pool_memory_bytes", "gauge"),
+        ("teneral_pool_device_percent", "gauge"),
         ("teneral_shadow", "counter"),
         ("teneral_shadow_tokens", "counter"),
         ("teneral_shadow_seconds", "counter"),

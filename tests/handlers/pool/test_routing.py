@@ -125,6 +125,7 @@ def test_an_adapters_name_stays_with_the_body_and_is_no_part_of_the_models() -> 
         ({"user": "u", "teneral": {"session": "s"}}, "s"),
         ({"user": "u", "prompt_cache_key": "k"}, "k"),
         ({"user": "u", "prompt_cache_key": "k", "conversation": "c"}, "c"),
+        ({"conversation": "c", "session_id": "i"}, "i"),
         ({"user": "u", "conversation": {"id": "c"}}, "u"),
         ({"teneral": {"session": 5}, "user": 3}, None),
         ({}, None),

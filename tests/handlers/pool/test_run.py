@@ -27,6 +27,7 @@ from teneral import cli
 from teneral.handlers.api_document.document import document as api_document
 from teneral.handlers.console.files import PATHS as CONSOLE_PATHS
 from teneral.handlers.console.routes import PAGES
+from teneral.handlers.pool.measure import REPEATS
 from teneral.handlers.pool.memory import tree_pss_bytes
 from teneral.handlers.pool.overview import OPEN_PATHS, ROUTES
 
@@ -446,6 +447,8 @@ def test_measured_figures_are_what_a_plan_reads(
     assert cli.run(["pool", "measure", str(tmp_path / "pool.toml"), "--starts", "1"]) == 0
     figures = json.loads((tmp_path / "pool.measured.json").read_text())["models"]["m"]
     assert figures["start_s"] > 0
+    assert figures["cold_start_s"] > 0
+    assert len(figures["prompt_ratios"]) == REPEATS
     assert set(figures["decode_tokens_s"]) == {"1", "2", "4", "8"}
     command = ["pool", "plan", str(tmp_path / "pool.toml"), "--synthetic", "poisson:rate=1,duration=60"]
     capsys.readouterr()

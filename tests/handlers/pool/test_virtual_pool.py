@@ -430,3 +430,34 @@ def test_a_version_that_was_rolled_back_stays_so_when_the_store_is_away(pool: Vi
     del pool.store.versions[1]
     pool.reload()
     assert not state.rejected, "there is nothing else"
+
+
+def test_idle_instances_give_way_to_others_on_their_device_alone() -> None:
+    def model(name: str, device: str, percent: int) -> Model:
+        serve = {"device": device, "device_percent": percent}
+        return Model(name, f"/{name}", max_instances=1, idle_timeout_s=1e6, serve=serve)
+
+    models = [
+        model("a", "cuda:0", 60),
+        model("b", "cuda", 50),
+        model("c", "cuda:0", 40),
+        model("d", "cuda:1", 90),
+    ]
+    pool = VirtualPool(models, memory_bytes=ROOM * NEED_BYTES)
+    try:
+        for name in "acd":
+            pool.ask(name, None, 1.0, 1e6)
+        pool.run(20.0)
+        assert pool.budget.shares() == {"cuda:0": 100, "cuda:1": 90}
+        busy = pool.ask("a", None, 40.0, 1e6)
+        pool.run(1.0)
+        late = pool.ask("b", None, 1.0, 1e6)
+        pool.run(30.0)
+        assert not late.is_over, "c alone is not enough, and a is at work"
+        assert pool.budget.shares() == {"cuda:0": 60, "cuda:1": 90}
+        pool.run(60.0)
+        assert (busy.failure, late.failure, late.answered_by) == (None, None, "b")
+        assert pool.budget.shares() == {"cuda:0": 50, "cuda:1": 90}, "a gave way, and d had no reason to"
+    finally:
+        pool.close()
+    assert not pool.budget.shares()

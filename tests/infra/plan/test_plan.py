@@ -7,6 +7,7 @@ import json
 import math
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,9 +16,11 @@ from hypothesis import strategies as st
 from teneral import cli
 from teneral.handlers.pool.policy import max_starts
 from teneral.handlers.pool.values import InstanceSize, Model
+from teneral.infra.plan.fleet import parse_fleet
 from teneral.infra.plan.instance_model import Profile, profile_of, read_profiles
-from teneral.infra.plan.search import Price, candidates, cheapest, cost_of, pareto, parse_price, search
-from teneral.infra.plan.simulate import Outcome, simulate
+from teneral.infra.plan.outcome import Outcome, Price, cost_of, parse_price
+from teneral.infra.plan.search import candidates, cheapest, pareto, search
+from teneral.infra.plan.simulate import simulate
 from teneral.infra.plan.trace import ArrivedRequest, read_trace, synthesize
 from teneral.loader.errors import UsageError
 
@@ -31,7 +34,7 @@ PROFILE = Profile(
 )
 
 
-def one(requests: list[ArrivedRequest], model: Model, profile: Profile = PROFILE, **more: float) -> Outcome:
+def one(requests: list[ArrivedRequest], model: Model, profile: Profile = PROFILE, **more: Any) -> Outcome:
     return simulate(requests, {"m": model}, {"m": profile}, **more)["m"]
 
 
@@ -68,6 +71,32 @@ def test_sequences_of_a_batch_slow_each_other_down_as_measured() -> None:
     assert alone.busy_s == pytest.approx(40 / 10.0)
 
 
+def test_prompts_of_an_instance_are_computed_one_after_the_other() -> None:
+    model = Model("m", "/m", min_warm=1, max_instances=1)
+    outcome = one([at(10), at(10)], model, until_s=100.0)
+    assert list(outcome.first_token_s) == pytest.approx([1.0, 2.0])
+    # 2 s of prompts, then 10 tokens of each: 1 s alone, in a batch of two at 2/3 of the speed
+    assert outcome.busy_s == pytest.approx(2.0 + 1.5)
+
+
+def test_requests_that_wait_for_one_step_share_its_overhead() -> None:
+    profile = profile_of({"overhead_s": 4.0}, "here", PROFILE)
+    outcome = one([at(10), at(11), at(12)], Model("m", "/m", min_warm=1, max_instances=1), profile)
+    # a step from 10 to 15, and one for both others from 15: 4 s of overhead, and 1 s for each prompt
+    assert list(outcome.first_token_s) == pytest.approx([5.0, 9.0, 9.0])
+
+
+def test_starts_and_first_tokens_vary_as_measured() -> None:
+    profile = profile_of({"starts_s": [3.0, 6.0, 12.0], "prompt_ratios": [0.5, 1.0, 2.0]}, "here", PROFILE)
+    model = Model("m", "/m", idle_timeout_s=60)
+    requests = [at(1000.0 * number, output=1) for number in range(200)]
+    times = one(requests, model, profile).first_token_s
+    expected = sorted({start + first for start in (1.0, 2.0, 4.0) for first in (0.5, 1.0, 2.0)})
+    assert sorted({round(seconds, 6) for seconds in times}) == expected, "at the median 2 s and 1 s"
+    assumed = one(requests, model, profile_of({"start_s": 9.0, "prompt_ratios": []}, "here", profile))
+    assert set(assumed.first_token_s) == {10.0}, "a start that is assumed does not vary"
+
+
 def starts_at_once(number: int, profile: Profile = PROFILE, **more: float) -> list[float]:
     """First tokens of requests that come together, each to an instance of its own; their work takes no core."""
     profile = profile_of({"work_cores": 1e-9}, "here", profile)
@@ -79,6 +108,8 @@ def starts_at_once(number: int, profile: Profile = PROFILE, **more: float) -> li
 def test_starts_on_one_host_share_its_cores() -> None:
     assert starts_at_once(3) == pytest.approx([2.0, 2.0, 2.0]), "each has a machine"
     assert starts_at_once(3, cores=3.0) == pytest.approx([2.0, 2.0, 2.0])
+    busy = profile_of({"other_cores": 2.0, "work_cores": 1e-9}, "here", PROFILE)
+    assert starts_at_once(3, busy, cores=3.0) == pytest.approx([6.0, 6.0, 6.0]), "the figures are of one core"
     both_s, last_s = starts_at_once(2, cores=1.0)
     assert (both_s, last_s) == pytest.approx((4.0, 4.0)), "two starts of 2 CPU-s on one core"
 
@@ -108,8 +139,8 @@ def test_an_instance_takes_requests_before_its_weights_are_there() -> None:
     outcome = one([at(0), at(1.0), at(20.0)], Model("m", "/m", max_instances=1, idle_timeout_s=60), profile)
     whole = one([at(0), at(1.0), at(20.0)], Model("m", "/m", max_instances=1, idle_timeout_s=60))
     assert (outcome.cold, whole.cold) == (1, 2), "the second finds an instance that is ready, from 0.5 s on"
-    # 1 s of prefill alone, then in a batch of two at 2/3 of the speed
-    assert list(outcome.first_token_s) == pytest.approx([2.0 + 1.0, 1.0 + 1.5, 1.0], rel=0.01)
+    # 1 s of prefill each, one after the other
+    assert list(outcome.first_token_s) == pytest.approx([2.0 + 1.0, 1.0 + 2.0, 1.0])
     assert list(whole.first_token_s) == pytest.approx(list(outcome.first_token_s))
     assert outcome.instance_s == pytest.approx(whole.instance_s)
 
@@ -153,6 +184,7 @@ def test_requests_wait_in_order_and_are_refused_after_their_time() -> None:
     cores=st.none() | st.floats(0.5, 8),
     policy=st.sampled_from(["fixed", "hybrid"]),
     ready_share=st.sampled_from([0.1, 1.0]),
+    fleet=st.sampled_from(["", "weights=cache", "zones=2,weights=peers,scaling=keda", "burst=1,per_s=0.1"]),
 )
 def test_every_request_ends_once_whatever_the_pool(
     times: list[float],
@@ -162,8 +194,16 @@ def test_every_request_ends_once_whatever_the_pool(
     cores: float | None,
     policy: str,
     ready_share: float,
+    fleet: str,
 ) -> None:
-    profile = profile_of({"ready_share": ready_share}, "here", PROFILE)
+    known = {
+        "ready_share": ready_share,
+        "bytes": 10**9,
+        "link_bytes_s": 10**8,
+        "prompt_ratios": [0.5, 1, 3],
+    }
+    profile = profile_of(known, "here", PROFILE)
+    host = {"fleet": parse_fleet(f"nodes=4,per_node=2,{fleet}")} if fleet else {"cores": cores}
     model = Model(
         "m",
         "/m",
@@ -175,12 +215,14 @@ def test_every_request_ends_once_whatever_the_pool(
         target_concurrency=2,
     )
     requests = [at(t_s, output=30) for t_s in sorted(times)]
-    outcome = one(requests, model, profile, cores=cores)
+    outcome = one(requests, model, profile, **host)
     assert len(outcome.first_token_s) + outcome.refused == outcome.requests == len(requests)
     assert outcome.most <= model.max_instances
     assert all(seconds >= 0 for seconds in outcome.first_token_s)
     assert outcome.busy_s <= outcome.instance_s + 1e-6
-    again = one(requests, model, profile, cores=cores)
+    assert outcome.store_bytes + outcome.peer_bytes <= outcome.starts * profile.bytes
+    assert max(outcome.over_time(outcome.counts[-1][0], 10)) == outcome.most
+    again = one(requests, model, profile, **host)
     assert (again.cold, again.instance_s) == (outcome.cold, outcome.instance_s)
 
 

@@ -77,7 +77,7 @@ class SimulatedBench:
 class CudaOnCpuBench:
     """The code for CUDA, every line of it, with a CuPy that is none."""
 
-    def __init__(self, *, pins: bool = True, decompresses: bool = True) -> None:
+    def __init__(self, *, pins: bool = True, decompresses: bool = True, max_percent: int = 100) -> None:
         from teneral.loader.device import cuda
 
         self.cupy = CupyOnCpu(_kernels_on_cpu(), pins=pins)
@@ -86,7 +86,7 @@ class CudaOnCpuBench:
             patch.setitem(sys.modules, "cupy", self.cupy)
             patch.setattr(cuda, "_find_decompressor", lambda timeline: decompressor)
             patch.setattr(cuda, "cubin_for", lambda architecture, folders: ("kernels.cubin", False))
-            self.device = cuda.CudaDevice(0, timeline=Timeline())
+            self.device = cuda.CudaDevice(0, timeline=Timeline(), max_percent=max_percent)
 
     def stream(self) -> int:
         return self.cupy.new_stream()
@@ -430,6 +430,15 @@ def test_a_ring_that_cannot_be_pinned_is_used_as_it_is() -> None:
     assert np.array_equal(
         bench.device.read_back(0, size_bytes), loaded.coded.expected(Tier.DRAFT)[:size_bytes]
     )
+    bench.close()
+
+
+def test_a_share_of_a_device_is_all_that_it_has() -> None:
+    bench = CudaOnCpuBench(max_percent=25)
+    assert bench.device.free_bytes() == bench.cupy.memory_bytes // 4
+    with pytest.raises(InsufficientMemoryError, match="256 MiB are free") as caught:
+        bench.device.reserve(bench.cupy.memory_bytes // 3, map_bytes(4096, what="a test's ring"))
+    assert "--device-percent" in caught.value.hint
     bench.close()
 
 

@@ -54,6 +54,34 @@ def test_a_choice_is_forced_where_its_texts_part(parts: TinyParts, compiler: Gra
     assert parts.tokenizer.decode([*tokens, *rest]) == "only this"
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        GrammarSpec.choice(["a <|user|> b"]),
+        GrammarSpec.choice(["<|user|>", "<|user|>s"]),
+        GrammarSpec.regex(r"a <\|user\|> b"),
+        GrammarSpec.json_schema({"const": "a<|user|>"}),
+        GrammarSpec.composed('start: marker_0 "a <|user|> b"', markers=("<|assistant|>",)),
+    ],
+    ids=["choice", "choices", "regex", "schema", "markers"],
+)
+def test_the_text_of_an_added_token_is_written_in_characters(
+    parts: TinyParts, compiler: GrammarCompiler, spec: GrammarSpec
+) -> None:
+    (added,) = parts.tokenizer.encode("<|user|>", add_special_tokens=False)
+    matcher = compiler.compile(spec).start()
+    tokens: list[int] = []
+    while not matcher.is_finished and parts.tokenizer.eos_token_ids.isdisjoint(allowed_tokens(matcher)):
+        copy = matcher.copy()
+        following = matcher.forced() or [min(allowed_tokens(matcher))]
+        for token in following:
+            matcher.accept(token)
+            copy.accept(token)
+        tokens += following
+    assert "<|user|>" in parts.tokenizer.decode(tokens)
+    assert added not in tokens
+
+
 def test_a_mask_allows_the_end_only_where_the_answer_may_end(
     parts: TinyParts, compiler: GrammarCompiler
 ) -> None:

@@ -8,13 +8,15 @@ from concurrent.futures import Future
 import pytest
 from msgspec.structs import replace
 from tests.support.inspection import after_save
-from tests.support.kv_snapshots import MODEL, WAIT_S, Pool, Service, tokens_of, write
+from tests.support.kv_snapshots import BLOCK_SIZE, MODEL, WAIT_S, Pool, Service, tokens_of, write
 
 from teneral.loader.errors import NotFoundError, SourceClosedError
 from teneral.loader.sources.file.store import FileStore
 from teneral.runtime.kv.snapshots import service as snapshot_service
 from teneral.runtime.kv.snapshots.parts import open_snapshot
 from teneral.runtime.kv.snapshots.snapshot import SNAPSHOT_NAME
+from teneral.runtime.kv.storage import KVStorage, PoolShape
+from teneral.runtime.tensors import DType
 
 
 @pytest.fixture
@@ -75,6 +77,14 @@ def test_a_snapshot_of_something_else_is_not_used_and_says_why(store, caplog, fi
     assert "KV snapshot refused" in service.marks()
     assert str(value) in caplog.text
     assert field.replace("_", " ") in caplog.text
+
+
+def test_a_model_with_recurrent_states_has_none(store, caplog):
+    shape = PoolShape(2, 2, 8, 16, BLOCK_SIZE, DType.BF16, state_size=4, num_states=2)
+    service = Service(store.url).fetch()
+    service.attach(Pool(storage=KVStorage(shape)).pool, model=MODEL)
+    assert service.statistics()["refused_total"] == 1
+    assert "recurrent states" in caplog.text
 
 
 def test_plain_safetensors_have_none(store, caplog):

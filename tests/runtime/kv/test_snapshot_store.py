@@ -247,8 +247,9 @@ def test_verify_names_fields_that_no_server_has(written, before, after, problem)
 
 @pytest.mark.parametrize("kind", [KVStorage, Int8KVStorage])
 @pytest.mark.parametrize("dtype", [DType.BF16, DType.F16, DType.F32])
-def test_the_layouts_of_all_pools_are_known(kind, dtype):
-    pool = kind(PoolShape(3, 2, 8, 4, 16, dtype))
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_the_layouts_of_all_pools_are_known(kind, dtype, num_parts):
+    pool = kind(PoolShape(3, 2, 8, 4, 16, dtype, num_parts))
     block_bytes = kind.block_bytes(pool.shape)
     identity = Identity("0" * 64, "x", "exact", pool.layout, 16, block_bytes, pool.element_bytes, "0" * 64)
     assert check_layout(identity) == ""

@@ -183,12 +183,12 @@ def test_an_unknown_rope_type_is_refused_with_the_supported_ones():
 @pytest.mark.parametrize(
     "data",
     [
-        {**LLAMA, "model_type": "gpt2"},
+        {**LLAMA, "model_type": "gptj"},
         {**LLAMA, "architectures": ["LlamaForTokenClassification"]},
         {**LLAMA, "architectures": ["Qwen2ForCausalLM"]},
         {**LLAMA, "model_type": 3},
         without(LLAMA, "model_type", "architectures"),
-        {**without(LLAMA, "model_type"), "architectures": ["GPT2LMHeadModel"]},
+        {**without(LLAMA, "model_type"), "architectures": ["GPTJForCausalLM"]},
         {**LLAMA, "model_type": "x" * 100_000},
         {},
     ],

@@ -17,7 +17,7 @@ from tests.support.models import DictWeights, build_model
 from teneral.loader.format.layout import group_tensors
 from teneral.runtime.backends.native.backend import NativeBackend, ReferenceBackend
 from teneral.runtime.backends.torch.backend import TorchBackend
-from teneral.runtime.errors import ModelError, RequestError
+from teneral.runtime.errors import RequestError
 
 BACKENDS = {"native": NativeBackend, "numpy": ReferenceBackend, "torch": TorchBackend}
 MEAN = {"pooling_mode_mean_tokens": True}
@@ -135,7 +135,9 @@ def test_a_layer_needs_nothing_that_comes_after_it(variant):
 
     build_model(tiny.config, Recording(tiny.tensors), backends=[NativeBackend()])
 
-    assert len(gates) == len(groups) == 2 + len([label for label, _ in groups if label.startswith("layers")])
+    if variant != "albert":  # few weights, which arrive as one group
+        num_layers = len([label for label, _ in groups if label.startswith("layers")])
+        assert len(gates) == len(groups) == 2 + num_layers
     for number, names in enumerate(gates):
         assert names
         assert max(arrives[name] for name in names) <= number, names
@@ -227,9 +229,3 @@ def test_types_that_a_model_does_not_have_are_refused():
     for types in ([[2]], [[-1]], [[1, 1]]):
         with pytest.raises(RequestError, match="token type"):
             model.embed([[5]], types)
-
-
-def test_embeddings_narrower_than_the_layers_are_refused():
-    tiny = tiny_encoder("electra")
-    with pytest.raises(ModelError, match="embedding_size is 128, but only hidden_size, 64"):
-        build(tiny._replace(config=tiny.config | {"embedding_size": 128}))

@@ -13,7 +13,7 @@ import torch
 from tests.support.decoding import Stepper, prompt_of
 from tests.support.models import build_model, forward
 from tests.support.paced import PacedSource, reads_of
-from tests.support.tiny_models import DECODERS, save_tiny
+from tests.support.tiny_models import DISTINCT_NATIVE, save_tiny
 
 from teneral.loader.artifact import open_artifact, read_file
 from teneral.loader.format.manifest import Tier
@@ -33,16 +33,22 @@ KINDS = {"packed": None, "int8": QuantizeOptions(8), "int4": QuantizeOptions(4)}
 # Groups of 64 columns, and biases of whole lines of memory, between which no gap is left
 SIZES = {
     "qwen3_moe": {"moe_intermediate_size": 64},
+    **{
+        key: {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 128}
+        for key in ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next")
+    },
     "lfm2_moe": {"moe_intermediate_size": 64},
     "glm": {"head_dim": 32},
     "glm4": {"head_dim": 32},
     "glm4_moe": {"head_dim": 32, "moe_intermediate_size": 64},
     "ernie4_5": {"head_dim": 32},
+    **{key: {"moe_intermediate_size": 64} for key in ("deepseek_v2", "deepseek_v3", "ernie4_5_moe")},
 }
-QUANTISED = [family for family in DECODERS if family != "gpt_oss"]  # whose experts are not taken apart
+# The experts of gpt-oss are not taken apart.
+QUANTISED = [family for family in DISTINCT_NATIVE if family != "gpt_oss"]
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native libraries are not built here")
-each_family = pytest.mark.parametrize("family", DECODERS)
+each_family = pytest.mark.parametrize("family", DISTINCT_NATIVE)
 
 
 def packed(family: str, folder: Path, kind: str, tiers: TierOptions | None = None) -> Path:
@@ -71,7 +77,7 @@ def arriving(
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [(family, kind) for kind in KINDS for family in (DECODERS if kind == "packed" else QUANTISED)],
+    [(family, kind) for kind in KINDS for family in (DISTINCT_NATIVE if kind == "packed" else QUANTISED)],
 )
 def test_a_decoder_built_before_its_load_starts_computes_what_a_finished_one_does(tmp_path, family, kind):
     artifact, prompt = packed(family, tmp_path, kind), prompt_of(40)
@@ -90,9 +96,9 @@ def test_a_decoder_built_before_its_load_starts_computes_what_a_finished_one_doe
     assert torch.equal(ours, expected)
     assert ours.isfinite().all()
     parts_of_gate_up = 2 if family == "gpt_oss" else 1  # whose rows alternate
-    assert len(qkv) == len({each.weight.dtype for each in qkv}), (
-        "of one dtype: stored as one, or side by side"
-    )
+    # The matrix for latents is a neighbour of the one for low-rank queries, and not of the one for whole queries.
+    num_parts = 2 if family == "deepseek_v2" else len({each.weight.dtype for each in qkv})
+    assert len(qkv) == num_parts, "of one dtype: stored as one matrix, or as neighbours"
     assert len(matrices) - len(qkv) == parts_of_gate_up
     assert all(isinstance(each, DenseMatrix if kind == "packed" else IntegerMatrix) for each in matrices)
 

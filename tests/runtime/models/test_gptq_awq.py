@@ -29,9 +29,9 @@ from teneral.loader.tools.unpack import unpack
 from teneral.runtime.backends.torch.tensors import ComputePolicy, CpuDtypes
 from teneral.runtime.errors import ModelError
 from teneral.runtime.models import projections
+from teneral.runtime.models.converted import ConvertedProjection
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.models.fields import Fields
-from teneral.runtime.models.gptq_awq import GptqAwqProjection
 from teneral.runtime.models.parameters import Parameters
 from teneral.runtime.models.quantization_config import QuantizationConfig
 from teneral.runtime.tensors import DType
@@ -92,7 +92,7 @@ def test_integers_and_zeros_are_kept_as_they_are(note):
     matrix = Matrix(16, 128, note)
     tensors = matrix.tensors("x")
     projection = projections.take_linear(parameters_of(tensors, note), "x", 128, 16, bias=False)
-    assert isinstance(projection, GptqAwqProjection)
+    assert isinstance(projection, ConvertedProjection)
 
     (found,) = projection.matrices()
 
@@ -213,6 +213,11 @@ def test_integers_of_gptq_without_a_word_in_the_config_are_refused():
         ({**GPTQ, "checkpoint_format": "marlin"}, "marlin"),
         ({**GPTQ, "is_marlin_format": True}, "is_marlin_format"),
         ({**GPTQ, "pack_dtype": "int8"}, "pack_dtype"),
+        ({**GPTQ, "format": "marlin"}, "marlin"),
+        ({**GPTQ, "rotation": "hadamard"}, "unknown field quantization_config.rotation"),
+        ({**GPTQ, "act_bits": 8}, "act_bits"),
+        ({**AWQ, "adapter": {"rank": 64}}, "unknown field quantization_config.adapter"),
+        ({**AWQ, "data_type": "nv_fp"}, "data_type"),
         ({**AWQ, "version": "gemv"}, "gemv"),
         ({**AWQ, "bits": 8}, "bits is 8"),
         ({**AWQ, "zero_point": False}, "zero_point"),
@@ -222,6 +227,26 @@ def test_integers_of_gptq_without_a_word_in_the_config_are_refused():
 def test_methods_and_formats_that_are_not_supported_are_refused_by_name(note, message):
     with pytest.raises(ModelError, match=message):
         QuantizationConfig.from_fields(Fields({"quantization_config": note}))
+
+
+def test_notes_of_tools_that_change_no_result_are_read():
+    notes = {
+        "damp_percent": 0.1,
+        "true_sequential": True,
+        "meta": {"quantizer": "x"},
+        "backend": "auto",
+        "sym": True,
+    }
+    gptq = QuantizationConfig.from_fields(
+        Fields({"quantization_config": {**GPTQ, **notes, "format": "gptq_v2", "rotation": None}})
+    )
+    awq = QuantizationConfig.from_fields(
+        Fields({"quantization_config": {**AWQ, **notes, "format": "gemm", "desc_act": False}})
+    )
+    assert gptq is not None
+    assert not gptq.stores_zero_minus_one
+    assert awq is not None
+    assert awq.bits == 4
 
 
 # -- whole models

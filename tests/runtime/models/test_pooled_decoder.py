@@ -41,12 +41,14 @@ def config_of(oracle: Any) -> dict[str, Any]:
     return config | {"architectures": [type(oracle).__name__]}
 
 
-def embedder(family: str, backend: str, **files: Any) -> tuple[Any, Any]:
+def embedder(
+    family: str, backend: str, options: dict[str, Any] | None = None, **files: Any
+) -> tuple[Any, Any]:
     """Ours, over the tensors' names without "model." as embedding models are stored, and transformers' layers."""
-    oracle = tiny_model(family)
+    oracle = tiny_model(family, **(options or {}))
     tensors = {name.removeprefix("model."): tensor for name, tensor in oracle.state_dict().items()}
     tensors.pop("lm_head.weight")
-    config = config_of(oracle)
+    config = config_of(oracle if options is None else oracle.model)
     sentence = {"modules": MODULES, "pooling": LAST} | files
     return build_model(config, DictWeights(tensors), backends=[BACKENDS[backend]()], **sentence), oracle.model
 
@@ -89,6 +91,45 @@ def test_a_text_has_the_same_bits_in_any_batch():
     together = model.embed(texts)
     for text, row in zip(texts, together, strict=True):
         assert model.embed([text])[0].tobytes() == row.tobytes()
+
+
+@each_backend
+def test_a_bidirectional_model_with_dense_modules_is_that_of_transformers_in_any_batch(backend, monkeypatch):
+    monkeypatch.setattr(pooled_decoder, "STEP_TOKENS", 32)
+    torch.manual_seed(0)
+    linear = {"2_Dense": torch.nn.Linear(64, 48, bias=False), "3_Dense": torch.nn.Linear(48, 64, bias=False)}
+    dense = [{"type": "sentence_transformers.models.Dense", "path": folder} for folder in linear]
+    model, oracle = embedder(
+        "gemma3_text",
+        backend,
+        {"use_bidirectional_attention": True},
+        modules=[*MODULES[:2], *dense, MODULES[2]],
+        pooling={"pooling_mode_mean_tokens": True},
+        dense={
+            folder: {
+                "in_features": each.in_features,
+                "out_features": each.out_features,
+                "bias": False,
+                "activation_function": "torch.nn.modules.linear.Identity",
+            }
+            for folder, each in linear.items()
+        },
+        dense_weights={
+            folder: DictWeights({"linear.weight": each.weight.detach()}) for folder, each in linear.items()
+        },
+    )
+    texts = texts_of(1, 96, 17, 6, 2, 8, 30)
+    right = np.array([states_of(oracle, text).mean(0) for text in texts])
+    for each in linear.values():
+        right = right @ each.weight.detach().numpy().T
+    right /= np.linalg.norm(right, axis=1, keepdims=True)
+
+    together = model.embed(texts)
+
+    np.testing.assert_allclose(together, right, atol=3e-5)
+    if backend == "native":
+        for text, row in zip(texts, together, strict=True):
+            assert model.embed([text])[0].tobytes() == row.tobytes()
 
 
 def test_without_modules_a_model_of_layers_alone_gives_the_last_state_at_unit_length():

@@ -14,11 +14,12 @@ import pytest
 import torch
 from tests.support.decoding import Stepper, prompt_of
 from tests.support.gpt_oss import checkpoint, saved
-from tests.support.models import build_model
+from tests.support.models import DictWeights, build_model
 from tests.support.paced import WAIT_S, PacedSource, reads_of
+from tests.support.tiny_models import config_json, tensors_of, tiny_model
 
 from teneral.loader.artifact import open_artifact
-from teneral.loader.errors import IntegrityError
+from teneral.loader.errors import IntegrityError, UsageError
 from teneral.loader.format import layout
 from teneral.loader.format.layout import is_stacked
 from teneral.loader.format.manifest import Part
@@ -31,6 +32,9 @@ from teneral.loader.native.library import library
 from teneral.loader.sources.open import open_source, open_store
 from teneral.loader.tools.inspect import describe, render_table
 from teneral.loader.tools.pack.pack import pack
+from teneral.loader.tools.pack.plan import TierOptions
+from teneral.loader.tools.pack.prune import PruneOptions
+from teneral.loader.tools.pack.quantize_plan import QuantizeOptions
 from teneral.runtime.backends.native.backend import NativeBackend
 from teneral.runtime.files import ModelFiles
 from teneral.runtime.models.decoder import Decoder, Work
@@ -198,3 +202,59 @@ def test_experts_of_one_tensor_come_and_go_one_by_one(folders, form):
         assert statistics.resident < len(paging.pages)
         assert statistics.hits_total > 0
         assert sum(map(len, chosen)) < len(paging.pages)
+
+
+@pytest.mark.parametrize("draft_bits", [None, 3])
+def test_experts_that_are_rows_of_floats_are_read_by_themselves(
+    tmp_path: Path, draft_bits: int | None
+) -> None:
+    from safetensors.torch import save_file
+
+    model = tiny_model("qwen3_5_moe_text", dtype=torch.bfloat16, moe_intermediate_size=2048)
+    (tmp_path / "plain").mkdir()
+    save_file(model.state_dict(), tmp_path / "plain" / "model.safetensors")
+    (tmp_path / "plain" / "config.json").write_text(json.dumps(config_json(model)))
+    tiers = None if draft_bits is None else TierOptions(draft_bits=draft_bits)
+    pack(open_source(str(tmp_path / "plain")), open_store(str(tmp_path / "packed")), tiers=tiers)
+    backends = [NativeBackend()]
+    oracle = build_model(config_json(model), DictWeights(model.state_dict()), backends=backends)
+
+    with arriving(tmp_path / "packed") as (load, _, decoder):
+        gates = [layer.expert_gate for layer in decoder.weights.layers]
+        load.start()
+        ours = Stepper(decoder).step({"a": prompt_of(9)})["a"]
+        load.join()
+
+    assert all(gate is not None for gate in gates)
+    assert sum(is_stacked(group.name) for group in load.manifest.groups) == 3
+    assert torch.equal(ours, Stepper(oracle).step({"a": prompt_of(9)})["a"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"quantize": QuantizeOptions(8)}, {"quantize": QuantizeOptions(4)}, {"prune": PruneOptions(0.5)}],
+    ids=["int8", "int4", "pruned"],
+)
+def test_experts_in_rows_become_what_those_that_are_stored_apart_become(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    model = tiny_model("qwen3_5_moe_text", dtype=torch.bfloat16)
+    made = []
+    for name, tensors in (("rows", model.state_dict()), ("apart", tensors_of(model))):
+        plain = saved(tmp_path / name, config_json(model), tensors)
+        result = pack(open_source(str(plain)), open_store(str(tmp_path / f"{name}-packed")), **options)
+        made.append(result.manifest)
+    rows, apart = made
+
+    assert "model.layers.0.mlp.experts.gate_up_proj" in model.state_dict()
+    assert "layers.0.experts.3" in {group.name for group in rows.groups}
+    assert rows.tensors == apart.tensors
+    assert rows.parts == apart.parts, "with equal digests"
+
+
+def test_experts_whose_outputs_are_last_are_not_quantised(tmp_path: Path) -> None:
+    model = tiny_model("gpt_oss")
+    plain = saved(tmp_path / "plain", config_json(model), model.state_dict())
+
+    with pytest.raises(UsageError, match="all experts of a layer in one tensor"):
+        pack(open_source(str(plain)), open_store(str(tmp_path / "packed")), quantize=QuantizeOptions(8))

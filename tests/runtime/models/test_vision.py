@@ -15,9 +15,11 @@ from tests.support.models import DictWeights, build_model, torch_model
 from tests.support.paced import PacedSource
 from tests.support.tiny_models import config_json, tensors_of
 from tests.support.vision_models import (
+    DYNAMIC,
     IMAGE_TOKEN,
     PLAIN_LEVELS,
-    pixel_values,
+    image_at,
+    oracle_inputs,
     prompt_with,
     random_tiles,
     tiny_vision_model,
@@ -30,9 +32,13 @@ from teneral.loader.sources.open import open_source, open_store
 from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.pack.plan import TierOptions
 from teneral.loader.tools.pack.quantize_plan import QuantizeOptions
+from teneral.runtime.engine.sequence import Lane
 from teneral.runtime.errors import ModelError
 from teneral.runtime.models.decoder_config import VISION_FAMILY_MODULES, DecoderConfig
-from teneral.runtime.step.batch import ImageRows
+from teneral.runtime.step.batch import Epoch, Rows, build_batch, join, select
+from teneral.runtime.step.images import axes_of
+from teneral.runtime.step.requests import GenerationRequest
+from teneral.runtime.step.state import SamplingState
 from teneral.runtime.tensors import to_float32
 from teneral.runtime.weights import StreamedWeights
 
@@ -47,8 +53,11 @@ def rows_of(decoder: Any, tiles: np.ndarray) -> np.ndarray:
 
 @torch.no_grad()
 def oracle_rows(model: Any, tiles: np.ndarray) -> np.ndarray:
-    values = pixel_values(tiles, next(model.parameters()).dtype)
-    return torch.cat(list(model.get_image_features(values).pooler_output)).float().numpy()
+    inputs = oracle_inputs(model, [], tiles)
+    values = {key: inputs[key] for key in ("pixel_values", "image_grid_thw") if key in inputs}
+    made = model.get_image_features(**values)
+    features = [made.pooler_output, *(getattr(made, "deepstack_features", None) or ())]
+    return torch.cat([torch.cat(list(each)) for each in features], dim=1).float().numpy()
 
 
 @pytest.mark.parametrize("family", VISION_FAMILY_MODULES)
@@ -72,8 +81,9 @@ def test_rows_of_towers_of_other_shapes(vision: dict[str, Any]) -> None:
     np.testing.assert_allclose(rows_of(ours(model), tiles), oracle_rows(model, tiles), atol=2e-4)
 
 
-def test_rows_in_bf16_are_near_those_of_transformers() -> None:
-    model = tiny_vision_model(dtype=torch.bfloat16)
+@pytest.mark.parametrize("family", ["smolvlm", "gemma3", *DYNAMIC])
+def test_rows_in_bf16_are_near_those_of_transformers(family: str) -> None:
+    model = tiny_vision_model(family, dtype=torch.bfloat16)
     tiles = random_tiles(2)
     decoder = ours(model)
     rows = to_float32(rows_of(decoder, tiles), decoder.dtype)
@@ -81,23 +91,78 @@ def test_rows_in_bf16_are_near_those_of_transformers() -> None:
 
 
 @torch.no_grad()
-def test_logits_with_images_are_those_of_transformers() -> None:
-    model, tiles = tiny_vision_model(), random_tiles(2)
+@pytest.mark.parametrize("family", ["smolvlm", "gemma3", *DYNAMIC, "qwen3_5_moe"])
+def test_logits_with_images_are_those_of_transformers(family: str) -> None:
+    model, tiles = tiny_vision_model(family), random_tiles(2)
     prompt = prompt_with([1, 2, 3], 4, [9], 4, [8, 7])
-    expected = model(torch.tensor([prompt]), pixel_values=pixel_values(tiles)).logits[0].float()
+    expected = model(**oracle_inputs(model, prompt, tiles)).logits[0].float()
     decoder = ours(model)
-    stepper = Stepper(decoder)
-    batch = stepper.batch({"a": prompt})
-    places = np.flatnonzero(np.array(prompt) == IMAGE_TOKEN)
-    batch = type(batch)(
-        batch.tokens,
-        batch.positions,
-        batch.slots,
-        batch.spans,
-        batch.logit_rows,
-        images=(ImageRows(places, rows_of(decoder, tiles)),),
-    )
-    np.testing.assert_allclose(decoder.forward(batch, stepper.kv), expected.numpy(), atol=2e-4)
+    images = (image_at([3, 4, 5, 6], tiles[:1]), image_at([8, 9, 10, 11], tiles[1:]))
+    for image in images:
+        image.rows = rows_of(decoder, image.tiles)
+        image.grid = (2, 2) if decoder.config.vision.has_grid else None
+        image.runs = image.find_runs() if decoder.config.vision.is_whole else ()
+    lane = lane_of(prompt, (2, 0, 1), *images)
+    kv = decoder.new_kv(3, 5)
+    batch = build_batch([Rows(lane, prompt, 0, len(prompt), len(prompt))], 5)
+    whole = decoder.forward(batch, kv)
+    np.testing.assert_allclose(whole, expected.numpy(), atol=3e-4 if decoder.state_bytes else 2e-4)
+    # From within the second image on, its first tokens being there, and the state after these.
+    if decoder.state_bytes:
+        for first, end in ((0, 1), (1, 9)):
+            decoder.forward(build_batch([Rows(lane, prompt, first, end, 1)], 5), kv)
+    again = build_batch([Rows(lane, prompt, 9, len(prompt), len(prompt) - 9)], 5)
+    assert (decoder.forward(again, kv) == whole[9:]).all()
+
+
+@pytest.mark.parametrize("size", [(16, 16), (48, 48), (64, 112), (144, 16)])
+@pytest.mark.parametrize("family", DYNAMIC)
+def test_rows_of_images_of_any_size(family: str, size: tuple[int, int]) -> None:
+    """Smaller than a window, one window, and windows that the edge cuts off."""
+    model, tiles = tiny_vision_model(family), random_tiles(1, *size)
+    np.testing.assert_allclose(rows_of(ours(model), tiles), oracle_rows(model, tiles), atol=2e-4)
+
+
+@pytest.mark.parametrize("family", DYNAMIC)
+def test_positions_of_images_are_those_of_transformers(family: str) -> None:
+    """Of all tokens, and of each range of them: images at the beginning, side by side, and of one row."""
+    model, grids = tiny_vision_model(family), [(2, 3), (1, 7), (4, 2)]
+    prompt = prompt_with(6, 7, [1, 2, 3], 8, [4, 5])
+    types = torch.tensor([[1] * 6 + [0] + [1] * 7 + [0] * 3 + [1] * 8 + [0] * 2])
+    places = [index for index, kind in enumerate(types[0].tolist()) if kind]
+    tokens = torch.tensor([[*prompt[:6], 9, *prompt[6:]]])
+    thw = torch.tensor([[1, 2 * rows, 2 * columns] for rows, columns in grids])
+    expected = model.model.get_rope_index(tokens, types, thw)[0][:, 0].numpy()
+    images, start = [], 0
+    for rows, columns in grids:
+        image = image_at(places[start : start + rows * columns], random_tiles(1))
+        image.grid, start = (rows, columns), start + rows * columns
+        images.insert(0, image)
+    num = tokens.shape[1]
+    for first in range(num):
+        for end in range(first, num + 1):
+            assert (axes_of(images, first, end) == expected[:, first:end]).all()
+    assert (axes_of(images, num + 5, num + 6) == expected.max() + 6).all()
+
+
+def test_positions_follow_their_rows_from_step_to_step() -> None:
+    image = image_at([1, 2, 3, 4], random_tiles(1))
+    image.rows, image.grid = np.zeros((4, 64), np.float32), (2, 2)
+    seen, text = lane_of([9, *[IMAGE_TOKEN] * 4, 8, 7], (0, 1), image), lane_of([5, 6], (2,))
+    parts = [Rows(text, text.tokens, 0, 2, 1), Rows(seen, seen.tokens, 2, 7, 1)]
+    together = build_batch(parts, 5)
+    expected = [[0, 1, 1, 1, 1, 3, 4], [0, 1, 1, 2, 2, 3, 4], [0, 1, 2, 1, 2, 3, 4]]
+    assert together.axes.tolist() == expected
+    apart = [build_batch([part], 5) for part in parts]
+    assert apart[0].axes is None
+    assert join(apart).axes.tolist() == expected
+    assert select(together, [1])[0].axes.tolist() == [row[2:] for row in expected]
+
+
+def lane_of(tokens: list[int], blocks: tuple[int, ...], *images: Any) -> Lane:
+    lane = Lane(Epoch.EXACT, tokens, SamplingState(GenerationRequest("r", tokens), frozenset()), None, images)
+    lane.blocks = blocks
+    return lane
 
 
 def test_rows_of_a_tile_depend_on_no_other() -> None:
@@ -105,6 +170,11 @@ def test_rows_of_a_tile_depend_on_no_other() -> None:
     together = rows_of(decoder, tiles)
     apart = np.concatenate([rows_of(decoder, tiles[index : index + 1]) for index in range(3)])
     assert (together == apart).all()
+
+
+def test_a_tile_is_left_between_two_layers_once_it_is_over() -> None:
+    decoder, asked = ours(tiny_vision_model("qwen2_5_vl")), iter([False, False, True])
+    assert list(decoder.vision.encode(random_tiles(1), PLAIN_LEVELS, lambda: next(asked))) == []
 
 
 @pytest.mark.parametrize("num", [14, 16, 24, 26, 27, 28, 32])
@@ -118,9 +188,12 @@ def test_patches_take_the_positions_one_after_the_other(num: int) -> None:
     assert buckets.tolist() == list(range(num))
 
 
-def test_backends_other_than_the_native_core_refuse_images() -> None:
-    model = tiny_vision_model()
-    with pytest.raises(ModelError, match="torch does not implement takes_images = True"):
+@pytest.mark.parametrize(
+    ("family", "named"), [("idefics3", "implement takes_images = True"), ("qwen3_5", "know delta_nets")]
+)
+def test_backends_other_than_the_native_core_refuse_images(family: str, named: str) -> None:
+    model = tiny_vision_model(family)
+    with pytest.raises(ModelError, match=f"torch does not {named}"):
         torch_model(config_json(model), DictWeights(tensors_of(model)))
 
 
@@ -134,20 +207,77 @@ def test_backends_other_than_the_native_core_refuse_images() -> None:
         ({"vision_config": {"hidden_act": "swoosh"}}, r"vision_config.hidden_act is 'swoosh'"),
         ({"vision_config": 3}, r"vision_config must be an object"),
         ({"text_config": {"model_type": "bert"}}, r"text_config.model_type is 'bert'"),
+        ({"mm_tokens_per_image": 9}, r"must be the square of a number that divides the 4 patches of a side"),
+        ({"mm_tokens_per_image": 8}, r"mm_tokens_per_image is 8, but must be the square"),
+        ({"image_token_index": 320}, r"image_token_index is 320, but must be a whole number"),
     ],
 )
 def test_configs_that_cannot_be_computed_are_refused_by_name(change: dict[str, Any], message: str) -> None:
-    config = config_json(tiny_vision_model())
+    is_gemma = bool({"mm_tokens_per_image", "image_token_index"} & set(change))
+    check_refused("gemma3" if is_gemma else "idefics3", change, message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vision_config": {"out_hidden_size": 32}}, r"vision_config.out_hidden_size is 32, but must"),
+        (
+            {"vision_config": {"fullatt_block_indexes": "all"}},
+            r"fullatt_block_indexes is 'all', but must be a list",
+        ),
+        ({"vision_config": {"window_size": 15}}, r"vision_config.window_size is 15, but must"),
+        ({"vision_config": {"patch_size": [8, 8]}}, r"vision_config.patch_size is list, but must"),
+        ({"vision_config": {"num_heads": 8}}, r"must be a multiple of 4 for each of 8 heads"),
+        (
+            {"text_config": {"rope_parameters": {"mrope_section": [2, 2]}}},
+            r"mrope_section is list, but the 8 freq",
+        ),
+        (
+            {"text_config": {"rope_parameters": {"mrope_section": [-1, 9]}}},
+            r"but must be a list of whole numbers",
+        ),
+    ],
+)
+def test_configs_of_qwen_that_cannot_be_computed_are_refused_by_name(
+    change: dict[str, Any], message: str
+) -> None:
+    check_refused("qwen2_5_vl", change, message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vision_config": {"num_position_embeddings": 24}}, r"embeddings is 24, but must be the square"),
+        ({"vision_config": {"deepstack_visual_indexes": [1, 0]}}, r"must name some of 3 layers, ascending"),
+        ({"vision_config": {"deepstack_visual_indexes": [3]}}, r"must name some of 3 layers, ascending"),
+        ({"text_config": {"num_hidden_layers": 1}}, r"num_hidden_layers is 1, but must be at least 2"),
+        ({"text_config": {"rope_parameters": {"mrope_section": [1, 4, 3]}}}, r"must alternate within 8 freq"),
+    ],
+)
+def test_configs_of_qwen3_that_cannot_be_computed_are_refused_by_name(
+    change: dict[str, Any], message: str
+) -> None:
+    check_refused("qwen3_vl", change, message)
+
+
+def test_older_files_have_the_decoders_fields_next_to_the_whole_models() -> None:
+    config = config_json(tiny_vision_model("qwen2_5_vl"))
+    text = config["text_config"]
+    rope = text.pop("rope_parameters")
+    older = {**text, **{key: value for key, value in config.items() if key != "text_config"}}
+    older["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    older["rope_theta"] = rope["rope_theta"]
+    text["rope_parameters"] = rope
+    assert DecoderConfig.from_json(older) == DecoderConfig.from_json(config)
+
+
+def check_refused(family: str, change: dict[str, Any], message: str) -> None:
+    config = config_json(tiny_vision_model(family))
     for key, value in change.items():
         is_part = isinstance(value, dict) and isinstance(config[key], dict)
         config[key] = {**config[key], **value} if is_part else value
     with pytest.raises(ModelError, match=message):
         DecoderConfig.from_json(config)
-
-
-def save_vision(model: Any, folder: Path) -> Path:
-    model.save_pretrained(folder)
-    return folder
 
 
 PACKED: dict[str, dict[str, Any]] = {
@@ -158,11 +288,23 @@ PACKED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", PACKED)
-def test_a_packed_tower_computes_while_weights_arrive(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *(("idefics3", kind) for kind in PACKED),
+        ("gemma3", "tiers"),
+        ("gemma3", "int4"),
+        ("qwen2_5_vl", "tiers"),
+        ("qwen2_5_vl", "int4"),
+        ("qwen3_vl", "tiers"),
+        ("qwen3_5", "int4"),
+        ("qwen3_5_moe", "packed"),
+    ],
+)
+def test_a_packed_tower_computes_while_weights_arrive(tmp_path: Path, family: str, kind: str) -> None:
     """The rows of images, and the logits, are those of a load that has ended; the tower is as it was."""
-    model = tiny_vision_model(dtype=torch.bfloat16, text={"intermediate_size": 128})
-    save_vision(model, tmp_path / "plain")
+    model = tiny_vision_model(family, dtype=torch.bfloat16, text={"intermediate_size": 128})
+    model.save_pretrained(tmp_path / "plain")
     pack(open_source(str(tmp_path / "plain")), open_store(str(tmp_path / kind)), **PACKED[kind])
     tiles, tokens = random_tiles(2), list(range(20))
     expected = rows_of(ours(model), tiles)

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 from tests.support.decoding import prompt_of
+from tests.support.gptq_awq_checkpoints import is_projection
 from tests.support.inspection import meters_of
 from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import DECODERS, config_json, save_tiny, tensors_of, tiny_model
+from transformers.pytorch_utils import Conv1D
 
 from teneral import cli
 from teneral.loader.memory import limits as memory
@@ -86,8 +88,9 @@ def test_moments_of_every_family_are_those_of_its_models_inputs(family: str) -> 
     oracle = tiny_model(family)
     seen: dict[str, torch.Tensor] = {}
     for name, module in oracle.named_modules():
-        # Shared experts have no moments, like all experts.
-        if isinstance(module, torch.nn.Linear) and name.endswith("_proj") and "shared_experts" not in name:
+        # What makes keys and values of latents has no moments.
+        is_read = is_projection(f"{name}.weight") and not name.endswith("kv_b_proj")
+        if isinstance(module, torch.nn.Linear | Conv1D) and is_read:
             module.register_forward_hook(
                 lambda _, given, __, name=name: seen.update({f"{name}.weight": given[0].reshape(60, -1)})
             )
@@ -200,3 +203,12 @@ def test_a_model_that_does_not_fit_is_packed_without_calibration(
     assert cli.run([*arguments, "--calibrate", str(text)]) == 16
     assert cli.run(arguments) == 0
     assert "not calibrated: " in capsys.readouterr().err
+
+
+def test_a_model_with_delta_nets_is_packed_without_calibration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = save_tiny("qwen3_5_text", tmp_path / "original", dtype=torch.bfloat16)
+    arguments = ["pack", str(original), str(tmp_path / "packed"), "--quantize", "int4", "--quiet"]
+    assert cli.run(arguments) == 0
+    assert "has gated delta nets, which cannot be calibrated" in capsys.readouterr().err

@@ -18,11 +18,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .....loader.errors import LoadError
+from .....loader.device.compile import USUAL_ARCHITECTURES, compile_text, keep, that_run_on
 from .sources import DTYPES, NAMES, KernelModule
 
 OPTIONS = ("--std=c++17",)
-USUAL_ARCHITECTURES = (80, 90, 100)
 MAX_CUBIN_BYTES = 16 << 20
 
 
@@ -55,45 +54,15 @@ class CompiledKernels:
 
     def _candidates(self, module: KernelModule) -> Iterator[Path]:
         """For this very architecture, then for earlier minor versions, which run on it."""
-        major = self._architecture // 10 * 10
-        for minor in range(self._architecture % 10, -1, -1):
+        for architecture in that_run_on(self._architecture):
             for folder in self._folders:
-                yield folder / cubin_name(module, major + minor)
+                yield folder / cubin_name(module, architecture)
 
 
 def compile_module(module: KernelModule, architecture: int) -> bytes:
-    """The cubin for an architecture. Needs NVRTC, and no device. Raises `LoadError` with the
-    compiler's own words.
-    """
-    program, log = None, ""
-    try:
-        from cupy.cuda import nvrtc  # lazy: some hundred ms, only for compiling
-
-        program = nvrtc.createProgram(module.text, f"{module.name}.cu", (), ())
-        try:
-            nvrtc.compileProgram(program, (*OPTIONS, f"--gpu-architecture=sm_{architecture}"))
-        except nvrtc.NVRTCError:
-            log = nvrtc.getProgramLog(program)
-            raise
-        cubin: bytes = nvrtc.getCUBIN(program)
-    except (ImportError, RuntimeError) as error:  # the compiler's own errors are such
-        raise LoadError(
-            f"the kernels of {module.name} do not compile for sm_{architecture}: {error} {log}".rstrip(),
-            hint="Compile them where NVRTC is, with `python -m teneral.runtime.backends.cuda.direct.compile`, and "
-            "name their folder with --kernel-dir.",
-        ) from error
-    finally:
-        if program is not None:
-            nvrtc.destroyProgram(program)
-    return cubin
-
-
-def keep(cubin: bytes, path: Path) -> None:
-    """Write it, whole or not at all; several processes may write the same. Raises `OSError`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}")
-    part.write_bytes(cubin)
-    part.replace(path)
+    """The cubin for an architecture; raises the errors of `compile_text`."""
+    program = "teneral.runtime.backends.cuda.direct.compile"
+    return compile_text(f"the kernels of {module.name}", module.text, OPTIONS, architecture, by=program)
 
 
 def main() -> None:

@@ -6,10 +6,14 @@ import pytest
 
 pytest.importorskip("hypothesis", reason="machines that only check a device need not have it")
 
+from types import SimpleNamespace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.tiny_models import config_json, tiny_model
 
+from teneral.loader.errors import InsufficientMemoryError
+from teneral.runtime.backends.choose import pool_bytes
 from teneral.runtime.backends.cuda.storage import activation_bytes
 from teneral.runtime.kv.storage import GRAPH_BYTES, MIN_KV_BYTES, SPARE_BYTES, device_kv_bytes
 from teneral.runtime.models.decoder_config import DecoderConfig
@@ -30,6 +34,25 @@ def test_all_parts_together_fit_what_is_free_if_they_can(free, activations):
 
 def test_most_of_what_is_left_is_for_keys_and_values():
     assert 54 * GIB < device_kv_bytes(64 * GIB, GIB) < 63 * GIB
+
+
+@pytest.mark.parametrize("free", [80 * GIB, 30 * GIB])
+def test_a_pool_in_a_share_of_a_device_leaves_the_rest_to_others(free):
+    driver = SimpleNamespace(memory=lambda: (free, 80 * GIB))
+    executor = SimpleNamespace(
+        is_direct=True, device=SimpleNamespace(driver=driver), step_bytes=lambda max_running: GIB
+    )
+    model = SimpleNamespace(device="cuda:0", executor=executor)
+    others = GIB + GRAPH_BYTES + SPARE_BYTES
+    kv_bytes = pool_bytes(model, 16 * GIB, 8, device_percent=40)
+    assert kv_bytes == device_kv_bytes(min(free, 32 * GIB - 16 * GIB), GIB)
+    assert 16 * GIB + others + kv_bytes <= 32 * GIB
+    assert pool_bytes(model, 16 * GIB, 8, kv_bytes=2 * GIB, device_percent=40) == 2 * GIB
+    assert pool_bytes(model, 16 * GIB, 8, kv_bytes=2 * GIB) == 2 * GIB
+    for settings_ in ({"kv_bytes": 15 * GIB, "device_percent": 40}, {"device_percent": 21}):
+        with pytest.raises(InsufficientMemoryError, match=r"of 40 percent|of 21 percent") as caught:
+            pool_bytes(model, 16 * GIB, 8, **settings_)
+        assert "weights 16,384" in caught.value.message
 
 
 @pytest.mark.parametrize("dtype", [DType.BF16, DType.F32])

@@ -22,9 +22,10 @@ from tests.support.native_decoder import (
     weights_of,
     with_parameters_in,
 )
-from tests.support.tiny_models import DECODERS, tiny_model
+from tests.support.tiny_models import DISTINCT_NATIVE, tiny_model
 
-from teneral.runtime.backends.native.decoder import NativeDecoder, refusal
+from teneral.runtime.backends.native.decoder import NativeDecoder
+from teneral.runtime.backends.native.implemented import refusal
 from teneral.runtime.models.matrices import DecoderLayerWeights, IntegerMatrix, StoredProjection, Tensor
 from teneral.runtime.step.batch import SequenceSpan
 from teneral.runtime.tensors import DType
@@ -41,11 +42,14 @@ OTHERS = (
     "glm4",
     "cohere2",
     "olmoe",
+    "qwen2_moe",
     "lfm2",
     "glm4_moe",
+    "deepseek_v2",
+    "deepseek_v3",
 )  # than those like Llama
 
-each_family = pytest.mark.parametrize("family", DECODERS)
+each_family = pytest.mark.parametrize("family", DISTINCT_NATIVE)
 each_dtype = pytest.mark.parametrize("dtype", [DType.F32, DType.BF16])
 
 # Shapes besides 64 and 128, tails, one key head, as many key heads as heads; windows; rotary variants
@@ -122,7 +126,9 @@ def test_in_fp32_logits_are_those_of_transformers(isa, family):
 
     ours = stepper(isa, of, DType.F32).step({"a": tokens})["a"]
 
-    np.testing.assert_allclose(ours, logits_of(of, tokens), atol=3e-5, rtol=1e-4)
+    # A delta net's state sums all tokens before: transformers' own logits are 1e-4 from those in fp64.
+    atol = 3e-5 if spec_of(of, DType.F32).delta_nets is None else 3e-4
+    np.testing.assert_allclose(ours, logits_of(of, tokens), atol=atol, rtol=1e-4)
 
 
 @each_isa
@@ -149,7 +155,11 @@ def test_in_bf16_logits_are_no_further_from_fp32_than_those_of_torch(isa, family
 
         ours += np.abs(logits - expected).mean()
         of_torch += np.abs(logits_of(of, tokens) - expected).mean()
-    assert 0.1 * of_torch < ours <= of_torch
+    # Sums over latents round elsewhere than those over keys and values. Errors of delta nets change which experts are
+    # chosen: of one seed they differ by a tenth, of 12 by 0.2 %.
+    spec = spec_of(of, DType.BF16)
+    slack = 1.05 if spec.latent is not None else 1.1 if spec.delta_nets and spec.experts else 1.0
+    assert 0.1 * of_torch < ours <= slack * of_torch
 
 
 @each_isa
@@ -268,7 +278,7 @@ def test_what_is_not_implemented_is_refused_by_name():
 
     assert refusal(spec, weights) is None
     assert refusal(replace(spec, dtype=DType.F16), weights) == "native does not implement dtype = F16"
-    assert refusal(replace(spec, head_dim=512), weights) == "native does not implement head_dim = 512"
+    assert refusal(replace(spec, head_dim=640), weights) == "native does not implement head_dim = 640"
 
 
 def test_joined_and_selected_rows_are_the_rows():

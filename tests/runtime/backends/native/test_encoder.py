@@ -176,4 +176,4 @@ def test_what_is_not_implemented_is_refused_by_name():
 
     assert refusal(spec, weights) is None
     assert refusal(replace(spec, dtype=DType.F16), weights) == "native does not implement dtype = F16"
-    assert refusal(replace(spec, head_dim=512), weights) == "native does not implement head_dim = 512"
+    assert refusal(replace(spec, head_dim=640), weights) == "native does not implement head_dim = 640"

@@ -1,3 +1,0 @@
-apply() {
-  each_file apply_file
-}

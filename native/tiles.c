@@ -35,13 +35,14 @@ enum {
     PANEL_COLUMNS = 256,
     MAX_BLOCK = 1280,   /* elements of K that are in a strip; a multiple of a unit */
     IN_PLACE_ROWS = 64, /* with more, bf16 are copied into a strip: there they share no places of the first cache */
-    MAX_GROUPS = MAX_BLOCK / STEP + 16, /* one more than are whole; in vectors */
+    MAX_GROUPS = MAX_BLOCK / SIDE + 16, /* of 16 elements at least; one more than are whole; in vectors */
     RING = 4,           /* units of a strip that only one block of rows needs */
     PIECE_STEPS = 16,   /* of a tile of rows: what is packed at a time */
+    RAISED = 256,       /* what I8 without zeros are multiplied with, and their scales divided by */
 };
 
 typedef enum { IN_PLACE, STRIP_ONLY, FROM_BF16, FROM_I8, FROM_I8_AND_ZERO, FROM_U4, FROM_U4_AND_ZERO,
-               FROM_E2M1, FROM_E4M3 } form_t;
+               FROM_E2M1, FROM_E4M3, FROM_Q4_K, FROM_Q5_K, FROM_Q6_K, FROM_BLOCKS } form_t;
 
 static int64_t round_up(int64_t number, int64_t to) { return (number + to - 1) / to * to; }
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -163,7 +164,9 @@ TN_INLINE void take_groups(strip_t *strip, int c, const tn_matrix *w, const int 
 static void take_scales(strip_t *strip, int c, const tn_matrix *w, int64_t column, const block_t *block) {
     const int64_t place = scale_row(w, column) * block->num_groups + block->first_group;
     if (block->groups == 1 && is_bytes(w)) {
-        strip->scale[c][0] = float_at(w->scale, w->scale_dtype, place);
+        const float scale = float_at(w->scale, w->scale_dtype, place);
+        const bool is_raised = w->dtype == TN_I8 && w->zero == NULL;
+        strip->scale[c][0] = is_raised ? scale / RAISED : scale;
         strip->zero[c] = w->zero == NULL ? 0 : ((const int16_t *)w->zero)[place];
         return;
     }
@@ -174,8 +177,20 @@ static void take_scales(strip_t *strip, int c, const tn_matrix *w, int64_t colum
     }
 }
 
+/* All of a column's blocks, into the strip. */
+static void round_column(strip_t *strip, int c, int dtype) {
+    uint16_t rounded[TN_BLOCK_COLUMNS];
+    const char *from = strip->column[c];
+    for (int begin = 0, count; begin < strip->count; begin += count) {
+        count = (int)least(strip->count - begin, TN_BLOCK_COLUMNS);
+        tn_round_blocks(rounded, from + begin / tn_block_columns(dtype) * tn_block_bytes(dtype), count, dtype);
+        for (int k = 0; k < count; k += STEP)
+            memcpy(&strip->tiles[(begin + k) / STEP][c / SIDE][c % SIDE * STEP], rounded + k, TILE_ROW_BYTES);
+    }
+}
+
 /* Columns [first, first + num). */
-static void begin_strip(strip_t *strip, const tn_matrix *w, int64_t first, int num, const block_t *block) {
+static void begin_strip(strip_t *strip, const form_t form, const tn_matrix *w, int64_t first, int num, const block_t *block) {
     strip->stride = bytes_of(w, w->num_in);
     strip->next_bytes = STRIP * stored_row(w, 1) * strip->stride;
     strip->count = block->count;
@@ -188,6 +203,10 @@ static void begin_strip(strip_t *strip, const tn_matrix *w, int64_t first, int n
             strip->more[c] = (const char *)w->scale + row * (w->num_in / STEP) + block->begin / STEP;
         else if (w->scale != NULL)
             take_scales(strip, c, w, column, block);
+        else if (form == FROM_BLOCKS)
+            round_column(strip, c, w->dtype);
+        else if (form != FROM_BF16 && form != IN_PLACE)
+            tn_block_scales(strip->scale[c], strip->level[c], strip->column[c], block->count, w->dtype);
     }
 }
 
@@ -220,16 +239,35 @@ TN_INLINE __m512i e2m1_of(const char *from, vb levels) {
     return _mm512_permutexvar_epi16(both, (__m512i)levels);
 }
 
+#if defined(__AVX512FP16__)
+TN_INLINE __m512i raised_of_words(__m512i words) {
+    const __m512i half = (__m512i)_mm512_cvtepi16_ph(words);
+    const __m512i rest = _mm512_mulhi_epu16(_mm512_and_si512(half, _mm512_set1_epi16(0x3fff)), _mm512_set1_epi16(1 << 13));
+    enum { AND_OR = 0xea }; /* half & second | third */
+    return _mm512_ternarylogic_epi32(half, _mm512_set1_epi16((short)0xc000), rest, AND_OR);
+}
+#endif
+
+/* 32 integers times 256. Half floats of them have 23 to 30 for their exponents, of which the highest bit is set: it stays the
+ * highest one of bf16's, and the four below it and the fraction go 3 bits down. Of 0 nothing is set. */
+TN_INLINE __m512i raised_of(__m256i integers) {
+#if defined(__AVX512FP16__)
+    const __m512i words = _mm512_slli_epi16(_mm512_cvtepu8_epi16(integers), 8);
+    return raised_of_words(words);
+#else
+    const __m512i low = _mm512_slli_epi32(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(integers)), 8);
+    const __m512i high = _mm512_slli_epi32(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(integers, 1)), 8);
+    return (__m512i)_mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(high), _mm512_cvtepi32_ps(low));
+#endif
+}
+
 /* 32 integers less `zero`, or the `left` first ones; zeros behind them. */
 TN_INLINE __m512i i8_of(const int8_t *from, int left, int zero) {
     if (left < STEP) {
-        const __m512i all = (__m512i)vb_load_i8_part(from, left);
-        if (zero == 0) return all;
         uint16_t rounded[STEP] = {0};
         for (int k = 0; k < left; k++) rounded[k] = bf16_of_f32((float)(from[k] - zero));
         return _mm512_loadu_si512(rounded);
     }
-    if (zero == 0) return (__m512i)vb_load_i8(from);
     uint16_t expanded[STEP];
     vb_expand_i8(expanded, from, zero);
     return _mm512_loadu_si512(expanded);
@@ -257,10 +295,21 @@ TN_INLINE void widen_column(const form_t form, const bool is_whole, const strip_
         if (has_second) *high = load_step(own + STEP, left - STEP);
         return;
     }
-    case FROM_I8:
+    case FROM_I8: {
+        const int8_t *own = (const int8_t *)from + at->unit * UNIT;
+        __builtin_prefetch(own + strip->next_bytes);
+        if (!is_whole) {
+            *low = raised_of(_mm256_maskz_loadu_epi8(left < STEP ? (1u << left) - 1 : ~0u, own));
+            if (has_second) *high = raised_of(_mm256_maskz_loadu_epi8(left < UNIT ? (1u << (left - STEP)) - 1 : ~0u, own + STEP));
+            return;
+        }
+        *low = raised_of(_mm256_loadu_si256((const void *)own));
+        *high = raised_of(_mm256_loadu_si256((const void *)(own + STEP)));
+        return;
+    }
     case FROM_I8_AND_ZERO: {
         const int8_t *own = (const int8_t *)from + at->unit * UNIT;
-        const int zero = form == FROM_I8 ? 0 : strip->zero[c];
+        const int zero = strip->zero[c];
         __builtin_prefetch(own + strip->next_bytes);
         *low = i8_of(own, left, zero);
         if (has_second) *high = i8_of(own + STEP, left - STEP, zero);
@@ -284,6 +333,22 @@ TN_INLINE void widen_column(const form_t form, const bool is_whole, const strip_
         vb both[2];
         vb_load_u4((const uint8_t *)from + at->unit * (UNIT / 2), (__m512i)_mm512_cvtne2ps_pbh(first, second), &both[0],
                    &both[1]);
+        *low = (__m512i)both[0];
+        *high = (__m512i)both[1];
+        return;
+    }
+    case FROM_Q4_K:
+    case FROM_Q5_K:
+    case FROM_Q6_K: {
+        const int dtype = form == FROM_Q4_K ? TN_Q4_K : form == FROM_Q5_K ? TN_Q5_K : TN_Q6_K, runs = 256 / UNIT;
+        const uint8_t *block = (const uint8_t *)from + at->unit / runs * tn_block_bytes(dtype);
+        const int run = at->unit % runs, group = at->unit * (UNIT / tn_block_group(dtype));
+        const float *scale = strip->scale[c] + group, *offset = strip->level[c] + group;
+        __builtin_prefetch(block + run * (tn_block_bytes(dtype) / runs) + strip->next_bytes);
+        vb both[2];
+        if (form == FROM_Q4_K) vb_load_q4_k(block, run, scale, offset, &both[0], &both[1]);
+        if (form == FROM_Q5_K) vb_load_q5_k(block, run, scale, offset, &both[0], &both[1]);
+        if (form == FROM_Q6_K) vb_load_q6_k(block, run, scale, &both[0], &both[1]);
         *low = (__m512i)both[0];
         *high = (__m512i)both[1];
         return;
@@ -603,6 +668,9 @@ static void sum_any(form_t form, panel_t *panel, const inputs_t *inputs, bool tw
     case FROM_U4: sum_form(FROM_U4, panel, inputs, two); return;
     case FROM_U4_AND_ZERO: sum_form(FROM_U4_AND_ZERO, panel, inputs, two); return;
     case FROM_E4M3: sum_form(FROM_E4M3, panel, inputs, two); return;
+    case FROM_Q4_K: sum_form(FROM_Q4_K, panel, inputs, two); return;
+    case FROM_Q5_K: sum_form(FROM_Q5_K, panel, inputs, two); return;
+    case FROM_Q6_K: sum_form(FROM_Q6_K, panel, inputs, two); return;
     default: sum_form(FROM_E2M1, panel, inputs, two);
     }
 }
@@ -633,8 +701,8 @@ static void sum_strip(panel_t *panel, int column, const block_t *block) {
     strip_t *strip = &panel->strip;
     const bool one_block = panel->rows <= BLOCK_ROWS;
     const form_t form = panel->form == IN_PLACE && (num < STRIP || panel->rows > IN_PLACE_ROWS) ? FROM_BF16 : panel->form;
-    begin_strip(strip, w, panel->first + column, num, block);
-    strip->mask = one_block ? 2 * RING - 1 : ~0;
+    strip->mask = one_block && form != FROM_BLOCKS ? 2 * RING - 1 : ~0;
+    begin_strip(strip, form, w, panel->first + column, num, block);
     for (int row = 0; row < panel->rows; row += BLOCK_ROWS) {
         const bool two = panel->rows - row > SIDE;
         sums_t *sums = &panel->sums[column / STRIP][row / BLOCK_ROWS];
@@ -646,7 +714,7 @@ static void sum_strip(panel_t *panel, int column, const block_t *block) {
             zero_sums(two);
         else if (!one_block)
             load_sums(two, *chain);
-        const bool is_widened = row > 0 && form != IN_PLACE;
+        const bool is_widened = form == FROM_BLOCKS || (row > 0 && form != IN_PLACE);
         sum_any(is_widened ? STRIP_ONLY : form, panel, &inputs, two);
         if (one_block && !block->ends) continue;
         finish_pending(panel);
@@ -662,7 +730,8 @@ static int64_t block_elements(const panel_t *panel) {
     const int64_t num_in = panel->args->weight->num_in;
     if (panel->form == IN_PLACE && panel->rows <= BLOCK_ROWS) return num_in;
     const int64_t blocks = (num_in + MAX_BLOCK - 1) / MAX_BLOCK;
-    return round_up((num_in + blocks - 1) / blocks, UNIT);
+    const int unit = tn_is_blocks(panel->args->weight->dtype) ? tn_block_columns(panel->args->weight->dtype) : UNIT;
+    return round_up((num_in + blocks - 1) / blocks, unit < UNIT ? UNIT : unit);
 }
 
 static void sum_panel(panel_t *panel) {
@@ -693,13 +762,17 @@ static form_t form_of(const tn_matrix *w) {
     case TN_I8: return w->zero == NULL ? FROM_I8 : FROM_I8_AND_ZERO;
     case TN_U4: return w->zero == NULL ? FROM_U4 : FROM_U4_AND_ZERO;
     case TN_E4M3: return FROM_E4M3;
-    default: return FROM_E2M1;
+    case TN_E2M1: return FROM_E2M1;
+    case TN_Q4_K: return FROM_Q4_K;
+    case TN_Q5_K: return FROM_Q5_K;
+    case TN_Q6_K: return FROM_Q6_K;
+    default: return FROM_BLOCKS;
     }
 }
 
 bool tn_takes_tiles(const tn_matrix *w, int x_dtype) {
     if (x_dtype != TN_BF16) return false;
-    return w->dtype == TN_BF16 || (w->scale != NULL && !tn_is_blocks(w->dtype));
+    return w->dtype == TN_BF16 || w->scale != NULL || tn_is_blocks(w->dtype);
 }
 
 void tn_tiles_columns(const tn_linear_args *args, int64_t begin, int64_t end) {

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MAX_CONFIG_FILE_BYTES = 1 << 20
+NO_SETTINGS = (PREFIX + "CONFIG", PREFIX + "ISA")  # the second is the native library's (loader/native/library.py)
 
 
 def resolve(
@@ -76,7 +77,7 @@ def keyword_values(model: str | os.PathLike[str], settings: Mapping[str, Any]) -
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for variable, value in environment.items():
-        if variable.startswith(PREFIX) and variable != PREFIX + "CONFIG":
+        if variable.startswith(PREFIX) and variable not in NO_SETTINGS:
             name = variable.removeprefix(PREFIX).lower()
             if name not in SETTINGS:
                 raise _unknown(variable, [PREFIX + known.upper() for known in SETTINGS])

@@ -22,6 +22,10 @@ def test_flags_win_over_the_environment_over_the_file_over_the_defaults(tmp_path
     assert config.max_running == ServeConfig().max_running
 
 
+def test_the_variable_of_the_native_library_is_no_setting() -> None:
+    assert resolve({"model": "/m"}, {"TENERAL_ISA": "x86_64_v3"}).model == "/m"
+
+
 def test_the_environment_can_name_the_file(tmp_path: Path) -> None:
     file = tmp_path / "x.toml"
     file.write_text('model = "m"\n')

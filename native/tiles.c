@@ -297,7 +297,7 @@ TN_INLINE void widen_column(const form_t form, const bool is_whole, const strip_
     }
     case FROM_I8: {
         const int8_t *own = (const int8_t *)from + at->unit * UNIT;
-        __builtin_prefetch(own + strip->next_bytes);
+        _mm_prefetch((const char *)(own + strip->next_bytes), _MM_HINT_T1);
         if (!is_whole) {
             *low = raised_of(_mm256_maskz_loadu_epi8(left < STEP ? (1u << left) - 1 : ~0u, own));
             if (has_second) *high = raised_of(_mm256_maskz_loadu_epi8(left < UNIT ? (1u << (left - STEP)) - 1 : ~0u, own + STEP));
@@ -310,14 +310,14 @@ TN_INLINE void widen_column(const form_t form, const bool is_whole, const strip_
     case FROM_I8_AND_ZERO: {
         const int8_t *own = (const int8_t *)from + at->unit * UNIT;
         const int zero = strip->zero[c];
-        __builtin_prefetch(own + strip->next_bytes);
+        _mm_prefetch((const char *)(own + strip->next_bytes), _MM_HINT_T1);
         *low = i8_of(own, left, zero);
         if (has_second) *high = i8_of(own + STEP, left - STEP, zero);
         return;
     }
     case FROM_E4M3: {
         const uint8_t *own = (const uint8_t *)from + at->unit * UNIT;
-        __builtin_prefetch(own + strip->next_bytes);
+        _mm_prefetch((const char *)(own + strip->next_bytes), _MM_HINT_T1);
         *low = (__m512i)(left < STEP ? vb_load_e4m3_part(own, left) : vb_load_e4m3(own));
         if (!has_second) return;
         *high = (__m512i)(left < UNIT ? vb_load_e4m3_part(own + STEP, left - STEP) : vb_load_e4m3(own + STEP));
@@ -327,7 +327,7 @@ TN_INLINE void widen_column(const form_t form, const bool is_whole, const strip_
     case FROM_U4_AND_ZERO: {
         const float *scale = strip->scale[c], *level = strip->level[c];
         const bool has_zero = form == FROM_U4_AND_ZERO;
-        if (at->unit % 2 == 0) __builtin_prefetch(from + at->unit * (UNIT / 2) + strip->next_bytes);
+        if (at->unit % 2 == 0) _mm_prefetch((const char *)(from + at->unit * (UNIT / 2) + strip->next_bytes), _MM_HINT_T1);
         const vf first = levels_of_u4(scale[at->first_group], has_zero ? level[at->first_group] : 8.0f);
         const vf second = levels_of_u4(scale[at->second_group], has_zero ? level[at->second_group] : 8.0f);
         vb both[2];
@@ -344,7 +344,7 @@ TN_INLINE void widen_column(const form_t form, const bool is_whole, const strip_
         const uint8_t *block = (const uint8_t *)from + at->unit / runs * tn_block_bytes(dtype);
         const int run = at->unit % runs, group = at->unit * (UNIT / tn_block_group(dtype));
         const float *scale = strip->scale[c] + group, *offset = strip->level[c] + group;
-        __builtin_prefetch(block + run * (tn_block_bytes(dtype) / runs) + strip->next_bytes);
+        _mm_prefetch((const char *)(block + run * (tn_block_bytes(dtype) / runs) + strip->next_bytes), _MM_HINT_T1);
         vb both[2];
         if (form == FROM_Q4_K) vb_load_q4_k(block, run, scale, offset, &both[0], &both[1]);
         if (form == FROM_Q5_K) vb_load_q5_k(block, run, scale, offset, &both[0], &both[1]);
@@ -356,7 +356,7 @@ TN_INLINE void widen_column(const form_t form, const bool is_whole, const strip_
     default: {
         const char *own = from + at->unit * (UNIT / 2);
         const uint8_t *scales = (const uint8_t *)strip->more[c] + 2 * at->unit;
-        if (at->unit % 2 == 0) __builtin_prefetch(own + strip->next_bytes);
+        if (at->unit % 2 == 0) _mm_prefetch((const char *)(own + strip->next_bytes), _MM_HINT_T1);
         *low = e2m1_of(own, levels_of_e2m1(scale_of_e8m0(scales[0])));
         if (has_second) *high = e2m1_of(own + STEP / 2, levels_of_e2m1(scale_of_e8m0(scales[1])));
     }
@@ -725,10 +725,15 @@ static void sum_strip(panel_t *panel, int column, const block_t *block) {
     finish_pending(panel);
 }
 
+/* Whether a block of K needs no more of a strip than its ring: it has no list of groups. */
+static bool is_endless(form_t form) {
+    return form == IN_PLACE || form == FROM_I8 || form == FROM_I8_AND_ZERO || form == FROM_E4M3 || form == FROM_E2M1;
+}
+
 /* Elements of a block: K in equal parts that fit in a strip, or all of it. */
 static int64_t block_elements(const panel_t *panel) {
     const int64_t num_in = panel->args->weight->num_in;
-    if (panel->form == IN_PLACE && panel->rows <= BLOCK_ROWS) return num_in;
+    if (panel->rows <= BLOCK_ROWS && is_endless(panel->form)) return num_in;
     const int64_t blocks = (num_in + MAX_BLOCK - 1) / MAX_BLOCK;
     const int unit = tn_is_blocks(panel->args->weight->dtype) ? tn_block_columns(panel->args->weight->dtype) : UNIT;
     return round_up((num_in + blocks - 1) / blocks, unit < UNIT ? UNIT : unit);

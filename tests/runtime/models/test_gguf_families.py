@@ -150,7 +150,8 @@ def test_a_file_computes_what_the_model_does(variant: str, kind: str, tmp_path: 
     for backend in [*backends, *([NativeBackend("float32")] if library() is not None else [])]:
         decoder = build_model(config, DictWeights(tensors), backends=[backend])
         ours = Stepper(decoder).step({"a": prompt})["a"]
-        torch.testing.assert_close(ours, expected, atol=1e-3, rtol=1e-3)
+        atol = 1e-5 * max(100.0, float(expected.abs().max()))  # random scales of blocks make logits of 1,000
+        torch.testing.assert_close(ours, expected, atol=atol, rtol=1e-3)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "mixtral", "qwen3_moe", "gpt_oss"])

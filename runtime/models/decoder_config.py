@@ -77,6 +77,7 @@ VISION_FAMILY_MODULES: dict[str, tuple[str, str]] = {
     "gemma3": ("gemma", "Gemma3ForConditionalGeneration"),
     "qwen2_5_vl": ("qwen_vl", "Qwen2_5_VLForConditionalGeneration"),
     "qwen3_vl": ("qwen_vl", "Qwen3VLForConditionalGeneration"),
+    "qwen3_vl_moe": ("qwen_vl", "Qwen3VLMoeForConditionalGeneration"),
     "qwen3_5": ("qwen_vl", "Qwen3_5ForConditionalGeneration"),
     "qwen3_5_moe": ("qwen_vl", "Qwen3_5MoeForConditionalGeneration"),
 }
@@ -223,7 +224,7 @@ class LayerNames(Struct, frozen=True):
     shared_expert: str = "mlp.shared_experts."
     shared_gate: str = "mlp.shared_expert_gate"
     stacked_experts: str | None = None  # all of a layer's in one tensor each: `stacked_experts.py`
-    stacked_in_rows: bool = False  # floats of these have the outputs first, gate and then up
+    stacked_alternating: bool = False  # gate and up are every second output of these, and there are biases
 
 
 class ModelNames(Struct, frozen=True):

@@ -220,9 +220,9 @@ def _take_experts(
     if stacked is not None and any(f"{stacked}down_proj{kind}" in parameters for kind in ("", "_blocks")):
         from .stacked_experts import stacked_gate, take_stacked_experts  # of few families
 
-        in_rows = names.stacked_in_rows
-        taken = take_stacked_experts(parameters, stacked, mixture, config.hidden_size, in_rows=in_rows)
-        return taken, stacked_gate(parameters, stacked, in_rows=in_rows)
+        is_alternating, hidden_size = names.stacked_alternating, config.hidden_size
+        taken = take_stacked_experts(parameters, stacked, mixture, hidden_size, is_alternating=is_alternating)
+        return taken, stacked_gate(parameters, stacked, mixture, hidden_size, is_alternating=is_alternating)
     experts: list[ExpertWeights] = []
     starts: list[int] = []
     for number in range(mixture.num):

@@ -206,7 +206,7 @@ def plan_quantize(source: Source, checkpoint: Checkpoint, options: QuantizeOptio
             f"{checkpoint.url} has all experts of a layer in one tensor, {stacked}, "
             "which --quantize does not take apart",
             key="quantize",
-            hint="Pack it without --quantize: gpt-oss is published in MXFP4, and served in it.",
+            hint="Pack it without --quantize: gpt-oss is published in MXFP4, Qwen3-VL MoE in FP8, too, and served so.",
         )
     matrices = {name: _plan_matrix(checkpoint, name, options) for name in names}
     pieces = {

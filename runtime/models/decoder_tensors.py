@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ModelError
 from ..tensors import DType, Tensor
 from ..weights import Weights
-from .decoder_config import DecoderConfig, LatentAttention
+from .decoder_config import DecoderConfig, LatentAttention, LayerRotary
 from .matrices import DecoderLayerWeights, DecoderWeights, DeltaNetWeights, ExpertWeights
 from .parameters import Parameters, stored_dtype
 from .projections import take_embeddings, take_linear, take_stacked
@@ -90,6 +90,10 @@ def _take_layer(config: DecoderConfig, index: int, parameters: Parameters) -> De
     elif config.is_delta_net(index):
         take_mixer = _take_delta_net
     mixer = take_mixer(config, parameters)
+    if config.unit_qk_norm and config.layer_rotary[index] is not LayerRotary.NONE:
+        from .converted import ones  # few models have such norms
+
+        mixer["query_norm"] = mixer["key_norm"] = ones(config.head_dim)
     mixture = config.experts if config.experts is not None and config.experts.layers[index] else None
     router = (
         take_linear(parameters, names.router, hidden_size, mixture.num, bias=mixture.has_bias)

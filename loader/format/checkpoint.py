@@ -43,7 +43,7 @@ MIN_DIRECT_BYTES = 4 * 1024 * 1024
 MAX_SHARED_PART_BYTES = 16 * 1024 * 1024
 
 
-_STACKED = re.compile(r"(.*\.mlp\.experts\.)(gate_up|down)_proj")
+_STACKED = re.compile(r"(.*\.(?:mlp|feed_forward)\.experts\.)(gate_up|down)_proj")
 _FLOATS = ("BF16", "F16", "F32")
 
 
@@ -107,7 +107,7 @@ def open_checkpoint(source: Source) -> Checkpoint:
 def with_experts_apart(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint as one with a tensor for each expert's matrix, in place of those in rows that transformers has:
     (experts, 2 * size, hidden), gates before ups, and (experts, hidden, size). The bytes lie where they did. Tensors
-    in another order, as gpt-oss has them, stay.
+    in another order, as gpt-oss and Llama 4 have them, stay.
 
     Raises `CheckpointError` where these were too many.
     """

@@ -379,7 +379,7 @@ def _with_experts_apart(state: dict[str, torch.Tensor], family: str) -> dict[str
             continue
         for number, matrix in enumerate(tensor):
             names = parts.gate_up if which == "gate_up_proj" else (parts.down,)
-            matrix = matrix.T if parts.has_inputs_first else matrix
+            matrix = matrix.T.contiguous() if parts.has_inputs_first else matrix
             for part, rows in zip(names, matrix.chunk(len(names)), strict=True):
                 apart[f"{layer}.{parts.block}.experts.{number}.{part}.weight"] = rows.clone()
     return apart

@@ -65,17 +65,18 @@ _KINDS = {"q_a": "q", "q_b": "q", "kv_a": "v", "kv_b": "v"}  # of latents, which
 # What may stand before the names of a decoder's tensors, alone or next to a tower.
 DECODER = r"(?:model\.(?:(?:text|language)_model\.)?|language_model\.model\.|gpt_neox\.|transformer\.)?"
 _EMBEDDINGS = re.compile(rf"{DECODER}(?:embed_(?:tokens|in)|wte)\.weight")
-_HEAD = re.compile(r"(?:lm_head|embed_out)\.weight")
+_HEAD = re.compile(r"(?:(?:language_model\.)?lm_head|embed_out)\.weight")
 _PROJECTION = re.compile(
     rf"{DECODER}(?:layers|h)\.[0-9]+\.(?:"
     r"self_attn\.(?:(?:[qkvo]|qkv|out|q_[ab]|kv_b)_proj|kv_a_proj_with_mqa|dense)|"
     r"attention\.(?:query_key_value|dense)|mlp\.dense_(?:h_to_4h|4h_to_h)|attn\.c_(?:attn|proj)|conv\.(?:in|out)_proj|"
     r"(?:tiled_)?linear_attn\.(?:in_proj_qkvz?|in_proj_z|out_proj)|"
-    r"mlp\.(?:(?:experts\.[0-9]+\.|shared_experts?\.)?(?:gate|up|gate_up|down)_proj|fc[12]|c_fc|c_proj)|"
+    r"(?:mlp|feed_forward)\.(?:experts\.[0-9]+\.|shared_experts?\.)?(?:gate|up|gate_up|down)_proj|"
+    r"mlp\.(?:fc[12]|c_fc|c_proj)|"
     r"(?:block_sparse_moe|feed_forward)\.(?:experts\.[0-9]+\.)?w[123])\.weight"
 )
 _INPUTS_FIRST = re.compile(rf"{DECODER}h\.[0-9]+\.(?:attn|mlp)\.c_(?:attn|fc|proj)\.weight")  # GPT-2's
-_STACKED_EXPERTS = re.compile(r"\.mlp\.experts\.(?:gate_up|down)_proj(?:_blocks)?$")
+_STACKED_EXPERTS = re.compile(r"\.(?:mlp|feed_forward)\.experts\.(?:gate_up|down)_proj(?:_blocks)?$")
 _TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -206,7 +207,8 @@ def plan_quantize(source: Source, checkpoint: Checkpoint, options: QuantizeOptio
             f"{checkpoint.url} has all experts of a layer in one tensor, {stacked}, "
             "which --quantize does not take apart",
             key="quantize",
-            hint="Pack it without --quantize: gpt-oss is published in MXFP4, Qwen3-VL MoE in FP8, too, and served so.",
+            hint="Pack it without --quantize. gpt-oss is published in MXFP4, Qwen3-VL MoE in FP8, Llama 4 in integers "
+            "of 4 bits, too, and served so.",
         )
     matrices = {name: _plan_matrix(checkpoint, name, options) for name in names}
     pieces = {

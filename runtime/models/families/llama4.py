@@ -104,7 +104,8 @@ def _experts(config: Fields, num_layers: int) -> Experts | None:
         isinstance(one, bool) or not isinstance(one, int) for one in stated
     ):
         raise config.wrong("moe_layers", "but must be a list of layers")
-    layers = [index in stated for index in range(num_layers)]
+    chosen = set(stated)
+    layers = [index in chosen for index in range(num_layers)]
     if not any(layers):
         return None
     mixture = read_experts(

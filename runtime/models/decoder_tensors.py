@@ -232,13 +232,15 @@ def _take_experts(
     for number in range(mixture.num):
         starts.append(parameters.num_taken)
         prefix = names.expert.format(number)
+        # Of one that `pack --quantize` took from a tensor with the inputs first, gates and ups are one matrix.
+        is_joined = f"{prefix}gate_up_proj.weight" in parameters
         experts.append(
             _take_mlp(
                 config,
                 parameters,
                 mixture.size,
                 prefix,
-                names.expert_gate_up,
+                ("gate_up_proj",) if is_joined else names.expert_gate_up,
                 names.expert_down,
                 bias=mixture.has_bias or config.mlp_bias,
             )

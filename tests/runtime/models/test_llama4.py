@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from tests.support.decoding import Stepper, oracle_logits, prompt_of
 from tests.support.models import DictWeights, build_model
-from tests.support.tiny_models import config_json, tensors_of, tiny_config, tiny_model
+from tests.support.tiny_models import config_json, tensors_of, tiny_model
 
 from teneral.loader.native.library import library
+from teneral.loader.sources.open import open_source, open_store
+from teneral.loader.tools.pack.pack import pack
+from teneral.loader.tools.pack.quantize_plan import QuantizeOptions
+from teneral.loader.tools.unpack import unpack
 from teneral.runtime.backends.native.backend import NativeBackend, ReferenceBackend
 from teneral.runtime.backends.torch.backend import TorchBackend
 from teneral.runtime.errors import ModelError
@@ -58,14 +65,35 @@ def test_experts_of_one_tensor_are_those_that_are_stored_apart(backend: Any) -> 
     assert all(torch.equal(first, other) for other in others)
 
 
+def with_tower(text: Any) -> Any:
+    """The model of which this is the text model."""
+    config = transformers.Llama4Config(text_config=text.config.to_dict(), vision_config=_VISION)
+    whole = transformers.Llama4ForConditionalGeneration(config).eval()
+    whole.language_model.load_state_dict(text.state_dict())
+    return whole
+
+
+def test_the_text_model_of_files_with_a_tower_becomes_the_same_integers(tmp_path: Path) -> None:
+    text = tiny_model("llama4_text")
+    made, sizes = [], []
+    for name, model in (("text", text), ("whole", with_tower(text))):
+        model.save_pretrained(tmp_path / name)
+        packed = open_store(str(tmp_path / f"{name}-packed"))
+        pack(open_source(str(tmp_path / name)), packed, quantize=QuantizeOptions(8))
+        unpack(open_source(str(tmp_path / f"{name}-packed")), tmp_path / f"{name}-integers")
+        config = json.loads((tmp_path / f"{name}-integers" / "config.json").read_text())
+        tensors = load_file(tmp_path / f"{name}-integers" / "model.safetensors")
+        sizes.append(sum(each.dtype == torch.int8 for each in tensors.values()))
+        made.append(logits_of(config, tensors, BACKENDS[-1]))
+
+    assert torch.equal(*made)
+    assert sizes[0] == sizes[1] > 30
+
+
 @each_backend
 def test_the_text_model_of_files_with_a_tower_is_computed(backend: Any) -> None:
     text = tiny_model("llama4_text")
-    config = transformers.Llama4Config(
-        text_config=tiny_config("llama4_text").to_dict(), vision_config=_VISION
-    )
-    whole = transformers.Llama4ForConditionalGeneration(config).eval()
-    whole.language_model.load_state_dict(text.state_dict())
+    whole = with_tower(text)
     given = config_json(whole)
 
     decoder = build_model(given, DictWeights(whole.state_dict()), backends=[backend])

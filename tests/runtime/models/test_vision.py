@@ -330,6 +330,7 @@ PACKED: dict[str, dict[str, Any]] = {
         ("qwen2_5_vl", "int4"),
         ("qwen3_vl", "tiers"),
         ("qwen3_vl_moe", "tiers"),
+        ("qwen3_vl_moe", "int4"),
         ("qwen3_5", "int4"),
         ("qwen3_5_moe", "packed"),
     ],

@@ -134,7 +134,7 @@ def _yarn_dimension(rope: RopeConfig, turns: float) -> float:
 
 
 def query_factors(scaling: QueryScaling, positions: npt.NDArray[np.int64]) -> Floats:
-    """What the queries at these positions are multiplied with, in layers that scale them: fp32, but the logarithm."""
+    """Factors of the queries at these positions, in layers that scale them: fp32, of logarithms in fp64."""
     steps = (positions + 1) // scaling.interval
     logarithms = np.log1p(steps.astype(np.float64)).astype(np.float32)
     return logarithms * np.float32(scaling.strength) + np.float32(1.0)

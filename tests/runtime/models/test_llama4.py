@@ -140,9 +140,14 @@ def test_files_that_leave_all_out_are_read_by_transformers_defaults() -> None:
 
 
 def test_what_published_files_say_is_read() -> None:
-    said = {"no_rope_layers": [], "attn_temperature_tuning": 4, "moe_layers": [1, 3], "num_hidden_layers": 4}
+    stated = {
+        "no_rope_layers": [],
+        "attn_temperature_tuning": 4,
+        "moe_layers": [1, 3],
+        "num_hidden_layers": 4,
+    }
     config = DecoderConfig.from_json(
-        {"model_type": "llama4_text", **said, "max_position_embeddings": 10_485_760}
+        {"model_type": "llama4_text", **stated, "max_position_embeddings": 10_485_760}
     )
 
     assert config.experts is not None
@@ -181,9 +186,9 @@ def test_a_wrong_value_is_refused_by_its_key(key: str, value: Any) -> None:
 
 def test_chunks_without_a_size_are_refused() -> None:
     data = config_json(tiny_model("llama4_text"))
-    said = {"layer_types": ["chunked_attention"] * 3, "attention_chunk_size": None}
+    stated = {"layer_types": ["chunked_attention"] * 3, "attention_chunk_size": None}
     with pytest.raises(ModelError, match="there is no attention_chunk_size"):
-        DecoderConfig.from_json({**data, **said})
+        DecoderConfig.from_json({**data, **stated})
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ typedef struct {
     int64_t num_keys;
     int64_t window;                   /* 0: all */
     bool sees_all;                    /* also keys behind its own; then the window is to each side */
+    bool chunked;                     /* windows begin at multiples of their size */
     const int64_t *ends;              /* of the rows, or NULL: the key behind the last one that each sees */
 
     const void *keys, *values;             /* of token 0, or of slot 0 */
@@ -506,6 +507,7 @@ static void clip(rows_t *task, int row, int64_t chunk) {
 
 /* The keys [first, last) that the row at a position sees. */
 static int64_t first_key(const sequence_t *of, int64_t position) {
+    if (of->chunked && of->window) return position - position % of->window;
     const int64_t before = of->sees_all ? of->window : of->window - 1; /* of which it sees no more than these */
     return of->window && position > before ? position - before : 0;
 }
@@ -572,6 +574,7 @@ static sequence_t sequence_of(const tn_attention_args *args, const tn_span *span
         .first_position = span->context_len - span->length,
         .num_keys = span->context_len,
         .sees_all = args->bidirectional != 0,
+        .chunked = args->chunked != 0,
         .ends = args->ends == NULL ? NULL : args->ends + span->start,
         .window = args->window,
         .keys = (const char *)kv->data + key_place * args->head_dim * item,
@@ -677,6 +680,7 @@ static void attention_body(void *arg, tn_region *region, int id) {
 int tn_attention(const tn_attention_args *args) {
     if (args->size != sizeof *args || !takes(args->dtype, args->head_dim)) return TN_REFUSED;
     if (args->latent_rank < 0 || args->latent_rank > args->head_dim) return TN_REFUSED;
+    if (args->chunked && args->bidirectional) return TN_REFUSED;
     const tn_kv *kv = args->kv;
     if (kv->dtype == TN_I8 ? kv->scale == NULL : kv->dtype != args->dtype) return TN_REFUSED;
     int64_t num_keys = 0;

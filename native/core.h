@@ -440,6 +440,7 @@ typedef struct tn_heads_args {
                              * nothing is turned */
     const int64_t *turn;    /* (num_rows,) the row of `turns` that each row takes */
     const int64_t *slots;   /* (num_rows,) below num_slots, no two alike */
+    const float *query_scales; /* (num_rows,) or NULL: what a row's queries are multiplied with at last */
     tn_vector query_norm;   /* (head_dim,), or with joint_norms of all heads */
     tn_vector key_norm;
     int64_t layer;
@@ -504,6 +505,9 @@ typedef struct tn_attention_args {
     tn_vector sinks;      /* (num_heads,) or none: one more score of each head, of a key without a value */
     const int64_t *ends;  /* (rows,) or NULL: a row sees its sequence's tokens before this one, which is behind its own,
                            * at most the context's length, and never before an earlier row's; a window ends there, too */
+    int32_t chunked;      /* a row sees those of its window that have its position divided by the window's size; not with
+                           * bidirectional */
+    int32_t reserved;     /* 0 */
 } tn_attention_args;
 
 TN_EXPORT int tn_attention(const tn_attention_args *args);
@@ -614,7 +618,7 @@ typedef struct tn_decoder_layer {
                                       * channels) inputs, then (delta_value_heads, delta_key_size, delta_value_size) */
     int64_t window;                  /* 0: all */
     int32_t rotary;                  /* tn_rotary */
-    int32_t reserved;                /* 0 */
+    int32_t scales_queries;          /* by the step's query_scales */
 } tn_decoder_layer;
 
 /* Where `qkv` of a delta net has the numbers of each head. */
@@ -678,6 +682,8 @@ typedef struct tn_decoder {
     int32_t interleaved_qkv;        /* `qkv` makes each head's query, key and value in turn; num_kv_heads is num_heads */
     int32_t rounds_inputs;          /* of layers' projections to 8 bits, a row's largest size being 127; there are input norms,
                                      * and no mixtures */
+    int32_t chunked_windows;        /* as in tn_attention_args */
+    int32_t experts_weigh_inputs;   /* weights are multiplied with experts' inputs, rounded, not with their outputs */
     int32_t reserved;               /* 0 */
 } tn_decoder;
 
@@ -703,6 +709,7 @@ typedef struct tn_decoder_step_args {
     void *scratch;            /* on 64 bytes */
     const int64_t *ends;      /* as in tn_attention_args */
     int64_t *chosen;          /* with TN_UP_TO_ROUTER: gets (num_rows, num_experts_used), ascending; else NULL */
+    const float *query_scales; /* as in tn_heads_args, of layers that say so */
     int64_t num_spans;
     int64_t num_rows;
     int64_t first;

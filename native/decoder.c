@@ -244,6 +244,7 @@ static tn_heads_args heads_of(const step_t *step, const tn_decoder_layer *layer)
                                                     : NULL,
         .turn = args->turn,
         .slots = args->slots,
+        .query_scales = layer->scales_queries ? args->query_scales : NULL,
         .query_norm = layer->query_norm,
         .key_norm = layer->key_norm,
         .layer = layer->kv_layer,
@@ -297,6 +298,7 @@ static void attention_stage(const step_t *step, const tn_decoder_layer *layer, c
         .bidirectional = model->bidirectional,
         .sinks = layer->sinks,
         .ends = args->ends,
+        .chunked = model->chunked_windows,
     };
     tn_attention_stage(&attention, region);
     tn_barrier(region);
@@ -486,6 +488,7 @@ static int run_step(const tn_decoder_step_args *args, const tn_adapted *adapted)
         return TN_REFUSED;
     if (model->dtype != TN_F32 && model->dtype != TN_BF16) return TN_REFUSED;
     if (model->convolution_size > TN_MAX_CONVOLUTION) return TN_REFUSED;
+    if (model->chunked_windows && model->bidirectional) return TN_REFUSED;
     if (model->interleaved_qkv && (model->num_kv_heads != model->num_heads || model->gated_attention))
         return TN_REFUSED;
     if (model->latent_rank && (model->latent_rank + model->rotary_dim != model->head_dim || model->num_kv_heads != 1))

@@ -54,7 +54,7 @@ int64_t tn_lay_out_mixture(tn_mixture *mixture, const tn_decoder *model, int64_t
 /* ---- routing ---- */
 
 /* Each expert's share of a row by its scores: their softmax, or the sigmoid of each. `powers` order as shares do, and
- * tell those apart that a division makes equal. */
+ * tell those apart that a division or a sigmoid makes equal. */
 static void shares_of(const tn_decoder *model, const float *scores, float *powers, float *shares) {
     const int64_t num = model->num_experts;
     const int dtype = model->expert_scores_wide ? TN_F32 : model->dtype;
@@ -64,9 +64,9 @@ static void shares_of(const tn_decoder *model, const float *scores, float *power
         vf_store_part(powers + place, round_to(dtype, load_elements(scores, TN_F32, place, count)), count);
     }
     if (model->expert_sigmoid) {
-        for (int64_t n = 0; n < num; n++) powers[n] = -powers[n];
-        tn_exp(powers, powers, num);
-        for (int64_t n = 0; n < num; n++) powers[n] = shares[n] = 1.0f / (1.0f + powers[n]);
+        for (int64_t n = 0; n < num; n++) shares[n] = -powers[n];
+        tn_exp(shares, shares, num);
+        for (int64_t n = 0; n < num; n++) shares[n] = 1.0f / (1.0f + shares[n]);
         return;
     }
     for (int64_t n = 0; n < num; n++) largest = powers[n] > largest ? powers[n] : largest;
@@ -256,7 +256,8 @@ static void sum_row(const tn_mixture *mixture, const tn_decoder *model, void *ou
         vf sum = vf_zero();
         for (int64_t pair = row * used; pair < (row + 1) * used; pair++) {
             const vf made = load_elements(mixture->inputs, dtype, mixture->place_of[pair] * num + d, count);
-            sum = round_to(dtype, vf_add(sum, round_to(dtype, vf_mul(made, vf_set(mixture->weights[pair])))));
+            const float weight = model->experts_weigh_inputs ? 1.0f : mixture->weights[pair];
+            sum = round_to(dtype, vf_add(sum, round_to(dtype, vf_mul(made, vf_set(weight)))));
         }
         store_elements(out, dtype, row * num + d, sum, count);
     }
@@ -280,9 +281,10 @@ void tn_mixture_stages(const tn_mixture *mixture, const tn_decoder *model, const
     if (tn_next_chunk(region) == 0) group(mixture, model, num_pairs);
     tn_barrier(region);
     EACH_ROW(region, num_pairs) {
-        const int64_t from = mixture->pair_at[row] / model->num_experts_used;
-        memcpy(element_at(mixture->inputs, model->dtype, row * model->hidden_size),
-               element_at(x, model->dtype, from * model->hidden_size), row_bytes);
+        const int64_t pair = mixture->pair_at[row], from = pair / model->num_experts_used;
+        void *input = element_at(mixture->inputs, model->dtype, row * model->hidden_size);
+        memcpy(input, element_at(x, model->dtype, from * model->hidden_size), row_bytes);
+        if (model->experts_weigh_inputs) tn_scale_row(input, mixture->weights[pair], model->hidden_size, model->dtype);
     }
     tn_barrier(region);
     pack_stage(mixture, model, mixture->inputs, model->hidden_size, region);

@@ -124,7 +124,10 @@ void tn_write_heads_row(const tn_heads_args *args, int64_t row) {
     const int64_t head_bytes = num * element_bytes(args->dtype);
     norm_heads(args, heads, &args->query_norm, num_heads);
     norm_heads(args, heads + num_heads * head_bytes, &args->key_norm, num_keys);
-    for (int64_t n = 0; n < num_heads; n++) norm_and_turn(args, heads + n * head_bytes, &args->query_norm, row);
+    for (int64_t n = 0; n < num_heads; n++) {
+        norm_and_turn(args, heads + n * head_bytes, &args->query_norm, row);
+        if (args->query_scales != NULL) tn_scale_row(heads + n * head_bytes, args->query_scales[row], num, args->dtype);
+    }
     for (int64_t n = 0; n < num_keys; n++) {
         char *key = heads + (num_heads + n) * head_bytes;
         norm_and_turn(args, key, &args->key_norm, row);

@@ -43,7 +43,7 @@ MIN_DIRECT_BYTES = 4 * 1024 * 1024
 MAX_SHARED_PART_BYTES = 16 * 1024 * 1024
 
 
-_STACKED = re.compile(r"(.*\.mlp\.experts\.)(gate_up|down)_proj")
+_STACKED = re.compile(r"(.*\.(?:mlp|feed_forward)\.experts\.)(gate_up|down)_proj")
 _FLOATS = ("BF16", "F16", "F32")
 
 
@@ -104,9 +104,10 @@ def open_checkpoint(source: Source) -> Checkpoint:
     )
 
 
-def with_experts_apart(checkpoint: Checkpoint) -> Checkpoint:
+def with_experts_apart(checkpoint: Checkpoint, *, takes_columns: bool) -> Checkpoint:
     """The checkpoint as one with a tensor for each expert's matrix, in place of those in rows that transformers has:
-    (experts, 2 * size, hidden), gates before ups, and (experts, hidden, size). The bytes lie where they did. Tensors
+    (experts, 2 * size, hidden), gates before ups, and (experts, hidden, size). The bytes lie where they did. With
+    `takes_columns` those with the inputs first (Llama 4), too: gates and ups of an expert are one matrix then. Tensors
     in another order, as gpt-oss has them, stay.
 
     Raises `CheckpointError` where these were too many.
@@ -116,10 +117,12 @@ def with_experts_apart(checkpoint: Checkpoint) -> Checkpoint:
     tensors: dict[str, StoredTensor] = {}
     for name, stored in checkpoint.tensors.items():
         found = _STACKED.fullmatch(name)
-        parts = ("gate", "up") if found is not None and found[2] == "gate_up" else ("down",)
-        if found is None or not _is_in_rows(checkpoint, found[1]):
+        is_in_rows = found is not None and _is_in_rows(checkpoint, found[1])
+        is_in_columns = takes_columns and found is not None and _is_in_columns(checkpoint, found[1])
+        if found is None or not (is_in_rows or is_in_columns):
             tensors[name] = stored
             continue
+        parts = ("gate", "up") if is_in_rows and found[2] == "gate_up" else (found[2],)
         entry = stored.entry
         num_experts, rows, columns = entry.shape
         if len(tensors) + num_experts * len(parts) > MAX_TENSORS:
@@ -137,12 +140,24 @@ def with_experts_apart(checkpoint: Checkpoint) -> Checkpoint:
 
 def _is_in_rows(checkpoint: Checkpoint, prefix: str) -> bool:
     """True if both tensors of a layer's experts have floats, and shapes that fit each other."""
+    shapes = _shapes_of_experts(checkpoint, prefix)
+    return len(shapes) == 2 and shapes[0] == (shapes[1][0], 2 * shapes[1][2], shapes[1][1])
+
+
+def _is_in_columns(checkpoint: Checkpoint, prefix: str) -> bool:
+    """The same of those with the inputs first. gpt-oss's, in which gates and ups alternate, have biases."""
+    shapes = _shapes_of_experts(checkpoint, prefix)
+    has_biases = f"{prefix}gate_up_proj_bias" in checkpoint.tensors
+    return len(shapes) == 2 and not has_biases and shapes[0] == (shapes[1][0], shapes[1][2], 2 * shapes[1][1])
+
+
+def _shapes_of_experts(checkpoint: Checkpoint, prefix: str) -> list[tuple[int, ...]]:
+    """Of both tensors of a layer's experts, where these are floats; else of none."""
     found = [checkpoint.tensors.get(f"{prefix}{kind}_proj") for kind in ("gate_up", "down")]
     entries = [stored.entry for stored in found if stored is not None]
     if any(entry.dtype not in _FLOATS or len(entry.shape) != 3 or 0 in entry.shape for entry in entries):
-        return False
-    shapes = [entry.shape for entry in entries]
-    return len(shapes) == 2 and shapes[0] == (shapes[1][0], 2 * shapes[1][2], shapes[1][1])
+        return []
+    return [entry.shape for entry in entries]
 
 
 def _stated(info: ObjectInfo, header: SafetensorsFile) -> StatedDigest | None:

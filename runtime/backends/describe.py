@@ -68,7 +68,7 @@ def _of_decoder(config: DecoderConfig) -> dict[str, Any]:
         "max_tokens": config.max_context,
         "native_refuses": refusal_of_spec(spec),
         "kernels_refuse": kernels_refusal_of(spec),
-        "quantizes": config.names.stacked_experts is None or config.names.stacked_in_rows,
+        "quantizes": not config.names.stacked_alternating,
         "adapts": [
             name
             for name, place in (("attention", AdapterPlace.OUTPUT), ("MLP", AdapterPlace.DOWN))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..tensors import Tensor, aligned_empty
+from ..tensors import DType, Tensor, aligned_empty
 from ..weights import Gate
 from .matrices import DenseMatrix, Matrix
 
@@ -54,6 +54,11 @@ def transposed(weights: Sequence[Tensor], biases: Sequence[Tensor | None], gate:
     return ConvertedProjection(
         weights[0].shape[0], num_out, gate, lambda: tuple(map(_in_rows, weights, biases))
     )
+
+
+def ones(num: int) -> Tensor:
+    """The weight of a norm that has none."""
+    return Tensor(DType.F32, np.ones(num, np.float32))
 
 
 def _in_rows(weight: Tensor, bias: Tensor | None) -> Matrix:

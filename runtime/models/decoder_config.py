@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 # model_type → the module of its family, in `families/` or by its full name, and the architecture that it runs
 FAMILY_MODULES: dict[str, tuple[str, str]] = {
     "llama": ("llama", "LlamaForCausalLM"),
+    "llama4_text": ("llama4", "Llama4ForCausalLM"),
+    "llama4": ("llama4", "Llama4ForConditionalGeneration"),
     "mistral": ("mistral", "MistralForCausalLM"),
     "ministral": ("mistral", "MinistralForCausalLM"),
     "qwen2": ("qwen", "Qwen2ForCausalLM"),
@@ -77,6 +79,7 @@ VISION_FAMILY_MODULES: dict[str, tuple[str, str]] = {
     "gemma3": ("gemma", "Gemma3ForConditionalGeneration"),
     "qwen2_5_vl": ("qwen_vl", "Qwen2_5_VLForConditionalGeneration"),
     "qwen3_vl": ("qwen_vl", "Qwen3VLForConditionalGeneration"),
+    "qwen3_vl_moe": ("qwen_vl", "Qwen3VLMoeForConditionalGeneration"),
     "qwen3_5": ("qwen_vl", "Qwen3_5ForConditionalGeneration"),
     "qwen3_5_moe": ("qwen_vl", "Qwen3_5MoeForConditionalGeneration"),
 }
@@ -124,6 +127,16 @@ class LayerRotary(enum.StrEnum):
     MAIN = "main"
     LOCAL = "local"
     NONE = "none"  # they are not turned
+
+
+class QueryScaling(Struct, frozen=True):
+    """Queries of the token at position p are multiplied with 1 + strength · ln(1 + floor((p + 1) / interval)), and
+    rounded, so that attention to many keys stays sharp (arXiv 2501.19399).
+    """
+
+    interval: int  # tokens
+    strength: float
+    layers: tuple[bool, ...]  # whether each layer's are
 
 
 class ShortConvolutions(Struct, frozen=True):
@@ -223,7 +236,7 @@ class LayerNames(Struct, frozen=True):
     shared_expert: str = "mlp.shared_experts."
     shared_gate: str = "mlp.shared_expert_gate"
     stacked_experts: str | None = None  # all of a layer's in one tensor each: `stacked_experts.py`
-    stacked_in_rows: bool = False  # floats of these have the outputs first, gate and then up
+    stacked_alternating: bool = False  # gate and up are every second output of these, and there are biases
 
 
 class ModelNames(Struct, frozen=True):
@@ -266,7 +279,10 @@ class DecoderConfig(Struct, frozen=True):
     qk_norm: bool = False  # queries and keys are normalised, head by head
     joint_qk_norm: bool = False  # all heads of a row as one instead
     late_qk_norm: bool = False  # once they are turned; not with `joint_qk_norm`
+    unit_qk_norm: bool = False  # of layers that turn, without weights; not with `qk_norm`
     gated_attention: bool = False  # outputs are times the sigmoid of a gate behind each head's query
+    chunked_windows: bool = False  # windows begin at multiples of their size
+    query_scaling: QueryScaling | None = None
     has_sinks: bool = False  # each head has one more score, of a key without a value
     norm: Norm = Norm.RMS
     names: LayerNames = LayerNames()
@@ -376,18 +392,28 @@ def read_common(
 
 
 def windows_by_type(
-    config: Fields, num_layers: int, window: int | None, default: Sequence[int | None]
+    config: Fields,
+    num_layers: int,
+    window: int | None,
+    default: Sequence[int | None],
+    *,
+    kind: str = "sliding_attention",
 ) -> tuple[int | None, ...]:
-    """Each layer's window by `layer_types`; where the file has none, those of `default`."""
+    """Each layer's window by `layer_types`, where those of this kind have one; in files without, those of `default`."""
     kinds = config.texts("layer_types")
     if kinds is None:
         return tuple(default)
-    if len(kinds) < num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
-        asked = f"full_attention or sliding_attention for each of {num_layers} layers"
+    if len(kinds) < num_layers or not set(kinds) <= {"full_attention", kind}:
+        asked = f"full_attention or {kind} for each of {num_layers} layers"
         raise config.wrong("layer_types", f"but must say {asked}")
-    if window is None and "sliding_attention" in kinds:
-        raise config.wrong("layer_types", "but there is no sliding_window (or use_sliding_window is not set)")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds[:num_layers])
+    if window is None and kind in kinds:
+        missing = (
+            "sliding_window (or use_sliding_window is not set)"
+            if kind == "sliding_attention"
+            else "attention_chunk_size"
+        )
+        raise config.wrong("layer_types", f"but there is no {missing}")
+    return tuple(window if each == kind else None for each in kinds[:num_layers])
 
 
 def read_windows(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ModelError
 from ..tensors import DType, Tensor
 from ..weights import Weights
-from .decoder_config import DecoderConfig, LatentAttention
+from .decoder_config import DecoderConfig, LatentAttention, LayerRotary
 from .matrices import DecoderLayerWeights, DecoderWeights, DeltaNetWeights, ExpertWeights
 from .parameters import Parameters, stored_dtype
 from .projections import take_embeddings, take_linear, take_stacked
@@ -90,6 +90,10 @@ def _take_layer(config: DecoderConfig, index: int, parameters: Parameters) -> De
     elif config.is_delta_net(index):
         take_mixer = _take_delta_net
     mixer = take_mixer(config, parameters)
+    if config.unit_qk_norm and config.layer_rotary[index] is not LayerRotary.NONE:
+        from .converted import ones  # few models have such norms
+
+        mixer["query_norm"] = mixer["key_norm"] = ones(config.head_dim)
     mixture = config.experts if config.experts is not None and config.experts.layers[index] else None
     router = (
         take_linear(parameters, names.router, hidden_size, mixture.num, bias=mixture.has_bias)
@@ -220,21 +224,23 @@ def _take_experts(
     if stacked is not None and any(f"{stacked}down_proj{kind}" in parameters for kind in ("", "_blocks")):
         from .stacked_experts import stacked_gate, take_stacked_experts  # of few families
 
-        in_rows = names.stacked_in_rows
-        taken = take_stacked_experts(parameters, stacked, mixture, config.hidden_size, in_rows=in_rows)
-        return taken, stacked_gate(parameters, stacked, in_rows=in_rows)
+        is_alternating, hidden_size = names.stacked_alternating, config.hidden_size
+        taken = take_stacked_experts(parameters, stacked, mixture, hidden_size, is_alternating=is_alternating)
+        return taken, stacked_gate(parameters, stacked, mixture, hidden_size, is_alternating=is_alternating)
     experts: list[ExpertWeights] = []
     starts: list[int] = []
     for number in range(mixture.num):
         starts.append(parameters.num_taken)
         prefix = names.expert.format(number)
+        # Of one that `pack --quantize` took from a tensor with the inputs first, gates and ups are one matrix.
+        is_joined = f"{prefix}gate_up_proj.weight" in parameters
         experts.append(
             _take_mlp(
                 config,
                 parameters,
                 mixture.size,
                 prefix,
-                names.expert_gate_up,
+                ("gate_up_proj",) if is_joined else names.expert_gate_up,
                 names.expert_down,
                 bias=mixture.has_bias or config.mlp_bias,
             )

@@ -50,6 +50,7 @@ class Experts(Struct, frozen=True):
     sum_eps: float = 0.0  # added to the sum of shares that weights are divided by, with `sum_to_1`
     factor: float = 1.0  # of weights, behind that
     shared_size: int = 0  # intermediate size of the shared expert, which all tokens take; 0: there is none
+    weighs_inputs: bool = False  # weights multiply experts' inputs, rounded, in place of their outputs
     has_shared_gate: bool = False  # its output is multiplied with the sigmoid of a number that a row gives
 
 

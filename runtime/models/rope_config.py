@@ -220,9 +220,9 @@ def _rotary_dim(fields: Fields, head_dim: int, default: float, *, may_be_partial
 def _llama3_factors(rope: Fields, key: str) -> tuple[float, float]:
     low = rope.number("low_freq_factor", low=1e-3, high=1e6)
     high = rope.number("high_freq_factor", low=1e-3, high=1e6)
-    if high <= low:
+    if high < low:
         raise ModelError(
-            f"config.json: {key}.high_freq_factor is {high:g}, but must exceed low_freq_factor, {low:g}"
+            f"config.json: {key}.high_freq_factor is {high:g}, but must be at least low_freq_factor, {low:g}"
         )
     return low, high
 

@@ -10,12 +10,16 @@ long ones for all positions where longer contexts are admitted.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
 from .rope_config import RopeConfig, RopeType
+
+if TYPE_CHECKING:
+    from .decoder_config import QueryScaling
 
 Floats = npt.NDArray[np.float32]
 
@@ -101,6 +105,9 @@ def _llama3(rope: RopeConfig, frequencies: Floats) -> Floats:
     """Keeps what turns often within the pretraining's context, slows down what turns seldom."""
     turns = frequencies * np.float32(rope.original_max_positions / (2.0 * math.pi))
     width = rope.high_freq_factor - rope.low_freq_factor
+    if not width:  # as Llama 4 has it: nothing lies between
+        slowed: Floats = frequencies / np.float32(rope.factor)
+        return np.where(turns < np.float32(rope.low_freq_factor), slowed, frequencies)
     blend = np.clip((turns - np.float32(rope.low_freq_factor)) / np.float32(width), 0.0, 1.0)
     mixed: Floats = (1.0 - blend) * frequencies / np.float32(rope.factor) + blend * frequencies
     return mixed
@@ -124,3 +131,10 @@ def _yarn_dimension(rope: RopeConfig, turns: float) -> float:
     """The dimension whose frequency makes this many turns within the pretraining's context."""
     positions_a_radian = rope.original_max_positions / (turns * 2 * math.pi)
     return rope.rotary_dim * math.log(positions_a_radian) / (2 * math.log(rope.theta))
+
+
+def query_factors(scaling: QueryScaling, positions: npt.NDArray[np.int64]) -> Floats:
+    """Factors of the queries at these positions, in layers that scale them: fp32, of logarithms in fp64."""
+    steps = (positions + 1) // scaling.interval
+    logarithms = np.log1p(steps.astype(np.float64)).astype(np.float32)
+    return logarithms * np.float32(scaling.strength) + np.float32(1.0)

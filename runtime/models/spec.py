@@ -18,7 +18,15 @@ from msgspec import Struct
 
 from ..kv.storage import PoolShape
 from ..tensors import DType, from_float32, to_float32
-from .decoder_config import DecoderConfig, DeltaNets, LatentAttention, LayerRotary, Norm, ShortConvolutions
+from .decoder_config import (
+    DecoderConfig,
+    DeltaNets,
+    LatentAttention,
+    LayerRotary,
+    Norm,
+    QueryScaling,
+    ShortConvolutions,
+)
 from .rotary import Rotary
 
 if TYPE_CHECKING:
@@ -121,6 +129,10 @@ class DecoderSpec(Struct, frozen=True):
     )
     max_context: int  # tokens of prompt and answer together
     windows: tuple[int | None, ...]  # a layer: how many tokens back a token sees, itself included; None: all
+    chunked_windows: (
+        bool  # a token sees those of its window whose positions, divided by its size, equal its own
+    )
+    query_scaling: QueryScaling | None
     is_bidirectional: bool  # a step has all tokens of its texts, and windows are tokens to each side
     qkv_bias: bool
     output_bias: bool  # of the attention's output projection
@@ -190,13 +202,15 @@ class DecoderSpec(Struct, frozen=True):
             wide_rotary=config.wide_rotary,
             max_context=config.max_context,
             windows=config.windows,
+            chunked_windows=config.chunked_windows,
+            query_scaling=config.query_scaling,
             is_bidirectional=config.is_bidirectional,
             qkv_bias=config.qkv_bias,
             output_bias=config.output_bias,
             mlp_bias=config.mlp_bias,
             gated_mlp=config.gated_mlp,
             head_bias=config.head_bias,
-            head_norms=config.qk_norm,
+            head_norms=config.qk_norm or config.unit_qk_norm,
             joint_head_norms=config.joint_qk_norm,
             late_head_norms=config.late_qk_norm,
             gated_attention=config.gated_attention,
@@ -207,6 +221,17 @@ class DecoderSpec(Struct, frozen=True):
             num_deep_rows=0 if config.vision is None else len(config.vision.deep_layers),
             whole_images=config.vision is not None and config.vision.is_whole,
         )
+
+    def scales_queries(self, layer: int) -> bool:
+        """True if this layer's queries are multiplied by their positions."""
+        return self.query_scaling is not None and self.query_scaling.layers[layer]
+
+    def first_key(self, layer: int, position: int) -> int:
+        """The first token that the one at this position sees, in a model that is not bidirectional."""
+        window = self.windows[layer]
+        if window is None:
+            return 0
+        return position - position % window if self.chunked_windows else max(0, position + 1 - window)
 
     def kv_layers(self) -> tuple[int, ...]:
         """(num_layers + 1,): layer i has the pool's layers from number i up to the next one's.

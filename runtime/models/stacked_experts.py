@@ -1,8 +1,9 @@
-"""Experts that are stored together, all of a layer's in one tensor for gate and up and one for down: gpt-oss, Qwen3.5.
+"""Experts that are stored together, all of a layer's in one tensor for gate and up and one for down.
 
-In MXFP4 they are used where the loader put them: gate and up are every second row. As floats gpt-oss has them with the
-inputs first; each is copied into rows at its first use, and the copy is kept, so that such a model takes twice its
-size. Qwen3.5's are rows, first those of the gate, and used where they are.
+gpt-oss has biases, and gate and up are every second output; in MXFP4 they are used where the loader put them. Others
+have first all outputs of the gate. Floats with the outputs first, as Qwen3.5 has them, are rows, and used where they
+are. Those with the inputs first (gpt-oss, Qwen3-VL) are copied into rows, each expert at its first use, and the copies
+are kept, so that such a model takes twice its size.
 """
 
 from __future__ import annotations
@@ -26,26 +27,48 @@ from .parameters import Parameters
 
 
 def take_stacked_experts(
-    parameters: Parameters, prefix: str, mixture: Experts, hidden_size: int, *, in_rows: bool
+    parameters: Parameters, prefix: str, mixture: Experts, hidden_size: int, *, is_alternating: bool
 ) -> tuple[ExpertWeights, ...]:
-    """Each expert's matrices, of the tensors `prefix`gate_up_proj… and `prefix`down_proj…; `in_rows`: of floats,
-    with the outputs first. Raises `ModelError`.
-    """
+    """Each expert's matrices, of the tensors `prefix`gate_up_proj… and `prefix`down_proj…. Raises `ModelError`."""
     num, size = mixture.num, mixture.size
-    if in_rows:
-        gate_up = _take_rows(parameters, f"{prefix}gate_up_proj", (num, 2 * size, hidden_size))
-        down = _take_rows(parameters, f"{prefix}down_proj", (num, hidden_size, size))
-        return tuple(map(ExpertWeights, gate_up, down))
-    gate_up = _take(parameters, f"{prefix}gate_up_proj", num, hidden_size, 2 * size, alternating=True)
-    down = _take(parameters, f"{prefix}down_proj", num, size, hidden_size, alternating=False)
-    return tuple(map(ExpertWeights, gate_up, down))
+    gate_up, down = f"{prefix}gate_up_proj", f"{prefix}down_proj"
+    if is_alternating:
+        of_gate_up = _take_alternating(parameters, gate_up, num, hidden_size, 2 * size, alternating=True)
+        of_down = _take_alternating(parameters, down, num, size, hidden_size, alternating=False)
+    elif _are_rows(parameters, prefix, mixture, hidden_size):
+        of_gate_up = _take_rows(parameters, gate_up, (num, 2 * size, hidden_size))
+        of_down = _take_rows(parameters, down, (num, hidden_size, size))
+    else:
+        of_gate_up = _take_columns(parameters, gate_up, (num, hidden_size, 2 * size))
+        of_down = _take_columns(parameters, down, (num, size, hidden_size))
+    return tuple(map(ExpertWeights, of_gate_up, of_down))
 
 
-def stacked_gate(parameters: Parameters, prefix: str, *, in_rows: bool) -> ExpertGate | None:
+def stacked_gate(
+    parameters: Parameters, prefix: str, mixture: Experts, hidden_size: int, *, is_alternating: bool
+) -> ExpertGate | None:
     """The gate for some of the experts; None of floats that are copied, all of a layer together."""
-    kinds = ("",) if in_rows else ("_blocks", "_scales")
+    if not is_alternating and not _are_rows(parameters, prefix, mixture, hidden_size):
+        return None
+    kinds = ("_blocks", "_scales") if is_alternating else ("",)
     names = [f"{prefix}{name}_proj{kind}" for name in ("gate_up", "down") for kind in kinds]
     return parameters.stacked_expert_gate(names) if all(name in parameters for name in names) else None
+
+
+def _are_rows(parameters: Parameters, prefix: str, mixture: Experts, hidden_size: int) -> bool:
+    """True if both tensors have the outputs first. Of squares either tensor tells it."""
+    found = [
+        parameters.peek(name).shape if (name := f"{prefix}{kind}_proj") in parameters else ()
+        for kind in ("gate_up", "down")
+    ]
+    num, size = mixture.num, mixture.size
+    return found == [(num, 2 * size, hidden_size), (num, hidden_size, size)]
+
+
+def _take_columns(parameters: Parameters, name: str, shape: tuple[int, int, int]) -> list[Projection]:
+    """Of (experts, inputs, outputs)."""
+    weight, gate = parameters.take(name, *shape), parameters.gate_of([name])
+    return [transposed([_view(weight, expert, ())], [None], gate) for expert in range(shape[0])]
 
 
 def _take_rows(parameters: Parameters, name: str, shape: tuple[int, int, int]) -> list[Projection]:
@@ -53,7 +76,7 @@ def _take_rows(parameters: Parameters, name: str, shape: tuple[int, int, int]) -
     return [StoredProjection((DenseMatrix(_view(weight, expert, ())),)) for expert in range(shape[0])]
 
 
-def _take(
+def _take_alternating(
     parameters: Parameters, name: str, num: int, num_in: int, num_out: int, *, alternating: bool
 ) -> list[Projection]:
     """A projection for each expert. `alternating` outputs belong to two matrices in turn."""

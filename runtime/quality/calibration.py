@@ -186,8 +186,8 @@ class _MeteredDecoder(ReferenceDecoder):
         rows = slice(span.start, span.start + span.length)
         own = queries[rows].reshape(span.length, spec.num_kv_heads, -1, spec.head_dim).transpose(1, 2, 0, 3)
         places = np.arange(span.length)
-        distance = places[:, None] - places
-        is_seen = (distance >= 0) & (distance < (spec.windows[index] or span.length))
+        first = np.array([spec.first_key(index, place) for place in range(span.length)])
+        is_seen = (places <= places[:, None]) & (places >= first[:, None])
         group = spec.num_heads // spec.num_kv_heads
         sinks = self._weights.layers[index].sinks
         for head, (of_head, key, value) in enumerate(zip(own, keys, values, strict=True)):

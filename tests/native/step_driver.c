@@ -134,12 +134,14 @@ static void run(const tn_decoder *model, const tn_kv *kv, const int64_t *blocks,
     const int64_t scratch_bytes = tn_decoder_scratch_bytes(model, num);
     void *scratch = aligned_alloc(64, (size_t)scratch_bytes);
     char *rows = exactly((size_t)(num * row_bytes));
+    float *query_scales = exactly(sizeof(float) * (size_t)num);
+    for (int64_t i = 0; i < num; i++) query_scales[i] = 1.0f + 0.01f * (float)(begin + i);
     memcpy(rows, x + begin * row_bytes, (size_t)(num * row_bytes));
     tn_decoder_step_args args = {.size = sizeof args, .model = model, .kv = kv, .spans = &span,
                                  .turns = turns[0], .local_turns = turns[1],
                                  .turn = turn, .slots = slots, .x = rows, .scratch = scratch,
                                  .ends = ends == NULL ? NULL : ends + begin, .num_spans = 1, .num_rows = num,
-                                 .first = 0, .end = LAYERS};
+                                 .first = 0, .end = LAYERS, .query_scales = query_scales};
     if (random_below(2)) { /* left after a layer, and after the router of a mixture */
         for (int n = 0; n < LAYERS; n++) {
             args.first = n, args.end = n + 1;
@@ -220,8 +222,10 @@ static void check_decoder(int dtype, bool int8) {
         model.expert_sum_eps = 1e-6f, model.expert_factor = 1.5f;
         if (random_below(2)) model.shared_size = 1 + random_below(100);
         model.expert_weights_sum_to_1 = random_below(2), model.expert_weights_rounded = random_below(2);
+        model.experts_weigh_inputs = random_below(2);
         if (random_below(2)) model.swiglu_alpha = 1.7f, model.swiglu_limit = 0.4f;
     }
+    model.chunked_windows = random_below(2);
     model.rounds_inputs = !model.num_experts && random_below(3) == 0;
     const bool has_input_norms = random_below(3), has_output_norms = random_below(2);
     const bool has_norm_bias = has_input_norms && random_below(2);
@@ -259,7 +263,8 @@ static void check_decoder(int dtype, bool int8) {
             .down = projection(1, inner, hidden, dtype, true),
             .window = n ? 1 + random_below(300) : 0,
             .sinks = random_below(2) ? vector(model.num_heads, dtype) : none,
-            .rotary = random_below(3)};
+            .rotary = random_below(3),
+            .scales_queries = random_below(2)};
         if (model.latent_rank) add_latent_weights(&model, &layers[n]);
         layers[n].state_first = num_of_state(&model, n);
         if (model.delta_key_heads && random_below(3)) add_delta_net_weights(&model, &layers[n]);

@@ -7,7 +7,14 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.support.tiny_models import DECODERS, FAMILIES, NATIVE_ONLY, config_json, tiny_model
+from tests.support.tiny_models import (
+    DECODERS,
+    FAMILIES,
+    NATIVE_ONLY,
+    WITH_TEXT_CONFIG,
+    config_json,
+    tiny_model,
+)
 
 from teneral.loader.format.gguf.families import model_types
 from teneral.runtime.backends.describe import describe_model
@@ -63,7 +70,7 @@ def decoders_of_the_page() -> dict[str, dict[str, str]]:
 
 
 def test_the_page_has_a_row_for_every_family_of_decoders():
-    assert sorted(decoders_of_the_page()) == sorted(DECODERS + NATIVE_ONLY)
+    assert sorted(decoders_of_the_page()) == sorted(DECODERS + NATIVE_ONLY + WITH_TEXT_CONFIG)
 
 
 @pytest.mark.parametrize("family", DECODERS)

@@ -26,9 +26,13 @@ transformers.utils.logging.disable_progress_bar()
 
 # With recurrent states, which only the native core computes.
 NATIVE_ONLY = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+# Of which files have the fields of a text_config
+WITH_TEXT_CONFIG = ("llama4",)
 # So that a new family is in every test of all of them, but for those of which transformers has no model.
 DECODERS = tuple(
-    family for family in FAMILY_MODULES if family in transformers.CONFIG_MAPPING and family not in NATIVE_ONLY
+    family
+    for family in FAMILY_MODULES
+    if family in transformers.CONFIG_MAPPING and family not in (*NATIVE_ONLY, *WITH_TEXT_CONFIG)
 )
 # Without those that are computed as another one is: for tests that take long.
 DISTINCT_DECODERS = tuple(family for family in DECODERS if family != "glm4_moe_lite")
@@ -128,6 +132,16 @@ _HEADS = {"gpt_neox": "embed_out"}  # of checkpoints whose head is not called lm
 # Small numbers, so that caps and multipliers show; windows that a prompt of a few dozen tokens goes beyond
 _OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 32},
+    "llama4_text": {
+        "head_dim": 16,
+        "intermediate_size_mlp": 128,
+        "num_local_experts": 4,
+        "moe_layers": [0, 1],
+        "no_rope_layer_interval": 2,
+        "attention_chunk_size": 12,
+        "floor_scale": 8,
+        "attn_scale": 0.5,
+    },
     "mistral": {"sliding_window": None},
     "gemma2": {
         "head_dim": 32,
@@ -319,8 +333,8 @@ def with_tensors(model: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
             names = parts.gate_up if which == "gate_up_proj" else (parts.down,)
             for number in range(len(parameter)):
                 prefix = f"{layer}.{parts.block}.experts.{number}"
-                rows = [left.pop(f"{prefix}.{part}.weight") for part in names]
-                parameter[number].copy_(torch.cat(rows))
+                rows = torch.cat([left.pop(f"{prefix}.{part}.weight") for part in names])
+                parameter[number].copy_(rows.T if parts.has_inputs_first else rows)
     assert not left, f"the model has no {sorted(left)}"
     return other
 
@@ -332,6 +346,7 @@ class _ExpertParts(NamedTuple):
     gate_up: tuple[str, str]
     down: str
     own_block: str = "mlp"  # of transformers' model
+    has_inputs_first: bool = False  # likewise
 
 
 def _parts_of_experts(family: str) -> _ExpertParts | None:
@@ -340,6 +355,11 @@ def _parts_of_experts(family: str) -> _ExpertParts | None:
         return None
     if family == "mixtral":
         return _ExpertParts("block_sparse_moe", ("w1", "w3"), "w2")
+    if family == "llama4_text":
+        names = ("gate_proj", "up_proj")
+        return _ExpertParts(
+            "feed_forward", names, "down_proj", own_block="feed_forward", has_inputs_first=True
+        )
     if family == "lfm2_moe":
         return _ExpertParts("feed_forward", ("w1", "w3"), "w2", own_block="feed_forward")
     return _ExpertParts("mlp", ("gate_proj", "up_proj"), "down_proj")
@@ -359,6 +379,7 @@ def _with_experts_apart(state: dict[str, torch.Tensor], family: str) -> dict[str
             continue
         for number, matrix in enumerate(tensor):
             names = parts.gate_up if which == "gate_up_proj" else (parts.down,)
+            matrix = matrix.T.contiguous() if parts.has_inputs_first else matrix
             for part, rows in zip(names, matrix.chunk(len(names)), strict=True):
                 apart[f"{layer}.{parts.block}.experts.{number}.{part}.weight"] = rows.clone()
     return apart

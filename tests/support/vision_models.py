@@ -88,6 +88,15 @@ _QWEN3_VISION = {
     "num_position_embeddings": 25,
     "deepstack_visual_indexes": [0, 1],
 }
+# A mixture in each layer but the second one
+_QWEN3_MOE_TEXT = {
+    **_QWEN3_TEXT,
+    "model_type": "qwen3_vl_moe_text",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "mlp_only_layers": [1],
+}
 # The first layer is a delta net; a quarter of each head turns.
 _QWEN35_TEXT = {
     **_TEXT,
@@ -122,6 +131,7 @@ _FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "gemma3": (_GEMMA3_TEXT, _VISION, {"image_token_index": IMAGE_TOKEN, "mm_tokens_per_image": 4}),
     "qwen2_5_vl": (_QWEN_TEXT, _QWEN_VISION, _QWEN_TOKENS),
     "qwen3_vl": (_QWEN3_TEXT, _QWEN3_VISION, _QWEN_TOKENS),
+    "qwen3_vl_moe": (_QWEN3_MOE_TEXT, _QWEN3_VISION, _QWEN_TOKENS),
     "qwen3_5": (_QWEN35_TEXT, _QWEN35_VISION, _QWEN_TOKENS),
     "qwen3_5_moe": (_QWEN35_MOE_TEXT, _QWEN35_VISION, _QWEN_TOKENS),
 }

@@ -134,7 +134,7 @@ def pack(
     replaced = find_replaced(store, force=force)
     checkpoint = checkpoint or open_checkpoint(source)
     if quantize is not None or prune is not None:
-        checkpoint = with_experts_apart(checkpoint)
+        checkpoint = with_experts_apart(checkpoint, takes_columns=quantize is not None)
     threads = threads or min(_MAX_THREADS, available_cores())
     work = _plan_work(
         source,

@@ -65,17 +65,19 @@ _KINDS = {"q_a": "q", "q_b": "q", "kv_a": "v", "kv_b": "v"}  # of latents, which
 # What may stand before the names of a decoder's tensors, alone or next to a tower.
 DECODER = r"(?:model\.(?:(?:text|language)_model\.)?|language_model\.model\.|gpt_neox\.|transformer\.)?"
 _EMBEDDINGS = re.compile(rf"{DECODER}(?:embed_(?:tokens|in)|wte)\.weight")
-_HEAD = re.compile(r"(?:lm_head|embed_out)\.weight")
+_HEAD = re.compile(r"(?:(?:language_model\.)?lm_head|embed_out)\.weight")
 _PROJECTION = re.compile(
     rf"{DECODER}(?:layers|h)\.[0-9]+\.(?:"
     r"self_attn\.(?:(?:[qkvo]|qkv|out|q_[ab]|kv_b)_proj|kv_a_proj_with_mqa|dense)|"
     r"attention\.(?:query_key_value|dense)|mlp\.dense_(?:h_to_4h|4h_to_h)|attn\.c_(?:attn|proj)|conv\.(?:in|out)_proj|"
     r"(?:tiled_)?linear_attn\.(?:in_proj_qkvz?|in_proj_z|out_proj)|"
-    r"mlp\.(?:(?:experts\.[0-9]+\.|shared_experts?\.)?(?:gate|up|gate_up|down)_proj|fc[12]|c_fc|c_proj)|"
+    r"(?:mlp|feed_forward)\.(?:experts\.[0-9]+\.|shared_experts?\.)?(?:gate|up|gate_up|down)_proj|"
+    r"mlp\.(?:fc[12]|c_fc|c_proj)|"
     r"(?:block_sparse_moe|feed_forward)\.(?:experts\.[0-9]+\.)?w[123])\.weight"
 )
 _INPUTS_FIRST = re.compile(rf"{DECODER}h\.[0-9]+\.(?:attn|mlp)\.c_(?:attn|fc|proj)\.weight")  # GPT-2's
-_STACKED_EXPERTS = re.compile(r"\.mlp\.experts\.(?:gate_up|down)_proj(?:_blocks)?$")
+_OF_EXPERT = re.compile(r"(.*\.experts\.[0-9]+\.)(?:gate_up|down)_proj\.weight")
+_STACKED_EXPERTS = re.compile(r"\.(?:mlp|feed_forward)\.experts\.(?:gate_up|down)_proj(?:_blocks)?$")
 _TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -260,7 +262,7 @@ def _plan_matrix(checkpoint: Checkpoint, name: str, options: QuantizeOptions) ->
         )
     if len(entry.shape) != 2 or 0 in entry.shape:
         raise CheckpointError(f"tensor {name} of shape {list(entry.shape)} is no matrix", where=name)
-    is_transposed = _INPUTS_FIRST.fullmatch(name) is not None
+    is_transposed = _INPUTS_FIRST.fullmatch(name) is not None or _is_of_columns(checkpoint, name)
     rows, columns = reversed(entry.shape) if is_transposed else entry.shape
     if name.endswith(".c_attn.weight") and rows != 3 * columns:
         raise UsageError(
@@ -276,6 +278,12 @@ def _plan_matrix(checkpoint: Checkpoint, name: str, options: QuantizeOptions) ->
     if columns % group_size:
         group_size = columns
     return QuantizedMatrix(name, rows, columns, own.bits, group_size, own.asymmetric, is_transposed)
+
+
+def _is_of_columns(checkpoint: Checkpoint, name: str) -> bool:
+    """True of an expert's matrix that `with_experts_apart` took from a tensor with the inputs first."""
+    found = _OF_EXPERT.fullmatch(name)
+    return found is not None and f"{found[1]}gate_up_proj.weight" in checkpoint.tensors
 
 
 def _quantized_config(source: Source, checkpoint: Checkpoint, options: QuantizeOptions, dtype: str) -> bytes:
@@ -321,6 +329,9 @@ class _Kept:
     lock: threading.Lock = field(default_factory=threading.Lock)  # guards the moments being made
     moments: InputMoments | None = None
     has_moments: bool = False  # they were requested
+    transposed: Bytes | None = (
+        None  # (columns, rows, bytes of an element): all of a transposed matrix, once it is read
+    )
 
 
 class QuantizingReader:
@@ -374,7 +385,7 @@ class QuantizingReader:
         read_rows = max(1, READ_ELEMENTS // matrix.columns)
         dtype = self._checkpoint.tensors[matrix.name].entry.dtype
         for first in range(begin, end, read_rows):
-            stored = self._read_rows(matrix, first, min(end, first + read_rows))
+            stored = self._read_rows(matrix, kept, first, min(end, first + read_rows))
             for row in range(first, first + len(stored), step):
                 some = stored[row - first : row - first + step]
                 weights = to_float32(some.reshape(-1), dtype).reshape(len(some), matrix.columns)
@@ -391,18 +402,20 @@ class QuantizingReader:
                 kept.moments, kept.has_moments = self._moments_of(matrix.name), True
             return kept.moments
 
-    def _read_rows(self, matrix: QuantizedMatrix, begin: int, end: int) -> Bytes:
-        """(end - begin, bytes of a row), as the checkpoint has them. All of a transposed matrix is in memory
-        meanwhile.
-        """
+    def _read_rows(self, matrix: QuantizedMatrix, kept: _Kept, begin: int, end: int) -> Bytes:
+        """(end - begin, bytes of a row), as the checkpoint has them. All of a transposed matrix is kept in memory."""
         stored = self._checkpoint.tensors[matrix.name]
         shard = self._checkpoint.shards[stored.shard]
         item_bytes = DTYPE_BITS[stored.entry.dtype] // 8
         row_bytes = matrix.columns * item_bytes
         if matrix.is_transposed:
-            whole = np.empty((matrix.columns, matrix.rows, item_bytes), np.uint8)
-            data = whole.reshape(-1).data
-            self._source.read_into(shard.name, stored.entry.begin, data, version=shard.version)
+            with kept.lock:
+                whole = kept.transposed
+                if whole is None:
+                    whole = np.empty((matrix.columns, matrix.rows, item_bytes), np.uint8)
+                    data = whole.reshape(-1).data
+                    self._source.read_into(shard.name, stored.entry.begin, data, version=shard.version)
+                    kept.transposed = whole
             return np.ascontiguousarray(whole[:, begin:end].swapaxes(0, 1)).reshape(end - begin, row_bytes)
         rows = np.empty((end - begin, row_bytes), np.uint8)
         at = stored.entry.begin + begin * row_bytes

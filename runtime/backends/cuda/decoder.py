@@ -15,8 +15,9 @@ import torch.nn.functional as F
 
 from ...kv.storage import KVPool
 from ...step.batch import StepBatch
-from ..torch.decoder import DecoderLayer, GatedMLP, TorchExecutor
+from ..torch.decoder import DecoderLayer, TorchExecutor
 from ..torch.layers import RMSNorm
+from ..torch.mlp import GatedMLP
 from . import variants as v
 from .implemented import refusal_of_spec
 from .launch import Launcher

@@ -46,6 +46,8 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     "wide_rotary": one_of(False),
     "max_context": any_value,
     "windows": any_value,
+    "chunked_windows": one_of(False),
+    "query_scaling": one_of(None),
     "is_bidirectional": one_of(False),
     "qkv_bias": any_value,
     "output_bias": any_value,

@@ -17,8 +17,9 @@ from typing import Any, TypeGuard
 
 import torch
 
-from ..torch.decoder import GatedMLP, TorchExecutor
+from ..torch.decoder import TorchExecutor
 from ..torch.layers import LateProduct, Linear, QuantizedLinear, SideBySide
+from ..torch.mlp import GatedMLP
 from .launch import Launcher, LaunchError
 from .variants import INTEGER_ROWS, Variant, integer_variant, product_rows, product_variant, short_name
 

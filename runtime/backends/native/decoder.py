@@ -18,6 +18,7 @@ from ...errors import ModelError
 from ...models.decoder_config import LatentAttention
 from ...models.executor import Floats
 from ...models.matrices import DecoderWeights, DeltaNetWeights, DenseMatrix, Matrix
+from ...models.rotary import query_factors
 from ...models.spec import DecoderSpec
 from ...step.batch import Int64s, StepBatch
 from ...tensors import Tensor, from_float32, to_float32
@@ -46,6 +47,7 @@ class NativeStep(Struct, frozen=True, eq=False):
     turns: Floats  # (positions, rotary_dim)
     local_turns: Floats | None
     turn: Int64s  # (T,): each token's row of them
+    query_scales: Floats | None  # (T,), of layers that have such
     runs: StepRuns | None  # of rows that have adapters; None: none has
 
 
@@ -105,6 +107,7 @@ class NativeDecoder:
             gated_attention=spec.gated_attention,
             rounds_inputs=spec.rounds_inputs,
             interleaved_qkv=spec.interleaved_qkv,
+            chunked_windows=spec.chunked_windows,
             **_mixture(spec),
             **_latent(spec),
             **_delta_nets(spec),
@@ -152,7 +155,9 @@ class NativeDecoder:
             check_ids(batch.axes.reshape(-1), end, "a position")
             turns = self._turns.at(batch.axes, spec.rotary_axes, end)
             turn = np.arange(num_rows, dtype=np.int64)
-        return NativeStep(batch, pool, spans, turns, local, turn, self._runs(batch))
+        scaling = spec.query_scaling
+        query_scales = None if scaling is None else query_factors(scaling, batch.positions)
+        return NativeStep(batch, pool, spans, turns, local, turn, query_scales, self._runs(batch))
 
     def layers(self, step: NativeStep, first: int, end: int, x: Array) -> Array:
         """x (T, hidden_size) through the layers [first, end), in place."""
@@ -206,6 +211,7 @@ class NativeDecoder:
             scratch=self._scratch.address_of(num_bytes),
             ends=arrays.address_or_null(step.batch.ends),
             chosen=arrays.address_or_null(chosen),
+            query_scales=arrays.address_or_null(step.query_scales),
             num_spans=step.spans.num,
             num_rows=num_rows,
             first=first,
@@ -331,6 +337,7 @@ class NativeDecoder:
             state_first=self._state_layers[index],
             window=self._spec.windows[index] or 0,
             rotary=ROTARIES[self._spec.layer_rotary[index]],
+            scales_queries=self._spec.scales_queries(index),
             **{name: part.record for name, part in parts.items()},
         )
         experts = [
@@ -445,6 +452,7 @@ def _mixture(spec: DecoderSpec) -> dict[str, float]:
         "expert_factor": experts.factor,
         "expert_weights_sum_to_1": experts.sum_to_1,
         "expert_weights_rounded": experts.rounds_weights,
+        "experts_weigh_inputs": experts.weighs_inputs,
         "swiglu_alpha": 0.0 if experts.swiglu is None else experts.swiglu.alpha,
         "swiglu_limit": 0.0 if experts.swiglu is None else experts.swiglu.limit,
     }

@@ -88,7 +88,7 @@ class HeadsArgs(ctypes.Structure):
     _fields_ = (
         ("size", ctypes.c_size_t),
         ("kv", ctypes.POINTER(KV)),
-        *fields(_POINTER, "heads turns turn slots"),
+        *fields(_POINTER, "heads turns turn slots query_scales"),
         *fields(Vector, "query_norm key_norm"),
         *fields(_INT64, "layer num_rows num_heads num_kv_heads head_dim rotary_dim"),
         ("norm_eps", _FLOAT),
@@ -127,6 +127,7 @@ class AttentionArgs(ctypes.Structure):
         ("bidirectional", _INT32),
         ("sinks", Vector),
         ("ends", _POINTER),
+        *fields(_INT32, "chunked reserved"),
     )
 
 
@@ -186,7 +187,7 @@ class DecoderLayerRecord(ctypes.Structure):
         ("kv_layer", _INT64),
         *fields(Vector, "delta_taps delta_log delta_bias delta_norm"),
         *fields(_INT64, "state_first window"),
-        *fields(_INT32, "rotary reserved"),
+        *fields(_INT32, "rotary scales_queries"),
     )
 
 
@@ -208,7 +209,8 @@ class DecoderRecord(ctypes.Structure):
         *fields(_FLOAT, "expert_sum_eps expert_factor"),
         ("bidirectional", _INT32),
         ("latent_norm_eps", _FLOAT),
-        *fields(_INT32, "gated_attention interleaved_qkv rounds_inputs reserved"),
+        *fields(_INT32, "gated_attention interleaved_qkv rounds_inputs chunked_windows experts_weigh_inputs"),
+        ("reserved", _INT32),
     )
 
 
@@ -219,7 +221,7 @@ class DecoderStepArgs(ctypes.Structure):
         ("size", ctypes.c_size_t),
         ("model", ctypes.POINTER(DecoderRecord)),
         ("kv", ctypes.POINTER(KV)),
-        *fields(_POINTER, "spans turns local_turns turn slots x scratch ends chosen"),
+        *fields(_POINTER, "spans turns local_turns turn slots x scratch ends chosen query_scales"),
         *fields(_INT64, "num_spans num_rows first end"),
         *fields(_INT32, "half reserved"),
     )

@@ -31,6 +31,7 @@ from ...tensors import DType, from_float32, to_float32
 
 if TYPE_CHECKING:
     from ....loader.format.gguf.blocks import BlockType
+    from .pools import Pool
 
 Floats = npt.NDArray[np.float32]
 
@@ -249,6 +250,8 @@ def route(
         powers = np.exp(scores - scores.max(-1, keepdims=True))
         shares = powers / powers.sum(-1, keepdims=True)
     numbers = shares if correction is None else shares + correction
+    if correction is None and experts.shares is ExpertShares.SIGMOID:
+        numbers = scores  # which order as sigmoids do, and are not all 1 where they are high
     if experts.num_groups_used < experts.num_groups:
         groups = numbers.reshape(len(numbers), experts.num_groups, -1)
         best = np.sort(groups, axis=-1)[..., -1 if correction is None else -2 :].sum(-1)
@@ -337,3 +340,24 @@ def attention(
         out = out * np.exp(largest - most)
         total = total * np.exp(largest - most) + np.exp(sink - most)
     return rounded((out / total).reshape(queries.shape), dtype)
+
+
+def write(pool: Pool, layer: int, slots: Int64s, heads: Floats, dtype: DType) -> None:
+    """heads (parts, T, num_kv_heads, head_dim): keys, then values, or latents."""
+    by_head = heads.transpose(0, 2, 1, 3)
+    if pool.scales is None:
+        pool.data[layer][:, :, slots] = from_float32(by_head, dtype)
+        return
+    codes, scales = to_codes(by_head, dtype)
+    pool.data[layer][:, :, slots] = codes
+    pool.scales[layer][:, :, slots] = from_float32(scales, dtype)
+
+
+def read(pool: Pool, layer: int, slots: Int64s, dtype: DType) -> tuple[Floats, Floats]:
+    """Keys and values, (num_kv_heads, len(slots), head_dim) each; both are latents where these are all there is."""
+    stored = pool.data[layer][:, :, slots]
+    if pool.scales is None:
+        parts = to_float32(stored, dtype)
+    else:
+        parts = of_codes(stored, to_float32(pool.scales[layer][:, :, slots], dtype), dtype)
+    return parts[0], parts[-1]

@@ -26,10 +26,10 @@ from ...models.matrices import (
 )
 from ...models.pooling import chosen_rows, normalize, pooled
 from ...models.relative_positions import DistanceTables, disentangled_buckets
-from ...models.rotary import Rotary
+from ...models.rotary import Rotary, query_factors
 from ...models.spec import DecoderSpec, EncoderSpec
 from ...step.batch import Int64s, SequenceSpan, StepBatch
-from ...tensors import DType, from_float32, to_float32
+from ...tensors import DType, to_float32
 from . import reference
 from .operations import check_starts
 from .pools import Pool, Spans, check_ids
@@ -143,7 +143,11 @@ class ReferenceDecoder:
         for number, expert in enumerate(layer.experts):
             rows, places = np.nonzero(chosen == number)
             if len(rows):
-                made = self._mlp(expert, x[rows]) * weights[rows, places][:, None]
+                own = weights[rows, places][:, None]
+                if experts.weighs_inputs:
+                    made = self._mlp(expert, reference.rounded(x[rows] * own, dtype))
+                else:
+                    made = self._mlp(expert, x[rows]) * own
                 out[rows] = reference.rounded(out[rows] + reference.rounded(made, dtype), dtype)
         return out
 
@@ -206,7 +210,7 @@ class ReferenceDecoder:
             for each in (queries[:, :, latent.plain_dim :], keys[:, None])
         )
         stored = np.concatenate((latents[:, None], keys), axis=2)
-        _write(pool, self._kv_layers[index], batch.slots, stored[None], dtype)
+        reference.write(pool, self._kv_layers[index], batch.slots, stored[None], dtype)
         identity = np.eye(latent.rank, dtype=np.float32)
         ups = _project(identity, layer.key_value_up, DType.F32).T.reshape(spec.num_heads, -1, latent.rank)
         plain, to_keys = (
@@ -243,7 +247,10 @@ class ReferenceDecoder:
         if spec.late_head_norms:
             queries = self._norm_heads(queries, layer.query_norm)
             keys = self._norm_heads(keys, layer.key_norm)
-        _write(pool, self._kv_layers[index], batch.slots, np.stack((keys, values)), spec.dtype)
+        if spec.query_scaling is not None and spec.scales_queries(index):
+            factors = query_factors(spec.query_scaling, batch.positions)[:, None, None]
+            queries = reference.rounded(queries * factors, spec.dtype)
+        reference.write(pool, self._kv_layers[index], batch.slots, np.stack((keys, values)), spec.dtype)
         out = np.empty_like(queries)
         for span in batch.spans:
             self._attend_span(index, pool, span, queries, out)
@@ -261,7 +268,9 @@ class ReferenceDecoder:
         kept[:, :num] = reference.rounded(b * x, spec.dtype)
         heads = kept.reshape(len(x), num_kept, 2, spec.num_kv_heads, spec.head_dim)
         for number in range(num_kept):
-            _write(pool, first + number, batch.slots, heads[:, number].transpose(1, 0, 2, 3), spec.dtype)
+            reference.write(
+                pool, first + number, batch.slots, heads[:, number].transpose(1, 0, 2, 3), spec.dtype
+            )
         out = (
             np.zeros_like(c)
             if layer.convolution_bias is None
@@ -291,7 +300,7 @@ class ReferenceDecoder:
         sinks = None if stored is None else to_float32(stored.array, stored.dtype)
         for row in range(span.start, span.start + span.length):
             end = span.context_len - span.length + row - span.start + 1
-            seen = (max(0, end - window), end)
+            seen = (spec.first_key(index, end - 1), end)
             if spec.is_bidirectional:
                 seen = (max(0, end - 1 - window), min(span.context_len, end + window))
             out[row] = reference.attention(
@@ -309,28 +318,7 @@ class ReferenceDecoder:
         """Those of the span's sequence, (num_kv_heads, context_len, head_dim) each."""
         tokens = np.arange(span.context_len)
         slots = np.array(span.blocks)[tokens // pool.block_size] * pool.block_size + tokens % pool.block_size
-        return _read(pool, kv_layer, slots, self._spec.dtype)
-
-
-def _write(pool: Pool, layer: int, slots: Int64s, heads: Floats, dtype: DType) -> None:
-    """heads (parts, T, num_kv_heads, head_dim): keys, then values, or latents."""
-    by_head = heads.transpose(0, 2, 1, 3)
-    if pool.scales is None:
-        pool.data[layer][:, :, slots] = from_float32(by_head, dtype)
-        return
-    codes, scales = reference.to_codes(by_head, dtype)
-    pool.data[layer][:, :, slots] = codes
-    pool.scales[layer][:, :, slots] = from_float32(scales, dtype)
-
-
-def _read(pool: Pool, layer: int, slots: Int64s, dtype: DType) -> tuple[Floats, Floats]:
-    """Keys and values, (num_kv_heads, len(slots), head_dim) each; both are latents where these are all there is."""
-    stored = pool.data[layer][:, :, slots]
-    if pool.scales is None:
-        parts = to_float32(stored, dtype)
-    else:
-        parts = reference.of_codes(stored, to_float32(pool.scales[layer][:, :, slots], dtype), dtype)
-    return parts[0], parts[-1]
+        return reference.read(pool, kv_layer, slots, self._spec.dtype)
 
 
 def _project(x: Floats, projection: Projection, dtype: DType) -> Floats:

@@ -51,6 +51,7 @@ class TorchStep:
     turns: dict[LayerRotary, Turns]
     plans: dict[int | None, tuple[SpanPlan, ...]]  # by sliding window
     seen: tuple[tuple[SequenceSpan, Extent], ...]  # tokens that each span's convolutions see
+    query_scales: torch.Tensor | None = None  # (T, 1, 1), of layers that scale queries by their positions
 
 
 def plan_attention(
@@ -59,15 +60,17 @@ def plan_attention(
     *,
     num_heads: int,
     window: int | None,
+    is_chunked: bool = False,
     is_bidirectional: bool = False,
 ) -> tuple[SpanPlan, ...]:
-    """Plan for all layers whose tokens see `window` tokens back, themselves included (None: all); with
-    `is_bidirectional`, of spans without a past, `window` tokens to each side.
+    """Plan for all layers whose tokens see `window` tokens back, themselves included (None: all), or with `is_chunked`
+    from the last multiple of `window` on; with `is_bidirectional`, of spans without a past, `window` tokens to each
+    side.
     """
     heads_a_key_head = num_heads // kv.num_kv_heads
     if is_bidirectional:
         return tuple(_plan_text(span, kv, heads_a_key_head, window) for span in spans)
-    return tuple(_plan_span(span, kv, heads_a_key_head, window) for span in spans)
+    return tuple(_plan_span(span, kv, heads_a_key_head, window, is_chunked) for span in spans)
 
 
 def _plan_text(span: SequenceSpan, kv: TorchPool, heads_a_key_head: int, window: int | None) -> SpanPlan:
@@ -79,17 +82,23 @@ def _plan_text(span: SequenceSpan, kv: TorchPool, heads_a_key_head: int, window:
     return SpanPlan(span.start, span.length, kv.extent(span, 0), folded, False, mask)
 
 
-def _plan_span(span: SequenceSpan, kv: TorchPool, heads_a_key_head: int, window: int | None) -> SpanPlan:
+def _plan_span(
+    span: SequenceSpan, kv: TorchPool, heads_a_key_head: int, window: int | None, is_chunked: bool
+) -> SpanPlan:
     num_past = span.context_len - span.length
     # Keys before the first row's window are visible to no row, so they are not read.
-    first = 0 if window is None else max(0, num_past + 1 - window)
+    first = 0
+    if window is not None:
+        first = num_past - num_past % window if is_chunked else max(0, num_past + 1 - window)
     if window is not None and span.context_len <= window:
         window = None
     folded = span.length <= MAX_FOLDED_ROWS
     is_causal = not folded and num_past == 0 and window is None
     mask = None
     if span.length > 1 and not is_causal:
-        hidden = _hidden(range(num_past, span.context_len), range(first, span.context_len), window)
+        hidden = _hidden(
+            range(num_past, span.context_len), range(first, span.context_len), window, is_chunked
+        )
         mask = _mask(hidden, kv, heads_a_key_head if folded else 1)
     return SpanPlan(span.start, span.length, kv.extent(span, first), folded, is_causal, mask)
 
@@ -101,11 +110,13 @@ def _mask(hidden: torch.Tensor, kv: TorchPool, repeats: int) -> torch.Tensor:
     return mask.to(kv.device)
 
 
-def _hidden(rows: range, keys: range, window: int | None) -> torch.Tensor:
+def _hidden(rows: range, keys: range, window: int | None, is_chunked: bool = False) -> torch.Tensor:
     """The mask of invisible keys, (rows, keys) bool. Both ranges are positions."""
     row = torch.arange(rows.start, rows.stop).unsqueeze(1)
     key = torch.arange(keys.start, keys.stop)
-    return key > row if window is None else (key > row) | (key <= row - window)
+    if window is None:
+        return key > row
+    return (key > row) | ((key < row - row % window) if is_chunked else (key <= row - window))
 
 
 def paged_attention(

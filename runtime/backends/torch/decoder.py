@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from ...kv.kinds import KVKind
 from ...models.decoder_config import LayerRotary, Norm
 from ...models.executor import SIZES, Accepts, any_value, one_of
-from ...models.experts_config import ClampedSwiglu, ExpertShares
-from ...models.matrices import DecoderLayerWeights, DecoderWeights, EmbeddingTable, Projection
+from ...models.matrices import DecoderLayerWeights, DecoderWeights, EmbeddingTable
 from ...models.parameters import COMPUTE_DTYPES
+from ...models.rotary import query_factors
 from ...models.spec import Activation, DecoderSpec
 from ...step.batch import Int64s, SequenceSpan, StepBatch
 from ...tensors import Tensor
@@ -23,15 +23,12 @@ from .latent import LatentAttention
 from .layers import (
     HeadNorm,
     Linear,
-    Product,
     RMSNorm,
     RopeTable,
-    RoundedInputs,
-    activation,
-    clamped_swiglu,
     product_of,
     rotation,
 )
+from .mlp import GatedMLP, Mixture, layer_product
 from .storage import Extent, TorchInt8KVStorage, TorchKVStorage, TorchPool
 from .tensors import int64s, to_numpy, to_torch, torch_dtype
 
@@ -69,6 +66,7 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     "experts.factor": any_value,
     "experts.shared_size": any_value,
     "experts.has_shared_gate": any_value,
+    "experts.weighs_inputs": any_value,
     "convolutions": any_value,
     "delta_nets": one_of(None),
     "gated_attention": one_of(False),
@@ -101,6 +99,11 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     "wide_rotary": any_value,
     "max_context": any_value,
     "windows": any_value,
+    "chunked_windows": any_value,
+    "query_scaling": any_value,
+    "query_scaling.interval": any_value,
+    "query_scaling.strength": any_value,
+    "query_scaling.layers": any_value,
     "is_bidirectional": any_value,
     "qkv_bias": any_value,
     "output_bias": any_value,
@@ -179,6 +182,7 @@ class TorchExecutor:
                 kv,
                 num_heads=self.spec.num_heads,
                 window=window,
+                is_chunked=self.spec.chunked_windows,
                 is_bidirectional=self.spec.is_bidirectional,
             )
             for window in set(self.spec.windows)
@@ -190,7 +194,11 @@ class TorchExecutor:
             seen = tuple(
                 (span, kv.extent(span, first)) for span, first in zip(batch.spans, firsts, strict=True)
             )
-        return TorchStep(kv, int64s(batch.slots, self.device), turns, plans, seen)
+        scales: torch.Tensor | None = None
+        if self.spec.query_scaling is not None:
+            factors = torch.from_numpy(query_factors(self.spec.query_scaling, batch.positions))
+            scales = factors.to(self.device).view(-1, 1, 1)
+        return TorchStep(kv, int64s(batch.slots, self.device), turns, plans, seen, scales)
 
     @torch.inference_mode()
     def layers(self, step: Any, first: int, end: int, x: torch.Tensor) -> torch.Tensor:
@@ -324,11 +332,6 @@ def _required_norm(weight: Tensor, spec: DecoderSpec, bias: Tensor | None) -> RM
     return RMSNorm(to_torch(weight), spec.norm_eps, spec.norm, own)
 
 
-def _product(spec: DecoderSpec, projection: Projection, device: torch.device) -> Product:
-    product = product_of(projection, device)
-    return RoundedInputs(product) if spec.rounds_inputs else product
-
-
 class Attention:
     """Grouped-query attention with rotary positions over the sequences' cached keys and values."""
 
@@ -340,18 +343,21 @@ class Attention:
         self.num_rotated = spec.num_heads + spec.num_kv_heads  # queries and keys; values are not rotated
         self.head_dim = spec.head_dim
         self.window = spec.windows[layer]
+        self.scales_queries = spec.scales_queries(layer)
         self.scale = spec.attention_scale
         self.has_interleaved_qkv = spec.interleaved_qkv
         self.cap = spec.score_cap
         self.rotary = spec.layer_rotary[layer]
         self.rotate = rotation(interleaved=spec.rotary.interleaved, wide=spec.wide_rotary)
-        self.qkv = _product(spec, weights.qkv, device)
+        self.qkv = layer_product(spec, weights.qkv, device)
         self.head_norm: HeadNorm | None = None
         self.has_late_norms = spec.late_head_norms
         queries, keys = _norm(weights.query_norm, spec), _norm(weights.key_norm, spec)
         if queries is not None and keys is not None:
+            for norm in (queries, keys):
+                norm.weight = norm.weight.to(device)  # one that no checkpoint has is made on the host
             self.head_norm = HeadNorm(queries, keys, spec.num_heads, is_joint=spec.joint_head_norms)
-        self.output = _product(spec, weights.output, device)
+        self.output = layer_product(spec, weights.output, device)
         self.inner_norm = _norm(weights.attention_inner_norm, spec)
         self.sinks = None if weights.sinks is None else to_torch(weights.sinks)
 
@@ -368,6 +374,8 @@ class Attention:
             self.head_norm.apply_(rotated)
         step.kv.write(self.kv_layer, step.slots, heads[:, self.num_heads :])
         queries = heads[:, : self.num_heads]
+        if self.scales_queries and step.query_scales is not None:
+            queries = (queries * step.query_scales).to(queries.dtype)
         attended = paged_attention(
             queries, step.kv, self.kv_layer, step.plans[self.window], self.scale, self.cap, self.sinks
         )
@@ -404,97 +412,3 @@ class ShortConvolution:
         taps = self.taps.to(seen.dtype)
         bias = None if self.bias is None else self.bias.to(seen.dtype)
         return F.conv1d(padded, taps, bias, groups=hidden_size)[0].T
-
-
-class GatedMLP:
-    """down(activation(gate(x)) * up(x)), or with `swiglu` down(swiglu(gate(x), up(x))), or without a gate
-    down(activation(up(x))).
-    """
-
-    def __init__(
-        self,
-        spec: DecoderSpec,
-        gate_up: Projection | None,
-        down: Projection | None,
-        device: torch.device,
-        swiglu: ClampedSwiglu | None = None,
-        inner_norm: RMSNorm | None = None,
-    ) -> None:
-        assert gate_up is not None
-        assert down is not None
-        self.gate_up = _product(spec, gate_up, device)
-        self.activation = activation(spec.activation)
-        self.down = _product(spec, down, device)
-        self.swiglu = swiglu
-        self.has_gate = spec.gated_mlp
-        self.inner_norm = inner_norm
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        inner = self._inner(x)
-        return self.down(inner if self.inner_norm is None else self.inner_norm(inner))
-
-    def _inner(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.has_gate:
-            return self.activation(self.gate_up(x))
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        if self.swiglu is not None:
-            return clamped_swiglu(gate, up, self.swiglu)
-        return self.activation(gate).mul_(up)
-
-
-class Mixture:
-    """The weighted sum of each row's experts, added in the order of the experts, and the shared one's output."""
-
-    def __init__(self, spec: DecoderSpec, weights: DecoderLayerWeights, device: torch.device) -> None:
-        assert spec.experts is not None
-        assert weights.router is not None
-        self.settings = spec.experts
-        self.router = product_of(weights.router, device)
-        self.experts = [
-            GatedMLP(spec, each.gate_up, each.down, device, spec.experts.swiglu) for each in weights.experts
-        ]
-
-        self.correction = None if weights.correction is None else to_torch(weights.correction).float()
-        self.shared = (
-            GatedMLP(spec, weights.gate_up, weights.down, device) if weights.gate_up is not None else None
-        )
-
-        gate = weights.shared_gate
-        self.shared_gate = None if gate is None else product_of(gate, device)
-
-    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weights of the experts that each row chooses, and their numbers: (T, num_used) each."""
-        settings = self.settings
-        if settings.wide_scores and isinstance(self.router, Linear):
-            scores = self.router.in_float32(x)
-        else:
-            scores = self.router(x).float()
-        shares = (
-            scores.sigmoid() if settings.shares is ExpertShares.SIGMOID else torch.softmax(scores, dim=-1)
-        )
-        numbers = shares if self.correction is None else shares + self.correction
-        if settings.num_groups_used < settings.num_groups:
-            groups = numbers.view(len(x), settings.num_groups, -1)
-            num_best = 1 if self.correction is None else min(2, groups.shape[-1])
-            best = groups.topk(num_best, dim=-1).values.sum(-1)
-            others = best.argsort(dim=-1, descending=True, stable=True)[:, settings.num_groups_used :]
-            index = others.unsqueeze(-1).expand(-1, -1, groups.shape[-1])
-            numbers = groups.scatter(1, index, float("-inf")).view(numbers.shape)
-        chosen = torch.topk(numbers, settings.num_used, dim=-1).indices
-        weights = shares.gather(-1, chosen)
-        if settings.sum_to_1:
-            weights = weights / (weights.sum(-1, keepdim=True) + settings.sum_eps)
-        weights = weights * settings.factor
-        return (weights.to(x.dtype) if settings.rounds_weights else weights), chosen
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        weights, chosen = self._route(x)
-        out = torch.zeros_like(x)
-        for number in sorted(set(chosen.flatten().tolist())):
-            rows, places = torch.where(chosen == number)
-            made = self.experts[number](x[rows]) * weights[rows, places].unsqueeze(-1)
-            out[rows] += made.to(x.dtype)
-        if self.shared is None:
-            return out
-        made = self.shared(x)
-        return out + (made if self.shared_gate is None else self.shared_gate(x).sigmoid() * made)

@@ -11,7 +11,7 @@ from ..experts_config import ClampedSwiglu, read_experts
 from ..fields import Fields
 from ..rope_config import MAX_POSITIONS, RopeConfig
 
-_NAMES = LayerNames(router="mlp.router", stacked_experts="mlp.experts.")
+_NAMES = LayerNames(router="mlp.router", stacked_experts="mlp.experts.", stacked_alternating=True)
 _DEFAULT_WINDOW = 128
 _THETA = 150_000.0  # where the file leaves it out
 

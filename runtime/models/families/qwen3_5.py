@@ -19,9 +19,7 @@ _KINDS = {"linear_attention", "full_attention"}
 _MAX_CONVOLUTION = 16
 _MAX_HEAD_SIZE = 256
 _NEXT = LayerNames(shared_expert="mlp.shared_expert.", delta_net_inputs=("in_proj_qkvz", "in_proj_ba"))
-_MIXTURE = LayerNames(
-    shared_expert="mlp.shared_expert.", stacked_experts="mlp.experts.", stacked_in_rows=True
-)
+_MIXTURE = LayerNames(shared_expert="mlp.shared_expert.", stacked_experts="mlp.experts.")
 # Names of tensors that are not in transformers' order, by this order, so that nothing takes them for those that are
 _REORDERED: dict[DeltaOrder, dict[str, Any]] = {
     DeltaOrder.SPLIT: {"delta_net_inputs": ("in_proj_qkv", "in_proj_z", "in_proj_ba")},

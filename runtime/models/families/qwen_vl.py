@@ -1,5 +1,5 @@
-"""Qwen2.5-VL, Qwen3-VL and Qwen3.5: a tower that takes images of any size before a Qwen2, Qwen3 or Qwen3.5 decoder,
-whose queries and keys turn by positions of three axes. The layer for multi-token prediction is not used.
+"""Qwen2.5-VL, Qwen3-VL and Qwen3.5: a tower that takes images of any size before a Qwen2, Qwen3, Qwen3 MoE or Qwen3.5
+decoder, whose queries and keys turn by positions of three axes. The layer for multi-token prediction is not used.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..decoder_config import DecoderConfig
+from ..decoder_config import DecoderConfig, LayerNames
 from ..fields import Fields, text_fields
 from ..rope_config import RopeConfig
 from ..vision_config import VisionConfig
@@ -36,7 +36,21 @@ _QWEN3_DEFAULTS: dict[str, Any] = {
     "num_attention_heads": 32,
     "max_position_embeddings": 128_000,
 }
-_SECTIONS = {"qwen2_5_vl": (16, 24, 24), "qwen3_vl": (24, 20, 20)}  # others: (11, 11, 10)
+_QWEN3_MOE_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 151_936,
+    "hidden_size": 2_048,
+    "intermediate_size": 5_632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "max_position_embeddings": 128_000,
+    "moe_intermediate_size": 1_408,
+    "num_experts_per_tok": 4,
+}
+_SECTIONS = {  # others: (11, 11, 10)
+    "qwen2_5_vl": (16, 24, 24),
+    "qwen3_vl": (24, 20, 20),
+    "qwen3_vl_moe": (24, 20, 20),
+}
 _ROPE = partial(RopeConfig.from_fields, spellings={"mrope": "default"})
 
 
@@ -49,6 +63,10 @@ def read(config: Fields, family: str) -> DecoderConfig:
     elif family == "qwen3_vl":
         text = text_fields(config, family, "qwen3_vl_text", _QWEN3_DEFAULTS)
         decoder = qwen.read(text, "qwen3", rope=partial(_ROPE, default_theta=5e5))
+        read_vision = VisionConfig.of_qwen3_vl
+    elif family == "qwen3_vl_moe":
+        text = text_fields(config, family, "qwen3_vl_moe_text", _QWEN3_MOE_DEFAULTS)
+        decoder = _qwen3_mixture(text)
         read_vision = VisionConfig.of_qwen3_vl
     else:
         text = text_fields(config, family, f"{family}_text")
@@ -67,6 +85,17 @@ def read(config: Fields, family: str) -> DecoderConfig:
         or given.boolean("tie_word_embeddings", default=False),
         rotary_axes=_axes(text, family, decoder.rope.rotary_dim // 2),
         vision=vision,
+    )
+
+
+def _qwen3_mixture(text: Fields) -> DecoderConfig:
+    """Weights of experts sum to 1, whatever `norm_topk_prob` says, and all of a layer's may be in one tensor."""
+    decoder = qwen.read(text, "qwen3_moe", rope=partial(_ROPE, default_theta=5e5))
+    assert decoder.experts is not None
+    return replace(
+        decoder,
+        names=LayerNames(stacked_experts="mlp.experts."),
+        experts=replace(decoder.experts, sum_to_1=True),
     )
 
 

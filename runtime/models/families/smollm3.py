@@ -16,7 +16,7 @@ def read(config: Fields, family: str) -> DecoderConfig:
     """Raises `ModelError` naming the key that is missing, wrong or not supported."""
     common = read_common(config, family, rope=_rope, is_tied=True)
     attention_bias = config.boolean("attention_bias", default=False)
-    is_turned = _turned(config, common.num_layers)
+    is_turned = read_turned(config, common.num_layers)
     window = config.optional_integer("sliding_window", low=1, high=MAX_POSITIONS)
     if not config.boolean("use_sliding_window", default=False):
         window = None
@@ -37,7 +37,7 @@ def _rope(config: Fields, *, head_dim: int, max_positions: int) -> RopeConfig:
     )
 
 
-def _turned(config: Fields, num_layers: int) -> list[bool]:
+def read_turned(config: Fields, num_layers: int) -> list[bool]:
     """A flag for each layer, True if it rotates queries and keys: `no_rope_layers` has a 1 for those."""
     stated = config.get("no_rope_layers")
     if stated is None:

@@ -135,7 +135,7 @@ def test_a_decoders_missing_key_is_named(key):
         ({"rope_type": "linear", "factor": "2"}, "factor"),
         ({"rope_type": "llama3", "factor": 8.0}, "low_freq_factor"),
         (
-            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0},
+            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 3.0},
             "high_freq_factor",
         ),
         ({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 0}, "original_max"),

@@ -170,6 +170,38 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"n_group": 1, "topk_group": 1, "n_shared_experts": 2, "use_qk_norm": False, "attention_bias": True},
     ),
     **LATENT_VARIANTS,
+    "llama4_text": ("llama4_text", {}),
+    "llama4_text, several experts, no chunks, no norms": (
+        "llama4_text",
+        {
+            "attention_chunk_size": None,
+            "use_qk_norm": False,
+            "num_experts_per_tok": 2,
+            "moe_layers": None,
+            "interleave_moe_layer_step": 2,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llama4_text, as published": (
+        "llama4_text",
+        {
+            "num_hidden_layers": 5,
+            "no_rope_layers": [],
+            "no_rope_layer_interval": 4,
+            "attention_chunk_size": 32,
+            "attn_temperature_tuning": False,
+            "max_position_embeddings": 8192,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 5e5,
+                "factor": 16.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 1.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
     "smollm3": ("smollm3", {}),
     "smollm3, windows": (
         "smollm3",

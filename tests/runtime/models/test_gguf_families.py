@@ -92,6 +92,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 REFUSED = {
     "ministral": "mistral3",
     "bitnet": "bitnet-b1.58",
+    "llama4_text": "llama4",
 }
 
 

@@ -31,6 +31,7 @@ from teneral.loader.load.plan import RowParts, expert_groups
 from teneral.loader.native.library import library
 from teneral.loader.sources.open import open_source, open_store
 from teneral.loader.tools.inspect import describe, render_table
+from teneral.loader.tools.pack import quantize_plan
 from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.pack.plan import TierOptions
 from teneral.loader.tools.pack.prune import PruneOptions
@@ -252,7 +253,30 @@ def test_experts_in_rows_become_what_those_that_are_stored_apart_become(
     assert rows.parts == apart.parts, "with equal digests"
 
 
-def test_experts_whose_outputs_are_last_are_not_quantised(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bits", [8, 4])
+def test_experts_with_the_inputs_first_become_the_same_integers_as_those_that_are_stored_apart(
+    bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read in several pieces, as large ones are."""
+    monkeypatch.setattr(quantize_plan, "READ_ELEMENTS", 1 << 10)
+    model, made = tiny_model("llama4_text", dtype=torch.bfloat16), []
+    for name, tensors in (("columns", model.state_dict()), ("apart", tensors_of(model))):
+        plain = saved(tmp_path / name, config_json(model), tensors)
+        folder = tmp_path / f"{name}-packed"
+        pack(open_source(str(plain)), open_store(str(folder)), quantize=QuantizeOptions(bits))
+        with arriving(folder) as (load, _, decoder):
+            gates = [layer.expert_gate for layer in decoder.weights.layers if layer.experts]
+            load.start()
+            made.append((Stepper(decoder).step({"a": prompt_of(40)})["a"], load.manifest))
+        assert all(gate is not None for gate in gates)
+    (ours, manifest), (apart, _) = made
+
+    assert "model.layers.0.feed_forward.experts.gate_up_proj" in model.state_dict()
+    assert "layers.0.experts.3" in {group.name for group in manifest.groups}
+    assert torch.equal(ours, apart)
+
+
+def test_experts_whose_outputs_alternate_are_not_quantised(tmp_path: Path) -> None:
     model = tiny_model("gpt_oss")
     plain = saved(tmp_path / "plain", config_json(model), model.state_dict())
 

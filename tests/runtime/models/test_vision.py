@@ -91,7 +91,7 @@ def test_rows_in_bf16_are_near_those_of_transformers(family: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["smolvlm", "gemma3", *DYNAMIC, "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["smolvlm", "gemma3", *DYNAMIC, "qwen3_vl_moe", "qwen3_5_moe"])
 def test_logits_with_images_are_those_of_transformers(family: str) -> None:
     model, tiles = tiny_vision_model(family), random_tiles(2)
     prompt = prompt_with([1, 2, 3], 4, [9], 4, [8, 7])
@@ -260,6 +260,38 @@ def test_configs_of_qwen3_that_cannot_be_computed_are_refused_by_name(
     check_refused("qwen3_vl", change, message)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"text_config": {"num_experts_per_tok": 7}}, r"num_experts_per_tok is 7, but must .* 1 to 6"),
+        ({"text_config": {"mlp_only_layers": "all"}}, r"mlp_only_layers is 'all', but must be a list"),
+        ({"text_config": {"model_type": "qwen3_vl_text"}}, r"text_config.model_type is 'qwen3_vl_text'"),
+        ({"vision_config": {"deepstack_visual_indexes": [3]}}, r"must name some of 3 layers, ascending"),
+    ],
+)
+def test_configs_of_qwen3_mixtures_that_cannot_be_computed_are_refused_by_name(
+    change: dict[str, Any], message: str
+) -> None:
+    check_refused("qwen3_vl_moe", change, message)
+
+
+@pytest.mark.parametrize("moe_size", [48, 64, 32])
+def test_experts_of_one_tensor_may_have_the_inputs_or_the_outputs_first(moe_size: int) -> None:
+    """Also where one of the two tensors has both shapes at once. Published files have the inputs first."""
+    model = tiny_vision_model("qwen3_vl_moe", text={"moe_intermediate_size": moe_size})
+    config, tokens = config_json(model), list(range(20))
+    rows = model.state_dict()
+    columns = {
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+        for name, tensor in rows.items()
+    }
+    first, *others = (
+        Stepper(build_model(config, DictWeights(tensors))).step({"a": tokens})["a"]
+        for tensors in (tensors_of(model), rows, columns)
+    )
+    assert all(torch.equal(first, other) for other in others)
+
+
 def test_older_files_have_the_decoders_fields_next_to_the_whole_models() -> None:
     config = config_json(tiny_vision_model("qwen2_5_vl"))
     text = config["text_config"]
@@ -297,6 +329,8 @@ PACKED: dict[str, dict[str, Any]] = {
         ("qwen2_5_vl", "tiers"),
         ("qwen2_5_vl", "int4"),
         ("qwen3_vl", "tiers"),
+        ("qwen3_vl_moe", "tiers"),
+        ("qwen3_vl_moe", "int4"),
         ("qwen3_5", "int4"),
         ("qwen3_5_moe", "packed"),
     ],

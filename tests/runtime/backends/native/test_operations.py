@@ -172,10 +172,25 @@ def test_logits_are_scaled_and_capped(isa, cap, columns):
     wide=st.booleans(),
     turned=st.booleans(),
     interleaved=st.booleans(),
+    scaled=st.booleans(),
     kind=st.sampled_from(WITHOUT_BIAS),
 )
 def test_heads_are_normalised_turned_and_written(
-    isa, dtype, int8, rows, group, num_kv_heads, half, extra, normed, joint, wide, turned, interleaved, kind
+    isa,
+    dtype,
+    int8,
+    rows,
+    group,
+    num_kv_heads,
+    half,
+    extra,
+    normed,
+    joint,
+    wide,
+    turned,
+    interleaved,
+    scaled,
+    kind,
 ):
     head_dim, num_heads = 2 * half + extra, group * num_kv_heads
     heads = normals(0, rows, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
@@ -184,6 +199,7 @@ def test_heads_are_normalised_turned_and_written(
     turns, positions = normals(1, 64, 2 * half, dtype=inner), np.arange(rows, dtype=np.int64) + 5
     slots = np.random.default_rng(2).permutation(32)[:rows].astype(np.int64)
     sizes = (num_heads * head_dim, num_kv_heads * head_dim) if joint else (head_dim, head_dim)
+    scales = np.linspace(1.0, 1.5, rows, dtype=np.float32)
     norms = [Tensor(DType.F32, normals(3 + size, size)) if normed else None for size in sizes]
     pool = pool_of_shape((2, num_kv_heads, head_dim), 4, 8, dtype, int8=int8)
     held = from_float32(heads.copy(), dtype)
@@ -193,6 +209,7 @@ def test_heads_are_normalised_turned_and_written(
         turns=arrays.address(turns) if turned else None,
         turn=arrays.address(positions),
         slots=arrays.address(slots),
+        query_scales=arrays.address_or_null(scales if scaled else None),
         query_norm=vector_of(norms[0]),
         key_norm=vector_of(norms[1]),
         layer=1,
@@ -227,6 +244,8 @@ def test_heads_are_normalised_turned_and_written(
             reference.turn(each, turns[positions], dtype, inner, interleaved=interleaved)
             for each in (queries, keys)
         )
+    if scaled:
+        queries = reference.rounded(queries * scales[:, None, None], dtype)
     close(held[:, :num_heads], queries, dtype, atol=atol)
     written = pool.data[1][:, :, slots]
     expected = np.stack((keys, values)).transpose(0, 2, 1, 3)
@@ -278,12 +297,13 @@ def test_what_is_not_finite_comes_back_from_8_bits_as_nan(isa):
     head_dim=st.sampled_from([20, 32, 48, 64, 80, 96, 128, 200, 256]),
     block_size=st.sampled_from([1, 8, 16, 32]),
     window=st.sampled_from([0, 1, 5, 256, 300]),
+    chunked=st.booleans(),
     cap=st.sampled_from([0.0, 0.0, 0.7]),
     sink=st.sampled_from([None, 0.3, -50.0, 50.0]),
     run=st.sampled_from([0, 0, 1, 3, 17, 33]),
 )
 def test_attention_is_that_of_fp64(
-    isa, dtype, int8, lengths, group, num_kv_heads, head_dim, block_size, window, cap, sink, run
+    isa, dtype, int8, lengths, group, num_kv_heads, head_dim, block_size, window, chunked, cap, sink, run
 ):
     """`run`: this many rows from the second one on see one another, as the tokens of an image do."""
     num_rows, num_heads = sum(length for length, _ in lengths), group * num_kv_heads
@@ -304,7 +324,10 @@ def test_attention_is_that_of_fp64(
         span = SequenceSpan(start, length, length + past, tuple(blocks))
         keys_values = fill(pool, span, dtype)
         for row in range(length):
-            seen = slice(max(0, past + row + 1 - window) if window else 0, ends[start + row])
+            first = max(0, past + row + 1 - window) if window else 0
+            if window and chunked:
+                first = (past + row) // window * window
+            seen = slice(first, ends[start + row])
             own = queries[start + row]
             expected[start + row] = softmax_attention(own, keys_values[:, :, seen], 0.1, cap, sinks)
         spans.append(span)
@@ -330,6 +353,7 @@ def test_attention_is_that_of_fp64(
         cap=cap,
         sinks=vector_of(held_sinks),
         ends=arrays.address_or_null(ends if run else None),
+        chunked=chunked,
     )
     with threads(isa, 2):
         operations(isa).call("tn_attention", args)

@@ -1,8 +1,8 @@
-"""Experts that are stored together, all of a layer's in one tensor for gate and up and one for down: gpt-oss, Qwen3.5.
+"""Experts that are stored together, all of a layer's in one tensor for gate and up and one for down: gpt-oss, Qwen3.5, Granite 4.
 
 In MXFP4 they are used where the loader put them: gate and up are every second row. As floats gpt-oss has them with the
 inputs first; each is copied into rows at its first use, and the copy is kept, so that such a model takes twice its
-size. Qwen3.5's are rows, first those of the gate, and used where they are.
+size. Those of Qwen3.5 and Granite are rows, first those of the gate, and used where they are.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from .parameters import Parameters
 
 
 def take_stacked_experts(
-    parameters: Parameters, prefix: str, mixture: Experts, hidden_size: int, *, in_rows: bool
+    parameters: Parameters, names: tuple[str, str], mixture: Experts, hidden_size: int, *, in_rows: bool
 ) -> tuple[ExpertWeights, ...]:
-    """Each expert's matrices, of the tensors `prefix`gate_up_proj… and `prefix`down_proj…; `in_rows`: of floats,
+    """Each expert's matrices, of the tensors with these names, for gate and up and for down; `in_rows`: of floats,
     with the outputs first. Raises `ModelError`.
     """
     num, size = mixture.num, mixture.size
     if in_rows:
-        gate_up = _take_rows(parameters, f"{prefix}gate_up_proj", (num, 2 * size, hidden_size))
-        down = _take_rows(parameters, f"{prefix}down_proj", (num, hidden_size, size))
+        gate_up = _take_rows(parameters, names[0], (num, 2 * size, hidden_size))
+        down = _take_rows(parameters, names[1], (num, hidden_size, size))
         return tuple(map(ExpertWeights, gate_up, down))
-    gate_up = _take(parameters, f"{prefix}gate_up_proj", num, hidden_size, 2 * size, alternating=True)
-    down = _take(parameters, f"{prefix}down_proj", num, size, hidden_size, alternating=False)
+    gate_up = _take(parameters, names[0], num, hidden_size, 2 * size, alternating=True)
+    down = _take(parameters, names[1], num, size, hidden_size, alternating=False)
     return tuple(map(ExpertWeights, gate_up, down))
 
 
-def stacked_gate(parameters: Parameters, prefix: str, *, in_rows: bool) -> ExpertGate | None:
+def stacked_gate(parameters: Parameters, names: tuple[str, str], *, in_rows: bool) -> ExpertGate | None:
     """The gate for some of the experts; None of floats that are copied, all of a layer together."""
     kinds = ("",) if in_rows else ("_blocks", "_scales")
-    names = [f"{prefix}{name}_proj{kind}" for name in ("gate_up", "down") for kind in kinds]
-    return parameters.stacked_expert_gate(names) if all(name in parameters for name in names) else None
+    both = [f"{name}{kind}" for name in names for kind in kinds]
+    return parameters.stacked_expert_gate(both) if all(name in parameters for name in both) else None
 
 
 def _take_rows(parameters: Parameters, name: str, shape: tuple[int, int, int]) -> list[Projection]:

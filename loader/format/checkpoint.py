@@ -44,6 +44,7 @@ MAX_SHARED_PART_BYTES = 16 * 1024 * 1024
 
 
 _STACKED = re.compile(r"(.*\.mlp\.experts\.)(gate_up|down)_proj")
+_STACKED_LINEARS = re.compile(r"(.*\.block_sparse_moe\.)(input|output)_linear\.weight")  # Granite's
 _FLOATS = ("BF16", "F16", "F32")
 
 
@@ -105,9 +106,9 @@ def open_checkpoint(source: Source) -> Checkpoint:
 
 
 def with_experts_apart(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint as one with a tensor for each expert's matrix, in place of those in rows that transformers has:
-    (experts, 2 * size, hidden), gates before ups, and (experts, hidden, size). The bytes lie where they did. Tensors
-    in another order, as gpt-oss has them, stay.
+    """The checkpoint as one with a tensor for each expert's matrix, in place of those in rows that transformers and
+    Granite have: (experts, 2 * size, hidden), gates before ups, and (experts, hidden, size). Granite's gates and ups
+    stay together. The bytes lie where they did. Tensors in another order, as gpt-oss has them, stay.
 
     Raises `CheckpointError` where these were too many.
     """
@@ -115,9 +116,8 @@ def with_experts_apart(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     tensors: dict[str, StoredTensor] = {}
     for name, stored in checkpoint.tensors.items():
-        found = _STACKED.fullmatch(name)
-        parts = ("gate", "up") if found is not None and found[2] == "gate_up" else ("down",)
-        if found is None or not _is_in_rows(checkpoint, found[1]):
+        parts = _parts_in_rows(checkpoint, name)
+        if not parts:
             tensors[name] = stored
             continue
         entry = stored.entry
@@ -126,7 +126,8 @@ def with_experts_apart(checkpoint: Checkpoint) -> Checkpoint:
             raise CheckpointError(f"{name} and others hold more than {MAX_TENSORS} matrices", where=name)
         size = entry.size_bytes // (num_experts * len(parts))
         for number in range(num_experts * len(parts)):
-            own = f"{found[1]}{number // len(parts)}.{parts[number % len(parts)]}_proj.weight"
+            before, after = parts[number % len(parts)]
+            own = f"{before}{number // len(parts)}{after}"
             begin = entry.begin + number * size
             part = entry._replace(
                 name=own, shape=(rows // len(parts), columns), begin=begin, end=begin + size
@@ -135,9 +136,25 @@ def with_experts_apart(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint._replace(tensors=tensors)
 
 
-def _is_in_rows(checkpoint: Checkpoint, prefix: str) -> bool:
+def _parts_in_rows(checkpoint: Checkpoint, name: str) -> list[tuple[str, str]]:
+    """The names of an expert's matrices that the tensor of this name has, before and after its number; none: it holds
+    no experts in rows.
+    """
+    if found := _STACKED.fullmatch(name):
+        both = [f"{found[1]}{kind}_proj" for kind in ("gate_up", "down")]
+        parts, prefix = ("gate", "up") if name == both[0] else ("down",), found[1]
+        names = [(prefix, f".{part}_proj.weight") for part in parts]
+        return names if _is_in_rows(checkpoint, both) else []
+    if found := _STACKED_LINEARS.fullmatch(name):
+        both = [f"{found[1]}{kind}_linear.weight" for kind in ("input", "output")]
+        own = f"{found[1]}experts.", f".{found[2]}_linear.weight"
+        return [own] if _is_in_rows(checkpoint, both) else []
+    return []
+
+
+def _is_in_rows(checkpoint: Checkpoint, both: list[str]) -> bool:
     """True if both tensors of a layer's experts have floats, and shapes that fit each other."""
-    found = [checkpoint.tensors.get(f"{prefix}{kind}_proj") for kind in ("gate_up", "down")]
+    found = [checkpoint.tensors.get(name) for name in both]
     entries = [stored.entry for stored in found if stored is not None]
     if any(entry.dtype not in _FLOATS or len(entry.shape) != 3 or 0 in entry.shape for entry in entries):
         return False

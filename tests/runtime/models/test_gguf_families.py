@@ -92,6 +92,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 REFUSED = {
     "ministral": "mistral3",
     "bitnet": "bitnet-b1.58",
+    "granitemoehybrid": "granitehybrid",
+    "bamba": "granitehybrid",
 }
 
 

@@ -47,6 +47,8 @@ OTHERS = (
     "glm4_moe",
     "deepseek_v2",
     "deepseek_v3",
+    "granitemoehybrid",
+    "bamba",
 )  # than those like Llama
 
 each_family = pytest.mark.parametrize("family", DISTINCT_NATIVE)

@@ -82,7 +82,7 @@ _DELTA_NETS: dict[str, Any] = {
     "linear_value_head_dim": 32,
 }
 _MAMBA: dict[str, Any] = {
-    "mamba_n_heads": 4,
+    "mamba_n_heads": 8,
     "mamba_d_state": 16,
     "mamba_chunk_size": 16,
 }
@@ -157,7 +157,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {
         **_MAMBA,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "intermediate_size": 48,
+        "intermediate_size": 64,
         "num_local_experts": 6,
         "num_experts_per_tok": 2,
         "shared_intermediate_size": 96,

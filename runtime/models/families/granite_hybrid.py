@@ -15,6 +15,7 @@ from .granite import with_multipliers
 _DENSE = LayerNames(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
 _MIXTURE = LayerNames(
     router="block_sparse_moe.router.layer",
+    expert="block_sparse_moe.experts.{}.",  # where the packer took them apart
     shared_expert="shared_mlp.",
     expert_gate_up=("input_linear",),
     expert_down="output_linear",

@@ -18,7 +18,9 @@ from teneral.runtime.models.decoder_config import DecoderConfig
 
 GRANITE = "granitemoehybrid"
 ODD: dict[str, Any] = {
-    "hidden_size": 60,
+    "hidden_size": 72,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
     "mamba_n_heads": 6,
     "mamba_n_groups": 3,
     "mamba_d_state": 20,

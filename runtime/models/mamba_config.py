@@ -80,7 +80,8 @@ def read_mamba(config: Fields, hidden_size: int, layers: Sequence[bool]) -> Mamb
         head_dim = config.integer("mamba_d_head", low=1, high=MAX_HEAD_DIM)
     if rest or not 1 <= head_dim <= MAX_HEAD_DIM or head_dim * num_heads != num_values:
         raise config.wrong(
-            "mamba_n_heads", f"but heads of mamba_d_head numbers must have mamba_expand * hidden_size, {num_values}"
+            "mamba_n_heads",
+            f"but heads of mamba_d_head numbers must have mamba_expand * hidden_size, {num_values}",
         )
     state_size = config.integer("mamba_d_state", low=_STATE_STEP, high=_MAX_STATE_SIZE, default=256)
     if state_size % _STATE_STEP:
@@ -105,4 +106,4 @@ def _limits_nothing(limits: Any) -> bool:
         return True
     if not isinstance(limits, list) or len(limits) != 2 or limits[0] != 0:
         return False
-    return limits[1] == {"__float__": "Infinity"} or limits[1] == math.inf
+    return limits[1] in ({"__float__": "Infinity"}, math.inf)

@@ -1,4 +1,5 @@
-"""Experts that are stored together, all of a layer's in one tensor for gate and up and one for down: gpt-oss, Qwen3.5, Granite 4.
+"""Experts that are stored together, all of a layer's in one tensor for gate and up and one for down: gpt-oss,
+Qwen3.5, Granite 4.
 
 In MXFP4 they are used where the loader put them: gate and up are every second row. As floats gpt-oss has them with the
 inputs first; each is copied into rows at its first use, and the copy is kept, so that such a model takes twice its

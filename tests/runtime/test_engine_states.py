@@ -83,7 +83,9 @@ class Server:
 
 
 def expected(decoder: Decoder, *prompts: tuple[int, ...], num_tokens: int = 12) -> list[tuple[int, ...]]:
-    """The model's answers without an engine; `test_delta_nets.py` and `test_mamba.py` compare them with transformers."""
+    """The model's answers without an engine; `test_delta_nets.py` and `test_mamba.py` compare them with
+    transformers.
+    """
     stepper = Stepper(decoder, num_blocks=200)
     names = {str(number): each for number, each in enumerate(prompts)}
     return [tuple(answer) for answer in stepper.greedy(names, num_tokens).values()]

@@ -129,7 +129,10 @@ LATENT_YARN = {
     "beta_slow": 1.0,
     "original_max_position_embeddings": 64,
 }
-_ROUTER = ("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight")  # of Granite's checkpoints
+_ROUTER = (
+    "block_sparse_moe.router.weight",
+    "block_sparse_moe.router.layer.weight",
+)  # of Granite's checkpoints
 _HEADS = {"gpt_neox": "embed_out"}  # of checkpoints whose head is not called lm_head
 # Small numbers, so that caps and multipliers show; windows that a prompt of a few dozen tokens goes beyond
 _OF_FAMILY: dict[str, dict[str, Any]] = {

@@ -12,9 +12,9 @@ from ...tensors import DType
 from .operations import (
     ACTIVATIONS,
     DELTA_KEY_STEP,
+    MAMBA_STATE_STEP,
     MAX_CONVOLUTION,
     MAX_DELTA_KEY,
-    MAMBA_STATE_STEP,
     MAX_HEAD_DIM,
     MAX_MAMBA_STATE,
     NORMS,

@@ -1,5 +1,5 @@
-"""Granite 4: Mamba-2 layers and attention, mostly without positions, with Granite's multipliers; an MLP, or a mixture of
-experts with a shared one.
+"""Granite 4: Mamba-2 layers and attention, mostly without positions, with Granite's multipliers; an MLP, or a mixture
+of experts with a shared one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def read(config: Fields, family: str) -> DecoderConfig:
     mamba = read_mamba(
         config,
         common.hidden_size,
-        read_layers(config, num_layers, "layers_block_type" if "layers_block_type" in config else "layer_types"),
+        read_layers(
+            config, num_layers, "layers_block_type" if "layers_block_type" in config else "layer_types"
+        ),
     )
     if mamba is not None and common.activation not in ("silu", "swish"):
         raise config.wrong("hidden_act", "which is not supported: Mamba-2 layers have silu")

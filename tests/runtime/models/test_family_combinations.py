@@ -132,6 +132,10 @@ def decoder_of(made: Checkpoint, backend: Any) -> Decoder:
     return decoder
 
 
+def logits_of(decoder: Decoder, prompt: list[int]) -> torch.Tensor:
+    return Stepper(decoder).step({"a": prompt})["a"]
+
+
 # Combinations that are refused, with words of the reason
 REFUSED = {
     ("gpt_oss", "int8"): "all experts of a layer in one tensor",
@@ -196,7 +200,7 @@ def test_fp16_checkpoints_in_bf16_are_as_close_as_transformers_is(
     for backend in BACKENDS[2:]:
         native = NativeBackend("bfloat16")
         decoder = decoder_of(made._replace(tensors=halves), native)
-        error = error_of(lambda prompt: Stepper(decoder).step({"a": prompt})["a"])
+        error = error_of(functools.partial(logits_of, decoder))
         share = 0.25 if has_experts(family) else 0.5  # of rows for which rounding chooses no other expert
         assert error.quantile(share) < 1.25 * theirs.quantile(share), backend.name
 

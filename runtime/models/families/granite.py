@@ -1,4 +1,4 @@
-"""Granite 3: Llama with multipliers of embeddings, attention scores, residuals and logits."""
+"""Granite 3 and 4 (dense): Llama with multipliers of embeddings, attention scores, residuals and logits."""
 
 from __future__ import annotations
 

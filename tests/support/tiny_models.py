@@ -129,10 +129,13 @@ LATENT_YARN = {
     "beta_slow": 1.0,
     "original_max_position_embeddings": 64,
 }
-_ROUTER = (
-    "block_sparse_moe.router.weight",
-    "block_sparse_moe.router.layer.weight",
-)  # of Granite's checkpoints
+# Names of transformers' Granite, and those of its checkpoints
+_ROUTER = ("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight")
+_LINEARS = (
+    _ROUTER,
+    ("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.input_linear.weight"),
+    ("block_sparse_moe.experts.down_proj", "block_sparse_moe.output_linear.weight"),
+)
 _HEADS = {"gpt_neox": "embed_out"}  # of checkpoints whose head is not called lm_head
 # Small numbers, so that caps and multipliers show; windows that a prompt of a few dozen tokens goes beyond
 _OF_FAMILY: dict[str, dict[str, Any]] = {
@@ -321,6 +324,14 @@ def tensors_of(model: Any) -> dict[str, torch.Tensor]:
     head = _HEADS.get(model.config.model_type, "lm_head")
     state = {name.replace("lm_head", head): tensor for name, tensor in state.items()}
     return _with_experts_apart(state, model.config.model_type)
+
+
+def tensors_in_rows(model: Any) -> dict[str, torch.Tensor]:
+    """The same with all experts of a layer in one tensor each, as transformers and Granite's checkpoints have them."""
+    state = dict(model.state_dict())
+    for own, stored in _LINEARS:
+        state = {name.replace(own, stored): tensor for name, tensor in state.items()}
+    return state
 
 
 def with_tensors(model: Any, tensors: Mapping[str, torch.Tensor]) -> Any:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.support.decoding import Stepper, oracle_greedy, oracle_logits, prompt_of
 from tests.support.models import DictWeights, build_model
-from tests.support.tiny_models import config_json, tensors_of, tiny_model
+from tests.support.tiny_models import config_json, tensors_in_rows, tensors_of, tiny_model
 
 from teneral.loader.native.library import library
 from teneral.runtime.backends.native.backend import NativeBackend, ReferenceBackend
@@ -45,27 +45,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 needs_core = pytest.mark.skipif(library() is None, reason="Mamba-2 layers are the native core's")
 
 
-def stacked(oracle: Any) -> dict[str, torch.Tensor]:
-    """The weights as Granite's checkpoints name them."""
-    names = {
-        "experts.gate_up_proj": "input_linear.weight",
-        "experts.down_proj": "output_linear.weight",
-        "router.weight": "router.layer.weight",
-    }
-    found = {}
-    for name, tensor in oracle.state_dict().items():
-        for own, stored in names.items():
-            name = name.replace(f"block_sparse_moe.{own}", f"block_sparse_moe.{stored}")
-        found[name] = tensor
-    return found
-
-
 @needs_core
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_and_tokens_are_those_of_transformers(variant: str) -> None:
     family, overrides = VARIANTS[variant]
     oracle = tiny_model(family, **overrides)
-    tensors = stacked(oracle) if "stacked" in variant else tensors_of(oracle)
+    tensors = tensors_in_rows(oracle) if "stacked" in variant else tensors_of(oracle)
     decoder: Any = build_model(config_json(oracle), DictWeights(tensors), backends=[NativeBackend()])
     long, short = prompt_of(75), prompt_of(7, seed=1)
 

@@ -57,7 +57,9 @@ class Mamba(Struct, frozen=True):
 
 
 def read_layers(config: Fields, num_layers: int, key: str = "layer_types") -> list[bool]:
-    """Whether each layer is a Mamba-2 layer, by `key`, which must be there; the others attend, at least one of them."""
+    """A flag for each layer, True if it is a Mamba-2 layer, by `key`, which must be there; the others attend, at least
+    one of them.
+    """
     kinds = config.texts(key) or []
     if len(kinds) != num_layers or not set(kinds) <= set(_KINDS) or all(_KINDS[kind] for kind in kinds):
         raise config.wrong(

@@ -38,7 +38,7 @@ def read(config: Fields, family: str) -> DecoderConfig:
 
 
 def _layers(config: Fields, num_layers: int) -> list[bool]:
-    """Whether each layer is a Mamba-2 layer: all but those of `attn_layer_indices`."""
+    """A flag for each layer, True if it is a Mamba-2 layer: all but those of `attn_layer_indices`."""
     attending = config.get("attn_layer_indices")
     if (
         not isinstance(attending, list)

@@ -68,6 +68,30 @@ def test_logits_and_tokens_are_those_of_transformers(variant: str) -> None:
 
 
 @needs_core
+@pytest.mark.parametrize("family", [GRANITE, "bamba"])
+def test_in_bf16_threads_chunks_and_company_change_no_bit(family: str) -> None:
+    oracle = tiny_model(family, dtype=torch.bfloat16, mamba_n_groups=2)
+    decoder: Any = build_model(
+        config_json(oracle), DictWeights(tensors_of(oracle)), backends=[NativeBackend()]
+    )
+    own = library()
+    assert own is not None
+    prompt = prompt_of(75)
+    expected = Stepper(decoder).step({"a": prompt})["a"]
+    before = own.functions.tn_num_threads()
+    try:
+        for num_threads in (1, 3, 5):
+            own.functions.tn_set_threads(num_threads)
+            stepper, rows = Stepper(decoder), []
+            for begin, end in ((0, 2), (2, 3), (3, 40), (40, 75)):
+                others = {f"{end} {number}": prompt_of(5 + number, seed=number) for number in range(3)}
+                rows.append(stepper.step({**others, "a": prompt[begin:end]})["a"])
+            assert torch.equal(torch.cat(rows), expected)
+    finally:
+        own.functions.tn_set_threads(before)
+
+
+@needs_core
 def test_a_model_whose_layers_all_attend_has_no_states() -> None:
     """Granite 4.0 Micro: the family without its Mamba-2 layers, which every backend computes."""
     kinds = ["full_attention"] * 3

@@ -470,7 +470,7 @@ typedef struct tn_span {
     int64_t length;
     int64_t context_len;
     const int64_t *blocks; /* token t lies in block blocks[t / block_size] of the pool */
-    float *state;          /* of models with delta nets: read unless the span begins its sequence, and written */
+    float *state;          /* of models with delta nets or Mamba-2 layers: read unless the span begins its sequence, and written */
     const struct tn_save *saves; /* ascending: copies of the state in between */
     int64_t num_saves;
 } tn_span;
@@ -574,12 +574,14 @@ typedef struct tn_expert {
 
 #define TN_MAX_CONVOLUTION 16
 #define TN_MAX_DELTA_KEY 256
+#define TN_MAX_MAMBA_STATE 256
 
 /* A layer attends, or convolves: it has a convolution's taps then, `qkv` is to the thirds b, c and x of a row, and
  * `output` takes c * convolution(b * x). Of a model with latents `qkv` is to the inputs of `query_up`, or to query heads
  * where there is none, and then to a latent and a key that is turned (latent.h). Or it is a gated delta net
  * (delta_net.c) and has `delta_taps`: `qkv` is to queries, keys and values, whose channels the taps convolve, to gates,
- * and to a beta and a decay of each value head. */
+ * and to a beta and a decay of each value head. Or it is a Mamba-2 layer (mamba.c) and has `mamba_taps`: `qkv` is to
+ * gates, to values, keys and queries, whose channels the taps convolve, and to a time step of each head. */
 typedef struct tn_decoder_layer {
     tn_vector attention_norm;        /* (hidden_size,) or none */
     tn_vector query_norm;            /* (head_dim,), or with joint_norms of all heads; of latents (query_rank,); or none */
@@ -614,8 +616,15 @@ typedef struct tn_decoder_layer {
     tn_vector delta_log;             /* (delta_value_heads,) each */
     tn_vector delta_bias;
     tn_vector delta_norm;            /* (delta_value_size,) */
+    tn_vector mamba_taps;            /* (values of all heads, keys and queries of all groups, mamba_convolution_size); or none */
+    tn_vector mamba_taps_bias;       /* one for each of these channels, or none */
+    tn_vector mamba_log;             /* (mamba_heads,) each: of the speed of decay, */
+    tn_vector mamba_step_bias;       /* of time steps, */
+    tn_vector mamba_skip;            /* what values are multiplied with that are added to outputs */
+    tn_vector mamba_norm;            /* (mamba_heads * mamba_head_dim,) */
     int64_t state_first;             /* number of a state at which this layer's part begins: (delta_convolution_size - 1,
-                                      * channels) inputs, then (delta_value_heads, delta_key_size, delta_value_size) */
+                                      * channels) inputs, then (delta_value_heads, delta_key_size, delta_value_size); of
+                                      * Mamba-2 likewise, then (mamba_heads, mamba_state_size, mamba_head_dim) */
     int64_t window;                  /* 0: all */
     int32_t rotary;                  /* tn_rotary */
     int32_t scales_queries;          /* by the step's query_scales */
@@ -655,6 +664,11 @@ typedef struct tn_decoder {
     int64_t delta_value_size;
     int64_t delta_convolution_size; /* tokens that its convolution sees, at most TN_MAX_CONVOLUTION */
     int64_t delta_order;            /* one of TN_DELTA_…: where `qkv` has the numbers of each head */
+    int64_t mamba_heads;            /* of Mamba-2 layers; 0: no layer is one */
+    int64_t mamba_groups;           /* equal runs of heads that share keys and queries, and a norm */
+    int64_t mamba_head_dim;
+    int64_t mamba_state_size;       /* of keys and queries: a multiple of 4, at most TN_MAX_MAMBA_STATE */
+    int64_t mamba_convolution_size; /* tokens that its convolution sees, at most TN_MAX_CONVOLUTION */
     float norm_eps;
     float attention_scale;
     float score_cap;                /* as in tn_attention_args */

@@ -17,6 +17,7 @@
 #include "heads.h"
 #include "latent.h"
 #include "linear.h"
+#include "mamba.h"
 #include "projection.h"
 #include "rows.h"
 
@@ -30,9 +31,10 @@ typedef struct {
     void *heads;    /* (num_rows, num_heads + 2 num_kv_heads, head_dim), or (num_rows, 3, hidden_size) to convolve; of
                      * latents what `qkv` makes */
     void *attended; /* (num_rows, num_heads * head_dim), or (num_rows, hidden_size) of a convolution; of latents the
-                     * sums, of a delta net the values */
-    void *mixed;    /* what `qkv` makes of rows for a delta net, or in another order than `heads` */
-    float *factors; /* of a delta net */
+                     * sums, of a delta net or Mamba-2 the values */
+    void *mixed;    /* what `qkv` makes of rows for a delta net or Mamba-2, or in another order than `heads` */
+    float *factors; /* of a delta net or Mamba-2 */
+    float *values;  /* of Mamba-2, before the norm */
     tn_latent latent; /* of no layer yet */
     void *gate_up;  /* (num_rows, 2 intermediate_size) */
     void *inner;    /* (num_rows, intermediate_size) */
@@ -55,10 +57,10 @@ static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 /* Columns of an MLP between gate and down: of a dense one, or a shared expert. */
 static int64_t most_inner(const tn_decoder *model) { return larger(model->intermediate_size, model->shared_size); }
 
-/* Columns of what attention makes, or a delta net in its place. */
+/* Columns of what attention makes, or what is in its place. */
 static int64_t attended_size(const tn_decoder *model) {
     const int64_t attended = model->num_heads * (model->latent_rank ? model->value_dim : model->head_dim);
-    return larger(attended, model->delta_value_heads * model->delta_value_size);
+    return larger(attended, larger(model->delta_value_heads * model->delta_value_size, tn_mamba_values(model)));
 }
 
 /* Of any product. */
@@ -94,8 +96,11 @@ static int64_t lay_out(step_t *step, const tn_decoder *model, int64_t num_rows, 
                                              : (model->num_heads + 2 * model->num_kv_heads) * model->head_dim;
     step->heads = take(&next, num_rows * larger(heads, 3 * convolved), dtype);
     step->attended = take(&next, num_rows * larger(attended_size(model), convolved), dtype);
-    step->mixed = take(&next, num_rows * larger(mixed_columns(model), tn_delta_mixed(model)), dtype);
-    step->factors = take(&next, num_rows * 2 * (model->delta_key_heads + model->delta_value_heads), TN_F32);
+    const int64_t of_states = larger(tn_delta_mixed(model), tn_mamba_mixed(model));
+    step->mixed = take(&next, num_rows * larger(mixed_columns(model), of_states), dtype);
+    const int64_t num_factors = model->delta_key_heads + model->delta_value_heads + model->mamba_heads;
+    step->factors = take(&next, num_rows * 2 * num_factors, TN_F32);
+    step->values = take(&next, num_rows * tn_mamba_values(model), TN_F32);
     step->gate_up = take(&next, num_rows * 2 * most_inner(model), dtype);
     step->inner = take(&next, num_rows * most_inner(model), dtype);
     step->shared = take(&next, model->shared_size ? num_rows * model->hidden_size : 0, dtype);
@@ -399,16 +404,26 @@ static void delta_net_stage(const step_t *step, const tn_decoder_layer *layer, t
     tn_delta_net_stage(&net, region);
 }
 
+static void mamba_stages(const step_t *step, const tn_decoder_layer *layer, tn_region *region) {
+    const tn_decoder_step_args *args = step->args;
+    const tn_mamba mamba = {args->model,  layer,          args->spans,     step->mixed,   step->factors,
+                            step->values, step->attended, args->num_spans, args->num_rows};
+    tn_mamba_stages(&mamba, region);
+}
+
 /* The layer's attention, or what is in its place; `normed` holds its input, and then that of the MLP. */
 static void attention_stages(const step_t *step, const tn_decoder_layer *layer, int64_t index, tn_region *region) {
     const tn_adapted at_qkv = adapted_at(step, index, TN_AT_QKV);
     const tn_adapted at_output = adapted_at(step, index, TN_AT_OUTPUT);
     const bool is_delta_net = layer->delta_taps.data != NULL, convolves = layer->convolution.data != NULL;
-    const bool is_mixed = is_delta_net || (!convolves && mixed_columns(step->args->model) > 0);
+    const bool is_mamba = layer->mamba_taps.data != NULL;
+    const bool is_mixed = is_delta_net || is_mamba || (!convolves && mixed_columns(step->args->model) > 0);
     project_stage(step, &layer->qkv, &at_qkv, input_of(step, &layer->attention_norm),
                   is_mixed ? step->mixed : step->heads, region);
     if (is_delta_net) {
         delta_net_stage(step, layer, region);
+    } else if (is_mamba) {
+        mamba_stages(step, layer, region);
     } else if (convolves) {
         convolution_stages(step, layer, region);
     } else if (step->args->model->latent_rank) {
@@ -497,6 +512,7 @@ static int run_step(const tn_decoder_step_args *args, const tn_adapted *adapted)
         (model->delta_key_size > TN_MAX_DELTA_KEY || model->delta_key_size % 4 || model->delta_convolution_size < 1 ||
          model->delta_convolution_size > TN_MAX_CONVOLUTION || model->delta_value_heads % model->delta_key_heads))
         return TN_REFUSED;
+    if (model->mamba_heads && !tn_mamba_fits(model)) return TN_REFUSED;
     if (kv->dtype == TN_I8 ? kv->scale == NULL : kv->dtype != model->dtype) return TN_REFUSED;
     if (args->first == args->end) return TN_OK;
     if (args->half != TN_WHOLE_LAYERS && (args->end != args->first + 1 || model->layers[args->first].experts == NULL))

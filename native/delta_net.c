@@ -10,11 +10,9 @@
  * no chunks and no company. A column of S depends on no other column: TN_LANES of them at a time stay in the cache. */
 #include "delta_net.h"
 
-#include <math.h>
-#include <stdbool.h>
-
 #include "elements.h"
 #include "rows.h"
+#include "states.h"
 
 enum { SUMS = 4 }; /* of products over a key, each of every fourth number */
 
@@ -52,66 +50,16 @@ static float *factors_at(const tn_unit *unit, int64_t row) {
 /* This layer's part of a state. */
 static float *state_at(const tn_unit *unit, float *state) { return state + unit->args->layer->state_first; }
 
-static float exponential(float x) {
-    float lanes[TN_LANES];
-    vf_store(lanes, vf_exp(vf_set(x)));
-    return lanes[0];
-}
-
-static vf sigmoid(vf x) { return vf_div(vf_set(1.0f), vf_add(vf_set(1.0f), vf_exp(vf_sub(vf_zero(), x)))); }
-
-static float element(const void *from, int dtype, int64_t place) {
-    return dtype == TN_F32 ? ((const float *)from)[place] : f32_of_bf16(((const uint16_t *)from)[place]);
-}
-
-static float weight(const tn_vector *weights, int64_t place, int dtype) {
-    float lanes[TN_LANES];
-    vf_store(lanes, load_weights(weights, place, 1, dtype));
-    return lanes[0];
-}
-
-/* ---- the convolution ---- */
-
-/* The last inputs of channels [d, d + count), oldest first. */
-static void store_window(const tn_unit *unit, float *state, int64_t d, const vf *window, int count) {
-    float *inputs = state_at(unit, state) + d;
-    for (int64_t t = 0; t + 1 < unit->args->model->delta_convolution_size; t++)
-        vf_store_part(inputs + t * unit->channels, window[t], count);
-}
-
-/* Channels [d, d + count) of all rows of the span, which begin at `place` of a row, in place. */
-static void convolve(const tn_unit *unit, int64_t place, int64_t d, int count) {
-    const tn_decoder *model = unit->args->model;
-    const tn_span *span = unit->span;
-    const int64_t size = model->delta_convolution_size;
-    const int dtype = model->dtype;
-    vf taps[TN_MAX_CONVOLUTION], window[TN_MAX_CONVOLUTION];
-    for (int64_t t = 0; t < size; t++) {
-        float lanes[TN_LANES] = {0};
-        for (int lane = 0; lane < count; lane++)
-            lanes[lane] = weight(&unit->args->layer->delta_taps, (d + lane) * size + t, dtype);
-        taps[t] = vf_load(lanes);
-        window[t] = vf_zero();
-        if (t + 1 < size && !unit->is_first)
-            window[t] = vf_load_part(state_at(unit, span->state) + t * unit->channels + d, count);
-    }
-    int64_t save = 0;
-    for (int64_t row = 0; row < span->length; row++) {
-        void *x = (void *)row_at(unit, row);
-        window[size - 1] = load_elements(x, dtype, place, count);
-        vf sum = vf_mul(taps[0], window[0]);
-        for (int64_t t = 1; t < size; t++) sum = vf_fma(taps[t], window[t], sum);
-        sum = round_to(dtype, sum);
-        store_elements(x, dtype, place, vf_mul(sum, sigmoid(sum)), count);
-        for (int64_t t = 0; t + 1 < size; t++) window[t] = window[t + 1];
-        for (; save < span->num_saves && span->saves[save].num_rows == row + 1; save++)
-            store_window(unit, span->saves[save].state, d, window, count);
-    }
-    store_window(unit, span->state, d, window, count);
-}
-
+/* A head's channels, which begin at `place` of a row. */
 static void convolve_head(const tn_unit *unit, int64_t place, int64_t channel, int64_t num) {
-    for (int64_t d = 0; d < num; d += TN_LANES) convolve(unit, place + d, channel + d, lanes_left(num - d));
+    const tn_decoder *model = unit->args->model;
+    const tn_decoder_layer *layer = unit->args->layer;
+    const tn_vector none = {0};
+    const tn_channels channels = {.span = unit->span, .rows = unit->args->mixed, .taps = &layer->delta_taps,
+                                  .bias = &none, .row_size = unit->mixed, .num_channels = unit->channels,
+                                  .size = model->delta_convolution_size, .state_first = layer->state_first,
+                                  .dtype = model->dtype};
+    tn_convolve_channels(&channels, place, channel, num);
 }
 
 /* ---- factors ---- */
@@ -148,15 +96,10 @@ static void value_factors(const tn_unit *unit, int64_t head, int64_t row) {
     vf_store(lanes, round_to(dtype, sigmoid(vf_set(element(x, dtype, unit->betas + number)))));
     factors[0] = lanes[0];
     const float a = element(x, dtype, unit->decays + number) + weight(&layer->delta_bias, head, dtype);
-    const float softplus = a > 20.0f ? a : log1pf(exponential(a));
-    factors[1] = exponential(-exponential(weight(&layer->delta_log, head, dtype)) * softplus);
+    factors[1] = exponential(-exponential(weight(&layer->delta_log, head, dtype)) * softplus(a));
 }
 
 /* ---- the recurrence ---- */
-
-static void store_columns(float *state, int64_t stride, const vf *columns, int64_t num, int count) {
-    for (int64_t i = 0; i < num; i++) vf_store_part(state + i * stride, columns[i], count);
-}
 
 /* One token's, of columns [d, d + count) of a value head. */
 static vf recur(vf *columns, const float *query, const float *key, int64_t num, vf value, float beta, float decay) {
@@ -175,11 +118,6 @@ static vf recur(vf *columns, const float *query, const float *key, int64_t num, 
     return vf_add(vf_add(sums[0], sums[1]), vf_add(sums[2], sums[3]));
 }
 
-static void scaled(float *to, const void *row, int dtype, int64_t first, int64_t num, float factor) {
-    for (int64_t i = 0; i < num; i += TN_LANES)
-        vf_store(to + i, vf_mul(load_elements(row, dtype, first + i, lanes_left(num - i)), vf_set(factor)));
-}
-
 /* Columns [d, d + count) of a value head, through all rows of the span. */
 static void recur_columns(const tn_unit *unit, int64_t head, int64_t d, int count) {
     const tn_decoder *model = unit->args->model;
@@ -190,9 +128,7 @@ static void recur_columns(const tn_unit *unit, int64_t head, int64_t d, int coun
     const int dtype = model->dtype;
     vf columns[TN_MAX_DELTA_KEY];
     float query[TN_MAX_DELTA_KEY + TN_LANES], key[TN_MAX_DELTA_KEY + TN_LANES];
-    for (int64_t i = 0; i < num; i++)
-        columns[i] =
-            unit->is_first ? vf_zero() : vf_load_part(state_at(unit, span->state) + matrix + i * stride, count);
+    load_columns(columns, unit->is_first ? NULL : state_at(unit, span->state) + matrix, stride, num, count);
     int64_t save = 0;
     for (int64_t row = 0; row < span->length; row++) {
         const char *x = row_at(unit, row);
@@ -247,7 +183,7 @@ static tn_unit unit_of(const tn_delta_net *args, const tn_span *span, int64_t he
     const int64_t num = model->delta_value_heads / heads, keys = heads * key_size, values = heads * num * size;
     tn_unit unit = {.args = args, .span = span, .mixed = tn_delta_mixed(model), .key_size = key_size,
                     .value_size = size, .channels = 2 * keys + values, .num_values = num, .key_head = head,
-                    .first = head * num, .step = 1, .is_first = span->context_len == span->length};
+                    .first = head * num, .step = 1, .is_first = tn_begins(span)};
     if (model->delta_order == TN_DELTA_TILED) {
         unit.first = head;
         unit.step = heads;

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MAX_CONFIG_FILE_BYTES = 1 << 20
-NO_SETTINGS = (PREFIX + "CONFIG", PREFIX + "ISA")  # the second is the native library's (loader/native/library.py)
+NO_SETTINGS = (
+    PREFIX + "CONFIG",
+    PREFIX + "ISA",
+)  # the second is the native library's (loader/native/library.py)
 
 
 def resolve(

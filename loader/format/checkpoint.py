@@ -44,6 +44,7 @@ MAX_SHARED_PART_BYTES = 16 * 1024 * 1024
 
 
 _STACKED = re.compile(r"(.*\.(?:mlp|feed_forward)\.experts\.)(gate_up|down)_proj")
+_STACKED_LINEARS = re.compile(r"(.*\.block_sparse_moe\.)(input|output)_linear\.weight")  # Granite's
 _FLOATS = ("BF16", "F16", "F32")
 
 
@@ -105,10 +106,10 @@ def open_checkpoint(source: Source) -> Checkpoint:
 
 
 def with_experts_apart(checkpoint: Checkpoint, *, takes_columns: bool) -> Checkpoint:
-    """The checkpoint as one with a tensor for each expert's matrix, in place of those in rows that transformers has:
-    (experts, 2 * size, hidden), gates before ups, and (experts, hidden, size). The bytes lie where they did. With
-    `takes_columns` those with the inputs first (Llama 4), too: gates and ups of an expert are one matrix then. Tensors
-    in another order, as gpt-oss has them, stay.
+    """The checkpoint as one with a tensor for each expert's matrix, in place of those in rows that transformers and
+    Granite have: (experts, 2 * size, hidden), gates before ups, and (experts, hidden, size). Granite's gates and ups
+    stay together. The bytes lie where they did. With `takes_columns` those with the inputs first (Llama 4), too: gates
+    and ups of an expert are one matrix then. Tensors in another order, as gpt-oss has them, stay.
 
     Raises `CheckpointError` where these were too many.
     """
@@ -116,20 +117,18 @@ def with_experts_apart(checkpoint: Checkpoint, *, takes_columns: bool) -> Checkp
         return checkpoint
     tensors: dict[str, StoredTensor] = {}
     for name, stored in checkpoint.tensors.items():
-        found = _STACKED.fullmatch(name)
-        is_in_rows = found is not None and _is_in_rows(checkpoint, found[1])
-        is_in_columns = takes_columns and found is not None and _is_in_columns(checkpoint, found[1])
-        if found is None or not (is_in_rows or is_in_columns):
+        parts = _parts_of_stacked(checkpoint, name, takes_columns=takes_columns)
+        if not parts:
             tensors[name] = stored
             continue
-        parts = ("gate", "up") if is_in_rows and found[2] == "gate_up" else (found[2],)
         entry = stored.entry
         num_experts, rows, columns = entry.shape
         if len(tensors) + num_experts * len(parts) > MAX_TENSORS:
             raise CheckpointError(f"{name} and others hold more than {MAX_TENSORS} matrices", where=name)
         size = entry.size_bytes // (num_experts * len(parts))
         for number in range(num_experts * len(parts)):
-            own = f"{found[1]}{number // len(parts)}.{parts[number % len(parts)]}_proj.weight"
+            before, after = parts[number % len(parts)]
+            own = f"{before}{number // len(parts)}{after}"
             begin = entry.begin + number * size
             part = entry._replace(
                 name=own, shape=(rows // len(parts), columns), begin=begin, end=begin + size
@@ -138,22 +137,42 @@ def with_experts_apart(checkpoint: Checkpoint, *, takes_columns: bool) -> Checkp
     return checkpoint._replace(tensors=tensors)
 
 
-def _is_in_rows(checkpoint: Checkpoint, prefix: str) -> bool:
+def _parts_of_stacked(checkpoint: Checkpoint, name: str, *, takes_columns: bool) -> list[tuple[str, str]]:
+    """The names of an expert's matrices that the tensor of this name has, before and after its number; none: it holds
+    no experts that are taken apart.
+    """
+    if found := _STACKED.fullmatch(name):
+        both = [f"{found[1]}{kind}_proj" for kind in ("gate_up", "down")]
+        if _is_in_rows(checkpoint, both):
+            parts: tuple[str, ...] = ("gate", "up") if name == both[0] else ("down",)
+        elif takes_columns and _is_in_columns(checkpoint, both):
+            parts = (found[2],)
+        else:
+            parts = ()
+        return [(found[1], f".{part}_proj.weight") for part in parts]
+    if found := _STACKED_LINEARS.fullmatch(name):
+        both = [f"{found[1]}{kind}_linear.weight" for kind in ("input", "output")]
+        own = f"{found[1]}experts.", f".{found[2]}_linear.weight"
+        return [own] if _is_in_rows(checkpoint, both) else []
+    return []
+
+
+def _is_in_rows(checkpoint: Checkpoint, both: list[str]) -> bool:
     """True if both tensors of a layer's experts have floats, and shapes that fit each other."""
-    shapes = _shapes_of_experts(checkpoint, prefix)
+    shapes = _shapes_of_experts(checkpoint, both)
     return len(shapes) == 2 and shapes[0] == (shapes[1][0], 2 * shapes[1][2], shapes[1][1])
 
 
-def _is_in_columns(checkpoint: Checkpoint, prefix: str) -> bool:
+def _is_in_columns(checkpoint: Checkpoint, both: list[str]) -> bool:
     """The same of those with the inputs first. gpt-oss's, in which gates and ups alternate, have biases."""
-    shapes = _shapes_of_experts(checkpoint, prefix)
-    has_biases = f"{prefix}gate_up_proj_bias" in checkpoint.tensors
+    shapes = _shapes_of_experts(checkpoint, both)
+    has_biases = f"{both[0]}_bias" in checkpoint.tensors
     return len(shapes) == 2 and not has_biases and shapes[0] == (shapes[1][0], shapes[1][2], 2 * shapes[1][1])
 
 
-def _shapes_of_experts(checkpoint: Checkpoint, prefix: str) -> list[tuple[int, ...]]:
+def _shapes_of_experts(checkpoint: Checkpoint, both: list[str]) -> list[tuple[int, ...]]:
     """Of both tensors of a layer's experts, where these are floats; else of none."""
-    found = [checkpoint.tensors.get(f"{prefix}{kind}_proj") for kind in ("gate_up", "down")]
+    found = [checkpoint.tensors.get(name) for name in both]
     entries = [stored.entry for stored in found if stored is not None]
     if any(entry.dtype not in _FLOATS or len(entry.shape) != 3 or 0 in entry.shape for entry in entries):
         return []

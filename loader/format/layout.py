@@ -97,7 +97,11 @@ _LATE_STACK = re.compile(r"decoder|up_blocks")
 _NUMBER = re.compile(r"([0-9]+)")
 _EXPERTS = re.compile(r"(.*\.[0-9]+)\.experts(\.[0-9]+)?(?:-[0-9]+)?", re.DOTALL)
 # All experts of a layer, one in each row. Biases are small, and stay in their layer.
-_STACKED = re.compile(r"(?:.*\.)?experts\.(?:gate_up|down)_proj(?:_blocks|_scales)?", re.DOTALL)
+_STACKED = re.compile(
+    r"(?:.*\.)?(?:experts\.(?:gate_up|down)_proj(?:_blocks|_scales)?"
+    r"|block_sparse_moe\.(?:input|output)_linear\.weight)",
+    re.DOTALL,
+)
 # A connector is small, and between an encoder's last layer and a decoder's first.
 _STEM = re.compile(r"emb(?!ed_out)|patch|stem|ln_pre|norm_pre|pre_?la?ye?rnorm|connector", re.IGNORECASE)
 _NORM = re.compile(r"norm|\bln_", re.IGNORECASE)

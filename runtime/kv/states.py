@@ -1,9 +1,9 @@
 """The places of recurrent states: one for each running sequence, and copies at the ends of blocks, for reuse.
 
-A model with gated delta nets has, besides keys and values, a state of each sequence. It is of fixed size, as large as
-the keys and values of hundreds of tokens, changes with each token, and cannot be computed from blocks. So a cached
-prefix is worth as much as the longest of its beginnings whose state was kept. Copies are made within steps, by the
-executor, where a block ends and others are likely to branch off:
+A model with gated delta nets or Mamba-2 layers has, besides keys and values, a state of each sequence. It is of fixed
+size, as large as the keys and values of thousands of tokens, changes with each token, and cannot be computed from
+blocks. So a cached prefix is worth as much as the longest of its beginnings whose state was kept. Copies are made
+within steps, by the executor, where a block ends and others are likely to branch off:
 
 - at the last end of a block before a prompt's last token,
 - where a prompt left the cached blocks of another one, whose states end before that,

@@ -109,6 +109,12 @@ def modules_of(config: DecoderConfig, layer: int) -> tuple[Module, ...]:
         found.append(
             Module(f"{names.delta_net}out_proj", AdapterPlace.OUTPUT, 0, config.hidden_size, num_values)
         )
+    elif config.mamba is not None and config.is_mamba(layer):
+        mamba = config.mamba
+        found = _stacked(AdapterPlace.QKV, (f"{names.mamba}in_proj",), (mamba.projected,), config.hidden_size)
+        found.append(
+            Module(f"{names.mamba}out_proj", AdapterPlace.OUTPUT, 0, config.hidden_size, mamba.num_values)
+        )
     elif config.convolves(layer):
         before, _, after = names.convolution
         found = _stacked(AdapterPlace.QKV, (before,), (3 * config.hidden_size,), config.hidden_size)

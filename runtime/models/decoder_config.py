@@ -21,6 +21,7 @@ from .rope_config import MAX_POSITIONS, RopeConfig
 
 if TYPE_CHECKING:
     from .experts_config import Experts
+    from .mamba_config import Mamba
     from .quantization_config import QuantizationConfig
     from .vision_config import VisionConfig
 
@@ -45,6 +46,8 @@ FAMILY_MODULES: dict[str, tuple[str, str]] = {
     "glm": ("glm", "GlmForCausalLM"),
     "glm4": ("glm", "Glm4ForCausalLM"),
     "granite": ("granite", "GraniteForCausalLM"),
+    "granitemoehybrid": ("granite_hybrid", "GraniteMoeHybridForCausalLM"),
+    "bamba": ("bamba", "BambaForCausalLM"),
     "olmo2": ("olmo2", "Olmo2ForCausalLM"),
     "olmo3": ("olmo2", "Olmo3ForCausalLM"),
     "exaone4": ("exaone4", "Exaone4ForCausalLM"),
@@ -225,6 +228,7 @@ class LayerNames(Struct, frozen=True):
     output: str = "self_attn.o_proj"
     convolution: tuple[str, str, str] = ("conv.in_proj", "conv.conv", "conv.out_proj")
     delta_net: str = "linear_attn."
+    mamba: str = "mamba."
     delta_net_inputs: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # one for each, or one for both
     down: str = "mlp.down_proj"
@@ -236,6 +240,8 @@ class LayerNames(Struct, frozen=True):
     shared_expert: str = "mlp.shared_experts."
     shared_gate: str = "mlp.shared_expert_gate"
     stacked_experts: str | None = None  # all of a layer's in one tensor each: `stacked_experts.py`
+    stacked_gate_up: str = "gate_up_proj"  # what their names end with
+    stacked_down: str = "down_proj"
     stacked_alternating: bool = False  # gate and up are every second output of these, and there are biases
 
 
@@ -303,6 +309,7 @@ class DecoderConfig(Struct, frozen=True):
     convolutions: ShortConvolutions | None = None
     latent: LatentAttention | None = None  # then `num_kv_heads` is 1
     delta_nets: DeltaNets | None = None
+    mamba: Mamba | None = None
     attention_scale: float | None = None  # None: head_dim ** -0.5
     score_cap: float | None = None  # attention scores s become cap · tanh(s / cap)
     logit_cap: float | None = None  # likewise
@@ -333,6 +340,15 @@ class DecoderConfig(Struct, frozen=True):
     def is_delta_net(self, layer: int) -> bool:
         """True if this layer is a gated delta net."""
         return self.delta_nets is not None and self.delta_nets.layers[layer]
+
+    def is_mamba(self, layer: int) -> bool:
+        """True if this is a Mamba-2 layer."""
+        return self.mamba is not None and self.mamba.layers[layer]
+
+    @property
+    def has_states(self) -> bool:
+        """True if some layers have a recurrent state of each sequence."""
+        return self.delta_nets is not None or self.mamba is not None
 
     def admitting(self, max_context: int) -> DecoderConfig:
         """This config for contexts of `max_context` tokens, up to the limit of its rotary scaling; never shorter."""

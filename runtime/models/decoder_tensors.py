@@ -13,7 +13,7 @@ from ..errors import ModelError
 from ..tensors import DType, Tensor
 from ..weights import Weights
 from .decoder_config import DecoderConfig, LatentAttention, LayerRotary
-from .matrices import DecoderLayerWeights, DecoderWeights, DeltaNetWeights, ExpertWeights
+from .matrices import DecoderLayerWeights, DecoderWeights, DeltaNetWeights, ExpertWeights, MambaWeights
 from .parameters import Parameters, stored_dtype
 from .projections import take_embeddings, take_linear, take_stacked
 
@@ -89,6 +89,8 @@ def _take_layer(config: DecoderConfig, index: int, parameters: Parameters) -> De
         take_mixer = _take_convolution
     elif config.is_delta_net(index):
         take_mixer = _take_delta_net
+    elif config.is_mamba(index):
+        take_mixer = _take_mamba
     mixer = take_mixer(config, parameters)
     if config.unit_qk_norm and config.layer_rotary[index] is not LayerRotary.NONE:
         from .converted import ones  # few models have such norms
@@ -215,18 +217,39 @@ def _take_delta_net(config: DecoderConfig, parameters: Parameters) -> dict[str, 
     }
 
 
+def _take_mamba(config: DecoderConfig, parameters: Parameters) -> dict[str, Any]:
+    """The same of a Mamba-2 layer."""
+    mamba, hidden_size, prefix = config.mamba, config.hidden_size, config.names.mamba
+    assert mamba is not None
+    bias, channels = mamba.has_bias, mamba.num_channels
+    return {
+        "qkv": take_linear(parameters, f"{prefix}in_proj", hidden_size, mamba.projected, bias=bias),
+        "mamba": MambaWeights(
+            parameters.take(f"{prefix}conv1d.weight", channels, 1, mamba.convolution_size),
+            parameters.take_norm(f"{prefix}conv1d.bias", channels) if mamba.has_convolution_bias else None,
+            parameters.take_norm(f"{prefix}A_log", mamba.num_heads),
+            parameters.take_norm(f"{prefix}dt_bias", mamba.num_heads),
+            parameters.take_norm(f"{prefix}D", mamba.num_heads),
+            parameters.take_norm(f"{prefix}norm.weight", mamba.num_values),
+        ),
+        "output": take_linear(parameters, f"{prefix}out_proj", mamba.num_values, hidden_size, bias=bias),
+    }
+
+
 def _take_experts(
     config: DecoderConfig, mixture: Experts, parameters: Parameters
 ) -> tuple[tuple[ExpertWeights, ...], ExpertGate | None]:
     """The experts, and the gate for some of them: None where all are needed at once."""
     names = config.names
     stacked = names.stacked_experts
-    if stacked is not None and any(f"{stacked}down_proj{kind}" in parameters for kind in ("", "_blocks")):
+    down = f"{stacked}{names.stacked_down}"
+    if stacked is not None and any(f"{down}{kind}" in parameters for kind in ("", "_blocks")):
         from .stacked_experts import stacked_gate, take_stacked_experts  # of few families
 
         is_alternating, hidden_size = names.stacked_alternating, config.hidden_size
-        taken = take_stacked_experts(parameters, stacked, mixture, hidden_size, is_alternating=is_alternating)
-        return taken, stacked_gate(parameters, stacked, mixture, hidden_size, is_alternating=is_alternating)
+        both = (f"{stacked}{names.stacked_gate_up}", down)
+        taken = take_stacked_experts(parameters, both, mixture, hidden_size, is_alternating=is_alternating)
+        return taken, stacked_gate(parameters, both, mixture, hidden_size, is_alternating=is_alternating)
     experts: list[ExpertWeights] = []
     starts: list[int] = []
     for number in range(mixture.num):

@@ -344,13 +344,24 @@ class DeltaNetWeights(Struct, frozen=True, eq=False):
     norm: Tensor  # (value_size,)
 
 
+class MambaWeights(Struct, frozen=True, eq=False):
+    """The same of a Mamba-2 layer."""
+
+    taps: Tensor  # (values of all heads, keys and queries of all groups, 1, size): a row's own token is the last
+    taps_bias: Tensor | None  # one for each of these
+    log: Tensor  # (num_heads,) each: of the speed of decay, the bias of time steps, and of values added to outputs
+    step_bias: Tensor
+    skip: Tensor
+    norm: Tensor  # (num_values,)
+
+
 class DecoderLayerWeights(Struct, frozen=True, eq=False):
     """Norm weights are (size,) of any of BF16, F16, F32. `Norm.RMS` rounds them to the spec's dtype first."""
 
     attention_norm: Tensor | None  # (hidden,)
     # Query heads, key heads, value heads, (head_dim) numbers each; of a convolution, three rows; of latents the inputs
     # of `query_up`, or query heads where there is none, and then a latent and a key; of a gated delta net what
-    # `DeltaNets.projected` says.
+    # `DeltaNets.projected` says, and of a Mamba-2 layer `Mamba.projected`.
     qkv: Projection
     output: Projection
     mlp_norm: Tensor | None
@@ -366,6 +377,7 @@ class DecoderLayerWeights(Struct, frozen=True, eq=False):
     )
     convolution_bias: Tensor | None = None  # (hidden,)
     delta_net: DeltaNetWeights | None = None  # in place of attention
+    mamba: MambaWeights | None = None  # likewise
     router: Projection | None = None  # to the experts' scores
     shared_gate: Projection | None = (
         None  # to one number, whose sigmoid multiplies the shared expert's output

@@ -32,6 +32,7 @@ from .rotary import Rotary
 if TYPE_CHECKING:
     from .encoder_config import Disentangled, EncoderConfig, PositionBias
     from .experts_config import Experts
+    from .mamba_config import Mamba
 
 
 class Activation(enum.StrEnum):
@@ -121,6 +122,7 @@ class DecoderSpec(Struct, frozen=True):
     latent: LatentAttention | None  # the pool has these in place of keys and values
     # In place of the attention of some layers, which have a state of each sequence, and no keys and values.
     delta_nets: DeltaNets | None
+    mamba: Mamba | None  # likewise
     rotary: Rotary
     local_rotary: Rotary | None  # of the same dim
     layer_rotary: tuple[LayerRotary, ...]  # which of them turns a layer's queries and keys
@@ -196,6 +198,7 @@ class DecoderSpec(Struct, frozen=True):
             convolutions=config.convolutions,
             latent=config.latent,
             delta_nets=config.delta_nets,
+            mamba=config.mamba,
             rotary=rotary(config.rope, config.max_context),
             local_rotary=None if local is None else rotary(local, config.max_context),
             layer_rotary=config.layer_rotary or (LayerRotary.MAIN,) * config.num_layers,
@@ -237,21 +240,27 @@ class DecoderSpec(Struct, frozen=True):
         """(num_layers + 1,): layer i has the pool's layers from number i up to the next one's.
 
         A convolution keeps each token's inputs where others have keys and values, in as many layers as they fill. A
-        delta net has none.
+        layer with a state has none.
         """
         token_size = 2 * self.num_kv_heads * self.head_dim
         convolves = (False,) * self.num_layers if self.convolutions is None else self.convolutions.layers
         sizes = [-(-self.hidden_size // token_size) if each else 1 for each in convolves]
-        if self.delta_nets is not None:
-            sizes = [0 if each else size for each, size in zip(self.delta_nets.layers, sizes, strict=True)]
+        of_states = self._state_sizes()
+        sizes = [0 if state else size for state, size in zip(of_states, sizes, strict=True)]
         return tuple(accumulate(sizes, initial=0))
 
     def state_layers(self) -> tuple[int, ...]:
         """(num_layers + 1,): layer i has the numbers of a sequence's state from this one up to the next one's."""
-        nets = self.delta_nets
-        if nets is None:
-            return (0,) * (self.num_layers + 1)
-        return tuple(accumulate((nets.state_size if each else 0 for each in nets.layers), initial=0))
+        return tuple(accumulate(self._state_sizes(), initial=0))
+
+    def _state_sizes(self) -> list[int]:
+        """Of each layer; 0: it has no state."""
+        sizes = [0] * self.num_layers
+        if self.delta_nets is not None:
+            sizes = [self.delta_nets.state_size if each else 0 for each in self.delta_nets.layers]
+        if self.mamba is not None:
+            sizes = [self.mamba.layer_state_size if each else 0 for each in self.mamba.layers]
+        return sizes
 
     def kv_shape(self, num_blocks: int, block_size: int, num_states: int | None = None) -> PoolShape:
         """The shape of a pool of this model's keys and values, and of states: by default as many as blocks."""

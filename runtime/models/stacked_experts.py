@@ -1,9 +1,9 @@
 """Experts that are stored together, all of a layer's in one tensor for gate and up and one for down.
 
 gpt-oss has biases, and gate and up are every second output; in MXFP4 they are used where the loader put them. Others
-have first all outputs of the gate. Floats with the outputs first, as Qwen3.5 has them, are rows, and used where they
-are. Those with the inputs first (gpt-oss, Qwen3-VL) are copied into rows, each expert at its first use, and the copies
-are kept, so that such a model takes twice its size.
+have first all outputs of the gate. Floats with the outputs first, as Qwen3.5 and Granite 4 have them, are rows, and
+used where they are. Those with the inputs first (gpt-oss, Qwen3-VL) are copied into rows, each expert at its first
+use, and the copies are kept, so that such a model takes twice its size.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from .parameters import Parameters
 
 
 def take_stacked_experts(
-    parameters: Parameters, prefix: str, mixture: Experts, hidden_size: int, *, is_alternating: bool
+    parameters: Parameters, both: tuple[str, str], mixture: Experts, hidden_size: int, *, is_alternating: bool
 ) -> tuple[ExpertWeights, ...]:
-    """Each expert's matrices, of the tensors `prefix`gate_up_proj… and `prefix`down_proj…. Raises `ModelError`."""
+    """Each expert's matrices, of the tensors with these names, for gate and up and for down. Raises `ModelError`."""
     num, size = mixture.num, mixture.size
-    gate_up, down = f"{prefix}gate_up_proj", f"{prefix}down_proj"
+    gate_up, down = both
     if is_alternating:
         of_gate_up = _take_alternating(parameters, gate_up, num, hidden_size, 2 * size, alternating=True)
         of_down = _take_alternating(parameters, down, num, size, hidden_size, alternating=False)
-    elif _are_rows(parameters, prefix, mixture, hidden_size):
+    elif _are_rows(parameters, both, mixture, hidden_size):
         of_gate_up = _take_rows(parameters, gate_up, (num, 2 * size, hidden_size))
         of_down = _take_rows(parameters, down, (num, hidden_size, size))
     else:
@@ -45,22 +45,19 @@ def take_stacked_experts(
 
 
 def stacked_gate(
-    parameters: Parameters, prefix: str, mixture: Experts, hidden_size: int, *, is_alternating: bool
+    parameters: Parameters, both: tuple[str, str], mixture: Experts, hidden_size: int, *, is_alternating: bool
 ) -> ExpertGate | None:
     """The gate for some of the experts; None of floats that are copied, all of a layer together."""
-    if not is_alternating and not _are_rows(parameters, prefix, mixture, hidden_size):
+    if not is_alternating and not _are_rows(parameters, both, mixture, hidden_size):
         return None
     kinds = ("_blocks", "_scales") if is_alternating else ("",)
-    names = [f"{prefix}{name}_proj{kind}" for name in ("gate_up", "down") for kind in kinds]
+    names = [f"{name}{kind}" for name in both for kind in kinds]
     return parameters.stacked_expert_gate(names) if all(name in parameters for name in names) else None
 
 
-def _are_rows(parameters: Parameters, prefix: str, mixture: Experts, hidden_size: int) -> bool:
+def _are_rows(parameters: Parameters, both: tuple[str, str], mixture: Experts, hidden_size: int) -> bool:
     """True if both tensors have the outputs first. Of squares either tensor tells it."""
-    found = [
-        parameters.peek(name).shape if (name := f"{prefix}{kind}_proj") in parameters else ()
-        for kind in ("gate_up", "down")
-    ]
+    found = [parameters.peek(name).shape if name in parameters else () for name in both]
     num, size = mixture.num, mixture.size
     return found == [(num, 2 * size, hidden_size), (num, hidden_size, size)]
 

@@ -238,9 +238,10 @@ def calibrate(
     )
     counter = PartCounter(progress, sum(part.size_bytes for part in manifest.parts))
     model = WholeDecoder(source, manifest, threads=threads, on_part=counter)
-    if model.decoder.config.delta_nets is not None:
+    if model.decoder.config.has_states:
+        kind = "gated delta nets" if model.decoder.config.mamba is None else "Mamba-2 layers"
         raise ModelError(
-            f"{source.url} has gated delta nets, which cannot be calibrated",
+            f"{source.url} has {kind}, which cannot be calibrated",
             hint="Pack it with --no-calibrate.",
         )
     reader = InputReader(model.files)

@@ -228,6 +228,14 @@ def test_experts_of_one_tensor_have_a_group_behind_their_layer() -> None:
     assert list(grouped(*names)) == ["layers.0.experts"]
 
 
+def test_granites_experts_have_one_too() -> None:
+    stacked = [f"layers.0.block_sparse_moe.{name}_linear.weight" for name in ("input", "output")]
+    own = [f"layers.0.shared_mlp.{name}_linear.weight" for name in ("input", "output")]
+    groups = grouped(*stacked, *own, "layers.0.block_sparse_moe.router.layer.weight")
+    assert list(groups) == ["layers.0", "layers.0.experts"]
+    assert sorted(groups["layers.0.experts"]) == sorted(stacked)
+
+
 def test_an_experts_scales_are_with_its_weights() -> None:
     groups = grouped("layers.0.mlp.experts.1.w2.weight", "layers.0.mlp.experts.1.w2.weight_scale")
     assert list(groups) == ["layers.0.experts.1"]

@@ -70,7 +70,7 @@ static int64_t num_kv_layers(const tn_decoder *model, int end) {
     const int64_t token = 2 * model->num_kv_heads * model->head_dim;
     int64_t num = 0;
     for (int n = 0; n < end; n++)
-        if (model->layers[n].delta_taps.data == NULL)
+        if (model->layers[n].delta_taps.data == NULL && model->layers[n].mamba_taps.data == NULL)
             num += model->layers[n].convolution.data == NULL ? 1 : (model->hidden_size + token - 1) / token;
     return num;
 }
@@ -80,6 +80,11 @@ static int64_t num_channels(const tn_decoder *model) {
     return 2 * model->delta_key_heads * model->delta_key_size + model->delta_value_heads * model->delta_value_size;
 }
 
+/* Values, keys and queries of a Mamba-2 layer. */
+static int64_t num_mamba_channels(const tn_decoder *model) {
+    return model->mamba_heads * model->mamba_head_dim + 2 * model->mamba_groups * model->mamba_state_size;
+}
+
 /* Of a sequence's state, before layer `end`. */
 static int64_t num_of_state(const tn_decoder *model, int end) {
     const int64_t matrices = model->delta_value_heads * model->delta_key_size * model->delta_value_size;
@@ -87,6 +92,9 @@ static int64_t num_of_state(const tn_decoder *model, int end) {
     for (int n = 0; n < end; n++)
         if (model->layers[n].delta_taps.data != NULL)
             num += (model->delta_convolution_size - 1) * num_channels(model) + matrices;
+        else if (model->layers[n].mamba_taps.data != NULL)
+            num += (model->mamba_convolution_size - 1) * num_mamba_channels(model) +
+                   model->mamba_heads * model->mamba_state_size * model->mamba_head_dim;
     return num;
 }
 
@@ -196,6 +204,24 @@ static void add_delta_net_weights(const tn_decoder *model, tn_decoder_layer *lay
     layer->delta_norm = vector(model->delta_value_size, TN_F32);
 }
 
+/* Mamba-2 layers likewise. */
+static void add_mamba(tn_decoder *model) {
+    model->mamba_groups = 1 + random_below(3), model->mamba_heads = model->mamba_groups * (1 + random_below(3));
+    model->mamba_head_dim = 1 + random_below(40), model->mamba_state_size = 4 * (1 + random_below(10));
+    model->mamba_convolution_size = 1 + random_below(TN_MAX_CONVOLUTION);
+}
+
+static void add_mamba_weights(const tn_decoder *model, tn_decoder_layer *layer) {
+    const int dtype = model->dtype;
+    const int64_t heads = model->mamba_heads, values = heads * model->mamba_head_dim, num = num_mamba_channels(model);
+    layer->qkv = projection(PARTS, model->hidden_size, values + num + heads, dtype, true);
+    layer->output = projection(1, values, model->hidden_size, dtype, true);
+    layer->mamba_taps = vector(num * model->mamba_convolution_size, dtype);
+    if (random_below(2)) layer->mamba_taps_bias = vector(num, TN_F32);
+    layer->mamba_log = vector(heads, TN_F32), layer->mamba_step_bias = vector(heads, dtype);
+    layer->mamba_skip = vector(heads, dtype), layer->mamba_norm = vector(values, TN_F32);
+}
+
 static void check_decoder(int dtype, bool int8) {
     const int64_t heads = 1 + random_below(2), group = 1 + random_below(3), head_dim = 2 * (2 + random_below(40));
     tn_decoder_layer layers[LAYERS];
@@ -208,7 +234,8 @@ static void check_decoder(int dtype, bool int8) {
                         .interleaved = random_below(2), .parallel = random_below(2), .plain_mlp = random_below(2)};
     if (random_below(3) == 0) model.convolution_size = 1 + random_below(TN_MAX_CONVOLUTION);
     else if (random_below(3) == 0) add_latents(&model);
-    else if (random_below(2)) add_delta_nets(&model);
+    else if (random_below(3) == 0) add_delta_nets(&model);
+    else if (random_below(2)) add_mamba(&model);
     model.gated_attention = !model.latent_rank && random_below(3) == 0;
     model.interleaved_qkv = group == 1 && !model.latent_rank && !model.gated_attention && random_below(2);
     if (random_below(3) == 0 && !model.parallel) {
@@ -232,14 +259,16 @@ static void check_decoder(int dtype, bool int8) {
     const bool has_mlp_norm = has_input_norms && (!model.parallel || random_below(2));
     if (has_norm_bias && random_below(2)) model.norm = TN_LAYER_PLUS_ONE;
     const int64_t attended = model.num_heads * (model.latent_rank ? model.value_dim : head_dim);
-    const int64_t values = model.delta_value_heads * model.delta_value_size, made = attended > values ? attended : values;
+    const int64_t of_delta = model.delta_value_heads * model.delta_value_size;
+    const int64_t of_mamba = model.mamba_heads * model.mamba_head_dim;
+    const int64_t values = of_delta > of_mamba ? of_delta : of_mamba, made = attended > values ? attended : values;
     const int64_t widest = made > model.hidden_size ? made : model.hidden_size;
     const int64_t inner = model.shared_size > model.intermediate_size ? model.shared_size : model.intermediate_size;
     const int64_t most = widest > inner ? widest : inner;
     model.permuted_size = PARTS * (most > model.query_rank ? most : model.query_rank);
     for (int n = 0; n < LAYERS; n++) {
         const tn_vector none = {0};
-        const bool has_inner_norms = model.norm != TN_LAYER_PLUS_ONE && !model.delta_key_heads && random_below(2);
+        const bool has_inner_norms = model.norm != TN_LAYER_PLUS_ONE && !values && random_below(2);
         const bool has_norms = random_below(2), convolves = model.convolution_size && random_below(3);
         const int64_t hidden = model.hidden_size, inner = model.intermediate_size;
         const int64_t queries = model.gated_attention ? 2 * attended : attended;
@@ -268,6 +297,7 @@ static void check_decoder(int dtype, bool int8) {
         if (model.latent_rank) add_latent_weights(&model, &layers[n]);
         layers[n].state_first = num_of_state(&model, n);
         if (model.delta_key_heads && random_below(3)) add_delta_net_weights(&model, &layers[n]);
+        if (model.mamba_heads && random_below(3)) add_mamba_weights(&model, &layers[n]);
         if (!model.num_experts || random_below(3) == 0) continue; /* some layers have an MLP */
         tn_expert *experts = exactly(sizeof(tn_expert) * (size_t)model.num_experts);
         for (int64_t e = 0; e < model.num_experts; e++)

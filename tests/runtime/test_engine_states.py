@@ -32,9 +32,9 @@ def prompt(length: int, *, first: int = 1) -> tuple[int, ...]:
     return tuple((first * 41 + index * 11) % 250 for index in range(length))
 
 
-@pytest.fixture(scope="module")
-def decoder() -> Iterator[Decoder]:
-    oracle = tiny_model("qwen3_5_text")
+@pytest.fixture(scope="module", params=["qwen3_5_text", "granitemoehybrid"])
+def decoder(request: pytest.FixtureRequest) -> Iterator[Decoder]:
+    oracle = tiny_model(request.param)
     made = build_model(config_json(oracle), DictWeights(tensors_of(oracle)))
     assert isinstance(made, Decoder)
     with pytest.MonkeyPatch.context() as patch:
@@ -83,7 +83,9 @@ class Server:
 
 
 def expected(decoder: Decoder, *prompts: tuple[int, ...], num_tokens: int = 12) -> list[tuple[int, ...]]:
-    """The model's answers without an engine; `test_delta_nets.py` compares those with transformers."""
+    """The model's answers without an engine; `test_delta_nets.py` and `test_mamba.py` compare them with
+    transformers.
+    """
     stepper = Stepper(decoder, num_blocks=200)
     names = {str(number): each for number, each in enumerate(prompts)}
     return [tuple(answer) for answer in stepper.greedy(names, num_tokens).values()]

@@ -99,8 +99,11 @@ def oracle_greedy(model: Any, prompt: Sequence[int], num_tokens: int) -> list[in
     # transformers 5.24 renamed the argument and the field.
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     ids, cache, chosen = torch.tensor([prompt]), None, []
-    for _ in range(num_tokens):
-        out = model(ids, **{name: cache}, use_cache=True)
+    for number in range(num_tokens):
+        # Models that begin with a Mamba-2 layer count the cache's tokens wrong.
+        end = len(prompt) + number
+        positions = {"position_ids": torch.arange(end - ids.shape[1], end)[None]}
+        out = model(ids, **{name: cache}, **positions, use_cache=True)
         cache = getattr(out, name)
         chosen.append(int(out.logits[0, -1].argmax()))
         ids = torch.tensor([[chosen[-1]]])

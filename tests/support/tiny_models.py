@@ -25,7 +25,7 @@ from teneral.runtime.models.decoder_config import FAMILY_MODULES
 transformers.utils.logging.disable_progress_bar()
 
 # With recurrent states, which only the native core computes.
-NATIVE_ONLY = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+NATIVE_ONLY = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "granitemoehybrid", "bamba")
 # Of which files have the fields of a text_config
 WITH_TEXT_CONFIG = ("llama4",)
 # So that a new family is in every test of all of them, but for those of which transformers has no model.
@@ -85,6 +85,11 @@ _DELTA_NETS: dict[str, Any] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 32,
 }
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+}
 _LATENTS: dict[str, Any] = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 64,
@@ -128,6 +133,13 @@ LATENT_YARN = {
     "beta_slow": 1.0,
     "original_max_position_embeddings": 64,
 }
+# Names of transformers' Granite, and those of its checkpoints
+_ROUTER = ("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight")
+_LINEARS = (
+    _ROUTER,
+    ("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.input_linear.weight"),
+    ("block_sparse_moe.experts.down_proj", "block_sparse_moe.output_linear.weight"),
+)
 _HEADS = {"gpt_neox": "embed_out"}  # of checkpoints whose head is not called lm_head
 # Small numbers, so that caps and multipliers show; windows that a prompt of a few dozen tokens goes beyond
 _OF_FAMILY: dict[str, dict[str, Any]] = {
@@ -162,6 +174,19 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.22,
         "logits_scaling": 2.0,
     },
+    "granitemoehybrid": {
+        **_MAMBA,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "intermediate_size": 64,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 96,
+        "attention_multiplier": 0.125,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 2.0,
+    },
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "lfm2": {"full_attn_idxs": [1], "block_auto_adjust_ff_dim": False},
     "starcoder2": {"sliding_window": 12},
     "stablelm": {"use_qkv_bias": True},
@@ -315,6 +340,14 @@ def tensors_of(model: Any) -> dict[str, torch.Tensor]:
     return _with_experts_apart(state, model.config.model_type)
 
 
+def tensors_in_rows(model: Any) -> dict[str, torch.Tensor]:
+    """The same with all experts of a layer in one tensor each, as transformers and Granite's checkpoints have them."""
+    state = dict(model.state_dict())
+    for own, stored in _LINEARS:
+        state = {name.replace(own, stored): tensor for name, tensor in state.items()}
+    return state
+
+
 def with_tensors(model: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """The model with these weights, named as `tensors_of` names them, in fp32. Every one of its own is replaced."""
     parts = _parts_of_experts(model.config.model_type)
@@ -328,6 +361,7 @@ def with_tensors(model: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
             if not is_of_experts or parts is None:
                 prefix = "mlp" if parts is None else parts.block
                 name = name.replace(f".{own}.gate.weight", f".{prefix}.gate.weight")
+                name = name.replace(*_ROUTER)
                 parameter.copy_(left.pop(name.replace(".gate.moe_statics.", ".moe_statics.")))
                 continue
             names = parts.gate_up if which == "gate_up_proj" else (parts.down,)
@@ -343,7 +377,7 @@ class _ExpertParts(NamedTuple):
     """Names of a checkpoint's experts."""
 
     block: str
-    gate_up: tuple[str, str]
+    gate_up: tuple[str, ...]
     down: str
     own_block: str = "mlp"  # of transformers' model
     has_inputs_first: bool = False  # likewise
@@ -360,6 +394,9 @@ def _parts_of_experts(family: str) -> _ExpertParts | None:
         return _ExpertParts(
             "feed_forward", names, "down_proj", own_block="feed_forward", has_inputs_first=True
         )
+    if family == "granitemoehybrid":
+        block = "block_sparse_moe"
+        return _ExpertParts(block, ("input_linear",), "output_linear", own_block=block)
     if family == "lfm2_moe":
         return _ExpertParts("feed_forward", ("w1", "w3"), "w2", own_block="feed_forward")
     return _ExpertParts("mlp", ("gate_proj", "up_proj"), "down_proj")
@@ -375,7 +412,7 @@ def _with_experts_apart(state: dict[str, torch.Tensor], family: str) -> dict[str
         layer, is_of_experts, which = name.partition(f".{parts.own_block}.experts.")
         if not is_of_experts:
             name = name.replace(f".{parts.own_block}.gate.weight", f".{parts.block}.gate.weight")
-            apart[name.replace(".gate.moe_statics.", ".moe_statics.")] = tensor
+            apart[name.replace(".gate.moe_statics.", ".moe_statics.").replace(*_ROUTER)] = tensor
             continue
         for number, matrix in enumerate(tensor):
             names = parts.gate_up if which == "gate_up_proj" else (parts.down,)

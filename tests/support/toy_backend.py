@@ -43,7 +43,8 @@ IMPLEMENTED = {
         "joint_head_norms", "late_head_norms", "gated_attention", "sinks", "takes_images", "whole_images",
         "is_bidirectional", "chunked_windows")},
     **{name: one_of(None) for name in
-       ("experts", "latent", "convolutions", "delta_nets", "score_cap", "logit_cap", "local_rotary", "query_scaling")},
+       ("experts", "latent", "convolutions", "delta_nets", "mamba", "score_cap", "logit_cap", "local_rotary",
+        "query_scaling")},
     **{name: one_of(1.0) for name in ("embedding_scale", "residual_scale", "logits_scale")},
     "dtype": one_of(DType.F32),
     "rotary_axes": one_of(()),

@@ -70,6 +70,8 @@ _PROJECTION = re.compile(
     rf"{DECODER}(?:layers|h)\.[0-9]+\.(?:"
     r"self_attn\.(?:(?:[qkvo]|qkv|out|q_[ab]|kv_b)_proj|kv_a_proj_with_mqa|dense)|"
     r"attention\.(?:query_key_value|dense)|mlp\.dense_(?:h_to_4h|4h_to_h)|attn\.c_(?:attn|proj)|conv\.(?:in|out)_proj|"
+    r"mamba\.(?:in|out)_proj|feed_forward\.(?:gate|up|down)_proj|"
+    r"(?:shared_mlp|block_sparse_moe\.experts\.[0-9]+)\.(?:input|output)_linear|"
     r"(?:tiled_)?linear_attn\.(?:in_proj_qkvz?|in_proj_z|out_proj)|"
     r"(?:mlp|feed_forward)\.(?:experts\.[0-9]+\.|shared_experts?\.)?(?:gate|up|gate_up|down)_proj|"
     r"mlp\.(?:fc[12]|c_fc|c_proj)|"

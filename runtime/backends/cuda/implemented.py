@@ -30,6 +30,7 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     "convolutions": one_of(None),
     "latent": one_of(None),
     "delta_nets": one_of(None),
+    "mamba": one_of(None),
     "gated_attention": one_of(False),
     "score_cap": one_of(None),
     "logit_cap": one_of(None),

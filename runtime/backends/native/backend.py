@@ -86,9 +86,10 @@ class ReferenceBackend(NativeBackend):
     name = "numpy"
 
     def refuses_decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> str | None:
-        lacks = {"takes_images": spec.takes_images, "delta_nets": spec.delta_nets is not None}
-        if any(lacks.values()):
-            return f"{self.name} does not implement {max(lacks, key=lambda name: lacks[name])}"
+        found = {"takes_images": spec.takes_images, "delta_nets": spec.delta_nets, "mamba": spec.mamba}
+        lacks = [name for name, value in found.items() if value]
+        if lacks:
+            return f"{self.name} does not implement {lacks[0]}"
         return self._lacks(weights.device) or refusal_of_spec(spec)
 
     def decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> Executor:

@@ -17,7 +17,7 @@ from msgspec import Struct
 from ...errors import ModelError
 from ...models.decoder_config import LatentAttention
 from ...models.executor import Floats
-from ...models.matrices import DecoderWeights, DeltaNetWeights, DenseMatrix, Matrix
+from ...models.matrices import DecoderWeights, DeltaNetWeights, DenseMatrix, MambaWeights, Matrix
 from ...models.rotary import query_factors
 from ...models.spec import DecoderSpec
 from ...step.batch import Int64s, StepBatch
@@ -111,6 +111,7 @@ class NativeDecoder:
             **_mixture(spec),
             **_latent(spec),
             **_delta_nets(spec),
+            **_mamba(spec),
         )
 
     def embed(self, batch: StepBatch) -> Array:
@@ -333,6 +334,7 @@ class NativeDecoder:
             convolution=vector_of(layer.convolution),
             convolution_bias=vector_of(layer.convolution_bias),
             **_delta_net(layer.delta_net),
+            **_mamba_layer(layer.mamba),
             kv_layer=self._kv_layers[index],
             state_first=self._state_layers[index],
             window=self._spec.windows[index] or 0,
@@ -430,6 +432,26 @@ def _delta_net(weights: DeltaNetWeights | None) -> dict[str, records.Vector]:
         "delta_bias": vector_of(weights.bias),
         "delta_norm": vector_of(weights.norm),
     }
+
+
+def _mamba(spec: DecoderSpec) -> dict[str, int]:
+    """Fields of the record about Mamba-2 layers."""
+    mamba = spec.mamba
+    if mamba is None:
+        return {}
+    return {
+        "mamba_heads": mamba.num_heads,
+        "mamba_groups": mamba.num_groups,
+        "mamba_head_dim": mamba.head_dim,
+        "mamba_state_size": mamba.state_size,
+        "mamba_convolution_size": mamba.convolution_size,
+    }
+
+
+def _mamba_layer(weights: MambaWeights | None) -> dict[str, records.Vector]:
+    """The same of a layer's record."""
+    names = ("taps", "taps_bias", "log", "step_bias", "skip", "norm")
+    return {} if weights is None else {f"mamba_{name}": vector_of(getattr(weights, name)) for name in names}
 
 
 def _mixture(spec: DecoderSpec) -> dict[str, float]:

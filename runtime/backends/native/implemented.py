@@ -12,9 +12,11 @@ from ...tensors import DType
 from .operations import (
     ACTIVATIONS,
     DELTA_KEY_STEP,
+    MAMBA_STATE_STEP,
     MAX_CONVOLUTION,
     MAX_DELTA_KEY,
     MAX_HEAD_DIM,
+    MAX_MAMBA_STATE,
     NORMS,
     ROTARIES,
 )
@@ -83,6 +85,13 @@ IMPLEMENTED: Mapping[str, Accepts] = {
             "delta_nets.value_size",
             "delta_nets.layers",
             "delta_nets.order",
+            "mamba",
+            "mamba.num_heads",
+            "mamba.num_groups",
+            "mamba.head_dim",
+            "mamba.layers",
+            "mamba.has_bias",
+            "mamba.has_convolution_bias",
             "gated_attention",
             "sinks",
             "rotary.interleaved",
@@ -119,6 +128,8 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     "convolutions.size": lambda size: size <= MAX_CONVOLUTION,
     "delta_nets.convolution_size": lambda size: size <= MAX_CONVOLUTION,
     "delta_nets.key_size": lambda size: size <= MAX_DELTA_KEY and size % DELTA_KEY_STEP == 0,
+    "mamba.convolution_size": lambda size: size <= MAX_CONVOLUTION,
+    "mamba.state_size": lambda size: size <= MAX_MAMBA_STATE and size % MAMBA_STATE_STEP == 0,
     "layer_rotary": lambda rotaries: set(rotaries) <= set(ROTARIES),
 }
 

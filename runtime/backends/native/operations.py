@@ -28,6 +28,8 @@ MAX_HEAD_DIM = 576
 MAX_CONVOLUTION = 16  # tokens
 MAX_DELTA_KEY = 256
 DELTA_KEY_STEP = 4  # divides the size of a delta net's keys
+MAX_MAMBA_STATE = 256
+MAMBA_STATE_STEP = 4  # divides the size of a state
 ACTIVATIONS = {
     Activation.SILU: 0,
     Activation.GELU: 1,

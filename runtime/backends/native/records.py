@@ -185,7 +185,8 @@ class DecoderLayerRecord(ctypes.Structure):
         ("experts", ctypes.POINTER(Expert)),
         *fields(Vector, "sinks convolution convolution_bias"),
         ("kv_layer", _INT64),
-        *fields(Vector, "delta_taps delta_log delta_bias delta_norm"),
+        *fields(Vector, "delta_taps delta_log delta_bias delta_norm mamba_taps mamba_taps_bias mamba_log"),
+        *fields(Vector, "mamba_step_bias mamba_skip mamba_norm"),
         *fields(_INT64, "state_first window"),
         *fields(_INT32, "rotary scales_queries"),
     )
@@ -201,6 +202,7 @@ class DecoderRecord(ctypes.Structure):
         *fields(_INT64, "num_expert_groups num_expert_groups_used latent_rank query_rank plain_dim"),
         *fields(_INT64, "value_dim convolution_size delta_key_heads delta_value_heads delta_key_size"),
         *fields(_INT64, "delta_value_size delta_convolution_size delta_order"),
+        *fields(_INT64, "mamba_heads mamba_groups mamba_head_dim mamba_state_size mamba_convolution_size"),
         *fields(_FLOAT, "norm_eps attention_scale score_cap residual_scale"),
         *fields(_INT32, "activation dtype plain_mlp norm joint_norms late_norms wide_turns interleaved"),
         *fields(_INT32, "parallel expert_weights_sum_to_1 expert_weights_rounded"),

@@ -68,7 +68,7 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     "experts.has_shared_gate": any_value,
     "experts.weighs_inputs": any_value,
     "convolutions": any_value,
-    "delta_nets": one_of(None),
+    **dict.fromkeys(("delta_nets", "mamba"), one_of(None)),
     "gated_attention": one_of(False),
     "convolutions.size": any_value,
     "convolutions.layers": any_value,

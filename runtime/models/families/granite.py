@@ -11,8 +11,13 @@ from . import llama
 
 def read(config: Fields, family: str) -> DecoderConfig:
     """Raises `ModelError` naming the key that is missing, wrong or not supported."""
+    return with_multipliers(config, llama.read(config, family))
+
+
+def with_multipliers(config: Fields, model: DecoderConfig) -> DecoderConfig:
+    """The model with those that the file states."""
     return replace(
-        llama.read(config, family),
+        model,
         attention_scale=_multiplier(config, "attention_multiplier"),
         embedding_scale=_multiplier(config, "embedding_multiplier"),
         residual_scale=_multiplier(config, "residual_multiplier"),

@@ -107,14 +107,6 @@ def of_layers_of_several_kinds(model_type: str) -> Any:
     numbers = dict(zip(GEMMA_4_TOKENS, range(300, 307), strict=True))
     vision = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2)
     settings: dict[str, Any] = {
-        "granitemoehybrid": {
-            **text,
-            **mamba,
-            "layer_types": ["mamba", "attention"],
-            "num_local_experts": 2,
-            "num_experts_per_tok": 1,
-            "shared_intermediate_size": 32,
-        },
         "falcon_h1": {**text, **mamba, "mamba_d_ssm": 128},
         "gemma4_text": gemma_4,
         "gemma4": {
@@ -128,7 +120,7 @@ def of_layers_of_several_kinds(model_type: str) -> Any:
     return random_weights(transformers.AutoModelForCausalLM.from_config(config))
 
 
-@pytest.mark.parametrize("model_type", ["granitemoehybrid", "falcon_h1", "gemma4_text", "gemma4"])
+@pytest.mark.parametrize("model_type", ["falcon_h1", "gemma4_text", "gemma4"])
 def test_a_config_of_transformers_5_is_read_with_its_floats_and_layers(
     tmp_path: Path, model_type: str
 ) -> None:

@@ -93,6 +93,8 @@ REFUSED = {
     "ministral": "mistral3",
     "bitnet": "bitnet-b1.58",
     "llama4_text": "llama4",
+    "granitemoehybrid": "granitehybrid",
+    "bamba": "granitehybrid",
 }
 
 

@@ -16,7 +16,7 @@ from tests.support.decoding import Stepper, prompt_of
 from tests.support.gpt_oss import checkpoint, saved
 from tests.support.models import DictWeights, build_model
 from tests.support.paced import WAIT_S, PacedSource, reads_of
-from tests.support.tiny_models import config_json, tensors_of, tiny_model
+from tests.support.tiny_models import config_json, tensors_in_rows, tensors_of, tiny_model
 
 from teneral.loader.artifact import open_artifact
 from teneral.loader.errors import IntegrityError, UsageError
@@ -205,20 +205,28 @@ def test_experts_of_one_tensor_come_and_go_one_by_one(folders, form):
         assert sum(map(len, chosen)) < len(paging.pages)
 
 
+# With the sizes of an expert that take several frames
+IN_ROWS = {
+    "qwen3_5_moe_text": {"moe_intermediate_size": 2048},
+    "granitemoehybrid": {"intermediate_size": 2048},
+}
+
+
 @pytest.mark.parametrize("draft_bits", [None, 3])
+@pytest.mark.parametrize("family", IN_ROWS)
 def test_experts_that_are_rows_of_floats_are_read_by_themselves(
-    tmp_path: Path, draft_bits: int | None
+    tmp_path: Path, family: str, draft_bits: int | None
 ) -> None:
     from safetensors.torch import save_file
 
-    model = tiny_model("qwen3_5_moe_text", dtype=torch.bfloat16, moe_intermediate_size=2048)
+    model = tiny_model(family, dtype=torch.bfloat16, **IN_ROWS[family])
     (tmp_path / "plain").mkdir()
-    save_file(model.state_dict(), tmp_path / "plain" / "model.safetensors")
+    save_file(tensors_in_rows(model), tmp_path / "plain" / "model.safetensors")
     (tmp_path / "plain" / "config.json").write_text(json.dumps(config_json(model)))
     tiers = None if draft_bits is None else TierOptions(draft_bits=draft_bits)
     pack(open_source(str(tmp_path / "plain")), open_store(str(tmp_path / "packed")), tiers=tiers)
     backends = [NativeBackend()]
-    oracle = build_model(config_json(model), DictWeights(model.state_dict()), backends=backends)
+    oracle = build_model(config_json(model), DictWeights(tensors_in_rows(model)), backends=backends)
 
     with arriving(tmp_path / "packed") as (load, _, decoder):
         gates = [layer.expert_gate for layer in decoder.weights.layers]
@@ -236,18 +244,19 @@ def test_experts_that_are_rows_of_floats_are_read_by_themselves(
     [{"quantize": QuantizeOptions(8)}, {"quantize": QuantizeOptions(4)}, {"prune": PruneOptions(0.5)}],
     ids=["int8", "int4", "pruned"],
 )
+@pytest.mark.parametrize("family", IN_ROWS)
 def test_experts_in_rows_become_what_those_that_are_stored_apart_become(
-    options: dict[str, Any], tmp_path: Path
+    family: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    model = tiny_model("qwen3_5_moe_text", dtype=torch.bfloat16)
+    model = tiny_model(family, dtype=torch.bfloat16)
     made = []
-    for name, tensors in (("rows", model.state_dict()), ("apart", tensors_of(model))):
+    for name, tensors in (("rows", tensors_in_rows(model)), ("apart", tensors_of(model))):
         plain = saved(tmp_path / name, config_json(model), tensors)
         result = pack(open_source(str(plain)), open_store(str(tmp_path / f"{name}-packed")), **options)
         made.append(result.manifest)
     rows, apart = made
 
-    assert "model.layers.0.mlp.experts.gate_up_proj" in model.state_dict()
+    assert any(tensor.ndim == 3 and "conv1d" not in name for name, tensor in tensors_in_rows(model).items())
     assert "layers.0.experts.3" in {group.name for group in rows.groups}
     assert rows.tensors == apart.tensors
     assert rows.parts == apart.parts, "with equal digests"

@@ -205,10 +205,13 @@ def test_a_model_that_does_not_fit_is_packed_without_calibration(
     assert "not calibrated: " in capsys.readouterr().err
 
 
-def test_a_model_with_delta_nets_is_packed_without_calibration(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("family", "kind"), [("qwen3_5_text", "gated delta nets"), ("bamba", "Mamba-2 layers")]
+)
+def test_a_model_with_states_is_packed_without_calibration(
+    family: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    original = save_tiny("qwen3_5_text", tmp_path / "original", dtype=torch.bfloat16)
+    original = save_tiny(family, tmp_path / "original", dtype=torch.bfloat16)
     arguments = ["pack", str(original), str(tmp_path / "packed"), "--quantize", "int4", "--quiet"]
     assert cli.run(arguments) == 0
-    assert "has gated delta nets, which cannot be calibrated" in capsys.readouterr().err
+    assert f"has {kind}, which cannot be calibrated" in capsys.readouterr().err

@@ -47,6 +47,8 @@ OTHERS = (
     "glm4_moe",
     "deepseek_v2",
     "deepseek_v3",
+    "granitemoehybrid",
+    "bamba",
 )  # than those like Llama
 
 each_family = pytest.mark.parametrize("family", DISTINCT_NATIVE)
@@ -157,8 +159,11 @@ def test_in_bf16_logits_are_no_further_from_fp32_than_those_of_torch(isa, family
         of_torch += np.abs(logits_of(of, tokens) - expected).mean()
     # Sums over latents round elsewhere than those over keys and values. Errors of delta nets change which experts are
     # chosen: of one seed they differ by a tenth, of 12 by 0.2 %.
+    # Those of Mamba-2 layers are larger of three seeds by 0.3 %, and smaller of 12 by 1.2 %.
     spec = spec_of(of, DType.BF16)
     slack = 1.05 if spec.latent is not None else 1.1 if spec.delta_nets and spec.experts else 1.0
+    if spec.mamba is not None:
+        slack = 1.01
     assert 0.1 * of_torch < ours <= slack * of_torch
 
 

@@ -1,0 +1,154 @@
+"""Mamba-2 layers of Granite 4 and Bamba: transformers' logits, in chunks and company bit for bit the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.support.decoding import Stepper, oracle_greedy, oracle_logits, prompt_of
+from tests.support.models import DictWeights, build_model
+from tests.support.tiny_models import config_json, tensors_in_rows, tensors_of, tiny_model
+
+from teneral.loader.native.library import library
+from teneral.runtime.backends.native.backend import NativeBackend, ReferenceBackend
+from teneral.runtime.backends.torch.backend import TorchBackend
+from teneral.runtime.errors import ModelError
+from teneral.runtime.models.decoder_config import DecoderConfig
+
+GRANITE = "granitemoehybrid"
+ODD: dict[str, Any] = {
+    "hidden_size": 72,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "mamba_n_heads": 6,
+    "mamba_n_groups": 3,
+    "mamba_d_state": 20,
+    "mamba_d_conv": 3,
+    "mamba_proj_bias": True,
+    "mamba_conv_bias": False,
+    "attention_bias": True,
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "granite": (GRANITE, {}),
+    "granite, stacked experts": (GRANITE, {}),
+    "granite without experts": (GRANITE, {"num_local_experts": 0}),
+    "granite, odd sizes": (GRANITE, ODD),
+    "granite, with positions": (GRANITE, {"position_embedding_type": "rope"}),
+    "granite, heads as published": (
+        GRANITE,
+        {"mamba_n_heads": 2, "mamba_d_head": 64, "mamba_d_state": 128, "tie_word_embeddings": True},
+    ),
+    "bamba": ("bamba", {}),
+    "bamba, odd sizes": ("bamba", {**ODD, "mlp_bias": True, "mamba_d_state": 256}),
+}
+needs_core = pytest.mark.skipif(library() is None, reason="Mamba-2 layers are the native core's")
+
+
+@needs_core
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_and_tokens_are_those_of_transformers(variant: str) -> None:
+    family, overrides = VARIANTS[variant]
+    oracle = tiny_model(family, **overrides)
+    tensors = tensors_in_rows(oracle) if "stacked" in variant else tensors_of(oracle)
+    decoder: Any = build_model(config_json(oracle), DictWeights(tensors), backends=[NativeBackend()])
+    long, short = prompt_of(75), prompt_of(7, seed=1)
+
+    whole = Stepper(decoder).step({"a": long, "b": short})
+    stepper = Stepper(decoder)
+    chunks = [
+        stepper.step({"a": long[begin:end], f"b{end}": short})["a"]
+        for begin, end in ((0, 1), (1, 3), (3, 43), (43, 44), (44, 75))
+    ]
+
+    torch.testing.assert_close(whole["a"], oracle_logits(oracle, long), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(whole["b"], oracle_logits(oracle, short), atol=1e-4, rtol=1e-4)
+    assert torch.equal(torch.cat(chunks), whole["a"])
+    assert Stepper(decoder).greedy({"a": short}, 6)["a"] == oracle_greedy(oracle, short, 6)
+
+
+@needs_core
+@pytest.mark.parametrize("family", [GRANITE, "bamba"])
+def test_in_bf16_threads_chunks_and_company_change_no_bit(family: str) -> None:
+    oracle = tiny_model(family, dtype=torch.bfloat16, mamba_n_groups=2)
+    decoder: Any = build_model(
+        config_json(oracle), DictWeights(tensors_of(oracle)), backends=[NativeBackend()]
+    )
+    own = library()
+    assert own is not None
+    prompt = prompt_of(75)
+    expected = Stepper(decoder).step({"a": prompt})["a"]
+    before = own.functions.tn_num_threads()
+    try:
+        for num_threads in (1, 3, 5):
+            own.functions.tn_set_threads(num_threads)
+            stepper, rows = Stepper(decoder), []
+            for begin, end in ((0, 2), (2, 3), (3, 40), (40, 75)):
+                others = {f"{end} {number}": prompt_of(5 + number, seed=number) for number in range(3)}
+                rows.append(stepper.step({**others, "a": prompt[begin:end]})["a"])
+            assert torch.equal(torch.cat(rows), expected)
+    finally:
+        own.functions.tn_set_threads(before)
+
+
+@needs_core
+def test_a_model_whose_layers_all_attend_has_no_states() -> None:
+    """Granite 4.0 Micro: the family without its Mamba-2 layers, which every backend computes."""
+    kinds = ["full_attention"] * 3
+    oracle = tiny_model(GRANITE, layer_types=kinds, num_local_experts=0, position_embedding_type="rope")
+    prompt = prompt_of(40)
+    for backend in (NativeBackend(), TorchBackend(), ReferenceBackend()):
+        made: Any = build_model(config_json(oracle), DictWeights(tensors_of(oracle)), backends=[backend])
+        ours = Stepper(made).step({"a": prompt})["a"]
+        torch.testing.assert_close(ours, oracle_logits(oracle, prompt), atol=1e-4, rtol=1e-4)
+        assert made.state_bytes == 0
+
+
+@pytest.mark.parametrize("backend", [TorchBackend(), ReferenceBackend()], ids=lambda backend: backend.name)
+def test_other_backends_refuse_them_by_name(backend: Any) -> None:
+    oracle = tiny_model("bamba")
+    with pytest.raises(ModelError, match="mamba"):
+        build_model(config_json(oracle), DictWeights(tensors_of(oracle)), backends=[backend])
+
+
+@pytest.mark.parametrize("kind", ["mamba", "linear_attention"])
+def test_published_files_name_layers_and_positions_as_they_did(kind: str) -> None:
+    config = config_json(tiny_model(GRANITE))
+    kinds = [kind, "attention", kind]
+    limits = [0.0, float("inf")]
+    older = {**config, "layer_types": kinds, "position_embedding_type": "nope", "time_step_limit": limits}
+
+    read = DecoderConfig.from_json({key: value for key, value in older.items() if key != "mamba_d_head"})
+
+    assert read == DecoderConfig.from_json(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "named"),
+    [
+        (GRANITE, {"layer_types": ["mamba"] * 3}, "layer_types"),
+        (GRANITE, {"layer_types": ["mamba", "attention", "moe"]}, "layer_types"),
+        (GRANITE, {"layer_types": None}, "layer_types"),
+        (GRANITE, {"mamba_d_conv": 17}, "mamba_d_conv"),
+        (GRANITE, {"mamba_d_state": 260}, "mamba_d_state"),
+        (GRANITE, {"mamba_d_state": 18}, "mamba_d_state"),
+        (GRANITE, {"mamba_n_heads": 3}, "mamba_n_heads"),
+        (GRANITE, {"mamba_n_groups": 3}, "mamba_n_groups"),
+        (GRANITE, {"mamba_d_head": 31}, "mamba_n_heads"),
+        (GRANITE, {"mamba_d_head": "large"}, "mamba_d_head"),
+        (GRANITE, {"time_step_limit": [0.0, 0.1]}, "time_step_limit"),
+        (GRANITE, {"position_embedding_type": "alibi"}, "position_embedding_type"),
+        (GRANITE, {"hidden_act": "gelu"}, "hidden_act"),
+        (GRANITE, {"shared_intermediate_size": -1}, "shared_intermediate_size"),
+        (GRANITE, {"num_local_experts": -1}, "num_local_experts"),
+        ("bamba", {"attn_layer_indices": None}, "attn_layer_indices"),
+        ("bamba", {"attn_layer_indices": []}, "attn_layer_indices"),
+        ("bamba", {"attn_layer_indices": [3]}, "attn_layer_indices"),
+        ("bamba", {"attn_layer_indices": [True]}, "attn_layer_indices"),
+        ("bamba", {"hidden_act": "relu"}, "hidden_act"),
+    ],
+)
+def test_wrong_fields_are_named(family: str, changed: dict[str, Any], named: str) -> None:
+    config = config_json(tiny_model(family))
+    with pytest.raises(ModelError, match=named):
+        DecoderConfig.from_json({**config, **changed})

@@ -80,7 +80,7 @@ class PassLike(Protocol):
 
     def can_advance(self, timeout_s: float = 0.0) -> bool: ...
 
-    def advance(self) -> None: ...
+    def advance(self, *, is_behind: bool = False) -> None: ...
 
     def joined(self, behind: Any) -> Any: ...
 
@@ -127,7 +127,8 @@ class ExactPasses:
         """Compute one layer of the first pass that can. Returns that pass when it is finished."""
         number = next(number for number in range(len(self._passes)) if self._may_advance(number))
         sent = self._passes[number]
-        sent.under_way.advance()
+        # The last weights may have come since this was asked: a pass that then went through all layers would overtake.
+        sent.under_way.advance(is_behind=number > 0)
         if sent.under_way.is_done:
             return self._passes.pop(number)
         self._join(number)

@@ -246,8 +246,10 @@ class ForwardPass:
             return _expert_gate(weights.layers[layer]).opens(self._experts(), timeout_s, self._tier)
         return self._gate().opens(timeout_s, self._tier) and self._opens_adapters(timeout_s)
 
-    def advance(self) -> None:
-        """Run the next stage; blocks until its weights are there."""
+    def advance(self, *, is_behind: bool = False) -> None:
+        """Run the next stage; blocks until its weights are there. A pass that `is_behind` another one, whose keys and
+        values its rows may read, goes no further; others go through all layers at once that are there by then.
+        """
         stage, came_s = self._decoder.stages[self.stage], time.monotonic()
         use = self._reading()
         self._opens_adapters(None)
@@ -255,7 +257,7 @@ class ForwardPass:
             started_s = time.monotonic()
             if stage.work is Work.EXPERTS and started_s - came_s > REPORTED_WAIT_S:
                 self._report(stage.layer, EXPERT_WAIT, came_s, started_s)
-            name = self._run()
+            name = self._run(is_behind=is_behind)
             self._report(stage.layer, name, started_s, time.monotonic())
 
     def joined(self, behind: ForwardPass) -> ForwardPass:
@@ -330,7 +332,7 @@ class ForwardPass:
         is_layer = 0 <= layer < self._decoder.num_layers
         return not is_layer or all(adapter.opens(layer, timeout_s) for adapter in self._adapters)
 
-    def _run(self) -> str:
+    def _run(self, *, is_behind: bool) -> str:
         """The next stage, or all layers that are left where one call computes them sooner: their weights are there."""
         decoder, stage, executor = self._decoder, self._decoder.stages[self.stage], self._decoder.executor
         self.stage += 1
@@ -355,7 +357,7 @@ class ForwardPass:
             self._chosen = None
             return stage.name
         end = stage.layer + 1
-        if executor.runs_layers_together and decoder.is_exact:
+        if executor.runs_layers_together and not is_behind and decoder.is_exact:
             self.stage += stage.work is Work.ROUTE
             if all(adapter.is_complete for adapter in self._adapters):
                 self.stage, end = len(decoder.stages) - 1, decoder.num_layers

@@ -19,6 +19,9 @@ from tests.support.models import DictWeights, WaitedGate, build_model, forward, 
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 
 from teneral.loader.format.manifest import Tier
+from teneral.loader.native.library import library
+from teneral.runtime.backends.native.backend import NativeBackend
+from teneral.runtime.engine.speculation import ExactPasses
 from teneral.runtime.kv.storage import by_block
 from teneral.runtime.models.decoder import Decoder, ForwardPass
 from teneral.runtime.step.batch import StepBatch, join, select
@@ -322,3 +325,25 @@ def test_taking_spans_out_keeps_only_their_logit_rows(llama: Decoder) -> None:
     last_rows = StepBatch(batch.tokens, batch.positions, batch.slots, batch.spans, np.array([12, 19]))
     chosen, _ = select(last_rows, [1])
     assert chosen.logit_rows.tolist() == [6]
+
+
+@pytest.mark.skipif(library() is None, reason="there is no native library for this processor")
+def test_a_pass_behind_another_one_never_overtakes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last weights come just after the first pass was asked whether it has any, and before the second one is."""
+    oracle = tiny_model("llama", dtype=torch.bfloat16)
+    decoder = build_model(config_json(oracle), DictWeights(tensors_of(oracle)), backends=[NativeBackend()])
+    assert decoder.executor.runs_layers_together
+    expected = apart(decoder, ONE, LATER)[1]
+    stepper = Stepper(decoder)
+    ahead = decoder.begin(stepper.batch(ONE), stepper.kv)
+    behind = decoder.begin(stepper.batch(LATER), stepper.kv)
+    for _ in range(2):
+        ahead.advance(is_behind=True)
+    answers = iter([False, False])  # the first pass's gate, while the second one goes on
+    monkeypatch.setattr(ahead, "can_advance", lambda timeout_s=0.0: next(answers, True))
+    passes = ExactPasses(max_rows=-1)  # which are never joined
+    passes.send(ahead, [])
+    passes.send(behind, [])
+    while passes:
+        passes.advance()
+    assert torch.equal(torch.from_numpy(behind.logits), expected)

@@ -102,6 +102,7 @@ def test_the_functions_that_a_file_has_are_named(module):
 @pytest.mark.parametrize("statement", ["1 / 0", "import no_such_thing", "raise SystemExit(1)", "def"])
 def test_a_failed_import_keeps_the_users_own_error(module, statement):
     path = module(f"{statement}\n")
+    sys.modules.pop("teneral_handler_mine", None)  # of another file's tests
     before = set(sys.modules)
     for spec in (f"{path}:handler", "mine:handler"):
         with pytest.raises(HandlerError, match="could not be imported") as caught:

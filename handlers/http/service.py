@@ -82,7 +82,7 @@ class HttpCall(Struct):
 
     @property
     def tokens(self) -> str:
-        """As `TOKENS_HEADER` has them."""
+        """`prompt+generated`, the value of the header `TOKENS_HEADER`."""
         return f"{self.prompt_tokens}+{self.generated_tokens}"
 
     @property

@@ -38,7 +38,7 @@ _PIECE_BYTES = 1 << 16
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")  # IPv4 addresses in the last 32 bits
 
 
-class Place(NamedTuple):
+class ImagePlace(NamedTuple):
     """The checked parts of an address."""
 
     origin: str
@@ -94,7 +94,7 @@ def fetch_image(url: str, origins: frozenset[str], param: str, max_bytes: int) -
     raise _failed(place, param, f"more than {MAX_REDIRECTS} redirects")
 
 
-def checked_place(url: str, origins: frozenset[str], param: str) -> Place:
+def checked_place(url: str, origins: frozenset[str], param: str) -> ImagePlace:
     """The parts of an address from one of these origins. Raises `RequestError` for others."""
     try:
         parts = urlsplit(url)
@@ -111,17 +111,17 @@ def checked_place(url: str, origins: frozenset[str], param: str) -> Place:
     return place
 
 
-def _place(parts: SplitResult) -> Place | None:
+def _place(parts: SplitResult) -> ImagePlace | None:
     if parts.scheme not in _PORTS or not parts.hostname:
         return None
     port = parts.port or _PORTS[parts.scheme]
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     shown = host if port == _PORTS[parts.scheme] else f"{host}:{port}"
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    return Place(f"{parts.scheme}://{shown}", parts.scheme, parts.hostname, port, target)
+    return ImagePlace(f"{parts.scheme}://{shown}", parts.scheme, parts.hostname, port, target)
 
 
-def _connected(place: Place, origins: frozenset[str], param: str, deadline_s: float) -> HTTPConnection:
+def _connected(place: ImagePlace, origins: frozenset[str], param: str, deadline_s: float) -> HTTPConnection:
     """A connection to a checked address, which is cut at the deadline."""
     found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
     addresses = [str(entry[4][0]) for entry in found]
@@ -163,13 +163,13 @@ def _cut(sock: socket.socket) -> None:
         sock.shutdown(socket.SHUT_RDWR)
 
 
-def _answer(connection: HTTPConnection, place: Place) -> HTTPResponse:
+def _answer(connection: HTTPConnection, place: ImagePlace) -> HTTPResponse:
     headers = {"Accept": "image/*", "User-Agent": "teneral", "Connection": "close"}
     connection.request("GET", place.target, headers=headers)
     return connection.getresponse()
 
 
-def _body(response: HTTPResponse, place: Place, param: str, max_bytes: int) -> bytes:
+def _body(response: HTTPResponse, place: ImagePlace, param: str, max_bytes: int) -> bytes:
     if response.status != 200:
         raise _failed(place, param, f"status {response.status}")
     data = bytearray()
@@ -200,5 +200,5 @@ def _is_literal(host: str) -> bool:
     return False
 
 
-def _failed(place: Place, param: str, why: str) -> RequestError:
+def _failed(place: ImagePlace, param: str, why: str) -> RequestError:
     return RequestError(f"{param}: the image at {place.origin[:200]} cannot be fetched: {why}", param=param)

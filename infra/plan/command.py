@@ -14,7 +14,7 @@ from typing import Any
 from ...handlers.pool.file import read_pool
 from ...handlers.pool.values import Model, Pool
 from ...loader.errors import UsageError
-from .fleet import Fetch, fetch_all, parse_fleet
+from .fleet import FleetFetch, fetch_all, parse_fleet
 from .instance_model import Profile, parse_assumptions, profile_of, read_profiles
 from .outcome import Price, parse_price
 from .search import Host, PoolChoice, cheapest, pareto, search, three_ways, try_out
@@ -38,7 +38,7 @@ class ModelPlan:
     ttft_p99_s: float | None  # the objective
     price: Price
     ways: dict[str, PoolChoice]
-    fetches: list[Fetch]  # of a fleet
+    fetches: list[FleetFetch]  # of a fleet
     places: int
 
     @property
@@ -132,7 +132,7 @@ def _way(choice: PoolChoice, num_requests: int) -> dict[str, Any]:
     return {**_row(choice), "standby_s": round(choice.standby_s, 1), "cost_of_a_million": round(cost, 6)}
 
 
-def _fetch_line(fetch: Fetch) -> str:
+def _fetch_line(fetch: FleetFetch) -> str:
     time = "" if fetch.seconds is None else f" {fetch.seconds:>10,.1f} s"
     return f"  {fetch.weights:>10} {fetch.store_bytes / 1e9:>12,.1f} GB{time}"
 

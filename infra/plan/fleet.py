@@ -120,7 +120,7 @@ def parse_fleet(text: str) -> Fleet:
     return fleet
 
 
-class Way(Enum):
+class ByteSource(Enum):
     """Sources of a start's bytes."""
 
     STORE = "store"
@@ -128,16 +128,16 @@ class Way(Enum):
     PEER = "peer"
 
 
-class Group:
+class Site:
     """A node or a zone: the models whose bytes are there, and the starts that wait for those on the way."""
 
-    def __init__(self, number: int, zone: Group | None = None) -> None:
+    def __init__(self, number: int, zone: Site | None = None) -> None:
         self.number = number
         self.zone = zone
         self.instances: dict[str, int] = {}
         self.total = 0
         self.holds: set[str] = set()
-        self.waiting: dict[str, list[tuple[Any, Way]]] = {}
+        self.waiting: dict[str, list[tuple[Any, ByteSource]]] = {}
 
 
 class Nodes:
@@ -145,15 +145,15 @@ class Nodes:
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
-        zones = [Group(number) for number in range(fleet.zones)]
-        self._nodes = [Group(number, zones[number % fleet.zones]) for number in range(fleet.nodes)]
+        zones = [Site(number) for number in range(fleet.zones)]
+        self._nodes = [Site(number, zones[number % fleet.zones]) for number in range(fleet.nodes)]
 
-    def place(self, model: str) -> Group:
+    def place(self, model: str) -> Site:
         """Take a place: in the zone with fewest instances of the model; there on a node that has its bytes, or the
         emptiest. The caller sees to it that there is one.
         """
 
-        def order(node: Group) -> tuple[int, bool, int, int]:
+        def order(node: Site) -> tuple[int, bool, int, int]:
             assert node.zone is not None
             return node.zone.instances.get(model, 0), model not in node.holds, node.total, node.number
 
@@ -161,47 +161,47 @@ class Nodes:
         self._count(node, model, 1)
         return node
 
-    def leave(self, node: Group, model: str) -> None:
+    def leave(self, node: Site, model: str) -> None:
         self._count(node, model, -1)
 
-    def _count(self, node: Group, model: str, number: int) -> None:
-        for group in (node, node.zone):
-            assert group is not None
-            group.total += number
-            group.instances[model] = group.instances.get(model, 0) + number
+    def _count(self, node: Site, model: str, number: int) -> None:
+        for site in (node, node.zone):
+            assert site is not None
+            site.total += number
+            site.instances[model] = site.instances.get(model, 0) + number
 
-    def fetch(self, node: Group, model: str, instance: Any) -> Way | None:
+    def fetch(self, node: Site, model: str, instance: Any) -> ByteSource | None:
         """The source that the start reads; None: it waits for one that reads the same, and `loaded` returns it then."""
         if self.fleet.weights == "store":
-            return Way.STORE
+            return ByteSource.STORE
         if model in node.holds:
-            return Way.NODE
+            return ByteSource.NODE
         if model in node.waiting:
-            node.waiting[model].append((instance, Way.NODE))
+            node.waiting[model].append((instance, ByteSource.NODE))
             return None
         node.waiting[model] = []
         if self.fleet.weights == "cache":
-            return Way.STORE
+            return ByteSource.STORE
         zone = node.zone
         assert zone is not None
         if model in zone.holds:
-            return Way.PEER
+            return ByteSource.PEER
         if model in zone.waiting:
-            zone.waiting[model].append((instance, Way.PEER))
+            zone.waiting[model].append((instance, ByteSource.PEER))
             return None
         zone.waiting[model] = []
-        return Way.STORE
+        return ByteSource.STORE
 
-    def loaded(self, node: Group, model: str) -> Iterator[tuple[Any, Way]]:
+    def loaded(self, node: Site, model: str) -> Iterator[tuple[Any, ByteSource]]:
         """Note that the bytes are on the node. Yields the starts that waited for them."""
-        for group in (node, node.zone):
-            assert group is not None
-            if model not in group.holds:
-                group.holds.add(model)
-                yield from group.waiting.pop(model, ())
+        for site in (node, node.zone):
+            assert site is not None
+            if model not in site.holds:
+                site.holds.add(model)
+                yield from site.waiting.pop(model, ())
 
 
-class Fetch(NamedTuple):
+class FleetFetch(NamedTuple):
     """All places of a fleet started at once: the bytes that the store gives, and the time of all bytes on the links.
 
     None where a rate is unknown.
@@ -212,21 +212,21 @@ class Fetch(NamedTuple):
     seconds: float | None
 
 
-def fetch_all(fleet: Fleet, size_bytes: int, store_bytes_s: float) -> list[Fetch]:
+def fetch_all(fleet: Fleet, size_bytes: int, store_bytes_s: float) -> list[FleetFetch]:
     """A row for each way of the weights, `size_bytes` for each instance."""
     return [_fetch(replace(fleet, weights=weights), size_bytes, store_bytes_s) for weights in WAYS]
 
 
-def _fetch(fleet: Fleet, size_bytes: int, store_bytes_s: float) -> Fetch:
+def _fetch(fleet: Fleet, size_bytes: int, store_bytes_s: float) -> FleetFetch:
     copies = {"store": fleet.places, "cache": fleet.nodes, "peers": fleet.zones}[fleet.weights]
     given = copies * size_bytes
     if math.isinf(store_bytes_s) or math.isinf(fleet.node_bytes_s):
-        return Fetch(fleet.weights, given, None)
+        return FleetFetch(fleet.weights, given, None)
     if fleet.weights != "peers":
         on_node = size_bytes * (fleet.per_node if fleet.weights == "store" else 1)
-        return Fetch(fleet.weights, given, max(given / store_bytes_s, on_node / fleet.node_bytes_s))
+        return FleetFetch(fleet.weights, given, max(given / store_bytes_s, on_node / fleet.node_bytes_s))
     in_zone = math.ceil(fleet.nodes / fleet.zones)
     forwards = min(FORWARDS, in_zone - 1)  # of the node that reads the store
     rate = min(store_bytes_s / fleet.zones, fleet.node_bytes_s / max(1, forwards))
     depth = math.ceil(math.log2(in_zone + 1)) - 1  # of a full binary tree of the zone's nodes
-    return Fetch(fleet.weights, given, (size_bytes + depth * min(PIECE_BYTES, size_bytes)) / rate)
+    return FleetFetch(fleet.weights, given, (size_bytes + depth * min(PIECE_BYTES, size_bytes)) / rate)

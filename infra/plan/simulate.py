@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 from ...handlers.pool.policy import IdleGaps, idle_limit_s, max_starts
 from ...handlers.pool.values import Model
-from .fleet import Fleet, Nodes, Way
+from .fleet import ByteSource, Fleet, Nodes
 from .instance_model import PACKED_OVERHEAD, Profile
 from .outcome import Outcome
 from .state import ROUNDING_S, SimulatedInstance, SimulatedModel
@@ -211,29 +211,29 @@ class _Simulation:
             self.num_starting += 1
             self.num_loading += 1
             instance.ready_s = self.now_s
-            way: Way | None = Way.STORE
+            source: ByteSource | None = ByteSource.STORE
             if self.nodes is not None and instance.node is not None:
-                way = self.nodes.fetch(instance.node, instance.model.scaled.name, instance)
-            if way is not None:
-                self._load(instance, way)
+                source = self.nodes.fetch(instance.node, instance.model.scaled.name, instance)
+            if source is not None:
+                self._load(instance, source)
 
-    def _load(self, instance: SimulatedInstance, way: Way) -> None:
+    def _load(self, instance: SimulatedInstance, source: ByteSource) -> None:
         """Read the weights, and count their bytes."""
         model, profile = instance.model, instance.model.profile
         work_s = profile.start_s * model.draw(model.start_ratios)
-        if way is Way.STORE:
+        if source is ByteSource.STORE:
             slowest = min(profile.link_bytes_s, self.fleet.node_bytes_s)
             model.outcome.store_bytes += profile.bytes
         else:
-            slowest = self.fleet.peer_bytes_s if way is Way.PEER else _INFINITY
-            model.outcome.peer_bytes += profile.bytes if way is Way.PEER else 0
+            slowest = self.fleet.peer_bytes_s if source is ByteSource.PEER else _INFINITY
+            model.outcome.peer_bytes += profile.bytes if source is ByteSource.PEER else 0
         work_s = max(work_s, PACKED_OVERHEAD * profile.bytes / slowest, 1e-6)
-        if way is Way.STORE:
+        if source is ByteSource.STORE:
             instance.link_share = profile.wire_s / work_s
         self._want(model.cores, instance.link_share)
         for share, is_end in ((min(1.0, profile.ready_share), False), (1.0, True)):
             self.number += 1
-            if way is Way.STORE:
+            if source is ByteSource.STORE:
                 end = self.start_clock + share * work_s
                 heapq.heappush(self.loading, (end, self.number, is_end, instance))
             else:  # of a fleet, where nothing slows it down
@@ -259,8 +259,8 @@ class _Simulation:
                 self._compute_prompt(model, instance, request, arrived_s)
             self._expect(instance)
         if self.nodes is not None and instance.node is not None:
-            for waiting, way in self.nodes.loaded(instance.node, model.scaled.name):
-                self._load(waiting, way)
+            for waiting, source in self.nodes.loaded(instance.node, model.scaled.name):
+                self._load(waiting, source)
 
     def _start_missing(self, model: SimulatedModel) -> None:
         """Begin the starts that are missing when the platform decides the next time."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from ...handlers.pool.policy import Demand, IdleGaps, Quiet, Window, desired
 from ...handlers.pool.values import Model
-from .fleet import Group
+from .fleet import Site
 from .instance_model import Profile
 from .outcome import Outcome
 from .trace import ArrivedRequest
@@ -40,7 +40,7 @@ class SimulatedInstance:
 
     def __init__(self, model: SimulatedModel, began_s: float, number: int) -> None:
         self.model = model
-        self.node: Group | None = None
+        self.node: Site | None = None
         self.link_share = 0.0  # of the store's link, while it reads from there
         self.number = number  # in order of the starts; -1: it has ended
         self.began_s = began_s

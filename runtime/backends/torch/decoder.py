@@ -19,7 +19,7 @@ from ...step.batch import Int64s, SequenceSpan, StepBatch
 from ...tensors import Tensor
 from .attention import TorchStep, paged_attention, plan_attention
 from .expanded import block_rows
-from .latent import LatentAttention
+from .latent import AttentionOverLatents
 from .layers import (
     HeadNorm,
     Linear,
@@ -283,11 +283,11 @@ class DecoderLayer:
         self.residual_scale = spec.residual_scale
         self.is_parallel = spec.is_parallel
         self.attention_norm = _norm(weights.attention_norm, spec, weights.attention_norm_bias)
-        self.mixer: Attention | LatentAttention | ShortConvolution
+        self.mixer: Attention | AttentionOverLatents | ShortConvolution
         if weights.convolution is not None:
             self.mixer = ShortConvolution(spec, index, weights, weights.convolution, device)
         else:
-            attention = Attention if spec.latent is None else LatentAttention
+            attention = Attention if spec.latent is None else AttentionOverLatents
             self.mixer = attention(spec, index, weights, device)
         self.attention_output_norm = _norm(weights.attention_output_norm, spec)
         self.mlp_norm = _norm(weights.mlp_norm, spec, weights.mlp_norm_bias)

@@ -12,7 +12,7 @@ from .layers import Linear, RMSNorm, product_of, rotation
 from .tensors import to_torch
 
 
-class LatentAttention:
+class AttentionOverLatents:
     """A head's queries times its rows for keys attend to latents, and sums of latents times its rows for values are its
     output: the pool has one row a token, of the latent and a turned key.
     """

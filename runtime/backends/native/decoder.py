@@ -318,30 +318,7 @@ class NativeDecoder:
             assert layer.key_value_up is not None
             (up,) = layer.key_value_up.matrices()
             parts["key_up"] = self._transposed(up, parts["value_up"].weights[0], self._spec.latent)
-        record = records.DecoderLayerRecord(
-            attention_norm=vector_of(layer.attention_norm),
-            query_norm=vector_of(layer.query_norm),
-            key_norm=vector_of(layer.key_norm),
-            attention_output_norm=vector_of(layer.attention_output_norm),
-            mlp_norm=vector_of(layer.mlp_norm),
-            mlp_output_norm=vector_of(layer.mlp_output_norm),
-            attention_norm_bias=vector_of(layer.attention_norm_bias),
-            mlp_norm_bias=vector_of(layer.mlp_norm_bias),
-            attention_inner_norm=vector_of(layer.attention_inner_norm),
-            mlp_inner_norm=vector_of(layer.mlp_inner_norm),
-            sinks=vector_of(layer.sinks),
-            correction=vector_of(layer.correction),
-            convolution=vector_of(layer.convolution),
-            convolution_bias=vector_of(layer.convolution_bias),
-            **_delta_net(layer.delta_net),
-            **_mamba_layer(layer.mamba),
-            kv_layer=self._kv_layers[index],
-            state_first=self._state_layers[index],
-            window=self._spec.windows[index] or 0,
-            rotary=ROTARIES[self._spec.layer_rotary[index]],
-            scales_queries=self._spec.scales_queries(index),
-            **{name: part.record for name, part in parts.items()},
-        )
+        record = self._layer_record(index, parts)
         experts = [
             (ProjectionParts(expert.gate_up.matrices()), ProjectionParts(expert.down.matrices()))
             for expert in layer.experts
@@ -372,6 +349,34 @@ class NativeDecoder:
         if is_exact and all(each.is_settled for each in (*own, *of_experts) if each is not None):
             self._parts[index] = filled
         return filled
+
+    def _layer_record(self, index: int, parts: Mapping[str, ProjectionParts]) -> records.DecoderLayerRecord:
+        """Without experts. `parts` are its projections, by the record's names."""
+        layer, spec = self._weights.layers[index], self._spec
+        return records.DecoderLayerRecord(
+            attention_norm=vector_of(layer.attention_norm),
+            query_norm=vector_of(layer.query_norm),
+            key_norm=vector_of(layer.key_norm),
+            attention_output_norm=vector_of(layer.attention_output_norm),
+            mlp_norm=vector_of(layer.mlp_norm),
+            mlp_output_norm=vector_of(layer.mlp_output_norm),
+            attention_norm_bias=vector_of(layer.attention_norm_bias),
+            mlp_norm_bias=vector_of(layer.mlp_norm_bias),
+            attention_inner_norm=vector_of(layer.attention_inner_norm),
+            mlp_inner_norm=vector_of(layer.mlp_inner_norm),
+            sinks=vector_of(layer.sinks),
+            correction=vector_of(layer.correction),
+            convolution=vector_of(layer.convolution),
+            convolution_bias=vector_of(layer.convolution_bias),
+            **_delta_net(layer.delta_net),
+            **_mamba_layer(layer.mamba),
+            kv_layer=self._kv_layers[index],
+            state_first=self._state_layers[index],
+            window=spec.windows[index] or 0,
+            rotary=ROTARIES[spec.layer_rotary[index]],
+            scales_queries=spec.scales_queries(index),
+            **{name: part.record for name, part in parts.items()},
+        )
 
     def _transposed(self, up: Matrix, weight: Weight, latent: LatentAttention) -> ProjectionParts:
         """Each head's rows for keys, transposed: (num_heads * rank, plain_dim). Floats as they are stored; of other

@@ -205,7 +205,7 @@ static void begin_strip(strip_t *strip, const form_t form, const tn_matrix *w, i
             take_scales(strip, c, w, column, block);
         else if (form == FROM_BLOCKS)
             round_column(strip, c, w->dtype);
-        else if (form != FROM_BF16 && form != IN_PLACE)
+        else if (tn_is_blocks(w->dtype))
             tn_block_scales(strip->scale[c], strip->level[c], strip->column[c], block->count, w->dtype);
     }
 }
@@ -239,26 +239,24 @@ TN_INLINE __m512i e2m1_of(const char *from, vb levels) {
     return _mm512_permutexvar_epi16(both, (__m512i)levels);
 }
 
-#if defined(__AVX512FP16__)
-TN_INLINE __m512i raised_of_words(__m512i words) {
-    const __m512i half = (__m512i)_mm512_cvtepi16_ph(words);
-    const __m512i rest = _mm512_mulhi_epu16(_mm512_and_si512(half, _mm512_set1_epi16(0x3fff)), _mm512_set1_epi16(1 << 13));
-    enum { AND_OR = 0xea }; /* half & second | third */
-    return _mm512_ternarylogic_epi32(half, _mm512_set1_epi16((short)0xc000), rest, AND_OR);
-}
-#endif
-
 /* 32 integers times 256. Half floats of them have 23 to 30 for their exponents, of which the highest bit is set: it stays the
  * highest one of bf16's, and the four below it and the fraction go 3 bits down. Of 0 nothing is set. */
 TN_INLINE __m512i raised_of(__m256i integers) {
 #if defined(__AVX512FP16__)
-    const __m512i words = _mm512_slli_epi16(_mm512_cvtepu8_epi16(integers), 8);
-    return raised_of_words(words);
+    const __m512i half = (__m512i)_mm512_cvtepi16_ph(_mm512_slli_epi16(_mm512_cvtepu8_epi16(integers), 8));
+    const __m512i low = _mm512_mulhi_epu16(_mm512_and_si512(half, _mm512_set1_epi16(0x3fff)), _mm512_set1_epi16(1 << 13));
+    enum { AND_OR = 0xea }; /* half & second | third */
+    return _mm512_ternarylogic_epi32(half, _mm512_set1_epi16((short)0xc000), low, AND_OR);
 #else
     const __m512i low = _mm512_slli_epi32(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(integers)), 8);
     const __m512i high = _mm512_slli_epi32(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(integers, 1)), 8);
     return (__m512i)_mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(high), _mm512_cvtepi32_ps(low));
 #endif
+}
+
+/* The `left` first ones of 32, times 256. */
+TN_INLINE __m512i raised_part_of(const int8_t *from, int left) {
+    return raised_of(_mm256_maskz_loadu_epi8(left >= STEP ? ~0u : (1u << left) - 1, from));
 }
 
 /* 32 integers less `zero`, or the `left` first ones; zeros behind them. */
@@ -299,8 +297,8 @@ TN_INLINE void widen_column(const form_t form, const bool is_whole, const strip_
         const int8_t *own = (const int8_t *)from + at->unit * UNIT;
         _mm_prefetch((const char *)(own + strip->next_bytes), _MM_HINT_T1);
         if (!is_whole) {
-            *low = raised_of(_mm256_maskz_loadu_epi8(left < STEP ? (1u << left) - 1 : ~0u, own));
-            if (has_second) *high = raised_of(_mm256_maskz_loadu_epi8(left < UNIT ? (1u << (left - STEP)) - 1 : ~0u, own + STEP));
+            *low = raised_part_of(own, left);
+            if (has_second) *high = raised_part_of(own + STEP, left - STEP);
             return;
         }
         *low = raised_of(_mm256_loadu_si256((const void *)own));
@@ -340,7 +338,8 @@ TN_INLINE void widen_column(const form_t form, const bool is_whole, const strip_
     case FROM_Q4_K:
     case FROM_Q5_K:
     case FROM_Q6_K: {
-        const int dtype = form == FROM_Q4_K ? TN_Q4_K : form == FROM_Q5_K ? TN_Q5_K : TN_Q6_K, runs = 256 / UNIT;
+        const int dtype = form == FROM_Q4_K ? TN_Q4_K : form == FROM_Q5_K ? TN_Q5_K : TN_Q6_K;
+        const int runs = tn_block_columns(dtype) / UNIT;
         const uint8_t *block = (const uint8_t *)from + at->unit / runs * tn_block_bytes(dtype);
         const int run = at->unit % runs, group = at->unit * (UNIT / tn_block_group(dtype));
         const float *scale = strip->scale[c] + group, *offset = strip->level[c] + group;
@@ -735,8 +734,8 @@ static int64_t block_elements(const panel_t *panel) {
     const int64_t num_in = panel->args->weight->num_in;
     if (panel->rows <= BLOCK_ROWS && is_endless(panel->form)) return num_in;
     const int64_t blocks = (num_in + MAX_BLOCK - 1) / MAX_BLOCK;
-    const int unit = tn_is_blocks(panel->args->weight->dtype) ? tn_block_columns(panel->args->weight->dtype) : UNIT;
-    return round_up((num_in + blocks - 1) / blocks, unit < UNIT ? UNIT : unit);
+    const int columns = tn_block_columns(panel->args->weight->dtype);
+    return round_up((num_in + blocks - 1) / blocks, columns > UNIT ? columns : UNIT);
 }
 
 static void sum_panel(panel_t *panel) {

@@ -36,7 +36,7 @@ ISA_FLAGS = {
         "x86_64_v3": _AVX2,
         "x86_64_v4": _AVX512,
         "x86_64_v4_bf16": _AVX512_BF16,
-        "x86_64_amx": f"{_AVX512_BF16} -mavx512vbmi -mavx512fp16 -mamx-tile -mamx-bf16",
+        "x86_64_amx": f"{_AVX512_BF16} -mavx512vbmi -mamx-tile -mamx-bf16 -mamx-int8",
     },
     "aarch64": {"aarch64": "", "aarch64_bf16": "-mcpu=generic+bf16+i8mm"},
 }

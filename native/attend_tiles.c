@@ -92,7 +92,7 @@ void tn_score_tiles(const tn_attend_tiles *of) {
     const int steps = (int)(of->head_dim + STEP - 1) / STEP;
     const bool two = of->num_rows > SIDE;
     const tile_t *packed = (const tile_t *)of->packed;
-    tn_tiles_begin();
+    tn_tiles_begin(TN_WHOLE_TILES);
     for (int t = of->begin / SIDE * SIDE; t < of->end; t += 2 * SIDE) {
         const bool two_keys = t + SIDE < of->end;
         const keys_t keys[2] = {keys_at(of, t, copies[0]),
@@ -235,7 +235,7 @@ static void sum_rows_apart(const tn_attend_tiles *of, work_t *work) {
 void tn_value_tiles(const tn_attend_tiles *of) {
     work_t work;
     const int first = of->begin / STEP, last = (of->end + STEP - 1) / STEP;
-    tn_tiles_begin();
+    tn_tiles_begin(TN_WHOLE_TILES);
     if (take_values(of, &work, of->begin, of->end)) {
         sum_rows_apart(of, &work);
         return;

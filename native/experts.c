@@ -159,11 +159,18 @@ static void *packed_of(const tn_mixture *mixture, int64_t expert, int64_t num_in
     return (char *)mixture->packed + mixture->tiles[expert] * tn_packed_bytes(TILE_ROWS, num_in);
 }
 
-/* Inputs of all experts, packed; then a barrier. */
-static void pack_stage(const tn_mixture *mixture, const tn_decoder *model, const void *x, int64_t num_in,
-                       tn_region *region) {
+/* A product of an expert with its rows. */
+typedef const tn_projection *(*projection_t)(const tn_expert *expert);
+
+static const tn_projection *gate_up_of(const tn_expert *expert) { return &expert->gate_up; }
+static const tn_projection *down_of(const tn_expert *expert) { return &expert->down; }
+
+/* Inputs of a product of all experts, packed; then a barrier. */
+static void pack_stage(const tn_mixture *mixture, const tn_decoder *model, const tn_decoder_layer *layer,
+                       projection_t projection, const void *x, tn_region *region) {
 #if TN_TILES
     if (model->dtype != TN_BF16) return;
+    const int64_t num_in = projection(layer->experts)->num_in;
     int64_t expert = -1, begin = 0, end = 0; /* pieces of the expert */
     for (int64_t piece; piece = tn_next_chunk(region), true;) {
         while (piece >= end) {
@@ -172,13 +179,14 @@ static void pack_stage(const tn_mixture *mixture, const tn_decoder *model, const
             end += tn_pack_pieces(mixture->starts[expert + 1] - mixture->starts[expert], num_in);
         }
         const int64_t first = mixture->starts[expert];
-        tn_pack(packed_of(mixture, expert, num_in), element_at(x, model->dtype, first * num_in), num_in,
+        const int forms = tn_projection_forms(projection(&layer->experts[expert]), model->dtype);
+        tn_pack(forms, packed_of(mixture, expert, num_in), element_at(x, model->dtype, first * num_in), num_in,
                 mixture->starts[expert + 1] - first, num_in, piece - begin);
     }
 done:
     tn_barrier(region);
 #else
-    (void)mixture, (void)model, (void)x, (void)num_in, (void)region;
+    (void)mixture, (void)model, (void)layer, (void)projection, (void)x, (void)region;
 #endif
 }
 
@@ -287,9 +295,9 @@ void tn_mixture_stages(const tn_mixture *mixture, const tn_decoder *model, const
         if (model->experts_weigh_inputs) tn_scale_row(input, mixture->weights[pair], model->hidden_size, model->dtype);
     }
     tn_barrier(region);
-    pack_stage(mixture, model, mixture->inputs, model->hidden_size, region);
+    pack_stage(mixture, model, layer, gate_up_of, mixture->inputs, region);
     each_expert(gate_up_columns, mixture, model, layer, model->expert_size, region);
-    pack_stage(mixture, model, mixture->inner, model->expert_size, region);
+    pack_stage(mixture, model, layer, down_of, mixture->inner, region);
     each_expert(down_columns, mixture, model, layer, model->hidden_size, region);
     EACH_ROW(region, num_rows) sum_row(mixture, model, out, row);
     tn_barrier(region);

@@ -1,9 +1,14 @@
-/* Tiles: eight registers of 16 rows by 64 bytes, and the product of two of them. Read by what multiplies with tiles.
+/* Tiles: eight registers of 16 rows by 64 bytes, and products of two of them. Read by what multiplies with tiles.
  *
  * tile_dot adds to a tile c of 16 by 16 floats the product of `a`, 16 rows of 32 bf16, with `b`, 16 pairs of bf16 by 16
  * columns: c[i][n] = c[i][n] + (even + odd), where `even` and `odd` are chains of 16 fused multiply-adds each, from +0,
  * ascending, over a[i][2p] * b[p][n][0] and over a[i][2p + 1] * b[p][n][1]. Every sum is rounded to nearest, ties to even;
  * denormals, of inputs and of results, are 0 (Intel's manual, TDPBF16PS).
+ *
+ * tile_dot_integers does so with integers: c are 32 bits, `a` 16 rows of 64 signed bytes, and `b` 16 quads of them by 16
+ * columns. Sums are exact, or wrap around (TDPBSSD).
+ *
+ * Registers are whole, or halves: then 4 and 5 are 16 rows by 32 bytes, and 6 and 7 have 8 rows.
  *
  * With TN_SOFT_TILES the same is done in memory, bit for bit, which tests use where the processor has no tiles.
  * Registers have numbers that the compiler knows. */
@@ -11,6 +16,8 @@
 #define TN_ISA_AMX_H
 
 #include <immintrin.h>
+#include <stdbool.h>
+#include <string.h>
 
 #include "isa.h"
 
@@ -19,12 +26,16 @@ enum { TILE_BYTES = 1024, TILE_ROW_BYTES = 64 };
 #if defined(TN_SOFT_TILES)
 
 static _Thread_local _Alignas(64) unsigned char soft_tile[8][16][TILE_ROW_BYTES];
+extern _Thread_local bool tn_soft_halves;
 
-TN_INLINE void tiles_configure(void) {}
+TN_INLINE void tiles_configure(bool halves) { tn_soft_halves = halves; }
 TN_INLINE void tiles_release(void) {}
 TN_INLINE void tile_zero(const int to) { memset(soft_tile[to], 0, TILE_BYTES); }
 TN_INLINE void tile_load(const int to, const void *from, int64_t stride) {
-    for (int row = 0; row < 16; row++) memcpy(soft_tile[to][row], (const char *)from + row * stride, TILE_ROW_BYTES);
+    const int rows = tn_soft_halves && to >= 6 ? 8 : 16;
+    const size_t bytes = tn_soft_halves && (to == 4 || to == 5) ? TILE_ROW_BYTES / 2 : TILE_ROW_BYTES;
+    memset(soft_tile[to], 0, TILE_BYTES);
+    for (int row = 0; row < rows; row++) memcpy(soft_tile[to][row], (const char *)from + row * stride, bytes);
 }
 TN_INLINE void tile_store(const int from, void *to, int64_t stride) {
     for (int row = 0; row < 16; row++) memcpy((char *)to + row * stride, soft_tile[from][row], TILE_ROW_BYTES);
@@ -54,11 +65,21 @@ TN_INLINE void tile_dot(const int c, const int a, const int b) {
     soft_products(c, a, b);
     _mm_setcsr(before);
 }
+TN_INLINE void tile_dot_integers(const int c, const int a, const int b) {
+    for (int row = 0; row < 16; row++)
+        for (int column = 0; column < 16; column++) {
+            uint32_t sum;
+            memcpy(&sum, soft_tile[c][row] + 4 * column, sizeof sum);
+            for (int k = 0; k < TILE_ROW_BYTES; k++)
+                sum += (uint32_t)((int8_t)soft_tile[a][row][k] * (int8_t)soft_tile[b][k / 4][4 * column + k % 4]);
+            memcpy(soft_tile[c][row] + 4 * column, &sum, sizeof sum);
+        }
+}
 
 #else
 
-/* All eight registers are whole. The compiler's own intrinsic takes its operand for eight bytes in some versions. */
-TN_INLINE void tiles_configure(void) {
+/* The compiler's own intrinsic takes its operand for eight bytes in some versions. */
+TN_INLINE void tiles_configure(bool halves) {
     typedef struct {
         uint8_t palette, start_row, reserved[14];
         uint16_t row_bytes[16];
@@ -67,8 +88,9 @@ TN_INLINE void tiles_configure(void) {
     _Static_assert(sizeof(config_t) == 64, "as LDTILECFG reads it");
     config_t config = {.palette = 1};
     for (int tile = 0; tile < 8; tile++) {
-        config.row_bytes[tile] = TILE_ROW_BYTES;
-        config.rows[tile] = 16;
+        const bool is_half = halves && tile >= 4;
+        config.row_bytes[tile] = is_half && tile < 6 ? TILE_ROW_BYTES / 2 : TILE_ROW_BYTES;
+        config.rows[tile] = is_half && tile >= 6 ? 8 : 16;
     }
     __asm__ volatile("ldtilecfg %0" ::"m"(config));
 }
@@ -77,6 +99,7 @@ TN_INLINE void tiles_release(void) { _tile_release(); }
 #define tile_zero(to) _tile_zero(to)
 #define tile_store(from, to, stride) _tile_stored(from, to, stride)
 #define tile_dot(c, a, b) _tile_dpbf16ps(c, a, b)
+#define tile_dot_integers(c, a, b) _tile_dpbssd(c, a, b)
 #if defined(__clang__)
 #define tile_load(to, from, stride) _tile_loadd(to, from, stride)
 #else /* gcc's own does not say that it reads memory, so that stores before it could be moved behind it */

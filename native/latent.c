@@ -69,11 +69,12 @@ static void run_product(const tn_latent *latent, const head_product_t *product, 
         .x_dtype = model->dtype,
         .out_dtype = model->dtype,
     };
-    if (tn_takes_tiles(weight, model->dtype)) {
+    const int forms = tn_packed_forms(weight, model->dtype);
+    if (forms) {
         args.packed = (char *)latent->packed_heads + head * packed_head_bytes(model, num_rows);
 #if TN_TILES
         for (int64_t piece = 0; piece < tn_pack_pieces(num_rows, weight->num_in); piece++)
-            tn_pack(args.packed, args.x, args.x_stride, num_rows, weight->num_in, piece);
+            tn_pack(forms, args.packed, args.x, args.x_stride, num_rows, weight->num_in, piece);
 #endif
     }
     tn_linear_columns(&args, product->first, product->first + product->num_out);

@@ -1393,7 +1393,7 @@ static __attribute__((noinline)) void vector_columns(const tn_linear_args *args,
 
 void tn_linear_columns(const tn_linear_args *args, int64_t begin, int64_t end) {
 #if TN_TILES
-    if (args->packed != NULL && tn_takes_tiles(args->weight, args->x_dtype)) {
+    if (args->packed != NULL && tn_packed_forms(args->weight, args->x_dtype)) {
         tn_tiles_columns(args, begin, end);
         return;
     }
@@ -1420,10 +1420,11 @@ static void linear_body(void *arg, tn_region *region, int id) {
     (void)id;
     const tn_linear_args *args = arg;
 #if TN_TILES
-    if (tn_takes_tiles(args->weight, args->x_dtype)) {
+    const int forms = tn_packed_forms(args->weight, args->x_dtype);
+    if (forms) {
         const int64_t pieces = tn_pack_pieces(args->num_rows, args->weight->num_in);
         for (int64_t piece; (piece = tn_next_chunk(region)) < pieces;)
-            tn_pack(args->packed, args->x, args->x_stride, args->num_rows, args->weight->num_in, piece);
+            tn_pack(forms, args->packed, args->x, args->x_stride, args->num_rows, args->weight->num_in, piece);
         tn_barrier(region);
     }
 #endif
@@ -1450,12 +1451,12 @@ int tn_linear_check(const tn_linear_args *args) {
 }
 
 int64_t tn_linear_scratch_bytes(const tn_linear_args *args) {
-    return tn_takes_tiles(args->weight, args->x_dtype) ? tn_packed_bytes(args->num_rows, args->weight->num_in) : 0;
+    return tn_packed_forms(args->weight, args->x_dtype) ? tn_packed_bytes(args->num_rows, args->weight->num_in) : 0;
 }
 
 int tn_linear(const tn_linear_args *args) {
     if (tn_linear_check(args) != TN_OK) return TN_REFUSED;
-    if (tn_takes_tiles(args->weight, args->x_dtype) && args->packed == NULL) return TN_REFUSED;
+    if (tn_packed_forms(args->weight, args->x_dtype) && args->packed == NULL) return TN_REFUSED;
     const bool is_small = args->num_rows * args->weight->num_out * args->weight->num_in < ALONE_PRODUCTS;
     (is_small ? tn_run_alone : tn_run)(linear_body, (void *)args);
     return TN_OK;

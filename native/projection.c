@@ -39,30 +39,39 @@ static inputs_t inputs_of(const tn_product *product, int64_t part, int64_t num_p
     const int64_t place = is_permuted ? 1 + num_permuted : 0; /* of packed inputs; first come those as they are */
     inputs_t inputs = {.x = product->x, .num_permuted = num_permuted + is_permuted};
     if (is_permuted) inputs.x = element_at(product->permuted, product->dtype, num_permuted * product->num_rows * of->num_in);
-    if (tn_takes_tiles(&of->parts[part].matrix, product->dtype))
+    if (tn_packed_forms(&of->parts[part].matrix, product->dtype))
         inputs.packed = (char *)product->packed + place * tn_packed_bytes(product->num_rows, of->num_in);
     return inputs;
 }
 
 int64_t tn_product_packed_bytes(int64_t num_rows, int64_t num_in, int64_t permuted_size, int dtype) {
     if (dtype != TN_BF16) return 0;
-    return tn_packed_bytes(num_rows, num_in) + tn_packed_bytes(num_rows, permuted_size + TN_MAX_PERMUTED_PARTS * 32);
+    return tn_packed_bytes(num_rows, num_in) + tn_packed_bytes(num_rows, permuted_size + TN_MAX_PERMUTED_PARTS * 64);
+}
+
+int tn_projection_forms(const tn_projection *projection, int dtype) {
+    int forms = 0;
+    for (int64_t n = 0; n < projection->num_parts; n++)
+        if (projection->parts[n].columns == NULL) forms |= tn_packed_forms(&projection->parts[n].matrix, dtype);
+    return forms;
 }
 
 static void pack_stage(const tn_product *product, tn_region *region) {
 #if TN_TILES
     const tn_projection *of = product->projection;
     const int64_t pieces = tn_pack_pieces(product->num_rows, of->num_in);
-    const void *packed = NULL; /* what was packed last */
+    int missing = tn_projection_forms(of, product->dtype); /* forms of inputs as they are, which parts share */
     int64_t num_permuted = 0, begin = 0, next = -1;
     for (int64_t n = 0; n < of->num_parts; n++) {
         const inputs_t inputs = inputs_of(product, n, num_permuted);
+        const bool is_permuted = of->parts[n].columns != NULL;
+        const int forms = is_permuted ? tn_packed_forms(&of->parts[n].matrix, product->dtype) : missing;
         num_permuted = inputs.num_permuted;
-        if (inputs.packed == NULL || (of->parts[n].columns == NULL && packed != NULL)) continue;
-        if (of->parts[n].columns == NULL) packed = inputs.packed;
+        if (inputs.packed == NULL || forms == 0) continue;
+        if (!is_permuted) missing = 0;
         for (; next < 0 || next < begin + pieces; next = tn_next_chunk(region))
             if (next >= begin)
-                tn_pack(inputs.packed, inputs.x, of->num_in, product->num_rows, of->num_in, next - begin);
+                tn_pack(forms, inputs.packed, inputs.x, of->num_in, product->num_rows, of->num_in, next - begin);
         begin += pieces;
     }
     if (begin) tn_barrier(region);

@@ -23,6 +23,9 @@ typedef struct tn_product {
  * orders of its parts' own. */
 int64_t tn_product_packed_bytes(int64_t num_rows, int64_t num_in, int64_t permuted_size, int dtype);
 
+/* Forms of packed inputs that its parts without an order of their own take. */
+int tn_projection_forms(const tn_projection *projection, int dtype);
+
 /* Puts inputs into the orders that parts have, and packs them for tiles; then a barrier. Nothing, where neither is needed. */
 void tn_input_stage(const tn_product *product, tn_region *region);
 

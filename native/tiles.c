@@ -1,12 +1,12 @@
 /* Products by tiles (isa_amx.h): out (rows, columns) = x (rows, K) times w (columns, K).
  *
  * Tiles compute the result's transpose. Weights are the operand `a`, 16 columns of 32 elements as they lie in memory;
- * inputs are `b`, packed: 16 pairs of elements by 16 rows. Weights that tiles cannot take from where they are, above all
- * integers, are widened to bf16 into a strip of tiles while the tiles before them are multiplied.
+ * inputs are `b`, packed: 16 pairs of elements by 16 rows. Other weights than bf16 are widened into a strip of tiles while
+ * the tiles before them are multiplied; integers of 8 bits without zeros are multiplied as such (integer_tiles.c).
  *
  * An element of the result is one chain over K in steps of 32, ascending: c = c + (even + odd), from +0; elements behind
- * K are zeros on both sides. Where I8 or E4M3 has several groups of scales, each has a chain of its own, and total =
- * fma(chain, scale, total), ascending; with one scale a column, the sum is multiplied with it. U4 and MXFP4 are scaled
+ * K are zeros on both sides. Where E4M3, or I8 with zeros, has several groups of scales, each has a chain of its own, and
+ * total = fma(chain, scale, total), ascending; with one scale a column, the sum is multiplied with it. Others are scaled
  * first, and rounded to bf16, which is exact for MXFP4 within the range of bf16. A chain can be stored and loaded again:
  * neither blocks of K, nor rows, columns or threads change a bit.
  *
@@ -22,15 +22,17 @@
 #include <assert.h>
 #include <string.h>
 
+#include "integer_tiles.h"
 #include "isa_amx.h"
+#include "tile_results.h"
 #include "weights.h"
 
 enum {
     STEP = 32,          /* elements of K in a tile */
     UNIT = 64,          /* elements that are widened together: a run of U4 */
-    SIDE = 16,          /* columns of a tile of weights, and rows of one of inputs */
-    STRIP = 32,         /* columns: two tiles */
-    BLOCK_ROWS = 32,    /* of two tiles of inputs */
+    SIDE = TN_TILE_SIDE,
+    STRIP = TN_TILES_COLUMNS,
+    BLOCK_ROWS = TN_BLOCK_ROWS,
     PANEL_ROWS = 512,
     PANEL_COLUMNS = 256,
     MAX_BLOCK = 1280,   /* elements of K that are in a strip; a multiple of a unit */
@@ -38,10 +40,9 @@ enum {
     MAX_GROUPS = MAX_BLOCK / SIDE + 16, /* of 16 elements at least; one more than are whole; in vectors */
     RING = 4,           /* units of a strip that only one block of rows needs */
     PIECE_STEPS = 16,   /* of a tile of rows: what is packed at a time */
-    RAISED = 256,       /* what I8 without zeros are multiplied with, and their scales divided by */
 };
 
-typedef enum { IN_PLACE, STRIP_ONLY, FROM_BF16, FROM_I8, FROM_I8_AND_ZERO, FROM_U4, FROM_U4_AND_ZERO,
+typedef enum { IN_PLACE, STRIP_ONLY, FROM_BF16, FROM_I8_AND_ZERO, FROM_U4, FROM_U4_AND_ZERO,
                FROM_E2M1, FROM_E4M3, FROM_Q4_K, FROM_Q5_K, FROM_Q6_K, FROM_BLOCKS } form_t;
 
 static int64_t round_up(int64_t number, int64_t to) { return (number + to - 1) / to * to; }
@@ -49,18 +50,22 @@ static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* ---- the tiles of a thread ---- */
 
-static _Thread_local bool is_configured;
+#if defined(TN_SOFT_TILES)
+_Thread_local bool tn_soft_halves;
+#endif
 
-void tn_tiles_begin(void) {
-    if (is_configured) return;
-    tiles_configure();
-    is_configured = true;
+static _Thread_local tn_tile_shape shape_now;
+
+void tn_tiles_begin(tn_tile_shape shape) {
+    if (shape_now == shape) return;
+    tiles_configure(shape == TN_HALF_TILES);
+    shape_now = shape;
 }
 
 void tn_tiles_end(void) {
-    if (!is_configured) return;
+    if (shape_now == TN_NO_TILES) return;
     tiles_release();
-    is_configured = false;
+    shape_now = TN_NO_TILES;
 }
 
 /* ---- packing ---- */
@@ -71,7 +76,15 @@ TN_INLINE __m512i load_step(const uint16_t *from, int64_t left) {
     return _mm512_maskz_loadu_epi16(mask, from);
 }
 
-int64_t tn_packed_bytes(int64_t num_rows, int64_t num_in) { return round_up(num_rows, SIDE) * round_up(num_in, STEP) * 2; }
+static int64_t pairs_bytes(int64_t num_rows, int64_t num_in) { return round_up(num_rows, SIDE) * round_up(num_in, STEP) * 2; }
+
+int64_t tn_packed_bytes(int64_t num_rows, int64_t num_in) {
+    return pairs_bytes(num_rows, num_in) + tn_integers_bytes(num_rows, num_in);
+}
+
+static void *integers_in(void *packed, int64_t num_rows, int64_t num_in) {
+    return (char *)packed + pairs_bytes(num_rows, num_in);
+}
 
 static int64_t pieces_of_rows(int64_t num_in) { return (num_in + STEP * PIECE_STEPS - 1) / (STEP * PIECE_STEPS); }
 
@@ -79,22 +92,30 @@ int64_t tn_pack_pieces(int64_t num_rows, int64_t num_in) {
     return (num_rows + SIDE - 1) / SIDE * pieces_of_rows(num_in);
 }
 
-/* (tiles of rows, steps, 16 pairs, 16 rows, 2) */
-void tn_pack(void *packed, const void *x, int64_t x_stride, int64_t num_rows, int64_t num_in, int64_t piece) {
-    const int64_t pieces = pieces_of_rows(num_in), tile = piece / pieces, steps = (num_in + STEP - 1) / STEP;
-    const int64_t begin = piece % pieces * PIECE_STEPS, end = least(begin + PIECE_STEPS, steps);
-    const int64_t rows = least(num_rows - tile * SIDE, SIDE);
-    const uint16_t *from = (const uint16_t *)x + tile * SIDE * x_stride;
+/* Steps [begin, end) of a tile of rows: (steps, 16 pairs, 16 rows, 2). */
+static void pack_pairs(uint16_t *packed, const uint16_t *x, int64_t x_stride, int64_t num_rows, int64_t num_in, int64_t tile,
+                       int64_t begin, int64_t end) {
+    const int64_t steps = (num_in + STEP - 1) / STEP, rows = least(num_rows - tile * SIDE, SIDE);
+    const uint16_t *from = x + tile * SIDE * x_stride;
     for (int64_t step = begin; step < end; step++) {
         __m512i r[SIDE];
 #pragma GCC unroll 16
         for (int i = 0; i < SIDE; i++)
             r[i] = i < rows ? load_step(from + i * x_stride + step * STEP, num_in - step * STEP) : _mm512_setzero_si512();
         transpose(r);
-        uint16_t *to = (uint16_t *)packed + (tile * steps + step) * (TILE_BYTES / 2);
+        uint16_t *to = packed + (tile * steps + step) * (TILE_BYTES / 2);
 #pragma GCC unroll 16
         for (int i = 0; i < SIDE; i++) _mm512_store_si512(to + i * STEP, r[i]);
     }
+}
+
+void tn_pack(int forms, void *packed, const void *x, int64_t x_stride, int64_t num_rows, int64_t num_in, int64_t piece) {
+    const int64_t pieces = pieces_of_rows(num_in), tile = piece / pieces, steps = (num_in + STEP - 1) / STEP;
+    const int64_t begin = piece % pieces * PIECE_STEPS, end = least(begin + PIECE_STEPS, steps);
+    if (forms & TN_PAIRS) pack_pairs(packed, x, x_stride, num_rows, num_in, tile, begin, end);
+    if (forms & TN_INTEGERS)
+        tn_pack_integers(integers_in(packed, num_rows, num_in), x, x_stride, num_rows, num_in, tile, begin * STEP,
+                         least(end * STEP, num_in));
 }
 
 /* ---- blocks of K ---- */
@@ -140,7 +161,7 @@ static block_t block_at(const tn_matrix *w, int64_t begin, int64_t most) {
 typedef struct {
     _Alignas(4096) uint16_t tiles[MAX_BLOCK / STEP][2][SIDE * STEP]; /* widened */
     const char *column[STRIP]; /* the block's first element; the last column stands for missing ones */
-    const char *more[STRIP];   /* of E2M1: its scales in the block; of I8 nothing */
+    const char *more[STRIP];   /* of E2M1: its scales in the block */
     float scale[STRIP][MAX_GROUPS];
     float level[STRIP][MAX_GROUPS]; /* of U4, that means 0: where not all of them are 8 */
     int zero[STRIP];                 /* of I8 */
@@ -164,9 +185,7 @@ TN_INLINE void take_groups(strip_t *strip, int c, const tn_matrix *w, const int 
 static void take_scales(strip_t *strip, int c, const tn_matrix *w, int64_t column, const block_t *block) {
     const int64_t place = scale_row(w, column) * block->num_groups + block->first_group;
     if (block->groups == 1 && is_bytes(w)) {
-        const float scale = float_at(w->scale, w->scale_dtype, place);
-        const bool is_raised = w->dtype == TN_I8 && w->zero == NULL;
-        strip->scale[c][0] = is_raised ? scale / RAISED : scale;
+        strip->scale[c][0] = float_at(w->scale, w->scale_dtype, place);
         strip->zero[c] = w->zero == NULL ? 0 : ((const int16_t *)w->zero)[place];
         return;
     }
@@ -239,26 +258,6 @@ TN_INLINE __m512i e2m1_of(const char *from, vb levels) {
     return _mm512_permutexvar_epi16(both, (__m512i)levels);
 }
 
-/* 32 integers times 256. Half floats of them have 23 to 30 for their exponents, of which the highest bit is set: it stays the
- * highest one of bf16's, and the four below it and the fraction go 3 bits down. Of 0 nothing is set. */
-TN_INLINE __m512i raised_of(__m256i integers) {
-#if defined(__AVX512FP16__)
-    const __m512i half = (__m512i)_mm512_cvtepi16_ph(_mm512_slli_epi16(_mm512_cvtepu8_epi16(integers), 8));
-    const __m512i low = _mm512_mulhi_epu16(_mm512_and_si512(half, _mm512_set1_epi16(0x3fff)), _mm512_set1_epi16(1 << 13));
-    enum { AND_OR = 0xea }; /* half & second | third */
-    return _mm512_ternarylogic_epi32(half, _mm512_set1_epi16((short)0xc000), low, AND_OR);
-#else
-    const __m512i low = _mm512_slli_epi32(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(integers)), 8);
-    const __m512i high = _mm512_slli_epi32(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(integers, 1)), 8);
-    return (__m512i)_mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(high), _mm512_cvtepi32_ps(low));
-#endif
-}
-
-/* The `left` first ones of 32, times 256. */
-TN_INLINE __m512i raised_part_of(const int8_t *from, int left) {
-    return raised_of(_mm256_maskz_loadu_epi8(left >= STEP ? ~0u : (1u << left) - 1, from));
-}
-
 /* 32 integers less `zero`, or the `left` first ones; zeros behind them. */
 TN_INLINE __m512i i8_of(const int8_t *from, int left, int zero) {
     if (left < STEP) {
@@ -291,18 +290,6 @@ TN_INLINE void widen_column(const form_t form, const bool is_whole, const strip_
         _mm_prefetch((const char *)own + strip->next_bytes + TILE_ROW_BYTES, _MM_HINT_T1);
         *low = load_step(own, left);
         if (has_second) *high = load_step(own + STEP, left - STEP);
-        return;
-    }
-    case FROM_I8: {
-        const int8_t *own = (const int8_t *)from + at->unit * UNIT;
-        _mm_prefetch((const char *)(own + strip->next_bytes), _MM_HINT_T1);
-        if (!is_whole) {
-            *low = raised_part_of(own, left);
-            if (has_second) *high = raised_part_of(own + STEP, left - STEP);
-            return;
-        }
-        *low = raised_of(_mm256_loadu_si256((const void *)own));
-        *high = raised_of(_mm256_loadu_si256((const void *)(own + STEP)));
         return;
     }
     case FROM_I8_AND_ZERO: {
@@ -398,9 +385,6 @@ TN_INLINE void widen(const form_t form, strip_t *strip, int quarter, const unit_
 
 /* ---- sums ---- */
 
-/* Sums of 32 columns by 32 rows: four tiles side by side, [columns][rows]. */
-typedef float sums_t[STRIP][BLOCK_ROWS];
-
 /* Of the tiles' registers: sums 0 to 3 are [half of the columns][half of the rows]; 4 and 5 weights, 6 and 7 inputs. */
 TN_INLINE void zero_sums(const bool two) {
     tile_zero(0);
@@ -410,7 +394,7 @@ TN_INLINE void zero_sums(const bool two) {
     tile_zero(3);
 }
 
-TN_INLINE void load_sums(const bool two, const sums_t sums) {
+TN_INLINE void load_sums(const bool two, const tn_tile_sums sums) {
     tile_load(0, sums[0], sizeof sums[0]);
     tile_load(2, sums[SIDE], sizeof sums[0]);
     if (!two) return;
@@ -418,7 +402,7 @@ TN_INLINE void load_sums(const bool two, const sums_t sums) {
     tile_load(3, sums[SIDE] + SIDE, sizeof sums[0]);
 }
 
-TN_INLINE void store_sums(const bool two, sums_t sums) {
+TN_INLINE void store_sums(const bool two, tn_tile_sums sums) {
     tile_store(0, sums[0], sizeof sums[0]);
     tile_store(2, sums[SIDE], sizeof sums[0]);
     if (!two) return;
@@ -501,104 +485,6 @@ TN_INLINE void sum_widened(const form_t form, const bool two, strip_t *strip, co
     for (int step = 2 * units - 2; step < steps; step++) multiply_in_strip(two, strip, inputs, step);
 }
 
-/* ---- results ---- */
-
-/* A tile of sums, 16 columns by up to 16 rows, that has become results. */
-typedef struct {
-    const float *sums;  /* of BLOCK_ROWS rows each */
-    const float *scale; /* of columns, MAX_GROUPS apart; or NULL */
-    const float *bias;  /* of columns; or NULL */
-    int64_t row, column;
-    int rows, columns;
-} result_t;
-
-/* One row's 16 columns. */
-TN_INLINE vf row_of_sums(const result_t *result, int row) {
-    const __m512i places = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
-                                              _mm512_set1_epi32(BLOCK_ROWS));
-    vf sums = _mm512_i32gather_ps(places, result->sums + row, sizeof(float));
-    if (result->scale != NULL) {
-        const __m512i scales = _mm512_mullo_epi32(
-            _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32(MAX_GROUPS));
-        sums = vf_mul(sums, _mm512_i32gather_ps(scales, result->scale, sizeof(float)));
-    }
-    return result->bias == NULL ? sums : vf_add(sums, vf_load(result->bias));
-}
-
-/* Rounded by the processor: NaN stay, denormals are 0. */
-TN_INLINE void store_row(const tn_linear_args *args, const result_t *result, int row, vf sums) {
-    const __mmask16 mask = v_mask((int)least(result->columns, SIDE));
-    const int64_t place = (result->row + row) * args->out_stride + result->column;
-    if (args->out_dtype == TN_F32)
-        _mm512_mask_storeu_ps((float *)args->out + place, mask, sums);
-    else
-        _mm256_mask_storeu_epi16((uint16_t *)args->out + place, mask, (__m256i)_mm512_cvtneps_pbh(sums));
-}
-
-/* Pairs of columns, a word of 32 bits a row; then 8 by 16 words are turned, two rows 8 apart to a vector. */
-TN_INLINE void store_bf16(const tn_linear_args *args, const result_t *result, const vf sums[SIDE]) {
-    const __m512i weave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
-                                           5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    __m512i p[8], t[8];
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++)
-        p[i] = _mm512_permutexvar_epi16(weave, (__m512i)_mm512_cvtne2ps_pbh(sums[2 * i + 1], sums[2 * i]));
-#pragma GCC unroll 4
-    for (int i = 0; i < 8; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(p[i], p[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(p[i], p[i + 1]);
-    }
-#pragma GCC unroll 2
-    for (int i = 0; i < 8; i += 4) { /* quarter q of p[i] and p[i + 4]: row 4 q + i, columns 0..7 and 8..15 */
-        p[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        p[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        p[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        p[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-    const __m512i low = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0);
-    const __m512i high = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        t[i] = _mm512_permutex2var_epi64(p[i], low, p[i + 4]);      /* rows i, 4 + i */
-        t[4 + i] = _mm512_permutex2var_epi64(p[i], high, p[i + 4]); /* rows 8 + i, 12 + i */
-    }
-    const __mmask16 mask = v_mask((int)least(result->columns, SIDE));
-    uint16_t *to = (uint16_t *)args->out + result->row * args->out_stride + result->column;
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) {
-        const int row = i / 4 * 8 + i % 4;
-        if (row < result->rows)
-            _mm256_mask_storeu_epi16(to + row * args->out_stride, mask, _mm512_castsi512_si256(t[i]));
-        if (row + 4 < result->rows)
-            _mm256_mask_storeu_epi16(to + (row + 4) * args->out_stride, mask, _mm512_extracti64x4_epi64(t[i], 1));
-    }
-}
-
-/* Sums times their scales, with the bias, rounded where the result is bf16. */
-static void finish(const tn_linear_args *args, const result_t *result) {
-    enum { FEW = 4 };
-    if (result->rows <= FEW) {
-        for (int row = 0; row < result->rows; row++) store_row(args, result, row, row_of_sums(result, row));
-        return;
-    }
-    vf sums[SIDE];
-#pragma GCC unroll 16
-    for (int c = 0; c < SIDE; c++) {
-        sums[c] = vf_load(result->sums + c * BLOCK_ROWS);
-        if (result->scale != NULL) sums[c] = vf_mul(sums[c], vf_set(result->scale[c * MAX_GROUPS]));
-        if (result->bias != NULL) sums[c] = vf_add(sums[c], vf_set(result->bias[c]));
-    }
-    if (args->out_dtype != TN_F32) {
-        store_bf16(args, result, sums);
-        return;
-    }
-    __m512i turned[SIDE];
-#pragma GCC unroll 16
-    for (int c = 0; c < SIDE; c++) turned[c] = _mm512_castps_si512(sums[c]);
-    transpose(turned);
-    for (int row = 0; row < result->rows; row++) store_row(args, result, row, _mm512_castsi512_ps(turned[row]));
-}
-
 /* ---- panels ---- */
 
 typedef struct {
@@ -608,10 +494,10 @@ typedef struct {
     int rows, num;
     bool is_grouped;
     strip_t strip;
-    _Alignas(64) sums_t group; /* sums of one group */
-    _Alignas(64) sums_t sums[PANEL_COLUMNS / STRIP][PANEL_ROWS / BLOCK_ROWS];
-    float bias[PANEL_COLUMNS + SIDE];
-    result_t pending[4]; /* results to finish while tiles multiply */
+    _Alignas(64) tn_tile_sums group; /* sums of one group */
+    _Alignas(64) tn_tile_sums sums[PANEL_COLUMNS / STRIP][PANEL_ROWS / BLOCK_ROWS];
+    float bias[PANEL_COLUMNS + SIDE], scale[PANEL_COLUMNS + SIDE]; /* of columns */
+    tn_tile_result pending[4]; /* results to finish while tiles multiply */
     int num_pending;
 } panel_t;
 
@@ -628,19 +514,19 @@ TN_INLINE void sum_rows(const form_t form, const bool two, panel_t *panel, const
         const int until = steps * (n + 1) / (num + 1);
         sum_there(form == IN_PLACE, two, strip, inputs, done, until);
         done = until;
-        finish(panel->args, &panel->pending[n]);
+        tn_finish_tile(panel->args, &panel->pending[n]);
     }
     panel->num_pending = 0;
     sum_there(form == IN_PLACE, two, strip, inputs, done, steps);
 }
 
 static void finish_pending(panel_t *panel) {
-    for (int n = 0; n < panel->num_pending; n++) finish(panel->args, &panel->pending[n]);
+    for (int n = 0; n < panel->num_pending; n++) tn_finish_tile(panel->args, &panel->pending[n]);
     panel->num_pending = 0;
 }
 
 /* total = fma(group, scale, total), of the group that a block has ended. */
-static void add_group(panel_t *panel, sums_t total, bool is_first) {
+static void add_group(panel_t *panel, tn_tile_sums total, bool is_first) {
     for (int c = 0; c < STRIP; c++) {
         const vf scale = vf_set(panel->strip.scale[c][0]);
         for (int row = 0; row < BLOCK_ROWS; row += SIDE) {
@@ -662,7 +548,6 @@ static void sum_any(form_t form, panel_t *panel, const inputs_t *inputs, bool tw
     case IN_PLACE: sum_form(IN_PLACE, panel, inputs, two); return;
     case STRIP_ONLY: sum_form(STRIP_ONLY, panel, inputs, two); return;
     case FROM_BF16: sum_form(FROM_BF16, panel, inputs, two); return;
-    case FROM_I8: sum_form(FROM_I8, panel, inputs, two); return;
     case FROM_I8_AND_ZERO: sum_form(FROM_I8_AND_ZERO, panel, inputs, two); return;
     case FROM_U4: sum_form(FROM_U4, panel, inputs, two); return;
     case FROM_U4_AND_ZERO: sum_form(FROM_U4_AND_ZERO, panel, inputs, two); return;
@@ -675,14 +560,14 @@ static void sum_any(form_t form, panel_t *panel, const inputs_t *inputs, bool tw
 }
 
 /* The results of 32 rows of a strip, to finish later. */
-static void expect_results(panel_t *panel, int column, int row, const sums_t sums) {
+static void expect_results(panel_t *panel, int column, int row, const tn_tile_sums sums) {
     const bool is_scaled = is_bytes(panel->args->weight) && !panel->is_grouped;
     const bool has_bias = panel->args->weight->bias != NULL;
     for (int r = 0; r < BLOCK_ROWS && row + r < panel->rows; r += SIDE)
         for (int c = 0; c < STRIP && column + c < panel->num; c += SIDE)
-            panel->pending[panel->num_pending++] = (result_t){
+            panel->pending[panel->num_pending++] = (tn_tile_result){
                 .sums = sums[c] + r,
-                .scale = is_scaled ? panel->strip.scale[c] : NULL,
+                .scale = is_scaled ? panel->scale + column + c : NULL,
                 .bias = has_bias ? panel->bias + column + c : NULL,
                 .row = panel->row + row + r,
                 .column = panel->first + column + c,
@@ -704,8 +589,8 @@ static void sum_strip(panel_t *panel, int column, const block_t *block) {
     begin_strip(strip, form, w, panel->first + column, num, block);
     for (int row = 0; row < panel->rows; row += BLOCK_ROWS) {
         const bool two = panel->rows - row > SIDE;
-        sums_t *sums = &panel->sums[column / STRIP][row / BLOCK_ROWS];
-        sums_t *chain = panel->is_grouped ? &panel->group : sums;
+        tn_tile_sums *sums = &panel->sums[column / STRIP][row / BLOCK_ROWS];
+        tn_tile_sums *chain = panel->is_grouped ? &panel->group : sums;
         const inputs_t inputs = {
             .x = (const uint16_t *)args->packed + ((panel->row + row) / SIDE) * tile + block->begin / STEP * (TILE_BYTES / 2),
             .tile = tile};
@@ -726,7 +611,7 @@ static void sum_strip(panel_t *panel, int column, const block_t *block) {
 
 /* Whether a block of K needs no more of a strip than its ring: it has no list of groups. */
 static bool is_endless(form_t form) {
-    return form == IN_PLACE || form == FROM_I8 || form == FROM_I8_AND_ZERO || form == FROM_E4M3 || form == FROM_E2M1;
+    return form == IN_PLACE || form == FROM_I8_AND_ZERO || form == FROM_E4M3 || form == FROM_E2M1;
 }
 
 /* Elements of a block: K in equal parts that fit in a strip, or all of it. */
@@ -741,9 +626,11 @@ static int64_t block_elements(const panel_t *panel) {
 static void sum_panel(panel_t *panel) {
     const tn_matrix *w = panel->args->weight;
     const int64_t most = block_elements(panel);
-    if (w->bias != NULL)
-        for (int n = 0; n < panel->num; n++)
-            panel->bias[n] = float_at(w->bias, w->bias_dtype, stored_row(w, panel->first + n));
+    for (int n = 0; n < panel->num; n++) {
+        const int64_t column = panel->first + n;
+        if (is_bytes(w) && !panel->is_grouped) panel->scale[n] = float_at(w->scale, w->scale_dtype, scale_row(w, column));
+        if (w->bias != NULL) panel->bias[n] = float_at(w->bias, w->bias_dtype, stored_row(w, column));
+    }
     if (panel->rows <= BLOCK_ROWS) { /* as they lie in memory; sums stay in their registers */
         for (int column = 0; column < panel->num; column += STRIP)
             for (int64_t begin = 0, end; begin < w->num_in; begin = end) {
@@ -763,7 +650,7 @@ static void sum_panel(panel_t *panel) {
 static form_t form_of(const tn_matrix *w) {
     switch (w->dtype) {
     case TN_BF16: return w->num_in % STEP ? FROM_BF16 : IN_PLACE;
-    case TN_I8: return w->zero == NULL ? FROM_I8 : FROM_I8_AND_ZERO;
+    case TN_I8: return FROM_I8_AND_ZERO;
     case TN_U4: return w->zero == NULL ? FROM_U4 : FROM_U4_AND_ZERO;
     case TN_E4M3: return FROM_E4M3;
     case TN_E2M1: return FROM_E2M1;
@@ -774,18 +661,23 @@ static form_t form_of(const tn_matrix *w) {
     }
 }
 
-bool tn_takes_tiles(const tn_matrix *w, int x_dtype) {
-    if (x_dtype != TN_BF16) return false;
-    return w->dtype == TN_BF16 || w->scale != NULL || tn_is_blocks(w->dtype);
+int tn_packed_forms(const tn_matrix *w, int x_dtype) {
+    if (x_dtype != TN_BF16) return 0;
+    if (tn_takes_integer_tiles(w)) return TN_INTEGERS;
+    return w->dtype == TN_BF16 || w->scale != NULL || tn_is_blocks(w->dtype) ? TN_PAIRS : 0;
 }
 
 void tn_tiles_columns(const tn_linear_args *args, int64_t begin, int64_t end) {
+    if (tn_takes_integer_tiles(args->weight)) {
+        tn_integer_columns(args, integers_in(args->packed, args->num_rows, args->weight->num_in), begin, end);
+        return;
+    }
     panel_t panel;
     panel.args = args;
     panel.form = form_of(args->weight);
     panel.is_grouped = is_grouped(args->weight);
     panel.num_pending = 0;
-    tn_tiles_begin();
+    tn_tiles_begin(TN_WHOLE_TILES);
     for (panel.row = 0; panel.row < args->num_rows; panel.row += PANEL_ROWS) {
         panel.rows = (int)least(args->num_rows - panel.row, PANEL_ROWS);
         for (panel.first = begin; panel.first < end; panel.first += PANEL_COLUMNS) {
@@ -797,7 +689,7 @@ void tn_tiles_columns(const tn_linear_args *args, int64_t begin, int64_t end) {
 
 #else
 
-bool tn_takes_tiles(const tn_matrix *w, int x_dtype) { return (void)w, (void)x_dtype, false; }
+int tn_packed_forms(const tn_matrix *w, int x_dtype) { return (void)w, (void)x_dtype, 0; }
 int64_t tn_packed_bytes(int64_t num_rows, int64_t num_in) { return (void)num_rows, (void)num_in, 0; }
 void tn_tiles_end(void) {}
 

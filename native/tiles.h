@@ -12,15 +12,19 @@
 #define TN_TILES 1
 #endif
 
-/* Whether tiles multiply these weights with inputs of this dtype. The number of rows decides nothing, or it would change bits. */
-bool tn_takes_tiles(const tn_matrix *w, int x_dtype);
+/* Forms of packed inputs: pairs of bf16, and integers. */
+enum { TN_PAIRS = 1, TN_INTEGERS = 2 };
 
-/* Bytes of packed inputs: of all rows, in whole tiles. */
+/* The form in which tiles multiply these weights with inputs of this dtype; 0: they do not. The number of rows decides
+ * nothing, or it would change bits. */
+int tn_packed_forms(const tn_matrix *w, int x_dtype);
+
+/* Bytes of packed inputs: of all rows, in whole tiles, with room for each form. */
 int64_t tn_packed_bytes(int64_t num_rows, int64_t num_in);
 
-/* Packing is cut into this many pieces, which threads share: in tn_packed_bytes, at `packed` on 64 bytes. */
+/* Packing into some forms is cut into this many pieces, which threads share: in tn_packed_bytes, at `packed` on 64 bytes. */
 int64_t tn_pack_pieces(int64_t num_rows, int64_t num_in);
-void tn_pack(void *packed, const void *x, int64_t x_stride, int64_t num_rows, int64_t num_in, int64_t piece);
+void tn_pack(int forms, void *packed, const void *x, int64_t x_stride, int64_t num_rows, int64_t num_in, int64_t piece);
 
 /* Columns [begin, end) of the product, on the calling thread, of args->packed. Any split into ranges gives the same bits.
  *
@@ -29,9 +33,12 @@ void tn_tiles_columns(const tn_linear_args *args, int64_t begin, int64_t end);
 
 #define TN_TILES_COLUMNS 32
 
-/* A thread's tiles are set up before its first product by them, and given back at the end of a region, so that the system
- * need not save them. */
-void tn_tiles_begin(void);
+/* What a thread's tiles are set up for: whole ones, or products with half steps of integers (isa_amx.h). */
+typedef enum { TN_NO_TILES, TN_WHOLE_TILES, TN_HALF_TILES } tn_tile_shape;
+
+/* A thread's tiles are set up before products by them, and given back at the end of a region, so that the system need
+ * not save them. */
+void tn_tiles_begin(tn_tile_shape shape);
 void tn_tiles_end(void);
 
 #endif

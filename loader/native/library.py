@@ -27,7 +27,7 @@ _V4_BF16 = _V4 | {"avx512_bf16", "avx512_vnni"}
 # The best first, with what they need of /proc/cpuinfo.
 _ISAS: dict[str, dict[str, frozenset[str]]] = {
     "x86_64": {
-        "x86_64_amx": _V4_BF16 | {"avx512vbmi", "avx512_fp16", "amx_tile", "amx_bf16"},
+        "x86_64_amx": _V4_BF16 | {"avx512vbmi", "amx_tile", "amx_bf16", "amx_int8"},
         "x86_64_v4_bf16": _V4_BF16,
         "x86_64_v4": _V4,
         "x86_64_v3": _V3,

@@ -18,6 +18,7 @@ from tests.support.native import ISAS, SOFT_TILES, TILES, product, threads
 
 from teneral.loader.native.library import usable_isas
 from teneral.runtime.backends.native import arrays
+from teneral.runtime.backends.native.products import Weight
 
 Array = NDArray[Any]
 
@@ -33,7 +34,7 @@ TILED = [kind for kind in KINDS if kind not in ("fp32", "fp16")]
 # Of all results below, by the kind of weights: SHA-256, the first 16 digits.
 HASHES = {
     "bf16": "0aef55df446c6a57",
-    "int8": "080e83f3a70cb67f",
+    "int8": "9cf99bae89d237b0",
     "int4": "71aa49c9e0226dc3",
     "mxfp4": "1e6eddb6cbf12eff",
     "fp8": "353299239fedd4ff",
@@ -140,3 +141,58 @@ def test_an_element_is_the_chain_that_the_manual_states(isa: str) -> None:
         for row in range(3):
             for column in range(6):
                 assert out[row, column] == chain(values[row], case.means[column])
+
+
+def integers_of(row: Array) -> tuple[Array, int]:
+    """A row of inputs as integer_tiles.c packs it, and the exponent e: row = integers * 2^(e - 15)."""
+    e = -99
+    while np.abs(row).max() * 2.0 ** (15 - e) > 32639:
+        e += 1
+    return np.rint(row * 2.0 ** (15 - e)).astype(np.int64), e
+
+
+def integer_sum(row: Array, levels: Array, scales: Array) -> float:
+    """One element in the order that integer_tiles.c states, in exact arithmetic."""
+    integers, e = integers_of(row.astype(np.float64))
+    low = (integers + 128) % 256 - 128
+    high = (integers - low) // 256
+    total, group = Fraction(0), len(row) // len(scales)
+    parts = -(-group // 1024)
+    size = group if parts == 1 else -(-(-(-group // parts)) // 64) * 64
+    for number, scale in enumerate(scales):
+        for begin in range(number * group, (number + 1) * group, size):
+            of = slice(begin, min(begin + size, (number + 1) * group))
+            sums = [rounded(Fraction(int(levels[of].astype(np.int64) @ each[of]))) for each in (high, low)]
+            segment = rounded(256 * sums[0] + sums[1])
+            factor = Fraction(float(scale)) if len(scales) > 1 else 1
+            total = rounded(total + segment * factor)
+    total *= Fraction(2) ** (e - 15)
+    return float(total if len(scales) > 1 else rounded(total * Fraction(float(scales[0]))))
+
+
+@each_kind_of_tiles
+@pytest.mark.parametrize(("num_in", "groups"), [(96, 3), (256, 2), (70, 1), (1090, 1), (2624, 2), (2500, 1)])
+def test_an_element_of_integers_is_the_sum_that_is_stated(isa: str, num_in: int, groups: int) -> None:
+    rng = np.random.default_rng(num_in)
+    levels = rng.integers(-128, 128, (6, num_in)).astype(np.int8)
+    scale = rng.random((6, groups)).astype(np.float32) + np.float32(0.1)
+    x = arrays.to_bf16(rng.standard_normal((9, num_in)).astype(np.float32) * np.exp2(rng.integers(-9, 9, num_in)))
+    x[0] = arrays.to_bf16(np.full(num_in, 1.9921875, np.float32))  # whose fraction has all bits
+    out = product(isa, x, Weight(levels, scale=scale))
+    values = arrays.from_bf16(x)
+    for row in range(len(x)):
+        for column in range(len(levels)):
+            assert out[row, column] == integer_sum(values[row], levels[column], scale[column])
+
+
+@each_kind_of_tiles
+def test_integers_times_a_row_that_is_not_finite_are_no_number_and_change_no_other_row(isa: str) -> None:
+    rng = np.random.default_rng(7)
+    weight = Weight(rng.integers(-127, 128, (40, 128)).astype(np.int8), scale=np.ones((40, 1), np.float32))
+    values = rng.standard_normal((5, 128)).astype(np.float32)
+    expected = product(isa, arrays.to_bf16(values), weight)
+    values[1, 3], values[3, 100], values[4] = np.inf, np.nan, 1e-38
+    out = product(isa, arrays.to_bf16(values), weight)
+    assert np.isnan(out[[1, 3]]).all()
+    assert np.array_equal(out[[0, 2]], expected[[0, 2]])
+    assert not out[4].any()

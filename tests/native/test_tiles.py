@@ -7,13 +7,14 @@ the same bits. The names of the tests say which ran.
 from __future__ import annotations
 
 import hashlib
+import math
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.native.test_linear import KINDS, Case, make_float, make_fp8, make_integers, make_mxfp4
+from tests.native.test_linear import KINDS, Case, as_integers, make_float, make_fp8, make_integers, make_mxfp4
 from tests.support.native import ISAS, SOFT_TILES, TILES, product, threads
 
 from teneral.loader.native.library import usable_isas
@@ -143,22 +144,14 @@ def test_an_element_is_the_chain_that_the_manual_states(isa: str) -> None:
                 assert out[row, column] == chain(values[row], case.means[column])
 
 
-def integers_of(row: Array) -> tuple[Array, int]:
-    """A row of inputs as integer_tiles.c packs it, and the exponent e: row = integers * 2^(e - 15)."""
-    e = -99
-    while np.abs(row).max() * 2.0 ** (15 - e) > 32639:
-        e += 1
-    return np.rint(row * 2.0 ** (15 - e)).astype(np.int64), e
-
-
 def integer_sum(row: Array, levels: Array, scales: Array) -> float:
     """One element in the order that integer_tiles.c states, in exact arithmetic."""
-    integers, e = integers_of(row.astype(np.float64))
+    integers, exponent = (each[0] for each in as_integers(row[None].astype(np.float64)))
     low = (integers + 128) % 256 - 128
     high = (integers - low) // 256
     total, group = Fraction(0), len(row) // len(scales)
-    parts = -(-group // 1024)
-    size = group if parts == 1 else -(-(-(-group // parts)) // 64) * 64
+    parts = math.ceil(group / 1024)
+    size = group if parts == 1 else math.ceil(math.ceil(group / parts) / 64) * 64
     for number, scale in enumerate(scales):
         for begin in range(number * group, (number + 1) * group, size):
             of = slice(begin, min(begin + size, (number + 1) * group))
@@ -166,7 +159,7 @@ def integer_sum(row: Array, levels: Array, scales: Array) -> float:
             segment = rounded(256 * sums[0] + sums[1])
             factor = Fraction(float(scale)) if len(scales) > 1 else 1
             total = rounded(total + segment * factor)
-    total *= Fraction(2) ** (e - 15)
+    total *= Fraction(2) ** (int(exponent) - 15)
     return float(total if len(scales) > 1 else rounded(total * Fraction(float(scales[0]))))
 
 
@@ -176,7 +169,9 @@ def test_an_element_of_integers_is_the_sum_that_is_stated(isa: str, num_in: int,
     rng = np.random.default_rng(num_in)
     levels = rng.integers(-128, 128, (6, num_in)).astype(np.int8)
     scale = rng.random((6, groups)).astype(np.float32) + np.float32(0.1)
-    x = arrays.to_bf16(rng.standard_normal((9, num_in)).astype(np.float32) * np.exp2(rng.integers(-9, 9, num_in)))
+    x = arrays.to_bf16(
+        rng.standard_normal((9, num_in)).astype(np.float32) * np.exp2(rng.integers(-9, 9, num_in))
+    )
     x[0] = arrays.to_bf16(np.full(num_in, 1.9921875, np.float32))  # whose fraction has all bits
     out = product(isa, x, Weight(levels, scale=scale))
     values = arrays.from_bf16(x)

@@ -27,6 +27,8 @@ from teneral.runtime.adapters.peft import AdapterPlan
 from teneral.runtime.adapters.registry import AdapterRegistry, split_template
 from teneral.runtime.backends.native.backend import NativeBackend
 from teneral.runtime.config import ServeConfig
+from teneral.runtime.engine import next_step
+from teneral.runtime.engine.adapters import RequestAdapters
 from teneral.runtime.errors import AdapterError, AdapterNotFoundError, AdapterUnavailableError, CapacityError
 from teneral.runtime.instance.instance import Instance
 from teneral.runtime.models.adapter import AdapterWeights
@@ -195,6 +197,34 @@ def test_a_cold_adapter_holds_up_nothing_else(rig: Rig, monkeypatch: pytest.Monk
         assert cold.timings.first_token_s is None
         held.release()
         assert tokens(cold) == rig.merged_tokens("a1", 6)
+
+
+def test_an_adapter_that_comes_while_a_step_is_planned_does_not_end_the_engine(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with images (test_engine_images.py). Its request has been queued, and waits to follow it."""
+    sources, plan_step, follow = paced(monkeypatch), next_step.plan_step, RequestAdapters.follow
+    held: list[Any] = []
+    is_planned = threading.Event()
+
+    def follow_late(*args: Any) -> None:
+        assert is_planned.wait(WAIT_S)
+        follow(*args)
+
+    def plan_meanwhile(*args: Any, **named: Any) -> Any:
+        plan = plan_step(*args, **named)
+        if held:
+            held.pop().release()
+            eventually(instance.adapters.listed)
+            is_planned.set()
+        return plan
+
+    with rig.instance() as instance:
+        instance.engine.result(WAIT_S)
+        held.append(sources[0].hold(lambda call: call.name.startswith("a1/")))
+        monkeypatch.setattr(RequestAdapters, "follow", follow_late)
+        monkeypatch.setattr(next_step, "plan_step", plan_meanwhile)
+        assert tokens(submit(instance, "a1")) == rig.merged_tokens("a1", 6)
 
 
 def test_a_prompt_follows_the_layers_of_its_adapter(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -267,6 +267,29 @@ def test_requests_that_are_cancelled_while_their_adapter_is_on_its_way(
         assert tokens(submit(instance, "a1")) == rig.merged_tokens("a1", 6)
 
 
+def test_an_adapter_that_is_unloaded_before_its_load_begins_is_not_looked_for_elsewhere(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is another one of its name below the template, which nobody has asked for."""
+    sources = paced(monkeypatch)
+    with rig.instance() as instance:
+        instance.engine.result(WAIT_S)
+        names = [f"a{number}" for number in range(10, 10 + registry.MAX_LOADS)]
+        files = {f"{name}/adapter_model.safetensors" for name in names}
+        held = sources[0].hold(lambda call: call.name in files and call.start == 0)
+        others = [submit(instance, name) for name in names]
+        held.wait_reached(len(names))
+        with instance.adapters.loading("a1", str(rig.adapters / "a2")):
+            asked = submit(instance, "a1")
+            instance.adapters.unload("a1")
+        held.release()
+        with pytest.raises(AdapterUnavailableError, match="'a1' was unloaded before it was there"):
+            tokens(asked)
+        for name, other in zip(names, others, strict=True):
+            assert tokens(other) == rig.merged_tokens(name, 6)
+    assert not any(call.name.startswith("a1/") for call in sources[0].calls)
+
+
 def test_a_request_that_comes_as_an_unwanted_adapter_is_given_up_loads_it_anew(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

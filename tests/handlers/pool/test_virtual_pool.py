@@ -368,6 +368,24 @@ def test_clients_that_leave_do_not_count_as_answers(pool: VirtualPool) -> None:
     assert next(iter(deployment.servers.values())).in_work == 0
 
 
+def test_a_client_that_leaves_as_its_turn_comes_does_not_count_either(pool: VirtualPool) -> None:
+    deployment = pool.supervisor.models["m"].targets()[0]
+    (server,) = deployment.servers.values()
+    while not deployment.waiting:
+        waiting = pool.ask("m", None, 5.0, 60.0)
+    num_in_work = server.in_work
+
+    def both() -> None:
+        server.in_work += 1
+        deployment.waiting.popleft().future.set_result(server)
+        assert waiting.task is not None
+        waiting.task.cancel()
+
+    pool.act(both)
+    pool.run(1.0)
+    assert (deployment.answers, server.served, server.in_work) == (0, 0, num_in_work)
+
+
 def test_a_start_that_hangs_is_given_up(pool: VirtualPool) -> None:
     request = pool.ask("n", None, 1.0, 1e6)
     starting = pool.machine.running[-1]

@@ -4,6 +4,8 @@ random histories in virtual time.
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import logging
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -448,6 +450,23 @@ def test_a_version_that_was_rolled_back_stays_so_when_the_store_is_away(pool: Vi
     del pool.store.versions[1]
     pool.reload()
     assert not state.rejected, "there is nothing else"
+
+
+def test_a_model_that_is_taken_out_while_its_versions_are_looked_for_serves_none(pool: VirtualPool) -> None:
+    state = pool.supervisor.models["m"]
+    pool.file = dataclasses.replace(pool.file, models={})
+
+    async def both() -> None:
+        reloading = asyncio.create_task(pool.reloader.reload())
+        await asyncio.sleep(0)
+        looking = pool.supervisor.look_again(state)
+        assert looking is not None
+        await asyncio.gather(reloading, looking)
+
+    pool.call(both())
+    assert not state.targets()
+    pool.run(10.0)
+    assert not any(deployment.servers for deployment in state.deployments())
 
 
 def test_idle_instances_give_way_to_others_on_their_device_alone() -> None:

@@ -270,7 +270,7 @@ def test_requests_that_are_cancelled_while_their_adapter_is_on_its_way(
 def test_an_adapter_that_is_unloaded_before_its_load_begins_is_not_looked_for_elsewhere(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is another one of its name below the template, which nobody has asked for."""
+    """There is another one of its name below the template, which no request names."""
     sources = paced(monkeypatch)
     with rig.instance() as instance:
         instance.engine.result(WAIT_S)

@@ -69,9 +69,10 @@ class Lifetime:
         with self._lock:
             key = self._next_key
             self._next_key += 1
-            if not self._cancelled:
+            is_over = self._cancelled  # asked again without the lock, both sides might make the call
+            if not is_over:
                 self._callbacks[key] = callback
-        if self._cancelled:
+        if is_over:
             callback()
         return lambda: self._forget(key)
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from aiohttp.typedefs import Handler as RouteHandler
 
     from ...loader.timeline import Timeline
+    from ...runtime.engine.embedder import Embedder
     from ...runtime.engine.engine import EngineStatistics
     from ...runtime.instance.instance import Instance
     from ...runtime.metrics import Metrics
@@ -194,39 +195,40 @@ class Service:
         """The default of requests."""
         return FirstToken(self.instance.config.first_token)
 
-    @property
-    def max_context(self) -> int | None:
-        """The engine's maximum of prompt tokens; None while it is not loaded."""
-        engine = self.instance.engine
-        return engine.result().max_context if engine.done() and engine.exception() is None else None
-
     async def tokenizer(self) -> TextTokenizer:
         return await self.ready(self.instance.tokenizer)
 
-    async def ready(self, future: Future[T]) -> T:
-        """Wait for one of the instance's parts while it loads, without a time limit.
+    async def encoder(self) -> tuple[TextTokenizer, Embedder]:
+        """The tokenizer and the embedder of one instance, even if another takes its place. Raises as `ready`."""
+        instance = self.instance
+        return await self.ready(instance.tokenizer, instance), await self.ready(instance.embedder, instance)
+
+    async def ready(self, future: Future[T], instance: Instance | None = None) -> T:
+        """Wait for one of the parts of an instance, the current one, while it loads, without a time limit.
 
         Raises the instance's failure, or `RequestError` if this kind of model does not have the
         part.
         """
+        instance = instance or self.instance
         try:
             if not future.done():
-                if future is not self.instance.text_settings:  # which need no model
-                    self.instance.full_speed.set()
+                if future is not instance.text_settings:  # which need no model
+                    instance.full_speed.set()
                 # The shield: a client that stops waiting must not cancel the future of all others.
                 await asyncio.shield(asyncio.wrap_future(future))
             return future.result()
         except ModelError as error:
-            if error is self.instance.failure:
+            if error is instance.failure:
                 raise
             raise RequestError(error.message, param="model", hint=error.hint) from error
 
     async def context_tokens(self) -> int:
         """The model's maximum of tokens here; waits until it is known."""
+        instance = self.instance
         try:
-            return (await self.ready(self.instance.engine)).max_context
+            return (await self.ready(instance.engine, instance)).max_context
         except RequestError:  # it does not generate
-            return (await self.ready(self.instance.embedder)).max_tokens
+            return (await self.ready(instance.embedder, instance)).max_tokens
 
     def require_room(self, queue_name: str, priority: Priority, num_sequences: int) -> None:
         """Raise `CapacityError` if the engine would, before any work for the request. A loading one
@@ -322,6 +324,12 @@ class Service:
         if not future.done() or future.exception() is not None:
             return None
         return future.result().statistics()
+
+
+def max_context_of(instance: Instance) -> int | None:
+    """Its engine's maximum of prompt tokens; None while that is not loaded."""
+    engine = instance.engine
+    return engine.result().max_context if engine.done() and engine.exception() is None else None
 
 
 SERVICE = web.AppKey("service", Service)  # the application's key for it

@@ -34,8 +34,7 @@ class EmbeddingRoute(BodyRoute[EmbeddingBody]):
         check_truncation(body.truncate_prompt_tokens)
         inputs = split_prompt(body.input, param="input", max_prompts=service.limits.max_embedding_inputs)
         with service.admission.waiting(1):
-            tokenizer = await service.tokenizer()
-            embedder = await service.ready(service.instance.embedder)
+            tokenizer, embedder = await service.encoder()
             if embedder.labels:
                 raise RequestError(
                     "this model classifies texts and makes no embeddings",

@@ -28,7 +28,7 @@ from ...runtime.step.requests import (
     TokenLogprob,
 )
 from ..function.channel import ThreadToLoopChannel
-from ..http.service import CALL, HttpCall, Service
+from ..http.service import CALL, HttpCall, Service, max_context_of
 from ..http.sse import SSE, EventStream, Framing, complete
 from .parameters import WHOLE_CONTEXT, forced_text_may_change, priority_of, queue_of
 from .responses import ChunkExtras, CompletionTokensDetails, PromptTokensDetails, Usage
@@ -471,16 +471,17 @@ async def _submit(
     with service.admission.waiting(fmt.num_sequences):
         service.require_room(queue_of(fmt.body), priority_of(fmt.body), fmt.num_sequences)
         if fmt.needs_context or fmt.body.truncate_prompt_tokens == WHOLE_CONTEXT:
-            await service.ready(instance.engine)  # which knows how many tokens there is room for
-        tokenizer = await service.ready(instance.tokenizer)
+            await service.ready(instance.engine, instance)  # which knows how many tokens there is room for
+        tokenizer = await service.ready(instance.tokenizer, instance)
         remote = getattr(fmt, "remote_images", ())  # of chats alone
         if remote and tokenizer.images is not None:
             from .remote_images import ImageFetcher  # of the few servers that fetch some
 
             give_images = fmt.give_images  # type: ignore[attr-defined]
             give_images(await service.shared(ImageFetcher.of).fetch(remote))
-        requests = await service.text_threads.run(body_bytes, fmt.prepare, tokenizer, service.max_context)
-        engine = await service.ready(instance.engine)
+        max_context = max_context_of(instance)
+        requests = await service.text_threads.run(body_bytes, fmt.prepare, tokenizer, max_context)
+        engine = await service.ready(instance.engine, instance)
         if adapter:
             requests = [replace(each, adapter=adapter) for each in requests]
         sequences.submit(engine, requests)

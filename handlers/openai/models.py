@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from ..http.json_bodies import encode
-from ..http.service import Service
+from ..http.service import Service, max_context_of
 from .responses import Architecture, Model, ModelList
 
 
@@ -35,7 +35,7 @@ class ModelRoutes:
 
     def _known(self) -> dict[str, Any]:
         """The fields that the loaded model tells."""
-        context, settings = self._service.max_context, self._service.instance.text_settings
+        context, settings = max_context_of(self._service.instance), self._service.instance.text_settings
         if context is None or not settings.done():
             return {}
         takes_images = settings.result().images is not None

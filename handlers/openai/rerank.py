@@ -201,8 +201,7 @@ async def relevance(
 ) -> tuple[list[float], int]:
     """A score for each of `seconds`, and the tokens that they took. `firsts` has as many texts, or one for all."""
     with service.admission.waiting(1):
-        tokenizer = await service.tokenizer()
-        embedder = await service.ready(service.instance.embedder)
+        tokenizer, embedder = await service.encoder()
         embedder.require_room()
         if len(embedder.labels) > 1:
             raise RequestError(
@@ -282,8 +281,7 @@ class ClassifyRoute(BodyRoute[ClassifyBody]):
         check_encoder_body(body, CLASSIFY)
         texts = as_texts(body.input, param="input", max_texts=service.limits.max_embedding_inputs)
         with service.admission.waiting(1):
-            tokenizer = await service.tokenizer()
-            embedder = await service.ready(service.instance.embedder)
+            tokenizer, embedder = await service.encoder()
             if not embedder.labels:
                 raise RequestError(
                     "this model makes embeddings and has no labels",

@@ -108,12 +108,16 @@ class BackgroundResponses:
                 f"{MAX_BACKGROUND} responses are made in the background, which is the limit",
                 retry_after_s=1.0,
             )
-        queued = fmt.response(QUEUED, None)
-        if not await keeper.put(queued):
-            raise RequestError(
-                "background needs store, and this response is larger than the store", param="background"
-            )
-        made = self._running[fmt.id] = BackgroundResponse(fmt.framing)
+        made = self._running[fmt.id] = BackgroundResponse(fmt.framing)  # before the store is waited for
+        try:
+            queued = fmt.response(QUEUED, None)
+            if not await keeper.put(queued):
+                raise RequestError(
+                    "background needs store, and this response is larger than the store", param="background"
+                )
+        except BaseException:
+            del self._running[fmt.id]
+            raise
         if fmt.body.stream:
             await made.send(*fmt.queued(queued))
         made.task = asyncio.create_task(self._make(made, fmt, keeper, body_bytes))
@@ -140,9 +144,10 @@ class BackgroundResponses:
         made = self._running.get(response_id)
         if made is None or made.task is None:
             return False
-        made.task.cancel()
-        with contextlib.suppress(BaseException):
-            await made.task
+        # Once: a second cancellation, also that of a client which leaves, would cut off what the first one writes.
+        if not made.task.cancelling():
+            made.task.cancel()
+        await asyncio.wait([made.task])
         return True
 
     def forget(self, response_id: str) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 import aiohttp
 
 from ...loader.errors import TeneralError
+from ...loader.native.library import ISA_VARIABLE
 from ...loader.process.cpu import available_cores
 from ...loader.process.helper import ProcessContext
 from ...runtime.config import PREFIX, ServeConfig
@@ -77,8 +78,14 @@ def instance_config(
 
 
 def inherited_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of instances: everything except server settings, which come from the file."""
-    return {name: value for name, value in environment.items() if not name.startswith(PREFIX)}
+    """The environment of instances: everything except server settings, which come from the file. `TENERAL_ISA` is none,
+    and of the processor.
+    """
+    return {
+        name: value
+        for name, value in environment.items()
+        if not name.startswith(PREFIX) or name == ISA_VARIABLE
+    }
 
 
 HOST = "127.0.0.1"

@@ -121,6 +121,8 @@ class Reloader:
 
         async def refresh() -> None:
             async with self._lock:
+                if self._supervisor.models.get(state.model.name) is not state:
+                    return  # the model was taken out of the pool meanwhile
                 await self.refresh(state, state.file_model)
                 self._supervisor.tick()
 

@@ -376,7 +376,7 @@ class Supervisor:
             server = waiter.future.result()  # it came in the last moment, and its place is taken
         except asyncio.CancelledError:
             if waiter.future.done() and not waiter.future.cancelled() and waiter.future.exception() is None:
-                self.release(Lease(waiter.future.result(), ""))
+                self.hand_back(Lease(waiter.future.result(), ""))
             raise
         finally:
             with suppress(ValueError):

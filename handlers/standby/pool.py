@@ -248,7 +248,9 @@ class StandbyPool:
         self.ends = PoolEnds(listener, say_taken, alive, StatusPage())
 
     def close(self) -> None:
-        """Close the pipes: the waiting processes notice, and end. The caller keeps the listener."""
+        """Close the pipes: the waiting processes notice, and end. No signal would do: one of them may have taken an
+        order by now. The caller keeps the listener.
+        """
         if self._base is not None:
             self._base.close()
         for fd in (self._taken, self._keep_alive, self.ends.say_taken, self.ends.alive):
@@ -276,9 +278,6 @@ class StandbyPool:
             finally:
                 # Children end after this, and their signals would be written to a closed socket.
                 signal.set_wakeup_fd(-1)
-                for process_id in self._waiting:
-                    with suppress(ProcessLookupError):
-                        os.kill(process_id, signal.SIGTERM)
 
     def turn(self, wake: socket.socket) -> None:
         """Refill, and block until a signal has made `wake` readable, a process has taken an order, or

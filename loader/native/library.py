@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import threading
 from typing import Any
 
 from ..errors import NativeLibraryError, UsageError
@@ -92,8 +93,13 @@ class Library:
             )
 
 
-@functools.cache
 def library() -> Library | None:
+    """The library for this processor, opened by the first call; None where there is none. Raises as `open_library`."""
+    with _opening:
+        return _opened()
+
+
+def open_library() -> Library | None:
     """The library for this processor, with as many threads as the container has cores; None where
     there is none.
 
@@ -109,6 +115,12 @@ def library() -> Library | None:
             return loaded
         usable.remove(isa)
     return None
+
+
+# Decoding threads and a backend may both be first. The later of two would set the threads again that the backend has
+# set since.
+_opening = threading.Lock()
+_opened = functools.cache(open_library)
 
 
 def require_library() -> Library:

@@ -16,7 +16,8 @@ from ..models.adapter import AdapterWeights
 class LoadedAdapter:
     """An adapter in memory, or on its way. Made by the registry; an `Adapter` of `models/adapter.py`."""
 
-    def __init__(self, name: str, address: str) -> None:
+    def __init__(self, name: str, address: str | None = None) -> None:
+        """At `address`; None: below the registry's template."""
         self.name = name
         self.address = address
         self.created_unix_s = int(time.time())

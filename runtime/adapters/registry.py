@@ -45,7 +45,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class _UnwantedError(AdapterUnavailableError):
-    """All requests for an adapter have ended before there was room for it."""
+    """All requests for an adapter have ended before there was room for it, or it was unloaded."""
 
 
 class AdapterStatistics(Struct, frozen=True):
@@ -110,8 +110,11 @@ class AdapterRegistry:
     def check(self, name: str) -> None:
         """Raises `AdapterNotFoundError` for a name that no adapter can have here. Does no I/O."""
         with self._changed:
-            if name in self._addresses:
-                return
+            if name not in self._addresses:
+                self._require_name(name)
+
+    def _require_name(self, name: str) -> None:
+        """Raises `AdapterNotFoundError` for a name that no adapter can have below the template."""
         if self._template is None or not _NAME.fullmatch(name):
             raise AdapterNotFoundError(
                 f"there is no adapter {name[:200]!r} here",
@@ -128,12 +131,13 @@ class AdapterRegistry:
 
     def acquire(self, name: str) -> LoadedAdapter:
         """The adapter, held until `release`; its load begins unless it is there. Does not block. Raises as `check`."""
-        self.check(name)
         with self._changed:
+            address = self._addresses.get(name)
+            if address is None:
+                self._require_name(name)
             self._require_open()
             adapter = self._adapters.get(name)
             if adapter is None:
-                address = self._addresses.get(name) or (self._template or "").replace(FIELD, name)
                 adapter = self._adapters[name] = LoadedAdapter(name, address)
                 self._num_misses += 1
                 self._queue.put(adapter)
@@ -308,12 +312,11 @@ class AdapterRegistry:
                 self._num_pending -= 1
 
     def _load(self, adapter: LoadedAdapter) -> bytes:
-        source, folder = self._source, self._folder.replace(FIELD, adapter.name)
         with self._changed:
             self._require_wanted(adapter)
-            is_registered = adapter.name in self._addresses
-        if not is_registered and source is not None:
-            return self._read(adapter, source, folder)
+        if adapter.address is None:
+            assert self._source is not None
+            return self._read(adapter, self._source, self._folder.replace(FIELD, adapter.name))
         address, digest = split_pin(model_address(adapter.address))
         own = open_source(address, self._options)
         try:
@@ -366,10 +369,7 @@ class AdapterRegistry:
             while True:
                 self._gather_freed()
                 self._require_open()
-                if not adapter.is_listed or not adapter.num_pins:
-                    if adapter.is_listed:
-                        self._drop(adapter.name)  # under this lock: no request can pin it before it fails
-                    raise _UnwantedError(f"nothing asks for the adapter {adapter.name!r} any more")
+                self._require_wanted(adapter)
                 self._give_up(size_bytes, also_for_freed=is_late)
                 if self._used_bytes + size_bytes <= self._max_bytes:
                     break
@@ -437,7 +437,11 @@ class AdapterRegistry:
             self._used_bytes -= self._freed_bytes.popleft()
 
     def _require_wanted(self, adapter: LoadedAdapter) -> None:
-        if not adapter.is_listed and not adapter.num_pins:
+        if not adapter.is_listed and adapter.num_pins:
+            raise _UnwantedError(f"the adapter {adapter.name!r} was unloaded before it was there")
+        if not adapter.num_pins:
+            if adapter.is_listed:
+                self._drop(adapter.name)  # under this lock: no request can pin it before it fails
             raise _UnwantedError(f"nothing asks for the adapter {adapter.name!r} any more")
 
     def _require_open(self) -> None:

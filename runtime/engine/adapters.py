@@ -11,8 +11,7 @@ from typing import Any, Protocol
 
 from ...loader.errors import TeneralError
 from ..errors import AdapterNotFoundError
-from .generation import Generation
-from .sequence import AdapterLike, error_event
+from .sequence import AdapterLike, Sequence, error_event
 from .speculation import PassLike
 
 WAIT_S = 0.01  # for a layer, between two looks at new and ended requests
@@ -58,15 +57,17 @@ class RequestAdapters:
         if adapter is not None and self._source is not None:
             self._source.release(adapter)
 
-    def follow(self, adapter: HeldAdapter | None, generation: Generation) -> None:
-        """End the generation if the adapter's load fails, and wake the engine once it is loaded."""
-        if adapter is not None and not adapter.is_complete:
-            adapter.when_changed(partial(self._follow, adapter, generation))
+    def follow(self, adapter: HeldAdapter | None, sequence: Sequence) -> None:
+        """End the sequence if its adapter's load fails, and have it wait no more once it is loaded."""
+        if adapter is not None and sequence.waits_for_adapter:
+            adapter.when_changed(partial(self._note, adapter, sequence))
+            self._note(adapter, sequence)  # its layers may have begun to come before
 
-    def _follow(self, adapter: HeldAdapter, generation: Generation) -> None:
+    def _note(self, adapter: HeldAdapter, sequence: Sequence) -> None:
         if adapter.failure is not None:
-            generation.emit(error_event(adapter.failure))
+            sequence.generation.emit(error_event(adapter.failure))
         with self._changed:
+            sequence.waits_for_adapter = not adapter.is_complete
             self._changed.notify_all()
 
 

@@ -243,7 +243,7 @@ class Engine:
             generation.deliver()
         if first is not None and first.tokens:
             self._timeline.add_forced(generation, len(first.tokens))
-        self._adapters.follow(adapter, generation)
+        self._adapters.follow(adapter, sequence)
         if self._images is not None:
             self._images.follow(generation)
         return generation

@@ -121,7 +121,8 @@ class ImageEncoder:
             image.runs = image.find_runs()
         if self._tower.config.has_grid and image.tiles is not None:
             image.grid = self._tower.config.grid_of(*image.tiles.shape[2:])
-        image.rows, image.tiles = rows, None
+        with self._changed:  # a plan asks more than once which sequences wait for images
+            image.rows, image.tiles = rows, None
 
     def _compute(self, image: PromptImage, is_over: Callable[[], bool]) -> Any:
         """The image's rows; None if it is over before."""

@@ -134,6 +134,7 @@ class Sequence:
         "scores",
         "stopped_by",
         "tokens",
+        "waits_for_adapter",
     )
 
     def __init__(
@@ -147,6 +148,8 @@ class Sequence:
     ) -> None:
         request = generation.request
         self.adapter = adapter
+        # Until its adapter is loaded it takes part in no step with others. Changed under the engine's lock.
+        self.waits_for_adapter = adapter is not None and not adapter.is_complete
         self.generation = generation
         self.tokens: list[int] = list(request.prompt_tokens)  # prompt and output
         self.num_prompt_tokens = len(self.tokens)
@@ -224,13 +227,10 @@ class Sequence:
         return self.fetch is not None and not self.fetch.is_done
 
     @property
-    def waits_for_adapter(self) -> bool:
-        """True if its adapter is loading: until then it takes part in no step with others."""
-        return self.adapter is not None and not self.adapter.is_complete
-
-    @property
     def waits_for_images(self) -> bool:
-        """True if some of its images are not encoded yet: until then it takes part in no step."""
+        """True if some of its images are not encoded yet: until then it takes part in no step. Changes under the
+        engine's lock.
+        """
         return any(image.rows is None for image in self.exact.images)
 
     @property

@@ -398,5 +398,6 @@ def statistics_of(
 
 
 def _may_follow(sequence: Sequence) -> bool:
-    adapter = sequence.adapter
-    return adapter is not None and adapter.has_begun and not sequence.waits_for_images
+    if not sequence.waits_for_adapter or sequence.waits_for_images:
+        return False
+    return sequence.adapter is not None and sequence.adapter.has_begun

@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 from tests.support.drafting import tell_of_drafts
+from tests.support.inspection import replace_lock
 from tests.support.load import patience_s
 from tests.support.small_host import SENTENCE
 
@@ -281,6 +282,23 @@ def test_a_callback_that_comes_too_late_is_called_at_once():
     lifetime.cancel()
     lifetime.on_cancel(called.set)
     assert called.is_set()
+
+
+def test_a_callback_is_called_once_however_late_the_end_comes():
+    """Between the registration and the look at whether it was in time."""
+    lifetime, calls = Lifetime(), []
+
+    class EndsAfterRegistration:
+        def __enter__(self):
+            pass
+
+        def __exit__(self, *_):
+            replace_lock(lifetime, threading.Lock())
+            lifetime.cancel()
+
+    replace_lock(lifetime, EndsAfterRegistration())
+    lifetime.on_cancel(lambda: calls.append(1))
+    assert calls == [1]
 
 
 async def test_the_async_forms_give_the_same(context):

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.standby_processes import (
@@ -138,6 +139,34 @@ def test_a_standby_that_ends_before_the_pool_waits_is_replaced(monkeypatch: pyte
                 signal.signal(each, handler)
             pool.close()
     assert forked == [100, 101, 102]
+
+
+def test_a_process_that_took_an_order_as_the_pool_ends_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool has not read of it yet. The others see the end of the pool's pipe."""
+    kills: list[Any] = []
+
+    def turn(pool: StandbyPool, _: socket.socket) -> None:
+        os.write(pool.ends.say_taken, b"100\n")
+        signal.raise_signal(signal.SIGTERM)
+
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)}
+    monkeypatch.setattr(os, "fork", lambda: 100)
+    monkeypatch.setattr(os, "kill", lambda *given: kills.append(given))
+    monkeypatch.setattr(os, "waitpid", lambda *_: (0, 0))
+    monkeypatch.setattr(StandbyPool, "turn", turn)
+    with socket.socket(socket.AF_UNIX) as listener:
+        pool = StandbyPool(listener, 1, 0, Serving(lambda *_: None, lambda _: 1))
+        alive = os.dup(pool.ends.alive)
+        try:
+            pool.fill()
+            pool.run()
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+            pool.close()
+    assert not kills
+    assert os.read(alive, 1) == b""
+    os.close(alive)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -17,7 +17,7 @@ from teneral.loader.native.library import (
     Library,
     choose_isa,
     cpu_features,
-    library,
+    open_library,
     prefers_fused_pairs,
     supported_isas,
     usable_isas,
@@ -159,6 +159,34 @@ print(sorted(brought), "teneral_" in open("/proc/self/maps").read())
     assert done.stdout.strip() == "['__future__'] False"
 
 
+def test_threads_that_ask_at_the_same_time_open_it_once() -> None:
+    """Decoding threads and the backend, which sets the number of threads: a second opening would set it again."""
+    program = """
+import threading, time
+from teneral.loader.native import library
+start, opened = library.Library.start, []
+def slow(self):
+    opened.append(self.isa)
+    time.sleep(0.2)
+    return start(self)
+library.Library.start = slow
+threads = [threading.Thread(target=library.library) for _ in range(2)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(len(opened))
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TENERAL_ISA"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**environment, "TENERAL_ISA": usable_isas()[-1]},
+        capture_output=True,
+        text=True,
+        timeout=patience_s(60),
+        check=True,
+    )
+    assert done.stdout.strip() == "1"
+
+
 def test_a_library_that_the_system_refuses_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a hypervisor shows tiles that gVisor, or an older Linux, does not permit."""
     if len(usable_isas()) < 2:
@@ -167,9 +195,9 @@ def test_a_library_that_the_system_refuses_gives_way_to_the_next(monkeypatch: py
     start = Library.start
     monkeypatch.setattr(Library, "start", lambda self: self.isa != best and start(self))
     monkeypatch.delenv("TENERAL_ISA", raising=False)
-    chosen = library.__wrapped__()
+    chosen = open_library()
     assert chosen is not None
     assert chosen.isa == second
     monkeypatch.setenv("TENERAL_ISA", best)
     with pytest.raises(UsageError, match=best):
-        library.__wrapped__()
+        open_library()

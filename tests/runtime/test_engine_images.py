@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +25,7 @@ from tests.support.vision_models import (
     tiny_vision_model,
 )
 
-from teneral.runtime.engine import image_encoder
+from teneral.runtime.engine import image_encoder, next_step
 from teneral.runtime.engine import options as engine_options
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.errors import ModelError, RequestError
@@ -212,6 +213,27 @@ def test_texts_are_computed_while_images_are_encoded(slow: tuple[Any, SlowTower]
         assert waiting.finish_reason is None
         tower.go_on.set()
         assert len(waiting.result(TIMEOUT_S).tokens) == NUM_TOKENS
+
+
+def test_images_that_come_while_a_step_is_planned_do_not_end_the_engine(
+    slow: tuple[Any, SlowTower], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan without them asks once more what there is to wait for: the answer must be the one that it began with."""
+    decoder, tower = slow
+    request, plan_step = request_with(1, 2), next_step.plan_step
+
+    def plan_meanwhile(*args: Any, **named: Any) -> Any:
+        plan = plan_step(*args, **named)
+        if not tower.go_on.is_set():
+            tower.go_on.set()
+            end_s = time.monotonic() + 0.3  # of an encoder that waits until it is planned
+            while any(image.rows is None for image in request.images) and time.monotonic() < end_s:
+                time.sleep(0.001)
+        return plan
+
+    monkeypatch.setattr(next_step, "plan_step", plan_meanwhile)
+    with Rig(decoder) as rig:
+        assert len(rig.tokens(request)[0]) == NUM_TOKENS
 
 
 def test_a_request_that_is_cancelled_is_not_encoded_on(slow: tuple[Any, SlowTower]) -> None:

@@ -241,6 +241,11 @@ def lock_of(registry: Any) -> Any:
     return registry._changed
 
 
+def replace_lock(lifetime: Any, lock: Any) -> None:
+    """Have a `Lifetime` guard its callbacks by this lock."""
+    lifetime._lock = lock
+
+
 def note_freed(registry: Any, size_bytes: int) -> None:
     """Let a registry learn that this much of its adapters' memory is free."""
     registry._freed(size_bytes)

@@ -152,8 +152,7 @@ class Inference:
             unknown = next(iter([*tensors, *asked.parameters]))
             raise RequestError(f"a model that embeds has no parameter {unknown[:100]!r}", param=unknown[:100])
         with service.admission.waiting(1):
-            tokenizer = await service.tokenizer()
-            embedder = await service.ready(service.instance.embedder)
+            tokenizer, embedder = await service.encoder()
             encode_text = partial(tokenizer.encode, max_tokens=embedder.max_tokens)
             token_lists = await service.text_threads.run(
                 body_bytes, lambda: [tokens_of(text, encode_text, param=name) for text in texts]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import struct
 from typing import Any
 
 import pytest
-from tests.support.instances import TinyParts
+from tests.support.instances import StagedInstance, TinyParts
 
 
 @pytest.fixture
@@ -71,6 +72,25 @@ async def test_the_models_own_dimensions_may_be_asked_for(server: Any) -> None:
 async def test_an_encoder_generates_nothing(server: Any) -> None:
     answer = await server.post("/v1/completions", {"prompt": "x"})
     assert (answer.status, answer.error["param"]) == (400, "model")
+
+
+async def test_a_request_that_waits_is_embedded_by_the_model_whose_tokenizer_it_takes(
+    start: Any, encoder_parts: TinyParts
+) -> None:
+    """Another one may take that model's place meanwhile, whose tokens may mean something else."""
+    other = StagedInstance(encoder_parts).let_in()
+    try:
+        async with start(parts=encoder_parts, loaded=False) as server:
+            waiting = asyncio.create_task(server.post("/v1/embeddings", {"input": "hello"}))
+            await server.eventually(lambda: server.service.admission.num_waiting == 1)
+            server.service.slot.instance = other
+            server.instance.let_in()
+            assert (await waiting).status == 200
+            embedders = [each.embedder.result() for each in (server.instance, other)]
+            assert [each.statistics().texts_total for each in embedders] == [1, 0]
+            server.service.slot.instance = server.instance
+    finally:
+        other.close()
 
 
 async def test_a_decoder_embeds_nothing(start: Any) -> None:

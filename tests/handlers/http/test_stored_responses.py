@@ -12,6 +12,7 @@ import openai
 import pytest
 from tests.support.chat_families import scripted
 
+from teneral.handlers.openai import response_background
 from teneral.handlers.openai.response_keeper import response_store
 
 MODEL = "tiny/model"
@@ -200,6 +201,50 @@ async def test_a_response_in_the_background_can_be_cancelled_or_fail(
     assert answer.status == "failed"
     assert answer.error is not None
     assert "broken" in answer.error.message
+
+
+def held(store: Any, method: str, monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, list[Any]]:
+    """Have calls of the store's method wait for the event. Also those that have come so far."""
+    go_on, came, call = asyncio.Event(), list[Any](), getattr(store, method)
+
+    async def later(*args: Any) -> Any:
+        came.append(args)
+        await go_on.wait()
+        return await call(*args)
+
+    monkeypatch.setattr(store, method, later)
+    return go_on, came
+
+
+async def test_responses_in_the_background_are_counted_before_their_store_answers(
+    server: Any, client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(response_background, "MAX_BACKGROUND", 1)
+    go_on, came = held(server.service.shared(response_store), "put", monkeypatch)
+    first = asyncio.create_task(client.responses.create(input="Hello", background=True, **GREEDY))
+    await server.eventually(lambda: came)
+    second = asyncio.create_task(client.responses.create(input="Hello", background=True, **GREEDY))
+    await asyncio.wait([second], timeout=0.5)
+    go_on.set()
+    with pytest.raises(openai.RateLimitError, match="which is the limit"):
+        await second
+    assert (await first).status == "queued"
+
+
+async def test_a_response_that_is_cancelled_twice_is_kept_as_cancelled(
+    server: Any, client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.instance.model.step_s = 0.02
+    answer = await client.responses.create(
+        input="Hello", background=True, **{**GREEDY, "max_output_tokens": 2000}
+    )
+    await server.eventually(lambda: server.running() == 1)
+    go_on, came = held(server.service.shared(response_store), "change", monkeypatch)
+    cancels = [asyncio.create_task(client.responses.cancel(answer.id)) for _ in range(2)]
+    await server.eventually(lambda: came)
+    await asyncio.wait(cancels, timeout=0.5)
+    go_on.set()
+    assert [(await each).status for each in cancels] == ["cancelled"] * 2
 
 
 async def test_a_stream_in_the_background_goes_on_where_its_client_left_it(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from teneral import cli
 from teneral.handlers.pool import keys
 from teneral.handlers.pool.file import MAX_FILE_BYTES, parse_pool, read_pool
-from teneral.handlers.pool.process import standby_flags
+from teneral.handlers.pool.process import inherited_environment, standby_flags
 from teneral.handlers.pool.values import (
     Code,
     InstanceSize,
@@ -113,6 +113,12 @@ def test_the_settings_of_an_instance_are_those_of_serve() -> None:
     assert settings["max_running"] + settings["max_queued"] == helper.max_concurrency == 32
     assert ServeConfig(model="m", **settings).max_running == 4
     assert helper.serve_environment()["TENERAL_MAX_QUEUED"] == "28"
+
+
+def test_instances_inherit_all_but_the_settings_which_are_the_file_s() -> None:
+    own = {"PATH": "/bin", "TENERAL_ISA": "x86_64_v3"}
+    settings = {"TENERAL_API_KEY": "key", "TENERAL_THREADS": "2", "TENERAL_CONFIG": "server.toml"}
+    assert inherited_environment({**own, **settings}) == own
 
 
 def test_a_base_reaches_every_instance() -> None:

@@ -4,6 +4,8 @@ random histories in virtual time.
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import logging
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -368,6 +370,24 @@ def test_clients_that_leave_do_not_count_as_answers(pool: VirtualPool) -> None:
     assert next(iter(deployment.servers.values())).in_work == 0
 
 
+def test_a_client_that_leaves_as_its_turn_comes_does_not_count_either(pool: VirtualPool) -> None:
+    deployment = pool.supervisor.models["m"].targets()[0]
+    (server,) = deployment.servers.values()
+    while not deployment.waiting:
+        waiting = pool.ask("m", None, 5.0, 60.0)
+    num_in_work = server.in_work
+
+    def both() -> None:
+        server.in_work += 1
+        deployment.waiting.popleft().future.set_result(server)
+        assert waiting.task is not None
+        waiting.task.cancel()
+
+    pool.act(both)
+    pool.run(1.0)
+    assert (deployment.answers, server.served, server.in_work) == (0, 0, num_in_work)
+
+
 def test_a_start_that_hangs_is_given_up(pool: VirtualPool) -> None:
     request = pool.ask("n", None, 1.0, 1e6)
     starting = pool.machine.running[-1]
@@ -430,6 +450,23 @@ def test_a_version_that_was_rolled_back_stays_so_when_the_store_is_away(pool: Vi
     del pool.store.versions[1]
     pool.reload()
     assert not state.rejected, "there is nothing else"
+
+
+def test_a_model_that_is_taken_out_while_its_versions_are_looked_for_serves_none(pool: VirtualPool) -> None:
+    state = pool.supervisor.models["m"]
+    pool.file = dataclasses.replace(pool.file, models={})
+
+    async def both() -> None:
+        reloading = asyncio.create_task(pool.reloader.reload())
+        await asyncio.sleep(0)
+        looking = pool.supervisor.look_again(state)
+        assert looking is not None
+        await asyncio.gather(reloading, looking)
+
+    pool.call(both())
+    assert not state.targets()
+    pool.run(10.0)
+    assert not any(deployment.servers for deployment in state.deployments())
 
 
 def test_idle_instances_give_way_to_others_on_their_device_alone() -> None:

@@ -27,6 +27,8 @@ from teneral.runtime.adapters.peft import AdapterPlan
 from teneral.runtime.adapters.registry import AdapterRegistry, split_template
 from teneral.runtime.backends.native.backend import NativeBackend
 from teneral.runtime.config import ServeConfig
+from teneral.runtime.engine import next_step
+from teneral.runtime.engine.adapters import RequestAdapters
 from teneral.runtime.errors import AdapterError, AdapterNotFoundError, AdapterUnavailableError, CapacityError
 from teneral.runtime.instance.instance import Instance
 from teneral.runtime.models.adapter import AdapterWeights
@@ -197,6 +199,34 @@ def test_a_cold_adapter_holds_up_nothing_else(rig: Rig, monkeypatch: pytest.Monk
         assert tokens(cold) == rig.merged_tokens("a1", 6)
 
 
+def test_an_adapter_that_comes_while_a_step_is_planned_does_not_end_the_engine(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with images (test_engine_images.py). Its request has been queued, and waits to follow it."""
+    sources, plan_step, follow = paced(monkeypatch), next_step.plan_step, RequestAdapters.follow
+    held: list[Any] = []
+    is_planned = threading.Event()
+
+    def follow_late(*args: Any) -> None:
+        assert is_planned.wait(WAIT_S)
+        follow(*args)
+
+    def plan_meanwhile(*args: Any, **named: Any) -> Any:
+        plan = plan_step(*args, **named)
+        if held:
+            held.pop().release()
+            eventually(instance.adapters.listed)
+            is_planned.set()
+        return plan
+
+    with rig.instance() as instance:
+        instance.engine.result(WAIT_S)
+        held.append(sources[0].hold(lambda call: call.name.startswith("a1/")))
+        monkeypatch.setattr(RequestAdapters, "follow", follow_late)
+        monkeypatch.setattr(next_step, "plan_step", plan_meanwhile)
+        assert tokens(submit(instance, "a1")) == rig.merged_tokens("a1", 6)
+
+
 def test_a_prompt_follows_the_layers_of_its_adapter(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = paced(monkeypatch, 2048)
     with rig.instance() as instance:
@@ -235,6 +265,29 @@ def test_requests_that_are_cancelled_while_their_adapter_is_on_its_way(
         assert instance.adapters.statistics().pinned == 0
         held.release()
         assert tokens(submit(instance, "a1")) == rig.merged_tokens("a1", 6)
+
+
+def test_an_adapter_that_is_unloaded_before_its_load_begins_is_not_looked_for_elsewhere(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is another one of its name below the template, which no request names."""
+    sources = paced(monkeypatch)
+    with rig.instance() as instance:
+        instance.engine.result(WAIT_S)
+        names = [f"a{number}" for number in range(10, 10 + registry.MAX_LOADS)]
+        files = {f"{name}/adapter_model.safetensors" for name in names}
+        held = sources[0].hold(lambda call: call.name in files and call.start == 0)
+        others = [submit(instance, name) for name in names]
+        held.wait_reached(len(names))
+        with instance.adapters.loading("a1", str(rig.adapters / "a2")):
+            asked = submit(instance, "a1")
+            instance.adapters.unload("a1")
+        held.release()
+        with pytest.raises(AdapterUnavailableError, match="'a1' was unloaded before it was there"):
+            tokens(asked)
+        for name, other in zip(names, others, strict=True):
+            assert tokens(other) == rig.merged_tokens(name, 6)
+    assert not any(call.name.startswith("a1/") for call in sources[0].calls)
 
 
 def test_a_request_that_comes_as_an_unwanted_adapter_is_given_up_loads_it_anew(

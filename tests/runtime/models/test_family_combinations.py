@@ -187,8 +187,10 @@ def test_fp16_checkpoints_in_bf16_are_as_close_as_transformers_is(
 ) -> None:
     made = WAYS[way](family, tmp_path)
     halves = {name: each.half() if each.is_floating_point() else each for name, each in made.tensors.items()}
-    # An error in a state stays in the rows behind it: of several prompts some have one.
-    prompts = [prompt_of(40, seed=seed) for seed in range(4 if family == "bamba" else 1)]
+    # An error in a state stays in the rows behind it, and so does another choice of experts: of several prompts some
+    # have one.
+    is_chancy = family == "bamba" or has_experts(family)
+    prompts = [prompt_of(40, seed=seed) for seed in range(4 if is_chancy else 1)]
 
     def error_of(logits_of: Callable[[list[int]], torch.Tensor]) -> torch.Tensor:
         errors = [(logits_of(each) - oracle_logits(made.oracle, each)).pow(2) for each in prompts]

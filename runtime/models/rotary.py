@@ -84,6 +84,9 @@ def frequencies_of(rope: RopeConfig, max_context: int) -> Floats:
             frequencies = _inverse_powers(rope.theta, exponents, np.array(factors, np.float32))
         case RopeType.YARN:
             frequencies = _yarn(rope, _inverse_powers(rope.theta, exponents))
+        case RopeType.PROPORTIONAL:
+            frequencies = _inverse_powers(rope.theta, exponents) / np.float32(rope.factor)
+            frequencies[rope.num_turning :] = 0.0
         case RopeType.DEFAULT:
             frequencies = _inverse_powers(rope.theta, exponents)
     return frequencies.astype(np.float32)

@@ -24,10 +24,13 @@ from teneral.runtime.models.decoder_config import FAMILY_MODULES
 
 transformers.utils.logging.disable_progress_bar()
 
-# With recurrent states, which only the native core computes.
-NATIVE_ONLY = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "granitemoehybrid", "bamba")
+# With recurrent states, or layers that differ in their heads, which only the native core computes.
+NATIVE_ONLY = (
+    *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "granitemoehybrid", "bamba"),
+    "gemma4_text",
+)
 # Of which files have the fields of a text_config
-WITH_TEXT_CONFIG = ("llama4",)
+WITH_TEXT_CONFIG = ("llama4", "gemma4")
 # So that a new family is in every test of all of them, but for those of which transformers has no model.
 DECODERS = tuple(
     family
@@ -168,6 +171,22 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 24,
         "sliding_window_pattern": 2,
     },
+    "gemma4_text": {
+        "num_hidden_layers": 5,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "sliding_window": 12,
+        "layer_types": [
+            *("sliding_attention", "full_attention", "sliding_attention"),
+            *("sliding_attention", "full_attention"),
+        ],
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "final_logit_softcapping": 8.0,
+        "pad_token_id": 0,
+    },
     "granite": {
         "attention_multiplier": 0.125,
         "embedding_multiplier": 3.0,
@@ -300,16 +319,18 @@ def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
     with torch.no_grad():
         for name, parameter in _weights_of(model).items():
             noise = torch.randn(parameter.shape, generator=generator)
-            is_scale = "norm" in name.lower() and name.endswith("weight")
+            is_scale = ("norm" in name.lower() and name.endswith("weight")) or name.endswith("layer_scalar")
             # Wide enough that logits differ clearly, so that equal greedy tokens say something.
             parameter.copy_(1.0 + 0.2 * noise if is_scale else 0.15 * noise)
     return model.to(dtype).eval()
 
 
 def _weights_of(model: Any) -> dict[str, torch.Tensor]:
-    """Parameters, and the buffers that a checkpoint has: corrections of routers."""
-    corrections = {name: each for name, each in model.named_buffers() if name.endswith("_bias")}
-    return {**dict(model.named_parameters()), **corrections}
+    """Parameters, and the buffers that a checkpoint has: corrections of routers, and scalars of layers."""
+    buffers = {
+        name: each for name, each in model.named_buffers() if name.endswith(("_bias", "layer_scalar"))
+    }
+    return {**dict(model.named_parameters()), **buffers}
 
 
 def save_tiny(
@@ -385,7 +406,7 @@ class _ExpertParts(NamedTuple):
 
 def _parts_of_experts(family: str) -> _ExpertParts | None:
     """None where a checkpoint has them as transformers does."""
-    if family == "gpt_oss":
+    if family in ("gpt_oss", "gemma4_text"):
         return None
     if family == "mixtral":
         return _ExpertParts("block_sparse_moe", ("w1", "w3"), "w2")

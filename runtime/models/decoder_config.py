@@ -309,11 +309,17 @@ class DecoderConfig(Struct, frozen=True):
         read: Callable[[Fields, str], DecoderConfig] = import_module(place, __package__).read
         return read(config, family)
 
-    @property
-    def shapes(self) -> tuple[LayerShape, ...]:
-        """Of each layer."""
-        sizes = (self.num_kv_heads, self.head_dim, self.intermediate_size)
-        return self.layer_shapes or tuple(LayerShape(*sizes, layer) for layer in range(self.num_layers))
+    def shape_of(self, layer: int) -> LayerShape:
+        if self.layer_shapes:
+            return self.layer_shapes[layer]
+        return LayerShape(self.num_kv_heads, self.head_dim, self.intermediate_size, layer)
+
+    def qkv_sizes(self, layer: int) -> tuple[int, ...]:
+        """How many numbers of a row are queries with their gates, keys and values: of those that the layer has."""
+        shape = self.shape_of(layer)
+        queries, keys = self.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        num_others = 0 if shape.keys_of != layer else 1 if shape.keys_are_values else 2
+        return (2 * queries if self.gated_attention else queries, *(keys,) * num_others)
 
     @property
     def is_stretched(self) -> bool:

@@ -103,7 +103,7 @@ def _take_inputs(config: DecoderConfig, inputs: LayerInputs, parameters: Paramet
 
 def _take_layer(config: DecoderConfig, index: int, parameters: Parameters) -> DecoderLayerWeights:
     names = config.names
-    hidden_size, inner_size = config.hidden_size, config.shapes[index].intermediate_size
+    hidden_size, inner_size = config.hidden_size, config.shape_of(index).intermediate_size
     attention_norm = _take_norm(parameters, names.attention_norm, hidden_size)
     attention_norm_bias = _take_bias(parameters, names.attention_norm, config)
     take_mixer = _take_attention
@@ -196,20 +196,17 @@ def _take_attention(config: DecoderConfig, index: int, parameters: Parameters) -
     """Fields of `DecoderLayerWeights`."""
     if config.latent is not None:
         return _take_latent_attention(config, config.latent, parameters)
-    names, hidden_size, shape = config.names, config.hidden_size, config.shapes[index]
+    names, hidden_size, shape = config.names, config.hidden_size, config.shape_of(index)
     query_size, key_size = config.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    qkv_sizes = (2 * query_size if config.gated_attention else query_size, key_size, key_size)
     norms = (query_size, key_size) if config.joint_qk_norm else (shape.head_dim, shape.head_dim)
-    qkv, has_keys, value_norm = names.qkv, shape.keys_of == index, None
-    if config.layer_shapes:
-        num = 3 - shape.keys_are_values if has_keys else 1
-        qkv, qkv_sizes = qkv[:num], qkv_sizes[:num]
+    sizes, has_keys, value_norm = config.qkv_sizes(index), shape.keys_of == index, None
+    qkv = _sized(names.qkv[: len(sizes)], sizes)
     if config.unit_value_norm and has_keys:
         from .converted import ones  # few models have such norms
 
         value_norm = ones(shape.head_dim)
     return {
-        "qkv": take_stacked(parameters, _sized(qkv, qkv_sizes), hidden_size, bias=config.qkv_bias),
+        "qkv": take_stacked(parameters, qkv, hidden_size, bias=config.qkv_bias),
         "query_norm": _take_norm(parameters, names.query_norm, norms[0]) if config.qk_norm else None,
         "key_norm": _take_norm(parameters, names.key_norm, norms[1]) if config.qk_norm and has_keys else None,
         "value_norm": value_norm,

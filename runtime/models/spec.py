@@ -177,7 +177,7 @@ class DecoderSpec(Struct, frozen=True):
     def of(cls, config: DecoderConfig, dtype: DType) -> DecoderSpec:
         names, local = config.names, config.local_rope
         rotary = partial(Rotary.of, interleaved=config.interleaved_rotary)
-        embedding_scale, shapes = config.embedding_scale, config.shapes
+        embedding_scale, shapes = config.embedding_scale, tuple(map(config.shape_of, range(config.num_layers)))
         if config.scales_embeddings:
             embedding_scale = rounded(config.hidden_size**0.5, dtype)
         return cls(

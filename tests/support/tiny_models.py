@@ -182,7 +182,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         ],
         "num_kv_shared_layers": 2,
         "use_double_wide_mlp": True,
-        "hidden_size_per_layer_input": 16,
+        "hidden_size_per_layer_input": 32,
         "vocab_size_per_layer_input": VOCAB_SIZE,
         "final_logit_softcapping": 8.0,
         "pad_token_id": 0,

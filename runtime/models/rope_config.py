@@ -31,7 +31,8 @@ class RopeType(enum.StrEnum):
     DYNAMIC = "dynamic"  # NTK: the base grows with the context (see `backends/torch/layers.py` for when)
     LLAMA3 = "llama3"  # low ones divided, high ones kept, those between interpolated
     YARN = "yarn"  # likewise by rotations within the pretraining's context, and the result is scaled
-    PROPORTIONAL = "proportional"  # those of a part of the head, as if all of it turned; the others are 0
+    # Those of a part of the head, as if all of it turned; the others are 0. Of families that spell it.
+    PROPORTIONAL = "proportional"
     LONGROPE = "longrope"  # each divided by a factor of its own, with others beyond the pretraining's context
 
 
@@ -190,7 +191,8 @@ def _contradiction() -> ModelError:
 
 def _rope_type(rope: Fields, spellings: Mapping[str, str]) -> RopeType:
     key = "rope_type" if "rope_type" in rope else "type"
-    stated = rope.choice(key, [*RopeType, *spellings], default="default")
+    known = [each for each in RopeType if each is not RopeType.PROPORTIONAL]
+    stated = rope.choice(key, [*known, *spellings], default="default")
     return RopeType(spellings.get(stated, stated))
 
 

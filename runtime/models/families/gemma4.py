@@ -53,6 +53,7 @@ _ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
+_SPELLINGS = {"proportional": "proportional"}
 _PERIOD = 6  # every so many layers, one has no window
 
 
@@ -67,7 +68,7 @@ def read(config: Fields, family: str) -> DecoderConfig:
     common = read_common(
         config,
         family,
-        rope=partial(RopeConfig.from_fields, kind="sliding_attention"),
+        rope=partial(RopeConfig.from_fields, kind="sliding_attention", spellings=_SPELLINGS),
         activation_key="hidden_activation",
         default_activation="gelu_pytorch_tanh",
         is_tied=True,
@@ -77,7 +78,11 @@ def read(config: Fields, family: str) -> DecoderConfig:
     shapes = _shapes(config, common, windows)
     of_whole = next(shape for shape, window in zip(shapes, windows, strict=True) if window is None)
     main = RopeConfig.from_fields(
-        config, head_dim=of_whole.head_dim, max_positions=common.rope.max_positions, kind="full_attention"
+        config,
+        head_dim=of_whole.head_dim,
+        max_positions=common.rope.max_positions,
+        kind="full_attention",
+        spellings=_SPELLINGS,
     )
     return replace(
         common,

@@ -18,6 +18,7 @@ from ..decoder_config import (
     LayerNames,
     LayerRotary,
     LayerShape,
+    ModelNames,
     Norm,
     read_common,
     windows_by_type,
@@ -61,7 +62,8 @@ def read(config: Fields, family: str) -> DecoderConfig:
     """Raises `ModelError` naming the key that is missing, wrong or not supported."""
     if family == "gemma4":
         text = text_fields(config, family, "gemma4_text", is_tied=True)
-        return replace(read(text, "gemma4_text"), family=family, roots=_ROOTS)
+        names = ModelNames(adapted_layers="model.language_model.layers")
+        return replace(read(text, "gemma4_text"), family=family, roots=_ROOTS, model_names=names)
     config = config.filled({**_DEFAULTS, "rope_parameters": _ROPE})
     if config.choice("use_bidirectional_attention", ("vision", "all"), default="vision") == "all":
         raise config.wrong("use_bidirectional_attention", "which is not supported")

@@ -609,7 +609,7 @@ typedef struct tn_decoder_layer {
     tn_projection shared_gate;       /* to one number, with whose sigmoid the shared expert's output is multiplied; or of
                                       * no parts */
     tn_vector correction;            /* (num_experts,) or none: added to scores to choose, and not to weights */
-    tn_vector router_norm;           /* (hidden_size,) or none, with which experts are beside the MLP: of the router's input x */
+    tn_vector router_norm;           /* (hidden_size,) or none, with which experts join the MLP: of the router's input x */
     tn_vector expert_norm;           /* likewise, of the experts' */
     tn_vector expert_output_norm;    /* likewise, of what they make, */
     tn_vector shared_output_norm;    /* and of what the MLP makes, before they are added */
@@ -671,7 +671,7 @@ typedef struct tn_decoder {
     int64_t num_experts;            /* of a mixture, at most TN_MAX_EXPERTS; 0: there is none */
     int64_t num_experts_used;       /* by each row: those with the highest scores */
     int64_t expert_size;            /* intermediate size of each */
-    int64_t shared_size;            /* of the shared expert, or the MLP beside, whose output is added to the others'; 0: there is none */
+    int64_t shared_size;            /* of the shared expert, or the MLP that experts join, whose output is added to the others'; 0: there is none */
     int64_t num_expert_groups;      /* equal runs of experts, at least 1 */
     int64_t num_expert_groups_used; /* by each row: with the highest expert's score, or two highest with corrections */
     int64_t latent_rank;            /* numbers of a token's latent, which has head_dim with its rotary key; 0: there is none */

@@ -378,7 +378,7 @@ static void shared_gate_stage(const step_t *step, const tn_decoder_layer *layer,
 }
 
 /* normed += shared, gated where there is a gate: its number and the sigmoid of that are rounded. Both are normalised
- * first, where experts are beside the MLP. */
+ * first, where experts join the MLP. */
 static void add_shared_row(const step_t *step, const tn_decoder_layer *layer, int64_t row) {
     const tn_decoder *model = step->args->model;
     void *shared = element_at(step->shared, model->dtype, row * model->hidden_size);
@@ -394,7 +394,7 @@ static void add_shared_row(const step_t *step, const tn_decoder_layer *layer, in
     tn_add_row(normed, shared, model->hidden_size, model->dtype);
 }
 
-/* The experts of each row. Beside an MLP the router takes x: its unit times a weight, over the root of its size, each
+/* The experts of each row. Where they join the MLP, the router takes x: its unit times a weight, over the root of its size, each
  * rounded. */
 static void router_stages(const step_t *step, const tn_decoder_layer *layer, tn_region *region) {
     const tn_decoder *model = step->args->model;

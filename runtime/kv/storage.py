@@ -4,7 +4,8 @@ and the host's pool.
 A pool has blocks of a fixed number of tokens. Allocation is separate (`blocks.py`). Every kind of
 pool passes the one contract suite in `tests/runtime/kv/test_storage.py`.
 
-The host's pool is one array for all layers, or one for those of each size. A block is the same stretch of slots in every layer.
+The host's pool is one array for all layers, or one for those of each size. A block is the same
+stretch of slots in every layer.
 Token t of a sequence lies in number t // block_size of its blocks, in slot t % block_size of that
 block. Heads come before slots, so a run of consecutive blocks is contiguous for each head, and is
 read without a copy. Executors write and read the arrays themselves.

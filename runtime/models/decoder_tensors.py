@@ -14,11 +14,11 @@ from ..tensors import DType, Tensor
 from ..weights import Weights
 from .decoder_config import DecoderConfig, LatentAttention, LayerInputs, LayerRotary
 from .matrices import (
-    BesideWeights,
     DecoderLayerWeights,
     DecoderWeights,
     DeltaNetWeights,
     ExpertWeights,
+    JoinedMixtureWeights,
     LayerInputWeights,
     MambaWeights,
 )
@@ -146,7 +146,9 @@ def _take_layer(config: DecoderConfig, index: int, parameters: Parameters) -> De
     if config.layer_inputs is not None:
         inputs = _take_layer_inputs(parameters, hidden_size, config.layer_inputs.size)
     scalar = parameters.take_norm("layer_scalar", 1) if config.has_layer_scalars else None
-    beside = _take_beside(parameters, hidden_size, mixture) if mixture and mixture.beside_mlp else None
+    joined_mixture = (
+        _take_joined_mixture(parameters, hidden_size, mixture) if mixture and mixture.joins_mlp else None
+    )
     router_gate = parameters.gate() if mixture else None
     experts, expert_gate = _take_experts(config, mixture, parameters) if mixture else ((), None)
     return DecoderLayerWeights(
@@ -169,7 +171,7 @@ def _take_layer(config: DecoderConfig, index: int, parameters: Parameters) -> De
         mlp_output_norm=mlp_output_norm,
         inputs=inputs,
         scalar=scalar,
-        beside=beside,
+        joined_mixture=joined_mixture,
         gate=parameters.gate(),
     )
 
@@ -182,8 +184,8 @@ def _take_layer_inputs(parameters: Parameters, hidden_size: int, size: int) -> L
     )
 
 
-def _take_beside(parameters: Parameters, hidden_size: int, mixture: Experts) -> BesideWeights:
-    return BesideWeights(
+def _take_joined_mixture(parameters: Parameters, hidden_size: int, mixture: Experts) -> JoinedMixtureWeights:
+    return JoinedMixtureWeights(
         parameters.take_norm("router.scale", hidden_size),
         parameters.take_norm("pre_feedforward_layernorm_2.weight", hidden_size),
         parameters.take_norm("post_feedforward_layernorm_2.weight", hidden_size),

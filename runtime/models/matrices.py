@@ -362,8 +362,8 @@ class LayerInputWeights(Struct, frozen=True, eq=False):
     norm: Tensor  # (hidden,)
 
 
-class BesideWeights(Struct, frozen=True, eq=False):
-    """Of a mixture beside its layer's MLP, (hidden,) each."""
+class JoinedMixtureWeights(Struct, frozen=True, eq=False):
+    """Of a mixture that joins its layer's MLP, (hidden,) each."""
 
     router_norm: Tensor
     expert_norm: Tensor
@@ -413,7 +413,7 @@ class DecoderLayerWeights(Struct, frozen=True, eq=False):
     value_norm: Tensor | None = None  # (head_dim,)
     inputs: LayerInputWeights | None = None
     scalar: Tensor | None = None  # (1,), of all that the layer makes
-    beside: BesideWeights | None = None  # of a mixture beside the MLP
+    joined_mixture: JoinedMixtureWeights | None = None  # of a mixture that joins the MLP
 
 
 class DecoderWeights(Struct, frozen=True, eq=False):

@@ -81,7 +81,7 @@ class Pooling(enum.StrEnum):
 
 
 class KVPlace(NamedTuple):
-    """Where a layer's keys and values lie: in one of a pool's groups of layers of the same sizes."""
+    """The place of a layer's keys and values: in one of a pool's groups of layers of the same sizes."""
 
     group: int
     layer: int  # of that group; a convolution's inputs are in those from this one on
@@ -177,7 +177,10 @@ class DecoderSpec(Struct, frozen=True):
     def of(cls, config: DecoderConfig, dtype: DType) -> DecoderSpec:
         names, local = config.names, config.local_rope
         rotary = partial(Rotary.of, interleaved=config.interleaved_rotary)
-        embedding_scale, shapes = config.embedding_scale, tuple(map(config.shape_of, range(config.num_layers)))
+        embedding_scale, shapes = (
+            config.embedding_scale,
+            tuple(map(config.shape_of, range(config.num_layers))),
+        )
         if config.scales_embeddings:
             embedding_scale = rounded(config.hidden_size**0.5, dtype)
         return cls(
@@ -316,7 +319,9 @@ class DecoderSpec(Struct, frozen=True):
 
 def are_alike(shapes: tuple[LayerShape, ...]) -> bool:
     """True if all layers have the same sizes, and keys and values of their own."""
-    own = [shape for layer, shape in enumerate(shapes) if shape.keys_of == layer and not shape.keys_are_values]
+    own = [
+        shape for layer, shape in enumerate(shapes) if shape.keys_of == layer and not shape.keys_are_values
+    ]
     sizes = {(shape.num_kv_heads, shape.head_dim, shape.intermediate_size) for shape in shapes}
     return len(own) == len(shapes) and len(sizes) == 1
 

@@ -118,9 +118,7 @@ def new_pool(spec: DecoderSpec, num_blocks: int, block_size: int, *, int8: bool 
         )
         for each in whole.groups
     )
-    return Pool(
-        pool.data, pool.scales, block_size, states, [(other.data, other.scales) for other in others]
-    )
+    return Pool(pool.data, pool.scales, block_size, states, [(other.data, other.scales) for other in others])
 
 
 def pool_of_shape(

@@ -327,9 +327,7 @@ def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
 
 def _weights_of(model: Any) -> dict[str, torch.Tensor]:
     """Parameters, and the buffers that a checkpoint has: corrections of routers, and scalars of layers."""
-    buffers = {
-        name: each for name, each in model.named_buffers() if name.endswith(("_bias", "layer_scalar"))
-    }
+    buffers = {name: each for name, each in model.named_buffers() if name.endswith(("_bias", "layer_scalar"))}
     return {**dict(model.named_parameters()), **buffers}
 
 

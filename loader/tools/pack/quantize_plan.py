@@ -85,9 +85,7 @@ _OF_INPUTS = re.compile(
 _INPUT_TABLE_GROUP = 128  # columns: of one layer, or half of one
 _INPUTS_FIRST = re.compile(rf"{DECODER}h\.[0-9]+\.(?:attn|mlp)\.c_(?:attn|fc|proj)\.weight")  # GPT-2's
 _OF_EXPERT = re.compile(r"(.*\.experts\.[0-9]+\.)(?:gate_up|down)_proj\.weight")
-_STACKED_EXPERTS = re.compile(
-    r"\.(?:mlp|feed_forward|[0-9]+)\.experts\.(?:gate_up|down)_proj(?:_blocks)?$"
-)
+_STACKED_EXPERTS = re.compile(r"\.(?:mlp|feed_forward|[0-9]+)\.experts\.(?:gate_up|down)_proj(?:_blocks)?$")
 _TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...models.matrices import BesideWeights, DecoderLayerWeights, DeltaNetWeights, MambaWeights
+from ...models.matrices import DecoderLayerWeights, DeltaNetWeights, JoinedMixtureWeights, MambaWeights
 from ...models.spec import DecoderSpec, KVPlace
 from . import arrays, records
 from .operations import ACTIVATIONS, NORMS, ROTARIES
@@ -89,7 +89,7 @@ def layer_record(
         value_norm=vector_of(layer.value_norm),
         scalar=vector_of(layer.scalar),
         input_norm=vector_of(None if layer.inputs is None else layer.inputs.norm),
-        **_beside(layer.beside),
+        **_joined_mixture(layer.joined_mixture),
         **_delta_net(layer.delta_net),
         **_mamba_layer(layer.mamba),
         num_kv_heads=shape.num_kv_heads,
@@ -167,8 +167,8 @@ def _mamba_layer(weights: MambaWeights | None) -> dict[str, records.Vector]:
     return {} if weights is None else {f"mamba_{name}": vector_of(getattr(weights, name)) for name in names}
 
 
-def _beside(weights: BesideWeights | None) -> dict[str, records.Vector]:
-    """Fields of a layer's record about a mixture beside the MLP."""
+def _joined_mixture(weights: JoinedMixtureWeights | None) -> dict[str, records.Vector]:
+    """Fields of a layer's record about a mixture that joins the MLP."""
     if weights is None:
         return {}
     return {

@@ -77,7 +77,7 @@ IMPLEMENTED: Mapping[str, Accepts] = {
             "experts.shared_size",
             "experts.has_shared_gate",
             "experts.weighs_inputs",
-            "experts.beside_mlp",
+            "experts.joins_mlp",
             "convolutions",
             "convolutions.layers",
             "convolutions.has_bias",

@@ -58,7 +58,7 @@ class Pool:
             dtype=arrays.dtype_of(data),
             scale_dtype=0 if scales is None else arrays.dtype_of(scales),
         )
-        self.groups: tuple[Pool, ...] = (self, *(Pool(*other, block_size) for other in others))
+        self.groups: tuple[Pool, ...] = (self, *(Pool(data, scales, block_size) for data, scales in others))
         kinds = {(group.num_slots, group.record.dtype, group.record.scale_dtype) for group in self.groups}
         if len(kinds) > 1:
             raise ValueError("layers of other sizes must have as many slots, of the same dtypes")
@@ -74,8 +74,8 @@ class Pool:
         """Of a `KVStorage` or an `Int8KVStorage`."""
         if isinstance(kv, Pool):
             return kv
-        first, *others = kv.groups
-        return cls(*first, kv.block_size, kv.states, others)
+        (data, scales), *others = kv.groups
+        return cls(data, scales, kv.block_size, kv.states, others)
 
     def takes(self, dtype: NativeDType) -> bool:
         """True if rows of this dtype go in and come out."""

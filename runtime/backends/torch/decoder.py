@@ -71,7 +71,7 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     "experts.shared_size": any_value,
     "experts.has_shared_gate": any_value,
     "experts.weighs_inputs": any_value,
-    "experts.beside_mlp": one_of(False),
+    "experts.joins_mlp": one_of(False),
     "convolutions": any_value,
     **dict.fromkeys(("delta_nets", "mamba"), one_of(None)),
     "gated_attention": one_of(False),

@@ -1,5 +1,5 @@
-"""Gemma 4's text model: layers with and without windows differ in their heads, the last ones attend to earlier ones' keys
-and values, and layers have inputs of their own (Gemma 3n's), or mixtures of experts beside their MLPs.
+"""Gemma 4's text model: layers with and without windows differ in their heads, the last ones attend to earlier ones'
+keys and values, and layers have inputs of their own (Gemma 3n's), or mixtures of experts that join their MLPs.
 
 Norms are by the weight itself; queries, keys and values are normalised, and scores are not scaled. A file's towers are
 not used.
@@ -55,7 +55,7 @@ _ROPE = {
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
 _SPELLINGS = {"proportional": "proportional"}
-_PERIOD = 6  # every so many layers, one has no window
+_PERIOD = 6  # layers, of which the last has no window
 
 
 def read(config: Fields, family: str) -> DecoderConfig:
@@ -116,9 +116,7 @@ def _windows(config: Fields, num_layers: int) -> tuple[int | None, ...]:
     return (*windows_by_type(config, num_layers, window, by_place)[:-1], None)
 
 
-def _shapes(
-    config: Fields, common: DecoderConfig, windows: tuple[int | None, ...]
-) -> tuple[LayerShape, ...]:
+def _shapes(config: Fields, common: DecoderConfig, windows: tuple[int | None, ...]) -> tuple[LayerShape, ...]:
     """Layers without a window have heads of their own; the last `num_kv_shared_layers` have no keys and values."""
     num_layers = common.num_layers
     has_equal = config.boolean("attention_k_eq_v", default=False)
@@ -171,12 +169,12 @@ def _whole_heads(
 
 
 def _equal_overrides(config: Fields, of_layers: Any, layers: list[int]) -> Fields:
-    """What `per_layer_config` says of these layers, which must be the same, and nothing of others."""
+    """The sizes that `per_layer_config` states of these layers: the same of all, and of no others."""
     key = "per_layer_config"
     if not isinstance(of_layers, dict):
         raise config.wrong(key, "but must be an object")
     numbers = sorted(int(each) for each in of_layers if each.isascii() and each.isdecimal() and len(each) < 9)
-    first = next(iter(of_layers.values()), {})
+    first: Any = next(iter(of_layers.values()), {})
     if len(numbers) < len(of_layers) or (of_layers and numbers != layers):
         raise config.wrong(key, "but must say something of all layers without a window, and of no others")
     if any(each != first for each in of_layers.values()):
@@ -196,7 +194,7 @@ def _inputs(config: Fields, vocab_size: int) -> LayerInputs | None:
 
 
 def _experts(config: Fields, common: DecoderConfig) -> Experts | None:
-    """Beside the MLPs of all layers."""
+    """They join the MLPs of all layers."""
     if not config.boolean("enable_moe_block", default=False):
         return None
     num = config.integer("num_experts", low=1, high=MAX_EXPERTS)
@@ -208,5 +206,5 @@ def _experts(config: Fields, common: DecoderConfig) -> Experts | None:
         sum_to_1=True,
         rounds_weights=False,
         shared_size=common.intermediate_size,
-        beside_mlp=True,
+        joins_mlp=True,
     )

@@ -1,5 +1,5 @@
-"""Gemma 4: layers of different heads, shared keys, inputs of layers, mixtures beside MLPs; by transformers' logits, and
-bit for bit the same in chunks and company.
+"""Gemma 4: layers of different heads, shared keys, inputs of layers, mixtures that join MLPs. Logits are those of
+transformers, and bit for bit the same in chunks and company.
 """
 
 from __future__ import annotations
@@ -51,7 +51,11 @@ MIXTURE: dict[str, Any] = {
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "inputs of layers, shared keys, wide MLPs": {},
-    "as the smallest, one key head": {"num_key_value_heads": 1, "num_kv_shared_layers": 3, "layer_types": None},
+    "as the smallest, one key head": {
+        "num_key_value_heads": 1,
+        "num_kv_shared_layers": 3,
+        "layer_types": None,
+    },
     "inputs of layers alone": {**PLAIN, "hidden_size_per_layer_input": 24},
     "plain, no cap": {**PLAIN, "final_logit_softcapping": None, "tie_word_embeddings": False},
     "keys are values, biases": {**EQUAL, "attention_bias": True, "num_attention_heads": 8},
@@ -66,9 +70,12 @@ each_variant = pytest.mark.parametrize("variant", VARIANTS)
 def oracle_of(variant: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
     overrides = dict(VARIANTS[variant])
     if "layer_types" in overrides:  # every sixth layer has no window
-        overrides |= {"num_hidden_layers": 9, "layer_types": [
-            "full_attention" if number % 3 == 2 else "sliding_attention" for number in range(9)
-        ]}
+        overrides |= {
+            "num_hidden_layers": 9,
+            "layer_types": [
+                "full_attention" if number % 3 == 2 else "sliding_attention" for number in range(9)
+            ],
+        }
     return tiny_model("gemma4_text", dtype=dtype, **overrides, **more)
 
 
@@ -337,7 +344,11 @@ OF_LAYERS = {"1": {"head_dim": 32}, "4": {"head_dim": 32}}
         ),
         ({"rope_parameters": {"full_attention": {"rope_type": "spiral"}}}, "rope_type"),
         (
-            {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 2}}},
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 2}
+                }
+            },
             "partial_rotary_factor",
         ),
     ],

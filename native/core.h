@@ -609,20 +609,20 @@ typedef struct tn_decoder_layer {
     tn_projection shared_gate;       /* to one number, with whose sigmoid the shared expert's output is multiplied; or of
                                       * no parts */
     tn_vector correction;            /* (num_experts,) or none: added to scores to choose, and not to weights */
-    tn_vector router_norm;           /* (hidden_size,) or none, with which experts join the MLP: of the router's input x */
-    tn_vector expert_norm;           /* likewise, of the experts' */
-    tn_vector expert_output_norm;    /* likewise, of what they make, */
-    tn_vector shared_output_norm;    /* and of what the MLP makes, before they are added */
+    tn_vector router_norm;           /* (hidden_size,) or none, with which experts join the MLP: of x for the router, */
+    tn_vector expert_norm;           /* of x for the experts, */
+    tn_vector expert_output_norm;    /* of their output, */
+    tn_vector shared_output_norm;    /* and of the MLP's, before they are added */
     tn_vector expert_factors;        /* (num_experts,) or none: what weights are multiplied with at last */
     const tn_expert *experts;        /* (num_experts,) or NULL */
     tn_vector sinks;                 /* as in tn_attention_args */
     tn_vector convolution;           /* (hidden_size, convolution_size) taps, that of a row's own token last; or none */
     tn_vector convolution_bias;      /* (hidden_size,) or none */
     tn_vector value_norm;            /* (head_dim,) or none */
-    tn_projection input_gate;        /* from x to layer_input_size numbers, and back: x += */
-    tn_projection input_up;          /* norm(input_up(activation(input_gate(x)) * inputs)) of the layer's inputs; or of no parts */
+    tn_projection input_gate;        /* to layer_input_size numbers; or of no parts: the layer has no inputs of its own */
+    tn_projection input_up;          /* x += norm(input_up(activation(input_gate(x)) * inputs)), behind the MLP */
     tn_vector input_norm;            /* (hidden_size,) */
-    tn_vector scalar;                /* (1,) or none: what x is multiplied with at the layer's end */
+    tn_vector scalar;                /* (1,) or none: x is multiplied with it at the layer's end */
     int64_t num_kv_heads;            /* of attention */
     int64_t head_dim;                /* likewise */
     int64_t pool;                    /* number of the pool with its keys and values */
@@ -665,13 +665,14 @@ typedef struct tn_decoder {
     int64_t head_dim;               /* likewise */
     int64_t rotary_dim;             /* of the main turns */
     int64_t local_rotary_dim;
-    int64_t num_layers;             /* that have inputs of their own, of */
-    int64_t layer_input_size;       /* this many numbers; 0: they have none */
+    int64_t num_layers;
+    int64_t layer_input_size;       /* numbers of each layer's own inputs; 0: there are none */
     int64_t permuted_size;          /* the most inputs that one projection takes in orders of their parts' own; 0: none */
     int64_t num_experts;            /* of a mixture, at most TN_MAX_EXPERTS; 0: there is none */
     int64_t num_experts_used;       /* by each row: those with the highest scores */
     int64_t expert_size;            /* intermediate size of each */
-    int64_t shared_size;            /* of the shared expert, or the MLP that experts join, whose output is added to the others'; 0: there is none */
+    int64_t shared_size;            /* of the shared expert, or the MLP that experts join, whose output is added to the
+                                     * others'; 0: there is none */
     int64_t num_expert_groups;      /* equal runs of experts, at least 1 */
     int64_t num_expert_groups_used; /* by each row: with the highest expert's score, or two highest with corrections */
     int64_t latent_rank;            /* numbers of a token's latent, which has head_dim with its rotary key; 0: there is none */

@@ -394,8 +394,8 @@ static void add_shared_row(const step_t *step, const tn_decoder_layer *layer, in
     tn_add_row(normed, shared, model->hidden_size, model->dtype);
 }
 
-/* The experts of each row. Where they join the MLP, the router takes x: its unit times a weight, over the root of its size, each
- * rounded. */
+/* The experts of each row. Where they join the MLP, the router takes x: its unit times a weight, over the root of its
+ * size, each rounded. */
 static void router_stages(const step_t *step, const tn_decoder_layer *layer, tn_region *region) {
     const tn_decoder *model = step->args->model;
     const int64_t num = model->hidden_size;
@@ -497,10 +497,13 @@ static void last_stages(const step_t *step, int64_t index, const tn_decoder_laye
     const int64_t num = model->layer_input_size;
     residual_stage(step, &layer->mlp_output_norm, NULL, NULL, NULL, region);
     project_stage(step, &layer->input_gate, &none, args->x, step->gate_up, region);
-    EACH_ROW(region, args->num_rows)
-        tn_activate_row(element_at(step->inner, model->dtype, row * num), element_at(step->gate_up, model->dtype, row * num),
-                        element_at(args->layer_inputs, model->dtype, (row * model->num_layers + index) * num), num,
-                        model->activation, model->dtype);
+    EACH_ROW(region, args->num_rows) {
+        void *inner = element_at(step->inner, model->dtype, row * num);
+        const void *gate = element_at(step->gate_up, model->dtype, row * num);
+        const int64_t place = (row * model->num_layers + index) * num;
+        tn_activate_row(inner, gate, element_at(args->layer_inputs, model->dtype, place), num, model->activation,
+                        model->dtype);
+    }
     tn_barrier(region);
     project_stage(step, &layer->input_up, &none, step->inner, step->normed, region);
     residual_stage(step, &layer->input_norm, &layer->scalar, next_norm, next_bias, region);

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tests.support.adapters import load_adapter, merged, save_adapter
 from tests.support.decoding import Stepper, oracle_greedy, oracle_logits, prompt_of
 from tests.support.models import DictWeights, build_model
+from tests.support.native_decoder import NativeStepper, new_pool
 from tests.support.paced import PacedSource
 from tests.support.tiny_models import config_json, save_tiny, tensors_of, tiny_model
 
@@ -170,11 +172,9 @@ def with_towers(text: Any) -> Any:
 
 
 @needs_core
-@each_variant
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if "no cap" not in name])
 def test_the_text_model_of_files_with_towers_is_computed(variant: str) -> None:
-    text = oracle_of(variant, **({} if "no cap" in variant else {"tie_word_embeddings": True}))
-    if not text.config.tie_word_embeddings:
-        pytest.skip("files with towers have tied embeddings")
+    text = oracle_of(variant)
     whole, prompt = with_towers(text), prompt_of(40)
     tensors = {name: each for name, each in whole.state_dict().items() if name != "lm_head.weight"}
     decoder: Any = build_model(config_json(whole), DictWeights(tensors), backends=[NativeBackend()])
@@ -184,6 +184,23 @@ def test_the_text_model_of_files_with_towers_is_computed(variant: str) -> None:
     assert any(".vision_tower." in name for name in tensors)
     assert decoder.vision is None, "the engine refuses images of such models"
     torch.testing.assert_close(ours, oracle_logits(text, prompt), atol=1e-4, rtol=1e-4)
+
+
+@needs_core
+def test_adapters_of_files_with_towers_change_the_text_model(tmp_path: Path) -> None:
+    base = oracle_of("keys are values, biases")
+    whole, prompt = with_towers(base), prompt_of(40)
+    targets = r"model\.language_model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj"
+    folder = save_adapter(tmp_path / "a", whole, target_modules=targets, size=0.15)
+    expected = oracle_logits(merged(whole, folder), prompt)
+    assert (expected - oracle_logits(whole, prompt)).abs().max() > 0.05
+    tensors = {name: each for name, each in whole.state_dict().items() if name != "lm_head.weight"}
+    decoder: Any = build_model(config_json(whole), DictWeights(tensors), backends=[NativeBackend()])
+
+    adapter = load_adapter(folder, decoder.config)
+    stepper = NativeStepper(decoder.executor, new_pool(decoder.spec, 16, 4), adapters={"a": adapter})
+
+    np.testing.assert_allclose(stepper.step({"a": prompt})["a"], expected, atol=1e-3, rtol=1e-3)
 
 
 @needs_core

@@ -85,7 +85,7 @@ class PoolShape(NamedTuple):
 
     def layout(self, kind: str, *, extra: str = "") -> str:
         """The text of `KVPool.layout`."""
-        return "+".join(
+        return " + ".join(
             f"{kind}[{each.num_layers}, {self.num_parts}, {each.num_kv_heads}, {self.block_size}, "
             f"{each.head_dim}{extra}]"
             for each in self.groups

@@ -10,7 +10,7 @@ from ...kv.kinds import KVKind
 from ...kv.storage import Int8KVStorage, KVStorage
 from ...models.executor import ComputeDtype, EncoderExecutor, Executor
 from ...models.matrices import DecoderWeights, EncoderWeights
-from ...models.spec import DecoderSpec, EncoderSpec, are_alike
+from ...models.spec import DecoderSpec, EncoderSpec, native_alone
 from ...tensors import CPU, DType
 from .decoder import NativeDecoder
 from .implemented import NAME, refusal, refusal_of_spec
@@ -86,16 +86,9 @@ class ReferenceBackend(NativeBackend):
     name = "numpy"
 
     def refuses_decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> str | None:
-        found = {
-            "takes_images": spec.takes_images,
-            "delta_nets": spec.delta_nets,
-            "mamba": spec.mamba,
-            "layer_shapes": not are_alike(spec.layer_shapes),
-            "layer_scalars": spec.layer_scalars,
-        }
-        lacks = [name for name, value in found.items() if value]
-        if lacks:
-            return f"{self.name} does not implement {lacks[0]}"
+        lacked = "takes_images" if spec.takes_images else native_alone(spec)
+        if lacked is not None:
+            return f"{self.name} does not implement {lacked}"
         return self._lacks(weights.device) or refusal_of_spec(spec)
 
     def decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> Executor:

@@ -23,12 +23,11 @@ from ...models.spec import DecoderSpec, rounded
 from ...step.batch import Int64s, StepBatch
 from ...tensors import Tensor, from_float32, to_float32
 from . import arrays, records
-from .decoder_records import layer_record, model_record
+from .decoder_records import layer_record, model_record, turn_tables
 from .implemented import NAME, REORDERED
 from .operations import Operations
 from .pools import Pool, Spans, check_ends, check_ids
 from .products import Products, Weight
-from .tables import turn_tables
 from .weights import ProjectionParts
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""A decoder and its layers as the core's records: sizes and choices out of its spec, and addresses of its weights.
+"""A decoder as the core reads it: records of its sizes, choices and weights, and tables of its rotation.
 
 It does not know when weights are there, nor what becomes of the records.
 """
@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...models.matrices import DecoderLayerWeights, DeltaNetWeights, JoinedMixtureWeights, MambaWeights
+from ...models.rotary import TurnTable
 from ...models.spec import DecoderSpec, KVPlace
+from ...tensors import DType
 from . import arrays, records
 from .operations import ACTIVATIONS, NORMS, ROTARIES
 from .weights import vector_of
@@ -204,3 +206,10 @@ def _mixture(spec: DecoderSpec) -> dict[str, float]:
         "swiglu_alpha": 0.0 if experts.swiglu is None else experts.swiglu.alpha,
         "swiglu_limit": 0.0 if experts.swiglu is None else experts.swiglu.limit,
     }
+
+
+def turn_tables(spec: DecoderSpec) -> tuple[TurnTable, TurnTable | None]:
+    """A decoder's main table, and the local one where it has one."""
+    dtype = DType.F32 if spec.wide_rotary else spec.dtype
+    local = spec.local_rotary
+    return TurnTable(spec.rotary, dtype), None if local is None else TurnTable(local, dtype)

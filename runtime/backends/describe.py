@@ -25,9 +25,9 @@ _ENCODERS_ON_A_GPU = "a device's kernels compute no encoders"
 def describe_model(config_json: bytes) -> dict[str, Any]:
     """A JSON-ready value: `family`, `kind`, `max_tokens`; `native_refuses` and `kernels_refuse`, the
     reasons or null, in place of which torch computes, unless `native_only`; `quantizes`, true if
-    `pack --quantize` takes the model and its GPTQ and AWQ checkpoints are read; `adapts`, what LoRA adapters may change:
-    "attention" and "MLP"; `kv_bytes_per_token`, of keys and values in bf16 and in int8, null for an
-    encoder.
+    `pack --quantize` takes the model and its GPTQ and AWQ checkpoints are read; `adapts`, what LoRA
+    adapters may change: "attention" and "MLP"; `kv_bytes_per_token`, of keys and values in bf16 and in
+    int8, null for an encoder.
 
     Or `refused`, the reason why the runtime does not support the model. Imports no torch, and raises
     nothing for any content of the file.

@@ -44,6 +44,8 @@ FAMILY_MODULES: dict[str, tuple[str, str]] = {
     "gemma3_text": ("gemma", "Gemma3ForCausalLM"),
     "gemma4_text": ("gemma4", "Gemma4ForCausalLM"),
     "gemma4": ("gemma4", "Gemma4ForConditionalGeneration"),
+    "gemma4_unified_text": ("gemma4", "Gemma4UnifiedForCausalLM"),
+    "gemma4_unified": ("gemma4", "Gemma4UnifiedForConditionalGeneration"),
     "cohere": ("cohere", "CohereForCausalLM"),
     "cohere2": ("cohere", "Cohere2ForCausalLM"),
     "glm": ("glm", "GlmForCausalLM"),

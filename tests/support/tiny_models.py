@@ -27,10 +27,10 @@ transformers.utils.logging.disable_progress_bar()
 # With recurrent states, or layers that differ in their heads, which only the native core computes.
 NATIVE_ONLY = (
     *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "granitemoehybrid", "bamba"),
-    "gemma4_text",
+    *("gemma4_text", "gemma4_unified_text"),
 )
 # Of which files have the fields of a text_config
-WITH_TEXT_CONFIG = ("llama4", "gemma4")
+WITH_TEXT_CONFIG = ("llama4", "gemma4", "gemma4_unified")
 # So that a new family is in every test of all of them, but for those of which transformers has no model.
 DECODERS = tuple(
     family
@@ -39,7 +39,11 @@ DECODERS = tuple(
 )
 # Without those that are computed as another one is: for tests that take long.
 DISTINCT_DECODERS = tuple(family for family in DECODERS if family != "glm4_moe_lite")
-DISTINCT_NATIVE = (*DISTINCT_DECODERS, *NATIVE_ONLY)  # for tests of the native core
+# For tests of the native core
+DISTINCT_NATIVE = (
+    *DISTINCT_DECODERS,
+    *(family for family in NATIVE_ONLY if family != "gemma4_unified_text"),
+)
 ENCODERS = ("bert", "roberta", "xlm-roberta")
 FAMILIES = DECODERS + ENCODERS
 
@@ -184,6 +188,16 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "use_double_wide_mlp": True,
         "hidden_size_per_layer_input": 32,
         "vocab_size_per_layer_input": VOCAB_SIZE,
+        "final_logit_softcapping": 8.0,
+        "pad_token_id": 0,
+    },
+    "gemma4_unified_text": {
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
         "final_logit_softcapping": 8.0,
         "pad_token_id": 0,
     },

@@ -1,8 +1,8 @@
 """Gemma 4's text model: layers with and without windows differ in their heads, the last ones attend to earlier ones'
 keys and values, and layers have inputs of their own (Gemma 3n's), or mixtures of experts that join their MLPs.
 
-Norms are by the weight itself; queries, keys and values are normalised, and scores are not scaled. A file's towers are
-not used.
+Norms are by the weight itself; queries, keys and values are normalised, and scores are not scaled. The unified models'
+text has neither inputs of layers nor mixtures. A file's towers are not used.
 """
 
 from __future__ import annotations
@@ -50,6 +50,9 @@ _DEFAULTS: dict[str, Any] = {
     "sliding_window": 512,
     "vocab_size_per_layer_input": 262_144,
 }
+_UNIFIED_DEFAULTS = {"max_position_embeddings": 262_144, "sliding_window": 1_024}
+# Keys that the unified models' text does not know.
+_WITHOUT = {"hidden_size_per_layer_input": 0, "enable_moe_block": False}
 _ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
@@ -60,10 +63,13 @@ _PERIOD = 6  # layers, of which the last has no window
 
 def read(config: Fields, family: str) -> DecoderConfig:
     """Raises `ModelError` naming the key that is missing, wrong or not supported."""
-    if family == "gemma4":
-        text = text_fields(config, family, "gemma4_text", is_tied=True)
+    if family in ("gemma4", "gemma4_unified"):
+        of_text = f"{family}_text"
+        text = text_fields(config, family, of_text, is_tied=True)
         names = ModelNames(adapted_layers="model.language_model.layers")
-        return replace(read(text, "gemma4_text"), family=family, roots=_ROOTS, model_names=names)
+        return replace(read(text, of_text), family=family, roots=_ROOTS, model_names=names)
+    if family == "gemma4_unified_text":
+        config = config.filled(_UNIFIED_DEFAULTS).replaced(_WITHOUT)
     config = config.filled({**_DEFAULTS, "rope_parameters": _ROPE})
     if config.choice("use_bidirectional_attention", ("vision", "all"), default="vision") == "all":
         raise config.wrong("use_bidirectional_attention", "which is not supported")

@@ -204,6 +204,38 @@ def test_adapters_of_files_with_towers_change_the_text_model(tmp_path: Path) -> 
 
 
 @needs_core
+@pytest.mark.parametrize("more", [{}, {"num_kv_shared_layers": 1, "use_double_wide_mlp": True}])
+def test_the_text_of_unified_models_is_the_same_without_inputs_of_layers(more: dict[str, Any]) -> None:
+    oracle, prompt = tiny_model("gemma4_unified_text", **more), prompt_of(75)
+    config, tensors = config_json(oracle), tensors_of(oracle)
+    whole = {
+        "model_type": "gemma4_unified",
+        "architectures": ["Gemma4UnifiedForConditionalGeneration"],
+        "text_config": config,
+    }
+    with_root = {
+        name.replace("model.", "model.language_model.", 1): each for name, each in tensors.items()
+    } | {"model.vision_embedder.x.weight": torch.ones(4)}
+    of_text, of_whole = (
+        Stepper(build_model(given, DictWeights(each), backends=[NativeBackend()])).step({"a": prompt})["a"]
+        for given, each in ((config, tensors), (whole, with_root))
+    )
+
+    torch.testing.assert_close(of_text, oracle_logits(oracle, prompt), atol=1e-4, rtol=1e-4)
+    assert torch.equal(of_text, of_whole)
+
+
+def test_what_files_of_unified_models_leave_out_is_what_transformers_assumes() -> None:
+    config = DecoderConfig.from_json({"model_type": "gemma4_unified_text"})
+    theirs = transformers.Gemma4UnifiedTextConfig()
+
+    assert config.max_context == theirs.max_position_embeddings
+    assert config.windows[0] == theirs.sliding_window
+    assert (config.layer_inputs, config.experts) == (None, None)
+    assert config.layer_shapes[5].head_dim == theirs.per_layer_config[5].head_dim
+
+
+@needs_core
 @pytest.mark.parametrize("kind", ["packed", "int8", "int4"])
 @pytest.mark.parametrize("variant", ["inputs of layers, shared keys, wide MLPs", "a mixture"])
 def test_a_model_whose_weights_arrive_computes_what_one_with_all_of_them_does(

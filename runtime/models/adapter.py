@@ -122,7 +122,8 @@ def modules_of(config: DecoderConfig, layer: int) -> tuple[Module, ...]:
         found.append(Module(names.output, AdapterPlace.OUTPUT, 0, config.hidden_size, query_size))
     inner, gate_up, down = shape.intermediate_size, names.gate_up, names.down
     if config.experts is not None and config.experts.layers[layer]:
-        inner, prefix = config.experts.shared_size, names.shared_expert
+        inner = inner if config.experts.joins_mlp else config.experts.shared_size
+        prefix = names.shared_expert
         gate_up = tuple(f"{prefix}{name}" for name in names.expert_gate_up)
         down = f"{prefix}{names.expert_down}"
     if inner:

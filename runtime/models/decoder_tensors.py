@@ -135,7 +135,8 @@ def _take_layer(config: DecoderConfig, index: int, parameters: Parameters) -> De
         own = _take_mlp(config, parameters, inner_size, "", names.gate_up, names.down, bias=config.mlp_bias)
     elif mixture.shared_size:
         shared = (names.shared_expert, names.expert_gate_up, names.expert_down)
-        own = _take_mlp(config, parameters, mixture.shared_size, *shared, bias=config.mlp_bias)
+        shared_size = inner_size if mixture.joins_mlp else mixture.shared_size
+        own = _take_mlp(config, parameters, shared_size, *shared, bias=config.mlp_bias)
     inner_norm = _take_norm(parameters, names.attention_inner_norm, config.num_heads * config.head_dim)
     mlp_inner_norm = _take_norm(parameters, names.mlp_inner_norm, inner_size)
     attention_output_norm = _take_norm(parameters, names.attention_output_norm, hidden_size)

@@ -62,7 +62,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain, no cap": {**PLAIN, "final_logit_softcapping": None, "tie_word_embeddings": False},
     "keys are values, biases": {**EQUAL, "attention_bias": True, "num_attention_heads": 8},
     "a mixture": MIXTURE,
-    "a mixture, inputs of layers": {**MIXTURE, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2},
+    "a mixture, inputs of layers, shared keys, wide MLPs": {
+        **MIXTURE,
+        "hidden_size_per_layer_input": 16,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+    },
     "heads as published": {"head_dim": 256, "global_head_dim": 512, "num_key_value_heads": 1},
 }
 needs_core = pytest.mark.skipif(library() is None, reason="such layers are the native core's")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from tests.support import gemma4
 
 with warnings.catch_warnings():
     # transformers' own deprecations while it is imported are not ours to answer for
@@ -25,10 +26,8 @@ from teneral.runtime.models.decoder_config import FAMILY_MODULES
 transformers.utils.logging.disable_progress_bar()
 
 # With recurrent states, or layers that differ in their heads, which only the native core computes.
-NATIVE_ONLY = (
-    *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "granitemoehybrid", "bamba"),
-    *("gemma4_text", "gemma4_unified_text"),
-)
+_STATEFUL = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "granitemoehybrid", "bamba")
+NATIVE_ONLY = (*_STATEFUL, "gemma4_text", "gemma4_unified_text")
 # Of which files have the fields of a text_config
 WITH_TEXT_CONFIG = ("llama4", "gemma4", "gemma4_unified")
 # So that a new family is in every test of all of them, but for those of which transformers has no model.
@@ -39,11 +38,7 @@ DECODERS = tuple(
 )
 # Without those that are computed as another one is: for tests that take long.
 DISTINCT_DECODERS = tuple(family for family in DECODERS if family != "glm4_moe_lite")
-# For tests of the native core
-DISTINCT_NATIVE = (
-    *DISTINCT_DECODERS,
-    *(family for family in NATIVE_ONLY if family != "gemma4_unified_text"),
-)
+DISTINCT_NATIVE = (*DISTINCT_DECODERS, *_STATEFUL, "gemma4_text")  # for tests of the native core
 ENCODERS = ("bert", "roberta", "xlm-roberta")
 FAMILIES = DECODERS + ENCODERS
 
@@ -175,32 +170,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 24,
         "sliding_window_pattern": 2,
     },
-    "gemma4_text": {
-        "num_hidden_layers": 5,
-        "head_dim": 16,
-        "global_head_dim": 32,
-        "sliding_window": 12,
-        "layer_types": [
-            *("sliding_attention", "full_attention", "sliding_attention"),
-            *("sliding_attention", "full_attention"),
-        ],
-        "num_kv_shared_layers": 2,
-        "use_double_wide_mlp": True,
-        "hidden_size_per_layer_input": 32,
-        "vocab_size_per_layer_input": VOCAB_SIZE,
-        "final_logit_softcapping": 8.0,
-        "pad_token_id": 0,
-    },
-    "gemma4_unified_text": {
-        "head_dim": 16,
-        "global_head_dim": 32,
-        "sliding_window": 12,
-        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-        "attention_k_eq_v": True,
-        "num_global_key_value_heads": 1,
-        "final_logit_softcapping": 8.0,
-        "pad_token_id": 0,
-    },
+    **gemma4.SETTINGS,
     "granite": {
         "attention_multiplier": 0.125,
         "embedding_multiplier": 3.0,

@@ -362,7 +362,7 @@ typedef struct tn_embed_args {
 
 TN_EXPORT int tn_embed(const tn_embed_args *args);
 
-/* x += more, rounded. */
+/* x += more, rounded; and then times `factor`, rounded again, unless that is 1. */
 typedef struct tn_add_args {
     size_t size;
     void *x;             /* (num_rows, num_columns) */
@@ -371,7 +371,7 @@ typedef struct tn_add_args {
     int64_t num_columns;
     int64_t more_stride; /* elements, of rows; 0: one row */
     int32_t dtype;
-    int32_t reserved;    /* 0 */
+    float factor;
 } tn_add_args;
 
 TN_EXPORT int tn_add(const tn_add_args *args);
@@ -398,7 +398,7 @@ typedef struct tn_norm_args {
     float eps;
     int32_t dtype;
     int32_t kind;     /* tn_norm_kind */
-    int32_t reserved; /* 0 */
+    float factor;     /* unless it is 1, x is multiplied with it first, and rounded */
 } tn_norm_args;
 
 TN_EXPORT int tn_norm(const tn_norm_args *args);
@@ -435,7 +435,8 @@ typedef struct tn_kv {
 typedef struct tn_heads_args {
     size_t size;
     const tn_kv *kv;
-    void *heads;            /* (num_rows, num_heads + 2 * num_kv_heads, head_dim): queries, keys, values. Changed. */
+    void *heads;            /* (num_rows, num_heads + 2 * num_kv_heads, head_dim): queries, keys, values; with
+                             * keys_are_values without these. Changed. */
     const float *turns;     /* (positions, rotary_dim): cosines, then sines, rounded to `dtype` unless wide_turns; NULL:
                              * nothing is turned */
     const int64_t *turn;    /* (num_rows,) the row of `turns` that each row takes */
@@ -443,10 +444,11 @@ typedef struct tn_heads_args {
     const float *query_scales; /* (num_rows,) or NULL: what a row's queries are multiplied with at last */
     tn_vector query_norm;   /* (head_dim,), or with joint_norms of all heads */
     tn_vector key_norm;
+    tn_vector value_norm;   /* (head_dim,) */
     int64_t layer;
     int64_t num_rows;
     int64_t num_heads;
-    int64_t num_kv_heads;
+    int64_t num_kv_heads;   /* 0: there are queries alone */
     int64_t head_dim;       /* at most TN_MAX_HEAD_DIM */
     int64_t rotary_dim;     /* even, at most head_dim */
     float norm_eps;
@@ -456,6 +458,7 @@ typedef struct tn_heads_args {
     int32_t late_norms;     /* heads are normalised once they are turned; not with joint_norms */
     int32_t wide_turns;     /* turned in fp32, rounded once; otherwise each product is rounded */
     int32_t interleaved;    /* number 2 i turns with 2 i + 1; otherwise number i with i + rotary_dim / 2 */
+    int32_t keys_are_values; /* values are keys before their norm */
 } tn_heads_args;
 
 TN_EXPORT int tn_write_heads(const tn_heads_args *args);
@@ -593,7 +596,7 @@ typedef struct tn_decoder_layer {
     tn_vector mlp_norm_bias;
     tn_vector attention_inner_norm;  /* (columns of `output`,) or none: of its input */
     tn_vector mlp_inner_norm;        /* (columns of `down`,) or none, likewise; not in layers with a mixture */
-    tn_projection qkv;               /* to query heads, key heads, value heads */
+    tn_projection qkv;               /* to query heads, key heads, value heads; the last, or both, may be missing */
     tn_projection query_up;          /* of latents: to query heads of plain_dim + rotary_dim numbers; or of no parts */
     tn_projection key_up;            /* likewise: (num_heads * latent_rank, plain_dim), what queries are multiplied with */
     tn_projection value_up;          /* likewise: (num_heads * (plain_dim + value_dim), latent_rank); the first plain_dim rows
@@ -606,11 +609,24 @@ typedef struct tn_decoder_layer {
     tn_projection shared_gate;       /* to one number, with whose sigmoid the shared expert's output is multiplied; or of
                                       * no parts */
     tn_vector correction;            /* (num_experts,) or none: added to scores to choose, and not to weights */
+    tn_vector router_norm;           /* (hidden_size,) or none, with which experts join the MLP: of x for the router, */
+    tn_vector expert_norm;           /* of x for the experts, */
+    tn_vector expert_output_norm;    /* of their output, */
+    tn_vector shared_output_norm;    /* and of the MLP's, before they are added */
+    tn_vector expert_factors;        /* (num_experts,) or none: what weights are multiplied with at last */
     const tn_expert *experts;        /* (num_experts,) or NULL */
     tn_vector sinks;                 /* as in tn_attention_args */
     tn_vector convolution;           /* (hidden_size, convolution_size) taps, that of a row's own token last; or none */
     tn_vector convolution_bias;      /* (hidden_size,) or none */
-    int64_t kv_layer;                /* the pool's layer with its keys and values; a convolution's b * x is in those from
+    tn_vector value_norm;            /* (head_dim,) or none */
+    tn_projection input_gate;        /* to layer_input_size numbers; or of no parts: the layer has no inputs of its own */
+    tn_projection input_up;          /* x += norm(input_up(activation(input_gate(x)) * inputs)), behind the MLP */
+    tn_vector input_norm;            /* (hidden_size,) */
+    tn_vector scalar;                /* (1,) or none: x is multiplied with it at the layer's end */
+    int64_t num_kv_heads;            /* of attention */
+    int64_t head_dim;                /* likewise */
+    int64_t pool;                    /* number of the pool with its keys and values */
+    int64_t kv_layer;                /* that pool's layer with them; a convolution's b * x is in those from
                                       * it on, (2 * num_kv_heads * head_dim) numbers each */
     tn_vector delta_taps;            /* (queries, keys and values of all heads, delta_convolution_size); or none */
     tn_vector delta_log;             /* (delta_value_heads,) each */
@@ -628,6 +644,8 @@ typedef struct tn_decoder_layer {
     int64_t window;                  /* 0: all */
     int32_t rotary;                  /* tn_rotary */
     int32_t scales_queries;          /* by the step's query_scales */
+    int32_t reads_keys;              /* of an earlier layer: `qkv` is to queries alone, and kv_layer is that layer's */
+    int32_t keys_are_values;         /* before their norm; `qkv` is to queries and keys alone */
 } tn_decoder_layer;
 
 /* Where `qkv` of a delta net has the numbers of each head. */
@@ -641,16 +659,20 @@ typedef enum tn_delta_order {
 typedef struct tn_decoder {
     const tn_decoder_layer *layers; /* those of a call must be filled in */
     int64_t hidden_size;
-    int64_t intermediate_size;
+    int64_t intermediate_size;      /* the most of any layer */
     int64_t num_heads;
-    int64_t num_kv_heads;
-    int64_t head_dim;
-    int64_t rotary_dim;
+    int64_t num_kv_heads;           /* likewise */
+    int64_t head_dim;               /* likewise */
+    int64_t rotary_dim;             /* of the main turns */
+    int64_t local_rotary_dim;
+    int64_t num_layers;
+    int64_t layer_input_size;       /* numbers of each layer's own inputs; 0: there are none */
     int64_t permuted_size;          /* the most inputs that one projection takes in orders of their parts' own; 0: none */
     int64_t num_experts;            /* of a mixture, at most TN_MAX_EXPERTS; 0: there is none */
     int64_t num_experts_used;       /* by each row: those with the highest scores */
     int64_t expert_size;            /* intermediate size of each */
-    int64_t shared_size;            /* of the shared expert, whose output is added to the others'; 0: there is none */
+    int64_t shared_size;            /* of the shared expert, or the MLP that experts join, whose output is added to the
+                                     * others'; 0: there is none */
     int64_t num_expert_groups;      /* equal runs of experts, at least 1 */
     int64_t num_expert_groups_used; /* by each row: with the highest expert's score, or two highest with corrections */
     int64_t latent_rank;            /* numbers of a token's latent, which has head_dim with its rotary key; 0: there is none */
@@ -713,7 +735,7 @@ typedef enum tn_half {
 typedef struct tn_decoder_step_args {
     size_t size;
     const tn_decoder *model;
-    const tn_kv *kv;
+    const tn_kv *kv;          /* (pools,) with the same blocks */
     const tn_span *spans;
     const float *turns;       /* as in tn_heads_args */
     const float *local_turns; /* likewise, of layers that say so */
@@ -724,6 +746,7 @@ typedef struct tn_decoder_step_args {
     const int64_t *ends;      /* as in tn_attention_args */
     int64_t *chosen;          /* with TN_UP_TO_ROUTER: gets (num_rows, num_experts_used), ascending; else NULL */
     const float *query_scales; /* as in tn_heads_args, of layers that say so */
+    const void *layer_inputs; /* (num_rows, num_layers, layer_input_size), where layers have inputs */
     int64_t num_spans;
     int64_t num_rows;
     int64_t first;

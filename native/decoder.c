@@ -4,6 +4,7 @@
  * norms of what is added to x, too, or only these; some have no gate. What a stage writes is rounded to the model's
  * dtype, as models that compute in it round (docs/native.md, "Numbers"). In parallel layers the MLP takes the norm that
  * attention takes, or one of its own of the same x. */
+#include <math.h>
 #include <stdbool.h>
 #include <string.h>
 
@@ -54,8 +55,10 @@ static void *take(char **scratch, int64_t num_elements, int dtype) {
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* Columns of an MLP between gate and down: of a dense one, or a shared expert. */
-static int64_t most_inner(const tn_decoder *model) { return larger(model->intermediate_size, model->shared_size); }
+/* Columns of an MLP between gate and down: of a dense one, or a shared expert; or of a layer's inputs. */
+static int64_t most_inner(const tn_decoder *model) {
+    return larger(larger(model->intermediate_size, model->shared_size), model->layer_input_size);
+}
 
 /* Columns of what attention makes, or what is in its place. */
 static int64_t attended_size(const tn_decoder *model) {
@@ -136,10 +139,10 @@ static void norm_stage(const step_t *step, const tn_vector *weight, const tn_vec
     tn_barrier(region);
 }
 
-/* x += what `normed` holds, after a norm of its own and scaled, where there are such; then normed = norm(x), unless
- * there is no `next` norm. */
-static void residual_stage(const step_t *step, const tn_vector *own, const tn_vector *next, const tn_vector *next_bias,
-                           tn_region *region) {
+/* x += what `normed` holds, after a norm of its own and scaled, where there are such; then x *= scalar, where there is
+ * one, and normed = norm(x), unless there is no `next` norm. */
+static void residual_stage(const step_t *step, const tn_vector *own, const tn_vector *scalar, const tn_vector *next,
+                           const tn_vector *next_bias, tn_region *region) {
     const tn_decoder *model = step->args->model;
     EACH_ROW(region, step->args->num_rows) {
         const int64_t place = row * model->hidden_size;
@@ -149,6 +152,8 @@ static void residual_stage(const step_t *step, const tn_vector *own, const tn_ve
         if (model->residual_scale != 1.0f)
             tn_scale_row(normed, model->residual_scale, model->hidden_size, model->dtype);
         tn_add_row(x, normed, model->hidden_size, model->dtype);
+        if (scalar != NULL && scalar->data != NULL)
+            tn_scale_row(x, vf_sum(load_elements(scalar->data, scalar->dtype, 0, 1)), model->hidden_size, model->dtype);
         if (next == NULL || next->data == NULL) continue;
         norm_row(model, normed, x, next, next_bias);
         if (model->rounds_inputs) tn_round_to_codes_row(normed, model->hidden_size, model->dtype);
@@ -237,12 +242,18 @@ static void gate_stage(const step_t *step, tn_region *region) {
     tn_barrier(region);
 }
 
+/* From one row of queries to the next: keys and values are behind them, where the layer has its own. */
+static int64_t heads_stride(const tn_decoder *model, const tn_decoder_layer *layer) {
+    const int64_t kinds = layer->reads_keys ? 0 : layer->keys_are_values ? 1 : 2;
+    return (model->num_heads + kinds * layer->num_kv_heads) * layer->head_dim;
+}
+
 static tn_heads_args heads_of(const step_t *step, const tn_decoder_layer *layer) {
     const tn_decoder_step_args *args = step->args;
     const tn_decoder *model = args->model;
     return (tn_heads_args){
         .size = sizeof(tn_heads_args),
-        .kv = args->kv,
+        .kv = &args->kv[layer->pool],
         .heads = step->heads,
         .turns = layer->rotary == TN_ROTARY_MAIN    ? args->turns
                  : layer->rotary == TN_ROTARY_LOCAL ? args->local_turns
@@ -252,12 +263,13 @@ static tn_heads_args heads_of(const step_t *step, const tn_decoder_layer *layer)
         .query_scales = layer->scales_queries ? args->query_scales : NULL,
         .query_norm = layer->query_norm,
         .key_norm = layer->key_norm,
+        .value_norm = layer->value_norm,
         .layer = layer->kv_layer,
         .num_rows = args->num_rows,
         .num_heads = model->num_heads,
-        .num_kv_heads = model->num_kv_heads,
-        .head_dim = model->head_dim,
-        .rotary_dim = model->rotary_dim,
+        .num_kv_heads = layer->reads_keys ? 0 : layer->num_kv_heads,
+        .head_dim = layer->head_dim,
+        .rotary_dim = layer->rotary == TN_ROTARY_LOCAL ? model->local_rotary_dim : model->rotary_dim,
         .norm_eps = model->norm_eps,
         .dtype = model->dtype,
         .norm = model->norm,
@@ -265,6 +277,7 @@ static tn_heads_args heads_of(const step_t *step, const tn_decoder_layer *layer)
         .late_norms = model->late_norms,
         .wide_turns = model->wide_turns,
         .interleaved = model->interleaved,
+        .keys_are_values = layer->keys_are_values,
     };
 }
 
@@ -284,18 +297,18 @@ static void attention_stage(const step_t *step, const tn_decoder_layer *layer, c
     const tn_decoder *model = args->model;
     const tn_attention_args attention = {
         .size = sizeof attention,
-        .kv = args->kv,
+        .kv = &args->kv[layer->pool],
         .spans = args->spans,
         .queries = queries,
         .out = out,
         .num_spans = args->num_spans,
         .query_stride = query_stride,
-        .out_stride = model->num_heads * model->head_dim,
+        .out_stride = model->num_heads * layer->head_dim,
         .layer = layer->kv_layer,
         .window = layer->window,
         .num_heads = model->num_heads,
-        .num_kv_heads = model->num_kv_heads,
-        .head_dim = model->head_dim,
+        .num_kv_heads = layer->num_kv_heads,
+        .head_dim = layer->head_dim,
         .latent_rank = model->latent_rank,
         .scale = model->attention_scale,
         .dtype = model->dtype,
@@ -364,18 +377,40 @@ static void shared_gate_stage(const step_t *step, const tn_decoder_layer *layer,
     tn_barrier(region);
 }
 
-/* normed += shared, gated where there is a gate: its number and the sigmoid of that are rounded. */
+/* normed += shared, gated where there is a gate: its number and the sigmoid of that are rounded. Both are normalised
+ * first, where experts join the MLP. */
 static void add_shared_row(const step_t *step, const tn_decoder_layer *layer, int64_t row) {
     const tn_decoder *model = step->args->model;
     void *shared = element_at(step->shared, model->dtype, row * model->hidden_size);
+    void *normed = element_at(step->normed, model->dtype, row * model->hidden_size);
+    if (layer->expert_output_norm.data != NULL) norm_row(model, normed, normed, &layer->expert_output_norm, NULL);
+    if (layer->shared_output_norm.data != NULL) norm_row(model, shared, shared, &layer->shared_output_norm, NULL);
     if (layer->shared_gate.num_parts) {
         const vf gate = round_to(model->dtype, vf_set(step->gates[row])), one = vf_set(1.0f);
         float share;
         vf_store_part(&share, round_to(model->dtype, vf_div(one, vf_add(one, vf_exp(vf_sub(vf_zero(), gate))))), 1);
         tn_scale_row(shared, share, model->hidden_size, model->dtype);
     }
-    tn_add_row(element_at(step->normed, model->dtype, row * model->hidden_size), shared, model->hidden_size,
-               model->dtype);
+    tn_add_row(normed, shared, model->hidden_size, model->dtype);
+}
+
+/* The experts of each row. Where they join the MLP, the router takes x: its unit times a weight, over the root of its
+ * size, each rounded. */
+static void router_stages(const step_t *step, const tn_decoder_layer *layer, tn_region *region) {
+    const tn_decoder *model = step->args->model;
+    const int64_t num = model->hidden_size;
+    if (layer->router_norm.data != NULL) {
+        const float factor = (float)(1.0 / sqrt((double)num));
+        EACH_ROW(region, step->args->num_rows) {
+            void *normed = element_at(step->normed, model->dtype, row * num);
+            tn_norm_row(normed, element_at(step->args->x, model->dtype, row * num), &layer->router_norm, num,
+                        model->norm_eps, TN_RMS, model->dtype);
+            tn_scale_row(normed, factor, num, model->dtype);
+        }
+        tn_barrier(region);
+    }
+    const void *x = layer->router_norm.data != NULL ? step->normed : input_of(step, &layer->mlp_norm);
+    tn_router_stages(&step->mixture, model, layer, x, step->args->num_rows, region);
 }
 
 /* What `normed` holds then is to be added to x. */
@@ -386,6 +421,8 @@ static void mlp_stages(const step_t *step, const tn_decoder_layer *layer, int64_
     if (is_mixture) {
         if (has_mlp) mlp_stage(step, layer, index, region); /* the shared expert takes the same rows */
         shared_gate_stage(step, layer, region);
+        router_stages(step, layer, region);
+        norm_stage(step, &layer->expert_norm, NULL, region);
         tn_mixture_stages(&step->mixture, model, layer, input_of(step, &layer->mlp_norm), step->normed,
                           step->args->num_rows, region);
         if (!has_mlp) return;
@@ -431,8 +468,7 @@ static void attention_stages(const step_t *step, const tn_decoder_layer *layer, 
     } else {
         const tn_decoder *model = step->args->model;
         heads_stage(step, layer, region);
-        attention_stage(step, layer, step->heads, (model->num_heads + 2 * model->num_kv_heads) * model->head_dim,
-                        step->attended, region);
+        attention_stage(step, layer, step->heads, heads_stride(model, layer), step->attended, region);
         if (model->gated_attention) gate_stage(step, region);
     }
     const bool parallel = step->args->model->parallel;
@@ -442,8 +478,35 @@ static void attention_stages(const step_t *step, const tn_decoder_layer *layer, 
     }
     inner_stage(step, step->attended, &layer->attention_inner_norm, layer->output.num_in, region);
     project_stage(step, &layer->output, &at_output, step->attended, step->normed, region);
-    residual_stage(step, &layer->attention_output_norm, parallel ? NULL : &layer->mlp_norm, &layer->mlp_norm_bias,
-                   region);
+    residual_stage(step, &layer->attention_output_norm, NULL, parallel ? NULL : &layer->mlp_norm,
+                   &layer->mlp_norm_bias, region);
+}
+
+/* The end of a layer: what the MLP adds, and what the layer's own inputs do. `normed` holds the next one's input. */
+static void last_stages(const step_t *step, int64_t index, const tn_decoder_layer *next, tn_region *region) {
+    const tn_decoder_step_args *args = step->args;
+    const tn_decoder *model = args->model;
+    const tn_decoder_layer *layer = &model->layers[index];
+    const tn_vector *next_norm = next == NULL ? NULL : &next->attention_norm;
+    const tn_vector *next_bias = next == NULL ? NULL : &next->attention_norm_bias;
+    if (!layer->input_gate.num_parts) {
+        residual_stage(step, &layer->mlp_output_norm, &layer->scalar, next_norm, next_bias, region);
+        return;
+    }
+    const tn_adapted none = {0};
+    const int64_t num = model->layer_input_size;
+    residual_stage(step, &layer->mlp_output_norm, NULL, NULL, NULL, region);
+    project_stage(step, &layer->input_gate, &none, args->x, step->gate_up, region);
+    EACH_ROW(region, args->num_rows) {
+        void *inner = element_at(step->inner, model->dtype, row * num);
+        const void *gate = element_at(step->gate_up, model->dtype, row * num);
+        const int64_t place = (row * model->num_layers + index) * num;
+        tn_activate_row(inner, gate, element_at(args->layer_inputs, model->dtype, place), num, model->activation,
+                        model->dtype);
+    }
+    tn_barrier(region);
+    project_stage(step, &layer->input_up, &none, step->inner, step->normed, region);
+    residual_stage(step, &layer->input_norm, &layer->scalar, next_norm, next_bias, region);
 }
 
 static void up_to_router_body(void *arg, tn_region *region, int id) {
@@ -453,7 +516,7 @@ static void up_to_router_body(void *arg, tn_region *region, int id) {
     const tn_decoder_layer *layer = &args->model->layers[args->first];
     norm_stage(step, &layer->attention_norm, &layer->attention_norm_bias, region);
     attention_stages(step, layer, args->first, region);
-    tn_router_stages(&step->mixture, args->model, layer, input_of(step, &layer->mlp_norm), args->num_rows, region);
+    router_stages(step, layer, region);
 }
 
 static void from_router_on_body(void *arg, tn_region *region, int id) {
@@ -463,7 +526,7 @@ static void from_router_on_body(void *arg, tn_region *region, int id) {
     const tn_decoder_layer *layer = &args->model->layers[args->first];
     norm_stage(step, &layer->mlp_norm, &layer->mlp_norm_bias, region);
     mlp_stages(step, layer, args->first, region);
-    residual_stage(step, &layer->mlp_output_norm, NULL, NULL, region);
+    last_stages(step, args->first, NULL, region);
 }
 
 /* The layers one after another; `normed` holds the first one's input, and each leaves the next one's there. */
@@ -478,9 +541,7 @@ static void step_body(void *arg, tn_region *region, int id) {
         attention_stages(step, layer, index, region);
         if (!args->model->parallel && layer->experts == NULL) mlp_stage(step, layer, index, region);
         mlp_stages(step, layer, index, region);
-        const tn_decoder_layer *next = index + 1 < args->end ? &layers[index + 1] : NULL;
-        residual_stage(step, &layer->mlp_output_norm, next == NULL ? NULL : &next->attention_norm,
-                       next == NULL ? NULL : &next->attention_norm_bias, region);
+        last_stages(step, index, index + 1 < args->end ? &layers[index + 1] : NULL, region);
     }
 }
 
@@ -502,6 +563,7 @@ static int run_step(const tn_decoder_step_args *args, const tn_adapted *adapted)
                                    model->num_experts * model->num_expert_groups_used))
         return TN_REFUSED;
     if (model->dtype != TN_F32 && model->dtype != TN_BF16) return TN_REFUSED;
+    if (model->layer_input_size && args->layer_inputs == NULL) return TN_REFUSED;
     if (model->convolution_size > TN_MAX_CONVOLUTION) return TN_REFUSED;
     if (model->chunked_windows && model->bidirectional) return TN_REFUSED;
     if (model->interleaved_qkv && (model->num_kv_heads != model->num_heads || model->gated_attention))

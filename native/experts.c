@@ -102,8 +102,9 @@ static void take_other_groups(const tn_decoder *model, const float *numbers, boo
 }
 
 /* The experts of one row, ascending, and their weights. Of equal scores the earlier one wins. */
-static void route_row(const tn_mixture *mixture, const tn_decoder *model, const tn_vector *correction, int64_t row) {
+static void route_row(const tn_mixture *mixture, const tn_decoder *model, const tn_decoder_layer *layer, int64_t row) {
     const int64_t num = model->num_experts, used = model->num_experts_used;
+    const tn_vector *correction = &layer->correction, *factors = &layer->expert_factors;
     const bool is_corrected = correction->data != NULL;
     float powers[TN_MAX_EXPERTS] = {0}, shares[TN_MAX_EXPERTS] = {0};
     bool is_taken[TN_MAX_EXPERTS] = {0}, is_chosen[TN_MAX_EXPERTS] = {0};
@@ -127,6 +128,7 @@ static void route_row(const tn_mixture *mixture, const tn_decoder *model, const 
         float weight = shares[n];
         if (model->expert_weights_sum_to_1) weight /= of_chosen + model->expert_sum_eps;
         weight *= model->expert_factor;
+        if (factors->data != NULL) weight *= vf_sum(load_elements(factors->data, factors->dtype, n, 1));
         if (model->expert_weights_rounded && model->dtype == TN_BF16) weight = f32_of_bf16(bf16_of_f32(weight));
         mixture->chosen[pair] = n;
         mixture->weights[pair++] = weight;
@@ -277,7 +279,7 @@ void tn_router_stages(const tn_mixture *mixture, const tn_decoder *model, const 
     tn_input_stage(&scores, region);
     tn_product_stage(&scores, region);
     tn_barrier(region);
-    EACH_ROW(region, num_rows) route_row(mixture, model, &layer->correction, row);
+    EACH_ROW(region, num_rows) route_row(mixture, model, layer, row);
     tn_barrier(region);
 }
 
@@ -285,7 +287,6 @@ void tn_mixture_stages(const tn_mixture *mixture, const tn_decoder *model, const
                        void *out, int64_t num_rows, tn_region *region) {
     const int64_t num_pairs = num_rows * model->num_experts_used;
     const size_t row_bytes = (size_t)(model->hidden_size * element_bytes(model->dtype));
-    tn_router_stages(mixture, model, layer, x, num_rows, region);
     if (tn_next_chunk(region) == 0) group(mixture, model, num_pairs);
     tn_barrier(region);
     EACH_ROW(region, num_pairs) {

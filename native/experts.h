@@ -28,7 +28,8 @@ int64_t tn_lay_out_mixture(tn_mixture *mixture, const tn_decoder *model, int64_t
 void tn_router_stages(const tn_mixture *mixture, const tn_decoder *model, const tn_decoder_layer *layer, const void *x,
                       int64_t num_rows, tn_region *region);
 
-/* out = the weighted sum of what each row's experts make of x (num_rows, hidden_size). */
+/* out = the weighted sum of what each row's experts make of x (num_rows, hidden_size): behind tn_router_stages, which
+ * may have had other inputs. */
 void tn_mixture_stages(const tn_mixture *mixture, const tn_decoder *model, const tn_decoder_layer *layer, const void *x,
                        void *out, int64_t num_rows, tn_region *region);
 

@@ -120,7 +120,9 @@ static void write_head(const tn_heads_args *args, const void *head, int part, in
 
 void tn_write_heads_row(const tn_heads_args *args, int64_t row) {
     const int64_t num_heads = args->num_heads, num_keys = args->num_kv_heads, num = args->head_dim;
-    char *heads = element_at(args->heads, args->dtype, row * (num_heads + 2 * num_keys) * num);
+    const int64_t num_all = num_heads + (args->keys_are_values ? 1 : 2) * num_keys;
+    char *heads = element_at(args->heads, args->dtype, row * num_all * num);
+    float copy[TN_MAX_HEAD_DIM];
     const int64_t head_bytes = num * element_bytes(args->dtype);
     norm_heads(args, heads, &args->query_norm, num_heads);
     norm_heads(args, heads + num_heads * head_bytes, &args->key_norm, num_keys);
@@ -130,9 +132,12 @@ void tn_write_heads_row(const tn_heads_args *args, int64_t row) {
     }
     for (int64_t n = 0; n < num_keys; n++) {
         char *key = heads + (num_heads + n) * head_bytes;
+        void *value = args->keys_are_values ? memcpy(copy, key, (size_t)head_bytes) : key + num_keys * head_bytes;
+        if (args->value_norm.data != NULL)
+            tn_norm_row(value, value, &args->value_norm, num, args->norm_eps, args->norm, args->dtype);
         norm_and_turn(args, key, &args->key_norm, row);
         write_head(args, key, 0, n, row);
-        write_head(args, key + num_keys * head_bytes, 1, n, row);
+        write_head(args, value, 1, n, row);
     }
 }
 

@@ -281,9 +281,11 @@ int tn_embed(const tn_embed_args *args) {
 static void add_body(void *arg, tn_region *region, int id) {
     (void)id;
     const tn_add_args *args = arg;
-    EACH_ROW(region, args->num_rows)
-        tn_add_row(element_at(args->x, args->dtype, row * args->num_columns),
-                   element_at(args->more, args->dtype, row * args->more_stride), args->num_columns, args->dtype);
+    EACH_ROW(region, args->num_rows) {
+        void *x = element_at(args->x, args->dtype, row * args->num_columns);
+        tn_add_row(x, element_at(args->more, args->dtype, row * args->more_stride), args->num_columns, args->dtype);
+        if (args->factor != 1.0f) tn_scale_row(x, args->factor, args->num_columns, args->dtype);
+    }
 }
 
 int tn_add(const tn_add_args *args) {
@@ -298,6 +300,11 @@ static void norm_body(void *arg, tn_region *region, int id) {
     EACH_ROW(region, args->num_rows) {
         const void *x = element_at(args->x, args->dtype, row * args->num_columns);
         void *out = element_at(args->out, args->dtype, row * args->num_columns);
+        if (args->factor != 1.0f) {
+            memmove(out, x, (size_t)(args->num_columns * element_bytes(args->dtype)));
+            tn_scale_row(out, args->factor, args->num_columns, args->dtype);
+            x = out;
+        }
         if (args->bias.data == NULL)
             tn_norm_row(out, x, &args->weight, args->num_columns, args->eps, args->kind, args->dtype);
         else

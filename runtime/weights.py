@@ -99,8 +99,8 @@ class Weights(Protocol):
     def gate(self, names: Iterable[str]) -> Gate:
         """A gate that opens once all these tensors are exact. Unknown names are ignored."""
 
-    def row_gate(self, table: str, names: Iterable[str]) -> RowGate:
-        """A gate that opens once the rows of `table` in its arguments, and all the other tensors,
+    def row_gate(self, tables: Collection[str], names: Iterable[str]) -> RowGate:
+        """A gate that opens once the rows of each of `tables` in its arguments, and all the other tensors,
         are exact: these are then loaded first. Unknown names are ignored.
         """
 
@@ -135,8 +135,8 @@ class DictWeights:
     def gate(self, names: Iterable[str]) -> Gate:
         return _Open()
 
-    def row_gate(self, table: str, names: Iterable[str]) -> RowGate:
-        return _WholeTable(self.gate([table, *names]))
+    def row_gate(self, tables: Collection[str], names: Iterable[str]) -> RowGate:
+        return _WholeTable(self.gate([*tables, *names]))
 
     def strips(self, table: str, names: Iterable[str]) -> tuple[Strip, ...]:
         return ()
@@ -193,8 +193,8 @@ class StreamedWeights:
         by_name = self._load.manifest.by_name
         return _GroupGate(self._load, {by_name[name].group for name in names if name in by_name})
 
-    def row_gate(self, table: str, names: Iterable[str]) -> RowGate:
-        return _TableGate(self._load, [table], names)
+    def row_gate(self, tables: Collection[str], names: Iterable[str]) -> RowGate:
+        return _TableGate(self._load, tables, names)
 
     def strips(self, table: str, names: Iterable[str]) -> tuple[Strip, ...]:
         by_name = self._load.manifest.by_name

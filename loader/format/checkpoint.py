@@ -43,7 +43,7 @@ MIN_DIRECT_BYTES = 4 * 1024 * 1024
 MAX_SHARED_PART_BYTES = 16 * 1024 * 1024
 
 
-_STACKED = re.compile(r"(.*\.(?:mlp|feed_forward)\.experts\.)(gate_up|down)_proj")
+_STACKED = re.compile(r"(.*\.(?:mlp|feed_forward|[0-9]+)\.experts\.)(gate_up|down)_proj")
 _STACKED_LINEARS = re.compile(r"(.*\.block_sparse_moe\.)(input|output)_linear\.weight")  # Granite's
 _FLOATS = ("BF16", "F16", "F32")
 

@@ -283,9 +283,11 @@ def _render_family(model: Mapping[str, Any] | None) -> str:
         return ""
     if model["refused"]:
         return f"refused: {model['refused']}"
-    native = "not by the native core" if model["native_refuses"] else "by the native core and torch"
-    why = f": {model['native_refuses']}" if model["native_refuses"] else ""
-    if model["kind"] == "decoder":
+    native = "by the native core" if model["native_only"] else "by the native core and torch"
+    why = ""
+    if model["native_refuses"]:
+        native, why = "not by the native core", f": {model['native_refuses']}"
+    if model["kind"] == "decoder" and not model["native_only"]:
         why += f"; on a GPU by {'torch' if model['kernels_refuse'] else 'kernels'}"
     return f"{model['family']}, {model['kind']}, up to {model['max_tokens']:,} tokens; computed {native}{why}"
 

@@ -13,7 +13,7 @@ from ..models.adapter import AdapterPlace, modules_of
 from ..models.decoder_config import DecoderConfig, is_pooled
 from ..models.encoder_config import EncoderConfig, is_encoder
 from ..models.executor import refusal_of
-from ..models.spec import DecoderSpec, EncoderSpec
+from ..models.spec import DecoderSpec, EncoderSpec, native_alone
 from ..tensors import DType
 from .cuda.implemented import refusal_of_spec as kernels_refusal_of
 from .native.encoder import IMPLEMENTED as ENCODERS_IMPLEMENTED
@@ -24,10 +24,10 @@ _ENCODERS_ON_A_GPU = "a device's kernels compute no encoders"
 
 def describe_model(config_json: bytes) -> dict[str, Any]:
     """A JSON-ready value: `family`, `kind`, `max_tokens`; `native_refuses` and `kernels_refuse`, the
-    reasons or null, in place of which torch computes; `quantizes`, true if `pack --quantize` takes
-    the model and its GPTQ and AWQ checkpoints are read; `adapts`, what LoRA adapters may change:
-    "attention" and "MLP"; `kv_bytes_per_token`, of keys and values in bf16 and in int8, null for an
-    encoder.
+    reasons or null, in place of which torch computes, unless `native_only`; `quantizes`, true if
+    `pack --quantize` takes the model and its GPTQ and AWQ checkpoints are read; `adapts`, what LoRA
+    adapters may change: "attention" and "MLP"; `kv_bytes_per_token`, of keys and values in bf16 and in
+    int8, null for an encoder.
 
     Or `refused`, the reason why the runtime does not support the model. Imports no torch, and raises
     nothing for any content of the file.
@@ -50,6 +50,7 @@ def _of_encoder(config: EncoderConfig) -> dict[str, Any]:
         "kind": "encoder",
         "max_tokens": config.max_tokens,
         "native_refuses": refusal_of(spec, ENCODERS_IMPLEMENTED, NAME),
+        "native_only": False,
         "kernels_refuse": _ENCODERS_ON_A_GPU,
         "quantizes": False,
         "adapts": [],
@@ -67,6 +68,7 @@ def _of_decoder(config: DecoderConfig) -> dict[str, Any]:
         "kind": "decoder",
         "max_tokens": config.max_context,
         "native_refuses": refusal_of_spec(spec),
+        "native_only": native_alone(spec) is not None,
         "kernels_refuse": kernels_refusal_of(spec),
         "quantizes": not config.names.stacked_alternating,
         "adapts": [

@@ -4,7 +4,8 @@ and the host's pool.
 A pool has blocks of a fixed number of tokens. Allocation is separate (`blocks.py`). Every kind of
 pool passes the one contract suite in `tests/runtime/kv/test_storage.py`.
 
-The host's pool is one array for all layers. A block is the same stretch of slots in every layer.
+The host's pool is one array for all layers, or one for those of each size. A block is the same
+stretch of slots in every layer.
 Token t of a sequence lies in number t // block_size of its blocks, in slot t % block_size of that
 block. Heads come before slots, so a run of consecutive blocks is contiguous for each head, and is
 read without a copy. Executors write and read the arrays themselves.
@@ -60,6 +61,14 @@ class KVPool(Protocol):
         """
 
 
+class KVLayers(NamedTuple):
+    """Layers of a pool whose keys and values have the same sizes."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
 class PoolShape(NamedTuple):
     """The sizes of a pool, and the dtype of the keys and values that a model writes and reads."""
 
@@ -72,11 +81,21 @@ class PoolShape(NamedTuple):
     num_parts: int = 2  # of a layer: keys and values; 1: latents, which both are made of
     state_size: int = 0  # fp32 numbers of one sequence's recurrent state, in all layers together
     num_states: int = 0
+    others: tuple[KVLayers, ...] = ()  # layers of other sizes, which have arrays of their own
 
     def layout(self, kind: str, *, extra: str = "") -> str:
         """The text of `KVPool.layout`."""
-        sizes = (self.num_layers, self.num_parts, self.num_kv_heads, self.block_size, self.head_dim)
-        return f"{kind}[{', '.join(map(str, sizes))}{extra}]"
+        return " + ".join(
+            f"{kind}[{each.num_layers}, {self.num_parts}, {each.num_kv_heads}, {self.block_size}, "
+            f"{each.head_dim}{extra}]"
+            for each in self.groups
+        )
+
+    @property
+    def groups(self) -> tuple[PoolShape, ...]:
+        """The same pool with the layers of one size each."""
+        alone = self._replace(others=())
+        return alone, *(alone._replace(**other._asdict()) for other in self.others)
 
     @property
     def vectors(self) -> tuple[int, int, int, int]:
@@ -99,7 +118,10 @@ class FloatBlocks(_Blocks):
     @staticmethod
     def block_bytes(shape: PoolShape) -> int:
         """The bytes of one block, in all layers together."""
-        return math.prod(shape.vectors) // shape.num_blocks * shape.head_dim * shape.dtype.size_bytes
+        return sum(
+            math.prod(each.vectors) // each.num_blocks * each.head_dim * each.dtype.size_bytes
+            for each in shape.groups
+        )
 
     @property
     def layout(self) -> str:
@@ -112,7 +134,10 @@ class Int8Blocks(_Blocks):
     @staticmethod
     def block_bytes(shape: PoolShape) -> int:
         """The bytes of one block, in all layers together."""
-        return math.prod(shape.vectors) // shape.num_blocks * (shape.head_dim + shape.dtype.size_bytes)
+        return sum(
+            math.prod(each.vectors) // each.num_blocks * (each.head_dim + each.dtype.size_bytes)
+            for each in shape.groups
+        )
 
     @property
     def element_bytes(self) -> int:
@@ -162,80 +187,39 @@ def spare_bytes(step_bytes: int) -> int:
     return step_bytes + GRAPH_BYTES + SPARE_BYTES
 
 
-class _States(_Blocks):
-    """The recurrent states of a host's pool: `states` is (num_states, state_size) fp32."""
+class _Arrays(_Blocks):
+    """The arrays of a host's pool. Memory is reserved at once, and touched when it is written.
+
+    `groups` are data and scales, if there are such, of layers of the same sizes: (layers, parts, kv_heads,
+    num_blocks * block_size, head_dim or 1), keys, then values. `states` is (num_states, state_size) fp32, of recurrent
+    states.
+    """
 
     def __init__(self, shape: PoolShape) -> None:
         super().__init__(shape)
         self.num_states = shape.num_states
         self.states = reserved((shape.num_states, shape.state_size), np.float32)
+        self.groups = tuple(self._reserve(each) for each in shape.groups)
+        self._arrays = [array for group in self.groups for array in group if array is not None]
 
-    def copy_state(self, source: int, target: int) -> None:
-        """Copy a sequence's state to another place."""
-        self.states[target] = self.states[source]
-
-
-class KVStorage(_States, FloatBlocks):
-    """Keys and values of `num_blocks` blocks in the model's dtype. Memory is reserved at once, and touched when it is
-    written.
-
-    `data` is (layers, parts, kv_heads, num_blocks * block_size, head_dim): keys, then values; BF16 is held as uint16.
-    """
-
-    def __init__(self, shape: PoolShape) -> None:
-        super().__init__(shape)
-        self.data = reserved((*shape.vectors, shape.head_dim), shape.dtype.numpy)
+    def _reserve(self, shape: PoolShape) -> tuple[Any, Any]:
+        """Of layers of the same sizes."""
+        raise NotImplementedError
 
     @property
     def size_bytes(self) -> int:
-        return int(self.data.nbytes)
-
-    @property
-    def element_bytes(self) -> int:
-        return int(self.data.itemsize)
-
-    def copy_out(self, blocks: Sequence[int], into: Bytes) -> None:
-        content = by_block(self.data, self.num_blocks)[list(blocks)]
-        into.view(self.data.dtype).reshape(content.shape)[...] = content
-
-    def copy_in(self, blocks: Sequence[int], content: Bytes) -> None:
-        places = by_block(self.data, self.num_blocks)
-        places[list(blocks)] = content.view(self.data.dtype).reshape(len(blocks), *places.shape[1:])
-
-    def copy_tokens(self, source: int, target: int, num_tokens: int) -> None:
-        copy_slots(self.data, source * self.block_size, target * self.block_size, num_tokens)
-
-
-class Int8KVStorage(_States, Int8Blocks):
-    """Keys and values in half of the memory: 8-bit integers, with a scale for each token and head.
-
-        x ≈ code · scale,   code in [-127, 127],   scale = max |x| / 127 of the head's numbers for that token
-
-    Keys and values have scales of their own, in the model's dtype. A code is computed for the scale
-    as rounded to that dtype, so reading multiplies exact numbers and rounds once. Numbers that are
-    not finite come back as NaN: their scale is not finite, and their code 0. `codes` is (layers, parts,
-    kv_heads, slots, head_dim) int8, `scales` (…, slots, 1) in `dtype`.
-    """
-
-    def __init__(self, shape: PoolShape) -> None:
-        super().__init__(shape)
-        self.codes = reserved((*shape.vectors, shape.head_dim), np.int8)
-        self.scales = reserved((*shape.vectors, 1), shape.dtype.numpy)
-
-    @property
-    def size_bytes(self) -> int:
-        return int(self.codes.nbytes + self.scales.nbytes)
+        return sum(array.nbytes for array in self._arrays)
 
     def copy_out(self, blocks: Sequence[int], into: Bytes) -> None:
         first = 0
-        for data in (self.codes, self.scales):
+        for data in self._arrays:
             content = by_block(data, self.num_blocks)[list(blocks)].reshape(len(blocks), -1).view(np.uint8)
             into[:, first : first + content.shape[1]] = content
             first += content.shape[1]
 
     def copy_in(self, blocks: Sequence[int], content: Bytes) -> None:
         first = 0
-        for data in (self.codes, self.scales):
+        for data in self._arrays:
             places = by_block(data, self.num_blocks)
             num_bytes = places[0].size * data.itemsize
             # Scales may be unaligned.
@@ -244,8 +228,54 @@ class Int8KVStorage(_States, Int8Blocks):
             first += num_bytes
 
     def copy_tokens(self, source: int, target: int, num_tokens: int) -> None:
-        for data in (self.codes, self.scales):
+        for data in self._arrays:
             copy_slots(data, source * self.block_size, target * self.block_size, num_tokens)
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Copy a sequence's state to another place."""
+        self.states[target] = self.states[source]
+
+
+class KVStorage(_Arrays, FloatBlocks):
+    """Keys and values of `num_blocks` blocks in the model's dtype; BF16 is held as uint16."""
+
+    def _reserve(self, shape: PoolShape) -> tuple[Any, Any]:
+        return reserved((*shape.vectors, shape.head_dim), shape.dtype.numpy), None
+
+    @property
+    def data(self) -> Any:
+        """That of the first layers' size, as all have in most models."""
+        return self.groups[0][0]
+
+    @property
+    def element_bytes(self) -> int:
+        return self.dtype.size_bytes
+
+
+class Int8KVStorage(_Arrays, Int8Blocks):
+    """Keys and values in half of the memory: 8-bit integers, with a scale for each token and head.
+
+        x ≈ code · scale,   code in [-127, 127],   scale = max |x| / 127 of the head's numbers for that token
+
+    Keys and values have scales of their own, in the model's dtype. A code is computed for the scale
+    as rounded to that dtype, so reading multiplies exact numbers and rounds once. Numbers that are
+    not finite come back as NaN: their scale is not finite, and their code 0. Data are int8, scales
+    (…, slots, 1) in `dtype`.
+    """
+
+    def _reserve(self, shape: PoolShape) -> tuple[Any, Any]:
+        codes = reserved((*shape.vectors, shape.head_dim), np.int8)
+        return codes, reserved((*shape.vectors, 1), shape.dtype.numpy)
+
+    @property
+    def codes(self) -> Any:
+        """Those of the first layers' size, as all have in most models."""
+        return self.groups[0][0]
+
+    @property
+    def scales(self) -> Any:
+        """Of these codes."""
+        return self.groups[0][1]
 
 
 def copy_slots(data: Any, source: int, target: int, count: int) -> None:

@@ -94,10 +94,8 @@ def modules_of(config: DecoderConfig, layer: int) -> tuple[Module, ...]:
     if config.quantization is not None and config.quantization.is_ternary:
         return ()
     names, latent = config.names, config.latent
-    query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    qkv_sizes: tuple[int, ...] = (query_size, key_size, key_size)
-    if config.gated_attention:
-        qkv_sizes = (2 * query_size, key_size, key_size)
+    shape, qkv_sizes = config.shape_of(layer), config.qkv_sizes(layer)
+    query_size = config.num_heads * shape.head_dim
     if latent is not None:
         queries = config.num_heads * (latent.plain_dim + config.rope.rotary_dim)
         qkv_sizes = (latent.query_rank or queries, config.head_dim)
@@ -120,11 +118,12 @@ def modules_of(config: DecoderConfig, layer: int) -> tuple[Module, ...]:
         found = _stacked(AdapterPlace.QKV, (before,), (3 * config.hidden_size,), config.hidden_size)
         found.append(Module(after, AdapterPlace.OUTPUT, 0, config.hidden_size, config.hidden_size))
     else:
-        found = _stacked(AdapterPlace.QKV, names.qkv, qkv_sizes, config.hidden_size)
+        found = _stacked(AdapterPlace.QKV, names.qkv[: len(qkv_sizes)], qkv_sizes, config.hidden_size)
         found.append(Module(names.output, AdapterPlace.OUTPUT, 0, config.hidden_size, query_size))
-    inner, gate_up, down = config.intermediate_size, names.gate_up, names.down
+    inner, gate_up, down = shape.intermediate_size, names.gate_up, names.down
     if config.experts is not None and config.experts.layers[layer]:
-        inner, prefix = config.experts.shared_size, names.shared_expert
+        inner = inner if config.experts.joins_mlp else config.experts.shared_size
+        prefix = names.shared_expert
         gate_up = tuple(f"{prefix}{name}" for name in names.expert_gate_up)
         down = f"{prefix}{names.expert_down}"
     if inner:

@@ -20,6 +20,7 @@ from .fields import ACTIVATIONS, MAX_HEAD_DIM, Fields, family_of, shape_of
 from .rope_config import MAX_POSITIONS, RopeConfig
 
 if TYPE_CHECKING:
+    from .delta_nets_config import DeltaNets
     from .experts_config import Experts
     from .mamba_config import Mamba
     from .quantization_config import QuantizationConfig
@@ -41,6 +42,10 @@ FAMILY_MODULES: dict[str, tuple[str, str]] = {
     "qwen3_next": ("qwen3_5", "Qwen3NextForCausalLM"),
     "gemma2": ("gemma", "Gemma2ForCausalLM"),
     "gemma3_text": ("gemma", "Gemma3ForCausalLM"),
+    "gemma4_text": ("gemma4", "Gemma4ForCausalLM"),
+    "gemma4": ("gemma4", "Gemma4ForConditionalGeneration"),
+    "gemma4_unified_text": ("gemma4", "Gemma4UnifiedForCausalLM"),
+    "gemma4_unified": ("gemma4", "Gemma4UnifiedForConditionalGeneration"),
     "cohere": ("cohere", "CohereForCausalLM"),
     "cohere2": ("cohere", "Cohere2ForCausalLM"),
     "glm": ("glm", "GlmForCausalLM"),
@@ -165,52 +170,26 @@ class LatentAttention(Struct, frozen=True):
     norm_eps: float  # of both norms
 
 
-class DeltaOrder(enum.IntEnum):
-    """The order of the numbers that a gated delta net's inputs make of a row, by the core's numbers."""
+class LayerShape(Struct, frozen=True):
+    """The sizes of a layer that may differ from other layers'."""
 
-    APART = 0  # all queries, keys, values, gates, betas, decays
-    GROUPED = 1  # of each key head queries, keys, values and gates, then betas and decays of each
-    SPLIT = 2  # all queries, keys, values, gates; then of each key head betas and decays
-    TILED = 3  # apart, where value heads with the same key head have as many others between them as there are key heads
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    keys_of: int  # the layer whose keys and values it attends to: itself, or an earlier one of the same sizes
+    keys_are_values: bool = False  # before their norm
 
 
-class DeltaNets(Struct, frozen=True):
-    """Gated delta nets in place of some layers' attention: linear attention over a state of fixed size, in fp32.
+class LayerInputs(Struct, frozen=True):
+    """Inputs of each layer by itself: x += norm(up(activation(gate(x)) · inputs)) behind its MLP (Gemma 3n's
+    "per-layer embeddings").
 
-    Queries, keys and values are convolved as `ShortConvolutions` are, and pass SiLU. Each value head has a matrix of
-    (key_size, value_size); value heads share key heads as the heads of attention share keys.
+    They are (norm(projection(x) · hidden_size^-1/2) + rows) / sqrt(2) of a token's first x, and its row of a table of
+    `vocab_size` rows, times sqrt(size); of every layer's `size` numbers.
     """
 
-    num_key_heads: int
-    num_value_heads: int  # a multiple of these
-    key_size: int  # of a head
-    value_size: int
-    convolution_size: int  # tokens, a row's own included
-    layers: tuple[bool, ...]  # whether each layer is one; others attend
-    order: DeltaOrder = DeltaOrder.APART
-
-    @property
-    def projected(self) -> tuple[int, ...]:
-        """Numbers of a row that each of `LayerNames.delta_net_inputs` makes."""
-        if self.order is DeltaOrder.GROUPED:
-            return self.num_channels + self.num_values, 2 * self.num_value_heads
-        if self.order is DeltaOrder.SPLIT:
-            return self.num_channels, self.num_values, 2 * self.num_value_heads
-        return self.num_channels, self.num_values, self.num_value_heads, self.num_value_heads
-
-    @property
-    def num_values(self) -> int:
-        return self.num_value_heads * self.value_size
-
-    @property
-    def num_channels(self) -> int:
-        """Those that are convolved."""
-        return 2 * self.num_key_heads * self.key_size + self.num_values
-
-    @property
-    def state_size(self) -> int:
-        """Numbers of a layer's state of one sequence: the convolution's last inputs, and the matrices."""
-        return (self.convolution_size - 1) * self.num_channels + self.num_values * self.key_size
+    size: int
+    vocab_size: int
 
 
 class LayerNames(Struct, frozen=True):
@@ -286,6 +265,10 @@ class DecoderConfig(Struct, frozen=True):
     joint_qk_norm: bool = False  # all heads of a row as one instead
     late_qk_norm: bool = False  # once they are turned; not with `joint_qk_norm`
     unit_qk_norm: bool = False  # of layers that turn, without weights; not with `qk_norm`
+    unit_value_norm: bool = False  # values are normalised, head by head, without weights
+    layer_shapes: tuple[LayerShape, ...] = ()  # of each; empty: all have the sizes above
+    layer_inputs: LayerInputs | None = None
+    has_layer_scalars: bool = False  # a number that x is multiplied with at each layer's end
     gated_attention: bool = False  # outputs are times the sigmoid of a gate behind each head's query
     chunked_windows: bool = False  # windows begin at multiples of their size
     query_scaling: QueryScaling | None = None
@@ -327,6 +310,18 @@ class DecoderConfig(Struct, frozen=True):
         place = module if "." in module else f".families.{module}"
         read: Callable[[Fields, str], DecoderConfig] = import_module(place, __package__).read
         return read(config, family)
+
+    def shape_of(self, layer: int) -> LayerShape:
+        if self.layer_shapes:
+            return self.layer_shapes[layer]
+        return LayerShape(self.num_kv_heads, self.head_dim, self.intermediate_size, layer)
+
+    def qkv_sizes(self, layer: int) -> tuple[int, ...]:
+        """How many numbers of a row are queries with their gates, keys and values: of those that the layer has."""
+        shape = self.shape_of(layer)
+        queries, keys = self.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        num_others = 0 if shape.keys_of != layer else 1 if shape.keys_are_values else 2
+        return (2 * queries if self.gated_attention else queries, *(keys,) * num_others)
 
     @property
     def is_stretched(self) -> bool:

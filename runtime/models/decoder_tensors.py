@@ -12,8 +12,16 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ModelError
 from ..tensors import DType, Tensor
 from ..weights import Weights
-from .decoder_config import DecoderConfig, LatentAttention, LayerRotary
-from .matrices import DecoderLayerWeights, DecoderWeights, DeltaNetWeights, ExpertWeights, MambaWeights
+from .decoder_config import DecoderConfig, LatentAttention, LayerInputs, LayerRotary
+from .matrices import (
+    DecoderLayerWeights,
+    DecoderWeights,
+    DeltaNetWeights,
+    ExpertWeights,
+    JoinedMixtureWeights,
+    LayerInputWeights,
+    MambaWeights,
+)
 from .parameters import Parameters, stored_dtype
 from .projections import take_embeddings, take_linear, take_stacked
 
@@ -22,6 +30,7 @@ if TYPE_CHECKING:
     from .experts_config import Experts
 
 QUERY_UP = "self_attn.q_b_proj"  # of latents with queries of a low rank
+INPUT_EMBEDDINGS = "embed_tokens_per_layer"
 _LAYER = re.compile(r"(?:.*?\.)?(?:layers|h)\.[0-9]+\.")
 # What some checkpoints have and models compute by themselves, or not at all: scales of keys, values and inputs
 # in 8 bits, which are not rounded.
@@ -50,7 +59,9 @@ def take_decoder(config: DecoderConfig, weights: Weights) -> tuple[DecoderWeight
     positions = None
     if names.positions is not None:
         positions = entry.take(f"{names.positions}.weight", config.rope.max_context, config.hidden_size)
-    entry_gate = entry.row_gate(f"{names.embeddings}.weight")
+    inputs = {} if config.layer_inputs is None else _take_inputs(config, config.layer_inputs, entry)
+    tables = (names.embeddings, *([INPUT_EMBEDDINGS] if inputs else []))
+    entry_gate = entry.row_gate(*(f"{table}.weight" for table in tables))
     of_layers = [
         parameters(f"{root}{names.layers}.{index}.", inputs_first=config.inputs_first)
         for index in range(config.num_layers)
@@ -69,6 +80,7 @@ def take_decoder(config: DecoderConfig, weights: Weights) -> tuple[DecoderWeight
         norm=norm,
         norm_bias=norm_bias,
         positions=positions,
+        **inputs,
         head=head,
         entry_gate=entry_gate,
         head_gate=final.gate(),
@@ -79,9 +91,19 @@ def take_decoder(config: DecoderConfig, weights: Weights) -> tuple[DecoderWeight
     return taken, stored
 
 
+def _take_inputs(config: DecoderConfig, inputs: LayerInputs, parameters: Parameters) -> dict[str, Any]:
+    """Fields of `DecoderWeights`: what the inputs of all layers are made of."""
+    size, projection = config.num_layers * inputs.size, "per_layer_model_projection"
+    return {
+        "input_embeddings": take_embeddings(parameters, INPUT_EMBEDDINGS, inputs.vocab_size, size),
+        "input_projection": take_linear(parameters, projection, config.hidden_size, size, bias=False),
+        "input_norm": parameters.take_norm("per_layer_projection_norm.weight", inputs.size),
+    }
+
+
 def _take_layer(config: DecoderConfig, index: int, parameters: Parameters) -> DecoderLayerWeights:
     names = config.names
-    hidden_size, inner_size = config.hidden_size, config.intermediate_size
+    hidden_size, inner_size = config.hidden_size, config.shape_of(index).intermediate_size
     attention_norm = _take_norm(parameters, names.attention_norm, hidden_size)
     attention_norm_bias = _take_bias(parameters, names.attention_norm, config)
     take_mixer = _take_attention
@@ -91,7 +113,7 @@ def _take_layer(config: DecoderConfig, index: int, parameters: Parameters) -> De
         take_mixer = _take_delta_net
     elif config.is_mamba(index):
         take_mixer = _take_mamba
-    mixer = take_mixer(config, parameters)
+    mixer = take_mixer(config, index, parameters)
     if config.unit_qk_norm and config.layer_rotary[index] is not LayerRotary.NONE:
         from .converted import ones  # few models have such norms
 
@@ -113,13 +135,21 @@ def _take_layer(config: DecoderConfig, index: int, parameters: Parameters) -> De
         own = _take_mlp(config, parameters, inner_size, "", names.gate_up, names.down, bias=config.mlp_bias)
     elif mixture.shared_size:
         shared = (names.shared_expert, names.expert_gate_up, names.expert_down)
-        own = _take_mlp(config, parameters, mixture.shared_size, *shared, bias=config.mlp_bias)
+        shared_size = inner_size if mixture.joins_mlp else mixture.shared_size
+        own = _take_mlp(config, parameters, shared_size, *shared, bias=config.mlp_bias)
     inner_norm = _take_norm(parameters, names.attention_inner_norm, config.num_heads * config.head_dim)
     mlp_inner_norm = _take_norm(parameters, names.mlp_inner_norm, inner_size)
     attention_output_norm = _take_norm(parameters, names.attention_output_norm, hidden_size)
     mlp_norm = _take_norm(parameters, names.mlp_norm, hidden_size)
     mlp_norm_bias = _take_bias(parameters, names.mlp_norm, config)
     mlp_output_norm = _take_norm(parameters, names.mlp_output_norm, hidden_size)
+    inputs = None
+    if config.layer_inputs is not None:
+        inputs = _take_layer_inputs(parameters, hidden_size, config.layer_inputs.size)
+    scalar = parameters.take_norm("layer_scalar", 1) if config.has_layer_scalars else None
+    joined_mixture = (
+        _take_joined_mixture(parameters, hidden_size, mixture) if mixture and mixture.joins_mlp else None
+    )
     router_gate = parameters.gate() if mixture else None
     experts, expert_gate = _take_experts(config, mixture, parameters) if mixture else ((), None)
     return DecoderLayerWeights(
@@ -140,22 +170,49 @@ def _take_layer(config: DecoderConfig, index: int, parameters: Parameters) -> De
         router_gate=router_gate,
         expert_gate=expert_gate,
         mlp_output_norm=mlp_output_norm,
+        inputs=inputs,
+        scalar=scalar,
+        joined_mixture=joined_mixture,
         gate=parameters.gate(),
     )
 
 
-def _take_attention(config: DecoderConfig, parameters: Parameters) -> dict[str, Any]:
+def _take_layer_inputs(parameters: Parameters, hidden_size: int, size: int) -> LayerInputWeights:
+    return LayerInputWeights(
+        take_linear(parameters, "per_layer_input_gate", hidden_size, size, bias=False),
+        take_linear(parameters, "per_layer_projection", size, hidden_size, bias=False),
+        parameters.take_norm("post_per_layer_input_norm.weight", hidden_size),
+    )
+
+
+def _take_joined_mixture(parameters: Parameters, hidden_size: int, mixture: Experts) -> JoinedMixtureWeights:
+    return JoinedMixtureWeights(
+        parameters.take_norm("router.scale", hidden_size),
+        parameters.take_norm("pre_feedforward_layernorm_2.weight", hidden_size),
+        parameters.take_norm("post_feedforward_layernorm_2.weight", hidden_size),
+        parameters.take_norm("post_feedforward_layernorm_1.weight", hidden_size),
+        parameters.take_norm("router.per_expert_scale", mixture.num),
+    )
+
+
+def _take_attention(config: DecoderConfig, index: int, parameters: Parameters) -> dict[str, Any]:
     """Fields of `DecoderLayerWeights`."""
     if config.latent is not None:
         return _take_latent_attention(config, config.latent, parameters)
-    names, hidden_size = config.names, config.hidden_size
-    query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    qkv_sizes = (2 * query_size if config.gated_attention else query_size, key_size, key_size)
-    norms = (query_size, key_size) if config.joint_qk_norm else (config.head_dim, config.head_dim)
+    names, hidden_size, shape = config.names, config.hidden_size, config.shape_of(index)
+    query_size, key_size = config.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    norms = (query_size, key_size) if config.joint_qk_norm else (shape.head_dim, shape.head_dim)
+    sizes, has_keys, value_norm = config.qkv_sizes(index), shape.keys_of == index, None
+    qkv = _sized(names.qkv[: len(sizes)], sizes)
+    if config.unit_value_norm and has_keys:
+        from .converted import ones  # few models have such norms
+
+        value_norm = ones(shape.head_dim)
     return {
-        "qkv": take_stacked(parameters, _sized(names.qkv, qkv_sizes), hidden_size, bias=config.qkv_bias),
+        "qkv": take_stacked(parameters, qkv, hidden_size, bias=config.qkv_bias),
         "query_norm": _take_norm(parameters, names.query_norm, norms[0]) if config.qk_norm else None,
-        "key_norm": _take_norm(parameters, names.key_norm, norms[1]) if config.qk_norm else None,
+        "key_norm": _take_norm(parameters, names.key_norm, norms[1]) if config.qk_norm and has_keys else None,
+        "value_norm": value_norm,
         "output": take_linear(parameters, names.output, query_size, hidden_size, bias=config.output_bias),
         "sinks": parameters.take_norm("self_attn.sinks", config.num_heads) if config.has_sinks else None,
     }
@@ -185,7 +242,7 @@ def _take_latent_attention(
     }
 
 
-def _take_convolution(config: DecoderConfig, parameters: Parameters) -> dict[str, Any]:
+def _take_convolution(config: DecoderConfig, index: int, parameters: Parameters) -> dict[str, Any]:
     """The same of a layer that convolves in place of attending."""
     convolutions, hidden_size = config.convolutions, config.hidden_size
     assert convolutions is not None
@@ -199,7 +256,7 @@ def _take_convolution(config: DecoderConfig, parameters: Parameters) -> dict[str
     }
 
 
-def _take_delta_net(config: DecoderConfig, parameters: Parameters) -> dict[str, Any]:
+def _take_delta_net(config: DecoderConfig, index: int, parameters: Parameters) -> dict[str, Any]:
     """The same of a gated delta net."""
     nets, hidden_size = config.delta_nets, config.hidden_size
     assert nets is not None
@@ -217,7 +274,7 @@ def _take_delta_net(config: DecoderConfig, parameters: Parameters) -> dict[str, 
     }
 
 
-def _take_mamba(config: DecoderConfig, parameters: Parameters) -> dict[str, Any]:
+def _take_mamba(config: DecoderConfig, index: int, parameters: Parameters) -> dict[str, Any]:
     """The same of a Mamba-2 layer."""
     mamba, hidden_size, prefix = config.mamba, config.hidden_size, config.names.mamba
     assert mamba is not None

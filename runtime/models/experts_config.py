@@ -52,6 +52,9 @@ class Experts(Struct, frozen=True):
     shared_size: int = 0  # intermediate size of the shared expert, which all tokens take; 0: there is none
     weighs_inputs: bool = False  # weights multiply experts' inputs, rounded, in place of their outputs
     has_shared_gate: bool = False  # its output is multiplied with the sigmoid of a number that a row gives
+    # The shared expert is the layer's MLP; the router and the experts take the same x by norms of their own. Both
+    # outputs are normalised before they are added, and each expert has a factor of its weights.
+    joins_mlp: bool = False
 
 
 def read_experts(

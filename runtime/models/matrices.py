@@ -36,7 +36,6 @@ __all__ = [
     "Projection",
     "StoredProjection",
     "Tensor",
-    "VisionWeights",
     "for_format",
     "refusal_of_formats",
 ]
@@ -355,6 +354,24 @@ class MambaWeights(Struct, frozen=True, eq=False):
     norm: Tensor  # (num_values,)
 
 
+class LayerInputWeights(Struct, frozen=True, eq=False):
+    """Of what a layer does with its own inputs."""
+
+    gate: Projection  # (size, hidden)
+    up: Projection  # (hidden, size)
+    norm: Tensor  # (hidden,)
+
+
+class JoinedMixtureWeights(Struct, frozen=True, eq=False):
+    """Of a mixture that joins its layer's MLP, (hidden,) each."""
+
+    router_norm: Tensor
+    expert_norm: Tensor
+    expert_output_norm: Tensor
+    mlp_output_norm: Tensor  # before the sum of both
+    expert_factors: Tensor  # (num_experts,)
+
+
 class DecoderLayerWeights(Struct, frozen=True, eq=False):
     """Norm weights are (size,) of any of BF16, F16, F32. `Norm.RMS` rounds them to the spec's dtype first."""
 
@@ -393,6 +410,10 @@ class DecoderLayerWeights(Struct, frozen=True, eq=False):
     attention_output_norm: Tensor | None = None  # (hidden,)
     mlp_output_norm: Tensor | None = None
     sinks: Tensor | None = None  # (num_heads,)
+    value_norm: Tensor | None = None  # (head_dim,)
+    inputs: LayerInputWeights | None = None
+    scalar: Tensor | None = None  # (1,), of all that the layer makes
+    joined_mixture: JoinedMixtureWeights | None = None  # of a mixture that joins the MLP
 
 
 class DecoderWeights(Struct, frozen=True, eq=False):
@@ -409,6 +430,9 @@ class DecoderWeights(Struct, frozen=True, eq=False):
     size_bytes: int = 0  # of all tensors that came with the model
     norm_bias: Tensor | None = None
     positions: Tensor | None = None  # (max_context, hidden) BF16, F16 or F32
+    input_embeddings: EmbeddingTable | None = None  # (vocab, num_layers * size): of layers' inputs
+    input_projection: Projection | None = None  # of a token's first x, to as many
+    input_norm: Tensor | None = None  # (size,)
 
     @property
     def device(self) -> str:
@@ -457,28 +481,6 @@ class EncoderWeights(Struct, frozen=True, eq=False):
         return self.words.device
 
 
-class DeepConnector(Struct, frozen=True, eq=False):
-    """output(GELU(inner(norm(x)))) of the states x of a token's patches, side by side, behind a layer of the tower."""
-
-    norm: LayerNormWeights
-    inner: Projection
-    output: Projection
-
-
-class VisionWeights(Struct, frozen=True, eq=False):
-    """A vision tower's weights. Of its encoder, `words` is the patches' matrix, whose rows are those of `entry_gate`,
-    `norm` is not used, and the head's gate is the connector's, too.
-    """
-
-    encoder: EncoderWeights
-    patches: DenseMatrix  # (hidden, 3 * num_frames * patch_size ** 2)
-    connector: Projection  # from the states of a token's patches, side by side
-    # (hidden,): then from their mean, normalised as `Norm.RMS_PLUS_ONE` does.
-    connector_norm: Tensor | None = None
-    connector_output: Projection | None = None  # then a GELU, and to the decoder's rows
-    deep: tuple[DeepConnector, ...] = ()  # of what some layers give
-
-
 def refusal_of_formats(weights: DecoderWeights, table: Mapping[type[Any], Any], backend: str) -> str | None:
     """Why a backend with these formats cannot compute the layers' matrices; None where it can. Matrices
     that are not settled yet, such as GPTQ's, become integers, which every backend computes.
@@ -487,6 +489,7 @@ def refusal_of_formats(weights: DecoderWeights, table: Mapping[type[Any], Any], 
         for projection in (
             *(layer.qkv, layer.output, layer.gate_up, layer.down),
             *(layer.query_up, layer.key_value_up),
+            *(() if layer.inputs is None else (layer.inputs.gate, layer.inputs.up)),
         ):
             if projection is None or not projection.is_settled:
                 continue

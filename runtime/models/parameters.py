@@ -119,9 +119,9 @@ class Parameters:
         """Opens for some of the experts that are rows of these tensors."""
         return self._weights.stacked_expert_gate([self._prefix + name for name in names])
 
-    def row_gate(self, table: str) -> RowGate:
-        """Opens for some rows of the matrix `prefix + table` when these, and all else that was taken, are exact."""
-        return self._weights.row_gate(self._prefix + table, self._taken)
+    def row_gate(self, *tables: str) -> RowGate:
+        """Opens for some rows of the matrices `prefix + table` when these, and all else that was taken, are exact."""
+        return self._weights.row_gate([self._prefix + table for table in tables], self._taken)
 
     def strips(self, table: str) -> tuple[Strip, ...]:
         """All rows of the matrix `prefix + table`, each strip behind all else that was taken; none where they arrive

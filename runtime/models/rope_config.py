@@ -31,6 +31,8 @@ class RopeType(enum.StrEnum):
     DYNAMIC = "dynamic"  # NTK: the base grows with the context (see `backends/torch/layers.py` for when)
     LLAMA3 = "llama3"  # low ones divided, high ones kept, those between interpolated
     YARN = "yarn"  # likewise by rotations within the pretraining's context, and the result is scaled
+    # Those of a part of the head, as if all of it turned; the others are 0. Of families that spell it.
+    PROPORTIONAL = "proportional"
     LONGROPE = "longrope"  # each divided by a factor of its own, with others beyond the pretraining's context
 
 
@@ -52,6 +54,7 @@ class RopeConfig(Struct, frozen=True):
     score_factor: float = 1.0  # DeepSeek's models multiply attention scores by it
     short_factors: tuple[float, ...] = ()  # (rotary_dim / 2,) of longrope, within the pretraining's context
     long_factors: tuple[float, ...] = ()  # beyond it
+    num_turning: int = 0  # of proportional, the frequencies that are not 0
 
     @classmethod
     def from_fields(
@@ -84,6 +87,8 @@ class RopeConfig(Struct, frozen=True):
         if may_have_alpha and rope_type is RopeType.DYNAMIC and rope.get("alpha"):
             theta *= rope.number("alpha", low=1e-3, high=1e6) ** (head_dim / (head_dim - 2))
             rope_type = RopeType.DEFAULT
+        if rope_type is RopeType.PROPORTIONAL:
+            return _proportional(rope, theta, head_dim, max_positions)
         partial_at = rope if "partial_rotary_factor" in rope else config
         rotary_dim = _rotary_dim(partial_at, head_dim, default_partial, may_be_partial=may_be_partial)
         if rope_type is RopeType.DEFAULT:
@@ -186,7 +191,8 @@ def _contradiction() -> ModelError:
 
 def _rope_type(rope: Fields, spellings: Mapping[str, str]) -> RopeType:
     key = "rope_type" if "rope_type" in rope else "type"
-    stated = rope.choice(key, [*RopeType, *spellings], default="default")
+    known = [each for each in RopeType if each is not RopeType.PROPORTIONAL]
+    stated = rope.choice(key, [*known, *spellings], default="default")
     return RopeType(spellings.get(stated, stated))
 
 
@@ -198,6 +204,22 @@ def _stretching(rope: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_type": kind} | {
         name: value for name, value in rope.items() if name not in ("rope_type", "type", "rope_theta")
     }
+
+
+def _proportional(rope: Fields, theta: float, head_dim: int, max_positions: int) -> RopeConfig:
+    """Whole heads turn, most of whose frequencies may be 0; a factor divides frequencies, and stretches no context."""
+    partial = rope.number("partial_rotary_factor", low=0.0, high=1.0, default=1.0)
+    if head_dim % 2:
+        raise ModelError(f"config.json: head_dim is {head_dim}, but must be even")
+    return RopeConfig(
+        RopeType.PROPORTIONAL,
+        theta,
+        head_dim,
+        max_positions,
+        max_positions,
+        factor=rope.number("factor", low=1e-3, high=1e6, default=1.0),
+        num_turning=int(partial * head_dim // 2),
+    )
 
 
 def _rotary_dim(fields: Fields, head_dim: int, default: float, *, may_be_partial: bool) -> int:

@@ -16,14 +16,19 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from ..tensors import DType, from_float32, to_float32
 from .rope_config import RopeConfig, RopeType
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..step.batch import Int64s
     from .decoder_config import QueryScaling
 
 Floats = npt.NDArray[np.float32]
 
 _ROWS_AT_A_TIME = 4_096
+_SMALLEST_TABLE = 512  # positions
 
 
 class Rotary(Struct, frozen=True):
@@ -69,6 +74,37 @@ class Rotary(Struct, frozen=True):
         return cos, sin
 
 
+class TurnTable:
+    """Cosines and sines of all positions so far, (positions, rotary_dim) fp32: cosines, then sines, rounded to `dtype`.
+    Replaced, not changed, when it grows."""
+
+    def __init__(self, rotary: Rotary, dtype: DType) -> None:
+        self._rotary = rotary
+        self._dtype = dtype
+        self._table: Floats = np.empty((0, rotary.dim), np.float32)
+
+    def up_to(self, end: int) -> Floats:
+        """The table with at least `end` positions."""
+        if end > len(self._table):
+            length = 1 << (max(end, _SMALLEST_TABLE) - 1).bit_length()
+            more = np.concatenate(self._rotary.tables(len(self._table), length), axis=1)
+            rounded = to_float32(from_float32(more, self._dtype), self._dtype)
+            self._table = np.concatenate((self._table, rounded))
+        return self._table
+
+    def at(self, axes: Int64s, of: Sequence[int], end: int) -> Floats:
+        """(T, rotary_dim): the rows of tokens whose positions are `axes` (3, T), below `end`; number i turns by its
+        position on the axis of[i].
+        """
+        table, half = self.up_to(end), len(of)
+        rows = np.empty((axes.shape[1], 2 * half), np.float32)
+        for axis, positions in enumerate(axes):
+            columns = np.flatnonzero(np.equal(of, axis))
+            columns = np.concatenate((columns, columns + half))
+            rows[:, columns] = table[positions[:, None], columns]
+        return rows
+
+
 def frequencies_of(rope: RopeConfig, max_context: int) -> Floats:
     """(rotary_dim / 2,) fp32, radians a position."""
     exponents = np.arange(0, rope.rotary_dim, 2, dtype=np.float32) / np.float32(rope.rotary_dim)
@@ -84,6 +120,9 @@ def frequencies_of(rope: RopeConfig, max_context: int) -> Floats:
             frequencies = _inverse_powers(rope.theta, exponents, np.array(factors, np.float32))
         case RopeType.YARN:
             frequencies = _yarn(rope, _inverse_powers(rope.theta, exponents))
+        case RopeType.PROPORTIONAL:
+            frequencies = _inverse_powers(rope.theta, exponents) / np.float32(rope.factor)
+            frequencies[rope.num_turning :] = 0.0
         case RopeType.DEFAULT:
             frequencies = _inverse_powers(rope.theta, exponents)
     return frequencies.astype(np.float32)

@@ -11,18 +11,19 @@ from __future__ import annotations
 import enum
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from msgspec import Struct
 
-from ..kv.storage import PoolShape
+from ..kv.storage import KVLayers, PoolShape
 from ..tensors import DType, from_float32, to_float32
 from .decoder_config import (
     DecoderConfig,
-    DeltaNets,
     LatentAttention,
+    LayerInputs,
     LayerRotary,
+    LayerShape,
     Norm,
     QueryScaling,
     ShortConvolutions,
@@ -30,6 +31,7 @@ from .decoder_config import (
 from .rotary import Rotary
 
 if TYPE_CHECKING:
+    from .delta_nets_config import DeltaNets
     from .encoder_config import Disentangled, EncoderConfig, PositionBias
     from .experts_config import Experts
     from .mamba_config import Mamba
@@ -78,6 +80,13 @@ class Pooling(enum.StrEnum):
     WEIGHTED_MEAN = "weightedmean"  # token p, from 1, counts p times
 
 
+class KVPlace(NamedTuple):
+    """The place of a layer's keys and values: in one of a pool's groups of layers of the same sizes."""
+
+    group: int
+    layer: int  # of that group; a convolution's inputs are in those from this one on
+
+
 class DecoderSpec(Struct, frozen=True):
     """A decoder whose layers are x + attention(norm(x)), then x + down(activation(gate(y)) · up(y))
     of y = norm(x), or without a gate x + down(activation(up(y))).
@@ -90,11 +99,14 @@ class DecoderSpec(Struct, frozen=True):
     dtype: DType  # of activations, keys and values: BF16, F16 or F32; sums are in fp32
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # this, and the next sizes: the most of any layer
     num_layers: int
     num_heads: int  # a multiple of num_kv_heads
     num_kv_heads: int
     head_dim: int
+    layer_shapes: tuple[LayerShape, ...]  # of each layer
+    layer_inputs: LayerInputs | None
+    layer_scalars: bool  # a number that x is multiplied with at each layer's end, rounded
     norm: Norm  # of all norms
     norm_eps: float
     norm_bias: bool  # of input norms and the final one, which are layer norms then
@@ -124,7 +136,7 @@ class DecoderSpec(Struct, frozen=True):
     delta_nets: DeltaNets | None
     mamba: Mamba | None  # likewise
     rotary: Rotary
-    local_rotary: Rotary | None  # of the same dim
+    local_rotary: Rotary | None
     layer_rotary: tuple[LayerRotary, ...]  # which of them turns a layer's queries and keys
     wide_rotary: (
         bool  # they are turned in fp32 and rounded once; otherwise cos, sin and each product are rounded
@@ -144,6 +156,7 @@ class DecoderSpec(Struct, frozen=True):
     head_norms: (
         bool  # queries and keys are normalised before they are turned; a weight is (head_dim,) for each head
     )
+    value_norms: bool  # values likewise, by norms without weights
     late_head_norms: bool  # once they are turned; not with joint norms
     joint_head_norms: (
         bool  # all heads of a row as one instead, with weights of (num_heads * head_dim,) and likewise
@@ -164,18 +177,24 @@ class DecoderSpec(Struct, frozen=True):
     def of(cls, config: DecoderConfig, dtype: DType) -> DecoderSpec:
         names, local = config.names, config.local_rope
         rotary = partial(Rotary.of, interleaved=config.interleaved_rotary)
-        embedding_scale = config.embedding_scale
+        embedding_scale, shapes = (
+            config.embedding_scale,
+            tuple(map(config.shape_of, range(config.num_layers))),
+        )
         if config.scales_embeddings:
-            embedding_scale = _rounded(config.hidden_size**0.5, dtype)
+            embedding_scale = rounded(config.hidden_size**0.5, dtype)
         return cls(
             dtype=dtype,
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
+            intermediate_size=max(shape.intermediate_size for shape in shapes),
             num_layers=config.num_layers,
             num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            num_kv_heads=max(shape.num_kv_heads for shape in shapes),
+            head_dim=max(shape.head_dim for shape in shapes),
+            layer_shapes=shapes,
+            layer_inputs=config.layer_inputs,
+            layer_scalars=config.has_layer_scalars,
             norm=config.norm,
             norm_eps=config.norm_eps,
             norm_bias=config.norm_bias,
@@ -215,6 +234,7 @@ class DecoderSpec(Struct, frozen=True):
             head_bias=config.head_bias,
             head_norms=config.qk_norm or config.unit_qk_norm,
             joint_head_norms=config.joint_qk_norm,
+            value_norms=config.unit_value_norm,
             late_head_norms=config.late_qk_norm,
             gated_attention=config.gated_attention,
             sinks=config.has_sinks,
@@ -236,18 +256,38 @@ class DecoderSpec(Struct, frozen=True):
             return 0
         return position - position % window if self.chunked_windows else max(0, position + 1 - window)
 
+    def kv_places(self) -> tuple[KVPlace, ...]:
+        """Of each layer's keys and values: of one that has none of its own those of the layer that has."""
+        return self._places_in_pool()[0]
+
     def kv_layers(self) -> tuple[int, ...]:
-        """(num_layers + 1,): layer i has the pool's layers from number i up to the next one's.
+        """(num_layers + 1,), of a model whose layers are alike: layer i has the pool's layers from number i up to the
+        next one's.
+        """
+        places, (group, *_) = self._places_in_pool()
+        return *(place.layer for place in places), group.num_layers
+
+    def _places_in_pool(self) -> tuple[tuple[KVPlace, ...], tuple[KVLayers, ...]]:
+        """The same, and the groups that the pool has then.
 
         A convolution keeps each token's inputs where others have keys and values, in as many layers as they fill. A
         layer with a state has none.
         """
         token_size = 2 * self.num_kv_heads * self.head_dim
         convolves = (False,) * self.num_layers if self.convolutions is None else self.convolutions.layers
-        sizes = [-(-self.hidden_size // token_size) if each else 1 for each in convolves]
         of_states = self._state_sizes()
-        sizes = [0 if state else size for state, size in zip(of_states, sizes, strict=True)]
-        return tuple(accumulate(sizes, initial=0))
+        counts: dict[tuple[int, int], int] = {}  # of layers, by their heads
+        places: list[KVPlace] = []
+        for layer, shape in enumerate(self.layer_shapes):
+            if shape.keys_of != layer:
+                places.append(places[shape.keys_of])
+                continue
+            heads = (shape.num_kv_heads, shape.head_dim)
+            before = counts.setdefault(heads, 0)
+            places.append(KVPlace(list(counts).index(heads), before))
+            size = -(-self.hidden_size // token_size) if convolves[layer] else 1
+            counts[heads] += 0 if of_states[layer] else size
+        return tuple(places), tuple(KVLayers(count, *heads) for heads, count in counts.items())
 
     def state_layers(self) -> tuple[int, ...]:
         """(num_layers + 1,): layer i has the numbers of a sequence's state from this one up to the next one's."""
@@ -264,24 +304,43 @@ class DecoderSpec(Struct, frozen=True):
 
     def kv_shape(self, num_blocks: int, block_size: int, num_states: int | None = None) -> PoolShape:
         """The shape of a pool of this model's keys and values, and of states: by default as many as blocks."""
-        num_layers, state_size = self.kv_layers()[-1], self.state_layers()[-1]
+        (first, *others), state_size = self._places_in_pool()[1], self.state_layers()[-1]
         return PoolShape(
-            num_layers,
-            self.num_kv_heads,
-            self.head_dim,
+            *first,
             num_blocks,
             block_size,
             self.dtype,
             num_parts=2 if self.latent is None else 1,
             state_size=state_size,
             num_states=(num_blocks if num_states is None else num_states) if state_size else 0,
+            others=tuple(others),
         )
 
 
-def _rounded(number: float, dtype: DType) -> float:
+def are_alike(shapes: tuple[LayerShape, ...]) -> bool:
+    """True if all layers have the same sizes, and keys and values of their own."""
+    own = [
+        shape for layer, shape in enumerate(shapes) if shape.keys_of == layer and not shape.keys_are_values
+    ]
+    sizes = {(shape.num_kv_heads, shape.head_dim, shape.intermediate_size) for shape in shapes}
+    return len(own) == len(shapes) and len(sizes) == 1
+
+
+def rounded(number: float, dtype: DType) -> float:
     """The nearest number of this dtype."""
     wide = np.array([number], np.float32)
     return float(to_float32(from_float32(wide, dtype), dtype)[0])
+
+
+def native_alone(spec: DecoderSpec) -> str | None:
+    """The field of the spec that the native core alone implements; None where there is no such."""
+    found = {
+        "delta_nets": spec.delta_nets is not None,
+        "mamba": spec.mamba is not None,
+        "layer_shapes": not are_alike(spec.layer_shapes),
+        "layer_scalars": spec.layer_scalars,
+    }
+    return next((name for name, is_there in found.items() if is_there), None)
 
 
 class DenseSpec(Struct, frozen=True):

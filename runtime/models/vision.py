@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
+from msgspec import Struct
 
 from ..step.batch import Int64s
 from ..tensors import DType, Tensor, from_float32
@@ -18,13 +19,11 @@ from .converted import transposed
 from .decoder_config import Norm
 from .encoder import take_layer_norm
 from .matrices import (
-    DeepConnector,
     DenseMatrix,
     EncoderLayerWeights,
     EncoderWeights,
     LayerNormWeights,
     Projection,
-    VisionWeights,
 )
 from .parameters import Parameters
 from .projections import take_linear, take_stacked
@@ -39,6 +38,28 @@ if TYPE_CHECKING:
     Tiles = npt.NDArray[np.uint8]  # (N, 3, height, width), as `VisionConfig.grid_of` takes them
 
 Rows = Any  # (T, hidden_size) in the dtype of activations
+
+
+class DeepConnector(Struct, frozen=True, eq=False):
+    """output(GELU(inner(norm(x)))) of the states x of a token's patches, side by side, behind a layer of the tower."""
+
+    norm: LayerNormWeights
+    inner: Projection
+    output: Projection
+
+
+class VisionWeights(Struct, frozen=True, eq=False):
+    """A vision tower's weights. Of its encoder, `words` is the patches' matrix, whose rows are those of `entry_gate`,
+    `norm` is not used, and the head's gate is the connector's, too.
+    """
+
+    encoder: EncoderWeights
+    patches: DenseMatrix  # (hidden, 3 * num_frames * patch_size ** 2)
+    connector: Projection  # from the states of a token's patches, side by side
+    # (hidden,): then from their mean, normalised as `Norm.RMS_PLUS_ONE` does.
+    connector_norm: Tensor | None = None
+    connector_output: Projection | None = None  # then a GELU, and to the decoder's rows
+    deep: tuple[DeepConnector, ...] = ()  # of what some layers give
 
 
 class VisionExecutor(Protocol):

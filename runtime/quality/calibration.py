@@ -238,8 +238,13 @@ def calibrate(
     )
     counter = PartCounter(progress, sum(part.size_bytes for part in manifest.parts))
     model = WholeDecoder(source, manifest, threads=threads, on_part=counter)
-    if model.decoder.config.has_states:
-        kind = "gated delta nets" if model.decoder.config.mamba is None else "Mamba-2 layers"
+    config = model.decoder.config
+    kinds = {
+        "gated delta nets": config.delta_nets is not None,
+        "Mamba-2 layers": config.mamba is not None,
+        "layers of different sizes": bool(config.layer_shapes),
+    }
+    for kind in (kind for kind, is_there in kinds.items() if is_there):
         raise ModelError(
             f"{source.url} has {kind}, which cannot be calibrated",
             hint="Pack it with --no-calibrate.",

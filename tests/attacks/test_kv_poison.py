@@ -19,6 +19,7 @@ from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
 
+from teneral.loader.native.library import library
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.engine.generation import Generation
 from teneral.runtime.kv.blocks import BlockAllocator
@@ -53,7 +54,8 @@ class PoisoningAllocator(BlockAllocator):
     def poison(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             slots = slice(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE)
-            self._storage.data[:, :, :, slots] = np.nan
+            for data, _ in self._storage.groups:
+                data[:, :, :, slots] = np.nan
             self.num_poisoned += 1
 
 
@@ -88,12 +90,14 @@ def engine_of(decoder: Decoder, *, num_blocks: int, **options: Any) -> Engine:
     )
 
 
-@pytest.fixture(scope="module")
-def decoder() -> Iterator[Decoder]:
+@pytest.fixture(scope="module", params=["llama", "gemma4_text"])
+def decoder(request: pytest.FixtureRequest) -> Iterator[Decoder]:
+    if request.param == "gemma4_text" and library() is None:
+        pytest.skip("such layers are the native core's")
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     # In fp32, where the size of a batch does not decide between logits that nearly tie.
-    oracle = tiny_model("llama", dtype=torch.float32)
+    oracle = tiny_model(request.param, dtype=torch.float32)
     model = build_model(config_json(oracle), DictWeights(tensors_of(oracle)))
     assert isinstance(model, Decoder)
     yield model

@@ -123,6 +123,11 @@ def test_a_decoder_is_embedding_layers_by_number_and_head() -> None:
         ("patch_embed.norm.weight cls_token norm_pre.weight", "norm.weight head.weight fc.bias"),
         ("vision_model.pre_layrnorm.weight", "vision_model.post_layernorm.weight visual_projection.weight"),
         ("model.rotary_emb.inv_freq mysterious.thing", "score.weight qa_outputs.bias"),
+        (
+            "model.embed_tokens_per_layer.weight model.per_layer_model_projection.weight "
+            "model.per_layer_projection_norm.weight",
+            "model.norm.weight",
+        ),
     ],
 )  # fmt: skip
 def test_tensors_outside_layers_are_needed_first_or_last(embed: str, head: str) -> None:
@@ -216,8 +221,9 @@ def test_each_expert_has_a_group_behind_its_layer(module: str) -> None:
     assert [name for name in groups if is_expert(name)] == [name for name in groups if "experts" in name]
 
 
-def test_experts_of_one_tensor_have_a_group_behind_their_layer() -> None:
-    names = [f"layers.0.mlp.experts.{name}_proj" for name in ("gate_up", "down")]
+@pytest.mark.parametrize("module", ["mlp.experts", "experts"])
+def test_experts_of_one_tensor_have_a_group_behind_their_layer(module: str) -> None:
+    names = [f"layers.0.{module}.{name}_proj" for name in ("gate_up", "down")]
     stacked = [f"{name}_{kind}" for name in names for kind in ("blocks", "scales")]
     groups = grouped(*stacked, *(f"{name}_bias" for name in names), "layers.0.mlp.router.weight")
     assert list(groups) == ["layers.0", "layers.0.experts"]

@@ -65,13 +65,16 @@ static tn_projection projection(int num_parts, int64_t num_in, int64_t num_out, 
 
 enum { LAYERS = 2, BLOCK_SIZE = 4, PARTS = 3 };
 
-/* Of the pool, before layer `end`. */
-static int64_t num_kv_layers(const tn_decoder *model, int end) {
-    const int64_t token = 2 * model->num_kv_heads * model->head_dim;
+/* Of this pool, before layer `end`. */
+static int64_t num_kv_layers(const tn_decoder *model, int64_t pool, int end) {
     int64_t num = 0;
-    for (int n = 0; n < end; n++)
-        if (model->layers[n].delta_taps.data == NULL && model->layers[n].mamba_taps.data == NULL)
-            num += model->layers[n].convolution.data == NULL ? 1 : (model->hidden_size + token - 1) / token;
+    for (int n = 0; n < end; n++) {
+        const tn_decoder_layer *layer = &model->layers[n];
+        const int64_t token = 2 * layer->num_kv_heads * layer->head_dim;
+        if (layer->pool != pool || layer->reads_keys) continue;
+        if (layer->delta_taps.data == NULL && layer->mamba_taps.data == NULL)
+            num += layer->convolution.data == NULL ? 1 : (model->hidden_size + token - 1) / token;
+    }
     return num;
 }
 
@@ -98,12 +101,14 @@ static int64_t num_of_state(const tn_decoder *model, int end) {
     return num;
 }
 
-static tn_kv new_pool(const tn_decoder *model, int64_t num_blocks, bool int8) {
+/* Of the layers whose keys and values have the sizes of this one. */
+static tn_kv new_pool(const tn_decoder *model, int layer, int64_t num_blocks, bool int8) {
+    const tn_decoder_layer *own = &model->layers[layer];
     tn_kv kv = {.num_slots = num_blocks * BLOCK_SIZE, .block_size = BLOCK_SIZE, .dtype = int8 ? TN_I8 : model->dtype};
     const int64_t parts = model->latent_rank ? 1 : 2;
-    const int64_t heads = num_kv_layers(model, LAYERS) * parts * model->num_kv_heads * kv.num_slots;
+    const int64_t heads = num_kv_layers(model, own->pool, LAYERS) * parts * own->num_kv_heads * kv.num_slots;
     const int64_t item = model->dtype == TN_F32 ? 4 : 2;
-    kv.data = exactly((size_t)(heads * model->head_dim * (int8 ? 1 : item)));
+    kv.data = exactly((size_t)(heads * own->head_dim * (int8 ? 1 : item)));
     kv.scale_dtype = model->dtype;
     if (int8) kv.scale = exactly((size_t)(heads * item));
     return kv;
@@ -130,8 +135,8 @@ static void run_halves(tn_decoder_step_args *args) {
 /* Rows [begin, end) of a sequence whose tokens lie in blocks from the last one down, with a copy of the state; `ends` of
  * its tokens, or NULL. */
 static void run(const tn_decoder *model, const tn_kv *kv, const int64_t *blocks, const int64_t *ends,
-                const float *const turns[2], const char *x, char *out, int64_t begin, int64_t end, float *own_state,
-                tn_save save) {
+                const float *const turns[2], const char *x, const char *inputs, char *out, int64_t begin, int64_t end,
+                float *own_state, tn_save save) {
     const int64_t num = end - begin, row_bytes = model->hidden_size * (model->dtype == TN_F32 ? 4 : 2);
     int64_t *turn = exactly(8 * (size_t)num), *slots = exactly(8 * (size_t)num);
     for (int64_t i = 0; i < num; i++) {
@@ -150,6 +155,8 @@ static void run(const tn_decoder *model, const tn_kv *kv, const int64_t *blocks,
                                  .turn = turn, .slots = slots, .x = rows, .scratch = scratch,
                                  .ends = ends == NULL ? NULL : ends + begin, .num_spans = 1, .num_rows = num,
                                  .first = 0, .end = LAYERS, .query_scales = query_scales};
+    const int64_t inputs_bytes = LAYERS * model->layer_input_size * (model->dtype == TN_F32 ? 4 : 2);
+    if (inputs_bytes) args.layer_inputs = inputs + begin * inputs_bytes;
     if (random_below(2)) { /* left after a layer, and after the router of a mixture */
         for (int n = 0; n < LAYERS; n++) {
             args.first = n, args.end = n + 1;
@@ -222,6 +229,49 @@ static void add_mamba_weights(const tn_decoder *model, tn_decoder_layer *layer) 
     layer->mamba_skip = vector(heads, dtype), layer->mamba_norm = vector(values, TN_F32);
 }
 
+/* Layers of different heads, the last of which may attend to another one's keys; values that are keys. */
+static void add_layer_shapes(tn_decoder *model, tn_decoder_layer layers[LAYERS]) {
+    tn_decoder_layer *last = &layers[LAYERS - 1];
+    const int64_t hidden = model->hidden_size;
+    const int dtype = model->dtype;
+    model->local_rotary_dim = model->rotary_dim;
+    layers[0].rotary = TN_ROTARY_LOCAL, last->kv_layer = 0;
+    if (random_below(2)) { /* others have the sizes of the first one */
+        last->reads_keys = 1, last->rotary = TN_ROTARY_LOCAL;
+    } else {
+        last->pool = 1, last->num_kv_heads = model->num_heads, last->head_dim = 2 * (2 + random_below(40));
+        last->rotary = random_below(2) ? TN_ROTARY_MAIN : TN_ROTARY_NONE;
+        last->keys_are_values = random_below(2);
+        model->rotary_dim = last->head_dim;
+        model->num_kv_heads = last->num_kv_heads;
+        if (last->head_dim > model->head_dim) model->head_dim = last->head_dim;
+    }
+    for (int n = 0; n < LAYERS; n++) {
+        const int64_t kinds = layers[n].reads_keys ? 0 : layers[n].keys_are_values ? 1 : 2, num = layers[n].head_dim;
+        const int64_t attended = model->num_heads * num, made = attended + kinds * layers[n].num_kv_heads * num;
+        layers[n].qkv = projection(2, hidden, made, dtype, true);
+        layers[n].output = projection(1, attended, hidden, dtype, true);
+        layers[n].query_norm = vector(num, dtype), layers[n].key_norm = vector(num, TN_F32);
+        if (random_below(2)) layers[n].value_norm = vector(num, TN_F32);
+        layers[n].attention_inner_norm = (tn_vector){0};
+    }
+    const int64_t most = model->num_heads * model->head_dim;
+    if (PARTS * most > model->permuted_size) model->permuted_size = PARTS * most;
+}
+
+/* Inputs of layers by themselves, and numbers that layers end with. */
+static void add_layer_inputs(tn_decoder *model, tn_decoder_layer layers[LAYERS]) {
+    const int64_t hidden = model->hidden_size, num = 1 + random_below(120);
+    model->layer_input_size = num, model->num_layers = LAYERS;
+    if (PARTS * num > model->permuted_size) model->permuted_size = PARTS * num;
+    for (int n = 0; n < LAYERS; n++) {
+        layers[n].input_gate = projection(1, hidden, num, model->dtype, true);
+        layers[n].input_up = projection(2, num, hidden, model->dtype, true);
+        layers[n].input_norm = vector(hidden, model->dtype);
+        if (random_below(2)) layers[n].scalar = vector(1, TN_F32);
+    }
+}
+
 static void check_decoder(int dtype, bool int8) {
     const int64_t heads = 1 + random_below(2), group = 1 + random_below(3), head_dim = 2 * (2 + random_below(40));
     tn_decoder_layer layers[LAYERS];
@@ -252,6 +302,7 @@ static void check_decoder(int dtype, bool int8) {
         model.experts_weigh_inputs = random_below(2);
         if (random_below(2)) model.swiglu_alpha = 1.7f, model.swiglu_limit = 0.4f;
     }
+    model.local_rotary_dim = model.rotary_dim;
     model.chunked_windows = random_below(2);
     model.rounds_inputs = !model.num_experts && random_below(3) == 0;
     const bool has_input_norms = random_below(3), has_output_norms = random_below(2);
@@ -287,7 +338,9 @@ static void check_decoder(int dtype, bool int8) {
             .output = projection(1, convolves ? hidden : attended, hidden, dtype, true),
             .convolution = convolves ? vector(hidden * model.convolution_size, dtype) : none,
             .convolution_bias = convolves && random_below(2) ? vector(hidden, TN_F32) : none,
-            .kv_layer = num_kv_layers(&model, n),
+            .num_kv_heads = model.num_kv_heads,
+            .head_dim = model.head_dim,
+            .kv_layer = num_kv_layers(&model, 0, n),
             .gate_up = projection(2, hidden, (model.plain_mlp ? 1 : 2) * inner, dtype, true),
             .down = projection(1, inner, hidden, dtype, true),
             .window = n ? 1 + random_below(300) : 0,
@@ -311,7 +364,14 @@ static void check_decoder(int dtype, bool int8) {
         if (random_below(2)) layers[n].shared_gate = projection(1, hidden, 1, dtype, false);
         layers[n].gate_up = projection(2, hidden, (model.plain_mlp ? 1 : 2) * model.shared_size, dtype, true);
         layers[n].down = projection(1, model.shared_size, hidden, dtype, true);
+        if (!has_mlp_norm || has_norm_bias || random_below(2)) continue; /* the experts join it */
+        layers[n].router_norm = vector(hidden, dtype), layers[n].expert_norm = vector(hidden, TN_F32);
+        layers[n].expert_output_norm = vector(hidden, dtype), layers[n].shared_output_norm = vector(hidden, dtype);
+        layers[n].expert_factors = vector(model.num_experts, dtype);
     }
+    const bool has_others = model.latent_rank || model.convolution_size || values || model.gated_attention;
+    if (!has_others && !model.interleaved_qkv && !model.joint_norms && random_below(2)) add_layer_shapes(&model, layers);
+    if (random_below(3) == 0 && !has_norm_bias) add_layer_inputs(&model, layers);
     const int64_t num = 1 + random_below(300), num_blocks = (num + BLOCK_SIZE - 1) / BLOCK_SIZE;
     const size_t bytes = (size_t)(num * model.hidden_size * (dtype == TN_F32 ? 4 : 2));
     int64_t *blocks = exactly(8 * (size_t)num_blocks);
@@ -319,22 +379,25 @@ static void check_decoder(int dtype, bool int8) {
     int64_t *ends = random_below(2) ? exactly(8 * (size_t)num) : NULL; /* an image's tokens see one another */
     const int64_t image = random_below((int)num), behind = image + 1 + random_below((int)(num - image));
     for (int64_t n = 0; ends != NULL && n < num; n++) ends[n] = n >= image && n < behind ? behind : n + 1;
-    const float *const turns[2] = {numbers(num * model.rotary_dim, TN_F32), numbers(num * model.rotary_dim, TN_F32)};
+    const float *const turns[2] = {numbers(num * model.rotary_dim, TN_F32), numbers(num * model.local_rotary_dim, TN_F32)};
     const char *x = numbers(num * model.hidden_size, dtype);
+    const char *inputs = numbers(num * LAYERS * model.layer_input_size, dtype);
     char *whole = exactly(bytes), *pieces = exactly(bytes);
-    const tn_kv first = new_pool(&model, num_blocks, int8), second = new_pool(&model, num_blocks, int8);
+    const int other = layers[LAYERS - 1].pool ? LAYERS - 1 : 0;
+    const tn_kv first[2] = {new_pool(&model, 0, num_blocks, int8), new_pool(&model, other, num_blocks, int8)};
+    const tn_kv second[2] = {new_pool(&model, 0, num_blocks, int8), new_pool(&model, other, num_blocks, int8)};
     const size_t state_bytes = sizeof(float) * (size_t)num_of_state(&model, LAYERS);
     float *states[2] = {exactly(state_bytes), exactly(state_bytes)}, *saved = exactly(state_bytes);
     int64_t cut = 1 + random_below((int)num);
     if (ends != NULL) cut = ends[cut - 1];
     const tn_save none = {0}, at_cut = {cut, state_bytes ? saved : NULL};
     tn_set_threads(3);
-    run(&model, &first, blocks, ends, turns, x, whole, 0, num, states[0], at_cut);
+    run(&model, first, blocks, ends, turns, x, inputs, whole, 0, num, states[0], at_cut);
     tn_set_threads(1 + random_below(2));
     for (int64_t begin = 0, end; begin < num; begin = end) {
         end = begin ? begin + 1 + random_below((int)(num - begin)) : cut;
         if (ends != NULL) end = ends[end - 1];
-        run(&model, &second, blocks, ends, turns, x, pieces, begin, end, states[1], none);
+        run(&model, second, blocks, ends, turns, x, inputs, pieces, begin, end, states[1], none);
         if (!begin && memcmp(states[1], saved, state_bytes)) fail("a copy of a state is not the state");
     }
     if (memcmp(whole, pieces, bytes)) fail("a decoder's rows have other bits in pieces");

@@ -46,6 +46,13 @@ def test_a_description_says_what_can_be_done_with_the_weights(family, kernels, q
     assert (described["quantizes"], described["adapts"]) == (quantizes, adapts)
 
 
+@pytest.mark.parametrize("family", ["llama", "bert", *NATIVE_ONLY])
+def test_models_that_torch_lacks_are_described_as_the_native_cores(family):
+    described = describe_model(json.dumps(config_json(tiny_model(family))).encode())
+
+    assert described["native_only"] is (family in NATIVE_ONLY)
+
+
 def test_keys_and_values_of_a_token_take_what_their_pool_takes():
     config = config_json(tiny_model("llama"))
     described = describe_model(json.dumps(config).encode())

@@ -105,8 +105,12 @@ COMPUTED: dict[str, tuple[str, torch.dtype, Callable[[], Any]]] = {
     "torch, fp32": ("llama", torch.float32, TorchBackend),
     "native, bf16": ("llama", torch.bfloat16, NativeBackend),
     "native, convolutions": ("lfm2", torch.bfloat16, NativeBackend),
+    "native, inputs of layers": ("gemma4_text", torch.bfloat16, NativeBackend),
 }
-UNTIED = {"tie_word_embeddings": False}  # so that each family has a head of its own
+UNTIED: dict[str, Any] = {"tie_word_embeddings": False}  # so that each family has a head of its own
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "gemma4_text": {"layer_types": ["full_attention"] * SHAPE["num_hidden_layers"], "num_kv_shared_layers": 1}
+}
 
 
 @pytest.fixture(scope="module", params=COMPUTED)
@@ -120,7 +124,8 @@ def computed(request):
 @pytest.fixture(scope="module")
 def artifact(computed, tmp_path_factory):
     family, dtype, _ = COMPUTED[computed]
-    return packed_tiny(tmp_path_factory.mktemp(family), family, dtype=dtype, **UNTIED)
+    overrides = UNTIED | OVERRIDES.get(family, {})
+    return packed_tiny(tmp_path_factory.mktemp(family), family, dtype=dtype, **overrides)
 
 
 def rig_of(artifact: Path, computed: str, **options: Any) -> EarlyRig:
@@ -138,7 +143,7 @@ def one_thread():
 @cache
 def exact_decoder(computed: str) -> Decoder:
     family, dtype, backend = COMPUTED[computed]
-    oracle = tiny_model(family, dtype=dtype, **SHAPE, **UNTIED)
+    oracle = tiny_model(family, dtype=dtype, **{**SHAPE, **UNTIED, **OVERRIDES.get(family, {})})
     decoder = build_model(config_json(oracle), DictWeights(tensors_of(oracle)), backends=[backend()])
     assert isinstance(decoder, Decoder)
     return decoder

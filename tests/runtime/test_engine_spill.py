@@ -257,7 +257,13 @@ def test_under_pressure_every_token_is_right(seed, tmp_path):
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize(
     ("family", "media"),
-    [("llama", "host"), ("llama", "disk"), ("lfm2", "host"), ("deepseek_v2", "disk")],
+    [
+        ("llama", "host"),
+        ("llama", "disk"),
+        ("lfm2", "host"),
+        ("deepseek_v2", "disk"),
+        ("gemma4_text", "disk"),
+    ],
 )
 def test_a_real_model_says_the_same_behind_blocks_that_came_back(family, media, tmp_path):
     oracle = tiny_model(family)

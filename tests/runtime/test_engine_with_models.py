@@ -23,7 +23,7 @@ TIMEOUT_S = patience_s(60)
 PROMPTS = [tuple((number * 37 + index * 11) % 250 for index in range(3 + 9 * number)) for number in range(5)]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "lfm2", "deepseek_v3"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "lfm2", "deepseek_v3", "gemma4_text"])
 def model(request):
     """(transformers' model, our decoder over the same weights)"""
     oracle = tiny_model(request.param)

@@ -107,11 +107,18 @@ def _integer_matrix(matrix: DenseMatrix, bits: int, group_size: int) -> IntegerM
 
 def new_pool(spec: DecoderSpec, num_blocks: int, block_size: int, *, int8: bool = False) -> Pool:
     """For this model, as `pool_of_shape`; with as many states as blocks, where it has some, full of NaN, too."""
-    shape = (spec.kv_layers()[-1], spec.num_kv_heads, spec.head_dim)
     whole = spec.kv_shape(num_blocks, block_size)
     states = np.full((whole.num_states, whole.state_size), np.nan, np.float32)
-    pool = pool_of_shape(shape, num_blocks, block_size, spec.dtype, int8=int8, parts=whole.num_parts)
-    return Pool(pool.data, pool.scales, block_size, states)
+    pool, *others = (
+        pool_of_shape(
+            (each.num_layers, each.num_kv_heads, each.head_dim),
+            *(num_blocks, block_size, spec.dtype),
+            int8=int8,
+            parts=whole.num_parts,
+        )
+        for each in whole.groups
+    )
+    return Pool(pool.data, pool.scales, block_size, states, [(other.data, other.scales) for other in others])
 
 
 def pool_of_shape(

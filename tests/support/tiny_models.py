@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from tests.support import gemma4
 
 with warnings.catch_warnings():
     # transformers' own deprecations while it is imported are not ours to answer for
@@ -24,10 +25,11 @@ from teneral.runtime.models.decoder_config import FAMILY_MODULES
 
 transformers.utils.logging.disable_progress_bar()
 
-# With recurrent states, which only the native core computes.
-NATIVE_ONLY = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "granitemoehybrid", "bamba")
+# With recurrent states, or layers that differ in their heads, which only the native core computes.
+_STATEFUL = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "granitemoehybrid", "bamba")
+NATIVE_ONLY = (*_STATEFUL, "gemma4_text", "gemma4_unified_text")
 # Of which files have the fields of a text_config
-WITH_TEXT_CONFIG = ("llama4",)
+WITH_TEXT_CONFIG = ("llama4", "gemma4", "gemma4_unified")
 # So that a new family is in every test of all of them, but for those of which transformers has no model.
 DECODERS = tuple(
     family
@@ -36,7 +38,7 @@ DECODERS = tuple(
 )
 # Without those that are computed as another one is: for tests that take long.
 DISTINCT_DECODERS = tuple(family for family in DECODERS if family != "glm4_moe_lite")
-DISTINCT_NATIVE = (*DISTINCT_DECODERS, *NATIVE_ONLY)  # for tests of the native core
+DISTINCT_NATIVE = (*DISTINCT_DECODERS, *_STATEFUL, "gemma4_text")  # for tests of the native core
 ENCODERS = ("bert", "roberta", "xlm-roberta")
 FAMILIES = DECODERS + ENCODERS
 
@@ -168,6 +170,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 24,
         "sliding_window_pattern": 2,
     },
+    **gemma4.SETTINGS,
     "granite": {
         "attention_multiplier": 0.125,
         "embedding_multiplier": 3.0,
@@ -300,16 +303,16 @@ def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
     with torch.no_grad():
         for name, parameter in _weights_of(model).items():
             noise = torch.randn(parameter.shape, generator=generator)
-            is_scale = "norm" in name.lower() and name.endswith("weight")
+            is_scale = ("norm" in name.lower() and name.endswith("weight")) or name.endswith("layer_scalar")
             # Wide enough that logits differ clearly, so that equal greedy tokens say something.
             parameter.copy_(1.0 + 0.2 * noise if is_scale else 0.15 * noise)
     return model.to(dtype).eval()
 
 
 def _weights_of(model: Any) -> dict[str, torch.Tensor]:
-    """Parameters, and the buffers that a checkpoint has: corrections of routers."""
-    corrections = {name: each for name, each in model.named_buffers() if name.endswith("_bias")}
-    return {**dict(model.named_parameters()), **corrections}
+    """Parameters, and the buffers that a checkpoint has: corrections of routers, and scalars of layers."""
+    buffers = {name: each for name, each in model.named_buffers() if name.endswith(("_bias", "layer_scalar"))}
+    return {**dict(model.named_parameters()), **buffers}
 
 
 def save_tiny(
@@ -385,7 +388,7 @@ class _ExpertParts(NamedTuple):
 
 def _parts_of_experts(family: str) -> _ExpertParts | None:
     """None where a checkpoint has them as transformers does."""
-    if family == "gpt_oss":
+    if family in ("gpt_oss", "gemma4_text"):
         return None
     if family == "mixtral":
         return _ExpertParts("block_sparse_moe", ("w1", "w3"), "w2")

@@ -49,5 +49,6 @@ function drawArtifact(panel, told) {
 function familyOf(model) {
   if (!model) return "";
   if (model.refused) return `refused: ${model.refused}`;
-  return `${model.family}, ${model.kind}, up to ${whole(model.max_tokens)} tokens; ${model.native_refuses ? `not by the native core: ${model.native_refuses}` : "by the native core and torch"}`;
+  const native = model.native_only ? "by the native core" : "by the native core and torch";
+  return `${model.family}, ${model.kind}, up to ${whole(model.max_tokens)} tokens; ${model.native_refuses ? `not by the native core: ${model.native_refuses}` : native}`;
 }

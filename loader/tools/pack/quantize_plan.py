@@ -73,13 +73,19 @@ _PROJECTION = re.compile(
     r"mamba\.(?:in|out)_proj|feed_forward\.(?:gate|up|down)_proj|"
     r"(?:shared_mlp|block_sparse_moe\.experts\.[0-9]+)\.(?:input|output)_linear|"
     r"(?:tiled_)?linear_attn\.(?:in_proj_qkvz?|in_proj_z|out_proj)|"
-    r"(?:mlp|feed_forward)\.(?:experts\.[0-9]+\.|shared_experts?\.)?(?:gate|up|gate_up|down)_proj|"
+    r"(?:(?:mlp|feed_forward)\.(?:experts\.[0-9]+\.|shared_experts?\.)?|experts\.[0-9]+\.)(?:gate|up|gate_up|down)_proj|"
     r"mlp\.(?:fc[12]|c_fc|c_proj)|"
     r"(?:block_sparse_moe|feed_forward)\.(?:experts\.[0-9]+\.)?w[123])\.weight"
 )
+# Of layers' own inputs: few weights, but for a table whose rows hold all layers' numbers.
+_INPUT_TABLE = re.compile(rf"{DECODER}embed_tokens_per_layer\.weight")
+_OF_INPUTS = re.compile(
+    rf"{DECODER}(?:per_layer_model_projection|layers\.[0-9]+\.per_layer_(?:input_gate|projection))\.weight"
+)
+_INPUT_TABLE_GROUP = 128  # columns: of one layer, or half of one
 _INPUTS_FIRST = re.compile(rf"{DECODER}h\.[0-9]+\.(?:attn|mlp)\.c_(?:attn|fc|proj)\.weight")  # GPT-2's
 _OF_EXPERT = re.compile(r"(.*\.experts\.[0-9]+\.)(?:gate_up|down)_proj\.weight")
-_STACKED_EXPERTS = re.compile(r"\.(?:mlp|feed_forward)\.experts\.(?:gate_up|down)_proj(?:_blocks)?$")
+_STACKED_EXPERTS = re.compile(r"\.(?:mlp|feed_forward|[0-9]+)\.experts\.(?:gate_up|down)_proj(?:_blocks)?$")
 _TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -244,14 +250,17 @@ def _find_options(name: str, options: QuantizeOptions) -> QuantizeOptions | None
     """How a tensor is to be quantised, by its name; None for what stays as it is.
 
     Rows of embeddings are read one by one, and as the head they decide the answer: they have 8 bits
-    either way.
+    either way, and so has what layers' own inputs are made of and go through.
     """
     if _PROJECTION.fullmatch(name):
         kind = name.removesuffix(".weight").rpartition(".")[2].partition("_proj")[0]
         kind = _KINDS.get(kind, kind)
         has_4_bits = kind not in (DEFAULT_INT8 if options.int8 is None else options.int8)
         return options if has_4_bits or options.bits == 8 else QuantizeOptions(8)
-    return QuantizeOptions(8) if _EMBEDDINGS.fullmatch(name) or _HEAD.fullmatch(name) else None
+    if _INPUT_TABLE.fullmatch(name):
+        return QuantizeOptions(8, group_size=_INPUT_TABLE_GROUP)
+    has_8_bits = any(each.fullmatch(name) for each in (_EMBEDDINGS, _HEAD, _OF_INPUTS))
+    return QuantizeOptions(8) if has_8_bits else None
 
 
 def _plan_matrix(checkpoint: Checkpoint, name: str, options: QuantizeOptions) -> QuantizedMatrix:

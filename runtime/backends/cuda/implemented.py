@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from ...models.decoder_config import LayerRotary, Norm
 from ...models.executor import SIZES, Accepts, any_value, one_of, refusal_of
-from ...models.spec import DecoderSpec
+from ...models.spec import DecoderSpec, are_alike
 from . import variants as v
 
 IMPLEMENTED: Mapping[str, Accepts] = {
@@ -17,6 +17,10 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     "dtype": any_value,  # `variants.why_not` checks it
     "num_kv_heads": any_value,
     "head_dim": any_value,
+    "layer_shapes": are_alike,
+    "layer_inputs": one_of(None),
+    "layer_scalars": one_of(False),
+    "value_norms": one_of(False),
     "norm": one_of(Norm.RMS),
     "input_norms": one_of(True),
     "output_norms": one_of(False),

@@ -9,15 +9,15 @@ from ....loader.native.library import VERSION, library
 from ...kv.kinds import KVKind
 from ...kv.storage import Int8KVStorage, KVStorage
 from ...models.executor import ComputeDtype, EncoderExecutor, Executor
-from ...models.matrices import DecoderWeights, EncoderWeights, VisionWeights
-from ...models.spec import DecoderSpec, EncoderSpec
+from ...models.matrices import DecoderWeights, EncoderWeights
+from ...models.spec import DecoderSpec, EncoderSpec, native_alone
 from ...tensors import CPU, DType
 from .decoder import NativeDecoder
 from .implemented import NAME, refusal, refusal_of_spec
 
 if TYPE_CHECKING:
     from ....loader.native.library import Library
-    from ...models.vision import VisionExecutor
+    from ...models.vision import VisionExecutor, VisionWeights
 
 _STORAGES: dict[KVKind, type[KVStorage] | type[Int8KVStorage]] = {
     KVKind.MODEL: KVStorage,
@@ -86,10 +86,9 @@ class ReferenceBackend(NativeBackend):
     name = "numpy"
 
     def refuses_decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> str | None:
-        found = {"takes_images": spec.takes_images, "delta_nets": spec.delta_nets, "mamba": spec.mamba}
-        lacks = [name for name, value in found.items() if value]
-        if lacks:
-            return f"{self.name} does not implement {lacks[0]}"
+        lacked = "takes_images" if spec.takes_images else native_alone(spec)
+        if lacked is not None:
+            return f"{self.name} does not implement {lacked}"
         return self._lacks(weights.device) or refusal_of_spec(spec)
 
     def decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> Executor:

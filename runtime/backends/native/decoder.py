@@ -9,26 +9,26 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from msgspec import Struct
 
 from ...errors import ModelError
-from ...models.decoder_config import LatentAttention
+from ...models.decoder_config import LatentAttention, LayerInputs
 from ...models.executor import Floats
-from ...models.matrices import DecoderWeights, DeltaNetWeights, DenseMatrix, MambaWeights, Matrix
+from ...models.matrices import DecoderWeights, DenseMatrix, EmbeddingTable, Matrix
 from ...models.rotary import query_factors
-from ...models.spec import DecoderSpec
+from ...models.spec import DecoderSpec, rounded
 from ...step.batch import Int64s, StepBatch
 from ...tensors import Tensor, from_float32, to_float32
 from . import arrays, records
+from .decoder_records import layer_record, model_record, turn_tables
 from .implemented import NAME, REORDERED
-from .operations import ACTIVATIONS, NORMS, ROTARIES, Operations
+from .operations import Operations
 from .pools import Pool, Spans, check_ends, check_ids
 from .products import Products, Weight
-from .tables import turn_tables
-from .weights import ProjectionParts, vector_of
+from .weights import ProjectionParts
 
 if TYPE_CHECKING:
     from ....loader.native.library import Library
@@ -49,6 +49,13 @@ class NativeStep(Struct, frozen=True, eq=False):
     turn: Int64s  # (T,): each token's row of them
     query_scales: Floats | None  # (T,), of layers that have such
     runs: StepRuns | None  # of rows that have adapters; None: none has
+
+
+class Rows(NamedTuple):
+    """A step's rows, of models whose layers have inputs of their own; others' are x alone."""
+
+    x: Array  # (T, hidden_size)
+    inputs: Array  # (T, num_layers * size)
 
 
 class NativeDecoder:
@@ -74,69 +81,66 @@ class NativeDecoder:
         self._scratch_bytes.argtypes = [ctypes.POINTER(records.DecoderRecord), ctypes.c_int64]
         self._scratch_bytes.restype = ctypes.c_int64
         self._turns, self._local_turns = turn_tables(spec)
-        self._kv_layers = spec.kv_layers()
+        self._kv_places = spec.kv_places()
+        whole = spec.kv_shape(1, 1)
+        self._pool_shapes = [
+            (each.num_layers, each.num_parts, each.num_kv_heads, each.head_dim) for each in whole.groups
+        ]
         self._state_layers = spec.state_layers()
         self._scratch = arrays.NativeScratch()
         self._layers = (records.DecoderLayerRecord * spec.num_layers)()
         self._parts: dict[int, tuple[ProjectionParts, ...]] = {}  # of the layers whose records are there
         self._head: ProjectionParts | None = None
+        self._input_parts: ProjectionParts | None = None
         self._pool: tuple[Any, Pool] | None = None  # that of the last step
-        self._record = records.DecoderRecord(
-            layers=self._layers,
-            hidden_size=spec.hidden_size,
-            intermediate_size=spec.intermediate_size,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            rotary_dim=spec.rotary.dim,
-            norm_eps=spec.norm_eps,
-            attention_scale=spec.attention_scale,
-            score_cap=spec.score_cap or 0.0,
-            residual_scale=spec.residual_scale,
-            activation=ACTIVATIONS[spec.activation],
-            dtype=arrays.dtype_of(np.empty(0, spec.dtype.numpy)),
-            plain_mlp=not spec.gated_mlp,
-            norm=NORMS[spec.norm],
-            joint_norms=spec.joint_head_norms,
-            late_norms=spec.late_head_norms,
-            wide_turns=spec.wide_rotary,
-            interleaved=spec.rotary.interleaved,
-            parallel=spec.is_parallel,
-            bidirectional=spec.is_bidirectional,
-            convolution_size=0 if spec.convolutions is None else spec.convolutions.size,
-            gated_attention=spec.gated_attention,
-            rounds_inputs=spec.rounds_inputs,
-            interleaved_qkv=spec.interleaved_qkv,
-            chunked_windows=spec.chunked_windows,
-            **_mixture(spec),
-            **_latent(spec),
-            **_delta_nets(spec),
-            **_mamba(spec),
-        )
+        self._record = model_record(spec, self._layers)
 
-    def embed(self, batch: StepBatch) -> Array:
+    def embed(self, batch: StepBatch) -> Array | Rows:
         """(T, hidden_size): the rows of the batch's tokens, and of its images."""
-        table = self._weights.embeddings
-        out = np.empty((len(batch.tokens), self._spec.hidden_size), self._spec.dtype.numpy)
-        scale = None if table.scale is None else table.scale.array
-        factor = self._spec.embedding_scale
-        x = self._operations.embed(table.weight.array, scale, batch.tokens, out, factor)
+        spec = self._spec
+        x = self._embedded(self._weights.embeddings, batch.tokens, spec.hidden_size, spec.embedding_scale)
         if self._weights.positions is not None:
-            more = np.empty_like(out)
+            more = np.empty_like(x)
             x = self._operations.add(
                 x, self._operations.embed(self._weights.positions.array, None, batch.positions, more)
             )
         for image in batch.images:
-            x[image.rows] = image.values[:, : self._spec.hidden_size]
-        return x
+            x[image.rows] = image.values[:, : spec.hidden_size]
+        return x if spec.layer_inputs is None else Rows(x, self._inputs_of(batch, x, spec.layer_inputs))
+
+    def _embedded(self, table: EmbeddingTable, tokens: Int64s, num_columns: int, factor: float) -> Array:
+        out = np.empty((len(tokens), num_columns), self._spec.dtype.numpy)
+        scale = None if table.scale is None else table.scale.array
+        return self._operations.embed(table.weight.array, scale, tokens, out, factor)
+
+    def _inputs_of(self, batch: StepBatch, x: Array, inputs: LayerInputs) -> Array:
+        """(T, num_layers * size): the inputs of all layers."""
+        spec, weights = self._spec, self._weights
+        assert weights.input_embeddings is not None
+        assert weights.input_projection is not None
+        assert weights.input_norm is not None
+        size, num_columns = inputs.size, spec.num_layers * inputs.size
+        made, first = np.empty((len(x), num_columns), x.dtype), 0
+        parts = self._input_parts or ProjectionParts(weights.input_projection.matrices())
+        if weights.input_projection.is_settled:
+            self._input_parts = parts
+        for number, weight in enumerate(parts.weights):
+            columns = made[:, first : first + weight.num_out]
+            self._products.linear(parts.input_of(number, x), weight, columns)
+            first += weight.num_out
+        own = made.reshape(-1, size)
+        self._operations.norm(
+            own, own, weights.input_norm, None, spec.norm_eps, spec.norm, spec.hidden_size**-0.5
+        )
+        scale = rounded(size**0.5, spec.dtype)
+        rows = self._embedded(weights.input_embeddings, batch.tokens, num_columns, scale)
+        return self._operations.add(made, rows, 0.5**0.5)
 
     def begin(self, batch: StepBatch, kv: Any) -> NativeStep:
         """Raises `ValueError` for rows, slots or blocks that do not fit."""
         pool = self._pool_of(kv)
         spec, num_rows = self._spec, len(batch.tokens)
-        shape = (self._kv_layers[-1], 2 if spec.latent is None else 1, spec.num_kv_heads, spec.head_dim)
-        own = (pool.num_layers, pool.num_parts, pool.num_kv_heads, pool.head_dim)
-        if own != shape or not pool.takes(self._record.dtype):
+        if pool.shapes != self._pool_shapes or not pool.takes(self._record.dtype):
             raise ValueError("the pool of keys and values was made for another model")
         if pool.states.shape[1] != self._state_layers[-1]:
             raise ValueError("the pool's recurrent states are another model's")
@@ -160,12 +164,12 @@ class NativeDecoder:
         query_scales = None if scaling is None else query_factors(scaling, batch.positions)
         return NativeStep(batch, pool, spans, turns, local, turn, query_scales, self._runs(batch))
 
-    def layers(self, step: NativeStep, first: int, end: int, x: Array) -> Array:
+    def layers(self, step: NativeStep, first: int, end: int, x: Array | Rows) -> Array | Rows:
         """x (T, hidden_size) through the layers [first, end), in place."""
         while step.batch.images and first < min(end, self._spec.num_deep_rows):
             self._run(step, first, first + 1, x, WHOLE_LAYERS)
             first += 1
-            self._add_deep_rows(step.batch, first, x)
+            self._add_deep_rows(step.batch, first, _x_of(x))
         self._run(step, first, end, x, WHOLE_LAYERS)
         return x
 
@@ -176,7 +180,7 @@ class NativeDecoder:
             own, more = x[image.rows], image.values[:, number * size : (number + 1) * size]
             x[image.rows] = self._operations.add(own, np.ascontiguousarray(more))
 
-    def route(self, step: NativeStep, layer: int, x: Array) -> tuple[Array, Int64s]:
+    def route(self, step: NativeStep, layer: int, x: Array | Rows) -> tuple[Array | Rows, Int64s]:
         """x (T, hidden_size) through the layer's attention, in place, and the experts of its rows."""
         experts = self._spec.experts
         assert experts is not None
@@ -184,15 +188,26 @@ class NativeDecoder:
         self._run(step, layer, layer + 1, x, UP_TO_ROUTER, chosen)
         return x, chosen
 
-    def experts(self, step: NativeStep, layer: int, x: Array) -> Array:
+    def experts(self, step: NativeStep, layer: int, x: Array | Rows) -> Array | Rows:
         """x (T, hidden_size) through the layer's experts, in place. The router chooses again, and the same."""
         self._run(step, layer, layer + 1, x, FROM_ROUTER_ON)
         return x
 
     def _run(
-        self, step: NativeStep, first: int, end: int, x: Array, half: int, chosen: Int64s | None = None
+        self,
+        step: NativeStep,
+        first: int,
+        end: int,
+        rows: Array | Rows,
+        half: int,
+        chosen: Int64s | None = None,
     ) -> None:
-        num_rows = len(step.batch.tokens)
+        num_rows, x = len(step.batch.tokens), _x_of(rows)
+        inputs = rows.inputs if isinstance(rows, Rows) else None
+        own = self._spec.layer_inputs
+        expected = None if own is None else (num_rows, self._spec.num_layers * own.size)
+        if expected != (None if inputs is None else inputs.shape):
+            raise ValueError(f"the layers' inputs must be {expected}")
         if x.shape != (num_rows, self._spec.hidden_size) or x.dtype != self._spec.dtype.numpy:
             raise ValueError(f"x is {x.shape} {x.dtype}, and the step has {num_rows} rows")
         if not 0 <= first <= end <= self._spec.num_layers:
@@ -202,7 +217,7 @@ class NativeDecoder:
         num_bytes = int(self._scratch_bytes(ctypes.byref(self._record), num_rows))
         args = records.DecoderStepArgs(
             model=ctypes.pointer(self._record),
-            kv=ctypes.pointer(step.pool.record),
+            kv=step.pool.records,
             spans=step.spans.address,
             turns=arrays.address(step.turns),
             local_turns=arrays.address_or_null(step.local_turns),
@@ -213,6 +228,7 @@ class NativeDecoder:
             ends=arrays.address_or_null(step.batch.ends),
             chosen=arrays.address_or_null(chosen),
             query_scales=arrays.address_or_null(step.query_scales),
+            layer_inputs=arrays.address_or_null(inputs),
             num_spans=step.spans.num,
             num_rows=num_rows,
             first=first,
@@ -225,7 +241,7 @@ class NativeDecoder:
             self._operations.call("tn_decoder_step", args)
         del filled  # until here its addresses are in use
 
-    def logits(self, x: Array, rows: Int64s) -> Floats:
+    def logits(self, x: Array | Rows, rows: Int64s) -> Floats:
         """(R, vocab_size) fp32, not rounded to the spec's dtype."""
         out = np.empty((len(rows), self._spec.vocab_size), np.float32)
         if not len(rows):
@@ -241,13 +257,13 @@ class NativeDecoder:
             self._head = head
         return self._scaled_and_capped(out)
 
-    def states(self, x: Array, rows: Int64s) -> Floats:
+    def states(self, x: Array | Rows, rows: Int64s) -> Floats:
         """(R, hidden_size) fp32, of numbers in the spec's dtype."""
         if not len(rows):
             return np.empty((0, self._spec.hidden_size), np.float32)
         return to_float32(self._final_norm(x, rows), self._spec.dtype)
 
-    def strip(self, x: Array, rows: Int64s, first: int, end: int) -> Floats:
+    def strip(self, x: Array | Rows, rows: Int64s, first: int, end: int) -> Floats:
         """The columns [first, end) of `logits`, bit for bit, which reads no other rows of the head."""
         out = np.empty((len(rows), end - first), np.float32)
         if not len(rows):
@@ -257,8 +273,8 @@ class NativeDecoder:
         self._products.linear(self._head.input_of(0, self._final_norm(x, rows)), own, out)
         return self._scaled_and_capped(out)
 
-    def _final_norm(self, x: Array, rows: Int64s) -> Array:
-        chosen, spec = np.ascontiguousarray(x[rows]), self._spec
+    def _final_norm(self, x: Array | Rows, rows: Int64s) -> Array:
+        chosen, spec = np.ascontiguousarray(_x_of(x)[rows]), self._spec
         weights = self._weights
         return self._operations.norm(
             chosen, chosen, weights.norm, weights.norm_bias, spec.norm_eps, spec.norm
@@ -270,10 +286,14 @@ class NativeDecoder:
             self._operations.scale_and_cap(out, spec.logits_scale, spec.logit_cap)
         return out
 
-    def join(self, parts: Sequence[Array]) -> Array:
-        return np.concatenate(parts)
+    def join(self, parts: Sequence[Array | Rows]) -> Array | Rows:
+        own = [part for part in parts if isinstance(part, Rows)]
+        x = np.concatenate([_x_of(part) for part in parts])
+        return Rows(x, np.concatenate([part.inputs for part in own])) if own else x
 
-    def select(self, x: Array, rows: Int64s) -> Array:
+    def select(self, x: Array | Rows, rows: Int64s) -> Array | Rows:
+        if isinstance(x, Rows):
+            return Rows(*(np.ascontiguousarray(part[rows]) for part in x))
         return np.ascontiguousarray(x[rows])
 
     # ---- records ----
@@ -311,6 +331,8 @@ class NativeDecoder:
                 ("shared_gate", layer.shared_gate),
                 ("query_up", layer.query_up),
                 ("value_up", layer.key_value_up),
+                ("input_gate", None if layer.inputs is None else layer.inputs.gate),
+                ("input_up", None if layer.inputs is None else layer.inputs.up),
             )
             if projection is not None
         }
@@ -318,7 +340,9 @@ class NativeDecoder:
             assert layer.key_value_up is not None
             (up,) = layer.key_value_up.matrices()
             parts["key_up"] = self._transposed(up, parts["value_up"].weights[0], self._spec.latent)
-        record = self._layer_record(index, parts)
+        record = layer_record(
+            self._spec, index, layer, parts, self._kv_places[index], self._state_layers[index]
+        )
         experts = [
             (ProjectionParts(expert.gate_up.matrices()), ProjectionParts(expert.down.matrices()))
             for expert in layer.experts
@@ -340,6 +364,7 @@ class NativeDecoder:
         own = (
             *(layer.qkv, layer.output, layer.gate_up, layer.down),
             *(layer.router, layer.shared_gate, layer.query_up),
+            *(() if layer.inputs is None else (layer.inputs.gate, layer.inputs.up)),
         )
         of_experts = itertools.chain(*((expert.gate_up, expert.down) for expert in layer.experts))
         filled = (*parts.values(), *itertools.chain(*experts))
@@ -349,34 +374,6 @@ class NativeDecoder:
         if is_exact and all(each.is_settled for each in (*own, *of_experts) if each is not None):
             self._parts[index] = filled
         return filled
-
-    def _layer_record(self, index: int, parts: Mapping[str, ProjectionParts]) -> records.DecoderLayerRecord:
-        """Without experts. `parts` are its projections, by the record's names."""
-        layer, spec = self._weights.layers[index], self._spec
-        return records.DecoderLayerRecord(
-            attention_norm=vector_of(layer.attention_norm),
-            query_norm=vector_of(layer.query_norm),
-            key_norm=vector_of(layer.key_norm),
-            attention_output_norm=vector_of(layer.attention_output_norm),
-            mlp_norm=vector_of(layer.mlp_norm),
-            mlp_output_norm=vector_of(layer.mlp_output_norm),
-            attention_norm_bias=vector_of(layer.attention_norm_bias),
-            mlp_norm_bias=vector_of(layer.mlp_norm_bias),
-            attention_inner_norm=vector_of(layer.attention_inner_norm),
-            mlp_inner_norm=vector_of(layer.mlp_inner_norm),
-            sinks=vector_of(layer.sinks),
-            correction=vector_of(layer.correction),
-            convolution=vector_of(layer.convolution),
-            convolution_bias=vector_of(layer.convolution_bias),
-            **_delta_net(layer.delta_net),
-            **_mamba_layer(layer.mamba),
-            kv_layer=self._kv_layers[index],
-            state_first=self._state_layers[index],
-            window=spec.windows[index] or 0,
-            rotary=ROTARIES[spec.layer_rotary[index]],
-            scales_queries=spec.scales_queries(index),
-            **{name: part.record for name, part in parts.items()},
-        )
 
     def _transposed(self, up: Matrix, weight: Weight, latent: LatentAttention) -> ProjectionParts:
         """Each head's rows for keys, transposed: (num_heads * rank, plain_dim). Floats as they are stored; of other
@@ -394,92 +391,9 @@ class NativeDecoder:
         return ProjectionParts((DenseMatrix(Tensor(dtype, rows)),))
 
 
+def _x_of(rows: Array | Rows) -> Array:
+    return rows.x if isinstance(rows, Rows) else rows
+
+
 def _of(parts: Mapping[str, ProjectionParts], name: str) -> list[ProjectionParts]:
     return [parts[name]] if name in parts else []
-
-
-def _latent(spec: DecoderSpec) -> dict[str, float]:
-    """Fields of the record about latents."""
-    latent = spec.latent
-    if latent is None:
-        return {}
-    return {
-        "latent_rank": latent.rank,
-        "query_rank": latent.query_rank,
-        "plain_dim": latent.plain_dim,
-        "value_dim": latent.value_dim,
-        "latent_norm_eps": latent.norm_eps,
-    }
-
-
-def _delta_nets(spec: DecoderSpec) -> dict[str, int]:
-    """Fields of the record about delta nets."""
-    nets = spec.delta_nets
-    if nets is None:
-        return {}
-    return {
-        "delta_key_heads": nets.num_key_heads,
-        "delta_value_heads": nets.num_value_heads,
-        "delta_key_size": nets.key_size,
-        "delta_value_size": nets.value_size,
-        "delta_convolution_size": nets.convolution_size,
-        "delta_order": nets.order,
-    }
-
-
-def _delta_net(weights: DeltaNetWeights | None) -> dict[str, records.Vector]:
-    """The same of a layer's record."""
-    if weights is None:
-        return {}
-    return {
-        "delta_taps": vector_of(weights.taps),
-        "delta_log": vector_of(weights.log),
-        "delta_bias": vector_of(weights.bias),
-        "delta_norm": vector_of(weights.norm),
-    }
-
-
-def _mamba(spec: DecoderSpec) -> dict[str, int]:
-    """Fields of the record about Mamba-2 layers."""
-    mamba = spec.mamba
-    if mamba is None:
-        return {}
-    return {
-        "mamba_heads": mamba.num_heads,
-        "mamba_groups": mamba.num_groups,
-        "mamba_head_dim": mamba.head_dim,
-        "mamba_state_size": mamba.state_size,
-        "mamba_convolution_size": mamba.convolution_size,
-    }
-
-
-def _mamba_layer(weights: MambaWeights | None) -> dict[str, records.Vector]:
-    """The same of a layer's record."""
-    names = ("taps", "taps_bias", "log", "step_bias", "skip", "norm")
-    return {} if weights is None else {f"mamba_{name}": vector_of(getattr(weights, name)) for name in names}
-
-
-def _mixture(spec: DecoderSpec) -> dict[str, float]:
-    """Fields of the record about experts."""
-    experts = spec.experts
-    if experts is None:
-        return {}
-    from ...models.experts_config import ExpertShares  # of few models
-
-    return {
-        "num_experts": experts.num,
-        "num_experts_used": experts.num_used,
-        "expert_size": experts.size,
-        "shared_size": experts.shared_size,
-        "num_expert_groups": experts.num_groups,
-        "num_expert_groups_used": experts.num_groups_used,
-        "expert_sigmoid": experts.shares is ExpertShares.SIGMOID,
-        "expert_scores_wide": experts.wide_scores,
-        "expert_sum_eps": experts.sum_eps,
-        "expert_factor": experts.factor,
-        "expert_weights_sum_to_1": experts.sum_to_1,
-        "expert_weights_rounded": experts.rounds_weights,
-        "experts_weigh_inputs": experts.weighs_inputs,
-        "swiglu_alpha": 0.0 if experts.swiglu is None else experts.swiglu.alpha,
-        "swiglu_limit": 0.0 if experts.swiglu is None else experts.swiglu.limit,
-    }

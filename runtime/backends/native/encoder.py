@@ -16,13 +16,13 @@ from ...models.executor import SIZES, Accepts, Floats, TextBatch, any_value, one
 from ...models.matrices import EncoderWeights, LayerNormWeights, StoredProjection, Tensor
 from ...models.pooling import chosen_rows, normalize, pooled
 from ...models.relative_positions import DistanceTables
+from ...models.rotary import TurnTable
 from ...models.spec import Activation, EncoderSpec, Pooling
 from ...tensors import DType, from_float32
 from . import arrays, records
 from .operations import ACTIVATIONS, MAX_HEAD_DIM, NORMS, Operations, check_starts
 from .pools import check_ids
 from .products import Products
-from .tables import TurnTable
 from .weights import ProjectionParts, refusal_of_tensors, vector_of
 
 if TYPE_CHECKING:

@@ -30,6 +30,12 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     **dict.fromkeys(
         (
             "num_kv_heads",
+            "layer_shapes",
+            "layer_inputs",
+            "layer_inputs.size",
+            "layer_inputs.vocab_size",
+            "layer_scalars",
+            "value_norms",
             "input_norms",
             "output_norms",
             "inner_norms",
@@ -40,6 +46,7 @@ IMPLEMENTED: Mapping[str, Accepts] = {
             "residual_scale",
             "logits_scale",
             "local_rotary",
+            "local_rotary.dim",
             "local_rotary.frequencies",
             "local_rotary.factor",
             "wide_rotary",
@@ -70,6 +77,7 @@ IMPLEMENTED: Mapping[str, Accepts] = {
             "experts.shared_size",
             "experts.has_shared_gate",
             "experts.weighs_inputs",
+            "experts.joins_mlp",
             "convolutions",
             "convolutions.layers",
             "convolutions.has_bias",
@@ -157,8 +165,5 @@ def _may_reorder_experts(weights: DecoderWeights) -> bool:
 
 def refusal_of_spec(spec: DecoderSpec) -> str | None:
     """Likewise, whatever its weights are."""
-    as_the_main_one = {
-        "local_rotary.dim": one_of(spec.rotary.dim),
-        "local_rotary.interleaved": one_of(spec.rotary.interleaved),
-    }
+    as_the_main_one = {"local_rotary.interleaved": one_of(spec.rotary.interleaved)}
     return refusal_of(spec, {**IMPLEMENTED, **as_the_main_one}, NAME)

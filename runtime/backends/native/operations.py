@@ -108,8 +108,8 @@ class Operations:
         self.call("tn_embed", args)
         return out
 
-    def add(self, x: Array, more: Array) -> Array:
-        """x (T, columns) += more, which has as many rows, or one for all."""
+    def add(self, x: Array, more: Array, factor: float = 1.0) -> Array:
+        """x (T, columns) += more, which has as many rows, or one for all; then x *= factor."""
         _check_rows(x, x.shape)
         _check_rows(more, (len(more), x.shape[1]), x.dtype)
         if len(more) not in (1, len(x)):
@@ -121,6 +121,7 @@ class Operations:
             num_columns=x.shape[1],
             more_stride=0 if len(more) == 1 else x.shape[1],
             dtype=arrays.dtype_of(x),
+            factor=factor,
         )
         self.call("tn_add", args)
         return x
@@ -133,8 +134,11 @@ class Operations:
         bias: Tensor | None,
         eps: float,
         kind: Norm = Norm.RMS,
+        factor: float = 1.0,
     ) -> Array:
-        """out = the RMS norm of x, or with a bias the layer norm; out may be x. `Norm.LAYER_PLUS_ONE` has a bias."""
+        """out = the RMS norm of x · factor, or with a bias the layer norm; out may be x. `Norm.LAYER_PLUS_ONE` has a
+        bias.
+        """
         _check_rows(x, x.shape)
         _check_rows(out, x.shape, x.dtype)
         for tensor in (weight, bias):
@@ -150,6 +154,7 @@ class Operations:
             eps=eps,
             dtype=arrays.dtype_of(x),
             kind=NORMS[kind],
+            factor=factor,
         )
         self.call("tn_norm", args)
         return out

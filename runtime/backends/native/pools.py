@@ -19,10 +19,17 @@ if TYPE_CHECKING:
 class Pool:
     """A pool of keys and values as the core sees it: `data` (layers, parts, kv_heads, slots, head_dim), of int8 with
     `scales` (layers, parts, kv_heads, slots, 1). Parts are keys and values, or latents alone. `states` (num_states,
-    state_size) fp32 are those of models that have some."""
+    state_size) fp32 are those of models that have some. `others` are the same of layers of other sizes: `groups` are
+    this one and those, and `records` theirs.
+    """
 
     def __init__(
-        self, data: Array, scales: Array | None, block_size: int, states: Array | None = None
+        self,
+        data: Array,
+        scales: Array | None,
+        block_size: int,
+        states: Array | None = None,
+        others: Sequence[tuple[Array, Array | None]] = (),
     ) -> None:
         arrays.check_contiguous(data, "keys and values")
         if scales is not None:
@@ -51,15 +58,24 @@ class Pool:
             dtype=arrays.dtype_of(data),
             scale_dtype=0 if scales is None else arrays.dtype_of(scales),
         )
+        self.groups: tuple[Pool, ...] = (self, *(Pool(data, scales, block_size) for data, scales in others))
+        kinds = {(group.num_slots, group.record.dtype, group.record.scale_dtype) for group in self.groups}
+        if len(kinds) > 1:
+            raise ValueError("layers of other sizes must have as many slots, of the same dtypes")
+        self.records = (records.KV * len(self.groups))(*(group.record for group in self.groups))
+
+    @property
+    def shapes(self) -> list[tuple[int, int, int, int]]:
+        """(layers, parts, kv_heads, head_dim) of each group."""
+        return [(each.num_layers, each.num_parts, each.num_kv_heads, each.head_dim) for each in self.groups]
 
     @classmethod
     def of(cls, kv: Any) -> Pool:
         """Of a `KVStorage` or an `Int8KVStorage`."""
         if isinstance(kv, Pool):
             return kv
-        if hasattr(kv, "codes"):
-            return cls(kv.codes, kv.scales, kv.block_size, kv.states)
-        return cls(kv.data, None, kv.block_size, kv.states)
+        (data, scales), *others = kv.groups
+        return cls(data, scales, kv.block_size, kv.states, others)
 
     def takes(self, dtype: NativeDType) -> bool:
         """True if rows of this dtype go in and come out."""

@@ -44,7 +44,8 @@ class AddArgs(ctypes.Structure):
         ("size", ctypes.c_size_t),
         *fields(_POINTER, "x more"),
         *fields(_INT64, "num_rows num_columns more_stride"),
-        *fields(_INT32, "dtype reserved"),
+        ("dtype", _INT32),
+        ("factor", _FLOAT),
     )
 
 
@@ -57,7 +58,8 @@ class NormArgs(ctypes.Structure):
         *fields(Vector, "weight bias"),
         *fields(_INT64, "num_rows num_columns"),
         ("eps", _FLOAT),
-        *fields(_INT32, "dtype kind reserved"),
+        *fields(_INT32, "dtype kind"),
+        ("factor", _FLOAT),
     )
 
 
@@ -89,10 +91,10 @@ class HeadsArgs(ctypes.Structure):
         ("size", ctypes.c_size_t),
         ("kv", ctypes.POINTER(KV)),
         *fields(_POINTER, "heads turns turn slots query_scales"),
-        *fields(Vector, "query_norm key_norm"),
+        *fields(Vector, "query_norm key_norm value_norm"),
         *fields(_INT64, "layer num_rows num_heads num_kv_heads head_dim rotary_dim"),
         ("norm_eps", _FLOAT),
-        *fields(_INT32, "dtype norm joint_norms late_norms wide_turns interleaved"),
+        *fields(_INT32, "dtype norm joint_norms late_norms wide_turns interleaved keys_are_values"),
     )
 
 
@@ -181,14 +183,17 @@ class DecoderLayerRecord(ctypes.Structure):
         *fields(Vector, "attention_norm query_norm key_norm attention_output_norm mlp_norm mlp_output_norm"),
         *fields(Vector, "attention_norm_bias mlp_norm_bias attention_inner_norm mlp_inner_norm"),
         *fields(ProjectionRecord, "qkv query_up key_up value_up output gate_up down router shared_gate"),
-        ("correction", Vector),
+        *fields(Vector, "correction router_norm expert_norm expert_output_norm shared_output_norm"),
+        ("expert_factors", Vector),
         ("experts", ctypes.POINTER(Expert)),
-        *fields(Vector, "sinks convolution convolution_bias"),
-        ("kv_layer", _INT64),
+        *fields(Vector, "sinks convolution convolution_bias value_norm"),
+        *fields(ProjectionRecord, "input_gate input_up"),
+        *fields(Vector, "input_norm scalar"),
+        *fields(_INT64, "num_kv_heads head_dim pool kv_layer"),
         *fields(Vector, "delta_taps delta_log delta_bias delta_norm mamba_taps mamba_taps_bias mamba_log"),
         *fields(Vector, "mamba_step_bias mamba_skip mamba_norm"),
         *fields(_INT64, "state_first window"),
-        *fields(_INT32, "rotary scales_queries"),
+        *fields(_INT32, "rotary scales_queries reads_keys keys_are_values"),
     )
 
 
@@ -198,6 +203,7 @@ class DecoderRecord(ctypes.Structure):
     _fields_ = (
         ("layers", ctypes.POINTER(DecoderLayerRecord)),
         *fields(_INT64, "hidden_size intermediate_size num_heads num_kv_heads head_dim rotary_dim"),
+        *fields(_INT64, "local_rotary_dim num_layers layer_input_size"),
         *fields(_INT64, "permuted_size num_experts num_experts_used expert_size shared_size"),
         *fields(_INT64, "num_expert_groups num_expert_groups_used latent_rank query_rank plain_dim"),
         *fields(_INT64, "value_dim convolution_size delta_key_heads delta_value_heads delta_key_size"),
@@ -224,6 +230,7 @@ class DecoderStepArgs(ctypes.Structure):
         ("model", ctypes.POINTER(DecoderRecord)),
         ("kv", ctypes.POINTER(KV)),
         *fields(_POINTER, "spans turns local_turns turn slots x scratch ends chosen query_scales"),
+        ("layer_inputs", _POINTER),
         *fields(_INT64, "num_spans num_rows first end"),
         *fields(_INT32, "half reserved"),
     )

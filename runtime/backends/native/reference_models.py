@@ -26,15 +26,15 @@ from ...models.matrices import (
 )
 from ...models.pooling import chosen_rows, normalize, pooled
 from ...models.relative_positions import DistanceTables, disentangled_buckets
-from ...models.rotary import Rotary, query_factors
+from ...models.rotary import Rotary, TurnTable, query_factors
 from ...models.spec import DecoderSpec, EncoderSpec
 from ...step.batch import Int64s, SequenceSpan, StepBatch
 from ...tensors import DType, to_float32
 from . import reference
+from .decoder_records import turn_tables
 from .operations import check_starts
 from .pools import Pool, Spans, check_ids
 from .reference import Floats
-from .tables import TurnTable, turn_tables
 
 if TYPE_CHECKING:
     from ...models.executor import TextBatch

@@ -16,8 +16,9 @@ from .operations import ACTIVATIONS
 
 if TYPE_CHECKING:
     from ....loader.native.library import Library
-    from ...models.matrices import Projection, VisionWeights
+    from ...models.matrices import Projection
     from ...models.spec import EncoderSpec
+    from ...models.vision import VisionWeights
     from ...step.batch import Int64s
     from .arrays import Array
 

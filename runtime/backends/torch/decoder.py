@@ -14,7 +14,7 @@ from ...models.executor import SIZES, Accepts, any_value, one_of
 from ...models.matrices import DecoderLayerWeights, DecoderWeights, EmbeddingTable
 from ...models.parameters import COMPUTE_DTYPES
 from ...models.rotary import query_factors
-from ...models.spec import Activation, DecoderSpec
+from ...models.spec import Activation, DecoderSpec, are_alike
 from ...step.batch import Int64s, SequenceSpan, StepBatch
 from ...tensors import Tensor
 from .attention import TorchStep, paged_attention, plan_attention
@@ -37,6 +37,10 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     "dtype": one_of(*COMPUTE_DTYPES),
     "num_kv_heads": any_value,
     "head_dim": any_value,
+    "layer_shapes": are_alike,
+    "layer_inputs": one_of(None),
+    "layer_scalars": one_of(False),
+    "value_norms": one_of(False),
     "norm": one_of(*Norm),
     "input_norms": any_value,
     "output_norms": any_value,
@@ -67,6 +71,7 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     "experts.shared_size": any_value,
     "experts.has_shared_gate": any_value,
     "experts.weighs_inputs": any_value,
+    "experts.joins_mlp": one_of(False),
     "convolutions": any_value,
     **dict.fromkeys(("delta_nets", "mamba"), one_of(None)),
     "gated_attention": one_of(False),

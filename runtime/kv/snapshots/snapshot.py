@@ -170,19 +170,28 @@ def check_layout(identity: Identity) -> str:
     if tokens is not None:
         wanted = (int(tokens[1]), 8 * int(tokens[1]), 8)
     else:
-        found = _LAYOUT.fullmatch(identity.layout)
-        if found is None or found[2] not in _DTYPE_BYTES or (found[1] is None) != (found[8] is None):
+        sizes = [_sizes_of(group) for group in identity.layout.split(" + ")]  # of layers with the same sizes
+        if None in sizes or len({size[::2] for size in sizes if size is not None}) > 1:
             return "is not one that this version knows"
-        number_bytes = _DTYPE_BYTES[found[2]]
-        layers, parts, heads, slots, head_dim = (int(found[group]) for group in (3, 4, 5, 6, 7))
-        row_bytes = head_dim * number_bytes if found[1] is None else head_dim + number_bytes
-        wanted = (slots, layers * parts * heads * slots * row_bytes, number_bytes if found[1] is None else 1)
+        (slots, _, element), *_ = known = [size for size in sizes if size is not None]
+        wanted = (slots, sum(size[1] for size in known), element)
     if wanted == (block_size, block_bytes, element_bytes):
         return ""
     return (
         f"means blocks of {wanted[0]} tokens and {wanted[1]} bytes in elements of {wanted[2]}, and they have "
         f"{block_size}, {block_bytes} and {element_bytes}"
     )
+
+
+def _sizes_of(layout: str) -> tuple[int, int, int] | None:
+    """Tokens and bytes of a block, and bytes of an element; None of a layout that is not known."""
+    found = _LAYOUT.fullmatch(layout)
+    if found is None or found[2] not in _DTYPE_BYTES or (found[1] is None) != (found[8] is None):
+        return None
+    number_bytes = _DTYPE_BYTES[found[2]]
+    layers, parts, heads, slots, head_dim = (int(found[group]) for group in (3, 4, 5, 6, 7))
+    row_bytes = head_dim * number_bytes if found[1] is None else head_dim + number_bytes
+    return slots, layers * parts * heads * slots * row_bytes, number_bytes if found[1] is None else 1
 
 
 def check_prefix_name(name: str) -> str:

@@ -32,7 +32,7 @@ from teneral.runtime.kv.snapshots.parts import SnapshotReader, decode_blocks, op
 from teneral.runtime.kv.snapshots.snapshot import SNAPSHOT_NAME, Identity, check_layout
 from teneral.runtime.kv.snapshots.tools import copy_snapshot, describe, render_table, verify_snapshot
 from teneral.runtime.kv.snapshots.writer import NamedChain, SnapshotWriter, find_published, write_generation
-from teneral.runtime.kv.storage import Int8KVStorage, KVStorage, PoolShape
+from teneral.runtime.kv.storage import Int8KVStorage, KVLayers, KVStorage, PoolShape
 from teneral.runtime.tensors import DType
 
 POOL = Pool()
@@ -233,6 +233,9 @@ def test_a_flipped_bit_is_refused_with_the_name_of_its_part(written):
         (LAYOUT, LAYOUT.replace(", 2, ", ", 3, "), "is not one that this version knows"),
         (LAYOUT, "b" + LAYOUT, "is not one that this version knows"),
         (LAYOUT, LAYOUT.replace("]", "+1]"), "is not one that this version knows"),
+        (LAYOUT, f"{LAYOUT} + {LAYOUT}", "and they have"),
+        (LAYOUT, f"{LAYOUT} + float32{LAYOUT[LAYOUT.index('[') :]}", "is not one that this version knows"),
+        (LAYOUT, f"{LAYOUT} + ", "is not one that this version knows"),
     ],
 )
 def test_verify_names_fields_that_no_server_has(written, before, after, problem):
@@ -248,8 +251,9 @@ def test_verify_names_fields_that_no_server_has(written, before, after, problem)
 @pytest.mark.parametrize("kind", [KVStorage, Int8KVStorage])
 @pytest.mark.parametrize("dtype", [DType.BF16, DType.F16, DType.F32])
 @pytest.mark.parametrize("num_parts", [1, 2])
-def test_the_layouts_of_all_pools_are_known(kind, dtype, num_parts):
-    pool = kind(PoolShape(3, 2, 8, 4, 16, dtype, num_parts))
+@pytest.mark.parametrize("others", [(), (KVLayers(1, 1, 16), KVLayers(2, 4, 4))])
+def test_the_layouts_of_all_pools_are_known(kind, dtype, num_parts, others):
+    pool = kind(PoolShape(3, 2, 8, 4, 16, dtype, num_parts, others=others))
     block_bytes = kind.block_bytes(pool.shape)
     identity = Identity("0" * 64, "x", "exact", pool.layout, 16, block_bytes, pool.element_bytes, "0" * 64)
     assert check_layout(identity) == ""

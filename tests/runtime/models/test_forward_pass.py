@@ -210,7 +210,7 @@ class TieredWeights(DictWeights):
             return WaitedGate(lambda: None)  # of all weights, which have not come
         return TieredGate(self, ("layer" if any(".layers." in name for name in names) else "head"))
 
-    def row_gate(self, table: str, names: Any) -> Any:
+    def row_gate(self, tables: Any, names: Any) -> Any:
         return TieredGate(self, "rows")
 
 

@@ -95,6 +95,7 @@ REFUSED = {
     "llama4_text": "llama4",
     "granitemoehybrid": "granitehybrid",
     "bamba": "granitehybrid",
+    "gemma4_text": "gemma4",
 }
 
 

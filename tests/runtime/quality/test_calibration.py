@@ -206,9 +206,14 @@ def test_a_model_that_does_not_fit_is_packed_without_calibration(
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"), [("qwen3_5_text", "gated delta nets"), ("bamba", "Mamba-2 layers")]
+    ("family", "kind"),
+    [
+        ("qwen3_5_text", "gated delta nets"),
+        ("bamba", "Mamba-2 layers"),
+        ("gemma4_text", "layers of different sizes"),
+    ],
 )
-def test_a_model_with_states_is_packed_without_calibration(
+def test_a_model_that_numpy_does_not_compute_is_packed_without_calibration(
     family: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     original = save_tiny(family, tmp_path / "original", dtype=torch.bfloat16)

@@ -1,0 +1,30 @@
+"""Settings of tiny models of Gemma 4, for `tiny_models.py`: small numbers, so that caps and windows show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_COMMON: dict[str, Any] = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 12,
+    "final_logit_softcapping": 8.0,
+    "pad_token_id": 0,
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "gemma4_text": {
+        **_COMMON,
+        "num_hidden_layers": 5,
+        "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2, "full_attention"],
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": 320,
+    },
+    "gemma4_unified_text": {
+        **_COMMON,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+    },
+}

@@ -78,25 +78,36 @@ static powers_t powers_of(const uint16_t *row, int64_t num_in) {
                       f32_of_bits((uint32_t)(BIAS + exponent - BITS) << 23)};
 }
 
-/* 16 inputs. */
-TN_INLINE __m256i integers_of(const uint16_t *from, int64_t left, __m512 power) {
-    const __m512 values = left >= SIDE ? vf_load_bf16(from) : left > 0 ? vf_load_bf16_part(from, (int)left) : vf_zero();
-    return _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(values, power)));
+/* 32 inputs, or those that are left. */
+TN_INLINE __m512i integers_of(const uint16_t *from, int64_t left, __m512 power) {
+    const __mmask32 mask = left >= HALF ? ~0u : left > 0 ? (1u << left) - 1 : 0;
+    const __m512i pairs = _mm512_maskz_loadu_epi16(mask, from);
+    const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+    const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000)));
+    const __m512i low = _mm512_cvtps_epi32(_mm512_mul_ps(even, power)), high = _mm512_cvtps_epi32(_mm512_mul_ps(odd, power));
+    return _mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_slli_epi32(high, 16));
+}
+
+/* The low bytes, or the high ones, of 64 words. */
+TN_INLINE __m512i half_of_words(__m512i first, __m512i second, const bool high) {
+#if defined(__AVX512VBMI__)
+    __m512i places = _mm512_set_epi8(126, 124, 122, 120, 118, 116, 114, 112, 110, 108, 106, 104, 102, 100, 98, 96, 94, 92, 90,
+                                     88, 86, 84, 82, 80, 78, 76, 74, 72, 70, 68, 66, 64, 62, 60, 58, 56, 54, 52, 50, 48, 46,
+                                     44, 42, 40, 38, 36, 34, 32, 30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    if (high) places = _mm512_add_epi8(places, _mm512_set1_epi8(1));
+    return _mm512_permutex2var_epi8(first, places, second);
+#else
+    if (high) first = _mm512_srli_epi16(first, 8), second = _mm512_srli_epi16(second, 8);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(first)), _mm512_cvtepi16_epi8(second), 1);
+#endif
 }
 
 /* The high and the low bytes of 64 inputs, or of those that are left. */
 TN_INLINE void split_step(const uint16_t *from, int64_t left, __m512 power, __m512i *high, __m512i *low) {
-    __m256i highs[2], lows[2];
-#pragma GCC unroll 2
-    for (int n = 0; n < 2; n++) {
-        const __m256i first = integers_of(from + n * HALF, left - n * HALF, power);
-        const __m256i second = integers_of(from + n * HALF + SIDE, left - n * HALF - SIDE, power);
-        const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
-        lows[n] = _mm512_cvtepi16_epi8(both);
-        highs[n] = _mm512_cvtepi16_epi8(_mm512_srli_epi16(_mm512_add_epi16(both, _mm512_set1_epi16(128)), 8));
-    }
-    *low = _mm512_inserti64x4(_mm512_castsi256_si512(lows[0]), lows[1], 1);
-    *high = _mm512_inserti64x4(_mm512_castsi256_si512(highs[0]), highs[1], 1);
+    const __m512i first = integers_of(from, left, power), second = integers_of(from + HALF, left - HALF, power);
+    const __m512i middle = _mm512_set1_epi16(128);
+    *low = half_of_words(first, second, false);
+    *high = half_of_words(_mm512_add_epi16(first, middle), _mm512_add_epi16(second, middle), true);
 }
 
 void tn_pack_integers(void *packed, const void *x, int64_t x_stride, int64_t num_rows, int64_t num_in, int64_t tile,
@@ -287,7 +298,13 @@ typedef struct {
     _Alignas(64) integers_t integers[2]; /* of two segments in turn */
     _Alignas(64) tn_tile_sums sums[PANEL_COLUMNS / STRIP][PANEL_ROWS / TN_BLOCK_ROWS];
     float bias[PANEL_COLUMNS + SIDE], scale[PANEL_COLUMNS + SIDE]; /* of columns */
+    tn_tile_result pending[2]; /* results to finish while tiles multiply */
+    int num_pending;
 } panel_t;
+
+static void finish_one(panel_t *panel) {
+    if (panel->num_pending > 0) tn_finish_tile(panel->args, &panel->pending[--panel->num_pending]);
+}
 
 static ending_t ending_of(const panel_t *panel, int number, const float *factors) {
     const tn_matrix *w = panel->args->weight;
@@ -311,6 +328,7 @@ TN_INLINE void sum_rows(const form_t form, const bool halves, const bool few, pa
             for (int k = segment->begin; k < segment->end; k += halves ? HALF : STEP) {
                 for (; form == TO_STRIP && filled <= k / STEP + 1 && filled < strip->steps; filled++) fill_step(strip, filled);
                 multiply(form == IN_PLACE, few, strip, inputs, k);
+                if (k % (4 * STEP) == 0) finish_one(panel);
             }
         }
         if (n > 0) {
@@ -341,11 +359,12 @@ static form_t form_of(const panel_t *panel, int num) {
     return is_whole && panel->rows <= IN_PLACE_ROWS ? IN_PLACE : TO_STRIP;
 }
 
-/* The results of 16 rows of a strip. */
-static void finish_rows(const panel_t *panel, int column, int row, const tn_tile_sums sums) {
+/* The results of 16 rows of a strip, to finish later. */
+static void expect_results(panel_t *panel, int column, int row, const tn_tile_sums sums) {
     const tn_matrix *w = panel->args->weight;
-    for (int c = 0; c < STRIP && column + c < panel->num; c += SIDE) {
-        const tn_tile_result result = {
+    while (panel->num_pending) finish_one(panel);
+    for (int c = 0; c < STRIP && column + c < panel->num; c += SIDE)
+        panel->pending[panel->num_pending++] = (tn_tile_result){
             .sums = sums[c] + row % TN_BLOCK_ROWS,
             .scale = is_grouped(w) ? NULL : panel->scale + column + c,
             .bias = w->bias == NULL ? NULL : panel->bias + column + c,
@@ -354,8 +373,6 @@ static void finish_rows(const panel_t *panel, int column, int row, const tn_tile
             .rows = (int)least(panel->rows - row, SIDE),
             .columns = panel->num - column - c,
         };
-        tn_finish_tile(panel->args, &result);
-    }
 }
 
 /* The strip's columns in the panel's block, of all its rows. */
@@ -372,8 +389,9 @@ static void sum_strip(panel_t *panel, int column) {
         float(*sums)[TN_BLOCK_ROWS] = panel->sums[column / STRIP][row / TN_BLOCK_ROWS];
         sum_form(row > 0 && form != IN_PLACE ? IN_STRIP : form, panel, sums, row % TN_BLOCK_ROWS,
                  tile + panel->block.first * (few ? SIDE : 2 * SIDE), factors);
-        if (panel->block.end == w->num_in) finish_rows(panel, column, row, sums);
+        if (panel->block.end == w->num_in) expect_results(panel, column, row, sums);
     }
+    while (panel->num_pending) finish_one(panel);
 }
 
 static void sum_panel(panel_t *panel) {
@@ -401,6 +419,7 @@ void tn_integer_columns(const tn_linear_args *args, const void *packed, int64_t 
     panel_t panel;
     panel.args = args;
     panel.packed = packed;
+    panel.num_pending = 0;
     tn_tiles_begin(is_halved(args->weight) ? TN_HALF_TILES : TN_WHOLE_TILES);
     for (panel.row = 0; panel.row < args->num_rows; panel.row += PANEL_ROWS) {
         panel.rows = (int)least(args->num_rows - panel.row, PANEL_ROWS);

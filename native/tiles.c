@@ -40,6 +40,7 @@ enum {
     MAX_GROUPS = MAX_BLOCK / SIDE + 16, /* of 16 elements at least; one more than are whole; in vectors */
     RING = 4,           /* units of a strip that only one block of rows needs */
     PIECE_STEPS = 16,   /* of a tile of rows: what is packed at a time */
+    MANY_ROWS = 128,
 };
 
 typedef enum { IN_PLACE, STRIP_ONLY, FROM_BF16, FROM_I8_AND_ZERO, FROM_U4, FROM_U4_AND_ZERO,
@@ -86,10 +87,18 @@ static void *integers_in(void *packed, int64_t num_rows, int64_t num_in) {
     return (char *)packed + pairs_bytes(num_rows, num_in);
 }
 
-static int64_t pieces_of_rows(int64_t num_in) { return (num_in + STEP * PIECE_STEPS - 1) / (STEP * PIECE_STEPS); }
+/* Steps of a tile of rows that are packed at a time: all of many rows, whose largest numbers are then looked for once. */
+static int64_t steps_of_piece(int64_t num_rows, int64_t num_in) {
+    return num_rows > MANY_ROWS ? (num_in + STEP - 1) / STEP : PIECE_STEPS;
+}
+
+static int64_t pieces_of_tile(int64_t num_rows, int64_t num_in) {
+    const int64_t elements = STEP * steps_of_piece(num_rows, num_in);
+    return (num_in + elements - 1) / elements;
+}
 
 int64_t tn_pack_pieces(int64_t num_rows, int64_t num_in) {
-    return (num_rows + SIDE - 1) / SIDE * pieces_of_rows(num_in);
+    return (num_rows + SIDE - 1) / SIDE * pieces_of_tile(num_rows, num_in);
 }
 
 /* Steps [begin, end) of a tile of rows: (steps, 16 pairs, 16 rows, 2). */
@@ -110,8 +119,8 @@ static void pack_pairs(uint16_t *packed, const uint16_t *x, int64_t x_stride, in
 }
 
 void tn_pack(int forms, void *packed, const void *x, int64_t x_stride, int64_t num_rows, int64_t num_in, int64_t piece) {
-    const int64_t pieces = pieces_of_rows(num_in), tile = piece / pieces, steps = (num_in + STEP - 1) / STEP;
-    const int64_t begin = piece % pieces * PIECE_STEPS, end = least(begin + PIECE_STEPS, steps);
+    const int64_t pieces = pieces_of_tile(num_rows, num_in), tile = piece / pieces, steps = (num_in + STEP - 1) / STEP;
+    const int64_t size = steps_of_piece(num_rows, num_in), begin = piece % pieces * size, end = least(begin + size, steps);
     if (forms & TN_PAIRS) pack_pairs(packed, x, x_stride, num_rows, num_in, tile, begin, end);
     if (forms & TN_INTEGERS)
         tn_pack_integers(integers_in(packed, num_rows, num_in), x, x_stride, num_rows, num_in, tile, begin * STEP,

@@ -52,13 +52,45 @@ class PlaceHeads(ctypes.Structure):
 
 
 class Gate(ctypes.Structure):
-    _fields_ = (*fields(_ADDRESS, "product out counts"), *fields(_U32, "size kind"))
+    _fields_ = (*fields(_ADDRESS, "product out counts"), *fields(_U32, "count size kind"))
 
 
 class Product(ctypes.Structure):
     _fields_ = (
-        *fields(_ADDRESS, "weight scale zero bias x out counts"),
+        *fields(_ADDRESS, "weight scale zero bias x rows out counts"),
         *fields(_U32, "count num_out num_in length group scale_rows out_stride scale_kind bias_kind mode"),
+    )
+
+
+class Part(ctypes.Structure):
+    """A matrix of an expert."""
+
+    _fields_ = fields(_ADDRESS, "weight scale zero bias")
+
+
+class ExpertProduct(ctypes.Structure):
+    _fields_ = (("each", Product), *fields(_ADDRESS, "parts tiles"), ("num_parts", _U32))
+
+
+class Route(ctypes.Structure):
+    _fields_ = (
+        *fields(_ADDRESS, "scores correction chosen weights counts"),
+        *fields(_U32, "num num_used correction_kind sigmoid wide_scores sum_to_1 rounds_weights"),
+        *fields(_F32, "sum_eps factor"),
+    )
+
+
+class GroupPairs(ctypes.Structure):
+    _fields_ = (
+        *fields(_ADDRESS, "chosen rows places tiles counts"),
+        *fields(_U32, "num num_used tile_rows num_tiles"),
+    )
+
+
+class AddExperts(ctypes.Structure):
+    _fields_ = (
+        *fields(_ADDRESS, "out made places weights shared shared_gate counts"),
+        *fields(_U32, "size num_used adds"),
     )
 
 

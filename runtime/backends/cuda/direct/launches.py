@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from .....loader.device.driver.base import KernelLaunch
 from ....models.decoder_config import LayerRotary, Norm
@@ -13,10 +14,11 @@ from ....tensors import DType
 from ..implemented import IMPLEMENTED
 from .arguments import AddRows, Attention, Embed, Gate, NormRows, PlaceHeads, ScaleLogits
 from .attention import attention_launches
+from .experts import MAX_CHOSEN, MAX_EXPERTS, ExpertLaunches, formats_of_experts, refusal_of_experts
 from .memory import Array
 from .products import WEIGHT_KINDS, Mode, Output, format_of, product_launch
 from .program import Kernels, Program
-from .sources import BLOCKS, CHOOSE, DTYPES, HEAD_DIMS, ROWS, attention_module, product_module
+from .sources import BLOCKS, CHOOSE, DTYPES, EXPERTS, HEAD_DIMS, ROWS, attention_module, product_module
 from .storage import DirectKVStorage
 from .tables import ProgramKey
 from .workspace import Workspace
@@ -43,9 +45,21 @@ FEATURES: dict[str, Accepts] = {
                 "local_rotary.factor",
             ),
             *("layer_rotary", "wide_rotary", "joint_head_norms"),
+            "experts",
+            *(
+                f"experts.{name}"
+                for name in (
+                    *("size", "layers", "sum_to_1", "rounds_weights", "has_bias", "shares", "wide_scores"),
+                    *("has_correction", "num_groups", "sum_eps", "factor", "shared_size", "has_shared_gate"),
+                )
+            ),
         ),
         any_value,
     ),
+    "experts.num": lambda num: num <= MAX_EXPERTS,
+    "experts.num_used": lambda num: num <= MAX_CHOSEN,
+    "experts.swiglu": one_of(None),
+    "experts.weighs_inputs": one_of(False),
     "head_dim": lambda dim: dim % _EIGHT == 0 and dim <= HEAD_DIMS[-1],
     "activation": one_of(*ACTIVATIONS),
     "rotary.dim": lambda dim: dim % 2 == 0,
@@ -59,39 +73,59 @@ def refusal(spec: DecoderSpec, weights: DecoderWeights) -> str | None:
         "local_rotary.dim": one_of(spec.rotary.dim),
         "local_rotary.interleaved": one_of(spec.rotary.interleaved),
     }
-    reason = refusal_of(spec, FEATURES | of_local, name)
+    of_mixture: dict[str, Accepts] = {}
+    if spec.experts is not None:
+        of_mixture = {
+            "experts.num_groups_used": one_of(spec.experts.num_groups),
+            "is_parallel": one_of(False),
+        }
+    reason = refusal_of(spec, FEATURES | of_local | of_mixture, name)
     if reason is not None:
         return reason
     table = weights.embeddings
     expected = spec.dtype if table.scale is None else DType.I8
     if table.weight.dtype is not expected or (table.scale and table.scale.dtype not in WEIGHT_KINDS):
         return f"{name} does not take embeddings in {table.weight.dtype.label}"
-    for projection in (weights.head, *(each for layer in weights.layers for each in _projections(layer))):
-        if projection is None or not projection.is_settled:
-            return f"{name} does not take matrices of GPTQ and AWQ, or experts"
+    of_experts = [
+        each for layer in weights.layers for expert in layer.experts for each in (expert.gate_up, expert.down)
+    ]
+    for projection in (*_projections(weights), *of_experts):
+        if not projection.is_settled:
+            return f"{name} does not take matrices of GPTQ and AWQ, or others that are converted"
         for matrix in projection.matrices():
             if format_of(matrix, spec.dtype) is None:
                 return (
                     f"{name} does not multiply with a {type(matrix).__name__} [{matrix.num_out}, {matrix.num_in}] in "
                     f"{matrix.weight.dtype.label}"
                 )
-    return None
+    reasons = (refusal_of_experts(layer, spec.dtype, name) for layer in weights.layers)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def modules_of(spec: DecoderSpec, weights: DecoderWeights) -> tuple[str, ...]:
     """The kernels' modules that the model needs."""
-    projections = (weights.head, *(each for layer in weights.layers for each in _projections(layer)))
     formats = dict.fromkeys(
         format_of(matrix, spec.dtype) or ""
-        for projection in projections
-        if projection is not None
+        for projection in _projections(weights)
         for matrix in projection.matrices()
     )
-    return (ROWS, CHOOSE, BLOCKS, attention_module(spec.head_dim), *map(product_module, formats))
+    of_experts = [
+        product_module(each, of_experts=True) for each in formats_of_experts(weights, spec.dtype)
+    ]
+    return (
+        *(ROWS, CHOOSE, BLOCKS, attention_module(spec.head_dim)),
+        *map(product_module, formats),
+        *([EXPERTS, *of_experts] if of_experts else ()),
+    )
 
 
-def _projections(layer: DecoderLayerWeights) -> tuple[Projection | None, ...]:
-    return layer.qkv, layer.output, layer.gate_up, layer.down
+def _projections(weights: DecoderWeights) -> Iterator[Projection]:
+    """All but the experts'."""
+    yield weights.head
+    for layer in weights.layers:
+        for each in (layer.qkv, layer.output, layer.router, layer.shared_gate, layer.gate_up, layer.down):
+            if each is not None:
+                yield each
 
 
 class DecoderLaunches:
@@ -107,6 +141,12 @@ class DecoderLaunches:
         self._arrays = workspace.arrays
         self._kv = kv
         self._counts = Array(self._table("counts"), (1,), workspace.arrays.tables.dtype)
+        self._experts: ExpertLaunches | None = None
+        if self._spec.experts is not None and self._arrays.experts is not None:
+            self._experts = ExpertLaunches(
+                kernels, self._spec, self._spec.experts, weights, self._arrays.experts, self._counts
+            )
+            self._experts.load(kernels.driver, workspace.device.stream)
 
     def program(self, key: ProgramKey) -> Program:
         """Stage 0 is the embeddings', stage i + 1 that of layer i."""
@@ -158,18 +198,8 @@ class DecoderLaunches:
 
     def _layer(self, number: int, key: ProgramKey) -> list[KernelLaunch]:
         layer, arrays, rows, spec = self._weights.layers[number], self._arrays, key.rows, self._spec
-        assert layer.gate_up is not None
-        assert layer.down is not None
         to_attention, x = self._input(layer.attention_norm, rows)
         to_mlp, y = ([], x) if spec.is_parallel else self._input(layer.mlp_norm, rows)
-        gate = Gate(
-            product=arrays.inner.address,
-            out=arrays.active.address,
-            counts=self._counts.address,
-            size=spec.intermediate_size,
-            kind=ACTIVATIONS[spec.activation.value],
-        )
-        gate_grid = rows, -(-spec.intermediate_size // _THREADS)
         return [
             *to_attention,
             *self._product(layer.qkv, x, arrays.heads, rows),
@@ -177,10 +207,62 @@ class DecoderLaunches:
             *self._attention(number, key),
             *self._add(layer.output, arrays.attended, layer.attention_output_norm, rows),
             *to_mlp,
-            *self._product(layer.gate_up, y, arrays.inner, rows),
-            self._kernels.launch(ROWS, "gate", gate_grid, _THREADS, gate),
-            *self._add(layer.down, arrays.active, layer.mlp_output_norm, rows),
+            *(self._mixture(number, y, rows) if layer.experts else self._mlp(layer, y, rows)),
         ]
+
+    def _mlp(self, layer: DecoderLayerWeights, x: Array, rows: int) -> list[KernelLaunch]:
+        assert layer.down is not None
+        launches, active = self._active(layer, x, rows)
+        return [*launches, *self._add(layer.down, active, layer.mlp_output_norm, rows)]
+
+    def _active(
+        self, layer: DecoderLayerWeights, x: Array, rows: int
+    ) -> tuple[list[KernelLaunch], Array]:
+        """The launches that make the inputs of `down` for all rows, and where they are then."""
+        assert layer.gate_up is not None
+        assert layer.down is not None
+        arrays, size = self._arrays, layer.down.num_in
+        inner = Array(arrays.inner.address, (rows, 2 * size), arrays.inner.dtype)
+        active = Array(arrays.active.address, (rows, size), arrays.active.dtype)
+        return [*self._product(layer.gate_up, x, inner, rows), self._gate(inner, active, rows)], active
+
+    def _mixture(self, number: int, x: Array, rows: int) -> list[KernelLaunch]:
+        layer, arrays, experts, launches = (
+            self._weights.layers[number],
+            self._arrays.experts,
+            self._spec.experts,
+            self._experts,
+        )
+        assert layer.router is not None
+        assert arrays is not None
+        assert experts is not None
+        assert launches is not None
+        shared: list[KernelLaunch] = []
+        if layer.down is not None:
+            shared, active = self._active(layer, x, rows)
+            shared += self._product(layer.down, active, arrays.shared, rows)
+        if layer.shared_gate is not None:
+            shared += self._product(layer.shared_gate, x, arrays.shared_gate, rows)
+        num_pairs, added = rows * experts.num_used, self._arrays.added
+        return [
+            *self._product(layer.router, x, arrays.scores, rows, Mode.STORE_WIDE),
+            *launches.up(number, x, rows),
+            self._gate(arrays.inner, arrays.active, num_pairs, Output.PAIRS),
+            *shared,
+            *launches.down(number, self._arrays.x if added is None else added, rows, adds=added is None),
+            *self._add_rows(layer.mlp_output_norm, rows),
+        ]
+
+    def _gate(self, inner: Array, active: Array, rows: int, output: Output = Output.ROWS) -> KernelLaunch:
+        gate = Gate(
+            product=inner.address,
+            out=active.address,
+            counts=self._counts.address,
+            count=output,
+            size=active.shape[1],
+            kind=ACTIVATIONS[self._spec.activation.value],
+        )
+        return self._kernels.launch(ROWS, "gate", (rows, -(-active.shape[1] // _THREADS)), _THREADS, gate)
 
     def _input(self, norm: Tensor | None, rows: int) -> tuple[list[KernelLaunch], Array]:
         """The launches that make the input of attention or of the MLP, and where it is then."""
@@ -195,9 +277,16 @@ class DecoderLaunches:
         self, projection: Projection, inputs: Array, norm: Tensor | None, rows: int
     ) -> list[KernelLaunch]:
         """x += projection(inputs), after a norm of its own and scaled, where there are such."""
-        arrays, spec = self._arrays, self._spec
+        arrays = self._arrays
         if arrays.added is None:
             return self._product(projection, inputs, arrays.x, rows, Mode.ADD)
+        return [*self._product(projection, inputs, arrays.added, rows), *self._add_rows(norm, rows)]
+
+    def _add_rows(self, norm: Tensor | None, rows: int) -> list[KernelLaunch]:
+        """x += what is to be added, where that is in rows of its own."""
+        arrays, spec = self._arrays, self._spec
+        if arrays.added is None:
+            return []
         adding = AddRows(
             x=arrays.x.address,
             more=arrays.added.address,
@@ -209,10 +298,7 @@ class DecoderLaunches:
             eps=spec.norm_eps,
             scale=spec.residual_scale,
         )
-        return [
-            *self._product(projection, inputs, arrays.added, rows),
-            self._kernels.launch(ROWS, "add_rows", (rows,), _THREADS, adding),
-        ]
+        return [self._kernels.launch(ROWS, "add_rows", (rows,), _THREADS, adding)]
 
     def _norm(
         self,

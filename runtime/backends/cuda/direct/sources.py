@@ -1,7 +1,7 @@
 """The kernels' sources, as modules that are compiled and loaded one by one.
 
-A model needs few of them: what all have, a module a format of its matrices, and one for the size of
-its heads. Each has the dtype of activations compiled in. This module compiles nothing.
+A model needs few of them: what all have, a module a format of its matrices, another a format of
+its experts', and one for the size of its heads. Each has the dtype of activations compiled in. This module compiles nothing.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from ....errors import ModelError
 from ....tensors import DType
 
 FOLDER = Path(__file__).with_name("kernels")
-ROWS, CHOOSE, BLOCKS = "rows", "choose", "blocks"
+ROWS, CHOOSE, BLOCKS, EXPERTS = "rows", "choose", "blocks", "experts"
 HEAD_DIMS = (32, 64, 128, 256)
 FORMATS = {"float": "Float", "int8": "Int8", "int4": "Int4", "fp8": "Fp8"}
 NAMES = (
     ROWS,
     CHOOSE,
     BLOCKS,
-    *(f"product_{name}" for name in FORMATS),
+    EXPERTS,
+    *(f"{kind}_{name}" for kind in ("product", "experts") for name in FORMATS),
     *(f"attention_{dim}" for dim in HEAD_DIMS),
 )
 DTYPES = (DType.BF16, DType.F16)
@@ -38,17 +39,19 @@ class KernelModule(NamedTuple):
         kind, _, variant = self.name.partition("_")
         text = "".join(
             f'#line 1 "{name}.cuh"\n{(FOLDER / f"{name}.cuh").read_text(encoding="utf-8")}'
-            for name in ("device", kind)
+            for name in ("device", "product" if variant in FORMATS else kind)
         )
         if kind == "product":
             text += f"PRODUCTS({variant}, {FORMATS[variant]})\n"
+        elif kind == EXPERTS and variant:
+            text += f"EXPERT_PRODUCTS({variant}, {FORMATS[variant]})\n"
         elif kind == "attention":
             text += f"ATTENTION({variant})\n"
         return "#define IN_F16\n" + text if self.dtype is DType.F16 else text
 
 
-def product_module(format_name: str) -> str:
-    return f"product_{format_name}"
+def product_module(format_name: str, *, of_experts: bool = False) -> str:
+    return f"{EXPERTS if of_experts else 'product'}_{format_name}"
 
 
 def attention_module(head_dim: int) -> str:

@@ -29,7 +29,7 @@ MAX_SPLITS_PER_ITEM = 16
 BLOCKS_PER_PROCESSOR = 4  # a guess, until it was measured
 
 NUM_COUNTS = 8
-_COUNT_ROWS, _COUNT_LOGITS, _COUNT_ITEMS, _COUNT_MERGES = range(4)
+_COUNT_ROWS, _COUNT_LOGITS, _COUNT_ITEMS, _COUNT_MERGES, _COUNT_PAIRS = range(5)
 _ITEM_SIZE, _MERGE_SIZE = 5, 4
 
 
@@ -124,6 +124,7 @@ class StepTables:
         vocab_size: int,
         num_blocks: int,
         block_size: int,
+        num_experts_used: int = 0,
     ) -> None:
         self._sizes = sizes
         self._group = group
@@ -132,6 +133,7 @@ class StepTables:
         self._vocab_size = vocab_size
         self._num_blocks = num_blocks
         self._block_size = block_size
+        self._num_experts_used = num_experts_used
         self._offsets = sizes.offsets
 
     def fill(self, batch: StepBatch, into: U32s) -> tuple[AttentionPlan, int]:
@@ -151,6 +153,7 @@ class StepTables:
         counts[:] = 0
         counts[_COUNT_ROWS], counts[_COUNT_LOGITS] = len(batch.tokens), len(batch.logit_rows)
         counts[_COUNT_ITEMS], counts[_COUNT_MERGES] = len(plan.items), num_merges
+        counts[_COUNT_PAIRS] = len(batch.tokens) * self._num_experts_used
         blocks = list(itertools.chain.from_iterable(span.blocks for span in spans))
         self._require("blocks", len(blocks), self._sizes.max_blocks)
         lengths = [len(span.blocks) for span in spans]

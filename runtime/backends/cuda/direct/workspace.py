@@ -14,6 +14,7 @@ from ....step.batch import Int64s, StepBatch
 from ....step.logprobs import rows_at_once
 from ....tensors import DType
 from .device import DirectDevice
+from .experts import ExpertArrays
 from .memory import Array, DeviceArena
 from .storage import DirectKVStorage
 from .tables import FEW_PAIRS, SLOTS, AttentionPlan, ProgramKey, StepTables, TableSizes, U32s
@@ -54,7 +55,7 @@ class StepArrays:
         num_logits = limits.max_logits(spec.vocab_size)
         attended_size = spec.num_heads * spec.head_dim
         heads_size = attended_size + 2 * spec.num_kv_heads * spec.head_dim
-        inner_size, angles = spec.intermediate_size, (limits.max_context, spec.rotary.dim // 2)
+        inner_size, angles = _inner_size(spec), (limits.max_context, spec.rotary.dim // 2)
         split = (SLOTS[-1], spec.num_kv_heads, FEW_PAIRS)
         self.tables = arena.take("tables", (limits.table_sizes(spec).offsets["end"],), DType.U32)
         self.x = arena.take("rows", (rows, spec.hidden_size), dtype)
@@ -80,10 +81,21 @@ class StepArrays:
         self.added: Array | None = None
         if spec.output_norms or spec.residual_scale != 1:
             self.added = arena.take("added rows", (rows, spec.hidden_size), dtype)
+        self.experts: ExpertArrays | None = None
+        if spec.experts is not None:
+            self.experts = ExpertArrays(arena, spec, spec.experts, rows)
 
     def table(self, offset: int) -> int:
         """The address of a number of the tables."""
         return self.tables.address + 4 * offset
+
+
+def _inner_size(spec: DecoderSpec) -> int:
+    """The largest intermediate size of an MLP that all rows take."""
+    experts = spec.experts
+    if experts is None:
+        return spec.intermediate_size
+    return experts.shared_size if all(experts.layers) else max(spec.intermediate_size, experts.shared_size)
 
 
 class Workspace:
@@ -112,6 +124,7 @@ class Workspace:
             vocab_size=spec.vocab_size,
             num_blocks=kv.num_blocks,
             block_size=kv.block_size,
+            num_experts_used=0 if spec.experts is None else spec.experts.num_used,
         )
         self._uplink = Uplink(device.driver, device.stream, 4 * self.offsets["end"])
         self._loaded: tuple[StepBatch, AttentionPlan] | None = None

@@ -11,6 +11,9 @@
 //
 // No shared memory feeds the matrix instruction. Which column of a stretch meets which place in the instruction is
 // free, as long as W and x agree: lane c of a row takes 8 neighbours, one read of 16 bytes.
+//
+// The products of a mixture's experts are the same, one launch for all: a block's rows of x are those of one expert, as
+// `group_pairs` has put them into tiles.
 
 struct Product {
   const u8* weight;  // (num_out, num_in) in the format's own layout, rows at multiples of 16 bytes (int4, int8, fp8: 8)
@@ -18,6 +21,7 @@ struct Product {
   const u8* zero;  // of int4, (num_out, num_in / group); 0: all are 8
   const void* bias;  // (num_out,); 0: none
   const u16* x;  // (rows, num_in)
+  const u32* rows;  // the row of x for each row of out; 0: the same
   void* out;  // (rows, out_stride), from the first of the columns that this matrix writes
   const u32* counts;
   u32 count;  // which of them is the number of rows
@@ -26,6 +30,20 @@ struct Product {
   u32 mode;  // STORE, ADD or STORE_WIDE
 };
 enum Mode { STORE, ADD, STORE_WIDE };
+
+struct Part {
+  const u8* weight;  // these four as Product has them
+  const void* scale;
+  const u8* zero;
+  const void* bias;
+};
+
+struct ExpertProduct {
+  Product each;  // of a part; out has those of an expert side by side
+  const Part* parts;  // (experts, num_parts)
+  const Tile* tiles;
+  u32 num_parts;
+};
 
 #define STRETCHES 8
 #define FEW_THREADS (32 * STRETCHES)
@@ -103,9 +121,10 @@ struct Fp8 {  // E4M3; what would be NaN is 480
   }
 };
 
-// total += the columns [begin, end) of 16 * ROWS rows of W from `row` on, times 8 * TOKENS rows of x from `token` on.
+// total += the columns [begin, end) of 16 * ROWS rows of W from `row` on, times 8 * TOKENS rows of x from `token` on, which
+// end before `end_token`.
 template <class F, u32 ROWS, u32 TOKENS>
-__device__ __forceinline__ void sum_stretch(const Product& args, u32 row, u32 token, u32 num_tokens, u32 begin, u32 end, float total[ROWS][TOKENS][4]) {
+__device__ __forceinline__ void sum_stretch(const Product& args, u32 row, u32 token, u32 end_token, u32 begin, u32 end, float total[ROWS][TOKENS][4]) {
   const u32 lane = lane_of(threadIdx.x), g = lane / 4, c = lane % 4;
   const u64 row_bytes = (u64)args.num_in * F::BITS / 8;
   const u8* of_row[ROWS][2];
@@ -116,7 +135,10 @@ __device__ __forceinline__ void sum_stretch(const Product& args, u32 row, u32 to
       numbers[r][half] = min(row + 16 * r + 8 * half + g, args.num_out - 1);
       of_row[r][half] = args.weight + numbers[r][half] * row_bytes;
     }
-  EACH(t, TOKENS) of_token[t] = args.x + (u64)min(token + 8 * t + g, num_tokens - 1) * args.num_in;
+  EACH(t, TOKENS) {
+    const u32 number = min(token + 8 * t + g, end_token - 1);
+    of_token[t] = args.x + (u64)(args.rows ? args.rows[number] : number) * args.num_in;
+  }
   float acc[ROWS][TOKENS][4] = {};
   const u32 num_groups = F::HAS_SCALE ? args.num_in / args.group : 1;
   u32 left = F::HAS_SCALE ? args.group - begin % args.group : 0;  // columns of this group
@@ -179,24 +201,22 @@ __device__ __forceinline__ void store(const Product& args, u32 row, u32 token, f
   else ((u16*)args.out)[at] = narrow(wide(((u16*)args.out)[at]) + rounded(sum));
 }
 
-// A block has 16 rows of W and 8 * TOKENS of x: a warp a stretch. Blocks with the same rows of W are neighbours, and
-// read them from the cache.
+// A block has the 16 rows of W from `row` on and up to 8 * TOKENS of x: a warp a stretch. Blocks with the same rows of W
+// are neighbours, and read them from the cache.
 template <class F, u32 TOKENS>
-__device__ __forceinline__ void few(const Product& args) {
+__device__ __forceinline__ void few(const Product& args, u32 token, u32 end_token, u32 row) {
   __shared__ float sums[STRETCHES][8 * TOKENS][17];
-  const u32 num_tokens = args.counts[args.count], token = blockIdx.x * 8 * TOKENS, row = 16 * blockIdx.y;
-  if (token >= num_tokens) return;
   const u32 stretch = threadIdx.x / 32, g = lane_of(threadIdx.x) / 4, c = threadIdx.x % 4;
   const u32 begin = min(stretch * args.length, args.num_in), end = min(begin + args.length, args.num_in);
   float total[1][TOKENS][4] = {};
-  if (begin < end) sum_stretch<F, 1, TOKENS>(args, row, token, num_tokens, begin, end, total);
+  if (begin < end) sum_stretch<F, 1, TOKENS>(args, row, token, end_token, begin, end, total);
   EACH(t, TOKENS)
     EACH(i, 4) sums[stretch][8 * t + 2 * c + i % 2][g + 8 * (i / 2)] = total[0][t][i];
   __syncthreads();
   const u32 num_stretches = (args.num_in + args.length - 1) / args.length;
   for (u32 at = threadIdx.x; at < 16 * 8 * TOKENS; at += FEW_THREADS) {
     const u32 own_row = at % 16, own_token = at / 16;
-    if (row + own_row >= args.num_out || token + own_token >= num_tokens) continue;
+    if (row + own_row >= args.num_out || token + own_token >= end_token) continue;
     float sum = 0;
     for (u32 number = 0; number < num_stretches; number++) sum += sums[number][own_token][own_row];
     store(args, row + own_row, token + own_token, sum);
@@ -205,15 +225,15 @@ __device__ __forceinline__ void few(const Product& args) {
 
 // A block has 128 rows of W and 128 of x: each of 8 warps has 32 and 64, and all stretches.
 template <class F>
-__device__ __forceinline__ void many(const Product& args) {
+__device__ __forceinline__ void many(const Product& args, u32 token, u32 end_token, u32 row) {
   const u32 warp = threadIdx.x / 32, g = lane_of(threadIdx.x) / 4, c = threadIdx.x % 4;
-  const u32 num_tokens = args.counts[args.count], token = blockIdx.x * 128 + 64 * (warp / 4), row = blockIdx.y * 128 + 32 * (warp % 4);
-  if (token >= num_tokens || row >= args.num_out) return;  // nothing below waits for other warps
+  token += 64 * (warp / 4), row += 32 * (warp % 4);
+  if (token >= end_token || row >= args.num_out) return;  // nothing below waits for other warps
   float sum[2][8][4] = {};
 #pragma unroll 1
   for (u32 begin = 0; begin < args.num_in; begin += args.length) {
     float total[2][8][4] = {};
-    sum_stretch<F, 2, 8>(args, row, token, num_tokens, begin, min(begin + args.length, args.num_in), total);
+    sum_stretch<F, 2, 8>(args, row, token, end_token, begin, min(begin + args.length, args.num_in), total);
     EACH(r, 2)
       EACH(t, 8)
         EACH(i, 4) sum[r][t][i] += total[r][t][i];
@@ -222,13 +242,60 @@ __device__ __forceinline__ void many(const Product& args) {
     EACH(t, 8)
       EACH(i, 4) {
         const u32 own_row = row + 16 * r + 8 * (i / 2) + g, own_token = token + 8 * t + 2 * c + i % 2;
-        if (own_row < args.num_out && own_token < num_tokens) store(args, own_row, own_token, sum[r][t][i]);
+        if (own_row < args.num_out && own_token < end_token) store(args, own_row, own_token, sum[r][t][i]);
       }
 }
 
+template <class F, u32 TOKENS>
+__device__ __forceinline__ void few_of(const Product& args) {
+  const u32 token = blockIdx.x * 8 * TOKENS, num_tokens = args.counts[args.count];
+  if (token < num_tokens) few<F, TOKENS>(args, token, num_tokens, 16 * blockIdx.y);
+}
+
+template <class F>
+__device__ __forceinline__ void many_of(const Product& args) {
+  many<F>(args, blockIdx.x * 128, args.counts[args.count], blockIdx.y * 128);
+}
+
+// The product of the expert and the part that a block has, and of that the block's rows of W, in steps of `step`.
+__device__ __forceinline__ Product of_expert(const ExpertProduct& args, const Tile& tile, u32 step, u32* row) {
+  const u32 blocks = (args.each.num_out + step - 1) / step, number = blockIdx.y / blocks;
+  const Part part = args.parts[tile.expert * args.num_parts + number];
+  Product own = args.each;
+  own.weight = part.weight, own.scale = part.scale, own.zero = part.zero, own.bias = part.bias;
+  own.out = (u16*)own.out + number * own.num_out;
+  *row = blockIdx.y % blocks * step;
+  return own;
+}
+
+template <class F, u32 TOKENS>
+__device__ __forceinline__ void few_of_experts(const ExpertProduct& args) {
+  const Tile tile = args.tiles[blockIdx.x];
+  if (tile.first == tile.end) return;
+  u32 row;
+  const Product own = of_expert(args, tile, 16, &row);
+  few<F, TOKENS>(own, tile.first, tile.end, row);
+}
+
+template <class F>
+__device__ __forceinline__ void many_of_experts(const ExpertProduct& args) {
+  const Tile tile = args.tiles[blockIdx.x];
+  if (tile.first == tile.end) return;
+  u32 row;
+  const Product own = of_expert(args, tile, 128, &row);
+  many<F>(own, tile.first, tile.end, row);
+}
+
 #define PRODUCTS(name, Format)                                                         \
-  KERNEL(product_##name##_8, Product, FEW_THREADS) { few<Format, 1>(args); }           \
-  KERNEL(product_##name##_16, Product, FEW_THREADS) { few<Format, 2>(args); }          \
-  KERNEL(product_##name##_32, Product, FEW_THREADS) { few<Format, 4>(args); }          \
-  KERNEL(product_##name##_64, Product, FEW_THREADS) { few<Format, 8>(args); }          \
-  KERNEL(product_##name##_many, Product, MANY_THREADS) { many<Format>(args); }
+  KERNEL(product_##name##_8, Product, FEW_THREADS) { few_of<Format, 1>(args); }        \
+  KERNEL(product_##name##_16, Product, FEW_THREADS) { few_of<Format, 2>(args); }       \
+  KERNEL(product_##name##_32, Product, FEW_THREADS) { few_of<Format, 4>(args); }       \
+  KERNEL(product_##name##_64, Product, FEW_THREADS) { few_of<Format, 8>(args); }       \
+  KERNEL(product_##name##_many, Product, MANY_THREADS) { many_of<Format>(args); }
+
+#define EXPERT_PRODUCTS(name, Format)                                                                    \
+  KERNEL(experts_##name##_8, ExpertProduct, FEW_THREADS) { few_of_experts<Format, 1>(args); }     \
+  KERNEL(experts_##name##_16, ExpertProduct, FEW_THREADS) { few_of_experts<Format, 2>(args); }    \
+  KERNEL(experts_##name##_32, ExpertProduct, FEW_THREADS) { few_of_experts<Format, 4>(args); }    \
+  KERNEL(experts_##name##_64, ExpertProduct, FEW_THREADS) { few_of_experts<Format, 8>(args); }    \
+  KERNEL(experts_##name##_many, ExpertProduct, MANY_THREADS) { many_of_experts<Format>(args); }

@@ -179,7 +179,7 @@ struct Gate {
   const u16* product;  // (rows, 2 * size): what passes the gate decides, then what passes it
   u16* out;  // (rows, size)
   const u32* counts;
-  u32 size, kind;  // 0: silu, 1: gelu, 2: gelu by tanh, 3: relu
+  u32 count, size, kind;  // 0: silu, 1: gelu, 2: gelu by tanh, 3: relu
 };
 
 __device__ __forceinline__ float activated(float x, u32 kind) {
@@ -192,7 +192,7 @@ __device__ __forceinline__ float activated(float x, u32 kind) {
 // out = activation(first half) * second half.
 KERNEL(gate, Gate, 256) {
   const u32 at = blockIdx.y * blockDim.x + threadIdx.x;
-  if (blockIdx.x >= args.counts[NUM_ROWS] || at >= args.size) return;
+  if (blockIdx.x >= args.counts[args.count] || at >= args.size) return;
   const u16* row = args.product + 2ull * blockIdx.x * args.size;
   args.out[(u64)blockIdx.x * args.size + at] = narrow(rounded(activated(wide(row[at]), args.kind)) * wide(row[args.size + at]));
 }

@@ -154,7 +154,7 @@ def test_gates(device: Device, kind: int) -> None:
     dtype, size = device.kernels.dtype, 300
     product = random(device, 3, 2 * size)
     out = device.put(np.zeros((3, size), dtype.numpy), dtype)
-    arguments = Gate(device.put(product, dtype).address, out.address, counts(device, 3), size, kind)
+    arguments = Gate(device.put(product, dtype).address, out.address, counts(device, 3), 0, size, kind)
     device.run("rows", "gate", (3, 2), 256, arguments)
     functions: list[Any] = [
         torch.nn.functional.silu,

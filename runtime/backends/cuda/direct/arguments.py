@@ -57,7 +57,7 @@ class Gate(ctypes.Structure):
 
 class Product(ctypes.Structure):
     _fields_ = (
-        *fields(_ADDRESS, "weight scale zero bias x rows out counts"),
+        *fields(_ADDRESS, "weight scale zero bias x out counts"),
         *fields(_U32, "count num_out num_in length group scale_rows out_stride scale_kind bias_kind mode"),
     )
 
@@ -69,7 +69,7 @@ class Part(ctypes.Structure):
 
 
 class ExpertProduct(ctypes.Structure):
-    _fields_ = (("each", Product), *fields(_ADDRESS, "parts tiles"), ("num_parts", _U32))
+    _fields_ = (("each", Product), *fields(_ADDRESS, "parts tiles rows"), ("num_parts", _U32))
 
 
 class Route(ctypes.Structure):

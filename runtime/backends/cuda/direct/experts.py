@@ -136,7 +136,7 @@ class ExpertLaunches:
             counts=self._counts.address,
             num=experts.num,
             num_used=experts.num_used,
-            tile_rows=tiles.rows,
+            tile_rows=tiles.kernel.rows,
             num_tiles=tiles.num,
         )
         return [

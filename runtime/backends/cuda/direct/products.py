@@ -25,8 +25,8 @@ FEW_ROWS = (8, 16, 32, 64)
 # above, a warp has all stretches. A guess, until it was measured.
 MAX_FEW_ROWS = 256
 WEIGHT_KINDS = {DType.BF16: 0, DType.F16: 1, DType.F32: 2}
-MANY_ROWS = 128
 _THREADS = 256
+_MANY_ROWS, _MANY_EXPERT_ROWS = 128, 64  # of x, that a block has
 _OUTS_OF_FEW, _OUTS_OF_MANY = 16, 128  # rows of a matrix that a block has
 _CHUNK = 32  # columns that the matrix instruction takes at a time
 _RUN = 64  # of 4 bits: 32 bytes
@@ -47,6 +47,35 @@ class Output(IntEnum):
     ROWS = 0
     LOGITS = 1
     PAIRS = 4  # of a row and an expert that it has chosen
+
+
+class BlockShape(NamedTuple):
+    """A kernel of a format's module, and what a block of it has."""
+
+    name: str
+    rows: int  # of x
+    outs: int  # rows of the matrix
+
+
+def kernel_for(num_rows: int, *, of_expert: bool = False) -> BlockShape:
+    """For this many rows of x."""
+    if num_rows > MAX_FEW_ROWS:
+        return BlockShape("many", _MANY_EXPERT_ROWS if of_expert else _MANY_ROWS, _OUTS_OF_MANY)
+    rows = next((rows for rows in FEW_ROWS if num_rows <= rows), FEW_ROWS[-1])
+    return BlockShape(str(rows), rows, _OUTS_OF_FEW)
+
+
+class Tiles(NamedTuple):
+    """The pairs of rows and experts in tiles, each of one expert: a product has a row of blocks for each."""
+
+    kernel: BlockShape
+    num: int  # at most
+
+    @classmethod
+    def of(cls, num_pairs: int, num_experts: int) -> Tiles:
+        """For up to this many pairs: a tile has as many as an expert, if all had equally many."""
+        kernel = kernel_for(-(-num_pairs // num_experts), of_expert=True)
+        return cls(kernel, num_pairs // kernel.rows + min(num_experts, num_pairs))
 
 
 class Layout(NamedTuple):
@@ -168,24 +197,9 @@ def product_launch(
     arguments = layout.product(_part_of(matrix), matrix.num_out, x, out, counts)
     arguments.out += column * out.dtype.size_bytes
     arguments.count, arguments.mode = output, mode
-    tile_rows = _tile_rows(bucket)
-    kernel, num_blocks = _kernel_of(tile_rows, matrix.num_out)
-    module = product_module(layout.format)
-    grid = -(-bucket // tile_rows), num_blocks
-    return kernels.launch(module, f"{module}_{kernel}", grid, _THREADS, arguments)
-
-
-class Tiles(NamedTuple):
-    """The pairs of rows and experts in tiles: the launch of a product has a row of blocks for each."""
-
-    rows: int  # pairs of a tile, at most
-    num: int  # at most
-
-    @classmethod
-    def of(cls, num_pairs: int, num_experts: int) -> Tiles:
-        """For up to this many pairs: a tile has as many as an expert, if all had equally many."""
-        rows = _tile_rows(-(-num_pairs // num_experts))
-        return cls(rows, num_pairs // rows + min(num_experts, num_pairs))
+    module, kernel = product_module(layout.format), kernel_for(bucket)
+    grid = -(-bucket // kernel.rows), -(-matrix.num_out // kernel.outs)
+    return kernels.launch(module, f"{module}_{kernel.name}", grid, _THREADS, arguments)
 
 
 def expert_product_launch(
@@ -208,23 +222,7 @@ def expert_product_launch(
     """
     num_out = out.shape[1] // num_parts
     each = layout.product(Part(), num_out, x, out, counts)
-    each.rows, each.count, each.mode = rows, Output.PAIRS, Mode.STORE
-    kernel, num_blocks = _kernel_of(tiles.rows, num_out)
-    arguments = ExpertProduct(each=each, parts=parts, tiles=tile_table, num_parts=num_parts)
-    module = product_module(layout.format, of_experts=True)
-    grid = tiles.num, num_parts * num_blocks
-    return kernels.launch(module, f"{module}_{kernel}", grid, _THREADS, arguments)
-
-
-def _tile_rows(num: int) -> int:
-    """The rows that a block has of this many."""
-    if num > MAX_FEW_ROWS:
-        return MANY_ROWS
-    return next((rows for rows in FEW_ROWS if num <= rows), FEW_ROWS[-1])
-
-
-def _kernel_of(tile_rows: int, num_out: int) -> tuple[str, int]:
-    """The kernel for tiles of this size, and how many blocks share a matrix."""
-    if tile_rows == MANY_ROWS:
-        return "many", -(-num_out // _OUTS_OF_MANY)
-    return str(tile_rows), -(-num_out // _OUTS_OF_FEW)
+    arguments = ExpertProduct(each=each, parts=parts, tiles=tile_table, rows=rows, num_parts=num_parts)
+    module, kernel = product_module(layout.format, of_experts=True), tiles.kernel
+    grid = tiles.num, num_parts * -(-num_out // kernel.outs)
+    return kernels.launch(module, f"{module}_{kernel.name}", grid, _THREADS, arguments)

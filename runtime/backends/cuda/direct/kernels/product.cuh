@@ -21,7 +21,6 @@ struct Product {
   const u8* zero;  // of int4, (num_out, num_in / group); 0: all are 8
   const void* bias;  // (num_out,); 0: none
   const u16* x;  // (rows, num_in)
-  const u32* rows;  // the row of x for each row of out; 0: the same
   void* out;  // (rows, out_stride), from the first of the columns that this matrix writes
   const u32* counts;
   u32 count;  // which of them is the number of rows
@@ -42,8 +41,16 @@ struct ExpertProduct {
   Product each;  // of a part; out has those of an expert side by side
   const Part* parts;  // (experts, num_parts)
   const Tile* tiles;
+  const u32* rows;  // the row of x for each row of out; 0: the same
   u32 num_parts;
 };
+
+// A block's own.
+struct PartProduct : Product {
+  const u32* rows;
+};
+__device__ __forceinline__ u32 row_of_x(const Product&, u32 row) { return row; }
+__device__ __forceinline__ u32 row_of_x(const PartProduct& args, u32 row) { return args.rows ? args.rows[row] : row; }
 
 #define STRETCHES 8
 #define FEW_THREADS (32 * STRETCHES)
@@ -123,8 +130,8 @@ struct Fp8 {  // E4M3; what would be NaN is 480
 
 // total += the columns [begin, end) of 16 * ROWS rows of W from `row` on, times 8 * TOKENS rows of x from `token` on, which
 // end before `end_token`.
-template <class F, u32 ROWS, u32 TOKENS>
-__device__ __forceinline__ void sum_stretch(const Product& args, u32 row, u32 token, u32 end_token, u32 begin, u32 end, float total[ROWS][TOKENS][4]) {
+template <class F, u32 ROWS, u32 TOKENS, class Arguments>
+__device__ __forceinline__ void sum_stretch(const Arguments& args, u32 row, u32 token, u32 end_token, u32 begin, u32 end, float total[ROWS][TOKENS][4]) {
   const u32 lane = lane_of(threadIdx.x), g = lane / 4, c = lane % 4;
   const u64 row_bytes = (u64)args.num_in * F::BITS / 8;
   const u8* of_row[ROWS][2];
@@ -135,10 +142,7 @@ __device__ __forceinline__ void sum_stretch(const Product& args, u32 row, u32 to
       numbers[r][half] = min(row + 16 * r + 8 * half + g, args.num_out - 1);
       of_row[r][half] = args.weight + numbers[r][half] * row_bytes;
     }
-  EACH(t, TOKENS) {
-    const u32 number = min(token + 8 * t + g, end_token - 1);
-    of_token[t] = args.x + (u64)(args.rows ? args.rows[number] : number) * args.num_in;
-  }
+  EACH(t, TOKENS) of_token[t] = args.x + (u64)row_of_x(args, min(token + 8 * t + g, end_token - 1)) * args.num_in;
   float acc[ROWS][TOKENS][4] = {};
   const u32 num_groups = F::HAS_SCALE ? args.num_in / args.group : 1;
   u32 left = F::HAS_SCALE ? args.group - begin % args.group : 0;  // columns of this group
@@ -203,8 +207,8 @@ __device__ __forceinline__ void store(const Product& args, u32 row, u32 token, f
 
 // A block has the 16 rows of W from `row` on and up to 8 * TOKENS of x: a warp a stretch. Blocks with the same rows of W
 // are neighbours, and read them from the cache.
-template <class F, u32 TOKENS>
-__device__ __forceinline__ void few(const Product& args, u32 token, u32 end_token, u32 row) {
+template <class F, u32 TOKENS, class Arguments>
+__device__ __forceinline__ void few(const Arguments& args, u32 token, u32 end_token, u32 row) {
   __shared__ float sums[STRETCHES][8 * TOKENS][17];
   const u32 stretch = threadIdx.x / 32, g = lane_of(threadIdx.x) / 4, c = threadIdx.x % 4;
   const u32 begin = min(stretch * args.length, args.num_in), end = min(begin + args.length, args.num_in);
@@ -223,23 +227,23 @@ __device__ __forceinline__ void few(const Product& args, u32 token, u32 end_toke
   }
 }
 
-// A block has 128 rows of W and 128 of x: each of 8 warps has 32 and 64, and all stretches.
-template <class F>
-__device__ __forceinline__ void many(const Product& args, u32 token, u32 end_token, u32 row) {
+// A block has 128 rows of W from `row` on and 16 * TOKENS of x: each of 8 warps has 32 and 8 * TOKENS, and all stretches.
+template <class F, u32 TOKENS, class Arguments>
+__device__ __forceinline__ void many(const Arguments& args, u32 first_token, u32 end_token, u32 first_row) {
   const u32 warp = threadIdx.x / 32, g = lane_of(threadIdx.x) / 4, c = threadIdx.x % 4;
-  token += 64 * (warp / 4), row += 32 * (warp % 4);
+  const u32 token = first_token + 8 * TOKENS * (warp / 4), row = first_row + 32 * (warp % 4);
   if (token >= end_token || row >= args.num_out) return;  // nothing below waits for other warps
-  float sum[2][8][4] = {};
+  float sum[2][TOKENS][4] = {};
 #pragma unroll 1
   for (u32 begin = 0; begin < args.num_in; begin += args.length) {
-    float total[2][8][4] = {};
-    sum_stretch<F, 2, 8>(args, row, token, end_token, begin, min(begin + args.length, args.num_in), total);
+    float total[2][TOKENS][4] = {};
+    sum_stretch<F, 2, TOKENS>(args, row, token, end_token, begin, min(begin + args.length, args.num_in), total);
     EACH(r, 2)
-      EACH(t, 8)
+      EACH(t, TOKENS)
         EACH(i, 4) sum[r][t][i] += total[r][t][i];
   }
   EACH(r, 2)
-    EACH(t, 8)
+    EACH(t, TOKENS)
       EACH(i, 4) {
         const u32 own_row = row + 16 * r + 8 * (i / 2) + g, own_token = token + 8 * t + 2 * c + i % 2;
         if (own_row < args.num_out && own_token < end_token) store(args, own_row, own_token, sum[r][t][i]);
@@ -254,14 +258,14 @@ __device__ __forceinline__ void few_of(const Product& args) {
 
 template <class F>
 __device__ __forceinline__ void many_of(const Product& args) {
-  many<F>(args, blockIdx.x * 128, args.counts[args.count], blockIdx.y * 128);
+  many<F, 8>(args, blockIdx.x * 128, args.counts[args.count], blockIdx.y * 128);
 }
 
 // The product of the expert and the part that a block has, and of that the block's rows of W, in steps of `step`.
-__device__ __forceinline__ Product of_expert(const ExpertProduct& args, const Tile& tile, u32 step, u32* row) {
+__device__ __forceinline__ PartProduct of_expert(const ExpertProduct& args, const Tile& tile, u32 step, u32* row) {
   const u32 blocks = (args.each.num_out + step - 1) / step, number = blockIdx.y / blocks;
   const Part part = args.parts[tile.expert * args.num_parts + number];
-  Product own = args.each;
+  PartProduct own = {args.each, args.rows};
   own.weight = part.weight, own.scale = part.scale, own.zero = part.zero, own.bias = part.bias;
   own.out = (u16*)own.out + number * own.num_out;
   *row = blockIdx.y % blocks * step;
@@ -273,7 +277,7 @@ __device__ __forceinline__ void few_of_experts(const ExpertProduct& args) {
   const Tile tile = args.tiles[blockIdx.x];
   if (tile.first == tile.end) return;
   u32 row;
-  const Product own = of_expert(args, tile, 16, &row);
+  const PartProduct own = of_expert(args, tile, 16, &row);
   few<F, TOKENS>(own, tile.first, tile.end, row);
 }
 
@@ -282,8 +286,8 @@ __device__ __forceinline__ void many_of_experts(const ExpertProduct& args) {
   const Tile tile = args.tiles[blockIdx.x];
   if (tile.first == tile.end) return;
   u32 row;
-  const Product own = of_expert(args, tile, 128, &row);
-  many<F>(own, tile.first, tile.end, row);
+  const PartProduct own = of_expert(args, tile, 128, &row);
+  many<F, 4>(own, tile.first, tile.end, row);
 }
 
 #define PRODUCTS(name, Format)                                                         \

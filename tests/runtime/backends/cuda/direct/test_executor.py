@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from tests.support.direct_engine import DirectModel
+from tests.support.direct_engine import BLOCK_SIZE, NUM_BLOCKS, TEXT, DirectModel, Stepper
 from tests.support.direct_kernels import needs_kernels
 from tests.support.native_decoder import quantized, weights_of, with_parameters_in
 from tests.support.quantized import slow_dequantize
@@ -30,61 +30,6 @@ from teneral.runtime.step.batch import SequenceSpan, StepBatch
 from teneral.runtime.tensors import DType, Tensor, to_float32
 
 pytestmark = needs_kernels
-
-BLOCK_SIZE, NUM_BLOCKS, MAX_CONTEXT = 4, 400, 500
-TEXT = [int(token) for token in np.random.default_rng(0).integers(0, 320, MAX_CONTEXT)]
-
-
-class Stepper:
-    """Sequences over an executor, each with blocks of its own that lie anywhere in the pool."""
-
-    def __init__(self, model: DirectModel, executor: DirectExecutor | None = None) -> None:
-        self.executor = executor or model.executor
-        self.kv = self.executor.new_kv(NUM_BLOCKS, BLOCK_SIZE, KVKind.MODEL)
-        self.executor.open(
-            self.kv,
-            WorkspaceLimits(max_rows=512, max_spans=16, max_context=MAX_CONTEXT, block_size=BLOCK_SIZE),
-        )
-        self._free = [int(block) for block in np.random.default_rng(1).permutation(NUM_BLOCKS)]
-        self._blocks: dict[str, list[int]] = {}
-        self._lengths: dict[str, int] = {}
-
-    def batch(self, work: dict[str, Sequence[int]]) -> StepBatch:
-        """These new tokens of each sequence, all rows scored."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        spans: list[SequenceSpan] = []
-        for name, new in work.items():
-            cached = self._lengths.get(name, 0)
-            end = self._lengths[name] = cached + len(new)
-            blocks = self._blocks.setdefault(name, [])
-            while len(blocks) * BLOCK_SIZE < end:
-                blocks.append(self._free.pop())
-            spans.append(SequenceSpan(len(tokens), len(new), end, tuple(blocks)))
-            tokens += new
-            positions += range(cached, end)
-            slots += [blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(cached, end)]
-        numbers = [np.array(each, np.int64) for each in (tokens, positions, slots, range(len(tokens)))]
-        return StepBatch(numbers[0], numbers[1], numbers[2], tuple(spans), numbers[3])
-
-    def run(self, work: dict[str, Sequence[int]]) -> dict[str, np.ndarray]:
-        """Logits of all their rows, by one call."""
-        batch = self.batch(work)
-        return self.by_name(work, batch, self.executor.run(batch).numpy())
-
-    def by_name(
-        self, work: dict[str, Sequence[int]], batch: StepBatch, logits: np.ndarray
-    ) -> dict[str, np.ndarray]:
-        return {
-            name: logits[span.start : span.start + span.length]
-            for name, span in zip(work, batch.spans, strict=True)
-        }
-
-    def close(self) -> None:
-        self.executor.close()
-        self.kv.close()
-
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[DirectModel]:

@@ -32,6 +32,17 @@ from teneral.runtime.weights import DictWeights
 BLOCK_SIZE, NUM_BLOCKS, MAX_CONTEXT = 4, 400, 500
 TEXT = [int(token) for token in np.random.default_rng(0).integers(0, 320, MAX_CONTEXT)]
 TIMEOUT_S = patience_s(100)
+# Overrides for mixtures of experts, of whose sizes the kernels take multiples of 32 and `tiny_models` has others.
+_WIDE = {"moe_intermediate_size": 64}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "olmoe": {},
+    "qwen3_moe": _WIDE,
+    "qwen2_moe": _WIDE,
+    "ernie4_5_moe": _WIDE,
+    "glm4_moe": {**_WIDE, "n_group": 1, "topk_group": 1},
+    "granitemoehybrid": {"layer_types": ["full_attention"] * 3, "intermediate_size": 64},
+}
 NEAR = 0.05  # of logits, whose neighbours are some tenths apart
 ALIGNMENT_BYTES = 64  # of tensors in a slab
 

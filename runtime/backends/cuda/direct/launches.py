@@ -109,9 +109,7 @@ def modules_of(spec: DecoderSpec, weights: DecoderWeights) -> tuple[str, ...]:
         for projection in _projections(weights)
         for matrix in projection.matrices()
     )
-    of_experts = [
-        product_module(each, of_experts=True) for each in formats_of_experts(weights, spec.dtype)
-    ]
+    of_experts = [product_module(each, of_experts=True) for each in formats_of_experts(weights, spec.dtype)]
     return (
         *(ROWS, CHOOSE, BLOCKS, attention_module(spec.head_dim)),
         *map(product_module, formats),
@@ -215,9 +213,7 @@ class DecoderLaunches:
         launches, active = self._active(layer, x, rows)
         return [*launches, *self._add(layer.down, active, layer.mlp_output_norm, rows)]
 
-    def _active(
-        self, layer: DecoderLayerWeights, x: Array, rows: int
-    ) -> tuple[list[KernelLaunch], Array]:
+    def _active(self, layer: DecoderLayerWeights, x: Array, rows: int) -> tuple[list[KernelLaunch], Array]:
         """The launches that make the inputs of `down` for all rows, and where they are then."""
         assert layer.gate_up is not None
         assert layer.down is not None

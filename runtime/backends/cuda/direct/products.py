@@ -158,9 +158,7 @@ def parts_of(projection: Projection, num_out: int) -> Iterator[Part]:
 def _part_of(matrix: Matrix, first: int = 0) -> Part:
     """From this row on."""
     bias = matrix.bias
-    part = Part(
-        weight=matrix.weight.array.row(first), bias=bias.array.row(first) if bias is not None else 0
-    )
+    part = Part(weight=matrix.weight.array.row(first), bias=bias.array.row(first) if bias is not None else 0)
     if isinstance(matrix, IntegerMatrix):
         part.scale = matrix.scale.array.row(first)
         part.zero = matrix.zero.array.row(first) if matrix.zero is not None else 0

@@ -1,7 +1,8 @@
 """The kernels' sources, as modules that are compiled and loaded one by one.
 
-A model needs few of them: what all have, a module a format of its matrices, another a format of
-its experts', and one for the size of its heads. Each has the dtype of activations compiled in. This module compiles nothing.
+A model needs few of them: what all have, a module a format of its matrices and of its experts', and
+one for the size of its heads. Each has the dtype of activations compiled in. This module compiles
+nothing.
 """
 
 from __future__ import annotations

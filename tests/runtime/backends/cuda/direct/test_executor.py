@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,15 +21,15 @@ from tests.support.tiny_models import tiny_model
 from teneral.loader.device.driver.base import CudaError
 from teneral.runtime.backends.cuda.direct.executor import DirectExecutor
 from teneral.runtime.backends.cuda.direct.launches import refusal
-from teneral.runtime.backends.cuda.direct.workspace import WorkspaceLimits
 from teneral.runtime.errors import ModelError
 from teneral.runtime.kv.kinds import KVKind
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.models.matrices import DecoderWeights, IntegerMatrix, Projection, StoredProjection
-from teneral.runtime.step.batch import SequenceSpan, StepBatch
+from teneral.runtime.step.batch import StepBatch
 from teneral.runtime.tensors import DType, Tensor, to_float32
 
 pytestmark = needs_kernels
+
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[DirectModel]:

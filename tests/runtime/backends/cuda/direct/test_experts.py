@@ -16,10 +16,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from tests.runtime.backends.cuda.direct.test_products import FORMATS, Multiplier, matrix_of, rows_of
 from tests.support.decoding import Stepper as HostStepper
-from tests.support.direct_engine import TEXT, DirectModel, DirectRig, Stepper, prompts_of
+from tests.support.direct_engine import MIXTURES, TEXT, DirectModel, DirectRig, Stepper, prompts_of
 from tests.support.direct_kernels import Device, needs_kernels
 from tests.support.direct_program import tensors_of
+from tests.support.gptq_awq_checkpoints import foreign_checkpoint
+from tests.support.models import arrays_of
 from tests.support.native_decoder import with_parameters_in
+from tests.support.quantized import FP8, FP8_ROWS
 from tests.support.tiny_models import save_tiny, tiny_model
 
 from teneral import cli
@@ -36,24 +39,16 @@ from teneral.runtime.backends.cuda.direct.products import (
     parts_of,
 )
 from teneral.runtime.backends.native.reference import route as route_on_host
+from teneral.runtime.errors import ModelError
 from teneral.runtime.models.build import build_model
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.models.experts_config import Experts, ExpertShares
-from teneral.runtime.models.matrices import StoredProjection
+from teneral.runtime.models.matrices import Float8Matrix, StoredProjection
 from teneral.runtime.tensors import DType, from_float32, to_float32
 from teneral.runtime.weights import DictWeights
 
 pytestmark = needs_kernels
 
-WIDE = {"moe_intermediate_size": 64}  # kernels take multiples of 32
-MIXTURES: dict[str, dict[str, Any]] = {
-    "mixtral": {},
-    "olmoe": {},
-    "qwen3_moe": WIDE,
-    "qwen2_moe": WIDE,
-    "ernie4_5_moe": WIDE,
-    "glm4_moe": {**WIDE, "n_group": 1, "topk_group": 1},
-}
 EXPERTS = Experts(40, 6, 64, (True,), sum_to_1=False, rounds_weights=False)
 
 
@@ -160,7 +155,8 @@ def test_pairs_are_grouped_by_expert(device: Device, data: st.DataObject) -> Non
     chosen = choices(data.draw(st.integers(1, 90)), num, used, seed=data.draw(st.integers(0, 9)))
     most = chosen.size // tile_rows + min(num, chosen.size)
     rows, places, tiles = (
-        device.get(each) for each in group(device, chosen, num, tile_rows, most + data.draw(st.integers(0, 3)))
+        device.get(each)
+        for each in group(device, chosen, num, tile_rows, most + data.draw(st.integers(0, 3)))
     )
     order = np.argsort(chosen.reshape(-1), kind="stable")
     np.testing.assert_array_equal(places[order], np.arange(chosen.size))
@@ -252,8 +248,9 @@ def test_experts_are_weighted_rounded_and_added_in_order(device: Device, shared:
 def mixture() -> Iterator[DirectModel]:
     """40 experts, so that most have no row of a step, and layers with and without them."""
     oracle = tiny_model(
-        "qwen3_moe", dtype=torch.bfloat16, num_experts=40, num_experts_per_tok=6, mlp_only_layers=[1], **WIDE
-    )
+        "qwen3_moe", dtype=torch.bfloat16, num_experts=40, num_experts_per_tok=6, mlp_only_layers=[1],
+        moe_intermediate_size=64,
+    )  # fmt: skip
     made = DirectModel.of(oracle)
     yield made
     made.close()
@@ -296,7 +293,7 @@ def test_logits_are_as_near_to_fp32_as_those_of_transformers(family: str) -> Non
 
 @pytest.mark.parametrize("flags", [("int8",), ("int4", "--asymmetric")], ids=" ".join)
 def test_quantised_mixtures_say_what_the_cpu_says(flags: tuple[str, ...], tmp_path: Path) -> None:
-    folder = save_tiny("qwen3_moe", tmp_path / "model", dtype=torch.bfloat16, **WIDE)
+    folder = save_tiny("qwen3_moe", tmp_path / "model", dtype=torch.bfloat16, moe_intermediate_size=64)
     packed, plain = tmp_path / "packed", tmp_path / "plain"
     assert cli.run(["pack", str(folder), str(packed), "--quantize", *flags, "--quiet"]) == 0
     assert cli.run(["unpack", str(packed), str(plain), "--quiet"]) == 0
@@ -310,7 +307,28 @@ def test_quantised_mixtures_say_what_the_cpu_says(flags: tuple[str, ...], tmp_pa
     assert found == tuple(HostStepper(on_cpu).greedy({"a": list(prompt)}, 6)["a"])
 
 
+@pytest.mark.parametrize("note", [FP8, FP8_ROWS])
+def test_mixtures_of_fp8_say_what_the_cpu_says(note: dict[str, Any]) -> None:
+    oracle = tiny_model("qwen3_moe", moe_intermediate_size=128)
+    config, checkpoint, _ = foreign_checkpoint(oracle, note)
+    halves = {n: t if t.dtype is torch.float8_e4m3fn else t.to(torch.bfloat16) for n, t in checkpoint.items()}
+    tensors, prompt = arrays_of(halves), prompts_of(2, seed=10)[1]
+    model = DirectModel(config, tensors)
+    expert = model.decoder.weights.layers[0].experts[0]
+    assert isinstance(expert.down.matrices()[0], Float8Matrix)
+    with DirectRig(model) as rig:
+        (found,) = rig.say([prompt], 6)
+    model.close()
+    on_cpu = build_model(config, DictWeights(tensors), BackendChoice(threads=1).model_backends())
+    assert isinstance(on_cpu, Decoder)
+    assert found == tuple(HostStepper(on_cpu).greedy({"a": list(prompt)}, 6)["a"])
+
+
 class TestRefusals:
+    def test_gates_and_ups_that_alternate(self) -> None:
+        with pytest.raises(ModelError, match="does not take experts whose gates and ups alternate"):
+            DirectModel.of(tiny_model("gpt_oss", dtype=torch.bfloat16))
+
     @pytest.mark.parametrize(
         ("fields", "why"),
         [
@@ -328,16 +346,13 @@ class TestRefusals:
         assert why in str(refusal(replace(spec, experts=replace(spec.experts, **fields)), weights))
 
     def test_experts_of_several_formats(self, mixture: DirectModel) -> None:
+        """Biases of one type are no other format."""
         weights = mixture.decoder.weights
         first, second, *rest = weights.layers[0].experts
-        down = second.down.matrices()[0]
-        assert first.down.num_in == 64
-        biased = StoredProjection((replace(down, bias=mixture.decoder.weights.norm),))
-        layer = replace(weights.layers[0], experts=(first, replace(second, down=biased), *rest))
-        changed = replace(weights, layers=(layer, *weights.layers[1:]))
-        assert refusal(mixture.decoder.spec, changed) is None  # a bias of the same type is no other format
-        half = replace(weights.norm, dtype=DType.F32)
-        biased = StoredProjection((replace(down, bias=half),))
-        layer = replace(layer, experts=(first, replace(second, down=biased), *rest))
-        changed = replace(weights, layers=(layer, *weights.layers[1:]))
-        assert "experts of several formats in one layer" in str(refusal(mixture.decoder.spec, changed))
+        for bias, is_taken in ((weights.norm, True), (replace(weights.norm, dtype=DType.F32), False)):
+            down = StoredProjection((replace(second.down.matrices()[0], bias=bias),))
+            experts = (first, replace(second, down=down), *rest)
+            changed = (replace(weights.layers[0], experts=experts), *weights.layers[1:])
+            reason = refusal(mixture.decoder.spec, replace(weights, layers=changed))
+            assert (reason is None) == is_taken
+            assert is_taken or "experts of several formats in one layer" in str(reason)

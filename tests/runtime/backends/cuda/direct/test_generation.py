@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.decoding import Stepper
-from tests.support.direct_engine import DirectModel, DirectRig, assert_greedy, greedy, prompts_of
+from tests.support.direct_engine import MIXTURES, DirectModel, DirectRig, assert_greedy, greedy, prompts_of
 from tests.support.direct_kernels import cuda, needs_double, needs_kernels
 from tests.support.direct_program import tensors_of
 from tests.support.gptq_awq_checkpoints import foreign_checkpoint
@@ -119,11 +119,25 @@ def test_answers_are_the_same_alone_in_company_in_chunks_and_preempted(llama: Di
             assert rig.engine.statistics().preemptions_total > 0
 
 
+@pytest.mark.parametrize("family", MIXTURES)
+def test_mixtures_say_what_transformers_says(family: str) -> None:
+    """In fp16: in bf16 many a row is between two experts."""
+    oracle = with_parameters_in(torch.float16, tiny_model(family, **MIXTURES[family]))
+    model = DirectModel.of(oracle)
+    prompts = prompts_of(3)
+    with DirectRig(model) as rig:
+        found = rig.say(prompts, 6)
+    model.close()
+    assert_greedy(oracle, prompts, found)
+
+
 @pytest.mark.parametrize(
-    "family", ["gemma2", "gemma3_text", "granite", "olmo2", "glm4", "cohere2", "smollm3"]
+    "family", ["gemma2", "gemma3_text", "granite", "olmo2", "glm4", "cohere2", "smollm3", *MIXTURES]
 )
-def test_each_kind_of_norm_rotation_and_cap_gives_the_same_in_company_and_in_chunks(family: str) -> None:
-    model = DirectModel.of(tiny_model(family, dtype=torch.bfloat16))
+def test_each_kind_of_norm_rotation_cap_and_mixture_gives_the_same_in_company_and_in_chunks(
+    family: str,
+) -> None:
+    model = DirectModel.of(tiny_model(family, dtype=torch.bfloat16, **MIXTURES.get(family, {})))
     prompts = prompts_of(3, seed=9)
     with DirectRig(model) as rig:
         alone = [rig.say([prompt], 10)[0] for prompt in prompts]

@@ -23,9 +23,10 @@ from ....models.spec import DecoderSpec, EncoderSpec
 from ....step.batch import Int64s, StepBatch
 from ....tensors import DType, to_float32
 from .device import DirectDevice
-from .launches import DecoderLaunches, modules_of, refusal
+from .launches import DecoderLaunches, modules_of
 from .memory import Array, DeviceArena
 from .program import Graph, Program
+from .refusals import refusal
 from .storage import DirectKVStorage
 from .tables import ProgramKey, bucket_of, slots_of
 from .workspace import StepArrays, Workspace, WorkspaceLimits, size_of

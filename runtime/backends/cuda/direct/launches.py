@@ -3,110 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from .....loader.device.driver.base import KernelLaunch
-from ....models.decoder_config import LayerRotary, Norm
-from ....models.executor import Accepts, any_value, one_of, refusal_of
+from ....models.decoder_config import LayerRotary
 from ....models.matrices import DecoderLayerWeights, DecoderWeights, Projection, Tensor
 from ....models.spec import DecoderSpec
-from ....tensors import DType
-from ..implemented import IMPLEMENTED
 from .arguments import AddRows, Attention, Embed, Gate, NormRows, PlaceHeads, ScaleLogits
 from .attention import attention_launches
-from .experts import MAX_CHOSEN, MAX_EXPERTS, ExpertLaunches, formats_of_experts, refusal_of_experts
+from .experts import ExpertLaunches, formats_of_experts
 from .memory import Array
 from .products import WEIGHT_KINDS, Mode, Output, format_of, product_launch
 from .program import Kernels, Program
-from .sources import BLOCKS, CHOOSE, DTYPES, EXPERTS, HEAD_DIMS, ROWS, attention_module, product_module
+from .refusals import ACTIVATIONS, NORMS, projections_of
+from .sources import BLOCKS, CHOOSE, EXPERTS, ROWS, attention_module, product_module
 from .storage import DirectKVStorage
 from .tables import ProgramKey
 from .workspace import Workspace
 
 SEES_ALL = 1 << 30  # a window that no context reaches
-NORMS = (Norm.RMS, Norm.RMS_WIDE, Norm.RMS_PLUS_ONE, Norm.LAYER)  # as the kernels number them
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 _THREADS = 256
 _HEAD_THREADS, _HEADS_PER_BLOCK = 128, 4
-_EIGHT = 8  # numbers that are read at once
-
-FEATURES: dict[str, Accepts] = {
-    **IMPLEMENTED,
-    "dtype": one_of(*DTYPES),
-    "norm": one_of(*NORMS),
-    **dict.fromkeys(
-        (
-            *("input_norms", "output_norms", "is_parallel", "residual_scale", "logits_scale", "score_cap"),
-            *(
-                "logit_cap",
-                "rotary.interleaved",
-                "local_rotary",
-                "local_rotary.frequencies",
-                "local_rotary.factor",
-            ),
-            *("layer_rotary", "wide_rotary", "joint_head_norms"),
-            "experts",
-            *(
-                f"experts.{name}"
-                for name in (
-                    *("size", "layers", "sum_to_1", "rounds_weights", "has_bias", "shares", "wide_scores"),
-                    *("has_correction", "num_groups", "sum_eps", "factor", "shared_size", "has_shared_gate"),
-                )
-            ),
-        ),
-        any_value,
-    ),
-    "experts.num": lambda num: num <= MAX_EXPERTS,
-    "experts.num_used": lambda num: num <= MAX_CHOSEN,
-    "experts.swiglu": one_of(None),
-    "experts.weighs_inputs": one_of(False),
-    "head_dim": lambda dim: dim % _EIGHT == 0 and dim <= HEAD_DIMS[-1],
-    "activation": one_of(*ACTIVATIONS),
-    "rotary.dim": lambda dim: dim % 2 == 0,
-}
-
-
-def refusal(spec: DecoderSpec, weights: DecoderWeights) -> str | None:
-    """Why the kernels cannot compute this model; None where they can."""
-    name = "the device's direct path"
-    of_local = {
-        "local_rotary.dim": one_of(spec.rotary.dim),
-        "local_rotary.interleaved": one_of(spec.rotary.interleaved),
-    }
-    of_mixture: dict[str, Accepts] = {}
-    if spec.experts is not None:
-        of_mixture = {
-            "experts.num_groups_used": one_of(spec.experts.num_groups),
-            "is_parallel": one_of(False),
-        }
-    reason = refusal_of(spec, FEATURES | of_local | of_mixture, name)
-    if reason is not None:
-        return reason
-    table = weights.embeddings
-    expected = spec.dtype if table.scale is None else DType.I8
-    if table.weight.dtype is not expected or (table.scale and table.scale.dtype not in WEIGHT_KINDS):
-        return f"{name} does not take embeddings in {table.weight.dtype.label}"
-    of_experts = [
-        each for layer in weights.layers for expert in layer.experts for each in (expert.gate_up, expert.down)
-    ]
-    for projection in (*_projections(weights), *of_experts):
-        if not projection.is_settled:
-            return f"{name} does not take matrices of GPTQ and AWQ, or others that are converted"
-        for matrix in projection.matrices():
-            if format_of(matrix, spec.dtype) is None:
-                return (
-                    f"{name} does not multiply with a {type(matrix).__name__} [{matrix.num_out}, {matrix.num_in}] in "
-                    f"{matrix.weight.dtype.label}"
-                )
-    reasons = (refusal_of_experts(layer, spec.dtype, name) for layer in weights.layers)
-    return next((reason for reason in reasons if reason is not None), None)
 
 
 def modules_of(spec: DecoderSpec, weights: DecoderWeights) -> tuple[str, ...]:
     """The kernels' modules that the model needs."""
     formats = dict.fromkeys(
         format_of(matrix, spec.dtype) or ""
-        for projection in _projections(weights)
+        for projection in projections_of(weights)
         for matrix in projection.matrices()
     )
     of_experts = [product_module(each, of_experts=True) for each in formats_of_experts(weights, spec.dtype)]
@@ -115,15 +38,6 @@ def modules_of(spec: DecoderSpec, weights: DecoderWeights) -> tuple[str, ...]:
         *map(product_module, formats),
         *([EXPERTS, *of_experts] if of_experts else ()),
     )
-
-
-def _projections(weights: DecoderWeights) -> Iterator[Projection]:
-    """All but the experts'."""
-    yield weights.head
-    for layer in weights.layers:
-        for each in (layer.qkv, layer.output, layer.router, layer.shared_gate, layer.gate_up, layer.down):
-            if each is not None:
-                yield each
 
 
 class DecoderLaunches:

@@ -20,7 +20,7 @@ from tests.support.tiny_models import tiny_model
 
 from teneral.loader.device.driver.base import CudaError
 from teneral.runtime.backends.cuda.direct.executor import DirectExecutor
-from teneral.runtime.backends.cuda.direct.launches import refusal
+from teneral.runtime.backends.cuda.direct.refusals import refusal
 from teneral.runtime.errors import ModelError
 from teneral.runtime.kv.kinds import KVKind
 from teneral.runtime.models.decoder import Decoder

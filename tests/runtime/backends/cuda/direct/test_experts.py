@@ -28,7 +28,6 @@ from tests.support.tiny_models import save_tiny, tiny_model
 from teneral import cli
 from teneral.runtime.backends.choose import BackendChoice
 from teneral.runtime.backends.cuda.direct.arguments import AddExperts, GroupPairs, Part, Route
-from teneral.runtime.backends.cuda.direct.launches import refusal
 from teneral.runtime.backends.cuda.direct.memory import Array
 from teneral.runtime.backends.cuda.direct.products import (
     MAX_FEW_ROWS,
@@ -38,6 +37,7 @@ from teneral.runtime.backends.cuda.direct.products import (
     layout_of,
     parts_of,
 )
+from teneral.runtime.backends.cuda.direct.refusals import refusal
 from teneral.runtime.backends.native.reference import route as route_on_host
 from teneral.runtime.errors import ModelError
 from teneral.runtime.models.build import build_model

@@ -19,7 +19,7 @@ from teneral.runtime.backends.cuda.direct.arguments import (
     PlaceHeads,
     ScaleLogits,
 )
-from teneral.runtime.backends.cuda.direct.launches import NORMS
+from teneral.runtime.backends.cuda.direct.refusals import NORMS
 from teneral.runtime.models.decoder_config import Norm
 from teneral.runtime.tensors import DType, from_float32, to_float32
 

@@ -168,12 +168,23 @@ class DirectRig:
 class Stepper:
     """Sequences over an executor, each with blocks of its own that lie anywhere in the pool."""
 
-    def __init__(self, model: DirectModel, executor: DirectExecutor | None = None) -> None:
+    def __init__(
+        self,
+        model: DirectModel,
+        executor: DirectExecutor | None = None,
+        *,
+        adapters: Mapping[str, Any] | None = None,
+        max_spans: int = 16,
+    ) -> None:
+        """`adapters` are those of sequences with these names."""
+        self.adapters = dict(adapters or {})
         self.executor = executor or model.executor
         self.kv = self.executor.new_kv(NUM_BLOCKS, BLOCK_SIZE, KVKind.MODEL)
         self.executor.open(
             self.kv,
-            WorkspaceLimits(max_rows=512, max_spans=16, max_context=MAX_CONTEXT, block_size=BLOCK_SIZE),
+            WorkspaceLimits(
+                max_rows=512, max_spans=max_spans, max_context=MAX_CONTEXT, block_size=BLOCK_SIZE
+            ),
         )
         self._free = [int(block) for block in np.random.default_rng(1).permutation(NUM_BLOCKS)]
         self._blocks: dict[str, list[int]] = {}
@@ -191,7 +202,7 @@ class Stepper:
             blocks = self._blocks.setdefault(name, [])
             while len(blocks) * BLOCK_SIZE < end:
                 blocks.append(self._free.pop())
-            spans.append(SequenceSpan(len(tokens), len(new), end, tuple(blocks)))
+            spans.append(SequenceSpan(len(tokens), len(new), end, tuple(blocks), self.adapters.get(name)))
             tokens += new
             positions += range(cached, end)
             slots += [blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(cached, end)]

@@ -94,6 +94,25 @@ class AddExperts(ctypes.Structure):
     )
 
 
+class AdapterSite(ctypes.Structure):
+    """What an adapter adds to one projection of one layer."""
+
+    _fields_ = (("a", _ADDRESS), *fields(_U32, "num_low num_parts a_kind b_kind"))
+
+
+class AdapterPart(ctypes.Structure):
+    """To some of its columns."""
+
+    _fields_ = (("b", _ADDRESS), *fields(_U32, "first num_out rank"), ("factor", _F32))
+
+
+class Adapt(ctypes.Structure):
+    _fields_ = (
+        *fields(_ADDRESS, "sites parts slots x low out counts"),
+        *fields(_U32, "num_sites site num_in num_out low_stride"),
+    )
+
+
 class Item(ctypes.Structure):
     """The share of one block of attention."""
 

@@ -57,7 +57,7 @@ class DirectBackend:
 
     def forward(self, batch: StepBatch, *, on_layer: OnLayer | None) -> Logits:
         with self._translated_errors():
-            if self._decoder.is_exact and not batch.scored:
+            if self._decoder.is_exact and not batch.scored and _has_its_adapters(batch):
                 return self._executor.run(batch)
             logits: Logits = self._decoder.forward(batch, self._kv, on_layer=on_layer)
             return logits
@@ -77,6 +77,7 @@ class DirectBackend:
         with self._translated_errors():
             self._executor.device.driver.synchronize_stream(self._executor.device.stream)
             self._executor.drop_graphs()
+            self._executor.drop_adapters()
 
     def close(self) -> None:
         """Free all but the pool and the weights, once the device is done."""
@@ -112,3 +113,8 @@ class DirectBackend:
             if error.is_lost:
                 raise DeviceLostError(error.message, hint=error.hint) from error
             raise
+
+
+def _has_its_adapters(batch: StepBatch) -> bool:
+    """True if no adapter of its rows is still on its way."""
+    return all(span.adapter is None or span.adapter.is_complete for span in batch.spans)

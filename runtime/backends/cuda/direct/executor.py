@@ -22,6 +22,7 @@ from ....models.matrices import DecoderWeights, EncoderWeights
 from ....models.spec import DecoderSpec, EncoderSpec
 from ....step.batch import Int64s, StepBatch
 from ....tensors import DType, to_float32
+from .adapters import DeviceAdapters
 from .device import DirectDevice
 from .launches import DecoderLaunches, modules_of
 from .memory import Array, DeviceArena
@@ -94,7 +95,7 @@ class DirectExecutor:
     is_direct = True
     is_batch_invariant = True
     runs_layers_together = True
-    takes_adapters = False
+    takes_adapters = True
     routes_apart = False
     scores_in_strips = False
 
@@ -106,6 +107,7 @@ class DirectExecutor:
         self._kv: DirectKVStorage | None = None
         self._workspace: Workspace | None = None
         self._launches: DecoderLaunches | None = None
+        self._adapters: DeviceAdapters | None = None  # from the first step on that has some
         self._programs: dict[ProgramKey, Program] = {}
         self._heads: dict[int, Program] = {}
         self._graphs: dict[ProgramKey, Graph] = {}
@@ -153,7 +155,9 @@ class DirectExecutor:
         self._programs.clear()
         self._heads.clear()
         self._workspace.close()
-        self._workspace = self._launches = None
+        if self._adapters is not None:
+            self._adapters.close()
+        self._workspace = self._launches = self._adapters = None
 
     def drop_graphs(self) -> None:
         """Free the graphs; they are made again as steps come. None may run."""
@@ -161,6 +165,12 @@ class DirectExecutor:
             graph.close()
         self._graphs.clear()
         self._num_uses.clear()
+
+    def drop_adapters(self) -> None:
+        """Free the copies of adapters; they are made again as steps need them. No step may run."""
+        if self._adapters is not None:
+            self._adapters.drop()
+            self._opened().forget()
 
     # -- a pass, stage by stage ------------------------------------------------------------------------------
 
@@ -181,6 +191,8 @@ class DirectExecutor:
     def layers(self, step: DirectStep, first: int, end: int, x: Activations) -> Activations:
         self._fetch(x)
         key = self._load(step.batch)
+        if self._adapters is not None and key.is_adapted:
+            self._adapters.upload(step.batch.spans, first, end)
         self._program(key).launch(self.device.stream, first + 1, end + 1)
         return x
 
@@ -229,6 +241,8 @@ class DirectExecutor:
         workspace, stream = self._opened(), self.device.stream
         self._evict()
         key = self._load(batch)
+        if self._adapters is not None and key.is_adapted:
+            self._adapters.upload(batch.spans, 0, self.spec.num_layers)
         num_logits = len(batch.logit_rows)
         graph = self._graph(key, num_logits)
         if graph is not None:
@@ -273,9 +287,22 @@ class DirectExecutor:
 
     def _load(self, batch: StepBatch) -> ProgramKey:
         workspace = self._opened()
-        plan = workspace.load(batch)
+        adapters: Sequence[int] = ()
+        if any(span.adapter is not None for span in batch.spans):
+            adapters = self._opened_adapters().slots(batch.spans)
+        plan = workspace.load(batch, adapters)
         rows = bucket_of(len(batch.tokens), workspace.limits.max_rows)
-        return ProgramKey(rows, plan.many, slots_of(plan.num_slots))
+        return ProgramKey(rows, plan.many, slots_of(plan.num_slots), is_adapted=bool(adapters))
+
+    def _opened_adapters(self) -> DeviceAdapters:
+        if self._adapters is None:
+            limits, num_layers = self._opened().limits, self.spec.num_layers
+            self._adapters = DeviceAdapters(
+                self.device, num_layers, num_slots=limits.max_spans, num_rows=limits.max_rows
+            )
+            assert self._launches is not None
+            self._launches.adapters = self._adapters
+        return self._adapters
 
     def _program(self, key: ProgramKey) -> Program:
         if key not in self._programs:

@@ -87,9 +87,12 @@ class ExpertLaunches:
         self._spec = spec
         self._experts = experts
         self._layers = weights.layers
-        self._arrays = arrays
+        self.arrays = arrays
         self._counts = counts
         self._first_parts: dict[int, tuple[int, int]] = {}  # of a layer: for gate and up, and for down
+
+    def num_pairs(self, num_rows: int) -> int:
+        return num_rows * self._experts.num_used
 
     def load(self, driver: Driver, stream: int) -> None:
         """Have the addresses of all matrices on the device. Blocks."""
@@ -101,8 +104,8 @@ class ExpertLaunches:
             parts += [part for each in layer.experts for part in parts_of(each.gate_up, experts.size)]
             firsts.append(len(parts))
             parts += [part for each in layer.experts for part in parts_of(each.down, self._spec.hidden_size)]
-            self._first_parts[number] = self._arrays.parts.row(firsts[0]), self._arrays.parts.row(firsts[1])
-        table = self._arrays.parts
+            self._first_parts[number] = self.arrays.parts.row(firsts[0]), self.arrays.parts.row(firsts[1])
+        table = self.arrays.parts
         assert len(parts) == table.shape[0]
         host = (Part * len(parts))(*parts)
         driver.copy_in(table.address, ctypes.addressof(host), table.size_bytes, stream)
@@ -110,7 +113,7 @@ class ExpertLaunches:
 
     def up(self, number: int, x: Array, bucket: int) -> list[KernelLaunch]:
         """From the router's scores to gate and up of each pair."""
-        layer, experts, arrays = self._layers[number], self._experts, self._arrays
+        layer, experts, arrays = self._layers[number], self._experts, self.arrays
         tiles, correction = Tiles.of(bucket * experts.num_used, experts.num), layer.correction
         route = Route(
             scores=arrays.scores.address,
@@ -147,7 +150,7 @@ class ExpertLaunches:
 
     def down(self, number: int, out: Array, bucket: int, *, adds: bool) -> list[KernelLaunch]:
         """From the active numbers of each pair, and what the shared expert has made, to the rows of `out`."""
-        layer, experts, arrays = self._layers[number], self._experts, self._arrays
+        layer, experts, arrays = self._layers[number], self._experts, self.arrays
         tiles, size = Tiles.of(bucket * experts.num_used, experts.num), self._spec.hidden_size
         adding = AddExperts(
             out=out.address,
@@ -178,6 +181,6 @@ class ExpertLaunches:
             tiles,
             parts=self._first_parts[number][is_down],
             num_parts=1 if is_down else 2,
-            tile_table=self._arrays.tiles.address,
-            rows=0 if is_down else self._arrays.rows.address,
+            tile_table=self.arrays.tiles.address,
+            rows=0 if is_down else self.arrays.rows.address,
         )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 
 from .....loader.device.driver.base import KernelLaunch
+from ....models.adapter import AdapterPlace
 from ....models.decoder_config import LayerRotary
 from ....models.matrices import DecoderLayerWeights, DecoderWeights, Projection, Tensor
 from ....models.spec import DecoderSpec
+from .adapters import DeviceAdapters
 from .arguments import AddRows, Attention, Embed, Gate, NormRows, PlaceHeads, ScaleLogits
 from .attention import attention_launches
 from .experts import ExpertLaunches, formats_of_experts
@@ -53,6 +55,8 @@ class DecoderLaunches:
         self._arrays = workspace.arrays
         self._kv = kv
         self._counts = Array(self._table("counts"), (1,), workspace.arrays.tables.dtype)
+        self._adds_apart = self._spec.output_norms or self._spec.residual_scale != 1
+        self.adapters: DeviceAdapters | None = None  # which programs need whose key `is_adapted`
         self._experts: ExpertLaunches | None = None
         if self._spec.experts is not None and self._arrays.experts is not None:
             self._experts = ExpertLaunches(
@@ -109,59 +113,70 @@ class DecoderLaunches:
         return [self._kernels.launch(ROWS, "embed", (key.rows,), _THREADS, arguments)]
 
     def _layer(self, number: int, key: ProgramKey) -> list[KernelLaunch]:
-        layer, arrays, rows, spec = self._weights.layers[number], self._arrays, key.rows, self._spec
-        to_attention, x = self._input(layer.attention_norm, rows)
-        to_mlp, y = ([], x) if spec.is_parallel else self._input(layer.mlp_norm, rows)
+        layer, arrays, spec = self._weights.layers[number], self._arrays, self._spec
+        to_attention, x = self._input(layer.attention_norm, key.rows)
+        to_mlp, y = ([], x) if spec.is_parallel else self._input(layer.mlp_norm, key.rows)
         return [
             *to_attention,
-            *self._product(layer.qkv, x, arrays.heads, rows),
-            *self._place_heads(layer, number, rows),
+            *self._product(layer.qkv, x, arrays.heads, key.rows),
+            *self._adapt(AdapterPlace.QKV, number, x, arrays.heads, key),
+            *self._place_heads(layer, number, key.rows),
             *self._attention(number, key),
-            *self._add(layer.output, arrays.attended, layer.attention_output_norm, rows),
+            *self._add(AdapterPlace.OUTPUT, number, arrays.attended, key),
             *to_mlp,
-            *(self._mixture(number, y, rows) if layer.experts else self._mlp(layer, y, rows)),
+            *(self._mixture(number, y, key) if layer.experts else self._mlp(number, y, key)),
         ]
 
-    def _mlp(self, layer: DecoderLayerWeights, x: Array, rows: int) -> list[KernelLaunch]:
-        assert layer.down is not None
-        launches, active = self._active(layer, x, rows)
-        return [*launches, *self._add(layer.down, active, layer.mlp_output_norm, rows)]
+    def _mlp(self, number: int, x: Array, key: ProgramKey) -> list[KernelLaunch]:
+        launches, active = self._active(number, x, key)
+        return [*launches, *self._add(AdapterPlace.DOWN, number, active, key)]
 
-    def _active(self, layer: DecoderLayerWeights, x: Array, rows: int) -> tuple[list[KernelLaunch], Array]:
+    def _active(self, number: int, x: Array, key: ProgramKey) -> tuple[list[KernelLaunch], Array]:
         """The launches that make the inputs of `down` for all rows, and where they are then."""
+        layer, arrays, rows = self._weights.layers[number], self._arrays, key.rows
         assert layer.gate_up is not None
         assert layer.down is not None
-        arrays, size = self._arrays, layer.down.num_in
-        inner = Array(arrays.inner.address, (rows, 2 * size), arrays.inner.dtype)
-        active = Array(arrays.active.address, (rows, size), arrays.active.dtype)
-        return [*self._product(layer.gate_up, x, inner, rows), self._gate(inner, active, rows)], active
+        inner = Array(arrays.inner.address, (rows, 2 * layer.down.num_in), arrays.inner.dtype)
+        active = Array(arrays.active.address, (rows, layer.down.num_in), arrays.active.dtype)
+        launches = [
+            *self._product(layer.gate_up, x, inner, rows),
+            *self._adapt(AdapterPlace.GATE_UP, number, x, inner, key),
+            self._gate(inner, active, rows),
+        ]
+        return launches, active
 
-    def _mixture(self, number: int, x: Array, rows: int) -> list[KernelLaunch]:
-        layer, arrays, experts, launches = (
-            self._weights.layers[number],
-            self._arrays.experts,
-            self._spec.experts,
-            self._experts,
-        )
+    def _mixture(self, number: int, x: Array, key: ProgramKey) -> list[KernelLaunch]:
+        layer, mixture, rows = self._weights.layers[number], self._experts, key.rows
+        assert mixture is not None
         assert layer.router is not None
-        assert arrays is not None
-        assert experts is not None
-        assert launches is not None
-        shared: list[KernelLaunch] = []
+        arrays, shared = mixture.arrays, list[KernelLaunch]()
         if layer.down is not None:
-            shared, active = self._active(layer, x, rows)
+            shared, active = self._active(number, x, key)
             shared += self._product(layer.down, active, arrays.shared, rows)
+            shared += self._adapt(AdapterPlace.DOWN, number, active, arrays.shared, key)
         if layer.shared_gate is not None:
             shared += self._product(layer.shared_gate, x, arrays.shared_gate, rows)
-        num_pairs, added = rows * experts.num_used, self._arrays.added
+        out = self._arrays.added if self._adds_apart else self._arrays.x
         return [
             *self._product(layer.router, x, arrays.scores, rows, Mode.STORE_WIDE),
-            *launches.up(number, x, rows),
-            self._gate(arrays.inner, arrays.active, num_pairs, Output.PAIRS),
+            *mixture.up(number, x, rows),
+            self._gate(arrays.inner, arrays.active, mixture.num_pairs(rows), Output.PAIRS),
             *shared,
-            *launches.down(number, self._arrays.x if added is None else added, rows, adds=added is None),
-            *self._add_rows(layer.mlp_output_norm, rows),
+            *mixture.down(number, out, rows, adds=not self._adds_apart),
+            *([self._add_rows(layer.mlp_output_norm, rows)] if self._adds_apart else []),
         ]
+
+    def _adapt(
+        self, place: AdapterPlace, number: int, x: Array, out: Array, key: ProgramKey
+    ) -> list[KernelLaunch]:
+        """The rows of `out`, which a projection of x has made, gain what their adapters add."""
+        if not key.is_adapted:
+            return []
+        assert self.adapters is not None
+        site = number * len(AdapterPlace) + place
+        return self.adapters.launches(
+            self._kernels, self._table("adapters"), x, out, self._counts, key.rows, site
+        )
 
     def _gate(self, inner: Array, active: Array, rows: int, output: Output = Output.ROWS) -> KernelLaunch:
         gate = Gate(
@@ -183,20 +198,24 @@ class DecoderLaunches:
             else ([self._norm(norm, arrays.x, arrays.normed, rows)], arrays.normed)
         )
 
-    def _add(
-        self, projection: Projection, inputs: Array, norm: Tensor | None, rows: int
-    ) -> list[KernelLaunch]:
-        """x += projection(inputs), after a norm of its own and scaled, where there are such."""
-        arrays = self._arrays
-        if arrays.added is None:
-            return self._product(projection, inputs, arrays.x, rows, Mode.ADD)
-        return [*self._product(projection, inputs, arrays.added, rows), *self._add_rows(norm, rows)]
+    def _add(self, place: AdapterPlace, number: int, x: Array, key: ProgramKey) -> list[KernelLaunch]:
+        """The rows gain this projection of x, after a norm of its own and scaled, where there are such."""
+        layer, added = self._weights.layers[number], self._arrays.added
+        is_down = place is AdapterPlace.DOWN
+        projection = layer.down if is_down else layer.output
+        norm = layer.mlp_output_norm if is_down else layer.attention_output_norm
+        assert projection is not None
+        if not self._adds_apart and not key.is_adapted:
+            return self._product(projection, x, self._arrays.x, key.rows, Mode.ADD)
+        return [
+            *self._product(projection, x, added, key.rows),
+            *self._adapt(place, number, x, added, key),
+            self._add_rows(norm, key.rows),
+        ]
 
-    def _add_rows(self, norm: Tensor | None, rows: int) -> list[KernelLaunch]:
-        """x += what is to be added, where that is in rows of its own."""
+    def _add_rows(self, norm: Tensor | None, rows: int) -> KernelLaunch:
+        """x += norm(added) * scale."""
         arrays, spec = self._arrays, self._spec
-        if arrays.added is None:
-            return []
         adding = AddRows(
             x=arrays.x.address,
             more=arrays.added.address,
@@ -208,7 +227,7 @@ class DecoderLaunches:
             eps=spec.norm_eps,
             scale=spec.residual_scale,
         )
-        return [self._kernels.launch(ROWS, "add_rows", (rows,), _THREADS, adding)]
+        return self._kernels.launch(ROWS, "add_rows", (rows,), _THREADS, adding)
 
     def _norm(
         self,

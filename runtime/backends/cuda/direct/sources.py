@@ -38,9 +38,10 @@ class KernelModule(NamedTuple):
     def text(self) -> str:
         """The source, after which the compiler's messages name the files."""
         kind, _, variant = self.name.partition("_")
+        own = "product" if variant in FORMATS else kind
         text = "".join(
             f'#line 1 "{name}.cuh"\n{(FOLDER / f"{name}.cuh").read_text(encoding="utf-8")}'
-            for name in ("device", "product" if variant in FORMATS else kind)
+            for name in ("device", own, *(("adapters",) if own == ROWS else ()))
         )
         if kind == "product":
             text += f"PRODUCTS({variant}, {FORMATS[variant]})\n"

@@ -39,6 +39,7 @@ class ProgramKey(NamedTuple):
     rows: int  # at most
     many: bool  # items of MANY_PAIRS
     slots: int  # of SLOTS
+    is_adapted: bool = False  # some rows have adapters
 
     def num_items(self, group: int, max_spans: int) -> int:
         """The most items of a step."""
@@ -64,6 +65,7 @@ class TableSizes(Struct, frozen=True):
             "positions": self.max_rows,
             "slots": self.max_rows,
             "logit_rows": self.max_logits,
+            "adapters": self.max_rows,
             "starts": self.max_spans,
             "lengths": self.max_spans,
             "contexts": self.max_spans,
@@ -136,8 +138,9 @@ class StepTables:
         self._num_experts_used = num_experts_used
         self._offsets = sizes.offsets
 
-    def fill(self, batch: StepBatch, into: U32s) -> tuple[AttentionPlan, int]:
-        """Write the batch's tables. Returns its plan, and the numbers of `into` that are in use.
+    def fill(self, batch: StepBatch, into: U32s, adapters: Sequence[int] = ()) -> tuple[AttentionPlan, int]:
+        """Write the batch's tables, with the slot of each span's adapter where some have one. Returns its plan, and
+        the numbers of `into` that are in use.
 
         Raises `ModelError` for a batch that is too large, and for ids that nothing has.
         """
@@ -162,6 +165,7 @@ class StepTables:
             ("positions", batch.positions),
             ("slots", batch.slots),
             ("logit_rows", batch.logit_rows),
+            ("adapters", np.repeat(adapters, [span.length for span in spans]) if adapters else ()),
             ("starts", [span.start for span in spans]),
             ("lengths", [span.length for span in spans]),
             ("contexts", [span.context_len for span in spans]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -77,10 +78,8 @@ class StepArrays:
                 arena.take(names[0], angles, DType.F32),
                 arena.take(names[1], angles, DType.F32),
             )
-        # What is normalised or scaled before it is added to the rows
-        self.added: Array | None = None
-        if spec.output_norms or spec.residual_scale != 1:
-            self.added = arena.take("added rows", (rows, spec.hidden_size), dtype)
+        # What is normalised, scaled or adapted before it is added to the rows
+        self.added = arena.take("added rows", (rows, spec.hidden_size), dtype)
         self.experts: ExpertArrays | None = None
         if spec.experts is not None:
             self.experts = ExpertArrays(arena, spec, spec.experts, rows)
@@ -130,18 +129,24 @@ class Workspace:
         self._loaded: tuple[StepBatch, AttentionPlan] | None = None
         self._num_positions = 0
 
-    def load(self, batch: StepBatch) -> AttentionPlan:
-        """Have the batch's tables on the device. Raises `ModelError` for a batch that does not fit."""
+    def load(self, batch: StepBatch, adapters: Sequence[int] = ()) -> AttentionPlan:
+        """Have the batch's tables on the device; `adapters` are the slots of its spans' own. Raises `ModelError` for a
+        batch that does not fit.
+        """
         if self._loaded is not None and self._loaded[0] is batch:
             return self._loaded[1]
         self._loaded = None
         longest = max((span.context_len for span in batch.spans), default=0)
         self._take_positions(longest)
         address, numbers = self._uplink.room()
-        plan, num = self._tables.fill(batch, numbers)
+        plan, num = self._tables.fill(batch, numbers, adapters)
         self._uplink.send(self.arrays.tables.address, address, 4 * num)
         self._loaded = batch, plan
         return plan
+
+    def forget(self) -> None:
+        """Have the next batch's tables written again."""
+        self._loaded = None
 
     def load_logit_rows(self, rows: Int64s) -> None:
         """Have these rows of the activations in place of the batch's."""

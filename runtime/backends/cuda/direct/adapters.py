@@ -35,6 +35,7 @@ class _Copy:
     def __init__(self, slot: int) -> None:
         self.slot = slot
         self.address = 0  # none
+        self.size_bytes = 0
         self.layers: set[int] = set()  # that are there
         self.offsets: list[int] = []  # of each layer, from the address
 
@@ -49,6 +50,7 @@ class DeviceAdapters:
         self._num_sites = num_layers * len(AdapterPlace)
         self._copies: OrderedDict[weakref.ref[Adapter], _Copy] = OrderedDict()  # the one used last is last
         self._taken: list[int] = []
+        self.size_bytes = 0  # of tables, low numbers and copies
         num = num_slots * self._num_sites
         self._sites = self._take(num * ctypes.sizeof(arguments.AdapterSite))
         self._parts = self._take(num * SITE_PARTS * ctypes.sizeof(arguments.AdapterPart))
@@ -111,6 +113,7 @@ class DeviceAdapters:
 
     def _take(self, size_bytes: int) -> int:
         self._taken.append(self._device.driver.alloc(size_bytes))
+        self.size_bytes += size_bytes
         return self._taken[-1]
 
     def _copy_of(self, ref: weakref.ref[Adapter]) -> _Copy:
@@ -127,16 +130,19 @@ class DeviceAdapters:
         if refs:
             self._device.driver.synchronize_stream(self._device.stream)
         for ref in refs:
-            address = self._copies.pop(ref).address
-            if address:
-                self._device.driver.free(address)
+            copy = self._copies.pop(ref)
+            if copy.address:
+                self._device.driver.free(copy.address)
+                self.size_bytes -= copy.size_bytes
 
     def _upload(self, copy: _Copy, weights: AdapterWeights, layer: int) -> None:
         """The layer's arrays, and its rows of the tables."""
         if not copy.address:
             sizes = [_size_of(sites.values()) for sites in weights.layers]
             copy.offsets = [sum(sizes[:number]) for number in range(len(sizes))]
-            copy.address = self._device.driver.alloc(max(1, sum(sizes)))
+            copy.size_bytes = max(1, sum(sizes))
+            copy.address = self._device.driver.alloc(copy.size_bytes)
+            self.size_bytes += copy.size_bytes
         num = len(AdapterPlace)
         sites = (arguments.AdapterSite * num)()
         parts = (arguments.AdapterPart * (num * SITE_PARTS))()

@@ -86,19 +86,21 @@ class DirectBackend:
 
     def statistics(self) -> BackendDeviceStatistics:
         free_bytes, total_bytes = self._executor.device.driver.memory()
+        executor = self._executor
         used_bytes = self._decoder.weights.size_bytes + self._kv.size_bytes
+        used_bytes += executor.workspace_bytes + executor.adapter_bytes
         return BackendDeviceStatistics(
             free_bytes=free_bytes,
             total_bytes=total_bytes,
             weight_bytes=self._decoder.weights.size_bytes,
             kv_bytes=self._kv.size_bytes,
             graph_bytes=0,  # the driver's own
-            activation_bytes=self._executor.workspace_bytes,
-            allocated_bytes=used_bytes + self._executor.workspace_bytes,
-            reserved_bytes=used_bytes + self._executor.workspace_bytes,
-            num_graphs=self._executor.num_graphs,
-            graph_steps_total=self._executor.num_graph_steps,
-            eager_steps_total=self._executor.num_eager_steps,
+            activation_bytes=executor.workspace_bytes,
+            allocated_bytes=used_bytes,
+            reserved_bytes=used_bytes,
+            num_graphs=executor.num_graphs,
+            graph_steps_total=executor.num_graph_steps,
+            eager_steps_total=executor.num_eager_steps,
             out_of_memory_total=self._num_out_of_memory,
             narrow_redraws_total=0,
         )

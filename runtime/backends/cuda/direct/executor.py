@@ -133,6 +133,10 @@ class DirectExecutor:
     def workspace_bytes(self) -> int:
         return 0 if self._workspace is None else self._workspace.size_bytes
 
+    @property
+    def adapter_bytes(self) -> int:
+        return 0 if self._adapters is None else self._adapters.size_bytes
+
     def open(self, kv: DirectKVStorage, limits: WorkspaceLimits) -> None:
         """Take the memory for steps over this pool. Raises `CudaError` where it is not there."""
         self.close()

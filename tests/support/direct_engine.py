@@ -175,11 +175,12 @@ class Stepper:
         *,
         adapters: Mapping[str, Any] | None = None,
         max_spans: int = 16,
+        kind: KVKind = KVKind.MODEL,
     ) -> None:
         """`adapters` are those of sequences with these names."""
         self.adapters = dict(adapters or {})
         self.executor = executor or model.executor
-        self.kv = self.executor.new_kv(NUM_BLOCKS, BLOCK_SIZE, KVKind.MODEL)
+        self.kv = self.executor.new_kv(NUM_BLOCKS, BLOCK_SIZE, kind)
         self.executor.open(
             self.kv,
             WorkspaceLimits(

@@ -45,7 +45,8 @@ class ScaleLogits(ctypes.Structure):
 
 class PlaceHeads(ctypes.Structure):
     _fields_ = (
-        *fields(_ADDRESS, "heads cos sin query_norm key_norm keys values positions slots counts"),
+        *fields(_ADDRESS, "heads cos sin query_norm key_norm keys values"),
+        *fields(_ADDRESS, "key_scales value_scales positions slots counts"),
         *fields(_U32, "num_heads num_kv_heads head_dim rotary_dim weight_kind kind interleaved wide_turns"),
         ("eps", _F32),
     )
@@ -129,7 +130,7 @@ class Attention(ctypes.Structure):
     _fields_ = (
         *fields(
             _ADDRESS,
-            "heads keys values out split_sums split_scales items merges",
+            "heads keys values key_scales value_scales out split_sums split_scales items merges",
         ),
         *fields(
             _ADDRESS,
@@ -185,7 +186,7 @@ class Adjust(ctypes.Structure):
 class CopyBlocks(ctypes.Structure):
     _fields_ = (
         *fields(_ADDRESS, "pool stored blocks"),
-        *fields(_U32, "num_layers pool_blocks block_size num_kv_heads head_dim is_in"),
+        *fields(_U32, "pool_blocks block_size num_kv_heads head_dim stored_size is_in"),
     )
 
 

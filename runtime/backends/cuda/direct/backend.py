@@ -18,7 +18,7 @@ from ....step.batch import Rows, StepBatch, build_batch
 from ....step.state import Chosen, SamplingState
 from .executor import DirectExecutor, Logits
 from .sampler import TokenSampler
-from .storage import DirectKVStorage
+from .storage import DirectPool
 from .workspace import WorkspaceLimits
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class DirectBackend:
 
     returns_early = True
 
-    def __init__(self, decoder: Decoder, kv: DirectKVStorage, options: BackendOptions) -> None:
+    def __init__(self, decoder: Decoder, kv: DirectPool, options: BackendOptions) -> None:
         """Opens the decoder's executor for this pool. Raises `CudaError` where memory is short."""
         assert isinstance(decoder.executor, DirectExecutor)
         self._decoder = decoder

@@ -28,11 +28,15 @@ from .launches import DecoderLaunches, modules_of
 from .memory import Array, DeviceArena
 from .program import Graph, Program
 from .refusals import refusal
-from .storage import DirectKVStorage
+from .storage import DirectInt8KVStorage, DirectKVStorage, DirectPool
 from .tables import ProgramKey, bucket_of, slots_of
 from .workspace import StepArrays, Workspace, WorkspaceLimits, size_of
 
 NAME = "cuda"
+_POOLS: dict[KVKind, type[DirectKVStorage | DirectInt8KVStorage]] = {
+    KVKind.MODEL: DirectKVStorage,
+    KVKind.INT8: DirectInt8KVStorage,
+}
 # Of the kernels' arithmetic: raised when a change of theirs changes a bit of a result.
 VERSION = 1
 # A decode step that came so often is worth a graph.
@@ -104,7 +108,7 @@ class DirectExecutor:
         self.device = device
         self._weights = weights
         self._kernels = device.kernels(spec.dtype)
-        self._kv: DirectKVStorage | None = None
+        self._kv: DirectPool | None = None
         self._workspace: Workspace | None = None
         self._launches: DecoderLaunches | None = None
         self._adapters: DeviceAdapters | None = None  # from the first step on that has some
@@ -122,8 +126,9 @@ class DirectExecutor:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The kernels' modules that the model needs."""
-        return modules_of(self.spec, self._weights)
+        """The kernels' modules that the model and its pool need."""
+        is_int8 = isinstance(self._kv, DirectInt8KVStorage)
+        return modules_of(self.spec, self._weights, of_int8=is_int8)
 
     @property
     def num_graphs(self) -> int:
@@ -137,11 +142,11 @@ class DirectExecutor:
     def adapter_bytes(self) -> int:
         return 0 if self._adapters is None else self._adapters.size_bytes
 
-    def open(self, kv: DirectKVStorage, limits: WorkspaceLimits) -> None:
+    def open(self, kv: DirectPool, limits: WorkspaceLimits) -> None:
         """Take the memory for steps over this pool. Raises `CudaError` where it is not there."""
         self.close()
-        self._kernels.load(self.modules)
         self._kv = kv
+        self._kernels.load(self.modules)
         self._workspace = Workspace(self.device, self.spec, limits, kv)
         self._launches = DecoderLaunches(self._kernels, self._weights, self._workspace, kv)
 
@@ -263,19 +268,14 @@ class DirectExecutor:
 
     # -- keys and values -------------------------------------------------------------------------------------
 
-    def new_kv(self, num_blocks: int, block_size: int, kind: KVKind) -> DirectKVStorage:
+    def new_kv(self, num_blocks: int, block_size: int, kind: KVKind) -> DirectPool:
         """Raises `CudaError` where the memory is not there."""
-        if kind is not KVKind.MODEL:
-            raise ModelError(
-                f"{self.name} does not store keys and values as {kind.value}",
-                hint="Leave --kv-dtype out, or use --device cpu.",
-            )
         self.close()
-        self._kv = DirectKVStorage(self.spec.kv_shape(num_blocks, block_size), self.device)
+        self._kv = _POOLS[kind](self.spec.kv_shape(num_blocks, block_size), self.device)
         return self._kv
 
     def kv_block_bytes(self, block_size: int, kind: KVKind) -> int:
-        return DirectKVStorage.block_bytes(self.spec.kv_shape(1, block_size))
+        return _POOLS[kind].block_bytes(self.spec.kv_shape(1, block_size))
 
     # -- inside ----------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from .products import WEIGHT_KINDS, Mode, Output, format_of, product_launch
 from .program import Kernels, Program
 from .refusals import ACTIVATIONS, NORMS, projections_of
 from .sources import BLOCKS, CHOOSE, EXPERTS, ROWS, attention_module, product_module
-from .storage import DirectKVStorage
+from .storage import DirectPool
 from .tables import ProgramKey
 from .workspace import Workspace
 
@@ -27,8 +27,8 @@ _THREADS = 256
 _HEAD_THREADS, _HEADS_PER_BLOCK = 128, 4
 
 
-def modules_of(spec: DecoderSpec, weights: DecoderWeights) -> tuple[str, ...]:
-    """The kernels' modules that the model needs."""
+def modules_of(spec: DecoderSpec, weights: DecoderWeights, *, of_int8: bool = False) -> tuple[str, ...]:
+    """The kernels' modules that the model needs, over a pool of floats or of int8."""
     formats = dict.fromkeys(
         format_of(matrix, spec.dtype) or ""
         for projection in projections_of(weights)
@@ -36,7 +36,7 @@ def modules_of(spec: DecoderSpec, weights: DecoderWeights) -> tuple[str, ...]:
     )
     of_experts = [product_module(each, of_experts=True) for each in formats_of_experts(weights, spec.dtype)]
     return (
-        *(ROWS, CHOOSE, BLOCKS, attention_module(spec.head_dim)),
+        *(ROWS, CHOOSE, BLOCKS, attention_module(spec.head_dim, of_int8=of_int8)),
         *map(product_module, formats),
         *([EXPERTS, *of_experts] if of_experts else ()),
     )
@@ -46,7 +46,7 @@ class DecoderLaunches:
     """Makes the launches of one model over one workspace and pool. Reads no weights."""
 
     def __init__(
-        self, kernels: Kernels, weights: DecoderWeights, workspace: Workspace, kv: DirectKVStorage
+        self, kernels: Kernels, weights: DecoderWeights, workspace: Workspace, kv: DirectPool
     ) -> None:
         self._kernels = kernels
         self._weights = weights
@@ -287,7 +287,6 @@ class DecoderLaunches:
 
     def _place_heads(self, layer: DecoderLayerWeights, number: int, rows: int) -> list[KernelLaunch]:
         spec, arrays = self._spec, self._arrays
-        keys, values = self._kv.of_layer(number)
         norm, key_norm = layer.query_norm, layer.key_norm
         launches: list[KernelLaunch] = []
         if spec.joint_head_norms and norm is not None and key_norm is not None:
@@ -302,8 +301,7 @@ class DecoderLaunches:
             sin=angles[1],
             query_norm=norm.array.address if norm is not None else 0,
             key_norm=key_norm.array.address if key_norm is not None else 0,
-            keys=keys,
-            values=values,
+            **self._kv.of_layer(number)._asdict(),
             positions=self._table("positions"),
             slots=self._table("slots"),
             counts=self._counts.address,
@@ -332,12 +330,10 @@ class DecoderLaunches:
 
     def _attention(self, number: int, key: ProgramKey) -> list[KernelLaunch]:
         spec, arrays = self._spec, self._arrays
-        keys, values = self._kv.of_layer(number)
         cap = spec.score_cap or 0.0
         arguments = Attention(
             heads=arrays.heads.address,
-            keys=keys,
-            values=values,
+            **self._kv.of_layer(number)._asdict(),
             out=arrays.attended.address,
             split_sums=arrays.split_sums.address,
             split_scales=arrays.split_scales.address,

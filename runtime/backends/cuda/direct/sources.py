@@ -23,7 +23,7 @@ NAMES = (
     BLOCKS,
     EXPERTS,
     *(f"{kind}_{name}" for kind in ("product", "experts") for name in FORMATS),
-    *(f"attention_{dim}" for dim in HEAD_DIMS),
+    *(f"attention_{dim}{kind}" for kind in ("", "_int8") for dim in HEAD_DIMS),
 )
 DTYPES = (DType.BF16, DType.F16)
 
@@ -48,7 +48,8 @@ class KernelModule(NamedTuple):
         elif kind == EXPERTS and variant:
             text += f"EXPERT_PRODUCTS({variant}, {FORMATS[variant]})\n"
         elif kind == "attention":
-            text += f"ATTENTION({variant})\n"
+            dim, _, of_codes = variant.partition("_")
+            text += f"ATTENTION({variant}, {dim}, {'Int8Pool' if of_codes else 'FloatPool'})\n"
         return "#define IN_F16\n" + text if self.dtype is DType.F16 else text
 
 
@@ -56,11 +57,18 @@ def product_module(format_name: str, *, of_experts: bool = False) -> str:
     return f"{EXPERTS if of_experts else 'product'}_{format_name}"
 
 
-def attention_module(head_dim: int) -> str:
-    """The module for heads of this size. Raises `ModelError` for larger ones."""
-    dim = next((dim for dim in HEAD_DIMS if head_dim <= dim), None)
-    if dim is None:
-        raise ModelError(
-            f"heads of {head_dim} numbers are too large for the device's kernels, which take up to {HEAD_DIMS[-1]}"
-        )
-    return f"attention_{dim}"
+def attention_module(head_dim: int, *, of_int8: bool = False) -> str:
+    """The module for heads of this size, in pools of floats or of int8. Raises `ModelError` for larger
+    ones.
+    """
+    return f"attention_{padded_dim(head_dim)}{'_int8' if of_int8 else ''}"
+
+
+def padded_dim(head_dim: int) -> int:
+    """The size that kernels have for such heads. Raises `ModelError` for larger ones."""
+    for dim in HEAD_DIMS:
+        if head_dim <= dim:
+            return dim
+    raise ModelError(
+        f"heads of {head_dim} numbers are too large for the device's kernels, which take up to {HEAD_DIMS[-1]}"
+    )

@@ -17,7 +17,7 @@ from ....tensors import DType
 from .device import DirectDevice
 from .experts import ExpertArrays
 from .memory import Array, DeviceArena
-from .storage import DirectKVStorage
+from .storage import DirectPool
 from .tables import FEW_PAIRS, SLOTS, AttentionPlan, ProgramKey, StepTables, TableSizes, U32s
 
 _NUM_UPLINKS = 3
@@ -104,7 +104,7 @@ class Workspace:
     """
 
     def __init__(
-        self, device: DirectDevice, spec: DecoderSpec, limits: WorkspaceLimits, kv: DirectKVStorage
+        self, device: DirectDevice, spec: DecoderSpec, limits: WorkspaceLimits, kv: DirectPool
     ) -> None:
         """Raises `CudaError` where the memory is not there."""
         self.device = device

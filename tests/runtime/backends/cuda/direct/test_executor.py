@@ -154,6 +154,20 @@ def test_stages_give_the_bits_of_a_whole_step(stepper: Stepper, whole: np.ndarra
     assert len(executor.logits(joined, np.array([], np.int64))) == 0
 
 
+def test_keys_and_values_of_int8(model: DirectModel, whole: np.ndarray) -> None:
+    """Near to the logits over floats; the same bits in chunks, and in company."""
+    made = Stepper(model, kind=KVKind.INT8)
+    logits = made.run({"text": TEXT[:300]})["text"].copy()
+    made.close()
+    differs = np.linalg.norm(logits - whole[:300]) / np.linalg.norm(whole[:300])
+    assert 0 < differs < 0.05
+    stepper = Stepper(model, kind=KVKind.INT8)
+    for first, end in itertools.pairwise((0, 1, 17, 256, 299, 300)):
+        found = stepper.run({"text": TEXT[first:end], "other": TEXT[2 * first : 2 * first + 9]})["text"]
+        np.testing.assert_array_equal(found, logits[first:end])
+    stepper.close()
+
+
 @pytest.mark.parametrize(("bits", "group_size"), [(8, 32), (4, 32)])
 def test_models_of_integers(model: DirectModel, bits: int, group_size: int) -> None:
     """The same bits in any chunks, and the logits of the numbers that the integers stand for."""
@@ -241,10 +255,6 @@ class TestRefusals:
     def test_matrices_in_another_dtype_are_refused(self, model: DirectModel) -> None:
         reason = self.reason(model.decoder, dtype=DType.F16)
         assert reason == "the device's direct path does not take embeddings in bfloat16"
-
-    def test_integer_keys_and_values_are_refused(self, model: DirectModel) -> None:
-        with pytest.raises(ModelError, match="does not store keys and values as int8"):
-            model.executor.new_kv(4, BLOCK_SIZE, KVKind.INT8)
 
 
 class TestBounds:

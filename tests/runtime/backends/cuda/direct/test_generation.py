@@ -25,6 +25,7 @@ from tests.support.tiny_models import save_tiny, tiny_model
 from teneral import cli
 from teneral.runtime.backends.choose import BackendChoice
 from teneral.runtime.errors import CapacityError, DeviceLostError
+from teneral.runtime.kv.kinds import KVKind
 from teneral.runtime.models.build import build_model
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.models.matrices import Float8Matrix
@@ -145,6 +146,17 @@ def test_each_kind_of_norm_rotation_cap_and_mixture_gives_the_same_in_company_an
     with DirectRig(model, max_step_tokens=10, max_prefill_tokens=5, max_running=3) as rig:
         assert rig.say(prompts, 10) == alone
     model.close()
+
+
+def test_keys_and_values_of_int8_give_the_same_in_company_in_chunks_and_preempted(llama: DirectModel) -> None:
+    prompts = prompts_of(6, seed=2)
+    with DirectRig(llama, kv_dtype=KVKind.INT8) as rig:
+        alone = [rig.say([prompt], 12)[0] for prompt in prompts]
+        assert rig.say(prompts, 12) == alone
+        assert rig.kv.element_bytes == 1
+    with DirectRig(llama, kv_dtype=KVKind.INT8, num_blocks=8, max_running=4, max_prefill_tokens=5) as rig:
+        assert rig.say(prompts, 12) == alone
+        assert rig.engine.statistics().preemptions_total > 0
 
 
 def test_steps_that_come_often_become_graphs_with_the_same_tokens(llama: DirectModel) -> None:

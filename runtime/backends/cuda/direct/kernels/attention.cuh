@@ -93,14 +93,14 @@ struct FloatPool {
 };
 
 struct Int8Pool {  // a code times its row's scale, rounded
-  static __device__ __forceinline__ u32 two(u32 codes, float scale) {
-    return T::pair((float)(signed char)codes * scale, (float)(signed char)(codes >> 8) * scale);
+  static __device__ __forceinline__ u32 two(u32 codes, u32 scales) {  // both are exact in 16 bits, so one rounding
+    return T::fused(T::pair((float)(signed char)codes, (float)(signed char)(codes >> 8)), scales, 0x80008000);
   }
   static __device__ __forceinline__ uint4 eight(const void* numbers, const u16* scales, u64 row, u32 at, u32 dim) {
     if (at >= dim) return uint4{0, 0, 0, 0};
     const uint2 codes = *(const uint2*)((const u8*)numbers + row * dim + at);
-    const float scale = wide(scales[row]);
-    return uint4{two(codes.x, scale), two(codes.x >> 16, scale), two(codes.y, scale), two(codes.y >> 16, scale)};
+    const u32 both = scales[row] | (u32)scales[row] << 16;
+    return uint4{two(codes.x, both), two(codes.x >> 16, both), two(codes.y, both), two(codes.y >> 16, both)};
   }
 };
 

@@ -59,7 +59,10 @@ class Gate(ctypes.Structure):
 class Product(ctypes.Structure):
     _fields_ = (
         *fields(_ADDRESS, "weight scale zero bias x out counts"),
-        *fields(_U32, "count num_out num_in length group scale_rows out_stride scale_kind bias_kind mode"),
+        *fields(
+            _U32,
+            "count num_out num_in length group scale_rows zero_more out_stride scale_kind bias_kind mode",
+        ),
     )
 
 
@@ -96,13 +99,13 @@ class AddExperts(ctypes.Structure):
 
 
 class AdapterSite(ctypes.Structure):
-    """What an adapter adds to one projection of one layer."""
+    """The share of an adapter in one projection of one layer."""
 
     _fields_ = (("a", _ADDRESS), *fields(_U32, "num_low num_parts a_kind b_kind"))
 
 
 class AdapterPart(ctypes.Structure):
-    """To some of its columns."""
+    """The share in some of its columns."""
 
     _fields_ = (("b", _ADDRESS), *fields(_U32, "first num_out rank"), ("factor", _F32))
 

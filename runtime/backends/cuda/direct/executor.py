@@ -27,7 +27,7 @@ from .device import DirectDevice
 from .launches import DecoderLaunches, modules_of
 from .memory import Array, DeviceArena
 from .program import Graph, Program
-from .refusals import refusal
+from .refusals import ordered_matrices, refusal
 from .storage import DirectInt8KVStorage, DirectKVStorage, DirectPool
 from .tables import ProgramKey, bucket_of, slots_of
 from .workspace import StepArrays, Workspace, WorkspaceLimits, size_of
@@ -107,6 +107,7 @@ class DirectExecutor:
         self.spec = spec
         self.device = device
         self._weights = weights
+        self._to_check = ordered_matrices(weights)  # before they are first used
         self._kernels = device.kernels(spec.dtype)
         self._kv: DirectPool | None = None
         self._workspace: Workspace | None = None
@@ -198,6 +199,7 @@ class DirectExecutor:
         return DirectStep(batch)
 
     def layers(self, step: DirectStep, first: int, end: int, x: Activations) -> Activations:
+        self._check(first, end)
         self._fetch(x)
         key = self._load(step.batch)
         if self._adapters is not None and key.is_adapted:
@@ -211,6 +213,7 @@ class DirectExecutor:
         logits = workspace.arrays.logits
         shape = (len(rows), logits.shape[1])
         if len(rows):
+            self._check(self.spec.num_layers, self.spec.num_layers + 1)
             self._fetch(x)
             workspace.load_logit_rows(rows)
             self._head(len(rows)).launch(self.device.stream)
@@ -248,6 +251,7 @@ class DirectExecutor:
         Raises `CudaError` and `ModelError`.
         """
         workspace, stream = self._opened(), self.device.stream
+        self._check(0, self.spec.num_layers + 1)
         self._evict()
         key = self._load(batch)
         if self._adapters is not None and key.is_adapted:
@@ -288,6 +292,13 @@ class DirectExecutor:
             )
         assert self._workspace is not None
         return self._workspace
+
+    def _check(self, first: int, end: int) -> None:
+        """Check what the content of these layers must be, once. Raises `ModelError`."""
+        for number in [number for number in self._to_check if first <= number < end]:
+            for matrix in self._to_check[number]:
+                matrix.check_order()
+            del self._to_check[number]
 
     def _load(self, batch: StepBatch) -> ProgramKey:
         workspace = self._opened()

@@ -10,6 +10,7 @@ import ctypes
 
 from .....loader.device.driver.base import Driver, KernelLaunch
 from ....models.experts_config import Experts, ExpertShares
+from ....models.gptq_awq import GptqAwqMatrix
 from ....models.matrices import DecoderLayerWeights, DecoderWeights
 from ....models.spec import DecoderSpec
 from ....tensors import DType
@@ -22,6 +23,7 @@ from .products import (
     expert_product_launch,
     format_of,
     layout_of,
+    matrices_of,
     parts_of,
 )
 from .program import Kernels
@@ -37,21 +39,27 @@ _PART_WORDS = ctypes.sizeof(Part) // 8
 def refusal_of_experts(layer: DecoderLayerWeights, dtype: DType, name: str) -> str | None:
     """Why the kernels cannot multiply with these experts, all of a format that they take otherwise; None: they can."""
     for projections in zip(*((each.gate_up, each.down) for each in layer.experts), strict=True):
-        matrices = [matrix for each in projections for matrix in each.matrices()]
+        matrices = [matrix for each in projections for matrix in matrices_of(each)]
         if len({layout_of(matrix, dtype) for matrix in matrices}) > 1:
             return f"{name} does not take experts of several formats in one layer"
+    for expert in layer.experts:
+        if any(
+            type(matrix) is GptqAwqMatrix and matrix.num_out != expert.down.num_in
+            for matrix in matrices_of(expert.gate_up)
+        ):
+            return f"{name} does not take gates and ups in one matrix of GPTQ or AWQ"
     return None
 
 
 def formats_of_experts(weights: DecoderWeights, dtype: DType) -> list[str]:
     """The names in `sources.FORMATS` of the products of experts, each once."""
     firsts = [layer.experts[0] for layer in weights.layers if layer.experts]
-    matrices = [each.matrices()[0] for expert in firsts for each in (expert.gate_up, expert.down)]
+    matrices = [matrices_of(each)[0] for expert in firsts for each in (expert.gate_up, expert.down)]
     return list(dict.fromkeys(format_of(matrix, dtype) or "" for matrix in matrices))
 
 
 class ExpertArrays:
-    """What the mixtures of a step write, and the addresses of all experts' matrices."""
+    """Arrays that the mixtures of a step write, and the addresses of all experts' matrices."""
 
     def __init__(self, arena: DeviceArena, spec: DecoderSpec, experts: Experts, num_rows: int) -> None:
         num_pairs, dtype = num_rows * experts.num_used, spec.dtype
@@ -171,7 +179,7 @@ class ExpertLaunches:
 
     def _product(self, number: int, x: Array, out: Array, tiles: Tiles, *, is_down: bool) -> KernelLaunch:
         expert = self._layers[number].experts[0]
-        matrix = (expert.down if is_down else expert.gate_up).matrices()[0]
+        matrix = matrices_of(expert.down if is_down else expert.gate_up)[0]
         return expert_product_launch(
             self._kernels,
             layout_of(matrix, self._spec.dtype),

@@ -14,7 +14,7 @@ from .arguments import AddRows, Attention, Embed, Gate, NormRows, PlaceHeads, Sc
 from .attention import attention_launches
 from .experts import ExpertLaunches, formats_of_experts
 from .memory import Array
-from .products import WEIGHT_KINDS, Mode, Output, format_of, product_launch
+from .products import WEIGHT_KINDS, Mode, Output, format_of, matrices_of, product_launch
 from .program import Kernels, Program
 from .refusals import ACTIVATIONS, NORMS, projections_of
 from .sources import BLOCKS, CHOOSE, EXPERTS, ROWS, attention_module, product_module
@@ -32,7 +32,7 @@ def modules_of(spec: DecoderSpec, weights: DecoderWeights, *, of_int8: bool = Fa
     formats = dict.fromkeys(
         format_of(matrix, spec.dtype) or ""
         for projection in projections_of(weights)
-        for matrix in projection.matrices()
+        for matrix in matrices_of(projection)
     )
     of_experts = [product_module(each, of_experts=True) for each in formats_of_experts(weights, spec.dtype)]
     return (
@@ -267,7 +267,7 @@ class DecoderLaunches:
         """Matrices of one input write side by side."""
         launches: list[KernelLaunch] = []
         column = 0
-        for matrix in projection.matrices():
+        for matrix in matrices_of(projection):
             launches.append(
                 product_launch(
                     self._kernels,

@@ -6,13 +6,17 @@ of rows decides only which kernel forms them. The products of all experts of a m
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
 from .....loader.device.driver.base import KernelLaunch
+from ....models.converted import ConvertedProjection
+from ....models.gptq_awq import GptqAwqMatrix
 from ....models.matrices import DenseMatrix, Float8Matrix, IntegerMatrix, Matrix, Projection
+from ....models.projections import JoinedProjection
 from ....tensors import DType
 from .arguments import ExpertProduct, Part, Product
 from .memory import Array
@@ -31,6 +35,8 @@ _OUTS_OF_FEW, _OUTS_OF_MANY = 16, 128  # rows of a matrix that a block has
 _CHUNK = 32  # columns that the matrix instruction takes at a time
 _RUN = 64  # of 4 bits: 32 bytes
 _ALIGNMENT_BYTES = 16
+_PACKINGS = {"gptq": "gptq", "awq": "awq", "rows": "packed"}
+_ONES = 0x11111111
 
 
 class Mode(IntEnum):
@@ -87,6 +93,7 @@ class Layout(NamedTuple):
     scale_rows: int
     scale_kind: int
     bias_kind: int
+    zero_more: int = 0  # added to words of zeros
 
     def product(self, part: Part, num_out: int, x: Array, out: Array, counts: Array) -> Product:
         """With this part of a matrix, to the first columns of `out`."""
@@ -104,10 +111,21 @@ class Layout(NamedTuple):
             length=stretch_length(self.num_in, group_size=self.group_size, unit=unit),
             group=self.group_size,
             scale_rows=self.scale_rows,
+            zero_more=self.zero_more,
             out_stride=out.shape[1],
             scale_kind=self.scale_kind,
             bias_kind=self.bias_kind,
         )
+
+
+def matrices_of(projection: Projection) -> tuple[Matrix, ...]:
+    """As they are stored; empty: they would have to be converted."""
+    if isinstance(projection, JoinedProjection):
+        found = [matrices_of(part) for part in projection.parts]
+        return tuple(itertools.chain.from_iterable(found)) if all(found) else ()
+    if isinstance(projection, ConvertedProjection):
+        return projection.stored
+    return projection.matrices()
 
 
 def format_of(matrix: Matrix, dtype: DType) -> str | None:
@@ -123,6 +141,11 @@ def format_of(matrix: Matrix, dtype: DType) -> str | None:
         columns = min(matrix.block[1], matrix.num_in)
         is_whole = matrix.num_in % columns == 0 and columns % _CHUNK == 0
         return "fp8" if is_whole and matrix.scale.dtype in WEIGHT_KINDS else None
+    if type(matrix) is GptqAwqMatrix:
+        is_whole = matrix.num_in // matrix.num_groups % _CHUNK == 0 and matrix.num_out % 8 == 0
+        is_taken = matrix.bits == 4 and is_whole and not matrix.may_reorder_columns
+        is_taken = is_taken and matrix.scales.dtype in WEIGHT_KINDS
+        return _PACKINGS[matrix.packing] if is_taken else None
     if type(matrix) is not IntegerMatrix or matrix.columns is not None:
         return None
     unit = _RUN if matrix.bits == 4 else _CHUNK
@@ -137,20 +160,23 @@ def layout_of(matrix: Matrix, dtype: DType) -> Layout:
     """Of a matrix that `format_of` names."""
     name = format_of(matrix, dtype)
     assert name is not None
-    group_size, scale_rows, scale_kind = matrix.num_in, 1, 0
+    group_size, scale_rows, scale_kind, zero_more = matrix.num_in, 1, 0, 0
     if isinstance(matrix, IntegerMatrix):
         group_size = matrix.group_size
         scale_kind = WEIGHT_KINDS[matrix.scale.dtype]
     elif isinstance(matrix, Float8Matrix):
         scale_rows, group_size = matrix.block[0], min(matrix.block[1], matrix.num_in)
         scale_kind = WEIGHT_KINDS[matrix.scale.dtype]
+    elif isinstance(matrix, GptqAwqMatrix):
+        group_size, scale_kind = matrix.num_in // matrix.num_groups, WEIGHT_KINDS[matrix.scales.dtype]
+        zero_more = _ONES if matrix.stores_zero_minus_one else 0
     bias_kind = 0 if matrix.bias is None else WEIGHT_KINDS[matrix.bias.dtype]
-    return Layout(name, matrix.num_in, group_size, scale_rows, scale_kind, bias_kind)
+    return Layout(name, matrix.num_in, group_size, scale_rows, scale_kind, bias_kind, zero_more)
 
 
 def parts_of(projection: Projection, num_out: int) -> Iterator[Part]:
     """The rows of its matrices, `num_out` at a time, whether they lie back to back or not."""
-    for matrix in projection.matrices():
+    for matrix in matrices_of(projection):
         for first in range(0, matrix.num_out, num_out):
             yield _part_of(matrix, first)
 
@@ -164,6 +190,10 @@ def _part_of(matrix: Matrix, first: int = 0) -> Part:
         part.zero = matrix.zero.array.row(first) if matrix.zero is not None else 0
     elif isinstance(matrix, Float8Matrix):
         part.scale = matrix.scale.array.row(first // matrix.block[0])
+    elif isinstance(matrix, GptqAwqMatrix):
+        assert not first, "rows of words are not one behind the other"
+        part.scale = matrix.scales.array.address
+        part.zero = matrix.qzeros.array.address if matrix.qzeros is not None else 0
     return part
 
 

@@ -1,4 +1,4 @@
-"""What the direct path computes: the features of a model, and the formats of its matrices."""
+"""The features of models and the formats of matrices that the direct path computes, and its refusals."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 from ....models.decoder_config import Norm
 from ....models.executor import Accepts, any_value, one_of, refusal_of
-from ....models.matrices import DecoderWeights, Projection
+from ....models.gptq_awq import GptqAwqMatrix
+from ....models.matrices import DecoderLayerWeights, DecoderWeights, Projection
 from ....models.spec import DecoderSpec
 from ....tensors import DType
 from ..implemented import IMPLEMENTED
 from .experts import MAX_CHOSEN, MAX_EXPERTS, refusal_of_experts
-from .products import WEIGHT_KINDS, format_of
+from .products import WEIGHT_KINDS, format_of, matrices_of
 from .sources import DTYPES, HEAD_DIMS
 
 NORMS = (Norm.RMS, Norm.RMS_WIDE, Norm.RMS_PLUS_ONE, Norm.LAYER)  # as the kernels number them
@@ -68,9 +69,14 @@ def refusal(spec: DecoderSpec, weights: DecoderWeights) -> str | None:
         each for layer in weights.layers for expert in layer.experts for each in (expert.gate_up, expert.down)
     ]
     for projection in (*projections_of(weights), *of_experts):
-        if not projection.is_settled:
-            return f"{name} does not take matrices of GPTQ and AWQ, or others that are converted"
-        for matrix in projection.matrices():
+        if not matrices_of(projection):
+            return f"{name} does not take matrices that are stored with the inputs first, or of three values"
+        for matrix in matrices_of(projection):
+            if format_of(matrix, spec.dtype) is None and isinstance(matrix, GptqAwqMatrix):
+                return (
+                    f"{name} takes matrices of GPTQ, AWQ and compressed-tensors in 4 bits and groups of 32 columns or "
+                    f"more, without an order of columns (desc_act), and not {matrix.name}"
+                )
             if format_of(matrix, spec.dtype) is None:
                 return (
                     f"{name} does not multiply with a {type(matrix).__name__} [{matrix.num_out}, {matrix.num_in}] in "
@@ -84,6 +90,25 @@ def projections_of(weights: DecoderWeights) -> Iterator[Projection]:
     """All but those of experts."""
     yield weights.head
     for layer in weights.layers:
-        for each in (layer.qkv, layer.output, layer.router, layer.shared_gate, layer.gate_up, layer.down):
-            if each is not None:
-                yield each
+        yield from _projections(layer)
+
+
+def ordered_matrices(weights: DecoderWeights) -> dict[int, list[GptqAwqMatrix]]:
+    """Matrices whose content must say that their columns are in order, by layer; the head's by the number of layers."""
+    found: dict[int, list[GptqAwqMatrix]] = {}
+    for number in range(len(weights.layers) + 1):
+        projections = [weights.head]
+        if number < len(weights.layers):
+            layer = weights.layers[number]
+            of_experts = [each for expert in layer.experts for each in (expert.gate_up, expert.down)]
+            projections = [*_projections(layer), *of_experts]
+        matrices = [matrix for each in projections for matrix in matrices_of(each)]
+        own = [each for each in matrices if isinstance(each, GptqAwqMatrix) and each.order is not None]
+        if own:
+            found[number] = own
+    return found
+
+
+def _projections(layer: DecoderLayerWeights) -> list[Projection]:
+    every = (layer.qkv, layer.output, layer.router, layer.shared_gate, layer.gate_up, layer.down)
+    return [each for each in every if each is not None]

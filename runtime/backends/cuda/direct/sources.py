@@ -16,7 +16,10 @@ from ....tensors import DType
 FOLDER = Path(__file__).with_name("kernels")
 ROWS, CHOOSE, BLOCKS, EXPERTS = "rows", "choose", "blocks", "experts"
 HEAD_DIMS = (32, 64, 128, 256)
-FORMATS = {"float": "Float", "int8": "Int8", "int4": "Int4", "fp8": "Fp8"}
+FORMATS = {
+    **{"float": "Float", "int8": "Int8", "int4": "Int4", "fp8": "Fp8"},
+    **{"gptq": "Gptq", "awq": "Awq", "packed": "Packed"},
+}
 NAMES = (
     ROWS,
     CHOOSE,

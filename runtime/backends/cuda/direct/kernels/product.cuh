@@ -16,15 +16,15 @@
 // `group_pairs` has put them into tiles.
 
 struct Product {
-  const u8* weight;  // (num_out, num_in) in the format's own layout, rows at multiples of 16 bytes (int4, int8, fp8: 8)
+  const u8* weight;  // (num_out, num_in) in the format's own layout, rows at multiples of 16 bytes (int4, int8, fp8: 8; words: 4)
   const void* scale;  // (num_out / scale_rows, rounded up, num_in / group); 0 for floats
-  const u8* zero;  // of int4, (num_out, num_in / group); 0: all are 8
+  const u8* zero;  // of 4 bits, (num_out, num_in / group); 0: all are 8
   const void* bias;  // (num_out,); 0: none
   const u16* x;  // (rows, num_in)
   void* out;  // (rows, out_stride), from the first of the columns that this matrix writes
   const u32* counts;
   u32 count;  // which of them is the number of rows
-  u32 num_out, num_in, length, group, scale_rows, out_stride;
+  u32 num_out, num_in, length, group, scale_rows, zero_more, out_stride;
   u32 scale_kind, bias_kind;  // as number_at has it
   u32 mode;  // STORE, ADD or STORE_WIDE
 };
@@ -56,9 +56,23 @@ __device__ __forceinline__ u32 row_of_x(const PartProduct& args, u32 row) { retu
 #define FEW_THREADS (32 * STRETCHES)
 #define MANY_THREADS 256
 
-// What a lane has of a row of W for CHUNKS * 32 columns, and those as 16-bit floats, 8 columns of each 32 as 4 pairs.
-struct Float {
-  static constexpr u32 CHUNKS = 1, BITS = 16;
+// A row of W where rows lie one behind the other, what a lane has of it for CHUNKS * 32 columns, and the number that
+// multiplies a group's sum.
+template <class Raw, u32 BITS>
+struct InRows {
+  static __device__ __forceinline__ const u8* row(const Product& args, u32 number) { return args.weight + number * ((u64)args.num_in * BITS / 8); }
+  static __device__ __forceinline__ Raw load(const Product& args, const u8* row, u32 number, u32 column, u32 c) {
+    return *(const Raw*)(row + (u64)column * BITS / 8 + c * sizeof(Raw));
+  }
+  static __device__ __forceinline__ float scale(const Product& args, u32 number, u32 group, u32 num_groups) {
+    return number_at(args.scale, (u64)(number / args.scale_rows) * num_groups + group, args.scale_kind);
+  }
+  static __device__ __forceinline__ u32 zero(const Product& args, u32 number, u32 group, u32 num_groups) { return 0; }
+};
+
+// `expand` gives those columns as 16-bit floats, 8 of each 32 as 4 pairs.
+struct Float : InRows<uint4, 16> {
+  static constexpr u32 CHUNKS = 1;
   static constexpr bool HAS_SCALE = false;
   typedef uint4 Raw;
   static __device__ __forceinline__ void expand(u32* out, const Raw& raw, u32 chunk, u32 offset) {
@@ -82,10 +96,13 @@ __device__ __forceinline__ u32 spread(const uint2& raw, u32 pair) {
 #endif
 #define ONES T::pair(1.0f, 1.0f)
 
-struct Int4 {  // of 64 columns the first 32 are the low bits of 32 bytes, the others the high ones
-  static constexpr u32 CHUNKS = 2, BITS = 4;
+struct Int4 : InRows<uint2, 4> {  // of 64 columns the first 32 are the low bits of 32 bytes, the others the high ones
+  static constexpr u32 CHUNKS = 2;
   static constexpr bool HAS_SCALE = true;
   typedef uint2 Raw;
+  static __device__ __forceinline__ u32 zero(const Product& args, u32 number, u32 group, u32 num_groups) {
+    return args.zero ? args.zero[(u64)number * num_groups + group] : 8;
+  }
   static __device__ __forceinline__ void expand(u32* out, const Raw& raw, u32 chunk, u32 zero) {
     const float offset = -MAGIC_NUMBER - (float)zero;
     const u32 offsets = T::pair(offset, offset);
@@ -94,8 +111,8 @@ struct Int4 {  // of 64 columns the first 32 are the low bits of 32 bytes, the o
   }
 };
 
-struct Int8 {
-  static constexpr u32 CHUNKS = 1, BITS = 8;
+struct Int8 : InRows<uint2, 8> {
+  static constexpr u32 CHUNKS = 1;
   static constexpr bool HAS_SCALE = true;
   typedef uint2 Raw;
   static __device__ __forceinline__ void expand(u32* out, const Raw& raw, u32 chunk, u32 zero) {
@@ -112,8 +129,8 @@ struct Int8 {
   }
 };
 
-struct Fp8 {  // E4M3; what would be NaN is 480
-  static constexpr u32 CHUNKS = 1, BITS = 8;
+struct Fp8 : InRows<uint2, 8> {  // E4M3; what would be NaN is 480
+  static constexpr u32 CHUNKS = 1;
   static constexpr bool HAS_SCALE = true;
   typedef uint2 Raw;
   static __device__ __forceinline__ void expand(u32* out, const Raw& raw, u32 chunk, u32 zero) {
@@ -128,19 +145,67 @@ struct Fp8 {  // E4M3; what would be NaN is 480
   }
 };
 
+// Words of 8 neighbouring columns, from the lowest bits on, as compressed-tensors has them. Words of `zero` have 8 rows.
+struct Packed : InRows<u32, 4> {
+  static constexpr u32 CHUNKS = 1;
+  static constexpr bool HAS_SCALE = true;
+  typedef u32 Raw;
+  static __device__ __forceinline__ u32 zero(const Product& args, u32 number, u32 group, u32 num_groups) {
+    if (!args.zero) return 8;
+    return ((const u32*)args.zero)[(u64)(number / 8) * num_groups + group] >> 4 * (number % 8) & 15;
+  }
+  static __device__ __forceinline__ void expand(u32* out, const Raw& raw, u32 chunk, u32 zero) {
+    const float offset = -MAGIC_NUMBER - (float)zero;
+    const u32 offsets = T::pair(offset, offset);
+    EACH(pair, 4) {
+      const u32 both = raw >> 8 * pair;
+      out[pair] = T::fused((both & 0xF) | (both & 0xF0) << 12 | MAGIC, ONES, offsets);
+    }
+  }
+};
+
+// The same words, one of all rows behind the other, and so scales and zeros, groups first.
+struct Gptq : Packed {
+  static __device__ __forceinline__ const u8* row(const Product& args, u32 number) { return args.weight + 4ull * number; }
+  static __device__ __forceinline__ u32 load(const Product& args, const u8* row, u32 number, u32 column, u32 c) {
+    return ((const u32*)row)[(u64)(column / 8 + c) * args.num_out];
+  }
+  static __device__ __forceinline__ float scale(const Product& args, u32 number, u32 group, u32 num_groups) {
+    return number_at(args.scale, (u64)group * args.num_out + number, args.scale_kind);
+  }
+  static __device__ __forceinline__ u32 zero(const Product& args, u32 number, u32 group, u32 num_groups) {
+    // Of GPTQ's first format 1 was taken off each while they stood packed: `zero_more` is added so.
+    return (((const u32*)args.zero)[(u64)group * (args.num_out / 8) + number / 8] + args.zero_more) >> 4 * (number % 8) & 15;
+  }
+};
+
+// Words of 8 neighbouring rows, the even ones first, one of all of them behind the other; zeros likewise.
+struct Awq : Gptq {
+  static __device__ __forceinline__ u32 nibble(u32 word, u32 number) { return word >> 4 * (number % 2 * 4 + number % 8 / 2) & 15; }
+  static __device__ __forceinline__ const u8* row(const Product& args, u32 number) { return args.weight + 4ull * (number / 8); }
+  static __device__ __forceinline__ u32 load(const Product& args, const u8* row, u32 number, u32 column, u32 c) {
+    u32 words[8], raw = 0;
+    EACH(i, 8) words[i] = ((const u32*)row)[(u64)(column + 8 * c + i) * (args.num_out / 8)];
+    EACH(i, 8) raw |= nibble(words[i], number) << 4 * i;
+    return raw;
+  }
+  static __device__ __forceinline__ u32 zero(const Product& args, u32 number, u32 group, u32 num_groups) {
+    return nibble(((const u32*)args.zero)[(u64)group * (args.num_out / 8) + number / 8], number);
+  }
+};
+
 // total += the columns [begin, end) of 16 * ROWS rows of W from `row` on, times 8 * TOKENS rows of x from `token` on, which
 // end before `end_token`.
 template <class F, u32 ROWS, u32 TOKENS, class Arguments>
 __device__ __forceinline__ void sum_stretch(const Arguments& args, u32 row, u32 token, u32 end_token, u32 begin, u32 end, float total[ROWS][TOKENS][4]) {
   const u32 lane = lane_of(threadIdx.x), g = lane / 4, c = lane % 4;
-  const u64 row_bytes = (u64)args.num_in * F::BITS / 8;
   const u8* of_row[ROWS][2];
   u32 numbers[ROWS][2];
   const u16* of_token[TOKENS];
   EACH(r, ROWS)
     EACH(half, 2) {  // rows behind the last are the last, and not stored
       numbers[r][half] = min(row + 16 * r + 8 * half + g, args.num_out - 1);
-      of_row[r][half] = args.weight + numbers[r][half] * row_bytes;
+      of_row[r][half] = F::row(args, numbers[r][half]);
     }
   EACH(t, TOKENS) of_token[t] = args.x + (u64)row_of_x(args, min(token + 8 * t + g, end_token - 1)) * args.num_in;
   float acc[ROWS][TOKENS][4] = {};
@@ -155,17 +220,13 @@ __device__ __forceinline__ void sum_stretch(const Arguments& args, u32 row, u32 
       EACH(r, ROWS)
         EACH(half, 2)
           if (first + ahead * STEP < end)
-            raw[ahead][r][half] = *(const typename F::Raw*)(of_row[r][half] + (u64)(first + ahead * STEP) * F::BITS / 8 + c * sizeof(typename F::Raw));
+            raw[ahead][r][half] = F::load(args, of_row[r][half], numbers[r][half], first + ahead * STEP, c);
     EACH(step, AHEAD * F::CHUNKS) {
       const u32 ahead = step / F::CHUNKS, chunk = step % F::CHUNKS, k = first + 32 * step;
       if (k >= end) break;
       u32 w[ROWS][2][4];
       EACH(r, ROWS)
-        EACH(half, 2) {
-          u32 zero = 8;
-          if (F::BITS == 4 && args.zero) zero = args.zero[(u64)numbers[r][half] * num_groups + number];
-          F::expand(w[r][half], raw[ahead][r][half], chunk, zero);
-        }
+        EACH(half, 2) F::expand(w[r][half], raw[ahead][r][half], chunk, F::zero(args, numbers[r][half], number, num_groups));
       EACH(t, TOKENS) {
         const uint4 x = *(const uint4*)(of_token[t] + k + 8 * c);
         EACH(r, ROWS) {
@@ -180,7 +241,7 @@ __device__ __forceinline__ void sum_stretch(const Arguments& args, u32 row, u32 
       if (left && k + 32 < end) continue;
       EACH(r, ROWS)
         EACH(half, 2) {
-          const float factor = number_at(args.scale, (u64)(numbers[r][half] / args.scale_rows) * num_groups + number, args.scale_kind);
+          const float factor = F::scale(args, numbers[r][half], number, num_groups);
           EACH(t, TOKENS)
             EACH(low, 2) {
               const u32 i = 2 * half + low;

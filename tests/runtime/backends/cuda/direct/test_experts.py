@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from tests.runtime.backends.cuda.direct.test_products import FORMATS, Multiplier, matrix_of, rows_of
+from tests.runtime.backends.cuda.direct.test_products import FORMATS, WORDS, Multiplier, matrix_of, rows_of
 from tests.support.decoding import Stepper as HostStepper
 from tests.support.direct_engine import MIXTURES, TEXT, DirectModel, DirectRig, Stepper, prompts_of
 from tests.support.direct_kernels import Device, needs_kernels
@@ -169,13 +169,15 @@ def test_pairs_are_grouped_by_expert(device: Device, data: st.DataObject) -> Non
     assert covered == list(range(chosen.size))
 
 
-@pytest.mark.parametrize("is_joined", [True, False])
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(
+    ("kind", "is_joined"),
+    [*itertools.product(FORMATS, (True, False)), ("gptq", False), ("awq", False), ("packed", False)],
+)
 def test_products_of_experts_have_the_bits_of_each_experts_own(
     device: Device, kind: str, *, is_joined: bool
 ) -> None:
     """By every kernel; gate and up in one matrix, or apart."""
-    num, used, size, num_in = 5, 2, 36, 192
+    num, used, size, num_in = 5, 2, 40 if kind in WORDS else 36, 192
     dtype, num_rows = device.kernels.dtype, 21
     sizes = [2 * size] if is_joined else [size, size]
     projections = [
@@ -260,7 +262,7 @@ def test_a_text_has_the_same_bits_in_chunks_in_company_and_as_a_graph(mixture: D
     stepper = Stepper(mixture)
     whole = stepper.run({"text": TEXT[:450]})["text"].copy()
     for name, cuts in {"a": (0, 300, 450), "b": (0, 1, 17, 64, 255, 258, 449, 450)}.items():
-        found = [stepper.run({name: TEXT[first:end]})[name] for first, end in pairwise(cuts)]
+        found = [stepper.run({name: TEXT[first:end]})[name] for first, end in itertools.pairwise(cuts)]
         np.testing.assert_array_equal(np.concatenate(found), whole)
     stepper.close()
     stepper = Stepper(mixture)

@@ -129,6 +129,10 @@ class Tensor(Struct, frozen=True, eq=False):
         array: npt.NDArray[Any] = self.array
         return array
 
+    def part(self, number: int, rows: tuple[slice, ...] = ()) -> Tensor:
+        """One of those along the first dimension, or these of its rows, as a view."""
+        return Tensor(self.dtype, self.array[(number, *rows)], self.device)
+
     def is_at(self, other: Tensor) -> bool:
         """True if both begin at the same address."""
         return _address(self.array) == _address(other.array)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.adapters import save_adapter
 from tests.support.direct_kernels import needs_double
-from tests.support.tiny_models import save_tiny
+from tests.support.tiny_models import save_tiny, tiny_model
 from tests.test_serve import WAIT_S, Server
 
 from teneral.loader.errors import UsageError
@@ -24,16 +25,20 @@ pytestmark = [needs_double, pytest.mark.slow]
 PROGRAM = (sys.executable, "-m", "tests.support.direct_server")
 ON_DEVICE = ("--device", "cuda", "--backend", "direct")
 ON_CPU = ("--device", "cpu")
-SETTINGS = {"model": "tiny", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+SETTINGS = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
 
 
-def answers(model: Path, *flags: str) -> tuple[list[str], str, str]:
-    """The texts for some prompts, the backend that gave them, and what the server wrote until its end."""
+def answers(model: Path, *flags: str, name: str = "tiny") -> tuple[list[str], str, str]:
+    """The texts for some prompts, the backend that gave them, and what the server wrote until its end. `name` may
+    be an adapter's.
+    """
     server = Server(model, "--name", "tiny", *flags, program=PROGRAM)
     try:
         texts = []
         for prompt in ("hello", "a longer one, of some more words", "hello"):
-            status, data = server.ask("POST", "/v1/completions", {**SETTINGS, "prompt": prompt})
+            status, data = server.ask(
+                "POST", "/v1/completions", {**SETTINGS, "model": name, "prompt": prompt}
+            )
             assert status == 200, data
             texts.append(json.loads(data)["choices"][0]["text"])
         spans = json.loads(server.ask("GET", "/timeline")[1])["spans"]
@@ -45,13 +50,27 @@ def answers(model: Path, *flags: str) -> tuple[list[str], str, str]:
         server.close()
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text", "cohere2"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text", "cohere2", "mixtral"]
+)
 def test_a_server_answers_without_torch_as_the_cpu_does(family: str, tmp_path: Path) -> None:
     save_tiny(family, tmp_path / "plain", dtype=torch.bfloat16)
     pack(FileStore(tmp_path / "plain"), FileStore(tmp_path / "packed"), tiers=TierOptions())
     expected, _, _ = answers(tmp_path / "plain", *ON_CPU)
     found, backend, log = answers(tmp_path / "packed", *ON_DEVICE)
     assert (found, backend) == (expected, "cuda")
+    assert "imported: []" in log
+
+
+def test_a_server_answers_with_adapters_as_the_cpu_does(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path / "plain", dtype=torch.bfloat16)
+    save_adapter(tmp_path / "adapters" / "one", tiny_model("llama"), target_modules="all-linear")
+    flags = ("--adapters", f"{tmp_path}/adapters/{{name}}")
+    plain, _, _ = answers(tmp_path / "plain", *ON_CPU, *flags)
+    expected, _, _ = answers(tmp_path / "plain", *ON_CPU, *flags, name="tiny:one")
+    found, backend, log = answers(tmp_path / "plain", *ON_DEVICE, *flags, name="tiny:one")
+    assert (found, backend) == (expected, "cuda")
+    assert found != plain
     assert "imported: []" in log
 
 

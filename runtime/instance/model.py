@@ -173,7 +173,7 @@ def adapter_registry(config: ServeConfig, model: Decoder, digest: bytes | None) 
             return None
         raise ModelError(
             f"--adapters: {model.executor.name} computes this model, but does not implement adapters",
-            hint="Serve it on a CPU with --backend native, or leave --adapters out.",
+            hint="Serve it on a CPU with --backend native, on a GPU with --backend direct, or leave --adapters out.",
         )
     # Few instances have them.
     from ..adapters.registry import AdapterRegistry

@@ -23,8 +23,12 @@ class ConvertedProjection:
         convert: Callable[[], tuple[Matrix, ...]],
         *,
         may_reorder_columns: bool = False,
+        stored: Sequence[Matrix] = (),
     ) -> None:
-        """`gate` is that of the tensors that `convert` reads."""
+        """`gate` is that of the tensors that `convert` reads. `stored` are the matrices as they lie, for executors that
+        multiply with them so.
+        """
+        self.stored = tuple(stored)
         self.num_in = num_in
         self.num_out = num_out
         self.may_reorder_columns = may_reorder_columns

@@ -13,12 +13,13 @@ tensors are exact, since it would not become exact with them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ...loader.format.nibbles import RUN, pack_nibbles
 from ..errors import ModelError
@@ -42,8 +43,10 @@ Packing = Literal["gptq", "awq", "rows"]
 _ZEROS = {np.dtype(np.uint8): DType.U8, np.dtype(np.int16): DType.I16}
 
 
-class GptqAwqMatrix(Struct, frozen=True):
-    """The tensors of one matrix (num_out, num_in), called `name`, and how to read them."""
+class GptqAwqMatrix(Struct, frozen=True, eq=False):
+    """The tensors of one matrix (num_out, num_in), called `name`, and how to read them: a `Matrix` for executors that
+    multiply with it as it lies.
+    """
 
     name: str
     # int32; gptq: (num_in / per word, num_out), awq: (num_in, num_out / 8), rows: (num_out, num_in / per word)
@@ -57,10 +60,34 @@ class GptqAwqMatrix(Struct, frozen=True):
     packing: Packing
     stores_zero_minus_one: bool
     reorders_columns: bool = False  # what config.json says of `order`
+    bias: Tensor | None = None  # (num_out,) BF16, F16 or F32
 
     @property
     def may_reorder_columns(self) -> bool:
         return self.order is not None and self.reorders_columns
+
+    @property
+    def weight(self) -> Tensor:
+        return self.qweight
+
+    @property
+    def columns(self) -> None:
+        return None
+
+    @property
+    def kind(self) -> Hashable:
+        return GptqAwqMatrix, self.packing, self.bits
+
+    def joined(self, others: Sequence[Any]) -> None:
+        return None
+
+    def check_order(self) -> None:
+        """Raise `ModelError` if columns are not in one group after another, which the content of `order` tells."""
+        if _columns(self) is not None:
+            raise ModelError(
+                f"tensor {self.name}.g_idx puts columns in groups by an order, of which config.json says nothing",
+                hint="Choose another --backend.",
+            )
 
     @property
     def num_out(self) -> int:
@@ -264,6 +291,7 @@ def take_gptq_awq(
         gate,
         lambda: _converted(matrices, biases),
         may_reorder_columns=any(matrix.may_reorder_columns for matrix in matrices),
+        stored=[replace(matrix, bias=own) for matrix, own in zip(matrices, biases, strict=True)],
     )
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from ..errors import ModelError
 from ..tensors import DType, Tensor
 from ..weights import ExpertGate
@@ -65,12 +67,12 @@ def _are_rows(parameters: Parameters, both: tuple[str, str], mixture: Experts, h
 def _take_columns(parameters: Parameters, name: str, shape: tuple[int, int, int]) -> list[Projection]:
     """Of (experts, inputs, outputs)."""
     weight, gate = parameters.take(name, *shape), parameters.gate_of([name])
-    return [transposed([_view(weight, expert, ())], [None], gate) for expert in range(shape[0])]
+    return [transposed([weight.part(expert)], [None], gate) for expert in range(shape[0])]
 
 
 def _take_rows(parameters: Parameters, name: str, shape: tuple[int, int, int]) -> list[Projection]:
     weight = parameters.take(name, *shape)
-    return [StoredProjection((DenseMatrix(_view(weight, expert, ())),)) for expert in range(shape[0])]
+    return [StoredProjection((DenseMatrix(weight.part(expert)),)) for expert in range(shape[0])]
 
 
 def _take_alternating(
@@ -85,8 +87,8 @@ def _take_alternating(
     gate = parameters.gate_of([name, f"{name}_bias"])
     return [
         transposed(
-            [_view(weight, expert, (slice(None), part)) for part in rows],
-            [_view(bias, expert, (part,)) for part in rows],
+            [weight.part(expert, (slice(None), part)) for part in rows],
+            [bias.part(expert, (part,)) for part in rows],
             gate,
         )
         for expert in range(num)
@@ -105,17 +107,12 @@ def _take_mxfp4(
         f"{name}_blocks", (num, num_out, num_in // MXFP4_GROUP, MXFP4_GROUP // 2), DType.U8
     )
     scales = parameters.take_as(f"{name}_scales", (num, num_out, num_in // MXFP4_GROUP), DType.U8)
-    packed = Tensor(blocks.dtype, blocks.array.reshape(num, num_out, num_in // 2), blocks.device)
+    packed = replace(blocks, array=blocks.array.reshape((num, num_out, num_in // 2)))
     return [
         StoredProjection(
             tuple(
-                Mxfp4Matrix(*(_view(each, expert, (part,)) for each in (packed, scales, bias)))
-                for part in rows
+                Mxfp4Matrix(*(each.part(expert, (part,)) for each in (packed, scales, bias))) for part in rows
             )
         )
         for expert in range(num)
     ]
-
-
-def _view(tensor: Tensor, expert: int, part: tuple[slice, ...]) -> Tensor:
-    return Tensor(tensor.dtype, tensor.array[(expert, *part)], tensor.device)

@@ -15,19 +15,34 @@ from tests.support.toy_decoder import ToyTokenizer
 from teneral.loader.device.base import Ticket
 from teneral.runtime.backends.cuda.direct.backend import DirectBackend
 from teneral.runtime.backends.cuda.direct.device import DirectDevice
-from teneral.runtime.backends.cuda.direct.executor import DirectModelBackend
+from teneral.runtime.backends.cuda.direct.executor import DirectExecutor, DirectModelBackend
 from teneral.runtime.backends.cuda.direct.weights import tensor_at
+from teneral.runtime.backends.cuda.direct.workspace import WorkspaceLimits
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.engine.generation import Generation
+from teneral.runtime.kv.kinds import KVKind
 from teneral.runtime.models.build import build_model
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.step.backend import BackendOptions
+from teneral.runtime.step.batch import SequenceSpan, StepBatch
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 from teneral.runtime.tensors import Tensor
 from teneral.runtime.weights import DictWeights
 
-BLOCK_SIZE = 4
+BLOCK_SIZE, NUM_BLOCKS, MAX_CONTEXT = 4, 400, 500
+TEXT = [int(token) for token in np.random.default_rng(0).integers(0, 320, MAX_CONTEXT)]
 TIMEOUT_S = patience_s(100)
+# Overrides for mixtures of experts, of whose sizes the kernels take multiples of 32 and `tiny_models` has others.
+_WIDE = {"moe_intermediate_size": 64}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "olmoe": {},
+    "qwen3_moe": _WIDE,
+    "qwen2_moe": _WIDE,
+    "ernie4_5_moe": _WIDE,
+    "glm4_moe": {**_WIDE, "n_group": 1, "topk_group": 1},
+    "granitemoehybrid": {"layer_types": ["full_attention"] * 3, "intermediate_size": 64},
+}
 NEAR = 0.05  # of logits, whose neighbours are some tenths apart
 ALIGNMENT_BYTES = 64  # of tensors in a slab
 
@@ -147,6 +162,69 @@ class DirectRig:
         assert self.engine.stop(TIMEOUT_S)
         self.engine.check_integrity()
         self.backend.close()
+        self.kv.close()
+
+
+class Stepper:
+    """Sequences over an executor, each with blocks of its own that lie anywhere in the pool."""
+
+    def __init__(
+        self,
+        model: DirectModel,
+        executor: DirectExecutor | None = None,
+        *,
+        adapters: Mapping[str, Any] | None = None,
+        max_spans: int = 16,
+        kind: KVKind = KVKind.MODEL,
+    ) -> None:
+        """`adapters` are those of sequences with these names."""
+        self.adapters = dict(adapters or {})
+        self.executor = executor or model.executor
+        self.kv = self.executor.new_kv(NUM_BLOCKS, BLOCK_SIZE, kind)
+        self.executor.open(
+            self.kv,
+            WorkspaceLimits(
+                max_rows=512, max_spans=max_spans, max_context=MAX_CONTEXT, block_size=BLOCK_SIZE
+            ),
+        )
+        self._free = [int(block) for block in np.random.default_rng(1).permutation(NUM_BLOCKS)]
+        self._blocks: dict[str, list[int]] = {}
+        self._lengths: dict[str, int] = {}
+
+    def batch(self, work: dict[str, Sequence[int]]) -> StepBatch:
+        """These new tokens of each sequence, all rows scored."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        spans: list[SequenceSpan] = []
+        for name, new in work.items():
+            cached = self._lengths.get(name, 0)
+            end = self._lengths[name] = cached + len(new)
+            blocks = self._blocks.setdefault(name, [])
+            while len(blocks) * BLOCK_SIZE < end:
+                blocks.append(self._free.pop())
+            spans.append(SequenceSpan(len(tokens), len(new), end, tuple(blocks), self.adapters.get(name)))
+            tokens += new
+            positions += range(cached, end)
+            slots += [blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(cached, end)]
+        numbers = [np.array(each, np.int64) for each in (tokens, positions, slots, range(len(tokens)))]
+        return StepBatch(numbers[0], numbers[1], numbers[2], tuple(spans), numbers[3])
+
+    def run(self, work: dict[str, Sequence[int]]) -> dict[str, np.ndarray]:
+        """Logits of all their rows, by one call."""
+        batch = self.batch(work)
+        return self.by_name(work, batch, self.executor.run(batch).numpy())
+
+    def by_name(
+        self, work: dict[str, Sequence[int]], batch: StepBatch, logits: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        return {
+            name: logits[span.start : span.start + span.length]
+            for name, span in zip(work, batch.spans, strict=True)
+        }
+
+    def close(self) -> None:
+        self.executor.close()
         self.kv.close()
 
 

@@ -140,5 +140,15 @@ class Device:
 
 _DTYPES = {
     np.dtype(dtype.numpy).str: dtype
-    for dtype in (DType.BF16, DType.F16, DType.F32, DType.F64, DType.I8, DType.U8, DType.U32, DType.I64)
+    for dtype in (
+        DType.BF16,
+        DType.F16,
+        DType.F32,
+        DType.F64,
+        DType.I8,
+        DType.U8,
+        DType.U32,
+        DType.I32,
+        DType.I64,
+    )
 }

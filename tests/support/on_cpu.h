@@ -134,7 +134,8 @@ template <class Number>
 static Number min(Number a, Number b) { return a < b ? a : b; }
 template <class Number>
 static Number max(Number a, Number b) { return a > b ? a : b; }
-static inline void atomicAdd(unsigned long long* at, unsigned long long by) { *at += by; }
+template <class Number>
+static void atomicAdd(Number* at, Number by) { *at += by; }
 
 struct Bf16 {
   static constexpr bool IS_BF16 = true;

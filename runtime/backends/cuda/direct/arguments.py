@@ -45,20 +45,75 @@ class ScaleLogits(ctypes.Structure):
 
 class PlaceHeads(ctypes.Structure):
     _fields_ = (
-        *fields(_ADDRESS, "heads cos sin query_norm key_norm keys values positions slots counts"),
+        *fields(_ADDRESS, "heads cos sin query_norm key_norm keys values"),
+        *fields(_ADDRESS, "key_scales value_scales positions slots counts"),
         *fields(_U32, "num_heads num_kv_heads head_dim rotary_dim weight_kind kind interleaved wide_turns"),
         ("eps", _F32),
     )
 
 
 class Gate(ctypes.Structure):
-    _fields_ = (*fields(_ADDRESS, "product out counts"), *fields(_U32, "size kind"))
+    _fields_ = (*fields(_ADDRESS, "product out counts"), *fields(_U32, "count size kind"))
 
 
 class Product(ctypes.Structure):
     _fields_ = (
         *fields(_ADDRESS, "weight scale zero bias x out counts"),
-        *fields(_U32, "count num_out num_in length group scale_rows out_stride scale_kind bias_kind mode"),
+        *fields(
+            _U32,
+            "count num_out num_in length group scale_rows zero_more out_stride scale_kind bias_kind mode",
+        ),
+    )
+
+
+class Part(ctypes.Structure):
+    """A matrix of an expert."""
+
+    _fields_ = fields(_ADDRESS, "weight scale zero bias")
+
+
+class ExpertProduct(ctypes.Structure):
+    _fields_ = (("each", Product), *fields(_ADDRESS, "parts tiles rows"), ("num_parts", _U32))
+
+
+class Route(ctypes.Structure):
+    _fields_ = (
+        *fields(_ADDRESS, "scores correction chosen weights counts"),
+        *fields(_U32, "num num_used correction_kind sigmoid wide_scores sum_to_1 rounds_weights"),
+        *fields(_F32, "sum_eps factor"),
+    )
+
+
+class GroupPairs(ctypes.Structure):
+    _fields_ = (
+        *fields(_ADDRESS, "chosen rows places tiles counts"),
+        *fields(_U32, "num num_used tile_rows num_tiles"),
+    )
+
+
+class AddExperts(ctypes.Structure):
+    _fields_ = (
+        *fields(_ADDRESS, "out made places weights shared shared_gate counts"),
+        *fields(_U32, "size num_used adds"),
+    )
+
+
+class AdapterSite(ctypes.Structure):
+    """The share of an adapter in one projection of one layer."""
+
+    _fields_ = (("a", _ADDRESS), *fields(_U32, "num_low num_parts a_kind b_kind"))
+
+
+class AdapterPart(ctypes.Structure):
+    """The share in some of its columns."""
+
+    _fields_ = (("b", _ADDRESS), *fields(_U32, "first num_out rank"), ("factor", _F32))
+
+
+class Adapt(ctypes.Structure):
+    _fields_ = (
+        *fields(_ADDRESS, "sites parts slots x low out counts"),
+        *fields(_U32, "num_sites site num_in num_out low_stride"),
     )
 
 
@@ -78,7 +133,7 @@ class Attention(ctypes.Structure):
     _fields_ = (
         *fields(
             _ADDRESS,
-            "heads keys values out split_sums split_scales items merges",
+            "heads keys values key_scales value_scales out split_sums split_scales items merges",
         ),
         *fields(
             _ADDRESS,
@@ -134,7 +189,7 @@ class Adjust(ctypes.Structure):
 class CopyBlocks(ctypes.Structure):
     _fields_ = (
         *fields(_ADDRESS, "pool stored blocks"),
-        *fields(_U32, "num_layers pool_blocks block_size num_kv_heads head_dim is_in"),
+        *fields(_U32, "pool_blocks block_size num_kv_heads head_dim stored_size is_in"),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .....loader.device.driver.base import KernelLaunch
 from .arguments import Attention
 from .program import Kernels
-from .sources import attention_module
+from .sources import attention_module, padded_dim
 from .tables import FEW_PAIRS, MANY_PAIRS, ProgramKey
 
 _THREADS = 128
@@ -16,8 +16,8 @@ def attention_launches(
     kernels: Kernels, arguments: Attention, key: ProgramKey, *, max_spans: int
 ) -> list[KernelLaunch]:
     """Attention of one layer over the block table, for steps that fit `key`."""
-    module = attention_module(arguments.head_dim)
-    dim, num_pairs = int(module.partition("_")[2]), MANY_PAIRS if key.many else FEW_PAIRS
+    module = attention_module(arguments.head_dim, of_int8=bool(arguments.key_scales))
+    dim, num_pairs = padded_dim(arguments.head_dim), MANY_PAIRS if key.many else FEW_PAIRS
     group = arguments.num_heads // arguments.num_kv_heads
     num_kv_heads = arguments.num_kv_heads
     launches = [

@@ -18,7 +18,7 @@ from ....step.batch import Rows, StepBatch, build_batch
 from ....step.state import Chosen, SamplingState
 from .executor import DirectExecutor, Logits
 from .sampler import TokenSampler
-from .storage import DirectKVStorage
+from .storage import DirectPool
 from .workspace import WorkspaceLimits
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class DirectBackend:
 
     returns_early = True
 
-    def __init__(self, decoder: Decoder, kv: DirectKVStorage, options: BackendOptions) -> None:
+    def __init__(self, decoder: Decoder, kv: DirectPool, options: BackendOptions) -> None:
         """Opens the decoder's executor for this pool. Raises `CudaError` where memory is short."""
         assert isinstance(decoder.executor, DirectExecutor)
         self._decoder = decoder
@@ -57,7 +57,7 @@ class DirectBackend:
 
     def forward(self, batch: StepBatch, *, on_layer: OnLayer | None) -> Logits:
         with self._translated_errors():
-            if self._decoder.is_exact and not batch.scored:
+            if self._decoder.is_exact and not batch.scored and _has_its_adapters(batch):
                 return self._executor.run(batch)
             logits: Logits = self._decoder.forward(batch, self._kv, on_layer=on_layer)
             return logits
@@ -77,6 +77,7 @@ class DirectBackend:
         with self._translated_errors():
             self._executor.device.driver.synchronize_stream(self._executor.device.stream)
             self._executor.drop_graphs()
+            self._executor.drop_adapters()
 
     def close(self) -> None:
         """Free all but the pool and the weights, once the device is done."""
@@ -85,19 +86,21 @@ class DirectBackend:
 
     def statistics(self) -> BackendDeviceStatistics:
         free_bytes, total_bytes = self._executor.device.driver.memory()
+        executor = self._executor
         used_bytes = self._decoder.weights.size_bytes + self._kv.size_bytes
+        used_bytes += executor.workspace_bytes + executor.adapter_bytes
         return BackendDeviceStatistics(
             free_bytes=free_bytes,
             total_bytes=total_bytes,
             weight_bytes=self._decoder.weights.size_bytes,
             kv_bytes=self._kv.size_bytes,
             graph_bytes=0,  # the driver's own
-            activation_bytes=self._executor.workspace_bytes,
-            allocated_bytes=used_bytes + self._executor.workspace_bytes,
-            reserved_bytes=used_bytes + self._executor.workspace_bytes,
-            num_graphs=self._executor.num_graphs,
-            graph_steps_total=self._executor.num_graph_steps,
-            eager_steps_total=self._executor.num_eager_steps,
+            activation_bytes=executor.workspace_bytes,
+            allocated_bytes=used_bytes,
+            reserved_bytes=used_bytes,
+            num_graphs=executor.num_graphs,
+            graph_steps_total=executor.num_graph_steps,
+            eager_steps_total=executor.num_eager_steps,
             out_of_memory_total=self._num_out_of_memory,
             narrow_redraws_total=0,
         )
@@ -112,3 +115,8 @@ class DirectBackend:
             if error.is_lost:
                 raise DeviceLostError(error.message, hint=error.hint) from error
             raise
+
+
+def _has_its_adapters(batch: StepBatch) -> bool:
+    """True if no adapter of its rows is still on its way."""
+    return all(span.adapter is None or span.adapter.is_complete for span in batch.spans)

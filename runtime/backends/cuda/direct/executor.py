@@ -22,15 +22,21 @@ from ....models.matrices import DecoderWeights, EncoderWeights
 from ....models.spec import DecoderSpec, EncoderSpec
 from ....step.batch import Int64s, StepBatch
 from ....tensors import DType, to_float32
+from .adapters import DeviceAdapters
 from .device import DirectDevice
-from .launches import DecoderLaunches, modules_of, refusal
+from .launches import DecoderLaunches, modules_of
 from .memory import Array, DeviceArena
 from .program import Graph, Program
-from .storage import DirectKVStorage
+from .refusals import ordered_matrices, refusal
+from .storage import DirectInt8KVStorage, DirectKVStorage, DirectPool
 from .tables import ProgramKey, bucket_of, slots_of
 from .workspace import StepArrays, Workspace, WorkspaceLimits, size_of
 
 NAME = "cuda"
+_POOLS: dict[KVKind, type[DirectKVStorage | DirectInt8KVStorage]] = {
+    KVKind.MODEL: DirectKVStorage,
+    KVKind.INT8: DirectInt8KVStorage,
+}
 # Of the kernels' arithmetic: raised when a change of theirs changes a bit of a result.
 VERSION = 1
 # A decode step that came so often is worth a graph.
@@ -93,7 +99,7 @@ class DirectExecutor:
     is_direct = True
     is_batch_invariant = True
     runs_layers_together = True
-    takes_adapters = False
+    takes_adapters = True
     routes_apart = False
     scores_in_strips = False
 
@@ -101,10 +107,12 @@ class DirectExecutor:
         self.spec = spec
         self.device = device
         self._weights = weights
+        self._to_check = ordered_matrices(weights)  # before they are first used
         self._kernels = device.kernels(spec.dtype)
-        self._kv: DirectKVStorage | None = None
+        self._kv: DirectPool | None = None
         self._workspace: Workspace | None = None
         self._launches: DecoderLaunches | None = None
+        self._adapters: DeviceAdapters | None = None  # from the first step on that has some
         self._programs: dict[ProgramKey, Program] = {}
         self._heads: dict[int, Program] = {}
         self._graphs: dict[ProgramKey, Graph] = {}
@@ -119,8 +127,9 @@ class DirectExecutor:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The kernels' modules that the model needs."""
-        return modules_of(self.spec, self._weights)
+        """The kernels' modules that the model and its pool need."""
+        is_int8 = isinstance(self._kv, DirectInt8KVStorage)
+        return modules_of(self.spec, self._weights, of_int8=is_int8)
 
     @property
     def num_graphs(self) -> int:
@@ -130,11 +139,15 @@ class DirectExecutor:
     def workspace_bytes(self) -> int:
         return 0 if self._workspace is None else self._workspace.size_bytes
 
-    def open(self, kv: DirectKVStorage, limits: WorkspaceLimits) -> None:
+    @property
+    def adapter_bytes(self) -> int:
+        return 0 if self._adapters is None else self._adapters.size_bytes
+
+    def open(self, kv: DirectPool, limits: WorkspaceLimits) -> None:
         """Take the memory for steps over this pool. Raises `CudaError` where it is not there."""
         self.close()
-        self._kernels.load(self.modules)
         self._kv = kv
+        self._kernels.load(self.modules)
         self._workspace = Workspace(self.device, self.spec, limits, kv)
         self._launches = DecoderLaunches(self._kernels, self._weights, self._workspace, kv)
 
@@ -152,7 +165,9 @@ class DirectExecutor:
         self._programs.clear()
         self._heads.clear()
         self._workspace.close()
-        self._workspace = self._launches = None
+        if self._adapters is not None:
+            self._adapters.close()
+        self._workspace = self._launches = self._adapters = None
 
     def drop_graphs(self) -> None:
         """Free the graphs; they are made again as steps come. None may run."""
@@ -160,6 +175,12 @@ class DirectExecutor:
             graph.close()
         self._graphs.clear()
         self._num_uses.clear()
+
+    def drop_adapters(self) -> None:
+        """Free the copies of adapters; they are made again as steps need them. No step may run."""
+        if self._adapters is not None:
+            self._adapters.drop()
+            self._opened().forget()
 
     # -- a pass, stage by stage ------------------------------------------------------------------------------
 
@@ -178,8 +199,11 @@ class DirectExecutor:
         return DirectStep(batch)
 
     def layers(self, step: DirectStep, first: int, end: int, x: Activations) -> Activations:
+        self._check(first, end)
         self._fetch(x)
         key = self._load(step.batch)
+        if self._adapters is not None and key.is_adapted:
+            self._adapters.upload(step.batch.spans, first, end)
         self._program(key).launch(self.device.stream, first + 1, end + 1)
         return x
 
@@ -189,6 +213,7 @@ class DirectExecutor:
         logits = workspace.arrays.logits
         shape = (len(rows), logits.shape[1])
         if len(rows):
+            self._check(self.spec.num_layers, self.spec.num_layers + 1)
             self._fetch(x)
             workspace.load_logit_rows(rows)
             self._head(len(rows)).launch(self.device.stream)
@@ -226,8 +251,11 @@ class DirectExecutor:
         Raises `CudaError` and `ModelError`.
         """
         workspace, stream = self._opened(), self.device.stream
+        self._check(0, self.spec.num_layers + 1)
         self._evict()
         key = self._load(batch)
+        if self._adapters is not None and key.is_adapted:
+            self._adapters.upload(batch.spans, 0, self.spec.num_layers)
         num_logits = len(batch.logit_rows)
         graph = self._graph(key, num_logits)
         if graph is not None:
@@ -244,19 +272,14 @@ class DirectExecutor:
 
     # -- keys and values -------------------------------------------------------------------------------------
 
-    def new_kv(self, num_blocks: int, block_size: int, kind: KVKind) -> DirectKVStorage:
+    def new_kv(self, num_blocks: int, block_size: int, kind: KVKind) -> DirectPool:
         """Raises `CudaError` where the memory is not there."""
-        if kind is not KVKind.MODEL:
-            raise ModelError(
-                f"{self.name} does not store keys and values as {kind.value}",
-                hint="Leave --kv-dtype out, or use --device cpu.",
-            )
         self.close()
-        self._kv = DirectKVStorage(self.spec.kv_shape(num_blocks, block_size), self.device)
+        self._kv = _POOLS[kind](self.spec.kv_shape(num_blocks, block_size), self.device)
         return self._kv
 
     def kv_block_bytes(self, block_size: int, kind: KVKind) -> int:
-        return DirectKVStorage.block_bytes(self.spec.kv_shape(1, block_size))
+        return _POOLS[kind].block_bytes(self.spec.kv_shape(1, block_size))
 
     # -- inside ----------------------------------------------------------------------------------------------
 
@@ -270,11 +293,31 @@ class DirectExecutor:
         assert self._workspace is not None
         return self._workspace
 
+    def _check(self, first: int, end: int) -> None:
+        """Check what the content of these layers must be, once. Raises `ModelError`."""
+        for number in [number for number in self._to_check if first <= number < end]:
+            for matrix in self._to_check[number]:
+                matrix.check_order()
+            del self._to_check[number]
+
     def _load(self, batch: StepBatch) -> ProgramKey:
         workspace = self._opened()
-        plan = workspace.load(batch)
+        adapters: Sequence[int] = ()
+        if any(span.adapter is not None for span in batch.spans):
+            adapters = self._opened_adapters().slots(batch.spans)
+        plan = workspace.load(batch, adapters)
         rows = bucket_of(len(batch.tokens), workspace.limits.max_rows)
-        return ProgramKey(rows, plan.many, slots_of(plan.num_slots))
+        return ProgramKey(rows, plan.many, slots_of(plan.num_slots), is_adapted=bool(adapters))
+
+    def _opened_adapters(self) -> DeviceAdapters:
+        if self._adapters is None:
+            limits, num_layers = self._opened().limits, self.spec.num_layers
+            self._adapters = DeviceAdapters(
+                self.device, num_layers, num_slots=limits.max_spans, num_rows=limits.max_rows
+            )
+            assert self._launches is not None
+            self._launches.adapters = self._adapters
+        return self._adapters
 
     def _program(self, key: ProgramKey) -> Program:
         if key not in self._programs:

@@ -5,100 +5,48 @@ from __future__ import annotations
 import math
 
 from .....loader.device.driver.base import KernelLaunch
-from ....models.decoder_config import LayerRotary, Norm
-from ....models.executor import Accepts, any_value, one_of, refusal_of
+from ....models.adapter import AdapterPlace
+from ....models.decoder_config import LayerRotary
 from ....models.matrices import DecoderLayerWeights, DecoderWeights, Projection, Tensor
 from ....models.spec import DecoderSpec
-from ....tensors import DType
-from ..implemented import IMPLEMENTED
+from .adapters import DeviceAdapters
 from .arguments import AddRows, Attention, Embed, Gate, NormRows, PlaceHeads, ScaleLogits
 from .attention import attention_launches
+from .experts import ExpertLaunches, formats_of_experts
 from .memory import Array
-from .products import WEIGHT_KINDS, Mode, Output, format_of, product_launch
+from .products import WEIGHT_KINDS, Mode, Output, format_of, matrices_of, product_launch
 from .program import Kernels, Program
-from .sources import BLOCKS, CHOOSE, DTYPES, HEAD_DIMS, ROWS, attention_module, product_module
-from .storage import DirectKVStorage
+from .refusals import ACTIVATIONS, NORMS, projections_of
+from .sources import BLOCKS, CHOOSE, EXPERTS, ROWS, attention_module, product_module
+from .storage import DirectPool
 from .tables import ProgramKey
 from .workspace import Workspace
 
 SEES_ALL = 1 << 30  # a window that no context reaches
-NORMS = (Norm.RMS, Norm.RMS_WIDE, Norm.RMS_PLUS_ONE, Norm.LAYER)  # as the kernels number them
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 _THREADS = 256
 _HEAD_THREADS, _HEADS_PER_BLOCK = 128, 4
-_EIGHT = 8  # numbers that are read at once
-
-FEATURES: dict[str, Accepts] = {
-    **IMPLEMENTED,
-    "dtype": one_of(*DTYPES),
-    "norm": one_of(*NORMS),
-    **dict.fromkeys(
-        (
-            *("input_norms", "output_norms", "is_parallel", "residual_scale", "logits_scale", "score_cap"),
-            *(
-                "logit_cap",
-                "rotary.interleaved",
-                "local_rotary",
-                "local_rotary.frequencies",
-                "local_rotary.factor",
-            ),
-            *("layer_rotary", "wide_rotary", "joint_head_norms"),
-        ),
-        any_value,
-    ),
-    "head_dim": lambda dim: dim % _EIGHT == 0 and dim <= HEAD_DIMS[-1],
-    "activation": one_of(*ACTIVATIONS),
-    "rotary.dim": lambda dim: dim % 2 == 0,
-}
 
 
-def refusal(spec: DecoderSpec, weights: DecoderWeights) -> str | None:
-    """Why the kernels cannot compute this model; None where they can."""
-    name = "the device's direct path"
-    of_local = {
-        "local_rotary.dim": one_of(spec.rotary.dim),
-        "local_rotary.interleaved": one_of(spec.rotary.interleaved),
-    }
-    reason = refusal_of(spec, FEATURES | of_local, name)
-    if reason is not None:
-        return reason
-    table = weights.embeddings
-    expected = spec.dtype if table.scale is None else DType.I8
-    if table.weight.dtype is not expected or (table.scale and table.scale.dtype not in WEIGHT_KINDS):
-        return f"{name} does not take embeddings in {table.weight.dtype.label}"
-    for projection in (weights.head, *(each for layer in weights.layers for each in _projections(layer))):
-        if projection is None or not projection.is_settled:
-            return f"{name} does not take matrices of GPTQ and AWQ, or experts"
-        for matrix in projection.matrices():
-            if format_of(matrix, spec.dtype) is None:
-                return (
-                    f"{name} does not multiply with a {type(matrix).__name__} [{matrix.num_out}, {matrix.num_in}] in "
-                    f"{matrix.weight.dtype.label}"
-                )
-    return None
-
-
-def modules_of(spec: DecoderSpec, weights: DecoderWeights) -> tuple[str, ...]:
-    """The kernels' modules that the model needs."""
-    projections = (weights.head, *(each for layer in weights.layers for each in _projections(layer)))
+def modules_of(spec: DecoderSpec, weights: DecoderWeights, *, of_int8: bool = False) -> tuple[str, ...]:
+    """The kernels' modules that the model needs, over a pool of floats or of int8."""
     formats = dict.fromkeys(
         format_of(matrix, spec.dtype) or ""
-        for projection in projections
-        if projection is not None
-        for matrix in projection.matrices()
+        for projection in projections_of(weights)
+        for matrix in matrices_of(projection)
     )
-    return (ROWS, CHOOSE, BLOCKS, attention_module(spec.head_dim), *map(product_module, formats))
-
-
-def _projections(layer: DecoderLayerWeights) -> tuple[Projection | None, ...]:
-    return layer.qkv, layer.output, layer.gate_up, layer.down
+    of_experts = [product_module(each, of_experts=True) for each in formats_of_experts(weights, spec.dtype)]
+    return (
+        *(ROWS, CHOOSE, BLOCKS, attention_module(spec.head_dim, of_int8=of_int8)),
+        *map(product_module, formats),
+        *([EXPERTS, *of_experts] if of_experts else ()),
+    )
 
 
 class DecoderLaunches:
     """Makes the launches of one model over one workspace and pool. Reads no weights."""
 
     def __init__(
-        self, kernels: Kernels, weights: DecoderWeights, workspace: Workspace, kv: DirectKVStorage
+        self, kernels: Kernels, weights: DecoderWeights, workspace: Workspace, kv: DirectPool
     ) -> None:
         self._kernels = kernels
         self._weights = weights
@@ -107,6 +55,14 @@ class DecoderLaunches:
         self._arrays = workspace.arrays
         self._kv = kv
         self._counts = Array(self._table("counts"), (1,), workspace.arrays.tables.dtype)
+        self._adds_apart = self._spec.output_norms or self._spec.residual_scale != 1
+        self.adapters: DeviceAdapters | None = None  # which programs need whose key `is_adapted`
+        self._experts: ExpertLaunches | None = None
+        if self._spec.experts is not None and self._arrays.experts is not None:
+            self._experts = ExpertLaunches(
+                kernels, self._spec, self._spec.experts, weights, self._arrays.experts, self._counts
+            )
+            self._experts.load(kernels.driver, workspace.device.stream)
 
     def program(self, key: ProgramKey) -> Program:
         """Stage 0 is the embeddings', stage i + 1 that of layer i."""
@@ -157,30 +113,81 @@ class DecoderLaunches:
         return [self._kernels.launch(ROWS, "embed", (key.rows,), _THREADS, arguments)]
 
     def _layer(self, number: int, key: ProgramKey) -> list[KernelLaunch]:
-        layer, arrays, rows, spec = self._weights.layers[number], self._arrays, key.rows, self._spec
-        assert layer.gate_up is not None
-        assert layer.down is not None
-        to_attention, x = self._input(layer.attention_norm, rows)
-        to_mlp, y = ([], x) if spec.is_parallel else self._input(layer.mlp_norm, rows)
-        gate = Gate(
-            product=arrays.inner.address,
-            out=arrays.active.address,
-            counts=self._counts.address,
-            size=spec.intermediate_size,
-            kind=ACTIVATIONS[spec.activation.value],
-        )
-        gate_grid = rows, -(-spec.intermediate_size // _THREADS)
+        layer, arrays, spec = self._weights.layers[number], self._arrays, self._spec
+        to_attention, x = self._input(layer.attention_norm, key.rows)
+        to_mlp, y = ([], x) if spec.is_parallel else self._input(layer.mlp_norm, key.rows)
         return [
             *to_attention,
-            *self._product(layer.qkv, x, arrays.heads, rows),
-            *self._place_heads(layer, number, rows),
+            *self._product(layer.qkv, x, arrays.heads, key.rows),
+            *self._adapt(AdapterPlace.QKV, number, x, arrays.heads, key),
+            *self._place_heads(layer, number, key.rows),
             *self._attention(number, key),
-            *self._add(layer.output, arrays.attended, layer.attention_output_norm, rows),
+            *self._add(AdapterPlace.OUTPUT, number, arrays.attended, key),
             *to_mlp,
-            *self._product(layer.gate_up, y, arrays.inner, rows),
-            self._kernels.launch(ROWS, "gate", gate_grid, _THREADS, gate),
-            *self._add(layer.down, arrays.active, layer.mlp_output_norm, rows),
+            *(self._mixture(number, y, key) if layer.experts else self._mlp(number, y, key)),
         ]
+
+    def _mlp(self, number: int, x: Array, key: ProgramKey) -> list[KernelLaunch]:
+        launches, active = self._active(number, x, key)
+        return [*launches, *self._add(AdapterPlace.DOWN, number, active, key)]
+
+    def _active(self, number: int, x: Array, key: ProgramKey) -> tuple[list[KernelLaunch], Array]:
+        """The launches that make the inputs of `down` for all rows, and where they are then."""
+        layer, arrays, rows = self._weights.layers[number], self._arrays, key.rows
+        assert layer.gate_up is not None
+        assert layer.down is not None
+        inner = Array(arrays.inner.address, (rows, 2 * layer.down.num_in), arrays.inner.dtype)
+        active = Array(arrays.active.address, (rows, layer.down.num_in), arrays.active.dtype)
+        launches = [
+            *self._product(layer.gate_up, x, inner, rows),
+            *self._adapt(AdapterPlace.GATE_UP, number, x, inner, key),
+            self._gate(inner, active, rows),
+        ]
+        return launches, active
+
+    def _mixture(self, number: int, x: Array, key: ProgramKey) -> list[KernelLaunch]:
+        layer, mixture, rows = self._weights.layers[number], self._experts, key.rows
+        assert mixture is not None
+        assert layer.router is not None
+        arrays, shared = mixture.arrays, list[KernelLaunch]()
+        if layer.down is not None:
+            shared, active = self._active(number, x, key)
+            shared += self._product(layer.down, active, arrays.shared, rows)
+            shared += self._adapt(AdapterPlace.DOWN, number, active, arrays.shared, key)
+        if layer.shared_gate is not None:
+            shared += self._product(layer.shared_gate, x, arrays.shared_gate, rows)
+        out = self._arrays.added if self._adds_apart else self._arrays.x
+        return [
+            *self._product(layer.router, x, arrays.scores, rows, Mode.STORE_WIDE),
+            *mixture.up(number, x, rows),
+            self._gate(arrays.inner, arrays.active, mixture.num_pairs(rows), Output.PAIRS),
+            *shared,
+            *mixture.down(number, out, rows, adds=not self._adds_apart),
+            *([self._add_rows(layer.mlp_output_norm, rows)] if self._adds_apart else []),
+        ]
+
+    def _adapt(
+        self, place: AdapterPlace, number: int, x: Array, out: Array, key: ProgramKey
+    ) -> list[KernelLaunch]:
+        """The rows of `out`, which a projection of x has made, gain what their adapters add."""
+        if not key.is_adapted:
+            return []
+        assert self.adapters is not None
+        site = number * len(AdapterPlace) + place
+        return self.adapters.launches(
+            self._kernels, self._table("adapters"), x, out, self._counts, key.rows, site
+        )
+
+    def _gate(self, inner: Array, active: Array, rows: int, output: Output = Output.ROWS) -> KernelLaunch:
+        gate = Gate(
+            product=inner.address,
+            out=active.address,
+            counts=self._counts.address,
+            count=output,
+            size=active.shape[1],
+            kind=ACTIVATIONS[self._spec.activation.value],
+        )
+        return self._kernels.launch(ROWS, "gate", (rows, -(-active.shape[1] // _THREADS)), _THREADS, gate)
 
     def _input(self, norm: Tensor | None, rows: int) -> tuple[list[KernelLaunch], Array]:
         """The launches that make the input of attention or of the MLP, and where it is then."""
@@ -191,13 +198,24 @@ class DecoderLaunches:
             else ([self._norm(norm, arrays.x, arrays.normed, rows)], arrays.normed)
         )
 
-    def _add(
-        self, projection: Projection, inputs: Array, norm: Tensor | None, rows: int
-    ) -> list[KernelLaunch]:
-        """x += projection(inputs), after a norm of its own and scaled, where there are such."""
+    def _add(self, place: AdapterPlace, number: int, x: Array, key: ProgramKey) -> list[KernelLaunch]:
+        """The rows gain this projection of x, after a norm of its own and scaled, where there are such."""
+        layer, added = self._weights.layers[number], self._arrays.added
+        is_down = place is AdapterPlace.DOWN
+        projection = layer.down if is_down else layer.output
+        norm = layer.mlp_output_norm if is_down else layer.attention_output_norm
+        assert projection is not None
+        if not self._adds_apart and not key.is_adapted:
+            return self._product(projection, x, self._arrays.x, key.rows, Mode.ADD)
+        return [
+            *self._product(projection, x, added, key.rows),
+            *self._adapt(place, number, x, added, key),
+            self._add_rows(norm, key.rows),
+        ]
+
+    def _add_rows(self, norm: Tensor | None, rows: int) -> KernelLaunch:
+        """x += norm(added) * scale."""
         arrays, spec = self._arrays, self._spec
-        if arrays.added is None:
-            return self._product(projection, inputs, arrays.x, rows, Mode.ADD)
         adding = AddRows(
             x=arrays.x.address,
             more=arrays.added.address,
@@ -209,10 +227,7 @@ class DecoderLaunches:
             eps=spec.norm_eps,
             scale=spec.residual_scale,
         )
-        return [
-            *self._product(projection, inputs, arrays.added, rows),
-            self._kernels.launch(ROWS, "add_rows", (rows,), _THREADS, adding),
-        ]
+        return self._kernels.launch(ROWS, "add_rows", (rows,), _THREADS, adding)
 
     def _norm(
         self,
@@ -252,7 +267,7 @@ class DecoderLaunches:
         """Matrices of one input write side by side."""
         launches: list[KernelLaunch] = []
         column = 0
-        for matrix in projection.matrices():
+        for matrix in matrices_of(projection):
             launches.append(
                 product_launch(
                     self._kernels,
@@ -272,7 +287,6 @@ class DecoderLaunches:
 
     def _place_heads(self, layer: DecoderLayerWeights, number: int, rows: int) -> list[KernelLaunch]:
         spec, arrays = self._spec, self._arrays
-        keys, values = self._kv.of_layer(number)
         norm, key_norm = layer.query_norm, layer.key_norm
         launches: list[KernelLaunch] = []
         if spec.joint_head_norms and norm is not None and key_norm is not None:
@@ -287,8 +301,7 @@ class DecoderLaunches:
             sin=angles[1],
             query_norm=norm.array.address if norm is not None else 0,
             key_norm=key_norm.array.address if key_norm is not None else 0,
-            keys=keys,
-            values=values,
+            **self._kv.of_layer(number)._asdict(),
             positions=self._table("positions"),
             slots=self._table("slots"),
             counts=self._counts.address,
@@ -317,12 +330,10 @@ class DecoderLaunches:
 
     def _attention(self, number: int, key: ProgramKey) -> list[KernelLaunch]:
         spec, arrays = self._spec, self._arrays
-        keys, values = self._kv.of_layer(number)
         cap = spec.score_cap or 0.0
         arguments = Attention(
             heads=arrays.heads.address,
-            keys=keys,
-            values=values,
+            **self._kv.of_layer(number)._asdict(),
             out=arrays.attended.address,
             split_sums=arrays.split_sums.address,
             split_scales=arrays.split_scales.address,

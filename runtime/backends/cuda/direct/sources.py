@@ -1,7 +1,8 @@
 """The kernels' sources, as modules that are compiled and loaded one by one.
 
-A model needs few of them: what all have, a module a format of its matrices, and one for the size of
-its heads. Each has the dtype of activations compiled in. This module compiles nothing.
+A model needs few of them: what all have, a module a format of its matrices and of its experts', and
+one for the size of its heads. Each has the dtype of activations compiled in. This module compiles
+nothing.
 """
 
 from __future__ import annotations
@@ -13,15 +14,19 @@ from ....errors import ModelError
 from ....tensors import DType
 
 FOLDER = Path(__file__).with_name("kernels")
-ROWS, CHOOSE, BLOCKS = "rows", "choose", "blocks"
+ROWS, CHOOSE, BLOCKS, EXPERTS = "rows", "choose", "blocks", "experts"
 HEAD_DIMS = (32, 64, 128, 256)
-FORMATS = {"float": "Float", "int8": "Int8", "int4": "Int4", "fp8": "Fp8"}
+FORMATS = {
+    **{"float": "Float", "int8": "Int8", "int4": "Int4", "fp8": "Fp8"},
+    **{"gptq": "Gptq", "awq": "Awq", "packed": "Packed"},
+}
 NAMES = (
     ROWS,
     CHOOSE,
     BLOCKS,
-    *(f"product_{name}" for name in FORMATS),
-    *(f"attention_{dim}" for dim in HEAD_DIMS),
+    EXPERTS,
+    *(f"{kind}_{name}" for kind in ("product", "experts") for name in FORMATS),
+    *(f"attention_{dim}{kind}" for kind in ("", "_int8") for dim in HEAD_DIMS),
 )
 DTYPES = (DType.BF16, DType.F16)
 
@@ -36,26 +41,37 @@ class KernelModule(NamedTuple):
     def text(self) -> str:
         """The source, after which the compiler's messages name the files."""
         kind, _, variant = self.name.partition("_")
+        own = "product" if variant in FORMATS else kind
         text = "".join(
             f'#line 1 "{name}.cuh"\n{(FOLDER / f"{name}.cuh").read_text(encoding="utf-8")}'
-            for name in ("device", kind)
+            for name in ("device", own, *(("adapters",) if own == ROWS else ()))
         )
         if kind == "product":
             text += f"PRODUCTS({variant}, {FORMATS[variant]})\n"
+        elif kind == EXPERTS and variant:
+            text += f"EXPERT_PRODUCTS({variant}, {FORMATS[variant]})\n"
         elif kind == "attention":
-            text += f"ATTENTION({variant})\n"
+            dim, _, of_codes = variant.partition("_")
+            text += f"ATTENTION({variant}, {dim}, {'Int8Pool' if of_codes else 'FloatPool'})\n"
         return "#define IN_F16\n" + text if self.dtype is DType.F16 else text
 
 
-def product_module(format_name: str) -> str:
-    return f"product_{format_name}"
+def product_module(format_name: str, *, of_experts: bool = False) -> str:
+    return f"{EXPERTS if of_experts else 'product'}_{format_name}"
 
 
-def attention_module(head_dim: int) -> str:
-    """The module for heads of this size. Raises `ModelError` for larger ones."""
-    dim = next((dim for dim in HEAD_DIMS if head_dim <= dim), None)
-    if dim is None:
-        raise ModelError(
-            f"heads of {head_dim} numbers are too large for the device's kernels, which take up to {HEAD_DIMS[-1]}"
-        )
-    return f"attention_{dim}"
+def attention_module(head_dim: int, *, of_int8: bool = False) -> str:
+    """The module for heads of this size, in pools of floats or of int8. Raises `ModelError` for larger
+    ones.
+    """
+    return f"attention_{padded_dim(head_dim)}{'_int8' if of_int8 else ''}"
+
+
+def padded_dim(head_dim: int) -> int:
+    """The size that kernels have for such heads. Raises `ModelError` for larger ones."""
+    for dim in HEAD_DIMS:
+        if head_dim <= dim:
+            return dim
+    raise ModelError(
+        f"heads of {head_dim} numbers are too large for the device's kernels, which take up to {HEAD_DIMS[-1]}"
+    )

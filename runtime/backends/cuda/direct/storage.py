@@ -1,17 +1,18 @@
-"""The pool of keys and values on a device.
+"""The pools of keys and values on a device.
 
-A token's keys are contiguous memory, and so is a block. `copy_out` returns the order of `KVStorage`,
-so blocks move between both kinds of pools, and both read each other's snapshots.
+A token's keys are contiguous memory, and so is a block. `copy_out` returns the order of the host's
+pools, so blocks move between both kinds of pools, and both read each other's snapshots.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from ....kv.storage import Bytes, FloatBlocks, PoolShape
+from ....kv.storage import Bytes, FloatBlocks, Int8Blocks, PoolShape
 from .arguments import CopyBlocks, CopyTokens
 from .device import DirectDevice
 from .sources import BLOCKS
@@ -19,37 +20,59 @@ from .staging import Room
 
 _COPY_BYTES = 8 << 20  # copied at a time
 _THREADS = 256
+_WORD_BYTES = 2  # in which blocks are copied
 
 
-class DirectKVStorage(FloatBlocks):
-    """A `KVPool` on a device: (layers, 2, num_blocks, block_size, num_kv_heads, head_dim).
+class LayerPlaces(NamedTuple):
+    """The addresses of a layer's keys and values, and of their scales; 0: they have none."""
+
+    keys: int
+    values: int
+    key_scales: int = 0
+    value_scales: int = 0
+
+
+class _Plane(NamedTuple):
+    """Numbers of all heads of all slots: (layers, 2, num_blocks, block_size, num_kv_heads, head_words)."""
+
+    address: int
+    head_words: int
+    stored_words: int  # of a block, before these
+
+
+class _DevicePool:
+    """A `KVPool` on a device, over one or two planes, in memory that is reserved at once.
 
     All work is queued on the device's stream. Copies may come from any thread, one at a time.
     """
 
-    def __init__(self, shape: PoolShape, device: DirectDevice) -> None:
-        """Reserve the memory at once. Raises `CudaError`."""
-        super().__init__(shape)
+    def __init__(self, shape: PoolShape, device: DirectDevice, head_words: Sequence[int]) -> None:
+        """Raises `CudaError`."""
         self._device = device
+        self._shape = shape
         self._lock = threading.Lock()
-        self._block_bytes = self.block_bytes(shape)
+        heads = 2 * shape.num_layers * shape.block_size * shape.num_kv_heads  # of a block
+        self._block_words = heads * sum(head_words)
+        self.size_bytes = shape.num_blocks * self._block_words * _WORD_BYTES
         self.address = device.driver.alloc(max(1, self.size_bytes))
+        self._planes: list[_Plane] = []
+        words = 0
+        for own in head_words:
+            address = self.address + shape.num_blocks * words * _WORD_BYTES
+            self._planes.append(_Plane(address, own, words))
+            words += heads * own
         self._stored: Room | None = None
         self._numbers: Room | None = None
 
-    @property
-    def size_bytes(self) -> int:
-        return self.num_blocks * self._block_bytes
-
-    @property
-    def element_bytes(self) -> int:
-        return self.dtype.size_bytes
-
-    def of_layer(self, layer: int) -> tuple[int, int]:
-        """The addresses of the layer's keys and of its values."""
-        plane_bytes = self.size_bytes // (2 * self.num_layers)
-        keys = self.address + 2 * layer * plane_bytes
-        return keys, keys + plane_bytes
+    def of_layer(self, layer: int) -> LayerPlaces:
+        places: list[int] = []
+        shape = self._shape
+        for plane in self._planes:
+            slots = shape.num_blocks * shape.block_size
+            part_bytes = slots * shape.num_kv_heads * plane.head_words * _WORD_BYTES
+            keys = plane.address + 2 * layer * part_bytes
+            places += (keys, keys + part_bytes)
+        return LayerPlaces(*places)
 
     def copy_out(self, blocks: Sequence[int], into: Bytes) -> None:
         with self._lock:
@@ -71,12 +94,14 @@ class DirectKVStorage(FloatBlocks):
                 self._device.driver.synchronize_stream(self._device.stream)
 
     def copy_tokens(self, source: int, target: int, num_tokens: int) -> None:
-        row = self.num_kv_heads * self.head_dim
-        sizes = (self.num_blocks, self.block_size, row, source, target, num_tokens)
-        kernels = self._device.kernels(self.dtype)
-        arguments = CopyTokens(self.address, *sizes)
-        launch = kernels.launch(BLOCKS, "copy_tokens", (2 * self.num_layers,), _THREADS, arguments)
-        self._device.driver.launch(launch, self._device.stream)
+        shape = self._shape
+        kernels = self._device.kernels(shape.dtype)
+        for plane in self._planes:
+            row = shape.num_kv_heads * plane.head_words
+            sizes = (shape.num_blocks, shape.block_size, row, source, target, num_tokens)
+            arguments = CopyTokens(plane.address, *sizes)
+            launch = kernels.launch(BLOCKS, "copy_tokens", (2 * shape.num_layers,), _THREADS, arguments)
+            self._device.driver.launch(launch, self._device.stream)
 
     def close(self) -> None:
         """Wait for the stream's work, and free the memory."""
@@ -85,6 +110,10 @@ class DirectKVStorage(FloatBlocks):
                 room.close()
         self._device.driver.synchronize_stream(self._device.stream)
         self._device.driver.free(self.address)
+
+    @property
+    def _block_bytes(self) -> int:
+        return self._block_words * _WORD_BYTES
 
     def _chunks(self, blocks: Sequence[int]) -> list[tuple[int, Sequence[int]]]:
         size = max(1, _COPY_BYTES // self._block_bytes)
@@ -99,14 +128,39 @@ class DirectKVStorage(FloatBlocks):
         return self._stored, self._numbers
 
     def _copy(self, blocks: Sequence[int], *, is_in: bool) -> Room:
-        stored, numbers = self._rooms(len(blocks))
+        shape, (stored, numbers) = self._shape, self._rooms(len(blocks))
         numbers.host[: 4 * len(blocks)].view(np.uint32)[:] = blocks
         numbers.upload(4 * len(blocks))
-        sizes = (self.num_layers, self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim, is_in)
-        arguments = CopyBlocks(self.address, stored.address, numbers.address, *sizes)
-        grid = len(blocks), 2 * self.num_layers
-        kernels = self._device.kernels(self.dtype)
-        self._device.driver.launch(
-            kernels.launch(BLOCKS, "copy_blocks", grid, _THREADS, arguments), self._device.stream
-        )
+        kernels, grid = self._device.kernels(shape.dtype), (len(blocks), 2 * shape.num_layers)
+        for plane in self._planes:
+            place = stored.address + plane.stored_words * _WORD_BYTES
+            sizes = (shape.num_blocks, shape.block_size, shape.num_kv_heads, plane.head_words)
+            arguments = CopyBlocks(
+                plane.address, place, numbers.address, *sizes, self._block_words, int(is_in)
+            )
+            launch = kernels.launch(BLOCKS, "copy_blocks", grid, _THREADS, arguments)
+            self._device.driver.launch(launch, self._device.stream)
         return stored
+
+
+class DirectKVStorage(_DevicePool, FloatBlocks):
+    """Keys and values in the model's dtype."""
+
+    def __init__(self, shape: PoolShape, device: DirectDevice) -> None:
+        FloatBlocks.__init__(self, shape)
+        _DevicePool.__init__(self, shape, device, [shape.head_dim])
+
+    @property
+    def element_bytes(self) -> int:
+        return self.dtype.size_bytes
+
+
+class DirectInt8KVStorage(_DevicePool, Int8Blocks):
+    """Keys and values as int8 codes, and a scale for each head of each token: `kv.storage.Int8KVStorage`."""
+
+    def __init__(self, shape: PoolShape, device: DirectDevice) -> None:
+        Int8Blocks.__init__(self, shape)
+        _DevicePool.__init__(self, shape, device, [shape.head_dim // _WORD_BYTES, 1])
+
+
+DirectPool = DirectKVStorage | DirectInt8KVStorage

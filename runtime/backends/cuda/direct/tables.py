@@ -29,7 +29,7 @@ MAX_SPLITS_PER_ITEM = 16
 BLOCKS_PER_PROCESSOR = 4  # a guess, until it was measured
 
 NUM_COUNTS = 8
-_COUNT_ROWS, _COUNT_LOGITS, _COUNT_ITEMS, _COUNT_MERGES = range(4)
+_COUNT_ROWS, _COUNT_LOGITS, _COUNT_ITEMS, _COUNT_MERGES, _COUNT_PAIRS = range(5)
 _ITEM_SIZE, _MERGE_SIZE = 5, 4
 
 
@@ -39,6 +39,7 @@ class ProgramKey(NamedTuple):
     rows: int  # at most
     many: bool  # items of MANY_PAIRS
     slots: int  # of SLOTS
+    is_adapted: bool = False  # some rows have adapters
 
     def num_items(self, group: int, max_spans: int) -> int:
         """The most items of a step."""
@@ -64,6 +65,7 @@ class TableSizes(Struct, frozen=True):
             "positions": self.max_rows,
             "slots": self.max_rows,
             "logit_rows": self.max_logits,
+            "adapters": self.max_rows,
             "starts": self.max_spans,
             "lengths": self.max_spans,
             "contexts": self.max_spans,
@@ -124,6 +126,7 @@ class StepTables:
         vocab_size: int,
         num_blocks: int,
         block_size: int,
+        num_experts_used: int = 0,
     ) -> None:
         self._sizes = sizes
         self._group = group
@@ -132,10 +135,12 @@ class StepTables:
         self._vocab_size = vocab_size
         self._num_blocks = num_blocks
         self._block_size = block_size
+        self._num_experts_used = num_experts_used
         self._offsets = sizes.offsets
 
-    def fill(self, batch: StepBatch, into: U32s) -> tuple[AttentionPlan, int]:
-        """Write the batch's tables. Returns its plan, and the numbers of `into` that are in use.
+    def fill(self, batch: StepBatch, into: U32s, adapters: Sequence[int] = ()) -> tuple[AttentionPlan, int]:
+        """Write the batch's tables, with the slot of each span's adapter where some have one. Returns its plan, and
+        the numbers of `into` that are in use.
 
         Raises `ModelError` for a batch that is too large, and for ids that nothing has.
         """
@@ -151,6 +156,7 @@ class StepTables:
         counts[:] = 0
         counts[_COUNT_ROWS], counts[_COUNT_LOGITS] = len(batch.tokens), len(batch.logit_rows)
         counts[_COUNT_ITEMS], counts[_COUNT_MERGES] = len(plan.items), num_merges
+        counts[_COUNT_PAIRS] = len(batch.tokens) * self._num_experts_used
         blocks = list(itertools.chain.from_iterable(span.blocks for span in spans))
         self._require("blocks", len(blocks), self._sizes.max_blocks)
         lengths = [len(span.blocks) for span in spans]
@@ -159,6 +165,7 @@ class StepTables:
             ("positions", batch.positions),
             ("slots", batch.slots),
             ("logit_rows", batch.logit_rows),
+            ("adapters", np.repeat(adapters, [span.length for span in spans]) if adapters else ()),
             ("starts", [span.start for span in spans]),
             ("lengths", [span.length for span in spans]),
             ("contexts", [span.context_len for span in spans]),

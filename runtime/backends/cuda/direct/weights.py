@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .....loader.load.base import PlacedLoad
+from ....errors import ModelError
 from ....tensors import DType, Tensor
 from ....weights import StreamedWeights
 from .device import DirectDevice
@@ -31,6 +32,16 @@ class DirectTensor(Tensor, frozen=True, eq=False):
         numbers = np.empty(self.shape, self.dtype.numpy)
         self.owner.read(self.array, numbers.ctypes.data)
         return numbers
+
+    def part(self, number: int, rows: tuple[slice, ...] = ()) -> Tensor:
+        """Raises `ModelError` for rows that do not lie back to back."""
+        if rows:
+            raise ModelError(
+                "the device's direct path does not take experts whose gates and ups alternate",
+                hint="Choose another --backend.",
+            )
+        array = Array(self.array.row(number), self.shape[1:], self.dtype)
+        return DirectTensor(self.dtype, array, self.device, self.owner)
 
     def is_at(self, other: Tensor) -> bool:
         return bool(self.array.address == other.array.address)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ from ....step.batch import Int64s, StepBatch
 from ....step.logprobs import rows_at_once
 from ....tensors import DType
 from .device import DirectDevice
+from .experts import ExpertArrays
 from .memory import Array, DeviceArena
-from .storage import DirectKVStorage
+from .storage import DirectPool
 from .tables import FEW_PAIRS, SLOTS, AttentionPlan, ProgramKey, StepTables, TableSizes, U32s
 
 _NUM_UPLINKS = 3
@@ -54,7 +56,7 @@ class StepArrays:
         num_logits = limits.max_logits(spec.vocab_size)
         attended_size = spec.num_heads * spec.head_dim
         heads_size = attended_size + 2 * spec.num_kv_heads * spec.head_dim
-        inner_size, angles = spec.intermediate_size, (limits.max_context, spec.rotary.dim // 2)
+        inner_size, angles = _inner_size(spec), (limits.max_context, spec.rotary.dim // 2)
         split = (SLOTS[-1], spec.num_kv_heads, FEW_PAIRS)
         self.tables = arena.take("tables", (limits.table_sizes(spec).offsets["end"],), DType.U32)
         self.x = arena.take("rows", (rows, spec.hidden_size), dtype)
@@ -76,14 +78,23 @@ class StepArrays:
                 arena.take(names[0], angles, DType.F32),
                 arena.take(names[1], angles, DType.F32),
             )
-        # What is normalised or scaled before it is added to the rows
-        self.added: Array | None = None
-        if spec.output_norms or spec.residual_scale != 1:
-            self.added = arena.take("added rows", (rows, spec.hidden_size), dtype)
+        # What is normalised, scaled or adapted before it is added to the rows
+        self.added = arena.take("added rows", (rows, spec.hidden_size), dtype)
+        self.experts: ExpertArrays | None = None
+        if spec.experts is not None:
+            self.experts = ExpertArrays(arena, spec, spec.experts, rows)
 
     def table(self, offset: int) -> int:
         """The address of a number of the tables."""
         return self.tables.address + 4 * offset
+
+
+def _inner_size(spec: DecoderSpec) -> int:
+    """The largest intermediate size of an MLP that all rows take."""
+    experts = spec.experts
+    if experts is None:
+        return spec.intermediate_size
+    return experts.shared_size if all(experts.layers) else max(spec.intermediate_size, experts.shared_size)
 
 
 class Workspace:
@@ -93,7 +104,7 @@ class Workspace:
     """
 
     def __init__(
-        self, device: DirectDevice, spec: DecoderSpec, limits: WorkspaceLimits, kv: DirectKVStorage
+        self, device: DirectDevice, spec: DecoderSpec, limits: WorkspaceLimits, kv: DirectPool
     ) -> None:
         """Raises `CudaError` where the memory is not there."""
         self.device = device
@@ -112,23 +123,30 @@ class Workspace:
             vocab_size=spec.vocab_size,
             num_blocks=kv.num_blocks,
             block_size=kv.block_size,
+            num_experts_used=0 if spec.experts is None else spec.experts.num_used,
         )
         self._uplink = Uplink(device.driver, device.stream, 4 * self.offsets["end"])
         self._loaded: tuple[StepBatch, AttentionPlan] | None = None
         self._num_positions = 0
 
-    def load(self, batch: StepBatch) -> AttentionPlan:
-        """Have the batch's tables on the device. Raises `ModelError` for a batch that does not fit."""
+    def load(self, batch: StepBatch, adapters: Sequence[int] = ()) -> AttentionPlan:
+        """Have the batch's tables on the device; `adapters` are the slots of its spans' own. Raises `ModelError` for a
+        batch that does not fit.
+        """
         if self._loaded is not None and self._loaded[0] is batch:
             return self._loaded[1]
         self._loaded = None
         longest = max((span.context_len for span in batch.spans), default=0)
         self._take_positions(longest)
         address, numbers = self._uplink.room()
-        plan, num = self._tables.fill(batch, numbers)
+        plan, num = self._tables.fill(batch, numbers, adapters)
         self._uplink.send(self.arrays.tables.address, address, 4 * num)
         self._loaded = batch, plan
         return plan
+
+    def forget(self) -> None:
+        """Have the next batch's tables written again."""
+        self._loaded = None
 
     def load_logit_rows(self, rows: Int64s) -> None:
         """Have these rows of the activations in place of the batch's."""

@@ -22,8 +22,10 @@ struct Merge {
 
 struct Attention {
   const u16* heads;  // (rows, num_heads + 2 * num_kv_heads, head_dim): queries first
-  const u16* keys;  // (blocks, block_size, num_kv_heads, head_dim)
-  const u16* values;
+  const void* keys;  // (blocks, block_size, num_kv_heads, head_dim): 16-bit floats, or int8
+  const void* values;
+  const u16* key_scales;  // (blocks, block_size, num_kv_heads) of int8
+  const u16* value_scales;
   u16* out;  // (rows, num_heads, head_dim)
   float* split_sums;  // (slots, num_kv_heads, 16, head_dim): not divided
   float* split_scales;  // (slots, num_kv_heads, 16, 2): the largest score, and the sum of weights
@@ -73,7 +75,7 @@ struct Room {
   float keep[16 * ROW_TILES], add[16 * ROW_TILES];
 };
 
-// The place of a token's keys in the pool, in rows of head_dim numbers.
+// The row of a token's keys in the pool, of head_dim numbers.
 __device__ __forceinline__ u64 place_of(const Attention& args, const u32* table, u32 token, u32 kv_head) {
   return ((u64)table[token / args.block_size] * args.block_size + token % args.block_size) * args.num_kv_heads + kv_head;
 }
@@ -83,7 +85,26 @@ __device__ __forceinline__ uint4 eight_of(const u16* row, u32 at, u32 dim) {
   return at < dim ? *(const uint4*)(row + at) : uint4{0, 0, 0, 0};
 }
 
-template <u32 DIM, u32 ROW_TILES>
+// What a pool's rows are made of, and 8 numbers of one.
+struct FloatPool {
+  static __device__ __forceinline__ uint4 eight(const void* numbers, const u16* scales, u64 row, u32 at, u32 dim) {
+    return eight_of((const u16*)numbers + row * dim, at, dim);
+  }
+};
+
+struct Int8Pool {  // a code times its row's scale, rounded
+  static __device__ __forceinline__ u32 two(u32 codes, u32 scales) {  // both are exact in 16 bits, so one rounding
+    return T::fused(T::pair((float)(signed char)codes, (float)(signed char)(codes >> 8)), scales, 0x80008000);
+  }
+  static __device__ __forceinline__ uint4 eight(const void* numbers, const u16* scales, u64 row, u32 at, u32 dim) {
+    if (at >= dim) return uint4{0, 0, 0, 0};
+    const uint2 codes = *(const uint2*)((const u8*)numbers + row * dim + at);
+    const u32 both = scales[row] | (u32)scales[row] << 16;
+    return uint4{two(codes.x, both), two(codes.x >> 16, both), two(codes.y, both), two(codes.y >> 16, both)};
+  }
+};
+
+template <u32 DIM, u32 ROW_TILES, class Pool>
 struct AttentionBlock {
   static constexpr u32 ROWS = 16 * ROW_TILES, PARTS = DIM / 32;  // a warp has DIM / 4 numbers: parts of 8
   const Attention& args;
@@ -152,7 +173,7 @@ struct AttentionBlock {
       const u32 own = at / (DIM / 8), dim = at % (DIM / 8) * 8;
       const bool is_there = key + own < context;
       uint4 some = {0, 0, 0, 0};
-      if (is_there) some = eight_of(args.values + place_of(args, table, key + own, kv_head) * args.head_dim, dim, args.head_dim);
+      if (is_there) some = Pool::eight(args.values, args.value_scales, place_of(args, table, key + own, kv_head), dim, args.head_dim);
       *(uint4*)&room.values[own][dim] = some;
     }
   }
@@ -163,7 +184,7 @@ struct AttentionBlock {
       uint4 of_key[DIM / 32];
       EACH(part, DIM / 32) {
         of_key[part] = uint4{0, 0, 0, 0};
-        if (own < context) of_key[part] = eight_of(args.keys + place_of(args, table, own, kv_head) * args.head_dim, 32 * part + 8 * c, args.head_dim);
+        if (own < context) of_key[part] = Pool::eight(args.keys, args.key_scales, place_of(args, table, own, kv_head), 32 * part + 8 * c, args.head_dim);
       }
       EACH(r, ROW_TILES) {
         if (r >= num_tiles) break;
@@ -266,20 +287,20 @@ struct AttentionBlock {
   }
 };
 
-template <u32 DIM, u32 ROW_TILES>
+template <u32 DIM, u32 ROW_TILES, class Pool>
 __device__ __forceinline__ void attend(const Attention& args) {
   if (blockIdx.x >= args.counts[NUM_ITEMS]) return;
   const Item item = args.items[blockIdx.x];
-  AttentionBlock<DIM, ROW_TILES> block(args, *(Room<DIM, ROW_TILES>*)shared_memory, item);
+  AttentionBlock<DIM, ROW_TILES, Pool> block(args, *(Room<DIM, ROW_TILES>*)shared_memory, item);
   block.load_queries();
   __syncthreads();
   if (item.slot == ALONE) block.fold_splits(item.first_split, item.end_split);
   else block.store_splits(item.first_split, item.end_split, item.slot);
 }
 
-#define ATTENTION(dim)                                                                 \
-  KERNEL(attention_##dim##_16, Attention, ATTENTION_THREADS) { attend<dim, 1>(args); } \
-  KERNEL(attention_##dim##_64, Attention, ATTENTION_THREADS) { attend<dim, 4>(args); }
+#define ATTENTION(name, dim, Pool)                                                            \
+  KERNEL(attention_##name##_16, Attention, ATTENTION_THREADS) { attend<dim, 1, Pool>(args); } \
+  KERNEL(attention_##name##_64, Attention, ATTENTION_THREADS) { attend<dim, 4, Pool>(args); }
 
 // Fold the splits of an item of up to 16 pairs, as `fold_splits` does.
 KERNEL(merge_splits, Attention, ATTENTION_THREADS) {

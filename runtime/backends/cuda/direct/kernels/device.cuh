@@ -20,7 +20,12 @@ typedef long long i64;
 #define EACH(i, num) _Pragma("unroll") for (u32 i = 0; i < (num); i++)
 #endif
 
-enum Count { NUM_ROWS, NUM_LOGITS, NUM_ITEMS, NUM_MERGES, NUM_COPIES };
+enum Count { NUM_ROWS, NUM_LOGITS, NUM_ITEMS, NUM_MERGES, NUM_PAIRS };  // pairs: of a row and an expert that it has chosen
+
+// Pairs of one expert that a block of a mixture's products has, by their places; first == end: none.
+struct Tile {
+  u32 expert, first, end;
+};
 
 #ifndef ON_CPU  // ON_DEVICE
 #ifndef INFINITY
@@ -111,17 +116,19 @@ __device__ __forceinline__ float number_at(const void* array, u64 at, u32 kind) 
 
 __device__ __forceinline__ u32 lane_of(u32 thread) { return thread % 32; }
 
-__device__ __forceinline__ float warp_sum(float x) {
+template <class Number>
+__device__ __forceinline__ Number warp_sum(Number x) {
   for (u32 mask = 16; mask; mask /= 2) x += shuffled(x, mask);
   return x;
 }
 
 // The sum over a block of up to 32 warps, in the same order for every thread. All threads call it.
-__device__ __forceinline__ float block_sum(float x, float* of_warps) {
+template <class Number>
+__device__ __forceinline__ Number block_sum(Number x, Number* of_warps) {
   x = warp_sum(x);
   if (lane_of(threadIdx.x) == 0) of_warps[threadIdx.x / 32] = x;
   __syncthreads();
-  float total = 0;
+  Number total = 0;
   for (u32 warp = 0; warp < blockDim.x / 32; warp++) total += of_warps[warp];
   __syncthreads();
   return total;

@@ -116,8 +116,10 @@ struct PlaceHeads {
   const float* sin;
   const void* query_norm;  // (head_dim,); 0: no norms
   const void* key_norm;
-  u16* keys;  // (slots, num_kv_heads, head_dim)
-  u16* values;
+  void* keys;  // (slots, num_kv_heads, head_dim): 16-bit floats, or int8
+  void* values;
+  u16* key_scales;  // (slots, num_kv_heads) of int8; 0: floats
+  u16* value_scales;
   const u32* positions;  // (rows,)
   const u32* slots;  // (rows,)
   const u32* counts;
@@ -128,6 +130,20 @@ struct PlaceHeads {
 };
 #define MAX_HEAD_DIM 256
 
+// Store a head's numbers, which are 16-bit floats, as codes of 8 bits and a scale: the largest one's size / 127, rounded.
+// The codes of what is not finite are 0, and its scale is not finite. A warp calls it.
+__device__ __forceinline__ void store_codes(const float* numbers, u32 dim, signed char* codes, u16* scale) {
+  u64 largest = 0;  // bits, which order as sizes do, and NaN above all
+  for (u32 at = lane_of(threadIdx.x); at < dim; at += 32) largest = max(largest, (u64)bits_of_float(fabsf(numbers[at])));
+  for (u32 mask = 16; mask; mask /= 2) largest = max(largest, shuffled(largest, mask));
+  const float factor = rounded(float_of_bits((u32)largest) / 127.0f);
+  for (u32 at = lane_of(threadIdx.x); at < dim; at += 32) {
+    const float exact = numbers[at] / factor;
+    codes[at] = exact - exact == 0 ? (signed char)fminf(fmaxf(rintf(exact), -127.0f), 127.0f) : 0;
+  }
+  if (lane_of(threadIdx.x) == 0) *scale = narrow(factor);
+}
+
 // Normalise and rotate queries and keys, and store keys and values in their slots. A warp a head.
 KERNEL(place_heads, PlaceHeads, 128) {
   __shared__ float own[4][MAX_HEAD_DIM];
@@ -136,19 +152,13 @@ KERNEL(place_heads, PlaceHeads, 128) {
   if (row >= args.counts[NUM_ROWS] || head >= num_all) return;
   u16* from = args.heads + ((u64)row * num_all + head) * dim;
   const bool is_query = head < args.num_heads, is_value = head >= num_rotated;
-  const u64 slot = (u64)args.slots[row] * args.num_kv_heads;
-  u16* to = is_query ? from : is_value ? args.values + (slot + head - num_rotated) * dim : args.keys + (slot + head - args.num_heads) * dim;
-  if (is_value) {
-    for (u32 at = lane; at < dim; at += 32) to[at] = from[at];
-    return;
-  }
   float* numbers = own[warp];
   float sum = 0, squares = 0;
   for (u32 at = lane; at < dim; at += 32) {
     numbers[at] = wide(from[at]);
     sum += numbers[at];
   }
-  if (args.query_norm) {
+  if (args.query_norm && !is_value) {
     const float mean = args.kind == LAYER ? warp_sum(sum) / (float)dim : 0.0f;
     for (u32 at = lane; at < dim; at += 32) squares = fmaf(numbers[at] - mean, numbers[at] - mean, squares);
     const float factor = 1.0f / sqrtf(warp_sum(squares) / (float)dim + args.eps);
@@ -157,7 +167,7 @@ KERNEL(place_heads, PlaceHeads, 128) {
       numbers[at] = wide(weighted((numbers[at] - mean) * factor, weight, at, args.weight_kind, args.kind));
   }
   __syncwarp();
-  const u32 half = args.cos ? args.rotary_dim / 2 : 0;
+  const u32 half = args.cos && !is_value ? args.rotary_dim / 2 : 0;
   const u64 angles = (u64)args.positions[row] * half;
   for (u32 at = lane; at < half; at += 32) {
     const u32 first = args.interleaved ? 2 * at : at, second = args.interleaved ? 2 * at + 1 : at + half;
@@ -169,17 +179,26 @@ KERNEL(place_heads, PlaceHeads, 128) {
       of_first[0] = rounded(low * cos), of_first[1] = rounded(high * sin);
       of_second[0] = rounded(high * cos), of_second[1] = rounded(low * sin);
     }
-    to[first] = narrow(of_first[0] - of_first[1]);
-    to[second] = narrow(of_second[0] + of_second[1]);
+    numbers[first] = rounded(of_first[0] - of_first[1]);
+    numbers[second] = rounded(of_second[0] + of_second[1]);
   }
-  for (u32 at = 2 * half + lane; at < dim; at += 32) to[at] = narrow(numbers[at]);
+  __syncwarp();
+  const u64 slot = (u64)args.slots[row] * args.num_kv_heads + head - (is_value ? num_rotated : args.num_heads);
+  void* pool = is_value ? args.values : args.keys;
+  u16* scales = is_value ? args.value_scales : args.key_scales;
+  if (!is_query && scales) {
+    store_codes(numbers, dim, (signed char*)pool + slot * dim, scales + slot);
+    return;
+  }
+  u16* to = is_query ? from : (u16*)pool + slot * dim;
+  for (u32 at = lane; at < dim; at += 32) to[at] = narrow(numbers[at]);
 }
 
 struct Gate {
   const u16* product;  // (rows, 2 * size): what passes the gate decides, then what passes it
   u16* out;  // (rows, size)
   const u32* counts;
-  u32 size, kind;  // 0: silu, 1: gelu, 2: gelu by tanh, 3: relu
+  u32 count, size, kind;  // 0: silu, 1: gelu, 2: gelu by tanh, 3: relu
 };
 
 __device__ __forceinline__ float activated(float x, u32 kind) {
@@ -192,7 +211,7 @@ __device__ __forceinline__ float activated(float x, u32 kind) {
 // out = activation(first half) * second half.
 KERNEL(gate, Gate, 256) {
   const u32 at = blockIdx.y * blockDim.x + threadIdx.x;
-  if (blockIdx.x >= args.counts[NUM_ROWS] || at >= args.size) return;
+  if (blockIdx.x >= args.counts[args.count] || at >= args.size) return;
   const u16* row = args.product + 2ull * blockIdx.x * args.size;
   args.out[(u64)blockIdx.x * args.size + at] = narrow(rounded(activated(wide(row[at]), args.kind)) * wide(row[args.size + at]));
 }

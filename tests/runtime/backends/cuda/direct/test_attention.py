@@ -23,6 +23,7 @@ from teneral.runtime.backends.cuda.direct.tables import (
     ProgramKey,
     plan_attention,
 )
+from teneral.runtime.backends.native.reference import of_codes, to_codes
 from teneral.runtime.step.batch import SequenceSpan
 from teneral.runtime.tensors import DType, from_float32, to_float32
 
@@ -32,7 +33,10 @@ KV_HEADS, BLOCK_SIZE = 2, 16
 class Cache:
     """Keys and values of one long sequence, in blocks that lie anywhere, and queries for each of its places."""
 
-    def __init__(self, device: Device, *, num_tokens: int, group: int, head_dim: int) -> None:
+    def __init__(
+        self, device: Device, *, num_tokens: int, group: int, head_dim: int, rounds: bool = False
+    ) -> None:
+        """With `rounds`, keys and values are numbers that codes of 8 bits stand for."""
         random = np.random.default_rng(0)
         self.device, self.group, self.head_dim, self.num_tokens = device, group, head_dim, num_tokens
         self.num_heads = group * KV_HEADS
@@ -46,11 +50,22 @@ class Cache:
         self.heads = numbers(num_tokens, self.num_heads + 2 * KV_HEADS, head_dim)
         # What nothing has written must not matter.
         nan = from_float32(np.full(1, np.nan, np.float32), dtype)
+        # As codes and scales, and what these mean.
+        codes, scales = to_codes(to_float32(self.heads[:, self.num_heads :], dtype), dtype)
+        if rounds:
+            self.heads[:, self.num_heads :] = from_float32(of_codes(codes, scales, dtype), dtype)
+        own = np.full((2, self.num_blocks * BLOCK_SIZE, KV_HEADS, head_dim), 99, np.int8)
+        of_own = np.full(own.shape[:3], nan[0])
         pool = np.full((2, self.num_blocks * BLOCK_SIZE, KV_HEADS, head_dim), nan[0])
         slots = [self.blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(num_tokens)]
         pool[0, slots] = self.heads[:, self.num_heads : -KV_HEADS]
         pool[1, slots] = self.heads[:, -KV_HEADS:]
         self.pool = device.put(pool, dtype)
+        for part in range(2):
+            of_part = slice(part * KV_HEADS, (part + 1) * KV_HEADS)
+            own[part, slots] = codes[:, of_part]
+            of_own[part, slots] = from_float32(scales[:, of_part, 0], dtype)
+        self.codes, self.scales = device.put(own), device.put(of_own, dtype)
         self.scale = head_dim**-0.5
 
     def expected(self, places: Sequence[int], window: int) -> np.ndarray:
@@ -68,10 +83,11 @@ class Cache:
 
     def attend(
         self, runs: Sequence[tuple[int, int]], *, window: int = 1 << 30, num_processors: int = 1,
-        plan: AttentionPlan | None = None,
+        plan: AttentionPlan | None = None, of_int8: bool = False,
     ) -> np.ndarray:  # fmt: skip
         """The rows of these runs [first, end) of places, each a sequence of its own: (T, num_heads, head_dim)."""
         device, dtype = self.device, self.device.kernels.dtype
+        pool = self.codes if of_int8 else self.pool
         rows = [at for first, end in runs for at in range(first, end)]
         spans, start = [], 0
         for first, end in runs:
@@ -87,7 +103,9 @@ class Cache:
         lengths = np.cumsum([0, *[len(span.blocks) for span in spans]])[:-1].tolist()
         arguments = Attention(
             heads=device.put(self.heads[rows], dtype).address,
-            keys=self.pool.row(0), values=self.pool.row(1), out=out.address,
+            keys=pool.row(0), values=pool.row(1), out=out.address,
+            key_scales=self.scales.row(0) if of_int8 else 0,
+            value_scales=self.scales.row(1) if of_int8 else 0,
             split_sums=device.put(np.full((slots, KV_HEADS, 16, self.head_dim), np.nan, np.float32)).address,
             split_scales=device.put(np.full((slots, KV_HEADS, 16, 2), np.nan, np.float32)).address,
             items=table(plan.items), merges=table(plan.merges),
@@ -120,6 +138,18 @@ def test_heads_of_256(device: Device) -> None:
     found = to_float32(cache.attend([(0, 40), (69, 70)]), device.kernels.dtype)
     expected = cache.expected([*range(40), 69], 1 << 30)
     np.testing.assert_allclose(found, expected, atol=0.02 if device.kernels.dtype is DType.BF16 else 0.004)
+
+
+@pytest.mark.parametrize(("group", "head_dim"), [(4, 64), (1, 16), (3, 128), (2, 256)])
+def test_pools_of_int8_give_the_bits_of_what_their_codes_mean(
+    device: Device, group: int, head_dim: int
+) -> None:
+    """By items of 64 pairs and of 16, and by splits."""
+    cache = Cache(device, num_tokens=300, group=group, head_dim=head_dim, rounds=True)
+    for runs in ([(0, 20), (290, 300)], [(299, 300), (5, 6)]):
+        for num_processors in (1, 99):
+            found = cache.attend(runs, num_processors=num_processors, of_int8=True)
+            np.testing.assert_array_equal(found, cache.attend(runs, num_processors=num_processors))
 
 
 @pytest.mark.parametrize("window", [1 << 30, 300])

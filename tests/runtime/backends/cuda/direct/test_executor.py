@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from tests.support.direct_engine import DirectModel
+from tests.support.direct_engine import BLOCK_SIZE, NUM_BLOCKS, TEXT, DirectModel, Stepper
 from tests.support.direct_kernels import needs_kernels
 from tests.support.native_decoder import quantized, weights_of, with_parameters_in
 from tests.support.quantized import slow_dequantize
@@ -20,70 +20,15 @@ from tests.support.tiny_models import tiny_model
 
 from teneral.loader.device.driver.base import CudaError
 from teneral.runtime.backends.cuda.direct.executor import DirectExecutor
-from teneral.runtime.backends.cuda.direct.launches import refusal
-from teneral.runtime.backends.cuda.direct.workspace import WorkspaceLimits
+from teneral.runtime.backends.cuda.direct.refusals import refusal
 from teneral.runtime.errors import ModelError
 from teneral.runtime.kv.kinds import KVKind
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.models.matrices import DecoderWeights, IntegerMatrix, Projection, StoredProjection
-from teneral.runtime.step.batch import SequenceSpan, StepBatch
+from teneral.runtime.step.batch import StepBatch
 from teneral.runtime.tensors import DType, Tensor, to_float32
 
 pytestmark = needs_kernels
-
-BLOCK_SIZE, NUM_BLOCKS, MAX_CONTEXT = 4, 400, 500
-TEXT = [int(token) for token in np.random.default_rng(0).integers(0, 320, MAX_CONTEXT)]
-
-
-class Stepper:
-    """Sequences over an executor, each with blocks of its own that lie anywhere in the pool."""
-
-    def __init__(self, model: DirectModel, executor: DirectExecutor | None = None) -> None:
-        self.executor = executor or model.executor
-        self.kv = self.executor.new_kv(NUM_BLOCKS, BLOCK_SIZE, KVKind.MODEL)
-        self.executor.open(
-            self.kv,
-            WorkspaceLimits(max_rows=512, max_spans=16, max_context=MAX_CONTEXT, block_size=BLOCK_SIZE),
-        )
-        self._free = [int(block) for block in np.random.default_rng(1).permutation(NUM_BLOCKS)]
-        self._blocks: dict[str, list[int]] = {}
-        self._lengths: dict[str, int] = {}
-
-    def batch(self, work: dict[str, Sequence[int]]) -> StepBatch:
-        """These new tokens of each sequence, all rows scored."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        spans: list[SequenceSpan] = []
-        for name, new in work.items():
-            cached = self._lengths.get(name, 0)
-            end = self._lengths[name] = cached + len(new)
-            blocks = self._blocks.setdefault(name, [])
-            while len(blocks) * BLOCK_SIZE < end:
-                blocks.append(self._free.pop())
-            spans.append(SequenceSpan(len(tokens), len(new), end, tuple(blocks)))
-            tokens += new
-            positions += range(cached, end)
-            slots += [blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(cached, end)]
-        numbers = [np.array(each, np.int64) for each in (tokens, positions, slots, range(len(tokens)))]
-        return StepBatch(numbers[0], numbers[1], numbers[2], tuple(spans), numbers[3])
-
-    def run(self, work: dict[str, Sequence[int]]) -> dict[str, np.ndarray]:
-        """Logits of all their rows, by one call."""
-        batch = self.batch(work)
-        return self.by_name(work, batch, self.executor.run(batch).numpy())
-
-    def by_name(
-        self, work: dict[str, Sequence[int]], batch: StepBatch, logits: np.ndarray
-    ) -> dict[str, np.ndarray]:
-        return {
-            name: logits[span.start : span.start + span.length]
-            for name, span in zip(work, batch.spans, strict=True)
-        }
-
-    def close(self) -> None:
-        self.executor.close()
-        self.kv.close()
 
 
 @pytest.fixture(scope="module")
@@ -209,6 +154,20 @@ def test_stages_give_the_bits_of_a_whole_step(stepper: Stepper, whole: np.ndarra
     assert len(executor.logits(joined, np.array([], np.int64))) == 0
 
 
+def test_keys_and_values_of_int8(model: DirectModel, whole: np.ndarray) -> None:
+    """Near to the logits over floats; the same bits in chunks, and in company."""
+    made = Stepper(model, kind=KVKind.INT8)
+    logits = made.run({"text": TEXT[:300]})["text"].copy()
+    made.close()
+    differs = np.linalg.norm(logits - whole[:300]) / np.linalg.norm(whole[:300])
+    assert 0 < differs < 0.05
+    stepper = Stepper(model, kind=KVKind.INT8)
+    for first, end in itertools.pairwise((0, 1, 17, 256, 299, 300)):
+        found = stepper.run({"text": TEXT[first:end], "other": TEXT[2 * first : 2 * first + 9]})["text"]
+        np.testing.assert_array_equal(found, logits[first:end])
+    stepper.close()
+
+
 @pytest.mark.parametrize(("bits", "group_size"), [(8, 32), (4, 32)])
 def test_models_of_integers(model: DirectModel, bits: int, group_size: int) -> None:
     """The same bits in any chunks, and the logits of the numbers that the integers stand for."""
@@ -296,10 +255,6 @@ class TestRefusals:
     def test_matrices_in_another_dtype_are_refused(self, model: DirectModel) -> None:
         reason = self.reason(model.decoder, dtype=DType.F16)
         assert reason == "the device's direct path does not take embeddings in bfloat16"
-
-    def test_integer_keys_and_values_are_refused(self, model: DirectModel) -> None:
-        with pytest.raises(ModelError, match="does not store keys and values as int8"):
-            model.executor.new_kv(4, BLOCK_SIZE, KVKind.INT8)
 
 
 class TestBounds:

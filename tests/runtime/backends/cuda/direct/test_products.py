@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.direct_kernels import Device
+from tests.support.quantized import compressed, stored_matrix
 
 from teneral.loader.tools.pack.quantize import quantize_int4, quantize_int8
 from teneral.runtime.backends.cuda.direct.arguments import Product
@@ -21,10 +24,20 @@ from teneral.runtime.backends.cuda.direct.products import (
     product_launch,
     stretch_length,
 )
+from teneral.runtime.models.gptq_awq import GptqAwqMatrix
 from teneral.runtime.models.matrices import DenseMatrix, IntegerMatrix, Matrix
 from teneral.runtime.tensors import DType, Tensor, from_float32, to_float32
 
 FORMATS = ("float", "int8", "int4", "int4 with zeros")
+_GPTQ = {"quant_method": "gptq", "bits": 4, "sym": False}
+# Checkpoints' own words of 4 bits, by the names of their formats
+WORDS: dict[str, dict[str, Any]] = {
+    "gptq": _GPTQ,
+    "gptq v2": {**_GPTQ, "checkpoint_format": "gptq_v2"},
+    "awq": {"quant_method": "awq", "bits": 4},
+    "packed": compressed("pack-quantized", num_bits=4, strategy="group"),
+    "packed with zeros": compressed("pack-quantized", num_bits=4, strategy="group", symmetric=False),
+}
 GROUP = 64
 
 
@@ -45,6 +58,8 @@ def matrix_of(
     own_bias = None if added is None else tensor(added, dtype)
     exact_bias = np.zeros(num_out) if added is None else to_float32(added, dtype)
     made: Matrix
+    if kind in WORDS:
+        return words_of(device, kind, num_out, num_in, own_bias, exact_bias, group=group)
     if kind == "float":
         stored = from_float32(numbers, dtype)
         made, exact = DenseMatrix(tensor(stored, dtype), own_bias), to_float32(stored, dtype)
@@ -67,6 +82,44 @@ def matrix_of(
         made = IntegerMatrix(weight, tensor(scale, DType.BF16), zero, own_bias)
         exact = (levels - np.repeat(zeros, group, 1)) * np.repeat(to_float32(scale, DType.BF16), group, 1)
     return made, np.concatenate([exact.astype(np.float64), exact_bias[:, None]], axis=1)
+
+
+def words_of(
+    device: Device,
+    kind: str,
+    num_out: int,
+    num_in: int,
+    bias: Tensor | None,
+    exact: np.ndarray,
+    *,
+    group: int,
+) -> tuple[Matrix, np.ndarray]:
+    note = copy.deepcopy(WORDS[kind])
+    if "config_groups" in note:
+        note["config_groups"]["group_0"]["weights"]["group_size"] = group
+    stored = stored_matrix(num_out, num_in, {"group_size": group, **note})
+
+    def put(name: str) -> Tensor | None:
+        found = stored.tensors("x").get(f"x.{name}")
+        if found is None:
+            return None
+        bits = found.view(torch.int16) if found.dtype is torch.bfloat16 else found
+        array = bits.numpy().view(np.uint16) if found.dtype is torch.bfloat16 else bits.numpy()
+        kinds = {torch.int32: DType.I32, torch.float16: DType.F16, torch.bfloat16: DType.BF16}
+        return Tensor(kinds[found.dtype], device.put(array, kinds[found.dtype]), "cuda:0")
+
+    is_packed = kind.startswith("packed")
+    names = (
+        ("weight_packed", "weight_zero_point", "weight_scale")
+        if is_packed
+        else ("qweight", "qzeros", "scales")
+    )
+    weight, zeros, scales = map(put, names)
+    assert weight is not None
+    assert scales is not None
+    packing: Any = {"g": "gptq", "a": "awq", "p": "rows"}[kind[0]]
+    matrix = GptqAwqMatrix("x", weight, zeros, scales, None, 4, packing, kind == "gptq", bias=bias)
+    return matrix, np.concatenate([stored.weight().double().numpy(), exact[:, None]], axis=1)
 
 
 class Multiplier:
@@ -96,11 +149,12 @@ def rows_of(device: Device, num: int, num_in: int) -> np.ndarray:
     return from_float32(random(num, num_in, seed=9), device.kernels.dtype)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", [*FORMATS, *WORDS])
 @pytest.mark.parametrize(("num_out", "num_in"), [(16, 64), (40, 320), (7, 1152)])
 def test_products_are_right(device: Device, kind: str, num_out: int, num_in: int) -> None:
+    num_out = -(-num_out // 8) * 8 if kind in WORDS else num_out
     matrix, exact = matrix_of(device, kind, num_out, num_in, bias=True)
-    assert format_of(matrix, device.kernels.dtype) == kind.removesuffix(" with zeros")
+    assert format_of(matrix, device.kernels.dtype) == kind.split(maxsplit=1)[0]
     rows = rows_of(device, 19, num_in)
     wide = to_float32(rows, device.kernels.dtype).astype(np.float64)
     expected = wide @ exact[:, :-1].T + exact[:, -1]
@@ -109,10 +163,10 @@ def test_products_are_right(device: Device, kind: str, num_out: int, num_in: int
     np.testing.assert_array_less(np.abs(found - expected), 1e-6 * size)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", [*FORMATS, "gptq", "awq", "packed"])
 def test_a_row_has_the_same_bits_in_every_batch(device: Device, kind: str) -> None:
     """From one row to more than `MAX_FEW_ROWS`, by each kernel, at each place, in buckets of any size."""
-    matrix, _ = matrix_of(device, kind, 35, 576, bias=True)
+    matrix, _ = matrix_of(device, kind, 40 if kind in WORDS else 35, 576, bias=True)
     multiply = Multiplier(device, matrix)
     rows = rows_of(device, 70, 576)
     alone = np.concatenate([multiply(rows[at : at + 1]) for at in range(12)])

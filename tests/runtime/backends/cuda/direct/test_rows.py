@@ -19,7 +19,8 @@ from teneral.runtime.backends.cuda.direct.arguments import (
     PlaceHeads,
     ScaleLogits,
 )
-from teneral.runtime.backends.cuda.direct.launches import NORMS
+from teneral.runtime.backends.cuda.direct.refusals import NORMS
+from teneral.runtime.backends.native.reference import to_codes
 from teneral.runtime.models.decoder_config import Norm
 from teneral.runtime.tensors import DType, from_float32, to_float32
 
@@ -154,7 +155,7 @@ def test_gates(device: Device, kind: int) -> None:
     dtype, size = device.kernels.dtype, 300
     product = random(device, 3, 2 * size)
     out = device.put(np.zeros((3, size), dtype.numpy), dtype)
-    arguments = Gate(device.put(product, dtype).address, out.address, counts(device, 3), size, kind)
+    arguments = Gate(device.put(product, dtype).address, out.address, counts(device, 3), 0, size, kind)
     device.run("rows", "gate", (3, 2), 256, arguments)
     functions: list[Any] = [
         torch.nn.functional.silu,
@@ -172,10 +173,24 @@ class Heads:
 
     num_heads, num_kv_heads, num_slots, eps = 4, 2, 24, 1e-6
 
-    def __init__(self, device: Device, head_dim: int, rotary_dim: int, *, norms: bool) -> None:
+    def __init__(
+        self,
+        device: Device,
+        head_dim: int,
+        rotary_dim: int,
+        *,
+        norms: bool,
+        of_int8: bool = False,
+        special: bool = False,
+    ) -> None:
+        """`special` numbers are some of the values."""
         dtype = device.kernels.dtype
         self.device, self.head_dim, self.rotary_dim = device, head_dim, rotary_dim
         self.heads = random(device, 5, self.num_heads + 2 * self.num_kv_heads, head_dim)
+        if special:
+            numbers = [np.inf, -np.inf, np.nan, 0.0]
+            self.heads[:4, -1, 1] = from_float32(np.array(numbers, np.float32), dtype)
+            self.heads[3, -1] = 0
         self.positions, self.slots = (
             np.array([0, 7, 9, 30, 2], np.uint32),
             np.array([3, 20, 5, 0, 9], np.uint32),
@@ -185,18 +200,21 @@ class Heads:
         )
         self.cos, self.sin = np.cos(angles), np.sin(angles)
         self.norms = [random(device, head_dim, seed=seed) for seed in (1, 2)] if norms else []
-        pool = device.put(np.zeros((2, self.num_slots, self.num_kv_heads, head_dim), dtype.numpy), dtype)
+        shape, kind = (2, self.num_slots, self.num_kv_heads), DType.I8 if of_int8 else dtype
+        pool = device.put(np.zeros((*shape, head_dim), kind.numpy), kind)
+        scales = device.put(np.zeros(shape, dtype.numpy), dtype)
         stored = device.put(self.heads, dtype)
         query_norm, key_norm = [device.put(norm, dtype).address for norm in self.norms] or (0, 0)
         arguments = PlaceHeads(
             heads=stored.address, cos=device.put(self.cos).address, sin=device.put(self.sin).address,
             query_norm=query_norm, key_norm=key_norm, keys=pool.row(0), values=pool.row(1),
+            key_scales=scales.row(0) if of_int8 else 0, value_scales=scales.row(1) if of_int8 else 0,
             positions=device.put(self.positions).address, slots=device.put(self.slots).address,
             counts=counts(device, 5), num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
             head_dim=head_dim, rotary_dim=rotary_dim, weight_kind=0 if dtype is DType.BF16 else 1, eps=self.eps,
         )  # fmt: skip
         device.run("rows", "place_heads", (6, 2), 128, arguments)
-        self.pool, self.after = device.get(pool), device.get(stored)
+        self.pool, self.scales, self.after = device.get(pool), device.get(scales), device.get(stored)
 
     def expected(self) -> torch.Tensor:
         """As transformers computes it: (rows, heads, head_dim)."""
@@ -233,6 +251,20 @@ def test_heads_are_normalised_turned_and_stored(
     assert not made.pool[:, others].any()
 
 
+@pytest.mark.parametrize("head_dim", [16, 80])
+def test_heads_become_the_codes_and_scales_of_the_cpu(device: Device, head_dim: int) -> None:
+    """Of numbers that are not finite, and of zeros, too."""
+    dtype = device.kernels.dtype
+    floats = Heads(device, head_dim, 16, norms=True, special=True)
+    made = Heads(device, head_dim, 16, norms=True, special=True, of_int8=True)
+    np.testing.assert_array_equal(made.after, floats.after)
+    slots = made.slots.astype(np.int64)
+    codes, scales = to_codes(to_float32(floats.pool, dtype), dtype)
+    np.testing.assert_array_equal(made.pool[:, slots], codes[:, slots])
+    np.testing.assert_array_equal(to_float32(made.scales, dtype)[:, slots], scales[..., 0][:, slots])
+    assert not np.isfinite(scales[1, slots[:3]]).all()
+
+
 LAYERS, BLOCKS, SLOTS, KV_HEADS, DIM = 2, 5, 4, 3, 8
 
 
@@ -242,7 +274,7 @@ def test_blocks_leave_the_pool_in_the_order_of_the_hosts_and_come_back(device: D
     chosen = np.array([4, 1, 2], np.uint32)
     on_device = device.put(pool, dtype)
     stored = device.put(np.zeros((3, LAYERS, 2, KV_HEADS, SLOTS, DIM), dtype.numpy), dtype)
-    sizes = (LAYERS, BLOCKS, SLOTS, KV_HEADS, DIM)
+    sizes = (BLOCKS, SLOTS, KV_HEADS, DIM, LAYERS * 2 * KV_HEADS * SLOTS * DIM)
     arguments = CopyBlocks(on_device.address, stored.address, device.put(chosen).address, *sizes, 0)
     device.run("blocks", "copy_blocks", (3, 2 * LAYERS), 256, arguments)
     found = device.get(stored)

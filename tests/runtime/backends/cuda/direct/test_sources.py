@@ -62,7 +62,12 @@ def test_structures_have_the_compilers_sizes(tmp_path: Path) -> None:
         ("rows", "add_rows", arguments.AddRows),
         ("rows", "scale_logits", arguments.ScaleLogits),
         ("rows", "gate", arguments.Gate),
+        ("rows", "adapter_low", arguments.Adapt),
         ("product_float", "product_float_8", arguments.Product),
+        ("experts_float", "experts_float_8", arguments.ExpertProduct),
+        ("experts", "route", arguments.Route),
+        ("experts", "group_pairs", arguments.GroupPairs),
+        ("experts", "add_experts", arguments.AddExperts),
         ("attention_32", "merge_splits", arguments.Attention),
         ("choose", "weigh", arguments.Choose),
         ("choose", "adjust", arguments.Adjust),
@@ -101,8 +106,11 @@ def test_heads_have_the_module_of_the_next_size() -> None:
 
 
 # Registers that did not fit, in bytes; kernels that are not listed have none. Rarely used: heads of 256, and many rows
-# of integers.
-SPILLS = {"attention_256_64": 1200, "attention_256_16": 60}
+# of integers. For sm_80 ptxas takes 80 registers, so that one block more fits.
+SPILLS = {
+    **{"attention_256_64": 1200, "attention_256_int8_64": 1200},
+    **{"attention_256_16": 60, "attention_128_int8_16": 70},
+}
 MAX_SHARED_BYTES = 48 << 10  # that is not asked for
 
 

@@ -10,9 +10,9 @@ from tests.support.direct_kernels import needs_kernels, open_device
 
 from teneral.runtime.backends.cuda.direct import storage
 from teneral.runtime.backends.cuda.direct.memory import Array, DeviceArena
-from teneral.runtime.backends.cuda.direct.storage import DirectKVStorage
+from teneral.runtime.backends.cuda.direct.storage import DirectInt8KVStorage, DirectKVStorage, DirectPool
 from teneral.runtime.errors import ModelError
-from teneral.runtime.kv.storage import KVStorage, PoolShape
+from teneral.runtime.kv.storage import Int8KVStorage, KVStorage, PoolShape
 from teneral.runtime.tensors import DType
 
 SHAPE = PoolShape(2, 3, 8, 12, 4, DType.BF16)
@@ -20,20 +20,20 @@ SHAPE = PoolShape(2, 3, 8, 12, 4, DType.BF16)
 pytestmark = needs_kernels
 
 
-@pytest.fixture
-def pool() -> Iterator[DirectKVStorage]:
-    made = DirectKVStorage(SHAPE, open_device())
+@pytest.fixture(params=[DirectKVStorage, DirectInt8KVStorage])
+def pool(request: pytest.FixtureRequest) -> Iterator[DirectPool]:
+    made: DirectPool = request.param(SHAPE, open_device())
     yield made
     made.close()
 
 
-def content(num: int, seed: int = 0) -> np.ndarray:
-    size = KVStorage.block_bytes(SHAPE)
+def content(pool: DirectPool, num: int, seed: int = 0) -> np.ndarray:
+    size = pool.block_bytes(SHAPE)
     return np.random.default_rng(seed).integers(0, 256, (num, size), np.uint8)
 
 
-def test_blocks_come_back_as_they_went_in(pool: DirectKVStorage) -> None:
-    given, others = content(3), content(2, seed=1)
+def test_blocks_come_back_as_they_went_in(pool: DirectPool) -> None:
+    given, others = content(pool, 3), content(pool, 2, seed=1)
     pool.copy_in([7, 0, 11], given)
     pool.copy_in([1, 2], others)
     found = np.empty_like(given)
@@ -43,20 +43,20 @@ def test_blocks_come_back_as_they_went_in(pool: DirectKVStorage) -> None:
     np.testing.assert_array_equal(found, [others[1], given[2], others[0]])
 
 
-def test_more_than_is_copied_at_a_time(pool: DirectKVStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "_COPY_BYTES", 2 * KVStorage.block_bytes(SHAPE))
-    given, found = content(5), content(5, seed=2)
+def test_more_than_is_copied_at_a_time(pool: DirectPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "_COPY_BYTES", 2 * pool.block_bytes(SHAPE))
+    given, found = content(pool, 5), content(pool, 5, seed=2)
     pool.copy_in([3, 1, 4, 0, 5], given)
     pool.copy_out([3, 1, 4, 0, 5], found)
     np.testing.assert_array_equal(found, given)
 
 
-def test_its_blocks_are_the_hosts(pool: DirectKVStorage) -> None:
+def test_its_blocks_are_the_hosts(pool: DirectPool) -> None:
     """Each reads the other's, and the first tokens of a block are the same in both."""
-    host = KVStorage(SHAPE)
+    host = KVStorage(SHAPE) if isinstance(pool, DirectKVStorage) else Int8KVStorage(SHAPE)
     assert pool.layout == host.layout
     assert (pool.size_bytes, pool.element_bytes) == (host.size_bytes, host.element_bytes)
-    given = content(12)
+    given = content(pool, 12)
     for each in (pool, host):
         each.copy_in(range(12), given)
         each.copy_tokens(3, 8, 3)
@@ -67,9 +67,18 @@ def test_its_blocks_are_the_hosts(pool: DirectKVStorage) -> None:
     assert (found[0] != given).any()
 
 
-def test_layers_lie_one_behind_the_other(pool: DirectKVStorage) -> None:
-    addresses = [address for layer in range(2) for address in pool.of_layer(layer)]
-    assert addresses == [pool.address + number * pool.size_bytes // 4 for number in range(4)]
+def test_layers_lie_one_behind_the_other(pool: DirectPool) -> None:
+    """Keys, then values; all codes before all scales."""
+    places = [pool.of_layer(layer) for layer in range(2)]
+    per_part = 12 * 4 * 3
+    size = 8 if isinstance(pool, DirectInt8KVStorage) else 16
+    numbers = [address for each in places for address in (each.keys, each.values)]
+    assert numbers == [pool.address + number * per_part * size for number in range(4)]
+    scales = [address for each in places for address in (each.key_scales, each.value_scales)]
+    if size == 16:
+        assert scales == [0] * 4
+    else:
+        assert scales == [pool.address + 4 * per_part * size + number * per_part * 2 for number in range(4)]
 
 
 def test_an_arena_hands_out_what_it_has() -> None:

@@ -1,0 +1,114 @@
+"""The features of models and the formats of matrices that the direct path computes, and its refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ....models.decoder_config import Norm
+from ....models.executor import Accepts, any_value, one_of, refusal_of
+from ....models.gptq_awq import GptqAwqMatrix
+from ....models.matrices import DecoderLayerWeights, DecoderWeights, Projection
+from ....models.spec import DecoderSpec
+from ....tensors import DType
+from ..implemented import IMPLEMENTED
+from .experts import MAX_CHOSEN, MAX_EXPERTS, refusal_of_experts
+from .products import WEIGHT_KINDS, format_of, matrices_of
+from .sources import DTYPES, HEAD_DIMS
+
+NORMS = (Norm.RMS, Norm.RMS_WIDE, Norm.RMS_PLUS_ONE, Norm.LAYER)  # as the kernels number them
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+_EIGHT = 8  # numbers that are read at once
+
+FEATURES: dict[str, Accepts] = {
+    **IMPLEMENTED,
+    **dict.fromkeys(
+        (
+            *("input_norms", "output_norms", "is_parallel", "residual_scale", "logits_scale"),
+            *("score_cap", "logit_cap", "rotary.interleaved", "local_rotary", "local_rotary.frequencies"),
+            *("local_rotary.factor", "layer_rotary", "wide_rotary", "joint_head_norms", "experts"),
+            *("experts.size", "experts.layers", "experts.sum_to_1", "experts.rounds_weights"),
+            *("experts.has_bias", "experts.shares", "experts.wide_scores", "experts.has_correction"),
+            *("experts.num_groups", "experts.sum_eps", "experts.factor", "experts.shared_size"),
+            "experts.has_shared_gate",
+        ),
+        any_value,
+    ),
+    "dtype": one_of(*DTYPES),
+    "norm": one_of(*NORMS),
+    "experts.num": lambda num: num <= MAX_EXPERTS,
+    "experts.num_used": lambda num: num <= MAX_CHOSEN,
+    "experts.swiglu": one_of(None),
+    "experts.weighs_inputs": one_of(False),
+    "head_dim": lambda dim: dim % _EIGHT == 0 and dim <= HEAD_DIMS[-1],
+    "activation": one_of(*ACTIVATIONS),
+    "rotary.dim": lambda dim: dim % 2 == 0,
+}
+
+
+def refusal(spec: DecoderSpec, weights: DecoderWeights) -> str | None:
+    """Why the kernels cannot compute this model; None where they can."""
+    name = "the device's direct path"
+    of_local = {
+        "local_rotary.dim": one_of(spec.rotary.dim),
+        "local_rotary.interleaved": one_of(spec.rotary.interleaved),
+    }
+    of_mixture: dict[str, Accepts] = {}
+    if spec.experts is not None:
+        of_mixture = {
+            "experts.num_groups_used": one_of(spec.experts.num_groups),
+            "is_parallel": one_of(False),
+        }
+    reason = refusal_of(spec, FEATURES | of_local | of_mixture, name)
+    if reason is not None:
+        return reason
+    table = weights.embeddings
+    expected = spec.dtype if table.scale is None else DType.I8
+    if table.weight.dtype is not expected or (table.scale and table.scale.dtype not in WEIGHT_KINDS):
+        return f"{name} does not take embeddings in {table.weight.dtype.label}"
+    of_experts = [
+        each for layer in weights.layers for expert in layer.experts for each in (expert.gate_up, expert.down)
+    ]
+    for projection in (*projections_of(weights), *of_experts):
+        if not matrices_of(projection):
+            return f"{name} does not take matrices that are stored with the inputs first, or of three values"
+        for matrix in matrices_of(projection):
+            if format_of(matrix, spec.dtype) is None and isinstance(matrix, GptqAwqMatrix):
+                return (
+                    f"{name} takes matrices of GPTQ, AWQ and compressed-tensors in 4 bits and groups of 32 columns or "
+                    f"more, without an order of columns (desc_act), and not {matrix.name}"
+                )
+            if format_of(matrix, spec.dtype) is None:
+                return (
+                    f"{name} does not multiply with a {type(matrix).__name__} [{matrix.num_out}, {matrix.num_in}] in "
+                    f"{matrix.weight.dtype.label}"
+                )
+    reasons = (refusal_of_experts(layer, spec.dtype, name) for layer in weights.layers)
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def projections_of(weights: DecoderWeights) -> Iterator[Projection]:
+    """All but those of experts."""
+    yield weights.head
+    for layer in weights.layers:
+        yield from _projections(layer)
+
+
+def ordered_matrices(weights: DecoderWeights) -> dict[int, list[GptqAwqMatrix]]:
+    """Matrices whose content must say that their columns are in order, by layer; the head's by the number of layers."""
+    found: dict[int, list[GptqAwqMatrix]] = {}
+    for number in range(len(weights.layers) + 1):
+        projections = [weights.head]
+        if number < len(weights.layers):
+            layer = weights.layers[number]
+            of_experts = [each for expert in layer.experts for each in (expert.gate_up, expert.down)]
+            projections = [*_projections(layer), *of_experts]
+        matrices = [matrix for each in projections for matrix in matrices_of(each)]
+        own = [each for each in matrices if isinstance(each, GptqAwqMatrix) and each.order is not None]
+        if own:
+            found[number] = own
+    return found
+
+
+def _projections(layer: DecoderLayerWeights) -> list[Projection]:
+    every = (layer.qkv, layer.output, layer.router, layer.shared_gate, layer.gate_up, layer.down)
+    return [each for each in every if each is not None]

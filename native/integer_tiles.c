@@ -43,9 +43,6 @@ enum {
 /* Where weights are: in their rows, in a strip, or in rows from which a strip is filled. */
 typedef enum { IN_PLACE, IN_STRIP, TO_STRIP } form_t;
 
-static int64_t round_up(int64_t number, int64_t to) { return (number + to - 1) / to * to; }
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 bool tn_takes_integer_tiles(const tn_matrix *w) { return w->dtype == TN_I8 && w->zero == NULL; }
 
 /* ---- packing ---- */

@@ -7,9 +7,7 @@
 
 #include "isa_amx.h"
 
-TN_INLINE int columns_of(const tn_tile_result *result) {
-    return result->columns < TN_TILE_SIDE ? (int)result->columns : TN_TILE_SIDE;
-}
+TN_INLINE int columns_of(const tn_tile_result *result) { return (int)least(result->columns, TN_TILE_SIDE); }
 
 /* One row's 16 columns. */
 TN_INLINE vf row_of_sums(const tn_tile_result *result, int row) {

@@ -1,4 +1,4 @@
-/* Results of products by tiles: of sums that lie as tiles leave them, [column][row]. */
+/* What products by tiles share: sizes, and results of sums that lie as tiles leave them, [column][row]. */
 #ifndef TN_TILE_RESULTS_H
 #define TN_TILE_RESULTS_H
 
@@ -6,6 +6,9 @@
 #include "tiles.h"
 
 enum { TN_TILE_SIDE = 16, TN_BLOCK_ROWS = 32 };
+
+static inline int64_t round_up(int64_t number, int64_t to) { return (number + to - 1) / to * to; }
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Sums of 32 columns by 32 rows: four tiles side by side. */
 typedef float tn_tile_sums[TN_TILES_COLUMNS][TN_BLOCK_ROWS];

@@ -46,9 +46,6 @@ enum {
 typedef enum { IN_PLACE, STRIP_ONLY, FROM_BF16, FROM_I8_AND_ZERO, FROM_U4, FROM_U4_AND_ZERO,
                FROM_E2M1, FROM_E4M3, FROM_Q4_K, FROM_Q5_K, FROM_Q6_K, FROM_BLOCKS } form_t;
 
-static int64_t round_up(int64_t number, int64_t to) { return (number + to - 1) / to * to; }
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /* ---- the tiles of a thread ---- */
 
 #if defined(TN_SOFT_TILES)

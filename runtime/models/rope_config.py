@@ -207,7 +207,10 @@ def _stretching(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _proportional(rope: Fields, theta: float, head_dim: int, max_positions: int) -> RopeConfig:
-    """Whole heads turn, most of whose frequencies may be 0; a factor divides frequencies, and stretches no context."""
+    """Gemma 4's partial rotation: the first `partial_rotary_factor` of a head's frequencies, and 0 for all others.
+
+    `factor` divides the frequencies; the maximum context stays as it is.
+    """
     partial = rope.number("partial_rotary_factor", low=0.0, high=1.0, default=1.0)
     if head_dim % 2:
         raise ModelError(f"config.json: head_dim is {head_dim}, but must be even")

@@ -218,7 +218,7 @@ def test_texts_are_computed_while_images_are_encoded(slow: tuple[Any, SlowTower]
 def test_images_that_come_while_a_step_is_planned_do_not_end_the_engine(
     slow: tuple[Any, SlowTower], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plan without them asks once more what there is to wait for: the answer must be the one that it began with."""
+    """Planning asks twice whether a sequence waits for images. Both answers must be the same, or the engine fails."""
     decoder, tower = slow
     request, plan_step = request_with(1, 2), next_step.plan_step
 

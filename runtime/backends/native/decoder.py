@@ -17,7 +17,14 @@ from msgspec import Struct
 from ...errors import ModelError
 from ...models.decoder_config import LatentAttention, LayerInputs
 from ...models.executor import Floats
-from ...models.matrices import DecoderWeights, DenseMatrix, EmbeddingTable, Matrix
+from ...models.matrices import (
+    DecoderLayerWeights,
+    DecoderWeights,
+    DenseMatrix,
+    EmbeddingTable,
+    Matrix,
+    Projection,
+)
 from ...models.rotary import query_factors
 from ...models.spec import DecoderSpec, rounded
 from ...step.batch import Int64s, StepBatch
@@ -51,7 +58,7 @@ class NativeStep(Struct, frozen=True, eq=False):
     runs: StepRuns | None  # of rows that have adapters; None: none has
 
 
-class Rows(NamedTuple):
+class RowsWithInputs(NamedTuple):
     """A step's rows, of models whose layers have inputs of their own; others' are x alone."""
 
     x: Array  # (T, hidden_size)
@@ -95,7 +102,7 @@ class NativeDecoder:
         self._pool: tuple[Any, Pool] | None = None  # that of the last step
         self._record = model_record(spec, self._layers)
 
-    def embed(self, batch: StepBatch) -> Array | Rows:
+    def embed(self, batch: StepBatch) -> Array | RowsWithInputs:
         """(T, hidden_size): the rows of the batch's tokens, and of its images."""
         spec = self._spec
         x = self._embedded(self._weights.embeddings, batch.tokens, spec.hidden_size, spec.embedding_scale)
@@ -106,7 +113,11 @@ class NativeDecoder:
             )
         for image in batch.images:
             x[image.rows] = image.values[:, : spec.hidden_size]
-        return x if spec.layer_inputs is None else Rows(x, self._inputs_of(batch, x, spec.layer_inputs))
+        return (
+            x
+            if spec.layer_inputs is None
+            else RowsWithInputs(x, self._inputs_of(batch, x, spec.layer_inputs))
+        )
 
     def _embedded(self, table: EmbeddingTable, tokens: Int64s, num_columns: int, factor: float) -> Array:
         out = np.empty((len(tokens), num_columns), self._spec.dtype.numpy)
@@ -164,7 +175,9 @@ class NativeDecoder:
         query_scales = None if scaling is None else query_factors(scaling, batch.positions)
         return NativeStep(batch, pool, spans, turns, local, turn, query_scales, self._runs(batch))
 
-    def layers(self, step: NativeStep, first: int, end: int, x: Array | Rows) -> Array | Rows:
+    def layers(
+        self, step: NativeStep, first: int, end: int, x: Array | RowsWithInputs
+    ) -> Array | RowsWithInputs:
         """x (T, hidden_size) through the layers [first, end), in place."""
         while step.batch.images and first < min(end, self._spec.num_deep_rows):
             self._run(step, first, first + 1, x, WHOLE_LAYERS)
@@ -180,7 +193,9 @@ class NativeDecoder:
             own, more = x[image.rows], image.values[:, number * size : (number + 1) * size]
             x[image.rows] = self._operations.add(own, np.ascontiguousarray(more))
 
-    def route(self, step: NativeStep, layer: int, x: Array | Rows) -> tuple[Array | Rows, Int64s]:
+    def route(
+        self, step: NativeStep, layer: int, x: Array | RowsWithInputs
+    ) -> tuple[Array | RowsWithInputs, Int64s]:
         """x (T, hidden_size) through the layer's attention, in place, and the experts of its rows."""
         experts = self._spec.experts
         assert experts is not None
@@ -188,7 +203,7 @@ class NativeDecoder:
         self._run(step, layer, layer + 1, x, UP_TO_ROUTER, chosen)
         return x, chosen
 
-    def experts(self, step: NativeStep, layer: int, x: Array | Rows) -> Array | Rows:
+    def experts(self, step: NativeStep, layer: int, x: Array | RowsWithInputs) -> Array | RowsWithInputs:
         """x (T, hidden_size) through the layer's experts, in place. The router chooses again, and the same."""
         self._run(step, layer, layer + 1, x, FROM_ROUTER_ON)
         return x
@@ -198,12 +213,12 @@ class NativeDecoder:
         step: NativeStep,
         first: int,
         end: int,
-        rows: Array | Rows,
+        rows: Array | RowsWithInputs,
         half: int,
         chosen: Int64s | None = None,
     ) -> None:
         num_rows, x = len(step.batch.tokens), _x_of(rows)
-        inputs = rows.inputs if isinstance(rows, Rows) else None
+        inputs = rows.inputs if isinstance(rows, RowsWithInputs) else None
         own = self._spec.layer_inputs
         expected = None if own is None else (num_rows, self._spec.num_layers * own.size)
         if expected != (None if inputs is None else inputs.shape):
@@ -241,7 +256,7 @@ class NativeDecoder:
             self._operations.call("tn_decoder_step", args)
         del filled  # until here its addresses are in use
 
-    def logits(self, x: Array | Rows, rows: Int64s) -> Floats:
+    def logits(self, x: Array | RowsWithInputs, rows: Int64s) -> Floats:
         """(R, vocab_size) fp32, not rounded to the spec's dtype."""
         out = np.empty((len(rows), self._spec.vocab_size), np.float32)
         if not len(rows):
@@ -257,13 +272,13 @@ class NativeDecoder:
             self._head = head
         return self._scaled_and_capped(out)
 
-    def states(self, x: Array | Rows, rows: Int64s) -> Floats:
+    def states(self, x: Array | RowsWithInputs, rows: Int64s) -> Floats:
         """(R, hidden_size) fp32, of numbers in the spec's dtype."""
         if not len(rows):
             return np.empty((0, self._spec.hidden_size), np.float32)
         return to_float32(self._final_norm(x, rows), self._spec.dtype)
 
-    def strip(self, x: Array | Rows, rows: Int64s, first: int, end: int) -> Floats:
+    def strip(self, x: Array | RowsWithInputs, rows: Int64s, first: int, end: int) -> Floats:
         """The columns [first, end) of `logits`, bit for bit, which reads no other rows of the head."""
         out = np.empty((len(rows), end - first), np.float32)
         if not len(rows):
@@ -273,7 +288,7 @@ class NativeDecoder:
         self._products.linear(self._head.input_of(0, self._final_norm(x, rows)), own, out)
         return self._scaled_and_capped(out)
 
-    def _final_norm(self, x: Array | Rows, rows: Int64s) -> Array:
+    def _final_norm(self, x: Array | RowsWithInputs, rows: Int64s) -> Array:
         chosen, spec = np.ascontiguousarray(_x_of(x)[rows]), self._spec
         weights = self._weights
         return self._operations.norm(
@@ -286,14 +301,14 @@ class NativeDecoder:
             self._operations.scale_and_cap(out, spec.logits_scale, spec.logit_cap)
         return out
 
-    def join(self, parts: Sequence[Array | Rows]) -> Array | Rows:
-        own = [part for part in parts if isinstance(part, Rows)]
+    def join(self, parts: Sequence[Array | RowsWithInputs]) -> Array | RowsWithInputs:
+        own = [part for part in parts if isinstance(part, RowsWithInputs)]
         x = np.concatenate([_x_of(part) for part in parts])
-        return Rows(x, np.concatenate([part.inputs for part in own])) if own else x
+        return RowsWithInputs(x, np.concatenate([part.inputs for part in own])) if own else x
 
-    def select(self, x: Array | Rows, rows: Int64s) -> Array | Rows:
-        if isinstance(x, Rows):
-            return Rows(*(np.ascontiguousarray(part[rows]) for part in x))
+    def select(self, x: Array | RowsWithInputs, rows: Int64s) -> Array | RowsWithInputs:
+        if isinstance(x, RowsWithInputs):
+            return RowsWithInputs(*(np.ascontiguousarray(part[rows]) for part in x))
         return np.ascontiguousarray(x[rows])
 
     # ---- records ----
@@ -320,22 +335,8 @@ class NativeDecoder:
         they are exact.
         """
         layer = self._weights.layers[index]
-        parts = {
-            name: ProjectionParts(projection.matrices())
-            for name, projection in (
-                ("qkv", layer.qkv),
-                ("output", layer.output),
-                ("gate_up", layer.gate_up),
-                ("down", layer.down),
-                ("router", layer.router),
-                ("shared_gate", layer.shared_gate),
-                ("query_up", layer.query_up),
-                ("value_up", layer.key_value_up),
-                ("input_gate", None if layer.inputs is None else layer.inputs.gate),
-                ("input_up", None if layer.inputs is None else layer.inputs.up),
-            )
-            if projection is not None
-        }
+        projections = _projections(layer)
+        parts = {name: ProjectionParts(each.matrices()) for name, each in projections.items()}
         if self._spec.latent is not None:
             assert layer.key_value_up is not None
             (up,) = layer.key_value_up.matrices()
@@ -361,17 +362,13 @@ class NativeDecoder:
         self._record.permuted_size = max(
             self._record.permuted_size, *(part.permuted_size for part in parts.values())
         )
-        own = (
-            *(layer.qkv, layer.output, layer.gate_up, layer.down),
-            *(layer.router, layer.shared_gate, layer.query_up),
-            *(() if layer.inputs is None else (layer.inputs.gate, layer.inputs.up)),
-        )
+        own = (each for name, each in projections.items() if name != "value_up")
         of_experts = itertools.chain(*((expert.gate_up, expert.down) for expert in layer.experts))
         filled = (*parts.values(), *itertools.chain(*experts))
         # A transposed copy does not become exact with what it was made of.
         is_copied = layer.key_value_up is not None
         is_exact = not is_copied or (layer.router_gate or layer.gate).opens(0.0)
-        if is_exact and all(each.is_settled for each in (*own, *of_experts) if each is not None):
+        if is_exact and all(each.is_settled for each in (*own, *of_experts)):
             self._parts[index] = filled
         return filled
 
@@ -391,8 +388,26 @@ class NativeDecoder:
         return ProjectionParts((DenseMatrix(Tensor(dtype, rows)),))
 
 
-def _x_of(rows: Array | Rows) -> Array:
-    return rows.x if isinstance(rows, Rows) else rows
+def _x_of(rows: Array | RowsWithInputs) -> Array:
+    return rows.x if isinstance(rows, RowsWithInputs) else rows
+
+
+def _projections(layer: DecoderLayerWeights) -> dict[str, Projection]:
+    """Those of the layer, but for its experts', by the record's names."""
+    inputs = layer.inputs
+    found = {
+        "qkv": layer.qkv,
+        "output": layer.output,
+        "gate_up": layer.gate_up,
+        "down": layer.down,
+        "router": layer.router,
+        "shared_gate": layer.shared_gate,
+        "query_up": layer.query_up,
+        "value_up": layer.key_value_up,
+        "input_gate": None if inputs is None else inputs.gate,
+        "input_up": None if inputs is None else inputs.up,
+    }
+    return {name: projection for name, projection in found.items() if projection is not None}
 
 
 def _of(parts: Mapping[str, ProjectionParts], name: str) -> list[ProjectionParts]:

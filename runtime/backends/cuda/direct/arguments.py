@@ -66,8 +66,8 @@ class Product(ctypes.Structure):
     )
 
 
-class Part(ctypes.Structure):
-    """A matrix of an expert."""
+class MatrixPart(ctypes.Structure):
+    """Addresses of some rows of a matrix, which have one layout."""
 
     _fields_ = fields(_ADDRESS, "weight scale zero bias")
 
@@ -76,7 +76,7 @@ class ExpertProduct(ctypes.Structure):
     _fields_ = (("each", Product), *fields(_ADDRESS, "parts tiles rows"), ("num_parts", _U32))
 
 
-class Route(ctypes.Structure):
+class RouteExperts(ctypes.Structure):
     _fields_ = (
         *fields(_ADDRESS, "scores correction chosen weights counts"),
         *fields(_U32, "num num_used correction_kind sigmoid wide_scores sum_to_1 rounds_weights"),
@@ -98,13 +98,13 @@ class AddExperts(ctypes.Structure):
     )
 
 
-class AdapterSite(ctypes.Structure):
+class AdapterSiteRecord(ctypes.Structure):
     """The share of an adapter in one projection of one layer."""
 
     _fields_ = (("a", _ADDRESS), *fields(_U32, "num_low num_parts a_kind b_kind"))
 
 
-class AdapterPart(ctypes.Structure):
+class AdapterPartRecord(ctypes.Structure):
     """The share in some of its columns."""
 
     _fields_ = (("b", _ADDRESS), *fields(_U32, "first num_out rank"), ("factor", _F32))

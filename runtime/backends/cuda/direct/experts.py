@@ -14,7 +14,7 @@ from ....models.gptq_awq import GptqAwqMatrix
 from ....models.matrices import DecoderLayerWeights, DecoderWeights
 from ....models.spec import DecoderSpec
 from ....tensors import DType
-from .arguments import AddExperts, GroupPairs, Part, Route
+from .arguments import AddExperts, GroupPairs, MatrixPart, RouteExperts
 from .memory import Array, DeviceArena
 from .products import (
     FEW_ROWS,
@@ -33,7 +33,7 @@ MAX_EXPERTS, MAX_CHOSEN = 1024, 32  # as the kernels' shared memory has room
 _THREADS, _ROUTE_THREADS = 256, 32
 _TILE_SIZE = 3  # numbers
 _PARTS = 3  # of an expert: gate, up, down
-_PART_WORDS = ctypes.sizeof(Part) // 8
+_PART_WORDS = ctypes.sizeof(MatrixPart) // 8
 
 
 def refusal_of_experts(layer: DecoderLayerWeights, dtype: DType, name: str) -> str | None:
@@ -104,7 +104,7 @@ class ExpertLaunches:
 
     def load(self, driver: Driver, stream: int) -> None:
         """Have the addresses of all matrices on the device. Blocks."""
-        experts, parts = self._experts, list[Part]()
+        experts, parts = self._experts, list[MatrixPart]()
         for number, layer in enumerate(self._layers):
             if not layer.experts:
                 continue
@@ -115,7 +115,7 @@ class ExpertLaunches:
             self._first_parts[number] = self.arrays.parts.row(firsts[0]), self.arrays.parts.row(firsts[1])
         table = self.arrays.parts
         assert len(parts) == table.shape[0]
-        host = (Part * len(parts))(*parts)
+        host = (MatrixPart * len(parts))(*parts)
         driver.copy_in(table.address, ctypes.addressof(host), table.size_bytes, stream)
         driver.synchronize_stream(stream)  # before `host` is freed
 
@@ -123,7 +123,7 @@ class ExpertLaunches:
         """From the router's scores to gate and up of each pair."""
         layer, experts, arrays = self._layers[number], self._experts, self.arrays
         tiles, correction = Tiles.of(bucket * experts.num_used, experts.num), layer.correction
-        route = Route(
+        route = RouteExperts(
             scores=arrays.scores.address,
             correction=correction.array.address if correction is not None else 0,
             chosen=arrays.chosen.address,

@@ -18,7 +18,7 @@ from ....models.gptq_awq import GptqAwqMatrix
 from ....models.matrices import DenseMatrix, Float8Matrix, IntegerMatrix, Matrix, Projection
 from ....models.projections import JoinedProjection
 from ....tensors import DType
-from .arguments import ExpertProduct, Part, Product
+from .arguments import ExpertProduct, MatrixPart, Product
 from .memory import Array
 from .program import Kernels
 from .sources import product_module
@@ -84,7 +84,7 @@ class Tiles(NamedTuple):
         return cls(kernel, num_pairs // kernel.rows + min(num_experts, num_pairs))
 
 
-class Layout(NamedTuple):
+class MatrixLayout(NamedTuple):
     """All that a kernel needs to know of a matrix but its addresses and its number of rows."""
 
     format: str  # in `sources.FORMATS`
@@ -95,7 +95,7 @@ class Layout(NamedTuple):
     bias_kind: int
     zero_more: int = 0  # added to words of zeros
 
-    def product(self, part: Part, num_out: int, x: Array, out: Array, counts: Array) -> Product:
+    def product(self, part: MatrixPart, num_out: int, x: Array, out: Array, counts: Array) -> Product:
         """With this part of a matrix, to the first columns of `out`."""
         unit = _RUN if self.format == "int4" else _CHUNK
         return Product(
@@ -156,7 +156,7 @@ def format_of(matrix: Matrix, dtype: DType) -> str | None:
     return "int8" if matrix.zero is None else None
 
 
-def layout_of(matrix: Matrix, dtype: DType) -> Layout:
+def layout_of(matrix: Matrix, dtype: DType) -> MatrixLayout:
     """Of a matrix that `format_of` names."""
     name = format_of(matrix, dtype)
     assert name is not None
@@ -171,20 +171,22 @@ def layout_of(matrix: Matrix, dtype: DType) -> Layout:
         group_size, scale_kind = matrix.num_in // matrix.num_groups, WEIGHT_KINDS[matrix.scales.dtype]
         zero_more = _ONES if matrix.stores_zero_minus_one else 0
     bias_kind = 0 if matrix.bias is None else WEIGHT_KINDS[matrix.bias.dtype]
-    return Layout(name, matrix.num_in, group_size, scale_rows, scale_kind, bias_kind, zero_more)
+    return MatrixLayout(name, matrix.num_in, group_size, scale_rows, scale_kind, bias_kind, zero_more)
 
 
-def parts_of(projection: Projection, num_out: int) -> Iterator[Part]:
+def parts_of(projection: Projection, num_out: int) -> Iterator[MatrixPart]:
     """The rows of its matrices, `num_out` at a time, whether they lie back to back or not."""
     for matrix in matrices_of(projection):
         for first in range(0, matrix.num_out, num_out):
             yield _part_of(matrix, first)
 
 
-def _part_of(matrix: Matrix, first: int = 0) -> Part:
+def _part_of(matrix: Matrix, first: int = 0) -> MatrixPart:
     """From this row on."""
     bias = matrix.bias
-    part = Part(weight=matrix.weight.array.row(first), bias=bias.array.row(first) if bias is not None else 0)
+    part = MatrixPart(
+        weight=matrix.weight.array.row(first), bias=bias.array.row(first) if bias is not None else 0
+    )
     if isinstance(matrix, IntegerMatrix):
         part.scale = matrix.scale.array.row(first)
         part.zero = matrix.zero.array.row(first) if matrix.zero is not None else 0
@@ -232,7 +234,7 @@ def product_launch(
 
 def expert_product_launch(
     kernels: Kernels,
-    layout: Layout,
+    layout: MatrixLayout,
     x: Array,
     out: Array,
     counts: Array,
@@ -249,7 +251,7 @@ def expert_product_launch(
     addresses; without `rows`, x has a row for each pair.
     """
     num_out = out.shape[1] // num_parts
-    each = layout.product(Part(), num_out, x, out, counts)
+    each = layout.product(MatrixPart(), num_out, x, out, counts)
     arguments = ExpertProduct(each=each, parts=parts, tiles=tile_table, rows=rows, num_parts=num_parts)
     module, kernel = product_module(layout.format, of_experts=True), tiles.kernel
     grid = tiles.num, num_parts * -(-num_out // kernel.outs)

@@ -6,7 +6,7 @@
 #define MAX_CHOSEN 32
 #define GROUP_THREADS 256
 
-struct Route {
+struct RouteExperts {
   const float* scores;  // (rows, num)
   const void* correction;  // (num,), added to shares to choose; 0: none
   u32* chosen;  // (rows, num_used), ascending
@@ -24,7 +24,7 @@ __device__ __forceinline__ u64 rank_of(float score, u32 expert) {
 }
 
 // A warp a row. Any scores choose different experts that there are, NaN too.
-KERNEL(route, Route, 32) {
+KERNEL(route, RouteExperts, 32) {
   __shared__ float shares[MAX_EXPERTS];
   __shared__ u64 ranks[MAX_EXPERTS];
   __shared__ u32 best[MAX_CHOSEN];

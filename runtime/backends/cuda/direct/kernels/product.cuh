@@ -30,7 +30,7 @@ struct Product {
 };
 enum Mode { STORE, ADD, STORE_WIDE };
 
-struct Part {
+struct MatrixPart {
   const u8* weight;  // these four as Product has them
   const void* scale;
   const u8* zero;
@@ -39,7 +39,7 @@ struct Part {
 
 struct ExpertProduct {
   Product each;  // of a part; out has those of an expert side by side
-  const Part* parts;  // (experts, num_parts)
+  const MatrixPart* parts;  // (experts, num_parts)
   const Tile* tiles;
   const u32* rows;  // the row of x for each row of out; 0: the same
   u32 num_parts;
@@ -325,7 +325,7 @@ __device__ __forceinline__ void many_of(const Product& args) {
 // The product of the expert and the part that a block has, and of that the block's rows of W, in steps of `step`.
 __device__ __forceinline__ PartProduct of_expert(const ExpertProduct& args, const Tile& tile, u32 step, u32* row) {
   const u32 blocks = (args.each.num_out + step - 1) / step, number = blockIdx.y / blocks;
-  const Part part = args.parts[tile.expert * args.num_parts + number];
+  const MatrixPart part = args.parts[tile.expert * args.num_parts + number];
   PartProduct own = {args.each, args.rows};
   own.weight = part.weight, own.scale = part.scale, own.zero = part.zero, own.bias = part.bias;
   own.out = (u16*)own.out + number * own.num_out;

@@ -27,7 +27,7 @@ from tests.support.tiny_models import save_tiny, tiny_model
 
 from teneral import cli
 from teneral.runtime.backends.choose import BackendChoice
-from teneral.runtime.backends.cuda.direct.arguments import AddExperts, GroupPairs, Part, Route
+from teneral.runtime.backends.cuda.direct.arguments import AddExperts, GroupPairs, MatrixPart, RouteExperts
 from teneral.runtime.backends.cuda.direct.memory import Array
 from teneral.runtime.backends.cuda.direct.products import (
     MAX_FEW_ROWS,
@@ -63,7 +63,7 @@ def choose(
     chosen = device.empty((num, used), DType.U32)
     weights = device.empty((num, used), DType.F32)
     more = None if correction is None else device.put(correction)
-    arguments = Route(
+    arguments = RouteExperts(
         scores=device.put(scores).address, correction=more.address if more is not None else 0,
         chosen=chosen.address, weights=weights.address, counts=device.put(np.array([num], np.uint32)).address,
         num=experts.num, num_used=used, correction_kind=2,
@@ -185,7 +185,7 @@ def test_products_of_experts_have_the_bits_of_each_experts_own(
         for _ in range(num)
     ]
     parts = [part for each in projections for part in parts_of(each, size)]
-    table = device.put(np.frombuffer((Part * len(parts))(*parts), np.uint8))
+    table = device.put(np.frombuffer((MatrixPart * len(parts))(*parts), np.uint8))
     rows, chosen = rows_of(device, num_rows, num_in), choices(num_rows, num, used, favours=2)
     x, pairs = device.put(rows, dtype), chosen.size
     counts = device.put(np.array([num_rows, 0, 0, 0, pairs], np.uint32))

@@ -65,7 +65,7 @@ def test_structures_have_the_compilers_sizes(tmp_path: Path) -> None:
         ("rows", "adapter_low", arguments.Adapt),
         ("product_float", "product_float_8", arguments.Product),
         ("experts_float", "experts_float_8", arguments.ExpertProduct),
-        ("experts", "route", arguments.Route),
+        ("experts", "route", arguments.RouteExperts),
         ("experts", "group_pairs", arguments.GroupPairs),
         ("experts", "add_experts", arguments.AddExperts),
         ("attention_32", "merge_splits", arguments.Attention),

@@ -132,6 +132,14 @@ class LayerRotary(enum.StrEnum):
     NONE = "none"  # they are not turned
 
 
+class Sublayers(enum.StrEnum):
+    """The parts of a layer."""
+
+    BOTH = "both"
+    MIXER = "mixer"  # attention, or what is in its place, alone
+    MLP = "mlp"  # an MLP or a mixture of experts alone
+
+
 class QueryScaling(Struct, frozen=True):
     """Queries of the token at position p are multiplied with 1 + strength · ln(1 + floor((p + 1) / interval)), and
     rounded, so that attention to many keys stays sharp (arXiv 2501.19399).
@@ -310,12 +318,16 @@ class DecoderConfig(Struct, frozen=True):
     latent: LatentAttention | None = None  # then `num_kv_heads` is 1
     delta_nets: DeltaNets | None = None
     mamba: Mamba | None = None
+    sublayers: tuple[Sublayers, ...] = ()  # of each layer; empty: all have both
     attention_scale: float | None = None  # None: head_dim ** -0.5
     score_cap: float | None = None  # attention scores s become cap · tanh(s / cap)
     logit_cap: float | None = None  # likewise
     scales_embeddings: bool = False  # by sqrt(hidden_size), rounded to the model's dtype
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what attention and MLP add
+    mlp_output_scale: float = 1.0  # of what the MLP adds, before that
+    gate_scale: float = 1.0  # of an MLP's gates, before the activation
+    attention_output_scale: float = 1.0  # of attention with Mamba-2 beside it
     logits_scale: float = 1.0
 
     @classmethod
@@ -344,6 +356,20 @@ class DecoderConfig(Struct, frozen=True):
     def is_mamba(self, layer: int) -> bool:
         """True if this is a Mamba-2 layer."""
         return self.mamba is not None and self.mamba.layers[layer]
+
+    def has_mixer(self, layer: int) -> bool:
+        """True if this layer has attention, or what is in its place."""
+        return not self.sublayers or self.sublayers[layer] is not Sublayers.MLP
+
+    def has_mlp(self, layer: int) -> bool:
+        """True if this layer has an MLP or a mixture."""
+        return not self.sublayers or self.sublayers[layer] is not Sublayers.MIXER
+
+    def attends(self, layer: int) -> bool:
+        """True if this layer has attention; a Mamba-2 layer may be beside it."""
+        if self.mamba is not None and self.is_mamba(layer) and not self.mamba.is_beside_attention:
+            return False
+        return self.has_mixer(layer) and not self.convolves(layer) and not self.is_delta_net(layer)
 
     @property
     def has_states(self) -> bool:

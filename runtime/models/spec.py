@@ -26,6 +26,7 @@ from .decoder_config import (
     Norm,
     QueryScaling,
     ShortConvolutions,
+    Sublayers,
 )
 from .rotary import Rotary
 
@@ -115,6 +116,9 @@ class DecoderSpec(Struct, frozen=True):
     )
     learned_positions: bool  # then a row of each position is added to them
     residual_scale: float  # likewise what attention and MLP add
+    mlp_output_scale: float  # likewise what the MLP adds, before that
+    gate_scale: float  # likewise an MLP's gates, before the activation
+    attention_output_scale: float  # likewise outputs of attention that has Mamba-2 beside it
     logits_scale: float
     activation: Activation
     experts: Experts | None  # in place of the MLP of some layers
@@ -122,7 +126,8 @@ class DecoderSpec(Struct, frozen=True):
     latent: LatentAttention | None  # the pool has these in place of keys and values
     # In place of the attention of some layers, which have a state of each sequence, and no keys and values.
     delta_nets: DeltaNets | None
-    mamba: Mamba | None  # likewise
+    mamba: Mamba | None  # likewise, or beside it
+    sublayers: tuple[Sublayers, ...]  # of each layer
     rotary: Rotary
     local_rotary: Rotary | None  # of the same dim
     layer_rotary: tuple[LayerRotary, ...]  # which of them turns a layer's queries and keys
@@ -192,6 +197,9 @@ class DecoderSpec(Struct, frozen=True):
             embedding_scale=embedding_scale,
             learned_positions=config.model_names.positions is not None,
             residual_scale=config.residual_scale,
+            mlp_output_scale=config.mlp_output_scale,
+            gate_scale=config.gate_scale,
+            attention_output_scale=config.attention_output_scale,
             logits_scale=config.logits_scale,
             activation=_ACTIVATIONS[config.activation],
             experts=config.experts,
@@ -199,6 +207,7 @@ class DecoderSpec(Struct, frozen=True):
             latent=config.latent,
             delta_nets=config.delta_nets,
             mamba=config.mamba,
+            sublayers=config.sublayers or (Sublayers.BOTH,) * config.num_layers,
             rotary=rotary(config.rope, config.max_context),
             local_rotary=None if local is None else rotary(local, config.max_context),
             layer_rotary=config.layer_rotary or (LayerRotary.MAIN,) * config.num_layers,
@@ -240,13 +249,16 @@ class DecoderSpec(Struct, frozen=True):
         """(num_layers + 1,): layer i has the pool's layers from number i up to the next one's.
 
         A convolution keeps each token's inputs where others have keys and values, in as many layers as they fill. A
-        layer with a state has none.
+        layer that does not attend has none.
         """
         token_size = 2 * self.num_kv_heads * self.head_dim
         convolves = (False,) * self.num_layers if self.convolutions is None else self.convolutions.layers
         sizes = [-(-self.hidden_size // token_size) if each else 1 for each in convolves]
-        of_states = self._state_sizes()
-        sizes = [0 if state else size for state, size in zip(of_states, sizes, strict=True)]
+        if self.mamba is None or not self.mamba.is_beside_attention:
+            of_states = self._state_sizes()
+            sizes = [0 if state else size for state, size in zip(of_states, sizes, strict=True)]
+        kinds = self.sublayers
+        sizes = [0 if kind is Sublayers.MLP else size for kind, size in zip(kinds, sizes, strict=True)]
         return tuple(accumulate(sizes, initial=0))
 
     def state_layers(self) -> tuple[int, ...]:

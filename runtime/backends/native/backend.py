@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ....loader.native.library import VERSION, library
 from ...kv.kinds import KVKind
 from ...kv.storage import Int8KVStorage, KVStorage
+from ...models.decoder_config import Sublayers
 from ...models.executor import ComputeDtype, EncoderExecutor, Executor
 from ...models.matrices import DecoderWeights, EncoderWeights, VisionWeights
 from ...models.spec import DecoderSpec, EncoderSpec
@@ -87,6 +88,7 @@ class ReferenceBackend(NativeBackend):
 
     def refuses_decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> str | None:
         found = {"takes_images": spec.takes_images, "delta_nets": spec.delta_nets, "mamba": spec.mamba}
+        found["sublayers"] = set(spec.sublayers) != {Sublayers.BOTH}
         lacks = [name for name, value in found.items() if value]
         if lacks:
             return f"{self.name} does not implement {lacks[0]}"

@@ -17,7 +17,15 @@ from msgspec import Struct
 from ...errors import ModelError
 from ...models.decoder_config import LatentAttention
 from ...models.executor import Floats
-from ...models.matrices import DecoderWeights, DeltaNetWeights, DenseMatrix, MambaWeights, Matrix
+from ...models.matrices import (
+    DecoderLayerWeights,
+    DecoderWeights,
+    DeltaNetWeights,
+    DenseMatrix,
+    MambaWeights,
+    Matrix,
+    Projection,
+)
 from ...models.rotary import query_factors
 from ...models.spec import DecoderSpec
 from ...step.batch import Int64s, StepBatch
@@ -93,6 +101,9 @@ class NativeDecoder:
             attention_scale=spec.attention_scale,
             score_cap=spec.score_cap or 0.0,
             residual_scale=spec.residual_scale,
+            mlp_residual_scale=spec.residual_scale * spec.mlp_output_scale,
+            gate_scale=spec.gate_scale,
+            attention_output_scale=spec.attention_output_scale,
             activation=ACTIVATIONS[spec.activation],
             dtype=arrays.dtype_of(np.empty(0, spec.dtype.numpy)),
             plain_mlp=not spec.gated_mlp,
@@ -300,20 +311,8 @@ class NativeDecoder:
         they are exact.
         """
         layer = self._weights.layers[index]
-        parts = {
-            name: ProjectionParts(projection.matrices())
-            for name, projection in (
-                ("qkv", layer.qkv),
-                ("output", layer.output),
-                ("gate_up", layer.gate_up),
-                ("down", layer.down),
-                ("router", layer.router),
-                ("shared_gate", layer.shared_gate),
-                ("query_up", layer.query_up),
-                ("value_up", layer.key_value_up),
-            )
-            if projection is not None
-        }
+        projections = _projections(layer)
+        parts = {name: ProjectionParts(each.matrices()) for name, each in projections.items()}
         if self._spec.latent is not None:
             assert layer.key_value_up is not None
             (up,) = layer.key_value_up.matrices()
@@ -337,16 +336,13 @@ class NativeDecoder:
         self._record.permuted_size = max(
             self._record.permuted_size, *(part.permuted_size for part in parts.values())
         )
-        own = (
-            *(layer.qkv, layer.output, layer.gate_up, layer.down),
-            *(layer.router, layer.shared_gate, layer.query_up),
-        )
+        own = (each for name, each in projections.items() if name != "value_up")
         of_experts = itertools.chain(*((expert.gate_up, expert.down) for expert in layer.experts))
         filled = (*parts.values(), *itertools.chain(*experts))
         # A transposed copy does not become exact with what it was made of.
         is_copied = layer.key_value_up is not None
         is_exact = not is_copied or (layer.router_gate or layer.gate).opens(0.0)
-        if is_exact and all(each.is_settled for each in (*own, *of_experts) if each is not None):
+        if is_exact and all(each.is_settled for each in (*own, *of_experts)):
             self._parts[index] = filled
         return filled
 
@@ -368,8 +364,8 @@ class NativeDecoder:
             correction=vector_of(layer.correction),
             convolution=vector_of(layer.convolution),
             convolution_bias=vector_of(layer.convolution_bias),
-            **_delta_net(layer.delta_net),
-            **_mamba_layer(layer.mamba),
+            **_vectors("delta", layer.delta_net, "taps log bias norm"),
+            **_vectors("mamba", layer.mamba, "taps taps_bias log step_bias skip norm"),
             kv_layer=self._kv_layers[index],
             state_first=self._state_layers[index],
             window=spec.windows[index] or 0,
@@ -392,6 +388,23 @@ class NativeDecoder:
         by_head = columns.reshape(latent.rank, self._spec.num_heads, -1)[:, :, : latent.plain_dim]
         rows = np.ascontiguousarray(by_head.transpose(1, 0, 2)).reshape(-1, latent.plain_dim)
         return ProjectionParts((DenseMatrix(Tensor(dtype, rows)),))
+
+
+def _projections(layer: DecoderLayerWeights) -> dict[str, Projection]:
+    """Those of the layer, but for its experts', by the record's names."""
+    found = {
+        "qkv": layer.qkv,
+        "output": layer.output,
+        "gate_up": layer.gate_up,
+        "down": layer.down,
+        "router": layer.router,
+        "shared_gate": layer.shared_gate,
+        "query_up": layer.query_up,
+        "value_up": layer.key_value_up,
+        "mamba_in": None if layer.mamba is None else layer.mamba.inputs,
+        "mamba_out": None if layer.mamba is None else layer.mamba.output,
+    }
+    return {name: projection for name, projection in found.items() if projection is not None}
 
 
 def _of(parts: Mapping[str, ProjectionParts], name: str) -> list[ProjectionParts]:
@@ -427,19 +440,7 @@ def _delta_nets(spec: DecoderSpec) -> dict[str, int]:
     }
 
 
-def _delta_net(weights: DeltaNetWeights | None) -> dict[str, records.Vector]:
-    """The same of a layer's record."""
-    if weights is None:
-        return {}
-    return {
-        "delta_taps": vector_of(weights.taps),
-        "delta_log": vector_of(weights.log),
-        "delta_bias": vector_of(weights.bias),
-        "delta_norm": vector_of(weights.norm),
-    }
-
-
-def _mamba(spec: DecoderSpec) -> dict[str, int]:
+def _mamba(spec: DecoderSpec) -> dict[str, Any]:
     """Fields of the record about Mamba-2 layers."""
     mamba = spec.mamba
     if mamba is None:
@@ -450,13 +451,18 @@ def _mamba(spec: DecoderSpec) -> dict[str, int]:
         "mamba_head_dim": mamba.head_dim,
         "mamba_state_size": mamba.state_size,
         "mamba_convolution_size": mamba.convolution_size,
+        "mamba_scales": mamba.scales,
+        "mamba_output_scale": mamba.output_scale,
     }
 
 
-def _mamba_layer(weights: MambaWeights | None) -> dict[str, records.Vector]:
-    """The same of a layer's record."""
-    names = ("taps", "taps_bias", "log", "step_bias", "skip", "norm")
-    return {} if weights is None else {f"mamba_{name}": vector_of(getattr(weights, name)) for name in names}
+def _vectors(
+    prefix: str, weights: DeltaNetWeights | MambaWeights | None, names: str
+) -> dict[str, records.Vector]:
+    """The same of a layer's record: these of its vectors."""
+    if weights is None:
+        return {}
+    return {f"{prefix}_{name}": vector_of(getattr(weights, name)) for name in names.split()}
 
 
 def _mixture(spec: DecoderSpec) -> dict[str, float]:

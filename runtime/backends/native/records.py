@@ -181,6 +181,7 @@ class DecoderLayerRecord(ctypes.Structure):
         *fields(Vector, "attention_norm query_norm key_norm attention_output_norm mlp_norm mlp_output_norm"),
         *fields(Vector, "attention_norm_bias mlp_norm_bias attention_inner_norm mlp_inner_norm"),
         *fields(ProjectionRecord, "qkv query_up key_up value_up output gate_up down router shared_gate"),
+        *fields(ProjectionRecord, "mamba_in mamba_out"),
         ("correction", Vector),
         ("experts", ctypes.POINTER(Expert)),
         *fields(Vector, "sinks convolution convolution_bias"),
@@ -212,7 +213,8 @@ class DecoderRecord(ctypes.Structure):
         ("bidirectional", _INT32),
         ("latent_norm_eps", _FLOAT),
         *fields(_INT32, "gated_attention interleaved_qkv rounds_inputs chunked_windows experts_weigh_inputs"),
-        ("reserved", _INT32),
+        *fields(_FLOAT, "mlp_residual_scale gate_scale attention_output_scale mamba_output_scale"),
+        ("mamba_scales", _FLOAT * 5),
     )
 
 

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from ..decoder_config import DecoderConfig, LayerNames, ModelNames, read_common
 from ..fields import Fields
-from ..mamba_config import read_mamba
+from ..mamba_config import expanded, read_mamba
 from ..rope_config import RopeConfig
 
 _NAMES = LayerNames(
@@ -33,7 +33,7 @@ def read(config: Fields, family: str) -> DecoderConfig:
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=config.boolean("mlp_bias", default=False),
-        mamba=read_mamba(config, common.hidden_size, _layers(config, common.num_layers)),
+        mamba=read_mamba(config, _layers(config, common.num_layers), expanded(config, common.hidden_size)),
     )
 
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from ..decoder_config import DecoderConfig, LayerNames, LayerRotary, read_common
 from ..experts_config import read_experts
 from ..fields import MAX_EXPERTS, MAX_WIDTH, Fields
-from ..mamba_config import read_layers, read_mamba
+from ..mamba_config import expanded, read_layers, read_mamba
 from .granite import with_multipliers
 
 _DENSE = LayerNames(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
@@ -30,13 +30,9 @@ def read(config: Fields, family: str) -> DecoderConfig:
     """Raises `ModelError` naming the key that is missing, wrong or not supported."""
     common = read_common(config.filled(_NO_MLP), family)
     num_layers = common.num_layers
-    mamba = read_mamba(
-        config,
-        common.hidden_size,
-        read_layers(
-            config, num_layers, "layers_block_type" if "layers_block_type" in config else "layer_types"
-        ),
-    )
+    kinds = "layers_block_type" if "layers_block_type" in config else "layer_types"
+    num_values = expanded(config, common.hidden_size)
+    mamba = read_mamba(config, read_layers(config, num_layers, kinds), num_values)
     if mamba is not None and common.activation not in ("silu", "swish"):
         raise config.wrong("hidden_act", "which is not supported: Mamba-2 layers have silu")
     bias = config.boolean("attention_bias", default=False)

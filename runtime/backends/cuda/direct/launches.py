@@ -158,6 +158,8 @@ class DecoderLaunches:
 
     def _layer(self, number: int, key: ProgramKey) -> list[KernelLaunch]:
         layer, arrays, rows, spec = self._weights.layers[number], self._arrays, key.rows, self._spec
+        assert layer.qkv is not None
+        assert layer.output is not None
         assert layer.gate_up is not None
         assert layer.down is not None
         to_attention, x = self._input(layer.attention_norm, rows)

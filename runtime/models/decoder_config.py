@@ -48,6 +48,8 @@ FAMILY_MODULES: dict[str, tuple[str, str]] = {
     "granite": ("granite", "GraniteForCausalLM"),
     "granitemoehybrid": ("granite_hybrid", "GraniteMoeHybridForCausalLM"),
     "bamba": ("bamba", "BambaForCausalLM"),
+    "falcon_h1": ("falcon_h1", "FalconH1ForCausalLM"),
+    "nemotron_h": ("nemotron_h", "NemotronHForCausalLM"),
     "olmo2": ("olmo2", "Olmo2ForCausalLM"),
     "olmo3": ("olmo2", "Olmo3ForCausalLM"),
     "exaone4": ("exaone4", "Exaone4ForCausalLM"),

@@ -1,4 +1,6 @@
-"""Mamba-2 layers of Granite 4 and Bamba: transformers' logits, in chunks and company bit for bit the same."""
+"""Mamba-2 layers of Granite 4, Bamba, Falcon-H1 and Nemotron-H: transformers' logits, in chunks and company bit for bit
+the same.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +31,7 @@ ODD: dict[str, Any] = {
     "mamba_conv_bias": False,
     "attention_bias": True,
 }
+WHOLE_INPUTS = {"attention_in_multiplier": 1.0, "ssm_in_multiplier": 1.0}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": (GRANITE, {}),
     "granite, stacked experts": (GRANITE, {}),
@@ -41,6 +44,40 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bamba": ("bamba", {}),
     "bamba, odd sizes": ("bamba", {**ODD, "mlp_bias": True, "mamba_d_state": 256}),
+    "falcon": ("falcon_h1", {}),
+    "falcon, odd sizes, biases": (
+        "falcon_h1",
+        {
+            **ODD,
+            **WHOLE_INPUTS,
+            "mamba_d_ssm": None,
+            "projectors_bias": True,
+            "mlp_bias": True,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+        },
+    ),
+    "nemotron": ("nemotron_h", {}),
+    "nemotron, odd sizes, biases": (
+        "nemotron_h",
+        {
+            "hidden_size": 72,
+            "layer_types": ["mlp", "linear_attention", "linear_attention", "full_attention"],
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "mamba_num_heads": 6,
+            "n_groups": 3,
+            "ssm_state_size": 20,
+            "conv_kernel": 3,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "mlp_bias": True,
+        },
+    ),
+    "nemotron, experts first": (
+        "nemotron_h",
+        {"layer_types": ["moe", "full_attention", "linear_attention"]},
+    ),
 }
 needs_core = pytest.mark.skipif(library() is None, reason="Mamba-2 layers are the native core's")
 
@@ -68,7 +105,7 @@ def test_logits_and_tokens_are_those_of_transformers(variant: str) -> None:
 
 
 @needs_core
-@pytest.mark.parametrize("family", [GRANITE, "bamba"])
+@pytest.mark.parametrize("family", [GRANITE, "bamba", "falcon_h1", "nemotron_h"])
 def test_in_bf16_threads_chunks_and_company_change_no_bit(family: str) -> None:
     oracle = tiny_model(family, dtype=torch.bfloat16, mamba_n_groups=2)
     decoder: Any = build_model(

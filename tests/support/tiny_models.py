@@ -206,7 +206,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "nemotron_h": {
         "num_hidden_layers": 6,
         "layer_types": ["linear_attention", "full_attention", "moe", "mlp", "linear_attention", "moe"],
-        "head_dim": 24,
+        "head_dim": 32,
         "mamba_num_heads": 8,
         "mamba_head_dim": 12,
         "n_groups": 2,
@@ -215,7 +215,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "n_routed_experts": 6,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 48,
-        "moe_shared_expert_intermediate_size": 80,
+        "moe_shared_expert_intermediate_size": 96,
         "routed_scaling_factor": 2.5,
         "n_group": 2,
     },

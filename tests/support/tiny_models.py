@@ -108,26 +108,6 @@ _LATENTS: dict[str, Any] = {
     "n_group": 4,
     "topk_group": 2,
 }
-# For the tests of variants of families
-LATENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepseek_v2": ("deepseek_v2", {}),
-    "deepseek_v2, low-rank queries, odd sizes": (
-        "deepseek_v2",
-        {"q_lora_rank": 40, "kv_lora_rank": 36, "v_head_dim": 20, "topk_method": "greedy"},
-    ),
-    "deepseek_v3": ("deepseek_v3", {}),
-    "deepseek_v3, heads as published, whole queries": (
-        "deepseek_v3",
-        {
-            "q_lora_rank": None,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-        },
-    ),
-    "glm4_moe_lite": ("glm4_moe_lite", {}),
-}
 LATENT_YARN = {
     "rope_type": "yarn",
     "rope_theta": 10_000.0,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ..decoder_config import DecoderConfig, LayerNames, LayerRotary, read_common
+from ..decoder_config import DecoderConfig, LayerNames, LayerRotary, has_names_of_llama, read_common
 from ..experts_config import read_experts
 from ..fields import MAX_EXPERTS, MAX_WIDTH, Fields
 from ..mamba_config import expanded, read_layers, read_mamba
@@ -45,8 +45,9 @@ def read(config: Fields, family: str) -> DecoderConfig:
         mamba=mamba,
     )
     shared_size = config.integer("shared_intermediate_size", low=1, high=MAX_WIDTH, default=1_024)
+    dense, mixture = (LayerNames(),) * 2 if has_names_of_llama(config) else (_DENSE, _MIXTURE)
     if not config.integer("num_local_experts", low=0, high=MAX_EXPERTS, default=8):
-        return replace(model, intermediate_size=shared_size, names=_DENSE)
+        return replace(model, intermediate_size=shared_size, names=dense)
     experts = read_experts(
         config,
         size_key="intermediate_size",
@@ -54,4 +55,4 @@ def read(config: Fields, family: str) -> DecoderConfig:
         sum_to_1=True,
         rounds_weights=True,
     )
-    return replace(model, experts=replace(experts, shared_size=shared_size), names=_MIXTURE)
+    return replace(model, experts=replace(experts, shared_size=shared_size), names=mixture)

@@ -196,7 +196,10 @@ def test_a_file_computes_what_the_model_does(variant: str, kind: str, tmp_path: 
         torch.testing.assert_close(ours, expected, atol=atol, rtol=1e-3)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "mixtral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family",
+    ["gemma2", "mixtral", "qwen3_moe", "gpt_oss", "granitemoehybrid", "falcon_h1, norms", "nemotron_h"],
+)
 def test_a_packed_file_has_the_tensors_of_the_file(family: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

@@ -432,10 +432,12 @@ static void mamba_stages(const step_t *step, const tn_decoder_layer *layer, int6
     const tn_decoder_step_args *args = step->args;
     const tn_adapted at_in = adapted_at(step, index, TN_AT_MAMBA_IN);
     const tn_adapted at_out = adapted_at(step, index, TN_AT_MAMBA_OUT);
+    const tn_vector no_norm = {0};
     const tn_mamba mamba = {args->model,  layer,          args->spans,     step->mixed,   step->factors,
                             step->values, step->attended, args->num_spans, args->num_rows};
     project_stage(step, &layer->mamba_in, &at_in, input_of(step, &layer->attention_norm), step->mixed, region);
     tn_mamba_stages(&mamba, region);
+    inner_stage(step, step->attended, &no_norm, layer->mamba_out.num_in, region);
     project_stage(step, &layer->mamba_out, &at_out, step->attended, out, region);
 }
 

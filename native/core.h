@@ -605,7 +605,7 @@ typedef struct tn_decoder_layer {
     tn_projection router;            /* to the experts' scores, in layers with a mixture */
     tn_projection shared_gate;       /* to one number, with whose sigmoid the shared expert's output is multiplied; or of
                                       * no parts */
-    tn_projection mamba_in;          /* of a Mamba-2 layer, in place of attention or beside it: to gates, values, keys,
+    tn_projection mamba_in;          /* of a Mamba-2 layer, in place of attention or parallel to it: to gates, values, keys,
                                       * queries and time steps; or of no parts */
     tn_projection mamba_out;
     tn_vector correction;            /* (num_experts,) or none: added to scores to choose, and not to weights */
@@ -703,7 +703,7 @@ typedef struct tn_decoder {
     int32_t experts_weigh_inputs;   /* weights are multiplied with experts' inputs, rounded, not with their outputs */
     float mlp_residual_scale;       /* as residual_scale, of what the MLP adds */
     float gate_scale;               /* likewise of an MLP's gates, before the activation; 1 with mixtures */
-    float attention_output_scale;   /* likewise of outputs of attention that has Mamba-2 beside it, */
+    float attention_output_scale;   /* likewise of outputs of attention that has Mamba-2 parallel to it, */
     float mamba_output_scale;       /* and of that Mamba-2's */
     float mamba_scales[5];          /* likewise of what `mamba_in` makes: gates, values, keys, queries, time steps */
 } tn_decoder;

@@ -442,7 +442,7 @@ static void mamba_stages(const step_t *step, const tn_decoder_layer *layer, int6
 }
 
 /* normed and shared, each scaled and rounded, become normed: their sum. */
-static void beside_stage(const step_t *step, tn_region *region) {
+static void sum_stage(const step_t *step, tn_region *region) {
     const tn_decoder *model = step->args->model;
     const int64_t num = model->hidden_size;
     EACH_ROW(region, step->args->num_rows) {
@@ -484,13 +484,13 @@ static void attention_stages(const step_t *step, const tn_decoder_layer *layer, 
     project_stage(step, &layer->output, &at_output, step->attended, step->normed, region);
 }
 
-/* The layer's attention, or what is in its place or beside it; `normed` holds its input, and then `next` of x. */
+/* The layer's attention, or what is in its place or parallel to it; `normed` holds its input, and then `next` of x. */
 static void mixer_stages(const step_t *step, const tn_decoder_layer *layer, int64_t index, norm_t next,
                          tn_region *region) {
     const bool attends = layer->qkv.num_parts > 0, has_mamba = layer->mamba_in.num_parts > 0;
     if (has_mamba) mamba_stages(step, layer, index, attends ? step->shared : step->normed, region);
     if (attends) attention_stages(step, layer, index, region);
-    if (attends && has_mamba) beside_stage(step, region);
+    if (attends && has_mamba) sum_stage(step, region);
     residual_stage(step, &layer->attention_output_norm, step->args->model->residual_scale, next, region);
 }
 

@@ -329,7 +329,7 @@ class DecoderConfig(Struct, frozen=True):
     residual_scale: float = 1.0  # of what attention and MLP add
     mlp_output_scale: float = 1.0  # of what the MLP adds, before that
     gate_scale: float = 1.0  # of an MLP's gates, before the activation
-    attention_output_scale: float = 1.0  # of attention with Mamba-2 beside it
+    attention_output_scale: float = 1.0  # of attention with Mamba-2 parallel to it
     logits_scale: float = 1.0
 
     @classmethod
@@ -368,8 +368,8 @@ class DecoderConfig(Struct, frozen=True):
         return not self.sublayers or self.sublayers[layer] is not Sublayers.MIXER
 
     def attends(self, layer: int) -> bool:
-        """True if this layer has attention; a Mamba-2 layer may be beside it."""
-        if self.mamba is not None and self.is_mamba(layer) and not self.mamba.is_beside_attention:
+        """True if this layer has attention; a Mamba-2 layer may be parallel to it."""
+        if self.mamba is not None and self.is_mamba(layer) and not self.mamba.is_parallel:
             return False
         return self.has_mixer(layer) and not self.convolves(layer) and not self.is_delta_net(layer)
 

@@ -96,7 +96,7 @@ def _take_layer(config: DecoderConfig, index: int, parameters: Parameters) -> De
 
 
 def _take_mixer(config: DecoderConfig, index: int, parameters: Parameters) -> dict[str, Any]:
-    """Fields of `DecoderLayerWeights` about attention, and what is in its place or beside it."""
+    """Fields of `DecoderLayerWeights` about attention, and what is in its place or parallel to it."""
     names, hidden_size = config.names, config.hidden_size
     taken = {
         "attention_norm": _take_norm(parameters, names.attention_norm, hidden_size),
@@ -221,7 +221,7 @@ def _take_delta_net(config: DecoderConfig, parameters: Parameters) -> dict[str, 
 
 
 def _take_mamba(config: DecoderConfig, parameters: Parameters) -> dict[str, Any]:
-    """The same of a Mamba-2 layer, in place of attention or beside it."""
+    """The same of a Mamba-2 layer, in place of attention or parallel to it."""
     mamba, hidden_size, prefix = config.mamba, config.hidden_size, config.names.mamba
     assert mamba is not None
     channels, num_values, sizes = mamba.num_channels, mamba.num_values, (hidden_size, mamba.projected)

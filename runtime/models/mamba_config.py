@@ -20,8 +20,8 @@ _KINDS = {
 
 
 class Mamba(Struct, frozen=True):
-    """Mamba-2 layers in place of some layers' attention, or beside it: selective state spaces over a state of fixed
-    size, in fp32 (arXiv 2405.21060).
+    """Mamba-2 layers in place of some layers' attention, or parallel to it: selective state spaces over a state of
+    fixed size, in fp32 (arXiv 2405.21060).
 
     Values, keys (B) and queries (C) are convolved, and pass SiLU. Each head has a matrix of (state_size, head_dim);
     heads of a group share keys, queries, and the norm of their outputs, where there is one.
@@ -37,10 +37,10 @@ class Mamba(Struct, frozen=True):
     has_convolution_bias: bool
     has_output_bias: bool  # of the projection behind it
     has_norm: bool = True
-    is_beside_attention: bool = False  # of the same inputs; both outputs are added
+    is_parallel: bool = False  # of the same inputs; both outputs are added
     # Of gates, values, keys, queries and time steps, as projections make them: products are rounded.
     scales: tuple[float, float, float, float, float] = (1.0,) * 5
-    output_scale: float = 1.0  # likewise of outputs beside attention
+    output_scale: float = 1.0  # likewise of outputs parallel to attention
 
     @property
     def num_values(self) -> int:

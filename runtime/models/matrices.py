@@ -379,7 +379,7 @@ class DecoderLayerWeights(Struct, frozen=True, eq=False):
     )
     convolution_bias: Tensor | None = None  # (hidden,)
     delta_net: DeltaNetWeights | None = None  # in place of attention
-    mamba: MambaWeights | None = None  # likewise, or beside it
+    mamba: MambaWeights | None = None  # likewise, or parallel to it
     router: Projection | None = None  # to the experts' scores
     shared_gate: Projection | None = (
         None  # to one number, whose sigmoid multiplies the shared expert's output

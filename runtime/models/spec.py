@@ -118,7 +118,7 @@ class DecoderSpec(Struct, frozen=True):
     residual_scale: float  # likewise what attention and MLP add
     mlp_output_scale: float  # likewise what the MLP adds, before that
     gate_scale: float  # likewise an MLP's gates, before the activation
-    attention_output_scale: float  # likewise outputs of attention that has Mamba-2 beside it
+    attention_output_scale: float  # likewise outputs of attention that has Mamba-2 parallel to it
     logits_scale: float
     activation: Activation
     experts: Experts | None  # in place of the MLP of some layers
@@ -126,7 +126,7 @@ class DecoderSpec(Struct, frozen=True):
     latent: LatentAttention | None  # the pool has these in place of keys and values
     # In place of the attention of some layers, which have a state of each sequence, and no keys and values.
     delta_nets: DeltaNets | None
-    mamba: Mamba | None  # likewise, or beside it
+    mamba: Mamba | None  # likewise, or parallel to it
     sublayers: tuple[Sublayers, ...]  # of each layer
     rotary: Rotary
     local_rotary: Rotary | None  # of the same dim
@@ -254,7 +254,7 @@ class DecoderSpec(Struct, frozen=True):
         token_size = 2 * self.num_kv_heads * self.head_dim
         convolves = (False,) * self.num_layers if self.convolutions is None else self.convolutions.layers
         sizes = [-(-self.hidden_size // token_size) if each else 1 for each in convolves]
-        if self.mamba is None or not self.mamba.is_beside_attention:
+        if self.mamba is None or not self.mamba.is_parallel:
             of_states = self._state_sizes()
             sizes = [0 if state else size for state, size in zip(of_states, sizes, strict=True)]
         kinds = self.sublayers

@@ -216,7 +216,7 @@ static void add_mamba(tn_decoder *model) {
 static void add_mamba_weights(const tn_decoder *model, tn_decoder_layer *layer) {
     const int dtype = model->dtype;
     const int64_t heads = model->mamba_heads, values = heads * model->mamba_head_dim, num = num_mamba_channels(model);
-    if (random_below(2)) layer->qkv = layer->output = (tn_projection){0}; /* nothing attends beside it */
+    if (random_below(2)) layer->qkv = layer->output = (tn_projection){0}; /* nothing attends as well */
     layer->mamba_in = projection(PARTS, model->hidden_size, values + num + heads, dtype, true);
     layer->mamba_out = projection(1, values, model->hidden_size, dtype, true);
     layer->mamba_taps = vector(num * model->mamba_convolution_size, dtype);

@@ -383,8 +383,8 @@ _BAMBA = Family(
 FAMILIES["falcon-h1"] = _BAMBA._replace(
     model_type="falcon_h1",
     architecture="FalconH1ForCausalLM",
-    whole=_BAMBA.whole | {"ffn_norm": "pre_ff_layernorm.weight"},
-    optional=_BAMBA.optional | {"ssm_norm.weight": "mamba_rms_norm"},
+    whole={**_BAMBA.whole, "ffn_norm": "pre_ff_layernorm.weight"},
+    optional={**_BAMBA.optional, "ssm_norm.weight": "mamba_rms_norm"},
     is_permuted=False,
     may_turn_partly=False,
     settings=settings.falcon_h1,
@@ -406,10 +406,12 @@ FAMILIES["nemotron_h"] = Family(
     settings=settings.nemotron_h,
 )
 FAMILIES["nemotron_h_moe"] = FAMILIES["nemotron_h"]._replace(
-    inner=FAMILIES["nemotron_h"].inner
-    | {"ffn_gate_inp": "mixer.gate"}
-    | {f"ffn_{part}_shexp": f"mixer.shared_experts.{part}_proj" for part in ("up", "down")},
-    whole=FAMILIES["nemotron_h"].whole | {"exp_probs_b.bias": "mixer.gate.e_score_correction_bias"},
+    inner={
+        **FAMILIES["nemotron_h"].inner,
+        "ffn_gate_inp": "mixer.gate",
+        **{f"ffn_{part}_shexp": f"mixer.shared_experts.{part}_proj" for part in ("up", "down")},
+    },
+    whole={**FAMILIES["nemotron_h"].whole, "exp_probs_b.bias": "mixer.gate.e_score_correction_bias"},
     experts={f"ffn_{part}_exps": f"mixer.experts.{{}}.{part}_proj" for part in ("up", "down")},
     settings=settings.nemotron_h_moe,
 )

@@ -94,7 +94,7 @@ IMPLEMENTED: Mapping[str, Accepts] = {
             "mamba.has_convolution_bias",
             "mamba.has_output_bias",
             "mamba.has_norm",
-            "mamba.is_beside_attention",
+            "mamba.is_parallel",
             "mamba.scales",
             "mamba.output_scale",
             "sublayers",

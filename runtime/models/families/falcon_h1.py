@@ -1,4 +1,4 @@
-"""Falcon-H1: a Mamba-2 layer beside each attention; multipliers scale what projections take and make."""
+"""Falcon-H1: a Mamba-2 layer parallel to each attention; multipliers scale what projections take and make."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _mamba(config: Fields, common: DecoderConfig) -> Mamba:
         mamba,
         has_output_bias=config.boolean("projectors_bias", default=False),
         has_norm=has_norm,
-        is_beside_attention=True,
+        is_parallel=True,
         scales=(gates, values, keys, queries, steps),
         output_scale=multiplier(config, "ssm_out_multiplier"),
     )

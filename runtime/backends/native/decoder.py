@@ -17,7 +17,14 @@ from msgspec import Struct
 from ...errors import ModelError
 from ...models.decoder_config import LatentAttention, LayerInputs
 from ...models.executor import Floats
-from ...models.matrices import DecoderWeights, DenseMatrix, EmbeddingTable, Matrix
+from ...models.matrices import (
+    DecoderLayerWeights,
+    DecoderWeights,
+    DenseMatrix,
+    EmbeddingTable,
+    Matrix,
+    Projection,
+)
 from ...models.rotary import query_factors
 from ...models.spec import DecoderSpec, rounded
 from ...step.batch import Int64s, StepBatch
@@ -320,22 +327,8 @@ class NativeDecoder:
         they are exact.
         """
         layer = self._weights.layers[index]
-        parts = {
-            name: ProjectionParts(projection.matrices())
-            for name, projection in (
-                ("qkv", layer.qkv),
-                ("output", layer.output),
-                ("gate_up", layer.gate_up),
-                ("down", layer.down),
-                ("router", layer.router),
-                ("shared_gate", layer.shared_gate),
-                ("query_up", layer.query_up),
-                ("value_up", layer.key_value_up),
-                ("input_gate", None if layer.inputs is None else layer.inputs.gate),
-                ("input_up", None if layer.inputs is None else layer.inputs.up),
-            )
-            if projection is not None
-        }
+        projections = _projections(layer)
+        parts = {name: ProjectionParts(each.matrices()) for name, each in projections.items()}
         if self._spec.latent is not None:
             assert layer.key_value_up is not None
             (up,) = layer.key_value_up.matrices()
@@ -361,17 +354,13 @@ class NativeDecoder:
         self._record.permuted_size = max(
             self._record.permuted_size, *(part.permuted_size for part in parts.values())
         )
-        own = (
-            *(layer.qkv, layer.output, layer.gate_up, layer.down),
-            *(layer.router, layer.shared_gate, layer.query_up),
-            *(() if layer.inputs is None else (layer.inputs.gate, layer.inputs.up)),
-        )
+        own = (each for name, each in projections.items() if name != "value_up")
         of_experts = itertools.chain(*((expert.gate_up, expert.down) for expert in layer.experts))
         filled = (*parts.values(), *itertools.chain(*experts))
         # A transposed copy does not become exact with what it was made of.
         is_copied = layer.key_value_up is not None
         is_exact = not is_copied or (layer.router_gate or layer.gate).opens(0.0)
-        if is_exact and all(each.is_settled for each in (*own, *of_experts) if each is not None):
+        if is_exact and all(each.is_settled for each in (*own, *of_experts)):
             self._parts[index] = filled
         return filled
 
@@ -393,6 +382,26 @@ class NativeDecoder:
 
 def _x_of(rows: Array | Rows) -> Array:
     return rows.x if isinstance(rows, Rows) else rows
+
+
+def _projections(layer: DecoderLayerWeights) -> dict[str, Projection]:
+    """Those of the layer, but for its experts', by the record's names."""
+    mamba, inputs = layer.mamba, layer.inputs
+    found = {
+        "qkv": layer.qkv,
+        "output": layer.output,
+        "gate_up": layer.gate_up,
+        "down": layer.down,
+        "router": layer.router,
+        "shared_gate": layer.shared_gate,
+        "query_up": layer.query_up,
+        "value_up": layer.key_value_up,
+        "mamba_in": None if mamba is None else mamba.inputs,
+        "mamba_out": None if mamba is None else mamba.output,
+        "input_gate": None if inputs is None else inputs.gate,
+        "input_up": None if inputs is None else inputs.up,
+    }
+    return {name: projection for name, projection in found.items() if projection is not None}
 
 
 def _of(parts: Mapping[str, ProjectionParts], name: str) -> list[ProjectionParts]:

@@ -38,7 +38,7 @@ FEATURES: dict[str, Accepts] = {
     "experts.num": lambda num: num <= MAX_EXPERTS,
     "experts.num_used": lambda num: num <= MAX_CHOSEN,
     "experts.swiglu": one_of(None),
-    "experts.weighs_inputs": one_of(False),
+    **dict.fromkeys(("experts.weighs_inputs", "experts.joins_mlp"), one_of(False)),
     "head_dim": lambda dim: dim % _EIGHT == 0 and dim <= HEAD_DIMS[-1],
     "activation": one_of(*ACTIVATIONS),
     "rotary.dim": lambda dim: dim % 2 == 0,

@@ -23,7 +23,7 @@ from teneral.runtime.models.executor import (
     refusal_of,
 )
 from teneral.runtime.models.matrices import DecoderWeights, DenseMatrix, EncoderWeights, Projection
-from teneral.runtime.models.spec import Activation, DecoderSpec, EncoderSpec
+from teneral.runtime.models.spec import Activation, DecoderSpec, EncoderSpec, are_alike
 from teneral.runtime.step.batch import Int64s, StepBatch
 from teneral.runtime.tensors import DType, Tensor, to_float32
 
@@ -41,15 +41,16 @@ IMPLEMENTED = {
         "rounds_inputs",
         "learned_positions", "rotary.interleaved", "head_norms",
         "joint_head_norms", "late_head_norms", "gated_attention", "sinks", "takes_images", "whole_images",
-        "is_bidirectional", "chunked_windows")},
+        "is_bidirectional", "chunked_windows", "layer_scalars", "value_norms")},
     **{name: one_of(None) for name in
        ("experts", "latent", "convolutions", "delta_nets", "mamba", "score_cap", "logit_cap", "local_rotary",
-        "query_scaling")},
+        "query_scaling", "layer_inputs")},
     **{name: one_of(1.0) for name in
        ("embedding_scale", "residual_scale", "logits_scale", "mlp_output_scale", "gate_scale",
         "attention_output_scale")},
     "sublayers": lambda kinds: set(kinds) == {Sublayers.BOTH},
     "dtype": one_of(DType.F32),
+    "layer_shapes": are_alike,
     "rotary_axes": one_of(()),
     "num_deep_rows": one_of(0),
     "norm": one_of(Norm.RMS),

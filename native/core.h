@@ -596,7 +596,8 @@ typedef struct tn_decoder_layer {
     tn_vector mlp_norm_bias;
     tn_vector attention_inner_norm;  /* (columns of `output`,) or none: of its input */
     tn_vector mlp_inner_norm;        /* (columns of `down`,) or none, likewise; not in layers with a mixture */
-    tn_projection qkv;               /* to query heads, key heads, value heads; the last, or both, may be missing */
+    tn_projection qkv;               /* to query heads, key heads, value heads; the last, or both, may be missing; or of
+                                      * no parts: nothing attends */
     tn_projection query_up;          /* of latents: to query heads of plain_dim + rotary_dim numbers; or of no parts */
     tn_projection key_up;            /* likewise: (num_heads * latent_rank, plain_dim), what queries are multiplied with */
     tn_projection value_up;          /* likewise: (num_heads * (plain_dim + value_dim), latent_rank); the first plain_dim rows
@@ -608,6 +609,9 @@ typedef struct tn_decoder_layer {
     tn_projection router;            /* to the experts' scores, in layers with a mixture */
     tn_projection shared_gate;       /* to one number, with whose sigmoid the shared expert's output is multiplied; or of
                                       * no parts */
+    tn_projection mamba_in;          /* of a Mamba-2 layer, in place of attention or parallel to it: to gates, values, keys,
+                                      * queries and time steps; or of no parts */
+    tn_projection mamba_out;
     tn_vector correction;            /* (num_experts,) or none: added to scores to choose, and not to weights */
     tn_vector router_norm;           /* (hidden_size,) or none, with which experts join the MLP: of x for the router, */
     tn_vector expert_norm;           /* of x for the experts, */
@@ -637,7 +641,7 @@ typedef struct tn_decoder_layer {
     tn_vector mamba_log;             /* (mamba_heads,) each: of the speed of decay, */
     tn_vector mamba_step_bias;       /* of time steps, */
     tn_vector mamba_skip;            /* what values are multiplied with that are added to outputs */
-    tn_vector mamba_norm;            /* (mamba_heads * mamba_head_dim,) */
+    tn_vector mamba_norm;            /* (mamba_heads * mamba_head_dim,), or none */
     int64_t state_first;             /* number of a state at which this layer's part begins: (delta_convolution_size - 1,
                                       * channels) inputs, then (delta_value_heads, delta_key_size, delta_value_size); of
                                       * Mamba-2 likewise, then (mamba_heads, mamba_state_size, mamba_head_dim) */
@@ -694,7 +698,7 @@ typedef struct tn_decoder {
     float norm_eps;
     float attention_scale;
     float score_cap;                /* as in tn_attention_args */
-    float residual_scale;           /* unless it is 1, what attention and MLP add is multiplied with it, and rounded */
+    float residual_scale;           /* unless it is 1, what attention adds is multiplied with it, and rounded */
     int32_t activation;
     int32_t dtype;                  /* of rows: F32 or BF16 */
     int32_t plain_mlp;              /* down(activation(up(y))): no gate */
@@ -720,7 +724,11 @@ typedef struct tn_decoder {
                                      * and no mixtures */
     int32_t chunked_windows;        /* as in tn_attention_args */
     int32_t experts_weigh_inputs;   /* weights are multiplied with experts' inputs, rounded, not with their outputs */
-    int32_t reserved;               /* 0 */
+    float mlp_residual_scale;       /* as residual_scale, of what the MLP adds */
+    float gate_scale;               /* likewise of an MLP's gates, before the activation; 1 with mixtures */
+    float attention_output_scale;   /* likewise of outputs of attention that has Mamba-2 parallel to it, */
+    float mamba_output_scale;       /* and of that Mamba-2's */
+    float mamba_scales[5];          /* likewise of what `mamba_in` makes: gates, values, keys, queries, time steps */
 } tn_decoder;
 
 /* A step can leave a layer with a mixture after its router, so that only the chosen experts need to be there. What the
@@ -784,9 +792,11 @@ typedef enum tn_adapter_place {
     TN_AT_OUTPUT = 1,
     TN_AT_GATE_UP = 2,
     TN_AT_DOWN = 3,
+    TN_AT_MAMBA_IN = 4,
+    TN_AT_MAMBA_OUT = 5,
 } tn_adapter_place;
 
-#define TN_ADAPTER_PLACES 4
+#define TN_ADAPTER_PLACES 6
 
 typedef struct tn_adapter_layer {
     tn_adapter_site sites[TN_ADAPTER_PLACES]; /* by tn_adapter_place */

@@ -1,9 +1,9 @@
 /* A decoder's step: all of its layers in one region, stage by stage, with a barrier between two stages.
  *
  * x + output(attention(qkv(norm(x)))), then x + down(activation(gate(y)) * up(y)) of y = norm(x); some models have
- * norms of what is added to x, too, or only these; some have no gate. What a stage writes is rounded to the model's
- * dtype, as models that compute in it round (docs/native.md, "Numbers"). In parallel layers the MLP takes the norm that
- * attention takes, or one of its own of the same x. */
+ * norms of what is added to x, too, or only these; some have no gate, some layers only one of the two. What a stage
+ * writes is rounded to the model's dtype, as models that compute in it round (docs/native.md, "Numbers"). In parallel
+ * layers the MLP takes the norm that attention takes, or one of its own of the same x. */
 #include <math.h>
 #include <stdbool.h>
 #include <string.h>
@@ -33,13 +33,13 @@ typedef struct {
                      * latents what `qkv` makes */
     void *attended; /* (num_rows, num_heads * head_dim), or (num_rows, hidden_size) of a convolution; of latents the
                      * sums, of a delta net or Mamba-2 the values */
-    void *mixed;    /* what `qkv` makes of rows for a delta net or Mamba-2, or in another order than `heads` */
+    void *mixed;    /* inputs of a delta net or Mamba-2, or what `qkv` makes in another order than `heads` */
     float *factors; /* of a delta net or Mamba-2 */
     float *values;  /* of Mamba-2, before the norm */
     tn_latent latent; /* of no layer yet */
     void *gate_up;  /* (num_rows, 2 intermediate_size) */
     void *inner;    /* (num_rows, intermediate_size) */
-    void *shared;   /* (num_rows, hidden_size): what the shared expert adds to a mixture */
+    void *shared;   /* (num_rows, hidden_size): what the shared expert adds to a mixture, or Mamba-2 to attention */
     float *gates;   /* (num_rows,): what it is gated with, before the sigmoid */
     void *permuted; /* (num_rows, permuted_size) */
     void *packed;   /* inputs of one product at a time, as tiles take them */
@@ -106,7 +106,8 @@ static int64_t lay_out(step_t *step, const tn_decoder *model, int64_t num_rows, 
     step->values = take(&next, num_rows * tn_mamba_values(model), TN_F32);
     step->gate_up = take(&next, num_rows * 2 * most_inner(model), dtype);
     step->inner = take(&next, num_rows * most_inner(model), dtype);
-    step->shared = take(&next, model->shared_size ? num_rows * model->hidden_size : 0, dtype);
+    const bool has_more = model->shared_size || model->mamba_heads;
+    step->shared = take(&next, has_more ? num_rows * model->hidden_size : 0, dtype);
     step->gates = take(&next, model->shared_size ? num_rows : 0, TN_F32);
     step->permuted = take(&next, num_rows * model->permuted_size, dtype);
     step->packed = next;
@@ -118,6 +119,27 @@ static int64_t lay_out(step_t *step, const tn_decoder *model, int64_t num_rows, 
 
 /* ---- stages ---- */
 
+/* A norm, or none: `weight` has no data then. */
+typedef struct {
+    tn_vector weight;
+    tn_vector bias; /* of layer norms, or none */
+} norm_t;
+
+static norm_t attention_norm(const tn_decoder_layer *layer) {
+    return (norm_t){layer->attention_norm, layer->attention_norm_bias};
+}
+
+static norm_t mlp_norm(const tn_decoder_layer *layer) { return (norm_t){layer->mlp_norm, layer->mlp_norm_bias}; }
+
+static bool has_mixer(const tn_decoder_layer *layer) { return layer->qkv.num_parts || layer->mamba_in.num_parts; }
+
+static bool has_mlp(const tn_decoder_layer *layer) { return layer->gate_up.num_parts || layer->experts != NULL; }
+
+/* That of the layer's first input. */
+static norm_t first_norm(const tn_decoder_layer *layer) {
+    return has_mixer(layer) ? attention_norm(layer) : mlp_norm(layer);
+}
+
 static void norm_row(const tn_decoder *model, void *out, const void *x, const tn_vector *weight,
                      const tn_vector *bias) {
     if (bias != NULL && bias->data != NULL)
@@ -127,13 +149,13 @@ static void norm_row(const tn_decoder *model, void *out, const void *x, const tn
 }
 
 /* normed = norm(x), where there is a norm. */
-static void norm_stage(const step_t *step, const tn_vector *weight, const tn_vector *bias, tn_region *region) {
+static void norm_stage(const step_t *step, norm_t norm, tn_region *region) {
     const tn_decoder *model = step->args->model;
-    if (weight->data == NULL) return;
+    if (norm.weight.data == NULL) return;
     EACH_ROW(region, step->args->num_rows) {
         const int64_t place = row * model->hidden_size;
         void *normed = element_at(step->normed, model->dtype, place);
-        norm_row(model, normed, element_at(step->args->x, model->dtype, place), weight, bias);
+        norm_row(model, normed, element_at(step->args->x, model->dtype, place), &norm.weight, &norm.bias);
         if (model->rounds_inputs) tn_round_to_codes_row(normed, model->hidden_size, model->dtype);
     }
     tn_barrier(region);
@@ -141,21 +163,20 @@ static void norm_stage(const step_t *step, const tn_vector *weight, const tn_vec
 
 /* x += what `normed` holds, after a norm of its own and scaled, where there are such; then x *= scalar, where there is
  * one, and normed = norm(x), unless there is no `next` norm. */
-static void residual_stage(const step_t *step, const tn_vector *own, const tn_vector *scalar, const tn_vector *next,
-                           const tn_vector *next_bias, tn_region *region) {
+static void residual_stage(const step_t *step, const tn_vector *own, float scale, const tn_vector *scalar, norm_t next,
+                           tn_region *region) {
     const tn_decoder *model = step->args->model;
     EACH_ROW(region, step->args->num_rows) {
         const int64_t place = row * model->hidden_size;
         void *x = element_at(step->args->x, model->dtype, place);
         void *normed = element_at(step->normed, model->dtype, place);
         if (own->data != NULL) norm_row(model, normed, normed, own, NULL);
-        if (model->residual_scale != 1.0f)
-            tn_scale_row(normed, model->residual_scale, model->hidden_size, model->dtype);
+        if (scale != 1.0f) tn_scale_row(normed, scale, model->hidden_size, model->dtype);
         tn_add_row(x, normed, model->hidden_size, model->dtype);
         if (scalar != NULL && scalar->data != NULL)
             tn_scale_row(x, vf_sum(load_elements(scalar->data, scalar->dtype, 0, 1)), model->hidden_size, model->dtype);
-        if (next == NULL || next->data == NULL) continue;
-        norm_row(model, normed, x, next, next_bias);
+        if (next.weight.data == NULL) continue;
+        norm_row(model, normed, x, &next.weight, &next.bias);
         if (model->rounds_inputs) tn_round_to_codes_row(normed, model->hidden_size, model->dtype);
     }
     tn_barrier(region);
@@ -359,6 +380,8 @@ static void mlp_stage(const step_t *step, const tn_decoder_layer *layer, int64_t
         if (has_gate) adapted_columns(&product, &adapted, inner + begin, inner + end);
         for (int64_t row = 0; row < num_rows; row++) {
             const int64_t gate = row * layer->gate_up.num_out + begin;
+            if (model->gate_scale != 1.0f)
+                tn_scale_row(element_at(step->gate_up, dtype, gate), model->gate_scale, end - begin, dtype);
             tn_activate_row(element_at(step->inner, dtype, row * inner + begin), element_at(step->gate_up, dtype, gate),
                             has_gate ? element_at(step->gate_up, dtype, gate + inner) : NULL, end - begin,
                             model->activation, dtype);
@@ -422,7 +445,8 @@ static void mlp_stages(const step_t *step, const tn_decoder_layer *layer, int64_
         if (has_mlp) mlp_stage(step, layer, index, region); /* the shared expert takes the same rows */
         shared_gate_stage(step, layer, region);
         router_stages(step, layer, region);
-        norm_stage(step, &layer->expert_norm, NULL, region);
+        const norm_t expert_norm = {layer->expert_norm, {0}};
+        norm_stage(step, expert_norm, region);
         tn_mixture_stages(&step->mixture, model, layer, input_of(step, &layer->mlp_norm), step->normed,
                           step->args->num_rows, region);
         if (!has_mlp) return;
@@ -441,61 +465,77 @@ static void delta_net_stage(const step_t *step, const tn_decoder_layer *layer, t
     tn_delta_net_stage(&net, region);
 }
 
-static void mamba_stages(const step_t *step, const tn_decoder_layer *layer, tn_region *region) {
+/* A Mamba-2 layer of what `normed` holds, which stays. */
+static void mamba_stages(const step_t *step, const tn_decoder_layer *layer, int64_t index, void *out,
+                         tn_region *region) {
     const tn_decoder_step_args *args = step->args;
+    const tn_adapted at_in = adapted_at(step, index, TN_AT_MAMBA_IN);
+    const tn_adapted at_out = adapted_at(step, index, TN_AT_MAMBA_OUT);
+    const tn_vector no_norm = {0};
     const tn_mamba mamba = {args->model,  layer,          args->spans,     step->mixed,   step->factors,
                             step->values, step->attended, args->num_spans, args->num_rows};
+    project_stage(step, &layer->mamba_in, &at_in, input_of(step, &layer->attention_norm), step->mixed, region);
     tn_mamba_stages(&mamba, region);
+    inner_stage(step, step->attended, &no_norm, layer->mamba_out.num_in, region);
+    project_stage(step, &layer->mamba_out, &at_out, step->attended, out, region);
 }
 
-/* The layer's attention, or what is in its place; `normed` holds its input, and then that of the MLP. */
+/* normed and shared, each scaled and rounded, become normed: their sum. */
+static void sum_stage(const step_t *step, tn_region *region) {
+    const tn_decoder *model = step->args->model;
+    const int64_t num = model->hidden_size;
+    EACH_ROW(region, step->args->num_rows) {
+        void *normed = element_at(step->normed, model->dtype, row * num);
+        void *shared = element_at(step->shared, model->dtype, row * num);
+        tn_scale_row(normed, model->attention_output_scale, num, model->dtype);
+        tn_scale_row(shared, model->mamba_output_scale, num, model->dtype);
+        tn_add_row(normed, shared, num, model->dtype);
+    }
+    tn_barrier(region);
+}
+
+/* Attention of what `normed` holds, or what is in its place; then that holds the output. */
 static void attention_stages(const step_t *step, const tn_decoder_layer *layer, int64_t index, tn_region *region) {
+    const tn_decoder *model = step->args->model;
     const tn_adapted at_qkv = adapted_at(step, index, TN_AT_QKV);
     const tn_adapted at_output = adapted_at(step, index, TN_AT_OUTPUT);
     const bool is_delta_net = layer->delta_taps.data != NULL, convolves = layer->convolution.data != NULL;
-    const bool is_mamba = layer->mamba_taps.data != NULL;
-    const bool is_mixed = is_delta_net || is_mamba || (!convolves && mixed_columns(step->args->model) > 0);
+    const bool is_mixed = is_delta_net || (!convolves && mixed_columns(model) > 0);
     project_stage(step, &layer->qkv, &at_qkv, input_of(step, &layer->attention_norm),
                   is_mixed ? step->mixed : step->heads, region);
     if (is_delta_net) {
         delta_net_stage(step, layer, region);
-    } else if (is_mamba) {
-        mamba_stages(step, layer, region);
     } else if (convolves) {
         convolution_stages(step, layer, region);
-    } else if (step->args->model->latent_rank) {
+    } else if (model->latent_rank) {
         latent_stages(step, layer, region);
     } else {
-        const tn_decoder *model = step->args->model;
         heads_stage(step, layer, region);
         attention_stage(step, layer, step->heads, heads_stride(model, layer), step->attended, region);
         if (model->gated_attention) gate_stage(step, region);
     }
-    const bool parallel = step->args->model->parallel;
-    if (parallel) {
-        norm_stage(step, &layer->mlp_norm, &layer->mlp_norm_bias, region);
+    if (model->parallel) {
+        norm_stage(step, mlp_norm(layer), region);
         mlp_stage(step, layer, index, region);
     }
     inner_stage(step, step->attended, &layer->attention_inner_norm, layer->output.num_in, region);
     project_stage(step, &layer->output, &at_output, step->attended, step->normed, region);
-    residual_stage(step, &layer->attention_output_norm, NULL, parallel ? NULL : &layer->mlp_norm,
-                   &layer->mlp_norm_bias, region);
 }
 
-/* The end of a layer: what the MLP adds, and what the layer's own inputs do. `normed` holds the next one's input. */
-static void last_stages(const step_t *step, int64_t index, const tn_decoder_layer *next, tn_region *region) {
+/* The end of a layer: what its last part adds, and what the layer's own inputs do. `normed` holds `next` of x then. */
+static void last_stages(const step_t *step, int64_t index, const tn_vector *own, float scale, norm_t next,
+                        tn_region *region) {
     const tn_decoder_step_args *args = step->args;
     const tn_decoder *model = args->model;
     const tn_decoder_layer *layer = &model->layers[index];
-    const tn_vector *next_norm = next == NULL ? NULL : &next->attention_norm;
-    const tn_vector *next_bias = next == NULL ? NULL : &next->attention_norm_bias;
     if (!layer->input_gate.num_parts) {
-        residual_stage(step, &layer->mlp_output_norm, &layer->scalar, next_norm, next_bias, region);
+        residual_stage(step, own, scale, &layer->scalar, next, region);
         return;
     }
     const tn_adapted none = {0};
+    const norm_t no_norm = {0};
     const int64_t num = model->layer_input_size;
-    residual_stage(step, &layer->mlp_output_norm, NULL, NULL, NULL, region);
+    residual_stage(step, own, scale, NULL, no_norm, region);
     project_stage(step, &layer->input_gate, &none, args->x, step->gate_up, region);
     EACH_ROW(region, args->num_rows) {
         void *inner = element_at(step->inner, model->dtype, row * num);
@@ -506,7 +546,24 @@ static void last_stages(const step_t *step, int64_t index, const tn_decoder_laye
     }
     tn_barrier(region);
     project_stage(step, &layer->input_up, &none, step->inner, step->normed, region);
-    residual_stage(step, &layer->input_norm, &layer->scalar, next_norm, next_bias, region);
+    residual_stage(step, &layer->input_norm, 1.0f, &layer->scalar, next, region);
+}
+
+/* The layer's attention, or what is in its place or parallel to it. `normed` holds its input, and then the MLP's, or
+ * where there is no MLP `next` of x. */
+static void mixer_stages(const step_t *step, int64_t index, norm_t next, tn_region *region) {
+    const tn_decoder *model = step->args->model;
+    const tn_decoder_layer *layer = &model->layers[index];
+    const tn_vector *own = &layer->attention_output_norm;
+    const bool attends = layer->qkv.num_parts > 0, has_mamba = layer->mamba_in.num_parts > 0;
+    const norm_t none = {0};
+    if (has_mamba) mamba_stages(step, layer, index, attends ? step->shared : step->normed, region);
+    if (attends) attention_stages(step, layer, index, region);
+    if (attends && has_mamba) sum_stage(step, region);
+    if (has_mlp(layer))
+        residual_stage(step, own, model->residual_scale, NULL, model->parallel ? none : mlp_norm(layer), region);
+    else
+        last_stages(step, index, own, model->residual_scale, next, region);
 }
 
 static void up_to_router_body(void *arg, tn_region *region, int id) {
@@ -514,8 +571,9 @@ static void up_to_router_body(void *arg, tn_region *region, int id) {
     const step_t *step = arg;
     const tn_decoder_step_args *args = step->args;
     const tn_decoder_layer *layer = &args->model->layers[args->first];
-    norm_stage(step, &layer->attention_norm, &layer->attention_norm_bias, region);
-    attention_stages(step, layer, args->first, region);
+    const norm_t none = {0};
+    norm_stage(step, first_norm(layer), region);
+    if (has_mixer(layer)) mixer_stages(step, args->first, none, region);
     router_stages(step, layer, region);
 }
 
@@ -524,9 +582,10 @@ static void from_router_on_body(void *arg, tn_region *region, int id) {
     const step_t *step = arg;
     const tn_decoder_step_args *args = step->args;
     const tn_decoder_layer *layer = &args->model->layers[args->first];
-    norm_stage(step, &layer->mlp_norm, &layer->mlp_norm_bias, region);
+    const norm_t none = {0};
+    norm_stage(step, mlp_norm(layer), region);
     mlp_stages(step, layer, args->first, region);
-    last_stages(step, args->first, NULL, region);
+    last_stages(step, args->first, &layer->mlp_output_norm, args->model->mlp_residual_scale, none, region);
 }
 
 /* The layers one after another; `normed` holds the first one's input, and each leaves the next one's there. */
@@ -534,14 +593,17 @@ static void step_body(void *arg, tn_region *region, int id) {
     (void)id;
     const step_t *step = arg;
     const tn_decoder_step_args *args = step->args;
-    const tn_decoder_layer *layers = args->model->layers;
-    norm_stage(step, &layers[args->first].attention_norm, &layers[args->first].attention_norm_bias, region);
+    const tn_decoder *model = args->model;
+    const norm_t none = {0};
+    norm_stage(step, first_norm(&model->layers[args->first]), region);
     for (int64_t index = args->first; index < args->end; index++) {
-        const tn_decoder_layer *layer = &layers[index];
-        attention_stages(step, layer, index, region);
-        if (!args->model->parallel && layer->experts == NULL) mlp_stage(step, layer, index, region);
+        const tn_decoder_layer *layer = &model->layers[index];
+        const norm_t next = index + 1 < args->end ? first_norm(&model->layers[index + 1]) : none;
+        if (has_mixer(layer)) mixer_stages(step, index, next, region);
+        if (!has_mlp(layer)) continue;
+        if (!model->parallel && layer->experts == NULL) mlp_stage(step, layer, index, region);
         mlp_stages(step, layer, index, region);
-        last_stages(step, index, index + 1 < args->end ? &layers[index + 1] : NULL, region);
+        last_stages(step, index, &layer->mlp_output_norm, model->mlp_residual_scale, next, region);
     }
 }
 
@@ -556,8 +618,8 @@ static int run_step(const tn_decoder_step_args *args, const tn_adapted *adapted)
     const tn_decoder *model = args->model;
     const tn_kv *kv = args->kv;
     if (args->size != sizeof *args || model->head_dim > TN_MAX_HEAD_DIM) return TN_REFUSED;
-    if (model->num_experts > TN_MAX_EXPERTS) return TN_REFUSED;
-    if (model->num_experts && (model->parallel || model->rounds_inputs)) return TN_REFUSED;
+    if (model->num_experts > TN_MAX_EXPERTS || (model->plain_mlp && model->swiglu_limit != 0.0f)) return TN_REFUSED;
+    if (model->num_experts && (model->parallel || model->rounds_inputs || model->gate_scale != 1.0f)) return TN_REFUSED;
     if (model->num_experts && (model->num_expert_groups < 1 || model->num_experts % model->num_expert_groups ||
                                model->num_experts_used * model->num_expert_groups >
                                    model->num_experts * model->num_expert_groups_used))
@@ -574,7 +636,7 @@ static int run_step(const tn_decoder_step_args *args, const tn_adapted *adapted)
         (model->delta_key_size > TN_MAX_DELTA_KEY || model->delta_key_size % 4 || model->delta_convolution_size < 1 ||
          model->delta_convolution_size > TN_MAX_CONVOLUTION || model->delta_value_heads % model->delta_key_heads))
         return TN_REFUSED;
-    if (model->mamba_heads && !tn_mamba_fits(model)) return TN_REFUSED;
+    if (model->mamba_heads && (!tn_mamba_fits(model) || model->parallel)) return TN_REFUSED;
     if (kv->dtype == TN_I8 ? kv->scale == NULL : kv->dtype != model->dtype) return TN_REFUSED;
     if (args->first == args->end) return TN_OK;
     if (args->half != TN_WHOLE_LAYERS && (args->end != args->first + 1 || model->layers[args->first].experts == NULL))

@@ -192,27 +192,27 @@ done:
 #endif
 }
 
-/* Columns [begin, end) of gate and up of one expert, and what becomes of them. */
+/* Columns [begin, end) of gate and up of one expert, or of up alone, and what becomes of them. */
 static void gate_up_columns(const tn_mixture *mixture, const tn_decoder *model, const tn_decoder_layer *layer,
                             int64_t expert, int64_t begin, int64_t end) {
     const int64_t inner = model->expert_size, first = mixture->starts[expert];
-    const int64_t num_rows = mixture->starts[expert + 1] - first;
+    const int64_t num_rows = mixture->starts[expert + 1] - first, num_out = model->plain_mlp ? inner : 2 * inner;
     const int dtype = model->dtype;
     const tn_product product = {
         .projection = &layer->experts[expert].gate_up,
         .x = element_at(mixture->inputs, dtype, first * model->hidden_size),
         .packed = packed_of(mixture, expert, model->hidden_size),
-        .out = element_at(mixture->gate_up, dtype, first * 2 * inner),
+        .out = element_at(mixture->gate_up, dtype, first * num_out),
         .num_rows = num_rows,
         .dtype = dtype,
     };
     tn_product_columns(&product, begin, end);
-    tn_product_columns(&product, inner + begin, inner + end);
+    if (!model->plain_mlp) tn_product_columns(&product, inner + begin, inner + end);
     for (int64_t row = first; row < first + num_rows; row++) {
-        const int64_t gate = row * 2 * inner + begin;
+        const int64_t gate = row * num_out + begin;
         void *out = element_at(mixture->inner, dtype, row * inner + begin);
         const void *gates = element_at(mixture->gate_up, dtype, gate);
-        const void *ups = element_at(mixture->gate_up, dtype, gate + inner);
+        const void *ups = model->plain_mlp ? NULL : element_at(mixture->gate_up, dtype, gate + inner);
         if (model->swiglu_limit != 0.0f)
             tn_clamped_swiglu_row(out, gates, ups, end - begin, model->swiglu_alpha, model->swiglu_limit, dtype);
         else

@@ -5,10 +5,10 @@
  *
  *     S = decay * S + B (step * x),   y = C S + skip * x
  *
- * with step = softplus(dt + bias) and decay = exp(-exp(log) * step); y times SiLU(z) is normed, each group by itself. A
- * state is read before the first row of its span and written after the last one. Sums over a state's numbers are in one
- * order, token by token: results depend on no chunks and no company. What the convolution makes is rounded, dt + bias,
- * step, and the normed output; all between them is fp32. */
+ * with step = softplus(dt + bias) and decay = exp(-exp(log) * step); y times SiLU(z) is normed, each group by itself,
+ * where there is a norm. A state is read before the first row of its span and written after the last one. Sums over a
+ * state's numbers are in one order, token by token: results depend on no chunks and no company. What the convolution
+ * makes is rounded, dt + bias, step, without a norm SiLU(z), and the output; all between them is fp32. */
 #include "mamba.h"
 
 #include "elements.h"
@@ -19,6 +19,24 @@ enum {
     SUMS = 4,       /* of products over a state's numbers, each of every fourth number */
     CHANNELS = 128, /* that a thread convolves at a time */
 };
+
+/* ---- the inputs ---- */
+
+static bool has_scales(const tn_decoder *model) {
+    for (int n = 0; n < 5; n++)
+        if (model->mamba_scales[n] != 1.0f) return true;
+    return false;
+}
+
+/* Gates, values, keys, queries and time steps of a row, each times its scale, rounded. */
+static void scale_row(const tn_mamba *args, int64_t row) {
+    const tn_decoder *model = args->model;
+    const int64_t values = tn_mamba_values(model), keys = model->mamba_groups * model->mamba_state_size;
+    const int64_t sizes[5] = {values, values, keys, keys, model->mamba_heads};
+    int64_t place = row * tn_mamba_mixed(model);
+    for (int n = 0; n < 5; place += sizes[n++])
+        tn_scale_row(element_at(args->mixed, model->dtype, place), model->mamba_scales[n], sizes[n], model->dtype);
+}
 
 static int64_t num_chunks(int64_t num, int64_t size) { return (num + size - 1) / size; }
 
@@ -92,7 +110,7 @@ static void recur_columns(const tn_unit *unit, int64_t d, int count) {
     const tn_span *span = unit->span;
     const int64_t num = model->mamba_state_size, stride = model->mamba_head_dim, matrix = unit->matrix + d;
     const int64_t place = unit->head * stride + d;
-    const int dtype = model->dtype;
+    const int dtype = model->dtype, gate_dtype = unit->args->layer->mamba_norm.data == NULL ? dtype : TN_F32;
     vf columns[TN_MAX_MAMBA_STATE];
     float query[TN_MAX_MAMBA_STATE + TN_LANES], key[TN_MAX_MAMBA_STATE + TN_LANES];
     load_columns(columns, tn_begins(span) ? NULL : span->state + matrix, stride, num, count);
@@ -104,7 +122,8 @@ static void recur_columns(const tn_unit *unit, int64_t d, int count) {
         scaled(key, x, dtype, unit->keys, num, 1.0f);
         const vf value = load_elements(x, dtype, unit->values + d, count), gate = load_elements(x, dtype, place, count);
         const vf sum = recur(columns, query, key, num, vf_mul(value, vf_set(factors[0])), factors[1]);
-        const vf made = vf_mul(vf_fma(vf_set(unit->skip), value, sum), vf_mul(gate, sigmoid(gate)));
+        const vf share = round_to(gate_dtype, vf_mul(gate, sigmoid(gate)));
+        const vf made = vf_mul(vf_fma(vf_set(unit->skip), value, sum), share);
         store_elements(unit->args->values, TN_F32, (span->start + row) * tn_mamba_values(model) + place, made, count);
         for (; save < span->num_saves && span->saves[save].num_rows == row + 1; save++)
             store_columns(span->saves[save].state + matrix, stride, columns, num, count);
@@ -150,8 +169,22 @@ static void norm_row(const tn_mamba *args, int64_t row) {
     }
 }
 
+static void round_row(const tn_mamba *args, int64_t row) {
+    const int64_t values = tn_mamba_values(args->model), first = row * values;
+    for (int64_t d = 0; d < values; d += TN_LANES) {
+        const int count = lanes_left(values - d);
+        store_elements(args->out, args->model->dtype, first + d, load_elements(args->values, TN_F32, first + d, count),
+                       count);
+    }
+}
+
 void tn_mamba_stages(const tn_mamba *args, tn_region *region) {
     const int64_t num_heads = args->model->mamba_heads;
+    const bool is_normed = args->layer->mamba_norm.data != NULL;
+    if (has_scales(args->model)) {
+        EACH_ROW(region, args->num_rows) scale_row(args, row);
+        tn_barrier(region);
+    }
     const int64_t parts = num_chunks(tn_mamba_channels(args->model), CHANNELS);
     for (int64_t chunk; (chunk = tn_next_chunk(region)) < args->num_spans * parts;)
         convolve_chunk(args, &args->spans[chunk / parts], chunk % parts * CHANNELS);
@@ -159,6 +192,11 @@ void tn_mamba_stages(const tn_mamba *args, tn_region *region) {
     for (int64_t chunk; (chunk = tn_next_chunk(region)) < args->num_spans * num_heads;)
         run_head(args, &args->spans[chunk / num_heads], chunk % num_heads);
     tn_barrier(region);
-    EACH_ROW(region, args->num_rows) norm_row(args, row);
+    EACH_ROW(region, args->num_rows) {
+        if (is_normed)
+            norm_row(args, row);
+        else
+            round_row(args, row);
+    }
     tn_barrier(region);
 }

@@ -12,7 +12,7 @@ typedef struct tn_mamba {
     const tn_decoder *model;
     const tn_decoder_layer *layer;
     const tn_span *spans;
-    void *mixed;    /* (num_rows, tn_mamba_mixed): what `qkv` makes. Changed. */
+    void *mixed;    /* (num_rows, tn_mamba_mixed): what `mamba_in` makes. Changed. */
     float *factors; /* scratch: (num_rows, 2 mamba_heads) */
     float *values;  /* scratch: (num_rows, mamba_heads * mamba_head_dim) */
     void *out;      /* likewise, in the model's dtype */
@@ -29,7 +29,7 @@ static inline int64_t tn_mamba_channels(const tn_decoder *model) {
     return tn_mamba_values(model) + 2 * model->mamba_groups * model->mamba_state_size;
 }
 
-/* Numbers of a row that `qkv` makes: gates, those, and a time step of each head. */
+/* Numbers of a row that `mamba_in` makes: gates, those, and a time step of each head. */
 static inline int64_t tn_mamba_mixed(const tn_decoder *model) {
     return tn_mamba_values(model) + tn_mamba_channels(model) + model->mamba_heads;
 }

@@ -19,12 +19,16 @@ MAX_RANK = 512  # of one module
 
 
 class AdapterPlace(enum.IntEnum):
-    """The projections of a layer that adapters know: those of `DecoderLayerWeights` with these names."""
+    """The projections of a layer that adapters know: those of `DecoderLayerWeights` with these names, and of its
+    `MambaWeights`.
+    """
 
     QKV = 0
     OUTPUT = 1
     GATE_UP = 2
     DOWN = 3
+    MAMBA_INPUTS = 4
+    MAMBA_OUTPUT = 5
 
 
 class AdapterPart(Struct, frozen=True, eq=False):
@@ -100,26 +104,28 @@ def modules_of(config: DecoderConfig, layer: int) -> tuple[Module, ...]:
         queries = config.num_heads * (latent.plain_dim + config.rope.rotary_dim)
         qkv_sizes = (latent.query_rank or queries, config.head_dim)
         query_size = config.num_heads * latent.value_dim
+    found: list[Module] = []
+    if config.mamba is not None and config.is_mamba(layer):
+        num_in, num_out = config.hidden_size, config.mamba.projected
+        found.append(Module(f"{names.mamba}in_proj", AdapterPlace.MAMBA_INPUTS, 0, num_out, num_in))
+        num_in, num_out = config.mamba.num_values, config.hidden_size
+        found.append(Module(f"{names.mamba}out_proj", AdapterPlace.MAMBA_OUTPUT, 0, num_out, num_in))
     if config.delta_nets is not None and config.is_delta_net(layer):
         inputs = tuple(f"{names.delta_net}{name}" for name in names.delta_net_inputs)
-        found = _stacked(AdapterPlace.QKV, inputs, config.delta_nets.projected, config.hidden_size)
+        found += _stacked(AdapterPlace.QKV, inputs, config.delta_nets.projected, config.hidden_size)
         num_values = config.delta_nets.num_values
         found.append(
             Module(f"{names.delta_net}out_proj", AdapterPlace.OUTPUT, 0, config.hidden_size, num_values)
         )
-    elif config.mamba is not None and config.is_mamba(layer):
-        mamba = config.mamba
-        found = _stacked(AdapterPlace.QKV, (f"{names.mamba}in_proj",), (mamba.projected,), config.hidden_size)
-        found.append(
-            Module(f"{names.mamba}out_proj", AdapterPlace.OUTPUT, 0, config.hidden_size, mamba.num_values)
-        )
     elif config.convolves(layer):
         before, _, after = names.convolution
-        found = _stacked(AdapterPlace.QKV, (before,), (3 * config.hidden_size,), config.hidden_size)
+        found += _stacked(AdapterPlace.QKV, (before,), (3 * config.hidden_size,), config.hidden_size)
         found.append(Module(after, AdapterPlace.OUTPUT, 0, config.hidden_size, config.hidden_size))
-    else:
-        found = _stacked(AdapterPlace.QKV, names.qkv[: len(qkv_sizes)], qkv_sizes, config.hidden_size)
+    elif config.attends(layer):
+        found += _stacked(AdapterPlace.QKV, names.qkv[: len(qkv_sizes)], qkv_sizes, config.hidden_size)
         found.append(Module(names.output, AdapterPlace.OUTPUT, 0, config.hidden_size, query_size))
+    if not config.has_mlp(layer):
+        return tuple(found)
     inner, gate_up, down = shape.intermediate_size, names.gate_up, names.down
     if config.experts is not None and config.experts.layers[layer]:
         inner = inner if config.experts.joins_mlp else config.experts.shared_size

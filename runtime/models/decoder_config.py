@@ -53,6 +53,8 @@ FAMILY_MODULES: dict[str, tuple[str, str]] = {
     "granite": ("granite", "GraniteForCausalLM"),
     "granitemoehybrid": ("granite_hybrid", "GraniteMoeHybridForCausalLM"),
     "bamba": ("bamba", "BambaForCausalLM"),
+    "falcon_h1": ("falcon_h1", "FalconH1ForCausalLM"),
+    "nemotron_h": ("nemotron_h", "NemotronHForCausalLM"),
     "olmo2": ("olmo2", "Olmo2ForCausalLM"),
     "olmo3": ("olmo2", "Olmo3ForCausalLM"),
     "exaone4": ("exaone4", "Exaone4ForCausalLM"),
@@ -135,6 +137,14 @@ class LayerRotary(enum.StrEnum):
     MAIN = "main"
     LOCAL = "local"
     NONE = "none"  # they are not turned
+
+
+class Sublayers(enum.StrEnum):
+    """The parts of a layer."""
+
+    BOTH = "both"
+    MIXER = "mixer"  # attention, or what is in its place, alone
+    MLP = "mlp"  # an MLP or a mixture of experts alone
 
 
 class QueryScaling(Struct, frozen=True):
@@ -293,12 +303,16 @@ class DecoderConfig(Struct, frozen=True):
     latent: LatentAttention | None = None  # then `num_kv_heads` is 1
     delta_nets: DeltaNets | None = None
     mamba: Mamba | None = None
+    sublayers: tuple[Sublayers, ...] = ()  # of each layer; empty: all have both
     attention_scale: float | None = None  # None: head_dim ** -0.5
     score_cap: float | None = None  # attention scores s become cap · tanh(s / cap)
     logit_cap: float | None = None  # likewise
     scales_embeddings: bool = False  # by sqrt(hidden_size), rounded to the model's dtype
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what attention and MLP add
+    mlp_output_scale: float = 1.0  # of what the MLP adds, before that
+    gate_scale: float = 1.0  # of an MLP's gates, before the activation
+    attention_output_scale: float = 1.0  # of attention with Mamba-2 parallel to it
     logits_scale: float = 1.0
 
     @classmethod
@@ -339,6 +353,20 @@ class DecoderConfig(Struct, frozen=True):
     def is_mamba(self, layer: int) -> bool:
         """True if this is a Mamba-2 layer."""
         return self.mamba is not None and self.mamba.layers[layer]
+
+    def has_mixer(self, layer: int) -> bool:
+        """True if this layer has attention, or what is in its place."""
+        return not self.sublayers or self.sublayers[layer] is not Sublayers.MLP
+
+    def has_mlp(self, layer: int) -> bool:
+        """True if this layer has an MLP or a mixture."""
+        return not self.sublayers or self.sublayers[layer] is not Sublayers.MIXER
+
+    def attends(self, layer: int) -> bool:
+        """True if this layer has attention; a Mamba-2 layer may be parallel to it."""
+        if self.mamba is not None and self.is_mamba(layer) and not self.mamba.is_parallel:
+            return False
+        return self.has_mixer(layer) and not self.convolves(layer) and not self.is_delta_net(layer)
 
     @property
     def has_states(self) -> bool:

@@ -102,79 +102,86 @@ def _take_inputs(config: DecoderConfig, inputs: LayerInputs, parameters: Paramet
 
 
 def _take_layer(config: DecoderConfig, index: int, parameters: Parameters) -> DecoderLayerWeights:
-    names = config.names
-    hidden_size, inner_size = config.hidden_size, config.shape_of(index).intermediate_size
-    attention_norm = _take_norm(parameters, names.attention_norm, hidden_size)
-    attention_norm_bias = _take_bias(parameters, names.attention_norm, config)
-    take_mixer = _take_attention
-    if config.convolves(index):
-        take_mixer = _take_convolution
-    elif config.is_delta_net(index):
-        take_mixer = _take_delta_net
-    elif config.is_mamba(index):
-        take_mixer = _take_mamba
-    mixer = take_mixer(config, index, parameters)
-    if config.unit_qk_norm and config.layer_rotary[index] is not LayerRotary.NONE:
-        from .converted import ones  # few models have such norms
-
-        mixer["query_norm"] = mixer["key_norm"] = ones(config.head_dim)
+    mixer = _take_mixer(config, index, parameters) if config.has_mixer(index) else {}
     mixture = config.experts if config.experts is not None and config.experts.layers[index] else None
-    router = (
-        take_linear(parameters, names.router, hidden_size, mixture.num, bias=mixture.has_bias)
-        if mixture
-        else None
-    )
-    shared_gate = None
-    if mixture is not None and mixture.has_shared_gate:
-        shared_gate = take_linear(parameters, names.shared_gate, hidden_size, 1, bias=False)
-    correction = None
-    if mixture is not None and mixture.has_correction:
-        correction = parameters.take_norm(names.expert_correction, mixture.num)
-    own: ExpertWeights | None = None
-    if mixture is None:
-        own = _take_mlp(config, parameters, inner_size, "", names.gate_up, names.down, bias=config.mlp_bias)
-    elif mixture.shared_size:
-        shared = (names.shared_expert, names.expert_gate_up, names.expert_down)
-        shared_size = inner_size if mixture.joins_mlp else mixture.shared_size
-        own = _take_mlp(config, parameters, shared_size, *shared, bias=config.mlp_bias)
-    inner_norm = _take_norm(parameters, names.attention_inner_norm, config.num_heads * config.head_dim)
-    mlp_inner_norm = _take_norm(parameters, names.mlp_inner_norm, inner_size)
-    attention_output_norm = _take_norm(parameters, names.attention_output_norm, hidden_size)
-    mlp_norm = _take_norm(parameters, names.mlp_norm, hidden_size)
-    mlp_norm_bias = _take_bias(parameters, names.mlp_norm, config)
-    mlp_output_norm = _take_norm(parameters, names.mlp_output_norm, hidden_size)
+    mlp = _take_mlp_parts(config, index, mixture, parameters) if config.has_mlp(index) else {}
     inputs = None
     if config.layer_inputs is not None:
-        inputs = _take_layer_inputs(parameters, hidden_size, config.layer_inputs.size)
+        inputs = _take_layer_inputs(parameters, config.hidden_size, config.layer_inputs.size)
     scalar = parameters.take_norm("layer_scalar", 1) if config.has_layer_scalars else None
-    joined_mixture = (
-        _take_joined_mixture(parameters, hidden_size, mixture) if mixture and mixture.joins_mlp else None
-    )
     router_gate = parameters.gate() if mixture else None
     experts, expert_gate = _take_experts(config, mixture, parameters) if mixture else ((), None)
     return DecoderLayerWeights(
-        attention_norm=attention_norm,
-        attention_norm_bias=attention_norm_bias,
         **mixer,
-        attention_inner_norm=inner_norm,
-        mlp_inner_norm=mlp_inner_norm,
-        attention_output_norm=attention_output_norm,
-        mlp_norm=mlp_norm,
-        mlp_norm_bias=mlp_norm_bias,
-        gate_up=None if own is None else own.gate_up,
-        down=None if own is None else own.down,
-        router=router,
-        shared_gate=shared_gate,
-        correction=correction,
+        **mlp,
         experts=experts,
         router_gate=router_gate,
         expert_gate=expert_gate,
-        mlp_output_norm=mlp_output_norm,
         inputs=inputs,
         scalar=scalar,
-        joined_mixture=joined_mixture,
         gate=parameters.gate(),
     )
+
+
+def _take_mixer(config: DecoderConfig, index: int, parameters: Parameters) -> dict[str, Any]:
+    """Fields of `DecoderLayerWeights` about attention, and what is in its place or parallel to it."""
+    names, hidden_size = config.names, config.hidden_size
+    taken = {
+        "attention_norm": _take_norm(parameters, names.attention_norm, hidden_size),
+        "attention_norm_bias": _take_bias(parameters, names.attention_norm, config),
+    }
+    if config.is_mamba(index):
+        taken |= _take_mamba(config, parameters)
+    if config.convolves(index):
+        taken |= _take_convolution(config, parameters)
+    elif config.is_delta_net(index):
+        taken |= _take_delta_net(config, parameters)
+    elif config.attends(index):
+        taken |= _take_attention(config, index, parameters)
+    if config.unit_qk_norm and config.layer_rotary[index] is not LayerRotary.NONE:
+        from .converted import ones  # few models have such norms
+
+        taken["query_norm"] = taken["key_norm"] = ones(config.head_dim)
+    num_attended = config.num_heads * config.head_dim
+    taken["attention_inner_norm"] = _take_norm(parameters, names.attention_inner_norm, num_attended)
+    taken["attention_output_norm"] = _take_norm(parameters, names.attention_output_norm, hidden_size)
+    return taken
+
+
+def _take_mlp_parts(
+    config: DecoderConfig, index: int, mixture: Experts | None, parameters: Parameters
+) -> dict[str, Any]:
+    """Fields of `DecoderLayerWeights` about the MLP, or all of a mixture but its experts."""
+    names, hidden_size, inner_size = (
+        config.names,
+        config.hidden_size,
+        config.shape_of(index).intermediate_size,
+    )
+    taken: dict[str, Any] = {}
+    own: ExpertWeights | None = None
+    if mixture is None:
+        own = _take_mlp(config, parameters, inner_size, "", names.gate_up, names.down, bias=config.mlp_bias)
+    else:
+        bias = mixture.has_bias
+        taken["router"] = take_linear(parameters, names.router, hidden_size, mixture.num, bias=bias)
+        if mixture.has_shared_gate:
+            taken["shared_gate"] = take_linear(parameters, names.shared_gate, hidden_size, 1, bias=False)
+        if mixture.has_correction:
+            taken["correction"] = parameters.take_norm(names.expert_correction, mixture.num)
+        if mixture.joins_mlp:
+            taken["joined_mixture"] = _take_joined_mixture(parameters, hidden_size, mixture)
+        if mixture.shared_size:
+            shared = (names.shared_expert, names.expert_gate_up, names.expert_down)
+            shared_size = inner_size if mixture.joins_mlp else mixture.shared_size
+            own = _take_mlp(config, parameters, shared_size, *shared, bias=config.mlp_bias)
+    if own is not None:
+        taken |= {"gate_up": own.gate_up, "down": own.down}
+    return taken | {
+        "mlp_norm": _take_norm(parameters, names.mlp_norm, hidden_size),
+        "mlp_norm_bias": _take_bias(parameters, names.mlp_norm, config),
+        "mlp_inner_norm": _take_norm(parameters, names.mlp_inner_norm, inner_size),
+        "mlp_output_norm": _take_norm(parameters, names.mlp_output_norm, hidden_size),
+    }
 
 
 def _take_layer_inputs(parameters: Parameters, hidden_size: int, size: int) -> LayerInputWeights:
@@ -196,7 +203,7 @@ def _take_joined_mixture(parameters: Parameters, hidden_size: int, mixture: Expe
 
 
 def _take_attention(config: DecoderConfig, index: int, parameters: Parameters) -> dict[str, Any]:
-    """Fields of `DecoderLayerWeights`."""
+    """Likewise, about attention alone."""
     if config.latent is not None:
         return _take_latent_attention(config, config.latent, parameters)
     names, hidden_size, shape = config.names, config.hidden_size, config.shape_of(index)
@@ -242,7 +249,7 @@ def _take_latent_attention(
     }
 
 
-def _take_convolution(config: DecoderConfig, index: int, parameters: Parameters) -> dict[str, Any]:
+def _take_convolution(config: DecoderConfig, parameters: Parameters) -> dict[str, Any]:
     """The same of a layer that convolves in place of attending."""
     convolutions, hidden_size = config.convolutions, config.hidden_size
     assert convolutions is not None
@@ -256,7 +263,7 @@ def _take_convolution(config: DecoderConfig, index: int, parameters: Parameters)
     }
 
 
-def _take_delta_net(config: DecoderConfig, index: int, parameters: Parameters) -> dict[str, Any]:
+def _take_delta_net(config: DecoderConfig, parameters: Parameters) -> dict[str, Any]:
     """The same of a gated delta net."""
     nets, hidden_size = config.delta_nets, config.hidden_size
     assert nets is not None
@@ -274,22 +281,22 @@ def _take_delta_net(config: DecoderConfig, index: int, parameters: Parameters) -
     }
 
 
-def _take_mamba(config: DecoderConfig, index: int, parameters: Parameters) -> dict[str, Any]:
-    """The same of a Mamba-2 layer."""
+def _take_mamba(config: DecoderConfig, parameters: Parameters) -> dict[str, Any]:
+    """The same of a Mamba-2 layer, in place of attention or parallel to it."""
     mamba, hidden_size, prefix = config.mamba, config.hidden_size, config.names.mamba
     assert mamba is not None
-    bias, channels = mamba.has_bias, mamba.num_channels
+    channels, num_values, sizes = mamba.num_channels, mamba.num_values, (hidden_size, mamba.projected)
     return {
-        "qkv": take_linear(parameters, f"{prefix}in_proj", hidden_size, mamba.projected, bias=bias),
         "mamba": MambaWeights(
+            take_linear(parameters, f"{prefix}in_proj", *sizes, bias=mamba.has_bias),
+            take_linear(parameters, f"{prefix}out_proj", num_values, hidden_size, bias=mamba.has_output_bias),
             parameters.take(f"{prefix}conv1d.weight", channels, 1, mamba.convolution_size),
             parameters.take_norm(f"{prefix}conv1d.bias", channels) if mamba.has_convolution_bias else None,
             parameters.take_norm(f"{prefix}A_log", mamba.num_heads),
             parameters.take_norm(f"{prefix}dt_bias", mamba.num_heads),
             parameters.take_norm(f"{prefix}D", mamba.num_heads),
-            parameters.take_norm(f"{prefix}norm.weight", mamba.num_values),
-        ),
-        "output": take_linear(parameters, f"{prefix}out_proj", mamba.num_values, hidden_size, bias=bias),
+            parameters.take_norm(f"{prefix}norm.weight", num_values) if mamba.has_norm else None,
+        )
     }
 
 

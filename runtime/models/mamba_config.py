@@ -20,11 +20,11 @@ _KINDS = {
 
 
 class Mamba(Struct, frozen=True):
-    """Mamba-2 layers in place of some layers' attention: selective state spaces over a state of fixed size, in fp32
-    (arXiv 2405.21060).
+    """Mamba-2 layers in place of some layers' attention, or parallel to it: selective state spaces over a state of
+    fixed size, in fp32 (arXiv 2405.21060).
 
     Values, keys (B) and queries (C) are convolved, and pass SiLU. Each head has a matrix of (state_size, head_dim);
-    heads of a group share keys, queries, and the norm of their outputs.
+    heads of a group share keys, queries, and the norm of their outputs, where there is one.
     """
 
     num_heads: int
@@ -33,8 +33,14 @@ class Mamba(Struct, frozen=True):
     state_size: int
     convolution_size: int  # tokens, a row's own included
     layers: tuple[bool, ...]  # whether each layer is one; others attend
-    has_bias: bool  # of the projections before and behind
+    has_bias: bool  # of the projection before it
     has_convolution_bias: bool
+    has_output_bias: bool  # of the projection behind it
+    has_norm: bool = True
+    is_parallel: bool = False  # of the same inputs; both outputs are added
+    # Of gates, values, keys, queries and time steps, as projections make them: products are rounded.
+    scales: tuple[float, float, float, float, float] = (1.0,) * 5
+    output_scale: float = 1.0  # likewise of outputs parallel to attention
 
     @property
     def num_values(self) -> int:
@@ -68,38 +74,62 @@ def read_layers(config: Fields, num_layers: int, key: str = "layer_types") -> li
     return [_KINDS[kind] for kind in kinds]
 
 
-def read_mamba(config: Fields, hidden_size: int, layers: Sequence[bool]) -> Mamba | None:
-    """The Mamba-2 layers as Bamba's and Granite's files state them; None where there are none. Raises `ModelError`."""
+class MambaKeys(Struct, frozen=True):
+    """The keys of a config.json: by default Bamba's, Granite's and Falcon-H1's."""
+
+    heads: str = "mamba_n_heads"
+    groups: str = "mamba_n_groups"
+    head_dim: str = "mamba_d_head"
+    state: str = "mamba_d_state"
+    convolution: str = "mamba_d_conv"
+    bias: str = "mamba_proj_bias"
+    convolution_bias: str = "mamba_conv_bias"
+
+
+_KEYS = MambaKeys()
+
+
+def read_mamba(
+    config: Fields, layers: Sequence[bool], num_values: int | None, keys: MambaKeys = _KEYS
+) -> Mamba | None:
+    """The Mamba-2 layers; None where there are none. `num_values` is what all heads together have; None: any number.
+    Raises `ModelError`.
+    """
     if not any(layers):
         return None
-    num_heads = config.integer("mamba_n_heads", low=1, high=MAX_HEADS, default=128)
-    num_groups = config.integer("mamba_n_groups", low=1, high=num_heads, default=1)
+    num_heads = config.integer(keys.heads, low=1, high=MAX_HEADS, default=128)
+    num_groups = config.integer(keys.groups, low=1, high=num_heads, default=1)
     if num_heads % num_groups:
-        raise config.wrong("mamba_n_groups", f"but must divide mamba_n_heads, {num_heads}")
-    num_values = hidden_size * config.integer("mamba_expand", low=1, high=1 << 10, default=2)
-    head_dim, rest = divmod(num_values, num_heads)
-    if config.get("mamba_d_head") not in (None, "auto"):
-        head_dim = config.integer("mamba_d_head", low=1, high=MAX_HEAD_DIM)
-    if rest or not 1 <= head_dim <= MAX_HEAD_DIM or head_dim * num_heads != num_values:
+        raise config.wrong(keys.groups, f"but must divide {keys.heads}, {num_heads}")
+    head_dim = None if num_values is None else num_values // num_heads
+    if head_dim is None or config.get(keys.head_dim) not in (None, "auto"):
+        head_dim = config.integer(keys.head_dim, low=1, high=MAX_HEAD_DIM)
+    if not 1 <= head_dim <= MAX_HEAD_DIM or num_values not in (None, head_dim * num_heads):
         raise config.wrong(
-            "mamba_n_heads",
-            f"but heads of mamba_d_head numbers must have mamba_expand * hidden_size, {num_values}",
+            keys.heads, f"but heads of {keys.head_dim} numbers must have {num_values} numbers together"
         )
-    state_size = config.integer("mamba_d_state", low=_STATE_STEP, high=_MAX_STATE_SIZE, default=256)
+    state_size = config.integer(keys.state, low=_STATE_STEP, high=_MAX_STATE_SIZE, default=256)
     if state_size % _STATE_STEP:
-        raise config.wrong("mamba_d_state", f"but must be a multiple of {_STATE_STEP}")
+        raise config.wrong(keys.state, f"but must be a multiple of {_STATE_STEP}")
     if not _limits_nothing(config.get("time_step_limit")):
         raise config.wrong("time_step_limit", "which is not supported")
+    has_bias = config.boolean(keys.bias, default=False)
     return Mamba(
         num_heads,
         num_groups,
         head_dim,
         state_size,
-        convolution_size=config.integer("mamba_d_conv", low=1, high=_MAX_CONVOLUTION, default=4),
+        convolution_size=config.integer(keys.convolution, low=1, high=_MAX_CONVOLUTION, default=4),
         layers=tuple(layers),
-        has_bias=config.boolean("mamba_proj_bias", default=False),
-        has_convolution_bias=config.boolean("mamba_conv_bias", default=True),
+        has_bias=has_bias,
+        has_convolution_bias=config.boolean(keys.convolution_bias, default=True),
+        has_output_bias=has_bias,
     )
+
+
+def expanded(config: Fields, hidden_size: int) -> int:
+    """The numbers of all heads in files that state them as a multiple of `hidden_size`."""
+    return hidden_size * config.integer("mamba_expand", low=1, high=1 << 10, default=2)
 
 
 def _limits_nothing(limits: Any) -> bool:

@@ -344,14 +344,16 @@ class DeltaNetWeights(Struct, frozen=True, eq=False):
 
 
 class MambaWeights(Struct, frozen=True, eq=False):
-    """The same of a Mamba-2 layer."""
+    """A Mamba-2 layer's tensors. Those between its projections are computed with in the spec's dtype."""
 
+    inputs: Projection  # to what `Mamba.projected` says
+    output: Projection
     taps: Tensor  # (values of all heads, keys and queries of all groups, 1, size): a row's own token is the last
     taps_bias: Tensor | None  # one for each of these
     log: Tensor  # (num_heads,) each: of the speed of decay, the bias of time steps, and of values added to outputs
     step_bias: Tensor
     skip: Tensor
-    norm: Tensor  # (num_values,)
+    norm: Tensor | None  # (num_values,)
 
 
 class LayerInputWeights(Struct, frozen=True, eq=False):
@@ -375,16 +377,16 @@ class JoinedMixtureWeights(Struct, frozen=True, eq=False):
 class DecoderLayerWeights(Struct, frozen=True, eq=False):
     """Norm weights are (size,) of any of BF16, F16, F32. `Norm.RMS` rounds them to the spec's dtype first."""
 
-    attention_norm: Tensor | None  # (hidden,)
+    gate: Gate
+    attention_norm: Tensor | None = None  # (hidden,)
     # Query heads, key heads, value heads, (head_dim) numbers each; of a convolution, three rows; of latents the inputs
     # of `query_up`, or query heads where there is none, and then a latent and a key; of a gated delta net what
-    # `DeltaNets.projected` says, and of a Mamba-2 layer `Mamba.projected`.
-    qkv: Projection
-    output: Projection
-    mlp_norm: Tensor | None
-    gate_up: Projection | None  # gate, then up, or up alone; of a mixture the shared expert's, or None
-    down: Projection | None
-    gate: Gate
+    # `DeltaNets.projected` says. None: the layer does not attend.
+    qkv: Projection | None = None
+    output: Projection | None = None  # likewise
+    mlp_norm: Tensor | None = None
+    gate_up: Projection | None = None  # gate, then up, or up alone; of a mixture the shared expert's, or None
+    down: Projection | None = None
     query_norm: Tensor | None = None  # (head_dim,), or of all heads together; of latents (query_rank,)
     key_norm: Tensor | None = None  # likewise; of latents (rank,)
     query_up: Projection | None = None  # of latents
@@ -394,11 +396,9 @@ class DecoderLayerWeights(Struct, frozen=True, eq=False):
     )
     convolution_bias: Tensor | None = None  # (hidden,)
     delta_net: DeltaNetWeights | None = None  # in place of attention
-    mamba: MambaWeights | None = None  # likewise
+    mamba: MambaWeights | None = None  # likewise, or parallel to it
     router: Projection | None = None  # to the experts' scores
-    shared_gate: Projection | None = (
-        None  # to one number, whose sigmoid multiplies the shared expert's output
-    )
+    shared_gate: Projection | None = None  # to a number whose sigmoid multiplies the shared expert's output
     correction: Tensor | None = None  # (num_experts,), added to shares to choose
     experts: tuple[ExpertWeights, ...] = ()
     router_gate: Gate | None = None  # of a mixture, all but its experts
@@ -490,6 +490,7 @@ def refusal_of_formats(weights: DecoderWeights, table: Mapping[type[Any], Any], 
             *(layer.qkv, layer.output, layer.gate_up, layer.down),
             *(layer.query_up, layer.key_value_up),
             *(() if layer.inputs is None else (layer.inputs.gate, layer.inputs.up)),
+            *(() if layer.mamba is None else (layer.mamba.inputs, layer.mamba.output)),
         ):
             if projection is None or not projection.is_settled:
                 continue

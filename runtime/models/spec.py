@@ -27,6 +27,7 @@ from .decoder_config import (
     Norm,
     QueryScaling,
     ShortConvolutions,
+    Sublayers,
 )
 from .rotary import Rotary
 
@@ -127,6 +128,9 @@ class DecoderSpec(Struct, frozen=True):
     )
     learned_positions: bool  # then a row of each position is added to them
     residual_scale: float  # likewise what attention and MLP add
+    mlp_output_scale: float  # likewise what the MLP adds, before that
+    gate_scale: float  # likewise an MLP's gates, before the activation
+    attention_output_scale: float  # likewise outputs of attention that has Mamba-2 parallel to it
     logits_scale: float
     activation: Activation
     experts: Experts | None  # in place of the MLP of some layers
@@ -134,7 +138,8 @@ class DecoderSpec(Struct, frozen=True):
     latent: LatentAttention | None  # the pool has these in place of keys and values
     # In place of the attention of some layers, which have a state of each sequence, and no keys and values.
     delta_nets: DeltaNets | None
-    mamba: Mamba | None  # likewise
+    mamba: Mamba | None  # likewise, or parallel to it
+    sublayers: tuple[Sublayers, ...]  # of each layer
     rotary: Rotary
     local_rotary: Rotary | None
     layer_rotary: tuple[LayerRotary, ...]  # which of them turns a layer's queries and keys
@@ -211,6 +216,9 @@ class DecoderSpec(Struct, frozen=True):
             embedding_scale=embedding_scale,
             learned_positions=config.model_names.positions is not None,
             residual_scale=config.residual_scale,
+            mlp_output_scale=config.mlp_output_scale,
+            gate_scale=config.gate_scale,
+            attention_output_scale=config.attention_output_scale,
             logits_scale=config.logits_scale,
             activation=_ACTIVATIONS[config.activation],
             experts=config.experts,
@@ -218,6 +226,7 @@ class DecoderSpec(Struct, frozen=True):
             latent=config.latent,
             delta_nets=config.delta_nets,
             mamba=config.mamba,
+            sublayers=config.sublayers or (Sublayers.BOTH,) * config.num_layers,
             rotary=rotary(config.rope, config.max_context),
             local_rotary=None if local is None else rotary(local, config.max_context),
             layer_rotary=config.layer_rotary or (LayerRotary.MAIN,) * config.num_layers,
@@ -271,10 +280,11 @@ class DecoderSpec(Struct, frozen=True):
         """The same, and the groups that the pool has then.
 
         A convolution keeps each token's inputs where others have keys and values, in as many layers as they fill. A
-        layer with a state has none.
+        layer that does not attend has none.
         """
         token_size = 2 * self.num_kv_heads * self.head_dim
         convolves = (False,) * self.num_layers if self.convolutions is None else self.convolutions.layers
+        is_parallel = self.mamba is not None and self.mamba.is_parallel
         of_states = self._state_sizes()
         counts: dict[tuple[int, int], int] = {}  # of layers, by their heads
         places: list[KVPlace] = []
@@ -286,7 +296,8 @@ class DecoderSpec(Struct, frozen=True):
             before = counts.setdefault(heads, 0)
             places.append(KVPlace(list(counts).index(heads), before))
             size = -(-self.hidden_size // token_size) if convolves[layer] else 1
-            counts[heads] += 0 if of_states[layer] else size
+            is_empty = self.sublayers[layer] is Sublayers.MLP or (of_states[layer] > 0 and not is_parallel)
+            counts[heads] += 0 if is_empty else size
         return tuple(places), tuple(KVLayers(count, *heads) for heads, count in counts.items())
 
     def state_layers(self) -> tuple[int, ...]:
@@ -337,6 +348,7 @@ def native_alone(spec: DecoderSpec) -> str | None:
     found = {
         "delta_nets": spec.delta_nets is not None,
         "mamba": spec.mamba is not None,
+        "sublayers": set(spec.sublayers) != {Sublayers.BOTH},
         "layer_shapes": not are_alike(spec.layer_shapes),
         "layer_scalars": spec.layer_scalars,
     }

@@ -57,7 +57,7 @@ _MIN_OWN_TOKENS = 1024
 _NARROW = 1024
 _BLOCK_TOKENS = 16
 _STEP_TOKENS = 2048  # of several windows; bounds the activations
-_QUERY_UP = len(AdapterPlace)  # of latents: the place behind those that adapters know
+_QUERY_UP = AdapterPlace.DOWN + 1  # of latents: in the place of Mamba-2's, which are not calibrated
 
 
 class Calibration:

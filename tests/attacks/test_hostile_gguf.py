@@ -342,6 +342,18 @@ def test_more_experts_than_any_model_has_are_refused_before_they_are_listed() ->
         ("qwen3moe", {}, "no qwen3moe.expert_feed_forward_length"),
         ("qwen3", {"qwen3__expert_count": 4}, "a mixture of experts of the architecture 'qwen3'"),
         ("qwen2", {}, "no biases, which this architecture needs"),
+        ("granitehybrid", {}, "head_count_kv must have a number for each layer"),
+        ("granitehybrid", {"granitehybrid__rope__scaling__finetuned": 3}, "finetuned is '3'"),
+        ("falcon-h1", {}, "no falcon-h1.ssm.time_step_rank"),
+        (
+            "falcon-h1",
+            {"falcon-h1__ssm__time_step_rank": 3, "falcon-h1__ssm__inner_size": 64},
+            "3 heads of a layer with a state cannot share 64 values",
+        ),
+        ("nemotron_h", {}, "head_count_kv must have a number for each layer"),
+        ("nemotron_h_moe", {"nemotron_h_moe__moe_latent_size": 8}, "moe_latent_size is not supported"),
+        ("llama4", {}, "no llama4.expert_count"),
+        ("llama4", {"llama4__attention__sliding_window": 0}, "sliding_window must be 8192"),
     ],
 )
 def test_settings_of_other_architectures_are_refused_by_their_keys(

@@ -339,11 +339,13 @@ def test_byte_level_vocabularies_keep_tokens_merges_and_special_tokens() -> None
         ("gpt-2", "it's 2024", ["it", "'s", " 2024"]),
         ("smollm", "it's 2024", ["it", "'s", " ", "2", "0", "2", "4"]),
         ("llama-bpe", "IT'S 2024\n\n x", ["IT", "'S", " ", "202", "4", "\n\n", " x"]),
+        ("falcon-h1", "IT'S 2024\n\n x", ["IT", "'S", " ", "202", "4", "\n\n", " x"]),
         ("qwen2", "it's 2024\n\n x", ["it", "'s", " ", "2", "0", "2", "4", "\n\n", " x"]),
         ("qwen35", "क्या 20?\n", ["क्या", " ", "2", "0", "?\n"]),
         ("refact", "it's 2024", ["it", "'s", " ", "2", "0", "2", "4"]),
         ("dbrx", "IT'S 2024\n\n x", ["IT", "'S", " ", "202", "4", "\n\n", " x"]),
         ("gpt-4o", "HelloWORLD's 2024", ["Hello", "WORLD's", " ", "202", "4"]),
+        ("llama4", "HelloWORLD's 2024", ["Hello", "WORLD's", " ", "202", "4"]),
         ("tekken", "HelloWorld 20", ["Hello", "World", " ", "2", "0"]),
     ],
 )
@@ -393,9 +395,10 @@ def test_an_answer_in_channels_ends_by_its_own_tokens_and_not_with_each_message(
     assert generation["eos_token_id"] == [0, 5]
 
 
-def test_llama_3s_stretched_frequencies_are_recognised() -> None:
+@pytest.mark.parametrize(("factor", "high"), [(32.0, 4.0), (16.0, 1.0)], ids=["llama 3", "llama 4"])
+def test_stretched_frequencies_of_llama_are_recognised(factor: float, high: float) -> None:
     head_dim = HIDDEN // HEADS
-    scaling = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": high}
     scaling["original_max_position_embeddings"] = 8192
     import torch
     from transformers import LlamaConfig

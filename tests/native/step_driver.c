@@ -72,7 +72,7 @@ static int64_t num_kv_layers(const tn_decoder *model, int64_t pool, int end) {
         const tn_decoder_layer *layer = &model->layers[n];
         const int64_t token = 2 * layer->num_kv_heads * layer->head_dim;
         if (layer->pool != pool || layer->reads_keys) continue;
-        if (layer->delta_taps.data == NULL && layer->mamba_taps.data == NULL)
+        if (layer->delta_taps.data == NULL && layer->qkv.num_parts)
             num += layer->convolution.data == NULL ? 1 : (model->hidden_size + token - 1) / token;
     }
     return num;
@@ -216,17 +216,21 @@ static void add_mamba(tn_decoder *model) {
     model->mamba_groups = 1 + random_below(3), model->mamba_heads = model->mamba_groups * (1 + random_below(3));
     model->mamba_head_dim = 1 + random_below(40), model->mamba_state_size = 4 * (1 + random_below(10));
     model->mamba_convolution_size = 1 + random_below(TN_MAX_CONVOLUTION);
+    model->parallel = 0;
+    for (int n = 0; n < 5; n++) model->mamba_scales[n] = n && random_below(2) ? 0.6f : 1.0f;
 }
 
 static void add_mamba_weights(const tn_decoder *model, tn_decoder_layer *layer) {
     const int dtype = model->dtype;
     const int64_t heads = model->mamba_heads, values = heads * model->mamba_head_dim, num = num_mamba_channels(model);
-    layer->qkv = projection(PARTS, model->hidden_size, values + num + heads, dtype, true);
-    layer->output = projection(1, values, model->hidden_size, dtype, true);
+    if (random_below(2)) layer->qkv = layer->output = (tn_projection){0}; /* nothing attends as well */
+    layer->mamba_in = projection(PARTS, model->hidden_size, values + num + heads, dtype, true);
+    layer->mamba_out = projection(1, values, model->hidden_size, dtype, true);
     layer->mamba_taps = vector(num * model->mamba_convolution_size, dtype);
     if (random_below(2)) layer->mamba_taps_bias = vector(num, TN_F32);
     layer->mamba_log = vector(heads, TN_F32), layer->mamba_step_bias = vector(heads, dtype);
-    layer->mamba_skip = vector(heads, dtype), layer->mamba_norm = vector(values, TN_F32);
+    layer->mamba_skip = vector(heads, dtype);
+    if (random_below(2)) layer->mamba_norm = vector(values, TN_F32);
 }
 
 /* Layers of different heads, the last of which may attend to another one's keys; values that are keys. */
@@ -281,7 +285,9 @@ static void check_decoder(int dtype, bool int8) {
                         .score_cap = random_below(2) ? 0.5f : 0.0f, .residual_scale = random_below(2) ? 0.3f : 1.0f,
                         .activation = random_below(6), .dtype = dtype, .norm = random_below(4),
                         .joint_norms = random_below(2), .late_norms = random_below(2), .wide_turns = random_below(2),
-                        .interleaved = random_below(2), .parallel = random_below(2), .plain_mlp = random_below(2)};
+                        .interleaved = random_below(2), .parallel = random_below(2), .plain_mlp = random_below(2),
+                        .mlp_residual_scale = random_below(2) ? 0.4f : 1.0f, .attention_output_scale = 0.9f,
+                        .mamba_output_scale = 0.7f, .gate_scale = random_below(2) ? 0.8f : 1.0f};
     if (random_below(3) == 0) model.convolution_size = 1 + random_below(TN_MAX_CONVOLUTION);
     else if (random_below(3) == 0) add_latents(&model);
     else if (random_below(3) == 0) add_delta_nets(&model);
@@ -300,7 +306,8 @@ static void check_decoder(int dtype, bool int8) {
         if (random_below(2)) model.shared_size = 1 + random_below(100);
         model.expert_weights_sum_to_1 = random_below(2), model.expert_weights_rounded = random_below(2);
         model.experts_weigh_inputs = random_below(2);
-        if (random_below(2)) model.swiglu_alpha = 1.7f, model.swiglu_limit = 0.4f;
+        if (!model.plain_mlp && random_below(2)) model.swiglu_alpha = 1.7f, model.swiglu_limit = 0.4f;
+        model.gate_scale = 1.0f;
     }
     model.local_rotary_dim = model.rotary_dim;
     model.chunked_windows = random_below(2);
@@ -351,10 +358,16 @@ static void check_decoder(int dtype, bool int8) {
         layers[n].state_first = num_of_state(&model, n);
         if (model.delta_key_heads && random_below(3)) add_delta_net_weights(&model, &layers[n]);
         if (model.mamba_heads && random_below(3)) add_mamba_weights(&model, &layers[n]);
+        const int parts = model.parallel ? 0 : random_below(4); /* some layers have one part alone */
+        if (parts == 1 && !layers[n].delta_taps.data && !convolves) layers[n].qkv = layers[n].output = (tn_projection){0};
+        if (parts == 2) {
+            layers[n].gate_up = layers[n].down = (tn_projection){0};
+            continue;
+        }
         if (!model.num_experts || random_below(3) == 0) continue; /* some layers have an MLP */
         tn_expert *experts = exactly(sizeof(tn_expert) * (size_t)model.num_experts);
         for (int64_t e = 0; e < model.num_experts; e++)
-            experts[e] = (tn_expert){projection(2, hidden, 2 * model.expert_size, dtype, false),
+            experts[e] = (tn_expert){projection(2, hidden, (model.plain_mlp ? 1 : 2) * model.expert_size, dtype, false),
                                      projection(1, model.expert_size, hidden, dtype, false)};
         layers[n].experts = experts;
         layers[n].router = projection(1, hidden, model.num_experts, dtype, false);

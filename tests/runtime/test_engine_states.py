@@ -32,7 +32,7 @@ def prompt(length: int, *, first: int = 1) -> tuple[int, ...]:
     return tuple((first * 41 + index * 11) % 250 for index in range(length))
 
 
-@pytest.fixture(scope="module", params=["qwen3_5_text", "granitemoehybrid"])
+@pytest.fixture(scope="module", params=["qwen3_5_text", "granitemoehybrid", "falcon_h1", "nemotron_h"])
 def decoder(request: pytest.FixtureRequest) -> Iterator[Decoder]:
     oracle = tiny_model(request.param)
     made = build_model(config_json(oracle), DictWeights(tensors_of(oracle)))

@@ -16,6 +16,7 @@ import gguf
 import numpy as np
 import torch
 from tests.support.gguf_files import random_blocks
+from tests.support.gguf_mamba import add_mamba, known_of_mamba, mamba_factors, mamba_kv_heads, mamba_shaped
 from tests.support.tiny_models import tensors_of
 
 from teneral.loader.format.gguf.blocks import BLOCK_TYPES
@@ -63,12 +64,20 @@ ARCHITECTURES = {
     "qwen3_5_text": "QWEN35",
     "qwen3_5_moe_text": "QWEN35MOE",
     "qwen3_next": "QWEN3NEXT",
+    "granitemoehybrid": "GRANITE_HYBRID",
+    "bamba": "GRANITE_HYBRID",
+    "falcon_h1": "FALCON_H1",
+    "nemotron_h": "NEMOTRON_H_MOE",
+    "llama4_text": "LLAMA4",
 }
 TILED = ("qwen3_5_text", "qwen3_5_moe_text")  # value heads of delta nets
 SHIFTED = ("gemma2", "gemma3_text", "nemotron", "qwen3_next", *TILED)  # weights of norms are stored plus 1
 MERGED = ("glm",)  # with queries, keys and values in one tensor, as its first files have them
 LATENTS_APART = ("deepseek_v3", "glm4_moe_lite")  # as newer files have them; others as older ones
-PERMUTED = ("llama", "mistral", "mixtral", "granite", "smollm3")
+PERMUTED = (
+    *("llama", "mistral", "mixtral", "granite", "smollm3"),
+    *("granitemoehybrid", "bamba", "nemotron_h"),
+)
 _STACKED = {
     "gate_up_proj": "weight",
     "gate_up_proj_bias": "bias",
@@ -82,13 +91,14 @@ _CORRECTIONS = {"e_score_correction_bias": "e_score_correction.bias", "expert_bi
 
 
 def write_gguf(
-    path: Path, model: Any, kind: str = "F32", *, is_older: bool = False
+    path: Path, model: Any, kind: str = "F32", *, is_older: bool = False, architecture: str = ""
 ) -> dict[str, torch.Tensor]:
     """Writes the model with matrices of this type of blocks, and returns the weights that the file means, by their
     names in a checkpoint. Rows that fill no blocks stay F32. `is_older` as the first files of Qwen3-Next.
+    `architecture`: gguf-py's name of another one than the family's.
     """
     family, config = model.config.model_type, model.config
-    arch = gguf.MODEL_ARCH[ARCHITECTURES[family]]
+    arch = gguf.MODEL_ARCH[architecture or ARCHITECTURES[family]]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     _add_settings(writer, config)
     _add_vocabulary(writer, config.vocab_size)
@@ -106,6 +116,8 @@ def write_gguf(
             continue
         data = data[:, 0] if stored.endswith(("conv.conv.weight", "conv1d.weight")) else data
         data = -np.exp(data) if stored.endswith("A_log") else data
+        factors = mamba_factors(config, stored)
+        data = mamba_shaped(config, stored, data * factors)
         tiles = _tiles(config, stored) if family in TILED and ".linear_attn." in stored else None
         if tiles is not None:
             data = data[:, tiles] if "out_proj" in stored else data[tiles]
@@ -123,7 +135,7 @@ def write_gguf(
             data = data.reshape(heads, 2, -1, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
         is_shifted = family in SHIFTED and stored.endswith("norm.weight") and "linear_attn.norm" not in stored
         data = data + np.float32(1.0) if is_shifted else data
-        name = names.get_name(_known(stored), try_suffixes=(".weight", ".bias"))
+        name = names.get_name(_known(known_of_mamba(config, stored)), try_suffixes=(".weight", ".bias"))
         assert name is not None, stored
         name = f"{name}.weight" if stored.endswith("sinks") else name
         held = _write(writer, name, data, kind)
@@ -135,7 +147,7 @@ def write_gguf(
         if tiles is not None:
             back = np.argsort(tiles)
             held = held[:, back] if "out_proj" in stored else held[back]
-        held = np.log(-held) if stored.endswith("A_log") else held
+        held = np.log(-held) if stored.endswith("A_log") else held / factors
         ends = np.cumsum([len(part) for part in parts])[:-1]
         apart = held if is_experts else np.split(held, ends)
         meant |= {
@@ -197,9 +209,13 @@ def _write_latents(writer: Any, layer: int, config: Any, data: np.ndarray, kind:
 
 
 def _apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """gpt-oss's gate and up, which alternate, in tensors of their own, with the outputs first."""
+    """gpt-oss's gate and up, which alternate, in tensors of their own, with the outputs first; Granite's likewise."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
+        if "input_linear" in name:
+            parts = zip(("gate", "up"), tensor.chunk(2), strict=True)
+            found |= {name.replace("input", part): rows.contiguous() for part, rows in parts}
+            continue
         kind = (
             name.rpartition("mlp.experts.")[2]
             if "mlp.experts.gate_up" in name or "experts.down" in name
@@ -219,6 +235,9 @@ def _together(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same back."""
     found = dict(tensors)
     for name in tensors:
+        if "gate_linear" in name:
+            both = [found.pop(name.replace("gate_linear", f"{part}_linear")) for part in ("gate", "up")]
+            found[name.replace("gate_linear", "input_linear")] = torch.cat(both)
         for suffix, end in (("weight", ""), ("bias", "_bias")):
             if name.endswith(f"mlp.experts.gate_proj.{suffix}"):
                 prefix = name.removesuffix(f"gate_proj.{suffix}")
@@ -254,7 +273,10 @@ def _stacked(tensors: dict[str, torch.Tensor], is_merged: bool) -> dict[str, dic
 
 def _write(writer: Any, name: str, data: np.ndarray, kind: str) -> np.ndarray:
     """Adds the tensor; returns its numbers as they are read."""
-    stays = ("ffn_gate_inp" in name, name.endswith("bias"), name.startswith("position_embd"))
+    stays = (
+        *("ffn_gate_inp" in name, name.endswith("bias"), name.endswith("_norm.weight")),
+        name.startswith("position_embd"),
+    )
     is_matrix = data.ndim > 1 and not any(stays)
     quantised = gguf.GGMLQuantizationType[kind]
     block, _ = gguf.GGML_QUANT_SIZES[quantised]
@@ -284,10 +306,11 @@ def _add_settings(writer: Any, config: Any) -> None:
         writer.add_nextn_predict_layers(predicting)
         name = f"blk.{config.num_hidden_layers}.nextn.enorm.weight"
         writer.add_tensor(name, np.ones(config.hidden_size, np.float32))
-    if family != "qwen3_5_moe_text":
-        writer.add_feed_forward_length(config.n_inner if family == "gpt2" else config.intermediate_size)
+    inner = {"gpt2": "n_inner", "llama4_text": "intermediate_size_mlp"}.get(family, "intermediate_size")
+    if family not in ("qwen3_5_moe_text", "nemotron_h"):
+        writer.add_feed_forward_length(getattr(config, inner))
     writer.add_head_count(config.num_attention_heads)
-    kv_heads = config.num_key_value_heads
+    kv_heads = mamba_kv_heads(config)
     if family.startswith("lfm2"):
         kv_heads = [kv_heads if kind == "full_attention" else 0 for kind in config.layer_types]
         writer.add_shortconv_l_cache(config.conv_L_cache)
@@ -312,7 +335,8 @@ def _add_settings(writer: Any, config: Any) -> None:
     add_eps(next(each for each in eps if each is not None))
     if family == "gpt2":
         return
-    writer.add_rope_freq_base(rope["rope_theta"])
+    add_mamba(writer, config)
+    writer.add_rope_freq_base(rope.get("rope_theta", 1e4))
     if "partial_rotary_factor" in rope and not hasattr(config, "kv_lora_rank"):
         writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
     if hasattr(config, "kv_lora_rank"):
@@ -347,13 +371,13 @@ def _add_settings(writer: Any, config: Any) -> None:
     if family == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    if rope["rope_type"] == "linear":
+    if rope.get("rope_type") == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
     if family == "phi3":
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
         writer.add_sliding_window(config.sliding_window or 0)
-    if family == "granite":
+    if family in ("granite", "granitemoehybrid"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
@@ -363,7 +387,8 @@ def _add_settings(writer: Any, config: Any) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    _add_experts(writer, config)
+    if writer.arch != "nemotron_h":
+        _add_experts(writer, config)
 
 
 def _add_latents(writer: Any, config: Any, rope: dict[str, Any]) -> None:
@@ -412,8 +437,12 @@ def _add_experts(writer: Any, config: Any) -> None:
         if named.get(key) is not None and add not in added:
             add(named[key])
             added.add(add)
-    if config.model_type == "gpt_oss":
+    if config.model_type in ("gpt_oss", "llama4_text"):
         writer.add_expert_feed_forward_length(config.intermediate_size)
+    if config.model_type == "llama4_text":
+        writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
+    if config.model_type == "nemotron_h":
+        writer.add_expert_weights_norm(config.norm_topk_prob)
     if config.model_type in ("glm4_moe", "lfm2_moe", *LATENTS_APART):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         writer.add_expert_weights_norm(config.norm_topk_prob)

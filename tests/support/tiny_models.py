@@ -26,7 +26,10 @@ from teneral.runtime.models.decoder_config import FAMILY_MODULES
 transformers.utils.logging.disable_progress_bar()
 
 # With recurrent states, or layers that differ in their heads, which only the native core computes.
-_STATEFUL = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "granitemoehybrid", "bamba")
+_STATEFUL = (
+    *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
+    *("granitemoehybrid", "bamba", "falcon_h1", "nemotron_h"),
+)
 NATIVE_ONLY = (*_STATEFUL, "gemma4_text", "gemma4_unified_text")
 # Of which files have the fields of a text_config
 WITH_TEXT_CONFIG = ("llama4", "gemma4", "gemma4_unified")
@@ -107,26 +110,6 @@ _LATENTS: dict[str, Any] = {
     "n_group": 4,
     "topk_group": 2,
 }
-# For the tests of variants of families
-LATENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepseek_v2": ("deepseek_v2", {}),
-    "deepseek_v2, low-rank queries, odd sizes": (
-        "deepseek_v2",
-        {"q_lora_rank": 40, "kv_lora_rank": 36, "v_head_dim": 20, "topk_method": "greedy"},
-    ),
-    "deepseek_v3": ("deepseek_v3", {}),
-    "deepseek_v3, heads as published, whole queries": (
-        "deepseek_v3",
-        {
-            "q_lora_rank": None,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-        },
-    ),
-    "glm4_moe_lite": ("glm4_moe_lite", {}),
-}
 LATENT_YARN = {
     "rope_type": "yarn",
     "rope_theta": 10_000.0,
@@ -190,6 +173,35 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "logits_scaling": 2.0,
     },
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "falcon_h1": {
+        **_MAMBA,
+        "mamba_d_ssm": 96,
+        "attention_in_multiplier": 1.25,
+        "attention_out_multiplier": 0.75,
+        "key_multiplier": 0.5,
+        "ssm_in_multiplier": 1.5,
+        "ssm_out_multiplier": 0.6,
+        "ssm_multipliers": [0.8, 0.7, 1.2, 0.9, 0.6],
+        "mlp_multipliers": [0.8, 0.5],
+        "embedding_multiplier": 3.0,
+        "lm_head_multiplier": 0.4,
+    },
+    "nemotron_h": {
+        "num_hidden_layers": 6,
+        "layer_types": ["linear_attention", "full_attention", "moe", "mlp", "linear_attention", "moe"],
+        "head_dim": 32,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 12,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "chunk_size": 16,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 96,
+        "routed_scaling_factor": 2.5,
+        "n_group": 2,
+    },
     "lfm2": {"full_attn_idxs": [1], "block_auto_adjust_ff_dim": False},
     "starcoder2": {"sliding_window": 12},
     "stablelm": {"use_qkv_bias": True},
@@ -367,7 +379,7 @@ def with_tensors(model: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
                 name = name.replace(*_ROUTER)
                 parameter.copy_(left.pop(name.replace(".gate.moe_statics.", ".moe_statics.")))
                 continue
-            names = parts.gate_up if which == "gate_up_proj" else (parts.down,)
+            names = (parts.down,) if which == "down_proj" else parts.gate_up
             for number in range(len(parameter)):
                 prefix = f"{layer}.{parts.block}.experts.{number}"
                 rows = torch.cat([left.pop(f"{prefix}.{part}.weight") for part in names])
@@ -400,6 +412,8 @@ def _parts_of_experts(family: str) -> _ExpertParts | None:
     if family == "granitemoehybrid":
         block = "block_sparse_moe"
         return _ExpertParts(block, ("input_linear",), "output_linear", own_block=block)
+    if family == "nemotron_h":
+        return _ExpertParts("mixer", ("up_proj",), "down_proj", own_block="mixer")
     if family == "lfm2_moe":
         return _ExpertParts("feed_forward", ("w1", "w3"), "w2", own_block="feed_forward")
     return _ExpertParts("mlp", ("gate_proj", "up_proj"), "down_proj")
@@ -418,7 +432,7 @@ def _with_experts_apart(state: dict[str, torch.Tensor], family: str) -> dict[str
             apart[name.replace(".gate.moe_statics.", ".moe_statics.").replace(*_ROUTER)] = tensor
             continue
         for number, matrix in enumerate(tensor):
-            names = parts.gate_up if which == "gate_up_proj" else (parts.down,)
+            names = (parts.down,) if which == "down_proj" else parts.gate_up
             matrix = matrix.T.contiguous() if parts.has_inputs_first else matrix
             for part, rows in zip(names, matrix.chunk(len(names)), strict=True):
                 apart[f"{layer}.{parts.block}.experts.{number}.{part}.weight"] = rows.clone()

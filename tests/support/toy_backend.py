@@ -14,7 +14,7 @@ import numpy.typing as npt
 from teneral.runtime.backends.choose import BackendChoice, BackendRow
 from teneral.runtime.kv.kinds import KVKind
 from teneral.runtime.kv.storage import KVStorage
-from teneral.runtime.models.decoder_config import LayerRotary, Norm
+from teneral.runtime.models.decoder_config import LayerRotary, Norm, Sublayers
 from teneral.runtime.models.executor import (
     ComputeDtype,
     EncoderExecutor,
@@ -45,7 +45,10 @@ IMPLEMENTED = {
     **{name: one_of(None) for name in
        ("experts", "latent", "convolutions", "delta_nets", "mamba", "score_cap", "logit_cap", "local_rotary",
         "query_scaling", "layer_inputs")},
-    **{name: one_of(1.0) for name in ("embedding_scale", "residual_scale", "logits_scale")},
+    **{name: one_of(1.0) for name in
+       ("embedding_scale", "residual_scale", "logits_scale", "mlp_output_scale", "gate_scale",
+        "attention_output_scale")},
+    "sublayers": lambda kinds: set(kinds) == {Sublayers.BOTH},
     "dtype": one_of(DType.F32),
     "layer_shapes": are_alike,
     "rotary_axes": one_of(()),

@@ -8,6 +8,7 @@ that is not known here is refused by name, since leaving it out would silently c
 from __future__ import annotations
 
 import enum
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from ...errors import CheckpointError
 from ..nibbles import RUN
 from ..safetensors import TensorSpec
 from .blocks import MXFP4
-from .families import EMBEDDINGS, LATENT_PARTS, LATENT_UP, SHARED_GATE, Family, family_of
+from .families import family_of
+from .family import EMBEDDINGS, FLAT, LATENT_PARTS, LATENT_UP, SHARED_GATE, Family
 from .fields import GgufFields
 from .reader import GgufFile, GgufTensor
 from .rope import HINT, ROPE_TENSORS, Table, rope_scaling
@@ -27,11 +29,14 @@ MAX_HEADS = 4_096
 MAX_EXPERTS_OF_ALL_LAYERS = 1 << 15
 
 _FINAL_NORMS = ("output_norm", "token_embd_norm")  # LFM2's files have the second
-_LAYER = re.compile(r"blk\.([0-9]{1,4})\.(?:([a-z0-9_.]+)\.(weight|bias)|ssm_a)")
+_LAYER = re.compile(r"blk\.([0-9]{1,4})\.(?:([a-z0-9_.]+)\.(weight|bias)|ssm_[ad]|ffn_norm)")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Ends of names whose floats stay as they are: vectors that are not biases of products, convolutions, positions
 _KEPT_MATRICES = ("conv.weight", "conv1d.weight", "position_embd.weight", "embed_positions.weight")
-_KEPT = ("norm.weight", "sinks", "dt_bias", "e_score_correction_bias", "expert_bias", *_KEPT_MATRICES)
+_KEPT = (
+    *("norm.weight", "sinks", "dt_bias", ".D", "conv1d.bias", "e_score_correction_bias", "expert_bias"),
+    *_KEPT_MATRICES,
+)
 # transformers' name of the dtype that floats are stored in
 _TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
@@ -137,7 +142,7 @@ def _config(
         "vocab_size": embeddings.shape[0],
         "hidden_size": hidden,
         "intermediate_size": fields.integer(
-            own + ("expert_" if has_no_mlp else "") + "feed_forward_length", 1, MAX_WIDTH
+            own + ("expert_" if has_no_mlp else "") + "feed_forward_length", 1, MAX_WIDTH, may_lack=True
         ),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
@@ -161,8 +166,8 @@ def _config(
         config[family.bias_setting] = has_bias
     if family.may_turn_partly:
         config["partial_rotary_factor"] = turned / head_dim
-    for kind, setting in family.optional.items():
-        config[setting] = any(tensor.name.endswith(f".{kind}.weight") for tensor in tensors)
+    for end, setting in family.optional.items():
+        config[setting] = any(tensor.name.endswith(f".{end}") for tensor in tensors)
     config |= family.settings(fields, own, config)
     scaling = rope_scaling(file, fields, own, config, family, read_table)
     if scaling is not None:
@@ -260,7 +265,7 @@ def _named(
         for number, part in enumerate(_experts_of(fields, tensor, config, 3 if suffix == "weight" else 2)):
             yield f"{layer}{family.experts[kind].format(number)}.{suffix}", part
     elif (end := tensor.name.split(".", 2)[2]) in family.whole:
-        yield f"{layer}{family.whole[end]}", tensor
+        yield f"{layer}{family.whole[end]}", _flat(tensor) if end in FLAT else tensor
     elif kind in family.inner and (suffix == "weight" or _may_have_bias(family, kind)):
         # One row, which files have as a vector.
         is_row = kind == SHARED_GATE and len(tensor.shape) == 1
@@ -268,6 +273,11 @@ def _named(
         yield f"{layer}{family.inner[kind]}.{suffix}", tensor._replace(shape=shape)
     else:
         raise _useless(fields, tensor)
+
+
+def _flat(tensor: GgufTensor) -> GgufTensor:
+    """Its numbers as a vector."""
+    return tensor._replace(shape=(math.prod(tensor.shape),))
 
 
 def _latent_pieces(

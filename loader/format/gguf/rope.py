@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .families import Family
+from .family import Family
 from .fields import GgufFields
 from .reader import GgufFile, GgufTensor
 from .settings import MAX_CONTEXT
@@ -77,17 +77,18 @@ def _longrope_scaling(
 
 
 def _llama3_scaling(fields: GgufFields, divisors: list[float], config: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of Llama 3.1's stretching that give these divisors of the frequencies."""
-    found = {
-        "rope_type": "llama3",
-        "factor": float(str(np.float32(max(divisors)))),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    if not np.allclose(_llama3_divisors(found, config), divisors, rtol=1e-4):
-        raise fields.wrong(f"{_ROPE_FREQUENCIES} is not what Llama 3.1 has", hint=HINT)
-    return found
+    """The parameters of Llama 3.1's stretching, or Llama 4's, that give these divisors of the frequencies."""
+    for high in (4.0, 1.0):
+        found = {
+            "rope_type": "llama3",
+            "factor": float(str(np.float32(max(divisors)))),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": high,
+            "original_max_position_embeddings": 8192,
+        }
+        if np.allclose(_llama3_divisors(found, config), divisors, rtol=1e-4):
+            return found
+    raise fields.wrong(f"{_ROPE_FREQUENCIES} is not what Llama 3.1 has", hint=HINT)
 
 
 def _llama3_divisors(scaling: dict[str, Any], config: dict[str, Any]) -> list[float]:
@@ -98,6 +99,7 @@ def _llama3_divisors(scaling: dict[str, Any], config: dict[str, Any]) -> list[fl
     for index in range(config["head_dim"] // 2):
         wave = 2 * math.pi * config["rope_theta"] ** (2 * index / config["head_dim"])
         share = scaling["original_max_position_embeddings"] / wave - scaling["low_freq_factor"]
-        share = min(1.0, max(0.0, share / (scaling["high_freq_factor"] - scaling["low_freq_factor"])))
+        between = scaling["high_freq_factor"] - scaling["low_freq_factor"]
+        share = min(1.0, max(0.0, share / between)) if between else float(share > 0)
         divisors.append(1 / ((1 - share) / scaling["factor"] + share))
     return divisors

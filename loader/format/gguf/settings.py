@@ -145,10 +145,7 @@ def delta_nets(
         kinds = [bool((layer + 1) % interval) for layer in range(num_layers)]
     if not isinstance(kinds, list) or len(kinds) < num_layers:
         raise fields.wrong(f"{own}attention.recurrent_layers must say true or false for each layer")
-    heads = fields.integer(f"{own}ssm.time_step_rank", 1, MAX_WIDTH)
-    inner_size = fields.integer(f"{own}ssm.inner_size", heads, MAX_WIDTH)
-    if inner_size % heads:
-        raise fields.wrong(f"{heads} heads of a delta net cannot share {inner_size} values")
+    heads, size = _heads_of_states(fields, own)
     return {
         "layer_types": [
             "linear_attention" if is_net is True else "full_attention" for is_net in kinds[:num_layers]
@@ -156,10 +153,19 @@ def delta_nets(
         "linear_num_key_heads": fields.integer(f"{own}ssm.group_count", 1, heads),
         "linear_num_value_heads": heads,
         "linear_key_head_dim": fields.integer(f"{own}ssm.state_size", 1, MAX_HEAD_DIM),
-        "linear_value_head_dim": inner_size // heads,
+        "linear_value_head_dim": size,
         "linear_conv_kernel_dim": fields.integer(f"{own}ssm.conv_kernel", 1, 16),
         "delta_net_order": order,
     }
+
+
+def _heads_of_states(fields: GgufFields, own: str) -> tuple[int, int]:
+    """Heads of layers with a recurrent state, and the values of each."""
+    heads = fields.integer(f"{own}ssm.time_step_rank", 1, MAX_WIDTH)
+    inner_size = fields.integer(f"{own}ssm.inner_size", heads, MAX_WIDTH)
+    if inner_size % heads:
+        raise fields.wrong(f"{heads} heads of a layer with a state cannot share {inner_size} values")
+    return heads, inner_size // heads
 
 
 def qwen3_5_moe(
@@ -237,14 +243,20 @@ def ernie_moe(fields: GgufFields, own: str, config: Mapping[str, Any]) -> dict[s
     }
 
 
+def _of_layers(fields: GgufFields, key: str, config: Mapping[str, Any]) -> list[bool]:
+    """A flag for each layer, True if the key has a number for it, and not 0."""
+    numbers, num_layers = fields.get(key), config["num_hidden_layers"]
+    numbers = numbers.tolist() if hasattr(numbers, "tolist") else None
+    if numbers is None or len(numbers) < num_layers:
+        raise fields.wrong(f"{key} must have a number for each layer")
+    return [bool(number) for number in numbers[:num_layers]]
+
+
 def lfm2(fields: GgufFields, own: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Layers without heads of keys convolve."""
-    heads = fields.get(f"{own}attention.head_count_kv")
-    heads = heads.tolist() if hasattr(heads, "tolist") else None
-    if heads is None or len(heads) != config["num_hidden_layers"]:
-        raise fields.wrong(f"{own}attention.head_count_kv must have a number for each layer")
+    attending = _of_layers(fields, f"{own}attention.head_count_kv", config)
     return {
-        "layer_types": ["full_attention" if number else "conv" for number in heads],
+        "layer_types": ["full_attention" if attends else "conv" for attends in attending],
         "conv_L_cache": fields.integer(f"{own}shortconv.l_cache", 2, 16),
         "block_auto_adjust_ff_dim": False,
     }
@@ -259,6 +271,106 @@ def lfm2_moe(fields: GgufFields, own: str, config: Mapping[str, Any]) -> dict[st
         **_used(fields, own),
         "moe_intermediate_size": fields.integer(f"{own}expert_feed_forward_length", 1, MAX_WIDTH),
         "num_dense_layers": fields.integer(f"{own}leading_dense_block_count", 0, MAX_LAYERS, 0),
+    }
+
+
+def _mamba(fields: GgufFields, own: str, keys: str) -> dict[str, Any]:
+    """Mamba-2 layers, by their family's keys for heads, the size of each, groups, states and convolutions."""
+    heads, size = _heads_of_states(fields, own)
+    groups = fields.integer(f"{own}ssm.group_count", 1, heads)
+    state_size = fields.integer(f"{own}ssm.state_size", 1, MAX_HEAD_DIM)
+    seen = fields.integer(f"{own}ssm.conv_kernel", 1, 16)
+    return dict(zip(keys.split(), (heads, size, groups, state_size, seen), strict=True))
+
+
+_MAMBA_KEYS = "mamba_n_heads mamba_d_head mamba_n_groups mamba_d_state mamba_d_conv"
+
+
+def _expanded_mamba(fields: GgufFields, own: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    found = _mamba(fields, own, _MAMBA_KEYS)
+    factor, rest = divmod(found["mamba_n_heads"] * found["mamba_d_head"], config["hidden_size"])
+    if rest:
+        raise fields.wrong(f"{own}ssm.inner_size must be a multiple of {own}embedding_length")
+    return {**found, "mamba_expand": factor}
+
+
+def granite_hybrid(fields: GgufFields, own: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers without heads of keys are Mamba-2 layers; nothing turns."""
+    attending = _of_layers(fields, f"{own}attention.head_count_kv", config)
+    num = fields.integer(f"{own}expert_count", 0, MAX_EXPERTS, 0)
+    shared = fields.integer(
+        f"{own}expert_shared_feed_forward_length", 1, MAX_WIDTH, config["intermediate_size"]
+    )
+    return {
+        **_OF_LLAMA,
+        **granite(fields, own, config),
+        **_expanded_mamba(fields, own, config),
+        "layer_types": ["full_attention" if attends else "linear_attention" for attends in attending],
+        "position_embedding_type": "nope",
+        "num_local_experts": num,
+        **(_used(fields, own) if num else {}),
+        "shared_intermediate_size": shared,
+    }
+
+
+def bamba(fields: GgufFields, own: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    attending = _of_layers(fields, f"{own}attention.head_count_kv", config)
+    layers = [layer for layer, attends in enumerate(attending) if attends]
+    return {**_expanded_mamba(fields, own, config), "attn_layer_indices": layers}
+
+
+def falcon_h1(fields: GgufFields, own: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Multipliers are part of the weights."""
+    found = _mamba(fields, own, _MAMBA_KEYS)
+    num_values = found["mamba_n_heads"] * found["mamba_d_head"]
+    return {**found, "mamba_d_ssm": num_values, "mamba_norm_before_gate": False}
+
+
+def nemotron_h(
+    fields: GgufFields, own: str, config: Mapping[str, Any], *, mlp: str = "mlp"
+) -> dict[str, Any]:
+    """Layers with heads of keys attend, and those with a width are of the kind `mlp`."""
+    attending = _of_layers(fields, f"{own}attention.head_count_kv", config)
+    with_width = _of_layers(fields, f"{own}feed_forward_length", config)
+    both = zip(attending, with_width, strict=True)
+    keys = "mamba_num_heads mamba_head_dim n_groups ssm_state_size conv_kernel"
+    return {
+        **_mamba(fields, own, keys),
+        "layers_block_type": [
+            "full_attention" if attends else mlp if has_width else "linear_attention"
+            for attends, has_width in both
+        ],
+        "mlp_hidden_act": "relu2",
+    }
+
+
+def nemotron_h_moe(fields: GgufFields, own: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    if f"{own}moe_latent_size" in fields:
+        raise fields.wrong(f"{own}moe_latent_size is not supported")
+    shared = fields.integer(f"{own}expert_shared_feed_forward_length", 1, MAX_WIDTH)
+    return {
+        **nemotron_h(fields, own, config, mlp="moe"),
+        **sigmoid_moe(fields, own, config),
+        "moe_shared_expert_intermediate_size": shared,
+    }
+
+
+def llama4(fields: GgufFields, own: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Chunks, scales of queries and layers that do not turn are llama.cpp's constants."""
+    if fields.integer(f"{own}attention.sliding_window", 0, MAX_CONTEXT, 8_192) != 8_192:
+        raise fields.wrong(f"{own}attention.sliding_window must be 8192")
+    num = _num_experts(fields, own)
+    return {
+        "intermediate_size": fields.integer(f"{own}expert_feed_forward_length", 1, MAX_WIDTH),
+        "intermediate_size_mlp": config["intermediate_size"],
+        "interleave_moe_layer_step": fields.integer(f"{own}interleave_moe_layer_step", 1, MAX_LAYERS),
+        "num_local_experts": num,
+        **_used(fields, own),
+        "use_qk_norm": num != 128,  # Maverick has none
+        "attention_chunk_size": 8_192,
+        "no_rope_layer_interval": 4,
+        "floor_scale": 8_192,
+        "attn_scale": 0.1,
     }
 
 

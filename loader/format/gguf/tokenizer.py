@@ -59,11 +59,13 @@ _SPLITS: dict[str, tuple[list[dict[str, Any]], dict[str, Any] | None, bool]] = {
     "smollm": ([_DIGITS, _byte_level(use_regex=True)], None, False),
     "refact": ([_DIGITS, _byte_level(use_regex=True)], None, False),
     "llama-bpe": (_split(_LLAMA_3), None, True),
+    "falcon-h1": (_split(_LLAMA_3), None, True),
     "dbrx": (_split(_LLAMA_3), None, False),
     "qwen2": (_split(_QWEN_2), _NFC, False),
     "qwen35": (_split(_QWEN_35), _NFC, False),
     "deepseek-r1-qwen": (_split(_QWEN_2), _NFC, False),
     "gpt-4o": (_split(_GPT_4O), None, False),
+    "llama4": (_split(_GPT_4O), None, False),
     "tekken": (_split(_TEKKEN), None, True),
 }
 
@@ -139,7 +141,7 @@ def _byte_level_bpe(fields: GgufFields, pieces: Sequence[str]) -> tuple[dict[str
     model = _bpe(vocabulary, merges) | {"ignore_merges": ignores_merges}
     decoder = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
     splitter = steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps}
-    return _document(normalizer, splitter, decoder, model), name == "llama-bpe"
+    return _document(normalizer, splitter, decoder, model), name in ("llama-bpe", "falcon-h1")
 
 
 def _sentence_pieces(fields: GgufFields, pieces: Sequence[str], kinds: Sequence[int]) -> dict[str, Any]:

@@ -49,9 +49,10 @@ MAX_DRAFT_BITS = 7  # all that bf16 has
 # The head and the values of a decoder have more bits than all others: few weights, whose errors count
 # most (docs/draft-quality.md, "The choice of bits").
 MORE_BITS = 2
-_VALUES = re.compile(rf"{DECODER}layers\.[0-9]+\.self_attn\.v_proj\.weight")
+_VALUES = re.compile(rf"{DECODER}layers\.[0-9]+\.(?:self_attn|mixer)\.v_proj\.weight")
 _OF_DECODERS = re.compile(
-    rf"{DECODER}(?:layers|h)\.[0-9]+\.(?:self_attn\.(?:v|qkv)_proj|attention\.query_key_value|attn\.c_attn)\.weight"
+    rf"{DECODER}(?:layers|h)\.[0-9]+\.(?:self_attn\.(?:v|qkv)_proj|mixer\.v_proj|attention\.query_key_value"
+    r"|attn\.c_attn)\.weight"
 )
 _ALL_BITS = 64  # more than any float has
 

@@ -63,8 +63,8 @@ DEFAULT_INT8 = ("v",)
 _KINDS = {"q_a": "q", "q_b": "q", "kv_a": "v", "kv_b": "v"}  # of latents, which values are made of
 
 # What may stand before the names of a decoder's tensors, alone or next to a tower.
-DECODER = r"(?:model\.(?:(?:text|language)_model\.)?|language_model\.model\.|gpt_neox\.|transformer\.)?"
-_EMBEDDINGS = re.compile(rf"{DECODER}(?:embed_(?:tokens|in)|wte)\.weight")
+DECODER = r"(?:(?:model|backbone)\.(?:(?:text|language)_model\.)?|language_model\.model\.|gpt_neox\.|transformer\.)?"
+_EMBEDDINGS = re.compile(rf"{DECODER}(?:embed_(?:tokens|in)|embeddings|wte)\.weight")
 _HEAD = re.compile(r"(?:(?:language_model\.)?lm_head|embed_out)\.weight")
 _PROJECTION = re.compile(
     rf"{DECODER}(?:layers|h)\.[0-9]+\.(?:"
@@ -74,9 +74,11 @@ _PROJECTION = re.compile(
     r"(?:shared_mlp|block_sparse_moe\.experts\.[0-9]+)\.(?:input|output)_linear|"
     r"(?:tiled_)?linear_attn\.(?:in_proj_qkvz?|in_proj_z|out_proj)|"
     r"(?:(?:mlp|feed_forward)\.(?:experts\.[0-9]+\.|shared_experts?\.)?|experts\.[0-9]+\.)(?:gate|up|gate_up|down)_proj|"
+    r"mixer\.(?:(?:[qkvo]|in|out)_proj|(?:experts\.[0-9]+\.|shared_experts\.)?(?:up|down)_proj)|"
     r"mlp\.(?:fc[12]|c_fc|c_proj)|"
     r"(?:block_sparse_moe|feed_forward)\.(?:experts\.[0-9]+\.)?w[123])\.weight"
 )
+_OF_MAMBA = re.compile(r"\.mixer\.(?:in|out)_proj\.weight$")  # models of these alone have them, too
 # Of layers' own inputs: few weights, but for a table whose rows hold all layers' numbers.
 _INPUT_TABLE = re.compile(rf"{DECODER}embed_tokens_per_layer\.weight")
 _OF_INPUTS = re.compile(
@@ -203,7 +205,8 @@ def plan_quantize(source: Source, checkpoint: Checkpoint, options: QuantizeOptio
     config.json.
     """
     names = [name for name in checkpoint.tensors if _find_options(name, options) is not None]
-    if not any(map(_PROJECTION.fullmatch, names)) or not any(map(_EMBEDDINGS.fullmatch, names)):
+    known = [name for name in names if _PROJECTION.fullmatch(name) and not _OF_MAMBA.search(name)]
+    if not known or not any(map(_EMBEDDINGS.fullmatch, names)):
         raise UsageError(
             f"{checkpoint.url} is not a decoder of a family that --quantize is for",
             key="quantize",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ...models.decoder_config import LayerRotary, Norm
+from ...models.decoder_config import LayerRotary, Norm, Sublayers
 from ...models.executor import SIZES, Accepts, any_value, one_of, refusal_of
 from ...models.spec import DecoderSpec, are_alike
 from . import variants as v
@@ -35,6 +35,8 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     "latent": one_of(None),
     "delta_nets": one_of(None),
     "mamba": one_of(None),
+    "sublayers": lambda kinds: set(kinds) == {Sublayers.BOTH},
+    **dict.fromkeys(("mlp_output_scale", "gate_scale", "attention_output_scale"), one_of(1.0)),
     "gated_attention": one_of(False),
     "score_cap": one_of(None),
     "logit_cap": one_of(None),

@@ -410,5 +410,25 @@ def _projections(layer: DecoderLayerWeights) -> dict[str, Projection]:
     return {name: projection for name, projection in found.items() if projection is not None}
 
 
+def _projections(layer: DecoderLayerWeights) -> dict[str, Projection]:
+    """Those of the layer, but for its experts', by the record's names."""
+    mamba, inputs = layer.mamba, layer.inputs
+    found = {
+        "qkv": layer.qkv,
+        "output": layer.output,
+        "gate_up": layer.gate_up,
+        "down": layer.down,
+        "router": layer.router,
+        "shared_gate": layer.shared_gate,
+        "query_up": layer.query_up,
+        "value_up": layer.key_value_up,
+        "mamba_in": None if mamba is None else mamba.inputs,
+        "mamba_out": None if mamba is None else mamba.output,
+        "input_gate": None if inputs is None else inputs.gate,
+        "input_up": None if inputs is None else inputs.up,
+    }
+    return {name: projection for name, projection in found.items() if projection is not None}
+
+
 def _of(parts: Mapping[str, ProjectionParts], name: str) -> list[ProjectionParts]:
     return [parts[name]] if name in parts else []

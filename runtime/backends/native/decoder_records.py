@@ -39,6 +39,9 @@ def model_record(spec: DecoderSpec, layers: Any) -> records.DecoderRecord:
         attention_scale=spec.attention_scale,
         score_cap=spec.score_cap or 0.0,
         residual_scale=spec.residual_scale,
+        mlp_residual_scale=spec.residual_scale * spec.mlp_output_scale,
+        gate_scale=spec.gate_scale,
+        attention_output_scale=spec.attention_output_scale,
         activation=ACTIVATIONS[spec.activation],
         dtype=arrays.dtype_of(np.empty(0, spec.dtype.numpy)),
         plain_mlp=not spec.gated_mlp,
@@ -92,8 +95,8 @@ def layer_record(
         scalar=vector_of(layer.scalar),
         input_norm=vector_of(None if layer.inputs is None else layer.inputs.norm),
         **_joined_mixture(layer.joined_mixture),
-        **_delta_net(layer.delta_net),
-        **_mamba_layer(layer.mamba),
+        **_vectors("delta", layer.delta_net, "taps log bias norm"),
+        **_vectors("mamba", layer.mamba, "taps taps_bias log step_bias skip norm"),
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         reads_keys=shape.keys_of != index,
@@ -137,19 +140,7 @@ def _delta_nets(spec: DecoderSpec) -> dict[str, int]:
     }
 
 
-def _delta_net(weights: DeltaNetWeights | None) -> dict[str, records.Vector]:
-    """The same of a layer's record."""
-    if weights is None:
-        return {}
-    return {
-        "delta_taps": vector_of(weights.taps),
-        "delta_log": vector_of(weights.log),
-        "delta_bias": vector_of(weights.bias),
-        "delta_norm": vector_of(weights.norm),
-    }
-
-
-def _mamba(spec: DecoderSpec) -> dict[str, int]:
+def _mamba(spec: DecoderSpec) -> dict[str, Any]:
     """Fields of the record about Mamba-2 layers."""
     mamba = spec.mamba
     if mamba is None:
@@ -160,13 +151,18 @@ def _mamba(spec: DecoderSpec) -> dict[str, int]:
         "mamba_head_dim": mamba.head_dim,
         "mamba_state_size": mamba.state_size,
         "mamba_convolution_size": mamba.convolution_size,
+        "mamba_scales": mamba.scales,
+        "mamba_output_scale": mamba.output_scale,
     }
 
 
-def _mamba_layer(weights: MambaWeights | None) -> dict[str, records.Vector]:
-    """The same of a layer's record."""
-    names = ("taps", "taps_bias", "log", "step_bias", "skip", "norm")
-    return {} if weights is None else {f"mamba_{name}": vector_of(getattr(weights, name)) for name in names}
+def _vectors(
+    prefix: str, weights: DeltaNetWeights | MambaWeights | None, names: str
+) -> dict[str, records.Vector]:
+    """The same of a layer's record: these of its vectors."""
+    if weights is None:
+        return {}
+    return {f"{prefix}_{name}": vector_of(getattr(weights, name)) for name in names.split()}
 
 
 def _joined_mixture(weights: JoinedMixtureWeights | None) -> dict[str, records.Vector]:

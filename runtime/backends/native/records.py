@@ -183,6 +183,7 @@ class DecoderLayerRecord(ctypes.Structure):
         *fields(Vector, "attention_norm query_norm key_norm attention_output_norm mlp_norm mlp_output_norm"),
         *fields(Vector, "attention_norm_bias mlp_norm_bias attention_inner_norm mlp_inner_norm"),
         *fields(ProjectionRecord, "qkv query_up key_up value_up output gate_up down router shared_gate"),
+        *fields(ProjectionRecord, "mamba_in mamba_out"),
         *fields(Vector, "correction router_norm expert_norm expert_output_norm shared_output_norm"),
         ("expert_factors", Vector),
         ("experts", ctypes.POINTER(Expert)),
@@ -218,7 +219,8 @@ class DecoderRecord(ctypes.Structure):
         ("bidirectional", _INT32),
         ("latent_norm_eps", _FLOAT),
         *fields(_INT32, "gated_attention interleaved_qkv rounds_inputs chunked_windows experts_weigh_inputs"),
-        ("reserved", _INT32),
+        *fields(_FLOAT, "mlp_residual_scale gate_scale attention_output_scale mamba_output_scale"),
+        ("mamba_scales", _FLOAT * 5),
     )
 
 

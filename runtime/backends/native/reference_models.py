@@ -94,6 +94,8 @@ class ReferenceDecoder:
         spec = self._spec
         for index in range(first, end):
             layer = self._weights.layers[index]
+            assert layer.qkv is not None
+            assert layer.output is not None
             normed = self._input(self._norm(x, layer.attention_norm, layer.attention_norm_bias))
             at = partial(_adapt, step[0], index, spec.dtype)
             qkv = at(AdapterPlace.QKV, normed, self._project(normed, layer.qkv, spec.dtype))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ...kv.kinds import KVKind
-from ...models.decoder_config import LayerRotary, Norm
+from ...models.decoder_config import LayerRotary, Norm, Sublayers
 from ...models.executor import SIZES, Accepts, any_value, one_of
 from ...models.matrices import DecoderLayerWeights, DecoderWeights, EmbeddingTable
 from ...models.parameters import COMPUTE_DTYPES
@@ -74,6 +74,8 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     "experts.joins_mlp": one_of(False),
     "convolutions": any_value,
     **dict.fromkeys(("delta_nets", "mamba"), one_of(None)),
+    "sublayers": lambda kinds: set(kinds) == {Sublayers.BOTH},
+    **dict.fromkeys(("mlp_output_scale", "gate_scale", "attention_output_scale"), one_of(1.0)),
     "gated_attention": one_of(False),
     "convolutions.size": any_value,
     "convolutions.layers": any_value,
@@ -354,6 +356,8 @@ class Attention:
         self.cap = spec.score_cap
         self.rotary = spec.layer_rotary[layer]
         self.rotate = rotation(interleaved=spec.rotary.interleaved, wide=spec.wide_rotary)
+        assert weights.qkv is not None
+        assert weights.output is not None
         self.qkv = layer_product(spec, weights.qkv, device)
         self.head_norm: HeadNorm | None = None
         self.has_late_norms = spec.late_head_norms
@@ -395,6 +399,8 @@ class ShortConvolution:
     ) -> None:
         self.kv_layers = range(*spec.kv_layers()[layer : layer + 2])
         self.shape = (2 * spec.num_kv_heads, spec.head_dim)  # of a token in one of these layers
+        assert weights.qkv is not None
+        assert weights.output is not None
         self.thirds = product_of(weights.qkv, device)
         self.taps = to_torch(taps)
         self.bias = None if weights.convolution_bias is None else to_torch(weights.convolution_bias)

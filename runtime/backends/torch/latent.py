@@ -24,6 +24,8 @@ class AttentionOverLatents:
         assert latent is not None
         assert weights.key_norm is not None
         assert weights.key_value_up is not None
+        assert weights.qkv is not None
+        assert weights.output is not None
         self.kv_layer = spec.kv_layers()[layer]
         self.num_heads, self.head_dim = spec.num_heads, spec.head_dim
         self.rank, self.plain_dim = latent.rank, latent.plain_dim

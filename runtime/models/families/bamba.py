@@ -8,15 +8,15 @@ from msgspec.structs import replace
 
 from ..decoder_config import DecoderConfig, LayerNames, ModelNames, read_common
 from ..fields import Fields
-from ..mamba_config import read_mamba
+from ..mamba_config import expanded, read_mamba
 from ..rope_config import RopeConfig
 
-_NAMES = LayerNames(
+NAMES = LayerNames(
     mlp_norm="pre_ff_layernorm",
     gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
     down="feed_forward.down_proj",
 )
-_MODEL_NAMES = ModelNames(final_norm="final_layernorm")
+MODEL_NAMES = ModelNames(final_norm="final_layernorm")
 _ROPE = partial(RopeConfig.from_fields, may_be_partial=True, default_partial=0.5)
 
 
@@ -28,12 +28,12 @@ def read(config: Fields, family: str) -> DecoderConfig:
     bias = config.boolean("attention_bias", default=False)
     return replace(
         common,
-        names=_NAMES,
-        model_names=_MODEL_NAMES,
+        names=NAMES,
+        model_names=MODEL_NAMES,
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=config.boolean("mlp_bias", default=False),
-        mamba=read_mamba(config, common.hidden_size, _layers(config, common.num_layers)),
+        mamba=read_mamba(config, _layers(config, common.num_layers), expanded(config, common.hidden_size)),
     )
 
 

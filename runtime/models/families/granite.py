@@ -18,12 +18,13 @@ def with_multipliers(config: Fields, model: DecoderConfig) -> DecoderConfig:
     """The model with those that the file states."""
     return replace(
         model,
-        attention_scale=_multiplier(config, "attention_multiplier"),
-        embedding_scale=_multiplier(config, "embedding_multiplier"),
-        residual_scale=_multiplier(config, "residual_multiplier"),
-        logits_scale=1.0 / _multiplier(config, "logits_scaling"),
+        attention_scale=multiplier(config, "attention_multiplier"),
+        embedding_scale=multiplier(config, "embedding_multiplier"),
+        residual_scale=multiplier(config, "residual_multiplier"),
+        logits_scale=1.0 / multiplier(config, "logits_scaling"),
     )
 
 
-def _multiplier(config: Fields, key: str) -> float:
+def multiplier(config: Fields, key: str) -> float:
+    """1 in files without it."""
     return config.number(key, low=1e-6, high=1e6, default=1.0)

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ..decoder_config import DecoderConfig, LayerNames, LayerRotary, read_common
+from ..decoder_config import DecoderConfig, LayerNames, LayerRotary, has_names_of_llama, read_common
 from ..experts_config import read_experts
 from ..fields import MAX_EXPERTS, MAX_WIDTH, Fields
-from ..mamba_config import read_layers, read_mamba
+from ..mamba_config import expanded, read_layers, read_mamba
 from .granite import with_multipliers
 
 _DENSE = LayerNames(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
@@ -30,13 +30,9 @@ def read(config: Fields, family: str) -> DecoderConfig:
     """Raises `ModelError` naming the key that is missing, wrong or not supported."""
     common = read_common(config.filled(_NO_MLP), family)
     num_layers = common.num_layers
-    mamba = read_mamba(
-        config,
-        common.hidden_size,
-        read_layers(
-            config, num_layers, "layers_block_type" if "layers_block_type" in config else "layer_types"
-        ),
-    )
+    kinds = "layers_block_type" if "layers_block_type" in config else "layer_types"
+    num_values = expanded(config, common.hidden_size)
+    mamba = read_mamba(config, read_layers(config, num_layers, kinds), num_values)
     if mamba is not None and common.activation not in ("silu", "swish"):
         raise config.wrong("hidden_act", "which is not supported: Mamba-2 layers have silu")
     bias = config.boolean("attention_bias", default=False)
@@ -49,8 +45,9 @@ def read(config: Fields, family: str) -> DecoderConfig:
         mamba=mamba,
     )
     shared_size = config.integer("shared_intermediate_size", low=1, high=MAX_WIDTH, default=1_024)
+    dense, mixture = (LayerNames(),) * 2 if has_names_of_llama(config) else (_DENSE, _MIXTURE)
     if not config.integer("num_local_experts", low=0, high=MAX_EXPERTS, default=8):
-        return replace(model, intermediate_size=shared_size, names=_DENSE)
+        return replace(model, intermediate_size=shared_size, names=dense)
     experts = read_experts(
         config,
         size_key="intermediate_size",
@@ -58,4 +55,4 @@ def read(config: Fields, family: str) -> DecoderConfig:
         sum_to_1=True,
         rounds_weights=True,
     )
-    return replace(model, experts=replace(experts, shared_size=shared_size), names=_MIXTURE)
+    return replace(model, experts=replace(experts, shared_size=shared_size), names=mixture)

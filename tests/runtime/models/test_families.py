@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.support.decoding import Stepper, oracle_greedy, oracle_logits, prompt_of
 from tests.support.models import DictWeights, build_model
-from tests.support.tiny_models import LATENT_VARIANTS, config_json, tensors_of, tiny_model
+from tests.support.tiny_models import config_json, tensors_of, tiny_model
 
 from teneral.loader.native.library import library
 from teneral.runtime.backends.cuda.implemented import IMPLEMENTED as DEVICE_KERNELS
@@ -169,7 +169,23 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4_moe",
         {"n_group": 1, "topk_group": 1, "n_shared_experts": 2, "use_qk_norm": False, "attention_bias": True},
     ),
-    **LATENT_VARIANTS,
+    "deepseek_v2": ("deepseek_v2", {}),
+    "deepseek_v2, low-rank queries, odd sizes": (
+        "deepseek_v2",
+        {"q_lora_rank": 40, "kv_lora_rank": 36, "v_head_dim": 20, "topk_method": "greedy"},
+    ),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3, heads as published, whole queries": (
+        "deepseek_v3",
+        {
+            "q_lora_rank": None,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+        },
+    ),
+    "glm4_moe_lite": ("glm4_moe_lite", {}),
     "llama4_text": ("llama4_text", {}),
     "llama4_text, several experts, no chunks, no norms": (
         "llama4_text",

@@ -86,7 +86,8 @@ def test_a_decoder_built_before_its_load_starts_computes_what_a_finished_one_doe
         load.start()
         ours = Stepper(decoder).step({"a": prompt})["a"]
         layer = decoder.weights.layers[1]
-        gate_up = layer.experts[1].gate_up if layer.experts else layer.gate_up
+        mlp = next(each for each in decoder.weights.layers[1:] if each.experts or each.gate_up)
+        gate_up = mlp.experts[1].gate_up if mlp.experts else mlp.gate_up
         qkv, matrices = layer.qkv.matrices(), [*layer.qkv.matrices(), *gate_up.matrices()]
     with arriving(artifact) as (load, _, decoder):
         load.start()

@@ -45,6 +45,15 @@ LONGROPE = {
     "rope_theta": 10_000.0,
     "partial_rotary_factor": 0.75,
 }
+# llama.cpp's constants of Llama 4
+CONSTANT_CHUNKS: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "moe_layers": [0, 1, 2, 3, 4],
+    "no_rope_layer_interval": 4,
+    "attention_chunk_size": 8_192,
+    "floor_scale": 8_192,
+    "attn_scale": 0.1,
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in ARCHITECTURES},
     # llama.cpp scales scores by the size of a head, and has four layers of five with a window
@@ -85,16 +94,44 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     # nor other factors of LFM2's weights
     "lfm2_moe": ("lfm2_moe", {"routed_scaling_factor": 1.0}),
     "qwen3_next, older": ("qwen3_next", {}),
+    "granitemoehybrid": ("granitemoehybrid", {"position_embedding_type": "nope", "mamba_n_groups": 2}),
+    "granitemoehybrid, no experts": (
+        "granitemoehybrid",
+        {"position_embedding_type": "nope", "num_local_experts": 0, "mamba_conv_bias": False},
+    ),
+    "bamba": ("bamba", {"mamba_n_groups": 2}),
+    "falcon_h1": ("falcon_h1", {}),
+    "falcon_h1, norms": (
+        "falcon_h1",
+        {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 2},
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {"layer_types": ["linear_attention", "full_attention", "moe", "linear_attention"]},
+    ),
+    "nemotron_h, MLPs": (
+        "nemotron_h",
+        {"layer_types": ["linear_attention", "mlp", "full_attention", "mlp"], "use_conv_bias": False},
+    ),
+    "llama4_text": ("llama4_text", CONSTANT_CHUNKS),
+    "llama4_text, some experts": (
+        "llama4_text",
+        CONSTANT_CHUNKS | {"moe_layers": [1, 3], "interleave_moe_layer_step": 2},
+    ),
+    "qwen3_moe, of a tower": ("qwen3_moe", {"moe_intermediate_size": 64}),
+    "qwen3, of a tower": ("qwen3", {}),
     "smollm3": ("smollm3", {"no_rope_layer_interval": 4, "num_hidden_layers": 5}),
     "qwen3_moe": ("qwen3_moe", {"moe_intermediate_size": 64}),
+}
+ARCHITECTURES_OF = {
+    "nemotron_h, MLPs": "NEMOTRON_H",
+    "qwen3_moe, of a tower": "QWEN3VLMOE",
+    "qwen3, of a tower": "QWEN3VL",
 }
 # Families whose GGUF files are refused, by gguf-py's name of the architecture
 REFUSED = {
     "ministral": "mistral3",
     "bitnet": "bitnet-b1.58",
-    "llama4_text": "llama4",
-    "granitemoehybrid": "granitehybrid",
-    "bamba": "granitehybrid",
     "gemma4_text": "gemma4",
 }
 
@@ -136,7 +173,9 @@ def test_a_file_computes_what_the_model_does(variant: str, kind: str, tmp_path: 
     plain = tiny_model(family, **overrides)
     rounded = {name: each.bfloat16().float() for name, each in tensors_of(plain).items()}
     model = with_tensors(plain, rounded)  # what is not quantised becomes bf16
-    meant = write_gguf(tmp_path / "model.gguf", model, kind, is_older="older" in variant)
+    architecture = ARCHITECTURES_OF.get(variant, "")
+    path, is_older = tmp_path / "model.gguf", "older" in variant
+    meant = write_gguf(path, model, kind, is_older=is_older, architecture=architecture)
     oracle = with_tensors(model, meant)
     source = open_model(str(tmp_path / "model.gguf"))
     tensors, config = tensors_and_config(source, tmp_path)
@@ -158,7 +197,10 @@ def test_a_file_computes_what_the_model_does(variant: str, kind: str, tmp_path: 
         torch.testing.assert_close(ours, expected, atol=atol, rtol=1e-3)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "mixtral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family",
+    ["gemma2", "mixtral", "qwen3_moe", "gpt_oss", "granitemoehybrid", "falcon_h1, norms", "nemotron_h"],
+)
 def test_a_packed_file_has_the_tensors_of_the_file(family: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

@@ -1,4 +1,6 @@
-"""Mamba-2 layers of Granite 4 and Bamba: transformers' logits, in chunks and company bit for bit the same."""
+"""Mamba-2 layers of Granite 4, Bamba, Falcon-H1 and Nemotron-H: transformers' logits, in chunks and company bit for bit
+the same.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +31,7 @@ ODD: dict[str, Any] = {
     "mamba_conv_bias": False,
     "attention_bias": True,
 }
+WHOLE_INPUTS = {"attention_in_multiplier": 1.0, "ssm_in_multiplier": 1.0}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": (GRANITE, {}),
     "granite, stacked experts": (GRANITE, {}),
@@ -41,6 +44,40 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bamba": ("bamba", {}),
     "bamba, odd sizes": ("bamba", {**ODD, "mlp_bias": True, "mamba_d_state": 256}),
+    "falcon": ("falcon_h1", {}),
+    "falcon, odd sizes, biases": (
+        "falcon_h1",
+        {
+            **ODD,
+            **WHOLE_INPUTS,
+            "mamba_d_ssm": None,
+            "projectors_bias": True,
+            "mlp_bias": True,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+        },
+    ),
+    "nemotron": ("nemotron_h", {}),
+    "nemotron, odd sizes, biases": (
+        "nemotron_h",
+        {
+            "hidden_size": 72,
+            "layer_types": ["mlp", "linear_attention", "linear_attention", "full_attention"],
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "mamba_num_heads": 6,
+            "n_groups": 3,
+            "ssm_state_size": 20,
+            "conv_kernel": 3,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "mlp_bias": True,
+        },
+    ),
+    "nemotron, experts first": (
+        "nemotron_h",
+        {"layer_types": ["moe", "full_attention", "linear_attention"]},
+    ),
 }
 needs_core = pytest.mark.skipif(library() is None, reason="Mamba-2 layers are the native core's")
 
@@ -68,7 +105,7 @@ def test_logits_and_tokens_are_those_of_transformers(variant: str) -> None:
 
 
 @needs_core
-@pytest.mark.parametrize("family", [GRANITE, "bamba"])
+@pytest.mark.parametrize("family", [GRANITE, "bamba", "falcon_h1", "nemotron_h"])
 def test_in_bf16_threads_chunks_and_company_change_no_bit(family: str) -> None:
     oracle = tiny_model(family, dtype=torch.bfloat16, mamba_n_groups=2)
     decoder: Any = build_model(
@@ -123,6 +160,23 @@ def test_published_files_name_layers_and_positions_as_they_did(kind: str) -> Non
     assert read == DecoderConfig.from_json(config)
 
 
+def test_nemotrons_older_files_have_a_letter_for_each_layer_and_another_prefix() -> None:
+    oracle = tiny_model("nemotron_h")
+    config, tensors = config_json(oracle), tensors_of(oracle)
+    older = {key: value for key, value in config.items() if key != "layers_block_type"}
+    older |= {"hybrid_override_pattern": "M*E-ME", "num_hidden_layers": 6}
+    named = {name.replace("model.", "backbone."): tensor for name, tensor in tensors.items()}
+    prompt = prompt_of(40)
+
+    rows = [
+        Stepper(build_model(each, DictWeights(weights), backends=[NativeBackend()])).step({"a": prompt})["a"]
+        for each, weights in ((config, tensors), (older, named))
+    ]
+
+    assert DecoderConfig.from_json(older) == DecoderConfig.from_json(config)
+    assert torch.equal(*rows)
+
+
 @pytest.mark.parametrize(
     ("family", "changed", "named"),
     [
@@ -146,6 +200,40 @@ def test_published_files_name_layers_and_positions_as_they_did(kind: str) -> Non
         ("bamba", {"attn_layer_indices": [3]}, "attn_layer_indices"),
         ("bamba", {"attn_layer_indices": [True]}, "attn_layer_indices"),
         ("bamba", {"hidden_act": "relu"}, "hidden_act"),
+        ("falcon_h1", {"hidden_act": "relu"}, "hidden_act"),
+        ("falcon_h1", {"mamba_d_ssm": 97}, "mamba_n_heads"),
+        ("falcon_h1", {"mamba_d_ssm": 0}, "mamba_d_ssm"),
+        ("falcon_h1", {"mamba_d_head": 13}, "mamba_n_heads"),
+        ("falcon_h1", {"mamba_rms_norm": True}, "mamba_norm_before_gate"),
+        ("falcon_h1", {"key_multiplier": 0}, "key_multiplier"),
+        ("falcon_h1", {"mlp_multipliers": [1.0]}, "mlp_multipliers"),
+        ("falcon_h1", {"ssm_multipliers": [1.0, 1.0, 1.0, 1.0, "1"]}, "ssm_multipliers"),
+        ("falcon_h1", {"ssm_multipliers": [1.0, 1.0, 1.0, 1.0, float("nan")]}, "ssm_multipliers"),
+        ("falcon_h1", {"attention_bias": True}, "attention_in_multiplier"),
+        ("falcon_h1", {"mamba_proj_bias": True}, "ssm_in_multiplier"),
+        ("falcon_h1", {"time_step_limit": [0.0, {"__float__": "NaN"}]}, "time_step_limit"),
+        ("nemotron_h", {"layers_block_type": ["linear_attention", "moe"]}, "layers_block_type"),
+        ("nemotron_h", {"layers_block_type": ["full_attention", "conv"]}, "layers_block_type"),
+        ("nemotron_h", {"layers_block_type": []}, "layers_block_type"),
+        ("nemotron_h", {"layers_block_type": None}, "hybrid_override_pattern"),
+        (
+            "nemotron_h",
+            {"layers_block_type": None, "hybrid_override_pattern": "M*x"},
+            "hybrid_override_pattern",
+        ),
+        ("nemotron_h", {"num_hidden_layers": 7}, "num_hidden_layers"),
+        ("nemotron_h", {"n_groups": 3}, "n_groups"),
+        ("nemotron_h", {"mamba_head_dim": 0}, "mamba_head_dim"),
+        ("nemotron_h", {"ssm_state_size": 18}, "ssm_state_size"),
+        ("nemotron_h", {"conv_kernel": 17}, "conv_kernel"),
+        ("nemotron_h", {"mamba_hidden_act": "relu"}, "mamba_hidden_act"),
+        ("nemotron_h", {"mlp_hidden_act": "relu3"}, "mlp_hidden_act"),
+        ("nemotron_h", {"mlp_bias": True}, "mlp_bias"),
+        ("nemotron_h", {"attention_bias": True}, "attention_bias"),
+        ("nemotron_h", {"residual_in_fp32": True}, "residual_in_fp32"),
+        ("nemotron_h", {"sliding_window": 12}, "sliding_window"),
+        ("nemotron_h", {"moe_latent_size": 32}, "moe_latent_size"),
+        ("nemotron_h", {"moe_shared_expert_intermediate_size": None}, "moe_shared_expert_intermediate_size"),
     ],
 )
 def test_wrong_fields_are_named(family: str, changed: dict[str, Any], named: str) -> None:

@@ -114,6 +114,7 @@ class DecoderLaunches:
 
     def _layer(self, number: int, key: ProgramKey) -> list[KernelLaunch]:
         layer, arrays, spec = self._weights.layers[number], self._arrays, self._spec
+        assert layer.qkv is not None
         to_attention, x = self._input(layer.attention_norm, key.rows)
         to_mlp, y = ([], x) if spec.is_parallel else self._input(layer.mlp_norm, key.rows)
         return [

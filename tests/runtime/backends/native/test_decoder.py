@@ -50,6 +50,8 @@ OTHERS = (
     "deepseek_v3",
     "granitemoehybrid",
     "bamba",
+    "falcon_h1",
+    "nemotron_h",
 )  # than those like Llama
 
 each_family = pytest.mark.parametrize("family", DISTINCT_NATIVE)

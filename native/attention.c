@@ -535,7 +535,7 @@ static void attend(const sequence_t *of, int64_t pair, int num) {
 #if TN_TILES
     const int64_t pieces = of->dtype == TN_BF16 ? tn_pack_pieces(num, of->head_dim) : 0;
     for (int64_t piece = 0; piece < pieces; piece++)
-        tn_pack(TN_PAIRS, task.packed, task.queries, task.stride, num, of->head_dim, piece);
+        tn_pack(TN_WHOLE_PAIRS, task.packed, task.queries, task.stride, num, of->head_dim, piece);
 #endif
     /* Later rows see no fewer keys at the end. */
     const int64_t first_position = of->first_position + row_of(of, pair);

@@ -8,7 +8,8 @@
  * tile_dot_integers does so with integers: c are 32 bits, `a` 16 rows of 64 signed bytes, and `b` 16 quads of them by 16
  * columns. Sums are exact, or wrap around (TDPBSSD).
  *
- * Registers are whole, or halves: then 4 and 5 are 16 rows by 32 bytes, and 6 and 7 have 8 rows.
+ * Registers are whole; or narrow, then 0 to 3, 6 and 7 have fewer columns; or halves, then 4 and 5 are 16 rows by 32 bytes,
+ * and 6 and 7 have 8 rows.
  *
  * With TN_SOFT_TILES the same is done in memory, bit for bit, which tests use where the processor has no tiles.
  * Registers have numbers that the compiler knows. */
@@ -16,29 +17,36 @@
 #define TN_ISA_AMX_H
 
 #include <immintrin.h>
-#include <stdbool.h>
 #include <string.h>
 
 #include "isa.h"
+#include "tiles.h"
 
 enum { TILE_BYTES = 1024, TILE_ROW_BYTES = 64 };
+
+TN_INLINE int tile_rows(tn_tile_shape shape, int tile) { return shape == TN_HALF_TILES && tile >= 6 ? 8 : 16; }
+TN_INLINE int tile_row_bytes(tn_tile_shape shape, int tile) {
+    const bool is_weights = tile == 4 || tile == 5;
+    if (shape == TN_HALF_TILES) return is_weights ? TILE_ROW_BYTES / 2 : TILE_ROW_BYTES;
+    return is_weights ? TILE_ROW_BYTES : (int)shape * 4;
+}
 
 #if defined(TN_SOFT_TILES)
 
 static _Thread_local _Alignas(64) unsigned char soft_tile[8][16][TILE_ROW_BYTES];
-extern _Thread_local bool tn_soft_halves;
+extern _Thread_local tn_tile_shape tn_soft_shape;
 
-TN_INLINE void tiles_configure(bool halves) { tn_soft_halves = halves; }
+TN_INLINE void tiles_configure(tn_tile_shape shape) { tn_soft_shape = shape; }
 TN_INLINE void tiles_release(void) {}
 TN_INLINE void tile_zero(const int to) { memset(soft_tile[to], 0, TILE_BYTES); }
 TN_INLINE void tile_load(const int to, const void *from, int64_t stride) {
-    const int rows = tn_soft_halves && to >= 6 ? 8 : 16;
-    const size_t bytes = tn_soft_halves && (to == 4 || to == 5) ? TILE_ROW_BYTES / 2 : TILE_ROW_BYTES;
     memset(soft_tile[to], 0, TILE_BYTES);
-    for (int row = 0; row < rows; row++) memcpy(soft_tile[to][row], (const char *)from + row * stride, bytes);
+    for (int row = 0; row < tile_rows(tn_soft_shape, to); row++)
+        memcpy(soft_tile[to][row], (const char *)from + row * stride, tile_row_bytes(tn_soft_shape, to));
 }
 TN_INLINE void tile_store(const int from, void *to, int64_t stride) {
-    for (int row = 0; row < 16; row++) memcpy((char *)to + row * stride, soft_tile[from][row], TILE_ROW_BYTES);
+    for (int row = 0; row < 16; row++)
+        memcpy((char *)to + row * stride, soft_tile[from][row], tile_row_bytes(tn_soft_shape, from));
 }
 /* A function of its own, so that no sum moves to where denormals count. */
 static __attribute__((noinline)) void soft_products(const int c, const int a, const int b) {
@@ -79,7 +87,7 @@ TN_INLINE void tile_dot_integers(const int c, const int a, const int b) {
 #else
 
 /* The compiler's own intrinsic takes its operand for eight bytes in some versions. */
-TN_INLINE void tiles_configure(bool halves) {
+TN_INLINE void tiles_configure(tn_tile_shape shape) {
     typedef struct {
         uint8_t palette, start_row, reserved[14];
         uint16_t row_bytes[16];
@@ -88,9 +96,8 @@ TN_INLINE void tiles_configure(bool halves) {
     _Static_assert(sizeof(config_t) == 64, "as LDTILECFG reads it");
     config_t config = {.palette = 1};
     for (int tile = 0; tile < 8; tile++) {
-        const bool is_half = halves && tile >= 4;
-        config.row_bytes[tile] = is_half && tile < 6 ? TILE_ROW_BYTES / 2 : TILE_ROW_BYTES;
-        config.rows[tile] = is_half && tile >= 6 ? 8 : 16;
+        config.row_bytes[tile] = (uint16_t)tile_row_bytes(shape, tile);
+        config.rows[tile] = (uint8_t)tile_rows(shape, tile);
     }
     __asm__ volatile("ldtilecfg %0" ::"m"(config));
 }

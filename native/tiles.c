@@ -38,25 +38,25 @@ enum {
     MAX_BLOCK = 1280,   /* elements of K that are in a strip; a multiple of a unit */
     IN_PLACE_ROWS = 64, /* with more, bf16 are copied into a strip: there they share no places of the first cache */
     MAX_GROUPS = MAX_BLOCK / SIDE + 16, /* of 16 elements at least; one more than are whole; in vectors */
-    RING = 4,           /* units of a strip that only one block of rows needs */
+    RING = 2,           /* units of a strip that only one block of rows needs: one is multiplied, one widened */
     PIECE_STEPS = 16,   /* of a tile of rows: what is packed at a time */
     MANY_ROWS = 128,
 };
 
-typedef enum { IN_PLACE, STRIP_ONLY, FROM_BF16, FROM_I8_AND_ZERO, FROM_U4, FROM_U4_AND_ZERO,
+typedef enum { IN_PLACE, STRIP_ONLY, FROM_BF16, FROM_I8_AND_ZERO, FROM_U4, FROM_U4_AND_ZERO, FROM_U4_BY_TABLE,
                FROM_E2M1, FROM_E4M3, FROM_Q4_K, FROM_Q5_K, FROM_Q6_K, FROM_BLOCKS } form_t;
 
 /* ---- the tiles of a thread ---- */
 
 #if defined(TN_SOFT_TILES)
-_Thread_local bool tn_soft_halves;
+_Thread_local tn_tile_shape tn_soft_shape;
 #endif
 
 static _Thread_local tn_tile_shape shape_now;
 
 void tn_tiles_begin(tn_tile_shape shape) {
     if (shape_now == shape) return;
-    tiles_configure(shape == TN_HALF_TILES);
+    tiles_configure(shape);
     shape_now = shape;
 }
 
@@ -98,27 +98,38 @@ int64_t tn_pack_pieces(int64_t num_rows, int64_t num_in) {
     return (num_rows + SIDE - 1) / SIDE * pieces_of_tile(num_rows, num_in);
 }
 
-/* Steps [begin, end) of a tile of rows: (steps, 16 pairs, 16 rows, 2). */
+/* Columns of the tiles of inputs and sums: fewer where there are fewer rows, so that inputs take less of the first cache. */
+static int width_of(int64_t num_rows) { return (int)least(num_rows, SIDE); }
+
+/* Steps [begin, end) of a tile of rows: (steps, 16 pairs, `width` rows, 2). */
 static void pack_pairs(uint16_t *packed, const uint16_t *x, int64_t x_stride, int64_t num_rows, int64_t num_in, int64_t tile,
-                       int64_t begin, int64_t end) {
+                       int width, int64_t begin, int64_t end) {
     const int64_t steps = (num_in + STEP - 1) / STEP, rows = least(num_rows - tile * SIDE, SIDE);
     const uint16_t *from = x + tile * SIDE * x_stride;
+    const __mmask16 mask = v_mask(width);
     for (int64_t step = begin; step < end; step++) {
+        uint16_t *to = packed + (tile * steps + step) * width * STEP;
+        if (width == 1) {
+            _mm512_store_si512(to, load_step(from + step * STEP, num_in - step * STEP));
+            continue;
+        }
         __m512i r[SIDE];
 #pragma GCC unroll 16
         for (int i = 0; i < SIDE; i++)
             r[i] = i < rows ? load_step(from + i * x_stride + step * STEP, num_in - step * STEP) : _mm512_setzero_si512();
         transpose(r);
-        uint16_t *to = packed + (tile * steps + step) * (TILE_BYTES / 2);
 #pragma GCC unroll 16
-        for (int i = 0; i < SIDE; i++) _mm512_store_si512(to + i * STEP, r[i]);
+        for (int i = 0; i < SIDE; i++) _mm512_mask_storeu_epi32(to + i * width * 2, mask, r[i]);
     }
 }
 
 void tn_pack(int forms, void *packed, const void *x, int64_t x_stride, int64_t num_rows, int64_t num_in, int64_t piece) {
     const int64_t pieces = pieces_of_tile(num_rows, num_in), tile = piece / pieces, steps = (num_in + STEP - 1) / STEP;
     const int64_t size = steps_of_piece(num_rows, num_in), begin = piece % pieces * size, end = least(begin + size, steps);
-    if (forms & TN_PAIRS) pack_pairs(packed, x, x_stride, num_rows, num_in, tile, begin, end);
+    if (forms & (TN_PAIRS | TN_WHOLE_PAIRS)) {
+        const int width = forms & TN_PAIRS ? width_of(num_rows) : SIDE;
+        pack_pairs(packed, x, x_stride, num_rows, num_in, tile, width, begin, end);
+    }
     if (forms & TN_INTEGERS)
         tn_pack_integers(integers_in(packed, num_rows, num_in), x, x_stride, num_rows, num_in, tile, begin * STEP,
                          least(end * STEP, num_in));
@@ -168,14 +179,69 @@ typedef struct {
     _Alignas(4096) uint16_t tiles[MAX_BLOCK / STEP][2][SIDE * STEP]; /* widened */
     const char *column[STRIP]; /* the block's first element; the last column stands for missing ones */
     const char *more[STRIP];   /* of E2M1: its scales in the block */
-    float scale[STRIP][MAX_GROUPS];
-    float level[STRIP][MAX_GROUPS]; /* of U4, that means 0: where not all of them are 8 */
+    union {
+        float scale[STRIP][MAX_GROUPS];
+        uint16_t place[STRIP][MAX_GROUPS]; /* in bytes, of a scale's levels in the table of U4 */
+    };
+    union {
+        float level[STRIP][MAX_GROUPS];    /* of U4, that means 0: where not all of them are 8 */
+        uint32_t shift[STRIP][MAX_GROUPS]; /* what the levels in the table lack of a scale's exponent and sign; twice */
+    };
     int zero[STRIP];                 /* of I8 */
     int64_t stride;                  /* bytes from a column to the next, where they are taken from where they are */
     int64_t next_bytes;              /* from each element to the one in the next strip, which is asked for meanwhile */
     int mask;                        /* of steps: those of a ring take each other's places */
     int count, group_size, left;
 } strip_t;
+
+/* ---- levels of U4 under a scale in bf16 ----
+ *
+ * (q - 8) * scale, rounded to bf16, has the mantissa that scale's own mantissa gives it. So there is a table of the levels
+ * of each mantissa, for the exponent of 1; what a scale's exponent and sign differ by is added to all but the level 0. */
+
+enum { MANTISSAS = 128, LEVELS = 16, ONE = 0x3f80, LARGEST_EXPONENT = 250 };
+
+static _Alignas(64) uint16_t levels_of_mantissa[1 + MANTISSAS][LEVELS]; /* the first are of the scale 0 */
+
+void tn_tiles_start(void) {
+    for (int mantissa = 0; mantissa < MANTISSAS; mantissa++)
+        for (int level = 0; level < LEVELS; level++)
+            levels_of_mantissa[1 + mantissa][level] = bf16_of_f32((float)(level - 8) * f32_of_bf16((uint16_t)(ONE + mantissa)));
+}
+
+/* Where the table has the levels of a column's scales; or false, since one is too small, too large, or no number. */
+TN_INLINE bool take_places(strip_t *strip, int c, const uint16_t *scales, int groups) {
+    const __m512i first_twice = _mm512_set_epi16(15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8, 7, 7, 6, 6, 5, 5,
+                                                 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+    const __m512i second_twice = _mm512_add_epi16(first_twice, _mm512_set1_epi16(SIDE));
+    __mmask32 has_others = 0;
+    for (int group = 0; group < groups; group += 2 * SIDE) {
+        const __m512i bits = load_step(scales + group, groups - group);
+        const __m512i size = _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff));
+        const __mmask32 is_some = _mm512_test_epi16_mask(size, size);
+        has_others |= _mm512_mask_cmpge_epu16_mask(is_some, _mm512_sub_epi16(size, _mm512_set1_epi16(MANTISSAS)),
+                                                   _mm512_set1_epi16((short)(LARGEST_EXPONENT * MANTISSAS)));
+        const __m512i mantissa = _mm512_and_si512(bits, _mm512_set1_epi16(MANTISSAS - 1));
+        const __m512i place = _mm512_maskz_slli_epi16(is_some, _mm512_add_epi16(mantissa, _mm512_set1_epi16(1)), 5);
+        const __m512i shift = _mm512_maskz_sub_epi16(is_some, _mm512_sub_epi16(bits, mantissa), _mm512_set1_epi16(ONE));
+        _mm512_storeu_si512(strip->place[c] + group, place);
+        _mm512_storeu_si512(strip->shift[c] + group, _mm512_permutexvar_epi16(first_twice, shift));
+        _mm512_storeu_si512(strip->shift[c] + group + SIDE, _mm512_permutexvar_epi16(second_twice, shift));
+    }
+    return has_others == 0;
+}
+
+/* The levels of one of a column's groups, twice. One instruction adds under a mask, of which clang makes two. */
+TN_INLINE __m512i levels_by_table(const strip_t *strip, int c, int group) {
+    const char *place = (const char *)levels_of_mantissa + strip->place[c][group];
+    __m512i levels = _mm512_broadcast_i64x4(_mm256_load_si256((const void *)place));
+    const __m512i shift = _mm512_set1_epi32((int)strip->shift[c][group]);
+    const __mmask32 all_but_zero = 0xfefffeff;
+    __asm__("vpaddw %1, %0, %0 %{%2%}" : "+v"(levels) : "v"(shift), "Yk"(all_but_zero));
+    return levels;
+}
+
+/* ---- scales of a strip ---- */
 
 /* Scales of a column's groups in the block, and the zeros of U4. */
 TN_INLINE void take_groups(strip_t *strip, int c, const tn_matrix *w, const int scale_dtype, int64_t place, int groups) {
@@ -214,18 +280,29 @@ static void round_column(strip_t *strip, int c, int dtype) {
     }
 }
 
-/* Columns [first, first + num). */
-static void begin_strip(strip_t *strip, const form_t form, const tn_matrix *w, int64_t first, int num, const block_t *block) {
+static bool take_all_places(strip_t *strip, const tn_matrix *w, int64_t first, int num, const block_t *block) {
+    const uint16_t *scales = (const uint16_t *)w->scale + first * block->num_groups + block->first_group;
+    bool has_all = true;
+    for (int c = 0; c < STRIP; c++)
+        has_all &= take_places(strip, c, scales + least(c, num - 1) * block->num_groups, block->groups);
+    return has_all;
+}
+
+/* Columns [first, first + num); the form in which they are widened. */
+static form_t begin_strip(strip_t *strip, const form_t form, const tn_matrix *w, int64_t first, int num, const block_t *block) {
     strip->stride = bytes_of(w, w->num_in);
-    strip->next_bytes = STRIP * stored_row(w, 1) * strip->stride;
+    const char *data = (const char *)w->data + bytes_of(w, block->begin);
+    const int64_t step = stored_row(w, 1);
+    strip->next_bytes = STRIP * step * strip->stride;
     strip->count = block->count;
     strip->group_size = (int)w->group_size;
     strip->left = block->left;
+    for (int c = 0; c < STRIP; c++) strip->column[c] = data + (first + least(c, num - 1)) * step * strip->stride;
+    if (form == FROM_U4_BY_TABLE && take_all_places(strip, w, first, num, block)) return form;
     for (int c = 0; c < STRIP; c++) {
-        const int64_t column = first + (c < num ? c : num - 1), row = stored_row(w, column);
-        strip->column[c] = (const char *)w->data + bytes_of(w, row * w->num_in + block->begin);
+        const int64_t column = first + least(c, num - 1);
         if (w->dtype == TN_E2M1)
-            strip->more[c] = (const char *)w->scale + row * (w->num_in / STEP) + block->begin / STEP;
+            strip->more[c] = (const char *)w->scale + stored_row(w, column) * (w->num_in / STEP) + block->begin / STEP;
         else if (w->scale != NULL)
             take_scales(strip, c, w, column, block);
         else if (form == FROM_BLOCKS)
@@ -233,6 +310,7 @@ static void begin_strip(strip_t *strip, const form_t form, const tn_matrix *w, i
         else if (tn_is_blocks(w->dtype))
             tn_block_scales(strip->scale[c], strip->level[c], strip->column[c], block->count, w->dtype);
     }
+    return form == FROM_U4_BY_TABLE ? FROM_U4 : form;
 }
 
 /* A unit's place within groups, which is gone through in steps of 32. */
@@ -318,7 +396,6 @@ TN_INLINE void widen_column(const form_t form, const bool is_whole, const strip_
     case FROM_U4_AND_ZERO: {
         const float *scale = strip->scale[c], *level = strip->level[c];
         const bool has_zero = form == FROM_U4_AND_ZERO;
-        if (at->unit % 2 == 0) _mm_prefetch((const char *)(from + at->unit * (UNIT / 2) + strip->next_bytes), _MM_HINT_T1);
         const vf first = levels_of_u4(scale[at->first_group], has_zero ? level[at->first_group] : 8.0f);
         const vf second = levels_of_u4(scale[at->second_group], has_zero ? level[at->second_group] : 8.0f);
         vb both[2];
@@ -326,6 +403,12 @@ TN_INLINE void widen_column(const form_t form, const bool is_whole, const strip_
                    &both[1]);
         *low = (__m512i)both[0];
         *high = (__m512i)both[1];
+        return;
+    }
+    case FROM_U4_BY_TABLE: { /* of each byte five bits are looked at, of which one is the neighbour's */
+        const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)(from + at->unit * (UNIT / 2))));
+        *low = _mm512_permutexvar_epi16(bytes, levels_by_table(strip, c, at->first_group));
+        *high = _mm512_permutexvar_epi16(_mm512_srli_epi16(bytes, 4), levels_by_table(strip, c, at->second_group));
         return;
     }
     case FROM_Q4_K:
@@ -348,7 +431,6 @@ TN_INLINE void widen_column(const form_t form, const bool is_whole, const strip_
     default: {
         const char *own = from + at->unit * (UNIT / 2);
         const uint8_t *scales = (const uint8_t *)strip->more[c] + 2 * at->unit;
-        if (at->unit % 2 == 0) _mm_prefetch((const char *)(own + strip->next_bytes), _MM_HINT_T1);
         *low = e2m1_of(own, levels_of_e2m1(scale_of_e8m0(scales[0])));
         if (has_second) *high = e2m1_of(own + STEP / 2, levels_of_e2m1(scale_of_e8m0(scales[1])));
     }
@@ -358,7 +440,7 @@ TN_INLINE void widen_column(const form_t form, const bool is_whole, const strip_
 /* A unit of the strip, as `widen` takes it in quarters of 8 columns. */
 TN_INLINE unit_t unit_at(const form_t form, const strip_t *strip, int unit, place_t *place) {
     unit_t at = {.unit = unit, .left = strip->count - unit * UNIT};
-    if (form == FROM_U4 || form == FROM_U4_AND_ZERO) {
+    if (form == FROM_U4 || form == FROM_U4_AND_ZERO || form == FROM_U4_BY_TABLE) {
         at.first_group = place->group;
         next_step(place, strip->group_size);
         at.second_group = place->group;
@@ -367,11 +449,18 @@ TN_INLINE unit_t unit_at(const form_t form, const strip_t *strip, int unit, plac
     return at;
 }
 
+TN_INLINE bool is_nibbles(const form_t form) {
+    return form == FROM_U4 || form == FROM_U4_AND_ZERO || form == FROM_U4_BY_TABLE || form == FROM_E2M1;
+}
+
 TN_INLINE void widen_quarter(const form_t form, const bool is_whole, strip_t *strip, int quarter, const unit_t *at) {
     enum { NUM = STRIP / 4 };
     const int place = quarter % 2 * NUM * STEP, half = quarter / 2;
     uint16_t *first = strip->tiles[(2 * at->unit) & strip->mask][half] + place;
     uint16_t *second = strip->tiles[(2 * at->unit + 1) & strip->mask][half] + place;
+    if (is_nibbles(form) && at->unit % 2 == half) /* a line has two units: of half of the columns each time */
+        for (int c = quarter * NUM; c < (quarter + 1) * NUM; c++)
+            _mm_prefetch(strip->column[c] + at->unit * (UNIT / 2) + strip->next_bytes, _MM_HINT_T1);
 #pragma GCC unroll 8
     for (int c = 0; c < NUM; c++) {
         __m512i low, high;
@@ -419,13 +508,18 @@ TN_INLINE void store_sums(const bool two, tn_tile_sums sums) {
 /* Packed inputs of a block for one or two tiles of rows. */
 typedef struct {
     const uint16_t *x;
+    int width;    /* of a tile: rows */
     int64_t tile; /* elements, from the first tile of rows to the second */
 } inputs_t;
 
+/* The tile of a step; its rows are adjacent. */
+TN_INLINE const uint16_t *tile_of(const inputs_t *inputs, int step) { return inputs->x + step * inputs->width * STEP; }
+TN_INLINE int64_t stride_of(const inputs_t *inputs) { return 4 * inputs->width; }
+
 /* One step: `w` are 16 columns, and `half` bytes further on the other 16. */
 TN_INLINE void multiply(const bool two, const char *w, int64_t stride, int64_t half, const inputs_t *inputs, int step) {
-    const uint16_t *x = inputs->x + step * (TILE_BYTES / 2);
-    tile_load(6, x, TILE_ROW_BYTES);
+    const uint16_t *x = tile_of(inputs, step);
+    tile_load(6, x, stride_of(inputs));
     tile_load(4, w, stride);
     tile_dot(0, 4, 6);
     tile_load(5, w + half, stride);
@@ -456,9 +550,9 @@ TN_INLINE void sum_there(const bool in_place, const bool two, const strip_t *str
 /* One of the two halves of the columns in one step of the strip; the first half loads the inputs of both. */
 TN_INLINE void multiply_half(const bool two, const strip_t *strip, const inputs_t *inputs, int step, const int half) {
     const void *w = strip->tiles[step & strip->mask][half];
-    const uint16_t *x = inputs->x + step * (TILE_BYTES / 2);
+    const uint16_t *x = tile_of(inputs, step);
     if (half == 0) {
-        tile_load(6, x, TILE_ROW_BYTES);
+        tile_load(6, x, stride_of(inputs));
         if (two) tile_load(7, x + inputs->tile, TILE_ROW_BYTES);
         tile_load(4, w, TILE_ROW_BYTES);
         tile_dot(0, 4, 6);
@@ -557,6 +651,7 @@ static void sum_any(form_t form, panel_t *panel, const inputs_t *inputs, bool tw
     case FROM_I8_AND_ZERO: sum_form(FROM_I8_AND_ZERO, panel, inputs, two); return;
     case FROM_U4: sum_form(FROM_U4, panel, inputs, two); return;
     case FROM_U4_AND_ZERO: sum_form(FROM_U4_AND_ZERO, panel, inputs, two); return;
+    case FROM_U4_BY_TABLE: sum_form(FROM_U4_BY_TABLE, panel, inputs, two); return;
     case FROM_E4M3: sum_form(FROM_E4M3, panel, inputs, two); return;
     case FROM_Q4_K: sum_form(FROM_Q4_K, panel, inputs, two); return;
     case FROM_Q5_K: sum_form(FROM_Q5_K, panel, inputs, two); return;
@@ -587,18 +682,20 @@ static void sum_strip(panel_t *panel, int column, const block_t *block) {
     const tn_linear_args *args = panel->args;
     const tn_matrix *w = args->weight;
     const int num = (int)least(panel->num - column, STRIP);
-    const int64_t steps = (w->num_in + STEP - 1) / STEP, tile = steps * (TILE_BYTES / 2);
+    const int width = width_of(args->num_rows);
+    const int64_t steps = (w->num_in + STEP - 1) / STEP, tile = steps * width * STEP;
     strip_t *strip = &panel->strip;
     const bool one_block = panel->rows <= BLOCK_ROWS;
-    const form_t form = panel->form == IN_PLACE && (num < STRIP || panel->rows > IN_PLACE_ROWS) ? FROM_BF16 : panel->form;
+    form_t form = panel->form == IN_PLACE && (num < STRIP || panel->rows > IN_PLACE_ROWS) ? FROM_BF16 : panel->form;
     strip->mask = one_block && form != FROM_BLOCKS ? 2 * RING - 1 : ~0;
-    begin_strip(strip, form, w, panel->first + column, num, block);
+    form = begin_strip(strip, form, w, panel->first + column, num, block);
     for (int row = 0; row < panel->rows; row += BLOCK_ROWS) {
         const bool two = panel->rows - row > SIDE;
         tn_tile_sums *sums = &panel->sums[column / STRIP][row / BLOCK_ROWS];
         tn_tile_sums *chain = panel->is_grouped ? &panel->group : sums;
         const inputs_t inputs = {
-            .x = (const uint16_t *)args->packed + ((panel->row + row) / SIDE) * tile + block->begin / STEP * (TILE_BYTES / 2),
+            .x = (const uint16_t *)args->packed + (panel->row + row) / SIDE * tile + block->begin / STEP * width * STEP,
+            .width = width,
             .tile = tile};
         if (block->begins)
             zero_sums(two);
@@ -657,7 +754,7 @@ static form_t form_of(const tn_matrix *w) {
     switch (w->dtype) {
     case TN_BF16: return w->num_in % STEP ? FROM_BF16 : IN_PLACE;
     case TN_I8: return FROM_I8_AND_ZERO;
-    case TN_U4: return w->zero == NULL ? FROM_U4 : FROM_U4_AND_ZERO;
+    case TN_U4: return w->zero != NULL ? FROM_U4_AND_ZERO : w->scale_dtype == TN_BF16 ? FROM_U4_BY_TABLE : FROM_U4;
     case TN_E4M3: return FROM_E4M3;
     case TN_E2M1: return FROM_E2M1;
     case TN_Q4_K: return FROM_Q4_K;
@@ -683,7 +780,7 @@ void tn_tiles_columns(const tn_linear_args *args, int64_t begin, int64_t end) {
     panel.form = form_of(args->weight);
     panel.is_grouped = is_grouped(args->weight);
     panel.num_pending = 0;
-    tn_tiles_begin(TN_WHOLE_TILES);
+    tn_tiles_begin((tn_tile_shape)width_of(args->num_rows));
     for (panel.row = 0; panel.row < args->num_rows; panel.row += PANEL_ROWS) {
         panel.rows = (int)least(args->num_rows - panel.row, PANEL_ROWS);
         for (panel.first = begin; panel.first < end; panel.first += PANEL_COLUMNS) {
@@ -698,5 +795,6 @@ void tn_tiles_columns(const tn_linear_args *args, int64_t begin, int64_t end) {
 int tn_packed_forms(const tn_matrix *w, int x_dtype) { return (void)w, (void)x_dtype, 0; }
 int64_t tn_packed_bytes(int64_t num_rows, int64_t num_in) { return (void)num_rows, (void)num_in, 0; }
 void tn_tiles_end(void) {}
+void tn_tiles_start(void) {}
 
 #endif

@@ -12,8 +12,8 @@
 #define TN_TILES 1
 #endif
 
-/* Forms of packed inputs: pairs of bf16, and integers. */
-enum { TN_PAIRS = 1, TN_INTEGERS = 2 };
+/* Forms of packed inputs: pairs of bf16, where fewer than 16 rows make narrow tiles; the same in whole tiles; integers. */
+enum { TN_PAIRS = 1, TN_INTEGERS = 2, TN_WHOLE_PAIRS = 4 };
 
 /* The form in which tiles multiply these weights with inputs of this dtype; 0: they do not. The number of rows decides
  * nothing, or it would change bits. */
@@ -33,8 +33,11 @@ void tn_tiles_columns(const tn_linear_args *args, int64_t begin, int64_t end);
 
 #define TN_TILES_COLUMNS 32
 
-/* What a thread's tiles are set up for: whole ones, or products with half steps of integers (isa_amx.h). */
-typedef enum { TN_NO_TILES, TN_WHOLE_TILES, TN_HALF_TILES } tn_tile_shape;
+/* What a thread's tiles are set up for (isa_amx.h): results of 1 to 16 columns, or products with half steps of integers. */
+typedef enum { TN_NO_TILES = 0, TN_WHOLE_TILES = 16, TN_HALF_TILES = 17 } tn_tile_shape;
+
+/* Once a process, before others. */
+void tn_tiles_start(void);
 
 /* A thread's tiles are set up before products by them, and given back at the end of a region, so that the system need
  * not save them. */

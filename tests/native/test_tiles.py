@@ -106,6 +106,30 @@ def test_rows_and_threads_change_no_bit(isa: str, kind: str) -> None:
                 assert np.array_equal(product(isa, x, case.weight).view(np.uint32), together.view(np.uint32))
 
 
+@each_kind_of_tiles
+@pytest.mark.parametrize("odd", [0.0, -0.0, 1.5e-38, 1e-39, -3e37, 3.3e38, math.inf, math.nan])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_levels_from_the_table_are_those_that_are_computed(isa: str, group_size: int, odd: float) -> None:
+    """Scales in bf16 have a table (native/tiles.c), and the same ones in fp32 have none. One in the middle is odd: strips
+    before and after it take the table, its own strip does not where it is beyond the table's exponents."""
+    rng = np.random.default_rng(43)
+    num_out, num_in = 100, 1408
+    data = rng.integers(0, 256, (num_out, num_in // 2), np.uint8)
+    scale = arrays.to_bf16(
+        (rng.standard_normal((num_out, num_in // group_size)) * 2.0 ** -rng.integers(0, 90)).astype(
+            np.float32
+        )
+    )
+    scale[50, 3] = arrays.to_bf16(np.array([odd], np.float32))[0]
+    for num_rows in (1, 3, 16, 40):
+        x = make_inputs(num_rows, num_in)
+        by_table = product(isa, x, Weight(data, scale=scale))
+        computed = product(isa, x, Weight(data, scale=arrays.from_bf16(scale)))
+        assert np.array_equal(by_table, computed, equal_nan=True)
+        is_number = ~np.isnan(computed)
+        assert np.array_equal(by_table.view(np.uint32)[is_number], computed.view(np.uint32)[is_number])
+
+
 def rounded(value: Fraction) -> Fraction:
     """To the nearest float32, ties to even; for numbers that are neither denormal nor too large."""
     if value == 0:

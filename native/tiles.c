@@ -1,8 +1,9 @@
 /* Products by tiles (isa_amx.h): out (rows, columns) = x (rows, K) times w (columns, K).
  *
  * Tiles compute the result's transpose. Weights are the operand `a`, 16 columns of 32 elements as they lie in memory;
- * inputs are `b`, packed: 16 pairs of elements by 16 rows. Other weights than bf16 are widened into a strip of tiles while
- * the tiles before them are multiplied; integers of 8 bits without zeros are multiplied as such (integer_tiles.c).
+ * inputs are `b`, packed: 16 pairs of elements by up to 16 rows. Other weights than bf16 are widened into a strip of tiles
+ * while the tiles before them are multiplied (strips.h); integers of 8 bits without zeros are multiplied as such
+ * (integer_tiles.c).
  *
  * An element of the result is one chain over K in steps of 32, ascending: c = c + (even + odd), from +0; elements behind
  * K are zeros on both sides. Where E4M3, or I8 with zeros, has several groups of scales, each has a chain of its own, and
@@ -19,32 +20,17 @@
 
 #if TN_TILES
 
-#include <assert.h>
-#include <string.h>
-
 #include "integer_tiles.h"
-#include "isa_amx.h"
-#include "tile_results.h"
-#include "weights.h"
+#include "strips.h"
 
 enum {
-    STEP = 32,          /* elements of K in a tile */
-    UNIT = 64,          /* elements that are widened together: a run of U4 */
-    SIDE = TN_TILE_SIDE,
-    STRIP = TN_TILES_COLUMNS,
     BLOCK_ROWS = TN_BLOCK_ROWS,
     PANEL_ROWS = 512,
     PANEL_COLUMNS = 256,
-    MAX_BLOCK = 1280,   /* elements of K that are in a strip; a multiple of a unit */
     IN_PLACE_ROWS = 64, /* with more, bf16 are copied into a strip: there they share no places of the first cache */
-    MAX_GROUPS = MAX_BLOCK / SIDE + 16, /* of 16 elements at least; one more than are whole; in vectors */
-    RING = 2,           /* units of a strip that only one block of rows needs: one is multiplied, one widened */
     PIECE_STEPS = 16,   /* of a tile of rows: what is packed at a time */
     MANY_ROWS = 128,
 };
-
-typedef enum { IN_PLACE, STRIP_ONLY, FROM_BF16, FROM_I8_AND_ZERO, FROM_U4, FROM_U4_AND_ZERO, FROM_U4_BY_TABLE,
-               FROM_E2M1, FROM_E4M3, FROM_Q4_K, FROM_Q5_K, FROM_Q6_K, FROM_BLOCKS } form_t;
 
 /* ---- the tiles of a thread ---- */
 
@@ -60,6 +46,8 @@ void tn_tiles_begin(tn_tile_shape shape) {
     shape_now = shape;
 }
 
+void tn_tiles_start(void) { make_levels(); }
+
 void tn_tiles_end(void) {
     if (shape_now == TN_NO_TILES) return;
     tiles_release();
@@ -67,12 +55,6 @@ void tn_tiles_end(void) {
 }
 
 /* ---- packing ---- */
-
-/* `left` bf16, or STEP where there are more; zeros behind them. */
-TN_INLINE __m512i load_step(const uint16_t *from, int64_t left) {
-    const __mmask32 mask = left >= STEP ? ~0u : (1u << left) - 1;
-    return _mm512_maskz_loadu_epi16(mask, from);
-}
 
 static int64_t pairs_bytes(int64_t num_rows, int64_t num_in) { return round_up(num_rows, SIDE) * round_up(num_in, STEP) * 2; }
 
@@ -133,349 +115,6 @@ void tn_pack(int forms, void *packed, const void *x, int64_t x_stride, int64_t n
     if (forms & TN_INTEGERS)
         tn_pack_integers(integers_in(packed, num_rows, num_in), x, x_stride, num_rows, num_in, tile, begin * STEP,
                          least(end * STEP, num_in));
-}
-
-/* ---- blocks of K ---- */
-
-/* Elements [begin, begin + count) of K, and the groups of scales that lie in them. */
-typedef struct {
-    int64_t begin;
-    int count, steps;
-    int64_t num_groups;  /* of a column */
-    int64_t first_group;
-    int left;            /* elements of the first group that are in the block */
-    int groups;
-    bool begins, ends; /* a chain */
-} block_t;
-
-static bool is_grouped(const tn_matrix *w) { return is_bytes(w) && w->group_size < w->num_in; }
-
-static block_t block_at(const tn_matrix *w, int64_t begin, int64_t most) {
-    int64_t end = least(begin + most, w->num_in);
-    block_t block = {.begin = begin, .begins = begin == 0};
-    if (w->scale != NULL) {
-        const uint32_t size = (uint32_t)w->group_size; /* divisions take three times as long in 64 bits */
-        block.num_groups = groups_of(w);
-        block.first_group = (uint32_t)begin / size;
-        const int64_t group_end = least((block.first_group + 1) * w->group_size, w->num_in);
-        block.ends = end >= group_end;
-        if (is_grouped(w)) {
-            end = least(end, group_end);
-            block.begins = begin == block.first_group * w->group_size;
-        }
-        block.left = (int)(least(group_end, end) - begin);
-        block.groups = (int)((uint32_t)(end - 1) / size - block.first_group) + 1;
-    }
-    if (!is_grouped(w)) block.ends = end == w->num_in;
-    block.count = (int)(end - begin);
-    block.steps = (block.count + STEP - 1) / STEP;
-    return block;
-}
-
-/* ---- strips ---- */
-
-/* 32 columns of a block of K. */
-typedef struct {
-    _Alignas(4096) uint16_t tiles[MAX_BLOCK / STEP][2][SIDE * STEP]; /* widened */
-    const char *column[STRIP]; /* the block's first element; the last column stands for missing ones */
-    const char *more[STRIP];   /* of E2M1: its scales in the block */
-    union {
-        float scale[STRIP][MAX_GROUPS];
-        uint16_t place[STRIP][MAX_GROUPS]; /* in bytes, of a scale's levels in the table of U4 */
-    };
-    union {
-        float level[STRIP][MAX_GROUPS];    /* of U4, that means 0: where not all of them are 8 */
-        uint32_t shift[STRIP][MAX_GROUPS]; /* what the levels in the table lack of a scale's exponent and sign; twice */
-    };
-    int zero[STRIP];                 /* of I8 */
-    int64_t stride;                  /* bytes from a column to the next, where they are taken from where they are */
-    int64_t next_bytes;              /* from each element to the one in the next strip, which is asked for meanwhile */
-    int mask;                        /* of steps: those of a ring take each other's places */
-    int count, group_size, left;
-} strip_t;
-
-/* ---- levels of U4 under a scale in bf16 ----
- *
- * (q - 8) * scale, rounded to bf16, has the mantissa that scale's own mantissa gives it. So there is a table of the levels
- * of each mantissa, for the exponent of 1; what a scale's exponent and sign differ by is added to all but the level 0. */
-
-enum { MANTISSAS = 128, LEVELS = 16, ONE = 0x3f80, LARGEST_EXPONENT = 250 };
-
-static _Alignas(64) uint16_t levels_of_mantissa[1 + MANTISSAS][LEVELS]; /* the first are of the scale 0 */
-
-void tn_tiles_start(void) {
-    for (int mantissa = 0; mantissa < MANTISSAS; mantissa++)
-        for (int level = 0; level < LEVELS; level++)
-            levels_of_mantissa[1 + mantissa][level] = bf16_of_f32((float)(level - 8) * f32_of_bf16((uint16_t)(ONE + mantissa)));
-}
-
-/* Where the table has the levels of a column's scales; or false, since one is too small, too large, or no number. */
-TN_INLINE bool take_places(strip_t *strip, int c, const uint16_t *scales, int groups) {
-    const __m512i first_twice = _mm512_set_epi16(15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8, 7, 7, 6, 6, 5, 5,
-                                                 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
-    const __m512i second_twice = _mm512_add_epi16(first_twice, _mm512_set1_epi16(SIDE));
-    __mmask32 has_others = 0;
-    for (int group = 0; group < groups; group += 2 * SIDE) {
-        const __m512i bits = load_step(scales + group, groups - group);
-        const __m512i size = _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff));
-        const __mmask32 is_some = _mm512_test_epi16_mask(size, size);
-        has_others |= _mm512_mask_cmpge_epu16_mask(is_some, _mm512_sub_epi16(size, _mm512_set1_epi16(MANTISSAS)),
-                                                   _mm512_set1_epi16((short)(LARGEST_EXPONENT * MANTISSAS)));
-        const __m512i mantissa = _mm512_and_si512(bits, _mm512_set1_epi16(MANTISSAS - 1));
-        const __m512i place = _mm512_maskz_slli_epi16(is_some, _mm512_add_epi16(mantissa, _mm512_set1_epi16(1)), 5);
-        const __m512i shift = _mm512_maskz_sub_epi16(is_some, _mm512_sub_epi16(bits, mantissa), _mm512_set1_epi16(ONE));
-        _mm512_storeu_si512(strip->place[c] + group, place);
-        _mm512_storeu_si512(strip->shift[c] + group, _mm512_permutexvar_epi16(first_twice, shift));
-        _mm512_storeu_si512(strip->shift[c] + group + SIDE, _mm512_permutexvar_epi16(second_twice, shift));
-    }
-    return has_others == 0;
-}
-
-/* The levels of one of a column's groups, twice. One instruction adds under a mask, of which clang makes two. */
-TN_INLINE __m512i levels_by_table(const strip_t *strip, int c, int group) {
-    const char *place = (const char *)levels_of_mantissa + strip->place[c][group];
-    __m512i levels = _mm512_broadcast_i64x4(_mm256_load_si256((const void *)place));
-    const __m512i shift = _mm512_set1_epi32((int)strip->shift[c][group]);
-    const __mmask32 all_but_zero = 0xfefffeff;
-    __asm__("vpaddw %1, %0, %0 %{%2%}" : "+v"(levels) : "v"(shift), "Yk"(all_but_zero));
-    return levels;
-}
-
-/* ---- scales of a strip ---- */
-
-/* Scales of a column's groups in the block, and the zeros of U4. */
-TN_INLINE void take_groups(strip_t *strip, int c, const tn_matrix *w, const int scale_dtype, int64_t place, int groups) {
-    for (int group = 0; group < groups; group += TN_LANES) {
-        const int count = lanes_left(groups - group);
-        vf_store(strip->scale[c] + group, load_elements(w->scale, scale_dtype, place + group, count));
-        if (w->dtype != TN_U4 || w->zero == NULL) continue;
-        const __m128i zeros = _mm_maskz_loadu_epi8(v_mask(count), (const uint8_t *)w->zero + place + group);
-        vf_store(strip->level[c] + group, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(zeros)));
-    }
-}
-
-static void take_scales(strip_t *strip, int c, const tn_matrix *w, int64_t column, const block_t *block) {
-    const int64_t place = scale_row(w, column) * block->num_groups + block->first_group;
-    if (block->groups == 1 && is_bytes(w)) {
-        strip->scale[c][0] = float_at(w->scale, w->scale_dtype, place);
-        strip->zero[c] = w->zero == NULL ? 0 : ((const int16_t *)w->zero)[place];
-        return;
-    }
-    switch (w->scale_dtype) {
-    case TN_BF16: take_groups(strip, c, w, TN_BF16, place, block->groups); return;
-    case TN_F16: take_groups(strip, c, w, TN_F16, place, block->groups); return;
-    default: take_groups(strip, c, w, TN_F32, place, block->groups);
-    }
-}
-
-/* All of a column's blocks, into the strip. */
-static void round_column(strip_t *strip, int c, int dtype) {
-    uint16_t rounded[TN_BLOCK_COLUMNS];
-    const char *from = strip->column[c];
-    for (int begin = 0, count; begin < strip->count; begin += count) {
-        count = (int)least(strip->count - begin, TN_BLOCK_COLUMNS);
-        tn_round_blocks(rounded, from + begin / tn_block_columns(dtype) * tn_block_bytes(dtype), count, dtype);
-        for (int k = 0; k < count; k += STEP)
-            memcpy(&strip->tiles[(begin + k) / STEP][c / SIDE][c % SIDE * STEP], rounded + k, TILE_ROW_BYTES);
-    }
-}
-
-static bool take_all_places(strip_t *strip, const tn_matrix *w, int64_t first, int num, const block_t *block) {
-    const uint16_t *scales = (const uint16_t *)w->scale + first * block->num_groups + block->first_group;
-    bool has_all = true;
-    for (int c = 0; c < STRIP; c++)
-        has_all &= take_places(strip, c, scales + least(c, num - 1) * block->num_groups, block->groups);
-    return has_all;
-}
-
-/* Columns [first, first + num); the form in which they are widened. */
-static form_t begin_strip(strip_t *strip, const form_t form, const tn_matrix *w, int64_t first, int num, const block_t *block) {
-    strip->stride = bytes_of(w, w->num_in);
-    const char *data = (const char *)w->data + bytes_of(w, block->begin);
-    const int64_t step = stored_row(w, 1);
-    strip->next_bytes = STRIP * step * strip->stride;
-    strip->count = block->count;
-    strip->group_size = (int)w->group_size;
-    strip->left = block->left;
-    for (int c = 0; c < STRIP; c++) strip->column[c] = data + (first + least(c, num - 1)) * step * strip->stride;
-    if (form == FROM_U4_BY_TABLE && take_all_places(strip, w, first, num, block)) return form;
-    for (int c = 0; c < STRIP; c++) {
-        const int64_t column = first + least(c, num - 1);
-        if (w->dtype == TN_E2M1)
-            strip->more[c] = (const char *)w->scale + stored_row(w, column) * (w->num_in / STEP) + block->begin / STEP;
-        else if (w->scale != NULL)
-            take_scales(strip, c, w, column, block);
-        else if (form == FROM_BLOCKS)
-            round_column(strip, c, w->dtype);
-        else if (tn_is_blocks(w->dtype))
-            tn_block_scales(strip->scale[c], strip->level[c], strip->column[c], block->count, w->dtype);
-    }
-    return form == FROM_U4_BY_TABLE ? FROM_U4 : form;
-}
-
-/* A unit's place within groups, which is gone through in steps of 32. */
-typedef struct { int group, left; } place_t;
-
-TN_INLINE void next_step(place_t *place, int group_size) {
-    place->left -= STEP;
-    if (place->left > 0) return;
-    place->left = group_size;
-    place->group++;
-}
-
-/* The sixteen levels less `zero`, scaled. */
-TN_INLINE vf levels_of_u4(float scale, float zero) {
-    const vf levels = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    return vf_mul(vf_sub(levels, vf_set(zero)), vf_set(scale));
-}
-
-TN_INLINE vb levels_of_e2m1(float scale) {
-    const vf table = _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f,
-                                    -3.0f, -4.0f, -6.0f);
-    const vf levels = vf_mul(table, vf_set(scale));
-    return _mm512_cvtne2ps_pbh(levels, levels); /* twice: five bits are looked at, of which one is the neighbour's */
-}
-
-TN_INLINE __m512i e2m1_of(const char *from, vb levels) {
-    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)from));
-    const __m512i both = _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));
-    return _mm512_permutexvar_epi16(both, (__m512i)levels);
-}
-
-/* 32 integers less `zero`, or the `left` first ones; zeros behind them. */
-TN_INLINE __m512i i8_of(const int8_t *from, int left, int zero) {
-    if (left < STEP) {
-        uint16_t rounded[STEP] = {0};
-        for (int k = 0; k < left; k++) rounded[k] = bf16_of_f32((float)(from[k] - zero));
-        return _mm512_loadu_si512(rounded);
-    }
-    uint16_t expanded[STEP];
-    vb_expand_i8(expanded, from, zero);
-    return _mm512_loadu_si512(expanded);
-}
-
-/* A unit of 16 columns: where it lies, and the groups that its two steps are in. */
-typedef struct {
-    int unit, left; /* elements from it on */
-    int first_group, second_group;
-} unit_t;
-
-/* 64 elements of one column, or with !is_whole those that are `left`, as bf16. */
-TN_INLINE void widen_column(const form_t form, const bool is_whole, const strip_t *strip, int c, const unit_t *at,
-                            __m512i *low, __m512i *high) {
-    const bool has_second = is_whole || at->left > STEP;
-    const int left = is_whole ? UNIT : at->left;
-    const char *from = strip->column[c];
-    *high = _mm512_setzero_si512();
-    switch (form) {
-    case FROM_BF16: {
-        const uint16_t *own = (const uint16_t *)from + at->unit * UNIT;
-        _mm_prefetch((const char *)own + strip->next_bytes, _MM_HINT_T1);
-        _mm_prefetch((const char *)own + strip->next_bytes + TILE_ROW_BYTES, _MM_HINT_T1);
-        *low = load_step(own, left);
-        if (has_second) *high = load_step(own + STEP, left - STEP);
-        return;
-    }
-    case FROM_I8_AND_ZERO: {
-        const int8_t *own = (const int8_t *)from + at->unit * UNIT;
-        const int zero = strip->zero[c];
-        _mm_prefetch((const char *)(own + strip->next_bytes), _MM_HINT_T1);
-        *low = i8_of(own, left, zero);
-        if (has_second) *high = i8_of(own + STEP, left - STEP, zero);
-        return;
-    }
-    case FROM_E4M3: {
-        const uint8_t *own = (const uint8_t *)from + at->unit * UNIT;
-        _mm_prefetch((const char *)(own + strip->next_bytes), _MM_HINT_T1);
-        *low = (__m512i)(left < STEP ? vb_load_e4m3_part(own, left) : vb_load_e4m3(own));
-        if (!has_second) return;
-        *high = (__m512i)(left < UNIT ? vb_load_e4m3_part(own + STEP, left - STEP) : vb_load_e4m3(own + STEP));
-        return;
-    }
-    case FROM_U4:
-    case FROM_U4_AND_ZERO: {
-        const float *scale = strip->scale[c], *level = strip->level[c];
-        const bool has_zero = form == FROM_U4_AND_ZERO;
-        const vf first = levels_of_u4(scale[at->first_group], has_zero ? level[at->first_group] : 8.0f);
-        const vf second = levels_of_u4(scale[at->second_group], has_zero ? level[at->second_group] : 8.0f);
-        vb both[2];
-        vb_load_u4((const uint8_t *)from + at->unit * (UNIT / 2), (__m512i)_mm512_cvtne2ps_pbh(first, second), &both[0],
-                   &both[1]);
-        *low = (__m512i)both[0];
-        *high = (__m512i)both[1];
-        return;
-    }
-    case FROM_U4_BY_TABLE: { /* of each byte five bits are looked at, of which one is the neighbour's */
-        const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)(from + at->unit * (UNIT / 2))));
-        *low = _mm512_permutexvar_epi16(bytes, levels_by_table(strip, c, at->first_group));
-        *high = _mm512_permutexvar_epi16(_mm512_srli_epi16(bytes, 4), levels_by_table(strip, c, at->second_group));
-        return;
-    }
-    case FROM_Q4_K:
-    case FROM_Q5_K:
-    case FROM_Q6_K: {
-        const int dtype = form == FROM_Q4_K ? TN_Q4_K : form == FROM_Q5_K ? TN_Q5_K : TN_Q6_K;
-        const int runs = tn_block_columns(dtype) / UNIT;
-        const uint8_t *block = (const uint8_t *)from + at->unit / runs * tn_block_bytes(dtype);
-        const int run = at->unit % runs, group = at->unit * (UNIT / tn_block_group(dtype));
-        const float *scale = strip->scale[c] + group, *offset = strip->level[c] + group;
-        _mm_prefetch((const char *)(block + run * (tn_block_bytes(dtype) / runs) + strip->next_bytes), _MM_HINT_T1);
-        vb both[2];
-        if (form == FROM_Q4_K) vb_load_q4_k(block, run, scale, offset, &both[0], &both[1]);
-        if (form == FROM_Q5_K) vb_load_q5_k(block, run, scale, offset, &both[0], &both[1]);
-        if (form == FROM_Q6_K) vb_load_q6_k(block, run, scale, &both[0], &both[1]);
-        *low = (__m512i)both[0];
-        *high = (__m512i)both[1];
-        return;
-    }
-    default: {
-        const char *own = from + at->unit * (UNIT / 2);
-        const uint8_t *scales = (const uint8_t *)strip->more[c] + 2 * at->unit;
-        *low = e2m1_of(own, levels_of_e2m1(scale_of_e8m0(scales[0])));
-        if (has_second) *high = e2m1_of(own + STEP / 2, levels_of_e2m1(scale_of_e8m0(scales[1])));
-    }
-    }
-}
-
-/* A unit of the strip, as `widen` takes it in quarters of 8 columns. */
-TN_INLINE unit_t unit_at(const form_t form, const strip_t *strip, int unit, place_t *place) {
-    unit_t at = {.unit = unit, .left = strip->count - unit * UNIT};
-    if (form == FROM_U4 || form == FROM_U4_AND_ZERO || form == FROM_U4_BY_TABLE) {
-        at.first_group = place->group;
-        next_step(place, strip->group_size);
-        at.second_group = place->group;
-        next_step(place, strip->group_size);
-    }
-    return at;
-}
-
-TN_INLINE bool is_nibbles(const form_t form) {
-    return form == FROM_U4 || form == FROM_U4_AND_ZERO || form == FROM_U4_BY_TABLE || form == FROM_E2M1;
-}
-
-TN_INLINE void widen_quarter(const form_t form, const bool is_whole, strip_t *strip, int quarter, const unit_t *at) {
-    enum { NUM = STRIP / 4 };
-    const int place = quarter % 2 * NUM * STEP, half = quarter / 2;
-    uint16_t *first = strip->tiles[(2 * at->unit) & strip->mask][half] + place;
-    uint16_t *second = strip->tiles[(2 * at->unit + 1) & strip->mask][half] + place;
-    if (is_nibbles(form) && at->unit % 2 == half) /* a line has two units: of half of the columns each time */
-        for (int c = quarter * NUM; c < (quarter + 1) * NUM; c++)
-            _mm_prefetch(strip->column[c] + at->unit * (UNIT / 2) + strip->next_bytes, _MM_HINT_T1);
-#pragma GCC unroll 8
-    for (int c = 0; c < NUM; c++) {
-        __m512i low, high;
-        widen_column(form, is_whole, strip, quarter * NUM + c, at, &low, &high);
-        _mm512_store_si512(first + c * STEP, low);
-        _mm512_store_si512(second + c * STEP, high);
-    }
-}
-
-/* 64 elements of 8 columns, or those that are left. */
-TN_INLINE void widen(const form_t form, strip_t *strip, int quarter, const unit_t *at) {
-    if (at->left >= UNIT)
-        widen_quarter(form, true, strip, quarter, at);
-    else
-        widen_quarter(form, false, strip, quarter, at);
 }
 
 /* ---- sums ---- */
@@ -653,6 +292,7 @@ static void sum_any(form_t form, panel_t *panel, const inputs_t *inputs, bool tw
     case FROM_U4_AND_ZERO: sum_form(FROM_U4_AND_ZERO, panel, inputs, two); return;
     case FROM_U4_BY_TABLE: sum_form(FROM_U4_BY_TABLE, panel, inputs, two); return;
     case FROM_E4M3: sum_form(FROM_E4M3, panel, inputs, two); return;
+    case FROM_E2M1_BY_TABLE: sum_form(FROM_E2M1_BY_TABLE, panel, inputs, two); return;
     case FROM_Q4_K: sum_form(FROM_Q4_K, panel, inputs, two); return;
     case FROM_Q5_K: sum_form(FROM_Q5_K, panel, inputs, two); return;
     case FROM_Q6_K: sum_form(FROM_Q6_K, panel, inputs, two); return;
@@ -714,7 +354,7 @@ static void sum_strip(panel_t *panel, int column, const block_t *block) {
 
 /* Whether a block of K needs no more of a strip than its ring: it has no list of groups. */
 static bool is_endless(form_t form) {
-    return form == IN_PLACE || form == FROM_I8_AND_ZERO || form == FROM_E4M3 || form == FROM_E2M1;
+    return form == IN_PLACE || form == FROM_I8_AND_ZERO || form == FROM_E4M3;
 }
 
 /* Elements of a block: K in equal parts that fit in a strip, or all of it. */
@@ -756,7 +396,7 @@ static form_t form_of(const tn_matrix *w) {
     case TN_I8: return FROM_I8_AND_ZERO;
     case TN_U4: return w->zero != NULL ? FROM_U4_AND_ZERO : w->scale_dtype == TN_BF16 ? FROM_U4_BY_TABLE : FROM_U4;
     case TN_E4M3: return FROM_E4M3;
-    case TN_E2M1: return FROM_E2M1;
+    case TN_E2M1: return FROM_E2M1_BY_TABLE;
     case TN_Q4_K: return FROM_Q4_K;
     case TN_Q5_K: return FROM_Q5_K;
     case TN_Q6_K: return FROM_Q6_K;

@@ -130,6 +130,25 @@ def test_levels_from_the_table_are_those_that_are_computed(isa: str, group_size:
         assert np.array_equal(by_table.view(np.uint32)[is_number], computed.view(np.uint32)[is_number])
 
 
+@each_kind_of_tiles
+@pytest.mark.parametrize("odd", [0, 1, 2, 252, 253, 255])
+@pytest.mark.parametrize("step", [1, 2])
+def test_an_odd_scale_of_mxfp4_changes_no_other_column(isa: str, odd: int, step: int) -> None:
+    """Levels are shifted to a scale's exponent, but for strips with a scale that has no normal ones (native/tiles.c)."""
+    rng = np.random.default_rng(44)
+    num_out, num_in = 96 * step, 1408
+    data = rng.integers(0, 256, (num_out, num_in // 2), np.uint8)
+    scale = rng.integers(3, 130, (num_out, num_in // 32), np.uint8)
+    others = np.arange(num_out // step) != 40
+    for num_rows in (1, 5, 40):
+        x = make_inputs(num_rows, num_in)
+        shifted = product(isa, x, Weight(data[::step], scale=scale[::step]))
+        with_odd = scale.copy()
+        with_odd[40 * step, 3] = odd
+        result = product(isa, x, Weight(data[::step], scale=with_odd[::step]))
+        assert np.array_equal(result[:, others].view(np.uint32), shifted[:, others].view(np.uint32))
+
+
 def rounded(value: Fraction) -> Fraction:
     """To the nearest float32, ties to even; for numbers that are neither denormal nor too large."""
     if value == 0:

@@ -44,7 +44,7 @@ enum {
 };
 
 typedef enum { IN_PLACE, STRIP_ONLY, FROM_BF16, FROM_I8_AND_ZERO, FROM_U4, FROM_U4_AND_ZERO,
-               FROM_E2M1, FROM_E4M3, FROM_Q4_K, FROM_Q5_K, FROM_Q6_K, FROM_BLOCKS } form_t;
+               FROM_CODES, FROM_E2M1, FROM_E4M3, FROM_Q4_K, FROM_Q5_K, FROM_Q6_K, FROM_BLOCKS } form_t;
 
 /* ---- the tiles of a thread ---- */
 
@@ -171,6 +171,7 @@ typedef struct {
     float scale[STRIP][MAX_GROUPS];
     float level[STRIP][MAX_GROUPS]; /* of U4, that means 0: where not all of them are 8 */
     int zero[STRIP];                 /* of I8 */
+    const float *codes;              /* of codes: what they mean */
     int64_t stride;                  /* bytes from a column to the next, where they are taken from where they are */
     int64_t next_bytes;              /* from each element to the one in the next strip, which is asked for meanwhile */
     int mask;                        /* of steps: those of a ring take each other's places */
@@ -221,6 +222,7 @@ static void begin_strip(strip_t *strip, const form_t form, const tn_matrix *w, i
     strip->count = block->count;
     strip->group_size = (int)w->group_size;
     strip->left = block->left;
+    strip->codes = codes_of(w->dtype);
     for (int c = 0; c < STRIP; c++) {
         const int64_t column = first + (c < num ? c : num - 1), row = stored_row(w, column);
         strip->column[c] = (const char *)w->data + bytes_of(w, row * w->num_in + block->begin);
@@ -328,6 +330,14 @@ TN_INLINE void widen_column(const form_t form, const bool is_whole, const strip_
         *high = (__m512i)both[1];
         return;
     }
+    case FROM_CODES: {
+        const uint8_t *own = (const uint8_t *)from + at->unit * (UNIT / 2);
+        if (at->unit % 2 == 0) _mm_prefetch((const char *)(own + strip->next_bytes), _MM_HINT_T1);
+        const vb_levels levels = vb_levels_of_codes(strip->codes, strip->scale[c][at->first_group]);
+        *low = (__m512i)vb_load_codes(own, levels);
+        *high = (__m512i)vb_load_codes(own + STEP / 2, levels);
+        return;
+    }
     case FROM_Q4_K:
     case FROM_Q5_K:
     case FROM_Q6_K: {
@@ -358,7 +368,7 @@ TN_INLINE void widen_column(const form_t form, const bool is_whole, const strip_
 /* A unit of the strip, as `widen` takes it in quarters of 8 columns. */
 TN_INLINE unit_t unit_at(const form_t form, const strip_t *strip, int unit, place_t *place) {
     unit_t at = {.unit = unit, .left = strip->count - unit * UNIT};
-    if (form == FROM_U4 || form == FROM_U4_AND_ZERO) {
+    if (form == FROM_U4 || form == FROM_U4_AND_ZERO || form == FROM_CODES) {
         at.first_group = place->group;
         next_step(place, strip->group_size);
         at.second_group = place->group;
@@ -557,6 +567,7 @@ static void sum_any(form_t form, panel_t *panel, const inputs_t *inputs, bool tw
     case FROM_I8_AND_ZERO: sum_form(FROM_I8_AND_ZERO, panel, inputs, two); return;
     case FROM_U4: sum_form(FROM_U4, panel, inputs, two); return;
     case FROM_U4_AND_ZERO: sum_form(FROM_U4_AND_ZERO, panel, inputs, two); return;
+    case FROM_CODES: sum_form(FROM_CODES, panel, inputs, two); return;
     case FROM_E4M3: sum_form(FROM_E4M3, panel, inputs, two); return;
     case FROM_Q4_K: sum_form(FROM_Q4_K, panel, inputs, two); return;
     case FROM_Q5_K: sum_form(FROM_Q5_K, panel, inputs, two); return;
@@ -658,6 +669,8 @@ static form_t form_of(const tn_matrix *w) {
     case TN_BF16: return w->num_in % STEP ? FROM_BF16 : IN_PLACE;
     case TN_I8: return FROM_I8_AND_ZERO;
     case TN_U4: return w->zero == NULL ? FROM_U4 : FROM_U4_AND_ZERO;
+    case TN_NF4:
+    case TN_FP4: return FROM_CODES;
     case TN_E4M3: return FROM_E4M3;
     case TN_E2M1: return FROM_E2M1;
     case TN_Q4_K: return FROM_Q4_K;

@@ -31,7 +31,9 @@ def tokenizer_of(folder: Path) -> TextTokenizer:
     )
 
 
-@pytest.mark.parametrize(("variant", "dense"), [("modernbert", 0), ("deberta-v3", 24), ("nomic_bert", 32)])
+@pytest.mark.parametrize(
+    ("variant", "dense"), [("modernbert", 0), ("deberta", 0), ("deberta-v3", 24), ("nomic_bert", 32)]
+)
 @pytest.mark.parametrize("is_packed", [True, False])
 async def test_a_folder_is_served_with_its_pooling_and_its_dense_layer(
     tmp_path: Path, one_thread: None, variant: str, dense: int, is_packed: bool

@@ -50,7 +50,7 @@ TN_INLINE int tn_block_bytes(int dtype) {
 }
 /* Columns that share a scale. */
 TN_INLINE int tn_block_group(int dtype) { return dtype == TN_Q6_K || dtype == TN_Q2_K || dtype == TN_Q3_K ? 16 : 32; }
-TN_INLINE bool tn_is_blocks(int dtype) { return dtype >= TN_Q4_K; }
+TN_INLINE bool tn_is_blocks(int dtype) { return dtype >= TN_Q4_K && dtype <= TN_IQ4_NL; }
 
 /* The scale and the offset of each group of `count` columns. */
 void tn_block_scales(float *scale, float *offset, const void *blocks, int count, int dtype);

@@ -48,6 +48,8 @@ typedef enum tn_dtype {
     TN_Q3_K = 17,
     TN_IQ4_XS = 18,
     TN_IQ4_NL = 19, /* and of 32 */
+    TN_NF4 = 20, /* codes of bitsandbytes' tables (weights.h), two neighbours a byte, the first one in its high half */
+    TN_FP4 = 21,
 } tn_dtype;
 
 /* ---- the library ---- */
@@ -76,17 +78,19 @@ TN_EXPORT void tn_set_fused_pairs(int32_t fused);
 
 /* Weights (num_out, num_in) of a product, as they were loaded.
  *
- * Integers mean (q - zero) * scale, a scale for each group of columns; E2M1 and E4M3 mean their value times the scale. */
+ * Integers mean (q - zero) * scale, a scale for each group of columns; E2M1, E4M3 and codes mean their value times the
+ * scale. */
 typedef struct tn_matrix {
-    const void *data;   /* (num_out, num_in) F32, BF16, F16, I8, E4M3; or U4 or E2M1, num_in / 2 bytes a row, num_in a
-                         * multiple of 64 or 32; or blocks, of which num_in is a multiple */
+    const void *data;   /* (num_out, num_in) F32, BF16, F16, I8, E4M3; or U4, codes or E2M1, num_in / 2 bytes a row,
+                         * num_in a multiple of 64 or 32; or blocks, of which num_in is a multiple */
     const void *scale;  /* (num_out / scale_rows, num_in / group_size), both rounded up, F32, BF16 or F16, of E2M1 E8M0;
                          * NULL for wider floats and blocks */
     const void *zero;   /* like scale: U8 with U4, at most 16; I16 with I8, |q - zero| <= 256. NULL: 8 or 0 */
     const void *bias;   /* (num_out,) F32, BF16 or F16; or NULL */
     int64_t num_out;
     int64_t num_in;
-    int64_t group_size; /* a multiple of 32 that divides num_in (of E4M3 any), or num_in itself; of E2M1 32; 0 without scales */
+    int64_t group_size; /* a multiple of 32 that divides num_in (of E4M3 any), or num_in itself; of E2M1 32, of codes a
+                         * multiple of 64; 0 without scales */
     int64_t scale_rows; /* of E4M3: rows that share scales. Of others 0: each has its own */
     int32_t dtype;
     int32_t scale_dtype;

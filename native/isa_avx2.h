@@ -132,6 +132,17 @@ TN_INLINE vf vf_load_e2m1(const uint8_t *from) {
     return _mm256_xor_ps(_mm256_permutevar8x32_ps(table, both), _mm256_castsi256_ps(sign));
 }
 
+/* TN_LANES codes of a table of 16, two neighbours a byte, the first one in its high half. */
+TN_INLINE vf vf_load_codes(const uint8_t *from, const float *table) {
+    int four;
+    memcpy(&four, from, sizeof four);
+    const __m256i bytes = _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(four));
+    const __m256i both = _mm256_or_si256(_mm256_srli_epi64(bytes, 4), _mm256_slli_epi64(bytes, 32));
+    const vf low = _mm256_permutevar8x32_ps(_mm256_load_ps(table), both); /* by the lowest 3 bits of each */
+    const vf high = _mm256_permutevar8x32_ps(_mm256_load_ps(table + 8), both);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(both, 28)));
+}
+
 /* TN_LANES E4M3: as fp16 they are 2^8 times smaller. All bits of exponent and mantissa set are NaN: one more carries. */
 TN_INLINE vf vf_load_e4m3(const uint8_t *from) {
     const __m128i bits = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const void *)from)), 7);

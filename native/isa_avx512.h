@@ -89,6 +89,13 @@ TN_INLINE vf vf_load_e2m1(const uint8_t *from) {
     return _mm512_permutexvar_ps(both, v_e2m1_values()); /* which looks at the lowest 4 bits of each */
 }
 
+/* TN_LANES codes of a table of 16, two neighbours a byte, the first one in its high half. */
+TN_INLINE vf vf_load_codes(const uint8_t *from, const float *table) {
+    const __m512i bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const void *)from));
+    const __m512i both = _mm512_or_si512(_mm512_srli_epi64(bytes, 4), _mm512_slli_epi64(bytes, 32));
+    return _mm512_permutexvar_ps(both, _mm512_load_ps(table)); /* which looks at the lowest 4 bits of each */
+}
+
 /* TN_LANES E4M3: as fp16 they are 2^8 times smaller. All bits of exponent and mantissa set are NaN: one more carries. */
 TN_INLINE vf vf_load_e4m3(const uint8_t *from) {
     const __m256i bits = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)from)), 7);
@@ -259,6 +266,17 @@ TN_INLINE vb vb_load_e2m1(const uint8_t *from) { /* 16 bytes */
         (short)0xc040, (short)0xc000, (short)0xbfc0, (short)0xbf80, (short)0xbf00, (short)0x8000, 0x40c0, 0x4080, 0x4040,
         0x4000, 0x3fc0, 0x3f80, 0x3f00, 0x0000); /* twice: five bits are looked at, of which one is the neighbour's */
     return (vb)_mm512_permutexvar_epi16(both, table);
+}
+
+/* Sixteen values times a scale, rounded to bf16, and 32 codes of them. */
+TN_INLINE vb_levels vb_levels_of_codes(const float *table, float scale) {
+    const vf levels = vf_mul(_mm512_load_ps(table), vf_set(scale));
+    return (__m512i)_mm512_cvtne2ps_pbh(levels, levels); /* twice: five bits are looked at, of which one is the neighbour's */
+}
+TN_INLINE vb vb_load_codes(const uint8_t *from, vb_levels levels) { /* 16 bytes */
+    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)from));
+    const __m512i both = _mm512_or_si512(_mm512_srli_epi32(bytes, 4), _mm512_slli_epi32(bytes, 16));
+    return (vb)_mm512_permutexvar_epi16(both, levels);
 }
 
 /* 32 E4M3: a longer exponent, but for those without one and for NaN, sizes below 8 and 127, which a table has. */

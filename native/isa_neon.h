@@ -91,6 +91,12 @@ TN_INLINE vf vf_load_e2m1(const uint8_t *from) {
     return vld1q_f32(lanes);
 }
 
+/* TN_LANES codes of a table of 16, two neighbours a byte, the first one in its high half. */
+TN_INLINE vf vf_load_codes(const uint8_t *from, const float *table) {
+    const float lanes[TN_LANES] = {table[from[0] >> 4], table[from[0] & 15], table[from[1] >> 4], table[from[1] & 15]};
+    return vld1q_f32(lanes);
+}
+
 /* TN_LANES E4M3: as fp16 they are 2^8 times smaller. All bits of exponent and mantissa set are NaN: one more carries. */
 TN_INLINE vf vf_load_e4m3(const uint8_t *from) {
     const uint16_t lanes[TN_LANES] = {from[0], from[1], from[2], from[3]};

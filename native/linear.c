@@ -73,6 +73,7 @@ typedef struct {
     float *strip;               /* (QUAD, STRIDE): weights in fp32, once they are widened */
     const float (*scale)[MAX_GROUPS]; /* of each group, (QUAD, groups) */
     const float (*offset)[MAX_GROUPS]; /* of U4 and blocks, added to scaled levels */
+    const float *codes;         /* of codes: what they mean */
     int first_count;            /* elements of the first group that are in this block */
     int group_size;
     int count;                  /* elements of the block */
@@ -219,6 +220,26 @@ TN_INLINE void sum_u4(const int rows, const bool is_wide, vf sums[][QUAD], const
 #endif
 
 #if TN_INTEGER_TILES
+/* The same with codes, in groups of whole runs. */
+TN_INLINE void sum_codes(const int rows, vf sums[][QUAD], const uint16_t *x, int64_t x_stride, const quartet_t *w) {
+    const char *next = w->ahead;
+    for (int begin = 0, group = 0, end = w->first_count; begin < w->count; begin = end, end += w->group_size, group++) {
+        if (end > w->count) end = w->count;
+        vb_levels levels[QUAD];
+        for (int j = 0; j < QUAD; j++) levels[j] = vb_levels_of_codes(w->codes, w->scale[j][group]);
+        for (int k = begin; k < end; k += STEP) {
+            if (k % RUN == 0) ask_ahead(next, w), next += w->ahead_step;
+            vb weights[QUAD];
+            for (int j = 0; j < QUAD; j++)
+                weights[j] = vb_load_codes((const uint8_t *)w->column[j] + k / 2, levels[j]);
+            for (int i = 0; i < rows; i++) {
+                const vb inputs = vb_load(x + i * x_stride + k);
+                for (int j = 0; j < QUAD; j++) sums[i][j] = vb_dot(sums[i][j], inputs, weights[j]);
+            }
+        }
+    }
+}
+
 /* A run of 64 columns: number `run` of a block, or two small blocks, or one, where only 32 of `count` are left. */
 TN_INLINE void load_blocks(const int dtype, const uint8_t *block, int run, int count, const float *scale,
                            const float *offset, vb *low, vb *high) {
@@ -268,7 +289,7 @@ TN_INLINE void sum_blocks(const int rows, const int dtype, vf sums[][QUAD], cons
 
 /* Of the inputs, and of the weights as the tile takes them. */
 typedef enum { BF16_PAIRS, BF16_FROM_MEMORY, BF16_AND_I8, BF16_AND_U4, BF16_AND_WIDE_U4, BF16_AND_E2M1, BF16_AND_E4M3,
-               BF16_AND_Q4_K, BF16_AND_Q5_K, BF16_AND_Q6_K, BF16_AND_Q4_1, BF16_AND_Q5_0, BF16_AND_Q5_1,
+               BF16_AND_CODES, BF16_AND_Q4_K, BF16_AND_Q5_K, BF16_AND_Q6_K, BF16_AND_Q4_1, BF16_AND_Q5_0, BF16_AND_Q5_1,
                FUSED_IN_STRIP, FUSED_AND_BF16, FUSED_AND_I8, FUSED_AND_E2M1,
                F32_IN_STRIP, F32_AND_F32, F32_AND_BF16, F32_AND_F16, F32_AND_I8, F32_AND_E2M1,
                F32_AND_E4M3, F32_AND_U4, F32_KEEPING_U4, F32_AND_LEVELS, F32_AND_HALF_LEVELS } way_t;
@@ -485,6 +506,10 @@ TN_INLINE void sum_lanes(const int rows, const way_t way, vf sums[][QUAD], const
         sum_u4(rows, way == BF16_AND_WIDE_U4, sums, x, x_stride, w);
         return;
     }
+    if (way == BF16_AND_CODES) {
+        sum_codes(rows, sums, x, x_stride, w);
+        return;
+    }
     if (way >= BF16_AND_Q4_K && way <= BF16_AND_Q5_1) {
         sum_blocks(rows, TN_Q4_K + (int)(way - BF16_AND_Q4_K), sums, x, x_stride, w);
         return;
@@ -635,6 +660,7 @@ TILE(evenly_scaled_i8, evenly_scaled_tile, TILE_ROWS, BF16_AND_I8)
 TILE(scaled_i8, scaled_tile, SCALED_TILE_ROWS, BF16_AND_I8)
 TILE(tile_u4, tile, SCALED_TILE_ROWS, BF16_AND_U4)
 TILE(tile_wide_u4, tile, SCALED_TILE_ROWS, BF16_AND_WIDE_U4)
+TILE(tile_codes, tile, SCALED_TILE_ROWS, BF16_AND_CODES)
 TILE(scaled_e2m1, scaled_tile, SCALED_TILE_ROWS, BF16_AND_E2M1)
 TILE(evenly_scaled_e4m3, evenly_scaled_tile, SCALED_TILE_ROWS, BF16_AND_E4M3)
 TILE(scaled_e4m3, scaled_tile, SCALED_TILE_ROWS, BF16_AND_E4M3)
@@ -669,6 +695,7 @@ static tile_t tile_for(way_t way, scaling_t scaling) {
     case BF16_AND_I8: return scaling == SCALED ? scaled_i8 : evenly_scaled_i8;
     case BF16_AND_U4: return tile_u4;
     case BF16_AND_WIDE_U4: return tile_wide_u4;
+    case BF16_AND_CODES: return tile_codes;
     case BF16_AND_E2M1: return scaled_e2m1;
     case BF16_AND_E4M3: return scaling == SCALED ? scaled_e4m3 : evenly_scaled_e4m3;
     case BF16_AND_Q4_K: return tile_q4_k;
@@ -784,6 +811,27 @@ static void expand_u4_bf16(uint16_t *to, const uint8_t *from, int count, int64_t
     }
 }
 
+/* `count` codes times their scales; of whole runs, as groups are. `left`: elements of the first group. */
+static void expand_codes_bf16(uint16_t *to, const uint8_t *from, int count, int64_t left, const tn_matrix *w,
+                              const float *scale) {
+    const float *codes = codes_of(w->dtype);
+    for (int k = 0; k < count; k += RUN) {
+        __builtin_prefetch(from + k / 2 + AHEAD_BYTES);
+#if TN_INTEGER_TILES
+        const vb_levels levels = vb_levels_of_codes(codes, *scale);
+        vb_store(to + k, vb_load_codes(from + k / 2, levels));
+        vb_store(to + k + RUN / 2, vb_load_codes(from + k / 2 + RUN / 4, levels));
+#else
+        for (int v = k; v < k + RUN; v += TN_LANES)
+            vf_store_bf16(to + v, vf_mul(vf_load_codes(from + v / 2, codes), vf_set(*scale)));
+#endif
+        left -= RUN;
+        if (left > 0) continue;
+        left = w->group_size;
+        scale++;
+    }
+}
+
 /* `count` elements of blocks, whose groups are there. */
 static void expand_blocks_bf16(uint16_t *to, const uint8_t *from, int count, int dtype, const float *scale,
                                const float *offset) {
@@ -846,6 +894,21 @@ static void expand_u4_f32(float *to, const uint8_t *from, int count, const float
     }
 }
 
+/* `count` codes in fp32 times their scales, as above. */
+static void expand_codes_f32(float *to, const uint8_t *from, int count, int64_t left, const tn_matrix *w,
+                             const float *scale) {
+    const float *codes = codes_of(w->dtype);
+    for (int k = 0; k < count; k += RUN) {
+        __builtin_prefetch(from + k / 2 + AHEAD_BYTES);
+        for (int v = k; v < k + RUN; v += TN_LANES)
+            vf_store(to + v, vf_mul(vf_load_codes(from + v / 2, codes), vf_set(*scale)));
+        left -= RUN;
+        if (left > 0) continue;
+        left = w->group_size;
+        scale++;
+    }
+}
+
 /* What to ask memory for: from a quad's first weights, and from one column's and one step's to the next one's. */
 typedef struct {
     int64_t first, next, step;
@@ -883,7 +946,7 @@ static int64_t ahead_bytes(const tn_matrix *w, int64_t begin, bool along_k) {
 /* Quads that are gone through as they lie in memory, and are not long, are asked for like that: bytes of all columns in
  * one run. The others are asked for as they are used: in each column for itself. */
 static ahead_t ahead_of(const tn_matrix *w, const block_t *block, bool along_k) {
-    const int64_t step_bytes = bytes_of(w, 256) / (w->dtype == TN_U4 || tn_is_blocks(w->dtype) ? 256 / RUN : 256 / STEP);
+    const int64_t step_bytes = bytes_of(w, 256) / (w->dtype == TN_U4 || is_codes(w) || tn_is_blocks(w->dtype) ? 256 / RUN : 256 / STEP);
     const int64_t quad_bytes = QUAD * block->stride, most = quad_bytes > AHEAD_QUAD_BYTES ? quad_bytes : AHEAD_QUAD_BYTES;
     const bool in_order = along_k || w->num_in <= BLOCK;
     if (!in_order || w->row_step != 0 || quad_bytes > LONG_QUAD_BYTES)
@@ -938,6 +1001,8 @@ static void expand_pairs(strip_t *strip, int n, const tn_matrix *w, const void *
     case TN_U4:
         expand_u4_bf16(in_bf16, from, block->count, block->left, w->group_size, strip->scale[n], strip->offset[n]);
         break;
+    case TN_NF4:
+    case TN_FP4: expand_codes_bf16(in_bf16, from, block->count, block->left, w, strip->scale[n]); break;
     case TN_E2M1: expand_e2m1_bf16(in_bf16, from, block->count); break;
     case TN_E4M3: expand_e4m3_bf16(in_bf16, from, block->count); break;
     case TN_BF16: pairs = from; break;
@@ -963,6 +1028,10 @@ static void expand(strip_t *strip, int n, const tn_matrix *w, int64_t column, co
         expand_u4_bf16(to, from, block->count, block->left, w->group_size, strip->scale[n], strip->offset[n]);
         return;
     }
+    if (way == BF16_PAIRS && is_codes(w)) {
+        expand_codes_bf16(to, from, block->count, block->left, w, strip->scale[n]);
+        return;
+    }
     if (way == BF16_PAIRS && w->dtype == TN_E2M1) {
         expand_e2m1_bf16(to, from, block->count);
         return;
@@ -983,6 +1052,8 @@ static void expand(strip_t *strip, int n, const tn_matrix *w, int64_t column, co
     switch (w->dtype) {
     case TN_I8: expand_i8(to, w, from, block->count, zero_place, block->left, way == BF16_PAIRS); return;
     case TN_U4: expand_u4_f32(to, from, block->count, strip->scale[n], strip->offset[n]); return;
+    case TN_NF4:
+    case TN_FP4: expand_codes_f32(to, from, block->count, block->left, w, strip->scale[n]); return;
     case TN_F32: widen(F32_AND_F32, to, from, block->count, 0); return;
     case TN_BF16: widen(F32_AND_BF16, to, from, block->count, 0); return;
     case TN_F16: widen(F32_AND_F16, to, from, block->count, 0); return;
@@ -1092,6 +1163,7 @@ static void start_strip(strip_t *strip, const tn_matrix *w) {
         quad->scale = (const float(*)[MAX_GROUPS])strip->scale[n];
         quad->offset = (const float(*)[MAX_GROUPS])strip->offset[n];
         quad->strip = (float *)strip->weights[n];
+        quad->codes = codes_of(w->dtype);
         quad->group_size = (int)(w->group_size < BLOCK ? w->group_size : BLOCK);
         quad->totals = strip->totals;
     }
@@ -1131,7 +1203,8 @@ static void fill_strip(strip_t *strip, const tn_matrix *w, int64_t first, int nu
 static way_t way_in_f32(const tn_matrix *w, int64_t num_rows) {
     if (tn_is_blocks(w->dtype) && num_rows <= FIRST_ROWS)
         return tn_block_group(w->dtype) == GROUP_STEP ? F32_AND_LEVELS : F32_AND_HALF_LEVELS;
-    if (tn_is_blocks(w->dtype) || w->num_in % GROUP_STEP || (w->dtype == TN_I8 && w->zero != NULL)) return F32_IN_STRIP;
+    if (tn_is_blocks(w->dtype) || is_codes(w)) return F32_IN_STRIP;
+    if (w->num_in % GROUP_STEP || (w->dtype == TN_I8 && w->zero != NULL)) return F32_IN_STRIP;
     switch (w->dtype) {
     case TN_F32: return F32_AND_F32;
     case TN_BF16: return F32_AND_BF16;
@@ -1159,7 +1232,7 @@ static bool is_worth_fusing(const tn_matrix *w, int64_t num_rows) {
 
 static way_t way_in_pairs(const tn_matrix *w) {
     if (w->num_in % PAIRED || w->zero != NULL) return FUSED_IN_STRIP;
-    if (w->dtype == TN_U4 || w->dtype == TN_E4M3 || tn_is_blocks(w->dtype)) return FUSED_IN_STRIP;
+    if (w->dtype == TN_U4 || w->dtype == TN_E4M3 || is_codes(w) || tn_is_blocks(w->dtype)) return FUSED_IN_STRIP;
     return w->dtype == TN_BF16 ? FUSED_AND_BF16 : w->dtype == TN_I8 ? FUSED_AND_I8 : FUSED_AND_E2M1;
 }
 #endif
@@ -1174,6 +1247,7 @@ static way_t way_of(const tn_linear_args *args) {
 #if TN_INTEGER_TILES
     if (w->dtype == TN_U4 && args->num_rows <= MAX_U4_ROWS)
         return w->group_size % RUN == 0 ? BF16_AND_WIDE_U4 : BF16_AND_U4;
+    if (is_codes(w) && args->num_rows <= MAX_U4_ROWS) return BF16_AND_CODES;
     if (w->dtype == TN_E2M1 && args->num_rows <= MAX_E2M1_ROWS) return BF16_AND_E2M1;
     if (w->dtype == TN_E4M3 && args->num_rows <= MAX_E4M3_ROWS) return BF16_AND_E4M3;
     if (w->dtype >= TN_Q4_K && w->dtype <= TN_Q5_1 && args->num_rows <= MAX_BLOCKS_ROWS)
@@ -1258,7 +1332,7 @@ typedef struct {
 } tiles_t;
 
 static tiles_t tiles_for(const tn_matrix *w, const block_t *block, way_t way) {
-    const bool is_scaled = w->scale != NULL && w->dtype != TN_U4; /* which are scaled as they are widened */
+    const bool is_scaled = w->scale != NULL && w->dtype != TN_U4 && !is_codes(w); /* which are scaled as they are widened */
     const scaling_t scaling = !is_scaled ? NOT_SCALED : block->groups == 1 ? EVENLY_SCALED : SCALED;
     const bool is_widening =
         (way >= BF16_AND_U4 && way <= BF16_AND_Q5_1) || way == F32_AND_E2M1 || way == F32_AND_E4M3 || way == FUSED_AND_E2M1;
@@ -1434,7 +1508,7 @@ static void linear_body(void *arg, tn_region *region, int id) {
 int tn_linear_check(const tn_linear_args *args) {
     if (args->size != sizeof *args) return TN_REFUSED;
     const tn_matrix *w = args->weight;
-    const bool is_integer = is_bytes(w) || w->dtype == TN_U4 || w->dtype == TN_E2M1;
+    const bool is_integer = is_bytes(w) || w->dtype == TN_U4 || w->dtype == TN_E2M1 || is_codes(w);
     const bool is_blocks = tn_is_blocks(w->dtype) && tn_block_bytes(w->dtype) != 0;
     if (!is_integer && !is_blocks && w->dtype != TN_F32 && w->dtype != TN_BF16 && w->dtype != TN_F16) return TN_REFUSED;
     if (is_integer != (w->scale != NULL)) return TN_REFUSED;
@@ -1443,7 +1517,8 @@ int tn_linear_check(const tn_linear_args *args) {
     assert(!is_integer || w->group_size % GROUP_STEP == 0 || w->group_size == w->num_in);
     assert(!is_integer || w->num_in % w->group_size == 0 || w->dtype == TN_E4M3);
     assert(w->scale_rows == 0 || w->dtype == TN_E4M3);
-    assert(w->dtype != TN_U4 || w->num_in % RUN == 0);
+    assert((w->dtype != TN_U4 && !is_codes(w)) || w->num_in % RUN == 0);
+    assert(!is_codes(w) || w->group_size % RUN == 0);
     assert(!is_blocks || w->num_in % tn_block_columns(w->dtype) == 0);
     if ((w->dtype == TN_E2M1) != (w->scale != NULL && w->scale_dtype == TN_E8M0)) return TN_REFUSED;
     assert(w->dtype == TN_E2M1 ? w->group_size == GROUP_STEP && w->num_in % GROUP_STEP == 0 : w->row_step == 0);

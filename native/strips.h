@@ -28,7 +28,7 @@ enum {
 
 /* Where weights are: in their rows, in the strip, or in rows of one of these dtypes, from which the strip is filled. */
 typedef enum { IN_PLACE, STRIP_ONLY, FROM_BF16, FROM_I8_AND_ZERO, FROM_U4, FROM_U4_AND_ZERO, FROM_U4_BY_TABLE,
-               FROM_E2M1, FROM_E2M1_BY_TABLE, FROM_E4M3, FROM_Q4_K, FROM_Q5_K, FROM_Q6_K, FROM_BLOCKS } form_t;
+               FROM_CODES, FROM_E2M1, FROM_E2M1_BY_TABLE, FROM_E4M3, FROM_Q4_K, FROM_Q5_K, FROM_Q6_K, FROM_BLOCKS } form_t;
 
 /* `left` bf16, or STEP where there are more; zeros behind them. */
 TN_INLINE __m512i load_step(const uint16_t *from, int64_t left) {
@@ -89,6 +89,7 @@ typedef struct {
         uint32_t shift[STRIP][MAX_GROUPS]; /* what the levels in the table lack of a scale's exponent and sign; twice */
     };
     int zero[STRIP];                 /* of I8 */
+    const float *codes;              /* of codes: what they mean */
     int64_t stride;                  /* bytes from a column to the next, where they are taken from where they are */
     int64_t next_bytes;              /* from this strip to a later one, which memory is asked for meanwhile */
     const char *ahead;               /* where that one's elements of the block are, if its columns are adjacent */
@@ -248,6 +249,7 @@ static form_t begin_strip(strip_t *strip, const form_t form, const tn_matrix *w,
     strip->count = block->count;
     strip->group_size = (int)w->group_size;
     strip->left = block->left;
+    strip->codes = codes_of(w->dtype);
     strip->next_bytes = (strip->stride > SHORT_ROW ? 1 : 2) * STRIP * step * strip->stride;
     strip->ahead = (const char *)w->data + first * strip->stride + strip->next_bytes + STRIP * bytes_of(w, block->begin);
     for (int c = 0; c < STRIP; c++) strip->column[c] = data + (first + least(c, num - 1)) * step * strip->stride;
@@ -354,6 +356,13 @@ TN_INLINE void widen_column(const form_t form, const bool is_whole, const strip_
         *high = _mm512_permutexvar_epi16(_mm512_srli_epi16(bytes, 4), levels_by_table(strip, c, at->second_group));
         return;
     }
+    case FROM_CODES: {
+        const uint8_t *own = (const uint8_t *)from + at->unit * (UNIT / 2);
+        const vb_levels levels = vb_levels_of_codes(strip->codes, strip->scale[c][at->first_group]);
+        *low = (__m512i)vb_load_codes(own, levels);
+        *high = (__m512i)vb_load_codes(own + STEP / 2, levels);
+        return;
+    }
     case FROM_E2M1_BY_TABLE: {
         const char *own = from + at->unit * (UNIT / 2);
         *low = e2m1_of(own, shifted_e2m1(strip, c, 2 * at->unit));
@@ -388,7 +397,7 @@ TN_INLINE void widen_column(const form_t form, const bool is_whole, const strip_
 /* A unit of the strip, as `widen` takes it in quarters of 8 columns. */
 TN_INLINE unit_t unit_at(const form_t form, const strip_t *strip, int unit, place_t *place) {
     unit_t at = {.unit = unit, .left = strip->count - unit * UNIT};
-    if (form == FROM_U4 || form == FROM_U4_AND_ZERO || form == FROM_U4_BY_TABLE) {
+    if (form == FROM_U4 || form == FROM_U4_AND_ZERO || form == FROM_U4_BY_TABLE || form == FROM_CODES) {
         at.first_group = place->group;
         next_step(place, strip->group_size);
         at.second_group = place->group;

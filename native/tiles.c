@@ -291,6 +291,7 @@ static void sum_any(form_t form, panel_t *panel, const inputs_t *inputs, bool tw
     case FROM_U4: sum_form(FROM_U4, panel, inputs, two); return;
     case FROM_U4_AND_ZERO: sum_form(FROM_U4_AND_ZERO, panel, inputs, two); return;
     case FROM_U4_BY_TABLE: sum_form(FROM_U4_BY_TABLE, panel, inputs, two); return;
+    case FROM_CODES: sum_form(FROM_CODES, panel, inputs, two); return;
     case FROM_E4M3: sum_form(FROM_E4M3, panel, inputs, two); return;
     case FROM_E2M1_BY_TABLE: sum_form(FROM_E2M1_BY_TABLE, panel, inputs, two); return;
     case FROM_Q4_K: sum_form(FROM_Q4_K, panel, inputs, two); return;
@@ -395,6 +396,8 @@ static form_t form_of(const tn_matrix *w) {
     case TN_BF16: return w->num_in % STEP ? FROM_BF16 : IN_PLACE;
     case TN_I8: return FROM_I8_AND_ZERO;
     case TN_U4: return w->zero != NULL ? FROM_U4_AND_ZERO : w->scale_dtype == TN_BF16 ? FROM_U4_BY_TABLE : FROM_U4;
+    case TN_NF4:
+    case TN_FP4: return FROM_CODES;
     case TN_E4M3: return FROM_E4M3;
     case TN_E2M1: return FROM_E2M1_BY_TABLE;
     case TN_Q4_K: return FROM_Q4_K;

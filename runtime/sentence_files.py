@@ -19,6 +19,7 @@ _FILES = {
     "modules": "modules.json",
     "pooling": "1_Pooling/config.json",
     "sentence_bert": "sentence_bert_config.json",
+    "logit_score": "1_LogitScore/config.json",
 }
 
 

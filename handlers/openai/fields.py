@@ -405,6 +405,7 @@ CLASSIFY: Fields = {"input": (_YES, "a text, or several"), **_ENCODER}
 SCORE: Fields = {
     "text_1": (_YES, "a text, or as many as `text_2` has"),
     "text_2": (_YES, "a text, or several"),
+    "instruction": (_YES, "of a model whose chat template writes pairs: replaces its own"),
     **_ENCODER,
 }
 
@@ -417,6 +418,7 @@ RERANK: Fields = {
         _YES,
         "Cohere's: longer documents lose their last tokens; without it they are refused",
     ),
+    "instruction": (_YES, "of a model whose chat template writes pairs: replaces its own"),
     **_ENCODER,
     "rank_fields": (_NO, "documents have one field, `text`"),
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -86,6 +86,7 @@ if TYPE_CHECKING:
 class ScoreBody(EncoderBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
     text_1: str | list[str]
     text_2: str | list[str]
+    instruction: str | None = None
 
 
 class Document(msgspec.Struct, frozen=True):
@@ -99,6 +100,7 @@ class RerankBody(EncoderBody, kw_only=True, frozen=True, forbid_unknown_fields=T
     return_documents: bool | None = None
     max_tokens_per_doc: int | None = None
     rank_fields: list[str] | None = None
+    instruction: str | None = None
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -192,7 +194,7 @@ class RerankRoute(BodyRoute[RerankBody]):
 
 async def relevance(
     service: Service,
-    body: EncoderBody,
+    body: ScoreBody | RerankBody,
     firsts: Sequence[str],
     seconds: Sequence[str],
     body_bytes: int,
@@ -209,7 +211,15 @@ async def relevance(
                 param="model",
                 hint="Serve a cross-encoder or a model that embeds, or ask /v1/classify.",
             )
-        encode_texts = _pairs if embedder.labels else _singles
+        encode_texts: Callable[..., list[EncodedPair]] = _singles
+        if embedder.labels:
+            encode_texts = partial(_pairs, instruction=body.instruction)
+        elif body.instruction is not None:
+            raise RequestError(
+                "this model embeds texts, which take no instruction",
+                param="instruction",
+                hint="Write it into the texts.",
+            )
         texts = await service.text_threads.run(
             body_bytes, encode_texts, tokenizer, firsts, seconds, max_second
         )
@@ -228,11 +238,16 @@ async def relevance(
 
 
 def _pairs(
-    tokenizer: TextTokenizer, firsts: Sequence[str], seconds: Sequence[str], max_second: int | None
+    tokenizer: TextTokenizer,
+    firsts: Sequence[str],
+    seconds: Sequence[str],
+    max_second: int | None,
+    *,
+    instruction: str | None,
 ) -> list[EncodedPair]:
     """A pair for each of `seconds`."""
     first_of = firsts if len(firsts) == len(seconds) else [firsts[0]] * len(seconds)
-    pairs = tokenizer.encode_pairs(list(zip(first_of, seconds, strict=True)))
+    pairs = tokenizer.encode_pairs(list(zip(first_of, seconds, strict=True)), instruction=instruction)
     return pairs if max_second is None else [pair.with_part(1, max_second) for pair in pairs]
 
 

@@ -50,9 +50,11 @@ SMALL_FILES = (
     "NOTICE",
     "NOTICE.txt",
 )
-# Of models with a modules.json, which sentence-transformers writes: layers behind the pooling, with their weights.
-DENSE_FILES = tuple(
-    f"{folder}/{name}" for folder in ("2_Dense", "3_Dense") for name in ("config.json", SINGLE_NAME)
+# Of models with a modules.json, which sentence-transformers writes: layers behind the pooling, with their weights, and
+# the tokens whose logits are a score.
+MODULE_FILES = (
+    "1_LogitScore/config.json",
+    *(f"{folder}/{name}" for folder in ("2_Dense", "3_Dense") for name in ("config.json", SINGLE_NAME)),
 )
 # Of artifacts, and of no model directory. ONNX models have files that end in `.onnx`, too.
 ARTIFACT_FILES = ("tensors.b3", "adapter_config.json", "onnx.json")
@@ -130,7 +132,7 @@ def _try_usual_names(source: Source) -> dict[str, ObjectInfo]:
     found = [info for info in parallel_map(look, names, num_threads=CONNECTIONS) if info is not None]
     names_found = {info.name: info for info in found}
     if "modules.json" in names_found:
-        more = parallel_map(look, DENSE_FILES, num_threads=CONNECTIONS)
+        more = parallel_map(look, MODULE_FILES, num_threads=CONNECTIONS)
         names_found |= {info.name: info for info in more if info is not None}
     if denied:
         _check_denied(source, denied, names_found)
@@ -247,7 +249,7 @@ def _no_weights(source: Source, found: Mapping[str, ObjectInfo]) -> CheckpointEr
 
 def unknown_names(names: Iterable[str]) -> tuple[str, ...]:
     """The names of small files that no reader of an artifact looks for."""
-    known = {*SMALL_FILES, *DENSE_FILES, *ARTIFACT_FILES}
+    known = {*SMALL_FILES, *MODULE_FILES, *ARTIFACT_FILES}
     return tuple(name for name in names if name not in known and not name.endswith(".onnx"))
 
 
@@ -267,7 +269,7 @@ def left_out(found: Mapping[str, ObjectInfo]) -> tuple[str, ...]:
 
 
 def small_files(found: Mapping[str, ObjectInfo]) -> tuple[ObjectInfo, ...]:
-    files = tuple(found[name] for name in (*SMALL_FILES, *DENSE_FILES) if name in found)
+    files = tuple(found[name] for name in (*SMALL_FILES, *MODULE_FILES) if name in found)
     for info in files:
         if info.size_bytes > MAX_SMALL_FILE_BYTES:
             raise CheckpointError(

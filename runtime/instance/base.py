@@ -31,6 +31,7 @@ TEXT_FILES = (
     "generation_config.json",
     "chat_template.jinja",
     "sentence_bert_config.json",
+    "config_sentence_transformers.json",
 )
 
 

@@ -5,7 +5,7 @@ answers for it. Steps of the thread "model" of `startup.py`; imports of models a
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...loader.device.detect import CPU
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..engine.engine import Engine
     from ..files import ModelFiles
     from ..models.decoder import Decoder
+    from ..models.score_functions import ScoreFunctions
     from ..text.tokenizer import TextTokenizer
     from ..weights import Weights
 
@@ -35,7 +36,7 @@ class BuiltModel(NamedTuple):
 
     model: Any  # Decoder or Encoder, or what transformers computes
     kind: str  # "decoder" or "encoder"
-    config: Mapping[str, Any]  # its config.json
+    score_functions: ScoreFunctions  # of a classifier
 
 
 def choose_backend(
@@ -90,6 +91,7 @@ def build(
     from ..backends.choose import TRANSFORMERS, model_of_transformers  # imported for the choice
     from ..models.build import build_model
     from ..models.decoder import Decoder
+    from ..models.score_functions import ScoreFunctions
     from ..sentence_files import sentence_files
 
     with timeline.span("model", "build") as details:
@@ -104,7 +106,15 @@ def build(
             is_encoder = not isinstance(model, Decoder)
         details.update(backend=model.executor.name, **model.computes.attributes)
         _check_paged(load, model)
-    return BuiltModel(model, "encoder" if is_encoder else "decoder", model_config)
+    scores = ScoreFunctions()
+    if is_encoder:
+        tokens = getattr(model.config, "score_tokens", None)
+        scores = ScoreFunctions.of(
+            model_config,
+            files.json("config_sentence_transformers.json"),
+            is_log_odds=tokens is not None and tokens.false is not None,
+        )
+    return BuiltModel(model, "encoder" if is_encoder else "decoder", scores)
 
 
 def _weights_of(load: AnyLoad, choice: BackendChoice) -> Weights:
@@ -272,7 +282,6 @@ def _prefix_seed(digest: bytes | None, model: Decoder) -> bytes | None:
 
 def start_embedder(config: ServeConfig, timeline: Timeline, load: AnyLoad, built: BuiltModel) -> Embedder:
     from ..engine.embedder import Embedder
-    from ..models.score_functions import ScoreFunctions
 
     # Embeddings never use the draft.
     load.reorder(Order.EXACT)
@@ -281,7 +290,7 @@ def start_embedder(config: ServeConfig, timeline: Timeline, load: AnyLoad, built
         max_queued=config.max_calls - 1,
         max_delay_s=config.embed_delay_s,
         timeline=timeline,
-        score_functions=ScoreFunctions.of(built.config),
+        score_functions=built.score_functions,
     )
     embedder.start()
     return embedder

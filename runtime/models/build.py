@@ -33,6 +33,7 @@ def build_model(
     modules: Any = None,
     pooling: Any = None,
     sentence_bert: Any = None,
+    logit_score: Any = None,
     dense: Mapping[str, Any] | None = None,
     dense_weights: DenseTensors | None = None,
 ) -> Decoder | Encoder | PooledDecoder:
@@ -42,8 +43,8 @@ def build_model(
     `max_context` tokens.
     Encoders, and decoders that embed or classify (`is_pooled`), also take what modules.json, 1_Pooling/config.json and
     sentence_bert_config.json hold, where they are there, and the config.json and weights of each folder with a Dense
-    module. The first of `backends`, at least one, that implements the model computes it, in a dtype of its choice; each
-    one that refuses is logged with its reason.
+    module; decoders the config.json of LogitScore. The first of `backends`, at least one, that implements the model
+    computes it, in a dtype of its choice; each one that refuses is logged with its reason.
     Every tensor that the model needs is looked up and checked; none is copied, and no content is read. Raises
     `ModelError` when the config is not supported by any of them, or a tensor is missing or does not fit.
     """
@@ -57,7 +58,9 @@ def build_model(
         return _decoder(DecoderConfig.from_json(config).admitting(max_context or 0), weights, backends)
     from .pooled_decoder import PooledDecoder, PooledDecoderConfig  # of few servers
 
-    own_config = PooledDecoderConfig.from_json(config, max_context=max_context, **files)
+    own_config = PooledDecoderConfig.from_json(
+        config, max_context=max_context, logit_score=logit_score, **files
+    )
     return PooledDecoder(own_config, _decoder(own_config.decoder, weights, backends), weights, dense_weights)
 
 

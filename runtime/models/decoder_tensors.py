@@ -385,7 +385,9 @@ def _sized(names: Sequence[str], sizes: Sequence[int]) -> list[tuple[str, int]]:
 
 
 def _stored_dtype(config: DecoderConfig, weights: Weights, embeddings: str) -> DType:
-    """The dtype of config.json for integer embeddings; else that of most weights."""
+    """The dtype of config.json for integer embeddings; else that of most weights, but for scales of bitsandbytes."""
+    if config.quantization is not None and config.quantization.method == "bitsandbytes":
+        return weights.tensor(f"{embeddings}.weight").dtype
     is_blocks = len(weights.tensor(f"{embeddings}.weight").shape) == 3
     if f"{embeddings}.weight_scale" in weights or is_blocks:
         return DType.of_label(config.dtype or "bfloat16")  # a name that was checked

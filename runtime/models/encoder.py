@@ -13,13 +13,21 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from ..errors import ContextLengthError, ModelError, RequestError
 from ..tensors import DType
 from ..weights import Weights
 from .encoder_config import EncoderConfig
 from .executor import ComputeDtype, EncoderExecutor, TextBatch
-from .matrices import DenseMatrix, EncoderLayerWeights, EncoderWeights, LayerNormWeights, Projection
+from .matrices import (
+    DenseMatrix,
+    EncoderLayerWeights,
+    EncoderWeights,
+    LayerNormWeights,
+    Projection,
+    StoredProjection,
+)
 from .parameters import Parameters, stored_dtype
 from .pooling_config import DENSE_WEIGHTS, Dense
 from .projections import take_linear, take_stacked
@@ -218,8 +226,13 @@ def _take_layer(config: EncoderConfig, parameters: Parameters, index: int) -> En
             parameters, names.attention_norm, hidden_size, bias=config.has_norm_bias
         )
     up_size = inner_size * (2 if config.is_gated else 1)
+    if config.has_interleaved_qkv:
+        qkv = _take_interleaved(parameters, names.qkv[0], hidden_size, config.num_heads)
+    else:
+        qkv = _take_equal(parameters, names.qkv, hidden_size, 3 * hidden_size, bias=config.has_qkv_bias)
     return EncoderLayerWeights(
-        qkv=_take_equal(parameters, names.qkv, hidden_size, 3 * hidden_size, bias=config.has_qkv_bias),
+        qkv=qkv,
+        position_qk=_take_position_qk(parameters, names.position_qk, hidden_size),
         output=output,
         attention_norm=attention_norm,
         up=_take_equal(parameters, names.up, hidden_size, up_size, bias=config.has_mlp_bias),
@@ -227,6 +240,35 @@ def _take_layer(config: EncoderConfig, parameters: Parameters, index: int) -> En
         mlp_norm=take_layer_norm(parameters, names.mlp_norm, hidden_size, bias=config.has_norm_bias),
         gate=parameters.gate(),
     )
+
+
+def _take_interleaved(parameters: Parameters, name: str, hidden_size: int, num_heads: int) -> Projection:
+    """Views of the rows of `name`.weight: a matrix of each head's queries, then keys, then values."""
+    size = hidden_size // num_heads
+    weight = parameters.take(f"{name}.weight", 3 * hidden_size, hidden_size)
+    heads = replace(weight, array=weight.array.reshape((3 * num_heads, size, hidden_size)))
+    parts = []
+    for place, kind in enumerate(("q_bias", None, "v_bias")):
+        bias = None
+        if kind is not None:
+            own = parameters.take(f"{name.rpartition('.')[0]}.{kind}", hidden_size)
+            bias = replace(own, array=own.array.reshape((num_heads, size)))
+        parts += [
+            DenseMatrix(heads.part(3 * head + place), None if bias is None else bias.part(head))
+            for head in range(num_heads)
+        ]
+    return StoredProjection(tuple(parts))
+
+
+def _take_position_qk(parameters: Parameters, names: Sequence[str], hidden_size: int) -> Projection | None:
+    """Of positions: queries, which have a bias, and keys, which have none."""
+    if not names:
+        return None
+    parts = [
+        take_linear(parameters, name, hidden_size, hidden_size, bias=has_bias)
+        for name, has_bias in zip(names, (True, False), strict=True)
+    ]
+    return StoredProjection(tuple(matrix for part in parts for matrix in part.matrices()))
 
 
 def _take_equal(

@@ -72,8 +72,11 @@ FAMILIES: dict[str, EncoderFamily] = {
         ("NomicBertModel", "NomicBertForMaskedLM", "NomicBertForPreTraining"),
         "NomicBertForSequenceClassification",
     ),
+    "deberta": EncoderFamily(
+        "deberta", ("DebertaModel", "DebertaForMaskedLM"), "DebertaForSequenceClassification"
+    ),
     "deberta-v2": EncoderFamily(
-        "deberta_v2", ("DebertaV2Model", "DebertaV2ForMaskedLM"), "DebertaV2ForSequenceClassification"
+        "deberta", ("DebertaV2Model", "DebertaV2ForMaskedLM"), "DebertaV2ForSequenceClassification"
     ),
 }
 ENCODERS = {name: (*family.architectures, family.classifier) for name, family in FAMILIES.items()}
@@ -95,6 +98,9 @@ class EncoderNames(Struct, frozen=True):
     relative_norm: str = ""
     layer: str = "encoder.layer.{}."  # the prefix of a layer
     qkv: tuple[str, ...] = ("attention.self.query", "attention.self.key", "attention.self.value")
+    position_qk: tuple[
+        str, ...
+    ] = ()  # queries and keys of disentangled positions; (): the same as of content
     output: str = "attention.output.dense"
     attention_norm: str = "attention.output.LayerNorm"
     up: tuple[str, ...] = ("intermediate.dense",)  # of a gated MLP: gate, then up
@@ -152,6 +158,8 @@ class EncoderConfig(Struct, frozen=True):
     has_pre_norm: bool = False
     has_norm_bias: bool = True
     has_qkv_bias: bool = True
+    # Each head's query, key and value lie one behind another, and queries and values have biases of their own.
+    has_interleaved_qkv: bool = False
     has_output_bias: bool = True
     has_mlp_bias: bool = True
     windows: tuple[

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BlockMatrix",
+    "CodeMatrix",
     "DecoderLayerWeights",
     "DecoderWeights",
     "DenseMatrix",
@@ -37,7 +38,6 @@ __all__ = [
     "StoredProjection",
     "Tensor",
     "for_format",
-    "refusal_of_formats",
 ]
 
 Made = TypeVar("Made")
@@ -85,23 +85,33 @@ def for_format(table: Mapping[type[Any], Made], matrix: Matrix, backend: str) ->
     return found
 
 
-class DenseMatrix(Struct, frozen=True, eq=False):
-    """y = x @ weight.T + bias."""
+class _InOrder:
+    """A matrix of a row for each output, whose columns are in the order of its inputs."""
 
-    weight: Tensor  # (N, K) BF16, F16 or F32
-    bias: Tensor | None = None  # (N,) of the same type
+    __slots__ = ()
 
     @property
     def columns(self) -> None:
         return None
 
     @property
-    def num_in(self) -> int:
-        return self.weight.shape[1]
+    def num_out(self) -> int:
+        weight: Tensor = self.weight  # type: ignore[attr-defined]
+        return weight.shape[0]
+
+    def joined(self, others: Sequence[Any]) -> Matrix | None:
+        return None
+
+
+class DenseMatrix(_InOrder, Struct, frozen=True, eq=False):
+    """y = x @ weight.T + bias."""
+
+    weight: Tensor  # (N, K) BF16, F16 or F32
+    bias: Tensor | None = None  # (N,) of the same type
 
     @property
-    def num_out(self) -> int:
-        return self.weight.shape[0]
+    def num_in(self) -> int:
+        return self.weight.shape[1]
 
     @property
     def kind(self) -> Hashable:
@@ -174,7 +184,7 @@ def _whole(tensors: Sequence[Tensor | None]) -> Tensor | None:
 MXFP4_GROUP = 32  # columns that share a scale
 
 
-class Mxfp4Matrix(Struct, frozen=True, eq=False):
+class Mxfp4Matrix(_InOrder, Struct, frozen=True, eq=False):
     """y = x @ w.T + bias of w (N, K) in MXFP4, as the OCP's Microscaling Formats 1.0 define it: E2M1 elements, and an
     E8M0 scale for each 32 columns. Rows of all tensors may lie apart, equally far.
     """
@@ -184,26 +194,15 @@ class Mxfp4Matrix(Struct, frozen=True, eq=False):
     bias: Tensor | None = None  # (N,) BF16, F16 or F32
 
     @property
-    def columns(self) -> None:
-        return None
-
-    @property
     def num_in(self) -> int:
         return self.weight.shape[1] * 2
-
-    @property
-    def num_out(self) -> int:
-        return self.weight.shape[0]
 
     @property
     def kind(self) -> Hashable:
         return Mxfp4Matrix
 
-    def joined(self, others: Sequence[Mxfp4Matrix]) -> None:
-        return None
 
-
-class Float8Matrix(Struct, frozen=True, eq=False):
+class Float8Matrix(_InOrder, Struct, frozen=True, eq=False):
     """y = x @ w.T + bias of w (N, K) = q · scale, with q in E4M3 and a scale for each block of rows and columns.
 
     A block may be one row, or the whole matrix; edges cut blocks off.
@@ -215,16 +214,8 @@ class Float8Matrix(Struct, frozen=True, eq=False):
     bias: Tensor | None = None  # (N,) BF16, F16 or F32
 
     @property
-    def columns(self) -> None:
-        return None
-
-    @property
     def num_in(self) -> int:
         return self.weight.shape[1]
-
-    @property
-    def num_out(self) -> int:
-        return self.weight.shape[0]
 
     @property
     def kind(self) -> Hashable:
@@ -241,7 +232,7 @@ class Float8Matrix(Struct, frozen=True, eq=False):
         return Float8Matrix(weight, scale, self.block, bias)
 
 
-class BlockMatrix(Struct, frozen=True, eq=False):
+class BlockMatrix(_InOrder, Struct, frozen=True, eq=False):
     """y = x @ w.T + bias of w (N, K) in blocks as GGUF files have them: levels, and their scales with them."""
 
     weight: Tensor  # (N, K / columns of a block, bytes of a block) U8
@@ -249,16 +240,8 @@ class BlockMatrix(Struct, frozen=True, eq=False):
     bias: Tensor | None = None  # (N,) BF16, F16 or F32
 
     @property
-    def columns(self) -> None:
-        return None
-
-    @property
     def num_in(self) -> int:
         return self.weight.shape[1] * self.block.elements
-
-    @property
-    def num_out(self) -> int:
-        return self.weight.shape[0]
 
     @property
     def kind(self) -> Hashable:
@@ -270,6 +253,24 @@ class BlockMatrix(Struct, frozen=True, eq=False):
         if weight is None or (self.bias is not None and bias is None):
             return None
         return BlockMatrix(weight, self.block, bias)
+
+
+class CodeMatrix(_InOrder, Struct, frozen=True, eq=False):
+    """y = x @ w.T + bias of w (N, K): the values of codes, times a scale for each of G equal groups of a row."""
+
+    weight: Tensor  # (N, K / 2) U8: columns 2 i and 2 i + 1 in the high and the low half of byte i
+    scale: Tensor  # (N, G) F32; a group is a multiple of 64 columns
+    codes: str  # "nf4" or "fp4"
+    values: tuple[float, ...]  # of the 16 codes
+    bias: Tensor | None = None  # (N,) BF16, F16 or F32
+
+    @property
+    def num_in(self) -> int:
+        return self.weight.shape[1] * 2
+
+    @property
+    def kind(self) -> Hashable:
+        return CodeMatrix, self.codes
 
 
 class Projection(Protocol):
@@ -454,6 +455,7 @@ class EncoderLayerWeights(Struct, frozen=True, eq=False):
     down: Projection
     mlp_norm: LayerNormWeights
     gate: Gate
+    position_qk: Projection | None = None  # to queries and keys of disentangled positions; None: `qkv` is
 
 
 class EncoderWeights(Struct, frozen=True, eq=False):
@@ -479,22 +481,3 @@ class EncoderWeights(Struct, frozen=True, eq=False):
     @property
     def device(self) -> str:
         return self.words.device
-
-
-def refusal_of_formats(weights: DecoderWeights, table: Mapping[type[Any], Any], backend: str) -> str | None:
-    """Why a backend with these formats cannot compute the layers' matrices; None where it can. Matrices
-    that are not settled yet, such as GPTQ's, become integers, which every backend computes.
-    """
-    for layer in weights.layers:
-        for projection in (
-            *(layer.qkv, layer.output, layer.gate_up, layer.down),
-            *(layer.query_up, layer.key_value_up),
-            *(() if layer.inputs is None else (layer.inputs.gate, layer.inputs.up)),
-            *(() if layer.mamba is None else (layer.mamba.inputs, layer.mamba.output)),
-        ):
-            if projection is None or not projection.is_settled:
-                continue
-            for matrix in projection.matrices():
-                if type(matrix) not in table:
-                    return f"{backend} does not multiply with a {type(matrix).__name__}"
-    return None

@@ -1,7 +1,8 @@
 """Decoders that embed or classify: the states of a text's tokens become one embedding, or a row of scores.
 
 A text attends only to its own tokens, earlier ones or all, in keys and values that exist while its batch is computed.
-The head is not read. Layers follow arriving weights as in generation. It knows no text and no tokenizer.
+Of the head at most the rows of two tokens are read, whose logits are a score. Layers follow arriving weights as in
+generation. It knows no text and no tokenizer.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import numpy.typing as npt
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ...loader.format.nibbles import unpack_nibbles
 from ..errors import ModelError
 from ..step.batch import Int64s, SequenceSpan, StepBatch
-from ..tensors import DType, to_float32
+from ..tensors import DType, Tensor, to_float32
 from ..weights import Gate, Weights
 from .decoder import Decoder
 from .decoder_config import DecoderConfig
@@ -24,10 +26,10 @@ from .encoder import DenseTensors, batches_by_length, check_text, take_dense
 from .encoder_config import labels_of
 from .executor import ComputeDtype, Executor, Floats
 from .fields import Fields
-from .matrices import DenseMatrix
+from .matrices import BlockMatrix, DenseMatrix, IntegerMatrix, Matrix, Projection
 from .parameters import Parameters
 from .pooling import normalize, pooled
-from .pooling_config import SentenceConfig, sentence_of
+from .pooling_config import ScoreTokens, SentenceConfig, score_tokens_of, sentence_of
 from .rope_config import MAX_POSITIONS
 from .spec import Pooling
 
@@ -46,6 +48,7 @@ class PooledDecoderConfig(Struct, frozen=True):
     labels: tuple[str, ...]  # of a classifier, in the order of its scores; others have none
     pad_token: int | None  # a classifier judges the last token that is another one
     max_tokens: int  # of one text, special tokens included
+    score_tokens: ScoreTokens | None = None  # of a classifier whose scores are logits of its head
 
     @property
     def vocab_size(self) -> int:
@@ -59,6 +62,7 @@ class PooledDecoderConfig(Struct, frozen=True):
         modules: Any = None,
         pooling: Any = None,
         sentence_bert: Any = None,
+        logit_score: Any = None,
         dense: Mapping[str, Any] | None = None,
         max_context: int | None = None,
     ) -> PooledDecoderConfig:
@@ -68,13 +72,16 @@ class PooledDecoderConfig(Struct, frozen=True):
         Raises `ModelError` naming the key that is missing, wrong or not supported.
         """
         fields = Fields(data)
-        # The head is not needed, and the embeddings stand in for it.
-        decoder = replace(DecoderConfig.from_json(data).admitting(max_context or 0), tie_word_embeddings=True)
+        decoder = DecoderConfig.from_json(data).admitting(max_context or 0)
+        score_tokens = score_tokens_of(modules, logit_score, decoder.vocab_size)
+        if score_tokens is None:  # the head is not needed, and the embeddings stand in for it
+            decoder = replace(decoder, tie_word_embeddings=True)
         limits = Fields({} if sentence_bert is None else sentence_bert, file="sentence_bert_config.json")
         stated = limits.optional_integer("max_seq_length", low=1, high=MAX_POSITIONS)
         if modules is None and pooling is None:
             pooling = {"pooling_mode": "lasttoken"}
-        sentence = sentence_of(modules, pooling, dense or {}, decoder.hidden_size)
+        of_sentence = modules if score_tokens is None else None
+        sentence = sentence_of(of_sentence, pooling, dense or {}, decoder.hidden_size)
         for layer in sentence.dense:
             if layer.activation not in ("", "tanh"):
                 raise ModelError(
@@ -82,12 +89,14 @@ class PooledDecoderConfig(Struct, frozen=True):
                     hint="Supported: Identity and Tanh.",
                 )
         is_classifier = any(name.endswith(CLASSIFIER) for name in fields.texts("architectures") or ())
+        labels = labels_of(fields) if is_classifier else ()
         return cls(
             decoder,
             sentence,
-            labels_of(fields) if is_classifier else (),
+            labels if score_tokens is None else ("LABEL_0",),
             fields.optional_integer("pad_token_id", low=-1, high=decoder.vocab_size),
             min(decoder.max_context, stated or MAX_POSITIONS, max_context or MAX_POSITIONS),
+            score_tokens,
         )
 
 
@@ -106,8 +115,11 @@ class PooledDecoder:
         self._decoder = decoder
         self._scores: DenseMatrix | None = None
         self._scores_gate: Gate | None = None
+        self._score_rows: DenseMatrix | None = None  # once they are there
         self._dense = tuple(take_dense(layer, dense or {}) for layer in config.sentence.dense)
-        if config.labels:
+        if config.score_tokens is not None:
+            _check_head(decoder.weights.head)
+        elif config.labels:
             own = Parameters(weights, "")
             self._scores = DenseMatrix(
                 own.take("score.weight", len(config.labels), config.decoder.hidden_size), None
@@ -155,6 +167,11 @@ class PooledDecoder:
 
     def _rows_of(self, texts: Sequence[Sequence[int]]) -> Floats:
         sentence = self.config.sentence
+        if self.config.score_tokens is not None:
+            # What follows the last token is scored, also if that one pads.
+            return self._scored(
+                self._states(texts, [[len(tokens) - 1] for tokens in texts]), self.config.score_tokens
+            )
         if self._scores is not None and self._scores_gate is not None:
             states = self._states(texts, [[self._last(tokens)] for tokens in texts])
             self._scores_gate()
@@ -174,6 +191,17 @@ class PooledDecoder:
         if sentence.normalize:
             normalize(rows)
         return rows
+
+    def _scored(self, states: Floats, tokens: ScoreTokens) -> Floats:
+        """(N, 1): the logit of the true token, less that of the false one. `states` exist, so the head does."""
+        if self._score_rows is None:
+            wanted = [tokens.true] if tokens.false is None else [tokens.true, tokens.false]
+            self._score_rows = _rows_of_head(self._decoder.weights.head.matrices()[0], wanted)
+        logits = _through(self._score_rows, states) * np.float32(self.config.decoder.logits_scale)
+        if (cap := self.config.decoder.logit_cap) is not None:
+            logits = np.float32(cap) * np.tanh(logits / np.float32(cap))
+        scores: Floats = logits[:, :1] - logits[:, 1:] if tokens.false is not None else logits
+        return scores
 
     def _last(self, tokens: Sequence[int]) -> int:
         """The last token that is no padding, as transformers finds it."""
@@ -229,10 +257,39 @@ def _batch_of(
     return StepBatch(split[0], split[1], split[2], tuple(spans), np.empty(0, np.int64))
 
 
+def _check_head(head: Projection) -> None:
+    """Raise `ModelError` if `_rows_of_head` does not read the head."""
+    if not head.is_settled or not isinstance(head.matrices()[0], DenseMatrix | IntegerMatrix | BlockMatrix):
+        raise ModelError(
+            "modules.json has a LogitScore module, which does not read a head in this number format",
+            hint="Use a model whose lm_head is not quantised.",
+        )
+
+
+def _rows_of_head(matrix: Matrix, rows: Sequence[int]) -> DenseMatrix:
+    """These rows of the head in fp32, with their biases."""
+    bias = None if matrix.bias is None else to_float32(matrix.bias.on_host(), matrix.bias.dtype)[rows]
+    stored = matrix.weight.on_host()[rows]
+    weight: Floats
+    if isinstance(matrix, BlockMatrix):
+        weight = matrix.block.to_floats(stored.reshape(-1, matrix.block.block_bytes)).reshape(len(rows), -1)
+    elif isinstance(matrix, IntegerMatrix):
+        zero = None if matrix.zero is None else matrix.zero.on_host()[rows].astype(np.float32)[:, :, None]
+        levels = (unpack_nibbles(stored) if matrix.bits == 4 else stored).astype(np.float32)
+        scale = to_float32(matrix.scale.on_host()[rows], matrix.scale.dtype)[:, :, None]
+        groups = levels.reshape(len(rows), -1, matrix.group_size)
+        weight = ((groups - (zero if zero is not None else 8 * (matrix.bits == 4))) * scale).reshape(
+            len(rows), -1
+        )
+    else:
+        weight = to_float32(stored, matrix.weight.dtype)
+    return DenseMatrix(Tensor(DType.F32, weight), None if bias is None else Tensor(DType.F32, bias))
+
+
 def _through(matrix: DenseMatrix, rows: Floats) -> Floats:
     """rows (N, num_in) → (N, num_out) fp32, one by one: a row's bits must not depend on the others."""
-    weight = to_float32(matrix.weight.array, matrix.weight.dtype)
+    weight = to_float32(matrix.weight.on_host(), matrix.weight.dtype)
     out: npt.NDArray[np.float32] = np.stack([weight @ row for row in rows])
     if matrix.bias is not None:
-        out += to_float32(matrix.bias.array, matrix.bias.dtype)
+        out += to_float32(matrix.bias.on_host(), matrix.bias.dtype)
     return out

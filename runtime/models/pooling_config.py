@@ -1,8 +1,9 @@
-"""From token states to an embedding, as sentence-transformers describes it: modules.json and config.json of modules.
+"""From token states to an embedding, or a score, as sentence-transformers describes it: modules.json and config.json of
+modules.
 
 Both spellings of 1_Pooling/config.json are read: a flag for each mode (`pooling_mode_mean_tokens`), and
 `pooling_mode` by name. After pooling come Dense modules, if any, and then Normalize, if it is there. Unknown modules,
-and those in another order, are refused by name.
+and those in another order, are refused by name. A score comes from a LogitScore module, right behind the model.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from .fields import Fields
 POOLING_MODES = ("mean", "cls", "max", "lasttoken", "mean_sqrt_len_tokens", "weightedmean")
 DENSE_FOLDERS = ("2_Dense", "3_Dense")
 DENSE_WEIGHTS = "model.safetensors"  # in the folder of a Dense module
+SCORE_FOLDER = "1_LogitScore"
 
 _HINT = f"Supported: {', '.join(POOLING_MODES)}."
 _MODE_OF_FLAG = {
@@ -29,6 +31,7 @@ _MODE_OF_FLAG = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 _MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
+_SCORE = "LogitScore"
 # What a Dense module's `activation_function` is called, which is the name of a class of torch's.
 _ACTIVATIONS = {"Identity": "", "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu", "SiLU": "silu"}
 _MAX_WIDTH = 1 << 16
@@ -52,6 +55,37 @@ class SentenceConfig(Struct, frozen=True):
     normalize: bool  # to unit length
 
 
+class ScoreTokens(Struct, frozen=True):
+    """The tokens whose logits behind a text are its score."""
+
+    true: int
+    false: int | None  # its logit is subtracted; None: none is
+
+
+def score_tokens_of(modules: Any, logit_score: Any, vocab_size: int) -> ScoreTokens | None:
+    """None where modules.json has no LogitScore; `logit_score` is what the config.json in its folder holds. Raises
+    `ModelError` where that is missing or wrong, or other modules come with it.
+    """
+    found = [] if modules is None else _modules(modules)
+    if not any(kind == _SCORE for kind, _ in found):
+        return None
+    for (kind, fields), only in zip(found, ("Transformer", _SCORE, ""), strict=False):
+        if kind != only:
+            raise fields.wrong(
+                "type", "but LogitScore comes right behind Transformer, and is the last module"
+            )
+    found[1][1].choice("path", (SCORE_FOLDER,))
+    file = f"{SCORE_FOLDER}/config.json"
+    if logit_score is None:
+        raise ModelError(f"modules.json has a LogitScore module in {SCORE_FOLDER}, but there is no {file}")
+    own = Fields(logit_score, file=file)
+    own.choice("module_input_name", ("causal_logits",), default="causal_logits")
+    return ScoreTokens(
+        own.integer("true_token_id", low=0, high=vocab_size - 1),
+        own.optional_integer("false_token_id", low=0, high=vocab_size - 1),
+    )
+
+
 def sentence_of(modules: Any, pooling: Any, dense: Mapping[str, Any], hidden_size: int) -> SentenceConfig:
     """Any of the files may be None; `dense` has the config.json of each folder with a Dense module.
 
@@ -59,6 +93,9 @@ def sentence_of(modules: Any, pooling: Any, dense: Mapping[str, Any], hidden_siz
     Raises `ModelError` for a module or a mode that is not supported.
     """
     mode = "mean" if pooling is None else _mode(Fields(pooling, file="1_Pooling/config.json"))
+    for kind, fields in [] if modules is None else _modules(modules):
+        if kind == _SCORE:
+            raise fields.wrong("type", "but only decoders have the logits that it reads")
     layers = []
     for folder in dense_folders(modules):
         layer = _dense(folder, dense.get(folder), hidden_size)
@@ -91,8 +128,10 @@ def _modules(modules: Any) -> list[tuple[str, Fields]]:
     for position, module in enumerate(modules):
         fields = Fields(module, file="modules.json", where=f"[{position}].")
         kind = fields.text("type").rsplit(".", 1)[-1]
-        if kind not in _MODULES:
-            raise fields.wrong("type", "which is not supported", hint=f"Supported: {', '.join(_MODULES)}.")
+        if kind not in (*_MODULES, _SCORE):
+            raise fields.wrong(
+                "type", "which is not supported", hint=f"Supported: {', '.join((*_MODULES, _SCORE))}."
+            )
         if any(before == "Normalize" for before, _ in found):
             raise fields.wrong("type", "but Normalize must be the last module")
         found.append((kind, fields))

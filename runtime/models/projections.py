@@ -4,8 +4,8 @@ A loader that puts q, k and v (or gate and up) next to each other makes the stac
 arrived: nothing is copied, and nothing can be, since the content may not be there yet.
 
 Which tensors there are decides what a projection is made of (`FORMATS`): with `X.weight_scale` its weights are
-integers or fp8, with `X.qweight` those of GPTQ or AWQ, with `X.weight_packed` those of compressed-tensors
-(docs/quantize.md); three dimensions are blocks of a GGUF file.
+integers or fp8, with `X.qweight` those of GPTQ or AWQ, with `X.weight_packed` those of compressed-tensors, with
+`X.weight.absmax` or `X.SCB` those of bitsandbytes (docs/quantize.md); three dimensions are blocks of a GGUF file.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from .matrices import (
 from .parameters import COMPUTE_DTYPES, Parameters
 
 _SCALE_DTYPES = (DType.BF16, DType.F16, DType.F32)
+_GPTQ_AWQ, _BITSANDBYTES = "gptq or awq", "bitsandbytes"
 _FLOAT8_SCALES = ("scale_inv", "scale")  # both are multiplied with, whatever the first is called
 
 
@@ -79,15 +80,16 @@ def take_stacked(
     parameters: Parameters, names_and_sizes: Sequence[tuple[str, int]], num_in: int, *, bias: bool
 ) -> Projection:
     """One projection to all the (name, num_out), in this order. Raises `ModelError` for what does not fit."""
-    is_foreign = [
-        any(f"{name}.{kind}" in parameters for kind in ("qweight", "weight_packed"))
-        for name, _ in names_and_sizes
-    ]
-    if all(is_foreign):
+    tools = {_tool_of(parameters, name) for name, _ in names_and_sizes}
+    if tools == {_GPTQ_AWQ}:
         from .gptq_awq import take_gptq_awq  # few models have such matrices
 
         return take_gptq_awq(parameters, names_and_sizes, num_in, bias=bias)
-    if any(is_foreign):
+    if tools == {_BITSANDBYTES}:
+        from .bitsandbytes import take_bitsandbytes  # likewise
+
+        return take_bitsandbytes(parameters, names_and_sizes, num_in, bias=bias)
+    if tools != {None}:
         return JoinedProjection(
             tuple(take_linear(parameters, name, num_in, size, bias=bias) for name, size in names_and_sizes)
         )
@@ -100,6 +102,14 @@ def take_stacked(
     parts = [_take_one(parameters, name, num_in, num_out, bias=bias) for name, num_out in names_and_sizes]
     runs = [list(run) for _, run in groupby(parts, lambda part: part.kind)]
     return StoredProjection(tuple(matrix for run in runs for matrix in _joined_or_all(run)))
+
+
+def _tool_of(parameters: Parameters, name: str) -> str | None:
+    """The tool whose tensors a matrix is made of; None where it is in one of `FORMATS`."""
+    if any(f"{name}.{kind}" in parameters for kind in ("qweight", "weight_packed")):
+        return _GPTQ_AWQ
+    is_theirs = any(f"{name}.{kind}" in parameters for kind in ("weight.absmax", "SCB"))
+    return _BITSANDBYTES if is_theirs else None
 
 
 def _is_float(parameters: Parameters, name: str) -> bool:

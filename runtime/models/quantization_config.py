@@ -45,6 +45,11 @@ _FP8_FIELDS = {
 _BITNET_FIELDS = {
     "quant_method", "modules_to_not_convert", "linear_class", "quantization_mode", "use_rms_norm", "rms_norm_eps",
 }  # fmt: skip
+_BITSANDBYTES_FIELDS = {
+    "quant_method", "load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit", "bnb_4bit_compute_dtype",
+    "bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_quant_storage", "llm_int8_threshold",
+    "llm_int8_skip_modules", "llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight",
+}  # fmt: skip
 _COMPRESSED_FIELDS = {
     "quant_method", "format", "config_groups", "ignore", "kv_cache_scheme", "quantization_status",
     "global_compression_ratio", "sparsity_config", "transform_config", "version", "run_compressed", "dequantize",
@@ -241,6 +246,21 @@ def _read_bitnet(fields: Fields) -> QuantizationConfig:
     )
 
 
+def _read_bitsandbytes(fields: Fields) -> QuantizationConfig:
+    """Which matrices are quantised the tensors show, and so which codes they have."""
+    fields.refuse_others(_BITSANDBYTES_FIELDS, hint=_HINT)
+    is_4_bits = fields.boolean("load_in_4bit", default=False)
+    if is_4_bits == fields.boolean("load_in_8bit", default=False):
+        raise fields.wrong("load_in_4bit", "but either this or load_in_8bit must be true")
+    fields.choice("bnb_4bit_quant_type", ("nf4", "fp4"), default="fp4")
+    fields.choice("bnb_4bit_quant_storage", ("uint8",), default="uint8")
+    if fields.boolean("llm_int8_has_fp16_weight", default=False):
+        raise fields.wrong("llm_int8_has_fp16_weight", "which is not supported", hint=_HINT)
+    return QuantizationConfig(
+        "bitsandbytes", 4 if is_4_bits else 8, None, symmetric=True, rounds_inputs=not is_4_bits
+    )
+
+
 def _block(fields: Fields, key: str) -> tuple[int, int] | None:
     """Rows and columns of a block; older tools write "128x128"."""
     value = fields.get(key)
@@ -281,5 +301,6 @@ _READERS: dict[str, Callable[[Fields], QuantizationConfig]] = {
     "mxfp4": _read_mxfp4,
     "fp8": _read_fp8,
     "bitnet": _read_bitnet,
+    "bitsandbytes": _read_bitsandbytes,
     "compressed-tensors": _read_compressed,
 }

@@ -1,4 +1,5 @@
-"""The functions that make probabilities, or relevance, of a classifier's logits; config.json says which.
+"""The functions that make probabilities, or relevance, of a classifier's logits; config.json says which, or
+config_sentence_transformers.json.
 
 Pure. It knows no tokens and no way to compute a model.
 """
@@ -22,15 +23,24 @@ class ScoreFunctions(Struct, frozen=True):
     relevance_is_logit: bool = False  # of a cross-encoder whose file says so; else the logit's sigmoid
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> ScoreFunctions:
-        """By a config.json as transformers and sentence-transformers write it. What it does not say has its default."""
+    def of(
+        cls, config: Mapping[str, Any], sentence: Any = None, *, is_log_odds: bool = False
+    ) -> ScoreFunctions:
+        """By a config.json as transformers and sentence-transformers write it, else by `sentence`, what
+        config_sentence_transformers.json holds. What they do not say has its default. Log odds of two tokens become
+        the probability of one, whatever the files say.
+        """
         nested = config.get("sentence_transformers")
         named = (nested.get("activation_fn") if isinstance(nested, Mapping) else None) or config.get(
             "sbert_ce_default_activation_function"
         )
+        if named is None and isinstance(sentence, Mapping):
+            named = sentence.get("activation_fn")
         return cls(
             labels_exclude_each_other=config.get("problem_type") != "multi_label_classification",
-            relevance_is_logit=isinstance(named, str) and named.rpartition(".")[2] == "Identity",
+            relevance_is_logit=not is_log_odds
+            and isinstance(named, str)
+            and named.rpartition(".")[2] == "Identity",
         )
 
     def probabilities(self, logits: Floats) -> Floats:

@@ -38,6 +38,14 @@ _CLASSES_WITH_TYPES = frozenset(
 _MODELS_WITH_TYPES = ("bert", "convbert", "deberta", "deberta-v2", "electra", "nomic_bert")
 
 
+class PairTemplate(NamedTuple):
+    """How the chat template writes a pair of texts: as messages of the roles query and document."""
+
+    instruction: str | None = None  # a message of the system before them
+    is_structured: bool = False  # each content is a list with one part
+    variables: Mapping[str, Any] = {}  # of the template
+
+
 class TextSettings(NamedTuple):
     special_tokens: dict[str, str]  # "bos_token" and so on → its text
     templates: dict[str, str]  # chat templates by name; empty if the model has none
@@ -46,6 +54,7 @@ class TextSettings(NamedTuple):
     # False: every token of a pair has type 0.
     has_token_types: bool = True
     images: ImageProcessor | None = None  # None: the model reads text only
+    pairs: PairTemplate | None = None  # None: tokenizer.json has the template for pairs
 
     def with_template(self, text: str) -> TextSettings:
         """The settings with this chat template, for requests with tools and without."""
@@ -54,7 +63,7 @@ class TextSettings(NamedTuple):
     @classmethod
     def read(cls, files: Files) -> TextSettings:
         """Read tokenizer_config.json, special_tokens_map.json, generation_config.json, config.json,
-        chat_template.jinja, and the files of processors.
+        chat_template.jinja, and the files of processors and of sentence-transformers.
 
         Raises `ModelError` for damaged files.
         """
@@ -68,6 +77,7 @@ class TextSettings(NamedTuple):
             _eos_token_ids(_json_object(files, "generation_config.json"), config),
             _has_token_types(settings, config),
             _image_processor(preprocessor, processor, special_tokens),
+            _pair_template(files),
         )
 
 
@@ -79,6 +89,27 @@ def _image_processor(
     from ..images.processor import ImageProcessor  # of few models
 
     return ImageProcessor.read(preprocessor, processor, special_tokens)
+
+
+def _pair_template(files: Files) -> PairTemplate | None:
+    """As sentence-transformers 5.4 and later read it: where the model takes messages, pairs are messages."""
+    own = _json_object(files, "sentence_bert_config.json")
+    modalities = own.get("modality_config")
+    message = modalities.get("message") if isinstance(modalities, dict) else None
+    if not isinstance(message, dict):
+        return None
+    sentence = _json_object(files, "config_sentence_transformers.json")
+    prompts, name = sentence.get("prompts"), sentence.get("default_prompt_name")
+    instruction = prompts.get(name) if isinstance(prompts, dict) and isinstance(name, str) else None
+    if instruction is not None and not isinstance(instruction, str):
+        raise ModelError(f"config_sentence_transformers.json: prompts.{name} is not a text")
+    processing = own.get("processing_kwargs")
+    variables = processing.get("chat_template") if isinstance(processing, dict) else None
+    return PairTemplate(
+        instruction or None,
+        message.get("format") == "structured",
+        variables if isinstance(variables, dict) else {},
+    )
 
 
 def read_template(path: str) -> str:

@@ -11,10 +11,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ContextLengthError, RequestError
-from .backend import MAX_TOKEN, EncodedPair, LocalBackend, TokenizerBackend
+from ..errors import ContextLengthError, ModelError, RequestError
+from .backend import MAX_TOKEN, SPECIAL, EncodedPair, LocalBackend, TokenizerBackend
 from .chat import ChatTemplate, ChatWorker, Message
-from .settings import Files, TextSettings, read_tokenizer_file
+from .settings import Files, PairTemplate, TextSettings, read_tokenizer_file
 
 if TYPE_CHECKING:
     from ..grammar.compiler import GrammarCompiler
@@ -39,6 +39,7 @@ class TextTokenizer:
         self._backend = backend
         self.special_tokens = settings.special_tokens
         self._has_token_types = settings.has_token_types
+        self._pairs = settings.pairs
         self.images = settings.images  # None: the model reads text only
         self.chat_template = chat_template or make_chat_template(settings)
         self.vocab_size = backend.vocab_size
@@ -77,20 +78,75 @@ class TextTokenizer:
             self._check_length(num_bytes, max_tokens)
         return self._backend.encode(text, add_special_tokens=add_special_tokens)
 
-    def encode_pairs(self, pairs: Sequence[tuple[str, str | None]]) -> list[EncodedPair]:
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, str | None]], *, instruction: str | None = None
+    ) -> list[EncodedPair]:
         """Encode each pair of texts, or each single text, with the model's own template, special
         tokens included. All token types are 0 where transformers passes none to the model.
 
-        Raises `RequestError` for a text that is too long or is not Unicode.
+        `instruction` replaces that of a model whose chat template writes pairs. Raises `RequestError` for a
+        text that is too long or is not Unicode, for an instruction that has no place, and the errors of `chat`.
         """
         for pair in pairs:
             for text in pair:
                 if text is not None:
                     _check_text(text)
+        if self._pairs is not None and all(second is not None for _, second in pairs):
+            template = self._pairs if instruction is None else self._pairs._replace(instruction=instruction)
+            return self._encode_written([(first, second or "") for first, second in pairs], template)
+        if instruction is not None:
+            raise RequestError(
+                "the model has no template that takes an instruction",
+                param="instruction",
+                hint="Write it into the texts.",
+            )
         encoded = self._backend.encode_pairs(pairs)
         if self._has_token_types:
             return encoded
         return [pair._replace(types=(0,) * len(pair.types)) for pair in encoded]
+
+    def _encode_written(self, pairs: Sequence[tuple[str, str]], template: PairTemplate) -> list[EncodedPair]:
+        """Pairs as the chat template writes them. Where a text lies is told by what it changes."""
+        bare = self._write("", "", template)
+        lone: dict[str, str] = {}  # a first text → what is written without a second one
+        encoded = []
+        for first, second in pairs:
+            whole = self._write(first, second, template)
+            if first not in lone:
+                lone[first] = self._write(first, "", template)
+            if second and whole == lone[first]:
+                raise ModelError(
+                    "the model's chat template leaves out messages of the role document",
+                    hint="Serve it with --chat-template FILE.",
+                )
+            begin, end = _changed(whole, lone[first])
+            first_begin, first_end = _changed(lone[first], bare)
+            shift = len(whole) - len(lone[first]) if first_begin >= begin else 0
+            tokens = self.encode(whole, add_special_tokens=False)
+            parts = tuple(
+                1
+                if from_ < end and to > begin
+                else 0
+                if from_ < first_end + shift and to > first_begin + shift
+                else SPECIAL
+                for from_, to in self._backend.offsets(whole)
+            )
+            encoded.append(EncodedPair(tuple(tokens), (0,) * len(tokens), parts))
+        return encoded
+
+    def _write(self, first: str, second: str, template: PairTemplate) -> str:
+        named = [("system", template.instruction), ("query", first), ("document", second)]
+        messages = [
+            {"role": role, "content": [{"type": "text", "text": text}] if template.is_structured else text}
+            for role, text in named
+            if text is not None
+        ]
+        return self.chat_template.render(
+            messages,
+            add_generation_prompt=bool(template.variables.get("add_generation_prompt", False)),
+            variables=template.variables,
+            keeps_parts=template.is_structured,
+        )
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
         """The half-open range of the text's characters for each of its tokens, without special
@@ -177,6 +233,19 @@ class TextTokenizer:
         """End the processes that tokenise and that render chat templates."""
         self.chat_template.close()
         self._backend.close()
+
+
+def _changed(text: str, other: str) -> tuple[int, int]:
+    """The half-open range of `text` that is not in `other`: what is between their common begin and end."""
+    begin = _num_alike(text, other)
+    most = min(len(text), len(other)) - begin
+    return begin, len(text) - min(_num_alike(text[::-1], other[::-1]), most)
+
+
+def _num_alike(text: str, other: str) -> int:
+    """How many characters both begin with."""
+    pairs = enumerate(zip(text, other, strict=False))
+    return next((at for at, (own, its) in pairs if own != its), min(len(text), len(other)))
 
 
 def _check_text(text: str) -> int:

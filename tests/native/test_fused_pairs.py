@@ -45,12 +45,15 @@ def numbers(rng: np.random.Generator, shape: tuple[int, ...], kind: str) -> Arra
 
 @st.composite
 def weights(draw: st.DrawFn, rng: np.random.Generator) -> Weight:
-    kind = draw(st.sampled_from(["bf16", "int8", "int8 in groups", "int4", "mxfp4", "fp8"]))
+    kind = draw(st.sampled_from(["bf16", "int8", "int8 in groups", "int4", "mxfp4", "fp8", "nf4", "fp4"]))
     num_out = draw(st.integers(1, 70))
     values = draw(st.sampled_from(sorted(NUMBERS)))
     has_zero = draw(st.booleans())
     if kind == "bf16":
         return Weight(numbers(rng, (num_out, draw(st.integers(1, 2200))), values))
+    if kind in ("nf4", "fp4"):
+        data = rng.integers(0, 256, (num_out, 32 * draw(st.integers(1, 34)))).astype(np.uint8)
+        return Weight(data, scale=numbers(rng, (num_out, data.shape[1] // 32), values), codes=kind)
     if kind == "mxfp4":
         groups = (num_out, draw(st.integers(1, 68)))
         nibbles = rng.integers(0, 256, (num_out, groups[1] * 16)).astype(np.uint8)

@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tests.support.native import ISAS, each_isa, multiplies_bf16, pack_nibbles, product, products, widened
+from tests.support.quantized import CODE_TABLES as CODES
 
 from teneral.runtime.backends.native import arrays
 from teneral.runtime.backends.native.products import Weight
 
 Array = NDArray[Any]
 
-KINDS = ("fp32", "bf16", "fp16", "int8", "int4", "mxfp4", "fp8")
+KINDS = ("fp32", "bf16", "fp16", "int8", "int4", "mxfp4", "fp8", "nf4", "fp4")
 
 
 class Case(NamedTuple):
@@ -24,13 +25,13 @@ class Case(NamedTuple):
 
     weight: Weight
     means: Array
-    is_int4: bool = False
+    is_scaled_first: bool = False
 
     def means_for(self, isa: str, x: Array) -> Array:
         """The rows as they are multiplied with x: 4 bits times their scales are rounded to bf16 where
         the processor multiplies pairs of bf16.
         """
-        if self.is_int4 and x.dtype == np.uint16 and multiplies_bf16(isa):
+        if self.is_scaled_first and x.dtype == np.uint16 and multiplies_bf16(isa):
             return widened(arrays.to_bf16(self.means.astype(np.float32)))
         return self.means
 
@@ -91,7 +92,7 @@ def make_integers(
     data = levels.astype(np.int8) if kind == "int8" else pack_nibbles(levels)
     offsets = np.full(groups, middle) if zero is None else zero.astype(np.int64)
     means = (levels - np.repeat(offsets, group_size, axis=1)) * np.repeat(widened(scale), group_size, axis=1)
-    return Case(Weight(data, scale=scale, zero=zero, bias=bias), means, is_int4=kind == "int4")
+    return Case(Weight(data, scale=scale, zero=zero, bias=bias), means, is_scaled_first=kind == "int4")
 
 
 def make_mxfp4(
@@ -112,6 +113,16 @@ def make_mxfp4(
         power = 2.0 ** (scale[::step, column // 32].astype(np.float64) - 127)
         means[:, column] = values[level & 7] * np.where(level & 8, -1.0, 1.0) * power
     return Case(weight, means)
+
+
+def make_codes(
+    rng: np.random.Generator, kind: str, shape: tuple[int, int], bias: Array | None, *, group_size: int = 64
+) -> Case:
+    data = rng.integers(0, 256, (shape[0], shape[1] // 2), dtype=np.uint8)
+    scale = floats(rng, (shape[0], shape[1] // group_size))
+    codes = np.stack([data >> 4, data & 15], axis=2).reshape(shape)
+    means = np.float32(CODES[kind])[codes].astype(np.float64) * np.repeat(scale, group_size, axis=1)
+    return Case(Weight(data, scale=scale, bias=bias, codes=kind), means, is_scaled_first=True)
 
 
 def make_fp8(
@@ -139,6 +150,10 @@ def cases(draw: st.DrawFn, with_bias: bool = False) -> Case:
         return make_float(rng, kind, (num_out, draw(st.integers(1, 2200))), bias)
     if kind == "mxfp4":
         return make_mxfp4(rng, (num_out, 32 * draw(st.integers(1, 68))), bias, step=draw(st.integers(1, 3)))
+    if kind in CODES:
+        group_size = 64 * draw(st.sampled_from([1, 1, 2, 4, 32]))
+        num_in = group_size * draw(st.integers(1, max(1, 2200 // group_size)))
+        return make_codes(rng, kind, (num_out, num_in), bias, group_size=group_size)
     if kind == "fp8":
         shape = num_out, draw(st.integers(1, 2200))
         rows, columns = draw(st.sampled_from([1, 3, 32, num_out])), draw(st.sampled_from([32, 128, 1056]))
@@ -195,6 +210,8 @@ def test_prompts_of_any_length_are_what_numpy_computes(isa: str, kind: str, num_
         case = make_integers(rng, kind, shape, group_size=96, has_zero=has_zero, scale_kind="bf16", bias=None)
     elif kind == "mxfp4":
         case = make_mxfp4(rng, shape, None, step=2)
+    elif kind in CODES:
+        case = make_codes(rng, kind, shape, None)
     elif kind == "fp8":
         case = make_fp8(rng, shape, (16, 128), None)
     else:
@@ -214,6 +231,20 @@ def test_four_bits_have_the_bits_of_the_matrix_in_bf16(
     case = make_integers(
         rng, "int4", (37, 1152), group_size=group_size, has_zero=True, scale_kind=scale_kind, bias=None
     )
+    x = arrays.to_bf16(floats(rng, (num_rows, 1152)))
+    in_bf16 = Weight(arrays.to_bf16(case.means.astype(np.float32)))
+    assert np.array_equal(product(isa, x, case.weight), product(isa, x, in_bf16))
+
+
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if multiplies_bf16(str(isa))])
+@pytest.mark.parametrize("kind", CODES)
+@pytest.mark.parametrize("group_size", [64, 128, 1152])
+@pytest.mark.parametrize("num_rows", [1, 5, 9, 40])
+def test_codes_have_the_bits_of_the_matrix_in_bf16(
+    isa: str, kind: str, group_size: int, num_rows: int
+) -> None:
+    rng = np.random.default_rng(group_size)
+    case = make_codes(rng, kind, (37, 1152), None, group_size=group_size)
     x = arrays.to_bf16(floats(rng, (num_rows, 1152)))
     in_bf16 = Weight(arrays.to_bf16(case.means.astype(np.float32)))
     assert np.array_equal(product(isa, x, case.weight), product(isa, x, in_bf16))

@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tests.native.test_linear import (
+    CODES,
     KINDS,
     Case,
     cases,
     inputs,
+    make_codes,
     make_float,
     make_fp8,
     make_integers,
@@ -49,6 +51,8 @@ def large_case(kind: str) -> Case:
         return make_integers(
             rng, kind, (333, 1536), group_size=64, has_zero=True, scale_kind="fp16", bias=None
         )
+    if kind in CODES:
+        return make_codes(rng, kind, (333, 1536), None)
     if kind == "mxfp4":
         return make_mxfp4(rng, (333, 1536), None, step=2)
     if kind == "fp8":

@@ -14,7 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.native.test_linear import KINDS, Case, as_integers, make_float, make_fp8, make_integers, make_mxfp4
+from tests.native.test_linear import (
+    CODES,
+    KINDS,
+    Case,
+    as_integers,
+    make_codes,
+    make_float,
+    make_fp8,
+    make_integers,
+    make_mxfp4,
+)
 from tests.support.native import ISAS, SOFT_TILES, TILES, product, threads
 
 from teneral.loader.native.library import usable_isas
@@ -39,6 +49,8 @@ HASHES = {
     "int4": "71aa49c9e0226dc3",
     "mxfp4": "1e6eddb6cbf12eff",
     "fp8": "353299239fedd4ff",
+    "nf4": "cfacbb23ea6b61cb",
+    "fp4": "5b8c5ef0c41edb5c",
 }
 
 
@@ -50,6 +62,10 @@ def make_cases(kind: str) -> list[Case]:
         shapes = [*shapes, (40, 1006), (17, 31)]
         return [
             make_float(rng, kind, shape, rng.standard_normal(shape[0]).astype(np.float32)) for shape in shapes
+        ]
+    if kind in CODES:
+        return [
+            make_codes(rng, kind, shape, None, group_size=size) for shape in shapes for size in (64, shape[1])
         ]
     if kind == "mxfp4":
         return [make_mxfp4(rng, shape, None, step=step) for step, shape in enumerate(shapes, start=1)]

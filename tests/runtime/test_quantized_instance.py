@@ -85,7 +85,7 @@ def test_a_method_that_is_not_supported_fails_the_instance_by_name(original, tmp
     assert note in read_file(artifact, open_artifact(artifact), "config.json")
     assert cli.run(["unpack", str(tmp_path / "artifact"), str(tmp_path / "plain"), "--quiet"]) == 0
     config = tmp_path / "plain" / "config.json"
-    config.write_bytes(config.read_bytes().replace(note, b'"quant_method": "bitsandbytes"'))
+    config.write_bytes(config.read_bytes().replace(note, b'"quant_method": "modelopt"'))
 
-    with pytest.raises(ModelError, match="bitsandbytes"):
+    with pytest.raises(ModelError, match="modelopt"):
         generated(FileStore(tmp_path / "plain"))

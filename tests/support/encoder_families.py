@@ -74,6 +74,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "nomic_bert": ("nomic_bert", {**_COMMON}),
+    "deberta": (
+        "deberta",
+        {
+            **_COMMON,
+            "relative_attention": True,
+            "pos_att_type": ["p2c", "c2p"],
+            "max_relative_positions": 24,
+            "position_biased_input": False,
+        },
+    ),
     "deberta-v3": (
         "deberta-v2",
         {

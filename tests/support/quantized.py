@@ -4,6 +4,7 @@ by number: written from the documents, without the code that is tested.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,36 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 32]}
+
+
+# As transformers writes them; the last one is not doubly quantised.
+NF4 = {
+    "quant_method": "bitsandbytes",
+    "_load_in_4bit": True,
+    "_load_in_8bit": False,
+    "load_in_4bit": True,
+    "load_in_8bit": False,
+    "bnb_4bit_compute_dtype": "bfloat16",
+    "bnb_4bit_quant_storage": "uint8",
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "llm_int8_enable_fp32_cpu_offload": False,
+    "llm_int8_has_fp16_weight": False,
+    "llm_int8_skip_modules": ["lm_head"],
+    "llm_int8_threshold": 6.0,
+}
+FP4 = {**NF4, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": False}
+LLM_INT8 = {**NF4, "load_in_4bit": False, "load_in_8bit": True, "_load_in_4bit": False, "_load_in_8bit": True}
+# Of bitsandbytes' codes: quantiles of a normal distribution; floats with two bits of exponent and one of mantissa.
+CODE_TABLES = {
+    "nf4": [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ],
+    "fp4": [sign * number / 12 for sign in (1, -1) for number in (0, 0.0625, 8, 12, 4, 6, 2, 3)],
+}
 
 
 def compressed(form: str, *, activations: bool = False, **weights: Any) -> dict[str, Any]:
@@ -226,10 +257,69 @@ class Float8Matrix:
         return self.numbers.float() * spread.repeat_interleave(self.block[1], 1)[:, :columns]
 
 
+class BitsandbytesMatrix:
+    """A random matrix (N, K) of codes or of integers of 8 bits, as bitsandbytes stores it."""
+
+    def __init__(
+        self, rows: int, columns: int, note: dict[str, Any], *, seed: int = 0, block: int = 64
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        self.shape, self.block = (rows, columns), block
+        self.kind = note["bnb_4bit_quant_type"] if note["load_in_4bit"] else "int8"
+        self.table = np.float32(CODE_TABLES.get(self.kind, []))
+        if self.kind == "int8":
+            self.numbers = rng.integers(-127, 128, self.shape).astype(np.int8)
+            self.absmax = rng.uniform(0.1, 0.3, rows).astype(np.float32)
+            return
+        self.codes = rng.integers(0, 16, self.shape).astype(np.uint8)
+        num_blocks = rows * columns // block
+        self.nested: dict[str, Any] = {}
+        self.absmax = rng.uniform(0.1, 0.3, num_blocks).astype(np.float32)
+        if note["bnb_4bit_use_double_quant"]:
+            self.absmax = rng.integers(0, 256, num_blocks).astype(np.uint8)
+            self.nested = {
+                "nested_absmax": rng.uniform(0.05, 0.1, -(-num_blocks // 256)).astype(np.float32),
+                "nested_quant_map": np.sort(rng.uniform(-1, 1, 256)).astype(np.float32),
+            }
+
+    def state(self) -> dict[str, Any]:
+        known = {"quant_type": self.kind, "blocksize": self.block, "dtype": "bfloat16", "shape": self.shape}
+        nested = {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.15}
+        return known | (nested if self.nested else {})
+
+    def tensors(self, name: str) -> dict[str, torch.Tensor]:
+        if self.kind == "int8":
+            form = {f"{name}.weight_format": np.array(0, np.uint8)}
+            found = {f"{name}.weight": self.numbers, f"{name}.SCB": self.absmax, **form}
+        else:
+            pairs = self.codes.reshape(-1, 2)
+            state = np.frombuffer(json.dumps(self.state()).encode(), np.uint8)
+            found = {
+                f"{name}.weight": (pairs[:, :1] << 4 | pairs[:, 1:]).astype(np.uint8),
+                f"{name}.weight.absmax": self.absmax,
+                f"{name}.weight.quant_map": self.table,
+                **{f"{name}.weight.{key}": each for key, each in self.nested.items()},
+                f"{name}.weight.quant_state.bitsandbytes__{self.kind}": state.copy(),
+            }
+        return {key: torch.from_numpy(np.array(each)) for key, each in found.items()}
+
+    def weight(self) -> torch.Tensor:
+        if self.kind == "int8":
+            return torch.from_numpy(self.numbers * (self.absmax[:, None] / np.float32(127)))
+        absmax = self.absmax
+        if self.nested:
+            largest = self.nested["nested_absmax"].repeat(256)[: absmax.size]
+            absmax = self.nested["nested_quant_map"][absmax] * largest + np.float32(0.15)
+        meant = self.table[self.codes].reshape(-1, self.block) * absmax[:, None]
+        return torch.from_numpy(meant.reshape(self.shape).astype(np.float32))
+
+
 def stored_matrix(
     rows: int, columns: int, note: dict[str, Any], *, seed: int = 0, act_order: bool = False
-) -> ForeignMatrix | CompressedMatrix | Float8Matrix:
+) -> ForeignMatrix | CompressedMatrix | Float8Matrix | BitsandbytesMatrix:
     """A random matrix as the tool of this quantization_config stores it."""
+    if note["quant_method"] == "bitsandbytes":
+        return BitsandbytesMatrix(rows, columns, note, seed=seed)
     if note["quant_method"] == "fp8" or note.get("format") == "float-quantized":
         return Float8Matrix(rows, columns, note, seed=seed)
     kind = CompressedMatrix if note["quant_method"] == "compressed-tensors" else ForeignMatrix

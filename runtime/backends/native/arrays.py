@@ -44,6 +44,8 @@ class NativeDType(enum.IntEnum):
     Q3_K = 17
     IQ4_XS = 18
     IQ4_NL = 19
+    NF4 = 20
+    FP4 = 21
 
 
 _DTYPES = {

@@ -255,7 +255,8 @@ class NativeEncoder:
         table = self.rows_of(weights.relative, every)
         if weights.relative_norm is not None:
             self.norm(table, weights.relative_norm)
-        rows = self.product(weights.layers[index].qkv, table, table.dtype)
+        layer = weights.layers[index]
+        rows = self.product(layer.position_qk or layer.qkv, table, table.dtype)
         queries, keys = (rows[:, part * spec.hidden_size :][:, : spec.hidden_size] for part in (0, 1))
         both = self._positions[index] = np.stack((queries, keys))  # (2, buckets, hidden_size)
         self._layers[index].position_queries = arrays.address(both)

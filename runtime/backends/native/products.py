@@ -24,6 +24,7 @@ _RUN = 64  # columns of 4 bits whose bytes lie together
 _ZERO_RANGE = (-129, 128)  # of I16: less one of these, 8 bits are still exact as bf16
 _E2M1_GROUP = 32  # columns that share a scale
 _FLOATS = (NativeDType.F32, NativeDType.BF16, NativeDType.F16)
+_CODES = {"nf4": NativeDType.NF4, "fp4": NativeDType.FP4}
 
 
 class MatrixRecord(ctypes.Structure):
@@ -62,7 +63,7 @@ class Weight:
     Keeps the arrays. They may still be without content, but for an int16 `zero`, whose values are checked.
     """
 
-    __slots__ = ("_arrays", "_float8_block", "num_in", "num_out", "record")
+    __slots__ = ("_arrays", "_codes", "_float8_block", "num_in", "num_out", "record")
 
     def __init__(
         self,
@@ -72,24 +73,29 @@ class Weight:
         zero: Array | None = None,
         bias: Array | None = None,
         float8_block: tuple[int, int] | None = None,
+        codes: str | None = None,
     ) -> None:
         """`data`: (N, K) float32, uint16 (bf16), float16 or int8, or (N, K / 2) uint8 of two numbers each.
 
         Or blocks of a GGUF file, (N, blocks, bytes of one) uint8. `scale`: (N, groups) of integers; `zero` likewise,
         uint8 with 4 bits and int16 with 8; `bias`: (N,). With scales of uint8 the numbers are MXFP4's, and rows of
         data, scale and bias may lie equally far apart. With `float8_block`, the rows and columns that share a scale,
-        `data` are E4M3 as uint8 (N, K), and `scale` has one for each block, also for those that the edges cut.
+        `data` are E4M3 as uint8 (N, K), and `scale` has one for each block, also for those that the edges cut. With
+        `codes`, "nf4" or "fp4", `data` are these of bitsandbytes, (N, K / 2) uint8.
         Raises `ValueError` for what the core does not take.
         """
         if data.ndim not in (2, 3) or 0 in data.shape:
             raise ValueError(f"weights must be (num_out, num_in), not {data.shape}")
         if float8_block is not None and data.ndim == 2 and arrays.dtype_of(data) is NativeDType.U8:
             dtype, self.num_in = NativeDType.E4M3, int(data.shape[1])
+        elif codes is not None and data.ndim == 2 and arrays.dtype_of(data) is NativeDType.U8:
+            dtype, self.num_in = _CODES[codes], 2 * int(data.shape[1])
         else:
             dtype, self.num_in = arrays.block_columns(data) if data.ndim == 3 else _elements(data, scale)
         self.num_out = int(data.shape[0])
         self._arrays = (data, scale, zero, bias)
         self._float8_block = float8_block
+        self._codes = codes
         if dtype is NativeDType.E2M1:
             row_step = _row_step(data, scale, bias)
         else:
@@ -125,11 +131,12 @@ class Weight:
             every = self._arrays[1]
             assert every is not None
             scale, block = every[np.arange(first, end) // block[0]], (1, block[1])
-        return Weight(data, scale=scale, zero=zero, bias=bias, float8_block=block)
+        return Weight(data, scale=scale, zero=zero, bias=bias, float8_block=block, codes=self._codes)
 
     def _check_groups(self, dtype: NativeDType, scale: Array | None, zero: Array | None) -> int:
         """The group size, 0 for floats."""
-        if dtype in _FLOATS or dtype >= NativeDType.Q4_K:
+        is_codes = dtype in _CODES.values()
+        if dtype in _FLOATS or (dtype >= NativeDType.Q4_K and not is_codes):
             if scale is not None or zero is not None:
                 raise ValueError("floats and blocks have no scales and no zeros of their own")
             return 0
@@ -141,7 +148,7 @@ class Weight:
             if self.num_in % _E2M1_GROUP:
                 raise ValueError(f"rows of MXFP4 must be a multiple of {_E2M1_GROUP}, not {self.num_in}")
             return _E2M1_GROUP
-        if dtype is NativeDType.U4 and self.num_in % _RUN:
+        if (dtype is NativeDType.U4 or is_codes) and self.num_in % _RUN:
             raise ValueError(f"rows of 4 bits must be a multiple of {_RUN}, not {self.num_in}")
         if scale is None or scale.ndim != 2 or len(scale) != self.num_out or not scale.shape[1]:
             raise ValueError(f"integers need scales of ({self.num_out}, groups)")
@@ -152,6 +159,8 @@ class Weight:
                 f"groups must be a multiple of {_GROUP_STEP} columns or a whole row: {scale.shape[1]} groups of "
                 f"{self.num_in} columns"
             )
+        if is_codes and (zero is not None or self.num_in // scale.shape[1] % _RUN):
+            raise ValueError(f"groups of codes must be a multiple of {_RUN} columns, and have no zeros")
         if zero is not None:
             self._check_zero(dtype, scale, zero)
         return self.num_in // int(scale.shape[1])

@@ -17,6 +17,7 @@ from ...models.decoder_config import Norm
 from ...models.experts_config import ClampedSwiglu, Experts, ExpertShares
 from ...models.matrices import (
     BlockMatrix,
+    CodeMatrix,
     DenseMatrix,
     Float8Matrix,
     IntegerMatrix,
@@ -103,6 +104,13 @@ def _of_mxfp4(matrix: Mxfp4Matrix) -> Floats:
     return meant
 
 
+def _of_codes(matrix: CodeMatrix) -> Floats:
+    packed, scale = matrix.weight.array, matrix.scale.array
+    values = np.array(matrix.values, np.float32)[np.stack([packed >> 4, packed & 15], axis=2)]
+    meant: Floats = (values.reshape(*scale.shape, -1) * scale[:, :, None]).reshape(len(packed), -1)
+    return meant
+
+
 def _of_float8(matrix: Float8Matrix) -> Floats:
     rows, columns = matrix.block
     scale = to_float32(matrix.scale.array, matrix.scale.dtype)
@@ -122,6 +130,7 @@ def block_rows(block: BlockType, rows: npt.NDArray[np.uint8]) -> Floats:
 
 FLOATS: dict[type[Any], Callable[[Any], Floats]] = {
     BlockMatrix: _of_blocks,
+    CodeMatrix: _of_codes,
     DenseMatrix: _of_dense,
     Float8Matrix: _of_float8,
     IntegerMatrix: _of_integers,

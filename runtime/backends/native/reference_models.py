@@ -459,7 +459,8 @@ class ReferenceEncoder:
         table = self._rows_of(weights.relative, np.arange(2 * spec.disentangled.span))
         if weights.relative_norm is not None:
             table = self._norm(table, weights.relative_norm)
-        rows = _project(table, layer.qkv, spec.dtype).reshape(len(table), 3, spec.num_heads, -1)
+        rows = _project(table, layer.position_qk or layer.qkv, spec.dtype)
+        rows = rows.reshape(len(table), -1, spec.num_heads, spec.head_dim)
         return rows[:, 0], rows[:, 1]
 
     def _mlp(self, layer: EncoderLayerWeights, x: Floats) -> Floats:

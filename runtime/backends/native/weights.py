@@ -13,6 +13,7 @@ import numpy as np
 from ...errors import ModelError
 from ...models.matrices import (
     BlockMatrix,
+    CodeMatrix,
     DenseMatrix,
     Float8Matrix,
     IntegerMatrix,
@@ -100,6 +101,12 @@ def _of_mxfp4(matrix: Mxfp4Matrix) -> Weight:
     return Weight(matrix.weight.array, scale=matrix.scale.array, bias=_array_of(matrix.bias))
 
 
+def _of_codes(matrix: CodeMatrix) -> Weight:
+    return Weight(
+        matrix.weight.array, scale=matrix.scale.array, bias=_array_of(matrix.bias), codes=matrix.codes
+    )
+
+
 def _of_float8(matrix: Float8Matrix) -> Weight:
     return Weight(
         matrix.weight.array,
@@ -115,6 +122,7 @@ def _of_blocks(matrix: BlockMatrix) -> Weight:
 
 WEIGHTS: dict[type[Any], Callable[[Any], Weight]] = {
     BlockMatrix: _of_blocks,
+    CodeMatrix: _of_codes,
     DenseMatrix: _of_dense,
     Float8Matrix: _of_float8,
     IntegerMatrix: _of_integers,

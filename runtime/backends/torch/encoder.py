@@ -119,7 +119,8 @@ class LayerDistances:
         """The bias (1 or N, heads, L, L), in the model's dtype; None if scores do not depend on
         distance.
 
-        `queries` and `keys` are (N, heads, L, head_dim); `qkv` is the layer's projection.
+        `queries` and `keys` are (N, heads, L, head_dim); `qkv` is the layer's projection,
+        or that of positions alone.
         """
         spec, table, length = self._spec, self._table, queries.shape[2]
         if table is None:
@@ -133,9 +134,8 @@ class LayerDistances:
         buckets = int64s(disentangled_buckets(spec.disentangled, length - 1), queries.device)[numbers]
         rows = table.to(self._dtype)
         rows = qkv(rows if self._norm is None else self._norm(rows))
-        split = rows.view(len(rows), 3, spec.num_heads, -1).permute(
-            1, 2, 3, 0
-        )  # (3, heads, head_dim, buckets)
+        # (2 or 3, heads, head_dim, buckets)
+        split = rows.view(len(rows), -1, spec.num_heads, spec.head_dim).permute(1, 2, 3, 0)
         index = buckets.expand(*queries.shape[:2], length, length)
         of_queries = (queries @ split[1]).gather(3, index)
         of_keys = (keys @ split[0]).gather(3, index.transpose(2, 3)).transpose(2, 3)
@@ -256,6 +256,9 @@ class EncoderLayer:
         self.rotations = rotations
         self.distances = distances
         self.qkv = product_of(weights.qkv, device)
+        self.position_qk = (
+            self.qkv if weights.position_qk is None else product_of(weights.position_qk, device)
+        )
         self.output = product_of(weights.output, device)
         self.attention_norm = None
         if weights.attention_norm is not None:
@@ -287,7 +290,7 @@ class EncoderLayer:
         queries, keys, values = split.permute(2, 0, 3, 1, 4)  # (N, heads, L, head_dim) each
         queries, keys = self.rotations.turned(queries, keys, self.window)
         mask = self._windowed(visible, x.shape[1], x.device)
-        bias = self.distances.bias(queries, keys, self.qkv)
+        bias = self.distances.bias(queries, keys, self.position_qk)
         if bias is not None:
             mask = bias if mask is None else torch.where(mask, bias, float("-inf"))
         attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=self.scale)

@@ -1,11 +1,12 @@
 """Products with weights in formats that torch does not multiply with, and rows of such embeddings: blocks of GGUF
-files, MXFP4, and fp8.
+files, MXFP4, codes of bitsandbytes, and fp8.
 
 Some rows at a time become floats. For speed there is the native core; this is for what it does not compute.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -78,6 +79,28 @@ class Mxfp4Linear(_ExpandedLinear):
         bits = bits.masked_fill_(scale == 0, 0x400000).masked_fill_(scale == 255, 0x7FC00000)
         powers = bits.view(torch.float32)
         return (values * powers.unsqueeze(-1)).view(len(packed), -1)
+
+
+class CodeLinear(_ExpandedLinear):
+    """The product with codes (`CodeMatrix`): `weight` (N, K / 2) uint8, `scale` (N, groups) fp32, 16 `values`."""
+
+    __slots__ = ("_values", "scale")
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        values: Sequence[float],
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(weight, weight.shape[1] * 2, bias)
+        self.scale = scale
+        self._values = torch.tensor(values, dtype=torch.float32, device=weight.device)
+
+    def rows(self, begin: int, end: int) -> torch.Tensor:
+        packed, scale = self.weight[begin:end], self.scale[begin:end]
+        codes = torch.stack([packed >> 4, packed & 15], dim=2).to(torch.int32)
+        return (self._values[codes.view(*scale.shape, -1)] * scale.unsqueeze(-1)).view(len(packed), -1)
 
 
 class Float8Linear(_ExpandedLinear):

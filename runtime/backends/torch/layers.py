@@ -26,6 +26,7 @@ from ...models.decoder_config import Norm
 from ...models.experts_config import ClampedSwiglu
 from ...models.matrices import (
     BlockMatrix,
+    CodeMatrix,
     DenseMatrix,
     Float8Matrix,
     IntegerMatrix,
@@ -37,7 +38,7 @@ from ...models.matrices import (
 from ...models.rotary import Rotary
 from ...models.spec import Activation
 from ...tensors import Tensor
-from .expanded import SCRATCH_ELEMENTS, BlockLinear, Float8Linear, Mxfp4Linear
+from .expanded import SCRATCH_ELEMENTS, BlockLinear, CodeLinear, Float8Linear, Mxfp4Linear
 from .tensors import to_torch
 
 _DEVICE_SCRATCH_ELEMENTS = 1 << 24  # on a device, where each stretch costs some launches
@@ -433,6 +434,11 @@ def _of_mxfp4(matrix: Mxfp4Matrix, device: torch.device) -> Product:
     return Mxfp4Linear(to_torch(matrix.weight), to_torch(matrix.scale), _there(matrix.bias, device))
 
 
+def _of_codes(matrix: CodeMatrix, device: torch.device) -> Product:
+    scale = to_torch(matrix.scale).to(device)
+    return CodeLinear(to_torch(matrix.weight), scale, matrix.values, _there(matrix.bias, device))
+
+
 def _of_float8(matrix: Float8Matrix, device: torch.device) -> Product:
     return Float8Linear(
         to_torch(matrix.weight), to_torch(matrix.scale), matrix.block, _there(matrix.bias, device)
@@ -465,6 +471,7 @@ def _of_blocks(matrix: BlockMatrix, device: torch.device) -> Product:
 
 PRODUCTS: dict[type[Any], Callable[[Any, torch.device], Product]] = {
     BlockMatrix: _of_blocks,
+    CodeMatrix: _of_codes,
     DenseMatrix: _of_dense,
     Float8Matrix: _of_float8,
     IntegerMatrix: _of_integers,

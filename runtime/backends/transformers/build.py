@@ -40,6 +40,7 @@ def build_with_transformers(
     modules: Any = None,
     pooling: Any = None,
     sentence_bert: Any = None,
+    logit_score: Any = None,
     dense: Mapping[str, Any] | None = None,
     dense_weights: Mapping[str, Weights] | None = None,
 ) -> TransformersDecoder | TransformersEncoder:
@@ -50,6 +51,11 @@ def build_with_transformers(
     does not know, or weights that do not fit.
     """
     architecture, kind = _kind_of(config)
+    if logit_score is not None:
+        raise ModelError(
+            "1_LogitScore/config.json: --backend transformers does not score by the logits of tokens",
+            hint="Choose another --backend.",
+        )
     settings = _settings_of(config)
     names = list(weights.names())
     weights.gate(names)()

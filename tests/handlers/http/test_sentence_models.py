@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -30,7 +31,9 @@ def tokenizer_of(folder: Path) -> TextTokenizer:
     )
 
 
-@pytest.mark.parametrize(("variant", "dense"), [("modernbert", 0), ("deberta-v3", 24), ("nomic_bert", 32)])
+@pytest.mark.parametrize(
+    ("variant", "dense"), [("modernbert", 0), ("deberta", 0), ("deberta-v3", 24), ("nomic_bert", 32)]
+)
 @pytest.mark.parametrize("is_packed", [True, False])
 async def test_a_folder_is_served_with_its_pooling_and_its_dense_layer(
     tmp_path: Path, one_thread: None, variant: str, dense: int, is_packed: bool
@@ -128,3 +131,116 @@ async def test_a_reranker_on_a_decoder_scores_the_query_followed_by_each_documen
             right = torch.sigmoid(oracle(input_ids=torch.tensor([tokens])).logits[0, 0]).item()
             assert entry["relevance_score"] == pytest.approx(right, abs=3e-5)
     tokenizer.close()
+
+
+PAIR_TEMPLATE = """
+{%- set instruction = messages | selectattr("role", "eq", "system") | map(attribute="content")
+   | first | default("Find it") -%}
+{%- set query_text = messages | selectattr("role", "eq", "query") | map(attribute="content") | first -%}
+{%- set document_text = messages | selectattr("role", "eq", "document") | map(attribute="content") | first -%}
+<|im_start|>user
+<Instruct>: {{ instruction }}
+<Query>: {{ query_text }}
+<Document>: {{ document_text }}<|im_end|>
+<|im_start|>assistant
+<think>
+
+</think>
+
+
+"""
+YES, NO = 100, 101
+
+
+def save_reranker(folder: Path, *, says: str = "Given a query, find what answers it") -> Any:
+    """A reranker as Qwen publishes it: a decoder with the files of sentence-transformers' CrossEncoder."""
+    save_tiny("qwen3", folder)
+    files: dict[str, Any] = {
+        "modules.json": [
+            {"path": "", "type": "sentence_transformers.base.modules.transformer.Transformer"},
+            {
+                "path": "1_LogitScore",
+                "type": "sentence_transformers.cross_encoder.modules.logit_score.LogitScore",
+            },
+        ],
+        "1_LogitScore/config.json": {"true_token_id": YES, "false_token_id": NO},
+        "sentence_bert_config.json": {
+            "transformer_task": "text-generation",
+            "modality_config": {
+                "text": {"method": "forward", "method_output_name": "logits"},
+                "message": {"method": "forward", "method_output_name": "logits", "format": "flat"},
+            },
+            "module_output_name": "causal_logits",
+        },
+        "config_sentence_transformers.json": {
+            "activation_fn": "torch.nn.modules.linear.Identity",
+            "default_prompt_name": "query",
+            "model_type": "CrossEncoder",
+            "prompts": {"query": says},
+        },
+    }
+    (folder / "1_LogitScore").mkdir()
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    (folder / "chat_template.jinja").write_text(PAIR_TEMPLATE)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+@torch.no_grad()
+def log_odds_of(oracle: Any, tokenizer: TextTokenizer, instruction: str, query: str, document: str) -> float:
+    """As the model's card has it: a text with both, whose next token is yes or no."""
+    text = (
+        f"<|im_start|>user\n<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    logits = oracle(input_ids=torch.tensor([tokens])).logits[0, -1]
+    return float(logits[YES] - logits[NO])
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+async def test_a_reranker_as_published_answers_with_the_probability_of_yes(
+    tmp_path: Path, one_thread: None, is_packed: bool
+) -> None:
+    says = "Given a query, find what answers it"
+    oracle = save_reranker(tmp_path, says=says)
+    documents = ["a b c", "nothing ü", "z", "zz"]
+    body = {"query": "what is it?", "documents": documents}
+    pairs = {"text_1": "what is it?", "text_2": documents}
+
+    async with running_server(served(tmp_path, is_packed=is_packed)) as server:
+        answer = await server.post("/v1/rerank", body)
+        odds = await server.post("/v1/score", {**pairs, "use_activation": False})
+        told = await server.post("/v1/score", {**pairs, "instruction": "Other"})
+        short = await server.post("/v1/rerank", {**body, "max_tokens_per_doc": 1})
+        label = await server.post("/v1/classify", {"input": "some text"})
+        refused = await server.post("/v1/completions", {"prompt": "x", "max_tokens": 1})
+
+    assert answer.status == 200, answer.body
+    tokenizer = tokenizer_of(tmp_path)
+    wanted = [log_odds_of(oracle, tokenizer, says, "what is it?", document) for document in documents]
+    of_other = [log_odds_of(oracle, tokenizer, "Other", "what is it?", document) for document in documents]
+    for entry in answer.json["results"]:
+        right = 1 / (1 + np.exp(-wanted[entry["index"]]))
+        assert entry["relevance_score"] == pytest.approx(right, abs=3e-5)
+    assert [each["score"] for each in odds.json["data"]] == pytest.approx(wanted, abs=1e-4)
+    assert [each["score"] for each in told.json["data"]] == pytest.approx(
+        (1 / (1 + np.exp(-np.array(of_other)))).tolist(), abs=3e-5
+    )
+    scores = {entry["index"]: entry["relevance_score"] for entry in short.json["results"]}
+    first = 1 / (1 + np.exp(-log_odds_of(oracle, tokenizer, says, "what is it?", "z")))
+    assert scores[2] == scores[3] == pytest.approx(first, abs=3e-5)
+    assert 0 < label.json["data"][0]["probs"][0] < 1
+    assert refused.status >= 400
+    tokenizer.close()
+
+
+async def test_a_chat_template_without_documents_is_refused(tmp_path: Path, one_thread: None) -> None:
+    save_reranker(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+
+    async with running_server(served(tmp_path, is_packed=False)) as server:
+        answer = await server.post("/v1/rerank", {"query": "a", "documents": ["b"]})
+
+    assert answer.status >= 500
+    assert "role document" in answer.json["error"]["message"]

@@ -204,7 +204,7 @@ def test_integers_of_gptq_without_a_word_in_the_config_are_refused():
 @pytest.mark.parametrize(
     ("note", "message"),
     [
-        ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
+        ({"quant_method": "hqq"}, "hqq"),
         ({"quant_method": "modelopt"}, "modelopt"),
         ({"bits": 4}, "no quantization_config.quant_method"),
         ({**GPTQ, "bits": 3}, "bits is 3"),

@@ -161,6 +161,59 @@ def test_scores_are_those_of_transformers(family, backend, pad):
     np.testing.assert_allclose(model.embed(texts), right, atol=3e-5, rtol=1e-4)
 
 
+LOGIT_SCORE = [
+    {"path": "", "type": "sentence_transformers.base.modules.transformer.Transformer"},
+    {"path": "1_LogitScore", "type": "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"},
+]
+
+
+@each_backend
+@pytest.mark.parametrize(
+    "family", ["qwen3", "gemma2", "granite", "phi"]
+)  # plain, with a cap, scaled, with biases
+@pytest.mark.parametrize("false_token", [9, None])
+def test_the_logits_of_two_tokens_are_a_score(family, backend, false_token):
+    oracle = tiny_model(family, **({} if family == "phi" else {"tie_word_embeddings": false_token is None}))
+    model = build_model(
+        config_of(oracle),
+        DictWeights(oracle.state_dict()),
+        backends=[BACKENDS[backend]()],
+        modules=LOGIT_SCORE,
+        logit_score={"true_token_id": 12, "false_token_id": false_token},
+    )
+    texts = [*texts_of(3, 50, 96), [30, 40, PAD, PAD]]
+
+    scores = model.embed(texts)
+
+    assert model.config.labels == ("LABEL_0",)
+    with torch.no_grad():
+        logits = [oracle(input_ids=torch.tensor([text])).logits[0, -1].numpy() for text in texts]
+    right = [[each[12] - (0 if false_token is None else each[false_token])] for each in logits]
+    np.testing.assert_allclose(scores, right, atol=3e-5, rtol=1e-4)
+    if backend == "native":
+        for text, row in zip(texts, scores, strict=True):
+            assert model.embed([text])[0].tobytes() == row.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("modules", "logit_score", "named"),
+    [
+        (LOGIT_SCORE, None, "there is no 1_LogitScore/config.json"),
+        (LOGIT_SCORE, {"true_token_id": 320}, "true_token_id"),
+        (LOGIT_SCORE, {"true_token_id": 1, "false_token_id": -1}, "false_token_id"),
+        (LOGIT_SCORE, {"true_token_id": 1, "module_input_name": "scores"}, "module_input_name"),
+        ([*LOGIT_SCORE, MODULES[2]], {"true_token_id": 1}, "last module"),
+        ([LOGIT_SCORE[0], LOGIT_SCORE[1] | {"path": "../up"}], {"true_token_id": 1}, "path"),
+    ],
+)
+def test_a_wrong_logit_score_is_refused_by_its_field(modules, logit_score, named):
+    oracle = tiny_model("qwen3")
+    with pytest.raises(ModelError, match=named):
+        build_model(
+            config_of(oracle), DictWeights(oracle.state_dict()), modules=modules, logit_score=logit_score
+        )
+
+
 def test_texts_that_do_not_fit_are_refused_by_their_place():
     model, _ = embedder("qwen3", "native", sentence_bert={"max_seq_length": 20})
     assert model.config.max_tokens == 20

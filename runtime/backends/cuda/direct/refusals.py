@@ -70,7 +70,10 @@ def refusal(spec: DecoderSpec, weights: DecoderWeights) -> str | None:
     ]
     for projection in (*projections_of(weights), *of_experts):
         if not matrices_of(projection):
-            return f"{name} does not take matrices that are stored with the inputs first, or of three values"
+            return (
+                f"{name} does not take matrices that are stored with the inputs first, of three values, or of "
+                "bitsandbytes"
+            )
         for matrix in matrices_of(projection):
             if format_of(matrix, spec.dtype) is None and isinstance(matrix, GptqAwqMatrix):
                 return (

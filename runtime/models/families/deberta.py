@@ -1,4 +1,8 @@
-"""DeBERTa v2 and v3: attention scores of content and position, by buckets of the distance of two tokens."""
+"""DeBERTa: attention scores of content and position, by the distance of two tokens, of v2 and v3 in buckets.
+
+The first version has projections of positions of their own, and stores each head's queries, keys and values one behind
+another.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +26,25 @@ _NAMES = EncoderNames(
     dense="pooler.dense",
     scores="classifier",
 )
+_FIRST_NAMES = replace(
+    _NAMES,
+    qkv=("attention.self.in_proj",),
+    position_qk=("attention.self.pos_q_proj", "attention.self.pos_proj"),
+    relative_norm="",
+)
 
 
 def read(config: Fields, family: str) -> EncoderConfig:
     """Raises `ModelError` naming the key that is missing, wrong or not supported."""
-    common = read_common(config, family, _NAMES)
+    is_first = family == "deberta"
+    common = read_common(config, family, _FIRST_NAMES if is_first else _NAMES)
     kinds = config.get("pos_att_type")
     if isinstance(kinds, str):
         kinds = [kind.strip() for kind in kinds.lower().split("|")]
     if not isinstance(kinds, list) or sorted(map(str, kinds)) != ["c2p", "p2c"]:
         raise config.wrong("pos_att_type", 'but ["p2c", "c2p"] is all that is supported')
-    for key, default in (("relative_attention", False), ("share_att_key", False)):
-        if not config.boolean(key, default=default):
+    for key in ("relative_attention", *(() if is_first else ("share_att_key",))):
+        if not config.boolean(key, default=False):
             raise config.wrong(key, "but true is all that is supported")
     refuse_unless(
         config,
@@ -41,16 +52,17 @@ def read(config: Fields, family: str) -> EncoderConfig:
         embedding_size=common.hidden_size,
         attention_head_size=common.hidden_size // common.num_heads,
         pooler_hidden_size=common.hidden_size,
+        talking_head=False,
     )
     norm = config.text("norm_rel_ebd") if "norm_rel_ebd" in config else "none"
     max_distance = config.integer("max_relative_positions", low=-1, high=MAX_BUCKETS, default=-1)
     if max_distance < 1:
         max_distance = min(common.max_positions, MAX_BUCKETS)
-    num_buckets = config.integer("position_buckets", low=-1, high=MAX_BUCKETS, default=-1)
+    num_buckets = -1 if is_first else config.integer("position_buckets", low=-1, high=MAX_BUCKETS, default=-1)
     has_buckets = num_buckets > 0
     if has_buckets and not 4 <= num_buckets <= max_distance:
         raise config.wrong("position_buckets", f"but must be 4 to max_relative_positions, {max_distance}")
-    names = _NAMES
+    names = common.names
     if "layer_norm" not in [part.strip() for part in norm.lower().split("|")]:
         names = replace(names, relative_norm="")
     has_positions = config.boolean("position_biased_input", default=True)
@@ -63,5 +75,6 @@ def read(config: Fields, family: str) -> EncoderConfig:
             span=num_buckets if has_buckets else max_distance,
             max_distance=max_distance if has_buckets else None,
         ),
+        has_interleaved_qkv=is_first,
         head_activation=config.choice("pooler_hidden_act", ("tanh", *ACTIVATIONS), default="gelu"),
     )

@@ -454,6 +454,14 @@ class EncoderLayerWeights(Struct, frozen=True, eq=False):
     down: Projection
     mlp_norm: LayerNormWeights
     gate: Gate
+    attention_output_norm: Tensor | None = None  # (hidden,), of what it adds
+    mlp_output_norm: Tensor | None = None
+    query_norm: Tensor | None = None  # (head_dim,)
+    key_norm: Tensor | None = None
+    value_norm: Tensor | None = None
+    # () each, four of a matrix: what its inputs are at least and at most, then its outputs; of queries, keys, values,
+    # output, gate, up and down.
+    bounds: tuple[Tensor, ...] = ()
 
 
 class EncoderWeights(Struct, frozen=True, eq=False):

@@ -144,7 +144,10 @@ class NativeDecoder:
             own, own, weights.input_norm, None, spec.norm_eps, spec.norm, spec.hidden_size**-0.5
         )
         scale = rounded(size**0.5, spec.dtype)
-        rows = self._embedded(weights.input_embeddings, batch.tokens, num_columns, scale)
+        tokens = batch.tokens.copy() if batch.images else batch.tokens
+        for image in batch.images:
+            tokens[image.rows] = inputs.image_row
+        rows = self._embedded(weights.input_embeddings, tokens, num_columns, scale)
         return self._operations.add(made, rows, 0.5**0.5)
 
     def begin(self, batch: StepBatch, kv: Any) -> NativeStep:

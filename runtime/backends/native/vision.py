@@ -39,9 +39,10 @@ class NativeVision:
             return x
         if shares is None:
             return self._encoder.operations.add(x, self._encoder.rows_of(positions, places))
-        table = to_float32(positions.array, positions.dtype)
+        used, numbers = np.unique(places, return_inverse=True)
+        table = to_float32(positions.array[used], positions.dtype)
         more = np.zeros(x.shape, np.float32)
-        for taps, share in zip(places.T, shares.T, strict=True):
+        for taps, share in zip(numbers.reshape(places.shape).T, shares.T, strict=True):
             more += table[taps] * share[:, None]
         return self._encoder.operations.add(x, from_float32(more, self._spec.dtype))
 
@@ -50,22 +51,31 @@ class NativeVision:
 
     def connect(self, x: Array, order: Int64s) -> Array:
         final_norm = self._weights.encoder.final_norm
-        assert final_norm is not None
-        states = self._encoder.norm(x, final_norm)
+        states = x if final_norm is None else self._encoder.norm(x, final_norm)
         connector, norm = self._weights.connector, self._weights.connector_norm
-        operations = self._encoder.operations
         if norm is None:
             rows = states[order].reshape(len(order), connector.num_in)
         else:
-            starts = np.arange(len(order) + 1, dtype=np.int64) * order.shape[1]
-            rows = from_float32(operations.mean(states[order.reshape(-1)], starts), self._spec.dtype)
-            operations.norm(rows, rows, norm, None, self._spec.norm_eps, Norm.RMS_PLUS_ONE)
+            rows = self._means(states, order)
+            self._encoder.operations.norm(rows, rows, norm, None, self._spec.norm_eps, Norm.RMS_PLUS_ONE)
         output = self._weights.connector_output
         return (
             self._encoder.product(connector, rows, x.dtype)
             if output is None
             else self._mlp(connector, output, rows)
         )
+
+    def _means(self, states: Array, order: Int64s) -> Array:
+        weights, dtype = self._weights, self._spec.dtype
+        starts = np.arange(len(order) + 1, dtype=np.int64) * order.shape[1]
+        rows = from_float32(self._encoder.operations.mean(states[order.reshape(-1)], starts), dtype)
+        if weights.mean_scale == 1.0 and weights.mean_standard is None:
+            return rows
+        wide = to_float32(rows, dtype) * np.float32(weights.mean_scale)
+        if weights.mean_standard is not None:
+            less, factor = (to_float32(each.array, each.dtype) for each in weights.mean_standard)
+            wide = (wide - less) * factor
+        return from_float32(wide, dtype)
 
     def connect_deep(self, number: int, x: Array, order: Int64s) -> Array:
         deep = self._weights.deep[number]

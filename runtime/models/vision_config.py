@@ -254,7 +254,7 @@ class VisionConfig(Struct, frozen=True):
         token = config.integer("image_token_id", low=0, high=vocab_size - 1, default=258_880)
         return replace(
             made,
-            square=own.integer("pooling_kernel_size", low=1, high=64, default=3),
+            square=own.integer("pooling_kernel_size", low=2, high=64, default=3),
             image_token=token,
             roots=("model.vision_tower.", "vision_tower."),
             connectors=("model.embed_vision.embedding_projection", "embed_vision.embedding_projection"),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.decoding import Stepper, oracle_logits, prompt_of
+from tests.support.gemma4 import EQUAL, MIXTURE
 from tests.support.models import DictWeights, build_model
 from tests.support.paced import PacedSource
 from tests.support.tiny_models import (
@@ -118,6 +119,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama4_text",
         CONSTANT_CHUNKS | {"moe_layers": [1, 3], "interleave_moe_layer_step": 2},
     ),
+    "gemma4_text": ("gemma4_text", {}),
+    "gemma4_text, keys that are values": ("gemma4_text", {**EQUAL, "final_logit_softcapping": None}),
+    "gemma4_text, a mixture": ("gemma4_text", {**MIXTURE, "moe_intermediate_size": 64}),
+    "gemma4_text, inputs alone": ("gemma4_text", {"num_kv_shared_layers": 0, "use_double_wide_mlp": False}),
     "qwen3_moe, of a tower": ("qwen3_moe", {"moe_intermediate_size": 64}),
     "qwen3, of a tower": ("qwen3", {}),
     "smollm3": ("smollm3", {"no_rope_layer_interval": 4, "num_hidden_layers": 5}),
@@ -132,7 +137,6 @@ ARCHITECTURES_OF = {
 REFUSED = {
     "ministral": "mistral3",
     "bitnet": "bitnet-b1.58",
-    "gemma4_text": "gemma4",
 }
 
 
@@ -155,9 +159,10 @@ WIDE_VARIANTS = {
     "qwen2": WIDE,
     "qwen3_moe": WIDE | {"moe_intermediate_size": 256},
     "gemma2": WIDE | {"query_pre_attn_scalar": 32},
+    "gemma4_text": WIDE | {"hidden_size_per_layer_input": 256},
 }
 # Those whose rows are reordered, shifted, split or stacked; blocks of other types are taken apart likewise
-RESHAPED = ("llama", "gemma2", "mixtral", "gpt_oss", "granite, biases", "glm")
+RESHAPED = ("llama", "gemma2", "mixtral", "gpt_oss", "granite, biases", "glm", "gemma4_text, a mixture")
 CASES = [
     *((variant, kind) for variant in VARIANTS for kind in ("F32", "Q8_0")),
     *((variant, kind) for variant in RESHAPED for kind in ("Q4_0", "Q5_1", "MXFP4")),

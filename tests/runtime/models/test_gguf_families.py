@@ -261,6 +261,71 @@ def test_decays_that_have_no_logarithms_are_refused(tmp_path: Path) -> None:
         tensors_and_config(open_model(str(path)), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"attention.sliding_window_pattern": None}, "has no gemma4.attention.sliding_window_pattern"),
+        ({"attention.sliding_window_pattern": [True]}, "must say true or false for each layer"),
+        ({"attention.shared_kv_layers": 6}, "shared_kv_layers is '6', but must be a whole number from 0 to 5"),
+        ({"attention.shared_kv_layers": 1}, "feed_forward_length may be doubled in layers that share keys"),
+        ({"attention.value_length": 16}, "attention.value_length differs from the 32 columns of a head"),
+        ({"attention.value_length_swa": 8}, "attention.value_length_swa differs from the 16 columns"),
+        ({"attention.head_count_kv": [2, 1, 2, 4, 1]}, "must be the same of all layers with a window"),
+        ({"attention.head_count_kv": [2, 1, 2, 2, 1]}, "but values of their own, are not supported"),
+        ({"attention.head_count_kv": [2, 2]}, "a whole number from 1 to 4, or one for each layer"),
+        ({"rope.scaling.type": "yarn"}, "is stretched by 'yarn'"),
+        ({"expert_count": 3, "expert_used_count": 4}, "expert_used_count is '4'"),
+    ],
+)
+def test_keys_of_gemma4_that_mean_another_model_are_named(
+    changed: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.gguf"
+    with monkeypatch.context() as patch:
+        change_keys(patch, {f"gemma4.{key}": value for key, value in changed.items()})
+        write_gguf(path, tiny_model("gemma4_text"))
+    with pytest.raises(CheckpointError, match=message):
+        tensors_and_config(open_model(str(path)), tmp_path)
+
+
+def change_keys(patch: pytest.MonkeyPatch, changed: dict[str, Any]) -> None:
+    """Files are written with these values; None: without the key."""
+    import gguf
+
+    write = gguf.GGUFWriter.write_header_to_file
+
+    def write_changed(writer: Any) -> None:
+        for key, value in changed.items():
+            writer.kv_data[0].pop(key, None)
+            if isinstance(value, list):
+                writer.add_array(key, value)
+            elif value is not None:
+                (writer.add_string if isinstance(value, str) else writer.add_uint32)(key, value)
+        write(writer)
+
+    patch.setattr(gguf.GGUFWriter, "write_header_to_file", write_changed)
+
+
+@pytest.mark.parametrize("divisors", [[1.0, 1e30, 1.0], [2.0, 1e30, 1e30], [1.0, 4.0, 1e30]])
+def test_frequencies_that_are_not_gemma4s_are_refused(
+    divisors: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gguf
+    import numpy as np
+
+    add = gguf.GGUFWriter.add_tensor
+
+    def add_others(writer: Any, name: str, data: Any, **more: Any) -> None:
+        own = np.array([*divisors, *[1e30] * (len(data) - 3)], np.float32) if "rope" in name else data
+        add(writer, name, own, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf.GGUFWriter, "add_tensor", add_others)
+        write_gguf(tmp_path / "model.gguf", tiny_model("gemma4_text"))
+    with pytest.raises(CheckpointError, match="rope_freqs.weight is not what Gemma 4 has"):
+        tensors_and_config(open_model(str(tmp_path / "model.gguf")), tmp_path)
+
+
 @pytest.mark.parametrize("family", REFUSED)
 def test_other_families_are_refused_by_name(family: str, tmp_path: Path) -> None:
     import gguf

@@ -396,11 +396,13 @@ class _Kind(NamedTuple):
 
 _TILING = _Kind(TilingProcessor.make, TiledFile, "image_seq_len", 169)
 _DYNAMIC = _Kind(DynamicProcessor.make, DynamicFile, "", 1)
+_BUDGET = _Kind(BudgetProcessor.make, BudgetFile, "", 1)
 _PROCESSORS = {
     "Idefics3Processor": _TILING,
     "SmolVLMProcessor": _TILING,
     "Gemma3Processor": _Kind(SquareProcessor.make, SquareFile, "image_seq_length", 256),
-    "Gemma4Processor": _Kind(BudgetProcessor.make, BudgetFile, "", 1),
+    "Gemma4Processor": _BUDGET,
+    "Gemma4UnifiedProcessor": _BUDGET,
     "Qwen2_5_VLProcessor": _DYNAMIC,
     "Qwen3VLProcessor": _DYNAMIC,
 }

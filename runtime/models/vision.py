@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     Levels = npt.NDArray[np.float32]  # (3, 256): a channel's number for each value of a pixel
     Tiles = npt.NDArray[np.uint8]  # (N, 3, height, width), as `VisionConfig.grid_of` takes them
 
+ENTRY_NORM_EPS = 1e-5
 _BOUNDS = ("input_min", "input_max", "output_min", "output_max")  # of a layer's matrix, by its name
 Rows = Any  # (T, hidden_size) in the dtype of activations
 
@@ -59,6 +60,8 @@ class VisionWeights(Struct, frozen=True, eq=False):
     connector: Projection  # from the states of a token's patches, side by side
     # (hidden,): then from their mean, normalised as `Norm.RMS_PLUS_ONE` does.
     connector_norm: Tensor | None = None
+    # Of patches, of their products, and of the sums of these and their positions, by `ENTRY_NORM_EPS`; or none.
+    entry_norms: tuple[LayerNormWeights, ...] = ()
     mean_scale: float = 1.0  # of the mean before that, in fp32,
     mean_standard: tuple[Tensor, Tensor] | None = None  # (hidden,) each: and then (mean - the first) * the second
     connector_output: Projection | None = None  # then a GELU, and to the decoder's rows
@@ -70,7 +73,8 @@ class VisionExecutor(Protocol):
 
     def embed(self, patches: Rows, places: Int64s, shares: Floats | None) -> Rows:
         """patches (P, 3 * num_frames * patch_size ** 2) times the patches' matrix, plus the positions of `places` (P,)
-        where there is a table of them, or with `shares` (P, N) the sum of those of `places` (P, N), times these.
+        where there is a table of them, or with `shares` (P, N) the sum of those of `places` (P, N), times these. Each
+        of the three is normalised where there are `entry_norms`.
         """
 
     def layers(self, first: int, end: int, x: Rows, starts: Int64s, turns: Floats | None) -> Rows:
@@ -158,7 +162,7 @@ class VisionTower:
             levels = 2 * (levels - np.float32(0.5))
         pixels = np.stack([own[channel] for own, channel in zip(levels, tile, strict=True)])
         whole = pixels[:, : rows * size, : columns * size].reshape(3, rows, size, columns, size)
-        if self.config.centres_pixels:
+        if self.config.channels_last:
             return from_float32(whole.transpose(1, 3, 2, 4, 0).reshape(rows * columns, -1), self.dtype)
         patches = np.repeat(whole.transpose(1, 3, 0, 2, 4)[:, :, :, None], num_frames, axis=3)
         return from_float32(patches.reshape(rows * columns, -1), self.dtype)
@@ -179,15 +183,16 @@ def _grid(config: VisionConfig, num_rows: int, num_columns: int) -> _Grid:
         windows = np.concatenate((windows[:1], ends.astype(np.int64)))
         own[tokens] = np.arange(num_patches).reshape(own.shape)
     rotary = Rotary.whole(config.rope_theta, config.hidden_size // config.num_heads // 2)
+    row, column = np.divmod(places, num_columns)
+    if rotary is None and config.axis_positions:
+        return _Grid(places, windows, own, None, *_axis_taps(config, row, column))
     if rotary is None:
         return _Grid(places, windows, own, None, places, None)
     tables = rotary.tables(0, max(num_rows, num_columns))
-    row, column = np.divmod(places, num_columns)
     axes = (column, row) if config.axis_positions else (row, column)
     turns = np.concatenate([table[each] for table in tables for each in axes], axis=1)
     if config.axis_positions:
-        taps = np.stack((column, config.axis_positions + row), axis=1)
-        return _Grid(places, windows, own, turns, taps, np.ones(taps.shape, np.float32))
+        return _Grid(places, windows, own, turns, *_axis_taps(config, row, column))
     if not config.positions_side:
         return _Grid(places, windows, own, turns, places, None)
     side = config.positions_side
@@ -195,6 +200,15 @@ def _grid(config: VisionConfig, num_rows: int, num_columns: int) -> _Grid:
     taps = (upper[row, :, None] * side + left[column, None, :]).reshape(num_patches, 4)
     shares = (above[row, :, None] * before[column, None, :]).reshape(num_patches, 4)
     return _Grid(places, windows, own, turns, taps, shares)
+
+
+def _axis_taps(config: VisionConfig, row: Int64s, column: Int64s) -> tuple[Int64s, Floats]:
+    """(P, 2) each: the rows of a patch's column and row in a table of both, and the share of each."""
+    if config.axes_alternate:
+        taps = np.stack((2 * column, 2 * row + 1), axis=1)
+    else:
+        taps = np.stack((column, config.axis_positions + row), axis=1)
+    return taps, np.ones(taps.shape, np.float32)
 
 
 def _between(num: int, side: int) -> tuple[Int64s, Floats]:
@@ -281,15 +295,20 @@ def take_vision(config: VisionConfig, weights: Weights, hidden_size: int) -> Vis
     root = next((each for each in config.roots if f"{each}{matrix_name}" in weights), config.roots[0])
     entry = Parameters(weights, root)
     frames = () if config.num_frames == 1 else (config.num_frames,)
-    shape = (3 * size**2,) if config.centres_pixels else (3, *frames, size, size)
+    shape = (3 * size**2,) if config.channels_last else (3, *frames, size, size)
     patches = entry.take(matrix_name, width, *shape)
     bias = entry.take(f"{names.patches}.bias", width) if config.norm is Norm.LAYER else None
     matrix = DenseMatrix(Tensor(patches.dtype, patches.array.reshape(width, -1)), bias)
     positions = None
     if names.positions is not None:
         axes = (2, config.axis_positions) if config.axis_positions else (config.num_positions,)
+        axes = axes[::-1] if config.axes_alternate else axes
         table = entry.take(names.positions, *axes, width)
         positions = Tensor(table.dtype, table.array.reshape(-1, width))
+    entry_norms = tuple(
+        take_layer_norm(entry, name, length)
+        for name, length in zip(names.entry_norms, (3 * size**2, width, width), strict=False)
+    )
     entry_gate = entry.row_gate(matrix_name)
     layers = tuple(
         _take_layer(config, Parameters(weights, f"{root}{names.layer.format(index)}"))
@@ -320,7 +339,8 @@ def take_vision(config: VisionConfig, weights: Weights, hidden_size: int) -> Vis
         matrix,
         connector,
         connector_norm=norm,
-        mean_scale=width**0.5 if config.scales_means else 1.0,
+        entry_norms=entry_norms,
+        mean_scale=config.mean_scale or 1.0,
         mean_standard=standard,
         connector_output=output,
         deep=deep,
@@ -339,7 +359,7 @@ def _take_connector(
         return None, first, take_linear(parameters, f"{prefix}{output}", joined, hidden_size, bias=True)
     if not config.averages:
         return None, take_linear(parameters, names[0], joined, hidden_size, bias=False), None
-    if config.scales_means:
+    if config.mean_scale is not None:
         name = next((each for each in names if f"{each}.weight" in parameters), names[0])
         norm = Tensor(DType.F32, np.zeros(width, np.float32))  # 1 + which are its weights
         return norm, take_linear(parameters, name, width, hidden_size, bias=False), None

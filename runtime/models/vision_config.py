@@ -4,7 +4,8 @@ The tower is an encoder of square patches. SigLIP's (arXiv 2303.15343) takes squ
 another. Qwen2.5-VL's (arXiv 2502.13923, section 2.1) takes images of any size: patches turn by their rows and columns,
 and see those of their window in most layers. Qwen3-VL's has a table of positions, too, and no windows; the states of
 some of its layers also become rows. Qwen3.5's is the same without these. Gemma 4's tower has no windows either; a
-table of columns and one of rows are its positions, by which halves of heads turn, too. The connector makes one row of
+table of columns and one of rows are its positions, by which halves of heads turn, too. Its unified models have these
+tables, and no layers: a tower of none. The connector makes one row of
 the decoder's embeddings of each square of patches: side by side (pixel shuffle, arXiv 2408.12637, section 3), or of
 their mean.
 Nothing here imports numpy.
@@ -58,6 +59,8 @@ class TowerNames(Struct, frozen=True):
 
     patches: str = "embeddings.patch_embedding"
     positions: str | None = "embeddings.position_embedding.weight"  # None: there is no table of positions
+    # Of patches, of their products, and of the sums of these and their positions; or none.
+    entry_norms: tuple[str, ...] = ()
     layer: str = "encoder.layers.{}."
     matrix: str = ""  # behind the names of a layer's matrices, before ".weight"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # or one for all
@@ -122,8 +125,16 @@ _GEMMA4_NAMES = TowerNames(
 )
 
 
+_UNIFIED_NAMES = TowerNames(
+    patches="patch_dense",
+    positions="pos_embedding",
+    entry_norms=("patch_ln1", "patch_ln2", "pos_norm"),
+    final_norm=None,
+)
+
+
 class VisionConfig(Struct, frozen=True):
-    """A vision tower. Counts are at least 1; `num_heads` divides `hidden_size`."""
+    """A vision tower. Counts are at least 1, but for layers; `num_heads` divides `hidden_size`."""
 
     hidden_size: int
     intermediate_size: int
@@ -142,17 +153,19 @@ class VisionConfig(Struct, frozen=True):
     names: TowerNames = TowerNames()
     # A token's row is made of the normalised mean of its patches; otherwise of its patches side by side.
     averages: bool = False
-    # The mean is times hidden_size ** 0.5 first, and normalised without weights; otherwise its norm has some, and the
-    # connector's matrix is stored inputs first.
-    scales_means: bool = False
-    standardizes: bool = False  # then times a number of each column, once another one is subtracted
+    # The mean is times this, and normalised without weights. None: the norm has weights, and the connector's matrix is
+    # stored inputs first.
+    mean_scale: float | None = None
+    standardizes: bool = False  # means are then times a number of each column, once another one is subtracted
     is_whole: bool = False  # the tokens of an image see one another in the decoder, and are computed at once
     is_whole_in_windows: bool = False  # but in layers without a window they see those before them only
+    most_tokens: int = MAX_PATCHES  # of an image
     norm: Norm = Norm.LAYER  # others have no biases, and patches have none then
     has_biases: bool = True  # of layers' products
     is_bounded: bool = False  # inputs and outputs of layers' products are clipped to bounds that the file has
     attention_scale: float | None = None  # None: head_dim ** -0.5
-    centres_pixels: bool = False  # pixels p become 2 (p - 1/2), and a patch's numbers have its channels last
+    channels_last: bool = False  # of a patch's numbers; otherwise they are first
+    centres_pixels: bool = False  # pixels p become 2 (p - 1/2)
     num_frames: int = 1  # a patch is given so often, as if frames of a video were equal
     rope_theta: float | None = None  # patches turn by their rows and columns
     window: int = 0  # tokens of the side of the windows that patches see; 0: they see all of their tile
@@ -161,6 +174,7 @@ class VisionConfig(Struct, frozen=True):
     # A patch's position is the sum of a row for its column and one for its row, of two tables of so many; half of a
     # head turns by the one, and half by the other. 0: otherwise.
     axis_positions: int = 0
+    axes_alternate: bool = False  # the rows of the two tables are next to one another; otherwise the tables are
     # The layers whose states also become rows, which are added to those of the decoder's first layers.
     deep_layers: tuple[int, ...] = ()
     has_grid: bool = False  # the decoder turns an image's tokens by their rows and columns
@@ -190,7 +204,8 @@ class VisionConfig(Struct, frozen=True):
         is_whole = (rows * side, columns * side) == (height, width)
         if self.axis_positions and max(height, width) > self.axis_positions * self.patch_size:
             return None
-        return (rows, columns) if is_whole and 0 < rows * columns <= MAX_PATCHES // self.square**2 else None
+        most = min(self.most_tokens, MAX_PATCHES // self.square**2)
+        return (rows, columns) if is_whole and 0 < rows * columns <= most else None
 
     def is_among(self, names: Iterable[str]) -> bool:
         """True if some of these names are those of the tower's tensors."""
@@ -260,7 +275,7 @@ class VisionConfig(Struct, frozen=True):
             connectors=("model.embed_vision.embedding_projection", "embed_vision.embedding_projection"),
             names=_GEMMA4_NAMES,
             averages=True,
-            scales_means=True,
+            mean_scale=made.hidden_size**0.5,
             standardizes=own.boolean("standardize", default=False),
             is_whole=is_whole,
             is_whole_in_windows=is_whole,
@@ -269,9 +284,50 @@ class VisionConfig(Struct, frozen=True):
             has_biases=False,
             is_bounded=own.boolean("use_clipped_linears", default=False),
             attention_scale=1.0,
+            channels_last=True,
             centres_pixels=True,
             axis_positions=own.integer("position_embedding_size", low=1, high=MAX_PATCHES, default=10_240),
             rope_theta=rope.number("rope_theta", low=2.0, high=1e12, default=100.0),
+        )
+
+    @classmethod
+    def of_gemma4_unified(
+        cls, config: Fields, vocab_size: int, *, is_whole: bool, window: int
+    ) -> VisionConfig:
+        """Likewise: a tower without layers, of one patch a token. Images are bounded by the decoder's window, beyond
+        which their tokens would see one another, too.
+        """
+        own = Fields(config.get("vision_config") or {}, where="vision_config.")
+        width = own.integer("mm_embed_dim", low=1, high=MAX_WIDTH, default=3_840)
+        own.integer("output_proj_dims", low=width, high=width, default=3_840)
+        square = own.integer("pooling_kernel_size", low=1, high=64, default=3)
+        size = square * own.integer("patch_size", low=1, high=MAX_TILE_PIXELS // square, default=16)
+        return VisionConfig(
+            hidden_size=width,
+            intermediate_size=1,
+            num_layers=0,
+            num_heads=1,
+            activation="gelu_pytorch_tanh",
+            norm_eps=own.number("rms_norm_eps", low=0.0, high=1.0, default=1e-6),
+            tile_size=0,
+            patch_size=size,
+            square=1,
+            image_token=config.integer("image_token_id", low=0, high=vocab_size - 1, default=258_880),
+            # As files have them, and as transformers calls them.
+            roots=("model.vision_embedder.", "vision_embedder.", "model.embed_vision."),
+            connectors=(
+                "model.embed_vision.embedding_projection",
+                "embed_vision.embedding_projection",
+                "model.embed_vision.multimodal_embedder.embedding_projection",
+            ),
+            names=_UNIFIED_NAMES,
+            averages=True,
+            mean_scale=1.0,
+            is_whole=is_whole,
+            most_tokens=window if is_whole else MAX_PATCHES,
+            channels_last=True,
+            axis_positions=own.integer("mm_posemb_size", low=1, high=MAX_PATCHES, default=1_120),
+            axes_alternate=True,
         )
 
     @classmethod

@@ -27,7 +27,7 @@ from teneral.runtime.step.images import PromptImage
 
 IMAGE_TOKEN = 262
 QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
-DYNAMIC = (*QWEN, "gemma4")  # families whose tiles are images of any size
+DYNAMIC = (*QWEN, "gemma4", "gemma4_unified")  # families whose tiles are images of any size
 PLAIN_LEVELS = np.repeat((np.arange(256, dtype=np.float32)[None] / 255 - 0.5) / 0.5, 3, axis=0)
 
 _TEXT = {
@@ -144,16 +144,33 @@ _GEMMA4_VISION = {
     "use_clipped_linears": True,
     "standardize": True,
 }
+_UNIFIED_TEXT = {
+    **_TEXT,
+    **GEMMA4["gemma4_unified_text"],
+    "num_hidden_layers": 3,
+    "model_type": "gemma4_unified_text",
+    "use_bidirectional_attention": "vision",
+}
+_UNIFIED_VISION = {
+    "patch_size": 8,
+    "pooling_kernel_size": 2,
+    "mm_embed_dim": 48,
+    "output_proj_dims": 48,
+    "mm_posemb_size": 40,
+}
+_GEMMA4_TOKENS = {
+    "image_token_id": IMAGE_TOKEN,
+    "video_token_id": 319,
+    "audio_token_id": 318,
+    "audio_config": None,
+}
 _QWEN_TOKENS = {"image_token_id": IMAGE_TOKEN, "video_token_id": 319}
 # Of a text_config, a vision_config and the whole.
 _FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "idefics3": (_TEXT, _VISION, {"image_token_id": IMAGE_TOKEN, "scale_factor": 2}),
     "gemma3": (_GEMMA3_TEXT, _VISION, {"image_token_index": IMAGE_TOKEN, "mm_tokens_per_image": 4}),
-    "gemma4": (
-        _GEMMA4_TEXT,
-        _GEMMA4_VISION,
-        {"image_token_id": IMAGE_TOKEN, "video_token_id": 319, "audio_token_id": 318, "audio_config": None},
-    ),
+    "gemma4": (_GEMMA4_TEXT, _GEMMA4_VISION, _GEMMA4_TOKENS),
+    "gemma4_unified": (_UNIFIED_TEXT, _UNIFIED_VISION, _GEMMA4_TOKENS),
     "qwen2_5_vl": (_QWEN_TEXT, _QWEN_VISION, _QWEN_TOKENS),
     "qwen3_vl": (_QWEN3_TEXT, _QWEN3_VISION, _QWEN_TOKENS),
     "qwen3_vl_moe": (_QWEN3_MOE_TEXT, _QWEN3_VISION, _QWEN_TOKENS),
@@ -176,7 +193,7 @@ def tiny_vision_model(
         **whole,
         "text_config": {**text, **overrides.pop("text", {})},
         "vision_config": {**tower, **(vision or {})},
-        "tie_word_embeddings": family in ("gemma3", "gemma4", "qwen3_5"),  # as models of these families have it
+        "tie_word_embeddings": family in ("gemma3", "gemma4", "gemma4_unified", "qwen3_5"),  # as models of these families have it
         **overrides,
     }
     config = transformers.AutoConfig.for_model(family, **settings)
@@ -185,7 +202,7 @@ def tiny_vision_model(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            is_scale = "norm" in name.lower() and name.endswith("weight")
+            is_scale = ("norm" in name.lower() or "_ln" in name) and name.endswith("weight")
             parameter.copy_(1.0 + 0.2 * noise if is_scale else 0.15 * noise)
         for name, buffer in model.named_buffers():  # of Gemma 4's tower: bounds that clip some numbers, and others
             noise = torch.rand(buffer.shape, generator=generator)
@@ -217,7 +234,8 @@ def oracle_inputs(model: Any, prompt: Sequence[int], *tiles: np.ndarray) -> dict
     if model.config.model_type.removesuffix("_moe") in DYNAMIC:
         size = model.config.vision_config.patch_size
         images = [image for own in tiles for image in pixel_values(own, dtype)[0]]
-        if model.config.model_type == "gemma4":
+        if model.config.model_type.startswith("gemma4"):
+            size = getattr(model.config.vision_config, "model_patch_size", size)
             return {"input_ids": tokens, "mm_token_type_ids": types, **_patches_of_gemma4(images, size)}
         return {
             "input_ids": tokens,

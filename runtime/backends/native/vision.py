@@ -10,6 +10,7 @@ from ...models.decoder_config import Norm
 from ...models.executor import Floats, TextBatch
 from ...models.matrices import StoredProjection
 from ...models.spec import Activation
+from ...models.vision import ENTRY_NORM_EPS
 from ...tensors import from_float32, to_float32
 from .encoder import NativeEncoder
 from .operations import ACTIVATIONS
@@ -33,8 +34,19 @@ class NativeVision:
         self._encoder = NativeEncoder(spec, weights.encoder, library)
 
     def embed(self, patches: Array, places: Int64s, shares: Floats | None) -> Array:
-        positions = self._weights.encoder.positions
+        patches = self._entry_norm(patches, 0)
         x = self._encoder.product(StoredProjection((self._weights.patches,)), patches, patches.dtype)
+        return self._entry_norm(self._with_positions(self._entry_norm(x, 1), places, shares), 2)
+
+    def _entry_norm(self, x: Array, number: int) -> Array:
+        """In place; nothing, where there are none."""
+        if not self._weights.entry_norms:
+            return x
+        norm = self._weights.entry_norms[number]
+        return self._encoder.operations.norm(x, x, norm.weight, norm.bias, ENTRY_NORM_EPS, Norm.LAYER)
+
+    def _with_positions(self, x: Array, places: Int64s, shares: Floats | None) -> Array:
+        positions = self._weights.encoder.positions
         if positions is None:
             return x
         if shares is None:

@@ -69,10 +69,14 @@ def read(config: Fields, family: str) -> DecoderConfig:
         text = text_fields(config, family, of_text, is_tied=True)
         names = ModelNames(adapted_layers="model.language_model.layers")
         made = replace(read(text, of_text), family=family, roots=_ROOTS, model_names=names)
-        if family == "gemma4_unified" or "vision_config" not in config:
+        if "vision_config" not in config:
             return made
         is_whole = text.get("use_bidirectional_attention") is not None
-        return replace(made, vision=VisionConfig.of_gemma4(config, made.vocab_size, is_whole=is_whole))
+        if family == "gemma4":
+            return replace(made, vision=VisionConfig.of_gemma4(config, made.vocab_size, is_whole=is_whole))
+        window = min(filter(None, made.windows), default=MAX_POSITIONS)
+        vision = VisionConfig.of_gemma4_unified(config, made.vocab_size, is_whole=is_whole, window=window)
+        return replace(made, vision=vision)
     if family == "gemma4_unified_text":
         config = config.filled(_UNIFIED_DEFAULTS).replaced(_WITHOUT)
     config = config.filled({**_DEFAULTS, "rope_parameters": _ROPE})

@@ -352,6 +352,30 @@ def test_configs_of_gemma4_that_cannot_be_computed_are_refused_by_name(
     check_refused("gemma4", change, message)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vision_config": {"output_proj_dims": 64}}, r"vision_config.output_proj_dims is 64, but must"),
+        ({"vision_config": {"mm_embed_dim": 0}}, r"vision_config.mm_embed_dim is 0"),
+        ({"vision_config": {"patch_size": 4096}}, r"vision_config.patch_size is 4096"),
+        ({"vision_config": {"mm_posemb_size": 1 << 20}}, r"vision_config.mm_posemb_size"),
+        ({"image_token_id": 320}, r"image_token_id is 320"),
+    ],
+)
+def test_configs_of_unified_models_that_cannot_be_computed_are_refused_by_name(
+    change: dict[str, Any], message: str
+) -> None:
+    check_refused("gemma4_unified", change, message)
+
+
+def test_images_of_unified_models_have_no_more_tokens_than_a_window() -> None:
+    """transformers lets them see one another beyond it."""
+    config = ours(tiny_vision_model("gemma4_unified")).config.vision
+    assert (config.grid_of(48, 64), config.grid_of(16, 208), config.grid_of(656, 16)) == ((3, 4), None, None)
+    text = {"use_bidirectional_attention": None}
+    assert ours(tiny_vision_model("gemma4_unified", text=text)).config.vision.grid_of(16, 208) == (1, 13)
+
+
 @pytest.mark.parametrize("size", [(16, 656), (656, 16), (8, 32), (36, 32)])
 def test_images_of_gemma4_fit_its_tables_of_positions(size: tuple[int, int]) -> None:
     assert ours(tiny_vision_model("gemma4")).config.vision.grid_of(*size) is None
@@ -425,6 +449,8 @@ PACKED: dict[str, dict[str, Any]] = {
         ("gemma3", "int4"),
         ("gemma4", "tiers"),
         ("gemma4", "int4"),
+        ("gemma4_unified", "tiers"),
+        ("gemma4_unified", "int4"),
         ("qwen2_5_vl", "tiers"),
         ("qwen2_5_vl", "int4"),
         ("qwen3_vl", "tiers"),

@@ -254,3 +254,22 @@ def _fields_of(value: Struct, prefix: str = "") -> list[tuple[str, Any]]:
         else:
             found.append((f"{prefix}{name}", inner))
     return found
+
+
+def refusal_of_formats(weights: DecoderWeights, table: Mapping[type[Any], Any], backend: str) -> str | None:
+    """Why a backend with these formats cannot compute the layers' matrices; None where it can. Matrices
+    that are not settled yet, such as GPTQ's, become integers, which every backend computes.
+    """
+    for layer in weights.layers:
+        for projection in (
+            *(layer.qkv, layer.output, layer.gate_up, layer.down),
+            *(layer.query_up, layer.key_value_up),
+            *(() if layer.inputs is None else (layer.inputs.gate, layer.inputs.up)),
+            *(() if layer.mamba is None else (layer.mamba.inputs, layer.mamba.output)),
+        ):
+            if projection is None or not projection.is_settled:
+                continue
+            for matrix in projection.matrices():
+                if type(matrix) not in table:
+                    return f"{backend} does not multiply with a {type(matrix).__name__}"
+    return None

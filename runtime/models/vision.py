@@ -63,7 +63,9 @@ class VisionWeights(Struct, frozen=True, eq=False):
     # Of patches, of their products, and of the sums of these and their positions, by `ENTRY_NORM_EPS`; or none.
     entry_norms: tuple[LayerNormWeights, ...] = ()
     mean_scale: float = 1.0  # of the mean before that, in fp32,
-    mean_standard: tuple[Tensor, Tensor] | None = None  # (hidden,) each: and then (mean - the first) * the second
+    mean_standard: tuple[Tensor, Tensor] | None = (
+        None  # (hidden,) each: and then (mean - the first) * the second
+    )
     connector_output: Projection | None = None  # then a GELU, and to the decoder's rows
     deep: tuple[DeepConnector, ...] = ()  # of what some layers give
 
@@ -361,8 +363,8 @@ def _take_connector(
         return None, take_linear(parameters, names[0], joined, hidden_size, bias=False), None
     if config.mean_scale is not None:
         name = next((each for each in names if f"{each}.weight" in parameters), names[0])
-        norm = Tensor(DType.F32, np.zeros(width, np.float32))  # 1 + which are its weights
-        return norm, take_linear(parameters, name, width, hidden_size, bias=False), None
+        unit = Tensor(DType.F32, np.zeros(width, np.float32))  # 1 + which are its weights
+        return unit, take_linear(parameters, name, width, hidden_size, bias=False), None
     norm = "mm_soft_emb_norm.weight"
     prefix = next((each for each in names if f"{each}{norm}" in parameters), names[0])
     weight = parameters.take(f"{prefix}mm_input_projection_weight", width, hidden_size)

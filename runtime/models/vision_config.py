@@ -5,9 +5,8 @@ another. Qwen2.5-VL's (arXiv 2502.13923, section 2.1) takes images of any size: 
 and see those of their window in most layers. Qwen3-VL's has a table of positions, too, and no windows; the states of
 some of its layers also become rows. Qwen3.5's is the same without these. Gemma 4's tower has no windows either; a
 table of columns and one of rows are its positions, by which halves of heads turn, too. Its unified models have these
-tables, and no layers: a tower of none. The connector makes one row of
-the decoder's embeddings of each square of patches: side by side (pixel shuffle, arXiv 2408.12637, section 3), or of
-their mean.
+tables, and no layers: a tower of none. The connector makes one row of the decoder's embeddings of each square of
+patches: side by side (pixel shuffle, arXiv 2408.12637, section 3), or of their mean.
 Nothing here imports numpy.
 """
 
@@ -171,10 +170,12 @@ class VisionConfig(Struct, frozen=True):
     window: int = 0  # tokens of the side of the windows that patches see; 0: they see all of their tile
     full_layers: tuple[int, ...] = ()  # those without windows
     positions_side: int = 0  # of a square table of positions that fits any size; 0: of a tile's patches
-    # A patch's position is the sum of a row for its column and one for its row, of two tables of so many; half of a
+    # Rows of each of two tables: a patch's position is the sum of one for its column and one for its row, and half of a
     # head turns by the one, and half by the other. 0: otherwise.
     axis_positions: int = 0
-    axes_alternate: bool = False  # the rows of the two tables are next to one another; otherwise the tables are
+    axes_alternate: bool = (
+        False  # the rows of the two tables are next to one another; otherwise the tables are
+    )
     # The layers whose states also become rows, which are added to those of the decoder's first layers.
     deep_layers: tuple[int, ...] = ()
     has_grid: bool = False  # the decoder turns an image's tokens by their rows and columns
@@ -334,9 +335,7 @@ class VisionConfig(Struct, frozen=True):
     def of_qwen2_5_vl(cls, config: Fields, vocab_size: int, hidden_size: int) -> VisionConfig:
         """Likewise, for a decoder with rows of `hidden_size`."""
         own = _vision_fields(config, _QWEN_DEFAULTS)
-        made = replace(
-            _read_qwen(config, own, vocab_size, hidden_size), names=_QWEN_NAMES, norm=Norm.RMS
-        )
+        made = replace(_read_qwen(config, own, vocab_size, hidden_size), names=_QWEN_NAMES, norm=Norm.RMS)
         side = made.patch_size * made.square
         window = own.integer("window_size", low=side, high=MAX_TILE_PIXELS, default=112) // side
         return replace(made, window=window, full_layers=_layers(own, "fullatt_block_indexes"))

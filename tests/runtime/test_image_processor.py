@@ -178,9 +178,7 @@ def test_gemma4s_tiles_and_texts_are_those_of_transformers(
     assert made.tiles.shape == (1, 3, rows * patch, columns * patch)
     values = np.stack([levels[channel][made.tiles[0, channel]] for channel in range(3)])
     patches = values.reshape(3, rows, patch, columns, patch).transpose(1, 3, 2, 4, 0)
-    assert np.array_equal(
-        patches.reshape(rows * columns, -1), expected["pixel_values"][0, : rows * columns]
-    )
+    assert np.array_equal(patches.reshape(rows * columns, -1), expected["pixel_values"][0, : rows * columns])
     (num,) = expected["num_soft_tokens_per_image"]
     assert processor.num_tokens(made) == num
     assert processor.text(made) == f"<boi>{'<soft>' * num}<eoi>"

@@ -10,7 +10,7 @@ _SCALES = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn
 
 
 def add_gemma4(writer: Any, config: Any) -> None:
-    """All keys but those of context, embeddings, layers, heads and norms; and the table of frequencies."""
+    """All keys but those of context, embeddings and layers; and the table of frequencies."""
     named = config.to_dict()
     kinds = [kind == "sliding_attention" for kind in config.layer_types]
     num_shared, inner, whole = config.num_kv_shared_layers, config.intermediate_size, kinds.index(False)
@@ -18,6 +18,8 @@ def add_gemma4(writer: Any, config: Any) -> None:
     if config.use_double_wide_mlp:
         first = config.num_hidden_layers - num_shared
         inner = [inner if layer < first else 2 * inner for layer in range(config.num_hidden_layers)]
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_feed_forward_length(inner)
     kv_heads = (of_whole.num_key_value_heads, config.num_key_value_heads)
     writer.add_head_count_kv([kv_heads[windowed] for windowed in kinds])

@@ -306,16 +306,14 @@ def _add_settings(writer: Any, config: Any) -> None:
     # Layers for multi-token prediction, which are not used
     predicting = 1 if family in ("glm4_moe", "qwen3_5_text") else 0
     writer.add_block_count(config.num_hidden_layers + predicting)
+    if family == "gemma4_text":
+        add_gemma4(writer, config)
+        return
     if predicting:
         writer.add_nextn_predict_layers(predicting)
         name = f"blk.{config.num_hidden_layers}.nextn.enorm.weight"
         writer.add_tensor(name, np.ones(config.hidden_size, np.float32))
     inner = {"gpt2": "n_inner", "llama4_text": "intermediate_size_mlp"}.get(family, "intermediate_size")
-    if family == "gemma4_text":
-        writer.add_head_count(config.num_attention_heads)
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-        add_gemma4(writer, config)
-        return
     if family not in ("qwen3_5_moe_text", "nemotron_h"):
         writer.add_feed_forward_length(getattr(config, inner))
     writer.add_head_count(config.num_attention_heads)

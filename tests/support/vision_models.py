@@ -165,6 +165,7 @@ _GEMMA4_TOKENS = {
     "audio_config": None,
 }
 _QWEN_TOKENS = {"image_token_id": IMAGE_TOKEN, "video_token_id": 319}
+_TIED = ("gemma3", "gemma4", "gemma4_unified", "qwen3_5")  # families whose embeddings are the head's matrix
 # Of a text_config, a vision_config and the whole.
 _FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "idefics3": (_TEXT, _VISION, {"image_token_id": IMAGE_TOKEN, "scale_factor": 2}),
@@ -193,7 +194,7 @@ def tiny_vision_model(
         **whole,
         "text_config": {**text, **overrides.pop("text", {})},
         "vision_config": {**tower, **(vision or {})},
-        "tie_word_embeddings": family in ("gemma3", "gemma4", "gemma4_unified", "qwen3_5"),  # as models of these families have it
+        "tie_word_embeddings": family in _TIED,
         **overrides,
     }
     config = transformers.AutoConfig.for_model(family, **settings)
@@ -204,7 +205,8 @@ def tiny_vision_model(
             noise = torch.randn(parameter.shape, generator=generator)
             is_scale = ("norm" in name.lower() or "_ln" in name) and name.endswith("weight")
             parameter.copy_(1.0 + 0.2 * noise if is_scale else 0.15 * noise)
-        for name, buffer in model.named_buffers():  # of Gemma 4's tower: bounds that clip some numbers, and others
+        # Of Gemma 4's tower: bounds that clip some numbers, and what means are standardised by.
+        for name, buffer in model.named_buffers():
             noise = torch.rand(buffer.shape, generator=generator)
             if name.endswith(("_min", "_max")):
                 buffer.copy_((0.8 + noise) * (-1 if name.endswith("_min") else 1))

@@ -41,10 +41,12 @@ class GgufFields:
         return value
 
     def integers(self, key: str, low: int, high: int, *, num_layers: int) -> list[int]:
-        """A whole number for each layer, of a key that has so many or one for all."""
+        """A whole number for each layer; a key may have one for all."""
         value: Any = self._metadata.get(key)
         found: Any = value.tolist() if hasattr(value, "tolist") else [value] * num_layers
-        if len(found) != num_layers or any(type(each) is not int or not low <= each <= high for each in found):
+        if len(found) != num_layers or any(
+            type(each) is not int or not low <= each <= high for each in found
+        ):
             raise self._not(key, value, f"a whole number from {low} to {high}, or one for each layer")
         return list(found)
 

@@ -176,16 +176,17 @@ def _config(
     return config, tensors
 
 
-def _layer_sizes(
-    fields: GgufFields, own: str, family: Family, heads: int, layers: int
-) -> tuple[int, int]:
+def _layer_sizes(fields: GgufFields, own: str, family: Family, heads: int, layers: int) -> tuple[int, int]:
     """Heads of keys and columns of an MLP: of the first layer, where layers differ."""
     if family.has_windowed_heads:
         kv_heads = fields.integers(f"{own}attention.head_count_kv", 1, heads, num_layers=layers)
         return kv_heads[0], fields.integers(f"{own}feed_forward_length", 1, MAX_WIDTH, num_layers=layers)[0]
     # Of a mixture in all layers the size of an MLP is not used.
     has_no_mlp = bool(family.experts) and f"{own}feed_forward_length" not in fields
-    kv_heads_key, inner_key = "attention.head_count_kv", ("expert_" if has_no_mlp else "") + "feed_forward_length"
+    kv_heads_key, inner_key = (
+        "attention.head_count_kv",
+        ("expert_" if has_no_mlp else "") + "feed_forward_length",
+    )
     return (
         fields.integer(own + kv_heads_key, 1, heads, heads, may_lack=True),
         fields.integer(own + inner_key, 1, MAX_WIDTH, may_lack=True),

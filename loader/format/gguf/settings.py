@@ -49,9 +49,13 @@ def gemma4(fields: GgufFields, own: str, config: Mapping[str, Any]) -> dict[str,
     num_shared = fields.integer(f"{own}attention.shared_kv_layers", 0, num_layers, 0)
     widths = fields.integers(f"{own}feed_forward_length", 1, MAX_WIDTH, num_layers=num_layers)
     is_wide = widths[-1] != widths[0]
-    expected = [widths[0] * (1 + (is_wide and layer >= num_layers - num_shared)) for layer in range(num_layers)]
+    expected = [
+        widths[0] * (1 + (is_wide and layer >= num_layers - num_shared)) for layer in range(num_layers)
+    ]
     if widths != expected:
-        raise fields.wrong(f"{own}feed_forward_length may be doubled in layers that share keys, and only there")
+        raise fields.wrong(
+            f"{own}feed_forward_length may be doubled in layers that share keys, and only there"
+        )
     found = {
         "hidden_activation": "gelu_pytorch_tanh",
         "sliding_window": fields.integer(f"{own}attention.sliding_window", 1, MAX_CONTEXT),

@@ -2,8 +2,9 @@
 
 `tokenizer.ggml.model` is `gpt2` for byte-level BPE, whose splitting of text has a name in
 `tokenizer.ggml.pre`, and `llama` for SentencePiece's BPE, whose merges follow from the pieces'
-scores; `gemma4` is the same with merges. Other kinds, and splittings that are not known here, are refused by name: guessing would
-give other tokens without a word. tokenizer.json is spelt as the `tokenizers` library writes it.
+scores; `gemma4` is the same with merges. Other kinds, and splittings that are not known here, are
+refused by name: guessing would give other tokens without a word. tokenizer.json is spelt as the
+`tokenizers` library writes it.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
-from ...models.executor import SIZES, Accepts, any_value, one_of, refusal_of
-from ...models.matrices import DecoderWeights, refusal_of_formats
+from ...models.executor import SIZES, Accepts, any_value, one_of, refusal_of, refusal_of_formats
+from ...models.matrices import DecoderWeights
 from ...models.spec import DecoderSpec
 from ...tensors import DType
 from .operations import (

@@ -266,7 +266,10 @@ def test_decays_that_have_no_logarithms_are_refused(tmp_path: Path) -> None:
     [
         ({"attention.sliding_window_pattern": None}, "has no gemma4.attention.sliding_window_pattern"),
         ({"attention.sliding_window_pattern": [True]}, "must say true or false for each layer"),
-        ({"attention.shared_kv_layers": 6}, "shared_kv_layers is '6', but must be a whole number from 0 to 5"),
+        (
+            {"attention.shared_kv_layers": 6},
+            "shared_kv_layers is '6', but must be a whole number from 0 to 5",
+        ),
         ({"attention.shared_kv_layers": 1}, "feed_forward_length may be doubled in layers that share keys"),
         ({"attention.value_length": 16}, "attention.value_length differs from the 32 columns of a head"),
         ({"attention.value_length_swa": 8}, "attention.value_length_swa differs from the 16 columns"),
@@ -322,7 +325,7 @@ def test_frequencies_that_are_not_gemma4s_are_refused(
     with monkeypatch.context() as patch:
         patch.setattr(gguf.GGUFWriter, "add_tensor", add_others)
         write_gguf(tmp_path / "model.gguf", tiny_model("gemma4_text"))
-    with pytest.raises(CheckpointError, match="rope_freqs.weight is not what Gemma 4 has"):
+    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight is not what Gemma 4 has"):
         tensors_and_config(open_model(str(tmp_path / "model.gguf")), tmp_path)
 
 

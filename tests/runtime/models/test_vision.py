@@ -332,7 +332,10 @@ def test_configs_of_qwen3_that_cannot_be_computed_are_refused_by_name(
         ({"vision_config": {"num_key_value_heads": 2}}, r"vision_config.num_key_value_heads is 2, but must"),
         ({"vision_config": {"head_dim": 8}}, r"vision_config.head_dim is 8, but must"),
         ({"vision_config": {"hidden_size": 24, "head_dim": 6}}, r"must be a multiple of 4 for each of 4"),
-        ({"vision_config": {"rope_parameters": {"rope_type": "yarn"}}}, r"rope_parameters.rope_type is 'yarn'"),
+        (
+            {"vision_config": {"rope_parameters": {"rope_type": "yarn"}}},
+            r"rope_parameters.rope_type is 'yarn'",
+        ),
         ({"vision_config": {"rope_parameters": {"rope_theta": 0}}}, r"rope_parameters.rope_theta is 0"),
         ({"vision_config": {"hidden_activation": "swoosh"}}, r"vision_config.hidden_activation is 'swoosh'"),
         ({"vision_config": {"pooling_kernel_size": 1}}, r"vision_config.pooling_kernel_size is 1"),

@@ -733,6 +733,7 @@ typedef struct tn_decoder {
     float attention_output_scale;   /* likewise of outputs of attention that has Mamba-2 parallel to it, */
     float mamba_output_scale;       /* and of that Mamba-2's */
     float mamba_scales[5];          /* likewise of what `mamba_in` makes: gates, values, keys, queries, time steps */
+    int32_t ends_in_windows;        /* `ends` are those of layers with a window alone */
 } tn_decoder;
 
 /* A step can leave a layer with a mixture after its router, so that only the chosen experts need to be there. What the
@@ -839,6 +840,13 @@ typedef struct tn_encoder_layer {
     const void *position_keys;       /* tn_distances.keys and .queries of this layer, or NULL */
     const void *position_queries;
     int64_t window;                  /* as in tn_text_attention_args */
+    tn_vector attention_output_norm; /* (hidden_size,), with pre_norm: of what attention adds; NULL: there is none */
+    tn_vector mlp_output_norm;       /* likewise, of what the MLP adds */
+    tn_vector query_norm;            /* (head_dim,) each, of each head before it is turned; NULL: there is none */
+    tn_vector key_norm;
+    tn_vector value_norm;
+    const float *bounds;             /* (7, 4), if the model is `bounded`: what inputs of products with queries, keys,
+                                      * values, output, gate, up and down are at least and at most, then their outputs */
 } tn_encoder_layer;
 
 typedef struct tn_encoder {
@@ -855,6 +863,8 @@ typedef struct tn_encoder {
     int32_t pre_norm;   /* x + attention(norm(x)), then x + mlp(norm(x)); 0: the norm is of the sum */
     int32_t gated;      /* down(activation(gate) * up); 0: down(activation(up)) */
     int32_t norm;       /* of all norms, which have biases if it is TN_LAYER */
+    int32_t turned_parts; /* equal parts of a head's first rotary_dim numbers, which turn by themselves */
+    int32_t bounded;    /* layers have `bounds`; with `gated` */
 } tn_encoder;
 
 /* Layers [first, end) over texts back to back. */

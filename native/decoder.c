@@ -336,7 +336,7 @@ static void attention_stage(const step_t *step, const tn_decoder_layer *layer, c
         .cap = model->score_cap,
         .bidirectional = model->bidirectional,
         .sinks = layer->sinks,
-        .ends = args->ends,
+        .ends = layer->window || !model->ends_in_windows ? args->ends : NULL,
         .chunked = model->chunked_windows,
     };
     tn_attention_stage(&attention, region);

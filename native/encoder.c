@@ -21,8 +21,12 @@ typedef struct {
     void *normed;   /* (num_rows, hidden_size), with pre_norm */
     void *gate_up;  /* (num_rows, 2 intermediate_size), of a gated MLP */
     void *inner;    /* (num_rows, intermediate_size) */
+    void *clipped;  /* (num_rows, most inputs of a product), of a bounded model */
     void *packed;   /* inputs of one product at a time, as tiles take them */
 } step_t;
+
+/* Rows of `bounds`. */
+enum { OF_QKV = 0, OF_OUTPUT = 3, OF_GATE_UP = 4, OF_DOWN = 6, NUM_BOUNDS = 4 };
 
 static void *take(char **scratch, int64_t num_elements, int dtype) {
     void *taken = *scratch;
@@ -39,16 +43,46 @@ static int64_t lay_out(step_t *step, const tn_encoder *model, int64_t num_rows, 
     step->gate_up = take(&next, model->gated ? num_rows * 2 * model->intermediate_size : 0, model->dtype);
     step->inner = take(&next, num_rows * model->intermediate_size, model->dtype);
     const int64_t heads = model->num_heads * model->head_dim;
-    const int64_t most = heads > model->hidden_size ? heads : model->hidden_size;
+    const int64_t wide = heads > model->hidden_size ? heads : model->hidden_size;
+    const int64_t most = wide > model->intermediate_size ? wide : model->intermediate_size;
+    step->clipped = take(&next, model->bounded ? num_rows * most : 0, model->dtype);
     step->packed = next;
-    next += tn_product_packed_bytes(num_rows, most > model->intermediate_size ? most : model->intermediate_size, 0, model->dtype);
+    next += tn_product_packed_bytes(num_rows, most, 0, model->dtype);
     return next - scratch;
 }
 
 /* ---- stages ---- */
 
-static void project_stage(const step_t *step, const tn_projection *projection, const void *x, void *out,
-                          tn_region *region) {
+/* The product with one of `num` matrices of the same size, side by side, whose inputs and outputs are clipped. */
+static void bounded_stage(const step_t *step, const tn_projection *projection, int64_t number, int64_t num,
+                          const float *bounds, const void *x, void *out, tn_region *region) {
+    const int64_t num_rows = step->args->num_rows, num_in = projection->num_in, columns = projection->num_out / num;
+    const int dtype = step->args->model->dtype;
+    EACH_ROW(region, num_rows)
+        tn_clip_row(element_at(step->clipped, dtype, row * num_in), element_at(x, dtype, row * num_in), bounds[0],
+                    bounds[1], num_in, dtype);
+    tn_barrier(region);
+    const tn_product product = {projection, step->clipped, NULL, step->packed, out, num_rows, dtype, 0};
+    tn_input_stage(&product, region);
+    EACH_COLUMNS(region, columns) {
+        const int64_t first = number * columns + begin;
+        tn_product_columns(&product, first, number * columns + end);
+        for (int64_t row = 0; row < num_rows; row++) {
+            void *place = element_at(out, dtype, row * projection->num_out + first);
+            tn_clip_row(place, place, bounds[2], bounds[3], end - begin, dtype);
+        }
+    }
+    tn_barrier(region);
+}
+
+/* `num` matrices side by side, of which the first has row `first` of the bounds, where there are such. */
+static void project_stage(const step_t *step, const tn_encoder_layer *layer, const tn_projection *projection,
+                          int first, int num, const void *x, void *out, tn_region *region) {
+    if (step->args->model->bounded) {
+        for (int64_t number = 0; number < num; number++)
+            bounded_stage(step, projection, number, num, layer->bounds + (first + number) * NUM_BOUNDS, x, out, region);
+        return;
+    }
     const tn_product product = {projection, x, NULL, step->packed, out, step->args->num_rows,
                                 step->args->model->dtype, 0};
     tn_input_stage(&product, region);
@@ -56,17 +90,26 @@ static void project_stage(const step_t *step, const tn_projection *projection, c
     tn_barrier(region);
 }
 
-/* Queries and keys by their positions. */
-static void turn_stage(const step_t *step, const tn_encoder_layer *layer, tn_region *region) {
+static void norm_head(const tn_encoder *model, void *head, const tn_vector *norm) {
+    if (norm->data != NULL) tn_norm_row(head, head, norm, model->head_dim, model->norm_eps, model->norm, model->dtype);
+}
+
+/* Heads are normalised, and queries and keys turn by their positions. */
+static void heads_stage(const step_t *step, const tn_encoder_layer *layer, tn_region *region) {
     const tn_encoder_step_args *args = step->args;
     const tn_encoder *model = args->model;
     const float *turns = layer->window ? args->local_turns : args->turns;
-    const int64_t half = model->rotary_dim / 2;
+    const tn_vector *norms[] = {&layer->query_norm, &layer->key_norm, &layer->value_norm};
+    const int64_t half = model->rotary_dim / 2, own = half / model->turned_parts;
     EACH_ROW(region, args->num_rows) {
-        const float *cos = turns + args->turn[row] * model->rotary_dim;
-        for (int64_t head = 0; head < 2 * model->num_heads; head++) {
+        const float *cos = model->rotary_dim ? turns + args->turn[row] * model->rotary_dim : NULL;
+        for (int64_t head = 0; head < 3 * model->num_heads; head++) {
             const int64_t place = (row * 3 * model->num_heads + head) * model->head_dim;
-            tn_turn_head(element_at(step->qkv, model->dtype, place), cos, cos + half, half, model->dtype);
+            norm_head(model, element_at(step->qkv, model->dtype, place), norms[head / model->num_heads]);
+            if (head >= 2 * model->num_heads || !half) continue;
+            for (int64_t at = 0; at < half; at += own)
+                tn_turn_head(element_at(step->qkv, model->dtype, place + 2 * at), cos + at, cos + half + at, own,
+                             model->dtype);
         }
     }
     tn_barrier(region);
@@ -127,13 +170,14 @@ static void norm_stage(const step_t *step, const tn_vector *weight, const tn_vec
     tn_barrier(region);
 }
 
-/* x += more */
-static void add_stage(const step_t *step, tn_region *region) {
+/* x += more, or its norm */
+static void add_stage(const step_t *step, const tn_vector *norm, tn_region *region) {
     const tn_encoder *model = step->args->model;
     EACH_ROW(region, step->args->num_rows) {
         const int64_t place = row * model->hidden_size;
-        tn_add_row(element_at(step->args->x, model->dtype, place), element_at(step->more, model->dtype, place),
-                   model->hidden_size, model->dtype);
+        void *more = element_at(step->more, model->dtype, place);
+        if (norm->data != NULL) norm_row(model, more, more, norm, NULL);
+        tn_add_row(element_at(step->args->x, model->dtype, place), more, model->hidden_size, model->dtype);
     }
     tn_barrier(region);
 }
@@ -157,9 +201,27 @@ static void gated_stage(const step_t *step, const tn_projection *gate_up, const 
     tn_barrier(region);
 }
 
-/* Columns of up, and at once their activations, while they are in the cache. */
-static void up_stage(const step_t *step, const tn_projection *up, const void *x, tn_region *region) {
+/* Gate and up apart, and then what becomes of them. */
+static void bounded_up_stages(const step_t *step, const tn_encoder_layer *layer, const void *x, tn_region *region) {
     const tn_encoder *model = step->args->model;
+    const int64_t inner = model->intermediate_size;
+    project_stage(step, layer, &layer->up, OF_GATE_UP, 2, x, step->gate_up, region);
+    EACH_ROW(region, step->args->num_rows) {
+        const void *gate = element_at(step->gate_up, model->dtype, row * 2 * inner);
+        tn_activate_row(element_at(step->inner, model->dtype, row * inner), gate,
+                        element_at(gate, model->dtype, inner), inner, model->activation, model->dtype);
+    }
+    tn_barrier(region);
+}
+
+/* Columns of up, and at once their activations, while they are in the cache. */
+static void up_stage(const step_t *step, const tn_encoder_layer *layer, const void *x, tn_region *region) {
+    const tn_encoder *model = step->args->model;
+    const tn_projection *up = &layer->up;
+    if (model->bounded) {
+        bounded_up_stages(step, layer, x, region);
+        return;
+    }
     if (model->gated) {
         gated_stage(step, up, x, region);
         return;
@@ -179,28 +241,28 @@ static void up_stage(const step_t *step, const tn_projection *up, const void *x,
 
 /* What attention makes of `x`, in `more`. */
 static void attend_stages(const step_t *step, const tn_encoder_layer *layer, const void *x, tn_region *region) {
-    project_stage(step, &layer->qkv, x, step->qkv, region);
-    if (step->args->model->rotary_dim) turn_stage(step, layer, region);
+    project_stage(step, layer, &layer->qkv, OF_QKV, 3, x, step->qkv, region);
+    if (step->args->model->rotary_dim || layer->query_norm.data != NULL) heads_stage(step, layer, region);
     attention_stage(step, layer, region);
-    project_stage(step, &layer->output, step->attended, step->more, region);
+    project_stage(step, layer, &layer->output, OF_OUTPUT, 1, step->attended, step->more, region);
 }
 
 static void pre_norm_layer(const step_t *step, const tn_encoder_layer *layer, tn_region *region) {
     const bool has_norm = layer->attention_norm_weight.data != NULL;
     if (has_norm) norm_stage(step, &layer->attention_norm_weight, &layer->attention_norm_bias, region);
     attend_stages(step, layer, has_norm ? step->normed : step->args->x, region);
-    add_stage(step, region);
+    add_stage(step, &layer->attention_output_norm, region);
     norm_stage(step, &layer->mlp_norm_weight, &layer->mlp_norm_bias, region);
-    up_stage(step, &layer->up, step->normed, region);
-    project_stage(step, &layer->down, step->inner, step->more, region);
-    add_stage(step, region);
+    up_stage(step, layer, step->normed, region);
+    project_stage(step, layer, &layer->down, OF_DOWN, 1, step->inner, step->more, region);
+    add_stage(step, &layer->mlp_output_norm, region);
 }
 
 static void post_norm_layer(const step_t *step, const tn_encoder_layer *layer, tn_region *region) {
     attend_stages(step, layer, step->args->x, region);
     residual_stage(step, &layer->attention_norm_weight, &layer->attention_norm_bias, region);
-    up_stage(step, &layer->up, step->args->x, region);
-    project_stage(step, &layer->down, step->inner, step->more, region);
+    up_stage(step, layer, step->args->x, region);
+    project_stage(step, layer, &layer->down, OF_DOWN, 1, step->inner, step->more, region);
     residual_stage(step, &layer->mlp_norm_weight, &layer->mlp_norm_bias, region);
 }
 

@@ -206,6 +206,14 @@ void tn_turn_head(void *head, const float *cos, const float *sin, int64_t half, 
     }
 }
 
+void tn_clip_row(void *out, const void *x, float least, float most, int64_t num, int dtype) {
+    for (int64_t place = 0; place < num; place += TN_LANES) {
+        const int count = lanes_left(num - place);
+        const vf raised = vf_max(vf_set(least), load_elements(x, dtype, place, count)); /* so that a NaN passes */
+        store_elements(out, dtype, place, vf_min(vf_set(most), raised), count);
+    }
+}
+
 void tn_permute_row(void *to, const void *from, const int64_t *places, int64_t num, int dtype) {
     if (dtype == TN_F32)
         for (int64_t i = 0; i < num; i++) ((float *)to)[i] = ((const float *)from)[places[i]];

@@ -33,6 +33,9 @@ void tn_activate_row(void *out, const void *gate, const void *up, int64_t num, i
 /* Numbers i and i + half of a head turn by cos[i] and sin[i]: in fp32, rounded once. */
 void tn_turn_head(void *head, const float *cos, const float *sin, int64_t half, int dtype);
 
+/* out = x, and at least `least` and at most `most`; out may be x. */
+void tn_clip_row(void *out, const void *x, float least, float most, int64_t num, int dtype);
+
 /* to[i] = from[places[i]] */
 void tn_permute_row(void *to, const void *from, const int64_t *places, int64_t num, int dtype);
 

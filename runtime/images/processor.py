@@ -3,7 +3,8 @@
 Of preprocessor_config.json and processor_config.json, as transformers' processors have them. Idefics 3 and SmolVLM
 resize an image so that its longest side has `longest_side` pixels, and then so that whole square tiles cover it; the
 image as one tile comes last. Gemma 3 makes one square tile of the image. Qwen2.5-VL, Qwen3-VL and Qwen3.5 keep its
-size, as far as whole squares of patches and bounds of pixels allow it. This module knows no model and no tokenizer.
+size, as far as whole squares of patches and bounds of pixels allow it. Gemma 4 makes an image as large as its number
+of tokens allows, at nearly its own ratio of sides. This module knows no model and no tokenizer.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _MAX_SIDE = 4_096  # of a resized image
 _MAX_PATCHES = 1 << 14  # of an image of any size; larger ones are made smaller than a file may allow
 _MAX_RATIO = 200  # of an image's sides
+_BUDGETS = (70, 140, 280, 560, 1120)  # tokens of an image, of which Gemma 4's files have one
 _LANCZOS = 1
 _BILINEAR = 2
 _BICUBIC = 3
@@ -112,6 +114,27 @@ class DynamicFile(PixelFile, frozen=True):
         """Of an image, at least and at most; 0: the file does not say it."""
         least, most = self.min_pixels or self.size.shortest_edge, self.max_pixels or self.size.longest_edge
         return least or 0, min(most or 0, _MAX_PATCHES * self.patch_size**2)
+
+
+class BudgetFile(PixelFile, frozen=True):
+    """Those of Gemma 4."""
+
+    do_normalize: bool = False
+    image_mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    image_std: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    resample: int = _BICUBIC
+    patch_size: int = 16
+    pooling_kernel_size: int = 3
+    max_soft_tokens: int = 280
+
+    @property
+    def sides(self) -> tuple[int, ...]:
+        return (self.step,)
+
+    @property
+    def step(self) -> int:
+        """The side of a token, which an image's sides are multiples of."""
+        return self.patch_size * self.pooling_kernel_size
 
 
 class ImageTiles(NamedTuple):
@@ -325,6 +348,42 @@ class DynamicProcessor(ImageProcessor, frozen=True):
         return self.image_token * self.num_tokens(tiles)
 
 
+class BudgetProcessor(ImageProcessor, frozen=True):
+    """That of Gemma 4."""
+
+    file: BudgetFile
+    begin: str  # before the tokens of an image
+    end: str
+
+    @classmethod
+    def make(cls, file: BudgetFile, num_tokens: int, tokens: Mapping[str, str], name: str) -> BudgetProcessor:
+        if not file.do_resize or min(file.patch_size, file.pooling_kernel_size) < 1:
+            raise ModelError(f"{name}: images must be resized (do_resize), to whole patches")
+        if file.max_soft_tokens not in _BUDGETS:
+            raise ModelError(
+                f"{name}: max_soft_tokens is {file.max_soft_tokens}, but must be one of {_BUDGETS}"
+            )
+        missing = [each for each in ("image_token", "boi_token", "eoi_token") if each not in tokens]
+        if missing:
+            raise ModelError(f"tokenizer_config.json has no {missing[0]}, which prompts with images need")
+        image = tokens["image_token"]
+        return cls(file, num_tokens, image, image, tokens["boi_token"], tokens["eoi_token"])
+
+    def tiles(self, image: Image) -> ImageTiles:
+        import numpy as np  # as above
+        from PIL.Image import Resampling
+
+        size = _filling(*image.size, self.file.step, self.file.max_soft_tokens)
+        pixels = np.asarray(image.resize(size, Resampling(self.file.resample)))
+        return ImageTiles(np.ascontiguousarray(pixels.transpose(2, 0, 1)[None]), 0, 0)
+
+    def num_tokens(self, tiles: ImageTiles) -> int:
+        return int(tiles.tiles.shape[2] * tiles.tiles.shape[3]) // self.file.step**2
+
+    def text(self, tiles: ImageTiles) -> str:
+        return f"{self.begin}{self.image_token * self.num_tokens(tiles)}{self.end}"
+
+
 class _Kind(NamedTuple):
     """A family's processor: the keys of its files."""
 
@@ -337,10 +396,13 @@ class _Kind(NamedTuple):
 
 _TILING = _Kind(TilingProcessor.make, TiledFile, "image_seq_len", 169)
 _DYNAMIC = _Kind(DynamicProcessor.make, DynamicFile, "", 1)
+_BUDGET = _Kind(BudgetProcessor.make, BudgetFile, "", 1)
 _PROCESSORS = {
     "Idefics3Processor": _TILING,
     "SmolVLMProcessor": _TILING,
     "Gemma3Processor": _Kind(SquareProcessor.make, SquareFile, "image_seq_length", 256),
+    "Gemma4Processor": _BUDGET,
+    "Gemma4UnifiedProcessor": _BUDGET,
     "Qwen2_5_VLProcessor": _DYNAMIC,
     "Qwen3VLProcessor": _DYNAMIC,
 }
@@ -377,4 +439,15 @@ def _between(width: int, height: int, step: int, least: int, most: int) -> tuple
     elif rows * columns * step**2 < least:
         scale = math.sqrt(least / (width * height))
         columns, rows = (math.ceil(side * scale / step) for side in (width, height))
+    return columns * step, rows * step
+
+
+def _filling(width: int, height: int, step: int, most: int) -> tuple[int, int]:
+    """The largest size of about this ratio whose sides are multiples of `step`, of at most `most` squares of it."""
+    factor = math.sqrt(most * step**2 / (width * height))
+    columns, rows = (math.floor(factor * side / step) for side in (width, height))
+    if not rows:
+        columns, rows = min(width // height, most), 1
+    elif not columns:
+        columns, rows = 1, min(height // width, most)
     return columns * step, rows * step

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from msgspec.structs import replace
+
 from ..errors import ModelError
 from ..weights import Weights
 from .decoder import Decoder
@@ -83,6 +85,8 @@ def _encoder(
 
 
 def _decoder(config: DecoderConfig, weights: Weights, backends: Iterable[ExecutorFactory]) -> Decoder:
+    if config.vision is not None and not config.vision.is_among(weights.names()):
+        config = replace(config, vision=None)  # a file of the text model alone
     own, stored = take_decoder(config, weights)
     if config.quantization is not None and config.quantization.rounds_inputs:
         logger.info("config.json asks for products with inputs in 8 bits: they are used unrounded")

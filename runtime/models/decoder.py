@@ -241,7 +241,7 @@ class ForwardPass:
         work, layer, _ = self._decoder.stages[self.stage]
         weights = self._decoder.weights
         if work is Work.EMBED:
-            return weights.entry_gate.opens(self.batch.tokens, timeout_s, self._tier)
+            return weights.entry_gate.opens(self._entry_tokens, timeout_s, self._tier)
         if work is Work.EXPERTS:
             return _expert_gate(weights.layers[layer]).opens(self._experts(), timeout_s, self._tier)
         return self._gate().opens(timeout_s, self._tier) and self._opens_adapters(timeout_s)
@@ -313,13 +313,19 @@ class ForwardPass:
             return _expert_gate(weights.layers[layer]).reading(self._experts(), self._tier)
         if work is Work.EMBED:
             if not is_exact:
-                return weights.entry_gate.reading(self.batch.tokens, self._tier)
-            weights.entry_gate(self.batch.tokens)
+                return weights.entry_gate.reading(self._entry_tokens, self._tier)
+            weights.entry_gate(self._entry_tokens)
         elif not is_exact:
             return self._gate().reading(self._tier)
         else:
             self._gate()()
         return nullcontext()
+
+    @property
+    def _entry_tokens(self) -> Int64s:
+        """Those whose rows of embeddings the pass begins with."""
+        inputs, tokens = self._decoder.spec.layer_inputs, self.batch.tokens
+        return np.append(tokens, inputs.image_row) if inputs is not None and self.batch.images else tokens
 
     def _experts(self) -> Int64s:
         """Those that the rows have chosen, ascending."""

@@ -43,9 +43,7 @@ FAMILY_MODULES: dict[str, tuple[str, str]] = {
     "gemma2": ("gemma", "Gemma2ForCausalLM"),
     "gemma3_text": ("gemma", "Gemma3ForCausalLM"),
     "gemma4_text": ("gemma4", "Gemma4ForCausalLM"),
-    "gemma4": ("gemma4", "Gemma4ForConditionalGeneration"),
     "gemma4_unified_text": ("gemma4", "Gemma4UnifiedForCausalLM"),
-    "gemma4_unified": ("gemma4", "Gemma4UnifiedForConditionalGeneration"),
     "cohere": ("cohere", "CohereForCausalLM"),
     "cohere2": ("cohere", "Cohere2ForCausalLM"),
     "glm": ("glm", "GlmForCausalLM"),
@@ -87,6 +85,8 @@ VISION_FAMILY_MODULES: dict[str, tuple[str, str]] = {
     "idefics3": ("idefics3", "Idefics3ForConditionalGeneration"),
     "smolvlm": ("idefics3", "SmolVLMForConditionalGeneration"),
     "gemma3": ("gemma", "Gemma3ForConditionalGeneration"),
+    "gemma4": ("gemma4", "Gemma4ForConditionalGeneration"),
+    "gemma4_unified": ("gemma4", "Gemma4UnifiedForConditionalGeneration"),
     "qwen2_5_vl": ("qwen_vl", "Qwen2_5_VLForConditionalGeneration"),
     "qwen3_vl": ("qwen_vl", "Qwen3VLForConditionalGeneration"),
     "qwen3_vl_moe": ("qwen_vl", "Qwen3VLMoeForConditionalGeneration"),
@@ -200,6 +200,7 @@ class LayerInputs(Struct, frozen=True):
 
     size: int
     vocab_size: int
+    image_row: int = 0  # that of all tokens of images
 
 
 class LayerNames(Struct, frozen=True):

@@ -73,7 +73,7 @@ def take_decoder(config: DecoderConfig, weights: Weights) -> tuple[DecoderWeight
     head_name = _head_name(config, weights, f"{root}{names.embeddings}")
     head = take_linear(final, head_name, config.hidden_size, config.vocab_size, bias=config.head_bias)
     if config.quantization is not None and config.quantization.method != "teneral":
-        _check_none_left(weights, of_layers, made)
+        _check_none_left(config, weights, of_layers, made)
     taken = DecoderWeights(
         embeddings=embeddings,
         layers=layers,
@@ -354,15 +354,25 @@ def _take_mlp(
     )
 
 
-def _check_none_left(weights: Weights, layers: Sequence[Parameters], taken: Sequence[Parameters]) -> None:
+def _check_none_left(
+    config: DecoderConfig, weights: Weights, layers: Sequence[Parameters], taken: Sequence[Parameters]
+) -> None:
     """Raises `ModelError` for a tensor of a layer that nothing computes with: tools of quantisation move scales into
     tensors of their own, without which the others would mean something else.
     """
     prefixes = {parameters.prefix for parameters in layers}
     used = {name for parameters in taken for name in parameters.taken}
+    of_keys = (*config.names.qkv[1:], config.names.key_norm)  # which layers that read others' have in vain
+    in_vain = tuple(
+        f"{parameters.prefix}{name}."
+        for index, parameters in enumerate(layers)
+        if config.shape_of(index).keys_of != index
+        for name in of_keys
+    )
     for name in sorted(set(weights.names()) - used):
         layer = _LAYER.match(name)
-        if layer is not None and layer[0] in prefixes and not name.endswith(_WITHOUT_EFFECT):
+        is_unused = name.endswith(_WITHOUT_EFFECT) or name.startswith(in_vain)
+        if layer is not None and layer[0] in prefixes and not is_unused:
             raise ModelError(
                 f"the quantised checkpoint has a tensor {name}, which is of no known use",
                 hint="Pack the original model with `teneral pack --quantize int8` or `int4`.",

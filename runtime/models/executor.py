@@ -257,8 +257,8 @@ def _fields_of(value: Struct, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def refusal_of_formats(weights: DecoderWeights, table: Mapping[type[Any], Any], backend: str) -> str | None:
-    """Why a backend with these formats cannot compute the layers' matrices; None where it can. Of matrices
-    that are not settled yet, such as GPTQ's, it says nothing.
+    """Why a backend with these formats cannot compute the layers' matrices; None where it can. Matrices
+    that are not settled yet, such as GPTQ's, become integers, which every backend computes.
     """
     for layer in weights.layers:
         for projection in (

@@ -456,6 +456,14 @@ class EncoderLayerWeights(Struct, frozen=True, eq=False):
     mlp_norm: LayerNormWeights
     gate: Gate
     position_qk: Projection | None = None  # to queries and keys of disentangled positions; None: `qkv` is
+    attention_output_norm: Tensor | None = None  # (hidden,), of what it adds
+    mlp_output_norm: Tensor | None = None
+    query_norm: Tensor | None = None  # (head_dim,)
+    key_norm: Tensor | None = None
+    value_norm: Tensor | None = None
+    # () each, four of a matrix: what its inputs are at least and at most, then its outputs; of queries, keys, values,
+    # output, gate, up and down.
+    bounds: tuple[Tensor, ...] = ()
 
 
 class EncoderWeights(Struct, frozen=True, eq=False):

@@ -176,7 +176,8 @@ class DecoderSpec(Struct, frozen=True):
     # Behind each of this number of first layers, an image's next rows are added to those of its tokens (DeepStack,
     # arXiv 2406.04334).
     num_deep_rows: int
-    whole_images: bool  # the tokens of an image see one another, in layers with a window, too
+    whole_images: bool  # the tokens of an image see one another, those before them as far as a window reaches
+    windowed_images: bool  # but not in layers without a window
 
     @classmethod
     def of(cls, config: DecoderConfig, dtype: DType) -> DecoderSpec:
@@ -252,6 +253,7 @@ class DecoderSpec(Struct, frozen=True):
             takes_images=config.vision is not None,
             num_deep_rows=0 if config.vision is None else len(config.vision.deep_layers),
             whole_images=config.vision is not None and config.vision.is_whole,
+            windowed_images=config.vision is not None and config.vision.is_whole_in_windows,
         )
 
     def scales_queries(self, layer: int) -> bool:
@@ -409,6 +411,10 @@ class EncoderSpec(Struct, frozen=True):
     head_activation: Activation
     head_bias: bool  # of a classifier's dense layer
     head_norm: bool  # whether a classifier's head has one
+    output_norms: bool = False  # with `pre_norm`: of what attention and the MLP add
+    head_norms: bool = False  # heads are normalised before they turn, values without weights
+    turned_parts: int = 1  # equal parts of a head's turned numbers, which turn by themselves
+    is_bounded: bool = False  # inputs and outputs of each product of a layer are clipped
 
     @classmethod
     def of(cls, config: EncoderConfig, dtype: DType) -> EncoderSpec:

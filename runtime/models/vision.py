@@ -15,7 +15,7 @@ from msgspec import Struct
 from ..step.batch import Int64s
 from ..tensors import DType, Tensor, from_float32
 from ..weights import Weights
-from .converted import transposed
+from .converted import ones, transposed
 from .decoder_config import Norm
 from .encoder import take_layer_norm
 from .matrices import (
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     Levels = npt.NDArray[np.float32]  # (3, 256): a channel's number for each value of a pixel
     Tiles = npt.NDArray[np.uint8]  # (N, 3, height, width), as `VisionConfig.grid_of` takes them
 
+ENTRY_NORM_EPS = 1e-5
+_BOUNDS = ("input_min", "input_max", "output_min", "output_max")  # of a layer's matrix, by its name
 Rows = Any  # (T, hidden_size) in the dtype of activations
 
 
@@ -58,6 +60,12 @@ class VisionWeights(Struct, frozen=True, eq=False):
     connector: Projection  # from the states of a token's patches, side by side
     # (hidden,): then from their mean, normalised as `Norm.RMS_PLUS_ONE` does.
     connector_norm: Tensor | None = None
+    # Of patches, of their products, and of the sums of these and their positions, by `ENTRY_NORM_EPS`; or none.
+    entry_norms: tuple[LayerNormWeights, ...] = ()
+    mean_scale: float = 1.0  # of the mean before that, in fp32,
+    mean_standard: tuple[Tensor, Tensor] | None = (
+        None  # (hidden,) each: and then (mean - the first) * the second
+    )
     connector_output: Projection | None = None  # then a GELU, and to the decoder's rows
     deep: tuple[DeepConnector, ...] = ()  # of what some layers give
 
@@ -67,7 +75,8 @@ class VisionExecutor(Protocol):
 
     def embed(self, patches: Rows, places: Int64s, shares: Floats | None) -> Rows:
         """patches (P, 3 * num_frames * patch_size ** 2) times the patches' matrix, plus the positions of `places` (P,)
-        where there is a table of them, or with `shares` (P, 4) the sum of those of `places` (P, 4), times these.
+        where there is a table of them, or with `shares` (P, N) the sum of those of `places` (P, N), times these. Each
+        of the three is normalised where there are `entry_norms`.
         """
 
     def layers(self, first: int, end: int, x: Rows, starts: Int64s, turns: Floats | None) -> Rows:
@@ -99,8 +108,8 @@ class _Grid(NamedTuple):
     windows: Int64s  # (N + 1,): window i has the patches [windows[i], windows[i + 1])
     order: Int64s  # (tokens, square ** 2): those of each token, row by row
     turns: Floats | None  # (P, head_dim)
-    taps: Int64s  # (P,) or (P, 4): the rows of the table of positions
-    shares: Floats | None  # (P, 4)
+    taps: Int64s  # (P,) or (P, N): the rows of the table of positions
+    shares: Floats | None  # (P, N)
 
 
 class VisionTower:
@@ -151,8 +160,12 @@ class VisionTower:
         """
         size, num_frames = self.config.patch_size, self.config.num_frames
         rows, columns = (side // size for side in tile.shape[1:])
+        if self.config.centres_pixels:
+            levels = 2 * (levels - np.float32(0.5))
         pixels = np.stack([own[channel] for own, channel in zip(levels, tile, strict=True)])
         whole = pixels[:, : rows * size, : columns * size].reshape(3, rows, size, columns, size)
+        if self.config.channels_last:
+            return from_float32(whole.transpose(1, 3, 2, 4, 0).reshape(rows * columns, -1), self.dtype)
         patches = np.repeat(whole.transpose(1, 3, 0, 2, 4)[:, :, :, None], num_frames, axis=3)
         return from_float32(patches.reshape(rows * columns, -1), self.dtype)
 
@@ -172,11 +185,16 @@ def _grid(config: VisionConfig, num_rows: int, num_columns: int) -> _Grid:
         windows = np.concatenate((windows[:1], ends.astype(np.int64)))
         own[tokens] = np.arange(num_patches).reshape(own.shape)
     rotary = Rotary.whole(config.rope_theta, config.hidden_size // config.num_heads // 2)
+    row, column = np.divmod(places, num_columns)
+    if rotary is None and config.axis_positions:
+        return _Grid(places, windows, own, None, *_axis_taps(config, row, column))
     if rotary is None:
         return _Grid(places, windows, own, None, places, None)
     tables = rotary.tables(0, max(num_rows, num_columns))
-    row, column = np.divmod(places, num_columns)
-    turns = np.concatenate([table[each] for table in tables for each in (row, column)], axis=1)
+    axes = (column, row) if config.axis_positions else (row, column)
+    turns = np.concatenate([table[each] for table in tables for each in axes], axis=1)
+    if config.axis_positions:
+        return _Grid(places, windows, own, turns, *_axis_taps(config, row, column))
     if not config.positions_side:
         return _Grid(places, windows, own, turns, places, None)
     side = config.positions_side
@@ -184,6 +202,15 @@ def _grid(config: VisionConfig, num_rows: int, num_columns: int) -> _Grid:
     taps = (upper[row, :, None] * side + left[column, None, :]).reshape(num_patches, 4)
     shares = (above[row, :, None] * before[column, None, :]).reshape(num_patches, 4)
     return _Grid(places, windows, own, turns, taps, shares)
+
+
+def _axis_taps(config: VisionConfig, row: Int64s, column: Int64s) -> tuple[Int64s, Floats]:
+    """(P, 2) each: the rows of a patch's column and row in a table of both, and the share of each."""
+    if config.axes_alternate:
+        taps = np.stack((2 * column, 2 * row + 1), axis=1)
+    else:
+        taps = np.stack((column, config.axis_positions + row), axis=1)
+    return taps, np.ones(taps.shape, np.float32)
 
 
 def _between(num: int, side: int) -> tuple[Int64s, Floats]:
@@ -226,19 +253,19 @@ def spec_of(config: VisionConfig, dtype: DType) -> EncoderSpec:
         num_layers=config.num_layers,
         num_heads=config.num_heads,
         head_dim=head_dim,
-        norm=Norm.RMS if config.has_rms_norms else Norm.LAYER,
+        norm=config.norm,
         norm_eps=config.norm_eps,
-        attention_scale=head_dim**-0.5,
+        attention_scale=config.attention_scale or head_dim**-0.5,
         activation=activation_of(config.activation) or Activation.GELU_TANH,
         gated=len(config.names.up) > 1,
         pre_norm=True,
         embedding_size=None,
         embedding_norm=False,
-        final_norm=True,
-        norm_bias=not config.has_rms_norms,
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
+        final_norm=config.names.final_norm is not None,
+        norm_bias=config.norm is Norm.LAYER,
+        qkv_bias=config.has_biases,
+        output_bias=config.has_biases,
+        mlp_bias=config.has_biases,
         max_positions=config.num_positions,
         position_offset=0,
         type_vocab_size=0,
@@ -254,6 +281,10 @@ def spec_of(config: VisionConfig, dtype: DType) -> EncoderSpec:
         head_activation=Activation.TANH,
         head_bias=False,
         head_norm=False,
+        output_norms=config.names.output_norms is not None,
+        head_norms=config.names.head_norms is not None,
+        turned_parts=2 if config.axis_positions else 1,
+        is_bounded=config.is_bounded,
     )
 
 
@@ -266,20 +297,31 @@ def take_vision(config: VisionConfig, weights: Weights, hidden_size: int) -> Vis
     root = next((each for each in config.roots if f"{each}{matrix_name}" in weights), config.roots[0])
     entry = Parameters(weights, root)
     frames = () if config.num_frames == 1 else (config.num_frames,)
-    patches = entry.take(matrix_name, width, 3, *frames, size, size)
-    bias = None if config.has_rms_norms else entry.take(f"{names.patches}.bias", width)
+    shape = (3 * size**2,) if config.channels_last else (3, *frames, size, size)
+    patches = entry.take(matrix_name, width, *shape)
+    bias = entry.take(f"{names.patches}.bias", width) if config.norm is Norm.LAYER else None
     matrix = DenseMatrix(Tensor(patches.dtype, patches.array.reshape(width, -1)), bias)
     positions = None
     if names.positions is not None:
-        positions = entry.take(names.positions, config.num_positions, width)
+        axes = (2, config.axis_positions) if config.axis_positions else (config.num_positions,)
+        axes = axes[::-1] if config.axes_alternate else axes
+        table = entry.take(names.positions, *axes, width)
+        positions = Tensor(table.dtype, table.array.reshape(-1, width))
+    entry_norms = tuple(
+        take_layer_norm(entry, name, length)
+        for name, length in zip(names.entry_norms, (3 * size**2, width, width), strict=False)
+    )
     entry_gate = entry.row_gate(matrix_name)
     layers = tuple(
         _take_layer(config, Parameters(weights, f"{root}{names.layer.format(index)}"))
         for index in range(config.num_layers)
     )
     last = Parameters(weights, "")
-    final_norm = _take_norm(config, last, f"{root}{names.final_norm}")
+    final_norm = None if names.final_norm is None else _take_norm(config, last, f"{root}{names.final_norm}")
     norm, connector, output = _take_connector(config, last, hidden_size)
+    standard = None
+    if config.standardizes:
+        standard = (last.take(f"{root}std_bias", width), last.take(f"{root}std_scale", width))
     deep = tuple(
         _take_deep(config, last, f"{root}{names.deep.format(number)}", hidden_size)
         for number in range(len(config.deep_layers))
@@ -288,13 +330,23 @@ def take_vision(config: VisionConfig, weights: Weights, hidden_size: int) -> Vis
         words=matrix.weight,
         positions=positions,
         types=None,
-        norm=final_norm,
+        norm=None,
         layers=layers,
         entry_gate=entry_gate,
         final_norm=final_norm,
         head_gate=last.gate(),
     )
-    return VisionWeights(encoder, matrix, connector, norm, output, deep)
+    return VisionWeights(
+        encoder,
+        matrix,
+        connector,
+        connector_norm=norm,
+        entry_norms=entry_norms,
+        mean_scale=config.mean_scale or 1.0,
+        mean_standard=standard,
+        connector_output=output,
+        deep=deep,
+    )
 
 
 def _take_connector(
@@ -309,6 +361,10 @@ def _take_connector(
         return None, first, take_linear(parameters, f"{prefix}{output}", joined, hidden_size, bias=True)
     if not config.averages:
         return None, take_linear(parameters, names[0], joined, hidden_size, bias=False), None
+    if config.mean_scale is not None:
+        name = next((each for each in names if f"{each}.weight" in parameters), names[0])
+        unit = Tensor(DType.F32, np.zeros(width, np.float32))  # 1 + which are its weights
+        return unit, take_linear(parameters, name, width, hidden_size, bias=False), None
     norm = "mm_soft_emb_norm.weight"
     prefix = next((each for each in names if f"{each}{norm}" in parameters), names[0])
     weight = parameters.take(f"{prefix}mm_input_projection_weight", width, hidden_size)
@@ -326,20 +382,33 @@ def _take_deep(config: VisionConfig, parameters: Parameters, prefix: str, hidden
 
 
 def _take_layer(config: VisionConfig, parameters: Parameters) -> EncoderLayerWeights:
-    width, inner, names = config.hidden_size, config.intermediate_size, config.names
-    qkv = [(name, 3 * width // len(names.qkv)) for name in names.qkv]
+    width, inner, names, bias = config.hidden_size, config.intermediate_size, config.names, config.has_biases
+    qkv = [(name + names.matrix, 3 * width // len(names.qkv)) for name in names.qkv]
+    up = [(name + names.matrix, inner) for name in names.up]
+    norms: dict[str, Any] = {}
+    if names.output_norms is not None:
+        for key, name in zip(("attention_output_norm", "mlp_output_norm"), names.output_norms, strict=True):
+            norms[key] = parameters.take_norm(f"{name}.weight", width)
+    if names.head_norms is not None:
+        head_dim = width // config.num_heads
+        for key, name in zip(("query_norm", "key_norm"), names.head_norms, strict=True):
+            norms[key] = parameters.take_norm(f"{name}.weight", head_dim)
+        norms["value_norm"] = ones(head_dim)
+    bounded = (*names.qkv, names.output, *names.up, names.down) if config.is_bounded else ()
     return EncoderLayerWeights(
-        qkv=take_stacked(parameters, qkv, width, bias=True),
-        output=take_linear(parameters, names.output, width, width, bias=True),
+        qkv=take_stacked(parameters, qkv, width, bias=bias),
+        output=take_linear(parameters, names.output + names.matrix, width, width, bias=bias),
         attention_norm=_take_norm(config, parameters, names.attention_norm),
-        up=take_stacked(parameters, [(name, inner) for name in names.up], width, bias=True),
-        down=take_linear(parameters, names.down, inner, width, bias=True),
+        up=take_stacked(parameters, up, width, bias=bias),
+        down=take_linear(parameters, names.down + names.matrix, inner, width, bias=bias),
         mlp_norm=_take_norm(config, parameters, names.mlp_norm),
+        bounds=tuple(parameters.take(f"{name}.{kind}") for name in bounded for kind in _BOUNDS),
         gate=parameters.gate(),
+        **norms,
     )
 
 
 def _take_norm(config: VisionConfig, parameters: Parameters, name: str) -> LayerNormWeights:
-    if not config.has_rms_norms:
+    if config.norm is Norm.LAYER:
         return take_layer_norm(parameters, name, config.hidden_size)
     return LayerNormWeights(parameters.take_norm(f"{name}.weight", config.hidden_size), None)

@@ -376,6 +376,38 @@ def test_sentence_pieces_merge_by_their_scores() -> None:
     assert tokenizer.decode(tokenizer.encode("ab b!").ids) == "ab b!"
 
 
+def test_sentence_pieces_of_gemma4_merge_as_the_file_says() -> None:
+    """By the order of its merges, not by scores; nothing is put before a text."""
+    from transformers import GemmaTokenizer
+
+    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<0x21>", "▁", "a", "b", "ab", "▁a", "ba", "\n"]
+    merges = ["b a", "a b", "▁ a"]
+    rows = bytes(len(pieces) * HIDDEN * 4)
+    tensors = [
+        RawTensor("token_embd.weight", (HIDDEN, len(pieces)), 0, rows) if "embd" in each.name else each
+        for each in float_tensors()
+    ]
+    more = {
+        "tokenizer__ggml__model": "gemma4",
+        "tokenizer__ggml__tokens": pieces,
+        "tokenizer__ggml__token_type": [3, 3, 3, 3, 3, 6, *[1] * 7],
+        "tokenizer__ggml__merges": merges,
+        "tokenizer__ggml__bos_token_id": 2,
+        "tokenizer__ggml__eos_token_id": 1,
+        "tokenizer__ggml__unknown_token_id": 3,
+    }
+    source = GgufDirectory(MemoryStore({NAME: gguf_file(metadata(**more), tensors)}), NAME)
+    tokenizer = Tokenizer.from_str(source.read("tokenizer.json", max_bytes=1 << 20)[0].decode())
+    oracle = GemmaTokenizer(
+        vocab={piece: index for index, piece in enumerate(pieces)},
+        merges=[tuple(merge.split(" ")) for merge in merges],
+    )
+    for text in ("aba ab", " a", "abab!\nba", "b<mask>a", "xyz", ""):
+        ids = tokenizer.encode(text).ids
+        assert ids == [2, *oracle(text, add_special_tokens=False).input_ids]
+        assert tokenizer.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
+
+
 def test_templates_and_ends_of_texts_come_along() -> None:
     more = {"tokenizer__chat_template": "{{ messages }}", "tokenizer__ggml__eot_token_id": 5}
     source = GgufDirectory(MemoryStore({NAME: gguf_file(metadata(**more), float_tensors())}), NAME)

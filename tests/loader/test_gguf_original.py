@@ -90,6 +90,7 @@ def test_the_bytes_of_a_file_are_made_again_and_none_is_read_twice(name: str, ar
         ("glm", "Q8_0"),
         ("deepseek_v3", "Q8_0"),
         ("qwen3_5_text", "Q8_0"),
+        ("gemma4_text", "Q8_0"),
     ],
 )
 def test_so_are_those_of_other_families(family: str, kind: str, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
@@ -18,6 +19,7 @@ from teneral.runtime.images.processor import ImageProcessor
 
 SETTINGS: dict[str, Any] = {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 32}}
 NAMES = {"processor_class": "SmolVLMProcessor", "image_seq_len": 4}
+TOKENS = {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<soft>"}
 
 
 def ours(**settings: Any) -> ImageProcessor:
@@ -28,8 +30,7 @@ def ours(**settings: Any) -> ImageProcessor:
 
 def gemma(**settings: Any) -> ImageProcessor:
     given = {"size": {"height": 32, "width": 32}, "do_pan_and_scan": None, **settings}
-    tokens = {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<soft>"}
-    made = ImageProcessor.read(given, {"processor_class": "Gemma3Processor", "image_seq_length": 4}, tokens)
+    made = ImageProcessor.read(given, {"processor_class": "Gemma3Processor", "image_seq_length": 4}, TOKENS)
     assert made is not None
     return made
 
@@ -146,6 +147,63 @@ def test_qwens_images_are_bounded_whatever_the_file_allows() -> None:
     assert made.tiles[0, 0].size <= (1 << 14) * 64
     with pytest.raises(RequestError, match="1 x 201 pixels is more than 200 times as long"):
         qwen().tiles(Image.new("RGB", (1, 201)))
+
+
+def gemma4(**settings: Any) -> ImageProcessor:
+    names = {"processor_class": "Gemma4Processor", "image_processor": settings}
+    made = ImageProcessor.read({}, names, TOKENS)
+    assert made is not None
+    return made
+
+
+@pytest.mark.parametrize(
+    "size", [(32, 32), (200, 100), (7, 500), (1, 1), (1, 900), (999, 2), (96, 56), (333, 77), (3000, 2000)]
+)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_soft_tokens": 70, "patch_size": 4, "pooling_kernel_size": 2},
+        {"max_soft_tokens": 140, "patch_size": 2, "resample": 2, "rescale_factor": 0.5, "do_normalize": True},
+    ],
+)
+def test_gemma4s_tiles_and_texts_are_those_of_transformers(
+    size: tuple[int, int], settings: dict[str, Any]
+) -> None:
+    image, processor = picture(*size), gemma4(**settings)
+    expected = Gemma4ImageProcessorPil(**settings)([image], return_tensors="np")
+    made, levels = processor.tiles(image), processor.levels
+    places = expected["image_position_ids"][0]
+    columns, rows = (int(each) + 1 for each in places.max(axis=0))
+    patch = settings["patch_size"]
+    assert made.tiles.shape == (1, 3, rows * patch, columns * patch)
+    values = np.stack([levels[channel][made.tiles[0, channel]] for channel in range(3)])
+    patches = values.reshape(3, rows, patch, columns, patch).transpose(1, 3, 2, 4, 0)
+    assert np.array_equal(patches.reshape(rows * columns, -1), expected["pixel_values"][0, : rows * columns])
+    (num,) = expected["num_soft_tokens_per_image"]
+    assert processor.num_tokens(made) == num
+    assert processor.text(made) == f"<boi>{'<soft>' * num}<eoi>"
+    assert processor.placeholder == "<soft>"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"do_resize": False}, "must be resized"),
+        ({"max_soft_tokens": 300}, "max_soft_tokens is 300, but must be one of"),
+        ({"patch_size": -2, "pooling_kernel_size": -2}, "to whole patches"),
+        ({"patch_size": 0}, "sides must be from 1"),
+        ({"patch_size": 1 << 20}, "sides must be from 1"),
+        ({"max_soft_tokens": "many"}, "cannot be used"),
+    ],
+)
+def test_gemma4s_settings_that_cannot_be_used_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        gemma4(**settings)
+
+
+def test_gemma4s_tokens_around_images_are_not_guessed() -> None:
+    with pytest.raises(ModelError, match=r"tokenizer_config.json has no boi_token"):
+        ImageProcessor.read({}, {"processor_class": "Gemma4Processor"}, {"image_token": "<soft>"})
 
 
 def test_settings_within_processor_config_json_come_first() -> None:

@@ -28,3 +28,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "num_global_key_value_heads": 1,
     },
 }
+# Overrides of the first one's.
+PLAIN: dict[str, Any] = {
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "use_double_wide_mlp": False,
+}
+EQUAL: dict[str, Any] = {**PLAIN, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+MIXTURE: dict[str, Any] = {
+    **EQUAL,
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 48,
+}

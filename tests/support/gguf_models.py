@@ -16,6 +16,7 @@ import gguf
 import numpy as np
 import torch
 from tests.support.gguf_files import random_blocks
+from tests.support.gguf_gemma4 import add_gemma4, name_of_gemma4
 from tests.support.gguf_mamba import add_mamba, known_of_mamba, mamba_factors, mamba_kv_heads, mamba_shaped
 from tests.support.tiny_models import tensors_of
 
@@ -69,6 +70,7 @@ ARCHITECTURES = {
     "falcon_h1": "FALCON_H1",
     "nemotron_h": "NEMOTRON_H_MOE",
     "llama4_text": "LLAMA4",
+    "gemma4_text": "GEMMA4",
 }
 TILED = ("qwen3_5_text", "qwen3_5_moe_text")  # value heads of delta nets
 SHIFTED = ("gemma2", "gemma3_text", "nemotron", "qwen3_next", *TILED)  # weights of norms are stored plus 1
@@ -100,6 +102,7 @@ def write_gguf(
     family, config = model.config.model_type, model.config
     arch = gguf.MODEL_ARCH[architecture or ARCHITECTURES[family]]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    config.allow_global_per_layer_attribute_access = True  # of families whose layers differ
     _add_settings(writer, config)
     _add_vocabulary(writer, config.vocab_size)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
@@ -135,9 +138,10 @@ def write_gguf(
             data = data.reshape(heads, 2, -1, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
         is_shifted = family in SHIFTED and stored.endswith("norm.weight") and "linear_attn.norm" not in stored
         data = data + np.float32(1.0) if is_shifted else data
-        name = names.get_name(_known(known_of_mamba(config, stored)), try_suffixes=(".weight", ".bias"))
+        known = _known(known_of_mamba(config, stored))
+        name = name_of_gemma4(stored) or names.get_name(known, try_suffixes=(".weight", ".bias"))
         assert name is not None, stored
-        name = f"{name}.weight" if stored.endswith("sinks") else name
+        name = name if name.endswith((".weight", ".bias", ".scale")) or "ssm_" in name else f"{name}.weight"
         held = _write(writer, name, data, kind)
         if is_permuted:
             held = held.reshape(heads, -1, 2, *held.shape[1:]).swapaxes(1, 2).reshape(held.shape)
@@ -302,6 +306,9 @@ def _add_settings(writer: Any, config: Any) -> None:
     # Layers for multi-token prediction, which are not used
     predicting = 1 if family in ("glm4_moe", "qwen3_5_text") else 0
     writer.add_block_count(config.num_hidden_layers + predicting)
+    if family == "gemma4_text":
+        add_gemma4(writer, config)
+        return
     if predicting:
         writer.add_nextn_predict_layers(predicting)
         name = f"blk.{config.num_hidden_layers}.nextn.enorm.weight"

@@ -32,7 +32,7 @@ _STATEFUL = (
 )
 NATIVE_ONLY = (*_STATEFUL, "gemma4_text", "gemma4_unified_text")
 # Of which files have the fields of a text_config
-WITH_TEXT_CONFIG = ("llama4", "gemma4", "gemma4_unified")
+WITH_TEXT_CONFIG = ("llama4",)
 # So that a new family is in every test of all of them, but for those of which transformers has no model.
 DECODERS = tuple(
     family

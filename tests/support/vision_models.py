@@ -7,12 +7,14 @@ import io
 import json
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+from tests.support.gemma4 import SETTINGS as GEMMA4
 from tests.support.tiny_models import save_tiny
 from tokenizers import AddedToken, Tokenizer
 
@@ -24,7 +26,8 @@ with warnings.catch_warnings():
 from teneral.runtime.step.images import PromptImage
 
 IMAGE_TOKEN = 262
-DYNAMIC = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")  # families whose tiles are images of any size
+QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+DYNAMIC = (*QWEN, "gemma4", "gemma4_unified")  # families whose tiles are images of any size
 PLAIN_LEVELS = np.repeat((np.arange(256, dtype=np.float32)[None] / 255 - 0.5) / 0.5, 3, axis=0)
 
 _TEXT = {
@@ -124,11 +127,51 @@ _QWEN35_MOE_TEXT = {
     "shared_expert_intermediate_size": 96,
 }
 _QWEN35_VISION = {key: value for key, value in _QWEN3_VISION.items() if key != "deepstack_visual_indexes"}
+# Windows are shorter than an image with what is before it, and than the tokens of some.
+_GEMMA4_TEXT = {
+    **_TEXT,
+    **GEMMA4["gemma4_text"],
+    "model_type": "gemma4_text",
+    "sliding_window": 6,
+    "use_bidirectional_attention": "vision",
+}
+_GEMMA4_VISION = {
+    **{key: value for key, value in _VISION.items() if key != "image_size"},
+    "num_key_value_heads": 4,
+    "head_dim": 12,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 40,
+    "use_clipped_linears": True,
+    "standardize": True,
+}
+_UNIFIED_TEXT = {
+    **_TEXT,
+    **GEMMA4["gemma4_unified_text"],
+    "num_hidden_layers": 3,
+    "model_type": "gemma4_unified_text",
+    "use_bidirectional_attention": "vision",
+}
+_UNIFIED_VISION = {
+    "patch_size": 8,
+    "pooling_kernel_size": 2,
+    "mm_embed_dim": 48,
+    "output_proj_dims": 48,
+    "mm_posemb_size": 40,
+}
+_GEMMA4_TOKENS = {
+    "image_token_id": IMAGE_TOKEN,
+    "video_token_id": 319,
+    "audio_token_id": 318,
+    "audio_config": None,
+}
 _QWEN_TOKENS = {"image_token_id": IMAGE_TOKEN, "video_token_id": 319}
+_TIED = ("gemma3", "gemma4", "gemma4_unified", "qwen3_5")  # families whose embeddings are the head's matrix
 # Of a text_config, a vision_config and the whole.
 _FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "idefics3": (_TEXT, _VISION, {"image_token_id": IMAGE_TOKEN, "scale_factor": 2}),
     "gemma3": (_GEMMA3_TEXT, _VISION, {"image_token_index": IMAGE_TOKEN, "mm_tokens_per_image": 4}),
+    "gemma4": (_GEMMA4_TEXT, _GEMMA4_VISION, _GEMMA4_TOKENS),
+    "gemma4_unified": (_UNIFIED_TEXT, _UNIFIED_VISION, _GEMMA4_TOKENS),
     "qwen2_5_vl": (_QWEN_TEXT, _QWEN_VISION, _QWEN_TOKENS),
     "qwen3_vl": (_QWEN3_TEXT, _QWEN3_VISION, _QWEN_TOKENS),
     "qwen3_vl_moe": (_QWEN3_MOE_TEXT, _QWEN3_VISION, _QWEN_TOKENS),
@@ -151,7 +194,7 @@ def tiny_vision_model(
         **whole,
         "text_config": {**text, **overrides.pop("text", {})},
         "vision_config": {**tower, **(vision or {})},
-        "tie_word_embeddings": family in ("gemma3", "qwen3_5"),  # as models of these families have it
+        "tie_word_embeddings": family in _TIED,
         **overrides,
     }
     config = transformers.AutoConfig.for_model(family, **settings)
@@ -160,8 +203,15 @@ def tiny_vision_model(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            is_scale = "norm" in name.lower() and name.endswith("weight")
+            is_scale = ("norm" in name.lower() or "_ln" in name) and name.endswith("weight")
             parameter.copy_(1.0 + 0.2 * noise if is_scale else 0.15 * noise)
+        # Of Gemma 4's tower: bounds that clip some numbers, and what means are standardised by.
+        for name, buffer in model.named_buffers():
+            noise = torch.rand(buffer.shape, generator=generator)
+            if name.endswith(("_min", "_max")):
+                buffer.copy_((0.8 + noise) * (-1 if name.endswith("_min") else 1))
+            elif name.endswith(("std_bias", "std_scale")):
+                buffer.copy_(0.5 + noise)
     return model.to(dtype).eval()
 
 
@@ -186,6 +236,9 @@ def oracle_inputs(model: Any, prompt: Sequence[int], *tiles: np.ndarray) -> dict
     if model.config.model_type.removesuffix("_moe") in DYNAMIC:
         size = model.config.vision_config.patch_size
         images = [image for own in tiles for image in pixel_values(own, dtype)[0]]
+        if model.config.model_type.startswith("gemma4"):
+            size = getattr(model.config.vision_config, "model_patch_size", size)
+            return {"input_ids": tokens, "mm_token_type_ids": types, **_patches_of_gemma4(images, size)}
         return {
             "input_ids": tokens,
             "pixel_values": torch.cat([_patches(image, size) for image in images]),
@@ -208,6 +261,19 @@ def _patches(image: torch.Tensor, size: int) -> torch.Tensor:
     return patches.repeat(1, 1, 2, 1, 1).reshape(len(patches), -1)
 
 
+def _patches_of_gemma4(images: Sequence[torch.Tensor], size: int) -> dict[str, torch.Tensor]:
+    """Patches with channels last, and their columns and rows."""
+    patches, places = [], []
+    for image in images:
+        rows, columns = (side // size for side in image.shape[1:])
+        split = image.reshape(3, rows, size, columns, size).permute(1, 3, 2, 4, 0)
+        patches.append(split.reshape(rows * columns, -1))
+        grid = torch.meshgrid(torch.arange(columns), torch.arange(rows), indexing="xy")
+        places.append(torch.stack(grid, dim=-1).reshape(-1, 2))
+    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    return {"pixel_values": pad(patches), "image_position_ids": pad(places, padding_value=-1)}
+
+
 def pixel_values(tiles: np.ndarray, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """(1, N, 3, size, size), as the oracle of Idefics 3 takes tiles."""
     own = np.stack([PLAIN_LEVELS[channel][tiles[:, channel]] for channel in range(3)], axis=1)
@@ -218,6 +284,7 @@ def pixel_values(tiles: np.ndarray, dtype: torch.dtype = torch.float32) -> torch
 MARKS = {
     "idefics3": ("<fake_token_around_image>", "<global-img>", "<image>", "\n\n"),
     "gemma3": ("<start_of_image>", "<end_of_image>", "<image_soft_token>", "\n\n"),
+    "gemma4": ("<|image>", "<image|>", "<|image|>", "\n\n"),
     "qwen2_5_vl": ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "\n\n"),
 }
 MARKS["qwen3_vl"] = MARKS["qwen3_5"] = MARKS["qwen2_5_vl"]
@@ -240,6 +307,21 @@ _FILES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "<start_of_image>",
         {"size": {"height": 32, "width": 32}, "do_pan_and_scan": None},
         {"processor_class": "Gemma3Processor", "image_seq_length": 4},
+    ),
+    "gemma4": (
+        "<|image|>",
+        {},
+        {
+            "processor_class": "Gemma4Processor",
+            "image_processor": {
+                "patch_size": 8,
+                "pooling_kernel_size": 2,
+                "max_soft_tokens": 70,
+                "do_normalize": True,
+                "image_mean": [0.5] * 3,
+                "image_std": [0.5] * 3,
+            },
+        },
     ),
     "qwen2_5_vl": (
         "<|vision_start|><|image_pad|><|vision_end|>",
@@ -270,6 +352,8 @@ def save_vision(directory: Path, family: str = "idefics3", *, model: Any = None)
     tokenizer.save(str(directory / "tokenizer.json"))
     path = directory / "tokenizer_config.json"
     settings = {**json.loads(path.read_text()), "chat_template": TEMPLATE.replace("<image>", placeholder)}
+    if family == "gemma4":
+        settings |= dict(zip(("boi_token", "eoi_token", "image_token"), MARKS[family], strict=False))
     for name, content in (
         ("tokenizer_config.json", settings),
         ("preprocessor_config.json", preprocessor),

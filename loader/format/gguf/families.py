@@ -6,26 +6,22 @@ content is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 from . import settings
 from .family import (
     ATTENTION,
     ATTENTION_BIASES,
     CORRECTION,
-    DELTA_NETS,
-    EMBEDDINGS,
     EXPERTS,
     FEED_FORWARD,
     FOUR_NORMS,
+    GATED_MIXTURE,
     HEAD_NORMS,
     LATENTS,
     LFM2,
     LLAMA,
-    MAMBA,
-    MAMBA_WHOLE,
     MLP,
     NORMS,
     OUTER,
@@ -33,11 +29,11 @@ from .family import (
     QKV,
     ROUTER,
     SHARED,
-    SHARED_GATE,
     Family,
     experts_of,
 )
 from .fields import GgufFields
+from .hybrids import BAMBA, HYBRIDS
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("llama", "LlamaForCausalLM", is_permuted=True),  # Mistral's files say llama too
@@ -98,11 +94,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2moe": Family(
         "qwen2_moe",
         "Qwen2MoeForCausalLM",
-        inner=NORMS
-        | ATTENTION
-        | ROUTER
-        | {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
-        | {SHARED_GATE: "mlp.shared_expert_gate"},
+        inner=NORMS | ATTENTION | GATED_MIXTURE,
         experts=EXPERTS,
         biases=ATTENTION_BIASES[:3],
         bias_setting="qkv_bias",
@@ -312,109 +304,7 @@ FAMILIES["gpt-oss"] = Family(
     always_has_biases=True,
     settings=settings.gpt_oss,
 )
-
-
-def _prefixed(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
-    return {kind: prefix + name for kind, name in names.items()}
-
-
-def _delta_family(architecture: str, prefix: str, inputs: Mapping[str, str], **fields: Any) -> Family:
-    """A family of Qwen's with gated delta nets, whose tensors have names with this prefix."""
-    inner = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
-    inner |= _prefixed(prefix, {**DELTA_NETS, **inputs})
-    return Family(
-        architecture=architecture,
-        inner=inner | ATTENTION | HEAD_NORMS | fields.pop("mlp"),
-        whole={"ssm_dt.bias": f"{prefix}dt_bias", "ssm_a": f"{prefix}A_log"},
-        has_shifted_norms=True,
-        may_turn_partly=True,
-        **fields,
-    )
-
-
-_GATED_MIXTURE = {kind: FAMILIES["qwen2moe"].inner[kind] for kind in ("ffn_gate_inp", SHARED_GATE, *SHARED)}
-_TILED = ("tiled_linear_attn.", {"ssm_beta": "in_proj_b", "ssm_alpha": "in_proj_a"})
-FAMILIES["qwen35"] = _delta_family(
-    "Qwen3_5ForCausalLM", *_TILED, model_type="qwen3_5_text", mlp=MLP, settings=settings.delta_nets
-)
-FAMILIES["qwen35moe"] = _delta_family(
-    "Qwen3_5MoeForCausalLM",
-    *_TILED,
-    model_type="qwen3_5_moe_text",
-    mlp=_GATED_MIXTURE,
-    experts=EXPERTS,
-    settings=settings.qwen3_5_moe,
-)
-FAMILIES["qwen3next"] = _delta_family(
-    "Qwen3NextForCausalLM",
-    "linear_attn.",
-    {"ssm_ba": "in_proj_ba", "ssm_in": "in_proj_qkvz"},
-    model_type="qwen3_next",
-    mlp=_GATED_MIXTURE,
-    experts=EXPERTS,
-    settings=partial(settings.qwen3_5_moe, order="split"),
-)
-
-
-FAMILIES["granitehybrid"] = Family(
-    "granitemoehybrid",
-    "GraniteMoeHybridForCausalLM",
-    inner=LLAMA | ROUTER | SHARED | _prefixed("mamba.", MAMBA),
-    whole=_prefixed("mamba.", MAMBA_WHOLE),
-    experts=EXPERTS,
-    optional={"ssm_conv1d.bias": "mamba_conv_bias"},
-    is_permuted=True,
-    settings=settings.granite_hybrid,
-)
-_BAMBA = Family(
-    "bamba",
-    "BambaForCausalLM",
-    inner={"attn_norm": "input_layernorm", "ffn_norm": "pre_ff_layernorm"}
-    | ATTENTION
-    | FEED_FORWARD
-    | _prefixed("mamba.", MAMBA),
-    whole=_prefixed("mamba.", MAMBA_WHOLE),
-    final_norm="final_layernorm",
-    optional={"ssm_conv1d.bias": "mamba_conv_bias"},
-    is_permuted=True,
-    may_turn_partly=True,
-    settings=settings.bamba,
-)
-FAMILIES["falcon-h1"] = _BAMBA._replace(
-    model_type="falcon_h1",
-    architecture="FalconH1ForCausalLM",
-    whole={**_BAMBA.whole, "ffn_norm": "pre_ff_layernorm.weight"},
-    optional={**_BAMBA.optional, "ssm_norm.weight": "mamba_rms_norm"},
-    is_permuted=False,
-    may_turn_partly=False,
-    settings=settings.falcon_h1,
-)
-FAMILIES["nemotron_h"] = Family(
-    "nemotron_h",
-    "NemotronHForCausalLM",
-    outer={EMBEDDINGS: "model.embeddings.weight", "output.weight": "lm_head.weight"},
-    inner={"attn_norm": "norm", "ffn_up": "mixer.up_proj", "ffn_down": "mixer.down_proj"}
-    | {kind: name.replace("self_attn", "mixer") for kind, name in ATTENTION.items()}
-    | _prefixed("mixer.", MAMBA),
-    whole=_prefixed("mixer.", MAMBA_WHOLE),
-    final_norm="norm_f",
-    norm_eps="layer_norm_epsilon",
-    optional={"ssm_conv1d.bias": "use_conv_bias"},
-    is_permuted=True,
-    may_turn_partly=True,
-    activation="relu2",
-    settings=settings.nemotron_h,
-)
-FAMILIES["nemotron_h_moe"] = FAMILIES["nemotron_h"]._replace(
-    inner={
-        **FAMILIES["nemotron_h"].inner,
-        "ffn_gate_inp": "mixer.gate",
-        **{f"ffn_{part}_shexp": f"mixer.shared_experts.{part}_proj" for part in ("up", "down")},
-    },
-    whole={**FAMILIES["nemotron_h"].whole, "exp_probs_b.bias": "mixer.gate.e_score_correction_bias"},
-    experts={f"ffn_{part}_exps": f"mixer.experts.{{}}.{part}_proj" for part in ("up", "down")},
-    settings=settings.nemotron_h_moe,
-)
+FAMILIES |= HYBRIDS
 FAMILIES["llama4"] = Family(
     "llama4_text",
     "Llama4ForCausalLM",
@@ -428,6 +318,41 @@ FAMILIES["llama4"] = Family(
     },
     experts={kind: name.replace("mlp", "feed_forward") for kind, name in EXPERTS.items()},
     settings=settings.llama4,
+)
+FAMILIES["gemma4"] = Family(
+    "gemma4_text",
+    "Gemma4ForCausalLM",
+    outer=OUTER
+    | {
+        "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+        "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+        "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
+    },
+    inner=FOUR_NORMS
+    | ATTENTION
+    | MLP
+    | HEAD_NORMS
+    | {
+        "ffn_gate_inp": "router.proj",
+        "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+        "post_ffw_norm_1": "post_feedforward_layernorm_1",
+        "post_ffw_norm_2": "post_feedforward_layernorm_2",
+        "inp_gate": "per_layer_input_gate",
+        "proj": "per_layer_projection",
+        "post_norm": "post_per_layer_input_norm",
+    },
+    whole={
+        "layer_output_scale.weight": "layer_scalar",
+        "ffn_gate_inp.scale": "router.scale",
+        "ffn_down_exps.scale": "router.per_expert_scale",
+    },
+    experts={
+        **experts_of(*(f"experts.{{}}.{name}_proj" for name in ("gate", "up", "down"))),
+        "ffn_gate_up_exps": "experts.{}.gate_proj experts.{}.up_proj",
+    },
+    has_windowed_heads=True,
+    activation="gelu_pytorch_tanh",
+    settings=settings.gemma4,
 )
 # Their text models: the tower is another file, which is not read.
 FAMILIES["qwen3vl"] = FAMILIES["qwen3"]
@@ -452,7 +377,7 @@ _ALIKE = {
             model_type="olmo3", architecture="Olmo3ForCausalLM", settings=settings.windowed
         ),
     ),
-    "granitehybrid": ("granitehybrid.rope.scaling.finetuned", _BAMBA),
+    "granitehybrid": ("granitehybrid.rope.scaling.finetuned", BAMBA),
     # Older files have transformers' one matrix.
     "qwen3next": (
         ".ssm_in.weight",

@@ -58,6 +58,11 @@ LATENTS = {
 }
 SHARED_GATE = "ffn_gate_inp_shexp"
 SHARED = {f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
+GATED_MIXTURE = {
+    **ROUTER,
+    **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+    SHARED_GATE: "mlp.shared_expert_gate",
+}
 CORRECTION = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 DELTA_NETS = {
     "attn_qkv": "in_proj_qkv",
@@ -94,7 +99,8 @@ class Family(NamedTuple):
     outer: Mapping[str, str] = OUTER
     inner: Mapping[str, str] = LLAMA  # a layer's tensors
     whole: Mapping[str, str] = {}  # those of its tensors whose names end otherwise there
-    experts: Mapping[str, str] | None = None  # those that hold all experts; {} is an expert's number
+    # Those that hold all experts; {} is an expert's number. Two names: the first half of its rows, and the second.
+    experts: Mapping[str, str] | None = None
     experts_have_biases: bool = False
     merged: Mapping[str, tuple[str, ...]] = {}  # those that hold rows of several
     optional: Mapping[str, str] = {}  # ends of those that all layers may lack, and the setting that says so
@@ -109,6 +115,9 @@ class Family(NamedTuple):
     has_shifted_norms: bool = False  # weights of norms are stored plus 1, but for those of delta nets
     may_turn_partly: bool = False  # of a head
     has_latents: bool = False  # in place of keys and values
+    # Keys about heads are those of layers without a window, and others', which end with _swa; numbers of a layer's
+    # heads of keys and of its MLP's columns may be several.
+    has_windowed_heads: bool = False
     activation: str = "silu"
     settings: Settings = settings.no_more
 

@@ -40,6 +40,16 @@ class GgufFields:
             raise self._not(key, value, f"a whole number from {low} to {high}")
         return value
 
+    def integers(self, key: str, low: int, high: int, *, num_layers: int) -> list[int]:
+        """A whole number for each layer; a key may have one for all."""
+        value: Any = self._metadata.get(key)
+        found: Any = value.tolist() if hasattr(value, "tolist") else [value] * num_layers
+        if len(found) != num_layers or any(
+            type(each) is not int or not low <= each <= high for each in found
+        ):
+            raise self._not(key, value, f"a whole number from {low} to {high}, or one for each layer")
+        return list(found)
+
     def number(self, key: str, low: float, high: float, default: float | None = None) -> float:
         value = self._metadata.get(key, default)
         if type(value) not in (int, float) or not low <= value <= high:  # NaN compares as false

@@ -22,19 +22,21 @@ from .families import family_of
 from .family import EMBEDDINGS, FLAT, LATENT_PARTS, LATENT_UP, SHARED_GATE, Family
 from .fields import GgufFields
 from .reader import GgufFile, GgufTensor
-from .rope import HINT, ROPE_TENSORS, Table, rope_scaling
+from .rope import HINT, ROPE_TENSORS, Table, proportional_rope, rope_scaling
 from .settings import MAX_CONTEXT, MAX_HEAD_DIM, MAX_LAYERS, MAX_WIDTH
 
 MAX_HEADS = 4_096
 MAX_EXPERTS_OF_ALL_LAYERS = 1 << 15
 
 _FINAL_NORMS = ("output_norm", "token_embd_norm")  # LFM2's files have the second
-_LAYER = re.compile(r"blk\.([0-9]{1,4})\.(?:([a-z0-9_.]+)\.(weight|bias)|ssm_[ad]|ffn_norm)")
+_TABLES = (EMBEDDINGS, "per_layer_token_embd.weight")  # whose rows are looked up
+_LAYER = re.compile(r"blk\.([0-9]{1,4})\.(?:([a-z0-9_.]+)\.(weight|bias|scale)|ssm_[ad]|ffn_norm)")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Ends of names whose floats stay as they are: vectors that are not biases of products, convolutions, positions
 _KEPT_MATRICES = ("conv.weight", "conv1d.weight", "position_embd.weight", "embed_positions.weight")
 _KEPT = (
     *("norm.weight", "sinks", "dt_bias", ".D", "conv1d.bias", "e_score_correction_bias", "expert_bias"),
+    *("layernorm_1.weight", "layernorm_2.weight", "scalar", ".scale", ".per_expert_scale"),
     *_KEPT_MATRICES,
 )
 # transformers' name of the dtype that floats are stored in
@@ -128,22 +130,18 @@ def _config(
     embeddings = _matrix(file, fields, EMBEDDINGS)
     hidden = fields.integer(own + "embedding_length", 1, MAX_WIDTH)
     heads = fields.integer(own + "attention.head_count", 1, MAX_HEADS)
-    kv_heads = fields.integer(own + "attention.head_count_kv", 1, heads, heads, may_lack=True)
-    if heads % kv_heads:
-        raise fields.wrong(f"{heads} heads cannot share {kv_heads} heads of keys and values")
     predicting = fields.integer(f"{own}nextn_predict_layers", 0, MAX_LAYERS, 0)  # which are not used
     layers = fields.integer(own + "block_count", predicting + 1, MAX_LAYERS) - predicting
+    kv_heads, inner_size = _layer_sizes(fields, own, family, heads, layers)
+    if heads % kv_heads:
+        raise fields.wrong(f"{heads} heads cannot share {kv_heads} heads of keys and values")
     head_dim, turned = _head_columns(fields, own, family, max(2, hidden // heads))
-    # Of a mixture in all layers the size of an MLP is not used.
-    has_no_mlp = bool(family.experts) and f"{own}feed_forward_length" not in fields
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         "vocab_size": embeddings.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": fields.integer(
-            own + ("expert_" if has_no_mlp else "") + "feed_forward_length", 1, MAX_WIDTH, may_lack=True
-        ),
+        "intermediate_size": inner_size,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
@@ -169,20 +167,64 @@ def _config(
     for end, setting in family.optional.items():
         config[setting] = any(tensor.name.endswith(f".{end}") for tensor in tensors)
     config |= family.settings(fields, own, config)
+    if family.has_windowed_heads:
+        config["rope_parameters"] = proportional_rope(file, fields, own, config, read_table)
+        return config, _with_shared_keys(fields, tensors, config)
     scaling = rope_scaling(file, fields, own, config, family, read_table)
     if scaling is not None:
         config["rope_scaling"] = scaling
     return config, tensors
 
 
+def _layer_sizes(fields: GgufFields, own: str, family: Family, heads: int, layers: int) -> tuple[int, int]:
+    """Heads of keys and columns of an MLP: of the first layer, where layers differ."""
+    if family.has_windowed_heads:
+        kv_heads = fields.integers(f"{own}attention.head_count_kv", 1, heads, num_layers=layers)
+        return kv_heads[0], fields.integers(f"{own}feed_forward_length", 1, MAX_WIDTH, num_layers=layers)[0]
+    # Of a mixture in all layers the size of an MLP is not used.
+    has_no_mlp = bool(family.experts) and f"{own}feed_forward_length" not in fields
+    kv_heads_key, inner_key = (
+        "attention.head_count_kv",
+        ("expert_" if has_no_mlp else "") + "feed_forward_length",
+    )
+    return (
+        fields.integer(own + kv_heads_key, 1, heads, heads, may_lack=True),
+        fields.integer(own + inner_key, 1, MAX_WIDTH, may_lack=True),
+    )
+
+
+def _with_shared_keys(
+    fields: GgufFields, tensors: list[GgufTensor], config: dict[str, Any]
+) -> list[GgufTensor]:
+    """The tensors without keys and values of layers that attend to earlier ones', of which some files have them. Says
+    in the config whether keys without a window are values, which have no tensors then.
+    """
+    end = config["num_hidden_layers"] - config["num_kv_shared_layers"]
+    names = {tensor.name for tensor in tensors}
+    lacking = [layer for layer in range(end) if f"blk.{layer}.attn_v.weight" not in names]
+    whole = [layer for layer in range(end) if config["layer_types"][layer] == "full_attention"]
+    if lacking not in ([], whole):
+        raise fields.wrong(f"has no blk.{lacking[0]}.attn_v.weight", hint=HINT)
+    if not lacking and config["num_global_key_value_heads"] != config["num_key_value_heads"]:
+        raise fields.wrong("other heads of keys without a window, but values of their own, are not supported")
+    config["attention_k_eq_v"] = bool(lacking)
+    in_vain = tuple(
+        f"blk.{layer}.{kind}."
+        for layer in range(end, config["num_hidden_layers"])
+        for kind in ("attn_k", "attn_v", "attn_k_norm")
+    )
+    return [tensor for tensor in tensors if not tensor.name.startswith(in_vain)]
+
+
 def _head_columns(fields: GgufFields, own: str, family: Family, default: int) -> tuple[int, int]:
     """Of a head, and how many of them are turned."""
-    length_key = "rope.dimension_count" if family.has_latents else "attention.key_length"
+    end = "_swa" if family.has_windowed_heads else ""
+    length_key = "rope.dimension_count" if family.has_latents else f"attention.key_length{end}"
     head_dim = fields.integer(own + length_key, 2, MAX_HEAD_DIM, default)
-    turned = fields.integer(own + "rope.dimension_count", 2, head_dim, head_dim)
+    turned = fields.integer(f"{own}rope.dimension_count{end}", 2, head_dim, head_dim)
     if head_dim % 2 or turned % 2:
         raise fields.wrong(f"{turned} of a head's {head_dim} columns are turned; both must be even")
-    equal = () if family.has_latents else ("attention.value_length", "rope.dimension_count")
+    equal = () if family.has_latents else (f"attention.value_length{end}", f"rope.dimension_count{end}")
     for key in equal[:1] if family.may_turn_partly else equal:
         if fields.integer(own + key, 1, MAX_HEAD_DIM, head_dim) != head_dim:
             raise fields.wrong(
@@ -260,13 +302,16 @@ def _named(
     if found is None or int(found[1]) >= config["num_hidden_layers"] or str(int(found[1])) != found[1]:
         raise _useless(fields, tensor)
     layer, kind, suffix = f"model.layers.{found[1]}.", found[2], found[3]
-    if kind in (family.experts or {}) and (suffix == "weight" or family.experts_have_biases):
+    is_bias = suffix == "bias"
+    if kind in (family.experts or {}) and (suffix == "weight" or (is_bias and family.experts_have_biases)):
         assert family.experts is not None
         for number, part in enumerate(_experts_of(fields, tensor, config, 3 if suffix == "weight" else 2)):
-            yield f"{layer}{family.experts[kind].format(number)}.{suffix}", part
+            names = [name.format(number, number) for name in family.experts[kind].split()]
+            for name, rows in zip(names, _shares_of(fields, part, len(names)), strict=True):
+                yield f"{layer}{name}.{suffix}", rows
     elif (end := tensor.name.split(".", 2)[2]) in family.whole:
         yield f"{layer}{family.whole[end]}", _flat(tensor) if end in FLAT else tensor
-    elif kind in family.inner and (suffix == "weight" or _may_have_bias(family, kind)):
+    elif kind in family.inner and (suffix == "weight" or (is_bias and _may_have_bias(family, kind))):
         # One row, which files have as a vector.
         is_row = kind == SHARED_GATE and len(tensor.shape) == 1
         shape = (1, *tensor.shape) if is_row else tensor.shape
@@ -332,6 +377,17 @@ def _experts_of(
         yield tensor._replace(shape=tensor.shape[1:], begin=begin, size_bytes=size_bytes)
 
 
+def _shares_of(fields: GgufFields, tensor: GgufTensor, num: int) -> Iterator[GgufTensor]:
+    """Equal shares of a matrix' rows, in their order."""
+    rows, rest = divmod(tensor.shape[0], num)
+    if rest:
+        raise fields.wrong(f"the rows of {tensor.name} of shape {tensor.shape} are not {num} equal shares")
+    size_bytes = tensor.size_bytes // num
+    for number in range(num):
+        begin = tensor.begin + number * size_bytes
+        yield tensor._replace(shape=(rows, *tensor.shape[1:]), begin=begin, size_bytes=size_bytes)
+
+
 def _head_rows(
     fields: GgufFields, name: str, tensor: GgufTensor, config: dict[str, Any], family: Family
 ) -> int:
@@ -370,8 +426,7 @@ def _pieces_of(
         yield TensorPiece(TensorSpec(name, "U8", blocks), tensor, Form.BLOCKS, head_rows)
         return
     if keeps >= Keeps.INTEGERS and tensor.type.bits is not None and is_matrix:
-        is_table = tensor.name == EMBEDDINGS  # whose rows are looked up
-        if tensor.type.bits == 4 and shape[1] % RUN == 0 and not is_table:
+        if tensor.type.bits == 4 and shape[1] % RUN == 0 and tensor.name not in _TABLES:
             yield TensorPiece(TensorSpec(name, "U8", (shape[0], shape[1] // 2)), tensor, Form.INT4, head_rows)
         else:
             yield TensorPiece(TensorSpec(name, "I8", shape), tensor, Form.INT8, head_rows)
@@ -382,7 +437,7 @@ def _pieces_of(
         keeps >= Keeps.INTEGERS
         and tensor.type.name == MXFP4
         and len(shape) == 2
-        and tensor.name != EMBEDDINGS
+        and tensor.name not in _TABLES
     ):
         yield TensorPiece(TensorSpec(name, "U8", (shape[0], shape[1] // 2)), tensor, Form.E2M1, head_rows)
         exponents = TensorSpec(f"{name}_scale", "U8", (shape[0], shape[1] // tensor.type.elements))

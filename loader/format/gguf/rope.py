@@ -60,6 +60,30 @@ def rope_scaling(
     )
 
 
+def proportional_rope(
+    file: GgufFile, fields: GgufFields, own: str, config: dict[str, Any], read_table: Table
+) -> dict[str, Any]:
+    """Gemma 4's: without a window the first frequencies turn, and the others are divided by a huge number."""
+    num = config["global_head_dim"] // 2
+    tensor = file.tensors.get(_ROPE_FREQUENCIES)
+    if tensor is None or tensor.type.name != "F32" or tensor.shape != (num,):
+        raise fields.wrong(f"{_ROPE_FREQUENCIES} must be {num} numbers of F32")
+    if (kind := fields.text(own + "rope.scaling.type", "none")) != "none":
+        raise fields.wrong(
+            f"the rotary embedding is stretched by {kind[:40]!r}, which is not supported", hint=HINT
+        )
+    divisors = read_table(tensor)
+    turning = divisors.count(1.0)
+    if divisors[:turning] != [1.0] * turning or any(each < 1e20 for each in divisors[turning:]):
+        raise fields.wrong(f"{_ROPE_FREQUENCIES} is not what Gemma 4 has", hint=HINT)
+    whole = {"rope_type": "proportional", "partial_rotary_factor": turning / num}
+    base = fields.shortest(f"{own}rope.freq_base_swa", 2.0, 1e12, 10_000.0)
+    return {
+        "full_attention": whole | {"rope_theta": config.pop("rope_theta")},
+        "sliding_attention": {"rope_type": "default", "rope_theta": base},
+    }
+
+
 def _longrope_scaling(
     file: GgufFile, fields: GgufFields, own: str, turned: int, read_table: Table
 ) -> dict[str, Any]:

@@ -40,6 +40,69 @@ def gemma3(fields: GgufFields, own: str, config: Mapping[str, Any]) -> dict[str,
     return {**found, **_layer_types(fields, own, config, 6)}
 
 
+def gemma4(fields: GgufFields, own: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` has what is so of the layers with a window."""
+    num_layers = config["num_hidden_layers"]
+    if f"{own}attention.sliding_window_pattern" not in fields:
+        raise fields.wrong(f"has no {own}attention.sliding_window_pattern")
+    kinds = _layer_types(fields, own, config, 6)
+    num_shared = fields.integer(f"{own}attention.shared_kv_layers", 0, num_layers, 0)
+    widths = fields.integers(f"{own}feed_forward_length", 1, MAX_WIDTH, num_layers=num_layers)
+    is_wide = widths[-1] != widths[0]
+    expected = [
+        widths[0] * (1 + (is_wide and layer >= num_layers - num_shared)) for layer in range(num_layers)
+    ]
+    if widths != expected:
+        raise fields.wrong(
+            f"{own}feed_forward_length may be doubled in layers that share keys, and only there"
+        )
+    found = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": fields.integer(f"{own}attention.sliding_window", 1, MAX_CONTEXT),
+        **kinds,
+        **_windowed_heads(fields, own, config, kinds["layer_types"]),
+        "num_kv_shared_layers": num_shared,
+        "use_double_wide_mlp": is_wide,
+        "hidden_size_per_layer_input": fields.integer(
+            f"{own}embedding_length_per_layer_input", 0, MAX_WIDTH, 0
+        ),
+        "vocab_size_per_layer_input": config["vocab_size"],
+    }
+    if f"{own}final_logit_softcapping" in fields:
+        found["final_logit_softcapping"] = fields.shortest(f"{own}final_logit_softcapping", 1e-3, 1e6)
+    if fields.integer(f"{own}expert_count", 0, MAX_EXPERTS, 0):
+        used = _used(fields, own)
+        found |= {
+            "enable_moe_block": True,
+            "num_experts": _num_experts(fields, own),
+            "top_k_experts": used["num_experts_per_tok"],
+            "moe_intermediate_size": fields.integer(f"{own}expert_feed_forward_length", 1, MAX_WIDTH),
+        }
+    return found
+
+
+def _windowed_heads(
+    fields: GgufFields, own: str, config: Mapping[str, Any], kinds: list[str]
+) -> dict[str, int]:
+    """The sizes of heads without a window, and the numbers of heads of keys with one and without."""
+    head_dim = fields.integer(f"{own}attention.key_length", 4, MAX_HEAD_DIM)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if fields.integer(own + key, 1, MAX_HEAD_DIM, head_dim) != head_dim:
+            raise fields.wrong(f"{own}{key} differs from the {head_dim} columns of a head")
+    key = f"{own}attention.head_count_kv"
+    heads = fields.integers(key, 1, config["num_attention_heads"], num_layers=len(kinds))
+    of_kinds: dict[str, int] = {}
+    for kind, num in zip(kinds, heads, strict=True):
+        if of_kinds.setdefault(kind, num) != num:
+            raise fields.wrong(f"{key} must be the same of all layers with a window, and of all without")
+    whole = of_kinds.get("full_attention", heads[0])
+    return {
+        "global_head_dim": head_dim,
+        "num_key_value_heads": of_kinds.get("sliding_attention", whole),
+        "num_global_key_value_heads": whole,
+    }
+
+
 def _gemma_scale(config: Mapping[str, Any], layers_of_largest: int) -> dict[str, Any]:
     """The largest model of a generation scales scores by another number than the size of a head."""
     is_largest = config["num_hidden_layers"] == layers_of_largest

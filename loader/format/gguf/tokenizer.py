@@ -2,8 +2,9 @@
 
 `tokenizer.ggml.model` is `gpt2` for byte-level BPE, whose splitting of text has a name in
 `tokenizer.ggml.pre`, and `llama` for SentencePiece's BPE, whose merges follow from the pieces'
-scores. Other kinds, and splittings that are not known here, are refused by name: guessing would
-give other tokens without a word. tokenizer.json is spelt as the `tokenizers` library writes it.
+scores; `gemma4` is the same with merges. Other kinds, and splittings that are not known here, are
+refused by name: guessing would give other tokens without a word. tokenizer.json is spelt as the
+`tokenizers` library writes it.
 """
 
 from __future__ import annotations
@@ -80,12 +81,12 @@ def tokenizer_files(fields: GgufFields, vocab_size: int) -> dict[str, bytes]:
     model = fields.text("tokenizer.ggml.model")
     if model == "gpt2":
         document, is_opened = _byte_level_bpe(fields, pieces)
-    elif model == "llama":
-        document, is_opened = _sentence_pieces(fields, pieces, kinds), True
+    elif model in ("llama", "gemma4"):
+        document, is_opened = _sentence_pieces(fields, pieces, kinds, has_merges=model == "gemma4"), True
     else:
         raise fields.wrong(
             f"the vocabulary is of kind {model[:40]!r}, which is not supported",
-            hint="Supported are gpt2 (byte-level BPE) and llama (SentencePiece). Pack the original model.",
+            hint="Supported are gpt2 (byte-level BPE), llama and gemma4 (SentencePiece). Pack the original model.",
         )
     special = {
         name: pieces[token]
@@ -131,6 +132,13 @@ def _byte_level_bpe(fields: GgufFields, pieces: Sequence[str]) -> tuple[dict[str
         )
     steps, normalizer, ignores_merges = _SPLITS[name]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    model = _bpe(vocabulary, _stated_merges(fields, vocabulary)) | {"ignore_merges": ignores_merges}
+    decoder = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    splitter = steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps}
+    return _document(normalizer, splitter, decoder, model), name in ("llama-bpe", "falcon-h1")
+
+
+def _stated_merges(fields: GgufFields, vocabulary: dict[str, int]) -> list[list[str]]:
     merges = []
     for merge in fields.texts("tokenizer.ggml.merges"):
         at = merge.find(" ", 1)
@@ -138,15 +146,13 @@ def _byte_level_bpe(fields: GgufFields, pieces: Sequence[str]) -> tuple[dict[str
         if at < 0 or left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
             raise fields.wrong(f"the merge {merge[:60]!r} is not of tokens of the vocabulary")
         merges.append([left, right])
-    model = _bpe(vocabulary, merges) | {"ignore_merges": ignores_merges}
-    decoder = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
-    splitter = steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps}
-    return _document(normalizer, splitter, decoder, model), name in ("llama-bpe", "falcon-h1")
+    return merges
 
 
-def _sentence_pieces(fields: GgufFields, pieces: Sequence[str], kinds: Sequence[int]) -> dict[str, Any]:
+def _sentence_pieces(
+    fields: GgufFields, pieces: Sequence[str], kinds: Sequence[int], *, has_merges: bool
+) -> dict[str, Any]:
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
-    scores = fields.numbers("tokenizer.ggml.scores", len(pieces))
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     decoders: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
@@ -154,11 +160,17 @@ def _sentence_pieces(fields: GgufFields, pieces: Sequence[str], kinds: Sequence[
         {"type": "Fuse"},
     ]
     normalizer: dict[str, Any] = replace
-    if fields.boolean("tokenizer.ggml.add_space_prefix", True):
+    if fields.boolean("tokenizer.ggml.add_space_prefix", not has_merges):
         normalizer = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": _SPACE}, replace]}
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     unknown = next((piece for piece, kind in zip(pieces, kinds, strict=True) if kind == _UNKNOWN), None)
-    model = _bpe(vocabulary, _merges_of(fields, vocabulary, scores)) | {
+    if unknown is None and (token := _token(fields, "unknown", len(pieces))) is not None:
+        unknown = pieces[token]  # a control token, in Gemma 4's files
+    if has_merges:
+        merges = _stated_merges(fields, vocabulary)
+    else:
+        merges = _merges_of(fields, vocabulary, fields.numbers("tokenizer.ggml.scores", len(pieces)))
+    model = _bpe(vocabulary, merges) | {
         "unk_token": unknown,
         "fuse_unk": True,
         "byte_fallback": True,

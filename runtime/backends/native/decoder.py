@@ -144,7 +144,10 @@ class NativeDecoder:
             own, own, weights.input_norm, None, spec.norm_eps, spec.norm, spec.hidden_size**-0.5
         )
         scale = rounded(size**0.5, spec.dtype)
-        rows = self._embedded(weights.input_embeddings, batch.tokens, num_columns, scale)
+        tokens = batch.tokens.copy() if batch.images else batch.tokens
+        for image in batch.images:
+            tokens[image.rows] = inputs.image_row
+        rows = self._embedded(weights.input_embeddings, tokens, num_columns, scale)
         return self._operations.add(made, rows, 0.5**0.5)
 
     def begin(self, batch: StepBatch, kv: Any) -> NativeStep:
@@ -390,24 +393,6 @@ class NativeDecoder:
 
 def _x_of(rows: Array | RowsWithInputs) -> Array:
     return rows.x if isinstance(rows, RowsWithInputs) else rows
-
-
-def _projections(layer: DecoderLayerWeights) -> dict[str, Projection]:
-    """Those of the layer, but for its experts', by the record's names."""
-    inputs = layer.inputs
-    found = {
-        "qkv": layer.qkv,
-        "output": layer.output,
-        "gate_up": layer.gate_up,
-        "down": layer.down,
-        "router": layer.router,
-        "shared_gate": layer.shared_gate,
-        "query_up": layer.query_up,
-        "value_up": layer.key_value_up,
-        "input_gate": None if inputs is None else inputs.gate,
-        "input_up": None if inputs is None else inputs.up,
-    }
-    return {name: projection for name, projection in found.items() if projection is not None}
 
 
 def _projections(layer: DecoderLayerWeights) -> dict[str, Projection]:

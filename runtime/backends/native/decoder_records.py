@@ -57,6 +57,7 @@ def model_record(spec: DecoderSpec, layers: Any) -> records.DecoderRecord:
         rounds_inputs=spec.rounds_inputs,
         interleaved_qkv=spec.interleaved_qkv,
         chunked_windows=spec.chunked_windows,
+        ends_in_windows=spec.windowed_images,
         **_mixture(spec),
         **_latent(spec),
         **_delta_nets(spec),

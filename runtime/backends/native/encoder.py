@@ -18,7 +18,7 @@ from ...models.pooling import chosen_rows, normalize, pooled
 from ...models.relative_positions import DistanceTables
 from ...models.rotary import TurnTable
 from ...models.spec import Activation, EncoderSpec, Pooling
-from ...tensors import DType, from_float32
+from ...tensors import DType, from_float32, to_float32
 from . import arrays, records
 from .operations import ACTIVATIONS, MAX_HEAD_DIM, NORMS, Operations, check_starts
 from .pools import check_ids
@@ -67,6 +67,10 @@ IMPLEMENTED: Mapping[str, Accepts] = {
             "num_labels",
             "head_bias",
             "head_norm",
+            "output_norms",
+            "head_norms",
+            "turned_parts",
+            "is_bounded",
         ),
         any_value,
     ),
@@ -109,6 +113,7 @@ class NativeEncoder:
         self._local_turns = None if spec.local_rotary is None else TurnTable(spec.local_rotary, spec.dtype)
         self._layers = (records.EncoderLayerRecord * spec.num_layers)()
         self._parts = [self._fill(index) for index in range(spec.num_layers)]
+        self._bounds: list[Floats | None] = [None] * spec.num_layers  # once they are read
         self._positions: list[Array | None] = [
             None
         ] * spec.num_layers  # of disentangled positions, once computed
@@ -126,6 +131,8 @@ class NativeEncoder:
             pre_norm=spec.pre_norm,
             gated=spec.gated,
             norm=NORMS[spec.norm],
+            turned_parts=spec.turned_parts,
+            bounded=spec.is_bounded,
         )
 
     def embed(self, batch: TextBatch) -> Array:
@@ -156,9 +163,11 @@ class NativeEncoder:
         if not 0 <= first <= end <= spec.num_layers:
             raise ValueError(f"there are no layers [{first}, {end})")
         arrays.check_contiguous(x, "x")
-        if spec.disentangled is not None:
-            for index in range(first, end):
+        for index in range(first, end):
+            if spec.disentangled is not None:
                 self._compute_positions(index)
+            if spec.is_bounded:
+                self._read_bounds(index)
         longest = int(np.diff(batch.starts).max())
         local_turns = None if self._local_turns is None else self._local_turns.up_to(longest)
         if own_turns is None:
@@ -262,6 +271,15 @@ class NativeEncoder:
         self._layers[index].position_queries = arrays.address(both)
         self._layers[index].position_keys = arrays.address(both) + both[0].nbytes
 
+    def _read_bounds(self, index: int) -> None:
+        """Those of the layer's products, behind its gate: a few numbers, which the core reads at their final size."""
+        if self._bounds[index] is not None:
+            return
+        own = self._weights.layers[index].bounds
+        numbers = np.array([to_float32(each.array, each.dtype).item() for each in own], np.float32)
+        self._layers[index].bounds = arrays.address(numbers)
+        self._bounds[index] = numbers
+
     def _fill(self, index: int) -> tuple[ProjectionParts, ...]:
         """The layer's record, and what it refers to."""
         layer = self._weights.layers[index]
@@ -272,8 +290,12 @@ class NativeEncoder:
         for norm in (layer.attention_norm, layer.mlp_norm):
             weight, bias = (None, None) if norm is None else (norm.weight, norm.bias or self._no_bias)
             vectors += [vector_of(weight), vector_of(bias)]
+        more = ("attention_output_norm", "mlp_output_norm", "query_norm", "key_norm", "value_norm")
         self._layers[index] = records.EncoderLayerRecord(
-            *(part.record for part in parts), *vectors, window=self._spec.windows[index] or 0
+            *(part.record for part in parts),
+            *vectors,
+            window=self._spec.windows[index] or 0,
+            **{name: vector_of(getattr(layer, name)) for name in more},
         )
         return parts
 

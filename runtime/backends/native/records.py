@@ -221,6 +221,7 @@ class DecoderRecord(ctypes.Structure):
         *fields(_INT32, "gated_attention interleaved_qkv rounds_inputs chunked_windows experts_weigh_inputs"),
         *fields(_FLOAT, "mlp_residual_scale gate_scale attention_output_scale mamba_output_scale"),
         ("mamba_scales", _FLOAT * 5),
+        ("ends_in_windows", _INT32),
     )
 
 
@@ -246,6 +247,8 @@ class EncoderLayerRecord(ctypes.Structure):
         *fields(Vector, "attention_norm_weight attention_norm_bias mlp_norm_weight mlp_norm_bias"),
         *fields(_POINTER, "position_keys position_queries"),
         ("window", _INT64),
+        *fields(Vector, "attention_output_norm mlp_output_norm query_norm key_norm value_norm"),
+        ("bounds", _POINTER),
     )
 
 
@@ -256,7 +259,7 @@ class EncoderRecord(ctypes.Structure):
         ("layers", ctypes.POINTER(EncoderLayerRecord)),
         *fields(_INT64, "hidden_size intermediate_size num_heads head_dim rotary_dim"),
         *fields(_FLOAT, "norm_eps attention_scale"),
-        *fields(_INT32, "activation dtype pre_norm gated norm"),
+        *fields(_INT32, "activation dtype pre_norm gated norm turned_parts bounded"),
     )
 
 

@@ -10,6 +10,7 @@ from ...models.decoder_config import Norm
 from ...models.executor import Floats, TextBatch
 from ...models.matrices import StoredProjection
 from ...models.spec import Activation
+from ...models.vision import ENTRY_NORM_EPS
 from ...tensors import from_float32, to_float32
 from .encoder import NativeEncoder
 from .operations import ACTIVATIONS
@@ -33,15 +34,27 @@ class NativeVision:
         self._encoder = NativeEncoder(spec, weights.encoder, library)
 
     def embed(self, patches: Array, places: Int64s, shares: Floats | None) -> Array:
-        positions = self._weights.encoder.positions
+        patches = self._entry_norm(patches, 0)
         x = self._encoder.product(StoredProjection((self._weights.patches,)), patches, patches.dtype)
+        return self._entry_norm(self._with_positions(self._entry_norm(x, 1), places, shares), 2)
+
+    def _entry_norm(self, x: Array, number: int) -> Array:
+        """In place; nothing, where there are none."""
+        if not self._weights.entry_norms:
+            return x
+        norm = self._weights.entry_norms[number]
+        return self._encoder.operations.norm(x, x, norm.weight, norm.bias, ENTRY_NORM_EPS, Norm.LAYER)
+
+    def _with_positions(self, x: Array, places: Int64s, shares: Floats | None) -> Array:
+        positions = self._weights.encoder.positions
         if positions is None:
             return x
         if shares is None:
             return self._encoder.operations.add(x, self._encoder.rows_of(positions, places))
-        table = to_float32(positions.array, positions.dtype)
+        used, numbers = np.unique(places, return_inverse=True)
+        table = to_float32(positions.array[used], positions.dtype)
         more = np.zeros(x.shape, np.float32)
-        for taps, share in zip(places.T, shares.T, strict=True):
+        for taps, share in zip(numbers.reshape(places.shape).T, shares.T, strict=True):
             more += table[taps] * share[:, None]
         return self._encoder.operations.add(x, from_float32(more, self._spec.dtype))
 
@@ -50,22 +63,31 @@ class NativeVision:
 
     def connect(self, x: Array, order: Int64s) -> Array:
         final_norm = self._weights.encoder.final_norm
-        assert final_norm is not None
-        states = self._encoder.norm(x, final_norm)
+        states = x if final_norm is None else self._encoder.norm(x, final_norm)
         connector, norm = self._weights.connector, self._weights.connector_norm
-        operations = self._encoder.operations
         if norm is None:
             rows = states[order].reshape(len(order), connector.num_in)
         else:
-            starts = np.arange(len(order) + 1, dtype=np.int64) * order.shape[1]
-            rows = from_float32(operations.mean(states[order.reshape(-1)], starts), self._spec.dtype)
-            operations.norm(rows, rows, norm, None, self._spec.norm_eps, Norm.RMS_PLUS_ONE)
+            rows = self._means(states, order)
+            self._encoder.operations.norm(rows, rows, norm, None, self._spec.norm_eps, Norm.RMS_PLUS_ONE)
         output = self._weights.connector_output
         return (
             self._encoder.product(connector, rows, x.dtype)
             if output is None
             else self._mlp(connector, output, rows)
         )
+
+    def _means(self, states: Array, order: Int64s) -> Array:
+        weights, dtype = self._weights, self._spec.dtype
+        starts = np.arange(len(order) + 1, dtype=np.int64) * order.shape[1]
+        rows = from_float32(self._encoder.operations.mean(states[order.reshape(-1)], starts), dtype)
+        if weights.mean_scale == 1.0 and weights.mean_standard is None:
+            return rows
+        wide = to_float32(rows, dtype) * np.float32(weights.mean_scale)
+        if weights.mean_standard is not None:
+            less, factor = (to_float32(each.array, each.dtype) for each in weights.mean_standard)
+            wide = (wide - less) * factor
+        return from_float32(wide, dtype)
 
     def connect_deep(self, number: int, x: Array, order: Int64s) -> Array:
         deep = self._weights.deep[number]

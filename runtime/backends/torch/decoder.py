@@ -126,6 +126,7 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     "num_deep_rows": one_of(0),
     "takes_images": one_of(False),
     "whole_images": one_of(False),
+    "windowed_images": one_of(False),
 }
 
 _STORAGES: dict[KVKind, type[TorchKVStorage] | type[TorchInt8KVStorage]] = {

@@ -2,7 +2,7 @@
 keys and values, and layers have inputs of their own (Gemma 3n's), or mixtures of experts that join their MLPs.
 
 Norms are by the weight itself; queries, keys and values are normalised, and scores are not scaled. The unified models'
-text has neither inputs of layers nor mixtures. A file's towers are not used.
+text has neither inputs of layers nor mixtures. Files may have an image tower next to it; a tower for audio is not used.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ..decoder_config import (
 from ..experts_config import Experts
 from ..fields import MAX_EXPERTS, MAX_HEAD_DIM, MAX_VOCABULARY, MAX_WIDTH, Fields, text_fields
 from ..rope_config import MAX_POSITIONS, RopeConfig
+from ..vision_config import VisionConfig
 
 _ROOTS = ("model.language_model.", "language_model.model.")  # next to towers
 _NAMES = LayerNames(
@@ -67,7 +68,15 @@ def read(config: Fields, family: str) -> DecoderConfig:
         of_text = f"{family}_text"
         text = text_fields(config, family, of_text, is_tied=True)
         names = ModelNames(adapted_layers="model.language_model.layers")
-        return replace(read(text, of_text), family=family, roots=_ROOTS, model_names=names)
+        made = replace(read(text, of_text), family=family, roots=_ROOTS, model_names=names)
+        if "vision_config" not in config:
+            return made
+        is_whole = text.get("use_bidirectional_attention") is not None
+        if family == "gemma4":
+            return replace(made, vision=VisionConfig.of_gemma4(config, made.vocab_size, is_whole=is_whole))
+        window = min(filter(None, made.windows), default=MAX_POSITIONS)
+        vision = VisionConfig.of_gemma4_unified(config, made.vocab_size, is_whole=is_whole, window=window)
+        return replace(made, vision=vision)
     if family == "gemma4_unified_text":
         config = config.filled(_UNIFIED_DEFAULTS).replaced(_WITHOUT)
     config = config.filled({**_DEFAULTS, "rope_parameters": _ROPE})
@@ -196,7 +205,7 @@ def _inputs(config: Fields, vocab_size: int) -> LayerInputs | None:
         return None
     # A smaller table has no rows of the last tokens.
     rows = config.integer("vocab_size_per_layer_input", low=vocab_size, high=MAX_VOCABULARY)
-    return LayerInputs(size, rows)
+    return LayerInputs(size, rows, config.integer("pad_token_id", low=0, high=vocab_size - 1, default=0))
 
 
 def _experts(config: Fields, common: DecoderConfig) -> Experts | None:

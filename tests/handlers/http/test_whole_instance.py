@@ -47,6 +47,7 @@ async def test_the_first_request_may_come_before_the_model(
     [
         ("idefics3", None),
         ("gemma3", TierOptions(draft_bits=3)),
+        ("gemma4", TierOptions(draft_bits=3)),
         ("qwen2_5_vl", TierOptions(draft_bits=3)),
         ("qwen3_5", None),
     ],

@@ -15,10 +15,13 @@ import torch
 import transformers
 from tests.support.adapters import load_adapter, merged, save_adapter
 from tests.support.decoding import Stepper, oracle_greedy, oracle_logits, prompt_of
+from tests.support.gemma4 import EQUAL, MIXTURE, PLAIN
+from tests.support.gptq_awq_checkpoints import foreign_checkpoint
 from tests.support.models import DictWeights, build_model
 from tests.support.native_decoder import NativeStepper, new_pool
 from tests.support.paced import PacedSource
-from tests.support.tiny_models import config_json, save_tiny, tensors_of, tiny_model
+from tests.support.quantized import GPTQ
+from tests.support.tiny_models import config_json, save_tiny, tensors_of, tiny_model, with_tensors
 
 from teneral.loader.artifact import open_artifact, read_file
 from teneral.loader.load.load import WeightLoad
@@ -38,19 +41,6 @@ from teneral.runtime.models.spec import DecoderSpec, KVPlace
 from teneral.runtime.tensors import DType
 from teneral.runtime.weights import StreamedWeights
 
-PLAIN: dict[str, Any] = {
-    "num_kv_shared_layers": 0,
-    "hidden_size_per_layer_input": 0,
-    "use_double_wide_mlp": False,
-}
-EQUAL: dict[str, Any] = {**PLAIN, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
-MIXTURE: dict[str, Any] = {
-    **EQUAL,
-    "enable_moe_block": True,
-    "num_experts": 6,
-    "top_k_experts": 2,
-    "moe_intermediate_size": 48,
-}
 VARIANTS: dict[str, dict[str, Any]] = {
     "inputs of layers, shared keys, wide MLPs": {},
     "as the smallest, one key head": {
@@ -170,6 +160,7 @@ def with_towers(text: Any) -> Any:
         text_config={**text.config.to_dict(), "use_bidirectional_attention": "vision"},
         vision_config=tower,
         audio_config=None,
+        image_token_id=319,
     )
     whole = transformers.Gemma4ForConditionalGeneration(config).eval()
     whole.model.language_model.load_state_dict(text.model.state_dict())
@@ -187,7 +178,7 @@ def test_the_text_model_of_files_with_towers_is_computed(variant: str) -> None:
     ours = Stepper(decoder).step({"a": prompt})["a"]
 
     assert any(".vision_tower." in name for name in tensors)
-    assert decoder.vision is None, "the engine refuses images of such models"
+    assert decoder.vision is not None
     torch.testing.assert_close(ours, oracle_logits(text, prompt), atol=1e-4, rtol=1e-4)
 
 
@@ -268,6 +259,27 @@ def test_a_model_whose_weights_arrive_computes_what_one_with_all_of_them_does(
     assert torch.equal(*rows)
     assert rows[0].isfinite().all()
     assert stages == [variant == "a mixture"] * 2, "experts are asked for by themselves"
+
+
+@needs_core
+def test_gptq_files_may_have_keys_of_layers_that_read_others_and_nothing_else_in_vain() -> None:
+    config, tensors, meant = foreign_checkpoint(oracle_of("inputs of layers, shared keys, wide MLPs"), GPTQ)
+    prefix, prompt = "model.layers.4.self_attn.", prompt_of(20)
+    for name in [name for name in tensors if name.startswith("model.layers.1.self_attn.")]:
+        tail = name.removeprefix("model.layers.1.self_attn.")
+        if tail.startswith(("k_proj.", "v_proj.", "k_norm.")):
+            assert prefix + tail not in tensors
+            tensors[prefix + tail] = tensors[name]
+    oracle = with_tensors(oracle_of("inputs of layers, shared keys, wide MLPs"), meant)
+
+    def build() -> Any:
+        return build_model(config, DictWeights(tensors), backends=[NativeBackend("float32")])
+
+    ours = Stepper(build()).step({"a": prompt})["a"]
+    torch.testing.assert_close(ours, oracle_logits(oracle, prompt), atol=1e-3, rtol=1e-3)
+    tensors[f"{prefix}q_proj.scale"] = torch.zeros(1)
+    with pytest.raises(ModelError, match=r"q_proj\.scale, which is of no known use"):
+        build()
 
 
 @needs_core

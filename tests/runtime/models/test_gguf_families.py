@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.decoding import Stepper, oracle_logits, prompt_of
+from tests.support.gemma4 import EQUAL, MIXTURE
 from tests.support.models import DictWeights, build_model
 from tests.support.paced import PacedSource
 from tests.support.tiny_models import (
@@ -118,6 +119,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama4_text",
         CONSTANT_CHUNKS | {"moe_layers": [1, 3], "interleave_moe_layer_step": 2},
     ),
+    "gemma4_text": ("gemma4_text", {}),
+    "gemma4_text, keys that are values": ("gemma4_text", {**EQUAL, "final_logit_softcapping": None}),
+    "gemma4_text, a mixture": ("gemma4_text", {**MIXTURE, "moe_intermediate_size": 64}),
+    "gemma4_text, inputs alone": ("gemma4_text", {"num_kv_shared_layers": 0, "use_double_wide_mlp": False}),
     "qwen3_moe, of a tower": ("qwen3_moe", {"moe_intermediate_size": 64}),
     "qwen3, of a tower": ("qwen3", {}),
     "smollm3": ("smollm3", {"no_rope_layer_interval": 4, "num_hidden_layers": 5}),
@@ -132,7 +137,6 @@ ARCHITECTURES_OF = {
 REFUSED = {
     "ministral": "mistral3",
     "bitnet": "bitnet-b1.58",
-    "gemma4_text": "gemma4",
 }
 
 
@@ -155,9 +159,10 @@ WIDE_VARIANTS = {
     "qwen2": WIDE,
     "qwen3_moe": WIDE | {"moe_intermediate_size": 256},
     "gemma2": WIDE | {"query_pre_attn_scalar": 32},
+    "gemma4_text": WIDE | {"hidden_size_per_layer_input": 256},
 }
 # Those whose rows are reordered, shifted, split or stacked; blocks of other types are taken apart likewise
-RESHAPED = ("llama", "gemma2", "mixtral", "gpt_oss", "granite, biases", "glm")
+RESHAPED = ("llama", "gemma2", "mixtral", "gpt_oss", "granite, biases", "glm", "gemma4_text, a mixture")
 CASES = [
     *((variant, kind) for variant in VARIANTS for kind in ("F32", "Q8_0")),
     *((variant, kind) for variant in RESHAPED for kind in ("Q4_0", "Q5_1", "MXFP4")),
@@ -254,6 +259,74 @@ def test_decays_that_have_no_logarithms_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match=r"blk\.0\.ssm_a has numbers that are not below 0"):
         tensors_and_config(open_model(str(path)), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"attention.sliding_window_pattern": None}, "has no gemma4.attention.sliding_window_pattern"),
+        ({"attention.sliding_window_pattern": [True]}, "must say true or false for each layer"),
+        (
+            {"attention.shared_kv_layers": 6},
+            "shared_kv_layers is '6', but must be a whole number from 0 to 5",
+        ),
+        ({"attention.shared_kv_layers": 1}, "feed_forward_length may be doubled in layers that share keys"),
+        ({"attention.value_length": 16}, "attention.value_length differs from the 32 columns of a head"),
+        ({"attention.value_length_swa": 8}, "attention.value_length_swa differs from the 16 columns"),
+        ({"attention.head_count_kv": [2, 1, 2, 4, 1]}, "must be the same of all layers with a window"),
+        ({"attention.head_count_kv": [2, 1, 2, 2, 1]}, "but values of their own, are not supported"),
+        ({"attention.head_count_kv": [2, 2]}, "a whole number from 1 to 4, or one for each layer"),
+        ({"rope.scaling.type": "yarn"}, "is stretched by 'yarn'"),
+        ({"expert_count": 3, "expert_used_count": 4}, "expert_used_count is '4'"),
+    ],
+)
+def test_keys_of_gemma4_that_mean_another_model_are_named(
+    changed: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.gguf"
+    with monkeypatch.context() as patch:
+        change_keys(patch, {f"gemma4.{key}": value for key, value in changed.items()})
+        write_gguf(path, tiny_model("gemma4_text"))
+    with pytest.raises(CheckpointError, match=message):
+        tensors_and_config(open_model(str(path)), tmp_path)
+
+
+def change_keys(patch: pytest.MonkeyPatch, changed: dict[str, Any]) -> None:
+    """Files are written with these values; None: without the key."""
+    import gguf
+
+    write = gguf.GGUFWriter.write_header_to_file
+
+    def write_changed(writer: Any) -> None:
+        for key, value in changed.items():
+            writer.kv_data[0].pop(key, None)
+            if isinstance(value, list):
+                writer.add_array(key, value)
+            elif value is not None:
+                (writer.add_string if isinstance(value, str) else writer.add_uint32)(key, value)
+        write(writer)
+
+    patch.setattr(gguf.GGUFWriter, "write_header_to_file", write_changed)
+
+
+@pytest.mark.parametrize("divisors", [[1.0, 1e30, 1.0], [2.0, 1e30, 1e30], [1.0, 4.0, 1e30]])
+def test_frequencies_that_are_not_gemma4s_are_refused(
+    divisors: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gguf
+    import numpy as np
+
+    add = gguf.GGUFWriter.add_tensor
+
+    def add_others(writer: Any, name: str, data: Any, **more: Any) -> None:
+        own = np.array([*divisors, *[1e30] * (len(data) - 3)], np.float32) if "rope" in name else data
+        add(writer, name, own, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf.GGUFWriter, "add_tensor", add_others)
+        write_gguf(tmp_path / "model.gguf", tiny_model("gemma4_text"))
+    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight is not what Gemma 4 has"):
+        tensors_and_config(open_model(str(tmp_path / "model.gguf")), tmp_path)
 
 
 @pytest.mark.parametrize("family", REFUSED)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.decoding import Stepper
+from tests.support.gemma4 import EQUAL, MIXTURE
 from tests.support.models import DictWeights, build_model, torch_model
 from tests.support.paced import PacedSource
 from tests.support.tiny_models import config_json, tensors_of
@@ -18,6 +19,7 @@ from tests.support.vision_models import (
     DYNAMIC,
     IMAGE_TOKEN,
     PLAIN_LEVELS,
+    QWEN,
     image_at,
     oracle_inputs,
     prompt_with,
@@ -54,7 +56,8 @@ def rows_of(decoder: Any, tiles: np.ndarray) -> np.ndarray:
 @torch.no_grad()
 def oracle_rows(model: Any, tiles: np.ndarray) -> np.ndarray:
     inputs = oracle_inputs(model, [], tiles)
-    values = {key: inputs[key] for key in ("pixel_values", "image_grid_thw") if key in inputs}
+    names = ("pixel_values", "image_grid_thw", "image_position_ids")
+    values = {key: inputs[key] for key in names if key in inputs}
     made = model.get_image_features(**values)
     features = [made.pooler_output, *(getattr(made, "deepstack_features", None) or ())]
     return torch.cat([torch.cat(list(each)) for each in features], dim=1).float().numpy()
@@ -123,7 +126,7 @@ def test_rows_of_images_of_any_size(family: str, size: tuple[int, int]) -> None:
     np.testing.assert_allclose(rows_of(ours(model), tiles), oracle_rows(model, tiles), atol=2e-4)
 
 
-@pytest.mark.parametrize("family", DYNAMIC)
+@pytest.mark.parametrize("family", QWEN)
 def test_positions_of_images_are_those_of_transformers(family: str) -> None:
     """Of all tokens, and of each range of them: images at the beginning, side by side, and of one row."""
     model, grids = tiny_vision_model(family), [(2, 3), (1, 7), (4, 2)]
@@ -163,6 +166,69 @@ def lane_of(tokens: list[int], blocks: tuple[int, ...], *images: Any) -> Lane:
     lane = Lane(Epoch.EXACT, tokens, SamplingState(GenerationRequest("r", tokens), frozenset()), None, images)
     lane.blocks = blocks
     return lane
+
+
+@pytest.mark.parametrize(
+    "vision",
+    [
+        {"use_clipped_linears": False, "standardize": False},
+        {"hidden_size": 96, "head_dim": 24, "intermediate_size": 128},
+        {"pooling_kernel_size": 3, "patch_size": 4, "hidden_activation": "gelu", "rms_norm_eps": 0.1},
+        {"rope_parameters": {"rope_type": "axial", "rope_theta": 7.0}, "position_embedding_size": 14},
+    ],
+)
+def test_rows_of_other_towers_of_gemma4(vision: dict[str, Any]) -> None:
+    model = tiny_vision_model("gemma4", vision=vision)
+    tiles = random_tiles(1, 48, 96)
+    np.testing.assert_allclose(rows_of(ours(model), tiles), oracle_rows(model, tiles), atol=2e-4)
+
+
+OF_GEMMA4: dict[str, dict[str, Any]] = {
+    "seen from before": {"use_bidirectional_attention": None},
+    "larger than a window": {},
+    "a mixture": MIXTURE,
+    "keys are values": EQUAL,
+    "another padding token": {"pad_token_id": 7},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", OF_GEMMA4)
+def test_logits_of_gemma4_are_those_of_transformers(variant: str) -> None:
+    """Of an image with more tokens than a window, which begins within it; and the same bits in company, by chunks."""
+    model = tiny_vision_model("gemma4", text=OF_GEMMA4[variant])
+    tiles, prompt = random_tiles(1, 48, 80), prompt_with([1, 2, 3], 15, [8, 7, 6])
+    expected = model(**oracle_inputs(model, prompt, tiles)).logits[0].float()
+    decoder = ours(model)
+    image = image_at(list(range(3, 18)), tiles)
+    image.rows = rows_of(decoder, tiles)
+    image.runs = image.find_runs() if decoder.config.vision.is_whole else ()
+    kv, text = decoder.new_kv(12, 4), list(range(20, 29))
+    alone, other, cut = (lane_of(prompt, tuple(range(at, at + 6)), image) for at in (0, 0, 6))
+    whole = decoder.forward(build_batch([Rows(alone, prompt, 0, 21, 21)], 4), kv)
+    np.testing.assert_allclose(whole, expected.numpy(), atol=3e-4)
+    assert image.runs or variant == "seen from before"
+    together = [Rows(lane_of(text, (9, 10, 11)), text, 0, 9, 9), Rows(other, prompt, 0, 21, 21)]
+    assert (decoder.forward(build_batch(together, 4), kv)[9:] == whole).all()
+    ends = (3, 18, 20, 21) if image.runs else (2, 5, 16, 21)
+    parts = [
+        decoder.forward(build_batch([Rows(cut, prompt, first, end, end - first)], 4), kv)
+        for first, end in zip((0, *ends), ends, strict=False)
+    ]
+    assert (np.concatenate(parts) == whole).all()
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "qwen3_vl"])
+def test_files_without_the_towers_tensors_are_served_as_text(family: str) -> None:
+    model, tokens = tiny_vision_model(family), list(range(20))
+    tensors, config = tensors_of(model), config_json(model)
+    text = {
+        name: each for name, each in tensors.items() if "vision_tower." not in name and ".visual." not in name
+    }
+    decoder = build_model(config, DictWeights(text))
+    assert (decoder.vision, decoder.spec.takes_images) == (None, False)
+    logits = Stepper(decoder).step({"a": tokens})["a"]
+    assert torch.equal(logits, Stepper(ours(model)).step({"a": tokens})["a"])
 
 
 def test_rows_of_a_tile_depend_on_no_other() -> None:
@@ -263,6 +329,64 @@ def test_configs_of_qwen3_that_cannot_be_computed_are_refused_by_name(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"vision_config": {"num_key_value_heads": 2}}, r"vision_config.num_key_value_heads is 2, but must"),
+        ({"vision_config": {"head_dim": 8}}, r"vision_config.head_dim is 8, but must"),
+        ({"vision_config": {"hidden_size": 24, "head_dim": 6}}, r"must be a multiple of 4 for each of 4"),
+        (
+            {"vision_config": {"rope_parameters": {"rope_type": "yarn"}}},
+            r"rope_parameters.rope_type is 'yarn'",
+        ),
+        ({"vision_config": {"rope_parameters": {"rope_theta": 0}}}, r"rope_parameters.rope_theta is 0"),
+        ({"vision_config": {"hidden_activation": "swoosh"}}, r"vision_config.hidden_activation is 'swoosh'"),
+        ({"vision_config": {"pooling_kernel_size": 1}}, r"vision_config.pooling_kernel_size is 1"),
+        ({"vision_config": {"position_embedding_size": 1 << 20}}, r"vision_config.position_embedding_size"),
+        ({"vision_config": {"use_clipped_linears": 1}}, r"vision_config.use_clipped_linears is 1"),
+        ({"vision_config": {"standardize": "yes"}}, r"vision_config.standardize is 'yes'"),
+        ({"vision_config": {"rms_norm_eps": -1}}, r"vision_config.rms_norm_eps is -1"),
+        ({"vision_config": 3}, r"vision_config must be an object"),
+        ({"image_token_id": 320}, r"image_token_id is 320, but must be a whole number from 0 to 319"),
+        ({"text_config": {"pad_token_id": 320}}, r"text_config.pad_token_id is 320"),
+        ({"text_config": {"use_bidirectional_attention": "all"}}, r"use_bidirectional_attention is 'all'"),
+    ],
+)
+def test_configs_of_gemma4_that_cannot_be_computed_are_refused_by_name(
+    change: dict[str, Any], message: str
+) -> None:
+    check_refused("gemma4", change, message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vision_config": {"output_proj_dims": 64}}, r"vision_config.output_proj_dims is 64, but must"),
+        ({"vision_config": {"mm_embed_dim": 0}}, r"vision_config.mm_embed_dim is 0"),
+        ({"vision_config": {"patch_size": 4096}}, r"vision_config.patch_size is 4096"),
+        ({"vision_config": {"mm_posemb_size": 1 << 20}}, r"vision_config.mm_posemb_size"),
+        ({"image_token_id": 320}, r"image_token_id is 320"),
+    ],
+)
+def test_configs_of_unified_models_that_cannot_be_computed_are_refused_by_name(
+    change: dict[str, Any], message: str
+) -> None:
+    check_refused("gemma4_unified", change, message)
+
+
+def test_images_of_unified_models_have_no_more_tokens_than_a_window() -> None:
+    """transformers lets them see one another beyond it."""
+    config = ours(tiny_vision_model("gemma4_unified")).config.vision
+    assert (config.grid_of(48, 64), config.grid_of(16, 208), config.grid_of(656, 16)) == ((3, 4), None, None)
+    text = {"use_bidirectional_attention": None}
+    assert ours(tiny_vision_model("gemma4_unified", text=text)).config.vision.grid_of(16, 208) == (1, 13)
+
+
+@pytest.mark.parametrize("size", [(16, 656), (656, 16), (8, 32), (36, 32)])
+def test_images_of_gemma4_fit_its_tables_of_positions(size: tuple[int, int]) -> None:
+    assert ours(tiny_vision_model("gemma4")).config.vision.grid_of(*size) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
         ({"text_config": {"num_experts_per_tok": 7}}, r"num_experts_per_tok is 7, but must .* 1 to 6"),
         ({"text_config": {"mlp_only_layers": "all"}}, r"mlp_only_layers is 'all', but must be a list"),
         ({"text_config": {"model_type": "qwen3_vl_text"}}, r"text_config.model_type is 'qwen3_vl_text'"),
@@ -326,6 +450,10 @@ PACKED: dict[str, dict[str, Any]] = {
         *(("idefics3", kind) for kind in PACKED),
         ("gemma3", "tiers"),
         ("gemma3", "int4"),
+        ("gemma4", "tiers"),
+        ("gemma4", "int4"),
+        ("gemma4_unified", "tiers"),
+        ("gemma4_unified", "int4"),
         ("qwen2_5_vl", "tiers"),
         ("qwen2_5_vl", "int4"),
         ("qwen3_vl", "tiers"),

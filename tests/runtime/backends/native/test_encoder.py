@@ -12,11 +12,16 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from tests.support.models import DictWeights
 from tests.support.native import each_isa, loaded, threads
 from tests.support.native_encoder import encoder_spec_of, encoder_weights_of, text_batch
-from tests.support.tiny_models import ENCODERS, tiny_config, tiny_model
+from tests.support.tiny_models import ENCODERS, config_json, tensors_of, tiny_config, tiny_model
+from tests.support.vision_models import PLAIN_LEVELS, oracle_inputs, random_tiles, tiny_vision_model
 
 from teneral.runtime.backends.native.encoder import NativeEncoder, refusal
+from teneral.runtime.backends.native.vision import NativeVision
+from teneral.runtime.models.decoder_config import DecoderConfig
+from teneral.runtime.models.vision import VisionTower, spec_of, take_vision
 from teneral.runtime.tensors import DType
 
 TORCH = {DType.BF16: torch.bfloat16, DType.F32: torch.float32}
@@ -152,6 +157,25 @@ def test_a_text_has_the_same_bits_in_any_company(isa, dtype, data):
         alone = np.concatenate([rows_of(executor, [text]) for text in texts])
 
     assert (together.view(np.uint32) == alone.view(np.uint32)).all()
+
+
+@each_isa
+def test_towers_of_gemma4_with_clipped_products_are_computed_with_any_number_of_threads(isa):
+    of, tiles = tiny_vision_model("gemma4"), random_tiles(1, 48, 32)
+    config = DecoderConfig.from_json(config_json(of)).vision
+    weights = take_vision(config, DictWeights(tensors_of(of)), 64)
+    executor = NativeVision(spec_of(config, DType.F32), weights, loaded(isa))
+    tower = VisionTower(config, DType.F32, weights, executor)
+    rows = []
+    for number in (1, 3):
+        with threads(isa, number):
+            rows += tower.encode(tiles, PLAIN_LEVELS)
+    with torch.no_grad():
+        inputs = oracle_inputs(of, [], tiles)
+        values = {key: inputs[key] for key in ("pixel_values", "image_position_ids")}
+        (made,) = of.get_image_features(**values).pooler_output
+    np.testing.assert_allclose(rows[0], made, atol=2e-4)
+    assert (rows[0] == rows[1]).all()
 
 
 @each_isa

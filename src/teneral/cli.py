@@ -109,7 +109,7 @@ def _pack(options: argparse.Namespace) -> int:
 
 def _unpack(options: argparse.Namespace) -> int:
     from .loader.artifact import open_model
-    from .loader.pin import split_pin
+    from .loader.sources.open import split_pin
     from .loader.tools.progress_bar import ProgressBar
     from .loader.tools.unpack import unpack
 
@@ -123,7 +123,7 @@ def _unpack(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     from .loader.artifact import open_model
-    from .loader.pin import split_pin
+    from .loader.sources.open import split_pin
     from .loader.tools.progress_bar import ProgressBar
     from .loader.tools.verify import verify
 
@@ -147,7 +147,7 @@ def _gc(options: argparse.Namespace) -> int:
 
 def _inspect(options: argparse.Namespace) -> int:
     from .loader.artifact import find_file, open_artifact, open_model, read_file
-    from .loader.pin import split_pin
+    from .loader.sources.open import split_pin
     from .loader.tools.inspect import describe, render_table
     from .runtime.backends.describe import describe_model
 
@@ -165,7 +165,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
 def _eval_draft(options: argparse.Namespace) -> int:
     from .loader.artifact import open_model
-    from .loader.pin import split_pin
+    from .loader.sources.open import split_pin
     from .loader.tools.progress_bar import ProgressBar
     from .runtime.quality.evaluate import evaluate_draft
     from .runtime.quality.text import read_text
@@ -188,7 +188,7 @@ def _eval_draft(options: argparse.Namespace) -> int:
 
 def _eval(options: argparse.Namespace) -> int:
     from .loader.artifact import open_artifact, open_model
-    from .loader.pin import split_pin
+    from .loader.sources.open import split_pin
     from .loader.tools.progress_bar import ProgressBar
     from .runtime.kv.storage import KVKind
     from .runtime.quality.against import ComparedModel, evaluate_against

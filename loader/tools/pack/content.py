@@ -24,9 +24,8 @@ from ...format.encoding import Encoding
 from ...format.layout import Stretch
 from ...format.manifest import FRAME_ELEMENTS, Manifest, Tensor
 from ...load.windows import SuccessiveLoad
-from ...pin import split_pin
 from ...sources.base import Source, SourceOptions
-from ...sources.open import model_address, open_source
+from ...sources.open import model_address, open_source, split_pin
 from .plan import Job, PackPlan
 from .prune import Pruner
 from .quantize_plan import QuantizingReader

@@ -192,7 +192,7 @@ def _choose(tensor: Tensor, content: ContentReader, base: Bytes) -> Encoding:
     for start in range(0, tensor.num_elements, _PIECE_ELEMENTS):
         count = min(_PIECE_ELEMENTS, tensor.num_elements - start)
         if not np.array_equal(
-            _read(tensor, start, count, content), base[start * width : (start + count) * width]
+            read_elements(tensor, start, count, content), base[start * width : (start + count) * width]
         ):
             is_same = False
             break
@@ -204,7 +204,7 @@ def _choose(tensor: Tensor, content: ContentReader, base: Bytes) -> Encoding:
     for index in range(num):
         start = index * num_frames // num * FRAME_ELEMENTS
         count = min(FRAME_ELEMENTS, tensor.num_elements - start)
-        data = _read(tensor, start, count, content)
+        data = read_elements(tensor, start, count, content)
         delta = encode_differences(tensor.dtype, data, base[start * width : (start + count) * width])
         delta_bytes += _size_of(delta)
         own_bytes += _size_of(encode_segment(tensor.dtype, tensor.encoding, data))
@@ -215,7 +215,7 @@ def _size_of(coded: dict[Any, list[Any]]) -> int:
     return sum(memoryview(content).nbytes for planes in coded.values() for _, content in planes)
 
 
-def _read(tensor: Tensor, start: int, count: int, content: ContentReader) -> Bytes:
+def read_elements(tensor: Tensor, start: int, count: int, content: ContentReader) -> Bytes:
     data = np.empty(count * tensor.element_bytes, np.uint8)
     content.read(Stretch(tensor, start, count), data)
     return data

@@ -25,7 +25,7 @@ from tests.support.models import DictWeights, build_model
 
 from teneral.runtime.backends.torch.attention import paged_attention, plan_attention
 from teneral.runtime.backends.torch.storage import TorchInt8KVStorage, TorchKVStorage, TorchPool
-from teneral.runtime.kv.kinds import KVKind
+from teneral.runtime.kv.storage import KVKind
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.quality.text import read_text
 from teneral.runtime.step.batch import SequenceSpan, StepBatch

@@ -96,7 +96,7 @@ def by_threads(
 
     from teneral.loader.artifact import open_artifact
     from teneral.loader.load.load import WeightLoad
-    from teneral.loader.load.targets.host import HostTarget
+    from teneral.loader.load.targets.base import HostTarget
     from teneral.loader.sources.open import open_source
 
     clock = Clock()

@@ -20,8 +20,7 @@ from urllib.parse import quote
 from ..loader.errors import TeneralError, UsageError
 from .engine import PROCESS_SETTINGS, AsyncEngine, Engine, EngineInstance, checked_settings
 from .http.limits import HOP_BY_HOP
-from .platforms import HTTP
-from .platforms.settings import resolve
+from .platforms import HTTP, resolve_settings
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession
@@ -63,7 +62,7 @@ def asgi_app(model: str | os.PathLike[str] | Engine | AsyncEngine, **settings: A
             )
         return AsgiApp(lambda: model, owns_engine=False)
     # On a platform, whose routes are behind names of its own, any name is this application's, as a server's there.
-    config = resolve(checked_settings(model, settings, without=PROCESS_SETTINGS), os.environ)
+    config = resolve_settings(checked_settings(model, settings, without=PROCESS_SETTINGS), os.environ)
     return AsgiApp(lambda: EngineInstance(config), owns_engine=True)
 
 

@@ -20,8 +20,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ..loader.errors import TeneralError
-from ..loader.pin import split_pin
-from ..loader.sources.open import local_path
+from ..loader.sources.open import local_path, split_pin
 from ..loader.timeline import Timeline
 from ..runtime.config import ServeConfig
 from ..runtime.instance.helpers import LaunchedHelpers, launch_helpers
@@ -124,7 +123,7 @@ def serve_on(
     opening = None
     if launched is None or launched.load is None:
         # After the fork of the helpers: it starts a thread.
-        from ..runtime.instance.opening import Opening
+        from ..runtime.instance.loading import Opening
 
         opening = Opening(config, timeline, launched=launched)
     with sock, _early_page(sock, config) as early_page, _probe_socket(config) as probe_sock:

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 from .errors import AccessDeniedError, FormatError, IntegrityError, NotFoundError, UsageError
 from .format.limits import MANIFEST_NAME, MAX_MANIFEST_BYTES, MAX_SMALL_FILE_BYTES
-from .pin import PIN_MARK, split_pin
 from .sources.base import Remote, Source, SourceOptions, changed
-from .sources.open import model_address, open_source, scheme_of
+from .sources.open import PIN_MARK, model_address, open_source, scheme_of, split_pin
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -26,7 +26,7 @@ from tests.test_serve import Server
 
 from teneral.cli_flags import COMMANDS, parse
 from teneral.handlers import lifecycle
-from teneral.handlers.platforms.settings import resolve
+from teneral.handlers.platforms import resolve_settings
 from teneral.handlers.pool.file import parse_pool
 from teneral.runtime.config import SETTINGS
 
@@ -77,7 +77,7 @@ def test_a_command_parses_and_its_settings_are_valid(place: str, words: list[str
     assert options is not None, complaint
     if options.command == "serve":
         given = {name: value for name, value in vars(options).items() if name in SETTINGS}
-        resolve(given, {}, None)
+        resolve_settings(given, {}, None)
 
 
 def test_a_command_inside_of_a_sentence_has_known_flags() -> None:

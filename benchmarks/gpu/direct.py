@@ -29,7 +29,7 @@ from teneral.runtime.backends.cuda.direct.executor import DirectExecutor, Direct
 from teneral.runtime.backends.cuda.direct.sampler import TokenSampler
 from teneral.runtime.backends.cuda.direct.weights import tensor_at
 from teneral.runtime.backends.cuda.direct.workspace import WorkspaceLimits
-from teneral.runtime.kv.kinds import KVKind
+from teneral.runtime.kv.storage import KVKind
 from teneral.runtime.models.build import build_model
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.models.matrices import (

@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET
 
-from ...runtime.step.requests import GenerationEvent, GenerationRequest
+from ...runtime.step.requests import GenerationRequest
 from ..http.errors import ApiError
 from ..http.json_bodies import JsonDecoder, encode
 from ..http.service import CALL, Service
@@ -154,10 +154,7 @@ class MessagesFormat(FormatOfChat):
 
     def whole(self, outcomes: Sequence[SequenceOutcome], usage: Usage) -> bytes:
         (outcome,) = outcomes
-        event = GenerationEvent(
-            outcome.text, (), finish_reason=outcome.finish_reason, stopped_by=outcome.stopped_by
-        )
-        for delta in self._chat.read(0, event):
+        for delta in self._chat.read(0, outcome.as_event()):
             self._blocks.add(self._shown(delta))
         self._blocks.finish()
         self._stopped_by = outcome.stopped_by

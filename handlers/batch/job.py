@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ...loader.artifact import open_artifact
 from ...loader.errors import AlreadyExistsError, NotFoundError, UsageError
-from ...loader.pin import split_pin
-from ...loader.sources.open import open_source
+from ...loader.sources.open import open_source, split_pin
 from ...runtime.config import ServeConfig
 from ...runtime.errors import CancelledError, DrainingError
 from ..function.lifetime import Lifetime, refuse_to_block_a_loop

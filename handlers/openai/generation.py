@@ -115,6 +115,10 @@ class SequenceOutcome(Struct):
     def text(self) -> str:
         return "".join(self.texts)
 
+    def as_event(self) -> GenerationEvent:
+        """The text and its end as one event, without tokens."""
+        return GenerationEvent(self.text, (), finish_reason=self.finish_reason, stopped_by=self.stopped_by)
+
     def add(self, event: GenerationEvent) -> None:
         self.texts.append(event.text)
         self.tokens += event.tokens

@@ -16,7 +16,7 @@ from msgspec import Struct
 from ...runtime.errors import RequestError
 from ...runtime.step.requests import FirstToken
 from ...runtime.text.chat import mentions
-from .schemas import ChatBody, ContentPart, Message, ToolCall
+from .schemas import ChatBody, ContentPart, Message, ToolCall, part_text
 
 if TYPE_CHECKING:
     from ...runtime.text.tokenizer import TextTokenizer
@@ -331,14 +331,7 @@ def _text_content(message: Message, where: str) -> str | None:
 
             image_url(part, message.role, place_of(part, param))
             continue
-        if part.type != "text":
-            raise RequestError(
-                f"{param} is of type {part.type[:50]!r}; texts are taken, and images by models that see",
-                param=param,
-            )
-        if part.text is None:
-            raise RequestError(f"{param}.text is missing", param=f"{param}.text")
-        texts.append(part.text)
+        texts.append(part_text(part.type, part.text, param))
     return "\n".join(texts)
 
 

@@ -15,7 +15,7 @@ from ...runtime.errors import RequestError
 from ..function.images import IMAGE_PART
 from ..http.json_bodies import encode
 from .response_store import Json, new_item_id
-from .schemas import ContentPart, FunctionCall, Message, PlacedPart, ToolCall
+from .schemas import ContentPart, FunctionCall, Message, PlacedPart, ToolCall, part_text
 from .tools.custom import CUSTOM_INPUT
 
 TOOL_SEARCH = "tool_search"  # the name that a client's search of tools has in a chat
@@ -228,14 +228,8 @@ def _text(content: str | list[InputPart], where: str, *, first: int = 0) -> str 
         if part.type == "input_image" and part.file_id is None:
             parts.append(PlacedPart(IMAGE_PART, image_url=part.image_url, place=param))
             continue
-        if part.type not in ("input_text", "output_text", "text"):
-            raise RequestError(
-                f"{param} is of type {part.type[:50]!r}; texts are taken, and images by models that see",
-                param=param,
-            )
-        if part.text is None:
-            raise RequestError(f"{param}.text is missing", param=f"{param}.text")
-        parts.append(ContentPart("text", part.text))
+        kinds = ("input_text", "output_text", "text")
+        parts.append(ContentPart("text", part_text(part.type, part.text, param, kinds)))
     return parts
 
 

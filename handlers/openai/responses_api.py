@@ -13,7 +13,6 @@ from msgspec import UNSET
 from ...runtime.errors import ContextLengthError
 from ...runtime.step.requests import (
     FinishReason,
-    GenerationEvent,
     GenerationRequest,
     TokenLogprob,
 )
@@ -167,10 +166,7 @@ class ResponsesFormat(FormatOfChat):
 
     def whole(self, outcomes: Sequence[SequenceOutcome], usage: Usage) -> bytes:
         (outcome,) = outcomes
-        event = GenerationEvent(
-            outcome.text, (), finish_reason=outcome.finish_reason, stopped_by=outcome.stopped_by
-        )
-        self._add(self._chat.read(0, event), outcome.logprobs)
+        self._add(self._chat.read(0, outcome.as_event()), outcome.logprobs)
         self._items.finish(self._status)
         self._final = self.response(self._status, usage)
         return encode(self._final)

@@ -7,10 +7,12 @@ These are shapes only: ranges and combinations are checked where the values are 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 
+from ...runtime.errors import RequestError
 from ...runtime.step.requests import FirstToken, Priority
 
 Prompt = str | list[str | int | list[int]]
@@ -214,6 +216,17 @@ class PlacedPart(ContentPart, frozen=True):
     """A part made of another API's; no client's body has one."""
 
     place: str = ""  # of the client's part, which errors name
+
+
+def part_text(kind: str, text: str | None, param: str, kinds: Sequence[str] = ("text",)) -> str:
+    """The text of a part of one of these kinds. Raises `RequestError`, naming `param`."""
+    if kind not in kinds:
+        raise RequestError(
+            f"{param} is of type {kind[:50]!r}; texts are taken, and images by models that see", param=param
+        )
+    if text is None:
+        raise RequestError(f"{param}.text is missing", param=f"{param}.text")
+    return text
 
 
 class FunctionCall(msgspec.Struct, frozen=True):

@@ -4,19 +4,27 @@ differences, and the module of its protocol.
 A server speaks every platform's HTTP protocol at once; a row's traits are the differences between
 containers. Rows name functions and classes by address ("module:name", relative to this package), so
 that a platform's module is imported on its first use: a cold start waits for every import.
+
+`runtime/config.py` knows no platform: `resolve_settings` passes it the rows' variables for ports, and
+the folder of a platform's model.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...loader.errors import UsageError
+from ...runtime import resolve as configuration
 from ..http.routes import JSON, STREAMED, Route, Schema
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from aiohttp import web
 
+    from ...runtime.config import ServeConfig
     from ...runtime.instance.instance import Instance
     from ..function.handler import Handler
     from ..http.errors import ApiError
@@ -142,9 +150,51 @@ def is_hosted(environment: Mapping[str, str], setting: str = AUTO) -> bool:
     return platform_of(setting, environment) is not HTTP or any(map(environment.get, (*HOST_SIGNS, *ports)))
 
 
-def default_host(environment: Mapping[str, str], setting: str = AUTO) -> str:
+def default_host(environment: Mapping[str, str]) -> str:
     """The address to listen on where none is set: a person's machine is reached by its own programs only."""
-    return EVERY_ADDRESS if is_hosted(environment, setting) else LOOPBACK
+    return EVERY_ADDRESS if is_hosted(environment) else LOOPBACK
+
+
+def resolve_settings(
+    flags: Mapping[str, Any], environment: Mapping[str, str], config_file: str | Path | None = None
+) -> ServeConfig:
+    """`runtime.resolve.resolve` with the platforms' settings. Their variables override the file, and
+    are overridden by ours.
+
+    Raises `UsageError`, naming the unknown or invalid flag, variable or key.
+    """
+    variables = tuple(pair for row in PLATFORMS for pair in row.variables)
+
+    def defaults(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        found = _model_folder(settings)
+        platform = found.get("platform", settings.get("platform", AUTO))
+        if not is_hosted(environment, platform):
+            return found
+        return {"host": EVERY_ADDRESS, "allowed_hosts": "*"} | dict(settings) | dict(found)
+
+    return configuration.resolve(
+        flags, environment, config_file, platform_variables=variables, defaults=defaults
+    )
+
+
+def _model_folder(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The model of a container that was started without one, if its platform supplies one.
+
+    With `--platform auto` the folder must contain a model, and the platform is then the folder's.
+    """
+    if settings.get("model"):
+        return {}
+    named = settings.get("platform", AUTO)
+    for row in PLATFORMS:
+        if not row.model_folder:
+            continue
+        if row.name == named:
+            found = os.path.isdir(row.model_folder)
+        else:
+            found = any(os.path.isfile(os.path.join(row.model_folder, name)) for name in MODEL_SIGNS)
+        if found:
+            return {"model": row.model_folder} | ({"platform": row.name} if named == AUTO else {})
+    return {}
 
 
 def routes_of(platform: Platform) -> tuple[Route, ...]:

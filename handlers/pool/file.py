@@ -16,8 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ...loader.errors import UsageError
-from ...loader.pin import split_pin
-from ...loader.sources.open import KINDS, forms, scheme_of
+from ...loader.sources.open import KINDS, forms, scheme_of, split_pin
 from . import keys
 from .values import (
     Code,

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from ...loader.artifact import find_file, open_artifact, open_model, read_file
 from ...loader.errors import FormatError, NotFoundError, TeneralError, UsageError
 from ...loader.format.limits import MANIFEST_NAME
-from ...loader.pin import split_pin
 from ...loader.sources.base import Source, SourceOptions
-from ...loader.sources.open import forms, is_read_only, open_source, scheme_of
+from ...loader.sources.open import forms, is_read_only, open_source, scheme_of, split_pin
 from ...runtime.config import ServeConfig
 from ...runtime.files import is_onnx
 from .keys import SERVED_NAME, VERSION_NAME

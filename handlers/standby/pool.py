@@ -162,7 +162,7 @@ def import_everything(import_server: Callable[[], None]) -> None:
     from ...runtime.backends import choose  # noqa: F401
     from ...runtime.backends.native import backend, encoder  # noqa: F401
     from ...runtime.engine import embedder, engine  # noqa: F401
-    from ...runtime.instance import exactness, instance, model, opening  # noqa: F401
+    from ...runtime.instance import exactness, instance, loading, model  # noqa: F401
     from ...runtime.models import build  # noqa: F401
     from ...runtime.text import remote, settings, subset, tokenizer_child  # noqa: F401
 

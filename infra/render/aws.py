@@ -149,9 +149,8 @@ def _answer_patterns(model: Model) -> list[str]:
     return patterns
 
 
-def log_statement(group: str) -> dict[str, Any]:
-    arn = {"Fn::Sub": f"${{{group}.Arn}}"}
-    return {"Effect": "Allow", "Action": ["logs:CreateLogStream", "logs:PutLogEvents"], "Resource": [arn]}
+def log_statement() -> dict[str, Any]:
+    return _allow(["logs:CreateLogStream", "logs:PutLogEvents"], [{"Fn::Sub": "${Logs.Arn}"}])
 
 
 def pull_statements(image: re.Match[str]) -> list[dict[str, Any]]:

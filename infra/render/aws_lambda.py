@@ -38,7 +38,7 @@ def render_model(rendering: Rendering, model: Model) -> list[RenderedDocument]:
     _check_sizes(rendering, unit)
     resources = {
         "Logs": log_group(f"/teneral/lambda/{unit.base}"),
-        "Role": role("lambda", [log_statement("Logs"), *store_statements([unit])], condition=False),
+        "Role": role("lambda", [log_statement(), *store_statements([unit])], condition=False),
         "Function": {"Type": "AWS::Serverless::Function", "Properties": _function(unit)},
         **_alarms(unit),
     }

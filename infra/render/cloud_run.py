@@ -51,7 +51,14 @@ def render_model(rendering: Rendering, model: Model) -> list[RenderedDocument]:
             always=True,
         )
     if len(units) == 1:
-        return [_service(rendering, units[0], [_latest(100)], f"{units[0].base}.service.yaml")]
+        return [
+            _service(
+                rendering,
+                units[0],
+                [{"latestRevision": True, "percent": 100}],
+                f"{units[0].base}.service.yaml",
+            )
+        ]
     return [
         _service(
             rendering, unit, _traffic(units[:number]), f"{unit.base}.{number}-service-v{unit.version}.yaml"
@@ -107,10 +114,6 @@ def _check_size(rendering: Rendering, unit: Unit) -> None:
             f"keeps up to {unit.disk_bytes / MIB:,.0f} MiB of files, which are in the instance's memory on Cloud Run",
             always=True,
         )
-
-
-def _latest(percent: int) -> dict[str, Any]:
-    return {"latestRevision": True, "percent": percent}
 
 
 def _traffic(units: list[Unit]) -> list[dict[str, Any]]:

@@ -122,7 +122,7 @@ def model_sizes(models: Sequence[Model], pool: Pool, options: SourceOptions) -> 
     """Each model's size, by its name. Reads manifests and configs, never weights."""
     from ...handlers.pool.repository import has_kv
     from ...loader.artifact import open_artifact, open_model  # only where sizes are wanted
-    from ...loader.pin import split_pin
+    from ...loader.sources.open import split_pin
 
     def local(address: str) -> str:
         return address if "://" in address else str(pool.folder / address)

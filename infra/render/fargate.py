@@ -107,7 +107,7 @@ def _parameters() -> dict[str, Any]:
 
 def _execution_statements(units: list[Unit]) -> list[dict[str, Any]]:
     """Permissions of ECS itself to start a task: pull the image, write logs, read secrets."""
-    statements = [log_statement("Logs")]
+    statements = [log_statement()]
     if image := _ECR.fullmatch(units[0].image):
         statements += pull_statements(image)
     if any(unit.secrets for unit in units):

@@ -65,12 +65,18 @@ def store_variables(unit: Unit) -> list[dict[str, Any]]:
 
 def resources(unit: Unit) -> dict[str, Any]:
     """Requests equal limits: a load uses all the memory that it says, and threads are counted by the limit on cores."""
-    sizes: dict[str, Any] = {"cpu": cpu_quantity(unit.cpu), "memory": memory_quantity(unit.memory_bytes)}
+    sizes = sizes_of(unit, unit.memory_bytes)
+    return {"requests": sizes, "limits": dict(sizes)}
+
+
+def sizes_of(unit: Unit, memory_bytes: int) -> dict[str, str]:
+    """A container's cores, memory, disk and GPUs as quantities."""
+    sizes = {"cpu": cpu_quantity(unit.cpu), "memory": memory_quantity(memory_bytes)}
     if unit.disk_bytes:
         sizes["ephemeral-storage"] = memory_quantity(unit.disk_bytes + SCRATCH_BYTES)
     if unit.gpu:
         sizes["nvidia.com/gpu"] = str(unit.gpu)
-    return {"requests": sizes, "limits": dict(sizes)}
+    return sizes
 
 
 def security_context() -> dict[str, Any]:

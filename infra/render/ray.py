@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...handlers.pool.values import Code, Model
-from .documents import SCRATCH_BYTES, RenderedDocument, Rendering
+from .documents import RenderedDocument, Rendering
 from .limits import END_S, SCRATCH, Unit, check_limits, units_of
 from .pods import (
     USER_ID,
     cpu_quantity,
     memory_quantity,
     security_context,
+    sizes_of,
     store_variables,
     volume_mounts,
     volumes,
@@ -211,7 +212,12 @@ def _workers(rendering: Rendering, unit: Unit) -> dict[str, Any]:
 
 def _head_pod(unit: Unit) -> dict[str, Any]:
     probes = {"readinessProbe": _probe(8265, "/api/gcs_healthz"), "livenessProbe": _liveness()}
-    container = {**_container(unit, "ray-head", _sizes(HEAD_CPU, HEAD_BYTES)), **probes}
+    container = {
+        **_container(
+            unit, "ray-head", {"cpu": cpu_quantity(HEAD_CPU), "memory": memory_quantity(HEAD_BYTES)}
+        ),
+        **probes,
+    }
     return _pod(unit, container, calls_the_api=True)  # its autoscaler asks for pods
 
 
@@ -231,11 +237,7 @@ def _worker_pod(rendering: Rendering, unit: Unit) -> dict[str, Any]:
         # `ray start` follows behind `&&`.
         ahead = f" --memory {standby_bytes}" if standby_bytes else ""
         container["command"] = [f"teneral standby {POD_STANDBY_SOCKET} --processes 1{ahead} & true"]
-    sizes = _sizes(unit.cpu, memory_bytes)
-    if unit.disk_bytes:
-        sizes["ephemeral-storage"] = memory_quantity(unit.disk_bytes + SCRATCH_BYTES)
-    if unit.gpu:
-        sizes["nvidia.com/gpu"] = str(unit.gpu)
+    sizes = sizes_of(unit, memory_bytes)
     container = {**_container(unit, "ray-worker", sizes), **container}
     if secrets := sorted(set(unit.secrets.values())):
         container["env"] = [
@@ -251,10 +253,6 @@ def _worker_pod(rendering: Rendering, unit: Unit) -> dict[str, Any]:
     container["volumeMounts"] = mounts
     pod = _pod(unit, container, calls_the_api=False)
     return {**pod, "volumes": [each for each in volumes(unit) if each["name"] in names]}
-
-
-def _sizes(cpu: float, memory_bytes: int) -> dict[str, str]:
-    return {"cpu": cpu_quantity(cpu), "memory": memory_quantity(memory_bytes)}
 
 
 def _container(unit: Unit, name: str, sizes: dict[str, str]) -> dict[str, Any]:

@@ -102,10 +102,7 @@ class Encoding:
         family = next(name for name, known in FLOAT_FORMATS.items() if known.dtype == dtype)
         draft_bits = min(draft_bits, FLOAT_FORMATS[family].mantissa_bits)
         name = ".".join(str(part) for part in (family, sketch_bits, draft_bits) if part is not None)
-        found = Encoding.find(name)
-        if found is None:
-            raise ValueError(f"there is no encoding {name!r}")
-        return found
+        return _named(name)
 
     @property
     def dense(self) -> Encoding:

@@ -87,10 +87,9 @@ def decode_planes(
     stored: memoryview,
     out: memoryview | Bytes,
     scratch: Scratch,
-    base: Bytes | None = None,
 ) -> None:
-    """Fill a single segment: see `fill_part`."""
-    fill_part([SegmentMemory(tensor, segment, np.frombuffer(out, np.uint8), base)], tier, stored, scratch)
+    """Fill a single segment without a base: see `fill_part`."""
+    fill_part([SegmentMemory(tensor, segment, np.frombuffer(out, np.uint8), None)], tier, stored, scratch)
 
 
 class _Recipe(NamedTuple):

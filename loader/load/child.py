@@ -128,7 +128,7 @@ def _load(
     inbox: _Inbox,
 ) -> None:
     from .load import WeightLoad
-    from .targets.host import HostTarget
+    from .targets.base import HostTarget
 
     options = task.load_options
     manifest_sent = threading.Event()  # of the manifest, before which no image makes sense

@@ -25,7 +25,7 @@ from .parts import Parts
 
 if TYPE_CHECKING:
     from ..cache.part_cache import PartCache
-    from .targets.host import HostTarget
+    from .targets.base import HostTarget
 
 MAX_SPANS = 4_000  # an instance may fetch them for days
 

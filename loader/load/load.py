@@ -33,8 +33,7 @@ from .plan import Plan, Step, plan_load
 from .policy import OrderChoice
 from .queue import WorkQueue
 from .room import check_room
-from .targets.base import Target
-from .targets.host import HostTarget
+from .targets.base import HostTarget, Target
 from .workers import Fetcher, Pacing, PartDecoder
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """The work of a load: ranges to fetch and parts to decode, handed to its threads in plan order.
 
-Fetch threads take ranges in the order of `fetch_order.py`; the first range of a part takes memory
+Fetch threads take ranges in the order of `plan.FetchOrder`; the first range of a part takes memory
 for the whole part. Small parts that lie one behind the other are read as one
 range. Decode threads take, of the parts that have arrived and whose needs are met, the one whose
 turn was first. While a pass asks for experts, no others are read, ahead of those that it asks for
@@ -27,10 +27,9 @@ from typing import NamedTuple
 
 from ..format.manifest import Part, Tier, align
 from ..memory.staging import Buffer, Staging, discard
-from .fetch_order import FetchOrder
 from .link import LinkStatistics, LinkTuner, PlanPosition, cut
 from .options import Order
-from .plan import Plan, Step
+from .plan import FetchOrder, Plan, Step
 
 # After an expert that was asked for: the pass computes it, and asks for those of its next layer. Longer where that was
 # seen to take longer.

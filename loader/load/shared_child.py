@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..artifact import open_artifact, open_model, read_file
 from ..errors import LoadError, TeneralError, UsageError
-from ..pin import split_pin
 from ..process.helper import OWNER_GONE, HelperProcess
+from ..sources.open import split_pin
 from .targets.shared import MAX_FILES_BYTES, LoadedBase, SharedBase, new_memory_file
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def main(socket_fd: int, memory_fd: int) -> None:
 
 def _load(task: SharedTask, memory_fd: int) -> LoadedBase | None:
     from .load import WeightLoad
-    from .targets.host import HostTarget
+    from .targets.base import HostTarget
 
     address, digest = split_pin(task.address)
     source = open_model(address, task.source_options)

@@ -1,5 +1,7 @@
-"""Addresses opened as sources and stores, and a folder of a source as a source. Only the module of
-the address's own scheme is imported.
+"""Addresses: pinned ones (`s3://bucket/model@b3:<64 hex digits>`), addresses opened as sources and stores,
+and a folder of a source as a source. Only the module of the address's own scheme is imported.
+
+A pin's digits are the BLAKE3-256 of the manifest, which holds the digests of everything else.
 
 A new kind of store is a folder of its own here, and a row in `KINDS`.
 """
@@ -13,7 +15,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import UsageError
-from ..pin import PIN_MARK, split_pin
 from .base import ObjectInfo, Source, closed
 
 if TYPE_CHECKING:
@@ -48,11 +49,26 @@ KINDS = {
 # Most models are in such a store.
 _LIKELY_SCHEME = "s3"
 
+PIN_MARK = "@b3:"
+_PIN = re.compile(r"[0-9a-f]{64}\Z", re.IGNORECASE)
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 # A model of the Hub, its revision, and the quantisation of its GGUF file.
 _HUB_NAME = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}(?:@[A-Za-z0-9._/-]+)?(?::[A-Za-z0-9_-]+)?"
 )
+
+
+def split_pin(url: str) -> tuple[str, bytes | None]:
+    """The address and the pinned digest (32 bytes), or None. Raises `UsageError` for half a pin."""
+    address, mark, digits = url.rpartition(PIN_MARK)
+    if not mark:
+        return url, None
+    if not address or not _PIN.match(digits):
+        raise UsageError(
+            f"{url!r} does not end in a whole pin",
+            hint=f"A pin is {PIN_MARK} and the 64 hexadecimal digits that `teneral inspect` shows.",
+        )
+    return address, bytes.fromhex(digits)
 
 
 def open_source(url: str, options: SourceOptions | None = None) -> Source:

@@ -25,9 +25,8 @@ from contextlib import contextmanager, suppress
 from msgspec import Struct
 
 from ...loader.errors import TeneralError, UsageError
-from ...loader.pin import split_pin
 from ...loader.sources.base import Source, SourceOptions
-from ...loader.sources.open import model_address, open_source
+from ...loader.sources.open import model_address, open_source, split_pin
 from ..errors import AdapterError, AdapterNotFoundError, AdapterUnavailableError
 from ..models.decoder_config import DecoderConfig
 from .load import as_adapter_error, open_adapter

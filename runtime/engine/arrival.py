@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ...loader.format.manifest import Tier
 from ...loader.load.options import Order
 from ...loader.load.policy import WEIGHT_BYTES_PER_S
-from ..kv.kinds import KVKind
+from ..kv.storage import KVKind
 from ..step.backend import OnLayer
 from ..step.batch import StepBatch
 

@@ -107,6 +107,10 @@ class BlockManager:
                 num_promised=num_promised,
             )
 
+    def stop_spill(self) -> None:
+        if self.spill is not None:
+            self.spill.stop()
+
     # -- availability
     # ----------------------------------------------------------------------------------------
 

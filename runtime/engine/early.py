@@ -43,10 +43,9 @@ from .early_member import (
 )
 from .sequence import Lane, accept
 from .sequence import Sequence as TokenSequence
-from .speculation import Acceptance, ExactPasses, PassLike, Sent, catch_up_s, max_proposals, may_draft
+from .speculation import Acceptance, ExactPasses, PassLike, Sent, catch_up_s, max_proposals, may_draft, verify
 from .state import SchedulerState
 from .trace import EngineTimeline
-from .verification import verify
 
 DRAFT_TIERS = (Tier.SKETCH, Tier.DRAFT)
 # For weights, between two checks for sequences that joined or left.

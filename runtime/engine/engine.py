@@ -1,8 +1,8 @@
 """The engine: takes requests, runs the model over all sequences together, and delivers their
 tokens.
 
-One thread does all the work, a step at a time: decide (`scheduler`), reserve blocks, one forward
-pass over the tokens of every participating sequence, choose the next tokens (`sampling`), deliver
+One thread does all the work (`step_loop`), a step at a time: decide (`scheduler`), reserve blocks, one
+forward pass over the tokens of every participating sequence, choose the next tokens (`sampling`), deliver
 (`delivery`; on a device once the next step has begun). Sequences join and leave between steps.
 Requests can be submitted and cancelled from any thread, also while a pass waits for weights.
 
@@ -15,52 +15,39 @@ and of text only detokenisation.
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Callable
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, cast
 
 from msgspec.structs import replace
 
 from ...loader.errors import TeneralError
-from ...loader.process.cpu import quick_turns
 from ...loader.timeline import Timeline
-from ..errors import (
-    WEIGHTS_LOST,
-    CapacityError,
-    DeviceLostError,
-    as_teneral_error,
-    shutting_down,
-)
-from ..kv.prefix_pool import PrefixPool
+from ..errors import DeviceLostError, shutting_down
 from ..step.backend import MakeBackend
 from ..step.requests import FinishReason, GenerationEvent, GenerationRequest, Priority
 from ..text.detokenizer import DetokenizerSource
-from .adapters import AdapterSource, HeldAdapter, OvertakenError, RequestAdapters, followed
+from .adapters import AdapterSource, HeldAdapter, RequestAdapters
 from .arrival import Arrival, DecoderLike
-from .delivery import Delivery
 from .early import EarlyPhase, TieredDecoder
 from .generation import Generation, OnEvent
-from .look_ahead import LookAhead, Outcome
-from .next_step import next_plan, use_idle_time
+from .look_ahead import LookAhead
 from .options import EngineOptions, EngineStatistics, check_request, fit_pool
-from .scheduler import Preempted, StepShare, is_out_of_memory, largest_first
 from .sequence import Sequence as TokenSequence
 from .sequence import error_event
 from .state import SchedulerState, statistics_of
+from .step_loop import StepLoop
 from .trace import EngineTimeline
 
 if TYPE_CHECKING:
+    from ..kv.prefix_pool import PrefixPool
     from ..kv.view import PoolView
     from .image_encoder import ImageEncoder
 
 __all__ = ["DecoderLike", "Engine", "EngineOptions", "EngineStatistics"]
-
-logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -102,9 +89,7 @@ class Engine:
         self._model = model
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
-        self._on_device_lost = on_device_lost
         self._timeline = EngineTimeline(timeline)
-        self._limits = options.scheduler_limits()
         block_size = options.block_size
         self.max_context = pool.max_context  # tokens of prompt and answer together
         self._kv_bytes = pool.num_blocks * pool.bytes_per_block + pool.num_states * pool.state_bytes
@@ -126,10 +111,8 @@ class Engine:
             from .image_encoder import ImageEncoder  # of few models
 
             self._images = ImageEncoder(tower, self._state.changed, timeline)
-        blocks = self._state.blocks
-        # Imports and exports computed blocks, from any thread.
-        self.prefix_pool = PrefixPool(blocks, self._kv, seed=prefix_seed)
-        blocks.open_spill(self._kv, pool.bytes_per_block, self._state.num_promised_blocks)
+        self._prefix_seed = prefix_seed
+        self._state.blocks.open_spill(self._kv, pool.bytes_per_block, self._state.num_promised_blocks)
         self._backend = make_backend(
             model,
             self._kv,
@@ -137,15 +120,19 @@ class Engine:
             timeline,
         )
         # Recurrent states cannot be taken back: nothing is proposed that may be rejected.
-        self._has_states = pool.num_states > 0
-        is_early = arrival is not None and not self._has_states
-        self._early = self._early_phase(arrival, drafter) if arrival is not None and is_early else None
-        self._look_ahead = LookAhead(self._state, model, 0 if self._has_states else options.look_ahead)
-        is_on_device = self._backend.returns_early
-        self._delivery = Delivery(self._state, is_late=is_on_device)
-        # A device is idle while this thread waits for the interpreter, which threads that write
-        # answers keep for 5 ms otherwise.
-        self._turns = quick_turns if is_on_device else nullcontext
+        has_states = pool.num_states > 0
+        self._loop = StepLoop(
+            model,
+            self._kv,
+            self._state,
+            self._backend,
+            limits=options.scheduler_limits(),
+            timeline=self._timeline,
+            look_ahead=LookAhead(self._state, model, 0 if has_states else options.look_ahead),
+            early=None if arrival is None or has_states else self._early_phase(arrival, drafter),
+            has_states=has_states,
+            on_device_lost=on_device_lost,
+        )
 
     def _early_phase(self, arrival: Arrival, drafter: TieredDecoder | None) -> EarlyPhase:
         return EarlyPhase(
@@ -164,13 +151,20 @@ class Engine:
     def model(self) -> DecoderLike:
         return self._model
 
+    @cached_property
+    def prefix_pool(self) -> PrefixPool:
+        """Imports and exports computed blocks."""
+        from ..kv.prefix_pool import PrefixPool  # lazy: few servers keep snapshots
+
+        return PrefixPool(self._state.blocks, self._kv, seed=self._prefix_seed)
+
     def start(self) -> None:
         """Start the thread, which sleeps while idle."""
         with self._state.changed:
             if self._thread is not None or self._state.is_stopping:
                 raise RuntimeError("an engine can be started once, before it is stopped")
             # Daemon: a pass that waits for weights cannot be interrupted, and must not keep the process.
-            self._thread = threading.Thread(target=self._run, name="teneral-engine", daemon=True)
+            self._thread = threading.Thread(target=self._loop.run, name="teneral-engine", daemon=True)
             self._thread.start()
             if self._state.blocks.spill is not None:
                 self._state.blocks.spill.start()
@@ -278,7 +272,7 @@ class Engine:
         """
         self._shut_down(shutting_down())
         if self._thread is None:
-            self._stop_spill()
+            self._state.blocks.stop_spill()
             return True
         if self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
@@ -322,159 +316,6 @@ class Engine:
         """Raise AssertionError if sequences and block pool disagree. For tests; waits for no step."""
         with self._state.changed:
             self._state.check_integrity(self.max_context)
-
-    # -- the engine's thread ---------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        while True:
-            try:
-                if self._early is not None:
-                    self._run_early(self._early)
-                    continue
-                if use_idle_time(self._state, self._backend, self._delivery.deliver):
-                    continue
-                plan = next_plan(self._state, self._limits, waits=not self._delivery.is_due)
-                if plan is None or not plan.shares:
-                    self._delivery.deliver()
-                if plan is None:
-                    self._stop_spill()
-                    return
-                if plan.shares:
-                    with self._turns():
-                        self._execute(plan.shares)
-                del plan  # its sequences have adapters, whose memory others may need while this waits
-            except Exception as error:  # a bug: no caller may be left waiting forever
-                logger.exception("the engine failed")
-                self._delivery.deliver()
-                self._fail_all(as_teneral_error(error))
-
-    def _run_early(self, early: EarlyPhase) -> None:
-        """Run the early phase, if there is a draft, until the weights are exact."""
-        try:
-            early.run()
-            self._early = None
-            return
-        except Exception as error:  # noqa: BLE001 - of the model's code, its weights, or memory
-            if not is_out_of_memory(error):
-                members = early.members
-                early.reset()
-                self._fail_step(as_teneral_error(error), members)
-                return
-            # Without its traceback, which keeps the step's memory alive.
-            exhausted = str(error)
-        members = early.members
-        early.reset()
-        # The remaining sequences start again: the state of their running passes is lost.
-        victims = largest_first([(each, each.num_tokens) for each in members])
-        self._run_out(exhausted, victims[:1], victims[1:])
-
-    def _execute(self, shares: Sequence[StepShare[TokenSequence]]) -> None:
-        choosing = [share.sequence for share in shares if share.is_last]
-        exhausted: str | None = None
-        try:
-            outcomes = self._compute(shares)
-        except OvertakenError:
-            with self._state.changed:
-                self._state.preempt([share.sequence for share in reversed(shares)], Preempted.ADAPTER)
-            return
-        except Exception as error:  # noqa: BLE001 - of the model's code, its weights, or memory
-            self._delivery.deliver()
-            if not is_out_of_memory(error):
-                self._fail_step(as_teneral_error(error), [share.sequence for share in shares])
-                return
-            # Without its traceback, which keeps the step's memory alive.
-            exhausted = str(error)
-        if exhausted is not None:
-            victims = largest_first([(share.sequence, share.num_tokens) for share in shares])
-            # Recurrent states may be those of a later token.
-            self._run_out(exhausted, victims[:1], victims[1:] if self._has_states else [])
-            return
-        self._delivery.give([share.sequence for share in shares], choosing, outcomes)
-
-    def _compute(self, shares: Sequence[StepShare[TokenSequence]]) -> list[Outcome]:
-        """Compute one step, and choose the next tokens."""
-        backend, step, spill = self._backend, self._state.num_steps, self._state.blocks.spill
-        rows = self._look_ahead.rows(shares)
-        batch = backend.build(rows)
-        start_s = time.monotonic()
-        end_s: float | None = None
-        try:
-            on_layer = self._timeline.on_layer(step)
-            if any(share.sequence.waits_for_adapter for share in shares):
-                self._delivery.deliver()
-                model = cast("TieredDecoder", self._model)
-                logits = followed(model.begin(batch, self._kv, on_layer=on_layer), self._is_overtaken)
-            else:
-                if not batch.is_recorded:
-                    self._delivery.deliver()
-                logits = backend.forward(batch, on_layer=on_layer)
-                self._delivery.deliver()
-            end_s = None if backend.returns_early else time.monotonic()
-            self._look_ahead.note_time(rows, (end_s or time.monotonic()) - start_s)
-            return self._look_ahead.outcomes(shares, rows, logits, backend.choose)
-        finally:
-            end_s = end_s or time.monotonic()
-            with self._state.changed:
-                self._state.note_step(len(batch.tokens), end_s - start_s)
-                if spill is not None:
-                    spill.note_step(len(batch.tokens), end_s - start_s)
-            self._timeline.add_step(step, batch, start_s, end_s)
-
-    def _is_overtaken(self) -> bool:
-        """True if there is something to do that need not wait for an adapter."""
-        state = self._state
-        with state.changed:
-            return bool(state.ready()) or state.some_ended_early or state.is_stopping
-
-    def _run_out(self, why: str, victims: Sequence[TokenSequence], others: Sequence[TokenSequence]) -> None:
-        """Handle a step that ran out of memory: the victims end, the others start again, and all
-        other sequences go on.
-        """
-        self._backend.make_room()
-        logger.error("out of memory: %s", why)
-        state = self._state
-        with state.changed:
-            state.num_exhausted += 1
-            for sequence in victims:
-                state.forget(sequence)
-            state.preempt([each for each in others if each in state.running], Preempted.MEMORY)
-            for sequence in state.running:  # including those that the step would have filled
-                state.blocks.shrink(sequence.exact, sequence.num_computed)
-            failure = CapacityError(
-                "there was not enough memory to compute this request together with the others",
-                retry_after_s=state.retry_after_s,
-                hint="Try again later, or with a shorter prompt; --kv-bytes and --max-running leave more room.",
-            )
-        for sequence in victims:
-            sequence.generation.emit(error_event(failure))
-
-    def _fail_step(self, failure: TeneralError, sequences: Sequence[TokenSequence]) -> None:
-        """End the sequences of a failed step; all sequences, now and later, if weights are lost."""
-        if isinstance(failure, (*WEIGHTS_LOST, DeviceLostError)):
-            self._fail_all(failure)
-            return
-        logger.error("a step failed: %s", failure.message, exc_info=failure)
-        with self._state.changed:
-            for sequence in sequences:
-                self._state.forget(sequence)
-        for sequence in sequences:
-            sequence.generation.emit(error_event(failure))
-
-    def _fail_all(self, failure: TeneralError) -> None:
-        if isinstance(failure, DeviceLostError) and self._on_device_lost is not None:
-            self._on_device_lost(failure)
-        with self._state.changed:
-            self._state.refuse(failure)
-            sequences = self._state.forget_all()
-        for sequence in sequences:
-            sequence.generation.emit(error_event(failure))
-
-    # -- any thread
-    # ------------------------------------------------------------------------------------------
-
-    def _stop_spill(self) -> None:
-        if self._state.blocks.spill is not None:
-            self._state.blocks.spill.stop()
 
     def _on_end(self, adapter: HeldAdapter | None, generation: Generation, reason: FinishReason) -> None:
         self._state.note_end(generation, reason)

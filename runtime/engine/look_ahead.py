@@ -23,13 +23,12 @@ from ..errors import as_teneral_error
 from ..step.batch import Rows
 from ..step.requests import GenerationEvent
 from ..step.state import Chosen
-from .ngrams import NgramProposer
-from .proposal_lengths import MAX_PROPOSALS, Chance, MatchAcceptance, RowCosts, proposal_lengths
+from .proposals import MAX_PROPOSALS, Chance, MatchAcceptance, NgramProposer, RowCosts, proposal_lengths
 from .scheduler import StepShare
 from .sequence import Sequence as TokenSequence
 from .sequence import error_event
+from .speculation import Choose, verify
 from .state import SchedulerState
-from .verification import Choose, verify
 
 logger = logging.getLogger(__name__)
 

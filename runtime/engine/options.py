@@ -9,7 +9,7 @@ from msgspec import Struct, field
 
 from ...loader.errors import UsageError
 from ..errors import ContextLengthError, RequestError
-from ..kv.kinds import KVKind
+from ..kv.storage import KVKind
 from ..step.backend import BackendOptions
 from ..step.requests import FinishReason, GenerationRequest, Priority
 from .scheduler import Preempted, SchedulerLimits

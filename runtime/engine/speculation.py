@@ -1,5 +1,11 @@
-"""Speculation ahead of the exact weights: the length of drafts, and the exact passes that confirm
-them.
+"""Speculation: the verification of proposed tokens, the length of drafts ahead of the exact weights,
+and the exact passes that confirm them.
+
+Verification is the same for the draft's proposals (`early.py`) and for look-ahead's
+(`look_ahead.py`): one pass gives the logits after a sequence's last token and after each proposal.
+The ordinary sampler chooses from them, position by position, with the sequence's grammar, penalties
+and random numbers as they are there: a proposal is confirmed if it is the token that is chosen
+anyway. The first other choice is the sequence's token, too, and ends the verification.
 
 The length of drafts is a pure decision over measured times. A proposal that the exact weights
 confirm saves a decode step. It costs a row in the pass that confirms, and is lost with the first
@@ -8,19 +14,23 @@ weights arrive, or they would delay the first exact token.
 
 Exact passes run one after another through the layers as these become exact. Invariant: a pass never
 reaches or overtakes an earlier one, so that the keys and values that its rows attend to have been
-written; passes that meet are joined. This module does not know the purpose of rows or logits.
+written; passes that meet are joined. This module knows neither blocks nor what drafts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ..step.batch import Rows
-from .sequence import Sequence
+from ..step.requests import GenerationEvent
+from ..step.state import Chosen, SamplingState
+from .sequence import Sequence as TokenSequence
+from .sequence import accept
 
 # Of one sequence: bounds the rows of a pass for any measured times.
 MAX_PROPOSALS = 64
@@ -91,7 +101,7 @@ class Sent(Struct):
     """A pass and its sequences, in the order of its batch's spans."""
 
     under_way: PassLike
-    parts: list[tuple[Sequence, Rows]]
+    parts: list[tuple[TokenSequence, Rows]]
 
     @property
     def num_rows(self) -> int:
@@ -109,7 +119,7 @@ class ExactPasses:
     def __bool__(self) -> bool:
         return bool(self._passes)
 
-    def send(self, under_way: PassLike, parts: list[tuple[Sequence, Rows]]) -> None:
+    def send(self, under_way: PassLike, parts: list[tuple[TokenSequence, Rows]]) -> None:
         """Add a pass after all others."""
         self._passes.append(Sent(under_way, parts))
 
@@ -134,7 +144,7 @@ class ExactPasses:
         self._join(number)
         return None
 
-    def drop(self, sequences: Collection[Sequence]) -> None:
+    def drop(self, sequences: Collection[TokenSequence]) -> None:
         """Remove the rows of these sequences."""
         remaining: list[Sent] = []
         for sent in self._passes:
@@ -170,3 +180,56 @@ class ExactPasses:
             ahead.under_way = ahead.under_way.joined(behind.under_way)
             ahead.parts += behind.parts
             del self._passes[number]
+
+
+Choose = Callable[[Any, Sequence[SamplingState]], list[Chosen]]
+"""`Backend.choose`."""
+
+
+def verify(
+    sequence: TokenSequence, rows: Rows, logits: Any, choose: Choose
+) -> tuple[list[GenerationEvent], bool]:
+    """Append the tokens that follow from `logits`, (rows.num_logits, vocab) as `choose` takes them.
+    Returns their events, and whether the proposals are settled: none of them is left to verify.
+
+    `rows` were computed in the sequence's exact lane. Their tokens are the sequence's own, and from
+    there on proposals. The lane's computed tokens are then those that both have.
+    """
+    known, num_before = rows.tokens, sequence.num_tokens
+    events, is_settled = _judge(sequence, rows, logits, choose)
+    num_agreed = _num_common(known, sequence.tokens, min(num_before, rows.end), rows.end)
+    sequence.exact.num_computed = min(num_agreed, sequence.num_tokens - 1)
+    return events, is_settled
+
+
+def _judge(
+    sequence: TokenSequence, rows: Rows, logits: Any, choose: Choose
+) -> tuple[list[GenerationEvent], bool]:
+    known = rows.tokens
+    events: list[GenerationEvent] = []
+    for number in range(rows.num_logits):
+        position = rows.end - rows.num_logits + number
+        if position != sequence.num_tokens - 1:
+            continue  # more was sent since, or a grammar forced the next token
+        proposals = known[position + 1 :]
+        (choice,) = choose(logits[number : number + 1], [sequence.sampling])
+        event = accept(sequence, choice)
+        if not proposals:
+            return [*events, event], True
+        num_right = _num_common(event.tokens, proposals, 0, len(event.tokens))
+        # Tokens that a grammar forces may go beyond the proposals.
+        is_right = event.error is None and num_right == len(event.tokens)
+        is_settled = not is_right or event.finish_reason is not None
+        num_lost = len(proposals) - num_right if is_settled else 0
+        events.append(replace(event, num_accepted=num_right, num_rejected=num_lost))
+        if is_settled:
+            return events, True
+    return events, False
+
+
+def _num_common(left: Sequence[int], right: Sequence[int], start: int, end: int) -> int:
+    """The number of equal leading tokens, `end` at most, the first `start` being equal."""
+    end = min(end, len(left), len(right))
+    while start < end and left[start] == right[start]:
+        start += 1
+    return start

@@ -139,18 +139,17 @@ def _end_of_class(expression: str, position: int) -> int:
 
 
 class SchemaTime:
-    """The CPU time that the schemas of one request take together, on one thread."""
+    """The CPU time that the schemas of one request's tools take together, on one thread."""
 
-    def __init__(self, param: str) -> None:
-        self._param = param
+    def __init__(self) -> None:
         self._start_s = time.thread_time()
 
     def check(self) -> None:
         """Raise `RequestError` beyond the bound. Call it before each schema."""
         if time.thread_time() - self._start_s > MAX_SCHEMAS_S:
             raise RequestError(
-                f"{self._param} is too complex: its schemas take more than {MAX_SCHEMAS_S:g} s",
-                param=self._param,
+                f"tools is too complex: its schemas take more than {MAX_SCHEMAS_S:g} s",
+                param="tools",
                 hint="Send fewer functions, or simpler schemas.",
             )
 

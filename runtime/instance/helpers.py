@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from ...loader.device.detect import CPU, index_of
 from ...loader.errors import UsageError
 from ...loader.load.launch import Launched, Prepared, Task, is_possible, launch
-from ...loader.pin import split_pin
+from ...loader.sources.open import split_pin
 from ...loader.timeline import Timeline
 from ..config import ServeConfig
 

@@ -1,19 +1,25 @@
-"""The choice of a load in an instance's own threads, and its start. It does not know the use of the weights."""
+"""The first step of a start, and the choice of its load: the manifest is requested and the load started, in a thread of
+their own, before an instance's other modules are imported.
+
+Imports what the first request needs, and nothing of the engine. It does not know the use of the weights.
+"""
 
 from __future__ import annotations
 
 import enum
+import threading
+from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple, cast
 
+from ...loader.artifact import open_artifact, open_model
 from ...loader.device.detect import CPU
 from ...loader.errors import UnavailableError
 from ...loader.load.options import Order
 from ...loader.sources.base import Mappable, Remote
+from ...loader.sources.open import split_pin
 from .helpers import opener, refuse_weights_bytes
 
 if TYPE_CHECKING:
-    import threading
-
     from ...loader.format.manifest import Blob, Manifest, Part
     from ...loader.load.base import AnyLoad, HostLoad
     from ...loader.load.device_load import DeviceLoad
@@ -26,6 +32,11 @@ if TYPE_CHECKING:
     from ...loader.sources.base import Source
     from ...loader.timeline import Timeline
     from ..config import ServeConfig
+    from .helpers import LaunchedHelpers
+
+
+# Needed between a remote manifest and the first ranges.
+AHEAD = ("blake3", "...loader.format.manifest_json", "...loader.load.prefetch")
 
 
 class StartedLoad(NamedTuple):
@@ -35,6 +46,78 @@ class StartedLoad(NamedTuple):
     # The shared base, if that has its weights, or those that it adds differences to.
     shared: SharedBase | None = None
     base: HostLoad | None = None  # in the latter case, the load of that base
+
+
+class Opening:
+    """A model's source, and its load once the manifest is there. The instance that takes it closes both."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        timeline: Timeline,
+        *,
+        source: Source | None = None,
+        launched: LaunchedHelpers | None = None,
+        base: ResidentBase | None = None,
+        full_speed: threading.Event | None = None,
+    ) -> None:
+        """Start the thread; return at once. The load uses the memory of `launched`, if it has some;
+        the others are as `Startup` has them. Raises nothing: `take` does.
+        """
+        self.full_speed = full_speed or threading.Event()
+        self.source = source
+        self._config = config
+        self._timeline = timeline
+        self._memory = (launched and launched.reserve, launched and launched.shared, base)
+        self._ended = threading.Event()
+        self._started: StartedLoad | None = None
+        self._error: BaseException | None = None
+        self._address, self._digest = split_pin(config.model)
+        try:
+            if self.source is None:
+                self.source = open_model(self._address, config.source_options, timeline=timeline)
+        except Exception as error:  # noqa: BLE001 - raised by `take`
+            self._error = error
+            self._ended.set()
+            return
+        threading.Thread(target=self._run, args=(self.source,), name="teneral-manifest", daemon=True).start()
+
+    def import_ahead(self) -> None:
+        """Import what the first ranges of a store need, while the manifest is on its way."""
+        if isinstance(self.source, Remote):
+            for name in AHEAD:
+                import_module(name, __package__)
+
+    def take(self) -> StartedLoad:
+        """The load, which is the caller's from now on. Blocks until the manifest was read; raises the
+        errors of `load_here`, and `UsageError` for an unusable address.
+        """
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        started, self._started = self._started, None  # holds none of its memory any more
+        assert started is not None
+        return started
+
+    def _run(self, source: Source) -> None:
+        reserve, shared, base = self._memory
+        self._memory = (None, None, None)
+        try:
+            self._started = load_here(
+                source,
+                self._digest,
+                self._config,
+                self._timeline,
+                reserve=reserve,
+                base=base,
+                full_speed=self.full_speed,
+                shared=shared,
+            )
+            if shared is not None and self._started.shared is None:
+                shared.close()  # else its memory would stay as long as this process does
+        except BaseException as error:  # noqa: BLE001 - raised by `take`
+            self._error = error
+        self._ended.set()
 
 
 def wire_share_of(source: Source, timeline: Timeline) -> float:
@@ -91,9 +174,6 @@ def load_here(
     `full_speed` is set, decoding leaves two cores alone. Raises `UsageError` for less memory than a
     step needs (`config.weights_bytes`).
     """
-    # The loader's process imports these, if there is one.
-    from ...loader.artifact import open_artifact
-
     options, device = config.load_options, config.chosen_device
     may_map = config.mmap and device == CPU and config.weights_bytes is None
     prefetcher = _Prefetcher(source, options, timeline, device, 0 if reserve is None else reserve.taken_bytes)
@@ -223,7 +303,7 @@ def _load_host(
 ) -> WeightLoad:
     """Start a load into this process's memory. Raises `UsageError` where that is less than a step needs."""
     from ...loader.load.load import WeightLoad  # the manifest was requested without it
-    from ...loader.load.targets.host import HostTarget
+    from ...loader.load.targets.base import HostTarget
 
     if not isinstance(source, Remote):
         # Decoding is all that such a load waits for: what it imports comes before the web server.

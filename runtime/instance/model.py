@@ -213,7 +213,7 @@ def make_engine(
         from ..backends.choose import pool_bytes, step_backend
         from ..engine.arrival import BasedArrival, LoadArrival
         from ..engine.engine import Engine, EngineOptions
-        from ..kv.kinds import KVKind
+        from ..kv.storage import KVKind
         from ..models.decoder import Decoder
 
     with timeline.span("model", "KV pool"):

@@ -28,14 +28,13 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from ...loader.artifact import open_model
 from ...loader.errors import TeneralError, memory_error
-from ...loader.pin import split_pin
+from ...loader.sources.open import split_pin
 from ...loader.timeline import Timeline
 from ..config import ServeConfig
 from ..errors import ModelError
 from ..files import TOKENIZER_NAME, ModelFiles, is_onnx, seems_onnx
 from .helpers import launch_helpers
-from .loading import wire_share_of
-from .opening import Opening
+from .loading import Opening, wire_share_of
 
 if TYPE_CHECKING:
     from typing import Self

@@ -20,9 +20,8 @@ from ...loader.format.checkpoint_files import SUFFIX
 from ...loader.format.manifest import Manifest
 from ...loader.format.safetensors import read_header
 from ...loader.load.load import WeightLoad
-from ...loader.pin import split_pin
 from ...loader.sources.base import Source, SourceOptions
-from ...loader.sources.open import model_address, open_source, scheme_of
+from ...loader.sources.open import model_address, open_source, scheme_of, split_pin
 from .slots import tensor_over
 
 Address = str | os.PathLike[str]

@@ -13,6 +13,7 @@ read without a copy. Executors write and read the arrays themselves.
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -23,6 +24,13 @@ import numpy.typing as npt
 from ..tensors import DType, reserved
 
 Bytes = npt.NDArray[np.uint8]
+
+
+class KVKind(enum.StrEnum):
+    """The storage format of a pool."""
+
+    MODEL = "model"  # the model's own dtype
+    INT8 = "int8"  # integers and a scale for each token and head
 
 
 class KVPool(Protocol):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 
 from ...loader.format.manifest import Tier
-from ..kv.kinds import KVKind
+from ..kv.storage import KVKind
 from ..step.backend import EXPERT_WAIT, OnLayer
 from ..step.batch import Int64s, StepBatch, join, select
 from ..step.logprobs import rows_at_once

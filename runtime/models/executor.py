@@ -15,7 +15,7 @@ import numpy.typing as npt
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from ..kv.kinds import KVKind
+from ..kv.storage import KVKind
 from ..step.batch import Int64s, StepBatch
 from ..tensors import DType
 from .matrices import DecoderWeights, EncoderWeights

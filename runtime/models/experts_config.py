@@ -99,7 +99,6 @@ def read_sigmoid_experts(
     config: Fields,
     layers: Sequence[bool],
     *,
-    sum_to_1: bool,
     factor: float,
     groups: tuple[int, int] = (1, 1),
 ) -> Experts:
@@ -110,7 +109,7 @@ def read_sigmoid_experts(
         config,
         size_key="moe_intermediate_size",
         layers=layers,
-        sum_to_1=config.boolean("norm_topk_prob", default=sum_to_1),
+        sum_to_1=config.boolean("norm_topk_prob", default=True),
         rounds_weights=False,
     )
     num_groups, used = read_groups(config, common, groups)

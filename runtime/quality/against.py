@@ -15,7 +15,7 @@ from ...loader.memory.limits import available, check_fits
 from ...loader.sources.base import Source
 from ...loader.tools.progress_bar import format_bytes
 from ..errors import ModelError
-from ..kv.kinds import KVKind
+from ..kv.storage import KVKind
 from ..models.decoder import Decoder
 from .decoders import DecoderQuality, compare_decoders
 from .evaluate import WORK_BYTES, OnProgress, PartCounter, WholeDecoder, check_max_tokens

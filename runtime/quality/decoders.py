@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ModelError
-from ..kv.kinds import KVKind
+from ..kv.storage import KVKind
 from ..models.decoder import Decoder
 from ..step.batch import Int64s
 from .sequences import Sequences

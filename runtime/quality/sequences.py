@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ..kv.kinds import KVKind
+from ..kv.storage import KVKind
 from ..models.decoder import Decoder
 from ..step.batch import SequenceSpan, StepBatch
 

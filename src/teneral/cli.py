@@ -109,7 +109,7 @@ def _pack(options: argparse.Namespace) -> int:
 
 def _unpack(options: argparse.Namespace) -> int:
     from .loader.artifact import open_model
-    from .loader.pin import split_pin
+    from .loader.sources.open import split_pin
     from .loader.tools.progress_bar import ProgressBar
     from .loader.tools.unpack import unpack
 
@@ -123,7 +123,7 @@ def _unpack(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     from .loader.artifact import open_model
-    from .loader.pin import split_pin
+    from .loader.sources.open import split_pin
     from .loader.tools.progress_bar import ProgressBar
     from .loader.tools.verify import verify
 
@@ -147,7 +147,7 @@ def _gc(options: argparse.Namespace) -> int:
 
 def _inspect(options: argparse.Namespace) -> int:
     from .loader.artifact import find_file, open_artifact, open_model, read_file
-    from .loader.pin import split_pin
+    from .loader.sources.open import split_pin
     from .loader.tools.inspect import describe, render_table
     from .runtime.backends.describe import describe_model
 
@@ -165,7 +165,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
 def _eval_draft(options: argparse.Namespace) -> int:
     from .loader.artifact import open_model
-    from .loader.pin import split_pin
+    from .loader.sources.open import split_pin
     from .loader.tools.progress_bar import ProgressBar
     from .runtime.quality.evaluate import evaluate_draft
     from .runtime.quality.text import read_text
@@ -188,9 +188,9 @@ def _eval_draft(options: argparse.Namespace) -> int:
 
 def _eval(options: argparse.Namespace) -> int:
     from .loader.artifact import open_artifact, open_model
-    from .loader.pin import split_pin
+    from .loader.sources.open import split_pin
     from .loader.tools.progress_bar import ProgressBar
-    from .runtime.kv.kinds import KVKind
+    from .runtime.kv.storage import KVKind
     from .runtime.quality.against import ComparedModel, evaluate_against
     from .runtime.quality.text import read_text
 
@@ -227,10 +227,10 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from .handlers.platforms.settings import resolve
+    from .handlers.platforms import resolve_settings
     from .handlers.serve import run_server
 
-    config = resolve(_settings(options), os.environ, options.config)
+    config = resolve_settings(_settings(options), os.environ, options.config)
     if config.model.lower().endswith(UNPACKED_SUFFIXES):
         from .runtime.onnx.pack import refuse_other_formats, temporary_artifact  # few are served so
 
@@ -264,18 +264,18 @@ def _standby(options: argparse.Namespace) -> int:
 
 def _invoke(options: argparse.Namespace) -> int:
     from .handlers.function.invoke import invoke_once
-    from .handlers.platforms.settings import resolve
+    from .handlers.platforms import resolve_settings
 
-    config = resolve(_settings(options), os.environ, options.config)
+    config = resolve_settings(_settings(options), os.environ, options.config)
     timeout_s = config.request_timeout_s if options.timeout_s is None else options.timeout_s
     return invoke_once(options.function, options.event, config, timeout_s=timeout_s)
 
 
 def _batch(options: argparse.Namespace) -> int:
     from .handlers.batch.spec import JobSpec, Share, share_of
-    from .handlers.platforms.settings import resolve
+    from .handlers.platforms import resolve_settings
 
-    config = resolve({**_settings(options), "model": options.artifact}, os.environ, options.config)
+    config = resolve_settings({**_settings(options), "model": options.artifact}, os.environ, options.config)
     spec = JobSpec(
         input=options.input,
         output=options.output,

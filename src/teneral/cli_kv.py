@@ -35,8 +35,7 @@ def _kv_export(options: argparse.Namespace) -> int:
 
 
 def _kv_inspect(options: argparse.Namespace) -> int:
-    from .loader.pin import split_pin
-    from .loader.sources.open import open_source
+    from .loader.sources.open import open_source, split_pin
     from .runtime.kv.snapshots.parts import open_snapshot
     from .runtime.kv.snapshots.tools import describe, render_table
 
@@ -49,8 +48,7 @@ def _kv_inspect(options: argparse.Namespace) -> int:
 
 
 def _kv_verify(options: argparse.Namespace) -> int:
-    from .loader.pin import split_pin
-    from .loader.sources.open import open_source
+    from .loader.sources.open import open_source, split_pin
     from .loader.tools.progress_bar import ProgressBar
     from .runtime.kv.snapshots.tools import verify_snapshot
 
@@ -63,8 +61,7 @@ def _kv_verify(options: argparse.Namespace) -> int:
 
 
 def _kv_import(options: argparse.Namespace) -> int:
-    from .loader.pin import split_pin
-    from .loader.sources.open import open_source, open_store
+    from .loader.sources.open import open_source, open_store, split_pin
     from .loader.tools.progress_bar import ProgressBar
     from .runtime.kv.snapshots.tools import copy_snapshot
 

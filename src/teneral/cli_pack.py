@@ -85,7 +85,7 @@ def _warn_if_refused(source: Source) -> None:
 
 
 def _pack_adapter(options: argparse.Namespace, source: Source, store: Store, reads: RecordedReads) -> int:
-    from .loader.pin import split_pin
+    from .loader.sources.open import split_pin
     from .runtime.adapters.pack import pack_adapter
 
     what = "an adapter is packed as it is: it has no tiers, and is neither quantised nor pruned"

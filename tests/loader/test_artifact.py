@@ -20,8 +20,8 @@ from teneral.loader.errors import (
     NotFoundError,
     UsageError,
 )
-from teneral.loader.pin import split_pin
 from teneral.loader.sources.base import ObjectInfo
+from teneral.loader.sources.open import split_pin
 from teneral.loader.tools.pack.pack import pack
 
 

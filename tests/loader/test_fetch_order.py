@@ -8,9 +8,8 @@ from tests.support.artifacts import build_artifact
 from tests.support.inspection import steps_of
 
 from teneral.loader.format.manifest import Tier
-from teneral.loader.load.fetch_order import FetchOrder
 from teneral.loader.load.options import Order
-from teneral.loader.load.plan import Plan, plan_load
+from teneral.loader.load.plan import FetchOrder, Plan, plan_load
 
 LAYOUT = [
     ("embed", {"embed": ("BF16", (300, 64))}),

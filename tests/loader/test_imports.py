@@ -112,7 +112,7 @@ def test_sending_for_the_weights_needs_next_to_nothing() -> None:
 
 def test_a_remote_models_manifest_is_requested_before_the_instances_modules_are_imported() -> None:
     modules = modules_after(
-        "import teneral.handlers.serve, teneral.runtime.text.launch, teneral.runtime.instance.opening, "
+        "import teneral.handlers.serve, teneral.runtime.text.launch, teneral.runtime.instance.loading, "
         "teneral.loader.sources.s3.store"
     )
     heavy = {"logging", "json", "concurrent.futures", "numpy", "msgspec", "dataclasses", "blake3", "asyncio"}

@@ -26,7 +26,7 @@ from teneral.loader.load.accounting import LoadState
 from teneral.loader.load.load import WeightLoad
 from teneral.loader.load.options import LoadOptions
 from teneral.loader.load.queue import WorkQueue
-from teneral.loader.load.targets import host
+from teneral.loader.load.targets import base
 from teneral.loader.timeline import Timeline
 
 LAYERS = [(f"layers.{number}", {f"w{number}": ("BF16", (100, 100))}) for number in range(4)]
@@ -332,7 +332,7 @@ def test_a_load_whose_last_thread_is_refused_is_complete_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     built = build_artifact(LAYERS)
-    monkeypatch.setattr(host, "MIN_HUGE_BYTES", 0)
+    monkeypatch.setattr(base, "MIN_HUGE_BYTES", 0)
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:

@@ -15,8 +15,7 @@ from tests.support.toy_decoder import ToyTokenizer
 
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.engine.generation import GenerationResult
-from teneral.runtime.kv.kinds import KVKind
-from teneral.runtime.kv.storage import KVStorage
+from teneral.runtime.kv.storage import KVKind, KVStorage
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.step.backend import host_backend
 from teneral.runtime.step.requests import GenerationRequest, Priority

@@ -25,7 +25,7 @@ from teneral.loader.native.library import library
 from teneral.runtime.backends.native.backend import NativeBackend
 from teneral.runtime.engine import look_ahead
 from teneral.runtime.engine.engine import Engine, EngineOptions
-from teneral.runtime.kv.kinds import KVKind
+from teneral.runtime.kv.storage import KVKind
 from teneral.runtime.step.backend import host_backend
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 

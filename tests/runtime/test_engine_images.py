@@ -25,7 +25,7 @@ from tests.support.vision_models import (
     tiny_vision_model,
 )
 
-from teneral.runtime.engine import image_encoder, next_step
+from teneral.runtime.engine import image_encoder, step_loop
 from teneral.runtime.engine import options as engine_options
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.errors import ModelError, RequestError
@@ -220,7 +220,7 @@ def test_images_that_come_while_a_step_is_planned_do_not_end_the_engine(
 ) -> None:
     """Planning asks twice whether a sequence waits for images. Both answers must be the same, or the engine fails."""
     decoder, tower = slow
-    request, plan_step = request_with(1, 2), next_step.plan_step
+    request, plan_step = request_with(1, 2), step_loop.plan_step
 
     def plan_meanwhile(*args: Any, **named: Any) -> Any:
         plan = plan_step(*args, **named)
@@ -231,7 +231,7 @@ def test_images_that_come_while_a_step_is_planned_do_not_end_the_engine(
                 time.sleep(0.001)
         return plan
 
-    monkeypatch.setattr(next_step, "plan_step", plan_meanwhile)
+    monkeypatch.setattr(step_loop, "plan_step", plan_meanwhile)
     with Rig(decoder) as rig:
         assert len(rig.tokens(request)[0]) == NUM_TOKENS
 

@@ -20,7 +20,7 @@ from tests.support.toy_decoder import ToyDecoder
 
 from teneral.runtime.engine import look_ahead
 from teneral.runtime.engine.generation import Generation, GenerationResult
-from teneral.runtime.engine.ngrams import Proposal
+from teneral.runtime.engine.proposals import Proposal
 from teneral.runtime.step.requests import FinishReason, Priority, SamplingParams
 
 PATTERN = (5, 9, 11, 3)

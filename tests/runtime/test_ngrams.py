@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.inspection import table_of
 
-from teneral.runtime.engine.ngrams import FEW_TOKENS, MAX_MATCH, MAX_SLOTS, NGRAM, NgramProposer, Proposal
+from teneral.runtime.engine.proposals import FEW_TOKENS, MAX_MATCH, MAX_SLOTS, NGRAM, NgramProposer, Proposal
 
 
 def searched(tokens: Sequence[int], max_tokens: int) -> Proposal | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teneral.runtime.engine.proposal_lengths import (
+from teneral.runtime.engine.proposals import (
     MAX_PAUSE,
     MAX_SLOWDOWN,
     MIN_PAUSE,

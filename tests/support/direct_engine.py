@@ -20,7 +20,7 @@ from teneral.runtime.backends.cuda.direct.weights import tensor_at
 from teneral.runtime.backends.cuda.direct.workspace import WorkspaceLimits
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.engine.generation import Generation
-from teneral.runtime.kv.kinds import KVKind
+from teneral.runtime.kv.storage import KVKind
 from teneral.runtime.models.build import build_model
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.step.backend import BackendOptions

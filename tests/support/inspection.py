@@ -28,7 +28,7 @@ def backend_of(engine: Any) -> Any:
 
 def drafting_of(engine: Any) -> Any:
     """The members that its early phase would draft for now."""
-    return engine._early._who_drafts()
+    return engine._loop.early._who_drafts()
 
 
 def connections_of(source: Any) -> Any:
@@ -62,7 +62,7 @@ def model_of(engine: Any) -> Any:
 
 def draft_steps_of(engine: Any) -> int:
     """The number of draft steps of its early phase."""
-    return int(engine._early._num_draft_steps)
+    return int(engine._loop.early._num_draft_steps)
 
 
 def record_copies(engine: Any, copied: list[int]) -> None:

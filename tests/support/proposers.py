@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 
-from teneral.runtime.engine.ngrams import MAX_MATCH, NGRAM, Proposal
+from teneral.runtime.engine.proposals import MAX_MATCH, NGRAM, Proposal
 
 MAX_GUESSES = 9
 

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from teneral.runtime.backends.choose import BackendChoice, BackendRow
-from teneral.runtime.kv.kinds import KVKind
-from teneral.runtime.kv.storage import KVStorage
+from teneral.runtime.kv.storage import KVKind, KVStorage
 from teneral.runtime.models.decoder_config import LayerRotary, Norm, Sublayers
 from teneral.runtime.models.executor import (
     ComputeDtype,

@@ -17,8 +17,7 @@ from ....loader.errors import CheckpointError
 from ....loader.format.checkpoint_files import INDEX_SUFFIX, SUFFIX
 from ....loader.format.limits import MANIFEST_NAME
 from ....loader.format.tensor_digests import FILE_NAME as DIGESTS_NAME
-from ....loader.pin import PIN_MARK, split_pin
-from ....loader.sources.open import model_address, open_source, scheme_of
+from ....loader.sources.open import PIN_MARK, model_address, open_source, scheme_of, split_pin
 
 CONFIG_NAME = "config.json"
 

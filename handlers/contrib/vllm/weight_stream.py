@@ -20,7 +20,6 @@ import torch.distributed as dist
 from ....loader.errors import LoadError
 from ....loader.format.manifest import Manifest
 from ....loader.load.windows import SuccessiveLoad, SuccessiveStatistics
-from ....loader.timeline import Timeline
 from ....loader.tools.progress_bar import format_bytes
 from ....runtime.into.files import open_weights
 from ....runtime.into.slots import names_of, tensors_in
@@ -151,7 +150,6 @@ class WeightStream:
         settings: LoaderSettings | None = None,
         *,
         peers: Peers | None = None,
-        timeline: Timeline | None = None,
     ) -> None:
         """Nothing is read yet. With `peers`, all of them must iterate over the same address, at the
         same time.
@@ -159,7 +157,6 @@ class WeightStream:
         self._address = address
         self._settings = settings or LoaderSettings()
         self._peers = peers if peers is not None and peers.size > 1 else None
-        self._timeline = timeline
         self.digest: bytes | None = None  # of the manifest; None: plain safetensors, or not read yet
         self.url = ""  # for people
         self.statistics: SuccessiveStatistics | None = None  # once everything was read
@@ -181,7 +178,6 @@ class WeightStream:
             groups=[group for group, reader in enumerate(readers) if reader == rank],
             window_bytes=self._settings.memory_bytes // 2,
             options=self._settings.load_options,
-            timeline=self._timeline,
         )
         with closing(source), load:
             for group, slab in (

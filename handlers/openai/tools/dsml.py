@@ -7,15 +7,12 @@ block's tag is `function_calls` in V3.2, and `tool_calls` in V4.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 
-from ....runtime.errors import RequestError
-from ....runtime.grammar.spec import GrammarSpec
 from .format import CallShape, Functions, NotACallError, ParsedCall, ToolFormat
 from .functions import Property
-from .qwen3_coder import MAX_NAME_CHARS, XmlBlock, XmlPlace, takes_text
+from .qwen3_coder import MAX_NAME_CHARS, XmlBlock, XmlPlace, parameter_rules
 
 DSML = "｜DSML｜"
 TAGS = ("function_calls", "tool_calls")  # of a block, V3.2's and V4's
@@ -86,31 +83,14 @@ class DsmlBlock(XmlBlock):
 
 
 def argument_rules(rule: str, properties: Sequence[Property] | None) -> list[str]:
-    """Parameters in the order of the schema."""
-    behind = json.dumps(f"{END_PARAMETER}\n")
-    text = f"{rule}_text[lazy]: {rule.upper()}_TEXT? {behind}"
-    rules = [text, f"{rule.upper()}_TEXT: /(?s:.+)/"]
-    if properties is None:
-        name, head = f"{rule.upper()}_NAME", json.dumps(PARAMETER)
-        any_of_them = f"({head} {name} {json.dumps(_attribute(is_text=True))} {rule}_text)*"
-        return [f"{rule}: {any_of_them}", f"{name}: /[A-Za-z0-9_.-]{{1,64}}/", *rules]
-    parts = []
-    for number, each in enumerate(properties):
-        if not each.name or len(each.name) > MAX_NAME_CHARS // 2 or re.search(r'[<>"\n]', each.name):
-            raise RequestError(
-                f"tools have a parameter {each.name[:50]!r}, which a tag cannot name", param="tools"
-            )
-        is_text = takes_text(each.schema)
-        value = f"{rule}_text"
-        if is_text and "enum" in each.schema:
-            value = f"({' | '.join(map(json.dumps, each.schema['enum']))}) {behind}"
-        elif not is_text:
-            schema = GrammarSpec.json_schema(each.schema, param="tools", closes=False)
-            value = f"{schema.embedded_schema()} {behind}"
-        head = PARAMETER + each.name + _attribute(is_text=is_text)
-        rules.append(f"{rule}_{number}: {json.dumps(head)} {value}")
-        parts.append(f"{rule}_{number}{'' if each.is_required else '?'}")
-    return [f"{rule}: {' '.join(parts)}" if parts else f'{rule}: ""', *rules]
+    return parameter_rules(
+        rule,
+        properties,
+        name=re.compile(rf'[^<>"\n]{{1,{MAX_NAME_CHARS // 2}}}'),
+        before=PARAMETER,
+        between=lambda is_text: _attribute(is_text=is_text),
+        behind=f"{END_PARAMETER}\n",
+    )
 
 
 def _attribute(*, is_text: bool) -> str:

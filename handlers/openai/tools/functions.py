@@ -93,7 +93,7 @@ def tool_plan(
     chosen = tuple(function for name, function in functions.items() if name in names)
     from ....runtime.grammar.spec import SchemaTime
 
-    bound = SchemaTime("tools")
+    bound = SchemaTime()
     for function in chosen:
         bound.check()
         if function.is_strict or mode is ToolMode.REQUIRED:

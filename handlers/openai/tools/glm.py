@@ -6,16 +6,13 @@ Values are as Qwen3-Coder's: text as it is where a parameter is a string, and JS
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 
-from ....runtime.errors import RequestError
-from ....runtime.grammar.spec import GrammarSpec
 from .format import CallShape, NotACallError, ToolFormat
 from .functions import Property
 from .json_objects import CLOSER, OPENER
-from .qwen3_coder import XmlBlock, XmlPlace, takes_text
+from .qwen3_coder import XmlBlock, XmlPlace, parameter_rules
 
 KEY, END_KEY, VALUE, END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 _NAME = re.compile(r"\s*([^\s<>{}]{1,256})\s*(?=<)")
@@ -74,33 +71,14 @@ class GlmBlock(XmlBlock):
 
 
 def argument_rules(rule: str, properties: Sequence[Property] | None) -> list[str]:
-    """Parameters in the order of the schema."""
-    behind = json.dumps(f"{END_VALUE}\n")
-    between = json.dumps(f"{END_KEY}\n{VALUE}")
-    rules = [f"{rule}_text[lazy]: {rule.upper()}_TEXT? {behind}", f"{rule.upper()}_TEXT: /(?s:.+)/"]
-    if properties is None:
-        name = f"{rule.upper()}_NAME"
-        return [
-            f"{rule}: ({json.dumps(KEY)} {name} {between} {rule}_text)*",
-            f"{name}: /[A-Za-z0-9_.-]{{1,64}}/",
-            *rules,
-        ]
-    parts = []
-    for number, each in enumerate(properties):
-        if not each.name or len(each.name) > MAX_KEY_CHARS or re.search(r"[<>\n]", each.name):
-            raise RequestError(
-                f"tools have a parameter {each.name[:50]!r}, which a tag cannot name", param="tools"
-            )
-        value = f"{rule}_text"
-        if "enum" in each.schema and takes_text(each.schema):
-            value = f"({' | '.join(map(json.dumps, each.schema['enum']))}) {behind}"
-        elif not takes_text(each.schema):
-            schema = GrammarSpec.json_schema(each.schema, param="tools", closes=False)
-            value = f"{rule}_{number}_value {behind}"
-            rules.append(f"{rule}_{number}_value: {schema.embedded_schema()}")
-        rules.append(f"{rule}_{number}: {json.dumps(KEY + each.name)} {between} {value}")
-        parts.append(f"{rule}_{number}{'' if each.is_required else '?'}")
-    return [f"{rule}: {' '.join(parts)}" if parts else f'{rule}: ""', *rules]
+    return parameter_rules(
+        rule,
+        properties,
+        name=re.compile(rf"[^<>\n]{{1,{MAX_KEY_CHARS}}}"),
+        before=KEY,
+        between=lambda _: f"{END_KEY}\n{VALUE}",
+        behind=f"{END_VALUE}\n",
+    )
 
 
 GLM = ToolFormat(

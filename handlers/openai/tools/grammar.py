@@ -138,7 +138,7 @@ def _json_rules(fmt: ToolFormat, plan: ToolPlan, answer: GrammarSpec) -> list[st
         )
     names = [f"call_{number}" for number in range(len(plan.functions))]
     rules = [f"calls: call{_more_calls(fmt.shape, plan, [])}", f"call: {' | '.join(names)}"]
-    bound = SchemaTime("tools")
+    bound = SchemaTime()
     for name, function in zip(names, plan.functions, strict=True):
         bound.check()
         schema = json.loads(function.arguments().text)
@@ -163,7 +163,7 @@ def _alternatives(
     shape = fmt.shape
     rules = [f"{rule}: {' | '.join(f'{rule}_{number}' for number in range(len(plan.functions)))}"]
     tail = _text(shape.after_arguments, markers)
-    bound = SchemaTime("tools")
+    bound = SchemaTime()
     for number, function in enumerate(plan.functions):
         bound.check()
         head = _text(f"{before_name}{function.name}{shape.before_arguments}", markers)

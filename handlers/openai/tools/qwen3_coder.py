@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ....runtime.errors import RequestError
@@ -216,29 +216,51 @@ def takes_text(schema: Any) -> bool:
     )
 
 
-def argument_rules(rule: str, properties: Sequence[Property] | None) -> list[str]:
-    """Parameters in the order of the schema."""
-    behind = json.dumps(f"\n{END_PARAMETER}\n")
-    text = f"{rule}_text[lazy]: {rule.upper()}_TEXT? {behind}"
-    rules = [text, f"{rule.upper()}_TEXT: /(?s:.+)/"]
+def parameter_rules(
+    rule: str,
+    properties: Sequence[Property] | None,
+    *,
+    name: re.Pattern[str],
+    before: str,
+    between: Callable[[bool], str],
+    behind: str,
+) -> list[str]:
+    """The rules of parameters in the order of the schema, each `before` NAME `between` VALUE `behind`. What is between
+    them depends on whether the value is text.
+    """
+    end = json.dumps(behind)
+    rules = [f"{rule}_text[lazy]: {rule.upper()}_TEXT? {end}", f"{rule.upper()}_TEXT: /(?s:.+)/"]
     if properties is None:
-        name = f"{rule.upper()}_NAME"
-        any_of_them = f'({json.dumps(PARAMETER)} {name} ">\\n" {rule}_text)*'
-        return [f"{rule}: {any_of_them}", f"{name}: /[A-Za-z0-9_.-]{{1,64}}/", *rules]
+        any_name = f"{rule.upper()}_NAME"
+        any_of_them = f"({json.dumps(before)} {any_name} {json.dumps(between(True))} {rule}_text)*"
+        return [f"{rule}: {any_of_them}", f"{any_name}: /[A-Za-z0-9_.-]{{1,64}}/", *rules]
     parts = []
     for number, each in enumerate(properties):
-        if not _NAME.fullmatch(f"{each.name}>"):
+        if not name.fullmatch(each.name):
             raise RequestError(
                 f"tools have a parameter {each.name[:50]!r}, which a tag cannot name", param="tools"
             )
+        is_text = takes_text(each.schema)
         value = f"{rule}_text"
-        if "enum" in each.schema and takes_text(each.schema):
-            value = f"({' | '.join(map(json.dumps, each.schema['enum']))}) {behind}"
-        elif not takes_text(each.schema):
-            value = f"{GrammarSpec.json_schema(each.schema, param='tools', closes=False).embedded_schema()} {behind}"
-        rules.append(f"{rule}_{number}: {json.dumps(f'{PARAMETER}{each.name}>' + chr(10))} {value}")
+        if is_text and "enum" in each.schema:
+            value = f"({' | '.join(map(json.dumps, each.schema['enum']))}) {end}"
+        elif not is_text:
+            schema = GrammarSpec.json_schema(each.schema, param="tools", closes=False)
+            value = f"{schema.embedded_schema()} {end}"
+        rules.append(f"{rule}_{number}: {json.dumps(before + each.name + between(is_text))} {value}")
         parts.append(f"{rule}_{number}{'' if each.is_required else '?'}")
     return [f"{rule}: {' '.join(parts)}" if parts else f'{rule}: ""', *rules]
+
+
+def argument_rules(rule: str, properties: Sequence[Property] | None) -> list[str]:
+    return parameter_rules(
+        rule,
+        properties,
+        name=re.compile(r"[^<>\n]{1,256}"),
+        before=PARAMETER,
+        between=lambda _: ">\n",
+        behind=f"\n{END_PARAMETER}\n",
+    )
 
 
 QWEN3_CODER = ToolFormat(

@@ -46,11 +46,15 @@ def parse_url(url: str) -> tuple[str, str, str]:
     """
     account, _, rest = url.partition("://")[2].partition("/")
     container, _, prefix = rest.partition("/")
+    _check_names(url, account, container)
+    return account, container, prefix.strip("/")
+
+
+def _check_names(url: str, account: str, container: str) -> None:
     if not _ACCOUNT.fullmatch(account):
         raise UsageError(f"{url}: {account!r} is not the name of a storage account", hint=_HINT)
     if not _CONTAINER.fullmatch(container):
         raise UsageError(f"{url}: {container!r} is not the name of a container", hint=_HINT)
-    return account, container, prefix.strip("/")
 
 
 def settings_from(
@@ -65,10 +69,7 @@ def settings_from(
     account = known or first
     if first == account:
         first, _, rest = rest.partition("/")
-    if not _ACCOUNT.fullmatch(account):
-        raise UsageError(f"{url}: {account!r} is not the name of a storage account", hint=_HINT)
-    if not _CONTAINER.fullmatch(first):
-        raise UsageError(f"{url}: {first!r} is not the name of a container", hint=_HINT)
+    _check_names(url, account, first)
     key, sas = given.get("accountkey", ""), given.get("sharedaccesssignature", "")
     if not key and not sas:
         key = environment.get("AZURE_STORAGE_KEY") or ""

@@ -24,9 +24,8 @@ from ...format.encoding import Encoding
 from ...format.layout import Stretch
 from ...format.manifest import FRAME_ELEMENTS, Manifest, Tensor
 from ...load.windows import SuccessiveLoad
-from ...pin import split_pin
 from ...sources.base import Source, SourceOptions
-from ...sources.open import model_address, open_source
+from ...sources.open import model_address, open_source, split_pin
 from .plan import Job, PackPlan
 from .prune import Pruner
 from .quantize_plan import QuantizingReader
@@ -193,7 +192,7 @@ def _choose(tensor: Tensor, content: ContentReader, base: Bytes) -> Encoding:
     for start in range(0, tensor.num_elements, _PIECE_ELEMENTS):
         count = min(_PIECE_ELEMENTS, tensor.num_elements - start)
         if not np.array_equal(
-            _read(tensor, start, count, content), base[start * width : (start + count) * width]
+            read_elements(tensor, start, count, content), base[start * width : (start + count) * width]
         ):
             is_same = False
             break
@@ -205,7 +204,7 @@ def _choose(tensor: Tensor, content: ContentReader, base: Bytes) -> Encoding:
     for index in range(num):
         start = index * num_frames // num * FRAME_ELEMENTS
         count = min(FRAME_ELEMENTS, tensor.num_elements - start)
-        data = _read(tensor, start, count, content)
+        data = read_elements(tensor, start, count, content)
         delta = encode_differences(tensor.dtype, data, base[start * width : (start + count) * width])
         delta_bytes += _size_of(delta)
         own_bytes += _size_of(encode_segment(tensor.dtype, tensor.encoding, data))
@@ -216,7 +215,7 @@ def _size_of(coded: dict[Any, list[Any]]) -> int:
     return sum(memoryview(content).nbytes for planes in coded.values() for _, content in planes)
 
 
-def _read(tensor: Tensor, start: int, count: int, content: ContentReader) -> Bytes:
+def read_elements(tensor: Tensor, start: int, count: int, content: ContentReader) -> Bytes:
     data = np.empty(count * tensor.element_bytes, np.uint8)
     content.read(Stretch(tensor, start, count), data)
     return data

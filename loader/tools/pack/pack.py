@@ -33,9 +33,9 @@ from ...format.limits import MANIFEST_NAME
 from ...format.manifest import Manifest, Part, align
 from ...format.manifest_json import dump_manifest, manifest_digest
 from ...format.tensor_digests import FILE_NAME, dump_tensor_digests
-from ...pin import PIN_MARK
 from ...process.cpu import available_cores
 from ...sources.base import Source, Store
+from ...sources.open import PIN_MARK
 from ..garbage import StoredGeneration, describe_unused, find_unused_quietly
 from ..progress_bar import TransferProgress, format_bytes
 from ..stated_files import RecordedReads

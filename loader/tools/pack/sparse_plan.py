@@ -18,7 +18,7 @@ from ...format.codec import MIN_PLANE_GAIN, encode_segment, num_values
 from ...format.encoding import Encoding
 from ...format.layout import Stretch
 from ...format.manifest import FRAME_ELEMENTS, Tensor
-from .content import ContentReader
+from .content import ContentReader, read_elements
 from .plan import PackPlan
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def _sample(tensor: Tensor, num: int, content: ContentReader) -> Bytes:
     pieces = []
     for index in range(num):
         start = index * num_frames // num * FRAME_ELEMENTS
-        pieces.append(_read(tensor, start, min(FRAME_ELEMENTS, tensor.num_elements - start), content))
+        pieces.append(read_elements(tensor, start, min(FRAME_ELEMENTS, tensor.num_elements - start), content))
     return np.concatenate(pieces)
 
 
@@ -95,11 +95,5 @@ def _pieces(stretch: Stretch, content: ContentReader) -> Iterator[Bytes]:
     start = stretch.start
     while start < end:
         count = min(step, end - start)
-        yield _read(stretch.tensor, start, count, content)
+        yield read_elements(stretch.tensor, start, count, content)
         start, step = start + count, _FRAMES_A_READ * FRAME_ELEMENTS
-
-
-def _read(tensor: Tensor, start: int, count: int, content: ContentReader) -> Bytes:
-    data = np.empty(count * tensor.element_bytes, np.uint8)
-    content.read(Stretch(tensor, start, count), data)
-    return data

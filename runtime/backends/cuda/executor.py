@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...kv.kinds import KVKind
+from ...kv.storage import KVKind
 from ...models.matrices import DecoderWeights
 from ...models.spec import DecoderSpec
 from ...step.batch import Int64s, StepBatch

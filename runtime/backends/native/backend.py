@@ -6,8 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from ....loader.native.library import VERSION, library
-from ...kv.kinds import KVKind
-from ...kv.storage import Int8KVStorage, KVStorage
+from ...kv.storage import Int8KVStorage, KVKind, KVStorage
 from ...models.executor import ComputeDtype, EncoderExecutor, Executor
 from ...models.matrices import DecoderWeights, EncoderWeights
 from ...models.spec import DecoderSpec, EncoderSpec, native_alone

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...kv.kinds import KVKind
+from ...kv.storage import KVKind
 from ...models.decoder_config import LayerRotary, Norm, Sublayers
 from ...models.executor import SIZES, Accepts, any_value, one_of
 from ...models.matrices import DecoderLayerWeights, DecoderWeights, EmbeddingTable

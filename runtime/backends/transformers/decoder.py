@@ -20,8 +20,7 @@ import torch
 import transformers
 
 from ...errors import ModelError
-from ...kv.kinds import KVKind
-from ...kv.storage import Bytes
+from ...kv.storage import Bytes, KVKind
 from ...models.executor import ComputeDtype, Floats
 from ...step.backend import OnLayer
 from ...step.batch import Int64s, SequenceSpan, StepBatch

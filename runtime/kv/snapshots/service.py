@@ -28,9 +28,8 @@ from ....loader.errors import (
     TeneralError,
     UsageError,
 )
-from ....loader.pin import split_pin
 from ....loader.sources.base import Remote, Source, SourceOptions, Store
-from ....loader.sources.open import is_read_only, open_source, open_store
+from ....loader.sources.open import is_read_only, open_source, open_store, split_pin
 from ....loader.timeline import Timeline
 from ...errors import SnapshotError, SnapshotMismatchError
 from .snapshot import (

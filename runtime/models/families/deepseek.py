@@ -107,4 +107,4 @@ def _sigmoid_experts(config: Fields, family: str, layers: list[bool]) -> Experts
     config.choice("scoring_func", ["sigmoid"], default="sigmoid")
     config.choice("topk_method", ["noaux_tc"], default="noaux_tc")
     factor, groups = _FACTORS[family], _GROUPS.get(family, (1, 1))
-    return read_sigmoid_experts(config, layers, sum_to_1=True, factor=factor, groups=groups)
+    return read_sigmoid_experts(config, layers, factor=factor, groups=groups)

@@ -36,7 +36,7 @@ def _read_mixture(config: Fields, family: str) -> DecoderConfig:
         common,
         qkv_bias=config.boolean("attention_bias", default=False),
         qk_norm=config.boolean("use_qk_norm", default=False),
-        experts=read_sigmoid_experts(config, layers, sum_to_1=True, factor=1.0),
+        experts=read_sigmoid_experts(config, layers, factor=1.0),
     )
 
 

@@ -111,6 +111,6 @@ def _experts(config: Fields, kinds: list[str], *, has_bias: bool) -> Experts:
     if has_bias:
         raise config.wrong("mlp_bias", "which is not supported with experts")
     layers = [kind == _EXPERTS for kind in kinds]
-    experts = read_sigmoid_experts(config, layers, sum_to_1=True, factor=1.0)
+    experts = read_sigmoid_experts(config, layers, factor=1.0)
     shared_size = config.integer("moe_shared_expert_intermediate_size", low=1, high=MAX_WIDTH)
     return replace(experts, shared_size=shared_size)

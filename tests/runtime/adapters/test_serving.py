@@ -27,7 +27,7 @@ from teneral.runtime.adapters.peft import AdapterPlan
 from teneral.runtime.adapters.registry import AdapterRegistry, split_template
 from teneral.runtime.backends.native.backend import NativeBackend
 from teneral.runtime.config import ServeConfig
-from teneral.runtime.engine import next_step
+from teneral.runtime.engine import step_loop
 from teneral.runtime.engine.adapters import RequestAdapters
 from teneral.runtime.errors import AdapterError, AdapterNotFoundError, AdapterUnavailableError, CapacityError
 from teneral.runtime.instance.instance import Instance
@@ -203,7 +203,7 @@ def test_an_adapter_that_comes_while_a_step_is_planned_does_not_end_the_engine(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with images (test_engine_images.py). Its request has been queued, and waits to follow it."""
-    sources, plan_step, follow = paced(monkeypatch), next_step.plan_step, RequestAdapters.follow
+    sources, plan_step, follow = paced(monkeypatch), step_loop.plan_step, RequestAdapters.follow
     held: list[Any] = []
     is_planned = threading.Event()
 
@@ -223,7 +223,7 @@ def test_an_adapter_that_comes_while_a_step_is_planned_does_not_end_the_engine(
         instance.engine.result(WAIT_S)
         held.append(sources[0].hold(lambda call: call.name.startswith("a1/")))
         monkeypatch.setattr(RequestAdapters, "follow", follow_late)
-        monkeypatch.setattr(next_step, "plan_step", plan_meanwhile)
+        monkeypatch.setattr(step_loop, "plan_step", plan_meanwhile)
         assert tokens(submit(instance, "a1")) == rig.merged_tokens("a1", 6)
 
 

@@ -19,8 +19,7 @@ from teneral.runtime.backends.cuda.implemented import refusal_of_spec as kernels
 from teneral.runtime.backends.native.backend import NativeBackend
 from teneral.runtime.backends.native.implemented import refusal_of_spec
 from teneral.runtime.errors import ModelError
-from teneral.runtime.kv.kinds import KVKind
-from teneral.runtime.kv.storage import FloatBlocks, Int8Blocks
+from teneral.runtime.kv.storage import FloatBlocks, Int8Blocks, KVKind
 from teneral.runtime.models.decoder_config import DecoderConfig
 from teneral.runtime.models.spec import DecoderSpec
 from teneral.runtime.tensors import DType

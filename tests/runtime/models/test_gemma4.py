@@ -33,7 +33,7 @@ from teneral.loader.tools.pack.quantize_plan import QuantizeOptions
 from teneral.runtime.backends.native.backend import NativeBackend, ReferenceBackend
 from teneral.runtime.backends.torch.backend import TorchBackend
 from teneral.runtime.errors import ModelError
-from teneral.runtime.kv.kinds import KVKind
+from teneral.runtime.kv.storage import KVKind
 from teneral.runtime.models.decoder import Work
 from teneral.runtime.models.decoder_config import DecoderConfig, LayerRotary
 from teneral.runtime.models.rotary import frequencies_of

@@ -11,7 +11,7 @@ from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
 
 from teneral.runtime.engine.engine import Engine, EngineOptions
-from teneral.runtime.kv.kinds import KVKind
+from teneral.runtime.kv.storage import KVKind
 from teneral.runtime.step.backend import host_backend
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from ....errors import ModelError
-from ....kv.kinds import KVKind
+from ....kv.storage import KVKind
 from ....models.executor import ComputeDtype, Floats
 from ....models.matrices import DecoderWeights, EncoderWeights
 from ....models.spec import DecoderSpec, EncoderSpec

@@ -53,9 +53,9 @@ def models(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Models
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """`held(name)` holds all reads of weights of the artifact of that name, from its next opening on."""
-    from teneral.runtime.instance import opening
+    from teneral.runtime.instance import loading
 
-    open_model, rules = opening.open_model, {}
+    open_model, rules = loading.open_model, {}
 
     def opened(address: str, *args: Any, **kwargs: Any) -> Any:
         source = open_model(address, *args, **kwargs)
@@ -66,7 +66,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         hold.append(paced.hold(every_read))
         return paced
 
-    monkeypatch.setattr(opening, "open_model", opened)
+    monkeypatch.setattr(loading, "open_model", opened)
 
     def hold(name: str) -> list[Any]:
         return rules.setdefault(name, [])

@@ -41,8 +41,7 @@ from teneral.runtime.backends.cuda.weights import DeviceTensor
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.engine.sequence import Lane
 from teneral.runtime.errors import CapacityError
-from teneral.runtime.kv.kinds import KVKind
-from teneral.runtime.kv.storage import PoolShape
+from teneral.runtime.kv.storage import KVKind, PoolShape
 from teneral.runtime.step import sampling
 from teneral.runtime.step.batch import Epoch, Rows
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams

@@ -22,7 +22,7 @@ from teneral.loader.device.driver.base import CudaError
 from teneral.runtime.backends.cuda.direct.executor import DirectExecutor
 from teneral.runtime.backends.cuda.direct.refusals import refusal
 from teneral.runtime.errors import ModelError
-from teneral.runtime.kv.kinds import KVKind
+from teneral.runtime.kv.storage import KVKind
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.models.matrices import DecoderWeights, IntegerMatrix, Projection, StoredProjection
 from teneral.runtime.step.batch import StepBatch

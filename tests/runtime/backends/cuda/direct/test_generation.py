@@ -27,7 +27,7 @@ from teneral import cli
 from teneral.runtime.backends.choose import BackendChoice
 from teneral.runtime.backends.cuda.direct.products import matrices_of
 from teneral.runtime.errors import CapacityError, DeviceLostError, ModelError
-from teneral.runtime.kv.kinds import KVKind
+from teneral.runtime.kv.storage import KVKind
 from teneral.runtime.models.build import build_model
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.models.gptq_awq import GptqAwqMatrix

@@ -23,7 +23,7 @@ from teneral.loader.load.options import LoadOptions, Order
 from teneral.loader.sources.open import open_source
 from teneral.runtime.backends.cuda.direct.executor import DirectExecutor, DirectModelBackend
 from teneral.runtime.backends.cuda.direct.weights import DirectWeights, tensor_at
-from teneral.runtime.kv.kinds import KVKind
+from teneral.runtime.kv.storage import KVKind
 from teneral.runtime.models.build import build_model
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.step.batch import SequenceSpan, StepBatch

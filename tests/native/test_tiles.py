@@ -126,8 +126,10 @@ def test_rows_and_threads_change_no_bit(isa: str, kind: str) -> None:
 @pytest.mark.parametrize("odd", [0.0, -0.0, 1.5e-38, 1e-39, -3e37, 3.3e38, math.inf, math.nan])
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 def test_levels_from_the_table_are_those_that_are_computed(isa: str, group_size: int, odd: float) -> None:
-    """Scales in bf16 have a table (native/tiles.c), and the same ones in fp32 have none. One in the middle is odd: strips
-    before and after it take the table, its own strip does not where it is beyond the table's exponents."""
+    """Scales in bf16 have a table (native/strips.h), and the same ones in fp32 have none.
+
+    One in the middle is odd: its own strip has none where it is beyond the table's exponents.
+    """
     rng = np.random.default_rng(43)
     num_out, num_in = 100, 1408
     data = rng.integers(0, 256, (num_out, num_in // 2), np.uint8)
@@ -150,7 +152,7 @@ def test_levels_from_the_table_are_those_that_are_computed(isa: str, group_size:
 @pytest.mark.parametrize("odd", [0, 1, 2, 252, 253, 255])
 @pytest.mark.parametrize("step", [1, 2])
 def test_an_odd_scale_of_mxfp4_changes_no_other_column(isa: str, odd: int, step: int) -> None:
-    """Levels are shifted to a scale's exponent, but for strips with a scale that has no normal ones (native/tiles.c)."""
+    """Levels are shifted to a scale's exponent, but for strips with a scale that has no normal ones."""
     rng = np.random.default_rng(44)
     num_out, num_in = 96 * step, 1408
     data = rng.integers(0, 256, (num_out, num_in // 2), np.uint8)

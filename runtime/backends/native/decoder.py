@@ -394,24 +394,6 @@ def _x_of(rows: Array | RowsWithInputs) -> Array:
 
 def _projections(layer: DecoderLayerWeights) -> dict[str, Projection]:
     """Those of the layer, but for its experts', by the record's names."""
-    inputs = layer.inputs
-    found = {
-        "qkv": layer.qkv,
-        "output": layer.output,
-        "gate_up": layer.gate_up,
-        "down": layer.down,
-        "router": layer.router,
-        "shared_gate": layer.shared_gate,
-        "query_up": layer.query_up,
-        "value_up": layer.key_value_up,
-        "input_gate": None if inputs is None else inputs.gate,
-        "input_up": None if inputs is None else inputs.up,
-    }
-    return {name: projection for name, projection in found.items() if projection is not None}
-
-
-def _projections(layer: DecoderLayerWeights) -> dict[str, Projection]:
-    """Those of the layer, but for its experts', by the record's names."""
     mamba, inputs = layer.mamba, layer.inputs
     found = {
         "qkv": layer.qkv,

@@ -36,7 +36,7 @@ class BuiltModel(NamedTuple):
 
     model: Any  # Decoder or Encoder, or what transformers computes
     kind: str  # "decoder" or "encoder"
-    score_functions: ScoreFunctions  # of a classifier
+    score_functions: ScoreFunctions | None  # of an encoder
 
 
 def choose_backend(
@@ -91,7 +91,6 @@ def build(
     from ..backends.choose import TRANSFORMERS, model_of_transformers  # imported for the choice
     from ..models.build import build_model
     from ..models.decoder import Decoder
-    from ..models.score_functions import ScoreFunctions
     from ..sentence_files import sentence_files
 
     with timeline.span("model", "build") as details:
@@ -106,8 +105,10 @@ def build(
             is_encoder = not isinstance(model, Decoder)
         details.update(backend=model.executor.name, **model.computes.attributes)
         _check_paged(load, model)
-    scores = ScoreFunctions()
+    scores = None
     if is_encoder:
+        from ..models.score_functions import ScoreFunctions  # of few servers
+
         tokens = getattr(model.config, "score_tokens", None)
         scores = ScoreFunctions.of(
             model_config,

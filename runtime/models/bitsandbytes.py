@@ -79,7 +79,7 @@ def take_bitsandbytes(
         if config is None or config.method != "bitsandbytes":
             raise ModelError(
                 f"the matrix {parameters.full_name(name)} is of bitsandbytes, but config.json does not say so",
-                hint="Do the config.json and the weights belong to the same model?",
+                hint="Do they belong to the same model? Towers of images must not be quantised.",
             )
         take = _take_integers if f"{name}.SCB" in parameters else _take_codes
         stored.append(take(parameters, name, num_out, num_in, bias=bias))

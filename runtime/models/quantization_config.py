@@ -247,7 +247,7 @@ def _read_bitnet(fields: Fields) -> QuantizationConfig:
 
 
 def _read_bitsandbytes(fields: Fields) -> QuantizationConfig:
-    """Which matrices are quantised the tensors show, and so which codes they have."""
+    """The tensors show which matrices are quantised, and which codes they have."""
     fields.refuse_others(_BITSANDBYTES_FIELDS, hint=_HINT)
     is_4_bits = fields.boolean("load_in_4bit", default=False)
     if is_4_bits == fields.boolean("load_in_8bit", default=False):

@@ -106,7 +106,7 @@ class TextTokenizer:
         return [pair._replace(types=(0,) * len(pair.types)) for pair in encoded]
 
     def _encode_written(self, pairs: Sequence[tuple[str, str]], template: PairTemplate) -> list[EncodedPair]:
-        """Pairs as the chat template writes them. Where a text lies is told by what it changes."""
+        """Pairs as the chat template writes them. What a text changes shows where it lies."""
         bare = self._write("", "", template)
         lone: dict[str, str] = {}  # a first text → what is written without a second one
         encoded = []

@@ -110,3 +110,7 @@ def test_config_says_how_logits_are_read() -> None:
     ):
         assert ScoreFunctions.of(config).relevance(one) is one
     assert ScoreFunctions.of({"sentence_transformers": 3}).relevance(one)[0, 0] < 1
+    newer = {"activation_fn": name}  # config_sentence_transformers.json
+    assert ScoreFunctions.of({}, newer).relevance(one) is one
+    assert ScoreFunctions.of({}, newer, is_log_odds=True).relevance(one)[0, 0] < 1
+    assert ScoreFunctions.of({}, [name]).relevance(one)[0, 0] < 1

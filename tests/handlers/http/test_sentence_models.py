@@ -211,7 +211,7 @@ async def test_a_reranker_as_published_answers_with_the_probability_of_yes(
     async with running_server(served(tmp_path, is_packed=is_packed)) as server:
         answer = await server.post("/v1/rerank", body)
         odds = await server.post("/v1/score", {**pairs, "use_activation": False})
-        told = await server.post("/v1/score", {**pairs, "instruction": "Other"})
+        other = await server.post("/v1/score", {**pairs, "instruction": "Other"})
         short = await server.post("/v1/rerank", {**body, "max_tokens_per_doc": 1})
         label = await server.post("/v1/classify", {"input": "some text"})
         refused = await server.post("/v1/completions", {"prompt": "x", "max_tokens": 1})
@@ -224,7 +224,7 @@ async def test_a_reranker_as_published_answers_with_the_probability_of_yes(
         right = 1 / (1 + np.exp(-wanted[entry["index"]]))
         assert entry["relevance_score"] == pytest.approx(right, abs=3e-5)
     assert [each["score"] for each in odds.json["data"]] == pytest.approx(wanted, abs=1e-4)
-    assert [each["score"] for each in told.json["data"]] == pytest.approx(
+    assert [each["score"] for each in other.json["data"]] == pytest.approx(
         (1 / (1 + np.exp(-np.array(of_other)))).tolist(), abs=3e-5
     )
     scores = {entry["index"]: entry["relevance_score"] for entry in short.json["results"]}
@@ -244,3 +244,26 @@ async def test_a_chat_template_without_documents_is_refused(tmp_path: Path, one_
 
     assert answer.status >= 500
     assert "role document" in answer.json["error"]["message"]
+
+
+def test_texts_of_a_pair_are_shortened_wherever_the_template_puts_them(tmp_path: Path) -> None:
+    save_reranker(tmp_path)
+    settings = json.loads((tmp_path / "sentence_bert_config.json").read_text())
+    settings["modality_config"]["message"]["format"] = "structured"
+    settings["processing_kwargs"] = {"chat_template": {"add_generation_prompt": True, "mark": "#"}}
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps(settings))
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for each in messages | reverse %}<{{ each.role }}>{{ each.content[0].text | trim }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ mark }}{% endif %}"
+    )
+    tokenizer = tokenizer_of(tmp_path)
+
+    (pair,) = tokenizer.encode_pairs([(" ab ", " cde\n")], instruction="find")
+
+    def text_of(tokens: tuple[int, ...]) -> str:
+        return tokenizer.decode(tokens, skip_special_tokens=False)
+
+    assert text_of(pair.tokens) == "<document>cde<query>ab<system>find#"
+    assert text_of(pair.with_part(1, 1).tokens) == "<document>c<query>ab<system>find#"
+    assert text_of(pair.within(len(pair.tokens) - 4).tokens) == "<document><query>a<system>find#"
+    tokenizer.close()

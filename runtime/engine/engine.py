@@ -3,7 +3,7 @@ tokens.
 
 One thread does all the work (`step_loop`), a step at a time: decide (`scheduler`), reserve blocks, one
 forward pass over the tokens of every participating sequence, choose the next tokens (`sampling`), deliver
-(`delivery`; on a device once the next step has begun). Sequences join and leave between steps.
+(on a device once the next step has begun). Sequences join and leave between steps.
 Requests can be submitted and cancelled from any thread, also while a pass waits for weights.
 
 Invariants: blocks are reserved and released, and sequences moved between queue and running, only

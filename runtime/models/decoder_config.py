@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from .fields import ACTIVATIONS, MAX_HEAD_DIM, Fields, family_of, shape_of
+from .fields import ACTIVATIONS, MAX_HEAD_DIM, Fields, Norm, family_of, shape_of
 from .rope_config import MAX_POSITIONS, RopeConfig
 
 if TYPE_CHECKING:
@@ -119,16 +119,6 @@ def is_pooled(config: Mapping[str, Any], *, has_modules: bool = False) -> bool:
     """
     names = [name.removesuffix(_WITH_HEAD) for name in Fields(config).texts("architectures") or ()]
     return has_modules or any(name.endswith(("ForSequenceClassification", "Model")) for name in names)
-
-
-class Norm(enum.StrEnum):
-    """Kinds of norms over rows; sums are fp32. Layer norms may have a bias, which is added before rounding."""
-
-    RMS = "rms"  # x / rms(x), rounded to the model's dtype, times the weight
-    RMS_WIDE = "rms_wide"  # x / rms(x) times the weight, rounded once
-    RMS_PLUS_ONE = "rms_plus_one"  # x / rms(x) times (1 + weight), rounded once
-    LAYER = "layer"  # (x - mean(x)) / deviation(x) times the weight, rounded once
-    LAYER_PLUS_ONE = "layer_plus_one"  # likewise times (1 + weight); there is a bias
 
 
 class LayerRotary(enum.StrEnum):

@@ -1,5 +1,5 @@
 """Values out of a model's JSON files, each with a type and bounds; and the fields of config.json
-that decoders and encoders state in the same way: the family, the sizes, the activation.
+that decoders and encoders state in the same way: the family, the sizes, the activation, the norms.
 
 These files come from anywhere, so a value is taken only as what it claims to be: no text for a
 number, no NaN, no true for 1. Every complaint names the key, says what was found, and what is
@@ -8,6 +8,7 @@ allowed. `null` counts as absent, as it does for the libraries that write these 
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
@@ -21,6 +22,17 @@ ACTIVATIONS = (
     *("silu", "swish", "gelu", "gelu_python", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"),
     *("relu", "relu2"),
 )
+
+
+class Norm(enum.StrEnum):
+    """Kinds of norms over rows; sums are fp32. Layer norms may have a bias, which is added before rounding."""
+
+    RMS = "rms"  # x / rms(x), rounded to the model's dtype, times the weight
+    RMS_WIDE = "rms_wide"  # x / rms(x) times the weight, rounded once
+    RMS_PLUS_ONE = "rms_plus_one"  # x / rms(x) times (1 + weight), rounded once
+    LAYER = "layer"  # (x - mean(x)) / deviation(x) times the weight, rounded once
+    LAYER_PLUS_ONE = "layer_plus_one"  # likewise times (1 + weight); there is a bias
+
 
 MAX_LAYERS = 1_024
 MAX_WIDTH = 1 << 20  # of hidden and intermediate states

@@ -16,8 +16,8 @@ from ..step.batch import Int64s
 from ..tensors import DType, Tensor, from_float32
 from ..weights import Weights
 from .converted import ones, transposed
-from .decoder_config import Norm
 from .encoder import take_layer_norm
+from .fields import Norm
 from .matrices import (
     DenseMatrix,
     EncoderLayerWeights,

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import replace
 
-from .decoder_config import Norm
-from .fields import ACTIVATIONS, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields
+from .fields import ACTIVATIONS, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields, Norm
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from teneral.runtime.backends.choose import BackendChoice, BackendRow
 from teneral.runtime.kv.storage import KVKind, KVStorage
-from teneral.runtime.models.decoder_config import LayerRotary, Norm, Sublayers
+from teneral.runtime.models.decoder_config import LayerRotary, Sublayers
 from teneral.runtime.models.executor import (
     ComputeDtype,
     EncoderExecutor,
@@ -21,6 +21,7 @@ from teneral.runtime.models.executor import (
     one_of,
     refusal_of,
 )
+from teneral.runtime.models.fields import Norm
 from teneral.runtime.models.matrices import DecoderWeights, DenseMatrix, EncoderWeights, Projection
 from teneral.runtime.models.spec import Activation, DecoderSpec, EncoderSpec, are_alike
 from teneral.runtime.step.batch import Int64s, StepBatch

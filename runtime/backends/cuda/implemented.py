@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ...models.decoder_config import LayerRotary, Norm, Sublayers
+from ...models.decoder_config import LayerRotary, Sublayers
 from ...models.executor import SIZES, Accepts, any_value, one_of, refusal_of
+from ...models.fields import Norm
 from ...models.spec import DecoderSpec, are_alike
 from . import variants as v
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...models.decoder_config import Norm
 from ...models.executor import SIZES, Accepts, Floats, TextBatch, any_value, one_of, refusal_of
+from ...models.fields import Norm
 from ...models.matrices import EncoderWeights, LayerNormWeights, StoredProjection, Tensor
 from ...models.pooling import chosen_rows, normalize, pooled
 from ...models.relative_positions import DistanceTables

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...models.decoder_config import LayerRotary, Norm
+from ...models.decoder_config import LayerRotary
+from ...models.fields import Norm
 from ...models.matrices import Tensor
 from ...models.spec import Activation
 from ...step.batch import Int64s

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ...models.decoder_config import Norm
 from ...models.experts_config import ClampedSwiglu, Experts, ExpertShares
+from ...models.fields import Norm
 from ...models.matrices import (
     BlockMatrix,
     CodeMatrix,

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...models.decoder_config import Norm
 from ...models.executor import Floats, TextBatch
+from ...models.fields import Norm
 from ...models.matrices import StoredProjection
 from ...models.spec import Activation
 from ...models.vision import ENTRY_NORM_EPS

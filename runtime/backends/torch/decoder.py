@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from ...kv.storage import KVKind
-from ...models.decoder_config import LayerRotary, Norm, Sublayers
+from ...models.decoder_config import LayerRotary, Sublayers
 from ...models.executor import SIZES, Accepts, any_value, one_of
+from ...models.fields import Norm
 from ...models.matrices import DecoderLayerWeights, DecoderWeights, EmbeddingTable
 from ...models.parameters import COMPUTE_DTYPES
 from ...models.rotary import query_factors

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from ...models.decoder_config import Norm
 from ...models.executor import SIZES, Accepts, Floats, TextBatch, any_value, one_of
+from ...models.fields import Norm
 from ...models.matrices import EncoderLayerWeights, EncoderWeights, LayerNormWeights, StoredProjection, Tensor
 from ...models.parameters import COMPUTE_DTYPES
 from ...models.relative_positions import bias_buckets, disentangled_buckets

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 
 from ....loader.format.nibbles import RUN
 from ...errors import ModelError
-from ...models.decoder_config import Norm
 from ...models.experts_config import ClampedSwiglu
+from ...models.fields import Norm
 from ...models.matrices import (
     BlockMatrix,
     CodeMatrix,

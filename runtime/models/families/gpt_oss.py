@@ -6,9 +6,9 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from ...errors import ModelError
-from ..decoder_config import DecoderConfig, LayerNames, Norm, read_common, windows_by_type
+from ..decoder_config import DecoderConfig, LayerNames, read_common, windows_by_type
 from ..experts_config import ClampedSwiglu, read_experts
-from ..fields import Fields
+from ..fields import Fields, Norm
 from ..rope_config import MAX_POSITIONS, RopeConfig
 
 _NAMES = LayerNames(router="mlp.router", stacked_experts="mlp.experts.", stacked_alternating=True)

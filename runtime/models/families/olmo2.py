@@ -7,8 +7,8 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from ..decoder_config import DecoderConfig, LayerNames, LayerRotary, Norm, read_common, read_windows
-from ..fields import Fields
+from ..decoder_config import DecoderConfig, LayerNames, LayerRotary, read_common, read_windows
+from ..fields import Fields, Norm
 from ..rope_config import LOCAL_KIND, RopeConfig
 
 NAMES = LayerNames(

@@ -6,8 +6,8 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from ..decoder_config import DecoderConfig, LayerNames, ModelNames, Norm, read_common, refuse_set
-from ..fields import Fields
+from ..decoder_config import DecoderConfig, LayerNames, ModelNames, read_common, refuse_set
+from ..fields import Fields, Norm
 from ..rope_config import RopeConfig
 
 _ROPE = partial(RopeConfig.from_fields, may_be_partial=True, default_partial=0.5)

@@ -9,9 +9,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..decoder_config import DecoderConfig, LayerNames, Norm, read_common
+from ..decoder_config import DecoderConfig, LayerNames, read_common
 from ..delta_nets_config import DeltaNets, DeltaOrder
-from ..fields import MAX_HEADS, Fields
+from ..fields import MAX_HEADS, Fields, Norm
 from ..rope_config import RopeConfig
 from .qwen import read_shared_experts
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ..decoder_config import DecoderConfig, LayerNames, Norm, read_common
-from ..fields import Fields
+from ..decoder_config import DecoderConfig, LayerNames, read_common
+from ..fields import Fields, Norm
 from ..rope_config import MAX_POSITIONS
 
 _NAMES = LayerNames(gate_up=("mlp.c_fc",), down="mlp.c_proj")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ....models.decoder_config import Norm
 from ....models.executor import Accepts, any_value, one_of, refusal_of
+from ....models.fields import Norm
 from ....models.gptq_awq import GptqAwqMatrix
 from ....models.matrices import DecoderLayerWeights, DecoderWeights, Projection
 from ....models.spec import DecoderSpec

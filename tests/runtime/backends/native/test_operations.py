@@ -19,7 +19,7 @@ from teneral.runtime.backends.native import arrays, records, reference
 from teneral.runtime.backends.native.operations import ACTIVATIONS, NORMS, Operations
 from teneral.runtime.backends.native.pools import Pool, Spans
 from teneral.runtime.backends.native.weights import vector_of
-from teneral.runtime.models.decoder_config import Norm
+from teneral.runtime.models.fields import Norm
 from teneral.runtime.models.matrices import Tensor
 from teneral.runtime.models.spec import Activation
 from teneral.runtime.step.batch import SequenceSpan

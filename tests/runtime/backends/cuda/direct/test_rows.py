@@ -21,7 +21,7 @@ from teneral.runtime.backends.cuda.direct.arguments import (
 )
 from teneral.runtime.backends.cuda.direct.refusals import NORMS
 from teneral.runtime.backends.native.reference import to_codes
-from teneral.runtime.models.decoder_config import Norm
+from teneral.runtime.models.fields import Norm
 from teneral.runtime.tensors import DType, from_float32, to_float32
 
 TORCH = {DType.BF16: torch.bfloat16, DType.F16: torch.float16}

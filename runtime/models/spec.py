@@ -24,11 +24,11 @@ from .decoder_config import (
     LayerInputs,
     LayerRotary,
     LayerShape,
-    Norm,
     QueryScaling,
     ShortConvolutions,
     Sublayers,
 )
+from .fields import Norm
 from .rotary import Rotary
 
 if TYPE_CHECKING:

@@ -9,12 +9,11 @@ from ..decoder_config import (
     DecoderConfig,
     LayerNames,
     LayerRotary,
-    Norm,
     read_common,
     read_windows,
     refuse_set,
 )
-from ..fields import Fields
+from ..fields import Fields, Norm
 
 _NAMES = LayerNames(mlp_norm=None)
 

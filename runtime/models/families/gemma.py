@@ -13,12 +13,11 @@ from ..decoder_config import (
     DecoderConfig,
     LayerNames,
     LayerRotary,
-    Norm,
     is_pooled,
     read_common,
     read_windows,
 )
-from ..fields import Fields, text_fields
+from ..fields import Fields, Norm, text_fields
 from ..rope_config import RopeConfig
 from ..vision_config import VisionConfig
 

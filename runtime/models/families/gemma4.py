@@ -19,12 +19,11 @@ from ..decoder_config import (
     LayerRotary,
     LayerShape,
     ModelNames,
-    Norm,
     read_common,
     windows_by_type,
 )
 from ..experts_config import Experts
-from ..fields import MAX_EXPERTS, MAX_HEAD_DIM, MAX_VOCABULARY, MAX_WIDTH, Fields, text_fields
+from ..fields import MAX_EXPERTS, MAX_HEAD_DIM, MAX_VOCABULARY, MAX_WIDTH, Fields, Norm, text_fields
 from ..rope_config import MAX_POSITIONS, RopeConfig
 from ..vision_config import VisionConfig
 

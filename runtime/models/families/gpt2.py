@@ -9,12 +9,11 @@ from ..decoder_config import (
     LayerNames,
     LayerRotary,
     ModelNames,
-    Norm,
     has_names_of_llama,
     read_common,
     refuse_set,
 )
-from ..fields import MAX_WIDTH, Fields
+from ..fields import MAX_WIDTH, Fields, Norm
 from ..rope_config import RopeConfig, RopeType
 
 _OLDER = {

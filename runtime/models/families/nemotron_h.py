@@ -11,13 +11,12 @@ from ..decoder_config import (
     LayerNames,
     LayerRotary,
     ModelNames,
-    Norm,
     Sublayers,
     read_common,
     refuse_set,
 )
 from ..experts_config import Experts, read_sigmoid_experts
-from ..fields import MAX_LAYERS, MAX_WIDTH, Fields
+from ..fields import MAX_LAYERS, MAX_WIDTH, Fields, Norm
 from ..mamba_config import MambaKeys, read_mamba
 from ..rope_config import RopeConfig
 

@@ -304,8 +304,9 @@ def test_a_request_that_comes_as_an_unwanted_adapter_is_given_up_loads_it_anew(
         engine = instance.engine.result(WAIT_S)
         before_failures(instance.adapters, request_first)
         held = sources[0].hold(lambda call: call.name.startswith("a1/"))
-        submit(instance, "a1").cancel()
-        held.wait_reached()
+        unwanted = submit(instance, "a1")
+        held.wait_reached()  # else the load could be given up before it reads anything
+        unwanted.cancel()
         eventually(lambda: engine.statistics().running == engine.statistics().queued == 0)
         held.release()
         eventually(lambda: late)

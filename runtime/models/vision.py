@@ -253,7 +253,7 @@ def spec_of(config: VisionConfig, dtype: DType) -> EncoderSpec:
         num_layers=config.num_layers,
         num_heads=config.num_heads,
         head_dim=head_dim,
-        norm=config.norm,
+        norm=Norm(config.norm),
         norm_eps=config.norm_eps,
         attention_scale=config.attention_scale or head_dim**-0.5,
         activation=activation_of(config.activation) or Activation.GELU_TANH,
@@ -262,7 +262,7 @@ def spec_of(config: VisionConfig, dtype: DType) -> EncoderSpec:
         embedding_size=None,
         embedding_norm=False,
         final_norm=config.names.final_norm is not None,
-        norm_bias=config.norm is Norm.LAYER,
+        norm_bias=config.norm == Norm.LAYER,
         qkv_bias=config.has_biases,
         output_bias=config.has_biases,
         mlp_bias=config.has_biases,
@@ -299,7 +299,7 @@ def take_vision(config: VisionConfig, weights: Weights, hidden_size: int) -> Vis
     frames = () if config.num_frames == 1 else (config.num_frames,)
     shape = (3 * size**2,) if config.channels_last else (3, *frames, size, size)
     patches = entry.take(matrix_name, width, *shape)
-    bias = entry.take(f"{names.patches}.bias", width) if config.norm is Norm.LAYER else None
+    bias = entry.take(f"{names.patches}.bias", width) if config.norm == Norm.LAYER else None
     matrix = DenseMatrix(Tensor(patches.dtype, patches.array.reshape(width, -1)), bias)
     positions = None
     if names.positions is not None:
@@ -409,6 +409,6 @@ def _take_layer(config: VisionConfig, parameters: Parameters) -> EncoderLayerWei
 
 
 def _take_norm(config: VisionConfig, parameters: Parameters, name: str) -> LayerNormWeights:
-    if config.norm is Norm.LAYER:
+    if config.norm == Norm.LAYER:
         return take_layer_norm(parameters, name, config.hidden_size)
     return LayerNormWeights(parameters.take_norm(f"{name}.weight", config.hidden_size), None)

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import replace
 
-from .decoder_config import Norm
 from .fields import ACTIVATIONS, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields
 
 if TYPE_CHECKING:
@@ -159,7 +158,7 @@ class VisionConfig(Struct, frozen=True):
     is_whole: bool = False  # the tokens of an image see one another in the decoder, and are computed at once
     is_whole_in_windows: bool = False  # but in layers without a window they see those before them only
     most_tokens: int = MAX_PATCHES  # of an image
-    norm: Norm = Norm.LAYER  # others have no biases, and patches have none then
+    norm: str = "layer"  # one of `Norm`; others have no biases, and patches have none then
     has_biases: bool = True  # of layers' products
     is_bounded: bool = False  # inputs and outputs of layers' products are clipped to bounds that the file has
     attention_scale: float | None = None  # None: head_dim ** -0.5
@@ -280,7 +279,7 @@ class VisionConfig(Struct, frozen=True):
             standardizes=own.boolean("standardize", default=False),
             is_whole=is_whole,
             is_whole_in_windows=is_whole,
-            norm=Norm.RMS_WIDE,
+            norm="rms_wide",
             norm_eps=own.number("rms_norm_eps", low=0.0, high=1.0, default=1e-6),
             has_biases=False,
             is_bounded=own.boolean("use_clipped_linears", default=False),
@@ -335,7 +334,7 @@ class VisionConfig(Struct, frozen=True):
     def of_qwen2_5_vl(cls, config: Fields, vocab_size: int, hidden_size: int) -> VisionConfig:
         """Likewise, for a decoder with rows of `hidden_size`."""
         own = _vision_fields(config, _QWEN_DEFAULTS)
-        made = replace(_read_qwen(config, own, vocab_size, hidden_size), names=_QWEN_NAMES, norm=Norm.RMS)
+        made = replace(_read_qwen(config, own, vocab_size, hidden_size), names=_QWEN_NAMES, norm="rms")
         side = made.patch_size * made.square
         window = own.integer("window_size", low=side, high=MAX_TILE_PIXELS, default=112) // side
         return replace(made, window=window, full_layers=_layers(own, "fullatt_block_indexes"))

@@ -3,7 +3,7 @@ mixture of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,12 +17,15 @@ from tests.support.tiny_models import config_json, tensors_of
 
 from teneral.loader.tools.pack.quantize import quantize_int4, quantize_int8
 from teneral.runtime.backends.native.pools import Pool
+from teneral.runtime.models.bitsandbytes import CODES
 from teneral.runtime.models.decoder_config import DecoderConfig
 from teneral.runtime.models.decoder_tensors import take_decoder
 from teneral.runtime.models.matrices import (
+    CodeMatrix,
     DecoderWeights,
     DenseMatrix,
     IntegerMatrix,
+    Matrix,
     StoredProjection,
     Tensor,
 )
@@ -78,19 +81,27 @@ def weights_of(model: Any) -> DecoderWeights:
 
 def quantized(weights: DecoderWeights, *, bits: int, group_size: int = 32) -> DecoderWeights:
     """The same model with integers in its layers, as `teneral pack --quantize` makes them."""
+    return _with_matrices(weights, lambda matrix: _integer_matrix(matrix, bits, group_size))
 
-    def integers(projection: Any) -> StoredProjection:
-        return StoredProjection(tuple(_integer_matrix(part, bits, group_size) for part in projection.parts))
+
+def with_codes(weights: DecoderWeights) -> DecoderWeights:
+    """The same model with bitsandbytes' NF4 in its layers, in blocks of 64 columns."""
+    return _with_matrices(weights, _code_matrix)
+
+
+def _with_matrices(weights: DecoderWeights, make: Callable[[DenseMatrix], Matrix]) -> DecoderWeights:
+    def made(projection: Any) -> StoredProjection:
+        return StoredProjection(tuple(make(part) for part in projection.parts))
 
     return replace(
         weights,
         layers=tuple(
             replace(
                 layer,
-                qkv=integers(layer.qkv),
-                output=integers(layer.output),
-                gate_up=integers(layer.gate_up),
-                down=integers(layer.down),
+                qkv=made(layer.qkv),
+                output=made(layer.output),
+                gate_up=made(layer.gate_up),
+                down=made(layer.down),
             )
             for layer in weights.layers
         ),
@@ -103,6 +114,18 @@ def _integer_matrix(matrix: DenseMatrix, bits: int, group_size: int) -> IntegerM
     kind = DType.I8 if bits == 8 else DType.U8
     scale = Tensor(DType.BF16 if made.scale.dtype == np.uint16 else DType.F32, made.scale)
     return IntegerMatrix(Tensor(kind, made.weight.view(kind.numpy)), scale, bias=matrix.bias)
+
+
+def _code_matrix(matrix: DenseMatrix) -> CodeMatrix:
+    floats = to_float32(matrix.weight.array, matrix.weight.dtype)
+    blocks = floats.reshape(len(floats), -1, 64)
+    scale = np.abs(blocks).max(axis=2)
+    codes = np.abs(blocks[..., None] / scale[..., None, None] - np.array(CODES["nf4"], np.float32)).argmin(
+        axis=3
+    )
+    halves = codes.astype(np.uint8).reshape(len(floats), -1, 2)
+    weight = Tensor(DType.U8, halves[:, :, 0] << 4 | halves[:, :, 1])
+    return CodeMatrix(weight, Tensor(DType.F32, scale), "nf4", CODES["nf4"], matrix.bias)
 
 
 def new_pool(spec: DecoderSpec, num_blocks: int, block_size: int, *, int8: bool = False) -> Pool:

@@ -17,6 +17,7 @@ from tests.support.native_decoder import (
     quantized,
     spec_of,
     weights_of,
+    with_codes,
     with_parameters_in,
 )
 from tests.support.tiny_models import config_json, tiny_model
@@ -66,11 +67,15 @@ def test_logits_are_those_of_the_merged_model(isa: str, modules: str, tmp_path: 
 
 @each_isa
 @pytest.mark.parametrize("dtype", [DType.F32, DType.BF16])
-@pytest.mark.parametrize("bits", [0, 8, 4])
-def test_numpy_computes_the_same(isa: str, dtype: DType, bits: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["floats", "int8", "int4", "nf4"])
+def test_numpy_computes_the_same(isa: str, dtype: DType, kind: str, tmp_path: Path) -> None:
     base = model("qwen2", dtype, 128)  # integers of 4 bits come in runs of 64
-    weights = quantized(weights_of(base), bits=bits) if bits else weights_of(base)
-    stored = torch.float32 if bits == 8 else torch.bfloat16
+    weights = weights_of(base)
+    if kind == "nf4":
+        weights = with_codes(weights)
+    elif kind != "floats":
+        weights = quantized(weights, bits=int(kind.removeprefix("int")))
+    stored = torch.float32 if kind == "int8" else torch.bfloat16
     adapter = load(save_adapter(tmp_path / "a", base, dtype=stored, **SETS["patterns"]), base)
     reference = ReferenceDecoder(spec_of(base, dtype), weights)
     expected = stepper(reference, base, dtype, a=adapter).step({"a": PROMPT, "b": OTHER})

@@ -44,7 +44,7 @@ from teneral.runtime.backends.native.backend import NativeBackend, ReferenceBack
 from teneral.runtime.backends.torch.backend import TorchBackend
 from teneral.runtime.errors import ModelError
 from teneral.runtime.models.decoder import Decoder
-from teneral.runtime.models.decoder_config import DecoderConfig
+from teneral.runtime.models.decoder_config import FAMILY_MODULES, DecoderConfig
 
 PROMPTS = {"a": prompt_of(40), "b": prompt_of(7, seed=1)}
 
@@ -148,7 +148,34 @@ REFUSED = {
     ("gpt_oss", "int4"): "all experts of a layer in one tensor",
     ("gpt_oss", "int4 asymmetric"): "all experts of a layer in one tensor",
 }
-ALL = [(family, way) for family in DISTINCT_NATIVE for way in WAYS]
+# These ways read the tensors of a layer as another one does, and store their numbers otherwise: one family or more for
+# each layout of weights has them. All other ways are tested with every family.
+ALIKE = ("gptq 8 bits", "fp8 matrices", "fp8 rows", "compressed int8", "int4 asymmetric", "prune 2:4")
+LAYOUTS = (
+    *(
+        "llama",
+        "qwen3",
+        "gpt2",
+        "gpt_neox",
+        "phi3",
+        "cohere2",
+        "gemma4_text",
+        "lfm2",
+    ),  # alone, joined, turned around
+    *(
+        "mixtral",
+        "qwen2_moe",
+        "glm4_moe",
+        "ernie4_5_moe",
+        "gpt_oss",
+        "llama4_text",
+        "lfm2_moe",
+    ),  # with experts
+    *("deepseek_v2", "deepseek_v3"),  # with latents
+    *("qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "falcon_h1", "nemotron_h"),  # with states
+)
+assert set(LAYOUTS) <= FAMILY_MODULES.keys()
+ALL = [(family, way) for family in DISTINCT_NATIVE for way in WAYS if way not in ALIKE or family in LAYOUTS]
 
 
 @pytest.mark.parametrize("family", DISTINCT_NATIVE)

@@ -863,7 +863,7 @@ typedef struct tn_encoder {
     int32_t pre_norm;   /* x + attention(norm(x)), then x + mlp(norm(x)); 0: the norm is of the sum */
     int32_t gated;      /* down(activation(gate) * up); 0: down(activation(up)) */
     int32_t norm;       /* of all norms, which have biases if it is TN_LAYER */
-    int32_t turned_parts; /* equal parts of a head's first rotary_dim numbers, which turn by themselves */
+    int32_t turned_parts; /* at least 1: equal parts of a head's first rotary_dim numbers, which turn by themselves */
     int32_t bounded;    /* layers have `bounds`; with `gated` */
 } tn_encoder;
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -42,6 +43,19 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(NO_TELEMETRY, "1")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """The tests and the modules that they import are a million objects, which stay: no collection of garbage looks at
+    them.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 NEEDS_TORCH = ("torch", "transformers")

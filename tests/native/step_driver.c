@@ -419,6 +419,7 @@ static void check_decoder(int dtype, bool int8) {
 
 static void check_encoder(int dtype) {
     enum { BUCKETS = 5, REACH = 300 };
+    const bool is_bounded = random_below(3) == 0;
     const bool has_turns = random_below(2), has_bias = random_below(3) == 0, has_keys = !has_bias && random_below(2);
     const int64_t heads = 1 + random_below(3), hidden_part = 1 + random_below(40);
     const int64_t head_dim = has_turns ? 2 * hidden_part : hidden_part, hidden = heads * head_dim;
@@ -426,8 +427,12 @@ static void check_encoder(int dtype) {
     const tn_encoder model = {.layers = layers, .hidden_size = hidden, .intermediate_size = 1 + random_below(90),
                               .num_heads = heads, .head_dim = head_dim, .rotary_dim = has_turns ? head_dim : 0,
                               .norm_eps = 1e-6f, .attention_scale = 0.1f, .activation = random_below(4), .dtype = dtype,
-                              .pre_norm = random_below(2), .gated = random_below(2),
-                              .norm = random_below(2) ? TN_LAYER : TN_RMS};
+                              .pre_norm = random_below(2), .gated = is_bounded || random_below(2),
+                              .norm = random_below(2) ? TN_LAYER : TN_RMS, .bounded = is_bounded,
+                              .turned_parts = has_turns && head_dim % 4 == 0 ? 1 + random_below(2) : 1};
+    const bool has_head_norms = random_below(2), has_output_norms = model.pre_norm && random_below(2);
+    float *bounds = exactly(sizeof(float) * 7 * 4);
+    for (int n = 0; n < 7 * 4; n++) bounds[n] = (n % 2 ? 0.01f : -0.01f) * (float)(1 + random_below(300));
     for (int n = 0; n < LAYERS; n++) {
         const tn_vector none = {0};
         const bool has_norm = n || !model.pre_norm;
@@ -440,6 +445,12 @@ static void check_encoder(int dtype) {
                                        vector(hidden, dtype), vector(hidden, TN_F32),
                                        has_keys ? numbers(BUCKETS * hidden, dtype) : NULL,
                                        has_keys ? numbers(BUCKETS * hidden, dtype) : NULL, n ? random_below(60) : 0};
+        if (has_head_norms)
+            layers[n].query_norm = vector(head_dim, dtype), layers[n].key_norm = vector(head_dim, dtype),
+            layers[n].value_norm = vector(head_dim, TN_F32);
+        if (has_output_norms)
+            layers[n].attention_output_norm = vector(hidden, dtype), layers[n].mlp_output_norm = vector(hidden, dtype);
+        layers[n].bounds = is_bounded ? bounds : NULL;
     }
     int64_t *buckets = exactly(8 * (2 * REACH + 1));
     for (int n = 0; n < 2 * REACH + 1; n++) buckets[n] = random_below(BUCKETS);

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +37,28 @@ def compile_library(source: Path, library: Path, *options: str) -> Path:
     return library
 
 
+def compiled(name: str, text: str, *options: str) -> Path:
+    """A shared library of this source, compiled once for all processes of a machine, by all that it is made of."""
+    header = (HERE / "on_cpu.h").read_text(encoding="utf-8")
+    digest = hashlib.sha256(repr((text, header, options, COMPILER)).encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / "teneral-on-cpu"
+    folder.mkdir(exist_ok=True)
+    library = folder / f"{name}-{digest}.so"
+    if not library.exists():
+        source = library.with_suffix(f".{os.getpid()}.cpp")
+        source.write_text(text, encoding="utf-8")
+        compile_library(source, source.with_suffix(".so"), *options).replace(library)
+        source.unlink()
+    return library
+
+
 class CudaOnCpu:
     """The library, with the switches for tests. One a process: its device keeps its state."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = str(compile_library(HERE / "libcuda_on_cpu.cpp", folder / "libcuda.so"))
+        """A copy in `folder`, as a library that is opened twice has one state."""
+        source = (HERE / "libcuda_on_cpu.cpp").read_text(encoding="utf-8")
+        self.path = str(shutil.copy(compiled("libcuda", source), folder / "libcuda.so"))
         self.library = ctypes.CDLL(self.path)
         self.library.set_memory.argtypes = [ctypes.c_size_t]
         self.library.memory_in_use.restype = ctypes.c_size_t

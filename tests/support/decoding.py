@@ -94,6 +94,15 @@ def oracle_logits(model: Any, tokens: Sequence[int]) -> torch.Tensor:
 
 
 @torch.no_grad()
+def oracle_behind(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:
+    """What transformers puts behind the prompt, and behind each of these tokens but the last, in one pass. It gives
+    `tokens` back where they are its greedy ones.
+    """
+    ids = torch.tensor([[*prompt, *tokens[:-1]]])
+    return model(ids).logits[0, len(prompt) - 1 :].argmax(-1).tolist()
+
+
+@torch.no_grad()
 def oracle_greedy(model: Any, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """What transformers continues a prompt with, using its own cache."""
     # transformers 5.24 renamed the argument and the field.

@@ -6,7 +6,6 @@ the direct path then hold it to what they hold the CPU to.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import tempfile
 from functools import cache
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tests.support.cuda_driver import COMPILER, HERE, CudaOnCpu, compile_library
+from tests.support.cuda_driver import COMPILER, HERE, CudaOnCpu, compiled
 
 from teneral.loader.device.driver.base import CAPABILITY_MAJOR, CAPABILITY_MINOR, Driver
 from teneral.loader.device.driver.open import open_driver
@@ -69,23 +68,13 @@ class CpuSource:
     """A `KernelSource`: the sources compiled behind `on_cpu.h`."""
 
     def image(self, module: KernelModule) -> bytes:
-        return compiled(module)
+        return image_of(module)
 
 
 @cache
-def compiled(module: KernelModule) -> bytes:
-    """Compiled once for all processes of a machine, by what it is made of."""
-    header = (HERE / "on_cpu.h").read_text(encoding="utf-8")
-    digest = hashlib.sha256(repr((header, module.text, CHECKS, COMPILER)).encode()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / "teneral-kernels-on-cpu"
-    folder.mkdir(exist_ok=True)
-    library = folder / f"{module.name}-{module.dtype.value}-{digest}.so"
-    if not library.exists():
-        source = library.with_suffix(f".{os.getpid()}.cpp")
-        source.write_text(f'#include "{HERE / "on_cpu.h"}"\n{module.text}', encoding="utf-8")
-        compile_library(source, source.with_suffix(".so"), *CHECKS).replace(library)
-        source.unlink()
-    return library.read_bytes()
+def image_of(module: KernelModule) -> bytes:
+    text = f'#include "{HERE / "on_cpu.h"}"\n{module.text}'
+    return compiled(f"{module.name}-{module.dtype.value}", text, *CHECKS).read_bytes()
 
 
 class Device:

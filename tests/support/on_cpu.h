@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 #define ON_CPU 1
 #define __device__
 #define __forceinline__ inline
@@ -30,16 +31,28 @@ struct Fiber { ucontext_t start; jmp_buf at; char* stack; bool has_begun, is_don
 enum { RUNS, FOR_BLOCK, FOR_WARP };
 static const unsigned MAX_THREADS = 1024, STACK_BYTES = 64 << 10;
 static Fiber fibers[MAX_THREADS];
-static unsigned current;
+static unsigned current, num_threads;
 static jmp_buf scheduler;
 static void (*fiber_kernel)(void**);
 static void** fiber_parameters;
 alignas(128) static char shared_memory[228 << 10];
 
+static void enter(unsigned number) {
+  Fiber& fiber = fibers[number];
+  current = number;
+  threadIdx = {number, 0, 0};
+  if (fiber.has_begun) _longjmp(fiber.at, 1);
+  fiber.has_begun = true;
+  setcontext(&fiber.start);
+}
+// Goes on with the next lane of the warp that runs, or without one in the scheduler.
 static void wait_for(int what) {
   Fiber& self = fibers[current];
   self.waits = what;
-  if (!_setjmp(self.at)) _longjmp(scheduler, 1);
+  if (_setjmp(self.at)) return;
+  for (unsigned next = current + 1; next % 32 && next < num_threads; next++)
+    if (fibers[next].waits == RUNS && !fibers[next].is_done) enter(next);
+  _longjmp(scheduler, 1);
 }
 static void fiber_main() {
   for (;;) {
@@ -52,16 +65,10 @@ static inline void __syncthreads() { wait_for(FOR_BLOCK); }
 static inline void __syncwarp() { wait_for(FOR_WARP); }
 
 static void resume(unsigned number) {
-  Fiber& fiber = fibers[number];
-  current = number;
-  threadIdx = {number, 0, 0};
-  fiber.waits = RUNS;
-  if (_setjmp(scheduler)) return;
-  if (fiber.has_begun) _longjmp(fiber.at, 1);
-  fiber.has_begun = true;
-  setcontext(&fiber.start);
+  if (!_setjmp(scheduler)) enter(number);
 }
 static void run_block(unsigned num) {
+  num_threads = num;
   for (unsigned i = 0; i < num; i++) {
     Fiber& fiber = fibers[i];
     if (!fiber.stack) {
@@ -113,17 +120,21 @@ extern "C" void run_on_cpu(void (*kernel)(void**), void** parameters, const unsi
       }
 }
 
-// What lanes of a warp give each other: one barrier each, as the places of every second exchange are others.
+// What lanes of a warp give each other: one barrier each, as the places of every second exchange are others. A lane reads
+// before its next barrier, and so before another one can write there again.
 template <class Given>
-static Given* exchange(const Given& given) {
-  alignas(16) static char places[2][MAX_THREADS][32];
-  static_assert(sizeof(Given) <= 32);
+struct Exchanged {
+  const char (*places)[64];
+  const Given& operator[](unsigned lane) const { return *(const Given*)places[lane]; }
+};
+template <class Given>
+static Exchanged<Given> exchange(const Given& given) {
+  alignas(64) static char places[2][MAX_THREADS][64];
+  static_assert(sizeof(Given) <= 64);
   unsigned turn = fibers[current].exchanges++ % 2;
-  memcpy(places[turn][current], &given, sizeof(Given));
+  new (places[turn][current]) Given(given);
   __syncwarp();
-  static Given of_warp[32];
-  for (unsigned lane = 0; lane < 32; lane++) memcpy(&of_warp[lane], places[turn][current / 32 * 32 + lane], sizeof(Given));
-  return of_warp;
+  return {&places[turn][current / 32 * 32]};
 }
 template <class Number>
 static Number shuffled(Number x, unsigned mask) { return exchange(x)[(threadIdx.x % 32) ^ mask]; }
@@ -151,42 +162,39 @@ struct F16 {
   static constexpr bool IS_BF16 = false;
   static float wide(unsigned short x) {
     unsigned exponent = x >> 10 & 31, fraction = x & 1023;
-    float size = exponent == 31 ? (fraction ? NAN : INFINITY) : exponent ? ldexpf(1024 + fraction, (int)exponent - 25) : ldexpf(fraction, -24);
+    float size = exponent == 31 ? (fraction ? NAN : INFINITY) : exponent ? float_of_bits((exponent + 112) << 23 | fraction << 13) : fraction * 0x1p-24f;
     return x >> 15 ? -size : size;
   }
   static unsigned short narrow(float x) {
-    unsigned sign = bits_of_float(x) >> 16 & 0x8000;
-    float size = fabsf(x);
+    unsigned bits = bits_of_float(x), sign = bits >> 16 & 0x8000, size = bits & 0x7FFFFFFF;
     if (x != x) return 0x7FFF;
-    if (size >= 65520) return sign | 0x7C00;
-    int exponent;
-    frexpf(size, &exponent);
-    float unit = ldexpf(1, exponent - 11 < -24 ? -24 : exponent - 11);
-    float rest = nearbyintf(size / unit) * unit;  // to even
-    if (rest == 0) return sign;
-    frexpf(rest, &exponent);
-    if (exponent < -13) return sign | (unsigned)ldexpf(rest, 24);
-    return sign | (unsigned)(exponent + 14) << 10 | ((unsigned)ldexpf(rest, 11 - exponent) & 1023);
+    if (size >= bits_of_float(65520)) return sign | 0x7C00;
+    if (size < bits_of_float(0x1p-14f)) return sign | (unsigned)((float_of_bits(size) * 0x1p24f + 0x1p23f) - 0x1p23f);  // to even
+    return sign | (((size + 0xFFF + (size >> 13 & 1)) >> 13) - (112 << 10));
   }
   static unsigned pair(float low, float high) { return narrow(low) | (unsigned)narrow(high) << 16; }
   static unsigned fused(unsigned a, unsigned b, unsigned c) { return pair(fmaf(wide(a), wide(b), wide(c)), fmaf(wide(a >> 16), wide(b >> 16), wide(c >> 16))); }
 };
 
 // mma.m16n8k16: lane 4 g + c has rows g and g + 8 of a, column g of b, and columns 2 c and 2 c + 1 of d.
-struct Fragments { unsigned a[4], b[2]; };
+struct Fragments { float a[4][2], b[2][2]; };
 template <class T>
 static void multiply_add(float* d, const unsigned* a, unsigned b0, unsigned b1) {
-  const Fragments* all = exchange(Fragments{{a[0], a[1], a[2], a[3]}, {b0, b1}});
+  Fragments own;
+  for (unsigned i = 0; i < 8; i++) own.a[i / 2][i % 2] = T::wide(a[i / 2] >> 16 * (i % 2));
+  for (unsigned i = 0; i < 4; i++) own.b[i / 2][i % 2] = T::wide((i < 2 ? b0 : b1) >> 16 * (i % 2));
+  const Exchanged<Fragments> all = exchange(own);
   const unsigned g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
   for (unsigned i = 0; i < 4; i++)
-    for (unsigned k = 0; k < 16; k++) {
-      const unsigned lane = k % 8 / 2, half = 16 * (k % 2), column = 2 * c + i % 2;
-      const unsigned x = all[4 * g + lane].a[i / 2 + 2 * (k / 8)] >> half, y = all[4 * column + lane].b[k / 8] >> half;
-      d[i] += T::wide(x) * T::wide(y);
+    for (unsigned k = 0; k < 16; k += 2) {
+      const unsigned lane = k % 8 / 2, column = 2 * c + i % 2;
+      const float *x = all[4 * g + lane].a[i / 2 + 2 * (k / 8)], *y = all[4 * column + lane].b[k / 8];
+      d[i] += x[0] * y[0];
+      d[i] += x[1] * y[1];
     }
 }
 static inline void load_transposed(unsigned* out, const void* row) {
-  const void** rows = exchange(row);
+  const Exchanged<const void*> rows = exchange(row);
   const unsigned g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
   for (unsigned matrix = 0; matrix < 4; matrix++) {
     const unsigned short *one = (const unsigned short*)rows[8 * matrix + 2 * c], *two = (const unsigned short*)rows[8 * matrix + 2 * c + 1];

@@ -13,7 +13,7 @@ from tests.support.toy_platform import ROW
 from tests.test_serve import Server
 
 from teneral.handlers import platforms
-from teneral.handlers.platforms import platform_of, settings
+from teneral.handlers.platforms import platform_of, resolve_settings
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def row(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_found_by_its_sign_and_gives_settings() -> None:
     assert platform_of("auto", {"TOY_FUNCTION_NAME": "f"}) is ROW
     assert platform_of("toy", {}) is ROW
-    assert settings.resolve({"model": "m"}, {"TOY_PORT": "8089"}).port == 8089
+    assert resolve_settings({"model": "m"}, {"TOY_PORT": "8089"}).port == 8089
 
 
 async def test_its_events_reach_the_function_and_its_errors_have_its_shape(start: Any) -> None:

@@ -18,7 +18,7 @@ from tests.support.cuda_driver import (
     CudaOnCpu,
     CupyDriver,
     CupyRuntime,
-    compile_library,
+    compiled,
     names_used,
 )
 
@@ -57,11 +57,8 @@ def cuda(tmp_path_factory: pytest.TempPathFactory) -> CudaOnCpu:
 
 
 @pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    folder = tmp_path_factory.mktemp("kernels")
-    source = folder / "add.cpp"
-    source.write_text(f'#include "{HERE / "on_cpu.h"}"\n{KERNELS}')
-    return compile_library(source, folder / "add.so").read_bytes()
+def image() -> bytes:
+    return compiled("add", f'#include "{HERE / "on_cpu.h"}"\n{KERNELS}').read_bytes()
 
 
 def _bindings(cuda: CudaOnCpu) -> Driver:

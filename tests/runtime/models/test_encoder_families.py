@@ -4,6 +4,7 @@ native core is the same bits in any company.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -89,18 +90,26 @@ def test_scores_are_those_of_transformers(variant, backend):
     np.testing.assert_allclose(model.embed(texts), right, atol=3e-5, rtol=1e-4)
 
 
+@functools.cache
+def embeddings_in_bf16(variant: str, seed: int) -> tuple[TinyEncoder, list[list[int]], Any, Any]:
+    """A model in bf16, texts, and what transformers says of them in fp32 and in bf16."""
+    tiny = tiny_encoder(variant, torch.bfloat16, seed=seed)
+    exact = tiny_encoder(variant, seed=seed).oracle
+    exact.load_state_dict({name: value.float() for name, value in tiny.oracle.state_dict().items()})
+    texts = texts_of(*range(1, 97, 8), seed=seed)
+    right, theirs = (
+        np.array([states_of(oracle, text).mean(0).numpy() for text in texts])
+        for oracle in (exact, tiny.oracle)
+    )
+    return tiny, texts, right, theirs
+
+
 @each_variant
 @pytest.mark.parametrize("backend", ["native", "torch"])
 def test_in_bf16_embeddings_are_no_further_from_fp32_than_those_of_transformers(variant, backend):
     ours, of_transformers = 0.0, 0.0
     for seed in range(3):
-        tiny = tiny_encoder(variant, torch.bfloat16, seed=seed)
-        exact = tiny_encoder(variant, seed=seed).oracle
-        exact.load_state_dict({name: value.float() for name, value in tiny.oracle.state_dict().items()})
-        texts = texts_of(*range(1, 97, 8), seed=seed)
-        right = np.array([states_of(exact, text).mean(0).numpy() for text in texts])
-        theirs = np.array([states_of(tiny.oracle, text).mean(0).numpy() for text in texts])
-
+        tiny, texts, right, theirs = embeddings_in_bf16(variant, seed)
         ours += np.abs(build(tiny, backend).embed(texts) - right).mean()
         of_transformers += np.abs(theirs - right).mean()
     # Both round at nearly the same places; how these errors add up is chance.

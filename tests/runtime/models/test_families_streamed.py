@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,23 @@ pytestmark = pytest.mark.skipif(library() is None, reason="the native libraries 
 each_family = pytest.mark.parametrize("family", DISTINCT_NATIVE)
 
 
-def packed(family: str, folder: Path, kind: str, tiers: TierOptions | None = None) -> Path:
-    sizes = SIZES.get(family, {})
-    plain = save_tiny(family, folder / "plain", dtype=torch.bfloat16, intermediate_size=128, **sizes)
-    pack(open_source(str(plain)), open_store(str(folder / kind)), quantize=KINDS[kind], tiers=tiers)
-    return folder / kind
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A family's artifact of a kind, packed once."""
+
+    @functools.cache
+    def plain(family: str) -> str:
+        folder, sizes = tmp_path_factory.mktemp("plain"), SIZES.get(family, {})
+        return str(save_tiny(family, folder, dtype=torch.bfloat16, intermediate_size=128, **sizes))
+
+    @functools.cache
+    def pack_once(family: str, kind: str, draft_bits: int | None = None) -> Path:
+        folder = tmp_path_factory.mktemp("packed")
+        tiers = None if draft_bits is None else TierOptions(draft_bits=draft_bits)
+        pack(open_source(plain(family)), open_store(str(folder)), quantize=KINDS[kind], tiers=tiers)
+        return folder
+
+    return pack_once
 
 
 @contextmanager
@@ -79,8 +92,8 @@ def arriving(
     ("family", "kind"),
     [(family, kind) for kind in KINDS for family in (DISTINCT_NATIVE if kind == "packed" else QUANTISED)],
 )
-def test_a_decoder_built_before_its_load_starts_computes_what_a_finished_one_does(tmp_path, family, kind):
-    artifact, prompt = packed(family, tmp_path, kind), prompt_of(40)
+def test_a_decoder_built_before_its_load_starts_computes_what_a_finished_one_does(packed, family, kind):
+    artifact, prompt = packed(family, kind), prompt_of(40)
 
     with arriving(artifact) as (load, _, decoder):
         load.start()
@@ -105,10 +118,10 @@ def test_a_decoder_built_before_its_load_starts_computes_what_a_finished_one_doe
 
 
 @pytest.mark.parametrize("family", QUANTISED)
-def test_integers_stay_close_to_the_floats(tmp_path, family):
+def test_integers_stay_close_to_the_floats(packed, family):
     prompt, rows = prompt_of(40), {}
     for kind in KINDS:
-        with arriving(packed(family, tmp_path / kind, kind)) as (load, _, decoder):
+        with arriving(packed(family, kind)) as (load, _, decoder):
             load.start()
             rows[kind] = Stepper(decoder).step({"a": prompt})["a"]
 
@@ -118,9 +131,9 @@ def test_integers_stay_close_to_the_floats(tmp_path, family):
 
 
 @each_family
-def test_a_pass_over_the_draft_is_near_the_exact_one_that_follows(tmp_path, family):
+def test_a_pass_over_the_draft_is_near_the_exact_one_that_follows(packed, family):
     # Of a mixture there is no draft unless it is asked for.
-    artifact, prompt = packed(family, tmp_path, "packed", TierOptions(draft_bits=3)), prompt_of(40)
+    artifact, prompt = packed(family, "packed", 3), prompt_of(40)
     options = LoadOptions(connections=64, order=Order.DRAFT_FIRST)
 
     with arriving(artifact, options) as (load, source, decoder):

@@ -119,6 +119,16 @@ def logits_of(of: Any, tokens: list[int]) -> Any:
         return of(torch.tensor([tokens])).logits[0].float().numpy()
 
 
+@functools.cache  # for the libraries of all instruction sets
+def oracles_logits(
+    family: str, dtype: DType, num_tokens: int, variant: str = "", *, seed: int = 0, exact: bool = False
+) -> Any:
+    """With `exact`, of the same weights computed in fp32."""
+    of = model(family, dtype, variant, seed)
+    computed = with_parameters_in(torch.float32, copy.deepcopy(of)) if exact else of
+    return logits_of(computed, some_tokens(num_tokens, seed))
+
+
 def same_bits(a: Any, b: Any) -> bool:
     return a.shape == b.shape and bool((a.view(np.uint32) == b.view(np.uint32)).all())
 
@@ -133,18 +143,18 @@ def test_in_fp32_logits_are_those_of_transformers(isa, family):
 
     # A delta net's state sums all tokens before: transformers' own logits are 1e-4 from those in fp64.
     atol = 3e-5 if spec_of(of, DType.F32).delta_nets is None else 3e-4
-    np.testing.assert_allclose(ours, logits_of(of, tokens), atol=atol, rtol=1e-4)
+    np.testing.assert_allclose(ours, oracles_logits(family, DType.F32, 70), atol=atol, rtol=1e-4)
 
 
 @each_isa
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_is_computed_as_transformers_does(isa, variant):
-    of = model(VARIANTS[variant][0], DType.F32, variant)
-    tokens = some_tokens(40)
+    family = VARIANTS[variant][0]
 
-    ours = stepper(isa, of, DType.F32).step({"a": tokens})["a"]
+    ours = stepper(isa, model(family, DType.F32, variant), DType.F32).step({"a": some_tokens(40)})["a"]
 
-    np.testing.assert_allclose(ours, logits_of(of, tokens), atol=1e-4, rtol=1e-3)
+    expected = oracles_logits(family, DType.F32, 40, variant)
+    np.testing.assert_allclose(ours, expected, atol=1e-4, rtol=1e-3)
 
 
 @each_isa
@@ -153,13 +163,12 @@ def test_in_bf16_logits_are_no_further_from_fp32_than_those_of_torch(isa, family
     ours, of_torch = 0.0, 0.0
     for seed in range(3):
         of, tokens = model(family, DType.BF16, seed=seed), some_tokens(200, seed)
-        exact = with_parameters_in(torch.float32, copy.deepcopy(of))
-        expected = logits_of(exact, tokens)
+        expected = oracles_logits(family, DType.BF16, 200, seed=seed, exact=True)
 
         logits = stepper(isa, of, DType.BF16).step({"a": tokens})["a"]
 
         ours += np.abs(logits - expected).mean()
-        of_torch += np.abs(logits_of(of, tokens) - expected).mean()
+        of_torch += np.abs(oracles_logits(family, DType.BF16, 200, seed=seed) - expected).mean()
     # Sums over latents round elsewhere than those over keys and values. Errors of delta nets change which experts are
     # chosen: of one seed they differ by a tenth, of 12 by 0.2 %.
     # Those of Mamba-2 layers are larger of three seeds by 0.3 %, and smaller of 12 by 1.2 %.

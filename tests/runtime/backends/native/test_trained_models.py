@@ -67,14 +67,28 @@ def bits(logits: Any) -> Any:
     return logits.view(np.uint32)
 
 
+@functools.cache  # for the libraries of all instruction sets
+def demo_continued() -> list[int]:
+    """256 greedy tokens of transformers."""
+    of, prompt = demo()
+    options = {"max_new_tokens": 256, "min_new_tokens": 256, "do_sample": False, "use_cache": True}
+    with torch.no_grad():
+        return of.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+
+
+@functools.cache
+def smollm_logits() -> tuple[Any, Any]:
+    """Those of torch in bf16, and in fp32 with the same weights."""
+    of, text = smollm()
+    exact = with_parameters_in(torch.float32, copy.deepcopy(of))
+    with torch.no_grad():
+        in_bf16, right = (each(torch.tensor([text])).logits[0].float().numpy() for each in (of, exact))
+    return in_bf16, right
+
+
 @each_isa
 def test_greedy_tokens_are_those_of_transformers_over_256_tokens(isa):
     of, prompt = demo()
-    with torch.no_grad():
-        inputs = torch.tensor([prompt])
-        expected = of.generate(
-            inputs, max_new_tokens=256, min_new_tokens=256, do_sample=False, use_cache=True
-        )
     banned = of.generation_config.eos_token_id
     steps, new, tokens = stepper(isa, of, DType.F32), prompt, []
     for _ in range(256):
@@ -83,7 +97,7 @@ def test_greedy_tokens_are_those_of_transformers_over_256_tokens(isa):
         new = [int(logits.argmax())]
         tokens += new
 
-    assert tokens == expected[0, len(prompt) :].tolist()
+    assert tokens == demo_continued()
 
 
 @pytest.mark.slow
@@ -114,9 +128,7 @@ def test_a_trained_model_has_the_same_bits_whole_in_pieces_and_token_by_token(is
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_trained_model_in_bf16_is_no_further_from_fp32_than_in_torch(isa):
     of, text = smollm()
-    exact = with_parameters_in(torch.float32, copy.deepcopy(of))
-    with torch.no_grad():
-        of_torch, right = (each(torch.tensor([text])).logits[0].float().numpy() for each in (of, exact))
+    of_torch, right = smollm_logits()
 
     ours = stepper(isa, of, DType.BF16).step({"a": text})["a"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.cuda_driver import COMPILER, HERE, compile_library
-from tests.support.direct_kernels import compiled
+from tests.support.direct_kernels import image_of
 from tests.support.load import patience_s
 
 from teneral.runtime.backends.cuda.direct import arguments
@@ -75,7 +75,7 @@ def test_structures_have_the_compilers_sizes(tmp_path: Path) -> None:
         ("blocks", "copy_tokens", arguments.CopyTokens),
     ):
         path = tmp_path / f"{kernel}.so"
-        path.write_bytes(compiled(KernelModule(module, DType.BF16)))
+        path.write_bytes(image_of(KernelModule(module, DType.BF16)))
         size = ctypes.c_uint32.in_dll(ctypes.CDLL(str(path)), f"{kernel}_bytes").value
         assert size == ctypes.sizeof(kind), kernel
 

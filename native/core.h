@@ -840,9 +840,9 @@ typedef struct tn_encoder_layer {
     const void *position_keys;       /* tn_distances.keys and .queries of this layer, or NULL */
     const void *position_queries;
     int64_t window;                  /* as in tn_text_attention_args */
-    tn_vector attention_output_norm; /* (hidden_size,), with pre_norm: of what attention adds; NULL: there is none */
+    tn_vector attention_output_norm; /* (hidden_size,), with pre_norm and TN_RMS: of what attention adds; NULL: none */
     tn_vector mlp_output_norm;       /* likewise, of what the MLP adds */
-    tn_vector query_norm;            /* (head_dim,) each, of each head before it is turned; NULL: there is none */
+    tn_vector query_norm;            /* (head_dim,) each, with TN_RMS, of each head before it is turned; NULL: none */
     tn_vector key_norm;
     tn_vector value_norm;
     const float *bounds;             /* (7, 4), if the model is `bounded`: what inputs of products with queries, keys,

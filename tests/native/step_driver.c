@@ -430,7 +430,8 @@ static void check_encoder(int dtype) {
                               .pre_norm = random_below(2), .gated = is_bounded || random_below(2),
                               .norm = random_below(2) ? TN_LAYER : TN_RMS, .bounded = is_bounded,
                               .turned_parts = has_turns && head_dim % 4 == 0 ? 1 + random_below(2) : 1};
-    const bool has_head_norms = random_below(2), has_output_norms = model.pre_norm && random_below(2);
+    const bool is_rms = model.norm == TN_RMS, has_head_norms = is_rms && random_below(2);
+    const bool has_output_norms = is_rms && model.pre_norm && random_below(2);
     float *bounds = exactly(sizeof(float) * 7 * 4);
     for (int n = 0; n < 7 * 4; n++) bounds[n] = (n % 2 ? 0.01f : -0.01f) * (float)(1 + random_below(300));
     for (int n = 0; n < LAYERS; n++) {

@@ -41,7 +41,7 @@ IMPLEMENTED = {
         "rounds_inputs",
         "learned_positions", "rotary.interleaved", "head_norms",
         "joint_head_norms", "late_head_norms", "gated_attention", "sinks", "takes_images", "whole_images",
-        "is_bidirectional", "chunked_windows", "layer_scalars", "value_norms")},
+        "is_bidirectional", "chunked_windows", "layer_scalars", "value_norms", "windowed_images")},
     **{name: one_of(None) for name in
        ("experts", "latent", "convolutions", "delta_nets", "mamba", "score_cap", "logit_cap", "local_rotary",
         "query_scaling", "layer_inputs")},

@@ -52,8 +52,8 @@ class DeviceAdapters:
         self._taken: list[int] = []
         self.size_bytes = 0  # of tables, low numbers and copies
         num = num_slots * self._num_sites
-        self._sites = self._take(num * ctypes.sizeof(arguments.AdapterSiteRecord))
-        self._parts = self._take(num * SITE_PARTS * ctypes.sizeof(arguments.AdapterPartRecord))
+        self._sites = self._take(num * ctypes.sizeof(arguments.DeviceAdapterSite))
+        self._parts = self._take(num * SITE_PARTS * ctypes.sizeof(arguments.DeviceAdapterPart))
         self._low = self._take(4 * num_rows * _LOW_STRIDE)
 
     def slots(self, spans: Iterable[SequenceSpan]) -> list[int]:
@@ -144,12 +144,12 @@ class DeviceAdapters:
             copy.address = self._device.driver.alloc(copy.size_bytes)
             self.size_bytes += copy.size_bytes
         num = len(AdapterPlace)
-        sites = (arguments.AdapterSiteRecord * num)()
-        parts = (arguments.AdapterPartRecord * (num * SITE_PARTS))()
+        sites = (arguments.DeviceAdapterSite * num)()
+        parts = (arguments.DeviceAdapterPart * (num * SITE_PARTS))()
         address = copy.address + copy.offsets[layer]
         for place, site in weights.layers[layer].items():
             assert len(site.parts) <= SITE_PARTS
-            sites[place] = arguments.AdapterSiteRecord(
+            sites[place] = arguments.DeviceAdapterSite(
                 a=address,
                 num_low=site.a.shape[0],
                 num_parts=len(site.parts),
@@ -158,7 +158,7 @@ class DeviceAdapters:
             )
             address = self._put(site.a, address)
             for number, part in enumerate(site.parts):
-                parts[place * SITE_PARTS + number] = arguments.AdapterPartRecord(
+                parts[place * SITE_PARTS + number] = arguments.DeviceAdapterPart(
                     b=address, first=part.first, num_out=part.num_out, rank=part.rank, factor=part.factor
                 )
                 address = self._put(part.b, address)

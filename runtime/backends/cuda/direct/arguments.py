@@ -98,13 +98,13 @@ class AddExperts(ctypes.Structure):
     )
 
 
-class AdapterSiteRecord(ctypes.Structure):
+class DeviceAdapterSite(ctypes.Structure):
     """The share of an adapter in one projection of one layer."""
 
     _fields_ = (("a", _ADDRESS), *fields(_U32, "num_low num_parts a_kind b_kind"))
 
 
-class AdapterPartRecord(ctypes.Structure):
+class DeviceAdapterPart(ctypes.Structure):
     """The share in some of its columns."""
 
     _fields_ = (("b", _ADDRESS), *fields(_U32, "first num_out rank"), ("factor", _F32))

@@ -103,6 +103,17 @@ class _InOrder:
         return None
 
 
+class _InNibbles(_InOrder):
+    """Likewise, of two columns a byte."""
+
+    __slots__ = ()
+
+    @property
+    def num_in(self) -> int:
+        weight: Tensor = self.weight  # type: ignore[attr-defined]
+        return weight.shape[1] * 2
+
+
 class DenseMatrix(_InOrder, Struct, frozen=True, eq=False):
     """y = x @ weight.T + bias."""
 
@@ -184,7 +195,7 @@ def _whole(tensors: Sequence[Tensor | None]) -> Tensor | None:
 MXFP4_GROUP = 32  # columns that share a scale
 
 
-class Mxfp4Matrix(_InOrder, Struct, frozen=True, eq=False):
+class Mxfp4Matrix(_InNibbles, Struct, frozen=True, eq=False):
     """y = x @ w.T + bias of w (N, K) in MXFP4, as the OCP's Microscaling Formats 1.0 define it: E2M1 elements, and an
     E8M0 scale for each 32 columns. Rows of all tensors may lie apart, equally far.
     """
@@ -192,10 +203,6 @@ class Mxfp4Matrix(_InOrder, Struct, frozen=True, eq=False):
     weight: Tensor  # (N, K / 2) U8: columns 2 i and 2 i + 1 in the low and the high half of byte i
     scale: Tensor  # (N, K / 32) U8: 2 ** (scale - 127); 255 is NaN
     bias: Tensor | None = None  # (N,) BF16, F16 or F32
-
-    @property
-    def num_in(self) -> int:
-        return self.weight.shape[1] * 2
 
     @property
     def kind(self) -> Hashable:
@@ -255,7 +262,7 @@ class BlockMatrix(_InOrder, Struct, frozen=True, eq=False):
         return BlockMatrix(weight, self.block, bias)
 
 
-class CodeMatrix(_InOrder, Struct, frozen=True, eq=False):
+class CodeMatrix(_InNibbles, Struct, frozen=True, eq=False):
     """y = x @ w.T + bias of w (N, K): the values of codes, times a scale for each of G equal groups of a row."""
 
     weight: Tensor  # (N, K / 2) U8: columns 2 i and 2 i + 1 in the high and the low half of byte i
@@ -263,10 +270,6 @@ class CodeMatrix(_InOrder, Struct, frozen=True, eq=False):
     codes: str  # "nf4" or "fp4"
     values: tuple[float, ...]  # of the 16 codes
     bias: Tensor | None = None  # (N,) BF16, F16 or F32
-
-    @property
-    def num_in(self) -> int:
-        return self.weight.shape[1] * 2
 
     @property
     def kind(self) -> Hashable:

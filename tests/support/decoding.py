@@ -95,8 +95,8 @@ def oracle_logits(model: Any, tokens: Sequence[int]) -> torch.Tensor:
 
 @torch.no_grad()
 def oracle_behind(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:
-    """What transformers puts behind the prompt, and behind each of these tokens but the last, in one pass. It gives
-    `tokens` back where they are its greedy ones.
+    """The greedy tokens of transformers behind the prompt, and behind each of these tokens but the last, in one pass:
+    `tokens` themselves, where they are its own.
     """
     ids = torch.tensor([[*prompt, *tokens[:-1]]])
     return model(ids).logits[0, len(prompt) - 1 :].argmax(-1).tolist()

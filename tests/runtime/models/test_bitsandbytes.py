@@ -75,7 +75,7 @@ def test_codes_stay_where_they_lie() -> None:
 
 
 def test_one_of_several_matrices_may_be_stored_as_it_was() -> None:
-    """As `llm_int8_skip_modules` and Unsloth's dynamic quantisation have it."""
+    """`llm_int8_skip_modules` and Unsloth's dynamic quantisation leave some out."""
     matrices = [BitsandbytesMatrix(32, 128, NF4), BitsandbytesMatrix(16, 128, LLM_INT8, seed=1)]
     plain = torch.randn(16, 128)
     tensors = matrices[0].tensors("q") | matrices[1].tensors("k") | {"v.weight": plain}

@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include "core.h"
-#include "tiles.h"
 
 #if !defined(TN_ISA)
 #error "build_native.py defines TN_ISA, the name of the instruction set"
@@ -33,7 +32,6 @@ const char *tn_describe(void) {
 }
 
 int tn_start(void) {
-    tn_tiles_start();
 #if defined(__AMX_BF16__) && !defined(TN_SOFT_TILES)
     enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 ? TN_OK : TN_REFUSED;

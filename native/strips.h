@@ -1,12 +1,13 @@
 /* Strips: 32 columns of a block of K, as tiles take them, whose weights become bf16. Read by tiles.c alone.
  *
- * A strip is widened a quarter of a unit at a time, 8 columns of 64 elements, while tiles multiply what came before. Where
- * (q - 8) * scale of U4, or a level of E2M1, only differs by its exponent from one in a table, that is what is added: a
- * table is one load, and computing its 16 levels seven operations. */
+ * A strip is widened a quarter of a unit at a time, 8 columns of 64 elements, while tiles multiply what came before. The
+ * levels of U4, (q - 8) * scale, are in a table for each scale in bf16: that is one load, and computing 16 levels seven
+ * operations. So are those of E2M1. */
 #ifndef TN_STRIPS_H
 #define TN_STRIPS_H
 
 #include <assert.h>
+#include <pthread.h>
 #include <string.h>
 
 #include "isa.h"
@@ -28,7 +29,10 @@ enum {
 
 /* Where weights are: in their rows, in the strip, or in rows of one of these dtypes, from which the strip is filled. */
 typedef enum { IN_PLACE, STRIP_ONLY, FROM_BF16, FROM_I8_AND_ZERO, FROM_U4, FROM_U4_AND_ZERO, FROM_U4_BY_TABLE,
-               FROM_CODES, FROM_E2M1, FROM_E2M1_BY_TABLE, FROM_E4M3, FROM_Q4_K, FROM_Q5_K, FROM_Q6_K, FROM_BLOCKS } form_t;
+               FROM_WIDE_U4_BY_TABLE, FROM_CODES, FROM_E2M1, FROM_E4M3, FROM_Q4_K, FROM_Q5_K, FROM_Q6_K, FROM_BLOCKS } form_t;
+
+/* U4 under scales in bf16, whose levels are in a table; "wide" are those of which a unit has one scale a column. */
+TN_INLINE bool is_by_table(const form_t form) { return form == FROM_U4_BY_TABLE || form == FROM_WIDE_U4_BY_TABLE; }
 
 /* `left` bf16, or STEP where there are more; zeros behind them. */
 TN_INLINE __m512i load_step(const uint16_t *from, int64_t left) {
@@ -78,16 +82,14 @@ static block_t block_at(const tn_matrix *w, int64_t begin, int64_t most) {
 /* 32 columns of a block of K. */
 typedef struct {
     _Alignas(4096) uint16_t tiles[MAX_BLOCK / STEP][2][SIDE * STEP]; /* widened */
-    const char *column[STRIP]; /* the block's first element; the last column stands for missing ones */
+    const char *column[STRIP]; /* the block's first element; the last column stands for missing ones. By table: of the first */
     const char *more[STRIP];   /* of E2M1: its scales in the block */
-    union {
-        float scale[STRIP][MAX_GROUPS];
-        uint16_t place[STRIP][MAX_GROUPS]; /* in bytes, of a scale's levels in the table of U4 */
-    };
-    union {
-        float level[STRIP][MAX_GROUPS];    /* of U4, that means 0: where not all of them are 8 */
-        uint32_t shift[STRIP][MAX_GROUPS]; /* what the levels in the table lack of a scale's exponent and sign; twice */
-    };
+    float scale[STRIP][MAX_GROUPS];
+    float level[STRIP][MAX_GROUPS];  /* of U4, that means 0: where not all of them are 8 */
+    const uint16_t *scales;          /* of U4 by table: the first column's, where they lie, */
+    int64_t num_groups;              /* from one column's to the next one's, */
+    int scale_bytes;                 /* and of a unit of all columns */
+    int64_t next_scales;             /* bytes from the scales of U4 by table, or of E2M1, to those of a later strip */
     int zero[STRIP];                 /* of I8 */
     const float *codes;              /* of codes: what they mean */
     int64_t stride;                  /* bytes from a column to the next, where they are taken from where they are */
@@ -97,88 +99,39 @@ typedef struct {
     int count, group_size, left;
 } strip_t;
 
-/* ---- levels of U4 under a scale in bf16 ----
- *
- * (q - 8) * scale, rounded to bf16, has the mantissa that scale's own mantissa gives it. So there is a table of the levels
- * of each mantissa, for the exponent of 1; what a scale's exponent and sign differ by is added to all but the level 0. */
+/* ---- tables of levels ---- */
 
-enum { MANTISSAS = 128, LEVELS = 16, ONE = 0x3f80, LARGEST_EXPONENT = 250 };
+enum { LEVELS = 16 };
 
-static _Alignas(64) uint16_t levels_of_mantissa[1 + MANTISSAS][LEVELS]; /* the first are of the scale 0 */
+static _Alignas(4096) uint16_t levels_of_u4[1 << 16][LEVELS]; /* under each scale in bf16; a page for each exponent */
+static _Alignas(64) uint16_t levels_of_e2m1[1 << 8][LEVELS];
+
+/* A table's levels, twice: five bits are looked at, of which one is a neighbour's. */
+TN_INLINE __m512i levels_twice(const uint16_t levels[LEVELS]) {
+    return _mm512_broadcast_i64x4(_mm256_load_si256((const void *)levels));
+}
+
+/* The sixteen levels less `zero`, scaled. */
+TN_INLINE vf scaled_levels(float scale, float zero) {
+    const vf levels = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return vf_mul(vf_sub(levels, vf_set(zero)), vf_set(scale));
+}
 
 static void make_levels(void) {
-    for (int mantissa = 0; mantissa < MANTISSAS; mantissa++)
-        for (int level = 0; level < LEVELS; level++)
-            levels_of_mantissa[1 + mantissa][level] = bf16_of_f32((float)(level - 8) * f32_of_bf16((uint16_t)(ONE + mantissa)));
+    const vf e2m1 = _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f,
+                                   -4.0f, -6.0f);
+    for (int scale = 0; scale < 1 << 16; scale++)
+        _mm256_store_si256((void *)levels_of_u4[scale],
+                           (__m256i)_mm512_cvtneps_pbh(scaled_levels(f32_of_bf16((uint16_t)scale), 8.0f)));
+    for (int scale = 0; scale < 1 << 8; scale++)
+        _mm256_store_si256((void *)levels_of_e2m1[scale],
+                           (__m256i)_mm512_cvtneps_pbh(vf_mul(e2m1, vf_set(scale_of_e8m0((uint8_t)scale)))));
 }
 
-/* Where the table has the levels of a column's scales; or false, since one is too small, too large, or no number. */
-TN_INLINE bool take_places(strip_t *strip, int c, const uint16_t *scales, int groups) {
-    const __m512i first_twice = _mm512_set_epi16(15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8, 7, 7, 6, 6, 5, 5,
-                                                 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
-    const __m512i second_twice = _mm512_add_epi16(first_twice, _mm512_set1_epi16(SIDE));
-    __mmask32 has_others = 0;
-    for (int group = 0; group < groups; group += 2 * SIDE) {
-        const __m512i bits = load_step(scales + group, groups - group);
-        const __m512i size = _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff));
-        const __mmask32 is_some = _mm512_test_epi16_mask(size, size);
-        has_others |= _mm512_mask_cmpge_epu16_mask(is_some, _mm512_sub_epi16(size, _mm512_set1_epi16(MANTISSAS)),
-                                                   _mm512_set1_epi16((short)(LARGEST_EXPONENT * MANTISSAS)));
-        const __m512i mantissa = _mm512_and_si512(bits, _mm512_set1_epi16(MANTISSAS - 1));
-        const __m512i place = _mm512_maskz_slli_epi16(is_some, _mm512_add_epi16(mantissa, _mm512_set1_epi16(1)), 5);
-        const __m512i shift = _mm512_maskz_sub_epi16(is_some, _mm512_sub_epi16(bits, mantissa), _mm512_set1_epi16(ONE));
-        _mm512_storeu_si512(strip->place[c] + group, place);
-        _mm512_storeu_si512(strip->shift[c] + group, _mm512_permutexvar_epi16(first_twice, shift));
-        _mm512_storeu_si512(strip->shift[c] + group + SIDE, _mm512_permutexvar_epi16(second_twice, shift));
-    }
-    return has_others == 0;
-}
-
-/* Levels with another exponent, but for zeros, which `mask` lacks. Of the intrinsic, clang makes two instructions. */
-TN_INLINE __m512i shifted(__m512i levels, __mmask32 mask, uint32_t shift) {
-    const __m512i both = _mm512_set1_epi32((int)shift);
-    __m512i result;
-    __asm__("vpaddw %2, %1, %0 %{%3%}%{z%}" : "=v"(result) : "v"(levels), "v"(both), "Yk"(mask));
-    return result;
-}
-
-/* The levels of one of a column's groups, twice: five bits are looked at, of which one is a neighbour's. */
-TN_INLINE __m512i levels_by_table(const strip_t *strip, int c, int group) {
-    enum { ALL_BUT_ZERO = (int)0xfefffeff };
-    const char *place = (const char *)levels_of_mantissa + strip->place[c][group];
-    const __m512i levels = _mm512_broadcast_i64x4(_mm256_load_si256((const void *)place));
-    return shifted(levels, ALL_BUT_ZERO, strip->shift[c][group]);
-}
-
-/* ---- levels of E2M1: those of the scale 1, whose exponents are shifted ---- */
-
-TN_INLINE vb levels_of_e2m1(float scale) {
-    const vf table = _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f,
-                                    -3.0f, -4.0f, -6.0f);
-    const vf levels = vf_mul(table, vf_set(scale));
-    return _mm512_cvtne2ps_pbh(levels, levels); /* twice: five bits are looked at, of which one is the neighbour's */
-}
-
-enum { LEAST_E8M0 = 2, LARGEST_E8M0 = 252 }; /* their levels are normal numbers */
-
-/* What a column's scales add to the levels, twice; or false, since one has other levels. */
-TN_INLINE bool take_shifts(strip_t *strip, int c, const uint8_t *scales, int groups) {
-    __mmask16 has_others = 0;
-    for (int group = 0; group < groups; group += TN_LANES) {
-        const __mmask16 mask = v_mask(lanes_left(groups - group));
-        const __m512i bytes = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, scales + group));
-        has_others |= _mm512_mask_cmpgt_epu32_mask(mask, _mm512_sub_epi32(bytes, _mm512_set1_epi32(LEAST_E8M0)),
-                                                   _mm512_set1_epi32(LARGEST_E8M0 - LEAST_E8M0));
-        const __m512i shift = _mm512_slli_epi32(_mm512_sub_epi32(bytes, _mm512_set1_epi32(127)), 7);
-        const __m512i low = _mm512_and_si512(shift, _mm512_set1_epi32(0xffff));
-        _mm512_storeu_si512(strip->shift[c] + group, _mm512_or_si512(low, _mm512_slli_epi32(shift, 16)));
-    }
-    return has_others == 0;
-}
-
-TN_INLINE __m512i shifted_e2m1(const strip_t *strip, int c, int group) {
-    enum { ALL_BUT_ZEROS = (int)0xfefefefe };
-    return shifted((__m512i)levels_of_e2m1(1.0f), ALL_BUT_ZEROS, strip->shift[c][group]);
+/* Before levels are read: the tables take two megabytes, so that only who reads them has them. */
+static void need_levels(void) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, make_levels);
 }
 
 /* ---- scales of a strip ---- */
@@ -220,29 +173,8 @@ static void round_column(strip_t *strip, int c, int dtype) {
     }
 }
 
-/* Where all columns' levels are in their table; or false, where the table lacks some. */
-static bool take_all_places(strip_t *strip, const tn_matrix *w, int64_t first, int num, const block_t *block) {
-    bool has_all = true;
-    for (int c = 0; c < STRIP; c++) {
-        const int64_t place = scale_row(w, first + least(c, num - 1)) * block->num_groups + block->first_group;
-        const int64_t later = 2 * STRIP * stored_row(w, 1) * block->num_groups;
-        const void *ahead;
-        if (w->dtype == TN_E2M1) {
-            const uint8_t *scales = (const uint8_t *)w->scale + place;
-            has_all &= take_shifts(strip, c, scales, block->groups);
-            ahead = scales + later;
-        } else {
-            const uint16_t *scales = (const uint16_t *)w->scale + place;
-            has_all &= take_places(strip, c, scales, block->groups);
-            ahead = scales + later;
-        }
-        _mm_prefetch(ahead, _MM_HINT_T1);
-    }
-    return has_all;
-}
-
-/* Columns [first, first + num); the form in which they are widened. */
-static form_t begin_strip(strip_t *strip, const form_t form, const tn_matrix *w, int64_t first, int num, const block_t *block) {
+/* Columns [first, first + num), by table all that a strip has. */
+static void begin_strip(strip_t *strip, form_t form, const tn_matrix *w, int64_t first, int num, const block_t *block) {
     strip->stride = bytes_of(w, w->num_in);
     const char *data = (const char *)w->data + bytes_of(w, block->begin);
     const int64_t step = stored_row(w, 1);
@@ -252,9 +184,16 @@ static form_t begin_strip(strip_t *strip, const form_t form, const tn_matrix *w,
     strip->codes = codes_of(w->dtype);
     strip->next_bytes = (strip->stride > SHORT_ROW ? 1 : 2) * STRIP * step * strip->stride;
     strip->ahead = (const char *)w->data + first * strip->stride + strip->next_bytes + STRIP * bytes_of(w, block->begin);
+    const int64_t next_groups = strip->next_bytes / strip->stride * block->num_groups;
+    strip->next_scales = next_groups * (w->dtype == TN_E2M1 ? 1 : (int64_t)sizeof(uint16_t));
+    if (is_by_table(form)) {
+        strip->column[0] = data + first * strip->stride;
+        strip->num_groups = block->num_groups;
+        strip->scales = (const uint16_t *)w->scale + first * block->num_groups + block->first_group;
+        strip->scale_bytes = (int)(STRIP * sizeof(uint16_t) * UNIT / w->group_size);
+        return;
+    }
     for (int c = 0; c < STRIP; c++) strip->column[c] = data + (first + least(c, num - 1)) * step * strip->stride;
-    const bool by_table = form == FROM_U4_BY_TABLE || form == FROM_E2M1_BY_TABLE;
-    if (by_table && take_all_places(strip, w, first, num, block)) return form;
     for (int c = 0; c < STRIP; c++) {
         const int64_t column = first + least(c, num - 1);
         if (w->dtype == TN_E2M1)
@@ -266,7 +205,6 @@ static form_t begin_strip(strip_t *strip, const form_t form, const tn_matrix *w,
         else if (tn_is_blocks(w->dtype))
             tn_block_scales(strip->scale[c], strip->level[c], strip->column[c], block->count, w->dtype);
     }
-    return form == FROM_U4_BY_TABLE ? FROM_U4 : form == FROM_E2M1_BY_TABLE ? FROM_E2M1 : form;
 }
 
 /* A unit's place within groups, which is gone through in steps of 32. */
@@ -277,12 +215,6 @@ TN_INLINE void next_step(place_t *place, int group_size) {
     if (place->left > 0) return;
     place->left = group_size;
     place->group++;
-}
-
-/* The sixteen levels less `zero`, scaled. */
-TN_INLINE vf levels_of_u4(float scale, float zero) {
-    const vf levels = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    return vf_mul(vf_sub(levels, vf_set(zero)), vf_set(scale));
 }
 
 TN_INLINE __m512i e2m1_of(const char *from, __m512i levels) {
@@ -341,8 +273,8 @@ TN_INLINE void widen_column(const form_t form, const bool is_whole, const strip_
     case FROM_U4_AND_ZERO: {
         const float *scale = strip->scale[c], *level = strip->level[c];
         const bool has_zero = form == FROM_U4_AND_ZERO;
-        const vf first = levels_of_u4(scale[at->first_group], has_zero ? level[at->first_group] : 8.0f);
-        const vf second = levels_of_u4(scale[at->second_group], has_zero ? level[at->second_group] : 8.0f);
+        const vf first = scaled_levels(scale[at->first_group], has_zero ? level[at->first_group] : 8.0f);
+        const vf second = scaled_levels(scale[at->second_group], has_zero ? level[at->second_group] : 8.0f);
         vb both[2];
         vb_load_u4((const uint8_t *)from + at->unit * (UNIT / 2), (__m512i)_mm512_cvtne2ps_pbh(first, second), &both[0],
                    &both[1]);
@@ -350,23 +282,11 @@ TN_INLINE void widen_column(const form_t form, const bool is_whole, const strip_
         *high = (__m512i)both[1];
         return;
     }
-    case FROM_U4_BY_TABLE: { /* of each byte five bits are looked at, of which one is the neighbour's */
-        const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)(from + at->unit * (UNIT / 2))));
-        *low = _mm512_permutexvar_epi16(bytes, levels_by_table(strip, c, at->first_group));
-        *high = _mm512_permutexvar_epi16(_mm512_srli_epi16(bytes, 4), levels_by_table(strip, c, at->second_group));
-        return;
-    }
     case FROM_CODES: {
         const uint8_t *own = (const uint8_t *)from + at->unit * (UNIT / 2);
         const vb_levels levels = vb_levels_of_codes(strip->codes, strip->scale[c][at->first_group]);
         *low = (__m512i)vb_load_codes(own, levels);
         *high = (__m512i)vb_load_codes(own + STEP / 2, levels);
-        return;
-    }
-    case FROM_E2M1_BY_TABLE: {
-        const char *own = from + at->unit * (UNIT / 2);
-        *low = e2m1_of(own, shifted_e2m1(strip, c, 2 * at->unit));
-        if (has_second) *high = e2m1_of(own + STEP / 2, shifted_e2m1(strip, c, 2 * at->unit + 1));
         return;
     }
     case FROM_Q4_K:
@@ -388,8 +308,8 @@ TN_INLINE void widen_column(const form_t form, const bool is_whole, const strip_
     default: {
         const char *own = from + at->unit * (UNIT / 2);
         const uint8_t *scales = (const uint8_t *)strip->more[c] + 2 * at->unit;
-        *low = e2m1_of(own, (__m512i)levels_of_e2m1(scale_of_e8m0(scales[0])));
-        if (has_second) *high = e2m1_of(own + STEP / 2, (__m512i)levels_of_e2m1(scale_of_e8m0(scales[1])));
+        *low = e2m1_of(own, levels_twice(levels_of_e2m1[scales[0]]));
+        if (has_second) *high = e2m1_of(own + STEP / 2, levels_twice(levels_of_e2m1[scales[1]]));
     }
     }
 }
@@ -397,7 +317,7 @@ TN_INLINE void widen_column(const form_t form, const bool is_whole, const strip_
 /* A unit of the strip, as `widen` takes it in quarters of 8 columns. */
 TN_INLINE unit_t unit_at(const form_t form, const strip_t *strip, int unit, place_t *place) {
     unit_t at = {.unit = unit, .left = strip->count - unit * UNIT};
-    if (form == FROM_U4 || form == FROM_U4_AND_ZERO || form == FROM_U4_BY_TABLE || form == FROM_CODES) {
+    if (form == FROM_U4 || form == FROM_U4_AND_ZERO || is_by_table(form) || form == FROM_CODES) {
         at.first_group = place->group;
         next_step(place, strip->group_size);
         at.second_group = place->group;
@@ -421,14 +341,37 @@ TN_INLINE int unit_bytes(const form_t form) {
 
 /* Asks memory for a quarter of a unit of a later strip, in the order in which it lies there. */
 TN_INLINE void ask_ahead(const form_t form, const strip_t *strip, int unit, int quarter) {
-    if (form == FROM_E2M1 || form == FROM_E2M1_BY_TABLE) { /* columns may be apart; a line has two units */
+    if (form == FROM_E2M1) { /* columns may be apart; a line has two units */
         for (int c = quarter * (STRIP / 4); c < (quarter + 1) * (STRIP / 4) && unit % 2 == quarter / 2; c++)
             _mm_prefetch(strip->column[c] + unit * (UNIT / 2) + strip->next_bytes, _MM_HINT_T1);
+        for (int c = quarter * (STRIP / 4); c < (quarter + 1) * (STRIP / 4) && unit % (LINE / 2) == 0; c++)
+            _mm_prefetch(strip->more[c] + 2 * unit + strip->next_scales, _MM_HINT_T1);
         return;
     }
+    if (is_by_table(form) && quarter == 0)
+        for (int k = 0; k < strip->scale_bytes; k += LINE)
+            _mm_prefetch((const char *)strip->scales + strip->next_scales + unit * strip->scale_bytes + k, _MM_HINT_T1);
     const int bytes = STRIP / 4 * unit_bytes(form);
     const char *from = strip->ahead + (unit * 4 + quarter) * bytes;
     for (int k = 0; k < bytes; k += LINE) _mm_prefetch(from + k, _MM_HINT_T1);
+}
+
+/* A quarter of a unit of U4 by table. */
+TN_INLINE void widen_by_table(const form_t form, const strip_t *strip, int quarter, const unit_t *at, uint16_t *first,
+                              uint16_t *second) {
+    enum { NUM = STRIP / 4 };
+    const int64_t stride = strip->stride, num_groups = strip->num_groups; /* not read again after each store */
+    const char *from = strip->column[0] + quarter * NUM * stride + at->unit * (UNIT / 2);
+    const uint16_t *scale = strip->scales + quarter * NUM * num_groups + at->first_group;
+    const int to_second = at->second_group - at->first_group;
+#pragma GCC unroll 8
+    for (int c = 0; c < NUM; c++, from += stride, scale += num_groups) {
+        const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)from));
+        const __m512i low = levels_twice(levels_of_u4[scale[0]]);
+        const __m512i high = form == FROM_WIDE_U4_BY_TABLE ? low : levels_twice(levels_of_u4[scale[to_second]]);
+        _mm512_store_si512(first + c * STEP, _mm512_permutexvar_epi16(bytes, low));
+        _mm512_store_si512(second + c * STEP, _mm512_permutexvar_epi16(_mm512_srli_epi16(bytes, 4), high));
+    }
 }
 
 TN_INLINE void widen_quarter(const form_t form, const bool is_whole, strip_t *strip, int quarter, const unit_t *at) {
@@ -437,6 +380,10 @@ TN_INLINE void widen_quarter(const form_t form, const bool is_whole, strip_t *st
     uint16_t *first = strip->tiles[(2 * at->unit) & strip->mask][half] + place;
     uint16_t *second = strip->tiles[(2 * at->unit + 1) & strip->mask][half] + place;
     ask_ahead(form, strip, at->unit, quarter);
+    if (is_by_table(form)) {
+        widen_by_table(form, strip, quarter, at, first, second);
+        return;
+    }
 #pragma GCC unroll 8
     for (int c = 0; c < NUM; c++) {
         __m512i low, high;

@@ -46,8 +46,6 @@ void tn_tiles_begin(tn_tile_shape shape) {
     shape_now = shape;
 }
 
-void tn_tiles_start(void) { make_levels(); }
-
 void tn_tiles_end(void) {
     if (shape_now == TN_NO_TILES) return;
     tiles_release();
@@ -187,24 +185,30 @@ TN_INLINE void sum_there(const bool in_place, const bool two, const strip_t *str
 }
 
 /* One of the two halves of the columns in one step of the strip; the first half loads the inputs of both. */
-TN_INLINE void multiply_half(const bool two, const strip_t *strip, const inputs_t *inputs, int step, const int half) {
+TN_INLINE void load_half(const bool two, const strip_t *strip, const inputs_t *inputs, int step, const int half) {
     const void *w = strip->tiles[step & strip->mask][half];
+    if (half != 0) {
+        tile_load(5, w, TILE_ROW_BYTES);
+        return;
+    }
     const uint16_t *x = tile_of(inputs, step);
+    tile_load(6, x, stride_of(inputs));
+    if (two) tile_load(7, x + inputs->tile, TILE_ROW_BYTES);
+    tile_load(4, w, TILE_ROW_BYTES);
+}
+
+TN_INLINE void multiply_half(const bool two, const int half) {
     if (half == 0) {
-        tile_load(6, x, stride_of(inputs));
-        if (two) tile_load(7, x + inputs->tile, TILE_ROW_BYTES);
-        tile_load(4, w, TILE_ROW_BYTES);
         tile_dot(0, 4, 6);
         if (two) tile_dot(1, 4, 7);
     } else {
-        tile_load(5, w, TILE_ROW_BYTES);
         tile_dot(2, 5, 6);
         if (two) tile_dot(3, 5, 7);
     }
 }
 
 /* All steps of weights that are widened. Each unit is multiplied while the next one is widened, in turns so short that the
- * processor has both in sight. */
+ * processor has both in sight: a quarter is widened between the loading of tiles and their product. */
 TN_INLINE void sum_widened(const form_t form, const bool two, strip_t *strip, const inputs_t *inputs) {
     place_t place = {0, strip->left};
     const int steps = (strip->count + STEP - 1) / STEP, units = (steps + 1) / 2;
@@ -212,14 +216,12 @@ TN_INLINE void sum_widened(const form_t form, const bool two, strip_t *strip, co
     for (int quarter = 0; quarter < 4; quarter++) widen(form, strip, quarter, &at);
     for (int unit = 1; unit < units; unit++) {
         at = unit_at(form, strip, unit, &place);
-        widen(form, strip, 0, &at);
-        multiply_half(two, strip, inputs, 2 * unit - 2, 0);
-        widen(form, strip, 1, &at);
-        multiply_half(two, strip, inputs, 2 * unit - 2, 1);
-        widen(form, strip, 2, &at);
-        multiply_half(two, strip, inputs, 2 * unit - 1, 0);
-        widen(form, strip, 3, &at);
-        multiply_half(two, strip, inputs, 2 * unit - 1, 1);
+#pragma GCC unroll 4
+        for (int turn = 0; turn < 4; turn++) {
+            load_half(two, strip, inputs, 2 * unit - 2 + turn / 2, turn % 2);
+            widen(form, strip, turn, &at);
+            multiply_half(two, turn % 2);
+        }
     }
     for (int step = 2 * units - 2; step < steps; step++) multiply_in_strip(two, strip, inputs, step);
 }
@@ -291,9 +293,9 @@ static void sum_any(form_t form, panel_t *panel, const inputs_t *inputs, bool tw
     case FROM_U4: sum_form(FROM_U4, panel, inputs, two); return;
     case FROM_U4_AND_ZERO: sum_form(FROM_U4_AND_ZERO, panel, inputs, two); return;
     case FROM_U4_BY_TABLE: sum_form(FROM_U4_BY_TABLE, panel, inputs, two); return;
+    case FROM_WIDE_U4_BY_TABLE: sum_form(FROM_WIDE_U4_BY_TABLE, panel, inputs, two); return;
     case FROM_CODES: sum_form(FROM_CODES, panel, inputs, two); return;
     case FROM_E4M3: sum_form(FROM_E4M3, panel, inputs, two); return;
-    case FROM_E2M1_BY_TABLE: sum_form(FROM_E2M1_BY_TABLE, panel, inputs, two); return;
     case FROM_Q4_K: sum_form(FROM_Q4_K, panel, inputs, two); return;
     case FROM_Q5_K: sum_form(FROM_Q5_K, panel, inputs, two); return;
     case FROM_Q6_K: sum_form(FROM_Q6_K, panel, inputs, two); return;
@@ -327,9 +329,11 @@ static void sum_strip(panel_t *panel, int column, const block_t *block) {
     const int64_t steps = (w->num_in + STEP - 1) / STEP, tile = steps * width * STEP;
     strip_t *strip = &panel->strip;
     const bool one_block = panel->rows <= BLOCK_ROWS;
-    form_t form = panel->form == IN_PLACE && (num < STRIP || panel->rows > IN_PLACE_ROWS) ? FROM_BF16 : panel->form;
+    form_t form = panel->form;
+    if (form == IN_PLACE && (num < STRIP || panel->rows > IN_PLACE_ROWS)) form = FROM_BF16;
+    if (is_by_table(form) && num < STRIP) form = FROM_U4;
     strip->mask = one_block && form != FROM_BLOCKS ? 2 * RING - 1 : ~0;
-    form = begin_strip(strip, form, w, panel->first + column, num, block);
+    begin_strip(strip, form, w, panel->first + column, num, block);
     for (int row = 0; row < panel->rows; row += BLOCK_ROWS) {
         const bool two = panel->rows - row > SIDE;
         tn_tile_sums *sums = &panel->sums[column / STRIP][row / BLOCK_ROWS];
@@ -354,14 +358,20 @@ static void sum_strip(panel_t *panel, int column, const block_t *block) {
 }
 
 /* Whether a block of K needs no more of a strip than its ring: it has no list of groups. */
-static bool is_endless(form_t form) {
-    return form == IN_PLACE || form == FROM_I8_AND_ZERO || form == FROM_E4M3;
+static bool is_endless(const panel_t *panel) {
+    switch (panel->form) {
+    case IN_PLACE:
+    case FROM_I8_AND_ZERO:
+    case FROM_E2M1:
+    case FROM_E4M3: return true;
+    default: return is_by_table(panel->form) && panel->num % STRIP == 0;
+    }
 }
 
 /* Elements of a block: K in equal parts that fit in a strip, or all of it. */
 static int64_t block_elements(const panel_t *panel) {
     const int64_t num_in = panel->args->weight->num_in;
-    if (panel->rows <= BLOCK_ROWS && is_endless(panel->form)) return num_in;
+    if (panel->rows <= BLOCK_ROWS && is_endless(panel)) return num_in;
     const int64_t blocks = (num_in + MAX_BLOCK - 1) / MAX_BLOCK;
     const int columns = tn_block_columns(panel->args->weight->dtype);
     return round_up((num_in + blocks - 1) / blocks, columns > UNIT ? columns : UNIT);
@@ -395,11 +405,14 @@ static form_t form_of(const tn_matrix *w) {
     switch (w->dtype) {
     case TN_BF16: return w->num_in % STEP ? FROM_BF16 : IN_PLACE;
     case TN_I8: return FROM_I8_AND_ZERO;
-    case TN_U4: return w->zero != NULL ? FROM_U4_AND_ZERO : w->scale_dtype == TN_BF16 ? FROM_U4_BY_TABLE : FROM_U4;
+    case TN_U4:
+        if (w->zero != NULL) return FROM_U4_AND_ZERO;
+        if (w->scale_dtype != TN_BF16) return FROM_U4;
+        return w->group_size % UNIT == 0 ? FROM_WIDE_U4_BY_TABLE : FROM_U4_BY_TABLE;
     case TN_NF4:
     case TN_FP4: return FROM_CODES;
     case TN_E4M3: return FROM_E4M3;
-    case TN_E2M1: return FROM_E2M1_BY_TABLE;
+    case TN_E2M1: return FROM_E2M1;
     case TN_Q4_K: return FROM_Q4_K;
     case TN_Q5_K: return FROM_Q5_K;
     case TN_Q6_K: return FROM_Q6_K;
@@ -421,6 +434,7 @@ void tn_tiles_columns(const tn_linear_args *args, int64_t begin, int64_t end) {
     panel_t panel;
     panel.args = args;
     panel.form = form_of(args->weight);
+    if (is_by_table(panel.form) || panel.form == FROM_E2M1) need_levels();
     panel.is_grouped = is_grouped(args->weight);
     panel.num_pending = 0;
     tn_tiles_begin((tn_tile_shape)width_of(args->num_rows));
@@ -438,6 +452,5 @@ void tn_tiles_columns(const tn_linear_args *args, int64_t begin, int64_t end) {
 int tn_packed_forms(const tn_matrix *w, int x_dtype) { return (void)w, (void)x_dtype, 0; }
 int64_t tn_packed_bytes(int64_t num_rows, int64_t num_in) { return (void)num_rows, (void)num_in, 0; }
 void tn_tiles_end(void) {}
-void tn_tiles_start(void) {}
 
 #endif

@@ -36,9 +36,6 @@ void tn_tiles_columns(const tn_linear_args *args, int64_t begin, int64_t end);
 /* What a thread's tiles are set up for (isa_amx.h): results of 1 to 16 columns, or products with half steps of integers. */
 typedef enum { TN_NO_TILES = 0, TN_WHOLE_TILES = 16, TN_HALF_TILES = 17 } tn_tile_shape;
 
-/* Once a process, before others. */
-void tn_tiles_start(void);
-
 /* A thread's tiles are set up before products by them, and given back at the end of a region, so that the system need
  * not save them. */
 void tn_tiles_begin(tn_tile_shape shape);

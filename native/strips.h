@@ -16,6 +16,7 @@
 #include "weights.h"
 
 enum {
+    U4_LEVELS = 32,
     STEP = 32,          /* elements of K in a tile */
     UNIT = 64,          /* elements that are widened together: a run of U4 */
     SIDE = TN_TILE_SIDE,
@@ -29,10 +30,12 @@ enum {
 
 /* Where weights are: in their rows, in the strip, or in rows of one of these dtypes, from which the strip is filled. */
 typedef enum { IN_PLACE, STRIP_ONLY, FROM_BF16, FROM_I8_AND_ZERO, FROM_U4, FROM_U4_AND_ZERO, FROM_U4_BY_TABLE,
-               FROM_WIDE_U4_BY_TABLE, FROM_CODES, FROM_E2M1, FROM_E4M3, FROM_Q4_K, FROM_Q5_K, FROM_Q6_K, FROM_BLOCKS } form_t;
+               FROM_WIDE_U4_BY_TABLE, FROM_WIDE_U4_AND_ZERO_BY_TABLE, FROM_CODES, FROM_E2M1, FROM_E4M3, FROM_Q4_K, FROM_Q5_K, FROM_Q6_K, FROM_BLOCKS } form_t;
 
-/* U4 under scales in bf16, whose levels are in a table; "wide" are those of which a unit has one scale a column. */
-TN_INLINE bool is_by_table(const form_t form) { return form == FROM_U4_BY_TABLE || form == FROM_WIDE_U4_BY_TABLE; }
+/* U4 under scales of 16 bits, whose levels are in a table; "wide" are those of which a unit has one scale a column. */
+TN_INLINE bool is_by_table(const form_t form) {
+    return form == FROM_U4_BY_TABLE || form == FROM_WIDE_U4_BY_TABLE || form == FROM_WIDE_U4_AND_ZERO_BY_TABLE;
+}
 
 /* `left` bf16, or STEP where there are more; zeros behind them. */
 TN_INLINE __m512i load_step(const uint16_t *from, int64_t left) {
@@ -86,7 +89,9 @@ typedef struct {
     const char *more[STRIP];   /* of E2M1: its scales in the block */
     float scale[STRIP][MAX_GROUPS];
     float level[STRIP][MAX_GROUPS];  /* of U4, that means 0: where not all of them are 8 */
+    const uint16_t (*levels)[U4_LEVELS]; /* the table of U4 */
     const uint16_t *scales;          /* of U4 by table: the first column's, where they lie, */
+    const uint8_t *zeros;            /* and its zeros, if they are not 8; */
     int64_t num_groups;              /* from one column's to the next one's, */
     int scale_bytes;                 /* and of a unit of all columns */
     int64_t next_scales;             /* bytes from the scales of U4 by table, or of E2M1, to those of a later strip */
@@ -101,37 +106,56 @@ typedef struct {
 
 /* ---- tables of levels ---- */
 
-enum { LEVELS = 16 };
+enum { E2M1_LEVELS = 16 };
 
-static _Alignas(4096) uint16_t levels_of_u4[1 << 16][LEVELS]; /* under each scale in bf16; a page for each exponent */
-static _Alignas(64) uint16_t levels_of_e2m1[1 << 8][LEVELS];
+/* (q - zero) * scale of U4, rounded to bf16, for each scale of 16 bits; q - zero is -16 to 15. Of a scale and a zero, the
+ * sixteen levels begin 16 - zero behind the first. A level below the first of all belongs to the guard. */
+typedef struct {
+    pthread_once_t once;
+    _Alignas(64) uint16_t guard[U4_LEVELS], levels[1 << 16][U4_LEVELS];
+} u4_table_t;
 
-/* A table's levels, twice: five bits are looked at, of which one is a neighbour's. */
-TN_INLINE __m512i levels_twice(const uint16_t levels[LEVELS]) {
-    return _mm512_broadcast_i64x4(_mm256_load_si256((const void *)levels));
+static u4_table_t bf16_table = {.once = PTHREAD_ONCE_INIT}, f16_table = {.once = PTHREAD_ONCE_INIT};
+static _Alignas(64) uint16_t e2m1_levels[1 << 8][E2M1_LEVELS];
+
+/* Sixteen levels, twice: five bits are looked at, of which one is a neighbour's. */
+TN_INLINE __m512i levels_twice(const uint16_t *levels) {
+    return _mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)levels));
 }
 
-/* The sixteen levels less `zero`, scaled. */
-TN_INLINE vf scaled_levels(float scale, float zero) {
-    const vf levels = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    return vf_mul(vf_sub(levels, vf_set(zero)), vf_set(scale));
+TN_INLINE vf levels_from(float first) {
+    return vf_add(_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), vf_set(first));
 }
 
-static void make_levels(void) {
-    const vf e2m1 = _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f,
-                                   -4.0f, -6.0f);
-    for (int scale = 0; scale < 1 << 16; scale++)
-        _mm256_store_si256((void *)levels_of_u4[scale],
-                           (__m256i)_mm512_cvtneps_pbh(scaled_levels(f32_of_bf16((uint16_t)scale), 8.0f)));
+static void make_u4(u4_table_t *table, int scale_dtype) {
+    for (int bits = 0; bits < 1 << 16; bits++) {
+        const uint16_t half = (uint16_t)bits;
+        const vf scale = vf_set(float_at(&half, scale_dtype, 0));
+        const vf low = vf_mul(levels_from(-16.0f), scale), high = vf_mul(levels_from(0.0f), scale);
+        _mm512_storeu_si512(table->levels[bits], (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
+}
+
+static void make_bf16_table(void) { make_u4(&bf16_table, TN_BF16); }
+static void make_f16_table(void) { make_u4(&f16_table, TN_F16); }
+
+static void make_e2m1(void) {
+    const vf levels = _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f,
+                                     -4.0f, -6.0f);
     for (int scale = 0; scale < 1 << 8; scale++)
-        _mm256_store_si256((void *)levels_of_e2m1[scale],
-                           (__m256i)_mm512_cvtneps_pbh(vf_mul(e2m1, vf_set(scale_of_e8m0((uint8_t)scale)))));
+        _mm256_store_si256((void *)e2m1_levels[scale],
+                           (__m256i)_mm512_cvtneps_pbh(vf_mul(levels, vf_set(scale_of_e8m0((uint8_t)scale)))));
 }
 
-/* Before levels are read: the tables take two megabytes, so that only who reads them has them. */
-static void need_levels(void) {
+/* Before levels are read. A table of U4 takes four megabytes, which only who reads it has. */
+static void need_levels(const tn_matrix *w) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
-    pthread_once(&once, make_levels);
+    if (w->dtype == TN_E2M1)
+        pthread_once(&once, make_e2m1);
+    else if (w->scale_dtype == TN_BF16)
+        pthread_once(&bf16_table.once, make_bf16_table);
+    else
+        pthread_once(&f16_table.once, make_f16_table);
 }
 
 /* ---- scales of a strip ---- */
@@ -187,9 +211,12 @@ static void begin_strip(strip_t *strip, form_t form, const tn_matrix *w, int64_t
     const int64_t next_groups = strip->next_bytes / strip->stride * block->num_groups;
     strip->next_scales = next_groups * (w->dtype == TN_E2M1 ? 1 : (int64_t)sizeof(uint16_t));
     if (is_by_table(form)) {
+        const int64_t group = first * block->num_groups + block->first_group;
         strip->column[0] = data + first * strip->stride;
         strip->num_groups = block->num_groups;
-        strip->scales = (const uint16_t *)w->scale + first * block->num_groups + block->first_group;
+        strip->levels = w->scale_dtype == TN_BF16 ? bf16_table.levels : f16_table.levels;
+        strip->scales = (const uint16_t *)w->scale + group;
+        strip->zeros = w->zero == NULL ? NULL : (const uint8_t *)w->zero + group;
         strip->scale_bytes = (int)(STRIP * sizeof(uint16_t) * UNIT / w->group_size);
         return;
     }
@@ -273,8 +300,8 @@ TN_INLINE void widen_column(const form_t form, const bool is_whole, const strip_
     case FROM_U4_AND_ZERO: {
         const float *scale = strip->scale[c], *level = strip->level[c];
         const bool has_zero = form == FROM_U4_AND_ZERO;
-        const vf first = scaled_levels(scale[at->first_group], has_zero ? level[at->first_group] : 8.0f);
-        const vf second = scaled_levels(scale[at->second_group], has_zero ? level[at->second_group] : 8.0f);
+        const vf first = vf_mul(levels_from(has_zero ? -level[at->first_group] : -8.0f), vf_set(scale[at->first_group]));
+        const vf second = vf_mul(levels_from(has_zero ? -level[at->second_group] : -8.0f), vf_set(scale[at->second_group]));
         vb both[2];
         vb_load_u4((const uint8_t *)from + at->unit * (UNIT / 2), (__m512i)_mm512_cvtne2ps_pbh(first, second), &both[0],
                    &both[1]);
@@ -308,8 +335,8 @@ TN_INLINE void widen_column(const form_t form, const bool is_whole, const strip_
     default: {
         const char *own = from + at->unit * (UNIT / 2);
         const uint8_t *scales = (const uint8_t *)strip->more[c] + 2 * at->unit;
-        *low = e2m1_of(own, levels_twice(levels_of_e2m1[scales[0]]));
-        if (has_second) *high = e2m1_of(own + STEP / 2, levels_twice(levels_of_e2m1[scales[1]]));
+        *low = e2m1_of(own, levels_twice(e2m1_levels[scales[0]]));
+        if (has_second) *high = e2m1_of(own + STEP / 2, levels_twice(e2m1_levels[scales[1]]));
     }
     }
 }
@@ -360,15 +387,20 @@ TN_INLINE void ask_ahead(const form_t form, const strip_t *strip, int unit, int 
 TN_INLINE void widen_by_table(const form_t form, const strip_t *strip, int quarter, const unit_t *at, uint16_t *first,
                               uint16_t *second) {
     enum { NUM = STRIP / 4 };
+    const bool is_wide = form != FROM_U4_BY_TABLE, has_zero = form == FROM_WIDE_U4_AND_ZERO_BY_TABLE;
     const int64_t stride = strip->stride, num_groups = strip->num_groups; /* not read again after each store */
+    const uint16_t (*levels)[U4_LEVELS] = strip->levels;
     const char *from = strip->column[0] + quarter * NUM * stride + at->unit * (UNIT / 2);
-    const uint16_t *scale = strip->scales + quarter * NUM * num_groups + at->first_group;
+    int64_t group = quarter * NUM * num_groups + at->first_group;
+    const uint16_t *scale = strip->scales + group;
+    const uint8_t *zeros = strip->zeros;
     const int to_second = at->second_group - at->first_group;
 #pragma GCC unroll 8
-    for (int c = 0; c < NUM; c++, from += stride, scale += num_groups) {
+    for (int c = 0; c < NUM; c++, from += stride, scale += num_groups, group += num_groups) {
         const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)from));
-        const __m512i low = levels_twice(levels_of_u4[scale[0]]);
-        const __m512i high = form == FROM_WIDE_U4_BY_TABLE ? low : levels_twice(levels_of_u4[scale[to_second]]);
+        const int begin = has_zero ? 16 - zeros[group] % U4_LEVELS : 8; /* also where a zero is not what it may be */
+        const __m512i low = levels_twice(levels[scale[0]] + begin);
+        const __m512i high = is_wide ? low : levels_twice(levels[scale[to_second]] + begin);
         _mm512_store_si512(first + c * STEP, _mm512_permutexvar_epi16(bytes, low));
         _mm512_store_si512(second + c * STEP, _mm512_permutexvar_epi16(_mm512_srli_epi16(bytes, 4), high));
     }

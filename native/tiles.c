@@ -294,6 +294,7 @@ static void sum_any(form_t form, panel_t *panel, const inputs_t *inputs, bool tw
     case FROM_U4_AND_ZERO: sum_form(FROM_U4_AND_ZERO, panel, inputs, two); return;
     case FROM_U4_BY_TABLE: sum_form(FROM_U4_BY_TABLE, panel, inputs, two); return;
     case FROM_WIDE_U4_BY_TABLE: sum_form(FROM_WIDE_U4_BY_TABLE, panel, inputs, two); return;
+    case FROM_WIDE_U4_AND_ZERO_BY_TABLE: sum_form(FROM_WIDE_U4_AND_ZERO_BY_TABLE, panel, inputs, two); return;
     case FROM_CODES: sum_form(FROM_CODES, panel, inputs, two); return;
     case FROM_E4M3: sum_form(FROM_E4M3, panel, inputs, two); return;
     case FROM_Q4_K: sum_form(FROM_Q4_K, panel, inputs, two); return;
@@ -331,7 +332,7 @@ static void sum_strip(panel_t *panel, int column, const block_t *block) {
     const bool one_block = panel->rows <= BLOCK_ROWS;
     form_t form = panel->form;
     if (form == IN_PLACE && (num < STRIP || panel->rows > IN_PLACE_ROWS)) form = FROM_BF16;
-    if (is_by_table(form) && num < STRIP) form = FROM_U4;
+    if (is_by_table(form) && num < STRIP) form = w->zero != NULL ? FROM_U4_AND_ZERO : FROM_U4;
     strip->mask = one_block && form != FROM_BLOCKS ? 2 * RING - 1 : ~0;
     begin_strip(strip, form, w, panel->first + column, num, block);
     for (int row = 0; row < panel->rows; row += BLOCK_ROWS) {
@@ -406,9 +407,10 @@ static form_t form_of(const tn_matrix *w) {
     case TN_BF16: return w->num_in % STEP ? FROM_BF16 : IN_PLACE;
     case TN_I8: return FROM_I8_AND_ZERO;
     case TN_U4:
+        if (w->group_size % UNIT == 0 && w->scale_dtype != TN_F32)
+            return w->zero != NULL ? FROM_WIDE_U4_AND_ZERO_BY_TABLE : FROM_WIDE_U4_BY_TABLE;
         if (w->zero != NULL) return FROM_U4_AND_ZERO;
-        if (w->scale_dtype != TN_BF16) return FROM_U4;
-        return w->group_size % UNIT == 0 ? FROM_WIDE_U4_BY_TABLE : FROM_U4_BY_TABLE;
+        return w->scale_dtype != TN_F32 ? FROM_U4_BY_TABLE : FROM_U4;
     case TN_NF4:
     case TN_FP4: return FROM_CODES;
     case TN_E4M3: return FROM_E4M3;
@@ -434,7 +436,7 @@ void tn_tiles_columns(const tn_linear_args *args, int64_t begin, int64_t end) {
     panel_t panel;
     panel.args = args;
     panel.form = form_of(args->weight);
-    if (is_by_table(panel.form) || panel.form == FROM_E2M1) need_levels();
+    if (is_by_table(panel.form) || panel.form == FROM_E2M1) need_levels(args->weight);
     panel.is_grouped = is_grouped(args->weight);
     panel.num_pending = 0;
     tn_tiles_begin((tn_tile_shape)width_of(args->num_rows));

@@ -75,6 +75,7 @@ def make_integers(
     has_zero: bool,
     scale_kind: str,
     bias: Array | None,
+    most_zero: int = 15,
 ) -> Case:
     groups = (shape[0], shape[1] // group_size)
     scale = floats(rng, groups)
@@ -88,7 +89,7 @@ def make_integers(
     zero = None
     if has_zero:
         zero = rng.integers(-129, 129, groups).astype(np.int16)
-        zero = zero if kind == "int8" else rng.integers(0, 16, groups).astype(np.uint8)
+        zero = zero if kind == "int8" else rng.integers(0, most_zero + 1, groups).astype(np.uint8)
     data = levels.astype(np.int8) if kind == "int8" else pack_nibbles(levels)
     offsets = np.full(groups, middle) if zero is None else zero.astype(np.int64)
     means = (levels - np.repeat(offsets, group_size, axis=1)) * np.repeat(widened(scale), group_size, axis=1)
@@ -223,13 +224,22 @@ def test_prompts_of_any_length_are_what_numpy_computes(isa: str, kind: str, num_
 @pytest.mark.parametrize("isa", [isa for isa in ISAS if multiplies_bf16(str(isa))])
 @pytest.mark.parametrize("scale_kind", ["bf16", "fp16"])
 @pytest.mark.parametrize("group_size", [32, 64, 96, 128, 1152])
+@pytest.mark.parametrize("has_zero", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 5, 8, 9, 40])
 def test_four_bits_have_the_bits_of_the_matrix_in_bf16(
-    isa: str, scale_kind: str, group_size: int, num_rows: int
+    isa: str, scale_kind: str, group_size: int, has_zero: bool, num_rows: int
 ) -> None:
+    """Zeros up to 16, as GPTQ has them."""
     rng = np.random.default_rng(group_size)
     case = make_integers(
-        rng, "int4", (37, 1152), group_size=group_size, has_zero=True, scale_kind=scale_kind, bias=None
+        rng,
+        "int4",
+        (37, 1152),
+        group_size=group_size,
+        has_zero=has_zero,
+        scale_kind=scale_kind,
+        bias=None,
+        most_zero=16,
     )
     x = arrays.to_bf16(floats(rng, (num_rows, 1152)))
     in_bf16 = Weight(arrays.to_bf16(case.means.astype(np.float32)))

@@ -262,10 +262,15 @@ TN_INLINE __m512i i8_of(const int8_t *from, int left, int zero) {
     return _mm512_loadu_si512(expanded);
 }
 
-/* A unit of 16 columns: where it lies, and the groups that its two steps are in. */
+/* A unit: where it goes, and the groups that its two steps are in. */
 typedef struct {
-    int unit, left; /* elements from it on */
+    uint16_t *to;    /* its two steps in the strip, which are adjacent */
+    int unit, left;  /* elements from it on */
     int first_group, second_group;
+    /* Of U4 by table, of the first column that is not widened yet: */
+    const char *from;
+    const uint16_t *scale;
+    const uint8_t *zero;
 } unit_t;
 
 /* 64 elements of one column, or with !is_whole those that are `left`, as bf16. */
@@ -341,14 +346,19 @@ TN_INLINE void widen_column(const form_t form, const bool is_whole, const strip_
     }
 }
 
-/* A unit of the strip, as `widen` takes it in quarters of 8 columns. */
-TN_INLINE unit_t unit_at(const form_t form, const strip_t *strip, int unit, place_t *place) {
-    unit_t at = {.unit = unit, .left = strip->count - unit * UNIT};
+/* A unit of the strip, as `widen` takes it in quarters of 8 columns, ascending. */
+TN_INLINE unit_t unit_at(const form_t form, strip_t *strip, int unit, place_t *place) {
+    unit_t at = {.to = strip->tiles[(2 * unit) & strip->mask][0], .unit = unit, .left = strip->count - unit * UNIT};
     if (form == FROM_U4 || form == FROM_U4_AND_ZERO || is_by_table(form) || form == FROM_CODES) {
         at.first_group = place->group;
         next_step(place, strip->group_size);
         at.second_group = place->group;
         next_step(place, strip->group_size);
+    }
+    if (is_by_table(form)) {
+        at.from = strip->column[0] + unit * (UNIT / 2);
+        at.scale = strip->scales + at.first_group;
+        at.zero = strip->zeros + at.first_group;
     }
     return at;
 }
@@ -383,37 +393,33 @@ TN_INLINE void ask_ahead(const form_t form, const strip_t *strip, int unit, int 
     for (int k = 0; k < bytes; k += LINE) _mm_prefetch(from + k, _MM_HINT_T1);
 }
 
-/* A quarter of a unit of U4 by table. */
-TN_INLINE void widen_by_table(const form_t form, const strip_t *strip, int quarter, const unit_t *at, uint16_t *first,
+/* The next columns of a unit of U4 by table. */
+TN_INLINE void widen_by_table(const form_t form, const strip_t *strip, const int num, unit_t *at, uint16_t *first,
                               uint16_t *second) {
-    enum { NUM = STRIP / 4 };
     const bool is_wide = form != FROM_U4_BY_TABLE, has_zero = form == FROM_WIDE_U4_AND_ZERO_BY_TABLE;
     const int64_t stride = strip->stride, num_groups = strip->num_groups; /* not read again after each store */
     const uint16_t (*levels)[U4_LEVELS] = strip->levels;
-    const char *from = strip->column[0] + quarter * NUM * stride + at->unit * (UNIT / 2);
-    int64_t group = quarter * NUM * num_groups + at->first_group;
-    const uint16_t *scale = strip->scales + group;
-    const uint8_t *zeros = strip->zeros;
     const int to_second = at->second_group - at->first_group;
 #pragma GCC unroll 8
-    for (int c = 0; c < NUM; c++, from += stride, scale += num_groups, group += num_groups) {
-        const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)from));
-        const int begin = has_zero ? 16 - zeros[group] % U4_LEVELS : 8; /* also where a zero is not what it may be */
-        const __m512i low = levels_twice(levels[scale[0]] + begin);
-        const __m512i high = is_wide ? low : levels_twice(levels[scale[to_second]] + begin);
+    for (int c = 0; c < num; c++) {
+        const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)at->from));
+        const int begin = has_zero ? 16 - *at->zero % U4_LEVELS : 8; /* also where a zero is not what it may be */
+        const __m512i low = levels_twice(levels[at->scale[0]] + begin);
+        const __m512i high = is_wide ? low : levels_twice(levels[at->scale[to_second]] + begin);
         _mm512_store_si512(first + c * STEP, _mm512_permutexvar_epi16(bytes, low));
         _mm512_store_si512(second + c * STEP, _mm512_permutexvar_epi16(_mm512_srli_epi16(bytes, 4), high));
+        at->from += stride;
+        at->scale += num_groups;
+        if (has_zero) at->zero += num_groups;
     }
 }
 
-TN_INLINE void widen_quarter(const form_t form, const bool is_whole, strip_t *strip, int quarter, const unit_t *at) {
+TN_INLINE void widen_quarter(const form_t form, const bool is_whole, const strip_t *strip, int quarter, unit_t *at) {
     enum { NUM = STRIP / 4 };
-    const int place = quarter % 2 * NUM * STEP, half = quarter / 2;
-    uint16_t *first = strip->tiles[(2 * at->unit) & strip->mask][half] + place;
-    uint16_t *second = strip->tiles[(2 * at->unit + 1) & strip->mask][half] + place;
+    uint16_t *first = at->to + quarter * NUM * STEP, *second = first + STRIP * STEP;
     ask_ahead(form, strip, at->unit, quarter);
     if (is_by_table(form)) {
-        widen_by_table(form, strip, quarter, at, first, second);
+        widen_by_table(form, strip, NUM, at, first, second);
         return;
     }
 #pragma GCC unroll 8
@@ -425,9 +431,9 @@ TN_INLINE void widen_quarter(const form_t form, const bool is_whole, strip_t *st
     }
 }
 
-/* 64 elements of 8 columns, or those that are left. */
-TN_INLINE void widen(const form_t form, strip_t *strip, int quarter, const unit_t *at) {
-    if (at->left >= UNIT)
+/* 64 elements of 8 columns, or those that are left; by table they are always there. */
+TN_INLINE void widen(const form_t form, const strip_t *strip, int quarter, unit_t *at) {
+    if (is_by_table(form) || at->left >= UNIT)
         widen_quarter(form, true, strip, quarter, at);
     else
         widen_quarter(form, false, strip, quarter, at);

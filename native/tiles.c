@@ -184,11 +184,10 @@ TN_INLINE void sum_there(const bool in_place, const bool two, const strip_t *str
     }
 }
 
-/* One of the two halves of the columns in one step of the strip; the first half loads the inputs of both. */
-TN_INLINE void load_half(const bool two, const strip_t *strip, const inputs_t *inputs, int step, const int half) {
-    const void *w = strip->tiles[step & strip->mask][half];
+/* One of the two halves of the columns in one step of the strip, at `w`; the first half loads the inputs of both. */
+TN_INLINE void load_half(const bool two, const uint16_t *w, const inputs_t *inputs, int step, const int half) {
     if (half != 0) {
-        tile_load(5, w, TILE_ROW_BYTES);
+        tile_load(5, w + SIDE * STEP, TILE_ROW_BYTES);
         return;
     }
     const uint16_t *x = tile_of(inputs, step);
@@ -215,10 +214,11 @@ TN_INLINE void sum_widened(const form_t form, const bool two, strip_t *strip, co
     unit_t at = unit_at(form, strip, 0, &place);
     for (int quarter = 0; quarter < 4; quarter++) widen(form, strip, quarter, &at);
     for (int unit = 1; unit < units; unit++) {
+        const uint16_t *before = at.to;
         at = unit_at(form, strip, unit, &place);
 #pragma GCC unroll 4
         for (int turn = 0; turn < 4; turn++) {
-            load_half(two, strip, inputs, 2 * unit - 2 + turn / 2, turn % 2);
+            load_half(two, before + turn / 2 * STRIP * STEP, inputs, 2 * unit - 2 + turn / 2, turn % 2);
             widen(form, strip, turn, &at);
             multiply_half(two, turn % 2);
         }

@@ -187,7 +187,7 @@ class Vllm(Server):
 
 
 def write_adapter(folder: Path, base: Path, rank: int) -> int:
-    """As PEFT saves one, with random numbers; the size of its weights' file."""
+    """Write an adapter of random numbers in PEFT's format. Returns the size of its weights' file."""
     path = folder / WEIGHTS_NAME
     if path.exists():
         return path.stat().st_size

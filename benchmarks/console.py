@@ -220,7 +220,7 @@ def _page(browser: Any, port: int) -> Iterator[None]:
 
 
 def _explained(browser: Any, timeline: Any) -> float:
-    """As the page of this timeline has it."""
+    """The share of the start that the page explains for this timeline."""
 
     page = browser.new_page()
     try:

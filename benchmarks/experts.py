@@ -206,7 +206,7 @@ def content(spec: TensorSpec, chance: Chance, spread: float) -> Iterator[Floats]
 
 
 def rounded(values: Floats) -> memoryview:
-    """As bf16's bytes, to the nearest even."""
+    """The values' bytes in bf16, rounded to the nearest even."""
     bits = np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint32)
     return ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16).view(np.uint8).data
 

@@ -155,7 +155,7 @@ def content(spec: TensorSpec, number: int, updates: Floats | None) -> Iterator[m
 
 
 def rounded(values: Floats) -> npt.NDArray[np.uint16]:
-    """As bf16's bit patterns, to the nearest even."""
+    """The values' bit patterns in bf16, rounded to the nearest even."""
     bits = values.view(np.uint32)
     return ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
 

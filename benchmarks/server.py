@@ -72,7 +72,7 @@ class Program:
         self._log.close()
 
     def connect(self, *, poll_s: float = POLL_S) -> http.client.HTTPConnection:
-        """As soon as the port is open. Raises `RefusedError`."""
+        """A connection, made once the port is open. Raises `RefusedError`."""
         while self._process.poll() is None:
             connection = http.client.HTTPConnection(HOST, self.port, timeout=ANSWER_TIMEOUT_S)
             try:

@@ -23,8 +23,8 @@ from .http.routes import DOCUMENT
 from .http.server import serve
 from .http.service import later, web_routes
 
-# Used by first requests, and imported before them: other routes are imported by theirs.
-from .openai import completions, models  # noqa: F401
+# What all answers of text share, imported before the first request; a route is imported by its own.
+from .openai import generation  # noqa: F401
 from .openai.routes import ROUTES as OPENAI
 from .platforms import HTTP, Platform, imported, routes_of
 

@@ -128,21 +128,9 @@ def serve_on(
         opening = Opening(config, timeline, launched=launched)
     with sock, _early_page(sock, config) as early_page, _probe_socket(config) as probe_sock:
         with timeline.span("process", "import runtime"):
-            import logging
-
             from ..runtime.instance.instance import Instance
         began_s = timeline.now_s()
-        logging.basicConfig(
-            level=config.log_level.upper(),
-            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-            stream=sys.stderr,
-        )
-        if config.log_format == "json":
-            from .http.logs import write_json  # rarely used
-
-            write_json()
-        # At info it logs its caches at the end.
-        logging.getLogger("torch").setLevel(logging.WARNING)
+        _set_up_logging(config)
         with (
             Instance(
                 config, timeline=timeline, launched=launched, opening=opening, server_first=True
@@ -171,8 +159,7 @@ def serve_on(
                 platform = platform_of(config.platform, os.environ)
                 app = create_app(instance, handler=handler, limits=limits, platform=platform)
             drain_timeout_s = config.drain_timeout_s
-            if drain_timeout_s is None:
-                drain_timeout_s = platform.drain_timeout_s
+            drain_timeout_s = platform.drain_timeout_s if drain_timeout_s is None else drain_timeout_s
             _announce(config, sock, probe_sock, limits)
             if shows_load:
                 threading.Thread(
@@ -189,6 +176,21 @@ def serve_on(
                     handler.close()
     if failure is not None:
         raise failure
+
+
+def _set_up_logging(config: ServeConfig) -> None:
+    import logging  # the first reads start before it is needed
+
+    logging.basicConfig(
+        level=config.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    if config.log_format == "json":
+        from .http.logs import write_json  # rarely used
+
+        write_json()
+    logging.getLogger("torch").setLevel(logging.WARNING)  # at info it logs its caches at the end
 
 
 def _early_page(sock: socket.socket, config: ServeConfig) -> AbstractContextManager[EarlyPage | None]:

@@ -432,7 +432,7 @@ class ServeConfig(Settings):
 
     @property
     def chosen_device(self) -> str:
-        """As `choose_device` names it. Raises `UsageError` where it cannot be used."""
+        """The device's name, from `choose_device`. Raises `UsageError` for one that cannot be used."""
         return choose_device(self.device, needs_torch=self.backend != "direct")
 
     @property

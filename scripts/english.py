@@ -1,8 +1,8 @@
 """Private words and riddles of each top folder, counted against a ceiling that may only fall.
 
 Private words read as if translated (CONTRIBUTING.md); they count in prose, messages, identifiers and file names. A
-riddle is a docstring that begins with a question word where a noun phrase belongs. `english.json` holds the ceilings:
-`--lower` writes today's counts there and raises none, `--list FOLDER` shows each place.
+riddle is a docstring that begins with a question word, or with "As", where a noun phrase belongs. `english.json` holds
+the ceilings: `--lower` writes today's counts there and raises none, `--list FOLDER` shows each place.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WORDS = (
 )
 _GAP = r"(?:_|[\s#]+)"  # of an identifier, or of a comment that goes on in its next line
 PRIVATE = re.compile(rf"(?i:(?<![a-z])(?:{'|'.join(word.replace(' ', _GAP) for word in WORDS)})(?![a-z]))")
-RIDDLE = re.compile(r"(?:What|Who|Whose|Which|Where|Whether)\b")
+RIDDLE = re.compile(r"(?:What|Who|Whose|Which|Where|Whether|As)\b")
 
 
 def private_words(text: str) -> list[int]:

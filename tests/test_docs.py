@@ -41,7 +41,7 @@ def prose(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """As Python-Markdown makes them of headings."""
+    """The anchors that Python-Markdown makes of headings."""
     found = set()
     for title in _HEADING.findall(_FENCED.sub("", page.read_text(encoding="utf-8"))):
         plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).replace("`", "")

@@ -37,8 +37,9 @@ def test_a_private_word_is_found_on_its_line() -> None:
     assert private_words("one\ntwo\nnobody") == [3]
 
 
-def test_docstrings_that_begin_with_a_question_word_are_riddles() -> None:
+def test_docstrings_that_begin_with_a_question_word_or_as_are_riddles() -> None:
     program = (
         '"""What waits."""\ndef f():\n    """Whether it waits."""\nclass A:\n    """Whose turn it is."""\n'
+        'def g():\n    """As the store has it."""\n'
     )
-    assert riddles(program) == [1, 3, 5]
+    assert riddles(program) == [1, 3, 5, 7]

@@ -130,7 +130,7 @@ def test_a_server_imports_what_a_platform_needs_when_that_platform_asks() -> Non
 
 # With code in them, of the server's process: about what a reader of one cold chat has to follow. Those of requests and
 # models that ask for more are imported by these: tools, grammars, images, adapters, spilled blocks, encoders.
-MAX_FILES_OF_A_CHAT = 162
+MAX_FILES_OF_A_CHAT = 156
 SERVER = """
 import json, signal, sys
 from teneral.cli import run

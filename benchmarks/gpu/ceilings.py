@@ -68,7 +68,7 @@ def from_torch() -> float:
 
 
 def from_memory_file() -> float | None:
-    """As the loader's ring: shared memory that is pinned where it lies. None where it cannot be."""
+    """The speed from shared memory that is pinned in place, like the loader's ring. None where it cannot be pinned."""
     import cupy
 
     from teneral.loader.memory.arena import map_bytes

@@ -202,7 +202,7 @@ def _process(
 
 
 def _url_event() -> dict[str, Any]:
-    """As a function URL sends it, payload format 2.0."""
+    """A function URL's event in payload format 2.0."""
     body = {
         "model": "model",
         "prompt": PROMPT,

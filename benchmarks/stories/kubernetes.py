@@ -134,7 +134,7 @@ def wake(container: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str
 def _until_ready(
     container: Mapping[str, Any], port: int, process: subprocess.Popen[bytes], started_s: float
 ) -> None:
-    """As the platform asks: a Deployment has a startup probe, a Knative Service has none."""
+    """Wait like the platform: a Deployment has a startup probe, a Knative Service has none."""
     if (startup := container.get("startupProbe")) is None:
         _probe(container["readinessProbe"], ACTIVATOR_S, port, process, started_s)
         return

@@ -209,12 +209,12 @@ class Record:
     num_tokens: int = 0  # generated tokens
 
 
-class _Usage(msgspec.Struct):
+class _AnswerUsage(msgspec.Struct):
     completion_tokens: int = 0
 
 
 class _Body(msgspec.Struct):
-    usage: _Usage | None = None
+    usage: _AnswerUsage | None = None
 
 
 _BODY = msgspec.json.Decoder(_Body)

@@ -160,7 +160,7 @@ class LineHead:
     is_embedding: bool
 
 
-class _Fields(msgspec.Struct):
+class _LineFields(msgspec.Struct):
     """The fields that are read; all others are skipped."""
 
     custom_id: Any = msgspec.UNSET
@@ -170,7 +170,7 @@ class _Fields(msgspec.Struct):
     input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
-_FIELDS = msgspec.json.Decoder(_Fields)
+_FIELDS = msgspec.json.Decoder(_LineFields)
 _OBJECT = msgspec.json.Decoder(dict[str, Any])
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,6 @@ from ..http.service import BodyRoute, Service
 from .chat_request import ChatRequest, FormatOfChat
 from .deltas import Answer, AnswerToolCall, Delta, Finish, ReasoningDelta, TextDelta, ToolCallDelta
 from .generation import SequenceOutcome, Step, StreamTokens, make_format, respond
-from .logprobs import chat_logprobs, prompt_places, token_bytes
 from .parameters import answer_id, own_names
 from .prompts import ChatSettings
 from .responses import (
@@ -80,7 +79,7 @@ class ChatFormat(FormatOfChat):
         self._tokens = StreamTokens()
 
     def prepare(self, tokenizer: TextTokenizer, max_tokens: int | None) -> list[GenerationRequest]:
-        self._bytes_of = partial(token_bytes, tokenizer)
+        self._tokenizer = tokenizer
         return self._chat.prepare(tokenizer, max_tokens)
 
     @property
@@ -136,7 +135,9 @@ class ChatFormat(FormatOfChat):
         ]
         places: PromptPlaces | UnsetType = UNSET
         if self.body.prompt_logprobs is not None and (prompt := outcomes[0].prompt_logprobs) is not None:
-            places = prompt_places(prompt, self._bytes_of, num_top=self.body.prompt_logprobs)
+            from .logprobs import prompt_places  # of few requests
+
+            places = prompt_places(prompt, self._bytes_of(), num_top=self.body.prompt_logprobs)
         return encode(
             ChatCompletion(
                 self._id,
@@ -206,8 +207,15 @@ class ChatFormat(FormatOfChat):
     def _logprobs(self, part: GenerationEvent | SequenceOutcome) -> ChatLogprobs | None:
         if isinstance(part, GenerationEvent) and not part.logprobs:
             return None
+        from .logprobs import chat_logprobs  # of few requests
+
         names_ids = bool(self.body.return_tokens_as_token_ids)
-        return chat_logprobs(part.logprobs, self._bytes_of, names_ids=names_ids)
+        return chat_logprobs(part.logprobs, self._bytes_of(), names_ids=names_ids)
+
+    def _bytes_of(self) -> Callable[[int], bytes]:
+        from .logprobs import token_bytes  # of few requests
+
+        return partial(token_bytes, self._tokenizer)
 
     def _chunk(
         self,

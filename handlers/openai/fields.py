@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...runtime.errors import RequestError
-from .other_servers import OTHER_SERVERS
 
 
 class Effect(enum.StrEnum):
@@ -482,19 +481,3 @@ def refuse_unsupported(body: Any, fields: Fields) -> None:
     for name, (effect, why) in fields.items():
         if effect is Effect.REFUSED and getattr(body, name) not in (None, "", *_AS_IT_IS.get(name, ())):
             raise RequestError(f"{name} is not supported: {why}", param=name)
-
-
-def as_markdown(routes: Mapping[str, Fields] = ROUTES) -> str:
-    """The tables of docs/openai.md, or of other routes; with the fields that other servers know, where a route is
-    theirs, too.
-    """
-    lines: list[str] = []
-    for route, fields in routes.items():
-        others = OTHER_SERVERS.get(route)
-        columns, rule = (" vLLM | llama.cpp |", "---|---|") if others else ("", "")
-        lines += [f"### {route}", "", f"| field | |{columns} |", f"|---|---|{rule}---|"]
-        for name, (effect, note) in fields.items():
-            known = [] if others is None else ["yes" if name in each else "" for each in others]
-            lines.append(f"| {' | '.join([f'`{name}`', str(effect), *known, note])} |")
-        lines.append("")
-    return "\n".join(lines).rstrip() + "\n"

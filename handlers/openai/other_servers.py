@@ -1,4 +1,4 @@
-"""The fields that vLLM and llama.cpp know, for the columns of the tables in docs/openai.md.
+"""The fields that vLLM and llama.cpp know, and the tables of fields in docs/openai.md.
 
 As of November 2026. A field that they know is never unknown here: a test compares.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import NamedTuple
+
+from .fields import ROUTES, Fields
 
 
 class OtherServers(NamedTuple):
@@ -85,3 +87,19 @@ OTHER_SERVERS: Mapping[str, OtherServers] = {
     ),
     "/v1/messages/count_tokens": OtherServers(_names(_MESSAGES), _names(_MESSAGES, "thinking")),
 }
+
+
+def as_markdown(routes: Mapping[str, Fields] = ROUTES) -> str:
+    """The tables of docs/openai.md, or of other routes; with the fields that other servers know, where a route is
+    theirs, too.
+    """
+    lines: list[str] = []
+    for route, fields in routes.items():
+        others = OTHER_SERVERS.get(route)
+        columns, rule = (" vLLM | llama.cpp |", "---|---|") if others else ("", "")
+        lines += [f"### {route}", "", f"| field | |{columns} |", f"|---|---|{rule}---|"]
+        for name, (effect, note) in fields.items():
+            known = [] if others is None else ["yes" if name in each else "" for each in others]
+            lines.append(f"| {' | '.join([f'`{name}`', str(effect), *known, note])} |")
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"

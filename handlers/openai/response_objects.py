@@ -44,7 +44,7 @@ _NAME = re.compile(r"[0-9a-f]{32}/(?:resp|conv)_[0-9a-f]{48}\.json\.gz")
 _GZIP = zlib.MAX_WBITS + 16
 
 
-class Record(msgspec.Struct, forbid_unknown_fields=True):
+class StoredRecord(msgspec.Struct, forbid_unknown_fields=True):
     """The content of an object."""
 
     version: Literal[1]
@@ -183,7 +183,7 @@ class ResponseObjects:
     def _write(self, owner: bytes, entry_id: str, items: bytes, body: bytes, version: str | None) -> bool:
         if len(items) + len(body) > MAX_OBJECT_BYTES:
             return False
-        data = _packed(Record(1, self._clock(), msgspec.Raw(items), msgspec.Raw(body)))
+        data = _packed(StoredRecord(1, self._clock(), msgspec.Raw(items), msgspec.Raw(body)))
         if max(len(data), ENTRY_BYTES) > self.max_bytes:
             return False
         self._make_room(max(len(data), ENTRY_BYTES))
@@ -271,19 +271,19 @@ def _size(info: ObjectInfo) -> int:
     return max(info.size_bytes, ENTRY_BYTES)
 
 
-def _packed(record: Record) -> bytes:
+def _packed(record: StoredRecord) -> bytes:
     packer = zlib.compressobj(1, zlib.DEFLATED, _GZIP)
     return packer.compress(encode(record)) + packer.flush()
 
 
-def _unpacked(data: bytes, name: str) -> Record:
+def _unpacked(data: bytes, name: str) -> StoredRecord:
     """Raises `FormatError` for what is not an object of this module."""
     unpacker = zlib.decompressobj(_GZIP)
     try:
         text = unpacker.decompress(data, MAX_OBJECT_BYTES + 4096)
         if not unpacker.eof:
             raise FormatError(f"{name} is cut off, or larger than {MAX_OBJECT_BYTES:,} bytes", where=name)
-        return msgspec.json.decode(text, type=Record)
+        return msgspec.json.decode(text, type=StoredRecord)
     except (zlib.error, msgspec.DecodeError) as error:
         raise FormatError(f"{name} is not a stored response: {error}", where=name) from error
 

@@ -88,7 +88,7 @@ class StoredRoutes:
     # -- responses
 
     async def get(self, request: web.Request) -> web.StreamResponse:
-        """As it is now, or with `stream` the events after the one of the number `starting_after`."""
+        """The stored response in its present state; with `stream`, its events after number `starting_after`."""
         entry = await self._response(request)
         if request.query.get("stream", "").lower() not in ("true", "1"):
             return web.Response(body=entry.body, content_type="application/json")

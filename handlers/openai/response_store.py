@@ -28,7 +28,7 @@ LEASE_S = 60.0  # one that is made in the background is written again before it 
 _ID_DIGITS = 48  # of an entry's id, which begin the ids of its items
 
 
-class Status(msgspec.Struct):
+class _StatusOnly(msgspec.Struct):
     status: str = ""
 
 
@@ -51,7 +51,7 @@ class StoredItems:
     @property
     def is_complete(self) -> bool:
         """False while a response is made in the background."""
-        return msgspec.json.decode(self.body, type=Status).status not in (QUEUED, IN_PROGRESS)
+        return msgspec.json.decode(self.body, type=_StatusOnly).status not in (QUEUED, IN_PROGRESS)
 
     def turns(self) -> list[StoredItems]:
         """This turn and those before it, oldest first."""

@@ -135,7 +135,7 @@ def size_or_zero(value: Any) -> int:
 
 
 def event(value: Any) -> str:
-    """As JSON."""
+    """The event of a pool's file, written as JSON. Raises `ValueError`."""
     try:
         written = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError):

@@ -85,7 +85,7 @@ async def _measure_all(pool: Pool, num_starts: int) -> dict[str, dict[str, Any]]
                 for model in pool:
                     releases, _ = await asyncio.to_thread(repository.releases, model)
                     config = instance_config(pool, model, releases[-1], Path(folder), environment)
-                    run = _Run(
+                    run = _Measurement(
                         model, releases[-1], config, standby, inherited_environment(environment), session
                     )
                     others = OtherWork()
@@ -112,7 +112,7 @@ async def _wait_base(standby: StandbyChild) -> None:
         raise UnavailableError("the standby pool ended before it had its base", hint="Its log says why.")
 
 
-class _Run:
+class _Measurement:
     """The measurements of one model."""
 
     def __init__(

@@ -42,7 +42,7 @@ MAX_KEY_CHARS = 512
 PREFIX_BYTES = (256, 1024, 4096)
 
 
-class _Fields(msgspec.Struct):
+class _RoutedFields(msgspec.Struct):
     """The fields that the front reads, as bytes; b'' for those that are not there."""
 
     model: msgspec.Raw = msgspec.Raw()
@@ -55,7 +55,7 @@ class _Fields(msgspec.Struct):
     prompt: msgspec.Raw = msgspec.Raw()
 
 
-_READ_DECODER = msgspec.json.Decoder(_Fields)
+_READ_DECODER = msgspec.json.Decoder(_RoutedFields)
 _WHOLE_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -68,7 +68,7 @@ class Body:
     """A request's JSON object, of which only `fields` are taken apart: a million others cost nothing."""
 
     data: bytes
-    fields: _Fields
+    fields: _RoutedFields
     model: str | None  # without the adapter
     session: str | None  # the sticky key that the body gives
     adapter: str = ""  # of `model: "base:name"`, with its colon: the instance knows it, and the pool does not

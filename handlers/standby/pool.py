@@ -158,7 +158,7 @@ def import_everything(import_server: Callable[[], None]) -> None:
     from ...loader.load.targets import shared  # noqa: F401
     from ...loader.native.library import library
     from ...loader.sources.open import import_all
-    from ...runtime import files, metrics, sentence_files, weights  # noqa: F401
+    from ...runtime import files, metrics, weights  # noqa: F401
     from ...runtime.backends import choose  # noqa: F401
     from ...runtime.backends.native import backend, encoder  # noqa: F401
     from ...runtime.engine import embedder, engine  # noqa: F401

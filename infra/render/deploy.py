@@ -52,7 +52,7 @@ class DeployPlan(NamedTuple):
 Tables = Callable[[Rendering, list[list[Unit]], Sequence[RenderedDocument]], dict[str, Table]]
 
 
-class Platform(NamedTuple):
+class PlatformScript(NamedTuple):
     """A platform's script: the files of `shell/` that it is made of, in addition to the common ones, and its tables."""
 
     title: str
@@ -215,21 +215,25 @@ def _stacks(
     }
 
 
-PLATFORMS: dict[str, Platform] = {
-    "knative": Platform(
+PLATFORMS: dict[str, PlatformScript] = {
+    "knative": PlatformScript(
         "Knative", ("http", "kubectl", "files", "knative_urls"), _of_cluster(_knative_resource)
     ),
-    "kserve": Platform(
+    "kserve": PlatformScript(
         "KServe",
         ("http", "kubectl", "knative_urls", "kserve"),
         _of_cluster(lambda versions: f"inferenceservice/{versions[0].base}"),
     ),
-    "kubernetes": Platform("Kubernetes with KEDA", ("http", "kubectl", "files", "deployments"), _deployments),
-    "helm": Platform("Kubernetes with Helm", ("http", "kubectl", "deployments", "helm"), _deployments),
-    "cloud-run": Platform("Cloud Run", ("http", "cloud-run"), _cloud_run),
-    "lambda": Platform("AWS Lambda", ("aws", "stacks", "lambda"), _stacks),
-    "sagemaker": Platform("SageMaker", ("aws", "stacks", "sagemaker"), _stacks),
-    "fargate": Platform("ECS on Fargate", ("http", "aws", "fargate"), _stacks),
-    "ray": Platform("Ray Serve", ("http", "ray"), lambda _, units, __: {"model": _models(units, _base)}),
-    "kuberay": Platform("KubeRay", ("http", "kubectl", "files", "kuberay"), _of_cluster(_base)),
+    "kubernetes": PlatformScript(
+        "Kubernetes with KEDA", ("http", "kubectl", "files", "deployments"), _deployments
+    ),
+    "helm": PlatformScript("Kubernetes with Helm", ("http", "kubectl", "deployments", "helm"), _deployments),
+    "cloud-run": PlatformScript("Cloud Run", ("http", "cloud-run"), _cloud_run),
+    "lambda": PlatformScript("AWS Lambda", ("aws", "stacks", "lambda"), _stacks),
+    "sagemaker": PlatformScript("SageMaker", ("aws", "stacks", "sagemaker"), _stacks),
+    "fargate": PlatformScript("ECS on Fargate", ("http", "aws", "fargate"), _stacks),
+    "ray": PlatformScript(
+        "Ray Serve", ("http", "ray"), lambda _, units, __: {"model": _models(units, _base)}
+    ),
+    "kuberay": PlatformScript("KubeRay", ("http", "kubectl", "files", "kuberay"), _of_cluster(_base)),
 }

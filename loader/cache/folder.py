@@ -55,7 +55,7 @@ class WrongEntryError(OSError):
     """The place of a part holds something else, or a file that this user may not read."""
 
 
-class _File(NamedTuple):
+class _CachedFile(NamedTuple):
     used_at_ns: int
     name: str
     size_bytes: int  # on the disk
@@ -209,7 +209,7 @@ class CacheFolder:
             used_bytes -= file.size_bytes
         return used_bytes
 
-    def _files(self) -> Iterator[_File]:
+    def _files(self) -> Iterator[_CachedFile]:
         """Parts, and what is being written. Removes on the way what writers left that died."""
         folder = self._folder()
         dead_before_ns = time.time_ns() - int(TEMPORARY_LIFE_S * 1e9)
@@ -227,7 +227,7 @@ class CacheFolder:
                     # Temporary files are not evicted for room: a writer still uses them, or they are
                     # soon too old.
                     used_at_ns = self._opened_at_ns if is_temporary else status.st_mtime_ns
-                    yield _File(used_at_ns, entry.name, _on_disk(status.st_size))
+                    yield _CachedFile(used_at_ns, entry.name, _on_disk(status.st_size))
 
     def _limit(self, used_bytes: int) -> int:
         """The budget, or less where the disk has no room for it."""

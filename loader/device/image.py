@@ -225,7 +225,7 @@ class Layout:
         return begin
 
 
-class _Stretch(NamedTuple):
+class _SegmentLayout(NamedTuple):
     """A segment, as far as the layout of the image depends on it."""
 
     encoding: Encoding
@@ -260,24 +260,26 @@ def plan_image(manifest: Manifest, part: Part, starts: Sequence[int], *, coded: 
     return _plan(part.tier, _stretches(manifest, part, starts, coded))
 
 
-def _stretches(manifest: Manifest, part: Part, starts: Sequence[int], coded: bool) -> tuple[_Stretch, ...]:
+def _stretches(
+    manifest: Manifest, part: Part, starts: Sequence[int], coded: bool
+) -> tuple[_SegmentLayout, ...]:
     found = []
     for segment in part.segments:
         tensor = manifest.tensors[segment.tensor]
         encoding, element_bytes = tensor.encoding, tensor.element_bytes
         if is_flat(encoding, element_bytes):
             begin = starts[part.group] + tensor.offset_bytes + segment.start * element_bytes
-            found.append(_Stretch(encoding, element_bytes, segment.count, begin))
+            found.append(_SegmentLayout(encoding, element_bytes, segment.count, begin))
         elif coded:
             stored = _stored(tensor, segment, part.tier)
-            found.append(_Stretch(encoding, element_bytes, segment.count, None, stored))
+            found.append(_SegmentLayout(encoding, element_bytes, segment.count, None, stored))
         else:
-            found.append(_Stretch(encoding, element_bytes, segment.count, None))
+            found.append(_SegmentLayout(encoding, element_bytes, segment.count, None))
     return tuple(found)
 
 
 def _stored(tensor: Tensor, segment: Segment, tier: Tier) -> tuple[int | None, ...]:
-    """The `stored` of a `_Stretch`. A device decompresses whole bytes that may have any value."""
+    """The `stored` of a `_SegmentLayout`. A device decompresses whole bytes that may have any value."""
     all_bits = tensor.encoding.plane_bits(tier, tensor.element_bytes)
     may_stay = not _has_checked_bytes(tensor)
     return tuple(
@@ -287,7 +289,7 @@ def _stored(tensor: Tensor, segment: Segment, tier: Tier) -> tuple[int | None, .
 
 
 @lru_cache(maxsize=MAX_PLANS)
-def _plan(tier: Tier, stretches: tuple[_Stretch, ...]) -> PartImage:
+def _plan(tier: Tier, stretches: tuple[_SegmentLayout, ...]) -> PartImage:
     pieces = _pieces(tier, stretches)
     layout = Layout()
     launches = tuple(
@@ -360,7 +362,7 @@ class _Table(NamedTuple):
 
 
 @lru_cache(maxsize=MAX_PLANS)
-def _tables(tier: Tier, stretches: tuple[_Stretch, ...]) -> tuple[_Table, ...]:
+def _tables(tier: Tier, stretches: tuple[_SegmentLayout, ...]) -> tuple[_Table, ...]:
     """One for each launch of the image, in order."""
     import numpy as np  # decoding threads have it; plans are made before
 
@@ -388,7 +390,7 @@ def _tables(tier: Tier, stretches: tuple[_Stretch, ...]) -> tuple[_Table, ...]:
     )
 
 
-def _num_frames(tier: Tier, stretches: Sequence[_Stretch]) -> dict[Recipe, int]:
+def _num_frames(tier: Tier, stretches: Sequence[_SegmentLayout]) -> dict[Recipe, int]:
     """How many frames each recipe is for, in the order in which they first come up."""
     found: dict[Recipe, int] = {}
     for stretch in stretches:
@@ -398,7 +400,7 @@ def _num_frames(tier: Tier, stretches: Sequence[_Stretch]) -> dict[Recipe, int]:
     return found
 
 
-def _pieces(tier: Tier, stretches: Sequence[_Stretch]) -> list[_Piece]:
+def _pieces(tier: Tier, stretches: Sequence[_SegmentLayout]) -> list[_Piece]:
     """All planes that kernels read, in the part's order."""
     found = []
     for number, stretch in enumerate(stretches):

@@ -33,7 +33,7 @@ from .base import Device, DeviceStatistics, Placed, Ticket
 from .image import PartImage, plan_image, slab_starts
 from .paths import DeviceSpeed
 from .ring import cut_part, stored_ring, with_plane_sizes
-from .sink import SentImage, Way
+from .sink import ImageForm, SentImage
 from .stored import WRONG_BYTES, StoredImage, plan_plain, plan_stored
 
 # Placed at a time: enough frames for a large device's decompressor, in up to 200 MiB of scratch.
@@ -51,16 +51,16 @@ class _OnItsWay(NamedTuple):
 class _PartOnItsWay:
     """A part of which only some images are done."""
 
-    def __init__(self, manifest: Manifest, part: Part, way: Way, begun_at_s: float) -> None:
-        self.pieces = cut_part(manifest, part) if way is Way.PLANES else (part,)
+    def __init__(self, manifest: Manifest, part: Part, way: ImageForm, begun_at_s: float) -> None:
+        self.pieces = cut_part(manifest, part) if way is ImageForm.PLANES else (part,)
         self.begun_at_s = begun_at_s
         self.num_unplaced = self.num_undone = len(self.pieces)
         self.sent_bytes = self.written_bytes = 0
         # The device decodes any piece of it: the part counts once that is seen to have been right.
-        self.is_coded = way is Way.STORED
+        self.is_coded = way is ImageForm.STORED
 
 
-class _Model(NamedTuple):
+class _FollowedLoad(NamedTuple):
     """The manifest of the load, and the ring that its images lie in."""
 
     manifest: Manifest
@@ -91,7 +91,7 @@ class Placement:
         self._open_device = open_device
         self._timeline = timeline
         self._settle, self._release, self._tell, self._fail = settle, release, tell, fail
-        self._model: _Model | None = None
+        self._model: _FollowedLoad | None = None
         self._device: Device | None = None
         self._error: TeneralError | None = None
         self._abandoned: TeneralError | None = None
@@ -129,7 +129,7 @@ class Placement:
         self._undone = list(self._unplaced)
         self._uses = [{} for _ in manifest.groups]
         slot_bytes = stored_ring(manifest).slot_bytes if as_stored else 0
-        self._model = _Model(manifest, starts, weights_bytes, ring, slot_bytes)
+        self._model = _FollowedLoad(manifest, starts, weights_bytes, ring, slot_bytes)
         self._begun.set()
 
     def put(self, sent: SentImage) -> None:
@@ -310,7 +310,7 @@ class Placement:
                     return
                 waiting.append(sent)
 
-    def _place(self, device: Device, model: _Model, together: Sequence[SentImage]) -> None:
+    def _place(self, device: Device, model: _FollowedLoad, together: Sequence[SentImage]) -> None:
         """See `num_together`."""
         begun_at_s = time.monotonic()
         images = tuple(
@@ -331,7 +331,7 @@ class Placement:
         for sent in together:
             on_its_way = self._parts[sent.part]
             on_its_way.num_unplaced -= 1
-            if on_its_way.num_unplaced == 0 and sent.way is not Way.STORED:
+            if on_its_way.num_unplaced == 0 and sent.way is not ImageForm.STORED:
                 self._unplaced[model.manifest.parts[sent.part].group] -= 1
                 if not on_its_way.is_coded:  # else it is seen first whether the device could decompress it
                     whole.append(sent.part)
@@ -339,13 +339,13 @@ class Placement:
         for number in whole:
             self._settle(number)
 
-    def _plan(self, model: _Model, sent: SentImage, begun_at_s: float) -> PartImage | StoredImage:
+    def _plan(self, model: _FollowedLoad, sent: SentImage, begun_at_s: float) -> PartImage | StoredImage:
         part, on_its_way = model.manifest.parts[sent.part], self._parts.get(sent.part)
         if on_its_way is None:
             on_its_way = self._parts[sent.part] = _PartOnItsWay(model.manifest, part, sent.way, begun_at_s)
-        if sent.way is Way.STORED:
+        if sent.way is ImageForm.STORED:
             return plan_stored(model.manifest, part)
-        if sent.way is Way.PLAIN:
+        if sent.way is ImageForm.PLAIN:
             plain = plan_plain(model.manifest, part, model.starts)
             assert plain is not None
             return plain
@@ -393,7 +393,7 @@ class Placement:
         on_its_way.written_bytes += placed.image.written_bytes
         if on_its_way.num_undone > 0:
             return
-        if sent.way is Way.STORED:
+        if sent.way is ImageForm.STORED:
             model = self._model
             assert model is not None
             self._unplaced[model.manifest.parts[sent.part].group] -= 1
@@ -424,7 +424,7 @@ class Placement:
             path="device" if on_its_way.is_coded else "host",
         )
 
-    def _finish(self, device: Device, model: _Model) -> None:
+    def _finish(self, device: Device, model: _FollowedLoad) -> None:
         """Everything is placed: release the ring."""
         self._model = model._replace(ring=memoryview(b""))
         device.release_ring()

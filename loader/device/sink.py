@@ -84,8 +84,8 @@ def _keep_coded(
     ]
 
 
-class Way(enum.IntEnum):
-    """How an image became what it is, and so how it is placed."""
+class ImageForm(enum.IntEnum):
+    """The form of an image, which decides how it is placed."""
 
     PLANES = 0  # the host has verified and decoded the part
     STORED = 1  # the device will
@@ -100,7 +100,7 @@ class SentImage(NamedTuple):
     coded: bool = False  # as `plan_image` has it
     piece: int = 0  # its number in the part, as `cut_part` has them
     plane_sizes: tuple[int, ...] = ()  # of a coded piece, see `with_plane_sizes`
-    way: Way = Way.PLANES
+    way: ImageForm = ImageForm.PLANES
     tables_offset_bytes: int = 0  # of a stored one's tables, in the ring
 
 

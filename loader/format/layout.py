@@ -114,7 +114,7 @@ _OUTPUT = re.compile(
 _SortKey = tuple[object, ...]
 
 
-class _Place(NamedTuple):
+class _LayerPlace(NamedTuple):
     """The place of a layer's tensor in its model: "model.layers", 3, "mlp.up_proj.weight"."""
 
     stack: str
@@ -180,16 +180,16 @@ def _norms_positions(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     return bool(module) and f"{module}.rel_embeddings.weight" in shapes
 
 
-def _locate(name: str) -> _Place | None:
+def _locate(name: str) -> _LayerPlace | None:
     """The outermost numbered layer that the tensor belongs to: nested blocks stay in theirs."""
     words = name.split(".", _MAX_WORDS)
     for index in range(1, len(words) - 1):
         if _is_number(words[index]) and _CONTAINER.fullmatch(words[index - 1]):
-            return _Place(".".join(words[:index]), int(words[index]), ".".join(words[index + 1 :]))
+            return _LayerPlace(".".join(words[:index]), int(words[index]), ".".join(words[index + 1 :]))
     return None
 
 
-def _expert_number(place: _Place) -> int | None:
+def _expert_number(place: _LayerPlace) -> int | None:
     """The expert of a mixture that the tensor belongs to; None: it is the layer's own."""
     words = place.rest.split(".", _MAX_WORDS)
     for before, word in pairwise(words[:-1]):

@@ -116,7 +116,7 @@ def _check_parts(manifest: Manifest) -> None:
     """Segments, in the order of the parts, run once through the elements of all tensors, tier by
     tier.
     """
-    cursor, values = _Cursor(manifest.tensors), _ValueCounts()
+    cursor, values = _NextSegments(manifest.tensors), _ValueCounts()
     for part in manifest.parts:
         where = f"parts[{part.index}]"
         if not 0 < len(part.segments) <= MAX_PART_SEGMENTS or part.size_bytes > MAX_PART_BYTES:
@@ -165,7 +165,7 @@ class _ValueCounts:
                 refuse(f"its {name} tier has {count} values, but its first tier {first}", where)
 
 
-class _Cursor:
+class _NextSegments:
     """The one element of one tier that the next segment must start with."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

@@ -145,7 +145,7 @@ def manifest_digest(data: bytes) -> bytes:
     return _read_end(data).digest
 
 
-class _End(NamedTuple):
+class _LastKeys(NamedTuple):
     """The last keys of a manifest, '' for those that it lacks, and the digests of what is before them."""
 
     generation: str
@@ -154,15 +154,15 @@ class _End(NamedTuple):
     digest: bytes
 
 
-def _read_end(data: bytes) -> _End:
+def _read_end(data: bytes) -> _LastKeys:
     found = _END.search(data, max(0, len(data) - _END_BYTES))
     if found is None or not found.lastindex:
-        return _End("", "", "", blake3(data).digest())
+        return _LastKeys("", "", "", blake3(data).digest())
     generation, own_digest = ((group or b"").decode() for group in found.groups())
     hashed = blake3(memoryview(data)[: found.start()])
     digest = hashed.digest()
     hashed.update(memoryview(data)[found.start() : found.end(1) + 1 if generation else found.start()])
-    return _End(generation, own_digest, hashed.hexdigest(), digest)
+    return _LastKeys(generation, own_digest, hashed.hexdigest(), digest)
 
 
 def blob_folder(generation: str) -> str:
@@ -227,7 +227,7 @@ def _check_version(document: dict[str, Any]) -> None:
         refuse(f"format version {str(version)[:40]} is not {FORMAT_VERSION}", "version", hint=NEWER)
 
 
-def _check_end(document: dict[str, Any], end: _End) -> None:
+def _check_end(document: dict[str, Any], end: _LastKeys) -> None:
     """The last keys must stand where they are found without parsing."""
     if OWN_DIGEST_KEY in document and not end.own_digest:
         MANIFEST.refuse_misplaced_digest()

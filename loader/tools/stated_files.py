@@ -144,7 +144,7 @@ class RecordedReads:
         if isinstance(source, Mappable) or not isinstance(source, Remote):
             return source
         self._source = source
-        return _Recorded(source, self)
+        return _RecordingSource(source, self)
 
     @property
     def total_bytes(self) -> int:
@@ -165,7 +165,7 @@ class RecordedReads:
             compare_file(file, reads=reads, threads=threads, done=done)
 
 
-class _Recorded:
+class _RecordingSource:
     """A `Source` that has the ranges noted that are read of it. Whole small files are the source's to check."""
 
     def __init__(self, source: Source, reads: RecordedReads) -> None:

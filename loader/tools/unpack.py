@@ -116,7 +116,7 @@ def _index_of(shards: tuple[Shard, ...], manifest: Manifest) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _FileOffset:
     """The offset of a tensor's bytes in an open file."""
 
     fd: int
@@ -125,11 +125,11 @@ class _Place:
 
 def _create_files(
     shards: tuple[Shard, ...], manifest: Manifest, folder: Path, opened: ExitStack
-) -> dict[int, list[_Place]]:
+) -> dict[int, list[_FileOffset]]:
     """Files with headers and room for all tensors. Returns where each goes; a tied one has several
     places.
     """
-    places: dict[int, list[_Place]] = {}
+    places: dict[int, list[_FileOffset]] = {}
     for shard in shards:
         tensors = [manifest.by_name[name] for name in shard.names]
         specs = [
@@ -142,7 +142,7 @@ def _create_files(
         _reserve(fd, layout.size_bytes)
         _write_at(fd, memoryview(header), 0)
         for name, tensor in zip(shard.names, tensors, strict=True):
-            places.setdefault(tensor.index, []).append(_Place(fd, layout.entries[name].begin))
+            places.setdefault(tensor.index, []).append(_FileOffset(fd, layout.entries[name].begin))
     return places
 
 
@@ -194,7 +194,7 @@ class _TiersBefore:
 class _PartUnpacker:
     """Writes parts into the files. Thread-safe: parts of one tier never share elements."""
 
-    def __init__(self, reader: PartReader, manifest: Manifest, places: dict[int, list[_Place]]) -> None:
+    def __init__(self, reader: PartReader, manifest: Manifest, places: dict[int, list[_FileOffset]]) -> None:
         self._reader = reader
         self._manifest = manifest
         self._places = places

@@ -74,7 +74,7 @@ class EmbedderStatistics(Struct, frozen=True):
     embed_s_total: float
 
 
-class _Call(Struct, eq=False):
+class _QueuedTexts(Struct, eq=False):
     token_lists: list[list[int]]
     future: Future[np.ndarray]
     came_s: float  # on time.monotonic()'s clock
@@ -86,7 +86,7 @@ class _Call(Struct, eq=False):
     embeddings: np.ndarray | None = None
 
 
-class Embedder(CallQueue[_Call]):
+class Embedder(CallQueue[_QueuedTexts]):
     """The embedder. `start` it once and `stop` it at the end."""
 
     def __init__(
@@ -114,7 +114,7 @@ class Embedder(CallQueue[_Call]):
         self._max_delay_s = max_delay_s
         self._timeline = timeline
         # Guarded by the lock, like the fields of the base:
-        self._texts: TextQueue[_Call] = TextQueue()  # of the calls, not taken yet
+        self._texts: TextQueue[_QueuedTexts] = TextQueue()  # of the calls, not taken yet
         # The number of calls when the last batch was taken.
         self._num_callers = 0
         self._batch_end_s = -math.inf
@@ -161,7 +161,7 @@ class Embedder(CallQueue[_Call]):
     ) -> Future[np.ndarray]:
         self._check(token_lists)
         texts = [list(tokens) for tokens in token_lists]
-        call = _Call(texts, Future(), time.monotonic(), len(texts))
+        call = _QueuedTexts(texts, Future(), time.monotonic(), len(texts))
         if type_lists is not None and any(map(any, filter(None, type_lists))):
             call.type_lists = [None if types is None else list(types) for types in type_lists]
         self._add(call)
@@ -219,11 +219,11 @@ class Embedder(CallQueue[_Call]):
                     param="input",
                 )
 
-    def _enqueue(self, call: _Call) -> None:
+    def _enqueue(self, call: _QueuedTexts) -> None:
         self._texts.add(call, [len(tokens) for tokens in call.token_lists])
         self._work_came.notify()
 
-    def _dequeue(self, call: _Call) -> None:
+    def _dequeue(self, call: _QueuedTexts) -> None:
         self._texts.discard(call)
 
     # -- the embedder's thread -------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ class Embedder(CallQueue[_Call]):
             except Exception as error:  # noqa: BLE001 - of the model's code, its weights, or memory
                 self._fail_batch(error, batch)
 
-    def _next_batch(self) -> list[tuple[_Call, int]] | None:
+    def _next_batch(self) -> list[tuple[_QueuedTexts, int]] | None:
         """Wait for texts and take some as (call, index). None: the embedder stops."""
         with self._lock:
             while True:
@@ -267,7 +267,7 @@ class Embedder(CallQueue[_Call]):
             return 0.0
         return oldest.came_s + self._max_delay_s - time.monotonic()
 
-    def _embed_batch(self, batch: list[tuple[_Call, int]]) -> None:
+    def _embed_batch(self, batch: list[tuple[_QueuedTexts, int]]) -> None:
         texts = [call.token_lists[index] for call, index in batch]
         start_s = time.monotonic()
         types = [None if call.type_lists is None else call.type_lists[index] for call, index in batch]
@@ -305,7 +305,7 @@ class Embedder(CallQueue[_Call]):
             self._num_tokens += num_tokens
             self._embed_s += end_s - start_s
 
-    def _fail_batch(self, error: Exception, batch: list[tuple[_Call, int]]) -> None:
+    def _fail_batch(self, error: Exception, batch: list[tuple[_QueuedTexts, int]]) -> None:
         """End the calls of a failed batch; all calls, now and later, if weights are lost."""
         logger.error("a batch failed: %s", error, exc_info=error)
         failure = as_teneral_error(error)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from ...loader.device.detect import CPU, index_of
 from ...loader.errors import UsageError
-from ...loader.load.launch import Launched, Prepared, Task, is_possible, launch
 from ...loader.sources.open import split_pin
 from ...loader.timeline import Timeline
 from ..config import ServeConfig
@@ -18,6 +17,7 @@ from ..config import ServeConfig
 if TYPE_CHECKING:
     from ...loader.device.base import Device
     from ...loader.load.device_load import DeviceLoad
+    from ...loader.load.launch import Launched, Prepared
     from ...loader.load.process_load import ProcessLoad
     from ...loader.load.targets.shared import SharedBase
     from ...loader.memory.arena import Reserve
@@ -122,6 +122,8 @@ def launch_helpers(
     began_at = timeline.started_at
     load = files = None
     if prepared is not None or _loads_in_process(config, device):
+        from ...loader.load.launch import Prepared, Task, launch  # most loads are in the server's own threads
+
         refuse_weights_bytes(config)
         prepared = prepared or Prepared(fork=fork)
         if reserve is not None:
@@ -157,9 +159,12 @@ def _loads_in_process(config: ServeConfig, device: str) -> bool:
     """True if another process should read the weights, because the import of torch would block
     threads.
     """
-    if config.loader == "process":
-        return is_possible()
-    return is_possible() and config.backend != "direct" and (device != CPU or config.backend == "torch")
+    for_torch = config.backend != "direct" and (device != CPU or config.backend == "torch")
+    if config.loader != "process" and not for_torch:
+        return False
+    from ...loader.load.launch import is_possible  # few loads are
+
+    return is_possible()
 
 
 def refuse_weights_bytes(config: ServeConfig) -> None:

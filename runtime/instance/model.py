@@ -69,7 +69,6 @@ def choose_backend(
     if device != CPU:
         wait_for_server()
     with timeline.span("process", "import models"):
-        from .. import sentence_files  # noqa: F401
         from ..models import build  # noqa: F401
     if choice.is_direct:
         with timeline.span("device", "open for computing"):
@@ -89,9 +88,8 @@ def build(
 ) -> BuiltModel:
     """The model of a load that has begun. Raises `ModelError` and `CheckpointError` for one that cannot be computed."""
     from ..backends.choose import TRANSFORMERS, model_of_transformers  # imported for the choice
-    from ..models.build import build_model
+    from ..models.build import build_model, sentence_files
     from ..models.decoder import Decoder
-    from ..sentence_files import sentence_files
 
     with timeline.span("model", "build") as details:
         model_config = files.json("config.json", required=True)

@@ -38,7 +38,7 @@ class ModuleGate:
 
 def find_gates(root: nn.Module) -> list[ModuleGate]:
     """The gates in the module's order. A module is a member of at most one gate."""
-    walk = _Walk()
+    walk = _ModuleWalk()
     loose = walk.visit("", root)
     # The root has no forward of its own: no call waits, but the load tracks them.
     if loose:
@@ -46,7 +46,7 @@ def find_gates(root: nn.Module) -> list[ModuleGate]:
     return walk.gates
 
 
-class _Walk:
+class _ModuleWalk:
     def __init__(self) -> None:
         self.gates: list[ModuleGate] = []
         self._seen: set[nn.Module] = set()  # shared modules occur in a tree several times

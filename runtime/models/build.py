@@ -17,11 +17,19 @@ from .executor import ComputeDtype, ExecutorFactory
 from .spec import DecoderSpec, EncoderSpec
 
 if TYPE_CHECKING:
+    from ..files import ModelFiles
     from .encoder import DenseTensors, Encoder
     from .encoder_config import EncoderConfig
     from .pooled_decoder import PooledDecoder
 
 T = TypeVar("T", DecoderSpec, EncoderSpec)
+
+_SENTENCE_FILES = {
+    "modules": "modules.json",
+    "pooling": "1_Pooling/config.json",
+    "sentence_bert": "sentence_bert_config.json",
+    "logit_score": "1_LogitScore/config.json",
+}
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +72,20 @@ def build_model(
         config, max_context=max_context, logit_score=logit_score, **files
     )
     return PooledDecoder(own_config, _decoder(own_config.decoder, weights, backends), weights, dense_weights)
+
+
+def sentence_files(files: ModelFiles) -> dict[str, Any]:
+    """The arguments of `build_model` that sentence-transformers' files give; None for missing files.
+
+    Reads the weights of Dense modules, a few megabytes at most. Raises the errors of `ModelFiles.json`, and
+    `ModelError` for a modules.json that is not supported.
+    """
+    found: dict[str, Any] = {key: files.json(name) for key, name in _SENTENCE_FILES.items()}
+    if found["modules"] is None:
+        return found
+    from .pooling_config import dense_files  # of few models
+
+    return found | dense_files(files, found["modules"])
 
 
 def _encoder(

@@ -329,7 +329,7 @@ def _take_matrix(parameters: Parameters, name: str, num_in: int, num_out: int) -
 
 
 def _take_rows(parameters: Parameters, name: str, num_in: int, num_out: int) -> GptqAwqMatrix:
-    """As compressed-tensors packs them; the tensors' shapes tell the bits and the groups of each matrix."""
+    """A matrix in compressed-tensors' packing; the tensors' shapes give its bits and its groups."""
     config = parameters.quantization
     full_name = parameters.full_name(name)
     if config is None or config.method != "compressed-tensors":

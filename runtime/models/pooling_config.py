@@ -9,12 +9,19 @@ and those in another order, are refused by name. A score comes from a LogitScore
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from msgspec import Struct
 
+from ...loader.errors import CheckpointError
 from ..errors import ModelError
+from ..tensors import DType, Tensor, aligned_empty
+from ..weights import DictWeights
 from .fields import Fields
+
+if TYPE_CHECKING:
+    from ..files import ModelFiles
 
 POOLING_MODES = ("mean", "cls", "max", "lasttoken", "mean_sqrt_len_tokens", "weightedmean")
 DENSE_FOLDERS = ("2_Dense", "3_Dense")
@@ -116,6 +123,41 @@ def dense_folders(modules: Any) -> list[str]:
         if kind in ("Transformer", "Pooling") and position != ("Transformer", "Pooling").index(kind):
             raise fields.wrong("type", "but Transformer must come first, and Pooling second")
     return folders
+
+
+def dense_files(files: ModelFiles, modules: Any) -> dict[str, Any]:
+    """The config.json and the weights of each Dense module's folder, as arguments of `build_model`."""
+    folders = dense_folders(modules)
+    if not folders:
+        return {}
+    names = {folder: f"{folder}/{DENSE_WEIGHTS}" for folder in folders}
+    read = {folder: files.read(name) for folder, name in names.items()}
+    return {
+        "dense": {folder: files.json(f"{folder}/config.json") for folder in folders},
+        "dense_weights": {
+            folder: _weights_of(data, names[folder]) for folder, data in read.items() if data is not None
+        },
+    }
+
+
+def _weights_of(data: bytes, name: str) -> DictWeights:
+    """The tensors of a safetensors file, copied to aligned memory. Raises `CheckpointError` if it
+    is damaged.
+    """
+    from ...loader.format.safetensors import PREFIX_BYTES, header_size, parse_header  # of few models
+
+    if len(data) < PREFIX_BYTES:
+        raise CheckpointError(f"{name} has {len(data)} bytes and no header", where=name)
+    end = PREFIX_BYTES + header_size(data[:PREFIX_BYTES], len(data), where=name)
+    tensors: dict[str, Tensor] = {}
+    for entry in parse_header(data[PREFIX_BYTES:end], len(data), where=name).entries.values():
+        if entry.dtype not in DType.__members__:
+            raise ModelError(f"tensor {entry.name} of {name} is {entry.dtype}, which is not supported")
+        dtype = DType(entry.dtype)
+        array = aligned_empty(entry.shape, dtype.numpy)
+        array[...] = np.frombuffer(data[entry.begin : entry.end], dtype.numpy).reshape(entry.shape)
+        tensors[entry.name] = Tensor(dtype, array)
+    return DictWeights(tensors)
 
 
 def _modules(modules: Any) -> list[tuple[str, Fields]]:

@@ -82,7 +82,7 @@ class OnnxStatistics(Struct, frozen=True):
     is_whole: bool  # the prepacked session computes
 
 
-class _Call(Struct, eq=False):
+class _QueuedInputs(Struct, eq=False):
     inputs: Arrays
     rows: int | None  # along the batch dimension; None: it shares no run
     key: tuple[Any, ...]  # calls with equal keys can share a run
@@ -94,13 +94,13 @@ class _Call(Struct, eq=False):
 class _Current(NamedTuple):
     """The current run: of queued calls, or without any, in its caller's thread."""
 
-    calls: list[_Call]
+    calls: list[_QueuedInputs]
     model: Executable
     run: Run
     num_rows: int
 
 
-class OnnxRunner(CallQueue[_Call]):
+class OnnxRunner(CallQueue[_QueuedInputs]):
     """The runner. `start` it once and `stop` it at the end."""
 
     def __init__(
@@ -122,7 +122,7 @@ class OnnxRunner(CallQueue[_Call]):
         self._max_queued = max_queued
         self._max_batch = max_batch if spec.batch_axis is not None else 1
         # Guarded by the lock, like the fields of the base:
-        self._waiting: deque[_Call] = deque()
+        self._waiting: deque[_QueuedInputs] = deque()
         self._current: _Current | None = None
         self._num_runs = self._num_calls = self._num_rows = 0
         self._run_s = 0.0
@@ -258,7 +258,7 @@ class OnnxRunner(CallQueue[_Call]):
         return arrays
 
     def _submit(self, arrays: Arrays) -> Future[Arrays]:
-        call = _Call(arrays, *self._sharing(arrays))
+        call = _QueuedInputs(arrays, *self._sharing(arrays))
         self._add(call)
         return call.future
 
@@ -272,12 +272,12 @@ class OnnxRunner(CallQueue[_Call]):
                 hint="Try again later, or run more instances.",
             )
 
-    def _enqueue(self, call: _Call) -> None:
+    def _enqueue(self, call: _QueuedInputs) -> None:
         self._waiting.append(call)
         if self._current is None:  # else the end of that wakes the thread
             self._work_came.notify()
 
-    def _dequeue(self, call: _Call) -> None:
+    def _dequeue(self, call: _QueuedInputs) -> None:
         if call in self._waiting:
             self._waiting.remove(call)
 
@@ -334,7 +334,7 @@ class OnnxRunner(CallQueue[_Call]):
             self._current = _Current(calls, self._model, Run(), sum(call.rows or 1 for call in calls))
             return self._current
 
-    def _outputs(self, calls: list[_Call], model: Executable, run: Run) -> list[Arrays]:
+    def _outputs(self, calls: list[_QueuedInputs], model: Executable, run: Run) -> list[Arrays]:
         if len(calls) == 1:
             return [model.run(calls[0].inputs, run)]
         rows = [call.rows or 0 for call in calls]
@@ -369,7 +369,7 @@ class OnnxRunner(CallQueue[_Call]):
             self.abort(failure)
         return failure
 
-    def _fail_run(self, error: Exception, calls: list[_Call]) -> None:
+    def _fail_run(self, error: Exception, calls: list[_QueuedInputs]) -> None:
         if len(calls) > 1 and not isinstance(error, WEIGHTS_LOST):
             with self._lock:
                 if not self._is_stopping:

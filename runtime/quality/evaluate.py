@@ -19,11 +19,10 @@ from ...loader.tools.part_reader import PartReader
 from ...loader.tools.progress_bar import TransferProgress
 from ..backends.choose import AUTO, BackendChoice
 from ..files import ModelFiles
-from ..models.build import build_model
+from ..models.build import build_model, sentence_files
 from ..models.decoder import Decoder
 from ..models.encoder import Encoder
 from ..models.pooled_decoder import PooledDecoder
-from ..sentence_files import sentence_files
 from .decoders import DecoderQuality, compare_decoders
 from .encoders import EncoderQuality, compare_encoders
 from .report import EvaluationReport, TierReport

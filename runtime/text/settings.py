@@ -92,7 +92,7 @@ def _image_processor(
 
 
 def _pair_template(files: Files) -> PairTemplate | None:
-    """As sentence-transformers 5.4 and later read it: where the model takes messages, pairs are messages."""
+    """The template of pairs, by sentence-transformers 5.4: models that take messages take pairs as messages."""
     own = _json_object(files, "sentence_bert_config.json")
     modalities = own.get("modality_config")
     message = modalities.get("message") if isinstance(modalities, dict) else None

@@ -110,7 +110,7 @@ class Vocabulary:
         return pieces
 
 
-class _Model(NamedTuple):
+class _ModelSpans(NamedTuple):
     """The locations of the model's parts in a file."""
 
     begin: int  # of the vocabulary's entries
@@ -158,7 +158,7 @@ class _File:
                 quotes.append(behind)
         return quotes
 
-    def find_model(self) -> _Model:
+    def find_model(self) -> _ModelSpans:
         # If there were others, the text before the first or after the second would not match.
         vocab = self._key(b'"vocab', _VOCAB_BEGINS)
         merges = self._key(b'"merges', _MERGES_BEGIN, vocab.end())
@@ -171,7 +171,7 @@ class _File:
         end = file_end.fullmatch(self.data, int(merged[-1]) + 1, len(self.data) - len(_PAD))
         if pieces[0] != vocab.end() or last is None or end is None:
             raise UnusualFileError("vocabulary and merges are not the last entries")
-        return _Model(vocab.end(), last.end(2), pieces, merged, merges[1] is not None)
+        return _ModelSpans(vocab.end(), last.end(2), pieces, merged, merges[1] is not None)
 
     def _key(self, name: bytes, pattern: re.Pattern[bytes], begin: int = 0) -> re.Match[bytes]:
         """The first position from `begin` on at which it is a key; among the pieces it may be a

@@ -11,11 +11,11 @@ from .loader import errors as loading
 OMITTED = frozenset({"manifest", "part"})  # `teneral inspect --json` has them
 
 
-class Result(Protocol):
+class Printable(Protocol):
     def render(self) -> str: ...
 
 
-def print_result(result: Result, *, as_json: bool) -> None:
+def print_result(result: Printable, *, as_json: bool) -> None:
     """Print a command's result: lines for people, or a JSON object of its fields. Bytes are in hexadecimal."""
     if not as_json:
         print(result.render())

@@ -121,7 +121,7 @@ def test_nothing_else_of_a_hubs_cache_is_packed(
 
 
 def test_blobs_that_are_a_link_themselves_are_refused(snapshot: Path, tmp_path: Path, secret: Path) -> None:
-    """As an archive might bring them, with all of the names that lie in a folder of the machine."""
+    """An archive might bring such a link, with all of the names that lie in a folder of the machine."""
     blobs = snapshot.parents[1] / "blobs"
     shutil.rmtree(blobs)
     blobs.symlink_to(secret.parent)

@@ -43,7 +43,7 @@ def test_files_that_came_with_a_bad_order_are_closed() -> None:
 
 
 def test_an_order_brings_the_clients_umask_limits_niceness_and_cores() -> None:
-    """As they are in another process, which takes them over as a standby does."""
+    """Another process takes them over, like a standby."""
     client = """if True:
         import os, resource, socket, sys
         from teneral.handlers.standby.handover import Channel, HandOver

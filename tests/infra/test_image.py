@@ -176,7 +176,7 @@ def inside(*command: str) -> str:
 def start(
     *arguments: str, port: int, image: str = "server", variables: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """As a platform does: read-only but for /tmp, as user 10001, as process 1."""
+    """Start the container like a platform: read-only but for /tmp, as user 10001, as process 1."""
     built = BUILT if image == "server" else BUILT_RUNPOD
     config = json.loads(Path(CONFIG, f"{image}.json").read_text())["OCIv1"]["config"]
     given = {"PORT": str(port), "OMP_NUM_THREADS": "1", **(variables or {})}

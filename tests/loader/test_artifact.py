@@ -75,7 +75,7 @@ def test_plain_safetensors_are_opened_alike() -> None:
 
 
 class Guarded(MemoryStore):
-    """As a bucket that may be read from but not listed: it says "denied" about what does not exist."""
+    """A bucket that may be read from but not listed: it says "denied" about what does not exist."""
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         raise AccessDeniedError("listing is denied", may_be_absent=True)

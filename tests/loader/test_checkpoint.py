@@ -30,14 +30,14 @@ WAIT_S = patience_s(30)
 
 
 class Unlistable(MemoryStore):
-    """As an HTTP server: objects can be asked for, but not listed."""
+    """A store like an HTTP server: objects can be read, but not listed."""
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         raise UsageError("an HTTP folder cannot be listed")
 
 
 class Guarded(Unlistable):
-    """As a bucket that one may read from but not list: absent objects are reported as denied."""
+    """A bucket that may be read from but not listed: absent objects are reported as denied."""
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         raise AccessDeniedError("listing is denied", may_be_absent=True)
@@ -274,7 +274,7 @@ def test_a_folder_without_weights_says_what_was_expected() -> None:
 
 
 class Afar(MemoryStore):
-    """As a store across the network. A list of its objects is not there before the first read has come."""
+    """A store across the network. A list of its objects is not there before the first read has come."""
 
     def __init__(self, objects: dict[str, bytes]) -> None:
         super().__init__(objects)

@@ -258,7 +258,7 @@ def test_a_missing_credential_file_is_named(store: GsStore, monkeypatch: pytest.
 def test_a_file_of_impersonation_asks_for_the_other_account(
     server: GsServer, store: GsStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `gcloud auth application-default login --impersonate-service-account` writes it."""
+    """`gcloud auth application-default login --impersonate-service-account` writes such a file."""
     settings = {
         "type": "impersonated_service_account",
         "service_account_impersonation_url": f"{server.url}{IMPERSONATION}",

@@ -59,7 +59,7 @@ HEAD = (
 
 
 def start(package: Path, program: str) -> subprocess.Popen[str]:
-    """As `run`, without waiting for its end."""
+    """Start the program; `run` also waits for its end."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     return subprocess.Popen(
         [sys.executable, "-c", HEAD + program],

@@ -66,7 +66,7 @@ def wait_all(load: WeightLoad) -> None:
 
 
 def test_a_folder_behind_a_link_into_a_process_is_mapped(tmp_path: Path) -> None:
-    """As a model in an image is shown to the container next to it."""
+    """A model in an image is shown to the container next to it by such a link."""
     contents = llama_contents(num_layers=1)
     write(tmp_path / "model", contents)
     (tmp_path / "models").symlink_to(f"/proc/{os.getpid()}/root{tmp_path}/model")

@@ -69,7 +69,7 @@ class Node(RuleBasedStateMachine):
     @precondition(lambda self: self.loads)
     @rule(data=st.data(), number=numbers)
     def read_a_part(self, data: st.DataObject, number: int) -> None:
-        """As a load does: from the cache, else from the store; and what the cache had wrong, from the store."""
+        """Read like a load: from the cache, else from the store; what is wrong in the cache, from the store, too."""
         load = data.draw(st.sampled_from(self.loads))
         start = data.draw(st.integers(0, len(PARTS[number]) - 1))
         buffer = bytearray(PARTS[number])

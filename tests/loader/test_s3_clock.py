@@ -43,7 +43,7 @@ def store(server: StoreServer) -> Iterator[S3Store]:
 
 
 def skewed(request: Request, ahead_s: float) -> Fault | None:
-    """As a store whose clock is `ahead_s` ahead of this machine's."""
+    """The fault of a store whose clock is `ahead_s` ahead of this machine's."""
     now_s = time.time() + ahead_s
     signed_s = calendar.timegm(time.strptime(request.headers["x-amz-date"], "%Y%m%dT%H%M%SZ"))
     if abs(signed_s - now_s) <= 900:

@@ -154,7 +154,7 @@ def test_an_expired_token_is_renewed_once(
 def test_a_token_that_expires_while_many_threads_read_is_renewed_once(
     server: StoreServer, opened: Callable[..., S3Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As under a role: boto3 hands out a token that is only good for the first requests."""
+    """A role's credentials: boto3 hands out a token that is only good for the first requests."""
     tokens: list[str] = []
 
     class Provider:

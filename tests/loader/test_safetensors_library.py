@@ -50,8 +50,8 @@ def ours(header: bytes, data_bytes: int) -> list[Read]:
 
 
 def of_library(header: bytes, data_bytes: int) -> list[Read]:
-    """As `ours`, of the library, which checks that tensors lie back to back. Raises `SafetensorError`. The content
-    is a hole in a file.
+    """The library's reads, to compare with `ours`. It checks that tensors lie back to back, and raises
+    `SafetensorError`. The content is a hole in a file.
     """
     fd = os.memfd_create("header")
     try:

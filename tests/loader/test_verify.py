@@ -206,7 +206,7 @@ def test_an_object_that_is_replaced_meanwhile_is_called_changed_and_not_damaged(
 def test_digests_of_tensors_that_do_not_fit_the_manifest_are_named(
     artifact: MemoryStore, change: Callable[[list[str]], list[str]], problem: str
 ) -> None:
-    """As a writer's bug would leave them: under a right digest of the file."""
+    """A writer's bug would leave such digests, under a right digest of the file."""
     manifest = open_artifact(artifact)
     file = next(each for each in manifest.files if each.name == "tensors.b3")
     lines = artifact.read(file.path, max_bytes=1 << 20)[0].decode().splitlines()

@@ -188,7 +188,7 @@ print(len(opened))
 
 
 def test_a_library_that_the_system_refuses_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a hypervisor shows tiles that gVisor, or an older Linux, does not permit."""
+    """A hypervisor may show tiles that gVisor, or an older Linux, does not permit."""
     if len(usable_isas()) < 2:
         pytest.skip("this machine can use one library at most")
     best, second = usable_isas()[:2]

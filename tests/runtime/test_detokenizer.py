@@ -32,7 +32,7 @@ def byte_level():
 
 
 def byte_fallback():
-    """As Llama 2: pieces with ▁, and <0xNN> for what the vocabulary lacks; one leading space is stripped."""
+    """Llama 2's decoder: pieces with ▁, and <0xNN> for what the vocabulary lacks; one leading space is stripped."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", *"abcdefghijklmnopqrstuvwxyzTHé.,", "▁the", "▁a", "an", "▁qu"]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}

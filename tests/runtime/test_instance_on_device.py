@@ -50,7 +50,7 @@ def device() -> Iterator[SimulatedDevice]:
 
 
 def on_device(config: ServeConfig, device: SimulatedDevice) -> Instance:
-    """As `launch_helpers` and `adopt` do it for a device that configurations cannot name."""
+    """An instance on a device that configurations cannot name, made like `launch_helpers` and `adopt` make it."""
     timeline, prepared = Timeline(), Prepared()
     source, options = config.source_options, config.load_options
     load = launch(

@@ -23,7 +23,7 @@ NUM_MEASURED = MIN_MEANS * STEPS_OF_A_MEAN
 
 
 def know_step(rig: EngineRig, step_s: float) -> None:
-    """As if that many seconds had been measured."""
+    """Set the engine's measured time of a step."""
     state = state_of(rig.engine)
     with state.changed:
         for _ in range(NUM_MEASURED):

@@ -32,7 +32,7 @@ def test_cheap_rows_get_long_proposals_and_dear_ones_only_likely_ones() -> None:
 
 
 def test_rows_that_only_cost_from_the_first_one_on_are_used_well() -> None:
-    """As with tiles: one row takes half of a step, and fifteen no more."""
+    """Tiles cost like this: one row takes half of a step, and fifteen no more."""
     assert proposal_lengths([Chance(0.95, 15)], 1, 100, lambda num_added: 0.5) == [15]
 
 

@@ -83,7 +83,7 @@ def llama3() -> Tokenizer:
 
 
 def llama2() -> Tokenizer:
-    """As SentencePiece's: a text is one word, what is unknown is bytes."""
+    """A tokenizer like SentencePiece's: a text is one word, unknown characters are bytes."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(

@@ -133,7 +133,7 @@ def build_artifact(
 
 
 def _encoding(dtype: str, shape: Shape, sketch_bits: int | None) -> Encoding:
-    """As the packer chooses, but splitting the smallest bf16 matrix too."""
+    """The packer's choice, but even the smallest bf16 matrix is split."""
     if dtype == "BF16" and len(shape) > 1 and math.prod(shape):
         return Encoding.of_float(dtype, 3, sketch_bits)
     return codec.choose_encoding(dtype, shape, sketch_bits=sketch_bits)

@@ -90,7 +90,7 @@ def eventbridge(
 
 
 def sns_envelope(message: Any) -> dict[str, Any]:
-    """As SQS gets it from a topic without raw delivery."""
+    """A message that SQS gets from a topic without raw delivery."""
     return {
         "Type": "Notification",
         "MessageId": "95df01b4-ee98-5cb9-9903-4c221d41eb5e",
@@ -107,7 +107,7 @@ def sns_envelope(message: Any) -> dict[str, Any]:
 
 
 def sns_event(message: Any) -> dict[str, Any]:
-    """As a function gets it from a topic."""
+    """The event that a function gets from a topic."""
     return {
         "Records": [
             {

@@ -70,7 +70,7 @@ class Event:
 
 
 class Recorder(Repeater):
-    """As `CudaRecorder`."""
+    """The stand-in for `CudaRecorder`."""
 
     def __init__(self, _: torch.device) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""As much of CuPy as `CudaDevice` uses, on this machine's CPU: so that each of its lines runs where there is no GPU.
+"""The part of CuPy that `CudaDevice` uses, on this machine's CPU, so that each of its lines runs without a GPU.
 
 Streams are threads, events are points in their work, device memory is the host's, and kernels are those of
 `kernels_on_cpu`. It is as asynchronous as CUDA is, and as strict where that matters: what is launched, copied or waited

@@ -58,7 +58,7 @@ def packed_tiny(
 
 
 class SlowArrival(LoadArrival):
-    """As far as the engine knows, the load takes as long as a test wants drafting to go on."""
+    """An arrival that seems to the engine to last as long as a test wants drafting to go on."""
 
     def __init__(self, load: WeightLoad) -> None:
         super().__init__(load)

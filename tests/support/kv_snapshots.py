@@ -89,7 +89,7 @@ class Pool:
         return identity_of(self.pool, model=MODEL)
 
     def compute(self, tokens: Sequence[int], *, salt: str = "", hits: int = 0) -> tuple[bytes, ...]:
-        """As if a sequence had come and gone: the chain of its full blocks, which hold what `contents_of` says."""
+        """The chain of full blocks that a sequence leaves behind; they hold `contents_of` its tokens."""
         chain = self.pool.chain(tokens, salt=salt)
         assert self.pool.put(chain, contents_of(chain, self.pool.block_bytes)) == len(chain)
         self.pool.hold(chain)

@@ -63,7 +63,7 @@ def tensor_of(tensor: torch.Tensor) -> Tensor:
 
 
 def with_parameters_in(dtype: torch.dtype, of: Any) -> Any:
-    """As `from_pretrained` does: rotary frequencies stay in fp32, which `.to(dtype)` would round."""
+    """The model with parameters in `dtype`, and rotary frequencies in fp32, which `.to(dtype)` would round."""
     for parameter in of.parameters():
         parameter.data = parameter.data.to(dtype)
     return of

@@ -33,7 +33,7 @@ def byte_level() -> RealTokens:
 
 
 def metaspace() -> RealTokens:
-    """As SentencePiece's: a mark in front of each word, of the first one, too; unknown characters as bytes."""
+    """Tokens like SentencePiece's: a mark in front of each word, the first included; unknown characters as bytes."""
     pieces = {f"<0x{byte:02X}>": byte for byte in range(256)}
     for piece in ["▁", "e", "th", "▁th", "▁the", "he", "t", "h", "s", "▁s", "in", "an", " "]:
         pieces.setdefault(piece, len(pieces))
@@ -45,7 +45,7 @@ def metaspace() -> RealTokens:
 
 
 def word_pieces() -> RealTokens:
-    """As BERT's: lower case, accents and spaces belong to no token."""
+    """Tokens like BERT's: lower case; accents and spaces belong to no token."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

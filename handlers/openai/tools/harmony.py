@@ -131,7 +131,7 @@ class PromptEnd(Struct, frozen=True):
         )
 
 
-class _Kind(enum.Enum):
+class _ChannelKind(enum.Enum):
     REASONING = enum.auto()
     TEXT = enum.auto()
     CALL = enum.auto()
@@ -167,10 +167,10 @@ class ChannelReader:
         if self._may_be_bare:
             self._header += " "
         self._text = ""  # what is not decided
-        self._kind = _Kind.NOTHING  # of the open message
+        self._kind = _ChannelKind.NOTHING  # of the open message
         self._name = ""  # of the function that it calls
         self._own: list[str] = []  # pieces of its text
-        self._given: set[_Kind] = set()  # kinds of messages that were given out
+        self._given: set[_ChannelKind] = set()  # kinds of messages that were given out
         self._num_calls = 0
         self._is_over = False
         self._deltas: list[Delta] = []
@@ -272,15 +272,15 @@ class ChannelReader:
         self._own.clear()
         name = self._function(header.recipient)
         if not header.is_of_assistant:
-            self._kind = _Kind.NOTHING
+            self._kind = _ChannelKind.NOTHING
         elif name is not None:
-            self._kind, self._name = _Kind.CALL, name
+            self._kind, self._name = _ChannelKind.CALL, name
             if self._is_eager:
                 self._begin_call()
         elif header.channel == ANALYSIS and self._gives_reasoning:
-            self._kind = _Kind.REASONING
+            self._kind = _ChannelKind.REASONING
         else:
-            self._kind = _Kind.TEXT
+            self._kind = _ChannelKind.TEXT
 
     def _function(self, recipient: str) -> str | None:
         """The function that a message to this recipient calls."""
@@ -292,20 +292,20 @@ class ChannelReader:
     def _give(self, text: str) -> None:
         if not text:
             return
-        if self._kind is _Kind.CALL:
+        if self._kind is _ChannelKind.CALL:
             if self._is_eager:
                 self._deltas.append(ToolCallDelta(self._num_calls - 1, text))
-        elif self._kind is not _Kind.NOTHING:
+        elif self._kind is not _ChannelKind.NOTHING:
             separator = "\n" if not self._own and self._kind in self._given else ""
             self._given.add(self._kind)
-            make = ReasoningDelta if self._kind is _Kind.REASONING else TextDelta
+            make = ReasoningDelta if self._kind is _ChannelKind.REASONING else TextDelta
             self._deltas.append(make(separator + text))
         self._own.append(text)
 
     def _end(self) -> None:
-        if self._kind is _Kind.CALL:
+        if self._kind is _ChannelKind.CALL:
             self._end_call("".join(self._own))
-        self._kind = _Kind.NOTHING
+        self._kind = _ChannelKind.NOTHING
         self._own.clear()
 
     def _begin_call(self) -> None:
@@ -320,7 +320,7 @@ class ChannelReader:
             try:
                 written = object_text(arguments.encode()) if arguments.strip() else "{}"
             except (NotACallError, UnicodeEncodeError):
-                self._kind = _Kind.TEXT
+                self._kind = _ChannelKind.TEXT
                 self._own.clear()
                 self._give(arguments)
                 return

@@ -21,7 +21,7 @@ from ..deltas import Delta, TextDelta, ToolCallDelta
 from .format import SPACES, Functions, JsonScanner, NotACallError, ParsedCall, ToolBlock, ToolFormat
 
 
-class _Place(enum.Enum):
+class _ReaderPlace(enum.Enum):
     EDGE = enum.auto()  # the answer's beginning, or right behind a call: only whitespace since
     TEXT = enum.auto()
     BLOCK = enum.auto()  # a block of calls may have begun
@@ -50,7 +50,7 @@ class CallReader:
         self._is_guided = is_guided and writes_json
         self._is_eager = is_eager or (is_guided and not writes_json)
         self._max_calls = max_calls
-        self._place = _Place.EDGE
+        self._place = _ReaderPlace.EDGE
         self._text = ""  # what is not decided
         self._spaces = ""  # before the block
         self._block: ToolBlock | None = None
@@ -81,19 +81,19 @@ class CallReader:
     def _step(self, *, is_final: bool) -> bool:
         """One decision about the text; False: it takes more text."""
         match self._place:
-            case _Place.EDGE:
+            case _ReaderPlace.EDGE:
                 return self._edge(is_final=is_final)
-            case _Place.TEXT:
+            case _ReaderPlace.TEXT:
                 return self._plain(is_final=is_final)
-            case _Place.BLOCK:
+            case _ReaderPlace.BLOCK:
                 return self._begin_block(is_final=is_final)
-            case _Place.ARGUMENTS:
+            case _ReaderPlace.ARGUMENTS:
                 return self._arguments()
-            case _Place.TAIL:
+            case _ReaderPlace.TAIL:
                 return self._tail(is_final=is_final)
-            case _Place.NEXT:
+            case _ReaderPlace.NEXT:
                 return self._next(is_final=is_final)
-            case _Place.OVER:
+            case _ReaderPlace.OVER:
                 self._text = ""
                 return False
 
@@ -115,7 +115,7 @@ class CallReader:
         if is_final and not rest and self.num_calls:
             self._text = ""
             return False
-        self._place = _Place.TEXT
+        self._place = _ReaderPlace.TEXT
         return True
 
     def _plain(self, *, is_final: bool) -> bool:
@@ -132,7 +132,7 @@ class CallReader:
 
     def _open_block(self, num_spaces: int) -> None:
         self._spaces, self._text = self._text[:num_spaces], self._text[num_spaces:]
-        self._place = _Place.BLOCK
+        self._place = _ReaderPlace.BLOCK
 
     def _begin_block(self, *, is_final: bool) -> bool:
         if self._is_guided and self._block is None:
@@ -160,18 +160,18 @@ class CallReader:
                 return False
             if self._given:  # what follows the calls that were given is text again
                 self._given.clear()
-                self._text, self._place = self._text[num_certain:], _Place.EDGE
+                self._text, self._place = self._text[num_certain:], _ReaderPlace.EDGE
                 self._end_if_enough()
                 return True
             self._text = self._spaces + self._text
             self._give_text(len(self._spaces) + (len(opener) or 1))
-            self._place = _Place.TEXT
+            self._place = _ReaderPlace.TEXT
             return True
         if read is None:
             return False
         calls, end = read
         self._block = None
-        self._text, self._place = self._text[end:], _Place.EDGE
+        self._text, self._place = self._text[end:], _ReaderPlace.EDGE
         given, self._given = self._given, []
         for number, call in enumerate(calls):
             if number < len(given):
@@ -186,7 +186,7 @@ class CallReader:
         for name in self._functions:
             head = self._head(before, name)
             if self._text.startswith(head):
-                self._text, self._place = self._text[len(head) :], _Place.ARGUMENTS
+                self._text, self._place = self._text[len(head) :], _ReaderPlace.ARGUMENTS
                 self._scanner = JsonScanner()
                 self._begin_call(name)
                 return True
@@ -209,19 +209,19 @@ class CallReader:
         self._deltas.append(ToolCallDelta(self.num_calls - 1, piece))
         self._text = self._text[len(piece) :]
         if end is not None:
-            self._place = _Place.TAIL
+            self._place = _ReaderPlace.TAIL
         return end is not None
 
     def _tail(self, *, is_final: bool) -> bool:
         tail = self._fmt.shape.after_arguments
         if self._text.startswith(tail):
-            self._text, self._place = self._text[len(tail) :], _Place.NEXT
+            self._text, self._place = self._text[len(tail) :], _ReaderPlace.NEXT
         elif tail.startswith(self._text):
             if is_final:
                 self._text = ""
             return False
         else:
-            self._place = _Place.EDGE
+            self._place = _ReaderPlace.EDGE
         self._end_if_enough()
         return True
 
@@ -230,7 +230,7 @@ class CallReader:
         if self._guided_head(shape.separator):
             return True
         if shape.last and self._text.startswith(shape.last):
-            self._text, self._place = self._text[len(shape.last) :], _Place.EDGE
+            self._text, self._place = self._text[len(shape.last) :], _ReaderPlace.EDGE
             return True
         if not is_final and (
             self._may_be_head(shape.separator) or (shape.last and shape.last.startswith(self._text))
@@ -238,7 +238,7 @@ class CallReader:
             return False
         if self._is_cut and self._may_be_head(shape.separator):
             self._text = ""
-        self._place = _Place.EDGE
+        self._place = _ReaderPlace.EDGE
         return True
 
     def _give_text(self, length: int) -> None:
@@ -267,7 +267,7 @@ class CallReader:
             self._deltas.append(ToolCallDelta(index, piece))
 
     def _give_call(self, call: ParsedCall) -> None:
-        if self._place is _Place.OVER:
+        if self._place is _ReaderPlace.OVER:
             return
         self._begin_call(call.name)
         self._deltas.append(ToolCallDelta(self.num_calls - 1, call.arguments))
@@ -275,4 +275,4 @@ class CallReader:
 
     def _end_if_enough(self) -> None:
         if self._max_calls is not None and self.num_calls >= self._max_calls:
-            self._place = _Place.OVER
+            self._place = _ReaderPlace.OVER

@@ -80,7 +80,7 @@ class GgufTensor(NamedTuple):
         return self.type.row_bytes(self.columns)
 
 
-class Head(NamedTuple):
+class FileHead(NamedTuple):
     """The bytes in front of the tensors, and the SHA-256 of them as they were read, to be copied and
     continued.
     """
@@ -97,7 +97,7 @@ class GgufFile(NamedTuple):
     where: str
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]  # in the order of their bytes
-    head: Head | None = None  # of a file whose store states its digest
+    head: FileHead | None = None  # of a file whose store states its digest
 
 
 def read_gguf(source: Source, info: ObjectInfo) -> GgufFile:
@@ -123,7 +123,7 @@ def read_gguf(source: Source, info: ObjectInfo) -> GgufFile:
     return GgufFile(info.name, metadata, tensors, header.digest(begin) if info.sha256 is not None else None)
 
 
-class _Entry(NamedTuple):
+class _TensorEntry(NamedTuple):
     name: str
     type: BlockType
     shape: tuple[int, ...]
@@ -182,13 +182,13 @@ class _Header:
         self._source.read_into(self._info.name, have, memoryview(more), version=self._info.version)
         self._data = self._data + more  # a new one: views of the old one may still be there
 
-    def digest(self, end: int) -> Head:
+    def digest(self, end: int) -> FileHead:
         """Of all up to `end`, or to that of the file."""
         import hashlib  # few stores state digests
 
         size_bytes = min(end, self.size_bytes)
         self.take(size_bytes - self.position)
-        return Head(size_bytes, hashlib.sha256(self._data[:size_bytes]))
+        return FileHead(size_bytes, hashlib.sha256(self._data[:size_bytes]))
 
     def number(self, code: str) -> Any:
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
@@ -252,7 +252,7 @@ def _alignment(header: _Header, metadata: dict[str, Any]) -> int:
     return alignment
 
 
-def _read_entry(header: _Header) -> _Entry:
+def _read_entry(header: _Header) -> _TensorEntry:
     name = header.text(MAX_KEY_BYTES)
     if not is_tensor_name(name):
         raise header.wrong(f"{name[:100]!r} is not a usable tensor name")
@@ -272,10 +272,10 @@ def _read_entry(header: _Header) -> _Entry:
     kind = BLOCK_TYPES[number]
     if sizes[0] % kind.elements:
         raise header.wrong(f"{name}: rows of {sizes[0]} cannot be cut into blocks of {kind.elements}")
-    return _Entry(name, kind, tuple(reversed(sizes)), int(header.number("Q")))
+    return _TensorEntry(name, kind, tuple(reversed(sizes)), int(header.number("Q")))
 
 
-def _place(header: _Header, table: list[_Entry], begin: int, alignment: int) -> dict[str, GgufTensor]:
+def _place(header: _Header, table: list[_TensorEntry], begin: int, alignment: int) -> dict[str, GgufTensor]:
     """Tensors must follow each other, each at the next multiple of the alignment, up to the end of
     the file.
     """

@@ -20,7 +20,7 @@ import numpy as np
 
 from ...device.image import slab_starts
 from ...device.ring import ImageRing, StoredRing
-from ...device.sink import ImageSink, SentImage, Way
+from ...device.sink import ImageForm, ImageSink, SentImage
 from ...device.stored import can_be_stored, max_tables_bytes, plan_plain, write_tables
 from ...errors import TeneralError
 from ...format.manifest import Manifest, Part
@@ -117,13 +117,13 @@ class DeviceTarget(Target):
         """The image of a part that needs no decoding here; None for others."""
         offset_bytes = address(np.frombuffer(stored, np.uint8)) - self._ring_address
         if plan_plain(self._manifest, part, self._starts) is not None:
-            return SentImage(part.index, offset_bytes, way=Way.PLAIN)
+            return SentImage(part.index, offset_bytes, way=ImageForm.PLAIN)
         if part.index in self._refused or not can_be_stored(self._manifest, part):
             return None
         if write_tables(self._manifest, part, self._starts, stored, room) is None:
             return None
         tables_bytes = address(np.frombuffer(room, np.uint8)) - self._ring_address
-        return SentImage(part.index, offset_bytes, way=Way.STORED, tables_offset_bytes=tables_bytes)
+        return SentImage(part.index, offset_bytes, way=ImageForm.STORED, tables_offset_bytes=tables_bytes)
 
     def _send_image(self, image: SentImage) -> None:
         self._send(image._replace(offset_bytes=image.offset_bytes + self._images_begin))

@@ -27,7 +27,7 @@ class NotInPlaceError(ValueError):
     """Slabs of a manifest that are not stretches of its files: they cannot be mapped."""
 
 
-class _Stretch(NamedTuple):
+class _MappedStart(NamedTuple):
     """The start of a group's slab in a file."""
 
     blob: int
@@ -52,7 +52,7 @@ class MappedTarget(Target):
         self._files.open(self._manifest)
         self.slabs = []
         for group in self._manifest.groups:
-            blob, begin = self._stretches.get(group.index, _Stretch(0, 0))
+            blob, begin = self._stretches.get(group.index, _MappedStart(0, 0))
             self.slabs.append(self._files.blobs[blob][begin : begin + group.slab_bytes])
 
     def figures(self) -> dict[str, Any]:
@@ -98,13 +98,13 @@ class MappedFiles:
         """Nothing is under way that would need it: the source stays its owner's."""
 
 
-def _stretches(steps: Collection[Step]) -> dict[int, _Stretch] | None:
+def _stretches(steps: Collection[Step]) -> dict[int, _MappedStart] | None:
     """By group; None where some slab is not as its file has it."""
-    found: dict[int, _Stretch] = {}
+    found: dict[int, _MappedStart] = {}
     for step in steps:
         if step.slab_offset_bytes is None:
             return None
-        stretch = _Stretch(step.part.blob, step.part.offset_bytes - step.slab_offset_bytes)
+        stretch = _MappedStart(step.part.blob, step.part.offset_bytes - step.slab_offset_bytes)
         if found.setdefault(step.part.group, stretch) != stretch:
             return None
     return found

@@ -27,7 +27,7 @@ _SECRETS = ("private_key", "client_secret", "refresh_token")
 _AWS_SUBJECT = "urn:ietf:params:aws:token-type:aws4_request"
 
 
-class _Answer(NamedTuple):
+class _AuthResponse(NamedTuple):
     """A `google.auth.transport.Response`."""
 
     status: int
@@ -100,7 +100,7 @@ def _ask(
     headers: Mapping[str, str] | None = None,
     timeout: float | None = None,
     **_: Any,
-) -> _Answer:
+) -> _AuthResponse:
     """A `google.auth.transport.Request`. Raises `google.auth.exceptions.TransportError`."""
     from google.auth.exceptions import TransportError
 
@@ -116,7 +116,7 @@ def _ask(
         head, data = exchange(request, timeout_s=timeout or TIMEOUT_S)
     except (WireError, BodyTooLargeError) as error:
         raise TransportError(f"{address.origin} does not answer: {error}", retryable=True) from error
-    return _Answer(head.status, head.headers, data)
+    return _AuthResponse(head.status, head.headers, data)
 
 
 def _read(path: str) -> dict[str, Any]:

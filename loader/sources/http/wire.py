@@ -37,7 +37,7 @@ MAX_AGE_S = 30.0  # stores change their addresses by the minute
 Address: TypeAlias = tuple[socket.AddressFamily, int, tuple[Any, ...]]
 
 
-class _Entry:
+class _HostAddresses:
     """A host's addresses in turn; those that `failed` come last, in whatever turn."""
 
     __slots__ = ("addresses", "failed", "resolved_s")
@@ -54,7 +54,7 @@ class AddressBook:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[Origin, _Entry] = {}
+        self._entries: dict[Origin, _HostAddresses] = {}
         self._lock = threading.Lock()
 
     def addresses(self, origin: Origin) -> list[Address]:
@@ -71,7 +71,7 @@ class AddressBook:
                 addresses: list[Address] = [
                     (family, protocol, address) for family, _, protocol, _, address in found
                 ]
-                entry = self._entries[origin] = _Entry(addresses, time.monotonic())
+                entry = self._entries[origin] = _HostAddresses(addresses, time.monotonic())
             given = sorted(entry.addresses, key=entry.failed.__contains__)
             # The next connection tries another one first, of the kind (IPv6, IPv4) that the system
             # prefers.

@@ -81,7 +81,7 @@ class CudaRecorder:
 
 
 @dataclass(frozen=True, slots=True)
-class _Recorded:
+class _RecordedGraph:
     replay: Callable[[], None]
     logits: torch.Tensor  # (rows, vocab) fp32
     # Tensors that the graph reads and that it must keep alive.
@@ -110,7 +110,7 @@ class DecodeGraphs:
         self._recorder = recorder
         self._max_context = max_context
         self.sizes = graph_sizes(max_rows)
-        self._recorded: dict[int, _Recorded] = {}
+        self._recorded: dict[int, _RecordedGraph] = {}
         self._failed = False
         self._buffer: torch.Tensor | None = None
 
@@ -170,7 +170,7 @@ class DecodeGraphs:
         self._recorded.clear()
         self._failed = True
 
-    def _record(self, size: int, buffer: torch.Tensor) -> _Recorded:
+    def _record(self, size: int, buffer: torch.Tensor) -> _RecordedGraph:
         kernels, kv = self._kernels, self._kv
         executor = kernels.executor
         batch = self._packer.decode_batch([], size, buffer)  # rows of padding
@@ -189,7 +189,7 @@ class DecodeGraphs:
             return kernels.logits(x)
 
         replay, logits = self._recorder.record(work)
-        return _Recorded(replay, logits, executor.rope.tables)
+        return _RecordedGraph(replay, logits, executor.rope.tables)
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:

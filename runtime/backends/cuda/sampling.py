@@ -149,7 +149,7 @@ class DeviceSampler:
         for numbers, is_narrow in ((free, False), (narrow, True)):
             if not numbers:
                 continue
-            asked = _Asked.of(numbers, states, vocab_size, self._uplink)
+            asked = _RowParameters.of(numbers, states, vocab_size, self._uplink)
             relative = (scores[asked.rows] - best[asked.rows, None]) / asked.temperature[:, None]
             if is_narrow:
                 drawn, complete = self._draw_narrow(relative, asked, min(width, vocab_size))
@@ -160,7 +160,7 @@ class DeviceSampler:
             tokens[asked.rows] = drawn
 
     def _draw_narrow(
-        self, relative: torch.Tensor, asked: _Asked, width: int
+        self, relative: torch.Tensor, asked: _RowParameters, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(R,) tokens, and (R,) bool: whether all eligible candidates were among the `width` best."""
         size = relative.shape[1]
@@ -190,7 +190,7 @@ class DeviceSampler:
         places = self._race(values.masked_fill(~kept, -math.inf), ids, asked)
         return ids.gather(1, places[:, None]).squeeze(1), complete
 
-    def _race(self, scores: torch.Tensor, ids: torch.Tensor | None, asked: _Asked) -> torch.Tensor:
+    def _race(self, scores: torch.Tensor, ids: torch.Tensor | None, asked: _RowParameters) -> torch.Tensor:
         """(R,) the index of the winner in each row of scores (R, size)."""
         num_rows, size = scores.shape
         num_pieces = -(-size // PIECE)
@@ -269,7 +269,7 @@ class _Sparse:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _RowParameters:
     """Sampling parameters of some rows, on the device, (R,) each."""
 
     rows: torch.Tensor  # int64
@@ -283,7 +283,7 @@ class _Asked:
     @classmethod
     def of(
         cls, numbers: Sequence[int], states: Sequence[SamplingState], vocab_size: int, uplink: Uplink
-    ) -> _Asked:
+    ) -> _RowParameters:
         own = [states[number] for number in numbers]
         params = [state.params for state in own]
         integers = (

@@ -285,7 +285,7 @@ def test_each_of_several_workers_does_its_share_and_the_last_ends_the_job(
 
 
 def test_no_more_than_two_parts_of_work_are_open_at_a_time(run: Run, tmp_path: Path) -> None:
-    """As much is lost when a worker is killed."""
+    """A killed worker loses no more than these."""
     given = write_lines(tmp_path / "in.jsonl", prompts(320, max_tokens=12))
     pending: list[int] = []
 

@@ -104,7 +104,7 @@ class Process:
         return not self.task.done()
 
     def kill(self) -> None:
-        """As kill -9 does: nothing more is written."""
+        """End the worker like kill -9: nothing more is written."""
         for store in self.stores:
             store.is_process_dead = True
         self.loop.is_paused = False

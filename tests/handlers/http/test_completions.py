@@ -231,7 +231,7 @@ async def test_logprobs_come_in_columns_whose_offsets_add_up(server: Any, stream
 @pytest.mark.parametrize("max_tokens", [0, 1, 3])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_echo_has_the_logprobs_of_the_prompt(server: Any, stream: bool, max_tokens: int) -> None:
-    """As lm-eval asks for them."""
+    """lm-eval sends such requests."""
     tokenizer = server.instance.tokenizer.result()
     prompt = tokenizer.encode("Once upon a time")
     with torch.no_grad():

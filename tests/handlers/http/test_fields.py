@@ -12,9 +12,9 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
 from teneral.handlers.anthropic.bodies import ROUTES as ANTHROPIC
-from teneral.handlers.openai.fields import ROUTES, Effect, as_markdown
+from teneral.handlers.openai.fields import ROUTES, Effect
 from teneral.handlers.openai.llama_cpp import InfillBody, PromptedBody
-from teneral.handlers.openai.other_servers import OTHER_SERVERS
+from teneral.handlers.openai.other_servers import OTHER_SERVERS, as_markdown
 from teneral.handlers.openai.rerank import ClassifyBody, RerankBody, ScoreBody
 from teneral.handlers.openai.responses_body import CountTokensBody, ResponsesBody
 from teneral.handlers.openai.schemas import ChatBody, CompletionBody, EmbeddingBody

@@ -11,7 +11,8 @@ import pytest
 from tests.support.chat_families import scripted
 
 from teneral.handlers.anthropic.bodies import COUNT_TOKENS, MESSAGES, ROUTES, CountBody, MessagesBody
-from teneral.handlers.openai.fields import Effect, as_markdown
+from teneral.handlers.openai.fields import Effect
+from teneral.handlers.openai.other_servers import as_markdown
 
 HELLO: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Hello"}],

@@ -40,8 +40,8 @@ async def embedding(start: Any, encoder_parts: TinyParts) -> Any:
 
 @torch.no_grad()
 def oracle_scores(family: str, first: str, seconds: list[str]) -> list[float]:
-    """As transformers says, of pairs with the special tokens that their template has, one of which has the number of
-    RoBERTa's padding: positions are given, so that it is not skipped.
+    """The scores of transformers for pairs with their template's special tokens. One of these has the id of RoBERTa's
+    padding: positions are given, so that it is not skipped.
     """
     oracle = tiny_classifier(family, num_labels=1)
     first_position = 0 if family == "bert" else oracle.config.pad_token_id + 1

@@ -80,7 +80,7 @@ def served(folder: Path, *, is_packed: bool) -> Instance:
 async def test_a_decoder_that_embeds_is_served_by_its_modules(
     tmp_path: Path, one_thread: None, is_packed: bool
 ) -> None:
-    """As Qwen3-Embedding is stored: the layers alone, pooled by the last token."""
+    """Qwen3-Embedding is stored in this form: the layers alone, pooled by the last token."""
     save_tiny("qwen3", tmp_path, tie_word_embeddings=False)
     oracle = transformers.AutoModel.from_pretrained(tmp_path).eval()
     tensors = load_file(tmp_path / "model.safetensors")
@@ -188,7 +188,7 @@ def save_reranker(folder: Path, *, says: str = "Given a query, find what answers
 
 @torch.no_grad()
 def log_odds_of(oracle: Any, tokenizer: TextTokenizer, instruction: str, query: str, document: str) -> float:
-    """As the model's card has it: a text with both, whose next token is yes or no."""
+    """The model card's score: of a text with both, whose next token is yes or no."""
     text = (
         f"<|im_start|>user\n<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}<|im_end|>\n"
         "<|im_start|>assistant\n<think>\n\n</think>\n\n"

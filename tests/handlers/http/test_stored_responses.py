@@ -44,7 +44,7 @@ async def client(server: Any) -> AsyncIterator[openai.AsyncOpenAI]:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_response_continues_the_one_that_it_names(client: openai.AsyncOpenAI, stream: bool) -> None:
-    """As if its items were sent again, over several turns."""
+    """Several turns give the answers that all items, sent again, would give."""
     items: list[Any] = []
     previous: str | None = None
     for turn in range(4):

@@ -29,7 +29,7 @@ def test_a_token_that_the_tokenizer_lacks_is_nothing(tiny_parts: TinyParts) -> N
 
 @pytest.fixture
 def with_byte_fallback() -> TextTokenizer:
-    """As SentencePiece models have it: a sign for spaces, and single bytes for what has no piece."""
+    """A tokenizer like SentencePiece's: a sign for spaces, and single bytes for what has no piece."""
     pieces = ["<unk>", "▁the", "▁cat", "s", *(f"<0x{byte:02X}>" for byte in range(256))]
     model = models.BPE(
         vocab={piece: index for index, piece in enumerate(pieces)},

@@ -263,7 +263,7 @@ def test_the_front_and_its_instances_log_json(models: Path, tmp_path: Path) -> N
 
 
 def test_lines_are_written_whole_where_python_does_not_buffer(models: Path, tmp_path: Path) -> None:
-    """As in the image, where pieces of a line would be mixed with lines of other processes."""
+    """Python does not buffer in the image, where pieces of a line would mix with other processes' lines."""
     file = tmp_path / "pool.toml"
     file.write_text(pool_file(f'[models.m]\nsource = "{models}/repository/1"\n'))
     command = [

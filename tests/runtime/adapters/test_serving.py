@@ -202,7 +202,7 @@ def test_a_cold_adapter_holds_up_nothing_else(rig: Rig, monkeypatch: pytest.Monk
 def test_an_adapter_that_comes_while_a_step_is_planned_does_not_end_the_engine(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with images (test_engine_images.py). Its request has been queued, and waits to follow it."""
+    """The same as for images (test_engine_images.py). The request has been queued, and waits to follow the adapter."""
     sources, plan_step, follow = paced(monkeypatch), step_loop.plan_step, RequestAdapters.follow
     held: list[Any] = []
     is_planned = threading.Event()
@@ -315,7 +315,7 @@ def test_a_request_that_comes_as_an_unwanted_adapter_is_given_up_loads_it_anew(
 
 
 def test_arrays_freed_by_a_thread_wait_for_no_lock_of_another(rig: Rig) -> None:
-    """As the collector may free them, in a thread that the lock's holder waits for."""
+    """The collector may free them so, in a thread that the lock's holder waits for."""
     with rig.instance() as instance:
         tokens(submit(instance, "a1"))
         registry = instance.adapters

@@ -258,7 +258,7 @@ class World:
         self.cache.release((source,))
 
     def longest_beginning(self, holder: Holder, first: int, limit: int) -> int:
-        """As what the blocks hold says."""
+        """The longest beginning, by the blocks' contents."""
         longest = 0
         for block in self.cache.blocks():
             for slot in range(limit):

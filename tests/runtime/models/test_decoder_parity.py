@@ -111,7 +111,7 @@ def test_a_prefill_gives_the_oracles_logits_in_every_row(variant):
 
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_a_head_of_its_own_counts_although_the_config_says_tied(tmp_path, is_packed):
-    """As transformers loads such a checkpoint; packing keeps the two apart, because their bytes differ."""
+    """transformers loads such a checkpoint so; packing keeps the two apart, because their bytes differ."""
     saved = tiny_model("llama")
     saved.save_pretrained(tmp_path / "model")
     config = {**json.loads((tmp_path / "model" / "config.json").read_text()), "tie_word_embeddings": True}

@@ -36,7 +36,7 @@ def texts_of(*lengths: int) -> list[list[int]]:
 
 
 def config_of(oracle: Any) -> dict[str, Any]:
-    """As its config.json has it."""
+    """The oracle's config.json."""
     config: dict[str, Any] = json.loads(oracle.config.to_json_string(use_diff=False))
     return config | {"architectures": [type(oracle).__name__]}
 

@@ -245,7 +245,7 @@ def test_a_tile_is_left_between_two_layers_once_it_is_over() -> None:
 
 @pytest.mark.parametrize("num", [14, 16, 24, 26, 27, 28, 32])
 def test_patches_take_the_positions_one_after_the_other(num: int) -> None:
-    """As transformers has them by fractions of a tile's side, for all sizes that models have."""
+    """transformers computes the same from fractions of a tile's side, for all sizes that models have."""
     boundaries = torch.arange(1 / num, 1.0, 1 / num)
     fractions = torch.clamp(
         torch.arange(num, dtype=torch.float32) * (1.0 / torch.tensor(num)), max=1.0 - 1e-6

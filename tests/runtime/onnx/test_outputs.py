@@ -68,7 +68,7 @@ def test_segments_and_the_whole_session_compute_what_onnxruntime_does(packed: Pa
 
 
 def test_scales_of_fp16_products_stay_where_they_were(tmp_path: Path) -> None:
-    """As of attention. A scale that is no power of two rounds elsewhere when it moves behind the product."""
+    """Attention has such scales. A scale that is no power of two rounds elsewhere when it moves behind the product."""
     net = Net()
     x = net.input("x", ["n", 64, 64], onnx.TensorProto.FLOAT16)
     scale = net.constant(np.array(0.3535, "f2"))

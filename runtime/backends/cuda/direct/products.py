@@ -119,7 +119,7 @@ class MatrixLayout(NamedTuple):
 
 
 def matrices_of(projection: Projection) -> tuple[Matrix, ...]:
-    """As they are stored; empty: they would have to be converted."""
+    """The projection's matrices in their stored form; empty where they would have to be converted."""
     if isinstance(projection, JoinedProjection):
         found = [matrices_of(part) for part in projection.parts]
         return tuple(itertools.chain.from_iterable(found)) if all(found) else ()

@@ -26,7 +26,7 @@ from teneral.runtime.errors import RequestError
 def function_url(
     method: str = "POST", path: str = "/invoke", body: Any = None, **more: Any
 ) -> dict[str, Any]:
-    """As a function URL writes it; with `stage`, as API Gateway's HTTP API does."""
+    """A function URL's event; with `stage`, one of API Gateway's HTTP API."""
     stage = more.pop("stage", "$default")
     return {
         "version": "2.0",

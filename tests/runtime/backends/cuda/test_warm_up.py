@@ -35,7 +35,7 @@ def test_a_warm_up_that_fails_says_so_and_nothing_else():
 
 @pytest.mark.parametrize("error", [ImportError("no Triton"), RuntimeError("no image for this device")])
 def test_without_kernels_torch_computes_over_the_same_pool(monkeypatch, caplog, error):
-    """As a device's engine does whose kernels cannot be loaded."""
+    """The engine of a device whose kernels cannot be loaded does this."""
 
     def refuse(device, folder):
         raise error

@@ -217,7 +217,7 @@ class Heads:
         self.pool, self.scales, self.after = device.get(pool), device.get(scales), device.get(stored)
 
     def expected(self) -> torch.Tensor:
-        """As transformers computes it: (rows, heads, head_dim)."""
+        """transformers' result: (rows, heads, head_dim)."""
         kind = TORCH[self.device.kernels.dtype]
         x = tensor(self.device, self.heads).clone()
         turned = self.num_heads + self.num_kv_heads
